@@ -1,0 +1,96 @@
+// Do all ranks know? The only room that talks to other ranks.
+//
+// Three things travel: a handshake at install (Store), one int32 flag per step (all-reduce,
+// launched early and read late), and on a finding the ledgers and the verdict (Store). Nothing here
+// waits without a deadline, and no path makes one rank enter a collective that another does not.
+// The Store is used through a connection and a thread of its own, never with a blocking get. Calls
+// come from one thread; each releases no Python lock itself (the bindings do).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <c10/util/intrusive_ptr.h>
+
+namespace c10d {
+class ProcessGroup;
+class Store;
+class Work;
+}  // namespace c10d
+
+namespace nanlocator {
+
+using Deadline = std::chrono::steady_clock::time_point;
+
+class StoreClient;
+
+/// What arrived by the deadline: one entry per rank, empty where a rank stayed silent.
+using Gathered = std::vector<std::optional<std::string>>;
+
+class Communicator {
+ public:
+  /// `group` reduces the flag (its own time-out bounds that wait); it and `store` are shared with
+  /// the caller. Keys live below `prefix`, which must be the same on all ranks and unused before.
+  /// Throws UsageError where either is null.
+  Communicator(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store,
+               std::string prefix);
+  /// The group registered under `name` in c10d's group registry (ProcessGroup.group_name in
+  /// Python). Throws UsageError where there is none.
+  [[nodiscard]] static std::shared_ptr<Communicator> from_group_name(
+      const std::string& name, c10::intrusive_ptr<c10d::Store> store, std::string prefix);
+  ~Communicator();
+  Communicator(const Communicator&) = delete;  // one connection, one sequence of collectives
+  Communicator& operator=(const Communicator&) = delete;
+
+  [[nodiscard]] int rank() const noexcept;
+  [[nodiscard]] int size() const noexcept;
+  /// True if the group has a backend for tensors of this device type (gloo: CPU, nccl: CUDA).
+  [[nodiscard]] bool reduces_on(at::DeviceType device) const;
+
+  /// Every rank states `mine` (a flat JSON object, say versions and options). Throws AgreementError
+  /// on every rank alike, naming the keys that differ and the ranks that hold each value, or the
+  /// ranks that did not come by the deadline.
+  void handshake(const std::string& mine, Deadline deadline);
+
+  /// Rank 0's `value`, on every rank. Every rank makes the same calls of `handshake` and
+  /// `broadcast` in the same order. Throws AgreementError where it does not come by the deadline.
+  [[nodiscard]] std::string broadcast(std::string_view key, const std::string& value,
+                                      Deadline deadline);
+
+  /// Launches a MAX all-reduce of `flag` (int32 [1], on the group's device), in place. It may not
+  /// be read or written before `finish_flag`.
+  void start_flag(const at::Tensor& flag);
+  /// Waits for it; true if any rank's flag was set. Throws AgreementError where the group times out
+  /// or a peer has gone; then no further flag may be started (UsageError).
+  [[nodiscard]] bool finish_flag();
+
+  /// Puts `value` under `key` for this rank, replacing what was there. Never blocks on other ranks;
+  /// false where the Store is gone (no answer within 10 s).
+  bool publish(std::string_view key, const std::string& value) noexcept;
+  /// What all ranks published under `key`, waiting until the deadline for those that are missing.
+  [[nodiscard]] Gathered gather(std::string_view key, Deadline deadline) noexcept;
+  /// What `rank` published under `key`; empty where it does not come by the deadline.
+  [[nodiscard]] std::optional<std::string> fetch(std::string_view key, int rank,
+                                                 Deadline deadline) noexcept;
+
+ private:
+  [[nodiscard]] std::string key_of(std::string_view key, int rank) const;
+
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::unique_ptr<StoreClient> store_;
+  std::string prefix_;
+  c10::intrusive_ptr<c10d::Work> pending_;
+  at::Tensor flag_;                // kept alive while the reduction writes it
+  bool is_group_usable_ = true;    // no flag reduction has failed
+  std::set<std::string> counted_;  // keys that this rank has published
+  int agreements_ = 0;  // handshakes and broadcasts so far: the same number on every rank
+};
+
+}  // namespace nanlocator

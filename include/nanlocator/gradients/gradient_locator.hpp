@@ -1,0 +1,118 @@
+// The always-on `grads` level of one rank: scan, agree, and on a finding one verdict for all ranks.
+//
+// Every step: begin_step, any number of scans, start_agreement at one fixed point that every rank
+// reaches on every path, finish_agreement where the host waits anyway. If that is true, every rank
+// calls conclude (or, for a loss scaler's routine overflow, dismiss). Healthy steps write nothing.
+// Another order of calls is a UsageError. Thread: the training thread. Streams: the current ones.
+#pragma once
+
+#include <chrono>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "nanlocator/agree/communicator.hpp"
+#include "nanlocator/error.hpp"
+#include "nanlocator/gradients/gradient_scanner.hpp"
+#include "nanlocator/locate/verdict.hpp"
+#include "nanlocator/map/parameter_map.hpp"
+
+namespace nanlocator {
+
+/// What to do on a bad step, the same on every rank.
+enum class Policy {
+  report,  // print and write the verdict, go on
+  stop,    // raise NonFiniteGradientError on every rank, before the optimizer steps
+};
+
+struct LocatorOptions {
+  Policy on_bad = Policy::stop;
+  std::filesystem::path output_dir = "nanlocator_run";
+  bool check_params = false;  // also scan parameters before and after the step
+  std::chrono::milliseconds gather_deadline{30'000};  // for ranks that do not answer
+  int threads = 1;                                    // for gradients in host memory
+  /// After this many findings under `report` the ranks go on counting, but gather no more: a run
+  /// whose weights are NaN would otherwise gather at every step.
+  int max_incidents = 16;
+  std::string integration = "pytorch";  // for run.json: "pytorch", "megatron", "cpp"
+  std::vector<std::string>
+      not_covered;  // for run.json: what this configuration cannot see, sentences
+};
+
+/// Thrown (raised in Python) under Policy::stop. what() is the verdict as text.
+class NonFiniteGradientError : public Error {
+ public:
+  explicit NonFiniteGradientError(Verdict verdict);
+  [[nodiscard]] const Verdict& verdict() const noexcept { return verdict_; }
+
+ private:
+  Verdict verdict_;
+};
+
+class GradientLocator {
+ public:
+  /// Agrees with all ranks on version and options, creates output_dir/a{attempt}, writes this
+  /// rank's map and manifest (and run.json on rank 0). `communicator` null: a single process.
+  /// Throws AgreementError on every rank alike where ranks differ, IoError where files cannot be
+  /// written.
+  GradientLocator(ParameterMap map, LocatorOptions options,
+                  std::shared_ptr<Communicator> communicator);
+  ~GradientLocator();
+  GradientLocator(const GradientLocator&) = delete;
+  GradientLocator& operator=(const GradientLocator&) = delete;
+
+  [[nodiscard]] const ParameterMap& map() const noexcept;
+  [[nodiscard]] const LocatorOptions& options() const noexcept;
+  [[nodiscard]] const std::filesystem::path& run_dir() const noexcept;  // output_dir/a{attempt}
+  [[nodiscard]] const std::vector<Verdict>& verdicts() const noexcept;  // of all concluded findings
+  [[nodiscard]] std::int64_t incidents() const noexcept;  // findings, also those past max_incidents
+  [[nodiscard]] std::int64_t dismissed() const noexcept;
+
+  /// Replaces the map (parameter groups added later) and writes its files again; what was scanned
+  /// in this step is forgotten. Throws UsageError between start_agreement and its conclusion,
+  /// IoError.
+  void set_map(ParameterMap map);
+
+  void begin_step(std::int64_t iteration);
+  void scan(Phase phase, std::uint64_t group, std::string_view role,
+            std::span<const GradientView> views);
+  /// Backward has finished the gradient of parameter `id` (call in execution order, any steps; any
+  /// thread: autograd runs hooks on its own). The order counts where one step has finished them
+  /// all.
+  void gradient_is_ready(std::int64_t id);
+  /// The framework's own global norm: Inf or NaN counts as bad even where every gradient is finite.
+  /// Set before start_agreement it is agreed on; set later it counts on this rank, so it must be
+  /// the same number on all ranks: where it is not, conclude costs its deadline and the verdict is
+  /// partial.
+  void set_gradient_norm(double norm);
+  /// A sentence for this step's ledger.
+  void add_note(std::string note);
+
+  /// Launches the flag reduction; equally often per step on every rank (once, and once more where
+  /// the parameters are looked at after the step).
+  void start_agreement();
+  /// True if any rank has seen something bad in this step. Waits for the flag. Throws
+  /// AgreementError where the reduction fails: a peer has ended.
+  [[nodiscard]] bool finish_agreement();
+
+  /// Ledger to disk, ledgers to rank 0 through the Store, verdict.json, verdict to every rank, text
+  /// on rank 0's stderr. Every rank calls it after a true finish_agreement, or where
+  /// set_gradient_norm's number is not finite. Returns within about twice gather_deadline whoever
+  /// is dead; a disk that cannot be written is a note in the verdict. Does not throw for policy:
+  /// the caller raises. The reference is valid until the next finding.
+  const Verdict& conclude();
+  /// The same without the other ranks (an exception is on its way on this one): this rank's ledger
+  /// is written and published, the verdict is `partial`. The step's findings are kept, for a
+  /// `conclude` that may still come; called again in the same step it writes only what is new.
+  /// nullptr where this rank saw nothing bad.
+  const Verdict* conclude_alone(std::string reason);
+  /// Forgets this step's findings (a loss scaler's routine overflow); counted, nothing is written.
+  void dismiss();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace nanlocator

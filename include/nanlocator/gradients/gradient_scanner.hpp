@@ -1,0 +1,75 @@
+// Torch tensors into the scan room and sightings out of it.
+//
+// In: gradients (or parameters) of one phase, grouped as the framework hands them over (a bucket, a
+// model chunk). Out: a device flag at once, sightings when the step ends. `scan` enqueues on the
+// current stream of each tensor's device and does not wait; `collect` waits. Plans are kept per
+// (phase, group) and made again only when a storage has moved. Cost: one read of the memory.
+// CPU and CUDA tensors use nanlocator's kernels, other devices ATen operators. One thread at a
+// time.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "nanlocator/map/parameter_map.hpp"
+#include "nanlocator/record/ledger.hpp"
+
+namespace nanlocator {
+
+/// A tensor that is scanned on behalf of a parameter. Floating-point or complex; dense with any
+/// strides, or sparse COO (its values are scanned).
+struct GradientView {
+  std::int64_t parameter = 0;  // id
+  /// Not kept: it may be freed after `scan` (on CUDA the allocator is told of the stream that reads
+  /// it). Of a sparse one the indices are kept until the next scan of its group or `begin_step`.
+  at::Tensor tensor;
+  std::int64_t element_offset = 0;  // of tensor's first element in the flattened parameter (shards)
+};
+
+class GradientScanner {
+ public:
+  /// `map` gives names and shapes to the sightings and must outlive the scanner. `threads`: for
+  /// tensors in host memory.
+  explicit GradientScanner(const ParameterMap& map, int threads = 1);
+  ~GradientScanner();
+  GradientScanner(const GradientScanner&) = delete;  // owns device slots
+  GradientScanner& operator=(const GradientScanner&) = delete;
+
+  /// Forgets the step before and clears the flags.
+  void begin_step();
+
+  /// Scans `views` as part of `phase`. `group` tells apart the calls of one phase (bucket number,
+  /// chunk number); the same group again replaces its earlier result. `role`: "main_grad", "grad",
+  /// "weight". Throws UnsupportedError for a dtype or layout that cannot be scanned, UsageError for
+  /// an id that the map lacks; then nothing of this call has been scanned.
+  void scan(Phase phase, std::uint64_t group, std::string_view role,
+            std::span<const GradientView> views);
+
+  /// int32 [1], non-zero once any scan of this step met a NaN or Inf; on `device`, in stream order.
+  /// Flags of other devices are folded in: a copy between devices; the host waits only for a flag
+  /// of the CPU that folds in another device's.
+  [[nodiscard]] at::Tensor flag(at::Device device);
+
+  struct Collected {
+    std::vector<Sighting> sightings;  // bad ones, in the order of the scans
+    std::vector<Coverage> coverage;
+    std::optional<double>
+        absmax;  // largest finite magnitude at the latest gradient phase, and whose
+    std::string absmax_parameter;
+  };
+  /// Everything of this step; waits for the devices.
+  [[nodiscard]] Collected collect(std::int64_t iteration);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace nanlocator

@@ -1,0 +1,24 @@
+// Stats of Torch tensors in host memory, now. For tests, benchmarks and one-off looks; training
+// goes through GradientScanner, which does not wait.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "nanlocator/scan/tensor_stats.hpp"
+#include "nanlocator/scan/tensor_view.hpp"
+
+namespace nanlocator {
+
+/// The view that the scan room takes of `tensor` (floating-point or complex, strided layout, any
+/// strides): complex as its real view. Throws UnsupportedError for other dtypes and layouts. The
+/// tensor must outlive the view.
+[[nodiscard]] TensorView view_of(const at::Tensor& tensor);
+
+/// `result[i]` is of `tensors[i]`; a complex tensor counts its real and imaginary parts as
+/// elements. Throws UnsupportedError also where a tensor is not in host memory.
+[[nodiscard]] std::vector<TensorStats> scan_tensors(const std::vector<at::Tensor>& tensors,
+                                                    int threads = 1);
+
+}  // namespace nanlocator

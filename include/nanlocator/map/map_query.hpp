@@ -1,0 +1,81 @@
+// Questions to the maps of a run: who holds this parameter, and what differs between two maps.
+//
+// Plain functions on maps that were read (read_map_directory); nothing here opens a file. Results
+// point into the maps, which must outlive them.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "nanlocator/map/parameter_map.hpp"
+
+namespace nanlocator {
+
+/// True where `pattern` is a part of `name`; or, with a * (any text) or ? (one byte) in it, the
+/// whole name or its end from a dot on: "layers.3.*" finds "decoder.layers.3.mlp.weight". Nothing
+/// else is special; letter case counts.
+[[nodiscard]] bool name_matches(std::string_view name, std::string_view pattern) noexcept;
+
+/// One rank that holds a parameter, and which part of it.
+struct ParameterHolder {
+  const ParameterMap* map = nullptr;
+  const ParameterInfo* parameter = nullptr;
+  /// Its slice among the tensor-parallel ranks; empty where every rank holds the same.
+  std::optional<AxisCoordinate> tp_slice;
+};
+
+/// A name and every rank that holds it, in the order of the maps.
+struct FoundParameter {
+  std::string_view name;
+  std::vector<ParameterHolder> holders;
+};
+
+/// The parameters with this id: another one on each pipeline stage, so several names may come back.
+[[nodiscard]] std::vector<FoundParameter> find_parameters(std::span<const ParameterMap> maps,
+                                                          std::int64_t id);
+/// The parameters whose name matches, ordered as they appear in the maps.
+[[nodiscard]] std::vector<FoundParameter> find_parameters(std::span<const ParameterMap> maps,
+                                                          std::string_view pattern);
+
+enum class MapDifferenceKind : std::uint8_t {
+  only_left,   // the name is in the left map alone
+  only_right,  // the name is in the right map alone
+  order,       // common parameters stand in another order
+  id,          // the same name has another id
+  shape,
+  dtype,
+  layer,
+  chunk,
+  flags,  // expert, shared, tp-duplicate, tied, may-be-untouched
+};
+
+/// "only_left", "order", ...
+[[nodiscard]] std::string_view name_of(MapDifferenceKind kind) noexcept;
+
+struct MapDifference {
+  MapDifferenceKind kind = MapDifferenceKind::id;
+  std::string name;
+  std::optional<std::int64_t> left_id;
+  std::optional<std::int64_t> right_id;
+  std::string left;  // the value there: "[4, 8]", "bfloat16", "expert, tied"; empty for an id
+  std::string right;
+  friend bool operator==(const MapDifference&, const MapDifference&) = default;
+};
+
+/// What differs between two maps, names matched with names; empty where nothing does. `order` is
+/// told once, for the first parameter that comes too late on the right. Where one side knows ids
+/// and names alone (empty dtype), only those are compared. Raw names, buckets and shards are not
+/// compared: they differ between data-parallel ranks and wrappers by design.
+[[nodiscard]] std::vector<MapDifference> compare_maps(const ParameterMap& left,
+                                                      const ParameterMap& right);
+
+/// "[4, 8]"; "[]" for a scalar.
+[[nodiscard]] std::string describe_shape(std::span<const std::int64_t> shape);
+/// "expert, tp-duplicate": the flags that are set; empty where none is.
+[[nodiscard]] std::string describe_flags(const ParameterInfo& parameter);
+
+}  // namespace nanlocator

@@ -1,0 +1,109 @@
+// Parameter id -> name, shape and place, for one rank; and its two files.
+//
+// Id = position in the optimizer's concatenated parameter groups as they are built over the whole
+// model part of this rank (the published Megatron recipe), before a distributed optimizer shards
+// them. Name = the unwrapped model's `named_parameters()` name with global layer and expert
+// numbers. See docs/formats.md.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "nanlocator/map/rank_coordinates.hpp"
+
+namespace nanlocator {
+
+/// The elements [begin, end) of a flattened parameter.
+struct ElementRange {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  friend bool operator==(const ElementRange&, const ElementRange&) = default;
+};
+
+struct ParameterInfo {
+  std::int64_t id = 0;
+  std::string name;      // unique over pipeline stages and chunks
+  std::string raw_name;  // as named_parameters() of the wrapped chunk says
+  std::vector<std::int64_t> shape;
+  /// "bfloat16", see DType; the parameter's, not the gradient's. Empty: only id and name are known,
+  /// all other members are their defaults (a map read from the recipe's file alone).
+  std::string dtype;
+  std::optional<int> layer;                   // global, counted from 0
+  int chunk = 0;                              // virtual-pipeline model chunk
+  std::optional<int> bucket;                  // gradient bucket, where there are buckets
+  std::optional<std::int64_t> bucket_offset;  // first element within the bucket's buffer
+  /// The part whose reduced gradient and optimizer state this rank owns; empty optional: all of it;
+  /// begin == end: none of it (distributed optimizer).
+  std::optional<ElementRange> shard;
+  bool is_expert = false;
+  bool is_shared = false;  // one tensor under several names on this rank
+  bool is_tp_duplicate =
+      false;             // replicated over tensor-parallel ranks (left out of the norm on tp > 0)
+  bool is_tied = false;  // shared with another pipeline stage (tied embeddings)
+  /// A healthy batch may leave it without gradient, or touch only some rows (embeddings, experts,
+  /// routers): clean here proves nothing about what flowed past it.
+  bool may_be_untouched = false;
+
+  /// The product of the shape's sizes; 1 for a scalar; 2^63 - 1 where it is beyond that.
+  [[nodiscard]] std::int64_t numel() const noexcept;
+
+  friend bool operator==(const ParameterInfo&, const ParameterInfo&) = default;
+};
+
+/// The parameters of one rank in id order: `parameters()[i].id == i`.
+class ParameterMap {
+ public:
+  ParameterMap() = default;
+  /// Throws UsageError where ids are not 0..n-1 in order, a name is empty or repeated, a rank, a
+  /// size, a shape or a range is out of bounds, or a string is not UTF-8.
+  ParameterMap(RankCoordinates coordinates, std::vector<ParameterInfo> parameters,
+               std::string run_id = {});
+
+  [[nodiscard]] const RankCoordinates& coordinates() const noexcept { return coordinates_; }
+  [[nodiscard]] const std::vector<ParameterInfo>& parameters() const noexcept {
+    return parameters_;
+  }
+  [[nodiscard]] const std::string& run_id() const noexcept { return run_id_; }
+  [[nodiscard]] std::size_t size() const noexcept { return parameters_.size(); }
+  /// Throws UsageError for an id that is not there.
+  [[nodiscard]] const ParameterInfo& at(std::int64_t id) const;
+  /// nullptr where there is none of that name. The pointer lives as long as this map.
+  [[nodiscard]] const ParameterInfo* find(std::string_view name) const noexcept;
+
+  /// `{"0": "decoder...weight", "1": ...}`, byte for byte what Python's json.dumps writes
+  /// (ASCII alone; no newline at the end).
+  [[nodiscard]] std::string to_id_name_json() const;
+  /// The manifest (version 1), one parameter per line.
+  [[nodiscard]] std::string to_manifest_json() const;
+  /// Reads a manifest back; `source` is what errors call it. Throws FormatError.
+  [[nodiscard]] static ParameterMap from_manifest_json(std::string_view text,
+                                                       const std::string& source);
+
+  /// Writes param_id_name_map_*.json and param_manifest_*.json atomically. Throws IoError.
+  void write(const std::filesystem::path& directory) const;
+
+ private:
+  RankCoordinates coordinates_;
+  std::vector<ParameterInfo> parameters_;
+  std::vector<std::size_t> by_name_;  // positions in parameters_, ordered by name
+  std::string run_id_;
+};
+
+/// All manifests of a run directory, and what was wrong with the others. A rank that left only the
+/// recipe's param_id_name_map file has a map with ids and names alone; its place comes from the
+/// file's name and its global rank is inferred in Megatron's default order (tp, cp, dp, pp).
+struct MapDirectory {
+  std::vector<ParameterMap> maps;  // ordered by global rank
+  std::vector<std::string> notes;  // missing ranks, mixed runs, unreadable files: one sentence each
+};
+
+/// Reads `directory`. Throws IoError where it cannot be read, FormatError where it holds no map at
+/// all; a single bad file is a note.
+[[nodiscard]] MapDirectory read_map_directory(const std::filesystem::path& directory);
+
+}  // namespace nanlocator

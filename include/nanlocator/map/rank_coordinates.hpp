@@ -1,0 +1,46 @@
+// Where a process stands in the parallel layout, and on which machine.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace nanlocator {
+
+/// One axis of the parallel layout: this process's rank in it and the number of ranks along it.
+struct AxisCoordinate {
+  int rank = 0;
+  int size = 1;
+  friend bool operator==(const AxisCoordinate&, const AxisCoordinate&) = default;
+};
+
+/// The coordinates of one process. `dp` does not count context-parallel ranks (Megatron's
+/// get_data_parallel_rank(with_context_parallel=False)); expert parallelism divides dp x cp.
+struct RankCoordinates {
+  int rank = 0;  // global rank
+  int world_size = 1;
+  AxisCoordinate tp;  // tensor parallel
+  AxisCoordinate pp;  // pipeline parallel
+  AxisCoordinate dp;  // data parallel
+  AxisCoordinate cp;  // context parallel
+  AxisCoordinate ep;  // expert parallel
+  std::string host;   // host name
+  int local_rank = 0;
+  std::string device;  // "cpu", or on CUDA "cuda:3 GPU-6f2e... 0000:1b:00.0" (UUID and PCI address)
+
+  /// The suffix of this rank's files: "tp1pp0dp1", with "cp{cp}" appended where cp.size > 1.
+  [[nodiscard]] std::string file_suffix() const;
+  /// For people: "rank 5 (tp1 pp0 dp1, host a17, cuda:3 ...)"; axes of size 1 are left out.
+  [[nodiscard]] std::string describe() const;
+
+  friend bool operator==(const RankCoordinates&, const RankCoordinates&) = default;
+};
+
+/// The coordinates of this process in a plain data-parallel job: host name, local rank from the
+/// environment variable LOCAL_RANK (torchrun's; 0 where it is not set), device "cpu". Throws
+/// UsageError for a rank outside 0..world_size-1 or a LOCAL_RANK that is no such number.
+[[nodiscard]] RankCoordinates data_parallel_coordinates(int rank, int world_size);
+
+/// "0-3, 7": ranks in order, runs folded, each once.
+[[nodiscard]] std::string describe_ranks(std::vector<int> ranks);
+
+}  // namespace nanlocator

@@ -1,0 +1,77 @@
+// What one rank saw in one step, in execution order; and its file ledger_*.jsonl.
+//
+// A ledger is written only when something bad was seen on some rank. Line 1 is the header, then one
+// line per record, and a last line {"record": "end"} that tells a whole ledger from a cut-off one.
+// A file holds one ledger after another, one per incident. See docs/formats.md.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "nanlocator/map/rank_coordinates.hpp"
+#include "nanlocator/record/sighting.hpp"
+
+namespace nanlocator {
+
+/// That a phase was scanned, and which parameters it covered: without it "clean" and "never looked"
+/// would be the same.
+struct Coverage {
+  Phase phase = Phase::grad_local;
+  std::vector<std::int64_t> parameters;  // ids scanned, ascending
+  friend bool operator==(const Coverage&, const Coverage&) = default;
+};
+
+/// What `locate` needs to know of a parameter beyond its id.
+struct ParameterRecord {
+  std::int64_t id = 0;
+  std::string name;
+  std::vector<std::int64_t> shape;
+  bool may_be_untouched = false;  // see ParameterInfo
+  bool is_tp_duplicate = false;
+  bool is_tied = false;
+  int chunk = 0;  // virtual-pipeline model chunk: backward visits (chunk, pp) in descending order
+  friend bool operator==(const ParameterRecord&, const ParameterRecord&) = default;
+};
+
+struct Ledger {
+  std::string run_id;
+  int attempt = 0;  // restarts of the job
+  std::int64_t iteration = 0;
+  RankCoordinates coordinates;
+  std::string level = "grads";
+  std::vector<Sighting> sightings;  // bad tensors only, in the order in which they were scanned
+  std::vector<Coverage> coverage;   // at most one per phase
+  /// This rank's parameters in the order in which backward finished their gradients (observed), or
+  /// in reverse registration order where it was not observed.
+  std::vector<ParameterRecord> backward_order;
+  bool is_backward_order_observed = false;
+  std::optional<double> gradient_norm;  // the framework's own, where it was seen
+  /// Largest finite |gradient| of this rank before the clip, and whose it is (for a norm that
+  /// overflows though every gradient is finite).
+  std::optional<double> absmax;
+  std::string absmax_parameter;
+  std::vector<std::string> notes;  // what this rank could not do or see
+  bool is_complete = true;         // false: read from a file or message that was cut off
+
+  friend bool operator==(const Ledger&, const Ledger&) = default;
+};
+
+/// The ledger as JSON lines, each ending in '\n'. Non-finite numbers are written as strings.
+[[nodiscard]] std::string to_jsonl(const Ledger& ledger);
+
+/// Every ledger in `text`, in its order. A truncated tail gives a ledger with `is_complete` false;
+/// so does a line that cannot be read, which is skipped and named in that ledger's notes: what it
+/// said is unknown, and so is whether the parameters without a sighting were clean. `source` is
+/// what messages call the text. Throws FormatError where not even a header can be read.
+[[nodiscard]] std::vector<Ledger> ledgers_from_jsonl(std::string_view text,
+                                                     const std::string& source);
+
+/// Appends one ledger to `directory`/ledger_<coordinates>.jsonl in one write, then fsync. Throws
+/// IoError; what was in the file before stays readable.
+void append_ledger(const std::filesystem::path& directory, const Ledger& ledger);
+
+}  // namespace nanlocator

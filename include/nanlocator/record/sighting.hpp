@@ -1,0 +1,51 @@
+// One tensor's stats at one place of one step: what every observer produces.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "nanlocator/scan/tensor_stats.hpp"
+
+namespace nanlocator {
+
+/// Where in a training step, in execution order.
+enum class Phase : std::uint8_t {
+  params_before,  // parameters before forward
+  forward,
+  loss,
+  backward,
+  grad_local,    // this rank's gradients before any data-parallel collective
+  grad_reduced,  // after the data-parallel collective
+  grad_norm,     // the optimizer's own gradients (unscaled, copied, sharded), before the clip
+  params_after,  // parameters after the optimizer step
+};
+[[nodiscard]] std::string_view name_of(Phase phase) noexcept;
+[[nodiscard]] std::optional<Phase> phase_from_name(std::string_view name) noexcept;
+
+/// A sighting. What the observer's level cannot know is empty, never guessed.
+struct Sighting {
+  std::int64_t iteration = 0;     // counted from 1, as Megatron's log prints it
+  std::optional<int> microbatch;  // counted from 0
+  std::optional<int> chunk;       // virtual-pipeline model chunk
+  Phase phase = Phase::grad_local;
+  std::string module;  // "" where unknown
+  std::string op;      // operator, "aten::div"; "" where unknown
+  std::string role;    // "main_grad", "grad", "weight", "input[0]", ...
+  std::optional<std::int64_t> parameter_id;
+  std::string parameter;  // its name; "" for what is no parameter
+  std::string dtype;  // of the tensor that was scanned, DType's spelling ("complex64" for complex)
+  std::vector<std::int64_t> shape;  // of the whole parameter, where only a shard was scanned
+  /// `first_bad` counts in the whole parameter (row-major), also where only a shard was scanned.
+  TensorStats stats;
+
+  friend bool operator==(const Sighting&, const Sighting&) = default;
+};
+
+/// Row-major multi-dimensional index of a flat index; empty for a scalar.
+[[nodiscard]] std::vector<std::int64_t> unravel_index(std::int64_t flat,
+                                                      const std::vector<std::int64_t>& shape);
+
+}  // namespace nanlocator

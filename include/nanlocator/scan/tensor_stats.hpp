@@ -1,0 +1,34 @@
+// What one pass over a tensor's memory tells: the answer of every scan, on every backend.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+namespace nanlocator {
+
+/// Statistics of one tensor. Additive: the stats of a tensor are `merge`d from those of its parts.
+///
+/// Finite minima and maxima are over the finite elements only, zeros included; with no finite
+/// element they keep their empty values (`has_finite()` is false).
+struct TensorStats {
+  std::int64_t numel = 0;
+  std::int64_t nan = 0;
+  std::int64_t pos_inf = 0;
+  std::int64_t neg_inf = 0;
+  std::int64_t zeros = 0;       // +0 and -0
+  std::int64_t first_bad = -1;  // flat row-major index of the first NaN or Inf; -1 where there is none
+  double finite_min = std::numeric_limits<double>::infinity();
+  double finite_max = -std::numeric_limits<double>::infinity();
+  double absmin = std::numeric_limits<double>::infinity();  // smallest |finite|
+  double absmax = 0.0;                                      // largest |finite|
+  double sum_of_squares = 0.0;  // of the finite elements, in fp64, in an order that depends on numel only
+  std::uint64_t fingerprint = 0;  // see fingerprint.hpp
+
+  [[nodiscard]] constexpr std::int64_t nonfinite() const noexcept { return nan + pos_inf + neg_inf; }
+  [[nodiscard]] constexpr bool is_finite() const noexcept { return nonfinite() == 0; }
+  [[nodiscard]] constexpr bool has_finite() const noexcept { return numel > nonfinite(); }
+
+  friend bool operator==(const TensorStats&, const TensorStats&) = default;
+};
+
+}  // namespace nanlocator

@@ -1,0 +1,28 @@
+// Memory to be scanned, described without Torch.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "nanlocator/scan/dtype.hpp"
+
+namespace nanlocator {
+
+/// A tensor that someone else owns and keeps alive until its scan has run (on CUDA: until the work
+/// enqueued on the scan's stream is done). A complex tensor is described as its real view (twice
+/// the elements). `data` need only be aligned to the element size.
+struct TensorView {
+  const void* data = nullptr;  // host memory for the CPU scanner, device memory for the CUDA scanner
+  std::int64_t numel = 0;
+  DType dtype = DType::float32;
+  // Both empty: contiguous. Otherwise one entry per dimension, strides in elements (zero and
+  // overlapping strides allowed, negative ones not: Torch has none).
+  std::vector<std::int64_t> sizes;
+  std::vector<std::int64_t> strides;
+
+  [[nodiscard]] bool is_contiguous() const noexcept { return strides.empty(); }
+
+  friend bool operator==(const TensorView&, const TensorView&) = default;
+};
+
+}  // namespace nanlocator

@@ -1,0 +1,119 @@
+"""What both integrations share: options with their environment variables, the connection between the
+ranks, and the end of a bad step."""
+
+import datetime
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from nanlocator import _C
+from nanlocator.errors import NonFiniteGradientError
+
+T = TypeVar("T")
+
+
+def resolve_options(
+    *,
+    on_bad: str | None,
+    output_dir: str | os.PathLike[str] | None,
+    check_params: bool | None,
+    gather_deadline: float | None,
+    integration: str,
+    not_covered: list[str],
+) -> _C.LocatorOptions:
+    """Argument, else NANLOCATOR_<NAME>, else default. A variable that cannot be read is a UsageError."""
+    options = _C.LocatorOptions()
+    options.on_bad = _choose("on_bad", on_bad, str, "stop")
+    options.output_dir = str(_choose("output_dir", output_dir, str, "nanlocator_run"))
+    options.check_params = _choose("check_params", check_params, _parse_bool, False)
+    seconds = _choose("gather_deadline", gather_deadline, float, 30.0)
+    if not 0 < seconds < 86_400:
+        raise _C.UsageError(f"gather_deadline is {seconds}; it must be between 0 and 86400 seconds")
+    options.gather_deadline = datetime.timedelta(seconds=seconds)
+    options.threads = torch.get_num_threads()
+    options.integration = integration
+    options.not_covered = not_covered
+    return options
+
+
+def _choose(name: str, argument: T | None, parse: Callable[[str], T], default: T) -> T:
+    if argument is not None:
+        return argument
+    variable = f"NANLOCATOR_{name.upper()}"
+    text = os.environ.get(variable)
+    if text is None:
+        return default
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise _C.UsageError(f"{variable}={text!r} cannot be read: {error}") from None
+
+
+def _parse_bool(text: str) -> bool:
+    values = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if text.lower() not in values:
+        raise ValueError("expected 1 or 0, true or false")
+    return values[text.lower()]
+
+
+class RankConnection:
+    """The group that reduces the flag and the Store that carries ledgers; closed with ``close``.
+
+    The group is one of our own, so that the flag never disturbs the sequence of the framework's
+    collectives. Its time-out is the backend's default, not gather_deadline: in a healthy job a rank may
+    reach the flag minutes after the others, for instance after writing a checkpoint.
+    """
+
+    _installed = 0  # installs of this process, the same on all ranks: keeps Store keys apart
+
+    def __init__(self) -> None:
+        RankConnection._installed += 1
+        self._group = dist.new_group()
+        store = dist.distributed_c10d._get_default_store()
+        self.communicator = _C.Communicator(
+            group=self._group, store=store, prefix=f"nanlocator/{RankConnection._installed}"
+        )
+
+    def close(self) -> None:
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+
+def is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def raise_or_continue(verdict: dict[str, Any], on_bad: str) -> None:
+    """Policy ``stop`` raises on every rank; ``report`` goes on."""
+    if on_bad == "stop":
+        raise NonFiniteGradientError(_C.format_verdict(json.dumps(verdict)), verdict)
+
+
+def device_description(device: torch.device) -> str:
+    """``cpu``, or on CUDA the index, UUID and PCI address: what a hardware team asks for."""
+    if device.type != "cuda":
+        return str(device)
+    properties = torch.cuda.get_device_properties(device)
+    uuid = getattr(properties, "uuid", None)
+    address = "{:04x}:{:02x}:{:02x}.0".format(
+        getattr(properties, "pci_domain_id", 0),
+        getattr(properties, "pci_bus_id", 0),
+        getattr(properties, "pci_device_id", 0),
+    )
+    return f"cuda:{device.index} GPU-{uuid} {address}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def log_once(message: str) -> None:
+    """One line on rank 0's stderr."""
+    if not is_distributed() or dist.get_rank() == 0:
+        print(f"nanlocator: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,52 @@
+"""Builds the extension and the `nanlocator` command with CMake. The metadata is in pyproject.toml.
+
+The extension must be built against the Torch that it will run beside, so install with
+    pip install . --no-build-isolation
+in the environment that has Torch.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+SOURCE = Path(__file__).parent.resolve()
+BUILD = Path("build") / "pip"  # relative: setuptools wants data files inside the source tree
+
+
+class CMakeBuild(build_ext):
+    def run(self) -> None:
+        if not shutil.which("cmake"):
+            sys.exit("nanlocator is built with CMake 3.25 or newer, and there is no cmake on PATH")
+        configure = [
+            "cmake", "-S", SOURCE, "-B", BUILD,
+            "-DCMAKE_BUILD_TYPE=Release",
+            f"-DPython3_EXECUTABLE={sys.executable}",
+            "-DNANLOCATOR_TESTS=OFF",
+            "-DNANLOCATOR_BENCHMARKS=OFF",
+            *os.environ.get("CMAKE_ARGS", "").split(),
+        ]  # fmt: skip
+        if not (BUILD / "CMakeCache.txt").exists() and shutil.which("ninja"):
+            configure += ["-G", "Ninja"]
+        subprocess.run(configure, check=True)
+        jobs = str(os.cpu_count() or 1)
+        targets = ["nanlocator_python", "nanlocator_command"]
+        subprocess.run(["cmake", "--build", BUILD, "-j", jobs, "--target", *targets], check=True)
+        package = Path(self.build_lib) / "nanlocator"
+        package.mkdir(parents=True, exist_ok=True)
+        for name in ("_C.so", "_build_info.py"):
+            shutil.copy(BUILD / "python" / "nanlocator" / name, package / name)
+
+
+setup(
+    packages=["nanlocator", "nanlocator.megatron"],
+    package_dir={"nanlocator": "integrations/python", "nanlocator.megatron": "integrations/megatron"},
+    package_data={"nanlocator": ["py.typed"]},
+    ext_modules=[Extension("nanlocator._C", sources=[])],  # makes the wheel one for this platform
+    cmdclass={"build_ext": CMakeBuild},
+    data_files=[("bin", [str(BUILD / "bin" / "nanlocator")])],
+)

@@ -1,0 +1,303 @@
+#include "nanlocator/agree/communicator.hpp"
+
+#include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <sstream>
+#include <thread>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
+
+#include "agree/store_client.hpp"
+#include "nanlocator/error.hpp"
+
+namespace nanlocator {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+// A Store that is alive answers within this time; a deadline that is nearer is not taken to mean
+// that what is there already may not be read.
+constexpr milliseconds kStoreAnswers{1'000};
+constexpr milliseconds kPublishPatience{10'000};
+// How much longer than rank 0 the others wait for what rank 0 decides at the deadline.
+constexpr milliseconds kOutcomeGrace{5'000};
+// Polling: quick at first, because ranks usually come within a millisecond of each other, and at
+// most 20 requests a second per rank on a Store that thousands of ranks ask.
+constexpr milliseconds kFirstPause{1};
+constexpr milliseconds kLongestPause{50};
+constexpr int kErrorsInARow = 3;  // of the Store, until it is taken to be gone
+
+Deadline answer_limit(Deadline deadline) {
+  return std::max(deadline, Clock::now() + kStoreAnswers);
+}
+
+// True once `key` is there; false at the deadline or where the Store has gone.
+bool wait_for_key(StoreClient& store, const std::string& key, Deadline deadline) {
+  auto pause = kFirstPause;
+  for (int errors = 0; errors < kErrorsInARow;) {
+    try {
+      const auto is_there = store.has(key, answer_limit(deadline));
+      if (!is_there) return false;
+      if (*is_there) return true;
+      errors = 0;
+    } catch (const std::exception&) {
+      ++errors;
+    }
+    const auto now = Clock::now();
+    if (now >= deadline) return false;
+    std::this_thread::sleep_for(std::min<Clock::duration>(pause, deadline - now));
+    pause = std::min(pause * 2, kLongestPause);
+  }
+  return false;
+}
+
+// "0-3, 7"; `ranks` ascends.
+std::string describe_ranks(const std::vector<int>& ranks) {
+  std::ostringstream text;
+  for (std::size_t begin = 0; begin < ranks.size();) {
+    std::size_t end = begin + 1;
+    while (end < ranks.size() && ranks[end] == ranks[end - 1] + 1) ++end;
+    text << (begin == 0 ? "" : ", ") << ranks[begin];
+    if (end - begin > 1) text << (end - begin > 2 ? "-" : ", ") << ranks[end - 1];
+    begin = end;
+  }
+  return text.str();
+}
+
+std::string rank_or_ranks(const std::vector<int>& ranks) {
+  return (ranks.size() == 1 ? "rank " : "ranks ") + describe_ranks(ranks);
+}
+
+std::string without_backtrace(const std::exception& error) {
+  // c10::Error appends the C++ stack; its first line is the message.
+  const std::string text = error.what();
+  return text.substr(0, text.find('\n'));
+}
+
+nlohmann::json parse_statement(const std::string& text) {
+  auto statement = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  if (!statement.is_object()) return nullptr;
+  return statement;
+}
+
+// Empty where all ranks came and state the same.
+std::string disagreement(const Gathered& statements) {
+  std::vector<int> missing;
+  std::vector<int> unreadable;
+  std::vector<std::pair<int, nlohmann::json>> present;
+  std::set<std::string> keys;
+  for (int rank = 0; rank < static_cast<int>(statements.size()); ++rank) {
+    if (!statements[rank]) {
+      missing.push_back(rank);
+      continue;
+    }
+    auto statement = parse_statement(*statements[rank]);
+    if (statement.is_null()) {
+      unreadable.push_back(rank);
+      continue;
+    }
+    for (const auto& item : statement.items()) keys.insert(item.key());
+    present.emplace_back(rank, std::move(statement));
+  }
+  std::ostringstream text;
+  if (!missing.empty()) text << "\n  no answer in time from " << rank_or_ranks(missing);
+  if (!unreadable.empty()) text << "\n  no JSON object from " << rank_or_ranks(unreadable);
+  for (const auto& key : keys) {
+    std::map<std::string, std::vector<int>> ranks_of_value;
+    for (const auto& [rank, statement] : present) {
+      const auto found = statement.find(key);
+      ranks_of_value[found == statement.end() ? "nothing" : found->dump()].push_back(rank);
+    }
+    if (ranks_of_value.size() < 2) continue;
+    text << "\n  " << key << " is ";
+    const char* separator = "";
+    for (const auto& [value, ranks] : ranks_of_value) {
+      text << separator << value << " on " << rank_or_ranks(ranks);
+      separator = ", ";
+    }
+  }
+  if (text.str().empty()) return {};
+  return "The ranks do not agree:" + text.str() +
+         "\nStart every rank with the same installation and the same options.";
+}
+
+}  // namespace
+
+Communicator::Communicator(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                           c10::intrusive_ptr<c10d::Store> store, std::string prefix)
+    : group_(std::move(group)), prefix_(std::move(prefix)) {
+  if (!group_ || !store) {
+    throw UsageError(std::string("Communicator: the ") + (!group_ ? "process group" : "Store") +
+                     " is null. A single process passes no Communicator at all.");
+  }
+  store_ = std::make_unique<StoreClient>(std::move(store));
+}
+
+std::shared_ptr<Communicator> Communicator::from_group_name(const std::string& name,
+                                                            c10::intrusive_ptr<c10d::Store> store,
+                                                            std::string prefix) {
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  try {
+    group = c10d::resolve_process_group(name);
+  } catch (const std::exception& error) {
+    throw UsageError("No process group is registered under the name '" + name +
+                     "': " + without_backtrace(error) + ". Pass ProcessGroup.group_name.");
+  }
+  return std::make_shared<Communicator>(std::move(group), std::move(store), std::move(prefix));
+}
+
+Communicator::~Communicator() = default;
+
+int Communicator::rank() const noexcept {
+  return group_->getRank();
+}
+
+int Communicator::size() const noexcept {
+  return group_->getSize();
+}
+
+bool Communicator::reduces_on(at::DeviceType device) const {
+  const auto devices = group_->getDeviceTypes();
+  return std::ranges::any_of(devices, [&](const auto& d) { return d.type() == device; });
+}
+
+std::string Communicator::key_of(std::string_view key, int rank) const {
+  return prefix_ + "/" + std::string(key) + "/" + std::to_string(rank);
+}
+
+void Communicator::handshake(const std::string& mine, Deadline deadline) {
+  if (parse_statement(mine).is_null()) {
+    throw UsageError("Communicator::handshake: expected a JSON object, got: " + mine);
+  }
+  const auto key = "handshake" + std::to_string(agreements_++);
+  const auto outcome_key = key + "/outcome";
+  const bool is_published = publish(key, mine);
+  std::optional<std::string> outcome;
+  if (rank() == 0) {
+    outcome = disagreement(gather(key, deadline));
+    (void)publish(outcome_key, *outcome);
+  } else if (is_published) {
+    outcome = fetch(outcome_key, 0, deadline + kOutcomeGrace);
+  }
+  if (!is_published) {
+    throw AgreementError("Rank " + std::to_string(rank()) +
+                         " cannot reach the Store. Is the process that hosts it alive?");
+  }
+  if (!outcome) {
+    throw AgreementError(
+        "Rank " + std::to_string(rank()) +
+        " got no answer from rank 0 in the handshake. Has rank 0 ended, or does it "
+        "not reach this point?");
+  }
+  if (!outcome->empty()) throw AgreementError(*outcome);
+}
+
+std::string Communicator::broadcast(std::string_view key, const std::string& value,
+                                    Deadline deadline) {
+  const auto unique_key = std::string(key) + std::to_string(agreements_++);
+  if (rank() == 0) {
+    if (!publish(unique_key, value)) {
+      throw AgreementError("Rank 0 cannot reach the Store to hand out '" + std::string(key) +
+                           "'. Is the process that hosts it alive?");
+    }
+    return value;
+  }
+  auto received = fetch(unique_key, 0, deadline);
+  if (!received) {
+    throw AgreementError("Rank " + std::to_string(rank()) + " waited for '" + std::string(key) +
+                         "' from rank 0, which did not come in time. Has rank 0 ended?");
+  }
+  return *std::move(received);
+}
+
+void Communicator::start_flag(const at::Tensor& flag) {
+  if (pending_) {
+    throw UsageError(
+        "start_flag: the reduction before has not been finished. Call finish_flag first.");
+  }
+  if (!is_group_usable_) {
+    throw UsageError(
+        "start_flag: an earlier flag reduction failed, so the ranks no longer call in step. "
+        "End the job.");
+  }
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MAX;
+  flag_ = flag;
+  std::vector<at::Tensor> tensors{flag_};
+  try {
+    pending_ = group_->allreduce(tensors, options);
+  } catch (const std::exception& error) {
+    is_group_usable_ = false;
+    throw AgreementError("The flag reduction could not be started on rank " +
+                         std::to_string(rank()) + ": " + without_backtrace(error));
+  }
+}
+
+bool Communicator::finish_flag() {
+  if (!pending_)
+    throw UsageError("finish_flag: no reduction has been started. Call start_flag first.");
+  const auto work = std::exchange(pending_, {});
+  try {
+    // On CUDA this only orders the current stream after the reduction; item() waits for the stream.
+    if (!work->wait()) throw std::runtime_error("the collective was aborted");
+    const bool is_set = flag_.item<std::int32_t>() != 0;
+    flag_.reset();
+    return is_set;
+  } catch (const std::exception& error) {
+    is_group_usable_ = false;
+    throw AgreementError("The flag reduction failed on rank " + std::to_string(rank()) + ": " +
+                         without_backtrace(error) + ". A peer has ended or does not answer.");
+  }
+}
+
+// Beside the values of N ranks lies a counter; who brings it to N puts a key "all" there, so that a
+// gathering rank asks for one key instead of N.
+bool Communicator::publish(std::string_view key, const std::string& value) noexcept {
+  try {
+    const auto deadline = Clock::now() + kPublishPatience;
+    if (!store_->set(key_of(key, rank()), value, deadline)) return false;
+    if (!counted_.insert(std::string(key)).second) return true;  // published again: counts once
+    const auto arrived = store_->count(prefix_ + "/" + std::string(key) + "/count", deadline);
+    if (!arrived) return false;
+    return *arrived < size() ||
+           store_->set(prefix_ + "/" + std::string(key) + "/all", "", deadline);
+  } catch (...) {
+    return false;
+  }
+}
+
+Gathered Communicator::gather(std::string_view key, Deadline deadline) noexcept {
+  Gathered gathered;
+  try {
+    gathered.resize(size());
+    (void)wait_for_key(*store_, prefix_ + "/" + std::string(key) + "/all", deadline);
+    const auto limit = answer_limit(deadline);
+    for (int peer = 0; peer < size(); ++peer) {
+      const auto is_there = store_->has(key_of(key, peer), limit);
+      if (!is_there) break;  // the Store no longer answers
+      if (*is_there) gathered[peer] = store_->get(key_of(key, peer), limit);
+    }
+  } catch (...) {
+    // The connection broke: what came before counts.
+  }
+  return gathered;
+}
+
+std::optional<std::string> Communicator::fetch(std::string_view key, int rank,
+                                               Deadline deadline) noexcept {
+  try {
+    const auto full_key = key_of(key, rank);
+    if (!wait_for_key(*store_, full_key, deadline)) return std::nullopt;
+    return store_->get(full_key, answer_limit(deadline));
+  } catch (...) {
+    return std::nullopt;
+  }
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,51 @@
+// A c10d Store whose answers are waited for until a deadline and no longer.
+//
+// A Store call blocks in recv for as long as its server's host is silent: a frozen or powered-off
+// host never resets the connection. So every call runs on one thread of this client, on a
+// connection of its own, and the caller waits on a future. A thread that is stuck is left behind,
+// never joined.
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <functional>
+#include <future>
+#include <memory>
+#include <optional>
+#include <string>
+
+namespace c10d {
+class Store;
+}
+
+namespace nanlocator {
+
+using Deadline = std::chrono::steady_clock::time_point;
+
+class StoreClient {
+ public:
+  /// Shares `store`; the connection is cloned on the client's thread.
+  explicit StoreClient(c10::intrusive_ptr<c10d::Store> store);
+  ~StoreClient();
+  StoreClient(const StoreClient&) = delete;  // one connection, one thread
+  StoreClient& operator=(const StoreClient&) = delete;
+
+  /// Publishes `value` under `key`, in parts where it is long (see store_client.cpp). False: no
+  /// answer in time. Throws what the Store throws, as do the calls below.
+  [[nodiscard]] bool set(const std::string& key, const std::string& value, Deadline deadline);
+  /// Adds one to the counter `key`. Empty: no answer in time, here and below.
+  [[nodiscard]] std::optional<std::int64_t> count(const std::string& key, Deadline deadline);
+  [[nodiscard]] std::optional<bool> has(const std::string& key, Deadline deadline);
+  /// The value of a key that `has` said is there.
+  [[nodiscard]] std::optional<std::string> get(const std::string& key, Deadline deadline);
+
+ private:
+  struct Shared;  // with the thread, which may outlive the client
+  template <class Result>
+  std::optional<Result> run(std::function<Result(c10d::Store&)> call, Deadline deadline);
+
+  std::shared_ptr<Shared> shared_;
+};
+
+}  // namespace nanlocator

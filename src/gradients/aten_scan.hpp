@@ -1,0 +1,33 @@
+// The scan, written with ATen operators: for devices that nanlocator has no kernels for.
+//
+// In: a dense tensor of real floating point on any device. Out: its statistics as small tensors on
+// that device, read by `read_stats`; nothing waits in between. Equal to the kernels' stats, but for
+// the order in which squares are added. Cost: about twenty operators per 2^20 elements and their
+// temporaries (8 bytes an element of one such chunk); a non-contiguous tensor is copied.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "nanlocator/scan/tensor_stats.hpp"
+
+namespace nanlocator {
+
+/// The unread statistics of one tensor; one row for each chunk of 2^20 elements.
+struct AtenStats {
+  std::int64_t numel = 0;
+  std::int64_t element_size = 0;
+  at::Tensor
+      counts;  // int64 [chunks, 7]: NaN, +Inf, -Inf, zeros, first bad index, fingerprint S0, S1
+  at::Tensor
+      values;  // float64 [chunks, 5]: min, max, absmin, absmax, sum of squares (float32 on MPS)
+};
+
+[[nodiscard]] AtenStats scan_with_aten(const at::Tensor& tensor);
+
+/// int32 [1] on the device: 1 where the scan met a NaN or Inf, else 0.
+[[nodiscard]] at::Tensor has_nonfinite(const AtenStats& stats);
+
+/// Waits for the device.
+[[nodiscard]] TensorStats read_stats(const AtenStats& stats);
+
+}  // namespace nanlocator

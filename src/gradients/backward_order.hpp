@@ -1,0 +1,34 @@
+// In which order backward finishes the parameters' gradients, as seen in the latest whole step.
+//
+// A parameter may fire many times a step (microbatches); its last time counts. Cost: an append per
+// call. Any thread may call (on CUDA, autograd runs hooks on its own threads).
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+namespace nanlocator {
+
+class BackwardOrder {
+ public:
+  explicit BackwardOrder(std::size_t parameters) : parameters_(parameters) {}
+
+  /// `parameter` is below the number of parameters.
+  void record(std::int64_t parameter);
+  /// Backward of this step is over.
+  void end_step();
+  /// All parameters in order; empty where no step has finished the gradient of each of them.
+  [[nodiscard]] std::optional<std::vector<std::int64_t>> observed() const;
+
+ private:
+  [[nodiscard]] bool is_complete(const std::vector<std::int64_t>& fired) const;
+
+  std::size_t parameters_;
+  mutable std::mutex mutex_;
+  std::vector<std::int64_t> this_step_;
+  std::vector<std::int64_t> latest_complete_;
+};
+
+}  // namespace nanlocator

@@ -1,0 +1,46 @@
+// The slots of one device and what fills them: nanlocator's kernels, or ATen operators.
+//
+// Tensors here are dense, of real floating point and on the slots' device; scans are enqueued on
+// the device's current stream.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "nanlocator/scan/slot_scanner.hpp"
+#include "nanlocator/scan/tensor_stats.hpp"
+
+namespace nanlocator {
+
+/// Tensors that are scanned together, and the slots that they fill.
+struct SlotBatch {
+  std::uint32_t first_slot = 0;
+  std::uint32_t capacity = 0;      // slots reserved, from first_slot on
+  std::unique_ptr<ScanPlan> plan;  // of the kernels, kept for as long as the storages stay
+};
+
+class DeviceSlots {
+ public:
+  virtual ~DeviceSlots() = default;
+
+  /// Reserves slots and makes a plan where the batch's does not fit. The only call that may throw.
+  virtual void prepare(SlotBatch& batch, std::span<const at::Tensor> tensors) = 0;
+  /// `batch` and `tensors` are those of the latest `prepare`.
+  virtual void scan(SlotBatch& batch, std::span<const at::Tensor> tensors) = 0;
+  virtual void clear_flag() = 0;
+  /// int32 [1] on the device; valid until these slots are destroyed.
+  [[nodiscard]] virtual at::Tensor flag() = 0;
+  /// All slots; waits for the device.
+  [[nodiscard]] virtual std::vector<TensorStats> read() = 0;
+};
+
+/// Kernels on CPU and, in builds with CUDA, on CUDA devices; ATen elsewhere. `threads`: see
+/// scan_cpu.
+[[nodiscard]] std::unique_ptr<DeviceSlots> make_device_slots(at::Device device, int threads);
+[[nodiscard]] std::unique_ptr<DeviceSlots> make_aten_slots(at::Device device);
+
+}  // namespace nanlocator

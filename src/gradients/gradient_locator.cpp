@@ -1,0 +1,557 @@
+#include "nanlocator/gradients/gradient_locator.hpp"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <cmath>
+#include <iostream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <utility>
+
+#include "gradients/backward_order.hpp"
+#include "gradients/run_directory.hpp"
+#include "nanlocator/locate/locate.hpp"
+#include "nanlocator/record/atomic_file.hpp"
+#include "nanlocator/report/terminal.hpp"
+
+namespace nanlocator {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Ranks come to the constructor minutes apart where some still read a checkpoint: with the default
+// gather_deadline they get five minutes, c10d's own time-out for a Store.
+constexpr int kInstallPatience = 10;
+
+enum class State {
+  before_first_step,
+  scanning,
+  agreeing,  // between start_agreement and finish_agreement
+  bad,       // until conclude or dismiss
+};
+
+void check_options(const LocatorOptions& options) {
+  if (options.gather_deadline.count() <= 0) {
+    throw UsageError("gather_deadline is " + std::to_string(options.gather_deadline.count()) +
+                     " ms; it must be positive.");
+  }
+  if (options.threads < 1) {
+    throw UsageError("threads is " + std::to_string(options.threads) + "; it must be at least 1.");
+  }
+  if (options.max_incidents < 1) {
+    throw UsageError("max_incidents is " + std::to_string(options.max_incidents) +
+                     "; it must be at least 1.");
+  }
+}
+
+ParameterMap with_run_id(const ParameterMap& map, const std::string& run_id) {
+  return {map.coordinates(), map.parameters(), run_id};
+}
+
+// Where the flag is made: with the gradients, where the group can reduce it there; every rank must
+// choose alike, so this depends on the layout alone and is part of the handshake.
+at::DeviceType choose_flag_device(const RankCoordinates& coordinates,
+                                  const Communicator* communicator) {
+  const auto home = coordinates.device.starts_with("cuda") ? at::kCUDA : at::kCPU;
+  if (communicator == nullptr || communicator->reduces_on(home)) return home;
+  const auto other = home == at::kCPU ? at::kCUDA : at::kCPU;
+  return communicator->reduces_on(other) ? other : home;
+}
+
+at::Device current_device(at::DeviceType type) {
+  if (type == at::kCPU) return at::kCPU;
+  return c10::impl::VirtualGuardImpl(type).getDevice();
+}
+
+}  // namespace
+
+NonFiniteGradientError::NonFiniteGradientError(Verdict verdict)
+    : Error(format_verdict(verdict)), verdict_(std::move(verdict)) {}
+
+struct GradientLocator::Impl {
+  Impl(ParameterMap map_, LocatorOptions options_, std::shared_ptr<Communicator> communicator_)
+      : options(std::move(options_)),
+        communicator(std::move(communicator_)),
+        map(std::move(map_)),
+        order(std::make_unique<BackwardOrder>(map.size())),
+        flag_type(choose_flag_device(map.coordinates(), communicator.get())) {}
+
+  LocatorOptions options;
+  std::shared_ptr<Communicator> communicator;
+  ParameterMap map;
+  std::unique_ptr<GradientScanner> scanner;  // refers to `map`
+  std::unique_ptr<BackwardOrder> order;
+  Run run;
+  std::filesystem::path directory;
+
+  at::DeviceType flag_type;
+  at::Tensor flag;  // int32 [1], ours: a reduction that outlives us writes to no freed memory
+  at::Tensor
+      host_flag;  // pinned copy of it, where there is no communicator and the flag is on a device
+  std::optional<c10::Event> flag_is_copied;
+
+  State state = State::before_first_step;
+  std::int64_t iteration = 0;
+  std::optional<double> gradient_norm;
+  std::vector<std::string> notes;
+  std::vector<Verdict> verdicts;
+  Verdict past_limit;  // what conclude returns after max_incidents
+  std::int64_t incidents = 0;
+  std::int64_t dismissed = 0;
+  std::map<std::int64_t, int> concluded;  // how often, by iteration: a step may be repeated
+  std::optional<std::size_t> sightings_told_alone;  // by conclude_alone in this step
+
+  [[nodiscard]] int rank() const { return communicator ? communicator->rank() : 0; }
+  [[nodiscard]] int world_size() const { return communicator ? communicator->size() : 1; }
+  [[nodiscard]] bool is_norm_bad() const { return gradient_norm && !std::isfinite(*gradient_norm); }
+
+  // --- install ---
+  void agree_on_options(Deadline deadline);
+  void open_run(Deadline deadline);
+  void write_files();
+  void use_map(ParameterMap new_map);
+
+  // --- a finding ---
+  void forget_step();
+  void forget_step_quietly() noexcept;
+  Ledger make_ledger(std::vector<std::string> extra_notes);
+  std::string incident_key();
+  Verdict judge(std::vector<Ledger> ledgers, std::vector<std::string> extra_notes) const;
+  void keep_on_disk(const Ledger& ledger, std::vector<std::string>& problems) const;
+  void keep_on_disk(Verdict& verdict, const std::filesystem::path& name) const;
+  void read_ledgers(const Gathered& texts, const Ledger& mine, std::vector<Ledger>& ledgers,
+                    std::vector<std::string>& problems) const;
+  Verdict conclude_as_first_rank(const Ledger& mine, const std::string& key, int repetition,
+                                 Deadline deadline);
+  Verdict conclude_as_other_rank(const Ledger& mine, const std::string& key, Deadline deadline);
+};
+
+// ------------------------------------------------------------------------------------------
+// install
+
+void GradientLocator::Impl::agree_on_options(Deadline deadline) {
+  if (!communicator) return;
+  const auto& coordinates = map.coordinates();
+  if (coordinates.rank != communicator->rank() || coordinates.world_size != communicator->size()) {
+    throw UsageError("The map's coordinates say rank " + std::to_string(coordinates.rank) + " of " +
+                     std::to_string(coordinates.world_size) + ", the communicator rank " +
+                     std::to_string(communicator->rank()) + " of " +
+                     std::to_string(communicator->size()) +
+                     ". The communicator's group must hold all ranks of the job.");
+  }
+  communicator->handshake(agreed_options_json(options, c10::DeviceTypeName(flag_type, true)),
+                          deadline);
+}
+
+void GradientLocator::Impl::open_run(Deadline deadline) {
+  // What rank 0 decides or why it could not, for every rank to act on alike.
+  nlohmann::json opened;
+  if (rank() == 0) {
+    try {
+      run = start_run(options.output_dir);
+      opened = {{"run", run.id}, {"attempt", run.attempt}, {"error", ""}};
+    } catch (const IoError& error) {
+      opened = {{"run", ""}, {"attempt", 0}, {"error", error.what()}};
+    }
+  }
+  if (communicator) {
+    const auto text = opened.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+    opened = nlohmann::json::parse(communicator->broadcast("run", text, deadline));
+  }
+  if (const auto error = opened.at("error").get<std::string>(); !error.empty()) {
+    throw IoError(error);
+  }
+  run = {opened.at("run").get<std::string>(), opened.at("attempt").get<int>()};
+  directory = run_directory(options.output_dir, run.attempt);
+
+  // A rank that cannot write tells the others, instead of leaving them in training's first
+  // collective.
+  std::string outcome = "written";
+  try {
+    ensure_directory(directory);
+    write_files();
+  } catch (const IoError& error) {
+    outcome = error.what();
+  }
+  if (communicator) {
+    const nlohmann::json statement = {{"files", outcome}};
+    try {
+      communicator->handshake(
+          statement.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace), deadline);
+    } catch (const AgreementError&) {
+      if (outcome == "written") throw;
+    }
+  }
+  if (outcome != "written") throw IoError(outcome);
+}
+
+void GradientLocator::Impl::write_files() {
+  map = with_run_id(map, run.id);
+  map.write(directory);
+  if (rank() == 0) {
+    write_file_atomically(directory / "run.json", run_json(run, options, map.coordinates()));
+  }
+}
+
+void GradientLocator::Impl::use_map(ParameterMap new_map) {
+  scanner.reset();
+  map = std::move(new_map);
+  scanner = std::make_unique<GradientScanner>(map, options.threads);
+  order = std::make_unique<BackwardOrder>(map.size());
+}
+
+// --------------------------------------------------------------------------------------- a finding
+
+void GradientLocator::Impl::forget_step() {
+  scanner->begin_step();
+  gradient_norm.reset();
+  notes.clear();
+  sightings_told_alone.reset();
+}
+
+// After a finding: a device that has failed is training's to report, not the verdict's to hide.
+void GradientLocator::Impl::forget_step_quietly() noexcept {
+  try {
+    forget_step();
+  } catch (...) {
+  }
+}
+
+// What this rank saw in this step. Does not throw: a device that has failed leaves a note.
+Ledger GradientLocator::Impl::make_ledger(std::vector<std::string> extra_notes) {
+  Ledger ledger;
+  ledger.run_id = run.id;
+  ledger.attempt = run.attempt;
+  ledger.iteration = iteration;
+  ledger.coordinates = map.coordinates();
+  ledger.gradient_norm = gradient_norm;
+  ledger.notes = notes;
+  for (auto& note : extra_notes) ledger.notes.push_back(std::move(note));
+  try {
+    auto collected = scanner->collect(iteration);
+    ledger.sightings = std::move(collected.sightings);
+    ledger.coverage = std::move(collected.coverage);
+    ledger.absmax = collected.absmax;
+    ledger.absmax_parameter = std::move(collected.absmax_parameter);
+  } catch (const std::exception& error) {
+    ledger.notes.push_back(std::string("This rank's scans could not be read back: ") +
+                           error.what());
+  }
+  const auto observed = order->observed();
+  ledger.is_backward_order_observed = observed.has_value();
+  const auto parameters = static_cast<std::int64_t>(map.size());
+  for (std::int64_t i = 0; i < parameters; ++i) {
+    const auto& info = map.at(observed ? (*observed)[i] : parameters - 1 - i);
+    ledger.backward_order.push_back({info.id, info.name, info.shape, info.may_be_untouched,
+                                     info.is_tp_duplicate, info.is_tied});
+  }
+  return ledger;
+}
+
+// Below this key lie the ledgers and the verdict of one finding. It holds the iteration, not a
+// count of findings: a rank that concluded alone once would count differently ever after.
+std::string GradientLocator::Impl::incident_key() {
+  return "incident/" + std::to_string(iteration) + "." + std::to_string(concluded[iteration]);
+}
+
+Verdict GradientLocator::Impl::judge(std::vector<Ledger> ledgers,
+                                     std::vector<std::string> extra_notes) const {
+  Verdict verdict;
+  try {
+    verdict = locate(ledgers, world_size());
+  } catch (const std::exception& error) {
+    verdict.status = VerdictStatus::partial;
+    verdict.notes.push_back(std::string("The ledgers could not be explained: ") + error.what());
+  }
+  verdict.run_id = run.id;
+  verdict.iteration = iteration;
+  for (auto& note : extra_notes) verdict.notes.push_back(std::move(note));
+  return verdict;
+}
+
+void GradientLocator::Impl::keep_on_disk(const Ledger& ledger,
+                                         std::vector<std::string>& problems) const {
+  try {
+    append_ledger(directory, ledger);
+  } catch (const std::exception& error) {
+    problems.push_back("The ledger of " + map.coordinates().describe() +
+                       " is not on disk: " + error.what());
+  }
+}
+
+void GradientLocator::Impl::keep_on_disk(Verdict& verdict,
+                                         const std::filesystem::path& name) const {
+  try {
+    const auto path = directory / name;
+    ensure_directory(path.parent_path());
+    write_file_atomically(path, to_json(verdict));
+  } catch (const std::exception& error) {
+    verdict.notes.push_back("The verdict is not on disk: " + std::string(error.what()));
+  }
+}
+
+void GradientLocator::Impl::read_ledgers(const Gathered& texts, const Ledger& mine,
+                                         std::vector<Ledger>& ledgers,
+                                         std::vector<std::string>& problems) const {
+  ledgers.push_back(mine);
+  for (int peer = 0; peer < static_cast<int>(texts.size()); ++peer) {
+    if (peer == rank() || !texts[peer]) continue;
+    const auto source = "the ledger sent by rank " + std::to_string(peer);
+    try {
+      for (auto& ledger : ledgers_from_jsonl(*texts[peer], source)) {
+        ledgers.push_back(std::move(ledger));
+      }
+    } catch (const std::exception& error) {
+      problems.push_back(error.what());
+    }
+  }
+}
+
+Verdict GradientLocator::Impl::conclude_as_first_rank(const Ledger& mine, const std::string& key,
+                                                      int repetition, Deadline deadline) {
+  std::vector<Ledger> ledgers;
+  std::vector<std::string> problems;
+  read_ledgers(communicator ? communicator->gather(key + "/ledger", deadline) : Gathered{}, mine,
+               ledgers, problems);
+  auto verdict = judge(std::move(ledgers), std::move(problems));
+  const auto suffix = repetition == 0 ? "" : "-" + std::to_string(repetition);
+  keep_on_disk(verdict, "verdicts/step" + std::to_string(iteration) + suffix + ".json");
+  keep_on_disk(verdict, "verdict.json");
+  if (communicator) (void)communicator->publish(key + "/verdict", to_json(verdict));
+  std::cerr << format_verdict(verdict) << std::endl;
+  return verdict;
+}
+
+Verdict GradientLocator::Impl::conclude_as_other_rank(const Ledger& mine, const std::string& key,
+                                                      Deadline deadline) {
+  std::string reason = "Rank 0 handed out no verdict in time";
+  if (const auto text = communicator->fetch(key + "/verdict", 0, deadline)) {
+    try {
+      return verdict_from_json(*text, "the verdict sent by rank 0");
+    } catch (const std::exception& error) {
+      reason = error.what();
+    }
+  }
+  std::vector<Ledger> ledgers;
+  std::vector<std::string> problems;
+  read_ledgers(communicator->gather(key + "/ledger", Clock::now()), mine, ledgers, problems);
+  problems.push_back(reason + ". This is what rank " + std::to_string(rank()) + " makes of the " +
+                     std::to_string(ledgers.size()) + " of " + std::to_string(world_size()) +
+                     " ledgers that it could read.");
+  auto verdict = judge(std::move(ledgers), std::move(problems));
+  verdict.status = VerdictStatus::partial;
+  keep_on_disk(verdict, "verdict_rank" + std::to_string(rank()) + ".json");
+  std::cerr << format_verdict(verdict) << std::endl;
+  return verdict;
+}
+
+// ---------------------------------------------------------------------------------------- the
+// class
+
+GradientLocator::GradientLocator(ParameterMap map, LocatorOptions options,
+                                 std::shared_ptr<Communicator> communicator) {
+  check_options(options);
+  const auto deadline = Clock::now() + kInstallPatience * options.gather_deadline;
+  impl_ = std::make_unique<Impl>(std::move(map), std::move(options), std::move(communicator));
+  impl_->agree_on_options(deadline);
+  impl_->open_run(deadline);
+  impl_->use_map(std::move(impl_->map));
+}
+
+GradientLocator::~GradientLocator() = default;
+
+const ParameterMap& GradientLocator::map() const noexcept {
+  return impl_->map;
+}
+const LocatorOptions& GradientLocator::options() const noexcept {
+  return impl_->options;
+}
+const std::filesystem::path& GradientLocator::run_dir() const noexcept {
+  return impl_->directory;
+}
+const std::vector<Verdict>& GradientLocator::verdicts() const noexcept {
+  return impl_->verdicts;
+}
+std::int64_t GradientLocator::incidents() const noexcept {
+  return impl_->incidents;
+}
+std::int64_t GradientLocator::dismissed() const noexcept {
+  return impl_->dismissed;
+}
+
+void GradientLocator::set_map(ParameterMap map) {
+  if (impl_->state == State::agreeing || impl_->state == State::bad) {
+    throw UsageError(
+        "set_map: a step is being agreed on. Call it after finish_agreement and, where that was "
+        "true, after conclude or dismiss.");
+  }
+  map = with_run_id(map, impl_->run.id);
+  map.write(impl_->directory);
+  impl_->use_map(std::move(map));
+}
+
+void GradientLocator::begin_step(std::int64_t iteration) {
+  if (impl_->state == State::agreeing) {
+    throw UsageError("begin_step: start_agreement was called in step " +
+                     std::to_string(impl_->iteration) + " and finish_agreement was not.");
+  }
+  if (impl_->state == State::bad) {
+    throw UsageError("begin_step: step " + std::to_string(impl_->iteration) +
+                     " was bad and neither conclude nor dismiss was called.");
+  }
+  impl_->forget_step();
+  impl_->iteration = iteration;
+  impl_->state = State::scanning;
+}
+
+void GradientLocator::scan(Phase phase, std::uint64_t group, std::string_view role,
+                           std::span<const GradientView> views) {
+  if (impl_->state == State::before_first_step) throw UsageError("scan: call begin_step first.");
+  impl_->scanner->scan(phase, group, role, views);
+}
+
+void GradientLocator::gradient_is_ready(std::int64_t id) {
+  (void)impl_->map.at(id);
+  impl_->order->record(id);
+}
+
+void GradientLocator::set_gradient_norm(double norm) {
+  impl_->gradient_norm = norm;
+}
+
+void GradientLocator::add_note(std::string note) {
+  impl_->notes.push_back(std::move(note));
+}
+
+void GradientLocator::start_agreement() {
+  if (impl_->state != State::scanning) {
+    throw UsageError(impl_->state == State::before_first_step
+                         ? "start_agreement: call begin_step first."
+                         : "start_agreement: the agreement before has not been finished, or its "
+                           "finding not concluded. Call finish_agreement, then conclude or dismiss "
+                           "where it is true.");
+  }
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unobserved(false);
+  impl_->order->end_step();
+  const auto device = current_device(impl_->flag_type);
+  if (!impl_->flag.defined()) {
+    impl_->flag = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device));
+  }
+  impl_->flag.copy_(impl_->scanner->flag(impl_->flag.device()), /*non_blocking=*/true);
+  // A norm that is known by now is agreed on. One that is set later counts on this rank alone: the
+  // frameworks compute the same norm on all ranks; where they do not, conclude costs a deadline.
+  if (impl_->is_norm_bad()) impl_->flag.fill_(1);
+  if (impl_->communicator) {
+    impl_->communicator->start_flag(impl_->flag);
+  } else if (!device.is_cpu()) {
+    if (!impl_->host_flag.defined()) {
+      impl_->host_flag = at::empty({1}, at::TensorOptions().dtype(at::kInt).pinned_memory(true));
+      impl_->flag_is_copied.emplace(device.type());
+    }
+    impl_->host_flag.copy_(impl_->flag, /*non_blocking=*/true);
+    impl_->flag_is_copied->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  }
+  impl_->state = State::agreeing;
+}
+
+bool GradientLocator::finish_agreement() {
+  if (impl_->state != State::agreeing) {
+    throw UsageError("finish_agreement: call start_agreement first.");
+  }
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unobserved(false);
+  impl_->state = State::scanning;  // also where the reduction throws, for conclude_alone
+  bool is_bad = false;
+  if (impl_->communicator) {
+    is_bad = impl_->communicator->finish_flag();
+  } else if (impl_->flag.is_cpu()) {
+    is_bad = impl_->flag.item<std::int32_t>() != 0;
+  } else {
+    impl_->flag_is_copied->synchronize();
+    is_bad = impl_->host_flag.item<std::int32_t>() != 0;
+  }
+  is_bad = is_bad || impl_->is_norm_bad();
+  if (is_bad) impl_->state = State::bad;
+  return is_bad;
+}
+
+const Verdict& GradientLocator::conclude() {
+  auto& impl = *impl_;
+  const bool is_late_norm = impl.state == State::scanning && impl.is_norm_bad();
+  if (impl.state != State::bad && !is_late_norm) {
+    throw UsageError("conclude: nothing bad was agreed on. Call it after a true finish_agreement.");
+  }
+  ++impl.incidents;
+  impl.state = State::scanning;
+  if (impl.options.on_bad == Policy::report && impl.incidents > impl.options.max_incidents) {
+    impl.past_limit = Verdict{};
+    impl.past_limit.run_id = impl.run.id;
+    impl.past_limit.iteration = impl.iteration;
+    impl.past_limit.status = VerdictStatus::partial;
+    impl.past_limit.notes.push_back(
+        "Finding " + std::to_string(impl.incidents) + " of this run: past max_incidents (" +
+        std::to_string(impl.options.max_incidents) + ") findings are counted, not located.");
+    impl.forget_step_quietly();
+    return impl.past_limit;
+  }
+  const auto deadline = Clock::now() + impl.options.gather_deadline;
+  const auto key = impl.incident_key();
+  const int repetition = impl.concluded[impl.iteration]++;
+  auto ledger = impl.make_ledger({});
+  std::vector<std::string> problems;
+  impl.keep_on_disk(ledger, problems);  // first: the Store dies with its host
+  for (auto& problem : problems) ledger.notes.push_back(std::move(problem));
+  if (impl.communicator && !impl.communicator->publish(key + "/ledger", to_jsonl(ledger))) {
+    ledger.notes.push_back("This rank's ledger did not reach the Store.");
+  }
+  // Rank 0 may wait for silent ranks until its deadline, and locates only then.
+  impl.verdicts.push_back(
+      impl.rank() == 0
+          ? impl.conclude_as_first_rank(ledger, key, repetition, deadline)
+          : impl.conclude_as_other_rank(ledger, key, deadline + impl.options.gather_deadline / 2));
+  impl.forget_step_quietly();
+  return impl.verdicts.back();
+}
+
+const Verdict* GradientLocator::conclude_alone(std::string reason) {
+  auto& impl = *impl_;
+  if (impl.state == State::before_first_step) return nullptr;
+  auto ledger = impl.make_ledger({std::move(reason)});
+  if (ledger.sightings.empty() && !impl.is_norm_bad()) return nullptr;
+  const bool is_first = !impl.sightings_told_alone;
+  if (!is_first && ledger.sightings.size() == *impl.sightings_told_alone) {
+    return &impl.verdicts.back();  // nothing new since
+  }
+  impl.sightings_told_alone = ledger.sightings.size();
+  if (is_first) ++impl.incidents;
+  if (impl.state == State::bad) impl.state = State::scanning;
+  std::vector<std::string> problems;
+  impl.keep_on_disk(ledger, problems);
+  if (impl.communicator) {
+    (void)impl.communicator->publish(impl.incident_key() + "/ledger", to_jsonl(ledger));
+  }
+  auto verdict = impl.judge({ledger}, std::move(problems));
+  verdict.status = VerdictStatus::partial;
+  impl.keep_on_disk(verdict, "verdict_rank" + std::to_string(impl.rank()) + ".json");
+  std::cerr << format_verdict(verdict) << std::endl;
+  impl.verdicts.push_back(std::move(verdict));
+  return &impl.verdicts.back();
+}
+
+void GradientLocator::dismiss() {
+  if (impl_->state != State::bad) {
+    throw UsageError("dismiss: nothing bad was agreed on. Call it after a true finish_agreement.");
+  }
+  ++impl_->dismissed;
+  impl_->forget_step();
+  impl_->state = State::scanning;
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,229 @@
+#include "nanlocator/gradients/gradient_scanner.hpp"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <utility>
+
+#include "gradients/device_slots.hpp"
+#include "gradients/tensor_access.hpp"
+#include "nanlocator/error.hpp"
+
+namespace nanlocator {
+namespace {
+
+// Where the first bad value of a sparse tensor lies in the dense one.
+struct SparseLayout {
+  at::Tensor indices;  // int64 [sparse dimensions, values]
+  std::vector<std::int64_t> sizes;
+  std::int64_t dense_numel = 1;  // elements of one value
+};
+
+// One view, made ready for the kernels: dense and real.
+struct PreparedView {
+  at::Tensor tensor;
+  std::string_view dtype;  // of the tensor as it was handed over
+  bool is_complex = false;
+  std::optional<SparseLayout> sparse;
+};
+
+struct Entry {
+  std::int64_t parameter = 0;
+  std::int64_t element_offset = 0;
+  std::string_view dtype;
+  bool is_complex = false;
+  std::optional<SparseLayout> sparse;
+  DeviceSlots* device = nullptr;
+  std::uint32_t place = 0;  // within the device's batch
+};
+
+// The views of one call and what became of them.
+struct Group {
+  std::string role;
+  std::uint64_t sequence = 0;  // 0: not scanned in this step
+  std::vector<Entry> entries;
+  std::map<DeviceSlots*, SlotBatch> batches;
+};
+
+PreparedView prepare(const at::Tensor& given, const ParameterInfo& parameter) {
+  require_scannable(given, "the tensor of parameter '" + parameter.name + "'");
+  PreparedView view;
+  view.dtype = dtype_name(given.scalar_type());
+  view.is_complex = given.is_complex();
+  if (given.layout() == at::kStrided) {
+    view.tensor = as_real(given);
+    return view;
+  }
+  view.sparse = SparseLayout{given._indices(), given.sizes().vec(), 1};
+  for (auto d = given.sparse_dim(); d < given.dim(); ++d) view.sparse->dense_numel *= given.size(d);
+  view.tensor = as_real(given._values());
+  return view;
+}
+
+// The index of the first bad element within the tensor that was handed over.
+std::int64_t first_bad_in_given(const Entry& entry, std::int64_t scanned_index) {
+  const auto index = entry.is_complex ? scanned_index / 2 : scanned_index;
+  if (!entry.sparse) return index;
+  const auto& [indices, sizes, dense_numel] = *entry.sparse;
+  const auto coordinates = indices.select(1, index / dense_numel).cpu();
+  std::int64_t row = 0;
+  for (std::int64_t d = 0; d < coordinates.numel(); ++d) {
+    row = row * sizes[d] + coordinates[d].item<std::int64_t>();
+  }
+  return row * dense_numel + index % dense_numel;
+}
+
+bool holds_gradients(Phase phase) noexcept {
+  return phase == Phase::grad_local || phase == Phase::grad_reduced || phase == Phase::grad_norm;
+}
+
+// "cuda" means the current device, as everywhere in Torch.
+at::Device with_index(at::Device device) {
+  if (device.is_cpu() || device.has_index()) return device;
+  return c10::impl::VirtualGuardImpl(device.type()).getDevice();
+}
+
+}  // namespace
+
+struct GradientScanner::Impl {
+  const ParameterMap& map;
+  int threads;
+  std::map<std::pair<at::DeviceType, at::DeviceIndex>, std::unique_ptr<DeviceSlots>> devices;
+  std::map<std::pair<Phase, std::uint64_t>, Group> groups;
+  std::uint64_t scans = 0;  // of this step
+
+  DeviceSlots& slots_of(at::Device device) {
+    device = with_index(device);
+    auto& slots = devices[{device.type(), device.is_cpu() ? at::DeviceIndex{-1} : device.index()}];
+    if (!slots) slots = make_device_slots(device, threads);
+    return *slots;
+  }
+
+  [[nodiscard]] Sighting sighting_of(const Entry& entry, const TensorStats& stats) const {
+    const auto& parameter = map.at(entry.parameter);
+    Sighting sighting;
+    sighting.parameter_id = entry.parameter;
+    sighting.parameter = parameter.name;
+    sighting.chunk = parameter.chunk;
+    sighting.dtype = entry.dtype;
+    sighting.shape = parameter.shape;
+    sighting.stats = stats;
+    sighting.stats.first_bad = entry.element_offset + first_bad_in_given(entry, stats.first_bad);
+    return sighting;
+  }
+};
+
+GradientScanner::GradientScanner(const ParameterMap& map, int threads)
+    : impl_(std::make_unique<Impl>(Impl{map, threads, {}, {}, 0})) {
+  if (threads < 1) {
+    throw UsageError("GradientScanner: " + std::to_string(threads) +
+                     " threads were asked for; at least 1 is needed.");
+  }
+}
+
+GradientScanner::~GradientScanner() = default;
+
+void GradientScanner::begin_step() {
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unobserved(false);
+  for (auto& [device, slots] : impl_->devices) slots->clear_flag();
+  for (auto& [key, group] : impl_->groups) {
+    group.sequence = 0;
+    for (auto& entry : group.entries) entry.sparse.reset();  // gives the indices' memory back
+  }
+  impl_->scans = 0;
+}
+
+void GradientScanner::scan(Phase phase, std::uint64_t group_number, std::string_view role,
+                           std::span<const GradientView> views) {
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unobserved(false);  // no operator of the program that is observed
+  std::vector<Entry> entries;
+  entries.reserve(views.size());
+  std::map<DeviceSlots*, std::vector<at::Tensor>> tensors;
+  for (const auto& view : views) {
+    const auto& parameter = impl_->map.at(view.parameter);
+    if (!view.tensor.defined()) {
+      throw UsageError("The tensor of parameter '" + parameter.name +
+                       "' is undefined. Leave parameters without gradient out of the scan.");
+    }
+    auto prepared = prepare(view.tensor, parameter);
+    auto* device = &impl_->slots_of(prepared.tensor.device());
+    auto& batch = tensors[device];
+    entries.push_back({view.parameter, view.element_offset, prepared.dtype, prepared.is_complex,
+                       std::move(prepared.sparse), device,
+                       static_cast<std::uint32_t>(batch.size())});
+    batch.push_back(std::move(prepared.tensor));
+  }
+  auto& group = impl_->groups[{phase, group_number}];
+  for (const auto& [device, batch] : tensors) device->prepare(group.batches[device], batch);
+  group.role = role;
+  group.sequence = ++impl_->scans;
+  group.entries = std::move(entries);
+  for (const auto& [device, batch] : tensors) device->scan(group.batches[device], batch);
+}
+
+at::Tensor GradientScanner::flag(at::Device device) {
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unobserved(false);
+  auto folded = impl_->slots_of(device).flag();
+  if (impl_->devices.size() == 1) return folded;
+  folded = folded.clone();
+  for (auto& [key, slots] : impl_->devices) {
+    // To the CPU this copy waits, because a collective on host memory reads it at once.
+    const auto copy =
+        slots->flag().to(folded.device(), at::kInt, /*non_blocking=*/!folded.is_cpu());
+    folded.bitwise_or_(copy);
+  }
+  return folded;
+}
+
+GradientScanner::Collected GradientScanner::collect(std::int64_t iteration) {
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unobserved(false);
+  std::map<const DeviceSlots*, std::vector<TensorStats>> stats;
+  for (auto& [key, slots] : impl_->devices) stats[slots.get()] = slots->read();
+
+  std::vector<std::pair<Phase, const Group*>> in_order;
+  for (const auto& [key, group] : impl_->groups) {
+    if (group.sequence > 0) in_order.emplace_back(key.first, &group);
+  }
+  std::ranges::sort(in_order, {}, [](const auto& scan) { return scan.second->sequence; });
+
+  Collected collected;
+  std::map<Phase, std::set<std::int64_t>> covered;
+  std::optional<Phase> latest_gradients;
+  for (const auto& [phase, group] : in_order) {
+    if (holds_gradients(phase))
+      latest_gradients = std::max(phase, latest_gradients.value_or(phase));
+  }
+  for (const auto& [phase, group] : in_order) {
+    auto& parameters = covered[phase];
+    for (const auto& entry : group->entries) {
+      parameters.insert(entry.parameter);
+      const auto slot = group->batches.at(entry.device).first_slot + entry.place;
+      const auto& stat = stats.at(entry.device)[slot];
+      if (phase == latest_gradients && stat.has_finite() &&
+          (!collected.absmax || stat.absmax > *collected.absmax)) {
+        collected.absmax = stat.absmax;
+        collected.absmax_parameter = impl_->map.at(entry.parameter).name;
+      }
+      if (stat.is_finite()) continue;
+      auto sighting = impl_->sighting_of(entry, stat);
+      sighting.iteration = iteration;
+      sighting.phase = phase;
+      sighting.role = group->role;
+      collected.sightings.push_back(std::move(sighting));
+    }
+  }
+  for (auto& [phase, parameters] : covered) {
+    collected.coverage.push_back({phase, {parameters.begin(), parameters.end()}});
+  }
+  return collected;
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,202 @@
+#include "nanlocator/gradients/locating_optimizer.hpp"
+
+#include <torch/nn/utils/clip_grad.h>
+
+#include <cmath>
+#include <utility>
+
+#include "gradients/tensor_access.hpp"
+
+namespace nanlocator {
+namespace {
+
+// One group of scans per phase is enough: parameters need no buckets to be told apart.
+constexpr std::uint64_t kOnlyGroup = 0;
+
+// "torch::nn::EmbeddingImpl", "torch::nn::EmbeddingBagImpl": a batch touches only some of their
+// rows.
+bool is_embedding(const torch::nn::Module& module) {
+  return module.name().find("Embedding") != std::string::npos;
+}
+
+}  // namespace
+
+LocatingOptimizer::LocatingOptimizer(std::shared_ptr<torch::optim::Optimizer> inner,
+                                     const torch::nn::Module& model, LocatorOptions options,
+                                     std::shared_ptr<Communicator> communicator)
+    : inner_(std::move(inner)),
+      gradient_phase_(communicator ? Phase::grad_reduced : Phase::grad_local) {
+  if (!inner_) throw UsageError("LocatingOptimizer: the inner optimizer is null.");
+  for (const auto& parameter : model.named_parameters()) {
+    const auto [place, is_new] =
+        names_.try_emplace(parameter.value().unsafeGetTensorImpl(), Name{parameter.key()});
+    if (!is_new) place->second.is_shared = true;
+    model_.push_back(parameter.value());
+  }
+  const auto mark_embedding = [this](const torch::nn::Module& module) {
+    if (!is_embedding(module)) return;
+    for (const auto& parameter : module.parameters(/*recurse=*/false)) {
+      names_.at(parameter.unsafeGetTensorImpl()).may_be_untouched = true;
+    }
+  };
+  mark_embedding(model);
+  for (const auto& child : model.modules(/*include_self=*/false)) mark_embedding(*child);
+
+  coordinates_ = communicator
+                     ? data_parallel_coordinates(communicator->rank(), communicator->size())
+                     : data_parallel_coordinates(0, 1);
+  if (const auto all = parameters(); !all.empty()) coordinates_.device = all.front().device().str();
+  options.integration = "cpp";
+  locator_ =
+      std::make_unique<GradientLocator>(make_map(), std::move(options), std::move(communicator));
+  observe_backward();
+}
+
+LocatingOptimizer::~LocatingOptimizer() {
+  stop_observing();
+}
+
+ParameterMap LocatingOptimizer::make_map() const {
+  std::vector<ParameterInfo> infos;
+  const auto& groups = inner_->param_groups();
+  for (std::size_t group = 0; group < groups.size(); ++group) {
+    const auto& parameters = groups[group].params();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      ParameterInfo info;
+      info.id = static_cast<std::int64_t>(infos.size());
+      info.shape = parameters[i].sizes().vec();
+      info.dtype = dtype_name(parameters[i].scalar_type());
+      if (const auto found = names_.find(parameters[i].unsafeGetTensorImpl());
+          found != names_.end()) {
+        info.name = found->second.name;
+        info.is_shared = found->second.is_shared;
+        info.may_be_untouched = found->second.may_be_untouched;
+      } else {
+        info.name = "group" + std::to_string(group) + "." + std::to_string(i);
+      }
+      info.raw_name = info.name;
+      infos.push_back(std::move(info));
+    }
+  }
+  return {coordinates_, std::move(infos)};
+}
+
+std::vector<at::Tensor> LocatingOptimizer::parameters() const {
+  std::vector<at::Tensor> all;
+  for (const auto& group : inner_->param_groups()) {
+    all.insert(all.end(), group.params().begin(), group.params().end());
+  }
+  return all;
+}
+
+// A hook that returns nothing leaves the gradient as it is; it tells only when it was made.
+void LocatingOptimizer::observe_backward() {
+  const auto all = parameters();
+  for (std::size_t id = 0; id < all.size(); ++id) {
+    if (!all[id].requires_grad()) continue;
+    const auto note = [locator = locator_.get(), id](const at::Tensor&) {
+      locator->gradient_is_ready(static_cast<std::int64_t>(id));
+    };
+    hooks_.push_back({all[id], all[id].register_hook(note)});
+  }
+}
+
+void LocatingOptimizer::stop_observing() noexcept {
+  for (auto& hook : hooks_) {
+    try {
+      hook.parameter.remove_hook(hook.position);
+    } catch (...) {
+      // The parameter has been detached since, and its hooks with it.
+    }
+  }
+  hooks_.clear();
+}
+
+void LocatingOptimizer::conclude() {
+  const auto& verdict = locator_->conclude();
+  is_bad_ = true;
+  if (locator_->options().on_bad != Policy::stop) return;
+  // A caller that catches this and goes on is in the next step.
+  is_looked_at_ = false;
+  is_bad_ = false;
+  ++iteration_;
+  throw NonFiniteGradientError(verdict);
+}
+
+void LocatingOptimizer::look_at_gradients() {
+  const auto all = parameters();
+  std::vector<GradientView> weights;
+  std::vector<GradientView> gradients;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const auto id = static_cast<std::int64_t>(i);
+    weights.push_back({id, all[i], 0});
+    if (const auto& gradient = all[i].grad(); gradient.defined()) {
+      gradients.push_back({id, gradient, 0});
+    }
+  }
+  is_bad_ = false;
+  locator_->begin_step(iteration_);
+  if (locator_->options().check_params) {
+    locator_->scan(Phase::params_before, kOnlyGroup, "weight", weights);
+  }
+  locator_->scan(gradient_phase_, kOnlyGroup, "grad", gradients);
+  locator_->start_agreement();
+  is_looked_at_ = true;
+  if (locator_->finish_agreement()) conclude();
+}
+
+void LocatingOptimizer::look_at_updated_parameters() {
+  const auto all = parameters();
+  std::vector<GradientView> weights;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    weights.push_back({static_cast<std::int64_t>(i), all[i], 0});
+  }
+  locator_->scan(Phase::params_after, kOnlyGroup, "weight", weights);
+  locator_->start_agreement();
+  if (locator_->finish_agreement()) conclude();
+}
+
+double LocatingOptimizer::clip_grad_norm(double max_norm, double norm_type) {
+  look_at_gradients();
+  const double norm = torch::nn::utils::clip_grad_norm_(parameters(), max_norm, norm_type);
+  if (is_bad_) return norm;  // policy report: told already
+  locator_->set_gradient_norm(norm);
+  if (!std::isfinite(norm)) conclude();
+  return norm;
+}
+
+at::Tensor LocatingOptimizer::step(torch::optim::Optimizer::LossClosure closure) {
+  at::Tensor loss;
+  if (closure) {
+    loss = inner_->step([&] {
+      auto value = closure();
+      look_at_gradients();
+      return value;
+    });
+  } else {
+    if (!is_looked_at_) look_at_gradients();
+    is_looked_at_ = false;  // also where the inner optimizer throws
+    loss = inner_->step();
+  }
+  // After bad gradients bad parameters are no news.
+  if (locator_->options().check_params && !is_bad_) look_at_updated_parameters();
+  is_looked_at_ = false;
+  is_bad_ = false;
+  ++iteration_;
+  return loss;
+}
+
+void LocatingOptimizer::zero_grad(bool set_to_none) {
+  inner_->zero_grad(set_to_none);
+  is_looked_at_ = false;
+}
+
+void LocatingOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& group) {
+  inner_->add_param_group(group);
+  stop_observing();
+  locator_->set_map(make_map());
+  observe_backward();
+  is_looked_at_ = false;
+}
+
+}  // namespace nanlocator

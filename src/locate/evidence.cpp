@@ -1,0 +1,210 @@
+#include "locate/evidence.hpp"
+
+#include <algorithm>
+#include <array>
+#include <unordered_set>
+
+#include "map/coordinates_json.hpp"
+#include "nanlocator/error.hpp"
+
+namespace nanlocator {
+
+RankEvidence::RankEvidence(const Ledger& ledger) : ledger_(&ledger) {
+  std::map<Phase, std::unordered_set<std::string>> seen;
+  for (const Sighting& sighting : ledger.sightings) {
+    if (sighting.stats.is_finite()) continue;
+    BadParameter bad;
+    bad.position = position_of(sighting);
+    bad.sighting = &sighting;
+    if (bad.position) {
+      bad.name = parameter(*bad.position).name;
+    } else if (!sighting.parameter.empty()) {
+      bad.name = sighting.parameter;
+    } else if (sighting.parameter_id) {
+      bad.name = "parameter " + std::to_string(*sighting.parameter_id);
+    } else {
+      continue;  // a tensor that is no parameter: no rule of this level speaks of it
+    }
+    if (!seen[sighting.phase].insert(bad.name).second) continue;
+    auto& list = bad_[sighting.phase];
+    if (bad.position) bad_by_position_[sighting.phase][*bad.position] = list.size();
+    list.push_back(std::move(bad));
+  }
+}
+
+void RankEvidence::index_positions() const {
+  if (is_indexed_) return;
+  is_indexed_ = true;
+  for (std::size_t position = 0; position < size(); ++position) {
+    position_by_name_.try_emplace(parameter(position).name, position);
+    position_by_id_.try_emplace(parameter(position).id, position);
+  }
+}
+
+std::optional<std::size_t> RankEvidence::position_of(std::string_view name) const {
+  index_positions();
+  const auto found = position_by_name_.find(name);
+  if (found == position_by_name_.end()) return std::nullopt;
+  return found->second;
+}
+
+std::optional<std::size_t> RankEvidence::position_of(const Sighting& sighting) const {
+  if (!sighting.parameter.empty()) return position_of(std::string_view(sighting.parameter));
+  index_positions();
+  if (!sighting.parameter_id) return std::nullopt;
+  const auto found = position_by_id_.find(*sighting.parameter_id);
+  if (found == position_by_id_.end()) return std::nullopt;
+  return found->second;
+}
+
+bool RankEvidence::looked_at(Phase phase) const noexcept {
+  return ledger_->is_complete &&
+         std::ranges::find(ledger_->coverage, phase, &Coverage::phase) != ledger_->coverage.end();
+}
+
+Status RankEvidence::status(Phase phase, std::size_t position) const {
+  if (find_bad(phase, position) != nullptr) return Status::bad;
+  if (!ledger_->is_complete) return Status::unknown;
+  const auto coverage = std::ranges::find(ledger_->coverage, phase, &Coverage::phase);
+  const bool is_covered = coverage != ledger_->coverage.end() &&
+                          std::ranges::binary_search(coverage->parameters, parameter(position).id);
+  return is_covered ? Status::clean : Status::unknown;
+}
+
+Status RankEvidence::status(Phase phase, std::string_view name) const {
+  const auto position = position_of(name);
+  return position ? status(phase, *position) : Status::unknown;
+}
+
+std::span<const BadParameter> RankEvidence::bad(Phase phase) const {
+  const auto found = bad_.find(phase);
+  if (found == bad_.end()) return {};
+  return found->second;
+}
+
+const BadParameter* RankEvidence::find_bad(Phase phase, std::size_t position) const {
+  const auto positions = bad_by_position_.find(phase);
+  if (positions == bad_by_position_.end()) return nullptr;
+  const auto found = positions->second.find(position);
+  return found == positions->second.end() ? nullptr : &bad_.at(phase)[found->second];
+}
+
+Incident::Incident(std::span<const Ledger> ledgers, int world_size) {
+  std::vector<const Ledger*> ordered;
+  for (const Ledger& ledger : ledgers) ordered.push_back(&ledger);
+  std::ranges::stable_sort(ordered, {}, [](const Ledger* each) { return each->coordinates.rank; });
+
+  ranks_.reserve(ordered.size());  // places point at its elements
+  for (const Ledger* ledger : ordered) {
+    const auto& coordinates = ledger->coordinates;
+    const std::string name = "the ledger of rank " + std::to_string(coordinates.rank);
+    try {
+      check_coordinates(coordinates);
+    } catch (const UsageError& error) {
+      throw UsageError(name + ": " + error.what());
+    }
+    if (coordinates.rank < 0 || coordinates.rank >= world_size) {
+      throw UsageError(name + ": expected a rank from 0 to " + std::to_string(world_size - 1) +
+                       ", as the world has " + std::to_string(world_size) + " ranks");
+    }
+    if (!ranks_.empty() && ranks_.back().rank() == coordinates.rank) {
+      throw UsageError(name + " came twice: pass one ledger per rank, all of one iteration");
+    }
+    const Ledger& first = *ordered.front();
+    const auto& layout = first.coordinates;
+    if (ledger->iteration != first.iteration || ledger->run_id != first.run_id) {
+      throw AgreementError(name + " is of run \"" + ledger->run_id + "\", iteration " +
+                           std::to_string(ledger->iteration) + "; that of rank " +
+                           std::to_string(layout.rank) + " is of run \"" + first.run_id +
+                           "\", iteration " + std::to_string(first.iteration) +
+                           ": pass ledgers of one iteration of one run");
+    }
+    if (coordinates.tp.size != layout.tp.size || coordinates.pp.size != layout.pp.size ||
+        coordinates.dp.size != layout.dp.size || coordinates.cp.size != layout.cp.size ||
+        coordinates.ep.size != layout.ep.size) {
+      throw AgreementError(name + " has other parallel sizes than that of rank " +
+                           std::to_string(layout.rank) + ": pass ledgers of one job");
+    }
+    has_cut_off_ledgers_ |= !ledger->is_complete;
+    is_order_observed_ &= ledger->is_backward_order_observed;
+    ranks_.emplace_back(*ledger);
+    layout_ = layout;
+  }
+  for (const RankEvidence& each : ranks_) {
+    const auto& at = each.coordinates();
+    places_.push_back({each.rank(), at.tp.rank, at.pp.rank, at.dp.rank, at.cp.rank, &each});
+  }
+  std::size_t next = 0;
+  for (int rank = 0; rank < world_size; ++rank) {
+    if (next < ranks_.size() && ranks_[next].rank() == rank) {
+      ++next;
+    } else {
+      silent_.push_back(rank);
+    }
+  }
+  if (!silent_.empty()) place_silent_ranks(world_size);
+}
+
+/// Megatron numbers ranks with the axes in the order tp-cp-ep-dp-pp, tp fastest, or with pp before
+/// dp (parallel_state.py, `initialize_model_parallel`, argument `order`; `--use-tp-pp-dp-mapping`).
+/// The order that fits every rank that answered places the others; if both fit and differ, or none
+/// does, the silent ranks stay unplaced.
+void Incident::place_silent_ranks(int world_size) {
+  struct Numbering {
+    std::array<int, 4> sizes;             // fastest axis first
+    std::array<int Place::*, 4> members;  // the same axes
+  };
+  const int tp = layout_.tp.size, pp = layout_.pp.size, dp = layout_.dp.size, cp = layout_.cp.size;
+  const std::array<Numbering, 2> numberings = {
+      {{{tp, cp, dp, pp}, {&Place::tp, &Place::cp, &Place::dp, &Place::pp}},
+       {{tp, cp, pp, dp}, {&Place::tp, &Place::cp, &Place::pp, &Place::dp}}}};
+  const auto place_of = [](const Numbering& numbering, int rank) {
+    Place place;
+    place.rank = rank;
+    for (std::size_t axis = 0; axis < numbering.sizes.size(); ++axis) {
+      place.*numbering.members[axis] = rank % numbering.sizes[axis];
+      rank /= numbering.sizes[axis];
+    }
+    return place;
+  };
+  const auto is_same = [](const Place& a, const Place& b) {
+    return a.tp == b.tp && a.pp == b.pp && a.dp == b.dp && a.cp == b.cp;
+  };
+  std::int64_t grid = 1;
+  for (const int size : {tp, pp, dp, cp})
+    grid = std::min<std::int64_t>(grid * size, world_size + 1LL);
+  const bool is_full = !ranks_.empty() && grid == world_size;
+  std::vector<const Numbering*> fitting;
+  for (const Numbering& numbering : numberings) {
+    const bool fits = is_full && std::ranges::all_of(places_, [&](const Place& place) {
+                        return is_same(place, place_of(numbering, place.rank));
+                      });
+    if (fits) fitting.push_back(&numbering);
+  }
+  for (const int rank : silent_) {
+    if (fitting.empty() ||
+        !is_same(place_of(*fitting.front(), rank), place_of(*fitting.back(), rank))) {
+      unplaced_.push_back(rank);
+    } else {
+      places_.push_back(place_of(*fitting.front(), rank));
+    }
+  }
+  std::ranges::sort(places_, {}, &Place::rank);
+}
+
+/// Expert-parallel groups are consecutive blocks of `ep` ranks of the data-parallel group with its
+/// context-parallel ranks (parallel_state.py, RankGenerator). A replica holds whole dp ranks: those
+/// of one block. Where ep does not divide evenly, all of them: too large a replica costs precision,
+/// too small a one would blame the wrong rank.
+int Incident::replica_of(const Place& place) const noexcept {
+  const int ep = layout_.ep.size, cp = layout_.cp.size;
+  if (ep <= cp) return cp % ep == 0 ? place.dp : 0;
+  return ep % cp == 0 ? place.dp / (ep / cp) : 0;
+}
+
+const RankEvidence* Incident::find(int rank) const {
+  const auto found = std::ranges::lower_bound(ranks_, rank, {}, &RankEvidence::rank);
+  return found != ranks_.end() && found->rank() == rank ? &*found : nullptr;
+}
+
+}  // namespace nanlocator

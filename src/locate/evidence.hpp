@@ -1,0 +1,112 @@
+// What the ledgers say, made askable: rank by rank, phase by phase, parameter by parameter.
+//
+// In: ledgers in any order. Out: the same facts by rank, with the ranks that did not answer placed
+// in the layout where their place follows from the others'. No rule about faults lives here.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "nanlocator/record/ledger.hpp"
+
+namespace nanlocator {
+
+/// What a rank says of a parameter in a phase. `unknown`: it did not look, or its answer was cut
+/// off.
+enum class Status : std::uint8_t { unknown, clean, bad };
+
+/// A bad parameter of one rank in one phase.
+struct BadParameter {
+  std::string name;                     // of the sighting or of its id; never empty
+  std::optional<std::size_t> position;  // in the rank's backward order; empty where it is not in it
+  const Sighting* sighting = nullptr;
+};
+
+/// A ledger by position in its backward order. The ledger must outlive it.
+class RankEvidence {
+ public:
+  explicit RankEvidence(const Ledger& ledger);
+
+  [[nodiscard]] const Ledger& ledger() const noexcept { return *ledger_; }
+  [[nodiscard]] const RankCoordinates& coordinates() const noexcept { return ledger_->coordinates; }
+  [[nodiscard]] int rank() const noexcept { return ledger_->coordinates.rank; }
+  [[nodiscard]] std::size_t size() const noexcept { return ledger_->backward_order.size(); }
+  [[nodiscard]] const ParameterRecord& parameter(std::size_t position) const {
+    return ledger_->backward_order[position];
+  }
+  [[nodiscard]] std::optional<std::size_t> position_of(std::string_view name) const;
+  /// The phase was scanned and the ledger is whole: what is not reported bad was clean.
+  [[nodiscard]] bool looked_at(Phase phase) const noexcept;
+  [[nodiscard]] Status status(Phase phase, std::size_t position) const;
+  [[nodiscard]] Status status(Phase phase, std::string_view name) const;
+  /// In the order of the sightings, each parameter once.
+  [[nodiscard]] std::span<const BadParameter> bad(Phase phase) const;
+  [[nodiscard]] const BadParameter* find_bad(Phase phase, std::size_t position) const;
+
+ private:
+  [[nodiscard]] std::optional<std::size_t> position_of(const Sighting& sighting) const;
+  void index_positions() const;
+
+  const Ledger* ledger_;
+  // Most ranks of most incidents are never asked: positions are indexed at the first question.
+  mutable std::unordered_map<std::string_view, std::size_t> position_by_name_;
+  mutable std::unordered_map<std::int64_t, std::size_t> position_by_id_;
+  mutable bool is_indexed_ = false;
+  std::map<Phase, std::vector<BadParameter>> bad_;
+  std::map<Phase, std::unordered_map<std::size_t, std::size_t>> bad_by_position_;
+};
+
+/// A rank's place in the layout.
+struct Place {
+  int rank = 0;
+  int tp = 0;
+  int pp = 0;
+  int dp = 0;
+  int cp = 0;
+  const RankEvidence* evidence = nullptr;  // null: silent
+};
+
+class Incident {
+ public:
+  /// Throws UsageError for two ledgers of one rank, a rank beyond `world_size` or coordinates
+  /// beyond their sizes, AgreementError for ledgers of different runs, iterations or layouts.
+  Incident(std::span<const Ledger> ledgers, int world_size);
+  Incident(const Incident&) = delete;  // places point into it
+  Incident& operator=(const Incident&) = delete;
+
+  [[nodiscard]] std::span<const RankEvidence> ranks() const noexcept {
+    return ranks_;
+  }  // ascending
+  /// Every rank whose place is known, silent ones too; ascending.
+  [[nodiscard]] std::span<const Place> places() const noexcept { return places_; }
+  [[nodiscard]] const std::vector<int>& silent() const noexcept { return silent_; }
+  /// Silent ranks whose place in the layout does not follow from the others': they may be anywhere.
+  [[nodiscard]] const std::vector<int>& unplaced() const noexcept { return unplaced_; }
+  [[nodiscard]] bool has_cut_off_ledgers() const noexcept { return has_cut_off_ledgers_; }
+  /// Every rank's backward order was observed.
+  [[nodiscard]] bool is_order_observed() const noexcept { return is_order_observed_; }
+  [[nodiscard]] int pipeline_size() const noexcept { return layout_.pp.size; }
+  /// Which ranks exchange data before the data-parallel collective: equal numbers do.
+  [[nodiscard]] int replica_of(const Place& place) const noexcept;
+  [[nodiscard]] const RankEvidence* find(int rank) const;
+
+ private:
+  void place_silent_ranks(int world_size);
+
+  std::vector<RankEvidence> ranks_;
+  std::vector<Place> places_;
+  std::vector<int> silent_;
+  std::vector<int> unplaced_;
+  RankCoordinates layout_;  // sizes of the axes
+  bool has_cut_off_ledgers_ = false;
+  bool is_order_observed_ = true;
+};
+
+}  // namespace nanlocator

@@ -1,0 +1,25 @@
+// Lays ranks out as lanes: what backward visits one after the other (backward_flow.hpp).
+#pragma once
+
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "locate/backward_flow.hpp"
+#include "locate/evidence.hpp"
+
+namespace nanlocator {
+
+/// Which bad parameters a lane shall hold; the others count as not looked at.
+using BadFilter = std::function<bool(const RankEvidence&, const BadParameter&)>;
+
+/// One lane per (dp, cp) among `places`, ascending. The places must outlive the lanes.
+[[nodiscard]] std::vector<Lane> make_lanes(const Incident& incident,
+                                           std::span<const Place* const> places, Phase phase);
+
+/// All `places` as one lane: a parameter is bad where it is bad on some data-parallel rank, clean
+/// where one that looked found it clean.
+[[nodiscard]] Lane make_merged_lane(const Incident& incident, std::span<const Place* const> places,
+                                    Phase phase, const BadFilter& keep);
+
+}  // namespace nanlocator

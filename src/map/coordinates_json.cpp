@@ -1,0 +1,77 @@
+#include "map/coordinates_json.hpp"
+
+#include <array>
+#include <utility>
+
+#include "nanlocator/error.hpp"
+#include "record/utf8.hpp"
+
+namespace nanlocator {
+namespace {
+
+constexpr std::array<std::pair<const char*, AxisCoordinate RankCoordinates::*>, 5> kAxes = {
+    {{"tp", &RankCoordinates::tp},
+     {"pp", &RankCoordinates::pp},
+     {"dp", &RankCoordinates::dp},
+     {"cp", &RankCoordinates::cp},
+     {"ep", &RankCoordinates::ep}}};
+
+void check_rank(const std::string& what, int rank, int size) {
+  if (size < 1) {
+    throw UsageError(what + " size " + std::to_string(size) + ": expected at least 1");
+  }
+  if (rank < 0 || rank >= size) {
+    throw UsageError(what + " rank " + std::to_string(rank) + ": expected 0 to " +
+                     std::to_string(size - 1) + ", as there are " + std::to_string(size));
+  }
+}
+
+}  // namespace
+
+nlohmann::ordered_json coordinates_to_json(const RankCoordinates& coordinates) {
+  nlohmann::ordered_json json;
+  json["rank"] = coordinates.rank;
+  json["world_size"] = coordinates.world_size;
+  for (const auto& [name, axis] : kAxes) {
+    json[name] = {{"rank", (coordinates.*axis).rank}, {"size", (coordinates.*axis).size}};
+  }
+  json["host"] = coordinates.host;
+  json["local_rank"] = coordinates.local_rank;
+  json["device"] = coordinates.device;
+  return json;
+}
+
+RankCoordinates coordinates_from_json(const JsonObject& object) {
+  RankCoordinates coordinates;
+  coordinates.rank = object.small_integer("rank", 0);
+  coordinates.world_size = object.small_integer("world_size", 1);
+  for (const auto& [name, axis] : kAxes) {
+    const JsonObject json = object.object(name);
+    (coordinates.*axis).rank = json.small_integer("rank", 0);
+    (coordinates.*axis).size = json.small_integer("size", 1);
+  }
+  coordinates.host = object.text("host");
+  coordinates.local_rank = object.small_integer("local_rank", 0);
+  coordinates.device = object.text("device");
+  try {
+    check_coordinates(coordinates);
+  } catch (const UsageError& error) {
+    throw FormatError(object.where() + ": " + error.what());
+  }
+  return coordinates;
+}
+
+void check_coordinates(const RankCoordinates& coordinates) {
+  check_rank("global", coordinates.rank, coordinates.world_size);
+  for (const auto& [name, axis] : kAxes) {
+    check_rank(name, (coordinates.*axis).rank, (coordinates.*axis).size);
+  }
+  if (coordinates.local_rank < 0) {
+    throw UsageError("local rank " + std::to_string(coordinates.local_rank) +
+                     ": expected 0 or more");
+  }
+  if (!is_utf8(coordinates.host)) throw UsageError("the host name is not UTF-8");
+  if (!is_utf8(coordinates.device)) throw UsageError("the device name is not UTF-8");
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,204 @@
+#include "map/parameter_json.hpp"
+
+#include <cstdio>
+#include <limits>
+#include <optional>
+#include <utility>
+
+#include "nanlocator/error.hpp"
+#include "record/utf8.hpp"
+
+namespace nanlocator {
+namespace {
+
+template <typename Number>
+nlohmann::ordered_json number_or_null(const std::optional<Number>& number) {
+  return number ? nlohmann::ordered_json(*number) : nlohmann::ordered_json(nullptr);
+}
+
+/// The product of the sizes, or an empty optional where it is beyond 2^63 - 1.
+std::optional<std::int64_t> checked_numel(const std::vector<std::int64_t>& shape) {
+  std::int64_t product = 1;
+  for (const std::int64_t size : shape) {
+    if (__builtin_mul_overflow(product, size, &product)) return std::nullopt;
+  }
+  return product;
+}
+
+void append_escaped_unit(std::string& out, unsigned unit) {
+  char escaped[7];
+  std::snprintf(escaped, sizeof escaped, "\\u%04x", unit & 0xffff);
+  out += escaped;
+}
+
+std::vector<std::int64_t> shape_from_json(const nlohmann::json& value, const std::string& where) {
+  if (!value.is_array()) throw_unexpected_json(where, value, "an array of sizes");
+  std::vector<std::int64_t> shape;
+  for (const auto& size : value) {
+    shape.push_back(json_integer(size, where + "[" + std::to_string(shape.size()) + "]", 0));
+  }
+  return shape;
+}
+
+}  // namespace
+
+nlohmann::ordered_json parameter_to_json(const ParameterInfo& parameter) {
+  nlohmann::ordered_json json;
+  json["id"] = parameter.id;
+  json["name"] = parameter.name;
+  json["raw_name"] = parameter.raw_name;
+  if (parameter.dtype.empty()) {  // only id and name are known
+    json["shape"] = nullptr;
+    json["dtype"] = nullptr;
+  } else {
+    json["shape"] = parameter.shape;
+    json["dtype"] = parameter.dtype;
+  }
+  json["layer"] = number_or_null(parameter.layer);
+  json["chunk"] = parameter.chunk;
+  json["bucket"] = number_or_null(parameter.bucket);
+  json["bucket_offset"] = number_or_null(parameter.bucket_offset);
+  if (parameter.shard) {
+    json["shard"] = {{"begin", parameter.shard->begin}, {"end", parameter.shard->end}};
+  } else {
+    json["shard"] = nullptr;
+  }
+  json["is_expert"] = parameter.is_expert;
+  json["is_shared"] = parameter.is_shared;
+  json["is_tp_duplicate"] = parameter.is_tp_duplicate;
+  json["is_tied"] = parameter.is_tied;
+  json["may_be_untouched"] = parameter.may_be_untouched;
+  return json;
+}
+
+ParameterInfo parameter_from_json(const nlohmann::json& value, const std::string& source,
+                                  std::string path) {
+  const JsonObject object(value, source, std::move(path));
+  ParameterInfo parameter;
+  parameter.id = object.integer("id", 0);
+  parameter.name = object.text("name");
+  parameter.raw_name = object.text("raw_name");
+  if (object.member("dtype").is_null()) {
+    if (!object.member("shape").is_null()) {
+      throw_unexpected_json(object.where("dtype"), object.member("dtype"),
+                            "a string, as the shape is known");
+    }
+  } else {
+    parameter.dtype = object.text("dtype");
+    if (parameter.dtype.empty()) {
+      throw FormatError(object.where("dtype") + ": found an empty string, expected a dtype");
+    }
+    parameter.shape = shape_from_json(object.member("shape"), object.where("shape"));
+  }
+  parameter.layer = object.optional_small_integer("layer", 0);
+  parameter.chunk = object.small_integer("chunk", 0);
+  parameter.bucket = object.optional_small_integer("bucket", 0);
+  parameter.bucket_offset = object.optional_integer("bucket_offset", 0);
+  if (!object.member("shard").is_null()) {
+    const JsonObject shard = object.object("shard");
+    parameter.shard = {.begin = shard.integer("begin", 0), .end = shard.integer("end", 0)};
+  }
+  parameter.is_expert = object.boolean("is_expert");
+  parameter.is_shared = object.boolean("is_shared");
+  parameter.is_tp_duplicate = object.boolean("is_tp_duplicate");
+  parameter.is_tied = object.boolean("is_tied");
+  parameter.may_be_untouched = object.boolean("may_be_untouched");
+  return parameter;
+}
+
+void check_parameter(const ParameterInfo& parameter) {
+  if (parameter.name.empty()) {
+    throw UsageError("parameter " + std::to_string(parameter.id) + " has an empty name");
+  }
+  if (!is_utf8(parameter.name) || !is_utf8(parameter.raw_name) || !is_utf8(parameter.dtype)) {
+    throw UsageError("parameter " + std::to_string(parameter.id) +
+                     ": its name, raw name or dtype is not UTF-8");
+  }
+  const auto complain = [&](const std::string& what) {
+    throw UsageError("parameter " + std::to_string(parameter.id) + " (" + parameter.name +
+                     "): " + what);
+  };
+  for (const std::int64_t size : parameter.shape) {
+    if (size < 0) complain("size " + std::to_string(size) + " in its shape, expected 0 or more");
+  }
+  const auto numel = checked_numel(parameter.shape);
+  if (!numel) complain("its shape has more elements than 2^63 - 1");
+  if (parameter.dtype.empty() && (!parameter.shape.empty() || parameter.shard)) {
+    complain("a shape or a shard without a dtype; give all of them or none");
+  }
+  if (parameter.layer.value_or(0) < 0) complain("a negative layer");
+  if (parameter.chunk < 0) complain("a negative chunk");
+  if (parameter.bucket.value_or(0) < 0) complain("a negative bucket");
+  if (parameter.bucket_offset.value_or(0) < 0) complain("a negative bucket offset");
+  if (parameter.shard) {
+    const auto [begin, end] = *parameter.shard;
+    if (begin < 0 || begin > end || end > *numel) {
+      complain("the shard " + std::to_string(begin) + ".." + std::to_string(end) +
+               " is not a range within its " + std::to_string(*numel) + " elements");
+    }
+  }
+}
+
+std::string to_python_json_string(std::string_view text) {
+  // CPython, Lib/json/encoder.py, ESCAPE_ASCII: what is not from ' ' to '~', a quote or a backslash
+  // is escaped; beyond U+FFFF as two surrogates; hexadecimal digits in lower case.
+  std::string out = "\"";
+  while (!text.empty()) {
+    const auto point = take_code_point(text);
+    if (!point) throw UsageError("text that is not UTF-8 cannot be written as JSON");
+    switch (*point) {
+      case U'"':
+        out += "\\\"";
+        break;
+      case U'\\':
+        out += "\\\\";
+        break;
+      case U'\n':
+        out += "\\n";
+        break;
+      case U'\r':
+        out += "\\r";
+        break;
+      case U'\t':
+        out += "\\t";
+        break;
+      case U'\f':
+        out += "\\f";
+        break;
+      case U'\b':
+        out += "\\b";
+        break;
+      default:
+        if (*point >= U' ' && *point <= U'~') {
+          out += static_cast<char>(*point);
+        } else if (*point < 0x10000) {
+          append_escaped_unit(out, *point);
+        } else {
+          append_escaped_unit(out, 0xd800 | ((*point - 0x10000) >> 10));
+          append_escaped_unit(out, 0xdc00 | ((*point - 0x10000) & 0x3ff));
+        }
+    }
+  }
+  return out + "\"";
+}
+
+std::vector<std::string> names_from_id_name_json(std::string_view text, const std::string& source) {
+  const nlohmann::json json = parse_json(text, source);
+  if (!json.is_object()) throw_unexpected_json(source, json, "an object of ids and names");
+  std::vector<std::string> names(json.size());
+  // As many keys as names, all different: where every id below n is there, nothing else can be.
+  for (std::size_t id = 0; id < names.size(); ++id) {
+    const std::string key = std::to_string(id);
+    const auto name = json.find(key);
+    if (name == json.end()) {
+      throw FormatError(source + ": the id \"" + key + "\" is missing; expected the ids 0 to " +
+                        std::to_string(names.size() - 1) + ", as there are " +
+                        std::to_string(names.size()) + " entries");
+    }
+    if (!name->is_string()) throw_unexpected_json(source + ": " + key, *name, "a name");
+    names[id] = name->get<std::string>();
+  }
+  return names;
+}
+
+}  // namespace nanlocator

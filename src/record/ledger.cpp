@@ -1,0 +1,432 @@
+#include "nanlocator/record/ledger.hpp"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cstdio>
+#include <system_error>
+#include <utility>
+
+#include "map/coordinates_json.hpp"
+#include "nanlocator/error.hpp"
+#include "record/keys.hpp"
+#include "record/record_json.hpp"
+#include "record/strict_json.hpp"
+
+namespace nanlocator {
+namespace {
+
+using nlohmann::ordered_json;
+
+/// No pipeline is interleaved more finely; the reader's memory grows with chunks times ranks.
+constexpr int kMostChunks = 1024;
+
+/// A file of garbage must not fill the memory with remarks about its lines.
+constexpr std::size_t kMostLineNotes = 20;
+
+std::string fingerprint_to_text(std::uint64_t fingerprint) {
+  char text[17];  // JSON readers that hold numbers as doubles would lose its low bits
+  std::snprintf(text, sizeof text, "%016llx", static_cast<unsigned long long>(fingerprint));
+  return text;
+}
+
+std::uint64_t fingerprint_from_json(const JsonObject& object) {
+  const std::string text = object.text(keys::kFingerprint);
+  std::uint64_t fingerprint = 0;
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, fingerprint, 16);
+  if (error != std::errc() || stop != end) {
+    throw_unexpected_json(object.where(keys::kFingerprint), object.member(keys::kFingerprint),
+                          "16 hexadecimal digits");
+  }
+  return fingerprint;
+}
+
+Phase phase_from_json(const JsonObject& object) {
+  const auto phase = phase_from_name(object.text(keys::kPhase));
+  if (!phase) {
+    throw_unexpected_json(object.where(keys::kPhase), object.member(keys::kPhase),
+                          "the name of a phase such as \"grad_local\"");
+  }
+  return *phase;
+}
+
+// ---- writing ----
+
+ordered_json header_to_json(const Ledger& ledger) {
+  ordered_json json;
+  json[keys::kRecord] = keys::kRecordLedger;
+  json[keys::kVersion] = keys::kLedgerVersion;
+  json[keys::kRun] = ledger.run_id;
+  json[keys::kAttempt] = ledger.attempt;
+  json[keys::kIteration] = ledger.iteration;
+  json[keys::kLevel] = ledger.level;
+  json[keys::kCoordinates] = coordinates_to_json(ledger.coordinates);
+  json[keys::kBackwardOrder] =
+      ledger.is_backward_order_observed ? keys::kObserved : keys::kReverseRegistration;
+  json[keys::kGradientNorm] = number_or_null(ledger.gradient_norm);
+  json[keys::kAbsmax] = number_or_null(ledger.absmax);
+  json[keys::kAbsmaxParameter] = text_or_null(ledger.absmax_parameter);
+  return json;
+}
+
+ordered_json record_to_json(const ParameterRecord& parameter) {
+  ordered_json json;
+  json[keys::kRecord] = keys::kRecordParameter;
+  json[keys::kId] = parameter.id;
+  json[keys::kName] = parameter.name;
+  json[keys::kShape] = parameter.shape;
+  json[keys::kChunk] = parameter.chunk;
+  json[keys::kMayBeUntouched] = parameter.may_be_untouched;
+  json[keys::kIsTpDuplicate] = parameter.is_tp_duplicate;
+  json[keys::kIsTied] = parameter.is_tied;
+  return json;
+}
+
+ordered_json record_to_json(const Coverage& coverage) {
+  ordered_json json;
+  json[keys::kRecord] = keys::kRecordCoverage;
+  json[keys::kPhase] = name_of(coverage.phase);
+  json[keys::kParameters] = coverage.parameters;
+  return json;
+}
+
+ordered_json stats_to_json(const TensorStats& stats) {
+  ordered_json json;
+  json[keys::kNumel] = stats.numel;
+  json[keys::kNan] = stats.nan;
+  json[keys::kPosInf] = stats.pos_inf;
+  json[keys::kNegInf] = stats.neg_inf;
+  json[keys::kZeros] = stats.zeros;
+  json[keys::kFirstBad] = stats.first_bad;
+  json[keys::kFiniteMin] = number_to_json(stats.finite_min);
+  json[keys::kFiniteMax] = number_to_json(stats.finite_max);
+  json[keys::kAbsmin] = number_to_json(stats.absmin);
+  json[keys::kAbsmax] = number_to_json(stats.absmax);
+  json[keys::kSumOfSquares] = number_to_json(stats.sum_of_squares);
+  json[keys::kFingerprint] = fingerprint_to_text(stats.fingerprint);
+  return json;
+}
+
+ordered_json record_to_json(const Sighting& sighting) {
+  ordered_json json;
+  json[keys::kRecord] = keys::kRecordSighting;
+  json[keys::kIteration] = sighting.iteration;
+  json[keys::kMicrobatch] = value_or_null(sighting.microbatch);
+  json[keys::kChunk] = value_or_null(sighting.chunk);
+  json[keys::kPhase] = name_of(sighting.phase);
+  json[keys::kModule] = text_or_null(sighting.module);
+  json[keys::kOperator] = text_or_null(sighting.op);
+  json[keys::kRole] = sighting.role;
+  json[keys::kParameterId] = value_or_null(sighting.parameter_id);
+  json[keys::kParameter] = text_or_null(sighting.parameter);
+  json[keys::kDtype] = sighting.dtype;
+  json[keys::kShape] = sighting.shape;
+  json[keys::kStats] = stats_to_json(sighting.stats);
+  return json;
+}
+
+// ---- reading ----
+
+Ledger header_from_json(const JsonObject& object) {
+  require_version(object, keys::kLedgerVersion);
+  Ledger ledger;
+  ledger.run_id = object.text(keys::kRun);
+  ledger.attempt = object.small_integer(keys::kAttempt, 0);
+  ledger.iteration = object.integer(keys::kIteration, 0);
+  ledger.level = object.text(keys::kLevel);
+  ledger.coordinates = coordinates_from_json(object.object(keys::kCoordinates));
+  const std::string order = object.text(keys::kBackwardOrder);
+  if (order != keys::kObserved && order != keys::kReverseRegistration) {
+    throw_unexpected_json(object.where(keys::kBackwardOrder), object.member(keys::kBackwardOrder),
+                          R"("observed" or "reverse_registration")");
+  }
+  ledger.is_backward_order_observed = order == keys::kObserved;
+  ledger.gradient_norm = optional_number(object, keys::kGradientNorm);
+  ledger.absmax = optional_number(object, keys::kAbsmax);
+  ledger.absmax_parameter = text_or_empty(object, keys::kAbsmaxParameter);
+  ledger.is_complete = false;  // until its last line is met
+  return ledger;
+}
+
+ParameterRecord parameter_from_json(const JsonObject& object) {
+  ParameterRecord parameter;
+  parameter.id = object.integer(keys::kId, 0);
+  parameter.name = object.text(keys::kName);
+  parameter.shape = sizes_from_json(object, keys::kShape);
+  parameter.chunk = static_cast<int>(
+      json_integer(object.member(keys::kChunk), object.where(keys::kChunk), 0, kMostChunks - 1));
+  parameter.may_be_untouched = object.boolean(keys::kMayBeUntouched);
+  parameter.is_tp_duplicate = object.boolean(keys::kIsTpDuplicate);
+  parameter.is_tied = object.boolean(keys::kIsTied);
+  return parameter;
+}
+
+Coverage coverage_from_json(const JsonObject& object) {
+  Coverage coverage;
+  coverage.phase = phase_from_json(object);
+  coverage.parameters = sizes_from_json(object, keys::kParameters);
+  if (!std::ranges::is_sorted(coverage.parameters)) {
+    throw FormatError(object.where(keys::kParameters) + ": the ids are not in ascending order");
+  }
+  return coverage;
+}
+
+TensorStats stats_from_json(const JsonObject& object) {
+  const auto number = [&](const char* key) {
+    return number_from_json(object.member(key), object.where(key));
+  };
+  TensorStats stats;
+  stats.numel = object.integer(keys::kNumel, 0);
+  const auto count = [&](const char* key) {
+    return json_integer(object.member(key), object.where(key), 0, stats.numel);
+  };
+  stats.nan = count(keys::kNan);
+  stats.pos_inf = count(keys::kPosInf);
+  stats.neg_inf = count(keys::kNegInf);
+  if (stats.nan > stats.numel - stats.pos_inf ||
+      stats.nan + stats.pos_inf > stats.numel - stats.neg_inf) {
+    throw FormatError(object.where() + ": more NaN and Inf than the " +
+                      std::to_string(stats.numel) + " elements");
+  }
+  stats.zeros = count(keys::kZeros);
+  stats.first_bad = object.integer(keys::kFirstBad, -1);
+  stats.finite_min = number(keys::kFiniteMin);
+  stats.finite_max = number(keys::kFiniteMax);
+  stats.absmin = number(keys::kAbsmin);
+  stats.absmax = number(keys::kAbsmax);
+  stats.sum_of_squares = number(keys::kSumOfSquares);
+  stats.fingerprint = fingerprint_from_json(object);
+  return stats;
+}
+
+Sighting sighting_from_json(const JsonObject& object) {
+  Sighting sighting;
+  sighting.iteration = object.integer(keys::kIteration, 0);
+  sighting.microbatch = object.optional_small_integer(keys::kMicrobatch, 0);
+  sighting.chunk = object.optional_small_integer(keys::kChunk, 0);
+  sighting.phase = phase_from_json(object);
+  sighting.module = text_or_empty(object, keys::kModule);
+  sighting.op = text_or_empty(object, keys::kOperator);
+  sighting.role = object.text(keys::kRole);
+  sighting.parameter_id = object.optional_integer(keys::kParameterId, 0);
+  sighting.parameter = text_or_empty(object, keys::kParameter);
+  sighting.dtype = object.text(keys::kDtype);
+  sighting.shape = sizes_from_json(object, keys::kShape);
+  sighting.stats = stats_from_json(object.object(keys::kStats));
+  return sighting;
+}
+
+/// Takes lines one by one and keeps what can be kept.
+class LedgerReader {
+ public:
+  explicit LedgerReader(std::string source) : source_(std::move(source)) {}
+
+  void read_line(std::string_view line, std::size_t number) {
+    const std::string where = source_ + ": line " + std::to_string(number);
+    try {
+      const nlohmann::json json = parse_json(line, where);
+      take(JsonObject(json, where), number);
+    } catch (const FormatError& error) {
+      skip_line(error.what());
+    }
+  }
+
+  std::vector<Ledger> finish() {
+    close(std::string("the text ends before the ledger's last line"));
+    if (ledgers_.empty()) {
+      throw FormatError(orphans_.empty() ? source_ +
+                                               ": empty, expected a ledger, whose first line is "
+                                               R"({"record": "ledger", ...})"
+                                         : orphans_.front());
+    }
+    for (std::string& orphan : orphans_) ledgers_.front().notes.push_back(std::move(orphan));
+    return std::move(ledgers_);
+  }
+
+ private:
+  void take(const JsonObject& object, std::size_t number) {
+    const std::string record = object.text(keys::kRecord);
+    if (record == keys::kRecordLedger) {
+      close("line " + std::to_string(number) + " starts another ledger before its last line");
+      is_open_ = false;  // also where this header cannot be read: its lines belong to nobody
+      ledgers_.push_back(header_from_json(object));
+      is_open_ = true;
+      lines_ = 0;
+      line_notes_ = 0;
+      has_lost_lines_ = false;
+      return;
+    }
+    if (!is_open_) {
+      add_orphan(object.where() + ": skipped, as it belongs to no ledger that could be read");
+      return;
+    }
+    Ledger& ledger = ledgers_.back();
+    if (record == keys::kRecordEnd) {
+      const std::int64_t expected = object.integer(keys::kLines, 0);
+      if (expected != lines_) {
+        has_lost_lines_ = true;
+        ledger.notes.push_back(object.where() + ": the ledger has " + std::to_string(lines_) +
+                               " readable lines of " + std::to_string(expected));
+      }
+      ledger.is_complete = !has_lost_lines_;
+      is_open_ = false;
+      return;
+    }
+    if (record == keys::kRecordParameter) {
+      ledger.backward_order.push_back(parameter_from_json(object));
+    } else if (record == keys::kRecordCoverage) {
+      take_coverage(coverage_from_json(object), object);
+    } else if (record == keys::kRecordSighting) {
+      ledger.sightings.push_back(sighting_from_json(object));
+    } else if (record == keys::kRecordNote) {
+      ledger.notes.push_back(object.text(keys::kText));
+    } else {
+      throw FormatError(object.where(keys::kRecord) + ": unknown record");
+    }
+    ++lines_;
+  }
+
+  void take_coverage(Coverage coverage, const JsonObject& object) {
+    auto& known = ledgers_.back().coverage;
+    if (std::ranges::find(known, coverage.phase, &Coverage::phase) != known.end()) {
+      throw FormatError(object.where() + ": the coverage of this phase stands twice");
+    }
+    known.push_back(std::move(coverage));
+  }
+
+  void skip_line(const std::string& reason) {
+    if (!is_open_) {
+      add_orphan(reason);
+      return;
+    }
+    has_lost_lines_ = true;
+    add_note(reason + "; the line is skipped");
+  }
+
+  /// A remark about a line that belongs to no ledger: kept by the first one that can be read.
+  void add_orphan(std::string note) {
+    if (orphans_.size() < kMostLineNotes) orphans_.push_back(std::move(note));
+  }
+
+  void add_note(std::string note) {
+    auto& notes = ledgers_.back().notes;
+    if (line_notes_ < kMostLineNotes) notes.push_back(std::move(note));
+    if (line_notes_ == kMostLineNotes) {
+      notes.push_back(source_ + ": further lines that cannot be read are not listed");
+    }
+    ++line_notes_;
+  }
+
+  void close(const std::string& reason) {
+    if (!is_open_) return;
+    ledgers_.back().notes.push_back(source_ + ": cut off: " + reason);
+    is_open_ = false;
+  }
+
+  std::string source_;
+  std::vector<Ledger> ledgers_;
+  std::vector<std::string> orphans_;
+  bool is_open_ = false;
+  bool has_lost_lines_ = false;
+  std::int64_t lines_ = 0;  // of the open ledger, without its first and its last
+  std::size_t line_notes_ = 0;
+};
+
+// ---- the file ----
+
+[[noreturn]] void throw_io_error(const std::string& attempt, const std::filesystem::path& path,
+                                 int error) {
+  throw IoError("cannot " + attempt + " " + path.string() + ": " +
+                std::generic_category().message(error));
+}
+
+class AppendedFile {
+ public:
+  explicit AppendedFile(std::filesystem::path path) : path_(std::move(path)) {
+    descriptor_ = ::open(path_.c_str(), O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+    if (descriptor_ < 0) throw_io_error("open", path_, errno);
+    struct stat status {};
+    if (::fstat(descriptor_, &status) != 0 || !S_ISREG(status.st_mode)) {
+      ::close(descriptor_);
+      throw IoError("cannot append to " + path_.string() + ": not a regular file");
+    }
+    size_ = status.st_size;
+  }
+  AppendedFile(const AppendedFile&) = delete;  // owns the descriptor
+  AppendedFile& operator=(const AppendedFile&) = delete;
+  ~AppendedFile() { ::close(descriptor_); }
+
+  /// True where a writer was stopped in the middle of a line.
+  [[nodiscard]] bool ends_in_mid_line() const {
+    char last = '\n';
+    return size_ > 0 && ::pread(descriptor_, &last, 1, size_ - 1) == 1 && last != '\n';
+  }
+
+  void append(std::string_view bytes) {
+    while (!bytes.empty()) {
+      const ssize_t written = ::write(descriptor_, bytes.data(), bytes.size());
+      if (written < 0 && errno == EINTR) continue;
+      if (written < 0) undo_and_throw("write");
+      bytes.remove_prefix(static_cast<std::size_t>(written));
+    }
+    if (::fsync(descriptor_) != 0) undo_and_throw("fsync");
+  }
+
+ private:
+  [[noreturn]] void undo_and_throw(const std::string& attempt) {
+    const int error = errno;
+    // Half a ledger helps nobody. Where this fails too, the reader meets a cut-off ledger.
+    if (::ftruncate(descriptor_, size_) != 0) errno = 0;
+    throw_io_error(attempt, path_, error);
+  }
+
+  std::filesystem::path path_;
+  int descriptor_ = -1;
+  off_t size_ = 0;
+};
+
+}  // namespace
+
+std::string to_jsonl(const Ledger& ledger) {
+  std::string text = one_line(header_to_json(ledger)) + "\n";
+  std::int64_t lines = 0;
+  const auto add = [&](const ordered_json& json) {
+    text += one_line(json) + "\n";
+    ++lines;
+  };
+  for (const auto& parameter : ledger.backward_order) add(record_to_json(parameter));
+  for (const auto& coverage : ledger.coverage) add(record_to_json(coverage));
+  for (const auto& sighting : ledger.sightings) add(record_to_json(sighting));
+  for (const auto& note : ledger.notes) {
+    add({{keys::kRecord, keys::kRecordNote}, {keys::kText, note}});
+  }
+  // A ledger that was read from a cut-off text stays recognisable as one.
+  if (ledger.is_complete) {
+    text += one_line({{keys::kRecord, keys::kRecordEnd}, {keys::kLines, lines}}) + "\n";
+  }
+  return text;
+}
+
+std::vector<Ledger> ledgers_from_jsonl(std::string_view text, const std::string& source) {
+  LedgerReader reader(source);
+  for (std::size_t number = 1; !text.empty(); ++number) {
+    const std::size_t end = std::min(text.find('\n'), text.size());
+    const std::string_view line = text.substr(0, end);
+    text.remove_prefix(std::min(end + 1, text.size()));
+    if (line.find_first_not_of(" \t\r") != std::string_view::npos) reader.read_line(line, number);
+  }
+  return reader.finish();
+}
+
+void append_ledger(const std::filesystem::path& directory, const Ledger& ledger) {
+  AppendedFile file(directory / ("ledger_" + ledger.coordinates.file_suffix() + ".jsonl"));
+  const std::string text = to_jsonl(ledger);
+  file.append(file.ends_in_mid_line() ? "\n" + text : text);
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,88 @@
+#include "record/record_json.hpp"
+
+#include <cmath>
+#include <limits>
+
+#include "nanlocator/error.hpp"
+
+namespace nanlocator {
+namespace {
+
+/// The array below `key`, each element read by `read(element, where)`.
+template <typename Value, typename Read>
+std::vector<Value> array_from_json(const JsonObject& object, const char* key,
+                                   const std::string& expected, Read read) {
+  const auto& array = object.member(key);
+  if (!array.is_array()) throw_unexpected_json(object.where(key), array, expected);
+  std::vector<Value> values;
+  values.reserve(array.size());
+  for (const auto& element : array) {
+    values.push_back(read(element, object.where(key) + "[" + std::to_string(values.size()) + "]"));
+  }
+  return values;
+}
+
+}  // namespace
+
+nlohmann::ordered_json number_to_json(double number) {
+  if (std::isnan(number)) return "nan";
+  if (std::isinf(number)) return number > 0 ? "inf" : "-inf";
+  return number;
+}
+
+double number_from_json(const nlohmann::json& value, const std::string& where) {
+  if (value.is_number()) return value.get<double>();
+  if (value.is_string()) {
+    const auto& text = value.get_ref<const std::string&>();
+    if (text == "nan") return std::numeric_limits<double>::quiet_NaN();
+    if (text == "inf") return std::numeric_limits<double>::infinity();
+    if (text == "-inf") return -std::numeric_limits<double>::infinity();
+  }
+  throw_unexpected_json(where, value, R"(a number, "nan", "inf" or "-inf")");
+}
+
+nlohmann::ordered_json number_or_null(const std::optional<double>& number) {
+  return number ? number_to_json(*number) : nlohmann::ordered_json(nullptr);
+}
+
+nlohmann::ordered_json text_or_null(std::string_view text) {
+  return text.empty() ? nlohmann::ordered_json(nullptr) : nlohmann::ordered_json(text);
+}
+
+std::optional<double> optional_number(const JsonObject& object, const char* key) {
+  const auto& value = object.member(key);
+  if (value.is_null()) return std::nullopt;
+  return number_from_json(value, object.where(key));
+}
+
+std::string text_or_empty(const JsonObject& object, const char* key) {
+  return object.member(key).is_null() ? std::string{} : object.text(key);
+}
+
+std::vector<std::int64_t> sizes_from_json(const JsonObject& object, const char* key) {
+  return array_from_json<std::int64_t>(
+      object, key, "an array of integers",
+      [](const auto& value, const std::string& where) { return json_integer(value, where, 0); });
+}
+
+std::vector<int> ranks_from_json(const JsonObject& object, const char* key) {
+  return array_from_json<int>(
+      object, key, "an array of ranks", [](const auto& value, const std::string& where) {
+        return static_cast<int>(json_integer(value, where, 0, std::numeric_limits<int>::max()));
+      });
+}
+
+std::vector<std::string> texts_from_json(const JsonObject& object, const char* key) {
+  return array_from_json<std::string>(object, key, "an array of strings",
+                                      [](const auto& value, const std::string& where) {
+                                        if (!value.is_string())
+                                          throw_unexpected_json(where, value, "a string");
+                                        return value.template get<std::string>();
+                                      });
+}
+
+std::string one_line(const nlohmann::ordered_json& json) {
+  return json.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
+}
+
+}  // namespace nanlocator

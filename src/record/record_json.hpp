@@ -1,0 +1,38 @@
+// What ledgers and verdicts share as JSON: numbers that may not be finite, empty optionals, shapes.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "record/strict_json.hpp"
+
+namespace nanlocator {
+
+/// JSON has no NaN and no infinity: those are the strings "nan", "inf" and "-inf".
+[[nodiscard]] nlohmann::ordered_json number_to_json(double number);
+/// Throws FormatError unless `value` is a number or one of the three strings.
+[[nodiscard]] double number_from_json(const nlohmann::json& value, const std::string& where);
+
+template <typename Value>
+[[nodiscard]] nlohmann::ordered_json value_or_null(const std::optional<Value>& value) {
+  return value ? nlohmann::ordered_json(*value) : nlohmann::ordered_json(nullptr);
+}
+[[nodiscard]] nlohmann::ordered_json number_or_null(const std::optional<double>& number);
+[[nodiscard]] nlohmann::ordered_json text_or_null(std::string_view text);  // "" is null
+
+[[nodiscard]] std::optional<double> optional_number(const JsonObject& object, const char* key);
+[[nodiscard]] std::string text_or_empty(const JsonObject& object, const char* key);
+/// Non-negative integers.
+[[nodiscard]] std::vector<std::int64_t> sizes_from_json(const JsonObject& object, const char* key);
+[[nodiscard]] std::vector<int> ranks_from_json(const JsonObject& object, const char* key);
+[[nodiscard]] std::vector<std::string> texts_from_json(const JsonObject& object, const char* key);
+
+/// The value on one line. Bytes that are not UTF-8 become U+FFFD: a strange module name must not
+/// cost the record of a fault.
+[[nodiscard]] std::string one_line(const nlohmann::ordered_json& json);
+
+}  // namespace nanlocator

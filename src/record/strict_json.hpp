@@ -1,0 +1,69 @@
+// JSON from files that may be cut off, edited or hostile: read it strictly, say what is wrong
+// where.
+//
+// parse_json gives a tree or a FormatError that names the file and the byte; JsonObject then takes
+// members out of it, and its errors name the file and the key ("x.json: parameters[3].shape").
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace nanlocator {
+
+/// No file of this project nests deeper than ten levels; each level costs the reader memory.
+inline constexpr int kDeepestJson = 32;
+
+/// Parses one JSON value (RFC 8259). `source` is what errors call it. Throws FormatError where the
+/// text is cut off, malformed, not UTF-8, nested deeper than kDeepestJson, or has a key twice in
+/// one object (of which other readers would silently take one).
+[[nodiscard]] nlohmann::json parse_json(std::string_view text, const std::string& source);
+
+/// The error of everything below: "x.json: parameters[3].id: found a string, expected ...".
+[[noreturn]] void throw_unexpected_json(const std::string& where, const nlohmann::json& found,
+                                        const std::string& expected);
+
+/// `value` as an integer within [minimum, maximum]; 1.0 is not one. Throws FormatError.
+[[nodiscard]] std::int64_t json_integer(
+    const nlohmann::json& value, const std::string& where, std::int64_t minimum,
+    std::int64_t maximum = std::numeric_limits<std::int64_t>::max());
+
+/// A view of a JSON object whose accessors throw FormatError where a key is missing or its value
+/// has another type than asked for. Unknown keys are ignored. The value must outlive the view.
+class JsonObject {
+ public:
+  /// `source` is the file, `path` the keys to this value: "parameters[3]"; empty for the file's
+  /// own.
+  JsonObject(const nlohmann::json& value, std::string source, std::string path = {});
+
+  [[nodiscard]] const nlohmann::json& member(const char* key) const;
+  [[nodiscard]] JsonObject object(const char* key) const;
+  [[nodiscard]] std::string text(const char* key) const;
+  [[nodiscard]] bool boolean(const char* key) const;
+  [[nodiscard]] int small_integer(const char* key, int minimum) const;
+  [[nodiscard]] std::int64_t integer(const char* key, std::int64_t minimum) const;
+  // Null gives an empty optional; a missing key is an error here too.
+  [[nodiscard]] std::optional<int> optional_small_integer(const char* key, int minimum) const;
+  [[nodiscard]] std::optional<std::int64_t> optional_integer(const char* key,
+                                                             std::int64_t minimum) const;
+
+  /// What errors call this object: "x.json: coordinates".
+  [[nodiscard]] std::string where() const;
+  /// What errors call the member `key`: "x.json: coordinates.tp".
+  [[nodiscard]] std::string where(const char* key) const;
+
+ private:
+  [[nodiscard]] std::string path_to(const char* key) const;
+
+  const nlohmann::json* value_;
+  std::string source_;
+  std::string path_;
+};
+
+/// Throws FormatError unless the object's "version" is `version`.
+void require_version(const JsonObject& object, int version);
+
+}  // namespace nanlocator

@@ -1,0 +1,251 @@
+#include "nanlocator/report/terminal.hpp"
+
+#include <algorithm>
+#include <string_view>
+#include <vector>
+
+#include "nanlocator/map/rank_coordinates.hpp"
+#include "report/printable.hpp"
+
+namespace nanlocator {
+namespace {
+
+// About 25 lines: what does not fit is in verdict.json.
+constexpr std::size_t kMostOrigins = 4;
+constexpr std::size_t kMostEvidenceOfOne = 6;
+constexpr std::size_t kMostEvidenceOfSeveral = 2;
+constexpr std::size_t kMostNotes = 3;
+constexpr std::size_t kMostCleanNames = 4;
+constexpr int kLabelColumns = 11;
+constexpr int kNarrowest = 40;
+
+constexpr std::string_view kReset = "\033[0m";
+constexpr std::string_view kRed = "\033[1;31m";
+constexpr std::string_view kYellow = "\033[1;33m";
+constexpr std::string_view kGreen = "\033[1;32m";
+constexpr std::string_view kCyan = "\033[36m";
+
+/// Lines of words. Everything that is handed in is made printable here, so nothing gets past it.
+class Page {
+ public:
+  explicit Page(const TerminalStyle& style)
+      : width_(std::max(style.width, kNarrowest)), has_colour_(style.colour) {}
+
+  void headline(std::string_view text, std::string_view colour) { add({}, text, 0, 4, colour); }
+  void row(std::string_view label, std::string_view text, int indent) {
+    add(label, text, indent, indent + kLabelColumns, kCyan);
+  }
+  [[nodiscard]] std::string text() && { return std::move(text_); }
+
+ private:
+  /// `label` is padded to its column; further lines begin at column `hanging`. `colour` is the
+  /// label's, or where there is none the text's. Words are never cut: names are there to be copied.
+  void add(std::string_view label, std::string_view raw, int indent, int hanging,
+           std::string_view colour) {
+    std::string line(static_cast<std::size_t>(indent), ' ');
+    int column = indent;
+    if (!label.empty()) {
+      const std::string padding(
+          static_cast<std::size_t>(std::max(1, kLabelColumns - columns_of(label))), ' ');
+      line += painted(label, colour) + padding;
+      column = hanging;
+    }
+    const std::string safe = printable(raw);
+    const std::string_view text_colour = label.empty() ? colour : std::string_view{};
+    bool is_first = true;
+    std::string words;
+    for (std::string_view rest = safe; !rest.empty();) {
+      const std::size_t end = std::min(rest.find(' '), rest.size());
+      const std::string_view word = rest.substr(0, end);
+      rest.remove_prefix(std::min(end + 1, rest.size()));
+      const int columns = columns_of(word);
+      if (!is_first && column + 1 + columns > width_) {
+        text_ += line + painted(words, text_colour) + "\n";
+        line.assign(static_cast<std::size_t>(hanging), ' ');
+        column = hanging;
+        words.clear();
+        is_first = true;
+      }
+      if (!is_first) words += ' ';
+      column += columns + (is_first ? 0 : 1);
+      words += word;
+      is_first = false;
+    }
+    text_ += line + painted(words, text_colour) + "\n";
+  }
+
+  [[nodiscard]] std::string painted(std::string_view text, std::string_view colour) const {
+    if (!has_colour_ || colour.empty() || text.empty() || text == " ") return std::string(text);
+    return std::string(colour).append(text).append(kReset);
+  }
+
+  int width_;
+  bool has_colour_;
+  std::string text_;
+};
+
+std::string plural(std::size_t count, const std::string& noun) {
+  return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
+}
+
+/// "NaN", "Inf", or "NaN and Inf": what the tensor held.
+std::string what_of(const Origin& origin) {
+  if (!origin.tensor)
+    return origin.phase == Phase::grad_norm ? "a bad gradient norm" : "NaN or Inf";
+  const bool has_inf = origin.tensor->pos_inf + origin.tensor->neg_inf > 0;
+  if (origin.tensor->nan > 0) return has_inf ? "NaN and Inf" : "NaN";
+  return "Inf";
+}
+
+std::string who_of(const Origin& origin) {
+  if (origin.coordinates) return origin.coordinates->describe();
+  if (origin.candidates.empty()) return "an unknown rank";
+  if (origin.candidates.size() == 1) return "rank " + std::to_string(origin.candidates.front());
+  std::string text = "one of " + plural(origin.candidates.size(), "rank") + ": " +
+                     describe_ranks(origin.candidates);
+  if (origin.data_parallel_replica) {
+    text += " (dp" + std::to_string(*origin.data_parallel_replica) + ")";
+  }
+  return text;
+}
+
+std::string sentence_of(const Origin& origin) {
+  const std::string what = what_of(origin);
+  const std::string who = who_of(origin);
+  switch (origin.phase) {
+    case Phase::params_before:
+      return what + " in the parameters of " + who + " before forward";
+    case Phase::forward:
+      return what + " born in forward on " + who;
+    case Phase::loss:
+      return what + " born in the loss on " + who;
+    case Phase::backward:
+      return what + " born in backward on " + who;
+    case Phase::grad_local:
+      return what + " in the gradients of " + who + " before the data-parallel reduction";
+    case Phase::grad_reduced:
+      return what + " in the gradients of " + who + " after the data-parallel reduction";
+    case Phase::grad_norm:
+      return origin.tensor
+                 ? what + " in the gradients of " + who + " where the optimizer reads them"
+                 : what + "; its largest gradient is on " + who;
+    case Phase::params_after:
+      return what + " in the parameters of " + who + " after the optimizer step";
+  }
+  return what + " on " + who;
+}
+
+std::string shape_text(const std::vector<std::int64_t>& sizes) {
+  std::string text = "[";
+  for (const std::int64_t size : sizes) {
+    text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  }
+  return text + "]";
+}
+
+std::string tensor_text(const OriginTensor& tensor) {
+  std::string text;
+  if (tensor.first_bad) {
+    text += "first bad element " + shape_text(tensor.first_bad_index) + " of " +
+            shape_text(tensor.shape) + "; ";
+  }
+  return text + std::to_string(tensor.nan) + " NaN, " +
+         std::to_string(tensor.pos_inf + tensor.neg_inf) + " Inf";
+}
+
+void add_origin(Page& page, const Origin& origin, std::size_t most_evidence, int indent) {
+  std::string operation = origin.op;
+  if (!origin.module.empty()) {
+    operation += (operation.empty() ? "" : "   ") + ("module " + origin.module);
+  }
+  if (origin.microbatch) {
+    operation +=
+        (operation.empty() ? "" : "   ") + ("microbatch " + std::to_string(*origin.microbatch));
+  }
+  if (!operation.empty()) page.row("operator", operation, indent);
+  std::string parameter = origin.parameter;
+  if (origin.tensor) {
+    parameter += (parameter.empty() ? "" : "   ") + tensor_text(*origin.tensor);
+  }
+  if (!parameter.empty()) page.row("parameter", parameter, indent);
+  page.row("cause",
+           (origin.cause == Cause::unknown ? "unknown at this level"
+                                           : std::string(name_of(origin.cause))) +
+               "; confidence in the place: " + std::string(name_of(origin.confidence)),
+           indent);
+  for (std::size_t i = 0; i < std::min(most_evidence, origin.evidence.size()); ++i) {
+    page.row(i == 0 ? "evidence" : " ", origin.evidence[i], indent);
+  }
+  if (!origin.action.empty()) page.row("action", origin.action, indent);
+  if (!origin.bundle.empty()) page.row("replay", "nanlocator replay " + origin.bundle, indent);
+}
+
+std::string spread_text(const Verdict& verdict) {
+  std::string text = plural(verdict.spread.parameters.size(), "parameter") + " on " +
+                     plural(verdict.spread.ranks.size(), "rank") + " had it";
+  if (verdict.spread.first_seen) {
+    text += ", first in " + std::string(name_of(*verdict.spread.first_seen));
+  }
+  for (std::size_t i = 0; i < std::min(kMostCleanNames, verdict.clean.size()); ++i) {
+    text += (i == 0 ? "; clean: " : ", ") + verdict.clean[i];
+  }
+  if (verdict.clean.size() > kMostCleanNames) text += ", ...";
+  return text;
+}
+
+std::string headline_of(const Verdict& verdict) {
+  const std::string step = "step " + std::to_string(verdict.iteration) + ": ";
+  if (verdict.origins.size() == 1) return step + sentence_of(verdict.origins.front());
+  if (!verdict.origins.empty()) return step + plural(verdict.origins.size(), "origin");
+  switch (verdict.status) {
+    case VerdictStatus::clean:
+      return step + "no NaN or Inf in what was seen";
+    case VerdictStatus::benign:
+      return step + "a routine overflow of the loss scaler";
+    case VerdictStatus::located:
+    case VerdictStatus::partial:
+      break;
+  }
+  return step + "no origin found; the evidence is incomplete";
+}
+
+}  // namespace
+
+std::string format_verdict(const Verdict& verdict, const TerminalStyle& style) {
+  Page page(style);
+  const bool is_quiet =
+      verdict.status == VerdictStatus::clean || verdict.status == VerdictStatus::benign;
+  page.headline(headline_of(verdict), !verdict.origins.empty() ? kRed
+                                      : is_quiet               ? kGreen
+                                                               : kYellow);
+  if (verdict.origins.size() == 1) {
+    add_origin(page, verdict.origins.front(), kMostEvidenceOfOne, 2);
+  } else {
+    const std::size_t shown = std::min(kMostOrigins, verdict.origins.size());
+    for (std::size_t i = 0; i < shown; ++i) {
+      page.headline(std::to_string(i + 1) + ". " + sentence_of(verdict.origins[i]), kRed);
+      add_origin(page, verdict.origins[i], kMostEvidenceOfSeveral, 3);
+    }
+    if (shown < verdict.origins.size()) {
+      page.row("more",
+               plural(verdict.origins.size() - shown, "further origin") + " in verdict.json", 2);
+    }
+  }
+  if (!verdict.spread.ranks.empty()) page.row("spread", spread_text(verdict), 2);
+  if (!verdict.silent_ranks.empty()) {
+    page.row("silent",
+             "no answer from " + plural(verdict.silent_ranks.size(), "rank") + ": " +
+                 describe_ranks(verdict.silent_ranks) + "; what they saw is not in this verdict",
+             2);
+  }
+  for (std::size_t i = 0; i < std::min(kMostNotes, verdict.notes.size()); ++i) {
+    page.row("note", verdict.notes[i], 2);
+  }
+  if (verdict.notes.size() > kMostNotes) {
+    page.row("note", plural(verdict.notes.size() - kMostNotes, "further note") + " in verdict.json",
+             2);
+  }
+  return std::move(page).text();
+}
+
+}  // namespace nanlocator

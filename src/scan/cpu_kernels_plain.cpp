@@ -1,0 +1,12 @@
+// The CPU kernels in the instructions that every processor of the family has (SSE2, NEON); see
+// cpu_kernels.inc.
+#include "scan/cpu_kernels.hpp"
+
+#define NANLOCATOR_VECTOR_BYTES 16
+#include "scan/cpu_kernels.inc"
+
+namespace nanlocator {
+const CpuKernels* plain_kernels() noexcept {
+  return &kKernels;
+}
+}  // namespace nanlocator

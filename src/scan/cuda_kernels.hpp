@@ -1,0 +1,34 @@
+// The CUDA scan's one kernel, seen from the host.
+//
+// In: the tables of a plan in device memory. Out: every tensor's RawSlot, and the flag set to 1 if
+// a NaN or Inf was met. Nothing is allocated and nothing waits; the launch may be captured in a
+// graph.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "scan/cuda_chunk.hpp"
+
+namespace nanlocator::cuda {
+
+/// All in device memory. `tensors` and `partials` are scratch of a running scan: two scans from the
+/// same tables must be ordered, by a stream or by events.
+struct ScanTables {
+  const ChunkEntry* chunks;
+  std::uint32_t chunk_count;
+  TensorEntry* tensors;
+  SlotPartial* partials;  // one per chunk
+  std::int32_t* bad_flag;
+};
+
+/// The number of blocks that device `device`, which must be current, holds at once; more would only
+/// queue.
+[[nodiscard]] cudaError_t count_resident_blocks(int device, std::uint32_t& blocks);
+
+/// `blocks` at most; `tables.chunk_count` must not be zero.
+[[nodiscard]] cudaError_t launch_scan(const ScanTables& tables, std::uint32_t blocks,
+                                      cudaStream_t stream);
+
+}  // namespace nanlocator::cuda

@@ -1,0 +1,290 @@
+#include "nanlocator/agree/communicator.hpp"
+
+#include <ATen/ops/full.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "agree/thread_ranks.hpp"
+#include "nanlocator/error.hpp"
+#include "temporary_folder.hpp"
+
+namespace nanlocator::testing {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+// ---------------------------------------------------- one contract, every Store that Torch has in
+// C++
+
+struct StoreKind {
+  const char* name;
+  std::function<StoreOfRank(int size, const TemporaryFolder&)> make;
+};
+
+StoreOfRank tcp_stores(bool uses_libuv) {
+  c10d::TCPStoreOptions server;
+  server.port = 0;
+  server.isServer = true;
+  server.waitWorkers = false;
+  server.useLibUV = uses_libuv;
+  const auto host = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", server);
+  return [host, server](int rank) -> c10::intrusive_ptr<c10d::Store> {
+    if (rank == 0) return host;
+    auto client = server;
+    client.isServer = false;
+    client.port = host->getPort();
+    return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", client);
+  };
+}
+
+const StoreKind kStores[] = {
+    {"Hash", [](int, const TemporaryFolder&) { return one_hash_store(); }},
+    {"Prefix",
+     [](int, const TemporaryFolder&) -> StoreOfRank {
+       return [store = one_hash_store()](int rank) -> c10::intrusive_ptr<c10d::Store> {
+         return c10::make_intrusive<c10d::PrefixStore>("default", store(rank));
+       };
+     }},
+    {"TcpLibuv", [](int, const TemporaryFolder&) { return tcp_stores(true); }},
+    {"TcpPlain", [](int, const TemporaryFolder&) { return tcp_stores(false); }},
+    {"File",
+     [](int size, const TemporaryFolder& folder) -> StoreOfRank {
+       return [path = (folder / "store").string(), size](int) -> c10::intrusive_ptr<c10d::Store> {
+         return c10::make_intrusive<c10d::FileStore>(path, size);
+       };
+     }},
+};
+
+class CommunicatorOnEveryStore : public ::testing::TestWithParam<StoreKind> {
+ protected:
+  StoreOfRank store(int size) { return GetParam().make(size, folder_); }
+
+ private:
+  TemporaryFolder folder_;
+};
+
+TEST_P(CommunicatorOnEveryStore, RanksThatStateTheSamePassTheHandshake) {
+  run_ranks(4, store(4), [](const auto& communicator) {
+    communicator->handshake(R"({"version": "1", "on_bad": "stop"})", after(kLong));
+    communicator->handshake(R"({"a second one": 2})", after(kLong));
+  });
+}
+
+TEST_P(CommunicatorOnEveryStore, ADifferenceIsNamedWithItsRanksAlikeOnAllRanks) {
+  const auto errors = try_ranks(4, store(4), [](const auto& communicator) {
+    const bool is_odd_one = communicator->rank() == 2;
+    communicator->handshake(
+        is_odd_one ? R"({"on_bad": "report", "level": 1})" : R"({"on_bad": "stop", "level": 1})",
+        after(kLong));
+  });
+  const auto text = text_of<AgreementError>(errors[0]);
+  EXPECT_THAT(text, HasSubstr(R"(on_bad is "report" on rank 2, "stop" on ranks 0, 1, 3)"));
+  EXPECT_THAT(text, Not(HasSubstr("level")));
+  for (const auto& error : errors) EXPECT_EQ(text_of<AgreementError>(error), text);
+}
+
+TEST_P(CommunicatorOnEveryStore, ARankThatDoesNotComeIsNamedAfterTheDeadline) {
+  const auto errors = try_ranks(5, store(5), [](const auto& communicator) {
+    if (communicator->rank() >= 2) return;
+    // Both are there and connected before the short deadline runs.
+    ASSERT_TRUE(communicator->publish("here", ""));
+    ASSERT_TRUE(communicator->fetch("here", 1 - communicator->rank(), after(kLong)));
+    communicator->handshake(R"({"version": "1"})", after(kShort));
+  });
+  const auto text = text_of<AgreementError>(errors[0]);
+  EXPECT_THAT(text, HasSubstr("no answer in time from ranks 2-4"));
+  EXPECT_EQ(text_of<AgreementError>(errors[1]), text);
+}
+
+TEST_P(CommunicatorOnEveryStore, BroadcastHandsOutTheValueOfRankZeroTimeAfterTime) {
+  run_ranks(3, store(3), [](const auto& communicator) {
+    const bool is_first = communicator->rank() == 0;
+    EXPECT_EQ(communicator->broadcast("run", is_first ? "one" : "mine", after(kLong)), "one");
+    EXPECT_EQ(communicator->broadcast("run", is_first ? "two" : "mine", after(kLong)), "two");
+  });
+}
+
+TEST_P(CommunicatorOnEveryStore, GatherReturnsEveryRanksValueInOrder) {
+  run_ranks(4, store(4), [](const auto& communicator) {
+    const auto mine = "ledger of " + std::to_string(communicator->rank());
+    ASSERT_TRUE(communicator->publish("ledger", mine));
+    EXPECT_THAT(communicator->gather("ledger", after(kLong)),
+                ElementsAre("ledger of 0", "ledger of 1", "ledger of 2", "ledger of 3"));
+  });
+}
+
+TEST_P(CommunicatorOnEveryStore, ASilentRankIsAnEmptyEntry) {
+  run_ranks(3, store(3), [](const auto& communicator) {
+    if (communicator->rank() == 1) return;
+    ASSERT_TRUE(communicator->publish("ledger", std::to_string(communicator->rank())));
+    if (communicator->rank() == 0) {
+      // Waits for rank 2 first, so that the short deadline below has only rank 1 to miss.
+      EXPECT_EQ(communicator->fetch("ledger", 2, after(kLong)), "2");
+      EXPECT_THAT(communicator->gather("ledger", after(kShort)),
+                  ElementsAre("0", std::nullopt, "2"));
+    }
+  });
+}
+
+TEST_P(CommunicatorOnEveryStore, AValuePublishedAgainReplacesTheFirstAndStandsForNoOtherRank) {
+  run_ranks(2, store(2), [](const auto& communicator) {
+    if (communicator->rank() == 0) {
+      ASSERT_TRUE(communicator->publish("ledger", "first"));
+      ASSERT_TRUE(communicator->publish("ledger", "second"));
+      ASSERT_TRUE(communicator->publish("go", ""));
+      EXPECT_THAT(communicator->gather("ledger", after(kLong)), ElementsAre("second", "late"));
+    } else {
+      ASSERT_TRUE(communicator->fetch("go", 0, after(kLong)));
+      ASSERT_TRUE(communicator->publish("ledger", "late"));
+    }
+  });
+}
+
+TEST_P(CommunicatorOnEveryStore, ALedgerLargerThanTheLibuvServersLimitArrivesWhole) {
+  std::string large(std::size_t{9} << 20, 'x');  // the server resets connections above 8 MiB
+  for (std::size_t i = 0; i < large.size(); i += 997) large[i] = static_cast<char>(i);
+  run_ranks(2, store(2), [&](const auto& communicator) {
+    if (communicator->rank() == 1) {
+      ASSERT_TRUE(communicator->publish("ledger", large));
+    } else {
+      const auto arrived = communicator->fetch("ledger", 1, after(kLong));
+      ASSERT_TRUE(arrived.has_value());
+      EXPECT_TRUE(*arrived == large);
+    }
+  });
+}
+
+TEST_P(CommunicatorOnEveryStore, AnEmptyValueAndOneWithLineFeedsArriveAsTheyAre) {
+  run_ranks(2, store(2), [](const auto& communicator) {
+    ASSERT_TRUE(communicator->publish("v", communicator->rank() == 0 ? "" : "3\na\n\nb"));
+    EXPECT_THAT(communicator->gather("v", after(kLong)), ElementsAre("", "3\na\n\nb"));
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Stores, CommunicatorOnEveryStore, ::testing::ValuesIn(kStores),
+                         [](const auto& store) { return std::string(store.param.name); });
+
+// --------------------------------------------------------------------------- what does not come
+
+TEST(Communicator, NamesARankZeroThatDoesNotComeToABroadcast) {
+  const auto errors = try_ranks(2, one_hash_store(), [](const auto& communicator) {
+    if (communicator->rank() == 1) (void)communicator->broadcast("run", "", after(kShort));
+  });
+  EXPECT_THAT(text_of<AgreementError>(errors[1]), HasSubstr("from rank 0"));
+}
+
+TEST(Communicator, RefusesAStatementThatIsNoObject) {
+  const auto errors = try_ranks(1, one_hash_store(), [](const auto& communicator) {
+    communicator->handshake("[1, 2]", after(kLong));
+  });
+  EXPECT_THAT(text_of<UsageError>(errors[0]), HasSubstr("[1, 2]"));
+}
+
+// A Store whose server neither answers nor closes the connection, until it is let go.
+class FrozenStore : public c10d::HashStore {
+ public:
+  c10::intrusive_ptr<c10d::Store> clone() override {
+    return c10::intrusive_ptr<FrozenStore>::unsafe_reclaim_from_nonowning(this);
+  }
+  bool check(const std::vector<std::string>&) override {
+    while (!is_released) std::this_thread::sleep_for(milliseconds(1));
+    return false;
+  }
+  std::atomic<bool> is_released = false;
+};
+
+TEST(Communicator, ReturnsAtTheDeadlineThoughTheStoreHangsInACall) {
+  const auto frozen = c10::make_intrusive<FrozenStore>();
+  {
+    Communicator communicator(
+        c10::make_intrusive<ThreadGroup>(0, 2, std::make_shared<MaxReduction>(2, kShort)), frozen,
+        "test");
+    EXPECT_EQ(communicator.fetch("key", 1, after(kShort)), std::nullopt);
+    EXPECT_THAT(communicator.gather("key", after(kShort)), ElementsAre(std::nullopt, std::nullopt));
+  }  // nor does the destructor wait for it
+  frozen->is_released = true;
+}
+
+class BrokenStore : public c10d::HashStore {
+ public:
+  c10::intrusive_ptr<c10d::Store> clone() override { throw std::runtime_error("no clone"); }
+  void set(const std::string&, const std::vector<uint8_t>&) override { fail(); }
+  bool check(const std::vector<std::string>&) override { fail(); }
+  int64_t add(const std::string&, int64_t) override { fail(); }
+
+ private:
+  [[noreturn]] static void fail() { throw std::runtime_error("Connection reset by peer"); }
+};
+
+TEST(Communicator, ABrokenStoreGivesNothingAndThrowsNothingButFromTheHandshake) {
+  const auto errors = try_ranks(
+      2, [](int) { return c10::make_intrusive<BrokenStore>(); },
+      [](const auto& communicator) {
+        EXPECT_FALSE(communicator->publish("key", "value"));
+        EXPECT_EQ(communicator->fetch("key", 0, after(kLong)), std::nullopt);
+        EXPECT_THAT(communicator->gather("key", after(kLong)),
+                    ElementsAre(std::nullopt, std::nullopt));
+        communicator->handshake("{}", after(kLong));
+      });
+  for (const auto& error : errors) {
+    EXPECT_THAT(text_of<AgreementError>(error), HasSubstr("cannot reach the Store"));
+  }
+}
+
+// ---------------------------------------------------------------------------------------- the flag
+
+at::Tensor flag_of(int value) {
+  return at::full({1}, value, at::kInt);
+}
+
+TEST(Communicator, OneRanksFlagIsEveryRanksFlag) {
+  run_ranks(3, one_hash_store(), [](const auto& communicator) {
+    for (const int bad_rank : {-1, 0, 2, -1}) {
+      communicator->start_flag(flag_of(communicator->rank() == bad_rank ? 1 : 0));
+      EXPECT_EQ(communicator->finish_flag(), bad_rank >= 0);
+    }
+  });
+}
+
+TEST(Communicator, FlagCallsOutOfOrderAreUsageErrors) {
+  run_ranks(1, one_hash_store(), [](const auto& communicator) {
+    EXPECT_THROW((void)communicator->finish_flag(), UsageError);
+    communicator->start_flag(flag_of(0));
+    EXPECT_THROW(communicator->start_flag(flag_of(0)), UsageError);
+    EXPECT_FALSE(communicator->finish_flag());
+  });
+}
+
+TEST(Communicator, AFlagThatAPeerDoesNotReduceIsAnErrorAndTheLastOne) {
+  const auto errors = try_ranks(
+      2, one_hash_store(),
+      [](const auto& communicator) {
+        if (communicator->rank() == 1) return;
+        communicator->start_flag(flag_of(1));
+        EXPECT_THROW((void)communicator->finish_flag(), AgreementError);
+        communicator->start_flag(flag_of(1));
+      },
+      kShort);
+  EXPECT_THAT(text_of<UsageError>(errors[0]), HasSubstr("an earlier flag reduction failed"));
+}
+
+TEST(Communicator, RefusesToBeMadeWithoutGroupOrStore) {
+  const auto group =
+      c10::make_intrusive<ThreadGroup>(0, 1, std::make_shared<MaxReduction>(1, kShort));
+  EXPECT_THROW(Communicator(nullptr, one_hash_store()(0), "test"), UsageError);
+  EXPECT_THROW(Communicator(group, nullptr, "test"), UsageError);
+  EXPECT_THAT(message_of<UsageError>([] {
+                (void)Communicator::from_group_name("no such group", one_hash_store()(0), "test");
+              }),
+              HasSubstr("no such group"));
+}
+
+}  // namespace
+}  // namespace nanlocator::testing

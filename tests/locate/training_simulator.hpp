@@ -1,0 +1,538 @@
+// A transformer's training step in which only one thing is computed: which tokens are NaN, where.
+//
+// It plants one fault, lets it flow through forward and backward of a tp x pp x cp x dp x ep job as
+// the operators of a transformer do (a GEMM makes a token's row bad, attention mixes tokens
+// causally, all-reduces, reduce-scatters and sends carry masks), and writes what each rank's scan
+// would have seen. It knows nothing of the rules in src/locate: its truth is what it planted.
+#pragma once
+
+#include <algorithm>
+#include <bitset>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "nanlocator/record/ledger.hpp"
+
+namespace nanlocator::simulator {
+
+struct Layout {
+  int tp = 1, pp = 1, dp = 1, cp = 1, ep = 1;
+  int chunks = 1;
+  int layers_per_stage = 2;
+  bool has_sequence_parallel = false;
+  bool has_tied_embeddings = false;
+  bool has_experts = false;
+  bool has_biases = false;
+  bool has_distributed_optimizer = false;
+  bool is_order_observed = true;
+
+  [[nodiscard]] int world() const { return tp * pp * dp * cp; }
+  [[nodiscard]] int rank(int tp_rank, int pp_rank, int dp_rank, int cp_rank) const {
+    return tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank));
+  }
+  [[nodiscard]] int lanes() const { return dp * cp; }
+  [[nodiscard]] int stages() const { return pp * chunks; }
+  [[nodiscard]] int layers() const { return stages() * layers_per_stage; }
+  [[nodiscard]] int rank_at(int lane, int tp_rank, int stage) const {
+    return rank(tp_rank, stage % pp, lane / cp, lane % cp);
+  }
+};
+
+/// Where the one fault of a step sits.
+enum class Point {
+  none,
+  forward_hidden,     // the layer's input
+  forward_region,     // between the column- and the row-parallel GEMM, on one tp rank
+  loss_gradient,      // the logits' gradient on one tp rank
+  residual_gradient,  // what enters the block in backward
+  row_gradient,       // the row-parallel layer's own copy of it
+  region_gradient,    // between row- and column-parallel GEMM
+  partial_gradient,  // the column-parallel layer's part of the input gradient, before its reduction
+  norm_gradient,     // what the block's norm hands on
+  sent_gradient,     // leaves a stage bad
+};
+enum class Block { attention, mlp };
+
+struct Fault {
+  Point point = Point::none;
+  int lane = 0;  // dp * cp size + cp
+  int tp = 0;
+  int layer = 0;
+  Block block = Block::mlp;
+  int token = 0;        // index into the lane's tokens
+  int source_lane = 0;  // whose token an expert spoils
+};
+
+using Tokens = std::bitset<64>;
+
+class TrainingStep {
+ public:
+  TrainingStep(Layout layout, Fault fault) : layout_(layout), fault_(fault) {
+    tokens_per_lane_ = 8;
+    forward();
+    backward();
+  }
+
+  [[nodiscard]] const Layout& layout() const { return layout_; }
+  /// The rank on which the fault sits; empty where there is none.
+  [[nodiscard]] std::optional<int> guilty_rank() const {
+    if (fault_.point == Point::none) return std::nullopt;
+    int stage = fault_.layer / layout_.layers_per_stage;
+    if (fault_.point == Point::loss_gradient) stage = layout_.stages() - 1;
+    return layout_.rank_at(fault_.lane, fault_.tp, stage);
+  }
+  [[nodiscard]] bool has_bad_gradients() const { return !first_bad_.empty(); }
+  /// The parameter whose gradient turned bad first in time.
+  [[nodiscard]] const std::string& first_bad() const { return first_bad_; }
+  [[nodiscard]] const std::set<std::string>& bad_on(int rank) const {
+    static const std::set<std::string> kNone;
+    const auto found = bad_.find(rank);
+    return found == bad_.end() ? kNone : found->second;
+  }
+  /// A gradient element that is overwritten after backward.
+  void spoil(int rank, const std::string& name) {
+    bad_[rank].insert(name);
+    spoiled_.insert({rank, name});
+  }
+  /// What the rank holds, in the order in which backward finished it.
+  [[nodiscard]] const std::vector<ParameterRecord>& order_on(int rank) { return order_[rank]; }
+
+  /// What every rank's scan saw: local, reduced, and as the optimizer reads it.
+  [[nodiscard]] std::vector<Ledger> ledgers() const {
+    std::vector<Ledger> ledgers;
+    std::map<int, std::set<std::string>> reduced = reduce();
+    std::map<int, std::set<std::string>> read = reduce_further(reduced);
+    for (const auto& [rank, order] : order_) {
+      Ledger ledger;
+      ledger.run_id = "simulated";
+      ledger.iteration = 7;
+      ledger.coordinates = coordinates_of(rank);
+      ledger.is_backward_order_observed = layout_.is_order_observed;
+      ledger.backward_order = layout_.is_order_observed ? order : reverse_registration(order);
+      add_phase(ledger, Phase::grad_local, bad_on(rank));
+      add_phase(ledger, Phase::grad_reduced, reduced[rank]);
+      add_phase(ledger, Phase::grad_norm, read[rank]);
+      ledgers.push_back(std::move(ledger));
+    }
+    return ledgers;
+  }
+
+  void add_phase(Ledger& ledger, Phase phase, const std::set<std::string>& bad) const {
+    Coverage coverage{phase, {}};
+    const bool is_shard = layout_.has_distributed_optimizer && phase != Phase::grad_local;
+    for (const auto& parameter : ledger.backward_order) {
+      coverage.parameters.push_back(parameter.id);
+      if (!bad.contains(parameter.name)) continue;
+      Sighting sighting;
+      sighting.iteration = ledger.iteration;
+      sighting.phase = phase;
+      sighting.role = "main_grad";
+      sighting.parameter_id = parameter.id;
+      sighting.parameter = parameter.name;
+      sighting.dtype = "float32";
+      sighting.shape = parameter.shape;
+      sighting.stats.numel = 64 / (is_shard ? layout_.lanes() : 1);
+      sighting.stats.nan = 1;
+      sighting.stats.first_bad = 5;
+      sighting.stats.absmax = 0.5;
+      ledger.sightings.push_back(std::move(sighting));
+    }
+    std::ranges::sort(coverage.parameters);
+    ledger.coverage.push_back(std::move(coverage));
+  }
+
+  [[nodiscard]] RankCoordinates coordinates_of(int rank) const {
+    RankCoordinates at;
+    at.rank = rank;
+    at.world_size = layout_.world();
+    at.tp = {rank % layout_.tp, layout_.tp};
+    at.cp = {rank / layout_.tp % layout_.cp, layout_.cp};
+    at.dp = {rank / (layout_.tp * layout_.cp) % layout_.dp, layout_.dp};
+    at.pp = {rank / (layout_.tp * layout_.cp * layout_.dp), layout_.pp};
+    at.ep = {(at.dp.rank * layout_.cp + at.cp.rank) % layout_.ep, layout_.ep};
+    at.host = "host" + std::to_string(rank / 8);
+    at.local_rank = rank % 8;
+    at.device = "cpu";
+    return at;
+  }
+
+  /// All ranks that exchange data before the data-parallel collective with `rank`'s lane.
+  [[nodiscard]] std::set<int> replica_of(int lane) const {
+    std::set<int> ranks;
+    const int lanes_together = std::max(layout_.ep, layout_.cp);
+    for (int other = 0; other < layout_.lanes(); ++other) {
+      if (other / lanes_together != lane / lanes_together) continue;
+      for (int stage = 0; stage < layout_.stages(); ++stage) {
+        for (int tp = 0; tp < layout_.tp; ++tp) ranks.insert(layout_.rank_at(other, tp, stage));
+      }
+    }
+    return ranks;
+  }
+
+ private:
+  using Grid = std::vector<std::vector<Tokens>>;  // [lane][tp]
+
+  [[nodiscard]] Grid grid() const { return Grid(layout_.lanes(), std::vector<Tokens>(layout_.tp)); }
+
+  // ---- tokens ----
+
+  /// Global token numbers: each dp rank has a sequence of cp * 8 tokens, dealt out in zigzag.
+  [[nodiscard]] int token(int lane, int index) const {
+    const int cp = lane % layout_.cp, half = tokens_per_lane_ / 2;
+    const int piece = index < half ? cp : 2 * layout_.cp - 1 - cp;
+    return piece * half + index % half;
+  }
+  [[nodiscard]] Tokens of_lane(int lane) const {
+    Tokens tokens;
+    for (int i = 0; i < tokens_per_lane_; ++i) tokens.set(token(lane, i));
+    return tokens;
+  }
+  [[nodiscard]] Tokens of_shard(int lane, int tp) const {
+    Tokens tokens;
+    const int each = tokens_per_lane_ / layout_.tp;
+    for (int i = tp * each; i < (tp + 1) * each; ++i) tokens.set(token(lane, i));
+    return tokens;
+  }
+
+  [[nodiscard]] static Tokens any_of(const std::vector<Tokens>& parts) {
+    Tokens all;
+    for (const Tokens& part : parts) all |= part;
+    return all;
+  }
+  /// What enters the tensor-parallel region: all-gathered, or each rank's own copy.
+  [[nodiscard]] Grid gather(const Grid& hidden) const {
+    Grid out = hidden;
+    if (!layout_.has_sequence_parallel) return out;
+    for (auto& lane : out) std::ranges::fill(lane, any_of(lane));
+    return out;
+  }
+  /// What leaves it: the sum on every rank, or each rank's tokens of the sum.
+  [[nodiscard]] Grid reduce_region(const Grid& partial) const {
+    Grid out = partial;
+    for (int lane = 0; lane < layout_.lanes(); ++lane) {
+      const Tokens sum = any_of(partial[lane]);
+      for (int tp = 0; tp < layout_.tp; ++tp) {
+        out[lane][tp] = layout_.has_sequence_parallel ? sum & of_shard(lane, tp) : sum;
+      }
+    }
+    return out;
+  }
+  /// Causal attention over the context-parallel lanes of one dp rank; heads stay on their tp rank.
+  [[nodiscard]] Grid attend(const Grid& in, bool is_backward) const {
+    Grid out = in;
+    for (int first = 0; first < layout_.lanes(); first += layout_.cp) {
+      for (int tp = 0; tp < layout_.tp; ++tp) {
+        Tokens all;
+        for (int cp = 0; cp < layout_.cp; ++cp) all |= in[first + cp][tp];
+        Tokens reached;
+        for (int t = 0; t < 64; ++t) {
+          for (int s = 0; s < 64; ++s) {
+            if (all[s] && (is_backward ? t <= s : t >= s)) reached.set(t);
+          }
+        }
+        for (int cp = 0; cp < layout_.cp; ++cp) {
+          out[first + cp][tp] |= reached & of_lane(first + cp);
+        }
+      }
+    }
+    return out;
+  }
+  static void add(Grid& to, const Grid& from) {
+    for (std::size_t lane = 0; lane < to.size(); ++lane) {
+      for (std::size_t tp = 0; tp < to[lane].size(); ++tp) to[lane][tp] |= from[lane][tp];
+    }
+  }
+
+  void strike(Grid& grid_at_point, Point point, int layer, Block block, bool is_of_shard) {
+    if (fault_.point != point || fault_.layer != layer || fault_.block != block) return;
+    set_bad(grid_at_point, fault_.lane, is_of_shard);
+  }
+  void set_bad(Grid& at, int lane, bool is_of_shard) {
+    int index = fault_.token % tokens_per_lane_;
+    if (is_of_shard && layout_.has_sequence_parallel) {
+      const int each = tokens_per_lane_ / layout_.tp;
+      index = fault_.tp * each + index % each;
+    }
+    at[lane][fault_.tp].set(token(lane, index));
+  }
+
+  // ---- experts ----
+
+  static constexpr int kExperts = 4;
+  [[nodiscard]] int expert_of(int lane, int token_number, int layer) const {
+    return (token_number * 7 + lane * 3 + layer) % kExperts;
+  }
+  [[nodiscard]] int owner_of(int expert, int lane) const {
+    return lane / layout_.ep * layout_.ep + expert / (kExperts / layout_.ep);
+  }
+
+  // ---- the step ----
+
+  struct Saved {
+    Grid hidden, input, region;  // of the block: before its norm, at its first GEMM, at its second
+  };
+
+  void forward() {
+    hidden_ = grid();
+    for (int layer = 0; layer < layout_.layers(); ++layer) {
+      for (const Block block : {Block::attention, Block::mlp}) {
+        strike(hidden_, Point::forward_hidden, layer, block, true);
+        Saved& saved = saved_[{layer, block}];
+        saved.hidden = hidden_;
+        saved.input = gather(hidden_);
+        Grid region = saved.input;
+        strike(region, Point::forward_region, layer, block, false);
+        if (block == Block::attention) region = attend(region, false);
+        saved.region = region;
+        add(hidden_, reduce_region(region));
+      }
+    }
+  }
+
+  void finish(int lane, int tp, int stage, const std::string& name, bool is_bad,
+              bool is_duplicate = false, bool may_be_untouched = false, bool is_tied = false) {
+    const int rank = layout_.rank_at(lane, tp, stage);
+    ParameterRecord parameter;
+    parameter.id = static_cast<std::int64_t>(order_[rank].size());
+    parameter.name = name;
+    parameter.shape = {8, 8};
+    parameter.chunk = stage / layout_.pp;
+    parameter.is_tp_duplicate = is_duplicate;
+    parameter.may_be_untouched = may_be_untouched;
+    parameter.is_tied = is_tied;
+    order_[rank].push_back(parameter);
+    if (!is_bad) return;
+    bad_[rank].insert(name);
+    if (first_bad_.empty()) first_bad_ = name;
+  }
+  template <typename IsBad>
+  void finish_on_all(int stage, const std::string& name, IsBad is_bad, bool is_duplicate) {
+    for (int lane = 0; lane < layout_.lanes(); ++lane) {
+      for (int tp = 0; tp < layout_.tp; ++tp) {
+        finish(lane, tp, stage, name, is_bad(lane, tp), is_duplicate);
+      }
+    }
+  }
+
+  void backward() {
+    const int last = layout_.stages() - 1;
+    const bool has_one_embedding = layout_.has_tied_embeddings && layout_.pp == 1;
+    const Grid input = gather(hidden_);
+    Grid logits = input;
+    for (auto& lane : logits) std::ranges::fill(lane, any_of(lane));  // the vocabulary's softmax
+    if (fault_.point == Point::loss_gradient) set_bad(logits, fault_.lane, false);
+    const Grid logits_gradient = logits;
+    const auto is_output_bad = [&](int lane, int tp) {
+      return (logits[lane][tp] | input[lane][tp]).any();
+    };
+    if (!has_one_embedding) {
+      for (int lane = 0; lane < layout_.lanes(); ++lane) {
+        for (int tp = 0; tp < layout_.tp; ++tp) {
+          finish(lane, tp, last, "output_layer.weight", is_output_bad(lane, tp), false, false,
+                 layout_.has_tied_embeddings);
+        }
+      }
+    }
+    gradient_ = reduce_region(logits);
+    finish_on_all(
+        last, "decoder.final_layernorm.weight",
+        [&](int lane, int tp) { return (gradient_[lane][tp] | hidden_[lane][tp]).any(); }, true);
+    add(gradient_, hidden_);
+
+    for (int layer = layout_.layers() - 1; layer >= 0; --layer) {
+      backward_block(layer, Block::mlp);
+      backward_block(layer, Block::attention);
+      const bool ends_stage = layer % layout_.layers_per_stage == 0;
+      if (ends_stage && fault_.point == Point::sent_gradient && fault_.layer == layer) {
+        set_bad(gradient_, fault_.lane, true);
+      }
+    }
+    const Grid at_embedding = gather(gradient_);
+    for (int lane = 0; lane < layout_.lanes(); ++lane) {
+      for (int tp = 0; tp < layout_.tp; ++tp) {
+        Tokens of_my_vocabulary;
+        for (int t = 0; t < 64; ++t) of_my_vocabulary.set(t, (t * 5 + 1) % layout_.tp == tp);
+        bool is_bad = (at_embedding[lane][tp] & of_my_vocabulary).any();
+        if (has_one_embedding) is_bad |= is_output_bad(lane, tp);
+        finish(lane, tp, 0, "embedding.word_embeddings.weight", is_bad, false, true,
+               layout_.has_tied_embeddings);
+      }
+    }
+  }
+
+  void backward_block(int layer, Block block) {
+    const int stage = layer / layout_.layers_per_stage;
+    const bool is_attention = block == Block::attention;
+    const std::string prefix = "decoder.layers." + std::to_string(layer) + ".";
+    const std::string row = is_attention ? "self_attention.linear_proj" : "mlp.linear_fc2";
+    const std::string column = is_attention ? "self_attention.linear_qkv" : "mlp.linear_fc1";
+    const std::string norm = is_attention ? "input_layernorm" : "pre_mlp_layernorm";
+    const Saved& saved = saved_.at({layer, block});
+    const bool has_experts = layout_.has_experts && !is_attention;
+
+    strike(gradient_, Point::residual_gradient, layer, block, true);
+    if (layout_.has_biases && !has_experts) {
+      const Grid& now = gradient_;
+      finish_on_all(
+          stage, prefix + row + ".bias", [&](int lane, int tp) { return now[lane][tp].any(); },
+          true);
+    }
+    Grid region = gather(gradient_);
+    strike(region, Point::row_gradient, layer, block, false);
+    if (has_experts) {
+      backward_experts(region, saved, layer, stage, prefix);
+    } else {
+      finish_on_all(
+          stage, prefix + row + ".weight",
+          [&](int lane, int tp) { return (region[lane][tp] | saved.region[lane][tp]).any(); },
+          false);
+      add(region, saved.region);
+      strike(region, Point::region_gradient, layer, block, false);
+      if (is_attention) region = attend(region, true);
+      finish_on_all(
+          stage, prefix + column + ".weight",
+          [&](int lane, int tp) { return (region[lane][tp] | saved.input[lane][tp]).any(); },
+          false);
+    }
+    strike(region, Point::partial_gradient, layer, block, false);
+    Grid input = reduce_region(region);
+    finish_on_all(
+        stage, prefix + norm + ".weight",
+        [&](int lane, int tp) { return (input[lane][tp] | saved.hidden[lane][tp]).any(); }, true);
+    add(input, saved.hidden);
+    add(gradient_, input);
+    strike(gradient_, Point::norm_gradient, layer, block, true);
+  }
+
+  /// Tokens go to the lane that owns their expert and come back; its weights see them all.
+  void backward_experts(Grid& region, const Saved& saved, int layer, int stage,
+                        const std::string& prefix) {
+    const Grid incoming = region;
+    add(region, saved.region);
+    bool is_spoiled = false;
+    if (fault_.point == Point::region_gradient && fault_.layer == layer &&
+        fault_.block == Block::mlp) {
+      // The guilty lane spoils a token that was routed to one of its experts.
+      for (int i = 0; i < tokens_per_lane_ && !is_spoiled; ++i) {
+        const int number = token(fault_.source_lane, i);
+        const int expert = expert_of(fault_.source_lane, number, layer);
+        if (owner_of(expert, fault_.source_lane) != fault_.lane) continue;
+        region[fault_.source_lane][fault_.tp].set(number);
+        is_spoiled = true;
+      }
+    }
+    for (int lane = 0; lane < layout_.lanes(); ++lane) {
+      for (int tp = 0; tp < layout_.tp; ++tp) {
+        for (int expert = 0; expert < kExperts; ++expert) {
+          if (owner_of(expert, lane) != lane) continue;
+          const std::string name =
+              prefix + "mlp.experts.local_experts." + std::to_string(expert) + ".";
+          finish(lane, tp, stage, name + "linear_fc2.weight",
+                 touches(incoming, lane, tp, expert, layer) ||
+                     touches(saved.region, lane, tp, expert, layer),
+                 false, true);
+          finish(lane, tp, stage, name + "linear_fc1.weight",
+                 touches(region, lane, tp, expert, layer), false, true);
+        }
+        finish(lane, tp, stage, prefix + "mlp.router.weight",
+               (incoming[lane][tp] | saved.region[lane][tp]).any(), true, true);
+      }
+    }
+  }
+  [[nodiscard]] bool touches(const Grid& tokens, int owner, int tp, int expert, int layer) const {
+    for (int lane = owner / layout_.ep * layout_.ep; lane < (owner / layout_.ep + 1) * layout_.ep;
+         ++lane) {
+      for (int i = 0; i < tokens_per_lane_; ++i) {
+        const int number = token(lane, i);
+        if (tokens[lane][tp][number] && expert_of(lane, number, layer) == expert) return true;
+      }
+    }
+    return false;
+  }
+
+  // ---- after backward ----
+
+  [[nodiscard]] std::map<int, std::set<std::string>> reduce() const {
+    std::map<int, std::set<std::string>> reduced;
+    for (const auto& [rank, order] : order_) {
+      const RankCoordinates at = coordinates_of(rank);
+      for (const auto& parameter : order) {
+        for (int lane = 0; lane < layout_.lanes(); ++lane) {
+          const int member =
+              layout_.rank(at.tp.rank, at.pp.rank, lane / layout_.cp, lane % layout_.cp);
+          if (!bad_on(member).contains(parameter.name)) continue;
+          // One element has one owner; a whole bad tensor reaches every shard.
+          const bool is_owner = !layout_.has_distributed_optimizer ||
+                                !spoiled_.contains({member, parameter.name}) ||
+                                owner_lane(parameter.name) == at.dp.rank * layout_.cp + at.cp.rank;
+          if (is_owner) reduced[rank].insert(parameter.name);
+        }
+      }
+    }
+    return reduced;
+  }
+  [[nodiscard]] int owner_lane(const std::string& name) const {
+    return static_cast<int>(name.size()) % layout_.lanes();
+  }
+  /// Tied embeddings are summed over the pipeline's ends, duplicates over tp (sequence parallel).
+  [[nodiscard]] std::map<int, std::set<std::string>> reduce_further(
+      const std::map<int, std::set<std::string>>& reduced) const {
+    std::map<int, std::set<std::string>> read = reduced;
+    for (const auto& [rank, order] : order_) {
+      const RankCoordinates at = coordinates_of(rank);
+      for (const auto& [other, names] : reduced) {
+        const RankCoordinates other_at = coordinates_of(other);
+        if (at.dp.rank != other_at.dp.rank || at.cp.rank != other_at.cp.rank) continue;
+        for (const auto& parameter : order) {
+          const bool is_same_duplicate =
+              layout_.has_sequence_parallel && parameter.is_tp_duplicate &&
+              at.pp.rank == other_at.pp.rank && names.contains(parameter.name);
+          const bool is_same_tied = parameter.is_tied && at.tp.rank == other_at.tp.rank &&
+                                    (names.contains("output_layer.weight") ||
+                                     names.contains("embedding.word_embeddings.weight"));
+          if (is_same_duplicate || is_same_tied) read[rank].insert(parameter.name);
+        }
+      }
+    }
+    return read;
+  }
+
+  /// Megatron registers a layer's parts in another order than forward runs them.
+  [[nodiscard]] static std::vector<ParameterRecord> reverse_registration(
+      std::vector<ParameterRecord> order) {
+    const auto place = [](const std::string& name) {
+      int part = 0;
+      for (const char* marker : {"input_layernorm", "linear_proj", "linear_qkv",
+                                 "pre_mlp_layernorm", "router", "linear_fc1", "linear_fc2"}) {
+        if (name.find(marker) != std::string::npos) return part;
+        ++part;
+      }
+      return part;
+    };
+    const auto layer = [](const std::string& name) {
+      const std::string start = "decoder.layers.";
+      if (name.starts_with(start)) return std::stoi(name.substr(start.size()));
+      return name.starts_with("embedding") ? -1 : name.starts_with("decoder.final") ? 1000 : 1001;
+    };
+    std::ranges::stable_sort(order, [&](const auto& a, const auto& b) {
+      return std::tuple(-a.chunk, -layer(a.name), -place(a.name)) <
+             std::tuple(-b.chunk, -layer(b.name), -place(b.name));
+    });
+    return order;
+  }
+
+  Layout layout_;
+  Fault fault_;
+  int tokens_per_lane_ = 8;
+  Grid hidden_, gradient_;
+  std::map<std::pair<int, Block>, Saved> saved_;
+  std::map<int, std::vector<ParameterRecord>> order_;
+  std::map<int, std::set<std::string>> bad_;
+  std::set<std::pair<int, std::string>> spoiled_;
+  std::string first_bad_;
+};
+
+}  // namespace nanlocator::simulator

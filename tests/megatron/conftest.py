@@ -1,0 +1,32 @@
+"""One pool of forked ranks for all tests of this folder, and the package `nanlocator` for those that need it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from launch import ScenarioPool  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def pool(tmp_path_factory):
+    environment = {"PYTHONWARNINGS": "ignore"}
+    built = HERE.parent.parent / "build" / "release" / "python"
+    if importlib.util.find_spec("nanlocator") is None and (built / "nanlocator").exists():
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(built), os.environ.get("PYTHONPATH")]))
+    with ScenarioPool(tmp_path_factory.mktemp("megatron"), environment) as pool:
+        pool.has_nanlocator = "PYTHONPATH" in environment or importlib.util.find_spec("nanlocator") is not None
+        yield pool
+
+
+@pytest.fixture
+def nanlocator_is_built(pool):
+    if not pool.has_nanlocator:
+        pytest.fail("the package nanlocator is not built: run tools/setup, or put its folder on PYTHONPATH")

@@ -1,0 +1,151 @@
+"""Lets Megatron-Core 0.16.1 train on CPU with gloo.
+
+Megatron-Core names CUDA in its sources: `device="cuda"`, `torch.cuda.current_device()`, type strings such
+as "torch.cuda.FloatTensor". `install()` redirects exactly those names to the CPU; schedules, gradient
+buckets, optimizers, tensor-parallel layers and collectives stay Megatron's own. Call it once per process,
+before anything of `megatron.core` is imported. It changes the process for good, so it is for tests,
+demonstrations and the like, where no GPU is used beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import logging
+import os
+import sys
+
+import torch
+
+SUPPORTED_VERSION = "0.16.1"
+# The factory functions that Megatron-Core calls with device="cuda" (scalars, flags, masks, gradient buffers).
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn")
+
+_is_installed = False
+
+
+def install() -> None:
+    """Redirects CUDA to the CPU. A second call does nothing.
+
+    Raises RuntimeError where megatron-core is another version than the one these replacements were read
+    from, or was imported already (its `jit_fuser` is bound while it is imported).
+    """
+    global _is_installed
+    if _is_installed:
+        return
+    version = importlib.metadata.version("megatron-core")
+    if version != SUPPORTED_VERSION:
+        raise RuntimeError(
+            f"cpu_platform knows megatron-core {SUPPORTED_VERSION}, but {version} is installed: "
+            f"install megatron-core=={SUPPORTED_VERSION} or check each replacement in {__file__}"
+        )
+    if "megatron.core" in sys.modules:
+        raise RuntimeError("call cpu_platform.install() before anything of megatron.core is imported")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # one process group is gloo on CPU: a GPU must not slip in
+    _redirect_device_queries()
+    _redirect_allocations()
+    _redirect_type_names()
+    _redirect_random_state()
+    with _without_compilation():
+        import megatron.core  # noqa: F401
+    _redirect_megatron_random_state()
+    _allow_torch_norm_with_sequence_parallel()
+    _is_installed = True
+
+
+def _redirect_device_queries() -> None:
+    # `torch.empty(..., device=torch.cuda.current_device())` is Megatron's way to allocate: mappings.py,
+    # layers.py, param_and_grad_buffer.py, p2p_communication.py.
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    # p2p_communication.py waits for the device after each batch of sends and receives; gloo's wait() is
+    # complete when it returns.
+    torch.cuda.synchronize = lambda *args, **kwargs: None
+
+
+def _redirect_allocations() -> None:
+    def on_cpu(factory):
+        @functools.wraps(factory)
+        def allocate(*args, **kwargs):
+            if str(kwargs.get("device", "")).startswith("cuda"):
+                kwargs["device"] = "cpu"
+            return factory(*args, **kwargs)
+
+        return allocate
+
+    for name in _FACTORIES:
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    # language_module.py moves the tied embedding with .cuda(), grad_scaler.py its scale.
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+
+
+def _redirect_type_names() -> None:
+    # optimizer.py, distrib_optimizer.py and clip_grads.py sort parameters by the strings
+    # "torch.cuda.HalfTensor", "torch.cuda.BFloat16Tensor" and "torch.cuda.FloatTensor", and raise on others.
+    original = torch.Tensor.type
+
+    def type_(self, dtype=None, *args, **kwargs):
+        if dtype is None:
+            return original(self).replace("torch.", "torch.cuda.", 1)
+        return original(self, dtype, *args, **kwargs)
+
+    torch.Tensor.type = type_
+
+
+def _redirect_random_state() -> None:
+    # Dropout on CPU tensors draws from the CPU's generator: it takes the place of the device's.
+    torch.cuda.manual_seed = torch.manual_seed
+    torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def _redirect_megatron_random_state() -> None:
+    # CudaRNGStatesTracker.fork saves and sets states through these two. The originals queue a call for the
+    # day CUDA is initialised: the fork would do nothing, and no test of saved RNG states would mean anything.
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    # fork() warns when the CPU's generator moved while the device's was forked: here they are the same one.
+    logging.getLogger(megatron_random.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+
+
+def _allow_torch_norm_with_sequence_parallel() -> None:
+    # WrappedTorchNorm refuses sequence parallelism, though torch's norms compute the same there; what the
+    # fused norms of Apex and TransformerEngine add is the mark by which finalize_model_grads sums the
+    # gradients of the weights over the tensor-parallel ranks.
+    from megatron.core.transformer import torch_norm
+
+    original = torch_norm.WrappedTorchNorm.__new__
+
+    def new(cls, config, *args, **kwargs):
+        sequence_parallel, config.sequence_parallel = config.sequence_parallel, False
+        try:
+            norm = original(cls, config, *args, **kwargs)
+        finally:
+            config.sequence_parallel = sequence_parallel
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = sequence_parallel
+        return norm
+
+    torch_norm.WrappedTorchNorm.__new__ = new
+
+
+@contextlib.contextmanager
+def _without_compilation():
+    # megatron/core/jit.py sets jit_fuser = torch.compile. As decorators these imports of Inductor cost
+    # 1.2 s of a 2 s import, per process; none of the decorated functions runs here (all fusions are off).
+    # Megatron's own disable_jit_fuser() comes too late: importing it imports all users of the decorator.
+    original = torch.compile
+
+    def as_it_is(function=None, **options):
+        return function if function is not None else as_it_is
+
+    torch.compile = as_it_is
+    try:
+        yield
+    finally:
+        torch.compile = original

@@ -1,0 +1,299 @@
+"""Planted faults on TP2 x PP2 x DP2: is the origin in the verdict the one that was planted?
+
+The truth is what the fault wrote down when it acted (`planted`), never the verdict. Ranks, in Megatron's order:
+    dp0: 0 1 (stage 0, tp 0 and 1), 4 5 (stage 1)        dp1: 2 3 (stage 0), 6 7 (stage 1)
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import pathlib
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("nanlocator_is_built")
+
+GRID = {"tp": 2, "pp": 2, "hidden": 32, "sequence": 16, "num_microbatches": 2}
+REPLICA = {0: [0, 1, 4, 5], 1: [2, 3, 6, 7]}
+SHARDED_OVERLAPPED = {
+    "precision": "bf16",
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "bucket_size": 3000,
+}
+CONFIGURATIONS = {
+    "ddp_fp32": {},
+    "overlapped": {"overlap_grad_reduce": True, "bucket_size": 3000},
+    "sharded": {"precision": "bf16", "use_distributed_optimizer": True},
+    "sharded_overlapped": SHARDED_OVERLAPPED,
+}
+STOPPED = "nanlocator.errors.NonFiniteGradientError"
+_numbers = itertools.count()
+
+
+def run(pool, faults, *, steps=4, training=None, undo_faults=False, **nanlocator):
+    return pool.run(
+        {
+            "name": f"fault_{next(_numbers)}_{faults[0]['name']}",
+            "ranks": 8,
+            "steps": steps,
+            "training": GRID | (training or {}),
+            "nanlocator": {"on_bad": "stop"} | nanlocator,
+            "faults": faults,
+            "undo_faults": undo_faults,
+            "timeout": 300.0,
+        }
+    )
+
+
+def stopped(pool, faults, **options):
+    """Runs into the fault under policy stop. The verdict, after checking that all ranks raised this one in
+    the planted step, and the ranks' results."""
+    outcome = run(pool, faults, **options)
+    ranks = outcome.require_results()
+    iteration = faults[0]["iteration"]
+    verdict = ranks[0]["error"]["verdict"] if ranks[0]["error"] else None
+    for rank in ranks:
+        assert rank["error"] is not None, f"rank {rank['rank']} was not stopped\n{outcome.logs()}"
+        assert rank["error"]["type"] == STOPPED, f"{rank['error']}\n{outcome.logs()}"
+        assert rank["error"]["verdict"] == verdict
+        assert rank["iteration"] == iteration
+        assert len(rank["records"]) == iteration - 1
+    assert verdict["iteration"] == iteration
+    on_disk = json.loads((pathlib.Path(ranks[0]["run_dir"]) / "verdict.json").read_text())
+    assert on_disk == verdict
+    return verdict, ranks
+
+
+def weights_are_untouched(ranks):
+    return all(
+        rank["fingerprints"]["weights"] == rank["records"][-1]["weights_sha256"]
+        and rank["non_finite_parameters"] == {}
+        for rank in ranks
+    )
+
+
+def the_origin(verdict):
+    assert len(verdict["origins"]) == 1, verdict["origins"]
+    return verdict["origins"][0]
+
+
+def names_exactly(origin, fact):
+    """Rank, phase, parameter and element of the origin are those that were planted."""
+    assert origin["candidates"] == [fact["rank"]]
+    assert origin["coordinates"]["rank"] == fact["rank"]
+    for axis in ("tp", "pp", "dp"):
+        assert origin["coordinates"][axis]["rank"] == fact[axis]
+    names_the_element(origin, fact)
+
+
+def names_the_element(origin, fact):
+    assert origin["phase"] == fact["phase"]
+    assert origin["parameter"] == fact["parameter"]
+    assert origin["tensor"]["shape"] == fact["shape"]
+    assert origin["tensor"]["first_bad"] == fact["element"]
+    counts = {key: origin["tensor"][key] for key in ("nan", "pos_inf", "neg_inf")}
+    expected = {"nan": "nan", "inf": "pos_inf", "-inf": "neg_inf"}[fact["value"]]
+    assert counts == {"nan": 0, "pos_inf": 0, "neg_inf": 0} | {expected: 1}
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=["nan", "inf", "minus_inf"])
+def test_one_bad_gradient_element_is_named_with_rank_parameter_and_element(pool, configuration, value):
+    fault = {"name": "main_grad_element", "rank": 6, "iteration": 3, "element": 41, "value": value,
+             "parameter": "decoder.layers.2.self_attention.linear_qkv.weight"}  # fmt: skip
+    verdict, ranks = stopped(pool, [fault], training=CONFIGURATIONS[configuration])
+    names_exactly(the_origin(verdict), ranks[6]["planted"][0])
+    assert verdict["status"] == "located"
+    if not CONFIGURATIONS[configuration].get("overlap_param_gather"):
+        assert weights_are_untouched(ranks)
+
+
+def test_a_fault_in_the_first_step_is_named_as_well(pool):
+    # The first iteration launches its collectives elsewhere (finish_grad_sync instead of the hooks).
+    fault = {"name": "main_grad_element", "rank": 3, "iteration": 1}
+    verdict, ranks = stopped(pool, [fault], training=CONFIGURATIONS["overlapped"])
+    names_exactly(the_origin(verdict), ranks[3]["planted"][0])
+    assert all(rank["non_finite_parameters"] == {} for rank in ranks)
+
+
+@pytest.mark.parametrize("configuration", ["ddp_fp32", "sharded"])
+@pytest.mark.parametrize("rank", [1, 3, 7])
+def test_a_duplicated_norm_weight_that_megatrons_norm_leaves_out_is_named(pool, configuration, rank):
+    layer = 3 if rank == 7 else 1
+    fault = {"name": "tp_duplicated_layernorm", "rank": rank, "iteration": 3,
+             "parameter": f"decoder.layers.{layer}.input_layernorm.weight"}  # fmt: skip
+    verdict, ranks = stopped(pool, [fault], training=CONFIGURATIONS[configuration])
+    names_exactly(the_origin(verdict), ranks[rank]["planted"][0])
+    assert weights_are_untouched(ranks)
+
+
+@pytest.mark.parametrize("rank", [0, 3, 6])
+@pytest.mark.parametrize("configuration", ["ddp_fp32", "sharded_overlapped"])
+def test_every_parameter_is_named_when_its_gradient_goes_bad(pool, configuration, rank):
+    """One run: in each iteration another parameter of `rank` gets a bad element; the step is undone."""
+    parameters = known_parameters(pool)[rank]
+    values = itertools.cycle([math.nan, math.inf, -math.inf])
+    faults = [
+        {"name": "main_grad_element", "rank": rank, "iteration": number + 2, "parameter": name,
+         "element": (7 * number) % math.prod(shape), "value": next(values)}  # fmt: skip
+        for number, (name, shape) in enumerate(parameters.items())
+    ]
+    for first in range(0, len(faults), 12):  # findings are gathered for the first 16 of a run
+        some = [fault | {"iteration": k + 2} for k, fault in enumerate(faults[first : first + 12])]
+        outcome = run(
+            pool,
+            some,
+            steps=len(some) + 1,
+            training=CONFIGURATIONS[configuration],
+            undo_faults=True,
+            on_bad="report",
+        )
+        ranks = outcome.require_success()
+        assert len(ranks[rank]["planted"]) == len(some)
+        assert len(ranks[rank]["verdicts"]) == len(some)
+        for fact, verdict in zip(ranks[rank]["planted"], ranks[0]["verdicts"], strict=True):
+            assert verdict["iteration"] == fact["iteration"]
+            if fact["parameter"].startswith("embedding."):
+                # Last in backward: nothing after it tells a fault of its own from one that came out of
+                # the tensor-parallel sum before it, so both of that group's ranks may be named.
+                names_the_element(the_origin(verdict), fact)
+                group = {r for r in range(8) if r // 2 == rank // 2}
+                assert {rank} <= set(the_origin(verdict)["candidates"]) <= group
+            else:
+                names_exactly(the_origin(verdict), fact)
+
+
+_parameters: list[dict] = []
+
+
+def known_parameters(pool):
+    """Of each rank, from a run without nanlocator: {name: shape}."""
+    if not _parameters:
+        scenario = {"name": "parameters", "ranks": 8, "steps": 1, "training": GRID}
+        _parameters.extend(rank["parameters"] for rank in pool.run(scenario).require_success())
+    return _parameters
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_a_bad_reduction_result_is_blamed_on_the_collective_not_on_a_replica(pool, configuration):
+    fault = {"name": "after_reduction", "rank": 2, "iteration": 3}
+    verdict, ranks = stopped(pool, [fault], training=CONFIGURATIONS[configuration])
+    origin = the_origin(verdict)
+    assert origin["cause"] == "collective_result"
+    if CONFIGURATIONS[configuration].get("use_distributed_optimizer"):
+        # Only its owner holds the sum of a shard: nobody can say whether the sum or the owner is bad.
+        names_the_element(origin, ranks[2]["planted"][0])
+        assert origin["candidates"] == [0, 2]
+    else:
+        names_exactly(origin, ranks[2]["planted"][0])
+
+
+@pytest.mark.parametrize("region", ["mlp", "attention"])
+@pytest.mark.parametrize(("rank", "layer", "dp"), [(1, 1, 0), (6, 2, 1)])
+def test_a_nan_born_in_forward_is_narrowed_to_its_replica(pool, region, rank, layer, dp):
+    # It has crossed the tensor-parallel all-reduce and the pipeline before any gradient exists: gradients
+    # alone can name the replica, and must not pretend to know the rank.
+    fault = {"name": "forward_operator", "rank": rank, "iteration": 3, "layer": layer, "region": region}
+    verdict, ranks = stopped(pool, [fault], training=CONFIGURATIONS["sharded"])
+    assert ranks[rank]["planted"]
+    for origin in verdict["origins"]:
+        assert set(origin["candidates"]) <= set(REPLICA[dp])
+    assert rank in {candidate for origin in verdict["origins"] for candidate in origin["candidates"]}
+    assert weights_are_untouched(ranks)
+
+
+def test_a_nan_born_in_backward_inside_a_tensor_parallel_region_is_named_with_its_rank(pool):
+    # After the all-reduce of the input's gradient both tensor-parallel ranks are bad; before it, in the
+    # gradient of linear_fc1, only the guilty one. Layer 3 and the head have finite gradients.
+    fault = {"name": "backward_operator", "rank": 7, "iteration": 3, "layer": 2}
+    verdict, ranks = stopped(pool, [fault])
+    origin = the_origin(verdict)
+    assert ranks[7]["planted"][0]["operator"] == "aten::sqrt"
+    assert origin["candidates"] == [7]
+    assert origin["parameter"] in {f"decoder.layers.2.mlp.linear_fc1.{kind}" for kind in ("weight", "bias")}
+    assert weights_are_untouched(ranks)
+
+
+@pytest.mark.parametrize("dp", [0, 1])
+def test_a_loss_of_zero_over_zero_is_narrowed_to_its_replica(pool, dp):
+    fault = {"name": "loss_zero_over_zero", "rank": REPLICA[dp][0], "iteration": 3}
+    verdict, ranks = stopped(pool, [fault])
+    candidates = {candidate for origin in verdict["origins"] for candidate in origin["candidates"]}
+    assert candidates and candidates <= set(REPLICA[dp])
+    assert weights_are_untouched(ranks)
+
+
+@pytest.mark.parametrize("configuration", ["ddp_fp32", "sharded"])
+def test_a_bad_weight_is_named_before_it_is_used_when_parameters_are_checked(pool, configuration):
+    fault = {"name": "bad_weight", "rank": 5, "iteration": 3, "value": math.inf,
+             "parameter": "decoder.layers.3.mlp.linear_fc2.weight"}  # fmt: skip
+    verdict, ranks = stopped(pool, [fault], training=CONFIGURATIONS[configuration], check_params=True)
+    origin = the_origin(verdict)
+    names_exactly(origin, ranks[5]["planted"][0])
+    assert origin["cause"] == "bad_weight"
+
+
+def test_an_update_that_breaks_a_weight_from_clean_gradients_is_named(pool):
+    fault = {"name": "optimizer_update", "rank": 4, "iteration": 3,
+             "parameter": "decoder.layers.2.mlp.linear_fc2.weight"}  # fmt: skip
+    outcome = run(pool, [fault], check_params=True)
+    ranks = outcome.require_results()
+    assert {rank["error"]["type"] for rank in ranks} == {STOPPED}, outcome.logs()
+    origin = the_origin(ranks[0]["error"]["verdict"])
+    names_exactly(origin, ranks[4]["planted"][0] | {"value": "nan"})
+    assert origin["cause"] == "optimizer_update"
+    assert {rank["iteration"] for rank in ranks} == {3}
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+def test_gradients_that_are_finite_but_too_large_for_the_norm_stop_the_run(pool, rank):
+    fault = {"name": "large_gradients", "rank": rank, "iteration": 3}
+    verdict, ranks = stopped(pool, [fault])
+    assert max(fact["absmax"] for fact in ranks[rank]["planted"]) < 3e38
+    for origin in verdict["origins"]:
+        assert origin["phase"] == "grad_norm"
+        assert origin["tensor"] is None or origin["tensor"]["nan"] == 0
+    assert weights_are_untouched(ranks)
+
+
+def test_two_independent_faults_in_one_step_are_two_origins(pool):
+    first = {"name": "main_grad_element", "rank": 1, "iteration": 3,
+             "parameter": "decoder.layers.1.mlp.linear_fc2.weight"}  # fmt: skip
+    second = {"name": "main_grad_element", "rank": 6, "iteration": 3, "value": -math.inf,
+              "parameter": "decoder.layers.3.pre_mlp_layernorm.bias"}  # fmt: skip
+    verdict, ranks = stopped(pool, [first, second])
+    assert len(verdict["origins"]) == 2
+    origins = {origin["coordinates"]["rank"]: origin for origin in verdict["origins"]}
+    names_exactly(origins[1], ranks[1]["planted"][0])
+    names_exactly(origins[6], ranks[6]["planted"][0])
+
+
+def test_opposite_infinities_on_two_replicas_are_both_named(pool):
+    # Their sum is a NaN that was on neither rank.
+    common = {"name": "main_grad_element", "iteration": 3, "parameter": "decoder.layers.0.mlp.linear_fc1.weight"}
+    verdict, ranks = stopped(
+        pool, [common | {"rank": 0, "value": math.inf}, common | {"rank": 2, "value": -math.inf}]
+    )
+    origins = {origin["coordinates"]["rank"]: origin for origin in verdict["origins"] if origin["coordinates"]}
+    names_exactly(origins[0], ranks[0]["planted"][0])
+    names_exactly(origins[2], ranks[2]["planted"][0])
+
+
+def test_megatrons_own_check_may_raise_on_one_rank_and_the_finding_is_on_disk_all_the_same(pool):
+    fault = {"name": "main_grad_element", "rank": 3, "iteration": 3}
+    outcome = run(pool, [fault], training={"check_for_nan_in_grad": True}, gather_deadline=5.0)
+    ranks = outcome.require_results()
+    assert "found NaN in local grad norm" in ranks[3]["error"]["text"]
+    origin = the_origin(ranks[3]["verdicts"][0])
+    names_exactly(origin, ranks[3]["planted"][0])
+
+
+def test_under_report_training_goes_on(pool):
+    fault = {"name": "main_grad_element", "rank": 3, "iteration": 2}
+    ranks = run(pool, [fault], on_bad="report", undo_faults=True).require_success()
+    assert len(ranks[0]["records"]) == 4
+    assert [verdict["iteration"] for verdict in ranks[0]["verdicts"]] == [2]

@@ -1,0 +1,14 @@
+"""Fixtures for the Python tests; every file of a test goes below its own tmp_path."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def run_in_tmp_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def same_seed():
+    torch.manual_seed(0)

@@ -1,0 +1,290 @@
+#include "nanlocator/record/ledger.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+
+#include <cmath>
+#include <fstream>
+#include <limits>
+#include <random>
+#include <sstream>
+
+#include "nanlocator/error.hpp"
+
+namespace nanlocator {
+namespace {
+
+using testing::Contains;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+
+Ledger example_ledger() {
+  Ledger ledger;
+  ledger.run_id = "run-1";
+  ledger.attempt = 2;
+  ledger.iteration = 1284;
+  ledger.coordinates = {.rank = 5,
+                        .world_size = 8,
+                        .tp = {1, 2},
+                        .pp = {0, 2},
+                        .dp = {1, 2},
+                        .host = "a17",
+                        .local_rank = 3,
+                        .device = "cuda:3 GPU-6f2e 0000:1b:00.0"};
+  ledger.is_backward_order_observed = true;
+  ledger.gradient_norm = std::numeric_limits<double>::infinity();
+  ledger.absmax = 0.1;
+  ledger.absmax_parameter = "b";
+  ledger.backward_order = {
+      {.id = 1, .name = "b", .shape = {192, 128}, .is_tied = true, .chunk = 1},
+      {.id = 0, .name = "a", .may_be_untouched = true, .is_tp_duplicate = true}};
+  ledger.coverage = {{Phase::grad_local, {0, 1}}, {Phase::grad_norm, {}}};
+  Sighting sighting;
+  sighting.iteration = 1284;
+  sighting.microbatch = 2;
+  sighting.phase = Phase::grad_local;
+  sighting.module = "decoder";
+  sighting.op = "aten::div";
+  sighting.role = "main_grad";
+  sighting.parameter_id = 1;
+  sighting.parameter = "b";
+  sighting.dtype = "float32";
+  sighting.shape = {192, 128};
+  sighting.stats = {.numel = 24576,
+                    .nan = 3,
+                    .zeros = 7,
+                    .first_bad = 17 * 128 + 3,
+                    .finite_min = -0.1,
+                    .finite_max = 1.0 / 3.0,
+                    .absmin = 5e-324,
+                    .absmax = 1.0 / 3.0,
+                    .sum_of_squares = 12.5,
+                    .fingerprint = 0xfedcba9876543210};
+  Sighting other = sighting;
+  other.microbatch.reset();
+  other.chunk = 1;
+  other.parameter_id.reset();
+  other.parameter.clear();
+  other.module.clear();
+  other.op.clear();
+  other.stats = {.numel = 2, .nan = 2, .first_bad = 0};  // no finite element: the empty extremes
+  ledger.sightings = {sighting, other};
+  ledger.notes = {"a note with \"quotes\", a\nline break and \xc3\xa9"};
+  return ledger;
+}
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  return lines;
+}
+
+std::string join(const std::vector<std::string>& lines) {
+  std::string text;
+  for (const auto& line : lines) text += line + "\n";
+  return text;
+}
+
+TEST(Ledger, IsReadBackAsItWasWritten) {
+  const Ledger ledger = example_ledger();
+  EXPECT_THAT(ledgers_from_jsonl(to_jsonl(ledger), "x"), ElementsAre(ledger));
+}
+
+TEST(Ledger, IsOneJsonValuePerLineAndNamesItsVersion) {
+  const auto lines = lines_of(to_jsonl(example_ledger()));
+  ASSERT_EQ(lines.size(), 1u + 2 + 2 + 2 + 1 + 1);
+  EXPECT_THAT(lines.front(), HasSubstr(R"({"record":"ledger","version":1,)"));
+  EXPECT_THAT(lines.front(), HasSubstr(R"("gradient_norm":"inf")"));
+  EXPECT_THAT(lines.back(), HasSubstr(R"({"record":"end","lines":7})"));
+}
+
+TEST(Ledger, SeveralLedgersFollowOneAnother) {
+  Ledger second = example_ledger();
+  second.iteration = 1290;
+  const auto ledgers = ledgers_from_jsonl(to_jsonl(example_ledger()) + to_jsonl(second), "x");
+  EXPECT_THAT(ledgers, ElementsAre(example_ledger(), second));
+}
+
+TEST(Ledger, CutOffAtEveryByteIsNeverTakenForComplete) {
+  const std::string text = to_jsonl(example_ledger());
+  const std::size_t header = text.find('\n');
+  for (std::size_t length = 0; length < text.size() - 1; ++length) {
+    const std::string_view part = std::string_view(text).substr(0, length);
+    if (length < header) {
+      EXPECT_THROW((void)ledgers_from_jsonl(part, "x"), FormatError);
+      continue;
+    }
+    const auto ledgers = ledgers_from_jsonl(part, "x");
+    ASSERT_EQ(ledgers.size(), 1u);
+    EXPECT_FALSE(ledgers.front().is_complete) << length;
+    EXPECT_THAT(ledgers.front().notes, Contains(HasSubstr("cut off")));
+  }
+}
+
+TEST(Ledger, ALineThatCannotBeReadIsSkippedNamedAndMakesTheLedgerIncomplete) {
+  const std::vector<std::string> bad = {
+      "not json",
+      "{\"record\":\"sighting\"}",
+      "{\"record\":\"sighting\",\"iteration\":1e999}",
+      "{\"record\":\"coverage\",\"phase\":\"grad_local\",\"parameters\":[2,1]}",
+      "{\"record\":\"coverage\",\"phase\":\"grad_local\",\"parameters\":[]}",  // stands twice
+      "{\"record\":\"coverage\",\"phase\":\"nowhere\",\"parameters\":[]}",
+      "{\"record\":\"coverage\",\"phase\":7,\"parameters\":[]}",
+      "{\"record\":\"parameter\",\"id\":99999999999999999999999}",
+      "{\"record\":\"note\",\"text\":\"\xff\xfe\"}",
+      "{\"record\":\"something new\"}",
+      "[]",
+      "null",
+      std::string(100'000, '['),
+      "{\"record\":" + std::string(100'000, '{'),
+  };
+  for (const auto& line : bad) {
+    auto lines = lines_of(to_jsonl(example_ledger()));
+    lines.insert(lines.begin() + 5, line);
+    const auto ledgers = ledgers_from_jsonl(join(lines), "ledger.jsonl");
+    ASSERT_EQ(ledgers.size(), 1u) << line.substr(0, 80);
+    EXPECT_FALSE(ledgers.front().is_complete) << line.substr(0, 80);
+    EXPECT_EQ(ledgers.front().sightings.size(), 2u) << line.substr(0, 80);
+    EXPECT_THAT(ledgers.front().notes, Contains(HasSubstr("ledger.jsonl: line 6")))
+        << line.substr(0, 80);
+  }
+}
+
+TEST(Ledger, ALostLineIsNoticedByTheCount) {
+  auto lines = lines_of(to_jsonl(example_ledger()));
+  lines.erase(lines.begin() + 5);  // a sighting
+  const auto ledgers = ledgers_from_jsonl(join(lines), "x");
+  ASSERT_EQ(ledgers.size(), 1u);
+  EXPECT_FALSE(ledgers.front().is_complete);
+}
+
+TEST(Ledger, AHeaderWithinALedgerStartsTheNextOne) {
+  auto lines = lines_of(to_jsonl(example_ledger()));
+  lines.pop_back();
+  const auto ledgers = ledgers_from_jsonl(join(lines) + to_jsonl(example_ledger()), "x");
+  ASSERT_EQ(ledgers.size(), 2u);
+  EXPECT_FALSE(ledgers[0].is_complete);
+  EXPECT_EQ(ledgers[1], example_ledger());
+}
+
+TEST(Ledger, AHeaderThatCannotBeReadTakesItsLinesWithIt) {
+  auto lines = lines_of(to_jsonl(example_ledger()));
+  lines.front().replace(lines.front().find("\"version\":1"), 11, "\"version\":2");
+  const auto ledgers = ledgers_from_jsonl(join(lines) + to_jsonl(example_ledger()), "x");
+  ASSERT_EQ(ledgers.size(), 1u);
+  EXPECT_TRUE(ledgers.front().is_complete);
+  EXPECT_EQ(ledgers.front().sightings, example_ledger().sightings);
+  EXPECT_THAT(ledgers.front().notes, Contains(HasSubstr("x: line 1")));
+  EXPECT_THROW((void)ledgers_from_jsonl(join(lines), "x"), FormatError);
+}
+
+TEST(Ledger, TextWithoutAnyHeaderIsAFormatErrorThatNamesTheSource) {
+  for (const std::string text : {"", "\n\n", "{}", "garbage\n", "\x00\x01\x02"}) {
+    try {
+      (void)ledgers_from_jsonl(text, "some.jsonl");
+      FAIL() << "accepted: " << text;
+    } catch (const FormatError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("some.jsonl"));
+    }
+  }
+}
+
+TEST(Ledger, CountsThatExceedTheElementsAreRefused) {
+  std::string text = to_jsonl(example_ledger());
+  text.replace(text.find("\"nan\":3"), 7, "\"nan\":24577");
+  const auto ledgers = ledgers_from_jsonl(text, "x");
+  EXPECT_FALSE(ledgers.front().is_complete);
+  EXPECT_EQ(ledgers.front().sightings.size(), 1u);
+}
+
+TEST(Ledger, RandomDamageNeverDoesMoreThanAFormatError) {
+  const std::string text = to_jsonl(example_ledger());
+  std::mt19937 random(1);
+  int whole = 0;
+  for (int round = 0; round < 5000; ++round) {
+    std::string damaged = text;
+    for (int strokes = 1 + static_cast<int>(random() % 8); strokes > 0; --strokes) {
+      const std::size_t at = random() % damaged.size();
+      switch (random() % 3) {
+        case 0:
+          damaged[at] = static_cast<char>(random());
+          break;
+        case 1:
+          damaged.erase(at, 1 + random() % 40);
+          break;
+        case 2:
+          damaged.insert(at, damaged.substr(random() % damaged.size(), random() % 40));
+          break;
+      }
+      if (damaged.empty()) damaged = "x";
+    }
+    try {
+      for (const Ledger& ledger : ledgers_from_jsonl(damaged, "x")) whole += ledger.is_complete;
+    } catch (const FormatError&) {
+    }
+  }
+  EXPECT_LT(whole, 5000);
+}
+
+TEST(Ledger, AFileOfGarbageDoesNotFillTheNotes) {
+  auto lines = lines_of(to_jsonl(example_ledger()));
+  lines.insert(lines.begin() + 1, 10'000, "garbage");
+  const auto ledgers = ledgers_from_jsonl(join(lines), "x");
+  EXPECT_LT(ledgers.front().notes.size(), 50u);
+}
+
+TEST(Ledger, NamesThatAreNotUtf8AreKeptReadable) {
+  Ledger ledger = example_ledger();
+  ledger.notes = {"bad \xff byte"};
+  const auto ledgers = ledgers_from_jsonl(to_jsonl(ledger), "x");
+  EXPECT_THAT(ledgers.front().notes, ElementsAre("bad \xef\xbf\xbd byte"));
+  EXPECT_TRUE(ledgers.front().is_complete);
+}
+
+class LedgerFile : public testing::Test {
+ protected:
+  void SetUp() override {
+    std::string name = testing::TempDir() + "ledger_XXXXXX";
+    ASSERT_NE(::mkdtemp(name.data()), nullptr);
+    directory_ = name;
+  }
+  void TearDown() override { std::filesystem::remove_all(directory_); }
+  [[nodiscard]] std::filesystem::path path() const { return directory_ / "ledger_tp1pp0dp1.jsonl"; }
+  [[nodiscard]] std::string read() const {
+    std::ifstream file(path(), std::ios::binary);
+    return {std::istreambuf_iterator<char>(file), {}};
+  }
+  std::filesystem::path directory_;
+};
+
+TEST_F(LedgerFile, GrowsByOneLedgerPerIncident) {
+  append_ledger(directory_, example_ledger());
+  append_ledger(directory_, example_ledger());
+  EXPECT_THAT(ledgers_from_jsonl(read(), "x"), ElementsAre(example_ledger(), example_ledger()));
+}
+
+TEST_F(LedgerFile, AfterACutOffWriteTheNextLedgerIsStillReadable) {
+  std::ofstream(path()) << to_jsonl(example_ledger()).substr(0, 700);
+  append_ledger(directory_, example_ledger());
+  const auto ledgers = ledgers_from_jsonl(read(), "x");
+  ASSERT_EQ(ledgers.size(), 2u);
+  EXPECT_FALSE(ledgers[0].is_complete);
+  EXPECT_EQ(ledgers[1], example_ledger());
+}
+
+TEST_F(LedgerFile, AMissingFolderAndAFullDiskAreIoErrorsThatNameThePath) {
+  try {
+    append_ledger(directory_ / "missing", example_ledger());
+    FAIL();
+  } catch (const IoError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("missing/ledger_tp1pp0dp1.jsonl"));
+  }
+  std::filesystem::create_symlink("/dev/full", path());
+  EXPECT_THROW(append_ledger(directory_, example_ledger()), IoError);
+}
+
+}  // namespace
+}  // namespace nanlocator

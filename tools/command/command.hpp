@@ -1,0 +1,24 @@
+// The subcommands of `nanlocator`. One file each: it adds its options, its help with an example,
+// and a callback that runs it. A new one is a file here and a line in main.cpp.
+#pragma once
+
+#include <CLI/App.hpp>
+#include <CLI/Config.hpp>
+#include <CLI/Formatter.hpp>
+#include <functional>
+
+namespace nanlocator::command {
+
+/// What the parsed command line asks for; returns the exit code.
+using Action = std::function<int()>;
+
+inline constexpr int kClean = 0;
+inline constexpr int kFindings = 1;  // something was found that a script should stop for
+inline constexpr int kWrongUse = 2;  // wrong arguments, or input that cannot be read
+
+/// Each adds one subcommand that, when it was given, sets `action`. Actions throw
+/// nanlocator::Error; main turns that into one line on stderr and kWrongUse.
+void add_map_command(CLI::App& app, Action& action);
+void add_version_command(CLI::App& app, Action& action);
+
+}  // namespace nanlocator::command

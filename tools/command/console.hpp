@@ -1,0 +1,50 @@
+// How the subcommands print: tables that fit a terminal, colours on a terminal alone, nothing that
+// a file's content could use to steer the terminal.
+#pragma once
+
+#include <cstddef>
+#include <iosfwd>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace nanlocator::command {
+
+/// Columns of the terminal that stdout is; empty where stdout is a pipe or a file.
+[[nodiscard]] std::optional<std::size_t> terminal_width();
+
+/// `text` in bold where stdout is a terminal that knows colours and NO_COLOR is not set.
+[[nodiscard]] std::string bold(const std::string& text);
+
+/// `text` on one line with everything escaped that a terminal would act upon or that could show it
+/// in another order: control characters, bidirectional overrides, bytes that are not UTF-8.
+[[nodiscard]] std::string printable(std::string_view text);
+
+/// One line on stderr: "note: ...".
+void print_notes(const std::vector<std::string>& notes);
+
+enum class Alignment { left, right };
+
+struct Column {
+  std::string title;
+  Alignment alignment = Alignment::left;
+};
+
+/// Rows under titles, columns as wide as their widest cell. On a terminal that is too narrow the
+/// cells of the one column `elastic` lose their middle; in a pipe nothing is ever cut.
+class Table {
+ public:
+  Table(std::vector<Column> columns, std::size_t elastic);
+
+  /// As many cells as columns; they are made printable.
+  void add_row(const std::vector<std::string>& cells);
+  void print(std::ostream& out, std::optional<std::size_t> width = terminal_width()) const;
+
+ private:
+  std::vector<Column> columns_;
+  std::size_t elastic_;
+  std::vector<std::vector<std::string>> rows_;
+};
+
+}  // namespace nanlocator::command

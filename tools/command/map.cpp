@@ -1,0 +1,536 @@
+// `nanlocator map show|find|diff`: the parameter maps of a run.
+#include <algorithm>
+#include <charconv>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "command.hpp"
+#include "console.hpp"
+#include "map/coordinates_json.hpp"
+#include "map/list_text.hpp"
+#include "map/parameter_json.hpp"
+#include "nanlocator/error.hpp"
+#include "nanlocator/map/map_query.hpp"
+#include "nanlocator/map/parameter_map.hpp"
+
+namespace nanlocator::command {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr int kOutputVersion = 1;
+
+/// Paths and patterns come from the command line and need not be UTF-8.
+void print_json(const Json& json) {
+  std::cout << json.dump(2, ' ', false, Json::error_handler_t::replace) << '\n';
+}
+
+const ParameterMap& map_of_rank(const MapDirectory& read, const std::string& directory, int rank) {
+  std::vector<int> ranks;
+  for (const auto& map : read.maps) {
+    if (map.coordinates().rank == rank) return map;
+    ranks.push_back(map.coordinates().rank);
+  }
+  throw UsageError("there is no map of rank " + std::to_string(rank) + " in " + directory +
+                   "; it has those of rank " + describe_ranks(ranks));
+}
+
+std::string range_of(const ElementRange& range) {
+  return std::to_string(range.begin) + ".." + std::to_string(range.end);
+}
+
+/// "tp0 pp1 dp0": the name of this rank's files in words.
+std::string place_of(const RankCoordinates& coordinates) {
+  std::string place = "tp" + std::to_string(coordinates.tp.rank) + " pp" +
+                      std::to_string(coordinates.pp.rank) + " dp" +
+                      std::to_string(coordinates.dp.rank);
+  if (coordinates.cp.size > 1) place += " cp" + std::to_string(coordinates.cp.rank);
+  if (coordinates.ep.size > 1) place += " ep" + std::to_string(coordinates.ep.rank);
+  return place;
+}
+
+// --- show ---------------------------------------------------------------------------------------
+
+struct ShowOptions {
+  std::string directory;
+  std::optional<int> rank;
+  bool json = false;
+};
+
+std::string shape_of(const ParameterInfo& parameter) {
+  return parameter.dtype.empty() ? "?" : describe_shape(parameter.shape);
+}
+
+std::string dtype_of(const ParameterInfo& parameter) {
+  return parameter.dtype.empty() ? "?" : parameter.dtype;
+}
+
+/// The flags, and the model chunk and shard where they are not the usual ones.
+std::string remarks_on(const ParameterInfo& parameter) {
+  std::string remarks = describe_flags(parameter);
+  const auto add = [&](const std::string& remark) { append_item(remarks, remark); };
+  if (parameter.chunk != 0) add("chunk " + std::to_string(parameter.chunk));
+  if (parameter.shard) {
+    const bool is_empty = parameter.shard->begin == parameter.shard->end;
+    add(is_empty ? "shard none" : "shard " + range_of(*parameter.shard));
+  }
+  return remarks;
+}
+
+void print_map(const ParameterMap& map) {
+  std::cout << bold(printable(map.coordinates().describe())) << ": " << map.size() << " parameters";
+  if (!map.run_id().empty()) std::cout << ", run " << printable(map.run_id());
+  std::cout << '\n';
+  Table table({{"id", Alignment::right}, {"name"}, {"shape"}, {"dtype"}, {"flags"}}, 1);
+  for (const auto& parameter : map.parameters()) {
+    table.add_row({std::to_string(parameter.id), parameter.name, shape_of(parameter),
+                   dtype_of(parameter), remarks_on(parameter)});
+  }
+  table.print(std::cout);
+}
+
+Json map_to_json(const ParameterMap& map) {
+  Json parameters = Json::array();
+  for (const auto& parameter : map.parameters()) parameters.push_back(parameter_to_json(parameter));
+  return {{"run_id", map.run_id()},
+          {"coordinates", coordinates_to_json(map.coordinates())},
+          {"parameters", std::move(parameters)}};
+}
+
+int show(const ShowOptions& options) {
+  const MapDirectory read = read_map_directory(options.directory);
+  std::vector<const ParameterMap*> shown;
+  if (options.rank) {
+    shown.push_back(&map_of_rank(read, options.directory, *options.rank));
+  } else {
+    for (const auto& map : read.maps) shown.push_back(&map);
+  }
+  if (options.json) {
+    Json maps = Json::array();
+    for (const auto* map : shown) maps.push_back(map_to_json(*map));
+    print_json({{"version", kOutputVersion},
+                {"directory", options.directory},
+                {"maps", std::move(maps)},
+                {"notes", read.notes}});
+    return kClean;
+  }
+  print_notes(read.notes);
+  for (const auto* map : shown) {
+    if (map != shown.front()) std::cout << '\n';
+    print_map(*map);
+  }
+  return kClean;
+}
+
+// --- find ---------------------------------------------------------------------------------------
+
+struct FindOptions {
+  std::string directory;
+  std::string pattern;
+  bool json = false;
+};
+
+/// The pattern as an id, where it is a number and nothing else.
+std::optional<std::int64_t> id_from_pattern(const std::string& pattern) {
+  if (pattern.empty() || pattern.find_first_not_of("0123456789") != std::string::npos) {
+    return std::nullopt;
+  }
+  std::int64_t id = 0;
+  const auto [end, error] = std::from_chars(pattern.data(), pattern.data() + pattern.size(), id);
+  if (error != std::errc()) throw UsageError("the id " + pattern + " is beyond 2^63 - 1");
+  return id;
+}
+
+/// Which part of the parameter this rank has, in words.
+std::string part_of(const ParameterHolder& holder) {
+  const auto& parameter = *holder.parameter;
+  if (parameter.dtype.empty()) return "not known";
+  std::string part;
+  if (holder.tp_slice) {
+    part = "tp slice " + std::to_string(holder.tp_slice->rank) + " of " +
+           std::to_string(holder.tp_slice->size);
+  }
+  if (!parameter.shard) return part.empty() ? "whole" : part;
+  if (!part.empty()) part += ", of it ";
+  if (parameter.shard->begin == parameter.shard->end) return part + "no elements";
+  return part + "elements " + range_of(*parameter.shard) + " of " +
+         std::to_string(parameter.numel());
+}
+
+Json holder_to_json(const ParameterHolder& holder) {
+  Json tp_slice = nullptr;
+  if (holder.tp_slice) {
+    tp_slice = {{"rank", holder.tp_slice->rank}, {"size", holder.tp_slice->size}};
+  }
+  return {{"coordinates", coordinates_to_json(holder.map->coordinates())},
+          {"part", part_of(holder)},
+          {"tp_slice", std::move(tp_slice)},
+          {"parameter", parameter_to_json(*holder.parameter)}};
+}
+
+void print_found(const FoundParameter& found) {
+  std::cout << bold(printable(found.name)) << '\n';
+  Table table({{"rank", Alignment::right},
+               {"place"},
+               {"id", Alignment::right},
+               {"shape"},
+               {"dtype"},
+               {"part"},
+               {"flags"}},
+              6);
+  for (const auto& holder : found.holders) {
+    const auto& coordinates = holder.map->coordinates();
+    const auto& parameter = *holder.parameter;
+    table.add_row({std::to_string(coordinates.rank), place_of(coordinates),
+                   std::to_string(parameter.id), shape_of(parameter), dtype_of(parameter),
+                   part_of(holder), describe_flags(parameter)});
+  }
+  table.print(std::cout);
+}
+
+int find(const FindOptions& options) {
+  if (options.pattern.empty()) throw UsageError("the pattern is empty; give an id or a name");
+  const MapDirectory read = read_map_directory(options.directory);
+  const auto id = id_from_pattern(options.pattern);
+  const auto found = id ? find_parameters(read.maps, *id)
+                        : find_parameters(read.maps, std::string_view(options.pattern));
+  const int code = found.empty() ? kFindings : kClean;
+  if (options.json) {
+    Json matches = Json::array();
+    for (const auto& parameter : found) {
+      Json holders = Json::array();
+      for (const auto& holder : parameter.holders) holders.push_back(holder_to_json(holder));
+      matches.push_back({{"name", parameter.name}, {"holders", std::move(holders)}});
+    }
+    print_json({{"version", kOutputVersion},
+                {"directory", options.directory},
+                {"pattern", options.pattern},
+                {"matches", std::move(matches)},
+                {"notes", read.notes}});
+    return code;
+  }
+  print_notes(read.notes);
+  for (const auto& parameter : found) {
+    if (&parameter != &found.front()) std::cout << '\n';
+    print_found(parameter);
+  }
+  if (found.empty()) {
+    std::cout << "no parameter " << (id ? "with the id " : "whose name matches ")
+              << printable(options.pattern) << " on any of " << read.maps.size() << " ranks\n";
+  }
+  return code;
+}
+
+// --- diff ---------------------------------------------------------------------------------------
+
+struct DiffOptions {
+  std::vector<std::string> directories;
+  std::string ranks;  // "A,B"; empty: two directories
+  bool json = false;
+};
+
+struct ComparedPair {
+  const ParameterMap* left = nullptr;
+  const ParameterMap* right = nullptr;
+  std::vector<MapDifference> differences;
+};
+
+struct Comparison {
+  std::vector<ComparedPair> pairs;
+  std::vector<const ParameterMap*> only_left;  // ranks whose place the other side does not have
+  std::vector<const ParameterMap*> only_right;
+
+  [[nodiscard]] bool is_clean() const {
+    return only_left.empty() && only_right.empty() &&
+           std::ranges::all_of(pairs, [](const auto& pair) { return pair.differences.empty(); });
+  }
+};
+
+/// Ranks of two runs belong together where their places (tp, pp, dp, cp) are the same.
+Comparison compare_runs(const MapDirectory& left, const MapDirectory& right) {
+  std::map<std::string, const ParameterMap*> right_at;
+  for (const auto& map : right.maps) right_at[map.coordinates().file_suffix()] = &map;
+  Comparison comparison;
+  for (const auto& map : left.maps) {
+    const auto same = right_at.find(map.coordinates().file_suffix());
+    if (same == right_at.end()) {
+      comparison.only_left.push_back(&map);
+      continue;
+    }
+    comparison.pairs.push_back({&map, same->second, compare_maps(map, *same->second)});
+    same->second = nullptr;
+  }
+  for (const auto& map : right.maps) {
+    if (right_at[map.coordinates().file_suffix()] != nullptr) {
+      comparison.only_right.push_back(&map);
+    }
+  }
+  return comparison;
+}
+
+std::string id_or_nothing(const std::optional<std::int64_t>& id) {
+  return id ? std::to_string(*id) : "";
+}
+
+/// How many differences from `begin` on are one shift: the same distance between the ids of
+/// parameters that follow each other. One parameter more or less shifts all behind it.
+std::size_t length_of_shift(const std::vector<MapDifference>& differences, std::size_t begin) {
+  const auto follows = [](const MapDifference& previous, const MapDifference& next) {
+    return next.kind == MapDifferenceKind::id && *next.left_id == *previous.left_id + 1 &&
+           *next.right_id == *previous.right_id + 1;
+  };
+  if (differences[begin].kind != MapDifferenceKind::id) return 1;
+  std::size_t end = begin + 1;
+  while (end < differences.size() && follows(differences[end - 1], differences[end])) ++end;
+  return end - begin;
+}
+
+void print_differences(const std::vector<MapDifference>& differences) {
+  Table table({{"what"},
+               {"name"},
+               {"left id", Alignment::right},
+               {"right id", Alignment::right},
+               {"left"},
+               {"right"}},
+              1);
+  for (std::size_t begin = 0; begin < differences.size();) {
+    const auto& first = differences[begin];
+    const std::size_t length = length_of_shift(differences, begin);
+    const auto& last = differences[begin + length - 1];
+    constexpr std::size_t kWorthFolding = 4;
+    if (length < kWorthFolding) {
+      table.add_row({std::string(name_of(first.kind)), first.name, id_or_nothing(first.left_id),
+                     id_or_nothing(first.right_id), first.left, first.right});
+      ++begin;
+      continue;
+    }
+    table.add_row(
+        {"id", first.name, id_or_nothing(first.left_id), id_or_nothing(first.right_id), "", ""});
+    table.add_row(
+        {"  ...", "and the " + std::to_string(length - 2) + " that follow, to", "", "", "", ""});
+    table.add_row(
+        {"  ...", last.name, id_or_nothing(last.left_id), id_or_nothing(last.right_id), "", ""});
+    begin += length;
+  }
+  table.print(std::cout);
+}
+
+std::string describe_ranks_of(const std::vector<const ParameterMap*>& maps) {
+  std::vector<int> ranks;
+  for (const auto* map : maps) ranks.push_back(map->coordinates().rank);
+  return (ranks.size() == 1 ? "rank " : "ranks ") + describe_ranks(ranks);
+}
+
+/// Pairs with the same differences are told together: data-parallel replicas differ alike.
+void print_comparison(const Comparison& comparison, const std::string& left,
+                      const std::string& right) {
+  std::vector<std::vector<const ComparedPair*>> groups;
+  for (const auto& pair : comparison.pairs) {
+    if (pair.differences.empty()) continue;
+    const auto group = std::ranges::find_if(groups, [&](const auto& candidate) {
+      return candidate.front()->differences == pair.differences;
+    });
+    if (group == groups.end()) {
+      groups.push_back({&pair});
+    } else {
+      group->push_back(&pair);
+    }
+  }
+  for (const auto& group : groups) {
+    std::vector<const ParameterMap*> left_maps;
+    std::vector<const ParameterMap*> right_maps;
+    for (const auto* pair : group) {
+      left_maps.push_back(pair->left);
+      right_maps.push_back(pair->right);
+    }
+    std::cout << bold(describe_ranks_of(left_maps) + " of " + printable(left) + " (left), " +
+                      describe_ranks_of(right_maps) + " of " + printable(right) + " (right)")
+              << '\n';
+    print_differences(group.front()->differences);
+  }
+  const auto print_missing = [](const std::vector<const ParameterMap*>& maps,
+                                const std::string& directory) {
+    if (maps.empty()) return;
+    std::cout << describe_ranks_of(maps) << " in " << printable(directory)
+              << " alone: the other side has no map of that place\n";
+  };
+  print_missing(comparison.only_left, left);
+  print_missing(comparison.only_right, right);
+  if (comparison.is_clean()) {
+    std::cout << "no difference: " << comparison.pairs.size()
+              << (comparison.pairs.size() == 1 ? " pair" : " pairs") << " of maps compared\n";
+  }
+}
+
+/// Where one side of a pair has no manifest, "no difference" says less.
+void note_pairs_without_shapes(const Comparison& comparison, std::vector<std::string>& notes) {
+  const auto knows_names_alone = [](const ParameterMap& map) {
+    return std::ranges::any_of(map.parameters(), [](const auto& p) { return p.dtype.empty(); });
+  };
+  std::vector<const ParameterMap*> affected;
+  for (const auto& pair : comparison.pairs) {
+    if (knows_names_alone(*pair.left) || knows_names_alone(*pair.right)) {
+      affected.push_back(pair.left);
+    }
+  }
+  if (affected.empty()) return;
+  notes.push_back(describe_ranks_of(affected) +
+                  ": ids and names alone were compared, as one side has no manifest");
+}
+
+Json difference_to_json(const MapDifference& difference) {
+  const auto id_to_json = [](const std::optional<std::int64_t>& id) {
+    return id ? Json(*id) : Json(nullptr);
+  };
+  const auto text_to_json = [](const std::string& text) {
+    return text.empty() ? Json(nullptr) : Json(text);
+  };
+  return {
+      {"kind", name_of(difference.kind)},          {"name", difference.name},
+      {"left_id", id_to_json(difference.left_id)}, {"right_id", id_to_json(difference.right_id)},
+      {"left", text_to_json(difference.left)},     {"right", text_to_json(difference.right)}};
+}
+
+Json comparison_to_json(const Comparison& comparison) {
+  Json pairs = Json::array();
+  for (const auto& pair : comparison.pairs) {
+    Json differences = Json::array();
+    for (const auto& difference : pair.differences) {
+      differences.push_back(difference_to_json(difference));
+    }
+    pairs.push_back({{"left_rank", pair.left->coordinates().rank},
+                     {"right_rank", pair.right->coordinates().rank},
+                     {"differences", std::move(differences)}});
+  }
+  const auto ranks_of = [](const std::vector<const ParameterMap*>& maps) {
+    Json ranks = Json::array();
+    for (const auto* map : maps) ranks.push_back(map->coordinates().rank);
+    return ranks;
+  };
+  return {{"pairs", std::move(pairs)},
+          {"only_left", ranks_of(comparison.only_left)},
+          {"only_right", ranks_of(comparison.only_right)}};
+}
+
+/// Both ranks of "A,B".
+std::pair<int, int> rank_pair_from(const std::string& text) {
+  std::pair<int, int> ranks;
+  const char* const end = text.data() + text.size();
+  const auto first = std::from_chars(text.data(), end, ranks.first);
+  if (first.ec == std::errc() && first.ptr != end && *first.ptr == ',') {
+    const auto second = std::from_chars(first.ptr + 1, end, ranks.second);
+    if (second.ec == std::errc() && second.ptr == end) return ranks;
+  }
+  throw UsageError("--ranks is \"" + text + "\", expected two ranks such as 0,4");
+}
+
+int diff(const DiffOptions& options) {
+  const bool compares_ranks = !options.ranks.empty();
+  if (compares_ranks && options.directories.size() != 1) {
+    throw UsageError("--ranks compares two ranks of one directory; give one directory, not " +
+                     std::to_string(options.directories.size()));
+  }
+  if (!compares_ranks && options.directories.size() != 2) {
+    throw UsageError("give two directories, or one and --ranks A,B");
+  }
+  const std::string& left_name = options.directories.front();
+  const std::string& right_name = options.directories.back();
+  const MapDirectory left = read_map_directory(left_name);
+  const std::optional<MapDirectory> other =
+      compares_ranks ? std::nullopt : std::optional(read_map_directory(right_name));
+  Comparison comparison;
+  if (other) {
+    comparison = compare_runs(left, *other);
+  } else {
+    const auto ranks = rank_pair_from(options.ranks);
+    const auto& first = map_of_rank(left, left_name, ranks.first);
+    const auto& second = map_of_rank(left, left_name, ranks.second);
+    comparison.pairs.push_back({&first, &second, compare_maps(first, second)});
+  }
+
+  std::vector<std::string> notes;
+  const auto add_notes = [&](const std::string& directory, const std::vector<std::string>& more) {
+    for (const auto& note : more) notes.push_back(directory + ": " + note);
+  };
+  add_notes(left_name, left.notes);
+  if (other) add_notes(right_name, other->notes);
+  note_pairs_without_shapes(comparison, notes);
+
+  if (options.json) {
+    Json json = {{"version", kOutputVersion}, {"left", left_name}, {"right", right_name}};
+    json.update(comparison_to_json(comparison));
+    json["notes"] = notes;
+    print_json(json);
+  } else {
+    print_notes(notes);
+    print_comparison(comparison, left_name, right_name);
+  }
+  return comparison.is_clean() ? kClean : kFindings;
+}
+
+// --- options ------------------------------------------------------------------------------------
+
+constexpr const char* kDirectoryHelp =
+    "Folder with param_manifest_*.json or param_id_name_map_*.json files";
+constexpr const char* kJsonHelp = "Print JSON (docs/formats.md)";
+
+/// Adds a subcommand whose options live as long as the action that reads them.
+template <typename Options>
+std::pair<CLI::App*, std::shared_ptr<Options>> add_action(CLI::App& parent, const char* name,
+                                                          const char* help, Action& action,
+                                                          int (*run)(const Options&)) {
+  CLI::App* const command = parent.add_subcommand(name, help);
+  auto options = std::make_shared<Options>();
+  command->add_flag("--json", options->json, kJsonHelp);
+  command->callback([&action, options, run] { action = [options, run] { return run(*options); }; });
+  return {command, options};
+}
+
+}  // namespace
+
+void add_map_command(CLI::App& app, Action& action) {
+  CLI::App* const map = app.add_subcommand("map", "Parameter ids, names and where they live");
+  map->require_subcommand(1);
+  map->footer("Example:\n  nanlocator map show nanlocator_run/a0 --rank 0");
+
+  const auto [show_command, show_options] =
+      add_action<ShowOptions>(*map, "show", "List every rank's parameters", action, show);
+  show_command->add_option("DIR", show_options->directory, kDirectoryHelp)->required();
+  show_command->add_option("--rank", show_options->rank, "Only this global rank");
+  show_command->footer("Example:\n  nanlocator map show nanlocator_run/a0 --rank 0");
+
+  const auto [find_command, find_options] = add_action<FindOptions>(
+      *map, "find", "Tell which ranks hold a parameter, and which part of it", action, find);
+  find_command->add_option("DIR", find_options->directory, kDirectoryHelp)->required();
+  find_command
+      ->add_option("PATTERN", find_options->pattern,
+                   "An id, a part of a name, or with * and ? all of it from a dot on")
+      ->required();
+  find_command->footer(
+      "A number is an id; to find it in names write it with a *. Quote patterns, so that the "
+      "shell\n"
+      "does not read them. Elements a..b are those from a on and before b, of the flattened "
+      "parameter.\nExit code 1: nothing was found.\n"
+      "Example:\n  nanlocator map find nanlocator_run/a0 'layers.3.*layernorm*'");
+
+  const auto [diff_command, diff_options] = add_action<DiffOptions>(
+      *map, "diff", "Compare the maps of two runs, or of two ranks", action, diff);
+  diff_command->add_option("DIR", diff_options->directories, kDirectoryHelp)
+      ->required()
+      ->expected(1, 2);
+  diff_command->add_option("--ranks", diff_options->ranks, "Two global ranks of one DIR: A,B");
+  diff_command->footer(
+      "Two runs are compared rank by rank where tp, pp, dp and cp are the same. Raw names, "
+      "buckets\n"
+      "and shards are not compared: they differ by design. Exit code 1: something differs.\n"
+      "Examples:\n  nanlocator map diff run_of_monday/a0 run_of_tuesday/a0\n"
+      "  nanlocator map diff nanlocator_run/a0 --ranks 0,4");
+}
+
+}  // namespace nanlocator::command

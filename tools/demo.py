@@ -1,0 +1,295 @@
+"""Trains a small GPT on real Megatron-Core with several gloo processes on this machine's CPU, plants a NaN on one
+rank and shows what Megatron reports of it, and what nanlocator does.
+
+examples:
+  tools/demo                                  a layer norm's gradient that Megatron's norm leaves out
+  tools/demo --fault forward_operator --dp 1  a NaN born in forward, inside a tensor-parallel region
+  tools/demo --healthy                        losses, gradients and weights with and without nanlocator, bit for bit
+
+Ends with 0 when nanlocator did what is said, with 1 when it did not, with 2 on wrong use.
+nanlocator's files go to ./nanlocator_run, as in any run of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import math
+import os
+import pathlib
+import re
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+LAYERS = 4  # so that 1, 2 or 4 pipeline stages divide it, and 1, 2 or 4 tensor-parallel ranks the heads
+
+# The faults of tests/megatron/faults.py: what each one does here, in the words of the demonstration, and
+# whether it needs nanlocator to look at parameters as well.
+FAULTS = {
+    "tp_duplicated_layernorm": "a layer norm's weight gradient on tensor-parallel rank 1: not in Megatron's norm",
+    "main_grad_element": "one element of a gradient bucket, just before the data-parallel reduction",
+    "after_reduction": "one element of a reduced gradient on one rank, as a faulty collective would leave it",
+    "forward_operator": "log of a negative number in an MLP, in forward: spreads over tensor and pipeline",
+    "backward_operator": "the derivative of a square root at zero, in an MLP's backward",
+    "loss_zero_over_zero": "a microbatch without a valid label: its loss is 0/0",
+    "optimizer_update": "a negative second moment in Adam: gradients are clean, the weight becomes NaN",
+    "bad_weight": "one element of a weight before forward",
+    "large_gradients": "gradients of 1e24: each is finite, their norm is not",
+}
+CHECKS_PARAMETERS = {"optimizer_update", "bad_weight"}
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if arguments.check_arguments:
+        return 0
+    started = time.monotonic()
+    sys.path.insert(0, str(ROOT / "tests" / "megatron"))
+    from launch import ScenarioPool
+
+    python_path = [str(ROOT / "build" / "release" / "python"), os.environ.get("PYTHONPATH", "")]
+    environment = {"PYTHONPATH": ":".join(filter(None, python_path)), "PYTHONWARNINGS": "ignore"}
+    with tempfile.TemporaryDirectory(prefix="nanlocator-demo-") as temporary:
+        directory = arguments.output / "demo_ranks" if arguments.keep else pathlib.Path(temporary)
+        with ScenarioPool(directory, environment) as pool:
+            demonstration = Demonstration(arguments, pool)
+            is_as_promised = demonstration.healthy() if arguments.healthy else demonstration.fault()
+    if arguments.keep:
+        print(f"\nresults and logs of every rank: {directory}")
+    print(f"\n{time.monotonic() - started:.0f} s")
+    return 0 if is_as_promised else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    width = max(map(len, FAULTS))
+    parser = argparse.ArgumentParser(
+        prog="tools/demo",
+        description=__doc__,
+        epilog="faults:\n" + "\n".join(f"  {name:{width}}  {text}" for name, text in FAULTS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--fault", choices=FAULTS, default="tp_duplicated_layernorm", metavar="NAME")
+    parser.add_argument("--rank", type=int, help="the rank with the fault (default: the last replica's last tp rank)")
+    parser.add_argument("--healthy", action="store_true", help="no fault: compare with and without nanlocator")
+    parser.add_argument("--tp", type=int, choices=[1, 2, 4], default=2, help="tensor-parallel size (2)")
+    parser.add_argument("--pp", type=int, choices=[1, 2, 4], default=2, help="pipeline-parallel size (2)")
+    parser.add_argument("--dp", type=int, choices=range(1, 9), default=2, metavar="1..8", help="replicas (2)")
+    parser.add_argument("--steps", type=int, default=20, help="steps; the fault is planted in the last but one (20)")
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("nanlocator_run"))
+    parser.add_argument("--keep", action="store_true", help="keep each rank's results and log in OUTPUT/demo_ranks")
+    parser.add_argument("--check-arguments", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    ranks = arguments.tp * arguments.pp * arguments.dp
+    if ranks > 16:
+        parser.error(f"tp x pp x dp is {ranks}; at most 16 processes")
+    if arguments.steps < 4:
+        parser.error("at least 4 steps")
+    if arguments.rank is None:
+        arguments.rank = arguments.tp * arguments.dp - 1
+    if not 0 <= arguments.rank < ranks:
+        parser.error(f"rank {arguments.rank} of {ranks}")
+    if arguments.fault == "tp_duplicated_layernorm" and arguments.rank % arguments.tp == 0:
+        parser.error("tp_duplicated_layernorm needs a rank whose tp rank is not 0 (and --tp 2 or 4)")
+    arguments.output = arguments.output.resolve()
+    return arguments
+
+
+class Demonstration:
+    def __init__(self, arguments: argparse.Namespace, pool) -> None:
+        self.arguments = arguments
+        self.pool = pool
+        self.ranks = arguments.tp * arguments.pp * arguments.dp
+        self.screen = Screen()
+        print(
+            f"A GPT of {LAYERS} layers on Megatron-Core 0.16.1: TP{arguments.tp} x PP{arguments.pp} x "
+            f"DP{arguments.dp} = {self.ranks} processes, gloo on CPU; bytes of Python's standard library."
+        )
+
+    def healthy(self) -> bool:
+        """Twice the same run. True: not one bit differs, and nothing was found."""
+        print(self.screen.title("\nWithout nanlocator"))
+        without = self.train("without", self.arguments.steps)
+        print(self.screen.title("\nWith nanlocator"))
+        with_it = self.train("with", self.arguments.steps, nanlocator={})
+        print(self.screen.title("\nThe same, bit for bit?"))
+        is_same = True
+        for what in ("loss", "grad_norm", "gradients_sha256", "weights_sha256"):
+            equal = all(
+                a[what] == b[what]
+                for x, y in zip(without, with_it)
+                for a, b in zip(x["records"], y["records"])
+            )
+            is_same &= self.verify(equal, f"{what.split('_sha')[0]} of every step on every rank")
+        for what in without[0]["fingerprints"]:
+            equal = all(x["fingerprints"][what] == y["fingerprints"][what] for x, y in zip(without, with_it))
+            is_same &= self.verify(equal, f"final {what} on every rank")
+        found = sum(len(rank["verdicts"]) for rank in with_it)
+        is_same &= self.verify(found == 0, f"findings: {found}")
+        seconds = [
+            sorted(r["seconds"] for r in run[0]["records"])[self.arguments.steps // 2] for run in (without, with_it)
+        ]
+        print(f"  median step: {seconds[0]:.3f} s without, {seconds[1]:.3f} s with (processes share this machine)")
+        return is_same
+
+    def fault(self) -> bool:
+        arguments = self.arguments
+        step = arguments.steps - 1
+        fault = {"name": arguments.fault, "rank": arguments.rank, "iteration": step} | self.place()
+        print(f"In step {step} a fault is planted on rank {arguments.rank}: {FAULTS[arguments.fault]}.")
+
+        print(self.screen.title("\n1. Without nanlocator"))
+        without = self.train("without", arguments.steps, faults=[fault])
+        planted = [fact for rank in without for fact in rank["planted"]]
+        self.show_megatrons_view(without, step)
+
+        print(self.screen.title('\n2. With nanlocator.megatron.install(model_chunks, optimizer, on_bad="stop")'))
+        options = {"on_bad": "stop", "output_dir": str(arguments.output)}
+        if arguments.fault in CHECKS_PARAMETERS:
+            options["check_params"] = True
+        with_it = self.train("with", arguments.steps, faults=[fault], nanlocator=options)
+        error = with_it[0]["error"]
+        if error is None or error["verdict"] is None:
+            return self.verify(False, f"nanlocator stopped the run (what happened instead: {error})")
+        print(f"\n{error['text'].rstrip()}\n")
+        return self.check(without, with_it, step, planted)
+
+    def place(self) -> dict:
+        """The first layer of the pipeline stage that the chosen rank belongs to."""
+        arguments = self.arguments
+        stage = arguments.rank // (arguments.tp * arguments.dp)
+        layer = stage * LAYERS // arguments.pp
+        name = arguments.fault
+        if name in ("forward_operator", "backward_operator"):
+            return {"layer": layer}
+        if name == "tp_duplicated_layernorm":
+            return {"parameter": f"decoder.layers.{layer}.input_layernorm.weight"}
+        if name in ("loss_zero_over_zero", "large_gradients"):
+            return {}
+        return {"parameter": f"decoder.layers.{layer}.mlp.linear_fc1.weight"}
+
+    def train(self, name: str, steps: int, faults=(), nanlocator=None) -> list[dict]:
+        """Runs one scenario with a line of progress; its per-rank results."""
+        scenario = {
+            "name": name,
+            "ranks": self.ranks,
+            "steps": steps,
+            "training": {"tp": self.arguments.tp, "pp": self.arguments.pp, "layers": LAYERS},
+            "faults": list(faults),
+            "nanlocator": nanlocator,
+            "timeout": 300.0,
+        }
+        directory = self.pool.directory(scenario)
+        for old in directory.glob("*"):  # of an earlier --keep
+            if old.is_file():
+                old.unlink()
+        self.screen.begin(directory / "progress.jsonl", steps)
+        self.pool.start(scenario)
+        outcome = self.pool.wait(self.screen.poll)
+        self.screen.end()
+        return outcome.require_results()
+
+    def show_megatrons_view(self, ranks: list[dict], step: int) -> None:
+        at_fault, after = (ranks[0]["records"][i] for i in (step - 1, step))
+        norm = at_fault["grad_norm"]
+        print(
+            f"  Megatron on rank 0 reports of step {step}: success={at_fault['successful']}, grad norm {norm:.4g}, "
+            f"loss {at_fault['loss']:.4f}." + ("  Nothing to see." if math.isfinite(norm) else "")
+        )
+        bad = sum(len(rank["non_finite_parameters"]) for rank in ranks)
+        total = sum(len(rank["parameters"]) for rank in ranks)
+        print(
+            f"  One step later: loss {after['loss']:.4g}, and {bad} of {total} weight tensors on the {self.ranks} "
+            "ranks hold NaN or Inf."
+        )
+
+    def check(self, without: list[dict], with_it: list[dict], step: int, planted: list[dict]) -> bool:
+        """Compares the verdict with what was really planted, and the weights with those before the step."""
+        print(self.screen.title("Is that so?"))
+        verdict = with_it[0]["error"]["verdict"]
+        kinds = {(rank["error"] or {}).get("type") for rank in with_it}
+        good = self.verify(
+            len(kinds) == 1 and str(*kinds).endswith("NonFiniteGradientError"),
+            f"all {self.ranks} ranks stopped with the same error, none hangs",
+        )
+        good &= self.verify(verdict["iteration"] == step, f"in step {step}")
+        if self.arguments.fault == "optimizer_update":
+            print("    (the update itself is at fault: it is found right after the step)")
+        elif self.arguments.fault != "bad_weight":
+            before = [rank["records"][step - 2]["weights_sha256"] for rank in without]
+            now = [rank["fingerprints"]["weights"] for rank in with_it]
+            good &= self.verify(before == now, "every weight on every rank is bit for bit as before the step")
+        fact = min(planted, key=lambda fact: fact["rank"] != self.arguments.rank)  # a loss: on a whole replica
+        origins = verdict["origins"]
+        named_ranks = {rank for origin in origins for rank in origin["candidates"]}
+        named_ranks |= {o["coordinates"]["rank"] for o in origins if o["coordinates"]}
+        what = "the planted rank" if named_ranks == {fact["rank"]} else "among those that the evidence leaves"
+        good &= self.verify(fact["rank"] in named_ranks, f"rank {fact['rank']} is {what} {sorted(named_ranks)}")
+        if "parameter" in fact:
+            tensors = [(o["parameter"], (o["tensor"] or {}).get("first_bad")) for o in origins]
+            good &= self.verify(
+                any(name == fact["parameter"] for name, _ in tensors), f"the parameter is {fact['parameter']}"
+            )
+            good &= self.verify(
+                (fact["parameter"], fact["element"]) in tensors, f"its first bad element is {fact['element']}"
+            )
+        run = pathlib.Path(with_it[0]["run_dir"])
+        print(f"\nnanlocator's files are in {run}:")
+        kinds = collections.Counter(re.sub(r"tp\d+pp\d+dp\d+", "*", path.name) for path in run.iterdir())
+        print("  " + ", ".join(name + (f" ({n})" if n > 1 else "") for name, n in sorted(kinds.items())))
+        print(f"again at any time: build/release/bin/nanlocator report {os.path.relpath(run)}")
+        return good
+
+    def verify(self, is_so: bool, sentence: str) -> bool:
+        print(f"  {self.screen.mark(is_so)} {sentence}")
+        return is_so
+
+
+class Screen:
+    """Progress in place on a terminal, every fifth step elsewhere; colours only on a terminal."""
+
+    def __init__(self) -> None:
+        self.is_terminal = sys.stdout.isatty()
+        self.path: pathlib.Path | None = None
+
+    def title(self, text: str) -> str:
+        return self._coloured(text, "1")
+
+    def mark(self, is_so: bool) -> str:
+        return self._coloured("yes", "32") if is_so else self._coloured("NO ", "31")
+
+    def _coloured(self, text: str, code: str) -> str:
+        return f"\033[{code}m{text}\033[0m" if self.is_terminal else text
+
+    def begin(self, path: pathlib.Path, steps: int) -> None:
+        self.path, self.steps, self.shown = path, steps, 0
+        if self.is_terminal:
+            print("  starting ...", end="", flush=True)
+
+    def poll(self) -> None:
+        if not self.path.exists():
+            return
+        lines = self.path.read_text().splitlines()
+        for line in lines[self.shown :]:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:  # half written
+                return
+            self.shown += 1
+            norm = record["grad_norm"]
+            text = f"  step {record['iteration']:3d}/{self.steps}  loss {record['loss']:.4f}  grad norm {norm:.4g}"
+            if self.is_terminal:
+                print(f"\r{text}   ", end="", flush=True)
+            elif self.shown == 1 or self.shown % 5 == 0 or self.shown == self.steps:
+                print(text, flush=True)
+
+    def end(self) -> None:
+        self.poll()
+        if self.is_terminal:
+            print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
