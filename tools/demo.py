@@ -1,10 +1,10 @@
-"""Trains a small GPT on real Megatron-Core with several gloo processes on this machine's CPU, plants a NaN on one
-rank and shows what Megatron reports of it, and what nanlocator does.
+"""Trains a small GPT on real Megatron-Core with several gloo processes on this machine's CPU, plants a NaN
+on one rank and shows what Megatron reports of it, and what nanlocator does.
 
 examples:
   tools/demo                                  a layer norm's gradient that Megatron's norm leaves out
   tools/demo --fault forward_operator --dp 1  a NaN born in forward, inside a tensor-parallel region
-  tools/demo --healthy                        losses, gradients and weights with and without nanlocator, bit for bit
+  tools/demo --healthy                        a run with and without nanlocator, compared bit for bit
 
 Ends with 0 when nanlocator did what is said, with 1 when it did not, with 2 on wrong use.
 nanlocator's files go to ./nanlocator_run, as in any run of its own.
@@ -19,6 +19,7 @@ import math
 import os
 import pathlib
 import re
+import statistics
 import sys
 import tempfile
 import time
@@ -29,7 +30,7 @@ LAYERS = 4  # so that 1, 2 or 4 pipeline stages divide it, and 1, 2 or 4 tensor-
 # The faults of tests/megatron/faults.py: what each one does here, in the words of the demonstration, and
 # whether it needs nanlocator to look at parameters as well.
 FAULTS = {
-    "tp_duplicated_layernorm": "a layer norm's weight gradient on tensor-parallel rank 1: not in Megatron's norm",
+    "tp_duplicated_layernorm": "a layer norm's weight gradient that Megatron's norm leaves out (tp rank > 0)",
     "main_grad_element": "one element of a gradient bucket, just before the data-parallel reduction",
     "after_reduction": "one element of a reduced gradient on one rank, as a faulty collective would leave it",
     "forward_operator": "log of a negative number in an MLP, in forward: spreads over tensor and pipeline",
@@ -72,14 +73,16 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--fault", choices=FAULTS, default="tp_duplicated_layernorm", metavar="NAME")
-    parser.add_argument("--rank", type=int, help="the rank with the fault (default: the last replica's last tp rank)")
-    parser.add_argument("--healthy", action="store_true", help="no fault: compare with and without nanlocator")
+    parser.add_argument("--rank", type=int, help="whose fault (default: last replica, last tp rank, stage 0)")
+    parser.add_argument("--healthy", action="store_true", help="no fault: compare with and without")
     parser.add_argument("--tp", type=int, choices=[1, 2, 4], default=2, help="tensor-parallel size (2)")
     parser.add_argument("--pp", type=int, choices=[1, 2, 4], default=2, help="pipeline-parallel size (2)")
     parser.add_argument("--dp", type=int, choices=range(1, 9), default=2, metavar="1..8", help="replicas (2)")
-    parser.add_argument("--steps", type=int, default=20, help="steps; the fault is planted in the last but one (20)")
+    parser.add_argument(
+        "--steps", type=int, default=20, help="steps (20); the fault comes in the last but one"
+    )
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("nanlocator_run"))
-    parser.add_argument("--keep", action="store_true", help="keep each rank's results and log in OUTPUT/demo_ranks")
+    parser.add_argument("--keep", action="store_true", help="keep the ranks' logs in OUTPUT/demo_ranks")
     parser.add_argument("--check-arguments", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     ranks = arguments.tp * arguments.pp * arguments.dp
@@ -119,19 +122,24 @@ class Demonstration:
         for what in ("loss", "grad_norm", "gradients_sha256", "weights_sha256"):
             equal = all(
                 a[what] == b[what]
-                for x, y in zip(without, with_it)
-                for a, b in zip(x["records"], y["records"])
+                for x, y in zip(without, with_it, strict=True)
+                for a, b in zip(x["records"], y["records"], strict=True)
             )
             is_same &= self.verify(equal, f"{what.split('_sha')[0]} of every step on every rank")
         for what in without[0]["fingerprints"]:
-            equal = all(x["fingerprints"][what] == y["fingerprints"][what] for x, y in zip(without, with_it))
+            pairs = zip(without, with_it, strict=True)
+            equal = all(x["fingerprints"][what] == y["fingerprints"][what] for x, y in pairs)
             is_same &= self.verify(equal, f"final {what} on every rank")
         found = sum(len(rank["verdicts"]) for rank in with_it)
         is_same &= self.verify(found == 0, f"findings: {found}")
-        seconds = [
-            sorted(r["seconds"] for r in run[0]["records"])[self.arguments.steps // 2] for run in (without, with_it)
+        medians = [
+            statistics.median(record["seconds"] for record in run[0]["records"]) for run in (without, with_it)
         ]
-        print(f"  median step: {seconds[0]:.3f} s without, {seconds[1]:.3f} s with (processes share this machine)")
+        print(
+            "  median step: {:.3f} s without, {:.3f} s with; no measurement, all share this CPU".format(
+                *medians
+            )
+        )
         return is_same
 
     def fault(self) -> bool:
@@ -145,7 +153,7 @@ class Demonstration:
         planted = [fact for rank in without for fact in rank["planted"]]
         self.show_megatrons_view(without, step)
 
-        print(self.screen.title('\n2. With nanlocator.megatron.install(model_chunks, optimizer, on_bad="stop")'))
+        print(self.screen.title("\n2. With nanlocator.megatron.install(model_chunks, optimizer)"))
         options = {"on_bad": "stop", "output_dir": str(arguments.output)}
         if arguments.fault in CHECKS_PARAMETERS:
             options["check_params"] = True
@@ -171,7 +179,7 @@ class Demonstration:
         return {"parameter": f"decoder.layers.{layer}.mlp.linear_fc1.weight"}
 
     def train(self, name: str, steps: int, faults=(), nanlocator=None) -> list[dict]:
-        """Runs one scenario with a line of progress; its per-rank results."""
+        """Runs one scenario with a line of progress; its per-rank results. No fault: all must succeed."""
         scenario = {
             "name": name,
             "ranks": self.ranks,
@@ -189,20 +197,21 @@ class Demonstration:
         self.pool.start(scenario)
         outcome = self.pool.wait(self.screen.poll)
         self.screen.end()
-        return outcome.require_results()
+        return outcome.require_results() if faults else outcome.require_success()
 
     def show_megatrons_view(self, ranks: list[dict], step: int) -> None:
         at_fault, after = (ranks[0]["records"][i] for i in (step - 1, step))
         norm = at_fault["grad_norm"]
         print(
-            f"  Megatron on rank 0 reports of step {step}: success={at_fault['successful']}, grad norm {norm:.4g}, "
-            f"loss {at_fault['loss']:.4f}." + ("  Nothing to see." if math.isfinite(norm) else "")
+            f"  Megatron on rank 0 reports of step {step}: success={at_fault['successful']}, "
+            f"grad norm {norm:.4g}, loss {at_fault['loss']:.4f}."
+            + ("  Nothing to see." if math.isfinite(norm) else "")
         )
         bad = sum(len(rank["non_finite_parameters"]) for rank in ranks)
         total = sum(len(rank["parameters"]) for rank in ranks)
         print(
-            f"  One step later: loss {after['loss']:.4g}, and {bad} of {total} weight tensors on the {self.ranks} "
-            "ranks hold NaN or Inf."
+            f"  One step later: loss {after['loss']:.4g}, and {bad} of {total} weight tensors "
+            f"on {self.ranks} ranks hold NaN or Inf."
         )
 
     def check(self, without: list[dict], with_it: list[dict], step: int, planted: list[dict]) -> bool:
@@ -221,12 +230,15 @@ class Demonstration:
             before = [rank["records"][step - 2]["weights_sha256"] for rank in without]
             now = [rank["fingerprints"]["weights"] for rank in with_it]
             good &= self.verify(before == now, "every weight on every rank is bit for bit as before the step")
-        fact = min(planted, key=lambda fact: fact["rank"] != self.arguments.rank)  # a loss: on a whole replica
+        # A loss of 0/0 is planted on a whole replica.
+        fact = min(planted, key=lambda fact: fact["rank"] != self.arguments.rank)
         origins = verdict["origins"]
         named_ranks = {rank for origin in origins for rank in origin["candidates"]}
         named_ranks |= {o["coordinates"]["rank"] for o in origins if o["coordinates"]}
-        what = "the planted rank" if named_ranks == {fact["rank"]} else "among those that the evidence leaves"
-        good &= self.verify(fact["rank"] in named_ranks, f"rank {fact['rank']} is {what} {sorted(named_ranks)}")
+        what = "the rank named" if named_ranks == {fact["rank"]} else "among the ranks that gradients leave"
+        good &= self.verify(
+            fact["rank"] in named_ranks, f"rank {fact['rank']} is {what}: {sorted(named_ranks)}"
+        )
         if "parameter" in fact:
             tensors = [(o["parameter"], (o["tensor"] or {}).get("first_bad")) for o in origins]
             good &= self.verify(
@@ -239,7 +251,6 @@ class Demonstration:
         print(f"\nnanlocator's files are in {run}:")
         kinds = collections.Counter(re.sub(r"tp\d+pp\d+dp\d+", "*", path.name) for path in run.iterdir())
         print("  " + ", ".join(name + (f" ({n})" if n > 1 else "") for name, n in sorted(kinds.items())))
-        print(f"again at any time: build/release/bin/nanlocator report {os.path.relpath(run)}")
         return good
 
     def verify(self, is_so: bool, sentence: str) -> bool:
@@ -279,7 +290,8 @@ class Screen:
                 return
             self.shown += 1
             norm = record["grad_norm"]
-            text = f"  step {record['iteration']:3d}/{self.steps}  loss {record['loss']:.4f}  grad norm {norm:.4g}"
+            where = f"  step {record['iteration']:3d}/{self.steps}"
+            text = f"{where}  loss {record['loss']:.4f}  grad norm {norm:.4g}"
             if self.is_terminal:
                 print(f"\r{text}   ", end="", flush=True)
             elif self.shown == 1 or self.shown % 5 == 0 or self.shown == self.steps:

@@ -39,6 +39,7 @@ from nanlocator.megatron.layout import (
 from nanlocator.session import RankConnection, log_once, raise_or_continue, resolve_options
 
 _TESTED_MEGATRON = "0.16.1"
+_STEPS_TO_OBSERVE = 20
 _INSTALLED = "_nanlocator"  # attribute of the optimizer that holds the installed locator
 
 
@@ -235,6 +236,7 @@ class MegatronLocator:
             [offset for _, _, offset in views],
         )
         self._locator.start_agreement()
+        self._end_observation()
         if found_inf:  # step() returns at once; the host has just waited for found_inf
             self._finish_agreement(is_overflow=True)
         return found_inf
@@ -259,17 +261,27 @@ class MegatronLocator:
             self._is_open = False
 
     def _observe_backward_order(self) -> None:
-        """Notes the order in which backward finishes gradients, until each has been seen once: the
-        order of registration is not that of execution (linear_proj is registered before linear_qkv)."""
-        handles = {}
+        """Notes the order in which backward finishes gradients: the order of registration is not that of
+        execution (linear_proj is registered before linear_qkv)."""
 
         def observe(p: torch.nn.Parameter) -> None:
             self._locator.gradient_is_ready(self._ids[p])
-            handles.pop(p).remove()
+            self._not_yet_ready.discard(p)
 
-        for entry in self._named:
-            handles[entry.parameter] = entry.parameter.register_post_accumulate_grad_hook(observe)
-        self._unpatch.append(lambda: [handle.remove() for handle in handles.values()])
+        self._not_yet_ready = {entry.parameter for entry in self._named}
+        hooks = [p.register_post_accumulate_grad_hook(observe) for p in self._not_yet_ready]
+        self._order_hooks = hooks
+        self._unpatch.append(lambda: [hook.remove() for hook in hooks])
+
+    def _end_observation(self) -> None:
+        """After a step in which every gradient became ready the order is known. Where some never does (an
+        expert without tokens), a few steps are enough to wait for it."""
+        if not self._order_hooks:
+            return
+        if not self._not_yet_ready or self._steps >= _STEPS_TO_OBSERVE:
+            while self._order_hooks:
+                self._order_hooks.pop().remove()
+        self._not_yet_ready = {entry.parameter for entry in self._named}
 
     # --- a step --------------------------------------------------------------------------------------
 

@@ -4,14 +4,15 @@
 #include <ATen/ops/zeros.h>
 
 #include <bit>
+#include <optional>
 #include <utility>
 
 #include "gradients/aten_scan.hpp"
 #include "nanlocator/gradients/scan_tensor.hpp"
 
 #ifdef NANLOCATOR_CUDA
+#include <ATen/cuda/CUDAEvent.h>
 #include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
 
@@ -35,10 +36,53 @@ class SlotRanges {
   std::uint32_t next_ = 0;
 };
 
+// The kernels' work on one device, in the order of the calls, whatever streams are current in them:
+// each call waits, on the device, for the work of the one before, and for nothing else.
+class StreamOrder {
+ public:
+  explicit StreamOrder(at::Device device) : device_(device) {}
+
+#ifdef NANLOCATOR_CUDA
+  /// Calls `enqueue(stream)` with the current stream.
+  template <class Enqueue>
+  void in_order(const Enqueue& enqueue) {
+    if (!device_.is_cuda()) return enqueue(StreamHandle{});
+    const auto stream = c10::cuda::getCurrentCUDAStream(device_.index());
+    if (latest_ && *latest_ != stream) done_.block(stream);
+    enqueue(StreamHandle{stream.stream()});
+    done_.record(stream);
+    latest_ = stream;
+  }
+
+  /// Tells the caching allocator that the current stream reads memory that another stream may own:
+  /// it may then be freed at once and is handed out again only after the read.
+  void keep_until_read(std::span<const at::Tensor> tensors) const {
+    if (!device_.is_cuda()) return;
+    const auto stream = c10::cuda::getCurrentCUDAStream(device_.index());
+    for (const auto& tensor : tensors) {
+      c10::cuda::CUDACachingAllocator::recordStream(tensor.storage().data_ptr(), stream);
+    }
+  }
+#else
+  template <class Enqueue>
+  void in_order(const Enqueue& enqueue) {
+    enqueue(StreamHandle{});
+  }
+  void keep_until_read(std::span<const at::Tensor>) const {}
+#endif
+
+ private:
+  at::Device device_;
+#ifdef NANLOCATOR_CUDA
+  std::optional<c10::cuda::CUDAStream> latest_;
+  at::cuda::CUDAEvent done_;
+#endif
+};
+
 class KernelSlots : public DeviceSlots {
  public:
   KernelSlots(at::Device device, std::unique_ptr<SlotScanner> scanner)
-      : device_(device), scanner_(std::move(scanner)) {}
+      : device_(device), scanner_(std::move(scanner)), order_(device) {}
 
   void prepare(SlotBatch& batch, std::span<const at::Tensor> tensors) override {
     std::vector<TensorView> views;
@@ -52,24 +96,25 @@ class KernelSlots : public DeviceSlots {
   }
 
   void scan(SlotBatch& batch, std::span<const at::Tensor> tensors) override {
-    record_stream(tensors);
-    scanner_->enqueue(*batch.plan, current_stream());
+    order_.keep_until_read(tensors);
+    order_.in_order([&](StreamHandle stream) { scanner_->enqueue(*batch.plan, stream); });
   }
 
   void clear_flag() override {
-    scanner_->enqueue_clear_flag(current_stream());
-    // Two steps later the flag that was reduced after a plan's scans has been read by the host.
+    order_.in_order([&](StreamHandle stream) { scanner_->enqueue_clear_flag(stream); });
+    // Two steps later the host has read a flag that was made after a retired plan's last scan.
     ++steps_;
     std::erase_if(retired_, [&](const auto& plan) { return plan.step + 2 < steps_; });
   }
 
   at::Tensor flag() override {
+    order_.in_order([](StreamHandle) {});
     return at::from_blob(scanner_->bad_flag(), {1},
                          at::TensorOptions().dtype(at::kInt).device(device_));
   }
 
   std::vector<TensorStats> read() override {
-    scanner_->enqueue_readback(current_stream());
+    order_.in_order([&](StreamHandle stream) { scanner_->enqueue_readback(stream); });
     const auto slots = scanner_->wait();
     return {slots.begin(), slots.end()};
   }
@@ -80,30 +125,9 @@ class KernelSlots : public DeviceSlots {
     std::unique_ptr<ScanPlan> plan;
   };
 
-#ifdef NANLOCATOR_CUDA
-  [[nodiscard]] StreamHandle current_stream() const {
-    if (!device_.is_cuda()) return {};
-    return {c10::cuda::getCurrentCUDAStream(device_.index()).stream()};
-  }
-
-  // Tells the caching allocator that this stream reads memory that another stream may own, so that
-  // the owner can free it at once and it is handed out again only after the scan.
-  void record_stream(std::span<const at::Tensor> tensors) const {
-    if (!device_.is_cuda()) return;
-    const auto stream = c10::cuda::getCurrentCUDAStream(device_.index());
-    for (const auto& tensor : tensors) {
-      c10::cuda::CUDACachingAllocator::recordStream(tensor.storage().data_ptr(), stream);
-    }
-  }
-#else
-  [[nodiscard]] StreamHandle current_stream() const {
-    return {};
-  }
-  void record_stream(std::span<const at::Tensor>) const {}
-#endif
-
   at::Device device_;
   std::unique_ptr<SlotScanner> scanner_;
+  StreamOrder order_;
   SlotRanges ranges_;
   std::vector<RetiredPlan> retired_;
   std::uint64_t steps_ = 0;

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <tuple>
 #include <utility>
 
 #include "gradients/device_slots.hpp"
@@ -50,7 +51,9 @@ struct Group {
 };
 
 PreparedView prepare(const at::Tensor& given, const ParameterInfo& parameter) {
-  require_scannable(given, "the tensor of parameter '" + parameter.name + "'");
+  if (const char* reason = why_not_scannable(given)) {
+    refuse(given, "the tensor of parameter '" + parameter.name + "'", reason);
+  }
   PreparedView view;
   view.dtype = dtype_name(given.scalar_type());
   view.is_complex = given.is_complex();
@@ -93,7 +96,10 @@ struct GradientScanner::Impl {
   const ParameterMap& map;
   int threads;
   std::map<std::pair<at::DeviceType, at::DeviceIndex>, std::unique_ptr<DeviceSlots>> devices;
-  std::map<std::pair<Phase, std::uint64_t>, Group> groups;
+  // By phase, number and pass: where a framework repeats a pass within one step (Megatron's rerun
+  // state machine), the second must not overwrite what the first has shown.
+  using GroupKey = std::tuple<Phase, std::uint64_t, int>;
+  std::map<GroupKey, Group> groups;
   std::uint64_t scans = 0;  // of this step
 
   DeviceSlots& slots_of(at::Device device) {
@@ -101,6 +107,13 @@ struct GradientScanner::Impl {
     auto& slots = devices[{device.type(), device.is_cpu() ? at::DeviceIndex{-1} : device.index()}];
     if (!slots) slots = make_device_slots(device, threads);
     return *slots;
+  }
+
+  [[nodiscard]] Group& group_for_next_pass(Phase phase, std::uint64_t number) {
+    for (int pass = 0;; ++pass) {
+      auto& group = groups[{phase, number, pass}];
+      if (group.sequence == 0) return group;
+    }
   }
 
   [[nodiscard]] Sighting sighting_of(const Entry& entry, const TensorStats& stats) const {
@@ -159,7 +172,7 @@ void GradientScanner::scan(Phase phase, std::uint64_t group_number, std::string_
                        static_cast<std::uint32_t>(batch.size())});
     batch.push_back(std::move(prepared.tensor));
   }
-  auto& group = impl_->groups[{phase, group_number}];
+  auto& group = impl_->group_for_next_pass(phase, group_number);
   for (const auto& [device, batch] : tensors) device->prepare(group.batches[device], batch);
   group.role = role;
   group.sequence = ++impl_->scans;
@@ -190,7 +203,7 @@ GradientScanner::Collected GradientScanner::collect(std::int64_t iteration) {
 
   std::vector<std::pair<Phase, const Group*>> in_order;
   for (const auto& [key, group] : impl_->groups) {
-    if (group.sequence > 0) in_order.emplace_back(key.first, &group);
+    if (group.sequence > 0) in_order.emplace_back(std::get<Phase>(key), &group);
   }
   std::ranges::sort(in_order, {}, [](const auto& scan) { return scan.second->sequence; });
 

@@ -25,24 +25,12 @@ std::string_view complex_name(at::ScalarType type) noexcept {
   }
 }
 
-[[noreturn]] void refuse(const at::Tensor& tensor, const std::string& what,
-                         const std::string& reason) {
-  std::ostringstream text;
-  text
-      << "Cannot scan " << what << " (" << dtype_name(tensor.scalar_type()) << ", layout "
-      << tensor.layout() << ", on " << tensor.device() << "): " << reason
-      << ". Scanned are float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 and "
-         "complex "
-         "tensors, strided or sparse COO. Leave it out, or hand over a copy in one of these forms.";
-  throw UnsupportedError(text.str());
-}
-
 bool has_pending_operation(const at::Tensor& tensor) {
   return tensor.is_conj() || tensor.is_neg();
 }
 
 void require_strided(const at::Tensor& tensor, const std::string& what) {
-  require_scannable(tensor, what);
+  if (const char* reason = why_not_scannable(tensor)) refuse(tensor, what, reason);
   if (tensor.layout() != at::kStrided) refuse(tensor, what, "it is not strided");
 }
 
@@ -73,17 +61,28 @@ std::string_view dtype_name(at::ScalarType type) noexcept {
   return c10::toString(type);
 }
 
-void require_scannable(const at::Tensor& tensor, const std::string& what) {
-  if (tensor.is_nested()) refuse(tensor, what, "a nested tensor has no single shape");
+void refuse(const at::Tensor& tensor, const std::string& what, const char* reason) {
+  std::ostringstream text;
+  text
+      << "Cannot scan " << what << " (" << dtype_name(tensor.scalar_type()) << ", layout "
+      << tensor.layout() << ", on " << tensor.device() << "): " << reason
+      << ". Scanned are float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 and "
+         "complex "
+         "tensors, strided or sparse COO. Leave it out, or hand over a copy in one of these forms.";
+  throw UnsupportedError(text.str());
+}
+
+const char* why_not_scannable(const at::Tensor& tensor) {
+  if (tensor.is_nested()) return "a nested tensor has no single shape";
   if (tensor.layout() != at::kStrided && tensor.layout() != at::kSparse) {
-    refuse(tensor, what, "its layout is not supported");
+    return "its layout is not supported";
   }
   if (!scanned_dtype(tensor.scalar_type()) && !tensor.is_complex()) {
-    refuse(tensor, what, "its dtype is not a floating-point type that the scan knows");
+    return "its dtype is not a floating-point type that the scan knows";
   }
   const bool is_freed = tensor.layout() == at::kStrided && tensor.device().is_cpu() &&
                         tensor.numel() > 0 && tensor.const_data_ptr() == nullptr;
-  if (tensor.is_meta() || is_freed) refuse(tensor, what, "it has no memory");
+  return tensor.is_meta() || is_freed ? "it has no memory" : nullptr;
 }
 
 at::Tensor as_real(const at::Tensor& tensor) {

@@ -17,9 +17,12 @@ namespace nanlocator {
 /// "bfloat16", "complex64"; Torch's own spelling ("Long") for what cannot be scanned.
 [[nodiscard]] std::string_view dtype_name(at::ScalarType type) noexcept;
 
-/// Throws UnsupportedError unless the tensor is strided or sparse COO, of floating point or
-/// complex, and has memory. `what` names it in the message: "parameter 'layers.0.weight'".
-void require_scannable(const at::Tensor& tensor, const std::string& what);
+/// Why the tensor cannot be scanned; nullptr where it can: strided or sparse COO, of floating point
+/// or complex, and with memory.
+[[nodiscard]] const char* why_not_scannable(const at::Tensor& tensor);
+
+/// Throws UnsupportedError. `what` names the tensor: "the gradient of 'layers.0.weight'".
+[[noreturn]] void refuse(const at::Tensor& tensor, const std::string& what, const char* reason);
 
 /// A strided tensor's elements as real numbers (complex: one more dimension, of size 2). Shares the
 /// memory, but for a pending conjugation or negation, which is carried out on a copy.

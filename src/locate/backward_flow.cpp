@@ -129,15 +129,14 @@ class FlowFinder {
   }
 
   /// The chains whose stretch, from `first_of(chain)` on, has a bad sharded parameter that is clean
-  /// on another tensor-parallel rank.
+  /// on another tensor-parallel rank. A duplicate that is bad here is no clean witness there.
   template <typename FirstOf>
   std::set<int> chains_with_own_fault(FirstOf first_of) {
     std::set<int> own;
     for (const Chain& chain : chains_) {
       if (chain.bad_steps == 0) continue;
       for (std::size_t i = first_of(chain); i < chain.places.size(); ++i) {
-        if (!is_bad(chain.places[i]) || step(chain.places[i]).parameter->is_tp_duplicate) continue;
-        if (is_clean_on_another(chain.places[i])) {
+        if (is_bad(chain.places[i]) && is_clean_on_another(chain.places[i])) {
           own.insert(chain.tp);
           break;
         }

@@ -400,8 +400,9 @@ class Locator {
     if (flow.may_come_from_forward) {
       if (is_one_rank) set_parameter(origin, name, *start.sighting);
       origin.evidence.push_back(
-          "all " + count + " parameters that backward reaches are bad, from the first one (" +
-          name + ") on: the loss or its gradient was bad already, so a birth " +
+          "all " + count +
+          " gradients on the ranks that backward reaches are bad, from the first one (" + name +
+          ") on: the loss or its gradient was bad already, so a birth " +
           "in forward cannot be excluded");
       if (phase == Phase::grad_local) {
         origin.evidence.push_back(
@@ -409,7 +410,9 @@ class Locator {
             "replica is certain; which of its ranks, layers or operators is not visible in "
             "gradients");
       }
-      origin.action = "look at this replica's batch, labels and loss; then arm the operator level";
+      origin.action =
+          "look at this replica's batch, labels and loss in this step, then at its activations "
+          "layer by layer";
     } else {
       set_parameter(origin, name, *start.sighting);
       set_neighbours(origin, stage, cell, flow.start.step);
@@ -417,10 +420,11 @@ class Locator {
       // gradients.
       const bool has_travelled = flow.reached_other_tp_ranks || stage.cells.size() == 1;
       if (has_travelled) origin.direction = Direction::backward;
-      origin.evidence.push_back(count + " parameters are bad from this one to the end of backward" +
-                                (origin.clean_before.empty()
-                                     ? std::string()
-                                     : "; " + origin.clean_before + " before it is clean"));
+      origin.evidence.push_back(
+          count +
+          " gradients on the replica's ranks are bad from this parameter to the end of backward" +
+          (origin.clean_before.empty() ? std::string()
+                                       : "; " + origin.clean_before + " before it is clean"));
       if (!has_travelled) {
         origin.evidence.push_back(
             "the other tensor-parallel ranks stayed clean, though their activations' gradients are "
@@ -448,8 +452,9 @@ class Locator {
             "this stage remain possible");
       }
       origin.action =
-          "arm the operator level for this rank's next step: it names the operator between the "
-          "clean parameter and this one";
+          "look at the operators between the clean parameter and this one on these ranks: their "
+          "inputs "
+          "in this step's backward, and the points where their derivatives have poles";
     }
     if (!lane.is_order_observed) {
       origin.evidence.push_back(
@@ -617,8 +622,9 @@ class Locator {
         "missing for the cause: the weight-gradient operator's inputs; a kernel, a hook and the "
         "memory itself look alike in gradients");
     origin.action =
-        "repeat the step with the operator level armed; if it is clean then, check this device's "
-        "memory and kernels";
+        "run this step again from the last checkpoint: if the gradient is clean then, test this "
+        "device's "
+        "memory; if it repeats, look at the inputs of this weight's gradient";
     add_origin(std::move(origin));
   }
 
@@ -666,7 +672,7 @@ class Locator {
                                 describe_rank_count({entry.ranks.begin(), entry.ranks.end()}) +
                                 "; the parameter is in no rank's backward order, so what it could "
                                 "have received is not known");
-      origin.action = "arm the operator level for the next step";
+      origin.action = "look at the operators that compute this gradient, and at their inputs";
       add_origin(std::move(origin));
     }
   }
@@ -684,6 +690,8 @@ class Locator {
       if (is_bad_in(Phase::grad_local, *key)) continue;  // received from a replica
       if (is_clean_on_all_holders(*key, *bad, Phase::grad_local)) {
         add_collective_origin(*bad);
+      } else if (has_clean_copy(*bad)) {
+        add_own_copy_origin(*bad);
       } else {
         without_evidence.insert(*key);
       }
@@ -704,6 +712,38 @@ class Locator {
         return !position || place->evidence->status(phase, *position) == Status::clean;
       });
     });
+  }
+
+  /// Another data-parallel rank of a bad rank's group holds the same elements, whole, and clean: an
+  /// all-reduce gives all of them the same result, so the bad copy went bad where it lies.
+  bool has_clean_copy(const std::vector<BadOnRank>& bad) const {
+    return std::ranges::all_of(bad, [&](const BadOnRank& each) {
+      const Sighting& sighting = *each.bad->sighting;
+      if (sighting.stats.numel != numel_of(sighting.shape)) return false;
+      const RankCoordinates& own = each.rank->coordinates();
+      return std::ranges::any_of(groups_.at({own.tp.rank, own.pp.rank}), [&](const Place* place) {
+        return place->evidence->status(Phase::grad_reduced, each.bad->name) == Status::clean;
+      });
+    });
+  }
+
+  void add_own_copy_origin(const std::vector<BadOnRank>& bad) {
+    if (is_full(Phase::grad_reduced)) return;
+    const Sighting& sighting = *bad.front().bad->sighting;
+    Origin origin =
+        make_origin(Phase::grad_reduced, Cause::unknown, Confidence::medium, sorted(ranks_of(bad)));
+    set_parameter(origin, bad.front().bad->name, sighting);
+    origin.direction = Direction::none;
+    origin.evidence.push_back(
+        describe_bad(sighting.stats) + " after the data-parallel collective on " +
+        describe_rank_count(ranks_of(bad)) +
+        "; other data-parallel ranks hold a clean result of the same elements");
+    origin.evidence.push_back(
+        "gradients before the collective were not looked at: were it bad before, all members would "
+        "have received it (unless gradients are not reduced at all)");
+    origin.action = "check what touches gradients after the reduction on " +
+                    describe_rank_count(ranks_of(bad)) + ", its links and its memory";
+    add_origin(std::move(origin));
   }
 
   void add_collective_origin(const std::vector<BadOnRank>& bad) {
@@ -762,13 +802,15 @@ class Locator {
           "rank's copy alone is bad (its link, its memory, or the collective's "
           "last step on it)");
       origin.action = "check the links and the memory of " + describe_rank_count(ranks) +
-                      "; run nanlocator netcheck";
+                      "; repeat the collective on known values over them";
     } else {
       origin.evidence.push_back(
           is_whole ? "every member has it: the members cannot be told apart"
                    : "only the owner of these elements (" + describe_rank_count(ranks) +
                          ") keeps their sum: it and every rank that sent to it are possible");
-      origin.action = "run nanlocator netcheck over these ranks; compare the members' local sums";
+      origin.action =
+          "repeat the collective on known values over these ranks, and compare the members' local "
+          "sums";
     }
     if (overflow) origin.evidence.push_back(*overflow);
     add_origin(std::move(origin));

@@ -206,7 +206,7 @@ std::string to_json(const Verdict& verdict) {
                         {keys::kNotRestored, ordered_json::array()}};
   json[keys::kSilentRanks] = verdict.silent_ranks;
   json[keys::kNotes] = verdict.notes;
-  return json.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n";
+  return json.dump(2, ' ', true, ordered_json::error_handler_t::replace) + "\n";
 }
 
 Verdict verdict_from_json(std::string_view text, const std::string& source) {
@@ -222,7 +222,8 @@ Verdict verdict_from_json(std::string_view text, const std::string& source) {
     throw_unexpected_json(object.where(keys::kOrigins), origins, "an array of origins");
   }
   for (const auto& origin : origins) {
-    const std::string path = keys::kOrigins + ("[" + std::to_string(verdict.origins.size()) + "]");
+    std::string path = keys::kOrigins;
+    path.append("[").append(std::to_string(verdict.origins.size())).append("]");
     verdict.origins.push_back(origin_from_json(JsonObject(origin, source, path)));
   }
   verdict.spread = spread_from_json(object.object(keys::kSpread));

@@ -82,7 +82,7 @@ std::vector<std::string> texts_from_json(const JsonObject& object, const char* k
 }
 
 std::string one_line(const nlohmann::ordered_json& json) {
-  return json.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
+  return json.dump(-1, ' ', true, nlohmann::ordered_json::error_handler_t::replace);
 }
 
 }  // namespace nanlocator

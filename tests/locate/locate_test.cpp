@@ -609,6 +609,27 @@ TEST_P(RandomIncidents, AnIsolatedElementIsNamedWithItsRank) {
   }
 }
 
+TEST_P(RandomIncidents, FaultsInTwoReplicasAreTwoOrigins) {
+  for (unsigned seed = GetParam() * 100; seed < GetParam() * 100 + 50; ++seed) {
+    Incident incident = random_incident(seed);
+    incident.layout.dp = 4;  // replicas of one or two dp ranks: lane 0 and the last are strangers
+    incident.fault.lane = 0;
+    incident.fault.source_lane = 0;
+    const TrainingStep step(incident.layout, incident.fault);
+    if (!step.has_bad_gradients()) continue;
+    TrainingStep both = step;
+    const int other =
+        incident.layout.rank_at(incident.layout.lanes() - 1, 0, incident.layout.stages() - 1);
+    both.spoil(other, "output_layer.weight");
+    if (incident.layout.has_tied_embeddings && incident.layout.pp == 1) continue;  // no such weight
+    SCOPED_TRACE(describe(incident, seed));
+    const Verdict verdict = locate_all(both);
+    ASSERT_EQ(verdict.origins.size(), 2u);
+    EXPECT_THAT(verdict.origins[0].candidates, Contains(*step.guilty_rank()));
+    EXPECT_THAT(verdict.origins[1].candidates, ElementsAre(other));
+  }
+}
+
 TEST_P(RandomIncidents, MissingRanksNeverMakeAWrongRankCertain) {
   for (unsigned seed = GetParam() * 100; seed < GetParam() * 100 + 100; ++seed) {
     const Incident incident = random_incident(seed);

@@ -1,4 +1,4 @@
-"""One pool of forked ranks for all tests of this folder, and the package `nanlocator` for those that need it."""
+"""One pool of forked ranks for all tests of this folder; a clear word where `nanlocator` is not built."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from launch import ScenarioPool  # noqa: E402
 
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory):
+    """A ScenarioPool; `environment` is what its ranks get beside this process's."""
     environment = {"PYTHONWARNINGS": "ignore"}
     built = HERE.parent.parent / "build" / "release" / "python"
-    if importlib.util.find_spec("nanlocator") is None and (built / "nanlocator").exists():
+    is_importable = importlib.util.find_spec("nanlocator") is not None
+    if not is_importable and (built / "nanlocator").exists():
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(built), os.environ.get("PYTHONPATH")]))
+        is_importable = True
     with ScenarioPool(tmp_path_factory.mktemp("megatron"), environment) as pool:
-        pool.has_nanlocator = "PYTHONPATH" in environment or importlib.util.find_spec("nanlocator") is not None
+        pool.environment = environment
+        pool.has_nanlocator = is_importable
         yield pool
 
 

@@ -1,7 +1,7 @@
 """Planted faults: each really computes or writes a NaN or Inf at one known place of a training step.
 
-A fault is attached to a Trainer on every rank and acts on one of them. What it did, with exact coordinates, is
-appended to `trainer.planted`: that record is what tests compare a verdict with. Attach faults after
+A fault is attached to a Trainer on every rank and acts on one of them. What it did, with exact coordinates,
+is appended to `trainer.planted`: that record is what tests compare a verdict with. Attach faults after
 nanlocator is installed: they wrap the instances that are in place then, so that the value is there before
 nanlocator looks.
 """
@@ -86,8 +86,8 @@ def _element(parameter: torch.Tensor, element: int) -> int:
 
 
 def before_gradient_reduction(trainer: Trainer, action) -> None:
-    """Calls `action(group)` on this rank when the last gradient of a bucket group is complete, just before the
-    group's data-parallel collective, once for each time the collective is launched.
+    """Calls `action(group)` on this rank when the last gradient of a bucket group is complete, just before
+    the group's data-parallel collective, once for each time the collective is launched.
 
     One place serves all configurations: start_grad_sync is called from finish_grad_sync (no overlap; first
     iteration) or from the hook of the group's last gradient (overlap), always through the instance. A

@@ -110,10 +110,10 @@ def standard_library_bytes() -> torch.Tensor:
 class Trainer:
     """Builds model, gradient buckets and optimizer; trains. torch.distributed must be initialised.
 
-    `model_chunks` (one DistributedDataParallel per virtual pipeline chunk) and `optimizer` are what a training
-    script hands to `nanlocator.megatron.install`. `iteration` (from 1) and `microbatch` (from 0) tell
-    where training stands. `parameters` maps global names (layer numbers counted over all pipeline stages)
-    to this rank's parameters.
+    `model_chunks` (one DistributedDataParallel per virtual pipeline chunk) and `optimizer` are what a
+    training script hands to `nanlocator.megatron.install`. `iteration` (from 1) and `microbatch` (from 0)
+    tell where training stands. `parameters` maps global names (layer numbers counted over all pipeline
+    stages) to this rank's parameters.
     """
 
     def __init__(self, config: TrainingConfig) -> None:
@@ -297,7 +297,9 @@ class Trainer:
         """Megatron's forward_step_func: output of one chunk for one microbatch, and the loss function."""
         batch = next(data_iterator)
         self.microbatch = batch["microbatch"]
-        output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+        output = model(
+            batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
+        )
 
         def loss_function(losses: torch.Tensor):
             mask = batch["loss_mask"]

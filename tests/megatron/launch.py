@@ -1,8 +1,8 @@
 """Starts the ranks of a scenario, waits with a hard time-out and collects what they wrote.
 
-`ScenarioPool` keeps one run_scenarios.py alive: 8 ranks of TP2 x PP2 x DP2 start in 0.4 s instead of the 20 s of
-8 fresh interpreters on 2 cores. `run_torchrun` is the real launcher, for what depends on it. In both, ranks that
-still live when time is up dump their Python stacks into their logs and are killed.
+`ScenarioPool` keeps one run_scenarios.py alive: 8 ranks of TP2 x PP2 x DP2 start in 0.4 s instead of the
+20 s of 8 fresh interpreters on 2 cores. `run_torchrun` is the real launcher, for what depends on it. In
+both, ranks that still live when time is up dump their Python stacks into their logs and are killed.
 """
 
 from __future__ import annotations
@@ -141,16 +141,20 @@ class ScenarioPool:
         )
 
 
-def run_torchrun(ranks: int, arguments: list[str], directory: pathlib.Path, timeout: float = 180.0) -> Outcome:
+def run_torchrun(
+    ranks: int, arguments: list[str], directory: pathlib.Path, timeout: float = 180.0
+) -> Outcome:
     """run_training.py under torchrun with a free port of its own. `arguments`: its command line without
     --output, which is `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with open(directory / "torchrun.log", "w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-            + ["--redirects=3", f"--log-dir={directory / 'torchrun'}"]  # a stdout.log, stderr.log per rank
-            + [str(HERE / "run_training.py"), *arguments, "--output", str(directory)],
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
+                *("--redirects=3", f"--log-dir={directory / 'torchrun'}"),  # stdout.log, stderr.log per rank
+                *(str(HERE / "run_training.py"), *arguments, "--output", str(directory)),
+            ],
             stdout=log,
             stderr=log,
             env={**os.environ, "OMP_NUM_THREADS": "1"},

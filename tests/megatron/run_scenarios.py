@@ -3,9 +3,9 @@
     python tests/megatron/run_scenarios.py scenarios.json --output DIR     a JSON list of Scenario fields
     python tests/megatron/run_scenarios.py --serve                         requests on stdin (see launch.py)
 
-Importing torch and Megatron-Core costs each process about 2 s of CPU, 16 s for 8 ranks on 2 cores. Here it is paid
-once: this process imports, starts no thread and touches no process group; each scenario's ranks are forked from it.
-A scenario can therefore leave nothing behind for the next one, not even by crashing.
+Importing torch and Megatron-Core costs each process 3 s of CPU: 20 s until 8 ranks train on 2 cores. Here
+it is paid once: this process imports, starts no thread and touches no process group; each scenario's ranks
+are forked from it. A scenario can therefore leave nothing behind for the next one, not even by crashing.
 
 Each request is a line {"scenario": {...}, "directory": "..."}; each answer a line
 {"name", "directory", "seconds", "exit_codes", "timed_out"}. A rank writes rank{N}.json and rank{N}.log.
@@ -27,16 +27,18 @@ import time
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported; without threads the fork is safe
 
-import torch._dynamo  # noqa: E402, F401  # torch.optim imports it (1.5 s) with its first optimizer
-import torch.distributed as dist  # noqa: E402
-from gpt_training import standard_library_bytes  # noqa: E402
-from scenarios import PROCESS_GROUP_TIMEOUT, Scenario, prepare_process, run_rank  # noqa: E402
+import torch._dynamo  # noqa: F401  # torch.optim imports it (1.5 s) with its first optimizer
+import torch.distributed as dist
+from gpt_training import standard_library_bytes
+from scenarios import PROCESS_GROUP_TIMEOUT, Scenario, prepare_process, run_rank
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("scenarios", nargs="?", type=pathlib.Path)
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("scenario_results"))
     parser.add_argument("--serve", action="store_true")
@@ -46,7 +48,7 @@ def main() -> int:
     standard_library_bytes()  # read once, shared by all ranks
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
-        raise RuntimeError(f"{threads} threads run after the imports: forking would lose them and their locks")
+        raise RuntimeError(f"{threads} threads run after the imports: a fork would lose them and their locks")
     gc.freeze()  # nothing that exists now is garbage: children need not touch (and copy) its pages
     if arguments.serve:
         return _serve()
@@ -80,7 +82,10 @@ def run_scenario(scenario: Scenario, directory: pathlib.Path) -> dict:
         listener.listen(256)
         host = _fork(lambda: _host_store(listener), directory / "store.log")
         ranks = {
-            _fork(lambda r=rank: _run_forked_rank(scenario, directory, r, listener), _log(directory, rank)): rank
+            _fork(
+                lambda rank=rank: _run_forked_rank(scenario, directory, rank, listener),
+                directory / f"rank{rank}.log",
+            ): rank
             for rank in range(scenario.ranks)
         }
     exit_codes: list[int | None] = [None] * scenario.ranks
@@ -111,10 +116,6 @@ def run_scenario(scenario: Scenario, directory: pathlib.Path) -> dict:
         "exit_codes": exit_codes,
         "timed_out": timed_out,
     }
-
-
-def _log(directory: pathlib.Path, rank: int) -> pathlib.Path:
-    return directory / f"rank{rank}.log"
 
 
 def _signal_all(pids: set[int], number: int) -> None:

@@ -18,9 +18,9 @@ import sys
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import torch.distributed as dist  # noqa: E402
-from faults import FAULTS  # noqa: E402
-from scenarios import PROCESS_GROUP_TIMEOUT, Scenario, prepare_process, run_rank  # noqa: E402
+import torch.distributed as dist
+from faults import FAULTS
+from scenarios import PROCESS_GROUP_TIMEOUT, Scenario, prepare_process, run_rank
 
 
 def main() -> int:

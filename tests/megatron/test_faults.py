@@ -1,6 +1,6 @@
 """Planted faults on TP2 x PP2 x DP2: is the origin in the verdict the one that was planted?
 
-The truth is what the fault wrote down when it acted (`planted`), never the verdict. Ranks, in Megatron's order:
+The truth is what the fault wrote down when it acted (`planted`), never the verdict. Megatron's ranks:
     dp0: 0 1 (stage 0, tp 0 and 1), 4 5 (stage 1)        dp1: 2 3 (stage 0), 6 7 (stage 1)
 """
 
@@ -12,8 +12,9 @@ import math
 import pathlib
 
 import pytest
+from launch import run_torchrun
 
-pytestmark = pytest.mark.usefixtures("nanlocator_is_built")
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
 
 GRID = {"tp": 2, "pp": 2, "hidden": 32, "sequence": 16, "num_microbatches": 2}
 REPLICA = {0: [0, 1, 4, 5], 1: [2, 3, 6, 7]}
@@ -103,8 +104,14 @@ def names_the_element(origin, fact):
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=["nan", "inf", "minus_inf"])
 def test_one_bad_gradient_element_is_named_with_rank_parameter_and_element(pool, configuration, value):
-    fault = {"name": "main_grad_element", "rank": 6, "iteration": 3, "element": 41, "value": value,
-             "parameter": "decoder.layers.2.self_attention.linear_qkv.weight"}  # fmt: skip
+    fault = {
+        "name": "main_grad_element",
+        "rank": 6,
+        "iteration": 3,
+        "element": 41,
+        "value": value,
+        "parameter": "decoder.layers.2.self_attention.linear_qkv.weight",
+    }
     verdict, ranks = stopped(pool, [fault], training=CONFIGURATIONS[configuration])
     names_exactly(the_origin(verdict), ranks[6]["planted"][0])
     assert verdict["status"] == "located"
@@ -124,8 +131,12 @@ def test_a_fault_in_the_first_step_is_named_as_well(pool):
 @pytest.mark.parametrize("rank", [1, 3, 7])
 def test_a_duplicated_norm_weight_that_megatrons_norm_leaves_out_is_named(pool, configuration, rank):
     layer = 3 if rank == 7 else 1
-    fault = {"name": "tp_duplicated_layernorm", "rank": rank, "iteration": 3,
-             "parameter": f"decoder.layers.{layer}.input_layernorm.weight"}  # fmt: skip
+    fault = {
+        "name": "tp_duplicated_layernorm",
+        "rank": rank,
+        "iteration": 3,
+        "parameter": f"decoder.layers.{layer}.input_layernorm.weight",
+    }
     verdict, ranks = stopped(pool, [fault], training=CONFIGURATIONS[configuration])
     names_exactly(the_origin(verdict), ranks[rank]["planted"][0])
     assert weights_are_untouched(ranks)
@@ -138,8 +149,14 @@ def test_every_parameter_is_named_when_its_gradient_goes_bad(pool, configuration
     parameters = known_parameters(pool)[rank]
     values = itertools.cycle([math.nan, math.inf, -math.inf])
     faults = [
-        {"name": "main_grad_element", "rank": rank, "iteration": number + 2, "parameter": name,
-         "element": (7 * number) % math.prod(shape), "value": next(values)}  # fmt: skip
+        {
+            "name": "main_grad_element",
+            "rank": rank,
+            "iteration": number + 2,
+            "parameter": name,
+            "element": (7 * number) % math.prod(shape),
+            "value": next(values),
+        }
         for number, (name, shape) in enumerate(parameters.items())
     ]
     for first in range(0, len(faults), 12):  # findings are gathered for the first 16 of a run
@@ -229,8 +246,13 @@ def test_a_loss_of_zero_over_zero_is_narrowed_to_its_replica(pool, dp):
 
 @pytest.mark.parametrize("configuration", ["ddp_fp32", "sharded"])
 def test_a_bad_weight_is_named_before_it_is_used_when_parameters_are_checked(pool, configuration):
-    fault = {"name": "bad_weight", "rank": 5, "iteration": 3, "value": math.inf,
-             "parameter": "decoder.layers.3.mlp.linear_fc2.weight"}  # fmt: skip
+    fault = {
+        "name": "bad_weight",
+        "rank": 5,
+        "iteration": 3,
+        "value": math.inf,
+        "parameter": "decoder.layers.3.mlp.linear_fc2.weight",
+    }
     verdict, ranks = stopped(pool, [fault], training=CONFIGURATIONS[configuration], check_params=True)
     origin = the_origin(verdict)
     names_exactly(origin, ranks[5]["planted"][0])
@@ -238,8 +260,12 @@ def test_a_bad_weight_is_named_before_it_is_used_when_parameters_are_checked(poo
 
 
 def test_an_update_that_breaks_a_weight_from_clean_gradients_is_named(pool):
-    fault = {"name": "optimizer_update", "rank": 4, "iteration": 3,
-             "parameter": "decoder.layers.2.mlp.linear_fc2.weight"}  # fmt: skip
+    fault = {
+        "name": "optimizer_update",
+        "rank": 4,
+        "iteration": 3,
+        "parameter": "decoder.layers.2.mlp.linear_fc2.weight",
+    }
     outcome = run(pool, [fault], check_params=True)
     ranks = outcome.require_results()
     assert {rank["error"]["type"] for rank in ranks} == {STOPPED}, outcome.logs()
@@ -261,10 +287,19 @@ def test_gradients_that_are_finite_but_too_large_for_the_norm_stop_the_run(pool,
 
 
 def test_two_independent_faults_in_one_step_are_two_origins(pool):
-    first = {"name": "main_grad_element", "rank": 1, "iteration": 3,
-             "parameter": "decoder.layers.1.mlp.linear_fc2.weight"}  # fmt: skip
-    second = {"name": "main_grad_element", "rank": 6, "iteration": 3, "value": -math.inf,
-              "parameter": "decoder.layers.3.pre_mlp_layernorm.bias"}  # fmt: skip
+    first = {
+        "name": "main_grad_element",
+        "rank": 1,
+        "iteration": 3,
+        "parameter": "decoder.layers.1.mlp.linear_fc2.weight",
+    }
+    second = {
+        "name": "main_grad_element",
+        "rank": 6,
+        "iteration": 3,
+        "value": -math.inf,
+        "parameter": "decoder.layers.3.pre_mlp_layernorm.bias",
+    }
     verdict, ranks = stopped(pool, [first, second])
     assert len(verdict["origins"]) == 2
     origins = {origin["coordinates"]["rank"]: origin for origin in verdict["origins"]}
@@ -274,13 +309,32 @@ def test_two_independent_faults_in_one_step_are_two_origins(pool):
 
 def test_opposite_infinities_on_two_replicas_are_both_named(pool):
     # Their sum is a NaN that was on neither rank.
-    common = {"name": "main_grad_element", "iteration": 3, "parameter": "decoder.layers.0.mlp.linear_fc1.weight"}
+    common = {
+        "name": "main_grad_element",
+        "iteration": 3,
+        "parameter": "decoder.layers.0.mlp.linear_fc1.weight",
+    }
     verdict, ranks = stopped(
         pool, [common | {"rank": 0, "value": math.inf}, common | {"rank": 2, "value": -math.inf}]
     )
-    origins = {origin["coordinates"]["rank"]: origin for origin in verdict["origins"] if origin["coordinates"]}
+    origins = {
+        origin["coordinates"]["rank"]: origin for origin in verdict["origins"] if origin["coordinates"]
+    }
     names_exactly(origins[0], ranks[0]["planted"][0])
     names_exactly(origins[2], ranks[2]["planted"][0])
+
+
+def test_under_torchrun_all_ranks_stop_and_end_by_themselves(tmp_path):
+    # Real interpreters with their own start and finalisation, which the forked ranks of `pool` do without.
+    arguments = (
+        "--hidden 32 --sequence 16 --steps 3 --nanlocator --fault main_grad_element rank=1 iteration=2"
+    )
+    outcome = run_torchrun(2, arguments.split(), tmp_path)
+    ranks = outcome.require_results()
+    assert outcome.exit_codes == [0]
+    for rank in ranks:
+        assert rank["error"]["type"] == STOPPED, outcome.logs()
+    names_exactly(the_origin(ranks[0]["error"]["verdict"]), ranks[1]["planted"][0])
 
 
 def test_megatrons_own_check_may_raise_on_one_rank_and_the_finding_is_on_disk_all_the_same(pool):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("nanlocator_is_built")
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
 
 SMALL = {"hidden": 32, "sequence": 16, "num_microbatches": 2, "dropout": 0.1}
 OVERLAPPED = {"overlap_grad_reduce": True, "bucket_size": 3000}
@@ -25,9 +25,15 @@ CONFIGURATIONS = {
     "fp16_dynamic_loss_scale": (2, {"precision": "fp16", "initial_loss_scale": 2.0**24}),
     "megatrons_own_check": (2, {"check_for_nan_in_grad": True, "log_num_zeros": True}),
     "interleaved_pipeline": (2, {"pp": 2, "vp": 2}),
-    "sequence_parallel_tied_embeddings": (4, {"tp": 2, "pp": 2, "sequence_parallel": True, "tied_embeddings": True}),
+    "sequence_parallel_tied_embeddings": (
+        4,
+        {"tp": 2, "pp": 2, "sequence_parallel": True, "tied_embeddings": True},
+    ),
     "tp2_pp2_dp2": (8, {"tp": 2, "pp": 2}),
-    "tp2_pp2_dp2_distributed_overlapped": (8, {"tp": 2, "pp": 2, "overlap_param_gather": True} | SHARDED | OVERLAPPED),
+    "tp2_pp2_dp2_distributed_overlapped": (
+        8,
+        {"tp": 2, "pp": 2, "overlap_param_gather": True} | SHARDED | OVERLAPPED,
+    ),
 }
 
 

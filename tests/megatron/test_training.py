@@ -6,6 +6,8 @@ import math
 
 import pytest
 
+pytestmark = pytest.mark.megatron
+
 # hidden 32 and 16 tokens: a step of 8 ranks takes 0.2 s on 2 cores.
 SMALL = {"hidden": 32, "sequence": 16}
 

@@ -84,11 +84,11 @@ def one_rank_does_not_install(rank, world_size):
     # The flag's group is made by all; then rank 1 goes elsewhere.
     if rank == 1:
         torch.distributed.new_group()
-        time.sleep(12)
+        time.sleep(15)
         return "elsewhere"
     start = time.monotonic()
     try:
-        make_without_ddp(gather_deadline=4.0)
+        make_without_ddp(gather_deadline=1.0)  # ranks get ten times that to install
     except nanlocator.AgreementError as error:
         return str(error), time.monotonic() - start
 
@@ -103,7 +103,7 @@ def test_a_rank_that_does_not_install_is_named_after_the_deadline():
     (text, waited), other = run_ranks(2, one_rank_does_not_install)
     assert other == "elsewhere"
     assert "rank 1" in text or "ranks 1" in text
-    assert waited < 30
+    assert waited < 40
 
 
 def killed_between_flag_and_gathering(rank, world_size):

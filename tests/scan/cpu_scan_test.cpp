@@ -416,9 +416,9 @@ TEST(CpuScan, Bfloat16SquaresOutsideFp32RangeAreSummedRight) {
   Random random(22);
   // Bits of bfloat16: exponent << 7 | mantissa; 2^e has the exponent 127 + e.
   const auto power = [](int e) { return static_cast<std::uint64_t>(127 + e) << 7; };
-  const std::vector<std::pair<int, int>> ranges = {{-126, -100}, {-75, -64}, {-68, -39},
-                                                   {-41, -39},   {58, 62},   {60, 70},
-                                                   {100, 127},   {-126, 127}};
+  const std::vector<std::pair<int, int>> ranges = {{-126, -100}, {-75, -68}, {-75, -64},
+                                                   {-68, -39},   {-41, -39}, {58, 62},
+                                                   {60, 70},     {100, 127}, {-126, 127}};
   for (const auto& [low, high] : ranges) {
     for (const std::size_t numel : {std::size_t{100}, std::size_t{40000}}) {
       Tensor tensor(DType::bfloat16, numel);

@@ -1,5 +1,5 @@
-// A read of memory and nothing else: what tools/bench scan compares with. Called through ctypes, which
-// lets several Python threads run it at once.
+// A read of memory and nothing else: what tools/bench scan compares with. Called through ctypes,
+// which lets several Python threads run it at once.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>

@@ -46,7 +46,8 @@ class GradientScanner {
   void begin_step();
 
   /// Scans `views` as part of `phase`. `group` tells apart the calls of one phase (bucket number,
-  /// chunk number); the same group again replaces its earlier result. `role`: "main_grad", "grad",
+  /// chunk number); the same group again within a step is a second
+  /// pass and is kept beside the first. `role`: "main_grad", "grad",
   /// "weight". Throws UnsupportedError for a dtype or layout that cannot be scanned, UsageError for
   /// an id that the map lacks; then nothing of this call has been scanned.
   void scan(Phase phase, std::uint64_t group, std::string_view role,

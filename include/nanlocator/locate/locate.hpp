@@ -17,7 +17,8 @@ namespace nanlocator {
 
 /// `ledgers`: at most one per rank, all of one iteration, in any order; ranks without one are
 /// silent. `world_size`: how many ranks there should be. The result does not depend on the ledgers'
-/// order.
+/// order. Throws UsageError for two ledgers of one rank or a rank outside the world, AgreementError
+/// for ledgers of different runs, iterations or parallel sizes.
 [[nodiscard]] Verdict locate(std::span<const Ledger> ledgers, int world_size);
 
 }  // namespace nanlocator

@@ -1,4 +1,5 @@
-// The verdict as text for people, at most about 25 lines.
+// The verdict as text for people, about 25 lines: at most four origins, the rest is in
+// verdict.json.
 #pragma once
 
 #include <string>
@@ -8,10 +9,12 @@
 namespace nanlocator {
 
 struct TerminalStyle {
-  int width = 100;     // columns; lines are wrapped on words
+  int width = 100;      // columns, at least 40; lines are wrapped on words, and names never cut
   bool colour = false;  // ANSI colours
 };
 
+/// UTF-8, lines ending in '\n'. Control and direction characters in names are escaped ("\x1b"): no
+/// module or host name can write to the terminal.
 [[nodiscard]] std::string format_verdict(const Verdict& verdict, const TerminalStyle& style = {});
 
 }  // namespace nanlocator

@@ -20,12 +20,16 @@ inline constexpr int kDTypeCount = 6;
 /// Bytes of one element.
 [[nodiscard]] constexpr std::size_t size_of(DType dtype) noexcept {
   switch (dtype) {
-    case DType::float64: return 8;
-    case DType::float32: return 4;
+    case DType::float64:
+      return 8;
+    case DType::float32:
+      return 4;
     case DType::float16:
-    case DType::bfloat16: return 2;
+    case DType::bfloat16:
+      return 2;
     case DType::float8_e4m3fn:
-    case DType::float8_e5m2: return 1;
+    case DType::float8_e5m2:
+      return 1;
   }
   return 0;
 }
@@ -33,12 +37,18 @@ inline constexpr int kDTypeCount = 6;
 /// PyTorch's spelling without the "torch." prefix: "bfloat16", "float8_e4m3fn".
 [[nodiscard]] constexpr std::string_view name_of(DType dtype) noexcept {
   switch (dtype) {
-    case DType::float64: return "float64";
-    case DType::float32: return "float32";
-    case DType::float16: return "float16";
-    case DType::bfloat16: return "bfloat16";
-    case DType::float8_e4m3fn: return "float8_e4m3fn";
-    case DType::float8_e5m2: return "float8_e5m2";
+    case DType::float64:
+      return "float64";
+    case DType::float32:
+      return "float32";
+    case DType::float16:
+      return "float16";
+    case DType::bfloat16:
+      return "bfloat16";
+    case DType::float8_e4m3fn:
+      return "float8_e4m3fn";
+    case DType::float8_e5m2:
+      return "float8_e5m2";
   }
   return "unknown";
 }

@@ -18,21 +18,24 @@ namespace nanlocator {
   return word ^ (word >> 16);
 }
 
-[[nodiscard]] constexpr std::uint64_t make_fingerprint(std::uint32_t s0, std::uint32_t s1) noexcept {
+[[nodiscard]] constexpr std::uint64_t make_fingerprint(std::uint32_t s0,
+                                                       std::uint32_t s1) noexcept {
   return (static_cast<std::uint64_t>(s1) << 32) | s0;
 }
 
 /// The fingerprint of a part whose first word is word `base` of the whole tensor (modulo 2^32);
 /// add the parts' S0 and S1 with `add_fingerprints`.
-[[nodiscard]] constexpr std::uint64_t shift_fingerprint(std::uint64_t part, std::uint32_t base) noexcept {
+[[nodiscard]] constexpr std::uint64_t shift_fingerprint(std::uint64_t part,
+                                                        std::uint32_t base) noexcept {
   const auto s0 = static_cast<std::uint32_t>(part);
   const auto s1 = static_cast<std::uint32_t>(part >> 32);
   return make_fingerprint(s0, s1 + base * s0);
 }
 
 [[nodiscard]] constexpr std::uint64_t add_fingerprints(std::uint64_t a, std::uint64_t b) noexcept {
-  return make_fingerprint(static_cast<std::uint32_t>(a) + static_cast<std::uint32_t>(b),
-                          static_cast<std::uint32_t>(a >> 32) + static_cast<std::uint32_t>(b >> 32));
+  return make_fingerprint(
+      static_cast<std::uint32_t>(a) + static_cast<std::uint32_t>(b),
+      static_cast<std::uint32_t>(a >> 32) + static_cast<std::uint32_t>(b >> 32));
 }
 
 }  // namespace nanlocator

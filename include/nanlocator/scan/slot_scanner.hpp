@@ -79,13 +79,13 @@ class SlotScanner {
 /// `plan` copies its tables to the device and waits for that copy, on a stream of its own; where it
 /// needs more slots or larger tables than it has, it calls cudaMalloc, which may wait for the whole
 /// device and must not run while a graph is captured. Slots never move. Everything named `enqueue`
-/// may be captured in a graph, which then needs its plans alive, and waits for nothing. Scans of one
-/// plan must be ordered with each other, and a readback after the scans that it is to show, by the
-/// stream or by events of the caller; scans of different plans may overlap.
-/// Integers and extremes equal the CPU's; `sum_of_squares` has the same bits in every run, for a
-/// tensor of the same layout and of the same address modulo 16, but not the CPU's last bits.
-/// Throws UsageError for a device that is not there or a tensor in the wrong memory, CudaError
-/// where a call into CUDA fails. The caller's current device is left as it was.
+/// may be captured in a graph, which then needs its plans alive, and waits for nothing. Scans of
+/// one plan must be ordered with each other, and a readback after the scans that it is to show, by
+/// the stream or by events of the caller; scans of different plans may overlap. Integers and
+/// extremes equal the CPU's; `sum_of_squares` has the same bits in every run, for a tensor of the
+/// same layout and of the same address modulo 16, but not the CPU's last bits. Throws UsageError
+/// for a device that is not there or a tensor in the wrong memory, CudaError where a call into CUDA
+/// fails. The caller's current device is left as it was.
 [[nodiscard]] std::unique_ptr<SlotScanner> make_cuda_slot_scanner(int device);
 
 }  // namespace nanlocator

@@ -15,16 +15,20 @@ struct TensorStats {
   std::int64_t nan = 0;
   std::int64_t pos_inf = 0;
   std::int64_t neg_inf = 0;
-  std::int64_t zeros = 0;       // +0 and -0
-  std::int64_t first_bad = -1;  // flat row-major index of the first NaN or Inf; -1 where there is none
+  std::int64_t zeros = 0;  // +0 and -0
+  std::int64_t first_bad =
+      -1;  // flat row-major index of the first NaN or Inf; -1 where there is none
   double finite_min = std::numeric_limits<double>::infinity();
   double finite_max = -std::numeric_limits<double>::infinity();
   double absmin = std::numeric_limits<double>::infinity();  // smallest |finite|
   double absmax = 0.0;                                      // largest |finite|
-  double sum_of_squares = 0.0;  // of the finite elements, in fp64, in an order that depends on numel only
+  double sum_of_squares = 0.0;  // of the finite elements, in fp64; the order of addition depends on
+                                // numel and dtype only
   std::uint64_t fingerprint = 0;  // see fingerprint.hpp
 
-  [[nodiscard]] constexpr std::int64_t nonfinite() const noexcept { return nan + pos_inf + neg_inf; }
+  [[nodiscard]] constexpr std::int64_t nonfinite() const noexcept {
+    return nan + pos_inf + neg_inf;
+  }
   [[nodiscard]] constexpr bool is_finite() const noexcept { return nonfinite() == 0; }
   [[nodiscard]] constexpr bool has_finite() const noexcept { return numel > nonfinite(); }
 

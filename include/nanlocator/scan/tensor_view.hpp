@@ -12,7 +12,8 @@ namespace nanlocator {
 /// enqueued on the scan's stream is done). A complex tensor is described as its real view (twice
 /// the elements). `data` need only be aligned to the element size.
 struct TensorView {
-  const void* data = nullptr;  // host memory for the CPU scanner, device memory for the CUDA scanner
+  const void* data =
+      nullptr;  // host memory for the CPU scanner, device memory for the CUDA scanner
   std::int64_t numel = 0;
   DType dtype = DType::float32;
   // Both empty: contiguous. Otherwise one entry per dimension, strides in elements (zero and

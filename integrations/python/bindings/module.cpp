@@ -1,5 +1,5 @@
-// The extension nanlocator._C: plain structs, the locator, the communicator. No logic of its own; every
-// call that may wait or scan releases the GIL.
+// The extension nanlocator._C: plain structs, the locator, the communicator. No logic of its own;
+// every call that may wait or scan releases the GIL.
 #include <torch/csrc/utils/pybind.h>
 
 #include <pybind11/chrono.h>
@@ -43,7 +43,8 @@ Policy policy_of(const std::string& name) {
 std::vector<GradientView> views_of(const std::vector<std::int64_t>& parameters,
                                    const std::vector<at::Tensor>& tensors,
                                    const std::vector<std::int64_t>& offsets) {
-  if (parameters.size() != tensors.size() || (!offsets.empty() && offsets.size() != tensors.size())) {
+  if (parameters.size() != tensors.size() ||
+      (!offsets.empty() && offsets.size() != tensors.size())) {
     throw UsageError("scan: " + std::to_string(parameters.size()) + " parameters, " +
                      std::to_string(tensors.size()) + " tensors and " +
                      std::to_string(offsets.size()) + " offsets; their numbers must be equal");
@@ -63,7 +64,8 @@ void bind_errors(py::module_& m) {
   static py::exception<AgreementError> agreement(m, "AgreementError", error.ptr());
   static py::exception<IoError> io(m, "IoError", error.ptr());
   static py::exception<CudaError> cuda(m, "CudaError", error.ptr());
-  // Translators run in reverse order of registration; one translator keeps the children before the base.
+  // Translators run in reverse order of registration; one translator keeps the children before the
+  // base.
   py::register_exception_translator([](std::exception_ptr p) {
     try {
       if (p) std::rethrow_exception(p);
@@ -108,8 +110,10 @@ void bind_scan(py::module_& m) {
 
 void bind_map(py::module_& m) {
   py::class_<AxisCoordinate>(m, "AxisCoordinate")
-      .def(py::init([](int rank, int size) { return AxisCoordinate{rank, size}; }), "rank"_a = 0,
-           "size"_a = 1)
+      .def(py::init([](int rank, int size) {
+             return AxisCoordinate{rank, size};
+           }),
+           "rank"_a = 0, "size"_a = 1)
       .def_readwrite("rank", &AxisCoordinate::rank)
       .def_readwrite("size", &AxisCoordinate::size);
   py::class_<RankCoordinates>(m, "RankCoordinates")
@@ -163,10 +167,11 @@ void bind_map(py::module_& m) {
 
 void bind_agree(py::module_& m) {
   py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
-      .def(py::init<c10::intrusive_ptr<c10d::ProcessGroup>, c10::intrusive_ptr<c10d::Store>, std::string>(),
+      .def(py::init<c10::intrusive_ptr<c10d::ProcessGroup>, c10::intrusive_ptr<c10d::Store>,
+                    std::string>(),
            "group"_a, "store"_a, "prefix"_a, ReleaseGil())
-      .def_static("from_group_name", &Communicator::from_group_name, "name"_a, "store"_a, "prefix"_a,
-                  ReleaseGil())
+      .def_static("from_group_name", &Communicator::from_group_name, "name"_a, "store"_a,
+                  "prefix"_a, ReleaseGil())
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size);
 }
@@ -187,9 +192,10 @@ void bind_gradients(py::module_& m) {
       .def_readwrite("not_covered", &LocatorOptions::not_covered);
 
   py::class_<GradientLocator>(m, "GradientLocator")
-      .def(py::init<ParameterMap, LocatorOptions, std::shared_ptr<Communicator>>(), "map"_a, "options"_a,
-           "communicator"_a, ReleaseGil())
-      .def_property_readonly("run_dir", [](const GradientLocator& l) { return l.run_dir().string(); })
+      .def(py::init<ParameterMap, LocatorOptions, std::shared_ptr<Communicator>>(), "map"_a,
+           "options"_a, "communicator"_a, ReleaseGil())
+      .def_property_readonly("run_dir",
+                             [](const GradientLocator& l) { return l.run_dir().string(); })
       .def_property_readonly("parameters",
                              [](const GradientLocator& l) { return l.map().parameters(); })
       .def_property_readonly("incidents", &GradientLocator::incidents)
@@ -198,9 +204,9 @@ void bind_gradients(py::module_& m) {
       .def("begin_step", &GradientLocator::begin_step, "iteration"_a)
       .def(
           "scan",
-          [](GradientLocator& l, const std::string& phase, std::uint64_t group, const std::string& role,
-             const std::vector<std::int64_t>& parameters, const std::vector<at::Tensor>& tensors,
-             const std::vector<std::int64_t>& offsets) {
+          [](GradientLocator& l, const std::string& phase, std::uint64_t group,
+             const std::string& role, const std::vector<std::int64_t>& parameters,
+             const std::vector<at::Tensor>& tensors, const std::vector<std::int64_t>& offsets) {
             const auto views = views_of(parameters, tensors, offsets);
             py::gil_scoped_release release;
             l.scan(phase_of(phase), group, role, views);

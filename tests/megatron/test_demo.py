@@ -1,0 +1,58 @@
+"""tools/demo keeps its promises, and offers every fault that there is."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
+
+HERE = pathlib.Path(__file__).resolve().parent
+DEMO = HERE.parent.parent / "tools" / "demo.py"
+
+
+def demo(*arguments, directory, pool):
+    environment = {**os.environ, **pool.environment}
+    return subprocess.run(
+        [sys.executable, str(DEMO), *arguments],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_the_demonstration_names_the_fault_that_escapes_megatrons_norm(pool, tmp_path):
+    result = demo("--steps", "5", directory=tmp_path, pool=pool)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Nothing to see." in result.stdout
+    assert "\033" not in result.stdout  # colours only on a terminal
+    assert (tmp_path / "nanlocator_run" / "a0" / "verdict.json").exists()
+
+
+def test_the_healthy_demonstration_is_bit_identical(pool, tmp_path):
+    result = demo("--healthy", "--steps", "4", "--pp", "1", directory=tmp_path, pool=pool)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "NO " not in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--tp", "1"], ["--fault", "nonsense"], ["--dp", "8"], ["--steps", "1"]]
+)
+def test_wrong_use_ends_with_two_before_anything_is_started(pool, tmp_path, arguments):
+    result = demo(*arguments, directory=tmp_path, pool=pool)
+    assert result.returncode == 2
+    assert "error:" in result.stderr
+
+
+def test_the_demonstration_offers_every_fault(pool, tmp_path):
+    def faults(script):
+        text = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True).stdout
+        return {line.split()[0] for line in text.split("faults:\n")[1].splitlines() if line.strip()}
+
+    assert faults(DEMO) == faults(HERE / "run_training.py")
