@@ -14,6 +14,14 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+try:
+    import setuptools.command.bdist_wheel  # noqa: F401  (part of setuptools since 70.1)
+except ImportError:
+    try:
+        import wheel  # noqa: F401
+    except ImportError:
+        sys.exit("building nanlocator needs setuptools 70.1 or newer: pip install --upgrade 'setuptools<82'")
+
 SOURCE = Path(__file__).parent.resolve()
 BUILD = Path("build") / "pip"  # relative: setuptools wants data files inside the source tree
 

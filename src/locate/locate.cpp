@@ -722,7 +722,8 @@ class Locator {
       if (sighting.stats.numel != numel_of(sighting.shape)) return false;
       const RankCoordinates& own = each.rank->coordinates();
       return std::ranges::any_of(groups_.at({own.tp.rank, own.pp.rank}), [&](const Place* place) {
-        return place->evidence->status(Phase::grad_reduced, each.bad->name) == Status::clean;
+        return place->evidence != nullptr &&
+               place->evidence->status(Phase::grad_reduced, each.bad->name) == Status::clean;
       });
     });
   }

@@ -63,6 +63,6 @@ def _main(sender, rank: int, world_size: int, port: int, function, arguments) ->
     if rank == 0:
         for other in range(world_size):
             try:
-                store.wait([f"done/{other}"], datetime.timedelta(seconds=40))
+                store.wait([f"done/{other}"], datetime.timedelta(seconds=20))
             except Exception:
                 pass  # a rank that was killed on purpose

@@ -1,0 +1,150 @@
+"""install(): names and ids against Megatron's own groups, wrong calls, removal. Two or four gloo ranks."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
+
+from ranks import run_ranks
+
+SMALL = {"hidden": 32, "sequence": 16, "num_microbatches": 2}
+
+
+@pytest.fixture(autouse=True)
+def run_in_tmp_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def make_trainer(**training):
+    import cpu_platform
+
+    cpu_platform.install()
+    from gpt_training import Trainer, TrainingConfig
+
+    return Trainer(TrainingConfig(**{**SMALL, **training}))
+
+
+LAYOUTS = {
+    "fp32": {"tp": 2, "pp": 2},
+    "bf16": {"pp": 2, "precision": "bf16"},
+    "distributed_optimizer": {"pp": 2, "precision": "bf16", "use_distributed_optimizer": True},
+}
+
+
+def ids_and_megatrons_groups(rank, world_size, training):
+    trainer = make_trainer(**training)
+    from megatron.core.optimizer import _get_param_groups
+
+    import nanlocator.megatron
+
+    locator = nanlocator.megatron.install(trainer.model_chunks, trainer.optimizer)
+    groups = _get_param_groups(trainer.model_chunks, trainer.optimizer.config, None)
+    raw_names = {p: n for chunk in trainer.model_chunks for n, p in chunk.named_parameters()}
+    global_names = {p: n for n, p in trainer.parameters.items()}  # the trainer counts layers by itself
+    in_order = [p for group in groups for p in group["params"]]
+    c = trainer.coordinates
+    suffix = f"tp{c['tp']}pp{c['pp']}dp{c['dp']}.json"
+    return {
+        "raw_names": [raw_names[p] for p in in_order],
+        "names": [global_names[p] for p in in_order],
+        "shapes": [list(p.shape) for p in in_order],
+        "numels": [p.numel() for p in in_order],
+        "duplicates": [not getattr(p, "tensor_model_parallel", False) for p in in_order],
+        "map": (Path(locator.run_dir) / f"param_id_name_map_{suffix}").read_text(),
+        "manifest": json.loads((Path(locator.run_dir) / f"param_manifest_{suffix}").read_text()),
+        "replica": (c["tp"], c["pp"]),
+    }
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ids_are_positions_in_megatrons_groups_and_the_map_is_what_json_dumps_writes(name):
+    ranks = run_ranks(4, ids_and_megatrons_groups, LAYOUTS[name])
+    owned: dict[tuple, list[int]] = {}
+    for rank in ranks:
+        assert rank["map"] == json.dumps({str(i): n for i, n in enumerate(rank["names"])})
+        entries = rank["manifest"]["parameters"]
+        assert [e["id"] for e in entries] == list(range(len(rank["names"])))
+        assert [e["raw_name"] for e in entries] == rank["raw_names"]
+        assert [e["shape"] for e in entries] == rank["shapes"]
+        if LAYOUTS[name].get("tp", 1) > 1:
+            assert [e["is_tp_duplicate"] for e in entries] == rank["duplicates"]
+        for e, numel in zip(entries, rank["numels"], strict=True):
+            shard = e["shard"]
+            begin, end = (shard["begin"], shard["end"]) if shard else (0, numel)
+            owned.setdefault((rank["replica"], e["name"]), []).extend(range(begin, end))
+    for (_, parameter), elements in owned.items():
+        copies = 2 if LAYOUTS[name].get("tp", 1) == 1 and "distributed" not in name else 1
+        assert len(elements) == copies * len(set(elements)), parameter
+        assert set(elements) == set(range(len(set(elements)))), parameter
+
+
+def wrong_calls(rank, world_size):
+    trainer = make_trainer()
+    import nanlocator.megatron
+
+    install = nanlocator.megatron.install
+    texts = []
+    for call in (
+        lambda: install(trainer.model_chunks, trainer.optimizer, level="operators"),
+        lambda: install(trainer.model_chunks[0].module, trainer.optimizer),
+        lambda: install(trainer.model_chunks, trainer.optimizer.chained_optimizers[0]),
+        lambda: install(trainer.model_chunks, trainer.optimizer, on_bad="explode"),
+        lambda: [install(trainer.model_chunks, trainer.optimizer) for _ in range(2)],
+    ):
+        try:
+            call()
+            texts.append("")
+        except nanlocator.UsageError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_wrong_calls_explain_themselves_on_every_rank_alike():
+    first, second = run_ranks(2, wrong_calls)
+    assert first == second
+    expected = ("level is 'operators'", "DistributedDataParallel", "ChainedOptimizer", "'explode'", "already")
+    assert all(words in text for words, text in zip(expected, first, strict=True)), first
+
+
+def options_that_differ(rank, world_size):
+    trainer = make_trainer()
+    import nanlocator.megatron
+
+    os.environ["NANLOCATOR_CHECK_PARAMS"] = str(rank)
+    nanlocator.megatron.install(trainer.model_chunks, trainer.optimizer)
+
+
+def test_options_that_differ_between_ranks_are_refused_on_both():
+    first, second = run_ranks(2, options_that_differ)
+    assert first == second
+    assert first[0] == "AgreementError" and "check_params" in first[1]
+
+
+def install_remove_install(rank, world_size):
+    trainer = make_trainer(check_for_nan_in_grad=False)
+    import nanlocator.megatron
+
+    targets = [trainer.optimizer, *trainer.model_chunks, *trainer.bucket_groups()]
+    before = [dict(vars(target)) for target in targets]
+    hooks = [len(p._post_accumulate_grad_hooks or {}) for p in trainer.parameters.values()]
+    locator = nanlocator.megatron.install(trainer.model_chunks, trainer.optimizer, check_params=True)
+    changed = any(set(vars(target)) != set(old) for target, old in zip(targets, before, strict=True))
+    locator.remove()
+    same = all(
+        vars(target)[key] is value and set(vars(target)) == set(old)
+        for target, old in zip(targets, before, strict=True)
+        for key, value in old.items()
+    )
+    hooks_after = [len(p._post_accumulate_grad_hooks or {}) for p in trainer.parameters.values()]
+    trainer.train(2)
+    again = nanlocator.megatron.install(trainer.model_chunks, trainer.optimizer)
+    trainer.train(2)
+    return changed, same, hooks == hooks_after, Path(again.run_dir).name, again.verdicts
+
+
+def test_remove_puts_everything_back_and_it_can_be_installed_again():
+    assert run_ranks(2, install_remove_install) == [(True, True, True, "a1", [])] * 2

@@ -1,0 +1,142 @@
+"""A healthy Megatron-Core step with nanlocator over one without, beside Megatron's own check of gradients.
+
+    tools/bench overhead [--hidden 256] [--sequence 128] [--ranks 2] [--rounds 30] [--json]
+
+All variants take turns in the same processes, on the same model: no tool, nanlocator (grads level, defaults),
+nanlocator with check_params, Megatron's check_for_nan_in_grad. A step is zero_grad, forward, backward and
+optimizer.step; the figures are medians over rounds of this round's variant over this round's bare step.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+VARIANTS = ("no tool", "nanlocator", "nanlocator, check_params", "Megatron's check_for_nan_in_grad")
+TESTS = Path(__file__).resolve().parents[2] / "tests" / "megatron"
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """One rank, started by torchrun."""
+    sys.path.insert(0, str(TESTS))
+    import torch
+    import torch.distributed as dist
+    from gpt_training import Trainer, TrainingConfig
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from scenarios import PROCESS_GROUP_TIMEOUT, prepare_process
+
+    import nanlocator.megatron
+
+    prepare_process()
+    dist.init_process_group("gloo", timeout=PROCESS_GROUP_TIMEOUT)
+    trainer = Trainer(
+        TrainingConfig(
+            tp=arguments.tp,
+            hidden=arguments.hidden,
+            sequence=arguments.sequence,
+            precision=arguments.precision,
+        )
+    )
+    forward_backward = get_forward_backward_func()
+
+    def step() -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        trainer.iteration += 1
+        for chunk in trainer.model_chunks:
+            chunk.zero_grad_buffer()
+        trainer.optimizer.zero_grad()
+        forward_backward(
+            forward_step_func=trainer.forward_step,
+            data_iterator=trainer._data_iterator(),
+            model=trainer.model_chunks,
+            num_microbatches=trainer.config.num_microbatches,
+            seq_length=trainer.config.sequence,
+            micro_batch_size=trainer.config.micro_batch,
+            forward_only=False,
+        )
+        trainer.optimizer.step()
+        dist.barrier()
+        return time.perf_counter() - start
+
+    def run(variant: str) -> float:
+        locator = None
+        if variant.startswith("nanlocator"):
+            locator = nanlocator.megatron.install(
+                trainer.model_chunks,
+                trainer.optimizer,
+                output_dir=Path(arguments.directory) / "run",
+                check_params="check_params" in variant,
+            )
+        for chunk in trainer.model_chunks:
+            chunk.ddp_config.check_for_nan_in_grad = variant == VARIANTS[3]
+        step()  # the first step of a variant makes plans and observes the order of backward
+        seconds = statistics.median(step() for _ in range(arguments.steps))
+        if locator is not None:
+            locator.remove()
+        return seconds
+
+    for variant in VARIANTS:
+        run(variant)
+    times = {variant: [] for variant in VARIANTS}
+    for _ in range(arguments.rounds):
+        for variant in VARIANTS:
+            times[variant].append(run(variant))
+    if dist.get_rank() == 0:
+        parameters = sum(p.numel() for p in trainer.parameters.values())
+        result = {"parameters": parameters, "threads": torch.get_num_threads(), "seconds": times}
+        (Path(arguments.directory) / "result.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="tools/bench overhead"
+    )
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=3, help="steps of each variant in a round")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--directory", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.directory:
+        work(arguments)
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.ranks)]
+        command = [sys.executable, "-m", *launcher, __file__, *sys.argv[1:], "--directory", directory]
+        done = subprocess.run(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True
+        )
+        if done.returncode:
+            sys.exit(f"the ranks failed:\n{done.stderr[-4000:]}")
+        result = json.loads((Path(directory) / "result.json").read_text())
+    times = result["seconds"]
+    ratios = {
+        variant: statistics.median(a / b for a, b in zip(times[variant], times["no tool"], strict=True))
+        for variant in VARIANTS
+    }
+    if arguments.json:
+        print(json.dumps({**result, "ratio": ratios}, indent=1))
+        return
+    print(
+        f"GPT hidden {arguments.hidden}, sequence {arguments.sequence}, {arguments.precision}, "
+        f"{result['parameters'] / 1e6:.1f} M parameters a rank, {arguments.ranks} gloo ranks; "
+        f"{arguments.rounds} rounds of {arguments.steps} steps"
+    )
+    for variant in VARIANTS:
+        print(f"{variant:34} {statistics.median(times[variant]) * 1e3:9.1f} ms {ratios[variant]:7.3f} x")
+
+
+if __name__ == "__main__":
+    main()
