@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 import nanlocator
 from nanlocator import LocatingOptimizer, NonFiniteGradientError
 
+SCHEMA = json.loads((Path(__file__).resolve().parents[2] / "docs" / "verdict.schema.json").read_text())
 OPTIMIZERS = {
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
     "adamw_fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
@@ -94,6 +96,21 @@ def test_stop_names_parameter_and_element_and_leaves_the_weights(value, index):
     assert "0.weight" in str(caught.value)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert json.loads(Path("nanlocator_run/a0/verdict.json").read_text()) == caught.value.verdict
+    jsonschema.validate(caught.value.verdict, SCHEMA)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64], ids=str)
+@pytest.mark.parametrize("index", [0, 20, 41])
+def test_other_dtypes_are_named_with_their_element(dtype, index):
+    model = nn.ParameterDict({"weight": nn.Parameter(torch.ones(6, 7, dtype=dtype))})
+    optimizer = LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model["weight"].grad = torch.ones(6, 7, dtype=dtype)
+    model["weight"].grad.view(-1)[index] = float("-inf")
+    with pytest.raises(NonFiniteGradientError) as caught:
+        optimizer.step()
+    tensor = caught.value.verdict["origins"][0]["tensor"]
+    assert (tensor["first_bad"], tensor["first_bad_index"]) == (index, [index // 7, index % 7])
+    assert (tensor["neg_inf"], tensor["dtype"]) == (1, str(dtype).removeprefix("torch."))
 
 
 def test_the_clip_returns_torchs_norm_and_finds_bad_gradients_before_it_clips():

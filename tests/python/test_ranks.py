@@ -155,6 +155,22 @@ def test_a_directory_that_only_one_rank_cannot_write_fails_on_all_ranks():
     assert all(name in ("AgreementError", "IoError") for name, _ in results), results
 
 
+def communicator_by_name(rank, world_size):
+    from nanlocator import _C
+
+    group = torch.distributed.new_group()
+    store = torch.distributed.distributed_c10d._get_default_store()
+    by_name = _C.Communicator.from_group_name(group.group_name, store, "by_name")
+    try:
+        _C.Communicator.from_group_name("nobody", store, "nobody")
+    except nanlocator.UsageError as error:
+        return by_name.rank, by_name.size, "nobody" in str(error)
+
+
+def test_a_communicator_finds_its_group_by_name():
+    assert run_ranks(2, communicator_by_name) == [(0, 2, True), (1, 2, True)]
+
+
 @pytest.mark.parametrize("world_size", [2])
 def test_healthy_ranks_write_nothing(world_size):
     assert run_ranks(world_size, healthy) == [[]] * world_size
