@@ -44,7 +44,8 @@ class LocatingOptimizer(Optimizer):
     are read from NANLOCATOR_ON_BAD, NANLOCATOR_OUTPUT_DIR, NANLOCATOR_CHECK_PARAMS and
     NANLOCATOR_GATHER_DEADLINE.
 
-    Cost: one read of the gradients per step, and one wait of the host for a four-byte flag.
+    Cost: one read of the gradients per step, and a wait of the host for a four-byte flag (with
+    ``clip_grad_norm`` for the norm, too).
     """
 
     def __init__(
@@ -97,17 +98,24 @@ class LocatingOptimizer(Optimizer):
         """Looks at the gradients, then clips them as ``torch.nn.utils.clip_grad_norm_`` does.
 
         Returns torch's total norm. Raises NonFiniteGradientError (``on_bad="stop"``) before anything is
-        clipped.
+        clipped; also for a norm that overflows though every gradient is finite.
         """
-        self._look_at_gradients()
-        return torch.nn.utils.clip_grad_norm_(self._all_parameters(), max_norm, norm_type, foreach=foreach)
+        self._scan_gradients()
+        parameters = [p for p in self._all_parameters() if p.grad is not None]
+        # The two halves of clip_grad_norm_ (torch/nn/utils/clip_grad.py), with the verdict between them.
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], norm_type, foreach=foreach)
+        self._locator.set_gradient_norm(float(norm))
+        self._agree()
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=foreach)
+        return norm
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The wrapped optimizer's step. Gradients that ``clip_grad_norm`` has not looked at in this step
         are scanned first; those that a closure computes, after each of its calls."""
         if closure is None:
             if not self._is_looked_at:
-                self._look_at_gradients()
+                self._scan_gradients()
+                self._agree()
             result = self.inner.step()
         else:
 
@@ -115,7 +123,8 @@ class LocatingOptimizer(Optimizer):
                 with torch.enable_grad():
                     loss = closure()
                 self._is_open = False  # LBFGS evaluates many times a step; each has its own finding
-                self._look_at_gradients()
+                self._scan_gradients()
+                self._agree()
                 return loss
 
             result = self.inner.step(watched_closure)
@@ -139,7 +148,7 @@ class LocatingOptimizer(Optimizer):
         if self._check_params:
             self._scan_parameters("params_before")
 
-    def _look_at_gradients(self) -> None:
+    def _scan_gradients(self) -> None:
         self._begin_step()
         ids, gradients = [], []
         for index, parameter in enumerate(self._parameters):
@@ -148,7 +157,6 @@ class LocatingOptimizer(Optimizer):
                 gradients.append(_local(parameter.grad))
         self._locator.scan(self._phase, _GRADIENTS, "grad", ids, gradients)
         self._is_looked_at = True
-        self._agree()
 
     def _scan_parameters(self, phase: str) -> None:
         tensors = [_local(parameter.detach()) for parameter in self._parameters]

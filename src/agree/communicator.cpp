@@ -14,6 +14,7 @@
 
 #include "agree/store_client.hpp"
 #include "nanlocator/error.hpp"
+#include "nanlocator/map/rank_coordinates.hpp"
 
 namespace nanlocator {
 namespace {
@@ -55,19 +56,6 @@ bool wait_for_key(StoreClient& store, const std::string& key, Deadline deadline)
     pause = std::min(pause * 2, kLongestPause);
   }
   return false;
-}
-
-// "0-3, 7"; `ranks` ascends.
-std::string describe_ranks(const std::vector<int>& ranks) {
-  std::ostringstream text;
-  for (std::size_t begin = 0; begin < ranks.size();) {
-    std::size_t end = begin + 1;
-    while (end < ranks.size() && ranks[end] == ranks[end - 1] + 1) ++end;
-    text << (begin == 0 ? "" : ", ") << ranks[begin];
-    if (end - begin > 1) text << (end - begin > 2 ? "-" : ", ") << ranks[end - 1];
-    begin = end;
-  }
-  return text.str();
 }
 
 std::string rank_or_ranks(const std::vector<int>& ranks) {

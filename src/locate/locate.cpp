@@ -482,6 +482,7 @@ class Locator {
     std::set<int> ranks;         // candidates
     bool is_everywhere = false;  // a duplicate that is bad on all tensor-parallel ranks
     bool may_have_arrived = false;
+    bool is_vouched_by_embeddings = false;
   };
 
   void judge_isolated(const Lane& lane, const Places& places, Phase phase) {
@@ -545,6 +546,10 @@ class Locator {
     if (is_duplicate && is_bad_on_all) {
       isolated.is_everywhere = true;
       isolated.ranks = bad_or_blind;
+    } else if (is_embedding(*step.parameter) &&
+               (is_duplicate ? bad_or_blind == isolated.ranks
+                             : has_clean_duplicate_embedding(cell))) {
+      isolated.is_vouched_by_embeddings = true;
     } else if ((is_duplicate || step.parameter->may_be_untouched) &&
                !has_clean_witness_after(lane, at)) {
       // Nothing that backward visits later vouches for the activations' gradients: with sequence
@@ -553,6 +558,21 @@ class Locator {
       isolated.may_have_arrived = true;
     }
     return isolated;
+  }
+
+  // Embeddings are added before their sum is scattered over the sequence, and backward gathers it
+  // first (language_model_embedding.py): a bad value that came from the layers is in the position
+  // embeddings' gradient on every tensor-parallel rank. Where one of those copies is clean, it did
+  // not come from there.
+  static bool is_embedding(const ParameterRecord& parameter) {
+    return parameter.name.starts_with("embedding.");
+  }
+
+  static bool has_clean_duplicate_embedding(const Cell& cell) {
+    return std::ranges::any_of(cell.steps, [](const Step& step) {
+      return is_embedding(*step.parameter) && step.parameter->is_tp_duplicate &&
+             !step.parameter->may_be_untouched && step.status == Status::clean;
+    });
   }
 
   static bool has_clean_witness_after(const Lane& lane, StepPlace at) {
@@ -607,6 +627,11 @@ class Locator {
           "it is the same on every tensor-parallel rank of the stage, which hold copies of it: "
           "they "
           "cannot be told apart");
+    } else if (isolated.is_vouched_by_embeddings) {
+      origin.evidence.push_back(
+          "a bad gradient from the layers would be in the position embeddings of every "
+          "tensor-parallel "
+          "rank, and a copy of those is clean");
     } else if (isolated.may_have_arrived) {
       origin.evidence.push_back(
           "no sharded parameter comes after it in backward: another tensor-parallel rank's part of "

@@ -85,7 +85,7 @@ TEST_P(CommunicatorOnEveryStore, ADifferenceIsNamedWithItsRanksAlikeOnAllRanks) 
         after(kLong));
   });
   const auto text = text_of<AgreementError>(errors[0]);
-  EXPECT_THAT(text, HasSubstr(R"(on_bad is "report" on rank 2, "stop" on ranks 0, 1, 3)"));
+  EXPECT_THAT(text, HasSubstr(R"(on_bad is "report" on rank 2, "stop" on ranks 0-1, 3)"));
   EXPECT_THAT(text, Not(HasSubstr("level")));
   for (const auto& error : errors) EXPECT_EQ(text_of<AgreementError>(error), text);
 }

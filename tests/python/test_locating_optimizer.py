@@ -130,6 +130,18 @@ def test_the_clip_returns_torchs_norm_and_finds_bad_gradients_before_it_clips():
     assert torch.equal(kept, model[0].weight.grad)  # the clip would have made them all NaN
 
 
+def test_a_norm_that_overflows_from_finite_gradients_is_found_before_the_clip_zeroes_them():
+    model = make_model()
+    optimizer = LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model(torch.randn(8, 6)).square().mean().backward()
+    model[4].weight.grad[1, 3] = 1e25
+    with pytest.raises(NonFiniteGradientError) as caught:
+        optimizer.clip_grad_norm(1.0)
+    (origin,) = caught.value.verdict["origins"]
+    assert (origin["phase"], origin["parameter"]) == ("grad_norm", "4.weight")
+    assert model[4].weight.grad[1, 3] == 1e25
+
+
 def test_report_goes_on_and_lists_its_verdicts():
     model = make_model()
     optimizer = LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, on_bad="report")
