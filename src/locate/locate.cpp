@@ -462,7 +462,7 @@ class Locator {
     }
     if (is_anyone_missing) add_missing_evidence(origin, places, phase);
     origin.evidence.push_back(
-        "missing for the cause: the activations (level boundaries or operators)");
+        "missing for the cause: the activations, which this level does not see");
     add_origin(std::move(origin));
   }
 
