@@ -44,7 +44,7 @@ _INSTALLED = "_nanlocator"  # attribute of the optimizer that holds the installe
 
 
 def install(
-    model_chunks: torch.nn.Module | list[torch.nn.Module],
+    model_chunks: torch.nn.Module | list[torch.nn.Module] | tuple[torch.nn.Module, ...],
     optimizer: MegatronOptimizer,
     *,
     level: str = "grads",
@@ -72,7 +72,7 @@ def install(
     Raises ``nanlocator.UsageError`` for a wrong call and ``nanlocator.AgreementError``, on every rank
     alike, where ranks differ in versions or options.
     """
-    chunks = model_chunks if isinstance(model_chunks, list) else [model_chunks]
+    chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
     _check_call(chunks, optimizer, level)
     options = resolve_options(
         on_bad=on_bad,
@@ -324,9 +324,12 @@ class MegatronLocator:
         return bool(scalers) and self._loss_scale > max(s.min_scale.item() for s in scalers)
 
     def _conclude_alone(self, reason: str) -> None:
-        verdict = self._locator.conclude_alone(reason)
-        if verdict is not None:
-            self.verdicts.append(json.loads(verdict))
+        text = self._locator.conclude_alone(reason)
+        if text is None:
+            return
+        verdict = json.loads(text)
+        if not self.verdicts or self.verdicts[-1] != verdict:  # the same again where nothing new was seen
+            self.verdicts.append(verdict)
 
 
 class _ConcludeOnError:
