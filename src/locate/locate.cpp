@@ -453,8 +453,7 @@ class Locator {
       }
       origin.action =
           "look at the operators between the clean parameter and this one on these ranks: their "
-          "inputs "
-          "in this step's backward, and the points where their derivatives have poles";
+          "inputs in this step's backward, and the points where their derivatives have poles";
     }
     if (!lane.is_order_observed) {
       origin.evidence.push_back(
@@ -630,8 +629,7 @@ class Locator {
     } else if (isolated.is_vouched_by_embeddings) {
       origin.evidence.push_back(
           "a bad gradient from the layers would be in the position embeddings of every "
-          "tensor-parallel "
-          "rank, and a copy of those is clean");
+          "tensor-parallel rank, and a copy of those is clean");
     } else if (isolated.may_have_arrived) {
       origin.evidence.push_back(
           "no sharded parameter comes after it in backward: another tensor-parallel rank's part of "
@@ -648,8 +646,7 @@ class Locator {
         "memory itself look alike in gradients");
     origin.action =
         "run this step again from the last checkpoint: if the gradient is clean then, test this "
-        "device's "
-        "memory; if it repeats, look at the inputs of this weight's gradient";
+        "device's memory; if it repeats, look at the inputs of this weight's gradient";
     add_origin(std::move(origin));
   }
 
@@ -765,8 +762,8 @@ class Locator {
         describe_rank_count(ranks_of(bad)) +
         "; other data-parallel ranks hold a clean result of the same elements");
     origin.evidence.push_back(
-        "gradients before the collective were not looked at: were it bad before, all members would "
-        "have received it (unless gradients are not reduced at all)");
+        "what it was before the collective is not known on every rank; had it been bad there, all "
+        "members would have received it (unless gradients are not reduced at all)");
     origin.action = "check what touches gradients after the reduction on " +
                     describe_rank_count(ranks_of(bad)) + ", its links and its memory";
     add_origin(std::move(origin));
