@@ -42,7 +42,7 @@ class CMakeBuild(build_ext):
             configure += ["-G", "Ninja"]
         subprocess.run(configure, check=True)
         jobs = str(os.cpu_count() or 1)
-        targets = ["nanlocator_python", "nanlocator_command"]
+        targets = ["nanlocator_python", "nanlocator_command", "nanlocator_replay"]
         subprocess.run(["cmake", "--build", BUILD, "-j", jobs, "--target", *targets], check=True)
         package = Path(self.build_lib) / "nanlocator"
         package.mkdir(parents=True, exist_ok=True)
@@ -56,5 +56,5 @@ setup(
     package_data={"nanlocator": ["py.typed"]},
     ext_modules=[Extension("nanlocator._C", sources=[])],  # makes the wheel one for this platform
     cmdclass={"build_ext": CMakeBuild},
-    data_files=[("bin", [str(BUILD / "bin" / "nanlocator")])],
+    data_files=[("bin", [str(BUILD / "bin" / name) for name in ("nanlocator", "nanlocator-replay")])],
 )

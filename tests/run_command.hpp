@@ -1,4 +1,5 @@
-// Runs the `nanlocator` command as a person's shell would, and keeps what it printed.
+// Runs a program, above all the `nanlocator` command, as a person's shell would, and keeps what it
+// printed.
 #pragma once
 
 #include <fcntl.h>
@@ -10,6 +11,7 @@
 #include <iterator>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "temporary_folder.hpp"
@@ -23,13 +25,13 @@ struct CommandResult {
 };
 
 /// `environment` is the whole environment; `stdout_path` replaces the file that `out` is read from.
-inline CommandResult run_command(std::vector<std::string> arguments,
+inline CommandResult run_program(const std::string& program, std::vector<std::string> arguments,
                                  std::vector<std::string> environment = {},
                                  const std::string& stdout_path = {}) {
   const TemporaryFolder folder;
   const std::string out_path = stdout_path.empty() ? (folder / "out").string() : stdout_path;
   const std::string err_path = (folder / "err").string();
-  arguments.insert(arguments.begin(), NANLOCATOR_COMMAND);
+  arguments.insert(arguments.begin(), program);
   const auto pointers_of = [](std::vector<std::string>& texts) {
     std::vector<char*> pointers;
     for (auto& text : texts) pointers.push_back(text.data());
@@ -44,10 +46,10 @@ inline CommandResult run_command(std::vector<std::string> arguments,
   posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, out_path.c_str(), kFlags, 0600);
   posix_spawn_file_actions_addopen(&actions, STDERR_FILENO, err_path.c_str(), kFlags, 0600);
   pid_t process = 0;
-  const int error = ::posix_spawn(&process, NANLOCATOR_COMMAND, &actions, nullptr,
+  const int error = ::posix_spawn(&process, program.c_str(), &actions, nullptr,
                                   pointers_of(arguments).data(), pointers_of(environment).data());
   posix_spawn_file_actions_destroy(&actions);
-  if (error != 0) throw std::runtime_error(std::string("cannot start ") + NANLOCATOR_COMMAND);
+  if (error != 0) throw std::runtime_error("cannot start " + program);
   int status = 0;
   if (::waitpid(process, &status, 0) != process) throw std::runtime_error("waitpid failed");
 
@@ -58,6 +60,12 @@ inline CommandResult run_command(std::vector<std::string> arguments,
   return {.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1,
           .out = stdout_path.empty() ? bytes_of(out_path) : std::string(),
           .err = bytes_of(err_path)};
+}
+
+inline CommandResult run_command(std::vector<std::string> arguments,
+                                 std::vector<std::string> environment = {},
+                                 const std::string& stdout_path = {}) {
+  return run_program(NANLOCATOR_COMMAND, std::move(arguments), std::move(environment), stdout_path);
 }
 
 }  // namespace nanlocator::testing

@@ -77,6 +77,8 @@ def install(
     options = resolve_options(
         on_bad=on_bad,
         output_dir=output_dir,
+        level="grads",
+        rerun=False,
         check_params=check_params,
         gather_deadline=gather_deadline,
         integration="megatron",
@@ -311,7 +313,7 @@ class MegatronLocator:
             return
         verdict = json.loads(self._locator.conclude())
         self.verdicts.append(verdict)
-        raise_or_continue(verdict, self._on_bad)
+        raise_or_continue(verdict, self._on_bad, self._locator.run_dir)
 
     def _dynamic_scalers(self) -> list[Any]:
         scalers = (getattr(optimizer, "grad_scaler", None) for optimizer in self._optimizers)

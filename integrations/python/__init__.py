@@ -28,6 +28,7 @@ from nanlocator._C import (
     UnsupportedError,
     UsageError,
 )
+from nanlocator.detect import detect
 from nanlocator.errors import NonFiniteGradientError
 from nanlocator.optimizer import LocatingOptimizer
 
@@ -43,4 +44,5 @@ __all__ = [
     "RankCoordinates",
     "UnsupportedError",
     "UsageError",
+    "detect",
 ]

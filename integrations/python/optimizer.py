@@ -2,6 +2,8 @@
 
 import json
 import os
+import sys
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,6 +11,9 @@ import torch
 from torch.optim import Optimizer
 
 from nanlocator import _C
+from nanlocator.module_calls import ModuleCalls
+from nanlocator.modules import ModuleHooks, WatchedModules
+from nanlocator.rerun import GeneratorStates, ObjectState, ScalerState, Stateful, losses_of
 from nanlocator.session import (
     RankConnection,
     device_description,
@@ -34,6 +39,13 @@ class LocatingOptimizer(Optimizer):
         on_bad: ``"stop"`` raises :class:`NonFiniteGradientError` on every rank before a weight moves;
             ``"report"`` writes the verdict and goes on.
         output_dir: where findings go; nothing but the parameter map is written while all is well.
+        level: what is watched at every step. ``"grads"``: gradients. ``"modules"``: also every module's
+            inputs, outputs and their gradients, without waiting. ``"operators"``: every operator, which
+            waits for the device between them.
+        rerun: ``True`` executes a bad step again where ``step(closure)`` allows it, with every operator
+            traced, so that the verdict names the operator and says whether the fault repeats; without a
+            closure the next bad step is traced. ``False`` does neither. ``"always"`` executes every step
+            twice and warns where the two differ in a bit.
         check_params: scan the parameters before and after each step, too.
         grad_scaler: the ``GradScaler`` of this optimizer, if there is one. Its routine overflows are
             then no findings, until the scale has fallen below 1.
@@ -41,8 +53,12 @@ class LocatingOptimizer(Optimizer):
 
     With torch.distributed initialised, every rank must build it, and call ``clip_grad_norm`` and ``step``
     equally often. Gradients are seen after DistributedDataParallel has reduced them. Options left at None
-    are read from NANLOCATOR_ON_BAD, NANLOCATOR_OUTPUT_DIR, NANLOCATOR_CHECK_PARAMS and
-    NANLOCATOR_GATHER_DEADLINE.
+    are read from NANLOCATOR_ON_BAD, NANLOCATOR_OUTPUT_DIR, NANLOCATOR_LEVEL, NANLOCATOR_RERUN,
+    NANLOCATOR_CHECK_PARAMS and NANLOCATOR_GATHER_DEADLINE.
+
+    A closure that is executed again must compute the same loss from the same data. Generators (torch,
+    Python, numpy), the model's buffers and the ``grad_scaler`` are put back before; what else it moves
+    can be named with ``register_state``. ``remove`` takes the hooks of levels modules and operators off.
 
     Cost: one read of the gradients per step, and a wait of the host for a four-byte flag (with
     ``clip_grad_norm`` for the norm, too).
@@ -55,6 +71,8 @@ class LocatingOptimizer(Optimizer):
         *,
         on_bad: str | None = None,
         output_dir: str | os.PathLike[str] | None = None,
+        level: str | None = None,
+        rerun: bool | str | None = None,
         check_params: bool | None = None,
         grad_scaler: "torch.amp.GradScaler | None" = None,
         gather_deadline: float | None = None,
@@ -72,6 +90,8 @@ class LocatingOptimizer(Optimizer):
         options = resolve_options(
             on_bad=on_bad,
             output_dir=output_dir,
+            level=level,
+            rerun=rerun,
             check_params=check_params,
             gather_deadline=gather_deadline,
             integration="pytorch",
@@ -89,6 +109,30 @@ class LocatingOptimizer(Optimizer):
         self._is_looked_at = False
         self._is_open = False  # begin_step has been called for this iteration
         self.verdicts: list[dict[str, Any]] = []
+        self._rerun_policy: str = options.rerun
+        self._model = model
+        self._closure: Callable[[], Any] | None = None  # of the step that is running
+        self._had_gradient: set[torch.nn.Parameter] = set()  # when it was called
+        self._module_calls: ModuleCalls | None = None  # around the origins of the bad step
+        self._rerun = _C.StepRerun(self._locator)
+        self._set_step()
+        self._add_state("the generators of Python and numpy", GeneratorStates())
+        if grad_scaler is not None:
+            self._add_state("the loss scaler", ScalerState(grad_scaler))
+        self._level: str = options.level
+        self._watched: WatchedModules | None = None
+        if self._level == "modules":
+            self._watched = WatchedModules(model)
+            weakref.finalize(self, self._watched.remove)
+        self._hooks: ModuleHooks | None = None
+        if self._level == "operators":
+            self._rerun.trace_from_now_on()
+            if not self._rerun.is_tracing:
+                raise _C.UsageError(
+                    "level 'operators' is on for another optimizer of this process; one trace at a time: "
+                    "call its remove() first"
+                )
+            self._follow_trace()
 
     # --- finding -------------------------------------------------------------------------------------
 
@@ -116,24 +160,37 @@ class LocatingOptimizer(Optimizer):
             if not self._is_looked_at:
                 self._scan_gradients()
                 self._agree()
-            result = self.inner.step()
+            self._rerun.begin_update()
+            try:
+                result = self.inner.step()
+            finally:
+                self._rerun.end_update()
         else:
 
             def watched_closure() -> Any:
-                with torch.enable_grad():
-                    loss = closure()
-                self._is_open = False  # LBFGS evaluates many times a step; each has its own finding
-                self._scan_gradients()
-                self._agree()
+                self._begin_closure(closure)
+                try:
+                    with torch.enable_grad():
+                        loss = closure()
+                    self._is_open = False  # LBFGS evaluates many times a step; each has its own finding
+                    self._scan_gradients()
+                    if not self._agree() and self._rerun_policy == "always":
+                        self._compare_with_repeat()
+                finally:
+                    self._closure = None
                 return loss
 
             result = self.inner.step(watched_closure)
         if self._check_params:
             self._begin_step()
             self._scan_parameters("params_after")
-            self._agree()
+            self._agree(self._parameters)
         self._iteration += 1
         self._is_open = self._is_looked_at = False
+        self._rerun.begin_pass()
+        self._follow_trace()
+        if self._watched is not None:
+            self._watched.begin_step()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -150,31 +207,30 @@ class LocatingOptimizer(Optimizer):
 
     def _scan_gradients(self) -> None:
         self._begin_step()
-        ids, gradients = [], []
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is not None:
-                ids.append(index)
-                gradients.append(_local(parameter.grad))
-        self._locator.scan(self._phase, _GRADIENTS, "grad", ids, gradients)
+        self._locator.scan(self._phase, _GRADIENTS, "grad", *self._gradients())
         self._is_looked_at = True
 
     def _scan_parameters(self, phase: str) -> None:
         tensors = [_local(parameter.detach()) for parameter in self._parameters]
         self._locator.scan(phase, _PARAMETERS, "weight", list(range(len(tensors))), tensors)
 
-    def _agree(self) -> None:
+    def _agree(self, results: list[torch.Tensor] | None = None) -> bool:
+        """Concludes where any rank has found something bad; True then. ``results``: the tensors that were
+        looked at, where they are not the gradients."""
         self._locator.start_agreement()
         if not self._locator.finish_agreement():
-            return
+            return False
         if self._is_routine_overflow():
             self._locator.dismiss()
             self._is_open = False
-            return
+            return False
+        self._find_births(results)
         verdict = json.loads(self._locator.conclude())
         self.verdicts.append(verdict)
         self._is_open = self._is_looked_at = False
-        raise_or_continue(verdict, self._on_bad)
+        raise_or_continue(verdict, self._on_bad, self._locator.run_dir)
         self._is_looked_at = True
+        return True
 
     def _is_routine_overflow(self) -> bool:
         """The scaler has found Inf in these gradients, will skip the step and lower its scale. Once the
@@ -184,6 +240,95 @@ class LocatingOptimizer(Optimizer):
         state = self._grad_scaler._per_optimizer_states[id(self)]
         has_overflowed = any(found.item() for found in state["found_inf_per_device"].values())
         return has_overflowed and self._grad_scaler.get_scale() >= 1.0
+
+    # --- the repeat of a bad step --------------------------------------------------------------------
+
+    def register_state(self, name: str, owner: Stateful) -> None:
+        """Something with ``state_dict`` and ``load_state_dict`` that the closure moves, such as the sampler
+        that it draws its batch from: saved before each closure, put back before it is executed again.
+        What cannot be put back is named in the verdict."""
+        self._add_state(name, ObjectState(owner))
+
+    def remove(self) -> None:
+        """Takes the hooks of levels ``modules`` and ``operators`` off; the gradients are still looked at."""
+        if self._watched is not None:
+            self._watched.remove()
+            self._watched = None
+        self._rerun.stop_tracing()
+        self._follow_trace()
+
+    def _add_state(self, name: str, state: Any) -> None:
+        self._rerun.add_state(name, state.save, state.restore)
+
+    def _set_step(self) -> None:
+        # The engine holds these functions, and this object the engine: they must not hold this object.
+        this = weakref.ref(self)
+
+        def run() -> list[tuple[str, torch.Tensor]]:
+            with ModuleHooks(this()._model):
+                return losses_of(this()._closure())
+
+        def run_and_keep_module_calls(modules: list[str]) -> None:
+            this()._module_calls = calls = ModuleCalls(set(modules))
+            calls.during(this()._model, this()._closure)
+
+        def module_call(name: str) -> "_C.ModuleCall | None":
+            calls = this()._module_calls
+            return calls.of(name) if calls is not None else None
+
+        self._rerun.set_step(
+            run=run,
+            gradients=lambda: this()._gradients(),
+            clear_gradients=lambda: this()._clear_gradients(),
+            parameters=[(i.name, p) for i, p in zip(self._locator.parameters, self._parameters, strict=True)],
+            buffers=[(n.removeprefix("module."), _local(b)) for n, b in self._model.named_buffers()],
+            run_and_keep_module_calls=run_and_keep_module_calls,
+            module_call=module_call,
+        )
+
+    def _begin_closure(self, closure: Callable[[], Any]) -> None:
+        self._closure = closure
+        self._had_gradient = {p for p in self._parameters if p.grad is not None}
+        if self._watched is not None:
+            self._watched.begin_step()
+        self._rerun.save()
+
+    def _gradients(self) -> tuple[list[int], list[torch.Tensor]]:
+        with_gradient = [(i, _local(p.grad)) for i, p in enumerate(self._parameters) if p.grad is not None]
+        return [i for i, _ in with_gradient], [gradient for _, gradient in with_gradient]
+
+    def _clear_gradients(self) -> None:
+        """As the closure found them, as far as that is known: none, or zero."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                had = parameter in self._had_gradient
+                parameter.grad = torch.zeros_like(parameter.grad) if had else None
+
+    def _find_births(self, results: list[torch.Tensor] | None) -> None:
+        if self._watched is not None:
+            self._locator.set_births(self._watched.collect(self._iteration)[1])
+        views = self._gradients() if results is None else (list(range(len(results))), results)
+        self._rerun.find_births(self._closure is not None and results is None, views)
+        self._module_calls = None
+        self._follow_trace()
+
+    def _compare_with_repeat(self) -> None:
+        changed = self._rerun.compare()
+        if changed:
+            print(
+                f"nanlocator: step {self._iteration}: executed again from the same state, {changed} "
+                "gradients have other bits",
+                file=sys.stderr,
+            )
+
+    def _follow_trace(self) -> None:
+        """Module names for the trace, as long as there is one."""
+        if self._rerun.is_tracing and self._hooks is None:
+            self._hooks = ModuleHooks(self._model)
+            weakref.finalize(self, self._hooks.remove)
+        elif not self._rerun.is_tracing and self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
 
     # --- names ---------------------------------------------------------------------------------------
 
@@ -218,6 +363,7 @@ class LocatingOptimizer(Optimizer):
         if hasattr(self, "_locator"):
             self._parameters = _unique_parameters(self.inner)
             self._locator.set_map(self._make_map())
+            self._set_step()
 
     # --- the wrapped optimizer's own -----------------------------------------------------------------
 

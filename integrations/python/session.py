@@ -21,20 +21,28 @@ def resolve_options(
     *,
     on_bad: str | None,
     output_dir: str | os.PathLike[str] | None,
+    level: str | None,
+    rerun: bool | str | None,
     check_params: bool | None,
     gather_deadline: float | None,
     integration: str,
     not_covered: list[str],
 ) -> _C.LocatorOptions:
-    """Argument, else NANLOCATOR_<NAME>, else default. A variable that cannot be read is a UsageError."""
+    """Argument, else NANLOCATOR_<NAME>, else default. A variable that cannot be read is a UsageError.
+    bundle_bytes, bundle_count and max_incidents have variables only."""
     options = _C.LocatorOptions()
     options.on_bad = _choose("on_bad", on_bad, str, "stop")
     options.output_dir = str(_choose("output_dir", output_dir, str, "nanlocator_run"))
+    options.level = _choose("level", level, str, "grads")
+    options.rerun = _rerun_policy(_choose("rerun", rerun, str, True))
     options.check_params = _choose("check_params", check_params, _parse_bool, False)
     seconds = _choose("gather_deadline", gather_deadline, float, 30.0)
     if not 0 < seconds < 86_400:
         raise _C.UsageError(f"gather_deadline is {seconds}; it must be between 0 and 86400 seconds")
     options.gather_deadline = datetime.timedelta(seconds=seconds)
+    options.bundle_bytes = _choose("bundle_bytes", None, _parse_count, options.bundle_bytes)
+    options.bundle_count = _choose("bundle_count", None, _parse_count, options.bundle_count)
+    options.max_incidents = _choose("max_incidents", None, _parse_count, options.max_incidents)
     options.threads = torch.get_num_threads()
     options.integration = integration
     options.not_covered = not_covered
@@ -52,6 +60,23 @@ def _choose(name: str, argument: T | None, parse: Callable[[str], T], default: T
         return parse(text)
     except ValueError as error:
         raise _C.UsageError(f"{variable}={text!r} cannot be read: {error}") from None
+
+
+def _rerun_policy(value: bool | str) -> str:
+    if value == "always":
+        return "always"
+    try:
+        is_on = value if isinstance(value, bool) else _parse_bool(str(value))
+    except ValueError:
+        raise _C.UsageError(f"rerun is {value!r}; it must be True, False or 'always'") from None
+    return "on_bad" if is_on else "never"
+
+
+def _parse_count(text: str) -> int:
+    count = int(text)
+    if count < 0:
+        raise ValueError("expected a number that is not negative")
+    return count
 
 
 def _parse_bool(text: str) -> bool:
@@ -89,10 +114,10 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def raise_or_continue(verdict: dict[str, Any], on_bad: str) -> None:
+def raise_or_continue(verdict: dict[str, Any], on_bad: str, run_dir: str) -> None:
     """Policy ``stop`` raises on every rank; ``report`` goes on."""
     if on_bad == "stop":
-        raise NonFiniteGradientError(_C.format_verdict(json.dumps(verdict)), verdict)
+        raise NonFiniteGradientError(_C.format_verdict(json.dumps(verdict), run_dir), verdict)
 
 
 def device_description(device: torch.device) -> str:

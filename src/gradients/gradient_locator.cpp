@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <c10/core/Event.h>
@@ -71,8 +72,33 @@ at::Device current_device(at::DeviceType type) {
 
 }  // namespace
 
-NonFiniteGradientError::NonFiniteGradientError(Verdict verdict)
-    : Error(format_verdict(verdict)), verdict_(std::move(verdict)) {}
+std::string_view name_of(Level level) noexcept {
+  switch (level) {
+    case Level::grads:
+      return "grads";
+    case Level::modules:
+      return "modules";
+    case Level::operators:
+      return "operators";
+  }
+  return "unknown";
+}
+
+std::string_view name_of(RerunPolicy policy) noexcept {
+  switch (policy) {
+    case RerunPolicy::never:
+      return "never";
+    case RerunPolicy::on_bad:
+      return "on_bad";
+    case RerunPolicy::always:
+      return "always";
+  }
+  return "unknown";
+}
+
+NonFiniteGradientError::NonFiniteGradientError(Verdict verdict,
+                                               const std::filesystem::path& run_dir)
+    : Error(format_verdict(verdict, {.run_dir = run_dir.string()})), verdict_(std::move(verdict)) {}
 
 struct GradientLocator::Impl {
   Impl(ParameterMap map_, LocatorOptions options_, std::shared_ptr<Communicator> communicator_)
@@ -100,6 +126,9 @@ struct GradientLocator::Impl {
   std::int64_t iteration = 0;
   std::optional<double> gradient_norm;
   std::vector<std::string> notes;
+  std::vector<Birth> births;
+  std::optional<Rerun> rerun;
+  std::unique_ptr<BundleStore> bundles;
   std::vector<Verdict> verdicts;
   Verdict past_limit;  // what conclude returns after max_incidents
   std::int64_t incidents = 0;
@@ -124,6 +153,9 @@ struct GradientLocator::Impl {
   std::string incident_key();
   Verdict judge(std::vector<Ledger> ledgers, std::vector<std::string> extra_notes) const;
   void keep_on_disk(const Ledger& ledger, std::vector<std::string>& problems) const;
+  void print(const Verdict& verdict) const {
+    std::cerr << format_verdict(verdict, {.run_dir = directory.string()}) << std::endl;
+  }
   void keep_on_disk(Verdict& verdict, const std::filesystem::path& name) const;
   void read_ledgers(const Gathered& texts, const Ledger& mine, std::vector<Ledger>& ledgers,
                     std::vector<std::string>& problems) const;
@@ -169,6 +201,7 @@ void GradientLocator::Impl::open_run(Deadline deadline) {
   }
   run = {opened.at("run").get<std::string>(), opened.at("attempt").get<int>()};
   directory = run_directory(options.output_dir, run.attempt);
+  bundles = std::make_unique<BundleStore>(directory, options.bundles);
 
   // A rank that cannot write tells the others, instead of leaving them in training's first
   // collective.
@@ -212,6 +245,8 @@ void GradientLocator::Impl::forget_step() {
   scanner->begin_step();
   gradient_norm.reset();
   notes.clear();
+  births.clear();
+  rerun.reset();
   sightings_told_alone.reset();
 }
 
@@ -231,6 +266,9 @@ Ledger GradientLocator::Impl::make_ledger(std::vector<std::string> extra_notes) 
   ledger.iteration = iteration;
   ledger.coordinates = map.coordinates();
   ledger.gradient_norm = gradient_norm;
+  ledger.level = name_of(options.level);
+  ledger.births = births;
+  ledger.rerun = rerun;
   ledger.notes = notes;
   for (auto& note : extra_notes) ledger.notes.push_back(std::move(note));
   try {
@@ -324,7 +362,7 @@ Verdict GradientLocator::Impl::conclude_as_first_rank(const Ledger& mine, const 
   keep_on_disk(verdict, "verdicts/step" + std::to_string(iteration) + suffix + ".json");
   keep_on_disk(verdict, "verdict.json");
   if (communicator) (void)communicator->publish(key + "/verdict", to_json(verdict));
-  std::cerr << format_verdict(verdict) << std::endl;
+  print(verdict);
   return verdict;
 }
 
@@ -347,7 +385,7 @@ Verdict GradientLocator::Impl::conclude_as_other_rank(const Ledger& mine, const 
   auto verdict = judge(std::move(ledgers), std::move(problems));
   verdict.status = VerdictStatus::partial;
   keep_on_disk(verdict, "verdict_rank" + std::to_string(rank()) + ".json");
-  std::cerr << format_verdict(verdict) << std::endl;
+  print(verdict);
   return verdict;
 }
 
@@ -374,6 +412,12 @@ const LocatorOptions& GradientLocator::options() const noexcept {
 }
 const std::filesystem::path& GradientLocator::run_dir() const noexcept {
   return impl_->directory;
+}
+const std::string& GradientLocator::run_id() const noexcept {
+  return impl_->run.id;
+}
+std::int64_t GradientLocator::iteration() const noexcept {
+  return impl_->iteration;
 }
 const std::vector<Verdict>& GradientLocator::verdicts() const noexcept {
   return impl_->verdicts;
@@ -427,6 +471,33 @@ void GradientLocator::set_gradient_norm(double norm) {
 
 void GradientLocator::add_note(std::string note) {
   impl_->notes.push_back(std::move(note));
+}
+
+void GradientLocator::set_births(std::vector<Birth> births) {
+  impl_->births = std::move(births);
+}
+
+void GradientLocator::set_rerun(Rerun rerun) {
+  impl_->rerun = std::move(rerun);
+}
+
+BundleStore& GradientLocator::bundles() noexcept {
+  return *impl_->bundles;
+}
+
+std::vector<GradientScanner::Scanned> GradientLocator::scanned_gradients() {
+  return impl_->scanner->scanned_gradients();
+}
+
+bool GradientLocator::is_true_anywhere(bool mine) {
+  if (!impl_->communicator) return mine;
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unobserved(false);
+  auto flag =
+      at::full({1}, mine ? 1 : 0,
+               at::TensorOptions().dtype(at::kInt).device(current_device(impl_->flag_type)));
+  impl_->communicator->start_flag(flag);
+  return impl_->communicator->finish_flag();
 }
 
 void GradientLocator::start_agreement() {
@@ -540,7 +611,7 @@ const Verdict* GradientLocator::conclude_alone(std::string reason) {
   auto verdict = impl.judge({ledger}, std::move(problems));
   verdict.status = VerdictStatus::partial;
   impl.keep_on_disk(verdict, "verdict_rank" + std::to_string(impl.rank()) + ".json");
-  std::cerr << format_verdict(verdict) << std::endl;
+  impl.print(verdict);
   impl.verdicts.push_back(std::move(verdict));
   return &impl.verdicts.back();
 }

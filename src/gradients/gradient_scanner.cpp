@@ -84,6 +84,15 @@ bool holds_gradients(Phase phase) noexcept {
   return phase == Phase::grad_local || phase == Phase::grad_reduced || phase == Phase::grad_norm;
 }
 
+std::optional<Phase> latest_gradient_phase(
+    const std::vector<std::pair<Phase, const Group*>>& scans) {
+  std::optional<Phase> latest;
+  for (const auto& [phase, group] : scans) {
+    if (holds_gradients(phase)) latest = std::max(phase, latest.value_or(phase));
+  }
+  return latest;
+}
+
 // "cuda" means the current device, as everywhere in Torch.
 at::Device with_index(at::Device device) {
   if (device.is_cpu() || device.has_index()) return device;
@@ -114,6 +123,22 @@ struct GradientScanner::Impl {
       auto& group = groups[{phase, number, pass}];
       if (group.sequence == 0) return group;
     }
+  }
+
+  [[nodiscard]] std::map<const DeviceSlots*, std::vector<TensorStats>> read() const {
+    std::map<const DeviceSlots*, std::vector<TensorStats>> stats;
+    for (const auto& [key, slots] : devices) stats[slots.get()] = slots->read();
+    return stats;
+  }
+
+  // This step's groups in the order of their scans.
+  [[nodiscard]] std::vector<std::pair<Phase, const Group*>> in_order() const {
+    std::vector<std::pair<Phase, const Group*>> scans_in_order;
+    for (const auto& [key, group] : groups) {
+      if (group.sequence > 0) scans_in_order.emplace_back(std::get<Phase>(key), &group);
+    }
+    std::ranges::sort(scans_in_order, {}, [](const auto& scan) { return scan.second->sequence; });
+    return scans_in_order;
   }
 
   [[nodiscard]] Sighting sighting_of(const Entry& entry, const TensorStats& stats) const {
@@ -198,22 +223,12 @@ at::Tensor GradientScanner::flag(at::Device device) {
 GradientScanner::Collected GradientScanner::collect(std::int64_t iteration) {
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard unobserved(false);
-  std::map<const DeviceSlots*, std::vector<TensorStats>> stats;
-  for (auto& [key, slots] : impl_->devices) stats[slots.get()] = slots->read();
-
-  std::vector<std::pair<Phase, const Group*>> in_order;
-  for (const auto& [key, group] : impl_->groups) {
-    if (group.sequence > 0) in_order.emplace_back(std::get<Phase>(key), &group);
-  }
-  std::ranges::sort(in_order, {}, [](const auto& scan) { return scan.second->sequence; });
+  const auto stats = impl_->read();
+  const auto in_order = impl_->in_order();
+  const auto latest_gradients = latest_gradient_phase(in_order);
 
   Collected collected;
   std::map<Phase, std::set<std::int64_t>> covered;
-  std::optional<Phase> latest_gradients;
-  for (const auto& [phase, group] : in_order) {
-    if (holds_gradients(phase))
-      latest_gradients = std::max(phase, latest_gradients.value_or(phase));
-  }
   for (const auto& [phase, group] : in_order) {
     auto& parameters = covered[phase];
     for (const auto& entry : group->entries) {
@@ -237,6 +252,24 @@ GradientScanner::Collected GradientScanner::collect(std::int64_t iteration) {
     collected.coverage.push_back({phase, {parameters.begin(), parameters.end()}});
   }
   return collected;
+}
+
+std::vector<GradientScanner::Scanned> GradientScanner::scanned_gradients() {
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unobserved(false);
+  const auto stats = impl_->read();
+  const auto in_order = impl_->in_order();
+  const auto latest = latest_gradient_phase(in_order);
+  std::vector<Scanned> scanned;
+  for (const auto& [phase, group] : in_order) {
+    if (phase != latest) continue;
+    for (const auto& entry : group->entries) {
+      const auto slot = group->batches.at(entry.device).first_slot + entry.place;
+      const auto& stat = stats.at(entry.device)[slot];
+      scanned.push_back({entry.parameter, stat.fingerprint, stat.is_finite()});
+    }
+  }
+  return scanned;
 }
 
 }  // namespace nanlocator

@@ -1,8 +1,10 @@
 #include "nanlocator/gradients/locating_optimizer.hpp"
 
+#include <ATen/ops/zeros_like.h>
 #include <torch/nn/utils/clip_grad.h>
 
 #include <cmath>
+#include <iostream>
 #include <utility>
 
 #include "gradients/tensor_access.hpp"
@@ -27,6 +29,11 @@ LocatingOptimizer::LocatingOptimizer(std::shared_ptr<torch::optim::Optimizer> in
     : inner_(std::move(inner)),
       gradient_phase_(communicator ? Phase::grad_reduced : Phase::grad_local) {
   if (!inner_) throw UsageError("LocatingOptimizer: the inner optimizer is null.");
+  if (options.level == Level::modules) {
+    throw UsageError(
+        "LocatingOptimizer: libtorch has no hooks around modules, so level modules is not there in "
+        "C++. Use Level::grads or Level::operators, or a ModuleWatch by hand.");
+  }
   for (const auto& parameter : model.named_parameters()) {
     const auto [place, is_new] =
         names_.try_emplace(parameter.value().unsafeGetTensorImpl(), Name{parameter.key()});
@@ -49,6 +56,19 @@ LocatingOptimizer::LocatingOptimizer(std::shared_ptr<torch::optim::Optimizer> in
   options.integration = "cpp";
   locator_ =
       std::make_unique<GradientLocator>(make_map(), std::move(options), std::move(communicator));
+  for (const auto& buffer : model.named_buffers()) {
+    buffers_.push_back({buffer.key(), buffer.value()});
+  }
+  rerun_ = std::make_unique<StepRerun>(*locator_);
+  rerun_->set_step(repeatable_step());
+  if (locator_->options().level == Level::operators) {
+    rerun_->trace_from_now_on();
+    if (!rerun_->is_tracing()) {
+      throw UsageError(
+          "LocatingOptimizer: level operators is on for another optimizer of this process; one "
+          "trace at a time.");
+    }
+  }
   observe_backward();
 }
 
@@ -112,7 +132,53 @@ void LocatingOptimizer::stop_observing() noexcept {
   hooks_.clear();
 }
 
-void LocatingOptimizer::conclude() {
+std::vector<GradientView> LocatingOptimizer::gradients() const {
+  const auto all = parameters();
+  std::vector<GradientView> views;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    if (const auto& gradient = all[i].grad(); gradient.defined()) {
+      views.push_back({static_cast<std::int64_t>(i), gradient, 0});
+    }
+  }
+  return views;
+}
+
+std::vector<GradientView> LocatingOptimizer::weights() const {
+  const auto all = parameters();
+  std::vector<GradientView> views;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    views.push_back({static_cast<std::int64_t>(i), all[i], 0});
+  }
+  return views;
+}
+
+RepeatableStep LocatingOptimizer::repeatable_step() {
+  RepeatableStep step;
+  step.run = [this] { return std::vector<NamedTensor>{{"loss", (*closure_)()}}; };
+  step.gradients = [this] { return gradients(); };
+  step.clear_gradients = [this] {
+    const auto all = parameters();
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      auto& gradient = all[i].mutable_grad();
+      if (!gradient.defined()) continue;
+      if (i < had_gradient_.size() && had_gradient_[i]) {
+        gradient = at::zeros_like(gradient);  // the tensor of the first pass may be shared
+      } else {
+        gradient = at::Tensor();
+      }
+    }
+  };
+  const auto& map = locator_->map();
+  const auto all = parameters();
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    step.parameters.push_back({map.at(static_cast<std::int64_t>(i)).name, all[i]});
+  }
+  step.buffers = buffers_;
+  return step;
+}
+
+void LocatingOptimizer::conclude(const std::vector<GradientView>& results) {
+  rerun_->find_births(closure_ != nullptr ? CanRepeat::yes : CanRepeat::no, results);
   const auto& verdict = locator_->conclude();
   is_bad_ = true;
   if (locator_->options().on_bad != Policy::stop) return;
@@ -120,40 +186,25 @@ void LocatingOptimizer::conclude() {
   is_looked_at_ = false;
   is_bad_ = false;
   ++iteration_;
-  throw NonFiniteGradientError(verdict);
+  throw NonFiniteGradientError(verdict, locator_->run_dir());
 }
 
 void LocatingOptimizer::look_at_gradients() {
-  const auto all = parameters();
-  std::vector<GradientView> weights;
-  std::vector<GradientView> gradients;
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    const auto id = static_cast<std::int64_t>(i);
-    weights.push_back({id, all[i], 0});
-    if (const auto& gradient = all[i].grad(); gradient.defined()) {
-      gradients.push_back({id, gradient, 0});
-    }
-  }
   is_bad_ = false;
   locator_->begin_step(iteration_);
   if (locator_->options().check_params) {
-    locator_->scan(Phase::params_before, kOnlyGroup, "weight", weights);
+    locator_->scan(Phase::params_before, kOnlyGroup, "weight", weights());
   }
-  locator_->scan(gradient_phase_, kOnlyGroup, "grad", gradients);
+  locator_->scan(gradient_phase_, kOnlyGroup, "grad", gradients());
   locator_->start_agreement();
   is_looked_at_ = true;
-  if (locator_->finish_agreement()) conclude();
+  if (locator_->finish_agreement()) conclude(gradients());
 }
 
 void LocatingOptimizer::look_at_updated_parameters() {
-  const auto all = parameters();
-  std::vector<GradientView> weights;
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    weights.push_back({static_cast<std::int64_t>(i), all[i], 0});
-  }
-  locator_->scan(Phase::params_after, kOnlyGroup, "weight", weights);
+  locator_->scan(Phase::params_after, kOnlyGroup, "weight", weights());
   locator_->start_agreement();
-  if (locator_->finish_agreement()) conclude();
+  if (locator_->finish_agreement()) conclude(weights());
 }
 
 double LocatingOptimizer::clip_grad_norm(double max_norm, double norm_type) {
@@ -161,27 +212,47 @@ double LocatingOptimizer::clip_grad_norm(double max_norm, double norm_type) {
   const double norm = torch::nn::utils::clip_grad_norm_(parameters(), max_norm, norm_type);
   if (is_bad_) return norm;  // policy report: told already
   locator_->set_gradient_norm(norm);
-  if (!std::isfinite(norm)) conclude();
+  if (!std::isfinite(norm)) conclude(gradients());
   return norm;
+}
+
+void LocatingOptimizer::begin_closure(const torch::optim::Optimizer::LossClosure& closure) {
+  closure_ = &closure;
+  had_gradient_.clear();
+  for (const auto& parameter : parameters()) had_gradient_.push_back(parameter.grad().defined());
+  rerun_->save();
+}
+
+void LocatingOptimizer::compare_with_repeat() {
+  if (const auto changed = rerun_->compare(); changed > 0) {
+    std::cerr << "nanlocator: step " << iteration_ << ": executed again from the same state, "
+              << changed << " gradients have other bits" << std::endl;
+  }
 }
 
 at::Tensor LocatingOptimizer::step(torch::optim::Optimizer::LossClosure closure) {
   at::Tensor loss;
   if (closure) {
     loss = inner_->step([&] {
+      begin_closure(closure);
       auto value = closure();
       look_at_gradients();
+      if (locator_->options().rerun == RerunPolicy::always && !is_bad_) compare_with_repeat();
+      closure_ = nullptr;
       return value;
     });
   } else {
     if (!is_looked_at_) look_at_gradients();
     is_looked_at_ = false;  // also where the inner optimizer throws
+    rerun_->begin_update();
     loss = inner_->step();
+    rerun_->end_update();
   }
   // After bad gradients bad parameters are no news.
   if (locator_->options().check_params && !is_bad_) look_at_updated_parameters();
   is_looked_at_ = false;
   is_bad_ = false;
+  rerun_->begin_pass();
   ++iteration_;
   return loss;
 }
@@ -195,6 +266,7 @@ void LocatingOptimizer::add_param_group(const torch::optim::OptimizerParamGroup&
   inner_->add_param_group(group);
   stop_observing();
   locator_->set_map(make_map());
+  rerun_->set_step(repeatable_step());
   observe_backward();
   is_looked_at_ = false;
 }

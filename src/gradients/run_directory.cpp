@@ -83,7 +83,7 @@ std::string run_json(const Run& run, const LocatorOptions& options,
   json["nanlocator"] = NANLOCATOR_VERSION;
   json["torch"] = TORCH_VERSION;
   json["integration"] = options.integration;
-  json["level"] = "grads";
+  json["level"] = name_of(options.level);
   json["world_size"] = coordinates.world_size;
   json["layout"] = {{"tp", coordinates.tp.size},
                     {"pp", coordinates.pp.size},
@@ -94,6 +94,9 @@ std::string run_json(const Run& run, const LocatorOptions& options,
   json["options"] = {{"on_bad", name_of(options.on_bad)},
                      {"output_dir", options.output_dir.string()},
                      {"check_params", options.check_params},
+                     {"rerun", name_of(options.rerun)},
+                     {"bundle_bytes", options.bundles.bytes},
+                     {"bundle_count", options.bundles.count},
                      {"gather_deadline_ms", options.gather_deadline.count()},
                      {"threads", options.threads},
                      {"max_incidents", options.max_incidents}};
@@ -105,7 +108,8 @@ std::string agreed_options_json(const LocatorOptions& options, std::string_view 
   nlohmann::ordered_json json;
   json["nanlocator"] = NANLOCATOR_VERSION;
   json["torch"] = TORCH_VERSION;
-  json["level"] = "grads";
+  json["level"] = name_of(options.level);
+  json["rerun"] = name_of(options.rerun);
   json["on_bad"] = name_of(options.on_bad);
   json["check_params"] = options.check_params;
   json["integration"] = options.integration;

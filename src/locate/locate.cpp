@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "locate/backward_flow.hpp"
+#include "locate/birth_origins.hpp"
 #include "locate/evidence.hpp"
 #include "locate/lanes.hpp"
 #include "locate/origin_text.hpp"
@@ -94,6 +95,7 @@ class Locator {
       judge_updated_parameters();
       judge_norm_value();
     }
+    adopt_births();
     describe_spread();
     add_status_and_notes();
     return std::move(verdict_);
@@ -1074,6 +1076,50 @@ class Locator {
         "look at the history of the gradient norm; lower the learning rate or check this layer's "
         "scale";
     add_origin(std::move(origin));
+  }
+
+  // ---- what was seen being born ----
+
+  /// What the trace or the watch saw being born says more than the gradients that it made bad, and
+  /// takes their place. Where the repeat of the step came out finite, that is the cause.
+  void adopt_births() {
+    verdict_.rerun = rerun_of(incident_);
+    std::vector<Origin> born = origins_of_births(incident_);
+    for (Origin& origin : born) adopt_neighbours(origin);
+    if (!born.empty()) {
+      verdict_.origins = std::move(born);
+      origins_per_phase_.clear();
+    }
+    const auto sentences = describe_rerun(incident_);
+    for (Origin& origin : verdict_.origins) {
+      origin.evidence.insert(origin.evidence.begin() + 1, sentences.begin(), sentences.end());
+      if (verdict_.rerun.reproduced != false) continue;
+      origin.cause = Cause::not_reproduced;
+      origin.confidence = std::min(origin.confidence, Confidence::medium);
+      origin.action =
+          "a fault of the hardware, a race, or a kernel that is not deterministic: test this "
+          "device before using it again, and see whether the same rank fails again";
+    }
+    if (verdict_.origins.size() > kMostOriginsPerPhase) {
+      origins_per_phase_[verdict_.origins.front().phase] = verdict_.origins.size();
+      verdict_.origins.resize(kMostOriginsPerPhase);
+    }
+  }
+
+  /// The parameters that bracket the fault, which only the gradients tell.
+  void adopt_neighbours(Origin& born) const {
+    for (const Origin& seen : verdict_.origins) {
+      if (std::ranges::find(seen.candidates, born.candidates.front()) == seen.candidates.end()) {
+        continue;
+      }
+      // In backward it is the first gradient that the birth made bad; a forward birth has none.
+      if (born.parameter.empty() && born.direction != Direction::forward) {
+        born.parameter = seen.parameter;
+      }
+      born.clean_before = seen.clean_before;
+      born.clean_after = seen.clean_after;
+      return;
+    }
   }
 
   // ---- the rest of the verdict ----

@@ -174,6 +174,16 @@ Spread spread_from_json(const JsonObject& object) {
   return spread;
 }
 
+RerunOutcome rerun_from_json(const JsonObject& object) {
+  RerunOutcome rerun;
+  rerun.done = object.boolean(keys::kDone);
+  if (!object.member(keys::kReproduced).is_null()) {
+    rerun.reproduced = object.boolean(keys::kReproduced);
+  }
+  rerun.not_restored = texts_from_json(object, keys::kNotRestored);
+  return rerun;
+}
+
 }  // namespace
 
 std::string_view name_of(VerdictStatus status) noexcept {
@@ -200,10 +210,9 @@ std::string to_json(const Verdict& verdict) {
     json[keys::kOrigins].push_back(origin_to_json(origin));
   json[keys::kSpread] = spread_to_json(verdict.spread);
   json[keys::kClean] = verdict.clean;
-  // The gradients' level re-runs nothing.
-  json[keys::kRerun] = {{keys::kDone, false},
-                        {keys::kReproduced, nullptr},
-                        {keys::kNotRestored, ordered_json::array()}};
+  json[keys::kRerun] = {{keys::kDone, verdict.rerun.done},
+                        {keys::kReproduced, value_or_null(verdict.rerun.reproduced)},
+                        {keys::kNotRestored, verdict.rerun.not_restored}};
   json[keys::kSilentRanks] = verdict.silent_ranks;
   json[keys::kNotes] = verdict.notes;
   return json.dump(2, ' ', true, ordered_json::error_handler_t::replace) + "\n";
@@ -228,6 +237,7 @@ Verdict verdict_from_json(std::string_view text, const std::string& source) {
   }
   verdict.spread = spread_from_json(object.object(keys::kSpread));
   verdict.clean = texts_from_json(object, keys::kClean);
+  verdict.rerun = rerun_from_json(object.object(keys::kRerun));
   verdict.silent_ranks = ranks_from_json(object, keys::kSilentRanks);
   verdict.notes = texts_from_json(object, keys::kNotes);
   return verdict;

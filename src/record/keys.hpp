@@ -12,6 +12,8 @@ inline constexpr const char* kRecordLedger = "ledger";
 inline constexpr const char* kRecordParameter = "parameter";
 inline constexpr const char* kRecordCoverage = "coverage";
 inline constexpr const char* kRecordSighting = "sighting";
+inline constexpr const char* kRecordBirth = "birth";
+inline constexpr const char* kRecordRerun = "rerun";
 inline constexpr const char* kRecordNote = "note";
 inline constexpr const char* kRecordEnd = "end";
 
@@ -87,6 +89,9 @@ inline constexpr const char* kRerun = "rerun";
 inline constexpr const char* kDone = "done";
 inline constexpr const char* kReproduced = "reproduced";
 inline constexpr const char* kNotRestored = "not_restored";
+inline constexpr const char* kControlReproduced = "control_reproduced";
+inline constexpr const char* kGradients = "gradients";
+inline constexpr const char* kChanged = "changed";
 inline constexpr const char* kSilentRanks = "silent_ranks";
 inline constexpr const char* kNotes = "notes";
 

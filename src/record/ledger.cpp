@@ -6,15 +6,15 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
-#include <cstdio>
-#include <system_error>
 #include <utility>
 
 #include "map/coordinates_json.hpp"
 #include "nanlocator/error.hpp"
+#include "record/birth_json.hpp"
 #include "record/keys.hpp"
+#include "record/posix_file.hpp"
 #include "record/record_json.hpp"
+#include "record/sighting_json.hpp"
 #include "record/strict_json.hpp"
 
 namespace nanlocator {
@@ -27,33 +27,6 @@ constexpr int kMostChunks = 1024;
 
 /// A file of garbage must not fill the memory with remarks about its lines.
 constexpr std::size_t kMostLineNotes = 20;
-
-std::string fingerprint_to_text(std::uint64_t fingerprint) {
-  char text[17];  // JSON readers that hold numbers as doubles would lose its low bits
-  std::snprintf(text, sizeof text, "%016llx", static_cast<unsigned long long>(fingerprint));
-  return text;
-}
-
-std::uint64_t fingerprint_from_json(const JsonObject& object) {
-  const std::string text = object.text(keys::kFingerprint);
-  std::uint64_t fingerprint = 0;
-  const char* const end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, fingerprint, 16);
-  if (error != std::errc() || stop != end) {
-    throw_unexpected_json(object.where(keys::kFingerprint), object.member(keys::kFingerprint),
-                          "16 hexadecimal digits");
-  }
-  return fingerprint;
-}
-
-Phase phase_from_json(const JsonObject& object) {
-  const auto phase = phase_from_name(object.text(keys::kPhase));
-  if (!phase) {
-    throw_unexpected_json(object.where(keys::kPhase), object.member(keys::kPhase),
-                          "the name of a phase such as \"grad_local\"");
-  }
-  return *phase;
-}
 
 // ---- writing ----
 
@@ -95,42 +68,46 @@ ordered_json record_to_json(const Coverage& coverage) {
   return json;
 }
 
-ordered_json stats_to_json(const TensorStats& stats) {
-  ordered_json json;
-  json[keys::kNumel] = stats.numel;
-  json[keys::kNan] = stats.nan;
-  json[keys::kPosInf] = stats.pos_inf;
-  json[keys::kNegInf] = stats.neg_inf;
-  json[keys::kZeros] = stats.zeros;
-  json[keys::kFirstBad] = stats.first_bad;
-  json[keys::kFiniteMin] = number_to_json(stats.finite_min);
-  json[keys::kFiniteMax] = number_to_json(stats.finite_max);
-  json[keys::kAbsmin] = number_to_json(stats.absmin);
-  json[keys::kAbsmax] = number_to_json(stats.absmax);
-  json[keys::kSumOfSquares] = number_to_json(stats.sum_of_squares);
-  json[keys::kFingerprint] = fingerprint_to_text(stats.fingerprint);
-  return json;
-}
-
 ordered_json record_to_json(const Sighting& sighting) {
   ordered_json json;
   json[keys::kRecord] = keys::kRecordSighting;
-  json[keys::kIteration] = sighting.iteration;
-  json[keys::kMicrobatch] = value_or_null(sighting.microbatch);
-  json[keys::kChunk] = value_or_null(sighting.chunk);
-  json[keys::kPhase] = name_of(sighting.phase);
-  json[keys::kModule] = text_or_null(sighting.module);
-  json[keys::kOperator] = text_or_null(sighting.op);
-  json[keys::kRole] = sighting.role;
-  json[keys::kParameterId] = value_or_null(sighting.parameter_id);
-  json[keys::kParameter] = text_or_null(sighting.parameter);
-  json[keys::kDtype] = sighting.dtype;
-  json[keys::kShape] = sighting.shape;
-  json[keys::kStats] = stats_to_json(sighting.stats);
+  json.update(sighting_to_json(sighting));
+  return json;
+}
+
+ordered_json record_to_json(const Birth& birth) {
+  ordered_json json = {{keys::kRecord, keys::kRecordBirth}};
+  json.update(birth_to_json(birth));
+  return json;
+}
+
+ordered_json record_to_json(const Rerun& rerun) {
+  ordered_json json;
+  json[keys::kRecord] = keys::kRecordRerun;
+  json[keys::kReproduced] = value_or_null(rerun.reproduced);
+  json[keys::kControlReproduced] = value_or_null(rerun.control_reproduced);
+  json[keys::kGradients] = rerun.gradients;
+  json[keys::kChanged] = rerun.changed;
+  json[keys::kNotRestored] = rerun.not_restored;
   return json;
 }
 
 // ---- reading ----
+
+std::optional<bool> optional_boolean(const JsonObject& object, const char* key) {
+  if (object.member(key).is_null()) return std::nullopt;
+  return object.boolean(key);
+}
+
+Rerun rerun_from_json(const JsonObject& object) {
+  Rerun rerun;
+  rerun.reproduced = optional_boolean(object, keys::kReproduced);
+  rerun.control_reproduced = optional_boolean(object, keys::kControlReproduced);
+  rerun.gradients = object.integer(keys::kGradients, 0);
+  rerun.changed = object.integer(keys::kChanged, 0);
+  rerun.not_restored = texts_from_json(object, keys::kNotRestored);
+  return rerun;
+}
 
 Ledger header_from_json(const JsonObject& object) {
   require_version(object, keys::kLedgerVersion);
@@ -174,51 +151,6 @@ Coverage coverage_from_json(const JsonObject& object) {
     throw FormatError(object.where(keys::kParameters) + ": the ids are not in ascending order");
   }
   return coverage;
-}
-
-TensorStats stats_from_json(const JsonObject& object) {
-  const auto number = [&](const char* key) {
-    return number_from_json(object.member(key), object.where(key));
-  };
-  TensorStats stats;
-  stats.numel = object.integer(keys::kNumel, 0);
-  const auto count = [&](const char* key) {
-    return json_integer(object.member(key), object.where(key), 0, stats.numel);
-  };
-  stats.nan = count(keys::kNan);
-  stats.pos_inf = count(keys::kPosInf);
-  stats.neg_inf = count(keys::kNegInf);
-  if (stats.nan > stats.numel - stats.pos_inf ||
-      stats.nan + stats.pos_inf > stats.numel - stats.neg_inf) {
-    throw FormatError(object.where() + ": more NaN and Inf than the " +
-                      std::to_string(stats.numel) + " elements");
-  }
-  stats.zeros = count(keys::kZeros);
-  stats.first_bad = object.integer(keys::kFirstBad, -1);
-  stats.finite_min = number(keys::kFiniteMin);
-  stats.finite_max = number(keys::kFiniteMax);
-  stats.absmin = number(keys::kAbsmin);
-  stats.absmax = number(keys::kAbsmax);
-  stats.sum_of_squares = number(keys::kSumOfSquares);
-  stats.fingerprint = fingerprint_from_json(object);
-  return stats;
-}
-
-Sighting sighting_from_json(const JsonObject& object) {
-  Sighting sighting;
-  sighting.iteration = object.integer(keys::kIteration, 0);
-  sighting.microbatch = object.optional_small_integer(keys::kMicrobatch, 0);
-  sighting.chunk = object.optional_small_integer(keys::kChunk, 0);
-  sighting.phase = phase_from_json(object);
-  sighting.module = text_or_empty(object, keys::kModule);
-  sighting.op = text_or_empty(object, keys::kOperator);
-  sighting.role = object.text(keys::kRole);
-  sighting.parameter_id = object.optional_integer(keys::kParameterId, 0);
-  sighting.parameter = text_or_empty(object, keys::kParameter);
-  sighting.dtype = object.text(keys::kDtype);
-  sighting.shape = sizes_from_json(object, keys::kShape);
-  sighting.stats = stats_from_json(object.object(keys::kStats));
-  return sighting;
 }
 
 /// Takes lines one by one and keeps what can be kept.
@@ -283,6 +215,10 @@ class LedgerReader {
       take_coverage(coverage_from_json(object), object);
     } else if (record == keys::kRecordSighting) {
       ledger.sightings.push_back(sighting_from_json(object));
+    } else if (record == keys::kRecordBirth) {
+      ledger.births.push_back(birth_from_json(object));
+    } else if (record == keys::kRecordRerun) {
+      ledger.rerun = rerun_from_json(object);
     } else if (record == keys::kRecordNote) {
       ledger.notes.push_back(object.text(keys::kText));
     } else {
@@ -339,17 +275,11 @@ class LedgerReader {
 
 // ---- the file ----
 
-[[noreturn]] void throw_io_error(const std::string& attempt, const std::filesystem::path& path,
-                                 int error) {
-  throw IoError("cannot " + attempt + " " + path.string() + ": " +
-                std::generic_category().message(error));
-}
-
 class AppendedFile {
  public:
   explicit AppendedFile(std::filesystem::path path) : path_(std::move(path)) {
     descriptor_ = ::open(path_.c_str(), O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
-    if (descriptor_ < 0) throw_io_error("open", path_, errno);
+    if (descriptor_ < 0) throw_io_error("cannot open", path_, errno);
     struct stat status {};
     if (::fstat(descriptor_, &status) != 0 || !S_ISREG(status.st_mode)) {
       ::close(descriptor_);
@@ -382,7 +312,7 @@ class AppendedFile {
     const int error = errno;
     // Half a ledger helps nobody. Where this fails too, the reader meets a cut-off ledger.
     if (::ftruncate(descriptor_, size_) != 0) errno = 0;
-    throw_io_error(attempt, path_, error);
+    throw_io_error("cannot " + attempt, path_, error);
   }
 
   std::filesystem::path path_;
@@ -402,6 +332,8 @@ std::string to_jsonl(const Ledger& ledger) {
   for (const auto& parameter : ledger.backward_order) add(record_to_json(parameter));
   for (const auto& coverage : ledger.coverage) add(record_to_json(coverage));
   for (const auto& sighting : ledger.sightings) add(record_to_json(sighting));
+  for (const auto& birth : ledger.births) add(record_to_json(birth));
+  if (ledger.rerun) add(record_to_json(*ledger.rerun));
   for (const auto& note : ledger.notes) {
     add({{keys::kRecord, keys::kRecordNote}, {keys::kText, note}});
   }

@@ -1,7 +1,10 @@
 #include "record/record_json.hpp"
 
+#include <charconv>
 #include <cmath>
+#include <cstdio>
 #include <limits>
+#include <system_error>
 
 #include "nanlocator/error.hpp"
 
@@ -39,6 +42,23 @@ double number_from_json(const nlohmann::json& value, const std::string& where) {
     if (text == "-inf") return -std::numeric_limits<double>::infinity();
   }
   throw_unexpected_json(where, value, R"(a number, "nan", "inf" or "-inf")");
+}
+
+nlohmann::ordered_json bits_to_json(std::uint64_t bits) {
+  char text[17];
+  std::snprintf(text, sizeof text, "%016llx", static_cast<unsigned long long>(bits));
+  return text;
+}
+
+std::uint64_t bits_from_json(const nlohmann::json& value, const std::string& where) {
+  std::uint64_t bits = 0;
+  if (value.is_string() && value.get_ref<const std::string&>().size() == 16) {
+    const auto& text = value.get_ref<const std::string&>();
+    const char* const end = text.data() + text.size();
+    const auto [stop, error] = std::from_chars(text.data(), end, bits, 16);
+    if (error == std::errc() && stop == end) return bits;
+  }
+  throw_unexpected_json(where, value, "16 hexadecimal digits");
 }
 
 nlohmann::ordered_json number_or_null(const std::optional<double>& number) {

@@ -17,6 +17,11 @@ namespace nanlocator {
 /// Throws FormatError unless `value` is a number or one of the three strings.
 [[nodiscard]] double number_from_json(const nlohmann::json& value, const std::string& where);
 
+/// 16 hexadecimal digits: JSON readers that hold numbers as doubles would lose the low bits.
+[[nodiscard]] nlohmann::ordered_json bits_to_json(std::uint64_t bits);
+/// Throws FormatError unless `value` is a string of 16 hexadecimal digits.
+[[nodiscard]] std::uint64_t bits_from_json(const nlohmann::json& value, const std::string& where);
+
 template <typename Value>
 [[nodiscard]] nlohmann::ordered_json value_or_null(const std::optional<Value>& value) {
   return value ? nlohmann::ordered_json(*value) : nlohmann::ordered_json(nullptr);

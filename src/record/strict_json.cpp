@@ -44,7 +44,7 @@ class ParseGuard {
     } else if (event == Event::key) {
       const auto& key = parsed.get_ref<const std::string&>();
       if (!keys_.back().insert(key).second) {
-        throw FormatError(source_ + ": the key \"" + key + "\" stands twice in one object");
+        throw FormatError(source_ + ": the key " + in_quotes(key) + " stands twice in one object");
       }
     }
   }
@@ -56,7 +56,26 @@ class ParseGuard {
 
 }  // namespace
 
+std::string escaped(std::string_view name) {
+  constexpr std::size_t kLongest = 120;
+  const nlohmann::json text(name.substr(0, kLongest));
+  std::string shown = text.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  shown = shown.substr(1, shown.size() - 2);
+  if (name.size() > kLongest) shown += "...";
+  return shown;
+}
+
+std::string in_quotes(std::string_view name) {
+  std::string quoted(1, '"');  // "..." + text warns falsely (GCC bug 105651)
+  quoted += escaped(name);
+  return quoted += '"';
+}
+
 nlohmann::json parse_json(std::string_view text, const std::string& source) {
+  // nlohmann's parser takes a NUL for the end of the text and would not look at what follows it.
+  if (const auto at = text.find('\0'); at != std::string_view::npos) {
+    throw FormatError(source + ": byte " + std::to_string(at + 1) + ": a NUL byte, not valid JSON");
+  }
   ParseGuard guard(source);
   try {
     return nlohmann::json::parse(
@@ -86,7 +105,7 @@ void throw_unexpected_json(const std::string& where, const nlohmann::json& found
   } else if (found.is_null()) {
     what = "null";
   } else if (found.is_string() && found.get_ref<const std::string&>().size() <= 40) {
-    what = "the string \"" + found.get<std::string>() + "\"";
+    what = "the string " + in_quotes(found.get_ref<const std::string&>());
   } else {
     what = std::string(found.is_array()    ? "an "
                        : found.is_object() ? "an "

@@ -17,9 +17,14 @@ namespace nanlocator {
 /// No file of this project nests deeper than ten levels; each level costs the reader memory.
 inline constexpr int kDeepestJson = 32;
 
+/// `name`, which comes from a file, for a message: escaped as in JSON, where a NUL would end the
+/// message, and cut where it is longer than a line.
+[[nodiscard]] std::string escaped(std::string_view name);
+[[nodiscard]] std::string in_quotes(std::string_view name);
+
 /// Parses one JSON value (RFC 8259). `source` is what errors call it. Throws FormatError where the
-/// text is cut off, malformed, not UTF-8, nested deeper than kDeepestJson, or has a key twice in
-/// one object (of which other readers would silently take one).
+/// text is cut off, malformed, not UTF-8, holds a NUL byte, nested deeper than kDeepestJson, or has
+/// a key twice in one object (of which other readers would silently take one).
 [[nodiscard]] nlohmann::json parse_json(std::string_view text, const std::string& source);
 
 /// The error of everything below: "x.json: parameters[3].id: found a string, expected ...".
@@ -50,14 +55,15 @@ class JsonObject {
   [[nodiscard]] std::optional<std::int64_t> optional_integer(const char* key,
                                                              std::int64_t minimum) const;
 
+  /// The file, and the keys to the member `key`: "coordinates.tp".
+  [[nodiscard]] const std::string& source() const noexcept { return source_; }
+  [[nodiscard]] std::string path_to(const char* key) const;
   /// What errors call this object: "x.json: coordinates".
   [[nodiscard]] std::string where() const;
   /// What errors call the member `key`: "x.json: coordinates.tp".
   [[nodiscard]] std::string where(const char* key) const;
 
  private:
-  [[nodiscard]] std::string path_to(const char* key) const;
-
   const nlohmann::json* value_;
   std::string source_;
   std::string path_;

@@ -153,7 +153,8 @@ std::string tensor_text(const OriginTensor& tensor) {
          std::to_string(tensor.pos_inf + tensor.neg_inf) + " Inf";
 }
 
-void add_origin(Page& page, const Origin& origin, std::size_t most_evidence, int indent) {
+void add_origin(Page& page, const Origin& origin, std::size_t most_evidence, int indent,
+                const std::string& run_dir) {
   std::string operation = origin.op;
   if (!origin.module.empty()) {
     operation += (operation.empty() ? "" : "   ") + ("module " + origin.module);
@@ -163,8 +164,12 @@ void add_origin(Page& page, const Origin& origin, std::size_t most_evidence, int
         (operation.empty() ? "" : "   ") + ("microbatch " + std::to_string(*origin.microbatch));
   }
   if (!operation.empty()) page.row("operator", operation, indent);
+  // A gradient is told with its parameter; what an operator made is a tensor of its own.
+  const bool is_computed = !operation.empty() && origin.tensor;
+  if (is_computed)
+    page.row("tensor", origin.tensor->role + "   " + tensor_text(*origin.tensor), indent);
   std::string parameter = origin.parameter;
-  if (origin.tensor) {
+  if (origin.tensor && !is_computed) {
     parameter += (parameter.empty() ? "" : "   ") + tensor_text(*origin.tensor);
   }
   if (!parameter.empty()) page.row("parameter", parameter, indent);
@@ -177,7 +182,10 @@ void add_origin(Page& page, const Origin& origin, std::size_t most_evidence, int
     page.row(i == 0 ? "evidence" : " ", origin.evidence[i], indent);
   }
   if (!origin.action.empty()) page.row("action", origin.action, indent);
-  if (!origin.bundle.empty()) page.row("replay", "nanlocator replay " + origin.bundle, indent);
+  if (!origin.bundle.empty()) {
+    const std::string folder = run_dir.empty() ? "" : run_dir + "/";
+    page.row("replay", "nanlocator replay " + folder + origin.bundle, indent);
+  }
 }
 
 std::string spread_text(const Verdict& verdict) {
@@ -219,12 +227,12 @@ std::string format_verdict(const Verdict& verdict, const TerminalStyle& style) {
                                       : is_quiet               ? kGreen
                                                                : kYellow);
   if (verdict.origins.size() == 1) {
-    add_origin(page, verdict.origins.front(), kMostEvidenceOfOne, 2);
+    add_origin(page, verdict.origins.front(), kMostEvidenceOfOne, 2, style.run_dir);
   } else {
     const std::size_t shown = std::min(kMostOrigins, verdict.origins.size());
     for (std::size_t i = 0; i < shown; ++i) {
       page.headline(std::to_string(i + 1) + ". " + sentence_of(verdict.origins[i]), kRed);
-      add_origin(page, verdict.origins[i], kMostEvidenceOfSeveral, 3);
+      add_origin(page, verdict.origins[i], kMostEvidenceOfSeveral, 3, style.run_dir);
     }
     if (shown < verdict.origins.size()) {
       page.row("more",

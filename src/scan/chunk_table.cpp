@@ -57,6 +57,22 @@ void collapse(const TensorView& tensor, std::size_t position, TensorEntry& entry
   std::ranges::copy(strides, entry.strides);
 }
 
+TensorEntry entry_of(const TensorView& tensor, std::size_t position) {
+  check(tensor, position);
+  TensorEntry entry{};
+  collapse(tensor, position, entry);
+  entry.numel = static_cast<std::uint64_t>(tensor.numel);
+  entry.dtype = tensor.dtype;
+  const std::uint64_t chunk_count =
+      std::max<std::uint64_t>(1, (entry.numel + kChunkElements - 1) / kChunkElements);
+  if (chunk_count > std::numeric_limits<std::uint32_t>::max()) {
+    throw UsageError(describe(tensor, position) +
+                     " has more than 2^48 elements; split it into several views");
+  }
+  entry.chunk_count = static_cast<std::uint32_t>(chunk_count);
+  return entry;
+}
+
 double value_of(DType dtype, std::uint64_t bits) {
   switch (dtype) {
     case DType::float64:
@@ -82,30 +98,18 @@ ChunkTable make_chunk_table(std::span<const TensorView> tensors) {
   table.tensors.reserve(tensors.size());
   for (std::size_t position = 0; position < tensors.size(); ++position) {
     const TensorView& tensor = tensors[position];
-    check(tensor, position);
-    TensorEntry entry{};
-    collapse(tensor, position, entry);
-    entry.numel = static_cast<std::uint64_t>(tensor.numel);
-    entry.dtype = tensor.dtype;
+    TensorEntry entry = entry_of(tensor, position);
     entry.first_partial = static_cast<std::uint32_t>(table.chunks.size());
-    const std::uint64_t chunk_count =
-        std::max<std::uint64_t>(1, (entry.numel + kChunkElements - 1) / kChunkElements);
-    if (table.chunks.size() + chunk_count > std::numeric_limits<std::uint32_t>::max()) {
+    if (table.chunks.size() + entry.chunk_count > std::numeric_limits<std::uint32_t>::max()) {
       throw UsageError("the scan plan has more than 2^48 elements up to " +
                        describe(tensor, position) + "; split it into several plans");
     }
-    entry.chunk_count = static_cast<std::uint32_t>(chunk_count);
-    for (std::uint64_t first = 0, left = entry.numel, i = 0; i < chunk_count; ++i) {
-      ChunkEntry chunk{};
-      const auto* data = static_cast<const unsigned char*>(tensor.data);
-      chunk.data = entry.dims == 0 && data ? data + first * size_of(tensor.dtype) : data;
-      chunk.first_element = first;
-      chunk.numel = static_cast<std::uint32_t>(std::min<std::uint64_t>(left, kChunkElements));
+    const auto element_bytes = static_cast<std::uint32_t>(size_of(tensor.dtype));
+    for (std::uint32_t i = 0; i < entry.chunk_count; ++i) {
+      ChunkEntry chunk = chunk_of(entry, tensor.data, element_bytes, i);
       chunk.tensor = static_cast<std::uint32_t>(position);
-      chunk.partial = entry.first_partial + static_cast<std::uint32_t>(i);
+      chunk.partial = entry.first_partial + i;
       table.chunks.push_back(chunk);
-      first += chunk.numel;
-      left -= chunk.numel;
     }
     table.tensors.push_back(entry);
   }
@@ -114,6 +118,10 @@ ChunkTable make_chunk_table(std::span<const TensorView> tensors) {
   };
   std::ranges::stable_sort(table.chunks, std::greater{}, bytes);
   return table;
+}
+
+TensorEntry make_tensor_entry(const TensorView& tensor) {
+  return entry_of(tensor, 0);
 }
 
 TensorStats stats_of(const RawSlot& slot) {

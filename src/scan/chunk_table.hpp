@@ -26,6 +26,10 @@ struct ChunkTable {
 /// cannot be walked as fewer.
 [[nodiscard]] ChunkTable make_chunk_table(std::span<const TensorView> tensors);
 
+/// One tensor without a table (`slot` left null, `first_partial` 0): its chunks are `chunk_of` it.
+/// Throws as make_chunk_table does.
+[[nodiscard]] TensorEntry make_tensor_entry(const TensorView& tensor);
+
 /// Empty stats for a slot that was never filled.
 [[nodiscard]] TensorStats stats_of(const RawSlot& slot);
 

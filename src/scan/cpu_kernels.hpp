@@ -38,8 +38,12 @@ struct ChunkStats {
 /// default floating-point environment: round to nearest, no flush to zero, exceptions masked.
 using ScanChunk = void (*)(const void* data, std::size_t numel, ChunkStats& stats);
 
+/// Whether any of `numel` elements at `data`, aligned or not, is a NaN or Inf. Any number of them.
+using HasNonfinite = bool (*)(const void* data, std::size_t numel);
+
 struct CpuKernels {
   ScanChunk scan_chunk[kDTypeCount];  // by DType
+  HasNonfinite has_nonfinite[kDTypeCount];
 };
 
 /// Null where the compiler could not build them (another processor family).
@@ -49,6 +53,9 @@ struct CpuKernels {
 
 /// The kernels of `isa`, or null where this build or this processor lacks them.
 [[nodiscard]] const CpuKernels* kernels_for(InstructionSet isa) noexcept;
+
+/// has_nonfinite with the given kernels instead of those of active_instruction_set().
+[[nodiscard]] bool has_nonfinite_with(const CpuKernels& kernels, const TensorView& tensor);
 
 /// scan_cpu with the given kernels instead of those of active_instruction_set().
 void scan_cpu_with(const CpuKernels& kernels, std::span<const TensorView> tensors,

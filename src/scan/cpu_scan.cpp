@@ -401,8 +401,10 @@ bool has_f16c() noexcept {
 }
 #endif
 
+/// Chosen once: asking the processor (cpuid) takes 2 to 10 us in a virtual machine.
 const CpuKernels& active_kernels() {
-  return *kernels_for(active_instruction_set());
+  static const CpuKernels& chosen = *kernels_for(active_instruction_set());
+  return chosen;
 }
 
 }  // namespace
@@ -450,6 +452,24 @@ TensorStats scan_cpu(const TensorView& tensor, int threads) {
   TensorStats result;
   scan_cpu(std::span(&tensor, 1), std::span(&result, 1), threads);
   return result;
+}
+
+bool has_nonfinite(const TensorView& tensor) {
+  return has_nonfinite_with(active_kernels(), tensor);
+}
+
+bool has_nonfinite_with(const CpuKernels& kernels, const TensorView& tensor) {
+  check_view(tensor);
+  const HasNonfinite is_bad = kernels.has_nonfinite[static_cast<int>(tensor.dtype)];
+  const ElementReader reader(tensor);
+  if (reader.is_contiguous()) return is_bad(tensor.data, static_cast<std::size_t>(tensor.numel));
+  char* buffer = this_thread_workspace().gather_buffer(0);
+  for (std::int64_t first = 0; first < tensor.numel;) {
+    const std::int64_t count = std::min(chunk_elements(tensor.dtype), tensor.numel - first);
+    if (is_bad(reader.read(first, count, buffer), static_cast<std::size_t>(count))) return true;
+    first += count;
+  }
+  return false;
 }
 
 void scan_cpu(std::span<const TensorView> tensors, std::span<TensorStats> results, int threads) {

@@ -23,11 +23,7 @@ class CpuSlotScanner final : public SlotScanner {
   std::unique_ptr<ScanPlan> plan(std::vector<TensorView> tensors,
                                  std::uint32_t first_slot) override {
     for (const TensorView& tensor : tensors) check_view(tensor);
-    const std::size_t end = std::size_t{first_slot} + tensors.size();
-    if (end > slots_.size()) {
-      slots_.resize(end);
-      read_back_.resize(end);
-    }
+    make_slots(std::size_t{first_slot} + tensors.size());
     return std::make_unique<ScanPlan>(std::move(tensors), first_slot);
   }
 
@@ -47,6 +43,17 @@ class CpuSlotScanner final : public SlotScanner {
     }
   }
 
+  void reserve(std::uint32_t count) override { make_slots(count); }
+
+  void enqueue_one(const TensorView& tensor, std::uint32_t slot, StreamHandle /*stream*/) override {
+    if (slot >= slots_.size()) {
+      throw UsageError("enqueue_one: there is no slot " + std::to_string(slot) +
+                       ", this scanner has " + std::to_string(slots_.size()) + "; reserve it");
+    }
+    slots_[slot] = scan_cpu(tensor, threads_);
+    if (!slots_[slot].is_finite()) bad_flag_ = 1;
+  }
+
   std::int32_t* bad_flag() noexcept override { return &bad_flag_; }
   void enqueue_clear_flag(StreamHandle /*stream*/) override { bad_flag_ = 0; }
   void enqueue_readback(StreamHandle /*stream*/) override { read_back_ = slots_; }
@@ -54,6 +61,12 @@ class CpuSlotScanner final : public SlotScanner {
   std::span<const TensorStats> wait() override { return read_back_; }
 
  private:
+  void make_slots(std::size_t count) {
+    if (count <= slots_.size()) return;
+    slots_.resize(count);
+    read_back_.resize(count);
+  }
+
   int threads_;
   std::vector<TensorStats> slots_;
   std::vector<TensorStats> read_back_;

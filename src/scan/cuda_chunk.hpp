@@ -54,6 +54,26 @@ struct ChunkEntry {
   std::uint32_t padding;
 };
 
+/// Partials of a tensor that is scanned without a table: chunk i goes to partial i modulo this. Up
+/// to 2^26 elements every chunk has its own, and the sum of squares the bits that a plan gives it.
+inline constexpr std::uint32_t kSinglePartials = 1024;
+
+/// Chunk `index` of a tensor, from the tensor's first element: what the table of a plan holds.
+[[nodiscard]] NANLOCATOR_HOST_DEVICE inline ChunkEntry chunk_of(const TensorEntry& tensor,
+                                                                const void* data,
+                                                                std::uint32_t element_bytes,
+                                                                std::uint32_t index) {
+  ChunkEntry chunk{};
+  chunk.first_element = static_cast<std::uint64_t>(index) * kChunkElements;
+  const std::uint64_t left = tensor.numel - chunk.first_element;
+  chunk.numel = left < kChunkElements ? static_cast<std::uint32_t>(left) : kChunkElements;
+  chunk.data = tensor.dims == 0 && data != nullptr
+                   ? static_cast<const unsigned char*>(data) + chunk.first_element * element_bytes
+                   : data;
+  chunk.partial = index % kSinglePartials;
+  return chunk;
+}
+
 // The host compiler may not read floats as integers; the device may, and gains from a typed load.
 // The host traps at an address at which the device would.
 template <class T>

@@ -1,4 +1,4 @@
-// Scans all tensors of a plan in one launch.
+// Scans all tensors of a plan in one launch, or one tensor that has no plan.
 //
 // Blocks of 256 threads walk the chunk table, largest chunks first; a chunk's result goes to its
 // own place in `partials`. The block that finishes a tensor's last chunk merges that tensor's
@@ -104,6 +104,23 @@ __device__ SlotPartial scan_chunk(const ChunkEntry& chunk, const TensorEntry& te
   return widen(partial, chunk.first_element);
 }
 
+/// Merges a tensor's partials in order and fills its slot; by one block, the others being done.
+__device__ void finish_tensor(const TensorEntry& tensor, const SlotPartial* partials,
+                              std::uint32_t count, std::int32_t* bad_flag, void* shared) {
+  SlotPartial of_tensor;
+  for (std::uint32_t i = threadIdx.x; i < count; i += kThreads) {
+    of_tensor.merge(load_partial(partials + i));
+  }
+  reduce_block(of_tensor, shared);
+  if (threadIdx.x == 0) {
+    RawSlot& slot = *tensor.slot;
+    slot.partial = of_tensor;
+    slot.numel = tensor.numel;
+    slot.dtype = static_cast<std::uint32_t>(tensor.dtype);
+    if (of_tensor.nan + of_tensor.pos_inf + of_tensor.neg_inf > 0) *bad_flag = 1;
+  }
+}
+
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     scan_kernel(const ScanTables tables) {
   __shared__ alignas(16) unsigned char shared[kWarps * sizeof(SlotPartial)];
@@ -121,19 +138,42 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     if (!is_last_chunk) continue;
 
     __threadfence();  // the count before the other blocks' partials
-    SlotPartial of_tensor;
-    for (std::uint32_t i = threadIdx.x; i < tensor.chunk_count; i += kThreads) {
-      of_tensor.merge(load_partial(tables.partials + tensor.first_partial + i));
+    finish_tensor(tensor, tables.partials + tensor.first_partial, tensor.chunk_count,
+                  tables.bad_flag, shared);
+    if (threadIdx.x == 0) tensor.chunks_done = 0;
+    __syncthreads();
+  }
+}
+
+/// The tensor comes with the launch. Group g, a block's unit of work, is the chunks g,
+/// g + kSinglePartials, ..., merged in this order into partial g, so that a scratch of fixed size
+/// serves a tensor of any size and the sum of squares does not depend on the number of blocks.
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    single_scan_kernel(const __grid_constant__ TensorEntry tensor, const void* data,
+                       std::uint32_t element_bytes, SingleScratch* scratch,
+                       std::int32_t* bad_flag) {
+  __shared__ alignas(16) unsigned char shared[kWarps * sizeof(SlotPartial)];
+  __shared__ bool is_last_group;
+  const std::uint32_t groups = smaller(tensor.chunk_count, kSinglePartials);
+  for (std::uint32_t group = blockIdx.x; group < groups; group += gridDim.x) {
+    SlotPartial of_group;
+    for (std::uint32_t index = group; index < tensor.chunk_count; index += kSinglePartials) {
+      const ChunkEntry chunk = chunk_of(tensor, data, element_bytes, index);
+      const SlotPartial of_chunk = scan_chunk(chunk, tensor, shared);
+      if (threadIdx.x == 0) of_group.merge(of_chunk);
+      __syncthreads();  // `shared` is written again
     }
-    reduce_block(of_tensor, shared);
     if (threadIdx.x == 0) {
-      RawSlot& slot = *tensor.slot;
-      slot.partial = of_tensor;
-      slot.numel = tensor.numel;
-      slot.dtype = static_cast<std::uint32_t>(tensor.dtype);
-      if (of_tensor.nan + of_tensor.pos_inf + of_tensor.neg_inf > 0) *tables.bad_flag = 1;
-      tensor.chunks_done = 0;
+      scratch->partials[group] = of_group;
+      __threadfence();  // the partial before the count
+      is_last_group = atomicAdd(&scratch->groups_done, 1u) + 1 == groups;
     }
+    __syncthreads();
+    if (!is_last_group) continue;
+
+    __threadfence();  // the count before the other blocks' partials
+    finish_tensor(tensor, scratch->partials, groups, bad_flag, shared);
+    if (threadIdx.x == 0) scratch->groups_done = 0;
     __syncthreads();
   }
 }
@@ -157,6 +197,16 @@ cudaError_t launch_scan(const ScanTables& tables, std::uint32_t blocks, cudaStre
   ScanTables parameter = tables;
   void* parameters[] = {&parameter};
   return cudaLaunchKernel(scan_kernel, dim3(smaller(blocks, tables.chunk_count)), dim3(kThreads),
+                          parameters, 0, stream);
+}
+
+cudaError_t launch_single_scan(const TensorEntry& tensor, const void* data, SingleScratch* scratch,
+                               std::int32_t* bad_flag, std::uint32_t blocks, cudaStream_t stream) {
+  TensorEntry entry = tensor;
+  auto element_bytes = static_cast<std::uint32_t>(size_of(tensor.dtype));
+  const std::uint32_t groups = smaller(tensor.chunk_count, kSinglePartials);
+  void* parameters[] = {&entry, &data, &element_bytes, &scratch, &bad_flag};
+  return cudaLaunchKernel(single_scan_kernel, dim3(smaller(blocks, groups)), dim3(kThreads),
                           parameters, 0, stream);
 }
 

@@ -1,8 +1,8 @@
-// The CUDA scan's one kernel, seen from the host.
+// The CUDA scan's two kernels, seen from the host: of a plan's tensors, and of one tensor.
 //
-// In: the tables of a plan in device memory. Out: every tensor's RawSlot, and the flag set to 1 if
-// a NaN or Inf was met. Nothing is allocated and nothing waits; the launch may be captured in a
-// graph.
+// In: the tables of a plan in device memory, or one tensor's entry by value. Out: every tensor's
+// RawSlot, and the flag set to 1 if a NaN or Inf was met. Nothing is allocated and nothing waits;
+// the launch may be captured in a graph.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -23,6 +23,14 @@ struct ScanTables {
   std::int32_t* bad_flag;
 };
 
+/// Of one running scan of one tensor, in device memory; all zero bytes before the first. Scans that
+/// share it must be ordered.
+struct SingleScratch {
+  SlotPartial partials[kSinglePartials];
+  std::uint32_t groups_done;  // counts up during a scan, is back at zero after it
+  std::uint32_t padding;
+};
+
 /// The number of blocks that device `device`, which must be current, holds at once; more would only
 /// queue.
 [[nodiscard]] cudaError_t count_resident_blocks(int device, std::uint32_t& blocks);
@@ -30,5 +38,10 @@ struct ScanTables {
 /// `blocks` at most; `tables.chunk_count` must not be zero.
 [[nodiscard]] cudaError_t launch_scan(const ScanTables& tables, std::uint32_t blocks,
                                       cudaStream_t stream);
+
+/// `tensor.slot` is filled; `data` is the tensor's first element.
+[[nodiscard]] cudaError_t launch_single_scan(const TensorEntry& tensor, const void* data,
+                                             SingleScratch* scratch, std::int32_t* bad_flag,
+                                             std::uint32_t blocks, cudaStream_t stream);
 
 }  // namespace nanlocator::cuda

@@ -196,6 +196,26 @@ class CudaSlotScanner final : public SlotScanner {
     check(launch_scan(tables, blocks_, cuda_stream(stream)), "launching the scan kernel", device_);
   }
 
+  void reserve(std::uint32_t count) override {
+    if (count <= slot_count_) return;
+    const DeviceGuard guard(device_);
+    reserve_slots(count);
+  }
+
+  void enqueue_one(const TensorView& tensor, std::uint32_t slot, StreamHandle stream) override {
+    if (slot >= slot_count_) {
+      throw UsageError("enqueue_one: there is no slot " + std::to_string(slot) +
+                       ", this scanner has " + std::to_string(slot_count_) + "; reserve it");
+    }
+    TensorEntry entry = make_tensor_entry(tensor);
+    const DeviceGuard guard(device_);
+    check_address(tensor, 0, device_);
+    entry.slot = segments_[slot / kSegmentSlots].device + slot % kSegmentSlots;
+    check(launch_single_scan(entry, tensor.data, scratch_of(cuda_stream(stream)), bad_flag_,
+                             blocks_, cuda_stream(stream)),
+          "launching the scan of one tensor", device_);
+  }
+
   std::int32_t* bad_flag() noexcept override { return bad_flag_; }
 
   void enqueue_clear_flag(StreamHandle stream) override {
@@ -278,6 +298,24 @@ class CudaSlotScanner final : public SlotScanner {
     slot_count_ = std::max(slot_count_, count);
   }
 
+  /// Scans on one stream are ordered by it and share scratch; other streams' scans may overlap.
+  SingleScratch* scratch_of(cudaStream_t stream) {
+    const auto known = scratch_.find(stream);
+    if (known != scratch_.end()) return known->second;
+    constexpr std::size_t kStreamsPerBlock = 16;  // 1.3 MB
+    if (scratch_.size() == scratch_blocks_.size() * kStreamsPerBlock) {
+      constexpr std::size_t bytes = kStreamsPerBlock * sizeof(SingleScratch);
+      void* memory = nullptr;
+      check(cudaMalloc(&memory, bytes), "cudaMalloc (scratch of single scans)", device_);
+      scratch_blocks_.push_back(memory);
+      check(cudaMemsetAsync(memory, 0, bytes, upload_stream_), "cudaMemsetAsync (scratch)",
+            device_);
+      check(cudaStreamSynchronize(upload_stream_), "cudaStreamSynchronize", device_);
+    }
+    auto* const block = static_cast<SingleScratch*>(scratch_blocks_.back());
+    return scratch_.emplace(stream, block + scratch_.size() % kStreamsPerBlock).first->second;
+  }
+
   static void free_segment(const Segment& segment) {
     (void)cudaFree(segment.device);
     (void)cudaFreeHost(segment.host);
@@ -286,6 +324,7 @@ class CudaSlotScanner final : public SlotScanner {
   /// Errors are dropped: this runs in the destructor, perhaps after the context is gone.
   void release() noexcept {
     for (const Segment& segment : segments_) free_segment(segment);
+    for (void* block : scratch_blocks_) (void)cudaFree(block);
     (void)cudaFree(bad_flag_);
     if (readback_done_ != nullptr) (void)cudaEventDestroy(readback_done_);
     if (upload_stream_ != nullptr) (void)cudaStreamDestroy(upload_stream_);
@@ -297,6 +336,8 @@ class CudaSlotScanner final : public SlotScanner {
   cudaEvent_t readback_done_ = nullptr;
   std::int32_t* bad_flag_ = nullptr;
   std::shared_ptr<TableMemory> table_memory_;
+  std::map<cudaStream_t, SingleScratch*> scratch_;
+  std::vector<void*> scratch_blocks_;
   std::vector<Segment> segments_;
   std::size_t slot_count_ = 0;
   std::size_t readback_count_ = 0;

@@ -2,14 +2,13 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 
-#include <csignal>
 #include <iterator>
 #include <thread>
 #include <vector>
 
+#include "limited_file_size.hpp"
 #include "nanlocator/error.hpp"
 #include "temporary_folder.hpp"
 
@@ -18,6 +17,7 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using testing::LimitedFileSize;
 using testing::message_of;
 using testing::TemporaryFolder;
 
@@ -32,27 +32,6 @@ mode_t mode_of(const std::filesystem::path& path) {
   EXPECT_EQ(::stat(path.c_str(), &status), 0);
   return status.st_mode & 07777;
 }
-
-/// Files of this process may not grow beyond `bytes`: stands for a full disk.
-class LimitedFileSize {
- public:
-  explicit LimitedFileSize(rlim_t bytes) : handler_(std::signal(SIGXFSZ, SIG_IGN)) {
-    ::getrlimit(RLIMIT_FSIZE, &before_);
-    rlimit limit = before_;
-    limit.rlim_cur = bytes;
-    ::setrlimit(RLIMIT_FSIZE, &limit);
-  }
-  LimitedFileSize(const LimitedFileSize&) = delete;  // one owner restores the limit
-  LimitedFileSize& operator=(const LimitedFileSize&) = delete;
-  ~LimitedFileSize() {
-    ::setrlimit(RLIMIT_FSIZE, &before_);
-    std::signal(SIGXFSZ, handler_);
-  }
-
- private:
-  rlimit before_{};
-  void (*handler_)(int);
-};
 
 TEST(AtomicFile, WritesEveryByteAndLeavesNoOtherFile) {
   const TemporaryFolder folder;

@@ -71,6 +71,26 @@ Ledger example_ledger() {
   other.op.clear();
   other.stats = {.numel = 2, .nan = 2, .first_bad = 0};  // no finite element: the empty extremes
   ledger.sightings = {sighting, other};
+  Birth birth;
+  birth.kind = BirthKind::nan_from_inf;
+  birth.sighting = sighting;
+  birth.is_module_inferred = true;
+  birth.node = "DivBackward0";
+  birth.forward_op = "aten::div.Tensor";
+  birth.parent = 0;
+  birth.values = {{"self", -0.5}, {"other", std::numeric_limits<double>::infinity()}};
+  birth.inputs = {"self: float32 [192, 128], |x| <= 3"};
+  birth.stack = {"model.py:12 in forward"};
+  birth.reached = {"loss"};
+  birth.bundle = "bundles/step1284-backward-rank5-decoder";
+  birth.replay = ReplayConclusion::deterministic_undefined;
+  birth.replay_lines = {"bad again"};
+  ledger.births = {birth};
+  ledger.rerun = Rerun{.reproduced = true,
+                       .control_reproduced = std::nullopt,
+                       .gradients = 12,
+                       .changed = 1,
+                       .not_restored = {"the sampler"}};
   ledger.notes = {"a note with \"quotes\", a\nline break and \xc3\xa9"};
   return ledger;
 }
@@ -95,10 +115,10 @@ TEST(Ledger, IsReadBackAsItWasWritten) {
 
 TEST(Ledger, IsOneJsonValuePerLineAndNamesItsVersion) {
   const auto lines = lines_of(to_jsonl(example_ledger()));
-  ASSERT_EQ(lines.size(), 1u + 2 + 2 + 2 + 1 + 1);
+  ASSERT_EQ(lines.size(), 1u + 2 + 2 + 2 + 1 + 1 + 1 + 1);
   EXPECT_THAT(lines.front(), HasSubstr(R"({"record":"ledger","version":1,)"));
   EXPECT_THAT(lines.front(), HasSubstr(R"("gradient_norm":"inf")"));
-  EXPECT_THAT(lines.back(), HasSubstr(R"({"record":"end","lines":7})"));
+  EXPECT_THAT(lines.back(), HasSubstr(R"({"record":"end","lines":9})"));
 }
 
 TEST(Ledger, SeveralLedgersFollowOneAnother) {

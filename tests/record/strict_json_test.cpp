@@ -49,6 +49,12 @@ TEST(StrictJson, RefusesTextThatIsNotUtf8) {
   EXPECT_THAT(parse_error_of("[\"\xc0\xaf\"]"), StartsWith("x.json: byte "));
 }
 
+TEST(StrictJson, RefusesANulByteBehindWhichAnythingCouldHide) {
+  const std::string text("{\"a\": 1}\0{\"a\": 2}", 17);
+  EXPECT_THAT(message_of<FormatError>([&] { (void)parse_json(text, "x.json"); }),
+              HasSubstr("x.json: byte 9: a NUL byte"));
+}
+
 TEST(StrictJson, RefusesAKeyThatStandsTwiceInOneObjectOnly) {
   EXPECT_THAT(parse_error_of(R"({"a": {"k": 1, "b": 2, "k": 3}})"),
               HasSubstr("\"k\" stands twice"));

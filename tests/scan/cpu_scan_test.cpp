@@ -129,6 +129,15 @@ TensorStats scan_with(const CpuKernels& kernels, const TensorView& view, int thr
   return stats;
 }
 
+/// Asks every instruction set, expects one answer.
+bool any_is_nonfinite(const TensorView& view) {
+  const bool plain = has_nonfinite_with(*plain_kernels(), view);
+  for (const auto& [isa, kernels] : available_kernels()) {
+    EXPECT_EQ(has_nonfinite_with(*kernels, view), plain) << name_of(isa);
+  }
+  return plain;
+}
+
 /// Scans with every instruction set, expects equal bits, returns the stats.
 TensorStats scan_with_all(const TensorView& view) {
   const TensorStats plain = scan_with(*plain_kernels(), view);
@@ -152,7 +161,9 @@ TEST_P(CpuScanOf, RandomLengthsAgreesWithTheReference) {
       const Tensor tensor = random_tensor(GetParam(), numel, content, random);
       SCOPED_TRACE("numel " + std::to_string(numel) + ", content " +
                    std::to_string(static_cast<int>(content)));
-      expect_stats(scan_with_all(tensor.view()), reference_scan(tensor.view()), GetParam());
+      const TensorStats expected = reference_scan(tensor.view());
+      expect_stats(scan_with_all(tensor.view()), expected, GetParam());
+      EXPECT_EQ(any_is_nonfinite(tensor.view()), !expected.is_finite());
       if (HasFailure()) return;
     }
   }
@@ -180,6 +191,7 @@ TEST_P(CpuScanOf, OneBadElementAnywhereNamesItsIndexAndClass) {
     for (const auto* bits : {&special.nan, &special.pos_inf, &special.neg_inf}) {
       for (const std::uint64_t bad : *bits) {
         tensor.set(i, bad);
+        EXPECT_TRUE(any_is_nonfinite(tensor.view()));
         const TensorStats stats = scan_with_all(tensor.view());
         EXPECT_EQ(stats.first_bad, static_cast<std::int64_t>(i));
         EXPECT_EQ(stats.nan, bits == &special.nan);
@@ -501,6 +513,7 @@ void expect_like_its_contiguous_copy(const TensorView& view) {
   const TensorStats of_copy = scan_cpu({copy.data(), view.numel, view.dtype, {}, {}});
   EXPECT_TRUE(same_bits(scan_with_all(view), of_copy));
   EXPECT_TRUE(same_bits(scan_cpu(view, 3), of_copy)) << "3 threads";
+  EXPECT_EQ(any_is_nonfinite(view), !of_copy.is_finite());
   expect_stats(of_copy, reference_scan(view), view.dtype);
 }
 
@@ -559,7 +572,24 @@ TEST(CpuScan, ContiguousStridesMeanTheContiguousTensor) {
 TEST(CpuScan, AnEmptyTensorHasEmptyStats) {
   for (const DType dtype : kAllDTypes) {
     EXPECT_TRUE(same_bits(scan_cpu({nullptr, 0, dtype, {}, {}}), TensorStats{}));
+    EXPECT_FALSE(has_nonfinite({nullptr, 0, dtype, {}, {}}));
     EXPECT_TRUE(same_bits(scan_cpu({nullptr, 0, dtype, {5, 0, 3}, {9, 9, 9}}, 4), TensorStats{}));
+  }
+}
+
+TEST(CpuScan, TheLastElementOfManyBlocksIsLookedAtToo) {
+  Random random(29);
+  for (const DType dtype : kAllDTypes) {
+    const std::size_t numel = 3 * (kChunkBytes / size_of(dtype)) + 77;
+    Tensor tensor = random_tensor(dtype, numel, Content::finite, random);
+    EXPECT_FALSE(any_is_nonfinite(tensor.view())) << name_of(dtype);
+    tensor.set(numel - 1, special_bits(dtype).nan.front());
+    EXPECT_TRUE(any_is_nonfinite(tensor.view())) << name_of(dtype);
+    TensorView every_second = tensor.view();
+    every_second.sizes = {static_cast<std::int64_t>((numel + 1) / 2)};
+    every_second.strides = {2};
+    every_second.numel = every_second.sizes[0];
+    EXPECT_EQ(any_is_nonfinite(every_second), numel % 2 == 1) << name_of(dtype);
   }
 }
 

@@ -323,6 +323,23 @@ TEST_F(CudaScan, PlansMadeAndDroppedEveryStepScanTheirOwnTensors) {
   }
 }
 
+TEST_F(CudaScan, OneTensorWithoutAPlanHasTheBitsThatItsPlanGives) {
+  std::mt19937_64 random(9);
+  scanner_->reserve(6);
+  for (const DType dtype : kAllDTypes) {
+    RawTensor tensor(dtype, 3 * 65536 + 12345);
+    tensor.fill_with_ordinary_numbers(random);
+    tensor.set(70000, named_bits(dtype).quiet_nan);
+    const DeviceTensor device(tensor);
+    const TensorStats planned = scan(std::vector{device.view()})[0];
+    scanner_->enqueue_one(device.view(), 5, {nullptr});
+    scanner_->enqueue_readback({nullptr});
+    const TensorStats stats = scanner_->wait()[5];
+    EXPECT_TRUE(same_bits(stats, planned)) << name_of(dtype);
+    EXPECT_EQ(stats.first_bad, 70000);
+  }
+}
+
 TEST_F(CudaScan, AnAddressThatTheKernelCannotReadIsRefused) {
   RawTensor tensor(DType::float32, 10);
   EXPECT_THROW((void)scanner_->plan({tensor.view()}, 0), UsageError);

@@ -131,47 +131,65 @@ cuda::SlotPartial scan_chunk_on_host(const cuda::ChunkEntry& chunk,
   return cuda::widen(reduce_as_a_block(threads), chunk.first_element);
 }
 
-/// Scans tensors as the kernel does, without a GPU.
+inline cuda::SlotPartial scan_any_chunk_on_host(const cuda::ChunkEntry& chunk,
+                                                const cuda::TensorEntry& tensor) {
+  switch (tensor.dtype) {
+    case DType::float64:
+      return scan_chunk_on_host<DType::float64>(chunk, tensor);
+    case DType::float32:
+      return scan_chunk_on_host<DType::float32>(chunk, tensor);
+    case DType::float16:
+      return scan_chunk_on_host<DType::float16>(chunk, tensor);
+    case DType::bfloat16:
+      return scan_chunk_on_host<DType::bfloat16>(chunk, tensor);
+    case DType::float8_e4m3fn:
+      return scan_chunk_on_host<DType::float8_e4m3fn>(chunk, tensor);
+    case DType::float8_e5m2:
+      return scan_chunk_on_host<DType::float8_e5m2>(chunk, tensor);
+  }
+  return {};
+}
+
+/// What finish_tensor of cuda_kernels.cu writes, as stats.
+inline TensorStats finish_on_host(const cuda::TensorEntry& tensor,
+                                  const cuda::SlotPartial* partials, std::uint32_t count) {
+  std::vector<cuda::SlotPartial> threads(cuda::kThreads);
+  for (std::uint32_t i = 0; i < count; ++i) threads[i % cuda::kThreads].merge(partials[i]);
+  cuda::RawSlot slot{};
+  slot.partial = reduce_as_a_block(threads);
+  slot.numel = tensor.numel;
+  slot.dtype = static_cast<std::uint32_t>(tensor.dtype);
+  return cuda::stats_of(slot);
+}
+
+/// Scans tensors as the kernel of a plan does, without a GPU.
 inline std::vector<TensorStats> scan_on_host(const std::vector<TensorView>& views) {
   const cuda::ChunkTable table = cuda::make_chunk_table(views);
   std::vector<cuda::SlotPartial> partials(table.chunks.size());
   for (const cuda::ChunkEntry& chunk : table.chunks) {
-    const cuda::TensorEntry& tensor = table.tensors[chunk.tensor];
-    cuda::SlotPartial& partial = partials[chunk.partial];
-    switch (tensor.dtype) {
-      case DType::float64:
-        partial = scan_chunk_on_host<DType::float64>(chunk, tensor);
-        break;
-      case DType::float32:
-        partial = scan_chunk_on_host<DType::float32>(chunk, tensor);
-        break;
-      case DType::float16:
-        partial = scan_chunk_on_host<DType::float16>(chunk, tensor);
-        break;
-      case DType::bfloat16:
-        partial = scan_chunk_on_host<DType::bfloat16>(chunk, tensor);
-        break;
-      case DType::float8_e4m3fn:
-        partial = scan_chunk_on_host<DType::float8_e4m3fn>(chunk, tensor);
-        break;
-      case DType::float8_e5m2:
-        partial = scan_chunk_on_host<DType::float8_e5m2>(chunk, tensor);
-        break;
-    }
+    partials[chunk.partial] = scan_any_chunk_on_host(chunk, table.tensors[chunk.tensor]);
   }
   std::vector<TensorStats> results;
   for (const cuda::TensorEntry& tensor : table.tensors) {
-    std::vector<cuda::SlotPartial> threads(cuda::kThreads);
-    for (std::uint32_t i = 0; i < tensor.chunk_count; ++i) {
-      threads[i % cuda::kThreads].merge(partials[tensor.first_partial + i]);
-    }
-    cuda::RawSlot slot{};
-    slot.partial = reduce_as_a_block(threads);
-    slot.numel = tensor.numel;
-    slot.dtype = static_cast<std::uint32_t>(tensor.dtype);
-    results.push_back(cuda::stats_of(slot));
+    results.push_back(
+        finish_on_host(tensor, partials.data() + tensor.first_partial, tensor.chunk_count));
   }
   return results;
+}
+
+/// Scans one tensor as the kernel without a plan does.
+inline TensorStats scan_single_on_host(const TensorView& view) {
+  const cuda::TensorEntry tensor = cuda::make_tensor_entry(view);
+  const auto element_bytes = static_cast<std::uint32_t>(size_of(view.dtype));
+  const std::uint32_t groups = std::min(tensor.chunk_count, cuda::kSinglePartials);
+  std::vector<cuda::SlotPartial> partials(groups);
+  for (std::uint32_t group = 0; group < groups; ++group) {
+    for (std::uint32_t i = group; i < tensor.chunk_count; i += cuda::kSinglePartials) {
+      const auto chunk = cuda::chunk_of(tensor, view.data, element_bytes, i);
+      partials[group].merge(scan_any_chunk_on_host(chunk, tensor));
+    }
+  }
+  return finish_on_host(tensor, partials.data(), groups);
 }
 
 }  // namespace nanlocator::testing

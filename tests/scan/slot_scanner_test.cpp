@@ -92,6 +92,24 @@ TEST(CpuSlotScanner, RefusesViewsThreadCountsAndPlansThatItCannotUse) {
   EXPECT_THROW(scanner->enqueue(*foreign, {}), UsageError);
 }
 
+TEST(CpuSlotScanner, ScansOneTensorWithoutAPlanIntoAReservedSlot) {
+  const std::vector<float> good = {1, -2, 0}, bad = {1, kNan, 3, kNan};
+  const auto scanner = make_cpu_slot_scanner(1);
+  scanner->reserve(3);
+  scanner->reserve(2);  // keeps what is there
+  scanner->enqueue_one(view_of(good), 2, {});
+  EXPECT_EQ(*scanner->bad_flag(), 0);
+  scanner->enqueue_one(view_of(bad), 0, {});
+  EXPECT_EQ(*scanner->bad_flag(), 1);
+  scanner->enqueue_readback({});
+  const auto slots = scanner->wait();
+  ASSERT_EQ(slots.size(), 3u);
+  expect_stats(slots[0], reference_scan(view_of(bad)), DType::float32);
+  EXPECT_TRUE(same_bits(slots[1], TensorStats{}));
+  expect_stats(slots[2], reference_scan(view_of(good)), DType::float32);
+  EXPECT_THROW(scanner->enqueue_one(view_of(good), 3, {}), UsageError);
+}
+
 TEST(ScanPlan, MatchesTheSameTensorsOnly) {
   const std::vector<float> a = {1, 2, 3, 4}, b = {1, 2, 3, 4};
   const auto scanner = make_cpu_slot_scanner(1);

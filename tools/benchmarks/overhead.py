@@ -1,10 +1,13 @@
-"""A healthy Megatron-Core step with nanlocator over one without, beside Megatron's own check of gradients.
+"""A healthy step with nanlocator over one without, beside other tools.
 
     tools/bench overhead [--hidden 256] [--sequence 128] [--ranks 2] [--rounds 30] [--json]
+    tools/bench overhead --integration pytorch [--batch 4]
 
-All variants take turns in the same processes, on the same model: no tool, nanlocator (grads level, defaults),
-nanlocator with check_params, Megatron's check_for_nan_in_grad. A step is zero_grad, forward, backward and
-optimizer.step; the figures are medians over rounds of this round's variant over this round's bare step.
+All variants take turns in the same processes, on the same model. Megatron-Core: no tool, nanlocator (grads
+level, defaults), nanlocator with check_params, Megatron's check_for_nan_in_grad. Plain PyTorch (GPT-2 of
+transformers, one CPU thread): no tool, nanlocator's levels, transformers' DebugUnderflowOverflow, torch's
+anomaly mode. A step is zero_grad, forward, backward and optimizer.step; the figures are medians over rounds
+of this round's variant over this round's bare step.
 """
 
 import argparse
@@ -16,6 +19,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+import overhead_pytorch
 
 VARIANTS = ("no tool", "nanlocator", "nanlocator, check_params", "Megatron's check_for_nan_in_grad")
 TESTS = Path(__file__).resolve().parents[2] / "tests" / "megatron"
@@ -99,11 +104,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="tools/bench overhead"
     )
+    parser.add_argument("--integration", default="megatron", choices=["megatron", "pytorch"])
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"], help="Megatron-Core")
+    parser.add_argument("--ranks", type=int, default=2, help="Megatron-Core")
+    parser.add_argument("--tp", type=int, default=1, help="Megatron-Core")
+    parser.add_argument("--batch", type=int, default=4, help="sequences a step; plain PyTorch")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=3, help="steps of each variant in a round")
     parser.add_argument("--json", action="store_true")
@@ -111,6 +118,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.directory:
         work(arguments)
+        return
+    if arguments.integration == "pytorch":
+        overhead_pytorch.main(arguments)
         return
     with tempfile.TemporaryDirectory() as directory:
         launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.ranks)]

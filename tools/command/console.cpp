@@ -95,6 +95,11 @@ std::string printable(std::string_view text) {
   return out;
 }
 
+void print_json(const nlohmann::ordered_json& json) {
+  using Json = nlohmann::ordered_json;
+  std::cout << json.dump(2, ' ', false, Json::error_handler_t::replace) << '\n';
+}
+
 void print_notes(const std::vector<std::string>& notes) {
   for (const auto& note : notes) std::cerr << "note: " << printable(note) << '\n';
 }

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <iosfwd>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -20,6 +21,9 @@ namespace nanlocator::command {
 /// `text` on one line with everything escaped that a terminal would act upon or that could show it
 /// in another order: control characters, bidirectional overrides, bytes that are not UTF-8.
 [[nodiscard]] std::string printable(std::string_view text);
+
+/// Indented, on stdout. Paths and patterns come from the command line and need not be UTF-8.
+void print_json(const nlohmann::ordered_json& json);
 
 /// One line on stderr: "note: ...".
 void print_notes(const std::vector<std::string>& notes);

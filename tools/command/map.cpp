@@ -26,11 +26,6 @@ using Json = nlohmann::ordered_json;
 
 constexpr int kOutputVersion = 1;
 
-/// Paths and patterns come from the command line and need not be UTF-8.
-void print_json(const Json& json) {
-  std::cout << json.dump(2, ' ', false, Json::error_handler_t::replace) << '\n';
-}
-
 const ParameterMap& map_of_rank(const MapDirectory& read, const std::string& directory, int rank) {
   std::vector<int> ranks;
   for (const auto& map : read.maps) {
@@ -478,19 +473,6 @@ int diff(const DiffOptions& options) {
 
 constexpr const char* kDirectoryHelp =
     "Folder with param_manifest_*.json or param_id_name_map_*.json files";
-constexpr const char* kJsonHelp = "Print JSON (docs/formats.md)";
-
-/// Adds a subcommand whose options live as long as the action that reads them.
-template <typename Options>
-std::pair<CLI::App*, std::shared_ptr<Options>> add_action(CLI::App& parent, const char* name,
-                                                          const char* help, Action& action,
-                                                          int (*run)(const Options&)) {
-  CLI::App* const command = parent.add_subcommand(name, help);
-  auto options = std::make_shared<Options>();
-  command->add_flag("--json", options->json, kJsonHelp);
-  command->callback([&action, options, run] { action = [options, run] { return run(*options); }; });
-  return {command, options};
-}
 
 }  // namespace
 

@@ -17,6 +17,7 @@
 #include "nanlocator/gradients/gradient_scanner.hpp"
 #include "nanlocator/locate/verdict.hpp"
 #include "nanlocator/map/parameter_map.hpp"
+#include "nanlocator/record/bundle.hpp"
 
 namespace nanlocator {
 
@@ -26,8 +27,27 @@ enum class Policy {
   stop,    // raise NonFiniteGradientError on every rank, before the optimizer steps
 };
 
+/// What is watched in every step; see docs/concepts.md.
+enum class Level {
+  grads,      // gradients
+  modules,    // and every module's inputs and outputs, forward and backward
+  operators,  // and every operator, synchronously
+};
+[[nodiscard]] std::string_view name_of(Level level) noexcept;
+
+/// When a step whose forward and backward can be executed again is repeated, operators traced.
+enum class RerunPolicy {
+  never,
+  on_bad,  // where its gradients are bad
+  always,  // every step: also tells a step whose repeat has other bits
+};
+[[nodiscard]] std::string_view name_of(RerunPolicy policy) noexcept;
+
 struct LocatorOptions {
   Policy on_bad = Policy::stop;
+  Level level = Level::grads;
+  RerunPolicy rerun = RerunPolicy::on_bad;
+  BundleBudget bundles;  // of this rank
   std::filesystem::path output_dir = "nanlocator_run";
   bool check_params = false;  // also scan parameters before and after the step
   std::chrono::milliseconds gather_deadline{30'000};  // for ranks that do not answer
@@ -43,7 +63,8 @@ struct LocatorOptions {
 /// Thrown (raised in Python) under Policy::stop. what() is the verdict as text.
 class NonFiniteGradientError : public Error {
  public:
-  explicit NonFiniteGradientError(Verdict verdict);
+  /// `run_dir`: where the verdict's bundles are, for what().
+  explicit NonFiniteGradientError(Verdict verdict, const std::filesystem::path& run_dir = {});
   [[nodiscard]] const Verdict& verdict() const noexcept { return verdict_; }
 
  private:
@@ -65,6 +86,8 @@ class GradientLocator {
   [[nodiscard]] const ParameterMap& map() const noexcept;
   [[nodiscard]] const LocatorOptions& options() const noexcept;
   [[nodiscard]] const std::filesystem::path& run_dir() const noexcept;  // output_dir/a{attempt}
+  [[nodiscard]] const std::string& run_id() const noexcept;
+  [[nodiscard]] std::int64_t iteration() const noexcept;  // of the step that began last
   [[nodiscard]] const std::vector<Verdict>& verdicts() const noexcept;  // of all concluded findings
   [[nodiscard]] std::int64_t incidents() const noexcept;  // findings, also those past max_incidents
   [[nodiscard]] std::int64_t dismissed() const noexcept;
@@ -88,6 +111,19 @@ class GradientLocator {
   void set_gradient_norm(double norm);
   /// A sentence for this step's ledger.
   void add_note(std::string note);
+  /// What was seen being born in this step, for its ledger; replaces what was there.
+  void set_births(std::vector<Birth> births);
+  /// How the repeat of this step went.
+  void set_rerun(Rerun rerun);
+  /// Bundles of this rank, below run_dir().
+  [[nodiscard]] BundleStore& bundles() noexcept;
+
+  /// The gradients of this step as they were scanned; waits for the devices.
+  [[nodiscard]] std::vector<GradientScanner::Scanned> scanned_gradients();
+  /// True if it is on any rank: decides, the same on all, how a repeat goes on. Between
+  /// finish_agreement and conclude; every rank calls it equally often. Throws AgreementError where
+  /// a peer has ended.
+  [[nodiscard]] bool is_true_anywhere(bool mine);
 
   /// Launches the flag reduction; equally often per step on every rank (once, and once more where
   /// the parameters are looked at after the step).

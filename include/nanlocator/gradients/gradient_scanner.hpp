@@ -68,6 +68,15 @@ class GradientScanner {
   /// Everything of this step; waits for the devices.
   [[nodiscard]] Collected collect(std::int64_t iteration);
 
+  struct Scanned {
+    std::int64_t parameter = 0;
+    std::uint64_t fingerprint = 0;  // of the bits; see scan/fingerprint.hpp
+    bool is_finite = true;
+  };
+  /// The gradients of this step at the latest phase that was scanned, in the order of the scans, to
+  /// be compared with another execution of the step; waits for the devices.
+  [[nodiscard]] std::vector<Scanned> scanned_gradients();
+
  private:
   struct Impl;
   std::unique_ptr<Impl> impl_;

@@ -8,6 +8,10 @@
 //     optimizer.step();                             // throws NonFiniteGradientError before a
 //     weight moves
 //
+// With step(closure) a bad step is executed again with every operator traced (StepRerun), and the
+// verdict names the operator. Without a closure the next bad step is traced, and the verdict says
+// so.
+//
 // Cost: one extra read of the gradients per step and one host wait (the flag). Thread: the
 // caller's.
 #pragma once
@@ -21,6 +25,7 @@
 #include <vector>
 
 #include "nanlocator/gradients/gradient_locator.hpp"
+#include "nanlocator/gradients/step_rerun.hpp"
 
 namespace nanlocator {
 
@@ -50,8 +55,12 @@ class LocatingOptimizer {
   /// closure they are scanned after each of its calls, so every rank must make the same number of
   /// calls. Throws NonFiniteGradientError (policy stop): without a closure before a weight moves;
   /// an optimizer that evaluates its closure at trial points (LBFGS) leaves the weights at such a
-  /// point.
+  /// point. After a bad closure it is called again, up to two times: it must compute the same loss
+  /// from the same data; what else it moves can be registered with `state`.
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr);
+
+  /// What a repeat of the closure finds as it was: generators and the model's buffers; add more.
+  [[nodiscard]] StepState& state() noexcept { return rerun_->state(); }
 
   void zero_grad(bool set_to_none = true);
   /// Adds the group to the inner optimizer and its parameters to the map. Call it between steps;
@@ -65,7 +74,12 @@ class LocatingOptimizer {
   void stop_observing() noexcept;
   void look_at_gradients();
   void look_at_updated_parameters();
-  void conclude();
+  void conclude(const std::vector<GradientView>& results);
+  [[nodiscard]] RepeatableStep repeatable_step();
+  [[nodiscard]] std::vector<GradientView> gradients() const;
+  [[nodiscard]] std::vector<GradientView> weights() const;
+  void begin_closure(const torch::optim::Optimizer::LossClosure& closure);
+  void compare_with_repeat();
 
   struct Name {
     std::string name;
@@ -84,6 +98,10 @@ class LocatingOptimizer {
   RankCoordinates coordinates_;
   Phase gradient_phase_;
   std::unique_ptr<GradientLocator> locator_;
+  std::vector<NamedTensor> buffers_;  // of the model
+  std::unique_ptr<StepRerun> rerun_;
+  const torch::optim::Optimizer::LossClosure* closure_ = nullptr;  // of the step that is running
+  std::vector<bool> had_gradient_;  // by parameter, when the closure was called
   std::vector<BackwardHook> hooks_;
   std::int64_t iteration_ = 1;
   bool is_looked_at_ = false;  // this step's gradients have been scanned

@@ -90,6 +90,13 @@ struct Spread {
   std::optional<Phase> first_seen;
 };
 
+/// The repeat of the step, over all ranks.
+struct RerunOutcome {
+  bool done = false;
+  std::optional<bool> reproduced;  // empty: not done, or the ranks' repeats came to no end
+  std::vector<std::string> not_restored;
+};
+
 struct Verdict {
   std::string run_id;
   std::int64_t iteration = 0;
@@ -97,7 +104,8 @@ struct Verdict {
   std::vector<Origin> origins;
   Spread spread;
   std::vector<std::string> clean;  // parameters that bracket the fault, in backward order
-  std::vector<int> silent_ranks;   // no ledger arrived
+  RerunOutcome rerun;
+  std::vector<int> silent_ranks;  // no ledger arrived
   std::vector<std::string> notes;
 };
 

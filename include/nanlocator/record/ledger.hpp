@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "nanlocator/map/rank_coordinates.hpp"
+#include "nanlocator/record/birth.hpp"
 #include "nanlocator/record/sighting.hpp"
 
 namespace nanlocator {
@@ -37,6 +38,19 @@ struct ParameterRecord {
   friend bool operator==(const ParameterRecord&, const ParameterRecord&) = default;
 };
 
+/// How the repeat of the bad step went, as far as this rank saw it.
+struct Rerun {
+  /// Bad again on any rank; empty where the repeat did not come to its end.
+  std::optional<bool> reproduced;
+  /// Of a second repeat without the trace, where the first was clean: bad again on any rank.
+  std::optional<bool> control_reproduced;
+  std::int64_t gradients = 0;  // of this rank that both passes made
+  std::int64_t changed = 0;    // of these, with other bits in the second pass
+  /// State that the first pass moved and that could not be put back.
+  std::vector<std::string> not_restored;
+  friend bool operator==(const Rerun&, const Rerun&) = default;
+};
+
 struct Ledger {
   std::string run_id;
   int attempt = 0;  // restarts of the job
@@ -45,6 +59,8 @@ struct Ledger {
   std::string level = "grads";
   std::vector<Sighting> sightings;  // bad tensors only, in the order in which they were scanned
   std::vector<Coverage> coverage;   // at most one per phase
+  std::vector<Birth> births;        // in execution order; of the repeat, where one was traced
+  std::optional<Rerun> rerun;       // empty: the step was not repeated
   /// This rank's parameters in the order in which backward finished their gradients (observed), or
   /// in reverse registration order where it was not observed.
   std::vector<ParameterRecord> backward_order;

@@ -11,6 +11,8 @@ namespace nanlocator {
 struct TerminalStyle {
   int width = 100;      // columns, at least 40; lines are wrapped on words, and names never cut
   bool colour = false;  // ANSI colours
+  std::string
+      run_dir;  // bundles are below it, in commands to be pasted; "": paths as in the verdict
 };
 
 /// UTF-8, lines ending in '\n'. Control and direction characters in names are escaped ("\x1b"): no

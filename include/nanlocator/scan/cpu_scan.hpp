@@ -27,6 +27,11 @@ enum class InstructionSet { plain, avx2, avx512 };
 /// copy. Throws UsageError or UnsupportedError for a view or thread count that cannot be used.
 [[nodiscard]] TensorStats scan_cpu(const TensorView& tensor, int threads = 1);
 
+/// True if the tensor holds a NaN or Inf. One read of the memory on the calling thread and nothing
+/// else, for observers that look at every value and rarely find anything; stops at the first block
+/// of 16 KiB that holds one. Throws UsageError or UnsupportedError for a view that cannot be used.
+[[nodiscard]] bool has_nonfinite(const TensorView& tensor);
+
 /// Scans many tensors, dividing all their memory evenly over the threads: `results[i]` is of
 /// `tensors[i]`. Throws UsageError if the spans' sizes differ.
 void scan_cpu(std::span<const TensorView> tensors, std::span<TensorStats> results, int threads);

@@ -5,6 +5,9 @@
 // order; `wait` is the only call that blocks. The CPU backend fills the slots inside `enqueue`,
 // through the same calls. One scanner serves one device and one thread at a time.
 //
+// A tensor that has a new address at every step (an activation) is scanned without a plan, by
+// `enqueue_one` into a slot that `reserve` has made.
+//
 // Cost: one read of the tensors' memory; per plan one launch (CUDA), no allocation after `plan`.
 #pragma once
 
@@ -57,6 +60,13 @@ class SlotScanner {
   /// scanner and live until the work is done.
   virtual void enqueue(const ScanPlan& plan, StreamHandle stream) = 0;
 
+  /// Makes the slots below `count`, where they are not there yet. Allocates, as `plan` does.
+  virtual void reserve(std::uint32_t count) = 0;
+  /// Scans one tensor into a slot that exists, overwriting it, in stream order. Its description
+  /// travels with the launch: no table, no copy, no wait, and nothing to keep but the tensor's
+  /// memory. Throws UnsupportedError or UsageError for a view or slot that cannot be used.
+  virtual void enqueue_one(const TensorView& tensor, std::uint32_t slot, StreamHandle stream) = 0;
+
   /// An int32 in this device's memory, set to 1 by every scan that met a NaN or Inf and never reset
   /// but by `enqueue_clear_flag`. It may be reduced over ranks where it lies.
   [[nodiscard]] virtual std::int32_t* bad_flag() noexcept = 0;
@@ -81,7 +91,9 @@ class SlotScanner {
 /// device and must not run while a graph is captured. Slots never move. Everything named `enqueue`
 /// may be captured in a graph, which then needs its plans alive, and waits for nothing. Scans of
 /// one plan must be ordered with each other, and a readback after the scans that it is to show, by
-/// the stream or by events of the caller; scans of different plans may overlap. Integers and
+/// the stream or by events of the caller; scans of different plans may overlap, and so may those of
+/// `enqueue_one` on different streams. `enqueue_one` keeps scratch for each stream that it has been
+/// used on, allocated 16 streams at a time. Integers and
 /// extremes equal the CPU's; `sum_of_squares` has the same bits in every run, for a tensor of the
 /// same layout and of the same address modulo 16, but not the CPU's last bits. Throws UsageError
 /// for a device that is not there or a tensor in the wrong memory, CudaError where a call into CUDA

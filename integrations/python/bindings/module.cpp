@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "bindings.hpp"
 #include "nanlocator/agree/communicator.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/gradients/gradient_locator.hpp"
@@ -38,6 +39,20 @@ Policy policy_of(const std::string& name) {
   if (name == "report") return Policy::report;
   if (name == "stop") return Policy::stop;
   throw UsageError("on_bad is '" + name + "'; it must be 'stop' or 'report'");
+}
+
+Level level_of(const std::string& name) {
+  for (const auto level : {Level::grads, Level::modules, Level::operators}) {
+    if (name == name_of(level)) return level;
+  }
+  throw UsageError("level is '" + name + "'; it must be 'grads', 'modules' or 'operators'");
+}
+
+RerunPolicy rerun_policy_of(const std::string& name) {
+  for (const auto policy : {RerunPolicy::never, RerunPolicy::on_bad, RerunPolicy::always}) {
+    if (name == name_of(policy)) return policy;
+  }
+  throw UsageError("rerun is '" + name + "'; it must be 'never', 'on_bad' or 'always'");
 }
 
 std::vector<GradientView> views_of(const std::vector<std::int64_t>& parameters,
@@ -184,6 +199,18 @@ void bind_gradients(py::module_& m) {
           [](const LocatorOptions& o) { return o.on_bad == Policy::stop ? "stop" : "report"; },
           [](LocatorOptions& o, const std::string& name) { o.on_bad = policy_of(name); })
       .def_readwrite("output_dir", &LocatorOptions::output_dir)
+      .def_property(
+          "level", [](const LocatorOptions& o) { return std::string(name_of(o.level)); },
+          [](LocatorOptions& o, const std::string& name) { o.level = level_of(name); })
+      .def_property(
+          "rerun", [](const LocatorOptions& o) { return std::string(name_of(o.rerun)); },
+          [](LocatorOptions& o, const std::string& name) { o.rerun = rerun_policy_of(name); })
+      .def_property(
+          "bundle_bytes", [](const LocatorOptions& o) { return o.bundles.bytes; },
+          [](LocatorOptions& o, std::uint64_t bytes) { o.bundles.bytes = bytes; })
+      .def_property(
+          "bundle_count", [](const LocatorOptions& o) { return o.bundles.count; },
+          [](LocatorOptions& o, int count) { o.bundles.count = count; })
       .def_readwrite("check_params", &LocatorOptions::check_params)
       .def_readwrite("gather_deadline", &LocatorOptions::gather_deadline)
       .def_readwrite("threads", &LocatorOptions::threads)
@@ -216,6 +243,7 @@ void bind_gradients(py::module_& m) {
       .def("gradient_is_ready", &GradientLocator::gradient_is_ready, "parameter"_a)
       .def("set_gradient_norm", &GradientLocator::set_gradient_norm, "norm"_a)
       .def("add_note", &GradientLocator::add_note, "note"_a)
+      .def("set_births", &GradientLocator::set_births, "births"_a)
       .def("start_agreement", &GradientLocator::start_agreement, ReleaseGil())
       .def("finish_agreement", &GradientLocator::finish_agreement, ReleaseGil())
       .def(
@@ -232,10 +260,10 @@ void bind_gradients(py::module_& m) {
       .def("dismiss", &GradientLocator::dismiss);
   m.def(
       "format_verdict",
-      [](const std::string& json, int width, bool colour) {
-        return format_verdict(verdict_from_json(json, "verdict"), {width, colour});
+      [](const std::string& json, const std::string& run_dir) {
+        return format_verdict(verdict_from_json(json, "verdict"), {.run_dir = run_dir});
       },
-      "json"_a, "width"_a = 100, "colour"_a = false);
+      "json"_a, "run_dir"_a = "");
 }
 
 }  // namespace
@@ -248,6 +276,10 @@ PYBIND11_MODULE(_C, m) {
   bind_map(m);
   bind_agree(m);
   bind_gradients(m);
+  bind_rerun(m);
+  bind_trace(m);
+  bind_watch(m);
+  bind_replay(m);
 }
 
 }  // namespace nanlocator

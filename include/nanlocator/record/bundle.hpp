@@ -1,0 +1,178 @@
+// A bundle: a folder from which a guilty operator call, and the module call around it, can be
+// executed again, by this project's replay or by anybody with Python's safetensors.
+//
+//     bundles/step12-backward-rank3-decoder.layers.3.q_layernorm/
+//         bundle.json            what was called, with which arguments, where, in which settings
+//         tensors.safetensors    every storage range that a tensor of bundle.json uses, once
+//
+// Both files are private (0600): they hold weights and data. docs/formats.md has every key.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "nanlocator/map/rank_coordinates.hpp"
+#include "nanlocator/record/birth.hpp"
+#include "nanlocator/record/safetensors.hpp"
+
+namespace nanlocator {
+
+/// A tensor as it lay in memory: a strided view of one stored range.
+struct BundleTensor {
+  std::string storage;  // an entry of tensors.safetensors
+  std::string dtype;    // Torch's spelling: "float32", "int64", "bool", "complex64"
+  std::vector<std::int64_t> sizes;
+  std::vector<std::int64_t> strides;  // in elements of `dtype`
+  std::int64_t offset = 0;  // of the first element, in elements of `dtype` from the range's start
+  std::string device;       // where it was: "cpu", "cuda:3"
+  bool is_wrapped_number = false;  // a Python number: does not take part in type promotion
+  bool is_conjugate = false;       // lazily conjugated (complex)
+  bool is_negative = false;        // lazily negated
+  bool requires_grad = false;
+  friend bool operator==(const BundleTensor&, const BundleTensor&) = default;
+};
+
+enum class BundleValueKind : std::uint8_t {
+  none,
+  undefined_tensor,
+  tensor,
+  boolean,
+  integer,
+  real,     // kept as the 16 hex digits of its bits, so that NaN payloads and -0 survive
+  complex,  // `real` and `imaginary`
+  text,
+  device,
+  generator,  // a Generator argument: its state is in the call's generator_states
+  list,       // also tuples of an operator's schema
+  tuple,
+  dictionary,   // keys in `names`
+  object,       // a dataclass or ModelOutput: class in `text`, fields as a dictionary
+  unsupported,  // `text` says what it was; the call cannot be replayed
+};
+
+/// A value of an argument list: a tree.
+struct BundleValue {
+  BundleValueKind kind = BundleValueKind::none;
+  BundleTensor tensor;
+  bool boolean = false;
+  std::int64_t integer = 0;
+  double real = 0;
+  double imaginary = 0;
+  std::string text;
+  std::vector<std::string> names;
+  std::vector<BundleValue> items;
+  friend bool operator==(const BundleValue&, const BundleValue&);  // reals by their bits
+};
+
+/// An operator call as the dispatcher saw it.
+struct BundleOperatorCall {
+  std::string op;                      // "aten::div.Tensor": name, '.', overload where there is one
+  std::string schema;                  // as the dispatcher prints it, to notice another version
+  std::vector<BundleValue> arguments;  // in the schema's order, values before the call
+  std::vector<BundleValue> outputs;    // as seen after the call
+  /// State of the default generator before the call, per device ("cpu", "cuda:0"), for operators
+  /// that draw random numbers: tensors of bytes.
+  std::map<std::string, BundleTensor> generator_states;
+  friend bool operator==(const BundleOperatorCall&, const BundleOperatorCall&) = default;
+};
+
+/// The call of the module around it. What was not seen (gradients in a forward fault) is empty.
+struct BundleModuleCall {
+  std::string name;
+  std::string class_name;  // "transformers.models.gpt2.modeling_gpt2.GPT2Attention"
+  bool is_training = true;
+  std::vector<BundleValue> arguments;  // positional
+  std::vector<std::pair<std::string, BundleValue>> keywords;
+  BundleValue outputs;
+  std::vector<std::pair<std::string, BundleTensor>>
+      weights;  // parameters and buffers, module's own names
+  std::vector<BundleValue> grad_outputs;
+  std::vector<BundleValue> grad_inputs;
+  std::string pickle;  // file in the bundle that Python can unpickle to the module without its
+                       // tensors; "" where that failed
+  std::string pickle_problem;  // why it failed
+  friend bool operator==(const BundleModuleCall&, const BundleModuleCall&) = default;
+};
+
+struct Bundle {
+  std::string run_id;
+  RankCoordinates coordinates;
+  Birth birth;  // bundle, replay and reached are empty in it
+  std::optional<BundleOperatorCall> operator_call;
+  std::optional<BundleModuleCall> module_call;
+  /// "autocast": "cpu bfloat16", "deterministic_algorithms": "warn", "threads": "2", ...;
+  /// docs/replay.md lists them.
+  std::map<std::string, std::string> settings;
+  std::map<std::string, std::string>
+      versions;  // "torch": "2.11.0", "cuda", "nanlocator", "cpu", ...
+  std::vector<std::string> cpp_stack;
+  std::vector<std::string> notes;  // what could not be kept
+  friend bool operator==(const Bundle&, const Bundle&) = default;
+};
+
+/// Bytes to go into tensors.safetensors beside bundle.json; further files (the pickle) by name.
+struct BundleContents {
+  std::vector<SafetensorsEntry> storages;
+  std::vector<std::pair<std::string, std::string>> files;
+};
+
+/// An opened bundle: bundle.json parsed and checked against the tensors (every view within its
+/// storage, every name a plain file name).
+class OpenBundle {
+ public:
+  /// `path`: the folder, or the bundle.json in it. Throws IoError, FormatError (file and field).
+  explicit OpenBundle(const std::filesystem::path& path);
+
+  [[nodiscard]] const std::filesystem::path& path() const noexcept { return path_; }
+  [[nodiscard]] const Bundle& bundle() const noexcept { return bundle_; }
+  [[nodiscard]] const SafetensorsFile& tensors() const noexcept { return tensors_; }
+  /// Compares every checksum with the bytes; one sentence per mismatch, empty: all is well. Reads
+  /// all of it.
+  [[nodiscard]] std::vector<std::string> verify() const;
+
+ private:
+  std::filesystem::path path_;
+  SafetensorsFile tensors_;
+  Bundle bundle_;
+  // CRC-32 (zlib's) by name.
+  std::map<std::string, std::uint32_t> storage_checksums_;
+  std::map<std::string, std::uint32_t> file_checksums_;
+};
+
+struct BundleBudget {
+  std::uint64_t bytes = std::uint64_t{4} << 30;
+  int count = 16;
+};
+
+/// The bundles of one rank's run. The first origins win: what does not fit any more is dropped and
+/// named. One thread at a time.
+class BundleStore {
+ public:
+  /// `run_dir`/bundles is made with the first bundle.
+  BundleStore(std::filesystem::path run_dir, BundleBudget budget);
+
+  /// Writes a bundle and returns its folder relative to the run's ("bundles/step3-..."), "" where
+  /// it was dropped. The folder appears whole or not at all: it is written under a temporary name,
+  /// fsynced and renamed. Throws IoError (a full disk: no half folder remains), UsageError for
+  /// contents that do not belong to the bundle.
+  std::string write(const Bundle& bundle, const BundleContents& contents);
+
+  [[nodiscard]] std::uint64_t bytes_written() const noexcept;
+  /// A sentence for each bundle that was dropped, with its size and what would keep it.
+  [[nodiscard]] const std::vector<std::string>& dropped() const noexcept;
+
+ private:
+  std::filesystem::path run_dir_;
+  BundleBudget budget_;
+  std::uint64_t bytes_ = 0;
+  int count_ = 0;
+  std::vector<std::string> dropped_;
+};
+
+}  // namespace nanlocator

@@ -1,0 +1,70 @@
+// The safetensors format, as the Python package `safetensors` reads and writes it.
+//
+// Layout (github.com/huggingface/safetensors): u64 little-endian header size, JSON header
+// {"name": {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {text: text}}, data.
+// Reading maps the file and checks every offset before a byte of data is touched. A file that is
+// cut off while it is mapped ends the process at the next look at it (SIGBUS), as any mapping does.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "nanlocator/record/atomic_file.hpp"
+
+namespace nanlocator {
+
+/// One tensor. `dtype` is safetensors' spelling: "F32", "BF16", "F8_E4M3", "C64", "I64", "BOOL",
+/// "U8", ...; row-major without gaps.
+struct SafetensorsEntry {
+  std::string name;
+  std::string dtype;
+  std::vector<std::int64_t> shape;
+  std::span<const std::byte> bytes;  // of a file that was read: valid as long as it is open
+};
+
+/// "float32" -> "F32" and back; "" for what the format lacks (quantised types).
+[[nodiscard]] std::string_view safetensors_dtype(std::string_view torch_dtype) noexcept;
+[[nodiscard]] std::string_view torch_dtype(std::string_view safetensors_dtype) noexcept;
+/// Bytes of one element of a safetensors dtype; 0 where unknown.
+[[nodiscard]] std::size_t safetensors_element_size(std::string_view safetensors_dtype) noexcept;
+
+class SafetensorsFile {
+ public:
+  /// Throws IoError where the file cannot be opened, FormatError (file, field) for a header that is
+  /// truncated, huge (over 100 MB), not strict JSON, has an unknown dtype, a shape whose product
+  /// overflows or does not match its offsets, offsets out of range, overlapping or leaving gaps.
+  explicit SafetensorsFile(const std::filesystem::path& path);
+  /// The same for bytes in memory, which must outlive it; `source` is what messages call them.
+  SafetensorsFile(std::span<const std::byte> bytes, const std::string& source);
+  ~SafetensorsFile();
+  SafetensorsFile(SafetensorsFile&&) noexcept;
+  SafetensorsFile& operator=(SafetensorsFile&&) noexcept;
+  SafetensorsFile(const SafetensorsFile&) = delete;  // owns the mapping
+  SafetensorsFile& operator=(const SafetensorsFile&) = delete;
+
+  [[nodiscard]] const std::vector<SafetensorsEntry>& entries() const noexcept;  // in offset order
+  [[nodiscard]] const std::map<std::string, std::string>& metadata() const noexcept;
+  /// Throws FormatError (naming the file and `name`) where there is none.
+  [[nodiscard]] const SafetensorsEntry& at(std::string_view name) const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// Writes a new file (fails where it exists), fsynced; larger-than-memory sums are fine, nothing is
+/// copied. The data is put in an order in which each tensor is aligned to its elements. Throws
+/// UsageError for entries whose bytes do not match dtype and shape or that share a name, IoError
+/// with the system's reason; then no file is left.
+void write_safetensors(const std::filesystem::path& path, std::span<const SafetensorsEntry> entries,
+                       const std::map<std::string, std::string>& metadata = {},
+                       std::filesystem::perms permissions = kPrivateFile);
+
+}  // namespace nanlocator

@@ -1,0 +1,105 @@
+// An operator call with its live tensors, and the way between it and a bundle.
+//
+// The trace makes one while the operator runs; `to_bundle` brings its values to the host and names
+// each storage range once; `from_bundle` makes tensors again in another process. Nothing here
+// depends on Python.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/operator_name.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "nanlocator/record/bundle.hpp"
+
+namespace nanlocator {
+
+/// A call as the dispatcher saw it. Tensors are shared with whoever owns them, except those that
+/// the operator writes: the trace puts clones of them here, of the same strides, from before the
+/// call.
+struct OperatorCall {
+  c10::OperatorName name{"", ""};
+  std::vector<c10::IValue> arguments;  // the schema's number of them
+  /// The returned values, then the arguments that it writes without returning them (the running
+  /// statistics of batch norm, the list of `_foreach_add_`), after the call.
+  std::vector<c10::IValue> outputs;
+  std::map<std::string, at::Tensor> generator_states;  // by device; see BundleOperatorCall
+  std::map<std::string, std::string> settings;         // see current_settings
+};
+
+/// The settings of this thread that a result may depend on: autocast (where it is active for this
+/// call), grad mode, deterministic algorithms, TF32 and reduced-precision reductions, oneDNN,
+/// threads, flush-denormal. Cheap: called once per kept call.
+[[nodiscard]] std::map<std::string, std::string> current_settings();
+/// Versions of torch, CUDA, cuDNN, nanlocator, and the CPU's capability.
+[[nodiscard]] std::map<std::string, std::string> current_versions();
+
+/// A copy of `tensor` with the same sizes, strides and storage order, however it overlaps itself:
+/// what `clone` loses. Of the range that the view can reach, no more. Its offset is 0.
+[[nodiscard]] at::Tensor clone_with_strides(const at::Tensor& tensor);
+
+/// Gathers tensors of one bundle: every byte of a storage that any of them can reach, once.
+class StorageCollector {
+ public:
+  StorageCollector();
+  ~StorageCollector();
+  StorageCollector(const StorageCollector&) = delete;  // holds the tensors
+  StorageCollector& operator=(const StorageCollector&) = delete;
+
+  /// The value to be written into bundle.json once `finish` has fixed names and offsets. `name`:
+  /// what a person sees in tensors.safetensors ("argument.0.self", "module.weight"). Sparse,
+  /// quantised, meta, nested and subclass tensors become `unsupported`, with the reason.
+  [[nodiscard]] BundleValue add(const c10::IValue& value, std::string_view name);
+  [[nodiscard]] BundleValue add(const at::Tensor& tensor, std::string_view name);
+
+  /// Copies device memory to the host, names the ranges and completes every BundleTensor made by
+  /// this collector within `bundle`. The contents' bytes live as long as this object. A tensor that
+  /// lies dense in its own range keeps its shape and dtype in tensors.safetensors; a range that
+  /// several views share is one-dimensional.
+  [[nodiscard]] BundleContents finish(Bundle& bundle);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// Visits every tensor of a value or a bundle: arguments, outputs, generator states, weights, ...
+void for_each_bundle_tensor(BundleValue& value, const std::function<void(BundleTensor&)>& visit);
+void for_each_bundle_tensor(Bundle& bundle, const std::function<void(BundleTensor&)>& visit);
+
+/// Puts `call` into `bundle.operator_call`, its settings and versions.
+void add_to_bundle(const OperatorCall& call, Bundle& bundle, StorageCollector& storages);
+
+/// The tensor that `tensor` describes, in fresh memory on `device`; views of one range share it.
+/// Throws UnsupportedError for a dtype or device that this build of Torch lacks.
+class BundleTensors {
+ public:
+  BundleTensors(const OpenBundle& bundle, at::Device device);
+  ~BundleTensors();
+  BundleTensors(const BundleTensors&) = delete;  // caches the ranges
+  BundleTensors& operator=(const BundleTensors&) = delete;
+  [[nodiscard]] at::Tensor tensor(const BundleTensor& tensor);
+  /// Where what was on `recorded` ("cuda:3") goes: to `device`; but what was in host memory while
+  /// other tensors were not (numbers, indices) stays there.
+  [[nodiscard]] at::Device place_of(const std::string& recorded) const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// "aten::div.Tensor" -> {"aten::div", "Tensor"}.
+[[nodiscard]] c10::OperatorName operator_name_of(const std::string& op);
+
+/// The recorded operator call with fresh tensors. `device`: where it is to run. Throws
+/// UnsupportedError where the operator is not registered in this process, its schema differs, or a
+/// value could not be kept; UsageError for a bundle without an operator call.
+[[nodiscard]] OperatorCall operator_call_of(const OpenBundle& bundle, at::Device device);
+
+}  // namespace nanlocator

@@ -1,0 +1,82 @@
+// Does it happen again? Executes one recorded operator call, alone, in several ways, and compares.
+//
+// In: a call with its inputs and the outputs that were seen. Out: a table of variants and a
+// conclusion: the mathematics of these inputs, the precision, the kernel, or neither (hardware, a
+// race, uninitialised memory). Every variant runs on fresh copies of what the operator writes.
+// Runs on the calling thread, on the current streams; waits.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "nanlocator/record/birth.hpp"
+#include "nanlocator/replay/operator_call.hpp"
+#include "nanlocator/scan/tensor_stats.hpp"
+
+namespace nanlocator {
+
+struct ReplayOptions {
+  int repeats = 3;            // of the recorded call
+  bool other_devices = true;  // also on the CPU where it was recorded on CUDA
+};
+
+enum class ReplayVariant : std::uint8_t {
+  recorded,  // the recorded dtype, device and settings
+  poisoned,  // the same, with memory of new tensors filled with NaN first: shows what reads it
+  float32,   // floating-point arguments converted, where the recorded dtype is narrower
+  float64,
+  on_cpu,  // the recorded dtype with the CPU's kernel, where it was recorded on CUDA
+};
+[[nodiscard]] std::string_view name_of(ReplayVariant variant) noexcept;
+
+struct ReplayedOutput {
+  std::string name;  // "output[0]"; "running_mean after" for what is written and not returned
+  std::string dtype;
+  std::vector<std::int64_t> shape;
+  TensorStats stats;
+  std::optional<bool> equals_recorded;  // bit for bit; empty where dtypes differ
+};
+
+struct ReplayRun {
+  ReplayVariant variant = ReplayVariant::recorded;
+  int repeat = 0;
+  std::vector<ReplayedOutput> outputs;
+  std::string problem;  // why it could not run ("" where it did): no kernel for this dtype
+};
+
+/// Of a pointwise operator: the input elements that broadcast to the first bad output element. Of
+/// others: the first non-finite element of each input that has one.
+struct ReplayedInput {
+  std::string name;  // the schema's: "self"
+  std::string dtype;
+  std::vector<std::int64_t> index;
+  double value = 0;
+};
+
+struct ReplayReport {
+  std::string op;
+  std::vector<ReplayedOutput> recorded;  // what the bundle holds
+  std::vector<ReplayRun> runs;
+  std::vector<ReplayedInput> inputs_at_first_bad;
+  /// not_replayed also where nothing bad was recorded and nothing bad came out.
+  ReplayConclusion conclusion = ReplayConclusion::not_replayed;
+  bool is_bit_exact = false;           // every `recorded` run gave the recorded bits
+  std::vector<std::string> sentences;  // the conclusion for people, with its evidence
+};
+
+/// Throws UnsupportedError where the operator is not registered, UsageError for fewer than one
+/// repeat. A call that raises is reported in ReplayRun::problem and concludes nothing. Generators
+/// and settings of this thread are as before when it returns; other threads should not compute
+/// meanwhile: settings, and the filling of new memory, are the process's.
+[[nodiscard]] ReplayReport replay(const OperatorCall& call, const ReplayOptions& options = {});
+
+[[nodiscard]] std::string to_json(const ReplayReport& report);
+struct ReplayTextStyle {
+  int width = 100;
+  bool colour = false;
+};
+[[nodiscard]] std::string format_replay(const ReplayReport& report,
+                                        const ReplayTextStyle& style = {});
+
+}  // namespace nanlocator

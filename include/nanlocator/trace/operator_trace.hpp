@@ -1,0 +1,110 @@
+// Sees every dispatched operator of forward and backward, on all threads, and tells where NaN or
+// Inf was born.
+//
+//     nanlocator::OperatorTrace trace;
+//     trace.declare(*model);
+//     auto loss = model->forward(batch);
+//     loss.backward();
+//     for (const auto& birth : trace.explain({loss}, gradients).births) ...
+//
+// While one lives it looks at values between operators (on a device: it waits), so it is armed for
+// a re-run or on request (`level="operators"`). It changes no value. Outputs are scanned always,
+// inputs only where an output is bad. The rules of a birth are in docs/causes.md.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "nanlocator/record/birth.hpp"
+#include "nanlocator/replay/operator_call.hpp"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace nanlocator {
+
+struct TraceOptions {
+  /// Keep the calls of births, for bundles and replay: tensors that an operator writes are cloned
+  /// before it runs. Off: births have no `call`.
+  bool keep_calls = true;
+  /// Host and device memory that kept calls may hold; later births are kept without their call.
+  std::uint64_t kept_bytes = std::uint64_t{4} << 30;
+  /// The Python stack of the calling thread, innermost frame first; called where something was
+  /// born, without the GIL held. Empty in C++ programs.
+  std::function<std::vector<std::string>()> python_stack;
+  int threads = 1;  // for scans in host memory
+};
+
+/// What a tensor was before the pass.
+enum class DeclaredAs : std::uint8_t { parameter, buffer, data };
+
+/// Of a weight, buffer or data, `sighting.parameter` is the declared name and the stats are the
+/// whole tensor's; of an opaque birth, `sighting.op` is the frame it was computed in; of memory,
+/// the operator that wrote it last.
+struct TracedBirth {
+  Birth birth;                       // sighting.iteration, bundle and replay are left to the caller
+  std::optional<OperatorCall> call;  // of an operator, where it was kept
+};
+
+struct Explanation {
+  /// Births that reached a bad loss, or where every loss is finite a bad gradient, with their
+  /// ancestors; in execution order, Birth::parent pointing into this list.
+  std::vector<TracedBirth> births;
+  std::int64_t healed = 0;         // births that reached neither: masks, padding
+  std::int64_t operators = 0;      // calls seen since begin_pass
+  std::vector<std::string> notes;  // what it could not see or keep
+};
+
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+};
+
+class OperatorTrace {
+ public:
+  /// Observes from now on. One at a time per process: throws UsageError for a second.
+  explicit OperatorTrace(TraceOptions options = {});
+  ~OperatorTrace();
+  OperatorTrace(const OperatorTrace&) = delete;  // registers callbacks with its address
+  OperatorTrace& operator=(const OperatorTrace&) = delete;
+
+  struct Impl;  // src/trace
+
+  /// Names a tensor that exists before the pass. Its storage is known by it from then on; a bad one
+  /// becomes a birth of kind weight, buffer or data where it is read. A parameter "a.b.weight" also
+  /// names the module "a.b" of operators that read it where no module was entered. Keeps no tensor
+  /// alive.
+  void declare(const at::Tensor& tensor, DeclaredAs as, std::string name);
+  /// Every parameter and buffer of `model` by its name there.
+  void declare(const torch::nn::Module& model);
+
+  /// Forgets everything but the declarations.
+  void begin_pass();
+
+  /// Births are of this phase from now on, without a module: Phase::params_after while the
+  /// optimizer steps. nullopt: forward, loss or backward, as autograd and the modules show.
+  void enter_phase(std::optional<Phase> phase);
+
+  /// Scans `losses` and `gradients` (name: the parameter's) and follows the bad ones back. A bad
+  /// gradient that nothing explains is a birth of kind memory with the parameter's name: no
+  /// operator of this pass wrote it bad. Call it after backward, from any thread.
+  [[nodiscard]] Explanation explain(std::span<const NamedTensor> losses,
+                                    std::span<const NamedTensor> gradients);
+
+  /// Stops and goes on observing, for work that is not training's (own scans, logging).
+  void pause() noexcept;
+  void resume() noexcept;
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace nanlocator

@@ -1,0 +1,33 @@
+// A module's call as Python holds it, on its way into a bundle.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <string>
+
+#include "nanlocator/record/bundle.hpp"
+#include "nanlocator/replay/operator_call.hpp"
+
+namespace nanlocator {
+
+/// Holds references to live Python objects until `add_to` turns them into a BundleModuleCall.
+/// Tensors are taken as they are then. Made and destroyed with the GIL held.
+struct PythonModuleCall {
+  std::string name;
+  std::string class_name;
+  bool is_training = true;
+  pybind11::tuple arguments;
+  pybind11::dict keywords;
+  pybind11::object outputs;
+  pybind11::dict weights;         // parameters and buffers by the module's own names
+  pybind11::object grad_outputs;  // sequences of tensors and None
+  pybind11::object grad_inputs;
+  std::string pickle;  // the pickled module without its tensors; "" where there is none
+  std::string pickle_problem;
+
+  /// Acquires the GIL. Tensors, numbers, texts, None, tuples, lists, dictionaries with text keys,
+  /// dataclasses and ModelOutputs are kept; everything else is `unsupported`, with its repr.
+  void add_to(Bundle& bundle, StorageCollector& storages, BundleContents& contents) const;
+};
+
+}  // namespace nanlocator

@@ -1,0 +1,283 @@
+"""Which module is running, and with which tensors: wraps ``torch.nn.Module.__call__`` while it is asked to.
+
+    with nanlocator.modules.ModuleHooks(model):      # the C++ module stack, for the operator trace
+        model(batch)
+
+One wrapper serves the process, however many models are watched; it goes with the last ``remove()``. It
+changes no argument, no result and no random state.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanlocator import _C
+
+# Holders that are not called themselves: their children belong to the module that holds them.
+_HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+class ModuleHooks:
+    """Keeps the C++ module stack right for calls of ``model`` and everything below it.
+
+    A module is named by ``model.named_modules()``, without the ``module.`` of DistributedDataParallel and
+    with its class name where that name is empty. A shared module gets the name of the path through which
+    it was called; one that was added later, or made on the fly, the caller's path and the attribute under
+    which the caller holds it, else its class name. Modules called outside any named one (a loss) go by
+    their class.
+
+    Args:
+        model: the model as it is called; wrapped or not.
+        watch: also hands each call's inputs and outputs to this ``_C.ModuleWatch``.
+    """
+
+    def __init__(self, model: nn.Module, watch: "_C.ModuleWatch | None" = None) -> None:
+        self.model = model
+        self.watch = watch
+        self._is_active = True
+        new_tree = _Tree(model)  # before the lock: making it may collect garbage, and run a `remove`
+        with _lock:
+            tree = next((t for t in _trees if t.model is model), None)
+            if tree is None:
+                _set_trees([*_trees, tree := new_tree])
+            tree.hooks = [*tree.hooks, self]
+            _refresh_watches()
+            _install()
+        self._tree = tree
+
+    def remove(self) -> None:
+        """Stops. Calls that are under way end as they began. May be called twice."""
+        with _lock:
+            if not self._is_active:
+                return
+            self._is_active = False
+            self._tree.hooks = [h for h in self._tree.hooks if h is not self]
+            if not self._tree.hooks:
+                _set_trees([t for t in _trees if t is not self._tree])
+            _refresh_watches()
+            if not _trees:
+                _uninstall()
+
+    def __enter__(self) -> "ModuleHooks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+class _Tree:
+    """The names below one watched model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.hooks: list[ModuleHooks] = []
+        self.watches: list[_C.ModuleWatch] = []
+        self.named: dict[int, _Named] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            self.named.setdefault(id(module), _Named(module)).paths.append(path)
+
+
+class _Named:
+    """One module of a tree, and its name from each caller. The weak reference tells a module from a later
+    one at the same address."""
+
+    __slots__ = ("frames", "is_this", "paths")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.is_this = weakref.ref(module)
+        self.paths: list[str] = []
+        self.frames: dict[str | None, _Frame] = {}  # by the caller's path
+
+
+class _Frame:
+    """A module that is running, under the name that it has in this call."""
+
+    __slots__ = ("module", "path", "shown", "tree", "watches")
+
+    def __init__(self, tree: "_Tree | None", module: nn.Module, path: str) -> None:
+        self.tree = tree
+        self.module = weakref.ref(module)
+        self.path = path  # as in named_modules
+        shown = _shown(path) if path != "module" else ""
+        self.shown = _C.ModulePath(shown or type(module).__name__)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[_Frame] = []
+
+
+_lock = threading.RLock()  # a finalizer may call `remove` in the middle of anything
+_threads = _Thread()
+_trees: list[_Tree] = []  # replaced, never changed: other threads read it without the lock
+_all_watches: list["_C.ModuleWatch"] = []
+_original: Callable[..., Any] = nn.Module.__call__
+_is_installed = False
+
+
+def running_module() -> nn.Module | None:
+    """The innermost module whose call this thread is in, as far as hooks follow it."""
+    stack = _threads.stack
+    return stack[-1].module() if stack else None
+
+
+def _set_trees(trees: list[_Tree]) -> None:
+    global _trees
+    _trees = trees
+
+
+def _refresh_watches() -> None:
+    global _all_watches
+    for tree in _trees:
+        tree.watches = list({id(h.watch): h.watch for h in tree.hooks if h.watch is not None}.values())
+    _all_watches = [watch for tree in _trees for watch in tree.watches]
+
+
+def _install() -> None:
+    global _original, _is_installed
+    if not _is_installed:
+        _original = nn.Module.__call__
+        nn.Module.__call__ = _call  # type: ignore[method-assign]
+        _is_installed = True
+
+
+def _uninstall() -> None:
+    """Where someone has wrapped the wrapper it stays, and passes everything through."""
+    global _is_installed
+    if nn.Module.__call__ is _call:
+        nn.Module.__call__ = _original  # type: ignore[method-assign]
+        _is_installed = False
+
+
+def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # Compilers see a plain call: torch.compile folds is_compiling() into a constant.
+    if torch.compiler.is_compiling() or not _trees:
+        return _original(self, *args, **kwargs)
+    stack = _threads.stack
+    depth = len(stack)
+    frame = _frame_of(self, stack[-1] if depth else None)
+    watches = frame.tree.watches if frame.tree is not None else _all_watches
+    scope = _C.module_depth()
+    calls: list[int] = []
+    # KeyboardInterrupt may come after any call below. Whatever was pushed by then is taken off: the
+    # Python stack first, by a statement that nothing interrupts, then the C++ stack, by one call.
+    try:
+        stack.append(frame)
+        _C.enter_module(frame.shown)
+        for watch in watches:
+            calls.append(watch.enter(frame.shown, args, kwargs))
+        output = _original(self, *args, **kwargs)
+        while calls:
+            watches[len(calls) - 1].leave(calls[-1], output)
+            calls.pop()
+        return output
+    finally:
+        del stack[depth:]
+        _C.leave_modules(scope)
+        for watch, call in zip(watches, calls, strict=False):
+            watch.abandon(call)
+
+
+def _frame_of(module: nn.Module, caller: _Frame | None) -> _Frame:
+    tree = caller.tree if caller is not None else None
+    named = _find(tree, module) if tree is not None else None
+    if named is None:
+        for other in _trees:
+            if other is not tree and (named := _find(other, module)) is not None:
+                tree, caller = other, None  # below another watched model, or none
+                break
+    if named is None:
+        # Not kept: its name depends on what the caller holds now.
+        return _Frame(tree, module, _path_below(module, caller))
+    key = caller.path if caller is not None else None
+    frame = named.frames.get(key)
+    if frame is None:
+        frame = named.frames[key] = _Frame(tree, module, _choose(named.paths, caller))
+    return frame
+
+
+def _find(tree: _Tree, module: nn.Module) -> _Named | None:
+    named = tree.named.get(id(module))
+    return named if named is not None and named.is_this() is module else None
+
+
+def _choose(paths: list[str], caller: _Frame | None) -> str:
+    """Of several registered paths the one right below the caller, else below it at all, else the first."""
+    if len(paths) > 1 and caller is not None:
+        prefix = caller.path + "." if caller.path else ""
+        below = [p for p in paths if p.startswith(prefix) and p != caller.path]
+        return min(below or paths, key=lambda p: p.count("."))
+    return paths[0]
+
+
+def _path_below(module: nn.Module, caller: _Frame | None) -> str:
+    parent = caller.module() if caller is not None else None
+    if caller is None or parent is None:
+        return type(module).__name__
+    name = _name_in(parent, module) or type(module).__name__
+    return f"{caller.path}.{name}" if caller.path else name
+
+
+def _name_in(parent: nn.Module, module: nn.Module) -> str | None:
+    for name, child in parent._modules.items():
+        if child is module:
+            return name
+        if isinstance(child, _HOLDERS) and (inner := _name_in(child, module)) is not None:
+            return f"{name}.{inner}"
+    for name, value in vars(parent).items():
+        if value is module:
+            return name
+        if isinstance(value, list | tuple):
+            for index, item in enumerate(value):
+                if item is module:
+                    return f"{name}.{index}"
+        elif isinstance(value, dict) and name != "_modules":
+            for key, item in value.items():
+                if item is module:
+                    return f"{name}.{key}"
+    return None
+
+
+class WatchedModules:
+    """The ``modules`` level for one model: what every module takes in and gives out, forward and backward.
+
+        watched = WatchedModules(model)
+        watched.begin_step(); loss = model(batch); loss.backward()
+        sightings, births = watched.collect(iteration)
+
+    Nothing waits before ``collect``. Keeps no tensor alive.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._watch = _C.ModuleWatch(torch.get_num_threads())
+        self._hooks = ModuleHooks(model, self._watch)
+
+    def begin_step(self) -> None:
+        """Forgets the step before."""
+        self._watch.begin_step()
+
+    def collect(self, iteration: int) -> "tuple[list[_C.Sighting], list[_C.Birth]]":
+        """What was bad since ``begin_step``, in execution order, and where it was born.
+
+        Call it before a weight moves: weights and buffers are looked at now.
+        """
+        return self._watch.collect(
+            iteration,
+            [(_shown(name), p) for name, p in self._model.named_parameters()],
+            [(_shown(name), b) for name, b in self._model.named_buffers()],
+        )
+
+    def remove(self) -> None:
+        """Stops watching; hooks that are left in autograd's graph do nothing any more."""
+        self._hooks.remove()
+        self._watch.begin_step()
+
+
+def _shown(path: str) -> str:
+    """As LocatingOptimizer names parameters."""
+    return path.removeprefix("module.")

@@ -1,0 +1,330 @@
+"""Bundles executed again: ``run`` for the operator call, ``load`` for the module call around it.
+
+    report = nanlocator.replay.run("nanlocator_run/a0/bundles/step12-...")
+    print(report["conclusion"], *report["sentences"], sep="\\n")
+
+    call = nanlocator.replay.load("nanlocator_run/a0/bundles/step12-...")
+    again = call.bind(MyAttention(config))()      # the recorded weights and inputs, backward included
+    again.outputs, again.grad_inputs
+
+On the command line ``python -m nanlocator.replay BUNDLE`` does what ``nanlocator replay BUNDLE`` does.
+"""
+
+import argparse
+import io
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from nanlocator import _C
+
+_WITHOUT_TENSOR = "nanlocator: a tensor of the bundle"
+
+
+def run(
+    bundle: str | os.PathLike[str],
+    device: str | None = None,
+    repeats: int = 3,
+    other_devices: bool = True,
+) -> dict[str, Any]:
+    """Executes the operator call of ``bundle`` again and returns the report (docs/replay.md)."""
+    return json.loads(_report(bundle, device, repeats, other_devices).to_json())
+
+
+def _report(bundle: str | os.PathLike[str], device: str | None, repeats: int, other_devices: bool) -> Any:
+    return _C.replay_bundle(Path(bundle), device or _recorded_device(bundle), repeats, other_devices)
+
+
+def _recorded_device(bundle: str | os.PathLike[str]) -> str:
+    path = Path(bundle)
+    text = (path if path.is_file() else path / "bundle.json").read_text(encoding="utf-8")
+    return "cuda" if '"cuda:' in text and torch.cuda.is_available() else "cpu"
+
+
+class RecordedObject(SimpleNamespace):
+    """A dataclass, ModelOutput or named tuple of the recorded call: its fields, and ``class_name``."""
+
+    def __getitem__(self, key: str | int) -> Any:
+        if isinstance(key, int):
+            return [value for name, value in vars(self).items() if name != "class_name"][key]
+        return vars(self)[key]
+
+
+@dataclass(frozen=True)
+class NotKept:
+    """Stands for a value that no bundle can hold."""
+
+    description: str
+
+
+@dataclass
+class ReplayedModule:
+    """What a bound module computed."""
+
+    outputs: Any
+    grad_inputs: tuple[torch.Tensor | None, ...] = ()
+    weight_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class RecordedModuleCall:
+    """The call of a module as it was recorded, in fresh memory."""
+
+    name: str
+    class_name: str
+    is_training: bool
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    outputs: Any
+    weights: dict[str, torch.Tensor]
+    grad_outputs: list[torch.Tensor | None]
+    grad_inputs: list[torch.Tensor | None]
+    settings: dict[str, str]
+    folder: Path
+    pickle_file: str
+    pickle_problem: str
+    allow_pickle: bool
+
+    @property
+    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments."""
+        return self.arguments, self.keywords
+
+    def bind(self, module: torch.nn.Module) -> Callable[[], ReplayedModule]:
+        """Copies the recorded weights and buffers into ``module`` and returns a callable that runs its
+        forward on the recorded inputs and, where gradients were recorded, its backward."""
+        _copy_weights(self, module)
+        module.train(self.is_training)
+
+        def replay() -> ReplayedModule:
+            leaves: list[torch.Tensor] = []
+            arguments = _fresh(self.arguments, leaves)
+            keywords = _fresh(self.keywords, leaves)
+            module.zero_grad(set_to_none=True)
+            with _recorded_autocast(self.settings):
+                outputs = module(*arguments, **keywords)
+            replayed = ReplayedModule(outputs)
+            if self.grad_outputs:
+                _backward(outputs, self.grad_outputs)
+                replayed.grad_inputs = tuple(leaf.grad for leaf in leaves)
+                replayed.weight_gradients = {
+                    name: weight.grad for name, weight in module.named_parameters() if weight.grad is not None
+                }
+            return replayed
+
+        return replay
+
+    def __call__(self) -> ReplayedModule:
+        """The same with the module that the bundle holds as a pickle."""
+        return self.bind(self.unpickled_module())()
+
+    def unpickled_module(self) -> torch.nn.Module:
+        if not self.pickle_file:
+            raise _C.UsageError(
+                f"the bundle holds no pickle of {self.class_name or 'the module'}"
+                + (f" ({self.pickle_problem})" if self.pickle_problem else "")
+                + "; build the module yourself and call .bind(module)"
+            )
+        if not self.allow_pickle:
+            raise _C.UsageError(
+                f"{self.pickle_file} must be unpickled to call {self.class_name}, and unpickling runs "
+                "whatever code the file asks for. If you trust where the bundle is from: "
+                "load(bundle, allow_pickle=True). Otherwise build the module yourself and call .bind(module)"
+            )
+        pickled = io.BytesIO((self.folder / self.pickle_file).read_bytes())
+        return _ModuleUnpickler(pickled, self.weights).load()
+
+
+def load(
+    bundle: str | os.PathLike[str], device: str | None = None, allow_pickle: bool = False
+) -> RecordedModuleCall:
+    """The module call of ``bundle``. Nothing is executed and nothing is unpickled here."""
+    call = _C.module_call_of(
+        Path(bundle),
+        device or _recorded_device(bundle),
+        lambda class_name, fields: RecordedObject(class_name=class_name, **fields),
+        NotKept,
+    )
+    return RecordedModuleCall(
+        folder=Path(call.pop("folder")), pickle_file=call.pop("pickle"), allow_pickle=allow_pickle, **call
+    )
+
+
+def module_call(
+    name: str,
+    module: torch.nn.Module,
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    outputs: Any,
+    grad_outputs: tuple[torch.Tensor | None, ...] = (),
+    grad_inputs: tuple[torch.Tensor | None, ...] = (),
+) -> "_C.ModuleCall":
+    """The call of ``module`` in the form that goes into a bundle: tensors by reference, the module itself
+    as a pickle without its tensors."""
+    weights = dict(module.named_parameters(remove_duplicate=False))
+    weights.update(module.named_buffers(remove_duplicate=False))
+    pickled, problem = _pickled(module, weights)
+    return _C.ModuleCall(
+        name,
+        f"{type(module).__module__}.{type(module).__qualname__}",
+        module.training,
+        tuple(arguments),
+        keywords,
+        outputs,
+        {weight: tensor.detach() for weight, tensor in weights.items()},
+        grad_outputs,
+        grad_inputs,
+        pickled,
+        problem,
+    )
+
+
+class _ModulePickler(pickle.Pickler):
+    """Tensors of the module become references to the bundle's weights by name."""
+
+    def __init__(self, file: io.BytesIO, weights: dict[str, torch.Tensor]) -> None:
+        super().__init__(file)
+        self._names = {id(tensor): name for name, tensor in weights.items()}
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        if id(obj) not in self._names:
+            raise pickle.PicklingError("it holds a tensor that is neither a parameter nor a buffer")
+        return (_WITHOUT_TENSOR, self._names[id(obj)], isinstance(obj, torch.nn.Parameter), obj.requires_grad)
+
+
+class _ModuleUnpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, weights: dict[str, torch.Tensor]) -> None:
+        super().__init__(file)
+        self._weights = weights
+        self._made: dict[str, torch.Tensor] = {}
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        _, name, is_parameter, requires_grad = pid
+        if name not in self._made:
+            tensor = self._weights[name].detach().clone()
+            self._made[name] = torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor
+        return self._made[name]
+
+
+def _pickled(module: torch.nn.Module, weights: dict[str, torch.Tensor]) -> tuple[bytes, str]:
+    file = io.BytesIO()
+    try:
+        _ModulePickler(file, weights).dump(module)
+    except Exception as error:  # whatever a module's own __reduce__ raises
+        return b"", f"{type(error).__name__}: {error}"
+    return file.getvalue(), ""
+
+
+def _copy_weights(call: RecordedModuleCall, module: torch.nn.Module) -> None:
+    own = dict(module.named_parameters(remove_duplicate=False))
+    own.update(module.named_buffers(remove_duplicate=False))
+    missing = sorted(call.weights.keys() - own.keys())
+    unknown = sorted(own.keys() - call.weights.keys())
+    if missing or unknown:
+        raise _C.UsageError(
+            f"the recorded {call.class_name} and the given {type(module).__name__} have other weights: "
+            f"recorded only {missing[:5]}, given only {unknown[:5]}. "
+            "Build the module with the same configuration"
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            recorded = call.weights[name]
+            if tensor.shape != recorded.shape:
+                raise _C.UsageError(
+                    f"{name} was recorded with the shape {list(recorded.shape)} and has "
+                    f"{list(tensor.shape)} in the given module. Build the module with the same configuration"
+                )
+            tensor.data = recorded.clone()
+
+
+def _fresh(value: Any, leaves: list[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        copy = value.detach().clone(memory_format=torch.preserve_format)
+        if value.requires_grad:
+            copy.requires_grad_(True)
+            leaves.append(copy)
+            return copy.clone()  # a leaf cannot be written in place; what was recorded was none
+        return copy
+    if isinstance(value, NotKept):
+        raise _C.UnsupportedError(f"an argument could not be kept in the bundle: {value.description}")
+    if isinstance(value, dict):
+        return {key: _fresh(item, leaves) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_fresh(item, leaves) for item in value)
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for part in fields(value):
+            yield from tensors_in(getattr(value, part.name))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def _backward(outputs: Any, grad_outputs: list[torch.Tensor | None]) -> None:
+    """``grad_outputs`` belong to the outputs that require a gradient, in order."""
+    differentiable = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+    if len(differentiable) != len(grad_outputs):
+        raise _C.UsageError(
+            f"{len(grad_outputs)} gradients of outputs were recorded, and the module gives "
+            f"{len(differentiable)} outputs that require one"
+        )
+    pairs = [(t, g) for t, g in zip(differentiable, grad_outputs, strict=True) if g is not None]
+    torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def _recorded_autocast(settings: dict[str, str]) -> torch.autocast:
+    words = settings.get("autocast", "off").split()
+    if len(words) < 2:
+        return torch.autocast("cpu", enabled=False)
+    return torch.autocast(words[0], dtype=getattr(torch, words[1]))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m nanlocator.replay", description="Executes the operator call of a bundle again."
+    )
+    parser.add_argument("bundle", metavar="BUNDLE", help="the bundle's folder, or the bundle.json in it")
+    parser.add_argument("--device", help="execute it there: cpu, cuda, cuda:1 (default: the recorded type)")
+    parser.add_argument("--repeats", type=int, default=3, help="executions as recorded (default: 3)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--export-python", action="store_true", help="print a short script that repeats the call"
+    )
+    options = parser.parse_args(argv)
+    try:
+        if options.export_python:
+            print(_C.export_python(Path(options.bundle)), end="")
+            return 0
+        report = _report(options.bundle, options.device, options.repeats, True)
+    except (_C.Error, OSError, RuntimeError) as error:
+        print(f"nanlocator.replay: {error}", file=sys.stderr)
+        return 2
+    content = json.loads(report.to_json())
+    print(json.dumps(content) if options.json else report.format(colour=sys.stdout.isatty()), end="")
+    recorded = [run for run in content["runs"] if run["variant"] == "recorded"]
+    if any(run["problem"] for run in recorded):
+        return 2
+    bad = any(o["nan"] or o["pos_inf"] or o["neg_inf"] for run in recorded for o in run["outputs"])
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,439 @@
+#include "locate/birth_origins.hpp"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+
+#include "locate/origin_text.hpp"
+
+namespace nanlocator {
+namespace {
+
+/// Inputs of an operator that the evidence lists; the rest is in the ledger.
+constexpr std::size_t kMostInputs = 4;
+
+/// What the module watch puts before a module's path in Birth::reached.
+constexpr std::string_view kModule = "module ";
+
+/// A birth that made the step bad, with what it became on the way.
+struct Root {
+  const RankEvidence* rank = nullptr;
+  const Birth* birth = nullptr;
+  std::vector<const Birth*> descendants;  // in execution order
+};
+
+/// What makes births on several ranks the same.
+using Identity = std::tuple<BirthKind, Phase, std::string, std::string, std::string, std::string>;
+
+Identity identity_of(const Birth& birth) {
+  const Sighting& place = birth.sighting;
+  return {birth.kind, place.phase, place.module, place.op, place.role, place.parameter};
+}
+
+const Birth* parent_of(const Ledger& ledger, const Birth& birth) {
+  if (!birth.parent || *birth.parent < 0 || *birth.parent >= std::ssize(ledger.births)) {
+    return nullptr;
+  }
+  return &ledger.births[static_cast<std::size_t>(*birth.parent)];
+}
+
+/// The first of `birth`'s ancestors that is a fault of its own: an intended infinity is none, and
+/// what made NaN of it is.
+const Birth& root_of(const Ledger& ledger, const Birth& birth) {
+  const Birth* root = &birth;
+  // A ledger may come from a file: a circle of parents must not hang the reader.
+  for (std::size_t steps = 0; steps < ledger.births.size(); ++steps) {
+    const Birth* parent = parent_of(ledger, *root);
+    if (parent == nullptr || parent->kind == BirthKind::literal) break;
+    root = parent;
+  }
+  return *root;
+}
+
+std::vector<Root> roots_of(const RankEvidence& rank) {
+  std::vector<Root> roots;
+  for (const Birth& birth : rank.ledger().births) {
+    if (birth.reached.empty()) continue;
+    const Birth* root = &root_of(rank.ledger(), birth);
+    auto known = std::ranges::find(roots, root, &Root::birth);
+    if (known == roots.end()) {
+      roots.push_back({&rank, root, {}});
+      known = std::prev(roots.end());
+    }
+    if (&birth != root) known->descendants.push_back(&birth);
+  }
+  return roots;
+}
+
+Direction direction_of(Phase phase) {
+  switch (phase) {
+    case Phase::forward:
+    case Phase::loss:
+      return Direction::forward;
+    case Phase::backward:
+      return Direction::backward;
+    default:
+      return Direction::none;
+  }
+}
+
+/// "loss", or of several "loss[0]", "loss[lm]".
+bool is_name_of_loss(std::string_view name) {
+  return name == "loss" || name.starts_with("loss[");
+}
+
+bool has_value(const Birth& birth, double value) {
+  return std::ranges::any_of(birth.values,
+                             [&](const auto& input) { return input.second == value; });
+}
+
+/// Mean over no labels: the loss divides zero by zero, or torch's own loss counts none.
+bool is_empty_loss(const Birth& birth) {
+  const std::string& op = birth.sighting.op;
+  // aten/src/ATen/native/LossNLL.cpp: the mean of finite inputs is NaN only where the total weight
+  // of the labels is zero (all of them ignore_index).
+  if (op.starts_with("aten::nll_loss")) return true;
+  if (birth.sighting.phase != Phase::loss) return false;
+  const bool is_quotient =
+      op.starts_with("aten::div") && !birth.values.empty() &&
+      std::ranges::all_of(birth.values, [](const auto& input) { return input.second == 0; });
+  return is_quotient || (op.starts_with("aten::mean") && birth.inputs.size() > 0 &&
+                         birth.inputs.front().find("[0]") != std::string::npos);
+}
+
+Cause cause_of_optimizer_birth(const Birth& birth) {
+  // What was bad before the update began is what the optimizer keeps: its moments.
+  const bool was_there = birth.kind == BirthKind::data || birth.kind == BirthKind::buffer;
+  return was_there ? Cause::optimizer_state : Cause::optimizer_update;
+}
+
+Cause cause_of_computation(const Birth& birth) {
+  if (birth.kind != BirthKind::inf && is_empty_loss(birth)) return Cause::empty_loss_mask;
+  switch (birth.replay) {
+    case ReplayConclusion::deterministic_overflow:
+      return Cause::operator_overflow;
+    case ReplayConclusion::deterministic_undefined:
+      return Cause::operator_undefined;
+    case ReplayConclusion::deterministic_kernel:
+      return Cause::operator_bug;
+    case ReplayConclusion::varies:
+      return Cause::not_reproduced;
+    case ReplayConclusion::not_replayed:
+      break;
+  }
+  // Not replayed: only the operator's kind is left. Infinity of finite inputs without a zero among
+  // them is an overflow; of NaN nothing is known but that no input had it.
+  if (birth.sighting.op.empty()) return Cause::unknown;
+  if (birth.kind == BirthKind::inf && !birth.values.empty() && !has_value(birth, 0)) {
+    return Cause::operator_overflow;
+  }
+  return Cause::unknown;
+}
+
+Cause cause_of(const Birth& birth) {
+  if (birth.sighting.phase == Phase::params_after && birth.kind != BirthKind::weight) {
+    return cause_of_optimizer_birth(birth);
+  }
+  switch (birth.kind) {
+    case BirthKind::nan:
+    case BirthKind::nan_from_inf:
+    case BirthKind::inf:
+      return cause_of_computation(birth);
+    case BirthKind::literal:
+    case BirthKind::opaque:
+      return Cause::unknown;
+    case BirthKind::weight:
+      return Cause::bad_weight;
+    case BirthKind::buffer:
+      return Cause::bad_buffer;
+    case BirthKind::data:
+      return Cause::bad_input;
+    case BirthKind::memory:
+      return Cause::memory_corruption;
+    case BirthKind::user_hook:
+      return Cause::user_hook;
+    case BirthKind::collective:
+      return Cause::collective_result;
+  }
+  return Cause::unknown;
+}
+
+/// "aten::log of module encoder.norm".
+std::string who_of(const Birth& birth) {
+  const Sighting& place = birth.sighting;
+  std::string text = place.op;
+  if (text.empty() && place.module.empty()) return "an unknown operator";
+  if (text.empty()) return "module " + place.module;
+  if (!place.module.empty()) text += " of module " + place.module;
+  return text;
+}
+
+std::string sentence_of(const Birth& birth) {
+  const std::string bad = describe_bad(birth.sighting.stats);
+  const std::string place = birth.sighting.role;
+  const std::string parameter = birth.sighting.parameter;
+  switch (birth.kind) {
+    case BirthKind::nan:
+      return who_of(birth) + " made " + bad + " in its " + place + ", though its inputs are finite";
+    case BirthKind::nan_from_inf:
+      return who_of(birth) + " made " + bad + " in its " + place +
+             " of inputs that hold Inf and no NaN";
+    case BirthKind::inf:
+      return who_of(birth) + " made " + bad + " in its " + place + ", though its inputs are finite";
+    case BirthKind::literal:
+      return who_of(birth) + " wrote " + bad + ": a number that was not finite was handed to it";
+    case BirthKind::weight:
+      return "the parameter " + parameter + " held " + bad + " before the pass began";
+    case BirthKind::buffer:
+      return "the buffer " + parameter + " held " + bad + " before the pass began";
+    case BirthKind::data:
+      return (parameter.empty() ? std::string("a tensor") : parameter) +
+             " from outside the model held " + bad + " before the pass began; " + who_of(birth) +
+             " read it first";
+    case BirthKind::memory:
+      return (parameter.empty() ? "a tensor that " + who_of(birth) + " read"
+                                : "the gradient of " + parameter) +
+             " held " + bad +
+             ", though it was finite when it was last written and no operator wrote to it since";
+    case BirthKind::opaque:
+      return bad + " came from a computation that PyTorch's dispatcher does not see; " +
+             who_of(birth) + " read it first";
+    case BirthKind::user_hook:
+      return "a hook of the user made " + bad + " with " + birth.sighting.op;
+    case BirthKind::collective:
+      return bad + " came out of a collective; " + who_of(birth) + " read it first";
+  }
+  return bad;
+}
+
+std::string reached_text(const Root& root) {
+  // The watch follows modules, not values: it knows the last one that met the bad one.
+  if (!root.birth->reached.empty() && root.birth->reached.front().starts_with(kModule)) {
+    return "it was last seen in " + root.birth->reached.front();
+  }
+  std::vector<std::string> reached = root.birth->reached;
+  for (const Birth* descendant : root.descendants) {
+    for (const std::string& name : descendant->reached) {
+      if (std::ranges::find(reached, name) == reached.end()) reached.push_back(name);
+    }
+  }
+  const auto is_loss = [](const std::string& name) { return is_name_of_loss(name); };
+  std::string text;
+  if (std::ranges::any_of(reached, is_loss)) text = "the loss";
+  std::erase_if(reached, is_loss);
+  if (!reached.empty()) {
+    text += (text.empty() ? "" : " and ") + std::string("the gradients of ") +
+            (reached.size() == 1
+                 ? reached.front()
+                 : std::to_string(reached.size()) + " parameters, first of " + reached.front());
+  }
+  return "it reached " + text;
+}
+
+std::string action_of(Cause cause, const Birth& birth) {
+  const std::string module =
+      birth.sighting.module.empty() ? "the operator" : "module " + birth.sighting.module;
+  switch (cause) {
+    case Cause::bad_weight:
+      return "check the checkpoint that was loaded, and the optimizer step before this one";
+    case Cause::bad_buffer:
+      return "look at what computes the buffer " + birth.sighting.parameter;
+    case Cause::bad_input:
+      return "inspect the samples of this batch; the tensor is in the bundle";
+    case Cause::empty_loss_mask:
+      return "guard the loss against a batch without valid labels: divide by max(count, 1)";
+    case Cause::operator_overflow:
+      return "run " + module + " in fp32 (autocast off), or scale what goes into it";
+    case Cause::operator_undefined:
+      return "add an epsilon to, or clamp, what goes into " + birth.sighting.op + " in " + module;
+    case Cause::operator_bug:
+      return "give the kernel's authors the bundle: nanlocator replay --export-python";
+    case Cause::memory_corruption:
+      return "test this device's memory before using it again; look for a kernel that writes out "
+             "of bounds";
+    case Cause::not_reproduced:
+      return "repeat the step a few times on this device and on another; test the device before "
+             "using it again";
+    case Cause::collective_result:
+      return "look at the ledgers of the other members of the collective";
+    case Cause::optimizer_state:
+      return "look at the optimizer's state (moments) of the parameters; reset it or load an older "
+             "checkpoint";
+    case Cause::optimizer_update:
+      return "look at the optimizer's epsilon and learning rate for this parameter";
+    case Cause::user_hook:
+      return birth.stack.empty() ? "look at the hooks that are registered on this tensor"
+                                 : "look at the hook at " + birth.stack.front();
+    default:
+      return birth.bundle.empty() ? "look at " + who_of(birth) : "look at the inputs in the bundle";
+  }
+}
+
+Origin origin_of(const Root& root) {
+  const Birth& birth = *root.birth;
+  const Sighting& place = birth.sighting;
+  Origin origin;
+  origin.phase = place.phase;
+  origin.direction = direction_of(place.phase);
+  origin.iteration = root.rank->ledger().iteration;
+  origin.microbatch = place.microbatch;
+  origin.chunk = place.chunk;
+  origin.coordinates = root.rank->coordinates();
+  origin.candidates = {root.rank->rank()};
+  origin.data_parallel_replica = root.rank->coordinates().dp.rank;
+  origin.module = place.module;
+  origin.op = place.op;
+  origin.parameter = place.parameter;
+  // What reached gradients and no loss is told with the first of them.
+  if (origin.parameter.empty() && !birth.reached.empty() &&
+      !birth.reached.front().starts_with(kModule) && !is_name_of_loss(birth.reached.front())) {
+    origin.parameter = birth.reached.front();
+  }
+  origin.tensor = tensor_of(place);
+  origin.bundle = birth.bundle;
+  origin.cause = cause_of(birth);
+  origin.confidence = birth.is_module_inferred || birth.kind == BirthKind::opaque ||
+                              origin.cause == Cause::not_reproduced
+                          ? Confidence::medium
+                          : Confidence::high;
+  auto& evidence = origin.evidence;
+  evidence.push_back(sentence_of(birth));
+  if (!birth.values.empty()) {
+    std::string text;
+    for (const auto& [name, value] : birth.values) {
+      text += (text.empty() ? "" : ", ") + name + " = " + short_number(value);
+    }
+    evidence.push_back("at the first bad element: " + text);
+  }
+  if (!birth.forward_op.empty() || !birth.node.empty()) {
+    evidence.push_back("in backward node " + birth.node +
+                       (birth.forward_op.empty() ? "" : ", the derivative of " + birth.forward_op));
+  }
+  for (const std::string& line : birth.replay_lines) evidence.push_back(line);
+  if (!root.descendants.empty()) {
+    const Birth& next = *root.descendants.front();
+    evidence.push_back("it became " + describe_bad(next.sighting.stats) + " in " + who_of(next) +
+                       " (" + std::string(name_of(next.sighting.phase)) + ")");
+  }
+  evidence.push_back(reached_text(root));
+  if (birth.is_module_inferred) {
+    evidence.push_back("no module was entered: " + place.module +
+                       " is the one whose parameter was used last");
+  }
+  for (std::size_t i = 0; i < std::min(kMostInputs, birth.inputs.size()); ++i) {
+    evidence.push_back("input " + birth.inputs[i]);
+  }
+  if (!birth.stack.empty()) evidence.push_back("called at " + birth.stack.front());
+  origin.action = action_of(origin.cause, birth);
+  return origin;
+}
+
+void add_rank(Origin& origin, const RankEvidence& rank) {
+  origin.candidates.push_back(rank.rank());
+  origin.coordinates.reset();
+  if (origin.data_parallel_replica != rank.coordinates().dp.rank) {
+    origin.data_parallel_replica.reset();
+  }
+}
+
+}  // namespace
+
+std::vector<Origin> origins_of_births(const Incident& incident) {
+  std::vector<Root> roots;
+  for (const RankEvidence& rank : incident.ranks()) {
+    for (Root& root : roots_of(rank)) roots.push_back(std::move(root));
+  }
+  const auto is_received = [](const Root& root) {
+    return root.birth->kind == BirthKind::collective;
+  };
+  if (!std::ranges::all_of(roots, is_received)) std::erase_if(roots, is_received);
+
+  std::vector<Origin> origins;
+  std::map<Identity, std::size_t> known;
+  for (const Root& root : roots) {
+    const auto [entry, is_new] = known.try_emplace(identity_of(*root.birth), origins.size());
+    if (is_new) {
+      origins.push_back(origin_of(root));
+    } else if (Origin& origin = origins[entry->second];
+               origin.candidates.back() != root.rank->rank()) {
+      add_rank(origin, *root.rank);
+    }
+  }
+  for (Origin& origin : origins) {
+    if (origin.candidates.size() < 2) continue;
+    origin.evidence.insert(
+        origin.evidence.begin() + 1,
+        "the same on " + describe_rank_count({origin.candidates.begin(), origin.candidates.end()}) +
+            ": a common cause, not a fault of one device");
+  }
+  return origins;
+}
+
+RerunOutcome rerun_of(const Incident& incident) {
+  RerunOutcome outcome;
+  std::set<std::string> not_restored;
+  bool is_known_everywhere = true;
+  for (const RankEvidence& rank : incident.ranks()) {
+    const auto& rerun = rank.ledger().rerun;
+    if (!rerun) continue;
+    outcome.done = true;
+    not_restored.insert(rerun->not_restored.begin(), rerun->not_restored.end());
+    if (!rerun->reproduced) {
+      is_known_everywhere = false;
+    } else {
+      outcome.reproduced = outcome.reproduced.value_or(false) || *rerun->reproduced;
+    }
+  }
+  // "Gone" needs every rank's word.
+  if (!is_known_everywhere && outcome.reproduced == false) outcome.reproduced.reset();
+  outcome.not_restored.assign(not_restored.begin(), not_restored.end());
+  return outcome;
+}
+
+std::vector<std::string> describe_rerun(const Incident& incident) {
+  const RerunOutcome outcome = rerun_of(incident);
+  if (!outcome.done) return {};
+  std::int64_t gradients = 0;
+  std::int64_t changed = 0;
+  std::optional<bool> control;
+  for (const RankEvidence& rank : incident.ranks()) {
+    const auto& rerun = rank.ledger().rerun;
+    if (!rerun) continue;
+    gradients += rerun->gradients;
+    changed += rerun->changed;
+    if (rerun->control_reproduced) control = control.value_or(false) || *rerun->control_reproduced;
+  }
+  std::vector<std::string> sentences;
+  if (!outcome.reproduced) {
+    sentences.push_back("the step was repeated, but the repeat did not come to its end");
+  } else if (*outcome.reproduced) {
+    sentences.push_back(changed == 0
+                            ? "the step was repeated and came out bit-identical (" +
+                                  std::to_string(gradients) + " gradients): deterministic"
+                            : "the step was repeated and is bad again, with other bits in " +
+                                  std::to_string(changed) + " of " + std::to_string(gradients) +
+                                  " gradients: something in it is not deterministic");
+  } else {
+    sentences.push_back(
+        "the step was repeated with the same data, weights and random numbers, and "
+        "came out finite");
+    if (control) {
+      sentences.push_back(*control ? "a second repeat, without the trace, is bad again: it depends "
+                                     "on timing, as a race or uninitialised memory does"
+                                   : "a second repeat, without the trace, is finite, too");
+    }
+  }
+  if (!outcome.not_restored.empty()) {
+    std::string text = "not put back before the repeat:";
+    for (const std::string& name : outcome.not_restored) text += " " + name + ";";
+    text.back() = '.';
+    sentences.push_back(text);
+  }
+  return sentences;
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,38 @@
+// bundle.json: a Bundle and the checksums of what lies beside it, as text and back.
+//
+// Reading checks everything that can be checked without touching the tensors' bytes: that each view
+// lies within its storage, and that each name is a plain file name.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <string_view>
+
+#include "nanlocator/record/bundle.hpp"
+#include "nanlocator/record/safetensors.hpp"
+
+namespace nanlocator {
+
+struct BundleText {
+  Bundle bundle;
+  std::map<std::string, std::uint32_t> storage_checksums;  // CRC-32 by name
+  std::map<std::string, std::uint32_t> file_checksums;     // of the further files, by name
+};
+
+/// Writes version 1. Throws UsageError for what `read_bundle_json` would refuse: a view beyond its
+/// storage, values nested too deeply, a file that is not a plain name.
+[[nodiscard]] std::string bundle_to_json(const Bundle& bundle, const BundleContents& contents);
+
+/// Throws FormatError naming `source` and the key.
+[[nodiscard]] BundleText read_bundle_json(std::string_view text, const std::string& source,
+                                          const SafetensorsFile& tensors);
+
+/// Names one file in the bundle's own folder and nothing else: no '/', no "..", not hidden, no
+/// control characters.
+[[nodiscard]] bool is_plain_file_name(std::string_view name) noexcept;
+
+/// "89abcdef".
+[[nodiscard]] std::string checksum_text(std::uint32_t crc32);
+
+}  // namespace nanlocator

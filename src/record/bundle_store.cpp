@@ -1,0 +1,148 @@
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include "nanlocator/error.hpp"
+#include "nanlocator/record/bundle.hpp"
+#include "record/bundle_json.hpp"
+#include "record/bundle_keys.hpp"
+#include "record/checksum.hpp"
+#include "record/posix_file.hpp"
+
+namespace nanlocator {
+namespace {
+
+constexpr const char* kBundles = "bundles";
+
+/// "step12-backward-rank3-decoder.layers.3.q_layernorm": of a long name the end, which tells
+/// modules apart.
+std::string folder_name_of(const Bundle& bundle) {
+  const Sighting& sighting = bundle.birth.sighting;
+  std::string name = "step" + std::to_string(sighting.iteration) + "-" +
+                     std::string(name_of(sighting.phase)) + "-rank" +
+                     std::to_string(bundle.coordinates.rank);
+  std::string place = !sighting.module.empty() ? sighting.module : sighting.op;
+  if (place.empty()) return name;
+  constexpr std::size_t kLongest = 80;
+  if (place.size() > kLongest) place.erase(0, place.size() - kLongest);
+  for (char& byte : place) {
+    const bool is_safe = (byte >= 'a' && byte <= 'z') || (byte >= 'A' && byte <= 'Z') ||
+                         (byte >= '0' && byte <= '9') || byte == '.' || byte == '_' || byte == '-';
+    if (!is_safe) byte = '_';
+  }
+  return name + "-" + place;
+}
+
+/// A folder that is being filled: private, and gone with all that is in it unless it was renamed.
+class PartialFolder {
+ public:
+  explicit PartialFolder(std::filesystem::path path) : path_(std::move(path)) {
+    std::error_code ignored;  // of a process that was killed and had this one's number
+    std::filesystem::remove_all(path_, ignored);
+    if (::mkdir(path_.c_str(), 0700) != 0) throw_io_error("cannot create", path_, errno);
+  }
+  PartialFolder(const PartialFolder&) = delete;  // one owner removes it
+  PartialFolder& operator=(const PartialFolder&) = delete;
+  ~PartialFolder() {
+    std::error_code ignored;
+    if (!is_renamed_) std::filesystem::remove_all(path_, ignored);
+  }
+  [[nodiscard]] const std::filesystem::path& path() const { return path_; }
+
+  /// Gives the folder the first of name, name-2, name-3, ... that is free, and returns it.
+  [[nodiscard]] std::string rename_to_free(const std::filesystem::path& parent,
+                                           const std::string& name) {
+    constexpr int kMostOfOneName = 10'000;
+    for (int count = 1; count < kMostOfOneName; ++count) {
+      const std::string candidate = count == 1 ? name : name + "-" + std::to_string(count);
+      const auto target = parent / candidate;
+      struct stat status {};
+      if (::lstat(target.c_str(), &status) == 0) continue;
+      if (::rename(path_.c_str(), target.c_str()) == 0) {
+        is_renamed_ = true;
+        return candidate;
+      }
+      // Another process took the name after the look at it.
+      if (errno != ENOTEMPTY && errno != EEXIST) {
+        throw_io_error("cannot rename a finished bundle to", target, errno);
+      }
+    }
+    throw IoError("cannot name a bundle in " + parent.string() + ": " + name + " and " +
+                  std::to_string(kMostOfOneName) + " more are taken");
+  }
+
+ private:
+  std::filesystem::path path_;
+  bool is_renamed_ = false;
+};
+
+void write_private_file(const std::filesystem::path& path, std::string_view bytes) {
+  Descriptor file(open_new_file(path, kPrivateFile));
+  if (!file.is_open()) throw_io_error("cannot create", path, errno);
+  write_all(file.get(), bytes, path);
+  flush_and_close(file, path);
+}
+
+void make_folder(const std::filesystem::path& folder) {
+  std::error_code error;
+  const bool is_new = std::filesystem::create_directories(folder, error);
+  if (error) throw_io_error("cannot create", folder, error.value());
+  if (is_new) sync_folder(folder_of(folder));
+}
+
+std::uint64_t bytes_of(const BundleContents& contents) {
+  std::uint64_t bytes = 0;
+  for (const auto& storage : contents.storages) bytes += storage.bytes.size();
+  for (const auto& [name, file] : contents.files) bytes += file.size();
+  return bytes;
+}
+
+}  // namespace
+
+BundleStore::BundleStore(std::filesystem::path run_dir, BundleBudget budget)
+    : run_dir_(std::move(run_dir)), budget_(budget) {}
+
+std::string BundleStore::write(const Bundle& bundle, const BundleContents& contents) {
+  const std::string name = folder_name_of(bundle);
+  const std::uint64_t bytes = bytes_of(contents);
+  const bool is_too_large = bytes > budget_.bytes - std::min(bytes_, budget_.bytes);
+  if (is_too_large || count_ >= budget_.count) {
+    dropped_.push_back("the bundle " + name + " (" + std::to_string(bytes) +
+                       " bytes) was not written: the budget of " + std::to_string(budget_.bytes) +
+                       " bytes and " + std::to_string(budget_.count) + " bundles per rank has " +
+                       std::to_string(bytes_) + " bytes and " + std::to_string(count_) +
+                       " bundles in it already; one of " + std::to_string(bytes_ + bytes) +
+                       " bytes and " + std::to_string(count_ + 1) + " bundles would keep it");
+    return {};
+  }
+
+  const std::string json = bundle_to_json(bundle, contents);
+  const auto parent = run_dir_ / kBundles;
+  make_folder(parent);
+  PartialFolder folder(parent / (".partial-" + name + "-" + std::to_string(::getpid())));
+  write_safetensors(folder.path() / keys::kTensorsFile, contents.storages,
+                    {{keys::kBundleFile, checksum_text(crc32_of(json))}});
+  for (const auto& [file, text] : contents.files) write_private_file(folder.path() / file, text);
+  write_private_file(folder.path() / keys::kBundleFile, json);
+  sync_folder(folder.path());
+  const std::string taken = folder.rename_to_free(parent, name);
+  sync_folder(parent);
+  bytes_ += bytes + json.size();
+  ++count_;
+  return std::string(kBundles) + "/" + taken;
+}
+
+std::uint64_t BundleStore::bytes_written() const noexcept {
+  return bytes_;
+}
+
+const std::vector<std::string>& BundleStore::dropped() const noexcept {
+  return dropped_;
+}
+
+}  // namespace nanlocator

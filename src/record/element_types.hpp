@@ -1,0 +1,12 @@
+// Torch's element types: their size, and what safetensors calls them.
+#pragma once
+
+#include <cstddef>
+#include <string_view>
+
+namespace nanlocator {
+
+/// Bytes of one element of a Torch dtype ("float32", "complex128", "qint8"); 0 where unknown.
+[[nodiscard]] std::size_t torch_element_size(std::string_view torch_dtype) noexcept;
+
+}  // namespace nanlocator

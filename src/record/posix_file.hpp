@@ -1,0 +1,57 @@
+// The system calls that files of this project share: descriptors that close themselves, writes that
+// are whole, folders whose names are on the disk, and IoErrors that name the path and the reason.
+#pragma once
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace nanlocator {
+
+/// "cannot write /run/x.json: No space left on device" for `error`, a value of errno.
+[[noreturn]] void throw_io_error(const std::string& attempt, const std::filesystem::path& path,
+                                 int error);
+
+/// An open file descriptor, closed at the end of its scope.
+class Descriptor {
+ public:
+  explicit Descriptor(int descriptor) : descriptor_(descriptor) {}
+  Descriptor(const Descriptor&) = delete;  // two owners would close twice
+  Descriptor& operator=(const Descriptor&) = delete;
+  ~Descriptor() {
+    if (descriptor_ >= 0) ::close(descriptor_);
+  }
+  [[nodiscard]] int get() const { return descriptor_; }
+  [[nodiscard]] bool is_open() const { return descriptor_ >= 0; }
+  /// Closes now, to learn of errors that network file systems report only here.
+  [[nodiscard]] int close() { return ::close(std::exchange(descriptor_, -1)); }
+
+ private:
+  int descriptor_;
+};
+
+/// Opens a regular file for reading. Throws IoError; a folder, a pipe or a device is refused,
+/// because reading one may never end.
+[[nodiscard]] int open_regular_file(const std::filesystem::path& path);
+
+/// Creates a file that does not exist yet: -1 and errno where that fails.
+[[nodiscard]] int open_new_file(const std::filesystem::path& path,
+                                std::filesystem::perms permissions);
+
+/// Writes every byte, however often the system stops in between. Throws IoError, naming `path`.
+void write_all(int descriptor, std::string_view bytes, const std::filesystem::path& path);
+
+/// fsync and close. Throws IoError, naming `path`.
+void flush_and_close(Descriptor& file, const std::filesystem::path& path);
+
+/// Makes the names in `folder` outlive a power cut. Throws IoError.
+void sync_folder(const std::filesystem::path& folder);
+
+/// "." for a path that names no folder.
+[[nodiscard]] std::filesystem::path folder_of(const std::filesystem::path& path);
+
+}  // namespace nanlocator

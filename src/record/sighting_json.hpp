@@ -1,0 +1,20 @@
+// Sightings as JSON, the same in ledgers, births and bundles: docs/formats.md, "Ledger".
+#pragma once
+
+#include <nlohmann/json.hpp>
+
+#include "nanlocator/record/sighting.hpp"
+#include "record/strict_json.hpp"
+
+namespace nanlocator {
+
+[[nodiscard]] nlohmann::ordered_json sighting_to_json(const Sighting& sighting);
+/// Throws FormatError for a missing key, a wrong type, or counts that exceed the elements.
+[[nodiscard]] Sighting sighting_from_json(const JsonObject& object);
+
+[[nodiscard]] nlohmann::ordered_json stats_to_json(const TensorStats& stats);
+
+/// The member "phase".
+[[nodiscard]] Phase phase_from_json(const JsonObject& object);
+
+}  // namespace nanlocator

@@ -1,0 +1,30 @@
+// Memory that nobody has written made visible: while one lives, new tensors are full of NaN.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace nanlocator {
+
+/// In host memory every allocation of Torch's allocator is filled with 0xFF bytes: NaN in every
+/// floating-point type, -1 in every integer one. On CUDA Torch's own switch fills what `at::empty`
+/// gives; it comes with deterministic algorithms, which may give other bits than the recorded ones.
+/// Process-wide: tensors that other threads allocate meanwhile are filled, too.
+class PoisonedAllocations {
+ public:
+  explicit PoisonedAllocations(at::Device device);
+  ~PoisonedAllocations();
+  PoisonedAllocations(const PoisonedAllocations&) = delete;  // switches the process's state
+  PoisonedAllocations& operator=(const PoisonedAllocations&) = delete;
+
+ private:
+  struct DeterministicState {
+    bool is_on;
+    bool only_warns;
+    bool fills;
+  };
+  std::optional<DeterministicState> before_;  // on CUDA
+};
+
+}  // namespace nanlocator

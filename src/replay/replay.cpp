@@ -1,0 +1,275 @@
+#include "nanlocator/replay/replay.hpp"
+
+#include <ATen/core/enum_tag.h>
+#include <ATen/ops/view_as_real.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "gradients/tensor_access.hpp"
+#include "nanlocator/error.hpp"
+#include "nanlocator/gradients/scan_tensor.hpp"
+#include "nanlocator/record/sighting.hpp"
+#include "replay/conclusion.hpp"
+#include "replay/dtypes.hpp"
+#include "replay/execute.hpp"
+#include "replay/own_work.hpp"
+#include "replay/poison.hpp"
+#include "replay/values.hpp"
+
+namespace nanlocator {
+namespace {
+
+struct NamedOutput {
+  std::string name;
+  at::Tensor tensor;  // undefined where it could not be kept
+};
+
+void append(const std::string& name, const c10::IValue& value, std::vector<NamedOutput>& outputs) {
+  if (value.isTensor()) {
+    outputs.push_back({name, value.toTensor()});
+  } else if (value.isList()) {
+    const auto items = value.toListRef();
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      append(name + "[" + std::to_string(i) + "]", items[i], outputs);
+    }
+  }
+}
+
+/// "output[0]" for what is returned, "running_mean after" for what is only written.
+std::vector<NamedOutput> named_outputs(const std::vector<c10::IValue>& values,
+                                       const CallFacts& facts) {
+  const auto& schema = facts.handle.schema();
+  std::vector<NamedOutput> outputs;
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const auto returns = schema.returns().size();
+    if (i < returns) {
+      append("output[" + std::to_string(i) + "]", values[i], outputs);
+    } else if (i - returns < facts.written_unreturned.size()) {
+      const auto argument = facts.written_unreturned[i - returns];
+      append(schema.arguments()[argument].name() + " after", values[i], outputs);
+    }
+  }
+  return outputs;
+}
+
+/// The elements in row-major order in host memory, bits as they count.
+at::Tensor on_host_in_order(const at::Tensor& tensor) {
+  return tensor.detach().resolve_neg().resolve_conj().cpu().contiguous();
+}
+
+bool have_equal_bits(const at::Tensor& a, const at::Tensor& b) {
+  if (a.sizes() != b.sizes()) return false;
+  const auto x = on_host_in_order(a);
+  const auto y = on_host_in_order(b);
+  return x.nbytes() == 0 || std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
+}
+
+bool is_comparable(const at::Tensor& tensor) {
+  return tensor.defined() && has_plain_memory(tensor);
+}
+
+ReplayedOutput looked_at(const NamedOutput& output) {
+  ReplayedOutput result;
+  result.name = output.name;
+  if (!output.tensor.defined()) {
+    result.dtype = "undefined";
+    return result;
+  }
+  result.dtype = torch_name(output.tensor.scalar_type());
+  if (output.tensor.is_nested()) return result;
+  result.shape = output.tensor.sizes().vec();
+  result.stats.numel = output.tensor.numel();
+  if (is_comparable(output.tensor) && why_not_scannable(output.tensor) == nullptr) {
+    result.stats = scan_tensors({on_host_in_order(output.tensor)}).front();
+    // The scan sees a complex number as two real ones.
+    if (output.tensor.is_complex() && result.stats.first_bad >= 0) result.stats.first_bad /= 2;
+  }
+  return result;
+}
+
+std::optional<bool> compared(const NamedOutput& again, const NamedOutput& recorded) {
+  if (again.tensor.defined() != recorded.tensor.defined()) return std::nullopt;
+  if (!again.tensor.defined()) return true;
+  if (!is_comparable(again.tensor) || !is_comparable(recorded.tensor)) return std::nullopt;
+  if (again.tensor.scalar_type() != recorded.tensor.scalar_type()) return std::nullopt;
+  return have_equal_bits(again.tensor, recorded.tensor);
+}
+
+/// Allocators: what their result holds is chance, and no two calls need agree.
+bool returns_unwritten_memory(const OperatorCall& call) {
+  const auto& name = call.name.name;
+  return name.starts_with("aten::empty") || name.starts_with("aten::new_empty") ||
+         name.starts_with("aten::resize");
+}
+
+/// Executes one variant and describes it.
+ReplayRun run_of(ReplayVariant variant, int repeat, const OperatorCall& call,
+                 const std::vector<NamedOutput>& recorded, std::vector<std::string>& problems) {
+  ReplayRun run;
+  run.variant = variant;
+  run.repeat = repeat;
+  try {
+    const auto values = execute(call, problems);
+    const OwnWork guard;
+    const auto outputs = named_outputs(values, call_facts(call.name));
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      auto output = looked_at(outputs[i]);
+      if (i < recorded.size() && !returns_unwritten_memory(call)) {
+        output.equals_recorded = compared(outputs[i], recorded[i]);
+      }
+      run.outputs.push_back(std::move(output));
+    }
+  } catch (const c10::Error& error) {
+    run.problem = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    run.problem = error.what();
+  }
+  if (!run.problem.empty()) run.problem = run.problem.substr(0, run.problem.find('\n'));
+  return run;
+}
+
+at::Device device_of(const OperatorCall& call) {
+  at::Device device(at::kCPU);
+  for (const auto& value : call.arguments) {
+    for_each_tensor(value, [&](const at::Tensor& tensor) {
+      if (!tensor.is_cpu()) device = tensor.device();
+    });
+  }
+  return device;
+}
+
+/// Bytes of the widest and the narrowest real element among floating-point arguments and outputs.
+struct Widths {
+  std::size_t narrowest = 8;
+  bool has_floating = false;
+};
+Widths widths_of(const OperatorCall& call) {
+  Widths widths;
+  const auto look = [&](const at::Tensor& tensor) {
+    if (!tensor.is_floating_point() && !tensor.is_complex()) return;
+    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return;
+    widths.has_floating = true;
+    widths.narrowest = std::min<std::size_t>(
+        widths.narrowest, c10::elementSize(c10::toRealValueType(tensor.scalar_type())));
+  };
+  for (const auto& value : call.arguments) for_each_tensor(value, look);
+  for (const auto& value : call.outputs) for_each_tensor(value, look);
+  return widths;
+}
+
+/// The elements that a pointwise operator made the first bad element of; of other operators, the
+/// first non-finite element of each input that has one.
+std::vector<ReplayedInput> inputs_at_first_bad(const OperatorCall& call, const CallFacts& facts,
+                                               const std::vector<ReplayedOutput>& recorded) {
+  const auto bad = std::find_if(recorded.begin(), recorded.end(), [](const ReplayedOutput& output) {
+    return !output.stats.is_finite();
+  });
+  if (bad == recorded.end()) return {};
+  const auto at = unravel_index(bad->stats.first_bad, bad->shape);
+  const bool is_pointwise = facts.handle.hasTag(at::Tag::pointwise);
+  std::vector<ReplayedInput> inputs;
+  for (std::size_t i = 0; i < call.arguments.size(); ++i) {
+    const auto& value = call.arguments[i];
+    if (!value.isTensor() || !is_comparable(value.toTensor())) continue;
+    const auto& tensor = value.toTensor();
+    if (tensor.numel() == 0 || tensor.is_complex()) continue;
+    std::vector<std::int64_t> index;
+    if (is_pointwise) {
+      const auto dimensions = static_cast<std::size_t>(tensor.dim());
+      if (dimensions > at.size()) continue;
+      index.assign(at.end() - tensor.dim(), at.end());
+      bool does_broadcast = true;
+      for (std::size_t d = 0; d < dimensions; ++d) {
+        const auto size = tensor.size(static_cast<std::int64_t>(d));
+        if (size == 1) index[d] = 0;
+        does_broadcast =
+            does_broadcast && (size == 1 || size == bad->shape[at.size() - dimensions + d]);
+      }
+      if (!does_broadcast) continue;
+    } else {
+      if (why_not_scannable(tensor) != nullptr) continue;
+      const auto stats = scan_tensors({on_host_in_order(tensor)}).front();
+      if (stats.is_finite()) continue;
+      index = unravel_index(stats.first_bad, tensor.sizes().vec());
+    }
+    auto element = tensor.detach();
+    for (const auto position : index) element = element.select(0, position);
+    inputs.push_back({facts.handle.schema().arguments()[i].name(),
+                      std::string(torch_name(tensor.scalar_type())), std::move(index),
+                      element.to(at::kDouble).item<double>()});
+  }
+  return inputs;
+}
+
+}  // namespace
+
+std::string_view name_of(ReplayVariant variant) noexcept {
+  switch (variant) {
+    case ReplayVariant::recorded:
+      return "recorded";
+    case ReplayVariant::poisoned:
+      return "poisoned";
+    case ReplayVariant::float32:
+      return "float32";
+    case ReplayVariant::float64:
+      return "float64";
+    case ReplayVariant::on_cpu:
+      return "on_cpu";
+  }
+  return "unknown";
+}
+
+ReplayReport replay(const OperatorCall& call, const ReplayOptions& options) {
+  if (options.repeats < 1) {
+    throw UsageError("replay: " + std::to_string(options.repeats) +
+                     " repeats; at least 1 is needed");
+  }
+  const auto& facts = call_facts(call.name);
+  ReplayReport report;
+  report.op = c10::toString(call.name);
+  std::vector<NamedOutput> recorded;
+  ConclusionEvidence evidence;
+  {
+    const OwnWork guard;
+    recorded = named_outputs(call.outputs, facts);
+    for (const auto& output : recorded) report.recorded.push_back(looked_at(output));
+    report.inputs_at_first_bad = inputs_at_first_bad(call, facts, report.recorded);
+    for (const auto& value : call.arguments) {
+      for_each_tensor(value, [&](const at::Tensor& tensor) {
+        if (!is_comparable(tensor) || why_not_scannable(tensor) != nullptr) return;
+        evidence.inputs.push_back(scan_tensors({on_host_in_order(tensor)}).front());
+      });
+    }
+  }
+
+  const auto device = device_of(call);
+  std::vector<std::string> problems;
+  const auto run = [&](ReplayVariant variant, int repeat, const OperatorCall& variant_call) {
+    std::vector<std::string> unused;
+    auto& kept = variant == ReplayVariant::recorded ? problems : unused;
+    report.runs.push_back(run_of(variant, repeat, variant_call, recorded, kept));
+  };
+  for (int i = 0; i < options.repeats; ++i) run(ReplayVariant::recorded, i, call);
+  {
+    const PoisonedAllocations poison(device);
+    auto poisoned = call;
+    if (!device.is_cpu()) {  // the recorded settings would switch the filling off again
+      poisoned.settings["deterministic_algorithms"] = "warn";
+      poisoned.settings["fill_uninitialized_memory"] = "on";
+    }
+    run(ReplayVariant::poisoned, 0, poisoned);
+  }
+  if (const auto widths = widths_of(call); widths.has_floating) {
+    if (widths.narrowest < 4) run(ReplayVariant::float32, 0, with_precision(call, at::kFloat));
+    if (widths.narrowest < 8) run(ReplayVariant::float64, 0, with_precision(call, at::kDouble));
+  }
+  if (options.other_devices && !device.is_cpu()) run(ReplayVariant::on_cpu, 0, on_host(call));
+
+  evidence.is_pointwise = facts.handle.hasTag(at::Tag::pointwise);
+  conclude(report, evidence);
+  report.sentences.insert(report.sentences.end(), problems.begin(), problems.end());
+  return report;
+}
+
+}  // namespace nanlocator

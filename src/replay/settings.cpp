@@ -1,0 +1,288 @@
+#include "replay/settings.hpp"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/DefaultDtype.h>
+#include <torch/headeronly/version.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+
+#include "nanlocator/error.hpp"
+#include "nanlocator/replay/operator_call.hpp"
+#include "replay/dtypes.hpp"
+
+namespace nanlocator {
+namespace {
+
+at::Context& context() {
+  return at::globalContext();
+}
+
+constexpr const char* kOn = "on";
+constexpr const char* kOff = "off";
+std::string on_or_off(bool value) {
+  return value ? kOn : kOff;
+}
+bool is_on(const std::string& text) {
+  if (text == kOn || text == kOff) return text == kOn;
+  throw UsageError("it must be 'on' or 'off'");
+}
+
+std::vector<std::string> words_of(const std::string& text) {
+  std::vector<std::string> words;
+  std::size_t begin = 0;
+  while (begin < text.size()) {
+    const auto end = std::min(text.find(' ', begin), text.size());
+    if (end > begin) words.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return words;
+}
+
+// Autocast is off for a device type exactly where its dispatch key is excluded on this thread. It
+// is excluded, too, while autocast's own kernel runs the operator that it wraps: the call that is
+// then recorded has its inputs cast already and is to be repeated without.
+constexpr std::array kAutocastDevices = {at::kCPU, at::kCUDA};
+
+std::string autocast() {
+  std::string text;
+  for (const auto device : kAutocastDevices) {
+    if (!at::autocast::is_autocast_enabled(device)) continue;
+    text += std::string(text.empty() ? "" : " ") + (device == at::kCPU ? "cpu " : "cuda ") +
+            std::string(torch_name(at::autocast::get_autocast_dtype(device)));
+  }
+  return text.empty() ? kOff : text;
+}
+
+void set_autocast(const std::string& text) {
+  const auto words = text == kOff ? std::vector<std::string>() : words_of(text);
+  if (words.size() % 2 != 0) throw UsageError("expected pairs of a device type and a dtype");
+  for (const auto device : kAutocastDevices) {
+    bool is_enabled = false;
+    for (std::size_t i = 0; i < words.size(); i += 2) {
+      if (words[i] != (device == at::kCPU ? "cpu" : "cuda")) continue;
+      const auto dtype = scalar_type_from(words[i + 1]);
+      if (!dtype) throw UsageError("unknown dtype '" + words[i + 1] + "'");
+      at::autocast::set_autocast_dtype(device, *dtype);
+      is_enabled = true;
+    }
+    at::autocast::set_autocast_enabled(device, is_enabled);
+  }
+}
+
+std::string deterministic_algorithms() {
+  if (!context().deterministicAlgorithms()) return kOff;
+  return context().deterministicAlgorithmsWarnOnly() ? "warn" : kOn;
+}
+void set_deterministic_algorithms(const std::string& text) {
+  const bool only_warns = text == "warn";
+  context().setDeterministicAlgorithms(only_warns || is_on(text), only_warns);
+}
+
+template <at::Float32Backend backend, at::Float32Op op>
+std::string float32_precision() {
+  return at::precision2str(context().float32Precision(backend, op));
+}
+template <at::Float32Backend backend, at::Float32Op op>
+void set_float32_precision(const std::string& text) {
+  context().setFloat32Precision(backend, op, at::str2precision(text));
+}
+
+std::string reduction_text(at::CuBLASReductionOption option) {
+  switch (option) {
+    case at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK:
+      return kOn;
+    case at::CuBLASReductionOption::DisallowReducedPrecisionAllowSplitK:
+      return kOff;
+    case at::CuBLASReductionOption::DisallowReducedPrecisionDisallowSplitK:
+      return "off without split-k";
+  }
+  return kOff;
+}
+std::pair<bool, bool> reduction_from(const std::string& text) {
+  if (text == "off without split-k") return {false, false};
+  return {is_on(text), true};
+}
+
+std::string attention_kernels() {
+  std::string text;
+  if (context().userEnabledFlashSDP()) text += "flash ";
+  if (context().userEnabledMemEfficientSDP()) text += "efficient ";
+  if (context().userEnabledCuDNNSDP()) text += "cudnn ";
+  if (context().userEnabledMathSDP()) text += "math ";
+  return text.empty() ? "none" : text.substr(0, text.size() - 1);
+}
+void set_attention_kernels(const std::string& text) {
+  const auto words = words_of(text);
+  const auto has = [&](const char* word) {
+    return std::find(words.begin(), words.end(), word) != words.end();
+  };
+  context().setSDPUseFlash(has("flash"));
+  context().setSDPUseMemEfficient(has("efficient"));
+  context().setSDPUseCuDNN(has("cudnn"));
+  context().setSDPUseMath(has("math"));
+}
+
+// Torch sets the processor's flags without a function that tells them, so the processor is asked.
+bool flushes_denormals() {
+  volatile float denormal = std::numeric_limits<float>::denorm_min();
+  volatile float one = 1;
+  return denormal * one == 0;
+}
+
+int threads_from(const std::string& text) {
+  try {
+    if (const int threads = std::stoi(text); threads >= 1 && threads <= 4096) return threads;
+  } catch (const std::logic_error&) {  // not a number, or out of range
+  }
+  throw UsageError("expected a number of threads from 1 to 4096");
+}
+
+struct Setting {
+  const char* name;
+  std::string (*get)();
+  void (*set)(const std::string&);
+};
+
+using at::Float32Backend;
+using at::Float32Op;
+
+// In alphabetical order; docs/replay.md lists them.
+const Setting kSettings[] = {
+    {"attention_kernels", attention_kernels, set_attention_kernels},
+    {"autocast", autocast, set_autocast},
+    {"bf16_reduced_precision_reduction",
+     [] { return reduction_text(context().allowBF16ReductionCuBLAS()); },
+     [](const std::string& text) {
+       const auto [reduced, split_k] = reduction_from(text);
+       context().setAllowBF16ReductionCuBLAS(reduced, split_k);
+     }},
+    {"cudnn", [] { return on_or_off(context().userEnabledCuDNN()); },
+     [](const std::string& text) { context().setUserEnabledCuDNN(is_on(text)); }},
+    {"cudnn_benchmark", [] { return on_or_off(context().benchmarkCuDNN()); },
+     [](const std::string& text) { context().setBenchmarkCuDNN(is_on(text)); }},
+    {"cudnn_deterministic", [] { return on_or_off(context().deterministicCuDNN()); },
+     [](const std::string& text) { context().setDeterministicCuDNN(is_on(text)); }},
+    {"default_dtype",
+     [] { return std::string(torch_name(c10::typeMetaToScalarType(c10::get_default_dtype()))); },
+     [](const std::string& text) {
+       const auto dtype = scalar_type_from(text);
+       if (!dtype) throw UsageError("unknown dtype");
+       c10::set_default_dtype(c10::scalarTypeToTypeMeta(*dtype));
+     }},
+    {"deterministic_algorithms", deterministic_algorithms, set_deterministic_algorithms},
+    {"fill_uninitialized_memory",
+     [] { return on_or_off(context().deterministicFillUninitializedMemory()); },
+     [](const std::string& text) {
+       context().setDeterministicFillUninitializedMemory(is_on(text));
+     }},
+    {"float32_precision.cuda_conv", float32_precision<Float32Backend::CUDA, Float32Op::CONV>,
+     set_float32_precision<Float32Backend::CUDA, Float32Op::CONV>},
+    {"float32_precision.cuda_matmul", float32_precision<Float32Backend::CUDA, Float32Op::MATMUL>,
+     set_float32_precision<Float32Backend::CUDA, Float32Op::MATMUL>},
+    {"float32_precision.cuda_rnn", float32_precision<Float32Backend::CUDA, Float32Op::RNN>,
+     set_float32_precision<Float32Backend::CUDA, Float32Op::RNN>},
+    {"float32_precision.mkldnn_conv", float32_precision<Float32Backend::MKLDNN, Float32Op::CONV>,
+     set_float32_precision<Float32Backend::MKLDNN, Float32Op::CONV>},
+    {"float32_precision.mkldnn_matmul",
+     float32_precision<Float32Backend::MKLDNN, Float32Op::MATMUL>,
+     set_float32_precision<Float32Backend::MKLDNN, Float32Op::MATMUL>},
+    {"float32_precision.mkldnn_rnn", float32_precision<Float32Backend::MKLDNN, Float32Op::RNN>,
+     set_float32_precision<Float32Backend::MKLDNN, Float32Op::RNN>},
+    {"flush_denormal", [] { return on_or_off(flushes_denormals()); },
+     [](const std::string& text) {
+       if (!context().setFlushDenormal(is_on(text))) throw UsageError("this processor cannot");
+     }},
+    {"fp16_accumulation", [] { return on_or_off(context().allowFP16AccumulationCuBLAS()); },
+     [](const std::string& text) { context().setAllowFP16AccumulationCuBLAS(is_on(text)); }},
+    {"fp16_reduced_precision_reduction",
+     [] { return reduction_text(context().allowFP16ReductionCuBLAS()); },
+     [](const std::string& text) {
+       const auto [reduced, split_k] = reduction_from(text);
+       context().setAllowFP16ReductionCuBLAS(reduced, split_k);
+     }},
+    {"grad_mode", [] { return on_or_off(at::GradMode::is_enabled()); },
+     [](const std::string& text) { at::GradMode::set_enabled(is_on(text)); }},
+    {"mkldnn", [] { return on_or_off(context().userEnabledMkldnn()); },
+     [](const std::string& text) { context().setUserEnabledMkldnn(is_on(text)); }},
+    {"mkldnn_deterministic", [] { return on_or_off(context().deterministicMkldnn()); },
+     [](const std::string& text) { context().setDeterministicMkldnn(is_on(text)); }},
+    {"threads", [] { return std::to_string(at::get_num_threads()); },
+     [](const std::string& text) { at::set_num_threads(threads_from(text)); }},
+};
+
+// Calls made inside another operator's kernel, below autograd.
+constexpr const char* kBelowAutograd = "below_autograd";
+std::string below_autograd() {
+  return on_or_off(
+      c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradFunctionality));
+}
+
+}  // namespace
+
+std::map<std::string, std::string> current_settings() {
+  std::map<std::string, std::string> settings = {{kBelowAutograd, below_autograd()}};
+  for (const auto& setting : kSettings) settings[setting.name] = setting.get();
+  return settings;
+}
+
+std::map<std::string, std::string> current_versions() {
+  std::map<std::string, std::string> versions = {
+      {"nanlocator", NANLOCATOR_VERSION},
+      {"torch", TORCH_VERSION},
+      {"cpu", at::get_cpu_capability()},
+  };
+  if (at::hasCUDA()) {
+    const auto& hooks = at::detail::getCUDAHooks();
+    versions["cuda"] = std::to_string(hooks.versionCUDART());
+    if (hooks.compiledWithCuDNN()) versions["cudnn"] = std::to_string(hooks.versionCuDNN());
+  }
+  return versions;
+}
+
+ScopedSettings::ScopedSettings(const std::map<std::string, std::string>& settings) {
+  for (const auto& [name, value] : settings) {
+    if (name == kBelowAutograd) {
+      if (value == kOn) below_autograd_.emplace();
+      continue;
+    }
+    const auto setting = std::find_if(std::begin(kSettings), std::end(kSettings),
+                                      [&](const Setting& known) { return known.name == name; });
+    const auto problem = [&](const std::string& why) {
+      problems_.push_back("The setting " + name + " = '" + value +
+                          "' could not be restored: " + why + ".");
+    };
+    if (setting == std::end(kSettings)) {
+      problem("this version of nanlocator does not know it");
+      continue;
+    }
+    auto before = setting->get();
+    if (before == value) continue;
+    try {
+      setting->set(value);
+      before_.emplace_back(name, std::move(before));
+    } catch (const std::exception& error) {
+      problem(error.what());
+    }
+  }
+}
+
+ScopedSettings::~ScopedSettings() {
+  below_autograd_.reset();
+  for (const auto& [name, value] : before_) {
+    for (const auto& setting : kSettings) {
+      if (setting.name != name) continue;
+      try {
+        setting.set(value);
+      } catch (const std::exception&) {  // it was in force before: nothing better can be done here
+      }
+    }
+  }
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,32 @@
+// Recorded settings in force, for as long as one lives.
+#pragma once
+
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace nanlocator {
+
+/// Brings this thread and process to `settings` (replay/operator_call.hpp's current_settings),
+/// changing only what differs, and back in the destructor.
+class ScopedSettings {
+ public:
+  explicit ScopedSettings(const std::map<std::string, std::string>& settings);
+  ~ScopedSettings();
+  ScopedSettings(const ScopedSettings&) = delete;  // strictly nested
+  ScopedSettings& operator=(const ScopedSettings&) = delete;
+
+  /// Sentences: settings that this build does not know or cannot bring about.
+  [[nodiscard]] const std::vector<std::string>& problems() const noexcept { return problems_; }
+
+ private:
+  std::vector<std::pair<std::string, std::string>> before_;
+  std::vector<std::string> problems_;
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd_;
+};
+
+}  // namespace nanlocator

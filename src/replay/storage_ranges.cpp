@@ -1,0 +1,153 @@
+#include "replay/storage_ranges.hpp"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/set.h>
+#include <c10/core/TensorImpl.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "replay/own_work.hpp"
+#include "replay/values.hpp"
+
+namespace nanlocator {
+namespace {
+
+/// The memory that the tensor claims is there: not freed under it, as Megatron-Core frees the data
+/// of pipeline outputs that were sent.
+bool is_backed(const at::Tensor& tensor) {
+  return reach_of(tensor).end <= static_cast<std::int64_t>(tensor.storage().nbytes());
+}
+
+at::Tensor over_storage(const c10::Storage& storage, at::Device device, at::ScalarType dtype,
+                        std::int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) {
+  auto tensor = at::empty({0}, at::TensorOptions().device(device).dtype(dtype));
+  tensor.set_(storage, offset, sizes, strides);
+  return tensor;
+}
+
+}  // namespace
+
+ByteRange reach_of(const at::Tensor& tensor) {
+  const auto item = static_cast<std::int64_t>(tensor.element_size());
+  const auto begin = tensor.storage_offset() * item;
+  if (tensor.numel() == 0) return {begin, begin};
+  std::int64_t last = 0;
+  for (std::int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+  return {begin, begin + (last + 1) * item};
+}
+
+StorageRanges storage_ranges(const std::vector<at::Tensor>& tensors) {
+  std::map<const void*, std::vector<std::size_t>> by_storage;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    by_storage[tensors[i].storage().unsafeGetStorageImpl()].push_back(i);
+  }
+  StorageRanges result;
+  for (auto& [_, members] : by_storage) {
+    // A range begins at a multiple of every member's element size (powers of two), so that each
+    // member lies at a whole offset in it.
+    std::int64_t alignment = 1;
+    for (const auto i : members) {
+      alignment = std::max(alignment, static_cast<std::int64_t>(tensors[i].element_size()));
+    }
+    const auto aligned_reach = [&](std::size_t i) {
+      auto reach = reach_of(tensors[i]);
+      reach.begin -= reach.begin % alignment;
+      return reach;
+    };
+    std::stable_sort(members.begin(), members.end(), [&](std::size_t a, std::size_t b) {
+      return aligned_reach(a).begin < aligned_reach(b).begin;
+    });
+    bool is_first = true;
+    for (const auto i : members) {
+      const auto reach = aligned_reach(i);
+      if (!is_first && reach.begin < result.ranges.back().bytes.end) {
+        auto& open = result.ranges.back();
+        open.bytes.end = std::max(open.bytes.end, reach.end);
+        open.tensors.push_back(i);
+      } else {
+        result.ranges.push_back({tensors[i].storage(), tensors[i].device(), reach, {i}});
+      }
+      is_first = false;
+    }
+  }
+  for (auto& range : result.ranges) std::sort(range.tensors.begin(), range.tensors.end());
+  std::sort(result.ranges.begin(), result.ranges.end(),
+            [](const StorageRange& a, const StorageRange& b) {
+              return a.tensors.front() < b.tensors.front();
+            });
+  result.range_of.resize(tensors.size());
+  for (std::size_t r = 0; r < result.ranges.size(); ++r) {
+    for (const auto i : result.ranges[r].tensors) result.range_of[i] = r;
+  }
+  return result;
+}
+
+at::Tensor bytes_of(const StorageRange& range) {
+  const OwnWork guard;
+  return over_storage(range.storage, range.device, at::kByte, range.bytes.begin,
+                      {range.bytes.end - range.bytes.begin}, {1});
+}
+
+at::Tensor view_like(const at::Tensor& like, const at::Tensor& bytes, const ByteRange& range) {
+  const OwnWork guard;
+  const auto item = static_cast<std::int64_t>(like.element_size());
+  const auto offset = like.numel() == 0 ? 0 : (like.storage_offset() * item - range.begin) / item;
+  auto view = over_storage(bytes.storage(), bytes.device(), like.scalar_type(), offset,
+                           like.sizes(), like.strides());
+  if (like.is_conj()) view._set_conj(true);
+  if (like.is_neg()) view._set_neg(true);
+  if (like.unsafeGetTensorImpl()->is_wrapped_number()) {
+    view.unsafeGetTensorImpl()->set_wrapped_number(true);
+  }
+  if (like.requires_grad()) view.set_requires_grad(true);
+  return view;
+}
+
+std::vector<at::Tensor> copy_together(const std::vector<at::Tensor>& tensors) {
+  const OwnWork guard;
+  std::vector<std::size_t> positions;
+  std::vector<at::Tensor> copyable;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (!has_plain_memory(tensors[i]) || !is_backed(tensors[i])) continue;
+    positions.push_back(i);
+    copyable.push_back(tensors[i]);
+  }
+  auto copies = tensors;
+  for (const auto& range : storage_ranges(copyable).ranges) {
+    const auto bytes = bytes_of(range);
+    const auto copy = at::empty_like(bytes);
+    copy.copy_(bytes);
+    for (const auto i : range.tensors) {
+      copies[positions[i]] = view_like(copyable[i], copy, range.bytes);
+    }
+  }
+  return copies;
+}
+
+void copy_written(std::vector<c10::IValue>& values, const std::vector<std::size_t>& positions) {
+  std::set<const void*> storages;
+  for (const auto i : positions) {
+    for_each_tensor(values[i], [&](const at::Tensor& tensor) {
+      if (has_plain_memory(tensor)) storages.insert(tensor.storage().unsafeGetStorageImpl());
+    });
+  }
+  if (storages.empty()) return;
+  const auto shares = [&](const at::Tensor& tensor) {
+    return has_plain_memory(tensor) && storages.contains(tensor.storage().unsafeGetStorageImpl());
+  };
+  std::vector<at::Tensor> originals;
+  for (const auto& tensor : tensors_of(values)) {
+    if (shares(tensor)) originals.push_back(tensor);
+  }
+  const auto copies = copy_together(originals);
+  std::size_t next = 0;
+  for (auto& value : values) {
+    value = map_tensors(
+        value, [&](const at::Tensor& tensor) { return shares(tensor) ? copies[next++] : tensor; });
+  }
+}
+
+}  // namespace nanlocator

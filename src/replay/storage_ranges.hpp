@@ -1,0 +1,54 @@
+// Which bytes of which storages a group of tensors can reach: the unit in which memory is copied
+// and kept, so that tensors that shared memory share it again.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace nanlocator {
+
+/// Bytes from the start of a storage.
+struct ByteRange {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+};
+/// Empty (begin == end) for a tensor without elements.
+[[nodiscard]] ByteRange reach_of(const at::Tensor& tensor);
+
+/// A range of a storage that one or more tensors of the group use, whole elements of each.
+struct StorageRange {
+  c10::Storage storage;
+  at::Device device;
+  ByteRange bytes;
+  std::vector<std::size_t> tensors;  // positions in the group
+};
+
+/// Ranges of one storage that overlap are one. `range_of[i]` is tensor i's range. Every tensor
+/// must have plain memory (values.hpp).
+struct StorageRanges {
+  std::vector<StorageRange> ranges;  // in the order of their first tensors
+  std::vector<std::size_t> range_of;
+};
+[[nodiscard]] StorageRanges storage_ranges(const std::vector<at::Tensor>& tensors);
+
+/// The range as a tensor of bytes that shares its memory.
+[[nodiscard]] at::Tensor bytes_of(const StorageRange& range);
+
+/// A tensor like `like` (dtype, sizes, strides, lazy conjugation, wrapped number, requires_grad)
+/// over `bytes`, the memory of `range` or a copy of it on any device.
+[[nodiscard]] at::Tensor view_like(const at::Tensor& like, const at::Tensor& bytes,
+                                   const ByteRange& range);
+
+/// Copies of the tensors that share among themselves what the originals share; tensors without
+/// plain memory and empty storages that lost their memory come back as they are.
+[[nodiscard]] std::vector<at::Tensor> copy_together(const std::vector<at::Tensor>& tensors);
+
+/// Replaces the tensors within `values` at `positions`, and those that share a storage with them,
+/// by copies that share the same among themselves.
+void copy_written(std::vector<c10::IValue>& values, const std::vector<std::size_t>& positions);
+
+}  // namespace nanlocator

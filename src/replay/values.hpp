@@ -1,0 +1,28 @@
+// The tensors inside an operator's arguments: alone, in lists, optional.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <functional>
+#include <vector>
+
+namespace nanlocator {
+
+/// A strided tensor with memory of its own kind: what can be copied byte for byte. Others are
+/// sparse, quantised, nested, meta, functional, or computed by a Python subclass.
+[[nodiscard]] bool has_plain_memory(const at::Tensor& tensor);
+/// Why it is not: "its layout is Sparse"; "" where it has.
+[[nodiscard]] std::string why_not_plain(const at::Tensor& tensor);
+
+/// Calls `visit` for every defined tensor in `value`, in order.
+void for_each_tensor(const c10::IValue& value, const std::function<void(const at::Tensor&)>& visit);
+
+/// `value` with every defined tensor replaced by `replace`'s, lists by new lists.
+[[nodiscard]] c10::IValue map_tensors(const c10::IValue& value,
+                                      const std::function<at::Tensor(const at::Tensor&)>& replace);
+
+/// Every defined tensor of `values`, in order.
+[[nodiscard]] std::vector<at::Tensor> tensors_of(const std::vector<c10::IValue>& values);
+
+}  // namespace nanlocator

@@ -1,0 +1,112 @@
+// The calls that are running on this thread, innermost last, and what forward operators leave for
+// backward ones.
+//
+// A frame is an operator with a schema, or a container without one: a custom autograd function, a
+// compiled region, the engine's evaluate_function, a node of backward. Frames belong to their
+// thread and need no lock.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "nanlocator/replay/capture.hpp"
+#include "nanlocator/trace/module_scope.hpp"
+#include "trace/lineage.hpp"
+#include "trace/operator_info.hpp"
+
+namespace nanlocator {
+
+enum class FrameKind : std::uint8_t {
+  operation,  // has a schema
+  container,  // a custom function's forward, a compiled region
+  passage,    // a name that Torch gives to its own code around operators: "detach"
+  evaluate,   // autograd::engine::evaluate_function: hooks, the node, accumulation
+  node,       // the node's own backward
+};
+
+/// An in-place argument, or one that shares its storage, as it was before the call.
+struct BeforeWrite {
+  const c10::TensorImpl* tensor = nullptr;
+  bool has_nan = false;
+  bool has_inf = false;
+  BirthIds births;
+};
+
+struct Frame {
+  FrameKind kind = FrameKind::operation;
+  const OperatorInfo* info = nullptr;
+  /// In an allocator, which may fill its memory with NaN on purpose; or in a copy that the frame
+  /// above answers for. Nothing here is looked at.
+  bool is_ignored = false;
+  bool has_arguments = false;
+  std::vector<c10::IValue> arguments;  // as many as the schema has
+  std::vector<BeforeWrite> before_write;
+  bool is_captured = false;
+  CallCapture capture;
+  std::uint64_t start = 0;  // the trace's clock
+  BirthIds nested;          // what calls inside this one made or passed on
+
+  // Containers, nodes and evaluate_function:
+  std::string name;  // without "autograd::engine::evaluate_function: "
+  std::vector<const c10::StorageImpl*> inputs;
+  std::uint64_t forward_thread = 0;
+  std::int64_t sequence = -1;
+  bool is_custom = false;       // a node that is not one of Torch's own
+  bool node_has_run = false;    // evaluate: its node
+  std::vector<BirthId> hooks;   // evaluate: births of hooks, whose module the node will tell
+  ModulePath module = nullptr;  // the thread's when the frame began
+
+  void reset();
+};
+
+/// What a forward call leaves for the node it creates, by (thread, sequence number).
+struct ForwardCall {
+  ModulePath module = nullptr;
+  const std::string* op = nullptr;  // interned
+  bool is_module_inferred = false;
+};
+
+class ThreadFrames {
+ public:
+  Frame& push();
+  void pop();
+  [[nodiscard]] std::size_t depth() const noexcept { return depth_; }
+  [[nodiscard]] Frame* top() { return depth_ == 0 ? nullptr : frames_[depth_ - 1].get(); }
+  /// 0 is the innermost; null beyond the outermost.
+  [[nodiscard]] Frame* above(std::size_t distance) {
+    return distance < depth_ ? frames_[depth_ - 1 - distance].get() : nullptr;
+  }
+
+  ModulePath last_module = nullptr;  // whose parameter was used last; for programs without scopes
+  std::shared_ptr<const Place> last_custom_node;
+  std::uint64_t pass = 0;          // of the two above
+  std::size_t backward_depth = 0;  // nodes and evaluate_functions that are running
+
+ private:
+  std::vector<std::unique_ptr<Frame>> frames_;  // reused: a frame keeps its vectors' memory
+  std::size_t depth_ = 0;
+};
+
+[[nodiscard]] ThreadFrames& this_thread_frames();
+
+/// A node that Torch does not define itself: a custom autograd function's.
+[[nodiscard]] bool is_custom_node(const std::string& name);
+
+/// Where the innermost frame of this thread is, in the words of a birth.
+struct Location {
+  bool is_backward = false;
+  bool is_hook = false;
+  std::string node;
+  const Frame* node_frame = nullptr;
+  Frame* evaluate_frame = nullptr;   // set where the node has not begun: a pre-hook
+  const Frame* container = nullptr;  // innermost custom function or compiled region
+};
+[[nodiscard]] Location locate_frames(ThreadFrames& frames);
+
+}  // namespace nanlocator

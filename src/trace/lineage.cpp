@@ -1,0 +1,209 @@
+#include "trace/lineage.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace nanlocator {
+namespace {
+
+const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return tensor.storage().unsafeGetStorageImpl();
+}
+
+/// `range` is overwritten: what was bad there is gone. A view with gaps says nothing about them.
+void drop_overwritten(std::vector<Tag>& tags, const ByteRange& range) {
+  if (!range.is_dense) return;
+  std::vector<Tag> kept;
+  for (Tag& tag : tags) {
+    if (!tag.range.overlaps(range)) {
+      kept.push_back(std::move(tag));
+      continue;
+    }
+    if (tag.range.begin < range.begin) {
+      kept.push_back({{tag.range.begin, range.begin, tag.range.is_dense}, tag.births});
+    }
+    if (range.end < tag.range.end) {
+      kept.push_back({{range.end, tag.range.end, tag.range.is_dense}, std::move(tag.births)});
+    }
+  }
+  tags = std::move(kept);
+}
+
+}  // namespace
+
+void unite(BirthIds& ids, const BirthIds& more) {
+  for (const BirthId id : more) {
+    const auto at = std::lower_bound(ids.begin(), ids.end(), id);
+    if (at == ids.end() || *at != id) ids.insert(at, id);
+  }
+}
+
+void Lineage::clear() {
+  records_.clear();
+  sweep_at_ = 4096;
+}
+
+StorageRecord& Lineage::record_of(const at::Tensor& tensor) {
+  const auto* storage = storage_of(tensor);
+  if (const auto found = records_.find(storage); found != records_.end()) return found->second;
+  if (records_.size() >= sweep_at_) forget_the_dead();
+  return records_.emplace(storage, StorageRecord(tensor.storage().getWeakStorageImpl()))
+      .first->second;
+}
+
+void Lineage::forget_the_dead() {
+  std::erase_if(records_, [](const auto& entry) { return entry.second.owner.expired(); });
+  sweep_at_ = std::max<std::size_t>(4096, 2 * records_.size());
+}
+
+StorageRecord* Lineage::find(const at::Tensor& tensor) {
+  const auto found = records_.find(storage_of(tensor));
+  return found == records_.end() ? nullptr : &found->second;
+}
+
+BirthIds Lineage::births_in(const at::Tensor& tensor) {
+  BirthIds births;
+  const StorageRecord* record = find(tensor);
+  if (record == nullptr || record->tags.empty()) return births;
+  const ByteRange range = range_of(tensor);
+  for (const Tag& tag : record->tags) {
+    if (tag.range.overlaps(range)) unite(births, tag.births);
+  }
+  return births;
+}
+
+void Lineage::note_allocation(const at::Tensor& tensor, std::uint64_t clock,
+                              const std::string* writer,
+                              const std::shared_ptr<const Place>& place) {
+  StorageRecord& record = record_of(tensor);
+  record.state = StorageState::allocated;
+  record.last_write = clock;
+  record.finite_range = {};
+  record.writer = writer;
+  record.place = place;
+  record.touched_by = nullptr;
+  record.tags.clear();
+}
+
+void Lineage::note_finite_write(const at::Tensor& tensor, std::uint64_t clock,
+                                const std::string* writer, bool is_filler) {
+  StorageRecord& record = record_of(tensor);
+  const ByteRange range = range_of(tensor);
+  if (record.state != StorageState::written) {
+    record.state = StorageState::written;
+    record.finite_range = {};
+  }
+  if (range.is_dense) {
+    ByteRange& known = record.finite_range;
+    if (known.end == known.begin || range.contains(known)) {
+      known = range;
+    } else if (range.begin <= known.end && known.begin <= range.end) {
+      known = {std::min(known.begin, range.begin), std::max(known.end, range.end), true};
+    }
+    if (!record.tags.empty()) drop_overwritten(record.tags, range);
+  }
+  record.is_filled = is_filler;
+  record.last_write = clock;
+  record.writer = writer;
+  record.touched_by = nullptr;
+}
+
+void Lineage::note_bad_write(const at::Tensor& tensor, std::uint64_t clock,
+                             const std::string* writer, const BirthIds& births) {
+  StorageRecord& record = record_of(tensor);
+  const ByteRange range = range_of(tensor);
+  if (record.state != StorageState::written) {
+    record.state = StorageState::written;
+    record.finite_range = {};
+  }
+  drop_overwritten(record.tags, range);
+  record.tags.push_back({range, births});
+  record.is_filled = false;
+  record.last_write = clock;
+  record.writer = writer;
+  record.touched_by = nullptr;
+}
+
+void Lineage::note_bad_content(const at::Tensor& tensor, const BirthIds& births) {
+  StorageRecord& record = record_of(tensor);
+  record.tags.push_back({range_of(tensor), births});
+}
+
+void Lineage::note_received(const at::Tensor& tensor, std::uint64_t clock,
+                            const std::string* writer, const std::shared_ptr<const Place>& place) {
+  StorageRecord& record = record_of(tensor);
+  record.state = StorageState::received;
+  record.last_write = clock;
+  record.finite_range = {};
+  record.writer = writer;
+  record.place = place;
+  record.touched_by = nullptr;
+}
+
+void Lineage::note_touch(const at::Tensor& tensor, const std::shared_ptr<const Place>& place) {
+  if (StorageRecord* record = find(tensor)) record->touched_by = place;
+}
+
+void Lineage::note_foreign(const at::Tensor& tensor, const std::shared_ptr<const Place>& place) {
+  if (find(tensor) != nullptr) return;
+  StorageRecord& record = record_of(tensor);
+  record.state = StorageState::foreign;
+  record.place = place;
+}
+
+void Declarations::declare(const at::Tensor& tensor, DeclaredAs as, std::string name) {
+  Declared declared{.tensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
+                        tensor.getIntrusivePtr()),
+                    .storage = tensor.storage().getWeakStorageImpl(),
+                    .range = range_of(tensor),
+                    .as = as,
+                    .name = std::move(name),
+                    .module = {}};
+  if (as != DeclaredAs::data) {
+    const auto dot = declared.name.rfind('.');
+    if (dot != std::string::npos) declared.module = declared.name.substr(0, dot);
+  }
+  declared_.push_back(std::move(declared));
+  index(declared_.size() - 1);
+}
+
+void Declarations::index(std::size_t position) {
+  const at::Tensor tensor = tensor_of(declared_[position]);
+  const at::Tensor values = tensor.defined() ? values_of(tensor) : at::Tensor();
+  if (!values.defined()) return;
+  declared_[position].storage = values.storage().getWeakStorageImpl();
+  declared_[position].range = range_of(values);
+  by_storage_.emplace(storage_of(values), position);
+}
+
+void Declarations::refresh() {
+  by_storage_.clear();
+  for (std::size_t i = 0; i < declared_.size(); ++i) index(i);
+}
+
+const Declarations::Declared* Declarations::find(const at::Tensor& tensor) const {
+  if (by_storage_.empty()) return nullptr;
+  const auto [begin, end] = by_storage_.equal_range(storage_of(tensor));
+  if (begin == end) return nullptr;
+  const ByteRange range = range_of(tensor);
+  const Declared* best = nullptr;
+  std::size_t best_position = declared_.size();
+  for (auto at = begin; at != end; ++at) {
+    const Declared& declared = declared_[at->second];
+    // The first name of a tensor that was declared twice (tied weights).
+    if (declared.range.overlaps(range) && at->second < best_position) {
+      best = &declared;
+      best_position = at->second;
+    }
+  }
+  return best;
+}
+
+at::Tensor Declarations::tensor_of(const Declared& declared) {
+  if (declared.tensor.expired()) return {};
+  auto strong = declared.tensor.lock();
+  if (!strong) return {};
+  return at::Tensor(std::move(strong));
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,131 @@
+// Which storages hold something bad, and from which births.
+//
+// A storage is known by its StorageImpl and a weak pointer, which keeps the address from being used
+// again and nothing alive that matters. A record says what the trace saw of its memory last:
+// allocated, written finite, received; and which of its bytes are bad from which births. Not
+// thread-safe: the trace holds its lock.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "nanlocator/trace/operator_trace.hpp"
+#include "trace/observed_tensor.hpp"
+
+namespace nanlocator {
+
+/// Position in the trace's births.
+using BirthId = std::int32_t;
+/// Sorted, without repetition.
+using BirthIds = std::vector<BirthId>;
+void unite(BirthIds& ids, const BirthIds& more);
+
+/// Something that computes without the dispatcher, or a place in the model: what an opaque birth is
+/// said to be inside of.
+struct Place {
+  std::string frame;       // "MyFunction", "CompiledFunction", "MyFunctionBackward"; "" for none
+  std::string module;      // its module path; "" where unknown
+  std::string node;        // backward: the autograd node
+  std::string forward_op;  // backward: what it is the derivative of
+  bool is_backward = false;
+  bool is_module_inferred = false;
+};
+
+enum class StorageState : std::uint8_t {
+  allocated,  // by an operator; no operator has written it
+  written,    // by operators, finite in `finite_range` at their time
+  received,   // by a collective; not looked at yet
+  foreign,    // appeared as a gradient that no operator has written
+};
+
+struct Tag {
+  ByteRange range;
+  BirthIds births;
+};
+
+struct StorageRecord {
+  explicit StorageRecord(c10::weak_intrusive_ptr<c10::StorageImpl> storage)
+      : owner(std::move(storage)) {}
+
+  c10::weak_intrusive_ptr<c10::StorageImpl> owner;
+  StorageState state = StorageState::allocated;
+  bool is_filled = false;               // the last write was of a constant
+  std::uint64_t last_write = 0;         // the trace's clock
+  ByteRange finite_range;               // what was written finite, where that is one piece
+  const std::string* writer = nullptr;  // operator of the last write or allocation; interned
+  std::shared_ptr<const Place> place;   // allocated, received, foreign: where
+  /// A frame off the dispatcher that had this storage in hand since the last write.
+  std::shared_ptr<const Place> touched_by;
+  std::vector<Tag> tags;
+};
+
+class Lineage {
+ public:
+  void clear();
+
+  void note_allocation(const at::Tensor& tensor, std::uint64_t clock, const std::string* writer,
+                       const std::shared_ptr<const Place>& place);
+  void note_finite_write(const at::Tensor& tensor, std::uint64_t clock, const std::string* writer,
+                         bool is_filler);
+  void note_bad_write(const at::Tensor& tensor, std::uint64_t clock, const std::string* writer,
+                      const BirthIds& births);
+  /// Marks what is there as bad without a write: a root that was found when it was read.
+  void note_bad_content(const at::Tensor& tensor, const BirthIds& births);
+  void note_received(const at::Tensor& tensor, std::uint64_t clock, const std::string* writer,
+                     const std::shared_ptr<const Place>& place);
+  /// A frame without schema has the tensor; nothing where the storage is not known.
+  void note_touch(const at::Tensor& tensor, const std::shared_ptr<const Place>& place);
+  /// A gradient that no operator has written; nothing where the storage is known.
+  void note_foreign(const at::Tensor& tensor, const std::shared_ptr<const Place>& place);
+
+  /// Null where the storage is not known. Valid until the next note.
+  [[nodiscard]] StorageRecord* find(const at::Tensor& tensor);
+  /// Births of the bytes that `tensor` reaches.
+  [[nodiscard]] BirthIds births_in(const at::Tensor& tensor);
+
+  [[nodiscard]] std::size_t size() const noexcept { return records_.size(); }
+
+ private:
+  StorageRecord& record_of(const at::Tensor& tensor);
+  void forget_the_dead();
+
+  std::unordered_map<const c10::StorageImpl*, StorageRecord> records_;
+  std::size_t sweep_at_ = 4096;
+};
+
+/// What the caller has declared. Lives as long as the trace; `Lineage` only as long as a pass.
+class Declarations {
+ public:
+  struct Declared {
+    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor;
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    ByteRange range;
+    DeclaredAs as;
+    std::string name;
+    std::string module;  // of a parameter or buffer: its name without the last part
+  };
+
+  void declare(const at::Tensor& tensor, DeclaredAs as, std::string name);
+  /// Finds the storages again: `parameter.data = ...` may have changed them.
+  void refresh();
+  /// The declared tensor that covers what `tensor` reaches; null for none.
+  [[nodiscard]] const Declared* find(const at::Tensor& tensor) const;
+  /// The live tensor itself; undefined where it is gone.
+  [[nodiscard]] static at::Tensor tensor_of(const Declared& declared);
+  [[nodiscard]] bool empty() const noexcept { return declared_.empty(); }
+
+ private:
+  void index(std::size_t position);
+
+  std::vector<Declared> declared_;
+  std::unordered_multimap<const c10::StorageImpl*, std::size_t> by_storage_;
+};
+
+}  // namespace nanlocator

@@ -1,0 +1,158 @@
+#include "nanlocator/trace/operator_trace.hpp"
+
+#include <ATen/record_function.h>
+
+#include <exception>
+#include <thread>
+
+#include "nanlocator/error.hpp"
+#include "trace/operator_trace_impl.hpp"
+
+namespace nanlocator {
+namespace {
+
+std::atomic<OperatorTrace::Impl*> active_trace = nullptr;
+/// Callbacks that hold `active_trace` now: other threads may run operators while a trace ends.
+std::atomic<int> running_callbacks = 0;
+
+class ActiveTrace {
+ public:
+  ActiveTrace() {
+    running_callbacks.fetch_add(1);
+    trace_ = active_trace.load();
+  }
+  ~ActiveTrace() { running_callbacks.fetch_sub(1); }
+  ActiveTrace(const ActiveTrace&) = delete;  // counts once
+  ActiveTrace& operator=(const ActiveTrace&) = delete;
+  [[nodiscard]] OperatorTrace::Impl* get() const noexcept { return trace_; }
+
+ private:
+  OperatorTrace::Impl* trace_;
+};
+
+/// at::RecordFunction would only warn of an exception.
+template <class Work>
+void observe(OperatorTrace::Impl& trace, const at::RecordFunction& call,
+             const Work& work) noexcept {
+  try {
+    work();
+  } catch (const std::exception& error) {
+    try {
+      trace.note("could not look at " + std::string(call.name()) + ": " + error.what());
+    } catch (...) {
+    }
+  } catch (...) {
+  }
+}
+
+std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& call) {
+  ThreadFrames& frames = this_thread_frames();
+  const ActiveTrace trace;
+  if (trace.get() == nullptr) {
+    frames.push().is_ignored = true;
+  } else {
+    const std::size_t depth = frames.depth();
+    bool is_started = false;
+    observe(*trace.get(), call, [&] {
+      trace.get()->start(call, frames);
+      is_started = true;
+    });
+    if (!is_started) {  // it threw: nothing of this call can be told
+      if (frames.depth() == depth) frames.push();
+      frames.top()->is_ignored = true;
+    }
+  }
+  return nullptr;
+}
+
+void on_finish(const at::RecordFunction& call, at::ObserverContext*) {
+  ThreadFrames& frames = this_thread_frames();
+  const ActiveTrace trace;
+  if (trace.get() != nullptr) {
+    observe(*trace.get(), call, [&] { trace.get()->finish(call, frames); });
+  }
+  frames.pop();
+}
+
+/// Threads keep what they know of a pass by its number, so it is never used twice.
+std::uint64_t next_pass() {
+  static std::atomic<std::uint64_t> passes = 0;
+  return ++passes;
+}
+
+std::mutex lifetime_mutex;
+at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
+
+}  // namespace
+
+OperatorTrace::OperatorTrace(TraceOptions options)
+    : impl_(std::make_unique<Impl>(std::move(options))) {
+  impl_->pass = next_pass();
+  const std::lock_guard lock(lifetime_mutex);
+  OperatorTrace::Impl* expected = nullptr;
+  if (!active_trace.compare_exchange_strong(expected, impl_.get())) {
+    throw UsageError(
+        "an OperatorTrace observes this process already; one at a time: destroy the other first");
+  }
+  callback = at::addGlobalCallback(
+      at::RecordFunctionCallback(&on_start, &on_finish)
+          .needsInputs(true)
+          .needsOutputs(true)
+          .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
+}
+
+OperatorTrace::~OperatorTrace() {
+  const std::lock_guard lock(lifetime_mutex);
+  at::removeCallback(callback);
+  active_trace.store(nullptr);
+  while (running_callbacks.load() != 0) std::this_thread::yield();
+}
+
+void OperatorTrace::declare(const at::Tensor& tensor, DeclaredAs as, std::string name) {
+  const at::Tensor values = values_of(tensor);
+  if (!values.defined()) return;
+  const std::lock_guard lock(impl_->mutex);
+  impl_->declarations.declare(values, as, std::move(name));
+}
+
+void OperatorTrace::begin_pass() {
+  Impl& trace = *impl_;
+  std::vector<TracedBirth> old_births;  // let go of outside the lock: tensors may call Python
+  Lineage old_lineage;
+  {
+    const std::lock_guard lock(trace.mutex);
+    std::swap(old_births, trace.births);
+    std::swap(old_lineage, trace.lineage);
+    trace.forward_calls.clear();
+    trace.notes.clear();
+    trace.declarations.refresh();
+    trace.kept_bytes = 0;
+    trace.calls_not_kept = trace.births_not_kept = 0;
+    trace.entered_phase.reset();
+  }
+  trace.operators = 0;
+  trace.is_in_optimizer = false;
+  trace.modules_are_entered = false;
+  trace.pass = next_pass();
+}
+
+void OperatorTrace::enter_phase(std::optional<Phase> phase) {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->entered_phase = phase;
+  impl_->is_in_optimizer = phase == Phase::params_after;
+}
+
+Explanation OperatorTrace::explain(std::span<const NamedTensor> losses,
+                                   std::span<const NamedTensor> gradients) {
+  return impl_->explain(losses, gradients);
+}
+
+void OperatorTrace::pause() noexcept {
+  impl_->is_paused = true;
+}
+
+void OperatorTrace::resume() noexcept {
+  impl_->is_paused = false;
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,508 @@
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "gradients/tensor_access.hpp"
+#include "replay/own_work.hpp"
+#include "torch/csrc/autograd/function.h"
+#include "torch/csrc/autograd/variable.h"
+#include "trace/operator_trace_impl.hpp"
+
+namespace nanlocator {
+namespace {
+
+/// Beyond this many, births are counted and not kept.
+constexpr std::size_t kMostBirths = 20000;
+
+Badness badness_of(const TensorStats& stats) {
+  return {stats.nan > 0, stats.nonfinite() > stats.nan};
+}
+
+/// A scalar argument, or the tensor that Torch has wrapped around a Python number.
+Badness badness_of_scalar(const c10::IValue& value) {
+  Badness badness;
+  const auto add = [&](double number) { badness.add({std::isnan(number), std::isinf(number)}); };
+  if (value.isDouble()) add(value.toDouble());
+  if (value.isComplexDouble()) {
+    add(value.toComplexDouble().real());
+    add(value.toComplexDouble().imag());
+  }
+  if (value.isDoubleList()) {
+    for (const double number : value.toDoubleVector()) add(number);
+  }
+  return badness;
+}
+
+bool is_wrapped_number(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.unsafeGetTensorImpl()->is_wrapped_number();
+}
+
+bool has_literal(const Frame& operation) {
+  return std::any_of(
+      operation.arguments.begin(), operation.arguments.end(), [](const c10::IValue& argument) {
+        if (badness_of_scalar(argument).any()) return true;
+        return argument.isTensor() && is_wrapped_number(argument.toTensor()) &&
+               is_plainly_observable(argument.toTensor()) && is_bad(argument.toTensor());
+      });
+}
+
+bool is_zero(const c10::IValue& value) {
+  return (value.isDouble() && value.toDouble() == 0) || (value.isInt() && value.toInt() == 0);
+}
+
+std::string role_of(const char* what, const TensorAt& at) {
+  std::string role = std::string(what) + "[" + std::to_string(at.index) + "]";
+  return at.element < 0 ? role : role + "[" + std::to_string(at.element) + "]";
+}
+
+}  // namespace
+
+ForwardCall OperatorTrace::Impl::forward_call_of(std::uint64_t thread, std::int64_t sequence) {
+  const std::lock_guard lock(mutex);
+  return forward_call_locked(thread, sequence);
+}
+
+ForwardCall OperatorTrace::Impl::forward_call_locked(std::uint64_t thread,
+                                                     std::int64_t sequence) const {
+  const auto calls = forward_calls.find(thread);
+  if (sequence < 0 || calls == forward_calls.end()) return {};
+  // A C++ custom function is not recorded itself: the operator before it knows the module, likely.
+  constexpr std::int64_t kFarthest = 16;
+  for (std::int64_t back = 0; back <= std::min(kFarthest, sequence); ++back) {
+    const auto found = calls->second.find(sequence - back);
+    if (found == calls->second.end()) continue;
+    if (back == 0) return found->second;
+    return {found->second.module, nullptr, true};
+  }
+  return {};
+}
+
+Place OperatorTrace::Impl::current_place(ThreadFrames& frames) {
+  const Location location = locate_frames(frames);
+  const ModulePath module = current_module();
+  Place place;
+  place.is_backward = location.is_backward;
+  place.node = location.node;
+  if (location.container != nullptr) place.frame = location.container->name;
+  if (location.is_backward) {
+    ForwardCall forward;
+    if (location.node_frame != nullptr) {
+      forward = forward_call_of(location.node_frame->forward_thread, location.node_frame->sequence);
+      if (place.frame.empty() && location.node_frame->is_custom) place.frame = location.node;
+    }
+    if (forward.op != nullptr) place.forward_op = *forward.op;
+    // Modules that run again inside backward (recomputation) name themselves.
+    const bool runs_again = module != nullptr && location.node_frame != nullptr &&
+                            location.node_frame->module != module;
+    if (runs_again) {
+      place.module = *module;
+    } else if (forward.module != nullptr) {
+      place.module = *forward.module;
+      place.is_module_inferred = forward.is_module_inferred;
+    }
+  } else if (module != nullptr) {
+    place.module = *module;
+  } else if (frames.last_module != nullptr) {
+    place.module = *frames.last_module;
+    place.is_module_inferred = true;
+  }
+  return place;
+}
+
+void OperatorTrace::Impl::locate(Birth& birth, ThreadFrames& frames, bool with_stack) {
+  const Place place = current_place(frames);
+  std::optional<Phase> phase;
+  {
+    const std::lock_guard lock(mutex);
+    phase = entered_phase;
+  }
+  birth.node = place.node;
+  birth.forward_op = place.forward_op;
+  if (phase) {
+    birth.sighting.phase = *phase;
+  } else {
+    birth.sighting.module = place.module;
+    birth.is_module_inferred = place.is_module_inferred;
+    const bool is_loss =
+        place.module.empty() && modules_are_entered.load(std::memory_order_relaxed);
+    birth.sighting.phase = place.is_backward ? Phase::backward
+                           : is_loss         ? Phase::loss
+                                             : Phase::forward;
+  }
+  if (with_stack && options.python_stack) birth.stack = options.python_stack();
+}
+
+void OperatorTrace::Impl::describe(Sighting& sighting, const at::Tensor& values) const {
+  sighting.dtype = dtype_name(values.scalar_type());
+  sighting.shape = values.sizes().vec();
+  if (values.is_complex()) sighting.shape.push_back(2);
+  sighting.stats = stats_of(values, options.threads);
+}
+
+void OperatorTrace::Impl::note(const std::string& text) {
+  const std::lock_guard lock(mutex);
+  notes.insert(text);
+}
+
+BirthId OperatorTrace::Impl::add_birth(TracedBirth birth) {
+  const std::lock_guard lock(mutex);
+  births.push_back(std::move(birth));
+  return static_cast<BirthId>(births.size() - 1);
+}
+
+void OperatorTrace::Impl::keep_call(TracedBirth& birth, const at::RecordFunction& call,
+                                    Frame& frame) {
+  if (!frame.is_captured) return;
+  const std::uint64_t bytes = frame.capture.bytes(call);
+  {
+    const std::lock_guard lock(mutex);
+    if (bytes > options.kept_bytes - std::min(options.kept_bytes, kept_bytes)) {
+      ++calls_not_kept;
+      return;
+    }
+    kept_bytes += bytes;
+  }
+  birth.call = frame.capture.end(call);
+  frame.is_captured = false;
+}
+
+// ---- Roots: bad where it is read first ---------------------------------------------------------
+
+BirthIds OperatorTrace::Impl::origins_of(const at::Tensor& values, ThreadFrames& frames,
+                                         const std::string& reader) {
+  {
+    const std::lock_guard lock(mutex);
+    BirthIds known = lineage.births_in(values);
+    if (!known.empty()) return known;
+  }
+  const BirthIds births_of_it = {add_root(values, frames, reader)};
+  const std::lock_guard lock(mutex);
+  lineage.note_bad_content(values, births_of_it);
+  return births_of_it;
+}
+
+BirthId OperatorTrace::Impl::add_root(const at::Tensor& values, ThreadFrames& frames,
+                                      const std::string& reader) {
+  TracedBirth root;
+  Birth& birth = root.birth;
+  locate(birth, frames, true);
+  std::optional<StorageState> state;
+  bool was_finite = false;
+  std::string writer;
+  std::shared_ptr<const Place> place, touched_by;
+  std::optional<DeclaredAs> declared_as;
+  std::string declared_name, declared_module;
+  at::Tensor declared_tensor;
+  {
+    const std::lock_guard lock(mutex);
+    if (const StorageRecord* record = lineage.find(values)) {
+      // A record that holds nothing but tags of other bytes says nothing of these.
+      if (record->last_write != 0 || record->state == StorageState::foreign) state = record->state;
+      was_finite =
+          record->state == StorageState::written && record->finite_range.contains(range_of(values));
+      if (record->writer != nullptr) writer = *record->writer;
+      place = record->place;
+      touched_by = record->touched_by;
+    }
+    if (const auto* declared = declarations.find(values)) {
+      declared_as = declared->as;
+      declared_name = declared->name;
+      declared_module = declared->module;
+      declared_tensor = Declarations::tensor_of(*declared);
+    }
+  }
+  const auto by = " read by " + reader + " when it was found";
+  const auto born_inside = [&](const Place& inside) {
+    birth.kind = BirthKind::opaque;
+    birth.sighting.op = inside.frame;
+    if (!inside.module.empty()) {
+      birth.sighting.module = inside.module;
+      birth.is_module_inferred = inside.is_module_inferred;
+    }
+    if (inside.is_backward) {
+      birth.sighting.phase = Phase::backward;
+      birth.node = inside.node;
+      birth.forward_op = inside.forward_op;
+    }
+  };
+  std::string said;
+  birth.sighting.role = "output";
+  if (state == StorageState::received) {
+    birth.kind = BirthKind::collective;
+    birth.sighting.op = writer;
+    birth.sighting.role = "received";
+    said = "received by " + writer + "," + by;
+    if (place && !place->module.empty()) birth.sighting.module = place->module;
+  } else if (state == StorageState::written && was_finite && touched_by == nullptr) {
+    birth.kind = BirthKind::memory;
+    birth.sighting.op = writer;
+    said = "finite when " + writer + " wrote it; no operator has written it since," + by;
+  } else if (state == StorageState::written && touched_by != nullptr) {
+    born_inside(*touched_by);
+    said = "finite when " + writer + " wrote it; " + touched_by->frame +
+           " had it in hand since and wrote it off the dispatcher," + by;
+  } else if (state == StorageState::foreign && place) {
+    born_inside(*place);
+    said = "made by " + place->frame + " off the dispatcher," + by;
+  } else if (state == StorageState::allocated || state == StorageState::written) {
+    Place inside = place ? *place : current_place(frames);
+    const std::string where = inside.frame.empty() ? inside.module : inside.frame;
+    born_inside(inside);
+    said = "allocated by " + writer + (where.empty() ? std::string() : " inside " + where) +
+           " and bad before any operator wrote it: computed off the dispatcher, or memory that was "
+           "never written," +
+           by;
+  } else if (!declared_as && values.dim() == 0) {
+    // `tensor[i] = float("nan")`: Python makes the scalar without the dispatcher
+    // (torch/csrc/autograd/python_variable_indexing.cpp).
+    birth.kind = BirthKind::literal;
+    birth.sighting.op = reader;
+    said = "a scalar that no operator made," + by;
+  } else if (declared_as) {
+    birth.kind = *declared_as == DeclaredAs::parameter ? BirthKind::weight
+                 : *declared_as == DeclaredAs::buffer  ? BirthKind::buffer
+                                                       : BirthKind::data;
+    birth.sighting.role = *declared_as == DeclaredAs::parameter ? "weight"
+                          : *declared_as == DeclaredAs::buffer  ? "buffer"
+                                                                : "input";
+    birth.sighting.parameter = declared_name;
+    if (*declared_as != DeclaredAs::data) {
+      birth.sighting.module = declared_module;
+      birth.is_module_inferred = false;
+    }
+    said = "'" + declared_name + "' was bad before the pass," + by;
+  } else {
+    const Location location = locate_frames(frames);
+    const auto* storage = values.storage().unsafeGetStorageImpl();
+    const auto is_handed_to = [&](const Frame& frame) {
+      return std::find(frame.inputs.begin(), frame.inputs.end(), storage) != frame.inputs.end();
+    };
+    const auto* node = values.is_leaf() ? nullptr : torch::autograd::impl::grad_fn_unsafe(values);
+    if (location.container != nullptr && !is_handed_to(*location.container)) {
+      born_inside(current_place(frames));
+      said = "appeared inside " + location.container->name + ", made off the dispatcher," + by;
+    } else if (node != nullptr && !location.is_backward) {
+      Place inside{.frame = node->name(), .module = {}, .node = {}, .forward_op = {}};
+      const ForwardCall forward =
+          forward_call_of(node->thread_id(), static_cast<std::int64_t>(node->sequence_nr()));
+      if (forward.op != nullptr) inside.frame = *forward.op;
+      if (forward.module != nullptr) inside.module = *forward.module;
+      inside.is_module_inferred = forward.is_module_inferred;
+      born_inside(inside);
+      said = "made by " + inside.frame + " off the dispatcher," + by;
+    } else {
+      birth.kind = BirthKind::data;
+      birth.sighting.role = "input";
+      said = "no operator of this pass made it," + by;
+    }
+  }
+  birth.inputs.push_back(std::move(said));
+  const bool is_declared = declared_tensor.defined() && birth.kind != BirthKind::memory &&
+                           birth.kind != BirthKind::opaque && birth.kind != BirthKind::collective;
+  if (is_declared) {
+    const at::Tensor whole = values_of(declared_tensor);
+    describe(birth.sighting, whole.defined() && is_bad(whole) ? whole : values);
+  } else {
+    if (birth.sighting.parameter.empty()) birth.sighting.parameter = declared_name;
+    describe(birth.sighting, values);
+  }
+  return add_birth(std::move(root));
+}
+
+// ---- An operator's bad output -------------------------------------------------------------------
+
+namespace {
+
+/// What an operator was given, as far as it could have made its output bad.
+struct Inputs {
+  Badness tensors;
+  Badness literals;
+  BirthIds with_nan;
+  BirthIds with_any;
+};
+
+}  // namespace
+
+void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Frame& frame,
+                                              ThreadFrames& frames,
+                                              const std::vector<TensorAt>& outputs) {
+  const OperatorInfo& info = *frame.info;
+  std::vector<const TensorAt*> bad;
+  {
+    std::vector<const TensorAt*> finite;
+    for (const auto& output : outputs) {
+      (is_bad(output.values) ? bad : finite).push_back(&output);
+    }
+    const std::lock_guard lock(mutex);
+    const std::uint64_t now = clock.fetch_add(1, std::memory_order_relaxed) + 1;
+    for (const TensorAt* output : finite) {
+      lineage.note_finite_write(output->values, now, &info.full_name, info.is_filler);
+    }
+    // What an operator inside this one has written bad is explained already.
+    std::erase_if(bad, [&](const TensorAt* output) {
+      const StorageRecord* record = lineage.find(output->values);
+      return record != nullptr && record->state == StorageState::written &&
+             record->last_write > frame.start && !lineage.births_in(output->values).empty();
+    });
+  }
+  if (bad.empty()) return;
+
+  const auto pass_on = [&](const BirthIds& ids) {
+    {
+      const std::lock_guard lock(mutex);
+      const std::uint64_t now = clock.fetch_add(1, std::memory_order_relaxed) + 1;
+      for (const TensorAt* output : bad) {
+        lineage.note_bad_write(output->values, now, &info.full_name, ids);
+      }
+    }
+    for (std::size_t i = 1; Frame* outer = frames.above(i); ++i) {
+      if (outer->kind != FrameKind::operation) break;
+      unite(outer->nested, ids);
+    }
+  };
+
+  // Rule b: what counts as an input.
+  Inputs inputs;
+  const auto add_input = [&](const Badness& badness, const BirthIds& ids) {
+    inputs.tensors.add(badness);
+    if (badness.has_nan) unite(inputs.with_nan, ids);
+    if (badness.any()) unite(inputs.with_any, ids);
+  };
+  for (std::size_t i = 0; frame.has_arguments && i < frame.arguments.size(); ++i) {
+    const c10::IValue& argument = frame.arguments[i];
+    if (info.scalars_are_values) inputs.literals.add(badness_of_scalar(argument));
+    if (info.arguments[i] == ArgumentUse::overwritten) continue;
+    if (i == 0 && info.beta && is_zero(frame.arguments[*info.beta])) continue;
+    for_each_tensor_at(argument, [&](const at::Tensor& tensor, int) {
+      const auto before =
+          std::find_if(frame.before_write.begin(), frame.before_write.end(),
+                       [&](const auto& b) { return b.tensor == tensor.unsafeGetTensorImpl(); });
+      if (before != frame.before_write.end()) {
+        add_input({before->has_nan, before->has_inf}, before->births);
+        return;
+      }
+      const at::Tensor values = values_of(tensor);
+      if (!values.defined() || !is_bad(values)) return;
+      const Badness badness = badness_of(stats_of(values, options.threads));
+      if (is_wrapped_number(tensor)) {
+        inputs.literals.add(badness);
+      } else {
+        add_input(badness, origins_of(values, frames, info.full_name));
+      }
+    });
+  }
+
+  Badness made;
+  const TensorAt* shown = bad.front();
+  for (const TensorAt* output : bad) {
+    const Badness badness = badness_of(stats_of(output->values, options.threads));
+    if (badness.has_nan && !made.has_nan) shown = output;
+    made.add(badness);
+  }
+
+  // Rule c. NaN that goes in explains the output; so does Inf, but for NaN that comes out.
+  const bool is_received = made.has_nan ? inputs.tensors.has_nan : inputs.tensors.any();
+  if (is_received) return pass_on(made.has_nan ? inputs.with_nan : inputs.with_any);
+  if (!inputs.tensors.any() && !frame.nested.empty()) return pass_on(BirthIds(frame.nested));
+  if (info.is_lift_fresh) inputs.literals = made;
+
+  // A constant that a kernel writes on its own account is the kernel's result: std of one element
+  // fills with NaN. In a composite it is a mask.
+  const Frame* outer = frames.above(1);
+  const bool is_kernels_constant = !inputs.tensors.any() && inputs.literals.any() &&
+                                   outer != nullptr && outer->kind == FrameKind::operation &&
+                                   !outer->info->is_composite && !has_literal(*outer);
+  if (is_kernels_constant) {
+    const std::lock_guard lock(mutex);
+    for (const TensorAt* output : bad) {
+      lineage.note_allocation(output->values, clock.load(), &info.full_name, nullptr);
+    }
+    return;
+  }
+
+  TracedBirth traced;
+  Birth& birth = traced.birth;
+  birth.kind = inputs.tensors.any()    ? BirthKind::nan_from_inf
+               : inputs.literals.any() ? BirthKind::literal
+               : made.has_nan          ? BirthKind::nan
+                                       : BirthKind::inf;
+  const Location location = locate_frames(frames);
+  const bool is_literal = birth.kind == BirthKind::literal;
+  if (!is_literal) {
+    keep_call(traced, call, frame);
+    // In-place arguments as they were: was one corrupted after its last write?
+    if (traced.call) {
+      for (auto& before : frame.before_write) {
+        if (before.has_nan || before.has_inf) continue;
+        for (std::size_t i = 0; i < frame.arguments.size(); ++i) {
+          if (!frame.arguments[i].isTensor() ||
+              frame.arguments[i].toTensor().unsafeGetTensorImpl() != before.tensor ||
+              !traced.call->arguments[i].isTensor()) {
+            continue;
+          }
+          const at::Tensor copy = traced.call->arguments[i].toTensor();
+          if (!is_plainly_observable(copy) || !is_bad(copy)) continue;
+          const BirthId root = add_root(frame.arguments[i].toTensor(), frames, info.full_name);
+          return pass_on({root});
+        }
+      }
+    }
+  }
+  if (location.is_hook) birth.kind = BirthKind::user_hook;
+  locate(birth, frames, birth.kind != BirthKind::literal);
+  birth.sighting.op = info.full_name;
+  if (is_literal) {  // a person wrote the outermost call: masked_fill, not the fill_ inside
+    for (std::size_t i = 1; const Frame* each = frames.above(i); ++i) {
+      if (each->kind != FrameKind::operation) break;
+      birth.sighting.op = each->info->full_name;
+    }
+  }
+  birth.sighting.role = role_of("output", *shown);
+  describe(birth.sighting, shown->values);
+  {
+    const std::lock_guard lock(mutex);
+    const auto* declared = declarations.find(shown->values);
+    if (declared != nullptr && declared->as == DeclaredAs::parameter) {
+      birth.sighting.parameter = declared->name;
+    }
+    for (const BirthId id : inputs.with_any) {
+      // A mask's literal explains an Inf only where nothing else does.
+      const bool is_quiet = births[static_cast<std::size_t>(id)].birth.kind == BirthKind::literal;
+      if (!birth.parent || !is_quiet) birth.parent = id;
+      if (!is_quiet) break;
+    }
+  }
+  if (!is_literal && frame.has_arguments) {
+    const auto& arguments = traced.call ? traced.call->arguments : frame.arguments;
+    for (std::size_t i = 0; i < arguments.size(); ++i) {
+      if (info.arguments[i] == ArgumentUse::overwritten) continue;
+      const std::string& name = info.argument_names[i];
+      for_each_tensor_at(arguments[i], [&](const at::Tensor& tensor, int element) {
+        if (!tensor.defined() || birth.inputs.size() >= 32) return;
+        birth.inputs.push_back(
+            describe_tensor(element < 0 ? name : name + "[" + std::to_string(element) + "]", tensor,
+                            options.threads));
+      });
+      if (arguments[i].isDouble()) {
+        char number[64];
+        std::snprintf(number, sizeof number, "%s: %.17g", name.c_str(), arguments[i].toDouble());
+        birth.inputs.emplace_back(number);
+      }
+    }
+  }
+  if (location.container != nullptr) {
+    birth.inputs.push_back("inside " + location.container->name);
+  }
+  {
+    const std::lock_guard lock(mutex);
+    if (births.size() >= kMostBirths) {
+      ++births_not_kept;
+      traced.call.reset();
+    }
+  }
+  const BirthId id = add_birth(std::move(traced));
+  if (location.evaluate_frame != nullptr) location.evaluate_frame->hooks.push_back(id);
+  pass_on({id});
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,135 @@
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "trace/operator_trace_impl.hpp"
+
+namespace nanlocator {
+namespace {
+
+/// "aten::div.Tensor" is a call of "aten::div".
+bool is_call_of(const std::string& op, const std::string& name) {
+  return op == name || (op.starts_with(name) && op[name.size()] == '.');
+}
+
+}  // namespace
+
+BirthIds OperatorTrace::Impl::origins_of_result(const NamedTensor& result, const at::Tensor& values,
+                                                bool is_gradient) {
+  if (!is_gradient) return origins_of(values, this_thread_frames(), "explain");
+  {
+    const std::lock_guard lock(mutex);
+    const BirthIds known = lineage.births_in(values);
+    if (!known.empty()) return known;
+  }
+  const BirthId id = add_root(values, this_thread_frames(), "explain");
+  const std::lock_guard lock(mutex);
+  Birth& birth = births[static_cast<std::size_t>(id)].birth;
+  birth.sighting.parameter = result.name;
+  birth.sighting.role = "grad";
+  if (birth.kind == BirthKind::data || birth.kind == BirthKind::memory) {
+    if (birth.kind == BirthKind::data) {
+      birth.inputs = {"no operator of this pass wrote it bad"};
+    }
+    birth.kind = BirthKind::memory;
+    birth.sighting.phase = Phase::backward;
+    const auto dot = result.name.rfind('.');
+    birth.sighting.module = dot == std::string::npos ? "" : result.name.substr(0, dot);
+    birth.is_module_inferred = false;
+  }
+  lineage.note_bad_content(values, {id});
+  return {id};
+}
+
+// Where the losses are not known: a derivative at a point where the operator itself was bad is the
+// operator's fault. Else the backward of a 0/0 loss would be blamed, not the loss.
+void OperatorTrace::Impl::blame_forward(
+    std::map<BirthId, std::vector<std::string>>& reached) const {
+  const auto is_computed = [](const Birth& birth) {
+    return birth.kind == BirthKind::nan || birth.kind == BirthKind::nan_from_inf ||
+           birth.kind == BirthKind::inf;
+  };
+  std::map<BirthId, std::vector<std::string>> blamed;
+  for (const auto& [id, names] : reached) {
+    BirthId culprit = id;
+    const Birth& backward = births[static_cast<std::size_t>(id)].birth;
+    for (BirthId before = 0; before < id && !backward.forward_op.empty(); ++before) {
+      const Birth& forward = births[static_cast<std::size_t>(before)].birth;
+      const bool is_same = forward.sighting.phase != Phase::backward && is_computed(forward) &&
+                           is_call_of(forward.sighting.op, backward.forward_op) &&
+                           forward.sighting.module == backward.sighting.module;
+      if (!is_same) continue;
+      culprit = before;
+      break;
+    }
+    auto& all = blamed[culprit];
+    all.insert(all.end(), names.begin(), names.end());
+  }
+  reached = std::move(blamed);
+}
+
+Explanation OperatorTrace::Impl::explain(std::span<const NamedTensor> losses,
+                                         std::span<const NamedTensor> gradients) {
+  // Births, each with the names of the bad results that it reached, in the results' order.
+  std::map<BirthId, std::vector<std::string>> reached;
+  const auto follow = [&](std::span<const NamedTensor> results, bool are_gradients) {
+    for (const NamedTensor& result : results) {
+      const at::Tensor values = values_of(result.tensor);
+      if (!values.defined() || !is_bad(values)) continue;
+      BirthIds ids = origins_of_result(result, values, are_gradients);
+      const std::lock_guard lock(mutex);
+      const auto is_literal = [&](BirthId id) {
+        return births[static_cast<std::size_t>(id)].birth.kind == BirthKind::literal;
+      };
+      // A mask's literal is the origin only where nothing else is.
+      if (!std::all_of(ids.begin(), ids.end(), is_literal)) std::erase_if(ids, is_literal);
+      for (const BirthId id : ids) reached[id].push_back(result.name);
+    }
+  };
+  follow(losses, false);
+  if (reached.empty()) follow(gradients, true);
+
+  const std::lock_guard lock(mutex);
+  if (losses.empty()) blame_forward(reached);
+  std::set<BirthId> told;
+  for (const auto& [id, names] : reached) {
+    for (std::optional<int> at = id; at && told.insert(*at).second;) {
+      at = births[static_cast<std::size_t>(*at)].birth.parent;
+      if (at && births[static_cast<std::size_t>(*at)].birth.kind == BirthKind::literal) break;
+    }
+  }
+  Explanation explanation;
+  std::map<BirthId, int> position;
+  for (const BirthId id : told) {
+    position.emplace(id, static_cast<int>(explanation.births.size()));
+    TracedBirth traced = births[static_cast<std::size_t>(id)];
+    Birth& birth = traced.birth;
+    if (const auto names = reached.find(id); names != reached.end()) birth.reached = names->second;
+    if (birth.parent) {
+      const Birth& parent = births[static_cast<std::size_t>(*birth.parent)].birth;
+      if (parent.kind == BirthKind::literal && !told.contains(*birth.parent)) {
+        birth.inputs.push_back(
+            "the Inf is a literal: " + parent.sighting.op + " in " +
+            (parent.sighting.module.empty() ? "no module" : parent.sighting.module));
+      }
+      const auto found = position.find(*birth.parent);
+      birth.parent = found == position.end() ? std::nullopt : std::optional<int>(found->second);
+    }
+    explanation.births.push_back(std::move(traced));
+  }
+  explanation.healed = static_cast<std::int64_t>(births.size() - told.size());
+  explanation.operators = operators.load();
+  explanation.notes.assign(notes.begin(), notes.end());
+  if (calls_not_kept > 0) {
+    explanation.notes.push_back("the calls of " + std::to_string(calls_not_kept) +
+                                " births were not kept: they exceed the limit of " +
+                                std::to_string(options.kept_bytes) + " bytes");
+  }
+  if (births_not_kept > 0) {
+    explanation.notes.push_back(std::to_string(births_not_kept) +
+                                " births beyond the first ones were kept without their calls");
+  }
+  return explanation;
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,126 @@
+// The trace's state and the steps from a finished operator to a birth; inside the trace room only.
+//
+//   observe.cpp     callbacks of at::RecordFunction: frames in, looks at outputs, the healthy path
+//   births.cpp      an output is bad: whose fault? rules b to d, roots
+//   explain.cpp     rule e: what reached a loss or a gradient
+//
+// Thread-safe: `mutex` guards all but the atomics; it is never held while a tensor is looked at or
+// Python is called.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "nanlocator/trace/operator_trace.hpp"
+#include "trace/frames.hpp"
+#include "trace/lineage.hpp"
+
+namespace nanlocator {
+
+/// A tensor in a call's values: `element` counts in a list, -1 outside of one.
+struct TensorAt {
+  at::Tensor values;  // observable
+  int index = 0;
+  int element = -1;
+};
+
+/// Which kinds of bad elements a tensor has.
+struct Badness {
+  bool has_nan = false;
+  bool has_inf = false;
+  [[nodiscard]] bool any() const noexcept { return has_nan || has_inf; }
+  void add(const Badness& other) {
+    has_nan = has_nan || other.has_nan;
+    has_inf = has_inf || other.has_inf;
+  }
+};
+
+struct OperatorTrace::Impl {
+  explicit Impl(TraceOptions trace_options) : options(std::move(trace_options)) {}
+
+  // ---- observe.cpp
+  void start(const at::RecordFunction& call, ThreadFrames& frames);
+  void finish(const at::RecordFunction& call, ThreadFrames& frames);
+  void start_operation(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
+  void start_container(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
+  void start_node(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
+  void finish_operation(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
+  void finish_node(Frame& frame, ThreadFrames& frames);
+  void note_allocation(const at::RecordFunction& call, ThreadFrames& frames);
+  void note_received(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
+  void look_before_write(Frame& frame, ThreadFrames& frames);
+  void use_declared_module(const Frame& frame, ThreadFrames& frames);
+  [[nodiscard]] bool is_fresh_constant(const at::Tensor& values);
+  [[nodiscard]] bool inner_operators_wrote(const std::vector<TensorAt>& outputs,
+                                           const Frame& frame);
+
+  // ---- births.cpp
+  void explain_bad_outputs(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames,
+                           const std::vector<TensorAt>& outputs);
+  /// The births of what is bad in `values`, a root's if nothing is known of it.
+  BirthIds origins_of(const at::Tensor& values, ThreadFrames& frames, const std::string& reader);
+  BirthId add_root(const at::Tensor& values, ThreadFrames& frames, const std::string& reader);
+  BirthId add_birth(TracedBirth birth);
+  void locate(Birth& birth, ThreadFrames& frames, bool with_stack);
+  [[nodiscard]] Place current_place(ThreadFrames& frames);
+  void describe(Sighting& sighting, const at::Tensor& values) const;
+  void keep_call(TracedBirth& birth, const at::RecordFunction& call, Frame& frame);
+  [[nodiscard]] ForwardCall forward_call_of(std::uint64_t thread, std::int64_t sequence);
+  [[nodiscard]] ForwardCall forward_call_locked(std::uint64_t thread, std::int64_t sequence) const;
+
+  // ---- explain.cpp
+  [[nodiscard]] Explanation explain(std::span<const NamedTensor> losses,
+                                    std::span<const NamedTensor> gradients);
+  void blame_forward(std::map<BirthId, std::vector<std::string>>& reached) const;
+  BirthIds origins_of_result(const NamedTensor& result, const at::Tensor& values, bool is_gradient);
+
+  void note(const std::string& text);
+
+  TraceOptions options;
+  std::atomic<bool> is_paused = false;
+  std::atomic<bool> modules_are_entered = false;
+  std::atomic<bool> is_in_optimizer = false;  // entered_phase is params_after
+  std::atomic<std::int64_t> operators = 0;
+  std::atomic<std::uint64_t> pass = 0;
+  std::atomic<std::uint64_t> clock = 1;  // one tick per operator that wrote something
+
+  std::mutex mutex;
+  std::optional<Phase> entered_phase;
+  Lineage lineage;
+  Declarations declarations;
+  std::unordered_map<std::uint64_t, std::unordered_map<std::int64_t, ForwardCall>> forward_calls;
+  std::vector<TracedBirth> births;
+  std::uint64_t kept_bytes = 0;
+  std::int64_t calls_not_kept = 0;
+  std::int64_t births_not_kept = 0;
+  std::set<std::string> notes;
+};
+
+/// Calls `visit(tensor, element)` for the tensors of one value of a call.
+template <class Visit>
+void for_each_tensor_at(const c10::IValue& value, const Visit& visit) {
+  if (value.isTensor()) {
+    visit(value.toTensor(), -1);
+  } else if (value.isList()) {
+    int element = 0;
+    for (const c10::IValue& each : value.toListRef()) {
+      if (each.isTensor()) visit(each.toTensor(), element);
+      ++element;
+    }
+  }
+}
+
+/// callBoxed shows observers its whole stack: the call's own values are the last ones.
+[[nodiscard]] inline c10::ArrayRef<c10::IValue> last_values(c10::ArrayRef<c10::IValue> values,
+                                                            std::size_t count) {
+  return values.size() > count ? values.slice(values.size() - count) : values;
+}
+
+[[nodiscard]] const std::string* intern_name(const std::string& name);
+
+}  // namespace nanlocator

@@ -1,0 +1,354 @@
+#include <ATen/Context.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string_view>
+#include <unordered_set>
+
+#include "trace/operator_trace_impl.hpp"
+
+namespace nanlocator {
+namespace {
+
+constexpr std::string_view kEvaluate = "autograd::engine::evaluate_function: ";
+
+/// torch.use_deterministic_algorithms fills fresh memory with NaN, by fill_ inside the operator
+/// that asked for the memory (structured kernels; ATen/native/TensorFactories.h): no write of a
+/// value.
+bool is_deterministic_fill(const OperatorInfo& info, const at::RecordFunction& call,
+                           const Frame* parent) {
+  if (!info.is_fill || parent == nullptr || parent->info == nullptr) return false;
+  const auto& context = at::globalContext();
+  if (!context.deterministicAlgorithms() || !context.deterministicFillUninitializedMemory()) {
+    return false;
+  }
+  const auto inputs = last_values(call.inputs(), info.arguments.size());
+  return inputs.size() == 2 && inputs[1].isDouble() && std::isnan(inputs[1].toDouble());
+}
+
+bool is_zero(const c10::IValue& value) {
+  return (value.isDouble() && value.toDouble() == 0) || (value.isInt() && value.toInt() == 0);
+}
+
+}  // namespace
+
+const std::string* intern_name(const std::string& name) {
+  static auto& mutex = *new std::mutex;
+  static auto& names = *new std::unordered_set<std::string>;  // its elements never move
+  const std::lock_guard lock(mutex);
+  return &*names.emplace(name).first;
+}
+
+void OperatorTrace::Impl::start(const at::RecordFunction& call, ThreadFrames& frames) {
+  const Frame* parent = frames.top();
+  const bool is_inside_ignored =
+      parent != nullptr &&
+      (parent->is_ignored || (parent->info != nullptr && parent->info->is_allocator));
+  Frame& frame = frames.push();
+  if (is_inside_ignored || is_paused.load(std::memory_order_relaxed) || call.isAsync()) {
+    frame.is_ignored = true;
+    return;
+  }
+  if (const auto now = pass.load(std::memory_order_relaxed); frames.pass != now) {
+    frames.pass = now;
+    frames.last_module = nullptr;
+    frames.last_custom_node = nullptr;
+  }
+  frame.start = clock.load(std::memory_order_relaxed);
+  frame.module = current_module();
+  if (call.scope() == at::RecordScope::BACKWARD_FUNCTION) return start_node(call, frame, frames);
+  frame.info = operator_info(call);
+  if (frame.info == nullptr) return start_container(call, frame, frames);
+  if (is_deterministic_fill(*frame.info, call, parent) ||
+      (frame.info->is_copy && parent != nullptr && parent->info != nullptr &&
+       parent->info->owns_its_copy)) {
+    frame.is_ignored = true;
+    return;
+  }
+  start_operation(call, frame, frames);
+}
+
+void OperatorTrace::Impl::start_operation(const at::RecordFunction& call, Frame& frame,
+                                          ThreadFrames& frames) {
+  const OperatorInfo& info = *frame.info;
+  operators.fetch_add(1, std::memory_order_relaxed);
+  if (frame.module != nullptr) modules_are_entered.store(true, std::memory_order_relaxed);
+  if (!info.is_allocator && !info.is_view) {
+    const auto inputs = last_values(call.inputs(), info.arguments.size());
+    frame.arguments.assign(inputs.begin(), inputs.end());
+    frame.has_arguments = frame.arguments.size() == info.arguments.size();
+    if (frame.module == nullptr && frames.backward_depth == 0) use_declared_module(frame, frames);
+  }
+  if (call.seqNr() >= 0) {
+    const std::lock_guard lock(mutex);
+    forward_calls[at::RecordFunction::currentThreadId()][call.seqNr()] = {
+        frame.module != nullptr ? frame.module : frames.last_module, &info.full_name,
+        frame.module == nullptr && frames.last_module != nullptr};
+  }
+  if (!frame.has_arguments || info.is_collective) return;
+  // An optimizer writes all weights and states in place: too much to copy at every call.
+  const bool is_optimizers = info.writes && is_in_optimizer.load(std::memory_order_relaxed);
+  if (options.keep_calls && info.facts != nullptr && !is_optimizers) {
+    frame.capture.begin(call, *info.facts);
+    frame.is_captured = true;
+  }
+  if (info.writes) look_before_write(frame, frames);
+}
+
+void OperatorTrace::Impl::use_declared_module(const Frame& frame, ThreadFrames& frames) {
+  if (modules_are_entered.load(std::memory_order_relaxed)) return;
+  const std::lock_guard lock(mutex);
+  if (declarations.empty()) return;
+  for (const auto& argument : frame.arguments) {
+    for_each_tensor_at(argument, [&](const at::Tensor& tensor, int) {
+      if (!is_plainly_observable(tensor)) return;
+      const auto* declared = declarations.find(tensor);
+      if (declared != nullptr && declared->as != DeclaredAs::data) {
+        frames.last_module = intern_module_path(declared->module);
+      }
+    });
+  }
+}
+
+void OperatorTrace::Impl::look_before_write(Frame& frame, ThreadFrames& frames) {
+  const OperatorInfo& info = *frame.info;
+  std::vector<const c10::StorageImpl*> written;
+  for (std::size_t i = 0; i < info.arguments.size(); ++i) {
+    if (info.arguments[i] == ArgumentUse::read) continue;
+    for_each_tensor_at(frame.arguments[i], [&](const at::Tensor& tensor, int) {
+      if (is_plainly_observable(tensor)) {
+        written.push_back(tensor.storage().unsafeGetStorageImpl());
+      }
+    });
+  }
+  for (std::size_t i = 0; i < info.arguments.size(); ++i) {
+    if (info.arguments[i] == ArgumentUse::overwritten) continue;
+    if (i == 0 && info.beta && is_zero(frame.arguments[*info.beta])) continue;
+    for_each_tensor_at(frame.arguments[i], [&](const at::Tensor& tensor, int) {
+      if (!is_plainly_observable(tensor)) return;
+      const auto* storage = tensor.storage().unsafeGetStorageImpl();
+      if (std::find(written.begin(), written.end(), storage) == written.end()) return;
+      BeforeWrite before{.tensor = tensor.unsafeGetTensorImpl(), .births = {}};
+      bool is_known_finite = false;
+      {
+        const std::lock_guard lock(mutex);
+        const StorageRecord* record = lineage.find(tensor);
+        // A capture holds a copy that tells whether the memory has changed since it was written.
+        is_known_finite = frame.is_captured && record != nullptr &&
+                          record->state == StorageState::written && record->tags.empty() &&
+                          record->finite_range.contains(range_of(tensor));
+      }
+      if (!is_known_finite && is_bad(tensor)) {
+        const TensorStats stats = stats_of(tensor, options.threads);
+        before.has_nan = stats.nan > 0;
+        before.has_inf = stats.nonfinite() > stats.nan;
+        before.births = origins_of(tensor, frames, info.full_name);
+      }
+      frame.before_write.push_back(std::move(before));
+    });
+  }
+}
+
+void OperatorTrace::Impl::start_container(const at::RecordFunction& call, Frame& frame,
+                                          ThreadFrames& frames) {
+  std::string_view name = call.name();
+  if (name.starts_with(kEvaluate)) {
+    name.remove_prefix(kEvaluate.size());
+    frame.kind = FrameKind::evaluate;
+    frame.name = name;
+    ++frames.backward_depth;
+    return;
+  }
+  if (name == "detach" || name == "detach_") {  // VariableTypeManual.cpp
+    frame.kind = FrameKind::passage;
+    return;
+  }
+  frame.kind = FrameKind::container;
+  frame.name = name;
+  frame.sequence = call.seqNr();
+  frame.forward_thread = at::RecordFunction::currentThreadId();
+  const auto place = std::make_shared<const Place>(current_place(frames));
+  const std::string* interned = intern_name(frame.name);
+  const std::lock_guard lock(mutex);
+  for (const auto& input : call.inputs()) {
+    for_each_tensor_at(input, [&](const at::Tensor& tensor, int) {
+      if (!is_plainly_observable(tensor)) return;
+      frame.inputs.push_back(tensor.storage().unsafeGetStorageImpl());
+      lineage.note_touch(tensor, place);
+    });
+  }
+  if (frame.sequence >= 0) {
+    forward_calls[frame.forward_thread][frame.sequence] = {
+        frame.module != nullptr ? frame.module : frames.last_module, interned,
+        frame.module == nullptr && frames.last_module != nullptr};
+  }
+}
+
+void OperatorTrace::Impl::start_node(const at::RecordFunction& call, Frame& frame,
+                                     ThreadFrames& frames) {
+  frame.kind = FrameKind::node;
+  ++frames.backward_depth;
+  frame.name = call.name();
+  frame.sequence = call.seqNr();
+  frame.forward_thread = call.forwardThreadId();
+  frame.is_custom = is_custom_node(frame.name);
+  Frame* evaluate = frames.above(1);
+  const bool is_engines = evaluate != nullptr && evaluate->kind == FrameKind::evaluate;
+  if (is_engines) {
+    evaluate->sequence = frame.sequence;
+    evaluate->forward_thread = frame.forward_thread;
+  }
+  const auto place =
+      frame.is_custom ? std::make_shared<const Place>(current_place(frames)) : nullptr;
+  const std::lock_guard lock(mutex);
+  // Handles are not kept: a gradient that someone else holds is copied where it would be taken
+  // over.
+  for (const auto& input : call.inputs()) {
+    if (!input.isTensor() || !is_plainly_observable(input.toTensor())) continue;
+    const at::Tensor& gradient = input.toTensor();
+    frame.inputs.push_back(gradient.storage().unsafeGetStorageImpl());
+    if (frames.last_custom_node) lineage.note_foreign(gradient, frames.last_custom_node);
+    if (place) lineage.note_touch(gradient, place);
+  }
+  if (!is_engines || evaluate->hooks.empty()) return;
+  const ForwardCall forward = forward_call_locked(frame.forward_thread, frame.sequence);
+  for (const BirthId id : evaluate->hooks) {
+    Birth& birth = births[static_cast<std::size_t>(id)].birth;
+    if (forward.module != nullptr) birth.sighting.module = *forward.module;
+    birth.is_module_inferred = forward.is_module_inferred;
+    if (forward.op != nullptr) birth.forward_op = *forward.op;
+  }
+}
+
+void OperatorTrace::Impl::finish(const at::RecordFunction& call, ThreadFrames& frames) {
+  Frame& frame = *frames.top();
+  if (frame.is_ignored) return;
+  if (frame.kind == FrameKind::node) return finish_node(frame, frames);
+  if (frame.kind == FrameKind::operation) finish_operation(call, frame, frames);
+}
+
+void OperatorTrace::Impl::finish_node(Frame& frame, ThreadFrames& frames) {
+  if (frame.is_custom) {
+    frames.last_custom_node = std::make_shared<const Place>(current_place(frames));
+  }
+  Frame* evaluate = frames.above(1);
+  if (evaluate != nullptr && evaluate->kind == FrameKind::evaluate) evaluate->node_has_run = true;
+}
+
+void OperatorTrace::Impl::finish_operation(const at::RecordFunction& call, Frame& frame,
+                                           ThreadFrames& frames) {
+  const OperatorInfo& info = *frame.info;
+  if (info.is_allocator) return note_allocation(call, frames);
+  if (info.is_collective) return note_received(call, frame, frames);
+  thread_local std::vector<TensorAt> outputs;
+  struct LetGo {
+    ~LetGo() { outputs.clear(); }
+  } const let_go;
+  const auto returned = last_values(call.outputs(), info.returns_alias.size());
+  const auto add = [&](const c10::IValue& value, int index) {
+    for_each_tensor_at(value, [&](const at::Tensor& tensor, int element) {
+      if (is_plainly_observable(tensor)) {
+        outputs.push_back({tensor, index, element});
+      } else if (at::Tensor values = values_of(tensor); values.defined()) {
+        outputs.push_back({std::move(values), index, element});
+      }
+    });
+  };
+  for (std::size_t i = 0; i < returned.size(); ++i) {
+    // lift_fresh ends torch.tensor(...), and returns what it has made.
+    if (!info.returns_alias[i] || info.is_lift_fresh) add(returned[i], static_cast<int>(i));
+  }
+  if (outputs.empty() && returned.empty() && info.writes && frame.has_arguments) {
+    for (std::size_t i = 0; i < frame.arguments.size(); ++i) {
+      if (info.arguments[i] != ArgumentUse::read) add(frame.arguments[i], static_cast<int>(i));
+    }
+  }
+  if (outputs.empty()) return;
+  if (info.is_lift_fresh && !is_fresh_constant(outputs.front().values)) return;
+  if (info.is_composite && !info.owns_its_copy && inner_operators_wrote(outputs, frame)) return;
+
+  thread_local std::vector<const at::Tensor*> looked_at;
+  looked_at.clear();
+  for (const auto& output : outputs) looked_at.push_back(&output.values);
+  if (any_is_bad(looked_at)) {
+    // Its births may call Python, whose operators come back here: it needs a list of its own.
+    const std::vector<TensorAt> own = std::move(outputs);
+    outputs = {};
+    return explain_bad_outputs(call, frame, frames, own);
+  }
+  const std::lock_guard lock(mutex);
+  const std::uint64_t now = clock.fetch_add(1, std::memory_order_relaxed) + 1;
+  for (const auto& output : outputs) {
+    lineage.note_finite_write(output.values, now, &info.full_name, info.is_filler);
+  }
+}
+
+/// torch.tensor(...) fills memory that an operator has allocated: a constant of the program. What
+/// comes from torch.from_numpy(...) has no such record: it was computed somewhere else.
+bool OperatorTrace::Impl::is_fresh_constant(const at::Tensor& values) {
+  const std::lock_guard lock(mutex);
+  const StorageRecord* record = lineage.find(values);
+  return record != nullptr && record->state == StorageState::allocated;
+}
+
+bool OperatorTrace::Impl::inner_operators_wrote(const std::vector<TensorAt>& outputs,
+                                                const Frame& frame) {
+  const std::lock_guard lock(mutex);
+  return std::all_of(outputs.begin(), outputs.end(), [&](const TensorAt& output) {
+    const StorageRecord* record = lineage.find(output.values);
+    return record != nullptr && record->state == StorageState::written && !record->is_filled &&
+           record->last_write > frame.start;
+  });
+}
+
+void OperatorTrace::Impl::note_allocation(const at::RecordFunction& call, ThreadFrames& frames) {
+  const Frame& frame = *frames.top();
+  const OperatorInfo& info = *frame.info;
+  const auto returned = last_values(call.outputs(), info.returns_alias.size());
+  // Inside another operator the kernel that asked for the memory writes it next.
+  const Frame* parent = frames.above(1);
+  const bool is_inside_operator = parent != nullptr && parent->kind == FrameKind::operation;
+  const auto place =
+      is_inside_operator ? nullptr : std::make_shared<const Place>(current_place(frames));
+  const std::lock_guard lock(mutex);
+  for (const auto& value : returned) {
+    for_each_tensor_at(value, [&](const at::Tensor& tensor, int) {
+      // resize_ and set_ leave what is there as it was.
+      if (is_plainly_observable(tensor) && !(info.writes && lineage.find(tensor) != nullptr)) {
+        lineage.note_allocation(tensor, clock.load(std::memory_order_relaxed), &info.full_name,
+                                place);
+      }
+    });
+  }
+}
+
+void OperatorTrace::Impl::note_received(const at::RecordFunction& call, Frame& frame,
+                                        ThreadFrames& frames) {
+  const OperatorInfo& info = *frame.info;
+  if (info.name.find("send") != std::string::npos || info.name.find("wait") != std::string::npos ||
+      !frame.has_arguments) {
+    return;
+  }
+  const auto place = std::make_shared<const Place>(current_place(frames));
+  const std::lock_guard lock(mutex);
+  bool is_returned = false;
+  const auto receive = [&](const at::Tensor& tensor, int) {
+    if (!is_plainly_observable(tensor)) return;
+    is_returned = true;
+    lineage.note_received(tensor, clock.load(std::memory_order_relaxed), &info.full_name, place);
+  };
+  const auto receive_all = [&](const c10::IValue& value) {
+    for_each_tensor_at(value, receive);
+    if (!value.isList()) return;
+    for (const c10::IValue& inner : value.toListRef()) {
+      if (inner.isList()) for_each_tensor_at(inner, receive);
+    }
+  };
+  for (const auto& value : last_values(call.outputs(), info.returns_alias.size())) {
+    receive_all(value);
+  }
+  // recv_, reduce_, alltoall_base_, ... return their Work alone and write their first argument.
+  if (!is_returned && !frame.arguments.empty()) receive_all(frame.arguments[0]);
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,228 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "nanlocator/locate/locate.hpp"
+
+namespace nanlocator {
+namespace {
+
+using testing::Contains;
+using testing::Each;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::Not;
+
+/// A rank of a data-parallel job whose only two gradients are bad after the reduction.
+Ledger ledger_of(int rank, int world) {
+  Ledger ledger;
+  ledger.run_id = "run";
+  ledger.iteration = 7;
+  ledger.coordinates.rank = rank;
+  ledger.coordinates.world_size = world;
+  ledger.coordinates.dp = {rank, world};
+  ledger.backward_order = {{1, "head.weight", {4}, false, false, false, 0},
+                           {0, "body.weight", {4}, false, false, false, 0}};
+  ledger.coverage = {{Phase::grad_reduced, {0, 1}}};
+  for (const auto& parameter : ledger.backward_order) {
+    Sighting sighting;
+    sighting.iteration = 7;
+    sighting.phase = Phase::grad_reduced;
+    sighting.role = "grad";
+    sighting.parameter_id = parameter.id;
+    sighting.parameter = parameter.name;
+    sighting.dtype = "float32";
+    sighting.shape = {4};
+    sighting.stats.numel = 4;
+    sighting.stats.nan = 4;
+    sighting.stats.first_bad = 0;
+    ledger.sightings.push_back(sighting);
+  }
+  return ledger;
+}
+
+Birth birth_of(BirthKind kind, Phase phase, const std::string& op) {
+  Birth birth;
+  birth.kind = kind;
+  birth.sighting.phase = phase;
+  birth.sighting.module = "body";
+  birth.sighting.op = op;
+  birth.sighting.role = "output[0]";
+  birth.sighting.dtype = "float32";
+  birth.sighting.shape = {2, 3};
+  birth.sighting.stats.numel = 6;
+  birth.sighting.stats.nan = kind == BirthKind::inf ? 0 : 1;
+  birth.sighting.stats.pos_inf = kind == BirthKind::inf ? 1 : 0;
+  birth.sighting.stats.first_bad = 4;
+  birth.reached = {"loss"};
+  return birth;
+}
+
+Verdict locate_one(const Ledger& ledger) {
+  return locate({&ledger, 1}, ledger.coordinates.world_size);
+}
+
+TEST(BirthOrigins, ABirthTakesThePlaceOfTheGradientsThatItMadeBad) {
+  Ledger ledger = ledger_of(0, 1);
+  ledger.births = {birth_of(BirthKind::nan, Phase::forward, "aten::log")};
+  ledger.births[0].replay = ReplayConclusion::deterministic_undefined;
+  ledger.births[0].values = {{"self", 0.0}};
+  const Verdict verdict = locate_one(ledger);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  const Origin& origin = verdict.origins[0];
+  EXPECT_EQ(origin.op, "aten::log");
+  EXPECT_EQ(origin.module, "body");
+  EXPECT_EQ(origin.direction, Direction::forward);
+  EXPECT_EQ(origin.cause, Cause::operator_undefined);
+  EXPECT_EQ(origin.confidence, Confidence::high);
+  EXPECT_THAT(origin.tensor->first_bad_index, ElementsAre(1, 1));
+  EXPECT_THAT(origin.evidence, Contains(HasSubstr("self = 0")));
+  EXPECT_THAT(verdict.spread.parameters, ElementsAre("head.weight", "body.weight"));
+}
+
+TEST(BirthOrigins, TheInfinityIsTheOriginOfTheNanThatItBecame) {
+  Ledger ledger = ledger_of(0, 1);
+  Birth overflow = birth_of(BirthKind::inf, Phase::forward, "aten::exp");
+  overflow.reached.clear();
+  overflow.replay = ReplayConclusion::deterministic_overflow;
+  Birth nan = birth_of(BirthKind::nan_from_inf, Phase::forward, "aten::sub.Tensor");
+  nan.parent = 0;
+  ledger.births = {overflow, nan};
+  const Verdict verdict = locate_one(ledger);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_EQ(verdict.origins[0].op, "aten::exp");
+  EXPECT_EQ(verdict.origins[0].cause, Cause::operator_overflow);
+  EXPECT_THAT(verdict.origins[0].evidence, Contains(HasSubstr("aten::sub.Tensor")));
+}
+
+TEST(BirthOrigins, AnIntendedInfinityIsNotTheOriginOfWhatWasMadeOfIt) {
+  Ledger ledger = ledger_of(0, 1);
+  Birth mask = birth_of(BirthKind::literal, Phase::forward, "aten::masked_fill.Scalar");
+  mask.reached.clear();
+  Birth nan = birth_of(BirthKind::nan_from_inf, Phase::forward, "aten::_softmax");
+  nan.parent = 0;
+  ledger.births = {mask, nan};
+  const Verdict verdict = locate_one(ledger);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_EQ(verdict.origins[0].op, "aten::_softmax");
+}
+
+TEST(BirthOrigins, ABirthThatReachedNothingIsNoOrigin) {
+  Ledger ledger = ledger_of(0, 1);
+  ledger.births = {birth_of(BirthKind::nan, Phase::forward, "aten::log")};
+  ledger.births[0].reached.clear();
+  for (const Origin& origin : locate_one(ledger).origins) EXPECT_EQ(origin.op, "");
+}
+
+TEST(BirthOrigins, ParentsInACircleDoNotHang) {
+  Ledger ledger = ledger_of(0, 1);
+  ledger.births = {birth_of(BirthKind::nan, Phase::forward, "aten::a"),
+                   birth_of(BirthKind::nan, Phase::forward, "aten::b")};
+  ledger.births[0].parent = 1;
+  ledger.births[1].parent = 0;
+  EXPECT_FALSE(locate_one(ledger).origins.empty());
+  ledger.births[0].parent = 99;
+  ledger.births[1].parent = -3;
+  EXPECT_EQ(locate_one(ledger).origins.size(), 2u);
+}
+
+TEST(BirthOrigins, OnlyTheRankThatSawTheBirthIsAccused) {
+  std::vector<Ledger> ledgers = {ledger_of(0, 2), ledger_of(1, 2)};
+  Birth received = birth_of(BirthKind::collective, Phase::backward, "");
+  ledgers[0].births = {received};
+  ledgers[1].births = {birth_of(BirthKind::nan, Phase::backward, "aten::div.Tensor")};
+  const Verdict verdict = locate(ledgers, 2);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_EQ(verdict.origins[0].candidates, std::vector<int>{1});
+  EXPECT_EQ(verdict.origins[0].coordinates->rank, 1);
+  EXPECT_EQ(verdict.origins[0].op, "aten::div.Tensor");
+}
+
+TEST(BirthOrigins, WhatOnlyACollectiveTellsIsACollectiveResult) {
+  std::vector<Ledger> ledgers = {ledger_of(0, 2), ledger_of(1, 2)};
+  ledgers[0].births = {birth_of(BirthKind::collective, Phase::backward, "")};
+  const Verdict verdict = locate(ledgers, 2);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_EQ(verdict.origins[0].cause, Cause::collective_result);
+}
+
+TEST(BirthOrigins, TheSameBirthOnSeveralRanksIsOneOriginWithACommonCause) {
+  std::vector<Ledger> ledgers = {ledger_of(0, 2), ledger_of(1, 2)};
+  for (Ledger& ledger : ledgers) {
+    Birth weight = birth_of(BirthKind::weight, Phase::forward, "aten::mm");
+    weight.sighting.parameter = "body.weight";
+    ledger.births = {weight};
+  }
+  const Verdict verdict = locate(ledgers, 2);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_THAT(verdict.origins[0].candidates, ElementsAre(0, 1));
+  EXPECT_FALSE(verdict.origins[0].coordinates.has_value());
+  EXPECT_EQ(verdict.origins[0].cause, Cause::bad_weight);
+  EXPECT_THAT(verdict.origins[0].evidence, Contains(HasSubstr("common cause")));
+}
+
+TEST(BirthOrigins, ZeroOverZeroInTheLossIsAnEmptyLossMaskAndElsewhereIsNot) {
+  Ledger ledger = ledger_of(0, 1);
+  Birth quotient = birth_of(BirthKind::nan, Phase::loss, "aten::div.Tensor");
+  quotient.values = {{"self", 0.0}, {"other", 0.0}};
+  quotient.replay = ReplayConclusion::deterministic_undefined;
+  ledger.births = {quotient};
+  EXPECT_EQ(locate_one(ledger).origins.at(0).cause, Cause::empty_loss_mask);
+  ledger.births[0].sighting.phase = Phase::forward;
+  EXPECT_EQ(locate_one(ledger).origins.at(0).cause, Cause::operator_undefined);
+  ledger.births[0].sighting.phase = Phase::loss;
+  ledger.births[0].values[0].second = 3;
+  EXPECT_EQ(locate_one(ledger).origins.at(0).cause, Cause::operator_undefined);
+}
+
+TEST(BirthOrigins, EachKindHasItsCause) {
+  const auto cause_of = [](BirthKind kind, Phase phase) {
+    Ledger ledger = ledger_of(0, 1);
+    ledger.births = {birth_of(kind, phase, "aten::mul.Tensor")};
+    return locate_one(ledger).origins.at(0).cause;
+  };
+  EXPECT_EQ(cause_of(BirthKind::buffer, Phase::forward), Cause::bad_buffer);
+  EXPECT_EQ(cause_of(BirthKind::data, Phase::forward), Cause::bad_input);
+  EXPECT_EQ(cause_of(BirthKind::data, Phase::params_after), Cause::optimizer_state);
+  EXPECT_EQ(cause_of(BirthKind::nan, Phase::params_after), Cause::optimizer_update);
+  EXPECT_EQ(cause_of(BirthKind::memory, Phase::backward), Cause::memory_corruption);
+  EXPECT_EQ(cause_of(BirthKind::user_hook, Phase::backward), Cause::user_hook);
+  EXPECT_EQ(cause_of(BirthKind::opaque, Phase::forward), Cause::unknown);
+  EXPECT_EQ(cause_of(BirthKind::nan, Phase::forward), Cause::unknown);  // not replayed
+}
+
+TEST(BirthOrigins, AFaultThatIsGoneInTheRepeatAccusesNoMachineWithHighConfidence) {
+  Ledger ledger = ledger_of(0, 1);
+  ledger.rerun = Rerun{.reproduced = false, .control_reproduced = false, .gradients = 2};
+  const Verdict verdict = locate_one(ledger);
+  EXPECT_TRUE(verdict.rerun.done);
+  EXPECT_EQ(verdict.rerun.reproduced, false);
+  ASSERT_FALSE(verdict.origins.empty());
+  for (const Origin& origin : verdict.origins) {
+    EXPECT_EQ(origin.cause, Cause::not_reproduced);
+    EXPECT_NE(origin.confidence, Confidence::high);
+    EXPECT_THAT(origin.evidence, Contains(HasSubstr("came out finite")));
+  }
+}
+
+TEST(BirthOrigins, GoneNeedsEveryRanksWord) {
+  std::vector<Ledger> ledgers = {ledger_of(0, 2), ledger_of(1, 2)};
+  ledgers[0].rerun = Rerun{.reproduced = false};
+  ledgers[1].rerun = Rerun{};  // its repeat came to no end
+  const Verdict verdict = locate(ledgers, 2);
+  EXPECT_TRUE(verdict.rerun.done);
+  EXPECT_FALSE(verdict.rerun.reproduced.has_value());
+  for (const Origin& origin : verdict.origins) EXPECT_NE(origin.cause, Cause::not_reproduced);
+}
+
+TEST(BirthOrigins, WhatCouldNotBePutBackIsNamed) {
+  Ledger ledger = ledger_of(0, 1);
+  ledger.rerun = Rerun{.reproduced = true, .gradients = 2, .changed = 1};
+  ledger.rerun->not_restored = {"the sampler: cannot seek"};
+  const Verdict verdict = locate_one(ledger);
+  EXPECT_THAT(verdict.rerun.not_restored, ElementsAre("the sampler: cannot seek"));
+  EXPECT_THAT(verdict.origins.at(0).evidence, Contains(HasSubstr("other bits in 1 of 2")));
+}
+
+}  // namespace
+}  // namespace nanlocator

@@ -1,0 +1,580 @@
+"""The operator trace from Python: planted causes, opaque kernels, hooks, recomputation, healthy models."""
+
+import ctypes
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from traced_models import (
+    ConvolutionalNet,
+    batch,
+    declare,
+    gradients,
+    language_model,
+    traced_step,
+)
+
+from nanlocator import _C
+from nanlocator.modules import ModuleHooks
+
+INF, NAN = float("inf"), float("nan")
+
+
+class Block(nn.Module):
+    """before -> guilty -> after; `guilty` computes what a test plants, on its own parameter."""
+
+    def __init__(self, plant, width: int = 4) -> None:
+        super().__init__()
+        self.before = nn.Linear(width, width)
+        self.guilty = Guilty(plant, width)
+        self.after = nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.guilty(x + 0 * self.before(x))).sum()
+
+
+class Guilty(nn.Module):
+    def __init__(self, plant, width: int) -> None:
+        super().__init__()
+        self.plant = plant
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.plant(x * self.weight)
+
+
+def run(plant, x=None, **options):
+    model = Block(plant)
+    data = torch.ones(2, 4) if x is None else x
+
+    def step():
+        loss = model(data)
+        loss.backward()
+        return loss
+
+    return traced_step(model, step, **options)
+
+
+def with_zero(row: int, column: int) -> torch.Tensor:
+    x = torch.ones(2, 4)
+    x[row, column] = 0
+    return x
+
+
+def element(row: int, column: int, value: float, others: float = 1.0) -> torch.Tensor:
+    x = torch.full((2, 4), others)
+    x[row, column] = value
+    return x
+
+
+def softmax_of_a_masked_row(x):
+    mask = torch.zeros(2, 4, dtype=torch.bool)
+    mask[1] = True
+    return torch.softmax(x.masked_fill(mask, -INF), -1)
+
+
+# name: (what the module computes, its input, kind, operator, phase, first bad element, has a parent)
+CAUSES = {
+    "log of zero": (torch.log, with_zero(1, 2), "inf", "aten::log", "forward", [1, 2], False),
+    "zero over zero": (lambda x: x / x, with_zero(0, 3), "nan", "aten::div.Tensor", "forward", [0, 3], False),
+    "one over zero": (lambda x: 1 / x, with_zero(0, 3), "inf", "aten::reciprocal", "forward", [0, 3], False),
+    "rsqrt of zero": (torch.rsqrt, with_zero(1, 0), "inf", "aten::rsqrt", "forward", [1, 0], False),
+    "sqrt of a negative": (torch.sqrt, element(0, 2, -1), "nan", "aten::sqrt", "forward", [0, 2], False),
+    "acos beyond one": (torch.acos, element(1, 1, 1.01, 0.5), "nan", "aten::acos", "forward", [1, 1], False),
+    "exp overflow": (torch.exp, element(0, 1, 100), "inf", "aten::exp", "forward", [0, 1], False),
+    "underflowed divisor": (
+        lambda x: x / (x * 1e-30 * 1e-30), None, "inf", "aten::div.Tensor", "forward", [0, 0], False,
+    ),
+    "half overflow in a matmul": (
+        lambda x: (x.half() @ x.half().t()).float()[:, 1:].expand(2, 4), element(1, 0, 300), "inf",
+        "aten::mm", "forward", [1, 1], False,
+    ),
+    "half overflow in a cast": (
+        lambda x: (x * x).half().float(), element(1, 3, 300), "inf", "aten::_to_copy", "forward", [1, 3],
+        False,
+    ),
+    "std of one element": (
+        lambda x: x + x[:1, :1].std(), None, "nan", "aten::std.correction", "forward", [], False,
+    ),
+    "fully masked row": (
+        softmax_of_a_masked_row, None, "nan_from_inf", "aten::_softmax", "forward", [1, 0], False,
+    ),
+    "logsumexp minus itself": (
+        lambda x: torch.exp(x) - torch.exp(x), element(0, 1, 100), "nan_from_inf", "aten::sub.Tensor",
+        "forward", [0, 1], True,
+    ),
+    "derivative of sqrt at zero": (
+        torch.sqrt, with_zero(1, 2), "inf", "aten::div.Tensor", "backward", [1, 2], False,
+    ),
+    "derivative of a norm by hand at zero": (
+        lambda x: (x * x).sum(1, keepdim=True).sqrt().expand(2, 4), element(0, 0, 0.0, 0.0), "inf",
+        "aten::div.Tensor", "backward", [0, 0], False,
+    ),
+    "derivative of a root by pow at zero": (
+        lambda x: x**0.5, with_zero(1, 3), "inf", "aten::pow.Tensor_Scalar", "backward", [1, 3], False,
+    ),
+    "derivative of acos at one": (
+        torch.acos, element(0, 1, 1, 0.5), "inf", "aten::rsqrt", "backward", [0, 1], False,
+    ),
+    "derivative through where": (
+        lambda x: torch.where(x > 0, torch.log(x), 0.0 * x), with_zero(1, 1), "nan", "aten::div.Tensor",
+        "backward", [1, 1], False,
+    ),
+    "derivative of asin at one": (
+        torch.asin, element(0, 2, 1, 0.5), "inf", "aten::rsqrt", "backward", [0, 2], False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_planted_cause_is_named_with_operator_module_direction_and_element(name):
+    plant, x, kind, operator, phase, first_bad, has_parent = CAUSES[name]
+    explanation = run(plant, x)
+    assert explanation.notes == []
+    told = [t.birth for t in explanation.births]
+    # The plant's own birth: of several (Inf before NaN) the one that the table names.
+    births = [b for b in told if b.kind == kind and b.sighting.phase == phase]
+    assert births, [(b.kind, b.sighting.phase, b.sighting.op) for b in told]
+    birth = births[0]
+    assert birth.sighting.module == "guilty"
+    assert operator is None or birth.sighting.op == operator
+    assert (birth.parent is not None) == has_parent
+    index = list(torch.unravel_index(torch.tensor(birth.sighting.stats.first_bad), birth.sighting.shape))
+    assert [int(i) for i in index] == first_bad
+    assert told[0].sighting.module == "guilty", "and nothing is told before it"
+    assert (birth.node != "") == (phase == "backward")
+    if has_parent:
+        assert told[birth.parent].kind == "inf"
+    if kind != "literal":
+        assert explanation.births[told.index(birth)].has_call
+
+
+def test_a_bad_weight_a_bad_buffer_and_a_bad_batch_are_told_apart():
+    for where in ("weight", "buffer", "data"):
+        model = Block(lambda x: x)
+        model.guilty.register_buffer("scale", torch.ones(4))
+        model.guilty.plant = lambda x, m=model: x * m.guilty.scale
+        x = torch.ones(2, 4)
+        with torch.no_grad():
+            bad = {"weight": model.guilty.weight, "buffer": model.guilty.scale, "data": x[0]}[where]
+            bad[2] = NAN
+
+        def step(model=model, x=x):
+            loss = model(x)
+            loss.backward()
+            return loss
+
+        births = [t.birth for t in traced_step(model, step).births]
+        assert [b.kind for b in births] == [where]
+        assert births[0].sighting.stats.first_bad == 2
+        if where != "data":
+            assert births[0].sighting.parameter == ("guilty.weight" if where == "weight" else "guilty.scale")
+            assert births[0].sighting.module == "guilty"
+
+
+def test_the_python_stack_names_the_line_of_the_plant():
+    def plant(x):
+        return torch.log(x)
+
+    birth = run(plant, with_zero(0, 0)).births[0].birth
+    assert birth.stack[0].endswith(" in plant") and "test_operator_trace.py" in birth.stack[0]
+
+
+def test_keyword_and_dictionary_inputs_reach_the_trace():
+    class Keywords(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, *, features):
+            return torch.log(features["x"] * self.weight)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Keywords()
+
+        def forward(self, features):
+            return self.inner(features=features).sum()
+
+    model = Outer()
+    step = lambda: model({"x": torch.tensor([1.0, 0, 2])})  # noqa: E731
+    birth = traced_step(model, step).births[0].birth
+    assert (birth.sighting.module, birth.sighting.stats.first_bad) == ("inner", 1)
+
+
+def test_a_gradient_element_that_is_written_behind_torchs_back_is_memory():
+    model = nn.Linear(3, 3)
+    with _C.OperatorTrace() as trace:
+        declare(trace, model)
+        trace.begin_pass()
+        loss = model(torch.ones(2, 3)).sum()
+        loss.backward()
+        address = model.weight.grad.data_ptr() + 4 * model.weight.grad.element_size()
+        ctypes.c_float.from_address(address).value = NAN
+        explanation = trace.explain([("loss", loss)], gradients(model))
+    (traced,) = explanation.births
+    assert traced.birth.kind == "memory"
+    assert traced.birth.sighting.parameter == "weight"
+    assert traced.birth.sighting.stats.first_bad == 4
+
+
+def test_a_gradient_that_is_written_behind_torchs_back_inside_backward_is_memory():
+    def corrupt(gradient):
+        ctypes.c_float.from_address(gradient.data_ptr()).value = INF
+
+    def plant(x):
+        y = x * 2
+        y.register_hook(corrupt)
+        return y * 3
+
+    births = [t.birth for t in run(plant).births]
+    assert [b.kind for b in births if b.parent is None] == ["memory"]
+    assert births[0].sighting.phase == "backward"
+    assert births[0].sighting.stats.first_bad == 0
+
+
+@pytest.mark.parametrize("place", ["tensor", "node", "leaf", "after accumulation"])
+@pytest.mark.parametrize("literal", [True, False])
+def test_a_hook_that_corrupts_a_gradient_is_blamed_with_its_line(place, literal):
+    zero = torch.zeros(())
+
+    def corrupting_hook(gradient):
+        return gradient * NAN if literal else gradient / zero
+
+    def plant(x):
+        y = x * 2
+        if place == "tensor":
+            y.register_hook(corrupting_hook)
+        elif place == "node":
+            y.grad_fn.register_prehook(lambda grads: (corrupting_hook(grads[0]),))
+        return y
+
+    model = Block(plant)
+    if place == "leaf":
+        model.guilty.weight.register_hook(corrupting_hook)
+    elif place == "after accumulation":
+
+        def after(parameter):
+            parameter.grad = corrupting_hook(parameter.grad)
+
+        model.guilty.weight.register_post_accumulate_grad_hook(after)
+
+    def step():
+        loss = model(torch.ones(2, 4))
+        loss.backward()
+        return loss
+
+    birth = traced_step(model, step).births[0].birth
+    assert birth.kind == "user_hook"
+    assert birth.stack[0].endswith(" in corrupting_hook")
+    assert birth.sighting.phase == "backward"
+    assert "guilty.weight" in birth.reached
+    if place in ("tensor", "node"):
+        assert birth.sighting.module == "guilty"
+
+
+def test_nan_from_adam_with_clean_gradients_is_of_the_optimizers_phase():
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(model.parameters(), eps=0.0)
+    model(torch.zeros(1, 3)).sum().backward()  # the weight's gradient is zero: 0 / 0 in the update
+    with _C.OperatorTrace() as trace:
+        declare(trace, model)
+        trace.begin_pass()
+        trace.enter_phase("params_after")
+        optimizer.step()
+        trace.enter_phase(None)
+        explanation = trace.explain([], list(model.named_parameters()))
+    births = [t.birth for t in explanation.births]
+    assert births and all(b.sighting.phase == "params_after" for b in births)
+    assert "addcdiv" in births[0].sighting.op or "div" in births[0].sighting.op
+    assert births[0].sighting.module == ""
+    assert births[0].reached == ["weight"]
+
+
+def test_a_loss_over_no_valid_labels_is_of_the_loss():
+    model = Block(lambda x: x)
+
+    def step():
+        out = model.after(model.guilty(torch.ones(2, 4)))
+        mask = torch.zeros(2, 1)
+        loss = (out * mask).sum() / mask.sum()
+        loss.backward()
+        return loss
+
+    births = [t.birth for t in traced_step(model, step).births]
+    assert [(b.sighting.phase, b.sighting.module, b.kind) for b in births] == [("loss", "", "nan")]
+
+
+def test_siblings_of_a_guilty_projection_are_not_blamed():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(4, 4, bias=False) for _ in range(3))
+
+        def forward(self, x):
+            q = self.q(x)
+            # Only q has a pole in backward.
+            q = q + torch.sqrt((q - q.detach()).abs().sum() * 0)
+            return (torch.softmax(q @ self.k(x).t(), -1) @ self.v(x)).sum()
+
+    model = Attention()
+
+    def step():
+        loss = model(torch.ones(3, 4))
+        loss.backward()
+        return loss
+
+    explanation = traced_step(model, step)
+    reached = {name for t in explanation.births for name in t.birth.reached}
+    assert reached == {"q.weight"}
+    assert explanation.births[0].birth.sighting.phase == "backward"
+    assert explanation.births[0].birth.forward_op.startswith("aten::sqrt")
+
+
+class NumpyFunction(torch.autograd.Function):
+    """Computes in numpy: nothing of it is dispatched."""
+
+    plant = ""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.detach().numpy() * 2
+        if NumpyFunction.plant == "forward":
+            y.flat[1] = NAN
+        return torch.from_numpy(y)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        g = gradient.contiguous().numpy() * 2
+        if NumpyFunction.plant == "backward":
+            g.flat[1] = NAN
+        return torch.from_numpy(g)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_kernel_off_the_dispatcher_is_said_to_have_borne_it(direction, monkeypatch):
+    monkeypatch.setattr(NumpyFunction, "plant", direction)
+    births = [t.birth for t in run(lambda x: NumpyFunction.apply(x) + 1).births]
+    assert [b.kind for b in births] == ["opaque"]
+    birth = births[0]
+    assert birth.sighting.phase == direction
+    assert birth.sighting.module == "guilty"
+    assert birth.sighting.op == ("NumpyFunction" if direction == "forward" else "NumpyFunctionBackward")
+    assert birth.sighting.stats.first_bad == 1
+
+
+def test_a_kernel_that_writes_into_memory_of_torch_is_opaque_too():
+    class IntoEmpty(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            out = torch.empty_like(x)
+            out.numpy()[:] = x.numpy()
+            out.numpy().flat[3] = INF
+            return out
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    births = [t.birth for t in run(lambda x: IntoEmpty.apply(x) * 2).births]
+    assert [(b.kind, b.sighting.op, b.sighting.module) for b in births] == [("opaque", "IntoEmpty", "guilty")]
+    assert births[0].sighting.stats.first_bad == 3
+
+
+def test_a_custom_function_is_named_by_its_inner_operator():
+    class Pole(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (x,) = ctx.saved_tensors
+            return gradient / x
+
+    birth = run(Pole.apply, with_zero(1, 0)).births[0].birth
+    assert birth.sighting.op == "aten::div.Tensor"
+    assert (birth.node, birth.forward_op, birth.sighting.module) == ("PoleBackward", "Pole", "guilty")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_checkpointed_module_is_named_in_both_directions(reentrant, direction):
+    plant = torch.log if direction == "forward" else torch.sqrt
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.before = nn.Linear(4, 4)
+            self.guilty = Guilty(plant, 4)
+
+        def forward(self, x):
+            h = x + 0 * self.before(x)
+            return checkpoint(self.guilty, h, use_reentrant=reentrant).sum()
+
+    model = Checkpointed()
+
+    def step():
+        loss = model(with_zero(1, 2))
+        loss.backward()
+        return loss
+
+    birth = traced_step(model, step).births[0].birth
+    assert birth.sighting.phase == direction
+    assert birth.sighting.module == "guilty"
+    assert birth.sighting.stats.first_bad == 6
+    assert birth.sighting.op == ("aten::log" if direction == "forward" else "aten::div.Tensor")
+
+
+def test_training_under_the_trace_is_bit_identical():
+    def train(armed: bool):
+        torch.manual_seed(3)
+        model = language_model("gpt2", "sdpa")
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+
+            def step():
+                loss = model(**batch()).loss
+                loss.backward()
+                return loss
+
+            if armed:
+                with _C.OperatorTrace() as trace, ModuleHooks(model):
+                    declare(trace, model)
+                    trace.begin_pass()
+                    losses.append(step().item())
+                    optimizer.step()
+            else:
+                losses.append(step().item())
+                optimizer.step()
+        return losses, [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
+
+    plain, traced = train(False), train(True)
+    assert plain[0] == traced[0]
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], traced[1], strict=True))
+    assert torch.equal(plain[2], traced[2])
+
+
+@pytest.fixture(params=[False, True], ids=["", "memory filled with NaN"])
+def filled_memory(request):
+    torch.use_deterministic_algorithms(request.param, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["fp32", "autocast", "half", "checkpoint"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "t5", "llama", "mixtral"])
+def test_a_healthy_language_model_has_no_origins(kind, attention, mode, filled_memory):
+    model = language_model(kind, attention).train()
+    if mode == "half":
+        model = model.half()
+    if mode == "checkpoint":
+        reentrant = kind in ("gpt2", "llama")
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+
+    def step():
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode == "autocast"):
+            loss = model(**batch()).loss
+        loss.backward()
+        return loss
+
+    losses = []
+    explanation = traced_step(model, lambda: losses.append(step()) or losses[0])
+    assert torch.isfinite(losses[0]), "or this shows nothing"
+    assert all(torch.isfinite(g).all() for _, g in gradients(model)), "or this shows nothing"
+    assert [t.birth for t in explanation.births] == []
+    assert explanation.operators > 500
+    assert explanation.notes == []
+
+
+@pytest.mark.parametrize("mode", ["fp32", "autocast"])
+def test_a_healthy_convolutional_net_with_batch_norm_has_no_origins(mode, filled_memory):
+    model = ConvolutionalNet()
+    images, labels = torch.randn(4, 3, 8, 8), torch.arange(4)
+
+    def step():
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode == "autocast"):
+            loss = functional.cross_entropy(model(images), labels)
+        loss.backward()
+        return loss
+
+    explanation = traced_step(model, step)
+    assert [t.birth for t in explanation.births] == []
+
+
+def test_a_plant_in_a_healthy_model_is_the_only_origin_among_its_masks():
+    model = language_model("llama", "sdpa").train()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 5] = INF
+
+    def step():
+        loss = model(**batch()).loss
+        loss.backward()
+        return loss
+
+    births = [t.birth for t in traced_step(model, step).births]
+    roots = [b for b in births if b.parent is None]
+    assert [b.kind for b in roots] == ["weight"]
+    assert roots[0].sighting.parameter == "model.layers.1.mlp.down_proj.weight"
+    assert roots[0].sighting.stats.first_bad == 3 * 48 + 5
+
+
+def test_a_constant_of_the_program_that_is_the_only_reason_is_told_as_a_literal():
+    births = [t.birth for t in run(lambda x: x * torch.tensor(NAN)).births]
+    assert [b.kind for b in births] == ["literal"]
+
+
+def test_a_batch_that_numpy_makes_within_the_step_is_data():
+    numpy = pytest.importorskip("numpy")
+    model = Block(lambda x: x)
+
+    def step():
+        loss = model(torch.from_numpy(numpy.array([[1, 2, NAN, 4]], dtype="float32")))
+        loss.backward()
+        return loss
+
+    births = [t.birth for t in traced_step(model, step).births]
+    assert [(b.kind, b.sighting.stats.first_bad) for b in births] == [("data", 2)]
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_what_a_collective_leaves_bad_was_received_and_what_went_in_bad_was_not(one_rank):
+    def all_reduce(x, is_broken):
+        y = x.detach() * 2
+        work = torch.distributed.all_reduce(y, async_op=True)
+        work.wait()
+        if is_broken:  # as a link or a reduction kernel would
+            ctypes.c_float.from_address(y.data_ptr() + 4).value = NAN
+        return y
+
+    (traced,) = run(lambda x: x * all_reduce(x, True)).births
+    assert traced.birth.kind == "collective"
+    assert traced.birth.sighting.op.startswith("c10d::allreduce_")
+    assert (traced.birth.sighting.module, traced.birth.sighting.stats.first_bad) == ("guilty", 1)
+
+    births = [t.birth for t in run(lambda x: x * all_reduce(torch.log(x), False), with_zero(0, 1)).births]
+    assert births[0].sighting.op == "aten::log"
+    assert "collective" not in [b.kind for b in births]
+
+
+def test_a_closed_trace_says_so():
+    trace = _C.OperatorTrace()
+    trace.close()
+    with pytest.raises(_C.UsageError, match="closed"):
+        trace.begin_pass()

@@ -1,0 +1,110 @@
+"""A healthy step of a plain PyTorch GPT with each tool over one without; see overhead.py."""
+
+import argparse
+import contextlib
+import json
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+NO_TOOL = "no tool"
+
+
+def main(arguments: argparse.Namespace) -> None:
+    import torch
+    import transformers
+    from transformers.debug_utils import DebugUnderflowOverflow
+
+    import nanlocator
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    vocabulary = 1024  # an embedding of 50257 rows would be most of such a small step, and hide the tools
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_embd=arguments.hidden,
+            n_layer=4,
+            n_head=4,
+            n_positions=arguments.sequence,
+            vocab_size=vocabulary,
+            bos_token_id=0,
+            eos_token_id=0,
+            # DebugUnderflowOverflow raises on the boolean mask that sdpa is given.
+            attn_implementation="eager",
+        )
+    ).train()
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    tokens = torch.randint(0, vocabulary, (arguments.batch, arguments.sequence))
+
+    def step(optimizer: torch.optim.Optimizer) -> float:
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        return time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def located(level: str) -> Iterator[torch.optim.Optimizer]:
+        with tempfile.TemporaryDirectory() as directory:
+            optimizer = nanlocator.LocatingOptimizer(inner, model, level=level, output_dir=directory)
+            try:
+                yield optimizer
+            finally:
+                optimizer.remove()
+
+    @contextlib.contextmanager
+    def debugged() -> Iterator[torch.optim.Optimizer]:
+        hooks = {module: set(module._forward_hooks) for module in model.modules()}
+        DebugUnderflowOverflow(model)
+        try:
+            yield inner
+        finally:  # it has no way to take its hooks off
+            for module, before in hooks.items():
+                for key in set(module._forward_hooks) - before:
+                    del module._forward_hooks[key]
+
+    @contextlib.contextmanager
+    def anomaly_mode() -> Iterator[torch.optim.Optimizer]:
+        with warnings.catch_warnings(), torch.autograd.detect_anomaly():
+            yield inner
+
+    variants: dict[str, Callable[[], Any]] = {
+        NO_TOOL: lambda: contextlib.nullcontext(inner),
+        "nanlocator, level grads": lambda: located("grads"),
+        "nanlocator, level modules": lambda: located("modules"),
+        "nanlocator, level operators": lambda: located("operators"),
+        "transformers DebugUnderflowOverflow": debugged,
+        "torch anomaly mode": anomaly_mode,
+    }
+
+    def run(variant: str) -> float:
+        with variants[variant]() as optimizer:
+            step(optimizer)  # makes plans, fills caches
+            return statistics.median(step(optimizer) for _ in range(arguments.steps))
+
+    warnings.filterwarnings("ignore", message="Anomaly Detection")
+    for variant in variants:
+        run(variant)
+    times: dict[str, list[float]] = {variant: [] for variant in variants}
+    for _ in range(arguments.rounds):
+        for variant in variants:
+            times[variant].append(run(variant))
+    ratios = {
+        variant: statistics.median(a / b for a, b in zip(times[variant], times[NO_TOOL], strict=True))
+        for variant in variants
+    }
+    parameters = sum(p.numel() for p in model.parameters())
+    if arguments.json:
+        result = {"parameters": parameters, "threads": 1, "seconds": times, "ratio": ratios}
+        print(json.dumps(result, indent=1))
+        return
+    print(
+        f"GPT-2 hidden {arguments.hidden}, 4 layers, sequence {arguments.sequence}, batch {arguments.batch}, "
+        f"fp32, {parameters / 1e6:.1f} M parameters, one CPU thread; {arguments.rounds} rounds of "
+        f"{arguments.steps} steps"
+    )
+    for variant, seconds in times.items():
+        print(f"{variant:36} {statistics.median(seconds) * 1e3:9.1f} ms {ratios[variant]:7.3f} x")

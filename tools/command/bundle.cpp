@@ -1,0 +1,576 @@
+// `nanlocator bundle ls|show|verify|diff`: the folders from which guilty calls can be replayed.
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+#include <string>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "bundle_values.hpp"
+#include "command.hpp"
+#include "console.hpp"
+#include "map/list_text.hpp"
+#include "nanlocator/error.hpp"
+#include "nanlocator/map/map_query.hpp"
+#include "nanlocator/record/atomic_file.hpp"
+#include "nanlocator/record/bundle.hpp"
+#include "record/bundle_keys.hpp"
+#include "record/sighting_json.hpp"
+
+namespace nanlocator::command {
+namespace {
+
+using Json = nlohmann::ordered_json;
+namespace fs = std::filesystem;
+
+constexpr int kOutputVersion = 1;
+
+std::string size_text(std::uint64_t bytes) {
+  constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  double number = static_cast<double>(bytes);
+  std::size_t unit = 0;
+  for (; number >= 1024 && unit + 1 < std::size(kUnits); ++unit) number /= 1024;
+  char text[32];
+  std::snprintf(text, sizeof text, unit == 0 ? "%.0f %s" : "%.1f %s", number, kUnits[unit]);
+  return text;
+}
+
+std::string number_text(double number) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.4g", number);
+  return text;
+}
+
+/// Of the files in a bundle; what cannot be looked at counts nothing.
+std::uint64_t bytes_of_folder(const fs::path& folder) {
+  std::uint64_t bytes = 0;
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator(folder, error)) {
+    const auto size = entry.is_regular_file(error) ? entry.file_size(error) : 0;
+    if (!error) bytes += size;
+  }
+  return bytes;
+}
+
+std::string operator_of(const Bundle& bundle) {
+  return bundle.operator_call ? bundle.operator_call->op : bundle.birth.sighting.op;
+}
+
+std::string module_of(const Bundle& bundle) {
+  const std::string& module = bundle.birth.sighting.module;
+  return module.empty() && bundle.module_call ? bundle.module_call->name : module;
+}
+
+/// A path as a shell takes it, whatever it holds.
+std::string shell_word(const std::string& text) {
+  const bool is_plain = !text.empty() && std::ranges::all_of(text, [](char byte) {
+    return (byte >= 'a' && byte <= 'z') || (byte >= 'A' && byte <= 'Z') ||
+           (byte >= '0' && byte <= '9') ||
+           std::string_view("/._-+:,@%=").find(byte) != std::string_view::npos;
+  });
+  if (is_plain) return text;
+  std::string word = "'";
+  for (const char byte : text) word += byte == '\'' ? "'\\''" : std::string(1, byte);
+  return word + "'";
+}
+
+std::string replay_command(const fs::path& bundle) {
+  return std::string("nanlocator replay ").append(shell_word(bundle.string()));
+}
+
+// --- ls -----------------------------------------------------------------------------------------
+
+struct ListOptions {
+  std::string directory = "nanlocator_run";
+  bool json = false;
+};
+
+struct FoundBundles {
+  std::vector<fs::path> folders;
+  std::vector<std::string> notes;
+};
+
+/// Folders with a bundle.json in `folder` and up to three levels below: a run folder holds
+/// a0/bundles/step12-...
+void find_bundles(const fs::path& folder, int levels, FoundBundles& found) {
+  if (fs::exists(folder / keys::kBundleFile)) {
+    found.folders.push_back(folder);
+    return;
+  }
+  if (levels == 0) return;
+  std::error_code error;
+  for (fs::directory_iterator entry(folder, error), end; !error && entry != end;
+       entry.increment(error)) {
+    std::error_code unreadable;
+    if (!entry->is_directory(unreadable)) continue;
+    const std::string name = entry->path().filename().string();
+    if (name.starts_with(".partial-")) {
+      found.notes.push_back(entry->path().string() +
+                            ": left behind by a process that was stopped while it wrote; "
+                            "it may be removed");
+    }
+    if (!name.starts_with('.')) find_bundles(entry->path(), levels - 1, found);
+  }
+  if (error) found.notes.push_back(folder.string() + ": " + error.message());
+}
+
+Json listed_to_json(const OpenBundle& open) {
+  const Bundle& bundle = open.bundle();
+  const Sighting& sighting = bundle.birth.sighting;
+  return {{"path", open.path().string()},       {"iteration", sighting.iteration},
+          {"phase", name_of(sighting.phase)},   {"rank", bundle.coordinates.rank},
+          {"kind", name_of(bundle.birth.kind)}, {"module", module_of(bundle)},
+          {"operator", operator_of(bundle)},    {"bytes", bytes_of_folder(open.path())}};
+}
+
+int list(const ListOptions& options) {
+  std::error_code error;
+  if (!fs::is_directory(options.directory, error)) {
+    throw IoError("there is no folder " + options.directory + "; give a run's folder");
+  }
+  FoundBundles found;
+  find_bundles(options.directory, 3, found);
+  std::ranges::sort(found.folders);
+  std::vector<OpenBundle> opened;
+  bool is_clean = true;
+  for (const auto& folder : found.folders) {
+    try {
+      opened.emplace_back(folder);
+    } catch (const Error& unreadable) {
+      found.notes.emplace_back(unreadable.what());
+      is_clean = false;
+    }
+  }
+  std::ranges::stable_sort(opened, {}, [](const OpenBundle& open) {
+    return std::pair(open.bundle().birth.sighting.iteration, open.bundle().coordinates.rank);
+  });
+
+  if (options.json) {
+    Json bundles = Json::array();
+    for (const auto& open : opened) bundles.push_back(listed_to_json(open));
+    print_json({{"version", kOutputVersion},
+                {"directory", options.directory},
+                {"bundles", std::move(bundles)},
+                {"notes", found.notes}});
+    return is_clean ? kClean : kFindings;
+  }
+  print_notes(found.notes);
+  if (opened.empty()) {
+    std::cout << "no bundle in " << printable(options.directory) << " that can be read\n";
+    return is_clean ? kClean : kFindings;
+  }
+  Table table({{"step", Alignment::right},
+               {"phase"},
+               {"rank", Alignment::right},
+               {"kind"},
+               {"operator"},
+               {"module"},
+               {"size", Alignment::right},
+               {"bundle"}},
+              7);
+  for (const auto& open : opened) {
+    const Bundle& bundle = open.bundle();
+    const Sighting& sighting = bundle.birth.sighting;
+    table.add_row({std::to_string(sighting.iteration), std::string(name_of(sighting.phase)),
+                   std::to_string(bundle.coordinates.rank), std::string(name_of(bundle.birth.kind)),
+                   operator_of(bundle), module_of(bundle), size_text(bytes_of_folder(open.path())),
+                   open.path().string()});
+  }
+  table.print(std::cout);
+  return is_clean ? kClean : kFindings;
+}
+
+// --- show ---------------------------------------------------------------------------------------
+
+struct ShowOptions {
+  std::string bundle;
+  bool json = false;
+};
+
+std::string index_text(const std::vector<std::int64_t>& index) {
+  return describe_shape(index);
+}
+
+void print_values(const OpenBundle& open, const std::vector<NamedValue>& values) {
+  Table table({{"value"},
+               {"dtype"},
+               {"shape"},
+               {"strides"},
+               {"NaN", Alignment::right},
+               {"Inf", Alignment::right},
+               {"first bad"},
+               {"largest |x|", Alignment::right}},
+              1);
+  for (const auto& value : values) {
+    if (value.tensor == nullptr) {
+      table.add_row({value.name, value.text, "", "", "", "", "", ""});
+      continue;
+    }
+    const BundleTensor& tensor = *value.tensor;
+    std::string dtype = tensor.dtype;
+    if (tensor.device != "cpu") dtype += " " + tensor.device;
+    std::vector<std::string> row = {value.name, dtype, describe_shape(tensor.sizes),
+                                    describe_shape(tensor.strides)};
+    if (const auto stats = scan(open, tensor)) {
+      row.push_back(std::to_string(stats->nan));
+      row.push_back(std::to_string(stats->pos_inf + stats->neg_inf));
+      row.push_back(
+          stats->first_bad < 0 ? "" : index_text(unravel_index(stats->first_bad, tensor.sizes)));
+      row.push_back(stats->has_finite() ? number_text(stats->absmax) : "");
+    } else {
+      row.insert(row.end(), 4, "");
+    }
+    table.add_row(row);
+  }
+  table.print(std::cout);
+}
+
+void print_lines(const std::string& title, const std::vector<std::string>& lines) {
+  if (lines.empty()) return;
+  std::cout << '\n' << bold(title) << '\n';
+  for (const auto& line : lines) std::cout << "  " << printable(line) << '\n';
+}
+
+void print_pairs(const std::string& title, const std::map<std::string, std::string>& pairs) {
+  std::vector<std::string> lines;
+  for (const auto& [name, value] : pairs) lines.push_back(name + ": " + value);
+  print_lines(title, lines);
+}
+
+std::string birth_text(const Birth& birth) {
+  const Sighting& sighting = birth.sighting;
+  std::string text = std::string(name_of(birth.kind)) + " in " +
+                     std::string(name_of(sighting.phase)) + " of step " +
+                     std::to_string(sighting.iteration);
+  if (sighting.microbatch) text += ", microbatch " + std::to_string(*sighting.microbatch);
+  text += ": " + sighting.role + " " + sighting.dtype + " " + describe_shape(sighting.shape) +
+          ", " + std::to_string(sighting.stats.nan) + " NaN, " +
+          std::to_string(sighting.stats.pos_inf + sighting.stats.neg_inf) + " Inf";
+  if (sighting.stats.first_bad >= 0) {
+    text += ", first at " + index_text(unravel_index(sighting.stats.first_bad, sighting.shape));
+  }
+  return text;
+}
+
+/// The backward operator's forward one, where there is one.
+std::string origin_of_operator(const Birth& birth) {
+  std::string text;
+  if (!birth.node.empty()) text += " in " + birth.node;
+  if (!birth.forward_op.empty()) text += ", the derivative of " + birth.forward_op;
+  return text;
+}
+
+void print_bundle(const OpenBundle& open) {
+  const Bundle& bundle = open.bundle();
+  std::cout << bold(printable(open.path().string())) << '\n'
+            << printable(bundle.coordinates.describe());
+  if (!bundle.run_id.empty()) std::cout << ", run " << printable(bundle.run_id);
+  std::cout << '\n' << printable(birth_text(bundle.birth)) << '\n';
+  if (const std::string module = module_of(bundle); !module.empty()) {
+    std::cout << "module " << printable(module)
+              << (bundle.birth.is_module_inferred ? " (inferred from its parameters)" : "") << '\n';
+  }
+  if (bundle.operator_call) {
+    std::cout << "\noperator " << bold(printable(bundle.operator_call->op))
+              << printable(origin_of_operator(bundle.birth)) << '\n'
+              << printable(bundle.operator_call->schema) << '\n';
+    print_values(open, values_of(*bundle.operator_call));
+  }
+  if (bundle.module_call) {
+    const auto& call = *bundle.module_call;
+    std::cout << "\nmodule call " << bold(printable(call.name)) << ", a "
+              << printable(call.class_name) << (call.is_training ? ", training" : ", evaluating")
+              << '\n';
+    print_values(open, values_of(call));
+    if (!call.pickle_problem.empty()) {
+      std::cout << "  the module itself is not kept: " << printable(call.pickle_problem) << '\n';
+    }
+  }
+  print_pairs("settings", bundle.settings);
+  print_pairs("versions", bundle.versions);
+  print_lines("Python stack", bundle.birth.stack);
+  print_lines("C++ stack", bundle.cpp_stack);
+  print_lines("notes", bundle.notes);
+  print_lines("run it again", {replay_command(open.path())});
+}
+
+Json values_to_json(const OpenBundle& open, const std::vector<NamedValue>& values) {
+  Json out = Json::array();
+  for (const auto& value : values) {
+    Json json = {{"name", value.name}};
+    if (value.tensor == nullptr) {
+      json["value"] = value.text;
+    } else {
+      const auto stats = scan(open, *value.tensor);
+      json["dtype"] = value.tensor->dtype;
+      json["shape"] = value.tensor->sizes;
+      json["strides"] = value.tensor->strides;
+      json["device"] = value.tensor->device;
+      json["stats"] = stats ? stats_to_json(*stats) : Json();
+    }
+    out.push_back(std::move(json));
+  }
+  return out;
+}
+
+int show(const ShowOptions& options) {
+  const OpenBundle open(options.bundle);
+  if (!options.json) {
+    print_bundle(open);
+    return kClean;
+  }
+  const Bundle& bundle = open.bundle();
+  print_json(
+      {{"version", kOutputVersion},
+       {"path", open.path().string()},
+       {"bundle", Json::parse(read_file(open.path() / keys::kBundleFile))},
+       {"operator_values",
+        bundle.operator_call ? values_to_json(open, values_of(*bundle.operator_call)) : Json()},
+       {"module_values",
+        bundle.module_call ? values_to_json(open, values_of(*bundle.module_call)) : Json()},
+       {"replay", replay_command(open.path())}});
+  return kClean;
+}
+
+// --- verify -------------------------------------------------------------------------------------
+
+struct VerifyOptions {
+  std::vector<std::string> bundles;
+  bool json = false;
+};
+
+/// What is wrong with the bundle, sentences. Only a path that is not there is wrong use.
+std::vector<std::string> problems_of(const std::string& path) {
+  if (std::error_code error; !fs::exists(path, error)) {
+    throw IoError("there is no bundle " + path);
+  }
+  try {
+    return OpenBundle(path).verify();
+  } catch (const Error& error) {
+    return {error.what()};
+  }
+}
+
+int verify(const VerifyOptions& options) {
+  Json results = Json::array();
+  bool is_clean = true;
+  for (const auto& path : options.bundles) {
+    const auto problems = problems_of(path);
+    is_clean = is_clean && problems.empty();
+    if (options.json) {
+      results.push_back({{"path", path}, {"ok", problems.empty()}, {"problems", problems}});
+    } else if (problems.empty()) {
+      std::cout << printable(path) << ": as it was written\n";
+    } else {
+      for (const auto& problem : problems) std::cout << printable(problem) << '\n';
+    }
+  }
+  if (options.json) print_json({{"version", kOutputVersion}, {"bundles", std::move(results)}});
+  return is_clean ? kClean : kFindings;
+}
+
+// --- diff ---------------------------------------------------------------------------------------
+
+struct DiffOptions {
+  std::vector<std::string> bundles;
+  bool json = false;
+};
+
+/// A line of the comparison: a setting, a version, an argument. Text of both sides; "" where a side
+/// has no such thing.
+struct Difference {
+  std::string what;
+  std::string left;
+  std::string right;
+  std::optional<ElementDifference> elements;  // tensors of one dtype and shape
+};
+
+void compare_texts(const std::string& what, const std::string& left, const std::string& right,
+                   std::vector<Difference>& out) {
+  if (left != right) out.push_back({what, left, right, {}});
+}
+
+void compare_pairs(const std::string& what, const std::map<std::string, std::string>& left,
+                   const std::map<std::string, std::string>& right, std::vector<Difference>& out) {
+  std::set<std::string> names;
+  for (const auto* side : {&left, &right}) {
+    for (const auto& [name, value] : *side) names.insert(name);
+  }
+  const auto value_in = [](const auto& side, const std::string& name) {
+    const auto found = side.find(name);
+    return found == side.end() ? std::string() : found->second;
+  };
+  for (const auto& name : names) {
+    compare_texts(what + " " + name, value_in(left, name), value_in(right, name), out);
+  }
+}
+
+std::string summary_of(const NamedValue& value) {
+  if (value.tensor == nullptr) return value.text;
+  std::string text = value.tensor->dtype + " " + describe_shape(value.tensor->sizes);
+  const auto add_flag = [&](bool is_set, const char* name) {
+    if (is_set) append_item(text, name);
+  };
+  add_flag(value.tensor->is_wrapped_number, "a Python number");
+  add_flag(value.tensor->is_conjugate, "conjugated");
+  add_flag(value.tensor->is_negative, "negated");
+  return text;
+}
+
+void compare_values(const std::string& what, const OpenBundle& left,
+                    const std::vector<NamedValue>& left_values, const OpenBundle& right,
+                    const std::vector<NamedValue>& right_values, std::vector<Difference>& out) {
+  std::map<std::string, const NamedValue*> rest;
+  for (const auto& value : right_values) rest[value.name] = &value;
+  for (const auto& value : left_values) {
+    const auto found = rest.find(value.name);
+    const std::string name = what + value.name;
+    if (found == rest.end()) {
+      out.push_back({name, summary_of(value), "", {}});
+      continue;
+    }
+    const NamedValue& other = *found->second;
+    rest.erase(found);
+    const std::string left_text = summary_of(value);
+    const std::string right_text = summary_of(other);
+    compare_texts(name, left_text, right_text, out);
+    if (value.tensor == nullptr || other.tensor == nullptr || left_text != right_text) continue;
+    compare_texts(name + ", strides", describe_shape(value.tensor->strides),
+                  describe_shape(other.tensor->strides), out);
+    compare_texts(name + ", device", value.tensor->device, other.tensor->device, out);
+    if (auto elements = compare_elements(left, *value.tensor, right, *other.tensor)) {
+      out.push_back({name, elements->left, elements->right, std::move(elements)});
+    }
+  }
+  for (const auto& value : right_values) {  // in order; `rest` is by name
+    if (rest.contains(value.name)) out.push_back({what + value.name, "", summary_of(value), {}});
+  }
+}
+
+std::vector<Difference> compare_bundles(const OpenBundle& left, const OpenBundle& right) {
+  const Bundle& a = left.bundle();
+  const Bundle& b = right.bundle();
+  std::vector<Difference> out;
+  compare_texts("operator", operator_of(a), operator_of(b), out);
+  compare_texts("module", module_of(a), module_of(b), out);
+  compare_pairs("setting", a.settings, b.settings, out);
+  compare_pairs("version", a.versions, b.versions, out);
+  const auto presence = [](bool is_there) { return std::string(is_there ? "recorded" : ""); };
+  compare_texts("operator call", presence(a.operator_call.has_value()),
+                presence(b.operator_call.has_value()), out);
+  if (a.operator_call && b.operator_call) {
+    compare_texts("schema", a.operator_call->schema, b.operator_call->schema, out);
+    compare_values("", left, values_of(*a.operator_call), right, values_of(*b.operator_call), out);
+  }
+  compare_texts("module call", presence(a.module_call.has_value()),
+                presence(b.module_call.has_value()), out);
+  if (a.module_call && b.module_call) {
+    compare_texts("module class", a.module_call->class_name, b.module_call->class_name, out);
+    compare_texts("module mode", a.module_call->is_training ? "training" : "evaluating",
+                  b.module_call->is_training ? "training" : "evaluating", out);
+    compare_values("module ", left, values_of(*a.module_call), right, values_of(*b.module_call),
+                   out);
+  }
+  return out;
+}
+
+Json difference_to_json(const Difference& difference) {
+  const auto text_or_nothing = [](const std::string& text) {
+    return text.empty() ? Json() : Json(text);
+  };
+  Json json = {{"what", difference.what},
+               {"left", text_or_nothing(difference.left)},
+               {"right", text_or_nothing(difference.right)},
+               {"differing_elements", nullptr},
+               {"first_index", nullptr}};
+  if (difference.elements) {
+    json["differing_elements"] = difference.elements->count;
+    json["first_index"] = difference.elements->first;
+  }
+  return json;
+}
+
+int diff(const DiffOptions& options) {
+  const OpenBundle left(options.bundles.front());
+  const OpenBundle right(options.bundles.back());
+  const auto differences = compare_bundles(left, right);
+  const int code = differences.empty() ? kClean : kFindings;
+  if (options.json) {
+    Json list = Json::array();
+    for (const auto& difference : differences) list.push_back(difference_to_json(difference));
+    print_json({{"version", kOutputVersion},
+                {"left", left.path().string()},
+                {"right", right.path().string()},
+                {"differences", std::move(list)}});
+    return code;
+  }
+  if (differences.empty()) {
+    std::cout << "no difference: the same call, bit for bit\n";
+    return code;
+  }
+  Table table(
+      {{"what"}, {"differing elements", Alignment::right}, {"first at"}, {"left"}, {"right"}}, 0);
+  for (const auto& difference : differences) {
+    const auto& elements = difference.elements;
+    table.add_row({difference.what, elements ? std::to_string(elements->count) : "",
+                   elements ? index_text(elements->first) : "", difference.left, difference.right});
+  }
+  table.print(std::cout);
+  return code;
+}
+
+constexpr const char* kBundleHelp = "A bundle's folder, or the bundle.json in it";
+
+}  // namespace
+
+void add_bundle_command(CLI::App& app, Action& action) {
+  CLI::App* const bundle =
+      app.add_subcommand("bundle", "Folders from which a guilty call can be executed again");
+  bundle->require_subcommand(1);
+  bundle->footer("Example:\n  nanlocator bundle ls nanlocator_run/a0");
+
+  const auto [list_command, list_options] =
+      add_action<ListOptions>(*bundle, "ls", "List the bundles of a run", action, list);
+  list_command
+      ->add_option("DIR", list_options->directory,
+                   "A run's folder, or one with bundles in it, up to three levels down")
+      ->capture_default_str();
+  list_command->footer(
+      "Exit code 1: a bundle cannot be read.\nExample:\n  nanlocator bundle ls nanlocator_run/a0");
+
+  const auto [show_command, show_options] = add_action<ShowOptions>(
+      *bundle, "show", "Tell what was called, with which values, where", action, show);
+  show_command->add_option("BUNDLE", show_options->bundle, kBundleHelp)->required();
+  show_command->footer(
+      "Counts of NaN and Inf are taken from the tensors now. They are of floating-point and "
+      "complex\ntensors; those without counts hold integers, or a type that is not scanned.\n"
+      "Example:\n  nanlocator bundle show nanlocator_run/a0/bundles/step12-backward-rank0-lm_head");
+
+  const auto [verify_command, verify_options] = add_action<VerifyOptions>(
+      *bundle, "verify", "Compare bundles with their checksums", action, verify);
+  verify_command->add_option("BUNDLE", verify_options->bundles, kBundleHelp)
+      ->required()
+      ->expected(1, -1);
+  verify_command->footer(
+      "Exit code 1: something has changed or cannot be read; each line names the file and what in "
+      "it.\nExample:\n  nanlocator bundle verify nanlocator_run/a0/bundles/*");
+
+  const auto [diff_command, diff_options] = add_action<DiffOptions>(
+      *bundle, "diff", "Tell in which values, settings and versions two calls differ", action,
+      diff);
+  diff_command->add_option("BUNDLE", diff_options->bundles, kBundleHelp)->required()->expected(2);
+  diff_command->footer(
+      "Tensors are compared bit for bit, in the order of their elements: left and right are the "
+      "first\nelements that differ. Exit code 1: something differs.\nExample:\n"
+      "  nanlocator bundle diff run_a/bundles/step12-forward-rank0-lm_head \\\n"
+      "                         run_b/bundles/step12-forward-rank0-lm_head");
+}
+
+}  // namespace nanlocator::command

@@ -1,0 +1,44 @@
+// The values of a bundle, one by one and by name: what `bundle show` and `bundle diff` walk over.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "nanlocator/record/bundle.hpp"
+#include "nanlocator/scan/tensor_stats.hpp"
+
+namespace nanlocator::command {
+
+/// A leaf of the tree of arguments and outputs.
+struct NamedValue {
+  std::string name;                      // "self", "tensors[1]", "weight bias", "output[0]"
+  const BundleTensor* tensor = nullptr;  // in the bundle; null for what is no tensor
+  std::string text;  // what is no tensor, in words: "3", "\"ij,jk->ik\"", "none"
+};
+
+/// Arguments by the schema's names, outputs and generator states.
+[[nodiscard]] std::vector<NamedValue> values_of(const BundleOperatorCall& call);
+/// Arguments, keywords, outputs, weights and gradients.
+[[nodiscard]] std::vector<NamedValue> values_of(const BundleModuleCall& call);
+
+/// Stats of the elements that the view shows. Empty for integers and for floating-point types that
+/// the scan does not know, and for a view that repeats its storage more than 2^30 times over.
+[[nodiscard]] std::optional<TensorStats> scan(const OpenBundle& bundle, const BundleTensor& tensor);
+
+struct ElementDifference {
+  std::int64_t count = 0;
+  std::vector<std::int64_t> first;  // index of the first one, per dimension
+  std::string left;                 // its values
+  std::string right;
+};
+
+/// Where two tensors of one dtype and one shape differ, bit for bit, strides aside. Empty: nowhere.
+/// Views that repeat their storage are compared up to 2^30 elements.
+[[nodiscard]] std::optional<ElementDifference> compare_elements(const OpenBundle& left,
+                                                                const BundleTensor& left_tensor,
+                                                                const OpenBundle& right,
+                                                                const BundleTensor& right_tensor);
+
+}  // namespace nanlocator::command
