@@ -2,6 +2,7 @@
 
 #include <exception>
 #include <set>
+#include <sstream>
 #include <tuple>
 
 #include "nanlocator/replay/replay.hpp"
@@ -36,7 +37,16 @@ void add_replay(const OperatorCall& call, Birth& birth) {
   }
 }
 
-Bundle bundle_of(const Birth& birth, const GradientLocator& locator) {
+std::vector<std::string> lines_of(const c10::Backtrace& stack) {
+  std::vector<std::string> lines;
+  if (!stack) return lines;
+  std::istringstream text(stack->get());
+  for (std::string line; std::getline(text, line);) lines.push_back(line);
+  return lines;
+}
+
+Bundle bundle_of(const Birth& birth, const c10::Backtrace& cpp_stack,
+                 const GradientLocator& locator) {
   Bundle bundle;
   bundle.run_id = locator.run_id();
   bundle.coordinates = locator.map().coordinates();
@@ -47,6 +57,7 @@ Bundle bundle_of(const Birth& birth, const GradientLocator& locator) {
   bundle.birth.parent.reset();
   bundle.settings = current_settings();
   bundle.versions = current_versions();
+  bundle.cpp_stack = lines_of(cpp_stack);
   return bundle;
 }
 
@@ -58,7 +69,7 @@ std::vector<Birth> keep_births(const Explanation& explanation, GradientLocator& 
   std::set<std::tuple<BirthKind, Phase, std::string, std::string, std::string>> kept;
   auto& store = locator.bundles();
   const auto dropped_before = store.dropped().size();
-  for (const auto& [traced, call] : explanation.births) {
+  for (const auto& [traced, call, cpp_stack] : explanation.births) {
     Birth birth = traced;
     birth.sighting.iteration = iteration;
     const auto& place = birth.sighting;
@@ -69,7 +80,7 @@ std::vector<Birth> keep_births(const Explanation& explanation, GradientLocator& 
     if (is_new && call) {
       if (is_computed(birth.kind)) add_replay(*call, birth);
       try {
-        auto bundle = bundle_of(birth, locator);
+        auto bundle = bundle_of(birth, cpp_stack, locator);
         StorageCollector storages;
         BundleContents further;
         add_to_bundle(*call, bundle, storages);

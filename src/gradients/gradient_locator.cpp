@@ -460,6 +460,13 @@ void GradientLocator::scan(Phase phase, std::uint64_t group, std::string_view ro
   impl_->scanner->scan(phase, group, role, views);
 }
 
+void GradientLocator::scan_losses(std::span<const at::Tensor> losses) {
+  if (impl_->state == State::before_first_step) {
+    throw UsageError("scan_losses: call begin_step first.");
+  }
+  impl_->scanner->scan_losses(losses);
+}
+
 void GradientLocator::gradient_is_ready(std::int64_t id) {
   (void)impl_->map.at(id);
   impl_->order->record(id);

@@ -32,6 +32,9 @@ struct PreparedView {
   std::optional<SparseLayout> sparse;
 };
 
+/// Stands for a loss where an id is expected.
+constexpr std::int64_t kNoParameter = -1;
+
 struct Entry {
   std::int64_t parameter = 0;
   std::int64_t element_offset = 0;
@@ -39,7 +42,8 @@ struct Entry {
   bool is_complex = false;
   std::optional<SparseLayout> sparse;
   DeviceSlots* device = nullptr;
-  std::uint32_t place = 0;  // within the device's batch
+  std::uint32_t place = 0;            // within the device's batch
+  std::vector<std::int64_t> sizes{};  // of a loss
 };
 
 // The views of one call and what became of them.
@@ -142,6 +146,13 @@ struct GradientScanner::Impl {
   }
 
   [[nodiscard]] Sighting sighting_of(const Entry& entry, const TensorStats& stats) const {
+    if (entry.parameter == kNoParameter) {
+      Sighting sighting;
+      sighting.dtype = entry.dtype;
+      sighting.shape = entry.sizes;
+      sighting.stats = stats;
+      return sighting;
+    }
     const auto& parameter = map.at(entry.parameter);
     Sighting sighting;
     sighting.parameter_id = entry.parameter;
@@ -205,6 +216,28 @@ void GradientScanner::scan(Phase phase, std::uint64_t group_number, std::string_
   for (const auto& [device, batch] : tensors) device->scan(group.batches[device], batch);
 }
 
+void GradientScanner::scan_losses(std::span<const at::Tensor> losses) {
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unobserved(false);
+  std::vector<Entry> entries;
+  std::map<DeviceSlots*, std::vector<at::Tensor>> tensors;
+  for (const auto& loss : losses) {
+    if (!loss.defined() || !loss.is_floating_point() || why_not_scannable(loss)) continue;
+    auto* device = &impl_->slots_of(loss.device());
+    auto& batch = tensors[device];
+    entries.push_back({kNoParameter, 0, dtype_name(loss.scalar_type()), false, std::nullopt, device,
+                       static_cast<std::uint32_t>(batch.size()), loss.sizes().vec()});
+    batch.push_back(loss.detach());
+  }
+  if (entries.empty()) return;
+  auto& group = impl_->group_for_next_pass(Phase::loss, 0);
+  for (const auto& [device, batch] : tensors) device->prepare(group.batches[device], batch);
+  group.role = "loss";
+  group.sequence = ++impl_->scans;
+  group.entries = std::move(entries);
+  for (const auto& [device, batch] : tensors) device->scan(group.batches[device], batch);
+}
+
 at::Tensor GradientScanner::flag(at::Device device) {
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard unobserved(false);
@@ -232,7 +265,7 @@ GradientScanner::Collected GradientScanner::collect(std::int64_t iteration) {
   for (const auto& [phase, group] : in_order) {
     auto& parameters = covered[phase];
     for (const auto& entry : group->entries) {
-      parameters.insert(entry.parameter);
+      if (entry.parameter != kNoParameter) parameters.insert(entry.parameter);
       const auto slot = group->batches.at(entry.device).first_slot + entry.place;
       const auto& stat = stats.at(entry.device)[slot];
       if (phase == latest_gradients && stat.has_finite() &&

@@ -189,13 +189,14 @@ void LocatingOptimizer::conclude(const std::vector<GradientView>& results) {
   throw NonFiniteGradientError(verdict, locator_->run_dir());
 }
 
-void LocatingOptimizer::look_at_gradients() {
+void LocatingOptimizer::look_at_gradients(const at::Tensor& loss) {
   is_bad_ = false;
   locator_->begin_step(iteration_);
   if (locator_->options().check_params) {
     locator_->scan(Phase::params_before, kOnlyGroup, "weight", weights());
   }
   locator_->scan(gradient_phase_, kOnlyGroup, "grad", gradients());
+  locator_->scan_losses({&loss, 1});
   locator_->start_agreement();
   is_looked_at_ = true;
   if (locator_->finish_agreement()) conclude(gradients());
@@ -236,7 +237,7 @@ at::Tensor LocatingOptimizer::step(torch::optim::Optimizer::LossClosure closure)
     loss = inner_->step([&] {
       begin_closure(closure);
       auto value = closure();
-      look_at_gradients();
+      look_at_gradients(value);
       if (locator_->options().rerun == RerunPolicy::always && !is_bad_) compare_with_repeat();
       closure_ = nullptr;
       return value;

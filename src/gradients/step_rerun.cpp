@@ -62,8 +62,11 @@ struct StepRerun::Impl {
     GradientScanner scanner(locator.map(), threads);
     scanner.begin_step();
     scanner.scan(Phase::grad_local, kOnlyGroup, "grad", step.gradients());
+    std::vector<at::Tensor> losses;
+    for (const auto& loss : pass.losses) losses.push_back(loss.tensor);
+    scanner.scan_losses(losses);
     pass.scanned = scanner.scanned_gradients();
-    for (const auto& gradient : pass.scanned) pass.is_bad = pass.is_bad || !gradient.is_finite;
+    pass.is_bad = scanner.flag(at::kCPU).item<std::int32_t>() != 0;
     return pass;
   }
 

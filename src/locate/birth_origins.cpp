@@ -15,6 +15,8 @@ namespace {
 
 /// Inputs of an operator that the evidence lists; the rest is in the ledger.
 constexpr std::size_t kMostInputs = 4;
+/// Further bad weights that the evidence names.
+constexpr std::size_t kMostNames = 4;
 
 /// What the module watch puts before a module's path in Birth::reached.
 constexpr std::string_view kModule = "module ";
@@ -340,6 +342,30 @@ void add_rank(Origin& origin, const RankEvidence& rank) {
   }
 }
 
+/// A step after which every weight is NaN has one fault, not one per weight: the first that was
+/// read is told, and how many others there are on the same ranks.
+void merge_bad_weights(std::vector<Origin>& origins) {
+  for (std::size_t i = 0; i < origins.size(); ++i) {
+    if (origins[i].cause != Cause::bad_weight) continue;
+    std::size_t further = 0;
+    std::string names;
+    for (std::size_t j = i + 1; j < origins.size();) {
+      if (origins[j].cause != Cause::bad_weight || origins[j].candidates != origins[i].candidates) {
+        ++j;
+        continue;
+      }
+      if (++further <= kMostNames) names += (names.empty() ? "" : ", ") + origins[j].parameter;
+      origins.erase(origins.begin() + static_cast<std::ptrdiff_t>(j));
+    }
+    if (further == 0) continue;
+    origins[i].evidence.insert(
+        origins[i].evidence.begin() + 1,
+        std::to_string(further) +
+            (further == 1 ? " further parameter was" : " further parameters were") +
+            " bad before the pass, too: " + names + (further > kMostNames ? ", ..." : ""));
+  }
+}
+
 }  // namespace
 
 std::vector<Origin> origins_of_births(const Incident& incident) {
@@ -363,6 +389,7 @@ std::vector<Origin> origins_of_births(const Incident& incident) {
       add_rank(origin, *root.rank);
     }
   }
+  merge_bad_weights(origins);
   for (Origin& origin : origins) {
     if (origin.candidates.size() < 2) continue;
     origin.evidence.insert(

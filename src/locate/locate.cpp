@@ -94,6 +94,7 @@ class Locator {
       judge_norm_gradients();
       judge_updated_parameters();
       judge_norm_value();
+      judge_losses();
     }
     adopt_births();
     describe_spread();
@@ -1078,6 +1079,38 @@ class Locator {
     add_origin(std::move(origin));
   }
 
+  // ---- the loss ----
+
+  static bool has_bad_loss(const RankEvidence& rank) {
+    return std::ranges::any_of(rank.ledger().sightings, [](const Sighting& sighting) {
+      return sighting.phase == Phase::loss && !sighting.stats.is_finite();
+    });
+  }
+
+  /// A loss that is bad though no gradient is: zero times NaN on a masked token, a mean over no
+  /// labels, whose derivative autograd takes as zero.
+  void judge_losses() {
+    if (is_any_gradient_bad() || !verdict_.origins.empty()) return;
+    std::set<int> ranks;
+    const Sighting* first = nullptr;
+    for (const RankEvidence& rank : incident_.ranks()) {
+      for (const Sighting& sighting : rank.ledger().sightings) {
+        if (sighting.phase != Phase::loss || sighting.stats.is_finite()) continue;
+        ranks.insert(rank.rank());
+        if (first == nullptr) first = &sighting;
+      }
+    }
+    if (first == nullptr) return;
+    Origin origin = make_origin(Phase::loss, Cause::unknown, Confidence::medium, sorted(ranks));
+    origin.direction = Direction::forward;
+    origin.tensor = tensor_of(*first);
+    origin.evidence.push_back("the loss holds " + describe_bad(first->stats) + " on " +
+                              describe_rank_count(ranks) +
+                              ", though every gradient that was seen is finite");
+    origin.action = "look at the labels and the mask of this batch, and at the loss's reduction";
+    add_origin(std::move(origin));
+  }
+
   // ---- what was seen being born ----
 
   /// What the trace or the watch saw being born says more than the gradients that it made bad, and
@@ -1127,6 +1160,11 @@ class Locator {
   void describe_spread() {
     std::set<int> ranks;
     for (const RankEvidence& rank : incident_.ranks()) {
+      if (has_bad_loss(rank)) {
+        ranks.insert(rank.rank());
+        verdict_.spread.first_seen =
+            std::min(Phase::loss, verdict_.spread.first_seen.value_or(Phase::loss));
+      }
       for (const Phase phase : kJudgedPhases) {
         if (rank.bad(phase).empty()) continue;
         ranks.insert(rank.rank());

@@ -112,6 +112,18 @@ std::string who_of(const Origin& origin) {
 std::string sentence_of(const Origin& origin) {
   const std::string what = what_of(origin);
   const std::string who = who_of(origin);
+  switch (origin.cause) {  // what was there before the step was not born in the phase that met it
+    case Cause::bad_weight:
+      return what + " in the parameters of " + who + " before forward";
+    case Cause::bad_buffer:
+      return what + " in a buffer of " + who + " before forward";
+    case Cause::bad_input:
+      return what + " in the data of " + who;
+    case Cause::memory_corruption:
+      return what + " in memory of " + who + " that no operator wrote";
+    default:
+      break;
+  }
   switch (origin.phase) {
     case Phase::params_before:
       return what + " in the parameters of " + who + " before forward";
@@ -163,7 +175,7 @@ void add_origin(Page& page, const Origin& origin, std::size_t most_evidence, int
     operation +=
         (operation.empty() ? "" : "   ") + ("microbatch " + std::to_string(*origin.microbatch));
   }
-  if (!operation.empty()) page.row("operator", operation, indent);
+  if (!operation.empty()) page.row(origin.op.empty() ? "place" : "operator", operation, indent);
   // A gradient is told with its parameter; what an operator made is a tensor of its own.
   const bool is_computed = !operation.empty() && origin.tensor;
   if (is_computed)
@@ -189,8 +201,10 @@ void add_origin(Page& page, const Origin& origin, std::size_t most_evidence, int
 }
 
 std::string spread_text(const Verdict& verdict) {
-  std::string text = plural(verdict.spread.parameters.size(), "parameter") + " on " +
-                     plural(verdict.spread.ranks.size(), "rank") + " had it";
+  std::string text = plural(verdict.spread.ranks.size(), "rank") + " had it";
+  if (!verdict.spread.parameters.empty()) {
+    text = plural(verdict.spread.parameters.size(), "parameter") + " on " + text;
+  }
   if (verdict.spread.first_seen) {
     text += ", first in " + std::string(name_of(*verdict.spread.first_seen));
   }

@@ -163,6 +163,7 @@ void OperatorTrace::Impl::keep_call(TracedBirth& birth, const at::RecordFunction
     kept_bytes += bytes;
   }
   birth.call = frame.capture.end(call);
+  birth.cpp_stack = c10::get_lazy_backtrace();
   frame.is_captured = false;
 }
 

@@ -161,6 +161,44 @@ TEST(BirthOrigins, TheSameBirthOnSeveralRanksIsOneOriginWithACommonCause) {
   EXPECT_THAT(verdict.origins[0].evidence, Contains(HasSubstr("common cause")));
 }
 
+TEST(BirthOrigins, ManyBadWeightsAreOneOriginThatCountsThem) {
+  Ledger ledger = ledger_of(0, 1);
+  for (const std::string name : {"body.weight", "body.bias", "head.weight"}) {
+    Birth weight = birth_of(BirthKind::weight, Phase::forward, "aten::mm");
+    weight.sighting.parameter = name;
+    weight.sighting.module = name.substr(0, 4);
+    ledger.births.push_back(weight);
+  }
+  const Verdict verdict = locate_one(ledger);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_EQ(verdict.origins[0].parameter, "body.weight");
+  EXPECT_THAT(verdict.origins[0].evidence,
+              Contains(HasSubstr("2 further parameters were bad before the pass, too: body.bias, "
+                                 "head.weight")));
+}
+
+TEST(BirthOrigins, ABadLossWithFiniteGradientsIsAnOriginOfItsOwn) {
+  Ledger ledger = ledger_of(0, 1);
+  ledger.sightings.clear();
+  Sighting loss;
+  loss.phase = Phase::loss;
+  loss.role = "loss";
+  loss.dtype = "float32";
+  loss.stats.numel = 1;
+  loss.stats.nan = 1;
+  loss.stats.first_bad = 0;
+  ledger.sightings.push_back(loss);
+  Verdict verdict = locate_one(ledger);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_EQ(verdict.origins[0].phase, Phase::loss);
+  EXPECT_EQ(verdict.spread.first_seen, Phase::loss);
+  EXPECT_THAT(verdict.spread.ranks, ElementsAre(0));
+  ledger.births = {birth_of(BirthKind::nan, Phase::forward, "aten::nll_loss_forward")};
+  verdict = locate_one(ledger);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_EQ(verdict.origins[0].cause, Cause::empty_loss_mask);
+}
+
 TEST(BirthOrigins, ZeroOverZeroInTheLossIsAnEmptyLossMaskAndElsewhereIsNot) {
   Ledger ledger = ledger_of(0, 1);
   Birth quotient = birth_of(BirthKind::nan, Phase::loss, "aten::div.Tensor");

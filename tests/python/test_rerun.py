@@ -91,6 +91,9 @@ def test_a_fault_that_repeats_names_operator_module_and_bundle():
     assert any("test_rerun.py" in line for line in origin["evidence"])
     bundle = Path("nanlocator_run/a0") / origin["bundle"]
     assert {path.name for path in bundle.iterdir()} >= {"bundle.json", "tensors.safetensors"}
+    content = json.loads((bundle / "bundle.json").read_text())
+    assert any("at::" in line for line in content["cpp_stack"])
+    assert content["birth"]["stack"][0].endswith("in forward")
     assert training.calls == 4  # the first step; the bad pass, the traced one, the one that keeps modules
 
 
@@ -211,6 +214,47 @@ def test_state_that_is_not_put_back_is_noticed_by_the_repeat_of_every_step(capfd
     training.after_backward = lambda call: model.head.bias.grad.add_(call)
     optimizer.step(training)
     assert "1 gradients have other bits" in capfd.readouterr().err
+
+
+def test_a_nan_loss_with_finite_gradients_is_found():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    optimizer = LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+    def closure():
+        optimizer.zero_grad()
+        labels = torch.full((5,), -100)  # none counts
+        loss = nn.functional.cross_entropy(model(torch.ones(5, 4)), labels)
+        loss.backward()
+        return loss
+
+    with pytest.raises(NonFiniteGradientError) as raised:
+        optimizer.step(closure)
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+    (origin,) = raised.value.verdict["origins"]
+    assert origin["operator"].startswith("aten::nll_loss")
+    assert (origin["phase"], origin["cause"]) == ("loss", "empty_loss_mask")
+
+
+def test_a_loss_scaler_is_put_back_before_the_repeat():
+    torch.manual_seed(1)
+    model = Net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=0.5)  # below 1: no routine overflow any more
+    optimizer = LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, grad_scaler=scaler)
+    batch = torch.randn(6, 4)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)  # raises where it was called in this step already
+        return loss
+
+    model.gate = 0.0
+    with pytest.raises(NonFiniteGradientError) as raised:
+        optimizer.step(closure)
+    verdict = raised.value.verdict
+    assert verdict["rerun"] == {"done": True, "reproduced": True, "not_restored": []}
+    assert verdict["origins"][0]["operator"] == "aten::log"
 
 
 class Sampler:

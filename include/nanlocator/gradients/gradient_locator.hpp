@@ -100,6 +100,8 @@ class GradientLocator {
   void begin_step(std::int64_t iteration);
   void scan(Phase phase, std::uint64_t group, std::string_view role,
             std::span<const GradientView> views);
+  /// The step's losses; see GradientScanner.
+  void scan_losses(std::span<const at::Tensor> losses);
   /// Backward has finished the gradient of parameter `id` (call in execution order, any steps; any
   /// thread: autograd runs hooks on its own). The order counts where one step has finished them
   /// all.

@@ -53,6 +53,10 @@ class GradientScanner {
   void scan(Phase phase, std::uint64_t group, std::string_view role,
             std::span<const GradientView> views);
 
+  /// Scans the step's losses, phase loss: floating-point tensors of any shape and device; others
+  /// are left out. Kept until the scan has run, not longer.
+  void scan_losses(std::span<const at::Tensor> losses);
+
   /// int32 [1], non-zero once any scan of this step met a NaN or Inf; on `device`, in stream order.
   /// Flags of other devices are folded in: a copy between devices; the host waits only for a flag
   /// of the CPU that folds in another device's.

@@ -52,11 +52,11 @@ class LocatingOptimizer {
   double clip_grad_norm(double max_norm, double norm_type = 2.0);
 
   /// The inner optimizer's step. Gradients not yet looked at in this step are scanned first; with a
-  /// closure they are scanned after each of its calls, so every rank must make the same number of
-  /// calls. Throws NonFiniteGradientError (policy stop): without a closure before a weight moves;
-  /// an optimizer that evaluates its closure at trial points (LBFGS) leaves the weights at such a
-  /// point. After a bad closure it is called again, up to two times: it must compute the same loss
-  /// from the same data; what else it moves can be registered with `state`.
+  /// closure they and the loss are scanned after each of its calls, so every rank must make the
+  /// same number of calls. Throws NonFiniteGradientError (policy stop): without a closure before a
+  /// weight moves; an optimizer that evaluates its closure at trial points (LBFGS) leaves the
+  /// weights at such a point. After a bad closure it is called again, up to two times: it must
+  /// compute the same loss from the same data; what else it moves can be registered with `state`.
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr);
 
   /// What a repeat of the closure finds as it was: generators and the model's buffers; add more.
@@ -72,7 +72,7 @@ class LocatingOptimizer {
   [[nodiscard]] std::vector<at::Tensor> parameters() const;
   void observe_backward();
   void stop_observing() noexcept;
-  void look_at_gradients();
+  void look_at_gradients(const at::Tensor& loss = {});  // undefined: not known
   void look_at_updated_parameters();
   void conclude(const std::vector<GradientView>& results);
   [[nodiscard]] RepeatableStep repeatable_step();

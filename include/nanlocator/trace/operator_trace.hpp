@@ -13,6 +13,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Backtrace.h>
 
 #include <cstdint>
 #include <functional>
@@ -52,6 +53,7 @@ enum class DeclaredAs : std::uint8_t { parameter, buffer, data };
 struct TracedBirth {
   Birth birth;                       // sighting.iteration, bundle and replay are left to the caller
   std::optional<OperatorCall> call;  // of an operator, where it was kept
+  c10::Backtrace cpp_stack;          // of that call; symbols are looked up when it is read
 };
 
 struct Explanation {

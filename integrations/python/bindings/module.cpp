@@ -240,6 +240,10 @@ void bind_gradients(py::module_& m) {
           },
           "phase"_a, "group"_a, "role"_a, "parameters"_a, "tensors"_a,
           "offsets"_a = std::vector<std::int64_t>())
+      .def(
+          "scan_losses",
+          [](GradientLocator& l, const std::vector<at::Tensor>& losses) { l.scan_losses(losses); },
+          "losses"_a, ReleaseGil())
       .def("gradient_is_ready", &GradientLocator::gradient_is_ready, "parameter"_a)
       .def("set_gradient_norm", &GradientLocator::set_gradient_norm, "norm"_a)
       .def("add_note", &GradientLocator::add_note, "note"_a)
