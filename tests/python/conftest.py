@@ -1,5 +1,7 @@
 """Fixtures for the Python tests; every file of a test goes below its own tmp_path."""
 
+import gc
+
 import pytest
 import torch
 
@@ -12,3 +14,9 @@ def run_in_tmp_path(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def same_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_leftovers():
+    """An optimizer that has raised waits for the next bad step, hooks and all, until it is collected."""
+    gc.collect()

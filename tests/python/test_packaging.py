@@ -33,3 +33,17 @@ def test_pip_install_gives_the_package_and_the_command(tmp_path):
     assert printed.split()[-1] in run(prefix / "bin" / "nanlocator", "version")
     shown = run(prefix / "bin" / "nanlocator", "map", "show", tmp_path / "nanlocator_run" / "a0")
     assert "weight" in shown and "bias" in shown
+
+    bad_step = (
+        "import nanlocator, torch; p = torch.nn.Linear(2, 2); "
+        "o = nanlocator.LocatingOptimizer(torch.optim.SGD(p.parameters(), 0.1), p, on_bad='report')\n"
+        "def closure():\n    o.zero_grad(); loss = (p(torch.ones(1, 2)) * 0).log().sum(); loss.backward()\n"
+        "    return loss\n"
+        "o.step(closure); print(o.verdicts[0]['origins'][0]['bundle'])"
+    )
+    bundle = run(sys.executable, "-c", bad_step, env=environment, cwd=tmp_path).split()[-1]
+    (folder,) = (tmp_path / "nanlocator_run").glob(f"a*/{bundle}")
+    command = [str(prefix / "bin" / "nanlocator"), "replay", str(folder)]
+    replayed = subprocess.run(command, capture_output=True, text=True)
+    assert replayed.returncode == 1, replayed.stderr  # bad again
+    assert "deterministic_undefined" in replayed.stdout
