@@ -533,6 +533,47 @@ def test_a_constant_of_the_program_that_is_the_only_reason_is_told_as_a_literal(
     assert [b.kind for b in births] == ["literal"]
 
 
+PYBIND_KERNEL = """
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/utils/pybind.h>
+#include <limits>
+at::Tensor twice(const at::Tensor& x, bool is_faulty) {  // as TransformerEngine's kernels: no operator
+  auto y = at::empty_like(x);
+  for (int64_t i = 0; i < x.numel(); ++i) y.data_ptr<float>()[i] = 2 * x.const_data_ptr<float>()[i];
+  if (is_faulty) y.data_ptr<float>()[2] = std::numeric_limits<float>::quiet_NaN();
+  return y;
+}
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("twice", &twice); }
+"""
+
+
+@pytest.mark.slow
+def test_a_pybind_kernel_is_said_to_have_borne_it(tmp_path):
+    from torch.utils import cpp_extension
+
+    source = tmp_path / "pybind_kernel.cpp"
+    source.write_text(PYBIND_KERNEL)
+    kernel = cpp_extension.load("pybind_kernel", [source], ["-O0"], build_directory=str(tmp_path))
+
+    class Twice(torch.autograd.Function):
+        faulty = ""
+
+        @staticmethod
+        def forward(ctx, x):
+            return kernel.twice(x.contiguous(), Twice.faulty == "forward")
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return kernel.twice(gradient.contiguous(), Twice.faulty == "backward")
+
+    for Twice.faulty in ("forward", "backward"):
+        (birth,) = [t.birth for t in run(lambda x: Twice.apply(x) + 1).births]
+        assert (birth.kind, birth.sighting.phase, birth.sighting.module) == ("opaque", Twice.faulty, "guilty")
+        assert birth.sighting.stats.first_bad == 2
+    Twice.faulty = ""
+    assert run(lambda x: Twice.apply(x) + 1).births == []
+
+
 def test_a_batch_that_numpy_makes_within_the_step_is_data():
     numpy = pytest.importorskip("numpy")
     model = Block(lambda x: x)
