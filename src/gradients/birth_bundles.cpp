@@ -55,8 +55,6 @@ Bundle bundle_of(const Birth& birth, const c10::Backtrace& cpp_stack,
   bundle.birth.replay = ReplayConclusion::not_replayed;
   bundle.birth.replay_lines.clear();
   bundle.birth.parent.reset();
-  bundle.settings = current_settings();
-  bundle.versions = current_versions();
   bundle.cpp_stack = lines_of(cpp_stack);
   return bundle;
 }

@@ -141,7 +141,7 @@ void StepRerun::set_step(RepeatableStep step) {
 }
 
 void StepRerun::save() {
-  impl_->state.save();
+  if (impl_->locator.options().rerun != RerunPolicy::never) impl_->state.save();
 }
 
 void StepRerun::repeat() {

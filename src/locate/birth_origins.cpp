@@ -421,8 +421,7 @@ RerunOutcome rerun_of(const Incident& incident) {
   return outcome;
 }
 
-std::vector<std::string> describe_rerun(const Incident& incident) {
-  const RerunOutcome outcome = rerun_of(incident);
+std::vector<std::string> describe_rerun(const Incident& incident, const RerunOutcome& outcome) {
   if (!outcome.done) return {};
   std::int64_t gradients = 0;
   std::int64_t changed = 0;

@@ -19,7 +19,8 @@ namespace nanlocator {
 /// The repeat of the step as the ranks saw it together.
 [[nodiscard]] RerunOutcome rerun_of(const Incident& incident);
 
-/// Sentences about the repeat, for the evidence of an origin on `ranks` (of all, where empty).
-[[nodiscard]] std::vector<std::string> describe_rerun(const Incident& incident);
+/// Sentences about the repeat, for the evidence of every origin; `outcome` is rerun_of(incident).
+[[nodiscard]] std::vector<std::string> describe_rerun(const Incident& incident,
+                                                      const RerunOutcome& outcome);
 
 }  // namespace nanlocator

@@ -1123,7 +1123,7 @@ class Locator {
       verdict_.origins = std::move(born);
       origins_per_phase_.clear();
     }
-    const auto sentences = describe_rerun(incident_);
+    const auto sentences = describe_rerun(incident_, verdict_.rerun);
     for (Origin& origin : verdict_.origins) {
       origin.evidence.insert(origin.evidence.begin() + 1, sentences.begin(), sentences.end());
       if (verdict_.rerun.reproduced != false) continue;

@@ -8,6 +8,7 @@
 #include "nanlocator/error.hpp"
 #include "record/keys.hpp"
 #include "record/record_json.hpp"
+#include "record/sighting_json.hpp"
 #include "record/strict_json.hpp"
 
 namespace nanlocator {
@@ -64,12 +65,6 @@ Value value_from_json(const Names<Value, count>& names, const JsonObject& object
     known += (known.empty() ? "" : ", ") + std::string(name);
   }
   throw_unexpected_json(object.where(key), object.member(key), "one of " + known);
-}
-
-Phase phase_from_json(const JsonObject& object, const char* key) {
-  const auto phase = phase_from_name(object.text(key));
-  if (!phase) throw_unexpected_json(object.where(key), object.member(key), "the name of a phase");
-  return *phase;
 }
 
 ordered_json tensor_to_json(const OriginTensor& tensor) {
@@ -177,9 +172,7 @@ Spread spread_from_json(const JsonObject& object) {
 RerunOutcome rerun_from_json(const JsonObject& object) {
   RerunOutcome rerun;
   rerun.done = object.boolean(keys::kDone);
-  if (!object.member(keys::kReproduced).is_null()) {
-    rerun.reproduced = object.boolean(keys::kReproduced);
-  }
+  rerun.reproduced = object.optional_boolean(keys::kReproduced);
   rerun.not_restored = texts_from_json(object, keys::kNotRestored);
   return rerun;
 }

@@ -94,15 +94,10 @@ ordered_json record_to_json(const Rerun& rerun) {
 
 // ---- reading ----
 
-std::optional<bool> optional_boolean(const JsonObject& object, const char* key) {
-  if (object.member(key).is_null()) return std::nullopt;
-  return object.boolean(key);
-}
-
 Rerun rerun_from_json(const JsonObject& object) {
   Rerun rerun;
-  rerun.reproduced = optional_boolean(object, keys::kReproduced);
-  rerun.control_reproduced = optional_boolean(object, keys::kControlReproduced);
+  rerun.reproduced = object.optional_boolean(keys::kReproduced);
+  rerun.control_reproduced = object.optional_boolean(keys::kControlReproduced);
   rerun.gradients = object.integer(keys::kGradients, 0);
   rerun.changed = object.integer(keys::kChanged, 0);
   rerun.not_restored = texts_from_json(object, keys::kNotRestored);
@@ -145,7 +140,7 @@ ParameterRecord parameter_from_json(const JsonObject& object) {
 
 Coverage coverage_from_json(const JsonObject& object) {
   Coverage coverage;
-  coverage.phase = phase_from_json(object);
+  coverage.phase = phase_from_json(object, keys::kPhase);
   coverage.parameters = sizes_from_json(object, keys::kParameters);
   if (!std::ranges::is_sorted(coverage.parameters)) {
     throw FormatError(object.where(keys::kParameters) + ": the ids are not in ascending order");

@@ -57,10 +57,10 @@ nlohmann::ordered_json stats_to_json(const TensorStats& stats) {
   return json;
 }
 
-Phase phase_from_json(const JsonObject& object) {
-  const auto phase = phase_from_name(object.text(keys::kPhase));
+Phase phase_from_json(const JsonObject& object, const char* key) {
+  const auto phase = phase_from_name(object.text(key));
   if (!phase) {
-    throw_unexpected_json(object.where(keys::kPhase), object.member(keys::kPhase),
+    throw_unexpected_json(object.where(key), object.member(key),
                           "the name of a phase such as \"grad_local\"");
   }
   return *phase;
@@ -88,7 +88,7 @@ Sighting sighting_from_json(const JsonObject& object) {
   sighting.iteration = object.integer(keys::kIteration, 0);
   sighting.microbatch = object.optional_small_integer(keys::kMicrobatch, 0);
   sighting.chunk = object.optional_small_integer(keys::kChunk, 0);
-  sighting.phase = phase_from_json(object);
+  sighting.phase = phase_from_json(object, keys::kPhase);
   sighting.module = text_or_empty(object, keys::kModule);
   sighting.op = text_or_empty(object, keys::kOperator);
   sighting.role = object.text(keys::kRole);

@@ -14,7 +14,7 @@ namespace nanlocator {
 
 [[nodiscard]] nlohmann::ordered_json stats_to_json(const TensorStats& stats);
 
-/// The member "phase".
-[[nodiscard]] Phase phase_from_json(const JsonObject& object);
+/// The member `key`, the name of a phase.
+[[nodiscard]] Phase phase_from_json(const JsonObject& object, const char* key);
 
 }  // namespace nanlocator

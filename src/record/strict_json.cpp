@@ -191,6 +191,11 @@ std::optional<int> JsonObject::optional_small_integer(const char* key, int minim
   return small_integer(key, minimum);
 }
 
+std::optional<bool> JsonObject::optional_boolean(const char* key) const {
+  if (member(key).is_null()) return std::nullopt;
+  return boolean(key);
+}
+
 std::optional<std::int64_t> JsonObject::optional_integer(const char* key,
                                                          std::int64_t minimum) const {
   if (member(key).is_null()) return std::nullopt;

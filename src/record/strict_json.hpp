@@ -52,6 +52,7 @@ class JsonObject {
   [[nodiscard]] std::int64_t integer(const char* key, std::int64_t minimum) const;
   // Null gives an empty optional; a missing key is an error here too.
   [[nodiscard]] std::optional<int> optional_small_integer(const char* key, int minimum) const;
+  [[nodiscard]] std::optional<bool> optional_boolean(const char* key) const;
   [[nodiscard]] std::optional<std::int64_t> optional_integer(const char* key,
                                                              std::int64_t minimum) const;
 

@@ -56,7 +56,7 @@ class StepRerun {
   /// Before anything else, and again where the parameters change; registered state stays.
   void set_step(RepeatableStep step);
 
-  /// Before a step that can be executed again.
+  /// Before a step that can be executed again. Does nothing under RerunPolicy::never.
   void save();
   /// The step is bad, as all ranks know: finds what was being computed, as far as the locator's
   /// options allow and `can_repeat` says (forward and backward can be executed now; the same on
