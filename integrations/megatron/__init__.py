@@ -1,11 +1,25 @@
-"""nanlocator for Megatron-Core: one call after the optimizer is built.
+"""nanlocator for Megatron-Core: one call after the optimizer is built, or none at all.
 
     import nanlocator.megatron
     locator = nanlocator.megatron.install(model_chunks, optimizer)
 
+    torchrun ... -m nanlocator.megatron pretrain_gpt.py ARGS...   # the script unedited
+
 Every rank calls it. docs/megatron.md says what is seen, at which cost, and what is not covered.
 """
 
-from nanlocator.megatron.locator import MegatronLocator, install
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanlocator.megatron.locator import MegatronLocator, install
 
 __all__ = ["MegatronLocator", "install"]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported at first use: the launcher runs before the script has said where its Megatron is.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from nanlocator.megatron import locator
+
+    return getattr(locator, name)

@@ -7,6 +7,7 @@ optimizer/optimizer.py, optimizer/distrib_optimizer.py, distributed/param_and_gr
 import os
 import re
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -60,22 +61,26 @@ def named_parameters(chunks: list[torch.nn.Module]) -> list[NamedParameter]:
     """Trainable parameters of this rank, in the order in which Megatron fills its groups."""
     result = []
     for chunk_index, chunk in enumerate(chunks):
-        modules = dict(chunk.named_modules())
-        layer_numbers = {
-            name: module.layer_number - 1  # counted from 1 over all stages and chunks
-            for name, module in modules.items()
-            if isinstance(module, TransformerLayer)
-        }
-        experts_per_rank = next(
-            (module.num_local_experts for module in modules.values() if hasattr(module, "num_local_experts")),
-            0,
-        )
-        first_expert = parallel_state.get_expert_model_parallel_rank() * experts_per_rank
+        layer_numbers, first_expert = _numbers(chunk)
         for raw_name, parameter in chunk.named_parameters():
             if parameter.requires_grad:
                 name = _global_name(raw_name, layer_numbers, first_expert)
                 result.append(NamedParameter(parameter, name, raw_name, chunk_index))
     return result
+
+
+def _numbers(chunk: torch.nn.Module) -> tuple[dict[str, int], int]:
+    """Global number (from 0) of each layer by its path, and of this rank's first expert."""
+    modules = dict(chunk.named_modules())
+    layer_numbers = {
+        name: module.layer_number - 1  # counted from 1 over all stages and chunks
+        for name, module in modules.items()
+        if isinstance(module, TransformerLayer)
+    }
+    experts_per_rank = next(
+        (module.num_local_experts for module in modules.values() if hasattr(module, "num_local_experts")), 0
+    )
+    return layer_numbers, parallel_state.get_expert_model_parallel_rank() * experts_per_rank
 
 
 def _global_name(raw_name: str, layer_numbers: dict[str, int], first_expert: int) -> str:
@@ -88,6 +93,16 @@ def _global_name(raw_name: str, layer_numbers: dict[str, int], first_expert: int
 
     name = _LOCAL_EXPERT.sub(expert, _LAYER.sub(layer, raw_name))
     return re.sub(r"^(module\.)+", "", name)
+
+
+def module_names(chunk: torch.nn.Module) -> Callable[[str], str]:
+    """Maps a path in ``chunk.named_modules()`` or ``named_buffers()`` to its name with global numbers."""
+    layer_numbers, first_expert = _numbers(chunk)
+
+    def name_of(path: str) -> str:
+        return _global_name(path + ".", layer_numbers, first_expert).removesuffix(".")
+
+    return name_of
 
 
 def parameter_infos(

@@ -1,101 +1,150 @@
-"""MegatronLocator: where the scans are hooked into Megatron-Core's step, and how a bad step ends.
+"""MegatronLocator: where the observers are hooked into Megatron-Core's step, and how a bad step ends.
 
 One step on every rank, in this order:
 
     zero_grad_buffer     params_before (check_params)
-    start_grad_sync      grad_local:   each parameter's main_grad, before the bucket's collective
-    finish_grad_sync     grad_reduced: the same after it (the owned shard with a distributed optimizer)
-    prepare_grads        grad_norm:    what the optimizer will clip; then the flag reduction is launched
-    get_grad_norm        ... and read: a bad step ends here, before the clip
+    forward_backward     each pass of the schedule, boundaries watched:
+      start_grad_sync    grad_local:   each parameter's main_grad, before the bucket's collective
+      finish_grad_sync   grad_reduced: the same after it (the owned shard with a distributed optimizer)
+      ... and at its end the losses, and the flag over all ranks: a bad step is repeated and judged here
+    prepare_grads        grad_norm:    what the optimizer will clip; then a second flag is launched
+    get_grad_norm        ... and read, before the clip
     step                 params_after (check_params)
 
-Hooks replace methods on the instances, never on Megatron's classes; ``remove`` takes them off.
+Hooks replace methods of the instances and functions of Megatron's modules; ``remove`` takes them off.
 """
 
-import functools
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-import megatron.core
-from megatron.core import parallel_state
-from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
-from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.utils import get_model_config
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel import schedules
 from nanlocator import _C
+from nanlocator.errors import NonFiniteGradientError
+from nanlocator.megatron import state
+from nanlocator.megatron.boundaries import Boundaries
+from nanlocator.megatron.configuration import check_call, not_covered
 from nanlocator.megatron.layout import (
     bucket_groups,
+    module_names,
     named_parameters,
     optimizer_gradients,
     parameter_infos,
     rank_coordinates,
     shard_ranges,
 )
-from nanlocator.session import RankConnection, log_once, raise_or_continue, resolve_options
+from nanlocator.megatron.microbatches import Microbatches
+from nanlocator.megatron.patches import Patches
+from nanlocator.megatron.step_data import StepData
+from nanlocator.module_calls import ModuleCalls
+from nanlocator.modules import ModuleHooks
+from nanlocator.rerun import GeneratorStates, ObjectState
+from nanlocator.session import (
+    RankConnection,
+    first_line,
+    is_failure_of_peers,
+    log_once,
+    raise_or_continue,
+    resolve_options,
+)
 
-_TESTED_MEGATRON = "0.16.1"
 _STEPS_TO_OBSERVE = 20
 _INSTALLED = "_nanlocator"  # attribute of the optimizer that holds the installed locator
+_SCHEDULES = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_pipelining_with_interleaving",
+)
 
 
 def install(
     model_chunks: torch.nn.Module | list[torch.nn.Module] | tuple[torch.nn.Module, ...],
     optimizer: MegatronOptimizer,
     *,
-    level: str = "grads",
+    level: str | None = None,
     on_bad: str | None = None,
     output_dir: str | os.PathLike[str] | None = None,
+    rerun: bool | str | None = None,
     check_params: bool | None = None,
     gather_deadline: float | None = None,
 ) -> "MegatronLocator":
-    """Watches the gradients of a Megatron-Core model from now on. Call it on every rank.
+    """Watches the training of a Megatron-Core model from now on. Call it on every rank, before the training
+    loop asks Megatron for its ``get_forward_backward_func()``.
 
     Args:
         model_chunks: the DistributedDataParallel-wrapped chunks of this rank (one, or one per virtual
             pipeline stage), as handed to ``get_megatron_optimizer``.
         optimizer: what ``get_megatron_optimizer`` returned.
-        level: ``"grads"``.
-        on_bad: ``"stop"`` (default) raises ``nanlocator.NonFiniteGradientError`` on every rank, out of
-            ``optimizer.step``, before anything is clipped or stepped; ``"report"`` goes on.
+        level: what is watched at every step. ``"boundaries"`` (default): gradients, and whatever ranks hand
+            to each other. ``"grads"``: gradients only. ``"modules"``: also every module. ``"operators"``:
+            every operator, which waits for the device between them.
+        on_bad: ``"stop"`` (default) raises ``nanlocator.NonFiniteGradientError`` on every rank, before
+            anything is clipped or stepped; ``"report"`` goes on; ``"skip"`` goes on without the optimizer's
+            step; ``"recover"`` goes on with the gradients of a clean repeat, and stops where there is none.
         output_dir: folder of the run, default ``nanlocator_run``.
+        rerun: ``True`` (default) executes forward-backward of a bad step again, on all ranks, with every
+            operator traced. ``False`` does not. ``"always"`` executes every step twice and warns where the
+            two differ in a bit.
         check_params: scan the parameters before forward and after the step, too.
         gather_deadline: seconds to wait for ranks that do not answer when a finding is gathered.
 
-    Options left at None are read from NANLOCATOR_ON_BAD, NANLOCATOR_OUTPUT_DIR,
-    NANLOCATOR_CHECK_PARAMS and NANLOCATOR_GATHER_DEADLINE.
+    Options left at None are read from NANLOCATOR_LEVEL, NANLOCATOR_ON_BAD, NANLOCATOR_OUTPUT_DIR,
+    NANLOCATOR_RERUN, NANLOCATOR_CHECK_PARAMS and NANLOCATOR_GATHER_DEADLINE.
 
     Raises ``nanlocator.UsageError`` for a wrong call and ``nanlocator.AgreementError``, on every rank
     alike, where ranks differ in versions or options.
     """
     chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
-    _check_call(chunks, optimizer, level)
+    check_call(chunks, optimizer)
+    if hasattr(optimizer, _INSTALLED):
+        raise _C.UsageError(
+            "nanlocator is installed on this optimizer already; call locator.remove() first to install "
+            "it with other options"
+        )
     options = resolve_options(
         on_bad=on_bad,
         output_dir=output_dir,
-        level="grads",
-        rerun=False,
+        level=level,
+        rerun=rerun,
         check_params=check_params,
         gather_deadline=gather_deadline,
         integration="megatron",
-        not_covered=_not_covered(chunks),
+        default_level="boundaries",
     )
+    if options.on_bad == "recover" and options.rerun == "never":
+        raise _C.UsageError("on_bad 'recover' goes on with a repeat of the step: it needs rerun=True")
+    options.not_covered = not_covered(chunks, optimizer, options)
     return MegatronLocator(chunks, optimizer, options)
 
 
-class MegatronLocator:
-    """An installed locator; made by :func:`install`.
+class _SkipStep(Exception):
+    """From get_grad_norm to step: this step's gradients are not to be used."""
 
-    ``verdicts`` lists the findings so far (verdict.json as dictionaries), ``run_dir`` is where their
-    files are, ``dismissed`` counts the loss scaler's routine overflows.
-    """
+
+@dataclass
+class _Step:
+    """The forward-backward that runs now."""
+
+    forward_backward: Callable[..., Any]
+    arguments: dict[str, Any]
+    data: StepData
+    result: Any = None  # of the latest pass
+
+
+class MegatronLocator:
+    """What ``install`` returns. ``verdicts`` are the findings so far, ``dismissed`` counts routine
+    overflows of a dynamic loss scale, ``run_dir`` is where the files are."""
 
     def __init__(
-        self, chunks: list[torch.nn.Module], optimizer: ChainedOptimizer, options: _C.LocatorOptions
+        self, chunks: list[torch.nn.Module], optimizer: MegatronOptimizer, options: _C.LocatorOptions
     ) -> None:
         self.verdicts: list[dict[str, Any]] = []
         self._chunks = chunks
@@ -103,6 +152,7 @@ class MegatronLocator:
         self._optimizers: list[MegatronOptimizer] = optimizer.chained_optimizers
         self._on_bad: str = options.on_bad
         self._check_params: bool = options.check_params
+        self._rerun_policy: str = options.rerun
 
         self._named = named_parameters(chunks)
         infos = parameter_infos(chunks, self._optimizers, self._named)
@@ -117,17 +167,31 @@ class MegatronLocator:
             options,
             self._connection.communicator,
         )
+        self._rerun = _C.StepRerun(self._locator)
+        self._step: _Step | None = None
+        self._module_calls: ModuleCalls | None = None  # around the origins of the bad step
+        self._machine = state.RerunMachine()
         self._steps = 0  # completed
         self._is_open = False  # begin_step has been called for the step that runs now
+        self._is_judged = False  # ... and it needs no second agreement
+        self._skips_step = False  # ... and the optimizer is to leave it out
+        self._has_seen_schedule = False
         self._loss_scale = 0.0  # before prepare_grads updates it
 
-        self._unpatch: list[Callable[[], None]] = []
+        self._patches = Patches()
+        self._microbatches = Microbatches(chunks, self._patches)
+        self._boundaries: Boundaries | None = None
+        self._watch: _C.ModuleWatch | None = None
+        self._install_observers(options.level)
         self._install_hooks()
+        self._set_step()
         setattr(optimizer, _INSTALLED, self)
         log_once(
-            f"watching the gradients of {len(self._named)} parameters (rank 0), "
+            f"watching {len(self._named)} parameters (rank 0), level {options.level}, "
             f"on_bad={self._on_bad}; files of a finding go to {self.run_dir}"
         )
+        if options.not_covered:
+            log_once("not seen in this configuration: " + "; ".join(options.not_covered))
 
     @property
     def run_dir(self) -> str:
@@ -141,42 +205,47 @@ class MegatronLocator:
         """Takes every hook off and closes the connection. Collective; call it on every rank."""
         if getattr(self._optimizer, _INSTALLED, None) is not self:
             return
-        while self._unpatch:
-            self._unpatch.pop()()
+        self._rerun.stop_tracing()
+        self._patches.remove()
         delattr(self._optimizer, _INSTALLED)
         self._connection.close()
 
     # --- hooks ---------------------------------------------------------------------------------------
 
+    def _install_observers(self, level: str) -> None:
+        if level in ("boundaries", "modules"):
+            self._boundaries = Boundaries(self._chunks, threads=torch.get_num_threads())
+            self._microbatches.listeners.append(self._boundaries)
+            self._patches.on_removal(self._boundaries.remove)
+            self._hook_modules(self._boundaries.watch)
+        if level == "modules":
+            self._watch = _C.ModuleWatch(torch.get_num_threads())
+            self._hook_modules(self._watch)
+        if level == "operators":
+            self._hook_modules(None)
+
+    def _hook_modules(self, watch: Any) -> None:
+        for hooks in self._module_hooks(watch):
+            self._patches.on_removal(hooks.remove)
+
+    def _module_hooks(self, watch: Any) -> list[ModuleHooks]:
+        return [ModuleHooks(chunk, watch, name_of=module_names(chunk)) for chunk in self._chunks]
+
     def _install_hooks(self) -> None:
+        wrap = self._patches.wrap
+        for name in _SCHEDULES:
+            wrap(schedules, name, self._around_forward_backward)
         groups = [group for chunk in self._chunks for group in bucket_groups(chunk)]
         for number, group in enumerate(groups):
-            self._patch(group, "start_grad_sync", self._before_collective(number, group))
+            wrap(group, "start_grad_sync", self._before_collective(number, group))
         for number, chunk in enumerate(self._chunks):
-            self._patch(chunk, "finish_grad_sync", self._after_collective(number))
+            wrap(chunk, "finish_grad_sync", self._after_collective(number))
         if self._check_params:
-            self._patch(self._chunks[0], "zero_grad_buffer", self._before_forward)
-        self._patch(self._optimizer, "prepare_grads", self._around_prepare_grads)
-        self._patch(self._optimizer, "get_grad_norm", self._around_get_grad_norm)
-        self._patch(self._optimizer, "step", self._around_step)
+            wrap(self._chunks[0], "zero_grad_buffer", self._before_forward)
+        wrap(self._optimizer, "prepare_grads", self._around_prepare_grads)
+        wrap(self._optimizer, "get_grad_norm", self._around_get_grad_norm)
+        wrap(self._optimizer, "step", self._around_step)
         self._observe_backward_order()
-
-    def _patch(self, target: Any, method: str, wrap: Callable[..., Any]) -> None:
-        """``target.method(*args)`` becomes ``wrap(original, *args)``, on this instance only."""
-        original = getattr(target, method)
-        wrapper = functools.wraps(original)(functools.partial(wrap, original))
-        had_own = method in vars(target)
-        setattr(target, method, wrapper)
-
-        def unpatch() -> None:
-            if vars(target).get(method) is not wrapper:
-                return  # someone wrapped ours since: it stays inside theirs, and passes calls on
-            if had_own:
-                setattr(target, method, original)
-            else:
-                delattr(target, method)
-
-        self._unpatch.append(unpatch)
 
     def _before_collective(self, number: int, group: Any) -> Callable[..., Any]:
         parameters = [p for bucket in group.buckets for p in bucket.params_list]
@@ -188,13 +257,9 @@ class MegatronLocator:
             if group.is_first_batch and group.grad_reduce_handle is not None:
                 return original(*args, **kwargs)
             self._begin_step()
-            self._locator.scan("grad_local", number, "main_grad", ids, [p.main_grad for p in parameters])
-            with _ConcludeOnError(self, "Megatron raised before the data-parallel collective"):
-                result = original(*args, **kwargs)
-            if group.ddp_config.check_for_nan_in_grad and get_rerun_state_machine().rerun_requested:
-                # Megatron will repeat the pass and then may exit before the optimizer steps.
-                self._conclude_alone("Megatron's rerun state machine has asked for a re-run")
-            return result
+            self._scan("grad_local", number, "main_grad", ids, [p.main_grad for p in parameters])
+            with self._concluding("Megatron raised before the data-parallel collective"):
+                return original(*args, **kwargs)
 
         return start_grad_sync
 
@@ -202,7 +267,7 @@ class MegatronLocator:
         parameters = [entry.parameter for entry in self._named if entry.chunk == number]
 
         def finish_grad_sync(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with _ConcludeOnError(self, "the data-parallel collective failed on this rank"):
+            with self._concluding("the data-parallel collective failed on this rank"):
                 result = original(*args, **kwargs)
             self._begin_step()
             ids, tensors, offsets = [], [], []
@@ -213,21 +278,25 @@ class MegatronLocator:
                     ids.append(self._ids[p])
                     tensors.append(p.main_grad if is_whole else p.main_grad.view(-1)[begin:end])
                     offsets.append(begin)
-            self._locator.scan("grad_reduced", number, "main_grad", ids, tensors, offsets)
+            self._scan("grad_reduced", number, "main_grad", ids, tensors, offsets)
             return result
 
         return finish_grad_sync
 
     def _before_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        self._begin_step()
-        self._scan_parameters("params_before")
+        if not self._rerun.is_repeating:
+            self._begin_step()
+            self._scan_parameters("params_before")
         return result
 
     def _around_prepare_grads(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
         self._begin_step()
-        self._loss_scale = max((s.scale.item() for s in self._dynamic_scalers()), default=0.0)
+        self._loss_scale = self._current_loss_scale()
         found_inf = original(*args, **kwargs)
+        self._end_observation()
+        if self._is_judged:
+            return found_inf
         views = [view for optimizer in self._optimizers for view in optimizer_gradients(optimizer)]
         self._locator.scan(
             "grad_norm",
@@ -238,21 +307,26 @@ class MegatronLocator:
             [offset for _, _, offset in views],
         )
         self._locator.start_agreement()
-        self._end_observation()
         if found_inf:  # step() returns at once; the host has just waited for found_inf
             self._finish_agreement(is_overflow=True)
         return found_inf
 
     def _around_get_grad_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
         norm = original(*args, **kwargs)  # waits for the norm, all scans and the flag before it
-        self._locator.set_gradient_norm(float(norm))
-        self._finish_agreement(is_overflow=False)
+        if not self._is_judged:
+            self._locator.set_gradient_norm(float(norm))
+            self._finish_agreement(is_overflow=False)
         return norm
 
     def _around_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            result = original(*args, **kwargs)
-            if self._check_params:
+            if self._skips_step:
+                return False, None, None  # as Megatron's optimizers say that they did not step
+            try:
+                result = original(*args, **kwargs)
+            except _SkipStep:
+                return False, None, None
+            if self._check_params and not self._is_judged:
                 self._begin_step()
                 self._scan_parameters("params_after")
                 self._locator.start_agreement()
@@ -273,7 +347,7 @@ class MegatronLocator:
         self._not_yet_ready = {entry.parameter for entry in self._named}
         hooks = [p.register_post_accumulate_grad_hook(observe) for p in self._not_yet_ready]
         self._order_hooks = hooks
-        self._unpatch.append(lambda: [hook.remove() for hook in hooks])
+        self._patches.on_removal(lambda: [hook.remove() for hook in hooks])
 
     def _end_observation(self) -> None:
         """After a step in which every gradient became ready the order is known. Where some never does (an
@@ -285,12 +359,173 @@ class MegatronLocator:
                 self._order_hooks.pop().remove()
         self._not_yet_ready = {entry.parameter for entry in self._named}
 
+    # --- forward-backward, and its repeat ------------------------------------------------------------
+
+    def _around_forward_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        is_ours = not args and not kwargs.get("forward_only") and self._is_our_model(kwargs.get("model"))
+        if not is_ours or self._machine.is_in_its_own_rerun():
+            return original(*args, **kwargs)
+        self._has_seen_schedule = True
+        self._begin_step()
+        self._locator.now_in("forward_backward")
+        self._step = step = _Step(original, kwargs, StepData(kwargs.get("data_iterator")))
+        try:
+            self._rerun.save()
+            with self._concluding("forward-backward failed on this rank"):
+                errors = self._run_first_pass(step)
+            self._locator.scan_losses(self._microbatches.losses)
+            self._locator.start_agreement()
+            with self._concluding("the ranks could not agree on this step"):
+                is_bad = self._locator.finish_agreement()
+                if is_bad and self._is_routine_overflow(self._current_loss_scale()):
+                    self._locator.dismiss()
+                    self._is_judged = True
+                elif is_bad:
+                    self._judge_pass(step, errors)
+                elif self._rerun_policy == "always":
+                    self._compare_with_repeat()
+            if errors:
+                raise errors[0]  # Megatron's own check: what it would have done, now that all is told
+            return step.result
+        finally:
+            self._step = None
+            self._locator.now_in("training")
+
+    def _run_first_pass(self, step: _Step) -> list[RuntimeError]:
+        """Returns what Megatron's own checks wanted to raise on this rank."""
+        watching = self._boundaries.watching() if self._boundaries else contextlib.nullcontext()
+        with self._pass(), watching, self._machine.errors_held_back() as errors:
+            step.result = step.forward_backward(
+                **{**step.arguments, "data_iterator": step.data.recording}
+            )
+        return errors
+
+    @contextlib.contextmanager
+    def _pass(self) -> Iterator[None]:
+        self._microbatches.begin_pass()
+        try:
+            yield
+        finally:
+            self._microbatches.end_pass()
+
+    def _is_our_model(self, model: Any) -> bool:
+        chunks = model if isinstance(model, list) else [model]
+        return len(chunks) == len(self._chunks) and all(map(_is, chunks, self._chunks))
+
+    def _judge_pass(self, step: _Step, errors: list[RuntimeError]) -> None:
+        """The gradients or the losses of this forward-backward are bad, as all ranks know."""
+        if not self._check_params:
+            self._scan_parameters("params_before")  # the optimizer has not touched them since
+        self._hand_over_observations(step)
+        self._locator.now_in("rerun")
+        is_clean_now = self._rerun.find_births(True, self._gradients())
+        self._module_calls = None
+        is_recovered = self._on_bad == "recover" and is_clean_now
+        self._skips_step = self._on_bad == "skip"
+        if is_recovered or self._skips_step:
+            self._machine.forget()
+            errors.clear()
+        self._is_judged = not is_recovered
+        self._conclude(stops=self._on_bad == "stop" or (self._on_bad == "recover" and not is_recovered))
+
+    def _hand_over_observations(self, step: _Step | None) -> None:
+        if self._boundaries is not None:
+            self._locator.set_crossings(*self._boundaries.collect(self._iteration()))
+        if self._watch is not None:
+            parameters = [(entry.name, entry.parameter) for entry in self._named]
+            _, births = self._watch.collect(self._iteration(), parameters, self._named_buffers())
+            self._locator.set_births(births)
+        if step is not None:
+            self._locator.set_microbatches(step.data.describe())
+
+    def _compare_with_repeat(self) -> None:
+        changed = self._rerun.compare()
+        if changed:
+            print(
+                f"nanlocator: step {self._iteration()}: executed again from the same state, {changed} "
+                "gradients have other bits",
+                file=sys.stderr,
+            )
+
+    def _set_step(self) -> None:
+        # The engine holds these functions, and this object the engine: they must not hold this object.
+        this = weakref.ref(self)
+
+        def run() -> list[tuple[str, torch.Tensor]]:
+            return this()._run_again(None)
+
+        def run_and_keep_module_calls(modules: list[str]) -> None:
+            this()._module_calls = calls = ModuleCalls(set(modules))
+            this()._run_again(calls)
+
+        def module_call(name: str) -> "_C.ModuleCall | None":
+            calls = this()._module_calls
+            return calls.of(name) if calls is not None else None
+
+        self._rerun.set_step(
+            run=run,
+            gradients=lambda: this()._gradients(),
+            clear_gradients=lambda: this()._clear_gradients(),
+            parameters=[(entry.name, entry.parameter) for entry in self._named],
+            buffers=self._named_buffers(),
+            run_and_keep_module_calls=run_and_keep_module_calls,
+            module_call=module_call,
+        )
+        for name, owner in {
+            "the generators of Python and numpy": GeneratorStates(),
+            "Megatron's RNG tracker": state.RngTracker(),
+            "the routers' auxiliary losses": state.router_losses(),
+            "the losses of multi-token prediction": state.multi_token_losses(),
+            "Megatron's rerun state machine": self._machine,
+            "the data": _UnchangedData(self),
+            **{
+                f"the loss scale of optimizer {number}": ObjectState(optimizer.grad_scaler)
+                for number, optimizer in enumerate(self._optimizers)
+                if getattr(optimizer, "grad_scaler", None) is not None
+            },
+        }.items():
+            self._rerun.add_state(name, owner.save, owner.restore)
+
+    def _run_again(self, module_calls: ModuleCalls | None) -> list[tuple[str, torch.Tensor]]:
+        """One more pass over the step's microbatches; returns its losses."""
+        step = self._step
+        assert step is not None
+        with contextlib.ExitStack() as stack:
+            for hooks in self._module_hooks(module_calls):
+                stack.enter_context(hooks)
+            stack.enter_context(self._pass())
+            stack.enter_context(self._machine.muted())
+            step.result = step.forward_backward(**{**step.arguments, "data_iterator": step.data.replay()})
+        return self._microbatches.named_losses
+
+    def _gradients(self) -> tuple[list[int], list[torch.Tensor]]:
+        return (
+            [self._ids[entry.parameter] for entry in self._named],
+            [entry.parameter.main_grad for entry in self._named],
+        )
+
+    def _clear_gradients(self) -> None:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def _named_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        return [
+            (module_names(chunk)(name), buffer)
+            for chunk in self._chunks
+            for name, buffer in chunk.named_buffers()
+        ]
+
     # --- a step --------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
         if not self._is_open:
             self._locator.begin_step(self._iteration())
-            self._is_open = True
+            self._is_open, self._is_judged, self._skips_step = True, False, False
+            if self._boundaries is not None:
+                self._boundaries.begin_step()
+            if self._watch is not None:
+                self._watch.begin_step()
 
     def _iteration(self) -> int:
         """As Megatron's log prints it, counted from 1; in a loop of one's own: calls of step."""
@@ -299,34 +534,74 @@ class MegatronLocator:
         current = getattr(args, "curr_iteration", None)
         return (self._steps if current is None else current) + 1
 
+    def _scan(self, *gradients: Any) -> None:
+        """Of the pass that runs now: the step's own, or one of its repeat."""
+        (self._rerun if self._rerun.is_repeating else self._locator).scan(*gradients)
+
     def _scan_parameters(self, phase: str) -> None:
         tensors = [entry.parameter.detach() for entry in self._named]
         self._locator.scan(phase, 0, "weight", [self._ids[e.parameter] for e in self._named], tensors)
 
     def _finish_agreement(self, *, is_overflow: bool) -> None:
-        with _ConcludeOnError(self, "the ranks could not agree on this step"):
-            is_bad = self._locator.finish_agreement()
-        if not is_bad:
-            return
-        if is_overflow and self._is_routine_overflow():
-            self._locator.dismiss()
-            return
+        """What was bad only once forward-backward had ended: it cannot be repeated any more."""
+        with self._concluding("the ranks could not agree on this step"):
+            if not self._locator.finish_agreement():
+                return
+            if is_overflow and self._is_routine_overflow(self._loss_scale):
+                self._locator.dismiss()
+                return
+            if not self._has_seen_schedule:
+                self._locator.add_note(
+                    "forward-backward could not be repeated: the training loop asked Megatron for its "
+                    "schedule (get_forward_backward_func) before nanlocator was installed"
+                )
+            self._hand_over_observations(None)
+            self._is_judged = True
+            self._conclude(stops=self._on_bad in ("stop", "recover"))
+        if self._on_bad == "skip":
+            raise _SkipStep
+
+    def _conclude(self, *, stops: bool) -> None:
         verdict = json.loads(self._locator.conclude())
         self.verdicts.append(verdict)
-        raise_or_continue(verdict, self._on_bad, self._locator.run_dir)
+        if stops:
+            self._is_open = False
+            raise_or_continue(verdict, "stop", self._locator.run_dir)
 
     def _dynamic_scalers(self) -> list[Any]:
         scalers = (getattr(optimizer, "grad_scaler", None) for optimizer in self._optimizers)
         return [scaler for scaler in scalers if scaler is not None and hasattr(scaler, "min_scale")]
 
-    def _is_routine_overflow(self) -> bool:
-        """fp16 with a dynamic loss scale looks for its scale by overflowing; at the smallest scale an
-        overflow is no longer the scale's doing. (grad_scaler.py, DynamicGradScaler)"""
-        scalers = self._dynamic_scalers()
-        return bool(scalers) and self._loss_scale > max(s.min_scale.item() for s in scalers)
+    def _current_loss_scale(self) -> float:
+        return max((scaler.scale.item() for scaler in self._dynamic_scalers()), default=0.0)
 
-    def _conclude_alone(self, reason: str) -> None:
-        text = self._locator.conclude_alone(reason)
+    def _is_routine_overflow(self, loss_scale: float) -> bool:
+        """fp16 with a dynamic loss scale looks for its scale by overflowing in backward; at the smallest
+        scale an overflow is no longer the scale's doing (grad_scaler.py, DynamicGradScaler), and a loss
+        that is not finite never was. The same on all ranks."""
+        scalers = self._dynamic_scalers()
+        if not scalers or loss_scale <= max(scaler.min_scale.item() for scaler in scalers):
+            return False
+        losses = [loss for _, loss in self._microbatches.named_losses]
+        return not self._locator.is_true_anywhere(not all(bool(torch.isfinite(x).all()) for x in losses))
+
+    @contextlib.contextmanager
+    def _concluding(self, reason: str) -> Iterator[None]:
+        """An exception on its way through one rank must not take its findings with it: the other ranks
+        will not come to the agreement, so this rank's ledger is written now and the error goes on."""
+        try:
+            yield
+        except (_SkipStep, NonFiniteGradientError):
+            raise
+        except Exception as error:
+            if not self._rerun.is_repeating:  # the repeat's errors are the engine's to tell
+                self._conclude_alone(f"{reason}: {first_line(error)}", is_failure_of_peers(error))
+            raise
+
+    def _conclude_alone(self, reason: str, is_of_peers: bool) -> None:
+        with contextlib.suppress(Exception):  # the device may have failed
+            self._hand_over_observations(self._step)
+        text = self._locator.conclude_alone(reason, is_of_peers)
         if text is None:
             return
         verdict = json.loads(text)
@@ -334,74 +609,21 @@ class MegatronLocator:
             self.verdicts.append(verdict)
 
 
-class _ConcludeOnError:
-    """An exception on its way through one rank must not take its findings with it: the other ranks
-    will not come to the agreement, so this rank's ledger is written now and the error goes on."""
+class _UnchangedData:
+    """A microbatch that the step has written to cannot be put back: it is named in the verdict."""
 
-    def __init__(self, locator: MegatronLocator, reason: str) -> None:
-        self._locator, self._reason = locator, reason
+    def __init__(self, locator: MegatronLocator) -> None:
+        self._locator = weakref.ref(locator)
 
-    def __enter__(self) -> None:
+    def save(self) -> None:
         pass
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, Exception):
-            self._locator._conclude_alone(f"{self._reason}: {type(error).__name__}: {error}")
+    def restore(self) -> None:
+        step = self._locator()._step
+        changed = step.data.changed() if step is not None else []
+        if changed:
+            raise RuntimeError("; ".join(changed[:4]))
 
 
-# --- what the call must bring, and what is not covered -----------------------------------------------
-
-
-def _check_call(chunks: list[torch.nn.Module], optimizer: MegatronOptimizer, level: str) -> None:
-    if not dist.is_initialized() or not parallel_state.model_parallel_is_initialized():
-        raise _C.UsageError(
-            "nanlocator.megatron.install: torch.distributed and megatron.core.parallel_state must be "
-            "initialised first; call it after get_megatron_optimizer"
-        )
-    if level != "grads":
-        raise _C.UsageError(f"level is {level!r}; this version of nanlocator has 'grads'")
-    if not isinstance(optimizer, ChainedOptimizer):
-        raise _C.UsageError(
-            f"nanlocator.megatron.install expects what get_megatron_optimizer returns (a ChainedOptimizer), "
-            f"not a {type(optimizer).__name__}; Megatron-FSDP and layer-wise optimizers are not covered"
-        )
-    for index, chunk in enumerate(chunks):
-        if not hasattr(chunk, "bucket_groups"):
-            raise _C.UsageError(
-                f"model chunk {index} is a {type(chunk).__name__} without gradient buckets; hand over the "
-                "chunks wrapped in megatron.core.distributed.DistributedDataParallel"
-            )
-    if hasattr(optimizer, _INSTALLED):
-        raise _C.UsageError(
-            "nanlocator is installed on this optimizer already; call locator.remove() first to install "
-            "it with other options"
-        )
-
-
-def _not_covered(chunks: list[torch.nn.Module]) -> list[str]:
-    """Sentences for run.json about this very configuration."""
-    config, ddp = get_model_config(chunks[0]), chunks[0].ddp_config
-    found = ["which operator, module and microbatch a value was born in: level grads sees gradients only"]
-    if parallel_state.get_tensor_model_parallel_world_size() > 1 or (
-        parallel_state.get_pipeline_model_parallel_world_size() > 1
-    ):
-        found.append(
-            "the rank within a data-parallel replica, where a value has crossed tensor-parallel "
-            "all-reduces or pipeline transfers before it reached a gradient: candidates are listed"
-        )
-    if megatron.core.__version__ != _TESTED_MEGATRON:
-        found.append(
-            f"Megatron-Core {megatron.core.__version__} is not the tested {_TESTED_MEGATRON}: "
-            "hooks may sit in the wrong place"
-        )
-    if ddp.overlap_param_gather:
-        found.append("with overlap_param_gather, parameters are checked before they are gathered")
-    if getattr(ddp, "num_distributed_optimizer_instances", 1) > 1:
-        found.append("collectives between distributed-optimizer instances")
-    if parallel_state.get_context_parallel_world_size() > 1:
-        found.append("the rank within a context-parallel group")
-    if getattr(config, "fp8", None):
-        found.append("fp8 weights and scales")
-    if getattr(config, "enable_cuda_graph", False) or getattr(config, "cuda_graph_impl", "none") != "none":
-        found.append("values inside CUDA graphs")
-    return found
+def _is(one: Any, other: Any) -> bool:
+    return one is other

@@ -32,10 +32,19 @@ class ModuleHooks:
 
     Args:
         model: the model as it is called; wrapped or not.
-        watch: also hands each call's inputs and outputs to this ``_C.ModuleWatch``.
+        watch: also hands each call's inputs and outputs to this ``_C.ModuleWatch`` (or to what has its
+            ``enter``, ``leave`` and ``abandon``).
+        name_of: from the path in ``model.named_modules()`` to the name that is shown; "" gives the class
+            name. It names this model's modules for every hook, until the last one is removed; the latest
+            one given counts.
     """
 
-    def __init__(self, model: nn.Module, watch: "_C.ModuleWatch | None" = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        watch: "_C.ModuleWatch | _C.BoundaryWatch | None" = None,
+        name_of: Callable[[str], str] | None = None,
+    ) -> None:
         self.model = model
         self.watch = watch
         self._is_active = True
@@ -45,6 +54,8 @@ class ModuleHooks:
             if tree is None:
                 _set_trees([*_trees, tree := new_tree])
             tree.hooks = [*tree.hooks, self]
+            if name_of is not None:
+                tree.show_as(name_of)
             _refresh_watches()
             _install()
         self._tree = tree
@@ -74,11 +85,18 @@ class _Tree:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.name_of: Callable[[str], str] = _shown_module
         self.hooks: list[ModuleHooks] = []
-        self.watches: list[_C.ModuleWatch] = []
+        self.watches: list[_C.ModuleWatch | _C.BoundaryWatch] = []
         self.named: dict[int, _Named] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             self.named.setdefault(id(module), _Named(module)).paths.append(path)
+
+    def show_as(self, name_of: Callable[[str], str]) -> None:
+        """Calls that are under way keep their names."""
+        self.name_of = name_of
+        for named in self.named.values():
+            named.frames = {}
 
 
 class _Named:
@@ -102,8 +120,8 @@ class _Frame:
         self.tree = tree
         self.module = weakref.ref(module)
         self.path = path  # as in named_modules
-        shown = _shown(path) if path != "module" else ""
-        self.shown = _C.ModulePath(shown or type(module).__name__)
+        name_of = tree.name_of if tree is not None else _shown_module
+        self.shown = _C.ModulePath(name_of(path) or type(module).__name__)
 
 
 class _Thread(threading.local):
@@ -114,7 +132,7 @@ class _Thread(threading.local):
 _lock = threading.RLock()  # a finalizer may call `remove` in the middle of anything
 _threads = _Thread()
 _trees: list[_Tree] = []  # replaced, never changed: other threads read it without the lock
-_all_watches: list["_C.ModuleWatch"] = []
+_all_watches: list["_C.ModuleWatch | _C.BoundaryWatch"] = []
 _original: Callable[..., Any] = nn.Module.__call__
 _is_installed = False
 
@@ -281,3 +299,8 @@ class WatchedModules:
 def _shown(path: str) -> str:
     """As LocatingOptimizer names parameters."""
     return path.removeprefix("module.")
+
+
+def _shown_module(path: str) -> str:
+    """Nothing for what DistributedDataParallel wraps: it goes by its class, as the model itself does."""
+    return "" if path == "module" else _shown(path)

@@ -174,7 +174,7 @@ class LocatingOptimizer(Optimizer):
                         loss = closure()
                     self._is_open = False  # LBFGS evaluates many times a step; each has its own finding
                     self._scan_gradients()
-                    self._locator.scan_losses([tensor for _, tensor in losses_of(loss)])
+                    self._locator.scan_losses([_C.LossView(tensor) for _, tensor in losses_of(loss)])
                     if not self._agree() and self._rerun_policy == "always":
                         self._compare_with_repeat()
                 finally:

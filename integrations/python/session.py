@@ -1,15 +1,18 @@
 """What both integrations share: options with their environment variables, the connection between the
 ranks, and the end of a bad step."""
 
+import contextlib
 import datetime
 import json
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from nanlocator import _C
 from nanlocator.errors import NonFiniteGradientError
@@ -26,14 +29,15 @@ def resolve_options(
     check_params: bool | None,
     gather_deadline: float | None,
     integration: str,
-    not_covered: list[str],
+    not_covered: list[str] | None = None,
+    default_level: str = "grads",
 ) -> _C.LocatorOptions:
     """Argument, else NANLOCATOR_<NAME>, else default. A variable that cannot be read is a UsageError.
     bundle_bytes, bundle_count and max_incidents have variables only."""
     options = _C.LocatorOptions()
     options.on_bad = _choose("on_bad", on_bad, str, "stop")
     options.output_dir = str(_choose("output_dir", output_dir, str, "nanlocator_run"))
-    options.level = _choose("level", level, str, "grads")
+    options.level = _choose("level", level, str, default_level)
     options.rerun = _rerun_policy(_choose("rerun", rerun, str, True))
     options.check_params = _choose("check_params", check_params, _parse_bool, False)
     seconds = _choose("gather_deadline", gather_deadline, float, 30.0)
@@ -45,7 +49,7 @@ def resolve_options(
     options.max_incidents = _choose("max_incidents", None, _parse_count, options.max_incidents)
     options.threads = torch.get_num_threads()
     options.integration = integration
-    options.not_covered = not_covered
+    options.not_covered = not_covered or []
     return options
 
 
@@ -103,11 +107,40 @@ class RankConnection:
         self.communicator = _C.Communicator(
             group=self._group, store=store, prefix=f"nanlocator/{RankConnection._installed}"
         )
+        self._goodbye = weakref.finalize(self, _say_goodbye, self.communicator, os.getpid())
 
     def close(self) -> None:
+        self._goodbye()
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
+
+
+def _say_goodbye(communicator: _C.Communicator, process: int) -> None:
+    """At the interpreter's exit, or when the connection is no longer needed. A process that an exception
+    ends says so: its peers, which may wait for it in a collective, then know why it does not come."""
+    if os.getpid() != process:
+        return  # a forked worker, which has none of our threads
+    error = getattr(sys, "last_value", None)  # set by the interpreter for the exception that ends it
+    if error is None or isinstance(error, NonFiniteGradientError | KeyboardInterrupt):
+        communicator.leave()
+    else:
+        communicator.leave(first_line(error))
+
+
+def is_failure_of_peers(error: BaseException) -> bool:
+    """True where the error says that a collective or a transfer between ranks has failed: then a peer may
+    have gone. gloo and NCCL raise plain RuntimeErrors for it, too."""
+    if isinstance(error, _C.AgreementError | dist.DistError):
+        return True
+    words = ("gloo", "NCCL", "ProcessGroup", "Connection closed by peer", "Connection reset by peer")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def first_line(error: BaseException) -> str:
+    """``ValueError: what it says``, without what follows in further lines."""
+    text = f"{type(error).__name__}: {error}".splitlines()[0]
+    return text if len(text) <= 300 else text[:297] + "..."
 
 
 def is_distributed() -> bool:
@@ -115,9 +148,34 @@ def is_distributed() -> bool:
 
 
 def raise_or_continue(verdict: dict[str, Any], on_bad: str, run_dir: str) -> None:
-    """Policy ``stop`` raises on every rank; ``report`` goes on."""
-    if on_bad == "stop":
-        raise NonFiniteGradientError(_C.format_verdict(json.dumps(verdict), run_dir), verdict)
+    """Policy ``stop`` raises on every rank; ``report`` goes on. Among several ranks the error's text is the
+    headline: rank 0 has printed the whole, and each rank's traceback is to be read beside the others'."""
+    if on_bad != "stop":
+        return
+    text = _C.format_verdict(json.dumps(verdict), run_dir)
+    record_for_torchrun(NonFiniteGradientError(text, verdict))
+    if is_distributed():
+        text = f"{_headline(text)}\nRank 0 has printed the verdict; it is in {run_dir}/verdict.json"
+    raise NonFiniteGradientError(text, verdict)
+
+
+def _headline(text: str) -> str:
+    """The first line and its continuation, which is indented by more than the labels."""
+    first, *others = text.splitlines()
+    for line in others:
+        if not line.startswith("    "):
+            break
+        first += " " + line.strip()
+    return first
+
+
+def record_for_torchrun(error: BaseException) -> None:
+    """Into the file that torchrun shows in its summary, as torch's decorator ``record`` does for scripts
+    that have it. Nothing where torchrun has not started this process."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return
+    with contextlib.suppress(OSError):
+        get_error_handler().record_exception(error)
 
 
 def device_description(device: torch.device) -> str:

@@ -32,15 +32,21 @@ constexpr milliseconds kOutcomeGrace{5'000};
 // most 20 requests a second per rank on a Store that thousands of ranks ask.
 constexpr milliseconds kFirstPause{1};
 constexpr milliseconds kLongestPause{50};
-constexpr int kErrorsInARow = 3;  // of the Store, until it is taken to be gone
+// How often a waiting rank asks whether whom it waits for is lost.
+constexpr milliseconds kLookForLosses{250};
+constexpr const char* kWhole = "whole";  // a barrier that every living rank has come to
+constexpr int kErrorsInARow = 3;         // of the Store, until it is taken to be gone
 
 Deadline answer_limit(Deadline deadline) {
   return std::max(deadline, Clock::now() + kStoreAnswers);
 }
 
-// True once `key` is there; false at the deadline or where the Store has gone.
-bool wait_for_key(StoreClient& store, const std::string& key, Deadline deadline) {
+// True once `key` is there; false at the deadline, where the Store has gone, or where it
+// `is_in_vain` to wait on.
+bool wait_for_key(StoreClient& store, const std::string& key, Deadline deadline,
+                  const std::function<bool()>& is_in_vain) {
   auto pause = kFirstPause;
+  auto next_look = Clock::now() + kLookForLosses;
   for (int errors = 0; errors < kErrorsInARow;) {
     try {
       const auto is_there = store.has(key, answer_limit(deadline));
@@ -52,6 +58,10 @@ bool wait_for_key(StoreClient& store, const std::string& key, Deadline deadline)
     }
     const auto now = Clock::now();
     if (now >= deadline) return false;
+    if (now >= next_look) {
+      if (is_in_vain()) return false;
+      next_look = now + kLookForLosses;
+    }
     std::this_thread::sleep_for(std::min<Clock::duration>(pause, deadline - now));
     pause = std::min(pause * 2, kLongestPause);
   }
@@ -264,7 +274,8 @@ Gathered Communicator::gather(std::string_view key, Deadline deadline) noexcept 
   Gathered gathered;
   try {
     gathered.resize(size());
-    (void)wait_for_key(*store_, prefix_ + "/" + std::string(key) + "/all", deadline);
+    (void)wait_for_key(*store_, prefix_ + "/" + std::string(key) + "/all", deadline,
+                       [&] { return has_come_but_for(key, {}); });
     const auto limit = answer_limit(deadline);
     for (int peer = 0; peer < size(); ++peer) {
       const auto is_there = store_->has(key_of(key, peer), limit);
@@ -281,11 +292,65 @@ std::optional<std::string> Communicator::fetch(std::string_view key, int rank,
                                                Deadline deadline) noexcept {
   try {
     const auto full_key = key_of(key, rank);
-    if (!wait_for_key(*store_, full_key, deadline)) return std::nullopt;
+    if (!wait_for_key(*store_, full_key, deadline, [&] { return is_lost(rank); })) {
+      return std::nullopt;
+    }
     return store_->get(full_key, answer_limit(deadline));
   } catch (...) {
     return std::nullopt;
   }
+}
+
+bool Communicator::pass_barrier(std::string_view key, const std::vector<int>& absent,
+                                Deadline deadline) noexcept {
+  try {
+    const auto opened = std::string(key) + "/opened";
+    if (!publish(key, "")) return false;
+    if (rank() != 0) {
+      if (std::ranges::find(absent, 0) != absent.end()) return false;
+      return fetch(opened, 0, deadline + kOutcomeGrace) == kWhole;
+    }
+    const bool is_whole = wait_for_key(*store_, prefix_ + "/" + std::string(key) + "/all", deadline,
+                                       [&] { return has_come_but_for(key, absent); }) ||
+                          has_come_but_for(key, absent);
+    return publish(opened, is_whole ? kWhole : "") && is_whole;
+  } catch (...) {
+    return false;
+  }
+}
+
+// ------------------------------------------------------------------------------------- lost ranks
+
+void Communicator::watch_ranks(std::string place, MonitorTimes times,
+                               RankMonitor::OnChange on_change) {
+  if (monitor_) throw UsageError("watch_ranks: the ranks are watched already.");
+  monitor_ = std::make_unique<RankMonitor>(store_->another(), prefix_ + "/monitor", rank(), size(),
+                                           std::move(place), times, std::move(on_change));
+}
+
+std::vector<int> Communicator::lost() const {
+  std::vector<int> ranks;
+  if (!monitor_) return ranks;
+  for (const auto& each : monitor_->lost()) ranks.push_back(each.rank);
+  return ranks;
+}
+
+bool Communicator::is_lost(int rank) const {
+  return std::ranges::binary_search(lost(), rank);
+}
+
+// Of every rank that is neither absent nor lost. It asks the Store for each of them, so only where
+// somebody is missing for good.
+bool Communicator::has_come_but_for(std::string_view key, std::vector<int> absent) const {
+  const auto lost_ranks = lost();
+  absent.insert(absent.end(), lost_ranks.begin(), lost_ranks.end());
+  if (absent.empty()) return false;
+  for (int peer = 0; peer < size(); ++peer) {
+    if (std::ranges::find(absent, peer) != absent.end()) continue;
+    const auto is_there = store_->has(key_of(key, peer), Clock::now() + kStoreAnswers);
+    if (!is_there || !*is_there) return false;
+  }
+  return true;
 }
 
 }  // namespace nanlocator

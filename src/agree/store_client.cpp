@@ -93,6 +93,11 @@ StoreClient::~StoreClient() {
   shared_->changed.wait_for(lock, patience, [&] { return shared_->is_done; });
 }
 
+std::unique_ptr<StoreClient> StoreClient::another() const {
+  const std::lock_guard lock(shared_->mutex);
+  return std::make_unique<StoreClient>(shared_->given);
+}
+
 template <class Result>
 std::optional<Result> StoreClient::run(std::function<Result(c10d::Store&)> call,
                                        Deadline deadline) {
@@ -121,6 +126,18 @@ bool StoreClient::set(const std::string& key, const std::string& value, Deadline
     return true;
   };
   return run<bool>(write, deadline).has_value();
+}
+
+std::optional<bool> StoreClient::put_if_absent(const std::string& key, const std::string& value,
+                                               Deadline deadline) {
+  return run<bool>(
+      [key, bytes = "1\n" + value](c10d::Store& store) {
+        // compare_set with nothing expected sets a key that is absent, and returns what is there.
+        const std::vector<std::uint8_t> wanted(bytes.begin(), bytes.end());
+        if (store.check({key})) return false;
+        return store.compareSet(key, {}, wanted) == wanted;
+      },
+      deadline);
 }
 
 std::optional<std::int64_t> StoreClient::count(const std::string& key, Deadline deadline) {

@@ -28,13 +28,19 @@ class StoreClient {
   /// Shares `store`; the connection is cloned on the client's thread.
   explicit StoreClient(c10::intrusive_ptr<c10d::Store> store);
   ~StoreClient();
+  /// A second client of the same Store, with a connection and a thread of its own.
+  [[nodiscard]] std::unique_ptr<StoreClient> another() const;
   StoreClient(const StoreClient&) = delete;  // one connection, one thread
   StoreClient& operator=(const StoreClient&) = delete;
 
   /// Publishes `value` under `key`, in parts where it is long (see store_client.cpp). False: no
   /// answer in time. Throws what the Store throws, as do the calls below.
   [[nodiscard]] bool set(const std::string& key, const std::string& value, Deadline deadline);
-  /// Adds one to the counter `key`. Empty: no answer in time, here and below.
+  /// Publishes `value`, at most 4 MiB, where `key` does not exist; false where it does. Empty: no
+  /// answer in time, here and below.
+  [[nodiscard]] std::optional<bool> put_if_absent(const std::string& key, const std::string& value,
+                                                  Deadline deadline);
+  /// Adds one to the counter `key`.
   [[nodiscard]] std::optional<std::int64_t> count(const std::string& key, Deadline deadline);
   [[nodiscard]] std::optional<bool> has(const std::string& key, Deadline deadline);
   /// The value of a key that `has` said is there.

@@ -8,7 +8,9 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <iostream>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -17,6 +19,7 @@
 
 #include "gradients/backward_order.hpp"
 #include "gradients/run_directory.hpp"
+#include "gradients/verdict_files.hpp"
 #include "nanlocator/locate/locate.hpp"
 #include "nanlocator/record/atomic_file.hpp"
 #include "nanlocator/report/terminal.hpp"
@@ -29,6 +32,7 @@ using Clock = std::chrono::steady_clock;
 // Ranks come to the constructor minutes apart where some still read a checkpoint: with the default
 // gather_deadline they get five minutes, c10d's own time-out for a Store.
 constexpr int kInstallPatience = 10;
+constexpr std::string_view kStopped = "stopped";
 
 enum class State {
   before_first_step,
@@ -70,16 +74,39 @@ at::Device current_device(at::DeviceType type) {
   return c10::impl::VirtualGuardImpl(type).getDevice();
 }
 
+// torch.distributed's env:// rendezvous starts the Store in rank 0's process, unless torchrun's
+// agent hosts it (rendezvous.py, _create_c10d_store).
+bool hosts_rank_zero_the_store() {
+  const char* const uses_agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
+  return uses_agent == nullptr || std::string_view(uses_agent) != "True";
+}
+
 }  // namespace
 
 std::string_view name_of(Level level) noexcept {
   switch (level) {
     case Level::grads:
       return "grads";
+    case Level::boundaries:
+      return "boundaries";
     case Level::modules:
       return "modules";
     case Level::operators:
       return "operators";
+  }
+  return "unknown";
+}
+
+std::string_view name_of(Policy policy) noexcept {
+  switch (policy) {
+    case Policy::report:
+      return "report";
+    case Policy::stop:
+      return "stop";
+    case Policy::skip:
+      return "skip";
+    case Policy::recover:
+      return "recover";
   }
   return "unknown";
 }
@@ -94,6 +121,20 @@ std::string_view name_of(RerunPolicy policy) noexcept {
       return "always";
   }
   return "unknown";
+}
+
+std::string_view outcome_of(Policy policy, const RerunOutcome& rerun) noexcept {
+  switch (policy) {
+    case Policy::report:
+      return "reported";
+    case Policy::skip:
+      return "skipped";
+    case Policy::recover:
+      return rerun.reproduced == false ? "recovered" : kStopped;
+    case Policy::stop:
+      break;
+  }
+  return kStopped;
 }
 
 NonFiniteGradientError::NonFiniteGradientError(Verdict verdict,
@@ -115,6 +156,7 @@ struct GradientLocator::Impl {
   std::unique_ptr<BackwardOrder> order;
   Run run;
   std::filesystem::path directory;
+  std::unique_ptr<VerdictFiles> files;
 
   at::DeviceType flag_type;
   at::Tensor flag;  // int32 [1], ours: a reduction that outlives us writes to no freed memory
@@ -127,6 +169,9 @@ struct GradientLocator::Impl {
   std::optional<double> gradient_norm;
   std::vector<std::string> notes;
   std::vector<Birth> births;
+  std::vector<Sighting> crossed;
+  std::vector<CrossingCoverage> crossings;
+  std::vector<Microbatch> microbatches;
   std::optional<Rerun> rerun;
   std::unique_ptr<BundleStore> bundles;
   std::vector<Verdict> verdicts;
@@ -134,7 +179,9 @@ struct GradientLocator::Impl {
   std::int64_t incidents = 0;
   std::int64_t dismissed = 0;
   std::map<std::int64_t, int> concluded;  // how often, by iteration: a step may be repeated
-  std::optional<std::size_t> sightings_told_alone;  // by conclude_alone in this step
+  // By conclude_alone in this step: how many sightings and lost ranks.
+  std::optional<std::pair<std::size_t, std::size_t>> told_alone;
+  bool has_waited_for_loss = false;
 
   [[nodiscard]] int rank() const { return communicator ? communicator->rank() : 0; }
   [[nodiscard]] int world_size() const { return communicator ? communicator->size() : 1; }
@@ -146,22 +193,30 @@ struct GradientLocator::Impl {
   void write_files();
   void use_map(ParameterMap new_map);
 
+  void watch_ranks();
+
+  // --- other ranks ---
+  void now_in(Activity activity) const;
+  void wait_for_loss();
+  bool finish_flag_or_conclude_alone(GradientLocator& locator);
+
   // --- a finding ---
   void forget_step();
   void forget_step_quietly() noexcept;
   Ledger make_ledger(std::vector<std::string> extra_notes);
   std::string incident_key();
   Verdict judge(std::vector<Ledger> ledgers, std::vector<std::string> extra_notes) const;
+  Verdict judge_alone(const Ledger& ledger, bool is_finding, std::vector<std::string> notes) const;
   void keep_on_disk(const Ledger& ledger, std::vector<std::string>& problems) const;
   void print(const Verdict& verdict) const {
     std::cerr << format_verdict(verdict, {.run_dir = directory.string()}) << std::endl;
   }
-  void keep_on_disk(Verdict& verdict, const std::filesystem::path& name) const;
   void read_ledgers(const Gathered& texts, const Ledger& mine, std::vector<Ledger>& ledgers,
                     std::vector<std::string>& problems) const;
   Verdict conclude_as_first_rank(const Ledger& mine, const std::string& key, int repetition,
                                  Deadline deadline);
   Verdict conclude_as_other_rank(const Ledger& mine, const std::string& key, Deadline deadline);
+  void go_on_or_stop(const Verdict& verdict, const std::string& key);
 };
 
 // ------------------------------------------------------------------------------------------
@@ -239,6 +294,51 @@ void GradientLocator::Impl::use_map(ParameterMap new_map) {
   order = std::make_unique<BackwardOrder>(map.size());
 }
 
+// The monitor's thread outlives no locator: ~GradientLocator stops it.
+void GradientLocator::Impl::watch_ranks() {
+  files = std::make_unique<VerdictFiles>(run, directory, map.coordinates());
+  if (!communicator || world_size() == 1) return;
+  communicator->watch_ranks(map.coordinates().describe(),
+                            MonitorTimes::for_deadline(options.gather_deadline),
+                            [this](const std::vector<LostRank>& lost) { files->write_lost(lost); });
+}
+
+// ------------------------------------------------------------------------------------ other ranks
+
+void GradientLocator::Impl::now_in(Activity activity) const {
+  files->now_in(activity, iteration);
+  if (communicator && communicator->monitor()) communicator->monitor()->now_in(activity, iteration);
+}
+
+// After a collective has failed, once per step. Where the Store has gone with it, so has the rank
+// that hosts it.
+void GradientLocator::Impl::wait_for_loss() {
+  if (!communicator || !communicator->monitor() || std::exchange(has_waited_for_loss, true)) return;
+  const auto& monitor = *communicator->monitor();
+  const auto lost = monitor.wait_for_loss(Clock::now() + options.gather_deadline);
+  const bool is_store_gone = !monitor.problem().empty();
+  if (lost.empty() && is_store_gone && rank() != 0 && hosts_rank_zero_the_store()) {
+    LostRank host;
+    host.place = "rank 0, whose process hosts the Store,";
+    host.iteration = iteration;
+    files->write_lost({host});
+  } else if (!lost.empty()) {
+    files->write_lost(lost);  // the monitor may not have come to it
+  }
+}
+
+bool GradientLocator::Impl::finish_flag_or_conclude_alone(GradientLocator& locator) {
+  try {
+    return communicator->finish_flag();
+  } catch (const AgreementError& error) {
+    std::string text = error.what();
+    const bool is_told = locator.conclude_alone(text, Failure::of_peers) != nullptr;
+    for (const auto& each : files->lost()) text += "\n" + each.describe() + ".";
+    if (is_told) text += "\nThis rank's verdict is in " + directory.string() + ".";
+    throw AgreementError(text);
+  }
+}
+
 // --------------------------------------------------------------------------------------- a finding
 
 void GradientLocator::Impl::forget_step() {
@@ -246,8 +346,12 @@ void GradientLocator::Impl::forget_step() {
   gradient_norm.reset();
   notes.clear();
   births.clear();
+  crossed.clear();
+  crossings.clear();
+  microbatches.clear();
   rerun.reset();
-  sightings_told_alone.reset();
+  told_alone.reset();
+  has_waited_for_loss = false;
 }
 
 // After a finding: a device that has failed is training's to report, not the verdict's to hide.
@@ -267,13 +371,17 @@ Ledger GradientLocator::Impl::make_ledger(std::vector<std::string> extra_notes) 
   ledger.coordinates = map.coordinates();
   ledger.gradient_norm = gradient_norm;
   ledger.level = name_of(options.level);
+  ledger.on_bad = name_of(options.on_bad);
   ledger.births = births;
+  ledger.sightings = crossed;
+  ledger.crossings = crossings;
+  ledger.microbatches = microbatches;
   ledger.rerun = rerun;
   ledger.notes = notes;
   for (auto& note : extra_notes) ledger.notes.push_back(std::move(note));
   try {
     auto collected = scanner->collect(iteration);
-    ledger.sightings = std::move(collected.sightings);
+    for (auto& sighting : collected.sightings) ledger.sightings.push_back(std::move(sighting));
     ledger.coverage = std::move(collected.coverage);
     ledger.absmax = collected.absmax;
     ledger.absmax_parameter = std::move(collected.absmax_parameter);
@@ -310,6 +418,20 @@ Verdict GradientLocator::Impl::judge(std::vector<Ledger> ledgers,
   verdict.run_id = run.id;
   verdict.iteration = iteration;
   for (auto& note : extra_notes) verdict.notes.push_back(std::move(note));
+  if (communicator && communicator->monitor()) {
+    auto problem = communicator->monitor()->problem();
+    if (!problem.empty()) verdict.notes.push_back(std::move(problem));
+  }
+  return verdict;
+}
+
+Verdict GradientLocator::Impl::judge_alone(const Ledger& ledger, bool is_finding,
+                                           std::vector<std::string> notes) const {
+  if (is_finding) return judge({ledger}, std::move(notes));
+  Verdict verdict;  // nothing to locate: the other ranks are not silent, they were not asked
+  verdict.run_id = run.id;
+  verdict.iteration = iteration;
+  verdict.notes = std::move(notes);
   return verdict;
 }
 
@@ -320,17 +442,6 @@ void GradientLocator::Impl::keep_on_disk(const Ledger& ledger,
   } catch (const std::exception& error) {
     problems.push_back("The ledger of " + map.coordinates().describe() +
                        " is not on disk: " + error.what());
-  }
-}
-
-void GradientLocator::Impl::keep_on_disk(Verdict& verdict,
-                                         const std::filesystem::path& name) const {
-  try {
-    const auto path = directory / name;
-    ensure_directory(path.parent_path());
-    write_file_atomically(path, to_json(verdict));
-  } catch (const std::exception& error) {
-    verdict.notes.push_back("The verdict is not on disk: " + std::string(error.what()));
   }
 }
 
@@ -359,8 +470,8 @@ Verdict GradientLocator::Impl::conclude_as_first_rank(const Ledger& mine, const 
                ledgers, problems);
   auto verdict = judge(std::move(ledgers), std::move(problems));
   const auto suffix = repetition == 0 ? "" : "-" + std::to_string(repetition);
-  keep_on_disk(verdict, "verdicts/step" + std::to_string(iteration) + suffix + ".json");
-  keep_on_disk(verdict, "verdict.json");
+  files->write(verdict, VerdictScope::all_ranks, outcome_of(options.on_bad, verdict.rerun),
+               "step" + std::to_string(iteration) + suffix + ".json");
   if (communicator) (void)communicator->publish(key + "/verdict", to_json(verdict));
   print(verdict);
   return verdict;
@@ -371,7 +482,9 @@ Verdict GradientLocator::Impl::conclude_as_other_rank(const Ledger& mine, const 
   std::string reason = "Rank 0 handed out no verdict in time";
   if (const auto text = communicator->fetch(key + "/verdict", 0, deadline)) {
     try {
-      return verdict_from_json(*text, "the verdict sent by rank 0");
+      auto verdict = verdict_from_json(*text, "the verdict sent by rank 0");
+      files->take_over(verdict, outcome_of(options.on_bad, verdict.rerun));
+      return verdict;
     } catch (const std::exception& error) {
       reason = error.what();
     }
@@ -384,9 +497,20 @@ Verdict GradientLocator::Impl::conclude_as_other_rank(const Ledger& mine, const 
                      " ledgers that it could read.");
   auto verdict = judge(std::move(ledgers), std::move(problems));
   verdict.status = VerdictStatus::partial;
-  keep_on_disk(verdict, "verdict_rank" + std::to_string(rank()) + ".json");
+  files->write(verdict, VerdictScope::all_ranks, outcome_of(options.on_bad, verdict.rerun));
   print(verdict);
   return verdict;
+}
+
+// Before the error leaves under `stop`, every rank has its ledger, bundles and verdict on disk: the
+// first rank that ends takes connections, and under torchrun the other ranks, with it.
+void GradientLocator::Impl::go_on_or_stop(const Verdict& verdict, const std::string& key) {
+  if (outcome_of(options.on_bad, verdict.rerun) != kStopped) return now_in(Activity::training);
+  files->now_in(Activity::stopped, iteration);
+  if (!communicator) return;
+  (void)communicator->pass_barrier(key + "/on_disk", verdict.silent_ranks,
+                                   Clock::now() + options.gather_deadline);
+  if (communicator->monitor()) communicator->monitor()->stop(iteration);
 }
 
 // ---------------------------------------------------------------------------------------- the
@@ -400,9 +524,12 @@ GradientLocator::GradientLocator(ParameterMap map, LocatorOptions options,
   impl_->agree_on_options(deadline);
   impl_->open_run(deadline);
   impl_->use_map(std::move(impl_->map));
+  impl_->watch_ranks();
 }
 
-GradientLocator::~GradientLocator() = default;
+GradientLocator::~GradientLocator() {
+  if (impl_->communicator) impl_->communicator->stop_watching();
+}
 
 const ParameterMap& GradientLocator::map() const noexcept {
   return impl_->map;
@@ -440,6 +567,10 @@ void GradientLocator::set_map(ParameterMap map) {
   impl_->use_map(std::move(map));
 }
 
+void GradientLocator::now_in(Activity activity) {
+  impl_->now_in(activity);
+}
+
 void GradientLocator::begin_step(std::int64_t iteration) {
   if (impl_->state == State::agreeing) {
     throw UsageError("begin_step: start_agreement was called in step " +
@@ -452,6 +583,7 @@ void GradientLocator::begin_step(std::int64_t iteration) {
   impl_->forget_step();
   impl_->iteration = iteration;
   impl_->state = State::scanning;
+  impl_->now_in(Activity::forward_backward);
 }
 
 void GradientLocator::scan(Phase phase, std::uint64_t group, std::string_view role,
@@ -460,7 +592,7 @@ void GradientLocator::scan(Phase phase, std::uint64_t group, std::string_view ro
   impl_->scanner->scan(phase, group, role, views);
 }
 
-void GradientLocator::scan_losses(std::span<const at::Tensor> losses) {
+void GradientLocator::scan_losses(std::span<const LossView> losses) {
   if (impl_->state == State::before_first_step) {
     throw UsageError("scan_losses: call begin_step first.");
   }
@@ -484,6 +616,16 @@ void GradientLocator::set_births(std::vector<Birth> births) {
   impl_->births = std::move(births);
 }
 
+void GradientLocator::set_crossings(std::vector<Sighting> sightings,
+                                    std::vector<CrossingCoverage> coverage) {
+  impl_->crossed = std::move(sightings);
+  impl_->crossings = std::move(coverage);
+}
+
+void GradientLocator::set_microbatches(std::vector<Microbatch> microbatches) {
+  impl_->microbatches = std::move(microbatches);
+}
+
 void GradientLocator::set_rerun(Rerun rerun) {
   impl_->rerun = std::move(rerun);
 }
@@ -504,7 +646,7 @@ bool GradientLocator::is_true_anywhere(bool mine) {
       at::full({1}, mine ? 1 : 0,
                at::TensorOptions().dtype(at::kInt).device(current_device(impl_->flag_type)));
   impl_->communicator->start_flag(flag);
-  return impl_->communicator->finish_flag();
+  return impl_->finish_flag_or_conclude_alone(*this);
 }
 
 void GradientLocator::start_agreement() {
@@ -537,6 +679,7 @@ void GradientLocator::start_agreement() {
     impl_->flag_is_copied->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
   }
   impl_->state = State::agreeing;
+  impl_->now_in(Activity::agreement);
 }
 
 bool GradientLocator::finish_agreement() {
@@ -548,7 +691,7 @@ bool GradientLocator::finish_agreement() {
   impl_->state = State::scanning;  // also where the reduction throws, for conclude_alone
   bool is_bad = false;
   if (impl_->communicator) {
-    is_bad = impl_->communicator->finish_flag();
+    is_bad = impl_->finish_flag_or_conclude_alone(*this);
   } else if (impl_->flag.is_cpu()) {
     is_bad = impl_->flag.item<std::int32_t>() != 0;
   } else {
@@ -556,7 +699,11 @@ bool GradientLocator::finish_agreement() {
     is_bad = impl_->host_flag.item<std::int32_t>() != 0;
   }
   is_bad = is_bad || impl_->is_norm_bad();
-  if (is_bad) impl_->state = State::bad;
+  if (is_bad) {
+    impl_->state = State::bad;
+  } else {
+    impl_->now_in(Activity::training);
+  }
   return is_bad;
 }
 
@@ -568,8 +715,10 @@ const Verdict& GradientLocator::conclude() {
   }
   ++impl.incidents;
   impl.state = State::scanning;
-  if (impl.options.on_bad == Policy::report && impl.incidents > impl.options.max_incidents) {
+  if (impl.options.on_bad != Policy::stop && impl.incidents > impl.options.max_incidents) {
     impl.past_limit = Verdict{};
+    // On all ranks alike: the repeat's outcome is agreed on, and `recover` must go by it.
+    if (impl.rerun) impl.past_limit.rerun = {true, impl.rerun->reproduced, {}};
     impl.past_limit.run_id = impl.run.id;
     impl.past_limit.iteration = impl.iteration;
     impl.past_limit.status = VerdictStatus::partial;
@@ -577,8 +726,10 @@ const Verdict& GradientLocator::conclude() {
         "Finding " + std::to_string(impl.incidents) + " of this run: past max_incidents (" +
         std::to_string(impl.options.max_incidents) + ") findings are counted, not located.");
     impl.forget_step_quietly();
+    impl.now_in(Activity::training);
     return impl.past_limit;
   }
+  impl.now_in(Activity::gathering);
   const auto deadline = Clock::now() + impl.options.gather_deadline;
   const auto key = impl.incident_key();
   const int repetition = impl.concluded[impl.iteration]++;
@@ -595,30 +746,37 @@ const Verdict& GradientLocator::conclude() {
           ? impl.conclude_as_first_rank(ledger, key, repetition, deadline)
           : impl.conclude_as_other_rank(ledger, key, deadline + impl.options.gather_deadline / 2));
   impl.forget_step_quietly();
+  impl.go_on_or_stop(impl.verdicts.back(), key);
   return impl.verdicts.back();
 }
 
-const Verdict* GradientLocator::conclude_alone(std::string reason) {
+const Verdict* GradientLocator::conclude_alone(std::string reason, Failure failure) {
   auto& impl = *impl_;
-  if (impl.state == State::before_first_step) return nullptr;
-  auto ledger = impl.make_ledger({std::move(reason)});
-  if (ledger.sightings.empty() && !impl.is_norm_bad()) return nullptr;
-  const bool is_first = !impl.sightings_told_alone;
-  if (!is_first && ledger.sightings.size() == *impl.sightings_told_alone) {
-    return &impl.verdicts.back();  // nothing new since
+  auto ledger = impl.make_ledger({reason});
+  const bool is_finding = !ledger.sightings.empty() || impl.is_norm_bad();
+  const bool is_first = !impl.told_alone;
+  std::vector<std::string> notes;
+  if (is_finding && (is_first || impl.told_alone->first != ledger.sightings.size())) {
+    impl.keep_on_disk(ledger, notes);  // before any wait
+    if (impl.communicator) {
+      (void)impl.communicator->publish(impl.incident_key() + "/ledger", to_jsonl(ledger));
+    }
   }
-  impl.sightings_told_alone = ledger.sightings.size();
-  if (is_first) ++impl.incidents;
+  if (is_finding && is_first) ++impl.incidents;
   if (impl.state == State::bad) impl.state = State::scanning;
-  std::vector<std::string> problems;
-  impl.keep_on_disk(ledger, problems);
-  if (impl.communicator) {
-    (void)impl.communicator->publish(impl.incident_key() + "/ledger", to_jsonl(ledger));
+  if (failure == Failure::of_peers) impl.wait_for_loss();
+  const auto lost = impl.files->lost();
+  if (!is_finding && (lost.empty() || failure == Failure::own)) {
+    return is_first ? nullptr : &impl.verdicts.back();
   }
-  auto verdict = impl.judge({ledger}, std::move(problems));
+  const auto told = std::pair(ledger.sightings.size(), lost.size());
+  if (impl.told_alone == told) return &impl.verdicts.back();  // nothing new since
+  impl.told_alone = told;
+  if (!is_finding) notes.push_back(std::move(reason));
+  auto verdict = impl.judge_alone(ledger, is_finding, std::move(notes));
   verdict.status = VerdictStatus::partial;
-  impl.keep_on_disk(verdict, "verdict_rank" + std::to_string(impl.rank()) + ".json");
-  impl.print(verdict);
+  impl.files->write(verdict, VerdictScope::alone, kRankLost);
+  if (is_finding) impl.print(verdict);  // of a loss alone one rank has told, in one line
   impl.verdicts.push_back(std::move(verdict));
   return &impl.verdicts.back();
 }
@@ -630,6 +788,7 @@ void GradientLocator::dismiss() {
   ++impl_->dismissed;
   impl_->forget_step();
   impl_->state = State::scanning;
+  impl_->now_in(Activity::training);
 }
 
 }  // namespace nanlocator

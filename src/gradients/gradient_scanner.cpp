@@ -44,6 +44,7 @@ struct Entry {
   DeviceSlots* device = nullptr;
   std::uint32_t place = 0;            // within the device's batch
   std::vector<std::int64_t> sizes{};  // of a loss
+  std::optional<LossView> loss{};     // its place, without the tensor
 };
 
 // The views of one call and what became of them.
@@ -216,17 +217,19 @@ void GradientScanner::scan(Phase phase, std::uint64_t group_number, std::string_
   for (const auto& [device, batch] : tensors) device->scan(group.batches[device], batch);
 }
 
-void GradientScanner::scan_losses(std::span<const at::Tensor> losses) {
+void GradientScanner::scan_losses(std::span<const LossView> losses) {
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard unobserved(false);
   std::vector<Entry> entries;
   std::map<DeviceSlots*, std::vector<at::Tensor>> tensors;
-  for (const auto& loss : losses) {
+  for (const auto& view : losses) {
+    const auto& loss = view.tensor;
     if (!loss.defined() || !loss.is_floating_point() || why_not_scannable(loss)) continue;
     auto* device = &impl_->slots_of(loss.device());
     auto& batch = tensors[device];
     entries.push_back({kNoParameter, 0, dtype_name(loss.scalar_type()), false, std::nullopt, device,
-                       static_cast<std::uint32_t>(batch.size()), loss.sizes().vec()});
+                       static_cast<std::uint32_t>(batch.size()), loss.sizes().vec(),
+                       LossView{{}, view.microbatch, view.chunk, view.valid_labels}});
     batch.push_back(loss.detach());
   }
   if (entries.empty()) return;
@@ -253,6 +256,16 @@ at::Tensor GradientScanner::flag(at::Device device) {
   return folded;
 }
 
+namespace {
+
+void describe_loss(const LossView& loss, Sighting& sighting) {
+  sighting.microbatch = loss.microbatch;
+  sighting.chunk = loss.chunk;
+  if (loss.valid_labels.defined()) sighting.valid_labels = loss.valid_labels.item<std::int64_t>();
+}
+
+}  // namespace
+
 GradientScanner::Collected GradientScanner::collect(std::int64_t iteration) {
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard unobserved(false);
@@ -278,6 +291,7 @@ GradientScanner::Collected GradientScanner::collect(std::int64_t iteration) {
       sighting.iteration = iteration;
       sighting.phase = phase;
       sighting.role = group->role;
+      if (entry.loss) describe_loss(*entry.loss, sighting);
       collected.sightings.push_back(std::move(sighting));
     }
   }

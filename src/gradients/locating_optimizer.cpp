@@ -196,7 +196,8 @@ void LocatingOptimizer::look_at_gradients(const at::Tensor& loss) {
     locator_->scan(Phase::params_before, kOnlyGroup, "weight", weights());
   }
   locator_->scan(gradient_phase_, kOnlyGroup, "grad", gradients());
-  locator_->scan_losses({&loss, 1});
+  const LossView view{.tensor = loss, .microbatch = {}, .chunk = {}, .valid_labels = {}};
+  locator_->scan_losses({&view, 1});
   locator_->start_agreement();
   is_looked_at_ = true;
   if (locator_->finish_agreement()) conclude(gradients());

@@ -48,10 +48,6 @@ std::string dump(const nlohmann::ordered_json& json, int indent) {
 
 }  // namespace
 
-std::string_view name_of(Policy policy) noexcept {
-  return policy == Policy::stop ? "stop" : "report";
-}
-
 std::filesystem::path run_directory(const std::filesystem::path& output_dir, int attempt) {
   return output_dir / std::string("a").append(std::to_string(attempt));
 }
@@ -73,13 +69,17 @@ Run start_run(const std::filesystem::path& output_dir) {
   }
 }
 
+std::string utc_time() {
+  return utc_now("%Y-%m-%dT%H:%M:%SZ");
+}
+
 std::string run_json(const Run& run, const LocatorOptions& options,
                      const RankCoordinates& coordinates) {
   nlohmann::ordered_json json;
   json["version"] = kRunVersion;
   json["run_id"] = run.id;
   json["attempt"] = run.attempt;
-  json["started"] = utc_now("%Y-%m-%dT%H:%M:%SZ");
+  json["started"] = utc_time();
   json["nanlocator"] = NANLOCATOR_VERSION;
   json["torch"] = TORCH_VERSION;
   json["integration"] = options.integration;

@@ -25,6 +25,9 @@ struct Run {
 /// IoError.
 void ensure_directory(const std::filesystem::path& directory);
 
+/// Now, as files state it: "2025-01-31T09:30:00Z".
+[[nodiscard]] std::string utc_time();
+
 /// The content of run.json (docs/formats.md).
 [[nodiscard]] std::string run_json(const Run& run, const LocatorOptions& options,
                                    const RankCoordinates& coordinates);
@@ -32,7 +35,5 @@ void ensure_directory(const std::filesystem::path& directory);
 /// What all ranks must agree on, as a flat JSON object.
 [[nodiscard]] std::string agreed_options_json(const LocatorOptions& options,
                                               std::string_view flag_device);
-
-[[nodiscard]] std::string_view name_of(Policy policy) noexcept;
 
 }  // namespace nanlocator

@@ -5,6 +5,7 @@
 #include <exception>
 #include <map>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "gradients/birth_bundles.hpp"
@@ -21,6 +22,7 @@ constexpr int kMostTracedSteps = 100;
 struct Pass {
   std::vector<NamedTensor> losses;
   std::vector<GradientScanner::Scanned> scanned;
+  std::vector<std::int64_t> bad_parameters;  // whose local gradients are bad
   bool is_bad = false;
   std::string problem;  // what ended it early
 };
@@ -44,6 +46,8 @@ struct StepRerun::Impl {
   int threads;
   RepeatableStep step;
   StepState state;
+  std::unique_ptr<GradientScanner> scanner;  // of the pass that runs now
+  bool is_scanned_by_owner = false;
   std::vector<std::string> not_restored;
   std::unique_ptr<OperatorTrace> standing;  // traces steps that cannot be repeated
   int traced_steps = 0;                     // since it began
@@ -51,23 +55,39 @@ struct StepRerun::Impl {
   /// The step once more, from where it began. Does not throw for what the step throws.
   Pass run(const std::function<std::vector<NamedTensor>()>& forward_backward) {
     Pass pass;
+    scanner = std::make_unique<GradientScanner>(locator.map(), threads);
+    scanner->begin_step();
+    is_scanned_by_owner = false;
     not_restored = state.restore();
-    step.clear_gradients();
     try {
+      step.clear_gradients();
       const at::AutoGradMode with_gradients(true);
       pass.losses = forward_backward();
     } catch (const std::exception& error) {
       pass.problem = error.what();
     }
-    GradientScanner scanner(locator.map(), threads);
-    scanner.begin_step();
-    scanner.scan(Phase::grad_local, kOnlyGroup, "grad", step.gradients());
-    std::vector<at::Tensor> losses;
-    for (const auto& loss : pass.losses) losses.push_back(loss.tensor);
-    scanner.scan_losses(losses);
-    pass.scanned = scanner.scanned_gradients();
-    pass.is_bad = scanner.flag(at::kCPU).item<std::int32_t>() != 0;
+    if (!is_scanned_by_owner) {
+      scanner->scan(Phase::grad_local, kOnlyGroup, "grad", step.gradients());
+    }
+    std::vector<LossView> losses;
+    for (const auto& loss : pass.losses) losses.push_back({loss.tensor, {}, {}, {}});
+    scanner->scan_losses(losses);
+    pass.scanned = scanner->scanned_gradients();
+    pass.is_bad = scanner->flag(at::kCPU).item<std::int32_t>() != 0;
+    if (pass.is_bad) pass.bad_parameters = bad_local_gradients();
+    scanner.reset();
     return pass;
+  }
+
+  /// Ids, ascending.
+  std::vector<std::int64_t> bad_local_gradients() {
+    std::set<std::int64_t> bad;
+    for (const auto& sighting : scanner->collect(locator.iteration()).sightings) {
+      if (sighting.phase == Phase::grad_local && sighting.parameter_id) {
+        bad.insert(*sighting.parameter_id);
+      }
+    }
+    return {bad.begin(), bad.end()};
   }
 
   /// Who waits for a bad step with a trace armed: there is one trace per process, and a step that
@@ -121,7 +141,7 @@ struct StepRerun::Impl {
 };
 
 StepRerun::StepRerun(GradientLocator& locator)
-    : impl_(new Impl{locator, locator.options().threads, {}, {}, {}, nullptr, 0}) {}
+    : impl_(new Impl{locator, locator.options().threads, {}, {}, nullptr, false, {}, nullptr, 0}) {}
 
 StepRerun::~StepRerun() = default;
 
@@ -144,7 +164,18 @@ void StepRerun::save() {
   if (impl_->locator.options().rerun != RerunPolicy::never) impl_->state.save();
 }
 
-void StepRerun::repeat() {
+bool StepRerun::is_repeating() const noexcept {
+  return impl_->scanner != nullptr;
+}
+
+void StepRerun::scan(Phase phase, std::uint64_t group, std::string_view role,
+                     std::span<const GradientView> views) {
+  if (!is_repeating()) throw UsageError("StepRerun::scan: no repeat of a step is running.");
+  impl_->is_scanned_by_owner = true;
+  impl_->scanner->scan(phase, group, role, views);
+}
+
+bool StepRerun::repeat() {
   auto& impl = *impl_;
   auto& locator = impl.locator;
   const auto first = locator.scanned_gradients();
@@ -164,6 +195,7 @@ void StepRerun::repeat() {
   rerun.not_restored = impl.not_restored;
   rerun.gradients = static_cast<std::int64_t>(traced.scanned.size());
   rerun.changed = count_changed(first, traced.scanned);
+  rerun.bad_parameters = traced.bad_parameters;
   if (!traced.problem.empty()) {
     locator.add_note("The repeat of the step ended with an error: " + traced.problem);
   }
@@ -196,26 +228,30 @@ void StepRerun::repeat() {
   if (explanation) impl.keep(*explanation);
   if (was_tracing) trace_from_now_on();
   StepState::set_generator_states(generators);
+  const bool is_clean_now = rerun.control_reproduced == false;
   locator.set_rerun(std::move(rerun));
+  return is_clean_now;
 }
 
-void StepRerun::find_births(CanRepeat can_repeat, const std::vector<GradientView>& results) {
+bool StepRerun::find_births(CanRepeat can_repeat, const std::vector<GradientView>& results) {
   auto& impl = *impl_;
   const auto& options = impl.locator.options();
-  if (impl.locator.incidents() >= options.max_incidents) return;
+  const bool is_past_limit = impl.locator.incidents() >= options.max_incidents;
+  if (is_past_limit && options.on_bad != Policy::recover) return false;
   if (options.rerun != RerunPolicy::never && can_repeat == CanRepeat::yes) {
-    repeat();
+    return repeat();
   } else if (impl.standing) {
     impl.keep(impl.standing->explain({}, impl.named(results)));
     if (options.level != Level::operators) impl.stop_tracing();
   } else if (options.rerun != RerunPolicy::never) {
     trace_from_now_on();
-    if (!impl.standing) return;
+    if (!impl.standing) return false;
     impl.locator.add_note(
         "This step cannot be executed again, as step() was called without a closure: operators are "
         "traced for the next " +
         std::to_string(kMostTracedSteps) + " steps, and a bad one will name its operator.");
   }
+  return false;
 }
 
 void StepRerun::trace_from_now_on() {

@@ -56,8 +56,12 @@ void StepState::save() {
   const at::RecordFunctionGuard unobserved(false);
   generators_ = generator_states();
   for (auto& buffer : buffers_) {
-    if (is_unchanged(buffer.tensor, buffer.version)) continue;
-    if (!buffer.copy.defined()) buffer.copy = at::empty_like(buffer.tensor);
+    // A module may give its buffer another dtype (`buffer.data = ...`, Megatron's expert bias).
+    const bool fits = buffer.copy.defined() &&
+                      buffer.copy.options().type_equal(buffer.tensor.options()) &&
+                      buffer.copy.sizes() == buffer.tensor.sizes();
+    if (fits && is_unchanged(buffer.tensor, buffer.version)) continue;
+    if (!fits) buffer.copy = at::empty_like(buffer.tensor);
     buffer.copy.copy_(buffer.tensor, /*non_blocking=*/true);
     buffer.version = version_of(buffer.tensor);
   }

@@ -58,15 +58,13 @@ const Birth& root_of(const Ledger& ledger, const Birth& birth) {
 
 std::vector<Root> roots_of(const RankEvidence& rank) {
   std::vector<Root> roots;
+  std::map<const Birth*, std::size_t> known;
   for (const Birth& birth : rank.ledger().births) {
     if (birth.reached.empty()) continue;
     const Birth* root = &root_of(rank.ledger(), birth);
-    auto known = std::ranges::find(roots, root, &Root::birth);
-    if (known == roots.end()) {
-      roots.push_back({&rank, root, {}});
-      known = std::prev(roots.end());
-    }
-    if (&birth != root) known->descendants.push_back(&birth);
+    const auto [entry, is_new] = known.try_emplace(root, roots.size());
+    if (is_new) roots.push_back({&rank, root, {}});
+    if (&birth != root) roots[entry->second].descendants.push_back(&birth);
   }
   return roots;
 }
@@ -86,6 +84,11 @@ Direction direction_of(Phase phase) {
 /// "loss", or of several "loss[0]", "loss[lm]".
 bool is_name_of_loss(std::string_view name) {
   return name == "loss" || name.starts_with("loss[");
+}
+
+/// Of what a birth reached.
+bool is_name_of_parameter(std::string_view name) {
+  return !is_name_of_loss(name) && !name.starts_with(kModule) && name != kOtherRanks;
 }
 
 bool has_value(const Birth& birth, double value) {
@@ -212,28 +215,43 @@ std::string sentence_of(const Birth& birth) {
   return bad;
 }
 
+/// What the birth and its descendants reached.
+std::vector<std::string> reached_by(const Root& root) {
+  std::vector<std::string> reached;
+  std::set<std::string_view> known;
+  const auto add = [&](const Birth& birth) {
+    for (const std::string& name : birth.reached) {
+      if (known.insert(name).second) reached.push_back(name);
+    }
+  };
+  add(*root.birth);
+  for (const Birth* descendant : root.descendants) add(*descendant);
+  return reached;
+}
+
 std::string reached_text(const Root& root) {
   // The watch follows modules, not values: it knows the last one that met the bad one.
   if (!root.birth->reached.empty() && root.birth->reached.front().starts_with(kModule)) {
     return "it was last seen in " + root.birth->reached.front();
   }
-  std::vector<std::string> reached = root.birth->reached;
-  for (const Birth* descendant : root.descendants) {
-    for (const std::string& name : descendant->reached) {
-      if (std::ranges::find(reached, name) == reached.end()) reached.push_back(name);
-    }
+  std::vector<std::string> reached = reached_by(root);
+  std::vector<std::string> parts;
+  if (std::erase_if(reached, [](const std::string& name) { return is_name_of_loss(name); }) > 0) {
+    parts.push_back("the loss");
   }
-  const auto is_loss = [](const std::string& name) { return is_name_of_loss(name); };
-  std::string text;
-  if (std::ranges::any_of(reached, is_loss)) text = "the loss";
-  std::erase_if(reached, is_loss);
+  const bool has_left = std::erase(reached, kOtherRanks) > 0;
   if (!reached.empty()) {
-    text += (text.empty() ? "" : " and ") + std::string("the gradients of ") +
-            (reached.size() == 1
-                 ? reached.front()
-                 : std::to_string(reached.size()) + " parameters, first of " + reached.front());
+    parts.push_back("the gradients of " + (reached.size() == 1
+                                               ? reached.front()
+                                               : std::to_string(reached.size()) +
+                                                     " parameters, first of " + reached.front()));
   }
-  return "it reached " + text;
+  if (has_left) parts.emplace_back(kOtherRanks);
+  std::string text = "it reached ";
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    text += (i == 0 ? "" : i + 1 < parts.size() ? ", " : " and ") + parts[i];
+  }
+  return text;
 }
 
 std::string action_of(Cause cause, const Birth& birth) {
@@ -292,7 +310,7 @@ Origin origin_of(const Root& root) {
   origin.parameter = place.parameter;
   // What reached gradients and no loss is told with the first of them.
   if (origin.parameter.empty() && !birth.reached.empty() &&
-      !birth.reached.front().starts_with(kModule) && !is_name_of_loss(birth.reached.front())) {
+      is_name_of_parameter(birth.reached.front())) {
     origin.parameter = birth.reached.front();
   }
   origin.tensor = tensor_of(place);
@@ -344,31 +362,51 @@ void add_rank(Origin& origin, const RankEvidence& rank) {
 
 /// A step after which every weight is NaN has one fault, not one per weight: the first that was
 /// read is told, and how many others there are on the same ranks.
-void merge_bad_weights(std::vector<Origin>& origins) {
-  for (std::size_t i = 0; i < origins.size(); ++i) {
-    if (origins[i].cause != Cause::bad_weight) continue;
-    std::size_t further = 0;
+void merge_bad_weights(std::vector<BornOrigin>& born) {
+  struct Further {
+    std::size_t count = 0;
     std::string names;
-    for (std::size_t j = i + 1; j < origins.size();) {
-      if (origins[j].cause != Cause::bad_weight || origins[j].candidates != origins[i].candidates) {
-        ++j;
+  };
+  std::map<std::vector<int>, std::size_t> first_by_ranks;
+  std::vector<BornOrigin> kept;
+  std::map<std::size_t, Further> further;
+  for (BornOrigin& each : born) {
+    if (each.origin.cause == Cause::bad_weight) {
+      const auto [entry, is_new] = first_by_ranks.try_emplace(each.origin.candidates, kept.size());
+      if (!is_new) {
+        Further& others = further[entry->second];
+        if (++others.count <= kMostNames) {
+          others.names += (others.names.empty() ? "" : ", ") + each.origin.parameter;
+        }
         continue;
       }
-      if (++further <= kMostNames) names += (names.empty() ? "" : ", ") + origins[j].parameter;
-      origins.erase(origins.begin() + static_cast<std::ptrdiff_t>(j));
     }
-    if (further == 0) continue;
-    origins[i].evidence.insert(
-        origins[i].evidence.begin() + 1,
-        std::to_string(further) +
-            (further == 1 ? " further parameter was" : " further parameters were") +
-            " bad before the pass, too: " + names + (further > kMostNames ? ", ..." : ""));
+    kept.push_back(std::move(each));
   }
+  for (const auto& [first, others] : further) {
+    auto& evidence = kept[first].origin.evidence;
+    evidence.insert(evidence.begin() + 1, std::to_string(others.count) +
+                                              (others.count == 1 ? " further parameter was"
+                                                                 : " further parameters were") +
+                                              " bad before the pass, too: " + others.names +
+                                              (others.count > kMostNames ? ", ..." : ""));
+  }
+  born = std::move(kept);
+}
+
+/// The same operator in several microbatches is one fault, told with the first of them.
+void describe_microbatches(BornOrigin& born) {
+  if (born.microbatches.empty()) return;
+  born.origin.microbatch = *born.microbatches.begin();
+  if (born.microbatches.size() < 2) return;
+  born.origin.evidence.insert(born.origin.evidence.begin() + 1,
+                              "the same in " + std::to_string(born.microbatches.size()) +
+                                  " microbatches of this step; this is the first of them");
 }
 
 }  // namespace
 
-std::vector<Origin> origins_of_births(const Incident& incident) {
+std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_crossings) {
   std::vector<Root> roots;
   for (const RankEvidence& rank : incident.ranks()) {
     for (Root& root : roots_of(rank)) roots.push_back(std::move(root));
@@ -376,28 +414,37 @@ std::vector<Origin> origins_of_births(const Incident& incident) {
   const auto is_received = [](const Root& root) {
     return root.birth->kind == BirthKind::collective;
   };
-  if (!std::ranges::all_of(roots, is_received)) std::erase_if(roots, is_received);
+  if (has_crossings || !std::ranges::all_of(roots, is_received)) std::erase_if(roots, is_received);
 
-  std::vector<Origin> origins;
+  std::vector<BornOrigin> born;
   std::map<Identity, std::size_t> known;
   for (const Root& root : roots) {
-    const auto [entry, is_new] = known.try_emplace(identity_of(*root.birth), origins.size());
+    const auto [entry, is_new] = known.try_emplace(identity_of(*root.birth), born.size());
     if (is_new) {
-      origins.push_back(origin_of(root));
-    } else if (Origin& origin = origins[entry->second];
+      born.push_back({origin_of(root), {}, {}});
+    } else if (Origin& origin = born[entry->second].origin;
                origin.candidates.back() != root.rank->rank()) {
       add_rank(origin, *root.rank);
     }
+    BornOrigin& each = born[entry->second];
+    if (const auto microbatch = root.birth->sighting.microbatch) {
+      each.microbatches.insert(*microbatch);
+    }
+    for (std::string& name : reached_by(root)) {
+      if (is_name_of_parameter(name)) each.reached.insert(std::move(name));
+    }
   }
-  merge_bad_weights(origins);
-  for (Origin& origin : origins) {
+  merge_bad_weights(born);
+  for (BornOrigin& each : born) {
+    describe_microbatches(each);
+    Origin& origin = each.origin;
     if (origin.candidates.size() < 2) continue;
     origin.evidence.insert(
         origin.evidence.begin() + 1,
         "the same on " + describe_rank_count({origin.candidates.begin(), origin.candidates.end()}) +
             ": a common cause, not a fault of one device");
   }
-  return origins;
+  return born;
 }
 
 RerunOutcome rerun_of(const Incident& incident) {

@@ -6,6 +6,8 @@
 // collective counts only where no rank saw it go in.
 #pragma once
 
+#include <set>
+#include <string>
 #include <vector>
 
 #include "locate/evidence.hpp"
@@ -13,8 +15,18 @@
 
 namespace nanlocator {
 
-/// In the order of the ranks' ledgers; empty where no ledger has a birth.
-[[nodiscard]] std::vector<Origin> origins_of_births(const Incident& incident);
+/// An origin that was seen being born, with what decides which others it explains.
+struct BornOrigin {
+  Origin origin;
+  std::set<int> microbatches;     // in which it was born; empty: not known
+  std::set<std::string> reached;  // parameters whose gradients it made bad
+};
+
+/// In the order of the ranks' ledgers; empty where no ledger has a birth. What came out of a
+/// collective is an origin only where no rank saw anything else being born and `has_crossings` is
+/// false: where crossings were looked at, they say more of a collective than its receivers do.
+[[nodiscard]] std::vector<BornOrigin> origins_of_births(const Incident& incident,
+                                                        bool has_crossings);
 
 /// The repeat of the step as the ranks saw it together.
 [[nodiscard]] RerunOutcome rerun_of(const Incident& incident);

@@ -12,7 +12,7 @@ namespace nanlocator {
 RankEvidence::RankEvidence(const Ledger& ledger) : ledger_(&ledger) {
   std::map<Phase, std::unordered_set<std::string>> seen;
   for (const Sighting& sighting : ledger.sightings) {
-    if (sighting.stats.is_finite()) continue;
+    if (sighting.stats.is_finite() || sighting.crossing) continue;  // crossings.hpp has those
     BadParameter bad;
     bad.position = position_of(sighting);
     bad.sighting = &sighting;
@@ -89,7 +89,7 @@ const BadParameter* RankEvidence::find_bad(Phase phase, std::size_t position) co
   return found == positions->second.end() ? nullptr : &bad_.at(phase)[found->second];
 }
 
-Incident::Incident(std::span<const Ledger> ledgers, int world_size) {
+Incident::Incident(std::span<const Ledger> ledgers, int world_size) : world_size_(world_size) {
   std::vector<const Ledger*> ordered;
   for (const Ledger& ledger : ledgers) ordered.push_back(&ledger);
   std::ranges::stable_sort(ordered, {}, [](const Ledger* each) { return each->coordinates.rank; });
@@ -200,6 +200,11 @@ int Incident::replica_of(const Place& place) const noexcept {
   const int ep = layout_.ep.size, cp = layout_.cp.size;
   if (ep <= cp) return cp % ep == 0 ? place.dp : 0;
   return ep % cp == 0 ? place.dp / (ep / cp) : 0;
+}
+
+const Place* Incident::place_of(int rank) const {
+  const auto found = std::ranges::lower_bound(places_, rank, {}, &Place::rank);
+  return found != places_.end() && found->rank == rank ? &*found : nullptr;
 }
 
 const RankEvidence* Incident::find(int rank) const {

@@ -93,6 +93,9 @@ class Incident {
   /// Every rank's backward order was observed.
   [[nodiscard]] bool is_order_observed() const noexcept { return is_order_observed_; }
   [[nodiscard]] int pipeline_size() const noexcept { return layout_.pp.size; }
+  [[nodiscard]] int world_size() const noexcept { return world_size_; }
+  /// Null for a rank that is unplaced or outside the world.
+  [[nodiscard]] const Place* place_of(int rank) const;
   /// Which ranks exchange data before the data-parallel collective: equal numbers do.
   [[nodiscard]] int replica_of(const Place& place) const noexcept;
   [[nodiscard]] const RankEvidence* find(int rank) const;
@@ -100,6 +103,7 @@ class Incident {
  private:
   void place_silent_ranks(int world_size);
 
+  int world_size_;
   std::vector<RankEvidence> ranks_;
   std::vector<Place> places_;
   std::vector<int> silent_;

@@ -70,6 +70,13 @@ std::string describe_rank_count(const std::set<int>& ranks) {
          describe_ranks(std::vector<int>(ranks.begin(), ranks.end()));
 }
 
+std::string counted(std::int64_t number) {
+  std::string text = std::to_string(number);
+  const std::size_t first_digit = number < 0 ? 1 : 0;
+  for (std::size_t at = text.size(); at > first_digit + 3;) text.insert(at -= 3, 1, ',');
+  return text;
+}
+
 std::string short_number(double number) {
   char text[32];
   std::snprintf(text, sizeof text, "%.3g", number);

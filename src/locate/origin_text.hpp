@@ -19,6 +19,8 @@ namespace nanlocator {
 [[nodiscard]] std::string describe_bad(const TensorStats& stats);
 /// "rank 5", "ranks 0-3, 9".
 [[nodiscard]] std::string describe_rank_count(const std::set<int>& ranks);
+/// "8,192".
+[[nodiscard]] std::string counted(std::int64_t number);
 /// "1.8e+19": three digits.
 [[nodiscard]] std::string short_number(double number);
 /// A sentence where a tensor with Inf and no NaN has finite elements close to its dtype's largest.

@@ -12,6 +12,8 @@ inline constexpr const char* kRecordLedger = "ledger";
 inline constexpr const char* kRecordParameter = "parameter";
 inline constexpr const char* kRecordCoverage = "coverage";
 inline constexpr const char* kRecordSighting = "sighting";
+inline constexpr const char* kRecordCrossings = "crossings";
+inline constexpr const char* kRecordMicrobatch = "microbatch";
 inline constexpr const char* kRecordBirth = "birth";
 inline constexpr const char* kRecordRerun = "rerun";
 inline constexpr const char* kRecordNote = "note";
@@ -23,6 +25,7 @@ inline constexpr const char* kRun = "run";
 inline constexpr const char* kAttempt = "attempt";
 inline constexpr const char* kIteration = "iteration";
 inline constexpr const char* kLevel = "level";
+inline constexpr const char* kOnBad = "on_bad";
 inline constexpr const char* kCoordinates = "coordinates";
 inline constexpr const char* kBackwardOrder = "backward_order";
 inline constexpr const char* kObserved = "observed";
@@ -44,6 +47,16 @@ inline constexpr const char* kParameters = "parameters";
 inline constexpr const char* kText = "text";
 inline constexpr const char* kLines = "lines";
 
+// Crossings between ranks, microbatches.
+inline constexpr const char* kCrossing = "crossing";
+inline constexpr const char* kGroup = "group";
+inline constexpr const char* kMembers = "members";
+inline constexpr const char* kPeer = "peer";
+inline constexpr const char* kSequence = "sequence";
+inline constexpr const char* kCount = "count";
+inline constexpr const char* kNumber = "number";
+inline constexpr const char* kTensors = "tensors";
+
 // Sightings and an origin's tensor.
 inline constexpr const char* kMicrobatch = "microbatch";
 inline constexpr const char* kModule = "module";
@@ -52,6 +65,7 @@ inline constexpr const char* kRole = "role";
 inline constexpr const char* kParameterId = "parameter_id";
 inline constexpr const char* kParameter = "parameter";
 inline constexpr const char* kDtype = "dtype";
+inline constexpr const char* kValidLabels = "valid_labels";
 inline constexpr const char* kStats = "stats";
 inline constexpr const char* kNumel = "numel";
 inline constexpr const char* kNan = "nan";
@@ -92,6 +106,7 @@ inline constexpr const char* kNotRestored = "not_restored";
 inline constexpr const char* kControlReproduced = "control_reproduced";
 inline constexpr const char* kGradients = "gradients";
 inline constexpr const char* kChanged = "changed";
+inline constexpr const char* kBadParameters = "bad_parameters";
 inline constexpr const char* kSilentRanks = "silent_ranks";
 inline constexpr const char* kNotes = "notes";
 

@@ -38,6 +38,7 @@ ordered_json header_to_json(const Ledger& ledger) {
   json[keys::kAttempt] = ledger.attempt;
   json[keys::kIteration] = ledger.iteration;
   json[keys::kLevel] = ledger.level;
+  json[keys::kOnBad] = ledger.on_bad;
   json[keys::kCoordinates] = coordinates_to_json(ledger.coordinates);
   json[keys::kBackwardOrder] =
       ledger.is_backward_order_observed ? keys::kObserved : keys::kReverseRegistration;
@@ -68,6 +69,26 @@ ordered_json record_to_json(const Coverage& coverage) {
   return json;
 }
 
+ordered_json record_to_json(const CrossingCoverage& crossings) {
+  ordered_json json;
+  json[keys::kRecord] = keys::kRecordCrossings;
+  json[keys::kGroup] = crossings.group;
+  json[keys::kMembers] = crossings.members;
+  json[keys::kPeer] = value_or_null(crossings.peer);
+  json[keys::kRole] = crossings.role;
+  json[keys::kCount] = crossings.count;
+  return json;
+}
+
+ordered_json record_to_json(const Microbatch& microbatch) {
+  ordered_json json;
+  json[keys::kRecord] = keys::kRecordMicrobatch;
+  json[keys::kNumber] = microbatch.number;
+  json[keys::kChunk] = value_or_null(microbatch.chunk);
+  json[keys::kTensors] = microbatch.tensors;
+  return json;
+}
+
 ordered_json record_to_json(const Sighting& sighting) {
   ordered_json json;
   json[keys::kRecord] = keys::kRecordSighting;
@@ -88,6 +109,7 @@ ordered_json record_to_json(const Rerun& rerun) {
   json[keys::kControlReproduced] = value_or_null(rerun.control_reproduced);
   json[keys::kGradients] = rerun.gradients;
   json[keys::kChanged] = rerun.changed;
+  json[keys::kBadParameters] = rerun.bad_parameters;
   json[keys::kNotRestored] = rerun.not_restored;
   return json;
 }
@@ -100,6 +122,7 @@ Rerun rerun_from_json(const JsonObject& object) {
   rerun.control_reproduced = object.optional_boolean(keys::kControlReproduced);
   rerun.gradients = object.integer(keys::kGradients, 0);
   rerun.changed = object.integer(keys::kChanged, 0);
+  rerun.bad_parameters = sizes_from_json(object, keys::kBadParameters);
   rerun.not_restored = texts_from_json(object, keys::kNotRestored);
   return rerun;
 }
@@ -111,6 +134,7 @@ Ledger header_from_json(const JsonObject& object) {
   ledger.attempt = object.small_integer(keys::kAttempt, 0);
   ledger.iteration = object.integer(keys::kIteration, 0);
   ledger.level = object.text(keys::kLevel);
+  ledger.on_bad = object.text(keys::kOnBad);
   ledger.coordinates = coordinates_from_json(object.object(keys::kCoordinates));
   const std::string order = object.text(keys::kBackwardOrder);
   if (order != keys::kObserved && order != keys::kReverseRegistration) {
@@ -146,6 +170,24 @@ Coverage coverage_from_json(const JsonObject& object) {
     throw FormatError(object.where(keys::kParameters) + ": the ids are not in ascending order");
   }
   return coverage;
+}
+
+CrossingCoverage crossings_from_json(const JsonObject& object) {
+  CrossingCoverage crossings;
+  crossings.group = object.text(keys::kGroup);
+  crossings.members = ranks_from_json(object, keys::kMembers);
+  crossings.peer = object.optional_small_integer(keys::kPeer, 0);
+  crossings.role = object.text(keys::kRole);
+  crossings.count = object.integer(keys::kCount, 0);
+  return crossings;
+}
+
+Microbatch microbatch_from_json(const JsonObject& object) {
+  Microbatch microbatch;
+  microbatch.number = object.small_integer(keys::kNumber, 0);
+  microbatch.chunk = object.optional_small_integer(keys::kChunk, 0);
+  microbatch.tensors = texts_from_json(object, keys::kTensors);
+  return microbatch;
 }
 
 /// Takes lines one by one and keeps what can be kept.
@@ -208,6 +250,10 @@ class LedgerReader {
       ledger.backward_order.push_back(parameter_from_json(object));
     } else if (record == keys::kRecordCoverage) {
       take_coverage(coverage_from_json(object), object);
+    } else if (record == keys::kRecordCrossings) {
+      ledger.crossings.push_back(crossings_from_json(object));
+    } else if (record == keys::kRecordMicrobatch) {
+      ledger.microbatches.push_back(microbatch_from_json(object));
     } else if (record == keys::kRecordSighting) {
       ledger.sightings.push_back(sighting_from_json(object));
     } else if (record == keys::kRecordBirth) {
@@ -326,6 +372,8 @@ std::string to_jsonl(const Ledger& ledger) {
   };
   for (const auto& parameter : ledger.backward_order) add(record_to_json(parameter));
   for (const auto& coverage : ledger.coverage) add(record_to_json(coverage));
+  for (const auto& crossings : ledger.crossings) add(record_to_json(crossings));
+  for (const auto& microbatch : ledger.microbatches) add(record_to_json(microbatch));
   for (const auto& sighting : ledger.sightings) add(record_to_json(sighting));
   for (const auto& birth : ledger.births) add(record_to_json(birth));
   if (ledger.rerun) add(record_to_json(*ledger.rerun));

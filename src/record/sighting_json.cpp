@@ -38,6 +38,24 @@ TensorStats stats_from_json(const JsonObject& object) {
   return stats;
 }
 
+ordered_json crossing_to_json(const Crossing& crossing) {
+  ordered_json json;
+  json[keys::kGroup] = crossing.group;
+  json[keys::kMembers] = crossing.members;
+  json[keys::kPeer] = value_or_null(crossing.peer);
+  json[keys::kSequence] = crossing.sequence;
+  return json;
+}
+
+Crossing crossing_from_json(const JsonObject& object) {
+  Crossing crossing;
+  crossing.group = object.text(keys::kGroup);
+  crossing.members = ranks_from_json(object, keys::kMembers);
+  crossing.peer = object.optional_small_integer(keys::kPeer, 0);
+  crossing.sequence = object.integer(keys::kSequence, 0);
+  return crossing;
+}
+
 }  // namespace
 
 nlohmann::ordered_json stats_to_json(const TensorStats& stats) {
@@ -80,6 +98,9 @@ nlohmann::ordered_json sighting_to_json(const Sighting& sighting) {
   json[keys::kDtype] = sighting.dtype;
   json[keys::kShape] = sighting.shape;
   json[keys::kStats] = stats_to_json(sighting.stats);
+  json[keys::kCrossing] =
+      sighting.crossing ? crossing_to_json(*sighting.crossing) : ordered_json(nullptr);
+  json[keys::kValidLabels] = value_or_null(sighting.valid_labels);
   return json;
 }
 
@@ -97,6 +118,10 @@ Sighting sighting_from_json(const JsonObject& object) {
   sighting.dtype = object.text(keys::kDtype);
   sighting.shape = sizes_from_json(object, keys::kShape);
   sighting.stats = stats_from_json(object.object(keys::kStats));
+  if (!object.member(keys::kCrossing).is_null()) {
+    sighting.crossing = crossing_from_json(object.object(keys::kCrossing));
+  }
+  sighting.valid_labels = object.optional_integer(keys::kValidLabels, 0);
   return sighting;
 }
 

@@ -33,6 +33,11 @@ constexpr auto kHidesItsMemory =
     c10::DispatchKeySet({c10::DispatchKey::Batched, c10::DispatchKey::Python}) |
     c10::DispatchKeySet(c10::BackendComponent::MetaBit);
 
+/// What the scan reads where it lies.
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && !tensor.is_complex() && !tensor.is_neg();
+}
+
 }  // namespace
 
 /// A run of memory that was looked at.
@@ -147,16 +152,18 @@ bool DeferredLooks::can_look(const at::Tensor& tensor) {
   return why_not_scannable(tensor) == nullptr;
 }
 
+DeferredLooks::Id DeferredLooks::look_afresh(const at::Tensor& tensor) {
+  if (!can_look(tensor) || tensor.numel() == 0) return kFinite;
+  if (is_plain(tensor)) return scan(tensor);
+  const at::RecordFunctionGuard unrecorded(false);
+  const at::NoGradGuard no_grad;
+  return scan(as_real(tensor.layout() == at::kStrided ? tensor : tensor._values()));
+}
+
 DeferredLooks::Id DeferredLooks::look(const at::Tensor& tensor) {
   if (!can_look(tensor) || tensor.numel() == 0) return kFinite;
-  const bool is_plain = tensor.layout() == at::kStrided && !tensor.is_complex() && !tensor.is_neg();
-  if (!is_plain) {
-    const at::RecordFunctionGuard unrecorded(false);
-    const at::NoGradGuard no_grad;
-    return scan(as_real(tensor.layout() == at::kStrided ? tensor : tensor._values()));
-  }
   // Nobody counts the writes to an inference tensor.
-  if (tensor.is_inference()) return scan(tensor);
+  if (!is_plain(tensor) || tensor.is_inference()) return look_afresh(tensor);
   Region region(tensor, tensor.unsafeGetTensorImpl()->version_counter().current_version());
   auto* const storage = tensor.storage().unsafeGetStorageImpl();
   const auto entry =

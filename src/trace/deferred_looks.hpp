@@ -36,6 +36,9 @@ class DeferredLooks {
   [[nodiscard]] static bool can_look(const at::Tensor& tensor);
   /// kFinite for what cannot be looked at.
   [[nodiscard]] Id look(const at::Tensor& tensor);
+  /// Reads the memory whatever was seen of it before: for what is written without a new version
+  /// (collectives do).
+  [[nodiscard]] Id look_afresh(const at::Tensor& tensor);
   /// Waits for what was enqueued; then `stats` are right.
   void read();
   [[nodiscard]] const TensorStats& stats(Id id) const { return stats_[id]; }

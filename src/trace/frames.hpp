@@ -51,6 +51,7 @@ struct Frame {
   CallCapture capture;
   std::uint64_t start = 0;  // the trace's clock
   BirthIds nested;          // what calls inside this one made or passed on
+  BirthIds handed_in;       // of a collective: what its inputs were bad from
 
   // Containers, nodes and evaluate_function:
   std::string name;  // without "autograd::engine::evaluate_function: "
@@ -83,12 +84,18 @@ class ThreadFrames {
     return distance < depth_ ? frames_[depth_ - 1 - distance].get() : nullptr;
   }
 
+  /// A thread of a process group, which copies what crosses between ranks (ProcessGroupGloo.cpp,
+  /// runLoop): no part of the program.
+  const bool is_process_groups = runs_for_a_process_group();
+
   ModulePath last_module = nullptr;  // whose parameter was used last; for programs without scopes
   std::shared_ptr<const Place> last_custom_node;
   std::uint64_t pass = 0;          // of the two above
   std::size_t backward_depth = 0;  // nodes and evaluate_functions that are running
 
  private:
+  [[nodiscard]] static bool runs_for_a_process_group() noexcept;
+
   std::vector<std::unique_ptr<Frame>> frames_;  // reused: a frame keeps its vectors' memory
   std::size_t depth_ = 0;
 };

@@ -89,6 +89,9 @@ std::unique_ptr<OperatorInfo> make_info(const c10::OperatorHandle& handle) {
     info->is_view = info->is_view && is_alias;
   }
   info->is_allocator = is_one_of(name, kAllocators);
+  // as_strided_, unsqueeze_: marked as a write, but of sizes and strides only. Kernels use them on
+  // memory that they fill by themselves (max over a dimension, TensorCompare.cpp).
+  if (!info->is_allocator && handle.hasTag(at::Tag::inplace_view)) info->is_view = true;
   info->is_collective = name.starts_with("c10d::") || name.starts_with("_c10d_functional");
   info->is_filler = is_one_of(name, kFillers);
   info->is_fill = name == "aten::fill_";

@@ -124,6 +124,8 @@ void OperatorTrace::begin_pass() {
     std::swap(old_births, trace.births);
     std::swap(old_lineage, trace.lineage);
     trace.forward_calls.clear();
+    trace.handed_on_in_forward.clear();
+    trace.handed_on_in_backward.clear();
     trace.notes.clear();
     trace.declarations.refresh();
     trace.kept_bytes = 0;
@@ -133,6 +135,7 @@ void OperatorTrace::begin_pass() {
   trace.operators = 0;
   trace.is_in_optimizer = false;
   trace.modules_are_entered = false;
+  trace.microbatches_are_known = false;
   trace.pass = next_pass();
 }
 

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "gradients/tensor_access.hpp"
+#include "nanlocator/trace/microbatch_scope.hpp"
 #include "replay/own_work.hpp"
 #include "torch/csrc/autograd/function.h"
 #include "torch/csrc/autograd/variable.h"
@@ -118,6 +119,9 @@ void OperatorTrace::Impl::locate(Birth& birth, ThreadFrames& frames, bool with_s
   }
   birth.node = place.node;
   birth.forward_op = place.forward_op;
+  const MicrobatchPlace batch = current_microbatch();
+  birth.sighting.microbatch = batch.microbatch;
+  birth.sighting.chunk = batch.chunk;
   if (phase) {
     birth.sighting.phase = *phase;
   } else {
@@ -125,9 +129,13 @@ void OperatorTrace::Impl::locate(Birth& birth, ThreadFrames& frames, bool with_s
     birth.is_module_inferred = place.is_module_inferred;
     const bool is_loss =
         place.module.empty() && modules_are_entered.load(std::memory_order_relaxed);
-    birth.sighting.phase = place.is_backward ? Phase::backward
-                           : is_loss         ? Phase::loss
-                                             : Phase::forward;
+    // Between the schedule's steps gradients are handled, and nothing else.
+    const bool is_between_steps =
+        is_loss && !batch.microbatch && microbatches_are_known.load(std::memory_order_relaxed);
+    birth.sighting.phase = place.is_backward  ? Phase::backward
+                           : is_between_steps ? Phase::grad_local
+                           : is_loss          ? Phase::loss
+                                              : Phase::forward;
   }
   if (with_stack && options.python_stack) birth.stack = options.python_stack();
 }

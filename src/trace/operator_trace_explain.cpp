@@ -86,8 +86,23 @@ Explanation OperatorTrace::Impl::explain(std::span<const NamedTensor> losses,
       for (const BirthId id : ids) reached[id].push_back(result.name);
     }
   };
+  // What other ranks were handed may have made them bad, and have come back from them: it counts
+  // where nothing else of this rank is an origin.
+  const auto follow_handed_on = [&](const std::set<BirthId>& handed_on) {
+    const std::lock_guard lock(mutex);
+    const auto is_received = [&](const auto& entry) {
+      return births[static_cast<std::size_t>(entry.first)].birth.kind == BirthKind::collective;
+    };
+    if (!std::all_of(reached.begin(), reached.end(), is_received)) return;
+    for (const BirthId id : handed_on) {
+      if (births[static_cast<std::size_t>(id)].birth.kind == BirthKind::literal) continue;
+      reached[id].emplace_back(kOtherRanks);
+    }
+  };
   follow(losses, false);
+  follow_handed_on(handed_on_in_forward);
   if (reached.empty()) follow(gradients, true);
+  follow_handed_on(handed_on_in_backward);
 
   const std::lock_guard lock(mutex);
   if (losses.empty()) blame_forward(reached);

@@ -51,6 +51,7 @@ struct OperatorTrace::Impl {
   void start_node(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
   void finish_operation(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
   void finish_node(Frame& frame, ThreadFrames& frames);
+  void look_at_what_is_handed_on(Frame& frame, ThreadFrames& frames);
   void note_allocation(const at::RecordFunction& call, ThreadFrames& frames);
   void note_received(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
   void look_before_write(Frame& frame, ThreadFrames& frames);
@@ -84,7 +85,8 @@ struct OperatorTrace::Impl {
   TraceOptions options;
   std::atomic<bool> is_paused = false;
   std::atomic<bool> modules_are_entered = false;
-  std::atomic<bool> is_in_optimizer = false;  // entered_phase is params_after
+  std::atomic<bool> microbatches_are_known = false;  // a schedule says which one it works on
+  std::atomic<bool> is_in_optimizer = false;         // entered_phase is params_after
   std::atomic<std::int64_t> operators = 0;
   std::atomic<std::uint64_t> pass = 0;
   std::atomic<std::uint64_t> clock = 1;  // one tick per operator that wrote something
@@ -95,6 +97,7 @@ struct OperatorTrace::Impl {
   Declarations declarations;
   std::unordered_map<std::uint64_t, std::unordered_map<std::int64_t, ForwardCall>> forward_calls;
   std::vector<TracedBirth> births;
+  std::set<BirthId> handed_on_in_forward, handed_on_in_backward;  // to other ranks
   std::uint64_t kept_bytes = 0;
   std::int64_t calls_not_kept = 0;
   std::int64_t births_not_kept = 0;

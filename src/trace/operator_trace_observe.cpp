@@ -1,10 +1,13 @@
 #include <ATen/Context.h>
 
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
 #include <algorithm>
 #include <cmath>
 #include <string_view>
 #include <unordered_set>
 
+#include "nanlocator/trace/microbatch_scope.hpp"
 #include "trace/operator_trace_impl.hpp"
 
 namespace nanlocator {
@@ -45,7 +48,8 @@ void OperatorTrace::Impl::start(const at::RecordFunction& call, ThreadFrames& fr
       parent != nullptr &&
       (parent->is_ignored || (parent->info != nullptr && parent->info->is_allocator));
   Frame& frame = frames.push();
-  if (is_inside_ignored || is_paused.load(std::memory_order_relaxed) || call.isAsync()) {
+  if (is_inside_ignored || frames.is_process_groups || call.isAsync() ||
+      is_paused.load(std::memory_order_relaxed)) {
     frame.is_ignored = true;
     return;
   }
@@ -73,6 +77,8 @@ void OperatorTrace::Impl::start_operation(const at::RecordFunction& call, Frame&
   const OperatorInfo& info = *frame.info;
   operators.fetch_add(1, std::memory_order_relaxed);
   if (frame.module != nullptr) modules_are_entered.store(true, std::memory_order_relaxed);
+  if (current_microbatch().microbatch)
+    microbatches_are_known.store(true, std::memory_order_relaxed);
   if (!info.is_allocator && !info.is_view) {
     const auto inputs = last_values(call.inputs(), info.arguments.size());
     frame.arguments.assign(inputs.begin(), inputs.end());
@@ -85,7 +91,8 @@ void OperatorTrace::Impl::start_operation(const at::RecordFunction& call, Frame&
         frame.module != nullptr ? frame.module : frames.last_module, &info.full_name,
         frame.module == nullptr && frames.last_module != nullptr};
   }
-  if (!frame.has_arguments || info.is_collective) return;
+  if (!frame.has_arguments) return;
+  if (info.is_collective) return look_at_what_is_handed_on(frame, frames);
   // An optimizer writes all weights and states in place: too much to copy at every call.
   const bool is_optimizers = info.writes && is_in_optimizer.load(std::memory_order_relaxed);
   if (options.keep_calls && info.facts != nullptr && !is_optimizers) {
@@ -93,6 +100,46 @@ void OperatorTrace::Impl::start_operation(const at::RecordFunction& call, Frame&
     frame.is_captured = true;
   }
   if (info.writes) look_before_write(frame, frames);
+}
+
+/// Broadcast and scatter take what the root has; memory of other ranks is only written.
+static bool is_only_written(const Frame& collective) {
+  const std::string& name = collective.info->name;
+  if (name != "c10d::broadcast_" && name != "c10d::scatter_") return false;
+  for (std::size_t i = 0; i + 1 < collective.arguments.size(); ++i) {
+    if (collective.info->argument_names[i] != "process_group") continue;
+    const auto group = collective.arguments[i].toCustomClass<c10d::ProcessGroup>();
+    return collective.arguments[i + 1].toInt() != group->getRank();
+  }
+  return false;
+}
+
+/// What goes into a collective or a send: c10d's operators have it last of their tensors
+/// (torch/csrc/distributed/c10d/Ops.cpp); recv_ has none. Looked at now, because most write in
+/// place, on threads of their own.
+void OperatorTrace::Impl::look_at_what_is_handed_on(Frame& frame, ThreadFrames& frames) {
+  if (frame.info->name.find("recv") != std::string::npos || frame.arguments.empty()) return;
+  if (is_only_written(frame)) return;
+  const auto holds_tensors = [](const c10::IValue& value) {
+    return value.isTensor() || value.isTensorList() || value.isList();
+  };
+  const bool has_output_first = frame.arguments.size() > 1 && holds_tensors(frame.arguments[1]);
+  const auto add = [&](const at::Tensor& tensor, int) {
+    if (!is_plainly_observable(tensor) || !is_bad(tensor)) return;
+    unite(frame.handed_in, origins_of(tensor, frames, frame.info->full_name));
+  };
+  const c10::IValue& handed = frame.arguments[has_output_first ? 1 : 0];
+  for_each_tensor_at(handed, add);
+  if (handed.isList()) {
+    for (const c10::IValue& inner : handed.toListRef()) {
+      if (inner.isList()) for_each_tensor_at(inner, add);
+    }
+  }
+  if (frame.handed_in.empty()) return;
+  const std::lock_guard lock(mutex);
+  auto& handed_on =
+      locate_frames(frames).is_backward ? handed_on_in_backward : handed_on_in_forward;
+  handed_on.insert(frame.handed_in.begin(), frame.handed_in.end());
 }
 
 void OperatorTrace::Impl::use_declared_module(const Frame& frame, ThreadFrames& frames) {
@@ -235,11 +282,20 @@ void OperatorTrace::Impl::finish_node(Frame& frame, ThreadFrames& frames) {
   if (evaluate != nullptr && evaluate->kind == FrameKind::evaluate) evaluate->node_has_run = true;
 }
 
+/// The collective that the innermost frame runs inside of; null where it does not.
+static const Frame* collective_around(ThreadFrames& frames) {
+  for (std::size_t i = 1; const Frame* each = frames.above(i); ++i) {
+    if (each->kind == FrameKind::operation && each->info->is_collective) return each;
+  }
+  return nullptr;
+}
+
 void OperatorTrace::Impl::finish_operation(const at::RecordFunction& call, Frame& frame,
                                            ThreadFrames& frames) {
   const OperatorInfo& info = *frame.info;
   if (info.is_allocator) return note_allocation(call, frames);
   if (info.is_collective) return note_received(call, frame, frames);
+  if (info.is_view && !info.is_lift_fresh) return;
   thread_local std::vector<TensorAt> outputs;
   struct LetGo {
     ~LetGo() { outputs.clear(); }
@@ -264,6 +320,16 @@ void OperatorTrace::Impl::finish_operation(const at::RecordFunction& call, Frame
     }
   }
   if (outputs.empty()) return;
+  if (const Frame* collective = collective_around(frames)) {
+    // A copy that the process group goes on writing to (ProcessGroupGloo::_reduce_scatter_base).
+    const auto place = std::make_shared<const Place>(current_place(frames));
+    const std::lock_guard lock(mutex);
+    for (const auto& output : outputs) {
+      lineage.note_received(output.values, clock.load(std::memory_order_relaxed),
+                            &collective->info->full_name, place, collective->handed_in);
+    }
+    return;
+  }
   if (info.is_lift_fresh && !is_fresh_constant(outputs.front().values)) return;
   if (info.is_composite && !info.owns_its_copy && inner_operators_wrote(outputs, frame)) return;
 
@@ -335,7 +401,8 @@ void OperatorTrace::Impl::note_received(const at::RecordFunction& call, Frame& f
   const auto receive = [&](const at::Tensor& tensor, int) {
     if (!is_plainly_observable(tensor)) return;
     is_returned = true;
-    lineage.note_received(tensor, clock.load(std::memory_order_relaxed), &info.full_name, place);
+    lineage.note_received(tensor, clock.load(std::memory_order_relaxed), &info.full_name, place,
+                          frame.handed_in);
   };
   const auto receive_all = [&](const c10::IValue& value) {
     for_each_tensor_at(value, receive);

@@ -168,6 +168,39 @@ TEST_P(CommunicatorOnEveryStore, AnEmptyValueAndOneWithLineFeedsArriveAsTheyAre)
   });
 }
 
+TEST_P(CommunicatorOnEveryStore, NobodyPassesABarrierBeforeTheLastOne) {
+  std::atomic<bool> has_last_come = false;
+  run_ranks(3, store(3), [&](const auto& communicator) {
+    if (communicator->rank() == 2) {
+      std::this_thread::sleep_for(kShort / 2);
+      has_last_come = true;
+    }
+    EXPECT_TRUE(communicator->pass_barrier("on_disk", {}, after(kLong)));
+    EXPECT_TRUE(has_last_come);
+  });
+}
+
+TEST_P(CommunicatorOnEveryStore, ABarrierWaitsForNoRankThatIsLostOrAbsent) {
+  run_ranks(4, store(4), [](const auto& communicator) {
+    const MonitorTimes quick{milliseconds(100), milliseconds(1'000)};
+    communicator->watch_ranks("rank " + std::to_string(communicator->rank()), quick, {});
+    if (communicator->rank() == 3) return communicator->monitor()->leave("ValueError: no data");
+    if (communicator->rank() == 2) return;
+    EXPECT_TRUE(communicator->pass_barrier("on_disk", {2}, after(kLong)));
+    EXPECT_THAT(communicator->gather("on_disk", after(kShort)),
+                ElementsAre("", "", std::nullopt, std::nullopt));
+    EXPECT_EQ(communicator->fetch("anything", 3, after(kLong)), std::nullopt);
+    EXPECT_TRUE(communicator->pass_barrier("to leave together", {2}, after(kLong)));
+  });
+}
+
+TEST_P(CommunicatorOnEveryStore, ABarrierThatARankDoesNotComeToIsLeftAtTheDeadline) {
+  run_ranks(3, store(3), [](const auto& communicator) {
+    if (communicator->rank() == 1) return;
+    EXPECT_FALSE(communicator->pass_barrier("on_disk", {}, after(kShort)));
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Stores, CommunicatorOnEveryStore, ::testing::ValuesIn(kStores),
                          [](const auto& store) { return std::string(store.param.name); });
 

@@ -437,6 +437,160 @@ TEST_F(SeveralRanks, WithoutRankZeroEachRankConcludesFromTheLedgersThatItCanRead
   EXPECT_TRUE(std::filesystem::exists(folder_ / "run/a0/verdict_rank2.json"));
 }
 
+nlohmann::json status_in(const std::filesystem::path& run_dir) {
+  return nlohmann::json::parse(content_of(run_dir / "status.json"));
+}
+
+Rerun repeat_that_is(std::optional<bool> bad_again) {
+  Rerun rerun;
+  rerun.reproduced = bad_again;
+  return rerun;
+}
+
+TEST_F(SingleProcess, StatusSaysWhatAFindingHasLedTo) {
+  struct Case {
+    Policy policy;
+    std::optional<Rerun> rerun;
+    const char* state;
+  };
+  for (const auto& [policy, rerun, state] :
+       {Case{Policy::stop, {}, "stopped"}, Case{Policy::report, {}, "reported"},
+        Case{Policy::skip, {}, "skipped"},
+        Case{Policy::recover, repeat_that_is(false), "recovered"},
+        Case{Policy::recover, repeat_that_is(true), "stopped"},
+        Case{Policy::recover, {}, "stopped"}}) {
+    options_.on_bad = policy;
+    auto locator = make();
+    ASSERT_TRUE(run_step(locator, 6, with_bad_element()));
+    if (rerun) locator.set_rerun(*rerun);
+    (void)locator.conclude();
+    const auto status = status_in(locator.run_dir());
+    EXPECT_EQ(status["version"], 1);
+    EXPECT_EQ(status["state"], state);
+    EXPECT_EQ(status["iteration"], 6);
+    EXPECT_EQ(status["run_id"], locator.run_id());
+    EXPECT_EQ(status["verdict"], "verdict.json");
+    EXPECT_THAT(status["silent_ranks"], IsEmpty());
+    EXPECT_THAT(status["summary"].get<std::string>(), HasSubstr("step 6: "));
+  }
+}
+
+TEST_F(SingleProcess, PastTheLimitOfFindingsTheRepeatStillDecidesWhetherToGoOn) {
+  options_.on_bad = Policy::recover;
+  options_.max_incidents = 1;
+  auto locator = make();
+  for (int step = 1; step <= 3; ++step) {
+    ASSERT_TRUE(run_step(locator, step, with_bad_element()));
+    locator.set_rerun(repeat_that_is(step == 3));
+    const auto& verdict = locator.conclude();
+    EXPECT_EQ(outcome_of(Policy::recover, verdict.rerun), step == 3 ? "stopped" : "recovered");
+  }
+  EXPECT_THAT(locator.verdicts(), SizeIs(1));
+}
+
+TEST_F(SeveralRanks, AFailedReductionWaitsUntilItIsKnownWhoIsLostAndNamesItInEveryFile) {
+  options_.gather_deadline = 4 * kShort;
+  const auto errors = try_ranks(
+      3, one_hash_store(),
+      [&](const auto& communicator) {
+        auto locator = make(communicator, options_);
+        locator.begin_step(7);
+        if (communicator->rank() == 1) return communicator->monitor()->leave("ValueError: no data");
+        locator.start_agreement();
+        (void)locator.finish_agreement();
+      },
+      /*flag_timeout=*/milliseconds(100));
+  for (const int rank : {0, 2}) {
+    const auto text = text_of<AgreementError>(errors[rank]);
+    EXPECT_THAT(text, HasSubstr("ended by ValueError: no data (in iteration 7)"));
+    const auto name = "run/a0/verdict_rank" + std::to_string(rank) + ".json";
+    const auto verdict = verdict_from_json(content_of(folder_ / name), name);
+    EXPECT_EQ(verdict.status, VerdictStatus::partial);
+    EXPECT_EQ(verdict.iteration, 7);
+    EXPECT_THAT(verdict.silent_ranks, ElementsAre(1));
+    EXPECT_THAT(verdict.notes.at(0), HasSubstr("rank 1 (dp1"));
+    const auto ledger = "run/a0/ledger_tp0pp0dp" + std::to_string(rank) + ".jsonl";
+    EXPECT_THAT(content_of(folder_ / ledger), HasSubstr("ValueError: no data"));
+  }
+  const auto verdict = verdict_from_json(content_of(folder_ / "run/a0/verdict.json"), "verdict");
+  EXPECT_THAT(verdict.silent_ranks, ElementsAre(1));
+  const auto status = status_in(folder_ / "run/a0");
+  EXPECT_EQ(status["state"], "rank_lost");
+  EXPECT_THAT(status["silent_ranks"], ElementsAre(1));
+  EXPECT_THAT(status["summary"].get<std::string>(), HasSubstr("rank 1"));
+}
+
+TEST_F(SeveralRanks, AnErrorOfARanksOwnWithoutAFindingCostsNoWaitAndWritesNothing) {
+  run_ranks(2, one_hash_store(), [&](const auto& communicator) {
+    auto locator = make(communicator, options_);
+    EXPECT_EQ(locator.conclude_alone("before the first step"), nullptr);
+    EXPECT_FALSE(run_step(locator, 1, healthy()));
+    locator.begin_step(2);
+    const auto before = std::chrono::steady_clock::now();
+    EXPECT_EQ(locator.conclude_alone("ValueError: no data"), nullptr);
+    EXPECT_LT(std::chrono::steady_clock::now() - before, kShort);
+    ASSERT_TRUE(communicator->pass_barrier("before a rank leaves", {}, after(kLong)));
+  });
+  for (const auto& entry : std::filesystem::directory_iterator(folder_ / "run/a0")) {
+    EXPECT_THAT(entry.path().filename().string(),
+                ::testing::AnyOf(::testing::StartsWith("param_"), "run.json"));
+  }
+}
+
+TEST_F(SeveralRanks, AFailureOfPeersThoughAllAnswerIsLeftAtTheDeadlineWithNothingToTell) {
+  options_.gather_deadline = kShort;
+  run_ranks(2, one_hash_store(), [&](const auto& communicator) {
+    auto locator = make(communicator, options_);
+    locator.begin_step(1);
+    EXPECT_EQ(locator.conclude_alone("a time-out", Failure::of_peers), nullptr);
+    EXPECT_EQ(locator.conclude_alone("a time-out", Failure::of_peers), nullptr);
+    ASSERT_TRUE(communicator->pass_barrier("before a rank leaves", {}, after(kLong)));
+  });
+}
+
+TEST_F(SeveralRanks, AFindingWaitsForNoRankThatIsKnownToBeLost) {
+  options_.gather_deadline = milliseconds(24'000);  // ranks look for news every two seconds
+  run_ranks(3, one_hash_store(), [&](const auto& communicator) {
+    auto locator = make(communicator, options_);
+    ASSERT_TRUE(run_step(locator, 4, communicator->rank() == 1 ? with_bad_element() : healthy(),
+                         Phase::grad_local));
+    if (communicator->rank() == 2) return communicator->monitor()->leave("MemoryError: none left");
+    const auto before = std::chrono::steady_clock::now();
+    const auto& verdict = locator.conclude();
+    EXPECT_LT(std::chrono::steady_clock::now() - before, options_.gather_deadline / 2);
+    EXPECT_EQ(verdict.origins.at(0).coordinates.value().rank, 1);
+    EXPECT_THAT(verdict.silent_ranks, ElementsAre(2));
+    EXPECT_THAT(verdict.notes, ::testing::Contains(HasSubstr("MemoryError: none left")));
+  });
+  EXPECT_EQ(status_in(folder_ / "run/a0")["state"], "stopped");
+}
+
+TEST_F(SeveralRanks, ARankThatIsLostAfterTheVerdictIsAddedToItAndReplacesNothing) {
+  options_.on_bad = Policy::report;
+  options_.gather_deadline = kShort;
+  run_ranks(2, one_hash_store(), [&](const auto& communicator) {
+    auto locator = make(communicator, options_);
+    ASSERT_TRUE(run_step(locator, 4, with_bad_element(), Phase::grad_local));
+    (void)locator.conclude();
+    if (communicator->rank() == 1) return communicator->monitor()->leave("ValueError: no data");
+    ASSERT_THAT(communicator->monitor()->wait_for_loss(after(kLong)), SizeIs(1));
+    const auto has_note = [&] {
+      return content_of(locator.run_dir() / "verdict.json").find("no data") != std::string::npos;
+    };
+    for (const auto limit = after(kLong); !has_note() && after(milliseconds(0)) < limit;) {
+      std::this_thread::sleep_for(milliseconds(10));
+    }
+    const auto verdict =
+        verdict_from_json(content_of(locator.run_dir() / "verdict.json"), "verdict");
+    EXPECT_THAT(verdict.notes.at(0), HasSubstr("no data"));
+    EXPECT_EQ(verdict.origins.size(), locator.verdicts().at(0).origins.size());
+    EXPECT_THAT(verdict.silent_ranks, IsEmpty());  // its ledger had come
+    const auto status = status_in(locator.run_dir());
+    EXPECT_EQ(status["state"], "reported");
+    EXPECT_THAT(status["silent_ranks"], ElementsAre(1));
+  });
+}
+
 TEST_F(SeveralRanks, ANormThatIsBadOnOneRankOnlyCostsADeadlineAndHangsNobody) {
   options_.gather_deadline = kShort;
   run_ranks(2, one_hash_store(), [&](const auto& communicator) {

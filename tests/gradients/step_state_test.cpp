@@ -5,6 +5,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/rand.h>
+#include <ATen/ops/zeros.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -51,6 +52,18 @@ TEST(StepState, LargeBuffersComeBackToTheirContentsOfTheLatestSave) {
   EXPECT_THAT(state.restore(), IsEmpty());
   EXPECT_TRUE(at::equal(table, after_first_step));
   EXPECT_FALSE(at::equal(table, before));
+}
+
+TEST(StepState, ABufferThatWasGivenAnotherDtypeKeepsItsPrecision) {
+  auto buffer = at::zeros({2}, at::kBFloat16);
+  StepState state;
+  state.set_buffers({{std::string("expert_bias"), buffer}});
+  state.save();
+  buffer.set_data(at::full({2}, 1.0 / 3.0, at::kFloat));  // as a module does in its first forward
+  state.save();
+  buffer.zero_();
+  EXPECT_TRUE(state.restore().empty());
+  EXPECT_TRUE(at::equal(buffer, at::full({2}, 1.0 / 3.0, at::kFloat)));
 }
 
 TEST(StepState, WhatCannotBePutBackIsNamedAndTheRestIsPutBack) {

@@ -51,6 +51,7 @@ def install() -> None:
         import megatron.core  # noqa: F401
     _redirect_megatron_random_state()
     _allow_torch_norm_with_sequence_parallel()
+    _prepare_experts()
     _is_installed = True
 
 
@@ -132,6 +133,50 @@ def _allow_torch_norm_with_sequence_parallel() -> None:
         return norm
 
     torch_norm.WrappedTorchNorm.__new__ = new
+
+
+class HostStream:
+    """In the place of a torch.cuda.Stream: on the CPU whatever was issued is done, nothing is waited for."""
+
+    def wait_stream(self, stream: HostStream) -> None:
+        pass
+
+    def wait_event(self, event: HostEvent) -> None:
+        pass
+
+    def record_event(self, event: HostEvent | None = None) -> HostEvent:
+        return event or HostEvent()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class HostEvent:
+    """In the place of a torch.cuda.Event."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+def _prepare_experts() -> None:
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    # moe_utils.py imports it from TransformerEngine or not at all, and tests it for None afterwards: without
+    # TransformerEngine the router's first product ends in a NameError.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+    # The all-to-all dispatcher copies the numbers of tokens to the host on a stream of its own, as NumPy
+    # arrays where they become split sizes; a tensor that is on the host already it leaves as it is, and
+    # all_to_all_single refuses tensors as split sizes.
+    stream = HostStream()
+    torch.cuda.current_stream = lambda *args, **kwargs: stream
+    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = stream
+
+    def as_on_the_host(tensor, as_numpy: bool = False, record_stream: bool = False):
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = as_on_the_host
 
 
 @contextlib.contextmanager

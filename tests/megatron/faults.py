@@ -1,20 +1,36 @@
 """Planted faults: each really computes or writes a NaN or Inf at one known place of a training step.
 
 A fault is attached to a Trainer on every rank and acts on one of them. What it did, with exact coordinates,
-is appended to `trainer.planted`: that record is what tests compare a verdict with. Attach faults after
-nanlocator is installed: they wrap the instances that are in place then, so that the value is there before
-nanlocator looks.
+is appended to `trainer.planted`: that record is what tests compare a verdict with. Import this module before
+nanlocator is installed (what arrives over the wire is spoiled below everything that looks at it) and attach
+faults after (they wrap the instances that are in place then, so that the value is there before nanlocator
+looks).
+
+A step may be executed more than once: by Megatron's rerun state machine, by nanlocator. `repeats` says in how
+many of these passes a fault acts: corrupted memory and transfers once, what a program computes in all.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import ctypes
 import dataclasses
+import functools
 import math
+import os
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from gpt_training import Trainer
+from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 FAULTS: dict[str, type[Fault]] = {}
 
@@ -78,11 +94,119 @@ class Fault:
             )
         return trainer.parameters[name]
 
+    def _record_parameter(self, trainer: Trainer, name: str, element: int, **facts) -> None:
+        parameter = trainer.parameters[name]
+        (chunk,) = (
+            number
+            for number, chunk in enumerate(trainer.model_chunks)
+            if any(other is parameter for other in chunk.parameters())
+        )
+        shape = list(parameter.shape)
+        self._record(trainer, parameter=name, chunk=chunk, shape=shape, element=element, **facts)
+
+
+@dataclasses.dataclass
+class _InPass(Fault):
+    """Acts within forward-backward, in the first `repeats` passes over its iteration."""
+
+    name = ""  # abstract: not in the registry
+
+    repeats: int | None = 1  # None: in every pass
+
+    def __post_init__(self) -> None:
+        self._reached: collections.Counter = collections.Counter()
+
+    def _pass_to_act_in(self, trainer: Trainer, place: object = None) -> int | None:
+        """To be called whenever the fault's place is reached, once per pass: the number of this pass (from 1)
+        where the fault acts now, otherwise None. A fault with several places counts each of them."""
+        if trainer.iteration != self.iteration:
+            return None
+        self._reached[place] += 1
+        number = self._reached[place]
+        return number if self.repeats is None or number <= self.repeats else None
+
 
 def _element(parameter: torch.Tensor, element: int) -> int:
     if not 0 <= element < parameter.numel():
         raise ValueError(f"element {element} of a tensor with {parameter.numel()} elements")
     return element
+
+
+def overwrite(tensor: torch.Tensor, element: int, value: float) -> None:
+    """Writes over one element of a contiguous CPU tensor behind PyTorch's back: no operator runs, no version
+    counter moves. That is what broken memory or a broken link leaves."""
+    if not tensor.is_contiguous():
+        raise ValueError("only a contiguous tensor can be overwritten in memory")
+    bits = {
+        torch.float32: lambda: struct.pack("<f", value),
+        torch.float16: lambda: struct.pack("<e", value),
+        torch.bfloat16: lambda: struct.pack("<f", value)[2:],
+    }[tensor.dtype]()
+    ctypes.memmove(tensor.data_ptr() + _element(tensor, element) * len(bits), bits, len(bits))
+
+
+# ---- the wire ----------------------------------------------------------------------------------------
+
+
+class _Wire:
+    """What this process receives. While it is set, `spoil` is called with the tensor of each transfer at the
+    moment the transfer is complete, before anyone who waits for it sees it."""
+
+    spoil: Callable[[torch.Tensor], None] | None = None
+
+    @classmethod
+    @contextlib.contextmanager
+    def spoiled_by(cls, spoil: Callable[[torch.Tensor], None]) -> Iterator[None]:
+        cls.spoil = spoil
+        try:
+            yield
+        finally:
+            cls.spoil = None
+
+
+class _SpoiledTransfer(dist.Work):
+    """A transfer under way whose tensor is spoiled when its wait() is over."""
+
+    def __init__(self, work: dist.Work, spoil: Callable[[], None]) -> None:
+        super().__init__()
+        self._work = work
+        self._spoil: Callable[[], None] | None = spoil
+
+    def wait(self, *args) -> bool:
+        done = self._work.wait(*args)
+        if self._spoil is not None:
+            self._spoil()
+            self._spoil = None
+        return done
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
+def _tap_the_wire() -> None:
+    """In the methods of ProcessGroup: torch.distributed's functions end there, and nanlocator looks there."""
+
+    def tap(name: str, received: Callable[[tuple], torch.Tensor]) -> None:
+        inner = getattr(dist.ProcessGroup, name)
+
+        @functools.wraps(inner)
+        def method(group, *args, **kwargs):
+            work = inner(group, *args, **kwargs)
+            if _Wire.spoil is None:
+                return work
+            return _SpoiledTransfer(work, functools.partial(_Wire.spoil, received(args)))
+
+        setattr(dist.ProcessGroup, name, method)
+
+    tap("recv", lambda args: args[0][0])
+    tap("allreduce", lambda args: args[0][0])
+    tap("_reduce_scatter_base", lambda args: args[0])
+
+
+_tap_the_wire()
+
+
+# ---- gradients ---------------------------------------------------------------------------------------
 
 
 def before_gradient_reduction(trainer: Trainer, action) -> None:
@@ -119,7 +243,7 @@ def after_gradient_reduction(trainer: Trainer, action) -> None:
 
 
 @dataclasses.dataclass
-class MainGradElement(Fault):
+class MainGradElement(_InPass):
     name = "main_grad_element"
     description = "one element of param.main_grad is overwritten just before the data-parallel reduction"
 
@@ -132,14 +256,16 @@ class MainGradElement(Fault):
         element = _element(parameter, self.element)
 
         def plant(group) -> None:
-            if trainer.iteration == self.iteration and parameter in group.params:
-                parameter.main_grad.view(-1)[element] = self.value
-                self._record(
+            if parameter not in group.params:
+                return
+            if number := self._pass_to_act_in(trainer):
+                overwrite(parameter.main_grad, element, self.value)
+                self._record_parameter(
                     trainer,
+                    self.parameter,
+                    element,
                     phase="grad_local",
-                    parameter=self.parameter,
-                    shape=list(parameter.shape),
-                    element=element,
+                    pass_number=number,
                     value=str(self.value),
                 )
 
@@ -164,7 +290,7 @@ class TpDuplicatedLayernorm(MainGradElement):
 
 
 @dataclasses.dataclass
-class AfterReduction(Fault):
+class AfterReduction(_InPass):
     name = "after_reduction"
     description = "one element of the reduced gradient on one rank, as a faulty collective would leave it"
 
@@ -179,89 +305,431 @@ class AfterReduction(Fault):
             raise ValueError(f"{self.name}: this rank owns elements [{start}, {end}) of {self.parameter}")
 
         def plant(group) -> None:
-            if trainer.iteration == self.iteration and parameter in group.params:
-                parameter.main_grad.view(-1)[start + self.element] = self.value
-                self._record(
+            if parameter not in group.params:
+                return
+            if number := self._pass_to_act_in(trainer):
+                overwrite(parameter.main_grad, start + self.element, self.value)
+                self._record_parameter(
                     trainer,
+                    self.parameter,
+                    start + self.element,
                     phase="grad_reduced",
-                    parameter=self.parameter,
-                    shape=list(parameter.shape),
-                    element=start + self.element,
+                    pass_number=number,
                     value=str(self.value),
                 )
 
         after_gradient_reduction(trainer, plant)
 
 
+# ---- operators ---------------------------------------------------------------------------------------
+
+
 @dataclasses.dataclass
-class _OperatorFault(Fault):
-    """Inside a tensor-parallel region of one layer, for one microbatch."""
+class _InRegion(_InPass):
+    """On the output of an operator inside a tensor-parallel region of one layer, for one microbatch.
+
+    Where layers are recomputed, a pass reaches the place twice; `only_in` leaves the fault to one of both.
+    """
 
     name = ""  # abstract: not in the registry
 
+    repeats: int | None = None
     layer: int = 1
     microbatch: int = 1
-    region: str = "mlp"  # mlp: between linear_fc1 and linear_fc2; attention: the core attention's output
-    element: int = 3
+    # mlp: between linear_fc1 and linear_fc2; attention: the core attention's output; expert: as mlp, in one
+    # expert of a layer of experts
+    region: str = "mlp"
+    expert: int | None = None  # global number, for region expert
+    element: int = 3  # of what this rank's operator puts out; counted round where an expert gets few tokens
+    only_in: str | None = None  # forward or recompute
 
     def attach(self, trainer: Trainer) -> None:
-        layer = trainer.layer(self.layer)
-        if layer is None:
-            raise ValueError(f"{self.name}: this rank does not hold layer {self.layer}")
-        if self.region == "mlp":
-            holder, attribute, module = layer.mlp, "activation_func", "mlp"
-        elif self.region == "attention":
-            holder, attribute = layer.self_attention.core_attention, "forward"
-            module = "self_attention.core_attention"
-        else:
-            raise ValueError(f"{self.name}: region {self.region!r}, expected mlp or attention")
+        if self.only_in not in (None, "forward", "recompute"):
+            raise ValueError(f"{self.name}: only_in is {self.only_in!r}, expected forward or recompute")
+        holder, attribute, module = self._place(trainer)
         inner = getattr(holder, attribute)
 
         def computed(*args, **kwargs):
             output = inner(*args, **kwargs)
-            if trainer.iteration == self.iteration and trainer.microbatch == self.microbatch:
-                output = self.spoil(output, _element(output, self.element))
-                self._record(
-                    trainer,
-                    phase=self.phase,
-                    microbatch=self.microbatch,
-                    module=f"decoder.layers.{self.layer}.{module}",
-                    operator=self.operator,
-                )
-            return output
+            if trainer.microbatch != self.microbatch or output.numel() == 0:
+                return output
+            where = "recompute" if trainer.direction == "backward" else "forward"
+            number = self._pass_to_act_in(trainer, where)
+            if number is None or self.only_in not in (None, where):
+                return output
+            element = self.element % output.numel()
+            self._record(
+                trainer,
+                phase=self.phase,
+                pass_number=number,
+                is_recomputed=where == "recompute",
+                microbatch=trainer.microbatch,
+                chunk=trainer.chunk,
+                module=f"decoder.layers.{self.layer}.{module}",
+                shape=list(output.shape),
+                element=element,
+                **self.facts(),
+            )
+            return self.spoil(output, element)
 
         setattr(holder, attribute, computed)
+
+    def _place(self, trainer: Trainer) -> tuple[torch.nn.Module, str, str]:
+        """Whose attribute is the function whose output is spoiled, and the module's name in its layer."""
+        layer = trainer.layer(self.layer)
+        if layer is None:
+            raise ValueError(f"{self.name}: this rank does not hold layer {self.layer}")
+        if self.region == "attention":
+            return layer.self_attention.core_attention, "forward", "self_attention.core_attention"
+        if self.region == "mlp" and not isinstance(layer.mlp, MoELayer):
+            return layer.mlp, "activation_func", "mlp"
+        if self.region == "expert" and trainer.expert(self.layer, self.expert) is not None:
+            module = f"mlp.experts.local_experts.{self.expert}"
+            return trainer.expert(self.layer, self.expert), "activation_func", module
+        raise ValueError(
+            f"{self.name}: no region {self.region!r} (expert {self.expert}) in layer {self.layer} of this "
+            "rank; regions are attention, and mlp or expert"
+        )
+
+    def facts(self) -> dict:
+        """What is recorded beside the place."""
+        raise NotImplementedError
 
     def spoil(self, output: torch.Tensor, element: int) -> torch.Tensor:
         raise NotImplementedError
 
 
 @dataclasses.dataclass
-class ForwardOperator(_OperatorFault):
+class ForwardOperator(_InRegion):
     name = "forward_operator"
-    description = "aten::log of one negative number inside a tensor-parallel region, in forward"
+    description = (
+        "an operator in forward, kind: log (of a negative number), log_zero, softmax (of a row that is "
+        "masked altogether), exp (overflow)"
+    )
     phase: ClassVar[str] = "forward"
-    operator: ClassVar[str] = "aten::log"
+    operators: ClassVar[dict[str, str]] = {
+        "log": "aten::log",
+        "log_zero": "aten::log",
+        "softmax": "aten::_softmax",
+        "exp": "aten::exp",
+    }
+
+    kind: str = "log"
+
+    def attach(self, trainer: Trainer) -> None:
+        if self.kind not in self.operators:
+            raise ValueError(f"{self.name}: kind {self.kind!r}, expected {', '.join(self.operators)}")
+        super().attach(trainer)
+
+    def facts(self) -> dict:
+        return {"kind": self.kind, "operator": self.operators[self.kind]}
 
     def spoil(self, output: torch.Tensor, element: int) -> torch.Tensor:
+        if self.kind == "softmax":
+            scores = torch.zeros_like(output)
+            width = scores.shape[-1]
+            scores.view(-1, width)[element // width] = -math.inf
+            return output * (torch.softmax(scores, dim=-1) * width)
+        if self.kind == "exp":
+            exponent = torch.zeros_like(output)
+            exponent.view(-1)[element] = 100.0  # e^100 is above the largest number of fp32, bf16 and fp16
+            return output * torch.exp(exponent)
         argument = torch.full_like(output, math.e)
-        argument.view(-1)[element] = -1.0
+        argument.view(-1)[element] = -1.0 if self.kind == "log" else 0.0
         return output * torch.log(argument)
 
 
 @dataclasses.dataclass
-class BackwardOperator(_OperatorFault):
+class BackwardOperator(_InRegion):
     name = "backward_operator"
-    description = "the derivative of a square root at an exact zero, 0/0 in the backward of aten::sqrt"
+    description = (
+        "a value born in backward, kind: sqrt (its derivative at an exact zero, 0/0), function (0/0 in the "
+        "backward of a custom autograd Function), opaque_function (there too, but off the dispatcher)"
+    )
     phase: ClassVar[str] = "backward"
-    operator: ClassVar[str] = "aten::sqrt"
+    operators: ClassVar[dict[str, str]] = {
+        "sqrt": "aten::sqrt",
+        "function": "aten::div",
+        "opaque_function": "PlantedFunctionBackward",
+    }
+
+    kind: str = "sqrt"
+
+    def attach(self, trainer: Trainer) -> None:
+        if self.kind not in self.operators:
+            raise ValueError(f"{self.name}: kind {self.kind!r}, expected {', '.join(self.operators)}")
+        super().attach(trainer)
+
+    def facts(self) -> dict:
+        return {"kind": self.kind, "operator": self.operators[self.kind]}
 
     def spoil(self, output: torch.Tensor, element: int) -> torch.Tensor:
+        if self.kind != "sqrt":
+            return PlantedFunction.apply(output, element, self.kind == "opaque_function")
         # sqrt(x - x.detach()) is 0 and harmless in forward. Times 0, so that the derivative is 0 / (2 * 0).
         picked = torch.zeros_like(output)
         picked.view(-1)[element] = 1.0
         difference = (output - output.detach()) + (1.0 - picked)  # exactly 0 at `element`, 1 elsewhere
         return output + torch.sqrt(difference) * 0.0
+
+
+class PlantedFunction(torch.autograd.Function):
+    """The identity, with a NaN in one element of its gradient."""
+
+    @staticmethod
+    def forward(ctx, tensor: torch.Tensor, element: int, is_opaque: bool) -> torch.Tensor:
+        ctx.element, ctx.is_opaque = element, is_opaque
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        if ctx.is_opaque:
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+            overwrite(gradient, ctx.element, math.nan)
+            return gradient, None, None
+        count = torch.ones_like(gradient, memory_format=torch.contiguous_format)
+        count.view(-1)[ctx.element] = 0.0
+        return gradient * (count / count), None, None
+
+
+@dataclasses.dataclass
+class ActivationElement(_InRegion):
+    name = "activation_element"
+    description = (
+        "one element of an operator's output is overwritten in memory, once, inside a tensor-parallel "
+        "region: the all-reduce that follows spreads it to the ranks that did nothing"
+    )
+    phase: ClassVar[str] = "forward"
+
+    repeats: int | None = 1
+    value: float = math.nan
+
+    def facts(self) -> dict:
+        return {"value": str(self.value)}
+
+    def spoil(self, output: torch.Tensor, element: int) -> torch.Tensor:
+        overwrite(output, element, self.value)
+        return output
+
+
+# ---- transfers ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class PipelineReceive(_InPass):
+    name = "pipeline_receive"
+    description = (
+        "one element of what a pipeline stage received (direction forward: activations of the stage before, "
+        "backward: gradients of the stage after) is overwritten when the transfer is complete"
+    )
+
+    direction: str = "forward"
+    microbatch: int = 1
+    chunk: int = 0
+    element: int = 3
+    value: float = math.nan
+
+    def attach(self, trainer: Trainer) -> None:
+        if self.direction not in ("forward", "backward"):
+            raise ValueError(f"{self.name}: direction {self.direction!r}, expected forward or backward")
+        expected = trainer.received_microbatches(self.direction)
+        if trainer.config.pp == 1 or (self.microbatch, self.chunk) not in expected:
+            raise ValueError(
+                f"{self.name}: this rank receives no microbatch {self.microbatch} for chunk {self.chunk} "
+                f"in {self.direction}"
+            )
+        argument = "tensor_recv_prev" if self.direction == "forward" else "tensor_recv_next"
+        turn = expected.index((self.microbatch, self.chunk))
+        received = 0
+
+        def communicate(inner, **tensors):
+            nonlocal received
+            target = tensors[argument]
+            if target is None or trainer.iteration != self.iteration:
+                return inner(**tensors)
+            received += 1
+            if (received - 1) % len(expected) != turn or not (number := self._pass_to_act_in(trainer)):
+                return inner(**tensors)
+
+            def spoil(tensor: torch.Tensor) -> None:
+                if tensor is target:  # one call may receive from both neighbours
+                    overwrite(tensor, self.element, self.value)
+                    self._record(
+                        trainer,
+                        phase=self.direction,
+                        pass_number=number,
+                        microbatch=self.microbatch,
+                        chunk=self.chunk,
+                        role="received",
+                        shape=list(tensor.shape),
+                        element=self.element,
+                        value=str(self.value),
+                    )
+
+            with _Wire.spoiled_by(spoil):
+                return inner(**tensors)
+
+        for name in ("_p2p_ops", "_batched_p2p_ops"):  # both of P2PCommunicator._communicate
+            inner = getattr(p2p_communication, name)
+            setattr(p2p_communication, name, functools.partial(communicate, inner))
+
+
+@dataclasses.dataclass
+class TensorParallelReduction(_InPass):
+    name = "tensor_parallel_reduction"
+    description = (
+        "one element of the result of a row-parallel layer's all-reduce (reduce-scatter with sequence "
+        "parallelism) is overwritten on one rank when the collective is complete"
+    )
+
+    layer: int = 1
+    microbatch: int = 1
+    region: str = "mlp"  # mlp: linear_fc2; attention: linear_proj
+    element: int = 3
+    value: float = math.nan
+
+    def attach(self, trainer: Trainer) -> None:
+        layer = trainer.layer(self.layer)
+        if layer is None or trainer.config.tp == 1 or isinstance(layer.mlp, MoELayer):
+            raise ValueError(f"{self.name}: no dense layer {self.layer} with tensor parallelism on this rank")
+        modules = {
+            "mlp": ("mlp.linear_fc2", layer.mlp.linear_fc2),
+            "attention": ("self_attention.linear_proj", layer.self_attention.linear_proj),
+        }
+        if self.region not in modules:
+            raise ValueError(f"{self.name}: region {self.region!r}, expected mlp or attention")
+        name, module = modules[self.region]
+        inner = module.forward
+
+        def forward(*args, **kwargs):
+            if trainer.microbatch != self.microbatch or trainer.direction != "forward":
+                return inner(*args, **kwargs)
+            number = self._pass_to_act_in(trainer)
+            if number is None:
+                return inner(*args, **kwargs)
+
+            def spoil(tensor: torch.Tensor) -> None:
+                overwrite(tensor, self.element, self.value)
+                self._record(
+                    trainer,
+                    phase="forward",
+                    pass_number=number,
+                    microbatch=self.microbatch,
+                    chunk=trainer.chunk,
+                    module=f"decoder.layers.{self.layer}.{name}",
+                    shape=list(tensor.shape),
+                    element=self.element,
+                    value=str(self.value),
+                )
+
+            with _Wire.spoiled_by(spoil):
+                return inner(*args, **kwargs)
+
+        module.forward = forward
+
+
+# ---- experts -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class ExpertWithoutTokens(_InPass):
+    name = "expert_without_tokens"
+    description = "no router sends a token of one microbatch to one expert: healthy, nothing may be found"
+
+    repeats: int | None = None
+    layer: int = 1
+    microbatch: int = 1
+    expert: int = 0  # global number
+
+    def concerns(self, trainer: Trainer) -> bool:
+        return trainer.layer(self.layer) is not None
+
+    def attach(self, trainer: Trainer) -> None:
+        mlp = trainer.layer(self.layer).mlp
+        if not isinstance(mlp, MoELayer) or self.expert >= mlp.config.num_moe_experts:
+            raise ValueError(f"{self.name}: layer {self.layer} has no expert {self.expert}")
+        self._avoid_the_expert(trainer, mlp.router)
+        if self.expert in mlp.local_expert_indices:
+            self._watch_the_expert(trainer, mlp)
+
+    def _avoid_the_expert(self, trainer: Trainer, router: torch.nn.Module) -> None:
+        inner = router.gating
+
+        def gating(*args, **kwargs):
+            logits = inner(*args, **kwargs)
+            if (trainer.iteration, trainer.microbatch) != (self.iteration, self.microbatch):
+                return logits
+            # Finite in fp16 too, and far below what the other experts get.
+            return logits.index_fill(-1, torch.tensor([self.expert]), -1e4)
+
+        router.gating = gating
+
+    def _watch_the_expert(self, trainer: Trainer, mlp: MoELayer) -> None:
+        inner = mlp.experts.forward
+        local = mlp.local_expert_indices.index(self.expert)
+
+        def forward(tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probabilities: torch.Tensor):
+            output, bias = inner(tokens, tokens_per_expert, probabilities)
+            if trainer.microbatch != self.microbatch:
+                return output, bias
+            where = "recompute" if trainer.direction == "backward" else "forward"
+            number = self._pass_to_act_in(trainer, where)
+            if number is None:
+                return output, bias
+            own = torch.split(tokens, tokens_per_expert.tolist())[local]
+            output = self.spoil(output, own)
+            self._record(
+                trainer,
+                phase="forward",
+                pass_number=number,
+                is_recomputed=where == "recompute",
+                microbatch=trainer.microbatch,
+                chunk=trainer.chunk,
+                module=f"decoder.layers.{self.layer}.mlp.experts",
+                expert=self.expert,
+                tokens=own.shape[0],
+                **self.facts(),
+            )
+            return output, bias
+
+        mlp.experts.forward = forward
+
+    def facts(self) -> dict:
+        return {}
+
+    def spoil(self, output: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """`own`: the tokens of the expert, [tokens, hidden]; `output`: of all experts of this rank."""
+        return output
+
+
+@dataclasses.dataclass
+class ExpertZeroOverZero(ExpertWithoutTokens):
+    name = "expert_zero_over_zero"
+    description = (
+        "an expert without tokens whose rank divides the sum over its tokens by their number, 0/0, and adds "
+        "the mean to what the rank's other experts put out"
+    )
+
+    def attach(self, trainer: Trainer) -> None:
+        super().attach(trainer)
+        mlp = trainer.layer(self.layer).mlp
+        if self.rank == dist.get_rank() and (
+            self.expert not in mlp.local_expert_indices or mlp.num_local_experts < 2
+        ):
+            raise ValueError(f"{self.name}: this rank has not got expert {self.expert} and another one")
+
+    def _watch_the_expert(self, trainer: Trainer, mlp: MoELayer) -> None:
+        if self.rank == dist.get_rank():
+            super()._watch_the_expert(trainer, mlp)
+
+    def facts(self) -> dict:
+        return {"operator": "aten::div"}
+
+    def spoil(self, output: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        return output + own.sum(dim=0) / torch.tensor(float(own.shape[0]))
+
+
+# ---- loss, optimizer, weights ------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -275,6 +743,8 @@ class LossZeroOverZero(Fault):
         return trainer.coordinates_of(self.rank)["dp"] == trainer.coordinates["dp"]
 
     def attach(self, trainer: Trainer) -> None:
+        if trainer.config.loss_counts_tokens:
+            raise ValueError(f"{self.name}: with loss_counts_tokens Megatron divides, by one label at least")
         inner = trainer.draw_batch
 
         def draw_batch(iteration: int, microbatch: int) -> dict:
@@ -302,21 +772,14 @@ class OptimizerUpdate(Fault):
             raise ValueError(f"{self.name}: this rank owns elements [{start}, {end}) of {self.parameter}")
         if self.iteration < 2:
             raise ValueError(f"{self.name}: Adam has no second moment before iteration 2")
-        (megatron_optimizer,) = trainer.optimizer.chained_optimizers
-        adam = megatron_optimizer.optimizer
+        adam = trainer.optimizer_of(parameter).optimizer
         inner = adam.step
 
         def step(*args, **kwargs):
             if trainer.iteration == self.iteration:
                 updated = trainer.optimizer_parameter(parameter)
                 adam.state[updated]["exp_avg_sq"].view(-1)[self.element] = -1.0
-                self._record(
-                    trainer,
-                    phase="params_after",
-                    parameter=self.parameter,
-                    shape=list(parameter.shape),
-                    element=start + self.element,
-                )
+                self._record_parameter(trainer, self.parameter, start + self.element, phase="params_after")
             return inner(*args, **kwargs)
 
         adam.step = step
@@ -337,35 +800,134 @@ class BadWeight(Fault):
 
         def plant() -> None:
             if trainer.iteration == self.iteration:
-                parameter.data.view(-1)[element] = self.value
-                self._record(
-                    trainer,
-                    phase="params_before",
-                    parameter=self.parameter,
-                    shape=list(parameter.shape),
-                    element=element,
-                    value=str(self.value),
+                overwrite(parameter.data, element, self.value)
+                self._record_parameter(
+                    trainer, self.parameter, element, phase="params_before", value=str(self.value)
                 )
 
         trainer.at_iteration_start.append(plant)
 
 
 @dataclasses.dataclass
-class LargeGradients(Fault):
+class LargeGradients(_InPass):
     name = "large_gradients"
     description = "all gradients of one rank are multiplied: each stays finite, the sum of squares does not"
 
+    repeats: int | None = None  # as a model that diverges
     factor: float = 1e25
 
     def attach(self, trainer: Trainer) -> None:
         def plant(group) -> None:
-            if trainer.iteration == self.iteration:
+            if number := self._pass_to_act_in(trainer, id(group)):
                 for bucket in group.buckets:
                     bucket.grad_data.mul_(self.factor)
-                self._record(trainer, phase="grad_local", absmax=_absmax(group))
+                self._record(trainer, phase="grad_local", pass_number=number, absmax=_absmax(group))
 
         before_gradient_reduction(trainer, plant)
 
 
 def _absmax(group) -> float:
     return max(float(bucket.grad_data.abs().max()) for bucket in group.buckets)
+
+
+@dataclasses.dataclass
+class FreedMemoryIsNan(Fault):
+    name = "freed_memory_is_nan"
+    description = (
+        "harmless in itself, on all ranks and from the start: glibc fills freed memory with ones, a NaN, so "
+        "that whoever reads it (pipeline sends of deallocated outputs with overlap_p2p_comm) is found out"
+    )
+
+    def concerns(self, trainer: Trainer) -> bool:
+        return True
+
+    def attach(self, trainer: Trainer) -> None:
+        mallopt_perturb = -6  # M_PERTURB of malloc.h
+        ctypes.CDLL(None).mallopt(mallopt_perturb, 0xFF)
+
+
+# ---- processes ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Killed(Fault):
+    name = "killed"
+    description = (
+        "SIGKILL, where: forward (as `microbatch` begins), before_flag (forward-backward is done), repeat "
+        "(the second pass begins), gathering (nanlocator has just written this rank's ledger)"
+    )
+
+    where: str = "forward"
+    microbatch: int = 1
+
+    def attach(self, trainer: Trainer) -> None:
+        places = {
+            "forward": self._at_forward,
+            "before_flag": self._after_forward_backward,
+            "repeat": self._at_second_pass,
+            "gathering": self._when_the_ledger_appears,
+        }
+        if self.where not in places:
+            raise ValueError(f"{self.name}: where is {self.where!r}, expected one of {', '.join(places)}")
+        places[self.where](trainer)
+
+    def _die(self, trainer: Trainer) -> None:
+        # No result file is written after this: the log keeps what is known.
+        place = f"iteration {trainer.iteration}, microbatch {trainer.microbatch}"
+        os.write(2, f"killed: {self.where}, {place}\n".encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _at_forward(self, trainer: Trainer) -> None:
+        def reached(microbatch: int) -> bool:
+            return microbatch == self.microbatch
+
+        self._before_forward(trainer, reached)
+
+    def _at_second_pass(self, trainer: Trainer) -> None:
+        passes = 0
+
+        def reached(microbatch: int) -> bool:
+            nonlocal passes
+            passes += microbatch == 0
+            return passes == 2
+
+        self._before_forward(trainer, reached)
+
+    def _before_forward(self, trainer: Trainer, reached: Callable[[int], bool]) -> None:
+        """Dies before the first chunk's forward of a microbatch for which `reached` says so."""
+        chunk = trainer.model_chunks[0]
+        inner = chunk.forward
+
+        def forward(*args, **kwargs):
+            if (
+                trainer.iteration == self.iteration
+                and trainer.direction == "forward"
+                and reached(trainer.microbatch)
+            ):
+                self._die(trainer)
+            return inner(*args, **kwargs)
+
+        chunk.forward = forward
+
+    def _after_forward_backward(self, trainer: Trainer) -> None:
+        # The last thing that each of the three schedules does.
+        inner = trainer.transformer_config.finalize_model_grads_func
+
+        def finalize(*args, **kwargs):
+            inner(*args, **kwargs)
+            if trainer.iteration == self.iteration:
+                self._die(trainer)
+
+        trainer.transformer_config.finalize_model_grads_func = finalize
+
+    def _when_the_ledger_appears(self, trainer: Trainer) -> None:
+        if trainer.run_directory is None:
+            raise ValueError(f"{self.name}: gathering needs the directory that nanlocator writes into")
+        pattern = "ledger_tp{tp}pp{pp}dp{dp}*.jsonl".format(**trainer.coordinates)
+
+        def watch() -> None:
+            while not any(trainer.run_directory.rglob(pattern)):
+                time.sleep(0.0005)
+            self._die(trainer)
+
+        threading.Thread(target=watch, daemon=True).start()

@@ -1,8 +1,9 @@
 """A small GPT trained by real Megatron-Core on CPU and gloo, for tests and the demonstration.
 
 In: a `TrainingConfig` and an initialised torch.distributed (gloo, 1 to 8 ranks). Out: a record per step and
-fingerprints of everything that training moves, so that two runs can be compared bit for bit. The loop is the
-plain one of Megatron-Core's documentation; the data are the bytes of Python's own standard library.
+fingerprints of everything that training moves, so that two runs can be compared bit for bit. The loop is
+train_step of Megatron-LM's megatron/training/training.py without its command-line arguments; the data are
+the bytes of Python's own standard library.
 Everything is deterministic in `seed`.
 """
 
@@ -26,7 +27,7 @@ import torch.distributed as dist
 
 cpu_platform.install()
 
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core import parallel_state, rerun_state_machine, tensor_parallel  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -36,13 +37,21 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.pipeline_parallel.schedules import get_schedule_table  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
+from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 VOCABULARY = 256  # bytes
 DATA_BYTES = 2_000_000
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_RECOMPUTE = {
+    None: {},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+}
 
 
 @dataclasses.dataclass
@@ -53,6 +62,13 @@ class TrainingConfig:
     pp: int = 1
     vp: int | None = None  # model chunks per pipeline stage (interleaved schedule)
     sequence_parallel: bool = False
+    num_experts: int | None = None  # of all ranks; None: dense layers. tp then needs sequence_parallel
+    ep: int = 1  # expert-parallel ranks
+    etp: int | None = None  # tensor-parallel ranks of an expert; None: tp
+    token_dispatcher: str = "alltoall"  # or allgather
+    router_topk: int = 2
+    aux_loss_coeff: float = 0.01  # of the load-balancing loss; 0: none
+    expert_bias: bool = False  # sigmoid scores and a bias per expert, moved once per step without a gradient
     layers: int = 4
     hidden: int = 128
     heads: int = 4
@@ -63,12 +79,22 @@ class TrainingConfig:
     initial_loss_scale: float = 65536.0
     tied_embeddings: bool = False
     dropout: float = 0.0
+    recompute: str | None = None  # full (each layer again in backward) or selective (the core attention)
+    # The interleaved schedule computes while it sends and receives: megatron.training's default.
+    overlap_p2p_comm: bool = False
+    # Megatron's default is True; on gloo, overlapped sends that are still in flight then read freed memory.
+    deallocate_pipeline_outputs: bool = False
+    # The loss function returns (sum, valid labels, report), as pretrain_gpt.py's, instead of (mean, report).
+    loss_counts_tokens: bool = False
+    calculate_per_token_loss: bool = False  # gradients are divided by the labels of the whole step
     use_distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     grad_reduce_in_fp32: bool = True  # Megatron's default for bf16; False: buffers in the parameters' dtype
     bucket_size: int | None = None  # elements; small values give small models several buckets
     check_for_nan_in_grad: bool = False  # Megatron's own check, one norm per bucket
+    check_for_nan_in_loss: bool = False  # the check of pretrain_gpt.py's loss function
+    rerun_state_machine: str = "disabled"  # or validate_results: Megatron repeats a step that a check rejects
     log_num_zeros: bool = False
     lr: float = 1e-3
     clip_grad: float = 1.0
@@ -79,6 +105,24 @@ class TrainingConfig:
             raise ValueError(f"precision is {self.precision!r}, expected one of {', '.join(_DTYPES)}")
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             raise ValueError("overlap_param_gather needs use_distributed_optimizer")
+        if self.overlap_p2p_comm and not self.vp:
+            raise ValueError("overlap_p2p_comm needs vp")
+        if self.recompute not in _RECOMPUTE:
+            raise ValueError(f"recompute is {self.recompute!r}, expected None, full or selective")
+        if self.calculate_per_token_loss and not self.loss_counts_tokens:
+            raise ValueError("calculate_per_token_loss needs loss_counts_tokens")
+        if self.num_experts is None and (self.ep > 1 or self.expert_bias):
+            raise ValueError("ep and expert_bias need num_experts")
+        if self.num_experts is not None and self.num_experts % self.ep:
+            raise ValueError(f"{self.num_experts} experts do not divide into {self.ep} ranks")
+        if self.num_experts is not None and self.token_dispatcher == "alltoall" and self.expert_tp > 1:
+            raise ValueError(
+                "alltoall with tensor-parallel experts gathers unequal sizes, gloo cannot: etp=1"
+            )
+
+    @property
+    def expert_tp(self) -> int:
+        return self.tp if self.etp is None else self.etp
 
 
 @dataclasses.dataclass
@@ -91,6 +135,7 @@ class StepRecord:
     successful: bool
     zeros: float | None
     loss_scale: float
+    aux_loss: float | None  # load balancing, summed over this rank's layers and microbatches
     gradients_sha256: str  # of this rank's main_grad bits, after the reduction, before the optimizer
     weights_sha256: str  # of this rank's parameters after the step
     seconds: float
@@ -107,25 +152,40 @@ def standard_library_bytes() -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8)[:DATA_BYTES]
 
 
+class MegatronExit(RuntimeError):
+    """Megatron's rerun state machine ends the training, on every rank: the place where train_step saves a
+    checkpoint and pretrain() leaves with `exit_code`."""
+
+    def __init__(self, exit_code: int, should_checkpoint: bool) -> None:
+        super().__init__(f"the rerun state machine exits with code {exit_code}")
+        self.exit_code = exit_code
+        self.should_checkpoint = should_checkpoint
+
+
 class Trainer:
     """Builds model, gradient buckets and optimizer; trains. torch.distributed must be initialised.
 
     `model_chunks` (one DistributedDataParallel per virtual pipeline chunk) and `optimizer` are what a
-    training script hands to `nanlocator.megatron.install`. `iteration` (from 1) and `microbatch` (from 0)
-    tell where training stands. `parameters` maps global names (layer numbers counted over all pipeline
-    stages) to this rank's parameters.
+    training script hands to `nanlocator.megatron.install`. `iteration` (from 1), `microbatch` (from 0),
+    `chunk` and `direction` tell where training stands, in recomputed forwards too: there `direction` is
+    "backward". `parameters` maps global names (layer and expert numbers counted over all ranks) to this
+    rank's parameters.
     """
 
     def __init__(self, config: TrainingConfig) -> None:
         self.config = config
         self.iteration = 0
         self.microbatch: int | None = None
+        self.chunk: int | None = None
+        self.direction: str | None = None
+        self.run_directory: pathlib.Path | None = None  # where nanlocator writes, for faults that watch it
         self.at_iteration_start: list[Callable[[], None]] = []
         self.planted: list[dict] = []  # what faults did on this rank: a test's truth
         self.records: list[StepRecord] = []
         self._initialise_parallel_state()
         self._build_model()
         self._build_optimizer()
+        self._initialise_rerun_state_machine()
 
     # ---- building -------------------------------------------------------------------------------------
 
@@ -135,6 +195,8 @@ class Trainer:
             tensor_model_parallel_size=config.tp,
             pipeline_model_parallel_size=config.pp,
             virtual_pipeline_model_parallel_size=config.vp,
+            expert_model_parallel_size=config.ep,
+            expert_tensor_parallel_size=config.expert_tp,
             distributed_timeout_minutes=1,
             create_gloo_process_groups=False,  # the groups are gloo already
         )
@@ -143,6 +205,7 @@ class Trainer:
             "tp": parallel_state.get_tensor_model_parallel_rank(),
             "pp": parallel_state.get_pipeline_model_parallel_rank(),
             "dp": parallel_state.get_data_parallel_rank(),
+            "ep": parallel_state.get_expert_model_parallel_rank(),
         }
         assert self.coordinates == self.coordinates_of(dist.get_rank())
         # As Megatron's training does: dropout differs per pipeline stage.
@@ -153,13 +216,15 @@ class Trainer:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
-        """Megatron's default order of ranks, tp-cp-ep-dp-pp."""
+        """Megatron's default order of ranks, tp-cp-ep-dp-pp, applied twice: to the dense layers, with
+        ep = 1, and to the experts, with the experts' tp."""
         dp_size = dist.get_world_size() // (self.config.tp * self.config.pp)
         return {
             "rank": rank,
             "tp": rank % self.config.tp,
             "dp": rank // self.config.tp % dp_size,
             "pp": rank // (self.config.tp * dp_size),
+            "ep": rank // self.config.expert_tp % self.config.ep,
         }
 
     def _build_model(self) -> None:
@@ -186,11 +251,14 @@ class Trainer:
             bias_dropout_fusion=False,
             bias_activation_fusion=False,
             persist_layer_norm=False,
-            # With True, sends that are still in flight on gloo read freed memory: NaN at step 1.
-            deallocate_pipeline_outputs=False,
+            deallocate_pipeline_outputs=config.deallocate_pipeline_outputs,
+            calculate_per_token_loss=config.calculate_per_token_loss,
             # Two interleaved stages are each other's previous and next one, and gloo matches messages of a
             # pair by order: batched, an activation and a gradient change places, without an error.
-            batch_p2p_comm=not (config.vp and config.pp == 2),
+            batch_p2p_comm=not (config.vp and config.pp == 2) and not config.overlap_p2p_comm,
+            overlap_p2p_comm=config.overlap_p2p_comm,
+            **_RECOMPUTE[config.recompute],
+            **self._expert_options(),
         )
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=config.grad_reduce_in_fp32,
@@ -205,7 +273,7 @@ class Trainer:
             vp_stage = chunk if config.vp else None
             model = GPTModel(
                 self.transformer_config,
-                get_gpt_layer_local_spec(),
+                get_gpt_layer_local_spec(num_experts=config.num_experts, moe_grouped_gemm=False),
                 vocab_size=VOCABULARY,
                 max_sequence_length=config.sequence,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -224,6 +292,24 @@ class Trainer:
         for name, parameter in self.parameters.items():
             self._draw_weight(name, parameter)
 
+    def _expert_options(self) -> dict:
+        """Fields of TransformerConfig. The experts are a SequentialMLP: one local MLP after another."""
+        config = self.config
+        if config.num_experts is None:
+            return {}
+        return {
+            "num_moe_experts": config.num_experts,
+            "expert_model_parallel_size": config.ep,
+            "expert_tensor_parallel_size": config.expert_tp,
+            "moe_token_dispatcher_type": config.token_dispatcher,
+            "moe_router_topk": config.router_topk,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": config.aux_loss_coeff,
+            "moe_router_enable_expert_bias": config.expert_bias,
+            "moe_router_score_function": "sigmoid" if config.expert_bias else "softmax",
+            "add_bias_linear": False,  # Megatron refuses biases in experts that are tensor-parallel
+        }
+
     @torch.no_grad()
     def _draw_weight(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Megatron's distributions, but drawn per name: every layout of ranks starts from the same model,
@@ -236,12 +322,16 @@ class Trainer:
         if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
             std /= (2 * self.config.layers) ** 0.5
         shape = list(parameter.shape)
-        parts = self.config.tp if getattr(parameter, "tensor_model_parallel", False) else 1
+        parts, part = 1, 0
+        if getattr(parameter, "tensor_model_parallel", False):
+            parts, part = self.config.tp, self.coordinates["tp"]
+            if ".experts." in name:
+                parts, part = self.config.expert_tp, parallel_state.get_expert_tensor_parallel_rank()
         dimension = parameter.partition_dim if parts > 1 else 0
         shape[dimension] *= parts
         seed = (zlib.crc32(name.encode()) << 20) + self.config.seed
         whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * std
-        parameter.copy_(whole.chunk(parts, dimension)[self.coordinates["tp"] if parts > 1 else 0])
+        parameter.copy_(whole.chunk(parts, dimension)[part])
 
     def _build_optimizer(self) -> None:
         config = self.config
@@ -268,6 +358,16 @@ class Trainer:
             no_sync = [chunk.no_sync for chunk in self.model_chunks]
             self.transformer_config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
 
+    def _initialise_rerun_state_machine(self) -> None:
+        # As megatron/training/initialize.py does: the machine itself saves the other random states.
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        rerun_state_machine.destroy_rerun_state_machine()
+        rerun_state_machine.initialize_rerun_state_machine(
+            state_save_func=lambda: {"rng_tracker_states": tracker.get_states()},
+            state_restore_func=lambda saved: tracker.set_states(dict(saved["rng_tracker_states"])),
+            mode=rerun_state_machine.RerunMode(self.config.rerun_state_machine),
+        )
+
     # ---- training -------------------------------------------------------------------------------------
 
     def draw_batch(self, iteration: int, microbatch: int) -> dict:
@@ -291,23 +391,51 @@ class Trainer:
         }
 
     def _data_iterator(self) -> Iterator[dict]:
-        return (self.draw_batch(self.iteration, k) for k in range(self.config.num_microbatches))
+        batches = (self.draw_batch(self.iteration, k) for k in range(self.config.num_microbatches))
+        if self.config.rerun_state_machine == "disabled":
+            return batches
+        return rerun_state_machine.RerunDataIterator(batches)
 
     def forward_step(self, data_iterator: Iterator[dict], model: torch.nn.Module):
         """Megatron's forward_step_func: output of one chunk for one microbatch, and the loss function."""
         batch = next(data_iterator)
-        self.microbatch = batch["microbatch"]
+        chunk = self.model_chunks.index(model)
+        self._enter("forward", batch["microbatch"], chunk)
         output = model(
             batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
         )
+        # In the schedules a microbatch's backward comes later than the next one's forward. It begins with the
+        # gradient of this output, before any layer is recomputed.
+        output.register_hook(lambda _: self._enter("backward", batch["microbatch"], chunk))
+        return output, functools.partial(self._loss_function, batch["loss_mask"])
 
-        def loss_function(losses: torch.Tensor):
-            mask = batch["loss_mask"]
-            loss = (losses.float() * mask).sum() / mask.sum()
-            # A copy: the schedule divides the loss by the number of microbatches in place.
-            return loss, {"loss": loss.detach().clone()}
+    def _enter(self, direction: str | None, microbatch: int | None, chunk: int | None) -> None:
+        self.direction, self.microbatch, self.chunk = direction, microbatch, chunk
 
-        return output, loss_function
+    def _loss_function(self, mask: torch.Tensor, losses: torch.Tensor):
+        """What the schedule divides, and what it hands back: {"loss": [sum, weight]}, a copy, because the
+        schedule divides in place."""
+        loss = (losses.float() * mask).sum()
+        if self.config.loss_counts_tokens:
+            self._validate_loss(loss)
+            tokens = mask.sum().to(torch.int)
+            return loss, tokens, {"loss": torch.stack([loss.detach(), tokens.float()])}
+        loss = loss / mask.sum()
+        self._validate_loss(loss)
+        return loss, {"loss": torch.stack([loss.detach(), torch.ones_like(loss)])}
+
+    def _validate_loss(self, loss: torch.Tensor) -> None:
+        """As the loss function of pretrain_gpt.py: raises here where the rerun state machine is disabled."""
+        if not self.config.check_for_nan_in_loss:
+            return
+        for kind, is_rejected in (("NaN", torch.isnan), ("Inf", torch.isinf)):
+            rerun_state_machine.get_rerun_state_machine().validate_result(
+                result=loss,
+                rejection_func=is_rejected,
+                message=f"found {kind} in local forward loss calculation",
+                tolerance=0.0,
+                fatal=True,
+            )
 
     def train(
         self,
@@ -317,31 +445,19 @@ class Trainer:
     ) -> list[StepRecord]:
         """Trains `steps` further iterations.
 
-        `undo`: iterations after which weights, optimizer and loss scale are put back to what they were
-        before: many faults can then be planted one after another, each into a healthy model.
+        `undo`: iterations after which weights, buffers, optimizer and loss scale are put back to what they
+        were before: many faults can then be planted one after another, each into a healthy model.
+
+        Raises MegatronExit, on every rank, where Megatron's rerun state machine ends the training.
         """
         undo = set(undo)
-        forward_backward = get_forward_backward_func()
         for _ in range(steps):
             started = time.perf_counter()
             self.iteration += 1
             snapshot = _Snapshot(self) if self.iteration in undo else None
             for callback in self.at_iteration_start:
                 callback()
-            for chunk in self.model_chunks:
-                chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
-            data_iterators = [self._data_iterator() for _ in self.model_chunks]
-            losses = forward_backward(
-                forward_step_func=self.forward_step,
-                data_iterator=data_iterators if self.config.vp else data_iterators[0],
-                model=self.model_chunks,
-                num_microbatches=self.config.num_microbatches,
-                seq_length=self.config.sequence,
-                micro_batch_size=self.config.micro_batch,
-                forward_only=False,
-            )
-            self.microbatch = None
+            losses = self._forward_backward()
             gradients = _sha256(parameter.main_grad for parameter in self.parameters.values())
             loss_scale = float(self.optimizer.get_loss_scale())
             successful, grad_norm, zeros = self.optimizer.step()
@@ -355,6 +471,7 @@ class Trainer:
                 successful=bool(successful),
                 zeros=None if zeros is None else float(zeros),
                 loss_scale=loss_scale,
+                aux_loss=self._take_aux_loss(),
                 gradients_sha256=gradients,
                 weights_sha256=_sha256(self.parameters.values()),
                 seconds=time.perf_counter() - started,
@@ -364,13 +481,47 @@ class Trainer:
                 on_step(record)
         return self.records
 
+    def _forward_backward(self) -> list[dict]:
+        """The first half of megatron.training's train_step: gradients are complete when it returns."""
+        machine = rerun_state_machine.get_rerun_state_machine()
+        iterators = [self._data_iterator() for _ in self.model_chunks]
+        data_iterator = iterators if self.config.vp else iterators[0]
+        while machine.should_run_forward_backward(data_iterator):
+            for chunk in self.model_chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            losses = get_forward_backward_func()(
+                forward_step_func=self.forward_step,
+                data_iterator=data_iterator,
+                model=self.model_chunks,
+                num_microbatches=self.config.num_microbatches,
+                seq_length=self.config.sequence,
+                micro_batch_size=self.config.micro_batch,
+                forward_only=False,
+            )
+            self._enter(None, None, None)
+        should_checkpoint, should_exit, exit_code = machine.should_checkpoint_and_exit()
+        if should_exit:
+            raise MegatronExit(exit_code, should_checkpoint)
+        return losses
+
     def _mean_loss(self, losses: Sequence[dict]) -> float:
         # Only the last pipeline stage has losses; the sum over all ranks brings their mean to everyone.
         total = torch.zeros(2, dtype=torch.float64)
         for entry in losses:
-            total += torch.tensor([entry["loss"].double().item(), 1.0], dtype=torch.float64)
+            total += entry["loss"].double()
         dist.all_reduce(total)
         return (total[0] / total[1]).item()
+
+    def _take_aux_loss(self) -> float | None:
+        """Reads the tracker that routers add to in every forward, and empties it, as Megatron's log does.
+        Forwarding a microbatch twice would count it twice."""
+        if self.config.num_experts is None:
+            return None
+        tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+        total = sum(float(entry["values"].sum()) for entry in tracker.values())
+        moe_utils.clear_aux_losses_tracker()
+        return total
 
     # ---- what faults and tests look at -------------------------------------------------------------------
 
@@ -382,23 +533,60 @@ class Trainer:
                     return module
         return None
 
+    def expert(self, layer: int, expert: int) -> torch.nn.Module | None:
+        """The MLP of expert `expert` (from 0, over all ranks) of a layer, where this rank holds it."""
+        mlp = getattr(self.layer(layer), "mlp", None)
+        if not isinstance(mlp, MoELayer) or expert not in mlp.local_expert_indices:
+            return None
+        return mlp.experts.local_experts[mlp.local_expert_indices.index(expert)]
+
+    def received_microbatches(self, direction: str) -> list[tuple[int, int]]:
+        """(microbatch, chunk) of the pipeline transfers that this rank receives in one forward-backward, in
+        the order in which it posts them: the order in which the schedule will use them."""
+        config = self.config
+        stage, chunks = self.coordinates["pp"], config.vp or 1
+        table = get_schedule_table(config.num_microbatches, chunks, config.pp)
+        if direction == "backward":
+            table = [(microbatch, chunks - 1 - chunk) for microbatch, chunk in table]
+        # The first stage's first chunk begins with the data, the last stage's last one with the loss.
+        edge = (0, 0) if direction == "forward" else (config.pp - 1, chunks - 1)
+        return [(microbatch, chunk) for microbatch, chunk in table if (stage, chunk) != edge]
+
     def bucket_groups(self) -> list:
-        return [group for chunk in self.model_chunks for group in chunk.bucket_groups]
+        """Of the dense and of the expert parameters, which have a data-parallel group of their own."""
+        return [
+            group
+            for chunk in self.model_chunks
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+        ]
+
+    def optimizer_of(self, parameter: torch.nn.Parameter):
+        """The one of the chained Megatron optimizers (dense, expert) that updates `parameter`, or None where
+        another data-parallel rank does."""
+        for optimizer in self.optimizer.chained_optimizers:
+            if optimizer.is_stub_optimizer:
+                continue
+            if self.config.use_distributed_optimizer:
+                if parameter in optimizer.model_param_group_index_map:
+                    return optimizer
+            elif any(_is_updated_by(parameter, updated) for updated in _adam_parameters(optimizer)):
+                return optimizer
+        return None
 
     def owned_range(self, parameter: torch.nn.Parameter) -> tuple[int, int]:
         """Elements [start, end) of the flattened parameter that this rank's optimizer updates."""
+        optimizer = self.optimizer_of(parameter)
+        if optimizer is None:
+            return 0, 0
         if not self.config.use_distributed_optimizer:
             return 0, parameter.numel()
-        (optimizer,) = self.optimizer.chained_optimizers
-        if parameter not in optimizer.model_param_group_index_map:
-            return 0, 0
         owned = optimizer._get_model_param_range_map(parameter)["param"]
         return owned.start, owned.end
 
     def optimizer_parameter(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The tensor that Adam updates for `parameter`: itself, its fp32 copy, or this rank's shard."""
-        (optimizer,) = self.optimizer.chained_optimizers
         if self.config.use_distributed_optimizer:
+            optimizer = self.optimizer_of(parameter)
             group, order = optimizer.model_param_group_index_map[parameter]
             return optimizer.optimizer.param_groups[group]["params"][order]
         return parameter if self.config.precision == "fp32" else parameter.main_param
@@ -410,8 +598,13 @@ class Trainer:
                 chunk.disable_forward_pre_hook()
                 chunk.enable_forward_pre_hook()
 
+    def buffers(self) -> list[torch.Tensor]:
+        """Of the model; DistributedDataParallel calls its gradient buckets `buffers`."""
+        return [buffer for chunk in self.model_chunks for buffer in chunk.module.buffers()]
+
     def fingerprints(self) -> dict[str, str]:
-        """sha256 of what this rank's training has moved: weights, optimizer state, random states."""
+        """sha256 of what this rank's training has moved: weights, buffers (expert bias), optimizer state,
+        random states."""
         states: list[torch.Tensor] = []
         for optimizer in self.optimizer.chained_optimizers:
             for tensor in _adam_parameters(optimizer):
@@ -421,6 +614,7 @@ class Trainer:
         numpy_state = numpy.random.get_state()
         return {
             "weights": _sha256(self.parameters.values()),
+            "buffers": _sha256(self.buffers()),
             "optimizer": _sha256(states),
             "rng_torch": _sha256([torch.get_rng_state()]),
             "rng_tracker": _sha256(tracker[name] for name in sorted(tracker)),
@@ -440,11 +634,12 @@ class Trainer:
 
 
 class _Snapshot:
-    """Weights, Adam's state and the loss scale before a step, and the way back."""
+    """Weights, buffers, Adam's state and the loss scale before a step, and the way back."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._parameters = [(p, p.detach().clone()) for p in trainer.parameters.values()]
+        moved = [*trainer.parameters.values(), *trainer.buffers()]
+        self._tensors = [(tensor, tensor.detach().clone()) for tensor in moved]
         self._adam = []
         self._scalers = []
         for optimizer in trainer.optimizer.chained_optimizers:
@@ -458,8 +653,8 @@ class _Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        for parameter, copy in self._parameters:
-            parameter.copy_(copy)
+        for tensor, copy in self._tensors:
+            tensor.copy_(copy)
         for parameter, copy, states, saved in self._adam:
             parameter.copy_(copy)
             if not saved:
@@ -480,19 +675,30 @@ def _adam_parameters(optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
 
 
+def _is_updated_by(parameter: torch.nn.Parameter, updated: torch.Tensor) -> bool:
+    return updated is parameter or updated is getattr(parameter, "main_param", None)
+
+
 def _global_parameter_names(model_chunks) -> Iterator[tuple[str, torch.nn.Parameter]]:
     for chunk in model_chunks:
         layers = {
-            name: module.layer_number - 1
-            for name, module in chunk.named_modules()
-            if isinstance(module, TransformerLayer)
+            name: module for name, module in chunk.named_modules() if isinstance(module, TransformerLayer)
         }
         for name, parameter in chunk.named_parameters():
-            for layer, number in layers.items():
-                if name.startswith(layer + "."):
-                    name = re.sub(r"\d+$", str(number), layer) + name[len(layer) :]
+            for path, layer in layers.items():
+                if name.startswith(path + "."):
+                    inside = _with_global_expert_number(name[len(path) :], layer.mlp)
+                    name = re.sub(r"\d+$", str(layer.layer_number - 1), path) + inside
                     break
             yield re.sub(r"^(module\.)+", "", name), parameter
+
+
+def _with_global_expert_number(name: str, mlp: torch.nn.Module) -> str:
+    if not isinstance(mlp, MoELayer):
+        return name
+    return re.sub(
+        r"(?<=\.local_experts\.)\d+", lambda local: str(mlp.local_expert_indices[int(local[0])]), name
+    )
 
 
 def _sha256(tensors: Iterable[torch.Tensor]) -> str:

@@ -40,6 +40,17 @@ class Outcome:
             parts.append(f"---- {path}\n" + "\n".join(lines[-last_lines:]))
         return "\n".join(parts)
 
+    def require_survivors(self) -> list[dict]:
+        """The results of all ranks that were not killed, or AssertionError as from `require_results`."""
+        killed = [rank for rank, code in enumerate(self.exit_codes) if code == -signal.SIGKILL]
+        survivors = [result for rank, result in enumerate(self.ranks) if rank not in killed]
+        if self.timed_out or None in survivors:
+            what = "timed out" if self.timed_out else "a survivor left no result"
+            raise AssertionError(
+                f"{what} after {self.seconds:.0f} s, killed: {killed}, in {self.directory}\n{self.logs(80)}"
+            )
+        return survivors  # type: ignore[return-value]
+
     def require_results(self) -> list[dict]:
         """`ranks`, or AssertionError with the logs where the run hung, or a rank died without a result."""
         missing = [rank for rank, result in enumerate(self.ranks) if result is None]

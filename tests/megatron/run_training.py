@@ -56,7 +56,7 @@ def parse_fault(words: list[str]) -> dict:
             try:
                 fault[key] = float(value)
             except ValueError:
-                fault[key] = value
+                fault[key] = None if value == "none" else value
     return fault
 
 
@@ -73,6 +73,11 @@ def _parse_arguments() -> argparse.Namespace:
     model.add_argument("--vp", type=int, help="model chunks per pipeline stage")
     model.add_argument("--sequence-parallel", action="store_true")
     model.add_argument("--tied-embeddings", action="store_true")
+    model.add_argument("--num-experts", type=int, help="in all ranks together; default: dense layers")
+    model.add_argument("--ep", type=int, default=1)
+    model.add_argument("--etp", type=int, help="tensor-parallel ranks of an expert; default: --tp")
+    model.add_argument("--token-dispatcher", choices=["alltoall", "allgather"], default="alltoall")
+    model.add_argument("--expert-bias", action="store_true")
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=int, default=10)
     training.add_argument("--micro-batch", type=int, default=2)
@@ -85,7 +90,16 @@ def _parse_arguments() -> argparse.Namespace:
     training.add_argument("--overlap-grad-reduce", action="store_true")
     training.add_argument("--overlap-param-gather", action="store_true")
     training.add_argument("--bucket-size", type=int)
+    training.add_argument("--recompute", choices=["full", "selective"])
+    training.add_argument("--overlap-p2p-comm", action="store_true")
+    training.add_argument("--deallocate-pipeline-outputs", action="store_true")
+    training.add_argument("--loss-counts-tokens", action="store_true")
+    training.add_argument("--calculate-per-token-loss", action="store_true")
     training.add_argument("--check-for-nan-in-grad", action="store_true")
+    training.add_argument("--check-for-nan-in-loss", action="store_true")
+    training.add_argument(
+        "--rerun-state-machine", choices=["disabled", "validate_results"], default="disabled"
+    )
     locating = parser.add_argument_group("nanlocator")
     locating.add_argument("--nanlocator", action="store_true", help="install it on the model")
     locating.add_argument("--on-bad", choices=["stop", "report"], default="stop")

@@ -1,7 +1,7 @@
 """A scenario: one training run with or without nanlocator and faults, and what each rank reports of it.
 
 `run_rank` is the whole life of one rank after its process group exists. Whatever happens, an exception
-included, it ends by writing `rank{N}.json` into the scenario's directory:
+included, but for SIGKILL, it ends by writing `rank{N}.json` into the scenario's directory:
 
     scenario, coordinates, error (null or {type, text, verdict}), records (one per finished step),
     iteration (the last one begun), fingerprints, non_finite_parameters, parameters ({name: shape}),
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from faults import attach, make_fault
 from gpt_training import StepRecord, Trainer, TrainingConfig
+from preparations import prepare
 
 PROCESS_GROUP_TIMEOUT = timedelta(seconds=60)
 
@@ -41,6 +42,8 @@ class Scenario:
     nanlocator: dict | None = None  # keyword arguments of nanlocator.megatron.install; None: not installed
     faults: list[dict] = dataclasses.field(default_factory=list)  # {"name": ..., fields of the fault}
     undo_faults: bool = False  # put weights and optimizer back after each iteration with a fault
+    # {"name": a function of preparations.py, its keyword arguments}: called on each rank before it builds
+    preparations: list[dict] = dataclasses.field(default_factory=list)
     timeout: float = 120.0  # seconds, for all ranks together
 
 
@@ -58,11 +61,13 @@ def run_rank(scenario: Scenario, directory: pathlib.Path) -> dict:
     trainer = locator = None
     started = time.perf_counter()
     try:
+        prepare(scenario.preparations)
         trainer = Trainer(TrainingConfig(**scenario.training))
         if scenario.nanlocator is not None:
             import nanlocator.megatron
 
             options = {"output_dir": str(directory / "nanlocator_run"), **scenario.nanlocator}
+            trainer.run_directory = pathlib.Path(options["output_dir"])
             locator = nanlocator.megatron.install(trainer.model_chunks, trainer.optimizer, **options)
         # After nanlocator: a fault must be there before nanlocator looks.
         attach([make_fault(**fault) for fault in scenario.faults], trainer)

@@ -614,6 +614,59 @@ def test_what_a_collective_leaves_bad_was_received_and_what_went_in_bad_was_not(
     assert "collective" not in [b.kind for b in births]
 
 
+def test_what_was_handed_to_other_ranks_is_an_origin_where_this_rank_has_no_loss(one_rank):
+    x = torch.tensor([1.0, 0.0])
+    with _C.OperatorTrace() as trace:
+        torch.distributed.all_reduce(torch.log(x))
+        torch.log(x)  # reaches nobody
+        explanation = trace.explain([], [])
+    (traced,) = explanation.births
+    assert traced.birth.sighting.op == "aten::log"
+    assert traced.birth.reached == ["other ranks"]
+    assert explanation.healed == 1
+
+
+def test_what_came_back_bad_from_other_ranks_does_not_hide_what_was_handed_to_them(one_rank):
+    """An expert's tokens leave in one exchange and come back in another, on other memory."""
+    with _C.OperatorTrace() as trace:
+        torch.distributed.all_reduce(torch.log(torch.zeros(1)))
+        received = torch.ones(1)
+        torch.distributed.all_reduce(received, async_op=True).wait()
+        ctypes.c_float.from_address(received.data_ptr()).value = NAN  # from a rank that does not exist
+        births = trace.explain([("loss", received.sum())], []).births
+    assert [(t.birth.kind, t.birth.reached) for t in births] == [
+        ("inf", ["other ranks"]),
+        ("collective", ["loss"]),
+    ]
+
+
+def test_copies_that_a_process_group_makes_on_its_own_thread_are_no_origin(one_rank):
+    received = torch.empty(4)
+    with _C.OperatorTrace() as trace:
+        torch.distributed.all_gather_into_tensor(received, torch.log(-torch.ones(4)))
+        births = trace.explain([("loss", received.sum())], []).births
+    assert [t.birth.sighting.op for t in births] == ["aten::log"]
+
+
+def test_memory_that_a_kernel_reshapes_before_and_after_it_fills_it_is_no_origin():
+    x = torch.tensor([[1.0, NAN], [2.0, 3.0]])
+    with _C.OperatorTrace() as trace:
+        trace.declare(x, "data", "x")
+        births = trace.explain([("loss", x.max(dim=-1)[0].sum())], []).births
+    assert [t.birth.kind for t in births] == ["data"]
+
+
+def test_a_birth_has_the_microbatch_and_chunk_of_the_schedule():
+    _C.set_current_microbatch(3, 1)
+    try:
+        with _C.OperatorTrace() as trace:
+            loss = torch.log(-torch.ones(1)).sum()
+            (traced,) = trace.explain([("loss", loss)], []).births
+    finally:
+        _C.set_current_microbatch(None, None)
+    assert (traced.birth.sighting.microbatch, traced.birth.sighting.chunk) == (3, 1)
+
+
 def test_a_closed_trace_says_so():
     trace = _C.OperatorTrace()
     trace.close()

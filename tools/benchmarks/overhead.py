@@ -1,13 +1,13 @@
 """A healthy step with nanlocator over one without, beside other tools.
 
-    tools/bench overhead [--hidden 256] [--sequence 128] [--ranks 2] [--rounds 30] [--json]
+    tools/bench overhead [--hidden 256] [--sequence 128] [--ranks 2] [--tp 2] [--rounds 30] [--json]
     tools/bench overhead --integration pytorch [--batch 4]
 
-All variants take turns in the same processes, on the same model. Megatron-Core: no tool, nanlocator (grads
-level, defaults), nanlocator with check_params, Megatron's check_for_nan_in_grad. Plain PyTorch (GPT-2 of
-transformers, one CPU thread): no tool, nanlocator's levels, transformers' DebugUnderflowOverflow, torch's
-anomaly mode. A step is zero_grad, forward, backward and optimizer.step; the figures are medians over rounds
-of this round's variant over this round's bare step.
+All variants take turns in the same processes, on the same model. Megatron-Core: no tool, nanlocator with
+its defaults (level boundaries), level grads, with check_params, and Megatron's check_for_nan_in_grad. Plain
+PyTorch (GPT-2 of transformers, one CPU thread): no tool, nanlocator's levels, transformers'
+DebugUnderflowOverflow, torch's anomaly mode. A step is zero_grad, forward, backward and optimizer.step; the
+figures are medians over rounds of this round's variant over this round's bare step.
 """
 
 import argparse
@@ -22,7 +22,13 @@ from pathlib import Path
 
 import overhead_pytorch
 
-VARIANTS = ("no tool", "nanlocator", "nanlocator, check_params", "Megatron's check_for_nan_in_grad")
+VARIANTS: dict[str, dict | None] = {  # options of nanlocator.megatron.install, None: not installed
+    "no tool": None,
+    "nanlocator": {},
+    "nanlocator, level grads": {"level": "grads"},
+    "nanlocator, check_params": {"check_params": True},
+    "Megatron's check_for_nan_in_grad": None,
+}
 TESTS = Path(__file__).resolve().parents[2] / "tests" / "megatron"
 
 
@@ -47,8 +53,6 @@ def work(arguments: argparse.Namespace) -> None:
             precision=arguments.precision,
         )
     )
-    forward_backward = get_forward_backward_func()
-
     def step() -> float:
         dist.barrier()
         start = time.perf_counter()
@@ -56,7 +60,7 @@ def work(arguments: argparse.Namespace) -> None:
         for chunk in trainer.model_chunks:
             chunk.zero_grad_buffer()
         trainer.optimizer.zero_grad()
-        forward_backward(
+        get_forward_backward_func()(
             forward_step_func=trainer.forward_step,
             data_iterator=trainer._data_iterator(),
             model=trainer.model_chunks,
@@ -71,15 +75,15 @@ def work(arguments: argparse.Namespace) -> None:
 
     def run(variant: str) -> float:
         locator = None
-        if variant.startswith("nanlocator"):
+        if (options := VARIANTS[variant]) is not None:
             locator = nanlocator.megatron.install(
                 trainer.model_chunks,
                 trainer.optimizer,
                 output_dir=Path(arguments.directory) / "run",
-                check_params="check_params" in variant,
+                **options,
             )
         for chunk in trainer.model_chunks:
-            chunk.ddp_config.check_for_nan_in_grad = variant == VARIANTS[3]
+            chunk.ddp_config.check_for_nan_in_grad = variant.startswith("Megatron's")
         step()  # the first step of a variant makes plans and observes the order of backward
         seconds = statistics.median(step() for _ in range(arguments.steps))
         if locator is not None:
@@ -109,7 +113,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"], help="Megatron-Core")
     parser.add_argument("--ranks", type=int, default=2, help="Megatron-Core")
-    parser.add_argument("--tp", type=int, default=1, help="Megatron-Core")
+    parser.add_argument("--tp", type=int, default=2, help="Megatron-Core")
     parser.add_argument("--batch", type=int, default=4, help="sequences a step; plain PyTorch")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=3, help="steps of each variant in a round")

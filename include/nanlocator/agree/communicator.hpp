@@ -1,8 +1,10 @@
 // Do all ranks know? The only room that talks to other ranks.
 //
-// Three things travel: a handshake at install (Store), one int32 flag per step (all-reduce,
-// launched early and read late), and on a finding the ledgers and the verdict (Store). Nothing here
-// waits without a deadline, and no path makes one rank enter a collective that another does not.
+// Four things travel: a handshake at install (Store), one int32 flag per step (all-reduce,
+// launched early and read late), on a finding the ledgers and the verdict (Store), and heartbeats
+// (Store, on a connection of their own; see rank_monitor.hpp). Nothing here waits without a
+// deadline, nor for a rank that the monitor has lost, and no path makes one rank enter a collective
+// that another does not.
 // The Store is used through a connection and a thread of its own, never with a blocking get. Calls
 // come from one thread; each releases no Python lock itself (the bindings do).
 #pragma once
@@ -10,6 +12,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <set>
@@ -19,6 +22,8 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include "nanlocator/agree/rank_monitor.hpp"
+
 namespace c10d {
 class ProcessGroup;
 class Store;
@@ -26,10 +31,6 @@ class Work;
 }  // namespace c10d
 
 namespace nanlocator {
-
-using Deadline = std::chrono::steady_clock::time_point;
-
-class StoreClient;
 
 /// What arrived by the deadline: one entry per rank, empty where a rank stayed silent.
 using Gathered = std::vector<std::optional<std::string>>;
@@ -74,18 +75,35 @@ class Communicator {
   /// Puts `value` under `key` for this rank, replacing what was there. Never blocks on other ranks;
   /// false where the Store is gone (no answer within 10 s).
   bool publish(std::string_view key, const std::string& value) noexcept;
-  /// What all ranks published under `key`, waiting until the deadline for those that are missing.
+  /// What all ranks published under `key`, waiting until the deadline for those that are missing
+  /// and not lost.
   [[nodiscard]] Gathered gather(std::string_view key, Deadline deadline) noexcept;
-  /// What `rank` published under `key`; empty where it does not come by the deadline.
+  /// What `rank` published under `key`; empty where it does not come by the deadline, or is lost.
   [[nodiscard]] std::optional<std::string> fetch(std::string_view key, int rank,
                                                  Deadline deadline) noexcept;
+  /// Returns when all ranks but the lost ones and those in `absent` have called it with `key`, or
+  /// at the deadline: false. Without rank 0, which opens it, it is false at once.
+  bool pass_barrier(std::string_view key, const std::vector<int>& absent,
+                    Deadline deadline) noexcept;
+
+  /// Starts the monitor of silent ranks. Every rank calls it, once, after a handshake. `place`:
+  /// how the others speak of this rank. Throws UsageError where it runs already.
+  void watch_ranks(std::string place, MonitorTimes times, RankMonitor::OnChange on_change);
+  /// nullptr before watch_ranks and after stop_watching.
+  [[nodiscard]] RankMonitor* monitor() noexcept { return monitor_.get(); }
+  /// Ends it: this rank has left, in good order, and `on_change` is not called again.
+  void stop_watching() noexcept { monitor_.reset(); }
 
  private:
   [[nodiscard]] std::string key_of(std::string_view key, int rank) const;
+  [[nodiscard]] std::vector<int> lost() const;
+  [[nodiscard]] bool is_lost(int rank) const;
+  [[nodiscard]] bool has_come_but_for(std::string_view key, std::vector<int> absent) const;
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::unique_ptr<StoreClient> store_;
   std::string prefix_;
+  std::unique_ptr<RankMonitor> monitor_;
   c10::intrusive_ptr<c10d::Work> pending_;
   at::Tensor flag_;                // kept alive while the reduction writes it
   bool is_group_usable_ = true;    // no flag reduction has failed

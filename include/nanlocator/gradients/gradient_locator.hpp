@@ -23,15 +23,19 @@ namespace nanlocator {
 
 /// What to do on a bad step, the same on every rank.
 enum class Policy {
-  report,  // print and write the verdict, go on
-  stop,    // raise NonFiniteGradientError on every rank, before the optimizer steps
+  report,   // print and write the verdict, go on
+  stop,     // raise NonFiniteGradientError on every rank, before the optimizer steps
+  skip,     // no optimizer step on any rank, go on with the next
+  recover,  // where the repeat of the step is clean, go on with its gradients; else stop
 };
+[[nodiscard]] std::string_view name_of(Policy policy) noexcept;
 
 /// What is watched in every step; see docs/concepts.md.
 enum class Level {
-  grads,      // gradients
-  modules,    // and every module's inputs and outputs, forward and backward
-  operators,  // and every operator, synchronously
+  grads,       // gradients
+  boundaries,  // and what ranks hand to each other: collectives, pipeline transfers, the loss
+  modules,     // and every module's inputs and outputs, forward and backward
+  operators,   // and every operator, synchronously
 };
 [[nodiscard]] std::string_view name_of(Level level) noexcept;
 
@@ -52,12 +56,22 @@ struct LocatorOptions {
   bool check_params = false;  // also scan parameters before and after the step
   std::chrono::milliseconds gather_deadline{30'000};  // for ranks that do not answer
   int threads = 1;                                    // for gradients in host memory
-  /// After this many findings under `report` the ranks go on counting, but gather no more: a run
-  /// whose weights are NaN would otherwise gather at every step.
+  /// After this many findings under a policy that goes on the ranks count on, but gather no more: a
+  /// run whose weights are NaN would otherwise gather at every step.
   int max_incidents = 16;
   std::string integration = "pytorch";  // for run.json: "pytorch", "megatron", "cpp"
   std::vector<std::string>
       not_covered;  // for run.json: what this configuration cannot see, sentences
+};
+
+/// What a finding leads to under a policy: "stopped", "reported", "skipped" or "recovered" (under
+/// `recover` where the repeat of the step was clean on all ranks; else "stopped").
+[[nodiscard]] std::string_view outcome_of(Policy policy, const RerunOutcome& rerun) noexcept;
+
+/// Why a rank concludes alone.
+enum class Failure {
+  own,       // of this rank: an exception in training's code, Megatron's own check
+  of_peers,  // a collective or a transfer has failed: a peer may be gone
 };
 
 /// Thrown (raised in Python) under Policy::stop. what() is the verdict as text.
@@ -74,7 +88,9 @@ class NonFiniteGradientError : public Error {
 class GradientLocator {
  public:
   /// Agrees with all ranks on version and options, creates output_dir/a{attempt}, writes this
-  /// rank's map and manifest (and run.json on rank 0). `communicator` null: a single process.
+  /// rank's map and manifest (and run.json on rank 0), and has the communicator watch for ranks
+  /// that fall silent: a thread of its own then writes what is said at `conclude_alone`.
+  /// `communicator` null: a single process.
   /// Throws AgreementError on every rank alike where ranks differ, IoError where files cannot be
   /// written.
   GradientLocator(ParameterMap map, LocatorOptions options,
@@ -97,11 +113,15 @@ class GradientLocator {
   /// IoError.
   void set_map(ParameterMap map);
 
+  /// For the other ranks, should this one fall silent: where it was. begin_step, start_agreement,
+  /// finish_agreement and conclude say so themselves; this is for what they cannot know (`rerun`).
+  void now_in(Activity activity);
+
   void begin_step(std::int64_t iteration);
   void scan(Phase phase, std::uint64_t group, std::string_view role,
             std::span<const GradientView> views);
   /// The step's losses; see GradientScanner.
-  void scan_losses(std::span<const at::Tensor> losses);
+  void scan_losses(std::span<const LossView> losses);
   /// Backward has finished the gradient of parameter `id` (call in execution order, any steps; any
   /// thread: autograd runs hooks on its own). The order counts where one step has finished them
   /// all.
@@ -115,6 +135,11 @@ class GradientLocator {
   void add_note(std::string note);
   /// What was seen being born in this step, for its ledger; replaces what was there.
   void set_births(std::vector<Birth> births);
+  /// What crossed between the ranks in this step (bad ones and how many were looked at), and the
+  /// microbatches that this rank drew, for its ledger; replaces what was there. The ledger puts
+  /// these sightings before those of gradients.
+  void set_crossings(std::vector<Sighting> sightings, std::vector<CrossingCoverage> coverage);
+  void set_microbatches(std::vector<Microbatch> microbatches);
   /// How the repeat of this step went.
   void set_rerun(Rerun rerun);
   /// Bundles of this rank, below run_dir().
@@ -123,28 +148,32 @@ class GradientLocator {
   /// The gradients of this step as they were scanned; waits for the devices.
   [[nodiscard]] std::vector<GradientScanner::Scanned> scanned_gradients();
   /// True if it is on any rank: decides, the same on all, how a repeat goes on. Between
-  /// finish_agreement and conclude; every rank calls it equally often. Throws AgreementError where
-  /// a peer has ended.
+  /// finish_agreement and conclude; every rank calls it equally often. Throws AgreementError as
+  /// finish_agreement does.
   [[nodiscard]] bool is_true_anywhere(bool mine);
 
   /// Launches the flag reduction; equally often per step on every rank (once, and once more where
   /// the parameters are looked at after the step).
   void start_agreement();
   /// True if any rank has seen something bad in this step. Waits for the flag. Throws
-  /// AgreementError where the reduction fails: a peer has ended.
+  /// AgreementError where the reduction fails, after conclude_alone(Failure::of_peers).
   [[nodiscard]] bool finish_agreement();
 
-  /// Ledger to disk, ledgers to rank 0 through the Store, verdict.json, verdict to every rank, text
-  /// on rank 0's stderr. Every rank calls it after a true finish_agreement, or where
-  /// set_gradient_norm's number is not finite. Returns within about twice gather_deadline whoever
-  /// is dead; a disk that cannot be written is a note in the verdict. Does not throw for policy:
-  /// the caller raises. The reference is valid until the next finding.
+  /// Ledger to disk, ledgers to rank 0 through the Store, verdict.json and status.json, verdict to
+  /// every rank, text on rank 0's stderr. Every rank calls it after a true finish_agreement, or
+  /// where set_gradient_norm's number is not finite. Where the run stops (`outcome_of`), it returns
+  /// when every living rank has come so far: nobody's end breaks another one's connections. Returns
+  /// within about three times gather_deadline whoever is dead, and within one of a rank's death
+  /// where the monitor notices it; a disk that cannot be written is a note in the verdict. Does not
+  /// throw for policy: the caller raises. The reference is valid until the next finding.
   const Verdict& conclude();
   /// The same without the other ranks (an exception is on its way on this one): this rank's ledger
-  /// is written and published, the verdict is `partial`. The step's findings are kept, for a
-  /// `conclude` that may still come; called again in the same step it writes only what is new.
-  /// nullptr where this rank saw nothing bad.
-  const Verdict* conclude_alone(std::string reason);
+  /// is written and published, the verdict is `partial` (verdict_rank{r}.json). The step's findings
+  /// are kept, for a `conclude` that may still come; called again in the same step it writes only
+  /// what is new. A failure `of_peers` waits for up to gather_deadline until it is known which rank
+  /// is lost; the verdict names it, also where this rank saw nothing bad. nullptr where there is
+  /// nothing to tell: then nothing is written either.
+  const Verdict* conclude_alone(std::string reason, Failure failure = Failure::own);
   /// Forgets this step's findings (a loss scaler's routine overflow); counted, nothing is written.
   void dismiss();
 

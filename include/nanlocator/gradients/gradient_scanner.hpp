@@ -33,6 +33,15 @@ struct GradientView {
   std::int64_t element_offset = 0;  // of tensor's first element in the flattened parameter (shards)
 };
 
+/// A loss of the step.
+struct LossView {
+  at::Tensor tensor;
+  std::optional<int> microbatch;  // counted from 0
+  std::optional<int> chunk;
+  at::Tensor valid_labels;  // integer scalar: how many labels it counts; kept, and read where the
+                            // loss is bad. May be undefined.
+};
+
 class GradientScanner {
  public:
   /// `map` gives names and shapes to the sightings and must outlive the scanner. `threads`: for
@@ -55,7 +64,7 @@ class GradientScanner {
 
   /// Scans the step's losses, phase loss: floating-point tensors of any shape and device; others
   /// are left out. Kept until the scan has run, not longer.
-  void scan_losses(std::span<const at::Tensor> losses);
+  void scan_losses(std::span<const LossView> losses);
 
   /// int32 [1], non-zero once any scan of this step met a NaN or Inf; on `device`, in stream order.
   /// Flags of other devices are folded in: a copy between devices; the host waits only for a flag

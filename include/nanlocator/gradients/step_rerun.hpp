@@ -14,7 +14,9 @@
 
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "nanlocator/gradients/gradient_locator.hpp"
@@ -61,8 +63,17 @@ class StepRerun {
   /// The step is bad, as all ranks know: finds what was being computed, as far as the locator's
   /// options allow and `can_repeat` says (forward and backward can be executed now; the same on
   /// every rank). `results`: what is bad, gradients or updated parameters. Every rank calls it,
-  /// before `conclude`.
-  void find_births(CanRepeat can_repeat, const std::vector<GradientView>& results);
+  /// before `conclude`. True, on all ranks alike, where the step was repeated and came out clean:
+  /// the gradients are those of the last pass, which ran untraced.
+  bool find_births(CanRepeat can_repeat, const std::vector<GradientView>& results);
+
+  /// A pass of the repeat runs now.
+  [[nodiscard]] bool is_repeating() const noexcept;
+  /// Gradients of the pass that runs now, where its owner sees them at more than one phase (before
+  /// and after a collective); without a call `RepeatableStep::gradients` is looked at, as phase
+  /// grad_local, when the pass has ended. Only while `is_repeating`.
+  void scan(Phase phase, std::uint64_t group, std::string_view role,
+            std::span<const GradientView> views);
 
   /// Traces steps from now on; `find_births` of a step that cannot be repeated calls it, and ends
   /// it with the next bad step, but for Level::operators.
@@ -80,7 +91,7 @@ class StepRerun {
   [[nodiscard]] std::int64_t compare();
 
  private:
-  void repeat();
+  [[nodiscard]] bool repeat();
 
   struct Impl;
   std::unique_ptr<Impl> impl_;

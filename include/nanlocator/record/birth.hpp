@@ -43,6 +43,9 @@ enum class ReplayConclusion : std::uint8_t {
 [[nodiscard]] std::optional<ReplayConclusion> replay_conclusion_from_name(
     std::string_view name) noexcept;
 
+/// In Birth::reached: it was handed to other ranks, by a collective or a pipeline transfer.
+inline constexpr std::string_view kOtherRanks = "other ranks";
+
 struct Birth {
   BirthKind kind = BirthKind::nan;
   /// The bad tensor at its place. phase: forward, loss (a forward operator outside any module) or
@@ -58,8 +61,8 @@ struct Birth {
   std::vector<std::pair<std::string, double>> values;
   std::vector<std::string> inputs;  // one line each: "self: float32 [4, 8], finite, |x| <= 3.2"
   std::vector<std::string> stack;   // Python frames, innermost first: "file.py:12 in forward"
-  /// What made it an origin: "loss", or names of parameters whose gradients it made bad; from the
-  /// watch "module a.b", the last one that met something bad.
+  /// What made it an origin: "loss", kOtherRanks, or names of parameters whose gradients it made
+  /// bad; from the watch "module a.b", the last one that met something bad.
   std::vector<std::string> reached;
   std::string bundle;  // folder below the run's, "bundles/step3-..."; "" without one
   ReplayConclusion replay = ReplayConclusion::not_replayed;

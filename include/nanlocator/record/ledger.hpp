@@ -26,6 +26,25 @@ struct Coverage {
   friend bool operator==(const Coverage&, const Coverage&) = default;
 };
 
+/// How many crossings of one kind this rank looked at: tells "sent finite" from "not seen".
+struct CrossingCoverage {
+  std::string group;
+  std::vector<int> members;  // global ranks, ascending
+  std::optional<int> peer;   // of sends and receives
+  std::string role;          // "sent" or "received"; a collective counts once, as "sent"
+  std::int64_t count = 0;    // sequences 0 to count - 1 were looked at
+  friend bool operator==(const CrossingCoverage&, const CrossingCoverage&) = default;
+};
+
+/// One microbatch as this rank drew it from its data iterator.
+struct Microbatch {
+  int number = 0;            // counted from 0
+  std::optional<int> chunk;  // virtual-pipeline model chunk
+  /// One line per tensor: "tokens: int64 [2, 16], 0 to 255, fingerprint 00f3...".
+  std::vector<std::string> tensors;
+  friend bool operator==(const Microbatch&, const Microbatch&) = default;
+};
+
 /// What `locate` needs to know of a parameter beyond its id.
 struct ParameterRecord {
   std::int64_t id = 0;
@@ -46,6 +65,9 @@ struct Rerun {
   std::optional<bool> control_reproduced;
   std::int64_t gradients = 0;  // of this rank that both passes made
   std::int64_t changed = 0;    // of these, with other bits in the second pass
+  /// Ids of parameters of this rank whose local gradients (before the data-parallel collective)
+  /// were bad in the repeat.
+  std::vector<std::int64_t> bad_parameters;
   /// State that the first pass moved and that could not be put back.
   std::vector<std::string> not_restored;
   friend bool operator==(const Rerun&, const Rerun&) = default;
@@ -57,10 +79,13 @@ struct Ledger {
   std::int64_t iteration = 0;
   RankCoordinates coordinates;
   std::string level = "grads";
+  std::string on_bad = "stop";      // what the run does after a finding: the policy's name
   std::vector<Sighting> sightings;  // bad tensors only, in the order in which they were scanned
   std::vector<Coverage> coverage;   // at most one per phase
-  std::vector<Birth> births;        // in execution order; of the repeat, where one was traced
-  std::optional<Rerun> rerun;       // empty: the step was not repeated
+  std::vector<CrossingCoverage> crossings;  // level boundaries
+  std::vector<Microbatch> microbatches;     // that this rank drew in the step
+  std::vector<Birth> births;   // in execution order; of the repeat, where one was traced
+  std::optional<Rerun> rerun;  // empty: the step was not repeated
   /// This rank's parameters in the order in which backward finished their gradients (observed), or
   /// in reverse registration order where it was not observed.
   std::vector<ParameterRecord> backward_order;

@@ -25,6 +25,23 @@ enum class Phase : std::uint8_t {
 [[nodiscard]] std::string_view name_of(Phase phase) noexcept;
 [[nodiscard]] std::optional<Phase> phase_from_name(std::string_view name) noexcept;
 
+/// How a tensor went from rank to rank: a collective among `members`, or a send to `peer` and the
+/// receive at its other end.
+struct Crossing {
+  std::string group;         // the framework's name of the process group: "tp", "pp", "ep"
+  std::vector<int> members;  // global ranks, ascending
+  std::optional<int> peer;   // global rank, of a send or receive
+  /// Counts from 0 in each pass over the step, the same on all ranks that take part: the
+  /// collectives of this group, or the messages from the one rank to the other in it.
+  std::int64_t sequence = 0;
+
+  friend bool operator==(const Crossing&, const Crossing&) = default;
+};
+
+/// The roles of sightings that have a crossing.
+inline constexpr std::string_view kSent = "sent";          // what this rank put in
+inline constexpr std::string_view kReceived = "received";  // what it got out
+
 /// A sighting. What the observer's level cannot know is empty, never guessed.
 struct Sighting {
   std::int64_t iteration = 0;     // counted from 1, as Megatron's log prints it
@@ -33,13 +50,15 @@ struct Sighting {
   Phase phase = Phase::grad_local;
   std::string module;  // "" where unknown
   std::string op;      // operator, "aten::div"; "" where unknown
-  std::string role;    // "main_grad", "grad", "weight", "input[0]", ...
+  std::string role;    // "main_grad", "grad", "weight", "input[0]", "sent", "received", "loss", ...
   std::optional<std::int64_t> parameter_id;
   std::string parameter;  // its name; "" for what is no parameter
   std::string dtype;  // of the tensor that was scanned, DType's spelling ("complex64" for complex)
   std::vector<std::int64_t> shape;  // of the whole parameter, where only a shard was scanned
   /// `first_bad` counts in the whole parameter (row-major), also where only a shard was scanned.
   TensorStats stats;
+  std::optional<Crossing> crossing;          // of what was sent or received
+  std::optional<std::int64_t> valid_labels;  // of a loss: how many labels it counts
 
   friend bool operator==(const Sighting&, const Sighting&) = default;
 };

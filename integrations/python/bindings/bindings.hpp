@@ -4,18 +4,29 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <string>
+#include <string_view>
 #include <vector>
+
+#include "nanlocator/gradients/gradient_scanner.hpp"
 
 namespace nanlocator {
 
-void bind_trace(pybind11::module_& m);   // the operator trace
-void bind_watch(pybind11::module_& m);   // the module stack, the module watch
-void bind_replay(pybind11::module_& m);  // bundles and replay
+void bind_trace(pybind11::module_& m);     // the operator trace
+void bind_watch(pybind11::module_& m);     // the module stack, the module watch
+void bind_replay(pybind11::module_& m);    // bundles and replay
+void bind_boundary(pybind11::module_& m);  // the boundary watch
 
 void bind_rerun(pybind11::module_& m);  // the repeat of a bad step
 
 /// This thread's Python frames, innermost first, without those of torch and nanlocator: "file.py:12
 /// in forward". Takes the GIL; empty on threads of autograd that run no Python.
 std::vector<std::string> python_stack();
+
+/// Throws UsageError for a name that is none.
+Phase phase_of(std::string_view name);
+/// Parallel lists; `offsets` may be empty. Throws UsageError where their lengths differ.
+std::vector<GradientView> gradient_views(const std::vector<std::int64_t>& parameters,
+                                         const std::vector<at::Tensor>& tensors,
+                                         const std::vector<std::int64_t>& offsets);
 
 }  // namespace nanlocator

@@ -30,22 +30,28 @@ namespace {
 
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
-Phase phase_of(std::string_view name) {
-  if (const auto phase = phase_from_name(name)) return *phase;
-  throw UsageError("unknown phase '" + std::string(name) + "'");
-}
-
 Policy policy_of(const std::string& name) {
-  if (name == "report") return Policy::report;
-  if (name == "stop") return Policy::stop;
-  throw UsageError("on_bad is '" + name + "'; it must be 'stop' or 'report'");
+  for (const auto policy : {Policy::report, Policy::stop, Policy::skip, Policy::recover}) {
+    if (name == name_of(policy)) return policy;
+  }
+  throw UsageError("on_bad is '" + name + "'; it must be 'stop', 'report', 'skip' or 'recover'");
 }
 
 Level level_of(const std::string& name) {
-  for (const auto level : {Level::grads, Level::modules, Level::operators}) {
+  for (const auto level : {Level::grads, Level::boundaries, Level::modules, Level::operators}) {
     if (name == name_of(level)) return level;
   }
-  throw UsageError("level is '" + name + "'; it must be 'grads', 'modules' or 'operators'");
+  throw UsageError("level is '" + name +
+                   "'; it must be 'grads', 'boundaries', 'modules' or "
+                   "'operators'");
+}
+
+Activity activity_of(const std::string& name) {
+  for (const auto activity : {Activity::training, Activity::forward_backward, Activity::agreement,
+                              Activity::rerun, Activity::gathering, Activity::stopped}) {
+    if (name == name_of(activity)) return activity;
+  }
+  throw UsageError("unknown activity '" + name + "'");
 }
 
 RerunPolicy rerun_policy_of(const std::string& name) {
@@ -53,22 +59,6 @@ RerunPolicy rerun_policy_of(const std::string& name) {
     if (name == name_of(policy)) return policy;
   }
   throw UsageError("rerun is '" + name + "'; it must be 'never', 'on_bad' or 'always'");
-}
-
-std::vector<GradientView> views_of(const std::vector<std::int64_t>& parameters,
-                                   const std::vector<at::Tensor>& tensors,
-                                   const std::vector<std::int64_t>& offsets) {
-  if (parameters.size() != tensors.size() ||
-      (!offsets.empty() && offsets.size() != tensors.size())) {
-    throw UsageError("scan: " + std::to_string(parameters.size()) + " parameters, " +
-                     std::to_string(tensors.size()) + " tensors and " +
-                     std::to_string(offsets.size()) + " offsets; their numbers must be equal");
-  }
-  std::vector<GradientView> views(tensors.size());
-  for (std::size_t i = 0; i < views.size(); ++i) {
-    views[i] = {parameters[i], tensors[i], offsets.empty() ? 0 : offsets[i]};
-  }
-  return views;
 }
 
 void bind_errors(py::module_& m) {
@@ -187,6 +177,13 @@ void bind_agree(py::module_& m) {
            "group"_a, "store"_a, "prefix"_a, ReleaseGil())
       .def_static("from_group_name", &Communicator::from_group_name, "name"_a, "store"_a,
                   "prefix"_a, ReleaseGil())
+      .def(
+          "leave",
+          [](Communicator& c, const std::string& ended_by) {
+            if (c.monitor()) c.monitor()->leave(ended_by);
+          },
+          "ended_by"_a = "", ReleaseGil(),
+          "Tells the other ranks that this one ends; with the exception's text, that it is lost.")
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size);
 }
@@ -195,8 +192,7 @@ void bind_gradients(py::module_& m) {
   py::class_<LocatorOptions>(m, "LocatorOptions")
       .def(py::init<>())
       .def_property(
-          "on_bad",
-          [](const LocatorOptions& o) { return o.on_bad == Policy::stop ? "stop" : "report"; },
+          "on_bad", [](const LocatorOptions& o) { return std::string(name_of(o.on_bad)); },
           [](LocatorOptions& o, const std::string& name) { o.on_bad = policy_of(name); })
       .def_readwrite("output_dir", &LocatorOptions::output_dir)
       .def_property(
@@ -218,6 +214,14 @@ void bind_gradients(py::module_& m) {
       .def_readwrite("integration", &LocatorOptions::integration)
       .def_readwrite("not_covered", &LocatorOptions::not_covered);
 
+  py::class_<LossView>(m, "LossView")
+      .def(py::init([](at::Tensor tensor, std::optional<int> microbatch, std::optional<int> chunk,
+                       std::optional<at::Tensor> valid_labels) {
+             return LossView{std::move(tensor), microbatch, chunk,
+                             valid_labels.value_or(at::Tensor())};
+           }),
+           "tensor"_a, "microbatch"_a = std::nullopt, "chunk"_a = std::nullopt,
+           "valid_labels"_a = std::nullopt);
   py::class_<GradientLocator>(m, "GradientLocator")
       .def(py::init<ParameterMap, LocatorOptions, std::shared_ptr<Communicator>>(), "map"_a,
            "options"_a, "communicator"_a, ReleaseGil())
@@ -234,7 +238,7 @@ void bind_gradients(py::module_& m) {
           [](GradientLocator& l, const std::string& phase, std::uint64_t group,
              const std::string& role, const std::vector<std::int64_t>& parameters,
              const std::vector<at::Tensor>& tensors, const std::vector<std::int64_t>& offsets) {
-            const auto views = views_of(parameters, tensors, offsets);
+            const auto views = gradient_views(parameters, tensors, offsets);
             py::gil_scoped_release release;
             l.scan(phase_of(phase), group, role, views);
           },
@@ -242,11 +246,25 @@ void bind_gradients(py::module_& m) {
           "offsets"_a = std::vector<std::int64_t>())
       .def(
           "scan_losses",
-          [](GradientLocator& l, const std::vector<at::Tensor>& losses) { l.scan_losses(losses); },
+          [](GradientLocator& l, const std::vector<LossView>& losses) { l.scan_losses(losses); },
           "losses"_a, ReleaseGil())
       .def("gradient_is_ready", &GradientLocator::gradient_is_ready, "parameter"_a)
       .def("set_gradient_norm", &GradientLocator::set_gradient_norm, "norm"_a)
       .def("add_note", &GradientLocator::add_note, "note"_a)
+      .def("set_crossings", &GradientLocator::set_crossings, "sightings"_a, "coverage"_a)
+      .def(
+          "set_microbatches",
+          [](GradientLocator& l,
+             const std::vector<std::tuple<int, std::optional<int>, std::vector<std::string>>>&
+                 all) {
+            std::vector<Microbatch> microbatches;
+            for (const auto& [number, chunk, tensors] : all) {
+              microbatches.push_back({number, chunk, tensors});
+            }
+            l.set_microbatches(std::move(microbatches));
+          },
+          "microbatches"_a, "Each: number, chunk, one line per tensor.")
+      .def("is_true_anywhere", &GradientLocator::is_true_anywhere, "mine"_a, ReleaseGil())
       .def("set_births", &GradientLocator::set_births, "births"_a)
       .def("start_agreement", &GradientLocator::start_agreement, ReleaseGil())
       .def("finish_agreement", &GradientLocator::finish_agreement, ReleaseGil())
@@ -255,13 +273,28 @@ void bind_gradients(py::module_& m) {
           "The verdict as JSON.")
       .def(
           "conclude_alone",
-          [](GradientLocator& l, std::string reason) -> std::optional<std::string> {
-            const Verdict* verdict = l.conclude_alone(std::move(reason));
+          [](GradientLocator& l, std::string reason,
+             bool is_of_peers) -> std::optional<std::string> {
+            const auto failure = is_of_peers ? Failure::of_peers : Failure::own;
+            const Verdict* verdict = l.conclude_alone(std::move(reason), failure);
             if (!verdict) return std::nullopt;
             return to_json(*verdict);
           },
-          "reason"_a, ReleaseGil(), "The partial verdict as JSON, None where nothing bad was seen.")
+          "reason"_a, "is_of_peers"_a = false, ReleaseGil(),
+          "The partial verdict as JSON, None where there is nothing to tell. is_of_peers: a "
+          "collective has failed; waits until it is known which rank is lost.")
+      .def(
+          "now_in",
+          [](GradientLocator& l, const std::string& activity) { l.now_in(activity_of(activity)); },
+          "activity"_a, "Where this rank is, for the others should it fall silent: 'rerun', ...")
       .def("dismiss", &GradientLocator::dismiss);
+  m.def(
+      "outcome_of",
+      [](const std::string& on_bad, const std::string& verdict_json) {
+        const auto verdict = verdict_from_json(verdict_json, "verdict");
+        return std::string(outcome_of(policy_of(on_bad), verdict.rerun));
+      },
+      "on_bad"_a, "verdict_json"_a, "'stopped', 'reported', 'skipped' or 'recovered'.");
   m.def(
       "format_verdict",
       [](const std::string& json, const std::string& run_dir) {
@@ -271,6 +304,27 @@ void bind_gradients(py::module_& m) {
 }
 
 }  // namespace
+
+Phase phase_of(std::string_view name) {
+  if (const auto phase = phase_from_name(name)) return *phase;
+  throw UsageError("unknown phase '" + std::string(name) + "'");
+}
+
+std::vector<GradientView> gradient_views(const std::vector<std::int64_t>& parameters,
+                                         const std::vector<at::Tensor>& tensors,
+                                         const std::vector<std::int64_t>& offsets) {
+  if (parameters.size() != tensors.size() ||
+      (!offsets.empty() && offsets.size() != tensors.size())) {
+    throw UsageError("scan: " + std::to_string(parameters.size()) + " parameters, " +
+                     std::to_string(tensors.size()) + " tensors and " +
+                     std::to_string(offsets.size()) + " offsets; their numbers must be equal");
+  }
+  std::vector<GradientView> views(tensors.size());
+  for (std::size_t i = 0; i < views.size(); ++i) {
+    views[i] = {parameters[i], tensors[i], offsets.empty() ? 0 : offsets[i]};
+  }
+  return views;
+}
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "nanlocator's engine";
@@ -283,6 +337,7 @@ PYBIND11_MODULE(_C, m) {
   bind_rerun(m);
   bind_trace(m);
   bind_watch(m);
+  bind_boundary(m);
   bind_replay(m);
 }
 

@@ -122,12 +122,23 @@ void bind_rerun(py::module_& m) {
       .def(
           "find_births",
           [](StepRerun& r, bool can_repeat, const Views& results) {
-            released([&] {
-              r.find_births(can_repeat ? CanRepeat::yes : CanRepeat::no, views_of(results));
-              return 0;
+            return released([&] {
+              return r.find_births(can_repeat ? CanRepeat::yes : CanRepeat::no, views_of(results));
             });
           },
           "can_repeat"_a, "results"_a)
+      .def_property_readonly("is_repeating", &StepRerun::is_repeating)
+      .def(
+          "scan",
+          [](StepRerun& r, const std::string& phase, std::uint64_t group, const std::string& role,
+             const std::vector<std::int64_t>& parameters, const std::vector<at::Tensor>& tensors,
+             const std::vector<std::int64_t>& offsets) {
+            const auto views = gradient_views(parameters, tensors, offsets);
+            const py::gil_scoped_release release;
+            r.scan(phase_of(phase), group, role, views);
+          },
+          "phase"_a, "group"_a, "role"_a, "parameters"_a, "tensors"_a,
+          "offsets"_a = std::vector<std::int64_t>())
       .def("trace_from_now_on", &StepRerun::trace_from_now_on)
       .def("stop_tracing", &StepRerun::stop_tracing)
       .def_property_readonly("is_tracing", &StepRerun::is_tracing)

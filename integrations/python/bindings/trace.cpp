@@ -10,6 +10,7 @@
 
 #include "bindings.hpp"
 #include "nanlocator/error.hpp"
+#include "nanlocator/trace/microbatch_scope.hpp"
 #include "nanlocator/trace/operator_trace.hpp"
 
 namespace py = pybind11;
@@ -80,7 +81,7 @@ std::vector<std::string> python_stack() {
     const auto file = code.attr("co_filename").cast<std::string>();
     const bool is_ours = file.find("/torch/") != std::string::npos ||
                          file.find("/nanlocator/") != std::string::npos ||
-                         file.find("integrations/python/") != std::string::npos ||
+                         file.find("/integrations/") != std::string::npos ||
                          file.rfind("<frozen", 0) == 0;
     if (!is_ours) {
       stack.push_back(file + ":" + std::to_string(PyFrame_GetLineNumber(frame)) + " in " +
@@ -95,6 +96,12 @@ std::vector<std::string> python_stack() {
 }
 
 void bind_trace(py::module_& m) {
+  m.def(
+      "set_current_microbatch",
+      [](std::optional<int> microbatch, std::optional<int> chunk) {
+        set_current_microbatch({microbatch, chunk});
+      },
+      "microbatch"_a, "chunk"_a, "What every observer writes beside a module's name.");
   py::class_<TracedBirth>(m, "TracedBirth")
       .def_readonly("birth", &TracedBirth::birth)
       .def_property_readonly("has_call", [](const TracedBirth& t) { return t.call.has_value(); });

@@ -1,0 +1,89 @@
+// The always-on `boundaries` level: what this rank puts into collectives and sends to other ranks,
+// and what it gets out of them.
+//
+// In: each crossing with its tensors, before and after; the modules as they run; the schedule's
+// microbatches. Out, when the step ends: sightings of bad tensors in execution order, and how many
+// crossings were looked at. A crossing is named by (group, sequence number), which all its members
+// count alike; a message by (group, sender, receiver, sequence number).
+//
+// Cost: one read of each tensor (host memory), or one launch (CUDA; current stream); only `collect`
+// waits. Nothing is cached by address: a collective writes its result over its input without a new
+// version. Keeps no tensor. From any thread.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "nanlocator/record/ledger.hpp"
+#include "nanlocator/record/sighting.hpp"
+#include "nanlocator/trace/microbatch_scope.hpp"
+#include "nanlocator/trace/module_scope.hpp"
+
+namespace nanlocator {
+
+/// One collective or message. Unique for the life of the watch.
+using CrossingId = std::int64_t;
+using CrossingGroup = std::size_t;
+
+class BoundaryWatch {
+ public:
+  /// `threads`: of scan_cpu, where a tensor is bad.
+  explicit BoundaryWatch(int threads = 1);
+  ~BoundaryWatch();
+  BoundaryWatch(const BoundaryWatch&) = delete;  // owns device memory
+  BoundaryWatch& operator=(const BoundaryWatch&) = delete;
+
+  /// `members`: global ranks. Every member must add the group under this name.
+  CrossingGroup add_group(std::string name, std::vector<int> members);
+
+  /// Forgets the step before; counting starts at 0.
+  void begin_step();
+
+  // ---- Crossings ----
+
+  /// This rank enters a collective; `sent` is what it puts in (none where only the root does).
+  /// `op`: the dispatcher's name, "c10d::allreduce_".
+  [[nodiscard]] CrossingId begin_collective(CrossingGroup group, std::string_view op,
+                                            std::span<const at::Tensor> sent);
+  /// This rank sends; all that is to be seen of it is seen here. `peer`: global rank.
+  void send(CrossingGroup group, int peer, std::span<const at::Tensor> sent);
+  [[nodiscard]] CrossingId begin_receive(CrossingGroup group, int peer);
+  /// What came out of a collective or receive; on CUDA the current stream must be ordered after
+  /// it. A crossing of a step before is ignored. Until then the coverage ends before it.
+  void finish(CrossingId crossing, std::span<const at::Tensor> received);
+
+  // ---- Where: forward ----
+
+  /// A module is called, and left, on this thread; returns what `leave` takes. Calls entered since
+  /// and not left are left, too (an exception may have passed through them).
+  [[nodiscard]] std::size_t enter(ModulePath path);
+  void leave(std::size_t call);
+
+  // ---- Where: the schedule. Transfers between pipeline stages happen between its steps. ----
+
+  /// Forward of `place` consumes `inputs`, which were received; it has computed `outputs`, which
+  /// will be sent. Tensors are recognised by the address of their memory.
+  void begin_forward(MicrobatchPlace place, std::span<const at::Tensor> inputs);
+  void end_forward(MicrobatchPlace place, std::span<const at::Tensor> outputs);
+  void begin_backward(MicrobatchPlace place, std::span<const at::Tensor> output_grads);
+  void end_backward(MicrobatchPlace place, std::span<const at::Tensor> input_grads);
+
+  struct Collected {
+    std::vector<Sighting> sightings;         // bad ones, in execution order; each has a crossing
+    std::vector<CrossingCoverage> coverage;  // of what crossed at all
+  };
+  /// Waits for the devices.
+  [[nodiscard]] Collected collect(std::int64_t iteration);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace nanlocator

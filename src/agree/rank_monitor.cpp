@@ -1,0 +1,369 @@
+#include "nanlocator/agree/rank_monitor.hpp"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <thread>
+#include <utility>
+
+#include "agree/store_client.hpp"
+
+namespace nanlocator {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr milliseconds kShortestInterval{100};
+constexpr milliseconds kLongestInterval{5'000};
+constexpr milliseconds kLeastPatience{1'000};
+constexpr milliseconds kGoodbye{1'000};  // for what is told while others wait
+constexpr int kPatiencesToConnect = 4;
+constexpr int kLateIntervals = 2;  // without a move: the ranks behind are looked at, too
+
+constexpr std::array<std::string_view, 6> kActivities = {
+    "training", "forward_backward", "agreement", "rerun", "gathering", "stopped"};
+
+// Keys of heartbeats and news.
+constexpr const char* kBeat = "beat";
+constexpr const char* kRank = "rank";
+constexpr const char* kPlace = "place";
+constexpr const char* kIteration = "iteration";
+constexpr const char* kActivity = "activity";
+constexpr const char* kHasLeft = "has_left";
+constexpr const char* kEndedBy = "ended_by";
+constexpr const char* kIsBack = "is_back";
+
+std::string dump(const nlohmann::json& json) {
+  return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+LostRank lost_rank_from_json(const nlohmann::json& json) {
+  LostRank lost;
+  lost.rank = json.at(kRank).get<int>();
+  lost.place = json.value(kPlace, "");
+  if (const auto found = json.find(kIteration); found != json.end()) {
+    lost.iteration = found->get<std::int64_t>();
+  }
+  lost.activity = json.value(kActivity, "");
+  lost.ended_by = json.value(kEndedBy, "");
+  return lost;
+}
+
+// The Store gave no answer in time; what it holds is unknown.
+struct NoAnswer {};
+
+template <class Value>
+Value answered(std::optional<Value> value) {
+  if (!value) throw NoAnswer{};
+  return *std::move(value);
+}
+
+}  // namespace
+
+std::string_view name_of(Activity activity) noexcept {
+  return kActivities[static_cast<std::size_t>(activity)];
+}
+
+std::string LostRank::describe() const {
+  const auto name = place.empty() ? "rank " + std::to_string(rank) : place;
+  const auto where = iteration ? "iteration " + std::to_string(*iteration) : "the install";
+  if (!ended_by.empty()) return name + " ended by " + ended_by + " (in " + where + ")";
+  return name + " has not answered since " + where +
+         (activity.empty() ? "" : ", where it was in " + activity);
+}
+
+MonitorTimes MonitorTimes::for_deadline(milliseconds gather_deadline) {
+  return {std::clamp(gather_deadline / 12, kShortestInterval, kLongestInterval),
+          std::max(gather_deadline / 2, kLeastPatience)};
+}
+
+struct RankMonitor::Shared {
+  // --- told by any thread ---
+  std::atomic<Activity> activity = Activity::training;
+  std::atomic<std::int64_t> iteration = 0;
+
+  mutable std::mutex mutex;
+  mutable std::condition_variable changed;
+  bool is_leaving = false;
+  std::string ended_by;
+  bool is_done = false;            // the thread has ended
+  bool is_beat_asked_for = false;  // at once, not at the next interval
+  std::map<int, LostRank> lost;
+  std::string problem;
+
+  std::mutex callback_mutex;  // held while on_change runs
+  OnChange on_change;
+
+  // --- of the thread alone ---
+  std::unique_ptr<StoreClient> store;
+  std::string prefix;
+  int rank = 0;
+  int size = 1;
+  std::string place;
+  MonitorTimes times;
+  std::int64_t beats = 0;
+  std::int64_t news_read = 0;
+  Clock::time_point last_look = Clock::now();
+
+  // What this rank has seen of another one's heartbeat.
+  struct Watched {
+    std::string heartbeat;  // "": none yet
+    milliseconds silence{0};
+    bool is_there = false;
+    bool has_left = false;
+    bool is_known = false;  // has been looked at
+  };
+  std::map<int, Watched> watched;
+
+  void serve();
+  void look();
+  void beat(bool has_left);
+  void read_news();
+  void watch_ring(milliseconds since_last_look);
+  Watched& read_heartbeat(int peer, milliseconds since_last_look);
+  void tell(const nlohmann::json& news);
+  void apply(const nlohmann::json& news);
+  void say_goodbye();
+  void end_with(std::string reason);
+
+  [[nodiscard]] Deadline limit() const { return Clock::now() + times.patience; }
+  [[nodiscard]] std::string beat_key(int peer) const {
+    return prefix + "/beat/" + std::to_string(peer);
+  }
+  [[nodiscard]] std::string news_key(std::int64_t number) const {
+    return prefix + "/news/" + std::to_string(number);
+  }
+  [[nodiscard]] bool is_lost(int peer) const {
+    const std::lock_guard lock(mutex);
+    return lost.contains(peer);
+  }
+  [[nodiscard]] std::vector<LostRank> lost_now() const {
+    const std::lock_guard lock(mutex);
+    return lost_in_order();
+  }
+  [[nodiscard]] std::vector<LostRank> lost_in_order() const {  // the mutex is held
+    std::vector<LostRank> all;
+    for (const auto& [peer, found] : lost) all.push_back(found);
+    return all;
+  }
+  [[nodiscard]] nlohmann::json here() const {
+    return {{kRank, rank},
+            {kPlace, place},
+            {kIteration, iteration.load()},
+            {kActivity, name_of(activity.load())}};
+  }
+};
+
+void RankMonitor::Shared::serve() {
+  for (;;) {
+    try {
+      look();
+    } catch (const NoAnswer&) {
+      // A host that is suspended says nothing of the ranks on others.
+      for (auto& [peer, seen] : watched) seen.silence = milliseconds(0);
+    } catch (const std::exception& error) {
+      const std::string text = error.what();
+      return end_with("The Store can no longer be reached (" + text.substr(0, text.find('\n')) +
+                      "): whether ranks have fallen silent is not known.");
+    }
+    std::unique_lock lock(mutex);
+    changed.wait_for(lock, times.interval, [&] { return is_leaving || is_beat_asked_for; });
+    if (is_leaving) break;
+  }
+  say_goodbye();
+  end_with("");
+}
+
+void RankMonitor::Shared::look() {
+  const auto now = Clock::now();
+  const auto since_last_look =
+      std::chrono::duration_cast<milliseconds>(now - std::exchange(last_look, now));
+  beat(/*has_left=*/false);
+  read_news();
+  // Where the whole run stops, so do the heartbeats.
+  if (activity != Activity::stopped) {
+    watch_ring(std::min(since_last_look, kLateIntervals * times.interval));
+  }
+}
+
+void RankMonitor::Shared::beat(bool has_left) {
+  bool was_asked_for = false;
+  auto heartbeat = here();
+  {
+    const std::lock_guard lock(mutex);
+    was_asked_for = is_beat_asked_for;
+    if (was_asked_for) heartbeat = here();
+  }
+  heartbeat[kBeat] = beats++;
+  if (has_left) heartbeat[kHasLeft] = true;
+  if (!store->set(beat_key(rank), dump(heartbeat), limit())) throw NoAnswer{};
+  if (was_asked_for) {
+    const std::lock_guard lock(mutex);
+    is_beat_asked_for = false;
+    changed.notify_all();
+  }
+}
+
+void RankMonitor::Shared::read_news() {
+  const auto before = lost_now();
+  while (answered(store->has(news_key(news_read), limit()))) {
+    apply(nlohmann::json::parse(answered(store->get(news_key(news_read), limit()))));
+    ++news_read;
+  }
+  const auto after = lost_now();
+  if (after == before) return;
+  {
+    const std::lock_guard callback_lock(callback_mutex);
+    if (on_change) on_change(after);
+  }
+  const std::lock_guard lock(mutex);
+  changed.notify_all();
+}
+
+void RankMonitor::Shared::apply(const nlohmann::json& news) {
+  auto found = lost_rank_from_json(news);
+  const bool is_back = news.value(kIsBack, false);
+  if (found.rank == rank) {  // the others were wrong, or this rank was stopped for long
+    if (!is_back && !news.contains(kEndedBy)) {
+      auto answer = here();
+      answer[kIsBack] = true;
+      tell(answer);
+    }
+    return;
+  }
+  watched.erase(found.rank);
+  const std::lock_guard lock(mutex);
+  if (is_back) {
+    lost.erase(found.rank);
+  } else {
+    lost.insert_or_assign(found.rank, std::move(found));
+  }
+}
+
+// Looks at ranks behind this one until as many are on time as are late, and at least one.
+void RankMonitor::Shared::watch_ring(milliseconds since_last_look) {
+  int late = 0;
+  int on_time = 0;
+  for (int step = 1; step < size && on_time < std::max(1, late); ++step) {
+    const int peer = (rank + step) % size;
+    if (is_lost(peer) || watched[peer].has_left) continue;
+    auto& seen = read_heartbeat(peer, since_last_look);
+    const auto heartbeat = seen.heartbeat.empty() ? nlohmann::json{{kRank, peer}}
+                                                  : nlohmann::json::parse(seen.heartbeat);
+    seen.has_left = heartbeat.value(kHasLeft, false);
+    if (seen.has_left || heartbeat.value(kActivity, "") == name_of(Activity::stopped)) continue;
+    // Before its first heartbeat a rank connects to the Store, and may look names up for that.
+    if (seen.silence >= (seen.is_there ? 1 : kPatiencesToConnect) * times.patience) {
+      seen.silence = milliseconds(0);
+      tell(heartbeat);
+    }
+    ++(seen.silence > kLateIntervals * times.interval ? late : on_time);
+  }
+}
+
+RankMonitor::Shared::Watched& RankMonitor::Shared::read_heartbeat(int peer,
+                                                                  milliseconds since_last_look) {
+  auto& seen = watched[peer];
+  seen.is_there = seen.is_there || answered(store->has(beat_key(peer), limit()));
+  auto heartbeat = seen.is_there ? answered(store->get(beat_key(peer), limit())) : std::string();
+  if (!seen.is_known || heartbeat != seen.heartbeat) {
+    seen.silence = milliseconds(0);
+  } else {
+    seen.silence += since_last_look;
+  }
+  seen.is_known = true;
+  seen.heartbeat = std::move(heartbeat);
+  return seen;
+}
+
+// At the end of the list; ranks that find something at the same time do not overwrite each other.
+void RankMonitor::Shared::tell(const nlohmann::json& news) {
+  const auto text = dump(news);
+  auto number = news_read;
+  while (!answered(store->put_if_absent(news_key(number), text, limit()))) ++number;
+}
+
+void RankMonitor::Shared::say_goodbye() {
+  try {
+    beat(/*has_left=*/true);
+    if (ended_by.empty()) return;
+    auto news = here();
+    news[kEndedBy] = ended_by;
+    tell(news);
+  } catch (...) {
+    // The Store has gone before this rank.
+  }
+}
+
+void RankMonitor::Shared::end_with(std::string reason) {
+  const std::lock_guard lock(mutex);
+  problem = std::move(reason);
+  is_done = true;
+  changed.notify_all();
+}
+
+RankMonitor::RankMonitor(std::unique_ptr<StoreClient> store, std::string prefix, int rank, int size,
+                         std::string place, MonitorTimes times, OnChange on_change)
+    : shared_(std::make_shared<Shared>()) {
+  shared_->store = std::move(store);
+  shared_->prefix = std::move(prefix);
+  shared_->rank = rank;
+  shared_->size = size;
+  shared_->place = std::move(place);
+  shared_->times = times;
+  shared_->on_change = std::move(on_change);
+  std::thread([shared = shared_] { shared->serve(); }).detach();
+}
+
+RankMonitor::~RankMonitor() {
+  leave();
+  const std::lock_guard lock(shared_->callback_mutex);
+  shared_->on_change = nullptr;
+}
+
+void RankMonitor::now_in(Activity activity, std::int64_t iteration) noexcept {
+  shared_->iteration = iteration;
+  shared_->activity = activity;
+}
+
+void RankMonitor::stop(std::int64_t iteration) noexcept {
+  now_in(Activity::stopped, iteration);
+  std::unique_lock lock(shared_->mutex);
+  shared_->is_beat_asked_for = true;
+  shared_->changed.notify_all();
+  shared_->changed.wait_for(lock, kGoodbye,
+                            [&] { return shared_->is_done || !shared_->is_beat_asked_for; });
+}
+
+void RankMonitor::leave(const std::string& ended_by) noexcept {
+  std::unique_lock lock(shared_->mutex);
+  if (!shared_->is_leaving) {
+    shared_->is_leaving = true;
+    shared_->ended_by = ended_by;
+    shared_->changed.notify_all();
+  }
+  shared_->changed.wait_for(lock, kGoodbye, [&] { return shared_->is_done; });
+}
+
+std::vector<LostRank> RankMonitor::lost() const {
+  return shared_->lost_now();
+}
+
+std::string RankMonitor::problem() const {
+  const std::lock_guard lock(shared_->mutex);
+  return shared_->problem;
+}
+
+std::vector<LostRank> RankMonitor::wait_for_loss(Deadline deadline) const {
+  std::unique_lock lock(shared_->mutex);
+  shared_->changed.wait_until(lock, deadline,
+                              [&] { return shared_->is_done || !shared_->lost.empty(); });
+  return shared_->lost_in_order();
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,23 @@
+// Origins out of what crossed between ranks: the bad values that no earlier one explains.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "locate/crossings.hpp"
+#include "locate/found_origin.hpp"
+
+namespace nanlocator {
+
+struct BoundaryOrigins {
+  std::vector<FoundOrigin> origins;  // in the order of phase, microbatch and rank
+  /// Replicas (Incident::replica_of) whose bad gradients these origins explain.
+  std::set<int> replicas;
+  std::vector<std::string> notes;
+};
+
+/// Empty where no rank looked at what crosses.
+[[nodiscard]] BoundaryOrigins find_boundary_origins(const Incident& incident,
+                                                    const Crossings& crossings);
+
+}  // namespace nanlocator

@@ -1,0 +1,181 @@
+#include "locate/crossings.hpp"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+namespace nanlocator {
+namespace {
+
+/// Any level that has looked at crossings, also where there was none to look at: one GPU alone.
+bool has_boundaries(const Ledger& ledger) {
+  return ledger.level == "boundaries" || !ledger.crossings.empty() ||
+         std::ranges::any_of(ledger.sightings,
+                             [](const Sighting& each) { return each.crossing.has_value(); });
+}
+
+/// The phases in which something crosses: reductions of gradients are the last.
+bool is_crossing_phase(Phase phase) {
+  return phase == Phase::forward || phase == Phase::loss || phase == Phase::backward ||
+         phase == Phase::grad_reduced;
+}
+
+std::optional<BoundaryRole> role_of(const Sighting& sighting) {
+  if (sighting.stats.is_finite()) return std::nullopt;
+  if (sighting.crossing && is_crossing_phase(sighting.phase)) {
+    if (sighting.role == kSent) return BoundaryRole::sent;
+    if (sighting.role == kReceived) return BoundaryRole::received;
+  }
+  const bool is_loss = !sighting.crossing && sighting.phase == Phase::loss &&
+                       (sighting.role == "loss" || sighting.role.starts_with("loss["));
+  return is_loss ? std::optional(BoundaryRole::loss) : std::nullopt;
+}
+
+/// Which microbatches had something bad: a sighting without a number may be any.
+class SeenMicrobatches {
+ public:
+  void add(const Sighting& sighting) {
+    is_any_ = true;
+    if (sighting.microbatch) {
+      numbers_.insert(*sighting.microbatch);
+    } else {
+      has_unknown_ = true;
+    }
+  }
+  [[nodiscard]] bool may_hold(const Sighting& sighting) const {
+    if (!sighting.microbatch) return is_any_;
+    return has_unknown_ || numbers_.contains(*sighting.microbatch);
+  }
+
+ private:
+  std::unordered_set<int> numbers_;
+  bool has_unknown_ = false;
+  bool is_any_ = false;
+};
+
+}  // namespace
+
+Crossings::Crossings(const Incident& incident) : world_size_(incident.world_size()) {
+  for (const RankEvidence& rank : incident.ranks()) {
+    if (!has_boundaries(rank.ledger())) continue;
+    const std::size_t first = events_.size();
+    take(rank);
+    explain_on(std::span(events_).subspan(first));
+  }
+  explain_received();
+}
+
+bool Crossings::is_watching(const RankEvidence& rank) noexcept {
+  return rank.ledger().is_complete &&
+         (rank.ledger().level == "boundaries" || !rank.ledger().crossings.empty());
+}
+
+/// Members as a file may have them: in any order, twice, or outside the world.
+std::vector<int> Crossings::ranks_in_world(const std::vector<int>& members) const {
+  std::vector<int> ranks = members;
+  std::erase_if(ranks, [&](int rank) { return rank < 0 || rank >= world_size_; });
+  std::ranges::sort(ranks);
+  ranks.erase(std::ranges::unique(ranks).begin(), ranks.end());
+  return ranks;
+}
+
+std::size_t Crossings::group_of(const std::string& name, const std::vector<int>& members) {
+  return groups_.try_emplace({name, ranks_in_world(members)}, groups_.size()).first->second;
+}
+
+void Crossings::take(const RankEvidence& rank) {
+  for (const CrossingCoverage& coverage : rank.ledger().crossings) {
+    // What a cut-off ledger does not tell was not finite, it is unknown.
+    if (coverage.role != kSent || !rank.ledger().is_complete) continue;
+    auto& count = sent_counts_[{rank.rank(), group_of(coverage.group, coverage.members),
+                                coverage.peer.value_or(-1)}];
+    count = std::max(count, coverage.count);
+  }
+  for (const Sighting& sighting : rank.ledger().sightings) {
+    const auto role = role_of(sighting);
+    if (!role) continue;
+    if (sighting.phase <= Phase::backward) bad_ranks_.insert(rank.rank());
+    if (*role == BoundaryRole::loss) {
+      events_.push_back({.rank = &rank, .sighting = &sighting, .role = *role});
+    } else {
+      take_crossing(rank, sighting, *role);
+    }
+  }
+}
+
+void Crossings::take_crossing(const RankEvidence& rank, const Sighting& sighting,
+                              BoundaryRole role) {
+  const Crossing& crossing = *sighting.crossing;
+  const std::size_t group = group_of(crossing.group, crossing.members);
+  MeetingKey key{.group = group, .sequence = crossing.sequence};
+  if (crossing.peer) {
+    key.sender = role == BoundaryRole::sent ? rank.rank() : *crossing.peer;
+    key.receiver = role == BoundaryRole::sent ? *crossing.peer : rank.rank();
+  }
+  const auto [entry, is_new] = meeting_by_key_.try_emplace(key, meetings_.size());
+  if (is_new) {
+    Meeting meeting;
+    meeting.crossing = &crossing;
+    if (!crossing.peer) {
+      meeting.givers = ranks_in_world(crossing.members);
+    } else {
+      if (key.sender >= 0 && key.sender < world_size_) meeting.givers = {key.sender};
+      meeting.receiver = key.receiver;
+    }
+    meetings_.push_back(std::move(meeting));
+    group_of_meeting_.push_back(group);
+  }
+  Meeting& meeting = meetings_[entry->second];
+  (role == BoundaryRole::sent ? meeting.sent : meeting.received).push_back(events_.size());
+  events_.push_back({.rank = &rank, .sighting = &sighting, .role = role, .meeting = entry->second});
+}
+
+/// Program order on one rank. Crossings are in execution order; a loss, which is looked at when the
+/// pass has ended, stands between the forward and the backward of its microbatch.
+void Crossings::explain_on(std::span<BoundaryEvent> events_of_rank) {
+  if (events_of_rank.empty()) return;
+  const RankEvidence& rank = *events_of_rank.front().rank;
+  const bool has_bad_weights = !rank.bad(Phase::params_before).empty();
+  SeenMicrobatches forward, losses, before;
+  for (const BoundaryEvent& event : events_of_rank) {
+    if (event.role == BoundaryRole::loss) {
+      losses.add(*event.sighting);
+    } else if (event.sighting->phase <= Phase::loss) {
+      forward.add(*event.sighting);
+    }
+  }
+  for (BoundaryEvent& event : events_of_rank) {
+    const Sighting& sighting = *event.sighting;
+    switch (event.role) {
+      case BoundaryRole::loss:
+        event.is_explained = has_bad_weights || forward.may_hold(sighting);
+        break;
+      case BoundaryRole::sent:
+        event.is_explained = has_bad_weights || before.may_hold(sighting) ||
+                             (sighting.phase >= Phase::backward && losses.may_hold(sighting));
+        break;
+      case BoundaryRole::received:
+        break;  // by what was put in: explain_received
+    }
+    if (event.role != BoundaryRole::loss) before.add(sighting);
+  }
+}
+
+void Crossings::explain_received() {
+  for (const Meeting& meeting : meetings_) {
+    if (meeting.sent.empty()) continue;
+    for (const std::size_t event : meeting.received) events_[event].is_explained = true;
+  }
+}
+
+Given Crossings::given_by(int rank, const Meeting& meeting) const {
+  const auto rank_of = [&](std::size_t event) { return events_[event].rank->rank(); };
+  if (std::ranges::binary_search(meeting.sent, rank, {}, rank_of)) return Given::bad;
+  const std::size_t group =
+      group_of_meeting_[static_cast<std::size_t>(&meeting - meetings_.data())];
+  const auto count = sent_counts_.find({rank, group, meeting.receiver.value_or(-1)});
+  const bool has_looked = count != sent_counts_.end() && count->second > meeting.crossing->sequence;
+  return has_looked ? Given::finite : Given::unknown;
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,96 @@
+// What went bad where it crossed from rank to rank, and which of it nothing explains.
+//
+// In: the bad sightings of level `boundaries` (what was put into collectives and pipeline messages,
+// what came out, the losses) and how many crossings each rank looked at. Out: these events joined
+// over the ranks by collective and message, each with whether an earlier one explains it.
+// docs/causes.md has the rules. Cost: n log n in the ledgers' size.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "locate/evidence.hpp"
+
+namespace nanlocator {
+
+/// One collective, or one message from a rank to another. Indices are into Crossings::events().
+struct Meeting {
+  const Crossing* crossing = nullptr;  // as the first of its events tells it
+  std::vector<int> givers;        // who puts something in: the members, or the sender; ascending
+  std::optional<int> receiver;    // of a message
+  std::vector<std::size_t> sent;  // bad, by rank
+  std::vector<std::size_t> received;  // bad, by rank
+};
+
+enum class BoundaryRole : std::uint8_t { sent, received, loss };
+
+/// A bad value at a rank's boundary.
+struct BoundaryEvent {
+  const RankEvidence* rank = nullptr;
+  const Sighting* sighting = nullptr;
+  BoundaryRole role = BoundaryRole::sent;
+  std::size_t meeting = 0;  // into Crossings::meetings(); of a loss: of no meaning
+  bool is_explained = false;
+};
+
+/// What a rank put into a meeting. `unknown`: it did not answer, its ledger is cut off, or it did
+/// not look.
+enum class Given : std::uint8_t { finite, bad, unknown };
+
+/// The incident must outlive it.
+class Crossings {
+ public:
+  explicit Crossings(const Incident& incident);
+  Crossings(const Crossings&) = delete;
+  Crossings& operator=(const Crossings&) = delete;
+
+  /// By rank, in execution order.
+  [[nodiscard]] std::span<const BoundaryEvent> events() const noexcept { return events_; }
+  [[nodiscard]] std::span<const Meeting> meetings() const noexcept { return meetings_; }
+  [[nodiscard]] Given given_by(int rank, const Meeting& meeting) const;
+  /// The rank looked at what crosses, and its ledger is whole.
+  [[nodiscard]] static bool is_watching(const RankEvidence& rank) noexcept;
+  /// Something bad crossed on the rank, or its loss was bad, before its gradients were reduced.
+  [[nodiscard]] bool has_bad_activations(int rank) const { return bad_ranks_.contains(rank); }
+
+ private:
+  struct MeetingKey {
+    std::size_t group = 0;
+    int sender = -1;  // -1: a collective
+    int receiver = -1;
+    std::int64_t sequence = 0;
+    friend auto operator<=>(const MeetingKey&, const MeetingKey&) = default;
+  };
+  struct CoverageKey {
+    int rank = 0;
+    std::size_t group = 0;
+    int peer = -1;  // -1: a collective
+    friend auto operator<=>(const CoverageKey&, const CoverageKey&) = default;
+  };
+  using Group = std::pair<std::string, std::vector<int>>;  // name, members
+
+  [[nodiscard]] std::vector<int> ranks_in_world(const std::vector<int>& members) const;
+  std::size_t group_of(const std::string& name, const std::vector<int>& members);
+  void take(const RankEvidence& rank);
+  void take_crossing(const RankEvidence& rank, const Sighting& sighting, BoundaryRole role);
+  void explain_on(std::span<BoundaryEvent> events_of_rank);
+  void explain_received();
+
+  int world_size_;
+  std::map<Group, std::size_t> groups_;
+  std::map<MeetingKey, std::size_t> meeting_by_key_;
+  std::vector<Meeting> meetings_;
+  std::vector<std::size_t> group_of_meeting_;
+  std::map<CoverageKey, std::int64_t> sent_counts_;
+  std::vector<BoundaryEvent> events_;
+  std::unordered_set<int> bad_ranks_;
+};
+
+}  // namespace nanlocator

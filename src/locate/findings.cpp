@@ -1,0 +1,192 @@
+#include "locate/findings.hpp"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+
+#include "locate/origin_text.hpp"
+
+namespace nanlocator {
+
+ParameterKey key_of(const RankEvidence& rank, const BadParameter& bad) {
+  ParameterKey key{bad.name, rank.coordinates().tp.rank, rank.coordinates().pp.rank};
+  if (!bad.position) return key;
+  const ParameterRecord& parameter = rank.parameter(*bad.position);
+  if (parameter.is_tp_duplicate) key.tp = -1;
+  if (parameter.is_tied) {
+    key.name.clear();
+    key.pp = -1;
+  }
+  return key;
+}
+
+Findings::Findings(std::span<const Ledger> ledgers, int world_size)
+    : incident_(ledgers, world_size), crossings_(incident_) {
+  constexpr std::array kJudgedPhases = {Phase::params_before, Phase::grad_local,
+                                        Phase::grad_reduced, Phase::grad_norm, Phase::params_after};
+  for (const RankEvidence& rank : incident_.ranks()) {
+    for (const Phase phase : kJudgedPhases) {
+      for (const BadParameter& bad : rank.bad(phase)) {
+        bad_[phase][key_of(rank, bad)].push_back({&rank, &bad});
+        remember_order(rank, bad);
+      }
+    }
+  }
+  for (const Place& place : incident_.places()) {
+    replicas_[incident_.replica_of(place)].push_back(&place);
+    groups_[{place.tp, place.pp}].push_back(&place);
+  }
+}
+
+const BadByKey& Findings::bad(Phase phase) const {
+  static const BadByKey kNone;
+  const auto found = bad_.find(phase);
+  return found == bad_.end() ? kNone : found->second;
+}
+
+bool Findings::is_bad_in(Phase phase, const ParameterKey& key) const {
+  return bad(phase).contains(key);
+}
+
+bool Findings::is_any_gradient_bad() const {
+  return std::ranges::any_of(std::array{Phase::grad_local, Phase::grad_reduced, Phase::grad_norm},
+                             [&](Phase phase) { return !bad(phase).empty(); });
+}
+
+void Findings::remember_order(const RankEvidence& rank, const BadParameter& bad) {
+  Order order{std::numeric_limits<std::int64_t>::max(), 0};  // of unknown place: last
+  if (bad.position) {
+    const std::int64_t stage =
+        std::int64_t{rank.parameter(*bad.position).chunk} * incident_.pipeline_size() +
+        rank.coordinates().pp.rank;
+    order = {-stage, *bad.position};
+  }
+  order_.try_emplace(bad.name, order);
+}
+
+std::vector<std::pair<const ParameterKey*, const std::vector<BadOnRank>*>>
+Findings::in_backward_order(const BadByKey& keys) const {
+  std::vector<std::pair<const ParameterKey*, const std::vector<BadOnRank>*>> ordered;
+  for (const auto& [key, ranks] : keys) ordered.emplace_back(&key, &ranks);
+  std::ranges::stable_sort(
+      ordered, {}, [&](const auto& entry) { return order_.at(entry.second->front().bad->name); });
+  return ordered;
+}
+
+std::vector<std::string> Findings::bad_parameters() const {
+  std::vector<std::string> names;
+  for (const auto& [name, order] : order_) names.push_back(name);
+  std::ranges::stable_sort(names, {}, [&](const std::string& name) { return order_.at(name); });
+  return names;
+}
+
+Places Findings::holders_of(const ParameterKey& key) const {
+  Places holders;
+  const auto add = [&](const Places& group) {
+    holders.insert(holders.end(), group.begin(), group.end());
+  };
+  if (key.tp != -1 && key.pp != -1) {
+    if (const auto found = groups_.find({key.tp, key.pp}); found != groups_.end()) {
+      add(found->second);
+    }
+    return holders;
+  }
+  for (const auto& [where, group] : groups_) {
+    const bool is_held =
+        (key.tp == -1 || key.tp == where.first) && (key.pp == -1 || key.pp == where.second);
+    if (is_held) add(group);
+  }
+  return holders;
+}
+
+bool Findings::is_blind(const Place& place, Phase phase) {
+  return place.evidence == nullptr || !place.evidence->looked_at(phase);
+}
+
+std::set<int> Findings::blind_holders(const ParameterKey& key, Phase phase) const {
+  std::set<int> blind(incident_.unplaced().begin(), incident_.unplaced().end());
+  for (const Place* place : holders_of(key)) {
+    if (is_blind(*place, phase)) blind.insert(place->rank);
+  }
+  return blind;
+}
+
+bool Findings::is_anyone_blind(const Places& places, Phase phase) const {
+  return !incident_.unplaced().empty() ||
+         std::ranges::any_of(places, [&](const Place* place) { return is_blind(*place, phase); });
+}
+
+void Findings::add_missing_evidence(Origin& origin, const Places& places, Phase phase) const {
+  std::set<int> blind(incident_.unplaced().begin(), incident_.unplaced().end());
+  for (const Place* place : places) {
+    if (is_blind(*place, phase)) blind.insert(place->rank);
+  }
+  origin.evidence.push_back("no whole answer for " + std::string(name_of(phase)) + " from " +
+                            describe_rank_count(blind) + ": what they saw is not part of this");
+}
+
+Origin Findings::make_origin(Phase phase, Cause cause, Confidence confidence,
+                             const std::vector<int>& candidates) const {
+  return nanlocator::make_origin(incident_, phase, cause, confidence, candidates);
+}
+
+bool Findings::is_full(Phase phase) {
+  auto& count = origins_per_phase_[phase];
+  if (count < kMostOriginsPerPhase) return false;
+  ++count;
+  return true;
+}
+
+void Findings::add_origin(Origin origin, FoundIn found_in) {
+  FoundOrigin found;
+  found.origin = std::move(origin);
+  found.found_in = found_in;
+  add_found(std::move(found));
+}
+
+void Findings::add_found(FoundOrigin found) {
+  auto& count = origins_per_phase_[found.origin.phase];
+  if (++count <= kMostOriginsPerPhase) found_.push_back(std::move(found));
+}
+
+void Findings::add_boundary_origins(BoundaryOrigins boundary) {
+  for (FoundOrigin& found : boundary.origins) {
+    if (found.found_in == FoundIn::received && found.origin.phase == Phase::grad_reduced) {
+      badly_reduced_.insert(found.origin.candidates.begin(), found.origin.candidates.end());
+    }
+    add_found(std::move(found));
+  }
+  replicas_with_boundary_origin_ = std::move(boundary.replicas);
+  for (std::string& note : boundary.notes) add_note(std::move(note));
+}
+
+bool Findings::is_explained_by_crossings(int rank) const {
+  const Place* place = incident_.place_of(rank);
+  if (place == nullptr) return false;
+  return (is_blind(*place, Phase::grad_local) || crossings_.has_bad_activations(rank)) &&
+         replicas_with_boundary_origin_.contains(incident_.replica_of(*place));
+}
+
+std::vector<int> sorted(const std::set<int>& ranks) {
+  return {ranks.begin(), ranks.end()};
+}
+
+std::set<int> ranks_of(const std::vector<BadOnRank>& bad) {
+  std::set<int> ranks;
+  for (const auto& each : bad) ranks.insert(each.rank->rank());
+  return ranks;
+}
+
+void add_blind_evidence(Origin& origin, const std::set<int>& blind) {
+  if (blind.empty()) return;
+  origin.evidence.push_back(describe_rank_count(blind) +
+                            " did not say what they saw here and cannot be excluded");
+}
+
+void set_parameter(Origin& origin, const std::string& name, const Sighting& sighting) {
+  origin.parameter = name;
+  origin.chunk = sighting.chunk;
+  origin.tensor = tensor_of(sighting);
+}
+
+}  // namespace nanlocator

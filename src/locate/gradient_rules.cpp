@@ -1,0 +1,549 @@
+#include "locate/gradient_rules.hpp"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "locate/backward_flow.hpp"
+#include "locate/lanes.hpp"
+#include "locate/origin_text.hpp"
+
+namespace nanlocator {
+namespace {
+
+/// More bad parameters by themselves on one rank than this are no single element's corruption, and
+/// may be a flow through a model whose structure the rules misread: not a sure thing any more.
+constexpr std::size_t kFewIsolated = 4;
+
+class GradientRules {
+ public:
+  explicit GradientRules(Findings& findings) : findings_(findings) {}
+
+  void judge_local() {
+    int bad_replicas = 0;
+    int replicas_bad_from_the_start = 0;
+    for (const auto& [replica, places] : findings_.replicas()) {
+      const bool is_bad = std::ranges::any_of(places, [](const Place* place) {
+        return place->evidence != nullptr && !place->evidence->bad(Phase::grad_local).empty();
+      });
+      if (!is_bad) continue;
+      ++bad_replicas;
+      std::vector<Lane> lanes = make_lanes(findings_.incident(), places, Phase::grad_local);
+      const auto flow = judge_flow(lanes, places, Phase::grad_local);
+      if (flow && flow->may_come_from_forward) ++replicas_bad_from_the_start;
+      for (Lane& lane : lanes) judge_isolated(lane, places, Phase::grad_local);
+    }
+    if (findings_.replicas().size() > 1 &&
+        replicas_bad_from_the_start == std::ssize(findings_.replicas())) {
+      findings_.add_note(
+          "every data-parallel replica was bad from its loss on: a common cause (a weight, the "
+          "data of all replicas, the learning rate) is likelier than as many faults");
+    }
+  }
+
+  /// The parameters of `keys` are bad in `phase`, and not every rank said what it saw before: the
+  /// flow through backward is looked for in what all ranks have in common.
+  void judge_merged(const std::set<ParameterKey>& keys, Phase phase) {
+    if (keys.empty()) return;
+    Places places;
+    for (const Place& place : findings_.incident().places()) places.push_back(&place);
+    std::vector<Lane> lanes;
+    lanes.push_back(make_merged_lane(findings_.incident(), places, phase,
+                                     [&](const RankEvidence& rank, const BadParameter& bad) {
+                                       return keys.contains(key_of(rank, bad));
+                                     }));
+    const std::size_t first_new = findings_.found().size();
+    const auto flow = judge_flow(lanes, places, phase);
+    judge_isolated(lanes.front(), places, phase);
+
+    std::set<int> blind(findings_.incident().unplaced().begin(),
+                        findings_.incident().unplaced().end());
+    for (const Place& place : findings_.incident().places()) {
+      if (findings_.is_blind(place, Phase::grad_local)) blind.insert(place.rank);
+    }
+    for (std::size_t i = first_new; i < findings_.found().size(); ++i) {
+      Origin& origin = findings_.found()[i].origin;
+      origin.evidence.insert(
+          origin.evidence.begin(),
+          "bad in " + std::string(name_of(phase)) + "; " +
+              (blind.empty() ? "the phase before did not cover this parameter on every rank"
+                             : describe_rank_count(blind) +
+                                   " did not say what their gradients were before the "
+                                   "data-parallel collective"));
+      if (flow && flow->bad_steps > 1 && findings_.found()[i].found_in == FoundIn::flow) {
+        keep_unseen_replicas(origin);
+      }
+    }
+  }
+
+ private:
+  /// The nearest clean witnesses on the same rank, in backward order.
+  static void set_neighbours(Origin& origin, const Stage& stage, const Cell& cell,
+                             std::size_t step) {
+    for (std::size_t i = step; i-- > 0;) {
+      if (!is_clean_witness(stage, cell.steps[i])) continue;
+      origin.clean_before = cell.steps[i].parameter->name;
+      break;
+    }
+    for (std::size_t i = step + 1; i < cell.steps.size(); ++i) {
+      if (!is_clean_witness(stage, cell.steps[i])) continue;
+      origin.clean_after = cell.steps[i].parameter->name;
+      break;
+    }
+  }
+
+  bool is_cell_explained(const Cell& cell) const {
+    return std::ranges::any_of(cell.ranks,
+                               [&](int rank) { return findings_.is_explained_by_crossings(rank); });
+  }
+
+  /// What gradients know of a fault in backward that was seen crossing: the clean parameter before
+  /// it and the first bad one.
+  void hand_to_boundary_origin(const Stage& stage, const Cell& cell, std::size_t step) {
+    for (FoundOrigin& found : findings_.found()) {
+      Origin& origin = found.origin;
+      if (origin.phase != Phase::backward || !found.first_bad_gradient.empty()) continue;
+      const bool is_of_cell = std::ranges::any_of(cell.ranks, [&](int rank) {
+        return std::ranges::binary_search(origin.candidates, rank);
+      });
+      if (!is_of_cell) continue;
+      found.first_bad_gradient = cell.steps[step].parameter->name;
+      set_neighbours(origin, stage, cell, step);
+      origin.evidence.push_back(
+          "the first bad gradient of its ranks, in backward order, is that of " +
+          found.first_bad_gradient +
+          (origin.clean_before.empty() ? "" : "; " + origin.clean_before + " before it is clean"));
+    }
+  }
+
+  /// One flow for all lanes: a NaN may have crossed between them (context-parallel attention,
+  /// expert dispatch). Marks other lanes' experts as explained.
+  std::optional<Flow> judge_flow(std::vector<Lane>& lanes, const Places& places, Phase phase) {
+    std::vector<std::optional<Flow>> flows;
+    for (Lane& lane : lanes) flows.push_back(find_flow(lane));
+    const Lane* first_lane = nullptr;
+    const Flow* first = nullptr;
+    const auto stage_index = [](const Lane& lane, const Flow& flow) {
+      return lane.stages[flow.start.stage].index;
+    };
+    bool may_come_from_forward = false;
+    for (std::size_t i = 0; i < lanes.size(); ++i) {
+      if (!flows[i]) continue;
+      may_come_from_forward |= flows[i]->may_come_from_forward;
+      if (first == nullptr || std::pair(-stage_index(lanes[i], *flows[i]), flows[i]->start.step) <
+                                  std::pair(-stage_index(*first_lane, *first), first->start.step)) {
+        first = &*flows[i];
+        first_lane = &lanes[i];
+      }
+    }
+    if (first == nullptr) return std::nullopt;
+
+    Flow flow = *first;
+    flow.may_come_from_forward = may_come_from_forward;
+    if (lanes.size() > 1) {
+      std::set<int> stages(flow.candidate_stages.begin(), flow.candidate_stages.end());
+      for (std::size_t i = 0; i < lanes.size(); ++i) {
+        if (flows[i] && stage_index(lanes[i], *flows[i]) == stage_index(*first_lane, flow)) {
+          stages.insert(flows[i]->candidate_stages.begin(), flows[i]->candidate_stages.end());
+        }
+      }
+      std::set<int> ranks;
+      for (const Place* place : places) {
+        if (may_come_from_forward || stages.contains(place->pp)) ranks.insert(place->rank);
+      }
+      flow.candidates = sorted(ranks);
+      flow.is_one_tp_rank = false;
+      explain_crossings(lanes, *first_lane, flow);
+    }
+    add_flow_origin(*first_lane, flow, places, phase, lanes.size());
+    return flow;
+  }
+
+  /// With expert parallelism a lane's token gradients pass through other lanes' experts: those are
+  /// bad although their own lane's dense parameters are clean.
+  static void explain_crossings(std::vector<Lane>& lanes, const Lane& first, const Flow& flow) {
+    const Stage& start_stage = first.stages[flow.start.stage];
+    const std::string_view start_layer =
+        layer_of(start_stage.cells[flow.start.cell].steps[flow.start.step].parameter->name);
+    for (Lane& lane : lanes) {
+      for (Stage& stage : lane.stages) {
+        if (stage.index > start_stage.index) continue;
+        for (Cell& cell : stage.cells) {
+          bool is_reached = stage.index < start_stage.index;
+          const bool has_layer = std::ranges::any_of(cell.steps, [&](const Step& step) {
+            return layer_of(step.parameter->name) == start_layer;
+          });
+          for (Step& step : cell.steps) {
+            is_reached |= !has_layer || layer_of(step.parameter->name) == start_layer;
+            step.is_in_flow |= is_reached && step.parameter->may_be_untouched;
+          }
+        }
+      }
+    }
+  }
+
+  void add_flow_origin(const Lane& lane, const Flow& flow, const Places& places, Phase phase,
+                       std::size_t lane_count) {
+    const Stage& stage = lane.stages[flow.start.stage];
+    const Cell& cell = stage.cells[flow.start.cell];
+    const Step& start = cell.steps[flow.start.step];
+    if (is_cell_explained(cell)) {
+      if (!flow.may_come_from_forward) hand_to_boundary_origin(stage, cell, flow.start.step);
+      return;
+    }
+    const bool is_anyone_missing = findings_.is_anyone_blind(places, phase);
+    std::set<int> candidates(flow.candidates.begin(), flow.candidates.end());
+    if (!flow.is_one_tp_rank) {
+      candidates.insert(findings_.incident().unplaced().begin(),
+                        findings_.incident().unplaced().end());
+    }
+    const bool is_one_rank = candidates.size() == 1;
+    const bool is_sure = is_one_rank && !is_anyone_missing && phase == Phase::grad_local &&
+                         (lane.is_order_observed || lane.stages.size() == 1);
+    Origin origin = findings_.make_origin(phase, Cause::unknown,
+                                          is_sure                      ? Confidence::high
+                                          : phase == Phase::grad_local ? Confidence::medium
+                                                                       : Confidence::low,
+                                          sorted(candidates));
+    const std::string& name = start.parameter->name;
+    const std::string count = std::to_string(flow.bad_steps);
+    if (flow.may_come_from_forward) {
+      if (is_one_rank) set_parameter(origin, name, *start.sighting);
+      origin.evidence.push_back(
+          "all " + count +
+          " gradients on the ranks that backward reaches are bad, from the first one (" + name +
+          ") on: the loss or its gradient was bad already, so a birth " +
+          "in forward cannot be excluded");
+      if (phase == Phase::grad_local) {
+        origin.evidence.push_back(
+            "these gradients were bad before the data-parallel collective: that it is this "
+            "replica is certain; which of its ranks, layers or operators is not visible in "
+            "gradients");
+      }
+      origin.action =
+          "look at this replica's batch, labels and loss in this step, then at its activations "
+          "layer by layer";
+    } else {
+      set_parameter(origin, name, *start.sighting);
+      set_neighbours(origin, stage, cell, flow.start.step);
+      // A stretch that stayed on one tensor-parallel rank did not travel with activations'
+      // gradients.
+      const bool has_travelled = flow.reached_other_tp_ranks || stage.cells.size() == 1;
+      if (has_travelled) origin.direction = Direction::backward;
+      origin.evidence.push_back(
+          count +
+          " gradients on the replica's ranks are bad from this parameter to the end of backward" +
+          (origin.clean_before.empty() ? std::string()
+                                       : "; " + origin.clean_before + " before it is clean"));
+      if (!has_travelled) {
+        origin.evidence.push_back(
+            "the other tensor-parallel ranks stayed clean, though their activations' gradients are "
+            "summed with this rank's: it did not travel with those; this rank's own gradient "
+            "memory "
+            "or kernels are likely");
+      } else if (flow.is_one_tp_rank) {
+        origin.evidence.push_back(
+            "its sharded gradients are bad on this tensor-parallel rank first; the others are bad "
+            "only from the next tensor-parallel all-reduce on");
+      } else if (!is_one_rank && stage.cells.size() > 1) {
+        origin.evidence.push_back(
+            "no tensor-parallel rank is bad earlier than the others by a parameter of its own: the "
+            "value may have come from any of them through a tensor-parallel collective");
+      }
+      if (flow.is_at_stage_boundary && flow.candidate_stages.size() > 1) {
+        origin.evidence.push_back(
+            "it is the first parameter that backward reaches on its pipeline stage and the stage "
+            "above is clean: born at the end of that stage's backward, in the transfer, or at the "
+            "start of this one's");
+      }
+      if (lane_count > 1) {
+        origin.evidence.push_back(
+            "context- or expert-parallel ranks exchange gradients inside a layer: all of theirs on "
+            "this stage remain possible");
+      }
+      origin.action =
+          "look at the operators between the clean parameter and this one on these ranks: their "
+          "inputs in this step's backward, and the points where their derivatives have poles";
+    }
+    if (!lane.is_order_observed) {
+      origin.evidence.push_back(
+          "the order of backward was not observed on these ranks: within a layer it is not known");
+    }
+    if (is_anyone_missing) findings_.add_missing_evidence(origin, places, phase);
+    origin.evidence.push_back(
+        "missing for the cause: the activations, which this level does not see");
+    findings_.add_origin(std::move(origin), FoundIn::flow);
+  }
+
+  // ---- bad, and spread nowhere ----
+
+  struct Isolated {
+    StepPlace place;
+    std::set<int> ranks;         // candidates
+    bool is_everywhere = false;  // a duplicate that is bad on all tensor-parallel ranks
+    bool may_have_arrived = false;
+    bool is_vouched_by_embeddings = false;
+  };
+
+  void judge_isolated(const Lane& lane, const Places& places, Phase phase) {
+    std::map<int, std::size_t> per_rank;
+    const std::size_t first_new = findings_.found().size();
+    for (std::size_t s = 0; s < lane.stages.size(); ++s) {
+      const Stage& stage = lane.stages[s];
+      std::set<std::string_view> done;  // duplicates that are bad on all ranks: one origin
+      for (std::size_t c = 0; c < stage.cells.size(); ++c) {
+        for (std::size_t i = 0; i < stage.cells[c].steps.size(); ++i) {
+          const Step& step = stage.cells[c].steps[i];
+          if (step.status != Status::bad || step.is_in_flow) continue;
+          if (done.contains(step.parameter->name)) continue;
+          if (is_cell_explained(stage.cells[c])) continue;
+          if (++per_rank[stage.cells[c].ranks.front()] > Findings::kMostIsolatedPerRank) continue;
+          if (findings_.is_full(phase)) continue;
+          const Isolated isolated = describe_isolated(lane, {s, c, i});
+          if (isolated.is_everywhere) done.insert(step.parameter->name);
+          add_isolated_origin(lane, isolated, places, phase);
+        }
+      }
+    }
+    for (std::size_t i = first_new; i < findings_.found().size(); ++i) {
+      Origin& origin = findings_.found()[i].origin;
+      const auto count = per_rank[origin.candidates.front()];
+      if (count <= kFewIsolated) continue;
+      origin.confidence = std::min(origin.confidence, Confidence::medium);
+      origin.evidence.push_back(std::to_string(count) +
+                                " parameters of this rank are bad with clean ones between them: "
+                                "neither one damaged element nor one flow through backward");
+    }
+    for (const auto& [rank, count] : per_rank) {
+      if (count > Findings::kMostIsolatedPerRank) findings_.note_more_isolated(rank);
+    }
+    const bool has_flow = std::ranges::any_of(lane.stages, [](const Stage& stage) {
+      return std::ranges::any_of(stage.cells, [](const Cell& cell) {
+        return std::ranges::any_of(cell.steps, &Step::is_in_flow);
+      });
+    });
+    judge_unplaced(lane, places, phase, has_flow);
+  }
+
+  Isolated describe_isolated(const Lane& lane, StepPlace at) const {
+    const Stage& stage = lane.stages[at.stage];
+    const Cell& cell = stage.cells[at.cell];
+    const Step& step = cell.steps[at.step];
+    Isolated isolated{.place = at, .ranks = {cell.ranks.begin(), cell.ranks.end()}};
+    if (stage.cells.size() == 1) return isolated;
+
+    std::set<int> all, bad_or_blind;
+    bool is_bad_on_all = true;
+    for (const Cell& other : stage.cells) {
+      all.insert(other.ranks.begin(), other.ranks.end());
+      const auto found = std::ranges::find_if(other.steps, [&](const Step& each) {
+        return each.parameter->name == step.parameter->name;
+      });
+      const Status status = found == other.steps.end() ? Status::unknown : found->status;
+      is_bad_on_all &= status != Status::clean;
+      if (status != Status::clean) bad_or_blind.insert(other.ranks.begin(), other.ranks.end());
+    }
+    const bool is_duplicate = step.parameter->is_tp_duplicate;
+    if (is_duplicate && is_bad_on_all) {
+      isolated.is_everywhere = true;
+      isolated.ranks = bad_or_blind;
+    } else if (is_embedding(*step.parameter) &&
+               (is_duplicate ? bad_or_blind == isolated.ranks
+                             : has_clean_duplicate_embedding(cell))) {
+      isolated.is_vouched_by_embeddings = true;
+    } else if ((is_duplicate || step.parameter->may_be_untouched) &&
+               !has_clean_witness_after(lane, at)) {
+      // Nothing that backward visits later vouches for the activations' gradients: with sequence
+      // parallelism another rank's partial sum could have put it here.
+      isolated.ranks = all;
+      isolated.may_have_arrived = true;
+    }
+    return isolated;
+  }
+
+  // Embeddings are added before their sum is scattered over the sequence, and backward gathers it
+  // first (language_model_embedding.py): a bad value that came from the layers is in the position
+  // embeddings' gradient on every tensor-parallel rank. Where one of those copies is clean, it did
+  // not come from there.
+  static bool is_embedding(const ParameterRecord& parameter) {
+    return parameter.name.starts_with("embedding.");
+  }
+
+  static bool has_clean_duplicate_embedding(const Cell& cell) {
+    return std::ranges::any_of(cell.steps, [](const Step& step) {
+      return is_embedding(*step.parameter) && step.parameter->is_tp_duplicate &&
+             !step.parameter->may_be_untouched && step.status == Status::clean;
+    });
+  }
+
+  static bool has_clean_witness_after(const Lane& lane, StepPlace at) {
+    const int tp = lane.stages[at.stage].cells[at.cell].tp;
+    const auto& own = lane.stages[at.stage].cells[at.cell].steps;
+    const std::string_view layer = layer_of(own[at.step].parameter->name);
+    for (std::size_t i = at.step + 1; i < own.size(); ++i) {
+      // Where the order was not observed, only other layers are known to come after.
+      const bool is_after = lane.is_order_observed || layer_of(own[i].parameter->name) != layer;
+      if (is_after && is_clean_witness(lane.stages[at.stage], own[i])) return true;
+    }
+    for (std::size_t s = at.stage + 1; s < lane.stages.size(); ++s) {
+      for (const Cell& cell : lane.stages[s].cells) {
+        if (cell.tp != tp) continue;
+        for (const Step& step : cell.steps) {
+          if (is_clean_witness(lane.stages[s], step)) return true;
+        }
+      }
+    }
+    return false;
+  }
+
+  void add_isolated_origin(const Lane& lane, const Isolated& isolated, const Places& places,
+                           Phase phase) {
+    const Stage& stage = lane.stages[isolated.place.stage];
+    const Cell& cell = stage.cells[isolated.place.cell];
+    const Step& step = cell.steps[isolated.place.step];
+    const bool is_local = phase == Phase::grad_local;
+    const bool is_anyone_missing = findings_.is_anyone_blind(places, phase);
+    Origin origin =
+        findings_.make_origin(phase, Cause::unknown,
+                              !is_local                                        ? Confidence::low
+                              : is_anyone_missing || isolated.may_have_arrived ? Confidence::medium
+                                                                               : Confidence::high,
+                              sorted(isolated.ranks));
+    set_parameter(origin, step.parameter->name, *step.sighting);
+    set_neighbours(origin, stage, cell, isolated.place.step);
+    if (is_local) {
+      origin.evidence.push_back(
+          describe_bad(step.sighting->stats) +
+          " in this rank's own gradient, before the data-parallel collective");
+      add_other_replicas(origin, *step.parameter, lane, stage, cell);
+    }
+    if (!origin.clean_after.empty()) {
+      origin.evidence.push_back(
+          origin.clean_after + ", which backward reaches later, is clean" +
+          (origin.clean_before.empty() ? "" : ", and so is " + origin.clean_before + " before it") +
+          ": the gradients of the activations were finite here");
+    }
+    if (isolated.is_everywhere) {
+      origin.evidence.push_back(
+          "it is the same on every tensor-parallel rank of the stage, which hold copies of it: "
+          "they "
+          "cannot be told apart");
+    } else if (isolated.is_vouched_by_embeddings) {
+      origin.evidence.push_back(
+          "a bad gradient from the layers would be in the position embeddings of every "
+          "tensor-parallel rank, and a copy of those is clean");
+    } else if (isolated.may_have_arrived) {
+      origin.evidence.push_back(
+          "no sharded parameter comes after it in backward: another tensor-parallel rank's part of "
+          "a sum could have put it here");
+    } else if (step.parameter->is_tp_duplicate && cell.tp > 0) {
+      origin.evidence.push_back(
+          "Megatron leaves this parameter out of the gradient norm on tensor-parallel ranks above "
+          "0: the norm would not have shown it");
+    }
+    if (auto hint = overflow_hint(*step.sighting)) origin.evidence.push_back(std::move(*hint));
+    if (is_anyone_missing) findings_.add_missing_evidence(origin, places, phase);
+    origin.evidence.push_back(
+        "missing for the cause: the weight-gradient operator's inputs; a kernel, a hook and the "
+        "memory itself look alike in gradients");
+    origin.action =
+        "run this step again from the last checkpoint: if the gradient is clean then, test this "
+        "device's memory; if it repeats, look at the inputs of this weight's gradient";
+    findings_.add_origin(std::move(origin), FoundIn::isolated);
+  }
+
+  void add_other_replicas(Origin& origin, const ParameterRecord& parameter, const Lane& lane,
+                          const Stage& stage, const Cell& cell) const {
+    std::size_t clean = 0, bad = 0;
+    for (const Place* place : findings_.groups().at({cell.tp, stage.pp})) {
+      if (place->evidence == nullptr || (place->dp == lane.dp && place->cp == lane.cp)) continue;
+      switch (place->evidence->status(Phase::grad_local, parameter.name)) {
+        case Status::clean:
+          ++clean;
+          break;
+        case Status::bad:
+          ++bad;
+          break;
+        case Status::unknown:
+          break;
+      }
+    }
+    if (clean + bad == 0) return;
+    origin.evidence.push_back("the same parameter was clean on " + std::to_string(clean) + " of " +
+                              std::to_string(clean + bad) + " other data-parallel ranks");
+  }
+
+  void judge_unplaced(const Lane& lane, const Places& places, Phase phase, bool has_flow) {
+    if (lane.unplaced.empty()) return;
+    if (has_flow) {
+      findings_.add_note(std::to_string(lane.unplaced.size()) +
+                         " bad parameters are in no rank's backward order (first: " +
+                         lane.unplaced.front().bad->name +
+                         "); they count as received from the origin of their replica");
+      return;
+    }
+    for (std::size_t i = 0; i < lane.unplaced.size() && i < Findings::kMostIsolatedPerRank; ++i) {
+      const Unplaced& entry = lane.unplaced[i];
+      if (std::ranges::any_of(
+              entry.ranks, [&](int rank) { return findings_.is_explained_by_crossings(rank); })) {
+        continue;
+      }
+      std::set<int> ranks(entry.ranks.begin(), entry.ranks.end());
+      // Without an order nothing says what it received: everyone who exchanges with this rank.
+      for (const Place* place : places) {
+        if (place->dp == lane.dp || phase != Phase::grad_local) ranks.insert(place->rank);
+      }
+      ranks.insert(findings_.incident().unplaced().begin(), findings_.incident().unplaced().end());
+      Origin origin = findings_.make_origin(phase, Cause::unknown, Confidence::low, sorted(ranks));
+      set_parameter(origin, entry.bad->name, *entry.bad->sighting);
+      origin.evidence.push_back(describe_bad(entry.bad->sighting->stats) + " on " +
+                                describe_rank_count({entry.ranks.begin(), entry.ranks.end()}) +
+                                "; the parameter is in no rank's backward order, so what it could "
+                                "have received is not known");
+      origin.action = "look at the operators that compute this gradient, and at their inputs";
+      findings_.add_origin(std::move(origin), FoundIn::isolated);
+    }
+  }
+
+  /// A stretch of many parameters was not made by a collective: some replica had it before. One
+  /// whose ranks all said that their gradients were clean did not.
+  void keep_unseen_replicas(Origin& origin) const {
+    if (!findings_.incident().unplaced().empty()) return;
+    std::set<int> unseen;
+    for (const Place& place : findings_.incident().places()) {
+      if (findings_.is_blind(place, Phase::grad_local))
+        unseen.insert(findings_.incident().replica_of(place));
+    }
+    std::vector<int> kept;
+    for (const Place& place : findings_.incident().places()) {
+      if (unseen.contains(findings_.incident().replica_of(place)) &&
+          std::ranges::binary_search(origin.candidates, place.rank)) {
+        kept.push_back(place.rank);
+      }
+    }
+    if (kept.empty() || kept.size() == origin.candidates.size()) return;
+    set_candidates(origin, findings_.incident(), kept);
+    origin.evidence.push_back(
+        "the other replicas' gradients were clean before the collective: only replicas with a rank "
+        "that did not say are left");
+  }
+
+  Findings& findings_;
+};
+
+}  // namespace
+
+void judge_local_gradients(Findings& findings) {
+  GradientRules(findings).judge_local();
+}
+
+void judge_merged_gradients(Findings& findings, const std::set<ParameterKey>& keys, Phase phase) {
+  GradientRules(findings).judge_merged(keys, phase);
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,268 @@
+#include "locate/merge_births.hpp"
+
+#include <algorithm>
+#include <iterator>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+
+namespace nanlocator {
+namespace {
+
+/// Sentences about its way over the ranks' boundaries that a birth takes from the first pass.
+constexpr std::size_t kMostAdopted = 2;
+
+bool have_common(const std::vector<int>& a, const std::vector<int>& b) {
+  auto left = a.begin();
+  auto right = b.begin();
+  while (left != a.end() && right != b.end()) {
+    if (*left == *right) return true;
+    *left < *right ? ++left : ++right;
+  }
+  return false;
+}
+
+bool may_be_same_microbatch(const std::set<int>& a, const std::set<int>& b) {
+  if (a.empty() || b.empty()) return true;
+  return std::ranges::any_of(a, [&](int each) { return b.contains(each); });
+}
+
+class Merge {
+ public:
+  Merge(const Incident& incident, std::vector<FoundOrigin> found, std::vector<BornOrigin> born,
+        const RerunOutcome& rerun)
+      : incident_(incident), found_(std::move(found)), rerun_(rerun) {
+    for (BornOrigin& each : born) {
+      std::set<int> replicas = replicas_of(each.origin.candidates);
+      born_.push_back({std::move(each), std::move(replicas), 0});
+    }
+  }
+
+  std::vector<Origin> run() {
+    const auto sentences = describe_rerun(incident_, rerun_);
+    for (Traced& each : born_) adopt_neighbours(each.born.origin);
+    std::vector<Origin> left;
+    for (FoundOrigin& found : found_) {
+      if (Traced* birth = explanation_of(found)) {
+        adopt_evidence(*birth, found);
+        continue;
+      }
+      const bool is_gone = is_gone_in_repeat(found);
+      insert_second(found.origin.evidence, sentences);
+      if (is_gone) mark_as_gone(found.origin);
+      left.push_back(std::move(found.origin));
+    }
+    std::vector<Origin> origins;
+    for (Traced& each : born_) {
+      insert_second(each.born.origin.evidence, sentences);
+      if (rerun_.reproduced == false) mark_as_gone(each.born.origin);
+      origins.push_back(std::move(each.born.origin));
+    }
+    std::ranges::move(left, std::back_inserter(origins));
+    std::ranges::stable_sort(origins, {}, &Origin::phase);
+    return origins;
+  }
+
+ private:
+  struct Traced {
+    BornOrigin born;
+    std::set<int> replicas;
+    std::size_t adopted = 0;
+  };
+
+  std::set<int> replicas_of(const std::vector<int>& ranks) const {
+    std::set<int> replicas;
+    for (const int rank : ranks) {
+      if (const Place* place = incident_.place_of(rank)) {
+        replicas.insert(incident_.replica_of(*place));
+      }
+    }
+    return replicas;
+  }
+
+  // ---- what a birth explains ----
+
+  Traced* explanation_of(const FoundOrigin& found) {
+    const std::set<int> replicas = replicas_of(found.origin.candidates);
+    for (Traced& each : born_) {
+      if (explains(each, found, replicas)) return &each;
+    }
+    return nullptr;
+  }
+
+  bool explains(const Traced& birth, const FoundOrigin& found,
+                const std::set<int>& replicas) const {
+    const Origin& born = birth.born.origin;
+    const Origin& seen = found.origin;
+    const bool has_common_rank = have_common(born.candidates, seen.candidates);
+    const auto has_common_replica = [&] {
+      return std::ranges::any_of(replicas, [&](int each) { return birth.replicas.contains(each); });
+    };
+    const auto is_same_pass = [&] {
+      return born.direction == seen.direction &&
+             may_be_same_microbatch(birth.born.microbatches, found.microbatches);
+    };
+    switch (found.found_in) {
+      case FoundIn::weight:
+        return has_common_rank && born.cause == Cause::bad_weight;
+      case FoundIn::sent:
+        return has_common_rank && (is_same_pass() || born.cause == Cause::bad_weight);
+      case FoundIn::unseen:
+        return has_common_replica() && (is_same_pass() || born.cause == Cause::bad_weight);
+      case FoundIn::received:
+        return false;  // whatever is computed later, what was handed over was finite
+      case FoundIn::flow:
+        return seen.phase == Phase::grad_local ? has_common_replica() : has_common_rank;
+      case FoundIn::isolated:
+        if (seen.phase != Phase::grad_local) return has_common_rank;
+        if (is_bad_in_repeat(found) == false) return false;
+        return has_common_rank || has_common_replica() ||
+               birth.born.reached.contains(seen.parameter);
+      case FoundIn::other:
+        // A birth before the reduction would have been seen before it.
+        return has_common_rank && seen.cause != Cause::collective_result &&
+               seen.cause != Cause::collective_sum;
+    }
+    return false;
+  }
+
+  /// The clean parameters that bracket the fault, and the first gradient that it made bad, which
+  /// only the first pass tells.
+  void adopt_neighbours(Origin& born) const {
+    for (const FoundOrigin& found : found_) {
+      const Origin& seen = found.origin;
+      if (!std::ranges::binary_search(seen.candidates, born.candidates.front())) continue;
+      const std::string& first_bad =
+          seen.parameter.empty() ? found.first_bad_gradient : seen.parameter;
+      if (first_bad.empty() && seen.clean_before.empty() && seen.clean_after.empty()) continue;
+      // In backward it is the first gradient that the birth made bad; a forward birth has none.
+      if (born.parameter.empty() && born.direction != Direction::forward) {
+        born.parameter = first_bad;
+      }
+      born.clean_before = seen.clean_before;
+      born.clean_after = seen.clean_after;
+      return;
+    }
+  }
+
+  /// The trace sees a division of zero by zero; that no label was counted only the loss tells.
+  static void adopt_empty_loss(Origin& born, const Origin& seen) {
+    const bool is_quotient = born.phase == Phase::loss || born.op.starts_with("aten::div");
+    const bool is_open = born.cause == Cause::unknown || born.cause == Cause::operator_undefined;
+    if (seen.cause != Cause::empty_loss_mask || !is_quotient || !is_open) return;
+    born.cause = seen.cause;
+    born.action = seen.action;
+  }
+
+  static void adopt_evidence(Traced& birth, const FoundOrigin& found) {
+    adopt_empty_loss(birth.born.origin, found.origin);
+    if (found.found_in != FoundIn::sent || birth.adopted == kMostAdopted) return;
+    ++birth.adopted;
+    birth.born.origin.evidence.push_back("in the first pass " + found.origin.evidence.front());
+  }
+
+  // ---- what the repeat says ----
+
+  const Rerun* finished_rerun_of(int rank) const {
+    const RankEvidence* evidence = incident_.find(rank);
+    if (evidence == nullptr || !evidence->ledger().is_complete) return nullptr;
+    const auto& rerun = evidence->ledger().rerun;
+    return rerun && rerun->reproduced ? &*rerun : nullptr;
+  }
+
+  /// Whether the gradient, or any of the candidates', was bad in the repeat, too; empty where some
+  /// candidate cannot say, or the first pass made none bad.
+  std::optional<bool> is_bad_in_repeat(const FoundOrigin& found) const {
+    if (found.origin.phase > Phase::grad_local || !had_bad_gradients(found)) return std::nullopt;
+    const std::string& parameter = found.origin.parameter;
+    for (const int rank : found.origin.candidates) {
+      const Rerun* rerun = finished_rerun_of(rank);
+      if (rerun == nullptr) return std::nullopt;
+      if (found.found_in != FoundIn::isolated) {
+        if (!rerun->bad_parameters.empty()) return true;
+        continue;
+      }
+      const RankEvidence& evidence = *incident_.find(rank);
+      const auto position = evidence.position_of(std::string_view(parameter));
+      if (!position) return std::nullopt;
+      const std::int64_t id = evidence.parameter(*position).id;
+      if (std::ranges::find(rerun->bad_parameters, id) != rerun->bad_parameters.end()) return true;
+    }
+    return false;
+  }
+
+  bool had_bad_gradients(const FoundOrigin& found) const {
+    return std::ranges::any_of(found.origin.candidates, [&](int rank) {
+      const RankEvidence* evidence = incident_.find(rank);
+      return evidence != nullptr && !evidence->bad(Phase::grad_local).empty();
+    });
+  }
+
+  /// What was bad in the repeat of the replica has an origin of its own.
+  bool has_birth_in_replica(const FoundOrigin& found) const {
+    const std::set<int> replicas = replicas_of(found.origin.candidates);
+    return std::ranges::any_of(born_, [&](const Traced& each) {
+      return std::ranges::any_of(replicas,
+                                 [&](int replica) { return each.replicas.contains(replica); });
+    });
+  }
+
+  bool has_finished_everywhere(const std::vector<int>& ranks) const {
+    return std::ranges::all_of(ranks, [&](int rank) { return finished_rerun_of(rank) != nullptr; });
+  }
+
+  /// `found` has no birth that explains it, and the step was bad again or not.
+  bool is_gone_in_repeat(const FoundOrigin& found) const {
+    if (rerun_.reproduced == false) return true;
+    if (rerun_.reproduced != true) return false;
+    switch (found.found_in) {
+      case FoundIn::flow:
+      case FoundIn::isolated:
+        return is_bad_in_repeat(found) == false;
+      case FoundIn::sent:
+      case FoundIn::received:
+        // Gradients that were bad again tell nothing of it where another birth made them bad.
+        return has_finished_everywhere(found.origin.candidates) &&
+               (is_bad_in_repeat(found) == false || has_birth_in_replica(found));
+      default:
+        return false;
+    }
+  }
+
+  /// Finite when it was handed over and bad when it arrived: that is known without a repeat.
+  static bool is_witnessed(Cause cause) {
+    return cause == Cause::pipeline_transfer || cause == Cause::collective_result;
+  }
+
+  void mark_as_gone(Origin& origin) const {
+    if (rerun_.reproduced == true || is_witnessed(origin.cause)) {
+      origin.evidence.push_back("in the repeat of the step this was clean: it happened once");
+    }
+    if (is_witnessed(origin.cause)) return;
+    origin.cause = Cause::not_reproduced;
+    origin.confidence = std::min(origin.confidence, Confidence::medium);
+    origin.action =
+        "a fault of the hardware, a race, or a kernel that is not deterministic: test this "
+        "device before using it again, and see whether the same rank fails again";
+  }
+
+  static void insert_second(std::vector<std::string>& evidence,
+                            const std::vector<std::string>& sentences) {
+    evidence.insert(evidence.begin() + 1, sentences.begin(), sentences.end());
+  }
+
+  const Incident& incident_;
+  std::vector<FoundOrigin> found_;
+  std::vector<Traced> born_;
+  const RerunOutcome& rerun_;
+};
+
+}  // namespace
+
+std::vector<Origin> merge_births(const Incident& incident, std::vector<FoundOrigin> found,
+                                 std::vector<BornOrigin> born, const RerunOutcome& rerun) {
+  return Merge(incident, std::move(found), std::move(born), rerun).run();
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,235 @@
+#include "locate/reduction_rules.hpp"
+
+#include <algorithm>
+#include <set>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "locate/gradient_rules.hpp"
+#include "locate/origin_text.hpp"
+
+namespace nanlocator {
+namespace {
+
+class ReductionRules {
+ public:
+  explicit ReductionRules(Findings& findings) : findings_(findings) {}
+
+  void judge_reduced() {
+    std::set<ParameterKey> without_evidence;
+    for (const auto& [key, bad] : findings_.in_backward_order(findings_.bad(Phase::grad_reduced))) {
+      if (findings_.is_bad_in(Phase::grad_local, *key)) continue;  // received from a replica
+      if (is_clean_on_all_holders(*key, *bad, Phase::grad_local)) {
+        add_collective_origin(*bad);
+      } else if (has_clean_copy(*bad)) {
+        add_own_copy_origin(*bad);
+      } else {
+        without_evidence.insert(*key);
+      }
+    }
+    judge_merged_gradients(findings_, without_evidence, Phase::grad_reduced);
+  }
+
+  void judge_norm() {
+    std::set<ParameterKey> without_evidence;
+    for (const auto& [key, bad] : findings_.in_backward_order(findings_.bad(Phase::grad_norm))) {
+      if (findings_.is_bad_in(Phase::grad_local, *key) ||
+          findings_.is_bad_in(Phase::grad_reduced, *key)) {
+        continue;
+      }
+      const bool was_clean = std::ranges::all_of(*bad, [&](const BadOnRank& each) {
+        return was_clean_before_norm(*each.rank, each.bad->name);
+      });
+      const bool is_of_bad_reduction = std::ranges::all_of(*bad, [&](const BadOnRank& each) {
+        return findings_.has_bad_reduction(each.rank->rank());
+      });
+      if (is_of_bad_reduction) continue;
+      if (was_clean) {
+        add_norm_origin(*key, *bad);
+      } else {
+        without_evidence.insert(*key);
+      }
+    }
+    judge_merged_gradients(findings_, without_evidence, Phase::grad_norm);
+  }
+
+ private:
+  /// Every rank that may hold the parameter looked at it in `phase`, and found it clean.
+  bool is_clean_on_all_holders(const ParameterKey& key, const std::vector<BadOnRank>& bad,
+                               Phase phase) const {
+    if (!findings_.incident().unplaced().empty()) return false;
+    std::set<std::string_view> names;
+    for (const auto& each : bad) names.insert(each.bad->name);
+    return std::ranges::all_of(findings_.holders_of(key), [&](const Place* place) {
+      if (findings_.is_blind(*place, phase)) return false;
+      return std::ranges::all_of(names, [&](std::string_view name) {
+        const auto position = place->evidence->position_of(name);
+        return !position || place->evidence->status(phase, *position) == Status::clean;
+      });
+    });
+  }
+
+  /// Another data-parallel rank of a bad rank's group holds the same elements, whole, and clean: an
+  /// all-reduce gives all of them the same result, so the bad copy went bad where it lies.
+  bool has_clean_copy(const std::vector<BadOnRank>& bad) const {
+    return std::ranges::all_of(bad, [&](const BadOnRank& each) {
+      const Sighting& sighting = *each.bad->sighting;
+      if (sighting.stats.numel != numel_of(sighting.shape)) return false;
+      const RankCoordinates& own = each.rank->coordinates();
+      return std::ranges::any_of(
+          findings_.groups().at({own.tp.rank, own.pp.rank}), [&](const Place* place) {
+            return place->evidence != nullptr &&
+                   place->evidence->status(Phase::grad_reduced, each.bad->name) == Status::clean;
+          });
+    });
+  }
+
+  void add_own_copy_origin(const std::vector<BadOnRank>& bad) {
+    if (findings_.is_full(Phase::grad_reduced)) return;
+    const Sighting& sighting = *bad.front().bad->sighting;
+    Origin origin = findings_.make_origin(Phase::grad_reduced, Cause::unknown, Confidence::medium,
+                                          sorted(ranks_of(bad)));
+    set_parameter(origin, bad.front().bad->name, sighting);
+    origin.direction = Direction::none;
+    origin.evidence.push_back(
+        describe_bad(sighting.stats) + " after the data-parallel collective on " +
+        describe_rank_count(ranks_of(bad)) +
+        "; other data-parallel ranks hold a clean result of the same elements");
+    origin.evidence.push_back(
+        "what it was before the collective is not known on every rank; had it been bad there, all "
+        "members would have received it (unless gradients are not reduced at all)");
+    origin.action = "check what touches gradients after the reduction on " +
+                    describe_rank_count(ranks_of(bad)) + ", its links and its memory";
+    findings_.add_origin(std::move(origin));
+  }
+
+  void add_collective_origin(const std::vector<BadOnRank>& bad) {
+    if (findings_.is_full(Phase::grad_reduced)) return;
+    const Sighting& sighting = *bad.front().bad->sighting;
+    const std::string& name = bad.front().bad->name;
+    const std::set<int> ranks = ranks_of(bad);
+    std::set<std::pair<int, int>> groups;  // (tp, pp) of the bad ranks
+    std::set<std::string_view> names;
+    for (const auto& each : bad) {
+      groups.emplace(each.rank->coordinates().tp.rank, each.rank->coordinates().pp.rank);
+      names.insert(each.bad->name);
+    }
+    std::set<int> members, clean;
+    for (const auto& group : groups) {
+      for (const Place* place : findings_.groups().at(group)) {
+        // Of tied parameters each stage knows its own name.
+        const auto holds = [&](std::string_view each) {
+          return place->evidence->position_of(each).has_value();
+        };
+        if (!std::ranges::any_of(names, holds) && !ranks.contains(place->rank)) continue;
+        members.insert(place->rank);
+        if (place->evidence->status(Phase::grad_reduced, name) == Status::clean) {
+          clean.insert(place->rank);
+        }
+      }
+    }
+    const bool is_whole = std::ranges::all_of(bad, [](const BadOnRank& each) {
+      return each.bad->sighting->stats.numel == numel_of(each.bad->sighting->shape);
+    });
+    const bool is_own_copy = is_whole && !clean.empty();
+    const bool is_alone = members.size() == 1;
+    const auto overflow = overflow_in_sum_hint(sighting, members.size());
+    const std::set<int>& candidates = is_own_copy || is_alone ? ranks : members;
+    Origin origin = findings_.make_origin(
+        Phase::grad_reduced,
+        is_alone                   ? Cause::unknown
+        : overflow && !is_own_copy ? Cause::collective_sum
+                                   : Cause::collective_result,
+        candidates.size() == 1 ? Confidence::high : Confidence::medium, sorted(candidates));
+    set_parameter(origin, name, sighting);
+    origin.direction = Direction::none;
+    origin.evidence.push_back("its gradient was clean before the data-parallel collective on all " +
+                              std::to_string(members.size()) + " ranks that hold it, and has " +
+                              describe_bad(sighting.stats) + " after it on " +
+                              describe_rank_count(ranks));
+    if (is_alone) {
+      origin.evidence.push_back(
+          "no other rank holds it: nothing was received in between, it was "
+          "written or damaged on this rank");
+      origin.action =
+          "check what touches gradients between the two looks, and this device's memory";
+    } else if (is_own_copy) {
+      origin.evidence.push_back(
+          "the other members hold a clean result of the same elements: this "
+          "rank's copy alone is bad (its link, its memory, or the collective's "
+          "last step on it)");
+      origin.action = "check the links and the memory of " + describe_rank_count(ranks) +
+                      "; repeat the collective on known values over them";
+    } else {
+      origin.evidence.push_back(
+          is_whole ? "every member has it: the members cannot be told apart"
+                   : "only the owner of these elements (" + describe_rank_count(ranks) +
+                         ") keeps their sum: it and every rank that sent to it are possible");
+      origin.action =
+          "repeat the collective on known values over these ranks, and compare the members' local "
+          "sums";
+    }
+    if (overflow) origin.evidence.push_back(*overflow);
+    findings_.add_origin(std::move(origin));
+  }
+
+  /// Clean after the reduction; or before it, where there is nobody to reduce with.
+  bool was_clean_before_norm(const RankEvidence& rank, const std::string& name) const {
+    if (rank.status(Phase::grad_reduced, name) == Status::clean) return true;
+    const auto& at = rank.coordinates();
+    return at.dp.size * at.cp.size == 1 && rank.status(Phase::grad_local, name) == Status::clean;
+  }
+
+  void add_norm_origin(const ParameterKey& key, const std::vector<BadOnRank>& bad) {
+    if (findings_.is_full(Phase::grad_norm)) return;
+    const std::set<int> ranks = ranks_of(bad);
+    std::set<int> candidates = ranks;
+    const bool is_shared_further = key.tp == -1 || key.pp == -1;
+    std::set<int> blind;
+    if (is_shared_further) blind = findings_.blind_holders(key, Phase::grad_norm);
+    // What a rank that said nothing handed on may have come from anywhere in its replica.
+    for (const Place& place : findings_.incident().places()) {
+      if (!blind.contains(place.rank)) continue;
+      for (const Place* mate : findings_.replicas().at(findings_.incident().replica_of(place))) {
+        candidates.insert(mate->rank);
+      }
+    }
+    if (is_shared_further)
+      candidates.insert(findings_.incident().unplaced().begin(),
+                        findings_.incident().unplaced().end());
+    Origin origin = findings_.make_origin(Phase::grad_norm, Cause::unknown,
+                                          !blind.empty()          ? Confidence::low
+                                          : candidates.size() > 1 ? Confidence::medium
+                                                                  : Confidence::high,
+                                          sorted(candidates));
+    set_parameter(origin, bad.front().bad->name, *bad.front().bad->sighting);
+    origin.direction = Direction::none;
+    origin.evidence.push_back("clean after the data-parallel reduction, and " +
+                              describe_bad(bad.front().bad->sighting->stats) + " on " +
+                              describe_rank_count(ranks) + " where the optimizer read it");
+    origin.evidence.push_back(
+        is_shared_further
+            ? "between the two lie unscaling, the optimizer's copy, and the reduction of tied "
+              "embeddings or tensor-parallel duplicates, which this parameter takes part in"
+            : "between the two lie unscaling and the optimizer's copy");
+    add_blind_evidence(origin, blind);
+    origin.action = "check the loss scale, gradient hooks, and this device's memory";
+    findings_.add_origin(std::move(origin));
+  }
+
+  Findings& findings_;
+};
+
+}  // namespace
+
+void judge_reduced_gradients(Findings& findings) {
+  ReductionRules(findings).judge_reduced();
+}
+
+void judge_norm_gradients(Findings& findings) {
+  ReductionRules(findings).judge_norm();
+}
+
+}  // namespace nanlocator

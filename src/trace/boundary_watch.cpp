@@ -1,0 +1,363 @@
+// A crossing's place. In a module's forward (recomputation included) it is the innermost module. In
+// backward no module runs: the autograd node that runs was made by one, and nodes are numbered in
+// the order in which a thread makes them (torch/csrc/autograd/function.h, sequence_nr), so it is
+// the module that was innermost when that number was given. A message between pipeline stages
+// belongs to the microbatch whose schedule step computed or consumes it.
+#include "nanlocator/trace/boundary_watch.hpp"
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+
+#include "gradients/tensor_access.hpp"
+#include "nanlocator/error.hpp"
+#include "trace/deferred_looks.hpp"
+
+namespace nanlocator {
+namespace {
+
+struct Group {
+  std::string name;
+  std::vector<int> members;
+};
+
+enum class Direction : std::uint8_t { collective, sent, received };
+
+/// Crossings that are counted together.
+struct Lane {
+  CrossingGroup group = 0;
+  Direction direction = Direction::collective;
+  int peer = -1;  // of sends and receives
+  friend auto operator<=>(const Lane&, const Lane&) = default;
+};
+
+struct Count {
+  std::int64_t begun = 0;
+  std::int64_t finished = 0;  // all below
+  std::set<std::int64_t> finished_early;
+
+  void finish(std::int64_t sequence) {
+    finished_early.insert(sequence);
+    while (finished_early.erase(finished) > 0) ++finished;
+  }
+};
+
+struct Place {
+  Phase phase = Phase::forward;
+  MicrobatchPlace microbatch;
+  ModulePath module = nullptr;
+};
+
+struct CrossingRecord {
+  Lane lane;
+  std::int64_t sequence;
+  ModulePath op;  // interned, as paths are
+  Place place;
+};
+
+struct Event {
+  std::size_t crossing;  // of this step
+  std::string_view role;
+  DeferredLooks::Id look;
+  at::ScalarType type;
+  std::vector<std::int64_t> shape;
+};
+
+/// From here on, up to the next mark, nodes are made by `module`.
+struct Mark {
+  std::uint64_t first_sequence_number;
+  ModulePath module;
+  MicrobatchPlace microbatch;
+};
+
+/// What one thread has run.
+struct Timeline {
+  std::vector<ModulePath> running;  // outermost first
+  std::vector<Mark> marks;          // numbers ascending
+
+  void mark() {
+    const auto next = at::sequence_number::peek();
+    const auto module = running.empty() ? nullptr : running.back();
+    // A module that has made no node so far has none to be found by.
+    if (!marks.empty() && marks.back().first_sequence_number == next) marks.pop_back();
+    marks.push_back({next, module, current_microbatch()});
+  }
+
+  [[nodiscard]] const Mark* at(std::uint64_t sequence_number) const {
+    const auto after =
+        std::ranges::upper_bound(marks, sequence_number, {}, &Mark::first_sequence_number);
+    return after == marks.begin() ? nullptr : &*std::prev(after);
+  }
+};
+
+/// What the schedule is doing.
+enum class Step : std::uint8_t {
+  before_first,  // no microbatch yet
+  forward,       // in a microbatch's forward step, before its model was called
+  loss,          // in the same, once the model was called
+  backward,
+  between,  // microbatches, or after the last one
+};
+
+const void* address_of(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage() ? tensor.storage().data() : nullptr;
+}
+
+}  // namespace
+
+struct BoundaryWatch::Impl {
+  explicit Impl(int threads) : looks(threads) {}
+
+  std::mutex mutex;
+  std::vector<Group> groups;
+  DeferredLooks looks;
+  std::vector<CrossingRecord> crossings;  // of this step
+  CrossingId first_crossing = 0;
+  std::vector<Event> events;
+  std::map<Lane, Count> counts;
+  std::unordered_map<std::uint64_t, Timeline> timelines;  // by at::RecordFunction::currentThreadId
+  Step step = Step::before_first;
+  std::unordered_map<const void*, Place> computed;       // by schedule steps: what may be sent
+  std::unordered_map<const void*, std::size_t> arrived;  // crossings whose tensors wait for a step
+
+  CrossingId begin(const Lane& lane, std::string_view op, Place place) {
+    if (lane.group >= groups.size()) {
+      throw UsageError("BoundaryWatch: no group " + std::to_string(lane.group) + " of " +
+                       std::to_string(groups.size()) + " was added");
+    }
+    crossings.push_back({lane, counts[lane].begun++, intern_module_path(op), place});
+    return first_crossing + static_cast<CrossingId>(crossings.size()) - 1;
+  }
+
+  void see(CrossingId crossing, std::string_view role, std::span<const at::Tensor> tensors) {
+    for (const auto& tensor : tensors) {
+      const auto look = looks.look_afresh(tensor);
+      if (look == DeferredLooks::kFinite) continue;
+      events.push_back({static_cast<std::size_t>(crossing - first_crossing), role, look,
+                        tensor.scalar_type(), tensor.sizes().vec()});
+    }
+  }
+
+  void finish(CrossingId crossing) {
+    const auto& record = crossings[static_cast<std::size_t>(crossing - first_crossing)];
+    counts[record.lane].finish(record.sequence);
+  }
+
+  /// Of a collective that this thread is about to enter.
+  [[nodiscard]] Place place_of_collective() const {
+    const auto microbatch = current_microbatch();
+    if (const auto module = current_module()) return {Phase::forward, microbatch, module};
+    if (const auto node = torch::autograd::get_current_node()) {
+      return place_in_backward(*node, microbatch);
+    }
+    switch (step) {
+      case Step::before_first:
+      case Step::forward:
+        return {Phase::forward, microbatch, nullptr};
+      case Step::loss:
+        return {Phase::loss, microbatch, nullptr};
+      case Step::backward:
+        return {Phase::backward, microbatch, nullptr};
+      case Step::between:  // finalize_model_grads: tied embeddings, norms under sequence
+                           // parallelism
+        return {Phase::grad_reduced, microbatch, nullptr};
+    }
+    return {};
+  }
+
+  [[nodiscard]] Place place_in_backward(const torch::autograd::Node& node,
+                                        MicrobatchPlace microbatch) const {
+    Place place{Phase::backward, microbatch, nullptr};
+    const bool is_accumulator = node.sequence_nr() == std::numeric_limits<std::uint64_t>::max();
+    const auto timeline = timelines.find(node.thread_id());
+    if (is_accumulator || timeline == timelines.end()) return place;
+    if (const Mark* mark = timeline->second.at(node.sequence_nr())) {
+      place.module = mark->module;
+      if (!microbatch.microbatch) place.microbatch = mark->microbatch;
+    }
+    return place;
+  }
+
+  [[nodiscard]] Place place_of_send(std::span<const at::Tensor> sent) const {
+    for (const auto& tensor : sent) {
+      if (!tensor.is_floating_point()) continue;  // shapes, at an address that was a tensor's once
+      const auto found = computed.find(address_of(tensor));
+      if (found != computed.end()) return found->second;
+    }
+    return {};
+  }
+
+  void expect_consumer(CrossingId crossing, std::span<const at::Tensor> received) {
+    for (const auto& tensor : received) {
+      if (!tensor.is_floating_point()) continue;
+      arrived[address_of(tensor)] = static_cast<std::size_t>(crossing - first_crossing);
+    }
+  }
+
+  void consume(const Place& place, std::span<const at::Tensor> tensors) {
+    for (const auto& tensor : tensors) {
+      const auto found = arrived.find(address_of(tensor));
+      if (found == arrived.end()) continue;
+      crossings[found->second].place = place;
+      arrived.erase(found);
+    }
+  }
+
+  void keep(const Place& place, std::span<const at::Tensor> tensors) {
+    for (const auto& tensor : tensors) {
+      if (const auto* address = address_of(tensor)) computed[address] = place;
+    }
+  }
+
+  [[nodiscard]] Sighting sighting_of(const Event& event, std::int64_t iteration) const {
+    const CrossingRecord& crossing = crossings[event.crossing];
+    const Group& group = groups[crossing.lane.group];
+    Sighting sighting;
+    sighting.iteration = iteration;
+    sighting.microbatch = crossing.place.microbatch.microbatch;
+    sighting.chunk = crossing.place.microbatch.chunk;
+    sighting.phase = crossing.place.phase;
+    if (crossing.place.module) sighting.module = *crossing.place.module;
+    sighting.op = *crossing.op;
+    sighting.role = event.role;
+    sighting.dtype = dtype_name(event.type);
+    sighting.shape = event.shape;
+    sighting.stats = looks.stats(event.look);
+    sighting.crossing =
+        Crossing{group.name, group.members, peer_of(crossing.lane), crossing.sequence};
+    return sighting;
+  }
+
+  [[nodiscard]] static std::optional<int> peer_of(const Lane& lane) {
+    if (lane.direction == Direction::collective) return std::nullopt;
+    return lane.peer;
+  }
+
+  [[nodiscard]] CrossingCoverage coverage_of(const Lane& lane, const Count& count) const {
+    const Group& group = groups[lane.group];
+    const auto role = lane.direction == Direction::received ? kReceived : kSent;
+    return {group.name, group.members, peer_of(lane), std::string(role), count.finished};
+  }
+};
+
+BoundaryWatch::BoundaryWatch(int threads) : impl_(std::make_unique<Impl>(threads)) {}
+BoundaryWatch::~BoundaryWatch() = default;
+
+CrossingGroup BoundaryWatch::add_group(std::string name, std::vector<int> members) {
+  const std::lock_guard lock(impl_->mutex);
+  std::ranges::sort(members);
+  impl_->groups.push_back({std::move(name), std::move(members)});
+  return impl_->groups.size() - 1;
+}
+
+void BoundaryWatch::begin_step() {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->first_crossing += static_cast<CrossingId>(impl_->crossings.size());
+  impl_->crossings.clear();
+  impl_->events.clear();
+  impl_->counts.clear();
+  impl_->looks.clear();
+  for (auto& [thread, timeline] : impl_->timelines) timeline.marks.clear();
+  impl_->step = Step::before_first;
+  impl_->computed.clear();
+  impl_->arrived.clear();
+}
+
+CrossingId BoundaryWatch::begin_collective(CrossingGroup group, std::string_view op,
+                                           std::span<const at::Tensor> sent) {
+  const std::lock_guard lock(impl_->mutex);
+  const auto crossing = impl_->begin({group}, op, impl_->place_of_collective());
+  impl_->see(crossing, kSent, sent);
+  return crossing;
+}
+
+void BoundaryWatch::send(CrossingGroup group, int peer, std::span<const at::Tensor> sent) {
+  const std::lock_guard lock(impl_->mutex);
+  const auto crossing =
+      impl_->begin({group, Direction::sent, peer}, "c10d::send", impl_->place_of_send(sent));
+  impl_->see(crossing, kSent, sent);
+  impl_->finish(crossing);
+}
+
+CrossingId BoundaryWatch::begin_receive(CrossingGroup group, int peer) {
+  const std::lock_guard lock(impl_->mutex);
+  return impl_->begin({group, Direction::received, peer}, "c10d::recv_", {});
+}
+
+void BoundaryWatch::finish(CrossingId crossing, std::span<const at::Tensor> received) {
+  const std::lock_guard lock(impl_->mutex);
+  if (crossing < impl_->first_crossing) return;
+  const auto& record =
+      impl_->crossings.at(static_cast<std::size_t>(crossing - impl_->first_crossing));
+  if (record.lane.direction == Direction::received) impl_->expect_consumer(crossing, received);
+  impl_->see(crossing, kReceived, received);
+  impl_->finish(crossing);
+}
+
+std::size_t BoundaryWatch::enter(ModulePath path) {
+  const std::lock_guard lock(impl_->mutex);
+  auto& timeline = impl_->timelines[at::RecordFunction::currentThreadId()];
+  if (impl_->step == Step::forward) impl_->step = Step::loss;
+  timeline.running.push_back(path);
+  timeline.mark();
+  return timeline.running.size() - 1;
+}
+
+void BoundaryWatch::leave(std::size_t call) {
+  const std::lock_guard lock(impl_->mutex);
+  auto& timeline = impl_->timelines[at::RecordFunction::currentThreadId()];
+  if (call >= timeline.running.size()) return;
+  timeline.running.resize(call);
+  timeline.mark();
+}
+
+void BoundaryWatch::begin_forward(MicrobatchPlace place, std::span<const at::Tensor> inputs) {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->step = Step::forward;
+  impl_->consume({Phase::forward, place, nullptr}, inputs);
+}
+
+void BoundaryWatch::end_forward(MicrobatchPlace place, std::span<const at::Tensor> outputs) {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->step = Step::between;
+  impl_->keep({Phase::forward, place, nullptr}, outputs);
+}
+
+void BoundaryWatch::begin_backward(MicrobatchPlace place,
+                                   std::span<const at::Tensor> output_grads) {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->step = Step::backward;
+  impl_->consume({Phase::backward, place, nullptr}, output_grads);
+}
+
+void BoundaryWatch::end_backward(MicrobatchPlace place, std::span<const at::Tensor> input_grads) {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->step = Step::between;
+  impl_->keep({Phase::backward, place, nullptr}, input_grads);
+}
+
+BoundaryWatch::Collected BoundaryWatch::collect(std::int64_t iteration) {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->looks.read();
+  Collected collected;
+  for (const Event& event : impl_->events) {
+    if (impl_->looks.stats(event.look).is_finite()) continue;  // on a device, known only now
+    collected.sightings.push_back(impl_->sighting_of(event, iteration));
+  }
+  for (const auto& [lane, count] : impl_->counts) {
+    collected.coverage.push_back(impl_->coverage_of(lane, count));
+  }
+  return collected;
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,263 @@
+#include "nanlocator/agree/rank_monitor.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "agree/process_ranks.hpp"
+
+namespace nanlocator::testing {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+
+// Until heartbeats are in the Store and have been seen by the neighbours.
+constexpr milliseconds kSettled{1'000};
+// Time in which a loss is told at the latest, on a machine that does other things, too.
+constexpr milliseconds kToldBy = 4 * kQuick.patience;
+// Time after which a loss would have been told.
+constexpr milliseconds kNotTold = kQuick.patience + 8 * kQuick.interval;
+
+std::string silent(int rank, const std::string& activity = "forward_backward") {
+  return place_of(rank) + " has not answered since iteration 7, where it was in " + activity + "\n";
+}
+
+void wait(milliseconds time) {
+  std::this_thread::sleep_for(time);
+}
+
+TEST(RankMonitor, AKilledRankIsNamedOnEveryLivingOneWithWhereItWas) {
+  ProcessRanks ranks(4);
+  ranks.start_all();
+  wait(kSettled);
+  for (int rank = 0; rank < 4; ++rank) EXPECT_EQ(ranks.lost_on(rank), "never");
+  ranks.send(2, SIGKILL);
+  for (const int rank : {0, 1, 3}) ranks.expect_lost(rank, silent(2), kToldBy);
+}
+
+TEST(RankMonitor, AHostThatTakesItsRanksWithItIsNoticedInLittleMoreThanOnePatience) {
+  ProcessRanks ranks(8);
+  ranks.start_all();
+  wait(kSettled);
+  const auto died = Clock::now();
+  for (const int rank : {1, 2, 3, 4, 5}) ranks.send(rank, SIGKILL);
+  const auto expected = silent(1) + silent(2) + silent(3) + silent(4) + silent(5);
+  for (const int rank : {0, 6, 7}) ranks.expect_lost(rank, expected, 2 * kToldBy);
+  // One after another they would take more than five times the patience.
+  EXPECT_LT(Clock::now() - died, 5 * kQuick.patience);
+}
+
+TEST(RankMonitor, TwoRanksThatDieApartAreBothNamed) {
+  ProcessRanks ranks(4);
+  ranks.start_all();
+  wait(kSettled);
+  ranks.send(3, SIGKILL);
+  ranks.expect_lost(0, silent(3), kToldBy);
+  ranks.send(1, SIGKILL);
+  for (const int rank : {0, 2}) ranks.expect_lost(rank, silent(1) + silent(3), kToldBy);
+}
+
+TEST(RankMonitor, ADebuggerThatStopsARankForLessThanThePatienceIsNoLoss) {
+  ProcessRanks ranks(3);
+  ranks.start_all();
+  wait(kSettled);
+  ranks.send(1, SIGSTOP);
+  wait(kQuick.patience / 2);
+  ranks.send(1, SIGCONT);
+  wait(kNotTold);
+  for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(ranks.lost_on(rank), "never") << rank;
+}
+
+TEST(RankMonitor, ARankThatAnswersAgainIsTakenOffTheList) {
+  ProcessRanks ranks(3);
+  ranks.start_all();
+  wait(kSettled);
+  ranks.send(1, SIGSTOP);
+  for (const int rank : {0, 2}) ranks.expect_lost(rank, silent(1), kToldBy);
+  ranks.send(1, SIGCONT);
+  for (const int rank : {0, 2}) ranks.expect_lost(rank, "", kToldBy);
+  EXPECT_EQ(ranks.lost_on(1), "never");
+  ranks.send(1, SIGKILL);  // and can be lost a second time
+  for (const int rank : {0, 2}) ranks.expect_lost(rank, silent(1), kToldBy);
+}
+
+TEST(RankMonitor, RanksThatAreStoppedTogetherAccuseNobodyWhenTheyGoOn) {
+  ProcessRanks ranks(3);
+  ranks.start_all();
+  wait(kSettled);
+  for (int rank = 0; rank < 3; ++rank) ranks.send(rank, SIGSTOP);
+  wait(2 * kQuick.patience);
+  for (int rank = 0; rank < 3; ++rank) {
+    ranks.send(rank, SIGCONT);
+    wait(kQuick.interval);  // the first has looked before the next one beats
+  }
+  wait(kNotTold);
+  for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(ranks.lost_on(rank), "never") << rank;
+}
+
+TEST(RankMonitor, BusyCoresAccuseNobody) {
+  ProcessRanks ranks(8);
+  for (int rank = 0; rank < 8; ++rank) ranks.start(rank, Activity::forward_backward, 2);
+  wait(5 * kQuick.patience);
+  for (int rank = 0; rank < 8; ++rank) EXPECT_EQ(ranks.lost_on(rank), "never") << rank;
+}
+
+TEST(RankMonitor, ARankThatStartsLaterIsNoLossAndOneThatNeverStartsIs) {
+  ProcessRanks ranks(3);
+  ranks.start(0);
+  ranks.start(1);
+  wait(2 * kQuick.patience);
+  ranks.start(2);
+  wait(kNotTold);
+  for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(ranks.lost_on(rank), "never") << rank;
+
+  ProcessRanks without_one(3);
+  without_one.start(0);
+  without_one.start(1);
+  for (const int rank : {0, 1}) {
+    without_one.expect_lost(rank, "rank 2 has not answered since the install\n", 4 * kToldBy);
+  }
+}
+
+TEST(RankMonitor, ARankThatSaysGoodbyeIsNoLossAndTheOnesBehindItAreWatchedOn) {
+  ProcessRanks ranks(4);
+  ranks.start_all();
+  wait(kSettled);
+  ranks.leave(1);
+  wait(kNotTold);
+  for (const int rank : {0, 2, 3}) EXPECT_EQ(ranks.lost_on(rank), "never") << rank;
+  ranks.send(2, SIGKILL);  // rank 1 would have noticed
+  for (const int rank : {0, 3}) ranks.expect_lost(rank, silent(2), kToldBy);
+}
+
+TEST(RankMonitor, ARankThatAnExceptionEndsIsLostAtOnceWithItsText) {
+  ProcessRanks ranks(3);
+  ranks.start_all();
+  wait(kSettled);
+  ranks.end_by_value_error(1);
+  for (const int rank : {0, 2}) {
+    ranks.expect_lost(rank, place_of(1) + " ended by ValueError: no data (in iteration 7)\n",
+                      kQuick.patience);
+  }
+}
+
+TEST(RankMonitor, SilenceAfterTheEndOfTheRunIsExpected) {
+  ProcessRanks ranks(3);
+  for (int rank = 0; rank < 3; ++rank) {
+    ranks.start(rank, rank == 1 ? Activity::stopped : Activity::gathering);
+  }
+  wait(kSettled);
+  ranks.send(1, SIGKILL);
+  wait(kNotTold);
+  for (const int rank : {0, 2}) EXPECT_EQ(ranks.lost_on(rank), "never") << rank;
+  ranks.send(2, SIGKILL);
+  ranks.expect_lost(0, silent(2, "gathering"), kToldBy);
+}
+
+// --------------------------------------------------------------------------- threads of one
+// process
+
+class BreakableStore : public c10d::HashStore {
+ public:
+  c10::intrusive_ptr<c10d::Store> clone() override {
+    return c10::intrusive_ptr<BreakableStore>::unsafe_reclaim_from_nonowning(this);
+  }
+  void set(const std::string& key, const std::vector<uint8_t>& value) override {
+    if (is_broken) throw std::runtime_error("Connection reset by peer\nwith a stack");
+    HashStore::set(key, value);
+  }
+  bool check(const std::vector<std::string>& keys) override {
+    while (is_frozen) std::this_thread::sleep_for(milliseconds(1));
+    return HashStore::check(keys);
+  }
+  std::atomic<bool> is_broken = false;
+  std::atomic<bool> is_frozen = false;
+};
+
+std::unique_ptr<RankMonitor> monitor_on(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                        int size, RankMonitor::OnChange on_change = {}) {
+  return std::make_unique<RankMonitor>(std::make_unique<StoreClient>(store), "test", rank, size,
+                                       place_of(rank), kQuick, std::move(on_change));
+}
+
+TEST(RankMonitor, ABrokenStoreEndsItWithAReasonAndNoAccusation) {
+  const auto store = c10::make_intrusive<BreakableStore>();
+  std::atomic<int> changes = 0;
+  const auto monitor = monitor_on(store, 0, 2, [&](const auto&) { ++changes; });
+  EXPECT_EQ(monitor->problem(), "");
+  store->is_broken = true;
+  const auto before = Clock::now();
+  EXPECT_THAT(monitor->wait_for_loss(before + 10 * kToldBy), IsEmpty());
+  EXPECT_LT(Clock::now() - before, kToldBy);
+  EXPECT_THAT(monitor->problem(), HasSubstr("(Connection reset by peer)"));
+  EXPECT_EQ(changes, 0);
+}
+
+TEST(RankMonitor, AStoreThatIsSuspendedIsNoRanksSilence) {
+  const auto store = c10::make_intrusive<BreakableStore>();
+  const auto first = monitor_on(store, 0, 2);
+  const auto second = monitor_on(store, 1, 2);
+  wait(kSettled);
+  store->is_frozen = true;
+  wait(3 * kQuick.patience);
+  store->is_frozen = false;
+  wait(kNotTold);
+  EXPECT_THAT(first->lost(), IsEmpty());
+  EXPECT_THAT(second->lost(), IsEmpty());
+}
+
+TEST(RankMonitor, WhoeverWaitsForALossLearnsOfItAndWaitsNoLongerThanItsDeadline) {
+  const auto store = c10::make_intrusive<BreakableStore>();
+  const auto first = monitor_on(store, 0, 2);
+  auto second = monitor_on(store, 1, 2);
+  EXPECT_THAT(first->wait_for_loss(Clock::now() + 2 * kQuick.interval), IsEmpty());
+  second->now_in(Activity::rerun, 3);
+  second->leave("RuntimeError: device lost");
+  const auto lost = first->wait_for_loss(Clock::now() + 10 * kToldBy);
+  ASSERT_THAT(lost, SizeIs(1));
+  EXPECT_EQ(lost[0], (LostRank{1, place_of(1), 3, "rerun", "RuntimeError: device lost"}));
+}
+
+TEST(RankMonitor, TellsThatItHasStoppedBeforeItReturns) {
+  const auto store = c10::make_intrusive<BreakableStore>();
+  const auto monitor = monitor_on(store, 0, 2);
+  monitor->stop(12);
+  const auto heartbeat = store->HashStore::get("test/beat/0");
+  EXPECT_THAT(std::string(heartbeat.begin(), heartbeat.end()), HasSubstr(R"("stopped")"));
+}
+
+TEST(RankMonitor, CallsNobodyAfterItsEnd) {
+  const auto store = c10::make_intrusive<BreakableStore>();
+  const auto first = monitor_on(store, 0, 3);
+  std::atomic<bool> is_over = false;
+  std::atomic<bool> was_called_late = false;
+  {
+    const auto second = monitor_on(store, 1, 3, [&](const auto&) {
+      wait(3 * kQuick.interval);
+      was_called_late = was_called_late || is_over;
+    });
+    first->leave("ValueError: no data");
+    (void)second->wait_for_loss(Clock::now() + kToldBy);
+  }
+  is_over = true;
+  wait(kNotTold);
+  EXPECT_FALSE(was_called_late);
+}
+
+TEST(MonitorTimes, FollowFromTheDeadline) {
+  const auto check = [](int deadline, int interval, int patience) {
+    const auto times = MonitorTimes::for_deadline(milliseconds(deadline));
+    EXPECT_EQ(times.interval.count(), interval);
+    EXPECT_EQ(times.patience.count(), patience);
+  };
+  check(30'000, 2'500, 15'000);
+  check(600, 100, 1'000);
+  check(600'000, 5'000, 300'000);
+}
+
+}  // namespace
+}  // namespace nanlocator::testing

@@ -1,0 +1,207 @@
+"""What a test changes in a rank's process before the rank builds and trains: data that are drawn elsewhere,
+and a nanlocator whose repeat of a step leaves one state as the first pass has moved it.
+
+The latter is the control of "the repeat has the same bits": a state whose omission changed nothing would not
+have been tested. nanlocator's own names are replaced for it; one that has gone is an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+
+import numpy
+import torch
+from gpt_training import Trainer
+
+PREPARATIONS: dict[str, Callable[..., None]] = {}
+
+
+def prepare(preparations: list[dict]) -> None:
+    """Calls each: {"name": one of PREPARATIONS, its keyword arguments}."""
+    for options in preparations:
+        PREPARATIONS[options["name"]](**{key: value for key, value in options.items() if key != "name"})
+
+
+def _preparation(function: Callable[..., None]) -> Callable[..., None]:
+    PREPARATIONS[function.__name__] = function
+    return function
+
+
+def _replace(owner: object, name: str, make: Callable[[Callable], Callable]) -> None:
+    """Puts `make(what is there)` in the place of an attribute that must exist."""
+    inner = getattr(owner, name)
+    setattr(owner, name, functools.wraps(inner)(make(inner)))
+
+
+# ---- the step ----------------------------------------------------------------------------------------
+
+
+@_preparation
+def note_each_forward() -> None:
+    """A line in `planted` for each forward of a microbatch: how often a step was executed."""
+
+    def make(inner):
+        def forward_step(trainer: Trainer, data_iterator, model):
+            result = inner(trainer, data_iterator, model)
+            trainer.planted.append(
+                {"fault": "forward", "iteration": trainer.iteration, "microbatch": trainer.microbatch}
+            )
+            return result
+
+        return forward_step
+
+    _replace(Trainer, "forward_step", make)
+
+
+@_preparation
+def data_from_the_global_generators() -> None:
+    """Each microbatch weighs its labels by numbers drawn from torch's, Python's and numpy's generators."""
+
+    def make(inner):
+        def draw_batch(trainer: Trainer, iteration: int, microbatch: int) -> dict:
+            batch = inner(trainer, iteration, microbatch)
+            drawn = torch.rand_like(batch["loss_mask"])
+            drawn[0] += random.random()
+            drawn[1] += numpy.random.random()
+            batch["loss_mask"] = drawn
+            return batch
+
+        return draw_batch
+
+    _replace(Trainer, "draw_batch", make)
+
+
+@_preparation
+def data_drawn_in_forward_step() -> None:
+    """Megatron gets None for its data iterator; forward_step draws from the global generators itself."""
+    data_from_the_global_generators()
+    drawn = 0
+
+    def make(inner):
+        def forward_step(trainer: Trainer, data_iterator, model):
+            nonlocal drawn
+            assert data_iterator is None
+            microbatch = drawn % trainer.config.num_microbatches
+            drawn += 1
+            return inner(trainer, iter([trainer.draw_batch(trainer.iteration, microbatch)]), model)
+
+        return forward_step
+
+    _replace(Trainer, "_data_iterator", lambda _: lambda trainer: None)
+    _replace(Trainer, "forward_step", make)
+
+
+@_preparation
+def loss_mask_written_in_place(microbatch: int) -> None:
+    """forward_step halves the mask of one microbatch where it lies: the mean loss stays, the bits do not."""
+
+    def make(inner):
+        def forward_step(trainer: Trainer, data_iterator, model):
+            batch = next(data_iterator)
+            if batch["microbatch"] == microbatch:
+                batch["loss_mask"].mul_(0.5)
+            return inner(trainer, iter([batch]), model)
+
+        return forward_step
+
+    _replace(Trainer, "forward_step", make)
+
+
+# ---- a repeat that forgets a state --------------------------------------------------------------------
+
+
+@_preparation
+def leave_as_moved(state: str) -> None:
+    """The repeat of a step finds `state`, one of MOVED_STATES, as the first pass has left it."""
+    MOVED_STATES[state]()
+
+
+def _not_restored(owner: object, name: str) -> None:
+    _replace(owner, name, lambda _: lambda *_: None)
+
+
+def _put_back_after_the_restoring(capture: Callable[[object], Callable[[], None]]) -> None:
+    """For what the engine restores: `capture(locator)` after the first pass gives the way back."""
+    from nanlocator.megatron.locator import MegatronLocator
+    from nanlocator.rerun import GeneratorStates
+
+    put_back: Callable[[], None] = lambda: None  # noqa: E731
+
+    def around_compare(inner):
+        def compare(locator) -> None:
+            nonlocal put_back
+            put_back = capture(locator)
+            inner(locator)
+
+        return compare
+
+    def around_restore(inner):  # called when the engine has restored its own part
+        def restore(owner) -> None:
+            inner(owner)
+            put_back()
+
+        return restore
+
+    _replace(MegatronLocator, "_compare_with_repeat", around_compare)
+    _replace(GeneratorStates, "restore", around_restore)
+
+
+def _torch_generator() -> None:
+    _put_back_after_the_restoring(lambda _: functools.partial(torch.set_rng_state, torch.get_rng_state()))
+
+
+def _buffers() -> None:
+    def capture(locator) -> Callable[[], None]:
+        moved = [(buffer, buffer.clone()) for _, buffer in locator._named_buffers()]
+
+        @torch.no_grad()
+        def put_back() -> None:
+            for buffer, copy in moved:
+                buffer.copy_(copy)
+
+        return put_back
+
+    _put_back_after_the_restoring(capture)
+
+
+def _python_and_numpy() -> None:
+    from nanlocator.rerun import GeneratorStates
+
+    _not_restored(GeneratorStates, "restore")
+
+
+def _rng_tracker() -> None:
+    from nanlocator.megatron.state import RngTracker
+
+    _not_restored(RngTracker, "restore")
+
+
+def _router_losses() -> None:
+    from nanlocator.megatron.state import LoggingTracker
+
+    _not_restored(LoggingTracker, "restore")
+
+
+def _draws_of_the_data() -> None:
+    from nanlocator.megatron import step_data
+
+    _not_restored(step_data, "_set_generator_states")
+
+
+def _gradients() -> None:
+    from nanlocator.megatron.locator import MegatronLocator
+
+    _not_restored(MegatronLocator, "_clear_gradients")
+
+
+MOVED_STATES = {
+    "torch_generator": _torch_generator,
+    "python_and_numpy": _python_and_numpy,
+    "rng_tracker": _rng_tracker,
+    "router_losses": _router_losses,
+    "buffers": _buffers,
+    "draws_of_the_data": _draws_of_the_data,
+    "gradients": _gradients,
+}

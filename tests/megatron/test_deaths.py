@@ -1,0 +1,71 @@
+"""A rank is killed: the others end within the deadline, and a verdict on disk names the silent rank.
+
+NANLOCATOR_TEST_REPETITIONS (default 1): how often each place is tried.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import time
+
+import pytest
+from test_matrix import SMALL
+
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
+
+DEADLINE = 4.0  # gather_deadline
+# A silent rank is noticed after half the deadline; what waits for it then waits for one deadline at most, and
+# so does each of the two steps after it. The rest is for a busy machine.
+PATIENCE = 4 * DEADLINE
+ITERATION = 3
+REPETITIONS = int(os.environ.get("NANLOCATOR_TEST_REPETITIONS", "1"))
+LAYOUTS = {  # ranks, training, who is killed, who plants the fault
+    "pp2": (2, {"pp": 2}, 1, 0),
+    "tp2_pp2": (4, {"tp": 2, "pp": 2}, 0, 3),
+}
+
+
+@pytest.mark.parametrize("repetition", range(REPETITIONS))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("where", ["forward", "before_flag", "repeat", "gathering"])
+def test_the_survivors_of_a_killed_rank_name_it_on_disk(pool, where, layout, repetition):
+    ranks, training, victim, other = LAYOUTS[layout]
+    faults = [{"name": "killed", "rank": victim, "iteration": ITERATION, "where": where}]
+    if where in ("repeat", "gathering"):  # which need a finding
+        faults.append(bad_gradient(other))
+    started = time.time()
+    outcome = pool.run(
+        {
+            "name": f"death_{where}_{layout}_{repetition}",
+            "ranks": ranks,
+            "steps": 5,
+            "training": SMALL | training,
+            "nanlocator": {"on_bad": "stop", "gather_deadline": DEADLINE},
+            "faults": faults,
+            "timeout": 60.0,
+        }
+    )
+    survivors = outcome.require_survivors()
+    assert outcome.exit_codes[victim] == -signal.SIGKILL
+    assert len(survivors) == ranks - 1
+    assert time.time() - started < PATIENCE + 10.0
+    for rank in survivors:
+        assert rank["error"] is not None
+        assert rank["iteration"] == ITERATION
+    directory = pathlib.Path(survivors[0]["run_dir"])
+    status = json.loads((directory / "status.json").read_text())
+    assert status["silent_ranks"] == [victim]
+    verdict = json.loads((directory / "verdict.json").read_text())
+    assert victim in verdict["silent_ranks"]
+    assert any(f"rank {victim} " in note for note in verdict["notes"]), verdict["notes"]
+    if where in ("repeat", "gathering"):
+        assert other in {rank for origin in verdict["origins"] for rank in origin["candidates"]}
+
+
+def bad_gradient(rank: int) -> dict:
+    layer = 0 if rank == 0 else 3  # of four, on the first or on the last stage
+    weight = f"decoder.layers.{layer}.mlp.linear_fc1.weight"
+    return {"name": "main_grad_element", "rank": rank, "iteration": ITERATION, "parameter": weight}

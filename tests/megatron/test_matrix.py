@@ -1,0 +1,200 @@
+"""Every fault in every configuration that runs on a CPU: does the verdict name what was planted?
+
+One run per configuration: each iteration plants another fault and is undone. The truth is what the fault
+wrote down when it acted (`planted`), never the verdict. Faults of memory and transfers act once and are gone
+when the step is repeated; what a program computes is there in every pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
+
+SMALL = {"hidden": 32, "sequence": 16, "num_microbatches": 2, "layers": 4}
+OVERLAPPED = {"overlap_grad_reduce": True, "bucket_size": 3000}
+SHARDED = {"use_distributed_optimizer": True, "precision": "bf16"}
+EXPERTS = {"num_experts": 4, "ep": 2}
+FIRST = 2  # iteration of the first fault
+FAULTY_MICROBATCH = 1
+
+
+@dataclasses.dataclass
+class Layout:
+    ranks: int
+    training: dict
+
+    def __post_init__(self) -> None:
+        self.training = SMALL | self.training
+        self.tp, self.pp = self.training.get("tp", 1), self.training.get("pp", 1)
+        self.dp = self.ranks // (self.tp * self.pp)
+
+    def rank(self, tp: int, pp: int, dp: int) -> int:
+        return tp + self.tp * (dp + self.dp * pp)
+
+    def stage_of(self, layer: int) -> int:
+        layers, chunks = self.training["layers"], self.training.get("vp") or 1
+        return layer // (layers // (self.pp * chunks)) % self.pp
+
+    def last_stage(self, dp: int) -> list[int]:
+        return [self.rank(tp, self.pp - 1, dp) for tp in range(self.tp)]
+
+
+LAYOUTS = {
+    "ddp_fp32": Layout(2, {}),
+    "overlap_grad_reduce": Layout(2, OVERLAPPED),
+    "distributed_optimizer_bf16": Layout(2, SHARDED),
+    "overlap_param_gather": Layout(2, SHARDED | OVERLAPPED | {"overlap_param_gather": True}),
+    "fp16_at_its_smallest_scale": Layout(2, {"tp": 2, "precision": "fp16", "initial_loss_scale": 1.0}),
+    "loss_per_token": Layout(2, {"pp": 2, "loss_counts_tokens": True, "calculate_per_token_loss": True}),
+    "sequence_parallel": Layout(4, {"tp": 2, "sequence_parallel": True}),
+    "sequence_parallel_tied_embeddings": Layout(
+        4, {"tp": 2, "pp": 2, "sequence_parallel": True, "tied_embeddings": True}
+    ),
+    "interleaved_pipeline": Layout(4, {"pp": 4, "vp": 2, "layers": 8, "num_microbatches": 4}),
+    "full_recompute": Layout(4, {"tp": 2, "pp": 2, "recompute": "full"}),
+    "selective_recompute": Layout(2, {"tp": 2, "recompute": "selective"}),
+    "experts_alltoall": Layout(4, EXPERTS | {"expert_bias": True}),
+    "experts_allgather": Layout(
+        4, EXPERTS | {"tp": 2, "sequence_parallel": True, "token_dispatcher": "allgather"}
+    ),
+    "tp2_pp2_dp2": Layout(8, {"tp": 2, "pp": 2}),
+    "tp2_pp2_dp2_sharded_overlapped": Layout(
+        8, {"tp": 2, "pp": 2, "overlap_param_gather": True} | SHARDED | OVERLAPPED
+    ),
+}
+
+
+def faults_of(layout: Layout) -> list[dict]:
+    layer = 2
+    victim = layout.rank(layout.tp - 1, layout.stage_of(layer), layout.dp - 1)
+    at = {"rank": victim, "layer": layer, "microbatch": FAULTY_MICROBATCH}
+    name = f"decoder.layers.{layer}."
+    weight = name + "self_attention.linear_proj.weight"
+    faults = [
+        {"name": "main_grad_element", "rank": victim, "parameter": weight},
+        {"name": "main_grad_element", "rank": victim, "parameter": weight, "value": math.inf},
+        {"name": "forward_operator", "kind": "softmax", "region": "attention"} | at,
+        {"name": "backward_operator", "kind": "function", "region": "attention"} | at,
+        {"name": "activation_element", "region": "attention"} | at,
+    ]
+    if not layout.training.get("loss_counts_tokens"):  # where Megatron divides by one label at least
+        faults.append({"name": "loss_zero_over_zero", "rank": victim, "microbatch": FAULTY_MICROBATCH})
+    if layout.training.get("num_experts"):
+        expert = 3  # of the last expert-parallel rank
+        faults += [
+            {"name": "expert_zero_over_zero", "expert": expert} | at,
+            {"name": "forward_operator", "kind": "log", "region": "expert", "expert": 2} | at,
+            {"name": "expert_without_tokens", "expert": expert} | at,
+        ]
+    else:
+        faults += [
+            {"name": "forward_operator", "kind": "log"} | at,
+            {"name": "forward_operator", "kind": "exp"} | at,
+            {"name": "backward_operator", "kind": "sqrt"} | at,
+        ]
+    if not layout.training.get("overlap_param_gather"):  # which would mend it before it is used
+        faults.append({"name": "bad_weight", "rank": victim, "parameter": weight})
+    if layout.tp > 1:
+        norm = name + "input_layernorm.weight"
+        faults.append({"name": "tp_duplicated_layernorm", "rank": victim, "parameter": norm})
+        if not layout.training.get("num_experts"):
+            faults.append({"name": "tensor_parallel_reduction", "region": "attention"} | at)
+    if layout.pp > 1:
+        last = layout.rank(0, layout.pp - 1, layout.dp - 1)
+        faults += [
+            {"name": "pipeline_receive", "rank": last, "microbatch": FAULTY_MICROBATCH},
+            {"name": "pipeline_receive", "direction": "backward", "microbatch": FAULTY_MICROBATCH},
+        ]
+    return [fault | {"iteration": FIRST + number} for number, fault in enumerate(faults)]
+
+
+@pytest.mark.parametrize("configuration", LAYOUTS)
+def test_every_fault_is_named(pool, configuration):
+    layout = LAYOUTS[configuration]
+    faults = faults_of(layout)
+    ranks = pool.run(
+        {
+            "name": f"matrix_{configuration}",
+            "ranks": layout.ranks,
+            "steps": len(faults) + FIRST,
+            "training": layout.training,
+            "nanlocator": {"on_bad": "report"},
+            "faults": faults,
+            "undo_faults": True,
+            "timeout": 300.0,
+        }
+    ).require_success()
+    verdicts = {verdict["iteration"]: verdict for verdict in ranks[0]["verdicts"]}
+    assert all(rank["verdicts"] == ranks[0]["verdicts"] for rank in ranks)
+    wrong = {}
+    for fault in faults:
+        planted = [fact for rank in ranks for fact in rank["planted"]]
+        truth = [fact for fact in planted if fact["iteration"] == fault["iteration"]]
+        assert truth, f"{fault} did not act"
+        try:
+            check(layout, fault, truth, verdicts.pop(fault["iteration"], None))
+        except AssertionError as error:
+            wrong[f"{fault['iteration']} {fault['name']} {fault.get('kind', '')}"] = str(error)
+    assert not wrong, "\n\n".join(f"{name}: {problem}" for name, problem in wrong.items())
+    assert not verdicts  # healthy steps
+
+
+def check(layout: Layout, fault: dict, truth: list[dict], verdict: dict | None) -> None:
+    name, fact = fault["name"], truth[0]
+    if name == "expert_without_tokens":
+        assert verdict is None, describe(verdict)
+        return
+    assert verdict is not None, "no finding"
+    assert verdict["status"] == "located"
+    assert len(verdict["origins"]) == 1, describe(verdict)
+    (origin,) = verdict["origins"]
+    found = describe(verdict)
+    repeats = {"main_grad_element", "tp_duplicated_layernorm", "activation_element", "pipeline_receive"}
+    repeats |= {"tensor_parallel_reduction"}
+    assert verdict["rerun"]["done"], found
+    assert verdict["rerun"]["reproduced"] is (name not in repeats), found
+    assert verdict["rerun"]["not_restored"] == [], found
+
+    if name == "loss_zero_over_zero":
+        assert origin["candidates"] == layout.last_stage(fact["dp"]), found
+        assert (origin["phase"], origin["microbatch"]) == ("loss", fact["microbatch"]), found
+        assert origin["cause"] == "empty_loss_mask", found
+        return
+    assert origin["candidates"] == [fact["rank"]], found
+    for axis in ("tp", "pp", "dp"):
+        assert origin["coordinates"][axis]["rank"] == fact[axis], found
+    if name in ("main_grad_element", "tp_duplicated_layernorm", "bad_weight"):
+        assert origin["parameter"] == fact["parameter"], found
+        assert origin["tensor"]["first_bad"] == fact["element"], found
+        expected = "bad_weight" if name == "bad_weight" else "not_reproduced"
+        assert origin["cause"] == expected, found
+        return
+    assert origin["microbatch"] == fact["microbatch"], found
+    assert origin["chunk"] == fact["chunk"], found
+    assert origin["direction"] == fact["phase"], found
+    if name == "activation_element":
+        assert origin["cause"] == "not_reproduced", found
+    elif name == "pipeline_receive":
+        assert origin["cause"] == "pipeline_transfer", found
+    elif name == "tensor_parallel_reduction":
+        assert origin["cause"] == "collective_result", found
+        assert origin["module"] == fact["module"], found
+    else:
+        assert origin["module"].startswith(fact["module"]), found
+        operators = [origin["operator"], *origin["evidence"]]
+        assert any(fact["operator"] in text for text in operators), found
+        assert origin["cause"] in ("operator_undefined", "operator_overflow"), found
+        assert origin["bundle"], found
+
+
+def describe(verdict: dict) -> str:
+    lines = [f"rerun {verdict['rerun']} notes {verdict['notes']}"]
+    for origin in verdict["origins"]:
+        keys = ("phase", "direction", "candidates", "microbatch", "chunk", "module", "operator", "parameter")
+        lines.append(f"{ {key: origin[key] for key in (*keys, 'cause', 'confidence')} }")
+        lines += [f"    {sentence}" for sentence in origin["evidence"]]
+    return "\n".join(lines)

@@ -1,0 +1,217 @@
+"""What happens to the training after a finding: skip, recover, report, a loss scale that is being looked for,
+more findings than are located; and a NaN that Megatron-Core makes by itself."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+
+import pytest
+from compare import differences
+from test_matrix import EXPERTS, LAYOUTS, Layout
+
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
+
+STOPPED = "nanlocator.errors.NonFiniteGradientError"
+WEIGHT = "decoder.layers.2.self_attention.linear_proj.weight"
+
+
+def train(pool, name, layout, steps=6, faults=(), preparations=(), **nanlocator):
+    return pool.run(
+        {
+            "name": f"policy_{name}",
+            "ranks": layout.ranks,
+            "steps": steps,
+            "training": layout.training | {"dropout": 0.1},
+            "nanlocator": nanlocator or None,
+            "faults": list(faults),
+            "preparations": list(preparations),
+            "timeout": 300.0,
+        }
+    )
+
+
+def bad_gradient(layout, iteration, **options):
+    """One element of a gradient on the last rank that holds layer 2."""
+    rank = layout.rank(layout.tp - 1, layout.stage_of(2), layout.dp - 1)
+    return {"name": "main_grad_element", "rank": rank, "iteration": iteration, "parameter": WEIGHT} | options
+
+
+def iterations_of(verdicts):
+    return [verdict["iteration"] for verdict in verdicts]
+
+
+def read_json(ranks, name):
+    return json.loads((pathlib.Path(ranks[0]["run_dir"]) / name).read_text())
+
+
+# ---- skip ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("configuration", ["overlap_param_gather", "tp2_pp2_dp2", "experts_alltoall"])
+def test_skip_steps_no_rank_and_goes_on(pool, configuration):
+    layout = LAYOUTS[configuration]
+    faults = [bad_gradient(layout, 3), bad_gradient(layout, 5, repeats=None, value=math.inf)]
+    ranks = train(pool, f"skip_{configuration}", layout, faults=faults, on_bad="skip").require_success()
+    for rank in ranks:
+        assert iterations_of(rank["verdicts"]) == [3, 5]
+        weights = [record["weights_sha256"] for record in rank["records"]]
+        for record in rank["records"]:
+            assert record["successful"] is (record["iteration"] not in (3, 5))
+        assert rank["non_finite_parameters"] == {}
+        assert weights[1] == weights[2] and weights[3] == weights[4]
+        assert len(set(weights)) == 4  # the other steps did move them
+    status = read_json(ranks, "status.json")
+    assert (status["state"], status["iteration"]) == ("skipped", 5)
+
+
+def test_the_ledger_of_a_skipped_step_has_its_microbatches(pool):
+    layout = Layout(2, {})
+    ranks = train(pool, "ledger", layout, faults=[bad_gradient(layout, 3)], on_bad="skip").require_success()
+    for rank in ranks:
+        ledgers = pathlib.Path(rank["run_dir"]).glob("ledger_*dp{dp}.jsonl".format(**rank["coordinates"]))
+        lines = [json.loads(line) for path in ledgers for line in path.read_text().splitlines()]
+        (step,) = (line for line in lines if "on_bad" in line)
+        assert (step["iteration"], step["on_bad"]) == (3, "skip")
+        microbatches = json.dumps([line.get("microbatches", line.get("microbatch")) for line in lines])
+        assert "tokens: int64 [2, 16]" in microbatches
+
+
+def test_more_findings_than_are_located_are_skipped_all_the_same(pool):
+    layout, located, bad = Layout(2, {}), 16, 20
+    faults = [bad_gradient(layout, 2 + number) for number in range(bad)]
+    ranks = train(pool, "many", layout, steps=bad + 3, faults=faults, on_bad="skip").require_success()
+    for rank in ranks:
+        skipped = [record["iteration"] for record in rank["records"] if not record["successful"]]
+        assert skipped == [fault["iteration"] for fault in faults]
+        statuses = [verdict["status"] for verdict in rank["verdicts"]]
+        assert statuses == ["located"] * located + ["partial"] * (bad - located)
+    assert len(list((pathlib.Path(ranks[0]["run_dir"]) / "verdicts").iterdir())) == located
+
+
+# ---- recover ------------------------------------------------------------------------------------------
+
+RECOVERED = {
+    "ddp_fp32": LAYOUTS["ddp_fp32"],
+    "sequence_parallel": LAYOUTS["sequence_parallel"],
+    "interleaved": Layout(4, {"pp": 2, "vp": 2}),
+    "experts": Layout(2, EXPERTS | {"expert_bias": True}),
+    "tp2_pp2_dp2_sharded_overlapped": LAYOUTS["tp2_pp2_dp2_sharded_overlapped"],
+}
+
+
+def one_off_faults(layout):
+    faults = [bad_gradient(layout, 2), bad_gradient(layout, 3, value=math.inf)]
+    stage = layout.stage_of(2)
+    place = {"rank": layout.rank(layout.tp - 1, stage, layout.dp - 1), "layer": 2, "microbatch": 1}
+    faults.append({"name": "activation_element", "region": "attention", "iteration": 4} | place)
+    if layout.tp > 1:
+        reduced = {"name": "tensor_parallel_reduction", "region": "attention", "iteration": 5}
+        faults.append(reduced | place)
+    if layout.pp > 1:
+        last = layout.rank(0, layout.pp - 1, layout.dp - 1)
+        faults += [
+            {"name": "pipeline_receive", "rank": last, "iteration": 6},
+            {"name": "pipeline_receive", "direction": "backward", "iteration": 7},
+        ]
+    return faults
+
+
+@pytest.mark.parametrize("configuration", RECOVERED)
+def test_a_recovered_training_is_the_one_that_never_had_the_fault(pool, configuration):
+    layout = RECOVERED[configuration]
+    faults = one_off_faults(layout)
+    reference = train(pool, f"never_{configuration}", layout, steps=9).require_success()
+    ranks = train(
+        pool, f"recovered_{configuration}", layout, steps=9, faults=faults, on_bad="recover"
+    ).require_success()
+    acted = {fact["iteration"] for rank in ranks for fact in rank["planted"]}
+    assert acted == {fault["iteration"] for fault in faults}
+    for rank in ranks:
+        assert iterations_of(rank["verdicts"]) == sorted(acted)
+    assert not differences(ranks, reference)
+    assert read_json(ranks, "status.json")["state"] == "recovered"
+
+
+def test_a_fault_that_repeats_stops_under_recover_before_the_weights_are_touched(pool):
+    layout = LAYOUTS["sequence_parallel"]
+    faults = [bad_gradient(layout, 2), bad_gradient(layout, 4, repeats=None)]
+    ranks = train(pool, "repeats", layout, faults=faults, on_bad="recover").require_results()
+    for rank in ranks:
+        assert rank["error"]["type"] == STOPPED
+        assert rank["iteration"] == 4
+        assert [verdict["rerun"]["reproduced"] for verdict in rank["verdicts"]] == [False, True]
+        assert rank["fingerprints"]["weights"] == rank["records"][-1]["weights_sha256"]
+        assert rank["non_finite_parameters"] == {}
+    assert read_json(ranks, "status.json")["state"] == "stopped"
+
+
+def test_report_goes_on_with_the_bad_step(pool):
+    layout = Layout(2, {})
+    faults = [bad_gradient(layout, 4, repeats=None)]
+    ranks = train(pool, "report", layout, faults=faults, on_bad="report").require_success()
+    for rank in ranks:
+        assert len(rank["records"]) == 6
+        assert rank["non_finite_parameters"]  # the optimizer was let go on
+        assert iterations_of(rank["verdicts"]) == [4, 5, 6]
+    assert read_json(ranks, "status.json")["state"] == "reported"
+
+
+# ---- the loss scale -----------------------------------------------------------------------------------
+
+FP16 = Layout(2, {"tp": 2, "precision": "fp16"})
+NOTED = [{"name": "note_each_forward"}]
+
+
+def forwards_by_iteration(rank):
+    forwards = [fact["iteration"] for fact in rank["planted"] if fact["fault"] == "forward"]
+    return [forwards.count(record["iteration"]) for record in rank["records"]]
+
+
+def test_the_search_for_a_loss_scale_is_no_finding_and_costs_no_repeat(pool):
+    layout = Layout(2, FP16.training | {"initial_loss_scale": 2.0**24})
+    ranks = train(pool, "search", layout, steps=12, preparations=NOTED, on_bad="stop").require_success()
+    for rank in ranks:
+        overflows = sum(not record["successful"] for record in rank["records"])
+        assert 0 < overflows < 12
+        assert rank["dismissed"] == overflows
+        assert rank["verdicts"] == []
+        assert set(forwards_by_iteration(rank)) == {layout.training["num_microbatches"]}
+
+
+def test_a_nan_born_in_forward_is_a_finding_at_any_loss_scale(pool):
+    layout = Layout(2, FP16.training | {"initial_loss_scale": 2.0**24})
+    fault = {"name": "forward_operator", "rank": 1, "layer": 2, "iteration": 2}
+    ranks = train(pool, "forward_fp16", layout, faults=[fault], on_bad="stop").require_results()
+    for rank in ranks:
+        assert rank["error"]["type"] == STOPPED
+        assert rank["iteration"] == 2
+        assert rank["dismissed"] == 1  # the first step's overflow
+        (origin,) = rank["error"]["verdict"]["origins"]
+        assert origin["candidates"] == [1]
+        assert (origin["direction"], origin["microbatch"]) == ("forward", 1)
+        assert "aten::log" in json.dumps([origin["operator"], origin["evidence"]])
+
+
+# ---- Megatron's own -----------------------------------------------------------------------------------
+
+
+def test_the_nan_of_stock_interleaved_pipelines_on_gloo_is_explained(pool):
+    """Nothing is planted. With Megatron's default deallocate_pipeline_outputs, sends that are still in flight
+    read freed memory, where glibc is told to put NaN: one rank sends finite values, another receives NaN."""
+    interleaved = {"pp": 2, "vp": 2, "overlap_p2p_comm": True}
+    stock = Layout(2, interleaved | {"deallocate_pipeline_outputs": True})
+    freed = [{"name": "freed_memory_is_nan"}]
+    ranks = train(pool, "stock", stock, faults=freed, on_bad="stop").require_results()
+    for rank in ranks:
+        assert rank["error"]["type"] == STOPPED
+        assert rank["iteration"] == 1
+    verdict = ranks[0]["error"]["verdict"]
+    assert verdict["origins"]
+    for origin in verdict["origins"]:
+        assert origin["cause"] == "pipeline_transfer"
+        assert any("sent" in sentence and "finite" in sentence for sentence in origin["evidence"])
+    kept = Layout(2, interleaved)
+    for rank in train(pool, "kept", kept, faults=freed, on_bad="stop").require_success():
+        assert rank["verdicts"] == []

@@ -1,0 +1,214 @@
+"""The repeat of a step has the bits of its first pass, because every state is put back: shown by repeating
+every step of healthy runs, and by runs in which one state is not put back and that therefore differ."""
+
+from __future__ import annotations
+
+import pytest
+from compare import differences
+from test_matrix import EXPERTS, LAYOUTS, OVERLAPPED, Layout
+
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
+
+STEPS = 12
+MEGATRONS_CHECKS = {
+    "check_for_nan_in_grad": True,
+    "check_for_nan_in_loss": True,
+    "rerun_state_machine": "validate_results",
+}
+CONFIGURATIONS = LAYOUTS | {
+    "fp16_searching_its_scale": Layout(2, {"tp": 2, "precision": "fp16", "initial_loss_scale": 2.0**20}),
+    "megatrons_checks": Layout(2, OVERLAPPED | MEGATRONS_CHECKS),
+    "megatrons_checks_interleaved": Layout(2, {"pp": 2, "vp": 2} | MEGATRONS_CHECKS),
+}
+
+
+def train(pool, name, layout, preparations=(), faults=(), **nanlocator):
+    return pool.run(
+        {
+            "name": f"rerun_{name}",
+            "ranks": layout.ranks,
+            "steps": STEPS,
+            "training": layout.training | {"dropout": 0.1},
+            "nanlocator": nanlocator or None,
+            "faults": list(faults),
+            "preparations": list(preparations),
+            "timeout": 300.0,
+        }
+    )
+
+
+def passes_of(rank, layout):
+    """How often each step of the run was executed (preparation note_each_forward)."""
+    forwards = layout.training["num_microbatches"] * (layout.training.get("vp") or 1)
+    passes = []
+    for record in rank["records"]:
+        count = sum(fact["iteration"] == record["iteration"] for fact in rank["planted"])
+        assert count % forwards == 0
+        passes.append(count // forwards)
+    return passes
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_a_run_that_repeats_every_step_is_the_run_without_nanlocator(pool, configuration):
+    layout = CONFIGURATIONS[configuration]
+    reference = train(pool, f"{configuration}_without", layout).require_success()
+    noted = [{"name": "note_each_forward"}]
+    outcome = train(pool, f"{configuration}_always", layout, noted, rerun="always")
+    ranks = outcome.require_success()
+    assert not differences(ranks, reference)
+    assert "other bits" not in outcome.logs(last_lines=10_000)
+    for rank in ranks:
+        assert rank["verdicts"] == []
+        # An overflow of the loss scale ends the step, which then is not worth a repeat.
+        assert passes_of(rank, layout) == [1 + record["successful"] for record in rank["records"]]
+    if configuration == "fp16_searching_its_scale":
+        assert 0 < sum(record["successful"] for record in ranks[0]["records"]) < STEPS
+
+
+OWN_DATA = [{"name": "data_drawn_in_forward_step"}]
+DRAWING_DATA = [{"name": "data_from_the_global_generators"}]
+EXPERTS_WITH_BIAS = Layout(2, EXPERTS | {"expert_bias": True})
+OMISSIONS = {
+    "rng_tracker": (Layout(2, {"tp": 2}), []),
+    "torch_generator": (Layout(2, {}), OWN_DATA),
+    "python_and_numpy": (Layout(2, {}), OWN_DATA),
+    "draws_of_the_data": (Layout(2, {}), DRAWING_DATA),
+    "buffers": (EXPERTS_WITH_BIAS, []),
+    "router_losses": (EXPERTS_WITH_BIAS, []),
+    "gradients": (Layout(2, {}), []),
+}
+
+
+@pytest.mark.parametrize("state", OMISSIONS)
+def test_a_repeat_that_forgets_a_state_makes_another_training(pool, state):
+    layout, preparations = OMISSIONS[state]
+    reference = train(pool, f"{state}_without", layout, preparations).require_success()
+    restored = train(pool, f"{state}_restored", layout, preparations, rerun="always").require_success()
+    assert not differences(restored, reference)
+    omitted = [{"name": "leave_as_moved", "state": state}, *preparations]
+    forgotten = train(pool, f"{state}_forgotten", layout, omitted, rerun="always").require_success()
+    assert differences(forgotten, reference)
+
+
+# ---- what cannot be put back, and what draws by itself -------------------------------------------------
+
+ONE_OFF = {"name": "main_grad_element", "rank": 1, "iteration": 3}
+
+
+@pytest.mark.parametrize("preparations", [OWN_DATA, DRAWING_DATA], ids=["in_forward_step", "in_the_iterator"])
+def test_data_that_are_drawn_in_the_step_are_the_same_in_its_repeat(pool, preparations):
+    layout, name = Layout(2, {}), preparations[0]["name"]
+    reference = train(pool, f"{name}_healthy", layout, preparations).require_success()
+    ranks = train(
+        pool, f"{name}_recovered", layout, preparations, faults=[ONE_OFF], on_bad="recover"
+    ).require_success()
+    assert [verdict["rerun"]["reproduced"] for verdict in ranks[0]["verdicts"]] == [False]
+    assert not differences(ranks, reference)
+
+
+def test_a_microbatch_that_the_step_writes_in_place_is_named(pool):
+    written = [{"name": "loss_mask_written_in_place", "microbatch": 1}]
+    ranks = train(
+        pool, "written_in_place", Layout(2, {}), written, faults=[ONE_OFF], on_bad="report"
+    ).require_success()
+    for rank in ranks:
+        (verdict,) = rank["verdicts"]
+        (sentence,) = verdict["rerun"]["not_restored"]
+        assert "microbatch 1: 'loss_mask' was written in place" in sentence
+        assert "microbatch 0" not in sentence
+        assert verdict["origins"][0]["candidates"] == [1]
+
+
+# ---- beside Megatron's own checks ----------------------------------------------------------------------
+
+STOPPED = "nanlocator.errors.NonFiniteGradientError"
+MACHINES = ["disabled", "validate_results"]
+GRADIENT = ONE_OFF  # Megatron's check of the bucket sees it
+COMPUTED = {"name": "forward_operator", "rank": 1, "iteration": 3}  # ... and of the loss
+REPEATING = {"repeats": None}
+
+
+def train_with_checks(pool, machine, fault, **nanlocator):
+    checks = {"check_for_nan_in_grad": True, "check_for_nan_in_loss": True, "rerun_state_machine": machine}
+    repeats = "always" if fault.get("repeats", 1) is None else "once"
+    name = f"{machine}_{fault['name']}_{repeats}_{nanlocator['on_bad']}"
+    return train(pool, name, Layout(2, checks), faults=[fault], **nanlocator)
+
+
+def verdict_of(ranks):
+    """The only one, the same on all ranks, about the planted step and rank."""
+    (verdict,) = ranks[0]["verdicts"]
+    assert all(rank["verdicts"] == [verdict] for rank in ranks)
+    assert (verdict["iteration"], verdict["status"]) == (3, "located")
+    assert [origin["candidates"] for origin in verdict["origins"]] == [[1]]
+    return verdict
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    ("fault", "is_reproduced"),
+    [(GRADIENT, False), (GRADIENT | REPEATING, True), (COMPUTED, True)],
+    ids=["once", "always", "operator"],
+)
+def test_under_stop_our_error_comes_before_megatrons_on_all_ranks(pool, machine, fault, is_reproduced):
+    ranks = train_with_checks(pool, machine, fault, on_bad="stop").require_results()
+    verdict = verdict_of(ranks)
+    assert verdict["rerun"]["reproduced"] is is_reproduced
+    for rank in ranks:
+        assert rank["error"]["type"] == STOPPED
+        assert rank["error"]["verdict"] == verdict
+        assert rank["iteration"] == 3
+
+
+@pytest.mark.parametrize("fault", [GRADIENT, COMPUTED], ids=["once", "operator"])
+def test_under_report_the_rank_that_megatron_would_have_stopped_raises_its_error(pool, fault):
+    ranks = train_with_checks(pool, "disabled", fault, on_bad="report").require_results()
+    verdict_of(ranks)
+    assert ranks[1]["error"]["type"] == "builtins.RuntimeError"
+    assert "found NaN in local" in ranks[1]["error"]["text"]
+    assert ranks[0]["error"]["type"] != STOPPED
+    assert "found NaN" not in ranks[0]["error"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [(GRADIENT, 17), (COMPUTED, 16)],  # rerun_state_machine.py: 17 where its second pass differs, else 16
+    ids=["once", "operator"],
+)
+def test_under_report_megatrons_machine_repeats_the_step_after_us_and_exits(pool, fault, code):
+    outcome = train_with_checks(pool, "validate_results", fault, on_bad="report")
+    ranks = outcome.require_results()
+    verdict_of(ranks)
+    for rank in ranks:
+        assert rank["error"]["type"] == "gpt_training.MegatronExit"
+        assert rank["error"]["text"].endswith(f"code {code}")
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    ("fault", "on_bad"),
+    [(GRADIENT, "skip"), (COMPUTED, "skip"), (GRADIENT, "recover")],
+    ids=["skip_once", "skip_operator", "recover"],
+)
+def test_a_step_that_is_skipped_or_recovered_is_none_of_megatrons_business(pool, machine, fault, on_bad):
+    ranks = train_with_checks(pool, machine, fault, on_bad=on_bad).require_success()
+    verdict_of(ranks)
+    for rank in ranks:
+        assert [record["iteration"] for record in rank["records"]] == list(range(1, STEPS + 1))
+        skipped = [record["iteration"] for record in rank["records"] if not record["successful"]]
+        assert skipped == ([3] if on_bad == "skip" else [])
+
+
+def test_with_megatrons_machine_in_charge_a_recovered_training_is_the_never_faulted_one(pool):
+    checks = {"check_for_nan_in_grad": True, "rerun_state_machine": "validate_results"}
+    layout = Layout(2, checks)
+    reference = train(pool, "machine_healthy", layout).require_success()
+    noted = [{"name": "note_each_forward"}]
+    ranks = train(
+        pool, "machine_recovered", layout, noted, faults=[ONE_OFF], on_bad="recover"
+    ).require_success()
+    assert not differences(ranks, reference)
+    for rank in ranks:
+        rank["planted"] = [fact for fact in rank["planted"] if fact["fault"] == "forward"]
+        # Ours twice, traced and as a control; Megatron's none.
+        assert passes_of(rank, layout) == [3 if step["iteration"] == 3 else 1 for step in rank["records"]]
