@@ -26,6 +26,10 @@ from nanlocator.session import (
 _GRADIENTS, _PARAMETERS = 0, 1  # scan groups
 
 
+class _SkippedStep(Exception):
+    """Out of the wrapped optimizer's step: its update is left out."""
+
+
 class LocatingOptimizer(Optimizer):
     """Looks for NaN and Inf in the gradients before ``optimizer`` uses them, and says where they are.
 
@@ -37,7 +41,9 @@ class LocatingOptimizer(Optimizer):
         optimizer: the optimizer to wrap; ``inner`` gives it back.
         model: its ``named_parameters()`` name the parameters.
         on_bad: ``"stop"`` raises :class:`NonFiniteGradientError` on every rank before a weight moves;
-            ``"report"`` writes the verdict and goes on.
+            ``"report"`` writes the verdict and goes on; ``"skip"`` goes on without the wrapped
+            optimizer's step, which returns None then; ``"recover"`` goes on with the gradients and the
+            loss of a clean repeat of ``step(closure)``, and stops where there is none.
         output_dir: where findings go; nothing but the parameter map is written while all is well.
         level: what is watched at every step. ``"grads"``: gradients. ``"modules"``: also every module's
             inputs, outputs and their gradients, without waiting. ``"operators"``: every operator, which
@@ -97,6 +103,11 @@ class LocatingOptimizer(Optimizer):
             integration="pytorch",
             not_covered=["gradients before DistributedDataParallel reduces them"] if is_distributed() else [],
         )
+        if options.level == "boundaries":
+            raise _C.UsageError(
+                "level 'boundaries' watches what Megatron-Core's ranks hand to each other; with "
+                "LocatingOptimizer use 'grads', 'modules' or 'operators'"
+            )
         self._on_bad: str = options.on_bad
         self._check_params: bool = options.check_params
         self._connection = RankConnection() if is_distributed() else None
@@ -113,6 +124,8 @@ class LocatingOptimizer(Optimizer):
         self._model = model
         self._closure: Callable[[], Any] | None = None  # of the step that is running
         self._had_gradient: set[torch.nn.Parameter] = set()  # when it was called
+        self._repeated_loss: Any = None  # of the closure's latest repeat
+        self._skips_step = False
         self._module_calls: ModuleCalls | None = None  # around the origins of the bad step
         self._rerun = _C.StepRerun(self._locator)
         self._set_step()
@@ -150,49 +163,60 @@ class LocatingOptimizer(Optimizer):
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], norm_type, foreach=foreach)
         self._locator.set_gradient_norm(float(norm))
         self._agree()
+        if self._skips_step:
+            return norm
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=foreach)
         return norm
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The wrapped optimizer's step. Gradients that ``clip_grad_norm`` has not looked at in this step
         are scanned first; those that a closure computes, after each of its calls."""
-        if closure is None:
-            if not self._is_looked_at:
-                self._scan_gradients()
-                self._agree()
-            self._rerun.begin_update()
-            try:
-                result = self.inner.step()
-            finally:
-                self._rerun.end_update()
-        else:
-
-            def watched_closure() -> Any:
-                self._begin_closure(closure)
-                try:
-                    with torch.enable_grad():
-                        loss = closure()
-                    self._is_open = False  # LBFGS evaluates many times a step; each has its own finding
-                    self._scan_gradients()
-                    self._locator.scan_losses([_C.LossView(tensor) for _, tensor in losses_of(loss)])
-                    if not self._agree() and self._rerun_policy == "always":
-                        self._compare_with_repeat()
-                finally:
-                    self._closure = None
-                return loss
-
-            result = self.inner.step(watched_closure)
-        if self._check_params:
+        try:
+            result = self._update() if closure is None else self.inner.step(lambda: self._evaluate(closure))
+        except _SkippedStep:
+            result = None
+        if self._check_params and not self._skips_step:
             self._begin_step()
             self._scan_parameters("params_after")
             self._agree(self._parameters)
         self._iteration += 1
-        self._is_open = self._is_looked_at = False
+        self._is_open = self._is_looked_at = self._skips_step = False
         self._rerun.begin_pass()
         self._follow_trace()
         if self._watched is not None:
             self._watched.begin_step()
         return result
+
+    def _update(self) -> Any:
+        if not self._is_looked_at:
+            self._scan_gradients()
+            self._agree()
+        if self._skips_step:
+            return None
+        self._rerun.begin_update()
+        try:
+            return self.inner.step()
+        finally:
+            self._rerun.end_update()
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        self._begin_closure(closure)
+        try:
+            with torch.enable_grad():
+                loss = closure()
+            self._is_open = False  # LBFGS evaluates many times a step; each has its own finding
+            self._scan_gradients()
+            self._locator.scan_losses([_C.LossView(tensor) for _, tensor in losses_of(loss)])
+            is_bad = self._agree()
+            if self._skips_step:
+                raise _SkippedStep
+            if self._repeated_loss is not None:  # recovered
+                loss, self._repeated_loss = self._repeated_loss, None
+            elif not is_bad and self._rerun_policy == "always":
+                self._compare_with_repeat()
+        finally:
+            self._closure = None
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
@@ -225,11 +249,15 @@ class LocatingOptimizer(Optimizer):
             self._locator.dismiss()
             self._is_open = False
             return False
-        self._find_births(results)
+        is_recovered = self._find_births(results) and self._on_bad == "recover"
+        if not is_recovered:
+            self._repeated_loss = None
+        self._skips_step = self._on_bad == "skip" and results is None
         verdict = json.loads(self._locator.conclude())
         self.verdicts.append(verdict)
         self._is_open = self._is_looked_at = False
-        raise_or_continue(verdict, self._on_bad, self._locator.run_dir)
+        stops = self._on_bad == "stop" or (self._on_bad == "recover" and not is_recovered)
+        raise_or_continue(verdict, "stop" if stops else "report", self._locator.run_dir)
         self._is_looked_at = True
         return True
 
@@ -267,7 +295,8 @@ class LocatingOptimizer(Optimizer):
 
         def run() -> list[tuple[str, torch.Tensor]]:
             with ModuleHooks(this()._model):
-                return losses_of(this()._closure())
+                this()._repeated_loss = this()._closure()
+            return losses_of(this()._repeated_loss)
 
         def run_and_keep_module_calls(modules: list[str]) -> None:
             this()._module_calls = calls = ModuleCalls(set(modules))
@@ -305,16 +334,19 @@ class LocatingOptimizer(Optimizer):
                 had = parameter in self._had_gradient
                 parameter.grad = torch.zeros_like(parameter.grad) if had else None
 
-    def _find_births(self, results: list[torch.Tensor] | None) -> None:
+    def _find_births(self, results: list[torch.Tensor] | None) -> bool:
+        """True where the step was repeated and came out clean, on all ranks."""
         if self._watched is not None:
             self._locator.set_births(self._watched.collect(self._iteration)[1])
         views = self._gradients() if results is None else (list(range(len(results))), results)
-        self._rerun.find_births(self._closure is not None and results is None, views)
+        is_clean_now = self._rerun.find_births(self._closure is not None and results is None, views)
         self._module_calls = None
         self._follow_trace()
+        return is_clean_now
 
     def _compare_with_repeat(self) -> None:
         changed = self._rerun.compare()
+        self._repeated_loss = None
         if changed:
             print(
                 f"nanlocator: step {self._iteration}: executed again from the same state, {changed} "

@@ -152,11 +152,15 @@ def raise_or_continue(verdict: dict[str, Any], on_bad: str, run_dir: str) -> Non
     headline: rank 0 has printed the whole, and each rank's traceback is to be read beside the others'."""
     if on_bad != "stop":
         return
-    text = _C.format_verdict(json.dumps(verdict), run_dir)
-    record_for_torchrun(NonFiniteGradientError(text, verdict))
+    error = whole = NonFiniteGradientError(_C.format_verdict(json.dumps(verdict), run_dir), verdict)
     if is_distributed():
-        text = f"{_headline(text)}\nRank 0 has printed the verdict; it is in {run_dir}/verdict.json"
-    raise NonFiniteGradientError(text, verdict)
+        text = f"{_headline(str(whole))}\nRank 0 has printed the verdict; it is in {run_dir}/verdict.json"
+        error = NonFiniteGradientError(text, verdict)
+    try:
+        raise error
+    except NonFiniteGradientError:
+        record_for_torchrun(whole)
+        raise
 
 
 def _headline(text: str) -> str:
@@ -170,8 +174,9 @@ def _headline(text: str) -> str:
 
 
 def record_for_torchrun(error: BaseException) -> None:
-    """Into the file that torchrun shows in its summary, as torch's decorator ``record`` does for scripts
-    that have it. Nothing where torchrun has not started this process."""
+    """Into torchrun's error file, as torch's decorator ``record`` does for scripts that have it: `error` as
+    its message, and the traceback of the exception that is being handled, which is what torchrun's summary
+    shows (elastic/multiprocessing/errors). Nothing where torchrun has not started this process."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return
     with contextlib.suppress(OSError):

@@ -21,6 +21,9 @@ bool is_embedding(const torch::nn::Module& module) {
   return module.name().find("Embedding") != std::string::npos;
 }
 
+/// Out of the inner optimizer's step: its update is left out.
+struct SkippedStep {};
+
 }  // namespace
 
 LocatingOptimizer::LocatingOptimizer(std::shared_ptr<torch::optim::Optimizer> inner,
@@ -33,6 +36,12 @@ LocatingOptimizer::LocatingOptimizer(std::shared_ptr<torch::optim::Optimizer> in
     throw UsageError(
         "LocatingOptimizer: libtorch has no hooks around modules, so level modules is not there in "
         "C++. Use Level::grads or Level::operators, or a ModuleWatch by hand.");
+  }
+  if (options.level == Level::boundaries) {
+    throw UsageError(
+        "LocatingOptimizer: level boundaries watches what Megatron-Core's ranks hand to each "
+        "other. "
+        "Use Level::grads or Level::operators.");
   }
   for (const auto& parameter : model.named_parameters()) {
     const auto [place, is_new] =
@@ -154,7 +163,10 @@ std::vector<GradientView> LocatingOptimizer::weights() const {
 
 RepeatableStep LocatingOptimizer::repeatable_step() {
   RepeatableStep step;
-  step.run = [this] { return std::vector<NamedTensor>{{"loss", (*closure_)()}}; };
+  step.run = [this] {
+    repeated_loss_ = (*closure_)();
+    return std::vector<NamedTensor>{{"loss", repeated_loss_}};
+  };
   step.gradients = [this] { return gradients(); };
   step.clear_gradients = [this] {
     const auto all = parameters();
@@ -178,10 +190,15 @@ RepeatableStep LocatingOptimizer::repeatable_step() {
 }
 
 void LocatingOptimizer::conclude(const std::vector<GradientView>& results) {
-  rerun_->find_births(closure_ != nullptr ? CanRepeat::yes : CanRepeat::no, results);
+  repeated_loss_.reset();
+  const bool is_clean_now =
+      rerun_->find_births(closure_ != nullptr ? CanRepeat::yes : CanRepeat::no, results);
   const auto& verdict = locator_->conclude();
+  const auto policy = locator_->options().on_bad;
+  if (policy == Policy::recover && is_clean_now) return;
+  repeated_loss_.reset();
   is_bad_ = true;
-  if (locator_->options().on_bad != Policy::stop) return;
+  if (policy == Policy::report || policy == Policy::skip) return;
   // A caller that catches this and goes on is in the next step.
   is_looked_at_ = false;
   is_bad_ = false;
@@ -232,24 +249,37 @@ void LocatingOptimizer::compare_with_repeat() {
   }
 }
 
-at::Tensor LocatingOptimizer::step(torch::optim::Optimizer::LossClosure closure) {
-  at::Tensor loss;
+at::Tensor LocatingOptimizer::evaluate(const torch::optim::Optimizer::LossClosure& closure) {
+  begin_closure(closure);
+  auto loss = closure();
+  look_at_gradients(loss);
+  if (repeated_loss_.defined()) loss = std::move(repeated_loss_);  // recovered
+  if (is_bad_ && locator_->options().on_bad == Policy::skip) throw SkippedStep();
+  if (locator_->options().rerun == RerunPolicy::always && !is_bad_) compare_with_repeat();
+  closure_ = nullptr;
+  return loss;
+}
+
+at::Tensor LocatingOptimizer::update(const torch::optim::Optimizer::LossClosure& closure) {
   if (closure) {
-    loss = inner_->step([&] {
-      begin_closure(closure);
-      auto value = closure();
-      look_at_gradients(value);
-      if (locator_->options().rerun == RerunPolicy::always && !is_bad_) compare_with_repeat();
+    try {
+      return inner_->step([&] { return evaluate(closure); });
+    } catch (const SkippedStep&) {
       closure_ = nullptr;
-      return value;
-    });
-  } else {
-    if (!is_looked_at_) look_at_gradients();
-    is_looked_at_ = false;  // also where the inner optimizer throws
-    rerun_->begin_update();
-    loss = inner_->step();
-    rerun_->end_update();
+      return {};
+    }
   }
+  if (!is_looked_at_) look_at_gradients();
+  is_looked_at_ = false;  // also where the inner optimizer throws
+  if (is_bad_ && locator_->options().on_bad == Policy::skip) return {};
+  rerun_->begin_update();
+  auto loss = inner_->step();
+  rerun_->end_update();
+  return loss;
+}
+
+at::Tensor LocatingOptimizer::step(torch::optim::Optimizer::LossClosure closure) {
+  auto loss = update(closure);
   // After bad gradients bad parameters are no news.
   if (locator_->options().check_params && !is_bad_) look_at_updated_parameters();
   is_looked_at_ = false;

@@ -495,7 +495,8 @@ class Finder {
     origin.microbatch = sighting.microbatch;
     origin.chunk = sighting.chunk;
     origin.module = sighting.module;
-    origin.op = sighting.op;
+    // Of what was sent it is only where it was seen first: it was born before.
+    if (sighting.role != kSent) origin.op = sighting.op;
     origin.tensor = tensor_of(sighting);
   }
 

@@ -49,7 +49,13 @@ class Merge {
         continue;
       }
       const bool is_gone = is_gone_in_repeat(found);
-      insert_second(found.origin.evidence, sentences);
+      if (is_gone && rerun_.reproduced == true) {
+        insert_second(found.origin.evidence,
+                      {"the step was repeated and is bad again, but this was clean in the repeat: it "
+                       "happened once"});
+      } else {
+        insert_second(found.origin.evidence, sentences);
+      }
       if (is_gone) mark_as_gone(found.origin);
       left.push_back(std::move(found.origin));
     }
@@ -236,10 +242,10 @@ class Merge {
   }
 
   void mark_as_gone(Origin& origin) const {
-    if (rerun_.reproduced == true || is_witnessed(origin.cause)) {
-      origin.evidence.push_back("in the repeat of the step this was clean: it happened once");
+    if (is_witnessed(origin.cause)) {
+      if (rerun_.reproduced == false) origin.evidence.emplace_back("it happened once");
+      return;
     }
-    if (is_witnessed(origin.cause)) return;
     origin.cause = Cause::not_reproduced;
     origin.confidence = std::min(origin.confidence, Confidence::medium);
     origin.action =

@@ -119,6 +119,8 @@ std::string sentence_of(const Origin& origin) {
       return what + " in a buffer of " + who + " before forward";
     case Cause::bad_input:
       return what + " in the data of " + who;
+    case Cause::pipeline_transfer:
+      return what + " in what " + who + " received in " + std::string(name_of(origin.phase));
     case Cause::memory_corruption:
       return what + " in memory of " + who + " that no operator wrote";
     default:

@@ -250,6 +250,60 @@ TEST_F(LocatingOptimizerTest, UnderReportGoesOnAndListsTheFindings) {
   EXPECT_EQ(verdicts[0].origins[0].tensor.value().neg_inf, 1);
 }
 
+TEST_F(LocatingOptimizerTest, UnderSkipABadStepMovesNoWeightAndTheNextOneDoes) {
+  LocatingOptimizer optimizer(sgd(), *model_, options(Policy::skip));
+  int calls = 0;
+  const auto closure = [&] {
+    optimizer.zero_grad();
+    auto loss = model_->loss(batch(0));
+    loss.backward();
+    if (++calls == 1) model_->bias.mutable_grad()[0] = kNan;
+    return loss;
+  };
+  const auto before = weights_of(*model_);
+  EXPECT_FALSE(optimizer.step(closure).defined());
+  EXPECT_EQ(weights_of(*model_), before);
+  backward(1);
+  model_->bias.mutable_grad()[0] = kNan;
+  optimizer.step();
+  EXPECT_EQ(weights_of(*model_), before);
+  EXPECT_TRUE(optimizer.step(closure).defined());
+  EXPECT_NE(weights_of(*model_), before);
+  EXPECT_THAT(optimizer.locator().verdicts(), SizeIs(2));
+}
+
+TEST_F(LocatingOptimizerTest, UnderRecoverAFaultThatIsGoneInTheRepeatLeavesNoTrace) {
+  const auto train = [&](bool is_faulty) {
+    const auto model = std::make_shared<TwoLayers>();
+    auto inner = std::make_shared<torch::optim::SGD>(model->parameters(), 0.1);
+    LocatingOptimizer optimizer(inner, *model, options(Policy::recover));
+    int calls = 0;
+    std::vector<float> losses;
+    for (int step = 0; step < 3; ++step) {
+      const auto loss = optimizer.step([&] {
+        optimizer.zero_grad();
+        auto value = model->loss(batch(step));
+        value.backward();
+        if (++calls == 2 && is_faulty) {  // a bit error: no operator writes it
+          model->bias.mutable_grad().mutable_data_ptr<float>()[0] = kNan;
+          value.detach().mutable_data_ptr<float>()[0] = kNan;
+        }
+        return value;
+      });
+      losses.push_back(loss.item<float>());
+    }
+    EXPECT_THAT(optimizer.locator().verdicts(), SizeIs(is_faulty ? 1 : 0));
+    return std::pair(weights_of(*model), losses);
+  };
+  EXPECT_EQ(train(true), train(false));
+}
+
+TEST_F(LocatingOptimizerTest, RefusesLevelBoundaries) {
+  auto with_boundaries = options();
+  with_boundaries.level = Level::boundaries;
+  EXPECT_THROW(LocatingOptimizer(sgd(), *model_, with_boundaries), UsageError);
+}
+
 TEST_F(LocatingOptimizerTest, GoesOnInTheNextStepWhereTheErrorIsCaught) {
   LocatingOptimizer optimizer(sgd(), *model_, options());
   backward(0);

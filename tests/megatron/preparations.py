@@ -190,6 +190,12 @@ def _draws_of_the_data() -> None:
     _not_restored(step_data, "_set_generator_states")
 
 
+def _megatrons_machine() -> None:
+    from nanlocator.megatron.state import RerunMachine
+
+    _not_restored(RerunMachine, "forget")
+
+
 def _gradients() -> None:
     from nanlocator.megatron.locator import MegatronLocator
 
@@ -204,4 +210,5 @@ MOVED_STATES = {
     "buffers": _buffers,
     "draws_of_the_data": _draws_of_the_data,
     "gradients": _gradients,
+    "megatrons_machine": _megatrons_machine,
 }

@@ -89,7 +89,9 @@ def wrong_calls(rank, world_size):
     install = nanlocator.megatron.install
     texts = []
     for call in (
-        lambda: install(trainer.model_chunks, trainer.optimizer, level="operators"),
+        lambda: install(trainer.model_chunks, trainer.optimizer, level="everything"),
+        lambda: install(trainer.model_chunks, trainer.optimizer, rerun="often"),
+        lambda: install(trainer.model_chunks, trainer.optimizer, on_bad="recover", rerun=False),
         lambda: install(trainer.model_chunks[0].module, trainer.optimizer),
         lambda: install(trainer.model_chunks, trainer.optimizer.chained_optimizers[0]),
         lambda: install(trainer.model_chunks, trainer.optimizer, on_bad="explode"),
@@ -106,7 +108,15 @@ def wrong_calls(rank, world_size):
 def test_wrong_calls_explain_themselves_on_every_rank_alike():
     first, second = run_ranks(2, wrong_calls)
     assert first == second
-    expected = ("level is 'operators'", "DistributedDataParallel", "ChainedOptimizer", "'explode'", "already")
+    expected = (
+        "'everything'",
+        "'often'",
+        "needs rerun=True",
+        "DistributedDataParallel",
+        "ChainedOptimizer",
+        "'explode'",
+        "already",
+    )
     assert all(words in text for words, text in zip(expected, first, strict=True)), first
 
 
@@ -124,27 +134,42 @@ def test_options_that_differ_between_ranks_are_refused_on_both():
     assert first[0] == "AgreementError" and "check_params" in first[1]
 
 
-def install_remove_install(rank, world_size):
+def install_remove_install(rank, world_size, level):
     trainer = make_trainer(check_for_nan_in_grad=False)
+    from megatron.core import rerun_state_machine
+    from megatron.core.pipeline_parallel import schedules
+    from torch.distributed import ProcessGroup
+
     import nanlocator.megatron
 
+    def hooks():
+        modules = [module for chunk in trainer.model_chunks for module in chunk.modules()]
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        on_parameters = [len(p._post_accumulate_grad_hooks or {}) for p in trainer.parameters.values()]
+        return [[len(getattr(module, kind)) for kind in kinds] for module in modules], on_parameters
+
+    machine = rerun_state_machine.get_rerun_state_machine()
     targets = [trainer.optimizer, *trainer.model_chunks, *trainer.bucket_groups()]
-    before = [dict(vars(target)) for target in targets]
-    hooks = [len(p._post_accumulate_grad_hooks or {}) for p in trainer.parameters.values()]
-    locator = nanlocator.megatron.install(trainer.model_chunks, trainer.optimizer, check_params=True)
-    changed = any(set(vars(target)) != set(old) for target, old in zip(targets, before, strict=True))
-    locator.remove()
-    same = all(
-        vars(target)[key] is value and set(vars(target)) == set(old)
-        for target, old in zip(targets, before, strict=True)
-        for key, value in old.items()
-    )
-    hooks_after = [len(p._post_accumulate_grad_hooks or {}) for p in trainer.parameters.values()]
+    targets += [schedules, ProcessGroup, machine]
+    before, hooks_before = [dict(vars(target)) for target in targets], hooks()
+    is_changed = []
+    for _ in range(2):  # as new, and after steps
+        locator = nanlocator.megatron.install(
+            trainer.model_chunks, trainer.optimizer, level=level, check_params=True
+        )
+        is_changed.append(any(vars(t) != old for t, old in zip(targets, before, strict=True)))
+        locator.remove()
+        assert [set(vars(target)) for target in targets] == [set(old) for old in before]
+        for target, old in zip(targets, before, strict=True):
+            assert [key for key, value in old.items() if vars(target)[key] is not value] == []
+        assert hooks() == hooks_before
+        trainer.train(2)
+        before, hooks_before = [dict(vars(target)) for target in targets], hooks()
+    again = nanlocator.megatron.install(trainer.model_chunks, trainer.optimizer, level=level)
     trainer.train(2)
-    again = nanlocator.megatron.install(trainer.model_chunks, trainer.optimizer)
-    trainer.train(2)
-    return changed, same, hooks == hooks_after, Path(again.run_dir).name, again.verdicts
+    return is_changed, Path(again.run_dir).name, again.verdicts
 
 
-def test_remove_puts_everything_back_and_it_can_be_installed_again():
-    assert run_ranks(2, install_remove_install) == [(True, True, True, "a1", [])] * 2
+@pytest.mark.parametrize("level", ["grads", "boundaries", "modules"])
+def test_remove_puts_everything_back_and_it_can_be_installed_again(level):
+    assert run_ranks(2, install_remove_install, level) == [([True, True], "a2", [])] * 2

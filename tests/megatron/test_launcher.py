@@ -102,6 +102,7 @@ def test_a_nan_in_an_unedited_script_stops_it_with_one_verdict(project, launch, 
     assert name == "__main__"
     assert argv == [str(project / "pretrain.py"), "--fault", "--level", "script's own", "--", "-h"]
     assert first_path == str(project)
+    assert (run / "a0" / "verdict.json").exists(), result.stderr
     verdict = json.loads((run / "a0" / "verdict.json").read_text())
     (origin,) = verdict["origins"]
     assert (verdict["iteration"], origin["coordinates"]["rank"]) == (2, 1)

@@ -22,12 +22,12 @@ CONFIGURATIONS = LAYOUTS | {
 }
 
 
-def train(pool, name, layout, preparations=(), faults=(), **nanlocator):
+def train(pool, name, layout, preparations=(), faults=(), steps=STEPS, **nanlocator):
     return pool.run(
         {
             "name": f"rerun_{name}",
             "ranks": layout.ranks,
-            "steps": STEPS,
+            "steps": steps,
             "training": layout.training | {"dropout": 0.1},
             "nanlocator": nanlocator or None,
             "faults": list(faults),
@@ -82,11 +82,15 @@ OMISSIONS = {
 @pytest.mark.parametrize("state", OMISSIONS)
 def test_a_repeat_that_forgets_a_state_makes_another_training(pool, state):
     layout, preparations = OMISSIONS[state]
-    reference = train(pool, f"{state}_without", layout, preparations).require_success()
-    restored = train(pool, f"{state}_restored", layout, preparations, rerun="always").require_success()
+
+    def trained(name, preparations, **nanlocator):
+        return train(pool, f"{state}_{name}", layout, preparations, steps=3, **nanlocator).require_success()
+
+    reference = trained("without", preparations)
+    restored = trained("restored", preparations, rerun="always")
     assert not differences(restored, reference)
     omitted = [{"name": "leave_as_moved", "state": state}, *preparations]
-    forgotten = train(pool, f"{state}_forgotten", layout, omitted, rerun="always").require_success()
+    forgotten = trained("forgotten", omitted, rerun="always")
     assert differences(forgotten, reference)
 
 
@@ -212,3 +216,12 @@ def test_with_megatrons_machine_in_charge_a_recovered_training_is_the_never_faul
         rank["planted"] = [fact for fact in rank["planted"] if fact["fault"] == "forward"]
         # Ours twice, traced and as a control; Megatron's none.
         assert passes_of(rank, layout) == [3 if step["iteration"] == 3 else 1 for step in rank["records"]]
+
+
+def test_a_machine_that_does_not_forget_would_end_a_recovered_training(pool):
+    checks = {"check_for_nan_in_grad": True, "rerun_state_machine": "validate_results"}
+    omitted = [{"name": "leave_as_moved", "state": "megatrons_machine"}]
+    ranks = train(
+        pool, "machine_remembers", Layout(2, checks), omitted, faults=[ONE_OFF], on_bad="recover"
+    ).require_results()
+    assert {rank["error"]["type"] for rank in ranks} == {"gpt_training.MegatronExit"}

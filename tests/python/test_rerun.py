@@ -487,3 +487,61 @@ def test_the_command_replays_the_bundle_that_the_verdict_names():
     assert done.returncode == 1, done.stderr  # bad again: a finding
     report = json.loads(done.stdout)
     assert report["conclusion"] == "deterministic_undefined" and report["is_bit_exact"]
+
+
+def test_recover_goes_on_as_if_the_fault_had_never_been():
+    def train(plant, **options):
+        random.seed(7)
+        np.random.seed(7)
+        model, optimizer = make(**options)
+        training = Training(model, optimizer)
+        if plant:
+            training.after_backward = lambda call: (
+                corrupt(model.head.weight.grad, 1) if call == 2 else None
+            )
+        losses = [optimizer.step(training).item() for _ in range(3)]
+        return losses, [p.detach().clone() for p in model.parameters()], optimizer.verdicts, random.random()
+
+    healthy = train(False)
+    recovered = train(True, on_bad="recover")
+    assert recovered[0] == healthy[0]
+    assert all(torch.equal(a, b) for a, b in zip(recovered[1], healthy[1], strict=True))
+    assert recovered[3] == healthy[3]
+    (verdict,) = recovered[2]
+    assert verdict["rerun"]["reproduced"] is False
+
+
+def test_recover_stops_where_the_fault_repeats():
+    model, optimizer = make(on_bad="recover")
+    model.gate = 0.0
+    with pytest.raises(NonFiniteGradientError):
+        optimizer.step(Training(model, optimizer))
+
+
+@pytest.mark.parametrize("with_closure", [True, False])
+def test_skip_leaves_the_bad_update_out_and_goes_on(with_closure):
+    model, optimizer = make(on_bad="skip")
+    training = Training(model, optimizer)
+
+    def step():
+        if with_closure:
+            return optimizer.step(training)
+        training()
+        norm = optimizer.clip_grad_norm(1.0)
+        optimizer.step()
+        return norm
+
+    step()
+    before = [p.detach().clone() for p in model.parameters()]
+    model.gate = 0.0
+    step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    model.gate = 1.0
+    step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert [verdict["iteration"] for verdict in optimizer.verdicts] == [2]
+
+
+def test_level_boundaries_is_refused_outside_of_megatron():
+    with pytest.raises(nanlocator.UsageError, match="Megatron-Core"):
+        make(level="boundaries")

@@ -57,6 +57,9 @@ class LocatingOptimizer {
   /// weight moves; an optimizer that evaluates its closure at trial points (LBFGS) leaves the
   /// weights at such a point. After a bad closure it is called again, up to two times: it must
   /// compute the same loss from the same data; what else it moves can be registered with `state`.
+  /// Policy skip: bad gradients leave the inner optimizer's update out, and an undefined loss is
+  /// returned. Policy recover: with a closure whose repeat is clean, the update and the loss are
+  /// the repeat's.
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr);
 
   /// What a repeat of the closure finds as it was: generators and the model's buffers; add more.
@@ -80,6 +83,8 @@ class LocatingOptimizer {
   [[nodiscard]] std::vector<GradientView> weights() const;
   void begin_closure(const torch::optim::Optimizer::LossClosure& closure);
   void compare_with_repeat();
+  at::Tensor evaluate(const torch::optim::Optimizer::LossClosure& closure);
+  at::Tensor update(const torch::optim::Optimizer::LossClosure& closure);
 
   struct Name {
     std::string name;
@@ -106,6 +111,7 @@ class LocatingOptimizer {
   std::int64_t iteration_ = 1;
   bool is_looked_at_ = false;  // this step's gradients have been scanned
   bool is_bad_ = false;        // and something was found in them
+  at::Tensor repeated_loss_;   // of the closure's latest repeat
 };
 
 }  // namespace nanlocator
