@@ -2,8 +2,9 @@
 on one rank and shows what Megatron reports of it, and what nanlocator does.
 
 examples:
-  tools/demo                                  a layer norm's gradient that Megatron's norm leaves out
-  tools/demo --fault forward_operator --dp 1  a NaN born in forward, inside a tensor-parallel region
+  tools/demo                                  an operator's fault in forward that spreads over all ranks
+  tools/demo --fault activation_element       one element of an activation is overwritten, once
+  tools/demo --fault tp_duplicated_layernorm  a gradient that Megatron's norm leaves out
   tools/demo --healthy                        a run with and without nanlocator, compared bit for bit
 
 Ends with 0 when nanlocator did what is said, with 1 when it did not, with 2 on wrong use.
@@ -20,6 +21,7 @@ import os
 import pathlib
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,17 +32,20 @@ LAYERS = 4  # so that 1, 2 or 4 pipeline stages divide it, and 1, 2 or 4 tensor-
 # The faults of tests/megatron/faults.py: what each one does here, in the words of the demonstration, and
 # whether it needs nanlocator to look at parameters as well.
 FAULTS = {
+    "forward_operator": "log of a negative number in an MLP, in forward, on one tensor-parallel rank",
+    "backward_operator": "the derivative of a square root at zero, in an MLP's backward",
+    "activation_element": "one element of an activation is overwritten in memory, once: gone in a repeat",
+    "pipeline_receive": "one element of what a pipeline stage receives, once: the sender's was finite",
+    "loss_zero_over_zero": "a microbatch without a valid label: its loss is 0/0",
     "tp_duplicated_layernorm": "a layer norm's weight gradient that Megatron's norm leaves out (tp rank > 0)",
     "main_grad_element": "one element of a gradient bucket, just before the data-parallel reduction",
     "after_reduction": "one element of a reduced gradient on one rank, as a faulty collective would leave it",
-    "forward_operator": "log of a negative number in an MLP, in forward: spreads over tensor and pipeline",
-    "backward_operator": "the derivative of a square root at zero, in an MLP's backward",
-    "loss_zero_over_zero": "a microbatch without a valid label: its loss is 0/0",
     "optimizer_update": "a negative second moment in Adam: gradients are clean, the weight becomes NaN",
     "bad_weight": "one element of a weight before forward",
     "large_gradients": "gradients of 1e24: each is finite, their norm is not",
 }
-CHECKS_PARAMETERS = {"optimizer_update", "bad_weight"}
+CHECKS_PARAMETERS = {"optimizer_update"}
+OF_A_LAYER = {"forward_operator", "backward_operator", "activation_element"}
 
 
 def main() -> int:
@@ -72,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
         epilog="faults:\n" + "\n".join(f"  {name:{width}}  {text}" for name, text in FAULTS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--fault", choices=FAULTS, default="tp_duplicated_layernorm", metavar="NAME")
+    parser.add_argument("--fault", choices=FAULTS, default="forward_operator", metavar="NAME")
     parser.add_argument("--rank", type=int, help="whose fault (default: last replica, last tp rank, stage 0)")
     parser.add_argument("--healthy", action="store_true", help="no fault: compare with and without")
     parser.add_argument("--tp", type=int, choices=[1, 2, 4], default=2, help="tensor-parallel size (2)")
@@ -92,10 +97,14 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("at least 4 steps")
     if arguments.rank is None:
         arguments.rank = arguments.tp * arguments.dp - 1
+        if arguments.fault == "pipeline_receive":
+            arguments.rank = ranks - 1
     if not 0 <= arguments.rank < ranks:
         parser.error(f"rank {arguments.rank} of {ranks}")
     if arguments.fault == "tp_duplicated_layernorm" and arguments.rank % arguments.tp == 0:
         parser.error("tp_duplicated_layernorm needs a rank whose tp rank is not 0 (and --tp 2 or 4)")
+    if arguments.fault == "pipeline_receive" and arguments.rank < arguments.tp * arguments.dp:
+        parser.error("pipeline_receive needs a rank of a later pipeline stage (and --pp 2 or 4)")
     arguments.output = arguments.output.resolve()
     return arguments
 
@@ -161,8 +170,19 @@ class Demonstration:
         error = with_it[0]["error"]
         if error is None or error["verdict"] is None:
             return self.verify(False, f"nanlocator stopped the run (what happened instead: {error})")
-        print(f"\n{error['text'].rstrip()}\n")
-        return self.check(without, with_it, step, planted)
+        print(f"\n{error['report'].rstrip()}\n")
+        is_as_promised = self.check(without, with_it, step, planted)
+        self.replay(with_it)
+        return is_as_promised
+
+    def replay(self, ranks: list[dict]) -> None:
+        """Executes the origin's operator again, alone, from what the failing step left on disk."""
+        bundles = [origin["bundle"] for origin in ranks[0]["error"]["verdict"]["origins"] if origin["bundle"]]
+        if not bundles:
+            return
+        bundle = pathlib.Path(ranks[0]["run_dir"]) / bundles[0]
+        print(self.screen.title(f"\nAgain, alone: nanlocator replay {os.path.relpath(bundle)}\n"), flush=True)
+        subprocess.run([ROOT / "build" / "release" / "bin" / "nanlocator", "replay", bundle], check=False)
 
     def place(self) -> dict:
         """The first layer of the pipeline stage that the chosen rank belongs to."""
@@ -170,8 +190,10 @@ class Demonstration:
         stage = arguments.rank // (arguments.tp * arguments.dp)
         layer = stage * LAYERS // arguments.pp
         name = arguments.fault
-        if name in ("forward_operator", "backward_operator"):
-            return {"layer": layer}
+        if name in OF_A_LAYER:
+            return {"layer": layer, "microbatch": 1}
+        if name == "pipeline_receive":
+            return {"microbatch": 1}
         if name == "tp_duplicated_layernorm":
             return {"parameter": f"decoder.layers.{layer}.input_layernorm.weight"}
         if name in ("loss_zero_over_zero", "large_gradients"):
@@ -235,10 +257,15 @@ class Demonstration:
         origins = verdict["origins"]
         named_ranks = {rank for origin in origins for rank in origin["candidates"]}
         named_ranks |= {o["coordinates"]["rank"] for o in origins if o["coordinates"]}
-        what = "the rank named" if named_ranks == {fact["rank"]} else "among the ranks that gradients leave"
+        what = "the rank named" if named_ranks == {fact["rank"]} else "among the ranks that can be meant"
         good &= self.verify(
             fact["rank"] in named_ranks, f"rank {fact['rank']} is {what}: {sorted(named_ranks)}"
         )
+        for what in ("microbatch", "module", "operator"):
+            if what in fact:
+                named = {f"{o[what]} {o['evidence']}" for o in origins}
+                is_named = any(str(fact[what]) in text for text in named)
+                good &= self.verify(is_named, f"the {what} is {fact[what]}")
         if "parameter" in fact:
             tensors = [(o["parameter"], (o["tensor"] or {}).get("first_bad")) for o in origins]
             good &= self.verify(

@@ -22,6 +22,7 @@ constexpr milliseconds kShortestInterval{100};
 constexpr milliseconds kLongestInterval{5'000};
 constexpr milliseconds kLeastPatience{1'000};
 constexpr milliseconds kGoodbye{1'000};  // for what is told while others wait
+constexpr milliseconds kBetweenAsking{50};
 constexpr int kPatiencesToConnect = 4;
 constexpr int kLateIntervals = 2;  // without a move: the ranks behind are looked at, too
 
@@ -92,7 +93,7 @@ struct RankMonitor::Shared {
   bool is_leaving = false;
   std::string ended_by;
   bool is_done = false;            // the thread has ended
-  bool is_beat_asked_for = false;  // at once, not at the next interval
+  bool is_look_asked_for = false;  // at once, not at the next interval
   std::map<int, LostRank> lost;
   std::string problem;
 
@@ -124,11 +125,13 @@ struct RankMonitor::Shared {
   void look();
   void beat(bool has_left);
   void read_news();
+  void confirm(std::int64_t news_number);
   void watch_ring(milliseconds since_last_look);
   Watched& read_heartbeat(int peer, milliseconds since_last_look);
-  void tell(const nlohmann::json& news);
+  std::int64_t tell(const nlohmann::json& news);
   void apply(const nlohmann::json& news);
   void say_goodbye();
+  void wait_until_all_have_read(std::int64_t news_number);
   void end_with(std::string reason);
 
   [[nodiscard]] Deadline limit() const { return Clock::now() + times.patience; }
@@ -137,6 +140,10 @@ struct RankMonitor::Shared {
   }
   [[nodiscard]] std::string news_key(std::int64_t number) const {
     return prefix + "/news/" + std::to_string(number);
+  }
+  // The others confirm the news of a rank that ends; whoever is the last puts "all" there.
+  [[nodiscard]] std::string confirmed_key(std::int64_t number, const char* what) const {
+    return news_key(number) + "/confirmed/" + what;
   }
   [[nodiscard]] bool is_lost(int peer) const {
     const std::lock_guard lock(mutex);
@@ -172,7 +179,7 @@ void RankMonitor::Shared::serve() {
                       "): whether ranks have fallen silent is not known.");
     }
     std::unique_lock lock(mutex);
-    changed.wait_for(lock, times.interval, [&] { return is_leaving || is_beat_asked_for; });
+    changed.wait_for(lock, times.interval, [&] { return is_leaving || is_look_asked_for; });
     if (is_leaving) break;
   }
   say_goodbye();
@@ -196,7 +203,7 @@ void RankMonitor::Shared::beat(bool has_left) {
   auto heartbeat = here();
   {
     const std::lock_guard lock(mutex);
-    was_asked_for = is_beat_asked_for;
+    was_asked_for = is_look_asked_for;
     if (was_asked_for) heartbeat = here();
   }
   heartbeat[kBeat] = beats++;
@@ -204,25 +211,35 @@ void RankMonitor::Shared::beat(bool has_left) {
   if (!store->set(beat_key(rank), dump(heartbeat), limit())) throw NoAnswer{};
   if (was_asked_for) {
     const std::lock_guard lock(mutex);
-    is_beat_asked_for = false;
+    is_look_asked_for = false;
     changed.notify_all();
   }
 }
 
 void RankMonitor::Shared::read_news() {
   const auto before = lost_now();
-  while (answered(store->has(news_key(news_read), limit()))) {
-    apply(nlohmann::json::parse(answered(store->get(news_key(news_read), limit()))));
-    ++news_read;
+  std::vector<std::int64_t> ends;
+  for (; answered(store->has(news_key(news_read), limit())); ++news_read) {
+    const auto news = nlohmann::json::parse(answered(store->get(news_key(news_read), limit())));
+    apply(news);
+    if (news.contains(kEndedBy)) ends.push_back(news_read);
   }
-  const auto after = lost_now();
-  if (after == before) return;
-  {
-    const std::lock_guard callback_lock(callback_mutex);
-    if (on_change) on_change(after);
+  if (const auto after = lost_now(); after != before) {
+    {
+      const std::lock_guard callback_lock(callback_mutex);
+      if (on_change) on_change(after);
+    }
+    const std::lock_guard lock(mutex);
+    changed.notify_all();
   }
-  const std::lock_guard lock(mutex);
-  changed.notify_all();
+  for (const auto number : ends) confirm(number);  // now that on_change has returned
+}
+
+void RankMonitor::Shared::confirm(std::int64_t news_number) {
+  const auto confirmed = answered(store->count(confirmed_key(news_number, "count"), limit()));
+  if (confirmed == size - 1 && !store->set(confirmed_key(news_number, "all"), "", limit())) {
+    throw NoAnswer{};
+  }
 }
 
 void RankMonitor::Shared::apply(const nlohmann::json& news) {
@@ -282,21 +299,33 @@ RankMonitor::Shared::Watched& RankMonitor::Shared::read_heartbeat(int peer,
 }
 
 // At the end of the list; ranks that find something at the same time do not overwrite each other.
-void RankMonitor::Shared::tell(const nlohmann::json& news) {
+std::int64_t RankMonitor::Shared::tell(const nlohmann::json& news) {
   const auto text = dump(news);
   auto number = news_read;
   while (!answered(store->put_if_absent(news_key(number), text, limit()))) ++number;
+  return number;
 }
 
 void RankMonitor::Shared::say_goodbye() {
   try {
     beat(/*has_left=*/true);
-    if (ended_by.empty()) return;
+    // Where others were lost before, the end of this rank follows from theirs.
+    if (ended_by.empty() || !lost_now().empty()) return;
     auto news = here();
     news[kEndedBy] = ended_by;
-    tell(news);
+    wait_until_all_have_read(tell(news));
   } catch (...) {
     // The Store has gone before this rank.
+  }
+}
+
+// A launcher that sees one process end ends the others at once (torchrun after 0.1 s): what they
+// have to write is on disk by then. They read the news within one interval.
+void RankMonitor::Shared::wait_until_all_have_read(std::int64_t news_number) {
+  const auto deadline = Clock::now() + times.interval + kGoodbye;
+  const auto key = confirmed_key(news_number, "all");
+  while (Clock::now() < deadline && !answered(store->has(key, deadline))) {
+    std::this_thread::sleep_for(kBetweenAsking);
   }
 }
 
@@ -334,10 +363,10 @@ void RankMonitor::now_in(Activity activity, std::int64_t iteration) noexcept {
 void RankMonitor::stop(std::int64_t iteration) noexcept {
   now_in(Activity::stopped, iteration);
   std::unique_lock lock(shared_->mutex);
-  shared_->is_beat_asked_for = true;
+  shared_->is_look_asked_for = true;
   shared_->changed.notify_all();
   shared_->changed.wait_for(lock, kGoodbye,
-                            [&] { return shared_->is_done || !shared_->is_beat_asked_for; });
+                            [&] { return shared_->is_done || !shared_->is_look_asked_for; });
 }
 
 void RankMonitor::leave(const std::string& ended_by) noexcept {
@@ -347,7 +376,8 @@ void RankMonitor::leave(const std::string& ended_by) noexcept {
     shared_->ended_by = ended_by;
     shared_->changed.notify_all();
   }
-  shared_->changed.wait_for(lock, kGoodbye, [&] { return shared_->is_done; });
+  const auto patience = kGoodbye + (ended_by.empty() ? milliseconds(0) : shared_->times.interval);
+  shared_->changed.wait_for(lock, patience, [&] { return shared_->is_done; });
 }
 
 std::vector<LostRank> RankMonitor::lost() const {
@@ -361,6 +391,8 @@ std::string RankMonitor::problem() const {
 
 std::vector<LostRank> RankMonitor::wait_for_loss(Deadline deadline) const {
   std::unique_lock lock(shared_->mutex);
+  shared_->is_look_asked_for = true;  // there may be news that are not read yet
+  shared_->changed.notify_all();
   shared_->changed.wait_until(lock, deadline,
                               [&] { return shared_->is_done || !shared_->lost.empty(); });
   return shared_->lost_in_order();

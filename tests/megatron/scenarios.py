@@ -3,7 +3,8 @@
 `run_rank` is the whole life of one rank after its process group exists. Whatever happens, an exception
 included, but for SIGKILL, it ends by writing `rank{N}.json` into the scenario's directory:
 
-    scenario, coordinates, error (null or {type, text, verdict}), records (one per finished step),
+    scenario, coordinates, error (null or {type, text, verdict, report: its text}), records (one per
+    finished step),
     iteration (the last one begun), fingerprints, non_finite_parameters, parameters ({name: shape}),
     planted (what the faults did here), seconds ({set_up, train}); with nanlocator also verdicts, dismissed
     and run_dir, as the locator gives them
@@ -85,6 +86,11 @@ def run_rank(scenario: Scenario, directory: pathlib.Path) -> dict:
             "text": str(error),
             "verdict": getattr(error, "verdict", None),
         }
+        if result["error"]["verdict"] is not None:
+            from nanlocator import _C
+
+            text = json.dumps(result["error"]["verdict"])
+            result["error"]["report"] = _C.format_verdict(text, str(locator.run_dir) if locator else "")
     if trainer is not None:
         result |= {
             "coordinates": trainer.coordinates,

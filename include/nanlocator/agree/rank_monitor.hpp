@@ -83,8 +83,9 @@ class RankMonitor {
   /// `now_in(Activity::stopped)`, and the others are told before it returns (or 1 s is over).
   void stop(std::int64_t iteration) noexcept;
   /// Goodbye: from now on this rank's silence means nothing. With `ended_by` ("ValueError: ...") it
-  /// is lost, and the others learn why. Returns when the Store has it, or after 1 s; a second call
-  /// does nothing.
+  /// is lost, and the others learn why; unless ranks were lost before: then its end follows from
+  /// theirs. Returns when the Store has it, or after 1 s; with `ended_by` when `on_change` has
+  /// returned on all others, or after one interval and 1 s. A second call tells nothing.
   void leave(const std::string& ended_by = "") noexcept;
 
   [[nodiscard]] std::vector<LostRank> lost() const;
