@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from nanlocator.session import record_for_torchrun
+
 _EXAMPLES = """\
 examples:
   torchrun --nproc-per-node 8 -m nanlocator.megatron pretrain_gpt.py --num-layers 12 ...
@@ -43,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.meta_path.insert(0, installer)
     try:
         _run(options.script, options.arguments)
+    except Exception as error:
+        _record(error)
+        raise
     finally:
         if not installer.is_installed and os.environ.get("RANK", "0") == "0":
             print(
@@ -97,6 +102,13 @@ def _run(script: str, arguments: list[str]) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.abspath(script))  # it was this launcher's
     runpy.run_path(script, run_name="__main__")
+
+
+def _record(error: Exception) -> None:
+    """So that torchrun's summary shows it, as with torch's decorator ``record`` in the script. What has been
+    recorded before stays: a verdict, which says more."""
+    if not os.path.exists(os.environ.get("TORCHELASTIC_ERROR_FILE", "")):
+        record_for_torchrun(error)
 
 
 # --- installing --------------------------------------------------------------------------------------

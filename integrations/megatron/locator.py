@@ -429,12 +429,14 @@ class MegatronLocator:
         self._conclude(stops=self._on_bad == "stop" or (self._on_bad == "recover" and not is_recovered))
 
     def _hand_over_observations(self, step: _Step | None) -> None:
+        crossed: list[Any] = []
         if self._boundaries is not None:
-            self._locator.set_crossings(*self._boundaries.collect(self._iteration()))
+            crossed, coverage = self._boundaries.collect(self._iteration())
+            self._locator.set_crossings(crossed, coverage)
         if self._watch is not None:
             parameters = [(entry.name, entry.parameter) for entry in self._named]
             _, births = self._watch.collect(self._iteration(), parameters, self._named_buffers())
-            self._locator.set_births(births)
+            self._locator.set_births(_without_receipts(births, crossed))
         if step is not None:
             self._locator.set_microbatches(step.data.describe())
 
@@ -623,6 +625,15 @@ class _UnchangedData:
         changed = step.data.changed() if step is not None else []
         if changed:
             raise RuntimeError("; ".join(changed[:4]))
+
+
+def _without_receipts(births: "list[_C.Birth]", crossed: "list[_C.Sighting]") -> "list[_C.Birth]":
+    """A module that makes something bad of finite inputs may have received it, in a collective of its own:
+    so it is in a microbatch in which the first bad thing that crossed this rank's boundary came in."""
+    first: dict[int | None, str] = {}
+    for sighting in crossed:
+        first.setdefault(sighting.microbatch, sighting.role)
+    return [birth for birth in births if first.get(birth.sighting.microbatch) != "received"]
 
 
 def _is(one: Any, other: Any) -> bool:

@@ -1,5 +1,6 @@
 """The microbatches of one step, kept by reference so that the step can be executed again."""
 
+import copy
 import hashlib
 import random
 import sys
@@ -71,7 +72,7 @@ class _Recorder:
     def __next__(self) -> Any:
         item = next(self._iterator)
         self.items.append(_shallow(item))
-        self.versions.append([tensor._version for _, tensor in _named(item)])
+        self.versions.append([_version(tensor) for _, tensor in _named(item)])
         self.generators.append(_generator_states())
         return item
 
@@ -83,7 +84,7 @@ class _Recorder:
             f"microbatch {number}: '{name}' was written in place by the step"
             for number, (item, versions) in enumerate(zip(self.items, self.versions, strict=True))
             for (name, tensor), version in zip(_named(item), versions, strict=True)
-            if tensor._version != version
+            if _version(tensor) != version
         ]
 
 
@@ -126,11 +127,17 @@ def _set_generator_states(states: Any) -> None:
 
 def _shallow(item: Any) -> Any:
     """Containers copied, tensors not: the step may take entries out of its batch."""
-    if isinstance(item, dict):
+    if type(item) is dict:
         return {key: _shallow(value) for key, value in item.items()}
+    if isinstance(item, dict):
+        return copy.copy(item)
     if type(item) in (list, tuple):
         return type(item)(_shallow(value) for value in item)
     return item
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # nobody counts writes to inference tensors
 
 
 def _named(item: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:

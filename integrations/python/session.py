@@ -118,11 +118,13 @@ class RankConnection:
 
 def _say_goodbye(communicator: _C.Communicator, process: int) -> None:
     """At the interpreter's exit, or when the connection is no longer needed. A process that an exception
-    ends says so: its peers, which may wait for it in a collective, then know why it does not come."""
+    ends says so: its peers, which may wait for it in a collective, then know why it does not come. One that
+    a peer's end has ended leaves the word to that peer, or to its silence."""
     if os.getpid() != process:
         return  # a forked worker, which has none of our threads
     error = getattr(sys, "last_value", None)  # set by the interpreter for the exception that ends it
-    if error is None or isinstance(error, NonFiniteGradientError | KeyboardInterrupt):
+    is_orderly = error is None or isinstance(error, NonFiniteGradientError | KeyboardInterrupt)
+    if is_orderly or is_failure_of_peers(error):
         communicator.leave()
     else:
         communicator.leave(first_line(error))

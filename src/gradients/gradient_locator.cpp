@@ -169,6 +169,7 @@ struct GradientLocator::Impl {
   std::optional<double> gradient_norm;
   std::vector<std::string> notes;
   std::vector<Birth> births;
+  int questions = 0;  // of this step, put through the Store
   std::vector<Sighting> crossed;
   std::vector<CrossingCoverage> crossings;
   std::vector<Microbatch> microbatches;
@@ -346,6 +347,7 @@ void GradientLocator::Impl::forget_step() {
   gradient_norm.reset();
   notes.clear();
   births.clear();
+  questions = 0;
   crossed.clear();
   crossings.clear();
   microbatches.clear();
@@ -647,6 +649,25 @@ bool GradientLocator::is_true_anywhere(bool mine) {
                at::TensorOptions().dtype(at::kInt).device(current_device(impl_->flag_type)));
   impl_->communicator->start_flag(flag);
   return impl_->finish_flag_or_conclude_alone(*this);
+}
+
+bool GradientLocator::is_true_anywhere_by_store(bool mine) {
+  auto& impl = *impl_;
+  if (!impl.communicator) return mine;
+  const auto key = impl.incident_key() + "/question/" + std::to_string(impl.questions++);
+  (void)impl.communicator->publish(key, mine ? "1" : "0");
+  const auto answers = impl.communicator->gather(key, Clock::now() + impl.options.gather_deadline);
+  std::vector<int> missing;
+  bool is_true = mine;
+  for (int peer = 0; peer < static_cast<int>(answers.size()); ++peer) {
+    if (peer == impl.rank()) continue;
+    if (!answers[peer]) missing.push_back(peer);
+    is_true = is_true || answers[peer] == "1";
+  }
+  if (missing.empty()) return is_true;
+  std::string text;
+  for (const int peer : missing) text += (text.empty() ? "" : ", ") + std::to_string(peer);
+  throw AgreementError("No answer from rank " + text + " at the end of the step's repeat.");
 }
 
 void GradientLocator::start_agreement() {

@@ -200,7 +200,9 @@ bool StepRerun::repeat() {
     locator.add_note("The repeat of the step ended with an error: " + traced.problem);
   }
   // Every rank takes the same way from here: a pass may hold collectives.
-  const bool has_ended_early = locator.is_true_anywhere(!traced.problem.empty());
+  // Through the Store: where a rank is gone, some passes have ended by its lost connections, and
+  // others still wait for those that have.
+  const bool has_ended_early = locator.is_true_anywhere_by_store(!traced.problem.empty());
   const bool is_bad_again = locator.is_true_anywhere(traced.is_bad);
   if (!has_ended_early) rerun.reproduced = is_bad_again;
 

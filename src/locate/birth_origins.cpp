@@ -116,7 +116,15 @@ Cause cause_of_optimizer_birth(const Birth& birth) {
   return was_there ? Cause::optimizer_state : Cause::optimizer_update;
 }
 
+/// Computed in backward by a forward that runs again, and reached no loss: the first execution,
+/// whose result the loss was made from, was finite.
+bool is_of_recomputation_only(const Birth& birth) {
+  return birth.sighting.phase == Phase::forward && !birth.node.empty() &&
+         std::ranges::none_of(birth.reached, is_name_of_loss);
+}
+
 Cause cause_of_computation(const Birth& birth) {
+  if (is_of_recomputation_only(birth)) return Cause::recompute_mismatch;
   if (birth.kind != BirthKind::inf && is_empty_loss(birth)) return Cause::empty_loss_mask;
   switch (birth.replay) {
     case ReplayConclusion::deterministic_overflow:
@@ -285,6 +293,9 @@ std::string action_of(Cause cause, const Birth& birth) {
              "checkpoint";
     case Cause::optimizer_update:
       return "look at the optimizer's epsilon and learning rate for this parameter";
+    case Cause::recompute_mismatch:
+      return "find what differs between the two executions of " + module +
+             ": random numbers, autocast, or state that the first one moved";
     case Cause::user_hook:
       return birth.stack.empty() ? "look at the hooks that are registered on this tensor"
                                  : "look at the hook at " + birth.stack.front();
@@ -329,7 +340,10 @@ Origin origin_of(const Root& root) {
     }
     evidence.push_back("at the first bad element: " + text);
   }
-  if (!birth.forward_op.empty() || !birth.node.empty()) {
+  if (origin.cause == Cause::recompute_mismatch) {
+    evidence.push_back("it was computed again in backward (" + birth.node +
+                       "); the first execution, from which the loss was made, was finite");
+  } else if (!birth.forward_op.empty() || !birth.node.empty()) {
     evidence.push_back("in backward node " + birth.node +
                        (birth.forward_op.empty() ? "" : ", the derivative of " + birth.forward_op));
   }

@@ -50,9 +50,10 @@ class Merge {
       }
       const bool is_gone = is_gone_in_repeat(found);
       if (is_gone && rerun_.reproduced == true) {
-        insert_second(found.origin.evidence,
-                      {"the step was repeated and is bad again, but this was clean in the repeat: it "
-                       "happened once"});
+        insert_second(
+            found.origin.evidence,
+            {"the step was repeated and is bad again, but this was clean in the repeat: it "
+             "happened once"});
       } else {
         insert_second(found.origin.evidence, sentences);
       }
@@ -243,7 +244,13 @@ class Merge {
 
   void mark_as_gone(Origin& origin) const {
     if (is_witnessed(origin.cause)) {
-      if (rerun_.reproduced == false) origin.evidence.emplace_back("it happened once");
+      const bool depends_on_timing = std::ranges::any_of(incident_.ranks(), [](const auto& rank) {
+        const auto& rerun = rank.ledger().rerun;
+        return rerun && rerun->control_reproduced == true;
+      });
+      if (rerun_.reproduced == false && !depends_on_timing) {
+        origin.evidence.emplace_back("it happened once");
+      }
       return;
     }
     origin.cause = Cause::not_reproduced;

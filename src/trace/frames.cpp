@@ -13,14 +13,16 @@ bool is_accumulate_grad(std::string_view node) {
   return node.ends_with("AccumulateGrad");
 }
 
-/// What the engine and AccumulateGrad dispatch on their own: input_buffer.cpp, accumulate_grad.h.
+/// What the engine and AccumulateGrad dispatch on their own: input_buffer.cpp, accumulate_grad.h,
+/// and validate_outputs of engine.cpp, which fits a gradient to its input's shape and dtype.
 bool may_be_the_engines(const Frame& operation, bool in_accumulate_grad) {
-  constexpr auto kAdditions = std::to_array<std::string_view>({"aten::add", "aten::add_"});
+  constexpr auto kFits = std::to_array<std::string_view>(
+      {"aten::add", "aten::add_", "aten::to", "aten::_to_copy", "aten::sum"});
   constexpr auto kStores = std::to_array<std::string_view>(
       {"aten::detach", "aten::clone", "aten::copy_", "aten::empty_like", "aten::empty_strided",
-       "aten::new_empty_strided", "aten::_to_copy", "aten::to", "aten::_indices", "aten::_values"});
+       "aten::new_empty_strided", "aten::_indices", "aten::_values"});
   const std::string_view name = operation.info->name;
-  if (std::find(kAdditions.begin(), kAdditions.end(), name) != kAdditions.end()) return true;
+  if (std::find(kFits.begin(), kFits.end(), name) != kFits.end()) return true;
   return in_accumulate_grad && std::find(kStores.begin(), kStores.end(), name) != kStores.end();
 }
 

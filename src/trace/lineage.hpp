@@ -35,6 +35,7 @@ struct Place {
   std::string node;        // backward: the autograd node
   std::string forward_op;  // backward: what it is the derivative of
   bool is_backward = false;
+  bool is_recomputed = false;  // a forward that runs again inside backward
   bool is_module_inferred = false;
 };
 

@@ -30,6 +30,7 @@
 #include <utility>
 
 #include "gradients/tensor_access.hpp"
+#include "nanlocator/trace/microbatch_scope.hpp"
 #include "trace/deferred_looks.hpp"
 
 namespace nanlocator {
@@ -69,6 +70,7 @@ struct Call {
   ModulePath path;
   ModuleCallId parent;
   std::uint64_t first_sequence_number;
+  MicrobatchPlace batch;
   // Only while the call runs: where its inputs hang in autograd's graph.
   struct InputEdge {
     autograd::Edge edge;
@@ -482,7 +484,10 @@ class Explainer {
     Sighting sighting;
     sighting.iteration = iteration_;
     sighting.phase = is_backward(event.place) ? Phase::backward : Phase::forward;
-    sighting.module = *calls_[event.call].path;
+    const Call& call = calls_[event.call];
+    sighting.module = *call.path;
+    sighting.microbatch = call.batch.microbatch;
+    sighting.chunk = call.batch.chunk;
     sighting.role = role_of(event);
     if (event.parameter) {
       const auto found = parameter_names_.find(event.parameter);
@@ -600,7 +605,12 @@ ModuleCallId ModuleWatch::enter(ModulePath path, std::span<const NamedTensor> in
   const bool is_in_backward = autograd::get_current_graph_task_id() != -1;
   if (running.empty() && !is_in_backward && state.calls.size() >= kMostCalls) state.forget();
 
-  Call call{path, running.empty() ? kNoCall : running.back(), at::sequence_number::peek(), {}, {}};
+  Call call{path,
+            running.empty() ? kNoCall : running.back(),
+            at::sequence_number::peek(),
+            current_microbatch(),
+            {},
+            {}};
   // A module that is recomputed in backward belongs where it was called first.
   if (running.empty() && is_in_backward) {
     if (const auto first = state.latest.find(path); first != state.latest.end()) {

@@ -97,6 +97,7 @@ Place OperatorTrace::Impl::current_place(ThreadFrames& frames) {
                             location.node_frame->module != module;
     if (runs_again) {
       place.module = *module;
+      place.is_recomputed = true;
     } else if (forward.module != nullptr) {
       place.module = *forward.module;
       place.is_module_inferred = forward.is_module_inferred;
@@ -132,10 +133,11 @@ void OperatorTrace::Impl::locate(Birth& birth, ThreadFrames& frames, bool with_s
     // Between the schedule's steps gradients are handled, and nothing else.
     const bool is_between_steps =
         is_loss && !batch.microbatch && microbatches_are_known.load(std::memory_order_relaxed);
-    birth.sighting.phase = place.is_backward  ? Phase::backward
-                           : is_between_steps ? Phase::grad_local
-                           : is_loss          ? Phase::loss
-                                              : Phase::forward;
+    birth.sighting.phase = place.is_recomputed ? Phase::forward
+                           : place.is_backward ? Phase::backward
+                           : is_between_steps  ? Phase::grad_local
+                           : is_loss           ? Phase::loss
+                                               : Phase::forward;
   }
   if (with_stack && options.python_stack) birth.stack = options.python_stack();
 }
@@ -228,7 +230,7 @@ BirthId OperatorTrace::Impl::add_root(const at::Tensor& values, ThreadFrames& fr
       birth.sighting.module = inside.module;
       birth.is_module_inferred = inside.is_module_inferred;
     }
-    if (inside.is_backward) {
+    if (inside.is_backward && !inside.is_recomputed) {
       birth.sighting.phase = Phase::backward;
       birth.node = inside.node;
       birth.forward_op = inside.forward_op;

@@ -13,6 +13,7 @@
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <vector>
 
 #include "agree/store_client.hpp"
 #include "nanlocator/agree/rank_monitor.hpp"
@@ -58,6 +59,19 @@ class ProcessRanks {
   void start(int rank, Activity activity = Activity::forward_backward, int spinners = 0) {
     const Start start{host_->getPort(), activity, spinners};
     ASSERT_EQ(::write(pipes_.at(rank), &start, sizeof start), sizeof start);
+    started_.push_back(rank);
+  }
+  /// Returns when every started rank's heartbeat says iteration 7 and its neighbours have had time
+  /// to see that.
+  void wait_until_settled() const {
+    const auto deadline = Clock::now() + milliseconds(60'000);
+    for (const int rank : started_) {
+      while (!has_settled(rank)) {
+        ASSERT_LT(Clock::now(), deadline) << "rank " << rank << " has not started";
+        std::this_thread::sleep_for(milliseconds(10));
+      }
+    }
+    std::this_thread::sleep_for(10 * kQuick.interval);
   }
   void send(int rank, int signal) const { ASSERT_EQ(::kill(processes_.at(rank), signal), 0); }
   /// In good order, or with the text of an exception.
@@ -80,6 +94,11 @@ class ProcessRanks {
   }
 
  private:
+  [[nodiscard]] bool has_settled(int rank) const {
+    const auto key = "test/beat/" + std::to_string(rank);
+    return host_->check({key}) &&
+           host_->get_to_str(key).find("\"iteration\":7") != std::string::npos;
+  }
   [[nodiscard]] std::filesystem::path file_of(int rank) const {
     return folder_.path() / ("lost_on_" + std::to_string(rank));
   }
@@ -136,6 +155,7 @@ class ProcessRanks {
   int size_;
   TemporaryFolder folder_;
   c10::intrusive_ptr<c10d::TCPStore> host_;
+  std::vector<int> started_;
   std::map<int, pid_t> processes_;
   std::map<int, int> pipes_;  // to each of them
 };

@@ -16,7 +16,7 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
-// Until heartbeats are in the Store and have been seen by the neighbours.
+// Until the monitors of threads have seen each other's heartbeats.
 constexpr milliseconds kSettled{1'000};
 // Time in which a loss is told at the latest: on a quiet machine it takes little more than one
 // patience.
@@ -35,7 +35,7 @@ void wait(milliseconds time) {
 TEST(RankMonitor, AKilledRankIsNamedOnEveryLivingOneWithWhereItWas) {
   ProcessRanks ranks(4);
   ranks.start_all();
-  wait(kSettled);
+  ranks.wait_until_settled();
   for (int rank = 0; rank < 4; ++rank) EXPECT_EQ(ranks.lost_on(rank), "never");
   ranks.send(2, SIGKILL);
   for (const int rank : {0, 1, 3}) ranks.expect_lost(rank, silent(2), kToldBy);
@@ -44,7 +44,7 @@ TEST(RankMonitor, AKilledRankIsNamedOnEveryLivingOneWithWhereItWas) {
 TEST(RankMonitor, AHostThatTakesItsRanksWithItIsNoticedInLittleMoreThanOnePatience) {
   ProcessRanks ranks(12);
   ranks.start_all();
-  wait(kSettled);
+  ranks.wait_until_settled();
   const auto died = Clock::now();
   std::string expected;
   for (int rank = 1; rank < 10; ++rank) {
@@ -59,7 +59,7 @@ TEST(RankMonitor, AHostThatTakesItsRanksWithItIsNoticedInLittleMoreThanOnePatien
 TEST(RankMonitor, TwoRanksThatDieApartAreBothNamed) {
   ProcessRanks ranks(4);
   ranks.start_all();
-  wait(kSettled);
+  ranks.wait_until_settled();
   ranks.send(3, SIGKILL);
   ranks.expect_lost(0, silent(3), kToldBy);
   ranks.send(1, SIGKILL);
@@ -69,7 +69,7 @@ TEST(RankMonitor, TwoRanksThatDieApartAreBothNamed) {
 TEST(RankMonitor, ADebuggerThatStopsARankForLessThanThePatienceIsNoLoss) {
   ProcessRanks ranks(3);
   ranks.start_all();
-  wait(kSettled);
+  ranks.wait_until_settled();
   ranks.send(1, SIGSTOP);
   wait(kQuick.patience / 2);
   ranks.send(1, SIGCONT);
@@ -80,7 +80,7 @@ TEST(RankMonitor, ADebuggerThatStopsARankForLessThanThePatienceIsNoLoss) {
 TEST(RankMonitor, ARankThatAnswersAgainIsTakenOffTheList) {
   ProcessRanks ranks(3);
   ranks.start_all();
-  wait(kSettled);
+  ranks.wait_until_settled();
   ranks.send(1, SIGSTOP);
   for (const int rank : {0, 2}) ranks.expect_lost(rank, silent(1), kToldBy);
   ranks.send(1, SIGCONT);
@@ -93,7 +93,7 @@ TEST(RankMonitor, ARankThatAnswersAgainIsTakenOffTheList) {
 TEST(RankMonitor, RanksThatAreStoppedTogetherAccuseNobodyWhenTheyGoOn) {
   ProcessRanks ranks(3);
   ranks.start_all();
-  wait(kSettled);
+  ranks.wait_until_settled();
   for (int rank = 0; rank < 3; ++rank) ranks.send(rank, SIGSTOP);
   wait(2 * kQuick.patience);
   for (int rank = 0; rank < 3; ++rank) {
@@ -131,7 +131,7 @@ TEST(RankMonitor, ARankThatStartsLaterIsNoLossAndOneThatNeverStartsIs) {
 TEST(RankMonitor, ARankThatSaysGoodbyeIsNoLossAndTheOnesBehindItAreWatchedOn) {
   ProcessRanks ranks(4);
   ranks.start_all();
-  wait(kSettled);
+  ranks.wait_until_settled();
   ranks.leave(1);
   wait(kNotTold);
   for (const int rank : {0, 2, 3}) EXPECT_EQ(ranks.lost_on(rank), "never") << rank;
@@ -142,7 +142,7 @@ TEST(RankMonitor, ARankThatSaysGoodbyeIsNoLossAndTheOnesBehindItAreWatchedOn) {
 TEST(RankMonitor, ARankThatAnExceptionEndsIsLostAtOnceWithItsText) {
   ProcessRanks ranks(3);
   ranks.start_all();
-  wait(kSettled);
+  ranks.wait_until_settled();
   ranks.end_by_value_error(1);
   for (const int rank : {0, 2}) {
     ranks.expect_lost(rank, place_of(1) + " ended by ValueError: no data (in iteration 7)\n",
@@ -153,7 +153,7 @@ TEST(RankMonitor, ARankThatAnExceptionEndsIsLostAtOnceWithItsText) {
 TEST(RankMonitor, ARankThatEndsBecauseAnotherOneDidIsNotAccused) {
   ProcessRanks ranks(4);
   ranks.start_all();
-  wait(kSettled);
+  ranks.wait_until_settled();
   ranks.send(2, SIGKILL);
   for (const int rank : {0, 1, 3}) ranks.expect_lost(rank, silent(2), kToldBy);
   ranks.end_by_value_error(1);
@@ -166,7 +166,7 @@ TEST(RankMonitor, SilenceAfterTheEndOfTheRunIsExpected) {
   for (int rank = 0; rank < 3; ++rank) {
     ranks.start(rank, rank == 1 ? Activity::stopped : Activity::gathering);
   }
-  wait(kSettled);
+  ranks.wait_until_settled();
   ranks.send(1, SIGKILL);
   wait(kNotTold);
   for (const int rank : {0, 2}) EXPECT_EQ(ranks.lost_on(rank), "never") << rank;
@@ -239,19 +239,16 @@ TEST(RankMonitor, WhoeverWaitsForALossLearnsOfItAndWaitsNoLongerThanItsDeadline)
 }
 
 TEST(RankMonitor, ARankThatAnExceptionEndsStaysUntilTheOthersHaveWrittenIt) {
-  constexpr milliseconds kWriting = 5 * kQuick.interval;
+  constexpr milliseconds kWriting = kQuick.interval / 2;
   const auto store = c10::make_intrusive<BreakableStore>();
   std::atomic<int> written = 0;
   const auto write = [&](const auto&) {
     wait(kWriting);
     ++written;
   };
-  const MonitorTimes slow{milliseconds(1'000), milliseconds(10'000)};
   std::vector<std::unique_ptr<RankMonitor>> monitors;
-  for (int rank = 0; rank < 3; ++rank) {
-    monitors.push_back(std::make_unique<RankMonitor>(std::make_unique<StoreClient>(store), "test",
-                                                     rank, 3, place_of(rank), slow, write));
-  }
+  for (int rank = 0; rank < 3; ++rank) monitors.push_back(monitor_on(store, rank, 3, write));
+  wait(kSettled);
   monitors[1]->leave("ValueError: no data");
   EXPECT_EQ(written, 2);
 }

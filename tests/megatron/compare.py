@@ -1,24 +1,45 @@
-"""Two runs, field by field and bit by bit."""
+"""Two runs, field by field and bit by bit; and the run that others are compared with."""
 
 from __future__ import annotations
 
+import json
 
-def differences(ours: list[dict], reference: list[dict]) -> list[str]:
-    """What differs on any rank: fields of the records of each step, and of the fingerprints at the end."""
-    found = []
+STEPS = 12
+
+_references: dict[str, list[dict]] = {}
+
+
+def without_nanlocator(pool, layout) -> list[dict]:
+    """The ranks of STEPS healthy steps with dropout, trained once for all tests of a session. `layout`: a
+    test_matrix.Layout."""
+    training = layout.training | {"dropout": 0.1}
+    key = json.dumps([layout.ranks, training], sort_keys=True)
+    if key not in _references:
+        scenario = {
+            "name": f"reference_{len(_references)}",
+            "ranks": layout.ranks,
+            "steps": STEPS,
+            "training": training,
+            "timeout": 300.0,
+        }
+        _references[key] = pool.run(scenario).require_success()
+    return _references[key]
+
+
+def differences(ours: list[dict], reference: list[dict]) -> dict[str, list[str]]:
+    """What differs on any rank, fields of each step's record and fingerprints at the end: {field: where}."""
+    found: dict[str, list[str]] = {}
+
+    def compare(field: str, place: str, value: object, expected: object) -> None:
+        if value != expected:
+            found.setdefault(field, []).append(f"{place}: {value}, not {expected}")
+
     for one, other in zip(ours, reference, strict=True):
         rank = f"rank {one['rank']}"
-        if len(one["records"]) != len(other["records"]):
-            found.append(f"{rank}: {len(one['records'])} steps, not {len(other['records'])}")
+        compare("records", rank, len(one["records"]), len(other["records"]))
         for step, expected in zip(one["records"], other["records"], strict=False):
-            found += [
-                f"{rank}, step {step['iteration']}: {field} {step[field]}, not {expected[field]}"
-                for field in sorted(step.keys() | expected.keys())
-                if field != "seconds" and step.get(field) != expected.get(field)
-            ]
-        found += [
-            f"{rank}, at the end: {name}"
-            for name, fingerprint in other["fingerprints"].items()
-            if one["fingerprints"][name] != fingerprint
-        ]
+            for field in (step.keys() | expected.keys()) - {"seconds"}:
+                compare(field, f"{rank}, step {step['iteration']}", step.get(field), expected.get(field))
+        for field, fingerprint in other["fingerprints"].items():
+            compare(field, f"{rank}, at the end", one["fingerprints"][field], fingerprint)
     return found

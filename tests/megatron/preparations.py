@@ -8,6 +8,7 @@ have been tested. nanlocator's own names are replaced for it; one that has gone 
 from __future__ import annotations
 
 import functools
+import os
 import random
 from collections.abc import Callable
 
@@ -33,6 +34,12 @@ def _replace(owner: object, name: str, make: Callable[[Callable], Callable]) -> 
     """Puts `make(what is there)` in the place of an attribute that must exist."""
     inner = getattr(owner, name)
     setattr(owner, name, functools.wraps(inner)(make(inner)))
+
+
+@_preparation
+def environment(**variables: str) -> None:
+    """For options of nanlocator that have a variable only."""
+    os.environ.update(variables)
 
 
 # ---- the step ----------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import json
 import os
 import pathlib
 import signal
-import time
 
 import pytest
 from test_matrix import SMALL
@@ -17,9 +16,9 @@ from test_matrix import SMALL
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
 
 DEADLINE = 4.0  # gather_deadline
-# A silent rank is noticed after half the deadline; what waits for it then waits for one deadline at most, and
-# so does each of the two steps after it. The rest is for a busy machine.
-PATIENCE = 4 * DEADLINE
+# A silent rank is noticed after half the deadline; rank 0's verdict is waited for one and a half, and the
+# barrier before the error leaves for one. The rest is for the start and for a busy machine.
+PATIENCE = 3 * DEADLINE + 14.0
 ITERATION = 3
 REPETITIONS = int(os.environ.get("NANLOCATOR_TEST_REPETITIONS", "1"))
 LAYOUTS = {  # ranks, training, who is killed, who plants the fault
@@ -36,7 +35,6 @@ def test_the_survivors_of_a_killed_rank_name_it_on_disk(pool, where, layout, rep
     faults = [{"name": "killed", "rank": victim, "iteration": ITERATION, "where": where}]
     if where in ("repeat", "gathering"):  # which need a finding
         faults.append(bad_gradient(other))
-    started = time.time()
     outcome = pool.run(
         {
             "name": f"death_{where}_{layout}_{repetition}",
@@ -45,13 +43,12 @@ def test_the_survivors_of_a_killed_rank_name_it_on_disk(pool, where, layout, rep
             "training": SMALL | training,
             "nanlocator": {"on_bad": "stop", "gather_deadline": DEADLINE},
             "faults": faults,
-            "timeout": 60.0,
+            "timeout": PATIENCE,
         }
     )
     survivors = outcome.require_survivors()
     assert outcome.exit_codes[victim] == -signal.SIGKILL
     assert len(survivors) == ranks - 1
-    assert time.time() - started < PATIENCE + 10.0
     for rank in survivors:
         assert rank["error"] is not None
         assert rank["iteration"] == ITERATION
@@ -59,10 +56,15 @@ def test_the_survivors_of_a_killed_rank_name_it_on_disk(pool, where, layout, rep
     status = json.loads((directory / "status.json").read_text())
     assert status["silent_ranks"] == [victim]
     verdict = json.loads((directory / "verdict.json").read_text())
-    assert victim in verdict["silent_ranks"]
+    if where == "gathering":  # its ledger may have come before it was killed, and then is used
+        assert verdict["silent_ranks"] in ([], [victim])
+    else:
+        assert verdict["silent_ranks"] == [victim]
     assert any(f"rank {victim} " in note for note in verdict["notes"]), verdict["notes"]
-    if where in ("repeat", "gathering"):
-        assert other in {rank for origin in verdict["origins"] for rank in origin["candidates"]}
+    if where in ("repeat", "gathering"):  # what had been found is not lost
+        verdicts = [json.loads(path.read_text()) for path in directory.glob("verdict*.json")]
+        origins = [origin for verdict in verdicts for origin in verdict["origins"]]
+        assert other in {rank for origin in origins for rank in origin["candidates"]}
 
 
 def bad_gradient(rank: int) -> dict:

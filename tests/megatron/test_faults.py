@@ -111,8 +111,10 @@ def test_a_fault_in_the_first_step_is_named_as_well(pool):
     assert all(rank["non_finite_parameters"] == {} for rank in ranks)
 
 
-@pytest.mark.parametrize("rank", [0, 3, 6])
-@pytest.mark.parametrize("configuration", ["ddp_fp32", "sharded_overlapped"])
+@pytest.mark.parametrize(
+    ("configuration", "rank"),
+    [("ddp_fp32", 0), ("ddp_fp32", 7), ("sharded_overlapped", 3), ("sharded_overlapped", 6)],
+)
 def test_every_parameter_is_named_when_its_gradient_goes_bad(pool, configuration, rank):
     """One run: in each iteration another parameter of `rank` gets a bad element; the step is undone."""
     parameters = known_parameters(pool)[rank]
@@ -205,7 +207,8 @@ def test_a_bad_weight_is_named_before_it_is_used_when_parameters_are_checked(poo
         "value": math.inf,
         "parameter": "decoder.layers.3.mlp.linear_fc2.weight",
     }
-    verdict, ranks = stopped(pool, [fault], training=CONFIGURATIONS["sharded"], check_params=True)
+    training = CONFIGURATIONS["sharded"]
+    verdict, ranks = stopped(pool, [fault], training=training, check_params=True, **GRADIENTS_ALONE)
     origin = the_origin(verdict)
     names_exactly(origin, ranks[5]["planted"][0])
     assert origin["cause"] == "bad_weight"
@@ -287,6 +290,7 @@ def test_a_nan_that_only_the_recomputed_forward_has_is_not_blamed_on_the_first_o
     if name == "forward_operator":
         assert origin["operator"] == fact["operator"]
         assert origin["module"].startswith(fact["module"])
+        assert origin["cause"] == "recompute_mismatch"
 
 
 def test_opposite_infinities_on_two_replicas_are_both_named(pool):

@@ -8,12 +8,11 @@ every rank. (test_rerun.py does the same with every step executed twice.)
 from __future__ import annotations
 
 import pytest
-from compare import differences
+from compare import STEPS, differences, without_nanlocator
 from test_matrix import EXPERTS, LAYOUTS, OVERLAPPED, SHARDED, Layout
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
 
-STEPS = 25
 CHECKS = {"check_for_nan_in_grad": True, "check_for_nan_in_loss": True}
 
 CONFIGURATIONS = LAYOUTS | {
@@ -28,21 +27,17 @@ CONFIGURATIONS = LAYOUTS | {
 }
 
 
-def train(pool, name, layout, nanlocator):
+def is_the_same_and_nothing_is_found(pool, name, layout, **nanlocator):
+    reference = without_nanlocator(pool, layout)
     scenario = {
-        "name": f"healthy_{name}_{'without' if nanlocator is None else 'with'}",
+        "name": f"healthy_{name}",
         "ranks": layout.ranks,
         "steps": STEPS,
         "training": layout.training | {"dropout": 0.1},
-        "nanlocator": nanlocator,
+        "nanlocator": {"on_bad": "stop", "check_params": True} | nanlocator,
         "timeout": 300.0,
     }
-    return pool.run(scenario).require_success()
-
-
-def is_the_same_and_nothing_is_found(pool, name, layout, **nanlocator):
-    reference = train(pool, name, layout, None)
-    ranks = train(pool, name, layout, {"on_bad": "stop", "check_params": True} | nanlocator)
+    ranks = pool.run(scenario).require_success()
     assert not differences(ranks, reference)
     for rank in ranks:
         assert rank["verdicts"] == []

@@ -28,11 +28,14 @@ def setup_model_and_optimizer(config):
     trainer = Trainer(config)
     return trainer.model_chunks, trainer.optimizer, trainer
 
-def pretrain(steps, faults):
+def pretrain(steps, faults, rank_1_raises):
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     config = TrainingConfig(hidden=32, sequence=16, num_microbatches=2)
     _, optimizer, trainer = setup_model_and_optimizer(config)
     attach([make_fault(**fault) for fault in faults], trainer)
+    if rank_1_raises and dist.get_rank() == 1:
+        trainer.train(1)
+        raise ValueError("no data in shard 7")
     trainer.train(steps)
     dist.destroy_process_group()
     return optimizer
@@ -44,8 +47,8 @@ import json, os, sys
 from megatron.training import pretrain
 if os.environ["RANK"] == "0":
     print(json.dumps([__name__, sys.argv, sys.path[0]]), flush=True)
-fault = {"name": "main_grad_element", "rank": 1, "iteration": 2, "value": "nan"}
-optimizer = pretrain(3, [fault] if "--fault" in sys.argv else [])
+fault = {"name": "main_grad_element", "rank": 1, "iteration": 2, "value": float("nan")}
+optimizer = pretrain(3, [fault] if "--fault" in sys.argv else [], "--raise" in sys.argv)
 if os.environ["RANK"] == "0":
     print("trained 3 steps", hasattr(optimizer, "_nanlocator"))
 """
@@ -71,17 +74,31 @@ def launch(pool, tmp_path):
         if ranks is not None:
             launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         folder = tmp_path / "elsewhere"
-        folder.mkdir(exist_ok=True)
+        recorded = tmp_path / "recorded"
+        for each in (folder, recorded):
+            each.mkdir(exist_ok=True)
         return subprocess.run(
             [*launcher, "-m", "nanlocator.megatron", *map(str, arguments)],
             cwd=folder,
-            env={**os.environ, **pool.environment, "OMP_NUM_THREADS": "1", **environment},
+            env={
+                **os.environ,
+                **pool.environment,
+                "OMP_NUM_THREADS": "1",
+                # torchrun copies the error file of the root cause to its own.
+                "TORCHELASTIC_ERROR_FILE": str(recorded / "error.json"),
+                **environment,
+            },
             capture_output=True,
             text=True,
             timeout=180,
         )
 
     return run
+
+
+def root_cause(result):
+    """What torchrun's summary, at the end of its output, says of the rank that failed first."""
+    return result.stderr.partition("Root Cause (first observed failure):")[2]
 
 
 def script(folder, text):
@@ -102,16 +119,19 @@ def test_a_nan_in_an_unedited_script_stops_it_with_one_verdict(project, launch, 
     assert name == "__main__"
     assert argv == [str(project / "pretrain.py"), "--fault", "--level", "script's own", "--", "-h"]
     assert first_path == str(project)
-    assert (run / "a0" / "verdict.json").exists(), result.stderr
     verdict = json.loads((run / "a0" / "verdict.json").read_text())
     (origin,) = verdict["origins"]
     assert (verdict["iteration"], origin["coordinates"]["rank"]) == (2, 1)
     status = json.loads((run / "a0" / "status.json").read_text())
     assert (status["state"], status["iteration"], status["silent_ranks"]) == ("stopped", 2, [])
-    # Printed once by rank 0, and in torchrun's summary as the root cause; both ranks' tracebacks are short.
-    assert result.stderr.count("confidence in the place") == 2, result.stderr
-    assert "Root Cause" in result.stderr
-    assert "message : NonFiniteGradientError: step 2:" in " ".join(result.stderr.split()), result.stderr
+    # The whole verdict is printed once; every rank's traceback and torchrun's summary show its headline.
+    headline = "NonFiniteGradientError: step 2: NaN in the gradients of rank 1 "
+    assert result.stderr.count("confidence in the place") == 1, result.stderr
+    assert headline in root_cause(result), result.stderr
+    for rank in (0, 1):
+        assert f"[rank{rank}]: nanlocator.errors.{headline}" in result.stderr, result.stderr
+    recorded = json.loads((tmp_path / "recorded" / "error.json").read_text())
+    assert "confidence in the place" in recorded["message"]["message"]
     assert "trained 3 steps" not in result.stdout
     for noise in ("Connection reset", "Connection closed", "has not answered"):
         assert noise not in result.stderr, result.stderr
@@ -122,7 +142,26 @@ def test_a_healthy_script_ends_as_without_the_launcher(project, launch, tmp_path
     assert result.returncode == 0, result.stderr
     assert "trained 3 steps True" in result.stdout
     assert "installed on nothing" not in result.stderr
-    assert not list((tmp_path / "elsewhere/logs/a0").glob("*verdict*"))
+    written = {path.name for path in (tmp_path / "elsewhere/logs/a0").iterdir()}
+    assert {name for name in written if not name.startswith("param_")} == {"run.json"}
+    assert not list((tmp_path / "recorded").iterdir())
+
+
+def test_the_others_and_torchrun_tell_of_the_exception_that_ended_a_rank(project, launch, tmp_path):
+    run = tmp_path / "run"
+    result = launch("--output-dir", run, "--level", "grads", project / "pretrain.py", "--raise", ranks=2)
+    assert result.returncode == 1
+    status = json.loads((run / "a0" / "status.json").read_text())
+    assert (status["state"], status["silent_ranks"]) == ("rank_lost", [1]), result.stderr
+    for file in ("verdict.json", "verdict_rank0.json"):
+        verdict = json.loads((run / "a0" / file).read_text())
+        assert (verdict["status"], verdict["silent_ranks"], verdict["origins"]) == ("partial", [1], [])
+        assert verdict["notes"][0].startswith("rank 1 (dp1, host ")
+        assert verdict["notes"][0].endswith(") ended by ValueError: no data in shard 7 (in iteration 1).")
+    assert not (run / "a0" / "verdict_rank1.json").exists()
+    assert "ended by ValueError: no data in shard 7 (in iteration 1); see " in result.stderr
+    assert "ValueError: no data in shard 7" in root_cause(result), result.stderr
+    assert 'raise ValueError("no data in shard 7")' in root_cause(result)  # with the place in the script
 
 
 def test_a_loop_of_ones_own_gets_it_from_get_megatron_optimizer(launch, tmp_path):

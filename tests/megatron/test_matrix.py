@@ -198,3 +198,34 @@ def describe(verdict: dict) -> str:
         lines.append(f"{ {key: origin[key] for key in (*keys, 'cause', 'confidence')} }")
         lines += [f"    {sentence}" for sentence in origin["evidence"]]
     return "\n".join(lines)
+
+
+@pytest.mark.parametrize("level", ["grads", "modules", "operators"])
+def test_other_levels_name_what_they_see_and_change_nothing(pool, level):
+    layout = Layout(4, {"tp": 2, "pp": 2, "dropout": 0.1})
+    at = {"rank": 1, "layer": 1, "microbatch": FAULTY_MICROBATCH}
+    faults = [
+        {"name": "forward_operator", "kind": "log", "iteration": 2} | at,
+        {"name": "activation_element", "iteration": 3} | at,
+    ]
+    scenario = {"ranks": 4, "steps": 4, "training": layout.training}
+    options = {"level": level, "on_bad": "report"}
+    without = pool.run(scenario | {"name": f"level_{level}_without"}).require_success()
+    healthy = pool.run(scenario | {"name": f"level_{level}_healthy", "nanlocator": options}).require_success()
+    faulty = pool.run(
+        scenario | {"name": f"level_{level}", "nanlocator": options, "faults": faults, "undo_faults": True}
+    ).require_success()
+
+    assert [rank["verdicts"] for rank in healthy] == [[]] * 4
+    assert [rank["fingerprints"] for rank in healthy] == [rank["fingerprints"] for rank in without]
+    repeated, once = faulty[0]["verdicts"]
+    truth = [fact for rank in faulty for fact in rank["planted"] if fact["iteration"] == 2]
+    check(layout, faults[0], truth, repeated)
+    assert once["rerun"]["reproduced"] is False
+    assert {origin["cause"] for origin in once["origins"]} == {"not_reproduced"}
+    candidates = [origin["candidates"] for origin in once["origins"]]
+    if level == "modules":
+        assert candidates == [[1]]
+        assert once["origins"][0]["module"] == "decoder.layers.1.mlp"
+    else:  # gradients of the first pass: the replica is certain
+        assert all(1 in ranks for ranks in candidates)

@@ -9,7 +9,7 @@ import pathlib
 import re
 
 import pytest
-from compare import differences
+from compare import STEPS, differences, without_nanlocator
 from test_matrix import EXPERTS, LAYOUTS, Layout
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
@@ -142,9 +142,9 @@ def one_off_faults(layout):
 def test_a_recovered_training_is_the_one_that_never_had_the_fault(pool, configuration):
     layout = RECOVERED[configuration]
     faults = one_off_faults(layout)
-    reference = train(pool, f"never_{configuration}", layout, steps=9).require_success()
+    reference = without_nanlocator(pool, layout)
     ranks = train(
-        pool, f"recovered_{configuration}", layout, steps=9, faults=faults, on_bad="recover"
+        pool, f"recovered_{configuration}", layout, steps=STEPS, faults=faults, on_bad="recover"
     ).require_success()
     acted = {fact["iteration"] for rank in ranks for fact in rank["planted"]}
     assert acted == {fault["iteration"] for fault in faults}
@@ -152,6 +152,19 @@ def test_a_recovered_training_is_the_one_that_never_had_the_fault(pool, configur
         assert iterations_of(rank["verdicts"]) == sorted(acted)
     assert not differences(ranks, reference)
     assert read_json(ranks, "status.json")["state"] == "recovered"
+
+
+def test_more_findings_than_are_located_are_recovered_all_the_same(pool):
+    layout = Layout(2, {})
+    limit = [{"name": "environment", "NANLOCATOR_MAX_INCIDENTS": "2"}]
+    faults = [bad_gradient(layout, iteration) for iteration in (2, 3, 5, 6, 8)]
+    ranks = train(
+        pool, "many_recovered", layout, STEPS, faults=faults, preparations=limit, on_bad="recover"
+    ).require_success()
+    assert not differences(ranks, without_nanlocator(pool, layout))
+    for rank in ranks:
+        statuses = [verdict["status"] for verdict in rank["verdicts"]]
+        assert statuses == ["located", "located", "partial", "partial", "partial"]
 
 
 def test_a_fault_that_repeats_stops_under_recover_before_the_weights_are_touched(pool):

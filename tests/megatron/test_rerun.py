@@ -4,12 +4,11 @@ every step of healthy runs, and by runs in which one state is not put back and t
 from __future__ import annotations
 
 import pytest
-from compare import differences
+from compare import STEPS, differences, without_nanlocator
 from test_matrix import EXPERTS, LAYOUTS, OVERLAPPED, Layout
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
 
-STEPS = 12
 MEGATRONS_CHECKS = {
     "check_for_nan_in_grad": True,
     "check_for_nan_in_loss": True,
@@ -51,7 +50,7 @@ def passes_of(rank, layout):
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_a_run_that_repeats_every_step_is_the_run_without_nanlocator(pool, configuration):
     layout = CONFIGURATIONS[configuration]
-    reference = train(pool, f"{configuration}_without", layout).require_success()
+    reference = without_nanlocator(pool, layout)
     noted = [{"name": "note_each_forward"}]
     outcome = train(pool, f"{configuration}_always", layout, noted, rerun="always")
     ranks = outcome.require_success()
@@ -68,20 +67,20 @@ def test_a_run_that_repeats_every_step_is_the_run_without_nanlocator(pool, confi
 OWN_DATA = [{"name": "data_drawn_in_forward_step"}]
 DRAWING_DATA = [{"name": "data_from_the_global_generators"}]
 EXPERTS_WITH_BIAS = Layout(2, EXPERTS | {"expert_bias": True})
-OMISSIONS = {
-    "rng_tracker": (Layout(2, {"tp": 2}), []),
-    "torch_generator": (Layout(2, {}), OWN_DATA),
-    "python_and_numpy": (Layout(2, {}), OWN_DATA),
-    "draws_of_the_data": (Layout(2, {}), DRAWING_DATA),
-    "buffers": (EXPERTS_WITH_BIAS, []),
-    "router_losses": (EXPERTS_WITH_BIAS, []),
-    "gradients": (Layout(2, {}), []),
+OMISSIONS = {  # and what they change at the least
+    "rng_tracker": (Layout(2, {"tp": 2}), [], {"gradients_sha256", "rng_tracker"}),
+    "torch_generator": (Layout(2, {}), OWN_DATA, {"loss"}),
+    "python_and_numpy": (Layout(2, {}), OWN_DATA, {"loss", "rng_python", "rng_numpy"}),
+    "draws_of_the_data": (Layout(2, {}), DRAWING_DATA, {"gradients_sha256"}),
+    "buffers": (EXPERTS_WITH_BIAS, [], {"buffers"}),
+    "router_losses": (EXPERTS_WITH_BIAS, [], {"aux_loss"}),
+    "gradients": (Layout(2, {}), [], {"gradients_sha256"}),
 }
 
 
 @pytest.mark.parametrize("state", OMISSIONS)
 def test_a_repeat_that_forgets_a_state_makes_another_training(pool, state):
-    layout, preparations = OMISSIONS[state]
+    layout, preparations, expected = OMISSIONS[state]
 
     def trained(name, preparations, **nanlocator):
         return train(pool, f"{state}_{name}", layout, preparations, steps=3, **nanlocator).require_success()
@@ -91,7 +90,7 @@ def test_a_repeat_that_forgets_a_state_makes_another_training(pool, state):
     assert not differences(restored, reference)
     omitted = [{"name": "leave_as_moved", "state": state}, *preparations]
     forgotten = trained("forgotten", omitted, rerun="always")
-    assert differences(forgotten, reference)
+    assert expected <= differences(forgotten, reference).keys()
 
 
 # ---- what cannot be put back, and what draws by itself -------------------------------------------------
@@ -206,7 +205,7 @@ def test_a_step_that_is_skipped_or_recovered_is_none_of_megatrons_business(pool,
 def test_with_megatrons_machine_in_charge_a_recovered_training_is_the_never_faulted_one(pool):
     checks = {"check_for_nan_in_grad": True, "rerun_state_machine": "validate_results"}
     layout = Layout(2, checks)
-    reference = train(pool, "machine_healthy", layout).require_success()
+    reference = without_nanlocator(pool, layout)
     noted = [{"name": "note_each_forward"}]
     ranks = train(
         pool, "machine_recovered", layout, noted, faults=[ONE_OFF], on_bad="recover"

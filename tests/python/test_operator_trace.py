@@ -614,6 +614,23 @@ def test_what_a_collective_leaves_bad_was_received_and_what_went_in_bad_was_not(
     assert "collective" not in [b.kind for b in births]
 
 
+def test_a_gradient_that_overflows_in_the_engines_own_cast_is_no_hooks_fault():
+    class Widen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.float()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient  # float32, for an input in float16: the engine casts it
+
+    x = torch.ones(2, dtype=torch.float16, requires_grad=True)
+    with _C.OperatorTrace() as trace:
+        (Widen.apply(x) * 1e6).sum().backward()
+        births = [t.birth for t in trace.explain([], [("x", x.grad)]).births]
+    assert [(b.kind, b.sighting.phase) for b in births] == [("inf", "backward")]
+
+
 def test_what_was_handed_to_other_ranks_is_an_origin_where_this_rank_has_no_loss(one_rank):
     x = torch.tensor([1.0, 0.0])
     with _C.OperatorTrace() as trace:

@@ -40,7 +40,10 @@ Ledger example_ledger() {
   ledger.backward_order = {
       {.id = 1, .name = "b", .shape = {192, 128}, .is_tied = true, .chunk = 1},
       {.id = 0, .name = "a", .may_be_untouched = true, .is_tp_duplicate = true}};
+  ledger.on_bad = "skip";
   ledger.coverage = {{Phase::grad_local, {0, 1}}, {Phase::grad_norm, {}}};
+  ledger.crossings = {{"tp", {4, 5}, std::nullopt, "sent", 12}, {"pp", {1, 5}, 1, "received", 3}};
+  ledger.microbatches = {{2, 1, {"tokens: int64 [2, 16]"}}, {3, std::nullopt, {}}};
   Sighting sighting;
   sighting.iteration = 1284;
   sighting.microbatch = 2;
@@ -70,7 +73,13 @@ Ledger example_ledger() {
   other.module.clear();
   other.op.clear();
   other.stats = {.numel = 2, .nan = 2, .first_bad = 0};  // no finite element: the empty extremes
-  ledger.sightings = {sighting, other};
+  Sighting received = other;
+  received.role = kReceived;
+  received.crossing = Crossing{.group = "pp", .members = {1, 5}, .peer = 1, .sequence = 2};
+  Sighting loss = other;
+  loss.phase = Phase::loss;
+  loss.valid_labels = 0;
+  ledger.sightings = {sighting, other, received, loss};
   Birth birth;
   birth.kind = BirthKind::nan_from_inf;
   birth.sighting = sighting;
@@ -90,6 +99,7 @@ Ledger example_ledger() {
                        .control_reproduced = std::nullopt,
                        .gradients = 12,
                        .changed = 1,
+                       .bad_parameters = {0, 1},
                        .not_restored = {"the sampler"}};
   ledger.notes = {"a note with \"quotes\", a\nline break and \xc3\xa9"};
   return ledger;
@@ -115,10 +125,10 @@ TEST(Ledger, IsReadBackAsItWasWritten) {
 
 TEST(Ledger, IsOneJsonValuePerLineAndNamesItsVersion) {
   const auto lines = lines_of(to_jsonl(example_ledger()));
-  ASSERT_EQ(lines.size(), 1u + 2 + 2 + 2 + 1 + 1 + 1 + 1);
+  ASSERT_EQ(lines.size(), 1u + 2 + 2 + 2 + 2 + 4 + 1 + 1 + 1 + 1);
   EXPECT_THAT(lines.front(), HasSubstr(R"({"record":"ledger","version":1,)"));
   EXPECT_THAT(lines.front(), HasSubstr(R"("gradient_norm":"inf")"));
-  EXPECT_THAT(lines.back(), HasSubstr(R"({"record":"end","lines":9})"));
+  EXPECT_THAT(lines.back(), HasSubstr(R"({"record":"end","lines":15})"));
 }
 
 TEST(Ledger, SeveralLedgersFollowOneAnother) {
@@ -155,6 +165,11 @@ TEST(Ledger, ALineThatCannotBeReadIsSkippedNamedAndMakesTheLedgerIncomplete) {
       "{\"record\":\"coverage\",\"phase\":7,\"parameters\":[]}",
       "{\"record\":\"parameter\",\"id\":99999999999999999999999}",
       "{\"record\":\"note\",\"text\":\"\xff\xfe\"}",
+      "{\"record\":\"crossings\",\"group\":\"tp\",\"members\":[-1],\"peer\":null,\"role\":\"sent\","
+      "\"count\":1}",
+      "{\"record\":\"crossings\",\"group\":\"tp\",\"members\":[0],\"peer\":null,\"role\":\"sent\","
+      "\"count\":-1}",
+      "{\"record\":\"microbatch\",\"number\":1.5,\"chunk\":null,\"tensors\":[]}",
       "{\"record\":\"something new\"}",
       "[]",
       "null",
@@ -167,7 +182,7 @@ TEST(Ledger, ALineThatCannotBeReadIsSkippedNamedAndMakesTheLedgerIncomplete) {
     const auto ledgers = ledgers_from_jsonl(join(lines), "ledger.jsonl");
     ASSERT_EQ(ledgers.size(), 1u) << line.substr(0, 80);
     EXPECT_FALSE(ledgers.front().is_complete) << line.substr(0, 80);
-    EXPECT_EQ(ledgers.front().sightings.size(), 2u) << line.substr(0, 80);
+    EXPECT_EQ(ledgers.front().sightings.size(), 4u) << line.substr(0, 80);
     EXPECT_THAT(ledgers.front().notes, Contains(HasSubstr("ledger.jsonl: line 6")))
         << line.substr(0, 80);
   }
@@ -217,7 +232,7 @@ TEST(Ledger, CountsThatExceedTheElementsAreRefused) {
   text.replace(text.find("\"nan\":3"), 7, "\"nan\":24577");
   const auto ledgers = ledgers_from_jsonl(text, "x");
   EXPECT_FALSE(ledgers.front().is_complete);
-  EXPECT_EQ(ledgers.front().sightings.size(), 1u);
+  EXPECT_EQ(ledgers.front().sightings.size(), 3u);
 }
 
 TEST(Ledger, RandomDamageNeverDoesMoreThanAFormatError) {

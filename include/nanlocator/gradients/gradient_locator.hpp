@@ -151,6 +151,10 @@ class GradientLocator {
   /// finish_agreement and conclude; every rank calls it equally often. Throws AgreementError as
   /// finish_agreement does.
   [[nodiscard]] bool is_true_anywhere(bool mine);
+  /// The same through the Store, for a moment at which collectives may have failed on this rank or
+  /// may still run on another. Throws AgreementError where a rank is lost or has not come within
+  /// gather_deadline.
+  [[nodiscard]] bool is_true_anywhere_by_store(bool mine);
 
   /// Launches the flag reduction; equally often per step on every rank (once, and once more where
   /// the parameters are looked at after the step).
