@@ -149,6 +149,7 @@ def the_host_of_the_store_dies(rank, world_size):
     backward(model, rank)
     optimizer.step()
     dist.barrier()
+    time.sleep(DEADLINE)  # until all are connected: torch's client goes on trying to connect for a minute
     if rank == 0:
         die()
     started = time.monotonic()
