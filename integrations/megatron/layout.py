@@ -14,13 +14,32 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from nanlocator import _C
 from nanlocator.session import device_description, dtype_name
 
 Parameter = torch.nn.Parameter
+
+_EXCHANGING = (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    BaseMoELayer,
+    Router,
+    TransformerLayer,
+    LanguageModule,
+)
+_TRANSFORMER_ENGINE = ("transformer_engine.", "megatron.core.extensions.")
 
 # A batch may leave these, or most of their rows, without gradient: being clean proves nothing.
 _MAY_BE_UNTOUCHED = re.compile(r"word_embeddings|\.experts\.|\.router\.")
@@ -103,6 +122,17 @@ def module_names(chunk: torch.nn.Module) -> Callable[[str], str]:
         return _global_name(path + ".", layer_numbers, first_expert).removesuffix(".")
 
     return name_of
+
+
+def exchanging_modules(chunk: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """The modules, with their names, whose own forward or backward may hand tensors to other ranks; and the
+    layers and the model, which name what is exchanged outside of those."""
+    name_of = module_names(chunk)
+    return [
+        (name_of(path), module)
+        for path, module in chunk.named_modules()
+        if isinstance(module, _EXCHANGING) or type(module).__module__.startswith(_TRANSFORMER_ENGINE)
+    ]
 
 
 def parameter_infos(

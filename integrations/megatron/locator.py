@@ -34,6 +34,7 @@ from nanlocator.megatron.boundaries import Boundaries
 from nanlocator.megatron.configuration import check_call, not_covered
 from nanlocator.megatron.layout import (
     bucket_groups,
+    exchanging_modules,
     module_names,
     named_parameters,
     optimizer_gradients,
@@ -217,7 +218,9 @@ class MegatronLocator:
             self._boundaries = Boundaries(self._chunks, threads=torch.get_num_threads())
             self._microbatches.listeners.append(self._boundaries)
             self._patches.on_removal(self._boundaries.remove)
-            self._hook_modules(self._boundaries.watch)
+            for chunk in self._chunks:
+                for name, module in exchanging_modules(chunk):
+                    self._boundaries.follow(module, name, self._patches)
         if level == "modules":
             self._watch = _C.ModuleWatch(torch.get_num_threads())
             self._hook_modules(self._watch)
