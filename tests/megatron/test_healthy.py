@@ -2,7 +2,7 @@
 
 Every configuration trains twice in fresh processes; all that Megatron reports of every step, gradients and
 weights of every step, and weights, buffers, Adam's state and all random states at the end, must be equal on
-every rank. (test_rerun.py does the same with every step executed twice.)
+every rank. (test_repeat.py does the same with every step executed twice.)
 """
 
 from __future__ import annotations
