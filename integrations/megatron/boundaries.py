@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from nanlocator import _C
+from nanlocator.megatron.layout import exchanging_modules
 from nanlocator.megatron.patches import Patches
 
 Tensors = list[torch.Tensor]
@@ -76,7 +77,6 @@ class Boundaries:
     """What leaves and enters this rank in the passes that are watched.
 
         boundaries = Boundaries(chunks)
-        boundaries.follow(row_parallel_linear, "decoder.layers.0.mlp.linear_fc2", patches)
         microbatches.listeners.append(boundaries)
         boundaries.begin_step()
         with boundaries.watching():
@@ -99,33 +99,14 @@ class Boundaries:
         self._message_groups = {**self._groups, **self._stand_ins()}
         self._replaced: dict[str, tuple[Any, Callable[..., Any]]] = {}
         self._is_removed = False
+        self._patches = Patches()
+        for chunk in chunks:
+            for name, module in exchanging_modules(chunk):
+                self._patches.wrap(module, "forward", self._named_forward(name))
 
     def begin_step(self) -> None:
         """Forgets the step before."""
         self.watch.begin_step()
-
-    def follow(self, module: torch.nn.Module, name: str, patches: Patches) -> None:
-        """Names what crosses in calls of ``module``, and in the backward of what they compute. Of its
-        ``forward`` alone: between two matrix products a wrapped call of every module would cost 15 us
-        each, and few modules exchange anything."""
-        path, watch = _C.ModulePath(name), self.watch
-
-        def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            depth = _C.module_depth()
-            call = None
-            try:
-                _C.enter_module(path)
-                call = watch.enter(path, (), {})
-                output = original(*args, **kwargs)
-                watch.leave(call, None)
-                call = None
-                return output
-            finally:
-                _C.leave_modules(depth)
-                if call is not None:
-                    watch.abandon(call)
-
-        patches.wrap(module, "forward", forward)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -146,6 +127,21 @@ class Boundaries:
         """Watches no more. May be called twice, and inside ``watching``."""
         self._is_removed = True
         self._uninstall()
+        self._patches.remove()
+
+    def _named_forward(self, name: str) -> Callable[..., Any]:
+        """Names what crosses in a module's forward, and in the backward of what it computes. Only modules
+        that exchange something are followed: a wrapped call of every module costs 3 % of a small step."""
+        path, watch = _C.ModulePath(name), self.watch
+
+        def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            call = watch.enter(path)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                watch.leave(call)
+
+        return forward
 
     # What Microbatches calls: the schedule's steps, which tell whose tensors are sent and received between
     # them.

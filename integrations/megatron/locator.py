@@ -34,7 +34,6 @@ from nanlocator.megatron.boundaries import Boundaries
 from nanlocator.megatron.configuration import check_call, not_covered
 from nanlocator.megatron.layout import (
     bucket_groups,
-    exchanging_modules,
     module_names,
     named_parameters,
     optimizer_gradients,
@@ -55,6 +54,7 @@ from nanlocator.session import (
     log_once,
     raise_or_continue,
     resolve_options,
+    warn_of_other_bits,
 )
 
 _STEPS_TO_OBSERVE = 20
@@ -218,9 +218,6 @@ class MegatronLocator:
             self._boundaries = Boundaries(self._chunks, threads=torch.get_num_threads())
             self._microbatches.listeners.append(self._boundaries)
             self._patches.on_removal(self._boundaries.remove)
-            for chunk in self._chunks:
-                for name, module in exchanging_modules(chunk):
-                    self._boundaries.follow(module, name, self._patches)
         if level == "modules":
             self._watch = _C.ModuleWatch(torch.get_num_threads())
             self._hook_modules(self._watch)
@@ -386,7 +383,7 @@ class MegatronLocator:
                 elif is_bad:
                     self._judge_pass(step, errors)
                 elif self._rerun_policy == "always":
-                    self._compare_with_repeat()
+                    warn_of_other_bits(self._iteration(), self._rerun.compare())
             if errors:
                 raise errors[0]  # Megatron's own check: what it would have done, now that all is told
             return step.result
@@ -442,15 +439,6 @@ class MegatronLocator:
             self._locator.set_births(_without_receipts(births, crossed))
         if step is not None:
             self._locator.set_microbatches(step.data.describe())
-
-    def _compare_with_repeat(self) -> None:
-        changed = self._rerun.compare()
-        if changed:
-            print(
-                f"nanlocator: step {self._iteration()}: executed again from the same state, {changed} "
-                "gradients have other bits",
-                file=sys.stderr,
-            )
 
     def _set_step(self) -> None:
         # The engine holds these functions, and this object the engine: they must not hold this object.

@@ -42,7 +42,7 @@ class ModuleHooks:
     def __init__(
         self,
         model: nn.Module,
-        watch: "_C.ModuleWatch | _C.BoundaryWatch | None" = None,
+        watch: "_C.ModuleWatch | None" = None,
         name_of: Callable[[str], str] | None = None,
     ) -> None:
         self.model = model
@@ -87,7 +87,7 @@ class _Tree:
         self.model = model
         self.name_of: Callable[[str], str] = _shown_module
         self.hooks: list[ModuleHooks] = []
-        self.watches: list[_C.ModuleWatch | _C.BoundaryWatch] = []
+        self.watches: list[_C.ModuleWatch] = []
         self.named: dict[int, _Named] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             self.named.setdefault(id(module), _Named(module)).paths.append(path)
@@ -132,7 +132,7 @@ class _Thread(threading.local):
 _lock = threading.RLock()  # a finalizer may call `remove` in the middle of anything
 _threads = _Thread()
 _trees: list[_Tree] = []  # replaced, never changed: other threads read it without the lock
-_all_watches: list["_C.ModuleWatch | _C.BoundaryWatch"] = []
+_all_watches: list["_C.ModuleWatch"] = []
 _original: Callable[..., Any] = nn.Module.__call__
 _is_installed = False
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,6 +20,7 @@ from nanlocator.session import (
     is_distributed,
     raise_or_continue,
     resolve_options,
+    warn_of_other_bits,
 )
 
 _GRADIENTS, _PARAMETERS = 0, 1  # scan groups
@@ -213,7 +213,8 @@ class LocatingOptimizer(Optimizer):
             if self._repeated_loss is not None:  # recovered
                 loss, self._repeated_loss = self._repeated_loss, None
             elif not is_bad and self._rerun_policy == "always":
-                self._compare_with_repeat()
+                warn_of_other_bits(self._iteration, self._rerun.compare())
+                self._repeated_loss = None
         finally:
             self._closure = None
         return loss
@@ -343,16 +344,6 @@ class LocatingOptimizer(Optimizer):
         self._module_calls = None
         self._follow_trace()
         return is_clean_now
-
-    def _compare_with_repeat(self) -> None:
-        changed = self._rerun.compare()
-        self._repeated_loss = None
-        if changed:
-            print(
-                f"nanlocator: step {self._iteration}: executed again from the same state, {changed} "
-                "gradients have other bits",
-                file=sys.stderr,
-            )
 
     def _follow_trace(self) -> None:
         """Module names for the trace, as long as there is one."""

@@ -185,6 +185,16 @@ def record_for_torchrun(error: BaseException) -> None:
         get_error_handler().record_exception(error)
 
 
+def warn_of_other_bits(iteration: int, changed: int) -> None:
+    """What ``rerun="always"`` says of a good step whose repeat differs."""
+    if changed:
+        print(
+            f"nanlocator: step {iteration}: executed again from the same state, {changed} "
+            "gradients have other bits",
+            file=sys.stderr,
+        )
+
+
 def device_description(device: torch.device) -> str:
     """``cpu``, or on CUDA the index, UUID and PCI address: what a hardware team asks for."""
     if device.type != "cuda":

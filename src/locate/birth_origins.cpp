@@ -69,18 +69,6 @@ std::vector<Root> roots_of(const RankEvidence& rank) {
   return roots;
 }
 
-Direction direction_of(Phase phase) {
-  switch (phase) {
-    case Phase::forward:
-    case Phase::loss:
-      return Direction::forward;
-    case Phase::backward:
-      return Direction::backward;
-    default:
-      return Direction::none;
-  }
-}
-
 /// "loss", or of several "loss[0]", "loss[lm]".
 bool is_name_of_loss(std::string_view name) {
   return name == "loss" || name.starts_with("loss[");

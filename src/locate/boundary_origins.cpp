@@ -24,18 +24,6 @@ using Lockstep =
 using Identity =
     std::tuple<std::vector<int>, FoundIn, Phase, Cause, int, std::string, std::string, std::string>;
 
-Direction direction_of(Phase phase) {
-  switch (phase) {
-    case Phase::forward:
-    case Phase::loss:
-      return Direction::forward;
-    case Phase::backward:
-      return Direction::backward;
-    default:
-      return Direction::none;
-  }
-}
-
 /// "activations", or what else is handed on in the phase.
 std::string cargo_of(Phase phase) {
   switch (phase) {

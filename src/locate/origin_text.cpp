@@ -97,4 +97,16 @@ std::optional<std::string> overflow_in_sum_hint(const Sighting& sighting, std::s
          " finite addends may have overflowed";
 }
 
+Direction direction_of(Phase phase) noexcept {
+  switch (phase) {
+    case Phase::forward:
+    case Phase::loss:
+      return Direction::forward;
+    case Phase::backward:
+      return Direction::backward;
+    default:
+      return Direction::none;
+  }
+}
+
 }  // namespace nanlocator

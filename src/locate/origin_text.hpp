@@ -15,6 +15,8 @@ namespace nanlocator {
 /// The number of elements; at most INT64_MAX.
 [[nodiscard]] std::int64_t numel_of(const std::vector<std::int64_t>& shape);
 [[nodiscard]] OriginTensor tensor_of(const Sighting& sighting);
+/// Forward and loss, backward, or none: what a phase is part of.
+[[nodiscard]] Direction direction_of(Phase phase) noexcept;
 /// "3 NaN and 1 +Inf".
 [[nodiscard]] std::string describe_bad(const TensorStats& stats);
 /// "rank 5", "ranks 0-3, 9".

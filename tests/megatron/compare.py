@@ -9,20 +9,30 @@ STEPS = 12
 _references: dict[str, list[dict]] = {}
 
 
+def train(pool, name, layout, preparations=(), faults=(), steps=STEPS, **nanlocator):
+    """`steps` steps of `layout` (a test_matrix.Layout), with dropout. `nanlocator`: options of install; none:
+    a run without it."""
+    return pool.run(
+        {
+            "name": name,
+            "ranks": layout.ranks,
+            "steps": steps,
+            "training": layout.training | {"dropout": 0.1},
+            "nanlocator": nanlocator or None,
+            "faults": list(faults),
+            "preparations": list(preparations),
+            "timeout": 300.0,
+        }
+    )
+
+
 def without_nanlocator(pool, layout) -> list[dict]:
     """The ranks of STEPS healthy steps with dropout, trained once for all tests of a session. `layout`: a
     test_matrix.Layout."""
     training = layout.training | {"dropout": 0.1}
     key = json.dumps([layout.ranks, training], sort_keys=True)
     if key not in _references:
-        scenario = {
-            "name": f"reference_{len(_references)}",
-            "ranks": layout.ranks,
-            "steps": STEPS,
-            "training": training,
-            "timeout": 300.0,
-        }
-        _references[key] = pool.run(scenario).require_success()
+        _references[key] = train(pool, f"reference_{len(_references)}", layout).require_success()
     return _references[key]
 
 

@@ -400,7 +400,25 @@ class _InRegion(_InPass):
 
 
 @dataclasses.dataclass
-class ForwardOperator(_InRegion):
+class _OfAKind(_InRegion):
+    """Several faults of one class: `operators` maps each kind to the operator that it is born in."""
+
+    name = ""  # abstract: not in the registry
+    operators: ClassVar[dict[str, str]]
+
+    kind: str = ""
+
+    def attach(self, trainer: Trainer) -> None:
+        if self.kind not in self.operators:
+            raise ValueError(f"{self.name}: kind {self.kind!r}, expected {', '.join(self.operators)}")
+        super().attach(trainer)
+
+    def facts(self) -> dict:
+        return {"kind": self.kind, "operator": self.operators[self.kind]}
+
+
+@dataclasses.dataclass
+class ForwardOperator(_OfAKind):
     name = "forward_operator"
     description = (
         "an operator in forward, kind: log (of a negative number), log_zero, softmax (of a row that is "
@@ -415,14 +433,6 @@ class ForwardOperator(_InRegion):
     }
 
     kind: str = "log"
-
-    def attach(self, trainer: Trainer) -> None:
-        if self.kind not in self.operators:
-            raise ValueError(f"{self.name}: kind {self.kind!r}, expected {', '.join(self.operators)}")
-        super().attach(trainer)
-
-    def facts(self) -> dict:
-        return {"kind": self.kind, "operator": self.operators[self.kind]}
 
     def spoil(self, output: torch.Tensor, element: int) -> torch.Tensor:
         if self.kind == "softmax":
@@ -440,7 +450,7 @@ class ForwardOperator(_InRegion):
 
 
 @dataclasses.dataclass
-class BackwardOperator(_InRegion):
+class BackwardOperator(_OfAKind):
     name = "backward_operator"
     description = (
         "a value born in backward, kind: sqrt (its derivative at an exact zero, 0/0), function (0/0 in the "
@@ -454,14 +464,6 @@ class BackwardOperator(_InRegion):
     }
 
     kind: str = "sqrt"
-
-    def attach(self, trainer: Trainer) -> None:
-        if self.kind not in self.operators:
-            raise ValueError(f"{self.name}: kind {self.kind!r}, expected {', '.join(self.operators)}")
-        super().attach(trainer)
-
-    def facts(self) -> dict:
-        return {"kind": self.kind, "operator": self.operators[self.kind]}
 
     def spoil(self, output: torch.Tensor, element: int) -> torch.Tensor:
         if self.kind != "sqrt":

@@ -173,10 +173,8 @@ class WatchedSchedule:
 
     def __init__(self, trainer: Trainer, schedule) -> None:
         from nanlocator.megatron.boundaries import Boundaries
-        from nanlocator.megatron.layout import module_names
         from nanlocator.megatron.microbatches import Microbatches
         from nanlocator.megatron.patches import Patches
-        from nanlocator.modules import ModuleHooks
 
         self.crossings: list[list[dict]] = []
         self.coverage: list[list[dict]] = []
@@ -186,9 +184,6 @@ class WatchedSchedule:
         self._boundaries = Boundaries(trainer.model_chunks, threads=1)
         self._microbatches = Microbatches(trainer.model_chunks, self._patches)
         self._microbatches.listeners.append(self._boundaries)
-        self._hooks = [
-            ModuleHooks(chunk, self._boundaries.watch, module_names(chunk)) for chunk in trainer.model_chunks
-        ]
 
     def __call__(self, **arguments):
         self._boundaries.begin_step()
@@ -202,8 +197,6 @@ class WatchedSchedule:
         return result
 
     def remove(self) -> None:
-        for hooks in self._hooks:
-            hooks.remove()
         self._boundaries.remove()
         self._patches.remove()
 

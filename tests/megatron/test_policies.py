@@ -8,6 +8,7 @@ import math
 import pathlib
 import re
 
+import compare
 import pytest
 from compare import STEPS, differences, without_nanlocator
 from test_matrix import EXPERTS, LAYOUTS, Layout
@@ -19,19 +20,8 @@ SENT_FINITE = re.compile(r"rank \d sent finite .* of microbatch \d to rank \d, w
 WEIGHT = "decoder.layers.2.self_attention.linear_proj.weight"
 
 
-def train(pool, name, layout, steps=6, faults=(), preparations=(), **nanlocator):
-    return pool.run(
-        {
-            "name": f"policy_{name}",
-            "ranks": layout.ranks,
-            "steps": steps,
-            "training": layout.training | {"dropout": 0.1},
-            "nanlocator": nanlocator or None,
-            "faults": list(faults),
-            "preparations": list(preparations),
-            "timeout": 300.0,
-        }
-    )
+def train(pool, name, layout, steps=6, **options):
+    return compare.train(pool, f"policy_{name}", layout, steps=steps, **options)
 
 
 def bad_gradient(layout, iteration, **options):

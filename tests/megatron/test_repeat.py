@@ -4,7 +4,7 @@ every step of healthy runs, and by runs in which one state is not put back and t
 from __future__ import annotations
 
 import pytest
-from compare import STEPS, differences, without_nanlocator
+from compare import STEPS, differences, train, without_nanlocator
 from test_matrix import EXPERTS, LAYOUTS, OVERLAPPED, Layout
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
@@ -19,21 +19,6 @@ CONFIGURATIONS = LAYOUTS | {
     "megatrons_checks": Layout(2, OVERLAPPED | MEGATRONS_CHECKS),
     "megatrons_checks_interleaved": Layout(2, {"pp": 2, "vp": 2} | MEGATRONS_CHECKS),
 }
-
-
-def train(pool, name, layout, preparations=(), faults=(), steps=STEPS, **nanlocator):
-    return pool.run(
-        {
-            "name": f"rerun_{name}",
-            "ranks": layout.ranks,
-            "steps": steps,
-            "training": layout.training | {"dropout": 0.1},
-            "nanlocator": nanlocator or None,
-            "faults": list(faults),
-            "preparations": list(preparations),
-            "timeout": 300.0,
-        }
-    )
 
 
 def passes_of(rank, layout):
@@ -52,7 +37,7 @@ def test_a_run_that_repeats_every_step_is_the_run_without_nanlocator(pool, confi
     layout = CONFIGURATIONS[configuration]
     reference = without_nanlocator(pool, layout)
     noted = [{"name": "note_each_forward"}]
-    outcome = train(pool, f"{configuration}_always", layout, noted, rerun="always")
+    outcome = train(pool, f"repeat_{configuration}_always", layout, noted, rerun="always")
     ranks = outcome.require_success()
     assert not differences(ranks, reference)
     assert "other bits" not in outcome.logs(last_lines=10_000)
@@ -83,7 +68,9 @@ def test_a_repeat_that_forgets_a_state_makes_another_training(pool, state):
     layout, preparations, expected = OMISSIONS[state]
 
     def trained(name, preparations, **nanlocator):
-        return train(pool, f"{state}_{name}", layout, preparations, steps=3, **nanlocator).require_success()
+        return train(
+            pool, f"repeat_{state}_{name}", layout, preparations, steps=3, **nanlocator
+        ).require_success()
 
     reference = trained("without", preparations)
     restored = trained("restored", preparations, rerun="always")
@@ -101,7 +88,7 @@ ONE_OFF = {"name": "main_grad_element", "rank": 1, "iteration": 3}
 @pytest.mark.parametrize("preparations", [OWN_DATA, DRAWING_DATA], ids=["in_forward_step", "in_the_iterator"])
 def test_data_that_are_drawn_in_the_step_are_the_same_in_its_repeat(pool, preparations):
     layout, name = Layout(2, {}), preparations[0]["name"]
-    reference = train(pool, f"{name}_healthy", layout, preparations).require_success()
+    reference = train(pool, f"repeat_{name}_healthy", layout, preparations).require_success()
     ranks = train(
         pool, f"{name}_recovered", layout, preparations, faults=[ONE_OFF], on_bad="recover"
     ).require_success()
@@ -135,7 +122,7 @@ def train_with_checks(pool, machine, fault, **nanlocator):
     checks = {"check_for_nan_in_grad": True, "check_for_nan_in_loss": True, "rerun_state_machine": machine}
     repeats = "always" if fault.get("repeats", 1) is None else "once"
     name = f"{machine}_{fault['name']}_{repeats}_{nanlocator['on_bad']}"
-    return train(pool, name, Layout(2, checks), faults=[fault], **nanlocator)
+    return train(pool, f"repeat_{name}", Layout(2, checks), faults=[fault], **nanlocator)
 
 
 def verdict_of(ranks):

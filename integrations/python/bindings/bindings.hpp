@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "nanlocator/gradients/gradient_scanner.hpp"
+#include "nanlocator/trace/module_scope.hpp"
 
 namespace nanlocator {
 
@@ -17,6 +18,11 @@ void bind_replay(pybind11::module_& m);    // bundles and replay
 void bind_boundary(pybind11::module_& m);  // the boundary watch
 
 void bind_rerun(pybind11::module_& m);  // the repeat of a bad step
+
+/// An interned path as Python holds it, so that no call hashes a string.
+struct PathHandle {
+  ModulePath path;
+};
 
 /// This thread's Python frames, innermost first, without those of torch and nanlocator: "file.py:12
 /// in forward". Takes the GIL; empty on threads of autograd that run no Python.

@@ -82,18 +82,23 @@ void bind_crossings(py::class_<BoundaryWatch>& watch) {
 }
 
 void bind_places(py::class_<BoundaryWatch>& watch) {
-  // As ModuleHooks calls a watch. It has put the path on the module stack just before.
+  using Call =
+      std::pair<std::size_t, std::size_t>;  // depth of the module stack before, of the watch
   watch
       .def(
           "enter",
-          [](BoundaryWatch& w, const py::object& /*path*/, const py::object& /*args*/,
-             const py::object& /*kwargs*/) { return w.enter(current_module()); },
-          "path"_a, "args"_a, "kwargs"_a)
+          [](BoundaryWatch& w, const PathHandle& handle) {
+            const auto depth = enter_module(handle.path);
+            return Call(depth, w.enter(handle.path));
+          },
+          "path"_a)
       .def(
           "leave",
-          [](BoundaryWatch& w, std::size_t call, const py::object& /*output*/) { w.leave(call); },
-          "call"_a, "output"_a)
-      .def("abandon", &BoundaryWatch::leave, "call"_a)
+          [](BoundaryWatch& w, const Call& call) {
+            leave_modules(call.first);
+            w.leave(call.second);
+          },
+          "call"_a)
       .def("begin_forward", &schedule_step<&BoundaryWatch::begin_forward>, "microbatch"_a,
            "chunk"_a, "inputs"_a)
       .def("end_forward", &schedule_step<&BoundaryWatch::end_forward>, "microbatch"_a, "chunk"_a,

@@ -18,11 +18,6 @@ using py::literals::operator""_a;
 namespace nanlocator {
 namespace {
 
-/// An interned path as Python holds it, so that no call hashes a string.
-struct PathHandle {
-  ModulePath path;
-};
-
 // ---- Tensors in Python's containers -------------------------------------------------------------
 
 constexpr int kMostNested = 8;  // also ends a container that holds itself
