@@ -136,13 +136,14 @@ def _put_back_after_the_restoring(capture: Callable[[object], Callable[[], None]
 
     put_back: Callable[[], None] = lambda: None  # noqa: E731
 
-    def around_compare(inner):
-        def compare(locator) -> None:
+    def around_first_pass(inner):
+        def first_pass(locator, step):
             nonlocal put_back
+            errors = inner(locator, step)
             put_back = capture(locator)
-            inner(locator)
+            return errors
 
-        return compare
+        return first_pass
 
     def around_restore(inner):  # called when the engine has restored its own part
         def restore(owner) -> None:
@@ -151,7 +152,7 @@ def _put_back_after_the_restoring(capture: Callable[[object], Callable[[], None]
 
         return restore
 
-    _replace(MegatronLocator, "_compare_with_repeat", around_compare)
+    _replace(MegatronLocator, "_run_first_pass", around_first_pass)
     _replace(GeneratorStates, "restore", around_restore)
 
 

@@ -7,7 +7,7 @@ All variants take turns in the same processes, on the same model. Megatron-Core:
 its defaults (level boundaries), level grads, with check_params, and Megatron's check_for_nan_in_grad. Plain
 PyTorch (GPT-2 of transformers, one CPU thread): no tool, nanlocator's levels, transformers'
 DebugUnderflowOverflow, torch's anomaly mode. A step is zero_grad, forward, backward and optimizer.step; the
-figures are medians over rounds of this round's variant over this round's bare step.
+figures are medians over rounds of this round's variant over this round's bare step, with a 95 % interval.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 import overhead_pytorch
+import turns
 
 VARIANTS: dict[str, dict | None] = {  # options of nanlocator.megatron.install, None: not installed
     "no tool": None,
@@ -53,9 +54,12 @@ def work(arguments: argparse.Namespace) -> None:
             precision=arguments.precision,
         )
     )
+
+    clock = time.perf_counter if arguments.clock == "wall" else time.process_time
+
     def step() -> float:
         dist.barrier()
-        start = time.perf_counter()
+        start = clock()
         trainer.iteration += 1
         for chunk in trainer.model_chunks:
             chunk.zero_grad_buffer()
@@ -71,7 +75,7 @@ def work(arguments: argparse.Namespace) -> None:
         )
         trainer.optimizer.step()
         dist.barrier()
-        return time.perf_counter() - start
+        return clock() - start
 
     def run(variant: str) -> float:
         locator = None
@@ -90,12 +94,7 @@ def work(arguments: argparse.Namespace) -> None:
             locator.remove()
         return seconds
 
-    for variant in VARIANTS:
-        run(variant)
-    times = {variant: [] for variant in VARIANTS}
-    for _ in range(arguments.rounds):
-        for variant in VARIANTS:
-            times[variant].append(run(variant))
+    times = turns.take_turns(VARIANTS, run, arguments.rounds)
     if dist.get_rank() == 0:
         parameters = sum(p.numel() for p in trainer.parameters.values())
         result = {"parameters": parameters, "threads": torch.get_num_threads(), "seconds": times}
@@ -114,6 +113,13 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"], help="Megatron-Core")
     parser.add_argument("--ranks", type=int, default=2, help="Megatron-Core")
     parser.add_argument("--tp", type=int, default=2, help="Megatron-Core")
+    parser.add_argument(
+        "--clock",
+        default="wall",
+        choices=["wall", "cpu"],
+        help="cpu: CPU time of rank 0, which other work on the machine disturbs less, and which sees no "
+        "waiting; Megatron-Core",
+    )
     parser.add_argument("--batch", type=int, default=4, help="sequences a step; plain PyTorch")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=3, help="steps of each variant in a round")
@@ -136,10 +142,7 @@ def main() -> None:
             sys.exit(f"the ranks failed:\n{done.stderr[-4000:]}")
         result = json.loads((Path(directory) / "result.json").read_text())
     times = result["seconds"]
-    ratios = {
-        variant: statistics.median(a / b for a, b in zip(times[variant], times["no tool"], strict=True))
-        for variant in VARIANTS
-    }
+    ratios = {variant: turns.ratio(seconds, times["no tool"]) for variant, seconds in times.items()}
     if arguments.json:
         print(json.dumps({**result, "ratio": ratios}, indent=1))
         return
@@ -148,8 +151,7 @@ def main() -> None:
         f"{result['parameters'] / 1e6:.1f} M parameters a rank, {arguments.ranks} gloo ranks; "
         f"{arguments.rounds} rounds of {arguments.steps} steps"
     )
-    for variant in VARIANTS:
-        print(f"{variant:34} {statistics.median(times[variant]) * 1e3:9.1f} ms {ratios[variant]:7.3f} x")
+    turns.print_table(times, ratios)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import turns
+
 NO_TOOL = "no tool"
 
 
@@ -86,16 +88,8 @@ def main(arguments: argparse.Namespace) -> None:
             return statistics.median(step(optimizer) for _ in range(arguments.steps))
 
     warnings.filterwarnings("ignore", message="Anomaly Detection")
-    for variant in variants:
-        run(variant)
-    times: dict[str, list[float]] = {variant: [] for variant in variants}
-    for _ in range(arguments.rounds):
-        for variant in variants:
-            times[variant].append(run(variant))
-    ratios = {
-        variant: statistics.median(a / b for a, b in zip(times[variant], times[NO_TOOL], strict=True))
-        for variant in variants
-    }
+    times = turns.take_turns(variants, run, arguments.rounds)
+    ratios = {variant: turns.ratio(seconds, times[NO_TOOL]) for variant, seconds in times.items()}
     parameters = sum(p.numel() for p in model.parameters())
     if arguments.json:
         result = {"parameters": parameters, "threads": 1, "seconds": times, "ratio": ratios}
@@ -106,5 +100,4 @@ def main(arguments: argparse.Namespace) -> None:
         f"fp32, {parameters / 1e6:.1f} M parameters, one CPU thread; {arguments.rounds} rounds of "
         f"{arguments.steps} steps"
     )
-    for variant, seconds in times.items():
-        print(f"{variant:36} {statistics.median(seconds) * 1e3:9.1f} ms {ratios[variant]:7.3f} x")
+    turns.print_table(times, ratios)

@@ -1,0 +1,36 @@
+"""Variants of a step that take turns on a noisy machine, and what one costs over another."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable
+
+
+def take_turns(variants: Iterable[str], run: Callable[[str], float], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each variant in each round. Each round begins with another variant, so that no one always
+    follows the same."""
+    order = list(variants)
+    times: dict[str, list[float]] = {variant: [] for variant in order}
+    for variant in order:
+        run(variant)
+    for number in range(rounds):
+        first = number % len(order)
+        for variant in order[first:] + order[:first]:
+            times[variant].append(run(variant))
+    return times
+
+
+def ratio(seconds: list[float], base: list[float]) -> dict[str, float]:
+    """Median over the rounds of seconds / base, and an interval that covers the true one with 95 %: the order
+    statistics n/2 -+ 0.98 sqrt(n) (Conover, Practical Nonparametric Statistics, 3.2)."""
+    ratios = sorted(a / b for a, b in zip(seconds, base, strict=True))
+    count = len(ratios)
+    low = max(0, math.floor(count / 2 - 0.98 * math.sqrt(count)))
+    return {"median": statistics.median(ratios), "low": ratios[low], "high": ratios[count - 1 - low]}
+
+
+def print_table(times: dict[str, list[float]], ratios: dict[str, dict[str, float]]) -> None:
+    width = max(map(len, times))
+    for variant, seconds in times.items():
+        r = ratios[variant]
+        interval = f"  [{r['low']:.3f}, {r['high']:.3f}]" if r["low"] != r["high"] else ""
+        print(f"{variant:{width}} {statistics.median(seconds) * 1e3:9.1f} ms {r['median']:7.3f} x{interval}")
