@@ -153,6 +153,8 @@ class MegatronLocator:
         self._optimizers: list[MegatronOptimizer] = optimizer.chained_optimizers
         self._on_bad: str = options.on_bad
         self._check_params: bool = options.check_params
+        # overlap_param_gather: forward replaces what the distributed optimizer of another rank updates.
+        self._gathers_in_forward = any(chunk.ddp_config.overlap_param_gather for chunk in chunks)
         self._rerun_policy: str = options.rerun
 
         self._named = named_parameters(chunks)
@@ -414,8 +416,8 @@ class MegatronLocator:
 
     def _judge_pass(self, step: _Step, errors: list[RuntimeError]) -> None:
         """The gradients or the losses of this forward-backward are bad, as all ranks know."""
-        if not self._check_params:
-            self._scan_parameters("params_before")  # the optimizer has not touched them since
+        if not self._check_params or self._gathers_in_forward:
+            self._scan_parameters("params_before", 1)  # the optimizer has not touched them since
         self._hand_over_observations(step)
         self._locator.now_in("rerun")
         is_clean_now = self._rerun.find_births(True, self._gradients())
@@ -531,9 +533,9 @@ class MegatronLocator:
         """Of the pass that runs now: the step's own, or one of its repeat."""
         (self._rerun if self._rerun.is_repeating else self._locator).scan(*gradients)
 
-    def _scan_parameters(self, phase: str) -> None:
+    def _scan_parameters(self, phase: str, number: int = 0) -> None:
         tensors = [entry.parameter.detach() for entry in self._named]
-        self._locator.scan(phase, 0, "weight", [self._ids[e.parameter] for e in self._named], tensors)
+        self._locator.scan(phase, number, "weight", [self._ids[e.parameter] for e in self._named], tensors)
 
     def _finish_agreement(self, *, is_overflow: bool) -> None:
         """What was bad only once forward-backward had ended: it cannot be repeated any more."""

@@ -397,7 +397,7 @@ Ledger GradientLocator::Impl::make_ledger(std::vector<std::string> extra_notes) 
   for (std::int64_t i = 0; i < parameters; ++i) {
     const auto& info = map.at(observed ? (*observed)[i] : parameters - 1 - i);
     ledger.backward_order.push_back({info.id, info.name, info.shape, info.may_be_untouched,
-                                     info.is_tp_duplicate, info.is_tied, info.chunk});
+                                     info.is_tp_duplicate, info.is_tied, info.chunk, info.shard});
   }
   return ledger;
 }
@@ -428,12 +428,12 @@ Verdict GradientLocator::Impl::judge(std::vector<Ledger> ledgers,
 }
 
 Verdict GradientLocator::Impl::judge_alone(const Ledger& ledger, bool is_finding,
-                                           std::vector<std::string> notes) const {
-  if (is_finding) return judge({ledger}, std::move(notes));
+                                           std::vector<std::string> run_notes) const {
+  if (is_finding) return judge({ledger}, std::move(run_notes));
   Verdict verdict;  // nothing to locate: the other ranks are not silent, they were not asked
   verdict.run_id = run.id;
   verdict.iteration = iteration;
-  verdict.notes = std::move(notes);
+  verdict.notes = std::move(run_notes);
   return verdict;
 }
 

@@ -9,6 +9,16 @@
 
 namespace nanlocator {
 
+namespace {
+
+/// As far as the first bad element and the count of bad elements tell.
+bool is_within(const TensorStats& stats, const std::optional<ElementRange>& shard) {
+  return shard && stats.first_bad >= shard->begin && stats.first_bad < shard->end &&
+         stats.nonfinite() <= shard->end - stats.first_bad;
+}
+
+}  // namespace
+
 RankEvidence::RankEvidence(const Ledger& ledger) : ledger_(&ledger) {
   std::map<Phase, std::unordered_set<std::string>> seen;
   for (const Sighting& sighting : ledger.sightings) {
@@ -18,6 +28,7 @@ RankEvidence::RankEvidence(const Ledger& ledger) : ledger_(&ledger) {
     bad.sighting = &sighting;
     if (bad.position) {
       bad.name = parameter(*bad.position).name;
+      bad.is_owned = is_within(sighting.stats, parameter(*bad.position).shard);
     } else if (!sighting.parameter.empty()) {
       bad.name = sighting.parameter;
     } else if (sighting.parameter_id) {

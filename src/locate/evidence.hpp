@@ -27,6 +27,7 @@ struct BadParameter {
   std::string name;                     // of the sighting or of its id; never empty
   std::optional<std::size_t> position;  // in the rank's backward order; empty where it is not in it
   const Sighting* sighting = nullptr;
+  bool is_owned = false;  // its bad elements are in the shard that the rank's optimizer updates
 };
 
 /// A ledger by position in its backward order. The ledger must outlive it.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <limits>
 
 #include "locate/origin_text.hpp"
@@ -181,6 +182,24 @@ void add_blind_evidence(Origin& origin, const std::set<int>& blind) {
   if (blind.empty()) return;
   origin.evidence.push_back(describe_rank_count(blind) +
                             " did not say what they saw here and cannot be excluded");
+}
+
+std::set<int> owners_of(const std::vector<BadOnRank>& bad) {
+  std::set<int> owners;
+  for (const BadOnRank& each : bad) {
+    if (each.bad->is_owned) owners.insert(each.rank->rank());
+  }
+  return owners;
+}
+
+void add_gathered_evidence(Origin& origin, const std::set<int>& owners,
+                           const std::set<int>& ranks) {
+  std::set<int> receivers;
+  std::ranges::set_difference(ranks, owners, std::inserter(receivers, receivers.end()));
+  if (owners.empty() || receivers.empty()) return;
+  origin.evidence.push_back(
+      "the optimizer of " + describe_rank_count(owners) + " updates this part of the parameter: " +
+      describe_rank_count(receivers) + " has it from there, by the all-gather of parameters");
 }
 
 void set_parameter(Origin& origin, const std::string& name, const Sighting& sighting) {

@@ -128,6 +128,11 @@ class Findings {
 /// Sorted by rank, each once.
 [[nodiscard]] std::vector<int> sorted(const std::set<int>& ranks);
 [[nodiscard]] std::set<int> ranks_of(const std::vector<BadOnRank>& bad);
+/// Those of them whose optimizer updates the bad elements; the others receive these in the
+/// all-gather of parameters. Empty where parameters are not sharded.
+[[nodiscard]] std::set<int> owners_of(const std::vector<BadOnRank>& bad);
+/// Says that the ranks that are no owners have it from those; nothing where there are none.
+void add_gathered_evidence(Origin& origin, const std::set<int>& owners, const std::set<int>& ranks);
 void set_parameter(Origin& origin, const std::string& name, const Sighting& sighting);
 /// Where ranks could have said more, the evidence names them.
 void add_blind_evidence(Origin& origin, const std::set<int>& blind);

@@ -22,7 +22,8 @@ class StepRules {
       if (findings_.is_full(Phase::params_before)) continue;
       const std::set<int> ranks = ranks_of(*bad);
       const std::set<int> blind = findings_.blind_holders(*key, Phase::params_before);
-      std::set<int> candidates = ranks;
+      const std::set<int> owners = owners_of(*bad);
+      std::set<int> candidates = owners.empty() ? ranks : owners;
       candidates.insert(blind.begin(), blind.end());
       std::set<int> clean;
       for (const Place* place : findings_.holders_of(*key)) {
@@ -33,14 +34,22 @@ class StepRules {
         }
       }
       Origin origin = findings_.make_origin(Phase::params_before, Cause::bad_weight,
-                                            blind.empty() ? Confidence::high : Confidence::medium,
+                                            blind.empty() && candidates.size() >= ranks.size()
+                                                ? Confidence::high
+                                                : Confidence::medium,
                                             sorted(candidates));
       set_parameter(origin, bad->front().bad->name, *bad->front().bad->sighting);
       origin.direction = Direction::none;
       origin.evidence.push_back("the parameter held " +
                                 describe_bad(bad->front().bad->sighting->stats) + " on " +
                                 describe_rank_count(ranks) + " before this step's forward");
-      if (clean.empty()) {
+      add_gathered_evidence(origin, owners, ranks);
+      if (candidates.size() < ranks.size()) {
+        origin.evidence.push_back("left are the memory of " + describe_rank_count(owners) +
+                                  ", its update in the step before, and the checkpoint");
+        origin.action = "check the memory of " + describe_rank_count(owners) +
+                        ", its optimizer's state, and the checkpoint that was loaded";
+      } else if (clean.empty()) {
         origin.evidence.push_back(
             ranks.size() > 1
                 ? "every rank that holds it and looked has it: it came from the checkpoint or from "
@@ -68,7 +77,8 @@ class StepRules {
     for (const auto& [key, bad] : findings_.in_backward_order(findings_.bad(Phase::params_after))) {
       if (findings_.is_full(Phase::params_after)) continue;
       const std::set<int> ranks = ranks_of(*bad);
-      std::set<int> candidates = ranks;
+      const std::set<int> owners = owners_of(*bad);
+      std::set<int> candidates = owners.empty() ? ranks : owners;
       candidates.insert(unseen.begin(), unseen.end());
       Origin origin = findings_.make_origin(
           Phase::params_after, unseen.empty() ? Cause::optimizer_update : Cause::unknown,
@@ -83,9 +93,11 @@ class StepRules {
         origin.evidence.push_back("the gradients of " + describe_rank_count(unseen) +
                                   " were not seen: theirs may have been bad");
       }
+      add_gathered_evidence(origin, owners, ranks);
       origin.evidence.push_back(
-          "left are the update itself, the optimizer's state, and the all-gather of updated "
-          "parameters (distributed optimizer)");
+          owners.empty() ? "left are the update itself, the optimizer's state, and the all-gather "
+                           "of updated parameters (distributed optimizer)"
+                         : "left are the update itself and the optimizer's state");
       origin.action = "look at the optimizer's state of this parameter (second moment, epsilon)";
       findings_.add_origin(std::move(origin));
     }

@@ -42,6 +42,17 @@ std::vector<std::int64_t> shape_from_json(const nlohmann::json& value, const std
 
 }  // namespace
 
+nlohmann::ordered_json shard_to_json(const std::optional<ElementRange>& shard) {
+  if (!shard) return nullptr;
+  return {{"begin", shard->begin}, {"end", shard->end}};
+}
+
+std::optional<ElementRange> shard_from_json(const JsonObject& parameter) {
+  if (parameter.member("shard").is_null()) return std::nullopt;
+  const JsonObject shard = parameter.object("shard");
+  return ElementRange{.begin = shard.integer("begin", 0), .end = shard.integer("end", 0)};
+}
+
 nlohmann::ordered_json parameter_to_json(const ParameterInfo& parameter) {
   nlohmann::ordered_json json;
   json["id"] = parameter.id;
@@ -58,11 +69,7 @@ nlohmann::ordered_json parameter_to_json(const ParameterInfo& parameter) {
   json["chunk"] = parameter.chunk;
   json["bucket"] = number_or_null(parameter.bucket);
   json["bucket_offset"] = number_or_null(parameter.bucket_offset);
-  if (parameter.shard) {
-    json["shard"] = {{"begin", parameter.shard->begin}, {"end", parameter.shard->end}};
-  } else {
-    json["shard"] = nullptr;
-  }
+  json["shard"] = shard_to_json(parameter.shard);
   json["is_expert"] = parameter.is_expert;
   json["is_shared"] = parameter.is_shared;
   json["is_tp_duplicate"] = parameter.is_tp_duplicate;
@@ -94,10 +101,7 @@ ParameterInfo parameter_from_json(const nlohmann::json& value, const std::string
   parameter.chunk = object.small_integer("chunk", 0);
   parameter.bucket = object.optional_small_integer("bucket", 0);
   parameter.bucket_offset = object.optional_integer("bucket_offset", 0);
-  if (!object.member("shard").is_null()) {
-    const JsonObject shard = object.object("shard");
-    parameter.shard = {.begin = shard.integer("begin", 0), .end = shard.integer("end", 0)};
-  }
+  parameter.shard = shard_from_json(object);
   parameter.is_expert = object.boolean("is_expert");
   parameter.is_shared = object.boolean("is_shared");
   parameter.is_tp_duplicate = object.boolean("is_tp_duplicate");

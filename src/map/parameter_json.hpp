@@ -3,6 +3,7 @@
 #pragma once
 
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -11,6 +12,11 @@
 #include "record/strict_json.hpp"
 
 namespace nanlocator {
+
+/// {"begin", "end"}; null for none.
+[[nodiscard]] nlohmann::ordered_json shard_to_json(const std::optional<ElementRange>& shard);
+/// Throws FormatError for a missing key, a wrong type or a negative number.
+[[nodiscard]] std::optional<ElementRange> shard_from_json(const JsonObject& parameter);
 
 /// One object of the manifest's "parameters"; empty optionals are null.
 [[nodiscard]] nlohmann::ordered_json parameter_to_json(const ParameterInfo& parameter);

@@ -42,6 +42,7 @@ inline constexpr const char* kChunk = "chunk";
 inline constexpr const char* kMayBeUntouched = "may_be_untouched";
 inline constexpr const char* kIsTpDuplicate = "is_tp_duplicate";
 inline constexpr const char* kIsTied = "is_tied";
+inline constexpr const char* kShard = "shard";
 inline constexpr const char* kPhase = "phase";
 inline constexpr const char* kParameters = "parameters";
 inline constexpr const char* kText = "text";

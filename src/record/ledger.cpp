@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "map/coordinates_json.hpp"
+#include "map/parameter_json.hpp"
 #include "nanlocator/error.hpp"
 #include "record/birth_json.hpp"
 #include "record/keys.hpp"
@@ -58,6 +59,7 @@ ordered_json record_to_json(const ParameterRecord& parameter) {
   json[keys::kMayBeUntouched] = parameter.may_be_untouched;
   json[keys::kIsTpDuplicate] = parameter.is_tp_duplicate;
   json[keys::kIsTied] = parameter.is_tied;
+  json[keys::kShard] = shard_to_json(parameter.shard);
   return json;
 }
 
@@ -159,6 +161,7 @@ ParameterRecord parameter_from_json(const JsonObject& object) {
   parameter.may_be_untouched = object.boolean(keys::kMayBeUntouched);
   parameter.is_tp_duplicate = object.boolean(keys::kIsTpDuplicate);
   parameter.is_tied = object.boolean(keys::kIsTied);
+  parameter.shard = shard_from_json(object);
   return parameter;
 }
 

@@ -185,22 +185,31 @@ void Declarations::refresh() {
   for (std::size_t i = 0; i < declared_.size(); ++i) index(i);
 }
 
-const Declarations::Declared* Declarations::find(const at::Tensor& tensor) const {
-  if (by_storage_.empty()) return nullptr;
+template <typename Use>
+void Declarations::for_each_sharing(const at::Tensor& tensor, const Use& use) const {
+  if (by_storage_.empty()) return;
   const auto [begin, end] = by_storage_.equal_range(storage_of(tensor));
-  if (begin == end) return nullptr;
+  if (begin == end) return;
   const ByteRange range = range_of(tensor);
-  const Declared* best = nullptr;
-  std::size_t best_position = declared_.size();
   for (auto at = begin; at != end; ++at) {
     const Declared& declared = declared_[at->second];
-    // The first name of a tensor that was declared twice (tied weights).
-    if (declared.range.overlaps(range) && at->second < best_position) {
-      best = &declared;
-      best_position = at->second;
-    }
+    if (declared.range.overlaps(range)) use(declared);
   }
-  return best;
+}
+
+const Declarations::Declared* Declarations::find(const at::Tensor& tensor) const {
+  const Declared* first = nullptr;  // also of the names of tied weights
+  for_each_sharing(tensor, [&](const Declared& declared) {
+    if (first == nullptr || &declared < first) first = &declared;
+  });
+  return first;
+}
+
+std::vector<const Declarations::Declared*> Declarations::find_all(const at::Tensor& tensor) const {
+  std::vector<const Declared*> all;
+  for_each_sharing(tensor, [&](const Declared& declared) { all.push_back(&declared); });
+  std::ranges::sort(all);  // elements of one vector
+  return all;
 }
 
 at::Tensor Declarations::tensor_of(const Declared& declared) {

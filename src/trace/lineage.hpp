@@ -118,14 +118,18 @@ class Declarations {
   void declare(const at::Tensor& tensor, DeclaredAs as, std::string name);
   /// Finds the storages again: `parameter.data = ...` may have changed them.
   void refresh();
-  /// The declared tensor that covers what `tensor` reaches; null for none.
+  /// The first declared tensor that shares memory with `tensor`; null for none.
   [[nodiscard]] const Declared* find(const at::Tensor& tensor) const;
+  /// All of them, in the order of their declaration: a flat buffer holds many parameters.
+  [[nodiscard]] std::vector<const Declared*> find_all(const at::Tensor& tensor) const;
   /// The live tensor itself; undefined where it is gone.
   [[nodiscard]] static at::Tensor tensor_of(const Declared& declared);
   [[nodiscard]] bool empty() const noexcept { return declared_.empty(); }
 
  private:
   void index(std::size_t position);
+  template <typename Use>
+  void for_each_sharing(const at::Tensor& tensor, const Use& use) const;
 
   std::vector<Declared> declared_;
   std::unordered_multimap<const c10::StorageImpl*, std::size_t> by_storage_;

@@ -201,9 +201,7 @@ BirthId OperatorTrace::Impl::add_root(const at::Tensor& values, ThreadFrames& fr
   bool was_finite = false;
   std::string writer;
   std::shared_ptr<const Place> place, touched_by;
-  std::optional<DeclaredAs> declared_as;
-  std::string declared_name, declared_module;
-  at::Tensor declared_tensor;
+  std::vector<Declarations::Declared> covered;
   {
     const std::lock_guard lock(mutex);
     if (const StorageRecord* record = lineage.find(values)) {
@@ -215,12 +213,21 @@ BirthId OperatorTrace::Impl::add_root(const at::Tensor& values, ThreadFrames& fr
       place = record->place;
       touched_by = record->touched_by;
     }
-    if (const auto* declared = declarations.find(values)) {
-      declared_as = declared->as;
-      declared_name = declared->name;
-      declared_module = declared->module;
-      declared_tensor = Declarations::tensor_of(*declared);
-    }
+    for (const auto* declared : declarations.find_all(values)) covered.push_back(*declared);
+  }
+  std::optional<DeclaredAs> declared_as;
+  std::string declared_name, declared_module;
+  at::Tensor declared_tensor;
+  for (const auto& declared : covered) {
+    const at::Tensor tensor = Declarations::tensor_of(declared);
+    const at::Tensor whole = tensor.defined() ? values_of(tensor) : at::Tensor();
+    const bool is_the_bad_one = whole.defined() && is_bad(whole);
+    if (declared_as && !is_the_bad_one) continue;
+    declared_as = declared.as;
+    declared_name = declared.name;
+    declared_module = declared.module;
+    declared_tensor = tensor;
+    if (is_the_bad_one) break;
   }
   const auto by = " read by " + reader + " when it was found";
   const auto born_inside = [&](const Place& inside) {

@@ -389,6 +389,44 @@ TEST(Locate, OneRanksOptimizerUpdateIsNamed) {
   EXPECT_THAT(verdict.origins.front().candidates, ElementsAre(7));
 }
 
+/// Ranks 1 and 3 (tp 1, stage 0) share the parameter; its first 32 elements are rank 3's.
+std::vector<Ledger> ledgers_with_shards(Phase phase, std::initializer_list<int> bad) {
+  std::vector<Ledger> ledgers = TrainingStep(megatron_layout(), {}).ledgers();
+  for (Ledger& ledger : ledgers) cover(ledger, phase);
+  for (const int rank : {1, 3}) {
+    auto& order = ledger_of(ledgers, rank)->backward_order;
+    std::ranges::find(order, kQkv, &ParameterRecord::name)->shard =
+        rank == 3 ? ElementRange{0, 32} : ElementRange{32, 64};
+  }
+  for (const int rank : bad) make_bad(*ledger_of(ledgers, rank), phase, kQkv);
+  return ledgers;
+}
+
+TEST(Locate, WhatTheAllGatherOfParametersHasSpreadIsItsOwners) {
+  for (const Phase phase : {Phase::params_before, Phase::params_after}) {
+    const Verdict verdict = locate(ledgers_with_shards(phase, {1, 3}), 8);
+    ASSERT_EQ(verdict.origins.size(), 1u);
+    EXPECT_THAT(verdict.origins.front().candidates, ElementsAre(3));
+    EXPECT_THAT(verdict.origins.front().evidence,
+                Contains("the optimizer of rank 3 updates this part of the parameter: rank 1 has "
+                         "it from there, by the all-gather of parameters"));
+  }
+}
+
+TEST(Locate, WhereMoreIsBadThanOneShardHoldsNoOwnerIsNamed) {
+  std::vector<Ledger> ledgers = ledgers_with_shards(Phase::params_after, {1, 3});
+  for (const int rank : {1, 3}) ledger_of(ledgers, rank)->sightings.back().stats.nan = 40;
+  const Verdict verdict = locate(ledgers, 8);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_THAT(verdict.origins.front().candidates, ElementsAre(1, 3));
+}
+
+TEST(Locate, AShardThatOnlyTheReceiverHasBadIsTheReceivers) {
+  const Verdict verdict = locate(ledgers_with_shards(Phase::params_before, {1}), 8);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_THAT(verdict.origins.front().candidates, ElementsAre(1));
+}
+
 TEST(Locate, BadParametersAfterABadGradientAreItsSpread) {
   TrainingStep step(megatron_layout(), {});
   step.spoil(0, kProj);

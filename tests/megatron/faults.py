@@ -290,29 +290,53 @@ class TpDuplicatedLayernorm(MainGradElement):
 
 
 @dataclasses.dataclass
-class AfterReduction(_InPass):
+class _OnOwner(Fault):
+    """Acts where the optimizer updates `element` of `parameter`: on `rank`, or where gradients are sharded on
+    the one of its data-parallel peers that owns the element."""
+
+    name = ""  # abstract: not in the registry
+
+    parameter: str = "decoder.layers.0.mlp.linear_fc1.weight"
+    element: int = 5
+
+    def concerns(self, trainer: Trainer) -> bool:
+        own, named = trainer.coordinates, trainer.coordinates_of(self.rank)
+        return all(own[axis] == named[axis] for axis in ("tp", "pp"))
+
+    def attach(self, trainer: Trainer) -> None:
+        if self.rank != dist.get_rank() and self.parameter not in trainer.parameters:
+            return  # an expert, which this peer has not got
+        parameter = self._parameter(trainer, self.parameter)
+        element = _element(parameter, self.element)
+        if trainer.config.use_distributed_optimizer:
+            start, end = trainer.owned_range(parameter)
+            acts = start <= element < end
+        else:
+            acts = self.rank == dist.get_rank()
+        if acts:
+            self._plant(trainer, parameter)
+
+    def _plant(self, trainer: Trainer, parameter: torch.nn.Parameter) -> None:
+        raise NotImplementedError
+
+
+@dataclasses.dataclass
+class AfterReduction(_OnOwner, _InPass):
     name = "after_reduction"
     description = "one element of the reduced gradient on one rank, as a faulty collective would leave it"
 
-    parameter: str = "decoder.layers.0.mlp.linear_fc1.weight"
-    element: int = 5  # counted from the first element that this rank's optimizer owns
     value: float = math.nan
 
-    def attach(self, trainer: Trainer) -> None:
-        parameter = self._parameter(trainer, self.parameter)
-        start, end = trainer.owned_range(parameter)
-        if self.element >= end - start:
-            raise ValueError(f"{self.name}: this rank owns elements [{start}, {end}) of {self.parameter}")
-
+    def _plant(self, trainer: Trainer, parameter: torch.nn.Parameter) -> None:
         def plant(group) -> None:
             if parameter not in group.params:
                 return
             if number := self._pass_to_act_in(trainer):
-                overwrite(parameter.main_grad, start + self.element, self.value)
+                overwrite(parameter.main_grad, self.element, self.value)
                 self._record_parameter(
                     trainer,
                     self.parameter,
-                    start + self.element,
+                    self.element,
                     phase="grad_reduced",
                     pass_number=number,
                     value=str(self.value),
@@ -760,51 +784,46 @@ class LossZeroOverZero(Fault):
 
 
 @dataclasses.dataclass
-class OptimizerUpdate(Fault):
+class OptimizerUpdate(_OnOwner):
     name = "optimizer_update"
     description = "Adam's second moment of one element is negative: its square root makes the weight NaN"
 
     parameter: str = "decoder.layers.0.mlp.linear_fc2.weight"
-    element: int = 2  # counted from the first element that this rank's optimizer owns
 
-    def attach(self, trainer: Trainer) -> None:
-        parameter = self._parameter(trainer, self.parameter)
-        start, end = trainer.owned_range(parameter)
-        if self.element >= end - start:
-            raise ValueError(f"{self.name}: this rank owns elements [{start}, {end}) of {self.parameter}")
+    def _plant(self, trainer: Trainer, parameter: torch.nn.Parameter) -> None:
         if self.iteration < 2:
             raise ValueError(f"{self.name}: Adam has no second moment before iteration 2")
         adam = trainer.optimizer_of(parameter).optimizer
         inner = adam.step
+        start, _ = trainer.owned_range(parameter)
 
         def step(*args, **kwargs):
             if trainer.iteration == self.iteration:
                 updated = trainer.optimizer_parameter(parameter)
-                adam.state[updated]["exp_avg_sq"].view(-1)[self.element] = -1.0
-                self._record_parameter(trainer, self.parameter, start + self.element, phase="params_after")
+                adam.state[updated]["exp_avg_sq"].view(-1)[self.element - start] = -1.0
+                self._record_parameter(trainer, self.parameter, self.element, phase="params_after")
             return inner(*args, **kwargs)
 
         adam.step = step
 
 
 @dataclasses.dataclass
-class BadWeight(Fault):
+class BadWeight(_OnOwner):
     name = "bad_weight"
-    description = "one element of a weight is overwritten before the iteration's first forward"
+    description = (
+        "one element of a weight is overwritten before the iteration's first forward (and before "
+        "overlap_param_gather hands it to the data-parallel peers)"
+    )
 
-    parameter: str = "decoder.layers.0.mlp.linear_fc1.weight"
     element: int = 11
     value: float = math.nan
 
-    def attach(self, trainer: Trainer) -> None:
-        parameter = self._parameter(trainer, self.parameter)
-        element = _element(parameter, self.element)
-
+    def _plant(self, trainer: Trainer, parameter: torch.nn.Parameter) -> None:
         def plant() -> None:
             if trainer.iteration == self.iteration:
-                overwrite(parameter.data, element, self.value)
+                overwrite(parameter.data, self.element, self.value)
                 self._record_parameter(
-                    trainer, self.parameter, element, phase="params_before", value=str(self.value)
+                    trainer, self.parameter, self.element, phase="params_before", value=str(self.value)
                 )
 
         trainer.at_iteration_start.append(plant)

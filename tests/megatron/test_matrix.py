@@ -8,6 +8,7 @@ when the step is repeated; what a program computes is there in every pass.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -68,7 +69,8 @@ LAYOUTS = {
 }
 
 
-def faults_of(layout: Layout) -> list[dict]:
+def incidents_of(layout: Layout) -> list[list[dict]]:
+    """The faults of one iteration each."""
     layer = 2
     victim = layout.rank(layout.tp - 1, layout.stage_of(layer), layout.dp - 1)
     at = {"rank": victim, "layer": layer, "microbatch": FAULTY_MICROBATCH}
@@ -76,10 +78,10 @@ def faults_of(layout: Layout) -> list[dict]:
     weight = name + "self_attention.linear_proj.weight"
     faults = [
         {"name": "main_grad_element", "rank": victim, "parameter": weight},
-        {"name": "main_grad_element", "rank": victim, "parameter": weight, "value": math.inf},
         {"name": "forward_operator", "kind": "softmax", "region": "attention"} | at,
         {"name": "backward_operator", "kind": "function", "region": "attention"} | at,
         {"name": "activation_element", "region": "attention"} | at,
+        {"name": "after_reduction", "rank": victim, "parameter": weight},
     ]
     if not layout.training.get("loss_counts_tokens"):  # where Megatron divides by one label at least
         faults.append({"name": "loss_zero_over_zero", "rank": victim, "microbatch": FAULTY_MICROBATCH})
@@ -96,8 +98,7 @@ def faults_of(layout: Layout) -> list[dict]:
             {"name": "forward_operator", "kind": "exp"} | at,
             {"name": "backward_operator", "kind": "sqrt"} | at,
         ]
-    if not layout.training.get("overlap_param_gather"):  # which would mend it before it is used
-        faults.append({"name": "bad_weight", "rank": victim, "parameter": weight})
+    faults.append({"name": "bad_weight", "rank": victim, "parameter": weight})
     if layout.tp > 1:
         norm = name + "input_layernorm.weight"
         faults.append({"name": "tp_duplicated_layernorm", "rank": victim, "parameter": norm})
@@ -109,69 +110,138 @@ def faults_of(layout: Layout) -> list[dict]:
             {"name": "pipeline_receive", "rank": last, "microbatch": FAULTY_MICROBATCH},
             {"name": "pipeline_receive", "direction": "backward", "microbatch": FAULTY_MICROBATCH},
         ]
-    return [fault | {"iteration": FIRST + number} for number, fault in enumerate(faults)]
+    other = {
+        "name": "main_grad_element",
+        "rank": layout.rank(0, 0, 0),
+        "parameter": "decoder.layers.0.self_attention.linear_qkv.weight",
+        "value": -math.inf,
+    }
+    incidents = [[fault] for fault in faults] + [[faults[0], other]]  # no more than a run gathers: 16
+    if layout.dp > 1 and not layout.training.get("num_experts"):  # through which replicas meet
+        incidents.append(
+            [{"name": "backward_operator", "kind": "function", "region": "attention"} | at, other]
+        )
+    return incidents
 
 
 @pytest.mark.parametrize("configuration", LAYOUTS)
 def test_every_fault_is_named(pool, configuration):
     layout = LAYOUTS[configuration]
-    faults = faults_of(layout)
+    run_incidents(pool, f"matrix_{configuration}", layout, incidents_of(layout))
+
+
+@pytest.mark.parametrize("configuration", LAYOUTS)
+def test_with_parameters_checked_the_update_and_the_weight_are_named(pool, configuration):
+    layout = LAYOUTS[configuration]
+    weight = "decoder.layers.2.self_attention.linear_proj.weight"
+    at = {"rank": layout.rank(layout.tp - 1, layout.stage_of(2), layout.dp - 1), "parameter": weight}
+    incidents = [[{"name": "optimizer_update"} | at], [{"name": "bad_weight"} | at]]
+    run_incidents(pool, f"matrix_checked_{configuration}", layout, incidents, check_params=True)
+
+
+def run_incidents(pool, name: str, layout: Layout, incidents: list[list[dict]], **options) -> None:
+    faults = [
+        [fault | {"iteration": FIRST + number} for fault in incident]
+        for number, incident in enumerate(incidents)
+    ]
     ranks = pool.run(
         {
-            "name": f"matrix_{configuration}",
+            "name": name,
             "ranks": layout.ranks,
             "steps": len(faults) + FIRST,
             "training": layout.training,
-            "nanlocator": {"on_bad": "report"},
-            "faults": faults,
+            "nanlocator": {"on_bad": "report"} | options,
+            "faults": list(itertools.chain(*faults)),
             "undo_faults": True,
             "timeout": 300.0,
         }
     ).require_success()
     verdicts = {verdict["iteration"]: verdict for verdict in ranks[0]["verdicts"]}
     assert all(rank["verdicts"] == ranks[0]["verdicts"] for rank in ranks)
+    planted = [fact for rank in ranks for fact in rank["planted"]]
     wrong = {}
-    for fault in faults:
-        planted = [fact for rank in ranks for fact in rank["planted"]]
-        truth = [fact for fact in planted if fact["iteration"] == fault["iteration"]]
-        assert truth, f"{fault} did not act"
+    for incident in faults:
+        iteration = incident[0]["iteration"]
+        truths = [[fact for fact in planted if is_of(fact, fault)] for fault in incident]
+        assert all(truths), f"{incident} did not act"
         try:
-            check(layout, fault, truth, verdicts.pop(fault["iteration"], None))
+            check(layout, [truth[0] for truth in truths], verdicts.pop(iteration, None))
         except AssertionError as error:
-            wrong[f"{fault['iteration']} {fault['name']} {fault.get('kind', '')}"] = str(error)
+            names = [f"{fault['name']} {fault.get('kind', '')}" for fault in incident]
+            wrong[f"{iteration} {' and '.join(names)}"] = str(error)
     assert not wrong, "\n\n".join(f"{name}: {problem}" for name, problem in wrong.items())
     assert not verdicts  # healthy steps
 
 
-def check(layout: Layout, fault: dict, truth: list[dict], verdict: dict | None) -> None:
-    name, fact = fault["name"], truth[0]
-    if name == "expert_without_tokens":
+def is_of(fact: dict, fault: dict) -> bool:
+    same_parameter = fact.get("parameter") == fault.get("parameter")
+    return (fact["iteration"], fact["fault"]) == (fault["iteration"], fault["name"]) and same_parameter
+
+
+ONCE = {
+    "main_grad_element",
+    "tp_duplicated_layernorm",
+    "activation_element",
+    "after_reduction",
+    "pipeline_receive",
+    "tensor_parallel_reduction",
+}
+AFTER_THE_STEP = {"optimizer_update"}  # which cannot be repeated
+
+
+def check(layout: Layout, facts: list[dict], verdict: dict | None) -> None:
+    """The verdict has one origin for each of the facts, and says what that one planted."""
+    names = {fact["fault"] for fact in facts}
+    if names == {"expert_without_tokens"}:
         assert verdict is None, describe(verdict)
         return
     assert verdict is not None, "no finding"
-    assert verdict["status"] == "located"
-    assert len(verdict["origins"]) == 1, describe(verdict)
-    (origin,) = verdict["origins"]
     found = describe(verdict)
-    repeats = {"main_grad_element", "tp_duplicated_layernorm", "activation_element", "pipeline_receive"}
-    repeats |= {"tensor_parallel_reduction"}
-    assert verdict["rerun"]["done"], found
-    assert verdict["rerun"]["reproduced"] is (name not in repeats), found
-    assert verdict["rerun"]["not_restored"] == [], found
+    assert verdict["status"] == "located"
+    assert len(verdict["origins"]) == len(facts), found
+    if not names & AFTER_THE_STEP:
+        assert verdict["rerun"]["done"], found
+        assert verdict["rerun"]["reproduced"] is not names.issubset(ONCE), found
+        assert verdict["rerun"]["not_restored"] == [], found
+    for fact in facts:
+        candidates = candidates_of(layout, fact)
+        origins = [origin for origin in verdict["origins"] if origin["candidates"] == candidates]
+        assert len(origins) == 1, found
+        check_origin(layout, fact, origins[0], found)
 
+
+def candidates_of(layout: Layout, fact: dict) -> list[int]:
+    if fact["fault"] == "loss_zero_over_zero":
+        return layout.last_stage(fact["dp"])
+    if fact["fault"] == "after_reduction" and layout.training.get("use_distributed_optimizer"):
+        # Only its owner holds the sum of a shard: nobody can say whether the sum or the owner is bad.
+        return [layout.rank(fact["tp"], fact["pp"], dp) for dp in range(layout.dp)]
+    return [fact["rank"]]
+
+
+CAUSES = {
+    "main_grad_element": "not_reproduced",
+    "tp_duplicated_layernorm": "not_reproduced",
+    "after_reduction": "collective_result",  # of more than one rank
+    "bad_weight": "bad_weight",
+    "optimizer_update": "optimizer_update",
+}
+
+
+def check_origin(layout: Layout, fact: dict, origin: dict, found: str) -> None:
+    name = fact["fault"]
     if name == "loss_zero_over_zero":
-        assert origin["candidates"] == layout.last_stage(fact["dp"]), found
         assert (origin["phase"], origin["microbatch"]) == ("loss", fact["microbatch"]), found
         assert origin["cause"] == "empty_loss_mask", found
         return
-    assert origin["candidates"] == [fact["rank"]], found
-    for axis in ("tp", "pp", "dp"):
-        assert origin["coordinates"][axis]["rank"] == fact[axis], found
-    if name in ("main_grad_element", "tp_duplicated_layernorm", "bad_weight"):
+    if len(origin["candidates"]) == 1:
+        for axis in ("tp", "pp", "dp"):
+            assert origin["coordinates"][axis]["rank"] == fact[axis], found
+    if name in CAUSES:
         assert origin["parameter"] == fact["parameter"], found
         assert origin["tensor"]["first_bad"] == fact["element"], found
-        expected = "bad_weight" if name == "bad_weight" else "not_reproduced"
-        assert origin["cause"] == expected, found
+        has_no_peers = name == "after_reduction" and layout.dp == 1
+        assert origin["cause"] == ("not_reproduced" if has_no_peers else CAUSES[name]), found
         return
     assert origin["microbatch"] == fact["microbatch"], found
     assert origin["chunk"] == fact["chunk"], found
@@ -220,7 +290,7 @@ def test_other_levels_name_what_they_see_and_change_nothing(pool, level):
     assert [rank["fingerprints"] for rank in healthy] == [rank["fingerprints"] for rank in without]
     repeated, once = faulty[0]["verdicts"]
     truth = [fact for rank in faulty for fact in rank["planted"] if fact["iteration"] == 2]
-    check(layout, faults[0], truth, repeated)
+    check(layout, truth[:1], repeated)
     assert once["rerun"]["reproduced"] is False
     assert {origin["cause"] for origin in once["origins"]} == {"not_reproduced"}
     candidates = [origin["candidates"] for origin in once["origins"]]

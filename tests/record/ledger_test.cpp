@@ -38,7 +38,12 @@ Ledger example_ledger() {
   ledger.absmax = 0.1;
   ledger.absmax_parameter = "b";
   ledger.backward_order = {
-      {.id = 1, .name = "b", .shape = {192, 128}, .is_tied = true, .chunk = 1},
+      {.id = 1,
+       .name = "b",
+       .shape = {192, 128},
+       .is_tied = true,
+       .chunk = 1,
+       .shard = {{64, 128}}},
       {.id = 0, .name = "a", .may_be_untouched = true, .is_tp_duplicate = true}};
   ledger.on_bad = "skip";
   ledger.coverage = {{Phase::grad_local, {0, 1}}, {Phase::grad_norm, {}}};

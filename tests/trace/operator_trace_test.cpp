@@ -282,6 +282,20 @@ TEST(OperatorTrace, ABadWeightABadBufferAndABadBatchAreNamed) {
   }
 }
 
+TEST(OperatorTrace, OfTheParametersInAFlatBufferTheBadOneIsNamed) {
+  Step step;
+  const at::Tensor buffer = floats({1, 1, 1, kNan, 1, 1});
+  for (int i = 0; i < 3; ++i) {
+    step.parameters.emplace_back("layer." + std::to_string(i) + ".weight",
+                                 buffer.slice(0, 2 * i, 2 * i + 2).detach().requires_grad_());
+  }
+  const at::Tensor scale = step.parameter("scale", at::ones({2}));
+  const Birth birth = only_birth(step.run([&] { return (scale * buffer.sum()).sum(); }));
+  EXPECT_EQ(birth.kind, BirthKind::weight);
+  EXPECT_EQ(birth.sighting.parameter, "layer.1.weight");
+  EXPECT_EQ(birth.sighting.stats.first_bad, 1);
+}
+
 TEST(OperatorTrace, AnUndeclaredTensorFromBeforeThePassIsData) {
   Step step;
   const at::Tensor weight = step.parameter("w", at::ones({2}));

@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "nanlocator/map/parameter_map.hpp"
 #include "nanlocator/map/rank_coordinates.hpp"
 #include "nanlocator/record/birth.hpp"
 #include "nanlocator/record/sighting.hpp"
@@ -54,6 +55,7 @@ struct ParameterRecord {
   bool is_tp_duplicate = false;
   bool is_tied = false;
   int chunk = 0;  // virtual-pipeline model chunk: backward visits (chunk, pp) in descending order
+  std::optional<ElementRange> shard;  // see ParameterInfo
   friend bool operator==(const ParameterRecord&, const ParameterRecord&) = default;
 };
 
