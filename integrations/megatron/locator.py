@@ -294,7 +294,7 @@ class MegatronLocator:
 
     def _around_prepare_grads(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
         self._begin_step()
-        self._loss_scale = self._current_loss_scale()
+        self._note_loss_scale()
         found_inf = original(*args, **kwargs)
         self._end_observation()
         if self._is_judged:
@@ -379,7 +379,9 @@ class MegatronLocator:
             self._locator.start_agreement()
             with self._concluding("the ranks could not agree on this step"):
                 is_bad = self._locator.finish_agreement()
-                if is_bad and self._is_routine_overflow(self._current_loss_scale()):
+                if is_bad:
+                    self._note_loss_scale()
+                if is_bad and self._is_routine_overflow():
                     self._locator.dismiss()
                     self._is_judged = True
                 elif is_bad:
@@ -542,7 +544,7 @@ class MegatronLocator:
         with self._concluding("the ranks could not agree on this step"):
             if not self._locator.finish_agreement():
                 return
-            if is_overflow and self._is_routine_overflow(self._loss_scale):
+            if is_overflow and self._is_routine_overflow():
                 self._locator.dismiss()
                 return
             if not self._has_seen_schedule:
@@ -567,15 +569,18 @@ class MegatronLocator:
         scalers = (getattr(optimizer, "grad_scaler", None) for optimizer in self._optimizers)
         return [scaler for scaler in scalers if scaler is not None and hasattr(scaler, "min_scale")]
 
-    def _current_loss_scale(self) -> float:
-        return max((scaler.scale.item() for scaler in self._dynamic_scalers()), default=0.0)
+    def _note_loss_scale(self) -> None:
+        """What this step's gradients are multiplied by; 0 where the scale is not dynamic."""
+        self._loss_scale = max((scaler.scale.item() for scaler in self._dynamic_scalers()), default=0.0)
+        if self._loss_scale > 0:
+            self._locator.set_loss_scale(self._loss_scale)
 
-    def _is_routine_overflow(self, loss_scale: float) -> bool:
+    def _is_routine_overflow(self) -> bool:
         """fp16 with a dynamic loss scale looks for its scale by overflowing in backward; at the smallest
         scale an overflow is no longer the scale's doing (grad_scaler.py, DynamicGradScaler), and a loss
         that is not finite never was. The same on all ranks."""
         scalers = self._dynamic_scalers()
-        if not scalers or loss_scale <= max(scaler.min_scale.item() for scaler in scalers):
+        if not scalers or self._loss_scale <= max(scaler.min_scale.item() for scaler in scalers):
             return False
         losses = [loss for _, loss in self._microbatches.named_losses]
         return not self._locator.is_true_anywhere(not all(bool(torch.isfinite(x).all()) for x in losses))

@@ -88,6 +88,7 @@ class KernelSlots : public DeviceSlots {
     std::vector<TensorView> views;
     views.reserve(tensors.size());
     for (const auto& tensor : tensors) views.push_back(view_of(tensor));
+    batch.tensors = static_cast<std::uint32_t>(tensors.size());
     if (batch.plan && batch.plan->matches(views)) return;
     // The device may still read the old plan's tables.
     if (batch.plan) retired_.push_back({steps_, std::move(batch.plan)});
@@ -119,6 +120,16 @@ class KernelSlots : public DeviceSlots {
     return {slots.begin(), slots.end()};
   }
 
+  void start_reading(std::uint32_t first, std::uint32_t count) override {
+    order_.in_order([&](StreamHandle stream) { scanner_->enqueue_readback(first, count, stream); });
+  }
+
+  std::optional<std::span<const TensorStats>> arrived(std::uint32_t first,
+                                                      std::uint32_t count) override {
+    if (!scanner_->is_ready()) return std::nullopt;
+    return scanner_->wait(first, count);
+  }
+
  private:
   struct RetiredPlan {
     std::uint64_t step;
@@ -139,6 +150,7 @@ class AtenSlots : public DeviceSlots {
       : flag_(at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device))) {}
 
   void prepare(SlotBatch& batch, std::span<const at::Tensor> tensors) override {
+    batch.tensors = static_cast<std::uint32_t>(tensors.size());
     ranges_.reserve(batch, tensors.size());
     slots_.resize(ranges_.size());
   }
@@ -159,6 +171,11 @@ class AtenSlots : public DeviceSlots {
     stats.reserve(slots_.size());
     for (const auto& slot : slots_) stats.push_back(read_stats(slot));
     return stats;
+  }
+
+  void start_reading(std::uint32_t, std::uint32_t) override {}
+  std::optional<std::span<const TensorStats>> arrived(std::uint32_t, std::uint32_t) override {
+    return std::nullopt;
   }
 
  private:

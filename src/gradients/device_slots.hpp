@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -20,6 +21,7 @@ namespace nanlocator {
 struct SlotBatch {
   std::uint32_t first_slot = 0;
   std::uint32_t capacity = 0;      // slots reserved, from first_slot on
+  std::uint32_t tensors = 0;       // of the latest `prepare`
   std::unique_ptr<ScanPlan> plan;  // of the kernels, kept for as long as the storages stay
 };
 
@@ -36,6 +38,12 @@ class DeviceSlots {
   [[nodiscard]] virtual at::Tensor flag() = 0;
   /// All slots; waits for the device.
   [[nodiscard]] virtual std::vector<TensorStats> read() = 0;
+  /// Copies `count` slots from `first` on to the host, asynchronously, after the scans so far.
+  virtual void start_reading(std::uint32_t first, std::uint32_t count) = 0;
+  /// What `start_reading` has copied, or a later `read`; empty where it is still under way, and on
+  /// devices where only waiting would tell. Never waits. Valid until the next call.
+  [[nodiscard]] virtual std::optional<std::span<const TensorStats>> arrived(
+      std::uint32_t first, std::uint32_t count) = 0;
 };
 
 /// Kernels on CPU and, in builds with CUDA, on CUDA devices; ATen elsewhere. `threads`: see

@@ -22,6 +22,8 @@
 #include "gradients/verdict_files.hpp"
 #include "nanlocator/locate/locate.hpp"
 #include "nanlocator/record/atomic_file.hpp"
+#include "nanlocator/report/html.hpp"
+#include "nanlocator/report/read_run.hpp"
 #include "nanlocator/report/terminal.hpp"
 
 namespace nanlocator {
@@ -206,11 +208,14 @@ struct GradientLocator::Impl {
   void forget_step_quietly() noexcept;
   Ledger make_ledger(std::vector<std::string> extra_notes);
   std::string incident_key();
-  Verdict judge(std::vector<Ledger> ledgers, std::vector<std::string> extra_notes) const;
+  Verdict judge(std::span<const Ledger> ledgers, std::vector<std::string> extra_notes) const;
+  void write_page(const Verdict& verdict, std::vector<Ledger> ledgers) const;
   Verdict judge_alone(const Ledger& ledger, bool is_finding, std::vector<std::string> notes) const;
   void keep_on_disk(const Ledger& ledger, std::vector<std::string>& problems) const;
+  [[nodiscard]] History history() const;
+  void keep_history_on_disk(std::vector<std::string>& problems) const;
   void print(const Verdict& verdict) const {
-    std::cerr << format_verdict(verdict, {.run_dir = directory.string()}) << std::endl;
+    std::cerr << format_verdict(verdict, {.run_dir = directory.string()}) << std::flush;
   }
   void read_ledgers(const Gathered& texts, const Ledger& mine, std::vector<Ledger>& ledgers,
                     std::vector<std::string>& problems) const;
@@ -387,6 +392,9 @@ Ledger GradientLocator::Impl::make_ledger(std::vector<std::string> extra_notes) 
     ledger.coverage = std::move(collected.coverage);
     ledger.absmax = collected.absmax;
     ledger.absmax_parameter = std::move(collected.absmax_parameter);
+    if (auto summary = summary_of(history()); !summary.iterations.empty()) {
+      ledger.history = std::move(summary);
+    }
   } catch (const std::exception& error) {
     ledger.notes.push_back(std::string("This rank's scans could not be read back: ") +
                            error.what());
@@ -408,7 +416,7 @@ std::string GradientLocator::Impl::incident_key() {
   return "incident/" + std::to_string(iteration) + "." + std::to_string(concluded[iteration]);
 }
 
-Verdict GradientLocator::Impl::judge(std::vector<Ledger> ledgers,
+Verdict GradientLocator::Impl::judge(std::span<const Ledger> ledgers,
                                      std::vector<std::string> extra_notes) const {
   Verdict verdict;
   try {
@@ -429,7 +437,7 @@ Verdict GradientLocator::Impl::judge(std::vector<Ledger> ledgers,
 
 Verdict GradientLocator::Impl::judge_alone(const Ledger& ledger, bool is_finding,
                                            std::vector<std::string> run_notes) const {
-  if (is_finding) return judge({ledger}, std::move(run_notes));
+  if (is_finding) return judge({&ledger, 1}, std::move(run_notes));
   Verdict verdict;  // nothing to locate: the other ranks are not silent, they were not asked
   verdict.run_id = run.id;
   verdict.iteration = iteration;
@@ -443,6 +451,25 @@ void GradientLocator::Impl::keep_on_disk(const Ledger& ledger,
     append_ledger(directory, ledger);
   } catch (const std::exception& error) {
     problems.push_back("The ledger of " + map.coordinates().describe() +
+                       " is not on disk: " + error.what());
+  }
+}
+
+History GradientLocator::Impl::history() const {
+  auto history = scanner->history();
+  history.run_id = run.id;
+  history.attempt = run.attempt;
+  history.coordinates = map.coordinates();
+  return history;
+}
+
+// After the ledger has been published: nobody waits for it.
+void GradientLocator::Impl::keep_history_on_disk(std::vector<std::string>& problems) const {
+  try {
+    const auto latest = history();
+    if (!latest.iterations.empty()) append_history(directory, latest);
+  } catch (const std::exception& error) {
+    problems.push_back("The history of " + map.coordinates().describe() +
                        " is not on disk: " + error.what());
   }
 }
@@ -470,13 +497,32 @@ Verdict GradientLocator::Impl::conclude_as_first_rank(const Ledger& mine, const 
   std::vector<std::string> problems;
   read_ledgers(communicator ? communicator->gather(key + "/ledger", deadline) : Gathered{}, mine,
                ledgers, problems);
-  auto verdict = judge(std::move(ledgers), std::move(problems));
+  auto verdict = judge(ledgers, std::move(problems));
   const auto suffix = repetition == 0 ? "" : "-" + std::to_string(repetition);
   files->write(verdict, VerdictScope::all_ranks, outcome_of(options.on_bad, verdict.rerun),
                "step" + std::to_string(iteration) + suffix + ".json");
   if (communicator) (void)communicator->publish(key + "/verdict", to_json(verdict));
   print(verdict);
+  write_page(verdict, std::move(ledgers));
   return verdict;
+}
+
+// When the verdict is out, as nobody waits for it; of the other ranks' histories and bundles it
+// shows those that are on a shared disk by now. `nanlocator report --html` makes it again.
+void GradientLocator::Impl::write_page(const Verdict& verdict, std::vector<Ledger> ledgers) const {
+  const auto path = directory / "report.html";
+  try {
+    RunReport report;
+    report.verdict = verdict;
+    report.run_dir = directory.string();
+    report.ledgers = std::move(ledgers);
+    add_details(report, directory);
+    write_file_atomically(path, format_html(report));
+    std::cerr << "  page       " + path.string() + "\n\n" << std::flush;
+  } catch (const std::exception& error) {
+    std::cerr << "nanlocator: report.html was not written: " + std::string(error.what()) + "\n"
+              << std::flush;
+  }
 }
 
 Verdict GradientLocator::Impl::conclude_as_other_rank(const Ledger& mine, const std::string& key,
@@ -497,7 +543,7 @@ Verdict GradientLocator::Impl::conclude_as_other_rank(const Ledger& mine, const 
   problems.push_back(reason + ". This is what rank " + std::to_string(rank()) + " makes of the " +
                      std::to_string(ledgers.size()) + " of " + std::to_string(world_size()) +
                      " ledgers that it could read.");
-  auto verdict = judge(std::move(ledgers), std::move(problems));
+  auto verdict = judge(ledgers, std::move(problems));
   verdict.status = VerdictStatus::partial;
   files->write(verdict, VerdictScope::all_ranks, outcome_of(options.on_bad, verdict.rerun));
   print(verdict);
@@ -610,6 +656,10 @@ void GradientLocator::set_gradient_norm(double norm) {
   impl_->gradient_norm = norm;
 }
 
+void GradientLocator::set_loss_scale(double loss_scale) {
+  impl_->scanner->set_loss_scale(loss_scale);
+}
+
 void GradientLocator::add_note(std::string note) {
   impl_->notes.push_back(std::move(note));
 }
@@ -699,6 +749,7 @@ void GradientLocator::start_agreement() {
     impl_->host_flag.copy_(impl_->flag, /*non_blocking=*/true);
     impl_->flag_is_copied->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
   }
+  impl_->scanner->remember(impl_->iteration);  // after the flag, which does not wait for it
   impl_->state = State::agreeing;
   impl_->now_in(Activity::agreement);
 }
@@ -761,6 +812,7 @@ const Verdict& GradientLocator::conclude() {
   if (impl.communicator && !impl.communicator->publish(key + "/ledger", to_jsonl(ledger))) {
     ledger.notes.push_back("This rank's ledger did not reach the Store.");
   }
+  impl.keep_history_on_disk(ledger.notes);
   // Rank 0 may wait for silent ranks until its deadline, and locates only then.
   impl.verdicts.push_back(
       impl.rank() == 0
@@ -782,6 +834,7 @@ const Verdict* GradientLocator::conclude_alone(std::string reason, Failure failu
     if (impl.communicator) {
       (void)impl.communicator->publish(impl.incident_key() + "/ledger", to_jsonl(ledger));
     }
+    impl.keep_history_on_disk(notes);
   }
   if (is_finding && is_first) ++impl.incidents;
   if (impl.state == State::bad) impl.state = State::scanning;

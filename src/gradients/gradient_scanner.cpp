@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "gradients/device_slots.hpp"
+#include "gradients/gradient_history.hpp"
 #include "gradients/tensor_access.hpp"
 #include "nanlocator/error.hpp"
 
@@ -89,6 +90,14 @@ bool holds_gradients(Phase phase) noexcept {
   return phase == Phase::grad_local || phase == Phase::grad_reduced || phase == Phase::grad_norm;
 }
 
+/// Slots whose readback is under way for the history.
+struct RememberedSlots {
+  DeviceSlots* device = nullptr;
+  std::uint32_t first = 0;
+  std::uint32_t end = 0;
+  std::span<const TensorStats> stats{};  // once they have arrived
+};
+
 std::optional<Phase> latest_gradient_phase(
     const std::vector<std::pair<Phase, const Group*>>& scans) {
   std::optional<Phase> latest;
@@ -116,6 +125,11 @@ struct GradientScanner::Impl {
   std::map<GroupKey, Group> groups;
   std::uint64_t scans = 0;  // of this step
 
+  std::optional<GradientHistory> gradient_history{};
+  double loss_scale = 1;                    // of this step
+  std::optional<Phase> remembered_phase{};  // of this step; empty: not remembered yet
+  std::vector<RememberedSlots> remembered{};
+
   DeviceSlots& slots_of(at::Device device) {
     device = with_index(device);
     auto& slots = devices[{device.type(), device.is_cpu() ? at::DeviceIndex{-1} : device.index()}];
@@ -134,6 +148,73 @@ struct GradientScanner::Impl {
     std::map<const DeviceSlots*, std::vector<TensorStats>> stats;
     for (const auto& [key, slots] : devices) stats[slots.get()] = slots->read();
     return stats;
+  }
+
+  // ---- the history ----
+
+  [[nodiscard]] std::optional<Phase> earliest_gradient_phase() const {
+    for (const auto& [key, group] : groups) {  // ordered by phase
+      const auto phase = std::get<Phase>(key);
+      if (group.sequence > 0 && holds_gradients(phase)) return phase;
+    }
+    return std::nullopt;
+  }
+
+  // Calls visit(group) for this step's groups of the phase that is remembered, later passes last.
+  template <class Visit>
+  void visit_remembered(const Visit& visit) const {
+    for (const auto& [key, group] : groups) {
+      if (group.sequence > 0 && std::get<Phase>(key) == *remembered_phase) visit(group);
+    }
+  }
+
+  void add_remembered(DeviceSlots* device, const SlotBatch& batch) {
+    const auto end = batch.first_slot + batch.tensors;
+    const auto known = std::ranges::find(remembered, device, &RememberedSlots::device);
+    if (known == remembered.end()) {
+      remembered.push_back({device, batch.first_slot, end});
+      return;
+    }
+    known->first = std::min(known->first, batch.first_slot);
+    known->end = std::max(known->end, end);
+  }
+
+  [[nodiscard]] bool begin_history_row(std::int64_t iteration) {
+    const auto phase = earliest_gradient_phase();
+    if (!phase) return false;
+    if (!gradient_history) gradient_history.emplace(map.size());
+    if (!gradient_history->begin(*phase, iteration)) return false;
+    remembered_phase = phase;
+    return true;
+  }
+
+  void take_up_remembered() {
+    if (!remembered_phase || remembered.empty()) return;
+    for (auto& slots : remembered) {
+      const auto stats = slots.device->arrived(slots.first, slots.end - slots.first);
+      slots.stats = stats.value_or(std::span<const TensorStats>{});
+    }
+    visit_remembered([&](const Group& group) {
+      for (const auto& entry : group.entries) {
+        const auto& slots = *std::ranges::find(remembered, entry.device, &RememberedSlots::device);
+        const auto place = group.batches.at(entry.device).first_slot + entry.place - slots.first;
+        if (place >= slots.stats.size()) continue;
+        gradient_history->set(entry.parameter, slots.stats[place], loss_scale);
+      }
+    });
+  }
+
+  // What was read with a wait needs no other readback.
+  void remember_now(std::int64_t iteration,
+                    const std::map<const DeviceSlots*, std::vector<TensorStats>>& stats) {
+    remembered.clear();
+    if (!begin_history_row(iteration)) return;
+    visit_remembered([&](const Group& group) {
+      for (const auto& entry : group.entries) {
+        const auto slot = group.batches.at(entry.device).first_slot + entry.place;
+        gradient_history->set(entry.parameter, stats.at(entry.device)[slot], loss_scale);
+      }
+    });
   }
 
   // This step's groups in the order of their scans.
@@ -180,6 +261,10 @@ GradientScanner::~GradientScanner() = default;
 void GradientScanner::begin_step() {
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard unobserved(false);
+  impl_->take_up_remembered();
+  impl_->remembered.clear();
+  impl_->remembered_phase.reset();
+  impl_->loss_scale = 1;
   for (auto& [device, slots] : impl_->devices) slots->clear_flag();
   for (auto& [key, group] : impl_->groups) {
     group.sequence = 0;
@@ -256,6 +341,30 @@ at::Tensor GradientScanner::flag(at::Device device) {
   return folded;
 }
 
+void GradientScanner::remember(std::int64_t iteration) {
+  if (impl_->remembered_phase || !impl_->begin_history_row(iteration)) return;
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unobserved(false);
+  impl_->visit_remembered([&](const Group& group) {
+    for (const auto& [device, batch] : group.batches) impl_->add_remembered(device, batch);
+  });
+  for (const auto& slots : impl_->remembered) {
+    slots.device->start_reading(slots.first, slots.end - slots.first);
+  }
+}
+
+void GradientScanner::set_loss_scale(double loss_scale) {
+  if (!(loss_scale > 0)) {
+    throw UsageError("set_loss_scale: " + std::to_string(loss_scale) + " is not positive.");
+  }
+  impl_->loss_scale = loss_scale;
+}
+
+History GradientScanner::history() const {
+  if (!impl_->gradient_history) return {};
+  return impl_->gradient_history->to_history(impl_->map);
+}
+
 namespace {
 
 void describe_loss(const LossView& loss, Sighting& sighting) {
@@ -270,6 +379,7 @@ GradientScanner::Collected GradientScanner::collect(std::int64_t iteration) {
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard unobserved(false);
   const auto stats = impl_->read();
+  if (impl_->gradient_history) impl_->remember_now(iteration, stats);
   const auto in_order = impl_->in_order();
   const auto latest_gradients = latest_gradient_phase(in_order);
 

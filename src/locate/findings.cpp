@@ -36,6 +36,9 @@ Findings::Findings(std::span<const Ledger> ledgers, int world_size)
   for (const Place& place : incident_.places()) {
     replicas_[incident_.replica_of(place)].push_back(&place);
     groups_[{place.tp, place.pp}].push_back(&place);
+    if (place.evidence != nullptr && !place.evidence->bad(Phase::params_before).empty()) {
+      replicas_with_bad_weights_.insert(incident_.replica_of(place));
+    }
   }
 }
 
@@ -52,6 +55,14 @@ bool Findings::is_bad_in(Phase phase, const ParameterKey& key) const {
 bool Findings::is_any_gradient_bad() const {
   return std::ranges::any_of(std::array{Phase::grad_local, Phase::grad_reduced, Phase::grad_norm},
                              [&](Phase phase) { return !bad(phase).empty(); });
+}
+
+bool Findings::have_only_finite_crossings(const Places& places) const {
+  return incident_.unplaced().empty() && std::ranges::all_of(places, [&](const Place* place) {
+           return place->evidence != nullptr && Crossings::is_watching(*place->evidence) &&
+                  place->evidence->coordinates().cp.size == 1 &&
+                  !crossings_.has_bad_activations(place->rank);
+         });
 }
 
 void Findings::remember_order(const RankEvidence& rank, const BadParameter& bad) {

@@ -61,6 +61,15 @@ class Findings {
   [[nodiscard]] const BadByKey& bad(Phase phase) const;
   [[nodiscard]] bool is_bad_in(Phase phase, const ParameterKey& key) const;
   [[nodiscard]] bool is_any_gradient_bad() const;
+  /// A rank of the replica had a bad parameter before the step: what it made of it explains every
+  /// bad gradient of the replica.
+  [[nodiscard]] bool has_bad_weights(int replica) const {
+    return replicas_with_bad_weights_.contains(replica);
+  }
+  /// Every one of the ranks looked at what crossed, and in forward and backward all of it was
+  /// finite: what is bad on one of them came from no other. Context-parallel attention exchanges
+  /// off the collectives that are looked at.
+  [[nodiscard]] bool have_only_finite_crossings(const Places& places) const;
   [[nodiscard]] std::vector<std::pair<const ParameterKey*, const std::vector<BadOnRank>*>>
   in_backward_order(const BadByKey& keys) const;
   /// Every parameter that is bad anywhere, in backward order.
@@ -119,6 +128,7 @@ class Findings {
   std::map<std::string, Order, std::less<>> order_;
   std::vector<FoundOrigin> found_;
   std::map<Phase, std::size_t> origins_per_phase_;
+  std::set<int> replicas_with_bad_weights_;
   std::set<int> replicas_with_boundary_origin_;
   std::set<int> badly_reduced_;
   std::set<int> ranks_with_more_isolated_;

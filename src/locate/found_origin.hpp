@@ -19,7 +19,8 @@ enum class FoundIn : std::uint8_t {
   unseen,    // what came out of one into which a rank put what nobody knows
   flow,      // a stretch of gradients
   isolated,  // a gradient by itself
-  other,     // the reduction, the norm, the update
+  late,      // a gradient that was clean on every holder when backward had ended
+  other,     // the norm's value, the update, a loss
 };
 
 struct FoundOrigin {

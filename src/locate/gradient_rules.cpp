@@ -25,14 +25,12 @@ class GradientRules {
   explicit GradientRules(Findings& findings) : findings_(findings) {}
 
   void judge_local() {
-    int bad_replicas = 0;
     int replicas_bad_from_the_start = 0;
     for (const auto& [replica, places] : findings_.replicas()) {
       const bool is_bad = std::ranges::any_of(places, [](const Place* place) {
         return place->evidence != nullptr && !place->evidence->bad(Phase::grad_local).empty();
       });
-      if (!is_bad) continue;
-      ++bad_replicas;
+      if (!is_bad || findings_.has_bad_weights(replica)) continue;
       std::vector<Lane> lanes = make_lanes(findings_.incident(), places, Phase::grad_local);
       const auto flow = judge_flow(lanes, places, Phase::grad_local);
       if (flow && flow->may_come_from_forward) ++replicas_bad_from_the_start;
@@ -198,6 +196,12 @@ class GradientRules {
     }
     const bool is_anyone_missing = findings_.is_anyone_blind(places, phase);
     std::set<int> candidates(flow.candidates.begin(), flow.candidates.end());
+    const bool has_come_from_nobody =
+        phase == Phase::grad_local && findings_.have_only_finite_crossings(places);
+    if (has_come_from_nobody) {
+      std::erase_if(candidates,
+                    [&](int rank) { return findings_.incident().find(rank)->bad(phase).empty(); });
+    }
     if (!flow.is_one_tp_rank) {
       candidates.insert(findings_.incident().unplaced().begin(),
                         findings_.incident().unplaced().end());
@@ -255,7 +259,11 @@ class GradientRules {
             "no tensor-parallel rank is bad earlier than the others by a parameter of its own: the "
             "value may have come from any of them through a tensor-parallel collective");
       }
-      if (flow.is_at_stage_boundary && flow.candidate_stages.size() > 1) {
+      if (has_come_from_nobody) {
+        origin.evidence.push_back(
+            "all that crossed between the replica's ranks in forward and backward was finite: no "
+            "rank has it from another");
+      } else if (flow.is_at_stage_boundary && flow.candidate_stages.size() > 1) {
         origin.evidence.push_back(
             "it is the first parameter that backward reaches on its pipeline stage and the stage "
             "above is clean: born at the end of that stage's backward, in the transfer, or at the "
@@ -304,7 +312,7 @@ class GradientRules {
           if (is_cell_explained(stage.cells[c])) continue;
           if (++per_rank[stage.cells[c].ranks.front()] > Findings::kMostIsolatedPerRank) continue;
           if (findings_.is_full(phase)) continue;
-          const Isolated isolated = describe_isolated(lane, {s, c, i});
+          const Isolated isolated = describe_isolated(lane, {s, c, i}, places, phase);
           if (isolated.is_everywhere) done.insert(step.parameter->name);
           add_isolated_origin(lane, isolated, places, phase);
         }
@@ -330,7 +338,8 @@ class GradientRules {
     judge_unplaced(lane, places, phase, has_flow);
   }
 
-  Isolated describe_isolated(const Lane& lane, StepPlace at) const {
+  Isolated describe_isolated(const Lane& lane, StepPlace at, const Places& places,
+                             Phase phase) const {
     const Stage& stage = lane.stages[at.stage];
     const Cell& cell = stage.cells[at.cell];
     const Step& step = cell.steps[at.step];
@@ -357,7 +366,8 @@ class GradientRules {
                              : has_clean_duplicate_embedding(cell))) {
       isolated.is_vouched_by_embeddings = true;
     } else if ((is_duplicate || step.parameter->may_be_untouched) &&
-               !has_clean_witness_after(lane, at)) {
+               !has_clean_witness_after(lane, at) &&
+               (phase != Phase::grad_local || !findings_.have_only_finite_crossings(places))) {
       // Nothing that backward visits later vouches for the activations' gradients: with sequence
       // parallelism another rank's partial sum could have put it here.
       isolated.ranks = all;

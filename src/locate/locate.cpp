@@ -10,11 +10,13 @@
 
 #include "locate/birth_origins.hpp"
 #include "locate/boundary_origins.hpp"
+#include "locate/divergence.hpp"
 #include "locate/findings.hpp"
 #include "locate/gradient_rules.hpp"
 #include "locate/merge_births.hpp"
 #include "locate/origin_text.hpp"
 #include "locate/reduction_rules.hpp"
+#include "locate/refutation.hpp"
 #include "locate/step_rules.hpp"
 
 namespace nanlocator {
@@ -40,16 +42,18 @@ class Locator {
     }
     judge_weights(findings_);
     findings_.add_boundary_origins(find_boundary_origins(incident, findings_.crossings()));
-    // A bad weight makes every gradient after it bad; what else is wrong with those cannot be told.
+    judge_local_gradients(findings_);
+    judge_reduced_gradients(findings_);
+    judge_norm_gradients(findings_);
+    // What a bad weight has made of its own replica was the whole step's end.
     if (findings_.bad(Phase::params_before).empty()) {
-      judge_local_gradients(findings_);
-      judge_reduced_gradients(findings_);
-      judge_norm_gradients(findings_);
       judge_updated_parameters(findings_);
       judge_norm_value(findings_);
       judge_losses(findings_);
     }
     merge_with_births();
+    judge_divergence(incident, verdict_.origins);
+    for (Origin& origin : verdict_.origins) origin.refutation = refutation_of(origin);
     describe_spread();
     add_status_and_notes();
     return std::move(verdict_);

@@ -106,8 +106,11 @@ class Merge {
     const auto has_common_replica = [&] {
       return std::ranges::any_of(replicas, [&](int each) { return birth.replicas.contains(each); });
     };
+    // A forward that runs again in backward spoils what backward hands on.
+    const auto direction =
+        born.cause == Cause::recompute_mismatch ? Direction::backward : born.direction;
     const auto is_same_pass = [&] {
-      return born.direction == seen.direction &&
+      return direction == seen.direction &&
              may_be_same_microbatch(birth.born.microbatches, found.microbatches);
     };
     switch (found.found_in) {
@@ -126,10 +129,10 @@ class Merge {
         if (is_bad_in_repeat(found) == false) return false;
         return has_common_rank || has_common_replica() ||
                birth.born.reached.contains(seen.parameter);
+      case FoundIn::late:
+        return has_common_rank && born.phase > Phase::backward;
       case FoundIn::other:
-        // A birth before the reduction would have been seen before it.
-        return has_common_rank && seen.cause != Cause::collective_result &&
-               seen.cause != Cause::collective_sum;
+        return has_common_rank;
     }
     return false;
   }

@@ -29,7 +29,7 @@ class ReductionRules {
         without_evidence.insert(*key);
       }
     }
-    judge_merged_gradients(findings_, without_evidence, Phase::grad_reduced);
+    judge_unseen_before(without_evidence, Phase::grad_reduced);
   }
 
   void judge_norm() {
@@ -52,10 +52,16 @@ class ReductionRules {
         without_evidence.insert(*key);
       }
     }
-    judge_merged_gradients(findings_, without_evidence, Phase::grad_norm);
+    judge_unseen_before(without_evidence, Phase::grad_norm);
   }
 
  private:
+  /// Not every rank said what these were before. Where a rank had bad weights they are taken for
+  /// what those made.
+  void judge_unseen_before(const std::set<ParameterKey>& keys, Phase phase) {
+    if (findings_.bad(Phase::params_before).empty()) judge_merged_gradients(findings_, keys, phase);
+  }
+
   /// Every rank that may hold the parameter looked at it in `phase`, and found it clean.
   bool is_clean_on_all_holders(const ParameterKey& key, const std::vector<BadOnRank>& bad,
                                Phase phase) const {
@@ -172,7 +178,7 @@ class ReductionRules {
           "sums";
     }
     if (overflow) origin.evidence.push_back(*overflow);
-    findings_.add_origin(std::move(origin));
+    findings_.add_origin(std::move(origin), FoundIn::late);
   }
 
   /// Clean after the reduction; or before it, where there is nobody to reduce with.
@@ -216,7 +222,7 @@ class ReductionRules {
             : "between the two lie unscaling and the optimizer's copy");
     add_blind_evidence(origin, blind);
     origin.action = "check the loss scale, gradient hooks, and this device's memory";
-    findings_.add_origin(std::move(origin));
+    findings_.add_origin(std::move(origin), FoundIn::late);
   }
 
   Findings& findings_;

@@ -125,9 +125,8 @@ class StepRules {
     // The square of one fp32 number above sqrt(FLT_MAX) = 1.8e19 overflows; with many elements
     // smaller ones do, but not below 1e15: FLT_MAX / 1e30 is 3e8 elements of that size.
     const bool can_overflow = largest > 1e15;
-    Origin origin = findings_.make_origin(
-        Phase::grad_norm, can_overflow && unseen.empty() ? Cause::divergence : Cause::unknown,
-        Confidence::low, sorted(candidates));
+    Origin origin = findings_.make_origin(Phase::grad_norm, Cause::unknown, Confidence::low,
+                                          sorted(candidates));
     origin.direction = Direction::none;
     if (largest >= 0) origin.parameter = parameter;
     origin.evidence.push_back(
@@ -138,8 +137,10 @@ class StepRules {
       origin.evidence.push_back("the largest gradient is " + short_number(largest) +
                                 ": the sum of squares overflows fp32 (sqrt of its largest number: "
                                 "1.8e19)");
-      origin.evidence.push_back(
-          "missing for the cause: the history of this maximum over the steps before");
+      if (!has_history(candidates)) {
+        origin.evidence.push_back(
+            "missing for the cause: the history of this maximum over the steps before");
+      }
     } else if (largest >= 0) {
       origin.evidence.push_back("the largest gradient is " + short_number(largest) +
                                 ", too small for its square to overflow: the norm's own reduction, "
@@ -185,6 +186,13 @@ class StepRules {
   }
 
  private:
+  bool has_history(const std::set<int>& ranks) const {
+    return std::ranges::any_of(ranks, [&](int rank) {
+      const RankEvidence* const evidence = findings_.incident().find(rank);
+      return evidence != nullptr && evidence->ledger().history;
+    });
+  }
+
   const RankEvidence* rank_with_bad_norm() const {
     for (const RankEvidence& rank : findings_.incident().ranks()) {
       const auto& norm = rank.ledger().gradient_norm;

@@ -114,6 +114,7 @@ ordered_json origin_to_json(const Origin& origin) {
   json[keys::kCause] = name_of(origin.cause);
   json[keys::kConfidence] = name_of(origin.confidence);
   json[keys::kEvidence] = origin.evidence;
+  json[keys::kRefutedBy] = origin.refutation;
   json[keys::kAction] = origin.action;
   json[keys::kBundle] = text_or_null(origin.bundle);
   json[keys::kCleanBefore] = text_or_null(origin.clean_before);
@@ -143,6 +144,7 @@ Origin origin_from_json(const JsonObject& object) {
   origin.cause = value_from_json(kCauseNames, object, keys::kCause);
   origin.confidence = value_from_json(kConfidenceNames, object, keys::kConfidence);
   origin.evidence = texts_from_json(object, keys::kEvidence);
+  origin.refutation = object.text(keys::kRefutedBy);
   origin.action = object.text(keys::kAction);
   origin.bundle = text_or_empty(object, keys::kBundle);
   origin.clean_before = text_or_empty(object, keys::kCleanBefore);

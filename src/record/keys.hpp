@@ -5,6 +5,7 @@ namespace nanlocator::keys {
 
 inline constexpr int kLedgerVersion = 1;
 inline constexpr int kVerdictVersion = 1;
+inline constexpr int kHistoryVersion = 1;
 
 // A ledger's lines: the value of "record".
 inline constexpr const char* kRecord = "record";
@@ -16,6 +17,7 @@ inline constexpr const char* kRecordCrossings = "crossings";
 inline constexpr const char* kRecordMicrobatch = "microbatch";
 inline constexpr const char* kRecordBirth = "birth";
 inline constexpr const char* kRecordRerun = "rerun";
+inline constexpr const char* kRecordHistory = "history";
 inline constexpr const char* kRecordNote = "note";
 inline constexpr const char* kRecordEnd = "end";
 
@@ -58,6 +60,11 @@ inline constexpr const char* kCount = "count";
 inline constexpr const char* kNumber = "number";
 inline constexpr const char* kTensors = "tensors";
 
+// Histories: a rank's, and their summary in its ledger.
+inline constexpr const char* kIterations = "iterations";
+inline constexpr const char* kNorm = "norm";
+inline constexpr const char* kNonfinite = "nonfinite";
+
 // Sightings and an origin's tensor.
 inline constexpr const char* kMicrobatch = "microbatch";
 inline constexpr const char* kModule = "module";
@@ -92,6 +99,7 @@ inline constexpr const char* kTensor = "tensor";
 inline constexpr const char* kCause = "cause";
 inline constexpr const char* kConfidence = "confidence";
 inline constexpr const char* kEvidence = "evidence";
+inline constexpr const char* kRefutedBy = "refuted_by";
 inline constexpr const char* kAction = "action";
 inline constexpr const char* kBundle = "bundle";
 inline constexpr const char* kCleanBefore = "clean_before";

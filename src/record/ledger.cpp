@@ -1,19 +1,15 @@
 #include "nanlocator/record/ledger.hpp"
 
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <utility>
 
 #include "map/coordinates_json.hpp"
 #include "map/parameter_json.hpp"
 #include "nanlocator/error.hpp"
+#include "record/appended_file.hpp"
 #include "record/birth_json.hpp"
+#include "record/history_json.hpp"
 #include "record/keys.hpp"
-#include "record/posix_file.hpp"
 #include "record/record_json.hpp"
 #include "record/sighting_json.hpp"
 #include "record/strict_json.hpp"
@@ -113,6 +109,12 @@ ordered_json record_to_json(const Rerun& rerun) {
   json[keys::kChanged] = rerun.changed;
   json[keys::kBadParameters] = rerun.bad_parameters;
   json[keys::kNotRestored] = rerun.not_restored;
+  return json;
+}
+
+ordered_json record_to_json(const HistorySummary& history) {
+  ordered_json json = {{keys::kRecord, keys::kRecordHistory}};
+  json.update(summary_to_json(history));
   return json;
 }
 
@@ -263,6 +265,8 @@ class LedgerReader {
       ledger.births.push_back(birth_from_json(object));
     } else if (record == keys::kRecordRerun) {
       ledger.rerun = rerun_from_json(object);
+    } else if (record == keys::kRecordHistory) {
+      ledger.history = summary_from_json(object);
     } else if (record == keys::kRecordNote) {
       ledger.notes.push_back(object.text(keys::kText));
     } else {
@@ -317,53 +321,6 @@ class LedgerReader {
   std::size_t line_notes_ = 0;
 };
 
-// ---- the file ----
-
-class AppendedFile {
- public:
-  explicit AppendedFile(std::filesystem::path path) : path_(std::move(path)) {
-    descriptor_ = ::open(path_.c_str(), O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
-    if (descriptor_ < 0) throw_io_error("cannot open", path_, errno);
-    struct stat status {};
-    if (::fstat(descriptor_, &status) != 0 || !S_ISREG(status.st_mode)) {
-      ::close(descriptor_);
-      throw IoError("cannot append to " + path_.string() + ": not a regular file");
-    }
-    size_ = status.st_size;
-  }
-  AppendedFile(const AppendedFile&) = delete;  // owns the descriptor
-  AppendedFile& operator=(const AppendedFile&) = delete;
-  ~AppendedFile() { ::close(descriptor_); }
-
-  /// True where a writer was stopped in the middle of a line.
-  [[nodiscard]] bool ends_in_mid_line() const {
-    char last = '\n';
-    return size_ > 0 && ::pread(descriptor_, &last, 1, size_ - 1) == 1 && last != '\n';
-  }
-
-  void append(std::string_view bytes) {
-    while (!bytes.empty()) {
-      const ssize_t written = ::write(descriptor_, bytes.data(), bytes.size());
-      if (written < 0 && errno == EINTR) continue;
-      if (written < 0) undo_and_throw("write");
-      bytes.remove_prefix(static_cast<std::size_t>(written));
-    }
-    if (::fsync(descriptor_) != 0) undo_and_throw("fsync");
-  }
-
- private:
-  [[noreturn]] void undo_and_throw(const std::string& attempt) {
-    const int error = errno;
-    // Half a ledger helps nobody. Where this fails too, the reader meets a cut-off ledger.
-    if (::ftruncate(descriptor_, size_) != 0) errno = 0;
-    throw_io_error("cannot " + attempt, path_, error);
-  }
-
-  std::filesystem::path path_;
-  int descriptor_ = -1;
-  off_t size_ = 0;
-};
-
 }  // namespace
 
 std::string to_jsonl(const Ledger& ledger) {
@@ -380,6 +337,7 @@ std::string to_jsonl(const Ledger& ledger) {
   for (const auto& sighting : ledger.sightings) add(record_to_json(sighting));
   for (const auto& birth : ledger.births) add(record_to_json(birth));
   if (ledger.rerun) add(record_to_json(*ledger.rerun));
+  if (ledger.history) add(record_to_json(*ledger.history));
   for (const auto& note : ledger.notes) {
     add({{keys::kRecord, keys::kRecordNote}, {keys::kText, note}});
   }
@@ -403,8 +361,7 @@ std::vector<Ledger> ledgers_from_jsonl(std::string_view text, const std::string&
 
 void append_ledger(const std::filesystem::path& directory, const Ledger& ledger) {
   AppendedFile file(directory / ("ledger_" + ledger.coordinates.file_suffix() + ".jsonl"));
-  const std::string text = to_jsonl(ledger);
-  file.append(file.ends_in_mid_line() ? "\n" + text : text);
+  file.append_lines(to_jsonl(ledger));
 }
 
 }  // namespace nanlocator

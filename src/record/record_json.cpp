@@ -11,7 +11,8 @@
 namespace nanlocator {
 namespace {
 
-/// The array below `key`, each element read by `read(element, where)`.
+/// The array below `key`, each element read by `read(element, where)`; `where()` is what errors
+/// call the element, and is built for them alone: arrays are most of a ledger.
 template <typename Value, typename Read>
 std::vector<Value> array_from_json(const JsonObject& object, const char* key,
                                    const std::string& expected, Read read) {
@@ -20,7 +21,8 @@ std::vector<Value> array_from_json(const JsonObject& object, const char* key,
   std::vector<Value> values;
   values.reserve(array.size());
   for (const auto& element : array) {
-    values.push_back(read(element, object.where(key) + "[" + std::to_string(values.size()) + "]"));
+    values.push_back(read(
+        element, [&] { return object.where(key) + "[" + std::to_string(values.size()) + "]"; }));
   }
   return values;
 }
@@ -69,10 +71,14 @@ nlohmann::ordered_json text_or_null(std::string_view text) {
   return text.empty() ? nlohmann::ordered_json(nullptr) : nlohmann::ordered_json(text);
 }
 
-std::optional<double> optional_number(const JsonObject& object, const char* key) {
+double required_number(const JsonObject& object, const char* key) {
   const auto& value = object.member(key);
-  if (value.is_null()) return std::nullopt;
-  return number_from_json(value, object.where(key));
+  return value.is_number() ? value.get<double>() : number_from_json(value, object.where(key));
+}
+
+std::optional<double> optional_number(const JsonObject& object, const char* key) {
+  if (object.member(key).is_null()) return std::nullopt;
+  return required_number(object, key);
 }
 
 std::string text_or_empty(const JsonObject& object, const char* key) {
@@ -80,23 +86,27 @@ std::string text_or_empty(const JsonObject& object, const char* key) {
 }
 
 std::vector<std::int64_t> sizes_from_json(const JsonObject& object, const char* key) {
-  return array_from_json<std::int64_t>(
-      object, key, "an array of integers",
-      [](const auto& value, const std::string& where) { return json_integer(value, where, 0); });
+  return array_from_json<std::int64_t>(object, key, "an array of integers",
+                                       [](const auto& value, const auto& where) {
+                                         const auto number = integer_within(value, 0);
+                                         return number ? *number : json_integer(value, where(), 0);
+                                       });
 }
 
 std::vector<int> ranks_from_json(const JsonObject& object, const char* key) {
   return array_from_json<int>(
-      object, key, "an array of ranks", [](const auto& value, const std::string& where) {
-        return static_cast<int>(json_integer(value, where, 0, std::numeric_limits<int>::max()));
+      object, key, "an array of ranks", [](const auto& value, const auto& where) {
+        constexpr int kLargest = std::numeric_limits<int>::max();
+        const auto number = integer_within(value, 0, kLargest);
+        return static_cast<int>(number ? *number : json_integer(value, where(), 0, kLargest));
       });
 }
 
 std::vector<std::string> texts_from_json(const JsonObject& object, const char* key) {
   return array_from_json<std::string>(object, key, "an array of strings",
-                                      [](const auto& value, const std::string& where) {
+                                      [](const auto& value, const auto& where) {
                                         if (!value.is_string())
-                                          throw_unexpected_json(where, value, "a string");
+                                          throw_unexpected_json(where(), value, "a string");
                                         return value.template get<std::string>();
                                       });
 }

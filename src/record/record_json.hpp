@@ -29,6 +29,8 @@ template <typename Value>
 [[nodiscard]] nlohmann::ordered_json number_or_null(const std::optional<double>& number);
 [[nodiscard]] nlohmann::ordered_json text_or_null(std::string_view text);  // "" is null
 
+/// number_from_json of the member `key`.
+[[nodiscard]] double required_number(const JsonObject& object, const char* key);
 [[nodiscard]] std::optional<double> optional_number(const JsonObject& object, const char* key);
 [[nodiscard]] std::string text_or_empty(const JsonObject& object, const char* key);
 /// Non-negative integers.

@@ -10,13 +10,13 @@ namespace {
 using nlohmann::ordered_json;
 
 TensorStats stats_from_json(const JsonObject& object) {
-  const auto number = [&](const char* key) {
-    return number_from_json(object.member(key), object.where(key));
-  };
+  const auto number = [&](const char* key) { return required_number(object, key); };
   TensorStats stats;
   stats.numel = object.integer(keys::kNumel, 0);
   const auto count = [&](const char* key) {
-    return json_integer(object.member(key), object.where(key), 0, stats.numel);
+    const auto& value = object.member(key);
+    const auto found = integer_within(value, 0, stats.numel);
+    return found ? *found : json_integer(value, object.where(key), 0, stats.numel);
   };
   stats.nan = count(keys::kNan);
   stats.pos_inf = count(keys::kPosInf);

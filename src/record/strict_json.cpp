@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "nanlocator/error.hpp"
+#include "record/plain_json.hpp"
 
 namespace nanlocator {
 namespace {
@@ -72,6 +73,7 @@ std::string in_quotes(std::string_view name) {
 }
 
 nlohmann::json parse_json(std::string_view text, const std::string& source) {
+  if (auto plain = parse_plain_json(text)) return *std::move(plain);
   // nlohmann's parser takes a NUL for the end of the text and would not look at what follows it.
   if (const auto at = text.find('\0'); at != std::string_view::npos) {
     throw FormatError(source + ": byte " + std::to_string(at + 1) + ": a NUL byte, not valid JSON");
@@ -115,6 +117,22 @@ void throw_unexpected_json(const std::string& where, const nlohmann::json& found
   throw FormatError(where + ": found " + what + ", expected " + expected);
 }
 
+std::optional<std::int64_t> integer_within(const nlohmann::json& value, std::int64_t minimum,
+                                           std::int64_t maximum) noexcept {
+  if (!value.is_number_integer()) return std::nullopt;
+  // What does not fit into a signed integer is held as an unsigned one.
+  if (value.is_number_unsigned() &&
+      *value.get_ptr<const std::uint64_t*>() >
+          static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) {
+    return std::nullopt;
+  }
+  const auto number = value.is_number_unsigned()
+                          ? static_cast<std::int64_t>(*value.get_ptr<const std::uint64_t*>())
+                          : *value.get_ptr<const std::int64_t*>();
+  if (number < minimum || number > maximum) return std::nullopt;
+  return number;
+}
+
 std::int64_t json_integer(const nlohmann::json& value, const std::string& where,
                           std::int64_t minimum, std::int64_t maximum) {
   const auto expected = [&] {
@@ -124,16 +142,9 @@ std::int64_t json_integer(const nlohmann::json& value, const std::string& where,
     }
     return text;
   };
-  if (!value.is_number_integer()) throw_unexpected_json(where, value, expected());
-  // What does not fit into a signed integer is held as an unsigned one.
-  if (value.is_number_unsigned() &&
-      value.get<std::uint64_t>() >
-          static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) {
-    throw_unexpected_json(where, value, expected());
-  }
-  const auto number = value.get<std::int64_t>();
-  if (number < minimum || number > maximum) throw_unexpected_json(where, value, expected());
-  return number;
+  const auto number = integer_within(value, minimum, maximum);
+  if (!number) throw_unexpected_json(where, value, expected());
+  return *number;
 }
 
 JsonObject::JsonObject(const nlohmann::json& value, std::string source, std::string path)
@@ -178,12 +189,18 @@ bool JsonObject::boolean(const char* key) const {
 }
 
 int JsonObject::small_integer(const char* key, int minimum) const {
-  return static_cast<int>(
-      json_integer(member(key), where(key), minimum, std::numeric_limits<int>::max()));
+  constexpr int kLargest = std::numeric_limits<int>::max();
+  const auto& value = member(key);
+  if (const auto number = integer_within(value, minimum, kLargest)) {
+    return static_cast<int>(*number);
+  }
+  return static_cast<int>(json_integer(value, where(key), minimum, kLargest));
 }
 
 std::int64_t JsonObject::integer(const char* key, std::int64_t minimum) const {
-  return json_integer(member(key), where(key), minimum);
+  const auto& value = member(key);
+  if (const auto number = integer_within(value, minimum)) return *number;
+  return json_integer(value, where(key), minimum);
 }
 
 std::optional<int> JsonObject::optional_small_integer(const char* key, int minimum) const {

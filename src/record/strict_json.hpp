@@ -31,7 +31,12 @@ inline constexpr int kDeepestJson = 32;
 [[noreturn]] void throw_unexpected_json(const std::string& where, const nlohmann::json& found,
                                         const std::string& expected);
 
-/// `value` as an integer within [minimum, maximum]; 1.0 is not one. Throws FormatError.
+/// `value` as an integer within [minimum, maximum]; 1.0 is not one. Empty where it is none: costs
+/// nothing where no error needs to say where it stands.
+[[nodiscard]] std::optional<std::int64_t> integer_within(
+    const nlohmann::json& value, std::int64_t minimum,
+    std::int64_t maximum = std::numeric_limits<std::int64_t>::max()) noexcept;
+/// The same, or FormatError.
 [[nodiscard]] std::int64_t json_integer(
     const nlohmann::json& value, const std::string& where, std::int64_t minimum,
     std::int64_t maximum = std::numeric_limits<std::int64_t>::max());

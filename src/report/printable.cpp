@@ -35,6 +35,11 @@ bool is_in(std::span<const CodePoints> ranges, char32_t point) {
       ranges, [&](CodePoints range) { return range.first <= point && point <= range.last; });
 }
 
+constexpr bool is_plain_in_a_shell(char c) {
+  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') ||
+         std::string_view("_./=:@%+,-").find(c) != std::string_view::npos;
+}
+
 }  // namespace
 
 std::string printable(std::string_view text) {
@@ -70,6 +75,20 @@ int columns_of(std::string_view text) {
     }
   }
   return columns;
+}
+
+std::string shell_word(std::string_view text) {
+  if (!text.empty() && text.front() != '-' && std::ranges::all_of(text, is_plain_in_a_shell))
+    return std::string(text);
+  std::string quoted = text.starts_with('-') ? "'./" : "'";
+  for (const char c : text) {
+    if (c == '\'') {
+      quoted += "'\\''";
+    } else {
+      quoted += c;
+    }
+  }
+  return quoted + "'";
 }
 
 }  // namespace nanlocator

@@ -15,4 +15,7 @@ namespace nanlocator {
 /// none for combining marks.
 [[nodiscard]] int columns_of(std::string_view text);
 
+/// One word for a shell, quoted where it has to be.
+[[nodiscard]] std::string shell_word(std::string_view text);
+
 }  // namespace nanlocator

@@ -10,11 +10,9 @@
 namespace nanlocator {
 namespace {
 
-// About 25 lines: what does not fit is in verdict.json.
-constexpr std::size_t kMostOrigins = 4;
-constexpr std::size_t kMostEvidenceOfOne = 6;
-constexpr std::size_t kMostEvidenceOfSeveral = 2;
-constexpr std::size_t kMostNotes = 3;
+// What does not fit is in verdict.json.
+constexpr std::ptrdiff_t kMostLines = 25;
+constexpr std::size_t kMostRankColumns = 100;
 constexpr std::size_t kMostCleanNames = 4;
 constexpr int kLabelColumns = 11;
 constexpr int kNarrowest = 40;
@@ -97,12 +95,19 @@ std::string what_of(const Origin& origin) {
   return "Inf";
 }
 
+/// "0-3, 9", cut where it is long.
+std::string short_list(const std::vector<int>& ranks) {
+  std::string text = describe_ranks(ranks);
+  if (text.size() <= kMostRankColumns) return text;
+  return text.substr(0, text.rfind(',', kMostRankColumns)) + ", ...";
+}
+
 std::string who_of(const Origin& origin) {
   if (origin.coordinates) return origin.coordinates->describe();
   if (origin.candidates.empty()) return "an unknown rank";
   if (origin.candidates.size() == 1) return "rank " + std::to_string(origin.candidates.front());
-  std::string text = "one of " + plural(origin.candidates.size(), "rank") + ": " +
-                     describe_ranks(origin.candidates);
+  std::string text =
+      "one of " + plural(origin.candidates.size(), "rank") + ": " + short_list(origin.candidates);
   if (origin.data_parallel_replica) {
     text += " (dp" + std::to_string(*origin.data_parallel_replica) + ")";
   }
@@ -198,7 +203,7 @@ void add_origin(Page& page, const Origin& origin, std::size_t most_evidence, int
   if (!origin.action.empty()) page.row("action", origin.action, indent);
   if (!origin.bundle.empty()) {
     const std::string folder = run_dir.empty() ? "" : run_dir + "/";
-    page.row("replay", "nanlocator replay " + folder + origin.bundle, indent);
+    page.row("replay", "nanlocator replay " + shell_word(folder + origin.bundle), indent);
   }
 }
 
@@ -217,6 +222,18 @@ std::string spread_text(const Verdict& verdict) {
   return text;
 }
 
+/// How much of a verdict is told; where the lines do not suffice, less.
+struct Amounts {
+  std::size_t origins;
+  std::size_t evidence;  // of each origin
+  std::size_t notes;
+};
+
+std::vector<Amounts> amounts_to_try(bool has_one_origin) {
+  if (has_one_origin) return {{1, 6, 3}, {1, 5, 3}, {1, 4, 2}, {1, 3, 2}, {1, 2, 1}, {1, 1, 1}};
+  return {{4, 2, 3}, {4, 1, 3}, {4, 1, 1}, {3, 1, 1}, {2, 1, 1}, {2, 0, 1}, {1, 1, 1}};
+}
+
 std::string headline_of(const Verdict& verdict) {
   const std::string step = "step " + std::to_string(verdict.iteration) + ": ";
   if (verdict.origins.size() == 1) return step + sentence_of(verdict.origins.front());
@@ -233,9 +250,7 @@ std::string headline_of(const Verdict& verdict) {
   return step + "no origin found; the evidence is incomplete";
 }
 
-}  // namespace
-
-std::string format_verdict(const Verdict& verdict, const TerminalStyle& style) {
+std::string format(const Verdict& verdict, const TerminalStyle& style, const Amounts& most) {
   Page page(style);
   const bool is_quiet =
       verdict.status == VerdictStatus::clean || verdict.status == VerdictStatus::benign;
@@ -243,12 +258,12 @@ std::string format_verdict(const Verdict& verdict, const TerminalStyle& style) {
                                       : is_quiet               ? kGreen
                                                                : kYellow);
   if (verdict.origins.size() == 1) {
-    add_origin(page, verdict.origins.front(), kMostEvidenceOfOne, 2, style.run_dir);
+    add_origin(page, verdict.origins.front(), most.evidence, 2, style.run_dir);
   } else {
-    const std::size_t shown = std::min(kMostOrigins, verdict.origins.size());
+    const std::size_t shown = std::min(most.origins, verdict.origins.size());
     for (std::size_t i = 0; i < shown; ++i) {
       page.headline(std::to_string(i + 1) + ". " + sentence_of(verdict.origins[i]), kRed);
-      add_origin(page, verdict.origins[i], kMostEvidenceOfSeveral, 3, style.run_dir);
+      add_origin(page, verdict.origins[i], most.evidence, 3, style.run_dir);
     }
     if (shown < verdict.origins.size()) {
       page.row("more",
@@ -259,17 +274,28 @@ std::string format_verdict(const Verdict& verdict, const TerminalStyle& style) {
   if (!verdict.silent_ranks.empty()) {
     page.row("silent",
              "no answer from " + plural(verdict.silent_ranks.size(), "rank") + ": " +
-                 describe_ranks(verdict.silent_ranks) + "; what they saw is not in this verdict",
+                 short_list(verdict.silent_ranks) + "; what they saw is not in this verdict",
              2);
   }
-  for (std::size_t i = 0; i < std::min(kMostNotes, verdict.notes.size()); ++i) {
+  for (std::size_t i = 0; i < std::min(most.notes, verdict.notes.size()); ++i) {
     page.row("note", verdict.notes[i], 2);
   }
-  if (verdict.notes.size() > kMostNotes) {
-    page.row("note", plural(verdict.notes.size() - kMostNotes, "further note") + " in verdict.json",
+  if (verdict.notes.size() > most.notes) {
+    page.row("note", plural(verdict.notes.size() - most.notes, "further note") + " in verdict.json",
              2);
   }
   return std::move(page).text();
+}
+
+}  // namespace
+
+std::string format_verdict(const Verdict& verdict, const TerminalStyle& style) {
+  std::string text;
+  for (const Amounts& most : amounts_to_try(verdict.origins.size() == 1)) {
+    text = format(verdict, style, most);
+    if (std::ranges::count(text, '\n') <= kMostLines) break;
+  }
+  return text;
 }
 
 }  // namespace nanlocator

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -57,10 +58,26 @@ class CpuSlotScanner final : public SlotScanner {
   std::int32_t* bad_flag() noexcept override { return &bad_flag_; }
   void enqueue_clear_flag(StreamHandle /*stream*/) override { bad_flag_ = 0; }
   void enqueue_readback(StreamHandle /*stream*/) override { read_back_ = slots_; }
+  void enqueue_readback(std::uint32_t first, std::uint32_t count,
+                        StreamHandle /*stream*/) override {
+    check_slots(first, count);
+    std::copy_n(slots_.begin() + first, count, read_back_.begin() + first);
+  }
   bool is_ready() const override { return true; }
   std::span<const TensorStats> wait() override { return read_back_; }
+  std::span<const TensorStats> wait(std::uint32_t first, std::uint32_t count) override {
+    check_slots(first, count);
+    return std::span(read_back_).subspan(first, count);
+  }
 
  private:
+  void check_slots(std::uint32_t first, std::uint32_t count) const {
+    if (std::size_t{first} + count <= slots_.size()) return;
+    throw UsageError("slots " + std::to_string(first) + " to " +
+                     std::to_string(std::size_t{first} + count) +
+                     " cannot be read back, this scanner has " + std::to_string(slots_.size()));
+  }
+
   void make_slots(std::size_t count) {
     if (count <= slots_.size()) return;
     slots_.resize(count);

@@ -225,12 +225,22 @@ class CudaSlotScanner final : public SlotScanner {
   }
 
   void enqueue_readback(StreamHandle stream) override {
+    enqueue_readback(0, static_cast<std::uint32_t>(slot_count_), stream);
+    readback_count_ = slot_count_;
+  }
+
+  void enqueue_readback(std::uint32_t first, std::uint32_t count, StreamHandle stream) override {
+    check_slots(first, count);
     const DeviceGuard guard(device_);
-    for (std::size_t first = 0, i = 0; first < slot_count_; first += kSegmentSlots, ++i) {
-      const std::size_t count = std::min(kSegmentSlots, slot_count_ - first);
-      check(cudaMemcpyAsync(segments_[i].host, segments_[i].device, count * sizeof(RawSlot),
+    const std::size_t end = std::size_t{first} + count;
+    for (std::size_t slot = first; slot < end;) {
+      const Segment& segment = segments_[slot / kSegmentSlots];
+      const std::size_t place = slot % kSegmentSlots;
+      const std::size_t slots = std::min(kSegmentSlots - place, end - slot);
+      check(cudaMemcpyAsync(segment.host + place, segment.device + place, slots * sizeof(RawSlot),
                             cudaMemcpyDeviceToHost, cuda_stream(stream)),
             "cudaMemcpyAsync (readback)", device_);
+      slot += slots;
     }
     // In a captured graph the event must be recorded by every launch of the graph, not once here.
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
@@ -239,7 +249,6 @@ class CudaSlotScanner final : public SlotScanner {
         capture == cudaStreamCaptureStatusActive ? cudaEventRecordExternal : cudaEventRecordDefault;
     check(cudaEventRecordWithFlags(readback_done_, cuda_stream(stream), flags),
           "cudaEventRecordWithFlags", device_);
-    readback_count_ = slot_count_;
   }
 
   bool is_ready() const override {
@@ -263,6 +272,17 @@ class CudaSlotScanner final : public SlotScanner {
     return stats_;
   }
 
+  std::span<const TensorStats> wait(std::uint32_t first, std::uint32_t count) override {
+    check_slots(first, count);
+    const DeviceGuard guard(device_);
+    check(cudaEventSynchronize(readback_done_), "cudaEventSynchronize (readback)", device_);
+    stats_.resize(std::max<std::size_t>(stats_.size(), slot_count_));
+    for (std::size_t slot = first; slot < std::size_t{first} + count; ++slot) {
+      stats_[slot] = stats_of(segments_[slot / kSegmentSlots].host[slot % kSegmentSlots]);
+    }
+    return std::span(stats_).subspan(first, count);
+  }
+
  private:
   // 112 KiB: a run of a thousand parameters needs one or a few.
   static constexpr std::size_t kSegmentSlots = 1024;
@@ -273,6 +293,13 @@ class CudaSlotScanner final : public SlotScanner {
 
   static cudaStream_t cuda_stream(StreamHandle stream) {
     return static_cast<cudaStream_t>(stream.handle);
+  }
+
+  void check_slots(std::uint32_t first, std::uint32_t count) const {
+    if (std::size_t{first} + count <= slot_count_) return;
+    throw UsageError("slots " + std::to_string(first) + " to " +
+                     std::to_string(std::size_t{first} + count) +
+                     " cannot be read back, this scanner has " + std::to_string(slot_count_));
   }
 
   void reserve_slots(std::size_t count) {

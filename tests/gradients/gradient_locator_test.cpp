@@ -6,12 +6,14 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 
+#include <cmath>
 #include <csignal>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "agree/thread_ranks.hpp"
 #include "gradients/tensors.hpp"
+#include "nanlocator/record/history.hpp"
 #include "nanlocator/record/ledger.hpp"
 #include "temporary_folder.hpp"
 
@@ -120,6 +122,55 @@ TEST_F(SingleProcess, NamesParameterElementAndPhaseInVerdictLedgerAndError) {
   EXPECT_EQ(ledgers[0].iteration, 12);
   EXPECT_EQ(ledgers[0].run_id, locator.map().run_id());
   EXPECT_THAT(ledgers[0].sightings, SizeIs(1));
+}
+
+TEST_F(SingleProcess, AFindingTellsTheStepsBeforeItInTheLedgerAndParameterByParameter) {
+  options_.on_bad = Policy::report;
+  auto locator = make();
+  for (int step = 1; step <= 9; ++step) {
+    ASSERT_FALSE(run_step(locator, step, healthy() * std::pow(10.0, step), Phase::grad_local));
+  }
+  EXPECT_FALSE(std::filesystem::exists(locator.run_dir() / "history_tp0pp0dp0.jsonl"));
+  ASSERT_TRUE(run_step(locator, 10, with_bad_element(kInfinity), Phase::grad_local));
+  const auto& verdict = locator.conclude();
+  ASSERT_THAT(verdict.origins, SizeIs(1));
+  EXPECT_EQ(verdict.origins[0].cause, Cause::divergence);
+
+  std::vector<std::string> notes;
+  const auto histories = read_histories(locator.run_dir(), 10, notes);
+  EXPECT_THAT(notes, IsEmpty());
+  ASSERT_THAT(histories, SizeIs(1));
+  EXPECT_EQ(histories[0].run_id, locator.run_id());
+  EXPECT_EQ(histories[0].coordinates, locator.map().coordinates());
+  EXPECT_THAT(histories[0].iterations, ElementsAre(1, 2, 3, 4, 5, 6, 7, 8, 9, 10));
+  ASSERT_THAT(histories[0].parameters, SizeIs(1)) << "p1 never had a gradient";
+  EXPECT_FLOAT_EQ(histories[0].parameters[0].absmax[8], 1e9F);
+  EXPECT_THAT(histories[0].parameters[0].nonfinite, ElementsAre(0, 0, 0, 0, 0, 0, 0, 0, 0, 1));
+
+  const auto ledgers =
+      ledgers_from_jsonl(content_of(locator.run_dir() / "ledger_tp0pp0dp0.jsonl"), "ledger");
+  ASSERT_TRUE(ledgers.at(0).history);
+  EXPECT_EQ(*ledgers[0].history, summary_of(histories[0]));
+
+  ASSERT_TRUE(run_step(locator, 11, with_bad_element(), Phase::grad_local));
+  (void)locator.conclude();
+  EXPECT_THAT(read_histories(locator.run_dir(), 11, notes).at(0).iterations, SizeIs(11));
+  EXPECT_THAT(read_histories(locator.run_dir(), 10, notes).at(0).iterations, SizeIs(10));
+}
+
+TEST_F(SingleProcess, TheHistoryIsDividedByTheLossScaleOfItsSteps) {
+  auto locator = make();
+  EXPECT_FALSE(run_step(locator, 1, healthy() * 64.0));
+  locator.set_loss_scale(32);
+  locator.begin_step(2);
+  locator.scan(Phase::grad_reduced, 0, "grad", std::vector{GradientView{0, with_bad_element()}});
+  locator.set_loss_scale(2);
+  locator.start_agreement();
+  ASSERT_TRUE(locator.finish_agreement());
+  (void)locator.conclude();
+  std::vector<std::string> notes;
+  EXPECT_THAT(read_histories(locator.run_dir(), 2, notes).at(0).parameters.at(0).absmax,
+              ElementsAre(2, 0.5));
 }
 
 TEST_F(SingleProcess, CountsADismissedStepAndWritesNothingOfIt) {

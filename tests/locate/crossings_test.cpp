@@ -13,9 +13,10 @@ namespace nanlocator {
 namespace {
 
 using pipeline::Fault;
-using pipeline::Layout;
+using pipeline::ledgers_with_repeat;
 using pipeline::Pass;
 using pipeline::Plant;
+using simulator::Layout;
 using testing::Contains;
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -57,13 +58,14 @@ TEST(Crossings, AnOperatorInForwardIsPinnedToItsRankMicrobatchAndModule) {
   EXPECT_EQ(origin.phase, Phase::forward);
   EXPECT_EQ(origin.direction, Direction::forward);
   EXPECT_EQ(origin.microbatch, 2);
-  EXPECT_EQ(origin.module, "decoder.layers.1.self_attention");
+  EXPECT_EQ(origin.module, "decoder.layers.1.self_attention.linear_proj");
   EXPECT_EQ(origin.op, "");  // born before it: the operator is not known
   EXPECT_EQ(origin.parameter, "");
   EXPECT_EQ(origin.confidence, Confidence::high);
-  EXPECT_THAT(origin.evidence, Contains(HasSubstr("rank 3 put 1 NaN of 8,192 activations of "
-                                                  "microbatch 2 into the all_reduce of module "
-                                                  "decoder.layers.1.self_attention")));
+  EXPECT_THAT(origin.evidence,
+              Contains(HasSubstr("rank 3 put 1 NaN of 8,192 activations of "
+                                 "microbatch 2 into the c10d::allreduce_ of module "
+                                 "decoder.layers.1.self_attention.linear_proj")));
   EXPECT_THAT(origin.evidence, Contains(HasSubstr("rank 2 put into it was finite")));
   EXPECT_THAT(origin.evidence, Contains(HasSubstr("were finite before the step")));
   EXPECT_EQ(verdict.spread.first_seen, Phase::forward);
@@ -152,6 +154,27 @@ TEST(Crossings, ABadWeightExplainsWhatItsRankHandsOn) {
   EXPECT_THAT(verdict.origins[0].candidates, ElementsAre(0));
 }
 
+TEST(Crossings, ABadWeightHidesNoFaultOfAnotherReplica) {
+  const Verdict verdict =
+      locate_all(four_by_two(), {{.plant = Plant::weight, .microbatch = -1},
+                                 {.plant = Plant::gradient, .tp = 1, .dp = 1, .stage = 1}});
+  ASSERT_EQ(verdict.origins.size(), 2u) << text_of(verdict);
+  EXPECT_EQ(verdict.origins[0].cause, Cause::bad_weight);
+  EXPECT_EQ(verdict.origins[1].phase, Phase::grad_local);
+  EXPECT_THAT(verdict.origins[1].candidates, ElementsAre(7));
+}
+
+TEST(Crossings, WhereNothingBadCrossedAStretchOfGradientsIsItsOwnRanks) {
+  // The last that backward computes: the stage above sent nothing bad, so it is not possible.
+  const Layout layout{.pp = 2, .dp = 2, .layers_per_stage = 1};
+  const Verdict verdict = locate_all(layout, {{.plant = Plant::operator_backward, .is_mlp = true}});
+  ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
+  EXPECT_EQ(verdict.origins[0].phase, Phase::grad_local);
+  EXPECT_THAT(verdict.origins[0].candidates, ElementsAre(0));
+  EXPECT_EQ(verdict.origins[0].confidence, Confidence::high);
+  EXPECT_THAT(verdict.origins[0].evidence, Contains(HasSubstr("was finite: no rank has it from")));
+}
+
 TEST(Crossings, TwoTensorParallelRanksThatAreBadAtOnceAreOneOrigin) {
   const Verdict verdict = locate_all(four_by_two(), {{.plant = Plant::operator_forward, .tp = 0},
                                                      {.plant = Plant::operator_forward, .tp = 1}});
@@ -212,7 +235,7 @@ TEST(Crossings, AnOperatorFaultThatIsGoneInTheRepeatStaysPinnedToItsRank) {
   EXPECT_THAT(verdict.origins[0].candidates, ElementsAre(3));
   EXPECT_EQ(verdict.origins[0].cause, Cause::not_reproduced);
   EXPECT_EQ(verdict.origins[0].confidence, Confidence::medium);
-  EXPECT_EQ(verdict.origins[0].module, "decoder.layers.0.self_attention");
+  EXPECT_EQ(verdict.origins[0].module, "decoder.layers.0.self_attention.linear_proj");
 }
 
 TEST(Crossings, ATransferThatIsGoneInTheRepeatKeepsItsCause) {
@@ -253,6 +276,34 @@ TEST(Crossings, AOneOffGradientStandsBesideABirthOfItsOwnReplica) {
   EXPECT_EQ(verdict.origins[0].op, "aten::div.Tensor");
   EXPECT_THAT(verdict.origins[1].candidates, ElementsAre(4));
   EXPECT_EQ(verdict.origins[1].cause, Cause::not_reproduced);
+}
+
+TEST(Crossings, AForwardThatRunsAgainInBackwardExplainsWhatBackwardHandsOn) {
+  const Layout layout = four_by_two();
+  const Verdict verdict = locate(ledgers_with_repeat(layout,
+                                                     {{.plant = Plant::operator_backward,
+                                                       .tp = 1,
+                                                       .stage = 1,
+                                                       .is_repeated = true,
+                                                       .birth = {.is_of_recomputation = true}}},
+                                                     1),
+                                 layout.world());
+  ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
+  EXPECT_EQ(verdict.origins[0].cause, Cause::recompute_mismatch);
+  EXPECT_THAT(verdict.origins[0].candidates, ElementsAre(5));
+  EXPECT_THAT(verdict.origins[0].evidence, Contains(HasSubstr("in the first pass rank 5 put")));
+}
+
+TEST(Crossings, ABirthExplainsNoGradientThatWasCleanWhenBackwardHadEnded) {
+  const Layout layout{.tp = 2, .pp = 2};  // nobody to reduce with: it went bad on its rank
+  const std::vector<Fault> faults = {
+      {.plant = Plant::operator_backward, .tp = 1, .is_repeated = true},
+      {.plant = Plant::reduced, .tp = 1, .stage = 0}};
+  const Verdict verdict = locate(ledgers_with_repeat(layout, faults, 1), layout.world());
+  ASSERT_EQ(verdict.origins.size(), 2u) << text_of(verdict);
+  EXPECT_EQ(verdict.origins[0].cause, Cause::operator_undefined);
+  EXPECT_EQ(verdict.origins[1].phase, Phase::grad_reduced);
+  EXPECT_THAT(verdict.origins[1].candidates, ElementsAre(1));
 }
 
 TEST(Crossings, WhatIsBadAgainWithoutABirthIsNotCalledGone) {
@@ -385,15 +436,10 @@ struct Incident {
 };
 
 Layout random_layout(std::mt19937& random) {
-  const auto choose = [&](int count) { return static_cast<int>(random() % count); };
-  Layout layout{.tp = 1 << choose(3), .pp = 1 + choose(3), .dp = 1 << choose(3)};
-  layout.chunks = layout.pp > 1 ? 1 + choose(2) : 1;
-  layout.microbatches = 1 + choose(3);
-  layout.layers_per_stage = 1 + choose(2);
-  layout.has_sequence_parallel = layout.tp > 1 && choose(2) == 0;
-  layout.has_tied_embeddings = layout.pp > 1 && choose(2) == 0;
-  layout.has_experts = layout.dp > 1 && choose(3) == 0;
-  layout.ep = layout.has_experts ? 2 : 1;
+  Layout layout = simulator::random_layout(random);
+  layout.cp = 1;
+  layout.is_order_observed = true;
+  if (layout.dp % 2 != 0) layout.ep = 1;
   return layout;
 }
 
@@ -416,10 +462,7 @@ std::string describe(const Layout& layout, const Fault& fault, unsigned seed) {
   const auto text = [](const char* name, int value) {
     return std::string(name) + std::to_string(value) + " ";
   };
-  return text("seed ", static_cast<int>(seed)) + text("tp", layout.tp) + text("pp", layout.pp) +
-         text("dp", layout.dp) + text("ep", layout.ep) + text("chunks ", layout.chunks) +
-         text("microbatches ", layout.microbatches) + text("layers ", layout.layers_per_stage) +
-         text("sp ", layout.has_sequence_parallel) + text("tied ", layout.has_tied_embeddings) +
+  return text("seed ", static_cast<int>(seed)) + layout.describe() +
          text("; plant ", static_cast<int>(fault.plant)) + text("tp ", fault.tp) +
          text("dp ", fault.dp) + text("stage ", fault.stage) + text("layer ", fault.layer) +
          text("mlp ", fault.is_mlp) + text("microbatch ", fault.microbatch);
@@ -562,7 +605,10 @@ TEST_P(RandomCrossings, TwoFaultsInTwoReplicasAreTwoOrigins) {
     if (!pass.has_struck(first) || !pass.has_struck(second)) continue;
     // The same operator in two replicas is told as one, with a common cause.
     if (first.plant == Plant::empty_loss && second.plant == Plant::empty_loss) continue;
-    if (first.plant == second.plant && pass.module_of(first) == pass.module_of(second)) continue;
+    if (first.plant == second.plant && (pass.module_of(first) == pass.module_of(second) ||
+                                        pass.gradient_of(first) == pass.gradient_of(second))) {
+      continue;
+    }
     ++incidents;
     for (const bool is_repeat : {false, true}) {
       const Verdict verdict =

@@ -14,32 +14,10 @@
 #include <string>
 #include <vector>
 
+#include "locate/simulated_job.hpp"
 #include "nanlocator/record/ledger.hpp"
 
 namespace nanlocator::simulator {
-
-struct Layout {
-  int tp = 1, pp = 1, dp = 1, cp = 1, ep = 1;
-  int chunks = 1;
-  int layers_per_stage = 2;
-  bool has_sequence_parallel = false;
-  bool has_tied_embeddings = false;
-  bool has_experts = false;
-  bool has_biases = false;
-  bool has_distributed_optimizer = false;
-  bool is_order_observed = true;
-
-  [[nodiscard]] int world() const { return tp * pp * dp * cp; }
-  [[nodiscard]] int rank(int tp_rank, int pp_rank, int dp_rank, int cp_rank) const {
-    return tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank));
-  }
-  [[nodiscard]] int lanes() const { return dp * cp; }
-  [[nodiscard]] int stages() const { return pp * chunks; }
-  [[nodiscard]] int layers() const { return stages() * layers_per_stage; }
-  [[nodiscard]] int rank_at(int lane, int tp_rank, int stage) const {
-    return rank(tp_rank, stage % pp, lane / cp, lane % cp);
-  }
-};
 
 /// Where the one fault of a step sits.
 enum class Point {
@@ -87,15 +65,19 @@ class TrainingStep {
   [[nodiscard]] bool has_bad_gradients() const { return !first_bad_.empty(); }
   /// The parameter whose gradient turned bad first in time.
   [[nodiscard]] const std::string& first_bad() const { return first_bad_; }
-  [[nodiscard]] const std::set<std::string>& bad_on(int rank) const {
-    static const std::set<std::string> kNone;
+  [[nodiscard]] const BadParameters& bad_on(int rank) const {
+    static const BadParameters kNone;
     const auto found = bad_.find(rank);
     return found == bad_.end() ? kNone : found->second;
   }
   /// A gradient element that is overwritten after backward.
   void spoil(int rank, const std::string& name) {
-    bad_[rank].insert(name);
-    spoiled_.insert({rank, name});
+    // One of the shard of any lane: which one does not depend on the rank that is spoiled.
+    const std::int64_t element =
+        layout_.has_distributed_optimizer
+            ? shard_of(static_cast<int>(name.size()) % layout_.lanes()).begin
+            : 5;
+    add_bad(bad_[rank], name, element);
   }
   /// What the rank holds, in the order in which backward finished it.
   [[nodiscard]] const std::vector<ParameterRecord>& order_on(int rank) { return order_[rank]; }
@@ -103,73 +85,23 @@ class TrainingStep {
   /// What every rank's scan saw: local, reduced, and as the optimizer reads it.
   [[nodiscard]] std::vector<Ledger> ledgers() const {
     std::vector<Ledger> ledgers;
-    std::map<int, std::set<std::string>> reduced = reduce();
-    std::map<int, std::set<std::string>> read = reduce_further(reduced);
+    const std::map<int, BadParameters> reduced = reduce();
+    const std::map<int, BadParameters> read = reduce_further(reduced);
     for (const auto& [rank, order] : order_) {
-      Ledger ledger;
-      ledger.run_id = "simulated";
-      ledger.iteration = 7;
-      ledger.coordinates = coordinates_of(rank);
-      ledger.is_backward_order_observed = layout_.is_order_observed;
+      Ledger ledger = make_ledger(layout_, rank);
       ledger.backward_order = layout_.is_order_observed ? order : reverse_registration(order);
+      if (layout_.has_distributed_optimizer) {
+        const RankCoordinates& at = ledger.coordinates;
+        for (ParameterRecord& each : ledger.backward_order) {
+          each.shard = shard_of(at.dp.rank * layout_.cp + at.cp.rank);
+        }
+      }
       add_phase(ledger, Phase::grad_local, bad_on(rank));
-      add_phase(ledger, Phase::grad_reduced, reduced[rank]);
-      add_phase(ledger, Phase::grad_norm, read[rank]);
+      add_phase(ledger, Phase::grad_reduced, reduced.at(rank));
+      add_phase(ledger, Phase::grad_norm, read.at(rank));
       ledgers.push_back(std::move(ledger));
     }
     return ledgers;
-  }
-
-  void add_phase(Ledger& ledger, Phase phase, const std::set<std::string>& bad) const {
-    Coverage coverage{phase, {}};
-    const bool is_shard = layout_.has_distributed_optimizer && phase != Phase::grad_local;
-    for (const auto& parameter : ledger.backward_order) {
-      coverage.parameters.push_back(parameter.id);
-      if (!bad.contains(parameter.name)) continue;
-      Sighting sighting;
-      sighting.iteration = ledger.iteration;
-      sighting.phase = phase;
-      sighting.role = "main_grad";
-      sighting.parameter_id = parameter.id;
-      sighting.parameter = parameter.name;
-      sighting.dtype = "float32";
-      sighting.shape = parameter.shape;
-      sighting.stats.numel = 64 / (is_shard ? layout_.lanes() : 1);
-      sighting.stats.nan = 1;
-      sighting.stats.first_bad = 5;
-      sighting.stats.absmax = 0.5;
-      ledger.sightings.push_back(std::move(sighting));
-    }
-    std::ranges::sort(coverage.parameters);
-    ledger.coverage.push_back(std::move(coverage));
-  }
-
-  [[nodiscard]] RankCoordinates coordinates_of(int rank) const {
-    RankCoordinates at;
-    at.rank = rank;
-    at.world_size = layout_.world();
-    at.tp = {rank % layout_.tp, layout_.tp};
-    at.cp = {rank / layout_.tp % layout_.cp, layout_.cp};
-    at.dp = {rank / (layout_.tp * layout_.cp) % layout_.dp, layout_.dp};
-    at.pp = {rank / (layout_.tp * layout_.cp * layout_.dp), layout_.pp};
-    at.ep = {(at.dp.rank * layout_.cp + at.cp.rank) % layout_.ep, layout_.ep};
-    at.host = "host" + std::to_string(rank / 8);
-    at.local_rank = rank % 8;
-    at.device = "cpu";
-    return at;
-  }
-
-  /// All ranks that exchange data before the data-parallel collective with `rank`'s lane.
-  [[nodiscard]] std::set<int> replica_of(int lane) const {
-    std::set<int> ranks;
-    const int lanes_together = std::max(layout_.ep, layout_.cp);
-    for (int other = 0; other < layout_.lanes(); ++other) {
-      if (other / lanes_together != lane / lanes_together) continue;
-      for (int stage = 0; stage < layout_.stages(); ++stage) {
-        for (int tp = 0; tp < layout_.tp; ++tp) ranks.insert(layout_.rank_at(other, tp, stage));
-      }
-    }
-    return ranks;
   }
 
  private:
@@ -305,7 +237,7 @@ class TrainingStep {
     parameter.is_tied = is_tied;
     order_[rank].push_back(parameter);
     if (!is_bad) return;
-    bad_[rank].insert(name);
+    bad_[rank][name] = Extent();
     if (first_bad_.empty()) first_bad_ = name;
   }
   template <typename IsBad>
@@ -455,49 +387,52 @@ class TrainingStep {
 
   // ---- after backward ----
 
-  [[nodiscard]] std::map<int, std::set<std::string>> reduce() const {
-    std::map<int, std::set<std::string>> reduced;
+  [[nodiscard]] ElementRange shard_of(int lane) const {
+    constexpr std::int64_t kElements = 8 * 8;
+    return {lane * kElements / layout_.lanes(), (lane + 1) * kElements / layout_.lanes()};
+  }
+
+  [[nodiscard]] std::map<int, BadParameters> reduce() const {
+    std::map<int, BadParameters> reduced;
     for (const auto& [rank, order] : order_) {
-      const RankCoordinates at = coordinates_of(rank);
+      const RankCoordinates at = layout_.coordinates_of(rank);
+      BadParameters& sums = reduced[rank];
       for (const auto& parameter : order) {
         for (int lane = 0; lane < layout_.lanes(); ++lane) {
-          const int member =
-              layout_.rank(at.tp.rank, at.pp.rank, lane / layout_.cp, lane % layout_.cp);
-          if (!bad_on(member).contains(parameter.name)) continue;
-          // One element has one owner; a whole bad tensor reaches every shard.
-          const bool is_owner = !layout_.has_distributed_optimizer ||
-                                !spoiled_.contains({member, parameter.name}) ||
-                                owner_lane(parameter.name) == at.dp.rank * layout_.cp + at.cp.rank;
-          if (is_owner) reduced[rank].insert(parameter.name);
+          const BadParameters& bad = bad_on(layout_.rank_at(lane, at.tp.rank, at.pp.rank));
+          const auto found = bad.find(parameter.name);
+          if (found != bad.end()) add_bad(sums, parameter.name, found->second);
         }
       }
     }
     return reduced;
   }
-  [[nodiscard]] int owner_lane(const std::string& name) const {
-    return static_cast<int>(name.size()) % layout_.lanes();
-  }
   /// Tied embeddings are summed over the pipeline's ends, duplicates over tp (sequence parallel).
-  [[nodiscard]] std::map<int, std::set<std::string>> reduce_further(
-      const std::map<int, std::set<std::string>>& reduced) const {
-    std::map<int, std::set<std::string>> read = reduced;
+  [[nodiscard]] std::map<int, BadParameters> reduce_further(
+      const std::map<int, BadParameters>& reduced) const {
+    std::map<int, BadParameters> read = reduced;
     for (const auto& [rank, order] : order_) {
-      const RankCoordinates at = coordinates_of(rank);
-      for (const auto& [other, names] : reduced) {
-        const RankCoordinates other_at = coordinates_of(other);
+      const RankCoordinates at = layout_.coordinates_of(rank);
+      for (const auto& [other, bad] : reduced) {
+        const RankCoordinates other_at = layout_.coordinates_of(other);
         if (at.dp.rank != other_at.dp.rank || at.cp.rank != other_at.cp.rank) continue;
         for (const auto& parameter : order) {
-          const bool is_same_duplicate =
-              layout_.has_sequence_parallel && parameter.is_tp_duplicate &&
-              at.pp.rank == other_at.pp.rank && names.contains(parameter.name);
-          const bool is_same_tied = parameter.is_tied && at.tp.rank == other_at.tp.rank &&
-                                    (names.contains("output_layer.weight") ||
-                                     names.contains("embedding.word_embeddings.weight"));
-          if (is_same_duplicate || is_same_tied) read[rank].insert(parameter.name);
+          const bool is_same_duplicate = layout_.has_sequence_parallel &&
+                                         parameter.is_tp_duplicate &&
+                                         at.pp.rank == other_at.pp.rank;
+          if (is_same_duplicate) take(read[rank], parameter.name, bad, parameter.name);
+          if (!parameter.is_tied || at.tp.rank != other_at.tp.rank) continue;
+          for (const char* name : {"output_layer.weight", "embedding.word_embeddings.weight"}) {
+            take(read[rank], parameter.name, bad, name);
+          }
         }
       }
     }
     return read;
+  }
+  static void take(BadParameters& to, const std::string& name, const BadParameters& from,
+                   const std::string& source) {
+    if (const auto found = from.find(source); found != from.end()) add_bad(to, name, found->second);
   }
 
   /// Megatron registers a layer's parts in another order than forward runs them.
@@ -530,8 +465,7 @@ class TrainingStep {
   Grid hidden_, gradient_;
   std::map<std::pair<int, Block>, Saved> saved_;
   std::map<int, std::vector<ParameterRecord>> order_;
-  std::map<int, std::set<std::string>> bad_;
-  std::set<std::pair<int, std::string>> spoiled_;
+  std::map<int, BadParameters> bad_;
   std::string first_bad_;
 };
 

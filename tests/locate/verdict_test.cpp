@@ -37,6 +37,7 @@ Verdict example_verdict() {
   origin.cause = Cause::operator_undefined;
   origin.confidence = Confidence::high;
   origin.evidence = {"one", "two"};
+  origin.refutation = "a finite result in float64";
   origin.action = "add an epsilon";
   origin.clean_before = "decoder.layers.3.bias";
   Origin unknown;

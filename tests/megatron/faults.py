@@ -847,6 +847,30 @@ class LargeGradients(_InPass):
         before_gradient_reduction(trainer, plant)
 
 
+@dataclasses.dataclass
+class LearningRate(Fault):
+    name = "learning_rate"
+    description = "from the iteration on the learning rate of all ranks is multiplied at every step"
+
+    factor: float = 30.0
+    steps: int | None = None  # how often; default: until the end
+
+    def concerns(self, trainer: Trainer) -> bool:
+        return True
+
+    def attach(self, trainer: Trainer) -> None:
+        def plant() -> None:
+            times = trainer.iteration - self.iteration
+            if times < 0 or (self.steps is not None and times >= self.steps):
+                return
+            for optimizer in trainer.optimizer.chained_optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] *= self.factor
+            self._record(trainer, phase="params_after", factor=self.factor)
+
+        trainer.at_iteration_start.append(plant)
+
+
 def _absmax(group) -> float:
     return max(float(bucket.grad_data.abs().max()) for bucket in group.buckets)
 

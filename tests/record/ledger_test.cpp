@@ -46,6 +46,10 @@ Ledger example_ledger() {
        .shard = {{64, 128}}},
       {.id = 0, .name = "a", .may_be_untouched = true, .is_tp_duplicate = true}};
   ledger.on_bad = "skip";
+  ledger.history = HistorySummary{.iterations = {1281, 1283, 1284},
+                                  .absmax = {0.1F, 3, 1e-45F},
+                                  .norm = {0.2F, 3.4e38F, 0},
+                                  .parameter = "b"};
   ledger.coverage = {{Phase::grad_local, {0, 1}}, {Phase::grad_norm, {}}};
   ledger.crossings = {{"tp", {4, 5}, std::nullopt, "sent", 12}, {"pp", {1, 5}, 1, "received", 3}};
   ledger.microbatches = {{2, 1, {"tokens: int64 [2, 16]"}}, {3, std::nullopt, {}}};
@@ -130,10 +134,10 @@ TEST(Ledger, IsReadBackAsItWasWritten) {
 
 TEST(Ledger, IsOneJsonValuePerLineAndNamesItsVersion) {
   const auto lines = lines_of(to_jsonl(example_ledger()));
-  ASSERT_EQ(lines.size(), 1u + 2 + 2 + 2 + 2 + 4 + 1 + 1 + 1 + 1);
+  ASSERT_EQ(lines.size(), 1u + 2 + 2 + 2 + 2 + 4 + 1 + 1 + 1 + 1 + 1);
   EXPECT_THAT(lines.front(), HasSubstr(R"({"record":"ledger","version":1,)"));
   EXPECT_THAT(lines.front(), HasSubstr(R"("gradient_norm":"inf")"));
-  EXPECT_THAT(lines.back(), HasSubstr(R"({"record":"end","lines":15})"));
+  EXPECT_THAT(lines.back(), HasSubstr(R"({"record":"end","lines":16})"));
 }
 
 TEST(Ledger, SeveralLedgersFollowOneAnother) {

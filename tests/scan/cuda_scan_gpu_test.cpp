@@ -299,6 +299,21 @@ TEST_F(CudaScan, ACapturedGraphScansWhatTheMemoryHoldsWhenItIsLaunched) {
   succeeded(cudaGraphDestroy(graph));
 }
 
+TEST_F(CudaScan, ReadsBackSomeSlotsAcrossTheSegmentsOfItsMemory) {
+  RawTensor tensor(DType::float16, 100);
+  const DeviceTensor device(tensor);
+  const auto plan = scanner_->plan(std::vector<TensorView>(3000, device.view()), 0);
+  scanner_->enqueue(*plan, stream());
+  scanner_->enqueue_readback(1000, 1100, stream());
+  succeeded(cudaStreamSynchronize(stream_));
+  EXPECT_TRUE(scanner_->is_ready());
+  const auto slots = scanner_->wait(1000, 1100);
+  ASSERT_EQ(slots.size(), 1100u);
+  for (const TensorStats& stats : slots) EXPECT_EQ(stats.zeros, 100);
+  EXPECT_THROW(scanner_->enqueue_readback(2000, 1001, stream()), UsageError);
+  EXPECT_THROW((void)scanner_->wait(3000, 1), UsageError);
+}
+
 TEST_F(CudaScan, AReadbackIsReadyOnceItHasArrivedAndShowsTheSlotsAsTheyWereThen) {
   RawTensor tensor(DType::float16, 100);
   const DeviceTensor device(tensor);

@@ -39,6 +39,23 @@ TEST(CpuSlotScanner, FillsTheSlotsOfItsPlansAndLeavesTheOthersEmpty) {
   expect_stats(slots[4], reference_scan(view_of(c)), DType::float32);
 }
 
+TEST(CpuSlotScanner, ReadsBackSomeSlotsAndLeavesTheOthersAsTheyWereReadBefore) {
+  std::vector<float> a = {1}, b = {2}, c = {3};
+  const auto scanner = make_cpu_slot_scanner(1);
+  const auto plan = scanner->plan({view_of(a), view_of(b), view_of(c)}, 0);
+  scanner->enqueue(*plan, {});
+  scanner->enqueue_readback({});
+  a[0] = b[0] = c[0] = 7;
+  scanner->enqueue(*plan, {});
+  scanner->enqueue_readback(1, 1, {});
+  ASSERT_EQ(scanner->wait(1, 1).size(), 1u);
+  EXPECT_EQ(scanner->wait(1, 1)[0].absmax, 7);
+  EXPECT_EQ(scanner->wait()[0].absmax, 1);
+  EXPECT_EQ(scanner->wait(2, 1)[0].absmax, 3);
+  EXPECT_THROW(scanner->enqueue_readback(2, 2, {}), UsageError);
+  EXPECT_THROW((void)scanner->wait(3, 1), UsageError);
+}
+
 TEST(CpuSlotScanner, OverwritesASlotWhenItsPlanRunsAgain) {
   std::vector<float> values = {1, kNan, 3};
   const auto scanner = make_cpu_slot_scanner(1);

@@ -23,6 +23,7 @@
 #include "nanlocator/record/bundle.hpp"
 #include "record/bundle_keys.hpp"
 #include "record/sighting_json.hpp"
+#include "report/printable.hpp"
 
 namespace nanlocator::command {
 namespace {
@@ -66,19 +67,6 @@ std::string operator_of(const Bundle& bundle) {
 std::string module_of(const Bundle& bundle) {
   const std::string& module = bundle.birth.sighting.module;
   return module.empty() && bundle.module_call ? bundle.module_call->name : module;
-}
-
-/// A path as a shell takes it, whatever it holds.
-std::string shell_word(const std::string& text) {
-  const bool is_plain = !text.empty() && std::ranges::all_of(text, [](char byte) {
-    return (byte >= 'a' && byte <= 'z') || (byte >= 'A' && byte <= 'Z') ||
-           (byte >= '0' && byte <= '9') ||
-           std::string_view("/._-+:,@%=").find(byte) != std::string_view::npos;
-  });
-  if (is_plain) return text;
-  std::string word = "'";
-  for (const char byte : text) word += byte == '\'' ? "'\\''" : std::string(1, byte);
-  return word + "'";
 }
 
 std::string replay_command(const fs::path& bundle) {

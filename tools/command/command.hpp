@@ -35,8 +35,10 @@ inline constexpr int kWrongUse = 2;  // wrong arguments, or input that cannot be
 /// Each adds one subcommand that, when it was given, sets `action`. Actions throw
 /// nanlocator::Error; main turns that into one line on stderr and kWrongUse.
 void add_bundle_command(CLI::App& app, Action& action);
+void add_history_command(CLI::App& app, Action& action);
 void add_map_command(CLI::App& app, Action& action);
 void add_replay_command(CLI::App& app, Action& action);
+void add_report_command(CLI::App& app, Action& action);
 void add_version_command(CLI::App& app, Action& action);
 
 }  // namespace nanlocator::command

@@ -14,16 +14,6 @@
 namespace nanlocator::command {
 namespace {
 
-bool use_colour() {
-  const auto is_set = [](const char* name) {
-    const char* const value = std::getenv(name);
-    return value != nullptr && *value != '\0';
-  };
-  const char* const terminal = std::getenv("TERM");
-  const bool is_dumb = terminal == nullptr || std::string_view(terminal) == "dumb";
-  return ::isatty(STDOUT_FILENO) != 0 && !is_dumb && !is_set("NO_COLOR");  // no-color.org
-}
-
 bool steers_a_terminal(char32_t point) {
   const bool is_control = point < 0x20 || (point >= 0x7f && point <= 0x9f);
   const bool is_line_break = point == 0x2028 || point == 0x2029;
@@ -63,6 +53,16 @@ std::string shorten(std::string_view text, std::size_t width) {
 
 }  // namespace
 
+bool has_colour() {
+  const auto is_set = [](const char* name) {
+    const char* const value = std::getenv(name);
+    return value != nullptr && *value != '\0';
+  };
+  const char* const terminal = std::getenv("TERM");
+  const bool is_dumb = terminal == nullptr || std::string_view(terminal) == "dumb";
+  return ::isatty(STDOUT_FILENO) != 0 && !is_dumb && !is_set("NO_COLOR");  // no-color.org
+}
+
 std::optional<std::size_t> terminal_width() {
   if (::isatty(STDOUT_FILENO) == 0) return std::nullopt;
   winsize size{};
@@ -71,7 +71,7 @@ std::optional<std::size_t> terminal_width() {
 }
 
 std::string bold(const std::string& text) {
-  return use_colour() ? "\x1b[1m" + text + "\x1b[0m" : text;
+  return has_colour() ? "\x1b[1m" + text + "\x1b[0m" : text;
 }
 
 std::string printable(std::string_view text) {

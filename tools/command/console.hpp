@@ -15,12 +15,18 @@ namespace nanlocator::command {
 /// Columns of the terminal that stdout is; empty where stdout is a pipe or a file.
 [[nodiscard]] std::optional<std::size_t> terminal_width();
 
-/// `text` in bold where stdout is a terminal that knows colours and NO_COLOR is not set.
+/// True where stdout is a terminal that knows colours and NO_COLOR is not set.
+[[nodiscard]] bool has_colour();
+
+/// `text` in bold where there are colours.
 [[nodiscard]] std::string bold(const std::string& text);
 
 /// `text` on one line with everything escaped that a terminal would act upon or that could show it
 /// in another order: control characters, bidirectional overrides, bytes that are not UTF-8.
 [[nodiscard]] std::string printable(std::string_view text);
+
+/// Columns of wrapped text where stdout is no terminal: a job log.
+inline constexpr std::size_t kLogWidth = 100;
 
 /// Indented, on stdout. Paths and patterns come from the command line and need not be UTF-8.
 void print_json(const nlohmann::ordered_json& json);

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "nanlocator/map/parameter_map.hpp"
+#include "nanlocator/record/history.hpp"
 #include "nanlocator/record/ledger.hpp"
 
 namespace nanlocator {
@@ -51,7 +52,8 @@ class GradientScanner {
   GradientScanner(const GradientScanner&) = delete;  // owns device slots
   GradientScanner& operator=(const GradientScanner&) = delete;
 
-  /// Forgets the step before and clears the flags.
+  /// Takes what `remember` has asked for into the history, forgets the step before and clears the
+  /// flags.
   void begin_step();
 
   /// Scans `views` as part of `phase`. `group` tells apart the calls of one phase (bucket number,
@@ -71,6 +73,18 @@ class GradientScanner {
   /// of the CPU that folds in another device's.
   [[nodiscard]] at::Tensor flag(at::Device device);
 
+  /// Keeps norm, largest magnitude and count of NaN and Inf of this step's gradients for the
+  /// history, at the earliest phase of them that was scanned: enqueues their readback, which the
+  /// next `begin_step` takes up where it has arrived. Once a step, after the scans; a later call
+  /// does nothing. Does not wait; allocates in the first step only.
+  void remember(std::int64_t iteration);
+  /// What the gradients of the step that runs now were multiplied by; the history's numbers are
+  /// divided by it. Not called: they are as scanned. Throws UsageError unless it is positive.
+  void set_loss_scale(double loss_scale);
+  /// The latest kHistorySteps steps that were remembered, without run and coordinates. On devices
+  /// other than CPU and CUDA only those that were collected were seen.
+  [[nodiscard]] History history() const;
+
   struct Collected {
     std::vector<Sighting> sightings;  // bad ones, in the order of the scans
     std::vector<Coverage> coverage;
@@ -78,7 +92,7 @@ class GradientScanner {
         absmax;  // largest finite magnitude at the latest gradient phase, and whose
     std::string absmax_parameter;
   };
-  /// Everything of this step; waits for the devices.
+  /// Everything of this step, which it also takes into the history; waits for the devices.
   [[nodiscard]] Collected collect(std::int64_t iteration);
 
   struct Scanned {

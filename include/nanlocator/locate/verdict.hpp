@@ -77,6 +77,7 @@ struct Origin {
   Cause cause = Cause::unknown;
   Confidence confidence = Confidence::low;
   std::vector<std::string> evidence;  // sentences
+  std::string refutation;             // one sentence: what would refute the cause
   std::string action;                 // one sentence
   std::string bundle;
   /// Clean neighbours of `parameter` on that rank in backward order ("" at either end).

@@ -15,6 +15,7 @@
 #include "nanlocator/map/parameter_map.hpp"
 #include "nanlocator/map/rank_coordinates.hpp"
 #include "nanlocator/record/birth.hpp"
+#include "nanlocator/record/history.hpp"
 #include "nanlocator/record/sighting.hpp"
 
 namespace nanlocator {
@@ -97,8 +98,9 @@ struct Ledger {
   /// overflows though every gradient is finite).
   std::optional<double> absmax;
   std::string absmax_parameter;
-  std::vector<std::string> notes;  // what this rank could not do or see
-  bool is_complete = true;         // false: read from a file or message that was cut off
+  std::optional<HistorySummary> history;  // of the latest steps, this one included
+  std::vector<std::string> notes;         // what this rank could not do or see
+  bool is_complete = true;                // false: read from a file or message that was cut off
 
   friend bool operator==(const Ledger&, const Ledger&) = default;
 };

@@ -1,5 +1,5 @@
-// The verdict as text for people, about 25 lines: at most four origins, the rest is in
-// verdict.json.
+// The verdict as text for people, in 25 lines of the usual width: at most four origins, and as much
+// of their evidence as fits; the rest is in verdict.json.
 #pragma once
 
 #include <string>

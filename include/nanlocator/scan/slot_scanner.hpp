@@ -74,11 +74,17 @@ class SlotScanner {
 
   /// Copies every slot to the host, asynchronously, in stream order.
   virtual void enqueue_readback(StreamHandle stream) = 0;
+  /// The same of `count` slots from `first` on: what a healthy step can afford. Throws UsageError
+  /// for slots that do not exist.
+  virtual void enqueue_readback(std::uint32_t first, std::uint32_t count, StreamHandle stream) = 0;
   /// True once the last readback has arrived; never waits.
   [[nodiscard]] virtual bool is_ready() const = 0;
   /// The slots as of the last readback; waits for it. Valid until the next `enqueue_readback` or
   /// `plan`. Slots that no scan has filled hold empty stats.
   [[nodiscard]] virtual std::span<const TensorStats> wait() = 0;
+  /// The same of `count` slots from `first` on, which the last readback must have copied.
+  [[nodiscard]] virtual std::span<const TensorStats> wait(std::uint32_t first,
+                                                          std::uint32_t count) = 0;
 };
 
 /// The CPU backend: see cpu_scan.hpp for threads and instruction sets.

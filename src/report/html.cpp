@@ -1,0 +1,418 @@
+#include "nanlocator/report/html.hpp"
+
+#include <algorithm>
+#include <cstdio>
+#include <functional>
+#include <limits>
+#include <map>
+#include <string_view>
+#include <vector>
+
+#include "nanlocator/report/terminal.hpp"
+#include "report/page_assets.hpp"
+#include "report/page_data.hpp"
+#include "report/page_text.hpp"
+#include "report/printable.hpp"
+
+namespace nanlocator {
+namespace {
+
+// Chosen so that texts that consist of quotes (six bytes each when escaped) still fit kLargestPage.
+constexpr std::size_t kMostOriginsTold = 16;
+constexpr std::size_t kMostEvidenceOfOne = 30;
+constexpr std::size_t kMostEvidenceOfSeveral = 10;
+constexpr std::size_t kMostLinesOfAList = 30;
+constexpr std::size_t kMostFacts = 40;
+constexpr std::size_t kLongText = 600;  // bytes
+
+std::string escaped(std::string_view raw) {
+  return html_escaped(page_text(raw, kLongText));
+}
+
+/// "<tag attributes>text</tag>"; `attributes` are the page's own.
+std::string element(std::string_view tag, std::string_view attributes, std::string_view raw) {
+  std::string html = "<" + std::string(tag);
+  if (!attributes.empty()) html += " " + std::string(attributes);
+  return html + ">" + escaped(raw) + "</" + std::string(tag) + ">";
+}
+
+std::string first_line(const std::string& text) {
+  return text.substr(0, text.find('\n'));
+}
+
+/// The terminal's headline, on one line.
+std::string headline_of(const Verdict& verdict) {
+  return first_line(
+      format_verdict(verdict, {.width = std::numeric_limits<int>::max() / 2, .run_dir = {}}));
+}
+
+/// What the terminal would say of this origin alone, without "step N: ".
+std::string sentence_of(const Verdict& verdict, const Origin& origin) {
+  Verdict alone;
+  alone.iteration = verdict.iteration;
+  alone.status = verdict.status;
+  alone.origins.push_back(origin);
+  alone.origins.front().evidence.clear();
+  const std::string line = headline_of(alone);
+  const std::size_t colon = line.find(": ");
+  return colon == std::string::npos ? line : line.substr(colon + 2);
+}
+
+struct StatusText {
+  std::string_view mark;  // beside its colour
+  std::string_view text;
+};
+
+StatusText status_text(VerdictStatus status) {
+  switch (status) {
+    case VerdictStatus::clean:
+      return {"\xe2\x9c\x93", "Clean: nothing bad was seen"};
+    case VerdictStatus::benign:
+      return {"\xe2\x9c\x93", "Benign: explained and harmless"};
+    case VerdictStatus::located:
+      return {"\xe2\x97\x86", "Located: the evidence is complete"};
+    case VerdictStatus::partial:
+      return {"\xe2\x97\x87", "Partial: some evidence is missing"};
+  }
+  return {"", ""};
+}
+
+std::string index_text(const std::vector<std::int64_t>& sizes) {
+  std::string text = "[";
+  for (const std::int64_t size : sizes)
+    text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  return text + "]";
+}
+
+std::string where_in(const OriginTensor& tensor) {
+  std::string text;
+  if (!tensor.first_bad_index.empty())
+    text = "first bad element " + index_text(tensor.first_bad_index);
+  if (tensor.absmax_finite) {
+    char number[40];
+    std::snprintf(number, sizeof number, "%.4g", *tensor.absmax_finite);
+    text += (text.empty() ? "" : "; ") + ("largest finite magnitude " + std::string(number));
+  }
+  return text;
+}
+
+std::string place_in_step(const Origin& origin) {
+  std::string text(name_of(origin.phase));
+  if (origin.direction && *origin.direction != Direction::none &&
+      name_of(*origin.direction) != name_of(origin.phase)) {
+    text += " (" + std::string(name_of(*origin.direction)) + ")";
+  }
+  if (origin.microbatch) text += ", microbatch " + std::to_string(*origin.microbatch);
+  if (origin.chunk) text += ", model chunk " + std::to_string(*origin.chunk);
+  return text;
+}
+
+/// "rank 5 (tp1 pp0 dp1)", or the candidates.
+std::string who_of(const Origin& origin) {
+  if (origin.coordinates) {
+    RankCoordinates place = *origin.coordinates;  // host and device stand below
+    place.host.clear();
+    place.device.clear();
+    return place.describe();
+  }
+  if (origin.candidates.empty()) return "not known";
+  if (origin.candidates.size() == 1) return "rank " + std::to_string(origin.candidates.front());
+  return "one of " + count_text(origin.candidates.size(), "rank") + ": " +
+         describe_ranks(origin.candidates);
+}
+
+std::string machine_of(const Origin& origin) {
+  if (!origin.coordinates) return "";
+  std::string text = origin.coordinates->host.empty() ? "" : "host " + origin.coordinates->host;
+  if (!origin.coordinates->device.empty())
+    text += (text.empty() ? "" : ", ") + origin.coordinates->device;
+  return text;
+}
+
+/// Names may break after their dots, "3.21" may not.
+std::string breakable(std::string_view raw) {
+  const std::string plain = escaped(raw);
+  std::string html;
+  for (std::size_t i = 0; i < plain.size(); ++i) {
+    html += plain[i];
+    const bool is_in_a_name =
+        i > 0 && plain[i] == '.' && (plain[i - 1] < '0' || plain[i - 1] > '9');
+    if (is_in_a_name) html += "<wbr>";
+  }
+  return html;
+}
+
+class StaticParts {
+ public:
+  StaticParts(const RunReport& report, const PagePictures& pictures)
+      : report_(report), verdict_(report.verdict), pictures_(pictures) {}
+
+  [[nodiscard]] std::string title() const {
+    return escaped("nanlocator: step " + std::to_string(verdict_.iteration));
+  }
+
+  [[nodiscard]] std::string masthead() const {
+    std::string html = element("span", "class=\"brand\"", "nanlocator");
+    if (!verdict_.run_id.empty()) html += element("span", "class=\"run\"", verdict_.run_id);
+    if (report_.run && report_.run->attempt > 0)
+      html += element("span", "", "attempt " + std::to_string(report_.run->attempt));
+    return html + element("span", "", "step " + std::to_string(verdict_.iteration));
+  }
+
+  [[nodiscard]] std::string verdict() const {
+    const StatusText status = status_text(verdict_.status);
+    std::string html = "<div class=\"status status-" + std::string(name_of(verdict_.status)) +
+                       (verdict_.origins.empty() ? " no-origin" : "") + "\">";
+    html += "<p class=\"badge\"><span aria-hidden=\"true\">" + std::string(status.mark) +
+            "</span> " + std::string(status.text) + "</p>";
+    html += element("h1", "id=\"headline\"", headline_of(verdict_)) + "</div>";
+    const auto& origins = verdict_.origins;
+    if (origins.size() == 1) {
+      html += origin_body(origins.front(), 0);
+    } else {
+      for (std::size_t i = 0; i < std::min(origins.size(), kMostOriginsTold); ++i) {
+        html += "<details class=\"origin\"" + std::string(i == 0 ? " open" : "") + "><summary>";
+        html += element("span", "class=\"number\"", std::to_string(i + 1));
+        html += "<h2>" + escaped(sentence_of(verdict_, origins[i])) + "</h2>";
+        html += element("span", "class=\"chip\"", name_of(origins[i].cause)) + "</summary>";
+        html += origin_body(origins[i], i) + "</details>";
+      }
+      if (origins.size() > kMostOriginsTold) {
+        html += element(
+            "p", "class=\"more\"",
+            count_text(origins.size() - kMostOriginsTold, "further origin") + " in verdict.json");
+      }
+    }
+    return html + spread() + as_text();
+  }
+
+  /// How many ranks are what, and which: the grid for those who do not see it.
+  [[nodiscard]] std::string rank_summary() const {
+    static constexpr std::array<std::string_view, 7> kMeanings = {
+        "an origin's rank",
+        "one of several that may be the origin",
+        "no ledger arrived",
+        "met it; the origin is elsewhere",
+        "met it in the reduced gradients only",
+        "cut-off ledger, or it looked at nothing",
+        "nothing bad in what it looked at"};
+    static constexpr std::array<std::string_view, 7> kLetters = {"B", "?", "S", "R", "r", "-", "C"};
+    std::map<RankState, std::vector<int>> by_state;
+    for (const PageRank& rank : pictures_.ranks.ranks) by_state[rank.state].push_back(rank.rank);
+    if (by_state.empty()) return element("p", "", "No rank is known.");
+    std::string html =
+        "<table class=\"summary\"><caption class=\"visually-hidden\">Ranks by state</caption>"
+        "<thead><tr><th scope=\"col\">state</th><th scope=\"col\" class=\"number\">ranks</th>"
+        "<th scope=\"col\">which</th></tr></thead><tbody>";
+    for (const auto& [state, ranks] : by_state) {
+      const auto index = static_cast<std::size_t>(state);
+      html += "<tr><th scope=\"row\"><span class=\"key s" + std::to_string(index) +
+              "\" aria-hidden=\"true\">" + std::string(kLetters[index]) + "</span> " +
+              std::string(kRankStateNames[index]) + "<small>" + std::string(kMeanings[index]) +
+              "</small></th><td class=\"number\">" + std::to_string(ranks.size()) + "</td>" +
+              "<td>" + html_escaped(page_text(describe_ranks(ranks), 300)) + "</td></tr>";
+    }
+    return html + "</tbody></table>";
+  }
+
+  [[nodiscard]] std::string run_facts() const {
+    std::vector<std::pair<std::string, std::string>> facts;
+    const auto add = [&](const char* name, const std::string& value) {
+      if (!value.empty()) facts.emplace_back(name, value);
+    };
+    add("run", verdict_.run_id);
+    add("folder", report_.run_dir);
+    if (const auto& run = report_.run) {
+      add("attempt", std::to_string(run->attempt));
+      add("started", run->started);
+      add("ranks", std::to_string(run->world_size));
+      add("host of rank 0", run->host);
+      add("level", run->level);
+      add("integration", run->integration);
+      add("nanlocator", run->nanlocator_version);
+      add("torch", run->torch_version);
+      for (const auto& [name, value] : run->options) {
+        if (facts.size() == kMostFacts) break;
+        facts.emplace_back("option " + name, value);
+      }
+    }
+    add("repeat of the step", rerun_text());
+    std::string html = "<dl class=\"facts\">";
+    for (const auto& [name, value] : facts) {
+      html += "<div>" + element("dt", "", name) + element("dd", "", value) + "</div>";
+    }
+    return html + "</dl>" + list("What this configuration does not see", not_covered()) +
+           list("Not put back before the repeat", verdict_.rerun.not_restored) +
+           list("Notes", notes());
+  }
+
+ private:
+  [[nodiscard]] std::string origin_body(const Origin& origin, std::size_t index) const {
+    std::string html = "<dl class=\"tiles\">";
+    const auto tile = [&](const char* name, const std::string& value,
+                          const std::vector<std::string>& below) {
+      if (value.empty()) return;
+      html += "<div>" + element("dt", "", name) + "<dd>" + breakable(value);
+      for (const std::string& line : below) {
+        if (!line.empty()) html += "<small>" + breakable(line) + "</small>";
+      }
+      html += "</dd></div>";
+    };
+    tile("Where", who_of(origin), {machine_of(origin), place_in_step(origin)});
+    const std::string module = origin.module.empty() ? "" : "module " + origin.module;
+    tile(origin.op.empty() ? "Module" : "Operator", origin.op.empty() ? origin.module : origin.op,
+         {origin.op.empty() ? "" : module});
+    tile("Cause",
+         origin.cause == Cause::unknown ? "unknown at this level"
+                                        : std::string(name_of(origin.cause)),
+         {"confidence in the place: " + std::string(name_of(origin.confidence))});
+    tile("Parameter", origin.parameter, {between(origin)});
+    if (origin.tensor) {
+      const OriginTensor& tensor = *origin.tensor;
+      tile("Tensor",
+           std::to_string(tensor.nan) + " NaN, " + std::to_string(tensor.pos_inf + tensor.neg_inf) +
+               " Inf",
+           {tensor.role + " " + tensor.dtype + " " + index_text(tensor.shape), where_in(tensor)});
+    }
+    html += "</dl>";
+    if (!origin.action.empty()) {
+      html += "<div class=\"action\"><h3>Do next</h3>" + element("p", "", origin.action) + "</div>";
+    }
+    if (!origin.bundle.empty()) html += replay(origin, index);
+    html += list("Evidence", origin.evidence,
+                 verdict_.origins.size() == 1 ? kMostEvidenceOfOne : kMostEvidenceOfSeveral);
+    if (!origin.refutation.empty()) {
+      html += "<div class=\"refuted\"><h3>What would refute it</h3>" +
+              element("p", "", origin.refutation) + "</div>";
+    }
+    return html;
+  }
+
+  static std::string between(const Origin& origin) {
+    if (origin.clean_before.empty() && origin.clean_after.empty()) return "";
+    if (origin.clean_after.empty()) return "clean before it: " + origin.clean_before;
+    if (origin.clean_before.empty()) return "clean after it: " + origin.clean_after;
+    return "clean on both sides: " + origin.clean_before + " and " + origin.clean_after;
+  }
+
+  [[nodiscard]] std::string replay(const Origin& origin, std::size_t index) const {
+    const std::string folder = report_.run_dir.empty() ? "" : report_.run_dir + "/";
+    const std::string id = "replay-" + std::to_string(index);
+    return "<div class=\"replay\"><h3>See it again</h3><div class=\"command\">" +
+           element("code", "id=\"" + id + "\" tabindex=\"0\"",
+                   "nanlocator replay " + shell_word(folder + origin.bundle)) +
+           "<button type=\"button\" data-copy=\"" + id + "\" hidden>Copy</button></div></div>";
+  }
+
+  [[nodiscard]] std::string spread() const {
+    std::string text;
+    if (!verdict_.spread.ranks.empty()) {
+      text = count_text(verdict_.spread.ranks.size(), "rank") + " met it";
+      if (!verdict_.spread.parameters.empty())
+        text += ", " + count_text(verdict_.spread.parameters.size(), "parameter") + " went bad";
+      if (verdict_.spread.first_seen)
+        text += "; first seen in " + std::string(name_of(*verdict_.spread.first_seen));
+      text += ".";
+    }
+    if (!verdict_.silent_ranks.empty()) {
+      text += (text.empty() ? "" : " ") + std::string("No answer from ") +
+              count_text(verdict_.silent_ranks.size(), "rank") + ": " +
+              page_text(describe_ranks(verdict_.silent_ranks), 300) +
+              "; what they saw is not in this verdict.";
+    }
+    return text.empty() ? "" : element("p", "class=\"spread\"", text);
+  }
+
+  [[nodiscard]] std::string as_text() const {
+    const std::string text = format_verdict(verdict_, {.run_dir = report_.run_dir});
+    // format_verdict has made it printable, line by line.
+    return "<details class=\"as-text\"><summary>The verdict as text</summary><pre id=\"as-text\" "
+           "tabindex=\"0\">" +
+           html_escaped(text.substr(0, 20'000)) +
+           "</pre><button type=\"button\" data-copy=\"as-text\" hidden>Copy</button></details>";
+  }
+
+  static std::string list(const char* heading, const std::vector<std::string>& lines,
+                          std::size_t most = kMostLinesOfAList) {
+    if (lines.empty()) return "";
+    std::string html = "<div class=\"lines\">" + element("h3", "", heading) + "<ul>";
+    for (std::size_t i = 0; i < std::min(lines.size(), most); ++i) {
+      html += element("li", "", lines[i]);
+    }
+    if (lines.size() > most)
+      html += element("li", "", std::to_string(lines.size() - most) + " more");
+    return html + "</ul></div>";
+  }
+
+  [[nodiscard]] std::string rerun_text() const {
+    if (!verdict_.rerun.done) return "not done";
+    if (!verdict_.rerun.reproduced) return "done; the ranks came to no common end";
+    return *verdict_.rerun.reproduced ? "done; bad again" : "done; clean";
+  }
+
+  [[nodiscard]] std::vector<std::string> not_covered() const {
+    return report_.run ? report_.run->not_covered : std::vector<std::string>{};
+  }
+
+  [[nodiscard]] std::vector<std::string> notes() const {
+    std::vector<std::string> all = verdict_.notes;
+    const auto append = [&](const std::vector<std::string>& more) {
+      all.insert(all.end(), more.begin(), more.end());
+    };
+    append(report_.notes);
+    append(pictures_.ranks.notes);
+    return all;
+  }
+
+  const RunReport& report_;
+  const Verdict& verdict_;
+  const PagePictures& pictures_;
+};
+
+/// One pass: what is filled in is not looked through again.
+std::string filled(std::string_view page,
+                   const std::function<std::string(std::string_view)>& value_of) {
+  std::string out;
+  while (true) {
+    const std::size_t begin = page.find("{{");
+    const std::size_t end = begin == page.npos ? page.npos : page.find("}}", begin);
+    if (end == page.npos) return out.append(page);
+    out.append(page.substr(0, begin)).append(value_of(page.substr(begin + 2, end - begin - 2)));
+    page.remove_prefix(end + 2);
+  }
+}
+
+std::string format_page(const RunReport& report, const PagePictures& pictures,
+                        const PageLimits& limits) {
+  const StaticParts parts(report, pictures);
+  const std::map<std::string_view, std::function<std::string()>> values = {
+      {"style", [] { return std::string(page_assets::kStyle); }},
+      {"script", [] { return std::string(page_assets::kScript); }},
+      {"style_hash", [] { return std::string(page_assets::kStyleHash); }},
+      {"script_hash", [] { return std::string(page_assets::kScriptHash); }},
+      {"title", [&] { return parts.title(); }},
+      {"masthead", [&] { return parts.masthead(); }},
+      {"verdict", [&] { return parts.verdict(); }},
+      {"rank_summary", [&] { return parts.rank_summary(); }},
+      {"run_facts", [&] { return parts.run_facts(); }},
+      {"data", [&] { return script_json(page_data(report, pictures, limits)); }}};
+  return filled(page_assets::kTemplate, [&](std::string_view name) { return values.at(name)(); });
+}
+
+}  // namespace
+
+std::string format_html(const RunReport& report) {
+  PagePictures pictures;
+  pictures.ranks = picture_ranks(report);
+  pictures.parameters = picture_parameters(pictures.ranks.ranks);
+  pictures.timeline = picture_timeline(report, pictures.ranks);
+  PageLimits limits;
+  std::string page = format_page(report, pictures, limits);
+  while (page.size() > kLargestPage && limits.sightings > 0) {
+    limits = limits.halved();
+    page = format_page(report, pictures, limits);
+  }
+  return page;
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,49 @@
+// The ledger files of a folder: which steps they tell of, and the ledgers of one step.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "nanlocator/record/ledger.hpp"
+
+namespace nanlocator {
+
+/// One ledger of a file, known by its first line.
+struct LedgerPlace {
+  std::size_t file = 0;   // index into LedgerFiles::paths
+  std::size_t begin = 0;  // bytes of the file
+  std::size_t end = 0;
+  std::size_t line = 1;  // that `begin` stands on
+  std::string run_id;
+  std::int64_t iteration = 0;
+  int rank = 0;
+};
+
+struct LedgerFiles {
+  std::vector<std::filesystem::path> paths;  // ascending
+  std::vector<LedgerPlace> places;           // in the order of the files
+  std::vector<std::string> notes;            // files and first lines that cannot be read
+};
+
+/// "ledger_*.jsonl", also with something before it ("a17-ledger_tp0pp0dp0.jsonl").
+[[nodiscard]] bool is_ledger_file(const std::filesystem::path& path);
+
+/// Finds every ledger of the folder, in parallel. Throws IoError where the folder cannot be read.
+[[nodiscard]] LedgerFiles find_ledgers(const std::filesystem::path& directory);
+
+struct ReadLedger {
+  Ledger ledger;
+  std::size_t file = 0;
+};
+
+/// The ledgers of one run's step, in the order of the files, read in parallel. What cannot be read
+/// is a note.
+[[nodiscard]] std::vector<ReadLedger> read_ledgers(const LedgerFiles& files,
+                                                   const std::string& run_id,
+                                                   std::int64_t iteration,
+                                                   std::vector<std::string>& notes);
+
+}  // namespace nanlocator

@@ -1,0 +1,42 @@
+# cmake -DPAGE=<this folder> -DOUTPUT=<file.cpp> -P embed.cmake
+# Writes page_assets.hpp's constants: each file as an array of bytes (string literals have a length
+# limit, and CMake's own strings mangle ';' and '['), and the hashes that allow style and script.
+
+# Base64 of a SHA-256: 64 hexadecimal digits in, 44 characters out.
+function(base64_of_hash hash out)
+  set(alphabet "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/")
+  set(text "")
+  string(APPEND hash "00")  # 33 bytes: eleven groups of three
+  foreach(group RANGE 10)
+    math(EXPR start "${group} * 6")
+    string(SUBSTRING "${hash}" ${start} 6 digits)
+    foreach(shift 18 12 6 0)
+      math(EXPR index "(0x${digits} >> ${shift}) & 63")
+      string(SUBSTRING "${alphabet}" ${index} 1 character)
+      string(APPEND text "${character}")
+    endforeach()
+  endforeach()
+  string(SUBSTRING "${text}" 0 43 text)
+  set(${out} "${text}=" PARENT_SCOPE)
+endfunction()
+
+set(source "// Made by embed.cmake from src/report/page.\n#include \"report/page_assets.hpp\"\n\nnamespace nanlocator::page_assets {\nnamespace {\n")
+set(views "")
+string(REPEAT "0x..," 16 sixteen)
+foreach(asset "page.html|Template" "style.css|Style" "script.js|Script")
+  string(REPLACE "|" ";" asset "${asset}")
+  list(GET asset 0 file)
+  list(GET asset 1 name)
+  file(READ "${PAGE}/${file}" bytes HEX)
+  string(REGEX REPLACE "(..)" "0x\\1," bytes "${bytes}")
+  string(REGEX REPLACE "(${sixteen})" "\\1\n" bytes "${bytes}")
+  string(APPEND source "const unsigned char k${name}Bytes[] = {\n${bytes}};\n")
+  string(APPEND views "const std::string_view k${name}{reinterpret_cast<const char*>(k${name}Bytes), sizeof k${name}Bytes};\n")
+  file(SHA256 "${PAGE}/${file}" hash)
+  base64_of_hash("${hash}" hash)
+  if(NOT name STREQUAL "Template")
+    string(APPEND views "const std::string_view k${name}Hash = \"sha256-${hash}\";\n")
+  endif()
+endforeach()
+string(APPEND source "}  // namespace\n\n${views}\n}  // namespace nanlocator::page_assets\n")
+file(WRITE "${OUTPUT}" "${source}")

@@ -1,0 +1,15 @@
+// The files of src/report/page, embedded by src/report/page/embed.cmake when the library is built.
+#pragma once
+
+#include <string_view>
+
+namespace nanlocator::page_assets {
+
+extern const std::string_view kTemplate;  // page.html; {{name}} is filled in for each report
+extern const std::string_view kStyle;     // style.css
+extern const std::string_view kScript;    // script.js
+// For the Content-Security-Policy: "sha256-...", of the two as they stand in the page.
+extern const std::string_view kStyleHash;
+extern const std::string_view kScriptHash;
+
+}  // namespace nanlocator::page_assets

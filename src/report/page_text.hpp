@@ -1,0 +1,24 @@
+// Text from other programs made safe for the page: in HTML and in its JSON element.
+#pragma once
+
+#include <cstddef>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+
+namespace nanlocator {
+
+/// Printable (printable.hpp) and at most `most_bytes`, cut between characters and ending in "...".
+[[nodiscard]] std::string page_text(std::string_view raw, std::size_t most_bytes = 600);
+
+/// `text` as the content of an element or of a quoted attribute.
+[[nodiscard]] std::string html_escaped(std::string_view text);
+
+/// JSON for a script element: without '<', '>', '&' and the line separators of JavaScript, so that
+/// no text in it can end the element.
+[[nodiscard]] std::string script_json(const nlohmann::ordered_json& json);
+
+/// "3 ranks", "1 rank".
+[[nodiscard]] std::string count_text(std::size_t count, std::string_view noun);
+
+}  // namespace nanlocator
