@@ -315,12 +315,17 @@ Origin origin_of(const Root& root) {
   origin.tensor = tensor_of(place);
   origin.bundle = birth.bundle;
   origin.cause = cause_of(birth);
-  origin.confidence = birth.is_module_inferred || birth.kind == BirthKind::opaque ||
-                              origin.cause == Cause::not_reproduced
+  const bool accuses_machine =
+      origin.cause == Cause::not_reproduced || origin.cause == Cause::memory_corruption;
+  origin.confidence = birth.is_module_inferred || birth.kind == BirthKind::opaque || accuses_machine
                           ? Confidence::medium
                           : Confidence::high;
   auto& evidence = origin.evidence;
   evidence.push_back(sentence_of(birth));
+  if (origin.cause == Cause::memory_corruption) {
+    evidence.emplace_back(
+        "not excluded: a kernel off the dispatcher, or another process, that wrote there");
+  }
   if (!birth.values.empty()) {
     std::string text;
     for (const auto& [name, value] : birth.values) {

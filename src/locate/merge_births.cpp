@@ -106,11 +106,12 @@ class Merge {
     const auto has_common_replica = [&] {
       return std::ranges::any_of(replicas, [&](int each) { return birth.replicas.contains(each); });
     };
-    // A forward that runs again in backward spoils what backward hands on.
-    const auto direction =
-        born.cause == Cause::recompute_mismatch ? Direction::backward : born.direction;
+    // A forward that runs again in backward spoils what it hands on itself, and what backward does.
+    const bool is_same_direction =
+        born.direction == seen.direction ||
+        (born.cause == Cause::recompute_mismatch && seen.direction == Direction::backward);
     const auto is_same_pass = [&] {
-      return direction == seen.direction &&
+      return is_same_direction &&
              may_be_same_microbatch(birth.born.microbatches, found.microbatches);
     };
     switch (found.found_in) {

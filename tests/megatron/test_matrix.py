@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
+import subprocess
 
 import pytest
 
@@ -171,6 +173,16 @@ def run_incidents(pool, name: str, layout: Layout, incidents: list[list[dict]], 
             wrong[f"{iteration} {' and '.join(names)}"] = str(error)
     assert not wrong, "\n\n".join(f"{name}: {problem}" for name, problem in wrong.items())
     assert not verdicts  # healthy steps
+    for verdict in ranks[0]["verdicts"]:
+        assert verdict_of_files(ranks[0]["run_dir"], verdict["iteration"])["origins"] == verdict["origins"]
+
+
+def verdict_of_files(run_dir: str, iteration: int) -> dict:
+    """What `nanlocator report` makes of the ledgers that the run left behind."""
+    command = ["nanlocator", "report", run_dir, "--step", str(iteration), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    return json.loads(done.stdout)
 
 
 def is_of(fact: dict, fault: dict) -> bool:
