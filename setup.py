@@ -51,8 +51,12 @@ class CMakeBuild(build_ext):
 
 
 setup(
-    packages=["nanlocator", "nanlocator.megatron"],
-    package_dir={"nanlocator": "integrations/python", "nanlocator.megatron": "integrations/megatron"},
+    packages=["nanlocator", "nanlocator.megatron", "nanlocator.transformers"],
+    package_dir={
+        "nanlocator": "integrations/python",
+        "nanlocator.megatron": "integrations/megatron",
+        "nanlocator.transformers": "integrations/transformers",
+    },
     package_data={"nanlocator": ["py.typed"]},
     ext_modules=[Extension("nanlocator._C", sources=[])],  # makes the wheel one for this platform
     cmdclass={"build_ext": CMakeBuild},

@@ -1,0 +1,106 @@
+"""The text: rows, frames, the header of a batch and the report. Nothing else in this package formats.
+
+Without ``verbose`` it is the text of transformers' ``debug_utils`` (5.17), byte for byte, as long as
+nothing is bad that the original does not look at.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from nanlocator.transformers.values import Values
+
+_PREFIX = " " * 17  # the two columns and the blank between them
+_COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
+
+
+class Role(Enum):
+    WEIGHT = "weight"
+    INPUT = "input"
+    OUTPUT = "output"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """One value of a frame."""
+
+    role: Role
+    context: str  # "weight", "input[0]", "output[1][0]", "input[attention_mask]"
+    values: Values | None  # None: no tensor
+    type_name: str = ""  # of what is no tensor
+    is_extra: bool = False  # the original has no row for it: keyword arguments, what is nested
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One call of a module."""
+
+    name: str  # fully qualified
+    module_class: str
+    rows: list[Row]  # those that are shown
+    starts_batch: int | None  # its number, in the first frame of a batch
+
+
+def frame_text(frame: Frame, verbose: bool) -> str:
+    lines = []
+    if frame.starts_batch is not None:
+        lines += [f"\n\n{_PREFIX} *** Starting batch number={frame.starts_batch} ***", _COLUMNS]
+    lines.append(f"{_PREFIX} {frame.name} {frame.module_class}")
+    lines += [_row_text(row, verbose) for row in frame.rows]
+    return "\n".join(lines)
+
+
+def report_text(frames: Iterable[Frame], batch_number: int, verbose: bool) -> str:
+    texts = [frame_text(frame, verbose) for frame in frames]
+    return "\n".join(
+        [
+            f"\nDetected inf/nan during batch_number={batch_number}",
+            f"Last {len(texts)} forward frames:",
+            _COLUMNS,
+            "\n".join(texts),
+            "\n\n",
+        ]
+    )
+
+
+def values_text(values: Values, context: str) -> str:
+    """The two columns and the metadata."""
+    if values.magnitudes is None:
+        return f"{'empty' if 0 in values.shape else 'no values':>17} {context}"
+    least, most = values.magnitudes
+    return f"{least:8.2e} {most:8.2e} {context}"
+
+
+def finding_lines(values: Values, context: str) -> list[str]:
+    """What is printed at once where something is bad."""
+    found = []
+    if values.has_nan:
+        found.append(f"{context} has nans")
+    if values.has_inf:
+        found.append(f"{context} has infs")
+    return found
+
+
+def _row_text(row: Row, verbose: bool) -> str:
+    if row.values is not None:
+        text = values_text(row.values, row.context)
+        return f"{text}  {_details(row.values)}" if verbose else text
+    if row.type_name == "NoneType":
+        return f"{'None':>17} {row.context}"
+    text = f"{'not a tensor':>17} {row.context}"
+    return f"{text}  {row.type_name}" if verbose else text
+
+
+def _details(values: Values) -> str:
+    """Behind the metadata: dtype, shape; of a bad tensor the counts, the first index, what is finite."""
+    text = f"{str(values.dtype).removeprefix('torch.')} {list(values.shape)}"
+    stats = values.stats
+    if stats is None or stats.is_finite:
+        return text
+    counts = {"NaN": stats.nan, "+Inf": stats.pos_inf, "-Inf": stats.neg_inf}
+    text += f"  {', '.join(f'{n} {what}' for what, n in counts.items() if n)} of {stats.numel}"
+    if (index := values.first_bad) is not None:
+        text += f", first at {list(index)}"
+    has_finite = stats.numel > stats.nan + stats.pos_inf + stats.neg_inf
+    span = f"finite {stats.finite_min:.2e} to {stats.finite_max:.2e}" if has_finite else "nothing finite"
+    return f"{text}, {span}"
