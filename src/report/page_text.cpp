@@ -65,8 +65,4 @@ std::string script_json(const nlohmann::ordered_json& json) {
   return out;
 }
 
-std::string count_text(std::size_t count, std::string_view noun) {
-  return std::to_string(count) + " " + std::string(noun) + (count == 1 ? "" : "s");
-}
-
 }  // namespace nanlocator

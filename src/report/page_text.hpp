@@ -18,7 +18,4 @@ namespace nanlocator {
 /// no text in it can end the element.
 [[nodiscard]] std::string script_json(const nlohmann::ordered_json& json);
 
-/// "3 ranks", "1 rank".
-[[nodiscard]] std::string count_text(std::size_t count, std::string_view noun);
-
 }  // namespace nanlocator

@@ -91,4 +91,8 @@ std::string shell_word(std::string_view text) {
   return quoted + "'";
 }
 
+std::string count_text(std::size_t count, std::string_view noun) {
+  return std::to_string(count) + " " + std::string(noun) + (count == 1 ? "" : "s");
+}
+
 }  // namespace nanlocator

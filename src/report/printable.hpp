@@ -1,6 +1,8 @@
-// Text from other programs made safe for a terminal, and its width there.
+// Text for people: what comes from other programs made safe for a terminal or a shell, its width,
+// counts.
 #pragma once
 
+#include <cstddef>
 #include <string>
 #include <string_view>
 
@@ -17,5 +19,8 @@ namespace nanlocator {
 
 /// One word for a shell, quoted where it has to be.
 [[nodiscard]] std::string shell_word(std::string_view text);
+
+/// "3 ranks", "1 rank".
+[[nodiscard]] std::string count_text(std::size_t count, std::string_view noun);
 
 }  // namespace nanlocator

@@ -82,10 +82,6 @@ class Page {
   std::string text_;
 };
 
-std::string plural(std::size_t count, const std::string& noun) {
-  return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
-}
-
 /// "NaN", "Inf", or "NaN and Inf": what the tensor held.
 std::string what_of(const Origin& origin) {
   if (!origin.tensor)
@@ -106,8 +102,8 @@ std::string who_of(const Origin& origin) {
   if (origin.coordinates) return origin.coordinates->describe();
   if (origin.candidates.empty()) return "an unknown rank";
   if (origin.candidates.size() == 1) return "rank " + std::to_string(origin.candidates.front());
-  std::string text =
-      "one of " + plural(origin.candidates.size(), "rank") + ": " + short_list(origin.candidates);
+  std::string text = "one of " + count_text(origin.candidates.size(), "rank") + ": " +
+                     short_list(origin.candidates);
   if (origin.data_parallel_replica) {
     text += " (dp" + std::to_string(*origin.data_parallel_replica) + ")";
   }
@@ -208,9 +204,9 @@ void add_origin(Page& page, const Origin& origin, std::size_t most_evidence, int
 }
 
 std::string spread_text(const Verdict& verdict) {
-  std::string text = plural(verdict.spread.ranks.size(), "rank") + " had it";
+  std::string text = count_text(verdict.spread.ranks.size(), "rank") + " had it";
   if (!verdict.spread.parameters.empty()) {
-    text = plural(verdict.spread.parameters.size(), "parameter") + " on " + text;
+    text = count_text(verdict.spread.parameters.size(), "parameter") + " on " + text;
   }
   if (verdict.spread.first_seen) {
     text += ", first in " + std::string(name_of(*verdict.spread.first_seen));
@@ -237,7 +233,7 @@ std::vector<Amounts> amounts_to_try(bool has_one_origin) {
 std::string headline_of(const Verdict& verdict) {
   const std::string step = "step " + std::to_string(verdict.iteration) + ": ";
   if (verdict.origins.size() == 1) return step + sentence_of(verdict.origins.front());
-  if (!verdict.origins.empty()) return step + plural(verdict.origins.size(), "origin");
+  if (!verdict.origins.empty()) return step + count_text(verdict.origins.size(), "origin");
   switch (verdict.status) {
     case VerdictStatus::clean:
       return step + "no NaN or Inf in what was seen";
@@ -267,13 +263,14 @@ std::string format(const Verdict& verdict, const TerminalStyle& style, const Amo
     }
     if (shown < verdict.origins.size()) {
       page.row("more",
-               plural(verdict.origins.size() - shown, "further origin") + " in verdict.json", 2);
+               count_text(verdict.origins.size() - shown, "further origin") + " in verdict.json",
+               2);
     }
   }
   if (!verdict.spread.ranks.empty()) page.row("spread", spread_text(verdict), 2);
   if (!verdict.silent_ranks.empty()) {
     page.row("silent",
-             "no answer from " + plural(verdict.silent_ranks.size(), "rank") + ": " +
+             "no answer from " + count_text(verdict.silent_ranks.size(), "rank") + ": " +
                  short_list(verdict.silent_ranks) + "; what they saw is not in this verdict",
              2);
   }
@@ -281,8 +278,8 @@ std::string format(const Verdict& verdict, const TerminalStyle& style, const Amo
     page.row("note", verdict.notes[i], 2);
   }
   if (verdict.notes.size() > most.notes) {
-    page.row("note", plural(verdict.notes.size() - most.notes, "further note") + " in verdict.json",
-             2);
+    page.row("note",
+             count_text(verdict.notes.size() - most.notes, "further note") + " in verdict.json", 2);
   }
   return std::move(page).text();
 }
