@@ -16,6 +16,7 @@ Hooks replace methods of the instances and functions of Megatron's modules; ``re
 
 import contextlib
 import json
+import math
 import os
 import sys
 import weakref
@@ -573,14 +574,18 @@ class MegatronLocator:
         """What this step's gradients are multiplied by; 0 where the scale is not dynamic."""
         self._loss_scale = max((scaler.scale.item() for scaler in self._dynamic_scalers()), default=0.0)
         if self._loss_scale > 0:
-            self._locator.set_loss_scale(self._loss_scale)
+            self._locator.set_loss_scale(self._loss_scale, self._may_fall())
+
+    def _may_fall(self) -> bool:
+        """The loss scale, after an overflow."""
+        smallest = (scaler.min_scale.item() for scaler in self._dynamic_scalers())
+        return self._loss_scale > max(smallest, default=math.inf)
 
     def _is_routine_overflow(self) -> bool:
         """fp16 with a dynamic loss scale looks for its scale by overflowing in backward; at the smallest
         scale an overflow is no longer the scale's doing (grad_scaler.py, DynamicGradScaler), and a loss
         that is not finite never was. The same on all ranks."""
-        scalers = self._dynamic_scalers()
-        if not scalers or self._loss_scale <= max(scaler.min_scale.item() for scaler in scalers):
+        if not self._may_fall():
             return False
         losses = [loss for _, loss in self._microbatches.named_losses]
         return not self._locator.is_true_anywhere(not all(bool(torch.isfinite(x).all()) for x in losses))

@@ -169,6 +169,7 @@ struct GradientLocator::Impl {
   State state = State::before_first_step;
   std::int64_t iteration = 0;
   std::optional<double> gradient_norm;
+  std::optional<double> loss_scale;  // that an overflow lowers
   std::vector<std::string> notes;
   std::vector<Birth> births;
   int questions = 0;  // of this step, put through the Store
@@ -350,6 +351,7 @@ bool GradientLocator::Impl::finish_flag_or_conclude_alone(GradientLocator& locat
 void GradientLocator::Impl::forget_step() {
   scanner->begin_step();
   gradient_norm.reset();
+  loss_scale.reset();
   notes.clear();
   births.clear();
   questions = 0;
@@ -377,6 +379,7 @@ Ledger GradientLocator::Impl::make_ledger(std::vector<std::string> extra_notes) 
   ledger.iteration = iteration;
   ledger.coordinates = map.coordinates();
   ledger.gradient_norm = gradient_norm;
+  ledger.loss_scale = loss_scale;
   ledger.level = name_of(options.level);
   ledger.on_bad = name_of(options.on_bad);
   ledger.births = births;
@@ -656,8 +659,9 @@ void GradientLocator::set_gradient_norm(double norm) {
   impl_->gradient_norm = norm;
 }
 
-void GradientLocator::set_loss_scale(double loss_scale) {
+void GradientLocator::set_loss_scale(double loss_scale, bool falls_on_overflow) {
   impl_->scanner->set_loss_scale(loss_scale);
+  impl_->loss_scale = falls_on_overflow ? std::optional(loss_scale) : std::nullopt;
 }
 
 void GradientLocator::add_note(std::string note) {

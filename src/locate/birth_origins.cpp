@@ -163,6 +163,26 @@ Cause cause_of(const Birth& birth) {
   return Cause::unknown;
 }
 
+/// fp16 gradients that do not fit because a scaler has multiplied them.
+bool is_of_loss_scale(const Root& root) {
+  const Birth& birth = *root.birth;
+  return root.rank->ledger().loss_scale && birth.sighting.phase == Phase::backward &&
+         birth.sighting.dtype == "float16" && cause_of(birth) == Cause::operator_overflow;
+}
+
+/// A model that makes its loss itself divides inside a module; that no label was counted, the loss
+/// tells.
+bool is_of_empty_loss(const Root& root) {
+  const Birth& birth = *root.birth;
+  const Cause cause = cause_of(birth);
+  if (cause != Cause::operator_undefined && cause != Cause::unknown) return false;
+  if (!birth.sighting.op.starts_with("aten::div")) return false;
+  return std::ranges::any_of(root.rank->ledger().sightings, [&](const Sighting& loss) {
+    return loss.phase == Phase::loss && loss.valid_labels == 0 &&
+           loss.microbatch == birth.sighting.microbatch;
+  });
+}
+
 /// "aten::log of module encoder.norm".
 std::string who_of(const Birth& birth) {
   const Sighting& place = birth.sighting;
@@ -250,6 +270,20 @@ std::string reached_text(const Root& root) {
   return text;
 }
 
+/// Only fp16 has less range than fp32: what overflows in bf16 overflows in fp32.
+std::string remedy_of_overflow(const std::string& module, const Sighting& place) {
+  if (place.dtype == "bfloat16" || place.dtype == "float32") {
+    return "scale what goes into " + module + ": it leaves the range of " + place.dtype +
+           ", 3.4e38";
+  }
+  std::string remedy = "run " + module + " in fp32, or scale what goes into it";
+  if (place.dtype == "float16" && !place.module.empty()) {
+    remedy += "; under autocast: nanlocator.transformers.no_autocast(model.get_submodule(\"" +
+              place.module + "\"))";
+  }
+  return remedy;
+}
+
 std::string action_of(Cause cause, const Birth& birth) {
   const std::string module =
       birth.sighting.module.empty() ? "the operator" : "module " + birth.sighting.module;
@@ -263,7 +297,7 @@ std::string action_of(Cause cause, const Birth& birth) {
     case Cause::empty_loss_mask:
       return "guard the loss against a batch without valid labels: divide by max(count, 1)";
     case Cause::operator_overflow:
-      return "run " + module + " in fp32 (autocast off), or scale what goes into it";
+      return remedy_of_overflow(module, birth.sighting);
     case Cause::operator_undefined:
       return "add an epsilon to, or clamp, what goes into " + birth.sighting.op + " in " + module;
     case Cause::operator_bug:
@@ -284,6 +318,9 @@ std::string action_of(Cause cause, const Birth& birth) {
     case Cause::recompute_mismatch:
       return "find what differs between the two executions of " + module +
              ": random numbers, autocast, or state that the first one moved";
+    case Cause::loss_scale:
+      return "none: the scaler leaves the step out and lowers its scale; look again where that "
+             "happens step after step";
     case Cause::user_hook:
       return birth.stack.empty() ? "look at the hooks that are registered on this tensor"
                                  : "look at the hook at " + birth.stack.front();
@@ -314,14 +351,21 @@ Origin origin_of(const Root& root) {
   }
   origin.tensor = tensor_of(place);
   origin.bundle = birth.bundle;
-  origin.cause = cause_of(birth);
+  origin.cause = is_of_loss_scale(root) ? Cause::loss_scale : cause_of(birth);
+  if (is_of_empty_loss(root)) origin.cause = Cause::empty_loss_mask;
   const bool accuses_machine =
       origin.cause == Cause::not_reproduced || origin.cause == Cause::memory_corruption;
-  origin.confidence = birth.is_module_inferred || birth.kind == BirthKind::opaque || accuses_machine
-                          ? Confidence::medium
-                          : Confidence::high;
+  // How large the gradient is without the loss scale, an infinity does not tell.
+  const bool is_sure = !birth.is_module_inferred && birth.kind != BirthKind::opaque &&
+                       !accuses_machine && origin.cause != Cause::loss_scale;
+  origin.confidence = is_sure ? Confidence::high : Confidence::medium;
   auto& evidence = origin.evidence;
   evidence.push_back(sentence_of(birth));
+  if (origin.cause == Cause::loss_scale) {
+    evidence.push_back("all gradients of this step are multiplied by " +
+                       short_number(*root.rank->ledger().loss_scale) +
+                       ", a loss scale that falls after an overflow");
+  }
   if (origin.cause == Cause::memory_corruption) {
     evidence.emplace_back(
         "not excluded: a kernel off the dispatcher, or another process, that wrote there");

@@ -70,17 +70,8 @@ bool Crossings::is_watching(const RankEvidence& rank) noexcept {
          (rank.ledger().level == "boundaries" || !rank.ledger().crossings.empty());
 }
 
-/// Members as a file may have them: in any order, twice, or outside the world.
-std::vector<int> Crossings::ranks_in_world(const std::vector<int>& members) const {
-  std::vector<int> ranks = members;
-  std::erase_if(ranks, [&](int rank) { return rank < 0 || rank >= world_size_; });
-  std::ranges::sort(ranks);
-  ranks.erase(std::ranges::unique(ranks).begin(), ranks.end());
-  return ranks;
-}
-
-std::size_t Crossings::group_of(const std::string& name, const std::vector<int>& members) {
-  return groups_.try_emplace({name, ranks_in_world(members)}, groups_.size()).first->second;
+std::size_t Crossings::group_of(const std::string& name, const RankList& members) {
+  return groups_.try_emplace({name, members}, groups_.size()).first->second;
 }
 
 void Crossings::take(const RankEvidence& rank) {
@@ -117,7 +108,7 @@ void Crossings::take_crossing(const RankEvidence& rank, const Sighting& sighting
     Meeting meeting;
     meeting.crossing = &crossing;
     if (!crossing.peer) {
-      meeting.givers = ranks_in_world(crossing.members);
+      meeting.givers = crossing.members.ranks_below(world_size_);
     } else {
       if (key.sender >= 0 && key.sender < world_size_) meeting.givers = {key.sender};
       meeting.receiver = key.receiver;

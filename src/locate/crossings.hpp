@@ -74,10 +74,9 @@ class Crossings {
     int peer = -1;  // -1: a collective
     friend auto operator<=>(const CoverageKey&, const CoverageKey&) = default;
   };
-  using Group = std::pair<std::string, std::vector<int>>;  // name, members
+  using Group = std::pair<std::string, RankList>;  // name, members
 
-  [[nodiscard]] std::vector<int> ranks_in_world(const std::vector<int>& members) const;
-  std::size_t group_of(const std::string& name, const std::vector<int>& members);
+  std::size_t group_of(const std::string& name, const RankList& members);
   void take(const RankEvidence& rank);
   void take_crossing(const RankEvidence& rank, const Sighting& sighting, BoundaryRole role);
   void explain_on(std::span<BoundaryEvent> events_of_rank);

@@ -13,6 +13,7 @@
 #include "locate/divergence.hpp"
 #include "locate/findings.hpp"
 #include "locate/gradient_rules.hpp"
+#include "locate/machine_check.hpp"
 #include "locate/merge_births.hpp"
 #include "locate/origin_text.hpp"
 #include "locate/reduction_rules.hpp"
@@ -54,6 +55,7 @@ class Locator {
     merge_with_births();
     judge_divergence(incident, verdict_.origins);
     for (Origin& origin : verdict_.origins) origin.refutation = refutation_of(origin);
+    add_machine_check(incident, verdict_.origins);
     describe_spread();
     add_status_and_notes();
     return std::move(verdict_);
@@ -105,6 +107,13 @@ class Locator {
     }
   }
 
+  [[nodiscard]] VerdictStatus status_of_complete_evidence() const {
+    if (verdict_.origins.empty()) return VerdictStatus::clean;
+    const bool is_benign = std::ranges::all_of(
+        verdict_.origins, [](const Origin& origin) { return origin.cause == Cause::loss_scale; });
+    return is_benign ? VerdictStatus::benign : VerdictStatus::located;
+  }
+
   void add_status_and_notes() {
     verdict_.notes.insert(verdict_.notes.begin(), findings_.notes().begin(),
                           findings_.notes().end());
@@ -112,7 +121,7 @@ class Locator {
     if (!findings_.incident().silent().empty() || findings_.incident().has_cut_off_ledgers()) {
       verdict_.status = VerdictStatus::partial;
     } else {
-      verdict_.status = verdict_.origins.empty() ? VerdictStatus::clean : VerdictStatus::located;
+      verdict_.status = status_of_complete_evidence();
     }
     for (const auto& [phase, count] : findings_.origins_per_phase()) {
       if (count <= Findings::kMostOriginsPerPhase) continue;

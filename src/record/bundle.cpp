@@ -9,6 +9,7 @@
 #include "record/bundle_keys.hpp"
 #include "record/checksum.hpp"
 #include "record/posix_file.hpp"
+#include "record/record_json.hpp"
 
 namespace nanlocator {
 namespace {

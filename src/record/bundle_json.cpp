@@ -306,18 +306,6 @@ std::map<std::string, std::string> texts_by_name(const JsonObject& object, const
   });
 }
 
-std::uint32_t checksum_from_json(const JsonObject& object) {
-  const std::string text = object.text(keys::kCrc32);
-  std::uint32_t crc32 = 0;
-  const char* const end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, crc32, 16);
-  if (error != std::errc() || stop != end || text.size() != 8) {
-    throw_unexpected_json(object.where(keys::kCrc32), object.member(keys::kCrc32),
-                          "8 hexadecimal digits");
-  }
-  return crc32;
-}
-
 std::map<std::string, std::uint32_t> checksums_from_json(const JsonObject& object,
                                                          const char* key) {
   return read_map(object, key, [](const json& value, const Place& place) {
@@ -596,12 +584,6 @@ bool is_plain_file_name(std::string_view name) noexcept {
            const auto code = static_cast<unsigned char>(byte);
            return byte == '/' || byte == '\\' || code < 0x20 || code == 0x7f;
          });
-}
-
-std::string checksum_text(std::uint32_t crc32) {
-  char text[9];
-  std::snprintf(text, sizeof text, "%08x", static_cast<unsigned>(crc32));
-  return text;
 }
 
 }  // namespace nanlocator

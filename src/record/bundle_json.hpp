@@ -33,6 +33,5 @@ struct BundleText {
 [[nodiscard]] bool is_plain_file_name(std::string_view name) noexcept;
 
 /// "89abcdef".
-[[nodiscard]] std::string checksum_text(std::uint32_t crc32);
 
 }  // namespace nanlocator

@@ -29,7 +29,6 @@ inline constexpr const char* kVersions = "versions";
 inline constexpr const char* kCppStack = "cpp_stack";
 inline constexpr const char* kStorages = "storages";
 inline constexpr const char* kFiles = "files";
-inline constexpr const char* kCrc32 = "crc32";
 
 // The operator call.
 inline constexpr const char* kSchema = "schema";

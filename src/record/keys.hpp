@@ -33,6 +33,7 @@ inline constexpr const char* kBackwardOrder = "backward_order";
 inline constexpr const char* kObserved = "observed";
 inline constexpr const char* kReverseRegistration = "reverse_registration";
 inline constexpr const char* kGradientNorm = "gradient_norm";
+inline constexpr const char* kLossScale = "loss_scale";
 inline constexpr const char* kAbsmax = "absmax";
 inline constexpr const char* kAbsmaxParameter = "absmax_parameter";
 
@@ -49,6 +50,7 @@ inline constexpr const char* kPhase = "phase";
 inline constexpr const char* kParameters = "parameters";
 inline constexpr const char* kText = "text";
 inline constexpr const char* kLines = "lines";
+inline constexpr const char* kCrc32 = "crc32";
 
 // Crossings between ranks, microbatches.
 inline constexpr const char* kCrossing = "crossing";

@@ -8,6 +8,7 @@
 #include "nanlocator/error.hpp"
 #include "record/appended_file.hpp"
 #include "record/birth_json.hpp"
+#include "record/checksum.hpp"
 #include "record/history_json.hpp"
 #include "record/keys.hpp"
 #include "record/record_json.hpp"
@@ -40,6 +41,7 @@ ordered_json header_to_json(const Ledger& ledger) {
   json[keys::kBackwardOrder] =
       ledger.is_backward_order_observed ? keys::kObserved : keys::kReverseRegistration;
   json[keys::kGradientNorm] = number_or_null(ledger.gradient_norm);
+  json[keys::kLossScale] = number_or_null(ledger.loss_scale);
   json[keys::kAbsmax] = number_or_null(ledger.absmax);
   json[keys::kAbsmaxParameter] = text_or_null(ledger.absmax_parameter);
   return json;
@@ -71,7 +73,7 @@ ordered_json record_to_json(const CrossingCoverage& crossings) {
   ordered_json json;
   json[keys::kRecord] = keys::kRecordCrossings;
   json[keys::kGroup] = crossings.group;
-  json[keys::kMembers] = crossings.members;
+  json[keys::kMembers] = rank_list_to_json(crossings.members);
   json[keys::kPeer] = value_or_null(crossings.peer);
   json[keys::kRole] = crossings.role;
   json[keys::kCount] = crossings.count;
@@ -147,6 +149,7 @@ Ledger header_from_json(const JsonObject& object) {
   }
   ledger.is_backward_order_observed = order == keys::kObserved;
   ledger.gradient_norm = optional_number(object, keys::kGradientNorm);
+  ledger.loss_scale = optional_number(object, keys::kLossScale);
   ledger.absmax = optional_number(object, keys::kAbsmax);
   ledger.absmax_parameter = text_or_empty(object, keys::kAbsmaxParameter);
   ledger.is_complete = false;  // until its last line is met
@@ -180,7 +183,7 @@ Coverage coverage_from_json(const JsonObject& object) {
 CrossingCoverage crossings_from_json(const JsonObject& object) {
   CrossingCoverage crossings;
   crossings.group = object.text(keys::kGroup);
-  crossings.members = ranks_from_json(object, keys::kMembers);
+  crossings.members = rank_list_from_json(object, keys::kMembers);
   crossings.peer = object.optional_small_integer(keys::kPeer, 0);
   crossings.role = object.text(keys::kRole);
   crossings.count = object.integer(keys::kCount, 0);
@@ -202,6 +205,7 @@ class LedgerReader {
 
   void read_line(std::string_view line, std::size_t number) {
     const std::string where = source_ + ": line " + std::to_string(number);
+    line_ = line;
     try {
       const nlohmann::json json = parse_json(line, where);
       take(JsonObject(json, where), number);
@@ -230,6 +234,7 @@ class LedgerReader {
       is_open_ = false;  // also where this header cannot be read: its lines belong to nobody
       ledgers_.push_back(header_from_json(object));
       is_open_ = true;
+      begin_ = line_.data();
       lines_ = 0;
       line_notes_ = 0;
       has_lost_lines_ = false;
@@ -246,6 +251,13 @@ class LedgerReader {
         has_lost_lines_ = true;
         ledger.notes.push_back(object.where() + ": the ledger has " + std::to_string(lines_) +
                                " readable lines of " + std::to_string(expected));
+      }
+      // A damaged digit makes another number, not a line that cannot be read.
+      const std::string_view lines(begin_, static_cast<std::size_t>(line_.data() - begin_));
+      if (crc32_of(lines) != checksum_from_json(object) && !has_lost_lines_) {
+        has_lost_lines_ = true;
+        ledger.notes.push_back(object.where(keys::kCrc32) +
+                               ": the ledger's bytes have changed since it was written");
       }
       ledger.is_complete = !has_lost_lines_;
       is_open_ = false;
@@ -313,6 +325,8 @@ class LedgerReader {
   }
 
   std::string source_;
+  std::string_view line_;        // the one that is being read
+  const char* begin_ = nullptr;  // of the open ledger; all lines are of one text
   std::vector<Ledger> ledgers_;
   std::vector<std::string> orphans_;
   bool is_open_ = false;
@@ -343,7 +357,10 @@ std::string to_jsonl(const Ledger& ledger) {
   }
   // A ledger that was read from a cut-off text stays recognisable as one.
   if (ledger.is_complete) {
-    text += one_line({{keys::kRecord, keys::kRecordEnd}, {keys::kLines, lines}}) + "\n";
+    text += one_line({{keys::kRecord, keys::kRecordEnd},
+                      {keys::kLines, lines},
+                      {keys::kCrc32, checksum_text(crc32_of(text))}}) +
+            "\n";
   }
   return text;
 }

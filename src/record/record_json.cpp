@@ -5,8 +5,10 @@
 #include <cstdio>
 #include <limits>
 #include <system_error>
+#include <utility>
 
 #include "nanlocator/error.hpp"
+#include "record/keys.hpp"
 
 namespace nanlocator {
 namespace {
@@ -102,6 +104,53 @@ std::vector<int> ranks_from_json(const JsonObject& object, const char* key) {
       });
 }
 
+nlohmann::ordered_json rank_list_to_json(const RankList& list) {
+  auto json = nlohmann::ordered_json::array();
+  for (const auto& [first, last, step] : list.runs()) {
+    if ((last - first) / step >= 3) {
+      json.push_back({first, last, step});
+    } else {
+      for (int rank = first; rank <= last; rank += step) json.push_back(rank);
+    }
+  }
+  return json;
+}
+
+RankList rank_list_from_json(const JsonObject& object, const char* key) {
+  constexpr int kLargest = std::numeric_limits<int>::max();
+  const auto read_rank = [](const nlohmann::json& value, const std::string& where) {
+    return static_cast<int>(json_integer(value, where, 0, kLargest));
+  };
+  std::vector<RankRun> runs;
+  std::vector<int> singles;  // since the latest progression
+  const auto close_singles = [&] {
+    const RankList list(std::exchange(singles, {}));
+    runs.insert(runs.end(), list.runs().begin(), list.runs().end());
+  };
+  const auto items = array_from_json<const nlohmann::json*>(
+      object, key, "an array of ranks", [](const auto& value, const auto&) { return &value; });
+  for (const nlohmann::json* item : items) {
+    const auto number = integer_within(*item, 0, kLargest);
+    if (number) {
+      singles.push_back(static_cast<int>(*number));
+      continue;
+    }
+    if (!item->is_array() || item->size() != 3) {
+      throw_unexpected_json(object.where(key), *item, "a rank, or [first, last, step]");
+    }
+    close_singles();
+    const std::string where = object.where(key);
+    runs.push_back(
+        {read_rank((*item)[0], where), read_rank((*item)[1], where), read_rank((*item)[2], where)});
+  }
+  close_singles();
+  try {
+    return RankList::of_runs(std::move(runs));
+  } catch (const UsageError& error) {
+    throw FormatError(object.where(key) + ": " + error.what());
+  }
+}
+
 std::vector<std::string> texts_from_json(const JsonObject& object, const char* key) {
   return array_from_json<std::string>(object, key, "an array of strings",
                                       [](const auto& value, const auto& where) {
@@ -109,6 +158,24 @@ std::vector<std::string> texts_from_json(const JsonObject& object, const char* k
                                           throw_unexpected_json(where(), value, "a string");
                                         return value.template get<std::string>();
                                       });
+}
+
+std::string checksum_text(std::uint32_t crc32) {
+  char text[9];
+  std::snprintf(text, sizeof text, "%08x", static_cast<unsigned>(crc32));
+  return text;
+}
+
+std::uint32_t checksum_from_json(const JsonObject& object) {
+  const std::string text = object.text(keys::kCrc32);
+  std::uint32_t crc32 = 0;
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, crc32, 16);
+  if (error != std::errc() || stop != end || text.size() != 8) {
+    throw_unexpected_json(object.where(keys::kCrc32), object.member(keys::kCrc32),
+                          "8 hexadecimal digits");
+  }
+  return crc32;
 }
 
 std::string one_line(const nlohmann::ordered_json& json) {

@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "nanlocator/record/rank_list.hpp"
 #include "record/strict_json.hpp"
 
 namespace nanlocator {
@@ -36,7 +37,14 @@ template <typename Value>
 /// Non-negative integers.
 [[nodiscard]] std::vector<std::int64_t> sizes_from_json(const JsonObject& object, const char* key);
 [[nodiscard]] std::vector<int> ranks_from_json(const JsonObject& object, const char* key);
+/// A progression of four or more is [first, last, step], all else single numbers.
+[[nodiscard]] nlohmann::ordered_json rank_list_to_json(const RankList& list);
+[[nodiscard]] RankList rank_list_from_json(const JsonObject& object, const char* key);
 [[nodiscard]] std::vector<std::string> texts_from_json(const JsonObject& object, const char* key);
+
+/// zlib's CRC-32 as 8 hexadecimal digits; read from the member `crc32`.
+[[nodiscard]] std::string checksum_text(std::uint32_t crc32);
+[[nodiscard]] std::uint32_t checksum_from_json(const JsonObject& object);
 
 /// The value on one line. Bytes that are not UTF-8 become U+FFFD: a strange module name must not
 /// cost the record of a fault.

@@ -41,7 +41,7 @@ TensorStats stats_from_json(const JsonObject& object) {
 ordered_json crossing_to_json(const Crossing& crossing) {
   ordered_json json;
   json[keys::kGroup] = crossing.group;
-  json[keys::kMembers] = crossing.members;
+  json[keys::kMembers] = rank_list_to_json(crossing.members);
   json[keys::kPeer] = value_or_null(crossing.peer);
   json[keys::kSequence] = crossing.sequence;
   return json;
@@ -50,7 +50,7 @@ ordered_json crossing_to_json(const Crossing& crossing) {
 Crossing crossing_from_json(const JsonObject& object) {
   Crossing crossing;
   crossing.group = object.text(keys::kGroup);
-  crossing.members = ranks_from_json(object, keys::kMembers);
+  crossing.members = rank_list_from_json(object, keys::kMembers);
   crossing.peer = object.optional_small_integer(keys::kPeer, 0);
   crossing.sequence = object.integer(keys::kSequence, 0);
   return crossing;

@@ -234,25 +234,16 @@ std::string headline_of(const Verdict& verdict) {
   const std::string step = "step " + std::to_string(verdict.iteration) + ": ";
   if (verdict.origins.size() == 1) return step + sentence_of(verdict.origins.front());
   if (!verdict.origins.empty()) return step + count_text(verdict.origins.size(), "origin");
-  switch (verdict.status) {
-    case VerdictStatus::clean:
-      return step + "no NaN or Inf in what was seen";
-    case VerdictStatus::benign:
-      return step + "a routine overflow of the loss scaler";
-    case VerdictStatus::located:
-    case VerdictStatus::partial:
-      break;
-  }
-  return step + "no origin found; the evidence is incomplete";
+  return step + (verdict.status == VerdictStatus::clean
+                     ? "no NaN or Inf in what was seen"
+                     : "no origin found; the evidence is incomplete");
 }
 
 std::string format(const Verdict& verdict, const TerminalStyle& style, const Amounts& most) {
   Page page(style);
   const bool is_quiet =
       verdict.status == VerdictStatus::clean || verdict.status == VerdictStatus::benign;
-  page.headline(headline_of(verdict), !verdict.origins.empty() ? kRed
-                                      : is_quiet               ? kGreen
-                                                               : kYellow);
+  page.headline(headline_of(verdict), is_quiet ? kGreen : verdict.origins.empty() ? kYellow : kRed);
   if (verdict.origins.size() == 1) {
     add_origin(page, verdict.origins.front(), most.evidence, 2, style.run_dir);
   } else {

@@ -29,7 +29,11 @@ std::uint64_t hash_of(const Crossing& crossing) {
   std::uint64_t hash = 14695981039346656037ULL;  // FNV-1a
   const auto add = [&](std::uint64_t value) { hash = (hash ^ value) * 1099511628211ULL; };
   for (const char c : crossing.group) add(static_cast<unsigned char>(c));
-  for (const int member : crossing.members) add(static_cast<std::uint64_t>(member) + 256);
+  for (const RankRun& run : crossing.members.runs()) {
+    for (const int number : {run.first, run.last, run.step}) {
+      add(static_cast<std::uint64_t>(number) + 256);
+    }
+  }
   return hash;
 }
 

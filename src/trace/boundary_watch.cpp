@@ -28,7 +28,7 @@ namespace {
 
 struct Group {
   std::string name;
-  std::vector<int> members;
+  RankList members;
 };
 
 enum class Direction : std::uint8_t { collective, sent, received };
@@ -255,7 +255,6 @@ BoundaryWatch::~BoundaryWatch() = default;
 
 CrossingGroup BoundaryWatch::add_group(std::string name, std::vector<int> members) {
   const std::lock_guard lock(impl_->mutex);
-  std::ranges::sort(members);
   impl_->groups.push_back({std::move(name), std::move(members)});
   return impl_->groups.size() - 1;
 }

@@ -161,16 +161,20 @@ TEST_F(SingleProcess, AFindingTellsTheStepsBeforeItInTheLedgerAndParameterByPara
 TEST_F(SingleProcess, TheHistoryIsDividedByTheLossScaleOfItsSteps) {
   auto locator = make();
   EXPECT_FALSE(run_step(locator, 1, healthy() * 64.0));
-  locator.set_loss_scale(32);
+  locator.set_loss_scale(32, false);
   locator.begin_step(2);
   locator.scan(Phase::grad_reduced, 0, "grad", std::vector{GradientView{0, with_bad_element()}});
-  locator.set_loss_scale(2);
+  locator.set_loss_scale(2, true);
   locator.start_agreement();
   ASSERT_TRUE(locator.finish_agreement());
   (void)locator.conclude();
   std::vector<std::string> notes;
   EXPECT_THAT(read_histories(locator.run_dir(), 2, notes).at(0).parameters.at(0).absmax,
               ElementsAre(2, 0.5));
+  const auto ledgers =
+      ledgers_from_jsonl(content_of(locator.run_dir() / "ledger_tp0pp0dp0.jsonl"), "ledger");
+  ASSERT_EQ(ledgers.size(), 1u);
+  EXPECT_EQ(ledgers[0].loss_scale, 2);
 }
 
 TEST_F(SingleProcess, CountsADismissedStepAndWritesNothingOfIt) {

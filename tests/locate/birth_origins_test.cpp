@@ -95,6 +95,48 @@ TEST(BirthOrigins, TheInfinityIsTheOriginOfTheNanThatItBecame) {
   EXPECT_THAT(verdict.origins[0].evidence, Contains(HasSubstr("aten::sub.Tensor")));
 }
 
+/// An overflow in backward, whose gradients carry a loss scale.
+Ledger ledger_of_scaled_overflow() {
+  Ledger ledger = ledger_of(0, 1);
+  ledger.loss_scale = 65536;
+  ledger.births = {birth_of(BirthKind::inf, Phase::backward, "aten::mm")};
+  ledger.births[0].sighting.dtype = "float16";
+  ledger.births[0].replay = ReplayConclusion::deterministic_overflow;
+  return ledger;
+}
+
+TEST(BirthOrigins, AnOverflowOfFp16GradientsUnderALossScaleThatFallsIsBenign) {
+  const Verdict verdict = locate_one(ledger_of_scaled_overflow());
+  EXPECT_EQ(verdict.status, VerdictStatus::benign);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_EQ(verdict.origins[0].cause, Cause::loss_scale);
+  EXPECT_EQ(verdict.origins[0].confidence, Confidence::medium);
+  EXPECT_THAT(verdict.origins[0].evidence, Contains(HasSubstr("multiplied by 6.55e+04")));
+  EXPECT_THAT(verdict.origins[0].action, HasSubstr("the scaler"));
+}
+
+TEST(BirthOrigins, WhatNoLossScaleExplainsIsNotBenign) {
+  Ledger with_nan = ledger_of_scaled_overflow();
+  with_nan.births.push_back(birth_of(BirthKind::nan, Phase::forward, "aten::log"));
+  const Verdict verdict = locate_one(with_nan);
+  EXPECT_EQ(verdict.status, VerdictStatus::located);
+  ASSERT_EQ(verdict.origins.size(), 2u);
+  EXPECT_EQ(verdict.origins[0].op, "aten::log");
+  EXPECT_EQ(verdict.origins[1].cause, Cause::loss_scale);
+
+  Ledger constant_scale = ledger_of_scaled_overflow();
+  constant_scale.loss_scale.reset();
+  Ledger in_forward = ledger_of_scaled_overflow();
+  in_forward.births[0].sighting.phase = Phase::forward;
+  Ledger in_bf16 = ledger_of_scaled_overflow();
+  in_bf16.births[0].sighting.dtype = "bfloat16";
+  for (const Ledger& ledger : {constant_scale, in_forward, in_bf16}) {
+    const Verdict other = locate_one(ledger);
+    EXPECT_EQ(other.status, VerdictStatus::located);
+    EXPECT_EQ(other.origins.at(0).cause, Cause::operator_overflow);
+  }
+}
+
 TEST(BirthOrigins, AnIntendedInfinityIsNotTheOriginOfWhatWasMadeOfIt) {
   Ledger ledger = ledger_of(0, 1);
   Birth mask = birth_of(BirthKind::literal, Phase::forward, "aten::masked_fill.Scalar");
@@ -144,6 +186,41 @@ TEST(BirthOrigins, WhatOnlyACollectiveTellsIsACollectiveResult) {
   const Verdict verdict = locate(ledgers, 2);
   ASSERT_EQ(verdict.origins.size(), 1u);
   EXPECT_EQ(verdict.origins[0].cause, Cause::collective_result);
+}
+
+TEST(BirthOrigins, AnOverflowIsToldWhichRemedyItsPrecisionHas) {
+  Ledger ledger = ledger_of(0, 1);
+  Birth overflow = birth_of(BirthKind::inf, Phase::forward, "aten::mm");
+  overflow.replay = ReplayConclusion::deterministic_overflow;
+  const auto action_in = [&](const std::string& dtype) {
+    overflow.sighting.dtype = dtype;
+    ledger.births = {overflow};
+    return locate_one(ledger).origins.at(0).action;
+  };
+  EXPECT_THAT(action_in("float16"),
+              HasSubstr("nanlocator.transformers.no_autocast(model.get_submodule(\"body\"))"));
+  for (const char* dtype : {"bfloat16", "float32"}) {  // both end at 3.4e38
+    EXPECT_THAT(action_in(dtype), Not(HasSubstr("no_autocast")));
+    EXPECT_THAT(action_in(dtype), HasSubstr("scale what goes into module body"));
+  }
+  overflow.sighting.module.clear();
+  EXPECT_EQ(action_in("float16"), "run the operator in fp32, or scale what goes into it");
+}
+
+TEST(BirthOrigins, ADivisionInAModuleIsAnEmptyLossWhereTheLossCountsNoLabel) {
+  Ledger ledger = ledger_of(0, 1);
+  Birth quotient = birth_of(BirthKind::nan, Phase::forward, "aten::div.Tensor");
+  quotient.replay = ReplayConclusion::deterministic_undefined;
+  quotient.values = {{"self", 0.0}, {"other", 0.0}};
+  ledger.births = {quotient};
+  Sighting loss = quotient.sighting;
+  loss.phase = Phase::loss;
+  loss.role = "loss";
+  loss.valid_labels = 7;
+  ledger.sightings.push_back(loss);
+  EXPECT_EQ(locate_one(ledger).origins.at(0).cause, Cause::operator_undefined);
+  ledger.sightings.back().valid_labels = 0;
+  EXPECT_EQ(locate_one(ledger).origins.at(0).cause, Cause::empty_loss_mask);
 }
 
 TEST(BirthOrigins, TheSameBirthOnSeveralRanksIsOneOriginWithACommonCause) {

@@ -398,6 +398,11 @@ TEST(Crossings, HostileLedgersNeitherCrashNorTakeLong) {
         -1, 0, 3, 15, 99, std::numeric_limits<int>::min(), std::numeric_limits<int>::max()};
     return kValues[random() % std::size(kValues)];
   };
+  const auto members = [&] {
+    constexpr int kLargest = std::numeric_limits<int>::max();
+    return random() % 2 == 0 ? RankList::of_runs({{0, kLargest, 1}})
+                             : RankList({any() & kLargest, any() & kLargest});
+  };
   for (Ledger& ledger : ledgers) {
     for (int i = 0; i < 4000; ++i) {
       Sighting sighting;
@@ -407,17 +412,13 @@ TEST(Crossings, HostileLedgersNeitherCrashNorTakeLong) {
       sighting.stats.nan = 1;
       sighting.stats.numel = std::numeric_limits<std::int64_t>::max();
       if (random() % 2 == 0) sighting.microbatch = any();
-      sighting.crossing = Crossing{"pp",
-                                   {any(), any(), any()},
-                                   random() % 2 == 0 ? std::nullopt : std::optional(any()),
-                                   static_cast<std::int64_t>(random()) *
-                                       (random() % 2 == 0 ? -1 : 1) * (std::int64_t{1} << 31)};
+      sighting.crossing =
+          Crossing{"pp", members(), random() % 2 == 0 ? std::nullopt : std::optional(any()),
+                   static_cast<std::int64_t>(random()) * (random() % 2 == 0 ? -1 : 1) *
+                       (std::int64_t{1} << 31)};
       ledger.sightings.push_back(std::move(sighting));
-      ledger.crossings.push_back({"pp",
-                                  {any(), any()},
-                                  any(),
-                                  std::string(kSent),
-                                  std::numeric_limits<std::int64_t>::max()});
+      ledger.crossings.push_back(
+          {"pp", members(), any(), std::string(kSent), std::numeric_limits<std::int64_t>::max()});
     }
   }
   const auto start = std::chrono::steady_clock::now();

@@ -233,7 +233,7 @@ Looked looked_at(const std::vector<Ledger>& ledgers) {
     }
     for (const CrossingCoverage& each : ledger.crossings) {
       const std::string peer = each.peer ? " " + std::to_string(*each.peer) : "";
-      looked.emplace(ledger.coordinates.rank, each.group + " " + describe_ranks(each.members),
+      looked.emplace(ledger.coordinates.rank, each.group + " " + describe_ranks(each.members.ranks()),
                      each.role + peer + ": " + std::to_string(each.count));
     }
   }

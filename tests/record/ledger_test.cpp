@@ -35,6 +35,7 @@ Ledger example_ledger() {
                         .device = "cuda:3 GPU-6f2e 0000:1b:00.0"};
   ledger.is_backward_order_observed = true;
   ledger.gradient_norm = std::numeric_limits<double>::infinity();
+  ledger.loss_scale = 1024;
   ledger.absmax = 0.1;
   ledger.absmax_parameter = "b";
   ledger.backward_order = {
@@ -51,7 +52,8 @@ Ledger example_ledger() {
                                   .norm = {0.2F, 3.4e38F, 0},
                                   .parameter = "b"};
   ledger.coverage = {{Phase::grad_local, {0, 1}}, {Phase::grad_norm, {}}};
-  ledger.crossings = {{"tp", {4, 5}, std::nullopt, "sent", 12}, {"pp", {1, 5}, 1, "received", 3}};
+  ledger.crossings = {{"tp", {0, 2, 4, 6, 7}, std::nullopt, "sent", 12},
+                      {"pp", {1, 5}, 1, "received", 3}};
   ledger.microbatches = {{2, 1, {"tokens: int64 [2, 16]"}}, {3, std::nullopt, {}}};
   Sighting sighting;
   sighting.iteration = 1284;
@@ -137,7 +139,7 @@ TEST(Ledger, IsOneJsonValuePerLineAndNamesItsVersion) {
   ASSERT_EQ(lines.size(), 1u + 2 + 2 + 2 + 2 + 4 + 1 + 1 + 1 + 1 + 1);
   EXPECT_THAT(lines.front(), HasSubstr(R"({"record":"ledger","version":1,)"));
   EXPECT_THAT(lines.front(), HasSubstr(R"("gradient_norm":"inf")"));
-  EXPECT_THAT(lines.back(), HasSubstr(R"({"record":"end","lines":16})"));
+  EXPECT_THAT(lines.back(), HasSubstr(R"({"record":"end","lines":16,"crc32":")"));
 }
 
 TEST(Ledger, SeveralLedgersFollowOneAnother) {
@@ -203,6 +205,44 @@ TEST(Ledger, ALostLineIsNoticedByTheCount) {
   const auto ledgers = ledgers_from_jsonl(join(lines), "x");
   ASSERT_EQ(ledgers.size(), 1u);
   EXPECT_FALSE(ledgers.front().is_complete);
+}
+
+TEST(Ledger, AByteThatChangedWithoutBreakingALineIsNoticed) {
+  const std::string text = to_jsonl(example_ledger());
+  const std::size_t digit = text.find("\"numel\":24576") + 8;
+  std::string damaged = text;
+  damaged[digit] = '6';
+  const auto ledgers = ledgers_from_jsonl(text + damaged, "x");
+  ASSERT_EQ(ledgers.size(), 2u);
+  EXPECT_TRUE(ledgers[0].is_complete);
+  EXPECT_FALSE(ledgers[1].is_complete);
+  EXPECT_EQ(ledgers[1].sightings.size(), 4u);
+  EXPECT_THAT(ledgers[1].notes, Contains(HasSubstr("crc32: the ledger's bytes have changed")));
+}
+
+TEST(Ledger, GroupsOfManyRanksTakeALineOfFewBytes) {
+  Ledger ledger = example_ledger();
+  std::vector<int> stage(16'384);
+  std::ranges::generate(stage, [rank = -8]() mutable { return rank += 8; });
+  ledger.crossings = {{"tp_dp_cp", stage, std::nullopt, "sent", 1}};
+  const std::string text = to_jsonl(ledger);
+  EXPECT_THAT(text, HasSubstr(R"("members":[[0,131064,8]])"));
+  EXPECT_EQ(ledgers_from_jsonl(text, "x").at(0).crossings.at(0).members.ranks(), stage);
+}
+
+TEST(Ledger, MembersThatAreNoAscendingProgressionsAreRefused) {
+  for (const std::string members :
+       {"[[5,1,1]]", "[[0,8,3]]", "[[0,8,0]]", "[[0,8,-1]]", "[[0,8]]", "[[0,8,1,2]]",
+        "[[0,9,1],4]", "[[0,9,1],[8,20,4]]", "[[-4,8,4]]", "[[0,99999999999,1]]", "[\"0-8\"]",
+        "[[0,8,1.5]]"}) {
+    auto lines = lines_of(to_jsonl(example_ledger()));
+    const std::string crossings = R"({"record":"crossings","group":"tp","members":)" + members +
+                                  R"(,"peer":null,"role":"sent","count":1})";
+    lines.insert(lines.begin() + 5, crossings);
+    const auto ledgers = ledgers_from_jsonl(join(lines), "x");
+    EXPECT_THAT(ledgers.at(0).notes, Contains(HasSubstr("x: line 6"))) << members;
+    EXPECT_EQ(ledgers.at(0).crossings.size(), 2u) << members;
+  }
 }
 
 TEST(Ledger, AHeaderWithinALedgerStartsTheNextOne) {

@@ -224,8 +224,9 @@ class SampleIncident {
     seen.op = "all_reduce";
     seen.role = role;
     Crossing crossing{.group = "tp", .members = {}, .peer = {}};
-    for (int tp = 0; tp < layout_.tp; ++tp)
-      crossing.members.push_back(rank_of(tp, pp, at(rank).dp.rank));
+    std::vector<int> members;
+    for (int tp = 0; tp < layout_.tp; ++tp) members.push_back(rank_of(tp, pp, at(rank).dp.rank));
+    crossing.members = members;
     crossing.sequence = microbatch * 100 + layer;
     seen.crossing = crossing;
   }

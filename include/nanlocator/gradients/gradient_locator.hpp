@@ -131,10 +131,11 @@ class GradientLocator {
   /// the same number on all ranks: where it is not, conclude costs its deadline and the verdict is
   /// partial.
   void set_gradient_norm(double norm);
-  /// What this step's gradients were multiplied by (fp16's loss scale), for the history; any time
-  /// before the next begin_step or conclude. Not called: its numbers are as scanned. Throws
-  /// UsageError unless it is positive.
-  void set_loss_scale(double loss_scale);
+  /// What this step's gradients were multiplied by (fp16's loss scale); any time before the next
+  /// begin_step or conclude. The history is divided by it; not called: its numbers are as scanned.
+  /// `falls_on_overflow`: the scaler lowers it after an overflow, which is then nobody's fault
+  /// (cause loss_scale). Throws UsageError unless it is positive.
+  void set_loss_scale(double loss_scale, bool falls_on_overflow);
   /// A sentence for this step's ledger.
   void add_note(std::string note);
   /// What was seen being born in this step, for its ledger; replaces what was there.

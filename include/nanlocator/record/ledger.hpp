@@ -16,6 +16,7 @@
 #include "nanlocator/map/rank_coordinates.hpp"
 #include "nanlocator/record/birth.hpp"
 #include "nanlocator/record/history.hpp"
+#include "nanlocator/record/rank_list.hpp"
 #include "nanlocator/record/sighting.hpp"
 
 namespace nanlocator {
@@ -31,10 +32,10 @@ struct Coverage {
 /// How many crossings of one kind this rank looked at: tells "sent finite" from "not seen".
 struct CrossingCoverage {
   std::string group;
-  std::vector<int> members;  // global ranks, ascending
-  std::optional<int> peer;   // of sends and receives
-  std::string role;          // "sent" or "received"; a collective counts once, as "sent"
-  std::int64_t count = 0;    // sequences 0 to count - 1 were looked at
+  RankList members;         // global ranks
+  std::optional<int> peer;  // of sends and receives
+  std::string role;         // "sent" or "received"; a collective counts once, as "sent"
+  std::int64_t count = 0;   // sequences 0 to count - 1 were looked at
   friend bool operator==(const CrossingCoverage&, const CrossingCoverage&) = default;
 };
 
@@ -94,6 +95,8 @@ struct Ledger {
   std::vector<ParameterRecord> backward_order;
   bool is_backward_order_observed = false;
   std::optional<double> gradient_norm;  // the framework's own, where it was seen
+  /// What the gradients were multiplied by, of a scaler that lowers it after an overflow.
+  std::optional<double> loss_scale;
   /// Largest finite |gradient| of this rank before the clip, and whose it is (for a norm that
   /// overflows though every gradient is finite).
   std::optional<double> absmax;

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "nanlocator/record/rank_list.hpp"
 #include "nanlocator/scan/tensor_stats.hpp"
 
 namespace nanlocator {
@@ -28,9 +29,9 @@ enum class Phase : std::uint8_t {
 /// How a tensor went from rank to rank: a collective among `members`, or a send to `peer` and the
 /// receive at its other end.
 struct Crossing {
-  std::string group;         // the framework's name of the process group: "tp", "pp", "ep"
-  std::vector<int> members;  // global ranks, ascending
-  std::optional<int> peer;   // global rank, of a send or receive
+  std::string group;        // the framework's name of the process group: "tp", "pp", "ep"
+  RankList members;         // global ranks
+  std::optional<int> peer;  // global rank, of a send or receive
   /// Counts from 0 in each pass over the step, the same on all ranks that take part: the
   /// collectives of this group, or the messages from the one rank to the other in it.
   std::int64_t sequence = 0;

@@ -112,13 +112,14 @@ void bind_places(py::class_<BoundaryWatch>& watch) {
 void bind_coverage(py::module_& m) {
   py::class_<CrossingCoverage>(m, "CrossingCoverage")
       .def_readonly("group", &CrossingCoverage::group)
-      .def_readonly("members", &CrossingCoverage::members)
+      .def_property_readonly("members",
+                             [](const CrossingCoverage& self) { return self.members.ranks(); })
       .def_readonly("peer", &CrossingCoverage::peer)
       .def_readonly("role", &CrossingCoverage::role)
       .def_readonly("count", &CrossingCoverage::count);
   py::class_<Crossing>(m, "Crossing")
       .def_readonly("group", &Crossing::group)
-      .def_readonly("members", &Crossing::members)
+      .def_property_readonly("members", [](const Crossing& self) { return self.members.ranks(); })
       .def_readonly("peer", &Crossing::peer)
       .def_readonly("sequence", &Crossing::sequence);
   m.def(

@@ -250,7 +250,8 @@ void bind_gradients(py::module_& m) {
           "losses"_a, ReleaseGil())
       .def("gradient_is_ready", &GradientLocator::gradient_is_ready, "parameter"_a)
       .def("set_gradient_norm", &GradientLocator::set_gradient_norm, "norm"_a)
-      .def("set_loss_scale", &GradientLocator::set_loss_scale, "loss_scale"_a)
+      .def("set_loss_scale", &GradientLocator::set_loss_scale, "loss_scale"_a,
+           "falls_on_overflow"_a)
       .def("add_note", &GradientLocator::add_note, "note"_a)
       .def("set_crossings", &GradientLocator::set_crossings, "sightings"_a, "coverage"_a)
       .def(
@@ -340,6 +341,8 @@ PYBIND11_MODULE(_C, m) {
   bind_watch(m);
   bind_boundary(m);
   bind_replay(m);
+  bind_netcheck(m);
+  bind_device_check(m);
 }
 
 }  // namespace nanlocator

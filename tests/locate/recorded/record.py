@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import pathlib
 import sys
+import zlib
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -71,14 +72,18 @@ def ledgers_of(folder: pathlib.Path, iteration: int, left_out: tuple[str, ...]) 
             record = json.loads(line)
             if record["record"] == "ledger":
                 is_wanted = record["iteration"] == iteration
-                dropped = 0
+                dropped, begin = 0, len(lines)
             if not is_wanted:
                 continue
             is_left_out = record.get("phase") in left_out and record.get("crossing") is None
             if record["record"] == "microbatch" or is_left_out:
                 dropped += 1
                 continue
-            lines.append(json.dumps(without_machine(record, dropped), separators=(",", ":")))
+            record = without_machine(record, dropped)
+            if record["record"] == "end":
+                whole = "".join(line + "\n" for line in lines[begin:])
+                record["crc32"] = f"{zlib.crc32(whole.encode()):08x}"
+            lines.append(json.dumps(record, separators=(",", ":")))
     return "\n".join(lines) + "\n"
 
 

@@ -1,0 +1,40 @@
+// The members of a process group. A group of a process grid is one or few arithmetic progressions,
+// and is kept and written as such: otherwise each of 16,384 ranks would list 16,384 others.
+#pragma once
+
+#include <compare>
+#include <cstdint>
+#include <vector>
+
+namespace nanlocator {
+
+/// Ranks first, first + step, ..., last.
+struct RankRun {
+  int first = 0;
+  int last = 0;  // >= first; last - first is a multiple of step
+  int step = 1;  // >= 1; 1 where first == last
+  friend auto operator<=>(const RankRun&, const RankRun&) = default;
+};
+
+/// Global ranks, ascending, each once.
+class RankList {
+ public:
+  RankList() = default;
+  /// In any order, also repeated. Throws UsageError where one is negative.
+  RankList(std::vector<int> ranks);  // NOLINT(google-explicit-constructor): a list of ranks is one
+  RankList(std::initializer_list<int> ranks) : RankList(std::vector(ranks)) {}
+  /// Throws UsageError where a run breaks RankRun's rules or does not begin after the one before.
+  [[nodiscard]] static RankList of_runs(std::vector<RankRun> runs);
+
+  [[nodiscard]] const std::vector<RankRun>& runs() const noexcept { return runs_; }
+  /// All of them; `below`: only the ranks 0 to below - 1, as a file may name two thousand million.
+  [[nodiscard]] std::vector<int> ranks() const;
+  [[nodiscard]] std::vector<int> ranks_below(int below) const;
+
+  friend auto operator<=>(const RankList&, const RankList&) = default;
+
+ private:
+  std::vector<RankRun> runs_;
+};
+
+}  // namespace nanlocator
