@@ -9,6 +9,7 @@
 
 #include <fstream>
 #include <iterator>
+#include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -66,6 +67,11 @@ inline CommandResult run_command(std::vector<std::string> arguments,
                                  std::vector<std::string> environment = {},
                                  const std::string& stdout_path = {}) {
   return run_program(NANLOCATOR_COMMAND, std::move(arguments), std::move(environment), stdout_path);
+}
+
+/// What `--json` printed.
+inline nlohmann::json json_of(const CommandResult& result) {
+  return nlohmann::json::parse(result.out);
 }
 
 }  // namespace nanlocator::testing

@@ -17,10 +17,6 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::StartsWith;
 
-nlohmann::json json_of(const CommandResult& result) {
-  return nlohmann::json::parse(result.out);
-}
-
 void expect_one_clear_line(const CommandResult& result, const std::string& part) {
   EXPECT_EQ(result.exit_code, 2);
   EXPECT_EQ(result.out, "");

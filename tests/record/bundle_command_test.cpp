@@ -55,7 +55,7 @@ TEST_F(BundleCommand, ListsTheBundlesOfARunInTheOrderOfTheSteps) {
     EXPECT_THAT(result.out, HasSubstr(earlier));
     EXPECT_THAT(result.out, HasSubstr("3  forward"));
   }
-  const auto json = Json::parse(run_command({"bundle", "ls", folder_.path(), "--json"}).out);
+  const auto json = json_of(run_command({"bundle", "ls", folder_.path(), "--json"}));
   EXPECT_EQ(json["version"], 1);
   ASSERT_EQ(json["bundles"].size(), 2U);
   EXPECT_EQ(json["bundles"][0]["path"], earlier);
@@ -91,7 +91,7 @@ TEST_F(BundleCommand, ListsNothingWhereNothingIs) {
 
 TEST_F(BundleCommand, ShowsEveryArgumentWithItsBadElements) {
   const std::string path = write();
-  const auto json = Json::parse(run_command({"bundle", "show", path, "--json"}).out);
+  const auto json = json_of(run_command({"bundle", "show", path, "--json"}));
   const auto& values = json["operator_values"];
   // Elements 2, 3, 6, 7 of 1 2 Inf 4 5 6 7 8, transposed: [Inf 7; 4 8].
   const auto self = named(values, "argument[0]");
@@ -175,7 +175,7 @@ TEST_F(BundleCommand, AViewThatClaimsMoreElementsThanAnyoneCouldCountIsNotScanne
   planted_.bundle.operator_call->arguments = {
       tensor_value(planted_tensor("output.0", {std::int64_t{1} << 40, 4}, {0, 1}))};
   const std::string path = write();
-  const auto json = Json::parse(run_command({"bundle", "show", path, "--json"}).out);
+  const auto json = json_of(run_command({"bundle", "show", path, "--json"}));
   EXPECT_EQ(named(json["operator_values"], "argument[0]")["stats"], nullptr);
   EXPECT_EQ(run_command({"bundle", "show", path}).exit_code, 0);
 }
@@ -207,7 +207,7 @@ TEST_F(BundleCommand, VerifyTellsGoodBundlesFromDamagedOnes) {
   EXPECT_THAT(result.out, AllOf(HasSubstr(good + ": as it was written\n"),
                                 HasSubstr(bad + "/module.pickle: its bytes have changed"),
                                 HasSubstr(broken + "/tensors.safetensors: header: cut off")));
-  const auto json = Json::parse(run_command({"bundle", "verify", good, bad, "--json"}).out);
+  const auto json = json_of(run_command({"bundle", "verify", good, bad, "--json"}));
   EXPECT_EQ(json["bundles"][0]["ok"], true);
   EXPECT_EQ(json["bundles"][1]["ok"], false);
   EXPECT_EQ(json["bundles"][1]["problems"].size(), 1U);
@@ -228,7 +228,7 @@ TEST_F(BundleCommand, DiffCountsDifferingElementsAndShowsTheFirst) {
   other.self[7] = 8.5;  // its element [1, 1], and argument 1
   const auto result = run_command({"bundle", "diff", write(), write(other), "--json"});
   EXPECT_EQ(result.exit_code, 1);
-  const auto differences = Json::parse(result.out)["differences"];
+  const auto differences = json_of(result)["differences"];
   const auto self = named(differences, "argument[0]", "what");
   EXPECT_EQ(self["differing_elements"], 2);
   EXPECT_EQ(self["first_index"], Json({1, 0}));
@@ -248,7 +248,7 @@ TEST_F(BundleCommand, DiffSeesThroughStridesButNamesThem) {
       tensor_value(planted_tensor("argument.0.self", {2, 2}, {2, 1}, 2))};
   planted_.bundle.operator_call->arguments.resize(1);
   const auto result = run_command({"bundle", "diff", write(), write(dense), "--json"});
-  const auto differences = Json::parse(result.out)["differences"];
+  const auto differences = json_of(result)["differences"];
   ASSERT_EQ(differences.size(), 1U) << differences.dump();
   EXPECT_EQ(differences[0]["what"], "argument[0], strides");
   EXPECT_EQ(differences[0]["left"], "[1, 4]");
@@ -271,7 +271,7 @@ TEST_F(BundleCommand, DiffNamesSettingsVersionsAndArgumentsThatDiffer) {
   other.bundle.operator_call->arguments.pop_back();
   other.bundle.module_call->is_training = true;
   const auto result = run_command({"bundle", "diff", write(), write(other), "--json"});
-  const auto differences = Json::parse(result.out)["differences"];
+  const auto differences = json_of(result)["differences"];
   const auto expect = [&](const char* what, const Json& left, const Json& right) {
     const auto found = named(differences, what, "what");
     EXPECT_EQ(found["left"], left) << what;

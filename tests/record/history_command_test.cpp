@@ -24,10 +24,6 @@ using ::testing::StartsWith;
 
 constexpr float kUnseen = std::numeric_limits<float>::quiet_NaN();
 
-nlohmann::json json_of(const CommandResult& result) {
-  return nlohmann::json::parse(result.out);
-}
-
 /// Three parameters over some steps: one grows by seven decades, one stays, one falls.
 History planted(int rank, std::int64_t last = 108, int steps = 8) {
   History history;

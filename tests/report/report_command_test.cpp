@@ -126,7 +126,7 @@ TEST_F(ReportCommand, ListsTheStepsAndTellsTheOneThatIsNamed) {
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_THAT(result.out, AllOf(HasSubstr("\n     7  located  NaN in the gradients of rank 1"),
                                 HasSubstr("\n    12  located  ")));
-  const Json json = Json::parse(report({"--list", "--json"}).out);
+  const Json json = json_of(report({"--list", "--json"}));
   ASSERT_EQ(json["steps"].size(), 2U);
   EXPECT_EQ(json["steps"][1]["iteration"], 12);
   EXPECT_EQ(json["steps"][1]["status"], "located");
@@ -143,7 +143,7 @@ TEST_F(ReportCommand, TellsWhatRanksSaw) {
                                 HasSubstr("layer1.weight")));
   EXPECT_EQ(report({"--rank", "0"}).exit_code, 0);
   EXPECT_THAT(report({"--rank", "9"}).out, HasSubstr("rank 9: no ledger of step 7"));
-  const Json json = Json::parse(report({"--rank", "0-1", "--json"}).out);
+  const Json json = json_of(report({"--rank", "0-1", "--json"}));
   ASSERT_EQ(json["ranks"].size(), 2U);
   EXPECT_EQ(json["ranks"][1]["records"][0]["record"], "ledger");
   EXPECT_EQ(json["ranks"][1]["records"].back()["record"], "end");

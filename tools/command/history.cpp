@@ -28,7 +28,6 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 constexpr int kOutputVersion = 1;
-constexpr std::size_t kWidthInAPipe = 80;
 
 struct HistoryOptions {
   std::string directory;
@@ -110,7 +109,7 @@ std::string padded_left(const std::string& text, std::size_t width) {
 void print_curve(const Curve& curve, const HistoryOptions& options) {
   constexpr std::size_t kLabel = 10;  // "  1.23e+18"
   const bool is_terminal = terminal_width().has_value();
-  const std::size_t width = terminal_width().value_or(kWidthInAPipe);
+  const std::size_t width = terminal_width().value_or(kLogWidth);
   const std::size_t columns = width > kLabel + 10 ? width - kLabel - 2 : 8;
   const std::size_t rows = is_terminal ? 4 : 6;
   const auto lines = plot_curve(*curve.values, columns, rows,
