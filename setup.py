@@ -51,10 +51,11 @@ class CMakeBuild(build_ext):
 
 
 setup(
-    packages=["nanlocator", "nanlocator.megatron", "nanlocator.transformers"],
+    packages=["nanlocator", "nanlocator.megatron", "nanlocator.netcheck", "nanlocator.transformers"],
     package_dir={
         "nanlocator": "integrations/python",
         "nanlocator.megatron": "integrations/megatron",
+        "nanlocator.netcheck": "integrations/netcheck",
         "nanlocator.transformers": "integrations/transformers",
     },
     package_data={"nanlocator": ["py.typed"]},

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from megatron.core.process_groups_config import ProcessGroupCollection
 from nanlocator import _C
 from nanlocator.megatron.layout import exchanging_modules
-from nanlocator.megatron.patches import Patches
+from nanlocator.patches import Patches
 
 Tensors = list[torch.Tensor]
 

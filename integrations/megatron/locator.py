@@ -43,10 +43,10 @@ from nanlocator.megatron.layout import (
     shard_ranges,
 )
 from nanlocator.megatron.microbatches import Microbatches
-from nanlocator.megatron.patches import Patches
 from nanlocator.megatron.step_data import StepData
 from nanlocator.module_calls import ModuleCalls
 from nanlocator.modules import ModuleHooks
+from nanlocator.patches import Patches
 from nanlocator.rerun import GeneratorStates, ObjectState
 from nanlocator.session import (
     RankConnection,

@@ -71,4 +71,3 @@ def losses_of(result: Any) -> list[tuple[str, torch.Tensor]]:
     if isinstance(result, tuple | list):
         return [(f"loss[{i}]", value) for i, value in enumerate(result) if isinstance(value, torch.Tensor)]
     return []
-

@@ -31,12 +31,13 @@ def resolve_options(
     integration: str,
     not_covered: list[str] | None = None,
     default_level: str = "grads",
+    default_output_dir: str = "nanlocator_run",
 ) -> _C.LocatorOptions:
     """Argument, else NANLOCATOR_<NAME>, else default. A variable that cannot be read is a UsageError.
     bundle_bytes, bundle_count and max_incidents have variables only."""
     options = _C.LocatorOptions()
     options.on_bad = _choose("on_bad", on_bad, str, "stop")
-    options.output_dir = str(_choose("output_dir", output_dir, str, "nanlocator_run"))
+    options.output_dir = str(_choose("output_dir", output_dir, str, default_output_dir))
     options.level = _choose("level", level, str, default_level)
     options.rerun = _rerun_policy(_choose("rerun", rerun, str, True))
     options.check_params = _choose("check_params", check_params, _parse_bool, False)

@@ -3,10 +3,34 @@
     from nanlocator.transformers import DebugUnderflowOverflow, detect_overflow
 
 docs/transformers.md tells what is the same and what is mended. Works with any ``nn.Module``; transformers
-itself is not needed.
+itself is not needed, but for ``NanLocatorCallback`` and ``patch``.
 """
 
+from typing import TYPE_CHECKING, Any
+
+from nanlocator.transformers.autocast import no_autocast
 from nanlocator.transformers.debug import DebugOption, DebugUnderflowOverflow
 from nanlocator.transformers.detect import detect_overflow, get_abs_min_max
+from nanlocator.transformers.patch import patch
 
-__all__ = ["DebugOption", "DebugUnderflowOverflow", "detect_overflow", "get_abs_min_max"]
+if TYPE_CHECKING:
+    from nanlocator.transformers.trainer import NanLocatorCallback
+
+__all__ = [
+    "DebugOption",
+    "DebugUnderflowOverflow",
+    "NanLocatorCallback",
+    "detect_overflow",
+    "get_abs_min_max",
+    "no_autocast",
+    "patch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """NanLocatorCallback is a class of transformers' Trainer: only it needs transformers."""
+    if name != "NanLocatorCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from nanlocator.transformers.trainer import NanLocatorCallback
+
+    return NanLocatorCallback

@@ -5,10 +5,12 @@ remembered is an attribute of the object, and ``remove()`` takes away every hook
 """
 
 import operator
+import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -17,10 +19,14 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nanlocator.session import is_distributed, record_for_torchrun
+from nanlocator.transformers.backward import BackwardCall, BackwardFrames, StartedCall
 from nanlocator.transformers.frames import Frame, Role, Row, finding_lines, frame_text, report_text
+from nanlocator.transformers.masks import IntendedMasks
+from nanlocator.transformers.output import Output, describe_rank
+from nanlocator.transformers.places import Place, input_places, output_places
+from nanlocator.transformers.ranks import Finding, PeerRanks, next_number
 from nanlocator.transformers.values import Values, measure
-
-_MOST_NESTED = 8  # containers in containers; also ends one that holds itself
 
 
 class DebugOption(str, Enum):  # noqa: UP042  (prints as transformers' does, which a StrEnum would not)
@@ -43,8 +49,11 @@ class DebugUnderflowOverflow:
         debug_overflow = DebugUnderflowOverflow(model, trace_batch_nums=[1, 3])  # and these batches traced
         with DebugUnderflowOverflow(model, verbose=True): ...                    # hooks gone afterwards
 
-    A batch is one completed forward of ``model``, counted from 0. In a traced batch nothing raises. Arguments
-    and text are those of transformers' class; ``verbose`` and ``count_masks`` are ours.
+    A batch is one completed forward of ``model``, counted from 0. In a traced batch nothing raises. The first
+    four arguments and the text are those of transformers' class; the others are ours.
+
+    Where torch.distributed has several ranks, make it on each of them. Each writes its text to a file, rank 0
+    prints it, too, and when one raises all do (ranks.py tells how). No collective is entered.
 
     Looks at every tensor of positional and keyword arguments and of outputs, in tuples, lists, dictionaries,
     dataclasses and ModelOutputs. A parameter is looked at again after an optimizer step, after a write that
@@ -57,12 +66,18 @@ class DebugUnderflowOverflow:
             output.
         max_frames_to_save: how many of the last frames a report shows; None for all since the last report.
         trace_batch_nums: batches to print in full.
-        abort_after_batch_num: raise when this batch has finished.
+        abort_after_batch_num: raise when this batch has finished; with ``backward`` before the next one.
         verbose: the rows of keyword arguments and nested values too; dtype and shape behind the metadata, and
             for a bad tensor its counts, the index of the first bad element and the range of the finite ones;
             shared modules under the name by which they were called; frames of modules that were added or
             made later (a loss). Without it such rows and frames are shown only where they hold something bad.
-        count_masks: also report an input that holds only zeros and −Inf, an additive attention mask.
+        count_masks: also report infinities that are meant: an input that holds only zeros and −Inf, an
+            additive attention mask, and scores with −Inf at just the elements that a mask among the inputs
+            of their module masks (masks.py).
+        backward: also frames of backward, and detection there: for each call of a module the gradients of its
+            outputs, and what this call alone contributes to those of its inputs and weights. Where the loss
+            is scaled for fp16 this reports each overflow that the scaler would have skipped.
+        output_dir: for the text of each rank, ``debug_rank{r}.txt``; and for text that stdout does not take.
 
     Attributes:
         batch_number: batches that have ended.
@@ -71,7 +86,9 @@ class DebugUnderflowOverflow:
 
     Raises:
         TypeError, ValueError: arguments that cannot work.
-        ValueError: from the model's forward, as the original does: something bad, or the batch to stop after.
+        ValueError: from the model's forward, as the original does, or from backward: something bad, on this
+            rank or another, or the batch to stop after.
+        OSError: neither stdout nor the file nor stderr takes the text, which the error then holds.
     """
 
     def __init__(
@@ -83,6 +100,8 @@ class DebugUnderflowOverflow:
         *,
         verbose: bool = False,
         count_masks: bool = False,
+        backward: bool = False,
+        output_dir: str | os.PathLike[str] = "nanlocator_run",
     ) -> None:
         _check_model(model)
         self.model = model
@@ -101,6 +120,12 @@ class DebugUnderflowOverflow:
         self._is_batch_start = True
         self._running = _Running()
         self._weights = _WeightLooks()
+        self._masks = IntendedMasks()
+        self._output = Output(output_dir)
+        self._number = next_number()
+        self._peers: PeerRanks | None = None
+        self._backward = BackwardFrames(self._take_backward, self._is_urgent) if backward else None
+        self._last_backward: int | None = None  # the batch of the backward whose frames came last
         self._names: dict[nn.Module, list[str]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
             self._names.setdefault(module, []).append(name)
@@ -108,6 +133,11 @@ class DebugUnderflowOverflow:
             torch.nn.modules.module.register_module_forward_pre_hook(self._before_call),
             *(self._hook(module) for module in self._names),
         ]
+        if backward:
+            self._hooks += [
+                module.register_forward_pre_hook(self._before_call_with_keywords, with_kwargs=True)
+                for module in self._names
+            ]
         self._late_hooks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
     @property
@@ -121,6 +151,11 @@ class DebugUnderflowOverflow:
             hook.remove()
         self._hooks, self._late_hooks = [], weakref.WeakKeyDictionary()
         self._weights.remove()
+        if self._backward is not None:
+            self._backward.remove()
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None
 
     def __enter__(self) -> "DebugUnderflowOverflow":
         return self
@@ -142,7 +177,7 @@ class DebugUnderflowOverflow:
         if self._after_call not in module._forward_hooks.values():
             self._late_hooks[module] = self._hook(module)
 
-    def _before_call(self, module: nn.Module, _: tuple[Any, ...]) -> None:
+    def _before_call(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """For every module of the process: only here can a call be seen of one that was added later."""
         if torch.compiler.is_compiling():
             return
@@ -155,27 +190,54 @@ class DebugUnderflowOverflow:
             self._running.leave(module)
         caller = stack[-1] if stack else None
         if names is not None:
-            stack.append((module, names[0] if len(names) == 1 else _nearest(names, caller)))
+            if caller is None:
+                self._before_outermost_call()
+            call = _Call(module, names[0] if len(names) == 1 else _nearest(names, caller))
         elif caller is not None:
             self._hook_late(module)
-            stack.append((module, _name_below(caller, module)))
+            call = _Call(module, _name_below(caller, module))
+        else:
+            return
+        self._raise_for_another_rank()
+        if self._backward is not None and torch.is_grad_enabled():
+            call.started = StartedCall(args)
+        stack.append(call)
+
+    def _before_call_with_keywords(
+        self, module: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if torch.compiler.is_compiling():
+            return
+        stack = self._running.stack
+        if kwargs and stack and stack[-1].module is module and stack[-1].started is not None:
+            stack[-1].started.add_inputs((), kwargs)
+
+    def _before_outermost_call(self) -> None:
+        if self._peers is None and is_distributed():
+            self._peers = PeerRanks(self._number, self._hear)
+        if self._backward is not None and torch._C._current_graph_task_id() == -1:  # outside of any backward
+            self._backward.forget_open()
+            self._raise_after_last_batch()
 
     def _after_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         names = self._names.get(module)
-        called_as = self._running.leave(module) or (names[0] if names is not None else None)
-        if called_as is None:
+        call = self._running.leave(module)
+        if call is None and names is None:
             return  # a copy of a watched module, outside the model
-        rows = self._look(module, args, kwargs, output)
-        overflows = [row for row in rows if self._is_overflow(row)]
+        called_as = call.name if call is not None else names[0]  # type: ignore[index]
+        name = called_as if self.verbose or names is None else names[0]
+        if self._backward is not None and call is not None and call.started is not None:
+            self._backward.follow(call.started, module, output, name, self.batch_number)
+        rows, overflows = self._look(module, args, kwargs, output)
         if names is None and not (self.verbose or overflows):
             return  # the original has no frame for it
         frame = Frame(
-            name=called_as if self.verbose or names is None else names[0],
+            name=name,
             module_class=type(module).__name__,
             rows=[row for row in rows if self.verbose or not row.is_extra or row in overflows],
-            starts_batch=self.batch_number if self._is_batch_start else None,
+            starts=f"batch number={self.batch_number}" if self._is_batch_start else None,
         )
         self._take(frame, overflows, is_last_of_batch=module is self.model)
 
@@ -188,68 +250,147 @@ class DebugUnderflowOverflow:
         self.total_calls += 1
         if is_last_of_batch:
             self._end_batch()
-        for row in overflows:
-            print("\n".join(finding_lines(row.values, row.context)))  # type: ignore[arg-type]
-        self._frames.append(frame)
-        if batch in self.trace_batch_nums:
-            print(frame_text(frame, self.verbose))
-            self._frames.clear()
-        elif overflows:
+        self._keep(frame, overflows, batch)
+        if overflows and batch not in self.trace_batch_nums:
             if self._running.is_in(self.model):
                 self._end_batch()
-            self._report(batch)
+            self._report(f"during batch_number={batch}", batch, frame, overflows)
+        if self._backward is None:
+            self._raise_after_last_batch()
+
+    def _keep(self, frame: Frame, overflows: list[Row], batch: int) -> None:
+        for row in overflows:
+            self._output.write("\n".join(finding_lines(row.values, row.context)))  # type: ignore[arg-type]
+        self._frames.append(frame)
+        if batch in self.trace_batch_nums:
+            self._output.write(frame_text(frame, self.verbose))
+            self._frames.clear()
+
+    def _end_batch(self) -> None:
+        self.batch_number += 1
+        self._is_batch_start = True
+        self._last_backward = None
+        if not torch.is_grad_enabled():  # no optimizer step will tell
+            self._weights.forget_all()
+
+    def _take_backward(self, call: BackwardCall, rows: list[Row]) -> None:
+        overflows = [row for row in rows if _is_bad(row)]
+        is_first = self._last_backward != call.batch
+        self._last_backward = call.batch
+        frame = Frame(
+            name=call.name,
+            module_class=call.module_class,
+            rows=rows,
+            starts=f"backward of batch number={call.batch}" if is_first else None,
+        )
+        self.detected_overflow = self.detected_overflow or bool(overflows)
+        self._keep(frame, overflows, call.batch)
+        if overflows and call.batch not in self.trace_batch_nums:
+            self._report(f"during backward of batch_number={call.batch}", call.batch, frame, overflows)
+
+    def _is_urgent(self, call: BackwardCall, rows: list[Row]) -> bool:
+        """What is reported ends backward at once: later gradients follow from it."""
+        return call.batch not in self.trace_batch_nums and any(_is_bad(row) for row in rows)
+
+    def _report(self, when: str, batch: int, frame: Frame, overflows: list[Row]) -> None:
+        text = self._write_last_frames(f"Detected inf/nan {when}")
+        self._running.stack.clear()
+        message = (
+            "DebugUnderflowOverflow: inf/nan detected, aborting as there is no point running further. "
+            "Please scroll up above this traceback to see the activation values prior to this event."
+        )
+        if self._peers is not None:
+            lines = [line for row in overflows for line in finding_lines(row.values, row.context)]  # type: ignore[arg-type]
+            what = f"{frame.name} {frame.module_class}: {', '.join(lines)}".strip()
+            file = str(self._output.path)
+            self._peers.publish(batch, what, text, file)
+            message += f" This is {describe_rank()}, {when}: {what}. Its frames are in {file}"
+        _raise(message)
+
+    def _write_last_frames(self, headline: str) -> str:
+        kind = "forward frames" if self._backward is None else "frames"
+        text = report_text(self._frames, headline, kind, self.verbose)
+        self._output.write(text)
+        self._frames.clear()
+        return text
+
+    def _raise_after_last_batch(self) -> None:
         if self.abort_after_batch_num is not None and self.batch_number > self.abort_after_batch_num:
             raise ValueError(
                 f"DebugUnderflowOverflow: aborting after {self.batch_number} batches due to"
                 f" `abort_after_batch_num={self.abort_after_batch_num}` arg"
             )
 
-    def _end_batch(self) -> None:
-        self.batch_number += 1
-        self._is_batch_start = True
-        if not torch.is_grad_enabled():  # no optimizer step will tell
-            self._weights.forget_all()
+    # ---- Other ranks ----------------------------------------------------------------------------
 
-    def _report(self, batch: int) -> None:
-        print(report_text(self._frames, batch, self.verbose))
-        self._frames.clear()
+    def _hear(self, finding: Finding) -> None:
+        """On a thread: this rank may wait in a collective that the other will not enter any more."""
+        self._output.write_on_rank_0(f"{finding.report}\nDebugUnderflowOverflow: {finding}")
+
+    def _raise_for_another_rank(self) -> None:
+        if self._peers is None or (finding := self._peers.take_finding()) is None:
+            return
+        self._write_last_frames(f"Stopped during batch_number={self.batch_number}: {finding}")
         self._running.stack.clear()
-        raise ValueError(
-            "DebugUnderflowOverflow: inf/nan detected, aborting as there is no point running further. "
-            "Please scroll up above this traceback to see the activation values prior to this event."
+        _raise(
+            "DebugUnderflowOverflow: inf/nan detected on another rank, aborting as there is no point running "
+            f"further: {finding}. This is {describe_rank()}; its last frames are in {self._output.path}"
         )
 
     # ---- Rows -----------------------------------------------------------------------------------
 
-    def _look(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> list[Row]:
-        rows = [*_input_rows(args, kwargs), *_output_rows(output)]
-        if any(self._is_overflow(row) for row in rows):
+    def _look(
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    ) -> tuple[list[Row], list[Row]]:
+        """All rows, and those that are overflow."""
+        inputs = [(place, _row_of(place)) for place in input_places(args, kwargs)]
+        outputs = [(place, _row_of(place)) for place in output_places(output)]
+        overflows = [
+            row
+            for place, row in (*inputs, *outputs)
+            if _is_bad(row) and not self._is_meant(place, row, inputs)
+        ]
+        if overflows:
             self._weights.forget(module)
-        return [*self._weights.rows(module), *rows]
+        weights = self._weights.rows(module)
+        bad_weights = [row for row in weights if _is_bad(row)]
+        return [*weights, *(row for _, row in inputs), *(row for _, row in outputs)], [
+            *bad_weights,
+            *overflows,
+        ]
 
-    def _is_overflow(self, row: Row) -> bool:
-        if row.values is None or not row.values.is_bad:
+    def _is_meant(self, place: Place, row: Row, inputs: list[tuple[Place, Row]]) -> bool:
+        if self.count_masks:
             return False
-        return self.count_masks or row.role is not Role.INPUT or not row.values.is_additive_mask
+        return self._masks.is_meant(place, row.values, [(p, r.values) for p, r in inputs])  # type: ignore[arg-type]
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call that is running."""
+
+    module: nn.Module
+    name: str
+    started: StartedCall | None = None  # for frames of backward
 
 
 class _Running(threading.local):
-    """The modules whose calls this thread is in, outermost first, each with the name of this call."""
+    """The calls of modules that this thread is in, outermost first."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[nn.Module, str]] = []
+        self.stack: list[_Call] = []
 
-    def leave(self, module: nn.Module) -> str | None:
-        """The name of the innermost call of ``module``, which is over, with all below it that raised."""
+    def leave(self, module: nn.Module) -> "_Call | None":
+        """The innermost call of ``module``, which is over, with all below it that raised."""
         for depth in range(len(self.stack) - 1, -1, -1):
-            if self.stack[depth][0] is module:
-                name = self.stack[depth][1]
+            if self.stack[depth].module is module:
+                call = self.stack[depth]
                 del self.stack[depth:]
-                return name
+                return call
         return None
 
     def is_in(self, module: nn.Module) -> bool:
-        return any(running is module for running, _ in self.stack)
+        return any(call.module is module for call in self.stack)
 
 
 class _WeightLooks:
@@ -289,69 +430,38 @@ class _WeightLooks:
         self._steps += 1
 
 
-def _input_rows(args: Any, kwargs: dict[str, Any]) -> Iterator[Row]:
-    for i, value in enumerate(args):
-        yield from _rows(Role.INPUT, f"input[{i}]", value)
-    for name, value in kwargs.items():
-        yield from _nested_rows(Role.INPUT, f"input[{name}]", value, 0)
-
-
-def _output_rows(output: Any) -> Iterator[Row]:
-    """The original goes two tuples deep."""
-    if not isinstance(output, tuple):
-        yield from _rows(Role.OUTPUT, "output", output)
-        return
-    for i, value in enumerate(output):
-        if isinstance(value, tuple):
-            for j, item in enumerate(value):
-                yield from _rows(Role.OUTPUT, f"output[{i}][{j}]", item)
-        else:
-            yield from _rows(Role.OUTPUT, f"output[{i}]", value)
-
-
-def _rows(role: Role, context: str, value: Any) -> Iterator[Row]:
-    """The row that the original has, and what it does not look into."""
+def _row_of(place: Place) -> Row:
+    value = place.value
     if isinstance(value, torch.Tensor):
-        yield Row(role, context, measure(value))
-    else:
-        yield Row(role, context, None, type(value).__name__)
-        yield from _nested_rows(role, context, value, 0)
+        return Row(place.role, place.context, measure(value), is_extra=place.is_extra)
+    return Row(place.role, place.context, None, type(value).__name__)
 
 
-def _nested_rows(role: Role, context: str, value: Any, depth: int) -> Iterator[Row]:
-    """The tensors in ``value``; items as ``[key]``, fields as ``.name``."""
-    if isinstance(value, torch.Tensor):
-        yield Row(role, context, measure(value), is_extra=True)
-        return
-    if value is None or depth >= _MOST_NESTED:
-        return
-    fields = getattr(type(value), "__dataclass_fields__", None)
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            where = f"{context}.{key}" if fields else f"{context}[{key}]"
-            yield from _nested_rows(role, where, item, depth + 1)
-    elif isinstance(value, tuple | list):
-        for i, item in enumerate(value):
-            yield from _nested_rows(role, f"{context}[{i}]", item, depth + 1)
-    elif fields:
-        for name in fields:
-            yield from _nested_rows(role, f"{context}.{name}", getattr(value, name, None), depth + 1)
+def _is_bad(row: Row) -> bool:
+    return row.values is not None and row.values.is_bad
 
 
-def _nearest(names: list[str], caller: tuple[nn.Module, str] | None) -> str:
+def _raise(message: str) -> None:
+    try:
+        raise ValueError(message)
+    except ValueError as error:
+        record_for_torchrun(error)
+        raise
+
+
+def _nearest(names: list[str], caller: _Call | None) -> str:
     """Of several names the one closest below the caller, else the first."""
     if caller is None:
         return names[0]
-    prefix = f"{caller[1]}." if caller[1] else ""
-    below = [name for name in names if name.startswith(prefix) and name != caller[1]]
+    prefix = f"{caller.name}." if caller.name else ""
+    below = [name for name in names if name.startswith(prefix) and name != caller.name]
     return min(below or names, key=lambda name: name.count("."))
 
 
-def _name_below(caller: tuple[nn.Module, str], module: nn.Module) -> str:
+def _name_below(caller: _Call, module: nn.Module) -> str:
     """Of a module that was added later: where its caller holds it, else its class."""
-    parent, path = caller
-    held_as = next((name for name, m in parent.named_modules() if m is module), type(module).__name__)
-    return f"{path}.{held_as}" if path else held_as
+    held_as = next((name for name, m in caller.module.named_modules() if m is module), type(module).__name__)
+    return f"{caller.name}.{held_as}" if caller.name else held_as
 
 
 # ---- Arguments ----------------------------------------------------------------------------------

@@ -1,11 +1,20 @@
 """``detect_overflow`` and ``get_abs_min_max``: one tensor, anywhere in a forward or backward."""
 
+import os
+import sys
 from math import inf, nan
 
 import torch
+import torch.distributed as dist
 
+from nanlocator import _C
+from nanlocator.session import is_distributed
 from nanlocator.transformers.frames import finding_lines, values_text
-from nanlocator.transformers.values import Values, measure, plain_values
+from nanlocator.transformers.output import say
+from nanlocator.transformers.values import Values, local_part, measure, plain_values
+
+_MOST_BUNDLES = 16  # of one process in one folder: a loop may find something bad in every step
+_bundles_written: dict[str, int] = {}  # by folder
 
 _LABELS = {100: " n100", 1000: "n1000", 10000: "n10000"}  # aligned as in the original
 
@@ -25,6 +34,7 @@ def detect_overflow(
     min_max: bool = False,
     mean_var: bool = False,
     backward: bool = False,
+    bundle: str | os.PathLike[str] | None = None,
 ) -> bool:
     """Prints ``ctx has nans`` and ``ctx has infs`` where ``var`` holds any, and tells whether it does.
 
@@ -39,6 +49,11 @@ def detect_overflow(
         mean_var: print minimum, maximum, variance and mean; computed in fp64.
         backward: also look at the gradient of ``var`` when backward computes it (as "gradient of ctx",
             with the same options). Nothing to see where ``var`` needs no gradient.
+        bundle: a folder. Where something bad is found, the tensor is written below it as a bundle
+            (``bundles/step0-...``, docs/formats.md), whose path is printed: ``nanlocator bundle show`` reads
+            it, and ``nanlocator.replay.load(path).arguments[0]`` is the tensor. The bundle has no operator
+            call; its module call is named ``ctx``. At most 16 in one folder; one that cannot be written is a
+            line on stderr, no error.
 
     Returns:
         Whether ``var`` has a NaN or Inf. A hook of ``Tensor.register_hook`` must not return it: pass
@@ -51,7 +66,9 @@ def detect_overflow(
     def look(tensor: torch.Tensor, context: str) -> bool:
         values = measure(tensor)
         for line in finding_lines(values, context):
-            print(line)
+            say(line)
+        if bundle is not None and values.is_bad:
+            _write_bundle(tensor, context, bundle)
         if values.magnitudes is not None:
             with torch.no_grad():
                 _print_more(tensor.detach(), values, context, thresholds, min_max, mean_var)
@@ -62,25 +79,43 @@ def detect_overflow(
     return look(var, ctx)
 
 
+def _write_bundle(tensor: torch.Tensor, ctx: str, folder: str | os.PathLike[str]) -> None:
+    run_dir = os.path.abspath(folder)
+    count = _bundles_written.get(run_dir, 0)
+    if count >= _MOST_BUNDLES:
+        return
+    name = f"{ctx} (rank {dist.get_rank()})" if is_distributed() else ctx
+    with torch.no_grad():
+        call = _C.ModuleCall(name, "detect_overflow", False, (local_part(tensor).detach(),))
+        try:
+            written = call.write(run_dir)
+        except (_C.Error, OSError) as error:
+            print(f"nanlocator: detect_overflow({ctx!r}): no bundle was written: {error}", file=sys.stderr)
+            return
+    _bundles_written[run_dir] = count + 1
+    is_last = count + 1 == _MOST_BUNDLES
+    say(f"{ctx}: the tensor is in {run_dir}/{written}{'; no more are written' if is_last else ''}")
+
+
 def _print_more(
     tensor: torch.Tensor, values: Values, ctx: str, thresholds: list[int], min_max: bool, mean_var: bool
 ) -> None:
     if not (thresholds or min_max or mean_var):
         return
-    plain = plain_values(tensor)
+    plain = plain_values(local_part(tensor))
     wide = plain.abs().double() if plain.is_complex() else plain.double()  # fp8 and bool compare only so
     for threshold in thresholds:
         count = int((wide.abs() >= threshold).sum())
         if count > 0:
-            print(f"{ctx}: {_LABELS[threshold]}={count}")
+            say(f"{ctx}: {_LABELS[threshold]}={count}")
     if not (min_max or mean_var):
         return
     least, most = _minimum_and_maximum(values, wide)
     if min_max:
-        print(f"min={least:9.2e} max={most:9.2e}")
+        say(f"min={least:9.2e} max={most:9.2e}")
     if mean_var:
         variance = wide.var().item() if wide.numel() > 1 else nan
-        print(f"min={least:9.2e} max={most:9.2e} var={variance:9.2e} mean={wide.mean().item():9.2e} ({ctx})")
+        say(f"min={least:9.2e} max={most:9.2e} var={variance:9.2e} mean={wide.mean().item():9.2e} ({ctx})")
 
 
 def _minimum_and_maximum(values: Values, wide: torch.Tensor) -> tuple[float, float]:

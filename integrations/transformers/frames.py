@@ -18,6 +18,9 @@ class Role(Enum):
     WEIGHT = "weight"
     INPUT = "input"
     OUTPUT = "output"
+    GRAD_OUTPUT = "grad_output"
+    GRAD_INPUT = "grad_input"
+    GRAD_WEIGHT = "grad_weight"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +28,7 @@ class Row:
     """One value of a frame."""
 
     role: Role
-    context: str  # "weight", "input[0]", "output[1][0]", "input[attention_mask]"
+    context: str  # "weight", "input[0]", "output[1][0]", "input[attention_mask]", "grad_input[0]"
     values: Values | None  # None: no tensor
     type_name: str = ""  # of what is no tensor
     is_extra: bool = False  # the original has no row for it: keyword arguments, what is nested
@@ -33,29 +36,30 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One call of a module."""
+    """One call of a module, or its part in backward."""
 
     name: str  # fully qualified
     module_class: str
     rows: list[Row]  # those that are shown
-    starts_batch: int | None  # its number, in the first frame of a batch
+    starts: str | None  # "batch number=1", in its first frame; "backward of batch number=1"
 
 
 def frame_text(frame: Frame, verbose: bool) -> str:
     lines = []
-    if frame.starts_batch is not None:
-        lines += [f"\n\n{_PREFIX} *** Starting batch number={frame.starts_batch} ***", _COLUMNS]
+    if frame.starts is not None:
+        lines += [f"\n\n{_PREFIX} *** Starting {frame.starts} ***", _COLUMNS]
     lines.append(f"{_PREFIX} {frame.name} {frame.module_class}")
     lines += [_row_text(row, verbose) for row in frame.rows]
     return "\n".join(lines)
 
 
-def report_text(frames: Iterable[Frame], batch_number: int, verbose: bool) -> str:
+def report_text(frames: Iterable[Frame], headline: str, kind: str, verbose: bool) -> str:
+    """``kind`` of frames: "forward frames", as the original says; "frames" where some are of backward."""
     texts = [frame_text(frame, verbose) for frame in frames]
     return "\n".join(
         [
-            f"\nDetected inf/nan during batch_number={batch_number}",
-            f"Last {len(texts)} forward frames:",
+            f"\n{headline}",
+            f"Last {len(texts)} {kind}:",
             _COLUMNS,
             "\n".join(texts),
             "\n\n",

@@ -1,9 +1,11 @@
 """What one look at a tensor tells: the columns of a row, and what the columns cannot say."""
 
+import sys
 from dataclasses import dataclass
 from math import inf, nan
 
 import torch
+import torch.distributed as dist
 
 from nanlocator import _C
 
@@ -43,6 +45,12 @@ class Values:
         return s is not None and s.neg_inf > 0 and s.zeros > 0 and s.neg_inf + s.zeros == s.numel
 
     @property
+    def has_only_negative_infinities(self) -> bool:
+        """−Inf, and nothing else that is bad."""
+        s = self.stats
+        return s is not None and s.neg_inf > 0 and s.nan + s.pos_inf == 0
+
+    @property
     def first_bad(self) -> tuple[int, ...] | None:
         """Index of the first NaN or Inf in row-major order."""
         if self.stats is None or self.stats.first_bad < 0 or not self.has_positions:
@@ -59,8 +67,9 @@ def measure(tensor: torch.Tensor) -> Values:
     """Looks at ``tensor`` once: any dtype, layout and device. Changes nothing; autograd sees nothing.
 
     Waits for the device where the tensor is not in host memory. Integers and the magnitudes of complex
-    numbers are left to torch. What can be read by neither has no values.
+    numbers are left to torch. What can be read by neither has no values. Of a DTensor this rank's part.
     """
+    tensor = local_part(tensor)
     dtype, shape = tensor.dtype, tuple(tensor.shape)
     try:
         if tensor.layout is torch.strided and dtype.is_floating_point and dtype not in _WITHOUT_A_SCAN:
@@ -70,6 +79,15 @@ def measure(tensor: torch.Tensor) -> Values:
             return _measure_converted(tensor.detach(), dtype, shape)
     except (_C.UnsupportedError, NotImplementedError, _WithoutMemory):
         return Values(dtype, shape)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a DTensor; every other tensor itself. No communication."""
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter or not dist.is_available():
+        return tensor
+    # Who has not imported it has no DTensor; importing it takes a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    return tensor._local_tensor if module is not None and isinstance(tensor, module.DTensor) else tensor
 
 
 class _WithoutMemory(Exception):

@@ -89,6 +89,7 @@ class ThreadFrames {
   const bool is_process_groups = runs_for_a_process_group();
 
   ModulePath last_module = nullptr;  // whose parameter was used last; for programs without scopes
+  std::optional<int> microbatch_of_modules;  // that was running when a module's operator ran last
   std::shared_ptr<const Place> last_custom_node;
   std::uint64_t pass = 0;          // of the two above
   std::size_t backward_depth = 0;  // nodes and evaluate_functions that are running

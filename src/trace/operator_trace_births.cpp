@@ -128,11 +128,13 @@ void OperatorTrace::Impl::locate(Birth& birth, ThreadFrames& frames, bool with_s
   } else {
     birth.sighting.module = place.module;
     birth.is_module_inferred = place.is_module_inferred;
-    const bool is_loss =
+    const bool is_outside =
         place.module.empty() && modules_are_entered.load(std::memory_order_relaxed);
     // Between the schedule's steps gradients are handled, and nothing else.
     const bool is_between_steps =
-        is_loss && !batch.microbatch && microbatches_are_known.load(std::memory_order_relaxed);
+        is_outside && !batch.microbatch && microbatches_are_known.load(std::memory_order_relaxed);
+    // Before its microbatch has entered a module it is the batch that is being prepared.
+    const bool is_loss = is_outside && frames.microbatch_of_modules == batch.microbatch;
     birth.sighting.phase = place.is_recomputed ? Phase::forward
                            : place.is_backward ? Phase::backward
                            : is_between_steps  ? Phase::grad_local

@@ -76,9 +76,12 @@ void OperatorTrace::Impl::start_operation(const at::RecordFunction& call, Frame&
                                           ThreadFrames& frames) {
   const OperatorInfo& info = *frame.info;
   operators.fetch_add(1, std::memory_order_relaxed);
-  if (frame.module != nullptr) modules_are_entered.store(true, std::memory_order_relaxed);
-  if (current_microbatch().microbatch)
-    microbatches_are_known.store(true, std::memory_order_relaxed);
+  const auto microbatch = current_microbatch().microbatch;
+  if (microbatch) microbatches_are_known.store(true, std::memory_order_relaxed);
+  if (frame.module != nullptr) {
+    modules_are_entered.store(true, std::memory_order_relaxed);
+    frames.microbatch_of_modules = microbatch;
+  }
   if (!info.is_allocator && !info.is_view) {
     const auto inputs = last_values(call.inputs(), info.arguments.size());
     frame.arguments.assign(inputs.begin(), inputs.end());

@@ -174,7 +174,7 @@ class WatchedSchedule:
     def __init__(self, trainer: Trainer, schedule) -> None:
         from nanlocator.megatron.boundaries import Boundaries
         from nanlocator.megatron.microbatches import Microbatches
-        from nanlocator.megatron.patches import Patches
+        from nanlocator.patches import Patches
 
         self.crossings: list[list[dict]] = []
         self.coverage: list[list[dict]] = []

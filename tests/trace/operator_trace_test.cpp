@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "nanlocator/error.hpp"
+#include "nanlocator/trace/microbatch_scope.hpp"
 #include "nanlocator/trace/module_scope.hpp"
 
 namespace nanlocator {
@@ -341,6 +342,27 @@ TEST(OperatorTrace, ALossOutsideAnyModuleIsTheLossFunction) {
   }));
   EXPECT_EQ(birth.sighting.phase, Phase::loss);
   EXPECT_EQ(birth.sighting.module, "");
+  EXPECT_EQ(birth.sighting.op, "aten::div.Tensor");
+}
+
+TEST(OperatorTrace, WhatPreparesALaterMicrobatchIsNotTheLossOfTheOneBefore) {
+  Step step;
+  const at::Tensor weight = step.parameter("layer.weight", at::ones({2}));
+  const auto layer = [&](const at::Tensor& input) {
+    const ModuleScope scope("layer");
+    return weight * input;
+  };
+  const Birth birth = only_birth(step.run([&] {
+    set_current_microbatch({0, std::nullopt});
+    const at::Tensor first = layer(at::ones({2})).sum();
+    set_current_microbatch({1, std::nullopt});
+    const at::Tensor prepared = at::zeros({2}) / at::zeros({2});
+    const at::Tensor second = layer(prepared).sum();
+    set_current_microbatch({});
+    return first + second;
+  }));
+  EXPECT_EQ(birth.sighting.phase, Phase::forward);
+  EXPECT_EQ(birth.sighting.microbatch, 1);
   EXPECT_EQ(birth.sighting.op, "aten::div.Tensor");
 }
 

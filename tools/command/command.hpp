@@ -37,6 +37,7 @@ inline constexpr int kWrongUse = 2;  // wrong arguments, or input that cannot be
 void add_bundle_command(CLI::App& app, Action& action);
 void add_history_command(CLI::App& app, Action& action);
 void add_map_command(CLI::App& app, Action& action);
+void add_netcheck_command(CLI::App& app, Action& action);
 void add_replay_command(CLI::App& app, Action& action);
 void add_report_command(CLI::App& app, Action& action);
 void add_version_command(CLI::App& app, Action& action);

@@ -37,8 +37,9 @@ int run(int argument_count, char** arguments) {
   app.require_subcommand(1);
 
   Action action;
-  for (const auto add_command : {add_bundle_command, add_history_command, add_map_command,
-                                 add_replay_command, add_report_command, add_version_command})
+  for (const auto add_command :
+       {add_bundle_command, add_history_command, add_map_command, add_netcheck_command,
+        add_replay_command, add_report_command, add_version_command})
     add_command(app, action);
 
   try {

@@ -16,8 +16,12 @@ void bind_trace(pybind11::module_& m);     // the operator trace
 void bind_watch(pybind11::module_& m);     // the module stack, the module watch
 void bind_replay(pybind11::module_& m);    // bundles and replay
 void bind_boundary(pybind11::module_& m);  // the boundary watch
+void bind_looks(pybind11::module_& m);     // looks at many tensors that are read together
 
+void bind_netcheck(pybind11::module_& m);  // the network check between ranks
 void bind_rerun(pybind11::module_& m);  // the repeat of a bad step
+
+void bind_device_check(pybind11::module_& m);  // the network check's test of one device
 
 /// An interned path as Python holds it, so that no call hashes a string.
 struct PathHandle {

@@ -340,6 +340,7 @@ PYBIND11_MODULE(_C, m) {
   bind_trace(m);
   bind_watch(m);
   bind_boundary(m);
+  bind_looks(m);
   bind_replay(m);
   bind_netcheck(m);
   bind_device_check(m);

@@ -1,0 +1,189 @@
+"""The network check of one rank: facts, device, process groups, and the stages between ranks, which run in
+C++ (tools/netcheck). The end, on every path, is RankCheck's: it explains, prints and leaves the process."""
+
+import argparse
+import datetime
+import json
+import os
+import socket
+import sys
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from nanlocator import _C
+from nanlocator.netcheck import facts, layout, slurm
+from nanlocator.netcheck.options import check_place, check_ranks, parse
+from nanlocator.session import first_line, is_failure_of_peers
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_QUICK_MEMORY_SECONDS = 0.5
+_MEMORY_SECONDS = 20.0
+_LONGEST_EXCHANGE = 1 << 20  # bytes between two ranks: enough to see a slow link
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns only where no check has begun: 0 after --slurm-template, 2 after wrong use."""
+    options = parse(arguments)
+    if options.slurm_template:
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        print(slurm.template([each for each in given if each != "--slurm-template"]), end="")
+        return 0
+    try:
+        _require_launcher()
+        world_size = int(os.environ["WORLD_SIZE"])
+        check_ranks(options, world_size)
+        groups = layout.groups(world_size, tp=options.tp, cp=options.cp, ep=options.ep, pp=options.pp)
+        check_place(options, groups)
+        device = _choose_device(options)
+    except _C.UsageError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"netcheck: {error}", file=sys.stderr)
+        return 2
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=options.deadline)))
+    except (dist.DistError, OSError) as error:
+        print(
+            f"netcheck: rank {os.environ['RANK']} on host {socket.gethostname()} did not meet the others at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {first_line(error)}. Does every host "
+            "resolve and reach that address, and has every rank been started?",
+            file=sys.stderr,
+        )
+        return 1
+    _run(options, groups, device, store)
+    return 1  # not reached: RankCheck has ended the process
+
+
+def _require_launcher() -> None:
+    missing = [name for name in _VARIABLES if name not in os.environ]
+    if missing:
+        raise _C.UsageError(
+            f"{', '.join(missing)} not set: no launcher has started this process. Start all ranks with\n"
+            "  torchrun --nproc-per-node 8 -m nanlocator.netcheck\n"
+            "or under SLURM with the script that `python -m nanlocator.netcheck --slurm-template` prints"
+        )
+
+
+def _choose_device(options: argparse.Namespace) -> torch.device:
+    options.backend = options.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if options.backend not in dist.Backend.backend_list or not dist.is_backend_available(options.backend):
+        raise _C.UsageError(
+            f"--backend {options.backend}: this torch ({torch.__version__}) does not have it; "
+            "--backend gloo checks the CPUs and their network"
+        )
+    if options.backend == "gloo":
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise _C.UsageError(
+            f"--backend {options.backend} needs a GPU for each rank of a host, and local rank {local_rank} "
+            f"has none: {torch.cuda.device_count()} visible. Start fewer ranks, or use --backend gloo"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _run(
+    options: argparse.Namespace, groups: list[layout.Group], device: torch.device, store: dist.Store
+) -> None:
+    rank = int(os.environ["RANK"])
+    is_drill = options.rank == rank
+    check = _C.RankCheck(
+        store=store,
+        rank=rank,
+        world_size=_world_size(),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        host=socket.gethostname(),
+        backend=options.backend,
+        deadline=datetime.timedelta(seconds=options.deadline),
+        as_json=options.json,
+        colour=not options.json and sys.stdout.isatty() and "NO_COLOR" not in os.environ,
+        output=options.output,
+        inject=options.inject if is_drill else "",
+        at=options.at,
+        moment=options.moment,
+        in_contribution=options.in_contribution,
+    )
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        _check_facts(check, device, reports_another_torch=is_drill and options.inject == "skew")
+        _check_device(check, options, device)
+        world, *subgroups = _make_groups(check, options, store, groups)
+        _C.check_barrier(check, world, str(device))
+        repetitions = 2 if options.quick else 5
+        for group in (world, *subgroups):
+            _C.check_collectives(check, group, options.dtypes, options.max_bytes, repetitions, str(device))
+        size = min(options.max_bytes, _LONGEST_EXCHANGE)
+        _C.check_timing(check, world, options.pairs, size, str(device))
+    except BaseException as error:
+        if is_failure_of_peers(error):
+            check.end_by_error(first_line(error))
+        check.end_by_failure(first_line(error))
+    check.finish()
+
+
+def _check_facts(check: _C.RankCheck, device: torch.device, *, reports_another_torch: bool) -> None:
+    check.enter("facts", "versions")
+    own = facts.collect(device)
+    if reports_another_torch:
+        own["torch"] = "0.0.0+drill"
+    check.publish("facts", json.dumps(own))
+    hardware = facts.hardware(device)
+    if hardware:
+        check.set("hardware", json.dumps(hardware))
+        for fault in facts.hardware_faults(hardware):
+            check.add("device_failures", json.dumps(fault))
+    check.finished()
+    check.enter("facts", "comparison of versions", ranks=list(range(_world_size())))
+    if int(os.environ["RANK"]) == 0:
+        all_facts = [json.loads(text) for text in check.collect("facts")]
+        check.set("differences", json.dumps(facts.differences(all_facts)))
+    check.finished()
+
+
+def _world_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def _check_device(check: _C.RankCheck, options: argparse.Namespace, device: torch.device) -> None:
+    seconds = _QUICK_MEMORY_SECONDS if options.quick else _MEMORY_SECONDS
+    check.enter("device", "compute self-test")
+    _add_failures(check, _C.check_compute(str(device)))
+    check.finished()
+    check.enter("device", "memory test", extra=datetime.timedelta(seconds=seconds))
+    _add_failures(check, _C.check_memory(str(device), options.memory_fraction, seconds))
+    check.finished()
+
+
+def _add_failures(check: _C.RankCheck, result: _C.ComputeCheck | _C.MemoryCheck) -> None:
+    for failure in result.failures:
+        check.add("device_failures", json.dumps(failure))
+
+
+def _make_groups(
+    check: _C.RankCheck, options: argparse.Namespace, store: dist.Store, groups: list[layout.Group]
+) -> list[_C.CheckGroup]:
+    """WORLD first, then the groups of the layout that are not WORLD again. c10d's own time-out is long:
+    the check's deadline comes first and knows more."""
+    rank, world_size = int(os.environ["RANK"]), _world_size()
+    everyone = list(range(world_size))
+    check.enter("groups", "connection of all ranks", ranks=everyone)
+    dist.init_process_group(
+        options.backend,
+        store=dist.PrefixStore("nanlocator/netcheck/c10d", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=4 * options.deadline),
+    )
+    check.finished()
+    made = [_C.CheckGroup("WORLD", everyone, dist.group.WORLD)]
+    for group in groups:
+        if not 1 < len(group.ranks) < world_size:
+            continue
+        check.enter("groups", f"connection of {group.name}{group.ranks}", ranks=everyone)
+        process_group = dist.new_group(group.ranks)
+        member = process_group if rank in group.ranks else None
+        made.append(_C.CheckGroup(group.name, group.ranks, member))
+        check.finished()
+    return made

@@ -1,0 +1,223 @@
+"""Frames of backward: what each call of a module takes from autograd and what it alone hands on.
+
+Hooks sit on autograd's nodes: before the nodes of the call's outputs, and after the nodes that were made
+during the call and hand a gradient to one of its inputs or weights (as src/trace/module_watch.cpp finds
+them). A tensor hook would see the sum over all consumers, and ``register_full_backward_hook`` wraps outputs
+in views. Hooks return nothing and keep no tensor, so nothing that is computed changes.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanlocator.transformers.frames import Role, Row
+from nanlocator.transformers.places import input_places, output_places
+from nanlocator.transformers.values import measure
+
+_ACCUMULATOR = "AccumulateGrad"  # the node of a leaf, as it is called in Python
+_AFTER_OUTPUTS = 1 << 20  # places in a frame; no call has so many outputs
+
+
+class StartedCall:
+    """Where the inputs of a running call hang in autograd's graph."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.first_node = torch._C._autograd._get_sequence_nr()
+        self.edges: dict[tuple[Any, int], str] = {}  # (node, which of its outputs) -> "input[0]"
+        self.leaves: dict[int, str] = {}  # id of a leaf tensor, which its accumulator knows
+        self.add_inputs(args, {})
+
+    def add_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for place in input_places(args, kwargs):
+            tensor = place.value
+            if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
+                continue
+            if tensor.grad_fn is not None:
+                self.edges.setdefault((tensor.grad_fn, tensor.output_nr), place.context)
+            else:
+                self.leaves.setdefault(id(tensor), place.context)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BackwardCall:
+    """One call of a module, until its gradients come."""
+
+    name: str
+    module_class: str
+    batch: int
+    hooks: int  # that will run where backward goes through all of the call
+
+
+@dataclass(frozen=True, slots=True)
+class _GradientPlace:
+    """Of one of the gradients that a node takes or gives."""
+
+    position: int  # among them
+    role: Role
+    context: str
+    order: int  # in the frame
+
+
+@dataclass(slots=True)
+class _OpenFrame:
+    hooks_to_come: int
+    rows: list[tuple[int, Row]] = field(default_factory=list)
+
+    def in_order(self) -> list[Row]:
+        """What came in, then what the call made of it: inputs, weights."""
+        return [row for _, row in sorted(self.rows, key=lambda numbered: numbered[0])]
+
+
+class BackwardFrames:
+    """Makes the frames of backward passes and hands them to ``take(call, rows)``: each when its last gradient
+    has come, at once where ``is_urgent(call, rows)``, and at the end of the pass where one is left out.
+
+    ``take`` runs in autograd's hooks, on whatever thread runs these, and may raise: backward then ends with
+    that error.
+    """
+
+    def __init__(
+        self,
+        take: Callable[[BackwardCall, list[Row]], None],
+        is_urgent: Callable[[BackwardCall, list[Row]], bool],
+    ) -> None:
+        self._take = take
+        self._is_urgent = is_urgent
+        self._is_active = True
+        self._batch: int | None = None  # of the gradient that was seen last
+        self._lock = threading.RLock()  # each device has a thread of autograd's
+        # By pass (reentrant checkpoints nest them), in the order in which the frames began.
+        self._open: dict[int, dict[BackwardCall, _OpenFrame]] = {}
+
+    def remove(self) -> None:
+        """Hooks that are left in graphs do nothing any more."""
+        self._is_active = False
+        self._open.clear()
+
+    def forget_open(self) -> None:
+        """A pass that an error has ended leaves frames behind."""
+        self._open.clear()
+
+    def follow(self, started: StartedCall, module: nn.Module, output: Any, name: str, batch: int) -> None:
+        """Hooks the nodes of a call that has returned ``output``. ``batch``: outside of a backward pass; a
+        forward inside one (of a checkpoint) belongs to that one's batch."""
+        taken = _taken_by(started, output)
+        if not taken:
+            return
+        given = _given_by(started, module, list(taken))
+        if _is_in_backward() and self._batch is not None:
+            batch = self._batch
+        call = BackwardCall(name, type(module).__name__, batch, len(taken) + len(given))
+        for node, places in taken.items():
+            node.register_prehook(self._hook(call, places))
+        for node, places in given.items():
+            see = self._hook(call, places)
+            node.register_hook(lambda grad_inputs, grad_outputs, see=see: see(grad_inputs))
+
+    def _hook(self, call: BackwardCall, places: list[_GradientPlace]) -> Callable[[Any], None]:
+        def see(gradients: tuple[torch.Tensor | None, ...]) -> None:
+            if not self._is_active:
+                return
+            with self._lock:
+                self._see(call, [(place.order, _row(place, gradients[place.position])) for place in places])
+
+        return see
+
+    def _see(self, call: BackwardCall, rows: list[tuple[int, Row]]) -> None:
+        self._batch = call.batch
+        frames = self._frames_of_this_pass()
+        frame = frames.setdefault(call, _OpenFrame(call.hooks))
+        frame.rows += rows
+        frame.hooks_to_come -= 1
+        if frame.hooks_to_come == 0 or self._is_urgent(call, [row for _, row in rows]):
+            del frames[call]
+            self._take(call, frame.in_order())
+
+    def _frames_of_this_pass(self) -> dict[BackwardCall, _OpenFrame]:
+        number = torch._C._current_graph_task_id()
+        if number not in self._open:
+            self._open[number] = {}
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self._end_pass(number))
+        return self._open[number]
+
+    def _end_pass(self, number: int) -> None:
+        with self._lock:
+            for call, frame in self._open.pop(number, {}).items():
+                self._take(call, frame.in_order())
+
+
+def _taken_by(started: StartedCall, output: Any) -> dict[Any, list[_GradientPlace]]:
+    """The nodes that made the outputs, and which of the gradients that they take are the outputs'."""
+    taken: dict[Any, list[_GradientPlace]] = {}
+    for order, place in enumerate(output_places(output)):
+        tensor = place.value
+        if not isinstance(tensor, torch.Tensor) or tensor.grad_fn is None:
+            continue
+        edge = (tensor.grad_fn, tensor.output_nr)
+        # An output that the call did not compute: an input handed on, or a cached value.
+        if edge not in started.edges and _was_made_during(started, edge[0]):
+            seen = _GradientPlace(edge[1], Role.GRAD_OUTPUT, f"grad_{place.context}", order)
+            taken.setdefault(edge[0], []).append(seen)
+    return taken
+
+
+def _given_by(
+    started: StartedCall, module: nn.Module, from_nodes: list[Any]
+) -> dict[Any, list[_GradientPlace]]:
+    """The nodes of the call that hand a gradient to an input or a weight of it, and which of theirs that is.
+    Where several hand one to the same input, each is told by its name."""
+    weights = {id(p): name for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+    if not weights and not started.leaves and not started.edges:
+        return {}
+    contexts = [*started.edges.values(), *started.leaves.values(), *weights.values()]
+    found = list(_edges_out(started, weights, from_nodes))
+    given: dict[Any, list[_GradientPlace]] = {}
+    for node, position, role, context in found:
+        is_only_one = [c for *_, c in found].count(context) == 1
+        text = f"grad_{context}" if is_only_one else f"grad_{context} of {node.name()}"
+        place = _GradientPlace(position, role, text, _AFTER_OUTPUTS + contexts.index(context))
+        given.setdefault(node, []).append(place)
+    return given
+
+
+def _edges_out(
+    started: StartedCall, weights: dict[int, str], from_nodes: list[Any]
+) -> Iterator[tuple[Any, int, Role, str]]:
+    """(node, which of its gradients, what it belongs to), through the nodes that were made in the call."""
+    waiting, seen = list(from_nodes), set(from_nodes)
+    while waiting:
+        node = waiting.pop()
+        for position, edge in enumerate(node.next_functions):
+            next_node = edge[0]
+            if next_node is None:
+                continue
+            if edge in started.edges:
+                yield node, position, Role.GRAD_INPUT, started.edges[edge]
+            elif next_node.name().endswith(_ACCUMULATOR):
+                leaf = id(next_node.variable)
+                if leaf in weights:
+                    yield node, position, Role.GRAD_WEIGHT, weights[leaf]
+                elif leaf in started.leaves:
+                    yield node, position, Role.GRAD_INPUT, started.leaves[leaf]
+            elif next_node not in seen and _was_made_during(started, next_node):
+                seen.add(next_node)
+                waiting.append(next_node)
+
+
+def _was_made_during(started: StartedCall, node: Any) -> bool:
+    return node._sequence_nr() >= started.first_node
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _row(place: _GradientPlace, gradient: torch.Tensor | None) -> Row:
+    if gradient is None:
+        return Row(place.role, place.context, None, "NoneType")
+    return Row(place.role, place.context, measure(gradient))

@@ -1,0 +1,187 @@
+"""Several ranks: one that sees something bad tells the others, through the c10d Store and no collective.
+
+The finding rank publishes its report, waits a moment until the others have it, and raises. On every other
+rank a thread asks the Store now and then; once it has the report, the rank raises at its next module call.
+One that waits in a collective is ended by that collective's failure, when the finding rank's process has
+gone; the error's traceback then names the rank that saw something, too.
+"""
+
+import contextlib
+import itertools
+import json
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from types import TracebackType
+
+import torch.distributed as dist
+
+_LONGEST_REPORT = 1 << 20  # characters that travel; the finding rank's file has the whole
+_STORE_TIMEOUT = timedelta(seconds=10)
+_TELL_DEADLINE = (
+    5.0  # seconds beyond the interval at which ranks ask; then they are told by the failure alone
+)
+_ASKS_PER_SECOND = 2000  # of all ranks together: one process serves the Store
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the first rank with something bad tells the others."""
+
+    rank: int
+    host: str
+    batch: int
+    what: str  # "encoder.block.2 T5Block: output has infs"
+    report: str
+    file: str  # on that host
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} (host {self.host}) detected inf/nan in batch_number={self.batch}: "
+            f"{self.what}. Its frames are in {self.file}"
+        )
+
+
+class PeerRanks:
+    """The other ranks' debuggers of the same model. Made on every rank, the same ones in the same order.
+
+    Uses the default Store on a connection of its own, which no other call waits for. ``close`` ends the
+    thread; so does the interpreter's exit.
+
+    Args:
+        number: of this debugger in the process; the same on all ranks.
+        on_finding: called once, on the thread, when another rank has found something.
+    """
+
+    def __init__(self, number: int, on_finding: Callable[[Finding], None]) -> None:
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._state = _State(
+            dist.PrefixStore(f"nanlocator/transformers/{number}", _own_connection()),
+            interval=max(0.2, self._size / _ASKS_PER_SECOND),
+        )
+        self._thread = threading.Thread(
+            target=_ask_until_stopped,
+            args=(self._state, on_finding),
+            name="nanlocator: findings of other ranks",
+            daemon=True,
+        )
+        self._hook = _ExceptHook(self._state)
+        self._end = weakref.finalize(self, _stop, self._state, self._thread, self._hook)
+        self._thread.start()
+
+    def take_finding(self) -> Finding | None:
+        """Of another rank, once. Costs nothing where there is none."""
+        state = self._state
+        if state.finding is None:
+            return None
+        with state.lock:
+            finding, state.finding = state.finding, None
+        return finding
+
+    def publish(self, batch: int, what: str, report: str, file: str) -> None:
+        """Tells the others, and waits until they know: a few tenths of a second, at most some seconds. The
+        first rank to publish counts. Where the Store is gone nobody can be told."""
+        finding = Finding(self._rank, socket.gethostname(), batch, what, report[-_LONGEST_REPORT:], file)
+        if self.take_finding() is not None:
+            return  # the others have been told by another rank, as this one has
+        state = self._state
+        with contextlib.suppress(RuntimeError):  # the rank that holds the Store has gone
+            with state.lock:
+                first, seen = state.keys()
+                told = json.loads(state.store.compare_set(first, "", json.dumps(asdict(finding))))
+                state.round += 1
+                if told["rank"] != self._rank:
+                    state.store.add(seen, 1)
+                    return
+            deadline = time.monotonic() + state.interval + _TELL_DEADLINE
+            while state.store.add(seen, 0) < self._size - 1 and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._end()
+
+
+def _own_connection() -> dist.Store:
+    try:
+        store = dist.distributed_c10d._get_default_store().clone()
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
+        raise RuntimeError(
+            "DebugUnderflowOverflow: the ranks cannot tell each other what they find, because the Store of "
+            f"torch.distributed (backend {dist.get_backend()}) cannot be used a second time: {error}. "
+            "Initialise it with an init_method, a TCPStore or a FileStore"
+        ) from error
+    store.set_timeout(_STORE_TIMEOUT)
+    return store
+
+
+class _State:
+    """What the thread shares with its owner, which may be gone before it."""
+
+    def __init__(self, store: dist.Store, interval: float) -> None:
+        self.store = store
+        self.interval = interval
+        self.lock = threading.Lock()
+        self.stopped = threading.Event()
+        self.round = 0  # findings so far that this rank has made or heard of; the same on all ranks
+        self.finding: Finding | None = None  # of another rank, until this one has raised
+
+    def keys(self) -> tuple[str, str]:
+        """Of this round: the finding, and how many ranks have heard of it."""
+        return f"found/{self.round}", f"seen/{self.round}"
+
+
+def _ask_until_stopped(state: _State, on_finding: Callable[[Finding], None]) -> None:
+    while not state.stopped.wait(state.interval):
+        try:
+            with state.lock:
+                found, seen = state.keys()
+                if not state.store.check([found]):
+                    continue
+                state.finding = finding = Finding(**json.loads(state.store.get(found)))
+                state.round += 1
+                state.store.add(seen, 1)
+        except RuntimeError:  # the rank that holds the Store has gone, and so have the others
+            return
+        on_finding(finding)
+
+
+class _ExceptHook:
+    """Adds the finding to the traceback of the exception that ends this process: a collective that has
+    failed says nothing of it."""
+
+    def __init__(self, state: _State) -> None:
+        self._state = state
+        self._previous = sys.excepthook
+        self._installed = self._call
+        sys.excepthook = self._installed
+
+    def _call(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        finding = self._state.finding
+        if finding is not None and str(finding) not in str(error):
+            error.add_note(f"nanlocator: DebugUnderflowOverflow: {finding}")
+        self._previous(kind, error, traceback)
+
+    def remove(self) -> None:
+        if sys.excepthook is self._installed:  # else someone has wrapped it, and it passes on
+            sys.excepthook = self._previous
+
+
+def _stop(state: _State, thread: threading.Thread, hook: _ExceptHook) -> None:
+    state.stopped.set()
+    if thread is not threading.current_thread():
+        thread.join(_STORE_TIMEOUT.total_seconds())
+    hook.remove()
+
+
+_numbers = itertools.count()
+
+
+def next_number() -> int:
+    """Of a debugger of this process."""
+    return next(_numbers)

@@ -1,0 +1,223 @@
+"""The network check under real torchrun, on gloo processes: healthy machines, and every fault of the drill.
+
+NANLOCATOR_TEST_REPETITIONS (default 1): how often each of them is tried.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any, NamedTuple
+
+import pytest
+
+REPETITIONS = int(os.environ.get("NANLOCATOR_TEST_REPETITIONS", "1"))
+REPEATED = pytest.mark.parametrize("repetition", range(REPETITIONS))
+DEADLINE = 6  # seconds, of a step
+START_AND_END = 60  # seconds: processes that import torch on a busy machine, and torchrun's end
+STOPPED_AT_ONCE = 40  # torchrun sends SIGKILL to a stopped process 30 s after SIGTERM
+COLLECTIVES = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send_recv"]
+
+
+class Outcome(NamedTuple):
+    code: int
+    verdict: dict[str, Any] | None
+    text: str  # stdout and stderr
+    seconds: float
+
+
+def netcheck(world_size: int, *options: str) -> Outcome:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node", str(world_size), "-m", "nanlocator.netcheck"]
+    start = time.monotonic()
+    run = subprocess.run(
+        [*launcher, "--json", "--quick", "--deadline", str(DEADLINE), *options],
+        capture_output=True,
+        text=True,
+        timeout=2 * START_AND_END + STOPPED_AT_ONCE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    verdict = json.loads(run.stdout) if run.stdout.strip() else None
+    return Outcome(run.returncode, verdict, run.stdout + run.stderr, time.monotonic() - start)
+
+
+def alone(*options: str) -> subprocess.CompletedProcess[str]:
+    variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-m", "nanlocator.netcheck", *options],
+        capture_output=True,
+        text=True,
+        timeout=START_AND_END,
+        env=variables,
+    )
+
+
+def require(outcome: Outcome, verdict: str, rank: int) -> dict[str, Any]:
+    """The fault is found, on that rank alone; its finding."""
+    assert outcome.verdict is not None, outcome.text
+    assert (outcome.verdict["verdict"], outcome.verdict["ranks"]) == (verdict, [rank]), outcome.text
+    assert outcome.code == 1
+    broken = [line["rank"] for line in outcome.verdict["per_rank"] if not line["is_ok"]]
+    assert broken == [rank]
+    return outcome.verdict["findings"][0]
+
+
+# --- healthy -----------------------------------------------------------------------------------------
+
+
+@REPEATED
+@pytest.mark.parametrize("world_size, layout", [(2, []), (4, ["--tp", "2"]), (8, ["--tp", "2", "--pp", "2"])])
+def test_healthy_ranks_raise_no_alarm(world_size, layout, repetition):
+    outcome = netcheck(world_size, *layout)
+    assert outcome.code == 0, outcome.text
+    assert outcome.verdict["verdict"] == "healthy"
+    assert outcome.verdict["findings"] == []
+    assert [line["rank"] for line in outcome.verdict["per_rank"]] == list(range(world_size))
+    checked = {(row["collective"], row["group"]) for row in outcome.verdict["collectives"]}
+    assert {(collective, "WORLD") for collective in COLLECTIVES} <= checked
+    if layout:
+        assert {(collective, "tp") for collective in COLLECTIVES} <= checked
+    assert outcome.verdict["unsupported"] == []
+
+
+def test_every_dtype_and_every_pair_can_be_checked_on_odd_numbers_of_ranks():
+    outcome = netcheck(3, "--dtypes", "fp32,bf16,fp16,int64", "--pairs")
+    assert outcome.code == 0, outcome.text
+    assert {row["dtype"] for row in outcome.verdict["collectives"]} == {"fp32", "bf16", "fp16", "int64"}
+    pairs = {(edge["from"], edge["to"]) for edge in outcome.verdict["edges"]}
+    assert pairs == {(0, 1), (0, 2), (1, 2)}
+
+
+# --- the drill ---------------------------------------------------------------------------------------
+
+
+@REPEATED
+@pytest.mark.parametrize("place", [[], ["--in-contribution"]], ids=["result", "contribution"])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_wrong_element_of_one_collective_is_traced_to_its_rank(collective, place, repetition):
+    outcome = netcheck(4, "--inject", "corrupt", "--rank", "2", "--at", collective, *place)
+    finding = require(outcome, "wrong result", 2)
+    assert collective in finding["evidence"][0]
+
+
+@REPEATED
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_rank_that_pauses_before_each_launch_is_the_slow_one(world_size, repetition):
+    finding = require(netcheck(world_size, "--inject", "slow", "--rank", "1"), "slow link", 1)
+    assert "rank 1" in finding["evidence"][0]
+
+
+@REPEATED
+@pytest.mark.parametrize("moment", ["before", "inside", "after"])
+def test_a_rank_whose_thread_sleeps_for_ever_is_named_and_those_that_wait_for_it(moment, repetition):
+    outcome = netcheck(4, "--tp", "2", "--inject", "hang", "--rank", "3", "--moment", moment)
+    finding = require(outcome, "hang", 3)
+    assert "all_reduce" in finding["evidence"][0]
+    assert finding["evidence"][-1] == "ranks 0-2 wait for it"
+    assert outcome.seconds < DEADLINE + START_AND_END
+
+
+@REPEATED
+@pytest.mark.parametrize("at", ["device", "groups", "barrier", "broadcast", "timing"])
+def test_a_rank_that_hangs_in_any_stage_is_named(at, repetition):
+    require(netcheck(4, "--inject", "hang", "--rank", "1", "--at", at), "hang", 1)
+
+
+def test_a_hang_in_a_subgroup_names_the_group():
+    outcome = netcheck(4, "--tp", "2", "--inject", "hang", "--rank", "3", "--at", "tp[2,3]")
+    finding = require(outcome, "hang", 3)
+    assert "tp[2,3]" in finding["evidence"][0]
+
+
+@REPEATED
+@pytest.mark.parametrize("moment", ["before", "inside", "after"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_rank_is_named_also_where_it_is_rank_0(rank, moment, repetition):
+    outcome = netcheck(4, "--inject", "die", "--rank", str(rank), "--moment", moment)
+    finding = require(outcome, "hang", rank)
+    assert "has ended" in finding["evidence"][0]
+    assert outcome.seconds < DEADLINE + START_AND_END
+
+
+@REPEATED
+def test_a_stopped_process_is_told_from_a_dead_one(repetition):
+    outcome = netcheck(4, "--inject", "stop", "--rank", "1", "--at", "all_gather", "--moment", "inside")
+    finding = require(outcome, "hang", 1)
+    assert "is stopped inside all_gather" in finding["evidence"][0]
+    assert outcome.seconds < DEADLINE + START_AND_END + STOPPED_AT_ONCE
+
+
+@REPEATED
+def test_a_rank_that_reports_another_torch_is_version_skew(repetition):
+    finding = require(netcheck(4, "--inject", "skew", "--rank", "1"), "version skew", 1)
+    assert "torch is" in finding["evidence"][0]
+
+
+def test_eight_ranks_find_the_hung_one_of_a_layout():
+    outcome = netcheck(8, "--tp", "2", "--pp", "2", "--inject", "hang", "--rank", "5", "--at", "all_to_all")
+    require(outcome, "hang", 5)
+
+
+# --- output ------------------------------------------------------------------------------------------
+
+
+def test_the_verdict_is_written_where_the_user_wants_it(tmp_path):
+    file = tmp_path / "netcheck.json"
+    outcome = netcheck(2, "--output", str(file))
+    assert json.loads(file.read_text()) == outcome.verdict
+
+
+# --- wrong use ---------------------------------------------------------------------------------------
+
+
+def test_a_start_without_a_launcher_says_what_to_type():
+    run = alone()
+    assert run.returncode == 2
+    assert "torchrun --nproc-per-node 8 -m nanlocator.netcheck" in run.stderr
+
+
+@pytest.mark.parametrize(
+    "world_size, options, message",
+    [
+        (1, [], "one rank has nobody to talk to"),
+        (2, ["--tp", "4"], "2 ranks cannot be laid out"),
+        (2, ["--backend", "smoke"], "--backend smoke: this torch"),
+        (2, ["--inject", "die", "--rank", "7"], "there are ranks 0 to 1"),
+        (
+            2,
+            ["--inject", "die", "--rank", "1", "--at", "all_reduse"],
+            "--at all_reduse: there is no such step",
+        ),
+    ],
+)
+def test_wrong_use_under_torchrun_is_said_once(world_size, options, message):
+    outcome = netcheck(world_size, *options)
+    assert outcome.code != 0
+    assert outcome.verdict is None
+    assert outcome.text.count(message) == 1, outcome.text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--inject", "die"],
+        ["--max-bytes", "7"],
+        ["--max-bytes", "lots"],
+        ["--dtypes", "fp8"],
+        ["--deadline", "0"],
+        ["--memory-fraction", "2"],
+        ["--tp", "0"],
+    ],
+)
+def test_options_that_cannot_be_meant_end_with_2(options):
+    run = alone(*options)
+    assert run.returncode == 2
+    assert options[0] in run.stderr
+
+
+def test_the_template_for_slurm_needs_no_ranks():
+    run = alone("--slurm-template", "--tp", "4")
+    assert run.returncode == 0
+    assert run.stdout.startswith("#!")
+    assert "--tp 4" in run.stdout

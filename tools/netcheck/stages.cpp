@@ -1,0 +1,327 @@
+#include "netcheck/stages.hpp"
+
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <limits>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
+
+namespace nanlocator::netcheck {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Json = nlohmann::ordered_json;
+
+constexpr int kTimedExchanges = 8;
+constexpr std::int64_t kSizeStep = 8;  // from one size to the next
+constexpr std::int64_t kSmallest = 8;  // bytes
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+std::string name_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return "fp32";
+    case at::kBFloat16:
+      return "bf16";
+    case at::kHalf:
+      return "fp16";
+    default:
+      return "int64";
+  }
+}
+
+std::string size_text(std::int64_t bytes) {
+  if (bytes >= 1 << 20) return std::to_string(bytes >> 20) + " MiB";
+  if (bytes >= 1 << 10) return std::to_string(bytes >> 10) + " KiB";
+  return std::to_string(bytes) + " B";
+}
+
+std::string number_text(double value) {
+  if (std::isnan(value)) return "NaN";
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", value);
+  return text;
+}
+
+std::string first_line(const std::exception& error) {
+  const std::string text = error.what();
+  return text.substr(0, text.find('\n'));
+}
+
+// What c10d throws where a backend lacks an operation or a dtype.
+bool says_unsupported(const std::string& error) {
+  for (const char* words : {"does not support", "not supported", "unsupported", "Unsupported",
+                            "not implemented", "Invalid scalar type", "No backend type"}) {
+    if (error.find(words) != std::string::npos) return true;
+  }
+  return false;
+}
+
+// Of the whole message, in elements: at least one per rank, and a multiple of the ranks.
+std::int64_t numel_for(std::int64_t bytes, at::ScalarType dtype, int size) {
+  const auto numel = bytes / static_cast<std::int64_t>(c10::elementSize(dtype));
+  return std::max<std::int64_t>(1, numel / size) * size;
+}
+
+std::vector<std::int64_t> sizes_up_to(std::int64_t max_bytes) {
+  std::vector<std::int64_t> sizes;
+  for (auto bytes = kSmallest; bytes < max_bytes; bytes *= kSizeStep) sizes.push_back(bytes);
+  sizes.push_back(std::max(max_bytes, kSmallest));
+  return sizes;
+}
+
+// The drill: one element that is another number.
+void corrupt(at::Tensor& tensor, std::int64_t index) {
+  auto element = tensor.flatten()[index % tensor.numel()];
+  element.copy_(at::full({}, 123, tensor.options()) + element.nan_to_num());
+}
+
+class GroupCheck {
+ public:
+  GroupCheck(RankCheck& check, const CheckGroup& group, const CollectivePlan& plan,
+             at::Device device)
+      : check_(check), group_(group), plan_(plan), device_(device) {
+    const auto self = std::ranges::find(group.ranks, check.options().rank);
+    rank_ = static_cast<int>(self - group.ranks.begin());
+  }
+
+  void run() {
+    for (const auto collective : kCollectives) {
+      for (const auto dtype : plan_.dtypes) run(collective, dtype);
+    }
+  }
+
+ private:
+  void run(Collective collective, at::ScalarType dtype) {
+    const auto sizes = sizes_up_to(plan_.max_bytes);
+    const int size = static_cast<int>(group_.ranks.size());
+    for (std::size_t i = 0; i < sizes.size(); ++i) {
+      // Every root of a broadcast, in turn over the sizes; all of them with the smallest.
+      const int roots = collective == Collective::broadcast && i == 0 ? size : 1;
+      for (int root = 0; root < roots; ++root) {
+        CollectiveCase c{.collective = collective, .dtype = dtype};
+        c.numel = numel_for(sizes[i], dtype, size);
+        c.root = roots > 1 ? root : static_cast<int>(i) % size;
+        c.rank = rank_;
+        c.size = size;
+        c.seed = seed_++;
+        run(c, i == 0 || i + 1 == sizes.size());
+        if (i == 0 && root == 0 && dtype != at::kLong) {
+          c.carries_nan = true;
+          run(c, false);
+        }
+      }
+    }
+  }
+
+  void run(const CollectiveCase& c, bool is_timed) {
+    if (!group_.group) return check_.skip();
+    const auto bytes = c.numel * static_cast<std::int64_t>(c10::elementSize(c.dtype));
+    auto name = std::string(netcheck::name_of(c.collective)) + " " + name_of(c.dtype) + " " +
+                size_text(bytes);
+    if (c.collective == Collective::broadcast) {
+      name += " from rank " + std::to_string(group_.ranks[c.root]);
+    }
+    if (c.carries_nan) name += " with a NaN";
+    check_.enter({"collectives", name, group_.name(), group_.ranks});
+    try {
+      const double seconds = exchange(c, name, is_timed ? 1 + plan_.repetitions : 1);
+      if (is_timed) add_timing(c, bytes, seconds);
+    } catch (const std::exception& error) {
+      const auto text = first_line(error);
+      if (!says_unsupported(text)) check_.end_by_error(text);
+      check_.add("unsupported", std::string(netcheck::name_of(c.collective)) + " " +
+                                    name_of(c.dtype) + " by " + check_.options().backend + " (" +
+                                    text + ")");
+    }
+    check_.finished();
+  }
+
+  // The best time of the repetitions; every one of them is compared.
+  double exchange(const CollectiveCase& c, const std::string& name, int repetitions) {
+    auto input = make_input(c).to(device_);
+    const auto expected = make_expected(c);
+    const auto* corruption = check_.corruption();
+    if (corruption != nullptr && corruption->in_contribution) corrupt(input, c.rank);
+    double best = std::numeric_limits<double>::infinity();
+    bool is_told = false;  // a wrong element does not end the case: the others count on this rank
+    for (int repetition = 0; repetition < repetitions; ++repetition) {
+      auto output = make_output(c, input);
+      check_.before_launch();
+      const auto start = Clock::now();
+      const auto works = launch(c, *group_.group, input, output);
+      check_.launched();
+      finish(works, device_);
+      if (repetition > 0) best = std::min(best, seconds_since(start));
+      if (corruption != nullptr && !corruption->in_contribution) corrupt(output, c.seed);
+      const auto wrong = find_wrong(c, output, expected);
+      if (wrong && !std::exchange(is_told, true)) tell(name, *wrong);
+    }
+    return best;
+  }
+
+  void tell(const std::string& name, const WrongElement& wrong) {
+    const auto senders = global(wrong.expected.senders);
+    std::string from;
+    for (const int sender : senders) from += (from.empty() ? "" : " and ") + std::to_string(sender);
+    check_.add(
+        "wrong",
+        {{"sequence", check_.sequence()},
+         {"element", wrong.element},
+         {"senders", senders},
+         {"receivers", global(wrong.expected.receivers)},
+         {"text",
+          "got " + number_text(wrong.found) + " instead of " + number_text(wrong.expected.value) +
+              " for element " + std::to_string(wrong.index) + " of " + name + " on group " +
+              group_.name() + ", which rank " + from + " contributed" +
+              (wrong.count > 1 ? " (" + std::to_string(wrong.count) + " wrong elements in all)"
+                               : "")}});
+  }
+
+  [[nodiscard]] std::set<int> global(const std::set<int>& members) const {
+    std::set<int> ranks;
+    for (const int member : members) ranks.insert(group_.ranks.at(member));
+    return ranks;
+  }
+
+  void add_timing(const CollectiveCase& c, std::int64_t bytes, double seconds) {
+    if (!std::isfinite(seconds)) return;
+    check_.add("timings", {{"collective", netcheck::name_of(c.collective)},
+                           {"group_kind", group_.kind},
+                           {"dtype", name_of(c.dtype)},
+                           {"bytes", bytes},
+                           {"seconds", seconds},
+                           {"bus_factor", bus_factor(c)}});
+  }
+
+  RankCheck& check_;
+  const CheckGroup& group_;
+  const CollectivePlan& plan_;
+  at::Device device_;
+  int rank_ = 0;
+  int seed_ = 0;
+};
+
+void barrier(const CheckGroup& world, at::Device device) {
+  c10d::BarrierOptions options;
+  if (!device.is_cpu()) options.device = device;
+  finish({world.group->barrier(options)}, device);
+}
+
+// The time between the end of a barrier and the launch: a rank's own, nobody is waited for.
+double own_seconds(RankCheck& check, const CheckGroup& world, at::Device device) {
+  CollectiveCase c{
+      .numel = numel_for(std::int64_t{1} << 16, at::kFloat, static_cast<int>(world.ranks.size()))};
+  c.rank = check.options().rank;
+  c.size = static_cast<int>(world.ranks.size());
+  double best = std::numeric_limits<double>::infinity();
+  for (int repetition = 0; repetition < kTimedExchanges; ++repetition) {
+    barrier(world, device);
+    const auto start = Clock::now();
+    auto input = make_input(c).to(device);
+    auto output = make_output(c, input);
+    check.before_launch();
+    const auto works = launch(c, *world.group, input, output);
+    best = std::min(best, seconds_since(start));
+    finish(works, device);
+  }
+  return best;
+}
+
+// Two ranks send to each other while the others wait at the barrier that follows. There and back.
+double exchange_seconds(RankCheck& check, const CheckGroup& world, int peer, bool is_first,
+                        std::int64_t bytes, at::Device device) {
+  const auto options = at::TensorOptions().dtype(at::kByte).device(device);
+  std::vector<at::Tensor> tensors{at::zeros({bytes}, options)};
+  double best = std::numeric_limits<double>::infinity();
+  for (int repetition = 0; repetition <= kTimedExchanges; ++repetition) {
+    const auto start = Clock::now();
+    check.before_launch();
+    if (is_first) {
+      finish({world.group->send(tensors, peer, 0)}, device);
+      finish({world.group->recv(tensors, peer, 0)}, device);
+    } else {
+      finish({world.group->recv(tensors, peer, 0)}, device);
+      finish({world.group->send(tensors, peer, 0)}, device);
+    }
+    if (repetition > 0) best = std::min(best, seconds_since(start));
+  }
+  return best;
+}
+
+std::vector<std::pair<int, int>> edges_of(Neighbours neighbours, int size) {
+  std::vector<std::pair<int, int>> edges;
+  for (int from = 0; from < size; ++from) {
+    if (neighbours == Neighbours::every_pair) {
+      for (int to = from + 1; to < size; ++to) edges.emplace_back(from, to);
+    } else if (size > 2 || from == 0) {
+      edges.emplace_back(from, (from + 1) % size);
+    }
+  }
+  return edges;
+}
+
+// A step that ends the check where it throws.
+template <typename Work>
+void run_step(RankCheck& check, const Step& step, const Work& work) {
+  check.enter(step);
+  try {
+    check.launched();
+    work();
+  } catch (const std::exception& error) {
+    check.end_by_error(first_line(error));
+  }
+  check.finished();
+}
+
+}  // namespace
+
+std::string CheckGroup::name() const {
+  if (kind == "WORLD") return kind;
+  std::string text = kind + "[";
+  for (std::size_t i = 0; i < ranks.size(); ++i)
+    text += (i > 0 ? "," : "") + std::to_string(ranks[i]);
+  return text + "]";
+}
+
+void run_barrier(RankCheck& check, const CheckGroup& world, at::Device device) {
+  run_step(check, {"barrier", "barrier", world.name(), world.ranks},
+           [&] { barrier(world, device); });
+}
+
+void run_collectives(RankCheck& check, const CheckGroup& group, const CollectivePlan& plan,
+                     at::Device device) {
+  GroupCheck(check, group, plan, device).run();
+}
+
+void run_timing(RankCheck& check, const CheckGroup& world, Neighbours neighbours,
+                std::int64_t bytes, at::Device device) {
+  run_step(check, {"timing", "launch times", world.name(), world.ranks},
+           [&] { check.set("own_seconds", own_seconds(check, world, device)); });
+  const int rank = check.options().rank;
+  for (const auto& [from, to] : edges_of(neighbours, static_cast<int>(world.ranks.size()))) {
+    if (rank == from || rank == to) {
+      const auto name = "exchange of ranks " + std::to_string(from) + " and " + std::to_string(to);
+      run_step(check, {"timing", name, "WORLD", {from, to}}, [&] {
+        const int peer = rank == from ? to : from;
+        const double best = exchange_seconds(check, world, peer, rank == from, bytes, device);
+        if (rank == from) check.add("edges", {{"from", from}, {"to", to}, {"seconds", best}});
+      });
+    } else {
+      check.skip();
+    }
+    run_step(check, {"timing", "barrier", world.name(), world.ranks},
+             [&] { barrier(world, device); });
+  }
+}
+
+}  // namespace nanlocator::netcheck
