@@ -1,7 +1,12 @@
-"""``torchrun ... -m nanlocator.netcheck [options]``; see options.py."""
+"""``python -m nanlocator.netcheck [options]``, with or without torchrun; see options.py."""
 
+import os
 import sys
 
 from nanlocator.netcheck.run import main
 
-sys.exit(main())
+if __name__ == "__main__":  # the fork server imports this module, too
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # no destructor of a process group may hang after the verdict

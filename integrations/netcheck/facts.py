@@ -12,7 +12,15 @@ import torch
 from nanlocator import _C
 from nanlocator.netcheck.gpu import hardware, hardware_faults
 
-__all__ = ["CLOCK_TOLERANCE", "Facts", "collect", "differences", "hardware", "hardware_faults"]
+__all__ = [
+    "CLOCK_TOLERANCE",
+    "Facts",
+    "collect",
+    "computes_with",
+    "differences",
+    "hardware",
+    "hardware_faults",
+]
 
 Facts = dict[str, str | int | float]
 
@@ -65,11 +73,19 @@ def collect(device: torch.device | str) -> Facts:
     return {name: value for name, value in facts.items() if value is not None}
 
 
+def computes_with(device: torch.device | str) -> str:
+    """Ranks for which this is equal must compute the same bits: device, libraries, number of threads."""
+    own = collect(device)
+    names = ("device_name", "cuda", "cudnn", "driver") if "device_name" in own else ("cpu",)
+    parts = [str(own.get(name, "unknown")) for name in names]
+    return ", ".join([*parts, f"torch {own['torch']}", f"{torch.get_num_threads()} threads"])
+
+
 def differences(facts_of_ranks: Sequence[Facts]) -> list[dict]:
     """What differs though it must be equal: [{"what": "torch", "values": {"2.11.0": [0, 1], "2.10.0": [2]}}],
     `facts_of_ranks` in the order of ranks. A rank without a fact that others have is under "not known", or
     "not set" for an environment variable. Clocks are compared with the median's and listed where one is more
-    than CLOCK_TOLERANCE off."""
+    than CLOCK_TOLERANCE off, with the "seconds" of the one that is most off."""
     found = []
     for what in (*_MUST_BE_EQUAL, *_variables_to_compare(facts_of_ranks)):
         absent = "not set" if what.startswith(_VARIABLE) else "not known"
@@ -96,7 +112,9 @@ def _clock_differences(facts_of_ranks: Sequence[Facts]) -> list[dict]:
     for rank, clock in clocks.items():
         is_off = abs(clock - median) > CLOCK_TOLERANCE
         values.setdefault(f"{clock - median:+.0f} s" if is_off else "the median", []).append(rank)
-    return [{"what": "clock", "values": values}] if len(values) > 1 else []
+    if len(values) < 2:
+        return []
+    return [{"what": "clock", "values": values, "seconds": max(abs(c - median) for c in clocks.values())}]
 
 
 def _gpu_facts(device: torch.device) -> Facts:

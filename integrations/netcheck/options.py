@@ -4,19 +4,21 @@ import argparse
 from collections.abc import Sequence
 
 from nanlocator._C import UsageError
+from nanlocator.netcheck import launch
 from nanlocator.netcheck.layout import Group
 
 DTYPES = ("fp32", "bf16", "fp16", "int64")
-STAGES = ("facts", "device", "groups", "barrier", "collectives", "timing")
+STAGES = ("start", "facts", "device", "groups", "barrier", "collectives", "timing")
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send_recv")
 FAULTS = ("corrupt", "slow", "hang", "stop", "skew", "die")
 
 _EXAMPLES = """\
 examples:
-  torchrun --nproc-per-node 8 -m nanlocator.netcheck
-  torchrun --nproc-per-node 8 --nnodes 4 ... -m nanlocator.netcheck --tp 4 --pp 2 --json
-  torchrun --nproc-per-node 8 -m nanlocator.netcheck --quick --inject corrupt --rank 5    (a drill)
-  python -m nanlocator.netcheck --slurm-template --tp 4 > netcheck.sbatch
+  nanlocator netcheck --nproc-per-node 8
+  nanlocator netcheck --nproc-per-node 8 --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --tp 4
+  nanlocator netcheck --nproc-per-node 8 --quick --inject corrupt --rank 5      (a drill)
+  nanlocator netcheck --slurm-template --tp 4 > netcheck.sbatch
+  torchrun --nproc-per-node 8 -m nanlocator.netcheck --json
 
 Exit code: 0 healthy, 1 findings, 2 wrong use. (torchrun itself ends with 1 for both.)
 """
@@ -25,7 +27,7 @@ Exit code: 0 healthy, 1 findings, 2 wrong use. (torchrun itself ends with 1 for 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Wrong use ends with 2, as everywhere in argparse. ``dtypes`` is a list, ``max_bytes`` a number."""
     parser = argparse.ArgumentParser(
-        prog="torchrun ... -m nanlocator.netcheck",
+        prog="nanlocator netcheck",
         description="Shows that every rank computes and communicates correctly, or which one does not.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -39,7 +41,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--ep", type=_size, default=1, help="expert-parallel size")
     add("--max-bytes", type=_bytes, metavar="SIZE", help="largest message (default 64M; --quick 64K)")
     add("--dtypes", type=_dtypes, metavar="LIST", help=f"of {','.join(DTYPES)} (default all; --quick two)")
-    add("--pairs", action="store_true", help="time every pair of ranks, not only neighbours")
+    add("--pairs", action="store_true", help="exchange between every pair of ranks, not only neighbours")
     add("--deadline", type=_seconds, default=30.0, metavar="SECONDS", help="of each step (default 30)")
     add("--memory-fraction", type=_fraction, default=0.0, metavar="PART",
         help="of the free device memory to test, 0 to 0.95 (default: a small part)")  # fmt: skip
@@ -47,6 +49,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--json", action="store_true", help="print one JSON object")
     add("--output", default="", metavar="FILE", help="write the JSON there, too")
     add("--slurm-template", action="store_true", help="print a job script for SLURM and end")
+    launch.add_options(parser)
     drill = parser.add_argument_group("drill: a fault on purpose, to see it found")
     drill.add_argument("--inject", choices=FAULTS,
                        help="a wrong element, a pause before each launch, a thread that sleeps for ever, "
@@ -71,8 +74,7 @@ def check_ranks(options: argparse.Namespace, world_size: int) -> None:
     """Throws UsageError where there are too few ranks, or not the one of the drill."""
     if world_size < 2:
         raise UsageError(
-            "one rank has nobody to talk to. Start at least two: torchrun --nproc-per-node 2 -m "
-            "nanlocator.netcheck"
+            "one rank has nobody to talk to. Start at least two: nanlocator netcheck --nproc-per-node 2"
         )
     if options.rank is not None and not 0 <= options.rank < world_size:
         raise UsageError(f"--rank {options.rank}: there are ranks 0 to {world_size - 1}")

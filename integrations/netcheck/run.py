@@ -3,6 +3,7 @@ C++ (tools/netcheck). The end, on every path, is RankCheck's: it explains, print
 
 import argparse
 import datetime
+import functools
 import json
 import os
 import socket
@@ -13,36 +14,43 @@ import torch
 import torch.distributed as dist
 
 from nanlocator import _C
-from nanlocator.netcheck import facts, layout, slurm
+from nanlocator.netcheck import facts, launch, layout, slurm
 from nanlocator.netcheck.options import check_place, check_ranks, parse
 from nanlocator.session import first_line, is_failure_of_peers
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _QUICK_MEMORY_SECONDS = 0.5
 _MEMORY_SECONDS = 20.0
+_START_SECONDS = 120.0  # all ranks import torch, on hosts with one slow file system
 _LONGEST_EXCHANGE = 1 << 20  # bytes between two ranks: enough to see a slow link
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns only where no check has begun: 0 after --slurm-template, 2 after wrong use."""
+    """The exit code. Where something is found on a rank its process has ended with 1 before."""
     options = parse(arguments)
     if options.slurm_template:
         given = list(sys.argv[1:] if arguments is None else arguments)
         print(slurm.template([each for each in given if each != "--slurm-template"]), end="")
         return 0
+    return _check_rank(options) if "RANK" in os.environ else _launch(options)
+
+
+def _check_rank(options: argparse.Namespace) -> int:
+    """In one of the processes that a launcher has started."""
     try:
         _require_launcher()
-        world_size = int(os.environ["WORLD_SIZE"])
+        world_size = _world_size()
         check_ranks(options, world_size)
-        groups = layout.groups(world_size, tp=options.tp, cp=options.cp, ep=options.ep, pp=options.pp)
+        groups = _groups(options, world_size)
         check_place(options, groups)
+        _choose_backend(options)
         device = _choose_device(options)
     except _C.UsageError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ["RANK"] == "0":
             print(f"netcheck: {error}", file=sys.stderr)
         return 2
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=options.deadline)))
+        store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=_START_SECONDS)))
     except (dist.DistError, OSError) as error:
         print(
             f"netcheck: rank {os.environ['RANK']} on host {socket.gethostname()} did not meet the others at "
@@ -52,26 +60,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 1
     _run(options, groups, device, store)
-    return 1  # not reached: RankCheck has ended the process
+    return 0  # RankCheck ends the process where something was found
+
+
+def _launch(options: argparse.Namespace) -> int:
+    """Wrong use is found before any process starts."""
+    try:
+        if options.nproc_per_node is None:
+            raise _C.UsageError(
+                "how many ranks? One for each GPU of this host:\n"
+                "  nanlocator netcheck --nproc-per-node 8\n"
+                "over several hosts also --nnodes and --rdzv-endpoint, or start it under torchrun (torchrun "
+                "--nproc-per-node 8 -m nanlocator.netcheck), or with the script for SLURM that nanlocator "
+                "netcheck --slurm-template prints"
+            )
+        if options.nproc_per_node < 1:
+            raise _C.UsageError(f"--nproc-per-node {options.nproc_per_node}: at least one rank of each host")
+        if options.nnodes is not None and not options.nnodes.isdigit():
+            raise _C.UsageError(f"--nnodes {options.nnodes}: the number of hosts that the training has")
+        world_size = options.nproc_per_node * int(options.nnodes or 1)
+        check_ranks(options, world_size)
+        check_place(options, _groups(options, world_size))
+        _choose_backend(options)
+    except _C.UsageError as error:
+        print(f"netcheck: {error}", file=sys.stderr)
+        return 2
+    return launch.launch(options, functools.partial(_check_rank, options))
+
+
+def _groups(options: argparse.Namespace, world_size: int) -> list[layout.Group]:
+    return layout.groups(world_size, tp=options.tp, cp=options.cp, ep=options.ep, pp=options.pp)
 
 
 def _require_launcher() -> None:
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing:
         raise _C.UsageError(
-            f"{', '.join(missing)} not set: no launcher has started this process. Start all ranks with\n"
-            "  torchrun --nproc-per-node 8 -m nanlocator.netcheck\n"
-            "or under SLURM with the script that `python -m nanlocator.netcheck --slurm-template` prints"
+            f"RANK is set, but {', '.join(missing)} not: a launcher sets all of them; where none is set, "
+            "nanlocator netcheck --nproc-per-node 8 starts the ranks"
         )
 
 
-def _choose_device(options: argparse.Namespace) -> torch.device:
-    options.backend = options.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+def _choose_backend(options: argparse.Namespace) -> None:
+    options.backend = options.backend or ("nccl" if torch.cuda.device_count() > 0 else "gloo")
     if options.backend not in dist.Backend.backend_list or not dist.is_backend_available(options.backend):
         raise _C.UsageError(
             f"--backend {options.backend}: this torch ({torch.__version__}) does not have it; "
             "--backend gloo checks the CPUs and their network"
         )
+
+
+def _choose_device(options: argparse.Namespace) -> torch.device:
     if options.backend == "gloo":
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -107,6 +146,7 @@ def _run(
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        _meet(check)
         _check_facts(check, device, reports_another_torch=is_drill and options.inject == "skew")
         _check_device(check, options, device)
         world, *subgroups = _make_groups(check, options, store, groups)
@@ -121,6 +161,14 @@ def _run(
             check.end_by_error(first_line(error))
         check.end_by_failure(first_line(error))
     check.finish()
+
+
+def _meet(check: _C.RankCheck) -> None:
+    """Before any other step: ranks that start late are no hang."""
+    extra = datetime.timedelta(seconds=_START_SECONDS)
+    check.enter("start", "start of all ranks", ranks=list(range(_world_size())), extra=extra)
+    check.meet()
+    check.finished()
 
 
 def _check_facts(check: _C.RankCheck, device: torch.device, *, reports_another_torch: bool) -> None:
@@ -147,13 +195,23 @@ def _world_size() -> int:
 
 
 def _check_device(check: _C.RankCheck, options: argparse.Namespace, device: torch.device) -> None:
-    seconds = _QUICK_MEMORY_SECONDS if options.quick else _MEMORY_SECONDS
     check.enter("device", "compute self-test")
-    _add_failures(check, _C.check_compute(str(device)))
+    computed = _C.check_compute(str(device))
+    _add_failures(check, computed)
+    fingerprints = {f"{each.name} in {each.dtype}": f"{each.fingerprint:016x}" for each in computed.operators}
+    check.set("fingerprints", json.dumps(fingerprints))
+    check.set("computes_with", json.dumps(facts.computes_with(device)))
     check.finished()
+    seconds = _QUICK_MEMORY_SECONDS if options.quick else _MEMORY_SECONDS
     check.enter("device", "memory test", extra=datetime.timedelta(seconds=seconds))
-    _add_failures(check, _C.check_memory(str(device), options.memory_fraction, seconds))
+    _add_failures(check, _C.check_memory(str(device), _memory_fraction(options, device), seconds))
     check.finished()
+
+
+def _memory_fraction(options: argparse.Namespace, device: torch.device) -> float:
+    """The ranks of a host share its memory."""
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
+    return options.memory_fraction / sharing
 
 
 def _add_failures(check: _C.RankCheck, result: _C.ComputeCheck | _C.MemoryCheck) -> None:

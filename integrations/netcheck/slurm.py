@@ -1,15 +1,15 @@
-"""An sbatch script that runs the network check as the training is run: one torchrun per node."""
+"""An sbatch script that runs the network check as the training is run: one launcher per node."""
 
 import shlex
 from collections.abc import Sequence
 
-# The port is taken from the job's number, so that two jobs on one host do not meet; 29400 is torchrun's own.
+# The port is taken from the job's number, so that two jobs on one host do not meet; 29400 is torchrun's.
 _TEMPLATE = """\
 #!/bin/bash
 # nanlocator netcheck on the nodes of a job. Fill in the lines marked with <==, then: sbatch THIS_FILE
 #SBATCH --job-name=netcheck
 #SBATCH --nodes=2                 # <== as many as the training has
-#SBATCH --ntasks-per-node=1       # one torchrun per node; it starts one rank per GPU
+#SBATCH --ntasks-per-node=1       # one launcher per node; it starts one rank per GPU
 #SBATCH --gpus-per-node=8         # <== GPUs of one node
 #SBATCH --cpus-per-task=64        # <== cores of one node
 #SBATCH --exclusive
@@ -29,13 +29,12 @@ first_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((29400 + SLURM_JOB_ID % 10000))
 
 # Exit status: 0 all is right, 1 something was found (the verdict names hosts to exclude), 2 wrong use.
-srun --kill-on-bad-exit=0 torchrun \\
+srun --kill-on-bad-exit=0 python -m nanlocator.netcheck \\
   --nnodes "$SLURM_JOB_NUM_NODES" \\
   --nproc-per-node "$ranks_per_node" \\
   --rdzv-backend c10d \\
   --rdzv-id "$SLURM_JOB_ID" \\
-  --rdzv-endpoint "$first_host:$port" \\
-  -m nanlocator.netcheck@ARGUMENTS@
+  --rdzv-endpoint "$first_host:$port"@ARGUMENTS@
 """
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from nanlocator.transformers.frames import Role, Row
+from nanlocator.transformers.looks import Looks
 from nanlocator.transformers.places import input_places, output_places
-from nanlocator.transformers.values import measure
 
 _ACCUMULATOR = "AccumulateGrad"  # the node of a leaf, as it is called in Python
 _AFTER_OUTPUTS = 1 << 20  # places in a frame; no call has so many outputs
@@ -74,32 +74,37 @@ class _OpenFrame:
 
 class BackwardFrames:
     """Makes the frames of backward passes and hands them to ``take(call, rows)``: each when its last gradient
-    has come, at once where ``is_urgent(call, rows)``, and at the end of the pass where one is left out.
+    has come, and at the end of the pass where one is left out. Something bad ends a frame at once, unless
+    ``is_traced(batch)``: later gradients follow from it.
 
-    ``take`` runs in autograd's hooks, on whatever thread runs these, and may raise: backward then ends with
-    that error.
+    ``take`` may raise: backward then ends with that error. It runs in autograd's hooks, on whatever thread
+    runs these; where the looks wait for a device, of a batch that is not traced at the end of the pass.
     """
 
     def __init__(
         self,
+        looks: Looks,
         take: Callable[[BackwardCall, list[Row]], None],
-        is_urgent: Callable[[BackwardCall, list[Row]], bool],
+        is_traced: Callable[[int], bool],
     ) -> None:
+        self._looks = looks
         self._take = take
-        self._is_urgent = is_urgent
+        self._is_traced = is_traced
         self._is_active = True
         self._batch: int | None = None  # of the gradient that was seen last
         self._lock = threading.RLock()  # each device has a thread of autograd's
+        self._passes: set[int] = set()  # that have begun and not ended
         # By pass (reentrant checkpoints nest them), in the order in which the frames began.
         self._open: dict[int, dict[BackwardCall, _OpenFrame]] = {}
 
     def remove(self) -> None:
         """Hooks that are left in graphs do nothing any more."""
         self._is_active = False
-        self._open.clear()
+        self.forget_open()
 
     def forget_open(self) -> None:
         """A pass that an error has ended leaves frames behind."""
+        self._passes.clear()
         self._open.clear()
 
     def follow(self, started: StartedCall, module: nn.Module, output: Any, name: str, batch: int) -> None:
@@ -109,7 +114,7 @@ class BackwardFrames:
         if not taken:
             return
         given = _given_by(started, module, list(taken))
-        if _is_in_backward() and self._batch is not None:
+        if is_in_backward() and self._batch is not None:
             batch = self._batch
         call = BackwardCall(name, type(module).__name__, batch, len(taken) + len(given))
         for node, places in taken.items():
@@ -123,32 +128,47 @@ class BackwardFrames:
             if not self._is_active:
                 return
             with self._lock:
-                self._see(call, [(place.order, _row(place, gradients[place.position])) for place in places])
+                self._batch = call.batch
+                number = self._this_pass()
+                rows = [(place.order, self._row(place, gradients[place.position])) for place in places]
+                self._looks.then(lambda: self._add(number, call, rows))
+                if self._looks.are_many or self._is_traced(call.batch):
+                    self._looks.settle()
 
         return see
 
-    def _see(self, call: BackwardCall, rows: list[tuple[int, Row]]) -> None:
-        self._batch = call.batch
-        frames = self._frames_of_this_pass()
+    def _this_pass(self) -> int:
+        number = torch._C._current_graph_task_id()
+        if number not in self._passes:
+            self._passes.add(number)
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self._end_pass(number))
+        return number
+
+    def _row(self, place: _GradientPlace, gradient: torch.Tensor | None) -> Row:
+        if gradient is None:
+            return Row(place.role, place.context, None, "NoneType")
+        return Row(place.role, place.context, self._looks.look(gradient))
+
+    def _add(self, number: int, call: BackwardCall, rows: list[tuple[int, Row]]) -> None:
+        frames = self._open.setdefault(number, {})
         frame = frames.setdefault(call, _OpenFrame(call.hooks))
         frame.rows += rows
         frame.hooks_to_come -= 1
-        if frame.hooks_to_come == 0 or self._is_urgent(call, [row for _, row in rows]):
+        is_reported = any(row.is_bad for _, row in rows) and not self._is_traced(call.batch)
+        if frame.hooks_to_come == 0 or is_reported:
             del frames[call]
             self._take(call, frame.in_order())
 
-    def _frames_of_this_pass(self) -> dict[BackwardCall, _OpenFrame]:
-        number = torch._C._current_graph_task_id()
-        if number not in self._open:
-            self._open[number] = {}
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: self._end_pass(number))
-        return self._open[number]
-
     def _end_pass(self, number: int) -> None:
         with self._lock:
-            for call, frame in self._open.pop(number, {}).items():
-                self._take(call, frame.in_order())
+            self._passes.discard(number)
+            self._looks.then(lambda: self._take_incomplete(number))
+            self._looks.settle()
+
+    def _take_incomplete(self, number: int) -> None:
+        for call, frame in self._open.pop(number, {}).items():
+            self._take(call, frame.in_order())
 
 
 def _taken_by(started: StartedCall, output: Any) -> dict[Any, list[_GradientPlace]]:
@@ -213,11 +233,5 @@ def _was_made_during(started: StartedCall, node: Any) -> bool:
     return node._sequence_nr() >= started.first_node
 
 
-def _is_in_backward() -> bool:
+def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _row(place: _GradientPlace, gradient: torch.Tensor | None) -> Row:
-    if gradient is None:
-        return Row(place.role, place.context, None, "NoneType")
-    return Row(place.role, place.context, measure(gradient))

@@ -1,15 +1,18 @@
 """``DebugUnderflowOverflow``: hooks that look at every module call, and the rule of what is reported.
 
-One frame per call, kept as numbers; text is made (frames.py) only where it is printed. Everything that is
-remembered is an attribute of the object, and ``remove()`` takes away every hook.
+A call's values are begun to be looked at when it returns (looks.py), and judged in the order of the calls
+once they are known: host memory's at once, an accelerator's when the batch's forward ends. One frame per
+call, kept as numbers; text is made (frames.py) only where it is printed. Everything that is remembered is an
+attribute of the object, and ``remove()`` takes away every hook.
 """
 
 import operator
 import os
+import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -20,13 +23,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nanlocator.session import is_distributed, record_for_torchrun
-from nanlocator.transformers.backward import BackwardCall, BackwardFrames, StartedCall
+from nanlocator.transformers.backward import BackwardCall, BackwardFrames, StartedCall, is_in_backward
 from nanlocator.transformers.frames import Frame, Role, Row, finding_lines, frame_text, report_text
+from nanlocator.transformers.looks import Looks
 from nanlocator.transformers.masks import IntendedMasks
 from nanlocator.transformers.output import Output, describe_rank
 from nanlocator.transformers.places import Place, input_places, output_places
 from nanlocator.transformers.ranks import Finding, PeerRanks, next_number
-from nanlocator.transformers.values import Values, measure
+from nanlocator.transformers.values import Values
 
 
 class DebugOption(str, Enum):  # noqa: UP042  (prints as transformers' does, which a StrEnum would not)
@@ -58,8 +62,12 @@ class DebugUnderflowOverflow:
     Looks at every tensor of positional and keyword arguments and of outputs, in tuples, lists, dictionaries,
     dataclasses and ModelOutputs. A parameter is looked at again after an optimizer step, after a write that
     autograd counts, and where its module has something bad; under ``torch.no_grad`` in each batch.
-    Values are looked at as they pass: one scan per tensor, which waits for the device. Calls that
-    torch.compile traces are not seen. Any thread may run the model, one at a time.
+    Values are looked at as they pass, one scan per tensor. Tensors in host memory are judged at once, and the
+    module's own forward raises. For those on an accelerator nothing waits: they are read together, judged in
+    order and raised for when the forward of ``model`` ends, or of a module that is called outside of it, or
+    the backward pass; earlier in a batch that is traced, after some thousand tensors, in ``remove()`` and
+    ``frames``. Where an error of another kind leaves the forward, the report is printed and the error has a
+    note of it. Calls that torch.compile traces are not seen. Any thread may run the model, one at a time.
 
     Args:
         model: the model as it is called. The hooks see what hooks that were registered earlier made of an
@@ -73,14 +81,15 @@ class DebugUnderflowOverflow:
             made later (a loss). Without it such rows and frames are shown only where they hold something bad.
         count_masks: also report infinities that are meant: an input that holds only zeros and −Inf, an
             additive attention mask, and scores with −Inf at just the elements that a mask among the inputs
-            of their module masks (masks.py).
+            of their module masks (masks.py). An accelerator's tensors are gone when the rule asks for them: a
+            module whose first bad values are −Inf alone is from the next batch on judged as it returns.
         backward: also frames of backward, and detection there: for each call of a module the gradients of its
             outputs, and what this call alone contributes to those of its inputs and weights. Where the loss
             is scaled for fp16 this reports each overflow that the scaler would have skipped.
         output_dir: for the text of each rank, ``debug_rank{r}.txt``; and for text that stdout does not take.
 
     Attributes:
-        batch_number: batches that have ended.
+        batch_number: batches that have ended. This and the following are as of what has been judged.
         total_calls: module calls so far.
         detected_overflow: whether this batch has had something bad.
 
@@ -119,12 +128,20 @@ class DebugUnderflowOverflow:
         self._frames: deque[Frame] = deque(maxlen=_frame_count(max_frames_to_save))
         self._is_batch_start = True
         self._running = _Running()
-        self._weights = _WeightLooks()
+        self._looks = Looks()
+        self._weights = _WeightLooks(self._looks)
+        self._judged_at_once: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # for their −Inf
+        self._pass_to_settle: int | None = None  # the backward pass at whose end the looks are read
         self._masks = IntendedMasks()
         self._output = Output(output_dir)
         self._number = next_number()
         self._peers: PeerRanks | None = None
-        self._backward = BackwardFrames(self._take_backward, self._is_urgent) if backward else None
+        self._is_told = False  # that another rank has found something
+        self._backward = (
+            BackwardFrames(self._looks, self._take_backward, lambda batch: batch in self.trace_batch_nums)
+            if backward
+            else None
+        )
         self._last_backward: int | None = None  # the batch of the backward whose frames came last
         self._names: dict[nn.Module, list[str]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
@@ -132,6 +149,7 @@ class DebugUnderflowOverflow:
         self._hooks = [
             torch.nn.modules.module.register_module_forward_pre_hook(self._before_call),
             *(self._hook(module) for module in self._names),
+            model.register_forward_hook(self._after_model, always_call=True),
         ]
         if backward:
             self._hooks += [
@@ -142,11 +160,18 @@ class DebugUnderflowOverflow:
 
     @property
     def frames(self) -> list[str]:
-        """The text of the frames kept so far, oldest first."""
+        """The text of the frames kept so far, oldest first. Waits for what has not been judged."""
+        self._looks.settle()
         return [frame_text(frame, self.verbose) for frame in self._frames]
 
     def remove(self) -> None:
-        """Takes every hook away. May be called twice."""
+        """Judges what has not been, and takes every hook away. May be called twice."""
+        try:
+            self._looks.settle()
+        finally:
+            self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
         for hook in (*self._hooks, *self._late_hooks.values()):
             hook.remove()
         self._hooks, self._late_hooks = [], weakref.WeakKeyDictionary()
@@ -160,7 +185,9 @@ class DebugUnderflowOverflow:
     def __enter__(self) -> "DebugUnderflowOverflow":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: Any) -> None:
+        if error is not None:
+            self._settle_before(error)
         self.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DebugUnderflowOverflow":
@@ -215,7 +242,10 @@ class DebugUnderflowOverflow:
     def _before_outermost_call(self) -> None:
         if self._peers is None and is_distributed():
             self._peers = PeerRanks(self._number, self._hear)
-        if self._backward is not None and torch._C._current_graph_task_id() == -1:  # outside of any backward
+        if is_in_backward():
+            return
+        self._looks.settle()  # what a forward or backward that raised has left
+        if self._backward is not None:
             self._backward.forget_open()
             self._raise_after_last_batch()
 
@@ -230,29 +260,92 @@ class DebugUnderflowOverflow:
         name = called_as if self.verbose or names is None else names[0]
         if self._backward is not None and call is not None and call.started is not None:
             self._backward.follow(call.started, module, output, name, self.batch_number)
-        rows, overflows = self._look(module, args, kwargs, output)
-        if names is None and not (self.verbose or overflows):
-            return  # the original has no frame for it
-        frame = Frame(
-            name=name,
-            module_class=type(module).__name__,
-            rows=[row for row in rows if self.verbose or not row.is_extra or row in overflows],
-            starts=f"batch number={self.batch_number}" if self._is_batch_start else None,
+        ended = _EndedCall(
+            module,
+            name,
+            is_late=names is None,
+            is_inside_model=self._running.is_in(self.model),
+            inputs=[(place, self._row_of(place)) for place in input_places(args, kwargs)],
+            outputs=[(place, self._row_of(place)) for place in output_places(output)],
+            weights=self._weights.rows(module),
         )
-        self._take(frame, overflows, is_last_of_batch=module is self.model)
+        self._looks.then(lambda: self._judge(ended))
+        if self._looks.are_waiting:
+            self._settle_where_due(module)
+            ended.let_tensors_go()
+
+    def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Runs also where the forward raises, with nobody's output."""
+        error = sys.exception()
+        if module is self.model and self._looks.are_waiting and error is not None:
+            self._settle_before(error)
+
+    # ---- When looks are read --------------------------------------------------------------------
+
+    def _settle_where_due(self, module: nn.Module) -> None:
+        is_outermost = module is self.model or not self._running.stack
+        if (
+            (is_outermost and not is_in_backward())
+            or self.batch_number in self.trace_batch_nums
+            or module in self._judged_at_once
+            or self._looks.are_many
+        ):
+            self._looks.settle()
+        elif is_in_backward():
+            self._settle_after_pass()
+
+    def _settle_after_pass(self) -> None:
+        """The second forward of a checkpoint, part by part: its looks are read together, too."""
+        number = torch._C._current_graph_task_id()
+        if number != self._pass_to_settle:
+            self._pass_to_settle = number
+            torch.autograd.Variable._execution_engine.queue_callback(self._looks.settle)
+
+    def _settle_before(self, error: BaseException) -> None:
+        """What was seen before ``error`` may be its reason: the report is printed, and it is told so."""
+        try:
+            self._looks.settle()
+        except ValueError as finding:
+            error.add_note(f"nanlocator: before this, {finding}")
 
     # ---- Frames ---------------------------------------------------------------------------------
 
-    def _take(self, frame: Frame, overflows: list[Row], is_last_of_batch: bool) -> None:
+    def _judge(self, call: "_EndedCall") -> None:
+        bad_values = [
+            row for place, row in call.values() if row.is_bad and not self._is_meant(place, row, call)
+        ]
+        if bad_values:
+            call.weights = self._weights.look_again(call.module)
+        overflows = [*(row for row in call.weights if row.is_bad), *bad_values]
+        if call.is_late and not (self.verbose or overflows):
+            return  # the original has no frame for it
+        rows = [*call.weights, *(row for _, row in call.values())]
+        frame = Frame(
+            name=call.name,
+            module_class=type(call.module).__name__,
+            rows=[row for row in rows if self.verbose or not row.is_extra or row in overflows],
+            starts=f"batch number={self.batch_number}" if self._is_batch_start else None,
+        )
+        self._take(frame, overflows, call)
+
+    def _is_meant(self, place: Place, row: Row, call: "_EndedCall") -> bool:
+        if self.count_masks:
+            return False
+        is_meant = self._masks.is_meant(place, row.values, [(p, r.values) for p, r in call.inputs])  # type: ignore[arg-type]
+        if is_meant is None:
+            self._judged_at_once.add(call.module)
+        return is_meant is not False
+
+    def _take(self, frame: Frame, overflows: list[Row], call: "_EndedCall") -> None:
         batch = self.batch_number
         self.detected_overflow = bool(overflows) or (self.detected_overflow and not self._is_batch_start)
         self._is_batch_start = False
         self.total_calls += 1
-        if is_last_of_batch:
+        if call.module is self.model:
             self._end_batch()
         self._keep(frame, overflows, batch)
         if overflows and batch not in self.trace_batch_nums:
-            if self._running.is_in(self.model):
+            if call.is_inside_model:
                 self._end_batch()
             self._report(f"during batch_number={batch}", batch, frame, overflows)
         if self._backward is None:
@@ -274,7 +367,7 @@ class DebugUnderflowOverflow:
             self._weights.forget_all()
 
     def _take_backward(self, call: BackwardCall, rows: list[Row]) -> None:
-        overflows = [row for row in rows if _is_bad(row)]
+        overflows = [row for row in rows if row.is_bad]
         is_first = self._last_backward != call.batch
         self._last_backward = call.batch
         frame = Frame(
@@ -287,10 +380,6 @@ class DebugUnderflowOverflow:
         self._keep(frame, overflows, call.batch)
         if overflows and call.batch not in self.trace_batch_nums:
             self._report(f"during backward of batch_number={call.batch}", call.batch, frame, overflows)
-
-    def _is_urgent(self, call: BackwardCall, rows: list[Row]) -> bool:
-        """What is reported ends backward at once: later gradients follow from it."""
-        return call.batch not in self.trace_batch_nums and any(_is_bad(row) for row in rows)
 
     def _report(self, when: str, batch: int, frame: Frame, overflows: list[Row]) -> None:
         text = self._write_last_frames(f"Detected inf/nan {when}")
@@ -325,10 +414,15 @@ class DebugUnderflowOverflow:
 
     def _hear(self, finding: Finding) -> None:
         """On a thread: this rank may wait in a collective that the other will not enter any more."""
+        self._is_told = True
         self._output.write_on_rank_0(f"{finding.report}\nDebugUnderflowOverflow: {finding}")
 
     def _raise_for_another_rank(self) -> None:
-        if self._peers is None or (finding := self._peers.take_finding()) is None:
+        if self._peers is None or not self._is_told:
+            return
+        self._is_told = False
+        self._looks.settle()  # raises where this rank has seen something, too
+        if (finding := self._peers.take_finding()) is None:
             return
         self._write_last_frames(f"Stopped during batch_number={self.batch_number}: {finding}")
         self._running.stack.clear()
@@ -337,32 +431,11 @@ class DebugUnderflowOverflow:
             f"further: {finding}. This is {describe_rank()}; its last frames are in {self._output.path}"
         )
 
-    # ---- Rows -----------------------------------------------------------------------------------
-
-    def _look(
-        self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
-    ) -> tuple[list[Row], list[Row]]:
-        """All rows, and those that are overflow."""
-        inputs = [(place, _row_of(place)) for place in input_places(args, kwargs)]
-        outputs = [(place, _row_of(place)) for place in output_places(output)]
-        overflows = [
-            row
-            for place, row in (*inputs, *outputs)
-            if _is_bad(row) and not self._is_meant(place, row, inputs)
-        ]
-        if overflows:
-            self._weights.forget(module)
-        weights = self._weights.rows(module)
-        bad_weights = [row for row in weights if _is_bad(row)]
-        return [*weights, *(row for _, row in inputs), *(row for _, row in outputs)], [
-            *bad_weights,
-            *overflows,
-        ]
-
-    def _is_meant(self, place: Place, row: Row, inputs: list[tuple[Place, Row]]) -> bool:
-        if self.count_masks:
-            return False
-        return self._masks.is_meant(place, row.values, [(p, r.values) for p, r in inputs])  # type: ignore[arg-type]
+    def _row_of(self, place: Place) -> Row:
+        value = place.value
+        if isinstance(value, torch.Tensor):
+            return Row(place.role, place.context, self._looks.look(value), is_extra=place.is_extra)
+        return Row(place.role, place.context, None, type(value).__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -372,6 +445,28 @@ class _Call:
     module: nn.Module
     name: str
     started: StartedCall | None = None  # for frames of backward
+
+
+@dataclass(slots=True, eq=False)
+class _EndedCall:
+    """A call that has returned, until it is judged."""
+
+    module: nn.Module
+    name: str
+    is_late: bool  # the module was added or made after the debugger
+    is_inside_model: bool
+    inputs: list[tuple[Place, Row]]
+    outputs: list[tuple[Place, Row]]
+    weights: list[Row]
+
+    def values(self) -> Iterator[tuple[Place, Row]]:
+        yield from self.inputs
+        yield from self.outputs
+
+    def let_tensors_go(self) -> None:
+        """Their memory is needed before they are judged."""
+        for place, _ in self.values():
+            place.value = None
 
 
 class _Running(threading.local):
@@ -396,7 +491,8 @@ class _Running(threading.local):
 class _WeightLooks:
     """What was seen of each parameter, for as long as it cannot have changed."""
 
-    def __init__(self) -> None:
+    def __init__(self, looks: Looks) -> None:
+        self._looks = looks
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> (state, Values)
         self._steps = 0
         self._hook = register_optimizer_step_post_hook(self._after_step)
@@ -404,10 +500,13 @@ class _WeightLooks:
     def rows(self, module: nn.Module) -> list[Row]:
         return [Row(Role.WEIGHT, name, self._values(p)) for name, p in module.named_parameters(recurse=False)]
 
-    def forget(self, module: nn.Module) -> None:
-        """A write through ``.data`` leaves no trace: where it matters the memory is read again."""
+    def look_again(self, module: nn.Module) -> list[Row]:
+        """A write through ``.data`` leaves no trace: where it matters the memory is read again, now."""
         for parameter in module.parameters(recurse=False):
             self._seen.pop(parameter, None)
+        rows = self.rows(module)
+        self._looks.settle()
+        return rows
 
     def forget_all(self) -> None:
         self._seen.clear()
@@ -418,27 +517,16 @@ class _WeightLooks:
 
     def _values(self, parameter: torch.Tensor) -> Values:
         if parameter.is_inference() or type(parameter) is not nn.Parameter:
-            return measure(parameter)  # nobody counts the writes, or the memory is hidden
+            return self._looks.look(parameter)  # nobody counts the writes, or the memory is hidden
         # The address: `parameter.data = other` and `model.half()` are not counted as writes.
         state = (self._steps, parameter._version, parameter.data_ptr())
         seen = self._seen.get(parameter)
         if seen is None or seen[0] != state:
-            seen = self._seen[parameter] = (state, measure(parameter))
+            seen = self._seen[parameter] = (state, self._looks.look(parameter))
         return seen[1]
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._steps += 1
-
-
-def _row_of(place: Place) -> Row:
-    value = place.value
-    if isinstance(value, torch.Tensor):
-        return Row(place.role, place.context, measure(value), is_extra=place.is_extra)
-    return Row(place.role, place.context, None, type(value).__name__)
-
-
-def _is_bad(row: Row) -> bool:
-    return row.values is not None and row.values.is_bad
 
 
 def _raise(message: str) -> None:

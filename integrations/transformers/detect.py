@@ -10,8 +10,9 @@ import torch.distributed as dist
 from nanlocator import _C
 from nanlocator.session import is_distributed
 from nanlocator.transformers.frames import finding_lines, values_text
+from nanlocator.transformers.looks import local_part, measure, plain_values
 from nanlocator.transformers.output import say
-from nanlocator.transformers.values import Values, local_part, measure, plain_values
+from nanlocator.transformers.values import Values
 
 _MOST_BUNDLES = 16  # of one process in one folder: a loop may find something bad in every step
 _bundles_written: dict[str, int] = {}  # by folder

@@ -33,6 +33,10 @@ class Row:
     type_name: str = ""  # of what is no tensor
     is_extra: bool = False  # the original has no row for it: keyword arguments, what is nested
 
+    @property
+    def is_bad(self) -> bool:
+        return self.values is not None and self.values.is_bad
+
 
 @dataclass(frozen=True, slots=True)
 class Frame:

@@ -18,15 +18,27 @@ class IntendedMasks:
     an output with −Inf at just the elements where a mask among the inputs has it, or where a bool mask among
     them is True, or False, in the shape to which the mask is broadcast: any other −Inf is overflow;
     an input that was accepted as such an output, and was not written since.
+
+    All but the first are told from the tensors themselves; where these are gone (`Place.value` is None), they
+    stay undecided.
     """
 
     def __init__(self) -> None:
         self._scores: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> its version when accepted
 
-    def is_meant(self, place: Place, values: Values, inputs: Iterable[tuple[Place, Values | None]]) -> bool:
+    def is_meant(
+        self, place: Place, values: Values, inputs: Iterable[tuple[Place, Values | None]]
+    ) -> bool | None:
+        """Of something bad. None: undecided."""
+        if place.role is Role.INPUT and values.is_additive_mask:
+            return True
+        if not values.has_only_negative_infinities:
+            return False
+        if place.value is None:
+            return None
         if place.role is Role.INPUT:
-            return values.is_additive_mask or self._is_accepted(place.value)
-        if not values.has_only_negative_infinities or type(place.value) is not torch.Tensor:
+            return self._is_accepted(place.value)
+        if type(place.value) is not torch.Tensor:
             return False
         with torch.no_grad():
             masked = place.value.detach() == -torch.inf

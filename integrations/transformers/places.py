@@ -17,7 +17,7 @@ class Place:
 
     role: Role
     context: str  # "input[0]", "output[1][0]", "input[attention_mask]"
-    value: Any
+    value: Any  # None where it has been let go
     is_extra: bool = False  # the original has no row for it: keyword arguments, what is nested
 
 

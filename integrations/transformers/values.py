@@ -1,21 +1,19 @@
 """What one look at a tensor tells: the columns of a row, and what the columns cannot say."""
 
-import sys
 from dataclasses import dataclass
 from math import inf, nan
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
-from nanlocator import _C
-
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc, torch.jagged)
-_WITHOUT_A_SCAN = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
+if TYPE_CHECKING:
+    from nanlocator import _C
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Values:
-    """Of one tensor, on any device. Keeps no tensor."""
+    """Of one tensor, on any device. Keeps no tensor. Filled in by a look (looks.py): at once for host memory,
+    else when the look is read."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -25,6 +23,20 @@ class Values:
     # Of the magnitudes, as ``tensor.abs()`` would have them: nan where one is NaN. None: nothing to measure.
     magnitudes: tuple[float, float] | None = None
     has_positions: bool = True  # the stats' first index is one in `shape`
+
+    def take_stats(self, stats: "_C.TensorStats") -> None:
+        self.stats = stats
+
+    def take_magnitudes(self, stats: "_C.TensorStats") -> None:
+        if stats.nan:
+            self.magnitudes = nan, nan
+        else:  # absmin is inf where nothing is finite
+            has_inf = stats.pos_inf + stats.neg_inf > 0
+            self.magnitudes = stats.absmin, inf if has_inf else stats.absmax
+
+    def take_both(self, stats: "_C.TensorStats") -> None:
+        self.take_stats(stats)
+        self.take_magnitudes(stats)
 
     @property
     def has_nan(self) -> bool:
@@ -61,100 +73,3 @@ class Values:
             index.append(flat % size)
             flat //= size
         return tuple(reversed(index))
-
-
-def measure(tensor: torch.Tensor) -> Values:
-    """Looks at ``tensor`` once: any dtype, layout and device. Changes nothing; autograd sees nothing.
-
-    Waits for the device where the tensor is not in host memory. Integers and the magnitudes of complex
-    numbers are left to torch. What can be read by neither has no values. Of a DTensor this rank's part.
-    """
-    tensor = local_part(tensor)
-    dtype, shape = tensor.dtype, tuple(tensor.shape)
-    try:
-        if tensor.layout is torch.strided and dtype.is_floating_point and dtype not in _WITHOUT_A_SCAN:
-            stats = _scan(tensor)
-            return Values(dtype, shape, stats, _extremes(stats)) if stats.numel else Values(dtype, shape)
-        with torch.no_grad():
-            return _measure_converted(tensor.detach(), dtype, shape)
-    except (_C.UnsupportedError, NotImplementedError, _WithoutMemory):
-        return Values(dtype, shape)
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a DTensor; every other tensor itself. No communication."""
-    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter or not dist.is_available():
-        return tensor
-    # Who has not imported it has no DTensor; importing it takes a second.
-    module = sys.modules.get("torch.distributed.tensor")
-    return tensor._local_tensor if module is not None and isinstance(tensor, module.DTensor) else tensor
-
-
-class _WithoutMemory(Exception):
-    pass
-
-
-def _scan(tensor: torch.Tensor) -> "_C.TensorStats":
-    # `look` leaves the finite tensors of host memory unmeasured, and tells which tensors have no memory to
-    # scan. Only plain tensors skip that question.
-    if tensor.device.type == "cpu" and (type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter):
-        if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            return _C.scan([tensor], torch.get_num_threads())[0]
-    stats = _C.look(tensor)
-    if stats is None:
-        raise _WithoutMemory
-    if stats.numel == 0 and tensor.numel() > 0:
-        return _C.scan([tensor], torch.get_num_threads())[0]
-    return stats
-
-
-def _measure_converted(tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Values:
-    if tensor.device.type == "meta" or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        raise _WithoutMemory
-    has_positions = tensor.layout in (torch.strided, torch._mkldnn)
-    plain = plain_values(tensor)
-    if plain.numel() == 0:
-        return Values(dtype, shape)
-    if plain.dtype.is_complex:
-        # scan_tensors takes a lazy conjugate; the magnitudes need a second look, at a tensor of half the size
-        return Values(dtype, shape, _scan(plain), _extremes(_scan(plain.abs())), has_positions)
-    if plain.dtype.is_floating_point:
-        stats = _scan(plain)
-        return Values(dtype, shape, stats, _extremes(stats), has_positions)
-    return Values(dtype, shape, None, _extremes_of_integers(plain), has_positions)
-
-
-def plain_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Strided, of a dtype that the scan or torch's reductions know; of a sparse tensor the stored values."""
-    if tensor.is_quantized:
-        return tensor.dequantize()
-    if tensor.layout is torch.sparse_coo:
-        return plain_values(tensor.coalesce().values())
-    if tensor.layout in _COMPRESSED:
-        return plain_values(tensor.values())
-    if tensor.layout is torch._mkldnn:
-        return plain_values(tensor.to_dense())
-    if tensor.dtype in _WITHOUT_A_SCAN:
-        return tensor.float()
-    return tensor
-
-
-def _extremes(stats: "_C.TensorStats") -> tuple[float, float]:
-    if stats.nan:
-        return nan, nan
-    has_inf = stats.pos_inf + stats.neg_inf > 0
-    return stats.absmin, inf if has_inf else stats.absmax  # absmin is inf where nothing is finite
-
-
-def _extremes_of_integers(tensor: torch.Tensor) -> tuple[float, float]:
-    if tensor.dtype is torch.bool:
-        tensor = tensor.view(torch.uint8)
-    elif tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
-        tensor = tensor.double()  # torch has no reductions for these
-    least, most = torch.aminmax(tensor)
-    low, high = least.item(), most.item()
-    if low >= 0:
-        return low, high
-    if high <= 0:
-        return -high, -low
-    return tensor.abs().min().item(), max(-low, high)

@@ -178,6 +178,59 @@ TEST(NetcheckVerdict, AFaultyDeviceIsTheHeadlineBesideTheWrongResultsItMakes) {
   EXPECT_EQ(verdict["findings"].size(), 2U);
 }
 
+// Ranks whose self-test gave these bits for one operator.
+Json run_with_fingerprints(const std::vector<std::string>& fingerprints) {
+  auto results = run_of(static_cast<int>(fingerprints.size()));
+  for (std::size_t rank = 0; rank < fingerprints.size(); ++rank) {
+    results["ranks"][rank]["computes_with"] = "H100, torch 2.11";
+    results["ranks"][rank]["fingerprints"] = {{"gemm in float32", fingerprints[rank]},
+                                              {"max in float32", "same"}};
+  }
+  return results;
+}
+
+TEST(NetcheckVerdict, ADeviceWithOtherBitsThanMostOfItsKindIsFaulty) {
+  const auto verdict = verdict_of(run_with_fingerprints({"a", "a", "b", "a"}));
+  EXPECT_EQ(verdict["verdict"], "faulty device");
+  EXPECT_EQ(verdict["ranks"], Json({2}));
+  EXPECT_THAT(verdict["findings"][0]["evidence"][0],
+              HasSubstr("gemm in float32 has other bits than on ranks 0-1, 3"));
+}
+
+TEST(NetcheckVerdict, TwoDevicesWithDifferentBitsAccuseNobodyAlone) {
+  const auto verdict = verdict_of(run_with_fingerprints({"a", "b"}));
+  EXPECT_EQ(verdict["ranks"], Json({0, 1}));
+  EXPECT_EQ(verdict["findings"][0]["separated"], false);
+  EXPECT_THAT(verdict["findings"][0]["action"], HasSubstr("may be faulty"));
+}
+
+TEST(NetcheckVerdict, DevicesOfTwoKindsMayHaveDifferentBits) {
+  auto results = run_with_fingerprints({"a", "a", "b", "b"});
+  for (const int rank : {2, 3}) results["ranks"][rank]["computes_with"] = "A100, torch 2.11";
+  EXPECT_EQ(verdict_of(results)["verdict"], "healthy");
+}
+
+TEST(NetcheckVerdict, ClocksThatAreSomeSecondsApartAreANoteAndMoreThanAMinuteIsAFinding) {
+  auto results = run_of(4);
+  results["differences"].push_back({{"what", "clock"},
+                                    {"values", {{"the median", {0, 1, 2}}, {"+20 s", {3}}}},
+                                    {"seconds", 20.0}});
+  auto verdict = verdict_of(results);
+  EXPECT_EQ(verdict["verdict"], "healthy");
+  EXPECT_EQ(verdict["notes"], Json({"clock is the median on ranks 0-2, +20 s on rank 3"}));
+  results["differences"][0]["seconds"] = 61.0;
+  verdict = verdict_of(results);
+  EXPECT_EQ(verdict["verdict"], "version skew");
+  EXPECT_EQ(verdict["ranks"], Json({3}));
+  EXPECT_TRUE(verdict["notes"].empty());
+}
+
+TEST(NetcheckVerdict, ItsHeadlineIsTheVerdictWithTheFirstEvidence) {
+  EXPECT_EQ(headline_of(make_verdict(run_of(2).dump())), "netcheck: healthy");
+  EXPECT_THAT(headline_of(make_verdict(run_with_fingerprints({"a", "a", "b"}).dump())),
+              HasSubstr("netcheck: faulty device: rank 2 on host a0, device 2: gemm"));
+}
+
 TEST(NetcheckVerdict, NcclErrorsComeWithHints) {
   auto results = run_of(2);
   results["ranks"][0]["ended"] = "error";

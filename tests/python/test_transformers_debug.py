@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import debug_utils as original
 
 import nanlocator.transformers as ours
-from nanlocator.transformers import debug as ours_debug
+from nanlocator.transformers.looks import Looks
 
 NAN, INF = float("nan"), float("inf")
 MODELS = {"bert": models.bert, "gpt2": models.gpt2, "t5": models.t5, "llama": models.llama}
@@ -739,13 +739,13 @@ def looks_at_weights(tool, monkeypatch, steps):
     model = five_layers()
     counts = collections.Counter()
     if tool is ours:
-        true_measure = ours_debug.measure
+        true_look = Looks.look
 
-        def measure(tensor):
+        def look(self, tensor):
             counts["weight"] += isinstance(tensor, nn.Parameter)
-            return true_measure(tensor)
+            return true_look(self, tensor)
 
-        monkeypatch.setattr(ours_debug, "measure", measure)
+        monkeypatch.setattr(Looks, "look", look)
     else:
         true_detect = original.detect_overflow
 

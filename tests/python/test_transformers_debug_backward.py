@@ -300,8 +300,12 @@ def test_a_gradient_that_is_born_bad_is_reported_in_the_module_that_made_it():
 
     def train(tool, model, **options):
         def run():
-            tool(model, **options)
-            model(x).sum().backward()
+            debugger = tool(model, **options)
+            try:
+                model(x).sum().backward()
+            finally:
+                if tool is DebugUnderflowOverflow:
+                    debugger.remove()
 
         return printed_by(run)
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 import subprocess
 import sys
 
@@ -137,7 +138,14 @@ def test_a_bad_tensor_is_written_as_a_bundle_and_read_back(tmp_path, capsys):
     call = nanlocator.replay.load(bundle)
     assert call.name == "after the norm"
     assert torch.equal(call.arguments[0].view(torch.int16), bad.view(torch.int16))
-    assert "input[0]  bfloat16  [2, 2]  [2, 1]     1    1  [0, 1]" in shown(bundle)
+    text = shown(bundle)
+    assert "input[0]  bfloat16  [2, 2]  [2, 1]     1    1  [0, 1]" in text
+    # Of a birth nothing is known, and there is no call to execute.
+    assert re.sub(r"\n(?=\n)", "", text).splitlines()[2:4] == [
+        "module after the norm",
+        "module call after the norm, a detect_overflow, evaluating",
+    ]
+    assert "0 NaN" not in text and "nanlocator replay" not in text
 
 
 def test_a_gradient_is_written_from_within_backward(tmp_path):

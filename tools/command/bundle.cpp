@@ -73,6 +73,15 @@ std::string replay_command(const fs::path& bundle) {
   return std::string("nanlocator replay ").append(shell_word(bundle.string()));
 }
 
+/// False for what was kept by hand (`detect_overflow`, `ModuleCall.write`): nobody has looked where
+/// its values come from.
+bool tells_a_birth(const Bundle& bundle) {
+  return !bundle.birth.sighting.role.empty();
+}
+bool can_be_replayed(const Bundle& bundle) {
+  return bundle.operator_call || (bundle.module_call && !bundle.module_call->pickle.empty());
+}
+
 // --- ls -----------------------------------------------------------------------------------------
 
 struct ListOptions {
@@ -167,7 +176,8 @@ int list(const ListOptions& options) {
     const Bundle& bundle = open.bundle();
     const Sighting& sighting = bundle.birth.sighting;
     table.add_row({std::to_string(sighting.iteration), std::string(name_of(sighting.phase)),
-                   std::to_string(bundle.coordinates.rank), std::string(name_of(bundle.birth.kind)),
+                   std::to_string(bundle.coordinates.rank),
+                   tells_a_birth(bundle) ? std::string(name_of(bundle.birth.kind)) : "",
                    operator_of(bundle), module_of(bundle), size_text(bytes_of_folder(open.path())),
                    open.path().string()});
   }
@@ -260,7 +270,8 @@ void print_bundle(const OpenBundle& open) {
   std::cout << bold(printable(open.path().string())) << '\n'
             << printable(bundle.coordinates.describe());
   if (!bundle.run_id.empty()) std::cout << ", run " << printable(bundle.run_id);
-  std::cout << '\n' << printable(birth_text(bundle.birth)) << '\n';
+  std::cout << '\n';
+  if (tells_a_birth(bundle)) std::cout << printable(birth_text(bundle.birth)) << '\n';
   if (const std::string module = module_of(bundle); !module.empty()) {
     std::cout << "module " << printable(module)
               << (bundle.birth.is_module_inferred ? " (inferred from its parameters)" : "") << '\n';
@@ -286,7 +297,7 @@ void print_bundle(const OpenBundle& open) {
   print_lines("Python stack", bundle.birth.stack);
   print_lines("C++ stack", bundle.cpp_stack);
   print_lines("notes", bundle.notes);
-  print_lines("run it again", {replay_command(open.path())});
+  if (can_be_replayed(bundle)) print_lines("run it again", {replay_command(open.path())});
 }
 
 Json values_to_json(const OpenBundle& open, const std::vector<NamedValue>& values) {

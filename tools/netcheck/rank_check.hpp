@@ -4,9 +4,9 @@
 // step and may block in any of them for ever. The supervisor, a thread of this class that needs
 // neither the Python lock nor the device, puts the place into the Store, and ends the check when
 // the worker is done, a step's deadline is over, a signal came (torchrun's, after another rank
-// died), another rank has called for the end, or a rank fell silent. The end uses the Store only:
-// every rank puts what it saw there, the lowest living rank explains it and prints, all exit with
-// the same code by _exit: a destructor of a process group could wait for ever.
+// died), or another rank has called for the end. The end uses the Store only: every rank puts
+// what it saw there, the lowest living rank explains it and prints. Where something was found all
+// exit with 1 by _exit: a destructor of a process group could wait for ever.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -61,7 +61,8 @@ struct Step {
 class RankCheck {
  public:
   /// Shares `store`; keys live below "nanlocator/netcheck". Handles SIGTERM, SIGINT and SIGHUP from
-  /// now on. One per process.
+  /// now on. Returns when the Store has answered; ends the process where it does not. One per
+  /// process.
   RankCheck(c10::intrusive_ptr<c10d::Store> store, RankCheckOptions options, Injection injection);
   ~RankCheck();
   RankCheck(const RankCheck&) = delete;  // one per process
@@ -93,8 +94,11 @@ class RankCheck {
   /// What every rank published under `key`; waits, under the deadline of the step.
   [[nodiscard]] std::vector<std::string> collect(const std::string& key);
 
-  /// The end. They do not return: the process exits with 0 (healthy) or 1 (findings).
-  [[noreturn]] void finish();
+  /// Waits until every rank has come here once, under the deadline of the step.
+  void meet();
+
+  /// The end: returns where all ranks are healthy, else the process exits with 1.
+  void finish();
   /// `error`: first line of what a collective or a connection threw. The peer may be at fault.
   [[noreturn]] void end_by_error(const std::string& error);
   /// `error`: of this rank alone.

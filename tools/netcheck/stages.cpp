@@ -85,6 +85,32 @@ void corrupt(at::Tensor& tensor, std::int64_t index) {
   element.copy_(at::full({}, 123, tensor.options()) + element.nan_to_num());
 }
 
+std::string bytes_text(const CollectiveCase& c) {
+  return size_text(c.numel * static_cast<std::int64_t>(c10::elementSize(c.dtype)));
+}
+
+// Puts a wrong element into the rank's result. `ranks`: the members of the case, global.
+void tell(RankCheck& check, const WrongElement& wrong, const std::string& step,
+          const std::string& group, const std::vector<int>& ranks) {
+  const auto global = [&](const std::set<int>& members) {
+    std::set<int> numbers;
+    for (const int member : members) numbers.insert(ranks.at(member));
+    return numbers;
+  };
+  const auto senders = global(wrong.expected.senders);
+  std::string from;
+  for (const int sender : senders) from += (from.empty() ? "" : " and ") + std::to_string(sender);
+  auto text = "got " + number_text(wrong.found) + " instead of " +
+              number_text(wrong.expected.value) + " for element " + std::to_string(wrong.index) +
+              " of " + step + " on group " + group + ", which rank " + from + " contributed";
+  if (wrong.count > 1) text += " (" + std::to_string(wrong.count) + " wrong elements in all)";
+  check.add("wrong", {{"sequence", check.sequence()},
+                      {"element", wrong.element},
+                      {"senders", senders},
+                      {"receivers", global(wrong.expected.receivers)},
+                      {"text", std::move(text)}});
+}
+
 class GroupCheck {
  public:
   GroupCheck(RankCheck& check, const CheckGroup& group, const CollectivePlan& plan,
@@ -125,9 +151,8 @@ class GroupCheck {
 
   void run(const CollectiveCase& c, bool is_timed) {
     if (!group_.group) return check_.skip();
-    const auto bytes = c.numel * static_cast<std::int64_t>(c10::elementSize(c.dtype));
-    auto name = std::string(netcheck::name_of(c.collective)) + " " + name_of(c.dtype) + " " +
-                size_text(bytes);
+    auto name =
+        std::string(netcheck::name_of(c.collective)) + " " + name_of(c.dtype) + " " + bytes_text(c);
     if (c.collective == Collective::broadcast) {
       name += " from rank " + std::to_string(group_.ranks[c.root]);
     }
@@ -135,7 +160,7 @@ class GroupCheck {
     check_.enter({"collectives", name, group_.name(), group_.ranks});
     try {
       const double seconds = exchange(c, name, is_timed ? 1 + plan_.repetitions : 1);
-      if (is_timed) add_timing(c, bytes, seconds);
+      if (is_timed) add_timing(c, seconds);
     } catch (const std::exception& error) {
       const auto text = first_line(error);
       if (!says_unsupported(text)) check_.end_by_error(text);
@@ -164,37 +189,16 @@ class GroupCheck {
       if (repetition > 0) best = std::min(best, seconds_since(start));
       if (corruption != nullptr && !corruption->in_contribution) corrupt(output, c.seed);
       const auto wrong = find_wrong(c, output, expected);
-      if (wrong && !std::exchange(is_told, true)) tell(name, *wrong);
+      if (wrong && !std::exchange(is_told, true)) {
+        tell(check_, *wrong, name, group_.name(), group_.ranks);
+      }
     }
     return best;
   }
 
-  void tell(const std::string& name, const WrongElement& wrong) {
-    const auto senders = global(wrong.expected.senders);
-    std::string from;
-    for (const int sender : senders) from += (from.empty() ? "" : " and ") + std::to_string(sender);
-    check_.add(
-        "wrong",
-        {{"sequence", check_.sequence()},
-         {"element", wrong.element},
-         {"senders", senders},
-         {"receivers", global(wrong.expected.receivers)},
-         {"text",
-          "got " + number_text(wrong.found) + " instead of " + number_text(wrong.expected.value) +
-              " for element " + std::to_string(wrong.index) + " of " + name + " on group " +
-              group_.name() + ", which rank " + from + " contributed" +
-              (wrong.count > 1 ? " (" + std::to_string(wrong.count) + " wrong elements in all)"
-                               : "")}});
-  }
-
-  [[nodiscard]] std::set<int> global(const std::set<int>& members) const {
-    std::set<int> ranks;
-    for (const int member : members) ranks.insert(group_.ranks.at(member));
-    return ranks;
-  }
-
-  void add_timing(const CollectiveCase& c, std::int64_t bytes, double seconds) {
+  void add_timing(const CollectiveCase& c, double seconds) {
     if (!std::isfinite(seconds)) return;
+    const auto bytes = c.numel * static_cast<std::int64_t>(c10::elementSize(c.dtype));
     check_.add("timings", {{"collective", netcheck::name_of(c.collective)},
                            {"group_kind", group_.kind},
                            {"dtype", name_of(c.dtype)},
@@ -237,23 +241,38 @@ double own_seconds(RankCheck& check, const CheckGroup& world, at::Device device)
   return best;
 }
 
-// Two ranks send to each other while the others wait at the barrier that follows. There and back.
-double exchange_seconds(RankCheck& check, const CheckGroup& world, int peer, bool is_first,
+// Two ranks send to each other while the others wait at the barrier that follows: there and back,
+// as a send_recv of a group of two. The best time; every exchange is compared.
+double exchange_seconds(RankCheck& check, const CheckGroup& world, const std::vector<int>& ends,
                         std::int64_t bytes, at::Device device) {
-  const auto options = at::TensorOptions().dtype(at::kByte).device(device);
-  std::vector<at::Tensor> tensors{at::zeros({bytes}, options)};
+  CollectiveCase c{.collective = Collective::send_recv, .seed = check.sequence()};
+  c.numel = numel_for(bytes, c.dtype, 1);
+  c.rank = check.options().rank == ends[0] ? 0 : 1;
+  c.size = 2;
+  const int peer = ends[1 - c.rank];
+  const auto expected = make_expected(c);
+  const auto* corruption = check.corruption();
+  std::vector<at::Tensor> sent{make_input(c).to(device)};
+  if (corruption != nullptr && corruption->in_contribution) corrupt(sent[0], c.rank);
   double best = std::numeric_limits<double>::infinity();
+  bool is_told = false;
   for (int repetition = 0; repetition <= kTimedExchanges; ++repetition) {
+    std::vector<at::Tensor> received{make_output(c, sent[0])};
     const auto start = Clock::now();
     check.before_launch();
-    if (is_first) {
-      finish({world.group->send(tensors, peer, 0)}, device);
-      finish({world.group->recv(tensors, peer, 0)}, device);
+    if (c.rank == 0) {
+      finish({world.group->send(sent, peer, 0)}, device);
+      finish({world.group->recv(received, peer, 0)}, device);
     } else {
-      finish({world.group->recv(tensors, peer, 0)}, device);
-      finish({world.group->send(tensors, peer, 0)}, device);
+      finish({world.group->recv(received, peer, 0)}, device);
+      finish({world.group->send(sent, peer, 0)}, device);
     }
     if (repetition > 0) best = std::min(best, seconds_since(start));
+    if (corruption != nullptr && !corruption->in_contribution) corrupt(received[0], c.seed);
+    const auto wrong = find_wrong(c, received[0], expected);
+    if (wrong && !std::exchange(is_told, true)) {
+      tell(check, *wrong, "exchange fp32 " + bytes_text(c), "WORLD", ends);
+    }
   }
   return best;
 }
@@ -312,8 +331,7 @@ void run_timing(RankCheck& check, const CheckGroup& world, Neighbours neighbours
     if (rank == from || rank == to) {
       const auto name = "exchange of ranks " + std::to_string(from) + " and " + std::to_string(to);
       run_step(check, {"timing", name, "WORLD", {from, to}}, [&] {
-        const int peer = rank == from ? to : from;
-        const double best = exchange_seconds(check, world, peer, rank == from, bytes, device);
+        const double best = exchange_seconds(check, world, {from, to}, bytes, device);
         if (rank == from) check.add("edges", {{"from", from}, {"to", to}, {"seconds", best}});
       });
     } else {

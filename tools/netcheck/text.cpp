@@ -104,6 +104,7 @@ std::string format_verdict(std::string_view verdict_json, const TextStyle& style
       }
       text += "  action: " + text_of(finding.at("action")) + "\n";
     }
+    for (const auto& note : verdict.at("notes")) text += "  note: " + text_of(note) + "\n";
     for (const auto& hint : verdict.at("hints")) text += "  hint: " + text_of(hint) + "\n";
     std::string hosts;
     for (const auto& host : verdict.at("hosts"))

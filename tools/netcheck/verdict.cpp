@@ -24,6 +24,9 @@ using Json = nlohmann::ordered_json;
 constexpr double kSlowFactor = 5;
 constexpr double kSlowSeconds = 0.010;
 
+// Clocks further apart have broken runs: certificates, time stamps of checkpoints, logs in order.
+constexpr double kClockSeconds = 60;
+
 struct RankResult {
   int rank = 0;
   std::string host;
@@ -34,6 +37,8 @@ struct RankResult {
   std::string error;
   std::optional<Place> place;
   std::vector<std::string> device_failures;
+  std::string computes_with;                        // device and versions; equal: equal results
+  std::map<std::string, std::string> fingerprints;  // of the self-test's results, by operator
   std::optional<double> own_seconds;
 };
 
@@ -70,6 +75,8 @@ RankResult rank_result_of(const Json& json) {
   result.error = json.value("error", "");
   if (json.contains("place") && !json["place"].is_null()) result.place = place_of(json["place"]);
   result.device_failures = json.value("device_failures", std::vector<std::string>());
+  result.computes_with = json.value("computes_with", "");
+  result.fingerprints = json.value("fingerprints", std::map<std::string, std::string>());
   if (json.contains("own_seconds") && !json["own_seconds"].is_null()) {
     result.own_seconds = json["own_seconds"].get<double>();
   }
@@ -103,6 +110,7 @@ class Explanation {
   }
 
   Json verdict() {
+    compare_fingerprints();
     find_faulty_devices();
     find_hangs();
     find_wrong_results();
@@ -122,6 +130,50 @@ class Explanation {
   }
 
   // ------------------------------------------------------------------------------ faulty device
+
+  // Equal devices with equal versions give equal bits. Who differs from the majority is faulty;
+  // without a majority nobody is accused alone.
+  void compare_fingerprints() {
+    // By what computes and by operator: who has which fingerprint.
+    std::map<std::pair<std::string, std::string>, std::map<std::string, std::vector<int>>> seen;
+    for (const auto& rank : ranks_) {
+      for (const auto& [name, fingerprint] : rank.fingerprints) {
+        seen[{rank.computes_with, name}][fingerprint].push_back(rank.rank);
+      }
+    }
+    std::map<std::vector<int>, std::vector<std::string>> undecided;  // ranks: evidence
+    for (const auto& [what, holders] : seen) {
+      if (holders.size() < 2) continue;
+      std::vector<int> all;
+      for (const auto& [fingerprint, ranks] : holders)
+        all.insert(all.end(), ranks.begin(), ranks.end());
+      std::ranges::sort(all);
+      const auto most = std::ranges::max_element(
+          holders, {}, [](const auto& holder) { return holder.second.size(); });
+      if (2 * most->second.size() <= all.size()) {
+        undecided[all].push_back(what.second + " has not the same bits on all of " +
+                                 ranks_text(all) + ", though all compute with " + what.first);
+        continue;
+      }
+      for (const auto& [fingerprint, ranks] : holders) {
+        if (fingerprint == most->first) continue;
+        for (const int rank : ranks) {
+          ranks_.at(rank).device_failures.push_back(what.second + " has other bits than on " +
+                                                    ranks_text(most->second) +
+                                                    ", which compute with the same " + what.first);
+        }
+      }
+    }
+    for (auto& [ranks, evidence] : undecided) {
+      findings_.push_back(
+          {.kind = "faulty device",
+           .ranks = ranks,
+           .is_separated = false,
+           .evidence = std::move(evidence),
+           .action = "One of these devices may be faulty: run the check again beside a third one "
+                     "of the kind, which shows who differs."});
+    }
+  }
 
   void find_faulty_devices() {
     for (const auto& rank : ranks_) {
@@ -311,25 +363,45 @@ class Explanation {
 
   // ------------------------------------------------------------------------------- version skew
 
+  static std::string text_of(const Json& difference) {
+    auto text = difference.at("what").get<std::string>() + " is ";
+    const char* separator = "";
+    for (const auto& [value, holders] : difference.at("values").items()) {
+      text += separator + value + " on " + ranks_text(holders.get<std::vector<int>>());
+      separator = ", ";
+    }
+    return text;
+  }
+
+  static bool is_small_clock_difference(const Json& difference) {
+    return difference.at("what") == "clock" && difference.value("seconds", 0.0) <= kClockSeconds;
+  }
+
+  // What differs without being a fault.
+  [[nodiscard]] std::vector<std::string> notes() const {
+    std::vector<std::string> notes;
+    for (const auto& difference : results_.value("differences", Json::array())) {
+      if (is_small_clock_difference(difference)) notes.push_back(text_of(difference));
+    }
+    return notes;
+  }
+
   void find_version_skew() {
     Finding finding{.kind = "version skew"};
     std::set<int> ranks;
     for (const auto& difference : results_.value("differences", Json::array())) {
+      if (is_small_clock_difference(difference)) continue;  // a note
       std::size_t most = 0;
       std::size_t with_most = 0;
       for (const auto& [value, holders] : difference.at("values").items()) {
         with_most = holders.size() == most ? with_most + 1 : holders.size() > most ? 1 : with_most;
         most = std::max(most, holders.size());
       }
-      std::string text = difference.at("what").get<std::string>() + " is ";
-      const char* separator = "";
       for (const auto& [value, holders] : difference.at("values").items()) {
-        text += separator + value + " on " + ranks_text(holders.get<std::vector<int>>());
-        separator = ", ";
         if (holders.size() == most && with_most == 1) continue;  // what most have
         for (const int rank : holders) ranks.insert(rank);
       }
-      finding.evidence.push_back(std::move(text));
+      finding.evidence.push_back(text_of(difference));
     }
     if (finding.evidence.empty()) return;
     finding.ranks.assign(ranks.begin(), ranks.end());
@@ -412,6 +484,7 @@ class Explanation {
                                      {"action", finding.action}});
     }
     verdict["hints"] = hints();
+    verdict["notes"] = notes();
     verdict["per_rank"] = Json::array();
     for (const auto& rank : ranks_) verdict["per_rank"].push_back(line_of(rank));
     verdict["collectives"] = table();
@@ -535,6 +608,15 @@ std::string make_verdict(std::string_view results) {
   } catch (const std::out_of_range&) {
     throw FormatError("the results of a network check name a rank or a state that there is not");
   }
+}
+
+std::string headline_of(std::string_view verdict) {
+  const auto json = Json::parse(verdict);
+  auto text = "netcheck: " + json.at("verdict").get<std::string>();
+  if (!json.at("findings").empty()) {
+    text += ": " + json["findings"][0].at("evidence").at(0).get<std::string>();
+  }
+  return text;
 }
 
 }  // namespace nanlocator::netcheck

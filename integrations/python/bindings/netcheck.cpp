@@ -110,6 +110,7 @@ void bind_netcheck(py::module_& m) {
           "key"_a, "json"_a)
       .def("publish", &RankCheck::publish, "key"_a, "text"_a, ReleaseGil())
       .def("collect", &RankCheck::collect, "key"_a, ReleaseGil())
+      .def("meet", &RankCheck::meet, ReleaseGil())
       .def("finish", &RankCheck::finish, ReleaseGil())
       .def("end_by_error", &RankCheck::end_by_error, "error"_a, ReleaseGil())
       .def("end_by_failure", &RankCheck::end_by_failure, "error"_a, ReleaseGil());

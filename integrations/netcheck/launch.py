@@ -1,0 +1,92 @@
+"""Starts the ranks of this host, as torchrun does, through the same launcher of torch.distributed.
+
+What torchrun adds is left out: its log, and its report of failed ranks, which would hide the verdict. And
+torch is imported once, by Python's fork server: eight imports on a small host take longer than the quick check
+itself. The server has one thread; forks of the launcher, whose threads may hold locks, have hung.
+"""
+
+import argparse
+import contextlib
+import logging
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import elastic_launch
+
+from nanlocator.session import first_line
+
+_FORWARDED = ("nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "master_addr",
+              "master_port", "local_addr")  # fmt: skip
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """torchrun's own, with its meaning and its defaults."""
+    group = parser.add_argument_group("start of the ranks, where torchrun has not started them (its options)")
+
+    def add(name: str, **keywords) -> None:
+        group.add_argument(f"--{name}", f"--{name.replace('-', '_')}", **keywords)
+
+    add("nproc-per-node", type=int, metavar="N", help="ranks of this host: one for each GPU")
+    add("nnodes", metavar="N", help="hosts (default 1)")
+    add("node-rank", metavar="R", help="number of this host")
+    for name in ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf"):
+        add(name, metavar="X", help=argparse.SUPPRESS if name == "rdzv-conf" else "where the hosts meet")
+    for name in ("master-addr", "master-port", "local-addr"):
+        add(name, metavar="X", help="address of the first host" if name != "local-addr" else "of this host")
+
+
+def launch(options: argparse.Namespace, check: Callable[[], int]) -> int:
+    """Runs `check` on every rank. 0: all of them returned 0, 2: wrong use, 1: anything else."""
+    arguments = [f"--nproc-per-node={options.nproc_per_node}"]
+    for name in _FORWARDED:
+        if (value := getattr(options, name)) is not None:
+            arguments.append(f"--{name.replace('_', '-')}={value}")
+    if len(arguments) == 1:
+        arguments += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]  # torchrun's --standalone
+    with _silent_launcher():
+        config, _, _ = torchrun.config_from_args(torchrun.parse_args([*arguments, "netcheck"]))
+        multiprocessing.set_forkserver_preload(["nanlocator.netcheck.run"])
+        config.start_method = "forkserver"
+        config.monitor_interval = 0.05
+        try:
+            elastic_launch(config, _run_rank)(check)
+        except ChildFailedError as error:
+            return 2 if any(failure.exitcode == 2 for failure in error.failures.values()) else 1
+        except SignalException as error:
+            print(f"netcheck: ended by {error.sigval.name}", file=sys.stderr)
+            return 1
+        except (
+            Exception
+        ) as error:  # of the launcher: an address that cannot be bound, hosts that did not come
+            print(
+                f"netcheck: this host's launcher did not start its ranks: {first_line(error)}. Is every host "
+                "started, and does each reach the address given?",
+                file=sys.stderr,
+            )
+            return 1
+    return 0
+
+
+def _run_rank(check: Callable[[], int]) -> int:
+    """The launcher takes a function that returns for one that has succeeded."""
+    code = check()
+    if code != 0:
+        sys.exit(code)
+    return code
+
+
+@contextlib.contextmanager
+def _silent_launcher() -> Iterator[None]:
+    """Its warnings are about training: the number of OpenMP threads, signals that it sends."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,57 @@
+"""`nanlocator netcheck`, the command: what a person types, sees and gets as exit status."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = shutil.which("nanlocator")
+pytestmark = pytest.mark.skipif(COMMAND is None, reason="the nanlocator command is not on PATH")
+
+
+def netcheck(*options: str) -> subprocess.CompletedProcess[str]:
+    python_first = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.run(
+        [COMMAND, "netcheck", *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PATH": python_first, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_without_arguments_it_asks_for_the_number_of_ranks():
+    run = netcheck()
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "how many ranks?" in run.stderr
+
+
+def test_a_wrong_option_ends_with_2_before_any_rank_starts():
+    run = netcheck("--nproc-per-node", "2", "--tensor-parallel", "2")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "unrecognized arguments: --tensor-parallel" in run.stderr
+    assert "netcheck: start" not in run.stderr
+
+
+def test_help_is_the_checks_and_has_an_example():
+    run = netcheck("--help")
+    assert run.returncode == 0
+    assert "nanlocator netcheck --nproc-per-node 8" in run.stdout
+
+
+def test_healthy_ranks_end_with_0_and_the_familiar_lines():
+    run = netcheck("--nproc-per-node", "2", "--quick")
+    assert run.returncode == 0, run.stderr
+    assert "is OK (global rank: 0/2)" in run.stdout
+    assert "is OK (global rank: 1/2)" in run.stdout
+    assert "verdict: healthy (2 ranks, gloo" in run.stdout
+
+
+def test_a_finding_ends_with_1_and_json_is_one_object():
+    run = netcheck("--nproc_per_node=2", "--quick", "--json", "--inject", "skew", "--rank", "1")
+    assert run.returncode == 1, run.stderr
+    assert json.loads(run.stdout)["verdict"] == "version skew"
