@@ -1,8 +1,8 @@
 """Starts the ranks of this host, as torchrun does, through the same launcher of torch.distributed.
 
 What torchrun adds is left out: its log, and its report of failed ranks, which would hide the verdict. And
-torch is imported once, by Python's fork server: eight imports on a small host take longer than the quick check
-itself. The server has one thread; forks of the launcher, whose threads may hold locks, have hung.
+torch is imported once, by the fork server of Python: eight imports on a small host take longer than the quick
+check. The server has one thread; forks of the launcher, whose threads may hold locks, have hung.
 """
 
 import argparse
