@@ -233,7 +233,8 @@ Looked looked_at(const std::vector<Ledger>& ledgers) {
     }
     for (const CrossingCoverage& each : ledger.crossings) {
       const std::string peer = each.peer ? " " + std::to_string(*each.peer) : "";
-      looked.emplace(ledger.coordinates.rank, each.group + " " + describe_ranks(each.members.ranks()),
+      looked.emplace(ledger.coordinates.rank,
+                     each.group + " " + describe_ranks(each.members.ranks()),
                      each.role + peer + ": " + std::to_string(each.count));
     }
   }
