@@ -242,6 +242,7 @@ class DebugUnderflowOverflow:
     def _before_outermost_call(self) -> None:
         if self._peers is None and is_distributed():
             self._peers = PeerRanks(self._number, self._hear)
+        self._looks.forget_passing()
         if is_in_backward():
             return
         self._looks.settle()  # what a forward or backward that raised has left
@@ -434,7 +435,7 @@ class DebugUnderflowOverflow:
     def _row_of(self, place: Place) -> Row:
         value = place.value
         if isinstance(value, torch.Tensor):
-            return Row(place.role, place.context, self._looks.look(value), is_extra=place.is_extra)
+            return Row(place.role, place.context, self._looks.look_in_passing(value), is_extra=place.is_extra)
         return Row(place.role, place.context, None, type(value).__name__)
 
 

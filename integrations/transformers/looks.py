@@ -7,6 +7,7 @@ until all looks are read together. Nothing that is computed changes, and autogra
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -28,6 +29,7 @@ class Looks:
         self._scans = _C.TensorLooks()
         self._waiting: dict[int, Callable[[_C.TensorStats], None]] = {}  # by the scans' numbers
         self._decisions: list[Callable[[], None]] = []
+        self._passing: dict[int, _Passing] = {}  # by the tensors' id
 
     @property
     def are_waiting(self) -> bool:
@@ -53,6 +55,19 @@ class Looks:
         except (_C.UnsupportedError, NotImplementedError):
             pass
         return values
+
+    def look_in_passing(self, tensor: torch.Tensor) -> Values:
+        """As `look`; but a tensor that was looked at since `forget_passing`, and not written since, as far as
+        autograd counts writes, is not read again: what one module hands to the next."""
+        if tensor.is_inference() or type(tensor) is not torch.Tensor:
+            return self.look(tensor)  # nobody counts the writes, or the memory is hidden
+        passing = self._passing.get(id(tensor))
+        if passing is None or not passing.is_still(tensor):
+            passing = self._passing[id(tensor)] = _Passing(tensor, self.look(tensor))
+        return passing.values
+
+    def forget_passing(self) -> None:
+        self._passing.clear()
 
     def then(self, decide: Callable[[], None]) -> None:
         """Calls ``decide`` when all looks so far are known, after the decisions before it: now, or in
@@ -91,6 +106,29 @@ class Looks:
             self._scan(plain, values.take_both)
         else:
             self._scan(_as_floating_point(plain), values.take_magnitudes)
+
+
+class _Passing:
+    """A tensor that is handed on, and what was seen of it. Keeps no tensor: one that has died is another's
+    id, and is not taken for it."""
+
+    __slots__ = ("_address", "_tensor", "_version", "values")
+
+    def __init__(self, tensor: torch.Tensor, values: Values) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._version, self._address = _state_of(tensor)
+        self.values = values
+
+    def is_still(self, tensor: torch.Tensor) -> bool:
+        return self._tensor() is tensor and (self._version, self._address) == _state_of(tensor)
+
+
+def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Writes that are counted, and the memory: ``tensor.data = other`` is not counted."""
+    try:
+        return tensor._version, tensor.data_ptr()
+    except RuntimeError:  # sparse, under vmap
+        return tensor._version, 0
 
 
 _now = Looks()

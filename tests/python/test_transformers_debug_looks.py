@@ -507,6 +507,42 @@ def waits_of(depth, batches):
     return sum(event.name in WAITS for event in profile.events())
 
 
+class Doubled(nn.Module):
+    def forward(self, x):
+        return x.mul_(2)
+
+
+class Swapped(nn.Module):
+    def forward(self, x):
+        x.data = torch.full_like(x, NAN)
+        return x
+
+
+def test_what_one_module_hands_to_the_next_is_read_once(monkeypatch):
+    read = []
+    look = looks.Looks.look
+    monkeypatch.setattr(
+        looks.Looks, "look", lambda self, tensor: (read.append(tensor), look(self, tensor))[1]
+    )
+    model = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Tanh(), nn.Sigmoid()), nn.Linear(3, 2))
+    x = torch.randn(2, 3)
+    with ours.DebugUnderflowOverflow(model):
+        for batch in (1, 2):  # a later batch is read anew: its memory may be the same
+            model(x)
+            passed = [tensor for tensor in read if not isinstance(tensor, nn.Parameter)]
+            assert len(passed) == 5 * batch  # the input, and one output of each of four
+
+
+@pytest.mark.parametrize("writer, row", [(Doubled(), "2.00e+00"), (Swapped(), "nan")])
+def test_what_was_written_since_is_read_again(writer, row, capsys):
+    model = nn.Sequential(nn.Identity(), writer)
+    model.register_parameter("unused", nn.Parameter(torch.ones(1)))
+    ours.DebugUnderflowOverflow(model, trace_batch_nums=[0])
+    model(torch.ones(1))
+    *_, output = (line for line in capsys.readouterr().out.splitlines() if line.endswith(" output"))
+    assert row in output
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(
     not (torch.cuda.is_available() and _build_info.CUDA),
