@@ -60,9 +60,8 @@ def launch(options: argparse.Namespace, check: Callable[[], int]) -> int:
         except SignalException as error:
             print(f"netcheck: ended by {error.sigval.name}", file=sys.stderr)
             return 1
-        except (
-            Exception
-        ) as error:  # of the launcher: an address that cannot be bound, hosts that did not come
+        # Of the launcher: an address that cannot be bound, hosts that did not come.
+        except Exception as error:
             print(
                 f"netcheck: this host's launcher did not start its ranks: {first_line(error)}. Is every host "
                 "started, and does each reach the address given?",
