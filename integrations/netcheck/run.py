@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +23,8 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _QUICK_MEMORY_SECONDS = 0.5
 _MEMORY_SECONDS = 20.0
 _START_SECONDS = 120.0  # all ranks import torch, on hosts with one slow file system
+# With the first rank that ends torchrun ends the others: rank 0, which says what is wrong, is to be it.
+_UNTIL_TOLD_SECONDS = 30.0
 _LONGEST_EXCHANGE = 1 << 20  # bytes between two ranks: enough to see a slow link
 
 
@@ -47,7 +50,9 @@ def _check_rank(options: argparse.Namespace) -> int:
         device = _choose_device(options)
     except _C.UsageError as error:
         if os.environ["RANK"] == "0":
-            print(f"netcheck: {error}", file=sys.stderr)
+            print(f"netcheck: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(_UNTIL_TOLD_SECONDS)
         return 2
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=_START_SECONDS)))
