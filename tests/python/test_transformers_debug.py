@@ -96,20 +96,22 @@ def train_two_batches(tool, name, dtype, mode, fault):
     return watched_by(tool, model, batch(0), batch(1), **trace)
 
 
-@pytest.mark.parametrize("mode", ["forward only", "training"])
-@pytest.mark.parametrize(
-    ("fault", "dtype"),
-    [
+def over_all_cases(test):
+    """48 cases of (name, fault, dtype, mode)."""
+    faults = [
         ("healthy", torch.float32),
         ("healthy", torch.float16),
         ("healthy", torch.bfloat16),
         ("overflow", torch.float16),
         ("nan weight", torch.float32),
         ("nan weight", torch.float16),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("name", MODELS)
+    ]
+    test = pytest.mark.parametrize("name", MODELS)(test)
+    test = pytest.mark.parametrize(("fault", "dtype"), faults, ids=str)(test)
+    return pytest.mark.parametrize("mode", ["forward only", "training"])(test)
+
+
+@over_all_cases
 def test_the_text_is_the_originals_byte_for_byte(name, fault, dtype, mode):
     theirs = train_two_batches(original, name, dtype, mode, fault)
     text, error = theirs

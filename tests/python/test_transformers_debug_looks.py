@@ -12,7 +12,7 @@ import pytest
 import sample_operators as models
 import torch
 from ranks import run_ranks
-from test_transformers_debug import MODELS, five_layers, train_two_batches, watched_by
+from test_transformers_debug import five_layers, over_all_cases, train_two_batches, watched_by
 from test_transformers_debug_backward import Attention as BadInBackward
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -67,20 +67,7 @@ def reads():
 # ---- The same text ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["forward only", "training"])
-@pytest.mark.parametrize(
-    ("fault", "dtype"),
-    [
-        ("healthy", torch.float32),
-        ("healthy", torch.float16),
-        ("healthy", torch.bfloat16),
-        ("overflow", torch.float16),
-        ("nan weight", torch.float32),
-        ("nan weight", torch.float16),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("name", MODELS)
+@over_all_cases
 def test_the_text_and_the_error_are_those_of_looks_that_do_not_wait(deferred, name, fault, dtype, mode):
     at_once = train_two_batches(ours, name, dtype, mode, fault)
     assert ("inf/nan detected" in str(at_once[1])) == (fault != "healthy")
