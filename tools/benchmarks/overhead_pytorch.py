@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import statistics
 import tempfile
 import time
@@ -89,15 +88,10 @@ def main(arguments: argparse.Namespace) -> None:
 
     warnings.filterwarnings("ignore", message="Anomaly Detection")
     times = turns.take_turns(variants, run, arguments.rounds)
-    ratios = {variant: turns.ratio(seconds, times[NO_TOOL]) for variant, seconds in times.items()}
     parameters = sum(p.numel() for p in model.parameters())
-    if arguments.json:
-        result = {"parameters": parameters, "threads": 1, "seconds": times, "ratio": ratios}
-        print(json.dumps(result, indent=1))
-        return
-    print(
+    heading = (
         f"GPT-2 hidden {arguments.hidden}, 4 layers, sequence {arguments.sequence}, batch {arguments.batch}, "
         f"fp32, {parameters / 1e6:.1f} M parameters, one CPU thread; {arguments.rounds} rounds of "
         f"{arguments.steps} steps"
     )
-    turns.print_table(times, ratios)
+    turns.print_result(heading, times, NO_TOOL, as_json=arguments.json, parameters=parameters, threads=1)

@@ -11,7 +11,6 @@ round's bare step, with a 95 % interval.
 
 import argparse
 import contextlib
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -85,18 +84,13 @@ def main() -> None:
             return statistics.median(step() for _ in range(arguments.steps))
 
     times = turns.take_turns(variants, run, arguments.rounds)
-    ratios = {variant: turns.ratio(seconds, times[NO_TOOL]) for variant, seconds in times.items()}
     parameters = sum(p.numel() for p in model.parameters())
-    if arguments.json:
-        result = {"parameters": parameters, "threads": 1, "seconds": times, "ratio": ratios}
-        print(json.dumps(result, indent=1))
-        return
-    print(
+    heading = (
         f"GPT-2 hidden {arguments.hidden}, {LAYERS} layers, sequence {arguments.sequence}, batch "
         f"{arguments.batch}, fp32, {parameters / 1e6:.1f} M parameters, one CPU thread; {arguments.rounds} "
         f"rounds of {arguments.steps} steps, {arguments.clock} time"
     )
-    turns.print_table(times, ratios)
+    turns.print_result(heading, times, NO_TOOL, as_json=arguments.json, parameters=parameters, threads=1)
 
 
 def parse_arguments() -> argparse.Namespace:

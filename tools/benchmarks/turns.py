@@ -1,5 +1,6 @@
 """Variants of a step that take turns on a noisy machine, and what one costs over another."""
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Iterable
@@ -34,3 +35,15 @@ def print_table(times: dict[str, list[float]], ratios: dict[str, dict[str, float
         r = ratios[variant]
         interval = f"  [{r['low']:.3f}, {r['high']:.3f}]" if r["low"] != r["high"] else ""
         print(f"{variant:{width}} {statistics.median(seconds) * 1e3:9.1f} ms {r['median']:7.3f} x{interval}")
+
+
+def print_result(
+    heading: str, times: dict[str, list[float]], base: str, *, as_json: bool, **facts: object
+) -> None:
+    """Everything over the variant ``base``: a table below the heading, or JSON with the facts."""
+    ratios = {variant: ratio(seconds, times[base]) for variant, seconds in times.items()}
+    if as_json:
+        print(json.dumps({**facts, "seconds": times, "ratio": ratios}, indent=1))
+    else:
+        print(heading)
+        print_table(times, ratios)
