@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nanlocator.session import is_distributed, record_for_torchrun
@@ -29,6 +28,7 @@ from nanlocator.transformers.looks import Looks
 from nanlocator.transformers.masks import IntendedMasks
 from nanlocator.transformers.output import Output, describe_rank
 from nanlocator.transformers.places import Place, input_places, output_places
+from nanlocator.transformers.process_hooks import ProcessHooks
 from nanlocator.transformers.ranks import Finding, PeerRanks, next_number
 from nanlocator.transformers.values import Values
 
@@ -147,7 +147,7 @@ class DebugUnderflowOverflow:
         for name, module in model.named_modules(remove_duplicate=False):
             self._names.setdefault(module, []).append(name)
         self._hooks = [
-            torch.nn.modules.module.register_module_forward_pre_hook(self._before_call),
+            ProcessHooks(self._before_call, self._weights.count_step),
             *(self._hook(module) for module in self._names),
             model.register_forward_hook(self._after_model, always_call=True),
         ]
@@ -175,7 +175,7 @@ class DebugUnderflowOverflow:
         for hook in (*self._hooks, *self._late_hooks.values()):
             hook.remove()
         self._hooks, self._late_hooks = [], weakref.WeakKeyDictionary()
-        self._weights.remove()
+        self._weights.forget_all()
         if self._backward is not None:
             self._backward.remove()
         if self._peers is not None:
@@ -206,8 +206,6 @@ class DebugUnderflowOverflow:
 
     def _before_call(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """For every module of the process: only here can a call be seen of one that was added later."""
-        if torch.compiler.is_compiling():
-            return
         stack = self._running.stack
         names = self._names.get(module)
         # What a forward that raised has left goes here: checkpoints end their second forward so, too.
@@ -496,7 +494,9 @@ class _WeightLooks:
         self._looks = looks
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> (state, Values)
         self._steps = 0
-        self._hook = register_optimizer_step_post_hook(self._after_step)
+
+    def count_step(self) -> None:
+        self._steps += 1
 
     def rows(self, module: nn.Module) -> list[Row]:
         return [Row(Role.WEIGHT, name, self._values(p)) for name, p in module.named_parameters(recurse=False)]
@@ -512,10 +512,6 @@ class _WeightLooks:
     def forget_all(self) -> None:
         self._seen.clear()
 
-    def remove(self) -> None:
-        self._hook.remove()
-        self._seen.clear()
-
     def _values(self, parameter: torch.Tensor) -> Values:
         if parameter.is_inference() or type(parameter) is not nn.Parameter:
             return self._looks.look(parameter)  # nobody counts the writes, or the memory is hidden
@@ -525,9 +521,6 @@ class _WeightLooks:
         if seen is None or seen[0] != state:
             seen = self._seen[parameter] = (state, self._looks.look(parameter))
         return seen[1]
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._steps += 1
 
 
 def _raise(message: str) -> None:

@@ -5,10 +5,12 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import gc
 import io
 import re
 import textwrap
 import types
+import weakref
 
 import numpy
 import pytest
@@ -652,6 +654,20 @@ def test_hooks_can_be_removed():
     assert hook_count(model) == before
     debugger.remove()
     model(BAD)
+
+
+def test_a_debugger_that_nobody_keeps_ends_with_its_model():
+    model = five_layers()
+    hooks_before = set(torch.nn.modules.module._global_forward_pre_hooks)
+    debugger = weakref.ref(ours.DebugUnderflowOverflow(model))
+    gc.collect()
+    model(GOOD)
+    assert debugger().total_calls == 6  # its model's hooks keep it
+    del model
+    gc.collect()
+    assert debugger() is None
+    torch.nn.Linear(2, 2)(torch.ones(2))
+    assert set(torch.nn.modules.module._global_forward_pre_hooks) == hooks_before
 
 
 def test_two_debuggers_of_one_model_do_not_disturb_each_other():
