@@ -31,13 +31,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     def add(name: str, **keywords) -> None:
         group.add_argument(f"--{name}", f"--{name.replace('-', '_')}", **keywords)
 
-    add("nproc-per-node", type=int, metavar="N", help="ranks of this host: one for each GPU")
+    add("nproc-per-node", type=_ranks_of_host, metavar="N",
+        help="ranks of this host: one for each GPU (or auto, gpu, cpu)")  # fmt: skip
     add("nnodes", metavar="N", help="hosts (default 1)")
     add("node-rank", metavar="R", help="number of this host")
     for name in ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf"):
         add(name, metavar="X", help=argparse.SUPPRESS if name == "rdzv-conf" else "where the hosts meet")
     for name in ("master-addr", "master-port", "local-addr"):
         add(name, metavar="X", help="address of the first host" if name != "local-addr" else "of this host")
+
+
+def _ranks_of_host(text: str) -> int:
+    try:
+        return torchrun.determine_local_world_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number, nor auto, gpu or cpu: {error}") from None
 
 
 def launch(options: argparse.Namespace, check: Callable[[], int]) -> int:
@@ -64,7 +72,8 @@ def launch(options: argparse.Namespace, check: Callable[[], int]) -> int:
         except Exception as error:
             print(
                 f"netcheck: this host's launcher did not start its ranks: {first_line(error)}. Is every host "
-                "started, and does each reach the address given?",
+                "started, and does each reach the address given? (A host whose own name the others cannot "
+                "look up wants --local-addr.)",
                 file=sys.stderr,
             )
             return 1

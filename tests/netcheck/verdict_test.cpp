@@ -204,6 +204,21 @@ TEST(NetcheckVerdict, TwoDevicesWithDifferentBitsAccuseNobodyAlone) {
   EXPECT_THAT(verdict["findings"][0]["action"], HasSubstr("may be faulty"));
 }
 
+TEST(NetcheckVerdict, OperatorsThatTellTheSameAreOneLineOfEvidence) {
+  auto results = run_with_fingerprints({"a", "b"});
+  for (const int rank : {0, 1}) {
+    auto& fingerprints = results["ranks"][rank]["fingerprints"];
+    for (const char* name : {"norm", "softmax", "sum", "tanh"}) fingerprints[name] = rank;
+    for (auto& fingerprint : fingerprints) fingerprint = fingerprint.dump();
+  }
+  const auto verdict = verdict_of(results);
+  ASSERT_EQ(verdict["findings"].size(), 1);
+  EXPECT_EQ(
+      verdict["findings"][0]["evidence"],
+      Json({"gemm in float32, norm, softmax and 2 more have not the same bits on all of ranks "
+            "0-1, though all compute with H100, torch 2.11"}));
+}
+
 TEST(NetcheckVerdict, DevicesOfTwoKindsMayHaveDifferentBits) {
   auto results = run_with_fingerprints({"a", "a", "b", "b"});
   for (const int rank : {2, 3}) results["ranks"][rank]["computes_with"] = "A100, torch 2.11";

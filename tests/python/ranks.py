@@ -1,54 +1,139 @@
-"""Runs a function on several gloo ranks in processes of their own and returns what each one returned."""
+"""Starts ranks in processes of their own, forked from one that has imported torch.
 
+A fresh interpreter that imports torch and what is tested costs each rank 3 to 10 s of CPU. Here a fork server
+of Python's multiprocessing pays it once for all tests of a pytest process; it has one thread, touches no
+process group, and each rank gets the environment, the folder and the import path of its test.
+"""
+
+import ctypes
+import datetime
 import multiprocessing
+import multiprocessing.forkserver
+import os
 import socket
+import sys
+import tempfile
+import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 TIMEOUT = 120.0  # seconds for all ranks together; a hung rank is a failed test
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """`function(rank, world_size, *arguments)` on each rank, torch.distributed initialised.
+class RankServer:
+    """Ranks of one kind: they start with `modules` imported, whatever these change in the process."""
 
-    The result of a rank that raised is the exception's (type name, text); of one that died, None.
-    """
-    context = multiprocessing.get_context("spawn")
+    def __init__(self, *modules: str) -> None:
+        """Nothing is imported before the first rank is started. The server ends with this process."""
+        self._server = multiprocessing.forkserver.ForkServer()
+        self._server.set_forkserver_preload([*modules, "before_fork"])
+
+    def run_ranks(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """`function(rank, world_size, *arguments)` on each rank, torch.distributed initialised with gloo.
+
+        The result of a rank that raised is the exception's (type name, text); of one that died, None.
+        """
+        port, pipes, processes = _free_port(), [], []
+        for rank in range(world_size):
+            receiver, sender = multiprocessing.Pipe(duplex=False)
+            processes.append(self._start(_run_rank, sender, rank, world_size, port, function, arguments))
+            sender.close()
+            pipes.append(receiver)
+        _join(processes)
+        return [_received(pipe) for pipe in pipes]
+
+    def run_programs(
+        self, world_size: int, program: Callable[..., None], *arguments: Any
+    ) -> list[tuple[int, str, str]]:
+        """(exit code, stdout, stderr) of `program(rank, world_size, port, *arguments)` on each rank.
+
+        For what depends on how a process ends: an uncaught Exception goes to sys.excepthook and the
+        interpreter is finalised, as in a script. `port` is free, nothing of torch.distributed is initialised.
+        """
+        port = _free_port()
+        with tempfile.TemporaryDirectory() as folder:
+            texts = [(Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(world_size)]
+            processes = [
+                self._start(_run_program, *texts[rank], program, (rank, world_size, port, *arguments))
+                for rank in range(world_size)
+            ]
+            _join(processes)
+            return [
+                (process.exitcode, out.read_text(), err.read_text())
+                for process, (out, err) in zip(processes, texts, strict=True)
+            ]
+
+    def _start(self, target: Callable[..., None], *arguments: Any) -> BaseProcess:
+        # The ranks are gloo's. A GPU that the server has asked after could not be used in its forks.
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        # The server's own import path is made of this variable: Python before 3.13 tells it no other.
+        with mock.patch.dict(os.environ, environment, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
+            self._server.ensure_running()
+        context = multiprocessing.get_context("forkserver")
+        process = context.Process(target=_in_environment, args=(environment, target, *arguments), daemon=True)
+        # multiprocessing has one server; here there is one for each kind of rank.
+        connect = self._server.connect_to_new_process
+        with mock.patch.object(multiprocessing.forkserver, "connect_to_new_process", connect):
+            process.start()
+        return process
+
+
+_server = RankServer("torch._dynamo", "nanlocator.transformers", "transformers.trainer")
+run_ranks, run_programs = _server.run_ranks, _server.run_programs
+
+
+def _join(processes: list[BaseProcess]) -> None:
+    end = time.monotonic() + TIMEOUT
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+    living = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for rank in living:
+        processes[rank].kill()
+        processes[rank].join()
+    if living:
+        raise TimeoutError(f"ranks {living} of {len(processes)} still ran after {TIMEOUT} s")
+
+
+def _received(pipe) -> Any:
+    try:
+        return pipe.recv() if pipe.poll() else None
+    except EOFError:
+        return None
+
+
+def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    pipes, processes = [], []
-    for rank in range(world_size):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_main, args=(sender, rank, world_size, port, function, arguments), daemon=True
-        )
-        process.start()
-        sender.close()
-        pipes.append(receiver)
-        processes.append(process)
-    results = []
-    for receiver, process in zip(pipes, processes, strict=True):
-        process.join(TIMEOUT)
-        if process.is_alive():
-            for other in processes:
-                other.kill()
-            raise TimeoutError(f"a rank of {world_size} still ran after {TIMEOUT} s")
-        try:
-            results.append(receiver.recv() if receiver.poll() else None)
-        except EOFError:
-            results.append(None)
-    return results
+        return free.getsockname()[1]
 
 
-def _main(sender, rank: int, world_size: int, port: int, function, arguments) -> None:
-    import datetime
+# ---- in the rank --------------------------------------------------------------------------------
 
-    import torch
+
+def excuse(*ranks: int) -> None:
+    """run_ranks' rank 0, which hosts the Store, ends without waiting for these."""
     import torch.distributed as dist
 
+    for rank in ranks:
+        dist.distributed_c10d._get_default_store().underlying_store.set(f"done/{rank}", "1")
+
+
+def _in_environment(environment: dict[str, str], target: Callable[..., None], *arguments: Any) -> None:
+    import torch
+
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
+    target(*arguments)
+
+
+def _run_rank(sender, rank: int, world_size: int, port: int, function, arguments) -> None:
+    import torch.distributed as dist
+
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, datetime.timedelta(seconds=60))
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=60)
@@ -66,3 +151,17 @@ def _main(sender, rank: int, world_size: int, port: int, function, arguments) ->
                 store.wait([f"done/{other}"], datetime.timedelta(seconds=20))
             except Exception:
                 pass  # a rank that was killed on purpose
+
+
+def _run_program(out: Path, err: Path, program: Callable[..., None], arguments: tuple) -> None:
+    for stream, path in ((sys.stdout, out), (sys.stderr, err)):
+        with open(path, "wb") as file:
+            os.dup2(file.fileno(), stream.fileno())
+    code = 0
+    try:
+        program(*arguments)
+    except Exception as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    ctypes.pythonapi.Py_Exit(code)

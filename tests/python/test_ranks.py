@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import excuse, run_ranks
 from torch import nn
 
 import nanlocator
@@ -130,6 +130,7 @@ class DiesAtConclude:
         return getattr(self._locator, name)
 
     def conclude(self):
+        excuse(1)
         os.kill(os.getpid(), signal.SIGKILL)
 
 

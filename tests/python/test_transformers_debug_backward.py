@@ -1,12 +1,11 @@
 """Frames of backward: what each module's call takes and gives there, and nothing that is computed changes."""
 
-import contextlib
-import io
 import re
 
 import pytest
 import sample_operators as models
 import torch
+from test_transformers_debug import printed_by
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import debug_utils as original
@@ -14,17 +13,6 @@ from transformers import debug_utils as original
 from nanlocator.transformers import DebugUnderflowOverflow
 
 NAN, INF = float("nan"), float("inf")
-
-
-def printed_by(action):
-    out = io.StringIO()
-    error = None
-    with contextlib.redirect_stdout(out):
-        try:
-            action()
-        except ValueError as e:
-            error = str(e)
-    return out.getvalue(), error
 
 
 def traced(model, train, **options):
@@ -313,7 +301,7 @@ def test_a_gradient_that_is_born_bad_is_reported_in_the_module_that_made_it():
     assert train(original.DebugUnderflowOverflow, Attention()) == ("", None)
     model = Attention()
     text, error = train(DebugUnderflowOverflow, model, backward=True)
-    assert error.startswith("DebugUnderflowOverflow: inf/nan detected, aborting")
+    assert error.startswith("ValueError: DebugUnderflowOverflow: inf/nan detected, aborting")
     assert "grad_input[0] has nans" in text
     report = text.split("\nDetected inf/nan during backward of batch_number=0\nLast ")[1]
     assert re.match(r"\d+ frames:\nabs min  abs max  metadata\n", report)
@@ -336,14 +324,15 @@ def test_what_comes_in_bad_from_the_loss_is_told_as_such():
             (model(torch.ones(1, 2)).sum() * INF).backward()
 
     text, error = printed_by(run)
-    assert "inf/nan detected" in error and "grad_output has infs\n" in text and "grad_weight" not in text
+    assert error.startswith("ValueError: ") and "inf/nan detected" in error
+    assert "grad_output has infs\n" in text and "grad_weight" not in text
 
 
 def test_after_a_report_in_backward_the_next_batch_is_judged_by_itself():
     model = nn.Linear(2, 2)
     with DebugUnderflowOverflow(model, backward=True) as debugger:
         _, error = printed_by(lambda: (model(torch.ones(1, 2)).sum() * NAN).backward())
-        assert error is not None and debugger.detected_overflow
+        assert error.startswith("ValueError: ") and debugger.detected_overflow
         model(torch.ones(1, 2)).sum().backward()
         assert debugger.batch_number == 2 and not debugger.detected_overflow
         assert len(debugger.frames) == 2
@@ -358,7 +347,7 @@ def test_the_last_batch_has_its_backward_before_the_run_is_ended():
                 model(torch.ones(1, 2)).sum().backward()
 
     text, error = printed_by(train)
-    assert "aborting after 1 batches" in error
+    assert error.startswith("ValueError: ") and "aborting after 1 batches" in error
     assert text.count("grad_output") == 1
 
 

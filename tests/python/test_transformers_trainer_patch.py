@@ -6,7 +6,8 @@ import pytest
 import torch
 import transformers.debug_utils
 import transformers.trainer
-from transformers import BertConfig, BertForMaskedLM, Trainer, TrainingArguments
+from test_transformers_trainer import bert
+from transformers import Trainer, TrainingArguments
 
 import nanlocator.transformers as ours
 
@@ -28,15 +29,7 @@ def nothing_is_left():
 
 
 def trainer_of(scale=1.0):
-    config = BertConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=16,
-    )
-    model = BertForMaskedLM(config)
+    model = bert()
     with torch.no_grad():
         model.bert.encoder.layer[1].intermediate.dense.weight.fill_(scale)
     ids = torch.arange(8)

@@ -20,10 +20,12 @@
 #include <cstring>
 #include <limits>
 #include <map>
+#include <numeric>
 #include <optional>
 
 #include "nanlocator/error.hpp"
 #include "nanlocator/gradients/scan_tensor.hpp"
+#include "netcheck/first_line.hpp"
 #include "replay/dtypes.hpp"
 #include "replay/settings.hpp"
 
@@ -140,6 +142,16 @@ struct Reference {
   }
 };
 
+/// `add_row(row, reference)` for each row of `columns` values.
+template <typename AddRow>
+Reference reference_by_row(const Values& values, std::int64_t columns, const AddRow& add_row) {
+  Reference reference;
+  for (const double* row = values.data(); row < values.data() + values.size(); row += columns) {
+    add_row(row, reference);
+  }
+  return reference;
+}
+
 /// One operator on given inputs, which are on the device.
 struct Case {
   std::string name;
@@ -196,13 +208,10 @@ Case gemm(at::Device device, at::ScalarType dtype) {
 /// Sums of multiples of 2^-7 are exact in fp32 in any order: only the last rounding remains.
 Case sum(at::Device device, at::ScalarType dtype) {
   const auto input = rounded(on_grid(kRows * kColumns, 3), {kRows, kColumns}, dtype);
-  const auto values = values_of(input);
-  Reference reference;
-  for (std::int64_t row = 0; row < kRows; ++row) {
-    double total = 0;
-    for (std::int64_t i = 0; i < kColumns; ++i) total += values[row * kColumns + i];
-    reference.add(total, unit_roundoff(dtype) * std::abs(total));
-  }
+  auto reference = reference_by_row(values_of(input), kColumns, [&](const double* x, auto& out) {
+    const double total = std::accumulate(x, x + kColumns, 0.0);
+    out.add(total, unit_roundoff(dtype) * std::abs(total));
+  });
   return {"sum",
           dtype,
           {input.to(device)},
@@ -212,12 +221,9 @@ Case sum(at::Device device, at::ScalarType dtype) {
 
 Case maximum(at::Device device, at::ScalarType dtype) {
   const auto input = rounded(full_precision(kRows * kColumns, 4), {kRows, kColumns}, dtype);
-  const auto values = values_of(input);
-  Reference reference;
-  for (std::int64_t row = 0; row < kRows; ++row) {
-    const auto begin = values.begin() + row * kColumns;
-    reference.add(*std::max_element(begin, begin + kColumns), 0);
-  }
+  auto reference = reference_by_row(values_of(input), kColumns, [](const double* x, auto& out) {
+    out.add(*std::max_element(x, x + kColumns), 0);
+  });
   return {"max",
           dtype,
           {input.to(device)},
@@ -228,16 +234,10 @@ Case maximum(at::Device device, at::ScalarType dtype) {
 /// The squares sum exactly, as above; the root is within two units of the accumulator's last place.
 Case norm(at::Device device, at::ScalarType dtype) {
   const auto input = rounded(on_grid(kRows * kColumns, 5), {kRows, kColumns}, dtype);
-  const auto values = values_of(input);
-  Reference reference;
-  for (std::int64_t row = 0; row < kRows; ++row) {
-    double total = 0;
-    for (std::int64_t i = 0; i < kColumns; ++i) {
-      total += values[row * kColumns + i] * values[row * kColumns + i];
-    }
-    const double root = std::sqrt(total);
-    reference.add(root, (4 * accumulator_roundoff(dtype) + unit_roundoff(dtype)) * root);
-  }
+  auto reference = reference_by_row(values_of(input), kColumns, [&](const double* x, auto& out) {
+    const double root = std::sqrt(std::inner_product(x, x + kColumns, x, 0.0));
+    out.add(root, (4 * accumulator_roundoff(dtype) + unit_roundoff(dtype)) * root);
+  });
   return {"norm",
           dtype,
           {input.to(device)},
@@ -254,17 +254,15 @@ Case softmax(at::Device device, at::ScalarType dtype) {
   for (auto& value : values) value *= 4;
   const auto input = rounded(values, {kRows, kNormColumns}, dtype);
   const double relative = gamma(kNormColumns + 64, accumulator_roundoff(dtype));
-  Reference reference;
-  for (std::int64_t row = 0; row < kRows; ++row) {
-    const double* x = &values[row * kNormColumns];
+  auto reference = reference_by_row(values, kNormColumns, [&](const double* x, auto& out) {
     const double largest = *std::max_element(x, x + kNormColumns);
     double total = 0;
     for (std::int64_t i = 0; i < kNormColumns; ++i) total += std::exp(x[i] - largest);
     for (std::int64_t i = 0; i < kNormColumns; ++i) {
       const double y = std::exp(x[i] - largest) / total;
-      reference.add(y, (relative + unit_roundoff(dtype)) * y + smallest_positive(dtype));
+      out.add(y, (relative + unit_roundoff(dtype)) * y + smallest_positive(dtype));
     }
-  }
+  });
   return {"softmax",
           dtype,
           {input.to(device)},
@@ -279,11 +277,8 @@ Case layer_norm(at::Device device, at::ScalarType dtype) {
   const auto values = on_grid(kRows * kNormColumns, 7);
   const auto input = rounded(values, {kRows, kNormColumns}, dtype);
   const double absolute = 4 * kNormColumns * accumulator_roundoff(dtype);
-  Reference reference;
-  for (std::int64_t row = 0; row < kRows; ++row) {
-    const double* x = &values[row * kNormColumns];
-    double mean = 0;
-    for (std::int64_t i = 0; i < kNormColumns; ++i) mean += x[i] / kNormColumns;
+  auto reference = reference_by_row(values, kNormColumns, [&](const double* x, auto& out) {
+    const double mean = std::accumulate(x, x + kNormColumns, 0.0) / kNormColumns;
     double variance = 0;
     for (std::int64_t i = 0; i < kNormColumns; ++i) {
       variance += (x[i] - mean) * (x[i] - mean) / kNormColumns;
@@ -291,9 +286,9 @@ Case layer_norm(at::Device device, at::ScalarType dtype) {
     const double scale = 1 / std::sqrt(variance + kLayerNormEpsilon);
     for (std::int64_t i = 0; i < kNormColumns; ++i) {
       const double y = (x[i] - mean) * scale;
-      reference.add(y, absolute * (1 + std::abs(y)) + unit_roundoff(dtype) * std::abs(y));
+      out.add(y, absolute * (1 + std::abs(y)) + unit_roundoff(dtype) * std::abs(y));
     }
-  }
+  });
   return {"layer_norm",
           dtype,
           {input.to(device)},
@@ -445,10 +440,6 @@ void check(const Case& checked, const AfterOperator& after, ComputeCheck& outcom
     }
   }
   outcome.operators.push_back(summary);
-}
-
-std::string first_line(const std::string& text) {
-  return text.substr(0, text.find('\n'));
 }
 
 /// What a user may have turned on that would make a result less exact than its format. Only those

@@ -15,6 +15,7 @@
 #include <optional>
 
 #include "nanlocator/error.hpp"
+#include "netcheck/first_line.hpp"
 
 namespace nanlocator::netcheck {
 namespace {
@@ -286,10 +287,6 @@ void check_usage(at::Device device, double fraction, double seconds) {
     throw UsageError("the time for the memory is " + std::to_string(seconds) +
                      " s; it must be above 0");
   }
-}
-
-std::string first_line(const std::string& text) {
-  return text.substr(0, text.find('\n'));
 }
 
 }  // namespace

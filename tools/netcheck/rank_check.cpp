@@ -3,27 +3,21 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <condition_variable>
-#include <cstdio>
 #include <cstdlib>
 #include <ctime>
 #include <fstream>
-#include <iostream>
 #include <mutex>
-#include <set>
-#include <sstream>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <utility>
 
-#include "agree/store_client.hpp"
-#include "nanlocator/error.hpp"
-#include "nanlocator/record/atomic_file.hpp"
 #include "netcheck/attribution.hpp"
-#include "netcheck/text.hpp"
-#include "netcheck/verdict.hpp"
+#include "netcheck/check_store.hpp"
+#include "netcheck/conclusion.hpp"
+#include "netcheck/first_line.hpp"
+#include "netcheck/write_all.hpp"
 
 namespace nanlocator::netcheck {
 namespace {
@@ -32,21 +26,10 @@ using Clock = std::chrono::steady_clock;
 using Json = nlohmann::ordered_json;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kLook{50};            // between two looks of the supervisor at its rank
-constexpr milliseconds kLookForOthers{300};  // and at whether another rank has ended the check
-// Of the Store's connections, before the first step: looking names up takes seconds on some hosts.
-constexpr milliseconds kConnects{60'000};
-// A connection that was reset is opened again; a Store that is gone refuses that.
-constexpr int kAttempts = 3;
-constexpr milliseconds kBetweenAttempts{500};
-// From the first call for the end on: what the ranks that live need to put their results down, on
-// a busy machine. With the report it stays far below the 30 s that torchrun gives after SIGTERM.
-constexpr milliseconds kGrace{6'000};
+constexpr milliseconds kLook{50};             // between two looks of the supervisor at its rank
+constexpr milliseconds kLookForOthers{300};   // and at whether another rank has ended the check
 constexpr milliseconds kUntilPublished{300};  // the drill waits for the supervisor
 constexpr std::size_t kMostEntries = 2'000;   // of one list of a result; the first ones tell most
-constexpr milliseconds kLastOne{10'000};
-constexpr int kHealthy = 0;
-constexpr int kFindings = 1;
 
 std::atomic<int> received_signal = 0;
 
@@ -59,46 +42,6 @@ void handle_signals() {
   action.sa_handler = keep_signal;
   action.sa_flags = SA_RESTART;
   for (const int number : {SIGTERM, SIGINT, SIGHUP}) ::sigaction(number, &action, nullptr);
-}
-
-// Why a rank is left to itself.
-struct CutOff : Error {
-  using Error::Error;
-};
-
-std::string first_line(const std::exception& error) {
-  const std::string text = error.what();
-  return text.substr(0, text.find('\n'));
-}
-
-void write_all(int file, std::string_view text) {
-  while (!text.empty()) {
-    const auto written = ::write(file, text.data(), text.size());
-    if (written <= 0) return;
-    text.remove_prefix(static_cast<std::size_t>(written));
-  }
-}
-
-// A process of this host, as /proc/PID/stat has it.
-struct Process {
-  char state = 'X';
-  int parent = 0;
-
-  // "ended", "stopped" or, where it runs, "".
-  [[nodiscard]] std::string what_became() const {
-    if (state == 'T' || state == 't') return "stopped";
-    return state == 'Z' || state == 'X' ? "ended" : "";
-  }
-};
-
-Process look_at_process(int process) {
-  std::ifstream file("/proc/" + std::to_string(process) + "/stat");
-  std::string line;
-  Process found;
-  if (!std::getline(file, line)) return found;
-  line.erase(0, line.find_last_of(')') + 1);  // the name before may hold brackets
-  std::istringstream(line) >> found.state >> found.parent;
-  return found;
 }
 
 // torchrun shows the message of this file in its summary (torch/distributed/elastic/multiprocessing
@@ -129,7 +72,6 @@ Json to_json(const Place& place) {
 struct RankCheck::Shared {
   RankCheckOptions options;
   Injection injection;
-  Clock::time_point start = Clock::now();
 
   std::mutex mutex;
   std::condition_variable changed;
@@ -143,40 +85,14 @@ struct RankCheck::Shared {
   bool is_healthy = false;  // the supervisor's last word; else it ends the process
 
   // --- of the supervisor alone ---
-  std::unique_ptr<StoreClient> store;
+  CheckStore store;
+  Conclusion conclusion;
   Clock::time_point next_look_for_others;
   // --- of the worker alone ---
-  std::unique_ptr<StoreClient> worker_store;
+  CheckStore worker_store;
   bool was_injected = false;
 
-  [[nodiscard]] static std::string key(const std::string& name) {
-    return "nanlocator/netcheck/" + name;
-  }
-  [[nodiscard]] std::string key(const std::string& name, int rank) const {
-    return key(name) + "/" + std::to_string(rank);
-  }
-  [[nodiscard]] bool has(std::unique_ptr<StoreClient>& client, const std::string& name) {
-    return ask<bool>(client, [&](auto& c, Deadline limit) { return c.has(name, limit); });
-  }
-  [[nodiscard]] std::string get(std::unique_ptr<StoreClient>& client, const std::string& name) {
-    return ask<std::string>(client, [&](auto& c, Deadline limit) { return c.get(name, limit); });
-  }
-  void put(std::unique_ptr<StoreClient>& client, const std::string& name,
-           const std::string& value) {
-    ask<bool>(client, [&](auto& c, Deadline limit) {
-      return c.set(name, value, limit) ? std::optional(true) : std::nullopt;
-    });
-  }
-  [[nodiscard]] bool has(const std::string& name) { return has(store, name); }
-  [[nodiscard]] std::string get(const std::string& name) { return get(store, name); }
-  void put(const std::string& name, const std::string& value) { put(store, name, value); }
-  [[nodiscard]] bool is_first(const std::string& name) {
-    return ask<bool>(store,
-                     [&](auto& c, Deadline limit) { return c.put_if_absent(name, "", limit); });
-  }
-  template <typename Value, typename Call>
-  Value ask(std::unique_ptr<StoreClient>& client, const Call& call);
-
+  Shared(c10::intrusive_ptr<c10d::Store> store, RankCheckOptions options, Injection injection);
   void connect();
   void end_worker(const std::string& reason, const std::string& error);
   void serve();
@@ -184,37 +100,9 @@ struct RankCheck::Shared {
   [[nodiscard]] std::string reason_to_end();
   [[nodiscard]] std::string dump_result(const std::string& reason);
   [[nodiscard]] Json who_and_where();
-  [[nodiscard]] std::set<int> gone_ranks(const std::set<int>& missing);
-  [[nodiscard]] bool is_my_turn(Clock::time_point called);
-  [[nodiscard]] Json wait_for_report(const std::string& reason);
-  [[nodiscard]] std::string gather_results();
-  [[nodiscard]] Json result_of_missing(int rank);
-  [[nodiscard]] Json report(const std::string& results);
-  void end_if_stopped(int rank);
-  void wait_until_all_have_left();
-  void leave(const Json& report);
+  void leave(const Report& report);
   [[noreturn]] void tell_alone(const std::string& why);
 };
-
-// A Store that answers late is not gone. One is gone that refuses the connection, or gives no
-// answer for as long as a step may take.
-template <typename Value, typename Call>
-Value RankCheck::Shared::ask(std::unique_ptr<StoreClient>& client, const Call& call) {
-  for (int attempt = 1;; ++attempt) {
-    try {
-      auto answer = call(*client, Clock::now() + options.deadline);
-      if (answer) return *std::move(answer);
-      throw CutOff("it gave no answer for " + std::to_string(options.deadline.count() / 1000) +
-                   " s");
-    } catch (const CutOff&) {
-      throw;
-    } catch (const std::exception& error) {
-      if (attempt == kAttempts) throw CutOff(first_line(error));
-    }
-    std::this_thread::sleep_for(kBetweenAttempts);
-    client = client->another();
-  }
-}
 
 // --- the supervisor ---------------------------------------------------------------------------
 
@@ -229,24 +117,24 @@ void RankCheck::Shared::serve() {
       publish_place();
       reason = reason_to_end();
     }
-    leave(wait_for_report(reason));
-  } catch (const CutOff& error) {
+    leave(conclusion.conclude(dump_result(reason), reason != "finished"));
+  } catch (const StoreLost& error) {
     tell_alone(std::string("has lost the Store: ") + error.what() +
                ". The process that keeps it (under torchrun that of the first host, else rank 0) "
                "has ended, or its host does not answer.");
   } catch (const std::exception& error) {
-    tell_alone("could not conclude: " + first_line(error));
+    tell_alone("could not conclude: " + first_line(error.what()));
   }
 }
 
 void RankCheck::Shared::publish_place() {
-  std::string text;
+  Json here;
   {
     const std::lock_guard lock(mutex);
     if (!std::exchange(is_place_new, false)) return;
-    text = who_and_where().dump();
+    here = who_and_where();
   }
-  put(key("place", options.rank), text);
+  conclusion.state_place(here);
 }
 
 Json RankCheck::Shared::who_and_where() {  // the mutex is held
@@ -266,7 +154,7 @@ std::string RankCheck::Shared::reason_to_end() {
   if (received_signal != 0) return "signal";
   if (Clock::now() < next_look_for_others) return "";
   next_look_for_others = Clock::now() + kLookForOthers;
-  return has(key("end")) ? "stopped" : "";
+  return conclusion.is_called() ? "stopped" : "";
 }
 
 std::string RankCheck::Shared::dump_result(const std::string& reason) {
@@ -279,153 +167,12 @@ std::string RankCheck::Shared::dump_result(const std::string& reason) {
   return text.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
-// Every rank puts its result down; one of them reports. The report: {"code", "headline",
-// "missing"}.
-Json RankCheck::Shared::wait_for_report(const std::string& reason) {
-  put(key("result", options.rank), dump_result(reason));
-  if (reason != "finished") put(key("end"), "");
-  auto called = Clock::time_point::max();  // when this rank saw that the end was called for
-  bool has_lost_the_turn = false;
-  for (;; std::this_thread::sleep_for(kLook)) {
-    if (has(key("report"))) return Json::parse(get(key("report")));
-    if (called == Clock::time_point::max() && has(key("end"))) called = Clock::now();
-    if (!has_lost_the_turn && is_my_turn(called)) {
-      if (is_first(key("reporter"))) return report(gather_results());
-      has_lost_the_turn = true;
-    }
-    if (has_lost_the_turn && called != Clock::time_point::max() &&
-        Clock::now() > called + 3 * kGrace) {
-      throw Error("the rank whose turn it was has put down no report");
-    }
-  }
-}
-
-// The lowest rank that lives: those below it are gone, or had time enough.
-bool RankCheck::Shared::is_my_turn(Clock::time_point called) {
-  if (options.rank == 0) return true;
-  if (called == Clock::time_point::max()) return false;
-  if (Clock::now() > called + 2 * kGrace) return true;
-  std::set<int> below;
-  for (int rank = 0; rank < options.rank; ++rank) {
-    if (!has(key("result", rank)))
-      below.insert(rank);
-    else
-      return false;
-  }
-  return gone_ranks(below) == below;
-}
-
-// Of these, the ones whose process on this host has ended or is stopped.
-std::set<int> RankCheck::Shared::gone_ranks(const std::set<int>& missing) {
-  std::set<int> gone;
-  for (const int rank : missing) {
-    if (!result_of_missing(rank).at("process").get<std::string>().empty()) gone.insert(rank);
-  }
-  return gone;
-}
-
-Json RankCheck::Shared::result_of_missing(int rank) {
-  Json known_of = {{"rank", rank}, {"answered", false}, {"ended", ""}, {"process", ""}};
-  if (!has(key("place", rank))) return known_of;
-  const auto known = Json::parse(get(key("place", rank)));
-  for (const char* name : {"host", "local_rank", "place"}) known_of[name] = known.at(name);
-  if (known.at("host") == options.host) {
-    known_of["process"] = look_at_process(known.at("process")).what_became();
-  }
-  return known_of;
-}
-
-std::string RankCheck::Shared::gather_results() {
-  std::set<int> missing;
-  for (int rank = 0; rank < options.world_size; ++rank) missing.insert(rank);
-  std::vector<Json> results(options.world_size);
-  auto called = Clock::time_point::max();
-  for (; !missing.empty(); std::this_thread::sleep_for(kLook)) {
-    for (auto rank = missing.begin(); rank != missing.end();) {
-      if (has(key("result", *rank))) {
-        results[*rank] = Json::parse(get(key("result", *rank)));
-        rank = missing.erase(rank);
-      } else {
-        ++rank;
-      }
-    }
-    if (called == Clock::time_point::max()) {
-      if (received_signal != 0) put(key("end"), "");
-      if (has(key("end"))) called = Clock::now();
-    } else if (Clock::now() > called + kGrace ||
-               (Clock::now() > called + 2 * kLookForOthers && gone_ranks(missing) == missing)) {
-      break;
-    }
-  }
-  for (const int rank : missing) results[rank] = result_of_missing(rank);
-  Json all = {{"world_size", options.world_size}, {"backend", options.backend}};
-  all["seconds"] = std::chrono::duration<double>(Clock::now() - start).count();
-  all["differences"] = Json::array();
-  for (const auto& each : results) {
-    for (const auto& difference : each.value("differences", Json::array())) {
-      all["differences"].push_back(difference);
-    }
-  }
-  all["ranks"] = std::move(results);
-  return all.dump(-1, ' ', false, Json::error_handler_t::replace);
-}
-
-Json RankCheck::Shared::report(const std::string& results) {
-  const auto verdict = make_verdict(results);
-  const auto json = Json::parse(verdict);
-  write_all(STDOUT_FILENO,
-            options.as_json ? verdict + "\n" : format_verdict(verdict, {.colour = options.colour}));
-  if (!options.output.empty()) {
-    try {
-      write_file_atomically(options.output, verdict + "\n");
-    } catch (const std::exception& error) {
-      write_all(STDERR_FILENO, std::string("netcheck: ") + error.what() + "\n");
-    }
-  }
-  Json report = {{"code", json.at("verdict") == "healthy" ? kHealthy : kFindings},
-                 {"headline", headline_of(verdict)},
-                 {"missing", Json::array()}};
-  const auto all = Json::parse(results);
-  for (const auto& each : all.at("ranks")) {
-    if (!each.at("answered").get<bool>()) report["missing"].push_back(each.at("rank"));
-  }
-  put(key("report"), report.dump());
-  wait_until_all_have_left();
-  return report;
-}
-
-// torchrun waits 30 s for a process that is stopped and so does not hear SIGTERM. Only a sibling
-// that the same launcher has started is ended.
-void RankCheck::Shared::end_if_stopped(int rank) {
-  if (!has(key("place", rank))) return;
-  const auto known = Json::parse(get(key("place", rank)));
-  if (known.at("host") != options.host) return;
-  const int process = known.at("process");
-  const auto found = look_at_process(process);
-  if (found.what_became() == "stopped" && found.parent == ::getppid()) ::kill(process, SIGKILL);
-}
-
-// The Store may live in this process, so it leaves last of those that still answer.
-void RankCheck::Shared::wait_until_all_have_left() {
-  const auto until = Clock::now() + kLastOne;
-  for (int rank = 0; rank < options.world_size; ++rank) {
-    if (rank == options.rank || !has(key("result", rank))) continue;
-    while (!has(key("left", rank)) && Clock::now() < until) std::this_thread::sleep_for(kLook / 5);
-  }
-}
-
 // A healthy rank returns to Python; the others may be stuck in a group, so the process ends here.
-void RankCheck::Shared::leave(const Json& report) {
-  try {
-    for (const int rank : report.at("missing")) end_if_stopped(rank);
-    (void)store->set(key("left", options.rank), "", Clock::now() + kGrace);
-  } catch (const std::exception&) {
-    // The rank that keeps the Store may have left first. The report has been read.
-  }
-  const int code = report.at("code");
-  if (code != kHealthy) {
-    tell_torchrun(report.at("headline"));
-    ::_exit(code);
+void RankCheck::Shared::leave(const Report& report) {
+  conclusion.leave(report);
+  if (report.exit_code != kHealthy) {
+    tell_torchrun(report.headline);
+    ::_exit(report.exit_code);
   }
   const std::lock_guard lock(mutex);
   is_healthy = true;
@@ -450,29 +197,29 @@ void RankCheck::Shared::tell_alone(const std::string& why) {
 
 RankCheck::RankCheck(c10::intrusive_ptr<c10d::Store> store, RankCheckOptions options,
                      Injection injection)
-    : shared_(std::make_shared<Shared>()) {
-  shared_->store = std::make_unique<StoreClient>(std::move(store));
-  shared_->worker_store = shared_->store->another();
-  shared_->options = std::move(options);
-  shared_->injection = std::move(injection);
+    : shared_(
+          std::make_shared<Shared>(std::move(store), std::move(options), std::move(injection))) {
   handle_signals();
   shared_->connect();
   shared_->deadline = Clock::now() + shared_->options.deadline;
   std::thread([shared = shared_] { shared->serve(); }).detach();
 }
 
+RankCheck::Shared::Shared(c10::intrusive_ptr<c10d::Store> c10d_store, RankCheckOptions given,
+                          Injection drill)
+    : options(std::move(given)),
+      injection(std::move(drill)),
+      store(std::move(c10d_store), options.deadline),
+      conclusion(store, options, received_signal),
+      worker_store(store.another()) {}
+
 // Both connections are opened before any deadline starts.
 void RankCheck::Shared::connect() {
-  const auto limit = Clock::now() + kConnects;
   try {
-    for (auto* client : {store.get(), worker_store.get()}) {
-      if (!client->has(key("end"), limit)) {
-        tell_alone("reached the Store, which gave no answer for " +
-                   std::to_string(kConnects.count() / 1000) + " s.");
-      }
-    }
-  } catch (const std::exception& error) {
-    tell_alone("cannot use the Store: " + first_line(error));
+    store.connect();
+    worker_store.connect();
+  } catch (const StoreLost& error) {
+    tell_alone(std::string("cannot use the Store: ") + error.what());
   }
 }
 
@@ -569,28 +316,24 @@ void RankCheck::set(const std::string& key, Json value) {
   shared_->result[key] = std::move(value);
 }
 
-void RankCheck::publish(const std::string& key, const std::string& text) {
-  shared_->put(shared_->worker_store, shared_->key(key, shared_->options.rank), text);
+void RankCheck::publish(const std::string& name, const std::string& text) {
+  shared_->worker_store.put(of_rank(name, shared_->options.rank), text);
 }
 
-std::vector<std::string> RankCheck::collect(const std::string& key) {
+std::vector<std::string> RankCheck::collect(const std::string& name) {
   std::vector<std::string> texts;
   auto& store = shared_->worker_store;
   for (int rank = 0; rank < shared_->options.world_size; ++rank) {
-    const auto full_key = shared_->key(key, rank);
-    while (!shared_->has(store, full_key)) std::this_thread::sleep_for(kLook);
-    texts.push_back(shared_->get(store, full_key));
+    while (!store.has(of_rank(name, rank))) std::this_thread::sleep_for(kLook);
+    texts.push_back(store.get(of_rank(name, rank)));
   }
   return texts;
 }
 
 void RankCheck::meet() {
   auto& store = shared_->worker_store;
-  const auto came = shared_->ask<std::int64_t>(store, [&](auto& client, Deadline limit) {
-    return client.count(Shared::key("came"), limit);
-  });
-  if (came == shared_->options.world_size) shared_->put(store, Shared::key("all_came"), "");
-  while (!shared_->has(store, Shared::key("all_came"))) std::this_thread::sleep_for(kLook);
+  if (store.count("came") == shared_->options.world_size) store.put("all_came", "");
+  while (!store.has("all_came")) std::this_thread::sleep_for(kLook);
 }
 
 void RankCheck::finish() {

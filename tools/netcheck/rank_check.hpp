@@ -90,9 +90,9 @@ class RankCheck {
   void set(const std::string& key, nlohmann::ordered_json value);
 
   /// Puts `text` where the other ranks' `collect` finds it.
-  void publish(const std::string& key, const std::string& text);
-  /// What every rank published under `key`; waits, under the deadline of the step.
-  [[nodiscard]] std::vector<std::string> collect(const std::string& key);
+  void publish(const std::string& name, const std::string& text);
+  /// What every rank published under `name`; waits, under the deadline of the step.
+  [[nodiscard]] std::vector<std::string> collect(const std::string& name);
 
   /// Waits until every rank has come here once, under the deadline of the step.
   void meet();

@@ -12,6 +12,8 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
+#include "netcheck/first_line.hpp"
+
 namespace nanlocator::netcheck {
 namespace {
 
@@ -50,11 +52,6 @@ std::string number_text(double value) {
   char text[32];
   std::snprintf(text, sizeof text, "%g", value);
   return text;
-}
-
-std::string first_line(const std::exception& error) {
-  const std::string text = error.what();
-  return text.substr(0, text.find('\n'));
 }
 
 // What c10d throws where a backend lacks an operation or a dtype.
@@ -162,7 +159,7 @@ class GroupCheck {
       const double seconds = exchange(c, name, is_timed ? 1 + plan_.repetitions : 1);
       if (is_timed) add_timing(c, seconds);
     } catch (const std::exception& error) {
-      const auto text = first_line(error);
+      const auto text = first_line(error.what());
       if (!says_unsupported(text)) check_.end_by_error(text);
       check_.add("unsupported", std::string(netcheck::name_of(c.collective)) + " " +
                                     name_of(c.dtype) + " by " + check_.options().backend + " (" +
@@ -297,7 +294,7 @@ void run_step(RankCheck& check, const Step& step, const Work& work) {
     check.launched();
     work();
   } catch (const std::exception& error) {
-    check.end_by_error(first_line(error));
+    check.end_by_error(first_line(error.what()));
   }
   check.finished();
 }

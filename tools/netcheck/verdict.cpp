@@ -5,7 +5,6 @@
 #include <cstdio>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <set>
 #include <utility>
 #include <vector>
@@ -13,34 +12,17 @@
 #include "nanlocator/error.hpp"
 #include "nanlocator/map/rank_coordinates.hpp"
 #include "netcheck/attribution.hpp"
+#include "netcheck/fingerprints.hpp"
+#include "netcheck/rank_result.hpp"
+#include "netcheck/timing.hpp"
 
 namespace nanlocator::netcheck {
 namespace {
 
 using Json = nlohmann::ordered_json;
 
-// A rank or an edge is slow where its best time is beyond both: what a busy host adds to a best
-// time of many is far less.
-constexpr double kSlowFactor = 5;
-constexpr double kSlowSeconds = 0.010;
-
 // Clocks further apart have broken runs: certificates, time stamps of checkpoints, logs in order.
 constexpr double kClockSeconds = 60;
-
-struct RankResult {
-  int rank = 0;
-  std::string host;
-  int local_rank = 0;
-  bool has_answered = false;
-  std::string process;  // where it has not: "ended", "stopped", or "" (not known)
-  std::string ended;
-  std::string error;
-  std::optional<Place> place;
-  std::vector<std::string> device_failures;
-  std::string computes_with;                        // device and versions; equal: equal results
-  std::map<std::string, std::string> fingerprints;  // of the self-test's results, by operator
-  std::optional<double> own_seconds;
-};
 
 struct Finding {
   std::string kind;
@@ -50,57 +32,25 @@ struct Finding {
   std::string action{};
 };
 
-Place place_of(const Json& json) {
-  static const std::map<std::string, State> states = {
-      {"entered", State::entered}, {"launched", State::launched}, {"finished", State::finished}};
-  Place place;
-  place.stage = json.at("stage");
-  place.step = json.at("step");
-  place.group = json.at("group");
-  place.ranks = json.at("ranks").get<std::vector<int>>();
-  place.sequence = json.at("sequence");
-  place.state = states.at(json.at("state"));
-  place.launches = json.value("launches", 0);
-  return place;
-}
-
-RankResult rank_result_of(const Json& json) {
-  RankResult result;
-  result.rank = json.at("rank");
-  result.host = json.value("host", "");
-  result.local_rank = json.value("local_rank", 0);
-  result.has_answered = json.at("answered");
-  result.process = json.value("process", "");
-  result.ended = json.value("ended", "");
-  result.error = json.value("error", "");
-  if (json.contains("place") && !json["place"].is_null()) result.place = place_of(json["place"]);
-  result.device_failures = json.value("device_failures", std::vector<std::string>());
-  result.computes_with = json.value("computes_with", "");
-  result.fingerprints = json.value("fingerprints", std::map<std::string, std::string>());
-  if (json.contains("own_seconds") && !json["own_seconds"].is_null()) {
-    result.own_seconds = json["own_seconds"].get<double>();
-  }
-  return result;
-}
-
 std::string ranks_text(const std::vector<int>& ranks) {
   return (ranks.size() == 1 ? "rank " : "ranks ") + describe_ranks(ranks);
+}
+
+// The first ones tell most: a faulty device has many operators wrong.
+std::string list_of(const std::vector<std::string>& names) {
+  constexpr std::size_t kShown = 3;
+  std::string text;
+  for (std::size_t i = 0; i < std::min(names.size(), kShown); ++i) {
+    text += (i == 0 ? "" : ", ") + names[i];
+  }
+  if (names.size() > kShown) text += " and " + std::to_string(names.size() - kShown) + " more";
+  return text;
 }
 
 std::string milliseconds_text(double seconds) {
   char text[32];
   std::snprintf(text, sizeof text, "%.3g ms", seconds * 1e3);
   return text;
-}
-
-double median_of(std::vector<double> values) {
-  if (values.empty()) return 0;
-  std::ranges::sort(values);
-  return values[(values.size() - 1) / 2];  // the lower one: a slow rank makes two edges slow
-}
-
-bool is_slow(double seconds, double median) {
-  return seconds > kSlowFactor * median && seconds - median > kSlowSeconds;
 }
 
 class Explanation {
@@ -131,47 +81,25 @@ class Explanation {
 
   // ------------------------------------------------------------------------------ faulty device
 
-  // Equal devices with equal versions give equal bits. Who differs from the majority is faulty;
-  // without a majority nobody is accused alone.
   void compare_fingerprints() {
-    // By what computes and by operator: who has which fingerprint.
-    std::map<std::pair<std::string, std::string>, std::map<std::string, std::vector<int>>> seen;
-    for (const auto& rank : ranks_) {
-      for (const auto& [name, fingerprint] : rank.fingerprints) {
-        seen[{rank.computes_with, name}][fingerprint].push_back(rank.rank);
+    for (const auto& found : compare_bits(ranks_)) {
+      const auto what = list_of(found.operators) + (found.operators.size() == 1 ? " has" : " have");
+      if (found.most.empty()) {
+        findings_.push_back(
+            {.kind = "faulty device",
+             .ranks = found.ranks,
+             .is_separated = false,
+             .evidence = {what + " not the same bits on all of " + ranks_text(found.ranks) +
+                          ", though all compute with " + found.computes_with},
+             .action = "One of these devices may be faulty: run the check again beside a third "
+                       "one of the kind, which shows who differs."});
       }
-    }
-    std::map<std::vector<int>, std::vector<std::string>> undecided;  // ranks: evidence
-    for (const auto& [what, holders] : seen) {
-      if (holders.size() < 2) continue;
-      std::vector<int> all;
-      for (const auto& [fingerprint, ranks] : holders)
-        all.insert(all.end(), ranks.begin(), ranks.end());
-      std::ranges::sort(all);
-      const auto most = std::ranges::max_element(
-          holders, {}, [](const auto& holder) { return holder.second.size(); });
-      if (2 * most->second.size() <= all.size()) {
-        undecided[all].push_back(what.second + " has not the same bits on all of " +
-                                 ranks_text(all) + ", though all compute with " + what.first);
-        continue;
+      for (const int rank : found.most.empty() ? std::vector<int>() : found.ranks) {
+        ranks_.at(rank).device_failures.push_back(
+            what + " other bits than on " + ranks_text(found.most) +
+            (found.most.size() == 1 ? ", which computes" : ", which compute") + " with the same " +
+            found.computes_with);
       }
-      for (const auto& [fingerprint, ranks] : holders) {
-        if (fingerprint == most->first) continue;
-        for (const int rank : ranks) {
-          ranks_.at(rank).device_failures.push_back(what.second + " has other bits than on " +
-                                                    ranks_text(most->second) +
-                                                    ", which compute with the same " + what.first);
-        }
-      }
-    }
-    for (auto& [ranks, evidence] : undecided) {
-      findings_.push_back(
-          {.kind = "faulty device",
-           .ranks = ranks,
-           .is_separated = false,
-           .evidence = std::move(evidence),
-           .action = "One of these devices may be faulty: run the check again beside a third one "
-                     "of the kind, which shows who differs."});
     }
   }
 
@@ -487,7 +415,7 @@ class Explanation {
     verdict["notes"] = notes();
     verdict["per_rank"] = Json::array();
     for (const auto& rank : ranks_) verdict["per_rank"].push_back(line_of(rank));
-    verdict["collectives"] = table();
+    verdict["collectives"] = timing_table(results_.at("ranks"));
     verdict["edges"] = Json::array();
     std::set<std::string> unsupported;
     for (const auto& rank : results_.at("ranks")) {
@@ -538,57 +466,6 @@ class Explanation {
             {"checked_all", rank.ended == "finished"},
             {"why", why},
             {"own_seconds", rank.own_seconds ? Json(*rank.own_seconds) : Json(nullptr)}};
-  }
-
-  // One row per collective, kind of group and dtype: the latency of its smallest size and the bus
-  // bandwidth of its largest, medians over all ranks and groups, and who is far from them.
-  [[nodiscard]] Json table() const {
-    struct Row {
-      std::map<std::int64_t, std::map<int, double>> seconds;  // bytes, rank
-      std::map<std::int64_t, double> bus_factor;
-    };
-    std::map<std::vector<std::string>, Row> rows;
-    std::vector<std::vector<std::string>> order;
-    for (const auto& rank : results_.at("ranks")) {
-      for (const auto& timing : rank.value("timings", Json::array())) {
-        std::vector<std::string> key = {timing.at("collective"), timing.at("group_kind"),
-                                        timing.at("dtype")};
-        if (!rows.contains(key)) order.push_back(key);
-        auto& row = rows[key];
-        const std::int64_t bytes = timing.at("bytes");
-        row.seconds[bytes][rank.at("rank")] = timing.at("seconds");
-        row.bus_factor[bytes] = timing.at("bus_factor");
-      }
-    }
-    auto table = Json::array();
-    for (const auto& key : order) {
-      const auto& row = rows.at(key);
-      const auto& [smallest, small_seconds] = *row.seconds.begin();
-      const auto& [largest, large_seconds] = *row.seconds.rbegin();
-      const double latency = median_over(small_seconds);
-      const double time = median_over(large_seconds);
-      std::vector<int> outliers;
-      for (const auto& [rank, seconds] : large_seconds) {
-        if (is_slow(seconds, time)) outliers.push_back(rank);
-      }
-      table.push_back(
-          {{"collective", key[0]},
-           {"group", key[1]},
-           {"dtype", key[2]},
-           {"smallest_bytes", smallest},
-           {"latency_seconds", latency},
-           {"largest_bytes", largest},
-           {"bus_bytes_per_second",
-            time > 0 ? row.bus_factor.at(largest) * static_cast<double>(largest) / time : 0},
-           {"outliers", outliers}});
-    }
-    return table;
-  }
-
-  static double median_over(const std::map<int, double>& values) {
-    std::vector<double> all;
-    for (const auto& [rank, value] : values) all.push_back(value);
-    return median_of(std::move(all));
   }
 
   const Json& results_;

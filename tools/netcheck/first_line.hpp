@@ -1,0 +1,12 @@
+// Errors of Torch go on for a page; their first line is what a person reads.
+#pragma once
+
+#include <string>
+
+namespace nanlocator::netcheck {
+
+inline std::string first_line(const std::string& text) {
+  return text.substr(0, text.find('\n'));
+}
+
+}  // namespace nanlocator::netcheck

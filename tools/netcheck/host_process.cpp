@@ -1,0 +1,22 @@
+#include "netcheck/host_process.hpp"
+
+#include <fstream>
+#include <sstream>
+
+namespace nanlocator::netcheck {
+
+std::string HostProcess::what_became() const {
+  return is_stopped() ? "stopped" : has_ended() ? "ended" : "";
+}
+
+HostProcess look_at_process(int process) {
+  std::ifstream file("/proc/" + std::to_string(process) + "/stat");
+  std::string line;
+  HostProcess found;
+  if (!std::getline(file, line)) return found;
+  line.erase(0, line.find_last_of(')') + 1);  // the name before may hold brackets
+  std::istringstream(line) >> found.state >> found.parent;
+  return found;
+}
+
+}  // namespace nanlocator::netcheck

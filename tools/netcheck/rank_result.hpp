@@ -1,0 +1,32 @@
+// What one rank put down at the end of a network check.
+#pragma once
+
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "netcheck/attribution.hpp"
+
+namespace nanlocator::netcheck {
+
+struct RankResult {
+  int rank = 0;
+  std::string host;
+  int local_rank = 0;
+  bool has_answered = false;
+  std::string process;  // where it has not: "ended", "stopped", or "" (not known)
+  std::string ended;
+  std::string error;
+  std::optional<Place> place;
+  std::vector<std::string> device_failures;
+  std::string computes_with;                        // device and versions; equal: equal results
+  std::map<std::string, std::string> fingerprints;  // of the self-test's results, by operator
+  std::optional<double> own_seconds;
+};
+
+/// Of an entry of "ranks" (verdict.hpp). Throws what nlohmann::json throws, and std::out_of_range.
+[[nodiscard]] RankResult rank_result_of(const nlohmann::ordered_json& json);
+
+}  // namespace nanlocator::netcheck

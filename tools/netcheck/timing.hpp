@@ -1,0 +1,20 @@
+// How long things took, and what is far from the others.
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <vector>
+
+namespace nanlocator::netcheck {
+
+/// The lower one of two in the middle: a slow rank makes two edges slow. 0 of nothing.
+[[nodiscard]] double median_of(std::vector<double> values);
+
+/// `seconds`, the best of several, is far above the median of the others.
+[[nodiscard]] bool is_slow(double seconds, double median);
+
+/// "collectives" of the verdict, from the "timings" of `ranks`: one row per collective, kind of
+/// group and dtype, with the latency of its smallest size and the bus bandwidth of its largest,
+/// medians over all ranks and groups, and who is far from them.
+[[nodiscard]] nlohmann::ordered_json timing_table(const nlohmann::ordered_json& ranks);
+
+}  // namespace nanlocator::netcheck
