@@ -44,7 +44,7 @@ from nanlocator.megatron.layout import (
 )
 from nanlocator.megatron.microbatches import Microbatches
 from nanlocator.megatron.step_data import StepData
-from nanlocator.module_calls import ModuleCalls
+from nanlocator.module_calls import KeptModuleCalls, ModuleCalls
 from nanlocator.modules import ModuleHooks
 from nanlocator.patches import Patches
 from nanlocator.rerun import GeneratorStates, ObjectState
@@ -173,7 +173,7 @@ class MegatronLocator:
         )
         self._rerun = _C.StepRerun(self._locator)
         self._step: _Step | None = None
-        self._module_calls: ModuleCalls | None = None  # around the origins of the bad step
+        self._module_calls = KeptModuleCalls()  # around the origins of the bad step
         self._machine = state.RerunMachine()
         self._steps = 0  # completed
         self._is_open = False  # begin_step has been called for the step that runs now
@@ -424,7 +424,7 @@ class MegatronLocator:
         self._hand_over_observations(step)
         self._locator.now_in("rerun")
         is_clean_now = self._rerun.find_births(True, self._gradients())
-        self._module_calls = None
+        self._module_calls.forget()
         is_recovered = self._on_bad == "recover" and is_clean_now
         self._skips_step = self._on_bad == "skip"
         if is_recovered or self._skips_step:
@@ -453,12 +453,7 @@ class MegatronLocator:
             return this()._run_again(None)
 
         def run_and_keep_module_calls(modules: list[str]) -> None:
-            this()._module_calls = calls = ModuleCalls(set(modules))
-            this()._run_again(calls)
-
-        def module_call(name: str) -> "_C.ModuleCall | None":
-            calls = this()._module_calls
-            return calls.of(name) if calls is not None else None
+            this()._run_again(this()._module_calls.begin(modules))
 
         self._rerun.set_step(
             run=run,
@@ -467,7 +462,7 @@ class MegatronLocator:
             parameters=[(entry.name, entry.parameter) for entry in self._named],
             buffers=self._named_buffers(),
             run_and_keep_module_calls=run_and_keep_module_calls,
-            module_call=module_call,
+            module_call=self._module_calls.of,
         )
         for name, owner in {
             "the generators of Python and numpy": GeneratorStates(),

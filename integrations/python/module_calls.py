@@ -56,6 +56,23 @@ class ModuleCalls:
         pass
 
 
+class KeptModuleCalls:
+    """The ModuleCalls of the latest pass that kept any."""
+
+    def __init__(self) -> None:
+        self._latest = ModuleCalls(set())
+
+    def begin(self, wanted: list[str]) -> ModuleCalls:
+        self._latest = ModuleCalls(set(wanted))
+        return self._latest
+
+    def of(self, name: str) -> "_C.ModuleCall | None":
+        return self._latest.of(name)
+
+    def forget(self) -> None:
+        self.begin([])
+
+
 class _Call:
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._module = module

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from nanlocator import _C
-from nanlocator.module_calls import ModuleCalls
+from nanlocator.module_calls import KeptModuleCalls
 from nanlocator.modules import ModuleHooks, WatchedModules
 from nanlocator.rerun import GeneratorStates, ObjectState, ScalerState, Stateful, losses_of
 from nanlocator.session import (
@@ -77,7 +77,7 @@ class StepLocator:
         self._had_gradient: set[torch.nn.Parameter] = set()  # when it was called
         self._repeated_loss: Any = None  # of the closure's latest repeat
         self._skips_step = False
-        self._module_calls: ModuleCalls | None = None  # around the origins of the bad step
+        self._module_calls = KeptModuleCalls()  # around the origins of the bad step
         self._rerun = _C.StepRerun(self._locator)
         self._set_step()
         self._add_state("the generators of Python and numpy", GeneratorStates())
@@ -207,12 +207,7 @@ class StepLocator:
             return losses_of(this()._repeated_loss)
 
         def run_and_keep_module_calls(modules: list[str]) -> None:
-            this()._module_calls = calls = ModuleCalls(set(modules))
-            calls.during(this()._model, this()._closure)
-
-        def module_call(name: str) -> "_C.ModuleCall | None":
-            calls = this()._module_calls
-            return calls.of(name) if calls is not None else None
+            this()._module_calls.begin(modules).during(this()._model, this()._closure)
 
         self._rerun.set_step(
             run=run,
@@ -221,7 +216,7 @@ class StepLocator:
             parameters=[(i.name, p) for i, p in zip(self._locator.parameters, self._parameters, strict=True)],
             buffers=[(n.removeprefix("module."), _local(b)) for n, b in self._model.named_buffers()],
             run_and_keep_module_calls=run_and_keep_module_calls,
-            module_call=module_call,
+            module_call=self._module_calls.of,
         )
 
     def _gradients(self) -> tuple[list[int], list[torch.Tensor]]:
@@ -241,7 +236,7 @@ class StepLocator:
             self._locator.set_births(self._watched.collect(self._iteration)[1])
         views = self._gradients() if results is None else (list(range(len(results))), results)
         is_clean_now = self._rerun.find_births(self._closure is not None and results is None, views)
-        self._module_calls = None
+        self._module_calls.forget()
         self._follow_trace()
         return is_clean_now
 

@@ -242,7 +242,7 @@ def test_the_nan_of_stock_interleaved_pipelines_on_gloo_is_explained(pool):
     ranks = train(pool, "stock", stock, faults=freed, on_bad="stop").require_results()
     for rank in ranks:
         assert rank["error"]["type"] == STOPPED
-        assert rank["iteration"] == 1
+    assert len({rank["iteration"] for rank in ranks}) == 1  # a race: not always the first
     verdict = ranks[0]["error"]["verdict"]
     assert verdict["origins"]
     for origin in verdict["origins"]:
