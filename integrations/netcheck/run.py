@@ -209,7 +209,9 @@ def _check_device(check: _C.RankCheck, options: argparse.Namespace, device: torc
     check.finished()
     seconds = _QUICK_MEMORY_SECONDS if options.quick else _MEMORY_SECONDS
     check.enter("device", "memory test", extra=datetime.timedelta(seconds=seconds))
-    _add_failures(check, _C.check_memory(str(device), _memory_fraction(options, device), seconds))
+    memory = _C.check_memory(str(device), _memory_fraction(options, device), seconds)
+    _add_failures(check, memory)
+    check.set("memory_tests_cut", json.dumps(memory.tests - len(memory.completed)))
     check.finished()
 
 

@@ -219,6 +219,16 @@ TEST(NetcheckVerdict, OperatorsThatTellTheSameAreOneLineOfEvidence) {
             "0-1, though all compute with H100, torch 2.11"}));
 }
 
+TEST(NetcheckVerdict, MemoryThatThereWasNoTimeForIsANote) {
+  auto results = run_of(3);
+  for (const int rank : {0, 1}) results["ranks"][rank]["memory_tests_cut"] = 3 - rank;
+  const auto verdict = verdict_of(results);
+  EXPECT_EQ(verdict["verdict"], "healthy");
+  EXPECT_EQ(verdict["notes"], Json({"the time (half a second with --quick, else 20 s) was too "
+                                    "short for all memory tests on ranks 0-1"}));
+  EXPECT_EQ(verdict["per_rank"][0]["memory_tests_cut"], 3);
+}
+
 TEST(NetcheckVerdict, DevicesOfTwoKindsMayHaveDifferentBits) {
   auto results = run_with_fingerprints({"a", "a", "b", "b"});
   for (const int rank : {2, 3}) results["ranks"][rank]["computes_with"] = "A100, torch 2.11";

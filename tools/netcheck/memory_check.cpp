@@ -217,7 +217,8 @@ class Checker {
       : memory_(memory), end_(end), after_(after), outcome_(outcome), is_read_(slices().size()) {}
 
   void run_all() {
-    auto left = static_cast<int>(tests().size());
+    outcome_.tests = tests().size();
+    auto left = static_cast<int>(outcome_.tests);
     for (const auto& test : tests()) {
       const auto now = Clock::now();
       run(test, now, now + (end_ - now) / left--);

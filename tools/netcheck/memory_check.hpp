@@ -18,6 +18,7 @@ namespace nanlocator::netcheck {
 struct MemoryCheck {
   std::vector<std::string> failures;   // sentences, at most one per test; empty where all is right
   std::vector<std::string> completed;  // the tests that reached the end of the memory in time
+  std::size_t tests = 0;               // that there are
   std::uint64_t bytes = 0;             // read back and compared by one test or more
   double seconds = 0;
   [[nodiscard]] bool is_right() const noexcept { return failures.empty(); }

@@ -32,6 +32,7 @@ RankResult rank_result_of(const Json& json) {
   result.error = json.value("error", "");
   if (json.contains("place") && !json["place"].is_null()) result.place = place_of(json["place"]);
   result.device_failures = json.value("device_failures", std::vector<std::string>());
+  result.memory_tests_cut = json.value("memory_tests_cut", 0);
   result.computes_with = json.value("computes_with", "");
   result.fingerprints = json.value("fingerprints", std::map<std::string, std::string>());
   if (json.contains("own_seconds") && !json["own_seconds"].is_null()) {

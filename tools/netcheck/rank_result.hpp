@@ -21,7 +21,8 @@ struct RankResult {
   std::string error;
   std::optional<Place> place;
   std::vector<std::string> device_failures;
-  std::string computes_with;                        // device and versions; equal: equal results
+  int memory_tests_cut = 0;   // that did not go through all of the memory in their time
+  std::string computes_with;  // device and versions; equal: equal results
   std::map<std::string, std::string> fingerprints;  // of the self-test's results, by operator
   std::optional<double> own_seconds;
 };

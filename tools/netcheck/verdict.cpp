@@ -311,6 +311,16 @@ class Explanation {
     for (const auto& difference : results_.value("differences", Json::array())) {
       if (is_small_clock_difference(difference)) notes.push_back(text_of(difference));
     }
+    std::vector<int> cut;
+    for (const auto& rank : ranks_) {
+      if (rank.memory_tests_cut > 0 && rank.device_failures.empty()) cut.push_back(rank.rank);
+    }
+    if (!cut.empty()) {
+      notes.push_back(
+          "the time (half a second with --quick, else 20 s) was too short for all memory "
+          "tests on " +
+          ranks_text(cut));
+    }
     return notes;
   }
 
@@ -465,6 +475,7 @@ class Explanation {
             {"is_ok", why.empty()},
             {"checked_all", rank.ended == "finished"},
             {"why", why},
+            {"memory_tests_cut", rank.memory_tests_cut},
             {"own_seconds", rank.own_seconds ? Json(*rank.own_seconds) : Json(nullptr)}};
   }
 

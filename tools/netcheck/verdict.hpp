@@ -6,9 +6,9 @@
 //       "ranks": [{"rank", "host", "local_rank", "answered", "process": "" | "ended" | "stopped",
 //         "ended": "finished" | "deadline" | "error" | "signal" | "stopped" , "error",
 //         "place": {"stage", "step", "group", "ranks", "sequence", "state", "launches"} | null,
-//         "device_failures": [texts], "computes_with": "device, versions", "fingerprints": {name:
-//         text}, "wrong": [...], "own_seconds", "edges": [...], "timings": [...], "unsupported":
-//         [texts]}]}
+//         "device_failures": [texts], "memory_tests_cut", "computes_with": "device, versions",
+//         "fingerprints": {name: text}, "wrong": [...], "own_seconds", "edges": [...], "timings":
+//         [...], "unsupported": [texts]}]}
 // Out: docs/netcheck.md.
 #pragma once
 

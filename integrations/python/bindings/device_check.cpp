@@ -31,6 +31,7 @@ void bind_device_check(py::module_& m) {
       .def_property_readonly("is_right", &MemoryCheck::is_right)
       .def_readonly("failures", &MemoryCheck::failures)
       .def_readonly("completed", &MemoryCheck::completed)
+      .def_readonly("tests", &MemoryCheck::tests)
       .def_readonly("bytes", &MemoryCheck::bytes)
       .def_readonly("seconds", &MemoryCheck::seconds);
   m.def(
