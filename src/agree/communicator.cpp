@@ -326,6 +326,7 @@ void Communicator::watch_ranks(std::string place, MonitorTimes times,
   if (monitor_) throw UsageError("watch_ranks: the ranks are watched already.");
   monitor_ = std::make_unique<RankMonitor>(store_->another(), prefix_ + "/monitor", rank(), size(),
                                            std::move(place), times, std::move(on_change));
+  monitor_->wait_for_first_heartbeat();
 }
 
 std::vector<int> Communicator::lost() const {

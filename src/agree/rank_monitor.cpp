@@ -92,6 +92,7 @@ struct RankMonitor::Shared {
   mutable std::condition_variable changed;
   bool is_leaving = false;
   std::string ended_by;
+  bool has_beaten = false;         // once, so that the others can see its silence
   bool is_done = false;            // the thread has ended
   bool is_look_asked_for = false;  // at once, not at the next interval
   std::map<int, LostRank> lost;
@@ -209,11 +210,10 @@ void RankMonitor::Shared::beat(bool has_left) {
   heartbeat[kBeat] = beats++;
   if (has_left) heartbeat[kHasLeft] = true;
   if (!store->set(beat_key(rank), dump(heartbeat), limit())) throw NoAnswer{};
-  if (was_asked_for) {
-    const std::lock_guard lock(mutex);
-    is_look_asked_for = false;
-    changed.notify_all();
-  }
+  const std::lock_guard lock(mutex);
+  has_beaten = true;
+  if (was_asked_for) is_look_asked_for = false;
+  changed.notify_all();
 }
 
 void RankMonitor::Shared::read_news() {
@@ -378,6 +378,12 @@ void RankMonitor::leave(const std::string& ended_by) noexcept {
   }
   const auto patience = kGoodbye + (ended_by.empty() ? milliseconds(0) : shared_->times.interval);
   shared_->changed.wait_for(lock, patience, [&] { return shared_->is_done; });
+}
+
+void RankMonitor::wait_for_first_heartbeat() const {
+  std::unique_lock lock(shared_->mutex);
+  shared_->changed.wait_for(lock, kPatiencesToConnect * shared_->times.patience,
+                            [&] { return shared_->is_done || shared_->has_beaten; });
 }
 
 std::vector<LostRank> RankMonitor::lost() const {

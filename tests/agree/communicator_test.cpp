@@ -245,6 +245,36 @@ TEST(Communicator, ReturnsAtTheDeadlineThoughTheStoreHangsInACall) {
   frozen->is_released = true;
 }
 
+// One whose own connection is there only after a while, as where names are looked up slowly.
+class SlowToConnectStore : public c10d::HashStore {
+ public:
+  c10::intrusive_ptr<c10d::Store> clone() override {
+    std::this_thread::sleep_for(delay.load());
+    return c10::intrusive_ptr<SlowToConnectStore>::unsafe_reclaim_from_nonowning(this);
+  }
+  std::atomic<milliseconds> delay;
+};
+
+TEST(Communicator, WatchingStartsOnceThisRanksHeartbeatIsThereOrAfterFourPatiences) {
+  const MonitorTimes times{milliseconds(100), milliseconds(500)};
+  const auto reduction = std::make_shared<MaxReduction>(2, kShort);
+  const auto store = c10::make_intrusive<SlowToConnectStore>();
+  const auto communicator = [&](const char* prefix) {
+    return Communicator(c10::make_intrusive<ThreadGroup>(0, 2, reduction), store, prefix);
+  };
+  store->delay = times.patience;
+  auto slow = communicator("slow");
+  slow.watch_ranks("rank 0", times, {});
+  EXPECT_TRUE(store->check({"slow/monitor/beat/0"}));
+
+  store->delay = 12 * times.patience;
+  auto slower = communicator("slower");
+  const auto before = std::chrono::steady_clock::now();
+  slower.watch_ranks("rank 0", times, {});
+  EXPECT_LT(std::chrono::steady_clock::now() - before, 8 * times.patience);
+  EXPECT_FALSE(store->check({"slower/monitor/beat/0"}));
+}
+
 class BrokenStore : public c10d::HashStore {
  public:
   c10::intrusive_ptr<c10d::Store> clone() override { throw std::runtime_error("no clone"); }

@@ -37,7 +37,7 @@ class RankServer:
 
         The result of a rank that raised is the exception's (type name, text); of one that died, None.
         """
-        port, pipes, processes = _free_port(), [], []
+        port, pipes, processes = free_port(), [], []
         for rank in range(world_size):
             receiver, sender = multiprocessing.Pipe(duplex=False)
             processes.append(self._start(_run_rank, sender, rank, world_size, port, function, arguments))
@@ -54,7 +54,7 @@ class RankServer:
         For what depends on how a process ends: an uncaught Exception goes to sys.excepthook and the
         interpreter is finalised, as in a script. `port` is free, nothing of torch.distributed is initialised.
         """
-        port = _free_port()
+        port = free_port()
         with tempfile.TemporaryDirectory() as folder:
             texts = [(Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(world_size)]
             processes = [
@@ -105,7 +105,7 @@ def _received(pipe) -> Any:
         return None
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

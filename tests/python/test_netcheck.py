@@ -14,6 +14,7 @@ import time
 from typing import Any, NamedTuple
 
 import pytest
+from ranks import free_port
 
 DEADLINE = 6  # seconds, of a step
 START_AND_END = 60  # seconds: processes that import torch on a busy machine, and torchrun's end
@@ -25,12 +26,6 @@ class Outcome(NamedTuple):
     verdict: dict[str, Any] | None
     text: str  # stdout and stderr
     seconds: float
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 OWN_LAUNCHER = [sys.executable, "-m", "nanlocator.netcheck"]

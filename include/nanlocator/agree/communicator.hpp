@@ -87,7 +87,9 @@ class Communicator {
                     Deadline deadline) noexcept;
 
   /// Starts the monitor of silent ranks. Every rank calls it, once, after a handshake. `place`:
-  /// how the others speak of this rank. Throws UsageError where it runs already.
+  /// how the others speak of this rank. Throws UsageError where it runs already. Returns when the
+  /// Store has this rank's first heartbeat, so that no rank can die unseen in its first step, or
+  /// after four patiences.
   void watch_ranks(std::string place, MonitorTimes times, RankMonitor::OnChange on_change);
   /// nullptr before watch_ranks and after stop_watching.
   [[nodiscard]] RankMonitor* monitor() noexcept { return monitor_.get(); }

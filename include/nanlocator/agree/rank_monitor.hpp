@@ -88,6 +88,9 @@ class RankMonitor {
   /// returned on all others, or after one interval and 1 s. A second call tells nothing.
   void leave(const std::string& ended_by = "") noexcept;
 
+  /// Waits until the Store has this rank's first heartbeat, four patiences at most: so long the
+  /// others take it to be connecting, which may need seconds.
+  void wait_for_first_heartbeat() const;
   [[nodiscard]] std::vector<LostRank> lost() const;
   /// Why the monitor has ended before its time; "": it has not.
   [[nodiscard]] std::string problem() const;
