@@ -72,7 +72,6 @@ def not_covered(
         "microbatches, as overlap_moe_expert_parallel_comm has a schedule of its own": has(
             "overlap_moe_expert_parallel_comm"
         ),
-        "multi-token prediction has not been tested": has("mtp_num_layers"),
         "collectives between distributed-optimizer instances": (
             getattr(ddp, "num_distributed_optimizer_instances", 1) > 1
         ),

@@ -106,13 +106,13 @@ class Merge {
     const auto has_common_replica = [&] {
       return std::ranges::any_of(replicas, [&](int each) { return birth.replicas.contains(each); });
     };
-    // A forward that runs again in backward spoils what it hands on itself, and what backward does.
-    const bool is_same_direction =
+    // Of a forward birth backward may be the first that hands on something bad: where it runs again
+    // in backward, or where only gradients depend on its result (an auxiliary loss).
+    const bool may_reach =
         born.direction == seen.direction ||
-        (born.cause == Cause::recompute_mismatch && seen.direction == Direction::backward);
+        (born.direction == Direction::forward && seen.direction == Direction::backward);
     const auto is_same_pass = [&] {
-      return is_same_direction &&
-             may_be_same_microbatch(birth.born.microbatches, found.microbatches);
+      return may_reach && may_be_same_microbatch(birth.born.microbatches, found.microbatches);
     };
     switch (found.found_in) {
       case FoundIn::weight:

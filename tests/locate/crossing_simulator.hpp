@@ -60,7 +60,8 @@ constexpr int kEveryMicrobatch = -1;
 struct TracedBirth {
   BirthKind kind = BirthKind::nan;
   ReplayConclusion replay = ReplayConclusion::deterministic_undefined;
-  bool is_of_recomputation = false;  // a forward that runs again in backward
+  bool is_of_recomputation = false;   // a forward that runs again in backward
+  bool is_of_auxiliary_loss = false;  // a forward on which gradients depend, and no output
 };
 
 struct Fault {
@@ -1082,10 +1083,10 @@ class Pass {
       default:
         break;
     }
-    if (fault.birth.is_of_recomputation) {
+    if (fault.birth.is_of_recomputation || fault.birth.is_of_auxiliary_loss) {
       birth.sighting.phase = Phase::forward;
-      birth.node = "CheckpointFunctionBackward";
     }
+    if (fault.birth.is_of_recomputation) birth.node = "CheckpointFunctionBackward";
     return birth;
   }
 

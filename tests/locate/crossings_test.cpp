@@ -294,6 +294,23 @@ TEST(Crossings, AForwardThatRunsAgainInBackwardExplainsWhatBackwardHandsOn) {
   EXPECT_THAT(verdict.origins[0].evidence, Contains(HasSubstr("in the first pass rank 5 put")));
 }
 
+TEST(Crossings, ABirthInAnAuxiliaryLossExplainsTheGradientsThatWereSent) {
+  const Layout layout = four_by_two();
+  const Verdict verdict = locate(ledgers_with_repeat(layout,
+                                                     {{.plant = Plant::operator_backward,
+                                                       .tp = 1,
+                                                       .stage = 1,
+                                                       .is_repeated = true,
+                                                       .birth = {.is_of_auxiliary_loss = true}}},
+                                                     1),
+                                 layout.world());
+  ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
+  EXPECT_EQ(verdict.origins[0].cause, Cause::operator_undefined);
+  EXPECT_EQ(verdict.origins[0].direction, Direction::forward);
+  EXPECT_THAT(verdict.origins[0].candidates, ElementsAre(5));
+  EXPECT_THAT(verdict.origins[0].evidence, Contains(HasSubstr("in the first pass rank 5 put")));
+}
+
 TEST(Crossings, ABirthExplainsNoGradientThatWasCleanWhenBackwardHadEnded) {
   const Layout layout{.tp = 2, .pp = 2};  // nobody to reduce with: it went bad on its rank
   const std::vector<Fault> faults = {

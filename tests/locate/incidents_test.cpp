@@ -133,7 +133,9 @@ class Draw {
         {BirthKind::nan, ReplayConclusion::deterministic_undefined},
         {BirthKind::user_hook, ReplayConclusion::not_replayed},
         {BirthKind::memory, ReplayConclusion::not_replayed},
-        {BirthKind::nan, ReplayConclusion::deterministic_undefined, true}};
+        {BirthKind::nan, ReplayConclusion::deterministic_undefined, /*is_of_recomputation=*/true},
+        {BirthKind::inf, ReplayConclusion::deterministic_overflow, /*is_of_recomputation=*/false,
+         /*is_of_auxiliary_loss=*/true}};
     if (fault.plant == Plant::operator_forward) return kForward[choose(std::size(kForward))];
     if (fault.plant == Plant::operator_backward) return kBackward[choose(std::size(kBackward))];
     return {};
@@ -344,7 +346,7 @@ class TruthOf {
     const bool is_born = is_traced && incident_.level == Level::repeat && fault_.is_repeated;
     if (is_born) {
       truth_.causes = {cause_of(fault_.birth)};
-      if (fault_.birth.is_of_recomputation) {
+      if (fault_.birth.is_of_recomputation || fault_.birth.is_of_auxiliary_loss) {
         truth_.phases = {Phase::forward};
         truth_.direction = Direction::forward;
       }

@@ -361,7 +361,7 @@ class _InRegion(_InPass):
     layer: int = 1
     microbatch: int = 1
     # mlp: between linear_fc1 and linear_fc2; attention: the core attention's output; expert: as mlp, in one
-    # expert of a layer of experts
+    # expert of a layer of experts; mtp: as mlp, in the first layer of multi-token prediction
     region: str = "mlp"
     expert: int | None = None  # global number, for region expert
     element: int = 3  # of what this rank's operator puts out; counted round where an expert gets few tokens
@@ -389,7 +389,7 @@ class _InRegion(_InPass):
                 is_recomputed=where == "recompute",
                 microbatch=trainer.microbatch,
                 chunk=trainer.chunk,
-                module=f"decoder.layers.{self.layer}.{module}",
+                module=module,
                 shape=list(output.shape),
                 element=element,
                 **self.facts(),
@@ -399,20 +399,23 @@ class _InRegion(_InPass):
         setattr(holder, attribute, computed)
 
     def _place(self, trainer: Trainer) -> tuple[torch.nn.Module, str, str]:
-        """Whose attribute is the function whose output is spoiled, and the module's name in its layer."""
-        layer = trainer.layer(self.layer)
+        """Whose attribute is the function whose output is spoiled, and the module's name."""
+        if self.region == "mtp":
+            layer = trainer.model_chunks[-1].get_submodule("module.mtp.layers.0.transformer_layer")
+            return layer.mlp, "activation_func", "mtp.layers.0.transformer_layer.mlp"
+        layer, name = trainer.layer(self.layer), f"decoder.layers.{self.layer}"
         if layer is None:
             raise ValueError(f"{self.name}: this rank does not hold layer {self.layer}")
         if self.region == "attention":
-            return layer.self_attention.core_attention, "forward", "self_attention.core_attention"
+            return layer.self_attention.core_attention, "forward", f"{name}.self_attention.core_attention"
         if self.region == "mlp" and not isinstance(layer.mlp, MoELayer):
-            return layer.mlp, "activation_func", "mlp"
+            return layer.mlp, "activation_func", f"{name}.mlp"
         if self.region == "expert" and trainer.expert(self.layer, self.expert) is not None:
-            module = f"mlp.experts.local_experts.{self.expert}"
+            module = f"{name}.mlp.experts.local_experts.{self.expert}"
             return trainer.expert(self.layer, self.expert), "activation_func", module
         raise ValueError(
             f"{self.name}: no region {self.region!r} (expert {self.expert}) in layer {self.layer} of this "
-            "rank; regions are attention, and mlp or expert"
+            "rank; regions are attention, mlp or expert, and mtp"
         )
 
     def facts(self) -> dict:

@@ -34,7 +34,10 @@ from megatron.core.distributed import (  # noqa: E402
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import get_schedule_table  # noqa: E402
@@ -42,6 +45,7 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 VOCABULARY = 256  # bytes
@@ -70,6 +74,7 @@ class TrainingConfig:
     aux_loss_coeff: float = 0.01  # of the load-balancing loss; 0: none
     expert_bias: bool = False  # sigmoid scores and a bias per expert, moved once per step without a gradient
     layers: int = 4
+    mtp_layers: int | None = None  # of multi-token prediction, on the last stage
     hidden: int = 128
     heads: int = 4
     sequence: int = 64
@@ -135,7 +140,8 @@ class StepRecord:
     successful: bool
     zeros: float | None
     loss_scale: float
-    aux_loss: float | None  # load balancing, summed over this rank's layers and microbatches
+    # Load balancing and multi-token prediction, summed over this rank's layers and microbatches.
+    aux_loss: float | None
     gradients_sha256: str  # of this rank's main_grad bits, after the reduction, before the optimizer
     weights_sha256: str  # of this rank's parameters after the step
     seconds: float
@@ -253,6 +259,7 @@ class Trainer:
             persist_layer_norm=False,
             deallocate_pipeline_outputs=config.deallocate_pipeline_outputs,
             calculate_per_token_loss=config.calculate_per_token_loss,
+            mtp_num_layers=config.mtp_layers,
             # Two interleaved stages are each other's previous and next one, and gloo matches messages of a
             # pair by order: batched, an activation and a gradient change places, without an error.
             batch_p2p_comm=not (config.vp and config.pp == 2) and not config.overlap_p2p_comm,
@@ -271,14 +278,18 @@ class Trainer:
         self.model_chunks = []
         for chunk in range(config.vp or 1):
             vp_stage = chunk if config.vp else None
+            layer = get_gpt_layer_local_spec(num_experts=config.num_experts, moe_grouped_gemm=False)
             model = GPTModel(
                 self.transformer_config,
-                get_gpt_layer_local_spec(num_experts=config.num_experts, moe_grouped_gemm=False),
+                layer,
                 vocab_size=VOCABULARY,
                 max_sequence_length=config.sequence,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
                 share_embeddings_and_output_weights=config.tied_embeddings,
+                mtp_block_spec=get_gpt_mtp_block_spec(  # None where it does not belong
+                    self.transformer_config, layer, use_transformer_engine=False, vp_stage=vp_stage
+                ),
                 vp_stage=vp_stage,
             )
             if config.precision != "fp32":
@@ -514,13 +525,16 @@ class Trainer:
         return (total[0] / total[1]).item()
 
     def _take_aux_loss(self) -> float | None:
-        """Reads the tracker that routers add to in every forward, and empties it, as Megatron's log does.
+        """Reads the trackers that layers add to in every forward, and empties them, as Megatron's log does.
         Forwarding a microbatch twice would count it twice."""
-        if self.config.num_experts is None:
+        if self.config.num_experts is None and self.config.mtp_layers is None:
             return None
         tracker = moe_utils.get_moe_layer_wise_logging_tracker()
         total = sum(float(entry["values"].sum()) for entry in tracker.values())
         moe_utils.clear_aux_losses_tracker()
+        if "values" in MTPLossLoggingHelper.tracker:
+            total += float(MTPLossLoggingHelper.tracker["values"].sum())
+            MTPLossLoggingHelper.clean_loss_in_tracker()
         return total
 
     # ---- what faults and tests look at -------------------------------------------------------------------

@@ -186,7 +186,7 @@ def _rng_tracker() -> None:
     _not_restored(RngTracker, "restore")
 
 
-def _router_losses() -> None:
+def _losses_of_layers() -> None:
     from nanlocator.megatron.state import LoggingTracker
 
     _not_restored(LoggingTracker, "restore")
@@ -214,7 +214,8 @@ MOVED_STATES = {
     "torch_generator": _torch_generator,
     "python_and_numpy": _python_and_numpy,
     "rng_tracker": _rng_tracker,
-    "router_losses": _router_losses,
+    "router_losses": _losses_of_layers,
+    "multi_token_losses": _losses_of_layers,
     "buffers": _buffers,
     "draws_of_the_data": _draws_of_the_data,
     "gradients": _gradients,

@@ -64,6 +64,7 @@ LAYOUTS = {
     "experts_allgather": Layout(
         4, EXPERTS | {"tp": 2, "sequence_parallel": True, "token_dispatcher": "allgather"}
     ),
+    "multi_token_prediction": Layout(4, {"tp": 2, "pp": 2, "mtp_layers": 1}),
     "tp2_pp2_dp2": Layout(8, {"tp": 2, "pp": 2}),
     "tp2_pp2_dp2_sharded_overlapped": Layout(
         8, {"tp": 2, "pp": 2, "overlap_param_gather": True} | SHARDED | OVERLAPPED
@@ -100,6 +101,8 @@ def incidents_of(layout: Layout) -> list[list[dict]]:
             {"name": "forward_operator", "kind": "exp"} | at,
             {"name": "backward_operator", "kind": "sqrt"} | at,
         ]
+    if layout.training.get("mtp_layers"):
+        faults.append({"name": "forward_operator", "kind": "exp", "region": "mtp"} | at)
     faults.append({"name": "bad_weight", "rank": victim, "parameter": weight})
     if layout.tp > 1:
         norm = name + "input_layernorm.weight"

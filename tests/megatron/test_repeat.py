@@ -59,6 +59,7 @@ OMISSIONS = {  # and what they change at the least
     "draws_of_the_data": (Layout(2, {}), DRAWING_DATA, {"gradients_sha256"}),
     "buffers": (EXPERTS_WITH_BIAS, [], {"buffers"}),
     "router_losses": (EXPERTS_WITH_BIAS, [], {"aux_loss"}),
+    "multi_token_losses": (Layout(2, {"mtp_layers": 1}), [], {"aux_loss"}),
     "gradients": (Layout(2, {}), [], {"gradients_sha256"}),
 }
 
