@@ -1,0 +1,177 @@
+#include "trace/module_gradient_hooks.hpp"
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace nanlocator::module_watch {
+namespace {
+
+namespace autograd = torch::autograd;
+
+/// The part of a call in the graph's backward: `gradient` of what goes to an edge.
+struct Contribution {
+  std::uint32_t output;  // of the node
+  Place place;
+  std::string role;
+  const c10::TensorImpl* parameter;
+};
+
+/// Of a node whose outputs belong to a call: sees the gradients of these outputs.
+class GradOutputHook : public autograd::FunctionPreHook {
+ public:
+  GradOutputHook(std::shared_ptr<State> state, ModuleCallId call, std::string node)
+      : state_(std::move(state)), step_(state_->step), call_(call), node_(std::move(node)) {}
+
+  void add(std::uint32_t output, std::string role) { roles_.emplace_back(output, std::move(role)); }
+
+  autograd::variable_list operator()(const autograd::variable_list& gradients) override {
+    const std::lock_guard lock(state_->mutex);
+    if (state_->is_alive && state_->step == step_) {
+      for (const auto& [output, role] : roles_) {
+        if (output < gradients.size()) {
+          state_->see(call_, Place::grad_output, gradients[output], role, node_, nullptr);
+        }
+      }
+    }
+    return gradients;
+  }
+  // Compiled autograd calls no hook of ours, and need not know.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
+
+ private:
+  std::shared_ptr<State> state_;
+  std::uint64_t step_;
+  ModuleCallId call_;
+  std::string node_;
+  std::vector<std::pair<std::uint32_t, std::string>> roles_;
+};
+
+/// Of a node at a call's boundary: sees what it hands to the call's inputs and to parameters.
+class ContributionHook : public autograd::FunctionPostHook {
+ public:
+  ContributionHook(std::shared_ptr<State> state, ModuleCallId call, std::string node,
+                   std::vector<Contribution> contributions)
+      : state_(std::move(state)),
+        step_(state_->step),
+        call_(call),
+        node_(std::move(node)),
+        contributions_(std::move(contributions)) {}
+
+  autograd::variable_list operator()(const autograd::variable_list& outputs,
+                                     const autograd::variable_list& /*inputs*/) override {
+    const std::lock_guard lock(state_->mutex);
+    if (state_->is_alive && state_->step == step_) {
+      for (const auto& c : contributions_) {
+        if (c.output < outputs.size()) {
+          state_->see(call_, c.place, outputs[c.output], c.role, node_, c.parameter);
+        }
+      }
+    }
+    return outputs;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
+
+ private:
+  std::shared_ptr<State> state_;
+  std::uint64_t step_;
+  ModuleCallId call_;
+  std::string node_;
+  std::vector<Contribution> contributions_;
+};
+
+bool was_made_during(const Call& call, const autograd::Node& node) {
+  // AccumulateGrad's number is the largest there is.
+  return node.sequence_nr() >= call.first_sequence_number &&
+         node.sequence_nr() != std::numeric_limits<std::uint64_t>::max();
+}
+
+const autograd::AccumulateGrad* accumulator_of(const autograd::Edge& edge) {
+  return edge.function->sequence_nr() == std::numeric_limits<std::uint64_t>::max()
+             ? dynamic_cast<const autograd::AccumulateGrad*>(edge.function.get())
+             : nullptr;
+}
+
+const Call::InputEdge* input_at(const Call& call, const autograd::Edge& edge) {
+  for (const auto& input : call.inputs) {
+    if (input.edge.is_valid() && input.edge == edge) return &input;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+autograd::Edge edge_of(const at::Tensor& tensor) {
+  try {
+    return autograd::impl::gradient_edge(tensor);
+  } catch (const c10::Error&) {
+    return {};
+  }
+}
+
+void hook_gradients(const std::shared_ptr<State>& state, ModuleCallId id,
+                    std::span<const NamedTensor> outputs) {
+  Call& call = state->calls[id];
+  for (auto& input : call.inputs) {
+    if (!input.leaf.defined()) continue;
+    if (auto accumulator = autograd::impl::try_get_grad_accumulator(input.leaf)) {
+      input.edge = {std::move(accumulator), 0};
+    }
+  }
+  std::vector<autograd::Node*> to_visit;
+  std::vector<std::pair<autograd::Node*, std::unique_ptr<GradOutputHook>>> of_outputs;
+  for (const auto& [role, tensor] : outputs) {
+    if (!DeferredLooks::can_look(tensor) || !tensor.requires_grad() || tensor.is_leaf()) continue;
+    const autograd::Edge edge = edge_of(tensor);
+    // An output that the call did not compute: an input handed on, or a cached value.
+    if (!edge.is_valid() || !was_made_during(call, *edge.function) || input_at(call, edge)) {
+      continue;
+    }
+    auto* const node = edge.function.get();
+    auto found = std::ranges::find(of_outputs, node, [](const auto& n) { return n.first; });
+    if (found == of_outputs.end()) {
+      of_outputs.emplace_back(node, std::make_unique<GradOutputHook>(state, id, node->name()));
+      found = of_outputs.end() - 1;
+      to_visit.push_back(node);
+    }
+    found->second->add(edge.input_nr, role);
+  }
+  for (auto& [node, hook] : of_outputs) node->add_pre_hook(std::move(hook));
+
+  std::unordered_set<autograd::Node*> visited(to_visit.begin(), to_visit.end());
+  std::vector<Contribution> contributions;
+  while (!to_visit.empty()) {
+    autograd::Node* const node = to_visit.back();
+    to_visit.pop_back();
+    contributions.clear();
+    const auto& edges = node->next_edges();
+    for (std::uint32_t i = 0; i < edges.size(); ++i) {
+      const autograd::Edge& edge = edges[i];
+      if (!edge.is_valid()) continue;
+      if (const auto* input = input_at(call, edge)) {
+        contributions.push_back({i, Place::grad_input, input->role, nullptr});
+      } else if (const auto* accumulator = accumulator_of(edge)) {
+        const auto* parameter = accumulator->variable.unsafeGetTensorImpl();
+        contributions.push_back({i, Place::weight_gradient, "", parameter});
+        call.parameters.push_back(parameter);
+      } else if (was_made_during(call, *edge.function) &&
+                 visited.insert(edge.function.get()).second) {
+        to_visit.push_back(edge.function.get());
+      }
+    }
+    if (!contributions.empty()) {
+      node->add_post_hook(
+          std::make_unique<ContributionHook>(state, id, node->name(), contributions));
+    }
+  }
+}
+
+}  // namespace nanlocator::module_watch
