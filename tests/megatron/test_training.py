@@ -142,10 +142,11 @@ def test_overlapped_sends_of_deallocated_outputs_read_freed_memory_on_gloo(pool,
     layout = {"pp": 2, "vp": 2}
     faults = [{"name": "freed_memory_is_nan"}]
     name = "_".join(options)
-    ranks = train(pool, f"freed_{name}", ranks=2, steps=2, faults=faults, **layout, **options)
-    reference = train(pool, f"kept_{name}", ranks=2, steps=2, **layout)
+    ranks = train(pool, f"freed_{name}", ranks=2, steps=6, faults=faults, **layout, **options)
+    reference = train(pool, f"kept_{name}", ranks=2, steps=6, **layout)
     is_same = ranks[0]["fingerprints"]["weights"] == reference[0]["fingerprints"]["weights"]
-    assert math.isnan(ranks[0]["records"][0]["loss"]) == reads_freed_memory
+    # A race: mostly in the first step, and in the second where that came off well.
+    assert any(math.isnan(record["loss"]) for record in ranks[0]["records"]) == reads_freed_memory
     assert is_same == (not reads_freed_memory)
 
 
