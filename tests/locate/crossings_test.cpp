@@ -6,7 +6,7 @@
 #include <limits>
 #include <random>
 
-#include "locate/crossing_simulator.hpp"
+#include "locate/crossing_simulator/pass.hpp"
 #include "nanlocator/locate/locate.hpp"
 
 namespace nanlocator {
@@ -595,7 +595,7 @@ TEST_P(RandomCrossings, TheRepeatSharpensOrClearsEachFault) {
     if (fault.is_repeated && is_traced) {
       EXPECT_THAT(origin.candidates, testing::ElementsAreArray(guilty_of(layout, fault)));
       EXPECT_EQ(origin.cause, Cause::operator_undefined);
-      EXPECT_EQ(origin.module, pass.module_of(fault));
+      EXPECT_EQ(origin.module, module_of(layout, fault));
       expect_told(layout, fault, origin);
     } else if (fault.is_repeated || is_witnessed) {
       expect_told(layout, fault, origin);
@@ -623,8 +623,9 @@ TEST_P(RandomCrossings, TwoFaultsInTwoReplicasAreTwoOrigins) {
     if (!pass.has_struck(first) || !pass.has_struck(second)) continue;
     // The same operator in two replicas is told as one, with a common cause.
     if (first.plant == Plant::empty_loss && second.plant == Plant::empty_loss) continue;
-    if (first.plant == second.plant && (pass.module_of(first) == pass.module_of(second) ||
-                                        pass.gradient_of(first) == pass.gradient_of(second))) {
+    if (first.plant == second.plant &&
+        (module_of(layout, first) == module_of(layout, second) ||
+         gradient_of(layout, first) == gradient_of(layout, second))) {
       continue;
     }
     ++incidents;

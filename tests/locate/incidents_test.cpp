@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "locate/crossing_simulator.hpp"
+#include "locate/crossing_simulator/pass.hpp"
 #include "nanlocator/locate/locate.hpp"
 
 namespace nanlocator {
@@ -49,10 +49,6 @@ struct Incident {
 };
 
 // ---- what happens ----
-
-bool is_in_pass(Plant plant) {
-  return plant < Plant::gradient || plant == Plant::weight;
-}
 
 class Draw {
  public:
@@ -179,14 +175,14 @@ class Draw {
     }
     // What the sum is given bad by any replica is bad whatever else befalls it.
     for (const Fault& each : all) {
-      if (is_in_pass(each.plant) || each.plant == Plant::gradient) continue;
+      if (each.is_in_pass() || each.plant == Plant::gradient) continue;
       std::vector<Fault> others;
       for (const Fault& other : all) {
-        if (is_in_pass(other.plant) || other.plant == Plant::gradient) others.push_back(other);
+        if (other.is_in_pass() || other.plant == Plant::gradient) others.push_back(other);
       }
       const Pass pass(layout, others, incident.seed);
       for (int dp = 0; dp < layout.dp; ++dp) {
-        if (pass.bad_on(layout.rank(each.tp, each.stage, dp)).contains(pass.gradient_of(each))) {
+        if (pass.bad_on(layout.rank(each.tp, each.stage, dp)).contains(gradient_of(layout, each))) {
           return false;
         }
       }
@@ -198,8 +194,8 @@ class Draw {
     const Layout& layout = incident.layout;
     const bool is_same_part =
         a.tp == b.tp && a.stage % layout.pp == b.stage % layout.pp && a.stage == b.stage;
-    const bool is_a_local = is_in_pass(a.plant) || a.plant == Plant::gradient;
-    const bool is_b_local = is_in_pass(b.plant) || b.plant == Plant::gradient;
+    const bool is_a_local = a.is_in_pass() || a.plant == Plant::gradient;
+    const bool is_b_local = b.is_in_pass() || b.plant == Plant::gradient;
     if (!is_a_local && !is_b_local) return !is_same_part;
     if (!is_a_local || !is_b_local) return true;
     if (a.dp / layout.ep != b.dp / layout.ep) {
@@ -213,7 +209,7 @@ class Draw {
     }
     const auto has_crossed = [&](const Fault& fault) {
       const Pass pass(layout, {fault}, incident.seed);
-      return pass.has_crossed(pass.rank_of(fault));
+      return pass.has_crossed(rank_of(layout, fault));
     };
     // The same fault of two microbatches is told as one.
     const bool is_of_stage = a.plant == Plant::empty_loss || a.plant == Plant::sum_everywhere;
@@ -274,7 +270,7 @@ class TruthOf {
       : incident_(incident), layout_(incident.layout), pass_(pass), fault_(fault) {}
 
   Truth truth() {
-    truth_.ranks = {pass_.rank_of(fault_)};
+    truth_.ranks = {rank_of(layout_, fault_)};
     truth_.within = layout_.replica_of(fault_.dp);
     truth_.causes = {Cause::unknown};
     if (fault_.plant > Plant::weight) {
@@ -359,7 +355,7 @@ class TruthOf {
 
   void tell_gradient() {
     truth_.phases = {Phase::grad_local};
-    truth_.parameter = pass_.gradient_of(fault_);
+    truth_.parameter = gradient_of(layout_, fault_);
     if (incident_.level != Level::repeat) return;
     truth_.causes = {is_gone() ? Cause::not_reproduced : Cause::memory_corruption};
     if (!is_gone()) truth_.phases = {Phase::backward};
@@ -369,13 +365,13 @@ class TruthOf {
     truth_.phases = {Phase::params_before};
     if (incident_.level == Level::repeat) truth_.phases.insert(Phase::forward);
     truth_.causes = {Cause::bad_weight};
-    truth_.parameter = pass_.weight_of(fault_);
+    truth_.parameter = weight_of(layout_, fault_);
     const bool has_owner = layout_.has_distributed_optimizer && incident_.level != Level::repeat;
     if (fault_.is_on_every_replica && !has_owner) truth_.ranks = ranks_over_dp();
   }
 
   void tell_after_backward() {
-    truth_.parameter = pass_.gradient_of(fault_);
+    truth_.parameter = gradient_of(layout_, fault_);
     truth_.direction = Direction::none;
     switch (fault_.plant) {
       case Plant::reduced:
@@ -637,7 +633,7 @@ TEST_P(Incidents, EveryRankThatTheEvidenceCannotSeparateIsACandidate) {
     ASSERT_EQ(verdict.origins.size(), 1u);
     const std::vector<int>& candidates = verdict.origins.front().candidates;
     const std::set<int> inseparable = inseparable_ranks(incident);
-    EXPECT_TRUE(inseparable.contains(incident.pass().rank_of(incident.faults.front())));
+    EXPECT_TRUE(inseparable.contains(rank_of(layout, incident.faults.front())));
     EXPECT_TRUE(std::ranges::includes(candidates, inseparable))
         << "the same ledgers can come from ranks "
         << describe_ranks({inseparable.begin(), inseparable.end()});

@@ -15,7 +15,7 @@
 #include <tuple>
 #include <vector>
 
-#include "locate/crossing_simulator.hpp"
+#include "locate/crossing_simulator/pass.hpp"
 #include "nanlocator/locate/locate.hpp"
 
 #ifdef NANLOCATOR_TESTS_SOURCE

@@ -35,6 +35,8 @@ struct Layout {
   [[nodiscard]] int lanes() const { return dp * cp; }
   [[nodiscard]] int stages() const { return pp * chunks; }
   [[nodiscard]] int layers() const { return stages() * layers_per_stage; }
+  /// Input and output embedding are one parameter, not two that are kept alike.
+  [[nodiscard]] bool has_one_embedding() const { return has_tied_embeddings && pp == 1; }
   [[nodiscard]] int rank(int tp_rank, int stage, int dp_rank, int cp_rank = 0) const {
     return tp_rank + tp * (cp_rank + cp * (dp_rank + dp * (stage % pp)));
   }
@@ -109,6 +111,19 @@ using BadParameters = std::map<std::string, Extent>;
 inline void add_bad(BadParameters& bad, const std::string& name, Extent extent) {
   const auto [entry, is_new] = bad.try_emplace(name, extent);
   if (!is_new && entry->second != extent) entry->second.reset();
+}
+
+using BadByRank = std::map<int, BadParameters>;
+
+[[nodiscard]] inline const BadParameters& bad_on(const BadByRank& by_rank, int rank) {
+  static const BadParameters kNone;
+  const auto found = by_rank.find(rank);
+  return found == by_rank.end() ? kNone : found->second;
+}
+
+/// Of a parameter that a distributed optimizer deals out: what the rank with this number owns.
+[[nodiscard]] inline ElementRange shard_of(std::int64_t numel, int number, int ranks) {
+  return {number * numel / ranks, (number + 1) * numel / ranks};
 }
 
 inline Ledger make_ledger(const Layout& layout, int rank) {

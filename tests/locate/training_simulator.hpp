@@ -7,7 +7,6 @@
 #pragma once
 
 #include <algorithm>
-#include <bitset>
 #include <map>
 #include <optional>
 #include <set>
@@ -15,6 +14,7 @@
 #include <vector>
 
 #include "locate/simulated_job.hpp"
+#include "locate/simulated_transformer.hpp"
 #include "nanlocator/record/ledger.hpp"
 
 namespace nanlocator::simulator {
@@ -44,8 +44,6 @@ struct Fault {
   int source_lane = 0;  // whose token an expert spoils
 };
 
-using Tokens = std::bitset<64>;
-
 class TrainingStep {
  public:
   TrainingStep(Layout layout, Fault fault) : layout_(layout), fault_(fault) {
@@ -66,16 +64,14 @@ class TrainingStep {
   /// The parameter whose gradient turned bad first in time.
   [[nodiscard]] const std::string& first_bad() const { return first_bad_; }
   [[nodiscard]] const BadParameters& bad_on(int rank) const {
-    static const BadParameters kNone;
-    const auto found = bad_.find(rank);
-    return found == bad_.end() ? kNone : found->second;
+    return simulator::bad_on(bad_, rank);
   }
   /// A gradient element that is overwritten after backward.
   void spoil(int rank, const std::string& name) {
     // One of the shard of any lane: which one does not depend on the rank that is spoiled.
     const std::int64_t element =
         layout_.has_distributed_optimizer
-            ? shard_of(static_cast<int>(name.size()) % layout_.lanes()).begin
+            ? shard_of_lane(static_cast<int>(name.size()) % layout_.lanes()).begin
             : 5;
     add_bad(bad_[rank], name, element);
   }
@@ -85,15 +81,15 @@ class TrainingStep {
   /// What every rank's scan saw: local, reduced, and as the optimizer reads it.
   [[nodiscard]] std::vector<Ledger> ledgers() const {
     std::vector<Ledger> ledgers;
-    const std::map<int, BadParameters> reduced = reduce();
-    const std::map<int, BadParameters> read = reduce_further(reduced);
+    const BadByRank reduced = reduce();
+    const BadByRank read = reduce_further(reduced);
     for (const auto& [rank, order] : order_) {
       Ledger ledger = make_ledger(layout_, rank);
       ledger.backward_order = layout_.is_order_observed ? order : reverse_registration(order);
       if (layout_.has_distributed_optimizer) {
         const RankCoordinates& at = ledger.coordinates;
         for (ParameterRecord& each : ledger.backward_order) {
-          each.shard = shard_of(at.dp.rank * layout_.cp + at.cp.rank);
+          each.shard = shard_of_lane(at.dp.rank * layout_.cp + at.cp.rank);
         }
       }
       add_phase(ledger, Phase::grad_local, bad_on(rank));
@@ -105,8 +101,6 @@ class TrainingStep {
   }
 
  private:
-  using Grid = std::vector<std::vector<Tokens>>;  // [lane][tp]
-
   [[nodiscard]] Grid grid() const { return Grid(layout_.lanes(), std::vector<Tokens>(layout_.tp)); }
 
   // ---- tokens ----
@@ -118,20 +112,20 @@ class TrainingStep {
     return piece * half + index % half;
   }
   [[nodiscard]] Tokens of_lane(int lane) const {
-    Tokens tokens;
-    for (int i = 0; i < tokens_per_lane_; ++i) tokens.set(token(lane, i));
+    Tokens tokens = 0;
+    for (int i = 0; i < tokens_per_lane_; ++i) tokens |= token_number(token(lane, i));
     return tokens;
   }
   [[nodiscard]] Tokens of_shard(int lane, int tp) const {
-    Tokens tokens;
+    Tokens tokens = 0;
     const int each = tokens_per_lane_ / layout_.tp;
-    for (int i = tp * each; i < (tp + 1) * each; ++i) tokens.set(token(lane, i));
+    for (int i = tp * each; i < (tp + 1) * each; ++i) tokens |= token_number(token(lane, i));
     return tokens;
   }
 
   [[nodiscard]] static Tokens any_of(const std::vector<Tokens>& parts) {
-    Tokens all;
-    for (const Tokens& part : parts) all |= part;
+    Tokens all = 0;
+    for (const Tokens part : parts) all |= part;
     return all;
   }
   /// What enters the tensor-parallel region: all-gathered, or each rank's own copy.
@@ -157,25 +151,15 @@ class TrainingStep {
     Grid out = in;
     for (int first = 0; first < layout_.lanes(); first += layout_.cp) {
       for (int tp = 0; tp < layout_.tp; ++tp) {
-        Tokens all;
+        Tokens all = 0;
         for (int cp = 0; cp < layout_.cp; ++cp) all |= in[first + cp][tp];
-        Tokens reached;
-        for (int t = 0; t < 64; ++t) {
-          for (int s = 0; s < 64; ++s) {
-            if (all[s] && (is_backward ? t <= s : t >= s)) reached.set(t);
-          }
-        }
+        const Tokens reached = attended_from(all, is_backward);
         for (int cp = 0; cp < layout_.cp; ++cp) {
           out[first + cp][tp] |= reached & of_lane(first + cp);
         }
       }
     }
     return out;
-  }
-  static void add(Grid& to, const Grid& from) {
-    for (std::size_t lane = 0; lane < to.size(); ++lane) {
-      for (std::size_t tp = 0; tp < to[lane].size(); ++tp) to[lane][tp] |= from[lane][tp];
-    }
   }
 
   void strike(Grid& grid_at_point, Point point, int layer, Block block, bool is_of_shard) {
@@ -188,7 +172,7 @@ class TrainingStep {
       const int each = tokens_per_lane_ / layout_.tp;
       index = fault_.tp * each + index % each;
     }
-    at[lane][fault_.tp].set(token(lane, index));
+    at[lane][fault_.tp] |= token_number(token(lane, index));
   }
 
   // ---- experts ----
@@ -251,27 +235,26 @@ class TrainingStep {
 
   void backward() {
     const int last = layout_.stages() - 1;
-    const bool has_one_embedding = layout_.has_tied_embeddings && layout_.pp == 1;
     const Grid input = gather(hidden_);
     Grid logits = input;
     for (auto& lane : logits) std::ranges::fill(lane, any_of(lane));  // the vocabulary's softmax
     if (fault_.point == Point::loss_gradient) set_bad(logits, fault_.lane, false);
     const Grid logits_gradient = logits;
     const auto is_output_bad = [&](int lane, int tp) {
-      return (logits[lane][tp] | input[lane][tp]).any();
+      return (logits[lane][tp] | input[lane][tp]) != 0;
     };
-    if (!has_one_embedding) {
+    if (!layout_.has_one_embedding()) {
       for (int lane = 0; lane < layout_.lanes(); ++lane) {
         for (int tp = 0; tp < layout_.tp; ++tp) {
-          finish(lane, tp, last, "output_layer.weight", is_output_bad(lane, tp), false, false,
+          finish(lane, tp, last, kOutputLayer, is_output_bad(lane, tp), false, false,
                  layout_.has_tied_embeddings);
         }
       }
     }
     gradient_ = reduce_region(logits);
     finish_on_all(
-        last, "decoder.final_layernorm.weight",
-        [&](int lane, int tp) { return (gradient_[lane][tp] | hidden_[lane][tp]).any(); }, true);
+        last, kFinalNorm + std::string(".weight"),
+        [&](int lane, int tp) { return (gradient_[lane][tp] | hidden_[lane][tp]) != 0; }, true);
     add(gradient_, hidden_);
 
     for (int layer = layout_.layers() - 1; layer >= 0; --layer) {
@@ -285,63 +268,55 @@ class TrainingStep {
     const Grid at_embedding = gather(gradient_);
     for (int lane = 0; lane < layout_.lanes(); ++lane) {
       for (int tp = 0; tp < layout_.tp; ++tp) {
-        Tokens of_my_vocabulary;
-        for (int t = 0; t < 64; ++t) of_my_vocabulary.set(t, (t * 5 + 1) % layout_.tp == tp);
-        bool is_bad = (at_embedding[lane][tp] & of_my_vocabulary).any();
-        if (has_one_embedding) is_bad |= is_output_bad(lane, tp);
-        finish(lane, tp, 0, "embedding.word_embeddings.weight", is_bad, false, true,
-               layout_.has_tied_embeddings);
+        bool is_bad = (at_embedding[lane][tp] & with_words_of(tp, layout_.tp)) != 0;
+        if (layout_.has_one_embedding()) is_bad |= is_output_bad(lane, tp);
+        finish(lane, tp, 0, kWordEmbeddings, is_bad, false, true, layout_.has_tied_embeddings);
       }
     }
   }
 
   void backward_block(int layer, Block block) {
     const int stage = layer / layout_.layers_per_stage;
-    const bool is_attention = block == Block::attention;
-    const std::string prefix = "decoder.layers." + std::to_string(layer) + ".";
-    const std::string row = is_attention ? "self_attention.linear_proj" : "mlp.linear_fc2";
-    const std::string column = is_attention ? "self_attention.linear_qkv" : "mlp.linear_fc1";
-    const std::string norm = is_attention ? "input_layernorm" : "pre_mlp_layernorm";
+    const bool is_mlp = block == Block::mlp;
     const Saved& saved = saved_.at({layer, block});
-    const bool has_experts = layout_.has_experts && !is_attention;
+    const bool has_experts = layout_.has_experts && is_mlp;
 
     strike(gradient_, Point::residual_gradient, layer, block, true);
     if (layout_.has_biases && !has_experts) {
       const Grid& now = gradient_;
       finish_on_all(
-          stage, prefix + row + ".bias", [&](int lane, int tp) { return now[lane][tp].any(); },
-          true);
+          stage, row_name(layer, is_mlp) + ".bias",
+          [&](int lane, int tp) { return now[lane][tp] != 0; }, true);
     }
     Grid region = gather(gradient_);
     strike(region, Point::row_gradient, layer, block, false);
     if (has_experts) {
-      backward_experts(region, saved, layer, stage, prefix);
+      backward_experts(region, saved, layer, stage);
     } else {
       finish_on_all(
-          stage, prefix + row + ".weight",
-          [&](int lane, int tp) { return (region[lane][tp] | saved.region[lane][tp]).any(); },
+          stage, row_name(layer, is_mlp) + ".weight",
+          [&](int lane, int tp) { return (region[lane][tp] | saved.region[lane][tp]) != 0; },
           false);
       add(region, saved.region);
       strike(region, Point::region_gradient, layer, block, false);
-      if (is_attention) region = attend(region, true);
+      if (!is_mlp) region = attend(region, true);
       finish_on_all(
-          stage, prefix + column + ".weight",
-          [&](int lane, int tp) { return (region[lane][tp] | saved.input[lane][tp]).any(); },
-          false);
+          stage, column_name(layer, is_mlp) + ".weight",
+          [&](int lane, int tp) { return (region[lane][tp] | saved.input[lane][tp]) != 0; }, false);
     }
     strike(region, Point::partial_gradient, layer, block, false);
     Grid input = reduce_region(region);
     finish_on_all(
-        stage, prefix + norm + ".weight",
-        [&](int lane, int tp) { return (input[lane][tp] | saved.hidden[lane][tp]).any(); }, true);
+        stage, norm_name(layer, is_mlp) + ".weight",
+        [&](int lane, int tp) { return (input[lane][tp] | saved.hidden[lane][tp]) != 0; }, true);
     add(input, saved.hidden);
     add(gradient_, input);
     strike(gradient_, Point::norm_gradient, layer, block, true);
   }
 
   /// Tokens go to the lane that owns their expert and come back; its weights see them all.
-  void backward_experts(Grid& region, const Saved& saved, int layer, int stage,
-                        const std::string& prefix) {
+  void backward_experts(Grid& region, const Saved& saved, int layer, int stage) {
+    const std::string block = block_name(layer, true);
     const Grid incoming = region;
     add(region, saved.region);
     bool is_spoiled = false;
@@ -352,7 +327,7 @@ class TrainingStep {
         const int number = token(fault_.source_lane, i);
         const int expert = expert_of(fault_.source_lane, number, layer);
         if (owner_of(expert, fault_.source_lane) != fault_.lane) continue;
-        region[fault_.source_lane][fault_.tp].set(number);
+        region[fault_.source_lane][fault_.tp] |= token_number(number);
         is_spoiled = true;
       }
     }
@@ -360,8 +335,7 @@ class TrainingStep {
       for (int tp = 0; tp < layout_.tp; ++tp) {
         for (int expert = 0; expert < kExperts; ++expert) {
           if (owner_of(expert, lane) != lane) continue;
-          const std::string name =
-              prefix + "mlp.experts.local_experts." + std::to_string(expert) + ".";
+          const std::string name = block + ".experts.local_experts." + std::to_string(expert) + ".";
           finish(lane, tp, stage, name + "linear_fc2.weight",
                  touches(incoming, lane, tp, expert, layer) ||
                      touches(saved.region, lane, tp, expert, layer),
@@ -369,8 +343,8 @@ class TrainingStep {
           finish(lane, tp, stage, name + "linear_fc1.weight",
                  touches(region, lane, tp, expert, layer), false, true);
         }
-        finish(lane, tp, stage, prefix + "mlp.router.weight",
-               (incoming[lane][tp] | saved.region[lane][tp]).any(), true, true);
+        finish(lane, tp, stage, block + ".router.weight",
+               (incoming[lane][tp] | saved.region[lane][tp]) != 0, true, true);
       }
     }
   }
@@ -379,7 +353,8 @@ class TrainingStep {
          ++lane) {
       for (int i = 0; i < tokens_per_lane_; ++i) {
         const int number = token(lane, i);
-        if (tokens[lane][tp][number] && expert_of(lane, number, layer) == expert) return true;
+        const bool is_bad = (tokens[lane][tp] & token_number(number)) != 0;
+        if (is_bad && expert_of(lane, number, layer) == expert) return true;
       }
     }
     return false;
@@ -387,13 +362,12 @@ class TrainingStep {
 
   // ---- after backward ----
 
-  [[nodiscard]] ElementRange shard_of(int lane) const {
-    constexpr std::int64_t kElements = 8 * 8;
-    return {lane * kElements / layout_.lanes(), (lane + 1) * kElements / layout_.lanes()};
+  [[nodiscard]] ElementRange shard_of_lane(int lane) const {
+    return shard_of(8 * 8, lane, layout_.lanes());
   }
 
-  [[nodiscard]] std::map<int, BadParameters> reduce() const {
-    std::map<int, BadParameters> reduced;
+  [[nodiscard]] BadByRank reduce() const {
+    BadByRank reduced;
     for (const auto& [rank, order] : order_) {
       const RankCoordinates at = layout_.coordinates_of(rank);
       BadParameters& sums = reduced[rank];
@@ -408,9 +382,8 @@ class TrainingStep {
     return reduced;
   }
   /// Tied embeddings are summed over the pipeline's ends, duplicates over tp (sequence parallel).
-  [[nodiscard]] std::map<int, BadParameters> reduce_further(
-      const std::map<int, BadParameters>& reduced) const {
-    std::map<int, BadParameters> read = reduced;
+  [[nodiscard]] BadByRank reduce_further(const BadByRank& reduced) const {
+    BadByRank read = reduced;
     for (const auto& [rank, order] : order_) {
       const RankCoordinates at = layout_.coordinates_of(rank);
       for (const auto& [other, bad] : reduced) {
@@ -422,7 +395,7 @@ class TrainingStep {
                                          at.pp.rank == other_at.pp.rank;
           if (is_same_duplicate) take(read[rank], parameter.name, bad, parameter.name);
           if (!parameter.is_tied || at.tp.rank != other_at.tp.rank) continue;
-          for (const char* name : {"output_layer.weight", "embedding.word_embeddings.weight"}) {
+          for (const char* name : {kOutputLayer, kWordEmbeddings}) {
             take(read[rank], parameter.name, bad, name);
           }
         }
@@ -465,7 +438,7 @@ class TrainingStep {
   Grid hidden_, gradient_;
   std::map<std::pair<int, Block>, Saved> saved_;
   std::map<int, std::vector<ParameterRecord>> order_;
-  std::map<int, BadParameters> bad_;
+  BadByRank bad_;
   std::string first_bad_;
 };
 

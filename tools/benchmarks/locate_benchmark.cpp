@@ -19,7 +19,7 @@
 #include <string>
 #include <vector>
 
-#include "locate/crossing_simulator.hpp"
+#include "locate/crossing_simulator/pass.hpp"
 #include "nanlocator/locate/locate.hpp"
 #include "nanlocator/report/terminal.hpp"
 

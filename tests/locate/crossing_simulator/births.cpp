@@ -1,0 +1,95 @@
+#include "locate/crossing_simulator/births.hpp"
+
+#include <string>
+#include <utility>
+
+#include "locate/crossing_simulator/observer.hpp"
+#include "locate/simulated_transformer.hpp"
+
+namespace nanlocator::pipeline {
+namespace {
+
+bool is_traced_on(const Layout& layout, const Fault& fault, int rank) {
+  const RankCoordinates at = layout.coordinates_of(rank);
+  switch (fault.plant) {
+    case Plant::operator_forward:
+    case Plant::operator_backward:
+    case Plant::gradient:
+      return rank_of(layout, fault) == rank;
+    case Plant::weight:
+      return fault.is_on(at);
+    case Plant::empty_loss:
+      return at.dp.rank == fault.dp && at.pp.rank == layout.pp - 1;
+    default:
+      return false;  // not seen by operators
+  }
+}
+
+Birth birth_of(const Layout& layout, const Fault& fault, int microbatch) {
+  Birth birth;
+  birth.kind = fault.birth.kind;
+  birth.replay = fault.birth.replay;
+  birth.sighting = sighting_of(Phase::forward, microbatch, fault.stage / layout.pp, 1);
+  birth.sighting.module = module_of(layout, fault);
+  birth.sighting.op = "aten::log";
+  birth.sighting.role = "output[0]";
+  birth.reached = {std::string(kOtherRanks)};
+  switch (fault.plant) {
+    case Plant::operator_backward:
+      birth.sighting.phase = Phase::backward;
+      birth.sighting.op = "aten::div.Tensor";
+      birth.reached = {simulator::column_name(0, false) + ".weight"};
+      break;
+    case Plant::empty_loss:
+      birth.sighting.phase = Phase::loss;
+      birth.sighting.module.clear();
+      birth.sighting.op = "aten::div.Tensor";
+      birth.values = {{"self", 0.0}, {"other", 0.0}};
+      birth.reached = {"loss"};
+      break;
+    case Plant::gradient:
+      birth.kind = BirthKind::memory;
+      birth.sighting.phase = Phase::backward;
+      birth.sighting.microbatch.reset();
+      birth.sighting.module.clear();
+      birth.sighting.op.clear();
+      birth.sighting.role = "grad";
+      birth.sighting.parameter = gradient_of(layout, fault);
+      birth.reached = {gradient_of(layout, fault)};
+      break;
+    case Plant::weight:
+      birth.kind = BirthKind::weight;
+      birth.sighting.role = "weight";
+      birth.sighting.parameter = weight_of(layout, fault);
+      break;
+    default:
+      break;
+  }
+  if (fault.birth.is_of_recomputation || fault.birth.is_of_auxiliary_loss) {
+    birth.sighting.phase = Phase::forward;
+  }
+  if (fault.birth.is_of_recomputation) birth.node = "CheckpointFunctionBackward";
+  return birth;
+}
+
+}  // namespace
+
+std::vector<Birth> births_of(const Layout& layout, const Fault& fault, int rank) {
+  std::vector<Birth> births;
+  if (!is_traced_on(layout, fault, rank)) return births;
+  for (int microbatch = 0; microbatch < layout.microbatches; ++microbatch) {
+    if (fault.is_in(microbatch)) births.push_back(birth_of(layout, fault, microbatch));
+  }
+  return births;
+}
+
+Birth receipt() {
+  Birth receipt;
+  receipt.kind = BirthKind::collective;
+  receipt.sighting = sighting_of(Phase::forward, 0, 0, 1);
+  receipt.sighting.op = "aten::add.Tensor";
+  receipt.reached = {"loss"};
+  return receipt;
+}
+
+}  // namespace nanlocator::pipeline

@@ -1,0 +1,27 @@
+// What becomes of gradients after backward: summed over dp; then, with sequence parallelism, what
+// is duplicated over tp, and tied embeddings over the pipeline's ends (finalize_model_grads.py).
+#pragma once
+
+#include <vector>
+
+#include "locate/crossing_simulator/fault.hpp"
+#include "locate/crossing_simulator/observer.hpp"
+#include "locate/crossing_simulator/parameters.hpp"
+#include "locate/simulated_job.hpp"
+
+namespace nanlocator::pipeline {
+
+using simulator::BadByRank;
+
+struct BadGradients {
+  BadByRank local;    // after backward
+  BadByRank reduced;  // after the data-parallel sum
+  BadByRank read;     // by the optimizer
+};
+
+/// From what is bad locally to the rest. Faults of the reduction, and after it, strike.
+[[nodiscard]] BadGradients reduce(const Layout& layout, const BackwardOrders& orders,
+                                  const std::vector<Fault>& faults, BadByRank local,
+                                  Observer& observer);
+
+}  // namespace nanlocator::pipeline
