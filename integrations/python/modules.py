@@ -286,14 +286,22 @@ class WatchedModules:
         """
         return self._watch.collect(
             iteration,
-            [(_shown(name), p) for name, p in self._model.named_parameters()],
-            [(_shown(name), b) for name, b in self._model.named_buffers()],
+            [(_shown(name), local_part(p)) for name, p in self._model.named_parameters()],
+            [(_shown(name), local_part(b)) for name, b in self._model.named_buffers()],
         )
 
     def remove(self) -> None:
         """Stops watching; hooks that are left in autograd's graph do nothing any more."""
         self._hooks.remove()
         self._watch.begin_step()
+
+
+@torch.no_grad()
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor: the tensor that it holds, no view of it, which the engine may remember
+    weakly. Any other tensor as it is."""
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if to_local is not None else tensor
 
 
 def _shown(path: str) -> str:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from nanlocator import _C
 from nanlocator.module_calls import KeptModuleCalls
-from nanlocator.modules import ModuleHooks, WatchedModules
+from nanlocator.modules import ModuleHooks, WatchedModules, local_part
 from nanlocator.rerun import GeneratorStates, ObjectState, ScalerState, Stateful, losses_of
 from nanlocator.session import (
     RankConnection,
@@ -148,7 +148,7 @@ class StepLocator:
         self._is_looked_at = True
 
     def _scan_parameters(self, phase: str) -> None:
-        tensors = [_local(parameter.detach()) for parameter in self._parameters]
+        tensors = [local_part(parameter) for parameter in self._parameters]
         self._locator.scan(phase, _PARAMETERS, "weight", list(range(len(tensors))), tensors)
 
     def _agree(self, results: list[torch.Tensor] | None = None) -> bool:
@@ -213,14 +213,19 @@ class StepLocator:
             run=run,
             gradients=lambda: this()._gradients(),
             clear_gradients=lambda: this()._clear_gradients(),
-            parameters=[(i.name, p) for i, p in zip(self._locator.parameters, self._parameters, strict=True)],
-            buffers=[(n.removeprefix("module."), _local(b)) for n, b in self._model.named_buffers()],
+            parameters=[
+                (info.name, local_part(parameter))
+                for info, parameter in zip(self._locator.parameters, self._parameters, strict=True)
+            ],
+            buffers=[(n.removeprefix("module."), local_part(b)) for n, b in self._model.named_buffers()],
             run_and_keep_module_calls=run_and_keep_module_calls,
             module_call=self._module_calls.of,
         )
 
     def _gradients(self) -> tuple[list[int], list[torch.Tensor]]:
-        with_gradient = [(i, _local(p.grad)) for i, p in enumerate(self._parameters) if p.grad is not None]
+        with_gradient = [
+            (i, local_part(p.grad)) for i, p in enumerate(self._parameters) if p.grad is not None
+        ]
         return [i for i, _ in with_gradient], [gradient for _, gradient in with_gradient]
 
     def _clear_gradients(self) -> None:
@@ -287,9 +292,3 @@ class StepLocator:
 def _unique_parameters(optimizer: Optimizer) -> list[torch.nn.Parameter]:
     """The concatenated groups in order; position = parameter id."""
     return list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; any other tensor as it is."""
-    to_local = getattr(tensor, "to_local", None)
-    return to_local() if to_local is not None else tensor

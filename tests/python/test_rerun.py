@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import math
 import random
 import subprocess
 import sys
@@ -461,6 +462,47 @@ def test_over_ranks_the_repeat_accuses_the_rank_where_it_was_born():
     assert origin["coordinates"]["rank"] == 1
     assert origin["operator"] == "aten::div.Tensor" and origin["phase"] == "loss"
     assert verdicts[0]["rerun"]["reproduced"] is True
+
+
+def sharded_model_fails(rank, world_size, what):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2))
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh)
+    optimizer = LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    if rank == 1 and what == "weight":
+        with torch.no_grad():
+            model[2].weight.to_local()[0, 1] = math.nan
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.randn(3, 4)).square().sum()
+        loss = loss / (0.0 * loss.detach() if rank == 1 and what == "loss" else 3.0)
+        loss.backward()
+        return loss
+
+    try:
+        optimizer.step(closure)
+    except NonFiniteGradientError as error:
+        return error.verdict
+
+
+@pytest.mark.parametrize("what", ["weight", "loss"])
+def test_a_model_in_shards_is_looked_at_where_the_shards_are(what):
+    verdicts = run_ranks(2, sharded_model_fails, what)
+    assert verdicts[0] == verdicts[1]
+    (origin,) = verdicts[0]["origins"]
+    assert origin["candidates"] == [1]
+    assert verdicts[0]["rerun"]["reproduced"] is True
+    if what == "weight":
+        assert (origin["cause"], origin["parameter"]) == ("bad_weight", "2.weight")
+        assert origin["tensor"]["first_bad"] == 1  # of the shard
+    else:
+        assert (origin["phase"], origin["operator"]) == ("loss", "aten::div.Tensor")
 
 
 @pytest.mark.parametrize("value", ["perhaps", 3])
