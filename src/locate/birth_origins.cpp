@@ -405,6 +405,7 @@ Origin origin_of(const Root& root) {
 
 void add_rank(Origin& origin, const RankEvidence& rank) {
   origin.candidates.push_back(rank.rank());
+  origin.is_on_every_candidate = true;
   origin.coordinates.reset();
   if (origin.data_parallel_replica != rank.coordinates().dp.rank) {
     origin.data_parallel_replica.reset();

@@ -106,6 +106,7 @@ ordered_json origin_to_json(const Origin& origin) {
   json[keys::kCoordinates] =
       origin.coordinates ? coordinates_to_json(*origin.coordinates) : ordered_json(nullptr);
   json[keys::kCandidates] = origin.candidates;
+  json[keys::kIsOnEveryCandidate] = origin.is_on_every_candidate;
   json[keys::kDataParallelReplica] = value_or_null(origin.data_parallel_replica);
   json[keys::kModule] = text_or_null(origin.module);
   json[keys::kOperator] = text_or_null(origin.op);
@@ -136,6 +137,7 @@ Origin origin_from_json(const JsonObject& object) {
     origin.coordinates = coordinates_from_json(object.object(keys::kCoordinates));
   }
   origin.candidates = ranks_from_json(object, keys::kCandidates);
+  origin.is_on_every_candidate = object.boolean(keys::kIsOnEveryCandidate);
   origin.data_parallel_replica = object.optional_small_integer(keys::kDataParallelReplica, 0);
   origin.module = text_or_empty(object, keys::kModule);
   origin.op = text_or_empty(object, keys::kOperator);

@@ -96,6 +96,7 @@ inline constexpr const char* kStatus = "status";
 inline constexpr const char* kOrigins = "origins";
 inline constexpr const char* kDirection = "direction";
 inline constexpr const char* kCandidates = "candidates";
+inline constexpr const char* kIsOnEveryCandidate = "is_on_every_candidate";
 inline constexpr const char* kDataParallelReplica = "data_parallel_replica";
 inline constexpr const char* kTensor = "tensor";
 inline constexpr const char* kCause = "cause";

@@ -117,8 +117,9 @@ std::string who_of(const Origin& origin) {
   }
   if (origin.candidates.empty()) return "not known";
   if (origin.candidates.size() == 1) return "rank " + std::to_string(origin.candidates.front());
-  return "one of " + count_text(origin.candidates.size(), "rank") + ": " +
-         describe_ranks(origin.candidates);
+  const auto list = describe_ranks(origin.candidates);
+  if (origin.is_on_every_candidate) return "ranks " + list;
+  return "one of " + count_text(origin.candidates.size(), "rank") + ": " + list;
 }
 
 std::string machine_of(const Origin& origin) {

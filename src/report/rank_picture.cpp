@@ -75,8 +75,8 @@ class Picture {
       if (origin.coordinates) {
         born_.insert(origin.coordinates->rank);
         coordinates_of_.emplace(origin.coordinates->rank, *origin.coordinates);
-      } else if (origin.candidates.size() == 1) {
-        born_.insert(origin.candidates.front());
+      } else if (origin.candidates.size() == 1 || origin.is_on_every_candidate) {
+        born_.insert(origin.candidates.begin(), origin.candidates.end());
       } else {
         candidates_.insert(origin.candidates.begin(), origin.candidates.end());
       }

@@ -236,6 +236,7 @@ TEST(BirthOrigins, TheSameBirthOnSeveralRanksIsOneOriginWithACommonCause) {
   EXPECT_FALSE(verdict.origins[0].coordinates.has_value());
   EXPECT_EQ(verdict.origins[0].cause, Cause::bad_weight);
   EXPECT_THAT(verdict.origins[0].evidence, Contains(HasSubstr("common cause")));
+  EXPECT_TRUE(verdict.origins[0].is_on_every_candidate);
 }
 
 TEST(BirthOrigins, ManyBadWeightsAreOneOriginThatCountsThem) {

@@ -42,6 +42,7 @@ Verdict example_verdict() {
   origin.clean_before = "decoder.layers.3.bias";
   Origin unknown;
   unknown.candidates = {0, 1, 2};
+  unknown.is_on_every_candidate = true;
   verdict.origins = {origin, unknown};
   verdict.spread = {{0, 5}, {"b", "a"}, Phase::grad_local};
   verdict.clean = {"c"};

@@ -72,6 +72,9 @@ TEST(FormatVerdict, ListsCandidatesCompactly) {
   verdict.origins[0].data_parallel_replica = 1;
   EXPECT_THAT(format_verdict(verdict, {.width = 200}),
               HasSubstr("gradients of one of 4 ranks: 0-3 (dp1) before"));
+  verdict.origins[0].is_on_every_candidate = true;
+  EXPECT_THAT(format_verdict(verdict, {.width = 200}),
+              HasSubstr("gradients of ranks 0-3 (dp1) before"));
 }
 
 TEST(FormatVerdict, NumbersSeveralOriginsAndStaysShort) {

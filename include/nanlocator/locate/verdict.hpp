@@ -67,8 +67,10 @@ struct Origin {
   std::optional<int> chunk;
   /// The rank where the evidence points to one rank; otherwise empty, and `candidates` has several.
   std::optional<RankCoordinates> coordinates;
-  std::vector<int>
-      candidates;  // global ranks that the evidence cannot separate, ascending; one: that rank
+  /// Global ranks, ascending. One: that rank. Several: the evidence cannot separate them, or, where
+  /// `is_on_every_candidate`, it was seen on each of them.
+  std::vector<int> candidates;
+  bool is_on_every_candidate = false;
   std::optional<int> data_parallel_replica;  // dp rank, where all candidates share it
   std::string module;
   std::string op;
