@@ -296,12 +296,13 @@ class WatchedModules:
         self._watch.begin_step()
 
 
-@torch.no_grad()
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor: the tensor that it holds, no view of it, which the engine may remember
     weakly. Any other tensor as it is."""
-    to_local = getattr(tensor, "to_local", None)
-    return to_local() if to_local is not None else tensor
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 def _shown(path: str) -> str:

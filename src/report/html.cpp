@@ -117,9 +117,7 @@ std::string who_of(const Origin& origin) {
   }
   if (origin.candidates.empty()) return "not known";
   if (origin.candidates.size() == 1) return "rank " + std::to_string(origin.candidates.front());
-  const auto list = describe_ranks(origin.candidates);
-  if (origin.is_on_every_candidate) return "ranks " + list;
-  return "one of " + count_text(origin.candidates.size(), "rank") + ": " + list;
+  return candidates_text(origin, describe_ranks(origin.candidates));
 }
 
 std::string machine_of(const Origin& origin) {

@@ -95,4 +95,9 @@ std::string count_text(std::size_t count, std::string_view noun) {
   return std::to_string(count) + " " + std::string(noun) + (count == 1 ? "" : "s");
 }
 
+std::string candidates_text(const Origin& origin, const std::string& list) {
+  if (origin.is_on_every_candidate) return "ranks " + list;
+  return "one of " + count_text(origin.candidates.size(), "rank") + ": " + list;
+}
+
 }  // namespace nanlocator

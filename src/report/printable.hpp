@@ -6,6 +6,8 @@
 #include <string>
 #include <string_view>
 
+#include "nanlocator/locate/verdict.hpp"
+
 namespace nanlocator {
 
 /// `text` with everything escaped ("\x1b", "\u202e") that could move the cursor, change colours or
@@ -22,5 +24,9 @@ namespace nanlocator {
 
 /// "3 ranks", "1 rank".
 [[nodiscard]] std::string count_text(std::size_t count, std::string_view noun);
+
+/// Of an origin with several candidates, "ranks 0-3" where each of them has it, else "one of 4
+/// ranks: 0-3". `list`: the candidates as they are to be shown.
+[[nodiscard]] std::string candidates_text(const Origin& origin, const std::string& list);
 
 }  // namespace nanlocator

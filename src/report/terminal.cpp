@@ -102,10 +102,7 @@ std::string who_of(const Origin& origin) {
   if (origin.coordinates) return origin.coordinates->describe();
   if (origin.candidates.empty()) return "an unknown rank";
   if (origin.candidates.size() == 1) return "rank " + std::to_string(origin.candidates.front());
-  const auto list = short_list(origin.candidates);
-  std::string text = origin.is_on_every_candidate
-                         ? "ranks " + list
-                         : "one of " + count_text(origin.candidates.size(), "rank") + ": " + list;
+  std::string text = candidates_text(origin, short_list(origin.candidates));
   if (origin.data_parallel_replica) {
     text += " (dp" + std::to_string(*origin.data_parallel_replica) + ")";
   }

@@ -17,75 +17,73 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-/// The part of a call in the graph's backward: `gradient` of what goes to an edge.
-struct Contribution {
-  std::uint32_t output;  // of the node
-  Place place;
-  std::string role;
-  const c10::TensorImpl* parameter;
+/// What a hook of a node looks at for a call: some of the gradients that pass the node.
+class NodeLook {
+ public:
+  struct Part {
+    std::uint32_t number;  // of the gradient
+    Place place;
+    std::string role;
+    const c10::TensorImpl* parameter;  // weight_gradient
+  };
+
+  NodeLook(std::shared_ptr<State> state, ModuleCallId call, std::string node,
+           std::vector<Part> parts = {})
+      : state_(std::move(state)),
+        step_(state_->step),
+        call_(call),
+        node_(std::move(node)),
+        parts_(std::move(parts)) {}
+
+  void add(Part part) { parts_.push_back(std::move(part)); }
+
+  void see(const autograd::variable_list& gradients) const {
+    const std::lock_guard lock(state_->mutex);
+    if (!state_->is_alive || state_->step != step_) return;
+    for (const auto& part : parts_) {
+      if (part.number >= gradients.size()) continue;
+      state_->see(call_, part.place, gradients[part.number], part.role, node_, part.parameter);
+    }
+  }
+
+ private:
+  std::shared_ptr<State> state_;
+  std::uint64_t step_;
+  ModuleCallId call_;
+  std::string node_;
+  std::vector<Part> parts_;
 };
 
 /// Of a node whose outputs belong to a call: sees the gradients of these outputs.
 class GradOutputHook : public autograd::FunctionPreHook {
  public:
-  GradOutputHook(std::shared_ptr<State> state, ModuleCallId call, std::string node)
-      : state_(std::move(state)), step_(state_->step), call_(call), node_(std::move(node)) {}
-
-  void add(std::uint32_t output, std::string role) { roles_.emplace_back(output, std::move(role)); }
+  explicit GradOutputHook(NodeLook look) : look_(std::move(look)) {}
 
   autograd::variable_list operator()(const autograd::variable_list& gradients) override {
-    const std::lock_guard lock(state_->mutex);
-    if (state_->is_alive && state_->step == step_) {
-      for (const auto& [output, role] : roles_) {
-        if (output < gradients.size()) {
-          state_->see(call_, Place::grad_output, gradients[output], role, node_, nullptr);
-        }
-      }
-    }
+    look_.see(gradients);
     return gradients;
   }
   // Compiled autograd calls no hook of ours, and need not know.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
 
  private:
-  std::shared_ptr<State> state_;
-  std::uint64_t step_;
-  ModuleCallId call_;
-  std::string node_;
-  std::vector<std::pair<std::uint32_t, std::string>> roles_;
+  NodeLook look_;
 };
 
 /// Of a node at a call's boundary: sees what it hands to the call's inputs and to parameters.
 class ContributionHook : public autograd::FunctionPostHook {
  public:
-  ContributionHook(std::shared_ptr<State> state, ModuleCallId call, std::string node,
-                   std::vector<Contribution> contributions)
-      : state_(std::move(state)),
-        step_(state_->step),
-        call_(call),
-        node_(std::move(node)),
-        contributions_(std::move(contributions)) {}
+  explicit ContributionHook(NodeLook look) : look_(std::move(look)) {}
 
   autograd::variable_list operator()(const autograd::variable_list& outputs,
                                      const autograd::variable_list& /*inputs*/) override {
-    const std::lock_guard lock(state_->mutex);
-    if (state_->is_alive && state_->step == step_) {
-      for (const auto& c : contributions_) {
-        if (c.output < outputs.size()) {
-          state_->see(call_, c.place, outputs[c.output], c.role, node_, c.parameter);
-        }
-      }
-    }
+    look_.see(outputs);
     return outputs;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
 
  private:
-  std::shared_ptr<State> state_;
-  std::uint64_t step_;
-  ModuleCallId call_;
-  std::string node_;
-  std::vector<Contribution> contributions_;
+  NodeLook look_;
 };
 
 bool was_made_during(const Call& call, const autograd::Node& node) {
@@ -127,7 +125,7 @@ void hook_gradients(const std::shared_ptr<State>& state, ModuleCallId id,
     }
   }
   std::vector<autograd::Node*> to_visit;
-  std::vector<std::pair<autograd::Node*, std::unique_ptr<GradOutputHook>>> of_outputs;
+  std::vector<std::pair<autograd::Node*, NodeLook>> of_outputs;
   for (const auto& [role, tensor] : outputs) {
     if (!DeferredLooks::can_look(tensor) || !tensor.requires_grad() || tensor.is_leaf()) continue;
     const autograd::Edge edge = edge_of(tensor);
@@ -138,16 +136,18 @@ void hook_gradients(const std::shared_ptr<State>& state, ModuleCallId id,
     auto* const node = edge.function.get();
     auto found = std::ranges::find(of_outputs, node, [](const auto& n) { return n.first; });
     if (found == of_outputs.end()) {
-      of_outputs.emplace_back(node, std::make_unique<GradOutputHook>(state, id, node->name()));
+      of_outputs.emplace_back(node, NodeLook(state, id, node->name()));
       found = of_outputs.end() - 1;
       to_visit.push_back(node);
     }
-    found->second->add(edge.input_nr, role);
+    found->second.add({edge.input_nr, Place::grad_output, role, nullptr});
   }
-  for (auto& [node, hook] : of_outputs) node->add_pre_hook(std::move(hook));
+  for (auto& [node, look] : of_outputs) {
+    node->add_pre_hook(std::make_unique<GradOutputHook>(std::move(look)));
+  }
 
   std::unordered_set<autograd::Node*> visited(to_visit.begin(), to_visit.end());
-  std::vector<Contribution> contributions;
+  std::vector<NodeLook::Part> contributions;
   while (!to_visit.empty()) {
     autograd::Node* const node = to_visit.back();
     to_visit.pop_back();
@@ -169,7 +169,7 @@ void hook_gradients(const std::shared_ptr<State>& state, ModuleCallId id,
     }
     if (!contributions.empty()) {
       node->add_post_hook(
-          std::make_unique<ContributionHook>(state, id, node->name(), contributions));
+          std::make_unique<ContributionHook>(NodeLook(state, id, node->name(), contributions)));
     }
   }
 }

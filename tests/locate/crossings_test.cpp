@@ -16,6 +16,7 @@ using pipeline::Fault;
 using pipeline::ledgers_with_repeat;
 using pipeline::Pass;
 using pipeline::Plant;
+using pipeline::TracedBirth;
 using simulator::Layout;
 using testing::Contains;
 using testing::ElementsAre;
@@ -278,16 +279,16 @@ TEST(Crossings, AOneOffGradientStandsBesideABirthOfItsOwnReplica) {
   EXPECT_EQ(verdict.origins[1].cause, Cause::not_reproduced);
 }
 
-TEST(Crossings, AForwardThatRunsAgainInBackwardExplainsWhatBackwardHandsOn) {
+/// Rank 5 hands on something bad in backward; in the repeat it is traced to `birth`.
+Verdict locate_backward_fault(const TracedBirth& birth) {
   const Layout layout = four_by_two();
-  const Verdict verdict = locate(ledgers_with_repeat(layout,
-                                                     {{.plant = Plant::operator_backward,
-                                                       .tp = 1,
-                                                       .stage = 1,
-                                                       .is_repeated = true,
-                                                       .birth = {.is_of_recomputation = true}}},
-                                                     1),
-                                 layout.world());
+  const Fault fault{
+      .plant = Plant::operator_backward, .tp = 1, .stage = 1, .is_repeated = true, .birth = birth};
+  return locate(ledgers_with_repeat(layout, {fault}, 1), layout.world());
+}
+
+TEST(Crossings, AForwardThatRunsAgainInBackwardExplainsWhatBackwardHandsOn) {
+  const Verdict verdict = locate_backward_fault({.is_of_recomputation = true});
   ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
   EXPECT_EQ(verdict.origins[0].cause, Cause::recompute_mismatch);
   EXPECT_THAT(verdict.origins[0].candidates, ElementsAre(5));
@@ -295,15 +296,7 @@ TEST(Crossings, AForwardThatRunsAgainInBackwardExplainsWhatBackwardHandsOn) {
 }
 
 TEST(Crossings, ABirthInAnAuxiliaryLossExplainsTheGradientsThatWereSent) {
-  const Layout layout = four_by_two();
-  const Verdict verdict = locate(ledgers_with_repeat(layout,
-                                                     {{.plant = Plant::operator_backward,
-                                                       .tp = 1,
-                                                       .stage = 1,
-                                                       .is_repeated = true,
-                                                       .birth = {.is_of_auxiliary_loss = true}}},
-                                                     1),
-                                 layout.world());
+  const Verdict verdict = locate_backward_fault({.is_of_auxiliary_loss = true});
   ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
   EXPECT_EQ(verdict.origins[0].cause, Cause::operator_undefined);
   EXPECT_EQ(verdict.origins[0].direction, Direction::forward);

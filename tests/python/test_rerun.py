@@ -436,16 +436,14 @@ def test_lbfgs_repeats_the_evaluation_that_was_bad():
     assert raised.value.verdict["origins"][0]["operator"] == "aten::log"
 
 
-def one_rank_divides_by_zero(rank, world_size):
-    torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+def verdict_of_a_step(model, rank, divides_by_zero):
     optimizer = LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
     def closure():
         optimizer.zero_grad()
         torch.manual_seed(rank)
         loss = model(torch.randn(3, 4)).square().sum()
-        loss = loss / (0.0 * loss.detach() if rank == 1 else 3.0)
+        loss = loss / (0.0 * loss.detach() if divides_by_zero else 3.0)
         loss.backward()
         return loss
 
@@ -453,6 +451,12 @@ def one_rank_divides_by_zero(rank, world_size):
         optimizer.step(closure)
     except NonFiniteGradientError as error:
         return error.verdict
+
+
+def one_rank_divides_by_zero(rank, world_size):
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    return verdict_of_a_step(model, rank, divides_by_zero=rank == 1)
 
 
 def test_over_ranks_the_repeat_accuses_the_rank_where_it_was_born():
@@ -473,22 +477,10 @@ def sharded_model_fails(rank, world_size, what):
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2))
     for module in (model[0], model[2], model):
         fully_shard(module, mesh=mesh)
-    optimizer = LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     if rank == 1 and what == "weight":
         with torch.no_grad():
             model[2].weight.to_local()[0, 1] = math.nan
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(torch.randn(3, 4)).square().sum()
-        loss = loss / (0.0 * loss.detach() if rank == 1 and what == "loss" else 3.0)
-        loss.backward()
-        return loss
-
-    try:
-        optimizer.step(closure)
-    except NonFiniteGradientError as error:
-        return error.verdict
+    return verdict_of_a_step(model, rank, divides_by_zero=rank == 1 and what == "loss")
 
 
 @pytest.mark.parametrize("what", ["weight", "loss"])
