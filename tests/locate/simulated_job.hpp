@@ -115,8 +115,10 @@ inline void add_bad(BadParameters& bad, const std::string& name, Extent extent) 
 
 using BadByRank = std::map<int, BadParameters>;
 
-[[nodiscard]] inline const BadParameters& bad_on(const BadByRank& by_rank, int rank) {
-  static const BadParameters kNone;
+/// What `by_rank` has of the rank; a rank that it does not have has nothing.
+template <typename Value>
+[[nodiscard]] const Value& found_or_empty(const std::map<int, Value>& by_rank, int rank) {
+  static const Value kNone;
   const auto found = by_rank.find(rank);
   return found == by_rank.end() ? kNone : found->second;
 }

@@ -63,9 +63,7 @@ class TrainingStep {
   [[nodiscard]] bool has_bad_gradients() const { return !first_bad_.empty(); }
   /// The parameter whose gradient turned bad first in time.
   [[nodiscard]] const std::string& first_bad() const { return first_bad_; }
-  [[nodiscard]] const BadParameters& bad_on(int rank) const {
-    return simulator::bad_on(bad_, rank);
-  }
+  [[nodiscard]] const BadParameters& bad_on(int rank) const { return found_or_empty(bad_, rank); }
   /// A gradient element that is overwritten after backward.
   void spoil(int rank, const std::string& name) {
     // One of the shard of any lane: which one does not depend on the rank that is spoiled.

@@ -5,17 +5,13 @@
 #include <utility>
 
 namespace nanlocator::pipeline {
+
+using simulator::found_or_empty;
+
 namespace {
 
 bool is_of_pass(Phase phase) {
   return phase <= Phase::backward;
-}
-
-template <typename Value>
-const Value& found_or_empty(const std::map<int, Value>& by_rank, int rank) {
-  static const Value kNone;
-  const auto found = by_rank.find(rank);
-  return found == by_rank.end() ? kNone : found->second;
 }
 
 }  // namespace

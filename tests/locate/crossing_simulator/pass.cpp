@@ -101,9 +101,9 @@ Ledger Pass::ledger_of(int rank) const {
   tell_norm(ledger);
   add_phase(ledger, Phase::params_before, bad_weights(at));
   add_phase(ledger, Phase::grad_local, bad_on(rank));
-  add_phase(ledger, Phase::grad_reduced, simulator::bad_on(gradients_.reduced, rank));
+  add_phase(ledger, Phase::grad_reduced, found_or_empty(gradients_.reduced, rank));
   mark_overflow(ledger);
-  add_phase(ledger, Phase::grad_norm, simulator::bad_on(gradients_.read, rank));
+  add_phase(ledger, Phase::grad_norm, found_or_empty(gradients_.read, rank));
   if (std::ranges::count(faults_, Plant::update, &Fault::plant) > 0) {
     add_phase(ledger, Phase::params_after, bad_updates(at));
   }

@@ -43,7 +43,7 @@ class Pass {
   }
   /// Gradients after backward.
   [[nodiscard]] const simulator::BadParameters& bad_on(int rank) const {
-    return simulator::bad_on(gradients_.local, rank);
+    return simulator::found_or_empty(gradients_.local, rank);
   }
   [[nodiscard]] std::vector<std::int64_t> bad_ids_on(int rank) const;
 

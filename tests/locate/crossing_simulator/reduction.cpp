@@ -69,7 +69,7 @@ class Reduction {
     for (int tp = 0; tp < layout_.tp; ++tp) {
       members.push_back(layout_.rank(tp, pp, dp));
       sent.push_back(0);
-      for (const auto& [name, extent] : bad_on(bad_.reduced, members.back())) {
+      for (const auto& [name, extent] : found_or_empty(bad_.reduced, members.back())) {
         if (!is_reduced_duplicate(pp, name)) continue;
         add_bad(all, name, extent);
         sent.back() = 1;
@@ -88,8 +88,8 @@ class Reduction {
 
   void reduce_tied(int dp, int tp) {
     const int first = layout_.rank(tp, 0, dp), last = layout_.rank(tp, layout_.pp - 1, dp);
-    const bool is_first_bad = bad_on(bad_.reduced, first).contains(kWordEmbeddings);
-    const bool is_last_bad = bad_on(bad_.reduced, last).contains(kOutputLayer);
+    const bool is_first_bad = found_or_empty(bad_.reduced, first).contains(kWordEmbeddings);
+    const bool is_last_bad = found_or_empty(bad_.reduced, last).contains(kOutputLayer);
     const bool is_bad = is_first_bad || is_last_bad;
     all_reduce("embd", {first, last}, {Tokens{is_first_bad}, Tokens{is_last_bad}}, is_bad);
     if (!is_bad) return;
