@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 try:
@@ -51,13 +51,8 @@ class CMakeBuild(build_ext):
 
 
 setup(
-    packages=["nanlocator", "nanlocator.megatron", "nanlocator.netcheck", "nanlocator.transformers"],
-    package_dir={
-        "nanlocator": "integrations/python",
-        "nanlocator.megatron": "integrations/megatron",
-        "nanlocator.netcheck": "integrations/netcheck",
-        "nanlocator.transformers": "integrations/transformers",
-    },
+    packages=find_packages("integrations", include=["nanlocator*"]),
+    package_dir={"": "integrations"},
     package_data={"nanlocator": ["py.typed"]},
     ext_modules=[Extension("nanlocator._C", sources=[])],  # makes the wheel one for this platform
     cmdclass={"build_ext": CMakeBuild},

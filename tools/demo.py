@@ -29,7 +29,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LAYERS = 4  # so that 1, 2 or 4 pipeline stages divide it, and 1, 2 or 4 tensor-parallel ranks the heads
 
-# The faults of tests/megatron/faults.py: what each one does here, in the words of the demonstration, and
+# The faults of examples/megatron_gpt/faults.py: what each one does here, in the demonstration's words, and
 # whether it needs nanlocator to look at parameters as well.
 FAULTS = {
     "forward_operator": "log of a negative number in an MLP, in forward, on one tensor-parallel rank",
@@ -53,7 +53,7 @@ def main() -> int:
     if arguments.check_arguments:
         return 0
     started = time.monotonic()
-    sys.path.insert(0, str(ROOT / "tests" / "megatron"))
+    sys.path.insert(0, str(ROOT / "examples" / "megatron_gpt"))
     from launch import ScenarioPool
 
     python_path = [str(ROOT / "build" / "release" / "python"), os.environ.get("PYTHONPATH", "")]

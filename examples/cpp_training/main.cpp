@@ -3,7 +3,7 @@
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
-#include <nanlocator/gradients/locating_optimizer.hpp>
+#include <nanlocator/step/locating_optimizer.hpp>
 
 #include <cmath>
 #include <cstdlib>

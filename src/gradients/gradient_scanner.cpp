@@ -10,10 +10,10 @@
 #include <tuple>
 #include <utility>
 
-#include "gradients/device_slots.hpp"
 #include "gradients/gradient_history.hpp"
-#include "gradients/tensor_access.hpp"
 #include "nanlocator/error.hpp"
+#include "tensor/device_slots.hpp"
+#include "tensor/tensor_access.hpp"
 
 namespace nanlocator {
 namespace {

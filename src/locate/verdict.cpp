@@ -4,12 +4,12 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "files/strict_json.hpp"
 #include "map/coordinates_json.hpp"
 #include "nanlocator/error.hpp"
 #include "record/keys.hpp"
 #include "record/record_json.hpp"
 #include "record/sighting_json.hpp"
-#include "record/strict_json.hpp"
 
 namespace nanlocator {
 namespace {

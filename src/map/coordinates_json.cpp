@@ -3,8 +3,8 @@
 #include <array>
 #include <utility>
 
+#include "files/utf8.hpp"
 #include "nanlocator/error.hpp"
-#include "record/utf8.hpp"
 
 namespace nanlocator {
 namespace {

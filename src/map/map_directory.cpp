@@ -11,8 +11,8 @@
 #include "map/list_text.hpp"
 #include "map/parameter_json.hpp"
 #include "nanlocator/error.hpp"
+#include "nanlocator/files/atomic_file.hpp"
 #include "nanlocator/map/parameter_map.hpp"
-#include "nanlocator/record/atomic_file.hpp"
 
 namespace nanlocator {
 namespace {

@@ -5,8 +5,8 @@
 #include <optional>
 #include <utility>
 
+#include "files/utf8.hpp"
 #include "nanlocator/error.hpp"
-#include "record/utf8.hpp"
 
 namespace nanlocator {
 namespace {

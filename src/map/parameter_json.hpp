@@ -8,8 +8,8 @@
 #include <string_view>
 #include <vector>
 
+#include "files/strict_json.hpp"
 #include "nanlocator/map/parameter_map.hpp"
-#include "record/strict_json.hpp"
 
 namespace nanlocator {
 

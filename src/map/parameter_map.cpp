@@ -5,12 +5,12 @@
 #include <numeric>
 #include <utility>
 
+#include "files/strict_json.hpp"
+#include "files/utf8.hpp"
 #include "map/coordinates_json.hpp"
 #include "map/parameter_json.hpp"
 #include "nanlocator/error.hpp"
-#include "nanlocator/record/atomic_file.hpp"
-#include "record/strict_json.hpp"
-#include "record/utf8.hpp"
+#include "nanlocator/files/atomic_file.hpp"
 
 namespace nanlocator {
 namespace {

@@ -3,12 +3,12 @@
 #include <bit>
 #include <utility>
 
+#include "files/checksum.hpp"
+#include "files/posix_file.hpp"
 #include "nanlocator/error.hpp"
-#include "nanlocator/record/atomic_file.hpp"
+#include "nanlocator/files/atomic_file.hpp"
 #include "record/bundle_json.hpp"
 #include "record/bundle_keys.hpp"
-#include "record/checksum.hpp"
-#include "record/posix_file.hpp"
 #include "record/record_json.hpp"
 
 namespace nanlocator {

@@ -10,16 +10,16 @@
 #include <system_error>
 #include <utility>
 
+#include "files/checksum.hpp"
+#include "files/strict_json.hpp"
+#include "files/utf8.hpp"
 #include "map/coordinates_json.hpp"
 #include "nanlocator/error.hpp"
 #include "record/birth_json.hpp"
 #include "record/bundle_keys.hpp"
-#include "record/checksum.hpp"
 #include "record/element_types.hpp"
 #include "record/keys.hpp"
 #include "record/record_json.hpp"
-#include "record/strict_json.hpp"
-#include "record/utf8.hpp"
 
 namespace nanlocator {
 namespace {

@@ -7,12 +7,12 @@
 #include <system_error>
 #include <utility>
 
+#include "files/checksum.hpp"
+#include "files/posix_file.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/record/bundle.hpp"
 #include "record/bundle_json.hpp"
 #include "record/bundle_keys.hpp"
-#include "record/checksum.hpp"
-#include "record/posix_file.hpp"
 #include "record/record_json.hpp"
 
 namespace nanlocator {

@@ -11,15 +11,15 @@
 #include <system_error>
 #include <utility>
 
+#include "files/appended_file.hpp"
+#include "files/strict_json.hpp"
 #include "map/coordinates_json.hpp"
 #include "nanlocator/error.hpp"
-#include "nanlocator/record/atomic_file.hpp"
-#include "record/appended_file.hpp"
+#include "nanlocator/files/atomic_file.hpp"
 #include "record/history_json.hpp"
 #include "record/keys.hpp"
 #include "record/record_json.hpp"
 #include "record/sighting_json.hpp"
-#include "record/strict_json.hpp"
 
 namespace nanlocator {
 namespace {

@@ -4,8 +4,8 @@
 #include <nlohmann/json.hpp>
 #include <span>
 
+#include "files/strict_json.hpp"
 #include "nanlocator/record/history.hpp"
-#include "record/strict_json.hpp"
 
 namespace nanlocator {
 

@@ -3,17 +3,17 @@
 #include <algorithm>
 #include <utility>
 
+#include "files/appended_file.hpp"
+#include "files/checksum.hpp"
+#include "files/strict_json.hpp"
 #include "map/coordinates_json.hpp"
 #include "map/parameter_json.hpp"
 #include "nanlocator/error.hpp"
-#include "record/appended_file.hpp"
 #include "record/birth_json.hpp"
-#include "record/checksum.hpp"
 #include "record/history_json.hpp"
 #include "record/keys.hpp"
 #include "record/record_json.hpp"
 #include "record/sighting_json.hpp"
-#include "record/strict_json.hpp"
 
 namespace nanlocator {
 namespace {

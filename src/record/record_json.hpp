@@ -8,8 +8,8 @@
 #include <string_view>
 #include <vector>
 
-#include "nanlocator/record/rank_list.hpp"
-#include "record/strict_json.hpp"
+#include "files/strict_json.hpp"
+#include "nanlocator/map/rank_list.hpp"
 
 namespace nanlocator {
 

@@ -13,12 +13,12 @@
 #include <set>
 #include <utility>
 
+#include "files/posix_file.hpp"
+#include "files/strict_json.hpp"
+#include "files/utf8.hpp"
 #include "nanlocator/error.hpp"
 #include "record/element_types.hpp"
-#include "record/posix_file.hpp"
 #include "record/record_json.hpp"
-#include "record/strict_json.hpp"
-#include "record/utf8.hpp"
 
 namespace nanlocator {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include "files/strict_json.hpp"
 #include "nanlocator/record/sighting.hpp"
-#include "record/strict_json.hpp"
 
 namespace nanlocator {
 

@@ -10,9 +10,9 @@
 #include <unordered_map>
 
 #include "nanlocator/error.hpp"
-#include "replay/own_work.hpp"
 #include "replay/storage_ranges.hpp"
 #include "replay/values.hpp"
+#include "tensor/own_work.hpp"
 
 namespace nanlocator {
 namespace {

@@ -10,10 +10,10 @@
 #include <set>
 
 #include "replay/dtypes.hpp"
-#include "replay/own_work.hpp"
 #include "replay/settings.hpp"
 #include "replay/storage_ranges.hpp"
 #include "replay/values.hpp"
+#include "tensor/own_work.hpp"
 
 namespace nanlocator {
 namespace {

@@ -13,9 +13,9 @@
 #include "nanlocator/error.hpp"
 #include "nanlocator/replay/capture.hpp"
 #include "replay/dtypes.hpp"
-#include "replay/own_work.hpp"
 #include "replay/storage_ranges.hpp"
 #include "replay/values.hpp"
+#include "tensor/own_work.hpp"
 
 namespace nanlocator {
 namespace {

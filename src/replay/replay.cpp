@@ -6,16 +6,16 @@
 #include <algorithm>
 #include <cstring>
 
-#include "gradients/tensor_access.hpp"
 #include "nanlocator/error.hpp"
-#include "nanlocator/gradients/scan_tensor.hpp"
 #include "nanlocator/record/sighting.hpp"
+#include "nanlocator/tensor/scan_tensor.hpp"
 #include "replay/conclusion.hpp"
 #include "replay/dtypes.hpp"
 #include "replay/execute.hpp"
-#include "replay/own_work.hpp"
 #include "replay/poison.hpp"
 #include "replay/values.hpp"
+#include "tensor/own_work.hpp"
+#include "tensor/tensor_access.hpp"
 
 namespace nanlocator {
 namespace {

@@ -4,10 +4,10 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
+#include "files/printable.hpp"
 #include "nanlocator/record/sighting.hpp"
 #include "nanlocator/replay/replay.hpp"
 #include "record/record_json.hpp"
-#include "report/printable.hpp"
 
 namespace nanlocator {
 namespace {

@@ -5,9 +5,9 @@
 
 #include "nanlocator/replay/operator_call.hpp"
 #include "replay/dtypes.hpp"
-#include "replay/own_work.hpp"
 #include "replay/storage_ranges.hpp"
 #include "replay/values.hpp"
+#include "tensor/own_work.hpp"
 
 namespace nanlocator {
 namespace {

@@ -9,8 +9,8 @@
 #include <map>
 #include <set>
 
-#include "replay/own_work.hpp"
 #include "replay/values.hpp"
+#include "tensor/own_work.hpp"
 
 namespace nanlocator {
 namespace {

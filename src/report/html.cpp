@@ -8,11 +8,12 @@
 #include <string_view>
 #include <vector>
 
+#include "files/printable.hpp"
 #include "nanlocator/report/terminal.hpp"
+#include "report/candidates_text.hpp"
 #include "report/page_assets.hpp"
 #include "report/page_data.hpp"
 #include "report/page_text.hpp"
-#include "report/printable.hpp"
 
 namespace nanlocator {
 namespace {

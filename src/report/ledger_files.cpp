@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "nanlocator/error.hpp"
-#include "nanlocator/record/atomic_file.hpp"
+#include "nanlocator/files/atomic_file.hpp"
 
 namespace nanlocator {
 namespace {

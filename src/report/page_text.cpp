@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "report/printable.hpp"
+#include "files/printable.hpp"
 
 namespace nanlocator {
 

@@ -11,8 +11,8 @@
 #include <utility>
 
 #include "nanlocator/error.hpp"
+#include "nanlocator/files/atomic_file.hpp"
 #include "nanlocator/locate/locate.hpp"
-#include "nanlocator/record/atomic_file.hpp"
 #include "nanlocator/record/bundle.hpp"
 #include "record/record_json.hpp"
 #include "report/ledger_files.hpp"

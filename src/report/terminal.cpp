@@ -4,8 +4,9 @@
 #include <string_view>
 #include <vector>
 
+#include "files/printable.hpp"
 #include "nanlocator/map/rank_coordinates.hpp"
-#include "report/printable.hpp"
+#include "report/candidates_text.hpp"
 
 namespace nanlocator {
 namespace {

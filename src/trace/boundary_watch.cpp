@@ -19,9 +19,9 @@
 #include <unordered_map>
 #include <utility>
 
-#include "gradients/tensor_access.hpp"
 #include "nanlocator/error.hpp"
-#include "trace/deferred_looks.hpp"
+#include "tensor/deferred_looks.hpp"
+#include "tensor/tensor_access.hpp"
 
 namespace nanlocator {
 namespace {

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "nanlocator/trace/operator_trace.hpp"
-#include "trace/observed_tensor.hpp"
+#include "tensor/observed_tensor.hpp"
 
 namespace nanlocator {
 

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "gradients/tensor_access.hpp"
+#include "tensor/tensor_access.hpp"
 
 namespace nanlocator::module_watch {
 namespace {

@@ -17,7 +17,7 @@
 
 #include "nanlocator/trace/microbatch_scope.hpp"
 #include "nanlocator/trace/module_watch.hpp"
-#include "trace/deferred_looks.hpp"
+#include "tensor/deferred_looks.hpp"
 
 namespace nanlocator::module_watch {
 

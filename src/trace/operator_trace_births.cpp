@@ -2,9 +2,9 @@
 #include <cmath>
 #include <utility>
 
-#include "gradients/tensor_access.hpp"
 #include "nanlocator/trace/microbatch_scope.hpp"
-#include "replay/own_work.hpp"
+#include "tensor/own_work.hpp"
+#include "tensor/tensor_access.hpp"
 #include "torch/csrc/autograd/function.h"
 #include "torch/csrc/autograd/variable.h"
 #include "trace/operator_trace_impl.hpp"

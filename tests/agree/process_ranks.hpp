@@ -17,7 +17,7 @@
 
 #include "agree/store_client.hpp"
 #include "nanlocator/agree/rank_monitor.hpp"
-#include "nanlocator/record/atomic_file.hpp"
+#include "nanlocator/files/atomic_file.hpp"
 #include "temporary_folder.hpp"
 
 namespace nanlocator::testing {

@@ -6,7 +6,7 @@
 #include <iostream>
 #include <string>
 
-#include "nanlocator/record/atomic_file.hpp"
+#include "nanlocator/files/atomic_file.hpp"
 #include "nanlocator/record/ledger.hpp"
 #include "record/planted_bundle.hpp"
 

@@ -4,9 +4,9 @@
 #include <cstdlib>
 #include <span>
 
+#include "files/checksum.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/record/safetensors.hpp"
-#include "record/checksum.hpp"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   using namespace nanlocator;

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 
 import pytest
+from launch import ScenarioPool
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-
-from launch import ScenarioPool  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory):
     """A ScenarioPool; `environment` is what its ranks get beside this process's."""
     environment = {"PYTHONWARNINGS": "ignore"}
-    built = HERE.parent.parent / "build" / "release" / "python"
+    built = ROOT / "build" / "release" / "python"
     is_importable = importlib.util.find_spec("nanlocator") is not None
     if not is_importable and (built / "nanlocator").exists():
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(built), os.environ.get("PYTHONPATH")]))

@@ -17,6 +17,7 @@ import pytest
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
 
 HERE = pathlib.Path(__file__).resolve().parent
+EXAMPLE = HERE.parents[1] / "examples" / "megatron_gpt"
 STEPS = 3
 LAYERS = 4
 MICROBATCHES = 4
@@ -152,12 +153,13 @@ def runs(pool, tmp_path_factory):
     for name, (ranks, training, *faults) in FAULTS.items():
         scenarios.append(_scenario(name, ranks, training, {}, [{"iteration": 2, **f} for f in faults]))
     (directory / "scenarios.json").write_text(json.dumps(scenarios))
+    environment = {**os.environ, **pool.environment, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [
             *(sys.executable, str(HERE / "run_boundaries.py"), str(directory / "scenarios.json")),
             *("--output", str(directory)),
         ],
-        env={**os.environ, **pool.environment, "OMP_NUM_THREADS": "1"},
+        env={**environment, "PYTHONPATH": os.pathsep.join([str(EXAMPLE), environment.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         timeout=1200,

@@ -11,8 +11,8 @@ import pytest
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
 
-HERE = pathlib.Path(__file__).resolve().parent
-DEMO = HERE.parent.parent / "tools" / "demo.py"
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DEMO = ROOT / "tools" / "demo.py"
 
 
 def demo(*arguments, directory, pool):
@@ -69,4 +69,4 @@ def test_the_demonstration_offers_faults_that_there_are(pool, tmp_path):
         text = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True).stdout
         return {line.split()[0] for line in text.split("faults:\n")[1].splitlines() if line.strip()}
 
-    assert faults(DEMO) <= faults(HERE / "run_training.py")
+    assert faults(DEMO) <= faults(ROOT / "examples" / "megatron_gpt" / "run_training.py")

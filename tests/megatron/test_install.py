@@ -2,13 +2,9 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
-
 from ranks import RankServer
 
 # gpt_training redirects Megatron's CUDA to the CPU before it imports it.

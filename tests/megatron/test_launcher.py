@@ -14,12 +14,12 @@ import sys
 
 import pytest
 
-HERE = pathlib.Path(__file__).resolve().parent
+EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / "examples" / "megatron_gpt"
 pytestmark = pytest.mark.megatron
 
 TRAINING = """
 import datetime, sys
-sys.path.append({tests!r})
+sys.path.append({example!r})
 from gpt_training import Trainer, TrainingConfig
 from faults import attach, make_fault
 import torch.distributed as dist
@@ -60,7 +60,7 @@ def project(tmp_path):
     package = tmp_path / "project" / "megatron" / "training"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("from .training import pretrain\n")
-    (package / "training.py").write_text(TRAINING.format(tests=str(HERE)))
+    (package / "training.py").write_text(TRAINING.format(example=str(EXAMPLE)))
     (tmp_path / "project" / "pretrain.py").write_text(PRETRAIN)
     return tmp_path / "project"
 
@@ -167,7 +167,7 @@ def test_the_others_and_torchrun_tell_of_the_exception_that_ended_a_rank(project
 def test_a_loop_of_ones_own_gets_it_from_get_megatron_optimizer(launch, tmp_path):
     text = f"""
 import sys
-sys.path.append({str(HERE)!r})
+sys.path.append({str(EXAMPLE)!r})
 import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 from gpt_training import Trainer, TrainingConfig

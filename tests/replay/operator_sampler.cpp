@@ -1,4 +1,4 @@
-// A library for tests/python/test_replay_coverage.py: keeps the first call of every distinct
+// A library for tests/pytorch/test_replay_coverage.py: keeps the first call of every distinct
 // operator that a process makes and writes each as a bundle. Plain C functions, for ctypes.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>

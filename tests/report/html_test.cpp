@@ -7,10 +7,10 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "record/utf8.hpp"
+#include "files/printable.hpp"
+#include "files/utf8.hpp"
 #include "report/page_text.hpp"
 #include "report/parameter_picture.hpp"
-#include "report/printable.hpp"
 #include "report/rank_picture.hpp"
 #include "report/sample_reports.hpp"
 #include "report/timeline_picture.hpp"

@@ -9,7 +9,7 @@
 #include <random>
 
 #include "nanlocator/error.hpp"
-#include "nanlocator/record/atomic_file.hpp"
+#include "nanlocator/files/atomic_file.hpp"
 #include "nanlocator/record/bundle.hpp"
 #include "nanlocator/record/ledger.hpp"
 #include "temporary_folder.hpp"

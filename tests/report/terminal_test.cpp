@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <sstream>
 
-#include "report/printable.hpp"
+#include "files/printable.hpp"
 
 namespace nanlocator {
 namespace {

@@ -1,4 +1,4 @@
-// write_sample_pages FOLDER: the pages of sample_reports.hpp, for tests/python/test_report_page.py
+// write_sample_pages FOLDER: the pages of sample_reports.hpp, for tests/report/test_report_page.py
 // and for people who work on the page.
 #include <filesystem>
 #include <fstream>

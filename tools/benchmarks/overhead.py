@@ -30,12 +30,12 @@ VARIANTS: dict[str, dict | None] = {  # options of nanlocator.megatron.install, 
     "nanlocator, check_params": {"check_params": True},
     "Megatron's check_for_nan_in_grad": None,
 }
-TESTS = Path(__file__).resolve().parents[2] / "tests" / "megatron"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "megatron_gpt"
 
 
 def work(arguments: argparse.Namespace) -> None:
     """One rank, started by torchrun."""
-    sys.path.insert(0, str(TESTS))
+    sys.path.insert(0, str(EXAMPLE))
     import torch
     import torch.distributed as dist
     from gpt_training import Trainer, TrainingConfig

@@ -16,14 +16,14 @@
 #include "bundle_values.hpp"
 #include "command.hpp"
 #include "console.hpp"
+#include "files/printable.hpp"
 #include "map/list_text.hpp"
 #include "nanlocator/error.hpp"
+#include "nanlocator/files/atomic_file.hpp"
 #include "nanlocator/map/map_query.hpp"
-#include "nanlocator/record/atomic_file.hpp"
 #include "nanlocator/record/bundle.hpp"
 #include "record/bundle_keys.hpp"
 #include "record/sighting_json.hpp"
-#include "report/printable.hpp"
 
 namespace nanlocator::command {
 namespace {

@@ -9,19 +9,10 @@
 #include <iostream>
 #include <utility>
 
-#include "record/utf8.hpp"
+#include "files/printable.hpp"
 
 namespace nanlocator::command {
 namespace {
-
-bool steers_a_terminal(char32_t point) {
-  const bool is_control = point < 0x20 || (point >= 0x7f && point <= 0x9f);
-  const bool is_line_break = point == 0x2028 || point == 0x2029;
-  const bool is_bidirectional = point == 0x200e || point == 0x200f || point == 0x061c ||
-                                (point >= 0x202a && point <= 0x202e) ||
-                                (point >= 0x2066 && point <= 0x2069);
-  return is_control || is_line_break || is_bidirectional;
-}
 
 /// Code points; names of parameters hold no wide or combining characters worth a table of them.
 std::size_t width_of(std::string_view text) {
@@ -72,27 +63,6 @@ std::optional<std::size_t> terminal_width() {
 
 std::string bold(const std::string& text) {
   return has_colour() ? "\x1b[1m" + text + "\x1b[0m" : text;
-}
-
-std::string printable(std::string_view text) {
-  std::string out;
-  char escaped[16];
-  while (!text.empty()) {
-    const std::string_view before = text;
-    const auto point = take_code_point(text);
-    if (!point) {
-      std::snprintf(escaped, sizeof escaped, "\\x%02x", static_cast<unsigned char>(text.front()));
-      out += escaped;
-      text.remove_prefix(1);
-    } else if (steers_a_terminal(*point)) {
-      std::snprintf(escaped, sizeof escaped, *point < 0x100 ? "\\x%02x" : "\\u%04x",
-                    static_cast<unsigned>(*point));
-      out += escaped;
-    } else {
-      out += before.substr(0, before.size() - text.size());
-    }
-  }
-  return out;
 }
 
 void print_json(const nlohmann::ordered_json& json) {

@@ -21,10 +21,6 @@ namespace nanlocator::command {
 /// `text` in bold where there are colours.
 [[nodiscard]] std::string bold(const std::string& text);
 
-/// `text` on one line with everything escaped that a terminal would act upon or that could show it
-/// in another order: control characters, bidirectional overrides, bytes that are not UTF-8.
-[[nodiscard]] std::string printable(std::string_view text);
-
 /// Columns of wrapped text where stdout is no terminal: a job log.
 inline constexpr std::size_t kLogWidth = 100;
 

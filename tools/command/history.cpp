@@ -14,6 +14,7 @@
 
 #include "command.hpp"
 #include "console.hpp"
+#include "files/printable.hpp"
 #include "map/coordinates_json.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/map/map_query.hpp"

@@ -7,6 +7,7 @@
 
 #include "command.hpp"
 #include "console.hpp"
+#include "files/printable.hpp"
 #include "nanlocator/error.hpp"
 
 namespace nanlocator::command {

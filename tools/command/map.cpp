@@ -12,6 +12,7 @@
 
 #include "command.hpp"
 #include "console.hpp"
+#include "files/printable.hpp"
 #include "map/coordinates_json.hpp"
 #include "map/list_text.hpp"
 #include "map/parameter_json.hpp"

@@ -17,10 +17,11 @@
 
 #include "command.hpp"
 #include "console.hpp"
+#include "files/printable.hpp"
 #include "map/list_text.hpp"
 #include "nanlocator/error.hpp"
+#include "nanlocator/files/atomic_file.hpp"
 #include "nanlocator/map/map_query.hpp"
-#include "nanlocator/record/atomic_file.hpp"
 #include "nanlocator/report/html.hpp"
 #include "nanlocator/report/read_run.hpp"
 #include "nanlocator/report/terminal.hpp"

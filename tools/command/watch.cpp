@@ -14,9 +14,10 @@
 
 #include "command.hpp"
 #include "console.hpp"
+#include "files/printable.hpp"
 #include "nanlocator/error.hpp"
+#include "nanlocator/files/atomic_file.hpp"
 #include "nanlocator/map/rank_coordinates.hpp"
-#include "nanlocator/record/atomic_file.hpp"
 #include "nanlocator/report/read_run.hpp"
 #include "nanlocator/report/terminal.hpp"
 #include "record/record_json.hpp"

@@ -16,10 +16,10 @@
 #include <string>
 #include <vector>
 
+#include "files/printable.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/replay/export_python.hpp"
 #include "nanlocator/replay/replay.hpp"
-#include "report/printable.hpp"
 
 namespace nanlocator {
 namespace {

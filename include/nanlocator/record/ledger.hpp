@@ -14,9 +14,9 @@
 
 #include "nanlocator/map/parameter_map.hpp"
 #include "nanlocator/map/rank_coordinates.hpp"
+#include "nanlocator/map/rank_list.hpp"
 #include "nanlocator/record/birth.hpp"
 #include "nanlocator/record/history.hpp"
-#include "nanlocator/record/rank_list.hpp"
 #include "nanlocator/record/sighting.hpp"
 
 namespace nanlocator {

@@ -16,7 +16,7 @@
 #include <string_view>
 #include <vector>
 
-#include "nanlocator/record/atomic_file.hpp"
+#include "nanlocator/files/atomic_file.hpp"
 
 namespace nanlocator {
 

@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "nanlocator/record/rank_list.hpp"
+#include "nanlocator/map/rank_list.hpp"
 #include "nanlocator/scan/tensor_stats.hpp"
 
 namespace nanlocator {

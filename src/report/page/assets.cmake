@@ -6,4 +6,4 @@ add_custom_command(
   COMMAND ${CMAKE_COMMAND} -DPAGE=${page_dir} -DOUTPUT=${page_assets} -P ${page_dir}/embed.cmake
   DEPENDS ${page_dir}/page.html ${page_dir}/style.css ${page_dir}/script.js ${page_dir}/embed.cmake
   COMMENT "Embedding the page of the report" VERBATIM)
-target_sources(nanlocator_core PRIVATE ${page_assets})
+target_sources(nanlocator_room_report PRIVATE ${page_assets})

@@ -1,0 +1,62 @@
+# The rooms, and which room may include which: read from the table in docs/concepts.md, so that the map that
+# people read is the one that the build holds to.
+#
+#   nanlocator_add_room(<room> [SOURCES <file>...] [LIBRARIES <target>...])
+#     nanlocator_room_<room>: the objects of src/<room>, compiled only after the room's includes have been held
+#     against the table. Without SOURCES: all of src/<room>/*.cpp.
+set(rooms_table ${PROJECT_SOURCE_DIR}/docs/concepts.md)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${rooms_table})
+file(STRINGS ${rooms_table} room_rows REGEX "^\\| (room|`[a-z]+`) \\|.*\\|.*\\|$")
+set(is_in_table OFF)
+foreach(row IN LISTS room_rows)
+  if(row MATCHES "^\\| room ")  # rows of other tables stand before this header
+    set(is_in_table ON)
+    continue()
+  elseif(NOT is_in_table)
+    continue()
+  endif()
+  # | `room` | question | rooms that it may include, or nothing |
+  string(REGEX REPLACE "^\\| `([a-z]+)` \\|.*$" "\\1" room "${row}")
+  string(REGEX REPLACE "^.*\\|([^|]*)\\|$" "\\1" below "${row}")
+  string(REGEX MATCHALL "[a-z]+" below "${below}")
+  list(REMOVE_ITEM below nothing)
+  foreach(other IN LISTS below)
+    if(NOT other IN_LIST NANLOCATOR_ROOMS)  # rows stand from the ground upwards, so that no arrow can point up
+      message(FATAL_ERROR "docs/concepts.md: the room ${room} depends on ${other}, which has no row above it.")
+    endif()
+  endforeach()
+  list(APPEND NANLOCATOR_ROOMS ${room})
+  set(NANLOCATOR_BELOW_${room} ${below})
+endforeach()
+if(NOT NANLOCATOR_ROOMS)
+  message(FATAL_ERROR "docs/concepts.md has no table of rooms.")
+endif()
+
+function(nanlocator_add_room room)
+  cmake_parse_arguments(arg "" "" "SOURCES;LIBRARIES" ${ARGN})
+  if(NOT room IN_LIST NANLOCATOR_ROOMS)
+    message(FATAL_ERROR "The room ${room} is not in the table of docs/concepts.md.")
+  endif()
+  if(NOT arg_SOURCES)
+    file(GLOB arg_SOURCES CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/${room}/*.cpp)
+  endif()
+  file(GLOB_RECURSE files CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/${room}/*.[ch]* ${PROJECT_SOURCE_DIR}/src/${room}/*.inc
+       ${PROJECT_SOURCE_DIR}/include/nanlocator/${room}/*.hpp)
+  list(FILTER files INCLUDE REGEX "\\.(hpp|cpp|cu|inc)$")
+  set(stamp ${PROJECT_BINARY_DIR}/rooms/${room}.checked)
+  string(REPLACE ";" "," below "${NANLOCATOR_BELOW_${room}}")
+  add_custom_command(
+    OUTPUT ${stamp}
+    COMMAND ${CMAKE_COMMAND} -DROOM=${room} -DBELOW=${below} -DSOURCE=${PROJECT_SOURCE_DIR} -DSTAMP=${stamp}
+            -P ${PROJECT_SOURCE_DIR}/cmake/CheckRoom.cmake
+    DEPENDS ${files} ${rooms_table} ${PROJECT_SOURCE_DIR}/cmake/CheckRoom.cmake
+    COMMENT "Includes of the room ${room}" VERBATIM)
+  add_custom_target(nanlocator_room_${room}_includes DEPENDS ${stamp})
+  add_library(nanlocator_room_${room} OBJECT ${arg_SOURCES})
+  add_dependencies(nanlocator_room_${room} nanlocator_room_${room}_includes)
+  target_compile_features(nanlocator_room_${room} PUBLIC cxx_std_20)
+  target_compile_options(nanlocator_room_${room} PRIVATE -Wall -Wextra -Wshadow -Wno-unknown-pragmas)
+  target_compile_definitions(nanlocator_room_${room} PRIVATE NANLOCATOR_VERSION="${PROJECT_VERSION}")
+  target_include_directories(nanlocator_room_${room} PRIVATE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src)
+  target_link_libraries(nanlocator_room_${room} PRIVATE nlohmann_json::nlohmann_json ${arg_LIBRARIES})
+endfunction()

@@ -1,0 +1,117 @@
+// Wraps any libtorch optimizer: bad gradients are found, named and reported before it steps.
+//
+//     auto adam = std::make_shared<torch::optim::Adam>(model->parameters(), 1e-3);
+//     nanlocator::LocatingOptimizer optimizer(adam, *model, {.on_bad = nanlocator::Policy::stop});
+//     ...
+//     loss.backward();
+//     double norm = optimizer.clip_grad_norm(1.0);  // the norm is torch's
+//     optimizer.step();                             // throws NonFiniteGradientError before a
+//     weight moves
+//
+// With step(closure) a bad step is executed again with every operator traced (StepRerun), and the
+// verdict names the operator. Without a closure the next bad step is traced, and the verdict says
+// so.
+//
+// Cost: one extra read of the gradients per step and one host wait (the flag). Thread: the
+// caller's.
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "nanlocator/step/gradient_locator.hpp"
+#include "nanlocator/step/step_rerun.hpp"
+
+namespace nanlocator {
+
+class LocatingOptimizer {
+ public:
+  /// Names come from `model.named_parameters()`; a parameter that the model lacks is called
+  /// "group{g}.{i}". `communicator`: for data-parallel programs that reduce gradients in backward,
+  /// so that they are seen after the reduction; null for a single process. `options.integration` is
+  /// "cpp". Throws UsageError where `inner` is null, and what GradientLocator's constructor throws.
+  LocatingOptimizer(std::shared_ptr<torch::optim::Optimizer> inner, const torch::nn::Module& model,
+                    LocatorOptions options = {},
+                    std::shared_ptr<Communicator> communicator = nullptr);
+  ~LocatingOptimizer();
+  LocatingOptimizer(const LocatingOptimizer&) = delete;  // shares the inner optimizer's state
+  LocatingOptimizer& operator=(const LocatingOptimizer&) = delete;
+
+  [[nodiscard]] torch::optim::Optimizer& inner() noexcept { return *inner_; }
+  [[nodiscard]] GradientLocator& locator() noexcept { return *locator_; }
+
+  /// Looks for bad gradients, then clips as torch::nn::utils::clip_grad_norm_ does and returns its
+  /// norm. Throws NonFiniteGradientError (policy stop) before anything is clipped; a norm that
+  /// overflows though every gradient is finite is known only after torch has clipped by it: then it
+  /// throws with the gradients zeroed. No weight has moved in either case.
+  double clip_grad_norm(double max_norm, double norm_type = 2.0);
+
+  /// The inner optimizer's step. Gradients not yet looked at in this step are scanned first; with a
+  /// closure they and the loss are scanned after each of its calls, so every rank must make the
+  /// same number of calls. Throws NonFiniteGradientError (policy stop): without a closure before a
+  /// weight moves; an optimizer that evaluates its closure at trial points (LBFGS) leaves the
+  /// weights at such a point. After a bad closure it is called again, up to two times: it must
+  /// compute the same loss from the same data; what else it moves can be registered with `state`.
+  /// Policy skip: bad gradients leave the inner optimizer's update out, and an undefined loss is
+  /// returned. Policy recover: with a closure whose repeat is clean, the update and the loss are
+  /// the repeat's.
+  at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr);
+
+  /// What a repeat of the closure finds as it was: generators and the model's buffers; add more.
+  [[nodiscard]] StepState& state() noexcept { return rerun_->state(); }
+
+  void zero_grad(bool set_to_none = true);
+  /// Adds the group to the inner optimizer and its parameters to the map. Call it between steps;
+  /// what was looked at before in this step is looked at again.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group);
+
+ private:
+  [[nodiscard]] ParameterMap make_map() const;
+  [[nodiscard]] std::vector<at::Tensor> parameters() const;
+  void observe_backward();
+  void stop_observing() noexcept;
+  void look_at_gradients(const at::Tensor& loss = {});  // undefined: not known
+  void look_at_updated_parameters();
+  void conclude(const std::vector<GradientView>& results);
+  [[nodiscard]] RepeatableStep repeatable_step();
+  [[nodiscard]] std::vector<GradientView> gradients() const;
+  [[nodiscard]] std::vector<GradientView> weights() const;
+  void begin_closure(const torch::optim::Optimizer::LossClosure& closure);
+  void compare_with_repeat();
+  at::Tensor evaluate(const torch::optim::Optimizer::LossClosure& closure);
+  at::Tensor update(const torch::optim::Optimizer::LossClosure& closure);
+
+  struct Name {
+    std::string name;
+    bool is_shared = false;         // the model registers it under several names
+    bool may_be_untouched = false;  // an embedding's
+  };
+  struct BackwardHook {
+    at::Tensor parameter;
+    unsigned position;
+  };
+
+  std::shared_ptr<torch::optim::Optimizer> inner_;
+  std::unordered_map<const at::TensorImpl*, Name>
+      names_;  // of the model, which `model_` keeps alive
+  std::vector<at::Tensor> model_;
+  RankCoordinates coordinates_;
+  Phase gradient_phase_;
+  std::unique_ptr<GradientLocator> locator_;
+  std::vector<NamedTensor> buffers_;  // of the model
+  std::unique_ptr<StepRerun> rerun_;
+  const torch::optim::Optimizer::LossClosure* closure_ = nullptr;  // of the step that is running
+  std::vector<bool> had_gradient_;  // by parameter, when the closure was called
+  std::vector<BackwardHook> hooks_;
+  std::int64_t iteration_ = 1;
+  bool is_looked_at_ = false;  // this step's gradients have been scanned
+  bool is_bad_ = false;        // and something was found in them
+  at::Tensor repeated_loss_;   // of the closure's latest repeat
+};
+
+}  // namespace nanlocator

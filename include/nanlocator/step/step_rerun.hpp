@@ -1,0 +1,100 @@
+// Repeats a bad step with operators traced, so that its verdict names the operator.
+//
+// Every step: save, the step itself (forward, backward, scans). Where all ranks have agreed that it
+// is bad, every rank calls `find_births` before GradientLocator::conclude: generators, buffers and
+// registered state are put back, forward and backward run again under an OperatorTrace, and the
+// gradients' fingerprints of both passes are compared. Bad again: deterministic, and each origin is
+// replayed alone and kept as a bundle; where the integration can, one more pass keeps the module
+// calls around the origins. Clean: a control pass without the trace, then "not reproduced". What it
+// found goes into the locator's ledger. Costs two to three steps, only when one has failed.
+//
+// Where a step cannot be executed again (no closure), steps are traced from then on, and the next
+// bad one is told of. Thread: the training thread.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "nanlocator/step/gradient_locator.hpp"
+#include "nanlocator/step/step_state.hpp"
+#include "nanlocator/trace/operator_trace.hpp"
+
+namespace nanlocator {
+
+/// How the owner of a training step executes it.
+struct RepeatableStep {
+  /// Forward and backward once more, from the same data; returns the losses. May throw.
+  std::function<std::vector<NamedTensor>()> run;
+  /// The gradients as they are now.
+  std::function<std::vector<GradientView>()> gradients;
+  /// Puts the gradients where they were before the first pass: undefined, or zero.
+  std::function<void()> clear_gradients;
+  std::vector<NamedTensor> parameters;
+  std::vector<NamedTensor> buffers;
+  /// See TraceOptions; may be empty.
+  std::function<std::vector<std::string>()> python_stack;
+  /// Runs the step once more and keeps, for each of these births, the call of the module around it;
+  /// afterwards `module_call` hands it out. Both empty where the integration cannot (C++ programs
+  /// have no module calls).
+  std::function<void(const std::vector<Birth>&)> run_and_keep_module_calls;
+  std::function<void(const Birth&, Bundle&, StorageCollector&, BundleContents&)> add_module_call;
+};
+
+enum class CanRepeat { no, yes };
+
+class StepRerun {
+ public:
+  /// `locator` must outlive it.
+  explicit StepRerun(GradientLocator& locator);
+  ~StepRerun();
+  StepRerun(const StepRerun&) = delete;  // the step's functions belong to one owner
+  StepRerun& operator=(const StepRerun&) = delete;
+
+  [[nodiscard]] StepState& state() noexcept;
+  /// Before anything else, and again where the parameters change; registered state stays.
+  void set_step(RepeatableStep step);
+
+  /// Before a step that can be executed again. Does nothing under RerunPolicy::never.
+  void save();
+  /// The step is bad, as all ranks know: finds what was being computed, as far as the locator's
+  /// options allow and `can_repeat` says (forward and backward can be executed now; the same on
+  /// every rank). `results`: what is bad, gradients or updated parameters. Every rank calls it,
+  /// before `conclude`. True, on all ranks alike, where the step was repeated and came out clean:
+  /// the gradients are those of the last pass, which ran untraced.
+  bool find_births(CanRepeat can_repeat, const std::vector<GradientView>& results);
+
+  /// A pass of the repeat runs now.
+  [[nodiscard]] bool is_repeating() const noexcept;
+  /// Gradients of the pass that runs now, where its owner sees them at more than one phase (before
+  /// and after a collective); without a call `RepeatableStep::gradients` is looked at, as phase
+  /// grad_local, when the pass has ended. Only while `is_repeating`.
+  void scan(Phase phase, std::uint64_t group, std::string_view role,
+            std::span<const GradientView> views);
+
+  /// Traces steps from now on; `find_births` of a step that cannot be repeated calls it, and ends
+  /// it with the next bad step, but for Level::operators.
+  void trace_from_now_on();
+  void stop_tracing() noexcept;
+  [[nodiscard]] bool is_tracing() const noexcept;
+  /// A step has ended, or never was one: forgets it. While tracing.
+  void begin_pass();
+  /// The optimizer's own operators: traced where updated parameters are looked at.
+  void begin_update();
+  void end_update();
+
+  /// Repeats a step that was good (RerunPolicy::always): the number of its gradients that come out
+  /// with other bits on this rank. Every rank calls it equally often.
+  [[nodiscard]] std::int64_t compare();
+
+ private:
+  [[nodiscard]] bool repeat();
+
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace nanlocator

@@ -1,0 +1,351 @@
+// The extension nanlocator._C: plain structs, the locator, the communicator. No logic of its own;
+// every call that may wait or scan releases the GIL.
+#include <torch/csrc/utils/pybind.h>
+
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "bindings.hpp"
+#include "nanlocator/agree/communicator.hpp"
+#include "nanlocator/error.hpp"
+#include "nanlocator/gradients/gradient_scanner.hpp"
+#include "nanlocator/locate/locate.hpp"
+#include "nanlocator/map/parameter_map.hpp"
+#include "nanlocator/map/rank_coordinates.hpp"
+#include "nanlocator/record/ledger.hpp"
+#include "nanlocator/report/terminal.hpp"
+#include "nanlocator/scan/cpu_scan.hpp"
+#include "nanlocator/step/gradient_locator.hpp"
+#include "nanlocator/tensor/scan_tensor.hpp"
+
+namespace py = pybind11;
+using py::literals::operator""_a;
+
+namespace nanlocator {
+namespace {
+
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+
+Policy policy_of(const std::string& name) {
+  for (const auto policy : {Policy::report, Policy::stop, Policy::skip, Policy::recover}) {
+    if (name == name_of(policy)) return policy;
+  }
+  throw UsageError("on_bad is '" + name + "'; it must be 'stop', 'report', 'skip' or 'recover'");
+}
+
+Level level_of(const std::string& name) {
+  for (const auto level : {Level::grads, Level::boundaries, Level::modules, Level::operators}) {
+    if (name == name_of(level)) return level;
+  }
+  throw UsageError("level is '" + name +
+                   "'; it must be 'grads', 'boundaries', 'modules' or "
+                   "'operators'");
+}
+
+Activity activity_of(const std::string& name) {
+  for (const auto activity : {Activity::training, Activity::forward_backward, Activity::agreement,
+                              Activity::rerun, Activity::gathering, Activity::stopped}) {
+    if (name == name_of(activity)) return activity;
+  }
+  throw UsageError("unknown activity '" + name + "'");
+}
+
+RerunPolicy rerun_policy_of(const std::string& name) {
+  for (const auto policy : {RerunPolicy::never, RerunPolicy::on_bad, RerunPolicy::always}) {
+    if (name == name_of(policy)) return policy;
+  }
+  throw UsageError("rerun is '" + name + "'; it must be 'never', 'on_bad' or 'always'");
+}
+
+void bind_errors(py::module_& m) {
+  static py::exception<Error> error(m, "Error", PyExc_RuntimeError);
+  static py::exception<FormatError> format(m, "FormatError", error.ptr());
+  static py::exception<UsageError> usage(m, "UsageError", error.ptr());
+  static py::exception<UnsupportedError> unsupported(m, "UnsupportedError", error.ptr());
+  static py::exception<AgreementError> agreement(m, "AgreementError", error.ptr());
+  static py::exception<IoError> io(m, "IoError", error.ptr());
+  static py::exception<CudaError> cuda(m, "CudaError", error.ptr());
+  // Translators run in reverse order of registration; one translator keeps the children before the
+  // base.
+  py::register_exception_translator([](std::exception_ptr p) {
+    try {
+      if (p) std::rethrow_exception(p);
+    } catch (const FormatError& e) {
+      py::set_error(format, e.what());
+    } catch (const UsageError& e) {
+      py::set_error(usage, e.what());
+    } catch (const UnsupportedError& e) {
+      py::set_error(unsupported, e.what());
+    } catch (const AgreementError& e) {
+      py::set_error(agreement, e.what());
+    } catch (const IoError& e) {
+      py::set_error(io, e.what());
+    } catch (const CudaError& e) {
+      py::set_error(cuda, e.what());
+    } catch (const Error& e) {
+      py::set_error(error, e.what());
+    }
+  });
+}
+
+void bind_scan(py::module_& m) {
+  py::class_<TensorStats>(m, "TensorStats")
+      .def_readonly("numel", &TensorStats::numel)
+      .def_readonly("nan", &TensorStats::nan)
+      .def_readonly("pos_inf", &TensorStats::pos_inf)
+      .def_readonly("neg_inf", &TensorStats::neg_inf)
+      .def_readonly("zeros", &TensorStats::zeros)
+      .def_readonly("first_bad", &TensorStats::first_bad)
+      .def_readonly("finite_min", &TensorStats::finite_min)
+      .def_readonly("finite_max", &TensorStats::finite_max)
+      .def_readonly("absmin", &TensorStats::absmin)
+      .def_readonly("absmax", &TensorStats::absmax)
+      .def_readonly("sum_of_squares", &TensorStats::sum_of_squares)
+      .def_readonly("fingerprint", &TensorStats::fingerprint)
+      .def_property_readonly("is_finite", &TensorStats::is_finite)
+      .def("__eq__", [](const TensorStats& a, const TensorStats& b) { return a == b; });
+  m.def("scan", &scan_tensors, "tensors"_a, "threads"_a = 1, ReleaseGil(),
+        "Stats of each tensor (host memory).");
+  m.def("active_instruction_set", [] { return std::string(name_of(active_instruction_set())); });
+}
+
+void bind_map(py::module_& m) {
+  py::class_<AxisCoordinate>(m, "AxisCoordinate")
+      .def(py::init([](int rank, int size) {
+             return AxisCoordinate{rank, size};
+           }),
+           "rank"_a = 0, "size"_a = 1)
+      .def_readwrite("rank", &AxisCoordinate::rank)
+      .def_readwrite("size", &AxisCoordinate::size);
+  py::class_<RankCoordinates>(m, "RankCoordinates")
+      .def(py::init<>())
+      .def_readwrite("rank", &RankCoordinates::rank)
+      .def_readwrite("world_size", &RankCoordinates::world_size)
+      .def_readwrite("tp", &RankCoordinates::tp)
+      .def_readwrite("pp", &RankCoordinates::pp)
+      .def_readwrite("dp", &RankCoordinates::dp)
+      .def_readwrite("cp", &RankCoordinates::cp)
+      .def_readwrite("ep", &RankCoordinates::ep)
+      .def_readwrite("host", &RankCoordinates::host)
+      .def_readwrite("local_rank", &RankCoordinates::local_rank)
+      .def_readwrite("device", &RankCoordinates::device)
+      .def("describe", &RankCoordinates::describe);
+  m.def("data_parallel_coordinates", &data_parallel_coordinates, "rank"_a, "world_size"_a);
+  py::class_<ParameterInfo>(m, "ParameterInfo")
+      .def(py::init<>())
+      .def_readwrite("id", &ParameterInfo::id)
+      .def_readwrite("name", &ParameterInfo::name)
+      .def_readwrite("raw_name", &ParameterInfo::raw_name)
+      .def_readwrite("shape", &ParameterInfo::shape)
+      .def_readwrite("dtype", &ParameterInfo::dtype)
+      .def_readwrite("layer", &ParameterInfo::layer)
+      .def_readwrite("chunk", &ParameterInfo::chunk)
+      .def_readwrite("bucket", &ParameterInfo::bucket)
+      .def_readwrite("bucket_offset", &ParameterInfo::bucket_offset)
+      .def_property(
+          "shard",
+          [](const ParameterInfo& p) -> std::optional<std::pair<std::int64_t, std::int64_t>> {
+            if (!p.shard) return std::nullopt;
+            return std::pair{p.shard->begin, p.shard->end};
+          },
+          [](ParameterInfo& p, std::optional<std::pair<std::int64_t, std::int64_t>> range) {
+            p.shard.reset();
+            if (range) p.shard = ElementRange{range->first, range->second};
+          })
+      .def_readwrite("is_expert", &ParameterInfo::is_expert)
+      .def_readwrite("is_shared", &ParameterInfo::is_shared)
+      .def_readwrite("is_tp_duplicate", &ParameterInfo::is_tp_duplicate)
+      .def_readwrite("is_tied", &ParameterInfo::is_tied)
+      .def_readwrite("may_be_untouched", &ParameterInfo::may_be_untouched);
+  py::class_<ParameterMap>(m, "ParameterMap")
+      .def(py::init<RankCoordinates, std::vector<ParameterInfo>, std::string>(), "coordinates"_a,
+           "parameters"_a, "run_id"_a = "")
+      .def_property_readonly("parameters", &ParameterMap::parameters)
+      .def_property_readonly("coordinates", &ParameterMap::coordinates)
+      .def("to_id_name_json", &ParameterMap::to_id_name_json)
+      .def("__len__", &ParameterMap::size);
+}
+
+void bind_agree(py::module_& m) {
+  py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
+      .def(py::init<c10::intrusive_ptr<c10d::ProcessGroup>, c10::intrusive_ptr<c10d::Store>,
+                    std::string>(),
+           "group"_a, "store"_a, "prefix"_a, ReleaseGil())
+      .def_static("from_group_name", &Communicator::from_group_name, "name"_a, "store"_a,
+                  "prefix"_a, ReleaseGil())
+      .def(
+          "leave",
+          [](Communicator& c, const std::string& ended_by) {
+            if (c.monitor()) c.monitor()->leave(ended_by);
+          },
+          "ended_by"_a = "", ReleaseGil(),
+          "Tells the other ranks that this one ends; with the exception's text, that it is lost.")
+      .def_property_readonly("rank", &Communicator::rank)
+      .def_property_readonly("size", &Communicator::size);
+}
+
+void bind_gradients(py::module_& m) {
+  py::class_<LocatorOptions>(m, "LocatorOptions")
+      .def(py::init<>())
+      .def_property(
+          "on_bad", [](const LocatorOptions& o) { return std::string(name_of(o.on_bad)); },
+          [](LocatorOptions& o, const std::string& name) { o.on_bad = policy_of(name); })
+      .def_readwrite("output_dir", &LocatorOptions::output_dir)
+      .def_property(
+          "level", [](const LocatorOptions& o) { return std::string(name_of(o.level)); },
+          [](LocatorOptions& o, const std::string& name) { o.level = level_of(name); })
+      .def_property(
+          "rerun", [](const LocatorOptions& o) { return std::string(name_of(o.rerun)); },
+          [](LocatorOptions& o, const std::string& name) { o.rerun = rerun_policy_of(name); })
+      .def_property(
+          "bundle_bytes", [](const LocatorOptions& o) { return o.bundles.bytes; },
+          [](LocatorOptions& o, std::uint64_t bytes) { o.bundles.bytes = bytes; })
+      .def_property(
+          "bundle_count", [](const LocatorOptions& o) { return o.bundles.count; },
+          [](LocatorOptions& o, int count) { o.bundles.count = count; })
+      .def_readwrite("check_params", &LocatorOptions::check_params)
+      .def_readwrite("gather_deadline", &LocatorOptions::gather_deadline)
+      .def_readwrite("threads", &LocatorOptions::threads)
+      .def_readwrite("max_incidents", &LocatorOptions::max_incidents)
+      .def_readwrite("integration", &LocatorOptions::integration)
+      .def_readwrite("not_covered", &LocatorOptions::not_covered);
+
+  py::class_<LossView>(m, "LossView")
+      .def(py::init([](at::Tensor tensor, std::optional<int> microbatch, std::optional<int> chunk,
+                       std::optional<at::Tensor> valid_labels) {
+             return LossView{std::move(tensor), microbatch, chunk,
+                             valid_labels.value_or(at::Tensor())};
+           }),
+           "tensor"_a, "microbatch"_a = std::nullopt, "chunk"_a = std::nullopt,
+           "valid_labels"_a = std::nullopt);
+  py::class_<GradientLocator>(m, "GradientLocator")
+      .def(py::init<ParameterMap, LocatorOptions, std::shared_ptr<Communicator>>(), "map"_a,
+           "options"_a, "communicator"_a, ReleaseGil())
+      .def_property_readonly("run_dir",
+                             [](const GradientLocator& l) { return l.run_dir().string(); })
+      .def_property_readonly("parameters",
+                             [](const GradientLocator& l) { return l.map().parameters(); })
+      .def_property_readonly("incidents", &GradientLocator::incidents)
+      .def_property_readonly("dismissed", &GradientLocator::dismissed)
+      .def("set_map", &GradientLocator::set_map, "map"_a, ReleaseGil())
+      .def("begin_step", &GradientLocator::begin_step, "iteration"_a)
+      .def(
+          "scan",
+          [](GradientLocator& l, const std::string& phase, std::uint64_t group,
+             const std::string& role, const std::vector<std::int64_t>& parameters,
+             const std::vector<at::Tensor>& tensors, const std::vector<std::int64_t>& offsets) {
+            const auto views = gradient_views(parameters, tensors, offsets);
+            py::gil_scoped_release release;
+            l.scan(phase_of(phase), group, role, views);
+          },
+          "phase"_a, "group"_a, "role"_a, "parameters"_a, "tensors"_a,
+          "offsets"_a = std::vector<std::int64_t>())
+      .def(
+          "scan_losses",
+          [](GradientLocator& l, const std::vector<LossView>& losses) { l.scan_losses(losses); },
+          "losses"_a, ReleaseGil())
+      .def("gradient_is_ready", &GradientLocator::gradient_is_ready, "parameter"_a)
+      .def("set_gradient_norm", &GradientLocator::set_gradient_norm, "norm"_a)
+      .def("set_loss_scale", &GradientLocator::set_loss_scale, "loss_scale"_a,
+           "falls_on_overflow"_a)
+      .def("add_note", &GradientLocator::add_note, "note"_a)
+      .def("set_crossings", &GradientLocator::set_crossings, "sightings"_a, "coverage"_a)
+      .def(
+          "set_microbatches",
+          [](GradientLocator& l,
+             const std::vector<std::tuple<int, std::optional<int>, std::vector<std::string>>>&
+                 all) {
+            std::vector<Microbatch> microbatches;
+            for (const auto& [number, chunk, tensors] : all) {
+              microbatches.push_back({number, chunk, tensors});
+            }
+            l.set_microbatches(std::move(microbatches));
+          },
+          "microbatches"_a, "Each: number, chunk, one line per tensor.")
+      .def("is_true_anywhere", &GradientLocator::is_true_anywhere, "mine"_a, ReleaseGil())
+      .def("set_births", &GradientLocator::set_births, "births"_a)
+      .def("start_agreement", &GradientLocator::start_agreement, ReleaseGil())
+      .def("finish_agreement", &GradientLocator::finish_agreement, ReleaseGil())
+      .def(
+          "conclude", [](GradientLocator& l) { return to_json(l.conclude()); }, ReleaseGil(),
+          "The verdict as JSON.")
+      .def(
+          "conclude_alone",
+          [](GradientLocator& l, std::string reason,
+             bool is_of_peers) -> std::optional<std::string> {
+            const auto failure = is_of_peers ? Failure::of_peers : Failure::own;
+            const Verdict* verdict = l.conclude_alone(std::move(reason), failure);
+            if (!verdict) return std::nullopt;
+            return to_json(*verdict);
+          },
+          "reason"_a, "is_of_peers"_a = false, ReleaseGil(),
+          "The partial verdict as JSON, None where there is nothing to tell. is_of_peers: a "
+          "collective has failed; waits until it is known which rank is lost.")
+      .def(
+          "now_in",
+          [](GradientLocator& l, const std::string& activity) { l.now_in(activity_of(activity)); },
+          "activity"_a, "Where this rank is, for the others should it fall silent: 'rerun', ...")
+      .def("dismiss", &GradientLocator::dismiss);
+  m.def(
+      "outcome_of",
+      [](const std::string& on_bad, const std::string& verdict_json) {
+        const auto verdict = verdict_from_json(verdict_json, "verdict");
+        return std::string(outcome_of(policy_of(on_bad), verdict.rerun));
+      },
+      "on_bad"_a, "verdict_json"_a, "'stopped', 'reported', 'skipped' or 'recovered'.");
+  m.def(
+      "format_verdict",
+      [](const std::string& json, const std::string& run_dir) {
+        return format_verdict(verdict_from_json(json, "verdict"), {.run_dir = run_dir});
+      },
+      "json"_a, "run_dir"_a = "");
+}
+
+}  // namespace
+
+Phase phase_of(std::string_view name) {
+  if (const auto phase = phase_from_name(name)) return *phase;
+  throw UsageError("unknown phase '" + std::string(name) + "'");
+}
+
+std::vector<GradientView> gradient_views(const std::vector<std::int64_t>& parameters,
+                                         const std::vector<at::Tensor>& tensors,
+                                         const std::vector<std::int64_t>& offsets) {
+  if (parameters.size() != tensors.size() ||
+      (!offsets.empty() && offsets.size() != tensors.size())) {
+    throw UsageError("scan: " + std::to_string(parameters.size()) + " parameters, " +
+                     std::to_string(tensors.size()) + " tensors and " +
+                     std::to_string(offsets.size()) + " offsets; their numbers must be equal");
+  }
+  std::vector<GradientView> views(tensors.size());
+  for (std::size_t i = 0; i < views.size(); ++i) {
+    views[i] = {parameters[i], tensors[i], offsets.empty() ? 0 : offsets[i]};
+  }
+  return views;
+}
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "nanlocator's engine";
+  m.attr("__version__") = NANLOCATOR_VERSION;
+  bind_errors(m);
+  bind_scan(m);
+  bind_map(m);
+  bind_agree(m);
+  bind_gradients(m);
+  bind_rerun(m);
+  bind_trace(m);
+  bind_watch(m);
+  bind_boundary(m);
+  bind_looks(m);
+  bind_replay(m);
+#ifdef NANLOCATOR_NETCHECK
+  bind_netcheck(m);
+  bind_device_check(m);
+#endif
+}
+
+}  // namespace nanlocator

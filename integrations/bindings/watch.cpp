@@ -1,0 +1,227 @@
+// The module stack, the module watch, and the one-line look at a tensor.
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.hpp"
+#include "nanlocator/tensor/look.hpp"
+#include "nanlocator/trace/module_scope.hpp"
+#include "nanlocator/trace/module_watch.hpp"
+
+namespace py = pybind11;
+using py::literals::operator""_a;
+
+namespace nanlocator {
+namespace {
+
+// ---- Tensors in Python's containers -------------------------------------------------------------
+
+constexpr int kMostNested = 8;  // also ends a container that holds itself
+
+std::string text_of(PyObject* key) {
+  return py::str(py::handle(key)).cast<std::string>();
+}
+
+bool is_plain_value(PyObject* object) {
+  return object == Py_None || PyLong_Check(object) || PyFloat_Check(object) ||
+         PyUnicode_Check(object);
+}
+
+/// Adds every tensor in `object`: in tuples and lists as "[0]", in dictionaries as "[key]", in
+/// dataclasses, named tuples and the outputs of transformers as ".name".
+void collect_tensors(PyObject* object, const std::string& role, int depth,
+                     std::vector<NamedTensor>& tensors) {
+  if (THPVariable_Check(object)) {
+    tensors.push_back({role, THPVariable_Unpack(object)});
+    return;
+  }
+  if (is_plain_value(object) || depth >= kMostNested) return;
+  if (PyTuple_Check(object) || PyList_Check(object)) {
+    py::object names;
+    if (PyTuple_Check(object) && !PyTuple_CheckExact(object)) {
+      names = py::getattr(object, "_fields", py::none());
+    }
+    const bool is_named = names && py::isinstance<py::tuple>(names) &&
+                          PyTuple_GET_SIZE(names.ptr()) == PySequence_Fast_GET_SIZE(object);
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
+      PyObject* const item = PySequence_Fast_GET_ITEM(object, i);
+      if (is_plain_value(item)) continue;
+      collect_tensors(item,
+                      is_named ? role + "." + text_of(PyTuple_GET_ITEM(names.ptr(), i))
+                               : role + "[" + std::to_string(i) + "]",
+                      depth + 1, tensors);
+    }
+    return;
+  }
+  auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  const bool is_dataclass = PyObject_HasAttrString(type, "__dataclass_fields__") != 0;
+  if (PyDict_Check(object)) {
+    PyObject* key = nullptr;
+    PyObject* value = nullptr;
+    for (Py_ssize_t position = 0; PyDict_Next(object, &position, &key, &value) != 0;) {
+      if (is_plain_value(value)) continue;
+      collect_tensors(value,
+                      is_dataclass ? role + "." + text_of(key) : role + "[" + text_of(key) + "]",
+                      depth + 1, tensors);
+    }
+    return;
+  }
+  if (is_dataclass) {
+    const py::dict fields = py::getattr(type, "__dataclass_fields__");
+    for (const auto& field : fields) {
+      // What is not there, or cannot be told without an error, holds no tensor that a call uses.
+      const auto value =
+          py::reinterpret_steal<py::object>(PyObject_GetAttr(object, field.first.ptr()));
+      if (!value) {
+        PyErr_Clear();
+        continue;
+      }
+      collect_tensors(value.ptr(), role + "." + text_of(field.first.ptr()), depth + 1, tensors);
+    }
+    return;
+  }
+  // A mapping that is no dict (transformers' BatchEncoding, a UserDict) keeps its items in `data`.
+  if (PyMapping_Check(object) != 0 && PyObject_HasAttrString(object, "data") != 0) {
+    const py::object data = py::getattr(object, "data", py::none());
+    if (PyDict_Check(data.ptr())) collect_tensors(data.ptr(), role, depth + 1, tensors);
+  }
+}
+
+std::vector<NamedTensor> inputs_of(const py::tuple& arguments, const py::dict& keywords) {
+  std::vector<NamedTensor> tensors;
+  const std::string role = "input";
+  collect_tensors(arguments.ptr(), role, 0, tensors);
+  if (PyDict_GET_SIZE(keywords.ptr()) > 0) collect_tensors(keywords.ptr(), role, 0, tensors);
+  return tensors;
+}
+
+std::vector<NamedTensor> outputs_of(const py::object& output) {
+  std::vector<NamedTensor> tensors;
+  const bool is_single = THPVariable_Check(output.ptr());
+  collect_tensors(output.ptr(), is_single ? "output[0]" : "output", 0, tensors);
+  return tensors;
+}
+
+// ---- Bindings -----------------------------------------------------------------------------------
+
+void bind_module_scope(py::module_& m) {
+  py::class_<PathHandle>(m, "ModulePath")
+      .def(py::init([](const std::string& path) { return PathHandle{intern_module_path(path)}; }),
+           "path"_a)
+      .def("__str__", [](const PathHandle& handle) { return *handle.path; });
+  m.def(
+      "enter_module", [](const PathHandle& handle) { return enter_module(handle.path); }, "path"_a,
+      "Pushes; returns the depth before.");
+  m.def("leave_modules", &leave_modules, "depth"_a);
+  m.def("module_depth", &module_depth);
+  m.def("current_module", []() -> std::optional<std::string> {
+    const ModulePath path = current_module();
+    if (!path) return std::nullopt;
+    return *path;
+  });
+}
+
+void bind_records(py::module_& m) {
+  py::class_<Sighting>(m, "Sighting")
+      .def_readonly("iteration", &Sighting::iteration)
+      .def_readonly("microbatch", &Sighting::microbatch)
+      .def_readonly("chunk", &Sighting::chunk)
+      .def_property_readonly("phase",
+                             [](const Sighting& s) { return std::string(name_of(s.phase)); })
+      .def_readonly("module", &Sighting::module)
+      .def_readonly("op", &Sighting::op)
+      .def_readonly("role", &Sighting::role)
+      .def_readonly("parameter_id", &Sighting::parameter_id)
+      .def_readonly("parameter", &Sighting::parameter)
+      .def_readonly("dtype", &Sighting::dtype)
+      .def_readonly("shape", &Sighting::shape)
+      .def_readonly("stats", &Sighting::stats)
+      .def("__repr__", [](const Sighting& s) {
+        return "<Sighting " + std::string(name_of(s.phase)) + " " + s.module + " " + s.role + ">";
+      });
+  py::class_<Birth>(m, "Birth")
+      .def_property_readonly("kind", [](const Birth& b) { return std::string(name_of(b.kind)); })
+      .def_readonly("sighting", &Birth::sighting)
+      .def_readonly("is_module_inferred", &Birth::is_module_inferred)
+      .def_readonly("node", &Birth::node)
+      .def_readonly("forward_op", &Birth::forward_op)
+      .def_readonly("parent", &Birth::parent)
+      .def_readonly("values", &Birth::values)
+      .def_readonly("inputs", &Birth::inputs)
+      .def_readonly("stack", &Birth::stack)
+      .def_readonly("reached", &Birth::reached)
+      .def_readonly("bundle", &Birth::bundle)
+      .def_property_readonly("replay",
+                             [](const Birth& b) { return std::string(name_of(b.replay)); })
+      .def_readonly("replay_lines", &Birth::replay_lines)
+      .def("__repr__", [](const Birth& b) {
+        return "<Birth " + std::string(name_of(b.kind)) + " " +
+               std::string(name_of(b.sighting.phase)) + " " + b.sighting.module + " " +
+               b.sighting.role + ">";
+      });
+}
+
+void bind_module_watch(py::module_& m) {
+  py::class_<ModuleWatch>(m, "ModuleWatch")
+      .def(py::init<int>(), "threads"_a = 1)
+      .def("begin_step", &ModuleWatch::begin_step)
+      // enter and leave keep the GIL: they read Python's containers, and are short.
+      .def(
+          "enter",
+          [](ModuleWatch& watch, const PathHandle& handle, const py::tuple& arguments,
+             const py::dict& keywords) {
+            return watch.enter(handle.path, inputs_of(arguments, keywords));
+          },
+          "path"_a, "args"_a, "kwargs"_a)
+      .def(
+          "leave",
+          [](ModuleWatch& watch, ModuleCallId call, const py::object& output) {
+            watch.leave(call, outputs_of(output));
+          },
+          "call"_a, "output"_a)
+      .def("abandon", &ModuleWatch::abandon, "call"_a)
+      .def(
+          "collect",
+          [](ModuleWatch& watch, std::int64_t iteration,
+             const std::vector<std::pair<std::string, at::Tensor>>& parameters,
+             const std::vector<std::pair<std::string, at::Tensor>>& buffers) {
+            const auto named = [](const auto& pairs) {
+              std::vector<NamedTensor> tensors;
+              for (const auto& [name, tensor] : pairs) tensors.push_back({name, tensor});
+              return tensors;
+            };
+            const auto of_parameters = named(parameters), of_buffers = named(buffers);
+            ModuleWatch::Collected collected;
+            {
+              const py::gil_scoped_release release;
+              collected = watch.collect(iteration, of_parameters, of_buffers);
+            }
+            return std::pair{std::move(collected.sightings), std::move(collected.births)};
+          },
+          "iteration"_a, "parameters"_a, "buffers"_a, "(sightings, births)");
+}
+
+void bind_look(py::module_& m) {
+  m.def(
+      "look",
+      [](const at::Tensor& tensor) -> std::optional<TensorStats> {
+        const py::gil_scoped_release release;
+        return look(tensor);
+      },
+      "tensor"_a, "Its stats, wherever it is; None for what cannot hold a NaN or Inf.");
+}
+
+}  // namespace
+
+void bind_watch(py::module_& m) {
+  bind_module_scope(m);
+  bind_records(m);
+  bind_module_watch(m);
+  bind_look(m);
+}
+
+}  // namespace nanlocator

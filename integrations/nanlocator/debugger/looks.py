@@ -1,0 +1,179 @@
+"""Looks at tensors as they pass, and the decisions that wait for them.
+
+In: tensors of any dtype, layout and device. Out: ``Values``, filled in at once for host memory. On another
+device a look is put on the current stream (on CUDA one launch into a slot of its own), and nothing waits
+until all looks are read together. Nothing that is computed changes, and autograd sees nothing.
+"""
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from nanlocator import _C
+from nanlocator.debugger.values import Values
+
+_MOST_WAITING = 1 << 13  # looks; their slots take about a megabyte of the device's memory
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc, torch.jagged)
+_WITHOUT_A_SCAN = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
+
+
+class Looks:
+    """Looks, and in their order what is decided once they are known. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._scans = _C.TensorLooks()
+        self._waiting: dict[int, Callable[[_C.TensorStats], None]] = {}  # by the scans' numbers
+        self._decisions: list[Callable[[], None]] = []
+        self._passing: dict[int, _Passing] = {}  # by the tensors' id
+
+    @property
+    def are_waiting(self) -> bool:
+        """Whether `settle` would wait for a device."""
+        return bool(self._waiting)
+
+    @property
+    def are_many(self) -> bool:
+        """Time to settle."""
+        return len(self._waiting) >= _MOST_WAITING
+
+    def look(self, tensor: torch.Tensor) -> Values:
+        """Any tensor, as it is now in the order of the current stream; it is not kept. Of a DTensor this
+        rank's part. What cannot be read has no values."""
+        tensor = local_part(tensor)
+        values = Values(tensor.dtype, tuple(tensor.shape))
+        try:
+            if tensor.layout is torch.strided and _has_a_scan(tensor.dtype):
+                self._scan(tensor, values.take_both)
+            else:
+                with torch.no_grad():
+                    self._look_at_converted(tensor.detach(), values)
+        except (_C.UnsupportedError, NotImplementedError):
+            pass
+        return values
+
+    def look_in_passing(self, tensor: torch.Tensor) -> Values:
+        """As `look`; but a tensor that was looked at since `forget_passing`, and not written since, as far as
+        autograd counts writes, is not read again: what one module hands to the next."""
+        if tensor.is_inference() or type(tensor) is not torch.Tensor:
+            return self.look(tensor)  # nobody counts the writes, or the memory is hidden
+        passing = self._passing.get(id(tensor))
+        if passing is None or not passing.is_still(tensor):
+            passing = self._passing[id(tensor)] = _Passing(tensor, self.look(tensor))
+        return passing.values
+
+    def forget_passing(self) -> None:
+        self._passing.clear()
+
+    def then(self, decide: Callable[[], None]) -> None:
+        """Calls ``decide`` when all looks so far are known, after the decisions before it: now, or in
+        `settle`."""
+        self._decisions.append(decide)
+        if not self._waiting:
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits for the looks, and decides. Where a decision raises, those after it are dropped."""
+        waiting, self._waiting = self._waiting, {}
+        decisions, self._decisions = self._decisions, []
+        if waiting:
+            for number, stats in enumerate(self._scans.read()):
+                waiting[number](stats)
+        for decide in decisions:
+            decide()
+
+    def _scan(self, tensor: torch.Tensor, take: "Callable[[_C.TensorStats], None]") -> None:
+        seen = self._scans.enqueue(tensor)
+        if isinstance(seen, int):
+            self._waiting[seen] = take
+        elif seen is not None and seen.numel > 0:
+            take(seen)
+
+    def _look_at_converted(self, tensor: torch.Tensor, values: Values) -> None:
+        if tensor.device.type == "meta" or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return
+        values.has_positions = tensor.layout in (torch.strided, torch._mkldnn)
+        plain = plain_values(tensor)
+        if plain.dtype.is_complex:
+            # The scan takes the parts; the magnitudes need a second look, at a tensor of half the size.
+            self._scan(plain, values.take_stats)
+            self._scan(plain.abs(), values.take_magnitudes)
+        elif plain.dtype.is_floating_point:
+            self._scan(plain, values.take_both)
+        else:
+            self._scan(_as_floating_point(plain), values.take_magnitudes)
+
+
+class _Passing:
+    """A tensor that is handed on, and what was seen of it. Keeps no tensor: one that has died is another's
+    id, and is not taken for it."""
+
+    __slots__ = ("_address", "_tensor", "_version", "values")
+
+    def __init__(self, tensor: torch.Tensor, values: Values) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._version, self._address = _state_of(tensor)
+        self.values = values
+
+    def is_still(self, tensor: torch.Tensor) -> bool:
+        return self._tensor() is tensor and (self._version, self._address) == _state_of(tensor)
+
+
+def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Writes that are counted, and the memory: ``tensor.data = other`` is not counted."""
+    try:
+        return tensor._version, tensor.data_ptr()
+    except RuntimeError:  # sparse, under vmap
+        return tensor._version, 0
+
+
+_now = Looks()
+_now_lock = threading.RLock()
+
+
+def measure(tensor: torch.Tensor) -> Values:
+    """One look, known at once: waits for the tensor's device. From any thread."""
+    with _now_lock:
+        values = _now.look(tensor)
+        _now.settle()
+        return values
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a DTensor; every other tensor itself. No communication."""
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter or not dist.is_available():
+        return tensor
+    # Who has not imported it has no DTensor; importing it takes a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    return tensor._local_tensor if module is not None and isinstance(tensor, module.DTensor) else tensor
+
+
+def plain_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Strided, of a dtype that the scan or torch's reductions know; of a sparse tensor the stored values."""
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    if tensor.layout is torch.sparse_coo:
+        return plain_values(tensor.coalesce().values())
+    if tensor.layout in _COMPRESSED:
+        return plain_values(tensor.values())
+    if tensor.layout is torch._mkldnn:
+        return plain_values(tensor.to_dense())
+    if tensor.dtype in _WITHOUT_A_SCAN:
+        return tensor.float()
+    return tensor
+
+
+def _has_a_scan(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype not in _WITHOUT_A_SCAN
+
+
+def _as_floating_point(tensor: torch.Tensor) -> torch.Tensor:
+    """Integers and bools: their magnitudes are then the scan's, and nothing has to wait for them. In double
+    a magnitude above 2^53 is rounded, which three printed digits do not show."""
+    if tensor.element_size() == 1:
+        return tensor.half()
+    return tensor.double() if tensor.device.type != "mps" else tensor.float()  # which has no double

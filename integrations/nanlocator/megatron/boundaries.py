@@ -1,0 +1,368 @@
+"""The ``boundaries`` level: hands what crosses ranks to the engine, before and after.
+
+Every collective and message that Megatron-Core, TransformerEngine or torch issue from Python ends in a method
+of ``ProcessGroup`` (torch 2.11, distributed/distributed_c10d.py): these are replaced on the class while a
+forward-backward pass is watched. That also covers functions which others bound when they were imported
+(Megatron-Core 0.16.1, tensor_parallel/layers.py and mappings.py). Calls of groups that are not watched pay
+one look-up.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch._C._distributed_c10d import ProcessGroup, Work
+
+from nanlocator import _C
+from nanlocator.megatron.layout import exchanging_modules
+from nanlocator.patches import Patches
+
+Tensors = list[torch.Tensor]
+
+# Fields of ProcessGroupCollection (0.16.1) and the names in ledgers. Gradients cross the data-parallel
+# groups and are scanned elsewhere; `tp_dp_cp` is here for the routers' token counts and auxiliary losses.
+_GROUP_NAMES = {
+    "tp": "tp",
+    "pp": "pp",
+    "cp": "cp",
+    "ep": "ep",
+    "expt_tp": "etp",
+    "tp_ep": "tp_ep",
+    "tp_cp": "tp_cp",
+    "hcp": "hcp",
+    "embd": "embd",
+    "pos_embd": "pos_embd",
+    "mp": "tp_pp",
+    "tp_ep_pp": "tp_ep_pp",
+    "tp_dp_cp": "tp_dp_cp",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Collective:
+    """Where ProcessGroup's method takes its tensors: positions of its arguments, self not counted."""
+
+    op: str
+    received: int
+    sent: int
+    root: int | None = None  # the options, or the root's rank in the group
+    only_root_sends: bool = False
+    only_root_receives: bool = False
+
+
+_COLLECTIVES = {
+    "allreduce": _Collective("c10d::allreduce_", 0, 0),
+    "allreduce_coalesced": _Collective("c10d::allreduce_coalesced_", 0, 0),
+    "broadcast": _Collective("c10d::broadcast_", 0, 0, root=1, only_root_sends=True),
+    "reduce": _Collective("c10d::reduce_", 0, 0, root=1, only_root_receives=True),
+    "allgather": _Collective("c10d::allgather_", 0, 1),
+    "_allgather_base": _Collective("c10d::_allgather_base_", 0, 1),
+    "allgather_coalesced": _Collective("c10d::allgather_coalesced_", 0, 1),
+    "allgather_into_tensor_coalesced": _Collective("c10d::allgather_into_tensor_coalesced_", 0, 1),
+    "reduce_scatter": _Collective("c10d::reduce_scatter_", 0, 1),
+    "_reduce_scatter_base": _Collective("c10d::_reduce_scatter_base_", 0, 1),
+    "reduce_scatter_tensor_coalesced": _Collective("c10d::reduce_scatter_tensor_coalesced_", 0, 1),
+    "alltoall": _Collective("c10d::alltoall_", 0, 1),
+    "alltoall_base": _Collective("c10d::alltoall_base_", 0, 1),
+    "gather": _Collective("c10d::gather_", 0, 1, root=2, only_root_receives=True),
+    "scatter": _Collective("c10d::scatter_", 0, 1, root=2, only_root_sends=True),
+}
+
+
+class Boundaries:
+    """What leaves and enters this rank in the passes that are watched.
+
+        boundaries = Boundaries(chunks)
+        microbatches.listeners.append(boundaries)
+        boundaries.begin_step()
+        with boundaries.watching():
+            forward_backward(...)
+        sightings, coverage = boundaries.collect(iteration)
+
+    Nothing waits before ``collect``; no argument and no result is changed.
+
+    Args:
+        chunks: this rank's model chunks, for process groups that are not ``parallel_state``'s.
+        threads: for the scan of a bad tensor in host memory.
+    """
+
+    def __init__(self, chunks: list[torch.nn.Module], threads: int | None = None) -> None:
+        self.watch = _C.BoundaryWatch(threads or torch.get_num_threads())
+        self._groups: dict[int, _WatchedGroup] = {}
+        for name, group in _model_parallel_groups(chunks):
+            if id(group) not in self._groups:
+                self._groups[id(group)] = _WatchedGroup(name, group, self.watch)
+        self._message_groups = {**self._groups, **self._stand_ins()}
+        self._replaced: dict[str, tuple[Any, Callable[..., Any]]] = {}
+        self._is_removed = False
+        self._patches = Patches()
+        for chunk in chunks:
+            for name, module in exchanging_modules(chunk):
+                self._patches.wrap(module, "forward", self._named_forward(name))
+
+    def begin_step(self) -> None:
+        """Forgets the step before."""
+        self.watch.begin_step()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watches this process's crossings inside it. Not to be nested."""
+        if not self._is_removed:
+            self._install()
+        try:
+            yield
+        finally:
+            self._uninstall()
+
+    def collect(self, iteration: int) -> "tuple[list[_C.Sighting], list[_C.CrossingCoverage]]":
+        """What was bad since ``begin_step``, in execution order, and how much was looked at. Waits for the
+        devices."""
+        return self.watch.collect(iteration)
+
+    def remove(self) -> None:
+        """Watches no more. May be called twice, and inside ``watching``."""
+        self._is_removed = True
+        self._uninstall()
+        self._patches.remove()
+
+    def _named_forward(self, name: str) -> Callable[..., Any]:
+        """Names what crosses in a module's forward, and in the backward of what it computes. Only modules
+        that exchange something are followed: a wrapped call of every module costs 3 % of a small step."""
+        path, watch = _C.ModulePath(name), self.watch
+
+        def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            call = watch.enter(path)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                watch.leave(call)
+
+        return forward
+
+    # What Microbatches calls: the schedule's steps, which tell whose tensors are sent and received between
+    # them.
+
+    def begin_forward(self, microbatch: int | None, chunk: int, inputs: Tensors) -> None:
+        self.watch.begin_forward(microbatch, chunk, inputs)
+
+    def end_forward(self, microbatch: int | None, chunk: int, outputs: Tensors) -> None:
+        self.watch.end_forward(microbatch, chunk, outputs)
+
+    def begin_backward(self, microbatch: int | None, chunk: int, output_grads: Tensors) -> None:
+        self.watch.begin_backward(microbatch, chunk, output_grads)
+
+    def end_backward(self, microbatch: int | None, chunk: int, input_grads: Tensors) -> None:
+        self.watch.end_backward(microbatch, chunk, input_grads)
+
+    def _stand_ins(self) -> "dict[int, _WatchedGroup]":
+        """Two pipeline stages send one way through the group of all ranks, so that both ways overlap
+        (p2p_communication.py, _p2p_ops). Each pair of ranks sees one group per direction: these messages
+        count as the pipeline group's."""
+        world = dist.group.WORLD
+        for watched in self._groups.values():
+            if watched.name == "pp" and len(watched.members) == 2 and world is not None:
+                return {id(world): watched.through(world)}
+        return {}
+
+    def _install(self) -> None:
+        makers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+            "send": self._watched_send,
+            "recv": self._watched_receive,
+            "_start_coalescing": self._watched_start,
+            "_end_coalescing": self._watched_end,
+        }
+        for name, collective in _COLLECTIVES.items():
+            makers[name] = lambda inner, collective=collective: self._watched_collective(collective, inner)
+        for name, make in makers.items():
+            original = getattr(ProcessGroup, name)
+            replacement = make(original)
+            self._replaced[name] = original, replacement
+            setattr(ProcessGroup, name, replacement)
+
+    def _uninstall(self) -> None:
+        for name, (original, replacement) in self._replaced.items():
+            # Where someone has wrapped ours since, it stays inside theirs.
+            if getattr(ProcessGroup, name) is replacement:
+                setattr(ProcessGroup, name, original)
+        self._replaced = {}
+
+    def _watched_collective(self, collective: _Collective, inner: Callable[..., Any]) -> Callable[..., Any]:
+        groups, watch = self._groups, self.watch
+        op, sent, received, root = collective.op, collective.sent, collective.received, collective.root
+        needed = max(sent, received, root or 0)
+
+        def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            watched = groups.get(id(group))
+            if watched is None:
+                return inner(group, *args, **kwargs)
+            if len(args) <= needed:
+                # Tensors by keyword, as nobody passes them: counted like the other members do, and left
+                # unfinished, so that the coverage does not claim it.
+                watch.begin_collective(watched.number, op, None)
+                return inner(group, *args, **kwargs)
+            inputs, outputs = args[sent], args[received]
+            if root is not None and not watched.is_root(args[root]):
+                inputs = None if collective.only_root_sends else inputs
+                outputs = None if collective.only_root_receives else outputs
+            crossing = watch.begin_collective(watched.number, op, inputs)
+            return watched.observed(inner(group, *args, **kwargs), crossing, outputs)
+
+        return method
+
+    def _watched_send(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        groups, watch = self._message_groups, self.watch
+
+        def send(group: ProcessGroup, tensors: Tensors, to: int, *args: Any, **kwargs: Any) -> Any:
+            watched = groups.get(id(group))
+            if watched is not None and (peer := watched.peer(to)) is not None:
+                watch.send(watched.number, peer, tensors)
+            return inner(group, tensors, to, *args, **kwargs)
+
+        return send
+
+    def _watched_receive(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        groups, watch = self._message_groups, self.watch
+
+        def recv(group: ProcessGroup, tensors: Tensors, source: int, *args: Any, **kwargs: Any) -> Any:
+            watched = groups.get(id(group))
+            if watched is None or (peer := watched.peer(source)) is None:
+                return inner(group, tensors, source, *args, **kwargs)
+            crossing = watch.begin_receive(watched.number, peer)
+            return watched.observed(inner(group, tensors, source, *args, **kwargs), crossing, tensors)
+
+        return recv
+
+    def _watched_start(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def start(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            result = inner(group, *args, **kwargs)
+            if (watched := self._message_groups.get(id(group))) is not None:
+                watched.coalesced = []
+            return result
+
+        return start
+
+    def _watched_end(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def end(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            work = inner(group, *args, **kwargs)
+            watched = self._message_groups.get(id(group))
+            if watched is None or watched.coalesced is None:
+                return work
+            crossings, watched.coalesced = watched.coalesced, None
+            return _observed(work, crossings, self.watch)
+
+        return end
+
+
+class _WatchedGroup:
+    """A process group, and what the engine calls it."""
+
+    def __init__(self, name: str, group: ProcessGroup, watch: "_C.BoundaryWatch") -> None:
+        self.name = name
+        self.group = group  # keeps its id from being another's
+        self.watch = watch
+        self.members = dist.get_process_group_ranks(group)
+        self.number = watch.add_group(name, self.members)
+        self.coalesced: _Crossings | None = None  # between _start_coalescing and _end_coalescing
+        self._peers = {dist.get_group_rank(group, rank): rank for rank in self.members}
+        self._rank = group.rank()
+
+    def through(self, group: ProcessGroup) -> "_WatchedGroup":
+        """The same messages, where they are sent by the ranks of ``group``."""
+        other = object.__new__(_WatchedGroup)
+        vars(other).update(vars(self), group=group)
+        other._peers = {dist.get_group_rank(group, rank): rank for rank in self.members}
+        return other
+
+    def peer(self, rank_in_group: int) -> int | None:
+        """Its global rank; None for one that is no member."""
+        return self._peers.get(rank_in_group)
+
+    def is_root(self, root: Any) -> bool:
+        """``root``: the method's options, or the root's rank in this group."""
+        return (root if isinstance(root, int) else root.rootRank) == self._rank
+
+    def observed(self, work: Any, crossing: int, received: Any) -> Any:
+        if self.coalesced is None:
+            return _observed(work, [(crossing, received)], self.watch)
+        # NCCL: nothing has started yet, and only the work of _end_coalescing can be waited for.
+        self.coalesced.append((crossing, received))
+        return work
+
+
+_Crossings = list[tuple[int, Any]]  # with the tensors that are received
+
+
+def _observed(work: Any, crossings: _Crossings, watch: "_C.BoundaryWatch") -> Any:
+    if work is not None:
+        return _ObservedWork(work, crossings, watch)
+    for crossing, received in crossings:  # complete already, as far as the current stream can see
+        watch.finish(crossing, received)
+    return None
+
+
+class _ObservedWork:
+    """Stands for the Work of a collective or receive; looks at what has arrived once it has been waited for.
+
+    ``isinstance(..., Work)`` holds. C++ does not take it for one: functions that want a Work of torch raise
+    a TypeError, and ``torch.distributed`` 2.11 hands none of these to such a function.
+    """
+
+    __slots__ = ("_crossings", "_watch", "_work")
+
+    def __init__(self, work: Work, crossings: _Crossings, watch: "_C.BoundaryWatch") -> None:
+        self._work = work
+        self._crossings = crossings
+        self._watch = watch
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return type(self._work)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._work.wait(*args, **kwargs)
+        self._look()
+        return result
+
+    def synchronize(self) -> Any:
+        result = self._work.synchronize()
+        self._look()
+        return result
+
+    def block_current_stream(self) -> Any:
+        result = self._work.block_current_stream()
+        self._look()
+        return result
+
+    def is_completed(self) -> bool:
+        is_completed = self._work.is_completed()
+        if is_completed:
+            self._look()
+        return is_completed
+
+    def _look(self) -> None:
+        crossings, self._crossings = self._crossings, []
+        for crossing, received in crossings:
+            self._watch.finish(crossing, received)
+
+
+def _model_parallel_groups(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, ProcessGroup]]:
+    """Every group with more than one member that activations cross, by its first name."""
+    collections = [ProcessGroupCollection.use_mpu_process_groups()]
+    for chunk in chunks:
+        for module in chunk.modules():
+            own = vars(module).get("pg_collection")
+            if isinstance(own, ProcessGroupCollection):
+                collections.append(own)
+    for field, name in _GROUP_NAMES.items():
+        for collection in collections:
+            value = getattr(collection, field, None)
+            for group in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(group, ProcessGroup) and group.size() > 1:
+                    yield name, group

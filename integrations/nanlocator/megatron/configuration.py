@@ -1,0 +1,83 @@
+"""What ``install`` can work with, and what it cannot see in a configuration: said once, never silent."""
+
+from typing import Any
+
+import megatron.core
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.utils import get_model_config
+
+from nanlocator import _C
+
+TESTED_MEGATRON = "0.16.1"
+
+
+def check_call(chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
+    """Raises UsageError where ``install`` cannot work with what it was given."""
+    if not dist.is_initialized() or not parallel_state.model_parallel_is_initialized():
+        raise _C.UsageError(
+            "nanlocator.megatron.install: torch.distributed and megatron.core.parallel_state must be "
+            "initialised first; call it after get_megatron_optimizer"
+        )
+    if not isinstance(optimizer, ChainedOptimizer):
+        raise _C.UsageError(
+            f"nanlocator.megatron.install expects what get_megatron_optimizer returns (a ChainedOptimizer), "
+            f"not a {type(optimizer).__name__}; Megatron-FSDP is not covered"
+        )
+    for index, chunk in enumerate(chunks):
+        if not hasattr(chunk, "bucket_groups"):
+            raise _C.UsageError(
+                f"model chunk {index} is a {type(chunk).__name__} without gradient buckets; hand over the "
+                "chunks wrapped in megatron.core.distributed.DistributedDataParallel"
+            )
+
+
+def not_covered(
+    chunks: list[torch.nn.Module], optimizer: MegatronOptimizer, options: _C.LocatorOptions
+) -> list[str]:
+    """Phrases for run.json and the log about this very configuration."""
+    config, ddp = get_model_config(chunks[0]), chunks[0].ddp_config
+    modules = {type(module).__module__.split(".")[0] for chunk in chunks for module in chunk.modules()}
+
+    def has(name: str, *nothing: Any) -> bool:
+        return getattr(config, name, None) not in (None, False, 0, "none", [], *nothing)
+
+    is_model_parallel = (
+        parallel_state.get_tensor_model_parallel_world_size() > 1
+        or parallel_state.get_pipeline_model_parallel_world_size() > 1
+    )
+    cases = {
+        "operator, module and microbatch of a fault: level grads without a repeat sees gradients only": (
+            options.level == "grads" and options.rerun == "never"
+        ),
+        "the rank within a data-parallel replica of a fault that happens once: that needs level boundaries": (
+            options.level == "grads" and is_model_parallel
+        ),
+        f"Megatron-Core {megatron.core.__version__} is not the tested {TESTED_MEGATRON}: "
+        "hooks may sit in the wrong place": megatron.core.__version__ != TESTED_MEGATRON,
+        "operators inside TransformerEngine's kernels (told as born inside their module)": (
+            "transformer_engine" in modules
+        ),
+        "operators inside functions that Megatron compiles (bias_activation_fusion, bias_dropout_fusion)": (
+            has("bias_activation_fusion") or has("bias_dropout_fusion")
+        ),
+        "values inside CUDA graphs": has("enable_cuda_graph") or has("cuda_graph_impl"),
+        "fp8 and fp4 weights and scales": has("fp8") or has("fp4"),
+        "context parallelism has not been tested": (parallel_state.get_context_parallel_world_size() > 1),
+        "exchanges of tokens by DeepEP or HybridEP (moe_token_dispatcher_type flex)": (
+            getattr(config, "moe_token_dispatcher_type", None) == "flex"
+        ),
+        "microbatches, as overlap_moe_expert_parallel_comm has a schedule of its own": has(
+            "overlap_moe_expert_parallel_comm"
+        ),
+        "collectives between distributed-optimizer instances": (
+            getattr(ddp, "num_distributed_optimizer_instances", 1) > 1
+        ),
+        "layer-wise optimizers have not been tested": "LayerWise" in type(optimizer).__name__,
+        "with overlap_param_gather, parameters before they are gathered": (
+            options.check_params and ddp.overlap_param_gather
+        ),
+    }
+    return [phrase for phrase, applies in cases.items() if applies]

@@ -1,0 +1,147 @@
+"""What a forward-backward of Megatron-Core moves besides gradients, and its repeat must find as it was.
+
+Sources (Megatron-Core 0.16.1): tensor_parallel/random.py, transformer/moe/moe_utils.py,
+transformer/multi_token_prediction.py, optimizer/grad_scaler.py, rerun_state_machine.py. Torch's default
+generators and the model's buffers (expert bias, token counters) are the engine's part.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+
+class RngTracker:
+    """``CudaRNGStatesTracker``: dropout inside and outside of tensor-parallel regions."""
+
+    def save(self) -> None:
+        states = tensor_parallel.get_cuda_rng_tracker().get_states()
+        # A fork replaces tensors, and moves generators (the graph-safe tracker).
+        self._states = {
+            name: state.clone_state() if isinstance(state, torch.Generator) else state
+            for name, state in states.items()
+        }
+
+    def restore(self) -> None:
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        current = tracker.get_states()
+        for name, state in self._states.items():
+            if isinstance(state, torch.Generator):
+                current[name].set_state(state.get_state())
+            else:
+                current[name] = state
+        tracker.set_states(current)  # adopts the dictionary, which is ours alone
+
+
+class LoggingTracker:
+    """A dictionary that layers add their losses to: auxiliary losses of routers, multi-token prediction."""
+
+    def __init__(self, tracker: Any) -> None:
+        self._tracker = tracker
+
+    def save(self) -> None:
+        self._saved = _copied(self._tracker())
+
+    def restore(self) -> None:
+        tracker = self._tracker()
+        tracker.clear()
+        tracker.update(_copied(self._saved))
+
+
+def router_losses() -> LoggingTracker:
+    return LoggingTracker(get_moe_layer_wise_logging_tracker)
+
+
+def multi_token_losses() -> LoggingTracker:
+    return LoggingTracker(lambda: MTPLossLoggingHelper.tracker)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return value  # process groups are kept by reference
+
+
+# --- Megatron's own rerun state machine -------------------------------------------------------------------
+
+_MACHINE_FIELDS = (
+    "rerun_requested",
+    "checkpoint_requested",
+    "restart_again_requested",
+    "continue_requested",
+    "failed_validation_call",
+    "initial_result",
+    "suspicious_node",
+    "suspicious_device",
+)
+
+
+class RerunMachine:
+    """Megatron's rerun state machine: told apart from our repeat, and kept out of it.
+
+    Disabled, its ``validate_result`` raises on the one rank that saw the NaN, in mid-pass. Enabled, it
+    notes what it saw and repeats the pass when forward-backward has returned, then may end the job.
+    """
+
+    def save(self) -> None:
+        machine = get_rerun_state_machine()
+        self._fields = {name: getattr(machine, name) for name in _MACHINE_FIELDS}
+        self._large_value_counts = dict(machine.large_value_counts)
+        self._max_values = dict(machine.max_values)
+
+    def restore(self) -> None:
+        pass  # muted in the repeat, it moves nothing
+
+    def forget(self) -> None:
+        """What it saw in a pass whose result is not used: it will not ask for a re-run."""
+        machine = get_rerun_state_machine()
+        for name, value in self._fields.items():
+            setattr(machine, name, value)
+        machine.large_value_counts = copy.copy(self._large_value_counts)
+        machine.max_values = copy.copy(self._max_values)
+
+    @staticmethod
+    def is_in_its_own_rerun() -> bool:
+        return get_rerun_state_machine().state not in (RerunState.INITIAL_RUN, RerunState.NOT_RUNNING_YET)
+
+    @staticmethod
+    @contextmanager
+    def errors_held_back() -> Iterator[list[RuntimeError]]:
+        """In this block its errors are put into the list that this yields, so that the pass goes on and
+        all ranks come to the agreement."""
+        machine = get_rerun_state_machine()
+        errors: list[RuntimeError] = []
+        original = machine.validate_result
+
+        def validate_result(*args: Any, **kwargs: Any) -> None:
+            try:
+                original(*args, **kwargs)
+            except RuntimeError as error:
+                errors.append(error)
+
+        with _instead_of_validate_result(machine, validate_result):
+            yield errors
+
+    @staticmethod
+    @contextmanager
+    def muted() -> Iterator[None]:
+        with _instead_of_validate_result(get_rerun_state_machine(), lambda *_, **__: None):
+            yield
+
+
+@contextmanager
+def _instead_of_validate_result(machine: Any, replacement: Any) -> Iterator[None]:
+    machine.validate_result = replacement
+    try:
+        yield
+    finally:
+        vars(machine).pop("validate_result", None)
+

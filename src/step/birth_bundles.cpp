@@ -1,0 +1,102 @@
+#include "step/birth_bundles.hpp"
+
+#include <exception>
+#include <set>
+#include <sstream>
+#include <tuple>
+
+#include "nanlocator/replay/replay.hpp"
+
+namespace nanlocator {
+namespace {
+
+/// What a kernel does to the same inputs is asked of computations only: data, weights and memory
+/// were bad before any operator ran.
+bool is_computed(BirthKind kind) {
+  return kind == BirthKind::nan || kind == BirthKind::nan_from_inf || kind == BirthKind::inf;
+}
+
+bool is_root(const Explanation& explanation, const Birth& birth) {
+  if (birth.kind == BirthKind::literal) return false;
+  if (!birth.parent) return true;
+  const auto parent = static_cast<std::size_t>(*birth.parent);
+  return parent >= explanation.births.size() ||
+         explanation.births[parent].birth.kind == BirthKind::literal;
+}
+
+void add_replay(const OperatorCall& call, Birth& birth) {
+  try {
+    const auto report = replay(call);
+    birth.replay = report.conclusion;
+    birth.replay_lines = report.sentences;
+    for (const auto& input : report.inputs_at_first_bad) {
+      birth.values.emplace_back(input.name, input.value);
+    }
+  } catch (const std::exception& error) {
+    birth.replay_lines.push_back(std::string("the call could not be replayed: ") + error.what());
+  }
+}
+
+std::vector<std::string> lines_of(const c10::Backtrace& stack) {
+  std::vector<std::string> lines;
+  if (!stack) return lines;
+  std::istringstream text(stack->get());
+  for (std::string line; std::getline(text, line);) lines.push_back(line);
+  return lines;
+}
+
+Bundle bundle_of(const Birth& birth, const c10::Backtrace& cpp_stack,
+                 const GradientLocator& locator) {
+  Bundle bundle;
+  bundle.run_id = locator.run_id();
+  bundle.coordinates = locator.map().coordinates();
+  bundle.birth = birth;
+  bundle.birth.reached.clear();
+  bundle.birth.replay = ReplayConclusion::not_replayed;
+  bundle.birth.replay_lines.clear();
+  bundle.birth.parent.reset();
+  bundle.cpp_stack = lines_of(cpp_stack);
+  return bundle;
+}
+
+}  // namespace
+
+std::vector<Birth> keep_births(const Explanation& explanation, GradientLocator& locator,
+                               std::int64_t iteration, const AddModuleCall& add_module_call) {
+  std::vector<Birth> births;
+  std::set<std::tuple<BirthKind, Phase, std::string, std::string, std::string>> kept;
+  auto& store = locator.bundles();
+  const auto dropped_before = store.dropped().size();
+  for (const auto& [traced, call, cpp_stack] : explanation.births) {
+    Birth birth = traced;
+    birth.sighting.iteration = iteration;
+    const auto& place = birth.sighting;
+    // One module in a loop may give birth a thousand times: the first call stands for all.
+    const bool is_new =
+        is_root(explanation, birth) &&
+        kept.emplace(birth.kind, place.phase, place.module, place.op, place.parameter).second;
+    if (is_new && call) {
+      if (is_computed(birth.kind)) add_replay(*call, birth);
+      try {
+        auto bundle = bundle_of(birth, cpp_stack, locator);
+        StorageCollector storages;
+        BundleContents further;
+        add_to_bundle(*call, bundle, storages);
+        if (add_module_call) add_module_call(birth, bundle, storages, further);
+        auto contents = storages.finish(bundle);
+        contents.files = std::move(further.files);
+        birth.bundle = store.write(bundle, contents);
+      } catch (const std::exception& error) {
+        locator.add_note("The bundle of " + place.op + " could not be written: " + error.what());
+      }
+    }
+    births.push_back(std::move(birth));
+  }
+  for (auto i = dropped_before; i < store.dropped().size(); ++i) {
+    locator.add_note(store.dropped()[i]);
+  }
+  for (const auto& note : explanation.notes) locator.add_note(note);
+  return births;
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,23 @@
+// Births become evidence: each origin is replayed alone and written as a bundle.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "nanlocator/step/gradient_locator.hpp"
+#include "nanlocator/trace/operator_trace.hpp"
+
+namespace nanlocator {
+
+/// Adds what the integration kept of the module call around a birth.
+using AddModuleCall =
+    std::function<void(const Birth&, Bundle&, StorageCollector&, BundleContents&)>;
+
+/// The births of `explanation`, the replay's conclusion and the bundle's folder filled in for those
+/// that nothing but a mask came before. A bundle that cannot be written is a note of `locator`.
+[[nodiscard]] std::vector<Birth> keep_births(const Explanation& explanation,
+                                             GradientLocator& locator, std::int64_t iteration,
+                                             const AddModuleCall& add_module_call);
+
+}  // namespace nanlocator

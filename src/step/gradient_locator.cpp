@@ -1,0 +1,328 @@
+#include "nanlocator/step/gradient_locator.hpp"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "step/gradient_locator_impl.hpp"
+
+namespace nanlocator {
+namespace {
+
+at::Device current_device(at::DeviceType type) {
+  if (type == at::kCPU) return at::kCPU;
+  return c10::impl::VirtualGuardImpl(type).getDevice();
+}
+
+}  // namespace
+
+NonFiniteGradientError::NonFiniteGradientError(Verdict verdict,
+                                               const std::filesystem::path& run_dir)
+    : Error(format_verdict(verdict, {.run_dir = run_dir.string()})), verdict_(std::move(verdict)) {}
+
+GradientLocator::GradientLocator(ParameterMap map, LocatorOptions options,
+                                 std::shared_ptr<Communicator> communicator) {
+  check_options(options);
+  const auto deadline = Clock::now() + kInstallPatience * options.gather_deadline;
+  impl_ = std::make_unique<Impl>(std::move(map), std::move(options), std::move(communicator));
+  impl_->agree_on_options(deadline);
+  impl_->open_run(deadline);
+  impl_->use_map(std::move(impl_->map));
+  impl_->watch_ranks();
+}
+
+GradientLocator::~GradientLocator() {
+  if (impl_->communicator) impl_->communicator->stop_watching();
+}
+
+const ParameterMap& GradientLocator::map() const noexcept {
+  return impl_->map;
+}
+const LocatorOptions& GradientLocator::options() const noexcept {
+  return impl_->options;
+}
+const std::filesystem::path& GradientLocator::run_dir() const noexcept {
+  return impl_->directory;
+}
+const std::string& GradientLocator::run_id() const noexcept {
+  return impl_->run.id;
+}
+std::int64_t GradientLocator::iteration() const noexcept {
+  return impl_->iteration;
+}
+const std::vector<Verdict>& GradientLocator::verdicts() const noexcept {
+  return impl_->verdicts;
+}
+std::int64_t GradientLocator::incidents() const noexcept {
+  return impl_->incidents;
+}
+std::int64_t GradientLocator::dismissed() const noexcept {
+  return impl_->dismissed;
+}
+
+void GradientLocator::set_map(ParameterMap map) {
+  if (impl_->state == State::agreeing || impl_->state == State::bad) {
+    throw UsageError(
+        "set_map: a step is being agreed on. Call it after finish_agreement and, where that was "
+        "true, after conclude or dismiss.");
+  }
+  map = with_run_id(map, impl_->run.id);
+  map.write(impl_->directory);
+  impl_->use_map(std::move(map));
+}
+
+void GradientLocator::now_in(Activity activity) {
+  impl_->now_in(activity);
+}
+
+void GradientLocator::begin_step(std::int64_t iteration) {
+  if (impl_->state == State::agreeing) {
+    throw UsageError("begin_step: start_agreement was called in step " +
+                     std::to_string(impl_->iteration) + " and finish_agreement was not.");
+  }
+  if (impl_->state == State::bad) {
+    throw UsageError("begin_step: step " + std::to_string(impl_->iteration) +
+                     " was bad and neither conclude nor dismiss was called.");
+  }
+  impl_->forget_step();
+  impl_->iteration = iteration;
+  impl_->state = State::scanning;
+  impl_->now_in(Activity::forward_backward);
+}
+
+void GradientLocator::scan(Phase phase, std::uint64_t group, std::string_view role,
+                           std::span<const GradientView> views) {
+  if (impl_->state == State::before_first_step) throw UsageError("scan: call begin_step first.");
+  impl_->scanner->scan(phase, group, role, views);
+}
+
+void GradientLocator::scan_losses(std::span<const LossView> losses) {
+  if (impl_->state == State::before_first_step) {
+    throw UsageError("scan_losses: call begin_step first.");
+  }
+  impl_->scanner->scan_losses(losses);
+}
+
+void GradientLocator::gradient_is_ready(std::int64_t id) {
+  (void)impl_->map.at(id);
+  impl_->order->record(id);
+}
+
+void GradientLocator::set_gradient_norm(double norm) {
+  impl_->gradient_norm = norm;
+}
+
+void GradientLocator::set_loss_scale(double loss_scale, bool falls_on_overflow) {
+  impl_->scanner->set_loss_scale(loss_scale);
+  impl_->loss_scale = falls_on_overflow ? std::optional(loss_scale) : std::nullopt;
+}
+
+void GradientLocator::add_note(std::string note) {
+  impl_->notes.push_back(std::move(note));
+}
+
+void GradientLocator::set_births(std::vector<Birth> births) {
+  impl_->births = std::move(births);
+}
+
+void GradientLocator::set_crossings(std::vector<Sighting> sightings,
+                                    std::vector<CrossingCoverage> coverage) {
+  impl_->crossed = std::move(sightings);
+  impl_->crossings = std::move(coverage);
+}
+
+void GradientLocator::set_microbatches(std::vector<Microbatch> microbatches) {
+  impl_->microbatches = std::move(microbatches);
+}
+
+void GradientLocator::set_rerun(Rerun rerun) {
+  impl_->rerun = std::move(rerun);
+}
+
+BundleStore& GradientLocator::bundles() noexcept {
+  return *impl_->bundles;
+}
+
+std::vector<GradientScanner::Scanned> GradientLocator::scanned_gradients() {
+  return impl_->scanner->scanned_gradients();
+}
+
+bool GradientLocator::is_true_anywhere(bool mine) {
+  if (!impl_->communicator) return mine;
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unobserved(false);
+  auto flag =
+      at::full({1}, mine ? 1 : 0,
+               at::TensorOptions().dtype(at::kInt).device(current_device(impl_->flag_type)));
+  impl_->communicator->start_flag(flag);
+  return impl_->finish_flag_or_conclude_alone(*this);
+}
+
+bool GradientLocator::is_true_anywhere_by_store(bool mine) {
+  auto& impl = *impl_;
+  if (!impl.communicator) return mine;
+  const auto key = impl.incident_key() + "/question/" + std::to_string(impl.questions++);
+  (void)impl.communicator->publish(key, mine ? "1" : "0");
+  const auto answers = impl.communicator->gather(key, Clock::now() + impl.options.gather_deadline);
+  std::vector<int> missing;
+  bool is_true = mine;
+  for (int peer = 0; peer < static_cast<int>(answers.size()); ++peer) {
+    if (peer == impl.rank()) continue;
+    if (!answers[peer]) missing.push_back(peer);
+    is_true = is_true || answers[peer] == "1";
+  }
+  if (missing.empty()) return is_true;
+  std::string text;
+  for (const int peer : missing) text += (text.empty() ? "" : ", ") + std::to_string(peer);
+  throw AgreementError("No answer from rank " + text + " at the end of the step's repeat.");
+}
+
+void GradientLocator::start_agreement() {
+  if (impl_->state != State::scanning) {
+    throw UsageError(impl_->state == State::before_first_step
+                         ? "start_agreement: call begin_step first."
+                         : "start_agreement: the agreement before has not been finished, or its "
+                           "finding not concluded. Call finish_agreement, then conclude or dismiss "
+                           "where it is true.");
+  }
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unobserved(false);
+  impl_->order->end_step();
+  const auto device = current_device(impl_->flag_type);
+  if (!impl_->flag.defined()) {
+    impl_->flag = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device));
+  }
+  impl_->flag.copy_(impl_->scanner->flag(impl_->flag.device()), /*non_blocking=*/true);
+  // A norm that is known by now is agreed on. One that is set later counts on this rank alone: the
+  // frameworks compute the same norm on all ranks; where they do not, conclude costs a deadline.
+  if (impl_->is_norm_bad()) impl_->flag.fill_(1);
+  if (impl_->communicator) {
+    impl_->communicator->start_flag(impl_->flag);
+  } else if (!device.is_cpu()) {
+    if (!impl_->host_flag.defined()) {
+      impl_->host_flag = at::empty({1}, at::TensorOptions().dtype(at::kInt).pinned_memory(true));
+      impl_->flag_is_copied.emplace(device.type());
+    }
+    impl_->host_flag.copy_(impl_->flag, /*non_blocking=*/true);
+    impl_->flag_is_copied->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  }
+  impl_->scanner->remember(impl_->iteration);  // after the flag, which does not wait for it
+  impl_->state = State::agreeing;
+  impl_->now_in(Activity::agreement);
+}
+
+bool GradientLocator::finish_agreement() {
+  if (impl_->state != State::agreeing) {
+    throw UsageError("finish_agreement: call start_agreement first.");
+  }
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unobserved(false);
+  impl_->state = State::scanning;  // also where the reduction throws, for conclude_alone
+  bool is_bad = false;
+  if (impl_->communicator) {
+    is_bad = impl_->finish_flag_or_conclude_alone(*this);
+  } else if (impl_->flag.is_cpu()) {
+    is_bad = impl_->flag.item<std::int32_t>() != 0;
+  } else {
+    impl_->flag_is_copied->synchronize();
+    is_bad = impl_->host_flag.item<std::int32_t>() != 0;
+  }
+  is_bad = is_bad || impl_->is_norm_bad();
+  if (is_bad) {
+    impl_->state = State::bad;
+  } else {
+    impl_->now_in(Activity::training);
+  }
+  return is_bad;
+}
+
+const Verdict& GradientLocator::conclude() {
+  auto& impl = *impl_;
+  const bool is_late_norm = impl.state == State::scanning && impl.is_norm_bad();
+  if (impl.state != State::bad && !is_late_norm) {
+    throw UsageError("conclude: nothing bad was agreed on. Call it after a true finish_agreement.");
+  }
+  ++impl.incidents;
+  impl.state = State::scanning;
+  if (impl.options.on_bad != Policy::stop && impl.incidents > impl.options.max_incidents) {
+    impl.past_limit = Verdict{};
+    // On all ranks alike: the repeat's outcome is agreed on, and `recover` must go by it.
+    if (impl.rerun) impl.past_limit.rerun = {true, impl.rerun->reproduced, {}};
+    impl.past_limit.run_id = impl.run.id;
+    impl.past_limit.iteration = impl.iteration;
+    impl.past_limit.status = VerdictStatus::partial;
+    impl.past_limit.notes.push_back(
+        "Finding " + std::to_string(impl.incidents) + " of this run: past max_incidents (" +
+        std::to_string(impl.options.max_incidents) + ") findings are counted, not located.");
+    impl.forget_step_quietly();
+    impl.now_in(Activity::training);
+    return impl.past_limit;
+  }
+  impl.now_in(Activity::gathering);
+  const auto deadline = Clock::now() + impl.options.gather_deadline;
+  const auto key = impl.incident_key();
+  const int repetition = impl.concluded[impl.iteration]++;
+  auto ledger = impl.make_ledger({});
+  std::vector<std::string> problems;
+  impl.keep_on_disk(ledger, problems);  // first: the Store dies with its host
+  for (auto& problem : problems) ledger.notes.push_back(std::move(problem));
+  if (impl.communicator && !impl.communicator->publish(key + "/ledger", to_jsonl(ledger))) {
+    ledger.notes.push_back("This rank's ledger did not reach the Store.");
+  }
+  impl.keep_history_on_disk(ledger.notes);
+  // Rank 0 may wait for silent ranks until its deadline, and locates only then.
+  impl.verdicts.push_back(
+      impl.rank() == 0
+          ? impl.conclude_as_first_rank(ledger, key, repetition, deadline)
+          : impl.conclude_as_other_rank(ledger, key, deadline + impl.options.gather_deadline / 2));
+  impl.forget_step_quietly();
+  impl.go_on_or_stop(impl.verdicts.back(), key);
+  return impl.verdicts.back();
+}
+
+const Verdict* GradientLocator::conclude_alone(std::string reason, Failure failure) {
+  auto& impl = *impl_;
+  auto ledger = impl.make_ledger({reason});
+  const bool is_finding = !ledger.sightings.empty() || impl.is_norm_bad();
+  const bool is_first = !impl.told_alone;
+  std::vector<std::string> notes;
+  if (is_finding && (is_first || impl.told_alone->first != ledger.sightings.size())) {
+    impl.keep_on_disk(ledger, notes);  // before any wait
+    if (impl.communicator) {
+      (void)impl.communicator->publish(impl.incident_key() + "/ledger", to_jsonl(ledger));
+    }
+    impl.keep_history_on_disk(notes);
+  }
+  if (is_finding && is_first) ++impl.incidents;
+  if (impl.state == State::bad) impl.state = State::scanning;
+  if (failure == Failure::of_peers) impl.wait_for_loss();
+  const auto lost = impl.files->lost();
+  if (!is_finding && (lost.empty() || failure == Failure::own)) {
+    return is_first ? nullptr : &impl.verdicts.back();
+  }
+  const auto told = std::pair(ledger.sightings.size(), lost.size());
+  if (impl.told_alone == told) return &impl.verdicts.back();  // nothing new since
+  impl.told_alone = told;
+  if (!is_finding) notes.push_back(std::move(reason));
+  auto verdict = impl.judge_alone(ledger, is_finding, std::move(notes));
+  verdict.status = VerdictStatus::partial;
+  impl.files->write(verdict, VerdictScope::alone, kRankLost);
+  if (is_finding) impl.print(verdict);  // of a loss alone one rank has told, in one line
+  impl.verdicts.push_back(std::move(verdict));
+  return &impl.verdicts.back();
+}
+
+void GradientLocator::dismiss() {
+  if (impl_->state != State::bad) {
+    throw UsageError("dismiss: nothing bad was agreed on. Call it after a true finish_agreement.");
+  }
+  ++impl_->dismissed;
+  impl_->forget_step();
+  impl_->state = State::scanning;
+  impl_->now_in(Activity::training);
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,277 @@
+#include "step/gradient_locator_impl.hpp"
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "nanlocator/files/atomic_file.hpp"
+#include "nanlocator/locate/locate.hpp"
+#include "nanlocator/report/html.hpp"
+#include "nanlocator/report/read_run.hpp"
+
+namespace nanlocator {
+namespace {
+
+// torch.distributed's env:// rendezvous starts the Store in rank 0's process, unless torchrun's
+// agent hosts it (rendezvous.py, _create_c10d_store).
+bool hosts_rank_zero_the_store() {
+  const char* const uses_agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
+  return uses_agent == nullptr || std::string_view(uses_agent) != "True";
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------------------------ other ranks
+
+void GradientLocator::Impl::now_in(Activity activity) const {
+  files->now_in(activity, iteration);
+  if (communicator && communicator->monitor()) communicator->monitor()->now_in(activity, iteration);
+}
+
+// After a collective has failed, once per step. Where the Store has gone with it, so has the rank
+// that hosts it.
+void GradientLocator::Impl::wait_for_loss() {
+  if (!communicator || !communicator->monitor() || std::exchange(has_waited_for_loss, true)) return;
+  const auto& monitor = *communicator->monitor();
+  const auto lost = monitor.wait_for_loss(Clock::now() + options.gather_deadline);
+  const bool is_store_gone = !monitor.problem().empty();
+  if (lost.empty() && is_store_gone && rank() != 0 && hosts_rank_zero_the_store()) {
+    LostRank host;
+    host.place = "rank 0, whose process hosts the Store,";
+    host.iteration = iteration;
+    files->write_lost({host});
+  } else if (!lost.empty()) {
+    files->write_lost(lost);  // the monitor may not have come to it
+  }
+}
+
+bool GradientLocator::Impl::finish_flag_or_conclude_alone(GradientLocator& locator) {
+  try {
+    return communicator->finish_flag();
+  } catch (const AgreementError& error) {
+    std::string text = error.what();
+    const bool is_told = locator.conclude_alone(text, Failure::of_peers) != nullptr;
+    for (const auto& each : files->lost()) text += "\n" + each.describe() + ".";
+    if (is_told) text += "\nThis rank's verdict is in " + directory.string() + ".";
+    throw AgreementError(text);
+  }
+}
+
+// --------------------------------------------------------------------------------------- a finding
+
+void GradientLocator::Impl::forget_step() {
+  scanner->begin_step();
+  gradient_norm.reset();
+  loss_scale.reset();
+  notes.clear();
+  births.clear();
+  questions = 0;
+  crossed.clear();
+  crossings.clear();
+  microbatches.clear();
+  rerun.reset();
+  told_alone.reset();
+  has_waited_for_loss = false;
+}
+
+// After a finding: a device that has failed is training's to report, not the verdict's to hide.
+void GradientLocator::Impl::forget_step_quietly() noexcept {
+  try {
+    forget_step();
+  } catch (...) {
+  }
+}
+
+// What this rank saw in this step. Does not throw: a device that has failed leaves a note.
+Ledger GradientLocator::Impl::make_ledger(std::vector<std::string> extra_notes) {
+  Ledger ledger;
+  ledger.run_id = run.id;
+  ledger.attempt = run.attempt;
+  ledger.iteration = iteration;
+  ledger.coordinates = map.coordinates();
+  ledger.gradient_norm = gradient_norm;
+  ledger.loss_scale = loss_scale;
+  ledger.level = name_of(options.level);
+  ledger.on_bad = name_of(options.on_bad);
+  ledger.births = births;
+  ledger.sightings = crossed;
+  ledger.crossings = crossings;
+  ledger.microbatches = microbatches;
+  ledger.rerun = rerun;
+  ledger.notes = notes;
+  for (auto& note : extra_notes) ledger.notes.push_back(std::move(note));
+  try {
+    auto collected = scanner->collect(iteration);
+    for (auto& sighting : collected.sightings) ledger.sightings.push_back(std::move(sighting));
+    ledger.coverage = std::move(collected.coverage);
+    ledger.absmax = collected.absmax;
+    ledger.absmax_parameter = std::move(collected.absmax_parameter);
+    if (auto summary = summary_of(history()); !summary.iterations.empty()) {
+      ledger.history = std::move(summary);
+    }
+  } catch (const std::exception& error) {
+    ledger.notes.push_back(std::string("This rank's scans could not be read back: ") +
+                           error.what());
+  }
+  const auto observed = order->observed();
+  ledger.is_backward_order_observed = observed.has_value();
+  const auto parameters = static_cast<std::int64_t>(map.size());
+  for (std::int64_t i = 0; i < parameters; ++i) {
+    const auto& info = map.at(observed ? (*observed)[i] : parameters - 1 - i);
+    ledger.backward_order.push_back({info.id, info.name, info.shape, info.may_be_untouched,
+                                     info.is_tp_duplicate, info.is_tied, info.chunk, info.shard});
+  }
+  return ledger;
+}
+
+// Below this key lie the ledgers and the verdict of one finding. It holds the iteration, not a
+// count of findings: a rank that concluded alone once would count differently ever after.
+std::string GradientLocator::Impl::incident_key() {
+  return "incident/" + std::to_string(iteration) + "." + std::to_string(concluded[iteration]);
+}
+
+Verdict GradientLocator::Impl::judge(std::span<const Ledger> ledgers,
+                                     std::vector<std::string> extra_notes) const {
+  Verdict verdict;
+  try {
+    verdict = locate(ledgers, world_size());
+  } catch (const std::exception& error) {
+    verdict.status = VerdictStatus::partial;
+    verdict.notes.push_back(std::string("The ledgers could not be explained: ") + error.what());
+  }
+  verdict.run_id = run.id;
+  verdict.iteration = iteration;
+  for (auto& note : extra_notes) verdict.notes.push_back(std::move(note));
+  if (communicator && communicator->monitor()) {
+    auto problem = communicator->monitor()->problem();
+    if (!problem.empty()) verdict.notes.push_back(std::move(problem));
+  }
+  return verdict;
+}
+
+Verdict GradientLocator::Impl::judge_alone(const Ledger& ledger, bool is_finding,
+                                           std::vector<std::string> run_notes) const {
+  if (is_finding) return judge({&ledger, 1}, std::move(run_notes));
+  Verdict verdict;  // nothing to locate: the other ranks are not silent, they were not asked
+  verdict.run_id = run.id;
+  verdict.iteration = iteration;
+  verdict.notes = std::move(run_notes);
+  return verdict;
+}
+
+void GradientLocator::Impl::keep_on_disk(const Ledger& ledger,
+                                         std::vector<std::string>& problems) const {
+  try {
+    append_ledger(directory, ledger);
+  } catch (const std::exception& error) {
+    problems.push_back("The ledger of " + map.coordinates().describe() +
+                       " is not on disk: " + error.what());
+  }
+}
+
+History GradientLocator::Impl::history() const {
+  auto history = scanner->history();
+  history.run_id = run.id;
+  history.attempt = run.attempt;
+  history.coordinates = map.coordinates();
+  return history;
+}
+
+// After the ledger has been published: nobody waits for it.
+void GradientLocator::Impl::keep_history_on_disk(std::vector<std::string>& problems) const {
+  try {
+    const auto latest = history();
+    if (!latest.iterations.empty()) append_history(directory, latest);
+  } catch (const std::exception& error) {
+    problems.push_back("The history of " + map.coordinates().describe() +
+                       " is not on disk: " + error.what());
+  }
+}
+
+void GradientLocator::Impl::read_ledgers(const Gathered& texts, const Ledger& mine,
+                                         std::vector<Ledger>& ledgers,
+                                         std::vector<std::string>& problems) const {
+  ledgers.push_back(mine);
+  for (int peer = 0; peer < static_cast<int>(texts.size()); ++peer) {
+    if (peer == rank() || !texts[peer]) continue;
+    const auto source = "the ledger sent by rank " + std::to_string(peer);
+    try {
+      for (auto& ledger : ledgers_from_jsonl(*texts[peer], source)) {
+        ledgers.push_back(std::move(ledger));
+      }
+    } catch (const std::exception& error) {
+      problems.push_back(error.what());
+    }
+  }
+}
+
+Verdict GradientLocator::Impl::conclude_as_first_rank(const Ledger& mine, const std::string& key,
+                                                      int repetition, Deadline deadline) {
+  std::vector<Ledger> ledgers;
+  std::vector<std::string> problems;
+  read_ledgers(communicator ? communicator->gather(key + "/ledger", deadline) : Gathered{}, mine,
+               ledgers, problems);
+  auto verdict = judge(ledgers, std::move(problems));
+  const auto suffix = repetition == 0 ? "" : "-" + std::to_string(repetition);
+  files->write(verdict, VerdictScope::all_ranks, outcome_of(options.on_bad, verdict.rerun),
+               "step" + std::to_string(iteration) + suffix + ".json");
+  if (communicator) (void)communicator->publish(key + "/verdict", to_json(verdict));
+  print(verdict);
+  write_page(verdict, std::move(ledgers));
+  return verdict;
+}
+
+// When the verdict is out, as nobody waits for it; of the other ranks' histories and bundles it
+// shows those that are on a shared disk by now. `nanlocator report --html` makes it again.
+void GradientLocator::Impl::write_page(const Verdict& verdict, std::vector<Ledger> ledgers) const {
+  const auto path = directory / "report.html";
+  try {
+    RunReport report;
+    report.verdict = verdict;
+    report.run_dir = directory.string();
+    report.ledgers = std::move(ledgers);
+    add_details(report, directory);
+    write_file_atomically(path, format_html(report));
+    std::cerr << "  page       " + path.string() + "\n\n" << std::flush;
+  } catch (const std::exception& error) {
+    std::cerr << "nanlocator: report.html was not written: " + std::string(error.what()) + "\n"
+              << std::flush;
+  }
+}
+
+Verdict GradientLocator::Impl::conclude_as_other_rank(const Ledger& mine, const std::string& key,
+                                                      Deadline deadline) {
+  std::string reason = "Rank 0 handed out no verdict in time";
+  if (const auto text = communicator->fetch(key + "/verdict", 0, deadline)) {
+    try {
+      auto verdict = verdict_from_json(*text, "the verdict sent by rank 0");
+      files->take_over(verdict, outcome_of(options.on_bad, verdict.rerun));
+      return verdict;
+    } catch (const std::exception& error) {
+      reason = error.what();
+    }
+  }
+  std::vector<Ledger> ledgers;
+  std::vector<std::string> problems;
+  read_ledgers(communicator->gather(key + "/ledger", Clock::now()), mine, ledgers, problems);
+  problems.push_back(reason + ". This is what rank " + std::to_string(rank()) + " makes of the " +
+                     std::to_string(ledgers.size()) + " of " + std::to_string(world_size()) +
+                     " ledgers that it could read.");
+  auto verdict = judge(ledgers, std::move(problems));
+  verdict.status = VerdictStatus::partial;
+  files->write(verdict, VerdictScope::all_ranks, outcome_of(options.on_bad, verdict.rerun));
+  print(verdict);
+  return verdict;
+}
+
+// Before the error leaves under `stop`, every rank has its ledger, bundles and verdict on disk: the
+// first rank that ends takes connections, and under torchrun the other ranks, with it.
+void GradientLocator::Impl::go_on_or_stop(const Verdict& verdict, const std::string& key) {
+  if (outcome_of(options.on_bad, verdict.rerun) != kStopped) return now_in(Activity::training);
+  files->now_in(Activity::stopped, iteration);
+  if (!communicator) return;
+  (void)communicator->pass_barrier(key + "/on_disk", verdict.silent_ranks,
+                                   Clock::now() + options.gather_deadline);
+  if (communicator->monitor()) communicator->monitor()->stop(iteration);
+}
+
+}  // namespace nanlocator

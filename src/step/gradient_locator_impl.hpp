@@ -1,0 +1,137 @@
+// What GradientLocator keeps, and its parts: gradient_locator_install.cpp (how the ranks begin),
+// gradient_locator_findings.cpp (a bad step, from this rank's ledger to the verdict), and
+// gradient_locator.cpp (the class, and the agreement of each step).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+
+#include <chrono>
+#include <cmath>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gradients/backward_order.hpp"
+#include "nanlocator/report/terminal.hpp"
+#include "nanlocator/step/gradient_locator.hpp"
+#include "step/run_directory.hpp"
+#include "step/verdict_files.hpp"
+
+namespace nanlocator {
+
+using Clock = std::chrono::steady_clock;
+
+/// Ranks come to the constructor minutes apart where some still read a checkpoint: with the default
+/// gather_deadline they get five minutes, c10d's own time-out for a Store.
+inline constexpr int kInstallPatience = 10;
+inline constexpr std::string_view kStopped = "stopped";  // of `outcome_of`
+
+enum class State {
+  before_first_step,
+  scanning,
+  agreeing,  // between start_agreement and finish_agreement
+  bad,       // until conclude or dismiss
+};
+
+/// Throws UsageError for what cannot work.
+void check_options(const LocatorOptions& options);
+
+[[nodiscard]] inline ParameterMap with_run_id(const ParameterMap& map, const std::string& run_id) {
+  return {map.coordinates(), map.parameters(), run_id};
+}
+
+/// Where the flag is made: with the gradients, where the group can reduce it there; every rank must
+/// choose alike, so this depends on the layout alone and is part of the handshake.
+[[nodiscard]] at::DeviceType choose_flag_device(const RankCoordinates& coordinates,
+                                                const Communicator* communicator);
+
+struct GradientLocator::Impl {
+  Impl(ParameterMap map_, LocatorOptions options_, std::shared_ptr<Communicator> communicator_)
+      : options(std::move(options_)),
+        communicator(std::move(communicator_)),
+        map(std::move(map_)),
+        order(std::make_unique<BackwardOrder>(map.size())),
+        flag_type(choose_flag_device(map.coordinates(), communicator.get())) {}
+
+  LocatorOptions options;
+  std::shared_ptr<Communicator> communicator;
+  ParameterMap map;
+  std::unique_ptr<GradientScanner> scanner;  // refers to `map`
+  std::unique_ptr<BackwardOrder> order;
+  Run run;
+  std::filesystem::path directory;
+  std::unique_ptr<VerdictFiles> files;
+
+  at::DeviceType flag_type;
+  at::Tensor flag;  // int32 [1], ours: a reduction that outlives us writes to no freed memory
+  at::Tensor
+      host_flag;  // pinned copy of it, where there is no communicator and the flag is on a device
+  std::optional<c10::Event> flag_is_copied;
+
+  State state = State::before_first_step;
+  std::int64_t iteration = 0;
+  std::optional<double> gradient_norm;
+  std::optional<double> loss_scale;  // that an overflow lowers
+  std::vector<std::string> notes;
+  std::vector<Birth> births;
+  int questions = 0;  // of this step, put through the Store
+  std::vector<Sighting> crossed;
+  std::vector<CrossingCoverage> crossings;
+  std::vector<Microbatch> microbatches;
+  std::optional<Rerun> rerun;
+  std::unique_ptr<BundleStore> bundles;
+  std::vector<Verdict> verdicts;
+  Verdict past_limit;  // what conclude returns after max_incidents
+  std::int64_t incidents = 0;
+  std::int64_t dismissed = 0;
+  std::map<std::int64_t, int> concluded;  // how often, by iteration: a step may be repeated
+  // By conclude_alone in this step: how many sightings and lost ranks.
+  std::optional<std::pair<std::size_t, std::size_t>> told_alone;
+  bool has_waited_for_loss = false;
+
+  [[nodiscard]] int rank() const { return communicator ? communicator->rank() : 0; }
+  [[nodiscard]] int world_size() const { return communicator ? communicator->size() : 1; }
+  [[nodiscard]] bool is_norm_bad() const { return gradient_norm && !std::isfinite(*gradient_norm); }
+
+  // --- install ---
+  void agree_on_options(Deadline deadline);
+  void open_run(Deadline deadline);
+  void write_files();
+  void use_map(ParameterMap new_map);
+
+  void watch_ranks();
+
+  // --- other ranks ---
+  void now_in(Activity activity) const;
+  void wait_for_loss();
+  bool finish_flag_or_conclude_alone(GradientLocator& locator);
+
+  // --- a finding ---
+  void forget_step();
+  void forget_step_quietly() noexcept;
+  Ledger make_ledger(std::vector<std::string> extra_notes);
+  std::string incident_key();
+  Verdict judge(std::span<const Ledger> ledgers, std::vector<std::string> extra_notes) const;
+  void write_page(const Verdict& verdict, std::vector<Ledger> ledgers) const;
+  Verdict judge_alone(const Ledger& ledger, bool is_finding, std::vector<std::string> notes) const;
+  void keep_on_disk(const Ledger& ledger, std::vector<std::string>& problems) const;
+  [[nodiscard]] History history() const;
+  void keep_history_on_disk(std::vector<std::string>& problems) const;
+  void print(const Verdict& verdict) const {
+    std::cerr << format_verdict(verdict, {.run_dir = directory.string()}) << std::flush;
+  }
+  void read_ledgers(const Gathered& texts, const Ledger& mine, std::vector<Ledger>& ledgers,
+                    std::vector<std::string>& problems) const;
+  Verdict conclude_as_first_rank(const Ledger& mine, const std::string& key, int repetition,
+                                 Deadline deadline);
+  Verdict conclude_as_other_rank(const Ledger& mine, const std::string& key, Deadline deadline);
+  void go_on_or_stop(const Verdict& verdict, const std::string& key);
+};
+
+}  // namespace nanlocator

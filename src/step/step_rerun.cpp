@@ -1,0 +1,311 @@
+#include "nanlocator/step/step_rerun.hpp"
+
+#include <ATen/core/grad_mode.h>
+
+#include <exception>
+#include <map>
+#include <optional>
+#include <set>
+#include <utility>
+
+#include "step/birth_bundles.hpp"
+
+namespace nanlocator {
+namespace {
+
+constexpr std::uint64_t kOnlyGroup = 0;
+
+/// Steps that are traced in wait of the next bad one. A fault that has not come back by then is not
+/// worth the slower steps.
+constexpr int kMostTracedSteps = 100;
+
+struct Pass {
+  std::vector<NamedTensor> losses;
+  std::vector<GradientScanner::Scanned> scanned;
+  std::vector<std::int64_t> bad_parameters;  // whose local gradients are bad
+  bool is_bad = false;
+  std::string problem;  // what ended it early
+};
+
+std::int64_t count_changed(const std::vector<GradientScanner::Scanned>& first,
+                           const std::vector<GradientScanner::Scanned>& second) {
+  std::map<std::int64_t, std::uint64_t> before;
+  for (const auto& gradient : first) before[gradient.parameter] = gradient.fingerprint;
+  std::int64_t changed = 0;
+  for (const auto& gradient : second) {
+    const auto found = before.find(gradient.parameter);
+    if (found == before.end() || found->second != gradient.fingerprint) ++changed;
+  }
+  return changed;
+}
+
+}  // namespace
+
+struct StepRerun::Impl {
+  GradientLocator& locator;
+  int threads;
+  RepeatableStep step;
+  StepState state;
+  std::unique_ptr<GradientScanner> scanner;  // of the pass that runs now
+  bool is_scanned_by_owner = false;
+  std::vector<std::string> not_restored;
+  std::unique_ptr<OperatorTrace> standing;  // traces steps that cannot be repeated
+  int traced_steps = 0;                     // since it began
+
+  /// The step once more, from where it began. Does not throw for what the step throws.
+  Pass run(const std::function<std::vector<NamedTensor>()>& forward_backward) {
+    Pass pass;
+    scanner = std::make_unique<GradientScanner>(locator.map(), threads);
+    scanner->begin_step();
+    is_scanned_by_owner = false;
+    not_restored = state.restore();
+    try {
+      step.clear_gradients();
+      const at::AutoGradMode with_gradients(true);
+      pass.losses = forward_backward();
+    } catch (const std::exception& error) {
+      pass.problem = error.what();
+    }
+    if (!is_scanned_by_owner) {
+      scanner->scan(Phase::grad_local, kOnlyGroup, "grad", step.gradients());
+    }
+    std::vector<LossView> losses;
+    for (const auto& loss : pass.losses) losses.push_back({loss.tensor, {}, {}, {}});
+    scanner->scan_losses(losses);
+    pass.scanned = scanner->scanned_gradients();
+    pass.is_bad = scanner->flag(at::kCPU).item<std::int32_t>() != 0;
+    if (pass.is_bad) pass.bad_parameters = bad_local_gradients();
+    scanner.reset();
+    return pass;
+  }
+
+  /// Ids, ascending.
+  std::vector<std::int64_t> bad_local_gradients() {
+    std::set<std::int64_t> bad;
+    for (const auto& sighting : scanner->collect(locator.iteration()).sightings) {
+      if (sighting.phase == Phase::grad_local && sighting.parameter_id) {
+        bad.insert(*sighting.parameter_id);
+      }
+    }
+    return {bad.begin(), bad.end()};
+  }
+
+  /// Who waits for a bad step with a trace armed: there is one trace per process, and a step that
+  /// is bad now comes first. Training threads only, one at a time.
+  static inline Impl* waiting = nullptr;
+
+  ~Impl() { stop_tracing(); }
+
+  void stop_tracing() noexcept {
+    standing.reset();
+    if (waiting == this) waiting = nullptr;
+  }
+
+  /// Null, and a note, where another optimizer of this process traces all its steps.
+  std::unique_ptr<OperatorTrace> make_trace() {
+    if (waiting != nullptr && waiting->locator.options().level != Level::operators) {
+      waiting->stop_tracing();
+    }
+    TraceOptions options;
+    options.python_stack = step.python_stack;
+    options.threads = threads;
+    std::unique_ptr<OperatorTrace> trace;
+    try {
+      trace = std::make_unique<OperatorTrace>(std::move(options));
+    } catch (const UsageError& error) {
+      locator.add_note(std::string("Operators are not traced: ") + error.what());
+      return nullptr;
+    }
+    for (const auto& [name, tensor] : step.parameters) {
+      trace->declare(tensor, DeclaredAs::parameter, name);
+    }
+    for (const auto& [name, tensor] : step.buffers) {
+      trace->declare(tensor, DeclaredAs::buffer, name);
+    }
+    trace->begin_pass();
+    return trace;
+  }
+
+  [[nodiscard]] std::vector<NamedTensor> named(const std::vector<GradientView>& views) const {
+    std::vector<NamedTensor> named;
+    for (const auto& view : views) {
+      named.push_back({locator.map().at(view.parameter).name, view.tensor});
+    }
+    return named;
+  }
+
+  void keep(const Explanation& explanation) {
+    auto births = keep_births(explanation, locator, locator.iteration(), step.add_module_call);
+    if (!births.empty()) locator.set_births(std::move(births));
+  }
+};
+
+StepRerun::StepRerun(GradientLocator& locator)
+    : impl_(new Impl{locator, locator.options().threads, {}, {}, nullptr, false, {}, nullptr, 0}) {}
+
+StepRerun::~StepRerun() = default;
+
+StepState& StepRerun::state() noexcept {
+  return impl_->state;
+}
+
+void StepRerun::set_step(RepeatableStep step) {
+  impl_->step = std::move(step);
+  std::vector<std::pair<std::string, at::Tensor>> buffers;
+  for (const auto& [name, tensor] : impl_->step.buffers) buffers.emplace_back(name, tensor);
+  impl_->state.set_buffers(std::move(buffers));
+  if (is_tracing()) {
+    stop_tracing();
+    trace_from_now_on();
+  }
+}
+
+void StepRerun::save() {
+  if (impl_->locator.options().rerun != RerunPolicy::never) impl_->state.save();
+}
+
+bool StepRerun::is_repeating() const noexcept {
+  return impl_->scanner != nullptr;
+}
+
+void StepRerun::scan(Phase phase, std::uint64_t group, std::string_view role,
+                     std::span<const GradientView> views) {
+  if (!is_repeating()) throw UsageError("StepRerun::scan: no repeat of a step is running.");
+  impl_->is_scanned_by_owner = true;
+  impl_->scanner->scan(phase, group, role, views);
+}
+
+bool StepRerun::repeat() {
+  auto& impl = *impl_;
+  auto& locator = impl.locator;
+  const auto first = locator.scanned_gradients();
+  const auto generators = impl.state.generator_states();
+  Rerun rerun;
+
+  Pass traced;
+  std::optional<Explanation> explanation;
+  const bool was_tracing = is_tracing();
+  {
+    impl.stop_tracing();  // one trace at a time; armed again below
+    const auto trace = impl.make_trace();
+    traced = impl.run(impl.step.run);
+    if (trace && traced.is_bad)
+      explanation = trace->explain(traced.losses, impl.named(impl.step.gradients()));
+  }
+  rerun.not_restored = impl.not_restored;
+  rerun.gradients = static_cast<std::int64_t>(traced.scanned.size());
+  rerun.changed = count_changed(first, traced.scanned);
+  rerun.bad_parameters = traced.bad_parameters;
+  if (!traced.problem.empty()) {
+    locator.add_note("The repeat of the step ended with an error: " + traced.problem);
+  }
+  // Every rank takes the same way from here: a pass may hold collectives.
+  // Through the Store: where a rank is gone, some passes have ended by its lost connections, and
+  // others still wait for those that have.
+  const bool has_ended_early = locator.is_true_anywhere_by_store(!traced.problem.empty());
+  const bool is_bad_again = locator.is_true_anywhere(traced.is_bad);
+  if (!has_ended_early) rerun.reproduced = is_bad_again;
+
+  if (has_ended_early) {
+    impl.step.clear_gradients();  // half a pass's gradients are nobody's
+    locator.add_note("The gradients were cleared, as the repeat did not come to its end.");
+  } else if (!is_bad_again) {
+    const auto control = impl.run(impl.step.run);
+    rerun.control_reproduced = locator.is_true_anywhere(control.is_bad);
+    if (*rerun.control_reproduced == false) {
+      locator.add_note("The gradients are now those of the repeat, which are finite.");
+    }
+  } else if (impl.step.run_and_keep_module_calls) {
+    std::vector<Birth> births;
+    if (explanation) {
+      for (const auto& traced_birth : explanation->births) births.push_back(traced_birth.birth);
+    }
+    if (locator.is_true_anywhere(!births.empty())) {
+      (void)impl.run([&] {
+        impl.step.run_and_keep_module_calls(births);
+        return std::vector<NamedTensor>{};
+      });
+    }
+  }
+  if (explanation) impl.keep(*explanation);
+  if (was_tracing) trace_from_now_on();
+  StepState::set_generator_states(generators);
+  const bool is_clean_now = rerun.control_reproduced == false;
+  locator.set_rerun(std::move(rerun));
+  return is_clean_now;
+}
+
+bool StepRerun::find_births(CanRepeat can_repeat, const std::vector<GradientView>& results) {
+  auto& impl = *impl_;
+  const auto& options = impl.locator.options();
+  const bool is_past_limit = impl.locator.incidents() >= options.max_incidents;
+  if (is_past_limit && options.on_bad != Policy::recover) return false;
+  if (options.rerun != RerunPolicy::never && can_repeat == CanRepeat::yes) {
+    return repeat();
+  } else if (impl.standing) {
+    impl.keep(impl.standing->explain({}, impl.named(results)));
+    if (options.level != Level::operators) impl.stop_tracing();
+  } else if (options.rerun != RerunPolicy::never) {
+    trace_from_now_on();
+    if (!impl.standing) return false;
+    impl.locator.add_note(
+        "This step cannot be executed again, as step() was called without a closure: operators are "
+        "traced for the next " +
+        std::to_string(kMostTracedSteps) + " steps, and a bad one will name its operator.");
+  }
+  return false;
+}
+
+void StepRerun::trace_from_now_on() {
+  if (!impl_->standing) impl_->standing = impl_->make_trace();
+  if (impl_->standing) Impl::waiting = impl_.get();
+  impl_->traced_steps = 0;
+}
+
+void StepRerun::stop_tracing() noexcept {
+  impl_->stop_tracing();
+}
+
+bool StepRerun::is_tracing() const noexcept {
+  return impl_->standing != nullptr;
+}
+
+void StepRerun::begin_pass() {
+  if (!impl_->standing) return;
+  impl_->standing->begin_pass();
+  const bool is_asked_for = impl_->locator.options().level == Level::operators;
+  if (!is_asked_for && ++impl_->traced_steps > kMostTracedSteps) stop_tracing();
+}
+
+void StepRerun::begin_update() {
+  if (!impl_->standing) return;
+  if (impl_->locator.options().check_params) {
+    impl_->standing->enter_phase(Phase::params_after);
+  } else {
+    impl_->standing->pause();
+  }
+}
+
+void StepRerun::end_update() {
+  if (!impl_->standing) return;
+  impl_->standing->enter_phase(std::nullopt);
+  impl_->standing->resume();
+}
+
+std::int64_t StepRerun::compare() {
+  auto& impl = *impl_;
+  const auto first = impl.locator.scanned_gradients();
+  const auto generators = impl.state.generator_states();
+  Pass second;
+  {
+    const auto trace = impl.standing ? nullptr : impl.make_trace();  // as a bad step is repeated
+    second = impl.run(impl.step.run);
+  }
+  if (!second.problem.empty()) {
+    throw Error("The repeat of the step ended with an error: " + second.problem);
+  }
+  StepState::set_generator_states(generators);
+  return count_changed(first, second.scanned);
+}
+
+}  // namespace nanlocator

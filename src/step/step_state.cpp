@@ -1,0 +1,133 @@
+#include "nanlocator/step/step_state.hpp"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/core/Generator.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/record_function.h>
+
+#include <exception>
+#include <mutex>
+#include <optional>
+
+#include "nanlocator/error.hpp"
+
+namespace nanlocator {
+namespace {
+
+/// Elements up to which a buffer is copied at every save, whatever its version says: batch norm's
+/// kernels write running statistics without moving it (aten/src/ATen/native/Normalization.cpp).
+constexpr std::int64_t kSmallBuffer = 1 << 16;
+
+constexpr const char* kCpu = "cpu";
+
+std::optional<std::uint32_t> version_of(const at::Tensor& tensor) {
+  if (tensor.is_inference()) return std::nullopt;  // they have no counter
+  return tensor._version();
+}
+
+/// Nobody has written to a large buffer since it had `version`.
+bool is_unchanged(const at::Tensor& tensor, std::optional<std::uint32_t> version) {
+  return tensor.numel() > kSmallBuffer && version && version_of(tensor) == version;
+}
+
+at::Generator generator_of(const std::string& device) {
+  if (device == kCpu) return at::detail::getDefaultCPUGenerator();
+  return at::globalContext().defaultGenerator(at::Device(device));
+}
+
+}  // namespace
+
+void StepState::set_buffers(std::vector<std::pair<std::string, at::Tensor>> buffers) {
+  buffers_.clear();
+  for (auto& [name, tensor] : buffers) {
+    if (tensor.defined()) buffers_.push_back({std::move(name), std::move(tensor), {}, 0});
+  }
+}
+
+void StepState::add(std::string name, std::function<void()> save, std::function<void()> restore) {
+  entries_.push_back({std::move(name), std::move(save), std::move(restore), {}});
+}
+
+void StepState::save() {
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unobserved(false);
+  generators_ = generator_states();
+  for (auto& buffer : buffers_) {
+    // A module may give its buffer another dtype (`buffer.data = ...`, Megatron's expert bias).
+    const bool fits = buffer.copy.defined() &&
+                      buffer.copy.options().type_equal(buffer.tensor.options()) &&
+                      buffer.copy.sizes() == buffer.tensor.sizes();
+    if (fits && is_unchanged(buffer.tensor, buffer.version)) continue;
+    if (!fits) buffer.copy = at::empty_like(buffer.tensor);
+    buffer.copy.copy_(buffer.tensor, /*non_blocking=*/true);
+    buffer.version = version_of(buffer.tensor);
+  }
+  for (auto& entry : entries_) {
+    entry.problem.clear();
+    try {
+      entry.save();
+    } catch (const std::exception& error) {
+      entry.problem = error.what();
+    }
+  }
+}
+
+std::vector<std::string> StepState::restore() {
+  if (generators_.empty()) throw UsageError("StepState::restore: call save before the step.");
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unobserved(false);
+  std::vector<std::string> problems;
+  set_generator_states(generators_);
+  for (auto& buffer : buffers_) {
+    if (is_unchanged(buffer.tensor, buffer.version)) continue;
+    try {
+      buffer.tensor.copy_(buffer.copy);
+      buffer.version = version_of(buffer.tensor);
+    } catch (const std::exception& error) {
+      problems.push_back("buffer " + buffer.name + ": " + error.what());
+    }
+  }
+  for (const auto& entry : entries_) {
+    if (!entry.problem.empty()) {
+      problems.push_back(entry.name + ": " + entry.problem);
+      continue;
+    }
+    try {
+      entry.restore();
+    } catch (const std::exception& error) {
+      problems.push_back(entry.name + ": " + error.what());
+    }
+  }
+  return problems;
+}
+
+std::map<std::string, at::Tensor> StepState::generator_states() const {
+  std::map<std::string, at::Tensor> states;
+  std::vector<std::string> devices = {kCpu};
+  // Only where CUDA is in use already: a look at it would create its context.
+  if (at::globalContext().hasCUDA()) {
+    const auto& cuda = at::detail::getCUDAHooks();
+    for (at::DeviceIndex i = 0; i < cuda.deviceCount(); ++i) {
+      if (cuda.hasPrimaryContext(i)) devices.push_back("cuda:" + std::to_string(i));
+    }
+  }
+  for (const auto& device : devices) {
+    auto generator = generator_of(device);
+    const std::lock_guard lock(generator.mutex());
+    states.emplace(device, generator.get_state());
+  }
+  return states;
+}
+
+void StepState::set_generator_states(const std::map<std::string, at::Tensor>& states) {
+  for (const auto& [device, state] : states) {
+    auto generator = generator_of(device);
+    const std::lock_guard lock(generator.mutex());
+    generator.set_state(state);
+  }
+}
+
+}  // namespace nanlocator

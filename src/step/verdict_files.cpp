@@ -1,0 +1,191 @@
+#include "step/verdict_files.hpp"
+
+#include <algorithm>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <utility>
+
+#include "nanlocator/files/atomic_file.hpp"
+#include "nanlocator/record/ledger.hpp"
+#include "nanlocator/report/terminal.hpp"
+
+namespace nanlocator {
+namespace {
+
+constexpr int kStatusVersion = 1;
+constexpr int kOneLine = 100'000;  // columns: a headline is never wrapped
+constexpr std::string_view kRankReturned = "rank_returned";
+
+std::vector<int> ranks_of(const std::vector<LostRank>& lost) {
+  std::vector<int> ranks;
+  for (const auto& each : lost) ranks.push_back(each.rank);
+  return ranks;
+}
+
+std::string describe_all(const std::vector<LostRank>& lost) {
+  std::string text;
+  for (const auto& each : lost) text += (text.empty() ? "" : "; ") + each.describe();
+  return text;
+}
+
+std::string headline_of(const Verdict& verdict) {
+  const auto text = format_verdict(verdict, {.width = kOneLine, .run_dir = ""});
+  return text.substr(0, text.find('\n'));
+}
+
+}  // namespace
+
+VerdictFiles::VerdictFiles(Run run, std::filesystem::path directory, RankCoordinates coordinates)
+    : run_(std::move(run)),
+      directory_(std::move(directory)),
+      coordinates_(std::move(coordinates)) {}
+
+void VerdictFiles::now_in(Activity activity, std::int64_t iteration) {
+  const std::lock_guard lock(mutex_);
+  if (activity == Activity::forward_backward) told_.reset();
+  activity_ = activity;
+  iteration_ = iteration;
+}
+
+void VerdictFiles::write(Verdict& verdict, VerdictScope scope, std::string_view state,
+                         const std::string& archive) {
+  const std::lock_guard lock(mutex_);
+  name_lost_ranks(verdict, scope);
+  if (scope == VerdictScope::alone || coordinates_.rank != 0) {
+    write_verdict(verdict, own_verdict_name());
+  }
+  if (is_first_living_rank() && (scope == VerdictScope::all_ranks || !lost_.empty())) {
+    if (!archive.empty()) write_verdict(verdict, std::filesystem::path("verdicts") / archive);
+    write_verdict(verdict, "verdict.json");
+    write_status(verdict, state, summary_of(verdict));
+  }
+  told_ = Told{verdict, scope, std::string(state)};
+}
+
+void VerdictFiles::take_over(const Verdict& verdict, std::string_view state) {
+  const std::lock_guard lock(mutex_);
+  told_ = Told{verdict, VerdictScope::all_ranks, std::string(state)};
+}
+
+void VerdictFiles::write_lost(const std::vector<LostRank>& lost) {
+  const std::lock_guard lock(mutex_);
+  if (lost == lost_) return;
+  lost_ = lost;
+  auto told = told_.value_or(Told{{}, VerdictScope::alone, std::string(kRankLost)});
+  auto& verdict = told.verdict;
+  if (!told_) {
+    verdict.run_id = run_.id;
+    verdict.iteration = iteration_;
+    verdict.status = VerdictStatus::partial;
+    verdict.notes.push_back(own_place());
+  }
+  if (lost_.empty()) {
+    if (is_first_living_rank()) {
+      write_status(verdict, kRankReturned, "all ranks answer again");
+    }
+    return;
+  }
+  name_lost_ranks(verdict, told.scope);
+  write_ledger();
+  write_verdict(verdict, own_verdict_name());
+  if (!is_first_living_rank()) return;
+  write_verdict(verdict, "verdict.json");
+  write_status(verdict, told.state, summary_of(verdict));
+  std::cerr << "nanlocator: " + describe_all(lost_) + "; see " +
+                   (directory_ / "verdict.json").string() + "\n"
+            << std::flush;
+}
+
+std::vector<LostRank> VerdictFiles::lost() const {
+  const std::lock_guard lock(mutex_);
+  return lost_;
+}
+
+// --- with the lock ---
+
+bool VerdictFiles::is_first_living_rank() const {
+  for (int rank = 0; rank < coordinates_.rank; ++rank) {
+    const bool is_lost =
+        std::ranges::any_of(lost_, [&](const LostRank& each) { return each.rank == rank; });
+    if (!is_lost) return false;
+  }
+  return true;
+}
+
+// First among the notes: people read the first three.
+void VerdictFiles::name_lost_ranks(Verdict& verdict, VerdictScope scope) const {
+  if (lost_.empty()) return;
+  std::vector<std::string> notes;
+  for (const auto& each : lost_) {
+    auto note = each.describe() + ".";
+    if (std::ranges::find(verdict.notes, note) == verdict.notes.end()) {
+      notes.push_back(std::move(note));
+    }
+  }
+  verdict.notes.insert(verdict.notes.begin(), notes.begin(), notes.end());
+  if (scope == VerdictScope::alone) verdict.silent_ranks = ranks_of(lost_);
+}
+
+void VerdictFiles::write_verdict(Verdict& verdict, const std::filesystem::path& name) const {
+  try {
+    const auto path = directory_ / name;
+    ensure_directory(path.parent_path());
+    write_file_atomically(path, to_json(verdict));
+  } catch (const std::exception& error) {
+    verdict.notes.push_back("The verdict is not on disk: " + std::string(error.what()));
+  }
+}
+
+void VerdictFiles::write_status(const Verdict& verdict, std::string_view state,
+                                const std::string& summary) const {
+  nlohmann::ordered_json json;
+  json["version"] = kStatusVersion;
+  json["run_id"] = run_.id;
+  json["attempt"] = run_.attempt;
+  json["state"] = state;
+  json["iteration"] = verdict.iteration;
+  json["summary"] = summary;
+  json["verdict"] = "verdict.json";
+  auto silent = ranks_of(lost_);
+  silent.insert(silent.end(), verdict.silent_ranks.begin(), verdict.silent_ranks.end());
+  json["silent_ranks"] = std::set<int>(silent.begin(), silent.end());
+  json["time"] = utc_time();
+  try {
+    write_file_atomically(
+        directory_ / "status.json",
+        json.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n");
+  } catch (const std::exception&) {
+    // The verdict, written just before, has it as a note.
+  }
+}
+
+std::string VerdictFiles::summary_of(const Verdict& verdict) const {
+  return verdict.origins.empty() && !lost_.empty() ? describe_all(lost_) : headline_of(verdict);
+}
+
+void VerdictFiles::write_ledger() const {
+  Ledger ledger;
+  ledger.run_id = run_.id;
+  ledger.attempt = run_.attempt;
+  ledger.iteration = iteration_;
+  ledger.coordinates = coordinates_;
+  for (const auto& each : lost_) ledger.notes.push_back(each.describe() + ".");
+  ledger.notes.push_back(own_place());
+  try {
+    append_ledger(directory_, ledger);
+  } catch (const std::exception&) {
+    // What it says is in this rank's verdict, too.
+  }
+}
+
+std::string VerdictFiles::own_verdict_name() const {
+  return "verdict_rank" + std::to_string(coordinates_.rank) + ".json";
+}
+
+std::string VerdictFiles::own_place() const {
+  return "Then " + coordinates_.describe() + " was in " + std::string(name_of(activity_)) +
+         " of iteration " + std::to_string(iteration_) + ".";
+}
+
+}  // namespace nanlocator

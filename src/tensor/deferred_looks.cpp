@@ -1,0 +1,232 @@
+#include "tensor/deferred_looks.hpp"
+
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_values.h>
+#include <ATen/record_function.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "nanlocator/error.hpp"
+#include "nanlocator/scan/cpu_scan.hpp"
+#include "nanlocator/tensor/scan_tensor.hpp"
+#include "tensor/tensor_access.hpp"
+
+#ifdef NANLOCATOR_CUDA
+#include <ATen/cuda/CUDAEvent.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace nanlocator {
+namespace {
+
+// Wrappers of vmap and grad, fake and subclass tensors: their memory is not theirs, or none.
+// Sparse ones are looked at by their values.
+constexpr auto kHidesItsMemory =
+    at::kFunctorchWrappedTensors |
+    c10::DispatchKeySet({c10::DispatchKey::Batched, c10::DispatchKey::Python}) |
+    c10::DispatchKeySet(c10::BackendComponent::MetaBit);
+
+/// What the scan reads where it lies.
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && !tensor.is_complex() && !tensor.is_neg();
+}
+
+}  // namespace
+
+/// A run of memory that was looked at.
+struct DeferredLooks::Region {
+  const char* begin;
+  const char* end;
+  at::ScalarType type;
+  std::uint32_t version;
+  bool is_contiguous;
+  Id id;
+  c10::SmallVector<std::int64_t, 4> sizes, strides;  // empty where contiguous
+
+  Region(const at::Tensor& tensor, std::uint32_t at_version)
+      : begin(static_cast<const char*>(tensor.const_data_ptr())),
+        type(tensor.scalar_type()),
+        version(at_version),
+        is_contiguous(tensor.is_contiguous()),
+        id(kFinite) {
+    std::int64_t last = tensor.numel() - 1;
+    if (!is_contiguous) {
+      last = 0;
+      for (std::int64_t d = 0; d < tensor.dim(); ++d) {
+        last += (tensor.size(d) - 1) * tensor.stride(d);
+      }
+      sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
+      strides.assign(tensor.strides().begin(), tensor.strides().end());
+    }
+    end = begin + (last + 1) * static_cast<std::int64_t>(tensor.element_size());
+  }
+
+  /// Whether this look answers for `other`, too: the same elements in the same order, or some of
+  /// those that are known to be finite.
+  [[nodiscard]] bool answers(const Region& other) const {
+    if (type != other.type || version != other.version) return false;
+    if (id == kFinite && is_contiguous) return begin <= other.begin && other.end <= end;
+    return begin == other.begin && end == other.end && is_contiguous == other.is_contiguous &&
+           sizes == other.sizes && strides == other.strides;
+  }
+};
+
+struct DeferredLooks::StorageLooks {
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  c10::SmallVector<Region, 2> regions;
+};
+
+#ifdef NANLOCATOR_CUDA
+
+/// The slots of one CUDA device.
+struct DeferredLooks::Device {
+  explicit Device(at::Device of) : device(of), scanner(make_cuda_slot_scanner(of.index())) {}
+
+  void scan(const at::Tensor& tensor, Id id) {
+    const auto stream = c10::cuda::getCurrentCUDAStream(device.index());
+    // Memory that another stream owns is handed out again only after the scan has read it.
+    c10::cuda::CUDACachingAllocator::recordStream(tensor.storage().data_ptr(), stream);
+    const auto slot = static_cast<std::uint32_t>(ids.size());
+    scanner->reserve(slot + 1);
+    try {
+      scanner->enqueue_one(view_of(tensor), slot, StreamHandle{stream.stream()});
+    } catch (const UnsupportedError&) {  // more dimensions than the kernel walks
+      scanner->enqueue_one(view_of(tensor.contiguous()), slot, StreamHandle{stream.stream()});
+    }
+    ids.push_back(id);
+    if (std::ranges::find(streams, stream) == streams.end()) streams.push_back(stream);
+  }
+
+  void read(std::vector<TensorStats>& stats) {
+    if (ids.empty()) return;
+    const auto stream = c10::cuda::getCurrentCUDAStream(device.index());
+    for (const auto& other : streams) {
+      if (other == stream) continue;
+      at::cuda::CUDAEvent done;
+      done.record(other);
+      done.block(stream);
+    }
+    scanner->enqueue_readback(StreamHandle{stream.stream()});
+    const auto slots = scanner->wait();
+    for (std::size_t slot = 0; slot < ids.size(); ++slot) stats[ids[slot]] = slots[slot];
+  }
+
+  void clear() {
+    ids.clear();
+    streams.clear();
+  }
+
+  at::Device device;
+  std::unique_ptr<SlotScanner> scanner;
+  std::vector<Id> ids;  // by slot
+  std::vector<c10::cuda::CUDAStream> streams;
+};
+
+#else
+
+struct DeferredLooks::Device {
+  void read(std::vector<TensorStats>&) {}
+  void clear() {}
+};
+
+#endif
+
+DeferredLooks::DeferredLooks(int threads) : threads_(threads), stats_(1) {}
+DeferredLooks::~DeferredLooks() = default;
+
+DeferredLooks::Id DeferredLooks::new_id() {
+  stats_.emplace_back();
+  return static_cast<Id>(stats_.size() - 1);
+}
+
+bool DeferredLooks::can_look(const at::Tensor& tensor) {
+  if (!tensor.defined()) return false;
+  if (!(tensor.unsafeGetTensorImpl()->key_set() & kHidesItsMemory).empty()) return false;
+  return why_not_scannable(tensor) == nullptr;
+}
+
+DeferredLooks::Id DeferredLooks::look_afresh(const at::Tensor& tensor) {
+  if (!can_look(tensor) || tensor.numel() == 0) return kFinite;
+  if (is_plain(tensor)) return scan(tensor);
+  const at::RecordFunctionGuard unrecorded(false);
+  const at::NoGradGuard no_grad;
+  return scan(as_real(tensor.layout() == at::kStrided ? tensor : tensor._values()));
+}
+
+DeferredLooks::Id DeferredLooks::look(const at::Tensor& tensor) {
+  if (!can_look(tensor) || tensor.numel() == 0) return kFinite;
+  // Nobody counts the writes to an inference tensor.
+  if (!is_plain(tensor) || tensor.is_inference()) return look_afresh(tensor);
+  Region region(tensor, tensor.unsafeGetTensorImpl()->version_counter().current_version());
+  auto* const storage = tensor.storage().unsafeGetStorageImpl();
+  const auto entry =
+      seen_.try_emplace(storage, StorageLooks{tensor.storage().getWeakStorageImpl(), {}}).first;
+  auto& regions = entry->second.regions;
+  for (const Region& known : regions) {
+    if (known.answers(region)) return known.id;
+  }
+  region.id = scan(tensor);
+  const Id id = region.id;
+  // What was written since is of no use any more.
+  if (!regions.empty() && regions.back().version != region.version) regions.clear();
+  regions.push_back(std::move(region));
+  return id;
+}
+
+DeferredLooks::Id DeferredLooks::scan(const at::Tensor& real) {
+  if (real.device().is_cpu()) {
+    const TensorView view = view_of(real);
+    if (!has_nonfinite(view)) return kFinite;
+    const Id id = new_id();
+    stats_[id] = scan_cpu(view, threads_);
+    return id;
+  }
+#ifdef NANLOCATOR_CUDA
+  if (real.device().is_cuda()) {
+    // A graph would write the slot again at each replay, long after the slot has another meaning.
+    if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
+      return kFinite;
+    }
+    auto found = std::ranges::find_if(
+        devices_, [&](const auto& device) { return device->device == real.device(); });
+    if (found == devices_.end()) {
+      devices_.push_back(std::make_unique<Device>(real.device()));
+      found = devices_.end() - 1;
+    }
+    const at::RecordFunctionGuard unrecorded(false);
+    const at::NoGradGuard no_grad;
+    const Id id = new_id();
+    (*found)->scan(real, id);
+    return id;
+  }
+#endif
+  const at::RecordFunctionGuard unrecorded(false);
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Id id = new_id();
+  pending_.push_back({id, scan_with_aten(real)});
+  return id;
+}
+
+void DeferredLooks::read() {
+  const at::RecordFunctionGuard unrecorded(false);
+  for (const auto& device : devices_) device->read(stats_);
+  for (const auto& pending : pending_) stats_[pending.id] = read_stats(pending.stats);
+  pending_.clear();
+}
+
+void DeferredLooks::clear() {
+  stats_.assign(1, TensorStats{});
+  seen_.clear();
+  pending_.clear();
+  for (const auto& device : devices_) device->clear();
+}
+
+}  // namespace nanlocator

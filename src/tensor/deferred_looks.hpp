@@ -1,0 +1,68 @@
+// Looks at tensors while a step runs, and tells when it has ended what was in them.
+//
+// In: any tensor. Out: an id, resolved by `read`. In host memory a finite tensor costs one read of
+// the fast predicate, and a bad one a scan at once; on CUDA a launch into a slot of its own, on the
+// current stream; elsewhere a few ATen operators. Only `read` waits. Memory that was looked at and
+// not written since (by its version counter) is not read again, nor is a view of it.
+// One thread at a time.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "nanlocator/scan/slot_scanner.hpp"
+#include "nanlocator/scan/tensor_stats.hpp"
+#include "tensor/aten_scan.hpp"
+
+namespace nanlocator {
+
+class DeferredLooks {
+ public:
+  using Id = std::uint32_t;
+  /// Finite, known at once.
+  static constexpr Id kFinite = 0;
+
+  explicit DeferredLooks(int threads);
+  ~DeferredLooks();
+  DeferredLooks(const DeferredLooks&) = delete;  // owns device memory
+  DeferredLooks& operator=(const DeferredLooks&) = delete;
+
+  /// False for integers, for what has no memory, and for subclasses and wrappers that hide it.
+  [[nodiscard]] static bool can_look(const at::Tensor& tensor);
+  /// kFinite for what cannot be looked at.
+  [[nodiscard]] Id look(const at::Tensor& tensor);
+  /// Reads the memory whatever was seen of it before: for what is written without a new version
+  /// (collectives do).
+  [[nodiscard]] Id look_afresh(const at::Tensor& tensor);
+  /// Waits for what was enqueued; then `stats` are right.
+  void read();
+  [[nodiscard]] const TensorStats& stats(Id id) const { return stats_[id]; }
+  /// Forgets everything; ids start anew.
+  void clear();
+
+ private:
+  struct Device;
+  struct Region;
+  struct StorageLooks;
+  struct Pending {
+    Id id;
+    AtenStats stats;
+  };
+
+  [[nodiscard]] Id scan(const at::Tensor& real);
+  [[nodiscard]] Id new_id();
+
+  int threads_;
+  std::vector<TensorStats> stats_;  // by id
+  // The weak pointers keep the addresses, not the memory.
+  std::unordered_map<c10::StorageImpl*, StorageLooks> seen_;
+  std::vector<Pending> pending_;  // ATen's scans
+  std::vector<std::unique_ptr<Device>> devices_;
+};
+
+}  // namespace nanlocator

@@ -1,0 +1,148 @@
+#include "tensor/observed_tensor.hpp"
+
+#include <ATen/SparseTensorImpl.h>
+#include <ATen/ops/all.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/stack.h>
+
+#include <cstdio>
+
+#include "nanlocator/scan/cpu_scan.hpp"
+#include "nanlocator/tensor/scan_tensor.hpp"
+#include "tensor/aten_scan.hpp"
+#include "tensor/own_work.hpp"
+#include "tensor/tensor_access.hpp"
+
+namespace nanlocator {
+namespace {
+
+/// Tensors with one of these keys are wrappers: the operators on what they wrap are seen, too.
+const c10::DispatchKeySet& wrapper_keys() {
+  static const c10::DispatchKeySet keys({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
+                                         c10::DispatchKey::FuncTorchBatched,
+                                         c10::DispatchKey::BatchedNestedTensor,
+                                         c10::DispatchKey::FuncTorchGradWrapper});
+  return keys;
+}
+
+/// Complex elements as two real ones; empty for dtypes that the scan does not know.
+std::optional<DType> real_dtype(at::ScalarType type) noexcept {
+  switch (type) {
+    case at::kComplexHalf:
+      return DType::float16;
+    case at::kComplexFloat:
+      return DType::float32;
+    case at::kComplexDouble:
+      return DType::float64;
+    default:
+      return scanned_dtype(type);
+  }
+}
+
+/// A pending conjugation or negation changes no bit that matters here.
+TensorView host_view(const at::Tensor& tensor) {
+  TensorView view;
+  view.dtype = real_dtype(tensor.scalar_type()).value();
+  view.data = tensor.const_data_ptr();
+  const std::int64_t parts = tensor.is_complex() ? 2 : 1;
+  view.numel = tensor.numel() * parts;
+  if (!tensor.is_non_overlapping_and_dense()) {
+    view.sizes = tensor.sizes().vec();
+    view.strides = tensor.strides().vec();
+    for (auto& stride : view.strides) stride *= parts;
+    if (parts == 2) {
+      view.sizes.push_back(2);
+      view.strides.push_back(1);
+    }
+  }
+  return view;
+}
+
+}  // namespace
+
+bool is_plainly_observable(const at::Tensor& tensor) noexcept {
+  if (!tensor.defined()) return false;
+  const auto keys = tensor.key_set();
+  if (keys.has_any(wrapper_keys())) return false;
+  if (tensor.layout() != at::kStrided || !tensor.has_storage()) return false;
+  if (!real_dtype(tensor.scalar_type()) || keys.has(c10::DispatchKey::Meta)) return false;
+  return tensor.numel() != 0 && tensor.storage().data() != nullptr;
+}
+
+at::Tensor values_of(const at::Tensor& tensor) {
+  if (is_plainly_observable(tensor)) return tensor;
+  if (!tensor.defined() || tensor.key_set().has_any(wrapper_keys())) return {};
+  if (tensor.layout() != at::kSparse || tensor.is_meta()) return {};
+  at::Tensor values =
+      static_cast<const at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl())->values();
+  return is_plainly_observable(values) ? values : at::Tensor();
+}
+
+bool is_bad(const at::Tensor& observable) {
+  if (observable.device().is_cpu()) return has_nonfinite(host_view(observable));
+  return any_is_bad({&observable});
+}
+
+bool any_is_bad(const std::vector<const at::Tensor*>& tensors) {
+  std::vector<at::Tensor> on_device;  // one flag each
+  for (const at::Tensor* tensor : tensors) {
+    if (tensor->device().is_cpu()) {
+      if (has_nonfinite(host_view(*tensor))) return true;
+    } else {
+      const OwnWork own_work;
+      const bool is_wide =
+          tensor->is_complex() || c10::isReducedFloatingType(tensor->scalar_type()) ||
+          tensor->scalar_type() == at::kFloat || tensor->scalar_type() == at::kDouble;
+      on_device.push_back(at::isfinite(is_wide ? *tensor : tensor->to(at::kFloat)).all());
+    }
+  }
+  if (on_device.empty()) return false;
+  const OwnWork own_work;
+  for (auto& flag : on_device) flag = flag.to(on_device.front().device());
+  return !at::stack(on_device).all().item<bool>();
+}
+
+TensorStats stats_of(const at::Tensor& observable, int threads) {
+  const OwnWork own_work;
+  const at::Tensor real = as_real(observable.detach());
+  if (real.device().is_cpu()) return scan_tensors({real}, threads).front();
+  return read_stats(scan_with_aten(real));
+}
+
+std::string describe_tensor(const std::string& name, const at::Tensor& tensor, int threads) {
+  std::string text = name + ": " + std::string(dtype_name(tensor.scalar_type())) + " [";
+  for (std::int64_t i = 0; i < tensor.dim(); ++i) {
+    text += (i ? ", " : "") + std::to_string(tensor.size(i));
+  }
+  text += "]";
+  const at::Tensor values = values_of(tensor);
+  if (!values.defined()) return text;
+  const TensorStats stats = stats_of(values, threads);
+  char largest[32];
+  std::snprintf(largest, sizeof largest, "%.6g", stats.absmax);
+  if (stats.is_finite()) return text + ", finite, |x| <= " + largest;
+  text += ", " + std::to_string(stats.nan) + " NaN, " +
+          std::to_string(stats.pos_inf + stats.neg_inf) + " Inf, first at [";
+  const auto index = unravel_index(stats.first_bad, values.sizes().vec());
+  for (std::size_t i = 0; i < index.size(); ++i) text += (i ? ", " : "") + std::to_string(index[i]);
+  return text + "]" + (stats.has_finite() ? std::string(", the others |x| <= ") + largest : "");
+}
+
+ByteRange range_of(const at::Tensor& observable) noexcept {
+  const auto element = static_cast<std::int64_t>(observable.element_size());
+  ByteRange range;
+  range.begin = observable.storage_offset() * element;
+  range.is_dense = observable.is_non_overlapping_and_dense();
+  std::int64_t last = observable.numel() - 1;
+  if (!range.is_dense) {
+    last = 0;
+    for (std::int64_t i = 0; i < observable.dim(); ++i) {
+      last += (observable.size(i) - 1) * observable.stride(i);
+    }
+  }
+  range.end = range.begin + (last + 1) * element;
+  return range;
+}
+
+}  // namespace nanlocator
