@@ -1,3 +1,4 @@
+#include "files/text.hpp"
 #include "nanlocator/report/html.hpp"
 
 #include <algorithm>
@@ -60,7 +61,7 @@ StatusText status_text(VerdictStatus status) {
 std::string where_in(const OriginTensor& tensor) {
   std::string text;
   if (!tensor.first_bad_index.empty())
-    text = "first bad element " + shape_text(tensor.first_bad_index);
+    text = "first bad element " + describe_shape(tensor.first_bad_index);
   if (tensor.absmax_finite) {
     char number[40];
     std::snprintf(number, sizeof number, "%.4g", *tensor.absmax_finite);
@@ -241,7 +242,7 @@ class StaticParts {
       tile("Tensor",
            std::to_string(tensor.nan) + " NaN, " + std::to_string(tensor.pos_inf + tensor.neg_inf) +
                " Inf",
-           {tensor.role + " " + tensor.dtype + " " + shape_text(tensor.shape), where_in(tensor)});
+           {tensor.role + " " + tensor.dtype + " " + describe_shape(tensor.shape), where_in(tensor)});
     }
     html += "</dl>";
     if (const std::string action = action_of(verdict_, origin); !action.empty()) {

@@ -1,3 +1,4 @@
+#include "files/text.hpp"
 #include "report/page_data.hpp"
 
 #include <algorithm>
@@ -61,7 +62,7 @@ class Places {
                       strings_.index_of(sighting.role),
                       strings_.index_of(sighting.parameter),
                       strings_.index_of(sighting.dtype),
-                      strings_.index_of(shape_text(sighting.shape)),
+                      strings_.index_of(describe_shape(sighting.shape)),
                       sighting.crossing ? strings_.index_of(sighting.crossing->group) : -1,
                       sighting.crossing ? sighting.crossing->sequence : -1};
     const auto known = indices_.emplace(place, static_cast<int>(indices_.size()));
@@ -298,7 +299,7 @@ class PageData {
       name.push_back(strings_.index_of(all[i].name));
       stage.push_back(all[i].stage);
       chunk.push_back(all[i].chunk);
-      shape.push_back(strings_.index_of(shape_text(all[i].shape)));
+      shape.push_back(strings_.index_of(describe_shape(all[i].shape)));
     }
     for (std::size_t phase = 0; phase < kParameterPhases.size(); ++phase) {
       const bool is_seen = std::ranges::any_of(

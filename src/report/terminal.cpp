@@ -1,3 +1,4 @@
+#include "files/text.hpp"
 #include "nanlocator/report/terminal.hpp"
 
 #include <algorithm>
@@ -103,8 +104,8 @@ std::string tensor_text(const OriginTensor& tensor) {
   if (tensor.shape.empty() && tensor.first_bad) {
     text = "scalar; ";
   } else if (tensor.first_bad) {
-    text = "first bad element " + shape_text(tensor.first_bad_index) + " of " +
-           shape_text(tensor.shape) + "; ";
+    text = "first bad element " + describe_shape(tensor.first_bad_index) + " of " +
+           describe_shape(tensor.shape) + "; ";
   }
   text += bad_text({tensor.nan, tensor.pos_inf, tensor.neg_inf, 0});
   const std::string extent = extent_text(tensor);

@@ -2,6 +2,7 @@
 
 #include <cstdio>
 
+#include "files/text.hpp"
 #include "nanlocator/map/rank_coordinates.hpp"
 
 namespace nanlocator {
@@ -42,12 +43,6 @@ std::string share_text(const BadCount& bad) {
   return bad_text(bad) + " of " + counted(bad.numel);
 }
 
-std::string shape_text(const std::vector<std::int64_t>& sizes) {
-  std::string text;
-  for (const std::int64_t size : sizes) text += (text.empty() ? "" : ", ") + std::to_string(size);
-  return "[" + text + "]";
-}
-
 std::string joined(const std::vector<std::string>& items, const char* last) {
   std::string text;
   for (std::size_t i = 0; i < items.size(); ++i) {
@@ -60,7 +55,7 @@ std::string operand_text(const Operand& operand) {
   std::string text = operand.name;
   if (operand.element) text += "[" + std::to_string(*operand.element) + "]";
   if (operand.number) return text + ": " + short_number(*operand.number);
-  text += ": " + operand.dtype + " " + shape_text(operand.shape);
+  text += ": " + operand.dtype + " " + describe_shape(operand.shape);
   if (!operand.stats) return text;
   const TensorStats& stats = *operand.stats;
   text += stats.is_finite() ? ", finite" : ", " + bad_text(bad_count(stats));

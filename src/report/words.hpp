@@ -21,8 +21,6 @@ namespace nanlocator {
 [[nodiscard]] std::string bad_text(const BadCount& bad);
 /// "3 NaN of 8,192".
 [[nodiscard]] std::string share_text(const BadCount& bad);
-/// "[17, 3]", "scalar" of no dimensions.
-[[nodiscard]] std::string shape_text(const std::vector<std::int64_t>& sizes);
 /// "a, b and c".
 [[nodiscard]] std::string joined(const std::vector<std::string>& items, const char* last = " and ");
 

@@ -346,5 +346,64 @@ TEST(BirthOrigins, WhatCouldNotBePutBackIsNamed) {
               HasFact(FactKind::rerun_differs, Counts(1), Field(&Fact::of, Optional(2))));
 }
 
+TEST(BirthOrigins, WhatACustomOperatorMakesIsItsAuthorsNotTheMathematicsOfTheInputs) {
+  Ledger ledger = ledger_of(0, 1);
+  ledger.births = {birth_of(BirthKind::nan, Phase::forward, "mylib::fused_norm")};
+  ledger.births[0].is_custom_operator = true;
+  ledger.births[0].replay = ReplayConclusion::deterministic_custom;
+  Origin origin = locate_one(ledger).origins.at(0);
+  EXPECT_EQ(origin.cause, Cause::operator_bug);
+  EXPECT_EQ(origin.detail, Detail::custom_code);
+  EXPECT_EQ(origin.action, Action::correct_custom_code);
+  EXPECT_NE(origin.cause_confidence, Confidence::high);
+  EXPECT_THAT(origin.alternatives, Contains(Suspect::mathematics));
+
+  ledger.births = {birth_of(BirthKind::nan, Phase::backward, "aten::div.Tensor")};
+  ledger.births[0].custom_function = "SquareBug";
+  ledger.births[0].operands = {operand_at_first_bad("self", 1), operand_at_first_bad("other", 0)};
+  ledger.births[0].replay = ReplayConclusion::deterministic_undefined;
+  origin = locate_one(ledger).origins.at(0);
+  EXPECT_EQ(origin.cause, Cause::operator_bug);
+  EXPECT_EQ(origin.custom_function, "SquareBug");
+  EXPECT_EQ(origin.action, Action::correct_custom_code);
+}
+
+TEST(BirthOrigins, TheFirstOfManyBadWeightsLeadsWhicheverReachedALossFirst) {
+  Ledger ledger = ledger_of(0, 1);
+  for (const std::string name : {"body.weight", "head.weight"}) {
+    Birth weight = birth_of(BirthKind::weight, Phase::forward, "aten::mm");
+    weight.sighting.parameter = name;
+    weight.sighting.module = name.substr(0, 4);
+    ledger.births.push_back(weight);
+  }
+  // The first weight's damage is seen through a descendant that comes after the second weight.
+  ledger.births[0].reached.clear();
+  Birth descendant = birth_of(BirthKind::nan_from_inf, Phase::forward, "aten::sub.Tensor");
+  descendant.parent = 0;
+  ledger.births.push_back(descendant);
+  const Origin origin = locate_one(ledger).origins.at(0);
+  EXPECT_EQ(origin.parameter, "body.weight");
+  EXPECT_THAT(origin.facts, HasFact(FactKind::further_weights_bad,
+                                    Field(&Fact::names, ElementsAre("head.weight"))));
+}
+
+TEST(BirthOrigins, OfABadWeightItIsSaidWhetherItsCopiesAreClean) {
+  std::vector<Ledger> ledgers = {ledger_of(0, 2), ledger_of(1, 2)};
+  Birth weight = birth_of(BirthKind::weight, Phase::forward, "aten::mm");
+  weight.sighting.parameter = "body.weight";
+  ledgers[0].births = {weight};
+  ledgers[1].sightings.clear();
+  Origin origin = locate(ledgers, 2).origins.at(0);
+  EXPECT_THAT(origin.facts, HasFact(FactKind::copies_not_scanned, OnRanks({1})));
+  EXPECT_EQ(origin.action, Action::check_checkpoint);
+
+  ledgers[1].coverage.push_back({Phase::params_before, {0, 1}});
+  origin = locate(ledgers, 2).origins.at(0);
+  EXPECT_THAT(origin.facts,
+              HasFact(FactKind::copies_clean, OnRanks({0}), Field(&Fact::peers, ElementsAre(1))));
+  EXPECT_EQ(origin.action, Action::restore_copy);
+  EXPECT_EQ(origin.owner, Owner::cluster_operator);
+}
+
 }  // namespace
 }  // namespace nanlocator

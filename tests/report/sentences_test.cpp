@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "nanlocator/locate/cause_table.hpp"
 #include "nanlocator/locate/locate.hpp"
 
 namespace nanlocator {
@@ -87,6 +88,80 @@ TEST(MachineCheck, IsNamedWhereTheMachineMayBeAtFaultAndNowhereElse) {
                        "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a17:29400 --tp 2"));
   EXPECT_THAT(action_after(BirthKind::memory), HasSubstr("nanlocator netcheck"));
   EXPECT_THAT(action_after(BirthKind::nan), Not(HasSubstr("netcheck")));
+}
+
+// ---- every row and every kind has its words ----
+
+Origin origin_with(Cause cause, Detail detail = Detail::none) {
+  Origin origin;
+  origin.phase = Phase::forward;
+  origin.coordinates = RankCoordinates{.rank = 0, .world_size = 2, .tp = {0, 2}};
+  origin.candidates = {0};
+  origin.op = "aten::log";
+  origin.tensor = OriginTensor{.dtype = "float32", .nan = 1};
+  origin.cause = cause;
+  origin.detail = detail;
+  complete(origin);
+  return origin;
+}
+
+TEST(Sentences, EachCauseHasATitleAnOwnerARefutationAndAnAction) {
+  const Verdict verdict;
+  for (std::size_t i = 0; i < kNames<Cause>.size(); ++i) {
+    const auto cause = static_cast<Cause>(i);
+    ASSERT_EQ(row_of(cause).cause, cause);
+    const Origin origin = origin_with(cause);
+    for (const std::string& text : {title_of(origin), owner_of(origin), refutation_of(origin),
+                                    action_of(verdict, origin), certainty_of(origin)}) {
+      EXPECT_FALSE(text.empty()) << name_of(cause);
+    }
+    EXPECT_THAT(title_of(origin), Not(HasSubstr("_"))) << "plain English";
+  }
+}
+
+TEST(Sentences, EachFactHasItsOwnSentence) {
+  Origin origin;
+  for (std::size_t i = 0; i < kNames<FactKind>.size(); ++i) {
+    origin.facts = {{.kind = static_cast<FactKind>(i), .ranks = {1}, .peers = {2}, .text = "text"}};
+    if (origin.facts[0].kind == FactKind::stated_action) continue;
+    const auto evidence = evidence_of({}, origin);
+    ASSERT_EQ(evidence.size(), 1u);
+    EXPECT_FALSE(evidence[0].empty()) << kNames<FactKind>[i];
+  }
+}
+
+TEST(Sentences, AnEpsilonIsAdvisedOnlyWhereASlopeIsInfinite) {
+  for (std::size_t i = 0; i < kNames<Detail>.size(); ++i) {
+    const auto detail = static_cast<Detail>(i);
+    const std::string action = action_of({}, origin_with(Cause::operator_undefined, detail));
+    const bool is_warned_of = action.find("not add an epsilon") != std::string::npos ||
+                              action.find("an epsilon will not help") != std::string::npos;
+    if (detail != Detail::derivative_at_pole && !is_warned_of) {
+      EXPECT_THAT(action, Not(HasSubstr("epsilon"))) << name_of(detail);
+    }
+  }
+}
+
+TEST(Sentences, ATransferThatFailedAgainPointsToSoftwareAndNotToTheLink) {
+  Origin origin = origin_with(Cause::collective_result);
+  EXPECT_THAT(certainty_of(origin), HasSubstr("a link"));
+  EXPECT_EQ(origin.owner, Owner::cluster_operator);
+  origin.facts = {{.kind = FactKind::transfer_bad_again}};
+  complete(origin);
+  EXPECT_THAT(certainty_of(origin), Not(HasSubstr("a link")));
+  EXPECT_EQ(origin.owner, Owner::framework);
+}
+
+TEST(Sentences, TheJobsStateFollowsFromPolicyAndRerun) {
+  Verdict verdict;
+  verdict.iteration = 1284;
+  verdict.status = VerdictStatus::located;
+  EXPECT_EQ(job_of(verdict), "");
+  verdict.job = {.on_bad = "stop", .are_weights_updated = false};
+  EXPECT_EQ(job_of(verdict), "stops; the weights are those before step 1284 (on_bad=stop)");
+  verdict.job.on_bad = "recover";
+  verdict.rerun = {.done = true, .reproduced = false, .not_restored = {}};
+  EXPECT_EQ(job_of(verdict), "goes on with the finite gradients of the re-run (on_bad=recover)");
 }
 
 }  // namespace

@@ -18,7 +18,7 @@
 #include "command.hpp"
 #include "console.hpp"
 #include "files/printable.hpp"
-#include "map/list_text.hpp"
+#include "files/text.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/files/atomic_file.hpp"
 #include "nanlocator/map/map_query.hpp"

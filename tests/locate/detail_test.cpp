@@ -1,0 +1,65 @@
+#include "locate/detail.hpp"
+
+#include <gtest/gtest.h>
+
+#include "record/planted_operand.hpp"
+
+namespace nanlocator {
+namespace {
+
+Birth birth_of(const std::string& op, std::vector<std::pair<std::string, double>> values) {
+  Birth birth;
+  birth.sighting.phase = Phase::forward;
+  birth.sighting.op = op;
+  for (auto& [name, value] : values) birth.operands.push_back(operand_at_first_bad(name, value));
+  return birth;
+}
+
+TEST(Detail, IsReadOffTheOperatorAndItsOperands) {
+  EXPECT_EQ(detail_of(birth_of("aten::sqrt", {{"self", -0.131}})), Detail::sqrt_of_negative);
+  EXPECT_EQ(detail_of(birth_of("aten::rsqrt", {{"self", 0}})), Detail::division_by_zero);
+  EXPECT_EQ(detail_of(birth_of("aten::log_", {{"self", 0}})), Detail::log_of_zero);
+  EXPECT_EQ(detail_of(birth_of("aten::log2", {{"self", -1}})), Detail::log_of_negative);
+  EXPECT_EQ(detail_of(birth_of("aten::log1p", {{"self", -1}})), Detail::log_of_zero);
+  EXPECT_EQ(detail_of(birth_of("aten::div.Tensor", {{"self", 1}, {"other", 0}})),
+            Detail::division_by_zero);
+  EXPECT_EQ(detail_of(birth_of("aten::div.Tensor", {{"self", 0}, {"other", 0}})),
+            Detail::zero_over_zero);
+  EXPECT_EQ(detail_of(birth_of("aten::reciprocal", {{"self", 0}})), Detail::division_by_zero);
+  EXPECT_EQ(detail_of(birth_of("aten::pow.Tensor_Scalar", {{"self", 0}, {"exponent", -1}})),
+            Detail::power_of_zero);
+  EXPECT_EQ(detail_of(birth_of("aten::pow.Tensor_Scalar", {{"self", -2}, {"exponent", 0.5}})),
+            Detail::power_of_negative);
+  EXPECT_EQ(detail_of(birth_of("aten::acos", {{"self", 1.5}})), Detail::outside_domain);
+}
+
+TEST(Detail, IsNoneWhereTheOperandsExplainNothing) {
+  EXPECT_EQ(detail_of(birth_of("aten::sqrt", {})), Detail::none);
+  EXPECT_EQ(detail_of(birth_of("aten::sqrt", {{"self", 4}})), Detail::none);
+  EXPECT_EQ(detail_of(birth_of("aten::div.Tensor", {{"self", 1}, {"other", 2}})), Detail::none);
+  EXPECT_EQ(detail_of(birth_of("aten::mm", {{"self", 0}})), Detail::none);
+  Birth weight = birth_of("aten::log", {{"self", 0}});
+  weight.kind = BirthKind::weight;  // it only read it
+  EXPECT_EQ(detail_of(weight), Detail::none);
+}
+
+TEST(Detail, InBackwardThePoleIsThatOfTheForwardOperatorsSlope) {
+  Birth birth = birth_of("aten::div.Tensor", {{"self", 1}, {"other", 0}});
+  birth.sighting.phase = Phase::backward;
+  birth.forward_op = "aten::sqrt";
+  EXPECT_EQ(detail_of(birth), Detail::derivative_at_pole);
+  birth.forward_op = "aten::div.Tensor";
+  EXPECT_EQ(detail_of(birth), Detail::division_by_zero);
+}
+
+TEST(Detail, OfAnotherLibrarysCodeNothingIsSaidOfItsMathematics) {
+  Birth birth = birth_of("mylib::div", {{"self", 1}, {"other", 0}});
+  birth.is_custom_operator = true;
+  EXPECT_EQ(detail_of(birth), Detail::custom_code);
+  birth = birth_of("aten::div.Tensor", {{"self", 1}, {"other", 0}});
+  birth.custom_function = "SquareBug";
+  EXPECT_EQ(detail_of(birth), Detail::custom_code);
+}
+
+}  // namespace
+}  // namespace nanlocator
