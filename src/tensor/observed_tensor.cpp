@@ -11,6 +11,7 @@
 #include "nanlocator/scan/cpu_scan.hpp"
 #include "nanlocator/tensor/scan_tensor.hpp"
 #include "tensor/aten_scan.hpp"
+#include "tensor/extent.hpp"
 #include "tensor/own_work.hpp"
 #include "tensor/tensor_access.hpp"
 
