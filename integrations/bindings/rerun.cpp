@@ -60,6 +60,7 @@ auto released(const Work& work) {
 
 RepeatableStep step_of(py::function run, py::function gradients, py::function clear_gradients,
                        const Named& parameters, const Named& buffers,
+                       std::optional<py::function> attributes,
                        std::optional<py::function> run_and_keep_module_calls,
                        std::optional<py::function> module_call) {
   RepeatableStep step;
@@ -69,6 +70,11 @@ RepeatableStep step_of(py::function run, py::function gradients, py::function cl
   step.parameters = named_tensors(parameters);
   step.buffers = named_tensors(buffers);
   step.program_code = python_code();
+  if (attributes) {
+    step.attributes = [attributes = std::move(*attributes)] {
+      return named_tensors(call<Named>(attributes));
+    };
+  }
   if (run_and_keep_module_calls && module_call) {
     step.run_and_keep_module_calls =
         [run = std::move(*run_and_keep_module_calls)](const std::vector<Birth>& births) {
@@ -95,15 +101,16 @@ void bind_rerun(py::module_& m) {
       .def(
           "set_step",
           [](StepRerun& r, py::function run, py::function gradients, py::function clear_gradients,
-             const Named& parameters, const Named& buffers,
+             const Named& parameters, const Named& buffers, std::optional<py::function> attributes,
              std::optional<py::function> run_and_keep_module_calls,
              std::optional<py::function> module_call) {
             r.set_step(step_of(std::move(run), std::move(gradients), std::move(clear_gradients),
-                               parameters, buffers, std::move(run_and_keep_module_calls),
-                               std::move(module_call)));
+                               parameters, buffers, std::move(attributes),
+                               std::move(run_and_keep_module_calls), std::move(module_call)));
           },
           "run"_a, "gradients"_a, "clear_gradients"_a, "parameters"_a, "buffers"_a,
-          "run_and_keep_module_calls"_a = std::nullopt, "module_call"_a = std::nullopt)
+          "attributes"_a = std::nullopt, "run_and_keep_module_calls"_a = std::nullopt,
+          "module_call"_a = std::nullopt)
       .def(
           "add_state",
           [](StepRerun& r, std::string name, py::function save, py::function restore) {

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from nanlocator import _C
 from nanlocator.module_calls import KeptModuleCalls
-from nanlocator.modules import ModuleHooks, WatchedModules, local_part
+from nanlocator.modules import ModuleHooks, WatchedModules, local_part, tensor_attributes
 from nanlocator.rerun import GeneratorStates, ObjectState, ScalerState, Stateful, losses_of
 from nanlocator.session import (
     RankConnection,
@@ -218,6 +218,7 @@ class StepLocator:
                 for info, parameter in zip(self._locator.parameters, self._parameters, strict=True)
             ],
             buffers=[(n.removeprefix("module."), local_part(b)) for n, b in self._model.named_buffers()],
+            attributes=lambda: [(n.removeprefix("module."), t) for n, t in tensor_attributes(this()._model)],
             run_and_keep_module_calls=run_and_keep_module_calls,
             module_call=self._module_calls.of,
         )

@@ -45,7 +45,7 @@ from nanlocator.megatron.layout import (
 from nanlocator.megatron.microbatches import Microbatches
 from nanlocator.megatron.step_data import StepData
 from nanlocator.module_calls import KeptModuleCalls, ModuleCalls
-from nanlocator.modules import ModuleHooks
+from nanlocator.modules import ModuleHooks, tensor_attributes
 from nanlocator.patches import Patches
 from nanlocator.rerun import GeneratorStates, ObjectState
 from nanlocator.session import (
@@ -440,7 +440,9 @@ class MegatronLocator:
             self._locator.set_crossings(crossed, coverage)
         if self._watch is not None:
             parameters = [(entry.name, entry.parameter) for entry in self._named]
-            _, births = self._watch.collect(self._iteration(), parameters, self._named_buffers())
+            _, births = self._watch.collect(
+                self._iteration(), parameters, self._named_buffers() + self._named_attributes()
+            )
             self._locator.set_births(_without_receipts(births, crossed))
         if step is not None:
             self._locator.set_microbatches(step.data.describe())
@@ -461,6 +463,7 @@ class MegatronLocator:
             clear_gradients=lambda: this()._clear_gradients(),
             parameters=[(entry.name, entry.parameter) for entry in self._named],
             buffers=self._named_buffers(),
+            attributes=lambda: this()._named_attributes(),
             run_and_keep_module_calls=run_and_keep_module_calls,
             module_call=self._module_calls.of,
         )
@@ -507,6 +510,13 @@ class MegatronLocator:
             (module_names(chunk)(name), buffer)
             for chunk in self._chunks
             for name, buffer in chunk.named_buffers()
+        ]
+
+    def _named_attributes(self) -> list[tuple[str, torch.Tensor]]:
+        return [
+            (module_names(chunk)(name), tensor)
+            for chunk in self._chunks
+            for name, tensor in tensor_attributes(chunk)
         ]
 
     # --- a step --------------------------------------------------------------------------------------
