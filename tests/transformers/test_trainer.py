@@ -594,7 +594,7 @@ def test_an_optimizer_that_looks_itself_is_refused():
     model = gpt2()
     optimizer = nanlocator.LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     trainer = trainer_of(model, NanLocatorCallback(), optimizers=(optimizer, None))
-    with pytest.raises(nanlocator.UsageError, match="hand it the optimizer itself"):
+    with pytest.raises(nanlocator.UsageError, match="give it the optimizer itself"):
         trainer.train()
 
 

@@ -1,5 +1,5 @@
 """The network check of one rank: facts, device, process groups, and the stages between ranks, which run in
-C++ (tools/netcheck). The end, on every path, is RankCheck's: it explains, prints and leaves the process."""
+C++ (src/netcheck). The end, on every path, is RankCheck's: it explains, prints and leaves the process."""
 
 import argparse
 import datetime
@@ -169,7 +169,7 @@ def _run(
 
 
 def _meet(check: _C.RankCheck) -> None:
-    """Before any other step: ranks that start late are no hang."""
+    """Before any other step: ranks that start late are not a hang."""
     extra = datetime.timedelta(seconds=_START_SECONDS)
     check.enter("start", "start of all ranks", ranks=list(range(_world_size())), extra=extra)
     check.meet()
