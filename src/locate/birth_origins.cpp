@@ -78,8 +78,8 @@ bool has_values(const Birth& birth) {
 }
 
 bool has_value(const Birth& birth, double value) {
-  return std::ranges::any_of(
-      birth.operands, [&](const Operand& operand) { return operand.at_first_bad == value; });
+  return std::ranges::any_of(birth.operands,
+                             [&](const Operand& operand) { return operand.at_first_bad == value; });
 }
 
 bool is_empty(const Operand& operand) {
@@ -93,11 +93,10 @@ bool is_empty_loss(const Birth& birth) {
   // of the labels is zero (all of them ignore_index).
   if (op.starts_with("aten::nll_loss")) return true;
   if (birth.sighting.phase != Phase::loss) return false;
-  const bool is_quotient =
-      op.starts_with("aten::div") && has_values(birth) &&
-      std::ranges::all_of(birth.operands, [](const Operand& operand) {
-        return operand.at_first_bad.value_or(operand.number.value_or(0)) == 0;
-      });
+  const bool is_quotient = op.starts_with("aten::div") && has_values(birth) &&
+                           std::ranges::all_of(birth.operands, [](const Operand& operand) {
+                             return operand.at_first_bad.value_or(operand.number.value_or(0)) == 0;
+                           });
   return is_quotient || (op.starts_with("aten::mean") && !birth.operands.empty() &&
                          is_empty(birth.operands.front()));
 }
@@ -265,9 +264,9 @@ std::string reached_text(const Root& root) {
   if (const auto parameters = count(ReachedKind::parameter); parameters > 0) {
     const std::string& first =
         std::ranges::find(reached, ReachedKind::parameter, &Reached::kind)->name;
-    parts.push_back("the gradients of " + (parameters == 1 ? first
-                                                           : std::to_string(parameters) +
-                                                                 " parameters, first of " + first));
+    parts.push_back(
+        "the gradients of " +
+        (parameters == 1 ? first : std::to_string(parameters) + " parameters, first of " + first));
   }
   if (count(ReachedKind::other_ranks) > 0) parts.emplace_back("other ranks");
   std::string text = "it reached ";
@@ -405,8 +404,8 @@ Origin origin_of(const Root& root) {
     std::string text;
     for (const Operand& operand : birth.operands) {
       if (!operand.at_first_bad) continue;
-      text += (text.empty() ? "" : ", ") + operand.name + " = " +
-              short_number(*operand.at_first_bad);
+      text +=
+          (text.empty() ? "" : ", ") + operand.name + " = " + short_number(*operand.at_first_bad);
     }
     evidence.push_back("at the first bad element: " + text);
   }

@@ -277,8 +277,7 @@ class SampleIncident {
     birth.forward_op = "aten::sqrt";
     birth.operands = {operand("self", 3.2, 0), operand("other", 1.1, 5)};
     birth.stack = {"q_norm.py:41 in forward", "attention.py:312 in forward"};
-    birth.reached = {
-        {ReachedKind::parameter, "decoder.layers.0.self_attention.linear_qkv.weight"}};
+    birth.reached = {{ReachedKind::parameter, "decoder.layers.0.self_attention.linear_qkv.weight"}};
     birth.replay = ReplayConclusion::deterministic_undefined;
     birth.replay_lines = {"in bfloat16: bad again, the same bits", "in fp64: NaN too"};
     ledger.births.push_back(birth);
