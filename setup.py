@@ -6,6 +6,7 @@ in the environment that has Torch.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -50,8 +51,15 @@ class CMakeBuild(build_ext):
             shutil.copy(BUILD / "python" / "nanlocator" / name, package / name)
 
 
+# CMAKE_ARGS=-DNANLOCATOR_DEBUGGER=OFF leaves out the Python of that room, too.
+left_out = re.findall(r"-DNANLOCATOR_(NETCHECK|DEBUGGER)=OFF", os.environ.get("CMAKE_ARGS", ""))
+
 setup(
-    packages=find_packages("integrations", include=["nanlocator*"]),
+    packages=find_packages(
+        "integrations",
+        include=["nanlocator*"],
+        exclude=[f"nanlocator.{room.lower()}*" for room in left_out],
+    ),
     package_dir={"": "integrations"},
     package_data={"nanlocator": ["py.typed"]},
     ext_modules=[Extension("nanlocator._C", sources=[])],  # makes the wheel one for this platform

@@ -115,7 +115,7 @@ StepAdapter adapter_of(const py::object& from) {
   step.gradient_phase = phase_of(from.attr("gradient_phase").cast<std::string>());
   step.parameters = named_tensors(from.attr("parameters").cast<Named>());
   step.buffers = named_tensors(from.attr("buffers").cast<Named>());
-  step.python_stack = &python_stack;
+  step.program_code = python_code();
   step.why_no_pass = from.attr("why_no_pass").cast<std::string>();
   step.can_trace_later_steps = from.attr("can_trace_later_steps").cast<bool>();
   add_module_calls(step, Function(from.attr("keep_module_calls")),

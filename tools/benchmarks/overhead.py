@@ -2,12 +2,16 @@
 
     tools/bench overhead [--hidden 256] [--sequence 128] [--ranks 2] [--tp 2] [--rounds 30] [--json]
     tools/bench overhead --integration pytorch [--batch 4]
+    tools/bench overhead --instructions [--integration pytorch] [--against OTHER_BUILD/python]
 
 All variants take turns in the same processes, on the same model. Megatron-Core: no tool, nanlocator with
 its defaults (level boundaries), level grads, with check_params, and Megatron's check_for_nan_in_grad. Plain
 PyTorch (GPT-2 of transformers, one CPU thread): no tool, nanlocator's levels, transformers'
 DebugUnderflowOverflow, torch's anomaly mode. A step is zero_grad, forward, backward and optimizer.step; the
 figures are medians over rounds of this round's variant over this round's bare step, with a 95 % interval.
+
+With --instructions: how many instructions a step executes without nanlocator and with its defaults, for each
+integration, counted by callgrind; and the same with another build of nanlocator.
 """
 
 import argparse
@@ -19,7 +23,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
+import instructions
 import overhead_pytorch
 import turns
 
@@ -33,13 +39,31 @@ VARIANTS: dict[str, dict | None] = {  # options of nanlocator.megatron.install, 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "megatron_gpt"
 
 
+def megatron_step(trainer: Any) -> None:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    trainer.iteration += 1
+    for chunk in trainer.model_chunks:
+        chunk.zero_grad_buffer()
+    trainer.optimizer.zero_grad()
+    get_forward_backward_func()(
+        forward_step_func=trainer.forward_step,
+        data_iterator=trainer._data_iterator(),
+        model=trainer.model_chunks,
+        num_microbatches=trainer.config.num_microbatches,
+        seq_length=trainer.config.sequence,
+        micro_batch_size=trainer.config.micro_batch,
+        forward_only=False,
+    )
+    trainer.optimizer.step()
+
+
 def work(arguments: argparse.Namespace) -> None:
     """One rank, started by torchrun."""
     sys.path.insert(0, str(EXAMPLE))
     import torch
     import torch.distributed as dist
     from gpt_training import Trainer, TrainingConfig
-    from megatron.core.pipeline_parallel import get_forward_backward_func
     from scenarios import PROCESS_GROUP_TIMEOUT, prepare_process
 
     import nanlocator.megatron
@@ -60,20 +84,7 @@ def work(arguments: argparse.Namespace) -> None:
     def step() -> float:
         dist.barrier()
         start = clock()
-        trainer.iteration += 1
-        for chunk in trainer.model_chunks:
-            chunk.zero_grad_buffer()
-        trainer.optimizer.zero_grad()
-        get_forward_backward_func()(
-            forward_step_func=trainer.forward_step,
-            data_iterator=trainer._data_iterator(),
-            model=trainer.model_chunks,
-            num_microbatches=trainer.config.num_microbatches,
-            seq_length=trainer.config.sequence,
-            micro_batch_size=trainer.config.micro_batch,
-            forward_only=False,
-        )
-        trainer.optimizer.step()
+        megatron_step(trainer)
         dist.barrier()
         return clock() - start
 
@@ -107,7 +118,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="tools/bench overhead"
     )
-    parser.add_argument("--integration", default="megatron", choices=["megatron", "pytorch"])
+    parser.add_argument(
+        "--integration",
+        choices=instructions.INTEGRATIONS,
+        help="default: megatron; with --instructions all. transformers is the Trainer",
+    )
+    parser.add_argument(
+        "--instructions",
+        action="store_true",
+        help="count the instructions of a step under callgrind, in place of its time; takes some minutes",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="FOLDER",
+        help="with --instructions: the python folder of a build to compare with",
+    )
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"], help="Megatron-Core")
@@ -129,6 +154,11 @@ def main() -> None:
     if arguments.directory:
         work(arguments)
         return
+    if arguments.instructions:
+        instructions.main(arguments)
+        return
+    if arguments.against or arguments.integration == "transformers":
+        parser.error("--against and --integration transformers need --instructions")
     if arguments.integration == "pytorch":
         overhead_pytorch.main(arguments)
         return

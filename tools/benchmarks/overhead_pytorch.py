@@ -12,33 +12,37 @@ from typing import Any
 import turns
 
 NO_TOOL = "no tool"
+VOCABULARY = 1024  # an embedding of 50257 rows would be most of such a small step, and hide the tools
+LAYERS = 4
+
+
+def gpt2(hidden: int, sequence: int) -> Any:
+    import transformers
+
+    config = transformers.GPT2Config(
+        n_embd=hidden,
+        n_layer=LAYERS,
+        n_head=4,
+        n_positions=sequence,
+        vocab_size=VOCABULARY,
+        bos_token_id=0,
+        eos_token_id=0,
+        attn_implementation="eager",  # DebugUnderflowOverflow raises on the boolean mask that sdpa gets
+    )
+    return transformers.GPT2LMHeadModel(config).train()
 
 
 def main(arguments: argparse.Namespace) -> None:
     import torch
-    import transformers
     from transformers.debug_utils import DebugUnderflowOverflow
 
     import nanlocator
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    vocabulary = 1024  # an embedding of 50257 rows would be most of such a small step, and hide the tools
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            n_embd=arguments.hidden,
-            n_layer=4,
-            n_head=4,
-            n_positions=arguments.sequence,
-            vocab_size=vocabulary,
-            bos_token_id=0,
-            eos_token_id=0,
-            # DebugUnderflowOverflow raises on the boolean mask that sdpa is given.
-            attn_implementation="eager",
-        )
-    ).train()
+    model = gpt2(arguments.hidden, arguments.sequence)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens = torch.randint(0, vocabulary, (arguments.batch, arguments.sequence))
+    tokens = torch.randint(0, VOCABULARY, (arguments.batch, arguments.sequence))
 
     def step(optimizer: torch.optim.Optimizer) -> float:
         start = time.perf_counter()
@@ -90,8 +94,8 @@ def main(arguments: argparse.Namespace) -> None:
     times = turns.take_turns(variants, run, arguments.rounds)
     parameters = sum(p.numel() for p in model.parameters())
     heading = (
-        f"GPT-2 hidden {arguments.hidden}, 4 layers, sequence {arguments.sequence}, batch {arguments.batch}, "
-        f"fp32, {parameters / 1e6:.1f} M parameters, one CPU thread; {arguments.rounds} rounds of "
-        f"{arguments.steps} steps"
+        f"GPT-2 hidden {arguments.hidden}, {LAYERS} layers, sequence {arguments.sequence}, batch "
+        f"{arguments.batch}, fp32, {parameters / 1e6:.1f} M parameters, one CPU thread; {arguments.rounds} "
+        f"rounds of {arguments.steps} steps"
     )
     turns.print_result(heading, times, NO_TOOL, as_json=arguments.json, parameters=parameters, threads=1)

@@ -17,29 +17,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import transformers
 import turns
+from overhead_pytorch import LAYERS, NO_TOOL, VOCABULARY, gpt2
 from transformers.debug_utils import DebugUnderflowOverflow as TransformersDebugger
 
 from nanlocator.transformers import DebugUnderflowOverflow
-
-NO_TOOL = "no tool"
-VOCABULARY = 1024  # an embedding of 50257 rows would be most of such a small step, and hide the tools
-LAYERS = 4
-
-
-def gpt2(hidden: int, sequence: int) -> torch.nn.Module:
-    config = transformers.GPT2Config(
-        n_embd=hidden,
-        n_layer=LAYERS,
-        n_head=4,
-        n_positions=sequence,
-        vocab_size=VOCABULARY,
-        bos_token_id=0,
-        eos_token_id=0,
-        attn_implementation="eager",
-    )
-    return transformers.GPT2LMHeadModel(config).train()
 
 
 @contextlib.contextmanager

@@ -23,6 +23,9 @@ std::string python() {
 }
 
 int start(const std::vector<std::string>& arguments) {
+#ifndef NANLOCATOR_NETCHECK
+  throw UsageError("built without the network check: configure with -DNANLOCATOR_NETCHECK=ON");
+#endif
   std::vector<std::string> command = {python(), "-m", "nanlocator.netcheck"};
   command.insert(command.end(), arguments.begin(), arguments.end());
   std::vector<char*> pointers;

@@ -68,7 +68,7 @@ struct StepAdapter {
   std::vector<NamedTensor> parameters;
   std::vector<NamedTensor> buffers;
   /// See TraceOptions; may be empty.
-  std::function<std::vector<std::string>()> python_stack;
+  std::shared_ptr<ProgramCode> program_code;
   /// See RerunnableStep; both may be empty.
   std::function<void(const std::vector<Birth>&, const std::function<void()>& run)>
       keep_module_calls;

@@ -38,7 +38,7 @@ struct RerunnableStep {
   std::vector<NamedTensor> parameters;
   std::vector<NamedTensor> buffers;
   /// See TraceOptions; may be empty.
-  std::function<std::vector<std::string>()> python_stack;
+  std::shared_ptr<ProgramCode> program_code;
   /// Calls `run`, which executes the step once more, and keeps for each of these births the call of
   /// the module around it; afterwards `add_module_call` puts it into a bundle. Both empty where the
   /// integration cannot (C++ programs have no module calls).

@@ -1,19 +1,20 @@
-"""The debugger of Hugging Face transformers, under its own names: change the import.
+"""For Hugging Face transformers: the Trainer's callback, and its debugger under its own names.
 
+    from nanlocator.transformers import NanLocatorCallback
     from nanlocator.transformers import DebugUnderflowOverflow, detect_overflow
 
-docs/transformers.md tells what is the same and what is mended. Works with any ``nn.Module``; transformers
-itself is not needed, but for ``NanLocatorCallback`` and ``patch``.
+docs/transformers.md says what the debugger has in common with transformers' and which bugs it fixes. It works
+with any ``nn.Module``; only ``NanLocatorCallback`` and ``patch`` need transformers itself.
 """
 
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from nanlocator.debugger.autocast import no_autocast
-from nanlocator.debugger.debug import DebugOption, DebugUnderflowOverflow
-from nanlocator.debugger.detect import detect_overflow, get_abs_min_max
-from nanlocator.debugger.patch import patch
-
 if TYPE_CHECKING:
+    from nanlocator.debugger.autocast import no_autocast
+    from nanlocator.debugger.debug import DebugOption, DebugUnderflowOverflow
+    from nanlocator.debugger.detect import detect_overflow, get_abs_min_max
+    from nanlocator.debugger.patch import patch
     from nanlocator.transformers.trainer import NanLocatorCallback
 
 __all__ = [
@@ -26,11 +27,28 @@ __all__ = [
     "patch",
 ]
 
+_DEBUGGER = {
+    "DebugOption": "debug",
+    "DebugUnderflowOverflow": "debug",
+    "detect_overflow": "detect",
+    "get_abs_min_max": "detect",
+    "no_autocast": "autocast",
+    "patch": "patch",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """NanLocatorCallback is a class of transformers' Trainer: only it needs transformers."""
-    if name != "NanLocatorCallback":
+    """Imported when it is asked for: the callback needs transformers' Trainer, and a build may be without the
+    debugger."""
+    if name == "NanLocatorCallback":
+        module = importlib.import_module("nanlocator.transformers.trainer")
+    elif name not in _DEBUGGER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from nanlocator.transformers.trainer import NanLocatorCallback
-
-    return NanLocatorCallback
+    elif importlib.util.find_spec("nanlocator.debugger") is None:
+        raise ImportError(
+            f"nanlocator was built without its debugger, which has {name}: NANLOCATOR_DEBUGGER=OFF"
+        )
+    else:
+        module = importlib.import_module(f"nanlocator.debugger.{_DEBUGGER[name]}")
+    value = globals()[name] = getattr(module, name)
+    return value

@@ -1,0 +1,33 @@
+"""A package without its debugger, as NANLOCATOR_DEBUGGER=OFF builds it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nanlocator
+
+CODE = """
+import nanlocator.transformers
+from nanlocator.transformers import NanLocatorCallback
+NanLocatorCallback()
+try:
+    from nanlocator.transformers import DebugUnderflowOverflow
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_the_callback_works_and_the_debuggers_names_say_that_it_is_not_built(tmp_path):
+    (tmp_path / "nanlocator").mkdir()
+    for entry in Path(nanlocator.__file__).parent.iterdir():
+        if entry.name != "debugger":
+            (tmp_path / "nanlocator" / entry.name).symlink_to(entry)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "without its debugger, which has DebugUnderflowOverflow" in done.stdout
