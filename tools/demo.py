@@ -1,5 +1,5 @@
 """Trains a small GPT on real Megatron-Core with several gloo processes on this machine's CPU, plants a NaN
-on one rank and shows what Megatron reports of it, and what nanlocator does.
+on one rank and shows what Megatron reports, and what nanlocator does.
 
 examples:
   tools/demo                                  an operator's fault in forward that spreads over all ranks
@@ -7,8 +7,8 @@ examples:
   tools/demo --fault tp_duplicated_layernorm  a gradient that Megatron's norm leaves out
   tools/demo --healthy                        a run with and without nanlocator, compared bit for bit
 
-Ends with 0 when nanlocator did what is said, with 1 when it did not, with 2 on wrong use.
-nanlocator's files go to ./nanlocator_run, as in any run of its own.
+Exits with 0 when nanlocator found the fault as expected, with 1 when it did not, with 2 on wrong use.
+nanlocator's files go to ./nanlocator_run, as in any run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAYERS = 4  # so that 1, 2 or 4 pipeline stages divide it, and 1, 2 or 4 tensor-
 FAULTS = {
     "forward_operator": "log of a negative number in an MLP, in forward, on one tensor-parallel rank",
     "backward_operator": "the derivative of a square root at zero, in an MLP's backward",
-    "activation_element": "one element of an activation is overwritten in memory, once: gone in a repeat",
+    "activation_element": "one element of an activation is overwritten in memory, once: gone in a re-run",
     "pipeline_receive": "one element of what a pipeline stage receives, once: the sender's was finite",
     "loss_zero_over_zero": "a microbatch without a valid label: its loss is 0/0",
     "tp_duplicated_layernorm": "a layer norm's weight gradient that Megatron's norm leaves out (tp rank > 0)",
@@ -84,7 +84,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pp", type=int, choices=[1, 2, 4], default=2, help="pipeline-parallel size (2)")
     parser.add_argument("--dp", type=int, choices=range(1, 9), default=2, metavar="1..8", help="replicas (2)")
     parser.add_argument(
-        "--steps", type=int, default=20, help="steps (20); the fault comes in the last but one"
+        "--steps", type=int, default=20, help="steps (20); the fault is planted in the last but one"
     )
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("nanlocator_run"))
     parser.add_argument("--keep", action="store_true", help="keep the ranks' logs in OUTPUT/demo_ranks")

@@ -214,7 +214,7 @@ def _frame_of(module: nn.Module, caller: _Frame | None) -> _Frame:
     key = caller.path if caller is not None else None
     frame = named.frames.get(key)
     if frame is None:
-        frame = named.frames[key] = _Frame(tree, module, _choose(named.paths, caller))
+        frame = named.frames[key] = _Frame(tree, module, nearest_path(named.paths, key))
     return frame
 
 
@@ -223,11 +223,11 @@ def _find(tree: _Tree, module: nn.Module) -> _Named | None:
     return named if named is not None and named.is_this() is module else None
 
 
-def _choose(paths: list[str], caller: _Frame | None) -> str:
-    """Of several registered paths the one right below the caller, else below it at all, else the first."""
+def nearest_path(paths: list[str], caller: str | None) -> str:
+    """Of several registered paths the one right below the caller's, else below it at all, else the first."""
     if len(paths) > 1 and caller is not None:
-        prefix = caller.path + "." if caller.path else ""
-        below = [p for p in paths if p.startswith(prefix) and p != caller.path]
+        prefix = caller + "." if caller else ""
+        below = [p for p in paths if p.startswith(prefix) and p != caller]
         return min(below or paths, key=lambda p: p.count("."))
     return paths[0]
 

@@ -201,7 +201,7 @@ std::string Communicator::broadcast(std::string_view key, const std::string& val
   const auto unique_key = std::string(key) + std::to_string(agreements_++);
   if (rank() == 0) {
     if (!publish(unique_key, value)) {
-      throw AgreementError("Rank 0 cannot reach the Store to hand out '" + std::string(key) +
+      throw AgreementError("Rank 0 cannot reach the Store to publish '" + std::string(key) +
                            "'. Is the process that hosts it alive?");
     }
     return value;

@@ -21,10 +21,10 @@ using std::chrono::milliseconds;
 constexpr milliseconds kShortestInterval{100};
 constexpr milliseconds kLongestInterval{5'000};
 constexpr milliseconds kLeastPatience{1'000};
-constexpr milliseconds kGoodbye{1'000};  // for what is told while others wait
+constexpr milliseconds kGoodbye{1'000};  // for what is published while others wait
 constexpr milliseconds kBetweenAsking{50};
 constexpr int kPatiencesToConnect = 4;
-constexpr int kLateIntervals = 2;  // without a move: the ranks behind are looked at, too
+constexpr int kLateIntervals = 2;  // without a move: the ranks behind are checked, too
 
 constexpr std::array<std::string_view, 6> kActivities = {
     "training", "forward_backward", "agreement", "rerun", "gathering", "stopped"};
@@ -84,7 +84,7 @@ MonitorTimes MonitorTimes::for_deadline(milliseconds gather_deadline) {
 }
 
 struct RankMonitor::Shared {
-  // --- told by any thread ---
+  // --- set by any thread ---
   std::atomic<Activity> activity = Activity::training;
   std::atomic<std::int64_t> iteration = 0;
 
@@ -118,7 +118,7 @@ struct RankMonitor::Shared {
     milliseconds silence{0};
     bool is_there = false;
     bool has_left = false;
-    bool is_known = false;  // has been looked at
+    bool is_known = false;  // has been checked
   };
   std::map<int, Watched> watched;
 
@@ -129,7 +129,7 @@ struct RankMonitor::Shared {
   void confirm(std::int64_t news_number);
   void watch_ring(milliseconds since_last_look);
   Watched& read_heartbeat(int peer, milliseconds since_last_look);
-  std::int64_t tell(const nlohmann::json& news);
+  std::int64_t publish(const nlohmann::json& news);
   void apply(const nlohmann::json& news);
   void say_goodbye();
   void wait_until_all_have_read(std::int64_t news_number);
@@ -249,7 +249,7 @@ void RankMonitor::Shared::apply(const nlohmann::json& news) {
     if (!is_back && !news.contains(kEndedBy)) {
       auto answer = here();
       answer[kIsBack] = true;
-      tell(answer);
+      publish(answer);
     }
     return;
   }
@@ -277,7 +277,7 @@ void RankMonitor::Shared::watch_ring(milliseconds since_last_look) {
     // Before its first heartbeat a rank connects to the Store, and may look names up for that.
     if (seen.silence >= (seen.is_there ? 1 : kPatiencesToConnect) * times.patience) {
       seen.silence = milliseconds(0);
-      tell(heartbeat);
+      publish(heartbeat);
     }
     ++(seen.silence > kLateIntervals * times.interval ? late : on_time);
   }
@@ -299,7 +299,7 @@ RankMonitor::Shared::Watched& RankMonitor::Shared::read_heartbeat(int peer,
 }
 
 // At the end of the list; ranks that find something at the same time do not overwrite each other.
-std::int64_t RankMonitor::Shared::tell(const nlohmann::json& news) {
+std::int64_t RankMonitor::Shared::publish(const nlohmann::json& news) {
   const auto text = dump(news);
   auto number = news_read;
   while (!answered(store->put_if_absent(news_key(number), text, limit()))) ++number;
@@ -313,7 +313,7 @@ void RankMonitor::Shared::say_goodbye() {
     if (ended_by.empty() || !lost_now().empty()) return;
     auto news = here();
     news[kEndedBy] = ended_by;
-    wait_until_all_have_read(tell(news));
+    wait_until_all_have_read(publish(news));
   } catch (...) {
     // The Store has gone before this rank.
   }

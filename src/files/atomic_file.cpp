@@ -75,7 +75,7 @@ std::string read_file(const std::filesystem::path& path, std::uint64_t limit) {
   };
   const auto size = static_cast<std::uint64_t>(status.st_size);
   if (size > limit) refuse_as_too_large();
-  std::string bytes(size + 1, '\0');  // the one more tells the end from "there is more"
+  std::string bytes(size + 1, '\0');  // one more, to see that the file ends
   std::size_t filled = 0;
   while (true) {
     // A file that grows while it is read, or one of /proc that says it has no bytes.

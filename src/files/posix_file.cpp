@@ -15,7 +15,7 @@ void throw_io_error(const std::string& attempt, const std::filesystem::path& pat
 }
 
 int open_regular_file(const std::filesystem::path& path) {
-  // O_NONBLOCK: opening a pipe that nobody writes to would wait for ever.
+  // O_NONBLOCK: opening a pipe that nobody writes to would wait forever.
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (file < 0) throw_io_error("cannot read", path, errno);
   struct stat status {};

@@ -27,7 +27,7 @@ class GradientHistory {
   /// Of the latest row. `loss_scale`: what the gradient was multiplied by.
   void set(std::int64_t parameter, const TensorStats& stats, double loss_scale) noexcept;
 
-  /// Without run and coordinates. Parameters that were never seen are left out.
+  /// Without run and coordinates. Without parameters that were never seen.
   [[nodiscard]] History to_history(const ParameterMap& map) const;
 
  private:

@@ -28,7 +28,7 @@ struct SparseLayout {
 // One view, made ready for the kernels: dense and real.
 struct PreparedView {
   at::Tensor tensor;
-  std::string_view dtype;  // of the tensor as it was handed over
+  std::string_view dtype;  // of the tensor as passed in
   bool is_complex = false;
   std::optional<SparseLayout> sparse;
 };
@@ -73,7 +73,7 @@ PreparedView prepare(const at::Tensor& given, const ParameterInfo& parameter) {
   return view;
 }
 
-// The index of the first bad element within the tensor that was handed over.
+// The index of the first bad element within the tensor as passed in.
 std::int64_t first_bad_in_given(const Entry& entry, std::int64_t scanned_index) {
   const auto index = entry.is_complex ? scanned_index / 2 : scanned_index;
   if (!entry.sparse) return index;
@@ -119,7 +119,7 @@ struct GradientScanner::Impl {
   const ParameterMap& map;
   int threads;
   std::map<std::pair<at::DeviceType, at::DeviceIndex>, std::unique_ptr<DeviceSlots>> devices;
-  // By phase, number and pass: where a framework repeats a pass within one step (Megatron's rerun
+  // By phase, number and pass: where a framework re-runs a pass within one step (Megatron's rerun
   // state machine), the second must not overwrite what the first has shown.
   using GroupKey = std::tuple<Phase, std::uint64_t, int>;
   std::map<GroupKey, Group> groups;

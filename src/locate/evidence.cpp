@@ -1,10 +1,10 @@
 #include "locate/evidence.hpp"
 
 #include <algorithm>
-#include <array>
 #include <unordered_set>
 
 #include "map/coordinates_json.hpp"
+#include "map/rank_order.hpp"
 #include "nanlocator/error.hpp"
 
 namespace nanlocator {
@@ -156,48 +156,17 @@ Incident::Incident(std::span<const Ledger> ledgers, int world_size) : world_size
   if (!silent_.empty()) place_silent_ranks(world_size);
 }
 
-/// Megatron numbers ranks with the axes in the order tp-cp-ep-dp-pp, tp fastest, or with pp before
-/// dp (parallel_state.py, `initialize_model_parallel`, argument `order`; `--use-tp-pp-dp-mapping`).
-/// The order that fits every rank that answered places the others; if both fit and differ, or none
-/// does, the silent ranks stay unplaced.
+/// The order of the ranks that answered places the others, where it is one (map/rank_order.hpp).
 void Incident::place_silent_ranks(int world_size) {
-  struct Numbering {
-    std::array<int, 4> sizes;             // fastest axis first
-    std::array<int Place::*, 4> members;  // the same axes
-  };
-  const int tp = layout_.tp.size, pp = layout_.pp.size, dp = layout_.dp.size, cp = layout_.cp.size;
-  const std::array<Numbering, 2> numberings = {
-      {{{tp, cp, dp, pp}, {&Place::tp, &Place::cp, &Place::dp, &Place::pp}},
-       {{tp, cp, pp, dp}, {&Place::tp, &Place::cp, &Place::pp, &Place::dp}}}};
-  const auto place_of = [](const Numbering& numbering, int rank) {
-    Place place;
-    place.rank = rank;
-    for (std::size_t axis = 0; axis < numbering.sizes.size(); ++axis) {
-      place.*numbering.members[axis] = rank % numbering.sizes[axis];
-      rank /= numbering.sizes[axis];
-    }
-    return place;
-  };
-  const auto is_same = [](const Place& a, const Place& b) {
-    return a.tp == b.tp && a.pp == b.pp && a.dp == b.dp && a.cp == b.cp;
-  };
-  std::int64_t grid = 1;
-  for (const int size : {tp, pp, dp, cp})
-    grid = std::min<std::int64_t>(grid * size, world_size + 1LL);
-  const bool is_full = !ranks_.empty() && grid == world_size;
-  std::vector<const Numbering*> fitting;
-  for (const Numbering& numbering : numberings) {
-    const bool fits = is_full && std::ranges::all_of(places_, [&](const Place& place) {
-                        return is_same(place, place_of(numbering, place.rank));
-                      });
-    if (fits) fitting.push_back(&numbering);
-  }
+  std::vector<RankCoordinates> known;
+  for (const RankEvidence& rank : ranks_) known.push_back(rank.coordinates());
+  const RankOrder order(layout_, known.empty() ? 0 : world_size, known);
   for (const int rank : silent_) {
-    if (fitting.empty() ||
-        !is_same(place_of(*fitting.front(), rank), place_of(*fitting.back(), rank))) {
-      unplaced_.push_back(rank);
+    if (const auto place = order.place_of(rank)) {
+      places_.push_back(
+          {rank, place->tp.rank, place->pp.rank, place->dp.rank, place->cp.rank, nullptr});
     } else {
-      places_.push_back(place_of(*fitting.front(), rank));
+      unplaced_.push_back(rank);
     }
   }
   std::ranges::sort(places_, {}, &Place::rank);

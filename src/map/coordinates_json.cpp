@@ -1,8 +1,10 @@
 #include "map/coordinates_json.hpp"
 
 #include <array>
+#include <tuple>
 #include <utility>
 
+#include "files/json_fields.hpp"
 #include "files/utf8.hpp"
 #include "nanlocator/error.hpp"
 
@@ -28,31 +30,26 @@ void check_rank(const std::string& what, int rank, int size) {
 
 }  // namespace
 
+constexpr auto json_fields(const AxisCoordinate*) {
+  return std::tuple(JsonField("rank", &AxisCoordinate::rank),
+                    JsonField("size", &AxisCoordinate::size, 1));
+}
+
+constexpr auto json_fields(const RankCoordinates*) {
+  using C = RankCoordinates;
+  return std::tuple(JsonField("rank", &C::rank), JsonField("world_size", &C::world_size, 1),
+                    JsonField("tp", &C::tp), JsonField("pp", &C::pp), JsonField("dp", &C::dp),
+                    JsonField("cp", &C::cp), JsonField("ep", &C::ep), JsonField("host", &C::host),
+                    JsonField("local_rank", &C::local_rank), JsonField("device", &C::device));
+}
+
 nlohmann::ordered_json coordinates_to_json(const RankCoordinates& coordinates) {
-  nlohmann::ordered_json json;
-  json["rank"] = coordinates.rank;
-  json["world_size"] = coordinates.world_size;
-  for (const auto& [name, axis] : kAxes) {
-    json[name] = {{"rank", (coordinates.*axis).rank}, {"size", (coordinates.*axis).size}};
-  }
-  json["host"] = coordinates.host;
-  json["local_rank"] = coordinates.local_rank;
-  json["device"] = coordinates.device;
-  return json;
+  return fields_to_json(coordinates);
 }
 
 RankCoordinates coordinates_from_json(const JsonObject& object) {
   RankCoordinates coordinates;
-  coordinates.rank = object.small_integer("rank", 0);
-  coordinates.world_size = object.small_integer("world_size", 1);
-  for (const auto& [name, axis] : kAxes) {
-    const JsonObject json = object.object(name);
-    (coordinates.*axis).rank = json.small_integer("rank", 0);
-    (coordinates.*axis).size = json.small_integer("size", 1);
-  }
-  coordinates.host = object.text("host");
-  coordinates.local_rank = object.small_integer("local_rank", 0);
-  coordinates.device = object.text("device");
+  read_fields(object, coordinates);
   try {
     check_coordinates(coordinates);
   } catch (const UsageError& error) {

@@ -8,7 +8,7 @@
 #include <tuple>
 #include <utility>
 
-#include "map/list_text.hpp"
+#include "files/text.hpp"
 #include "map/parameter_json.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/files/atomic_file.hpp"
@@ -25,7 +25,7 @@ constexpr std::string_view kManifestPrefix = "param_manifest_";
 /// 100 000 parameters take some 40 MB; more than this is no map.
 constexpr std::uint64_t kLargestMapFile = std::uint64_t{256} << 20;
 
-/// The place that a file's name tells: "tp1pp0dp1" or "tp1pp0dp1cp0".
+/// The place in a file's name: "tp1pp0dp1" or "tp1pp0dp1cp0".
 struct FilePlace {
   int tp = 0;
   int pp = 0;
@@ -220,7 +220,7 @@ class DirectoryReader {
     const int rank = map.coordinates().rank;
     const auto [entry, is_new] = maps_.try_emplace(rank, NamedMap{std::move(map), file});
     if (!is_new) {
-      notes_.push_back(file + " was left out: it says that it is rank " + std::to_string(rank) +
+      notes_.push_back(file + " was skipped: it says that it is rank " + std::to_string(rank) +
                        ", and so does " + entry->second.file);
     }
     return is_new;
@@ -248,8 +248,8 @@ class DirectoryReader {
       sizes.world_size = static_cast<int>(world);
     }
     if (world >= kTooLarge) {
-      notes_.push_back("the files' names tell of " + std::to_string(kTooLarge) +
-                       " ranks or more; those without a manifest were left out");
+      notes_.push_back("the files' names are those of " + std::to_string(kTooLarge) +
+                       " ranks or more; those without a manifest were skipped");
       return;
     }
     for (auto& [place, file, names] : without_manifest_) {
@@ -259,7 +259,7 @@ class DirectoryReader {
                                         std::int64_t{sizes.cp.size} *
                                             (place.dp + std::int64_t{sizes.dp.size} * place.pp));
       if (rank >= sizes.world_size) {
-        notes_.push_back(file + " was left out: its place lies beyond the " +
+        notes_.push_back(file + " was skipped: its place is beyond the " +
                          std::to_string(sizes.world_size) + " ranks of this run");
         continue;
       }

@@ -8,7 +8,8 @@
 #include <unordered_map>
 #include <utility>
 
-#include "map/list_text.hpp"
+#include "files/names.hpp"
+#include "files/text.hpp"
 
 namespace nanlocator {
 namespace {
@@ -156,27 +157,17 @@ std::vector<FoundParameter> find_parameters(std::span<const ParameterMap> maps,
 }
 
 std::string_view name_of(MapDifferenceKind kind) noexcept {
-  switch (kind) {
-    case MapDifferenceKind::only_left:
-      return "only_left";
-    case MapDifferenceKind::only_right:
-      return "only_right";
-    case MapDifferenceKind::order:
-      return "order";
-    case MapDifferenceKind::id:
-      return "id";
-    case MapDifferenceKind::shape:
-      return "shape";
-    case MapDifferenceKind::dtype:
-      return "dtype";
-    case MapDifferenceKind::layer:
-      return "layer";
-    case MapDifferenceKind::chunk:
-      return "chunk";
-    case MapDifferenceKind::flags:
-      return "flags";
-  }
-  return "unknown";
+  using enum MapDifferenceKind;
+  static constexpr Names<MapDifferenceKind, 9> kNames = {{{only_left, "only_left"},
+                                                          {only_right, "only_right"},
+                                                          {order, "order"},
+                                                          {id, "id"},
+                                                          {shape, "shape"},
+                                                          {dtype, "dtype"},
+                                                          {layer, "layer"},
+                                                          {chunk, "chunk"},
+                                                          {flags, "flags"}}};
+  return name_in(kNames, kind);
 }
 
 std::vector<MapDifference> compare_maps(const ParameterMap& left, const ParameterMap& right) {
@@ -196,14 +187,6 @@ std::vector<MapDifference> compare_maps(const ParameterMap& left, const Paramete
         {MapDifferenceKind::only_right, parameter.name, std::nullopt, parameter.id, {}, {}});
   }
   return differences;
-}
-
-std::string describe_shape(std::span<const std::int64_t> shape) {
-  std::string text = "[";
-  for (std::size_t axis = 0; axis < shape.size(); ++axis) {
-    text += (axis == 0 ? "" : ", ") + std::to_string(shape[axis]);
-  }
-  return text + "]";
 }
 
 std::string describe_flags(const ParameterInfo& parameter) {

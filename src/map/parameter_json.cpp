@@ -3,18 +3,15 @@
 #include <cstdio>
 #include <limits>
 #include <optional>
+#include <tuple>
 #include <utility>
 
+#include "files/json_fields.hpp"
 #include "files/utf8.hpp"
 #include "nanlocator/error.hpp"
 
 namespace nanlocator {
 namespace {
-
-template <typename Number>
-nlohmann::ordered_json number_or_null(const std::optional<Number>& number) {
-  return number ? nlohmann::ordered_json(*number) : nlohmann::ordered_json(nullptr);
-}
 
 /// The product of the sizes, or an empty optional where it is beyond 2^63 - 1.
 std::optional<std::int64_t> checked_numel(const std::vector<std::int64_t>& shape) {
@@ -42,39 +39,42 @@ std::vector<std::int64_t> shape_from_json(const nlohmann::json& value, const std
 
 }  // namespace
 
+constexpr auto json_fields(const ElementRange*) {
+  return std::tuple(JsonField("begin", &ElementRange::begin), JsonField("end", &ElementRange::end));
+}
+
+namespace {
+
+using P = ParameterInfo;
+// Before and after shape and dtype, which are null together where only id and name are known.
+constexpr auto kIdentity = std::tuple(JsonField("id", &P::id), JsonField("name", &P::name),
+                                      JsonField("raw_name", &P::raw_name));
+constexpr auto kPlace = std::tuple(
+    JsonField("layer", &P::layer), JsonField("chunk", &P::chunk), JsonField("bucket", &P::bucket),
+    JsonField("bucket_offset", &P::bucket_offset), JsonField("shard", &P::shard),
+    JsonField("is_expert", &P::is_expert), JsonField("is_shared", &P::is_shared),
+    JsonField("is_tp_duplicate", &P::is_tp_duplicate), JsonField("is_tied", &P::is_tied),
+    JsonField("may_be_untouched", &P::may_be_untouched));
+
+}  // namespace
+
 nlohmann::ordered_json shard_to_json(const std::optional<ElementRange>& shard) {
-  if (!shard) return nullptr;
-  return {{"begin", shard->begin}, {"end", shard->end}};
+  return value_to_json(shard);
 }
 
 std::optional<ElementRange> shard_from_json(const JsonObject& parameter) {
-  if (parameter.member("shard").is_null()) return std::nullopt;
-  const JsonObject shard = parameter.object("shard");
-  return ElementRange{.begin = shard.integer("begin", 0), .end = shard.integer("end", 0)};
+  std::optional<ElementRange> shard;
+  read_value(parameter, "shard", 0, shard);
+  return shard;
 }
 
 nlohmann::ordered_json parameter_to_json(const ParameterInfo& parameter) {
   nlohmann::ordered_json json;
-  json["id"] = parameter.id;
-  json["name"] = parameter.name;
-  json["raw_name"] = parameter.raw_name;
-  if (parameter.dtype.empty()) {  // only id and name are known
-    json["shape"] = nullptr;
-    json["dtype"] = nullptr;
-  } else {
-    json["shape"] = parameter.shape;
-    json["dtype"] = parameter.dtype;
-  }
-  json["layer"] = number_or_null(parameter.layer);
-  json["chunk"] = parameter.chunk;
-  json["bucket"] = number_or_null(parameter.bucket);
-  json["bucket_offset"] = number_or_null(parameter.bucket_offset);
-  json["shard"] = shard_to_json(parameter.shard);
-  json["is_expert"] = parameter.is_expert;
-  json["is_shared"] = parameter.is_shared;
-  json["is_tp_duplicate"] = parameter.is_tp_duplicate;
-  json["is_tied"] = parameter.is_tied;
-  json["may_be_untouched"] = parameter.may_be_untouched;
+  write_fields(json, parameter, kIdentity);
+  const bool is_known = !parameter.dtype.empty();
+  json["shape"] = is_known ? nlohmann::ordered_json(parameter.shape) : nullptr;
+  json["dtype"] = is_known ? nlohmann::ordered_json(parameter.dtype) : nullptr;
+  write_fields(json, parameter, kPlace);
   return json;
 }
 
@@ -82,9 +82,7 @@ ParameterInfo parameter_from_json(const nlohmann::json& value, const std::string
                                   std::string path) {
   const JsonObject object(value, source, std::move(path));
   ParameterInfo parameter;
-  parameter.id = object.integer("id", 0);
-  parameter.name = object.text("name");
-  parameter.raw_name = object.text("raw_name");
+  read_fields(object, parameter, kIdentity);
   if (object.member("dtype").is_null()) {
     if (!object.member("shape").is_null()) {
       throw_unexpected_json(object.where("dtype"), object.member("dtype"),
@@ -97,16 +95,7 @@ ParameterInfo parameter_from_json(const nlohmann::json& value, const std::string
     }
     parameter.shape = shape_from_json(object.member("shape"), object.where("shape"));
   }
-  parameter.layer = object.optional_small_integer("layer", 0);
-  parameter.chunk = object.small_integer("chunk", 0);
-  parameter.bucket = object.optional_small_integer("bucket", 0);
-  parameter.bucket_offset = object.optional_integer("bucket_offset", 0);
-  parameter.shard = shard_from_json(object);
-  parameter.is_expert = object.boolean("is_expert");
-  parameter.is_shared = object.boolean("is_shared");
-  parameter.is_tp_duplicate = object.boolean("is_tp_duplicate");
-  parameter.is_tied = object.boolean("is_tied");
-  parameter.may_be_untouched = object.boolean("may_be_untouched");
+  read_fields(object, parameter, kPlace);
   return parameter;
 }
 

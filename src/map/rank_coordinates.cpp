@@ -9,7 +9,7 @@
 #include <string_view>
 #include <system_error>
 
-#include "map/list_text.hpp"
+#include "files/text.hpp"
 #include "nanlocator/error.hpp"
 
 namespace nanlocator {

@@ -8,7 +8,7 @@
 
 namespace nanlocator::netcheck {
 
-/// How far a rank came with one step: it is about to launch, it has launched and waits, it is done.
+/// How far a rank came with one step: it is about to launch, has launched and waits, or is done.
 enum class State : std::uint8_t { entered, launched, finished };
 
 /// Where a rank stands. `sequence` counts the steps of the whole check, the same on all ranks; a
@@ -36,8 +36,8 @@ struct Holdup {
 };
 
 /// `positions` of ranks that have not finished, at most one per rank. A rank that waits for one
-/// that has not come is not to blame; one that never launched is, and so is one that is gone. Where
-/// all have launched a step, those that did not return from it cannot be told apart.
+/// that has not arrived is not to blame; one that never launched is, and so is one that is gone.
+/// Where all have launched a step, those that did not return from it cannot be separated.
 [[nodiscard]] std::vector<Holdup> find_holdups(const std::vector<Position>& positions);
 
 /// A fault that can lie at any of these ranks.

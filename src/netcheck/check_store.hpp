@@ -1,4 +1,4 @@
-// What the ranks of a network check tell each other, below "nanlocator/netcheck/" of a c10d Store.
+// What the ranks of a network check exchange, below "nanlocator/netcheck/" of a c10d Store.
 //
 // A Store that answers late is not gone. One is gone that refuses several connections, or gives no
 // answer for as long as a step may take: StoreLost, and the rank is left to itself.
@@ -22,7 +22,7 @@ struct StoreLost : Error {
   using Error::Error;
 };
 
-/// The name of what each rank has one of.
+/// The name of something that each rank has one of.
 [[nodiscard]] inline std::string of_rank(const std::string& name, int rank) {
   return name + "/" + std::to_string(rank);
 }
@@ -35,13 +35,13 @@ class CheckStore {
   /// A connection of its own, for another thread.
   [[nodiscard]] CheckStore another() const;
 
-  /// Opens the connection, which takes seconds where looking names up does.
+  /// Opens the connection, which takes seconds where name lookup does.
   void connect();
   [[nodiscard]] bool has(const std::string& name);
   /// The value of a name that `has` said is there.
   [[nodiscard]] std::string get(const std::string& name);
   void put(const std::string& name, const std::string& value);
-  /// Whether nobody has put `name` before.
+  /// Whether nobody has written `name` before.
   [[nodiscard]] bool is_first_to_put(const std::string& name);
   /// Adds one to the counter `name`, and returns it.
   [[nodiscard]] std::int64_t count(const std::string& name);

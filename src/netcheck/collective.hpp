@@ -2,7 +2,7 @@
 //
 // A value is an integer between 1 and 120 that depends on the case, the sender and the index. In a
 // reduction each element has one or two contributors, the others add zero: the sum stays below 256,
-// so that it is exact in bf16 (8 bits of significand), and a wrong element tells who made it.
+// so that it is exact in bf16 (8 bits of significand), and a wrong element shows who made it.
 #pragma once
 
 #include <ATen/core/Tensor.h>

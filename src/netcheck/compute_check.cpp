@@ -16,13 +16,13 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstdio>
 #include <cstring>
 #include <limits>
 #include <map>
 #include <numeric>
 #include <optional>
 
+#include "files/text.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/tensor/scan_tensor.hpp"
 #include "netcheck/first_line.hpp"
@@ -32,7 +32,7 @@
 namespace nanlocator::netcheck {
 namespace {
 
-constexpr int kRepeats = 4;
+constexpr int kRuns = 4;
 // Reductions and softmax: rows x columns. 1024 squares of multiples of 2^-7 below 1 sum exactly in
 // fp32 (they need 14 + 10 bits).
 constexpr std::int64_t kRows = 64;
@@ -339,7 +339,7 @@ constexpr MakeCase kOperators[] = {
     gemm, sum, maximum, norm, softmax, layer_norm, exponential, logarithm, hyperbolic_tangent};
 constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble};
 
-// --- looking at results -------------------------------------------------------------------------
+// --- comparing results -------------------------------------------------------------------------
 
 std::string index_text(std::int64_t flat, at::IntArrayRef shape) {
   std::vector<std::int64_t> index(shape.size());
@@ -347,15 +347,7 @@ std::string index_text(std::int64_t flat, at::IntArrayRef shape) {
     index[axis] = flat % shape[axis];
     flat /= shape[axis];
   }
-  std::string text;
-  for (const auto i : index) text += (text.empty() ? "" : ", ") + std::to_string(i);
-  return "[" + text + "]";
-}
-
-std::string number(double value) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.9g", value);
-  return text;
+  return describe_shape(index);
 }
 
 std::string title(const Case& checked) {
@@ -395,14 +387,14 @@ std::optional<std::string> compare(const Case& checked, const at::Tensor& result
   const auto place = worst % expected.size();
   return title(checked) + ": " + std::to_string(count) + " of " + std::to_string(found.size()) +
          " elements are wrong, the first at " + index_text(first, result.sizes()) +
-         "; the worst at " + index_text(worst, result.sizes()) + " is " + number(found[worst]) +
-         " instead of " + number(expected[place]) + ", off by " +
-         number(std::abs(found[worst] - expected[place])) + " where " +
-         number(slack * bounds[place]) + " is allowed";
+         "; the worst at " + index_text(worst, result.sizes()) + " is " +
+         number_text(found[worst], 9) + " instead of " + number_text(expected[place], 9) +
+         ", off by " + number_text(std::abs(found[worst] - expected[place]), 9) + " where " +
+         number_text(slack * bounds[place], 9) + " is allowed";
 }
 
-std::optional<std::string> differs_in_repeat(const Case& checked, const at::Tensor& first,
-                                             const at::Tensor& again, int repeat) {
+std::optional<std::string> differs_in_rerun(const Case& checked, const at::Tensor& first,
+                                            const at::Tensor& again, int rerun) {
   const auto* left = static_cast<const char*>(first.const_data_ptr());
   const auto* right = static_cast<const char*>(again.const_data_ptr());
   if (std::memcmp(left, right, first.nbytes()) == 0) return std::nullopt;
@@ -415,26 +407,26 @@ std::optional<std::string> differs_in_repeat(const Case& checked, const at::Tens
     ++count;
   }
   const auto value_at = [&](const at::Tensor& tensor) {
-    return number(tensor.flatten()[place].to(at::kDouble).item<double>());
+    return number_text(tensor.flatten()[place].to(at::kDouble).item<double>(), 9);
   };
-  return title(checked) + ": differs from itself in repeat " + std::to_string(repeat) + " at " +
-         index_text(place, first.sizes()) + ": " + value_at(first) + ", then " + value_at(again) +
-         " (" + std::to_string(count) + " of " + std::to_string(first.numel()) +
+  return title(checked) + ": differs from its first result in re-run " + std::to_string(rerun) +
+         " at " + index_text(place, first.sizes()) + ": " + value_at(first) + ", then " +
+         value_at(again) + " (" + std::to_string(count) + " of " + std::to_string(first.numel()) +
          " elements differ)";
 }
 
 void check(const Case& checked, const AfterOperator& after, ComputeCheck& outcome) {
   const std::string dtype(torch_name(checked.dtype));
-  const auto run = [&](int repeat) {
+  const auto run = [&](int rerun) {
     const auto result = checked.run(checked.inputs).to(at::kCPU).contiguous();
-    if (after) after(checked.name, dtype, repeat, result);
+    if (after) after(checked.name, dtype, rerun, result);
     return result;
   };
   const auto first = run(0);
   OperatorCheck summary{checked.name, dtype, 0, scan_tensors({first}).front().fingerprint};
   if (const auto failure = compare(checked, first, summary)) outcome.failures.push_back(*failure);
-  for (int repeat = 1; repeat < kRepeats; ++repeat) {
-    if (const auto failure = differs_in_repeat(checked, first, run(repeat), repeat)) {
+  for (int rerun = 1; rerun < kRuns; ++rerun) {
+    if (const auto failure = differs_in_rerun(checked, first, run(rerun), rerun)) {
       outcome.failures.push_back(*failure);
       break;
     }

@@ -29,13 +29,13 @@ struct ComputeCheck {
   [[nodiscard]] bool is_right() const noexcept { return failures.empty(); }
 };
 
-/// Sees each result, in host memory, before it is looked at: operator, dtype, repeat from 0. For
+/// Sees each result, in host memory, before it is compared: operator, dtype, re-run from 0. For
 /// drills and tests, which plant an error there.
 using AfterOperator = std::function<void(const std::string& name, const std::string& dtype,
-                                         int repeat, const at::Tensor& result)>;
+                                         int rerun, const at::Tensor& result)>;
 
 /// Checks `device` (CPU or CUDA; UsageError for others). TF32 and reductions in reduced precision
-/// are off meanwhile and as before afterwards. Identical devices with the same Torch build and
+/// are turned off for it and restored afterwards. Identical devices with the same Torch build and
 /// number of threads give identical fingerprints. What the device or its driver throws is a
 /// failure, and the last: nothing further is asked of it.
 [[nodiscard]] ComputeCheck check_compute(at::Device device, const AfterOperator& after = {});

@@ -21,7 +21,7 @@ using Json = nlohmann::ordered_json;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kLook{50};
-// From the first call for the end on: what the ranks that live need to put their results down, on
+// From the first request for the end on: what the surviving ranks need to write their results, on
 // a busy machine. With the report it stays far below the 30 s that torchrun gives after SIGTERM.
 constexpr milliseconds kGrace{6'000};
 constexpr milliseconds kUntilDeathIsSure{600};  // a result may be under way
@@ -80,7 +80,7 @@ Report Conclusion::conclude(const std::string& result, bool calls_the_end) {
   }
 }
 
-// The lowest rank that lives: those below it are gone, or had time enough.
+// The lowest surviving rank: those below it are gone, or had time enough.
 bool Conclusion::is_my_turn() {
   if (options_.rank == 0) return true;
   if (!is_called()) return false;
@@ -174,7 +174,7 @@ std::string Conclusion::write(const std::string& verdict) const {
   return lost;
 }
 
-// The Store may live in this process, so it leaves last of those that still answer.
+// The Store may live in this process, so it exits last of those that still answer.
 void Conclusion::wait_until_all_have_left() {
   const auto until = Clock::now() + kUntilAllHaveLeft;
   for (int rank = 0; rank < options_.world_size; ++rank) {

@@ -1,5 +1,5 @@
-// The end of a network check, over the Store alone: every rank puts what it saw down, the lowest
-// one that lives explains it and prints, all read how it ended and leave.
+// The end of a network check, over the Store alone: every rank writes what it saw, the lowest
+// surviving rank explains it and prints, all read the outcome and exit.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@ namespace nanlocator::netcheck {
 constexpr int kHealthy = 0;
 constexpr int kFindings = 1;  // or a verdict that could not be written
 
-/// What the reporting rank tells the others.
+/// What the reporting rank sends to the others.
 struct Report {
   int exit_code = kFindings;
   std::string headline;        // "netcheck: hang: rank 5 on host a17 ..."
@@ -32,9 +32,9 @@ class Conclusion {
   /// Where this rank stands, for those that find it missing: `place` has "host", "process",
   /// "local_rank" and "place".
   void state_place(const nlohmann::ordered_json& place);
-  /// Whether a rank has called for the end.
+  /// Whether a rank has asked for the end.
   [[nodiscard]] bool is_called();
-  /// Puts `result` down, prints where it is this rank's turn, and returns what came out.
+  /// Writes `result`, prints if it is this rank's turn, and returns the outcome.
   [[nodiscard]] Report conclude(const std::string& result, bool calls_the_end);
   /// The last word: the rank that keeps the Store waits for it.
   void leave(const Report& report);

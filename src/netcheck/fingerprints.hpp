@@ -17,7 +17,7 @@ struct OtherBits {
   std::vector<std::string> operators;
 };
 
-/// One entry for the operators that tell the same of the same ranks.
+/// One entry for the operators with the same finding on the same ranks.
 [[nodiscard]] std::vector<OtherBits> compare_bits(const std::vector<RankResult>& ranks);
 
 }  // namespace nanlocator::netcheck

@@ -1,4 +1,4 @@
-// Errors of Torch go on for a page; their first line is what a person reads.
+// Errors of Torch fill a page; their first line is what a person reads.
 #pragma once
 
 #include <string>

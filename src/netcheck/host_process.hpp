@@ -16,7 +16,7 @@ struct HostProcess {
   [[nodiscard]] std::string what_became() const;
 };
 
-/// One that is not there has ended.
+/// A process that does not exist has ended.
 [[nodiscard]] HostProcess look_at_process(int process);
 
 }  // namespace nanlocator::netcheck

@@ -176,7 +176,7 @@ std::optional<std::string> compare(const Pattern& pattern, const Slice& slice) {
   const auto expected = pattern.at(slice.first + place);
   const auto found = static_cast<std::uint64_t>(slice.words[place].item<std::int64_t>());
   const auto offset = static_cast<std::uint64_t>(slice.offset + place) * 8;
-  // A second look tells a cell that has lost its value from a read that went wrong.
+  // A second read separates a cell that has lost its value from a read that went wrong.
   const auto changed = found ^ expected;
   return "chunk " + std::to_string(slice.chunk) + ", byte " + std::to_string(offset) +
          ": written " + hexadecimal(expected) + ", read " +
@@ -209,7 +209,7 @@ const std::vector<Test>& tests() {
 }
 
 /// Gives every test the same share of the time. Where that is too short for all of the memory, a
-/// test goes on behind the part that the one before it has had.
+/// test continues after the part of the one before it.
 class Checker {
  public:
   Checker(const Memory& memory, Clock::time_point end, const AfterWrite& after,

@@ -29,7 +29,7 @@ using std::chrono::milliseconds;
 constexpr milliseconds kLook{50};             // between two looks of the supervisor at its rank
 constexpr milliseconds kLookForOthers{300};   // and at whether another rank has ended the check
 constexpr milliseconds kUntilPublished{300};  // the drill waits for the supervisor
-constexpr std::size_t kMostEntries = 2'000;   // of one list of a result; the first ones tell most
+constexpr std::size_t kMostEntries = 2'000;   // of one list of a result; the first ones matter most
 
 std::atomic<int> received_signal = 0;
 

@@ -1,12 +1,12 @@
 // One rank's part of the network check: where it stands, what it saw, and the end.
 //
 // Two threads. The worker (Python's main thread) calls `enter`, `launched`, `finished` around each
-// step and may block in any of them for ever. The supervisor, a thread of this class that needs
-// neither the Python lock nor the device, puts the place into the Store, and ends the check when
-// the worker is done, a step's deadline is over, a signal came (torchrun's, after another rank
-// died), or another rank has called for the end. The end uses the Store only: every rank puts
-// what it saw there, the lowest living rank explains it and prints. Where something was found all
-// exit with 1 by _exit: a destructor of a process group could wait for ever.
+// step and may block in any of them forever. The supervisor, a thread of this class that needs
+// neither the GIL nor the device, writes the place to the Store, and ends the check when
+// the worker is done, a step's deadline has passed, a signal arrived (torchrun's, after another
+// rank died), or another rank has asked for the end. The end uses the Store only: every rank writes
+// what it saw there, the lowest surviving rank explains it and prints. Where something was found
+// all exit with 1 by _exit: a destructor of a process group could wait forever.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -94,7 +94,7 @@ class RankCheck {
   /// What every rank published under `name`; waits, under the deadline of the step.
   [[nodiscard]] std::vector<std::string> collect(const std::string& name);
 
-  /// Waits until every rank has come here once, under the deadline of the step.
+  /// Waits until every rank has arrived here once, under the deadline of the step.
   void meet();
 
   /// The end: returns where all ranks are healthy, else the process exits with 1.

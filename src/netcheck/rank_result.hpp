@@ -1,4 +1,4 @@
-// What one rank put down at the end of a network check.
+// What one rank wrote at the end of a network check.
 #pragma once
 
 #include <map>

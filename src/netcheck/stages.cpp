@@ -6,12 +6,12 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstdio>
 #include <limits>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
+#include "files/text.hpp"
 #include "netcheck/first_line.hpp"
 
 namespace nanlocator::netcheck {
@@ -39,19 +39,6 @@ std::string name_of(at::ScalarType dtype) {
     default:
       return "int64";
   }
-}
-
-std::string size_text(std::int64_t bytes) {
-  if (bytes >= 1 << 20) return std::to_string(bytes >> 20) + " MiB";
-  if (bytes >= 1 << 10) return std::to_string(bytes >> 10) + " KiB";
-  return std::to_string(bytes) + " B";
-}
-
-std::string number_text(double value) {
-  if (std::isnan(value)) return "NaN";
-  char text[32];
-  std::snprintf(text, sizeof text, "%g", value);
-  return text;
 }
 
 // What c10d throws where a backend lacks an operation or a dtype.
@@ -83,12 +70,12 @@ void corrupt(at::Tensor& tensor, std::int64_t index) {
 }
 
 std::string bytes_text(const CollectiveCase& c) {
-  return size_text(c.numel * static_cast<std::int64_t>(c10::elementSize(c.dtype)));
+  return size_text(static_cast<double>(c.numel) * static_cast<double>(c10::elementSize(c.dtype)));
 }
 
 // Puts a wrong element into the rank's result. `ranks`: the members of the case, global.
-void tell(RankCheck& check, const WrongElement& wrong, const std::string& step,
-          const std::string& group, const std::vector<int>& ranks) {
+void report(RankCheck& check, const WrongElement& wrong, const std::string& step,
+            const std::string& group, const std::vector<int>& ranks) {
   const auto global = [&](const std::set<int>& members) {
     std::set<int> numbers;
     for (const int member : members) numbers.insert(ranks.at(member));
@@ -97,8 +84,8 @@ void tell(RankCheck& check, const WrongElement& wrong, const std::string& step,
   const auto senders = global(wrong.expected.senders);
   std::string from;
   for (const int sender : senders) from += (from.empty() ? "" : " and ") + std::to_string(sender);
-  auto text = "got " + number_text(wrong.found) + " instead of " +
-              number_text(wrong.expected.value) + " for element " + std::to_string(wrong.index) +
+  auto text = "got " + number_text(wrong.found, 6) + " instead of " +
+              number_text(wrong.expected.value, 6) + " for element " + std::to_string(wrong.index) +
               " of " + step + " on group " + group + ", which rank " + from + " contributed";
   if (wrong.count > 1) text += " (" + std::to_string(wrong.count) + " wrong elements in all)";
   check.add("wrong", {{"sequence", check.sequence()},
@@ -187,7 +174,7 @@ class GroupCheck {
       if (corruption != nullptr && !corruption->in_contribution) corrupt(output, c.seed);
       const auto wrong = find_wrong(c, output, expected);
       if (wrong && !std::exchange(is_told, true)) {
-        tell(check_, *wrong, name, group_.name(), group_.ranks);
+        report(check_, *wrong, name, group_.name(), group_.ranks);
       }
     }
     return best;
@@ -268,7 +255,7 @@ double exchange_seconds(RankCheck& check, const CheckGroup& world, const std::ve
     if (corruption != nullptr && !corruption->in_contribution) corrupt(received[0], c.seed);
     const auto wrong = find_wrong(c, received[0], expected);
     if (wrong && !std::exchange(is_told, true)) {
-      tell(check, *wrong, "exchange fp32 " + bytes_text(c), "WORLD", ends);
+      report(check, *wrong, "exchange fp32 " + bytes_text(c), "WORLD", ends);
     }
   }
   return best;

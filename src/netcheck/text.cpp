@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "files/printable.hpp"
+#include "files/text.hpp"
 #include "nanlocator/error.hpp"
 
 namespace nanlocator::netcheck {
@@ -29,16 +30,6 @@ std::string format(const char* pattern, Values... values) {
   std::array<char, 200> text{};
   std::snprintf(text.data(), text.size(), pattern, values...);
   return text.data();
-}
-
-std::string size_text(double bytes) {
-  const char* unit = "B";
-  for (const char* larger : {"KiB", "MiB", "GiB"}) {
-    if (bytes < 1024) break;
-    bytes /= 1024;
-    unit = larger;
-  }
-  return format("%.4g %s", bytes, unit);
 }
 
 std::string rate_text(double bytes_per_second) {

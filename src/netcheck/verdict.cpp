@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <utility>
 #include <vector>
 
+#include "files/text.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/map/rank_coordinates.hpp"
 #include "netcheck/attribution.hpp"
@@ -36,21 +36,17 @@ std::string ranks_text(const std::vector<int>& ranks) {
   return (ranks.size() == 1 ? "rank " : "ranks ") + describe_ranks(ranks);
 }
 
-// The first ones tell most: a faulty device has many operators wrong.
+// The first ones matter most: a faulty device has many operators wrong.
 std::string list_of(const std::vector<std::string>& names) {
   constexpr std::size_t kShown = 3;
   std::string text;
-  for (std::size_t i = 0; i < std::min(names.size(), kShown); ++i) {
-    text += (i == 0 ? "" : ", ") + names[i];
-  }
+  for (std::size_t i = 0; i < std::min(names.size(), kShown); ++i) append_item(text, names[i]);
   if (names.size() > kShown) text += " and " + std::to_string(names.size() - kShown) + " more";
   return text;
 }
 
 std::string milliseconds_text(double seconds) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.3g ms", seconds * 1e3);
-  return text;
+  return number_text(seconds * 1e3, 3) + " ms";
 }
 
 class Explanation {
@@ -83,16 +79,17 @@ class Explanation {
 
   void compare_fingerprints() {
     for (const auto& found : compare_bits(ranks_)) {
-      const auto what = list_of(found.operators) + (found.operators.size() == 1 ? " has" : " have");
+      const auto what =
+          list_of(found.operators) + (found.operators.size() == 1 ? " gives" : " give");
       if (found.most.empty()) {
         findings_.push_back(
             {.kind = "faulty device",
              .ranks = found.ranks,
              .is_separated = false,
-             .evidence = {what + " not the same bits on all of " + ranks_text(found.ranks) +
+             .evidence = {what + " different bits on " + ranks_text(found.ranks) +
                           ", though all compute with " + found.computes_with},
-             .action = "One of these devices may be faulty: run the check again beside a third "
-                       "one of the kind, which shows who differs."});
+             .action = "One of these devices may be faulty: run the check again with a third "
+                       "one of the same kind, which shows which one differs."});
       }
       for (const int rank : found.most.empty() ? std::vector<int>() : found.ranks) {
         ranks_.at(rank).device_failures.push_back(
@@ -111,7 +108,7 @@ class Explanation {
         finding.evidence.push_back(name_of(rank.rank) + ", device " +
                                    std::to_string(rank.local_rank) + ": " + failure);
       }
-      finding.action = "Take this device out of the job and hand the evidence to its vendor.";
+      finding.action = "Take this device out of the job and send the evidence to its vendor.";
       findings_.push_back(std::move(finding));
     }
   }
@@ -153,13 +150,12 @@ class Explanation {
       is_any = true;
       Finding finding{.kind = "hang", .ranks = {rank.rank}};
       finding.evidence.push_back(how_it_was_lost(rank));
-      if (!waiting.empty())
-        finding.evidence.push_back("It was waited for by " + ranks_text(waiting));
+      if (!waiting.empty()) finding.evidence.push_back("Waiting for it: " + ranks_text(waiting));
       finding.action = rank.process == "stopped"
                            ? "Find out who stopped the process (a debugger, SIGSTOP, a frozen "
                              "container); its host answers otherwise."
-                           : "Look into the log of that rank and its host's kernel log (out of "
-                             "memory, Xid), and start again without that host.";
+                           : "Read the log of that rank and its host's kernel log (out of "
+                             "memory, Xid), and restart without that host.";
       findings_.push_back(std::move(finding));
     }
     return is_any;
@@ -169,7 +165,7 @@ class Explanation {
     const std::string what = rank.process == "ended"     ? " has ended"
                              : rank.process == "stopped" ? " is stopped"
                                                          : " no longer answers";
-    if (!rank.place) return name_of(rank.rank) + (rank.process.empty() ? " never came" : what);
+    if (!rank.place) return name_of(rank.rank) + (rank.process.empty() ? " never arrived" : what);
     static const std::map<State, std::string> states = {{State::entered, " before it launched "},
                                                         {State::launched, " inside "},
                                                         {State::finished, " after "}};
@@ -186,7 +182,7 @@ class Explanation {
       finding.evidence.push_back(name_of(rank.rank) + " left " +
                                  (rank.place ? where(*rank.place) : std::string("the check")) +
                                  " with an error: " + rank.error);
-      finding.action = "Mend what the error names on that rank, and run the check again.";
+      finding.action = "Fix this error on that rank, and run the check again.";
       findings_.push_back(std::move(finding));
     }
     return is_any;
@@ -198,17 +194,18 @@ class Explanation {
     finding.is_separated = holdup.ranks.size() == 1;
     if (place.ranks.empty()) {
       finding.evidence.push_back(name_of(holdup.ranks.front()) + " entered " + where(place) +
-                                 " and did not come out of it by the deadline");
+                                 " and was still in it at the deadline");
     } else if (place.state == State::entered) {
-      finding.evidence.push_back(name_of(holdup.ranks.front()) + " came to " + where(place) +
+      finding.evidence.push_back(name_of(holdup.ranks.front()) + " reached " + where(place) +
                                  " and never launched it");
     } else if (finding.is_separated) {
       finding.evidence.push_back(name_of(holdup.ranks.front()) + " entered " + where(place) +
                                  " and never returned");
     } else {
-      finding.evidence.push_back(ranks_text(holdup.ranks) + " all entered " + where(place) +
-                                 ", and none returned: the fault is on one of them or on the way "
-                                 "between them");
+      finding.evidence.push_back(
+          ranks_text(holdup.ranks) + " all entered " + where(place) +
+          ", and none returned: the fault is in one of them or in the network "
+          "between them");
     }
     for (const int rank : holdup.ranks) {
       if (const auto& error = ranks_[rank].error; !error.empty()) {
@@ -223,9 +220,9 @@ class Explanation {
     }
     finding.action =
         finding.is_separated
-            ? "Look at that rank's process (py-spy dump, gdb) and its host's kernel log; start "
-              "again without that host."
-            : "Check the network between these ranks; with --pairs every connection is tried.";
+            ? "Look at that rank's process (py-spy dump, gdb) and its host's kernel log; restart "
+              "without that host."
+            : "Check the network between these ranks; --pairs tries every connection.";
     findings_.push_back(std::move(finding));
   }
 
@@ -283,7 +280,7 @@ class Explanation {
       finding.evidence.push_back(
           std::to_string(count) + (count == 1 ? " wrong element" : " wrong elements") + " of " +
           std::to_string(observations.size()) + " are explained by " + ranks_text(finding.ranks) +
-          (finding.is_separated ? "" : " or the way between them"));
+          (finding.is_separated ? "" : " or the network between them"));
       finding.action = "Data is corrupted here: exclude the host, then check its memory and links.";
       findings_.push_back(std::move(finding));
     }
@@ -454,8 +451,8 @@ class Explanation {
         "NCCL_DEBUG=INFO prints what NCCL chose: interfaces, transports, topology",
         "NCCL_SOCKET_IFNAME=eth0 (the interface between the hosts; `ip addr` lists them) where it "
         "took a wrong one",
-        "NCCL_IB_DISABLE=1 leaves InfiniBand out, NCCL_P2P_DISABLE=1 the paths between the GPUs of "
-        "a host: where that helps, they are at fault"};
+        "NCCL_IB_DISABLE=1 disables InfiniBand, NCCL_P2P_DISABLE=1 the paths between the GPUs of "
+        "a host: if that helps, they are at fault"};
   }
 
   [[nodiscard]] bool is_whole() const {
@@ -494,7 +491,7 @@ std::string make_verdict(std::string_view results) {
     throw FormatError(std::string("the results of a network check cannot be read: ") +
                       error.what());
   } catch (const std::out_of_range&) {
-    throw FormatError("the results of a network check name a rank or a state that there is not");
+    throw FormatError("the results of a network check name a rank or a state that does not exist");
   }
 }
 

@@ -1,5 +1,5 @@
-// What all ranks saw in, one verdict out. No Torch, no process: JSON to JSON, so that the reporting
-// rank, the tests and a person with a file can do the same.
+// In: what all ranks saw. Out: one verdict. No Torch, no process: JSON to JSON, so that the
+// reporting rank, the tests and a person with a file can do the same.
 //
 // In:  {"world_size": 8, "backend": "gloo", "seconds": 6.1,
 //       "differences": [{"what", "values": {text: [ranks]}, "seconds" (of clocks)}],
@@ -20,7 +20,7 @@ namespace nanlocator::netcheck {
 /// Throws FormatError where `results` are not in the form above.
 [[nodiscard]] std::string make_verdict(std::string_view results);
 
-/// "hang: rank 5 on host a17 came to ...", of what make_verdict gave.
+/// "hang: rank 5 on host a17 reached ...", of what make_verdict gave.
 [[nodiscard]] std::string headline_of(std::string_view verdict);
 
 }  // namespace nanlocator::netcheck

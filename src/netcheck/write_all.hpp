@@ -1,4 +1,4 @@
-// Text to an open file, past the buffers of stdio: the process may end by _exit.
+// Text to an open file, bypassing the buffers of stdio: the process may end by _exit.
 #pragma once
 
 #include <unistd.h>

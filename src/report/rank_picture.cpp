@@ -3,40 +3,12 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <vector>
+
+#include "map/rank_order.hpp"
 
 namespace nanlocator {
 namespace {
-
-constexpr std::array kAxes = {&RankCoordinates::tp, &RankCoordinates::cp, &RankCoordinates::dp,
-                              &RankCoordinates::pp};
-
-/// An order of the axes in which ranks may be numbered, fastest first.
-using Numbering = std::array<AxisCoordinate RankCoordinates::*, 4>;
-
-/// Megatron numbers ranks in the order tp-cp-ep-dp-pp, or with pp before dp (parallel_state.py,
-/// argument `order`).
-constexpr std::array<Numbering, 2> kNumberings = {
-    {{&RankCoordinates::tp, &RankCoordinates::cp, &RankCoordinates::dp, &RankCoordinates::pp},
-     {&RankCoordinates::tp, &RankCoordinates::cp, &RankCoordinates::pp, &RankCoordinates::dp}}};
-
-RankCoordinates numbered(const Numbering& numbering, RankCoordinates layout, int rank) {
-  layout.rank = rank;
-  int rest = rank;
-  for (const auto axis : numbering) {
-    (layout.*axis).rank = rest % (layout.*axis).size;
-    rest /= (layout.*axis).size;
-  }
-  // Expert-parallel groups are consecutive blocks of ep ranks of dp x cp.
-  layout.ep.rank = (layout.dp.rank * layout.cp.size + layout.cp.rank) % layout.ep.size;
-  layout.host.clear();
-  layout.device.clear();
-  layout.local_rank = 0;
-  return layout;
-}
-
-bool is_same_place(const RankCoordinates& a, const RankCoordinates& b) {
-  return std::ranges::all_of(kAxes, [&](auto axis) { return a.*axis == b.*axis; });
-}
 
 class Picture {
  public:
@@ -136,38 +108,16 @@ class Picture {
 
   void place_ranks() {
     if (coordinates_of_.empty()) return;
-    picture_.layout = coordinates_of_.begin()->second;
-    for (const auto axis : kAxes) {
-      (picture_.layout.*axis).size = std::max(1, (picture_.layout.*axis).size);
-    }
-    picture_.layout.ep.size = std::max(1, picture_.layout.ep.size);
-    std::vector<const Numbering*> fitting;
-    for (const Numbering& numbering : kNumberings) {
-      const bool fits =
-          is_full() && std::ranges::all_of(coordinates_of_, [&](const auto& known) {
-            return is_same_place(known.second, numbered(numbering, picture_.layout, known.first));
-          });
-      if (fits) fitting.push_back(&numbering);
-    }
+    std::vector<RankCoordinates> known;
+    for (const auto& [rank, coordinates] : coordinates_of_) known.push_back(coordinates);
+    const bool are_all_listed = picture_.ranks.back().rank + 1 == std::ssize(picture_.ranks);
+    const RankOrder order(known.front(), are_all_listed ? picture_.ranks.back().rank + 1 : 0,
+                          known);
+    picture_.layout = order.layout();
     for (PageRank& rank : picture_.ranks) {
-      if (const auto known = coordinates_of_.find(rank.rank); known != coordinates_of_.end()) {
-        rank.coordinates = known->second;
-      } else if (!fitting.empty()) {
-        const auto place = numbered(*fitting.front(), picture_.layout, rank.rank);
-        if (is_same_place(place, numbered(*fitting.back(), picture_.layout, rank.rank)))
-          rank.coordinates = place;
-      }
+      const auto found = coordinates_of_.find(rank.rank);
+      rank.coordinates = found != coordinates_of_.end() ? found->second : order.place_of(rank.rank);
     }
-  }
-
-  /// The axes make up exactly the ranks that are listed.
-  [[nodiscard]] bool is_full() const {
-    std::int64_t product = 1;
-    for (const auto axis : kAxes) {
-      product = std::min<std::int64_t>(product * (picture_.layout.*axis).size, kMostRanksDrawn + 1);
-    }
-    return product == static_cast<std::int64_t>(picture_.ranks.size()) &&
-           picture_.ranks.back().rank + 1 == product;
   }
 
   const RunReport& report_;

@@ -19,7 +19,7 @@ namespace nanlocator {
 /// stream, with streams 4 to 16 KiB apart 30 % slower (the prefetchers see each stream end soon).
 inline constexpr std::size_t kChunkBytes = std::size_t{512} << 10;
 
-/// What one chunk tells. Extremes are bits of finite elements, zero-extended; with no finite
+/// The result of one chunk. Extremes are bits of finite elements, zero-extended; with no finite
 /// element they keep their neutral values.
 struct ChunkStats {
   std::int64_t nan;

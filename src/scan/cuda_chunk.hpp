@@ -1,4 +1,4 @@
-// What one GPU thread does with its share of a chunk, and the tables that tell it. Like
+// What one GPU thread does with its share of a chunk, and the tables that define it. Like
 // cuda_word.hpp for nvcc and for the host compiler, C++17; no thread waits for another here.
 //
 // A chunk is up to 65536 consecutive elements of one tensor. In the middle of it, threads read

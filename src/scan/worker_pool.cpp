@@ -40,7 +40,7 @@ class WorkerPool {
     try {
       for (; threads_ < threads; ++threads_) std::thread([this] { serve(); }).detach();
     } catch (const std::system_error&) {
-      // No more threads to be had; the scan takes longer and tells the same.
+      // No more threads available; the scan takes longer, with the same result.
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
@@ -74,7 +74,7 @@ std::mutex pool_mutex;
 WorkerPool* pool = nullptr;
 
 // Never destroyed: its threads may be parked in it when the process exits. In a forked child its
-// threads are gone and its mutexes may be locked for ever, so the child leaves it behind.
+// threads are gone and its mutexes may be locked forever, so the child leaves it behind.
 WorkerPool& this_process_pool() {
   const std::lock_guard<std::mutex> lock(pool_mutex);
   [[maybe_unused]] static const int registered =

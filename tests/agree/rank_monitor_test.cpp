@@ -18,10 +18,10 @@ using ::testing::SizeIs;
 
 // Until the monitors of threads have seen each other's heartbeats.
 constexpr milliseconds kSettled{1'000};
-// Time in which a loss is told at the latest: on a quiet machine it takes little more than one
+// Time in which a loss is reported at the latest: on a quiet machine it takes little more than one
 // patience.
 constexpr milliseconds kToldBy = 8 * kQuick.patience;
-// Time after which a loss would have been told.
+// Time after which a loss would have been reported.
 constexpr milliseconds kNotTold = kQuick.patience + 8 * kQuick.interval;
 
 std::string silent(int rank, const std::string& activity = "forward_backward") {

@@ -81,7 +81,7 @@ TEST_F(BundleCommand, ListsWhatItCanReadAndNamesTheRest) {
 TEST_F(BundleCommand, ListsNothingWhereNothingIs) {
   const auto result = run_command({"bundle", "ls", folder_.path()});
   EXPECT_EQ(result.exit_code, 0);
-  EXPECT_THAT(result.out, StartsWith("no bundle in "));
+  EXPECT_THAT(result.out, StartsWith("no readable bundle in "));
   const auto missing = run_command({"bundle", "ls", folder_ / "missing"});
   EXPECT_EQ(missing.exit_code, 2);
   EXPECT_THAT(missing.err, HasSubstr("missing"));
@@ -197,14 +197,14 @@ TEST_F(BundleCommand, WhatIsNoBundleIsWrongUse) {
 
 TEST_F(BundleCommand, VerifyTellsGoodBundlesFromDamagedOnes) {
   const std::string good = write();
-  EXPECT_EQ(run_command({"bundle", "verify", good}).out, good + ": as it was written\n");
+  EXPECT_EQ(run_command({"bundle", "verify", good}).out, good + ": intact\n");
   const std::string bad = write();
   std::ofstream(bad + "/module.pickle", std::ios::app) << "x";
   const std::string broken = write();
   std::filesystem::resize_file(broken + "/tensors.safetensors", 20);
   const auto result = run_command({"bundle", "verify", good, bad, broken});
   EXPECT_EQ(result.exit_code, 1);
-  EXPECT_THAT(result.out, AllOf(HasSubstr(good + ": as it was written\n"),
+  EXPECT_THAT(result.out, AllOf(HasSubstr(good + ": intact\n"),
                                 HasSubstr(bad + "/module.pickle: its bytes have changed"),
                                 HasSubstr(broken + "/tensors.safetensors: header: cut off")));
   const auto json = json_of(run_command({"bundle", "verify", good, bad, "--json"}));

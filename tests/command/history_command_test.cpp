@@ -133,7 +133,7 @@ TEST_F(HistoryCommand, SaysWhatToDoWhereThereIsNothing) {
   const TemporaryFolder empty;
   const auto nothing = run_command({"history", empty.path().string()});
   EXPECT_EQ(nothing.exit_code, 1);
-  EXPECT_THAT(nothing.out, HasSubstr("at a finding"));
+  EXPECT_THAT(nothing.out, HasSubstr("when there is a finding"));
   EXPECT_EQ(json_of(run({"--param", "nothing", "--json"}))["matched"], 0);
 }
 

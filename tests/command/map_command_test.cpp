@@ -83,11 +83,11 @@ TEST_F(MapCommand, FindTellsWhichPartEachRankHolds) {
       result.out,
       "decoder.layers.0.qkv.weight\n"
       "  rank  place        id  shape   dtype    part                        "
-      "                  flags\n"
-      "     0  tp0 pp0 dp0   0  [4, 8]  float32  tp slice 0 of 2, of it elements 0..16 of 32\n"
-      "     1  tp1 pp0 dp0   0  [4, 8]  float32  tp slice 1 of 2, of it elements 0..16 of 32\n"
-      "     2  tp0 pp0 dp1   0  [4, 8]  float32  tp slice 0 of 2, of it elements 16..32 of 32\n"
-      "     3  tp1 pp0 dp1   0  [4, 8]  float32  tp slice 1 of 2, of it elements 16..32 of 32\n"
+      "                     flags\n"
+      "     0  tp0 pp0 dp0   0  [4, 8]  float32  tp slice 0 of 2, of which elements 0..16 of 32\n"
+      "     1  tp1 pp0 dp0   0  [4, 8]  float32  tp slice 1 of 2, of which elements 0..16 of 32\n"
+      "     2  tp0 pp0 dp1   0  [4, 8]  float32  tp slice 0 of 2, of which elements 16..32 of 32\n"
+      "     3  tp1 pp0 dp1   0  [4, 8]  float32  tp slice 1 of 2, of which elements 16..32 of 32\n"
       "\n"
       "decoder.layers.0.norm.weight\n"
       "  rank  place        id  shape  dtype    part                flags\n"
@@ -153,7 +153,7 @@ TEST_F(MapCommand, DiffTellsWhatDiffersAndOnWhichRanks) {
                 "  id          decoder.layers.0.norm.weight        1         2\n"
                 "  only_right  decoder.layers.0.bias                         1\n"
                 "rank 7 in " +
-                directory() + " alone: the other side has no map of that place\n");
+                directory() + " only: the other side has no map with these coordinates\n");
   const auto json = json_of(run_command({"map", "diff", directory(), other.path(), "--json"}));
   EXPECT_EQ(json["only_left"], nlohmann::json::array({7}));
   EXPECT_EQ(json["only_right"], nlohmann::json::array());
@@ -176,7 +176,7 @@ TEST_F(MapCommand, DiffFoldsALongShiftOfIdsAndTellsEqualRanksTogether) {
   }
   const auto result = run_command({"map", "diff", first.path(), second.path()});
   EXPECT_THAT(result.out, StartsWith("ranks 0-2 of "));
-  EXPECT_THAT(result.out, AllOf(HasSubstr("p0"), HasSubstr("the 8 that follow"), HasSubstr("p9"),
+  EXPECT_THAT(result.out, AllOf(HasSubstr("p0"), HasSubstr("the 8 after it"), HasSubstr("p9"),
                                 Not(HasSubstr("p4"))));
   EXPECT_EQ(std::ranges::count(result.out, '\n'), 6);
 }
@@ -195,7 +195,7 @@ TEST_F(MapCommand, DiffSaysWhereOnlyIdsAndNamesWereCompared) {
   std::filesystem::remove(other / "param_manifest_tp1pp0dp0.json");
   const auto result = run_command({"map", "diff", directory(), other.path()});
   EXPECT_EQ(result.exit_code, 0);
-  EXPECT_THAT(result.err, HasSubstr("note: rank 1: ids and names alone were compared"));
+  EXPECT_THAT(result.err, HasSubstr("note: rank 1: only ids and names were compared"));
 }
 
 TEST_F(MapCommand, WrongUseIsOneLineAndExitCodeTwo) {

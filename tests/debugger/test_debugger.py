@@ -994,7 +994,7 @@ def test_a_tensor_under_vmap_has_no_values_and_does_no_harm():
 # ---- Wrong use ----------------------------------------------------------------------------------
 
 
-def test_wrong_arguments_are_told_what_to_do():
+def test_wrong_arguments_say_what_to_do():
     model = nn.Linear(2, 2)
     wrong = [
         (lambda: ours.DebugUnderflowOverflow("gpt2"), TypeError, "must be a torch.nn.Module, got str"),

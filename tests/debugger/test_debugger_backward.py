@@ -316,7 +316,7 @@ def test_a_gradient_that_is_born_bad_is_reported_in_the_module_that_made_it():
     assert nans_of_others == ["nan grad_input[0]"]
 
 
-def test_what_comes_in_bad_from_the_loss_is_told_as_such():
+def test_what_comes_in_bad_from_the_loss_is_reported_as_such():
     model = nn.Linear(2, 2)
 
     def run():

@@ -324,8 +324,8 @@ def test_what_a_call_outside_of_the_model_has_left_is_judged(deferred, then):
                 debugger.remove()
             pytest.fail("went on")
     assert "0.inner.linear Linear\n" in out.getvalue() and out.getvalue().count("Detected inf/nan") == 1
-    told = caught.value.__notes__[0] if then == "leaving with an error" else str(caught.value)
-    assert "inf/nan detected" in told
+    message = caught.value.__notes__[0] if then == "leaving with an error" else str(caught.value)
+    assert "inf/nan detected" in message
     assert not model._forward_hooks and not model[0]._forward_hooks
 
 
@@ -396,7 +396,7 @@ def test_an_additive_mask_is_known_as_such_without_its_elements(deferred):
 # ---- Several ranks ------------------------------------------------------------------------------
 
 
-def run_until_told(rank, size, folder, bad_ranks):
+def run_until_notified(rank, size, folder, bad_ranks):
     import time
 
     _C.TensorLooks = OfADevice
@@ -414,7 +414,7 @@ def run_until_told(rank, size, folder, bad_ranks):
 
 @pytest.mark.parametrize("bad_ranks", [[1], [0, 1]])
 def test_ranks_tell_each_other(tmp_path, bad_ranks):
-    errors = run_ranks(2, run_until_told, str(tmp_path), bad_ranks)
+    errors = run_ranks(2, run_until_notified, str(tmp_path), bad_ranks)
     for rank, error in enumerate(errors):
         if rank in bad_ranks:
             assert f"This is rank {rank} of 2" in error and "0 Linear: input[0] has nans" in error
@@ -442,7 +442,7 @@ class Peers:
 
 
 @pytest.mark.parametrize("x", [GOOD, BAD])
-def test_a_rank_that_is_told_in_the_middle_of_a_forward_shows_what_it_has_seen_in_it(deferred, x):
+def test_a_rank_that_is_notified_in_the_middle_of_a_forward_shows_what_it_has_seen_in_it(deferred, x):
     deferred()
     model = five_layers()
     debugger = ours.DebugUnderflowOverflow(model)

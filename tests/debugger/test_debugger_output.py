@@ -91,7 +91,7 @@ def test_a_trace_goes_on_where_stdout_is_a_full_disk(tmp_path):
     )
     with open("/dev/full", "w") as full:
         run = subprocess.run([sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True)
-    assert run.stderr.count("No space left on device") == 1  # told once
+    assert run.stderr.count("No space left on device") == 1  # reported once
     assert (tmp_path / "debug_rank0.txt").read_text().count("*** Starting batch") == 2
 
 
@@ -158,7 +158,7 @@ def test_a_gradient_is_written_from_within_backward(tmp_path):
     assert call.name == "gradient of y" and bool(call.arguments[0].isnan().all())
 
 
-def test_a_folder_that_cannot_be_written_is_told_and_ends_nothing(tmp_path, capsys):
+def test_a_folder_that_cannot_be_written_is_reported_and_ends_nothing(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert detect_overflow(torch.tensor([NAN]), "x", bundle=tmp_path / "file")
     assert "no bundle was written: " in capsys.readouterr().err

@@ -140,7 +140,7 @@ def go_on_after_two_findings(rank, size, folder):
     return errors
 
 
-def test_ranks_that_go_on_are_told_of_the_next_finding_too(tmp_path):
+def test_ranks_that_go_on_are_notified_of_the_next_finding_too(tmp_path):
     of_0, of_1 = run_ranks(2, go_on_after_two_findings, str(tmp_path))
     assert ["on another rank" in error for error in of_0] == [True, False]
     assert ["on another rank" in error for error in of_1] == [False, True]
@@ -148,7 +148,7 @@ def test_ranks_that_go_on_are_told_of_the_next_finding_too(tmp_path):
     assert "Stopped during batch_number=" in (tmp_path / "debug_rank0.txt").read_text()
 
 
-def test_a_store_that_cannot_be_shared_is_told(monkeypatch):
+def test_a_store_that_cannot_be_shared_is_reported(monkeypatch):
     monkeypatch.setattr(ranks_of_debugger.dist.distributed_c10d, "_get_default_store", lambda: None)
     monkeypatch.setattr(ranks_of_debugger.dist, "get_backend", lambda: "mpi")
     with pytest.raises(RuntimeError, match=r"backend mpi.*Initialise it with an init_method"):

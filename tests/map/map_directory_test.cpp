@@ -141,7 +141,7 @@ TEST(MapDirectory, LeavesOutASecondFileOfTheSameRank) {
   const auto read = read_map_directory(folder.path());
   ASSERT_THAT(ranks_of(read), ElementsAre(0));
   EXPECT_EQ(read.maps[0].at(0).name, "a");
-  EXPECT_THAT(read.notes, Contains(AllOf(HasSubstr("param_manifest_tp0pp0dp1.json was left out"),
+  EXPECT_THAT(read.notes, Contains(AllOf(HasSubstr("param_manifest_tp0pp0dp1.json was skipped"),
                                          HasSubstr("so does param_manifest_tp0pp0dp0.json"))));
 }
 

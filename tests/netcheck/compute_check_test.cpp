@@ -62,7 +62,8 @@ TEST(ComputeCheck, NamesTheOperatorTheFormatTheElementAndTheBound) {
               AllOf(HasSubstr("gemm in float32: 1 of 12288 elements are wrong, the first at "
                               "[0, 2, 5]"),
                     HasSubstr("off by 0.0"), HasSubstr("is allowed")));
-  EXPECT_THAT(outcome.failures[1], HasSubstr("differs from itself in repeat 1 at [0, 2, 5]"));
+  EXPECT_THAT(outcome.failures[1],
+              HasSubstr("differs from its first result in re-run 1 at [0, 2, 5]"));
 }
 
 TEST(ComputeCheck, FindsOneUnitInTheLastPlaceThatARepeatHasMore) {
@@ -70,7 +71,7 @@ TEST(ComputeCheck, FindsOneUnitInTheLastPlaceThatARepeatHasMore) {
       kHost, changed("tanh", "float32", 3, 17, [](double x) { return x * (1 + 0x1p-23); }));
   ASSERT_EQ(outcome.failures.size(), 1u);
   EXPECT_THAT(outcome.failures[0],
-              HasSubstr("tanh in float32: differs from itself in repeat 3 at [17]"));
+              HasSubstr("tanh in float32: differs from its first result in re-run 3 at [17]"));
 }
 
 TEST(ComputeCheck, FindsAWrongElementInEachOperatorAndFormat) {
@@ -91,7 +92,7 @@ TEST(ComputeCheck, ANanIsWrong) {
                                      }));
   ASSERT_FALSE(outcome.is_right());
   EXPECT_THAT(outcome.failures[0], AllOf(HasSubstr("max in float16: 1 of 64 elements are wrong"),
-                                         HasSubstr("is nan instead of")));
+                                         HasSubstr("is NaN instead of")));
 }
 
 TEST(ComputeCheck, TurnsReducedPrecisionOffMeanwhileAndOnAgain) {

@@ -144,7 +144,7 @@ def test_a_killed_rank_is_named_also_where_it_is_rank_0(rank, moment):
     assert outcome.seconds < DEADLINE + START_AND_END
 
 
-def test_a_stopped_process_is_told_from_a_dead_one():
+def test_a_stopped_process_is_distinguished_from_a_dead_one():
     outcome = netcheck(4, "--inject", "stop", "--rank", "1", "--at", "all_gather", "--moment", "inside")
     finding = require(outcome, "hang", 1)
     assert "is stopped inside all_gather" in finding["evidence"][0]
@@ -299,7 +299,7 @@ def test_half_of_a_launchers_environment_says_what_is_missing(monkeypatch):
 @pytest.mark.parametrize(
     "world_size, options, message",
     [
-        (1, [], "one rank has nobody to talk to"),
+        (1, [], "a single rank has no peer to talk to"),
         (2, ["--tp", "4"], "2 ranks cannot be laid out"),
         (2, ["--backend", "smoke"], "--backend smoke: this torch"),
         (2, ["--inject", "die", "--rank", "7"], "there are ranks 0 to 1"),

@@ -59,7 +59,7 @@ TEST(NetcheckVerdict, AHangNamesTheRankItsHostTheGroupAndWhoWaits) {
   EXPECT_EQ(verdict["hosts"], Json({"a1"}));
   const auto evidence = verdict["findings"][0]["evidence"].dump();
   EXPECT_THAT(evidence,
-              HasSubstr("rank 5 on host a1 came to all_reduce bf16 1 KiB on group tp[4,5]"));
+              HasSubstr("rank 5 on host a1 reached all_reduce bf16 1 KiB on group tp[4,5]"));
   EXPECT_THAT(evidence, HasSubstr("rank 4 waits for it"));
 }
 
@@ -194,7 +194,7 @@ TEST(NetcheckVerdict, ADeviceWithOtherBitsThanMostOfItsKindIsFaulty) {
   EXPECT_EQ(verdict["verdict"], "faulty device");
   EXPECT_EQ(verdict["ranks"], Json({2}));
   EXPECT_THAT(verdict["findings"][0]["evidence"][0],
-              HasSubstr("gemm in float32 has other bits than on ranks 0-1, 3"));
+              HasSubstr("gemm in float32 gives other bits than on ranks 0-1, 3"));
 }
 
 TEST(NetcheckVerdict, TwoDevicesWithDifferentBitsAccuseNobodyAlone) {
@@ -213,10 +213,9 @@ TEST(NetcheckVerdict, OperatorsThatTellTheSameAreOneLineOfEvidence) {
   }
   const auto verdict = verdict_of(results);
   ASSERT_EQ(verdict["findings"].size(), 1);
-  EXPECT_EQ(
-      verdict["findings"][0]["evidence"],
-      Json({"gemm in float32, norm, softmax and 2 more have not the same bits on all of ranks "
-            "0-1, though all compute with H100, torch 2.11"}));
+  EXPECT_EQ(verdict["findings"][0]["evidence"],
+            Json({"gemm in float32, norm, softmax and 2 more give different bits on ranks "
+                  "0-1, though all compute with H100, torch 2.11"}));
 }
 
 TEST(NetcheckVerdict, MemoryThatThereWasNoTimeForIsANote) {

@@ -1,7 +1,7 @@
 // How long a verdict over many ranks takes, and how much memory: `tools/bench locate`.
 //
 // Full-spread incidents at level boundaries from the simulator of the tests, tp 8 x pp 16 x dp:
-//   one fault       a NaN born in forward on one rank: its replica handed it on, and every rank got
+//   one fault       a NaN born in forward on one rank: its replica passed it on, and every rank got
 //                   it out of the reduction of gradients
 //   every replica   the loss of each replica is 0/0: as many origins as replicas
 // Each size runs in a process of its own, so that memory is its own. Ledgers are written as text,

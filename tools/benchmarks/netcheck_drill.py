@@ -1,4 +1,4 @@
-"""How often the network check tells the truth: each fault of its drill, many times, on gloo processes of this
+"""How often the network check is right: each fault of its drill, many times, on gloo processes of this
 machine, over several numbers of ranks and with every rank in turn as the faulty one; and healthy runs.
 
     tools/bench drill                              every fault 20 times, 50 healthy runs; about an hour
@@ -116,7 +116,7 @@ def run(fault: Fault, world_size: int, rank: int, deadline: float) -> Outcome:
         found = (verdict["verdict"], verdict["ranks"], process.returncode)
     except ValueError:
         found = None
-    # Of two ranks, sender and receiver of a wrong exchange cannot be told apart, nor which version is wanted.
+    # Of two ranks, sender and receiver of a wrong exchange cannot be separated, nor which version is wanted.
     is_told_apart = world_size > 2 or not {"send_recv", "skew"} & set(fault.options)
     named = [rank] if is_told_apart else [0, 1]
     must_be = (fault.verdict, named, 1) if fault.options else ("healthy", [], 0)

@@ -1,6 +1,5 @@
-// `nanlocator bundle ls|show|verify|diff`: the folders from which guilty calls can be replayed.
+// `nanlocator bundle ls|show|verify|diff`: folders from which faulty calls can be replayed.
 #include <algorithm>
-#include <cstdio>
 #include <filesystem>
 #include <iostream>
 #include <map>
@@ -17,7 +16,7 @@
 #include "command.hpp"
 #include "console.hpp"
 #include "files/printable.hpp"
-#include "map/list_text.hpp"
+#include "files/text.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/files/atomic_file.hpp"
 #include "nanlocator/map/map_query.hpp"
@@ -33,23 +32,7 @@ namespace fs = std::filesystem;
 
 constexpr int kOutputVersion = 1;
 
-std::string size_text(std::uint64_t bytes) {
-  constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
-  double number = static_cast<double>(bytes);
-  std::size_t unit = 0;
-  for (; number >= 1024 && unit + 1 < std::size(kUnits); ++unit) number /= 1024;
-  char text[32];
-  std::snprintf(text, sizeof text, unit == 0 ? "%.0f %s" : "%.1f %s", number, kUnits[unit]);
-  return text;
-}
-
-std::string number_text(double number) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.4g", number);
-  return text;
-}
-
-/// Of the files in a bundle; what cannot be looked at counts nothing.
+/// Of the files in a bundle; what cannot be read counts nothing.
 std::uint64_t bytes_of_folder(const fs::path& folder) {
   std::uint64_t bytes = 0;
   std::error_code error;
@@ -73,7 +56,7 @@ std::string replay_command(const fs::path& bundle) {
   return std::string("nanlocator replay ").append(shell_word(bundle.string()));
 }
 
-/// False for what was kept by hand (`detect_overflow`, `ModuleCall.write`): nobody has looked where
+/// False for what was kept by hand (`detect_overflow`, `ModuleCall.write`): nobody has traced where
 /// its values come from.
 bool tells_a_birth(const Bundle& bundle) {
   return !bundle.birth.sighting.role.empty();
@@ -110,7 +93,7 @@ void find_bundles(const fs::path& folder, int levels, FoundBundles& found) {
     const std::string name = entry->path().filename().string();
     if (name.starts_with(".partial-")) {
       found.notes.push_back(entry->path().string() +
-                            ": left behind by a process that was stopped while it wrote; "
+                            ": left behind by a process that was killed while writing; "
                             "it may be removed");
     }
     if (!name.starts_with('.')) find_bundles(entry->path(), levels - 1, found);
@@ -160,7 +143,7 @@ int list(const ListOptions& options) {
   }
   print_notes(found.notes);
   if (opened.empty()) {
-    std::cout << "no bundle in " << printable(options.directory) << " that can be read\n";
+    std::cout << "no readable bundle in " << printable(options.directory) << "\n";
     return is_clean ? kClean : kFindings;
   }
   Table table({{"step", Alignment::right},
@@ -178,7 +161,8 @@ int list(const ListOptions& options) {
     table.add_row({std::to_string(sighting.iteration), std::string(name_of(sighting.phase)),
                    std::to_string(bundle.coordinates.rank),
                    tells_a_birth(bundle) ? std::string(name_of(bundle.birth.kind)) : "",
-                   operator_of(bundle), module_of(bundle), size_text(bytes_of_folder(open.path())),
+                   operator_of(bundle), module_of(bundle),
+                   size_text(static_cast<double>(bytes_of_folder(open.path()))),
                    open.path().string()});
   }
   table.print(std::cout);
@@ -191,10 +175,6 @@ struct ShowOptions {
   std::string bundle;
   bool json = false;
 };
-
-std::string index_text(const std::vector<std::int64_t>& index) {
-  return describe_shape(index);
-}
 
 void print_values(const OpenBundle& open, const std::vector<NamedValue>& values) {
   Table table({{"value"},
@@ -219,8 +199,9 @@ void print_values(const OpenBundle& open, const std::vector<NamedValue>& values)
     if (const auto stats = scan(open, tensor)) {
       row.push_back(std::to_string(stats->nan));
       row.push_back(std::to_string(stats->pos_inf + stats->neg_inf));
-      row.push_back(
-          stats->first_bad < 0 ? "" : index_text(unravel_index(stats->first_bad, tensor.sizes)));
+      row.push_back(stats->first_bad < 0
+                        ? ""
+                        : describe_shape(unravel_index(stats->first_bad, tensor.sizes)));
       row.push_back(stats->has_finite() ? number_text(stats->absmax) : "");
     } else {
       row.insert(row.end(), 4, "");
@@ -252,7 +233,7 @@ std::string birth_text(const Birth& birth) {
           ", " + std::to_string(sighting.stats.nan) + " NaN, " +
           std::to_string(sighting.stats.pos_inf + sighting.stats.neg_inf) + " Inf";
   if (sighting.stats.first_bad >= 0) {
-    text += ", first at " + index_text(unravel_index(sighting.stats.first_bad, sighting.shape));
+    text += ", first at " + describe_shape(unravel_index(sighting.stats.first_bad, sighting.shape));
   }
   return text;
 }
@@ -289,7 +270,7 @@ void print_bundle(const OpenBundle& open) {
               << '\n';
     print_values(open, values_of(call));
     if (!call.pickle_problem.empty()) {
-      std::cout << "  the module itself is not kept: " << printable(call.pickle_problem) << '\n';
+      std::cout << "  the module itself was not kept: " << printable(call.pickle_problem) << '\n';
     }
   }
   print_pairs("settings", bundle.settings);
@@ -366,7 +347,7 @@ int verify(const VerifyOptions& options) {
     if (options.json) {
       results.push_back({{"path", path}, {"ok", problems.empty()}, {"problems", problems}});
     } else if (problems.empty()) {
-      std::cout << printable(path) << ": as it was written\n";
+      std::cout << printable(path) << ": intact\n";
     } else {
       for (const auto& problem : problems) std::cout << printable(problem) << '\n';
     }
@@ -519,7 +500,8 @@ int diff(const DiffOptions& options) {
   for (const auto& difference : differences) {
     const auto& elements = difference.elements;
     table.add_row({difference.what, elements ? std::to_string(elements->count) : "",
-                   elements ? index_text(elements->first) : "", difference.left, difference.right});
+                   elements ? describe_shape(elements->first) : "", difference.left,
+                   difference.right});
   }
   table.print(std::cout);
   return code;
@@ -531,7 +513,7 @@ constexpr const char* kBundleHelp = "A bundle's folder, or the bundle.json in it
 
 void add_bundle_command(CLI::App& app, Action& action) {
   CLI::App* const bundle =
-      app.add_subcommand("bundle", "Folders from which a guilty call can be executed again");
+      app.add_subcommand("bundle", "Folders from which a faulty call can be replayed");
   bundle->require_subcommand(1);
   bundle->footer("Example:\n  nanlocator bundle ls nanlocator_run/a0");
 
@@ -545,24 +527,24 @@ void add_bundle_command(CLI::App& app, Action& action) {
       "Exit code 1: a bundle cannot be read.\nExample:\n  nanlocator bundle ls nanlocator_run/a0");
 
   const auto [show_command, show_options] = add_action<ShowOptions>(
-      *bundle, "show", "Tell what was called, with which values, where", action, show);
+      *bundle, "show", "Show what was called, with which values, and where", action, show);
   show_command->add_option("BUNDLE", show_options->bundle, kBundleHelp)->required();
   show_command->footer(
-      "Counts of NaN and Inf are taken from the tensors now. They are of floating-point and "
-      "complex\ntensors; those without counts hold integers, or a type that is not scanned.\n"
+      "NaN and Inf are counted now, in floating-point and complex tensors; those without counts "
+      "hold\nintegers, or a type that is not scanned.\n"
       "Example:\n  nanlocator bundle show nanlocator_run/a0/bundles/step12-backward-rank0-lm_head");
 
   const auto [verify_command, verify_options] = add_action<VerifyOptions>(
-      *bundle, "verify", "Compare bundles with their checksums", action, verify);
+      *bundle, "verify", "Check bundles against their checksums", action, verify);
   verify_command->add_option("BUNDLE", verify_options->bundles, kBundleHelp)
       ->required()
       ->expected(1, -1);
   verify_command->footer(
-      "Exit code 1: something has changed or cannot be read; each line names the file and what in "
-      "it.\nExample:\n  nanlocator bundle verify nanlocator_run/a0/bundles/*");
+      "Exit code 1: something has changed or cannot be read; each line names the file and the "
+      "part.\nExample:\n  nanlocator bundle verify nanlocator_run/a0/bundles/*");
 
   const auto [diff_command, diff_options] = add_action<DiffOptions>(
-      *bundle, "diff", "Tell in which values, settings and versions two calls differ", action,
+      *bundle, "diff", "Show in which values, settings and versions two calls differ", action,
       diff);
   diff_command->add_option("BUNDLE", diff_options->bundles, kBundleHelp)->required()->expected(2);
   diff_command->footer(

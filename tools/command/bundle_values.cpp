@@ -18,7 +18,7 @@ namespace nanlocator::command {
 namespace {
 
 /// A view of a few bytes may claim 2^62 elements (an expanded tensor); looking at each would take
-/// for ever.
+/// forever.
 constexpr std::int64_t kMostRepeatedElements = std::int64_t{1} << 30;
 
 // ---- names ----

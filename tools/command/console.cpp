@@ -31,8 +31,8 @@ std::string_view head(std::string_view text, std::size_t count) {
   return text.substr(0, bytes);
 }
 
-/// `text` with a part replaced by an ellipsis. More is kept of the end: that tells parameters
-/// apart.
+/// `text` with a part replaced by an ellipsis. More is kept of the end, in which
+/// parameters differ.
 std::string shorten(std::string_view text, std::size_t width) {
   const std::size_t points = width_of(text);
   if (points <= width) return std::string(text);

@@ -144,14 +144,14 @@ std::string describe_nothing(const std::vector<History>& histories, const Histor
   if (!histories.empty()) {
     return "no parameter whose name matches " + printable(options.pattern) + " on any of " +
            std::to_string(histories.size()) + (histories.size() == 1 ? " rank" : " ranks") +
-           "; nanlocator map find " + directory + " PATTERN tells the names";
+           "; nanlocator map find " + directory + " PATTERN lists names";
   }
   std::string text = "no history";
   if (options.step) text += " of step " + std::to_string(*options.step);
   if (options.rank) text += " of rank " + std::to_string(*options.rank);
-  text +=
-      " in " + directory + ": history_*.jsonl files are written beside the ledgers at a finding";
-  if (options.step || options.rank) text += ", or leave --step and --rank out";
+  text += " in " + directory +
+          ": history_*.jsonl files are written beside the ledgers when there is a finding";
+  if (options.step || options.rank) text += "; or drop --step and --rank";
   return text;
 }
 
@@ -195,7 +195,7 @@ int history(const HistoryOptions& options) {
   }
   if (shown < curves.size()) {
     std::cout << '\n'
-              << shown << " of " << curves.size() << ", those that grew most; --top "
+              << shown << " of " << curves.size() << ", the fastest growing; --top "
               << curves.size() << " shows all\n";
   }
   return code;
@@ -211,16 +211,17 @@ void add_history_command(CLI::App& app, Action& action) {
                    "Folder of a run (nanlocator_run), of one attempt, or with history files")
       ->required();
   command->add_option("--param", options->pattern,
-                      "A part of a name, or with * and ? all of it from a dot on; default: all");
+                      "A part of a name, or a pattern with * and ?; default: all");
   command->add_option("--rank", options->rank, "Only this global rank");
   command->add_option("--step", options->step, "The finding of this step; default: the latest")
       ->check(CLI::NonNegativeNumber);
   command->add_option("--metric", options->metric, "absmax (default) or norm")
       ->check(CLI::IsMember({"absmax", "norm"}));
-  command->add_option("--top", options->top, "So many that grew most (default 10)");
+  command->add_option("--top", options->top, "Show the N that grew most (default 10)");
   command->footer(
-      "Values are of the finite elements of the rank's own gradient, on a logarithmic axis; a step "
-      "that\nwas not seen is a gap. Exit code 1: nothing to show.\n"
+      "Values are those of the finite elements of the rank's own gradient, on a logarithmic axis; "
+      "a "
+      "step\nthat was not seen is a gap. Exit code 1: nothing to show.\n"
       "Examples:\n  nanlocator history nanlocator_run/a0\n"
       "  nanlocator history nanlocator_run/a0 --param 'layers.3.*' --rank 5 --metric norm\n"
       "  nanlocator history nanlocator_run/a0 --param output_layer --step 1284 --json");

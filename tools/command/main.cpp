@@ -50,7 +50,7 @@ int run(int argument_count, char** arguments) {
   } catch (const CLI::ParseError& error) {
     std::string message = error.what();
     if (const auto unknown = app.remaining(true); !unknown.empty()) {
-      message = "what \"" + unknown.front() + "\" means here is not known";
+      message = "unknown argument \"" + unknown.front() + "\"";
     }
     return fail(message + "; see " + name_as_typed(app) + " --help");
   }

@@ -13,8 +13,8 @@
 #include "command.hpp"
 #include "console.hpp"
 #include "files/printable.hpp"
+#include "files/text.hpp"
 #include "map/coordinates_json.hpp"
-#include "map/list_text.hpp"
 #include "map/parameter_json.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/map/map_query.hpp"
@@ -34,7 +34,7 @@ const ParameterMap& map_of_rank(const MapDirectory& read, const std::string& dir
     ranks.push_back(map.coordinates().rank);
   }
   throw UsageError("there is no map of rank " + std::to_string(rank) + " in " + directory +
-                   "; it has those of rank " + describe_ranks(ranks));
+                   "; it has rank " + describe_ranks(ranks));
 }
 
 std::string range_of(const ElementRange& range) {
@@ -146,14 +146,14 @@ std::optional<std::int64_t> id_from_pattern(const std::string& pattern) {
 /// Which part of the parameter this rank has, in words.
 std::string part_of(const ParameterHolder& holder) {
   const auto& parameter = *holder.parameter;
-  if (parameter.dtype.empty()) return "not known";
+  if (parameter.dtype.empty()) return "unknown";
   std::string part;
   if (holder.tp_slice) {
     part = "tp slice " + std::to_string(holder.tp_slice->rank) + " of " +
            std::to_string(holder.tp_slice->size);
   }
   if (!parameter.shard) return part.empty() ? "whole" : part;
-  if (!part.empty()) part += ", of it ";
+  if (!part.empty()) part += ", of which ";
   if (parameter.shard->begin == parameter.shard->end) return part + "no elements";
   return part + "elements " + range_of(*parameter.shard) + " of " +
          std::to_string(parameter.numel());
@@ -309,7 +309,7 @@ void print_differences(const std::vector<MapDifference>& differences) {
     table.add_row(
         {"id", first.name, id_or_nothing(first.left_id), id_or_nothing(first.right_id), "", ""});
     table.add_row(
-        {"  ...", "and the " + std::to_string(length - 2) + " that follow, to", "", "", "", ""});
+        {"  ...", "and the " + std::to_string(length - 2) + " after it, to", "", "", "", ""});
     table.add_row(
         {"  ...", last.name, id_or_nothing(last.left_id), id_or_nothing(last.right_id), "", ""});
     begin += length;
@@ -323,7 +323,7 @@ std::string describe_ranks_of(const std::vector<const ParameterMap*>& maps) {
   return (ranks.size() == 1 ? "rank " : "ranks ") + describe_ranks(ranks);
 }
 
-/// Pairs with the same differences are told together: data-parallel replicas differ alike.
+/// Pairs with the same differences are listed together: data-parallel replicas differ alike.
 void print_comparison(const Comparison& comparison, const std::string& left,
                       const std::string& right) {
   std::vector<std::vector<const ComparedPair*>> groups;
@@ -354,7 +354,7 @@ void print_comparison(const Comparison& comparison, const std::string& left,
                                 const std::string& directory) {
     if (maps.empty()) return;
     std::cout << describe_ranks_of(maps) << " in " << printable(directory)
-              << " alone: the other side has no map of that place\n";
+              << " only: the other side has no map with these coordinates\n";
   };
   print_missing(comparison.only_left, left);
   print_missing(comparison.only_right, right);
@@ -377,7 +377,7 @@ void note_pairs_without_shapes(const Comparison& comparison, std::vector<std::st
   }
   if (affected.empty()) return;
   notes.push_back(describe_ranks_of(affected) +
-                  ": ids and names alone were compared, as one side has no manifest");
+                  ": only ids and names were compared, as one side has no manifest");
 }
 
 Json difference_to_json(const MapDifference& difference) {
@@ -478,7 +478,8 @@ constexpr const char* kDirectoryHelp =
 }  // namespace
 
 void add_map_command(CLI::App& app, Action& action) {
-  CLI::App* const map = app.add_subcommand("map", "Parameter ids, names and where they live");
+  CLI::App* const map =
+      app.add_subcommand("map", "Parameter ids, names and the ranks that hold them");
   map->require_subcommand(1);
   map->footer("Example:\n  nanlocator map show nanlocator_run/a0 --rank 0");
 
@@ -489,14 +490,15 @@ void add_map_command(CLI::App& app, Action& action) {
   show_command->footer("Example:\n  nanlocator map show nanlocator_run/a0 --rank 0");
 
   const auto [find_command, find_options] = add_action<FindOptions>(
-      *map, "find", "Tell which ranks hold a parameter, and which part of it", action, find);
+      *map, "find", "Show which ranks hold a parameter, and which part of it", action, find);
   find_command->add_option("DIR", find_options->directory, kDirectoryHelp)->required();
   find_command
-      ->add_option("PATTERN", find_options->pattern,
-                   "An id, a part of a name, or with * and ? all of it from a dot on")
+      ->add_option(
+          "PATTERN", find_options->pattern,
+          "An id, a part of a name, or a pattern with * and ? for the name from some dot on")
       ->required();
   find_command->footer(
-      "A number is an id; to find it in names write it with a *. Quote patterns, so that the "
+      "A number is an id; to match it in names add a *. Quote patterns, so that the "
       "shell\n"
       "does not read them. Elements a..b are those from a on and before b, of the flattened "
       "parameter.\nExit code 1: nothing was found.\n"

@@ -1,4 +1,4 @@
-// `nanlocator replay`: hands its arguments to nanlocator-replay, which links Torch.
+// `nanlocator replay`: runs nanlocator-replay with its arguments, which links Torch.
 #include <unistd.h>
 
 #include <cerrno>
@@ -42,11 +42,10 @@ std::filesystem::path find_program() {
 int run_program(const std::vector<std::string>& arguments) {
   const auto program = find_program();
   if (program.empty()) {
-    throw UsageError(
-        std::string(kProgram) +
-        " is neither beside this program nor on PATH. It comes with nanlocator where "
-        "that was built with Torch (-DNANLOCATOR_TORCH=ON, or pip install). In Python, "
-        "`python -m nanlocator.replay BUNDLE` does the same.");
+    throw UsageError(std::string(kProgram) +
+                     " is neither beside this program nor on PATH. It comes with a nanlocator "
+                     "built with Torch (-DNANLOCATOR_TORCH=ON, or pip install). In Python, "
+                     "`python -m nanlocator.replay BUNDLE` does the same.");
   }
   auto texts = arguments;
   texts.insert(texts.begin(), program.string());

@@ -32,7 +32,7 @@ constexpr std::string_view kStopped = "stopped";
 
 volatile std::sig_atomic_t was_interrupted = 0;
 
-/// Ctrl-C ends the watch in good order: the exit code says whether something was found.
+/// Ctrl-C ends the watch cleanly: the exit code says whether something was found.
 void end_on_signals() {
   struct sigaction action {};
   action.sa_handler = [](int) { was_interrupted = 1; };  // without SA_RESTART: it ends the sleep
@@ -47,7 +47,7 @@ void sleep_for(std::chrono::milliseconds interval) {
   ::nanosleep(&time, nullptr);
 }
 
-/// status.json, as far as it is told here.
+/// status.json, as far as it is shown here.
 struct RunStatus {
   std::string state;
   std::int64_t iteration = 0;
@@ -107,11 +107,11 @@ class Watch {
  public:
   explicit Watch(fs::path directory) : directory_(std::move(directory)) {}
 
-  /// One look; true where the run goes on.
+  /// One check; true while the run continues.
   bool look() {
     std::error_code error;
     if (!fs::is_directory(directory_, error)) {
-      line_.show("waiting for " + directory_.string() + ", which is not there yet");
+      line_.show("waiting for " + directory_.string() + ", which does not exist yet");
       return true;
     }
     enter(latest_attempt(directory_));
@@ -142,7 +142,7 @@ class Watch {
     told_.clear();
   }
 
-  /// Written after the verdict that it is about. Empty: as it was at the last look, or not there.
+  /// Written after the verdict that it is about. Empty: as it was at the last check, or missing.
   std::optional<RunStatus> changed_status() {
     const fs::path path = attempt_ / "status.json";
     std::error_code error;

@@ -6,7 +6,7 @@
 // deadline, nor for a rank that the monitor has lost, and no path makes one rank enter a collective
 // that another does not.
 // The Store is used through a connection and a thread of its own, never with a blocking get. Calls
-// come from one thread; each releases no Python lock itself (the bindings do).
+// come from one thread; each releases no GIL itself (the bindings do).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -61,7 +61,7 @@ class Communicator {
   void handshake(const std::string& mine, Deadline deadline);
 
   /// Rank 0's `value`, on every rank. Every rank makes the same calls of `handshake` and
-  /// `broadcast` in the same order. Throws AgreementError where it does not come by the deadline.
+  /// `broadcast` in the same order. Throws AgreementError where it does not arrive by the deadline.
   [[nodiscard]] std::string broadcast(std::string_view key, const std::string& value,
                                       Deadline deadline);
 
@@ -72,13 +72,13 @@ class Communicator {
   /// or a peer has gone; then no further flag may be started (UsageError).
   [[nodiscard]] bool finish_flag();
 
-  /// Puts `value` under `key` for this rank, replacing what was there. Never blocks on other ranks;
-  /// false where the Store is gone (no answer within 10 s).
+  /// Writes `value` under `key` for this rank, replacing what was there. Never blocks on other
+  /// ranks; false where the Store is gone (no answer within 10 s).
   bool publish(std::string_view key, const std::string& value) noexcept;
   /// What all ranks published under `key`, waiting until the deadline for those that are missing
   /// and not lost.
   [[nodiscard]] Gathered gather(std::string_view key, Deadline deadline) noexcept;
-  /// What `rank` published under `key`; empty where it does not come by the deadline, or is lost.
+  /// What `rank` published under `key`; empty where it does not arrive by the deadline, or is lost.
   [[nodiscard]] std::optional<std::string> fetch(std::string_view key, int rank,
                                                  Deadline deadline) noexcept;
   /// Returns when all ranks but the lost ones and those in `absent` have called it with `key`, or
@@ -87,13 +87,13 @@ class Communicator {
                     Deadline deadline) noexcept;
 
   /// Starts the monitor of silent ranks. Every rank calls it, once, after a handshake. `place`:
-  /// how the others speak of this rank. Throws UsageError where it runs already. Returns when the
+  /// how the others call this rank. Throws UsageError where it runs already. Returns when the
   /// Store has this rank's first heartbeat, so that no rank can die unseen in its first step, or
   /// after four patiences.
   void watch_ranks(std::string place, MonitorTimes times, RankMonitor::OnChange on_change);
   /// nullptr before watch_ranks and after stop_watching.
   [[nodiscard]] RankMonitor* monitor() noexcept { return monitor_.get(); }
-  /// Ends it: this rank has left, in good order, and `on_change` is not called again.
+  /// Ends it: this rank has left in an orderly way, and `on_change` is not called again.
   void stop_watching() noexcept { monitor_.reset(); }
 
  private:

@@ -1,13 +1,13 @@
-// Which ranks have stopped answering? A thread per rank that needs neither the Python lock nor the
+// Which ranks have stopped answering? A thread per rank that needs neither the GIL nor the
 // device.
 //
-// Every `interval` the thread puts a heartbeat (a counter, and where training stands) into the
+// Every `interval` the thread writes a heartbeat (a counter, and where training is) to the
 // Store and reads that of the next rank in the ring; behind a rank that is late it reads on, twice
 // as far each time, because a dead host takes neighbours with it. A heartbeat that has not moved
 // for `patience` is news, and so is a rank that ends by an exception: all ranks look for news once
 // per interval. That is four Store requests per rank and interval, whatever the number of ranks.
 //
-// Nobody is accused of what the observer slept through: between two looks at most twice the
+// Nobody is accused of what the observer slept through: between two checks at most twice the
 // interval counts as silence, and nothing where the Store did not answer. A rank that answers again
 // is taken off the list. Where the Store breaks the thread ends; `problem` then says so.
 #pragma once
@@ -32,7 +32,7 @@ enum class Activity : std::uint8_t {
   training,          // outside of what is watched: optimizer, data, checkpoint
   forward_backward,  // from begin_step to the flag reduction
   agreement,         // the flag reduction, launched and not yet read
-  rerun,             // the repeat of a bad step
+  rerun,             // the re-run of a bad step
   gathering,         // of a finding
   stopped,           // after a finding that ends the run: silence is expected
 };
@@ -67,7 +67,7 @@ class RankMonitor {
   /// the destructor has returned.
   using OnChange = std::function<void(const std::vector<LostRank>&)>;
 
-  /// `prefix` must be the same on all ranks and unused before; `place` is how others speak of this
+  /// `prefix` must be the same on all ranks and unused before; `place` is how others call this
   /// rank. The thread starts at once.
   RankMonitor(std::unique_ptr<StoreClient> store, std::string prefix, int rank, int size,
               std::string place, MonitorTimes times, OnChange on_change);
@@ -80,12 +80,12 @@ class RankMonitor {
 
   /// For the next heartbeats. Two stores to memory.
   void now_in(Activity activity, std::int64_t iteration) noexcept;
-  /// `now_in(Activity::stopped)`, and the others are told before it returns (or 1 s is over).
+  /// `now_in(Activity::stopped)`, and the others are informed before it returns (or 1 s is over).
   void stop(std::int64_t iteration) noexcept;
   /// Goodbye: from now on this rank's silence means nothing. With `ended_by` ("ValueError: ...") it
   /// is lost, and the others learn why; unless ranks were lost before: then its end follows from
   /// theirs. Returns when the Store has it, or after 1 s; with `ended_by` when `on_change` has
-  /// returned on all others, or after one interval and 1 s. A second call tells nothing.
+  /// returned on all others, or after one interval and 1 s. A second call does nothing.
   void leave(const std::string& ended_by = "") noexcept;
 
   /// Waits until the Store has this rank's first heartbeat, four patiences at most: so long the

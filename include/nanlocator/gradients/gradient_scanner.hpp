@@ -1,6 +1,6 @@
 // Torch tensors into the scan room and sightings out of it.
 //
-// In: gradients (or parameters) of one phase, grouped as the framework hands them over (a bucket, a
+// In: gradients (or parameters) of one phase, grouped as the framework passes them (a bucket, a
 // model chunk). Out: a device flag at once, sightings when the step ends. `scan` enqueues on the
 // current stream of each tensor's device and does not wait; `collect` waits. Plans are kept per
 // (phase, group) and made again only when a storage has moved. Cost: one read of the memory.
@@ -28,7 +28,7 @@ namespace nanlocator {
 /// strides, or sparse COO (its values are scanned).
 struct GradientView {
   std::int64_t parameter = 0;  // id
-  /// Not kept: it may be freed after `scan` (on CUDA the allocator is told of the stream that reads
+  /// Not kept: it may be freed after `scan` (on CUDA the allocator knows the stream that reads
   /// it). Of a sparse one the indices are kept until the next scan of its group or `begin_step`.
   at::Tensor tensor;
   std::int64_t element_offset = 0;  // of tensor's first element in the flattened parameter (shards)
@@ -56,7 +56,7 @@ class GradientScanner {
   /// flags.
   void begin_step();
 
-  /// Scans `views` as part of `phase`. `group` tells apart the calls of one phase (bucket number,
+  /// Scans `views` as part of `phase`. `group` separates the calls of one phase (bucket number,
   /// chunk number); the same group again within a step is a second
   /// pass and is kept beside the first. `role`: "main_grad", "grad",
   /// "weight". Throws UnsupportedError for a dtype or layout that cannot be scanned, UsageError for
@@ -65,7 +65,7 @@ class GradientScanner {
             std::span<const GradientView> views);
 
   /// Scans the step's losses, phase loss: floating-point tensors of any shape and device; others
-  /// are left out. Kept until the scan has run, not longer.
+  /// are skipped. Kept until the scan has run, not longer.
   void scan_losses(std::span<const LossView> losses);
 
   /// int32 [1], non-zero once any scan of this step met a NaN or Inf; on `device`, in stream order.

@@ -67,14 +67,12 @@ struct MapDifference {
 };
 
 /// What differs between two maps, names matched with names; empty where nothing does. `order` is
-/// told once, for the first parameter that comes too late on the right. Where one side knows ids
+/// listed once, for the first parameter that comes too late on the right. Where one side knows ids
 /// and names alone (empty dtype), only those are compared. Raw names, buckets and shards are not
 /// compared: they differ between data-parallel ranks and wrappers by design.
 [[nodiscard]] std::vector<MapDifference> compare_maps(const ParameterMap& left,
                                                       const ParameterMap& right);
 
-/// "[4, 8]"; "[]" for a scalar.
-[[nodiscard]] std::string describe_shape(std::span<const std::int64_t> shape);
 /// "expert, tp-duplicate": the flags that are set; empty where none is.
 [[nodiscard]] std::string describe_flags(const ParameterInfo& parameter);
 

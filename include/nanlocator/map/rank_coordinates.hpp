@@ -29,7 +29,7 @@ struct RankCoordinates {
 
   /// The suffix of this rank's files: "tp1pp0dp1", with "cp{cp}" appended where cp.size > 1.
   [[nodiscard]] std::string file_suffix() const;
-  /// For people: "rank 5 (tp1 pp0 dp1, host a17, cuda:3 ...)"; axes of size 1 are left out.
+  /// For people: "rank 5 (tp1 pp0 dp1, host a17, cuda:3 ...)"; without axes of size 1.
   [[nodiscard]] std::string describe() const;
 
   friend bool operator==(const RankCoordinates&, const RankCoordinates&) = default;

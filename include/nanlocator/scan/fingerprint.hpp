@@ -5,7 +5,7 @@
 //     S0 = sum_j m(w_j)          S1 = sum_j j * m(w_j)          fingerprint = S1 << 32 | S0
 // Sums commute, so threads, vector lanes and GPU blocks may add in any order and all backends give
 // the same number; j makes it depend on positions. The xor keeps a flipped sign bit (bit 31, which
-// alone would vanish from any even sum) visible. It tells two executions of the same operation
+// alone would vanish from any even sum) visible. It separates two executions of an operation
 // apart; it is no defence against an adversary.
 #pragma once
 

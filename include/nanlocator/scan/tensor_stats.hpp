@@ -1,4 +1,4 @@
-// What one pass over a tensor's memory tells: the answer of every scan, on every backend.
+// What one pass over a tensor's memory finds: the result of every scan, on every backend.
 #pragma once
 
 #include <cstdint>

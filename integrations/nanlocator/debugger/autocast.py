@@ -35,7 +35,7 @@ def no_autocast(module: nn.Module) -> "NoAutocast":
         module: any module. Calls of ``module(...)`` and of ``module.forward(...)``, from any autocast.
 
     Returns:
-        What takes it off again: ``remove()``, or the end of a ``with``. Of a module that runs in fp32
+        A handle that undoes it: ``remove()``, or the end of a ``with``. Of a module that runs in fp32
         already, the same one.
     """
     if not isinstance(module, nn.Module):

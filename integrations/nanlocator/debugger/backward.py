@@ -1,9 +1,9 @@
-"""Frames of backward: what each call of a module takes from autograd and what it alone hands on.
+"""Frames of backward: what each call of a module takes from autograd and what it alone passes on.
 
 Hooks sit on autograd's nodes: before the nodes of the call's outputs, and after the nodes that were made
-during the call and hand a gradient to one of its inputs or weights (as src/trace/module_watch.cpp finds
-them). A tensor hook would see the sum over all consumers, and ``register_full_backward_hook`` wraps outputs
-in views. Hooks return nothing and keep no tensor, so nothing that is computed changes.
+during the call and pass a gradient to one of its inputs or weights (as src/trace/module_gradient_hooks.cpp
+finds them). A tensor hook would see the sum over all consumers, and ``register_full_backward_hook`` wraps
+outputs in views. Hooks return nothing and keep no tensor, so nothing that is computed changes.
 """
 
 import threading
@@ -73,8 +73,8 @@ class _OpenFrame:
 
 
 class BackwardFrames:
-    """Makes the frames of backward passes and hands them to ``take(call, rows)``: each when its last gradient
-    has come, and at the end of the pass where one is left out. Something bad ends a frame at once, unless
+    """Makes the frames of backward passes and gives them to ``take(call, rows)``: each when its last gradient
+    has come, at the end of the pass where one never comes. Something bad ends a frame at once, unless
     ``is_traced(batch)``: later gradients follow from it.
 
     ``take`` may raise: backward then ends with that error. It runs in autograd's hooks, on whatever thread
@@ -179,7 +179,7 @@ def _taken_by(started: StartedCall, output: Any) -> dict[Any, list[_GradientPlac
         if not isinstance(tensor, torch.Tensor) or tensor.grad_fn is None:
             continue
         edge = (tensor.grad_fn, tensor.output_nr)
-        # An output that the call did not compute: an input handed on, or a cached value.
+        # An output that the call did not compute: an input passed through, or a cached value.
         if edge not in started.edges and _was_made_during(started, edge[0]):
             seen = _GradientPlace(edge[1], Role.GRAD_OUTPUT, f"grad_{place.context}", order)
             taken.setdefault(edge[0], []).append(seen)
@@ -189,8 +189,8 @@ def _taken_by(started: StartedCall, output: Any) -> dict[Any, list[_GradientPlac
 def _given_by(
     started: StartedCall, module: nn.Module, from_nodes: list[Any]
 ) -> dict[Any, list[_GradientPlace]]:
-    """The nodes of the call that hand a gradient to an input or a weight of it, and which of theirs that is.
-    Where several hand one to the same input, each is told by its name."""
+    """The nodes of the call that pass a gradient to an input or a weight of it, and which of theirs that is.
+    Where several pass one to the same input, each is labelled with its name."""
     weights = {id(p): name for name, p in module.named_parameters(recurse=False) if p.requires_grad}
     if not weights and not started.leaves and not started.edges:
         return {}

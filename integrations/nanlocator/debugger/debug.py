@@ -1,9 +1,9 @@
-"""``DebugUnderflowOverflow``: hooks that look at every module call, and the rule of what is reported.
+"""``DebugUnderflowOverflow``: hooks on every module call, and the rule of what is reported.
 
-A call's values are begun to be looked at when it returns (looks.py), and judged in the order of the calls
-once they are known: host memory's at once, an accelerator's when the batch's forward ends. One frame per
-call, kept as numbers; text is made (frames.py) only where it is printed. Everything that is remembered is an
-attribute of the object, and ``remove()`` takes away every hook.
+The scans of a call's values start when it returns (looks.py); they are judged in the order of the calls
+once the results are known: host memory's at once, an accelerator's when the batch's forward ends. One frame
+per call, kept as numbers; text is made (frames.py) only where it is printed. Everything that is remembered is
+an attribute of the object, and ``remove()`` removes every hook.
 """
 
 import operator
@@ -30,6 +30,7 @@ from nanlocator.debugger.places import Place, input_places, output_places
 from nanlocator.debugger.process_hooks import ProcessHooks
 from nanlocator.debugger.ranks import Finding, PeerRanks, next_number
 from nanlocator.debugger.values import Values
+from nanlocator.modules import nearest_path
 from nanlocator.session import is_distributed, record_for_torchrun
 
 
@@ -57,12 +58,12 @@ class DebugUnderflowOverflow:
     four arguments and the text are those of transformers' class; the others are ours.
 
     Where torch.distributed has several ranks, make it on each of them. Each writes its text to a file, rank 0
-    prints it, too, and when one raises all do (ranks.py tells how). No collective is entered.
+    prints it, too, and when one raises all do (ranks.py says how). No collective is entered.
 
-    Looks at every tensor of positional and keyword arguments and of outputs, in tuples, lists, dictionaries,
-    dataclasses and ModelOutputs. A parameter is looked at again after an optimizer step, after a write that
+    Checks every tensor of positional and keyword arguments and of outputs, in tuples, lists, dictionaries,
+    dataclasses and ModelOutputs. A parameter is read again after an optimizer step, after a write that
     autograd counts, and where its module has something bad; under ``torch.no_grad`` in each batch.
-    Values are looked at as they pass, one scan per tensor. Tensors in host memory are judged at once, and the
+    Values are scanned as they pass, once per tensor. Tensors in host memory are judged at once, and the
     module's own forward raises. For those on an accelerator nothing waits: they are read together, judged in
     order and raised for when the forward of ``model`` ends, or of a module that is called outside of it, or
     the backward pass; earlier in a batch that is traced, after some thousand tensors, in ``remove()`` and
@@ -79,7 +80,7 @@ class DebugUnderflowOverflow:
             for a bad tensor its counts, the index of the first bad element and the range of the finite ones;
             shared modules under the name by which they were called; frames of modules that were added or
             made later (a loss). Without it such rows and frames are shown only where they hold something bad.
-        count_masks: also report infinities that are meant: an input that holds only zeros and −Inf, an
+        count_masks: also report infinities that are intended: an input that holds only zeros and −Inf, an
             additive attention mask, and scores with −Inf at just the elements that a mask among the inputs
             of their module masks (masks.py). An accelerator's tensors are gone when the rule asks for them: a
             module whose first bad values are −Inf alone is from the next batch on judged as it returns.
@@ -136,7 +137,7 @@ class DebugUnderflowOverflow:
         self._output = Output(output_dir)
         self._number = next_number()
         self._peers: PeerRanks | None = None
-        self._is_told = False  # that another rank has found something
+        self._has_heard = False  # that another rank has found something
         self._backward = (
             BackwardFrames(self._looks, self._take_backward, lambda batch: batch in self.trace_batch_nums)
             if backward
@@ -217,7 +218,7 @@ class DebugUnderflowOverflow:
         if names is not None:
             if caller is None:
                 self._before_outermost_call()
-            call = _Call(module, names[0] if len(names) == 1 else _nearest(names, caller))
+            call = _Call(module, nearest_path(names, caller.name if caller is not None else None))
         elif caller is not None:
             self._hook_late(module)
             call = _Call(module, _name_below(caller, module))
@@ -274,7 +275,7 @@ class DebugUnderflowOverflow:
             ended.let_tensors_go()
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Runs also where the forward raises, with nobody's output."""
+        """Runs also where the forward raises, without an output."""
         error = sys.exception()
         if module is self.model and self._looks.are_waiting and error is not None:
             self._settle_before(error)
@@ -301,7 +302,7 @@ class DebugUnderflowOverflow:
             torch.autograd.Variable._execution_engine.queue_callback(self._looks.settle)
 
     def _settle_before(self, error: BaseException) -> None:
-        """What was seen before ``error`` may be its reason: the report is printed, and it is told so."""
+        """What was seen before ``error`` may be its reason: the report is printed, the error gets a note."""
         try:
             self._looks.settle()
         except ValueError as finding:
@@ -362,7 +363,7 @@ class DebugUnderflowOverflow:
         self.batch_number += 1
         self._is_batch_start = True
         self._last_backward = None
-        if not torch.is_grad_enabled():  # no optimizer step will tell
+        if not torch.is_grad_enabled():  # no optimizer step to notice
             self._weights.forget_all()
 
     def _take_backward(self, call: BackwardCall, rows: list[Row]) -> None:
@@ -413,13 +414,13 @@ class DebugUnderflowOverflow:
 
     def _hear(self, finding: Finding) -> None:
         """On a thread: this rank may wait in a collective that the other will not enter any more."""
-        self._is_told = True
+        self._has_heard = True
         self._output.write_on_rank_0(f"{finding.report}\nDebugUnderflowOverflow: {finding}")
 
     def _raise_for_another_rank(self) -> None:
-        if self._peers is None or not self._is_told:
+        if self._peers is None or not self._has_heard:
             return
-        self._is_told = False
+        self._has_heard = False
         self._looks.settle()  # raises where this rank has seen something, too
         if (finding := self._peers.take_finding()) is None:
             return
@@ -514,7 +515,7 @@ class _WeightLooks:
 
     def _values(self, parameter: torch.Tensor) -> Values:
         if parameter.is_inference() or type(parameter) is not nn.Parameter:
-            return self._looks.look(parameter)  # nobody counts the writes, or the memory is hidden
+            return self._looks.look(parameter)  # writes are not counted, or the memory is hidden
         # The address: `parameter.data = other` and `model.half()` are not counted as writes.
         state = (self._steps, parameter._version, parameter.data_ptr())
         seen = self._seen.get(parameter)
@@ -531,15 +532,6 @@ def _raise(message: str) -> None:
         raise
 
 
-def _nearest(names: list[str], caller: _Call | None) -> str:
-    """Of several names the one closest below the caller, else the first."""
-    if caller is None:
-        return names[0]
-    prefix = f"{caller.name}." if caller.name else ""
-    below = [name for name in names if name.startswith(prefix) and name != caller.name]
-    return min(below or names, key=lambda name: name.count("."))
-
-
 def _name_below(caller: _Call, module: nn.Module) -> str:
     """Of a module that was added later: where its caller holds it, else its class."""
     held_as = next((name for name, m in caller.module.named_modules() if m is module), type(module).__name__)
@@ -552,13 +544,13 @@ def _name_below(caller: _Call, module: nn.Module) -> str:
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"DebugUnderflowOverflow: `model` must be a torch.nn.Module, got {type(model).__name__}; hand "
-            "over the model itself, as it is called in training"
+            f"DebugUnderflowOverflow: `model` must be a torch.nn.Module, got {type(model).__name__}; pass "
+            "the model itself, as it is called in training"
         )
     if next(model.parameters(), None) is None:
         raise ValueError(
             f"DebugUnderflowOverflow: {type(model).__name__} has no parameters, so there is nothing to train "
-            "in it; hand over the whole model, or use detect_overflow(tensor, 'context') for single tensors"
+            "in it; pass the whole model, or use detect_overflow(tensor, 'context') for single tensors"
         )
 
 

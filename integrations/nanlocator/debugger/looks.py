@@ -57,10 +57,10 @@ class Looks:
         return values
 
     def look_in_passing(self, tensor: torch.Tensor) -> Values:
-        """As `look`; but a tensor that was looked at since `forget_passing`, and not written since, as far as
-        autograd counts writes, is not read again: what one module hands to the next."""
+        """As `look`; but a tensor that was read since `forget_passing`, and not written since, as far as
+        autograd counts writes, is not read again: what one module passes to the next."""
         if tensor.is_inference() or type(tensor) is not torch.Tensor:
-            return self.look(tensor)  # nobody counts the writes, or the memory is hidden
+            return self.look(tensor)  # writes are not counted, or the memory is hidden
         passing = self._passing.get(id(tensor))
         if passing is None or not passing.is_still(tensor):
             passing = self._passing[id(tensor)] = _Passing(tensor, self.look(tensor))
@@ -109,7 +109,7 @@ class Looks:
 
 
 class _Passing:
-    """A tensor that is handed on, and what was seen of it. Keeps no tensor: one that has died is another's
+    """A tensor that is passed on, and what was seen of it. Keeps no tensor: one that has died is another's
     id, and is not taken for it."""
 
     __slots__ = ("_address", "_tensor", "_version", "values")

@@ -19,8 +19,8 @@ class IntendedMasks:
     them is True, or False, in the shape to which the mask is broadcast: any other −Inf is overflow;
     an input that was accepted as such an output, and was not written since.
 
-    All but the first are told from the tensors themselves; where these are gone (`Place.value` is None), they
-    stay undecided.
+    All but the first are known from the tensors themselves; where these are gone (`Place.value` is None)
+    they stay undecided.
     """
 
     def __init__(self) -> None:

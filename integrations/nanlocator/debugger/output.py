@@ -33,7 +33,7 @@ class Output:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._directory = Path(directory)
         self._has_header = False
-        self._problems: set[str] = set()  # told already
+        self._problems: set[str] = set()  # reported already
 
     @property
     def path(self) -> Path:

@@ -31,8 +31,8 @@ def patch() -> "Patch":
 
 
 class Patch:
-    """What ``patch`` returns: ``remove()`` puts the original names back and takes the hooks of the debuggers
-    that Trainers have made off. A context manager that calls it at the end."""
+    """What ``patch`` returns: ``remove()`` restores the original names and removes the hooks of the debuggers
+    that Trainers have made. A context manager that calls it at the end."""
 
     def __init__(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Several ranks: one that sees something bad tells the others, through the c10d Store and no collective.
+"""Several ranks: one that sees something bad notifies the others, through the c10d Store and no collective.
 
 The finding rank publishes its report, waits a moment until the others have it, and raises. On every other
 rank a thread asks the Store now and then; once it has the report, the rank raises at its next module call.
@@ -24,14 +24,14 @@ import torch.distributed as dist
 _LONGEST_REPORT = 1 << 20  # characters that travel; the finding rank's file has the whole
 _STORE_TIMEOUT = timedelta(seconds=10)
 _TELL_DEADLINE = (
-    5.0  # seconds beyond the interval at which ranks ask; then they are told by the failure alone
+    5.0  # seconds beyond the interval at which ranks ask; then they learn of it by the failure alone
 )
 _ASKS_PER_SECOND = 2000  # of all ranks together: one process serves the Store
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What the first rank with something bad tells the others."""
+    """What the first rank with something bad publishes."""
 
     rank: int
     host: str
@@ -85,17 +85,17 @@ class PeerRanks:
 
     def publish(self, batch: int, what: str, report: str, file: str) -> None:
         """Tells the others, and waits until they know: a few tenths of a second, at most some seconds. The
-        first rank to publish counts. Where the Store is gone nobody can be told."""
+        first rank to publish counts. Without the Store nobody can be notified."""
         finding = Finding(self._rank, socket.gethostname(), batch, what, report[-_LONGEST_REPORT:], file)
         if self.take_finding() is not None:
-            return  # the others have been told by another rank, as this one has
+            return  # the others have heard from another rank, as this one has
         state = self._state
         with contextlib.suppress(RuntimeError):  # the rank that holds the Store has gone
             with state.lock:
                 first, seen = state.keys()
-                told = json.loads(state.store.compare_set(first, "", json.dumps(asdict(finding))))
+                published = json.loads(state.store.compare_set(first, "", json.dumps(asdict(finding))))
                 state.round += 1
-                if told["rank"] != self._rank:
+                if published["rank"] != self._rank:
                     state.store.add(seen, 1)
                     return
             deadline = time.monotonic() + state.interval + _TELL_DEADLINE
@@ -112,7 +112,7 @@ def _own_connection() -> dist.Store:
         store = dist.distributed_c10d._get_default_store().clone()
     except (AttributeError, NotImplementedError, RuntimeError) as error:
         raise RuntimeError(
-            "DebugUnderflowOverflow: the ranks cannot tell each other what they find, because the Store of "
+            "DebugUnderflowOverflow: the ranks cannot share what they find, because the Store of "
             f"torch.distributed (backend {dist.get_backend()}) cannot be used a second time: {error}. "
             "Initialise it with an init_method, a TCPStore or a FileStore"
         ) from error

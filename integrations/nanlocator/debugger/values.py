@@ -1,4 +1,4 @@
-"""What one look at a tensor tells: the columns of a row, and what the columns cannot say."""
+"""What one scan of a tensor gives: the columns of a row, and more."""
 
 from dataclasses import dataclass
 from math import inf, nan

@@ -47,8 +47,8 @@ _OWN_PREFIXES = ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO",
 
 
 def collect(device: torch.device | str) -> Facts:
-    """Of this process and `device` ("cpu", "cuda:3"). What cannot be found out is left out. Environment
-    variables of NCCL, Gloo and CUDA stand under "environment NAME"; `clock` is in seconds since 1970,
+    """Of this process and `device` ("cpu", "cuda:3"). What cannot be found out is missing. Environment
+    variables of NCCL, Gloo and CUDA are under "environment NAME"; `clock` is in seconds since 1970,
     `device_memory` in bytes."""
     device = torch.device(device)
     facts: dict[str, str | int | float | None] = {

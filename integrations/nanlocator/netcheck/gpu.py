@@ -2,7 +2,7 @@
 
 Everything here may be absent, hang or be cut short, above all on a machine with a broken GPU. So each source
 has a deadline, and what could not be read is said in "missing". The elements are those of nvidia-smi's
-nvsmi_device_v12.dtd (drivers since 525) and v11; an element that a driver does not have is left out.
+nvsmi_device_v12.dtd (drivers since 525) and v11; an element that a driver does not have is missing.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-_DEADLINE = 10.0  # seconds for each command; nvidia-smi waits for ever where its driver does
+_DEADLINE = 10.0  # seconds for each command; nvidia-smi waits forever where its driver does
 _LARGEST_XML = 16 << 20  # bytes; one GPU takes 50 kB
 _DOCUMENT_ENTITIES = re.compile(r"<!ENTITY", re.IGNORECASE)
 
@@ -114,7 +114,7 @@ def _xid_faults(facts: dict[str, Any]) -> list[str]:
 
 
 class Unreadable(Exception):
-    """Says why a source told nothing."""
+    """Says why a source gave nothing."""
 
 
 def _query(uuid: str, missing: list[str]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _query(uuid: str, missing: list[str]) -> dict[str, Any]:
 
 
 def parse_query(text: str, uuid: str) -> dict[str, Any]:
-    """The GPU `uuid` in the output of ``nvidia-smi -q -x``. Unreadable where that is not it, or not whole."""
+    """The GPU `uuid` in the output of ``nvidia-smi -q -x``. Unreadable if it is not, or cut off."""
     if len(text) > _LARGEST_XML or _DOCUMENT_ENTITIES.search(text):
         raise Unreadable("nvidia-smi printed something else than its log")
     try:

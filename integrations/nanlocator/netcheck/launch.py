@@ -1,6 +1,6 @@
 """Starts the ranks of this host, as torchrun does, through the same launcher of torch.distributed.
 
-What torchrun adds is left out: its log, and its report of failed ranks, which would hide the verdict. And
+Without what torchrun adds: its log, and its report of failed ranks, which would hide the verdict. And
 torch is imported once, by the fork server of Python: eight imports on a small host take longer than the quick
 check. The server has one thread; forks of the launcher, whose threads may hold locks, have hung.
 """
@@ -26,7 +26,7 @@ _FORWARDED = ("nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id",
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """torchrun's own, with its meaning and its defaults."""
-    group = parser.add_argument_group("start of the ranks, where torchrun has not started them (its options)")
+    group = parser.add_argument_group("starting the ranks without torchrun (its options)")
 
     def add(name: str, **keywords) -> None:
         group.add_argument(f"--{name}", f"--{name.replace('-', '_')}", **keywords)
@@ -45,7 +45,7 @@ def _ranks_of_host(text: str) -> int:
     try:
         return torchrun.determine_local_world_size(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number, nor auto, gpu or cpu: {error}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, auto, gpu or cpu: {error}") from None
 
 
 def launch(options: argparse.Namespace, check: Callable[[], int]) -> int:
@@ -68,7 +68,7 @@ def launch(options: argparse.Namespace, check: Callable[[], int]) -> int:
         except SignalException as error:
             print(f"netcheck: ended by {error.sigval.name}", file=sys.stderr)
             return 1
-        # Of the launcher: an address that cannot be bound, hosts that did not come.
+        # Of the launcher: an address that cannot be bound, hosts that did not arrive.
         except Exception as error:
             print(
                 f"netcheck: this host's launcher did not start its ranks: {first_line(error)}. Is every host "

@@ -20,7 +20,7 @@ examples:
   nanlocator netcheck --slurm-template --tp 4 > netcheck.sbatch
   torchrun --nproc-per-node 8 -m nanlocator.netcheck --json
 
-Exit code: 0 healthy, 1 findings, 2 wrong use. (torchrun itself ends with 1 for both.)
+Exit code: 0 healthy, 1 findings, 2 wrong use. (torchrun itself exits with 1 for both.)
 """
 
 
@@ -28,13 +28,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Wrong use ends with 2, as everywhere in argparse. ``dtypes`` is a list, ``max_bytes`` a number."""
     parser = argparse.ArgumentParser(
         prog="nanlocator netcheck",
-        description="Shows that every rank computes and communicates correctly, or which one does not.",
+        description="Checks that every rank computes and communicates correctly, or says which does not.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--quick", action="store_true", help="small messages, two dtypes, a short look at the memory")
+    add("--quick", action="store_true", help="small messages, two dtypes, a short memory test")
     add("--tp", type=_size, default=1, help="tensor-parallel size; its groups are checked, too")
     add("--pp", type=_size, default=1, help="pipeline-parallel size")
     add("--cp", type=_size, default=1, help="context-parallel size")
@@ -47,21 +47,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="of the free device memory to test, 0 to 0.95 (default: a small part)")  # fmt: skip
     add("--backend", help="gloo or nccl (default: nccl where there are GPUs)")
     add("--json", action="store_true", help="print one JSON object")
-    add("--output", default="", metavar="FILE", help="write the JSON there, too")
-    add("--slurm-template", action="store_true", help="print a job script for SLURM and end")
+    add("--output", default="", metavar="FILE", help="also write the JSON to this file")
+    add("--slurm-template", action="store_true", help="print a job script for SLURM and exit")
     launch.add_options(parser)
-    drill = parser.add_argument_group("drill: a fault on purpose, to see it found")
+    drill = parser.add_argument_group("drill: plant a fault and see it found")
     drill.add_argument("--inject", choices=FAULTS,
-                       help="a wrong element, a pause before each launch, a thread that sleeps for ever, "
+                       help="a wrong element, a pause before each launch, a thread that sleeps forever, "
                        "SIGSTOP, another torch version, SIGKILL")  # fmt: skip
     drill.add_argument("--rank", type=int, help="the rank that gets it")
     drill.add_argument("--at", default="", metavar="NAME",
                        help="a stage (device, groups, barrier, collectives, timing), a collective "
                        "(all_gather) or a group (tp[2,3])")  # fmt: skip
     drill.add_argument("--moment", choices=("before", "inside", "after"), default="before",
-                       help="hang, stop, die: where in that step")  # fmt: skip
+                       help="hang, stop, die: when, relative to that step")  # fmt: skip
     drill.add_argument("--in-contribution", action="store_true",
-                       help="corrupt: what is sent, not what has come")  # fmt: skip
+                       help="corrupt: what is sent, not what was received")  # fmt: skip
     options = parser.parse_args(arguments)
     if (options.inject is None) != (options.rank is None):
         parser.error("--inject and --rank go together: --inject corrupt --rank 5")
@@ -74,7 +74,7 @@ def check_ranks(options: argparse.Namespace, world_size: int) -> None:
     """Throws UsageError where there are too few ranks, or not the one of the drill."""
     if world_size < 2:
         raise UsageError(
-            "one rank has nobody to talk to. Start at least two: nanlocator netcheck --nproc-per-node 2"
+            "a single rank has no peer to talk to. Start at least two: nanlocator netcheck --nproc-per-node 2"
         )
     if options.rank is not None and not 0 <= options.rank < world_size:
         raise UsageError(f"--rank {options.rank}: there are ranks 0 to {world_size - 1}")

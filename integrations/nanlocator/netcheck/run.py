@@ -169,7 +169,7 @@ def _run(
 
 
 def _meet(check: _C.RankCheck) -> None:
-    """Before any other step: ranks that start late are no hang."""
+    """Before any other step: ranks that start late are not a hang."""
     extra = datetime.timedelta(seconds=_START_SECONDS)
     check.enter("start", "start of all ranks", ranks=list(range(_world_size())), extra=extra)
     check.meet()

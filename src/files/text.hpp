@@ -1,0 +1,27 @@
+// Numbers and lists for people. printable.hpp has what comes from other programs.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace nanlocator {
+
+/// Appends `item` to `list`, after a separator unless it is the first.
+inline void append_item(std::string& list, std::string_view item,
+                        std::string_view separator = ", ") {
+  if (!list.empty()) list += separator;
+  list += item;
+}
+
+/// A shape or an index: "[4, 8]"; "[]" of a scalar.
+[[nodiscard]] std::string describe_shape(std::span<const std::int64_t> shape);
+
+/// As %g of printf, but "NaN" without a sign.
+[[nodiscard]] std::string number_text(double number, int digits = 4);
+
+/// "17 B", "1.5 KiB", "2 GiB".
+[[nodiscard]] std::string size_text(double bytes);
+
+}  // namespace nanlocator
