@@ -48,7 +48,7 @@ class Adapter:
         raise NotImplementedError
 
     def model_tensors(self) -> tuple[Named, Named]:
-        """Parameters and buffers as they are now."""
+        """Parameters, and buffers with what modules hold as plain attributes, as they are now."""
         raise NotImplementedError
 
     def module_hooks(self, watch: Any) -> list[ModuleHooks]:

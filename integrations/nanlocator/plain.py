@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from nanlocator import _C
 from nanlocator.driver import Adapter, Driver, Named, Pass, Views
-from nanlocator.modules import ModuleHooks, local_part
+from nanlocator.modules import ModuleHooks, local_part, tensor_attributes
 from nanlocator.rerun import ScalerState
 from nanlocator.session import RankConnection, device_description, dtype_name, is_distributed
 
@@ -61,7 +61,8 @@ class PlainAdapter(Adapter):
         return list(range(len(self.tensors))), [local_part(p) for p in self.tensors]
 
     def model_tensors(self) -> tuple[Named, Named]:
-        return _local(self._model.named_parameters()), _local(self._model.named_buffers())
+        state = [*self._model.named_buffers(), *tensor_attributes(self._model)]
+        return _local(self._model.named_parameters()), _local(state)
 
     def module_hooks(self, watch: "_C.ModuleWatch | None") -> list[ModuleHooks]:
         return [ModuleHooks(self._model, watch)]

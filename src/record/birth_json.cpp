@@ -93,9 +93,8 @@ ordered_json extent_to_json(const std::optional<BadExtent>& extent) {
   if (!extent) return nullptr;
   ordered_json json;
   json[keys::kDimensions] = array_of(extent->dimensions, [](const BadExtent::Indices& indices) {
-    return ordered_json{{keys::kFirst, indices.first},
-                        {keys::kLast, indices.last},
-                        {keys::kCount, indices.count}};
+    return ordered_json{
+        {keys::kFirst, indices.first}, {keys::kLast, indices.last}, {keys::kCount, indices.count}};
   });
   json[keys::kIsBlock] = extent->is_block;
   return json;
@@ -105,8 +104,8 @@ std::optional<BadExtent> extent_from_json(const JsonObject& birth) {
   if (birth.member(keys::kExtent).is_null()) return std::nullopt;
   const JsonObject object = birth.object(keys::kExtent);
   return BadExtent{.dimensions = objects_from_json<BadExtent::Indices>(object, keys::kDimensions,
-                                                                 indices_from_json),
-                .is_block = object.boolean(keys::kIsBlock)};
+                                                                       indices_from_json),
+                   .is_block = object.boolean(keys::kIsBlock)};
 }
 
 namespace {

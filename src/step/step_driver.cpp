@@ -306,6 +306,7 @@ RerunnableStep StepDriver::rerunnable_step() {
   step.gradients = impl.adapter.gradients;
   step.parameters = impl.adapter.parameters;
   step.buffers = impl.adapter.buffers;
+  if (impl.adapter.model) step.attributes = [&impl] { return impl.adapter.model().buffers; };
   step.program_code = impl.adapter.program_code;
   step.keep_module_calls = impl.adapter.keep_module_calls;
   step.add_module_call = impl.adapter.add_module_call;

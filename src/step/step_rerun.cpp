@@ -150,6 +150,11 @@ struct StepRerun::Impl {
     for (const auto& [name, tensor] : step.buffers) {
       trace->declare(tensor, DeclaredAs::buffer, name);
     }
+    if (step.attributes) {
+      for (const auto& [name, tensor] : step.attributes()) {
+        trace->declare(tensor, DeclaredAs::buffer, name);
+      }
+    }
     trace->begin_pass();
     return trace;
   }

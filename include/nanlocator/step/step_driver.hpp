@@ -52,10 +52,10 @@ struct LossScale {
   bool is_in_gradients = true;  // the gradients that are scanned are multiplied by it
 };
 
-/// The model as it is now, for a ModuleWatch's births.
+/// The model as it is now, for a ModuleWatch's births and for a trace that is armed.
 struct ModelTensors {
   std::vector<NamedTensor> parameters;
-  std::vector<NamedTensor> buffers;
+  std::vector<NamedTensor> buffers;  // and what modules hold as plain attributes
 };
 
 /// What a framework is to the driver. Functions are called on the training thread; those that are
@@ -76,7 +76,7 @@ struct StepAdapter {
   /// Empty where there is no loss scaler, on all ranks alike; nullopt where it has seen no
   /// overflow.
   std::function<std::optional<LossScale>()> loss_scale;
-  /// Empty without a ModuleWatch.
+  /// May be empty without a ModuleWatch.
   std::function<ModelTensors()> model;
   /// Of a step without a pass: "step() was called without a closure".
   std::string why_no_pass;

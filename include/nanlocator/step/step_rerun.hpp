@@ -37,6 +37,8 @@ struct RerunnableStep {
   std::function<void()> clear_gradients;
   std::vector<NamedTensor> parameters;
   std::vector<NamedTensor> buffers;
+  /// Tensors that the model holds otherwise, as they are when a trace is armed; may be empty.
+  std::function<std::vector<NamedTensor>()> attributes;
   /// See TraceOptions; may be empty.
   std::shared_ptr<ProgramCode> program_code;
   /// Calls `run`, which executes the step once more, and keeps for each of these births the call of

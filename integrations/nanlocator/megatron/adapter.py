@@ -20,7 +20,7 @@ from nanlocator.megatron.layout import (
 )
 from nanlocator.megatron.microbatches import Microbatches
 from nanlocator.megatron.step_data import StepData
-from nanlocator.modules import ModuleHooks
+from nanlocator.modules import ModuleHooks, tensor_attributes
 
 
 class MegatronAdapter(Adapter):
@@ -42,7 +42,8 @@ class MegatronAdapter(Adapter):
         self._infos = parameter_infos(chunks, self.optimizers, self.named)
         self.ids = {e.parameter: info.id for e, info in zip(self.named, self._infos, strict=True)}
         self._shards = shard_ranges(self.optimizers, self.named)
-        self.parameters, self.buffers = self.model_tensors()
+        self.parameters = [(entry.name, entry.parameter) for entry in self.named]
+        self.buffers = self._named(torch.nn.Module.named_buffers)
         if self._dynamic_scalers():
             self.loss_scale = self.loss_scale_now
 
@@ -76,12 +77,8 @@ class MegatronAdapter(Adapter):
         self._optimizer.zero_grad()
 
     def model_tensors(self) -> tuple[Named, Named]:
-        buffers = [
-            (module_names(chunk)(name), buffer)
-            for chunk in self._chunks
-            for name, buffer in chunk.named_buffers()
-        ]
-        return [(entry.name, entry.parameter) for entry in self.named], buffers
+        state = self._named(torch.nn.Module.named_buffers) + self._named(tensor_attributes)
+        return self.parameters, state
 
     def module_hooks(self, watch: Any) -> list[ModuleHooks]:
         return [ModuleHooks(chunk, watch, name_of=module_names(chunk)) for chunk in self._chunks]
@@ -98,6 +95,14 @@ class MegatronAdapter(Adapter):
     def _dynamic_scalers(self) -> list[Any]:
         scalers = (getattr(optimizer, "grad_scaler", None) for optimizer in self.optimizers)
         return [scaler for scaler in scalers if scaler is not None and hasattr(scaler, "min_scale")]
+
+    def _named(self, tensors_of: Callable[[torch.nn.Module], Iterable[tuple[str, torch.Tensor]]]) -> Named:
+        """With global numbers of layers and experts."""
+        return [
+            (module_names(chunk)(name), tensor)
+            for chunk in self._chunks
+            for name, tensor in tensors_of(chunk)
+        ]
 
     def _all_ids(self) -> list[int]:
         return [self.ids[entry.parameter] for entry in self.named]
