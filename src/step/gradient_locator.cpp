@@ -190,7 +190,7 @@ bool GradientLocator::is_true_anywhere_by_store(bool mine) {
   if (missing.empty()) return is_true;
   std::string text;
   for (const int peer : missing) text += (text.empty() ? "" : ", ") + std::to_string(peer);
-  throw AgreementError("No answer from rank " + text + " at the end of the step's repeat.");
+  throw AgreementError("No answer from rank " + text + " at the end of the step's re-run.");
 }
 
 void GradientLocator::start_agreement() {
@@ -262,7 +262,7 @@ const Verdict& GradientLocator::conclude() {
   impl.state = State::scanning;
   if (impl.options.on_bad != Policy::stop && impl.incidents > impl.options.max_incidents) {
     impl.past_limit = Verdict{};
-    // On all ranks alike: the repeat's outcome is agreed on, and `recover` must go by it.
+    // On all ranks alike: the re-run's outcome is agreed on, and `recover` must go by it.
     if (impl.rerun) impl.past_limit.rerun = {true, impl.rerun->reproduced, {}};
     impl.past_limit.run_id = impl.run.id;
     impl.past_limit.iteration = impl.iteration;
@@ -300,9 +300,9 @@ const Verdict* GradientLocator::conclude_alone(std::string reason, Failure failu
   auto& impl = *impl_;
   auto ledger = impl.make_ledger({reason});
   const bool is_finding = !ledger.sightings.empty() || impl.is_norm_bad();
-  const bool is_first = !impl.told_alone;
+  const bool is_first = !impl.reported_alone;
   std::vector<std::string> notes;
-  if (is_finding && (is_first || impl.told_alone->first != ledger.sightings.size())) {
+  if (is_finding && (is_first || impl.reported_alone->first != ledger.sightings.size())) {
     impl.keep_on_disk(ledger, notes);  // before any wait
     if (impl.communicator) {
       (void)impl.communicator->publish(impl.incident_key() + "/ledger", to_jsonl(ledger));
@@ -316,14 +316,14 @@ const Verdict* GradientLocator::conclude_alone(std::string reason, Failure failu
   if (!is_finding && (lost.empty() || failure == Failure::own)) {
     return is_first ? nullptr : &impl.verdicts.back();
   }
-  const auto told = std::pair(ledger.sightings.size(), lost.size());
-  if (impl.told_alone == told) return &impl.verdicts.back();  // nothing new since
-  impl.told_alone = told;
+  const auto reported = std::pair(ledger.sightings.size(), lost.size());
+  if (impl.reported_alone == reported) return &impl.verdicts.back();  // nothing new since
+  impl.reported_alone = reported;
   if (!is_finding) notes.push_back(std::move(reason));
   auto verdict = impl.judge_alone(ledger, is_finding, std::move(notes));
   verdict.status = VerdictStatus::partial;
   impl.files->write(verdict, VerdictScope::alone, kRankLost);
-  if (is_finding) impl.print(verdict);  // of a loss alone one rank has told, in one line
+  if (is_finding) impl.print(verdict);  // a loss alone is one line, of one rank
   impl.verdicts.push_back(std::move(verdict));
   return &impl.verdicts.back();
 }

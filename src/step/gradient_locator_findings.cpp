@@ -50,9 +50,9 @@ bool GradientLocator::Impl::finish_flag_or_conclude_alone(GradientLocator& locat
     return communicator->finish_flag();
   } catch (const AgreementError& error) {
     std::string text = error.what();
-    const bool is_told = locator.conclude_alone(text, Failure::of_peers) != nullptr;
+    const bool is_reported = locator.conclude_alone(text, Failure::of_peers) != nullptr;
     for (const auto& each : files->lost()) text += "\n" + each.describe() + ".";
-    if (is_told) text += "\nThis rank's verdict is in " + directory.string() + ".";
+    if (is_reported) text += "\nThis rank's verdict is in " + directory.string() + ".";
     throw AgreementError(text);
   }
 }
@@ -70,7 +70,7 @@ void GradientLocator::Impl::forget_step() {
   crossings.clear();
   microbatches.clear();
   rerun.reset();
-  told_alone.reset();
+  reported_alone.reset();
   has_waited_for_loss = false;
 }
 
@@ -241,7 +241,7 @@ void GradientLocator::Impl::write_page(const Verdict& verdict, std::vector<Ledge
 
 Verdict GradientLocator::Impl::conclude_as_other_rank(const Ledger& mine, const std::string& key,
                                                       Deadline deadline) {
-  std::string reason = "Rank 0 handed out no verdict in time";
+  std::string reason = "Rank 0 sent no verdict in time";
   if (const auto text = communicator->fetch(key + "/verdict", 0, deadline)) {
     try {
       auto verdict = verdict_from_json(*text, "the verdict sent by rank 0");

@@ -91,9 +91,9 @@ struct GradientLocator::Impl {
   Verdict past_limit;  // what conclude returns after max_incidents
   std::int64_t incidents = 0;
   std::int64_t dismissed = 0;
-  std::map<std::int64_t, int> concluded;  // how often, by iteration: a step may be repeated
+  std::map<std::int64_t, int> concluded;  // how often, by iteration: a step may run again
   // By conclude_alone in this step: how many sightings and lost ranks.
-  std::optional<std::pair<std::size_t, std::size_t>> told_alone;
+  std::optional<std::pair<std::size_t, std::size_t>> reported_alone;
   bool has_waited_for_loss = false;
 
   [[nodiscard]] int rank() const { return communicator ? communicator->rank() : 0; }

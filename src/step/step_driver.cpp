@@ -14,7 +14,7 @@
 namespace nanlocator {
 namespace {
 
-// Groups of scans: parameters need no buckets to be told apart. Weights that are scanned because
+// Groups of scans: parameters need no buckets. Weights that are scanned because
 // the gradients are bad may have been scanned before forward, too.
 constexpr std::uint64_t kGradients = 0, kWeights = 1, kWeightsOfABadStep = 2;
 
@@ -66,7 +66,7 @@ struct StepDriver::Impl {
   std::int64_t completed = 0;  // steps
   bool has_had_pass = false;   // in any step
   const Verdict* verdict = nullptr;
-  std::size_t told = 0;  // verdicts of the locator that the adapter has got
+  std::size_t reported = 0;  // verdicts of the locator that the adapter has got
 
   /// All that belongs to one step: assigned anew where one ends.
   struct Step {
@@ -74,7 +74,7 @@ struct StepDriver::Impl {
     std::optional<std::int64_t> iteration;  // as the framework counts
     bool is_scanned = false;                // the gradients that the update will use
     bool is_agreed = false;                 // ... and agreed on
-    bool is_judged = false;                 // a finding was told, or dismissed
+    bool is_judged = false;                 // a finding was reported, or dismissed
     bool is_update_running = false;
     bool has_ended_pass = false;
     Decision decision = Decision::proceed;
@@ -119,7 +119,7 @@ struct StepDriver::Impl {
   }
 
   void scan_gradients() {
-    if (rerun.is_repeating()) {
+    if (rerun.is_running()) {
       rerun.scan_before_change(adapter.gradients());
       return;
     }
@@ -170,7 +170,7 @@ struct StepDriver::Impl {
       locator.now_in(Activity::rerun);
       is_clean_now = rerun.find_births(can, results, adapter.why_no_pass);
     }
-    tell(&locator.conclude());
+    report(&locator.conclude());
     return decide(are_gradients, is_clean_now);
   }
 
@@ -192,9 +192,9 @@ struct StepDriver::Impl {
     return Decision::stop;
   }
 
-  void tell(const Verdict* latest) {
+  void report(const Verdict* latest) {
     verdict = latest;
-    told = locator.verdicts().size();
+    reported = locator.verdicts().size();
     if (adapter.on_verdict) adapter.on_verdict(*latest);
   }
 
@@ -205,7 +205,7 @@ struct StepDriver::Impl {
       // The device may have failed.
     }
     const auto* const partial = locator.conclude_alone(reason, failure);
-    if (partial != nullptr && locator.verdicts().size() > told) tell(partial);
+    if (partial != nullptr && locator.verdicts().size() > reported) report(partial);
   }
 
   /// `work` is one agreement and what follows from it; a failure must not take this rank's findings
@@ -234,6 +234,7 @@ struct StepDriver::Impl {
       if (is_routine()) {
         step.is_judged = true;
         locator.dismiss();
+        forget_observations();  // the scaler leaves the update out: no end_step may follow
         return Decision::proceed;
       }
       return judge(can_rerun(), adapter.gradients());
@@ -381,14 +382,14 @@ bool StepDriver::is_in_pass() const noexcept {
   return impl_->step.pass.has_value();
 }
 bool StepDriver::is_rerunning() const noexcept {
-  return impl_->rerun.is_repeating();
+  return impl_->rerun.is_running();
 }
 
 void StepDriver::scan(Phase phase, std::uint64_t group, std::string_view role,
                       std::span<const GradientView> views) {
   auto& impl = *impl_;
   if (impl.is_closed) return;
-  if (impl.rerun.is_repeating()) return impl.rerun.scan(phase, group, role, views);
+  if (impl.rerun.is_running()) return impl.rerun.scan(phase, group, role, views);
   impl.open({});
   impl.locator.scan(phase, group, role, views);
   impl.step.is_scanned = true;
@@ -400,14 +401,14 @@ void StepDriver::scan_gradients() {
 
 void StepDriver::forget_gradients() noexcept {
   auto& impl = *impl_;
-  if (impl.rerun.is_repeating()) return impl.rerun.forget_scans();
+  if (impl.rerun.is_running()) return impl.rerun.forget_scans();
   impl.step.is_scanned = impl.step.is_agreed = false;
 }
 
 Decision StepDriver::set_gradient_norm(double norm) {
   auto& impl = *impl_;
   if (impl.is_closed) return Decision::proceed;
-  if (impl.rerun.is_repeating()) {
+  if (impl.rerun.is_running()) {
     impl.rerun.set_gradient_norm(norm);
     return Decision::proceed;
   }
@@ -440,7 +441,7 @@ Decision StepDriver::end_pass(std::span<const LossView> losses) {
 
 Decision StepDriver::agree() {
   auto& impl = *impl_;
-  if (impl.is_closed || impl.step.pass || impl.rerun.is_repeating()) return Decision::proceed;
+  if (impl.is_closed || impl.step.pass || impl.rerun.is_running()) return Decision::proceed;
   impl.locator.start_agreement();
   return impl.finish_agreement();
 }

@@ -63,7 +63,7 @@ struct StepRerun::Impl {
   bool are_gradients_changed = false;   // since they were scanned
   std::optional<double> gradient_norm;  // of that pass
   std::vector<std::string> not_restored;
-  std::unique_ptr<OperatorTrace> standing;  // traces steps that cannot be repeated
+  std::unique_ptr<OperatorTrace> standing;  // traces steps that cannot be executed again
   int traced_steps = 0;                     // since it began
 
   /// The step once more, from where it began. Does not throw for what the step throws.
@@ -196,13 +196,13 @@ void StepRerun::save() {
   if (impl_->locator.options().rerun != RerunPolicy::never) impl_->state.save();
 }
 
-bool StepRerun::is_repeating() const noexcept {
+bool StepRerun::is_running() const noexcept {
   return impl_->scanner != nullptr;
 }
 
 void StepRerun::scan(Phase phase, std::uint64_t group, std::string_view role,
                      std::span<const GradientView> views) {
-  if (!is_repeating()) throw UsageError("StepRerun::scan: no repeat of a step is running.");
+  if (!is_running()) throw UsageError("StepRerun::scan: no re-run of a step is running.");
   impl_->is_scanned_by_owner = true;
   impl_->scanner->scan(phase, group, role, views);
 }
@@ -220,7 +220,7 @@ void StepRerun::forget_scans() noexcept {
   impl_->is_scanned_by_owner = impl_->are_gradients_changed = false;
 }
 
-bool StepRerun::repeat() {
+bool StepRerun::run_again() {
   auto& impl = *impl_;
   auto& locator = impl.locator;
   const auto first = locator.scanned_gradients();
@@ -249,7 +249,7 @@ bool StepRerun::repeat() {
   rerun.changed = count_changed(first, traced.scanned);
   rerun.bad_parameters = traced.bad_parameters;
   if (!traced.problem.empty()) {
-    locator.add_note("The repeat of the step ended with an error: " + traced.problem);
+    locator.add_note("The re-run of the step ended with an error: " + traced.problem);
   }
   // Every rank takes the same way from here: a pass may hold collectives.
   // Through the Store: where a rank is gone, some passes have ended by its lost connections, and
@@ -260,12 +260,12 @@ bool StepRerun::repeat() {
 
   if (has_ended_early) {
     impl.step.clear_gradients();  // half a pass's gradients are nobody's
-    locator.add_note("The gradients were cleared, as the repeat did not come to its end.");
+    locator.add_note("The gradients were cleared, as the re-run did not complete.");
   } else if (!is_bad_again) {
     const auto control = impl.run(impl.step.run);
     rerun.control_reproduced = locator.is_true_anywhere(control.is_bad);
     if (*rerun.control_reproduced == false) {
-      locator.add_note("The gradients are now those of the repeat, which are finite.");
+      locator.add_note("The gradients are now those of the re-run, which are finite.");
     }
   } else if (impl.step.keep_module_calls) {
     std::vector<Birth> births;
@@ -293,7 +293,7 @@ bool StepRerun::find_births(CanRerun can_rerun, const std::vector<GradientView>&
   const auto& options = impl.locator.options();
   const bool is_past_limit = impl.locator.incidents() >= options.max_incidents;
   if (is_past_limit && options.on_bad != Policy::recover) return false;
-  if (options.rerun != RerunPolicy::never && can_rerun == CanRerun::yes) return repeat();
+  if (options.rerun != RerunPolicy::never && can_rerun == CanRerun::yes) return run_again();
   if (impl.standing) {
     impl.keep(impl.standing->explain({}, impl.named(results)));
     if (options.level != Level::operators) impl.stop_tracing();
@@ -354,11 +354,11 @@ std::int64_t StepRerun::compare() {
   const auto generators = impl.state.generator_states();
   Pass second;
   {
-    const auto trace = impl.standing ? nullptr : impl.make_trace();  // as a bad step is repeated
+    const auto trace = impl.standing ? nullptr : impl.make_trace();  // as a bad step is re-run
     second = impl.run(impl.step.run);
   }
   if (!second.problem.empty()) {
-    throw Error("The repeat of the step ended with an error: " + second.problem);
+    throw Error("The re-run of the step ended with an error: " + second.problem);
   }
   StepState::set_generator_states(generators);
   return count_changed(first, second.scanned);

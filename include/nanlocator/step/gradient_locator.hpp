@@ -26,7 +26,7 @@ enum class Policy {
   report,   // print and write the verdict, go on
   stop,     // raise NonFiniteGradientError on every rank, before the optimizer steps
   skip,     // no optimizer step on any rank, go on with the next
-  recover,  // where the repeat of the step is clean, go on with its gradients; else stop
+  recover,  // where the re-run of the step is clean, go on with its gradients; else stop
 };
 [[nodiscard]] std::string_view name_of(Policy policy) noexcept;
 
@@ -39,11 +39,11 @@ enum class Level {
 };
 [[nodiscard]] std::string_view name_of(Level level) noexcept;
 
-/// When a step whose forward and backward can be executed again is repeated, operators traced.
+/// When a step whose forward and backward can be executed again is re-run, operators traced.
 enum class RerunPolicy {
   never,
   on_bad,  // where its gradients are bad
-  always,  // every step: also tells a step whose repeat has other bits
+  always,  // every step: also finds a step whose re-run has other bits
 };
 [[nodiscard]] std::string_view name_of(RerunPolicy policy) noexcept;
 
@@ -65,7 +65,7 @@ struct LocatorOptions {
 };
 
 /// What a finding leads to under a policy: "stopped", "reported", "skipped" or "recovered" (under
-/// `recover` where the repeat of the step was clean on all ranks; else "stopped").
+/// `recover` where the re-run of the step was clean on all ranks; else "stopped").
 [[nodiscard]] std::string_view outcome_of(Policy policy, const RerunOutcome& rerun) noexcept;
 
 /// Why a rank concludes alone.
@@ -140,19 +140,19 @@ class GradientLocator {
   void add_note(std::string note);
   /// What was seen being born in this step, for its ledger; replaces what was there.
   void set_births(std::vector<Birth> births);
-  /// What crossed between the ranks in this step (bad ones and how many were looked at), and the
+  /// What crossed between the ranks in this step (bad ones and how many were scanned), and the
   /// microbatches that this rank drew, for its ledger; replaces what was there. The ledger puts
   /// these sightings before those of gradients.
   void set_crossings(std::vector<Sighting> sightings, std::vector<CrossingCoverage> coverage);
   void set_microbatches(std::vector<Microbatch> microbatches);
-  /// How the repeat of this step went.
+  /// How the re-run of this step went.
   void set_rerun(Rerun rerun);
   /// Bundles of this rank, below run_dir().
   [[nodiscard]] BundleStore& bundles() noexcept;
 
   /// The gradients of this step as they were scanned; waits for the devices.
   [[nodiscard]] std::vector<GradientScanner::Scanned> scanned_gradients();
-  /// True if it is on any rank: decides, the same on all, how a repeat goes on. Between
+  /// True if it is on any rank: decides, the same on all, how a re-run goes on. Between
   /// finish_agreement and conclude; every rank calls it equally often. Throws AgreementError as
   /// finish_agreement does.
   [[nodiscard]] bool is_true_anywhere(bool mine);
@@ -162,7 +162,7 @@ class GradientLocator {
   [[nodiscard]] bool is_true_anywhere_by_store(bool mine);
 
   /// Launches the flag reduction; equally often per step on every rank (once, and once more where
-  /// the parameters are looked at after the step).
+  /// the parameters are scanned after the step).
   void start_agreement();
   /// True if any rank has seen something bad in this step. Waits for the flag. Throws
   /// AgreementError where the reduction fails, after conclude_alone(Failure::of_peers).

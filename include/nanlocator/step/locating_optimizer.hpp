@@ -57,8 +57,8 @@ class LocatingOptimizer {
   /// weights at such a point. After a bad closure it is called again, up to two times: it must
   /// compute the same loss from the same data; what else it moves can be registered with `state`.
   /// Policy skip: bad gradients leave the inner optimizer's update out, and an undefined loss is
-  /// returned. Policy recover: with a closure whose repeat is clean, the update and the loss are
-  /// the repeat's.
+  /// returned. Policy recover: with a closure whose re-run is clean, the update and the loss are
+  /// the re-run's.
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr);
 
   /// What a re-run of the closure finds as it was: generators and the model's buffers; add more.

@@ -156,7 +156,7 @@ class StepDriver {
   Decision finish_agreement(const std::optional<LossScale>& overflow = {});
   /// Scans and agrees where this step has not; else what was decided.
   Decision look();
-  /// This step's findings are told: it needs no further agreement.
+  /// This step's findings are reported: it needs no further agreement.
   [[nodiscard]] bool is_judged() const noexcept;
   /// The latest Decision of this step was `skip`.
   [[nodiscard]] bool skips_update() const noexcept;

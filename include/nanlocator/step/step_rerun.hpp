@@ -2,14 +2,14 @@
 //
 // Every step: save, the step itself (forward, backward, scans). Where all ranks have agreed that it
 // is bad, every rank calls `find_births` before GradientLocator::conclude: generators, buffers and
-// registered state are put back, forward and backward run again under an OperatorTrace, and the
+// registered state are restored, forward and backward run again under an OperatorTrace, and the
 // gradients' fingerprints of both passes are compared. Bad again: deterministic, and each origin is
 // replayed alone and kept as a bundle; where the integration can, one more pass keeps the module
 // calls around the origins. Clean: a control pass without the trace, then "not reproduced". What it
 // found goes into the locator's ledger. Costs two to three steps, only when one has failed.
 //
 // Where a step cannot be executed again (no closure), steps are traced from then on, and the next
-// bad one is told of. Thread: the training thread.
+// bad one is reported. Thread: the training thread.
 #pragma once
 
 #include <functional>
@@ -78,11 +78,11 @@ class StepRerun {
   bool find_births(CanRerun can_rerun, const std::vector<GradientView>& results,
                    std::string_view why_no_pass);
 
-  /// A pass of the repeat runs now.
-  [[nodiscard]] bool is_repeating() const noexcept;
+  /// A pass of the re-run runs now.
+  [[nodiscard]] bool is_running() const noexcept;
   /// Gradients of the pass that runs now, where its owner sees them at more than one phase (before
-  /// and after a collective); without a call `RerunnableStep::gradients` is looked at, as phase
-  /// grad_local, when the pass has ended. Only while `is_repeating`.
+  /// and after a collective); without a call `RerunnableStep::gradients` is scanned, as phase
+  /// grad_local, when the pass has ended. Only while `is_running`.
   void scan(Phase phase, std::uint64_t group, std::string_view role,
             std::span<const GradientView> views);
   /// The same for gradients that the owner is going to change (a clip): the pass is explained by
@@ -93,14 +93,14 @@ class StepRerun {
   /// What the owner has scanned is no longer what the pass will end with (zero_grad).
   void forget_scans() noexcept;
 
-  /// Traces steps from now on; `find_births` of a step that cannot be repeated calls it, and ends
-  /// it with the next bad step, but for Level::operators.
+  /// Traces steps from now on; `find_births` of a step that cannot be executed again calls it, and
+  /// ends it with the next bad step, but for Level::operators.
   void trace_from_now_on();
   void stop_tracing() noexcept;
   [[nodiscard]] bool is_tracing() const noexcept;
   /// A step has ended, or never was one: forgets it. While tracing.
   void begin_pass();
-  /// The optimizer's own operators: traced where updated parameters are looked at.
+  /// The optimizer's own operators: traced where updated parameters are scanned.
   void begin_update();
   void end_update();
 
@@ -109,7 +109,7 @@ class StepRerun {
   [[nodiscard]] std::int64_t compare();
 
  private:
-  [[nodiscard]] bool repeat();
+  [[nodiscard]] bool run_again();
 
   struct Impl;
   std::unique_ptr<Impl> impl_;

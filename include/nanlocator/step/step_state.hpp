@@ -1,10 +1,10 @@
-// What a step moves and a repeat of it must find as it was: generators, buffers, and whatever the
+// What a step moves and a re-run of it must find as it was: generators, buffers, and whatever the
 // integration registers (Python's and numpy's generators, a loss scaler, a data iterator).
 //
-// `save` before the step, `restore` before its repeat. Cost of a save: the generators' states
+// `save` before the step, `restore` before its re-run. Cost of a save: the generators' states
 // (5 kB on the CPU, 16 bytes per CUDA device) and a copy of the buffers: small ones always
 // (batch-norm statistics), large ones (masks, rotary tables) only when their version counter has
-// moved. Weights are not kept: no repeat comes after the optimizer has stepped. Thread: the
+// moved. Weights are not kept: no re-run comes after the optimizer has stepped. Thread: the
 // training thread.
 #pragma once
 
@@ -27,15 +27,15 @@ class StepState {
 
   /// The model's buffers: name and tensor; kept alive.
   void set_buffers(std::vector<std::pair<std::string, at::Tensor>> buffers);
-  /// Further state. `save` is called by `save`; `restore` puts that back and may be called more
+  /// Further state. `save` is called by `save`; `restore` restores that and may be called more
   /// than once; it throws where it cannot.
   void add(std::string name, std::function<void()> save, std::function<void()> restore);
 
   void save();
-  /// Puts everything back and returns what could not be, with the reason: "numpy's generator: ...".
+  /// Restores everything and returns what could not be, with the reason: "numpy's generator: ...".
   [[nodiscard]] std::vector<std::string> restore();
 
-  /// The generators as they are now: the end of the first pass, to go on from after the repeats.
+  /// The generators as they are now: the end of the first pass, to go on from after the re-runs.
   [[nodiscard]] std::map<std::string, at::Tensor> generator_states() const;
   static void set_generator_states(const std::map<std::string, at::Tensor>& states);
 

@@ -1,6 +1,5 @@
 """The microbatches of one step, kept by reference so that the step can be executed again."""
 
-import copy
 import hashlib
 import random
 import sys
@@ -9,9 +8,11 @@ from typing import Any
 
 import torch
 
+from nanlocator.batches import KeptBatch, named_tensors
+
 
 class StepData:
-    """Stands between a step and its data iterator: hands items on and keeps them, for ``replay``.
+    """Stands between a step and its data iterator: passes items on and keeps them, for ``replay``.
 
     ``data_iterator`` is what ``forward_backward_func`` takes: an iterator, a list of them (one per model
     chunk, the same object for chunks that share one), or None on ranks that draw no data.
@@ -41,7 +42,7 @@ class StepData:
         return replay_of(self.recording)
 
     def changed(self) -> list[str]:
-        """Sentences about items that the step has written to: its repeat finds them as they are now."""
+        """Sentences about items that the step has written to: its re-run finds them as they are now."""
         return [sentence for recorder in self._recorders.values() for sentence in recorder.changed()]
 
     def describe(self) -> list[tuple[int, int | None, list[str]]]:
@@ -53,17 +54,16 @@ class StepData:
             if recorder is None or id(recorder) in told:
                 continue
             told.add(id(recorder))
-            for number, item in enumerate(recorder.items):
+            for number, batch in enumerate(recorder.batches):
                 of_chunk = chunk if isinstance(self.recording, list) else None
-                lines.append((number, of_chunk, [_line(name, t) for name, t in _named(item)]))
+                lines.append((number, of_chunk, [_line(name, t) for name, t in named_tensors(batch.item)]))
         return lines
 
 
 class _Recorder:
     def __init__(self, iterator: Any) -> None:
         self._iterator = iterator
-        self.items: list[Any] = []
-        self.versions: list[list[int]] = []
+        self.batches: list[KeptBatch] = []
         self.generators: list[Any] = []  # a data pipeline may draw from the global ones
 
     def __iter__(self) -> Iterator[Any]:
@@ -71,8 +71,7 @@ class _Recorder:
 
     def __next__(self) -> Any:
         item = next(self._iterator)
-        self.items.append(_shallow(item))
-        self.versions.append([_version(tensor) for _, tensor in _named(item)])
+        self.batches.append(KeptBatch(item))
         self.generators.append(_generator_states())
         return item
 
@@ -80,12 +79,7 @@ class _Recorder:
         return getattr(self._iterator, name)
 
     def changed(self) -> list[str]:
-        return [
-            f"microbatch {number}: '{name}' was written in place by the step"
-            for number, (item, versions) in enumerate(zip(self.items, self.versions, strict=True))
-            for (name, tensor), version in zip(_named(item), versions, strict=True)
-            if _version(tensor) != version
-        ]
+        return [text for number, batch in enumerate(self.batches) for text in batch.changed(number)]
 
 
 class _Replay:
@@ -97,11 +91,11 @@ class _Replay:
         return self
 
     def __next__(self) -> Any:
-        if self._position >= len(self._recorder.items):
+        if self._position >= len(self._recorder.batches):
             raise RuntimeError(
-                f"the repeat of the step asks for more than the first pass's {self._position} microbatches"
+                f"the re-run of the step asks for more than the first pass's {self._position} microbatches"
             )
-        item = _shallow(self._recorder.items[self._position])
+        item = self._recorder.batches[self._position].copy()
         _set_generator_states(self._recorder.generators[self._position])
         self._position += 1
         return item
@@ -121,34 +115,6 @@ def _set_generator_states(states: Any) -> None:
     random.setstate(of_python)
     if of_numpy is not None:
         sys.modules["numpy"].random.set_state(of_numpy)
-
-
-def _shallow(item: Any) -> Any:
-    """Containers copied, tensors not: the step may take entries out of its batch."""
-    if type(item) is dict:
-        return {key: _shallow(value) for key, value in item.items()}
-    if isinstance(item, dict):
-        return copy.copy(item)
-    if type(item) in (list, tuple):
-        return type(item)(_shallow(value) for value in item)
-    return item
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # nobody counts writes to inference tensors
-
-
-def _named(item: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
-    if isinstance(item, torch.Tensor):
-        return [(name or "data", item)]
-    if isinstance(item, dict):
-        pairs = [(str(key), value) for key, value in item.items()]
-    elif isinstance(item, list | tuple):
-        pairs = [(str(index), value) for index, value in enumerate(item)]
-    else:
-        return []
-    prefix = f"{name}." if name else ""
-    return [found for key, value in pairs for found in _named(value, prefix + key)]
 
 
 def _line(name: str, tensor: torch.Tensor) -> str:

@@ -17,17 +17,16 @@ followed as they are.
 """
 
 import contextlib
-import copy
 import functools
 import os
-from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from nanlocator import _C
+from nanlocator.batches import KeptBatch
 from nanlocator.driver import LossScale, Named
 from nanlocator.optimizer import LocatingOptimizer
 from nanlocator.patches import Patches
@@ -223,16 +222,13 @@ class _Microbatch:
         self.model = model
         self._accelerator = trainer.accelerator
         self._step = step
-        self._inputs = _containers_copied(inputs)
+        self._batch = KeptBatch(inputs)
         self._arguments, self._keywords = arguments, keywords
-        self._versions = [(name, tensor, _version(tensor)) for name, tensor in _named_tensors(inputs)]
 
     def run(self) -> torch.Tensor:
         _C.set_current_microbatch(self.number, None)
         try:
-            return self._step(
-                self.model, _containers_copied(self._inputs), *self._arguments, **self._keywords
-            )
+            return self._step(self.model, self._batch.copy(), *self._arguments, **self._keywords)
         finally:
             _C.set_current_microbatch(None, None)
 
@@ -248,13 +244,7 @@ class _Microbatch:
         return _C.LossView(loss, self.number, None, items if is_count else None)
 
     def changed(self) -> list[str]:
-        """Sentences about inputs that the step has written to."""
-        place = "" if self.number is None else f"microbatch {self.number}: "
-        return [
-            f"{place}'{name}' was written in place by the step"
-            for name, tensor, version in self._versions
-            if _version(tensor) != version
-        ]
+        return self._batch.changed(self.number)
 
 
 class _TrainerPass(PlainPass):
@@ -379,25 +369,3 @@ def _innermost(optimizer: Optimizer) -> Optimizer:
             "NanLocatorCallback does the looking"
         )
     return optimizer
-
-
-def _containers_copied(value: Any) -> Any:
-    """Tensors as they are; the step may take entries out of its inputs."""
-    if type(value) in (list, tuple):
-        return type(value)(_containers_copied(item) for item in value)
-    return copy.copy(value) if isinstance(value, dict | UserDict) else value
-
-
-def _named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield name, value
-        return
-    items = value.items() if isinstance(value, Mapping) else ()
-    if isinstance(value, list | tuple):
-        items = enumerate(value)
-    for key, item in items:
-        yield from _named_tensors(item, f"{name}.{key}" if name else str(key))
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # nobody counts writes to inference tensors

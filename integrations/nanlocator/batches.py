@@ -1,0 +1,52 @@
+"""A batch that is kept by reference, so that the step that it belongs to can be executed again."""
+
+import copy
+from collections import UserDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+class KeptBatch:
+    """``item`` as it came: its containers are copied, its tensors are not."""
+
+    def __init__(self, item: Any) -> None:
+        self.item = _containers_copied(item)
+        self._versions = [(name, tensor, _version(tensor)) for name, tensor in named_tensors(self.item)]
+
+    def copy(self) -> Any:
+        """For a step that may take entries out of its batch."""
+        return _containers_copied(self.item)
+
+    def changed(self, microbatch: int | None) -> list[str]:
+        """Sentences about tensors that the step has written to."""
+        place = "" if microbatch is None else f"microbatch {microbatch}: "
+        return [
+            f"{place}'{name}' was written in place by the step"
+            for name, tensor, version in self._versions
+            if _version(tensor) != version
+        ]
+
+
+def named_tensors(item: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(item, torch.Tensor):
+        yield name or "data", item
+        return
+    entries: Any = item.items() if isinstance(item, Mapping) else ()
+    if isinstance(item, list | tuple):
+        entries = enumerate(item)
+    for key, value in entries:
+        yield from named_tensors(value, f"{name}.{key}" if name else str(key))
+
+
+def _containers_copied(item: Any) -> Any:
+    if type(item) is dict:
+        return {key: _containers_copied(value) for key, value in item.items()}
+    if type(item) in (list, tuple):
+        return type(item)(_containers_copied(value) for value in item)
+    return copy.copy(item) if isinstance(item, dict | UserDict) else item
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # nobody counts writes to inference tensors
