@@ -3,12 +3,14 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "nanlocator/gradients/gradient_scanner.hpp"
 #include "nanlocator/trace/module_scope.hpp"
+#include "nanlocator/trace/program_code.hpp"
 
 namespace nanlocator {
 
@@ -28,9 +30,8 @@ struct PathHandle {
   ModulePath path;
 };
 
-/// This thread's Python frames, innermost first, without those of torch and nanlocator: "file.py:12
-/// in forward". Takes the GIL; empty on threads of autograd that run no Python.
-std::vector<std::string> python_stack();
+/// The lines of Python programs; takes the GIL. One for the process.
+std::shared_ptr<ProgramCode> python_code();
 
 /// Throws UsageError for a name that is none.
 Phase phase_of(std::string_view name);

@@ -68,7 +68,7 @@ RepeatableStep step_of(py::function run, py::function gradients, py::function cl
   step.clear_gradients = [clear = std::move(clear_gradients)] { call<py::object>(clear); };
   step.parameters = named_tensors(parameters);
   step.buffers = named_tensors(buffers);
-  step.python_stack = &python_stack;
+  step.program_code = python_code();
   if (run_and_keep_module_calls && module_call) {
     step.run_and_keep_module_calls =
         [run = std::move(*run_and_keep_module_calls)](const std::vector<Birth>& births) {

@@ -43,7 +43,7 @@ class ClosableTrace {
     options.keep_calls = keep_calls;
     options.kept_bytes = kept_bytes;
     options.threads = threads;
-    if (with_stacks) options.python_stack = &python_stack;
+    if (with_stacks) options.program_code = python_code();
     trace_ = std::make_unique<OperatorTrace>(std::move(options));
   }
   ~ClosableTrace() {
@@ -66,41 +66,7 @@ class ClosableTrace {
   std::unique_ptr<OperatorTrace> trace_;
 };
 
-/// The folder of a package that is imported, with a slash at its end, as its frames' files begin.
-std::string folder_of(const char* package) {
-  const auto file = py::module_::import(package).attr("__file__").cast<std::string>();
-  return file.substr(0, file.rfind('/') + 1);
-}
-
 }  // namespace
-
-std::vector<std::string> python_stack() {
-  constexpr std::size_t kMostFrames = 24;
-  if (Py_IsInitialized() == 0) return {};
-  const py::gil_scoped_acquire gil;
-  // Where the packages are, not what a folder is called: a user's own may be named so, too.
-  const auto own = folder_of("nanlocator");
-  const auto torch = folder_of("torch");
-  std::vector<std::string> stack;
-  PyFrameObject* frame = PyEval_GetFrame();
-  Py_XINCREF(frame);
-  while (frame != nullptr && stack.size() < kMostFrames) {
-    const auto code =
-        py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
-    const auto file = code.attr("co_filename").cast<std::string>();
-    const bool is_ours =
-        file.starts_with(own) || file.starts_with(torch) || file.starts_with("<frozen");
-    if (!is_ours) {
-      stack.push_back(file + ":" + std::to_string(PyFrame_GetLineNumber(frame)) + " in " +
-                      code.attr("co_name").cast<std::string>());
-    }
-    PyFrameObject* outer = PyFrame_GetBack(frame);
-    Py_DECREF(frame);
-    frame = outer;
-  }
-  Py_XDECREF(frame);
-  return stack;
-}
 
 void bind_trace(py::module_& m) {
   m.def(
@@ -114,7 +80,7 @@ void bind_trace(py::module_& m) {
       .def_property_readonly("has_call", [](const TracedBirth& t) { return t.call.has_value(); });
   py::class_<Explanation>(m, "Explanation")
       .def_readonly("births", &Explanation::births)
-      .def_readonly("healed", &Explanation::healed)
+      .def_readonly("masked", &Explanation::masked)
       .def_readonly("operators", &Explanation::operators)
       .def_readonly("notes", &Explanation::notes);
   // Every call may wait for an operator of another thread that wants the GIL.

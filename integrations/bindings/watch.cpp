@@ -143,6 +143,20 @@ void bind_records(py::module_& m) {
       .def("__repr__", [](const Sighting& s) {
         return "<Sighting " + std::string(name_of(s.phase)) + " " + s.module + " " + s.role + ">";
       });
+  py::class_<CodeLine>(m, "CodeLine")
+      .def_readonly("file", &CodeLine::file)
+      .def_readonly("line", &CodeLine::line)
+      .def_readonly("function", &CodeLine::function)
+      .def_readonly("text", &CodeLine::text);
+  py::class_<Operand>(m, "Operand")
+      .def_readonly("name", &Operand::name)
+      .def_readonly("element", &Operand::element)
+      .def_readonly("dtype", &Operand::dtype)
+      .def_readonly("shape", &Operand::shape)
+      .def_readonly("stats", &Operand::stats)
+      .def_readonly("negatives", &Operand::negatives)
+      .def_readonly("number", &Operand::number)
+      .def_readonly("at_first_bad", &Operand::at_first_bad);
   py::class_<Birth>(m, "Birth")
       .def_property_readonly("kind", [](const Birth& b) { return std::string(name_of(b.kind)); })
       .def_readonly("sighting", &Birth::sighting)
@@ -150,10 +164,42 @@ void bind_records(py::module_& m) {
       .def_readonly("node", &Birth::node)
       .def_readonly("forward_op", &Birth::forward_op)
       .def_readonly("parent", &Birth::parent)
-      .def_readonly("values", &Birth::values)
-      .def_readonly("inputs", &Birth::inputs)
+      .def_readonly("is_custom_operator", &Birth::is_custom_operator)
+      .def_readonly("custom_function", &Birth::custom_function)
+      .def_readonly("code", &Birth::code)
+      .def_readonly("framework_code", &Birth::framework_code)
+      .def_readonly("operands", &Birth::operands)
+      .def_property_readonly(
+          "extent",
+          [](const Birth& b) -> py::object {
+            if (!b.extent) return py::none();
+            py::list dimensions;
+            for (const auto& each : b.extent->dimensions) {
+              dimensions.append(py::make_tuple(each.first, each.last, each.count));
+            }
+            return py::make_tuple(dimensions, b.extent->is_block);
+          },
+          "(first, last and count of the bad indices of each dimension), is_block; or None")
+      .def_property_readonly("weights",
+                             [](const Birth& b) {
+                               py::dict weights;
+                               for (const auto& each : b.weights) {
+                                 weights[py::str(each.parameter)] = each.absmax;
+                               }
+                               return weights;
+                             })
+      .def_readonly("reader", &Birth::reader)
+      .def_readonly("writer", &Birth::writer)
+      .def_readonly("inside", &Birth::inside)
       .def_readonly("stack", &Birth::stack)
-      .def_readonly("reached", &Birth::reached)
+      .def_property_readonly(
+          "reached",
+          [](const Birth& b) {
+            std::vector<std::pair<std::string, std::string>> reached;
+            for (const auto& each : b.reached) reached.emplace_back(name_of(each.kind), each.name);
+            return reached;
+          },
+          "Pairs of kind and name.")
       .def_readonly("bundle", &Birth::bundle)
       .def_property_readonly("replay",
                              [](const Birth& b) { return std::string(name_of(b.replay)); })

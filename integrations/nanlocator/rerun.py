@@ -1,5 +1,5 @@
 """What the repeat of a bad step needs of Python: the generators of Python and numpy, a loss scaler.
-The repeat itself is C++ (nanlocator/gradients/step_rerun.hpp)."""
+The repeat itself is C++ (nanlocator/step/step_rerun.hpp)."""
 
 import copy
 import random

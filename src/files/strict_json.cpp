@@ -172,6 +172,10 @@ const nlohmann::json& JsonObject::member(const char* key) const {
   return *found;
 }
 
+bool JsonObject::has(const char* key) const {
+  return value_->contains(key);
+}
+
 JsonObject JsonObject::object(const char* key) const {
   return {member(key), source_, path_to(key)};
 }

@@ -50,6 +50,7 @@ class JsonObject {
   JsonObject(const nlohmann::json& value, std::string source, std::string path = {});
 
   [[nodiscard]] const nlohmann::json& member(const char* key) const;
+  [[nodiscard]] bool has(const char* key) const;  // for keys that a newer writer has added
   [[nodiscard]] JsonObject object(const char* key) const;
   [[nodiscard]] std::string text(const char* key) const;
   [[nodiscard]] bool boolean(const char* key) const;

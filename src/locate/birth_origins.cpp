@@ -18,9 +18,6 @@ constexpr std::size_t kMostInputs = 4;
 /// Further bad weights that the evidence names.
 constexpr std::size_t kMostNames = 4;
 
-/// What the module watch puts before a module's path in Birth::reached.
-constexpr std::string_view kModule = "module ";
-
 /// A birth that made the step bad, with what it became on the way.
 struct Root {
   const RankEvidence* rank = nullptr;
@@ -69,19 +66,24 @@ std::vector<Root> roots_of(const RankEvidence& rank) {
   return roots;
 }
 
-/// "loss", or of several "loss[0]", "loss[lm]".
-bool is_name_of_loss(std::string_view name) {
-  return name == "loss" || name.starts_with("loss[");
+bool has_reached_a_loss(const Birth& birth) {
+  return std::ranges::any_of(
+      birth.reached, [](const Reached& reached) { return reached.kind == ReachedKind::loss; });
 }
 
-/// Of what a birth reached.
-bool is_name_of_parameter(std::string_view name) {
-  return !is_name_of_loss(name) && !name.starts_with(kModule) && name != kOtherRanks;
+/// Whether the elements that the first bad one was computed from are known.
+bool has_values(const Birth& birth) {
+  return std::ranges::any_of(
+      birth.operands, [](const Operand& operand) { return operand.at_first_bad.has_value(); });
 }
 
 bool has_value(const Birth& birth, double value) {
-  return std::ranges::any_of(birth.values,
-                             [&](const auto& input) { return input.second == value; });
+  return std::ranges::any_of(
+      birth.operands, [&](const Operand& operand) { return operand.at_first_bad == value; });
+}
+
+bool is_empty(const Operand& operand) {
+  return std::ranges::find(operand.shape, 0) != operand.shape.end();
 }
 
 /// Mean over no labels: the loss divides zero by zero, or torch's own loss counts none.
@@ -92,10 +94,12 @@ bool is_empty_loss(const Birth& birth) {
   if (op.starts_with("aten::nll_loss")) return true;
   if (birth.sighting.phase != Phase::loss) return false;
   const bool is_quotient =
-      op.starts_with("aten::div") && !birth.values.empty() &&
-      std::ranges::all_of(birth.values, [](const auto& input) { return input.second == 0; });
-  return is_quotient || (op.starts_with("aten::mean") && birth.inputs.size() > 0 &&
-                         birth.inputs.front().find("[0]") != std::string::npos);
+      op.starts_with("aten::div") && has_values(birth) &&
+      std::ranges::all_of(birth.operands, [](const Operand& operand) {
+        return operand.at_first_bad.value_or(operand.number.value_or(0)) == 0;
+      });
+  return is_quotient || (op.starts_with("aten::mean") && !birth.operands.empty() &&
+                         is_empty(birth.operands.front()));
 }
 
 Cause cause_of_optimizer_birth(const Birth& birth) {
@@ -108,7 +112,7 @@ Cause cause_of_optimizer_birth(const Birth& birth) {
 /// whose result the loss was made from, was finite.
 bool is_of_recomputation_only(const Birth& birth) {
   return birth.sighting.phase == Phase::forward && !birth.node.empty() &&
-         std::ranges::none_of(birth.reached, is_name_of_loss);
+         !has_reached_a_loss(birth);
 }
 
 Cause cause_of_computation(const Birth& birth) {
@@ -118,6 +122,7 @@ Cause cause_of_computation(const Birth& birth) {
     case ReplayConclusion::deterministic_overflow:
       return Cause::operator_overflow;
     case ReplayConclusion::deterministic_undefined:
+    case ReplayConclusion::deterministic_custom:
       return Cause::operator_undefined;
     case ReplayConclusion::deterministic_kernel:
       return Cause::operator_bug;
@@ -129,7 +134,7 @@ Cause cause_of_computation(const Birth& birth) {
   // Not replayed: only the operator's kind is left. Infinity of finite inputs without a zero among
   // them is an overflow; of NaN nothing is known but that no input had it.
   if (birth.sighting.op.empty()) return Cause::unknown;
-  if (birth.kind == BirthKind::inf && !birth.values.empty() && !has_value(birth, 0)) {
+  if (birth.kind == BirthKind::inf && has_values(birth) && !has_value(birth, 0)) {
     return Cause::operator_overflow;
   }
   return Cause::unknown;
@@ -232,42 +237,68 @@ std::string sentence_of(const Birth& birth) {
 }
 
 /// What the birth and its descendants reached.
-std::vector<std::string> reached_by(const Root& root) {
-  std::vector<std::string> reached;
-  std::set<std::string_view> known;
+std::vector<Reached> reached_by(const Root& root) {
+  std::vector<Reached> all;
+  std::set<std::pair<ReachedKind, std::string_view>> known;
   const auto add = [&](const Birth& birth) {
-    for (const std::string& name : birth.reached) {
-      if (known.insert(name).second) reached.push_back(name);
+    for (const Reached& reached : birth.reached) {
+      if (known.emplace(reached.kind, reached.name).second) all.push_back(reached);
     }
   };
   add(*root.birth);
   for (const Birth* descendant : root.descendants) add(*descendant);
-  return reached;
+  return all;
 }
 
 std::string reached_text(const Root& root) {
   // The watch follows modules, not values: it knows the last one that met the bad one.
-  if (!root.birth->reached.empty() && root.birth->reached.front().starts_with(kModule)) {
-    return "it was last seen in " + root.birth->reached.front();
+  const auto& own = root.birth->reached;
+  if (!own.empty() && own.front().kind == ReachedKind::module) {
+    return "it was last seen in module " + own.front().name;
   }
-  std::vector<std::string> reached = reached_by(root);
+  const auto reached = reached_by(root);
+  const auto count = [&](ReachedKind kind) {
+    return std::ranges::count(reached, kind, &Reached::kind);
+  };
   std::vector<std::string> parts;
-  if (std::erase_if(reached, [](const std::string& name) { return is_name_of_loss(name); }) > 0) {
-    parts.push_back("the loss");
+  if (count(ReachedKind::loss) > 0) parts.emplace_back("the loss");
+  if (const auto parameters = count(ReachedKind::parameter); parameters > 0) {
+    const std::string& first =
+        std::ranges::find(reached, ReachedKind::parameter, &Reached::kind)->name;
+    parts.push_back("the gradients of " + (parameters == 1 ? first
+                                                           : std::to_string(parameters) +
+                                                                 " parameters, first of " + first));
   }
-  const bool has_left = std::erase(reached, kOtherRanks) > 0;
-  if (!reached.empty()) {
-    parts.push_back("the gradients of " + (reached.size() == 1
-                                               ? reached.front()
-                                               : std::to_string(reached.size()) +
-                                                     " parameters, first of " + reached.front()));
-  }
-  if (has_left) parts.emplace_back(kOtherRanks);
+  if (count(ReachedKind::other_ranks) > 0) parts.emplace_back("other ranks");
   std::string text = "it reached ";
   for (std::size_t i = 0; i < parts.size(); ++i) {
     text += (i == 0 ? "" : i + 1 < parts.size() ? ", " : " and ") + parts[i];
   }
   return text;
+}
+
+/// Where memory that was bad when it was read is from; "" of what an operator computed.
+std::string found_text(const Birth& birth) {
+  if (birth.reader.empty()) return "";
+  std::string text;
+  if (birth.last_seen == LastSeen::finite) {
+    text = "finite when " + birth.writer + " wrote it";
+    text += birth.inside.empty()
+                ? "; no operator has written it since"
+                : "; " + birth.inside + " may have written it since, off the dispatcher";
+  } else if (birth.last_seen == LastSeen::allocated) {
+    text = "allocated by " + birth.writer +
+           (birth.inside.empty() ? std::string() : " inside " + birth.inside) +
+           " and bad before any operator wrote it: computed off the dispatcher, or memory that was "
+           "never written";
+  } else if (birth.kind == BirthKind::collective) {
+    text = "received by " + birth.writer;
+  } else if (!birth.inside.empty()) {
+    text = "made by " + birth.inside + " off the dispatcher";
+  } else {
+    text = "no operator of this pass made it";
+  }
+  return text + ", read by " + birth.reader + " when it was found";
 }
 
 /// Only fp16 has less range than fp32: what overflows in bf16 overflows in fp32.
@@ -346,8 +377,8 @@ Origin origin_of(const Root& root) {
   origin.parameter = place.parameter;
   // What reached gradients and no loss is told with the first of them.
   if (origin.parameter.empty() && !birth.reached.empty() &&
-      is_name_of_parameter(birth.reached.front())) {
-    origin.parameter = birth.reached.front();
+      birth.reached.front().kind == ReachedKind::parameter) {
+    origin.parameter = birth.reached.front().name;
   }
   origin.tensor = tensor_of(place);
   origin.bundle = birth.bundle;
@@ -370,10 +401,12 @@ Origin origin_of(const Root& root) {
     evidence.emplace_back(
         "not excluded: a kernel off the dispatcher, or another process, that wrote there");
   }
-  if (!birth.values.empty()) {
+  if (has_values(birth)) {
     std::string text;
-    for (const auto& [name, value] : birth.values) {
-      text += (text.empty() ? "" : ", ") + name + " = " + short_number(value);
+    for (const Operand& operand : birth.operands) {
+      if (!operand.at_first_bad) continue;
+      text += (text.empty() ? "" : ", ") + operand.name + " = " +
+              short_number(*operand.at_first_bad);
     }
     evidence.push_back("at the first bad element: " + text);
   }
@@ -395,8 +428,12 @@ Origin origin_of(const Root& root) {
     evidence.push_back("no module was entered: " + place.module +
                        " is the one whose parameter was used last");
   }
-  for (std::size_t i = 0; i < std::min(kMostInputs, birth.inputs.size()); ++i) {
-    evidence.push_back("input " + birth.inputs[i]);
+  if (!birth.literal_op.empty()) {
+    evidence.push_back("the Inf is a literal, of " + birth.literal_op);
+  }
+  if (auto found = found_text(birth); !found.empty()) evidence.push_back(std::move(found));
+  for (std::size_t i = 0; i < std::min(kMostInputs, birth.operands.size()); ++i) {
+    evidence.push_back("input " + describe_operand(birth.operands[i]));
   }
   if (!birth.stack.empty()) evidence.push_back("called at " + birth.stack.front());
   origin.action = action_of(origin.cause, birth);
@@ -482,8 +519,8 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
     if (const auto microbatch = root.birth->sighting.microbatch) {
       each.microbatches.insert(*microbatch);
     }
-    for (std::string& name : reached_by(root)) {
-      if (is_name_of_parameter(name)) each.reached.insert(std::move(name));
+    for (Reached& reached : reached_by(root)) {
+      if (reached.kind == ReachedKind::parameter) each.reached.insert(std::move(reached.name));
     }
   }
   merge_bad_weights(born);

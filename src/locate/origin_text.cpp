@@ -65,6 +65,37 @@ std::string describe_bad(const TensorStats& stats) {
   return text;
 }
 
+std::string describe_operand(const Operand& operand) {
+  std::string text = operand.name;
+  if (operand.element) text += "[" + std::to_string(*operand.element) + "]";
+  if (operand.number) return text + ": " + short_number(*operand.number);
+  text += ": " + operand.dtype + " [";
+  for (std::size_t i = 0; i < operand.shape.size(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(operand.shape[i]);
+  }
+  text += "]";
+  if (!operand.stats) return text;
+  const TensorStats& stats = *operand.stats;
+  text += stats.is_finite() ? ", finite" : ", " + describe_bad(stats);
+  if (stats.has_finite()) text += ", |x| <= " + short_number(stats.absmax);
+  if (operand.negatives.value_or(0) > 0) text += ", " + counted(*operand.negatives) + " negative";
+  if (stats.zeros > 0) text += ", " + counted(stats.zeros) + " zero";
+  return text;
+}
+
+std::string describe_reached(const Reached& reached) {
+  switch (reached.kind) {
+    case ReachedKind::loss:
+    case ReachedKind::parameter:
+      return reached.name;
+    case ReachedKind::other_ranks:
+      return "other ranks";
+    case ReachedKind::module:
+      return "module " + reached.name;
+  }
+  return reached.name;
+}
+
 std::string describe_rank_count(const std::set<int>& ranks) {
   return (ranks.size() == 1 ? "rank " : "ranks ") +
          describe_ranks(std::vector<int>(ranks.begin(), ranks.end()));

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "nanlocator/locate/verdict.hpp"
+#include "nanlocator/record/birth.hpp"
 #include "nanlocator/record/sighting.hpp"
 
 namespace nanlocator {
@@ -19,6 +20,10 @@ namespace nanlocator {
 [[nodiscard]] Direction direction_of(Phase phase) noexcept;
 /// "3 NaN and 1 +Inf".
 [[nodiscard]] std::string describe_bad(const TensorStats& stats);
+/// "self: float32 [4, 8], finite, |x| <= 3.2"; "exponent: 0.5".
+[[nodiscard]] std::string describe_operand(const Operand& operand);
+/// "loss[0]", "other ranks", the name of a parameter, "module a.b".
+[[nodiscard]] std::string describe_reached(const Reached& reached);
 /// "rank 5", "ranks 0-3, 9".
 [[nodiscard]] std::string describe_rank_count(const std::set<int>& ranks);
 /// "8,192".

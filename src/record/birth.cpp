@@ -21,12 +21,26 @@ constexpr std::array<std::pair<BirthKind, std::string_view>, 11> kBirthKindNames
     {BirthKind::collective, "collective"},
 }};
 
-constexpr std::array<std::pair<ReplayConclusion, std::string_view>, 5> kConclusionNames = {{
+constexpr std::array<std::pair<ReplayConclusion, std::string_view>, 6> kConclusionNames = {{
     {ReplayConclusion::deterministic_overflow, "deterministic_overflow"},
     {ReplayConclusion::deterministic_undefined, "deterministic_undefined"},
+    {ReplayConclusion::deterministic_custom, "deterministic_custom"},
     {ReplayConclusion::deterministic_kernel, "deterministic_kernel"},
     {ReplayConclusion::varies, "varies"},
     {ReplayConclusion::not_replayed, "not_replayed"},
+}};
+
+constexpr std::array<std::pair<ReachedKind, std::string_view>, 4> kReachedNames = {{
+    {ReachedKind::loss, "loss"},
+    {ReachedKind::other_ranks, "other_ranks"},
+    {ReachedKind::parameter, "parameter"},
+    {ReachedKind::module, "module"},
+}};
+
+constexpr std::array<std::pair<LastSeen, std::string_view>, 3> kLastSeenNames = {{
+    {LastSeen::unknown, "unknown"},
+    {LastSeen::allocated, "allocated"},
+    {LastSeen::finite, "finite"},
 }};
 
 template <typename Names, typename Value>
@@ -62,6 +76,22 @@ std::string_view name_of(ReplayConclusion conclusion) noexcept {
 
 std::optional<ReplayConclusion> replay_conclusion_from_name(std::string_view name) noexcept {
   return value_in(kConclusionNames, name);
+}
+
+std::string_view name_of(ReachedKind kind) noexcept {
+  return name_in(kReachedNames, kind);
+}
+
+std::optional<ReachedKind> reached_kind_from_name(std::string_view name) noexcept {
+  return value_in(kReachedNames, name);
+}
+
+std::string_view name_of(LastSeen seen) noexcept {
+  return name_in(kLastSeenNames, seen);
+}
+
+std::optional<LastSeen> last_seen_from_name(std::string_view name) noexcept {
+  return value_in(kLastSeenNames, name);
 }
 
 }  // namespace nanlocator

@@ -13,12 +13,36 @@ inline constexpr const char* kIsModuleInferred = "is_module_inferred";
 inline constexpr const char* kNode = "node";
 inline constexpr const char* kForwardOperator = "forward_operator";
 inline constexpr const char* kParent = "parent";
-inline constexpr const char* kInputs = "inputs";
-inline constexpr const char* kValues = "values";
+inline constexpr const char* kIsCustomOperator = "is_custom_operator";
+inline constexpr const char* kCustomFunction = "custom_function";
+inline constexpr const char* kCode = "code";
+inline constexpr const char* kFrameworkCode = "framework_code";
+inline constexpr const char* kOperands = "operands";
+inline constexpr const char* kExtent = "extent";
+inline constexpr const char* kLiteralOperator = "literal_operator";
+inline constexpr const char* kReader = "reader";
+inline constexpr const char* kWriter = "writer";
+inline constexpr const char* kLastSeen = "last_seen";
+inline constexpr const char* kInside = "inside";
 inline constexpr const char* kStack = "stack";
 inline constexpr const char* kReached = "reached";
 inline constexpr const char* kReplay = "replay";
 inline constexpr const char* kReplayLines = "replay_lines";
+
+// Its code lines, operands and extent.
+inline constexpr const char* kFile = "file";
+inline constexpr const char* kLine = "line";
+inline constexpr const char* kFunction = "function";
+inline constexpr const char* kElement = "element";
+inline constexpr const char* kNegatives = "negatives";
+inline constexpr const char* kAtFirstBad = "at_first_bad";
+inline constexpr const char* kDimensions = "dimensions";
+inline constexpr const char* kIsBlock = "is_block";
+inline constexpr const char* kFirst = "first";
+inline constexpr const char* kLast = "last";
+
+// A birth as it was written before it had operands.
+inline constexpr const char* kOldValues = "values";
 
 // bundle.json.
 inline constexpr const char* kBirth = "birth";

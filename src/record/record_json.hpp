@@ -42,6 +42,21 @@ template <typename Value>
 [[nodiscard]] RankList rank_list_from_json(const JsonObject& object, const char* key);
 [[nodiscard]] std::vector<std::string> texts_from_json(const JsonObject& object, const char* key);
 
+/// The array below `key`, each element read by `read(object)`.
+template <typename Value, typename Read>
+[[nodiscard]] std::vector<Value> objects_from_json(const JsonObject& object, const char* key,
+                                                   const Read& read) {
+  const auto& array = object.member(key);
+  if (!array.is_array()) throw_unexpected_json(object.where(key), array, "an array of objects");
+  std::vector<Value> values;
+  values.reserve(array.size());
+  for (const auto& element : array) {
+    const std::string path = object.path_to(key) + "[" + std::to_string(values.size()) + "]";
+    values.push_back(read(JsonObject(element, object.source(), path)));
+  }
+  return values;
+}
+
 /// zlib's CRC-32 as 8 hexadecimal digits; read from the member `crc32`.
 [[nodiscard]] std::string checksum_text(std::uint32_t crc32);
 [[nodiscard]] std::uint32_t checksum_from_json(const JsonObject& object);

@@ -9,6 +9,26 @@ namespace {
 
 using nlohmann::ordered_json;
 
+ordered_json crossing_to_json(const Crossing& crossing) {
+  ordered_json json;
+  json[keys::kGroup] = crossing.group;
+  json[keys::kMembers] = rank_list_to_json(crossing.members);
+  json[keys::kPeer] = value_or_null(crossing.peer);
+  json[keys::kSequence] = crossing.sequence;
+  return json;
+}
+
+Crossing crossing_from_json(const JsonObject& object) {
+  Crossing crossing;
+  crossing.group = object.text(keys::kGroup);
+  crossing.members = rank_list_from_json(object, keys::kMembers);
+  crossing.peer = object.optional_small_integer(keys::kPeer, 0);
+  crossing.sequence = object.integer(keys::kSequence, 0);
+  return crossing;
+}
+
+}  // namespace
+
 TensorStats stats_from_json(const JsonObject& object) {
   const auto number = [&](const char* key) { return required_number(object, key); };
   TensorStats stats;
@@ -37,26 +57,6 @@ TensorStats stats_from_json(const JsonObject& object) {
       bits_from_json(object.member(keys::kFingerprint), object.where(keys::kFingerprint));
   return stats;
 }
-
-ordered_json crossing_to_json(const Crossing& crossing) {
-  ordered_json json;
-  json[keys::kGroup] = crossing.group;
-  json[keys::kMembers] = rank_list_to_json(crossing.members);
-  json[keys::kPeer] = value_or_null(crossing.peer);
-  json[keys::kSequence] = crossing.sequence;
-  return json;
-}
-
-Crossing crossing_from_json(const JsonObject& object) {
-  Crossing crossing;
-  crossing.group = object.text(keys::kGroup);
-  crossing.members = rank_list_from_json(object, keys::kMembers);
-  crossing.peer = object.optional_small_integer(keys::kPeer, 0);
-  crossing.sequence = object.integer(keys::kSequence, 0);
-  return crossing;
-}
-
-}  // namespace
 
 nlohmann::ordered_json stats_to_json(const TensorStats& stats) {
   ordered_json json;

@@ -13,6 +13,8 @@ namespace nanlocator {
 [[nodiscard]] Sighting sighting_from_json(const JsonObject& object);
 
 [[nodiscard]] nlohmann::ordered_json stats_to_json(const TensorStats& stats);
+/// Throws FormatError where the counts exceed the elements.
+[[nodiscard]] TensorStats stats_from_json(const JsonObject& object);
 
 /// The member `key`, the name of a phase.
 [[nodiscard]] Phase phase_from_json(const JsonObject& object, const char* key);

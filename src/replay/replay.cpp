@@ -12,6 +12,7 @@
 #include "replay/conclusion.hpp"
 #include "replay/dtypes.hpp"
 #include "replay/execute.hpp"
+#include "replay/first_bad.hpp"
 #include "replay/poison.hpp"
 #include "replay/values.hpp"
 #include "tensor/own_work.hpp"
@@ -166,38 +167,19 @@ std::vector<ReplayedInput> inputs_at_first_bad(const OperatorCall& call, const C
     return !output.stats.is_finite();
   });
   if (bad == recorded.end()) return {};
-  const auto at = unravel_index(bad->stats.first_bad, bad->shape);
-  const bool is_pointwise = facts.handle.hasTag(at::Tag::pointwise);
+  const FirstBad first_bad{.index = unravel_index(bad->stats.first_bad, bad->shape),
+                           .shape = bad->shape,
+                           .is_pointwise = facts.handle.hasTag(at::Tag::pointwise)};
   std::vector<ReplayedInput> inputs;
   for (std::size_t i = 0; i < call.arguments.size(); ++i) {
     const auto& value = call.arguments[i];
     if (!value.isTensor() || !is_comparable(value.toTensor())) continue;
     const auto& tensor = value.toTensor();
-    if (tensor.numel() == 0 || tensor.is_complex()) continue;
-    std::vector<std::int64_t> index;
-    if (is_pointwise) {
-      const auto dimensions = static_cast<std::size_t>(tensor.dim());
-      if (dimensions > at.size()) continue;
-      index.assign(at.end() - tensor.dim(), at.end());
-      bool does_broadcast = true;
-      for (std::size_t d = 0; d < dimensions; ++d) {
-        const auto size = tensor.size(static_cast<std::int64_t>(d));
-        if (size == 1) index[d] = 0;
-        does_broadcast =
-            does_broadcast && (size == 1 || size == bad->shape[at.size() - dimensions + d]);
-      }
-      if (!does_broadcast) continue;
-    } else {
-      if (why_not_scannable(tensor) != nullptr) continue;
-      const auto stats = scan_tensors({on_host_in_order(tensor)}).front();
-      if (stats.is_finite()) continue;
-      index = unravel_index(stats.first_bad, tensor.sizes().vec());
-    }
-    auto element = tensor.detach();
-    for (const auto position : index) element = element.select(0, position);
+    auto element = element_at_first_bad(tensor, first_bad);
+    if (!element) continue;
     inputs.push_back({facts.handle.schema().arguments()[i].name(),
-                      std::string(torch_name(tensor.scalar_type())), std::move(index),
-                      element.to(at::kDouble).item<double>()});
+                      std::string(torch_name(tensor.scalar_type())), std::move(element->index),
+                      element->value});
   }
   return inputs;
 }

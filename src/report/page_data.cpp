@@ -10,6 +10,7 @@
 #include <tuple>
 #include <unordered_map>
 
+#include "locate/origin_text.hpp"
 #include "report/page_text.hpp"
 
 namespace nanlocator {
@@ -18,7 +19,7 @@ namespace {
 using nlohmann::ordered_json;
 
 /// Numbers are looked at, not computed with: four digits, and NaN and infinities as texts.
-ordered_json short_number(double number, const char* format = "%.4g") {
+ordered_json page_number(double number, const char* format = "%.4g") {
   if (std::isnan(number)) return "nan";
   if (std::isinf(number)) return number > 0 ? "inf" : "-inf";
   char text[40];
@@ -236,7 +237,7 @@ class PageData {
         nan.push_back(sighting.stats.nan);
         inf.push_back(sighting.stats.pos_inf + sighting.stats.neg_inf);
         first.push_back(sighting.stats.first_bad);
-        absmax.push_back(sighting.stats.has_finite() ? short_number(sighting.stats.absmax)
+        absmax.push_back(sighting.stats.has_finite() ? page_number(sighting.stats.absmax)
                                                      : ordered_json(-1));
         // Relative to the rank: the same number on all ranks of a stage.
         const bool has_peer = sighting.crossing && sighting.crossing->peer;
@@ -353,10 +354,15 @@ class PageData {
       for (const Birth& birth : rank->ledger->births) {
         if (count++ >= limits_.births) continue;
         ordered_json values = ordered_json::array();
-        for (const auto& [name, value] : birth.values) {
-          if (values.size() == 16) break;
-          values.push_back({page_text(name, 80), short_number(value, "%.9g")});
+        std::vector<std::string> inputs;
+        for (const Operand& operand : birth.operands) {
+          inputs.push_back(describe_operand(operand));
+          if (!operand.at_first_bad || values.size() == 16) continue;
+          values.push_back(
+              {page_text(operand.name, 80), page_number(*operand.at_first_bad, "%.9g")});
         }
+        std::vector<std::string> reached;
+        for (const Reached& each : birth.reached) reached.push_back(describe_reached(each));
         all.push_back({{"rank", rank->rank},
                        {"kind", name_of(birth.kind)},
                        {"place", places_.index_of(birth.sighting)},
@@ -365,9 +371,9 @@ class PageData {
                        {"nan", birth.sighting.stats.nan},
                        {"inf", birth.sighting.stats.pos_inf + birth.sighting.stats.neg_inf},
                        {"values", values},
-                       {"inputs", texts(birth.inputs, 12)},
+                       {"inputs", texts(inputs, 12)},
                        {"stack", texts(birth.stack, 16)},
-                       {"reached", texts(birth.reached, 12)},
+                       {"reached", texts(reached, 12)},
                        {"replay", texts(birth.replay_lines, 12)}});
       }
     }
@@ -451,7 +457,7 @@ class PageData {
     for (const Curve& curve : chosen_curves()) {
       ordered_json steps = ordered_json::array(), norm = steps, absmax = steps, bad = steps;
       const auto number = [](float value) {
-        return std::isfinite(value) ? short_number(value) : ordered_json(nullptr);
+        return std::isfinite(value) ? page_number(value) : ordered_json(nullptr);
       };
       const std::size_t count = curve.history->iterations.size();
       for (std::size_t i = count - std::min<std::size_t>(count, 256); i < count; ++i) {
@@ -464,7 +470,7 @@ class PageData {
                      {"parameter", strings_.index_of(curve.parameter->name)},
                      {"phase", page_text(curve.history->phase, 40)},
                      {"is_origin", curve.is_origin},
-                     {"growth", short_number(curve.growth)},
+                     {"growth", page_number(curve.growth)},
                      {"steps", steps},
                      {"norm", norm},
                      {"absmax", absmax},
@@ -487,7 +493,7 @@ class PageData {
             window.values.size() == static_cast<std::size_t>(window.rows * window.columns);
         if (!is_sound || all.size() == limits_.windows) continue;
         ordered_json values = ordered_json::array();
-        for (const double value : window.values) values.push_back(short_number(value, "%.6g"));
+        for (const double value : window.values) values.push_back(page_number(value, "%.6g"));
         all.push_back({{"origin", of_origin->origin},
                        {"name", page_text(window.name, 200)},
                        {"dtype", page_text(window.dtype, 40)},

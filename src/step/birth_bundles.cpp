@@ -29,9 +29,6 @@ void add_replay(const OperatorCall& call, Birth& birth) {
     const auto report = replay(call);
     birth.replay = report.conclusion;
     birth.replay_lines = report.sentences;
-    for (const auto& input : report.inputs_at_first_bad) {
-      birth.values.emplace_back(input.name, input.value);
-    }
   } catch (const std::exception& error) {
     birth.replay_lines.push_back(std::string("the call could not be replayed: ") + error.what());
   }

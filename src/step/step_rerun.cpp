@@ -107,7 +107,7 @@ struct StepRerun::Impl {
       waiting->stop_tracing();
     }
     TraceOptions options;
-    options.python_stack = step.python_stack;
+    options.program_code = step.program_code;
     options.threads = threads;
     std::unique_ptr<OperatorTrace> trace;
     try {

@@ -110,23 +110,18 @@ TensorStats stats_of(const at::Tensor& observable, int threads) {
   return read_stats(scan_with_aten(real));
 }
 
-std::string describe_tensor(const std::string& name, const at::Tensor& tensor, int threads) {
-  std::string text = name + ": " + std::string(dtype_name(tensor.scalar_type())) + " [";
-  for (std::int64_t i = 0; i < tensor.dim(); ++i) {
-    text += (i ? ", " : "") + std::to_string(tensor.size(i));
-  }
-  text += "]";
+Operand operand_of(std::string name, const at::Tensor& tensor, int threads) {
+  Operand operand;
+  operand.name = std::move(name);
+  operand.dtype = dtype_name(tensor.scalar_type());
+  operand.shape = tensor.sizes().vec();
   const at::Tensor values = values_of(tensor);
-  if (!values.defined()) return text;
-  const TensorStats stats = stats_of(values, threads);
-  char largest[32];
-  std::snprintf(largest, sizeof largest, "%.6g", stats.absmax);
-  if (stats.is_finite()) return text + ", finite, |x| <= " + largest;
-  text += ", " + std::to_string(stats.nan) + " NaN, " +
-          std::to_string(stats.pos_inf + stats.neg_inf) + " Inf, first at [";
-  const auto index = unravel_index(stats.first_bad, values.sizes().vec());
-  for (std::size_t i = 0; i < index.size(); ++i) text += (i ? ", " : "") + std::to_string(index[i]);
-  return text + "]" + (stats.has_finite() ? std::string(", the others |x| <= ") + largest : "");
+  if (!values.defined()) return operand;
+  operand.stats = stats_of(values, threads);
+  const bool has_negatives = operand.stats->has_finite() && operand.stats->finite_min < 0;
+  if (has_negatives || operand.stats->neg_inf > 0) operand.negatives = count_negatives(values);
+  else if (!values.is_complex()) operand.negatives = 0;
+  return operand;
 }
 
 ByteRange range_of(const at::Tensor& observable) noexcept {

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "nanlocator/record/sighting.hpp"
+#include "nanlocator/record/birth.hpp"
 #include "nanlocator/scan/tensor_stats.hpp"
 
 namespace nanlocator {
@@ -32,9 +32,8 @@ namespace nanlocator {
 /// Of an observable tensor; complex numbers count as two elements each.
 [[nodiscard]] TensorStats stats_of(const at::Tensor& observable, int threads);
 
-/// "self: float32 [4, 8], finite, |x| <= 3.2"
-[[nodiscard]] std::string describe_tensor(const std::string& name, const at::Tensor& tensor,
-                                          int threads);
+/// Of any defined tensor; of one that is not observable without stats.
+[[nodiscard]] Operand operand_of(std::string name, const at::Tensor& tensor, int threads);
 
 /// Bytes of a storage that a view can reach, from the storage's start.
 struct ByteRange {

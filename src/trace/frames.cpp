@@ -86,6 +86,18 @@ bool is_custom_node(const std::string& name) {
   return !std::string_view(name).substr(0, digits + 1).ends_with("Backward");
 }
 
+std::string custom_function_of(std::string_view frame) {
+  constexpr std::string_view kBackward = "Backward";
+  constexpr std::string_view kNode = "CppNode<";
+  if (const auto begin = frame.find(kNode); begin != std::string_view::npos) {
+    frame.remove_prefix(begin + kNode.size());
+    return std::string(frame.substr(0, frame.rfind('>')));
+  }
+  if (frame.ends_with(kBackward)) frame.remove_suffix(kBackward.size());
+  const bool is_torchs = frame == "CheckpointFunction" || frame == "CompiledFunction";
+  return is_torchs ? std::string() : std::string(frame);
+}
+
 Location locate_frames(ThreadFrames& frames) {
   Location location;
   const Frame* outermost_operation = nullptr;  // below the node or evaluate_function

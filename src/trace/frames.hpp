@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -71,6 +72,7 @@ struct ForwardCall {
   ModulePath module = nullptr;
   const std::string* op = nullptr;  // interned
   bool is_module_inferred = false;
+  ProgramCode::Caller caller;
 };
 
 class ThreadFrames {
@@ -105,6 +107,10 @@ class ThreadFrames {
 
 /// A node that Torch does not define itself: a custom autograd function's.
 [[nodiscard]] bool is_custom_node(const std::string& name);
+
+/// "SquareBug" of the frames "SquareBug" and "SquareBugBackward", and of C++'s
+/// "torch::autograd::CppNode<SquareBug>"; "" of what Torch itself makes as such a function.
+[[nodiscard]] std::string custom_function_of(std::string_view frame);
 
 /// Where the innermost frame of this thread is, in the words of a birth.
 struct Location {

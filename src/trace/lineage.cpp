@@ -212,6 +212,17 @@ std::vector<const Declarations::Declared*> Declarations::find_all(const at::Tens
   return all;
 }
 
+std::vector<NamedTensor> Declarations::parameters_of(const std::string& module,
+                                                     std::size_t most) const {
+  std::vector<NamedTensor> parameters;
+  for (const Declared& declared : declared_) {
+    if (declared.as != DeclaredAs::parameter || declared.module != module) continue;
+    const at::Tensor tensor = tensor_of(declared);
+    if (tensor.defined() && parameters.size() < most) parameters.push_back({declared.name, tensor});
+  }
+  return parameters;
+}
+
 at::Tensor Declarations::tensor_of(const Declared& declared) {
   if (declared.tensor.expired()) return {};
   auto strong = declared.tensor.lock();

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "nanlocator/trace/operator_trace.hpp"
+#include "nanlocator/trace/program_code.hpp"
 #include "tensor/observed_tensor.hpp"
 
 namespace nanlocator {
@@ -34,6 +35,10 @@ struct Place {
   std::string module;      // its module path; "" where unknown
   std::string node;        // backward: the autograd node
   std::string forward_op;  // backward: what it is the derivative of
+  std::string custom_function;  // the custom autograd Function whose own code runs
+  /// Of the forward operator, in backward; of the frame off the dispatcher, where one runs.
+  ProgramCode::Caller caller;
+  bool is_called_by_program = true;  // no engine between the program's code and the operator
   bool is_backward = false;
   bool is_recomputed = false;  // a forward that runs again inside backward
   bool is_module_inferred = false;
@@ -122,6 +127,9 @@ class Declarations {
   [[nodiscard]] const Declared* find(const at::Tensor& tensor) const;
   /// All of them, in the order of their declaration: a flat buffer holds many parameters.
   [[nodiscard]] std::vector<const Declared*> find_all(const at::Tensor& tensor) const;
+  /// The first `most` live parameters of this module itself, in the order of their declaration.
+  [[nodiscard]] std::vector<NamedTensor> parameters_of(const std::string& module,
+                                                       std::size_t most) const;
   /// The live tensor itself; undefined where it is gone.
   [[nodiscard]] static at::Tensor tensor_of(const Declared& declared);
   [[nodiscard]] bool empty() const noexcept { return declared_.empty(); }

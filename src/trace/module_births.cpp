@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <optional>
 #include <set>
-#include <sstream>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -104,7 +103,9 @@ class Explainer {
     const ModuleCallId maker = is_incoming(event.place) ? calls_[event.call].parent : event.call;
     const bool is_new =
         maker == kNoCall ? is_new_outside(backward, badness) : is_new_in(maker, backward, badness);
-    for (auto& birth : collected_.births) birth.reached = {"module " + *calls_[event.call].path};
+    for (auto& birth : collected_.births) {
+      birth.reached = {{ReachedKind::module, *calls_[event.call].path}};
+    }
     if (is_new) add_birth(event, maker, backward, badness);
 
     Badness& outside = backward ? outside_backward_ : outside_forward_;
@@ -184,7 +185,7 @@ class Explainer {
         birth.kind = BirthKind::nan_from_inf;
         birth.parent = latest_inf_birth();
       }
-      birth.inputs = inputs_of(maker, backward);
+      birth.operands = operands_of(maker, backward);
     }
     collected_.births.push_back(std::move(birth));
     makers_.push_back(maker);
@@ -240,27 +241,21 @@ class Explainer {
     return sighting;
   }
 
-  /// One line for each tensor that came in.
-  [[nodiscard]] std::vector<std::string> inputs_of(ModuleCallId call, bool backward) const {
-    std::vector<std::string> lines;
+  /// The tensors that came in.
+  [[nodiscard]] std::vector<Operand> operands_of(ModuleCallId call, bool backward) const {
+    std::vector<Operand> operands;
     const Place place = backward ? Place::grad_output : Place::input;
     for (const Event& event : events_) {
       if (event.call != call || event.place != place) continue;
-      std::ostringstream line;
-      line << role_of(event) << ": " << dtype_name(event.type) << " [";
-      for (std::size_t d = 0; d < event.shape.size(); ++d) {
-        line << (d ? ", " : "") << event.shape[d];
-      }
-      const TensorStats& stats = looks_.stats(event.look);
-      line << "], ";
-      if (stats.is_finite()) {
-        line << "finite";
-      } else {
-        line << stats.nan << " NaN, " << stats.pos_inf + stats.neg_inf << " Inf";
-      }
-      lines.push_back(line.str());
+      if (operands.size() == kMostOperands) break;
+      Operand operand;
+      operand.name = role_of(event);
+      operand.dtype = dtype_name(event.type);
+      operand.shape.assign(event.shape.begin(), event.shape.end());
+      operand.stats = looks_.stats(event.look);
+      operands.push_back(std::move(operand));
     }
-    return lines;
+    return operands;
   }
 
   const std::vector<Call>& calls_;

@@ -95,6 +95,9 @@ std::unique_ptr<OperatorInfo> make_info(const c10::OperatorHandle& handle) {
   info->is_collective = name.starts_with("c10d::") || name.starts_with("_c10d_functional");
   info->is_filler = is_one_of(name, kFillers);
   info->is_fill = name == "aten::fill_";
+  info->is_pointwise = handle.hasTag(at::Tag::pointwise);
+  info->is_custom =
+      !name.starts_with("aten::") && !name.starts_with("prims::") && !info->is_collective;
   info->is_copy = name == "aten::copy_";
   info->owns_its_copy = name == "aten::_to_copy" || name == "aten::clone";
   info->is_lift_fresh = name == "aten::lift_fresh";

@@ -39,6 +39,8 @@ struct OperatorInfo {
   bool owns_its_copy = false;
   bool is_copy = false;
   bool is_fill = false;
+  bool is_pointwise = false;
+  bool is_custom = false;  // not PyTorch's own: registered by a library or by the user
   bool is_lift_fresh = false;
   /// A scalar that is not finite may become a value of the output (not: a bound or an order).
   bool scalars_are_values = true;

@@ -3,6 +3,9 @@
 #include <utility>
 
 #include "nanlocator/trace/microbatch_scope.hpp"
+#include "replay/first_bad.hpp"
+#include "replay/values.hpp"
+#include "tensor/extent.hpp"
 #include "tensor/own_work.hpp"
 #include "tensor/tensor_access.hpp"
 #include "torch/csrc/autograd/function.h"
@@ -12,7 +15,7 @@
 namespace nanlocator {
 namespace {
 
-/// Beyond this many, births are counted and not kept.
+/// Beyond this many, births are kept without their calls.
 constexpr std::size_t kMostBirths = 20000;
 
 Badness badness_of(const TensorStats& stats) {
@@ -73,7 +76,7 @@ ForwardCall OperatorTrace::Impl::forward_call_locked(std::uint64_t thread,
     const auto found = calls->second.find(sequence - back);
     if (found == calls->second.end()) continue;
     if (back == 0) return found->second;
-    return {found->second.module, nullptr, true};
+    return {found->second.module, nullptr, true, {}};
   }
   return {};
 }
@@ -95,6 +98,9 @@ Place OperatorTrace::Impl::current_place(ThreadFrames& frames) {
     // Modules that run again inside backward (recomputation) name themselves.
     const bool runs_again = module != nullptr && location.node_frame != nullptr &&
                             location.node_frame->module != module;
+    const bool is_custom = location.node_frame != nullptr && location.node_frame->is_custom;
+    place.is_called_by_program = runs_again || is_custom || location.is_hook;
+    place.caller = forward.caller;
     if (runs_again) {
       place.module = *module;
       place.is_recomputed = true;
@@ -102,7 +108,16 @@ Place OperatorTrace::Impl::current_place(ThreadFrames& frames) {
       place.module = *forward.module;
       place.is_module_inferred = forward.is_module_inferred;
     }
-  } else if (module != nullptr) {
+    if (is_custom && !runs_again && !location.is_hook) {
+      place.custom_function = custom_function_of(location.node);
+    }
+    return place;
+  }
+  // A module that was entered inside the function computes for itself.
+  if (location.container != nullptr && location.container->module == module) {
+    place.custom_function = custom_function_of(location.container->name);
+  }
+  if (module != nullptr) {
     place.module = *module;
   } else if (frames.last_module != nullptr) {
     place.module = *frames.last_module;
@@ -120,6 +135,7 @@ void OperatorTrace::Impl::locate(Birth& birth, ThreadFrames& frames, bool with_s
   }
   birth.node = place.node;
   birth.forward_op = place.forward_op;
+  birth.custom_function = place.custom_function;
   const MicrobatchPlace batch = current_microbatch();
   birth.sighting.microbatch = batch.microbatch;
   birth.sighting.chunk = batch.chunk;
@@ -141,7 +157,15 @@ void OperatorTrace::Impl::locate(Birth& birth, ThreadFrames& frames, bool with_s
                            : is_loss           ? Phase::loss
                                                : Phase::forward;
   }
-  if (with_stack && options.python_stack) birth.stack = options.python_stack();
+  if (!with_stack || !options.program_code) return;
+  birth.stack = options.program_code->stack();
+  read_code(birth, place.is_called_by_program ? caller_now() : place.caller);
+}
+
+void OperatorTrace::Impl::read_code(Birth& birth, const ProgramCode::Caller& caller) const {
+  if (!options.program_code) return;
+  birth.code = options.program_code->read(caller.user);
+  birth.framework_code = options.program_code->read(caller.framework);
 }
 
 void OperatorTrace::Impl::describe(Sighting& sighting, const at::Tensor& values) const {
@@ -231,10 +255,13 @@ BirthId OperatorTrace::Impl::add_root(const at::Tensor& values, ThreadFrames& fr
     declared_tensor = tensor;
     if (is_the_bad_one) break;
   }
-  const auto by = " read by " + reader + " when it was found";
+  birth.reader = reader;
   const auto born_inside = [&](const Place& inside) {
     birth.kind = BirthKind::opaque;
     birth.sighting.op = inside.frame;
+    birth.inside = inside.frame.empty() ? inside.module : inside.frame;
+    birth.custom_function = inside.custom_function;
+    if (inside.caller.user.code != nullptr) read_code(birth, inside.caller);
     if (!inside.module.empty()) {
       birth.sighting.module = inside.module;
       birth.is_module_inferred = inside.is_module_inferred;
@@ -245,39 +272,30 @@ BirthId OperatorTrace::Impl::add_root(const at::Tensor& values, ThreadFrames& fr
       birth.forward_op = inside.forward_op;
     }
   };
-  std::string said;
   birth.sighting.role = "output";
+  birth.writer = writer;
   if (state == StorageState::received) {
     birth.kind = BirthKind::collective;
     birth.sighting.op = writer;
     birth.sighting.role = "received";
-    said = "received by " + writer + "," + by;
     if (place && !place->module.empty()) birth.sighting.module = place->module;
   } else if (state == StorageState::written && was_finite && touched_by == nullptr) {
     birth.kind = BirthKind::memory;
     birth.sighting.op = writer;
-    said = "finite when " + writer + " wrote it; no operator has written it since," + by;
+    birth.last_seen = LastSeen::finite;
   } else if (state == StorageState::written && touched_by != nullptr) {
     born_inside(*touched_by);
-    said = "finite when " + writer + " wrote it; " + touched_by->frame +
-           " had it in hand since and wrote it off the dispatcher," + by;
+    birth.last_seen = LastSeen::finite;
   } else if (state == StorageState::foreign && place) {
     born_inside(*place);
-    said = "made by " + place->frame + " off the dispatcher," + by;
   } else if (state == StorageState::allocated || state == StorageState::written) {
-    Place inside = place ? *place : current_place(frames);
-    const std::string where = inside.frame.empty() ? inside.module : inside.frame;
-    born_inside(inside);
-    said = "allocated by " + writer + (where.empty() ? std::string() : " inside " + where) +
-           " and bad before any operator wrote it: computed off the dispatcher, or memory that was "
-           "never written," +
-           by;
+    born_inside(place ? *place : current_place(frames));
+    birth.last_seen = LastSeen::allocated;
   } else if (!declared_as && values.dim() == 0) {
     // `tensor[i] = float("nan")`: Python makes the scalar without the dispatcher
     // (torch/csrc/autograd/python_variable_indexing.cpp).
     birth.kind = BirthKind::literal;
     birth.sighting.op = reader;
-    said = "a scalar that no operator made," + by;
   } else if (declared_as) {
     birth.kind = *declared_as == DeclaredAs::parameter ? BirthKind::weight
                  : *declared_as == DeclaredAs::buffer  ? BirthKind::buffer
@@ -290,7 +308,6 @@ BirthId OperatorTrace::Impl::add_root(const at::Tensor& values, ThreadFrames& fr
       birth.sighting.module = declared_module;
       birth.is_module_inferred = false;
     }
-    said = "'" + declared_name + "' was bad before the pass," + by;
   } else {
     const Location location = locate_frames(frames);
     const auto* storage = values.storage().unsafeGetStorageImpl();
@@ -300,23 +317,21 @@ BirthId OperatorTrace::Impl::add_root(const at::Tensor& values, ThreadFrames& fr
     const auto* node = values.is_leaf() ? nullptr : torch::autograd::impl::grad_fn_unsafe(values);
     if (location.container != nullptr && !is_handed_to(*location.container)) {
       born_inside(current_place(frames));
-      said = "appeared inside " + location.container->name + ", made off the dispatcher," + by;
     } else if (node != nullptr && !location.is_backward) {
-      Place inside{.frame = node->name(), .module = {}, .node = {}, .forward_op = {}};
+      Place inside;
+      inside.frame = node->name();
       const ForwardCall forward =
           forward_call_of(node->thread_id(), static_cast<std::int64_t>(node->sequence_nr()));
       if (forward.op != nullptr) inside.frame = *forward.op;
       if (forward.module != nullptr) inside.module = *forward.module;
       inside.is_module_inferred = forward.is_module_inferred;
+      inside.caller = forward.caller;
       born_inside(inside);
-      said = "made by " + inside.frame + " off the dispatcher," + by;
     } else {
       birth.kind = BirthKind::data;
       birth.sighting.role = "input";
-      said = "no operator of this pass made it," + by;
     }
   }
-  birth.inputs.push_back(std::move(said));
   const bool is_declared = declared_tensor.defined() && birth.kind != BirthKind::memory &&
                            birth.kind != BirthKind::opaque && birth.kind != BirthKind::collective;
   if (is_declared) {
@@ -342,6 +357,52 @@ struct Inputs {
 };
 
 }  // namespace
+
+/// The custom function, compiled region or custom operator that the innermost operator runs in.
+static std::string around(const Location& location, ThreadFrames& frames) {
+  for (std::size_t i = 1; const Frame* each = frames.above(i); ++i) {
+    if (each->kind != FrameKind::operation) break;
+    if (each->info->is_custom) return each->info->full_name;
+  }
+  return location.container == nullptr ? std::string() : location.container->name;
+}
+
+void OperatorTrace::Impl::describe_operands(Birth& birth, const OperatorInfo& info,
+                                            const std::vector<c10::IValue>& arguments,
+                                            const std::vector<std::int64_t>& output_shape) const {
+  const FirstBad first_bad{
+      .index = unravel_index(birth.sighting.stats.first_bad, birth.sighting.shape),
+      .shape = output_shape,
+      .is_pointwise = info.is_pointwise};
+  const auto add = [&](Operand operand) {
+    if (birth.operands.size() < kMostOperands) birth.operands.push_back(std::move(operand));
+  };
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    if (info.arguments[i] == ArgumentUse::overwritten) continue;
+    const std::string& name = info.argument_names[i];
+    for_each_tensor_at(arguments[i], [&](const at::Tensor& tensor, int element) {
+      if (!tensor.defined() || birth.operands.size() >= kMostOperands) return;
+      Operand operand = operand_of(name, tensor, options.threads);
+      if (element >= 0) operand.element = element;
+      // Of a complex output the index has one dimension more.
+      if (element < 0 && first_bad.index.size() == output_shape.size() &&
+          has_plain_memory(tensor)) {
+        const OwnWork own_work;
+        if (const auto at = element_at_first_bad(tensor, first_bad)) {
+          operand.at_first_bad = at->value;
+        }
+      }
+      add(std::move(operand));
+    });
+    const bool is_number = arguments[i].isDouble() || arguments[i].isInt();
+    if (!is_number) continue;
+    Operand number;
+    number.name = name;
+    number.number = arguments[i].isDouble() ? arguments[i].toDouble()
+                                            : static_cast<double>(arguments[i].toInt());
+    add(std::move(number));
+  }
+}
 
 void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Frame& frame,
                                               ThreadFrames& frames,
@@ -492,27 +553,15 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
       if (!is_quiet) break;
     }
   }
-  if (!is_literal && frame.has_arguments) {
-    const auto& arguments = traced.call ? traced.call->arguments : frame.arguments;
-    for (std::size_t i = 0; i < arguments.size(); ++i) {
-      if (info.arguments[i] == ArgumentUse::overwritten) continue;
-      const std::string& name = info.argument_names[i];
-      for_each_tensor_at(arguments[i], [&](const at::Tensor& tensor, int element) {
-        if (!tensor.defined() || birth.inputs.size() >= 32) return;
-        birth.inputs.push_back(
-            describe_tensor(element < 0 ? name : name + "[" + std::to_string(element) + "]", tensor,
-                            options.threads));
-      });
-      if (arguments[i].isDouble()) {
-        char number[64];
-        std::snprintf(number, sizeof number, "%s: %.17g", name.c_str(), arguments[i].toDouble());
-        birth.inputs.emplace_back(number);
-      }
+  birth.is_custom_operator = info.is_custom;
+  if (!is_literal) {
+    birth.extent = extent_of(shown->values, birth.sighting.stats.nonfinite());
+    if (frame.has_arguments) {
+      describe_operands(birth, info, traced.call ? traced.call->arguments : frame.arguments,
+                        shown->values.sizes().vec());
     }
   }
-  if (location.container != nullptr) {
-    birth.inputs.push_back("inside " + location.container->name);
-  }
+  birth.inside = around(location, frames);
   {
     const std::lock_guard lock(mutex);
     if (births.size() >= kMostBirths) {

@@ -28,9 +28,6 @@ BirthIds OperatorTrace::Impl::origins_of_result(const NamedTensor& result, const
   birth.sighting.parameter = result.name;
   birth.sighting.role = "grad";
   if (birth.kind == BirthKind::data || birth.kind == BirthKind::memory) {
-    if (birth.kind == BirthKind::data) {
-      birth.inputs = {"no operator of this pass wrote it bad"};
-    }
     birth.kind = BirthKind::memory;
     birth.sighting.phase = Phase::backward;
     const auto dot = result.name.rfind('.');
@@ -41,15 +38,30 @@ BirthIds OperatorTrace::Impl::origins_of_result(const NamedTensor& result, const
   return {id};
 }
 
+void OperatorTrace::Impl::weigh(Birth& birth) {
+  constexpr std::size_t kMost = 16;
+  if (birth.sighting.module.empty() || birth.sighting.phase == Phase::params_after) return;
+  std::vector<NamedTensor> parameters;
+  {
+    const std::lock_guard lock(mutex);
+    parameters = declarations.parameters_of(birth.sighting.module, kMost);
+  }
+  for (const auto& [name, tensor] : parameters) {
+    const at::Tensor values = values_of(tensor);
+    if (!values.defined()) continue;
+    birth.weights.push_back({name, stats_of(values, options.threads).absmax});
+  }
+}
+
 // Where the losses are not known: a derivative at a point where the operator itself was bad is the
 // operator's fault. Else the backward of a 0/0 loss would be blamed, not the loss.
 void OperatorTrace::Impl::blame_forward(
-    std::map<BirthId, std::vector<std::string>>& reached) const {
+    ReachedByBirth& reached) const {
   const auto is_computed = [](const Birth& birth) {
     return birth.kind == BirthKind::nan || birth.kind == BirthKind::nan_from_inf ||
            birth.kind == BirthKind::inf;
   };
-  std::map<BirthId, std::vector<std::string>> blamed;
+  ReachedByBirth blamed;
   for (const auto& [id, names] : reached) {
     BirthId culprit = id;
     const Birth& backward = births[static_cast<std::size_t>(id)].birth;
@@ -71,19 +83,21 @@ void OperatorTrace::Impl::blame_forward(
 Explanation OperatorTrace::Impl::explain(std::span<const NamedTensor> losses,
                                          std::span<const NamedTensor> gradients) {
   // Births, each with the names of the bad results that it reached, in the results' order.
-  std::map<BirthId, std::vector<std::string>> reached;
-  const auto follow = [&](std::span<const NamedTensor> results, bool are_gradients) {
+  ReachedByBirth reached;
+  const auto follow = [&](std::span<const NamedTensor> results, ReachedKind kind) {
     for (const NamedTensor& result : results) {
       const at::Tensor values = values_of(result.tensor);
       if (!values.defined() || !is_bad(values)) continue;
-      BirthIds ids = origins_of_result(result, values, are_gradients);
+      BirthIds ids = origins_of_result(result, values, kind == ReachedKind::parameter);
       const std::lock_guard lock(mutex);
       const auto is_literal = [&](BirthId id) {
         return births[static_cast<std::size_t>(id)].birth.kind == BirthKind::literal;
       };
       // A mask's literal is the origin only where nothing else is.
       if (!std::all_of(ids.begin(), ids.end(), is_literal)) std::erase_if(ids, is_literal);
-      for (const BirthId id : ids) reached[id].push_back(result.name);
+      for (const BirthId id : ids) {
+        reached[id].push_back({kind, result.name});
+      }
     }
   };
   // What other ranks were handed may have made them bad, and have come back from them: it counts
@@ -96,16 +110,24 @@ Explanation OperatorTrace::Impl::explain(std::span<const NamedTensor> losses,
     if (!std::all_of(reached.begin(), reached.end(), is_received)) return;
     for (const BirthId id : handed_on) {
       if (births[static_cast<std::size_t>(id)].birth.kind == BirthKind::literal) continue;
-      reached[id].emplace_back(kOtherRanks);
+      reached[id].push_back({ReachedKind::other_ranks, {}});
     }
   };
-  follow(losses, false);
+  follow(losses, ReachedKind::loss);
   follow_handed_on(handed_on_in_forward);
-  if (reached.empty()) follow(gradients, true);
+  if (reached.empty()) follow(gradients, ReachedKind::parameter);
   follow_handed_on(handed_on_in_backward);
 
+  Explanation explanation = explanation_of(reached, losses.empty());
+  for (TracedBirth& traced : explanation.births) {
+    if (traced.birth.kind == BirthKind::inf) weigh(traced.birth);
+  }
+  return explanation;
+}
+
+Explanation OperatorTrace::Impl::explanation_of(ReachedByBirth reached, bool are_losses_unknown) {
   const std::lock_guard lock(mutex);
-  if (losses.empty()) blame_forward(reached);
+  if (are_losses_unknown) blame_forward(reached);
   std::set<BirthId> told;
   for (const auto& [id, names] : reached) {
     for (std::optional<int> at = id; at && told.insert(*at).second;) {
@@ -123,16 +145,14 @@ Explanation OperatorTrace::Impl::explain(std::span<const NamedTensor> losses,
     if (birth.parent) {
       const Birth& parent = births[static_cast<std::size_t>(*birth.parent)].birth;
       if (parent.kind == BirthKind::literal && !told.contains(*birth.parent)) {
-        birth.inputs.push_back(
-            "the Inf is a literal: " + parent.sighting.op + " in " +
-            (parent.sighting.module.empty() ? "no module" : parent.sighting.module));
+        birth.literal_op = parent.sighting.op;
       }
       const auto found = position.find(*birth.parent);
       birth.parent = found == position.end() ? std::nullopt : std::optional<int>(found->second);
     }
     explanation.births.push_back(std::move(traced));
   }
-  explanation.healed = static_cast<std::int64_t>(births.size() - told.size());
+  explanation.masked = static_cast<std::int64_t>(births.size() - told.size());
   explanation.operators = operators.load();
   explanation.notes.assign(notes.begin(), notes.end());
   if (calls_not_kept > 0) {

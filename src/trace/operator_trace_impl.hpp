@@ -69,6 +69,11 @@ struct OperatorTrace::Impl {
   BirthId add_birth(TracedBirth birth);
   void locate(Birth& birth, ThreadFrames& frames, bool with_stack);
   [[nodiscard]] Place current_place(ThreadFrames& frames);
+  void read_code(Birth& birth, const ProgramCode::Caller& caller) const;
+  void describe_operands(Birth& birth, const OperatorInfo& info,
+                         const std::vector<c10::IValue>& arguments,
+                         const std::vector<std::int64_t>& output_shape) const;
+  [[nodiscard]] ProgramCode::Caller caller_now() const;
   void describe(Sighting& sighting, const at::Tensor& values) const;
   void keep_call(TracedBirth& birth, const at::RecordFunction& call, Frame& frame);
   [[nodiscard]] ForwardCall forward_call_of(std::uint64_t thread, std::int64_t sequence);
@@ -77,7 +82,11 @@ struct OperatorTrace::Impl {
   // ---- explain.cpp
   [[nodiscard]] Explanation explain(std::span<const NamedTensor> losses,
                                     std::span<const NamedTensor> gradients);
-  void blame_forward(std::map<BirthId, std::vector<std::string>>& reached) const;
+  using ReachedByBirth = std::map<BirthId, std::vector<Reached>>;
+  void blame_forward(ReachedByBirth& reached) const;
+  [[nodiscard]] Explanation explanation_of(ReachedByBirth reached, bool are_losses_unknown);
+  /// Adds the magnitudes of its module's parameters.
+  void weigh(Birth& birth);
   BirthIds origins_of_result(const NamedTensor& result, const at::Tensor& values, bool is_gradient);
 
   void note(const std::string& text);

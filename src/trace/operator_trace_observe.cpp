@@ -42,6 +42,10 @@ const std::string* intern_name(const std::string& name) {
   return &*names.emplace(name).first;
 }
 
+ProgramCode::Caller OperatorTrace::Impl::caller_now() const {
+  return options.program_code ? options.program_code->caller() : ProgramCode::Caller{};
+}
+
 void OperatorTrace::Impl::start(const at::RecordFunction& call, ThreadFrames& frames) {
   const Frame* parent = frames.top();
   const bool is_inside_ignored =
@@ -89,10 +93,11 @@ void OperatorTrace::Impl::start_operation(const at::RecordFunction& call, Frame&
     if (frame.module == nullptr && frames.backward_depth == 0) use_declared_module(frame, frames);
   }
   if (call.seqNr() >= 0) {
+    const ProgramCode::Caller caller = caller_now();
     const std::lock_guard lock(mutex);
     forward_calls[at::RecordFunction::currentThreadId()][call.seqNr()] = {
         frame.module != nullptr ? frame.module : frames.last_module, &info.full_name,
-        frame.module == nullptr && frames.last_module != nullptr};
+        frame.module == nullptr && frames.last_module != nullptr, caller};
   }
   if (!frame.has_arguments) return;
   if (info.is_collective) return look_at_what_is_handed_on(frame, frames);
@@ -217,7 +222,10 @@ void OperatorTrace::Impl::start_container(const at::RecordFunction& call, Frame&
   frame.name = name;
   frame.sequence = call.seqNr();
   frame.forward_thread = at::RecordFunction::currentThreadId();
-  const auto place = std::make_shared<const Place>(current_place(frames));
+  Place here = current_place(frames);
+  if (here.is_called_by_program) here.caller = caller_now();
+  here.custom_function = custom_function_of(frame.name);
+  const auto place = std::make_shared<const Place>(std::move(here));
   const std::string* interned = intern_name(frame.name);
   const std::lock_guard lock(mutex);
   for (const auto& input : call.inputs()) {
@@ -230,7 +238,7 @@ void OperatorTrace::Impl::start_container(const at::RecordFunction& call, Frame&
   if (frame.sequence >= 0) {
     forward_calls[frame.forward_thread][frame.sequence] = {
         frame.module != nullptr ? frame.module : frames.last_module, interned,
-        frame.module == nullptr && frames.last_module != nullptr};
+        frame.module == nullptr && frames.last_module != nullptr, place->caller};
   }
 }
 

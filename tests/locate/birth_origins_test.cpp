@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "nanlocator/locate/locate.hpp"
+#include "record/planted_operand.hpp"
 
 namespace nanlocator {
 namespace {
@@ -54,7 +55,7 @@ Birth birth_of(BirthKind kind, Phase phase, const std::string& op) {
   birth.sighting.stats.nan = kind == BirthKind::inf ? 0 : 1;
   birth.sighting.stats.pos_inf = kind == BirthKind::inf ? 1 : 0;
   birth.sighting.stats.first_bad = 4;
-  birth.reached = {"loss"};
+  birth.reached = {{ReachedKind::loss, "loss"}};
   return birth;
 }
 
@@ -66,7 +67,7 @@ TEST(BirthOrigins, ABirthTakesThePlaceOfTheGradientsThatItMadeBad) {
   Ledger ledger = ledger_of(0, 1);
   ledger.births = {birth_of(BirthKind::nan, Phase::forward, "aten::log")};
   ledger.births[0].replay = ReplayConclusion::deterministic_undefined;
-  ledger.births[0].values = {{"self", 0.0}};
+  ledger.births[0].operands = {operand_at_first_bad("self", 0.0)};
   const Verdict verdict = locate_one(ledger);
   ASSERT_EQ(verdict.origins.size(), 1u);
   const Origin& origin = verdict.origins[0];
@@ -211,7 +212,7 @@ TEST(BirthOrigins, ADivisionInAModuleIsAnEmptyLossWhereTheLossCountsNoLabel) {
   Ledger ledger = ledger_of(0, 1);
   Birth quotient = birth_of(BirthKind::nan, Phase::forward, "aten::div.Tensor");
   quotient.replay = ReplayConclusion::deterministic_undefined;
-  quotient.values = {{"self", 0.0}, {"other", 0.0}};
+  quotient.operands = {operand_at_first_bad("self", 0.0), operand_at_first_bad("other", 0.0)};
   ledger.births = {quotient};
   Sighting loss = quotient.sighting;
   loss.phase = Phase::loss;
@@ -280,14 +281,14 @@ TEST(BirthOrigins, ABadLossWithFiniteGradientsIsAnOriginOfItsOwn) {
 TEST(BirthOrigins, ZeroOverZeroInTheLossIsAnEmptyLossMaskAndElsewhereIsNot) {
   Ledger ledger = ledger_of(0, 1);
   Birth quotient = birth_of(BirthKind::nan, Phase::loss, "aten::div.Tensor");
-  quotient.values = {{"self", 0.0}, {"other", 0.0}};
+  quotient.operands = {operand_at_first_bad("self", 0.0), operand_at_first_bad("other", 0.0)};
   quotient.replay = ReplayConclusion::deterministic_undefined;
   ledger.births = {quotient};
   EXPECT_EQ(locate_one(ledger).origins.at(0).cause, Cause::empty_loss_mask);
   ledger.births[0].sighting.phase = Phase::forward;
   EXPECT_EQ(locate_one(ledger).origins.at(0).cause, Cause::operator_undefined);
   ledger.births[0].sighting.phase = Phase::loss;
-  ledger.births[0].values[0].second = 3;
+  ledger.births[0].operands[0].at_first_bad = 3;
   EXPECT_EQ(locate_one(ledger).origins.at(0).cause, Cause::operator_undefined);
 }
 

@@ -64,7 +64,7 @@ Ledger overflowed(int rank = 0, int world = 1) {
   birth.sighting.parameter.clear();
   birth.sighting.stats.nan = 0;
   birth.sighting.stats.pos_inf = 1;
-  birth.reached = {"loss"};
+  birth.reached = {{ReachedKind::loss, "loss"}};
   birth.replay = ReplayConclusion::deterministic_overflow;
   ledger.births = {birth};
   ledger.rerun = Rerun{};

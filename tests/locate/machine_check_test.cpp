@@ -63,7 +63,7 @@ std::string action_after(BirthKind kind) {
   birth.sighting.stats.numel = 2;
   birth.sighting.stats.nan = 1;
   birth.sighting.stats.first_bad = 1;
-  birth.reached = {"loss"};
+  birth.reached = {{ReachedKind::loss, "loss"}};
   Ledger ledger;
   ledger.coordinates = ranks_of(2, 2, 2).front();
   ledger.births = {birth};

@@ -1,6 +1,7 @@
 """Runs scenarios with `boundaries` alone, no locator around it.
 
-    PYTHONPATH=examples/megatron_gpt OMP_NUM_THREADS=1 python tests/megatron/run_boundaries.py scenarios.json --output DIR
+    export PYTHONPATH=$PYTHONPATH:examples/megatron_gpt OMP_NUM_THREADS=1
+    python tests/megatron/run_boundaries.py scenarios.json --output DIR
 
 As run_scenarios.py, but `nanlocator` of a scenario is null or {}, its `faults` are the plants below, and each
 rank{N}.json also has `crossings` and `coverage` (one list per iteration) and `is_restored`.

@@ -379,8 +379,10 @@ def test_a_fault_in_a_forward_is_born_in_its_module_and_nowhere_else(value, kind
     assert all(b.kind == "nan_from_inf" and b.parent == 0 for b in births[1:])
     assert first.sighting.iteration == 3 and first.sighting.stats.first_bad == 9
     assert first.sighting.shape == [3, 8] and first.sighting.dtype == "float32"
-    assert first.inputs == ["input[0]: float32 [3, 16], finite"]
-    assert first.reached == ["module Model"]
+    assert [(i.name, i.dtype, i.shape, i.stats.is_finite) for i in first.operands] == [
+        ("input[0]", "float32", [3, 16], True)
+    ]
+    assert first.reached == [("module", "Model")]
 
 
 def test_a_fault_in_a_containers_own_code_is_the_containers():
@@ -407,7 +409,7 @@ def test_siblings_are_not_blamed_for_each_others_gradients(target):
     # The pre-hook runs inside the module's call.
     assert places(births) == [("nan", "backward", f"attention.{target}", "grad_input[0]")]
     assert births[0].node == "PlantInBackwardBackward"
-    assert births[0].inputs == ["grad_output[0]: float32 [3, 8], finite"]
+    assert [(i.name, i.shape, i.stats.is_finite) for i in births[0].operands] == [("grad_output[0]", [3, 8], True)]
 
 
 def test_a_weight_gradient_is_born_in_the_module_that_makes_it():

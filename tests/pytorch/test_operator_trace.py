@@ -271,7 +271,7 @@ def test_a_hook_that_corrupts_a_gradient_is_blamed_with_its_line(place, literal)
     assert birth.kind == "user_hook"
     assert birth.stack[0].endswith(" in corrupting_hook")
     assert birth.sighting.phase == "backward"
-    assert "guilty.weight" in birth.reached
+    assert ("parameter", "guilty.weight") in birth.reached
     if place in ("tensor", "node"):
         assert birth.sighting.module == "guilty"
 
@@ -291,7 +291,7 @@ def test_nan_from_adam_with_clean_gradients_is_of_the_optimizers_phase():
     assert births and all(b.sighting.phase == "params_after" for b in births)
     assert "addcdiv" in births[0].sighting.op or "div" in births[0].sighting.op
     assert births[0].sighting.module == ""
-    assert births[0].reached == ["weight"]
+    assert births[0].reached == [("parameter", "weight")]
 
 
 def test_a_loss_over_no_valid_labels_is_of_the_loss():
@@ -328,7 +328,7 @@ def test_siblings_of_a_guilty_projection_are_not_blamed():
         return loss
 
     explanation = traced_step(model, step)
-    reached = {name for t in explanation.births for name in t.birth.reached}
+    reached = {name for t in explanation.births for _, name in t.birth.reached}
     assert reached == {"q.weight"}
     assert explanation.births[0].birth.sighting.phase == "backward"
     assert explanation.births[0].birth.forward_op.startswith("aten::sqrt")
@@ -639,8 +639,8 @@ def test_what_was_handed_to_other_ranks_is_an_origin_where_this_rank_has_no_loss
         explanation = trace.explain([], [])
     (traced,) = explanation.births
     assert traced.birth.sighting.op == "aten::log"
-    assert traced.birth.reached == ["other ranks"]
-    assert explanation.healed == 1
+    assert traced.birth.reached == [("other_ranks", "")]
+    assert explanation.masked == 1
 
 
 def test_what_came_back_bad_from_other_ranks_does_not_hide_what_was_handed_to_them(one_rank):

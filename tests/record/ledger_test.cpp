@@ -98,10 +98,15 @@ Ledger example_ledger() {
   birth.node = "DivBackward0";
   birth.forward_op = "aten::div.Tensor";
   birth.parent = 0;
-  birth.values = {{"self", -0.5}, {"other", std::numeric_limits<double>::infinity()}};
-  birth.inputs = {"self: float32 [192, 128], |x| <= 3"};
+  Operand operand;
+  operand.name = "self";
+  operand.dtype = "float32";
+  operand.shape = {192, 128};
+  operand.stats = TensorStats{.numel = 192 * 128, .absmax = 3};
+  operand.at_first_bad = std::numeric_limits<double>::infinity();
+  birth.operands = {operand};
   birth.stack = {"model.py:12 in forward"};
-  birth.reached = {"loss"};
+  birth.reached = {{ReachedKind::loss, "loss"}};
   birth.bundle = "bundles/step1284-backward-rank5-decoder";
   birth.replay = ReplayConclusion::deterministic_undefined;
   birth.replay_lines = {"bad again"};

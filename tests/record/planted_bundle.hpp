@@ -102,7 +102,12 @@ inline Birth planted_birth() {
   birth.node = "SqrtBackward0";
   birth.forward_op = "aten::sqrt";
   birth.parent = 2;
-  birth.inputs = {"self: float32 [2, 2], 1 Inf, |x| <= 7"};
+  Operand operand;
+  operand.name = "self";
+  operand.dtype = "float32";
+  operand.shape = {2, 2};
+  operand.stats = TensorStats{.numel = 4, .pos_inf = 1, .first_bad = 3, .absmax = 7};
+  birth.operands = {operand};
   birth.stack = {"model.py:12 in forward", "train.py:80 in step"};
   return birth;
 }

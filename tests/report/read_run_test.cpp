@@ -319,7 +319,7 @@ TEST_F(RunFolder, WindowsShowTheTensorAroundItsFirstBadElement) {
   birth.sighting.shape = {2, 100, 100};
   birth.sighting.parameter_id.reset();
   birth.sighting.parameter.clear();
-  birth.reached = {"layer1.weight"};
+  birth.reached = {{ReachedKind::parameter, "layer1.weight"}};
   Bundle bundle{.run_id = "monday", .coordinates = ledger.coordinates, .birth = birth};
   const auto value = [](const char* storage) {
     BundleValue tensor;

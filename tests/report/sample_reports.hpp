@@ -253,6 +253,16 @@ class SampleIncident {
     }
   }
 
+  static Operand operand(const char* name, double absmax, std::int64_t zeros) {
+    Operand operand;
+    operand.name = name;
+    operand.dtype = "bfloat16";
+    operand.shape = {64, 128};
+    operand.stats = TensorStats{.numel = 64 * 128, .zeros = zeros, .absmax = absmax};
+    operand.at_first_bad = 0.0;
+    return operand;
+  }
+
   void add_birth(int rank, int microbatch, int layer) {
     Ledger& ledger = ledgers[static_cast<std::size_t>(rank)];
     Birth birth;
@@ -265,11 +275,10 @@ class SampleIncident {
     birth.sighting.stats = {.numel = 64 * 128, .nan = 3, .pos_inf = 2, .first_bad = 17 * 128 + 9};
     birth.node = "SqrtBackward0";
     birth.forward_op = "aten::sqrt";
-    birth.values = {{"self", 0.0}, {"other", 0.0}};
-    birth.inputs = {"self: bfloat16 [64, 128], finite, |x| <= 3.2",
-                    "other: bfloat16 [64, 128], finite, |x| <= 1.1, 5 zeros"};
+    birth.operands = {operand("self", 3.2, 0), operand("other", 1.1, 5)};
     birth.stack = {"q_norm.py:41 in forward", "attention.py:312 in forward"};
-    birth.reached = {"decoder.layers.0.self_attention.linear_qkv.weight"};
+    birth.reached = {
+        {ReachedKind::parameter, "decoder.layers.0.self_attention.linear_qkv.weight"}};
     birth.replay = ReplayConclusion::deterministic_undefined;
     birth.replay_lines = {"in bfloat16: bad again, the same bits", "in fp64: NaN too"};
     ledger.births.push_back(birth);
@@ -422,9 +431,12 @@ inline RunReport hostile_report() {
       parameter.name = attack + parameter.name;
     }
     for (Birth& birth : ledger.births) {
-      birth.inputs = {attack, image};
+      Operand operand;
+      operand.name = attack;
+      operand.dtype = image;
+      operand.at_first_bad = std::nan("");
+      birth.operands = {operand};
       birth.stack = {image};
-      birth.values = {{attack, std::nan("")}};
     }
   }
   for (History& history : report.histories) {

@@ -19,6 +19,7 @@
 #include "console.hpp"
 #include "files/printable.hpp"
 #include "files/text.hpp"
+#include "locate/origin_text.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/files/atomic_file.hpp"
 #include "nanlocator/map/map_query.hpp"
@@ -229,7 +230,7 @@ void print_births(const std::vector<Birth>& births) {
     constexpr std::size_t kMostNames = 2;
     std::string reached;
     for (std::size_t i = 0; i < std::min(kMostNames, birth.reached.size()); ++i) {
-      append_item(reached, birth.reached[i]);
+      append_item(reached, describe_reached(birth.reached[i]));
     }
     if (birth.reached.size() > kMostNames) {
       append_item(reached, std::to_string(birth.reached.size() - kMostNames) + " more");

@@ -1,15 +1,15 @@
 // A place where something bad came into being on one rank, as the trace (operators) or the watch
-// (modules) tells it. Ledgers carry births; `locate` makes origins of them.
+// (modules) reports it. Ledgers carry births; `locate` makes origins of them.
 #pragma once
 
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "nanlocator/record/sighting.hpp"
+#include "nanlocator/scan/tensor_stats.hpp"
 
 namespace nanlocator {
 
@@ -34,6 +34,8 @@ enum class BirthKind : std::uint8_t {
 enum class ReplayConclusion : std::uint8_t {
   deterministic_overflow,   // bad again; finite in fp64
   deterministic_undefined,  // bad again, in every precision: the mathematics of these inputs
+  deterministic_custom,     // bad again, in every precision, of an operator that is not PyTorch's:
+                            // its mathematics or its code
   deterministic_kernel,     // bad again in the recorded dtype and kernel, finite in the same dtype
                             // elsewhere
   varies,  // clean, or other bits from call to call: hardware, race, uninitialised memory
@@ -43,8 +45,76 @@ enum class ReplayConclusion : std::uint8_t {
 [[nodiscard]] std::optional<ReplayConclusion> replay_conclusion_from_name(
     std::string_view name) noexcept;
 
-/// In Birth::reached: it was handed to other ranks, by a collective or a pipeline transfer.
-inline constexpr std::string_view kOtherRanks = "other ranks";
+/// A line of source code, as Python names it.
+struct CodeLine {
+  std::string file;
+  int line = 0;
+  std::string function;
+  std::string text;  // the line itself, without its indentation; "" where it could not be read
+  friend bool operator==(const CodeLine&, const CodeLine&) = default;
+};
+
+/// What went into the guilty call: a tensor or a number, as it was when the call began.
+struct Operand {
+  std::string name;            // the schema's, "self"; from the watch "input[0]"
+  std::optional<int> element;  // which one of an argument that is a list
+  std::string dtype;           // "" of a number
+  std::vector<std::int64_t> shape;
+  std::optional<TensorStats> stats;       // of a tensor whose values can be scanned
+  std::optional<std::int64_t> negatives;  // elements below zero; empty where not counted
+  std::optional<double> number;           // of an argument that is a number
+  /// The element that the first bad output element was computed from, where shapes map there.
+  std::optional<double> at_first_bad;
+  friend bool operator==(const Operand&, const Operand&) = default;
+};
+
+/// How the bad elements lie in their tensor.
+struct BadExtent {
+  /// The indices along one dimension at which something is bad.
+  struct Indices {
+    std::int64_t first = 0;
+    std::int64_t last = 0;
+    std::int64_t count = 0;  // of them: last - first + 1 where none is left out
+    friend bool operator==(const Indices&, const Indices&) = default;
+  };
+  std::vector<Indices> dimensions;  // as many as the tensor has
+  /// Every element at these indices is bad: one whole row, all of token 1, the whole tensor.
+  /// Otherwise the bad elements are scattered among them.
+  bool is_block = false;
+  friend bool operator==(const BadExtent&, const BadExtent&) = default;
+};
+
+/// How large a parameter of the module is in which something overflowed.
+struct Magnitude {
+  std::string parameter;
+  double absmax = 0;  // largest finite magnitude when it overflowed
+  friend bool operator==(const Magnitude&, const Magnitude&) = default;
+};
+
+/// What a birth made bad.
+enum class ReachedKind : std::uint8_t {
+  loss,         // name: "loss", of several "loss[0]", "loss[lm]"
+  other_ranks,  // it was sent to them, by a collective or a pipeline transfer; no name
+  parameter,    // the gradient of the parameter `name`
+  module,       // from the watch: the module `name`, the last one that met something bad
+};
+[[nodiscard]] std::string_view name_of(ReachedKind kind) noexcept;
+[[nodiscard]] std::optional<ReachedKind> reached_kind_from_name(std::string_view name) noexcept;
+
+struct Reached {
+  ReachedKind kind = ReachedKind::loss;
+  std::string name;
+  friend bool operator==(const Reached&, const Reached&) = default;
+};
+
+/// What the trace knew of memory that was bad when it was read.
+enum class LastSeen : std::uint8_t {
+  unknown,    // no operator of this pass wrote it
+  allocated,  // Birth::writer allocated it, and no operator has written it
+  finite,     // finite when Birth::writer wrote it, the last operator that did
+};
+[[nodiscard]] std::string_view name_of(LastSeen seen) noexcept;
+[[nodiscard]] std::optional<LastSeen> last_seen_from_name(std::string_view name) noexcept;
 
 struct Birth {
   BirthKind kind = BirthKind::nan;
@@ -54,21 +124,37 @@ struct Birth {
   Sighting sighting;
   bool is_module_inferred = false;  // no module was entered: it is the one whose parameter was used
                                     // last on this thread
+  /// The operator is not PyTorch's own (not aten, prims): what its mathematics is, nobody here
+  /// knows.
+  bool is_custom_operator = false;
   std::string node;                 // backward: the autograd node, "DivBackward0"
   std::string forward_op;           // backward: the operator whose derivative it is
+  std::string custom_function;      // a custom autograd Function in whose own code it was born
   std::optional<int> parent;        // index into the ledger's births
-  /// Input elements at the first bad output element, by the schema's names, where shapes map there.
-  std::vector<std::pair<std::string, double>> values;
-  std::vector<std::string> inputs;  // one line each: "self: float32 [4, 8], finite, |x| <= 3.2"
-  std::vector<std::string> stack;   // Python frames, innermost first: "file.py:12 in forward"
-  /// What made it an origin: "loss", kOtherRanks, or names of parameters whose gradients it made
-  /// bad; from the watch "module a.b", the last one that met something bad.
-  std::vector<std::string> reached;
+  std::string literal_op;           // nan_from_inf: the operator that wrote the Inf, a mask's
+  /// The user's line that called the operator; for a birth in backward the line that called the
+  /// forward operator. Empty in C++ programs, and from the watch.
+  std::optional<CodeLine> code;
+  /// The innermost line, where that is in a framework (megatron, transformers) and `code` is not.
+  std::optional<CodeLine> framework_code;
+  std::vector<Operand> operands;  // in the schema's order; the first kMostOperands
+  std::optional<BadExtent> extent;   // of the bad elements; empty where it was not computed
+  std::vector<Magnitude> weights;  // of an overflow: the parameters of its module
+  // Of what was bad before an operator read it (weight, buffer, data, memory, opaque, collective):
+  std::string reader;  // the operator that read it first
+  std::string writer;  // the operator that wrote or allocated it last
+  LastSeen last_seen = LastSeen::unknown;
+  std::string inside;  // the custom function or compiled region around it, by its frame's name
+  std::vector<std::string> stack;  // Python frames, innermost first: "file.py:12 in forward"
+  std::vector<Reached> reached;    // what made it an origin
   std::string bundle;  // folder below the run's, "bundles/step3-..."; "" without one
   ReplayConclusion replay = ReplayConclusion::not_replayed;
   std::vector<std::string> replay_lines;  // its evidence, sentences
 
   friend bool operator==(const Birth&, const Birth&) = default;
 };
+
+/// Of a call with more, the rest is in the bundle.
+inline constexpr std::size_t kMostOperands = 32;
 
 }  // namespace nanlocator

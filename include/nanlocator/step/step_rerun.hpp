@@ -36,7 +36,7 @@ struct RepeatableStep {
   std::vector<NamedTensor> parameters;
   std::vector<NamedTensor> buffers;
   /// See TraceOptions; may be empty.
-  std::function<std::vector<std::string>()> python_stack;
+  std::shared_ptr<ProgramCode> program_code;
   /// Runs the step once more and keeps, for each of these births, the call of the module around it;
   /// afterwards `module_call` hands it out. Both empty where the integration cannot (C++ programs
   /// have no module calls).

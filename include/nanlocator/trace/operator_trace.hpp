@@ -16,7 +16,6 @@
 #include <c10/util/Backtrace.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -25,6 +24,7 @@
 
 #include "nanlocator/record/birth.hpp"
 #include "nanlocator/replay/operator_call.hpp"
+#include "nanlocator/trace/program_code.hpp"
 
 namespace torch::nn {
 class Module;
@@ -38,9 +38,8 @@ struct TraceOptions {
   bool keep_calls = true;
   /// Host and device memory that kept calls may hold; later births are kept without their call.
   std::uint64_t kept_bytes = std::uint64_t{4} << 30;
-  /// The Python stack of the calling thread, innermost frame first; called where something was
-  /// born, without the GIL held. Empty in C++ programs.
-  std::function<std::vector<std::string>()> python_stack;
+  /// Tells the lines of the program that births come from. Null in C++ programs: births have none.
+  std::shared_ptr<ProgramCode> program_code;
   int threads = 1;  // for scans in host memory
 };
 
@@ -60,7 +59,7 @@ struct Explanation {
   /// Births that reached a bad loss, or where every loss is finite a bad gradient, with their
   /// ancestors; in execution order, Birth::parent pointing into this list.
   std::vector<TracedBirth> births;
-  std::int64_t healed = 0;         // births that reached neither: masks, padding
+  std::int64_t masked = 0;         // births that reached neither: masks, padding
   std::int64_t operators = 0;      // calls seen since begin_pass
   std::vector<std::string> notes;  // what it could not see or keep
 };

@@ -1,5 +1,5 @@
 """The network check of one rank: facts, device, process groups, and the stages between ranks, which run in
-C++ (tools/netcheck). The end, on every path, is RankCheck's: it explains, prints and leaves the process."""
+C++ (src/netcheck). The end, on every path, is RankCheck's: it explains, prints and leaves the process."""
 
 import argparse
 import datetime

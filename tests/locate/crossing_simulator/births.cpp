@@ -5,6 +5,7 @@
 
 #include "locate/crossing_simulator/observer.hpp"
 #include "locate/simulated_transformer.hpp"
+#include "record/planted_operand.hpp"
 
 namespace nanlocator::pipeline {
 namespace {
@@ -33,19 +34,20 @@ Birth birth_of(const Layout& layout, const Fault& fault, int microbatch) {
   birth.sighting.module = module_of(layout, fault);
   birth.sighting.op = "aten::log";
   birth.sighting.role = "output[0]";
-  birth.reached = {std::string(kOtherRanks)};
+  birth.reached = {{ReachedKind::other_ranks, {}}};
   switch (fault.plant) {
     case Plant::operator_backward:
       birth.sighting.phase = Phase::backward;
       birth.sighting.op = "aten::div.Tensor";
-      birth.reached = {simulator::column_name(0, false) + ".weight"};
+      birth.reached = {{ReachedKind::parameter, simulator::column_name(0, false) + ".weight"}};
       break;
     case Plant::empty_loss:
       birth.sighting.phase = Phase::loss;
       birth.sighting.module.clear();
       birth.sighting.op = "aten::div.Tensor";
-      birth.values = {{"self", 0.0}, {"other", 0.0}};
-      birth.reached = {"loss"};
+      birth.operands = {operand_at_first_bad("self", 0.0),
+                        operand_at_first_bad("other", 0.0)};
+      birth.reached = {{ReachedKind::loss, "loss"}};
       break;
     case Plant::gradient:
       birth.kind = BirthKind::memory;
@@ -55,7 +57,7 @@ Birth birth_of(const Layout& layout, const Fault& fault, int microbatch) {
       birth.sighting.op.clear();
       birth.sighting.role = "grad";
       birth.sighting.parameter = gradient_of(layout, fault);
-      birth.reached = {gradient_of(layout, fault)};
+      birth.reached = {{ReachedKind::parameter, gradient_of(layout, fault)}};
       break;
     case Plant::weight:
       birth.kind = BirthKind::weight;
@@ -88,7 +90,7 @@ Birth receipt() {
   receipt.kind = BirthKind::collective;
   receipt.sighting = sighting_of(Phase::forward, 0, 0, 1);
   receipt.sighting.op = "aten::add.Tensor";
-  receipt.reached = {"loss"};
+  receipt.reached = {{ReachedKind::loss, "loss"}};
   return receipt;
 }
 

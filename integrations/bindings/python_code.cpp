@@ -1,0 +1,189 @@
+// Whose line of Python calls an operator: the user's, a framework's, torch's or our own.
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "bindings.hpp"
+
+namespace py = pybind11;
+
+namespace nanlocator {
+namespace {
+
+enum class Owner : std::uint8_t {
+  skipped,    // torch, nanlocator, Python's own library: no line of theirs is a fault's place
+  framework,  // an installed package, or one of kFrameworks wherever it lies
+  user,
+};
+
+constexpr auto kFrameworks = std::to_array<std::string_view>(
+    {"megatron", "transformers", "transformer_engine", "apex", "deepspeed", "accelerate",
+     "lightning", "pytorch_lightning"});
+
+/// Held while the thread has a Python state; threads without one run no Python frame.
+class Gil {
+ public:
+  Gil() : has_frames_(Py_IsInitialized() != 0 && PyGILState_GetThisThreadState() != nullptr) {
+    if (has_frames_) state_ = PyGILState_Ensure();
+  }
+  ~Gil() {
+    if (has_frames_) PyGILState_Release(state_);
+  }
+  Gil(const Gil&) = delete;  // released once
+  Gil& operator=(const Gil&) = delete;
+  [[nodiscard]] bool has_frames() const noexcept { return has_frames_; }
+
+ private:
+  bool has_frames_;
+  PyGILState_STATE state_{};
+};
+
+/// The folder of a package that is imported, with a slash at its end, as its frames' files begin.
+std::string folder_of(const char* package) {
+  const auto file = py::module_::import(package).attr("__file__").cast<std::string>();
+  return file.substr(0, file.rfind('/') + 1);
+}
+
+std::string folder_of_the_standard_library() {
+  return py::module_::import("sysconfig").attr("get_path")("stdlib").cast<std::string>() + "/";
+}
+
+bool is_installed(std::string_view file) {
+  return file.find("/site-packages/") != std::string_view::npos ||
+         file.find("/dist-packages/") != std::string_view::npos;
+}
+
+/// Everything but the constructor and the destructor runs under the GIL.
+class PythonCode final : public ProgramCode {
+ public:
+  Caller caller() override {
+    const Gil gil;
+    Caller caller;
+    if (!gil.has_frames()) return caller;
+    for_each_frame([&](PyFrameObject* frame, PyCodeObject* code, Owner owner) {
+      if (owner == Owner::skipped) return true;
+      Position& position = owner == Owner::user ? caller.user : caller.framework;
+      if (position.code == nullptr) position = {code, PyFrame_GetLineNumber(frame)};
+      return owner != Owner::user;
+    });
+    // A program that lies in a framework as a whole is its own user.
+    if (caller.user.code == nullptr) caller.user = std::exchange(caller.framework, {});
+    return caller;
+  }
+
+  std::optional<CodeLine> read(const Position& position) override {
+    const Gil gil;
+    if (!gil.has_frames() || position.code == nullptr) return std::nullopt;
+    try {
+      // The handle is a code object that known_ keeps.
+      const py::handle code(static_cast<PyObject*>(const_cast<void*>(position.code)));
+      CodeLine line;
+      line.file = code.attr("co_filename").cast<std::string>();
+      line.line = std::max(position.line, 0);
+      line.function = function_name(code);
+      const auto text = py::module_::import("linecache").attr("getline")(line.file, line.line);
+      line.text = py::str(text.attr("strip")()).cast<std::string>().substr(0, kLongestText);
+      return line;
+    } catch (const py::error_already_set&) {
+      return std::nullopt;
+    }
+  }
+
+  std::vector<std::string> stack() override {
+    constexpr std::size_t kMostFrames = 24;
+    const Gil gil;
+    std::vector<std::string> stack;
+    if (!gil.has_frames()) return stack;
+    for_each_frame([&](PyFrameObject* frame, PyCodeObject* code, Owner owner) {
+      if (owner == Owner::skipped) return true;
+      const py::handle object(reinterpret_cast<PyObject*>(code));
+      stack.push_back(object.attr("co_filename").cast<std::string>() + ":" +
+                      std::to_string(PyFrame_GetLineNumber(frame)) + " in " +
+                      object.attr("co_name").cast<std::string>());
+      return stack.size() < kMostFrames;
+    });
+    return stack;
+  }
+
+ private:
+  static constexpr std::size_t kLongestText = 200;
+  /// A program that makes functions as it runs must not fill the memory.
+  static constexpr std::size_t kMostFunctions = 100000;
+
+  /// From the innermost outwards, until `visit` says false.
+  template <typename Visit>
+  void for_each_frame(const Visit& visit) {
+    PyFrameObject* frame = PyEval_GetFrame();
+    Py_XINCREF(frame);
+    bool goes_on = true;
+    while (frame != nullptr && goes_on) {
+      PyCodeObject* code = PyFrame_GetCode(frame);
+      goes_on = visit(frame, code, owner_of(frame, code));
+      Py_DECREF(code);
+      PyFrameObject* outer = PyFrame_GetBack(frame);
+      Py_DECREF(frame);
+      frame = outer;
+    }
+    Py_XDECREF(frame);
+  }
+
+  Owner owner_of(PyFrameObject* frame, PyCodeObject* code) {
+    if (const auto found = known_.find(code); found != known_.end()) return found->second;
+    if (known_.size() >= kMostFunctions) return Owner::skipped;
+    const Owner owner = look_up_owner(frame, code);
+    Py_INCREF(code);  // its address stands for it from now on
+    known_.emplace(code, owner);
+    return owner;
+  }
+
+  Owner look_up_owner(PyFrameObject* frame, PyCodeObject* code) {
+    // Where the packages are, not what a folder is called: a user's own may be named so, too.
+    if (own_.empty()) {
+      own_ = folder_of("nanlocator");
+      torch_ = folder_of("torch");
+      library_ = folder_of_the_standard_library();
+    }
+    const auto file =
+        py::handle(reinterpret_cast<PyObject*>(code)).attr("co_filename").cast<std::string>();
+    const bool is_ours = file.starts_with(own_) || file.starts_with(torch_) ||
+                         file.starts_with("<frozen") || file.starts_with("<eval_with_key>");
+    if (is_ours) return Owner::skipped;
+    if (file.starts_with(library_) && !is_installed(file)) return Owner::skipped;
+    const py::dict globals = py::handle(reinterpret_cast<PyObject*>(frame)).attr("f_globals");
+    const std::string module =
+        globals.contains("__name__") ? py::str(globals["__name__"]).cast<std::string>() : "";
+    const std::string package = module.substr(0, module.find('.'));
+    const bool is_framework = is_installed(file) || std::ranges::find(kFrameworks, package) !=
+                                                        kFrameworks.end();
+    return is_framework ? Owner::framework : Owner::user;
+  }
+
+  /// "Attention.forward"; before Python 3.11 "forward".
+  static std::string function_name(py::handle code) {
+    constexpr std::string_view kLocals = "<locals>.";
+    if (!py::hasattr(code, "co_qualname")) return code.attr("co_name").cast<std::string>();
+    const auto name = code.attr("co_qualname").cast<std::string>();
+    const auto locals = name.rfind(kLocals);
+    return locals == std::string::npos ? name : name.substr(locals + kLocals.size());
+  }
+
+  std::unordered_map<const PyCodeObject*, Owner> known_;  // holds a reference to each
+  std::string own_, torch_, library_;
+};
+
+}  // namespace
+
+std::shared_ptr<ProgramCode> python_code() {
+  // Never destroyed: Python may be gone before the process ends.
+  static auto& code = *new std::shared_ptr<ProgramCode>(std::make_shared<PythonCode>());
+  return code;
+}
+
+}  // namespace nanlocator

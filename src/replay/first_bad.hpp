@@ -1,0 +1,29 @@
+// Which input element the first bad output element was computed from.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace nanlocator {
+
+struct FirstBad {
+  std::vector<std::int64_t> index;  // in the output, row-major
+  std::vector<std::int64_t> shape;  // the output's
+  bool is_pointwise = false;        // the operator has at::Tag::pointwise
+};
+
+struct InputElement {
+  std::vector<std::int64_t> index;
+  double value = 0;
+};
+
+/// Of a pointwise operator the element that broadcasts to the first bad one; of another the first
+/// element that is not finite. Empty where there is none, and of complex inputs. `input` has plain
+/// memory; runs on the caller's thread and waits for the device.
+[[nodiscard]] std::optional<InputElement> element_at_first_bad(const at::Tensor& input,
+                                                               const FirstBad& bad);
+
+}  // namespace nanlocator
