@@ -263,7 +263,7 @@ class Demonstration:
         )
         for what in ("microbatch", "module", "operator"):
             if what in fact:
-                named = {f"{o[what]} {o['evidence']}" for o in origins}
+                named = {f"{o[what]} {o['facts']}" for o in origins}
                 is_named = any(str(fact[what]) in text for text in named)
                 good &= self.verify(is_named, f"the {what} is {fact[what]}")
         if "parameter" in fact:

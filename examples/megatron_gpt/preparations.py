@@ -130,20 +130,20 @@ def _not_restored(owner: object, name: str) -> None:
 
 
 def _put_back_after_the_restoring(capture: Callable[[object], Callable[[], None]]) -> None:
-    """For what the engine restores: `capture(locator)` after the first pass gives the way back."""
-    from nanlocator.megatron.locator import MegatronLocator
+    """For what the engine restores: `capture(adapter)` after the first pass gives the way back."""
+    from nanlocator.megatron.adapter import MegatronPass
     from nanlocator.rerun import GeneratorStates
 
     put_back: Callable[[], None] = lambda: None  # noqa: E731
 
     def around_first_pass(inner):
-        def first_pass(locator, step):
+        def run(step, data_iterator):
             nonlocal put_back
-            errors = inner(locator, step)
-            put_back = capture(locator)
-            return errors
+            inner(step, data_iterator)
+            if data_iterator is step.data.recording:
+                put_back = capture(step._adapter)
 
-        return first_pass
+        return run
 
     def around_restore(inner):  # called when the engine has restored its own part
         def restore(owner) -> None:
@@ -152,7 +152,7 @@ def _put_back_after_the_restoring(capture: Callable[[object], Callable[[], None]
 
         return restore
 
-    _replace(MegatronLocator, "_run_first_pass", around_first_pass)
+    _replace(MegatronPass, "run", around_first_pass)
     _replace(GeneratorStates, "restore", around_restore)
 
 
@@ -161,8 +161,8 @@ def _torch_generator() -> None:
 
 
 def _buffers() -> None:
-    def capture(locator) -> Callable[[], None]:
-        moved = [(buffer, buffer.clone()) for _, buffer in locator._named_buffers()]
+    def capture(adapter) -> Callable[[], None]:
+        moved = [(buffer, buffer.clone()) for _, buffer in adapter.buffers]
 
         @torch.no_grad()
         def put_back() -> None:
@@ -205,9 +205,9 @@ def _megatrons_machine() -> None:
 
 
 def _gradients() -> None:
-    from nanlocator.megatron.locator import MegatronLocator
+    from nanlocator.megatron.adapter import MegatronAdapter
 
-    _not_restored(MegatronLocator, "_clear_gradients")
+    _not_restored(MegatronAdapter, "clear_gradients")
 
 
 MOVED_STATES = {

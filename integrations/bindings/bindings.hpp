@@ -21,7 +21,7 @@ void bind_boundary(pybind11::module_& m);  // the boundary watch
 void bind_looks(pybind11::module_& m);     // looks at many tensors that are read together
 
 void bind_netcheck(pybind11::module_& m);  // the network check between ranks
-void bind_rerun(pybind11::module_& m);     // the repeat of a bad step
+void bind_driver(pybind11::module_& m);    // the driver of a step
 
 void bind_device_check(pybind11::module_& m);  // the network check's test of one device
 

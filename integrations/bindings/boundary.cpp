@@ -50,7 +50,7 @@ void schedule_step(BoundaryWatch& watch, std::optional<int> microbatch, std::opt
   (watch.*step)(place_of(microbatch, chunk), all);
 }
 
-void bind_crossings(py::class_<BoundaryWatch>& watch) {
+void bind_crossings(py::class_<BoundaryWatch, std::shared_ptr<BoundaryWatch>>& watch) {
   watch
       .def("add_group", &BoundaryWatch::add_group, "name"_a, "members"_a, ReleaseGil(),
            "`members`: global ranks. Returns the number by which the group is named below.")
@@ -81,7 +81,7 @@ void bind_crossings(py::class_<BoundaryWatch>& watch) {
           "crossing"_a, "received"_a);
 }
 
-void bind_places(py::class_<BoundaryWatch>& watch) {
+void bind_places(py::class_<BoundaryWatch, std::shared_ptr<BoundaryWatch>>& watch) {
   using Call =
       std::pair<std::size_t, std::size_t>;  // depth of the module stack before, of the watch
   watch
@@ -131,7 +131,7 @@ void bind_coverage(py::module_& m) {
 
 void bind_boundary(py::module_& m) {
   bind_coverage(m);
-  py::class_<BoundaryWatch> watch(m, "BoundaryWatch");
+  py::class_<BoundaryWatch, std::shared_ptr<BoundaryWatch>> watch(m, "BoundaryWatch");
   watch.def(py::init<int>(), "threads"_a = 1)
       .def("begin_step", &BoundaryWatch::begin_step, ReleaseGil());
   bind_crossings(watch);

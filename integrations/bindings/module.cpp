@@ -222,57 +222,20 @@ void bind_gradients(py::module_& m) {
            }),
            "tensor"_a, "microbatch"_a = std::nullopt, "chunk"_a = std::nullopt,
            "valid_labels"_a = std::nullopt);
+  // What lies below a StepDriver, for what belongs to no step.
   py::class_<GradientLocator>(m, "GradientLocator")
-      .def(py::init<ParameterMap, LocatorOptions, std::shared_ptr<Communicator>>(), "map"_a,
-           "options"_a, "communicator"_a, ReleaseGil())
       .def_property_readonly("run_dir",
                              [](const GradientLocator& l) { return l.run_dir().string(); })
       .def_property_readonly("parameters",
                              [](const GradientLocator& l) { return l.map().parameters(); })
       .def_property_readonly("incidents", &GradientLocator::incidents)
       .def_property_readonly("dismissed", &GradientLocator::dismissed)
-      .def("set_map", &GradientLocator::set_map, "map"_a, ReleaseGil())
       .def("begin_step", &GradientLocator::begin_step, "iteration"_a)
-      .def(
-          "scan",
-          [](GradientLocator& l, const std::string& phase, std::uint64_t group,
-             const std::string& role, const std::vector<std::int64_t>& parameters,
-             const std::vector<at::Tensor>& tensors, const std::vector<std::int64_t>& offsets) {
-            const auto views = gradient_views(parameters, tensors, offsets);
-            py::gil_scoped_release release;
-            l.scan(phase_of(phase), group, role, views);
-          },
-          "phase"_a, "group"_a, "role"_a, "parameters"_a, "tensors"_a,
-          "offsets"_a = std::vector<std::int64_t>())
-      .def(
-          "scan_losses",
-          [](GradientLocator& l, const std::vector<LossView>& losses) { l.scan_losses(losses); },
-          "losses"_a, ReleaseGil())
       .def("gradient_is_ready", &GradientLocator::gradient_is_ready, "parameter"_a)
-      .def("set_gradient_norm", &GradientLocator::set_gradient_norm, "norm"_a)
       .def("set_loss_scale", &GradientLocator::set_loss_scale, "loss_scale"_a,
            "falls_on_overflow"_a)
-      .def("add_note", &GradientLocator::add_note, "note"_a)
-      .def("set_crossings", &GradientLocator::set_crossings, "sightings"_a, "coverage"_a)
-      .def(
-          "set_microbatches",
-          [](GradientLocator& l,
-             const std::vector<std::tuple<int, std::optional<int>, std::vector<std::string>>>&
-                 all) {
-            std::vector<Microbatch> microbatches;
-            for (const auto& [number, chunk, tensors] : all) {
-              microbatches.push_back({number, chunk, tensors});
-            }
-            l.set_microbatches(std::move(microbatches));
-          },
-          "microbatches"_a, "Each: number, chunk, one line per tensor.")
-      .def("is_true_anywhere", &GradientLocator::is_true_anywhere, "mine"_a, ReleaseGil())
-      .def("set_births", &GradientLocator::set_births, "births"_a)
       .def("start_agreement", &GradientLocator::start_agreement, ReleaseGil())
       .def("finish_agreement", &GradientLocator::finish_agreement, ReleaseGil())
-      .def(
-          "conclude", [](GradientLocator& l) { return to_json(l.conclude()); }, ReleaseGil(),
-          "The verdict as JSON.")
       .def(
           "conclude_alone",
           [](GradientLocator& l, std::string reason,
@@ -288,8 +251,7 @@ void bind_gradients(py::module_& m) {
       .def(
           "now_in",
           [](GradientLocator& l, const std::string& activity) { l.now_in(activity_of(activity)); },
-          "activity"_a, "Where this rank is, for the others should it fall silent: 'rerun', ...")
-      .def("dismiss", &GradientLocator::dismiss);
+          "activity"_a, "Where this rank is, for the others should it fall silent: 'rerun', ...");
   m.def(
       "outcome_of",
       [](const std::string& on_bad, const std::string& verdict_json) {
@@ -336,7 +298,7 @@ PYBIND11_MODULE(_C, m) {
   bind_map(m);
   bind_agree(m);
   bind_gradients(m);
-  bind_rerun(m);
+  bind_driver(m);
   bind_trace(m);
   bind_watch(m);
   bind_boundary(m);

@@ -23,9 +23,9 @@ enum class Owner : std::uint8_t {
   user,
 };
 
-constexpr auto kFrameworks = std::to_array<std::string_view>(
-    {"megatron", "transformers", "transformer_engine", "apex", "deepspeed", "accelerate",
-     "lightning", "pytorch_lightning"});
+constexpr auto kFrameworks =
+    std::to_array<std::string_view>({"megatron", "transformers", "transformer_engine", "apex",
+                                     "deepspeed", "accelerate", "lightning", "pytorch_lightning"});
 
 /// Held while the thread has a Python state; threads without one run no Python frame.
 class Gil {
@@ -160,8 +160,8 @@ class PythonCode final : public ProgramCode {
     const std::string module =
         globals.contains("__name__") ? py::str(globals["__name__"]).cast<std::string>() : "";
     const std::string package = module.substr(0, module.find('.'));
-    const bool is_framework = is_installed(file) || std::ranges::find(kFrameworks, package) !=
-                                                        kFrameworks.end();
+    const bool is_framework =
+        is_installed(file) || std::ranges::find(kFrameworks, package) != kFrameworks.end();
     return is_framework ? Owner::framework : Owner::user;
   }
 

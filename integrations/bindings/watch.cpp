@@ -212,7 +212,7 @@ void bind_records(py::module_& m) {
 }
 
 void bind_module_watch(py::module_& m) {
-  py::class_<ModuleWatch>(m, "ModuleWatch")
+  py::class_<ModuleWatch, std::shared_ptr<ModuleWatch>>(m, "ModuleWatch")
       .def(py::init<int>(), "threads"_a = 1)
       .def("begin_step", &ModuleWatch::begin_step)
       // enter and leave keep the GIL: they read Python's containers, and are short.

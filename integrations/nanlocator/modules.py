@@ -9,7 +9,7 @@ changes no argument, no result and no random state.
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -287,13 +287,48 @@ class WatchedModules:
         return self._watch.collect(
             iteration,
             [(_shown(name), local_part(p)) for name, p in self._model.named_parameters()],
-            [(_shown(name), local_part(b)) for name, b in self._model.named_buffers()],
+            [(_shown(name), local_part(b)) for name, b in self._model.named_buffers()]
+            + [(_shown(name), t) for name, t in tensor_attributes(self._model)],
         )
 
     def remove(self) -> None:
         """Stops watching; hooks that are left in autograd's graph do nothing any more."""
         self._hooks.remove()
         self._watch.begin_step()
+
+
+def tensor_attributes(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Tensors that modules hold as plain attributes, such as rotary tables and masks: neither parameters nor
+    buffers, and state of the model all the same. By name, "decoder.rotary.cos"; in lists and dictionaries
+    one level down, "decoder.rotary.cos[0]"."""
+    registered = {id(t) for t in (*model.parameters(), *model.buffers())}
+    return [
+        (f"{path}.{name}" if path else name, local_part(tensor))
+        for path, module in model.named_modules()
+        for name, tensor in _tensors_in(vars(module))
+        if id(tensor) not in registered
+    ]
+
+
+def _tensors_in(attributes: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in list(attributes.items()):
+        if name in ("_parameters", "_buffers", "_modules"):
+            continue
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, list | tuple):
+            yield from ((f"{name}[{i}]", item) for i, item in enumerate(value) if _is_tensor(item))
+        elif isinstance(value, dict):
+            yield from ((f"{name}[{_key(k)}]", item) for k, item in list(value.items()) if _is_tensor(item))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _key(key: Any) -> str:
+    """Without dots: what stands before the last one is the module."""
+    return str(key).replace(".", "_")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,23 +1,27 @@
 """LocatingOptimizer: wraps any torch.optim.Optimizer and finds bad gradients before it steps."""
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from nanlocator import _C
-from nanlocator.rerun import losses_of
+from nanlocator.driver import LossScale, Named
+from nanlocator.patches import Patches
+from nanlocator.plain import PlainAdapter, PlainPass, plain_driver
+from nanlocator.rerun import ObjectState, Stateful, losses_of
 from nanlocator.session import is_distributed, resolve_options
-from nanlocator.step_locator import StepLocator
 
 
 class _SkippedStep(Exception):
     """Out of the wrapped optimizer's step: its update is left out."""
 
 
-class LocatingOptimizer(StepLocator, Optimizer):
+class LocatingOptimizer(Optimizer):
     """Looks for NaN and Inf in the gradients before ``optimizer`` uses them, and says where they are.
 
     It is a ``torch.optim.Optimizer`` that shares ``param_groups`` and ``state`` with the wrapped one, so
@@ -30,7 +34,7 @@ class LocatingOptimizer(StepLocator, Optimizer):
         on_bad: ``"stop"`` raises :class:`NonFiniteGradientError` on every rank before a weight moves;
             ``"report"`` writes the verdict and goes on; ``"skip"`` goes on without the wrapped
             optimizer's step, which returns None then; ``"recover"`` goes on with the gradients and the
-            loss of a clean repeat of ``step(closure)``, and stops where there is none.
+            loss of a clean re-run of ``step(closure)``, and stops where there is none.
         output_dir: where findings go; nothing but the parameter map is written while all is well.
         level: what is watched at every step. ``"grads"``: gradients. ``"modules"``: also every module's
             inputs, outputs and their gradients, without waiting. ``"operators"``: every operator, which
@@ -50,7 +54,7 @@ class LocatingOptimizer(StepLocator, Optimizer):
     NANLOCATOR_CHECK_PARAMS and NANLOCATOR_GATHER_DEADLINE.
 
     A closure that is executed again must compute the same loss from the same data. Generators (torch,
-    Python, numpy), the model's buffers and the ``grad_scaler`` are put back before; what else it moves
+    Python, numpy), the model's buffers and the ``grad_scaler`` are restored before; what else it moves
     can be named with ``register_state``. ``remove`` takes the hooks of levels modules and operators off.
 
     Cost: one read of the gradients per step, and a wait of the host for a four-byte flag (with
@@ -87,80 +91,86 @@ class LocatingOptimizer(StepLocator, Optimizer):
             not_covered=["gradients before DistributedDataParallel reduces them"] if is_distributed() else [],
         )
         # Optimizer.__init__ is not called: it would make groups and state of its own.
-        StepLocator.__init__(self, optimizer, model, options, grad_scaler)
+        self.inner = optimizer
+        self._adapter = PlainAdapter(optimizer, model)
+        self._grad_scaler = grad_scaler
+        if grad_scaler is not None and grad_scaler.is_enabled():
+            self._adapter.loss_scale = _OverflowOf(grad_scaler, id(self))
+        self._driver = plain_driver(self._adapter, options, grad_scaler)
+
+    @property
+    def verdicts(self) -> list[dict[str, Any]]:
+        """The findings so far, oldest first."""
+        return self._adapter.verdicts
 
     # --- finding -------------------------------------------------------------------------------------
 
     def clip_grad_norm(
         self, max_norm: float, norm_type: float = 2.0, *, foreach: bool | None = None
     ) -> torch.Tensor:
-        """Looks at the gradients, then clips them as ``torch.nn.utils.clip_grad_norm_`` does.
+        """Scans the gradients, then clips them as ``torch.nn.utils.clip_grad_norm_`` does.
 
         Returns torch's total norm. Raises NonFiniteGradientError (``on_bad="stop"``) before anything is
-        clipped; also for a norm that overflows though every gradient is finite.
+        clipped; also for a norm that overflows though every gradient is finite. Inside a closure they are
+        clipped, and judged as they were before when it has returned.
         """
-        self._scan_gradients()
-        parameters = [p for p in self._all_parameters() if p.grad is not None]
-        # The two halves of clip_grad_norm_ (torch/nn/utils/clip_grad.py), with the verdict between them.
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], norm_type, foreach=foreach)
-        self._locator.set_gradient_norm(float(norm))
-        self._agree()
-        if self._skips_step:
-            return norm
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=foreach)
+        with self._driver.abandoning():
+            self._driver.scan_gradients()
+            parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            # The two halves of clip_grad_norm_ (torch/nn/utils/clip_grad.py), with the verdict between them.
+            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], norm_type, foreach=foreach)
+            self._driver.set_gradient_norm(float(norm))
+            if self._driver.agree() != _C.Decision.SKIP:
+                torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=foreach)
         return norm
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The wrapped optimizer's step. Gradients that ``clip_grad_norm`` has not looked at in this step
+        """The wrapped optimizer's step. Gradients that ``clip_grad_norm`` has not scanned in this step
         are scanned first; those that a closure computes, after each of its calls."""
-        try:
-            result = self._update() if closure is None else self.inner.step(lambda: self._evaluate(closure))
-        except _SkippedStep:
-            result = None
-        self._end_step()
+        with self._driver.abandoning():
+            try:
+                if closure is None:
+                    result = self._update()
+                else:
+                    result = self.inner.step(lambda: self._evaluate(closure))
+            except _SkippedStep:
+                result = None
+            self._driver.end_step()
         return result
 
     def _update(self) -> Any:
-        if not self._is_looked_at:
-            self._scan_gradients()
-            self._agree()
-        if self._skips_step:
+        if self._driver.look() == _C.Decision.SKIP:
             return None
-        self._rerun.begin_update()
-        try:
-            return self.inner.step()
-        finally:
-            self._rerun.end_update()
+        self._driver.begin_update()
+        return self.inner.step()
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        self._begin_closure(closure)
-        try:
-            with torch.enable_grad():
-                loss = closure()
-            loss = self._judge(loss, [_C.LossView(tensor) for _, tensor in losses_of(loss)])
-            if self._skips_step:
-                raise _SkippedStep
-        finally:
-            self._closure = None
-        return loss
+        evaluation = _Evaluation(self._adapter, self._driver, closure)
+        self._driver.begin_pass(evaluation)
+        loss = evaluation.run()
+        decision = self._driver.end_pass([_C.LossView(tensor) for _, tensor in losses_of(loss)])
+        if decision == _C.Decision.SKIP:
+            raise _SkippedStep
+        return evaluation.latest if decision == _C.Decision.RECOVERED else loss
+
+    def register_state(self, name: str, owner: Stateful) -> None:
+        """Something with ``state_dict`` and ``load_state_dict`` that the closure moves, such as the sampler
+        that it draws its batch from: saved before each closure, restored before it is executed again.
+        What cannot be restored is named in the verdict."""
+        self._driver.add_state(name, ObjectState(owner))
+
+    def remove(self) -> None:
+        """Takes the hooks of levels ``modules`` and ``operators`` off; the gradients are still scanned."""
+        self._driver.remove()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
-        self._is_looked_at = False
-
-    def _is_routine_overflow(self) -> bool:
-        """The scaler has found Inf in these gradients, will skip the step and lower its scale. Once the
-        scale is below 1 the gradients are not too large because of it."""
-        if self._grad_scaler is None or not self._grad_scaler.is_enabled():
-            return False
-        state = self._grad_scaler._per_optimizer_states[id(self)]
-        has_overflowed = any(found.item() for found in state["found_inf_per_device"].values())
-        return has_overflowed and self._grad_scaler.get_scale() >= 1.0
+        self._driver.forget_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.inner.add_param_group(param_group)
-        if hasattr(self, "_locator"):
-            self._take_parameters_again()
+        if "_driver" in vars(self):
+            self._driver.take_parameters_again()
 
     # --- the wrapped optimizer's own -----------------------------------------------------------------
 
@@ -197,3 +207,56 @@ class LocatingOptimizer(StepLocator, Optimizer):
 
     def __repr__(self) -> str:
         return f"LocatingOptimizer({self.inner!r})"
+
+
+class _Evaluation(PlainPass):
+    """One call of a closure."""
+
+    def __init__(self, adapter: PlainAdapter, driver: Any, closure: Callable[[], Any]) -> None:
+        super().__init__(adapter)
+        self._driver = driver
+        self._closure = closure
+        self.latest: Any = None  # what it returned last
+
+    def run(self) -> Any:
+        with torch.enable_grad(), self._before_clips():
+            self.latest = self._closure()
+        return self.latest
+
+    def run_again(self) -> Named:
+        with self._adapter.naming_modules():
+            return losses_of(self.run())
+
+    @contextlib.contextmanager
+    def _before_clips(self) -> Iterator[None]:
+        """``torch.nn.utils.clip_grad_norm_`` makes every gradient NaN where one is: scans them before."""
+
+        def clip(original: Callable[..., None], parameters: Any, *args: Any, **kwargs: Any) -> None:
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            if not set(self._adapter.tensors).isdisjoint(parameters):
+                self._driver.scan_gradients()
+            original(parameters, *args, **kwargs)
+
+        patches = Patches()
+        patches.wrap(clip_grad, "_clip_grads_with_norm_", clip)
+        try:
+            yield
+        finally:
+            patches.remove()
+
+
+class _OverflowOf:
+    """The loss scale, where the scaler has found Inf in the gradients of the optimizer with this id, will
+    leave its step out and lower the scale. Below 1 the gradients are not too large because of it. Gradients
+    are scanned unscaled."""
+
+    def __init__(self, scaler: "torch.amp.GradScaler", optimizer_id: int) -> None:
+        self._scaler = scaler
+        self._optimizer_id = optimizer_id
+
+    def __call__(self) -> LossScale | None:
+        state = self._scaler._per_optimizer_states[self._optimizer_id]
+        if not any(found.item() for found in state["found_inf_per_device"].values()):
+            return None
+        scale = self._scaler.get_scale()
+        return scale, scale >= 1.0, False

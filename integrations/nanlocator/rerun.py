@@ -1,5 +1,5 @@
-"""What the repeat of a bad step needs of Python: the generators of Python and numpy, a loss scaler.
-The repeat itself is C++ (nanlocator/step/step_rerun.hpp)."""
+"""What the re-run of a bad step needs of Python: the generators of Python and numpy, a loss scaler.
+The re-run itself is C++ (nanlocator/step/step_rerun.hpp)."""
 
 import copy
 import random

@@ -1,4 +1,4 @@
-"""What both integrations share: options with their environment variables, the connection between the
+"""What the integrations share: options with their environment variables, the connection between the
 ranks, and the end of a bad step."""
 
 import contextlib
@@ -8,7 +8,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -150,11 +150,9 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def raise_or_continue(verdict: dict[str, Any], on_bad: str, run_dir: str) -> None:
-    """Policy ``stop`` raises on every rank; ``report`` goes on. Among several ranks the error's text is the
+def raise_for(verdict: dict[str, Any], run_dir: str) -> NoReturn:
+    """The end of a run under policy ``stop``, on every rank. Among several ranks the error's text is the
     headline: rank 0 has printed the whole, and each rank's traceback is to be read beside the others'."""
-    if on_bad != "stop":
-        return
     error = whole = NonFiniteGradientError(_C.format_verdict(json.dumps(verdict), run_dir), verdict)
     if is_distributed():
         text = f"{_headline(str(whole))}\nRank 0 has printed the verdict; it is in {run_dir}/verdict.json"
@@ -184,16 +182,6 @@ def record_for_torchrun(error: BaseException) -> None:
         return
     with contextlib.suppress(OSError):
         get_error_handler().record_exception(error)
-
-
-def warn_of_other_bits(iteration: int, changed: int) -> None:
-    """What ``rerun="always"`` says of a good step whose repeat differs."""
-    if changed:
-        print(
-            f"nanlocator: step {iteration}: executed again from the same state, {changed} "
-            "gradients have other bits",
-            file=sys.stderr,
-        )
 
 
 def device_description(device: torch.device) -> str:

@@ -367,10 +367,18 @@ History GradientScanner::history() const {
 
 namespace {
 
+/// A count that is itself NaN, Inf or below zero counts nothing: it is not known.
+std::optional<std::int64_t> count_of(const at::Tensor& labels) {
+  constexpr double kLargest = 9007199254740992;  // 2^53: what a float64 counts exactly
+  const auto count = labels.item<double>();
+  if (!(count >= 0 && count <= kLargest)) return std::nullopt;
+  return static_cast<std::int64_t>(count);
+}
+
 void describe_loss(const LossView& loss, Sighting& sighting) {
   sighting.microbatch = loss.microbatch;
   sighting.chunk = loss.chunk;
-  if (loss.valid_labels.defined()) sighting.valid_labels = loss.valid_labels.item<std::int64_t>();
+  if (loss.valid_labels.defined()) sighting.valid_labels = count_of(loss.valid_labels);
 }
 
 }  // namespace

@@ -8,7 +8,8 @@
 #include <tuple>
 #include <utility>
 
-#include "locate/origin_text.hpp"
+#include "locate/detail.hpp"
+#include "locate/origin_facts.hpp"
 
 namespace nanlocator {
 namespace {
@@ -53,6 +54,7 @@ const Birth& root_of(const Ledger& ledger, const Birth& birth) {
   return *root;
 }
 
+/// In the order in which they were born: of several bad weights the one that was read first leads.
 std::vector<Root> roots_of(const RankEvidence& rank) {
   std::vector<Root> roots;
   std::map<const Birth*, std::size_t> known;
@@ -63,6 +65,7 @@ std::vector<Root> roots_of(const RankEvidence& rank) {
     if (is_new) roots.push_back({&rank, root, {}});
     if (&birth != root) roots[entry->second].descendants.push_back(&birth);
   }
+  std::ranges::sort(roots, {}, &Root::birth);  // all of one ledger's list
   return roots;
 }
 
@@ -78,12 +81,8 @@ bool has_values(const Birth& birth) {
 }
 
 bool has_value(const Birth& birth, double value) {
-  return std::ranges::any_of(
-      birth.operands, [&](const Operand& operand) { return operand.at_first_bad == value; });
-}
-
-bool is_empty(const Operand& operand) {
-  return std::ranges::find(operand.shape, 0) != operand.shape.end();
+  return std::ranges::any_of(birth.operands,
+                             [&](const Operand& operand) { return operand.at_first_bad == value; });
 }
 
 /// Mean over no labels: the loss divides zero by zero, or torch's own loss counts none.
@@ -93,13 +92,11 @@ bool is_empty_loss(const Birth& birth) {
   // of the labels is zero (all of them ignore_index).
   if (op.starts_with("aten::nll_loss")) return true;
   if (birth.sighting.phase != Phase::loss) return false;
-  const bool is_quotient =
-      op.starts_with("aten::div") && has_values(birth) &&
-      std::ranges::all_of(birth.operands, [](const Operand& operand) {
-        return operand.at_first_bad.value_or(operand.number.value_or(0)) == 0;
-      });
-  return is_quotient || (op.starts_with("aten::mean") && !birth.operands.empty() &&
-                         is_empty(birth.operands.front()));
+  const bool is_quotient = op.starts_with("aten::div") && has_values(birth) &&
+                           std::ranges::all_of(birth.operands, [](const Operand& operand) {
+                             return operand.at_first_bad.value_or(operand.number.value_or(0)) == 0;
+                           });
+  return is_quotient || detail_of(birth) == Detail::mean_of_nothing;
 }
 
 Cause cause_of_optimizer_birth(const Birth& birth) {
@@ -117,13 +114,16 @@ bool is_of_recomputation_only(const Birth& birth) {
 
 Cause cause_of_computation(const Birth& birth) {
   if (is_of_recomputation_only(birth)) return Cause::recompute_mismatch;
+  // Its author wrote the arithmetic: what it makes of finite inputs is its own doing.
+  if (!birth.custom_function.empty()) return Cause::operator_bug;
   if (birth.kind != BirthKind::inf && is_empty_loss(birth)) return Cause::empty_loss_mask;
   switch (birth.replay) {
     case ReplayConclusion::deterministic_overflow:
       return Cause::operator_overflow;
     case ReplayConclusion::deterministic_undefined:
     case ReplayConclusion::deterministic_custom:
-      return Cause::operator_undefined;
+      // What another library's operator should give for these inputs, its author knows.
+      return birth.is_custom_operator ? Cause::operator_bug : Cause::operator_undefined;
     case ReplayConclusion::deterministic_kernel:
       return Cause::operator_bug;
     case ReplayConclusion::varies:
@@ -188,52 +188,42 @@ bool is_of_empty_loss(const Root& root) {
   });
 }
 
-/// "aten::log of module encoder.norm".
-std::string who_of(const Birth& birth) {
+Fact fact_of(FactKind kind, const Birth& birth) {
   const Sighting& place = birth.sighting;
-  std::string text = place.op;
-  if (text.empty() && place.module.empty()) return "an unknown operator";
-  if (text.empty()) return "module " + place.module;
-  if (!place.module.empty()) text += " of module " + place.module;
-  return text;
+  return {.kind = kind,
+          .phase = place.phase,
+          .bad = bad_count(place.stats),
+          .parameter = place.parameter,
+          .module = place.module,
+          .op = place.op,
+          .role = place.role};
 }
 
-std::string sentence_of(const Birth& birth) {
-  const std::string bad = describe_bad(birth.sighting.stats);
-  const std::string place = birth.sighting.role;
-  const std::string parameter = birth.sighting.parameter;
-  switch (birth.kind) {
+FactKind kind_of(BirthKind kind) {
+  switch (kind) {
     case BirthKind::nan:
-      return who_of(birth) + " made " + bad + " in its " + place + ", though its inputs are finite";
-    case BirthKind::nan_from_inf:
-      return who_of(birth) + " made " + bad + " in its " + place +
-             " of inputs that hold Inf and no NaN";
     case BirthKind::inf:
-      return who_of(birth) + " made " + bad + " in its " + place + ", though its inputs are finite";
+      return FactKind::made_from_finite;
+    case BirthKind::nan_from_inf:
+      return FactKind::made_from_inf;
     case BirthKind::literal:
-      return who_of(birth) + " wrote " + bad + ": a number that was not finite was handed to it";
+      return FactKind::wrote_literal;
     case BirthKind::weight:
-      return "the parameter " + parameter + " held " + bad + " before the pass began";
+      return FactKind::weight_was_bad;
     case BirthKind::buffer:
-      return "the buffer " + parameter + " held " + bad + " before the pass began";
+      return FactKind::buffer_was_bad;
     case BirthKind::data:
-      return (parameter.empty() ? std::string("a tensor") : parameter) +
-             " from outside the model held " + bad + " before the pass began; " + who_of(birth) +
-             " read it first";
+      return FactKind::data_was_bad;
     case BirthKind::memory:
-      return (parameter.empty() ? "a tensor that " + who_of(birth) + " read"
-                                : "the gradient of " + parameter) +
-             " held " + bad +
-             ", though it was finite when it was last written and no operator wrote to it since";
+      return FactKind::memory_changed;
     case BirthKind::opaque:
-      return bad + " came from a computation that PyTorch's dispatcher does not see; " +
-             who_of(birth) + " read it first";
+      return FactKind::came_from_opaque_call;
     case BirthKind::user_hook:
-      return "a hook of the user made " + bad + " with " + birth.sighting.op;
+      return FactKind::made_by_hook;
     case BirthKind::collective:
-      return bad + " came out of a collective; " + who_of(birth) + " read it first";
+      return FactKind::came_from_collective;
   }
-  return bad;
+  return FactKind::made_from_finite;
 }
 
 /// What the birth and its descendants reached.
@@ -250,113 +240,49 @@ std::vector<Reached> reached_by(const Root& root) {
   return all;
 }
 
-std::string reached_text(const Root& root) {
+Fact reached_fact(const Root& root) {
   // The watch follows modules, not values: it knows the last one that met the bad one.
   const auto& own = root.birth->reached;
   if (!own.empty() && own.front().kind == ReachedKind::module) {
-    return "it was last seen in module " + own.front().name;
+    return {.kind = FactKind::last_seen_in, .module = own.front().name};
   }
-  const auto reached = reached_by(root);
-  const auto count = [&](ReachedKind kind) {
-    return std::ranges::count(reached, kind, &Reached::kind);
-  };
-  std::vector<std::string> parts;
-  if (count(ReachedKind::loss) > 0) parts.emplace_back("the loss");
-  if (const auto parameters = count(ReachedKind::parameter); parameters > 0) {
-    const std::string& first =
-        std::ranges::find(reached, ReachedKind::parameter, &Reached::kind)->name;
-    parts.push_back("the gradients of " + (parameters == 1 ? first
-                                                           : std::to_string(parameters) +
-                                                                 " parameters, first of " + first));
+  Fact fact{.kind = FactKind::reached};
+  std::int64_t parameters = 0;
+  for (const Reached& reached : reached_by(root)) {
+    switch (reached.kind) {
+      case ReachedKind::loss:
+        fact.loss = true;
+        break;
+      case ReachedKind::other_ranks:
+        fact.other_ranks = true;
+        break;
+      case ReachedKind::parameter:
+        if (++parameters == 1) fact.parameter = reached.name;
+        break;
+      case ReachedKind::module:
+        break;
+    }
   }
-  if (count(ReachedKind::other_ranks) > 0) parts.emplace_back("other ranks");
-  std::string text = "it reached ";
-  for (std::size_t i = 0; i < parts.size(); ++i) {
-    text += (i == 0 ? "" : i + 1 < parts.size() ? ", " : " and ") + parts[i];
-  }
-  return text;
+  if (parameters > 0) fact.count = parameters;
+  return fact;
 }
 
-/// Where memory that was bad when it was read is from; "" of what an operator computed.
-std::string found_text(const Birth& birth) {
-  if (birth.reader.empty()) return "";
-  std::string text;
-  if (birth.last_seen == LastSeen::finite) {
-    text = "finite when " + birth.writer + " wrote it";
-    text += birth.inside.empty()
-                ? "; no operator has written it since"
-                : "; " + birth.inside + " may have written it since, off the dispatcher";
-  } else if (birth.last_seen == LastSeen::allocated) {
-    text = "allocated by " + birth.writer +
-           (birth.inside.empty() ? std::string() : " inside " + birth.inside) +
-           " and bad before any operator wrote it: computed off the dispatcher, or memory that was "
-           "never written";
-  } else if (birth.kind == BirthKind::collective) {
-    text = "received by " + birth.writer;
-  } else if (!birth.inside.empty()) {
-    text = "made by " + birth.inside + " off the dispatcher";
-  } else {
-    text = "no operator of this pass made it";
-  }
-  return text + ", read by " + birth.reader + " when it was found";
+/// Where memory that was bad when it was read is from; empty of what an operator computed.
+std::optional<Fact> history_of_memory(const Birth& birth) {
+  if (birth.reader.empty()) return std::nullopt;
+  const FactKind kind = birth.last_seen == LastSeen::finite      ? FactKind::finite_when_written
+                        : birth.last_seen == LastSeen::allocated ? FactKind::allocated_not_written
+                        : birth.kind == BirthKind::collective    ? FactKind::received_by
+                        : !birth.inside.empty()                  ? FactKind::made_off_dispatcher
+                                                                 : FactKind::made_before_pass;
+  return Fact{.kind = kind, .op = birth.reader, .writer = birth.writer, .inside = birth.inside};
 }
 
-/// Only fp16 has less range than fp32: what overflows in bf16 overflows in fp32.
-std::string remedy_of_overflow(const std::string& module, const Sighting& place) {
-  if (place.dtype == "bfloat16" || place.dtype == "float32") {
-    return "scale what goes into " + module + ": it leaves the range of " + place.dtype +
-           ", 3.4e38";
-  }
-  std::string remedy = "run " + module + " in fp32, or scale what goes into it";
-  if (place.dtype == "float16" && !place.module.empty()) {
-    remedy += "; under autocast: nanlocator.transformers.no_autocast(model.get_submodule(\"" +
-              place.module + "\"))";
-  }
-  return remedy;
-}
-
-std::string action_of(Cause cause, const Birth& birth) {
-  const std::string module =
-      birth.sighting.module.empty() ? "the operator" : "module " + birth.sighting.module;
-  switch (cause) {
-    case Cause::bad_weight:
-      return "check the checkpoint that was loaded, and the optimizer step before this one";
-    case Cause::bad_buffer:
-      return "look at what computes the buffer " + birth.sighting.parameter;
-    case Cause::bad_input:
-      return "inspect the samples of this batch; the tensor is in the bundle";
-    case Cause::empty_loss_mask:
-      return "guard the loss against a batch without valid labels: divide by max(count, 1)";
-    case Cause::operator_overflow:
-      return remedy_of_overflow(module, birth.sighting);
-    case Cause::operator_undefined:
-      return "add an epsilon to, or clamp, what goes into " + birth.sighting.op + " in " + module;
-    case Cause::operator_bug:
-      return "give the kernel's authors the bundle: nanlocator replay --export-python";
-    case Cause::memory_corruption:
-      return "test this device's memory before using it again; look for a kernel that writes out "
-             "of bounds";
-    case Cause::not_reproduced:
-      return "repeat the step a few times on this device and on another; test the device before "
-             "using it again";
-    case Cause::collective_result:
-      return "look at the ledgers of the other members of the collective";
-    case Cause::optimizer_state:
-      return "look at the optimizer's state (moments) of the parameters; reset it or load an older "
-             "checkpoint";
-    case Cause::optimizer_update:
-      return "look at the optimizer's epsilon and learning rate for this parameter";
-    case Cause::recompute_mismatch:
-      return "find what differs between the two executions of " + module +
-             ": random numbers, autocast, or state that the first one moved";
-    case Cause::loss_scale:
-      return "none: the scaler leaves the step out and lowers its scale; look again where that "
-             "happens step after step";
-    case Cause::user_hook:
-      return birth.stack.empty() ? "look at the hooks that are registered on this tensor"
-                                 : "look at the hook at " + birth.stack.front();
-    default:
-      return birth.bundle.empty() ? "look at " + who_of(birth) : "look at the inputs in the bundle";
+void add_replay(Facts& facts, const Birth& birth) {
+  for (const std::string& line : birth.replay_lines) {
+    facts.push_back({.kind = FactKind::replayed,
+                     .conclusion = std::string(name_of(birth.replay)),
+                     .text = line});
   }
 }
 
@@ -375,68 +301,73 @@ Origin origin_of(const Root& root) {
   origin.module = place.module;
   origin.op = place.op;
   origin.parameter = place.parameter;
-  // What reached gradients and no loss is told with the first of them.
+  // What reached gradients and no loss is listed under the first of them.
   if (origin.parameter.empty() && !birth.reached.empty() &&
       birth.reached.front().kind == ReachedKind::parameter) {
     origin.parameter = birth.reached.front().name;
   }
   origin.tensor = tensor_of(place);
   origin.bundle = birth.bundle;
+  origin.forward_op = birth.forward_op;
+  origin.custom_function = birth.custom_function;
+  origin.code = birth.code;
+  if (origin.tensor) origin.tensor->extent = birth.extent;
   origin.cause = is_of_loss_scale(root) ? Cause::loss_scale : cause_of(birth);
   if (is_of_empty_loss(root)) origin.cause = Cause::empty_loss_mask;
+  origin.detail = detail_of(birth);
   const bool accuses_machine =
       origin.cause == Cause::not_reproduced || origin.cause == Cause::memory_corruption;
   // How large the gradient is without the loss scale, an infinity does not tell.
   const bool is_sure = !birth.is_module_inferred && birth.kind != BirthKind::opaque &&
                        !accuses_machine && origin.cause != Cause::loss_scale;
-  origin.confidence = is_sure ? Confidence::high : Confidence::medium;
-  auto& evidence = origin.evidence;
-  evidence.push_back(sentence_of(birth));
+  origin.place_confidence = is_sure ? Confidence::high : Confidence::medium;
+  Facts& facts = origin.facts;
+  facts.push_back(fact_of(kind_of(birth.kind), birth));
   if (origin.cause == Cause::loss_scale) {
-    evidence.push_back("all gradients of this step are multiplied by " +
-                       short_number(*root.rank->ledger().loss_scale) +
-                       ", a loss scale that falls after an overflow");
+    facts.push_back(
+        {.kind = FactKind::scaled_by_loss_scale, .value = root.rank->ledger().loss_scale});
   }
   if (origin.cause == Cause::memory_corruption) {
-    evidence.emplace_back(
-        "not excluded: a kernel off the dispatcher, or another process, that wrote there");
+    facts.push_back({.kind = FactKind::other_writers_possible});
   }
   if (has_values(birth)) {
-    std::string text;
+    Fact values{.kind = FactKind::values_at_first_bad};
     for (const Operand& operand : birth.operands) {
-      if (!operand.at_first_bad) continue;
-      text += (text.empty() ? "" : ", ") + operand.name + " = " +
-              short_number(*operand.at_first_bad);
+      const auto value = operand.at_first_bad ? operand.at_first_bad : operand.number;
+      if (value) values.values.emplace_back(operand.name, *value);
     }
-    evidence.push_back("at the first bad element: " + text);
+    facts.push_back(std::move(values));
   }
   if (origin.cause == Cause::recompute_mismatch) {
-    evidence.push_back("it was computed again in backward (" + birth.node +
-                       "); the first execution, from which the loss was made, was finite");
+    facts.push_back({.kind = FactKind::computed_again, .node = birth.node});
   } else if (!birth.forward_op.empty() || !birth.node.empty()) {
-    evidence.push_back("in backward node " + birth.node +
-                       (birth.forward_op.empty() ? "" : ", the derivative of " + birth.forward_op));
+    facts.push_back({.kind = FactKind::derivative_of, .op = birth.forward_op, .node = birth.node});
   }
-  for (const std::string& line : birth.replay_lines) evidence.push_back(line);
+  add_replay(facts, birth);
   if (!root.descendants.empty()) {
-    const Birth& next = *root.descendants.front();
-    evidence.push_back("it became " + describe_bad(next.sighting.stats) + " in " + who_of(next) +
-                       " (" + std::string(name_of(next.sighting.phase)) + ")");
+    facts.push_back(fact_of(FactKind::became, *root.descendants.front()));
   }
-  evidence.push_back(reached_text(root));
+  facts.push_back(reached_fact(root));
   if (birth.is_module_inferred) {
-    evidence.push_back("no module was entered: " + place.module +
-                       " is the one whose parameter was used last");
+    facts.push_back({.kind = FactKind::module_inferred, .module = place.module});
   }
   if (!birth.literal_op.empty()) {
-    evidence.push_back("the Inf is a literal, of " + birth.literal_op);
+    facts.push_back({.kind = FactKind::literal_of, .op = birth.literal_op});
   }
-  if (auto found = found_text(birth); !found.empty()) evidence.push_back(std::move(found));
+  if (auto history = history_of_memory(birth)) facts.push_back(*std::move(history));
+  if (!birth.weights.empty()) {
+    Fact weights{.kind = FactKind::weights_magnitude};
+    for (const Magnitude& weight : birth.weights) {
+      weights.values.emplace_back(weight.parameter, weight.absmax);
+    }
+    facts.push_back(std::move(weights));
+  }
   for (std::size_t i = 0; i < std::min(kMostInputs, birth.operands.size()); ++i) {
-    evidence.push_back("input " + describe_operand(birth.operands[i]));
+    facts.push_back({.kind = FactKind::input, .operand = birth.operands[i]});
   }
-  if (!birth.stack.empty()) evidence.push_back("called at " + birth.stack.front());
-  origin.action = action_of(origin.cause, birth);
+  if (birth.framework_code) {
+    facts.push_back({.kind = FactKind::called_in_framework, .code = birth.framework_code});
+  }
   return origin;
 }
 
@@ -450,47 +381,35 @@ void add_rank(Origin& origin, const RankEvidence& rank) {
 }
 
 /// A step after which every weight is NaN has one fault, not one per weight: the first that was
-/// read is told, and how many others there are on the same ranks.
+/// read is named, and how many others there are on the same ranks.
 void merge_bad_weights(std::vector<BornOrigin>& born) {
-  struct Further {
-    std::size_t count = 0;
-    std::string names;
-  };
   std::map<std::vector<int>, std::size_t> first_by_ranks;
   std::vector<BornOrigin> kept;
-  std::map<std::size_t, Further> further;
+  std::map<std::size_t, Fact> further;
   for (BornOrigin& each : born) {
     if (each.origin.cause == Cause::bad_weight) {
       const auto [entry, is_new] = first_by_ranks.try_emplace(each.origin.candidates, kept.size());
       if (!is_new) {
-        Further& others = further[entry->second];
-        if (++others.count <= kMostNames) {
-          others.names += (others.names.empty() ? "" : ", ") + each.origin.parameter;
-        }
+        Fact& others = further[entry->second];
+        others.kind = FactKind::further_weights_bad;
+        others.count = others.count.value_or(0) + 1;
+        if (others.names.size() < kMostNames) others.names.push_back(each.origin.parameter);
         continue;
       }
     }
     kept.push_back(std::move(each));
   }
-  for (const auto& [first, others] : further) {
-    auto& evidence = kept[first].origin.evidence;
-    evidence.insert(evidence.begin() + 1, std::to_string(others.count) +
-                                              (others.count == 1 ? " further parameter was"
-                                                                 : " further parameters were") +
-                                              " bad before the pass, too: " + others.names +
-                                              (others.count > kMostNames ? ", ..." : ""));
-  }
+  for (auto& [first, others] : further) kept[first].origin.facts.push_back(std::move(others));
   born = std::move(kept);
 }
 
-/// The same operator in several microbatches is one fault, told with the first of them.
+/// The same operator in several microbatches is one fault, listed under the first of them.
 void describe_microbatches(BornOrigin& born) {
   if (born.microbatches.empty()) return;
   born.origin.microbatch = *born.microbatches.begin();
   if (born.microbatches.size() < 2) return;
-  born.origin.evidence.insert(born.origin.evidence.begin() + 1,
-                              "the same in " + std::to_string(born.microbatches.size()) +
-                                  " microbatches of this step; this is the first of them");
+  born.origin.facts.push_back({.kind = FactKind::same_in_microbatches,
+                               .count = static_cast<std::int64_t>(born.microbatches.size())});
 }
 
 }  // namespace
@@ -510,7 +429,7 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
   for (const Root& root : roots) {
     const auto [entry, is_new] = known.try_emplace(identity_of(*root.birth), born.size());
     if (is_new) {
-      born.push_back({origin_of(root), {}, {}});
+      born.push_back({.origin = origin_of(root), .is_received = is_received(root)});
     } else if (Origin& origin = born[entry->second].origin;
                origin.candidates.back() != root.rank->rank()) {
       add_rank(origin, *root.rank);
@@ -528,10 +447,7 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
     describe_microbatches(each);
     Origin& origin = each.origin;
     if (origin.candidates.size() < 2) continue;
-    origin.evidence.insert(
-        origin.evidence.begin() + 1,
-        "the same on " + describe_rank_count({origin.candidates.begin(), origin.candidates.end()}) +
-            ": a common cause, not a fault of one device");
+    origin.facts.push_back({.kind = FactKind::same_on_ranks, .ranks = origin.candidates});
   }
   return born;
 }
@@ -557,7 +473,7 @@ RerunOutcome rerun_of(const Incident& incident) {
   return outcome;
 }
 
-std::vector<std::string> describe_rerun(const Incident& incident, const RerunOutcome& outcome) {
+Facts facts_of_rerun(const Incident& incident, const RerunOutcome& outcome) {
   if (!outcome.done) return {};
   std::int64_t gradients = 0;
   std::int64_t changed = 0;
@@ -569,33 +485,23 @@ std::vector<std::string> describe_rerun(const Incident& incident, const RerunOut
     changed += rerun->changed;
     if (rerun->control_reproduced) control = control.value_or(false) || *rerun->control_reproduced;
   }
-  std::vector<std::string> sentences;
+  Facts facts;
   if (!outcome.reproduced) {
-    sentences.push_back("the step was repeated, but the repeat did not come to its end");
+    facts.push_back({.kind = FactKind::rerun_not_completed});
+  } else if (*outcome.reproduced && changed == 0) {
+    facts.push_back({.kind = FactKind::rerun_identical, .count = gradients});
   } else if (*outcome.reproduced) {
-    sentences.push_back(changed == 0
-                            ? "the step was repeated and came out bit-identical (" +
-                                  std::to_string(gradients) + " gradients): deterministic"
-                            : "the step was repeated and is bad again, with other bits in " +
-                                  std::to_string(changed) + " of " + std::to_string(gradients) +
-                                  " gradients: something in it is not deterministic");
+    facts.push_back({.kind = FactKind::rerun_differs, .count = changed, .of = gradients});
   } else {
-    sentences.push_back(
-        "the step was repeated with the same data, weights and random numbers, and "
-        "came out finite");
+    facts.push_back({.kind = FactKind::rerun_clean});
     if (control) {
-      sentences.push_back(*control ? "a second repeat, without the trace, is bad again: it depends "
-                                     "on timing, as a race or uninitialised memory does"
-                                   : "a second repeat, without the trace, is finite, too");
+      facts.push_back({.kind = *control ? FactKind::control_bad : FactKind::control_clean});
     }
   }
   if (!outcome.not_restored.empty()) {
-    std::string text = "not put back before the repeat:";
-    for (const std::string& name : outcome.not_restored) text += " " + name + ";";
-    text.back() = '.';
-    sentences.push_back(text);
+    facts.push_back({.kind = FactKind::not_restored, .names = outcome.not_restored});
   }
-  return sentences;
+  return facts;
 }
 
 }  // namespace nanlocator

@@ -18,6 +18,7 @@ namespace nanlocator {
 /// An origin that was seen being born, with what decides which others it explains.
 struct BornOrigin {
   Origin origin;
+  bool is_received = false;       // it came out of a collective
   std::set<int> microbatches;     // in which it was born; empty: not known
   std::set<std::string> reached;  // parameters whose gradients it made bad
 };
@@ -28,11 +29,10 @@ struct BornOrigin {
 [[nodiscard]] std::vector<BornOrigin> origins_of_births(const Incident& incident,
                                                         bool has_crossings);
 
-/// The repeat of the step as the ranks saw it together.
+/// The re-run of the step as the ranks saw it together.
 [[nodiscard]] RerunOutcome rerun_of(const Incident& incident);
 
-/// Sentences about the repeat, for the evidence of every origin; `outcome` is rerun_of(incident).
-[[nodiscard]] std::vector<std::string> describe_rerun(const Incident& incident,
-                                                      const RerunOutcome& outcome);
+/// For every origin; `outcome` is rerun_of(incident).
+[[nodiscard]] Facts facts_of_rerun(const Incident& incident, const RerunOutcome& outcome);
 
 }  // namespace nanlocator

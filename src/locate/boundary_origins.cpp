@@ -6,13 +6,13 @@
 #include <tuple>
 #include <utility>
 
-#include "locate/origin_text.hpp"
+#include "locate/origin_facts.hpp"
 
 namespace nanlocator {
 namespace {
 
-/// Sentences of origins that were folded into one, beyond its own.
-constexpr std::size_t kMostFolded = 4;
+/// Facts of origins that were folded into one, beyond its own.
+constexpr std::ptrdiff_t kMostFolded = 10;
 
 /// Ranks that hold the same place but for tensor parallelism, at one point of the program: without
 /// sequence parallelism they compute the same from the same, so where all of them are bad at once
@@ -24,35 +24,8 @@ using Lockstep =
 using Identity =
     std::tuple<std::vector<int>, FoundIn, Phase, Cause, int, std::string, std::string, std::string>;
 
-/// "activations", or what else is handed on in the phase.
-std::string cargo_of(Phase phase) {
-  switch (phase) {
-    case Phase::forward:
-      return "activations";
-    case Phase::backward:
-      return "gradients";
-    case Phase::grad_reduced:
-      return "parameter gradients";
-    default:
-      return "values";
-  }
-}
-
-std::string microbatch_text(const Sighting& sighting) {
-  return sighting.microbatch ? " of microbatch " + std::to_string(*sighting.microbatch) : "";
-}
-
-/// "12 NaN of 8,192".
-std::string share_text(const TensorStats& stats) {
-  return describe_bad(stats) + " of " + counted(stats.numel);
-}
-
-/// "the all_reduce of module decoder.layers.1.mlp.linear_fc2 (tp, ranks 2-3)".
-std::string collective_text(const Sighting& sighting, const Meeting& meeting) {
-  std::string text = sighting.op.empty() ? "a collective" : "the " + sighting.op;
-  if (!sighting.module.empty()) text += " of module " + sighting.module;
-  return text + " (" + sighting.crossing->group + ", " +
-         describe_rank_count({meeting.givers.begin(), meeting.givers.end()}) + ")";
+bool is_sum(const std::string& op) {
+  return op.find("reduce") != std::string::npos;
 }
 
 class Finder {
@@ -61,10 +34,10 @@ class Finder {
       : incident_(incident), crossings_(crossings) {}
 
   BoundaryOrigins run() {
-    drop_healed_replicas();
+    find_masked_replicas();
     find_births_on_ranks();
     find_faults_between_ranks();
-    settle_what_silent_ranks_passed_on();
+    settle_what_silent_ranks_sent();
     fold_microbatches();
     std::ranges::stable_sort(drafts_, {}, [](const Draft& draft) {
       const Origin& origin = draft.found.origin;
@@ -95,7 +68,7 @@ class Finder {
     return place.evidence == nullptr || !Crossings::is_watching(*place.evidence);
   }
 
-  /// Ranks of the replica, and ranks of unknown place, that did not say what they handed on.
+  /// Ranks of the replica, and ranks of unknown place, that did not say what they sent.
   std::set<int> blind_in(int replica) const {
     std::set<int> blind(incident_.unplaced().begin(), incident_.unplaced().end());
     const auto found = blind_by_replica_.find(replica);
@@ -107,7 +80,7 @@ class Finder {
 
   /// A bad value that reached neither a loss nor a gradient was masked, and meant or harmless: it
   /// explains nothing. Said only where every rank of the replica answered.
-  void drop_healed_replicas() {
+  void find_masked_replicas() {
     std::map<int, bool> is_harmful;
     for (const Place& place : incident_.places()) {
       const int replica = incident_.replica_of(place);
@@ -123,18 +96,17 @@ class Finder {
     for (const BoundaryEvent& event : crossings_.events()) {
       if (event.role == BoundaryRole::loss) is_harmful[replica_of(event.rank->rank())] = true;
     }
-    std::set<int> healed;
+    std::set<int> masked;
     for (const BoundaryEvent& event : crossings_.events()) {
       if (event.sighting->phase > Phase::backward) continue;
       const int replica = replica_of(event.rank->rank());
       if (is_harmful[replica] || !incident_.unplaced().empty()) continue;
-      healed_.insert(replica);
-      healed.insert(event.rank->rank());
+      masked_.insert(replica);
+      masked.insert(event.rank->rank());
     }
-    if (healed.empty()) return;
-    found_.notes.push_back("what " + describe_rank_count(healed) +
-                           " handed on was not finite, but reached neither a loss nor a gradient: "
-                           "it was masked, and counts as meant");
+    if (masked.empty()) return;
+    found_.facts.push_back(
+        {.kind = FactKind::masked_values, .ranks = {masked.begin(), masked.end()}});
   }
 
   // ---- born on a rank: sent, or a loss, with nothing before it ----
@@ -145,7 +117,7 @@ class Finder {
       const Sighting& sighting = *event.sighting;
       if (event.is_explained || event.role == BoundaryRole::received) continue;
       if (sighting.phase > Phase::backward) continue;  // the gradient rules judge those
-      if (healed_.contains(replica_of(event.rank->rank()))) continue;
+      if (masked_.contains(replica_of(event.rank->rank()))) continue;
       const auto& at = event.rank->coordinates();
       groups[{at.dp.rank, at.cp.rank, at.pp.rank, sighting.phase, sighting.microbatch.value_or(-1),
               sighting.chunk.value_or(-1), sighting.module, sighting.op,
@@ -177,65 +149,50 @@ class Finder {
                                           : Confidence::medium,
                                 {ranks.begin(), ranks.end()});
     set_place(origin, sighting);
-    auto& evidence = origin.evidence;
-    evidence.push_back(is_loss ? loss_text(sighting, ranks) : sent_text(first, ranks));
-    evidence.push_back(
-        is_loss ? "everything that crossed to and from " + describe_rank_count(ranks) +
-                      " before it in this microbatch was finite: it was born there, between the "
-                      "last of these crossings and the loss"
-                : "everything that " + describe_rank_count(ranks) +
-                      " had received before it in this microbatch was finite: it was born there, "
-                      "between the last crossing and this one");
-    if (ranks.size() > 1) {
-      evidence.push_back(
-          "these tensor-parallel ranks are bad at the same point of the program: they compute the "
-          "same from the same there, or cannot be told apart");
-    }
+    const std::vector<int> on(ranks.begin(), ranks.end());
+    Facts& facts = origin.facts;
+    facts.push_back(is_loss ? loss_fact(sighting, on) : sent_fact(first, on));
+    facts.push_back({.kind = FactKind::received_finite_before, .ranks = on, .loss = is_loss});
+    if (ranks.size() > 1) facts.push_back({.kind = FactKind::lockstep_ranks});
     if (!is_loss) add_mates(origin, first, ranks);
     add_weights(origin, ranks);
-    if (!is_whole) {
-      evidence.push_back(
-          "the ledger is cut off: something bad that it received may be missing from it");
-    }
-    if (is_empty_loss) {
-      origin.action =
-          "guard the loss against a microbatch without valid labels: divide by max(count, 1)";
-    } else {
-      evidence.push_back("missing for the cause: the operator, which this level does not see");
-      origin.action = "trace the operators of " + describe_rank_count(ranks) + " in " +
-                      std::string(name_of(sighting.phase)) + microbatch_text(sighting) +
-                      (sighting.module.empty() ? "" : ", before " + sighting.module + " hands on") +
-                      ": repeat the step with level operators";
-    }
+    if (!is_whole) facts.push_back({.kind = FactKind::ledger_cut_off});
+    if (!is_empty_loss) facts.push_back({.kind = FactKind::missing_operator});
     add(std::move(origin), is_whole ? FoundIn::sent : FoundIn::unseen, sighting, replica);
   }
 
-  static std::string loss_text(const Sighting& sighting, const std::set<int>& ranks) {
-    std::string text = "the loss" + microbatch_text(sighting) + " holds " +
-                       describe_bad(sighting.stats) + " on " + describe_rank_count(ranks);
-    if (sighting.valid_labels) {
-      text += *sighting.valid_labels == 0
-                  ? "; it counts no valid label: zero divided by zero"
-                  : "; it counts " + counted(*sighting.valid_labels) + " valid labels";
-    }
-    return text;
+  static Fact fact_of(FactKind kind, const Sighting& sighting, const std::vector<int>& ranks) {
+    return {.kind = kind,
+            .ranks = ranks,
+            .phase = sighting.phase,
+            .microbatch = sighting.microbatch,
+            .bad = bad_count(sighting.stats)};
   }
 
-  std::string sent_text(const BoundaryEvent& event, const std::set<int>& ranks) const {
+  static Fact loss_fact(const Sighting& sighting, const std::vector<int>& ranks) {
+    Fact fact = fact_of(FactKind::loss_bad, sighting, ranks);
+    fact.count = sighting.valid_labels;
+    return fact;
+  }
+
+  Fact sent_fact(const BoundaryEvent& event, const std::vector<int>& ranks) const {
     const Sighting& sighting = *event.sighting;
     const Meeting& meeting = crossings_.meetings()[event.meeting];
-    std::string text = describe_rank_count(ranks);
-    if (meeting.receiver && ranks.size() == 1) {
-      text += " sent " + share_text(sighting.stats) + " " + cargo_of(sighting.phase) +
-              microbatch_text(sighting) + " to rank " + std::to_string(*meeting.receiver);
-    } else if (meeting.receiver) {
-      text += " each sent bad " + cargo_of(sighting.phase) + microbatch_text(sighting) +
-              " on, the first " + share_text(sighting.stats);
-    } else {
-      text += " put " + share_text(sighting.stats) + " " + cargo_of(sighting.phase) +
-              microbatch_text(sighting) + " into " + collective_text(sighting, meeting);
+    if (meeting.receiver) {
+      Fact fact = fact_of(FactKind::sent_bad, sighting, ranks);
+      if (ranks.size() == 1) fact.peers = {*meeting.receiver};
+      return fact;
     }
-    return text + ", in " + std::string(name_of(sighting.phase));
+    Fact fact = fact_of(FactKind::gave_bad, sighting, ranks);
+    name_collective(fact, sighting, meeting);
+    return fact;
+  }
+
+  static void name_collective(Fact& fact, const Sighting& sighting, const Meeting& meeting) {
+    fact.op = sighting.op;
+    fact.module = sighting.module;
+    fact.group = sighting.crossing->group;
+    fact.peers = meeting.givers;
   }
 
   bool has_unknown_mates(const BoundaryEvent& event) const {
@@ -263,11 +220,12 @@ class Finder {
       }
     }
     if (!finite.empty()) {
-      origin.evidence.push_back("what " + describe_rank_count(finite) + " put into it was finite");
+      origin.facts.push_back(
+          {.kind = FactKind::mates_gave_finite, .ranks = {finite.begin(), finite.end()}});
     }
     if (!unknown.empty()) {
-      origin.evidence.push_back("what " + describe_rank_count(unknown) +
-                                " put into it is not known");
+      origin.facts.push_back(
+          {.kind = FactKind::mates_unknown, .ranks = {unknown.begin(), unknown.end()}});
     }
   }
 
@@ -278,8 +236,8 @@ class Finder {
              rank->bad(Phase::params_before).empty();
     });
     if (are_clean) {
-      origin.evidence.push_back("the parameters of " + describe_rank_count(ranks) +
-                                " were finite before the step");
+      origin.facts.push_back(
+          {.kind = FactKind::weights_finite, .ranks = {ranks.begin(), ranks.end()}});
     }
   }
 
@@ -297,7 +255,7 @@ class Finder {
       }
       const Sighting& sighting = *crossings_.events()[meeting.received.front()].sighting;
       const int replica = replica_of(*receivers.begin());
-      if (sighting.phase <= Phase::backward && healed_.contains(replica)) continue;
+      if (sighting.phase <= Phase::backward && masked_.contains(replica)) continue;
       if (meeting.givers.empty() || !unknown.empty()) {
         // Where gradients are reduced, the gradient rules know what silent ranks leave open.
         if (sighting.phase <= Phase::backward) {
@@ -311,11 +269,10 @@ class Finder {
 
   void add_between_ranks(const Meeting& meeting, const Sighting& sighting,
                          const std::set<int>& receivers, int replica) {
-    const bool is_sum = !meeting.receiver && sighting.op.find("reduce") != std::string::npos;
-    const auto overflow =
-        is_sum ? overflow_in_sum_hint(sighting, meeting.givers.size()) : std::nullopt;
-    const std::set<int> givers(meeting.givers.begin(), meeting.givers.end());
-    std::set<int> clean = givers;
+    auto overflow = !meeting.receiver && is_sum(sighting.op)
+                        ? sum_near_overflow(sighting, meeting.givers.size())
+                        : std::nullopt;
+    std::set<int> clean(meeting.givers.begin(), meeting.givers.end());
     for (const int rank : receivers) clean.erase(rank);
     const bool is_own_copy = !meeting.receiver && !clean.empty();
     Origin origin = make_origin(incident_, sighting.phase,
@@ -325,32 +282,39 @@ class Finder {
                                 receivers.size() == 1 ? Confidence::high : Confidence::medium,
                                 {receivers.begin(), receivers.end()});
     set_place(origin, sighting);
-    auto& evidence = origin.evidence;
-    const std::string cargo = "finite " + cargo_of(sighting.phase) + microbatch_text(sighting);
-    if (meeting.receiver) {
-      evidence.push_back(describe_rank_count(givers) + " sent " + cargo + " to " +
-                         describe_rank_count(receivers) + ", which received " +
-                         share_text(sighting.stats));
-      origin.action =
-          "look at what touches the message between the two looks: a buffer that is freed or "
-          "written to while " +
-          describe_rank_count(givers) + " still sends it, the link, and the memory of " +
-          describe_rank_count(receivers);
-    } else {
-      evidence.push_back(describe_rank_count(givers) + " put " + cargo + " into " +
-                         collective_text(sighting, meeting) + ", and " +
-                         describe_rank_count(receivers) + " got " + share_text(sighting.stats) +
-                         " out of it");
-      evidence.push_back(is_own_copy ? "what " + describe_rank_count(clean) +
-                                           " got out of it is finite: its link, its "
-                                           "memory, or the collective's last step on " +
-                                           describe_rank_count(receivers)
-                                     : "every member has it: the members cannot be told apart");
-      origin.action = "repeat the collective on known values over " + describe_rank_count(givers) +
-                      ", and check the links and the memory of " + describe_rank_count(receivers);
+    if (sighting.phase > Phase::backward) {
+      origin.parameter = reduced_parameter(sighting, *receivers.begin());
     }
-    if (overflow) evidence.push_back(*overflow);
+    Facts& facts = origin.facts;
+    const std::vector<int> received(receivers.begin(), receivers.end());
+    if (meeting.receiver) {
+      facts.push_back(fact_of(FactKind::message_changed, sighting, received));
+      facts.back().peers = meeting.givers;
+    } else {
+      facts.push_back(fact_of(FactKind::collective_changed, sighting, received));
+      name_collective(facts.back(), sighting, meeting);
+      facts.push_back(is_own_copy ? Fact{.kind = FactKind::own_copy_bad,
+                                         .ranks = received,
+                                         .peers = {clean.begin(), clean.end()}}
+                                  : Fact{.kind = FactKind::every_member_bad});
+    }
+    if (overflow) facts.push_back(*std::move(overflow));
     add(std::move(origin), FoundIn::received, sighting, replica);
+  }
+
+  /// Whose gradient a reduction returned, where one of that shape alone is bad after it (tied
+  /// embeddings are reduced one by one; of a bucket it is not known).
+  std::string reduced_parameter(const Sighting& sighting, int receiver) const {
+    if (!sighting.parameter.empty()) return sighting.parameter;
+    const RankEvidence* const rank = incident_.find(receiver);
+    std::set<std::string> names;
+    for (const Phase phase : {Phase::grad_reduced, Phase::grad_norm}) {
+      for (const BadParameter& bad : rank->bad(phase)) {
+        const bool was_bad = rank->status(Phase::grad_local, bad.name) == Status::bad;
+        if (!was_bad && bad.sighting->shape == sighting.shape) names.insert(bad.name);
+      }
+    }
+    return names.size() == 1 ? *names.begin() : "";
   }
 
   void add_from_unknown(const Meeting& meeting, const Sighting& sighting,
@@ -360,22 +324,19 @@ class Finder {
     Origin origin = make_origin(incident_, sighting.phase, Cause::unknown, Confidence::low,
                                 {candidates.begin(), candidates.end()});
     set_place(origin, sighting);
-    origin.evidence.push_back(
-        describe_rank_count(receivers) + " received " + share_text(sighting.stats) + " " +
-        cargo_of(sighting.phase) + microbatch_text(sighting) +
-        (meeting.receiver ? std::string() : " from " + collective_text(sighting, meeting)) + "; " +
-        (unknown.empty() ? "who put them in is not known"
-                         : "what " + describe_rank_count(unknown) + " put in is not known"));
-    origin.action = "find out what happened to " +
-                    describe_rank_count(unknown.empty() ? receivers : unknown) + " first";
+    Fact fact =
+        fact_of(FactKind::received_from_unknown, sighting, {receivers.begin(), receivers.end()});
+    if (!meeting.receiver) name_collective(fact, sighting, meeting);
+    fact.peers.assign(unknown.begin(), unknown.end());
+    origin.facts.push_back(std::move(fact));
     add(std::move(origin), FoundIn::unseen, sighting, replica);
   }
 
   // ---- silent ranks ----
 
-  /// What a silent rank handed on it may have received. Where the replica has a certain origin that
+  /// What a silent rank sent it may have received. Where the replica has a certain origin that
   /// is not later, it was that; otherwise all of it is one origin, as nothing puts it in order.
-  void settle_what_silent_ranks_passed_on() {
+  void settle_what_silent_ranks_sent() {
     std::vector<Draft> certain, unseen;
     for (Draft& draft : drafts_) {
       (draft.found.found_in == FoundIn::unseen ? unseen : certain).push_back(std::move(draft));
@@ -387,7 +348,7 @@ class Finder {
       if (const auto source = earliest.source_of(draft)) {
         Origin& origin = certain[*source].found.origin;
         fold_into(origin, draft.found.origin);
-        origin.confidence = std::min(origin.confidence, Confidence::medium);
+        origin.place_confidence = std::min(origin.place_confidence, Confidence::medium);
         continue;
       }
       candidates[draft.replica].insert(draft.found.origin.candidates.begin(),
@@ -419,7 +380,7 @@ class Finder {
       }
     }
 
-    /// Which of the origins may be what `draft` handed on.
+    /// Which of the origins may be what `draft` sent.
     [[nodiscard]] std::optional<std::size_t> source_of(const Draft& draft) const {
       const auto microbatch = draft.found.origin.microbatch;
       for (const int each : {microbatch.value_or(kAny), kUnknown}) {
@@ -441,14 +402,17 @@ class Finder {
   };
 
   static void fold_into(Origin& origin, const Origin& other) {
-    if (origin.evidence.size() < kMostFolded + 6) {
-      origin.evidence.push_back("counted as the same: " + other.evidence.front());
-    }
+    const auto folded = std::ranges::count(origin.facts, FactSource::folded, &Fact::source);
+    if (folded >= kMostFolded) return;
+    Fact seen = other.facts.front();
+    seen.source = FactSource::folded;
+    origin.facts.push_back(std::move(seen));
   }
 
   // ---- microbatches ----
 
-  /// A deterministic operator is bad in each microbatch: one origin, told with the first of them.
+  /// A deterministic operator is bad in each microbatch: one origin, listed under the first of
+  /// them.
   void fold_microbatches() {
     std::vector<Draft> folded;
     std::map<Identity, std::size_t> known;
@@ -470,9 +434,8 @@ class Finder {
     for (Draft& draft : drafts_) {
       const std::size_t count = draft.found.microbatches.size();
       if (count < 2) continue;
-      draft.found.origin.evidence.push_back(
-          "the same in " + std::to_string(count) +
-          " microbatches of this step; this is the first of them");
+      draft.found.origin.facts.push_back(
+          {.kind = FactKind::same_in_microbatches, .count = static_cast<std::int64_t>(count)});
     }
   }
 
@@ -501,7 +464,7 @@ class Finder {
   const Incident& incident_;
   const Crossings& crossings_;
   std::map<int, std::vector<int>> blind_by_replica_;
-  std::set<int> healed_;
+  std::set<int> masked_;
   std::vector<Draft> drafts_;
   BoundaryOrigins found_;
 };

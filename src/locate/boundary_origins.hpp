@@ -1,7 +1,7 @@
 // Origins out of what crossed between ranks: the bad values that no earlier one explains.
 #pragma once
 
-#include <string>
+#include <set>
 #include <vector>
 
 #include "locate/crossings.hpp"
@@ -13,7 +13,7 @@ struct BoundaryOrigins {
   std::vector<FoundOrigin> origins;  // in the order of phase, microbatch and rank
   /// Replicas (Incident::replica_of) whose bad gradients these origins explain.
   std::set<int> replicas;
-  std::vector<std::string> notes;
+  Facts facts;  // of the verdict as a whole
 };
 
 /// Empty where no rank looked at what crosses.

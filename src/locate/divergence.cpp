@@ -8,8 +8,6 @@
 #include <string>
 #include <utility>
 
-#include "locate/origin_text.hpp"
-
 namespace nanlocator {
 namespace {
 
@@ -93,7 +91,7 @@ class DivergenceRule {
   explicit DivergenceRule(const Incident& incident) : incident_(incident) {
     for (const RankEvidence& rank : incident.ranks()) {
       if (!tells_of_steps_before(rank, maxima_of(rank))) continue;
-      told_.insert(rank.rank());
+      known_.insert(rank.rank());
       if (auto climb = climb_of(rank)) climbs_.push_back(*climb);
     }
   }
@@ -108,10 +106,7 @@ class DivergenceRule {
     const bool has_reached_the_limit = climb->last.value >= kTooLarge;
     if (!is_overflow(origin) && !has_reached_the_limit) return;
     origin.cause = Cause::divergence;
-    insert_second(origin, describe(*climb));
-    origin.action =
-        "lower the learning rate or lengthen its warm-up, and look at the data from step " +
-        counted(climb->first.iteration) + " on; in fp16 check the loss scale";
+    origin.facts.push_back(fact_of(*climb));
   }
 
  private:
@@ -138,8 +133,8 @@ class DivergenceRule {
   /// The steepest one of the candidates; where none of them left a history, of those that did, if
   /// most of them climbed.
   const Climb* climb_before(const Origin& origin) const {
-    const bool is_of_candidates = has_told_candidate(origin);
-    if (!is_of_candidates && 2 * climbs_.size() <= told_.size()) return nullptr;
+    const bool is_of_candidates = has_known_candidate(origin);
+    if (!is_of_candidates && 2 * climbs_.size() <= known_.size()) return nullptr;
     const Climb* steepest = nullptr;
     for (const Climb& climb : climbs_) {
       if (is_of_candidates && !is_candidate(origin, climb.rank->rank())) continue;
@@ -152,34 +147,32 @@ class DivergenceRule {
     return std::ranges::binary_search(origin.candidates, rank);
   }
 
-  bool has_told_candidate(const Origin& origin) const {
-    return std::ranges::any_of(origin.candidates, [&](int rank) { return told_.contains(rank); });
+  bool has_known_candidate(const Origin& origin) const {
+    return std::ranges::any_of(origin.candidates, [&](int rank) { return known_.contains(rank); });
   }
 
-  std::string describe(const Climb& climb) const {
-    std::string text = "the largest gradient of rank " + std::to_string(climb.rank->rank()) +
-                       " climbed from " + short_number(climb.first.value) + " at step " +
-                       counted(climb.first.iteration) + " to " + short_number(climb.last.value) +
-                       " at step " + counted(climb.last.iteration);
-    const std::string& parameter = climb.rank->ledger().history->parameter;
-    if (!parameter.empty()) text += " (" + parameter + ")";
-    text += ", and did not fall in " + std::to_string(climb.rises) + " of these " +
-            std::to_string(climb.steps) + " steps";
-    if (told_.size() > 1) {
-      text += "; it climbed on " + std::to_string(climbs_.size()) + " of " +
-              std::to_string(told_.size()) + " ranks that kept a history";
-    }
-    return text;
+  Fact fact_of(const Climb& climb) const {
+    return {.kind = FactKind::climbed,
+            .ranks = {climb.rank->rank()},
+            .step = climb.first.iteration,
+            .last_step = climb.last.iteration,
+            .count = static_cast<std::int64_t>(climb.rises),
+            .of = static_cast<std::int64_t>(climb.steps),
+            .climbed_on = static_cast<std::int64_t>(climbs_.size()),
+            .histories = static_cast<std::int64_t>(known_.size()),
+            .value = climb.first.value,
+            .last_value = climb.last.value,
+            .parameter = climb.rank->ledger().history->parameter};
   }
 
   /// What speaks against a divergence.
   void add_jump(Origin& origin) const {
-    if (!has_told_candidate(origin)) return;
+    if (!has_known_candidate(origin)) return;
     const RankEvidence* largest = nullptr;
     Maximum top;
     std::vector<Maximum> shown;
     for (const int rank : origin.candidates) {
-      if (!told_.contains(rank)) continue;
+      if (!known_.contains(rank)) continue;
       const RankEvidence* const evidence = incident_.find(rank);
       auto maxima = maxima_of(*evidence);
       if (maxima.back().iteration == evidence->ledger().iteration) maxima.pop_back();
@@ -189,20 +182,15 @@ class DivergenceRule {
       top = highest;
       shown = std::move(maxima);
     }
-    insert_second(origin, "no divergence over the steps before: from step " +
-                              counted(shown.front().iteration) + " to " +
-                              counted(shown.back().iteration) + " the largest gradient of rank " +
-                              std::to_string(largest->rank()) + " was " + short_number(top.value) +
-                              " at most, and it did not climb");
-  }
-
-  static void insert_second(Origin& origin, std::string sentence) {
-    const auto second = origin.evidence.begin() + (origin.evidence.empty() ? 0 : 1);
-    origin.evidence.insert(second, std::move(sentence));
+    origin.facts.push_back({.kind = FactKind::did_not_climb,
+                            .ranks = {largest->rank()},
+                            .step = shown.front().iteration,
+                            .last_step = shown.back().iteration,
+                            .value = top.value});
   }
 
   const Incident& incident_;
-  std::set<int> told_;  // who kept a history of the steps before
+  std::set<int> known_;  // who kept a history of the steps before
   std::vector<Climb> climbs_;
 };
 

@@ -5,7 +5,7 @@
 #include <iterator>
 #include <limits>
 
-#include "locate/origin_text.hpp"
+#include "locate/origin_facts.hpp"
 
 namespace nanlocator {
 
@@ -133,8 +133,8 @@ void Findings::add_missing_evidence(Origin& origin, const Places& places, Phase 
   for (const Place* place : places) {
     if (is_blind(*place, phase)) blind.insert(place->rank);
   }
-  origin.evidence.push_back("no whole answer for " + std::string(name_of(phase)) + " from " +
-                            describe_rank_count(blind) + ": what they saw is not part of this");
+  origin.facts.push_back(
+      {.kind = FactKind::no_whole_answer, .ranks = sorted(blind), .phase = phase});
 }
 
 Origin Findings::make_origin(Phase phase, Cause cause, Confidence confidence,
@@ -169,7 +169,7 @@ void Findings::add_boundary_origins(BoundaryOrigins boundary) {
     add_found(std::move(found));
   }
   replicas_with_boundary_origin_ = std::move(boundary.replicas);
-  for (std::string& note : boundary.notes) add_note(std::move(note));
+  for (Fact& fact : boundary.facts) add_fact(std::move(fact));
 }
 
 bool Findings::is_explained_by_crossings(int rank) const {
@@ -191,8 +191,7 @@ std::set<int> ranks_of(const std::vector<BadOnRank>& bad) {
 
 void add_blind_evidence(Origin& origin, const std::set<int>& blind) {
   if (blind.empty()) return;
-  origin.evidence.push_back(describe_rank_count(blind) +
-                            " did not say what they saw here and cannot be excluded");
+  origin.facts.push_back({.kind = FactKind::silent_here, .ranks = sorted(blind)});
 }
 
 std::set<int> owners_of(const std::vector<BadOnRank>& bad) {
@@ -208,9 +207,8 @@ void add_gathered_evidence(Origin& origin, const std::set<int>& owners,
   std::set<int> receivers;
   std::ranges::set_difference(ranks, owners, std::inserter(receivers, receivers.end()));
   if (owners.empty() || receivers.empty()) return;
-  origin.evidence.push_back(
-      "the optimizer of " + describe_rank_count(owners) + " updates this part of the parameter: " +
-      describe_rank_count(receivers) + " has it from there, by the all-gather of parameters");
+  origin.facts.push_back(
+      {.kind = FactKind::gathered_from_owner, .ranks = sorted(owners), .peers = sorted(receivers)});
 }
 
 void set_parameter(Origin& origin, const std::string& name, const Sighting& sighting) {

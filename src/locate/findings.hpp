@@ -97,7 +97,7 @@ class Findings {
   [[nodiscard]] const std::map<Phase, std::size_t>& origins_per_phase() const noexcept {
     return origins_per_phase_;
   }
-  /// Takes what was found where ranks hand over; before the rules of gradients, which ask for it.
+  /// Takes what was found where ranks exchange; before the rules of gradients, which ask for it.
   void add_boundary_origins(BoundaryOrigins boundary);
   /// A bad gradient on `rank` came with what crossed before it, or was made of it. Of a rank that
   /// did not answer it is taken for granted where its replica has an origin.
@@ -105,8 +105,9 @@ class Findings {
   /// It got something bad out of a reduction of gradients that was given finite ones.
   [[nodiscard]] bool has_bad_reduction(int rank) const { return badly_reduced_.contains(rank); }
 
-  void add_note(std::string note) { notes_.push_back(std::move(note)); }
-  [[nodiscard]] const std::vector<std::string>& notes() const noexcept { return notes_; }
+  /// Of the verdict as a whole.
+  void add_fact(Fact fact) { facts_.push_back(std::move(fact)); }
+  [[nodiscard]] const Facts& facts() const noexcept { return facts_; }
   /// The rank has more isolated bad gradients than are listed.
   void note_more_isolated(int rank) { ranks_with_more_isolated_.insert(rank); }
   [[nodiscard]] const std::set<int>& ranks_with_more_isolated() const noexcept {
@@ -132,7 +133,7 @@ class Findings {
   std::set<int> replicas_with_boundary_origin_;
   std::set<int> badly_reduced_;
   std::set<int> ranks_with_more_isolated_;
-  std::vector<std::string> notes_;
+  Facts facts_;
 };
 
 /// Sorted by rank, each once.

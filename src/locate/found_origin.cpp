@@ -23,7 +23,7 @@ Origin make_origin(const Incident& incident, Phase phase, Cause cause, Confidenc
   origin.phase = phase;
   origin.iteration = incident.ranks().front().ledger().iteration;
   origin.cause = cause;
-  origin.confidence = confidence;
+  origin.place_confidence = confidence;
   set_candidates(origin, incident, candidates);
   return origin;
 }

@@ -11,7 +11,7 @@
 
 #include "locate/backward_flow.hpp"
 #include "locate/lanes.hpp"
-#include "locate/origin_text.hpp"
+#include "locate/origin_facts.hpp"
 
 namespace nanlocator {
 namespace {
@@ -38,9 +38,7 @@ class GradientRules {
     }
     if (findings_.replicas().size() > 1 &&
         replicas_bad_from_the_start == std::ssize(findings_.replicas())) {
-      findings_.add_note(
-          "every data-parallel replica was bad from its loss on: a common cause (a weight, the "
-          "data of all replicas, the learning rate) is likelier than as many faults");
+      findings_.add_fact({.kind = FactKind::all_replicas_bad});
     }
   }
 
@@ -66,13 +64,8 @@ class GradientRules {
     }
     for (std::size_t i = first_new; i < findings_.found().size(); ++i) {
       Origin& origin = findings_.found()[i].origin;
-      origin.evidence.insert(
-          origin.evidence.begin(),
-          "bad in " + std::string(name_of(phase)) + "; " +
-              (blind.empty() ? "the phase before did not cover this parameter on every rank"
-                             : describe_rank_count(blind) +
-                                   " did not say what their gradients were before the "
-                                   "data-parallel collective"));
+      origin.facts.push_back(
+          {.kind = FactKind::unseen_before, .ranks = sorted(blind), .phase = phase});
       if (flow && flow->bad_steps > 1 && findings_.found()[i].found_in == FoundIn::flow) {
         keep_unseen_replicas(origin);
       }
@@ -112,10 +105,9 @@ class GradientRules {
       if (!is_of_cell) continue;
       found.first_bad_gradient = cell.steps[step].parameter->name;
       set_neighbours(origin, stage, cell, step);
-      origin.evidence.push_back(
-          "the first bad gradient of its ranks, in backward order, is that of " +
-          found.first_bad_gradient +
-          (origin.clean_before.empty() ? "" : "; " + origin.clean_before + " before it is clean"));
+      Fact fact{.kind = FactKind::first_bad_gradient, .parameter = found.first_bad_gradient};
+      if (!origin.clean_before.empty()) fact.names = {origin.clean_before};
+      origin.facts.push_back(std::move(fact));
     }
   }
 
@@ -215,23 +207,12 @@ class GradientRules {
                                                                        : Confidence::low,
                                           sorted(candidates));
     const std::string& name = start.parameter->name;
-    const std::string count = std::to_string(flow.bad_steps);
+    const std::int64_t count = flow.bad_steps;
+    Facts& facts = origin.facts;
     if (flow.may_come_from_forward) {
       if (is_one_rank) set_parameter(origin, name, *start.sighting);
-      origin.evidence.push_back(
-          "all " + count +
-          " gradients on the ranks that backward reaches are bad, from the first one (" + name +
-          ") on: the loss or its gradient was bad already, so a birth " +
-          "in forward cannot be excluded");
-      if (phase == Phase::grad_local) {
-        origin.evidence.push_back(
-            "these gradients were bad before the data-parallel collective: that it is this "
-            "replica is certain; which of its ranks, layers or operators is not visible in "
-            "gradients");
-      }
-      origin.action =
-          "look at this replica's batch, labels and loss in this step, then at its activations "
-          "layer by layer";
+      facts.push_back({.kind = FactKind::all_gradients_bad, .count = count, .parameter = name});
+      if (phase == Phase::grad_local) facts.push_back({.kind = FactKind::before_collective});
     } else {
       set_parameter(origin, name, *start.sighting);
       set_neighbours(origin, stage, cell, flow.start.step);
@@ -239,52 +220,28 @@ class GradientRules {
       // gradients.
       const bool has_travelled = flow.reached_other_tp_ranks || stage.cells.size() == 1;
       if (has_travelled) origin.direction = Direction::backward;
-      origin.evidence.push_back(
-          count +
-          " gradients on the replica's ranks are bad from this parameter to the end of backward" +
-          (origin.clean_before.empty() ? std::string()
-                                       : "; " + origin.clean_before + " before it is clean"));
+      Fact seen{.kind = FactKind::gradients_bad_to_the_end, .count = count, .parameter = name};
+      if (!origin.clean_before.empty()) seen.names = {origin.clean_before};
+      facts.push_back(std::move(seen));
       if (!has_travelled) {
-        origin.evidence.push_back(
-            "the other tensor-parallel ranks stayed clean, though their activations' gradients are "
-            "summed with this rank's: it did not travel with those; this rank's own gradient "
-            "memory "
-            "or kernels are likely");
+        facts.push_back({.kind = FactKind::stayed_on_rank});
       } else if (flow.is_one_tp_rank) {
-        origin.evidence.push_back(
-            "its sharded gradients are bad on this tensor-parallel rank first; the others are bad "
-            "only from the next tensor-parallel all-reduce on");
+        facts.push_back({.kind = FactKind::sharded_first_here});
       } else if (!is_one_rank && stage.cells.size() > 1) {
-        origin.evidence.push_back(
-            "no tensor-parallel rank is bad earlier than the others by a parameter of its own: the "
-            "value may have come from any of them through a tensor-parallel collective");
+        facts.push_back({.kind = FactKind::no_rank_earlier});
       }
       if (has_come_from_nobody) {
-        origin.evidence.push_back(
-            "all that crossed between the replica's ranks in forward and backward was finite: no "
-            "rank has it from another");
+        facts.push_back({.kind = FactKind::nothing_received});
       } else if (flow.is_at_stage_boundary && flow.candidate_stages.size() > 1) {
-        origin.evidence.push_back(
-            "it is the first parameter that backward reaches on its pipeline stage and the stage "
-            "above is clean: born at the end of that stage's backward, in the transfer, or at the "
-            "start of this one's");
+        facts.push_back({.kind = FactKind::at_stage_boundary});
       }
-      if (lane_count > 1) {
-        origin.evidence.push_back(
-            "context- or expert-parallel ranks exchange gradients inside a layer: all of theirs on "
-            "this stage remain possible");
-      }
-      origin.action =
-          "look at the operators between the clean parameter and this one on these ranks: their "
-          "inputs in this step's backward, and the points where their derivatives have poles";
+      if (lane_count > 1) facts.push_back({.kind = FactKind::exchanged_within_layer});
     }
     if (!lane.is_order_observed) {
-      origin.evidence.push_back(
-          "the order of backward was not observed on these ranks: within a layer it is not known");
+      facts.push_back({.kind = FactKind::order_not_observed});
     }
     if (is_anyone_missing) findings_.add_missing_evidence(origin, places, phase);
-    origin.evidence.push_back(
-        "missing for the cause: the activations, which this level does not see");
+    facts.push_back({.kind = FactKind::missing_activations});
     findings_.add_origin(std::move(origin), FoundIn::flow);
   }
 
@@ -322,10 +279,9 @@ class GradientRules {
       Origin& origin = findings_.found()[i].origin;
       const auto count = per_rank[origin.candidates.front()];
       if (count <= kFewIsolated) continue;
-      origin.confidence = std::min(origin.confidence, Confidence::medium);
-      origin.evidence.push_back(std::to_string(count) +
-                                " parameters of this rank are bad with clean ones between them: "
-                                "neither one damaged element nor one flow through backward");
+      origin.place_confidence = std::min(origin.place_confidence, Confidence::medium);
+      origin.facts.push_back(
+          {.kind = FactKind::many_isolated, .count = static_cast<std::int64_t>(count)});
     }
     for (const auto& [rank, count] : per_rank) {
       if (count > Findings::kMostIsolatedPerRank) findings_.note_more_isolated(rank);
@@ -426,50 +382,36 @@ class GradientRules {
                               sorted(isolated.ranks));
     set_parameter(origin, step.parameter->name, *step.sighting);
     set_neighbours(origin, stage, cell, isolated.place.step);
-    if (is_local) {
-      origin.evidence.push_back(
-          describe_bad(step.sighting->stats) +
-          " in this rank's own gradient, before the data-parallel collective");
-      add_other_replicas(origin, *step.parameter, lane, stage, cell);
-    }
+    Facts& facts = origin.facts;
+    facts.push_back({.kind = FactKind::gradient_bad,
+                     .ranks = sorted(isolated.ranks),
+                     .phase = phase,
+                     .bad = bad_count(step.sighting->stats),
+                     .parameter = step.parameter->name});
+    if (is_local) add_other_replicas(origin, *step.parameter, lane, stage, cell);
     if (!origin.clean_after.empty()) {
-      origin.evidence.push_back(
-          origin.clean_after + ", which backward reaches later, is clean" +
-          (origin.clean_before.empty() ? "" : ", and so is " + origin.clean_before + " before it") +
-          ": the gradients of the activations were finite here");
+      Fact clean{.kind = FactKind::neighbours_clean, .parameter = origin.clean_after};
+      if (!origin.clean_before.empty()) clean.names = {origin.clean_before};
+      facts.push_back(std::move(clean));
     }
     if (isolated.is_everywhere) {
-      origin.evidence.push_back(
-          "it is the same on every tensor-parallel rank of the stage, which hold copies of it: "
-          "they "
-          "cannot be told apart");
+      facts.push_back({.kind = FactKind::same_on_tensor_parallel_copies});
     } else if (isolated.is_vouched_by_embeddings) {
-      origin.evidence.push_back(
-          "a bad gradient from the layers would be in the position embeddings of every "
-          "tensor-parallel rank, and a copy of those is clean");
+      facts.push_back({.kind = FactKind::embedding_copy_clean});
     } else if (isolated.may_have_arrived) {
-      origin.evidence.push_back(
-          "no sharded parameter comes after it in backward: another tensor-parallel rank's part of "
-          "a sum could have put it here");
+      facts.push_back({.kind = FactKind::may_have_arrived});
     } else if (step.parameter->is_tp_duplicate && cell.tp > 0) {
-      origin.evidence.push_back(
-          "Megatron leaves this parameter out of the gradient norm on tensor-parallel ranks above "
-          "0: the norm would not have shown it");
+      facts.push_back({.kind = FactKind::left_out_of_norm});
     }
-    if (auto hint = overflow_hint(*step.sighting)) origin.evidence.push_back(std::move(*hint));
+    if (auto near = near_overflow(*step.sighting)) facts.push_back(*std::move(near));
     if (is_anyone_missing) findings_.add_missing_evidence(origin, places, phase);
-    origin.evidence.push_back(
-        "missing for the cause: the weight-gradient operator's inputs; a kernel, a hook and the "
-        "memory itself look alike in gradients");
-    origin.action =
-        "run this step again from the last checkpoint: if the gradient is clean then, test this "
-        "device's memory; if it repeats, look at the inputs of this weight's gradient";
+    facts.push_back({.kind = FactKind::missing_gradient_inputs});
     findings_.add_origin(std::move(origin), FoundIn::isolated);
   }
 
   void add_other_replicas(Origin& origin, const ParameterRecord& parameter, const Lane& lane,
                           const Stage& stage, const Cell& cell) const {
-    std::size_t clean = 0, bad = 0;
+    std::int64_t clean = 0, bad = 0;
     for (const Place* place : findings_.groups().at({cell.tp, stage.pp})) {
       if (place->evidence == nullptr || (place->dp == lane.dp && place->cp == lane.cp)) continue;
       switch (place->evidence->status(Phase::grad_local, parameter.name)) {
@@ -484,17 +426,15 @@ class GradientRules {
       }
     }
     if (clean + bad == 0) return;
-    origin.evidence.push_back("the same parameter was clean on " + std::to_string(clean) + " of " +
-                              std::to_string(clean + bad) + " other data-parallel ranks");
+    origin.facts.push_back({.kind = FactKind::other_replicas, .count = clean, .of = clean + bad});
   }
 
   void judge_unplaced(const Lane& lane, const Places& places, Phase phase, bool has_flow) {
     if (lane.unplaced.empty()) return;
     if (has_flow) {
-      findings_.add_note(std::to_string(lane.unplaced.size()) +
-                         " bad parameters are in no rank's backward order (first: " +
-                         lane.unplaced.front().bad->name +
-                         "); they count as received from the origin of their replica");
+      findings_.add_fact({.kind = FactKind::parameters_without_order,
+                          .count = static_cast<std::int64_t>(lane.unplaced.size()),
+                          .parameter = lane.unplaced.front().bad->name});
       return;
     }
     for (std::size_t i = 0; i < lane.unplaced.size() && i < Findings::kMostIsolatedPerRank; ++i) {
@@ -511,11 +451,9 @@ class GradientRules {
       ranks.insert(findings_.incident().unplaced().begin(), findings_.incident().unplaced().end());
       Origin origin = findings_.make_origin(phase, Cause::unknown, Confidence::low, sorted(ranks));
       set_parameter(origin, entry.bad->name, *entry.bad->sighting);
-      origin.evidence.push_back(describe_bad(entry.bad->sighting->stats) + " on " +
-                                describe_rank_count({entry.ranks.begin(), entry.ranks.end()}) +
-                                "; the parameter is in no rank's backward order, so what it could "
-                                "have received is not known");
-      origin.action = "look at the operators that compute this gradient, and at their inputs";
+      origin.facts.push_back({.kind = FactKind::gradient_without_order,
+                              .ranks = entry.ranks,
+                              .bad = bad_count(entry.bad->sighting->stats)});
       findings_.add_origin(std::move(origin), FoundIn::isolated);
     }
   }
@@ -538,9 +476,7 @@ class GradientRules {
     }
     if (kept.empty() || kept.size() == origin.candidates.size()) return;
     set_candidates(origin, findings_.incident(), kept);
-    origin.evidence.push_back(
-        "the other replicas' gradients were clean before the collective: only replicas with a rank "
-        "that did not say are left");
+    origin.facts.push_back({.kind = FactKind::only_unseen_replicas_left});
   }
 
   Findings& findings_;

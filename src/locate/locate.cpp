@@ -13,12 +13,11 @@
 #include "locate/divergence.hpp"
 #include "locate/findings.hpp"
 #include "locate/gradient_rules.hpp"
-#include "locate/machine_check.hpp"
 #include "locate/merge_births.hpp"
-#include "locate/origin_text.hpp"
 #include "locate/reduction_rules.hpp"
-#include "locate/refutation.hpp"
 #include "locate/step_rules.hpp"
+#include "locate/weight_copies.hpp"
+#include "nanlocator/locate/cause_table.hpp"
 
 namespace nanlocator {
 namespace {
@@ -46,7 +45,7 @@ class Locator {
     judge_local_gradients(findings_);
     judge_reduced_gradients(findings_);
     judge_norm_gradients(findings_);
-    // What a bad weight has made of its own replica was the whole step's end.
+    // A bad weight explains everything that its own replica made in the step.
     if (findings_.bad(Phase::params_before).empty()) {
       judge_updated_parameters(findings_);
       judge_norm_value(findings_);
@@ -54,8 +53,9 @@ class Locator {
     }
     merge_with_births();
     judge_divergence(incident, verdict_.origins);
-    for (Origin& origin : verdict_.origins) origin.refutation = refutation_of(origin);
-    add_machine_check(incident, verdict_.origins);
+    judge_copies(findings_, verdict_.origins);
+    for (Origin& origin : verdict_.origins) complete(origin);
+    describe_job();
     describe_spread();
     add_status_and_notes();
     return std::move(verdict_);
@@ -69,8 +69,8 @@ class Locator {
     verdict_.origins = merge_births(incident, std::move(findings_.found()),
                                     origins_of_births(incident, has_crossings), verdict_.rerun);
     if (verdict_.origins.size() > kMostOrigins) {
-      verdict_.notes.push_back(std::to_string(verdict_.origins.size() - kMostOrigins) +
-                               " further origins are not listed");
+      add_fact({.kind = FactKind::origins_not_listed,
+                .count = static_cast<std::int64_t>(verdict_.origins.size() - kMostOrigins)});
       verdict_.origins.resize(kMostOrigins);
     }
   }
@@ -115,8 +115,8 @@ class Locator {
   }
 
   void add_status_and_notes() {
-    verdict_.notes.insert(verdict_.notes.begin(), findings_.notes().begin(),
-                          findings_.notes().end());
+    verdict_.facts.insert(verdict_.facts.begin(), findings_.facts().begin(),
+                          findings_.facts().end());
     verdict_.silent_ranks = findings_.incident().silent();
     if (!findings_.incident().silent().empty() || findings_.incident().has_cut_off_ledgers()) {
       verdict_.status = VerdictStatus::partial;
@@ -125,15 +125,14 @@ class Locator {
     }
     for (const auto& [phase, count] : findings_.origins_per_phase()) {
       if (count <= Findings::kMostOriginsPerPhase) continue;
-      verdict_.notes.push_back("up to " + std::to_string(count - Findings::kMostOriginsPerPhase) +
-                               " further origins in " + std::string(name_of(phase)) +
-                               " are not listed");
+      add_fact({.kind = FactKind::origins_not_listed,
+                .phase = phase,
+                .count = static_cast<std::int64_t>(count - Findings::kMostOriginsPerPhase)});
     }
     if (!findings_.ranks_with_more_isolated().empty()) {
-      verdict_.notes.push_back("more parameters are bad by themselves than the " +
-                               std::to_string(Findings::kMostIsolatedPerRank) +
-                               " that are listed for a rank, on " +
-                               describe_rank_count(findings_.ranks_with_more_isolated()));
+      add_fact({.kind = FactKind::isolated_not_listed,
+                .ranks = sorted(findings_.ranks_with_more_isolated()),
+                .count = static_cast<std::int64_t>(Findings::kMostIsolatedPerRank)});
     }
     std::set<int> cut_off;
     std::map<std::string, std::set<int>> ranks_by_note;
@@ -142,17 +141,34 @@ class Locator {
       for (const std::string& note : rank.ledger().notes) ranks_by_note[note].insert(rank.rank());
     }
     if (!cut_off.empty()) {
-      verdict_.notes.push_back("the ledgers of " + describe_rank_count(cut_off) +
-                               " are cut off: what is missing from them counts as unknown");
+      add_fact({.kind = FactKind::ledgers_cut_off, .ranks = sorted(cut_off)});
     }
     for (const auto& [note, ranks] : ranks_by_note) {
       if (verdict_.notes.size() >= kMostNotes) {
-        verdict_.notes.push_back("further notes are in the ledgers");
+        add_fact({.kind = FactKind::notes_not_listed});
         break;
       }
-      verdict_.notes.push_back(describe_rank_count(ranks) + ": " + note);
+      verdict_.notes.push_back((ranks.size() == 1 ? "rank " : "ranks ") +
+                               describe_ranks(sorted(ranks)) + ": " + note);
     }
   }
+
+  void describe_job() {
+    const auto ranks = findings_.incident().ranks();
+    if (ranks.empty()) return;
+    verdict_.job.on_bad = ranks.front().ledger().on_bad;
+    verdict_.job.are_weights_updated = std::ranges::any_of(ranks, [](const RankEvidence& rank) {
+      return rank.looked_at(Phase::params_after) || !rank.bad(Phase::params_after).empty();
+    });
+    JobLayout layout{.first_rank = ranks.front().coordinates()};
+    // Silent ranks are not listed, so that a host has as many as its last one's number says.
+    for (const RankEvidence& rank : ranks) {
+      layout.ranks_per_host = std::max(layout.ranks_per_host, rank.coordinates().local_rank + 1);
+    }
+    verdict_.layout = std::move(layout);
+  }
+
+  void add_fact(Fact fact) { verdict_.facts.push_back(std::move(fact)); }
 
   Findings findings_;
   Verdict verdict_;

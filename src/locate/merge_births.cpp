@@ -10,7 +10,7 @@
 namespace nanlocator {
 namespace {
 
-/// Sentences about its way over the ranks' boundaries that a birth takes from the first pass.
+/// Facts about its way over the ranks' boundaries that a birth takes from the first pass.
 constexpr std::size_t kMostAdopted = 2;
 
 bool have_common(const std::vector<int>& a, const std::vector<int>& b) {
@@ -40,7 +40,8 @@ class Merge {
   }
 
   std::vector<Origin> run() {
-    const auto sentences = describe_rerun(incident_, rerun_);
+    const Facts facts = facts_of_rerun(incident_, rerun_);
+    drop_receipts();
     for (Traced& each : born_) adopt_neighbours(each.born.origin);
     std::vector<Origin> left;
     for (FoundOrigin& found : found_) {
@@ -48,21 +49,19 @@ class Merge {
         adopt_evidence(*birth, found);
         continue;
       }
-      const bool is_gone = is_gone_in_repeat(found);
+      const bool is_gone = is_gone_in_rerun(found);
       if (is_gone && rerun_.reproduced == true) {
-        insert_second(
-            found.origin.evidence,
-            {"the step was repeated and is bad again, but this was clean in the repeat: it "
-             "happened once"});
+        found.origin.facts.push_back({.kind = FactKind::gone_in_rerun});
       } else {
-        insert_second(found.origin.evidence, sentences);
+        append(found.origin.facts, facts);
       }
       if (is_gone) mark_as_gone(found.origin);
+      add_transfer(found, is_gone);
       left.push_back(std::move(found.origin));
     }
     std::vector<Origin> origins;
     for (Traced& each : born_) {
-      insert_second(each.born.origin.evidence, sentences);
+      append(each.born.origin.facts, facts);
       if (rerun_.reproduced == false) mark_as_gone(each.born.origin);
       origins.push_back(std::move(each.born.origin));
     }
@@ -88,6 +87,18 @@ class Merge {
     return replicas;
   }
 
+  /// Where the first pass shows a collective that made something bad of finite parts, the trace's
+  /// "came out of a collective" says less: neither the parts nor the phase.
+  void drop_receipts() {
+    std::erase_if(born_, [&](const Traced& each) {
+      return each.born.is_received && std::ranges::any_of(found_, [&](const FoundOrigin& found) {
+               const Cause cause = found.origin.cause;
+               return (cause == Cause::collective_result || cause == Cause::collective_sum) &&
+                      have_common(found.origin.candidates, each.born.origin.candidates);
+             });
+    });
+  }
+
   // ---- what a birth explains ----
 
   Traced* explanation_of(const FoundOrigin& found) {
@@ -106,7 +117,7 @@ class Merge {
     const auto has_common_replica = [&] {
       return std::ranges::any_of(replicas, [&](int each) { return birth.replicas.contains(each); });
     };
-    // Of a forward birth backward may be the first that hands on something bad: where it runs again
+    // Of a forward birth backward may be the first that sends something bad: where it runs again
     // in backward, or where only gradients depend on its result (an auxiliary loss).
     const bool may_reach =
         born.direction == seen.direction ||
@@ -122,12 +133,12 @@ class Merge {
       case FoundIn::unseen:
         return has_common_replica() && (is_same_pass() || born.cause == Cause::bad_weight);
       case FoundIn::received:
-        return false;  // whatever is computed later, what was handed over was finite
+        return false;  // whatever is computed later, what was sent was finite
       case FoundIn::flow:
         return seen.phase == Phase::grad_local ? has_common_replica() : has_common_rank;
       case FoundIn::isolated:
         if (seen.phase != Phase::grad_local) return has_common_rank;
-        if (is_bad_in_repeat(found) == false) return false;
+        if (is_bad_in_rerun(found) == false) return false;
         return has_common_rank || has_common_replica() ||
                birth.born.reached.contains(seen.parameter);
       case FoundIn::late:
@@ -139,7 +150,7 @@ class Merge {
   }
 
   /// The clean parameters that bracket the fault, and the first gradient that it made bad, which
-  /// only the first pass tells.
+  /// only the first pass shows.
   void adopt_neighbours(Origin& born) const {
     for (const FoundOrigin& found : found_) {
       const Origin& seen = found.origin;
@@ -163,17 +174,32 @@ class Merge {
     const bool is_open = born.cause == Cause::unknown || born.cause == Cause::operator_undefined;
     if (seen.cause != Cause::empty_loss_mask || !is_quotient || !is_open) return;
     born.cause = seen.cause;
-    born.action = seen.action;
   }
 
   static void adopt_evidence(Traced& birth, const FoundOrigin& found) {
-    adopt_empty_loss(birth.born.origin, found.origin);
+    Origin& born = birth.born.origin;
+    adopt_empty_loss(born, found.origin);
+    if (found.found_in == FoundIn::weight) adopt_copies(born, found.origin);
     if (found.found_in != FoundIn::sent || birth.adopted == kMostAdopted) return;
     ++birth.adopted;
-    birth.born.origin.evidence.push_back("in the first pass " + found.origin.evidence.front());
+    Fact seen = found.origin.facts.front();
+    seen.source = FactSource::first_pass;
+    born.facts.push_back(std::move(seen));
   }
 
-  // ---- what the repeat says ----
+  /// What the other copies of a weight are like, only the scan of all parameters tells.
+  static void adopt_copies(Origin& born, const Origin& seen) {
+    if (born.parameter != seen.parameter) return;
+    for (const Fact& fact : seen.facts) {
+      const bool is_of_copies =
+          fact.kind == FactKind::copies_clean || fact.kind == FactKind::every_copy_bad ||
+          fact.kind == FactKind::no_copy_elsewhere || fact.kind == FactKind::gathered_from_owner ||
+          fact.kind == FactKind::owner_is_left;
+      if (is_of_copies && !has_fact(born.facts, fact.kind)) born.facts.push_back(fact);
+    }
+  }
+
+  // ---- what the re-run says ----
 
   const Rerun* finished_rerun_of(int rank) const {
     const RankEvidence* evidence = incident_.find(rank);
@@ -182,9 +208,9 @@ class Merge {
     return rerun && rerun->reproduced ? &*rerun : nullptr;
   }
 
-  /// Whether the gradient, or any of the candidates', was bad in the repeat, too; empty where some
+  /// Whether the gradient, or any of the candidates', was bad in the re-run, too; empty where some
   /// candidate cannot say, or the first pass made none bad.
-  std::optional<bool> is_bad_in_repeat(const FoundOrigin& found) const {
+  std::optional<bool> is_bad_in_rerun(const FoundOrigin& found) const {
     if (found.origin.phase > Phase::grad_local || !had_bad_gradients(found)) return std::nullopt;
     const std::string& parameter = found.origin.parameter;
     for (const int rank : found.origin.candidates) {
@@ -210,7 +236,7 @@ class Merge {
     });
   }
 
-  /// What was bad in the repeat of the replica has an origin of its own.
+  /// What was bad in the re-run of the replica has an origin of its own.
   bool has_birth_in_replica(const FoundOrigin& found) const {
     const std::set<int> replicas = replicas_of(found.origin.candidates);
     return std::ranges::any_of(born_, [&](const Traced& each) {
@@ -224,26 +250,27 @@ class Merge {
   }
 
   /// `found` has no birth that explains it, and the step was bad again or not.
-  bool is_gone_in_repeat(const FoundOrigin& found) const {
+  bool is_gone_in_rerun(const FoundOrigin& found) const {
     if (rerun_.reproduced == false) return true;
     if (rerun_.reproduced != true) return false;
     switch (found.found_in) {
       case FoundIn::flow:
       case FoundIn::isolated:
-        return is_bad_in_repeat(found) == false;
+        return is_bad_in_rerun(found) == false;
       case FoundIn::sent:
       case FoundIn::received:
-        // Gradients that were bad again tell nothing of it where another birth made them bad.
+        // Gradients that were bad again say nothing of it where another birth made them bad.
         return has_finished_everywhere(found.origin.candidates) &&
-               (is_bad_in_repeat(found) == false || has_birth_in_replica(found));
+               (is_bad_in_rerun(found) == false || has_birth_in_replica(found));
       default:
         return false;
     }
   }
 
-  /// Finite when it was handed over and bad when it arrived: that is known without a repeat.
+  /// Finite when it was sent and bad when it arrived: that is known without a re-run.
   static bool is_witnessed(Cause cause) {
-    return cause == Cause::pipeline_transfer || cause == Cause::collective_result;
+    return cause == Cause::pipeline_transfer || cause == Cause::collective_result ||
+           cause == Cause::collective_sum;
   }
 
   void mark_as_gone(Origin& origin) const {
@@ -253,20 +280,30 @@ class Merge {
         return rerun && rerun->control_reproduced == true;
       });
       if (rerun_.reproduced == false && !depends_on_timing) {
-        origin.evidence.emplace_back("it happened once");
+        origin.facts.push_back({.kind = FactKind::happened_once});
       }
       return;
     }
     origin.cause = Cause::not_reproduced;
-    origin.confidence = std::min(origin.confidence, Confidence::medium);
-    origin.action =
-        "a fault of the hardware, a race, or a kernel that is not deterministic: test this "
-        "device before using it again, and see whether the same rank fails again";
+    origin.place_confidence = std::min(origin.place_confidence, Confidence::medium);
   }
 
-  static void insert_second(std::vector<std::string>& evidence,
-                            const std::vector<std::string>& sentences) {
-    evidence.insert(evidence.begin() + 1, sentences.begin(), sentences.end());
+  /// Whether what was received bad was sent once more in the re-run, and how it came out then. The
+  /// re-run ends with backward: gradients are not reduced again in it.
+  void add_transfer(FoundOrigin& found, bool is_gone) const {
+    const bool is_transfer = found.found_in == FoundIn::received ||
+                             found.origin.cause == Cause::collective_result ||
+                             found.origin.cause == Cause::collective_sum;
+    if (!is_transfer || !rerun_.reproduced || is_gone) return;
+    if (found.origin.phase > Phase::backward) {
+      found.origin.facts.push_back({.kind = FactKind::transfer_not_run_again});
+    } else if (is_bad_in_rerun(found) == true) {
+      found.origin.facts.push_back({.kind = FactKind::transfer_bad_again});
+    }
+  }
+
+  static void append(Facts& facts, const Facts& further) {
+    facts.insert(facts.end(), further.begin(), further.end());
   }
 
   const Incident& incident_;

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "locate/gradient_rules.hpp"
-#include "locate/origin_text.hpp"
+#include "locate/origin_facts.hpp"
 
 namespace nanlocator {
 namespace {
@@ -99,15 +99,9 @@ class ReductionRules {
                                           sorted(ranks_of(bad)));
     set_parameter(origin, bad.front().bad->name, sighting);
     origin.direction = Direction::none;
-    origin.evidence.push_back(
-        describe_bad(sighting.stats) + " after the data-parallel collective on " +
-        describe_rank_count(ranks_of(bad)) +
-        "; other data-parallel ranks hold a clean result of the same elements");
-    origin.evidence.push_back(
-        "what it was before the collective is not known on every rank; had it been bad there, all "
-        "members would have received it (unless gradients are not reduced at all)");
-    origin.action = "check what touches gradients after the reduction on " +
-                    describe_rank_count(ranks_of(bad)) + ", its links and its memory";
+    origin.facts.push_back({.kind = FactKind::clean_copy_after_reduction,
+                            .ranks = sorted(ranks_of(bad)),
+                            .bad = bad_count(sighting.stats)});
     findings_.add_origin(std::move(origin));
   }
 
@@ -141,7 +135,7 @@ class ReductionRules {
     });
     const bool is_own_copy = is_whole && !clean.empty();
     const bool is_alone = members.size() == 1;
-    const auto overflow = overflow_in_sum_hint(sighting, members.size());
+    auto overflow = sum_near_overflow(sighting, members.size());
     const std::set<int>& candidates = is_own_copy || is_alone ? ranks : members;
     Origin origin = findings_.make_origin(
         Phase::grad_reduced,
@@ -151,33 +145,22 @@ class ReductionRules {
         candidates.size() == 1 ? Confidence::high : Confidence::medium, sorted(candidates));
     set_parameter(origin, name, sighting);
     origin.direction = Direction::none;
-    origin.evidence.push_back("its gradient was clean before the data-parallel collective on all " +
-                              std::to_string(members.size()) + " ranks that hold it, and has " +
-                              describe_bad(sighting.stats) + " after it on " +
-                              describe_rank_count(ranks));
+    Facts& facts = origin.facts;
+    facts.push_back({.kind = FactKind::clean_before_reduction,
+                     .ranks = sorted(ranks),
+                     .peers = sorted(members),
+                     .bad = bad_count(sighting.stats)});
     if (is_alone) {
-      origin.evidence.push_back(
-          "no other rank holds it: nothing was received in between, it was "
-          "written or damaged on this rank");
-      origin.action =
-          "check what touches gradients between the two looks, and this device's memory";
+      facts.push_back({.kind = FactKind::nobody_else_holds_it});
     } else if (is_own_copy) {
-      origin.evidence.push_back(
-          "the other members hold a clean result of the same elements: this "
-          "rank's copy alone is bad (its link, its memory, or the collective's "
-          "last step on it)");
-      origin.action = "check the links and the memory of " + describe_rank_count(ranks) +
-                      "; repeat the collective on known values over them";
+      facts.push_back(
+          {.kind = FactKind::own_copy_bad, .ranks = sorted(ranks), .peers = sorted(clean)});
+    } else if (is_whole) {
+      facts.push_back({.kind = FactKind::every_member_bad});
     } else {
-      origin.evidence.push_back(
-          is_whole ? "every member has it: the members cannot be told apart"
-                   : "only the owner of these elements (" + describe_rank_count(ranks) +
-                         ") keeps their sum: it and every rank that sent to it are possible");
-      origin.action =
-          "repeat the collective on known values over these ranks, and compare the members' local "
-          "sums";
+      facts.push_back({.kind = FactKind::only_owner_keeps_sum, .ranks = sorted(ranks)});
     }
-    if (overflow) origin.evidence.push_back(*overflow);
+    if (overflow) facts.push_back(*std::move(overflow));
     findings_.add_origin(std::move(origin), FoundIn::late);
   }
 
@@ -195,7 +178,7 @@ class ReductionRules {
     const bool is_shared_further = key.tp == -1 || key.pp == -1;
     std::set<int> blind;
     if (is_shared_further) blind = findings_.blind_holders(key, Phase::grad_norm);
-    // What a rank that said nothing handed on may have come from anywhere in its replica.
+    // What a rank that said nothing sent may have come from anywhere in its replica.
     for (const Place& place : findings_.incident().places()) {
       if (!blind.contains(place.rank)) continue;
       for (const Place* mate : findings_.replicas().at(findings_.incident().replica_of(place))) {
@@ -212,16 +195,12 @@ class ReductionRules {
                                           sorted(candidates));
     set_parameter(origin, bad.front().bad->name, *bad.front().bad->sighting);
     origin.direction = Direction::none;
-    origin.evidence.push_back("clean after the data-parallel reduction, and " +
-                              describe_bad(bad.front().bad->sighting->stats) + " on " +
-                              describe_rank_count(ranks) + " where the optimizer read it");
-    origin.evidence.push_back(
-        is_shared_further
-            ? "between the two lie unscaling, the optimizer's copy, and the reduction of tied "
-              "embeddings or tensor-parallel duplicates, which this parameter takes part in"
-            : "between the two lie unscaling and the optimizer's copy");
+    origin.facts.push_back({.kind = FactKind::clean_after_reduction,
+                            .ranks = sorted(ranks),
+                            .bad = bad_count(bad.front().bad->sighting->stats)});
+    origin.facts.push_back(
+        {.kind = FactKind::between_reduction_and_norm, .other_ranks = is_shared_further});
     add_blind_evidence(origin, blind);
-    origin.action = "check the loss scale, gradient hooks, and this device's memory";
     findings_.add_origin(std::move(origin), FoundIn::late);
   }
 

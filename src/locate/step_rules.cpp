@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "locate/origin_text.hpp"
+#include "locate/origin_facts.hpp"
 
 namespace nanlocator {
 namespace {
@@ -40,30 +40,20 @@ class StepRules {
                                             sorted(candidates));
       set_parameter(origin, bad->front().bad->name, *bad->front().bad->sighting);
       origin.direction = Direction::none;
-      origin.evidence.push_back("the parameter held " +
-                                describe_bad(bad->front().bad->sighting->stats) + " on " +
-                                describe_rank_count(ranks) + " before this step's forward");
+      Facts& facts = origin.facts;
+      facts.push_back({.kind = FactKind::parameter_bad_before,
+                       .ranks = sorted(ranks),
+                       .bad = bad_count(bad->front().bad->sighting->stats)});
       add_gathered_evidence(origin, owners, ranks);
       if (candidates.size() < ranks.size()) {
-        origin.evidence.push_back("left are the memory of " + describe_rank_count(owners) +
-                                  ", its update in the step before, and the checkpoint");
-        origin.action = "check the memory of " + describe_rank_count(owners) +
-                        ", its optimizer's state, and the checkpoint that was loaded";
-      } else if (clean.empty()) {
-        origin.evidence.push_back(
-            ranks.size() > 1
-                ? "every rank that holds it and looked has it: it came from the checkpoint or from "
-                  "the step before, not from a fault of one device"
-                : "no other rank that looked holds a copy");
-        origin.action =
-            "check the checkpoint that was loaded, and the optimizer step before this one";
+        facts.push_back({.kind = FactKind::owner_is_left, .ranks = sorted(owners)});
+      } else if (!clean.empty()) {
+        facts.push_back(
+            {.kind = FactKind::copies_clean, .ranks = sorted(ranks), .peers = sorted(clean)});
       } else {
-        origin.evidence.push_back(
-            "the copies on " + describe_rank_count(clean) +
-            " are clean: only this copy was damaged, after the last update or "
-            "in its parameter all-gather");
-        origin.action = "check the memory and the links of " + describe_rank_count(ranks) +
-                        "; restore the parameter from a clean copy or a checkpoint";
+        facts.push_back(ranks.size() > 1
+                            ? Fact{.kind = FactKind::every_copy_bad, .ranks = sorted(ranks)}
+                            : Fact{.kind = FactKind::no_copy_elsewhere});
       }
       add_blind_evidence(origin, blind);
       findings_.add_origin(std::move(origin), FoundIn::weight);
@@ -85,20 +75,15 @@ class StepRules {
           unseen.empty() ? Confidence::high : Confidence::low, sorted(candidates));
       set_parameter(origin, bad->front().bad->name, *bad->front().bad->sighting);
       origin.direction = Direction::none;
-      origin.evidence.push_back(describe_bad(bad->front().bad->sighting->stats) +
-                                " in the parameter after the optimizer step on " +
-                                describe_rank_count(ranks) +
-                                ", though every gradient that was seen is finite");
+      Facts& facts = origin.facts;
+      facts.push_back({.kind = FactKind::parameter_bad_after,
+                       .ranks = sorted(ranks),
+                       .bad = bad_count(bad->front().bad->sighting->stats)});
       if (!unseen.empty()) {
-        origin.evidence.push_back("the gradients of " + describe_rank_count(unseen) +
-                                  " were not seen: theirs may have been bad");
+        facts.push_back({.kind = FactKind::gradients_not_seen, .ranks = sorted(unseen)});
       }
       add_gathered_evidence(origin, owners, ranks);
-      origin.evidence.push_back(
-          owners.empty() ? "left are the update itself, the optimizer's state, and the all-gather "
-                           "of updated parameters (distributed optimizer)"
-                         : "left are the update itself and the optimizer's state");
-      origin.action = "look at the optimizer's state of this parameter (second moment, epsilon)";
+      facts.push_back({.kind = FactKind::update_is_left, .other_ranks = owners.empty()});
       findings_.add_origin(std::move(origin));
     }
   }
@@ -129,32 +114,19 @@ class StepRules {
                                           sorted(candidates));
     origin.direction = Direction::none;
     if (largest >= 0) origin.parameter = parameter;
-    origin.evidence.push_back(
-        "the framework's gradient norm is " +
-        std::string(std::isnan(*witness->ledger().gradient_norm) ? "NaN" : "Inf") +
-        ", though every gradient that was seen is finite");
+    Facts& facts = origin.facts;
+    facts.push_back({.kind = FactKind::norm_bad, .value = witness->ledger().gradient_norm});
     if (can_overflow) {
-      origin.evidence.push_back("the largest gradient is " + short_number(largest) +
-                                ": the sum of squares overflows fp32 (sqrt of its largest number: "
-                                "1.8e19)");
-      if (!has_history(candidates)) {
-        origin.evidence.push_back(
-            "missing for the cause: the history of this maximum over the steps before");
-      }
+      facts.push_back({.kind = FactKind::norm_overflows, .value = largest});
+      if (!has_history(candidates)) facts.push_back({.kind = FactKind::missing_history});
     } else if (largest >= 0) {
-      origin.evidence.push_back("the largest gradient is " + short_number(largest) +
-                                ", too small for its square to overflow: the norm's own reduction, "
-                                "or a gradient that was not scanned");
+      facts.push_back({.kind = FactKind::norm_fits, .value = largest});
     } else {
-      origin.evidence.push_back("missing for the cause: no rank reported its largest gradient");
+      facts.push_back({.kind = FactKind::missing_largest});
     }
     if (!unseen.empty()) {
-      origin.evidence.push_back("the gradients of " + describe_rank_count(unseen) +
-                                " were not seen: theirs may be bad");
+      facts.push_back({.kind = FactKind::gradients_not_seen, .ranks = sorted(unseen)});
     }
-    origin.action =
-        "look at the history of the gradient norm; lower the learning rate or check this layer's "
-        "scale";
     findings_.add_origin(std::move(origin));
   }
 
@@ -178,10 +150,9 @@ class StepRules {
         findings_.make_origin(Phase::loss, Cause::unknown, Confidence::medium, sorted(ranks));
     origin.direction = Direction::forward;
     origin.tensor = tensor_of(*first);
-    origin.evidence.push_back("the loss holds " + describe_bad(first->stats) + " on " +
-                              describe_rank_count(ranks) +
-                              ", though every gradient that was seen is finite");
-    origin.action = "look at the labels and the mask of this batch, and at the loss's reduction";
+    origin.facts.push_back({.kind = FactKind::loss_bad_gradients_finite,
+                            .ranks = sorted(ranks),
+                            .bad = bad_count(first->stats)});
     findings_.add_origin(std::move(origin));
   }
 

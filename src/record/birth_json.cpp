@@ -29,6 +29,19 @@ ordered_json array_of(const Values& values, const ToJson& to_json) {
   return array;
 }
 
+BadExtent::Indices indices_from_json(const JsonObject& object) {
+  BadExtent::Indices indices;
+  indices.first = object.integer(keys::kFirst, 0);
+  indices.last = object.integer(keys::kLast, indices.first);
+  indices.count = object.integer(keys::kCount, 1);
+  if (indices.count - 1 > indices.last - indices.first) {
+    throw FormatError(object.where(keys::kCount) + ": more indices than from first to last");
+  }
+  return indices;
+}
+
+}  // namespace
+
 ordered_json code_to_json(const std::optional<CodeLine>& code) {
   if (!code) return nullptr;
   ordered_json json;
@@ -80,32 +93,22 @@ ordered_json extent_to_json(const std::optional<BadExtent>& extent) {
   if (!extent) return nullptr;
   ordered_json json;
   json[keys::kDimensions] = array_of(extent->dimensions, [](const BadExtent::Indices& indices) {
-    return ordered_json{{keys::kFirst, indices.first},
-                        {keys::kLast, indices.last},
-                        {keys::kCount, indices.count}};
+    return ordered_json{
+        {keys::kFirst, indices.first}, {keys::kLast, indices.last}, {keys::kCount, indices.count}};
   });
   json[keys::kIsBlock] = extent->is_block;
   return json;
-}
-
-BadExtent::Indices indices_from_json(const JsonObject& object) {
-  BadExtent::Indices indices;
-  indices.first = object.integer(keys::kFirst, 0);
-  indices.last = object.integer(keys::kLast, indices.first);
-  indices.count = object.integer(keys::kCount, 1);
-  if (indices.count - 1 > indices.last - indices.first) {
-    throw FormatError(object.where(keys::kCount) + ": more indices than from first to last");
-  }
-  return indices;
 }
 
 std::optional<BadExtent> extent_from_json(const JsonObject& birth) {
   if (birth.member(keys::kExtent).is_null()) return std::nullopt;
   const JsonObject object = birth.object(keys::kExtent);
   return BadExtent{.dimensions = objects_from_json<BadExtent::Indices>(object, keys::kDimensions,
-                                                                 indices_from_json),
-                .is_block = object.boolean(keys::kIsBlock)};
+                                                                       indices_from_json),
+                   .is_block = object.boolean(keys::kIsBlock)};
 }
+
+namespace {
 
 ordered_json magnitude_to_json(const Magnitude& magnitude) {
   return {{keys::kParameter, magnitude.parameter},

@@ -4,7 +4,7 @@
 namespace nanlocator::keys {
 
 inline constexpr int kLedgerVersion = 1;
-inline constexpr int kVerdictVersion = 1;
+inline constexpr int kVerdictVersion = 2;
 inline constexpr int kHistoryVersion = 1;
 
 // A ledger's lines: the value of "record".

@@ -100,7 +100,10 @@ nlohmann::ordered_json sighting_to_json(const Sighting& sighting) {
   json[keys::kStats] = stats_to_json(sighting.stats);
   json[keys::kCrossing] =
       sighting.crossing ? crossing_to_json(*sighting.crossing) : ordered_json(nullptr);
-  json[keys::kValidLabels] = value_or_null(sighting.valid_labels);
+  // A count below zero is a loss function's mistake: unknown, and no reason to lose the ledger.
+  const bool has_count = sighting.valid_labels && *sighting.valid_labels >= 0;
+  json[keys::kValidLabels] =
+      has_count ? ordered_json(*sighting.valid_labels) : ordered_json(nullptr);
   return json;
 }
 

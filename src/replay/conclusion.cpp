@@ -236,6 +236,12 @@ class Conclusion {
         std::any_of(evidence_.inputs.begin(), evidence_.inputs.end(),
                     [](const TensorStats& input) { return !input.is_finite(); });
     if (have_bad_input) say("An input is not finite already.");
+    if (evidence_.is_custom) {
+      say(where +
+          " the result is not finite. The operator is not PyTorch's: whether its mathematics "
+          "or its code makes it so, only its authors know.");
+      return ReplayConclusion::deterministic_custom;
+    }
     if (output.stats.nan > 0) {
       say(where + " the result is NaN: it is the mathematics of these inputs.");
       return ReplayConclusion::deterministic_undefined;

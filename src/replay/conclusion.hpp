@@ -10,7 +10,8 @@ namespace nanlocator {
 /// What is known beside the report itself.
 struct ConclusionEvidence {
   std::vector<TensorStats> inputs;  // of every floating-point tensor among the arguments
-  bool is_pointwise = false;        // each output element is of one element of each input
+  bool is_custom = false;     // the operator is not PyTorch's: what it should compute is not known
+  bool is_pointwise = false;  // each output element is of one element of each input
 };
 
 /// Fills `conclusion`, `is_bit_exact` and `sentences` from the recorded outputs and the runs.

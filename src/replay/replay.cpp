@@ -248,6 +248,8 @@ ReplayReport replay(const OperatorCall& call, const ReplayOptions& options) {
   }
   if (options.other_devices && !device.is_cpu()) run(ReplayVariant::on_cpu, 0, on_host(call));
 
+  const std::string_view name = call.name.name;
+  evidence.is_custom = !name.starts_with("aten::") && !name.starts_with("prims::");
   evidence.is_pointwise = facts.handle.hasTag(at::Tag::pointwise);
   conclude(report, evidence);
   report.sentences.insert(report.sentences.end(), problems.begin(), problems.end());

@@ -9,17 +9,18 @@
 #include <vector>
 
 #include "files/printable.hpp"
+#include "nanlocator/report/sentences.hpp"
 #include "nanlocator/report/terminal.hpp"
-#include "report/candidates_text.hpp"
 #include "report/page_assets.hpp"
 #include "report/page_data.hpp"
 #include "report/page_text.hpp"
+#include "report/words.hpp"
 
 namespace nanlocator {
 namespace {
 
 // Chosen so that texts that consist of quotes (six bytes each when escaped) still fit kLargestPage.
-constexpr std::size_t kMostOriginsTold = 16;
+constexpr std::size_t kMostOriginsShown = 16;
 constexpr std::size_t kMostEvidenceOfOne = 30;
 constexpr std::size_t kMostEvidenceOfSeveral = 10;
 constexpr std::size_t kMostLinesOfAList = 30;
@@ -35,28 +36,6 @@ std::string element(std::string_view tag, std::string_view attributes, std::stri
   std::string html = "<" + std::string(tag);
   if (!attributes.empty()) html += " " + std::string(attributes);
   return html + ">" + escaped(raw) + "</" + std::string(tag) + ">";
-}
-
-std::string first_line(const std::string& text) {
-  return text.substr(0, text.find('\n'));
-}
-
-/// The terminal's headline, on one line.
-std::string headline_of(const Verdict& verdict) {
-  return first_line(
-      format_verdict(verdict, {.width = std::numeric_limits<int>::max() / 2, .run_dir = {}}));
-}
-
-/// What the terminal would say of this origin alone, without "step N: ".
-std::string sentence_of(const Verdict& verdict, const Origin& origin) {
-  Verdict alone;
-  alone.iteration = verdict.iteration;
-  alone.status = verdict.status;
-  alone.origins.push_back(origin);
-  alone.origins.front().evidence.clear();
-  const std::string line = headline_of(alone);
-  const std::size_t colon = line.find(": ");
-  return colon == std::string::npos ? line : line.substr(colon + 2);
 }
 
 struct StatusText {
@@ -78,17 +57,10 @@ StatusText status_text(VerdictStatus status) {
   return {"", ""};
 }
 
-std::string index_text(const std::vector<std::int64_t>& sizes) {
-  std::string text = "[";
-  for (const std::int64_t size : sizes)
-    text += (text.size() > 1 ? ", " : "") + std::to_string(size);
-  return text + "]";
-}
-
 std::string where_in(const OriginTensor& tensor) {
   std::string text;
   if (!tensor.first_bad_index.empty())
-    text = "first bad element " + index_text(tensor.first_bad_index);
+    text = "first bad element " + shape_text(tensor.first_bad_index);
   if (tensor.absmax_finite) {
     char number[40];
     std::snprintf(number, sizeof number, "%.4g", *tensor.absmax_finite);
@@ -108,17 +80,13 @@ std::string place_in_step(const Origin& origin) {
   return text;
 }
 
-/// "rank 5 (tp1 pp0 dp1)", or the candidates.
-std::string who_of(const Origin& origin) {
+/// "rank 5 (tp1 pp0 dp1)", or the candidates; host and device stand below.
+std::string place_of_birth(Origin origin) {
   if (origin.coordinates) {
-    RankCoordinates place = *origin.coordinates;  // host and device stand below
-    place.host.clear();
-    place.device.clear();
-    return place.describe();
+    origin.coordinates->host.clear();
+    origin.coordinates->device.clear();
   }
-  if (origin.candidates.empty()) return "not known";
-  if (origin.candidates.size() == 1) return "rank " + std::to_string(origin.candidates.front());
-  return candidates_text(origin, describe_ranks(origin.candidates));
+  return who_of(origin);
 }
 
 std::string machine_of(const Origin& origin) {
@@ -170,17 +138,17 @@ class StaticParts {
     if (origins.size() == 1) {
       html += origin_body(origins.front(), 0);
     } else {
-      for (std::size_t i = 0; i < std::min(origins.size(), kMostOriginsTold); ++i) {
+      for (std::size_t i = 0; i < std::min(origins.size(), kMostOriginsShown); ++i) {
         html += "<details class=\"origin\"" + std::string(i == 0 ? " open" : "") + "><summary>";
         html += element("span", "class=\"number\"", std::to_string(i + 1));
-        html += "<h2>" + escaped(sentence_of(verdict_, origins[i])) + "</h2>";
-        html += element("span", "class=\"chip\"", name_of(origins[i].cause)) + "</summary>";
+        html += "<h2>" + escaped(headline_of(verdict_, origins[i])) + "</h2>";
+        html += element("span", "class=\"chip\"", title_of(origins[i])) + "</summary>";
         html += origin_body(origins[i], i) + "</details>";
       }
-      if (origins.size() > kMostOriginsTold) {
+      if (origins.size() > kMostOriginsShown) {
         html += element(
             "p", "class=\"more\"",
-            count_text(origins.size() - kMostOriginsTold, "further origin") + " in verdict.json");
+            count_text(origins.size() - kMostOriginsShown, "further origin") + " in verdict.json");
       }
     }
     return html + spread() + as_text();
@@ -236,13 +204,13 @@ class StaticParts {
         facts.emplace_back("option " + name, value);
       }
     }
-    add("repeat of the step", rerun_text());
+    add("re-run of the step", rerun_text());
     std::string html = "<dl class=\"facts\">";
     for (const auto& [name, value] : facts) {
       html += "<div>" + element("dt", "", name) + element("dd", "", value) + "</div>";
     }
     return html + "</dl>" + list("What this configuration does not see", not_covered()) +
-           list("Not put back before the repeat", verdict_.rerun.not_restored) +
+           list("Not restored before the re-run", verdict_.rerun.not_restored) +
            list("Notes", notes());
   }
 
@@ -258,33 +226,32 @@ class StaticParts {
       }
       html += "</dd></div>";
     };
-    tile("Where", who_of(origin), {machine_of(origin), place_in_step(origin)});
+    tile("Where", place_of_birth(origin), {machine_of(origin), place_in_step(origin)});
     const std::string module = origin.module.empty() ? "" : "module " + origin.module;
     tile(origin.op.empty() ? "Module" : "Operator", origin.op.empty() ? origin.module : origin.op,
          {origin.op.empty() ? "" : module});
-    tile("Cause",
-         origin.cause == Cause::unknown ? "unknown at this level"
-                                        : std::string(name_of(origin.cause)),
-         {"confidence in the place: " + std::string(name_of(origin.confidence))});
+    tile("Cause", title_of(origin),
+         {origin.cause == Cause::unknown ? "" : std::string(name_of(origin.cause)),
+          certainty_of(origin)});
+    tile("Code", code_of(origin), {});
+    tile("Owner", owner_of(origin), {});
     tile("Parameter", origin.parameter, {between(origin)});
     if (origin.tensor) {
       const OriginTensor& tensor = *origin.tensor;
       tile("Tensor",
            std::to_string(tensor.nan) + " NaN, " + std::to_string(tensor.pos_inf + tensor.neg_inf) +
                " Inf",
-           {tensor.role + " " + tensor.dtype + " " + index_text(tensor.shape), where_in(tensor)});
+           {tensor.role + " " + tensor.dtype + " " + shape_text(tensor.shape), where_in(tensor)});
     }
     html += "</dl>";
-    if (!origin.action.empty()) {
-      html += "<div class=\"action\"><h3>Do next</h3>" + element("p", "", origin.action) + "</div>";
+    if (const std::string action = action_of(verdict_, origin); !action.empty()) {
+      html += "<div class=\"action\"><h3>Do next</h3>" + element("p", "", action) + "</div>";
     }
     if (!origin.bundle.empty()) html += replay(origin, index);
-    html += list("Evidence", origin.evidence,
+    html += list("Evidence", evidence_of(verdict_, origin),
                  verdict_.origins.size() == 1 ? kMostEvidenceOfOne : kMostEvidenceOfSeveral);
-    if (!origin.refutation.empty()) {
-      html += "<div class=\"refuted\"><h3>What would refute it</h3>" +
-              element("p", "", origin.refutation) + "</div>";
-    }
+    html += "<div class=\"refuted\"><h3>What would refute it</h3>" +
+            element("p", "", refutation_of(origin)) + "</div>";
     return html;
   }
 
@@ -305,15 +272,11 @@ class StaticParts {
   }
 
   [[nodiscard]] std::string spread() const {
-    std::string text;
-    if (!verdict_.spread.ranks.empty()) {
-      text = count_text(verdict_.spread.ranks.size(), "rank") + " met it";
-      if (!verdict_.spread.parameters.empty())
-        text += ", " + count_text(verdict_.spread.parameters.size(), "parameter") + " went bad";
-      if (verdict_.spread.first_seen)
-        text += "; first seen in " + std::string(name_of(*verdict_.spread.first_seen));
-      text += ".";
+    std::string text = spread_of(verdict_);
+    if (const std::string job = job_of(verdict_); !job.empty()) {
+      text += (text.empty() ? "job: " : "; job: ") + job;
     }
+    if (!text.empty()) text += ".";
     if (!verdict_.silent_ranks.empty()) {
       text += (text.empty() ? "" : " ") + std::string("No answer from ") +
               count_text(verdict_.silent_ranks.size(), "rank") + ": " +
@@ -346,7 +309,7 @@ class StaticParts {
 
   [[nodiscard]] std::string rerun_text() const {
     if (!verdict_.rerun.done) return "not done";
-    if (!verdict_.rerun.reproduced) return "done; the ranks came to no common end";
+    if (!verdict_.rerun.reproduced) return "started; it did not complete on every rank";
     return *verdict_.rerun.reproduced ? "done; bad again" : "done; clean";
   }
 
@@ -355,7 +318,7 @@ class StaticParts {
   }
 
   [[nodiscard]] std::vector<std::string> notes() const {
-    std::vector<std::string> all = verdict_.notes;
+    std::vector<std::string> all = notes_of(verdict_);
     const auto append = [&](const std::vector<std::string>& more) {
       all.insert(all.end(), more.begin(), more.end());
     };

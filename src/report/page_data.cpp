@@ -10,8 +10,8 @@
 #include <tuple>
 #include <unordered_map>
 
-#include "locate/origin_text.hpp"
 #include "report/page_text.hpp"
+#include "report/words.hpp"
 
 namespace nanlocator {
 namespace {
@@ -46,14 +46,6 @@ class Strings {
   std::unordered_map<std::string, int> indices_;
   ordered_json strings_ = ordered_json::array();
 };
-
-std::string shape_text(const std::vector<std::int64_t>& shape) {
-  std::string text = "[";
-  for (std::size_t i = 0; i < shape.size(); ++i) {
-    text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
-  }
-  return text + "]";
-}
 
 /// What sightings of many ranks have in common, once.
 class Places {
@@ -356,13 +348,13 @@ class PageData {
         ordered_json values = ordered_json::array();
         std::vector<std::string> inputs;
         for (const Operand& operand : birth.operands) {
-          inputs.push_back(describe_operand(operand));
+          inputs.push_back(operand_text(operand));
           if (!operand.at_first_bad || values.size() == 16) continue;
           values.push_back(
               {page_text(operand.name, 80), page_number(*operand.at_first_bad, "%.9g")});
         }
         std::vector<std::string> reached;
-        for (const Reached& each : birth.reached) reached.push_back(describe_reached(each));
+        for (const Reached& each : birth.reached) reached.push_back(reached_text(each));
         all.push_back({{"rank", rank->rank},
                        {"kind", name_of(birth.kind)},
                        {"place", places_.index_of(birth.sighting)},

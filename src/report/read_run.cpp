@@ -1,4 +1,5 @@
 #include "nanlocator/report/read_run.hpp"
+#include "nanlocator/report/verdict_json.hpp"
 
 #include <algorithm>
 #include <charconv>

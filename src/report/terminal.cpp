@@ -1,12 +1,15 @@
 #include "nanlocator/report/terminal.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "files/printable.hpp"
 #include "nanlocator/map/rank_coordinates.hpp"
-#include "report/candidates_text.hpp"
+#include "nanlocator/report/sentences.hpp"
+#include "report/words.hpp"
 
 namespace nanlocator {
 namespace {
@@ -14,7 +17,6 @@ namespace {
 // What does not fit is in verdict.json.
 constexpr std::ptrdiff_t kMostLines = 25;
 constexpr std::size_t kMostRankColumns = 100;
-constexpr std::size_t kMostCleanNames = 4;
 constexpr int kLabelColumns = 11;
 constexpr int kNarrowest = 40;
 
@@ -24,7 +26,7 @@ constexpr std::string_view kYellow = "\033[1;33m";
 constexpr std::string_view kGreen = "\033[1;32m";
 constexpr std::string_view kCyan = "\033[36m";
 
-/// Lines of words. Everything that is handed in is made printable here, so nothing gets past it.
+/// Lines of words. Everything that is passed in is made printable here, so nothing gets past it.
 class Page {
  public:
   explicit Page(const TerminalStyle& style)
@@ -33,6 +35,12 @@ class Page {
   void headline(std::string_view text, std::string_view colour) { add({}, text, 0, 4, colour); }
   void row(std::string_view label, std::string_view text, int indent) {
     add(label, text, indent, indent + kLabelColumns, kCyan);
+  }
+  /// To be copied and pasted: on one line, however long.
+  void line(std::string_view label, std::string_view text, int indent) {
+    const int width = std::exchange(width_, std::numeric_limits<int>::max() / 2);
+    row(label, text, indent);
+    width_ = width;
   }
   [[nodiscard]] std::string text() && { return std::move(text_); }
 
@@ -83,15 +91,6 @@ class Page {
   std::string text_;
 };
 
-/// "NaN", "Inf", or "NaN and Inf": what the tensor held.
-std::string what_of(const Origin& origin) {
-  if (!origin.tensor)
-    return origin.phase == Phase::grad_norm ? "a bad gradient norm" : "NaN or Inf";
-  const bool has_inf = origin.tensor->pos_inf + origin.tensor->neg_inf > 0;
-  if (origin.tensor->nan > 0) return has_inf ? "NaN and Inf" : "NaN";
-  return "Inf";
-}
-
 /// "0-3, 9", cut where it is long.
 std::string short_list(const std::vector<int>& ranks) {
   std::string text = describe_ranks(ranks);
@@ -99,78 +98,34 @@ std::string short_list(const std::vector<int>& ranks) {
   return text.substr(0, text.rfind(',', kMostRankColumns)) + ", ...";
 }
 
-std::string who_of(const Origin& origin) {
-  if (origin.coordinates) return origin.coordinates->describe();
-  if (origin.candidates.empty()) return "an unknown rank";
-  if (origin.candidates.size() == 1) return "rank " + std::to_string(origin.candidates.front());
-  std::string text = candidates_text(origin, short_list(origin.candidates));
-  if (origin.data_parallel_replica) {
-    text += " (dp" + std::to_string(*origin.data_parallel_replica) + ")";
-  }
-  return text;
-}
-
-std::string sentence_of(const Origin& origin) {
-  const std::string what = what_of(origin);
-  const std::string who = who_of(origin);
-  switch (origin.cause) {  // what was there before the step was not born in the phase that met it
-    case Cause::bad_weight:
-      return what + " in the parameters of " + who + " before forward";
-    case Cause::bad_buffer:
-      return what + " in a buffer of " + who + " before forward";
-    case Cause::bad_input:
-      return what + " in the data of " + who;
-    case Cause::pipeline_transfer:
-      return what + " in what " + who + " received in " + std::string(name_of(origin.phase));
-    case Cause::memory_corruption:
-      return what + " in memory of " + who + " that no operator wrote";
-    default:
-      break;
-  }
-  switch (origin.phase) {
-    case Phase::params_before:
-      return what + " in the parameters of " + who + " before forward";
-    case Phase::forward:
-      return what + " born in forward on " + who;
-    case Phase::loss:
-      return what + " born in the loss on " + who;
-    case Phase::backward:
-      return what + " born in backward on " + who;
-    case Phase::grad_local:
-      return what + " in the gradients of " + who + " before the data-parallel reduction";
-    case Phase::grad_reduced:
-      return what + " in the gradients of " + who + " after the data-parallel reduction";
-    case Phase::grad_norm:
-      return origin.tensor
-                 ? what + " in the gradients of " + who + " where the optimizer reads them"
-                 : what + "; its largest gradient is on " + who;
-    case Phase::params_after:
-      return what + " in the parameters of " + who + " after the optimizer step";
-  }
-  return what + " on " + who;
-}
-
-std::string shape_text(const std::vector<std::int64_t>& sizes) {
-  std::string text = "[";
-  for (const std::int64_t size : sizes) {
-    text += (text.size() > 1 ? ", " : "") + std::to_string(size);
-  }
-  return text + "]";
-}
-
 std::string tensor_text(const OriginTensor& tensor) {
   std::string text;
-  if (tensor.first_bad) {
-    text += "first bad element " + shape_text(tensor.first_bad_index) + " of " +
-            shape_text(tensor.shape) + "; ";
+  if (tensor.shape.empty() && tensor.first_bad) {
+    text = "scalar; ";
+  } else if (tensor.first_bad) {
+    text = "first bad element " + shape_text(tensor.first_bad_index) + " of " +
+           shape_text(tensor.shape) + "; ";
   }
-  return text + std::to_string(tensor.nan) + " NaN, " +
-         std::to_string(tensor.pos_inf + tensor.neg_inf) + " Inf";
+  text += bad_text({tensor.nan, tensor.pos_inf, tensor.neg_inf, 0});
+  const std::string extent = extent_text(tensor);
+  return extent.empty() ? text : text + ": " + extent;
 }
 
-void add_origin(Page& page, const Origin& origin, std::size_t most_evidence, int indent,
-                const std::string& run_dir) {
+/// The name in verdict.json beside the plain title, where it says something else.
+std::string cause_text(const Origin& origin) {
+  std::string text = title_of(origin);
+  if (origin.cause != Cause::unknown) text += " (" + std::string(name_of(origin.cause)) + ")";
+  return text + "; " + certainty_of(origin);
+}
+
+void add_origin(Page& page, const Verdict& verdict, const Origin& origin, std::size_t most_evidence,
+                int indent, const std::string& run_dir) {
+  page.row("cause", cause_text(origin), indent);
+  page.row("code", code_of(origin), indent);
   std::string operation = origin.op;
+  if (!origin.forward_op.empty() && origin.forward_op != origin.op) {
+    operation += " (derivative of " + origin.forward_op + ")";
+  }
   if (!origin.module.empty()) {
     operation += (operation.empty() ? "" : "   ") + ("module " + origin.module);
   }
@@ -179,7 +134,7 @@ void add_origin(Page& page, const Origin& origin, std::size_t most_evidence, int
         (operation.empty() ? "" : "   ") + ("microbatch " + std::to_string(*origin.microbatch));
   }
   if (!operation.empty()) page.row(origin.op.empty() ? "place" : "operator", operation, indent);
-  // A gradient is told with its parameter; what an operator made is a tensor of its own.
+  // A gradient is listed with its parameter; what an operator made is a tensor of its own.
   const bool is_computed = !operation.empty() && origin.tensor;
   if (is_computed)
     page.row("tensor", origin.tensor->role + "   " + tensor_text(*origin.tensor), indent);
@@ -188,37 +143,20 @@ void add_origin(Page& page, const Origin& origin, std::size_t most_evidence, int
     parameter += (parameter.empty() ? "" : "   ") + tensor_text(*origin.tensor);
   }
   if (!parameter.empty()) page.row("parameter", parameter, indent);
-  page.row("cause",
-           (origin.cause == Cause::unknown ? "unknown at this level"
-                                           : std::string(name_of(origin.cause))) +
-               "; confidence in the place: " + std::string(name_of(origin.confidence)),
-           indent);
-  for (std::size_t i = 0; i < std::min(most_evidence, origin.evidence.size()); ++i) {
-    page.row(i == 0 ? "evidence" : " ", origin.evidence[i], indent);
+  const std::vector<std::string> evidence = evidence_of(verdict, origin);
+  for (std::size_t i = 0; i < std::min(most_evidence, evidence.size()); ++i) {
+    page.row(i == 0 ? "evidence" : " ", evidence[i], indent);
   }
-  if (!origin.action.empty()) page.row("action", origin.action, indent);
+  page.row("owner", owner_of(origin), indent);
+  const std::string action = action_of(verdict, origin);
+  if (!action.empty()) page.row("action", action, indent);
   if (!origin.bundle.empty()) {
     const std::string folder = run_dir.empty() ? "" : run_dir + "/";
-    page.row("replay", "nanlocator replay " + shell_word(folder + origin.bundle), indent);
+    page.line("replay", "nanlocator replay " + shell_word(folder + origin.bundle), indent);
   }
 }
 
-std::string spread_text(const Verdict& verdict) {
-  std::string text = count_text(verdict.spread.ranks.size(), "rank") + " had it";
-  if (!verdict.spread.parameters.empty()) {
-    text = count_text(verdict.spread.parameters.size(), "parameter") + " on " + text;
-  }
-  if (verdict.spread.first_seen) {
-    text += ", first in " + std::string(name_of(*verdict.spread.first_seen));
-  }
-  for (std::size_t i = 0; i < std::min(kMostCleanNames, verdict.clean.size()); ++i) {
-    text += (i == 0 ? "; clean: " : ", ") + verdict.clean[i];
-  }
-  if (verdict.clean.size() > kMostCleanNames) text += ", ...";
-  return text;
-}
-
-/// How much of a verdict is told; where the lines do not suffice, less.
+/// How much of a verdict is shown; where the lines do not suffice, less.
 struct Amounts {
   std::size_t origins;
   std::size_t evidence;  // of each origin
@@ -226,17 +164,9 @@ struct Amounts {
 };
 
 std::vector<Amounts> amounts_to_try(bool has_one_origin) {
-  if (has_one_origin) return {{1, 6, 3}, {1, 5, 3}, {1, 4, 2}, {1, 3, 2}, {1, 2, 1}, {1, 1, 1}};
+  if (has_one_origin)
+    return {{1, 8, 3}, {1, 7, 3}, {1, 6, 3}, {1, 5, 3}, {1, 4, 2}, {1, 3, 2}, {1, 2, 1}, {1, 1, 1}};
   return {{4, 2, 3}, {4, 1, 3}, {4, 1, 1}, {3, 1, 1}, {2, 1, 1}, {2, 0, 1}, {1, 1, 1}};
-}
-
-std::string headline_of(const Verdict& verdict) {
-  const std::string step = "step " + std::to_string(verdict.iteration) + ": ";
-  if (verdict.origins.size() == 1) return step + sentence_of(verdict.origins.front());
-  if (!verdict.origins.empty()) return step + count_text(verdict.origins.size(), "origin");
-  return step + (verdict.status == VerdictStatus::clean
-                     ? "no NaN or Inf in what was seen"
-                     : "no origin found; the evidence is incomplete");
 }
 
 std::string format(const Verdict& verdict, const TerminalStyle& style, const Amounts& most) {
@@ -245,12 +175,12 @@ std::string format(const Verdict& verdict, const TerminalStyle& style, const Amo
       verdict.status == VerdictStatus::clean || verdict.status == VerdictStatus::benign;
   page.headline(headline_of(verdict), is_quiet ? kGreen : verdict.origins.empty() ? kYellow : kRed);
   if (verdict.origins.size() == 1) {
-    add_origin(page, verdict.origins.front(), most.evidence, 2, style.run_dir);
+    add_origin(page, verdict, verdict.origins.front(), most.evidence, 2, style.run_dir);
   } else {
     const std::size_t shown = std::min(most.origins, verdict.origins.size());
     for (std::size_t i = 0; i < shown; ++i) {
-      page.headline(std::to_string(i + 1) + ". " + sentence_of(verdict.origins[i]), kRed);
-      add_origin(page, verdict.origins[i], most.evidence, 3, style.run_dir);
+      page.headline(std::to_string(i + 1) + ". " + headline_of(verdict, verdict.origins[i]), kRed);
+      add_origin(page, verdict, verdict.origins[i], most.evidence, 3, style.run_dir);
     }
     if (shown < verdict.origins.size()) {
       page.row("more",
@@ -258,19 +188,20 @@ std::string format(const Verdict& verdict, const TerminalStyle& style, const Amo
                2);
     }
   }
-  if (!verdict.spread.ranks.empty()) page.row("spread", spread_text(verdict), 2);
+  if (const std::string spread = spread_of(verdict); !spread.empty()) page.row("spread", spread, 2);
+  if (const std::string job = job_of(verdict); !job.empty()) page.row("job", job, 2);
   if (!verdict.silent_ranks.empty()) {
     page.row("silent",
              "no answer from " + count_text(verdict.silent_ranks.size(), "rank") + ": " +
                  short_list(verdict.silent_ranks) + "; what they saw is not in this verdict",
              2);
   }
-  for (std::size_t i = 0; i < std::min(most.notes, verdict.notes.size()); ++i) {
-    page.row("note", verdict.notes[i], 2);
+  const std::vector<std::string> notes = notes_of(verdict);
+  for (std::size_t i = 0; i < std::min(most.notes, notes.size()); ++i) {
+    page.row("note", notes[i], 2);
   }
-  if (verdict.notes.size() > most.notes) {
-    page.row("note",
-             count_text(verdict.notes.size() - most.notes, "further note") + " in verdict.json", 2);
+  if (notes.size() > most.notes) {
+    page.row("note", count_text(notes.size() - most.notes, "further note") + " in verdict.json", 2);
   }
   return std::move(page).text();
 }

@@ -78,7 +78,20 @@ void GradientLocator::now_in(Activity activity) {
   impl_->now_in(activity);
 }
 
+void GradientLocator::abandon_step() noexcept {
+  auto& state = impl_->state;
+  if (state == State::agreeing) {
+    state = State::abandoned;
+  } else if (state == State::bad) {
+    state = State::scanning;
+  }
+}
+
 void GradientLocator::begin_step(std::int64_t iteration) {
+  if (impl_->state == State::abandoned) {
+    impl_->state = State::scanning;
+    if (impl_->communicator) (void)impl_->finish_flag_or_conclude_alone(*this);
+  }
   if (impl_->state == State::agreeing) {
     throw UsageError("begin_step: start_agreement was called in step " +
                      std::to_string(impl_->iteration) + " and finish_agreement was not.");

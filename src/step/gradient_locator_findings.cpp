@@ -7,6 +7,7 @@
 #include "nanlocator/locate/locate.hpp"
 #include "nanlocator/report/html.hpp"
 #include "nanlocator/report/read_run.hpp"
+#include "nanlocator/report/verdict_json.hpp"
 
 namespace nanlocator {
 namespace {

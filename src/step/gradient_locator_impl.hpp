@@ -35,8 +35,9 @@ inline constexpr std::string_view kStopped = "stopped";  // of `outcome_of`
 enum class State {
   before_first_step,
   scanning,
-  agreeing,  // between start_agreement and finish_agreement
-  bad,       // until conclude or dismiss
+  agreeing,   // between start_agreement and finish_agreement
+  abandoned,  // the same, and nobody will call finish_agreement
+  bad,        // until conclude or dismiss
 };
 
 /// Throws UsageError for what cannot work.

@@ -3,17 +3,12 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/nn/utils/clip_grad.h>
 
-#include <cmath>
-#include <iostream>
 #include <utility>
 
 #include "tensor/tensor_access.hpp"
 
 namespace nanlocator {
 namespace {
-
-// One group of scans per phase is enough: parameters need no buckets to be told apart.
-constexpr std::uint64_t kOnlyGroup = 0;
 
 // "torch::nn::EmbeddingImpl", "torch::nn::EmbeddingBagImpl": a batch touches only some of their
 // rows.
@@ -62,22 +57,14 @@ LocatingOptimizer::LocatingOptimizer(std::shared_ptr<torch::optim::Optimizer> in
                      ? data_parallel_coordinates(communicator->rank(), communicator->size())
                      : data_parallel_coordinates(0, 1);
   if (const auto all = parameters(); !all.empty()) coordinates_.device = all.front().device().str();
-  options.integration = "cpp";
-  locator_ =
-      std::make_unique<GradientLocator>(make_map(), std::move(options), std::move(communicator));
   for (const auto& buffer : model.named_buffers()) {
     buffers_.push_back({buffer.key(), buffer.value()});
   }
-  rerun_ = std::make_unique<StepRerun>(*locator_);
-  rerun_->set_step(repeatable_step());
-  if (locator_->options().level == Level::operators) {
-    rerun_->trace_from_now_on();
-    if (!rerun_->is_tracing()) {
-      throw UsageError(
-          "LocatingOptimizer: level operators is on for another optimizer of this process; one "
-          "trace at a time.");
-    }
-  }
+  options.integration = "cpp";
+  auto map = make_map();
+  auto adapter = make_adapter(map);
+  driver_ = std::make_unique<StepDriver>(std::move(map), std::move(options),
+                                         std::move(communicator), std::move(adapter));
   observe_backward();
 }
 
@@ -123,7 +110,7 @@ void LocatingOptimizer::observe_backward() {
   const auto all = parameters();
   for (std::size_t id = 0; id < all.size(); ++id) {
     if (!all[id].requires_grad()) continue;
-    const auto note = [locator = locator_.get(), id](const at::Tensor&) {
+    const auto note = [locator = &driver_->locator(), id](const at::Tensor&) {
       locator->gradient_is_ready(static_cast<std::int64_t>(id));
     };
     hooks_.push_back({all[id], all[id].register_hook(note)});
@@ -141,123 +128,89 @@ void LocatingOptimizer::stop_observing() noexcept {
   hooks_.clear();
 }
 
-std::vector<GradientView> LocatingOptimizer::gradients() const {
-  const auto all = parameters();
-  std::vector<GradientView> views;
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    if (const auto& gradient = all[i].grad(); gradient.defined()) {
-      views.push_back({static_cast<std::int64_t>(i), gradient, 0});
+StepAdapter LocatingOptimizer::make_adapter(const ParameterMap& map) const {
+  StepAdapter adapter;
+  adapter.gradients = [this] {
+    const auto all = parameters();
+    std::vector<GradientView> views;
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      if (const auto& gradient = all[i].grad(); gradient.defined()) {
+        views.push_back({static_cast<std::int64_t>(i), gradient, 0});
+      }
     }
-  }
-  return views;
-}
-
-std::vector<GradientView> LocatingOptimizer::weights() const {
-  const auto all = parameters();
-  std::vector<GradientView> views;
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    views.push_back({static_cast<std::int64_t>(i), all[i], 0});
-  }
-  return views;
-}
-
-RepeatableStep LocatingOptimizer::repeatable_step() {
-  RepeatableStep step;
-  step.run = [this] {
-    repeated_loss_ = (*closure_)();
-    return std::vector<NamedTensor>{{"loss", repeated_loss_}};
+    return views;
   };
-  step.gradients = [this] { return gradients(); };
-  step.clear_gradients = [this] {
+  adapter.weights = [this] {
+    const auto all = parameters();
+    std::vector<GradientView> views;
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      views.push_back({static_cast<std::int64_t>(i), all[i], 0});
+    }
+    return views;
+  };
+  adapter.gradient_phase = gradient_phase_;
+  const auto all = parameters();
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    adapter.parameters.push_back({map.at(static_cast<std::int64_t>(i)).name, all[i]});
+  }
+  adapter.buffers = buffers_;
+  adapter.why_no_pass = "step() was called without a closure";
+  return adapter;
+}
+
+// `loss`: where each execution puts what the closure returns.
+StepPass LocatingOptimizer::pass_of(const torch::optim::Optimizer::LossClosure& closure,
+                                    at::Tensor& loss) const {
+  std::vector<bool> had_gradient;
+  for (const auto& parameter : parameters()) had_gradient.push_back(parameter.grad().defined());
+  StepPass pass;
+  pass.run = [&closure, &loss] {
+    loss = closure();
+    return std::vector<NamedTensor>{{"loss", loss}};
+  };
+  pass.clear_gradients = [this, had_gradient = std::move(had_gradient)] {
     const auto all = parameters();
     for (std::size_t i = 0; i < all.size(); ++i) {
       auto& gradient = all[i].mutable_grad();
       if (!gradient.defined()) continue;
-      if (i < had_gradient_.size() && had_gradient_[i]) {
+      if (i < had_gradient.size() && had_gradient[i]) {
         gradient = at::zeros_like(gradient);  // the tensor of the first pass may be shared
       } else {
         gradient = at::Tensor();
       }
     }
   };
-  const auto& map = locator_->map();
-  const auto all = parameters();
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    step.parameters.push_back({map.at(static_cast<std::int64_t>(i)).name, all[i]});
-  }
-  step.buffers = buffers_;
-  return step;
+  return pass;
 }
 
-void LocatingOptimizer::conclude(const std::vector<GradientView>& results) {
-  repeated_loss_.reset();
-  const bool is_clean_now =
-      rerun_->find_births(closure_ != nullptr ? CanRepeat::yes : CanRepeat::no, results);
-  const auto& verdict = locator_->conclude();
-  const auto policy = locator_->options().on_bad;
-  if (policy == Policy::recover && is_clean_now) return;
-  repeated_loss_.reset();
-  is_bad_ = true;
-  if (policy == Policy::report || policy == Policy::skip) return;
-  // A caller that catches this and goes on is in the next step.
-  is_looked_at_ = false;
-  is_bad_ = false;
-  ++iteration_;
-  throw NonFiniteGradientError(verdict, locator_->run_dir());
-}
-
-void LocatingOptimizer::look_at_gradients(const at::Tensor& loss) {
-  is_bad_ = false;
-  locator_->begin_step(iteration_);
-  if (locator_->options().check_params) {
-    locator_->scan(Phase::params_before, kOnlyGroup, "weight", weights());
-  }
-  locator_->scan(gradient_phase_, kOnlyGroup, "grad", gradients());
-  const LossView view{.tensor = loss, .microbatch = {}, .chunk = {}, .valid_labels = {}};
-  locator_->scan_losses({&view, 1});
-  locator_->start_agreement();
-  is_looked_at_ = true;
-  if (locator_->finish_agreement()) conclude(gradients());
-}
-
-void LocatingOptimizer::look_at_updated_parameters() {
-  locator_->scan(Phase::params_after, kOnlyGroup, "weight", weights());
-  locator_->start_agreement();
-  if (locator_->finish_agreement()) conclude(weights());
+Decision LocatingOptimizer::or_throw(Decision decision) const {
+  if (decision != Decision::stop) return decision;
+  throw NonFiniteGradientError(driver_->verdict(), driver_->locator().run_dir());
 }
 
 double LocatingOptimizer::clip_grad_norm(double max_norm, double norm_type) {
-  look_at_gradients();
+  StepDriver::Scope scope(*driver_);
+  driver_->scan_gradients();
+  or_throw(driver_->agree());
   const double norm = torch::nn::utils::clip_grad_norm_(parameters(), max_norm, norm_type);
-  if (is_bad_) return norm;  // policy report: told already
-  locator_->set_gradient_norm(norm);
-  if (!std::isfinite(norm)) conclude(gradients());
+  or_throw(driver_->set_gradient_norm(norm));
+  scope.complete();
   return norm;
 }
 
-void LocatingOptimizer::begin_closure(const torch::optim::Optimizer::LossClosure& closure) {
-  closure_ = &closure;
-  had_gradient_.clear();
-  for (const auto& parameter : parameters()) had_gradient_.push_back(parameter.grad().defined());
-  rerun_->save();
-}
-
-void LocatingOptimizer::compare_with_repeat() {
-  if (const auto changed = rerun_->compare(); changed > 0) {
-    std::cerr << "nanlocator: step " << iteration_ << ": executed again from the same state, "
-              << changed << " gradients have other bits" << std::endl;
-  }
-}
-
 at::Tensor LocatingOptimizer::evaluate(const torch::optim::Optimizer::LossClosure& closure) {
-  begin_closure(closure);
+  at::Tensor rerun_loss;
+  driver_->begin_pass(pass_of(closure, rerun_loss));
   auto loss = closure();
-  look_at_gradients(loss);
-  if (repeated_loss_.defined()) loss = std::move(repeated_loss_);  // recovered
-  if (is_bad_ && locator_->options().on_bad == Policy::skip) throw SkippedStep();
-  if (locator_->options().rerun == RerunPolicy::always && !is_bad_) compare_with_repeat();
-  closure_ = nullptr;
-  return loss;
+  const LossView view{.tensor = loss, .microbatch = {}, .chunk = {}, .valid_labels = {}};
+  switch (or_throw(driver_->end_pass({&view, 1}))) {
+    case Decision::skip:
+      throw SkippedStep();
+    case Decision::recovered:
+      return rerun_loss;
+    default:
+      return loss;
+  }
 }
 
 at::Tensor LocatingOptimizer::update(const torch::optim::Optimizer::LossClosure& closure) {
@@ -265,42 +218,34 @@ at::Tensor LocatingOptimizer::update(const torch::optim::Optimizer::LossClosure&
     try {
       return inner_->step([&] { return evaluate(closure); });
     } catch (const SkippedStep&) {
-      closure_ = nullptr;
       return {};
     }
   }
-  if (!is_looked_at_) look_at_gradients();
-  is_looked_at_ = false;  // also where the inner optimizer throws
-  if (is_bad_ && locator_->options().on_bad == Policy::skip) return {};
-  rerun_->begin_update();
-  auto loss = inner_->step();
-  rerun_->end_update();
-  return loss;
+  if (or_throw(driver_->look()) == Decision::skip) return {};
+  driver_->begin_update();
+  return inner_->step();
 }
 
 at::Tensor LocatingOptimizer::step(torch::optim::Optimizer::LossClosure closure) {
+  StepDriver::Scope scope(*driver_);
   auto loss = update(closure);
-  // After bad gradients bad parameters are no news.
-  if (locator_->options().check_params && !is_bad_) look_at_updated_parameters();
-  is_looked_at_ = false;
-  is_bad_ = false;
-  rerun_->begin_pass();
-  ++iteration_;
+  or_throw(driver_->end_step());
+  scope.complete();
   return loss;
 }
 
 void LocatingOptimizer::zero_grad(bool set_to_none) {
   inner_->zero_grad(set_to_none);
-  is_looked_at_ = false;
+  driver_->forget_gradients();
 }
 
 void LocatingOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& group) {
   inner_->add_param_group(group);
   stop_observing();
-  locator_->set_map(make_map());
-  rerun_->set_step(repeatable_step());
+  auto map = make_map();
+  auto adapter = make_adapter(map);
+  driver_->set_parameters(std::move(map), std::move(adapter));
   observe_backward();
-  is_looked_at_ = false;
 }
 
 }  // namespace nanlocator

@@ -2,6 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+#include <cmath>
 #include <exception>
 #include <map>
 #include <optional>
@@ -27,6 +29,13 @@ struct Pass {
   std::string problem;  // what ended it early
 };
 
+template <typename T>
+struct ResetAtExit {
+  explicit ResetAtExit(std::unique_ptr<T>& owner_) : owner(owner_) {}
+  ~ResetAtExit() { owner.reset(); }
+  std::unique_ptr<T>& owner;
+};
+
 std::int64_t count_changed(const std::vector<GradientScanner::Scanned>& first,
                            const std::vector<GradientScanner::Scanned>& second) {
   std::map<std::int64_t, std::uint64_t> before;
@@ -42,12 +51,17 @@ std::int64_t count_changed(const std::vector<GradientScanner::Scanned>& first,
 }  // namespace
 
 struct StepRerun::Impl {
+  explicit Impl(GradientLocator& locator_)
+      : locator(locator_), threads(locator_.options().threads) {}
+
   GradientLocator& locator;
   int threads;
-  RepeatableStep step;
+  RerunnableStep step;
   StepState state;
   std::unique_ptr<GradientScanner> scanner;  // of the pass that runs now
   bool is_scanned_by_owner = false;
+  bool are_gradients_changed = false;   // since they were scanned
+  std::optional<double> gradient_norm;  // of that pass
   std::vector<std::string> not_restored;
   std::unique_ptr<OperatorTrace> standing;  // traces steps that cannot be repeated
   int traced_steps = 0;                     // since it began
@@ -56,9 +70,12 @@ struct StepRerun::Impl {
   Pass run(const std::function<std::vector<NamedTensor>()>& forward_backward) {
     Pass pass;
     scanner = std::make_unique<GradientScanner>(locator.map(), threads);
+    const ResetAtExit<GradientScanner> is_over(scanner);  // also where an interrupt ends the pass
     scanner->begin_step();
-    is_scanned_by_owner = false;
+    is_scanned_by_owner = are_gradients_changed = false;
+    gradient_norm.reset();
     not_restored = state.restore();
+    if (auto changed = changed_data(); !changed.empty()) not_restored.push_back(changed);
     try {
       step.clear_gradients();
       const at::AutoGradMode with_gradients(true);
@@ -75,8 +92,19 @@ struct StepRerun::Impl {
     pass.scanned = scanner->scanned_gradients();
     pass.is_bad = scanner->flag(at::kCPU).item<std::int32_t>() != 0;
     if (pass.is_bad) pass.bad_parameters = bad_local_gradients();
-    scanner.reset();
+    pass.is_bad = pass.is_bad || (gradient_norm && !std::isfinite(*gradient_norm));
     return pass;
+  }
+
+  std::string changed_data() const {
+    constexpr std::size_t kMostNamed = 4;
+    if (!step.changed_data) return {};
+    std::string text;
+    const auto sentences = step.changed_data();
+    for (std::size_t i = 0; i < std::min(sentences.size(), kMostNamed); ++i) {
+      text += (i == 0 ? "the data: " : "; ") + sentences[i];
+    }
+    return text;
   }
 
   /// Ids, ascending.
@@ -122,6 +150,11 @@ struct StepRerun::Impl {
     for (const auto& [name, tensor] : step.buffers) {
       trace->declare(tensor, DeclaredAs::buffer, name);
     }
+    if (step.attributes) {
+      for (const auto& [name, tensor] : step.attributes()) {
+        trace->declare(tensor, DeclaredAs::buffer, name);
+      }
+    }
     trace->begin_pass();
     return trace;
   }
@@ -140,8 +173,7 @@ struct StepRerun::Impl {
   }
 };
 
-StepRerun::StepRerun(GradientLocator& locator)
-    : impl_(new Impl{locator, locator.options().threads, {}, {}, nullptr, false, {}, nullptr, 0}) {}
+StepRerun::StepRerun(GradientLocator& locator) : impl_(std::make_unique<Impl>(locator)) {}
 
 StepRerun::~StepRerun() = default;
 
@@ -149,7 +181,7 @@ StepState& StepRerun::state() noexcept {
   return impl_->state;
 }
 
-void StepRerun::set_step(RepeatableStep step) {
+void StepRerun::set_step(RerunnableStep step) {
   impl_->step = std::move(step);
   std::vector<std::pair<std::string, at::Tensor>> buffers;
   for (const auto& [name, tensor] : impl_->step.buffers) buffers.emplace_back(name, tensor);
@@ -175,6 +207,19 @@ void StepRerun::scan(Phase phase, std::uint64_t group, std::string_view role,
   impl_->scanner->scan(phase, group, role, views);
 }
 
+void StepRerun::set_gradient_norm(double norm) {
+  impl_->gradient_norm = norm;
+}
+
+void StepRerun::scan_before_change(std::span<const GradientView> views) {
+  scan(Phase::grad_local, kOnlyGroup, "grad", views);
+  impl_->are_gradients_changed = true;
+}
+
+void StepRerun::forget_scans() noexcept {
+  impl_->is_scanned_by_owner = impl_->are_gradients_changed = false;
+}
+
 bool StepRerun::repeat() {
   auto& impl = *impl_;
   auto& locator = impl.locator;
@@ -189,8 +234,15 @@ bool StepRerun::repeat() {
     impl.stop_tracing();  // one trace at a time; armed again below
     const auto trace = impl.make_trace();
     traced = impl.run(impl.step.run);
-    if (trace && traced.is_bad)
-      explanation = trace->explain(traced.losses, impl.named(impl.step.gradients()));
+    if (trace && traced.is_bad) {
+      auto gradients = impl.step.gradients();
+      if (impl.are_gradients_changed) {
+        std::erase_if(gradients, [&](const GradientView& view) {
+          return !std::ranges::binary_search(traced.bad_parameters, view.parameter);
+        });
+      }
+      explanation = trace->explain(traced.losses, impl.named(gradients));
+    }
   }
   rerun.not_restored = impl.not_restored;
   rerun.gradients = static_cast<std::int64_t>(traced.scanned.size());
@@ -215,14 +267,14 @@ bool StepRerun::repeat() {
     if (*rerun.control_reproduced == false) {
       locator.add_note("The gradients are now those of the repeat, which are finite.");
     }
-  } else if (impl.step.run_and_keep_module_calls) {
+  } else if (impl.step.keep_module_calls) {
     std::vector<Birth> births;
     if (explanation) {
       for (const auto& traced_birth : explanation->births) births.push_back(traced_birth.birth);
     }
     if (locator.is_true_anywhere(!births.empty())) {
       (void)impl.run([&] {
-        impl.step.run_and_keep_module_calls(births);
+        impl.step.keep_module_calls(births, [&] { (void)impl.step.run(); });
         return std::vector<NamedTensor>{};
       });
     }
@@ -235,24 +287,28 @@ bool StepRerun::repeat() {
   return is_clean_now;
 }
 
-bool StepRerun::find_births(CanRepeat can_repeat, const std::vector<GradientView>& results) {
+bool StepRerun::find_births(CanRerun can_rerun, const std::vector<GradientView>& results,
+                            std::string_view why_no_pass) {
   auto& impl = *impl_;
   const auto& options = impl.locator.options();
   const bool is_past_limit = impl.locator.incidents() >= options.max_incidents;
   if (is_past_limit && options.on_bad != Policy::recover) return false;
-  if (options.rerun != RerunPolicy::never && can_repeat == CanRepeat::yes) {
-    return repeat();
-  } else if (impl.standing) {
+  if (options.rerun != RerunPolicy::never && can_rerun == CanRerun::yes) return repeat();
+  if (impl.standing) {
     impl.keep(impl.standing->explain({}, impl.named(results)));
     if (options.level != Level::operators) impl.stop_tracing();
-  } else if (options.rerun != RerunPolicy::never) {
-    trace_from_now_on();
-    if (!impl.standing) return false;
-    impl.locator.add_note(
-        "This step cannot be executed again, as step() was called without a closure: operators are "
-        "traced for the next " +
-        std::to_string(kMostTracedSteps) + " steps, and a bad one will name its operator.");
+    return false;
   }
+  if (options.rerun == RerunPolicy::never) return false;
+  trace_from_now_on();
+  if (!impl.standing) return false;
+  const std::string reason =
+      can_rerun == CanRerun::weights_have_moved ? "its optimizer has changed the weights"
+      : can_rerun == CanRerun::pass_has_ended   ? "its forward and backward had ended"
+                                                : std::string(why_no_pass);
+  impl.locator.add_note("This step cannot be executed again, as " + reason +
+                        ": operators are traced for the next " + std::to_string(kMostTracedSteps) +
+                        " steps, and a bad one will name its operator.");
   return false;
 }
 

@@ -8,13 +8,13 @@
 
 #include "nanlocator/files/atomic_file.hpp"
 #include "nanlocator/record/ledger.hpp"
-#include "nanlocator/report/terminal.hpp"
+#include "nanlocator/report/sentences.hpp"
+#include "nanlocator/report/verdict_json.hpp"
 
 namespace nanlocator {
 namespace {
 
 constexpr int kStatusVersion = 1;
-constexpr int kOneLine = 100'000;  // columns: a headline is never wrapped
 constexpr std::string_view kRankReturned = "rank_returned";
 
 std::vector<int> ranks_of(const std::vector<LostRank>& lost) {
@@ -27,11 +27,6 @@ std::string describe_all(const std::vector<LostRank>& lost) {
   std::string text;
   for (const auto& each : lost) text += (text.empty() ? "" : "; ") + each.describe();
   return text;
-}
-
-std::string headline_of(const Verdict& verdict) {
-  const auto text = format_verdict(verdict, {.width = kOneLine, .run_dir = ""});
-  return text.substr(0, text.find('\n'));
 }
 
 }  // namespace

@@ -91,7 +91,7 @@ struct DeferredLooks::Device {
 
   void scan(const at::Tensor& tensor, Id id) {
     const auto stream = c10::cuda::getCurrentCUDAStream(device.index());
-    // Memory that another stream owns is handed out again only after the scan has read it.
+    // Memory that another stream owns is given out again only after the scan has read it.
     c10::cuda::CUDACachingAllocator::recordStream(tensor.storage().data_ptr(), stream);
     const auto slot = static_cast<std::uint32_t>(ids.size());
     scanner->reserve(slot + 1);

@@ -19,7 +19,7 @@
 namespace nanlocator {
 namespace {
 
-// Ranges of slots, handed out and never taken back. A batch that outgrows its range gets one of
+// Ranges of slots, given out and never taken back. A batch that outgrows its range gets one of
 // twice the size, so all ranges of a batch together are at most four times its largest size.
 class SlotRanges {
  public:
@@ -55,7 +55,7 @@ class StreamOrder {
   }
 
   /// Tells the caching allocator that the current stream reads memory that another stream may own:
-  /// it may then be freed at once and is handed out again only after the read.
+  /// it may then be freed at once and is given out again only after the read.
   void keep_until_read(std::span<const at::Tensor> tensors) const {
     if (!device_.is_cuda()) return;
     const auto stream = c10::cuda::getCurrentCUDAStream(device_.index());

@@ -1,6 +1,6 @@
 // How the bad elements lie in a tensor, and how many elements are below zero: what a birth reports
-// beyond its stats. Slice by slice, so that nothing is allocated in proportion to the tensor; work of
-// our own, on the caller's thread, which waits for the device.
+// beyond its stats. Slice by slice, so that nothing is allocated in proportion to the tensor; work
+// of our own, on the caller's thread, which waits for the device.
 #pragma once
 
 #include <ATen/core/Tensor.h>

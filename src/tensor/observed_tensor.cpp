@@ -6,11 +6,12 @@
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/stack.h>
 
-#include <cstdio>
+#include <utility>
 
 #include "nanlocator/scan/cpu_scan.hpp"
 #include "nanlocator/tensor/scan_tensor.hpp"
 #include "tensor/aten_scan.hpp"
+#include "tensor/extent.hpp"
 #include "tensor/own_work.hpp"
 #include "tensor/tensor_access.hpp"
 
@@ -118,9 +119,8 @@ Operand operand_of(std::string name, const at::Tensor& tensor, int threads) {
   const at::Tensor values = values_of(tensor);
   if (!values.defined()) return operand;
   operand.stats = stats_of(values, threads);
-  const bool has_negatives = operand.stats->has_finite() && operand.stats->finite_min < 0;
-  if (has_negatives || operand.stats->neg_inf > 0) operand.negatives = count_negatives(values);
-  else if (!values.is_complex()) operand.negatives = 0;
+  const bool has_negatives = operand.stats->finite_min < 0 || operand.stats->neg_inf > 0;
+  operand.negatives = has_negatives ? count_negatives(values) : std::optional<std::int64_t>(0);
   return operand;
 }
 

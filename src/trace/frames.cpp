@@ -31,12 +31,12 @@ bool may_be_the_engines(const Frame& operation, bool in_accumulate_grad) {
 void Frame::reset() {
   kind = FrameKind::operation;
   info = nullptr;
-  is_ignored = has_arguments = is_captured = is_custom = node_has_run = false;
+  is_ignored = has_arguments = is_captured = records = is_custom = node_has_run = false;
   arguments.clear();
   before_write.clear();
   start = 0;
   nested.clear();
-  handed_in.clear();
+  sent.clear();
   name.clear();
   inputs.clear();
   forward_thread = 0;

@@ -52,13 +52,14 @@ struct Frame {
   CallCapture capture;
   std::uint64_t start = 0;  // the trace's clock
   BirthIds nested;          // what calls inside this one made or passed on
-  BirthIds handed_in;       // of a collective: what its inputs were bad from
+  BirthIds sent;            // of a collective: what its inputs were bad from
 
-  // Containers, nodes and evaluate_function:
+  // Containers, nodes and evaluate_function; of operations, where autograd records them:
   std::string name;  // without "autograd::engine::evaluate_function: "
   std::vector<const c10::StorageImpl*> inputs;
   std::uint64_t forward_thread = 0;
   std::int64_t sequence = -1;
+  bool records = false;         // a node: autograd records what it computes (create_graph)
   bool is_custom = false;       // a node that is not one of Torch's own
   bool node_has_run = false;    // evaluate: its node
   std::vector<BirthId> hooks;   // evaluate: births of hooks, whose module the node will tell
@@ -73,6 +74,7 @@ struct ForwardCall {
   const std::string* op = nullptr;  // interned
   bool is_module_inferred = false;
   ProgramCode::Caller caller;
+  bool is_view = false;
 };
 
 class ThreadFrames {

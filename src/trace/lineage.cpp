@@ -131,7 +131,7 @@ void Lineage::note_bad_content(const at::Tensor& tensor, const BirthIds& births)
 
 void Lineage::note_received(const at::Tensor& tensor, std::uint64_t clock,
                             const std::string* writer, const std::shared_ptr<const Place>& place,
-                            const BirthIds& handed_in) {
+                            const BirthIds& sent) {
   StorageRecord& record = record_of(tensor);
   record.state = StorageState::received;
   record.last_write = clock;
@@ -141,7 +141,7 @@ void Lineage::note_received(const at::Tensor& tensor, std::uint64_t clock,
   record.touched_by = nullptr;
   const ByteRange range = range_of(tensor);
   drop_overwritten(record.tags, range);
-  if (!handed_in.empty()) record.tags.push_back({range, handed_in});
+  if (!sent.empty()) record.tags.push_back({range, sent});
 }
 
 void Lineage::note_touch(const at::Tensor& tensor, const std::shared_ptr<const Place>& place) {

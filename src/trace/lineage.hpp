@@ -84,10 +84,10 @@ class Lineage {
                       const BirthIds& births);
   /// Marks what is there as bad without a write: a root that was found when it was read.
   void note_bad_content(const at::Tensor& tensor, const BirthIds& births);
-  /// `handed_in`: the births of what this rank put into the collective; where what came out is bad,
+  /// `sent`: the births of what this rank put into the collective; where what came out is bad,
   /// it is from them.
   void note_received(const at::Tensor& tensor, std::uint64_t clock, const std::string* writer,
-                     const std::shared_ptr<const Place>& place, const BirthIds& handed_in);
+                     const std::shared_ptr<const Place>& place, const BirthIds& sent);
   /// A frame without schema has the tensor; nothing where the storage is not known.
   void note_touch(const at::Tensor& tensor, const std::shared_ptr<const Place>& place);
   /// A gradient that no operator has written; nothing where the storage is known.

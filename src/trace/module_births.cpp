@@ -41,7 +41,7 @@ struct Found {
   Badness inside;  // of the call's own outgoing tensors and of everything of the calls inside it
 };
 
-/// Of modules that end in one node the innermost is hooked first, and told first. What comes in
+/// Of modules that end in one node the innermost is hooked first, and reported first. What comes in
 /// comes to the outermost first.
 std::vector<Event> from_outside_in(std::vector<Event> events) {
   const auto is_grad_output = [](const Event& e) { return e.place == Place::grad_output; };

@@ -129,7 +129,7 @@ void hook_gradients(const std::shared_ptr<State>& state, ModuleCallId id,
   for (const auto& [role, tensor] : outputs) {
     if (!DeferredLooks::can_look(tensor) || !tensor.requires_grad() || tensor.is_leaf()) continue;
     const autograd::Edge edge = edge_of(tensor);
-    // An output that the call did not compute: an input handed on, or a cached value.
+    // An output that the call did not compute: an input passed through, or a cached value.
     if (!edge.is_valid() || !was_made_during(call, *edge.function) || input_at(call, edge)) {
       continue;
     }

@@ -35,7 +35,7 @@ struct OperatorInfo {
   bool is_filler = false;
   /// Made of other operators only, on every backend: what they wrote is what it gives.
   bool is_composite = false;
-  /// copy_ inside of these is told as theirs: the operator that a person knows.
+  /// copy_ inside of these is reported as theirs: the operator that a person knows.
   bool owns_its_copy = false;
   bool is_copy = false;
   bool is_fill = false;

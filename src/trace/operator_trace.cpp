@@ -57,7 +57,7 @@ std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& call) {
       trace.get()->start(call, frames);
       is_started = true;
     });
-    if (!is_started) {  // it threw: nothing of this call can be told
+    if (!is_started) {  // it threw: nothing is known of this call
       if (frames.depth() == depth) frames.push();
       frames.top()->is_ignored = true;
     }
@@ -124,8 +124,10 @@ void OperatorTrace::begin_pass() {
     std::swap(old_births, trace.births);
     std::swap(old_lineage, trace.lineage);
     trace.forward_calls.clear();
-    trace.handed_on_in_forward.clear();
-    trace.handed_on_in_backward.clear();
+    trace.bad_calls.clear();
+    trace.roots_of_backward.clear();
+    trace.sent_in_forward.clear();
+    trace.sent_in_backward.clear();
     trace.notes.clear();
     trace.declarations.refresh();
     trace.kept_bytes = 0;

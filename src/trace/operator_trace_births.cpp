@@ -1,3 +1,5 @@
+#include <ATen/core/grad_mode.h>
+
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -76,7 +78,7 @@ ForwardCall OperatorTrace::Impl::forward_call_locked(std::uint64_t thread,
     const auto found = calls->second.find(sequence - back);
     if (found == calls->second.end()) continue;
     if (back == 0) return found->second;
-    return {found->second.module, nullptr, true, {}};
+    return {found->second.module, nullptr, true};
   }
   return {};
 }
@@ -95,20 +97,22 @@ Place OperatorTrace::Impl::current_place(ThreadFrames& frames) {
       if (place.frame.empty() && location.node_frame->is_custom) place.frame = location.node;
     }
     if (forward.op != nullptr) place.forward_op = *forward.op;
-    // Modules that run again inside backward (recomputation) name themselves.
-    const bool runs_again = module != nullptr && location.node_frame != nullptr &&
-                            location.node_frame->module != module;
-    const bool is_custom = location.node_frame != nullptr && location.node_frame->is_custom;
-    place.is_called_by_program = runs_again || is_custom || location.is_hook;
+    // A forward that runs again inside backward (recomputation): its modules name themselves, and
+    // autograd records it, though it does not record the backward around it.
+    const Frame* node = location.node_frame;
+    const bool is_in_new_module = module != nullptr && node != nullptr && node->module != module;
+    place.is_recomputed =
+        is_in_new_module || (node != nullptr && at::GradMode::is_enabled() && !node->records);
+    const bool is_custom = node != nullptr && node->is_custom;
+    place.is_called_by_program = place.is_recomputed || is_custom || location.is_hook;
     place.caller = forward.caller;
-    if (runs_again) {
+    if (is_in_new_module) {
       place.module = *module;
-      place.is_recomputed = true;
     } else if (forward.module != nullptr) {
       place.module = *forward.module;
       place.is_module_inferred = forward.is_module_inferred;
     }
-    if (is_custom && !runs_again && !location.is_hook) {
+    if (is_custom && !place.is_recomputed && !location.is_hook) {
       place.custom_function = custom_function_of(location.node);
     }
     return place;
@@ -119,8 +123,8 @@ Place OperatorTrace::Impl::current_place(ThreadFrames& frames) {
   }
   if (module != nullptr) {
     place.module = *module;
-  } else if (frames.last_module != nullptr) {
-    place.module = *frames.last_module;
+  } else if (const ModulePath last = module_used_last(frames); last != nullptr) {
+    place.module = *last;
     place.is_module_inferred = true;
   }
   return place;
@@ -311,11 +315,11 @@ BirthId OperatorTrace::Impl::add_root(const at::Tensor& values, ThreadFrames& fr
   } else {
     const Location location = locate_frames(frames);
     const auto* storage = values.storage().unsafeGetStorageImpl();
-    const auto is_handed_to = [&](const Frame& frame) {
+    const auto was_given_to = [&](const Frame& frame) {
       return std::find(frame.inputs.begin(), frame.inputs.end(), storage) != frame.inputs.end();
     };
     const auto* node = values.is_leaf() ? nullptr : torch::autograd::impl::grad_fn_unsafe(values);
-    if (location.container != nullptr && !is_handed_to(*location.container)) {
+    if (location.container != nullptr && !was_given_to(*location.container)) {
       born_inside(current_place(frames));
     } else if (node != nullptr && !location.is_backward) {
       Place inside;
@@ -409,6 +413,7 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
                                               const std::vector<TensorAt>& outputs) {
   const OperatorInfo& info = *frame.info;
   std::vector<const TensorAt*> bad;
+  std::vector<const TensorAt*> explained;  // an operator inside this one has written them bad
   {
     std::vector<const TensorAt*> finite;
     for (const auto& output : outputs) {
@@ -419,13 +424,17 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
     for (const TensorAt* output : finite) {
       lineage.note_finite_write(output->values, now, &info.full_name, info.is_filler);
     }
-    // What an operator inside this one has written bad is explained already.
     std::erase_if(bad, [&](const TensorAt* output) {
       const StorageRecord* record = lineage.find(output->values);
-      return record != nullptr && record->state == StorageState::written &&
-             record->last_write > frame.start && !lineage.births_in(output->values).empty();
+      const bool is_explained = record != nullptr && record->state == StorageState::written &&
+                                record->last_write > frame.start &&
+                                !lineage.births_in(output->values).empty();
+      if (is_explained) explained.push_back(output);
+      return is_explained;
     });
   }
+  const bool is_explained_in_part = bad.empty() && !explained.empty() && !info.is_composite;
+  if (is_explained_in_part) bad = explained;
   if (bad.empty()) return;
 
   const auto pass_on = [&](const BirthIds& ids) {
@@ -435,6 +444,7 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
       for (const TensorAt* output : bad) {
         lineage.note_bad_write(output->values, now, &info.full_name, ids);
       }
+      if (frame.sequence >= 0) unite(bad_calls[{frame.forward_thread, frame.sequence}], ids);
     }
     for (std::size_t i = 1; Frame* outer = frames.above(i); ++i) {
       if (outer->kind != FrameKind::operation) break;
@@ -483,6 +493,16 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
 
   // Rule c. NaN that goes in explains the output; so does Inf, but for NaN that comes out.
   const bool is_received = made.has_nan ? inputs.tensors.has_nan : inputs.tensors.any();
+  if (is_explained_in_part) {
+    // A kernel that begins with a copy of one input (addmm's bias) is bad from the others, too.
+    if (!is_received) return;
+    BirthIds all = made.has_nan ? inputs.with_nan : inputs.with_any;
+    for (const TensorAt* output : explained) {
+      const std::lock_guard lock(mutex);
+      unite(all, lineage.births_in(output->values));
+    }
+    return pass_on(all);
+  }
   if (is_received) return pass_on(made.has_nan ? inputs.with_nan : inputs.with_any);
   if (!inputs.tensors.any() && !frame.nested.empty()) return pass_on(BirthIds(frame.nested));
   if (info.is_lift_fresh) inputs.literals = made;

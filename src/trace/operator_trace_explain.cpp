@@ -38,6 +38,22 @@ BirthIds OperatorTrace::Impl::origins_of_result(const NamedTensor& result, const
   return {id};
 }
 
+void OperatorTrace::Impl::follow_roots_of_backward(ReachedByBirth& reached) {
+  const std::lock_guard lock(mutex);
+  for (const BirthId id : without_quiet_literals(roots_of_backward)) {
+    reached[id].push_back({ReachedKind::loss, "loss"});
+  }
+}
+
+/// A mask's literal is the origin only where nothing else is. Holds the lock.
+BirthIds OperatorTrace::Impl::without_quiet_literals(BirthIds ids) const {
+  const auto is_literal = [&](BirthId id) {
+    return births[static_cast<std::size_t>(id)].birth.kind == BirthKind::literal;
+  };
+  if (!std::all_of(ids.begin(), ids.end(), is_literal)) std::erase_if(ids, is_literal);
+  return ids;
+}
+
 void OperatorTrace::Impl::weigh(Birth& birth) {
   constexpr std::size_t kMost = 16;
   if (birth.sighting.module.empty() || birth.sighting.phase == Phase::params_after) return;
@@ -55,8 +71,7 @@ void OperatorTrace::Impl::weigh(Birth& birth) {
 
 // Where the losses are not known: a derivative at a point where the operator itself was bad is the
 // operator's fault. Else the backward of a 0/0 loss would be blamed, not the loss.
-void OperatorTrace::Impl::blame_forward(
-    ReachedByBirth& reached) const {
+void OperatorTrace::Impl::blame_forward(ReachedByBirth& reached) const {
   const auto is_computed = [](const Birth& birth) {
     return birth.kind == BirthKind::nan || birth.kind == BirthKind::nan_from_inf ||
            birth.kind == BirthKind::inf;
@@ -88,35 +103,31 @@ Explanation OperatorTrace::Impl::explain(std::span<const NamedTensor> losses,
     for (const NamedTensor& result : results) {
       const at::Tensor values = values_of(result.tensor);
       if (!values.defined() || !is_bad(values)) continue;
-      BirthIds ids = origins_of_result(result, values, kind == ReachedKind::parameter);
+      const BirthIds ids = origins_of_result(result, values, kind == ReachedKind::parameter);
       const std::lock_guard lock(mutex);
-      const auto is_literal = [&](BirthId id) {
-        return births[static_cast<std::size_t>(id)].birth.kind == BirthKind::literal;
-      };
-      // A mask's literal is the origin only where nothing else is.
-      if (!std::all_of(ids.begin(), ids.end(), is_literal)) std::erase_if(ids, is_literal);
-      for (const BirthId id : ids) {
+      for (const BirthId id : without_quiet_literals(ids)) {
         reached[id].push_back({kind, result.name});
       }
     }
   };
-  // What other ranks were handed may have made them bad, and have come back from them: it counts
+  // What was sent to other ranks may have made them bad, and have come back from them: it counts
   // where nothing else of this rank is an origin.
-  const auto follow_handed_on = [&](const std::set<BirthId>& handed_on) {
+  const auto follow_sent = [&](const std::set<BirthId>& sent) {
     const std::lock_guard lock(mutex);
     const auto is_received = [&](const auto& entry) {
       return births[static_cast<std::size_t>(entry.first)].birth.kind == BirthKind::collective;
     };
     if (!std::all_of(reached.begin(), reached.end(), is_received)) return;
-    for (const BirthId id : handed_on) {
+    for (const BirthId id : sent) {
       if (births[static_cast<std::size_t>(id)].birth.kind == BirthKind::literal) continue;
       reached[id].push_back({ReachedKind::other_ranks, {}});
     }
   };
   follow(losses, ReachedKind::loss);
-  follow_handed_on(handed_on_in_forward);
+  if (losses.empty()) follow_roots_of_backward(reached);
+  follow_sent(sent_in_forward);
   if (reached.empty()) follow(gradients, ReachedKind::parameter);
-  follow_handed_on(handed_on_in_backward);
+  follow_sent(sent_in_backward);
 
   Explanation explanation = explanation_of(reached, losses.empty());
   for (TracedBirth& traced : explanation.births) {
@@ -128,23 +139,23 @@ Explanation OperatorTrace::Impl::explain(std::span<const NamedTensor> losses,
 Explanation OperatorTrace::Impl::explanation_of(ReachedByBirth reached, bool are_losses_unknown) {
   const std::lock_guard lock(mutex);
   if (are_losses_unknown) blame_forward(reached);
-  std::set<BirthId> told;
+  std::set<BirthId> reported;
   for (const auto& [id, names] : reached) {
-    for (std::optional<int> at = id; at && told.insert(*at).second;) {
+    for (std::optional<int> at = id; at && reported.insert(*at).second;) {
       at = births[static_cast<std::size_t>(*at)].birth.parent;
       if (at && births[static_cast<std::size_t>(*at)].birth.kind == BirthKind::literal) break;
     }
   }
   Explanation explanation;
   std::map<BirthId, int> position;
-  for (const BirthId id : told) {
+  for (const BirthId id : reported) {
     position.emplace(id, static_cast<int>(explanation.births.size()));
     TracedBirth traced = births[static_cast<std::size_t>(id)];
     Birth& birth = traced.birth;
     if (const auto names = reached.find(id); names != reached.end()) birth.reached = names->second;
     if (birth.parent) {
       const Birth& parent = births[static_cast<std::size_t>(*birth.parent)].birth;
-      if (parent.kind == BirthKind::literal && !told.contains(*birth.parent)) {
+      if (parent.kind == BirthKind::literal && !reported.contains(*birth.parent)) {
         birth.literal_op = parent.sighting.op;
       }
       const auto found = position.find(*birth.parent);
@@ -152,7 +163,7 @@ Explanation OperatorTrace::Impl::explanation_of(ReachedByBirth reached, bool are
     }
     explanation.births.push_back(std::move(traced));
   }
-  explanation.masked = static_cast<std::int64_t>(births.size() - told.size());
+  explanation.masked = static_cast<std::int64_t>(births.size() - reported.size());
   explanation.operators = operators.load();
   explanation.notes.assign(notes.begin(), notes.end());
   if (calls_not_kept > 0) {

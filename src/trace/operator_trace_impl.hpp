@@ -51,8 +51,12 @@ struct OperatorTrace::Impl {
   void start_node(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
   void finish_operation(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
   void finish_node(Frame& frame, ThreadFrames& frames);
-  void look_at_what_is_handed_on(Frame& frame, ThreadFrames& frames);
+  void look_at_what_is_sent(Frame& frame, ThreadFrames& frames);
   void note_allocation(const at::RecordFunction& call, ThreadFrames& frames);
+  void note_roots_of_backward();
+  void note_forward_call(const Frame& frame, const ThreadFrames& frames, const std::string* op,
+                         const ProgramCode::Caller& caller, bool is_view);
+  [[nodiscard]] ModulePath module_used_last(const ThreadFrames& frames) const;
   void note_received(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
   void look_before_write(Frame& frame, ThreadFrames& frames);
   void use_declared_module(const Frame& frame, ThreadFrames& frames);
@@ -85,6 +89,8 @@ struct OperatorTrace::Impl {
   using ReachedByBirth = std::map<BirthId, std::vector<Reached>>;
   void blame_forward(ReachedByBirth& reached) const;
   [[nodiscard]] Explanation explanation_of(ReachedByBirth reached, bool are_losses_unknown);
+  void follow_roots_of_backward(ReachedByBirth& reached);
+  [[nodiscard]] BirthIds without_quiet_literals(BirthIds ids) const;
   /// Adds the magnitudes of its module's parameters.
   void weigh(Birth& birth);
   BirthIds origins_of_result(const NamedTensor& result, const at::Tensor& values, bool is_gradient);
@@ -98,6 +104,7 @@ struct OperatorTrace::Impl {
   std::atomic<bool> is_in_optimizer = false;         // entered_phase is params_after
   std::atomic<std::int64_t> operators = 0;
   std::atomic<std::uint64_t> pass = 0;
+  std::atomic<int> graph_task = -1;      // autograd's number of the latest outermost backward pass
   std::atomic<std::uint64_t> clock = 1;  // one tick per operator that wrote something
 
   std::mutex mutex;
@@ -105,8 +112,11 @@ struct OperatorTrace::Impl {
   Lineage lineage;
   Declarations declarations;
   std::unordered_map<std::uint64_t, std::unordered_map<std::int64_t, ForwardCall>> forward_calls;
+  /// What the outputs of forward calls were bad from, by (thread, sequence number).
+  std::map<std::pair<std::uint64_t, std::int64_t>, BirthIds> bad_calls;
+  BirthIds roots_of_backward;  // births that made the roots of a backward pass bad: the losses
   std::vector<TracedBirth> births;
-  std::set<BirthId> handed_on_in_forward, handed_on_in_backward;  // to other ranks
+  std::set<BirthId> sent_in_forward, sent_in_backward;  // to other ranks
   std::uint64_t kept_bytes = 0;
   std::int64_t calls_not_kept = 0;
   std::int64_t births_not_kept = 0;

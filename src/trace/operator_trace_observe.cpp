@@ -1,4 +1,5 @@
 #include <ATen/Context.h>
+#include <ATen/core/grad_mode.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -8,6 +9,8 @@
 #include <unordered_set>
 
 #include "nanlocator/trace/microbatch_scope.hpp"
+#include "torch/csrc/autograd/function.h"
+#include "torch/csrc/autograd/graph_task.h"
 #include "trace/operator_trace_impl.hpp"
 
 namespace nanlocator {
@@ -93,14 +96,14 @@ void OperatorTrace::Impl::start_operation(const at::RecordFunction& call, Frame&
     if (frame.module == nullptr && frames.backward_depth == 0) use_declared_module(frame, frames);
   }
   if (call.seqNr() >= 0) {
+    frame.sequence = call.seqNr();
+    frame.forward_thread = at::RecordFunction::currentThreadId();
     const ProgramCode::Caller caller = caller_now();
     const std::lock_guard lock(mutex);
-    forward_calls[at::RecordFunction::currentThreadId()][call.seqNr()] = {
-        frame.module != nullptr ? frame.module : frames.last_module, &info.full_name,
-        frame.module == nullptr && frames.last_module != nullptr, caller};
+    note_forward_call(frame, frames, &info.full_name, caller, info.is_view);
   }
   if (!frame.has_arguments) return;
-  if (info.is_collective) return look_at_what_is_handed_on(frame, frames);
+  if (info.is_collective) return look_at_what_is_sent(frame, frames);
   // An optimizer writes all weights and states in place: too much to copy at every call.
   const bool is_optimizers = info.writes && is_in_optimizer.load(std::memory_order_relaxed);
   if (options.keep_calls && info.facts != nullptr && !is_optimizers) {
@@ -125,7 +128,7 @@ static bool is_only_written(const Frame& collective) {
 /// What goes into a collective or a send: c10d's operators have it last of their tensors
 /// (torch/csrc/distributed/c10d/Ops.cpp); recv_ has none. Looked at now, because most write in
 /// place, on threads of their own.
-void OperatorTrace::Impl::look_at_what_is_handed_on(Frame& frame, ThreadFrames& frames) {
+void OperatorTrace::Impl::look_at_what_is_sent(Frame& frame, ThreadFrames& frames) {
   if (frame.info->name.find("recv") != std::string::npos || frame.arguments.empty()) return;
   if (is_only_written(frame)) return;
   const auto holds_tensors = [](const c10::IValue& value) {
@@ -134,20 +137,19 @@ void OperatorTrace::Impl::look_at_what_is_handed_on(Frame& frame, ThreadFrames& 
   const bool has_output_first = frame.arguments.size() > 1 && holds_tensors(frame.arguments[1]);
   const auto add = [&](const at::Tensor& tensor, int) {
     if (!is_plainly_observable(tensor) || !is_bad(tensor)) return;
-    unite(frame.handed_in, origins_of(tensor, frames, frame.info->full_name));
+    unite(frame.sent, origins_of(tensor, frames, frame.info->full_name));
   };
-  const c10::IValue& handed = frame.arguments[has_output_first ? 1 : 0];
-  for_each_tensor_at(handed, add);
-  if (handed.isList()) {
-    for (const c10::IValue& inner : handed.toListRef()) {
+  const c10::IValue& input = frame.arguments[has_output_first ? 1 : 0];
+  for_each_tensor_at(input, add);
+  if (input.isList()) {
+    for (const c10::IValue& inner : input.toListRef()) {
       if (inner.isList()) for_each_tensor_at(inner, add);
     }
   }
-  if (frame.handed_in.empty()) return;
+  if (frame.sent.empty()) return;
   const std::lock_guard lock(mutex);
-  auto& handed_on =
-      locate_frames(frames).is_backward ? handed_on_in_backward : handed_on_in_forward;
-  handed_on.insert(frame.handed_in.begin(), frame.handed_in.end());
+  auto& sent = locate_frames(frames).is_backward ? sent_in_backward : sent_in_forward;
+  sent.insert(frame.sent.begin(), frame.sent.end());
 }
 
 void OperatorTrace::Impl::use_declared_module(const Frame& frame, ThreadFrames& frames) {
@@ -235,10 +237,51 @@ void OperatorTrace::Impl::start_container(const at::RecordFunction& call, Frame&
       lineage.note_touch(tensor, place);
     });
   }
-  if (frame.sequence >= 0) {
-    forward_calls[frame.forward_thread][frame.sequence] = {
-        frame.module != nullptr ? frame.module : frames.last_module, interned,
-        frame.module == nullptr && frames.last_module != nullptr, place->caller};
+  if (frame.sequence >= 0) note_forward_call(frame, frames, interned, place->caller, false);
+}
+
+/// Holds the lock.
+void OperatorTrace::Impl::note_forward_call(const Frame& frame, const ThreadFrames& frames,
+                                            const std::string* op,
+                                            const ProgramCode::Caller& caller, bool is_view) {
+  const ModulePath last = frame.module != nullptr ? nullptr : module_used_last(frames);
+  forward_calls[frame.forward_thread][frame.sequence] = {
+      .module = frame.module != nullptr ? frame.module : last,
+      .op = op,
+      .is_module_inferred = last != nullptr,
+      .caller = caller,
+      .is_view = is_view};
+}
+
+/// For programs that enter no module; where modules are entered, what runs outside is of none.
+ModulePath OperatorTrace::Impl::module_used_last(const ThreadFrames& frames) const {
+  return modules_are_entered.load(std::memory_order_relaxed) ? nullptr : frames.last_module;
+}
+
+/// The tensors that backward() was called on are losses, though nobody has named them: what made
+/// them bad has reached the loss.
+void OperatorTrace::Impl::note_roots_of_backward() {
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (graph_task.exchange(task, std::memory_order_relaxed) == task) return;
+  const auto first = torch::autograd::get_current_node();
+  if (first == nullptr) return;
+  std::vector<const torch::autograd::Node*> roots = {first.get()};
+  if (first->name().ends_with("GraphRoot")) {  // of several losses
+    roots.clear();
+    for (const auto& edge : first->next_edges()) roots.push_back(edge.function.get());
+  }
+  const std::lock_guard lock(mutex);
+  for (const auto* node : roots) {
+    constexpr int kMostViews = 8;
+    for (int views = 0; node != nullptr && views < kMostViews; ++views) {
+      const auto sequence = static_cast<std::int64_t>(node->sequence_nr());
+      if (const auto bad = bad_calls.find({node->thread_id(), sequence}); bad != bad_calls.end()) {
+        unite(roots_of_backward, bad->second);
+        break;
+      }
+      const bool is_view = forward_call_locked(node->thread_id(), sequence).is_view;
+      node = is_view && node->num_outputs() == 1 ? node->next_edge(0).function.get() : nullptr;
+    }
   }
 }
 
@@ -249,12 +292,16 @@ void OperatorTrace::Impl::start_node(const at::RecordFunction& call, Frame& fram
   frame.name = call.name();
   frame.sequence = call.seqNr();
   frame.forward_thread = call.forwardThreadId();
+  frame.records = at::GradMode::is_enabled();
   frame.is_custom = is_custom_node(frame.name);
   Frame* evaluate = frames.above(1);
   const bool is_engines = evaluate != nullptr && evaluate->kind == FrameKind::evaluate;
   if (is_engines) {
     evaluate->sequence = frame.sequence;
     evaluate->forward_thread = frame.forward_thread;
+    evaluate->records = frame.records;
+    constexpr std::size_t kOutermost = 2;  // evaluate_function and the node in it
+    if (frames.backward_depth == kOutermost) note_roots_of_backward();
   }
   const auto place =
       frame.is_custom ? std::make_shared<const Place>(current_place(frames)) : nullptr;
@@ -337,7 +384,7 @@ void OperatorTrace::Impl::finish_operation(const at::RecordFunction& call, Frame
     const std::lock_guard lock(mutex);
     for (const auto& output : outputs) {
       lineage.note_received(output.values, clock.load(std::memory_order_relaxed),
-                            &collective->info->full_name, place, collective->handed_in);
+                            &collective->info->full_name, place, collective->sent);
     }
     return;
   }
@@ -413,7 +460,7 @@ void OperatorTrace::Impl::note_received(const at::RecordFunction& call, Frame& f
     if (!is_plainly_observable(tensor)) return;
     is_returned = true;
     lineage.note_received(tensor, clock.load(std::memory_order_relaxed), &info.full_name, place,
-                          frame.handed_in);
+                          frame.sent);
   };
   const auto receive_all = [&](const c10::IValue& value) {
     for_each_tensor_at(value, receive);

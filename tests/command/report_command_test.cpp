@@ -10,6 +10,7 @@
 #include "command/run_command.hpp"
 #include "nanlocator/locate/locate.hpp"
 #include "nanlocator/record/ledger.hpp"
+#include "nanlocator/report/verdict_json.hpp"
 
 namespace nanlocator {
 namespace {

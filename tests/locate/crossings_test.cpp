@@ -8,6 +8,8 @@
 
 #include "locate/crossing_simulator/pass.hpp"
 #include "nanlocator/locate/locate.hpp"
+#include "nanlocator/report/verdict_json.hpp"
+#include "support/fact_matchers.hpp"
 
 namespace nanlocator {
 namespace {
@@ -18,10 +20,13 @@ using pipeline::Pass;
 using pipeline::Plant;
 using pipeline::TracedBirth;
 using simulator::Layout;
-using testing::Contains;
-using testing::ElementsAre;
-using testing::HasSubstr;
-using testing::IsEmpty;
+using ::testing::Contains;
+using ::testing::ElementsAre;
+using ::testing::Field;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+const auto kOfFirstPass = Field(&Fact::source, FactSource::first_pass);
 
 std::string text_of(const Verdict& verdict) {
   std::string text;
@@ -29,7 +34,7 @@ std::string text_of(const Verdict& verdict) {
     text += "\n  " + std::string(name_of(origin.phase)) + " " + std::string(name_of(origin.cause)) +
             " mb " + std::to_string(origin.microbatch.value_or(-1)) + " " + origin.module + " " +
             describe_ranks(origin.candidates);
-    for (const std::string& sentence : origin.evidence) text += "\n    " + sentence;
+    for (const Fact& fact : origin.facts) text += "\n    " + std::string(name_of(fact.kind));
   }
   return text;
 }
@@ -62,13 +67,14 @@ TEST(Crossings, AnOperatorInForwardIsPinnedToItsRankMicrobatchAndModule) {
   EXPECT_EQ(origin.module, "decoder.layers.1.self_attention.linear_proj");
   EXPECT_EQ(origin.op, "");  // born before it: the operator is not known
   EXPECT_EQ(origin.parameter, "");
-  EXPECT_EQ(origin.confidence, Confidence::high);
-  EXPECT_THAT(origin.evidence,
-              Contains(HasSubstr("rank 3 put 1 NaN of 8,192 activations of "
-                                 "microbatch 2 into the c10d::allreduce_ of module "
-                                 "decoder.layers.1.self_attention.linear_proj")));
-  EXPECT_THAT(origin.evidence, Contains(HasSubstr("rank 2 put into it was finite")));
-  EXPECT_THAT(origin.evidence, Contains(HasSubstr("were finite before the step")));
+  EXPECT_EQ(origin.place_confidence, Confidence::high);
+  EXPECT_THAT(origin.facts,
+              HasFact(FactKind::gave_bad, OnRanks({3}), Field(&Fact::microbatch, 2),
+                      Field(&Fact::bad, BadCount{.nan = 1, .numel = 8192}),
+                      Field(&Fact::op, "c10d::allreduce_"),
+                      Field(&Fact::module, "decoder.layers.1.self_attention.linear_proj")));
+  EXPECT_THAT(origin.facts, HasFact(FactKind::mates_gave_finite, OnRanks({2})));
+  EXPECT_THAT(origin.facts, HasFact(FactKind::weights_finite));
   EXPECT_EQ(verdict.spread.first_seen, Phase::forward);
   EXPECT_EQ(verdict.status, VerdictStatus::located);
 }
@@ -83,8 +89,9 @@ TEST(Crossings, AnOperatorInBackwardKeepsTheGradientsThatBracketIt) {
   EXPECT_EQ(origin.direction, Direction::backward);
   EXPECT_EQ(origin.parameter, "");
   EXPECT_EQ(origin.clean_before, "decoder.layers.3.self_attention.linear_proj.weight");
-  EXPECT_THAT(origin.evidence,
-              Contains(HasSubstr("of decoder.layers.3.self_attention.linear_qkv.weight")));
+  EXPECT_THAT(origin.facts, HasFact(FactKind::first_bad_gradient,
+                                    Field(&Fact::parameter,
+                                          "decoder.layers.3.self_attention.linear_qkv.weight")));
 }
 
 TEST(Crossings, WhatWasSentFiniteAndReceivedBadIsAPipelineTransfer) {
@@ -96,8 +103,10 @@ TEST(Crossings, WhatWasSentFiniteAndReceivedBadIsAPipelineTransfer) {
   EXPECT_EQ(origin.cause, Cause::pipeline_transfer);
   EXPECT_THAT(origin.candidates, ElementsAre(7));
   EXPECT_EQ(origin.microbatch, 1);
-  EXPECT_THAT(origin.evidence, Contains("rank 3 sent finite activations of microbatch 1 to rank 7, "
-                                        "which received 1 NaN of 8,192"));
+  EXPECT_THAT(origin.facts,
+              HasFact(FactKind::message_changed, OnRanks({7}), Field(&Fact::peers, ElementsAre(3)),
+                      Field(&Fact::phase, Phase::forward), Field(&Fact::microbatch, 1),
+                      Field(&Fact::bad, BadCount{.nan = 1, .numel = 8192})));
 }
 
 TEST(Crossings, ACorruptedReductionIsOneRanksOrEveryMembers) {
@@ -145,7 +154,7 @@ TEST(Crossings, TheSameOperatorInEveryMicrobatchIsOneOriginToldWithTheFirst) {
                  {{.plant = Plant::operator_forward, .microbatch = pipeline::kEveryMicrobatch}});
   ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
   EXPECT_EQ(verdict.origins[0].microbatch, 0);
-  EXPECT_THAT(verdict.origins[0].evidence, Contains(HasSubstr("the same in 3 microbatches")));
+  EXPECT_THAT(verdict.origins[0].facts, HasFact(FactKind::same_in_microbatches, Counts(3)));
 }
 
 TEST(Crossings, ABadWeightExplainsWhatItsRankHandsOn) {
@@ -172,8 +181,8 @@ TEST(Crossings, WhereNothingBadCrossedAStretchOfGradientsIsItsOwnRanks) {
   ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
   EXPECT_EQ(verdict.origins[0].phase, Phase::grad_local);
   EXPECT_THAT(verdict.origins[0].candidates, ElementsAre(0));
-  EXPECT_EQ(verdict.origins[0].confidence, Confidence::high);
-  EXPECT_THAT(verdict.origins[0].evidence, Contains(HasSubstr("was finite: no rank has it from")));
+  EXPECT_EQ(verdict.origins[0].place_confidence, Confidence::high);
+  EXPECT_THAT(verdict.origins[0].facts, HasFact(FactKind::nothing_received));
 }
 
 TEST(Crossings, TwoTensorParallelRanksThatAreBadAtOnceAreOneOrigin) {
@@ -181,7 +190,7 @@ TEST(Crossings, TwoTensorParallelRanksThatAreBadAtOnceAreOneOrigin) {
                                                      {.plant = Plant::operator_forward, .tp = 1}});
   ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
   EXPECT_THAT(verdict.origins[0].candidates, ElementsAre(0, 1));
-  EXPECT_EQ(verdict.origins[0].confidence, Confidence::medium);
+  EXPECT_EQ(verdict.origins[0].place_confidence, Confidence::medium);
 }
 
 TEST(Crossings, AnIsolatedGradientStandsBesideAFaultInAnotherReplica) {
@@ -219,11 +228,11 @@ TEST(Crossings, AOneOffGradientAndARepeatedOperatorAreTwoOriginsEachWithItsCause
   EXPECT_THAT(verdict.origins[0].candidates, ElementsAre(7));
   EXPECT_EQ(verdict.origins[0].cause, Cause::operator_undefined);
   EXPECT_EQ(verdict.origins[0].op, "aten::log");
-  EXPECT_EQ(verdict.origins[0].confidence, Confidence::high);
-  EXPECT_THAT(verdict.origins[0].evidence, Contains(HasSubstr("in the first pass rank 7 put")));
+  EXPECT_EQ(verdict.origins[0].place_confidence, Confidence::high);
+  EXPECT_THAT(verdict.origins[0].facts, HasFact(FactKind::gave_bad, OnRanks({7}), kOfFirstPass));
   EXPECT_THAT(verdict.origins[1].candidates, ElementsAre(1));
   EXPECT_EQ(verdict.origins[1].cause, Cause::not_reproduced);
-  EXPECT_EQ(verdict.origins[1].confidence, Confidence::medium);
+  EXPECT_EQ(verdict.origins[1].place_confidence, Confidence::medium);
   EXPECT_EQ(verdict.rerun.reproduced, true);
 }
 
@@ -235,7 +244,7 @@ TEST(Crossings, AnOperatorFaultThatIsGoneInTheRepeatStaysPinnedToItsRank) {
   ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
   EXPECT_THAT(verdict.origins[0].candidates, ElementsAre(3));
   EXPECT_EQ(verdict.origins[0].cause, Cause::not_reproduced);
-  EXPECT_EQ(verdict.origins[0].confidence, Confidence::medium);
+  EXPECT_EQ(verdict.origins[0].place_confidence, Confidence::medium);
   EXPECT_EQ(verdict.origins[0].module, "decoder.layers.0.self_attention.linear_proj");
 }
 
@@ -246,7 +255,7 @@ TEST(Crossings, ATransferThatIsGoneInTheRepeatKeepsItsCause) {
       layout.world());
   ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
   EXPECT_EQ(verdict.origins[0].cause, Cause::pipeline_transfer);
-  EXPECT_THAT(verdict.origins[0].evidence, Contains(HasSubstr("it happened once")));
+  EXPECT_THAT(verdict.origins[0].facts, HasFact(FactKind::happened_once));
 }
 
 TEST(Crossings, ATransferThatIsBadAgainIsToldByItsCrossingNotByReceipts) {
@@ -259,7 +268,9 @@ TEST(Crossings, ATransferThatIsBadAgainIsToldByItsCrossingNotByReceipts) {
   ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
   EXPECT_EQ(verdict.origins[0].cause, Cause::pipeline_transfer);
   EXPECT_THAT(verdict.origins[0].candidates, ElementsAre(5));
-  EXPECT_THAT(verdict.origins[0].evidence, Not(Contains(HasSubstr("it happened once"))));
+  EXPECT_THAT(verdict.origins[0].facts, Not(HasFact(FactKind::happened_once)));
+  EXPECT_THAT(verdict.origins[0].facts, HasFact(FactKind::transfer_bad_again));
+  EXPECT_EQ(verdict.origins[0].action, Action::find_overwrite);
 }
 
 TEST(Crossings, AOneOffGradientStandsBesideABirthOfItsOwnReplica) {
@@ -292,7 +303,7 @@ TEST(Crossings, AForwardThatRunsAgainInBackwardExplainsWhatBackwardHandsOn) {
   ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
   EXPECT_EQ(verdict.origins[0].cause, Cause::recompute_mismatch);
   EXPECT_THAT(verdict.origins[0].candidates, ElementsAre(5));
-  EXPECT_THAT(verdict.origins[0].evidence, Contains(HasSubstr("in the first pass rank 5 put")));
+  EXPECT_THAT(verdict.origins[0].facts, HasFact(FactKind::gave_bad, OnRanks({5}), kOfFirstPass));
 }
 
 TEST(Crossings, ABirthInAnAuxiliaryLossExplainsTheGradientsThatWereSent) {
@@ -301,7 +312,7 @@ TEST(Crossings, ABirthInAnAuxiliaryLossExplainsTheGradientsThatWereSent) {
   EXPECT_EQ(verdict.origins[0].cause, Cause::operator_undefined);
   EXPECT_EQ(verdict.origins[0].direction, Direction::forward);
   EXPECT_THAT(verdict.origins[0].candidates, ElementsAre(5));
-  EXPECT_THAT(verdict.origins[0].evidence, Contains(HasSubstr("in the first pass rank 5 put")));
+  EXPECT_THAT(verdict.origins[0].facts, HasFact(FactKind::gave_bad, OnRanks({5}), kOfFirstPass));
 }
 
 TEST(Crossings, ABirthExplainsNoGradientThatWasCleanWhenBackwardHadEnded) {
@@ -362,7 +373,7 @@ TEST(Crossings, WhatReachedNeitherALossNorAGradientIsNoOrigin) {
   }
   Verdict verdict = locate(ledgers, layout.world());
   EXPECT_THAT(verdict.origins, IsEmpty()) << text_of(verdict);
-  EXPECT_THAT(verdict.notes, Contains(HasSubstr("counts as meant")));
+  EXPECT_THAT(verdict.facts, HasFact(FactKind::masked_values));
   // Where a rank of the replica did not answer, nobody knows what it reached.
   std::erase_if(ledgers, [](const Ledger& each) { return each.coordinates.rank == 5; });
   verdict = locate(ledgers, layout.world());
@@ -379,8 +390,9 @@ TEST(Crossings, WhatCameFromASilentRankNamesItAmongTheCandidates) {
   ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
   EXPECT_EQ(verdict.status, VerdictStatus::partial);
   EXPECT_THAT(verdict.origins[0].candidates, ElementsAre(0, 1, 5));
-  EXPECT_EQ(verdict.origins[0].confidence, Confidence::low);
-  EXPECT_THAT(verdict.origins[0].evidence, Contains(HasSubstr("what rank 1 put in is not known")));
+  EXPECT_EQ(verdict.origins[0].place_confidence, Confidence::low);
+  EXPECT_THAT(verdict.origins[0].facts,
+              HasFact(FactKind::received_from_unknown, Field(&Fact::peers, ElementsAre(1))));
 }
 
 TEST(Crossings, AGradsLedgerWithALossIsJudgedByItsGradients) {
@@ -594,7 +606,7 @@ TEST_P(RandomCrossings, TheRepeatSharpensOrClearsEachFault) {
       expect_told(layout, fault, origin);
     } else {
       EXPECT_EQ(origin.cause, Cause::not_reproduced);
-      EXPECT_NE(origin.confidence, Confidence::high);
+      EXPECT_NE(origin.place_confidence, Confidence::high);
     }
   }
 }
@@ -679,7 +691,7 @@ TEST_P(RandomCrossings, MissingRanksNeverMakeAWrongRankCertain) {
     std::set<int> named;
     for (const Origin& origin : verdict.origins) {
       named.insert(origin.candidates.begin(), origin.candidates.end());
-      if (origin.confidence == Confidence::high && origin.coordinates) {
+      if (origin.place_confidence == Confidence::high && origin.coordinates) {
         EXPECT_THAT(guilty, Contains(origin.coordinates->rank));
       }
     }

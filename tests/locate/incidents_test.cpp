@@ -15,6 +15,7 @@
 
 #include "locate/crossing_simulator/pass.hpp"
 #include "nanlocator/locate/locate.hpp"
+#include "nanlocator/report/verdict_json.hpp"
 
 namespace nanlocator {
 namespace {
@@ -443,10 +444,10 @@ std::string text_of(const Verdict& verdict) {
   std::string text = "\nverdict " + std::string(name_of(verdict.status));
   for (const Origin& origin : verdict.origins) {
     text += "\n  " + std::string(name_of(origin.phase)) + " " + std::string(name_of(origin.cause)) +
-            " " + std::string(name_of(origin.confidence)) + " mb " +
+            " " + std::string(name_of(origin.place_confidence)) + " mb " +
             std::to_string(origin.microbatch.value_or(-1)) + " " + origin.module + " " +
             origin.parameter + " ranks " + describe_ranks(origin.candidates) + ": " +
-            origin.evidence.front();
+            std::string(name_of(origin.facts.front().kind));
   }
   return text + "\n";
 }
@@ -550,7 +551,7 @@ TEST_P(Incidents, WithLostAndCutOffLedgersNoWrongRankIsNamedWithHighConfidence) 
     SCOPED_TRACE("with losses" + text_of(verdict));
     EXPECT_EQ(verdict.status, VerdictStatus::partial);
     for (const Origin& origin : verdict.origins) {
-      if (origin.confidence != Confidence::high) continue;
+      if (origin.place_confidence != Confidence::high) continue;
       const bool is_right = std::ranges::any_of(truths, [&](const Truth& truth) {
         return truth.is_exact ? std::ranges::includes(truth.ranks, origin.candidates)
                               : std::ranges::includes(origin.candidates, truth.ranks);

@@ -1,4 +1,5 @@
 #include "nanlocator/locate/locate.hpp"
+#include "nanlocator/report/verdict_json.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -8,6 +9,7 @@
 
 #include "locate/training_simulator.hpp"
 #include "nanlocator/error.hpp"
+#include "support/fact_matchers.hpp"
 
 namespace nanlocator {
 namespace {
@@ -17,11 +19,13 @@ using simulator::Fault;
 using simulator::Layout;
 using simulator::Point;
 using simulator::TrainingStep;
-using testing::Contains;
-using testing::ElementsAre;
-using testing::HasSubstr;
-using testing::IsEmpty;
-using testing::IsSupersetOf;
+using ::testing::Contains;
+using ::testing::ElementsAre;
+using ::testing::Field;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::IsSupersetOf;
+using ::testing::Optional;
 
 constexpr const char* kQkv = "decoder.layers.1.self_attention.linear_qkv.weight";
 constexpr const char* kProj = "decoder.layers.1.self_attention.linear_proj.weight";
@@ -106,7 +110,7 @@ TEST(Locate, ABirthInsideATensorParallelRegionNamesItsRankAndParameter) {
   EXPECT_EQ(origin.parameter, kQkv);
   EXPECT_EQ(origin.clean_before, kProj);
   EXPECT_EQ(origin.direction, Direction::backward);
-  EXPECT_EQ(origin.confidence, Confidence::high);
+  EXPECT_EQ(origin.place_confidence, Confidence::high);
   EXPECT_THAT(verdict.clean, ElementsAre(kProj));
 }
 
@@ -146,7 +150,7 @@ TEST(Locate, ABadStretchFromTheTopOfAStageMayHaveArrivedFromTheStageAbove) {
   const Verdict verdict = locate_all(step);
   ASSERT_EQ(verdict.origins.size(), 1u);
   EXPECT_THAT(verdict.origins.front().candidates, ElementsAre(1, 5));
-  EXPECT_THAT(verdict.origins.front().evidence, Contains(HasSubstr("stage above is clean")));
+  EXPECT_THAT(verdict.origins.front().facts, HasFact(FactKind::at_stage_boundary));
 }
 
 TEST(Locate, InterleavedPipelineChunksAreFollowedInBackwardOrder) {
@@ -172,10 +176,11 @@ TEST(Locate, ABadElementThatSpreadNowhereIsItsRanksOwn) {
   EXPECT_EQ(origin.coordinates->rank, 6);
   EXPECT_EQ(origin.parameter, "decoder.layers.3.mlp.linear_fc1.weight");
   EXPECT_EQ(origin.cause, Cause::unknown);
-  EXPECT_EQ(origin.confidence, Confidence::high);
+  EXPECT_EQ(origin.place_confidence, Confidence::high);
   EXPECT_EQ(origin.clean_before, "decoder.layers.3.mlp.linear_fc2.weight");
   EXPECT_EQ(origin.clean_after, "decoder.layers.3.pre_mlp_layernorm.weight");
-  EXPECT_THAT(origin.evidence, Contains(HasSubstr("clean on 1 of 1 other data-parallel ranks")));
+  EXPECT_THAT(origin.facts,
+              HasFact(FactKind::other_replicas, Counts(1), Field(&Fact::of, Optional(1))));
   ASSERT_TRUE(origin.tensor);
   EXPECT_THAT(origin.tensor->first_bad_index, ElementsAre(0, 5));
   EXPECT_THAT(verdict.spread.ranks, ElementsAre(4, 6));  // both replicas after the reduction
@@ -189,7 +194,7 @@ TEST(Locate, ANormWeightOnTheSecondTensorParallelRankIsReportedThoughTheNormOmit
   const Verdict verdict = locate(ledgers, 8);
   ASSERT_EQ(verdict.origins.size(), 1u);
   EXPECT_THAT(verdict.origins.front().candidates, ElementsAre(1));
-  EXPECT_THAT(verdict.origins.front().evidence, Contains(HasSubstr("leaves this parameter out")));
+  EXPECT_THAT(verdict.origins.front().facts, HasFact(FactKind::left_out_of_norm));
 }
 
 TEST(Locate, ADuplicateThatIsBadOnAllTensorParallelRanksIsOneOrigin) {
@@ -269,7 +274,7 @@ TEST(Locate, EveryReplicaBadFromItsLossOnPointsToACommonCause) {
   for (int lane = 0; lane < 3; ++lane) {
     EXPECT_THAT(verdict.origins[lane].candidates, ElementsAre(lane));
   }
-  EXPECT_THAT(verdict.notes, Contains(HasSubstr("common cause")));
+  EXPECT_THAT(verdict.facts, HasFact(FactKind::all_replicas_bad));
 }
 
 // ---- weights ----
@@ -294,7 +299,7 @@ TEST(Locate, ABadWeightOnOneReplicaIsThatRanks) {
   ASSERT_EQ(verdict.origins.size(), 1u);
   ASSERT_TRUE(verdict.origins.front().coordinates);
   EXPECT_EQ(verdict.origins.front().coordinates->rank, 3);
-  EXPECT_EQ(verdict.origins.front().confidence, Confidence::high);
+  EXPECT_EQ(verdict.origins.front().place_confidence, Confidence::high);
 }
 
 // ---- after the reduction ----
@@ -339,8 +344,7 @@ TEST(Locate, ABadShardLeavesTheOwnerAndItsSendersPossible) {
   ASSERT_EQ(verdict.origins.size(), 1u);
   EXPECT_EQ(verdict.origins.front().cause, Cause::collective_result);
   EXPECT_THAT(verdict.origins.front().candidates, ElementsAre(1, 3));
-  EXPECT_THAT(verdict.origins.front().evidence,
-              Contains(HasSubstr("owner of these elements (rank 3)")));
+  EXPECT_THAT(verdict.origins.front().facts, HasFact(FactKind::only_owner_keeps_sum, OnRanks({3})));
 }
 
 TEST(Locate, ABadParameterAfterTheReductionIsAnOriginOfItsOwnBesideALocalOne) {
@@ -407,9 +411,8 @@ TEST(Locate, WhatTheAllGatherOfParametersHasSpreadIsItsOwners) {
     const Verdict verdict = locate(ledgers_with_shards(phase, {1, 3}), 8);
     ASSERT_EQ(verdict.origins.size(), 1u);
     EXPECT_THAT(verdict.origins.front().candidates, ElementsAre(3));
-    EXPECT_THAT(verdict.origins.front().evidence,
-                Contains("the optimizer of rank 3 updates this part of the parameter: rank 1 has "
-                         "it from there, by the all-gather of parameters"));
+    EXPECT_THAT(verdict.origins.front().facts, HasFact(FactKind::gathered_from_owner, OnRanks({3}),
+                                                       Field(&Fact::peers, ElementsAre(1))));
   }
 }
 
@@ -454,7 +457,7 @@ TEST(Locate, AnInfiniteNormOfFiniteGradientsNamesTheLargest) {
   ASSERT_EQ(verdict.origins.size(), 1u);
   const Origin& origin = verdict.origins.front();
   EXPECT_EQ(origin.cause, Cause::unknown);  // divergence_test.cpp has the cause
-  EXPECT_EQ(origin.confidence, Confidence::low);
+  EXPECT_EQ(origin.place_confidence, Confidence::low);
   EXPECT_EQ(origin.parameter, "output_layer.weight");
   EXPECT_THAT(origin.candidates, ElementsAre(4));
   EXPECT_FALSE(origin.tensor);
@@ -484,7 +487,7 @@ TEST(Locate, ASilentGuiltyRankStaysAmongTheCandidates) {
   EXPECT_THAT(verdict.silent_ranks, ElementsAre(3));
   ASSERT_FALSE(verdict.origins.empty());
   EXPECT_THAT(verdict.origins.front().candidates, Contains(3));
-  for (const Origin& origin : verdict.origins) EXPECT_NE(origin.confidence, Confidence::high);
+  for (const Origin& origin : verdict.origins) EXPECT_NE(origin.place_confidence, Confidence::high);
 }
 
 TEST(Locate, ACutOffLedgerProvesNothingClean) {
@@ -497,7 +500,7 @@ TEST(Locate, ACutOffLedgerProvesNothingClean) {
   EXPECT_EQ(verdict.status, VerdictStatus::partial);
   ASSERT_FALSE(verdict.origins.empty());
   EXPECT_THAT(verdict.origins.front().candidates, Contains(0));
-  EXPECT_NE(verdict.origins.front().confidence, Confidence::high);
+  EXPECT_NE(verdict.origins.front().place_confidence, Confidence::high);
 }
 
 TEST(Locate, WithoutLocalEvidenceTheReducedGradientsStillNameTheParameter) {
@@ -510,7 +513,7 @@ TEST(Locate, WithoutLocalEvidenceTheReducedGradientsStillNameTheParameter) {
   ASSERT_EQ(verdict.origins.size(), 1u);
   EXPECT_EQ(verdict.origins.front().parameter, kQkv);
   EXPECT_THAT(verdict.origins.front().candidates, ElementsAre(0, 1, 2, 3));
-  EXPECT_EQ(verdict.origins.front().confidence, Confidence::low);
+  EXPECT_EQ(verdict.origins.front().place_confidence, Confidence::low);
 }
 
 TEST(Locate, LedgersThatDoNotBelongTogetherAreRefused) {
@@ -624,7 +627,7 @@ TEST_P(RandomIncidents, AnIsolatedElementIsNamedWithItsRank) {
     if (!is_last) {
       ASSERT_TRUE(origin.coordinates);
       EXPECT_EQ(origin.coordinates->rank, rank);
-      EXPECT_EQ(origin.confidence, Confidence::high);
+      EXPECT_EQ(origin.place_confidence, Confidence::high);
     }
   }
 }
@@ -675,7 +678,7 @@ TEST_P(RandomIncidents, MissingRanksNeverMakeAWrongRankCertain) {
     std::set<int> named;
     for (const Origin& origin : verdict.origins) {
       named.insert(origin.candidates.begin(), origin.candidates.end());
-      if (origin.confidence == Confidence::high && origin.coordinates) {
+      if (origin.place_confidence == Confidence::high && origin.coordinates) {
         EXPECT_EQ(origin.coordinates->rank, *step.guilty_rank());
       }
     }

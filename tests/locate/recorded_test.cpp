@@ -17,6 +17,7 @@
 
 #include "locate/crossing_simulator/pass.hpp"
 #include "nanlocator/locate/locate.hpp"
+#include "nanlocator/report/verdict_json.hpp"
 
 #ifdef NANLOCATOR_TESTS_SOURCE
 
@@ -83,8 +84,9 @@ std::string text_of(const Verdict& verdict) {
   std::string text;
   for (const Origin& origin : verdict.origins) {
     text += "\n  " + std::string(name_of(origin.phase)) + " " + std::string(name_of(origin.cause)) +
-            " " + std::string(name_of(origin.confidence)) + " ranks " +
-            describe_ranks(origin.candidates) + ": " + origin.evidence.front();
+            " " + std::string(name_of(origin.place_confidence)) + " ranks " +
+            describe_ranks(origin.candidates) + ": " +
+            std::string(name_of(origin.facts.front().kind));
   }
   return text;
 }
@@ -145,7 +147,7 @@ TEST_P(RecordedLedgers, WithOneLostOrCutOffNeverNameAWrongRankWithHighConfidence
     SCOPED_TRACE("without rank " + std::to_string(all[index].coordinates.rank) + text_of(verdict));
     EXPECT_EQ(verdict.status, VerdictStatus::partial);
     for (const Origin& origin : verdict.origins) {
-      if (origin.confidence != Confidence::high) continue;
+      if (origin.place_confidence != Confidence::high) continue;
       EXPECT_TRUE(std::ranges::any_of(incident().ranks, [&](const std::vector<int>& ranks) {
         return std::ranges::includes(ranks, origin.candidates);
       }));

@@ -33,16 +33,14 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class DiesAt:
-    """Stands in for the engine's locator and ends the process where it is asked for `method`."""
-
-    def __init__(self, locator, method):
-        self._locator, self._method = locator, method
-
-    def __getattr__(self, name):
-        if name == self._method:
-            die()
-        return getattr(self._locator, name)
+def die_at(moment, locator):
+    """In the second step, as far as the engine has come with it at that moment."""
+    locator.begin_step(2)
+    if moment in ("gathering", "concluding"):
+        locator.start_agreement()
+    if moment == "concluding":
+        locator.finish_agreement()
+    die()
 
 
 def one_rank_dies(rank, world_size, moment):
@@ -56,8 +54,7 @@ def one_rank_dies(rank, world_size, moment):
         if moment in ("gathering", "concluding"):
             model.module[0].bias.grad[1] = float("nan")
         if rank == VICTIM:
-            method = {"agreement": "start_agreement", "gathering": "finish_agreement"}.get(moment, "conclude")
-            optimizer._locator = DiesAt(optimizer._locator, method)
+            die_at(moment, optimizer._driver.locator)
         optimizer.step()
         return "went on", time.time()
     except nanlocator.Error as error:
@@ -147,10 +144,10 @@ def the_host_of_the_store_dies(rank, world_size):
     if rank == 0:
         die()
     started = time.monotonic()
-    optimizer._locator.begin_step(2)
+    optimizer._driver.locator.begin_step(2)
     try:
-        optimizer._locator.start_agreement()
-        optimizer._locator.finish_agreement()
+        optimizer._driver.locator.start_agreement()
+        optimizer._driver.locator.finish_agreement()
     except nanlocator.AgreementError as error:
         text = str(error)
     # ranks.py tells rank 0 that this one has ended, and rank 0 hosted that Store.
@@ -178,14 +175,14 @@ def one_rank_raises(rank, world_size, error):
     if rank == 1:
         # What the interpreter does for an exception that nobody catches, in a process that must live on.
         sys.last_value = error
-        optimizer._connection._goodbye()
+        optimizer._driver.connection._goodbye()
         return "raised"
     started = time.monotonic()
     if isinstance(error, RuntimeError):
         time.sleep(4.0)  # more than one interval of heartbeats
         return sorted(path.name for path in Path("run/a0").glob("[!p]*"))
-    optimizer._locator.begin_step(2)
-    verdict = json.loads(optimizer._locator.conclude_alone("a collective failed", is_of_peers=True))
+    optimizer._driver.locator.begin_step(2)
+    verdict = json.loads(optimizer._driver.locator.conclude_alone("a collective failed", is_of_peers=True))
     return verdict["silent_ranks"], verdict["notes"][0], time.monotonic() - started
 
 
@@ -208,7 +205,7 @@ def all_end_in_good_order(rank, world_size):
     backward(model, rank)
     optimizer.step()
     if rank == 1:
-        optimizer._connection.close()
+        optimizer._driver.connection.close()
         return []
     time.sleep(1.5 * DEADLINE)
     return sorted(path.name for path in Path("run/a0").glob("[!p]*"))

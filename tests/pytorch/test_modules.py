@@ -409,7 +409,9 @@ def test_siblings_are_not_blamed_for_each_others_gradients(target):
     # The pre-hook runs inside the module's call.
     assert places(births) == [("nan", "backward", f"attention.{target}", "grad_input[0]")]
     assert births[0].node == "PlantInBackwardBackward"
-    assert [(i.name, i.shape, i.stats.is_finite) for i in births[0].operands] == [("grad_output[0]", [3, 8], True)]
+    assert [(i.name, i.shape, i.stats.is_finite) for i in births[0].operands] == [
+        ("grad_output[0]", [3, 8], True)
+    ]
 
 
 def test_a_weight_gradient_is_born_in_the_module_that_makes_it():

@@ -17,7 +17,7 @@ from traced_models import (
 )
 
 from nanlocator import _C
-from nanlocator.modules import ModuleHooks
+from nanlocator.modules import ModuleHooks, tensor_attributes
 
 INF, NAN = float("inf"), float("nan")
 
@@ -652,8 +652,8 @@ def test_what_came_back_bad_from_other_ranks_does_not_hide_what_was_handed_to_th
         ctypes.c_float.from_address(received.data_ptr()).value = NAN  # from a rank that does not exist
         births = trace.explain([("loss", received.sum())], []).births
     assert [(t.birth.kind, t.birth.reached) for t in births] == [
-        ("inf", ["other ranks"]),
-        ("collective", ["loss"]),
+        ("inf", [("other_ranks", "")]),
+        ("collective", [("loss", "loss")]),
     ]
 
 
@@ -689,3 +689,258 @@ def test_a_closed_trace_says_so():
     trace.close()
     with pytest.raises(_C.UsageError, match="closed"):
         trace.begin_pass()
+
+
+# ---- The facts of a birth ------------------------------------------------------------------------------
+
+
+def only_birth(explanation):
+    births = [t.birth for t in explanation.births if t.birth.kind != "literal"]
+    assert births
+    return births[0]
+
+
+def test_a_birth_in_forward_has_the_line_that_called_the_operator():
+    def plant(x):
+        y = x * 2
+        return torch.log(y)  # the planted line
+
+    birth = only_birth(run(plant, with_zero(0, 0)))
+    assert birth.code.text == "return torch.log(y)  # the planted line"
+    assert birth.code.file.endswith("test_operator_trace.py")
+    assert birth.code.function.endswith("plant")
+    assert birth.framework_code is None
+
+
+def test_a_birth_in_backward_has_the_line_of_the_forward_call():
+    def plant(x):
+        y = torch.sqrt(x)  # its derivative has a pole
+        return y * 2
+
+    birth = only_birth(run(plant, with_zero(0, 0)))
+    assert (birth.sighting.phase, birth.forward_op) == ("backward", "aten::sqrt")
+    assert birth.code.text == "y = torch.sqrt(x)  # its derivative has a pole"
+
+
+def test_the_line_of_a_functional_is_the_users_own():
+    def plant(x):
+        return functional.normalize(x - x, eps=0.0)  # 0 / 0 inside of torch
+
+    birth = only_birth(run(plant))
+    assert "functional.normalize" in birth.code.text
+
+
+def test_operands_have_counts_of_negatives_and_zeros_and_the_element_at_the_first_bad_one():
+    x = torch.full((2, 4), 4.0)
+    x[1, 2], x[1, 3] = -0.25, -1
+
+    birth = only_birth(run(torch.sqrt, x))
+    (operand,) = birth.operands
+    assert (operand.name, operand.dtype, operand.shape) == ("self", "float32", [2, 4])
+    assert (operand.negatives, operand.at_first_bad) == (2, -0.25)
+    assert operand.stats.absmax == 4
+
+    zero = torch.zeros(4)
+    birth = only_birth(run(lambda x: x / zero))
+    numerator, divisor = birth.operands
+    assert (numerator.negatives, numerator.stats.zeros) == (0, 0)
+    assert divisor.stats.zeros == divisor.stats.numel == 4
+    assert birth.extent == ([(0, 1, 2), (0, 3, 4)], True)  # all of it
+
+
+def test_a_number_among_the_arguments_is_an_operand():
+    birth = only_birth(run(lambda x: torch.pow(x, 0.5), with_zero(1, 2)))
+    assert birth.forward_op.startswith("aten::pow")
+    exponent = only_birth(run(lambda x: torch.pow(x - 1, -0.5))).operands[1]
+    assert (exponent.name, exponent.number) == ("exponent", -0.5)
+
+
+@pytest.mark.parametrize(
+    ("bad", "extent"),
+    [
+        ((slice(None), 1), ([(0, 2, 3), (1, 1, 1), (0, 4, 5)], True)),  # all of token 1
+        ((2, 3), ([(2, 2, 1), (3, 3, 1), (0, 4, 5)], True)),  # one row
+        ((0, 0, 0), ([(0, 0, 1), (0, 0, 1), (0, 0, 1)], True)),
+        (([0, 2], [1, 3], [0, 4]), ([(0, 2, 2), (1, 3, 2), (0, 4, 2)], False)),  # scattered
+    ],
+)
+def test_the_extent_says_which_slices_are_bad(bad, extent):
+    x = torch.ones(3, 4, 5)
+    x[bad] = 0
+    with _C.OperatorTrace() as trace:
+        trace.begin_pass()
+        loss = torch.log(x).sum()
+        explanation = trace.explain([("loss", loss)], [])
+    assert only_birth(explanation).extent == extent
+
+
+def test_an_overflow_has_the_magnitudes_of_its_modules_weights():
+    class Exploding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.inner(x).sum()
+
+    model = Exploding()
+    with torch.no_grad():
+        model.inner.weight.fill_(3e38)
+        model.inner.bias.fill_(0.5)
+    birth = only_birth(traced_step(model, lambda: model(torch.full((1, 2), 100.0))))
+    assert birth.kind == "inf"
+    assert birth.weights["inner.weight"] == pytest.approx(3e38)
+    assert birth.weights["inner.bias"] == 0.5
+    assert max(o.stats.absmax for o in birth.operands if o.shape == [1, 2]) == 100
+
+
+class SquareBug(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * x / (x - x)  # its divisor is zero
+
+
+def test_nan_of_a_custom_functions_own_backward_names_the_function_and_its_line():
+    birth = only_birth(run(SquareBug.apply))
+    assert birth.custom_function == "SquareBug"
+    assert birth.code.text == "return gradient * x / (x - x)  # its divisor is zero"
+    assert birth.sighting.phase == "backward"
+
+
+def test_a_module_inside_a_checkpoint_is_no_custom_functions_code():
+    def plant(x):
+        return checkpoint(torch.log, x, use_reentrant=True)
+
+    assert only_birth(run(plant, with_zero(0, 0))).custom_function == ""
+
+
+def test_a_custom_operator_is_marked_as_one():
+    with torch.library._scoped_library("nanlocator_test", "DEF") as library:
+        library.define("reciprocal(Tensor x) -> Tensor")
+        library.impl("reciprocal", lambda x: torch.from_numpy(1 / x.detach().numpy()), "CPU")
+        x = torch.tensor([1.0, 0.0])
+        with _C.OperatorTrace() as trace:
+            trace.begin_pass()
+            y = torch.ops.nanlocator_test.reciprocal(x)
+            explanation = trace.explain([("loss", y)], [])
+    birth = only_birth(explanation)
+    assert birth.sighting.op == "nanlocator_test::reciprocal"
+    assert birth.is_custom_operator
+    assert not only_birth(run(torch.log, with_zero(0, 0))).is_custom_operator
+
+
+# ---- What has no name ----------------------------------------------------------------------------------
+
+
+def test_a_bad_tensor_that_a_module_holds_as_an_attribute_is_a_buffer_with_its_name():
+    class Rotary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cos = torch.ones(4)
+            self.tables = [torch.ones(4), torch.ones(4)]
+            self.cache = {"sin": torch.ones(4)}
+
+        def forward(self, x):
+            return x * self.cos + self.tables[1] * self.cache["sin"]
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rotary = Rotary()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return self.rotary(x * self.weight).sum()
+
+    for name, tensor_of in {
+        "rotary.cos": lambda r: r.cos,
+        "rotary.tables[1]": lambda r: r.tables[1],
+        "rotary.cache[sin]": lambda r: r.cache["sin"],
+    }.items():
+        model = Outer()
+        tensor_of(model.rotary)[3] = NAN
+        with _C.OperatorTrace() as trace, ModuleHooks(model):
+            declare(trace, model)
+            for attribute, tensor in tensor_attributes(model):
+                trace.declare(tensor, "buffer", attribute)
+            trace.begin_pass()
+            explanation = trace.explain([("loss", model(torch.ones(4)))], [])
+        birth = only_birth(explanation)
+        assert (birth.kind, birth.sighting.parameter, birth.sighting.module) == ("buffer", name, "rotary")
+        assert birth.sighting.stats.first_bad == 3
+
+
+def test_what_is_computed_outside_of_modules_has_no_module_and_the_loss_is_known_without_its_name():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    with _C.OperatorTrace() as trace, ModuleHooks(model):
+        declare(trace, model)
+        trace.begin_pass()
+        prediction = model(torch.ones(3, 4))
+        loss = ((prediction - prediction).sum() / torch.zeros(())).reshape(())
+        loss.backward()
+        explanation = trace.explain([], gradients(model))
+    birth = only_birth(explanation)
+    assert birth.sighting.op.startswith("aten::div")
+    assert (birth.sighting.phase, birth.sighting.module) == ("loss", "")
+    assert not birth.is_module_inferred
+    assert birth.reached == [("loss", "loss")]
+
+
+def test_a_finite_loss_outside_of_modules_blames_nothing_but_what_made_the_gradients_bad():
+    model = nn.Linear(4, 4)
+    with _C.OperatorTrace() as trace, ModuleHooks(model):
+        declare(trace, model)
+        trace.begin_pass()
+        prediction = model(torch.ones(3, 4))
+        torch.sqrt(prediction - prediction).sum().backward()
+        explanation = trace.explain([], gradients(model))
+    birth = only_birth(explanation)
+    assert birth.sighting.phase == "backward"
+    assert birth.sighting.module == ""
+    assert {kind for t in explanation.births for kind, _ in t.birth.reached} == {"parameter"}
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_forward_that_comes_out_bad_only_when_it_is_recomputed_is_of_backward_and_reaches_no_loss(
+    use_reentrant,
+):
+    calls = []
+
+    def plant(x):
+        def body(y):
+            calls.append(1)
+            logarithm = torch.log(y * (1.0 if len(calls) == 1 else 0.0))
+            return logarithm * logarithm
+
+        return checkpoint(body, x, use_reentrant=use_reentrant)
+
+    model = Block(plant)
+
+    def step():
+        loss = model(torch.ones(2, 4))
+        loss.backward()
+        return loss
+
+    birth = only_birth(traced_step(model, step))
+    assert len(calls) == 2
+    assert birth.sighting.op == "aten::log"
+    assert birth.node != "" and birth.sighting.phase == "forward"
+    assert birth.code.text.startswith("logarithm = torch.log(")
+    assert all(kind == "parameter" for kind, _ in birth.reached)
+
+
+def test_of_many_bad_weights_all_are_found_in_the_order_in_which_they_are_read():
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(NAN)
+    births = [t.birth for t in traced_step(model, lambda: model(torch.ones(3, 4)).sum()).births]
+    assert [b.kind for b in births] == ["weight"] * 4
+    names = [b.sighting.parameter for b in births]
+    assert set(names[:2]) == {"0.weight", "0.bias"} and set(names[2:]) == {"2.weight", "2.bias"}

@@ -102,8 +102,8 @@ TEST(Birth, EveryKindOfWhatItReachedHasANameOfItsOwnThatReadsBack) {
 TEST(Birth, OfTheTimeBeforeOperandsIsStillRead) {
   auto json = parse_json(birth_to_json(planted_birth()).dump(), "x.json");
   for (const char* key :
-       {"is_custom_operator", "custom_function", "literal_operator", "code", "framework_code", "operands", "extent",
-        "weights", "reader", "writer", "last_seen", "inside"}) {
+       {"is_custom_operator", "custom_function", "literal_operator", "code", "framework_code",
+        "operands", "extent", "weights", "reader", "writer", "last_seen", "inside"}) {
     ASSERT_EQ(json.erase(key), 1U) << key;
   }
   json["values"] = nlohmann::json::array({{{"name", "self"}, {"value", -0.5}}});

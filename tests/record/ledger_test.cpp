@@ -375,5 +375,94 @@ TEST_F(LedgerFile, AMissingFolderAndAFullDiskAreIoErrorsThatNameThePath) {
   EXPECT_THROW(append_ledger(directory_, example_ledger()), IoError);
 }
 
+/// A number that a step may well produce, or one at the edge of its type.
+class EdgeNumbers {
+ public:
+  explicit EdgeNumbers(unsigned seed) : random_(seed) {}
+
+  double real() {
+    using Limits = std::numeric_limits<double>;
+    constexpr double kEdges[] = {0.0,
+                                 -0.0,
+                                 Limits::quiet_NaN(),
+                                 Limits::infinity(),
+                                 -Limits::infinity(),
+                                 Limits::max(),
+                                 Limits::lowest(),
+                                 Limits::denorm_min(),
+                                 0.1};
+    return kEdges[random_() % std::size(kEdges)];
+  }
+  std::int64_t count() {
+    constexpr std::int64_t kEdges[] = {0, 1, 4096, std::int64_t{1} << 53,
+                                       std::numeric_limits<std::int64_t>::max()};
+    return kEdges[random_() % std::size(kEdges)];
+  }
+  /// Also what an Inf becomes as an integer.
+  std::int64_t anything() {
+    constexpr std::int64_t kEdges[] = {0,
+                                       -1,
+                                       -2147483648,
+                                       7,
+                                       std::numeric_limits<std::int64_t>::min(),
+                                       std::numeric_limits<std::int64_t>::max()};
+    return kEdges[random_() % std::size(kEdges)];
+  }
+  TensorStats stats() {
+    TensorStats stats;
+    stats.numel = count();
+    stats.nan = stats.numel / 3;
+    stats.neg_inf = stats.numel / 3;
+    stats.zeros = stats.numel / 4;
+    stats.first_bad = stats.numel - 1;
+    stats.finite_min = real();
+    stats.finite_max = real();
+    stats.absmin = real();
+    stats.absmax = real();
+    stats.sum_of_squares = real();
+    stats.fingerprint = static_cast<std::uint64_t>(anything());
+    return stats;
+  }
+
+ private:
+  std::mt19937 random_;
+};
+
+TEST(Ledger, AnyNumberThatIsWrittenIsRead) {
+  for (unsigned seed = 0; seed < 300; ++seed) {
+    EdgeNumbers numbers(seed);
+    Ledger ledger = example_ledger();
+    ledger.iteration = numbers.count();
+    ledger.gradient_norm = numbers.real();
+    ledger.loss_scale = numbers.real();
+    ledger.absmax = numbers.real();
+    for (Sighting& sighting : ledger.sightings) {
+      sighting.stats = numbers.stats();
+      sighting.shape = {numbers.count(), numbers.count()};
+      sighting.valid_labels = numbers.anything();
+    }
+    for (Birth& birth : ledger.births) {
+      birth.sighting.valid_labels = numbers.anything();
+      birth.sighting.stats = numbers.stats();
+      Operand operand;
+      operand.element = 0;
+      operand.shape = {numbers.count()};
+      operand.stats = numbers.stats();
+      operand.negatives = numbers.count();
+      operand.number = numbers.real();
+      operand.at_first_bad = numbers.real();
+      birth.operands = {operand};
+      birth.weights = {{"weight", numbers.real()}};
+      const std::int64_t last = numbers.count();
+      birth.extent = BadExtent{.dimensions = {{0, last, last / 2 + 1}}};
+    }
+    const std::string text = to_jsonl(ledger);
+    const auto ledgers = ledgers_from_jsonl(text, "x.jsonl");
+    ASSERT_EQ(ledgers.size(), 1U) << seed;
+    EXPECT_TRUE(ledgers[0].is_complete) << seed << ": " << join(ledgers[0].notes);
+    EXPECT_EQ(to_jsonl(ledgers[0]), text) << seed;
+  }
+}
+
 }  // namespace
 }  // namespace nanlocator

@@ -53,7 +53,12 @@ at::Tensor forgets_to_write(const at::Tensor& x) {
   return at::empty({kFreshElements}, x.options()).narrow(0, 0, x.numel()).add(x);
 }
 
+at::Tensor reciprocal(const at::Tensor& x) {
+  return 1 / x;
+}
+
 TORCH_LIBRARY(nanlocator_replay_test, m) {
+  m.def("reciprocal(Tensor x) -> Tensor", &reciprocal);
   m.def("kernel_bug(Tensor x) -> Tensor", &kernel_bug);
   m.def("flaky(Tensor x) -> Tensor", &flaky);
   m.def("forgets_to_write(Tensor x) -> Tensor", &forgets_to_write);
@@ -86,6 +91,15 @@ TEST(Replay, FindsTheLogarithmOfZeroUndefinedInEveryPrecision) {
   EXPECT_EQ(report.inputs_at_first_bad[0].name, "self");
   EXPECT_EQ(report.inputs_at_first_bad[0].index, std::vector<std::int64_t>({1}));
   EXPECT_EQ(report.inputs_at_first_bad[0].value, 0.0);
+}
+
+TEST(Replay, SaysNothingOfTheMathematicsOfAnOperatorThatIsNotTorchs) {
+  const auto x = at::tensor({1.0F, 0.0F, 4.0F});
+  const auto report = replayed("nanlocator_replay_test::reciprocal", [&] {
+    (void)call_operator("nanlocator_replay_test::reciprocal", x);
+  });
+  EXPECT_EQ(report.conclusion, ReplayConclusion::deterministic_custom);
+  EXPECT_THAT(report.sentences, Contains(HasSubstr("not PyTorch's")));
 }
 
 TEST(Replay, ShowsBothOperandsOfZeroByZeroWhereTheyBroadcast) {

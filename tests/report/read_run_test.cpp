@@ -1,5 +1,7 @@
 #include "nanlocator/report/read_run.hpp"
 
+#include "nanlocator/report/verdict_json.hpp"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -385,7 +387,7 @@ void expect_no_wrong_rank(const std::filesystem::path& directory, const std::str
   try {
     const RunReport report = read_run(directory, std::nullopt, RunDetail::verdict);
     for (const Origin& origin : report.verdict.origins) {
-      if (origin.confidence != Confidence::high) continue;
+      if (origin.place_confidence != Confidence::high) continue;
       EXPECT_THAT(origin.candidates, Contains(right)) << what;
     }
   } catch (const Error&) {

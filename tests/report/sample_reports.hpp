@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "nanlocator/locate/cause_table.hpp"
 #include "nanlocator/report/run_report.hpp"
 
 namespace nanlocator::testing {
@@ -153,15 +154,20 @@ class SampleIncident {
                                  .first_bad_index = {17, 9},
                                  .absmax_finite = 3.21};
     origin.cause = Cause::operator_undefined;
-    origin.confidence = Confidence::high;
-    origin.evidence = {
-        "inputs finite, output NaN in aten::div.Tensor, the derivative of aten::sqrt",
-        "the step was repeated and came out bit-identical (212 gradients): deterministic",
-        "replayed in fp64 it is NaN too: self = 0, other = 0 at the first bad element",
-        "everything after it in backward order is clean on this rank"};
-    origin.refutation =
-        "a replay of the bundle in which the divisor at the first bad element is not zero";
-    origin.action = "add an epsilon inside the root, or clamp its input";
+    origin.place_confidence = Confidence::high;
+    origin.detail = Detail::derivative_at_pole;
+    origin.forward_op = "aten::sqrt";
+    origin.code = CodeLine{"model/attention.py", 412, "forward"};
+    origin.facts = {{.kind = FactKind::made_from_finite,
+                     .phase = Phase::backward,
+                     .bad = BadCount{.nan = 3, .pos_inf = 2, .numel = 64 * 128},
+                     .module = module,
+                     .op = "aten::div.Tensor",
+                     .role = "output[0]"},
+                    {.kind = FactKind::rerun_identical, .count = 212},
+                    {.kind = FactKind::values_at_first_bad, .values = {{"self", 0}, {"other", 0}}},
+                    {.kind = FactKind::derivative_of, .op = "aten::sqrt", .node = "SqrtBackward0"}};
+    complete(origin);
     origin.bundle = "bundles/step1284-backward-rank" + std::to_string(rank) + "-q_layernorm";
     origin.clean_before = "decoder.final_layernorm.weight";
     return origin;
@@ -277,8 +283,7 @@ class SampleIncident {
     birth.forward_op = "aten::sqrt";
     birth.operands = {operand("self", 3.2, 0), operand("other", 1.1, 5)};
     birth.stack = {"q_norm.py:41 in forward", "attention.py:312 in forward"};
-    birth.reached = {
-        {ReachedKind::parameter, "decoder.layers.0.self_attention.linear_qkv.weight"}};
+    birth.reached = {{ReachedKind::parameter, "decoder.layers.0.self_attention.linear_qkv.weight"}};
     birth.replay = ReplayConclusion::deterministic_undefined;
     birth.replay_lines = {"in bfloat16: bad again, the same bits", "in fp64: NaN too"};
     ledger.births.push_back(birth);
@@ -350,7 +355,7 @@ inline RunReport partial_report() {
   Origin& origin = report.verdict.origins.front();
   origin.coordinates.reset();
   origin.candidates = {4, 5};
-  origin.confidence = Confidence::low;
+  origin.place_confidence = Confidence::low;
   origin.cause = Cause::unknown;
   origin.op.clear();
   origin.module.clear();
@@ -387,13 +392,13 @@ inline RunReport several_origins_report() {
   weight.op.clear();
   weight.module.clear();
   weight.bundle.clear();
-  weight.action = "check the checkpoint that was loaded";
-  weight.refutation = "the same parameter finite in the checkpoint that was loaded";
+  complete(weight);
   Origin transfer = incident.origin(18, 6, 0);
   transfer.cause = Cause::pipeline_transfer;
+  complete(transfer);
   transfer.coordinates.reset();
   transfer.candidates = {18, 34};
-  transfer.confidence = Confidence::medium;
+  transfer.place_confidence = Confidence::medium;
   transfer.bundle.clear();
   report.verdict.origins.insert(report.verdict.origins.begin(), weight);
   report.verdict.origins.push_back(transfer);
@@ -414,9 +419,9 @@ inline RunReport hostile_report() {
   origin.module = attack;
   origin.op = image;
   origin.parameter = attack;
-  origin.evidence.push_back(attack + std::string(3000, 'x'));
-  origin.action = image;
-  origin.refutation = attack;
+  origin.facts.push_back({.kind = FactKind::stated, .text = attack + std::string(3000, 'x')});
+  origin.facts.push_back({.kind = FactKind::stated_action, .text = image});
+  origin.action = Action::stated;
   origin.bundle = "bundles/$(touch owned)`touch owned`";
   origin.coordinates->host = image;
   for (Ledger& ledger : report.ledgers) {

@@ -35,9 +35,10 @@ Verdict one_origin() {
                                .nan = 3,
                                .first_bad = 17 * 128 + 3,
                                .first_bad_index = {17, 3}};
-  origin.confidence = Confidence::high;
-  origin.evidence = {"the neighbours are clean"};
-  origin.action = "arm the operator level";
+  origin.place_confidence = Confidence::high;
+  origin.facts = {{.kind = FactKind::stated, .text = "the neighbours are clean"},
+                  {.kind = FactKind::stated_action, .text = "arm the operator level"}};
+  origin.action = Action::stated;
   verdict.origins = {origin};
   verdict.spread = {{0, 1, 2, 3, 4, 5, 6, 7}, std::vector<std::string>(41, "p"), Phase::grad_local};
   verdict.clean = {"decoder.layers.3.self_attention.linear_proj.weight"};
@@ -50,19 +51,24 @@ TEST(FormatVerdict, TellsStepRankParameterElementAndSpread) {
                                "cuda:3 GPU-6f2e) before the data-parallel reduction\n"));
   EXPECT_THAT(text,
               HasSubstr("  parameter  decoder.layers.3.self_attention.linear_qkv.weight   first "
-                        "bad element [17, 3] of [192, 128]; 3 NaN, 0 Inf\n"));
+                        "bad element [17, 3] of [192, 128]; 3 NaN\n"));
   EXPECT_THAT(text,
-              HasSubstr("  cause      unknown at this level; confidence in the place: high\n"));
+              HasSubstr("  cause      not visible at this level; place: high; cause: open\n"));
+  EXPECT_THAT(text, HasSubstr("  code       not recorded\n"));
   EXPECT_THAT(text, HasSubstr("  action     arm the operator level\n"));
-  EXPECT_THAT(text, HasSubstr("  spread     41 parameters on 8 ranks had it, first in grad_local; "
-                              "clean: decoder.layers.3.self_attention.linear_proj.weight\n"));
+  EXPECT_THAT(text,
+              HasSubstr("  spread     consequence: 41 parameters have a bad value or gradient on "
+                        "8 ranks, first seen in grad_local; clean next to the origin: "
+                        "decoder.layers.3.self_attention.linear_proj.weight\n"));
 }
 
 TEST(FormatVerdict, SaysInfWhereThereIsNoNan) {
   Verdict verdict = one_origin();
   verdict.origins[0].tensor->nan = 0;
   verdict.origins[0].tensor->neg_inf = 1;
-  EXPECT_THAT(format_verdict(verdict), StartsWith("step 1284: Inf in the gradients"));
+  EXPECT_THAT(format_verdict(verdict), StartsWith("step 1284: -Inf in the gradients"));
+  verdict.origins[0].tensor->pos_inf = 1;
+  EXPECT_THAT(format_verdict(verdict), StartsWith("step 1284: Inf and -Inf in the gradients"));
 }
 
 TEST(FormatVerdict, ListsCandidatesCompactly) {
@@ -96,15 +102,17 @@ TEST(FormatVerdict, KeepsToTwentyFiveLines) {
   verdict.origins[0].module = "decoder.layers.1.mlp";
   verdict.origins[0].op = "aten::log";
   verdict.origins[0].bundle = "bundles/step1284-forward-rank5-decoder.layers.1.mlp";
-  verdict.origins[0].evidence.assign(
-      12,
-      "a sentence that is about as long as those of a birth are, with a few numbers in it: "
-      "1.25, 3.5 and 17, and the name decoder.layers.1.mlp.linear_fc1.weight");
+  const Fact sentence = {
+      .kind = FactKind::stated,
+      .text =
+          "a sentence that is about as long as those of a birth are, with a few numbers in it: "
+          "1.25, 3.5 and 17, and the name decoder.layers.1.mlp.linear_fc1.weight"};
+  verdict.origins[0].facts.assign(12, sentence);
   verdict.origins[0].coordinates.reset();
   verdict.origins[0].candidates.clear();
   for (int rank = 0; rank < 16384; rank += 8) verdict.origins[0].candidates.push_back(rank);
   verdict.silent_ranks = verdict.origins[0].candidates;
-  verdict.notes.assign(9, verdict.origins[0].evidence.front());
+  verdict.notes.assign(9, sentence.text);
   for (const int width : {80, 100, 160}) {
     const std::string text = format_verdict(verdict, {.width = width});
     EXPECT_LE(std::ranges::count(text, '\n'), 25) << text;
@@ -117,9 +125,9 @@ TEST(FormatVerdict, KeepsToTwentyFiveLines) {
 
 TEST(FormatVerdict, WrapsOnWordsAtTheWidth) {
   Verdict verdict = one_origin();
-  verdict.origins[0].evidence = {std::string(
+  verdict.origins[0].facts.front().text = std::string(
       "a long sentence of short words that has to go over several lines of the page, and one "
-      "\xe6\xbc\xa2\xe5\xad\x97\xe6\xbc\xa2\xe5\xad\x97 in between, to the very end of it")};
+      "\xe6\xbc\xa2\xe5\xad\x97\xe6\xbc\xa2\xe5\xad\x97 in between, to the very end of it");
   const std::string text = format_verdict(verdict, {.width = 60});
   std::istringstream lines(text);
   for (std::string line; std::getline(lines, line);) {

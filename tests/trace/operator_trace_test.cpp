@@ -409,7 +409,7 @@ TEST(OperatorTrace, ACustomFunctionsBackwardIsNamedByNodeOperatorAndModule) {
   EXPECT_EQ(birth.sighting.op, "aten::div.Tensor");
   EXPECT_EQ(birth.sighting.module, "custom");
   EXPECT_THAT(birth.node, HasSubstr("PoleFunction"));
-  EXPECT_THAT(birth.reached, ElementsAre("custom.weight"));
+  EXPECT_THAT(birth.reached, ElementsAre(Reached{ReachedKind::parameter, "custom.weight"}));
 }
 
 /// Computes by hand, off the dispatcher: what a kernel behind pybind does.
@@ -491,7 +491,7 @@ TEST(OperatorTrace, AGradientThatChangesAfterBackwardIsMemoryOfThatParameter) {
   EXPECT_EQ(birth.kind, BirthKind::memory);
   EXPECT_EQ(birth.sighting.parameter, "layer.weight");
   EXPECT_EQ(birth.sighting.stats.first_bad, 3);
-  EXPECT_THAT(birth.reached, ElementsAre("layer.weight"));
+  EXPECT_THAT(birth.reached, ElementsAre(Reached{ReachedKind::parameter, "layer.weight"}));
 }
 
 TEST(OperatorTrace, AHookOfTheUserIsBlamedForItsOwnOperators) {

@@ -288,7 +288,7 @@ def test_a_step_that_a_user_overrides_is_followed_as_it_is():
     origin = only_origin(verdict)
     assert verdict["iteration"] == 2 and verdict["rerun"]["reproduced"] is True
     assert (origin["direction"], origin["cause"]) == ("backward", "operator_undefined")
-    assert any("the derivative of aten::sqrt" in line for line in origin["evidence"])
+    assert origin["forward_operator"] == "aten::sqrt"
 
 
 def test_inputs_that_the_step_writes_to_are_named():
@@ -594,7 +594,7 @@ def test_an_optimizer_that_looks_itself_is_refused():
     model = gpt2()
     optimizer = nanlocator.LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     trainer = trainer_of(model, NanLocatorCallback(), optimizers=(optimizer, None))
-    with pytest.raises(nanlocator.UsageError, match="hand it the optimizer itself"):
+    with pytest.raises(nanlocator.UsageError, match="give it the optimizer itself"):
         trainer.train()
 
 

@@ -19,13 +19,15 @@
 #include "console.hpp"
 #include "files/printable.hpp"
 #include "files/text.hpp"
-#include "locate/origin_text.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/files/atomic_file.hpp"
 #include "nanlocator/map/map_query.hpp"
 #include "nanlocator/report/html.hpp"
 #include "nanlocator/report/read_run.hpp"
+#include "nanlocator/report/sentences.hpp"
 #include "nanlocator/report/terminal.hpp"
+#include "nanlocator/report/verdict_json.hpp"
+#include "report/words.hpp"
 #include "watch.hpp"
 
 namespace nanlocator::command {
@@ -230,7 +232,7 @@ void print_births(const std::vector<Birth>& births) {
     constexpr std::size_t kMostNames = 2;
     std::string reached;
     for (std::size_t i = 0; i < std::min(kMostNames, birth.reached.size()); ++i) {
-      append_item(reached, describe_reached(birth.reached[i]));
+      append_item(reached, reached_text(birth.reached[i]));
     }
     if (birth.reached.size() > kMostNames) {
       append_item(reached, std::to_string(birth.reached.size() - kMostNames) + " more");
@@ -315,14 +317,6 @@ int report_ranks(const RunReport& report, const std::set<int>& ranks, bool is_js
 
 // --- --list -------------------------------------------------------------------------------------
 
-std::string headline_of(const Verdict& verdict) {
-  constexpr int kOneLine = 100'000;  // columns: a headline is never wrapped
-  const std::string text = format_verdict(verdict, {.width = kOneLine, .run_dir = ""});
-  const std::string line = text.substr(0, text.find('\n'));
-  const std::string step = "step " + std::to_string(verdict.iteration) + ": ";
-  return line.starts_with(step) ? line.substr(step.size()) : line;
-}
-
 int list_steps(const std::string& directory, bool is_json) {
   const StepVerdicts steps = read_verdicts(directory);
   const bool has_bad = std::ranges::any_of(
@@ -334,7 +328,7 @@ int list_steps(const std::string& directory, bool is_json) {
                       {"run", verdict.run_id},
                       {"status", name_of(verdict.status)},
                       {"origins", verdict.origins.size()},
-                      {"headline", headline_of(verdict)}});
+                      {"headline", outcome_of(verdict)}});
     }
     print_json({{"version", kOutputVersion},
                 {"directory", directory},
@@ -350,7 +344,7 @@ int list_steps(const std::string& directory, bool is_json) {
   Table table({{"step", Alignment::right}, {"status"}, {"headline"}}, 2);
   for (const Verdict& verdict : steps.verdicts) {
     table.add_row({std::to_string(verdict.iteration), std::string(name_of(verdict.status)),
-                   headline_of(verdict)});
+                   outcome_of(verdict)});
   }
   table.print(std::cout);
   return has_bad ? kFindings : kClean;

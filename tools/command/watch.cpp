@@ -20,6 +20,7 @@
 #include "nanlocator/map/rank_coordinates.hpp"
 #include "nanlocator/report/read_run.hpp"
 #include "nanlocator/report/terminal.hpp"
+#include "nanlocator/report/verdict_json.hpp"
 #include "record/record_json.hpp"
 
 namespace nanlocator::command {

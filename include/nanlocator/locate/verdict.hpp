@@ -1,13 +1,15 @@
-// The one answer of all ranks (verdict.json, version 1; docs/formats.md).
+// The one answer of all ranks, as data. `report` words it, and writes and reads verdict.json.
 #pragma once
 
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
+#include "nanlocator/locate/cause.hpp"
+#include "nanlocator/locate/fact.hpp"
 #include "nanlocator/map/rank_coordinates.hpp"
+#include "nanlocator/record/birth.hpp"
 #include "nanlocator/record/sighting.hpp"
 
 namespace nanlocator {
@@ -18,33 +20,19 @@ enum class VerdictStatus {
   located,  // every origin below is supported by complete evidence
   partial,  // ranks are silent or ledgers cut off: origins hold for what was seen
 };
+template <>
+inline constexpr auto kNames<VerdictStatus> =
+    std::to_array<std::string_view>({"clean", "benign", "located", "partial"});
+
 enum class Confidence { low, medium, high };
+template <>
+inline constexpr auto kNames<Confidence> = std::to_array<std::string_view>({"low", "medium",
+                                                                            "high"});
+
 enum class Direction { forward, backward, none };
-enum class Cause {
-  bad_weight,
-  bad_buffer,
-  bad_input,
-  empty_loss_mask,
-  operator_overflow,
-  operator_undefined,
-  operator_bug,
-  memory_corruption,
-  not_reproduced,
-  collective_result,
-  collective_sum,
-  pipeline_transfer,
-  recompute_mismatch,
-  optimizer_update,
-  optimizer_state,
-  divergence,
-  user_hook,
-  loss_scale,
-  unknown,
-};
-[[nodiscard]] std::string_view name_of(VerdictStatus status) noexcept;
-[[nodiscard]] std::string_view name_of(Confidence confidence) noexcept;
-[[nodiscard]] std::string_view name_of(Direction direction) noexcept;
-[[nodiscard]] std::string_view name_of(Cause cause) noexcept;
+template <>
+inline constexpr auto kNames<Direction> = std::to_array<std::string_view>({"forward", "backward",
+                                                                           "none"});
 
 struct OriginTensor {
   std::string role;
@@ -56,6 +44,7 @@ struct OriginTensor {
   std::optional<std::int64_t> first_bad;      // flat, row-major
   std::vector<std::int64_t> first_bad_index;  // the same, per dimension
   std::optional<double> absmax_finite;
+  std::optional<BadExtent> extent;  // how the bad elements lie in it
 };
 
 /// A place where something bad was born. Empty optionals: this level cannot know.
@@ -74,13 +63,22 @@ struct Origin {
   std::optional<int> data_parallel_replica;  // dp rank, where all candidates share it
   std::string module;
   std::string op;
+  std::string forward_op;  // of a fault in backward: the operator whose derivative it is
   std::string parameter;
+  std::string custom_function;  // the autograd Function in whose own code it was born
+  /// The user's line that called the guilty operator in forward, of a fault in backward too; empty:
+  /// not recorded.
+  std::optional<CodeLine> code;
   std::optional<OriginTensor> tensor;
   Cause cause = Cause::unknown;
-  Confidence confidence = Confidence::low;
-  std::vector<std::string> evidence;  // sentences
-  std::string refutation;             // one sentence: what would refute the cause
-  std::string action;                 // one sentence
+  Detail detail = Detail::none;
+  Owner owner = Owner::unknown;
+  Confidence place_confidence = Confidence::low;  // in phase, ranks, module, operator, parameter
+  Confidence cause_confidence = Confidence::low;
+  std::vector<Suspect> alternatives;  // what the evidence leaves open
+  Facts facts;                        // the first one is what was seen
+  Refutation refutation = Refutation::earlier_phase;
+  Action action = Action::none;
   std::string bundle;
   /// Clean neighbours of `parameter` on that rank in backward order ("" at either end).
   std::string clean_before;
@@ -93,11 +91,24 @@ struct Spread {
   std::optional<Phase> first_seen;
 };
 
-/// The repeat of the step, over all ranks.
+/// The re-run of the step, over all ranks.
 struct RerunOutcome {
   bool done = false;
-  std::optional<bool> reproduced;  // empty: not done, or the ranks' repeats came to no end
+  std::optional<bool> reproduced;  // empty: not done, or the re-run of some rank did not complete
   std::vector<std::string> not_restored;
+};
+
+/// What has become of the job, as far as the ledgers tell.
+struct JobState {
+  std::string on_bad;  // the policy: "stop", "skip", "recover", "report"; "" where not known
+  /// The optimizer had updated the weights in this step when the finding was made.
+  std::optional<bool> are_weights_updated;
+};
+
+/// How the job lies on its machines, for a command that checks them.
+struct JobLayout {
+  RankCoordinates first_rank;  // of the lowest rank that answered: sizes of the axes, host
+  int ranks_per_host = 1;
 };
 
 struct Verdict {
@@ -108,12 +119,11 @@ struct Verdict {
   Spread spread;
   std::vector<std::string> clean;  // parameters that bracket the fault, in backward order
   RerunOutcome rerun;
-  std::vector<int> silent_ranks;  // no ledger arrived
-  std::vector<std::string> notes;
+  JobState job;
+  std::optional<JobLayout> layout;
+  std::vector<int> silent_ranks;   // no ledger arrived
+  std::vector<std::string> notes;  // what ranks and tools wrote
+  Facts facts;                     // of the verdict as a whole
 };
-
-[[nodiscard]] std::string to_json(const Verdict& verdict);
-/// Throws FormatError; `source` is what the message calls the text.
-[[nodiscard]] Verdict verdict_from_json(std::string_view text, const std::string& source);
 
 }  // namespace nanlocator

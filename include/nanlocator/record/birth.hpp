@@ -127,19 +127,19 @@ struct Birth {
   /// The operator is not PyTorch's own (not aten, prims): what its mathematics is, nobody here
   /// knows.
   bool is_custom_operator = false;
-  std::string node;                 // backward: the autograd node, "DivBackward0"
-  std::string forward_op;           // backward: the operator whose derivative it is
-  std::string custom_function;      // a custom autograd Function in whose own code it was born
-  std::optional<int> parent;        // index into the ledger's births
-  std::string literal_op;           // nan_from_inf: the operator that wrote the Inf, a mask's
+  std::string node;             // backward: the autograd node, "DivBackward0"
+  std::string forward_op;       // backward: the operator whose derivative it is
+  std::string custom_function;  // a custom autograd Function in whose own code it was born
+  std::optional<int> parent;    // index into the ledger's births
+  std::string literal_op;       // nan_from_inf: the operator that wrote the Inf, a mask's
   /// The user's line that called the operator; for a birth in backward the line that called the
   /// forward operator. Empty in C++ programs, and from the watch.
   std::optional<CodeLine> code;
   /// The innermost line, where that is in a framework (megatron, transformers) and `code` is not.
   std::optional<CodeLine> framework_code;
-  std::vector<Operand> operands;  // in the schema's order; the first kMostOperands
-  std::optional<BadExtent> extent;   // of the bad elements; empty where it was not computed
-  std::vector<Magnitude> weights;  // of an overflow: the parameters of its module
+  std::vector<Operand> operands;    // in the schema's order; the first kMostOperands
+  std::optional<BadExtent> extent;  // of the bad elements; empty where it was not computed
+  std::vector<Magnitude> weights;   // of an overflow: the parameters of its module
   // Of what was bad before an operator read it (weight, buffer, data, memory, opaque, collective):
   std::string reader;  // the operator that read it first
   std::string writer;  // the operator that wrote or allocated it last
@@ -147,7 +147,7 @@ struct Birth {
   std::string inside;  // the custom function or compiled region around it, by its frame's name
   std::vector<std::string> stack;  // Python frames, innermost first: "file.py:12 in forward"
   std::vector<Reached> reached;    // what made it an origin
-  std::string bundle;  // folder below the run's, "bundles/step3-..."; "" without one
+  std::string bundle;              // folder below the run's, "bundles/step3-..."; "" without one
   ReplayConclusion replay = ReplayConclusion::not_replayed;
   std::vector<std::string> replay_lines;  // its evidence, sentences
 

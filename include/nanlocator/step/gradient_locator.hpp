@@ -183,6 +183,9 @@ class GradientLocator {
   /// is lost; the verdict names it, also where this rank saw nothing bad. nullptr where there is
   /// nothing to tell: then nothing is written either.
   const Verdict* conclude_alone(std::string reason, Failure failure = Failure::own);
+  /// The step ends early, wherever it is: the next begin_step may follow. A flag reduction that has
+  /// been launched is waited for there, as every rank has launched it.
+  void abandon_step() noexcept;
   /// Forgets this step's findings (a loss scaler's routine overflow); counted, nothing is written.
   void dismiss();
 

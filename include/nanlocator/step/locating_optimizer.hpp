@@ -5,12 +5,11 @@
 //     ...
 //     loss.backward();
 //     double norm = optimizer.clip_grad_norm(1.0);  // the norm is torch's
-//     optimizer.step();                             // throws NonFiniteGradientError before a
-//     weight moves
+//     optimizer.step();  // throws NonFiniteGradientError before a weight moves
 //
 // With step(closure) a bad step is executed again with every operator traced (StepRerun), and the
 // verdict names the operator. Without a closure the next bad step is traced, and the verdict says
-// so.
+// so. An adapter of StepDriver: nothing of a step is kept here.
 //
 // Cost: one extra read of the gradients per step and one host wait (the flag). Thread: the
 // caller's.
@@ -24,8 +23,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "nanlocator/step/gradient_locator.hpp"
-#include "nanlocator/step/step_rerun.hpp"
+#include "nanlocator/step/step_driver.hpp"
 
 namespace nanlocator {
 
@@ -43,15 +41,16 @@ class LocatingOptimizer {
   LocatingOptimizer& operator=(const LocatingOptimizer&) = delete;
 
   [[nodiscard]] torch::optim::Optimizer& inner() noexcept { return *inner_; }
-  [[nodiscard]] GradientLocator& locator() noexcept { return *locator_; }
+  [[nodiscard]] GradientLocator& locator() noexcept { return driver_->locator(); }
 
-  /// Looks for bad gradients, then clips as torch::nn::utils::clip_grad_norm_ does and returns its
-  /// norm. Throws NonFiniteGradientError (policy stop) before anything is clipped; a norm that
-  /// overflows though every gradient is finite is known only after torch has clipped by it: then it
-  /// throws with the gradients zeroed. No weight has moved in either case.
+  /// Scans the gradients, then clips as torch::nn::utils::clip_grad_norm_ does and returns its
+  /// norm. Inside a closure that is all: they are judged when it has returned. Elsewhere throws
+  /// NonFiniteGradientError (policy stop) before anything is clipped; a norm that overflows though
+  /// every gradient is finite is known only after torch has clipped by it: then it throws with the
+  /// gradients zeroed. No weight has moved in either case.
   double clip_grad_norm(double max_norm, double norm_type = 2.0);
 
-  /// The inner optimizer's step. Gradients not yet looked at in this step are scanned first; with a
+  /// The inner optimizer's step. Gradients not yet scanned in this step are scanned first; with a
   /// closure they and the loss are scanned after each of its calls, so every rank must make the
   /// same number of calls. Throws NonFiniteGradientError (policy stop): without a closure before a
   /// weight moves; an optimizer that evaluates its closure at trial points (LBFGS) leaves the
@@ -62,27 +61,23 @@ class LocatingOptimizer {
   /// the repeat's.
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr);
 
-  /// What a repeat of the closure finds as it was: generators and the model's buffers; add more.
-  [[nodiscard]] StepState& state() noexcept { return rerun_->state(); }
+  /// What a re-run of the closure finds as it was: generators and the model's buffers; add more.
+  [[nodiscard]] StepState& state() noexcept { return driver_->state(); }
 
   void zero_grad(bool set_to_none = true);
   /// Adds the group to the inner optimizer and its parameters to the map. Call it between steps;
-  /// what was looked at before in this step is looked at again.
+  /// what was scanned before in this step is scanned again.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
  private:
   [[nodiscard]] ParameterMap make_map() const;
+  [[nodiscard]] StepAdapter make_adapter(const ParameterMap& map) const;
   [[nodiscard]] std::vector<at::Tensor> parameters() const;
   void observe_backward();
   void stop_observing() noexcept;
-  void look_at_gradients(const at::Tensor& loss = {});  // undefined: not known
-  void look_at_updated_parameters();
-  void conclude(const std::vector<GradientView>& results);
-  [[nodiscard]] RepeatableStep repeatable_step();
-  [[nodiscard]] std::vector<GradientView> gradients() const;
-  [[nodiscard]] std::vector<GradientView> weights() const;
-  void begin_closure(const torch::optim::Optimizer::LossClosure& closure);
-  void compare_with_repeat();
+  [[nodiscard]] StepPass pass_of(const torch::optim::Optimizer::LossClosure& closure,
+                                 at::Tensor& loss) const;
+  Decision or_throw(Decision decision) const;
   at::Tensor evaluate(const torch::optim::Optimizer::LossClosure& closure);
   at::Tensor update(const torch::optim::Optimizer::LossClosure& closure);
 
@@ -100,18 +95,11 @@ class LocatingOptimizer {
   std::unordered_map<const at::TensorImpl*, Name>
       names_;  // of the model, which `model_` keeps alive
   std::vector<at::Tensor> model_;
+  std::vector<NamedTensor> buffers_;  // of the model
   RankCoordinates coordinates_;
   Phase gradient_phase_;
-  std::unique_ptr<GradientLocator> locator_;
-  std::vector<NamedTensor> buffers_;  // of the model
-  std::unique_ptr<StepRerun> rerun_;
-  const torch::optim::Optimizer::LossClosure* closure_ = nullptr;  // of the step that is running
-  std::vector<bool> had_gradient_;  // by parameter, when the closure was called
+  std::unique_ptr<StepDriver> driver_;
   std::vector<BackwardHook> hooks_;
-  std::int64_t iteration_ = 1;
-  bool is_looked_at_ = false;  // this step's gradients have been scanned
-  bool is_bad_ = false;        // and something was found in them
-  at::Tensor repeated_loss_;   // of the closure's latest repeat
 };
 
 }  // namespace nanlocator

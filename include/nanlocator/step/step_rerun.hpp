@@ -26,25 +26,35 @@
 namespace nanlocator {
 
 /// How the owner of a training step executes it.
-struct RepeatableStep {
+struct RerunnableStep {
   /// Forward and backward once more, from the same data; returns the losses. May throw.
   std::function<std::vector<NamedTensor>()> run;
+  /// Sentences about data that a pass finds changed by the one before; may be empty.
+  std::function<std::vector<std::string>()> changed_data;
   /// The gradients as they are now.
   std::function<std::vector<GradientView>()> gradients;
   /// Puts the gradients where they were before the first pass: undefined, or zero.
   std::function<void()> clear_gradients;
   std::vector<NamedTensor> parameters;
   std::vector<NamedTensor> buffers;
+  /// Tensors that the model holds otherwise, as they are when a trace is armed; may be empty.
+  std::function<std::vector<NamedTensor>()> attributes;
   /// See TraceOptions; may be empty.
   std::shared_ptr<ProgramCode> program_code;
-  /// Runs the step once more and keeps, for each of these births, the call of the module around it;
-  /// afterwards `module_call` hands it out. Both empty where the integration cannot (C++ programs
-  /// have no module calls).
-  std::function<void(const std::vector<Birth>&)> run_and_keep_module_calls;
+  /// Calls `run`, which executes the step once more, and keeps for each of these births the call of
+  /// the module around it; afterwards `add_module_call` puts it into a bundle. Both empty where the
+  /// integration cannot (C++ programs have no module calls).
+  std::function<void(const std::vector<Birth>&, const std::function<void()>& run)>
+      keep_module_calls;
   std::function<void(const Birth&, Bundle&, StorageCollector&, BundleContents&)> add_module_call;
 };
 
-enum class CanRepeat { no, yes };
+enum class CanRerun {
+  yes,
+  no_pass,             // nobody said where forward and backward begin and end
+  pass_has_ended,      // and its data are gone
+  weights_have_moved,  // what is bad are the weights after the update
+};
 
 class StepRerun {
  public:
@@ -56,24 +66,32 @@ class StepRerun {
 
   [[nodiscard]] StepState& state() noexcept;
   /// Before anything else, and again where the parameters change; registered state stays.
-  void set_step(RepeatableStep step);
+  void set_step(RerunnableStep step);
 
   /// Before a step that can be executed again. Does nothing under RerunPolicy::never.
   void save();
   /// The step is bad, as all ranks know: finds what was being computed, as far as the locator's
-  /// options allow and `can_repeat` says (forward and backward can be executed now; the same on
-  /// every rank). `results`: what is bad, gradients or updated parameters. Every rank calls it,
-  /// before `conclude`. True, on all ranks alike, where the step was repeated and came out clean:
+  /// options allow and `can_rerun` says, the same on every rank. `results`: what is bad, gradients
+  /// or updated parameters. `why_no_pass`: for the note that says so. Every rank calls it, before
+  /// `conclude`. True, on all ranks alike, where the step was executed again and came out clean:
   /// the gradients are those of the last pass, which ran untraced.
-  bool find_births(CanRepeat can_repeat, const std::vector<GradientView>& results);
+  bool find_births(CanRerun can_rerun, const std::vector<GradientView>& results,
+                   std::string_view why_no_pass);
 
   /// A pass of the repeat runs now.
   [[nodiscard]] bool is_repeating() const noexcept;
   /// Gradients of the pass that runs now, where its owner sees them at more than one phase (before
-  /// and after a collective); without a call `RepeatableStep::gradients` is looked at, as phase
+  /// and after a collective); without a call `RerunnableStep::gradients` is looked at, as phase
   /// grad_local, when the pass has ended. Only while `is_repeating`.
   void scan(Phase phase, std::uint64_t group, std::string_view role,
             std::span<const GradientView> views);
+  /// The same for gradients that the owner is going to change (a clip): the pass is explained by
+  /// those that were bad before.
+  void scan_before_change(std::span<const GradientView> views);
+  /// The same for the norm that a clip computes: a pass with an infinite one is bad.
+  void set_gradient_norm(double norm);
+  /// What the owner has scanned is no longer what the pass will end with (zero_grad).
+  void forget_scans() noexcept;
 
   /// Traces steps from now on; `find_births` of a step that cannot be repeated calls it, and ends
   /// it with the next bad step, but for Level::operators.

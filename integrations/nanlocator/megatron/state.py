@@ -144,4 +144,3 @@ def _instead_of_validate_result(machine: Any, replacement: Any) -> Iterator[None
         yield
     finally:
         vars(machine).pop("validate_result", None)
-

@@ -110,8 +110,6 @@ class _Replay:
         return getattr(self._recorder, name)
 
 
-
-
 def _generator_states() -> Any:
     numpy = sys.modules.get("numpy")
     return torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None

@@ -3,13 +3,13 @@
 One step, in the order of transformers 5.17 (trainer.py, ``_run_epoch``):
 
     training_step, once per microbatch     kept, with its arguments
-      ... the last one, in which accelerate synchronises: gradients and losses are scanned, one flag tells
-          all ranks; a bad step is executed again through ``training_step`` and judged here
+      ... the last one, in which accelerate synchronises: gradients and losses are scanned, all ranks agree;
+          a bad step is executed again through ``training_step`` and judged here
     _clip_grad_norm                        unscales and clips: too late to look
     on_pre_optimizer_step
     optimizer.step                         left out under ``on_bad="skip"``
 
-A callback is never handed its Trainer, and ``on_train_end`` is not called when ``train`` raises. So
+A callback never gets its Trainer, and ``on_train_end`` is not called when ``train`` raises. So
 ``Trainer.train`` is wrapped once per process: for Trainers that have this callback it says which one it is,
 and takes the hooks off however it ends; for others it does nothing. The hooks replace methods of that one
 Trainer and of its optimizer, so subclasses with a ``training_step`` or ``compute_loss`` of their own are
@@ -20,7 +20,6 @@ import contextlib
 import copy
 import functools
 import os
-import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -29,11 +28,12 @@ import torch
 from torch.optim import Optimizer
 
 from nanlocator import _C
+from nanlocator.driver import LossScale, Named
 from nanlocator.optimizer import LocatingOptimizer
 from nanlocator.patches import Patches
-from nanlocator.rerun import Stateful
+from nanlocator.plain import PlainAdapter, PlainPass, plain_driver
+from nanlocator.rerun import ObjectState, Stateful, losses_of
 from nanlocator.session import is_distributed, resolve_options
-from nanlocator.step_locator import StepLocator
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer
@@ -59,7 +59,7 @@ class NanLocatorCallback(TrainerCallback):
         on_bad: ``"stop"`` (default) raises ``nanlocator.NonFiniteGradientError`` out of ``train`` on every
             rank, before anything is clipped; ``"report"`` writes the verdict and goes on; ``"skip"`` goes on
             without the optimizer's step, while the learning-rate schedule advances; ``"recover"`` goes on
-            with the gradients and the loss of a clean repeat, and stops where there is none.
+            with the gradients and the loss of a clean re-run, and stops where there is none.
         level: ``"modules"`` (default), ``"grads"`` or ``"operators"``, as of ``LocatingOptimizer``.
         output_dir: where verdict, report.html and bundles go; default ``nanlocator_run`` in the Trainer's
             ``output_dir``.
@@ -110,15 +110,15 @@ class NanLocatorCallback(TrainerCallback):
 
     @property
     def run_dir(self) -> str | None:
-        return self._steps.run_dir if self._steps is not None else None
+        return self._steps.driver.run_dir if self._steps is not None else None
 
     @property
     def dismissed(self) -> int:
-        return self._steps.dismissed if self._steps is not None else 0
+        return self._steps.driver.locator.dismissed if self._steps is not None else 0
 
     def register_state(self, name: str, owner: Stateful) -> None:
         """Something with ``state_dict`` and ``load_state_dict`` that ``training_step`` moves, such as a
-        metric or a buffer of samples: put back before a step is executed again. Call it before ``train``."""
+        metric or a buffer of samples: restored before a step is executed again. Call it before ``train``."""
         self._states[name] = owner
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -138,18 +138,19 @@ class NanLocatorCallback(TrainerCallback):
         )
         self._steps = _TrainerSteps(self._trainer, options, self.verdicts)
         for name, owner in self._states.items():
-            self._steps.register_state(name, owner)
+            self._steps.driver.add_state(name, ObjectState(owner))
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._steps is not None:
-            self._steps.forget_modules()
+            self._steps.driver.forget_observations()  # a forward that no training step belongs to
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._end()
 
     def _end(self) -> None:
         if self._steps is not None:
-            self._steps.close()
+            self._steps.driver.close()
+            self._steps.remove()
 
     @contextlib.contextmanager
     def _following(self, trainer: Trainer) -> Iterator[None]:
@@ -162,7 +163,7 @@ class NanLocatorCallback(TrainerCallback):
             yield
         finally:
             self._trainer = None
-            # The connection stays where `train` raises: at exit it tells the other ranks why.
+            # The connection stays where `train` raises: at exit it says why to the other ranks.
             if self._steps is not None:
                 self._steps.remove()
 
@@ -256,55 +257,76 @@ class _Microbatch:
         ]
 
 
-class _TrainerSteps(StepLocator):
-    """The steps of one call of ``train``."""
+class _TrainerPass(PlainPass):
+    """The microbatches of one step."""
+
+    def __init__(self, adapter: PlainAdapter, trainer: Trainer) -> None:
+        super().__init__(adapter)
+        self._trainer = trainer
+        self._logged_loss = trainer._tr_loss.clone()  # what the Trainer had summed up before this step
+        self._all: list[_Microbatch] = []
+        self.losses: list[torch.Tensor] = []  # of the latest execution
+
+    def run(
+        self,
+        step: Callable[..., torch.Tensor],
+        model: torch.nn.Module,
+        inputs: Any,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> _Microbatch:
+        """The next microbatch, for the first time."""
+        is_only = self._trainer.args.gradient_accumulation_steps == 1
+        number = None if is_only else len(self._all)
+        microbatch = _Microbatch(number, self._trainer, step, model, inputs, arguments, keywords)
+        self._all.append(microbatch)
+        self.losses.append(microbatch.run())
+        return microbatch
+
+    def loss_views(self) -> "list[_C.LossView]":
+        return [each.loss_view(loss) for each, loss in zip(self._all, self.losses, strict=True)]
+
+    def run_again(self) -> Named:
+        try:
+            with self._adapter.naming_modules():
+                self.losses = [microbatch.run_again() for microbatch in self._all]
+        finally:
+            # accelerate's optimizer steps by it, also where a microbatch of the re-run has raised.
+            self._trainer.accelerator.gradient_state._set_sync_gradients(True)
+        return losses_of(self.losses)
+
+    def changed_data(self) -> list[str]:
+        return [text for microbatch in self._all for text in microbatch.changed()]
+
+    def log_latest_losses(self) -> None:
+        """In the place of the first execution's; the Trainer adds the last microbatch's itself."""
+        self._trainer._tr_loss.copy_(self._logged_loss)
+        for loss in self.losses[:-1]:
+            self._trainer._tr_loss += loss
+
+
+class _TrainerSteps:
+    """The steps of one call of ``train``: hooks, and one pass at a time."""
 
     def __init__(
         self, trainer: Trainer, options: "_C.LocatorOptions", verdicts: list[dict[str, Any]]
     ) -> None:
-        super().__init__(
-            _innermost(trainer.optimizer),
-            trainer.model,
-            options,
-            getattr(trainer.accelerator, "scaler", None),
-        )
-        self.verdicts = verdicts
         self._trainer = trainer
-        self._microbatches: list[_Microbatch] = []
-        self._losses: list[torch.Tensor] = []
-        self._logged_loss: torch.Tensor | None = None  # what the Trainer had summed up before this step
-        self._add_state("the inputs", _UnchangedInputs(self))
-        self._is_following = True
+        self._scaler = getattr(trainer.accelerator, "scaler", None)
+        self._adapter = PlainAdapter(_innermost(trainer.optimizer), trainer.model)
+        self._adapter.verdicts = verdicts
+        if self._scaler is not None and self._scaler.is_enabled():
+            self._adapter.loss_scale = functools.partial(_loss_scale, self._scaler)
+        self.driver = plain_driver(self._adapter, options, self._scaler)
+        self._pass: _TrainerPass | None = None
         self._patches = Patches()
         self._patches.wrap(trainer, "training_step", self._around_training_step)
         self._patches.wrap(trainer.optimizer, "step", self._around_update)
 
-    @property
-    def run_dir(self) -> str:
-        return self._locator.run_dir
-
-    @property
-    def dismissed(self) -> int:
-        return self._locator.dismissed
-
     def remove(self) -> None:
-        super().remove()
-        self._is_following = False
+        self.driver.stop_following()
         self._patches.remove()
-        self._forget_step()
-
-    def close(self) -> None:
-        """Collective."""
-        self.remove()
-        if self._connection is not None:
-            self._connection.close()
-
-    def forget_modules(self) -> None:
-        """A forward that no training step belongs to: evaluation."""
-        if self._watched is not None and not self._microbatches:
-            self._watched.begin_step()
-
-    # --- forward and backward ------------------------------------------------------------------------
+        self._pass = None
 
     def _around_training_step(
         self,
@@ -314,94 +336,38 @@ class _TrainerSteps(StepLocator):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        if not self._is_following:
+        if self.driver.is_closed:
             return step(model, inputs, *args, **kwargs)
-        if not self._microbatches:
-            self._begin_step_of_trainer()
-        is_only = self._trainer.args.gradient_accumulation_steps == 1
-        number = None if is_only else len(self._microbatches)
-        microbatch = _Microbatch(number, self._trainer, step, model, inputs, args, kwargs)
-        self._microbatches.append(microbatch)
-        try:
-            self._losses.append(microbatch.run())
-            return self._judge_step() if microbatch.is_last else self._losses[-1]
-        except BaseException:
-            self._forget_step()
-            raise
-
-    def _begin_step_of_trainer(self) -> None:
-        self._iteration = self._trainer.state.global_step + 1
-        self._logged_loss = self._trainer._tr_loss.clone() if self._on_bad == "recover" else None
-        self._begin_closure(self._run_again)
-
-    def _run_again(self) -> list[torch.Tensor]:
-        try:
-            return [microbatch.run_again() for microbatch in self._microbatches]
-        finally:
-            # accelerate's optimizer steps by it, also where a microbatch of the repeat has raised.
-            self._trainer.accelerator.gradient_state._set_sync_gradients(True)
-
-    def _judge_step(self) -> torch.Tensor:
-        """After the last microbatch. Returns its loss: that of the repeat where the step was recovered."""
-        views = [each.loss_view(loss) for each, loss in zip(self._microbatches, self._losses, strict=True)]
-        losses = self._judge(self._losses, views)
-        if losses is not self._losses and self._logged_loss is not None:
-            self._trainer._tr_loss.copy_(self._logged_loss)
-            for loss in losses[:-1]:  # the Trainer adds the last one
-                self._trainer._tr_loss += loss
-        return losses[-1]
-
-    def _is_routine_overflow(self) -> bool:
-        """fp16 with a dynamic loss scale looks for its scale by overflowing in backward. A loss that is not
-        finite is none of its doing, nor are gradients when the scale has fallen below 1. The scaler has not
-        unscaled these gradients; dividing by a scale of 1 or more makes no Inf of a finite value."""
-        if self._grad_scaler is None or not self._grad_scaler.is_enabled():
-            return False
-        scale = self._grad_scaler.get_scale()
-        self._locator.set_loss_scale(scale, falls_on_overflow=scale >= 1.0)
-        if scale < 1.0:
-            return False
-        is_loss_bad = not all(bool(loss.isfinite().all()) for loss in self._losses)
-        return not self._locator.is_true_anywhere(is_loss_bad)
-
-    # --- the update ----------------------------------------------------------------------------------
+        with self.driver.abandoning():
+            if self._pass is None or not self.driver.is_in_pass:
+                self._pass = _TrainerPass(self._adapter, self._trainer)
+                self.driver.begin_pass(self._pass, self._trainer.state.global_step + 1)
+            microbatch = self._pass.run(step, model, inputs, args, kwargs)
+            loss = self._pass.losses[-1]
+            if microbatch.is_last and self.driver.end_pass(self._pass.loss_views()) == _C.Decision.RECOVERED:
+                self._pass.log_latest_losses()
+                loss = self._pass.losses[-1]
+            return loss
 
     def _around_update(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._is_following:
+        if self.driver.is_closed:
             return step(*args, **kwargs)
-        result = None
-        try:
-            if not self._skips_step:
-                self._rerun.begin_update()
-                try:
-                    result = step(*args, **kwargs)
-                finally:
-                    self._rerun.end_update()
-            elif self._grad_scaler is not None and self._grad_scaler.is_enabled():
-                self._grad_scaler.update()  # as after every unscale_
-            self._end_step()
-        finally:
-            self._forget_step()
+        self._pass, result = None, None
+        with self.driver.abandoning():
+            if not self.driver.skips_update:
+                self.driver.begin_update()
+                result = step(*args, **kwargs)
+            elif self._scaler is not None and self._scaler.is_enabled():
+                self._scaler.update()  # as after every unscale_
+            self.driver.end_step()
         return result
 
-    def _forget_step(self) -> None:
-        self._closure = None
-        self._microbatches, self._losses = [], []
 
-
-class _UnchangedInputs:
-    """An input that the step has written to cannot be put back: it is named in the verdict."""
-
-    def __init__(self, steps: _TrainerSteps) -> None:
-        self._steps = weakref.ref(steps)  # the engine holds this object, and the steps the engine
-
-    def save(self) -> None:
-        pass
-
-    def restore(self) -> None:
-        changed = [text for microbatch in self._steps()._microbatches for text in microbatch.changed()]
-        if changed:
-            raise RuntimeError("; ".join(changed[:4]))
+def _loss_scale(scaler: "torch.amp.GradScaler") -> LossScale:
+    """It has not unscaled these gradients. Dividing by a scale of 1 or more makes no Inf of a finite value;
+    below 1 they are not too large because of it."""
+    scale = scaler.get_scale()
+    return scale, scale >= 1.0, True
 
 
 def _innermost(optimizer: Optimizer) -> Optimizer:
@@ -409,7 +375,7 @@ def _innermost(optimizer: Optimizer) -> Optimizer:
         optimizer = optimizer.optimizer
     if isinstance(optimizer, LocatingOptimizer):
         raise _C.UsageError(
-            "this Trainer's optimizer is a LocatingOptimizer: hand it the optimizer itself, "
+            "this Trainer's optimizer is a LocatingOptimizer: give it the optimizer itself, "
             "NanLocatorCallback does the looking"
         )
     return optimizer

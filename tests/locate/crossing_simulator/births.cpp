@@ -45,8 +45,7 @@ Birth birth_of(const Layout& layout, const Fault& fault, int microbatch) {
       birth.sighting.phase = Phase::loss;
       birth.sighting.module.clear();
       birth.sighting.op = "aten::div.Tensor";
-      birth.operands = {operand_at_first_bad("self", 0.0),
-                        operand_at_first_bad("other", 0.0)};
+      birth.operands = {operand_at_first_bad("self", 0.0), operand_at_first_bad("other", 0.0)};
       birth.reached = {{ReachedKind::loss, "loss"}};
       break;
     case Plant::gradient:

@@ -1,4 +1,4 @@
-#include "locate/machine_check.hpp"
+#include "nanlocator/report/sentences.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -29,6 +29,17 @@ std::vector<RankCoordinates> ranks_of(int world, int per_host, int tp = 1, int p
   return ranks;
 }
 
+/// Of a job with these ranks, where one has seen something.
+std::string machine_check_command(const std::vector<RankCoordinates>& ranks) {
+  std::vector<Ledger> ledgers;
+  for (const RankCoordinates& at : ranks) {
+    Ledger& ledger = ledgers.emplace_back();
+    ledger.coordinates = at;
+  }
+  const Verdict verdict = locate(ledgers, ranks.front().world_size);
+  return nanlocator::machine_check_command(verdict.layout.value());
+}
+
 TEST(MachineCheck, OneHostNeedsTheRanksAndTheLayout) {
   EXPECT_EQ(machine_check_command(ranks_of(8, 8, 2, 2)),
             "nanlocator netcheck --nproc-per-node 8 --tp 2 --pp 2");
@@ -49,7 +60,6 @@ TEST(MachineCheck, SilentRanksAreCountedWithTheOthersOfTheirHost) {
 
 TEST(MachineCheck, OneRankHasNobodyToTalkTo) {
   EXPECT_EQ(machine_check_command(ranks_of(1, 1)), "");
-  EXPECT_EQ(machine_check_command({}), "");
 }
 
 /// Of a rank that has seen one birth of this kind, and nothing else.
@@ -68,7 +78,7 @@ std::string action_after(BirthKind kind) {
   ledger.coordinates = ranks_of(2, 2, 2).front();
   ledger.births = {birth};
   const auto verdict = locate({&ledger, 1}, 2);
-  return verdict.origins.empty() ? "no origin" : verdict.origins.front().action;
+  return verdict.origins.empty() ? "no origin" : action_of(verdict, verdict.origins.front());
 }
 
 TEST(MachineCheck, IsNamedWhereTheMachineMayBeAtFaultAndNowhereElse) {

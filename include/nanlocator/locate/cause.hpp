@@ -1,0 +1,240 @@
+// The vocabulary of an origin's cause. What belongs to which cause is in cause_table.hpp.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+namespace nanlocator {
+
+/// The names of an enumeration's values in verdict.json, in their order.
+template <typename Enum>
+inline constexpr std::array<std::string_view, 0> kNames = {};
+
+template <typename Enum>
+requires(kNames<Enum>.size() > 0) [[nodiscard]] constexpr std::string_view
+    name_of(Enum value) noexcept {
+  return kNames<Enum>[static_cast<std::size_t>(value)];
+}
+
+enum class Cause {
+  bad_weight,
+  bad_buffer,
+  bad_input,
+  empty_loss_mask,
+  operator_overflow,
+  operator_undefined,
+  operator_bug,
+  memory_corruption,
+  not_reproduced,
+  collective_result,
+  collective_sum,
+  pipeline_transfer,
+  recompute_mismatch,
+  optimizer_update,
+  optimizer_state,
+  divergence,
+  user_hook,
+  loss_scale,
+  unknown,
+};
+template <>
+inline constexpr auto kNames<Cause> = std::to_array<std::string_view>(
+    {"bad_weight", "bad_buffer", "bad_input", "empty_loss_mask", "operator_overflow",
+     "operator_undefined", "operator_bug", "memory_corruption", "not_reproduced",
+     "collective_result", "collective_sum", "pipeline_transfer", "recompute_mismatch",
+     "optimizer_update", "optimizer_state", "divergence", "user_hook", "loss_scale", "unknown"});
+
+/// Which rule of an operator's mathematics was broken, or which limit was passed.
+enum class Detail {
+  none,  // not known
+  sqrt_of_negative,
+  log_of_zero,
+  log_of_negative,
+  division_by_zero,
+  zero_over_zero,
+  power_of_zero,       // 0 to a negative power
+  power_of_negative,   // a negative number to a broken power
+  outside_domain,      // acos, asin, acosh, atanh
+  derivative_at_pole,  // of sqrt at 0, of a norm at 0: defined in forward, its slope is not
+  masked_row,          // a softmax over nothing but -Inf
+  mean_of_nothing,
+  exceeds_range,  // the true result does not fit the dtype
+  custom_code,    // an operator or autograd Function that is no part of PyTorch
+};
+template <>
+inline constexpr auto kNames<Detail> = std::to_array<std::string_view>(
+    {"none", "sqrt_of_negative", "log_of_zero", "log_of_negative", "division_by_zero",
+     "zero_over_zero", "power_of_zero", "power_of_negative", "outside_domain", "derivative_at_pole",
+     "masked_row", "mean_of_nothing", "exceeds_range", "custom_code"});
+
+/// Who can act.
+enum class Owner {
+  unknown,
+  model_author,
+  data,
+  cluster_operator,
+  framework,  // PyTorch, Megatron-Core
+  vendor,     // whoever wrote the kernel or the custom operator
+  nobody,     // nothing is to be done
+};
+template <>
+inline constexpr auto kNames<Owner> = std::to_array<std::string_view>(
+    {"unknown", "model_author", "data", "cluster_operator", "framework", "vendor", "nobody"});
+
+/// What the evidence leaves open besides, or instead of, the cause.
+enum class Suspect {
+  link,
+  memory,       // of the candidates' devices
+  early_reuse,  // code that frees or overwrites a buffer before a transfer has ended
+  collective,   // the collective's own code
+  kernel,       // one that is not deterministic, or writes out of bounds
+  race,
+  checkpoint,
+  last_update,  // the optimizer's, in the step before
+  upstream,     // something computed before it that was not seen
+  mathematics,  // the operator's result may be undefined for these inputs
+  hook,
+};
+template <>
+inline constexpr auto kNames<Suspect> = std::to_array<std::string_view>(
+    {"link", "memory", "early_reuse", "collective", "kernel", "race", "checkpoint", "last_update",
+     "upstream", "mathematics", "hook"});
+
+/// What to do next.
+enum class Action {
+  none,
+  stated,  // a sentence of a verdict of version 1
+  wait,
+  // weights, buffers, data
+  restore_copy,
+  check_owner_of_shard,
+  reset_optimizer_state,
+  check_checkpoint,
+  check_buffer,
+  inspect_samples,
+  guard_empty_loss,
+  // operators
+  widen_or_scale,
+  scale_inputs,
+  compare_peers,
+  correct_expression,
+  find_source_of_zero,
+  guard_slope,
+  guard_masked_row,
+  correct_custom_code,
+  inspect_undefined,
+  report_kernel,
+  inspect_bundle,
+  inspect_operator,
+  check_hook,
+  compare_executions,
+  // machines
+  test_memory,
+  test_device,
+  find_race,
+  // transfers and collectives
+  compare_members,
+  test_links,
+  compare_sums,
+  check_copy,
+  check_collective_code,
+  find_overwrite,
+  test_transfer,
+  ask_silent_ranks,
+  // the optimizer and the norm
+  check_update,
+  lower_learning_rate,
+  inspect_norm,
+  // what this level does not see
+  trace_operators,
+  inspect_batch,
+  inspect_backward,
+  inspect_gradient,
+  inspect_unordered,
+  inspect_loss,
+  check_after_backward,
+};
+template <>
+inline constexpr auto kNames<Action> = std::to_array<std::string_view>({"none",
+                                                                        "stated",
+                                                                        "wait",
+                                                                        "restore_copy",
+                                                                        "check_owner_of_shard",
+                                                                        "reset_optimizer_state",
+                                                                        "check_checkpoint",
+                                                                        "check_buffer",
+                                                                        "inspect_samples",
+                                                                        "guard_empty_loss",
+                                                                        "widen_or_scale",
+                                                                        "scale_inputs",
+                                                                        "compare_peers",
+                                                                        "correct_expression",
+                                                                        "find_source_of_zero",
+                                                                        "guard_slope",
+                                                                        "guard_masked_row",
+                                                                        "correct_custom_code",
+                                                                        "inspect_undefined",
+                                                                        "report_kernel",
+                                                                        "inspect_bundle",
+                                                                        "inspect_operator",
+                                                                        "check_hook",
+                                                                        "compare_executions",
+                                                                        "test_memory",
+                                                                        "test_device",
+                                                                        "find_race",
+                                                                        "compare_members",
+                                                                        "test_links",
+                                                                        "compare_sums",
+                                                                        "check_copy",
+                                                                        "check_collective_code",
+                                                                        "find_overwrite",
+                                                                        "test_transfer",
+                                                                        "ask_silent_ranks",
+                                                                        "check_update",
+                                                                        "lower_learning_rate",
+                                                                        "inspect_norm",
+                                                                        "trace_operators",
+                                                                        "inspect_batch",
+                                                                        "inspect_backward",
+                                                                        "inspect_gradient",
+                                                                        "inspect_unordered",
+                                                                        "inspect_loss",
+                                                                        "check_after_backward"});
+
+/// The observation that would refute the cause, or the place where the cause is not known.
+enum class Refutation {
+  finite_checkpoint,
+  finite_buffer,
+  finite_samples,
+  valid_label,
+  finite_call,
+  finite_in_float64,
+  bad_in_float64,
+  unseen_writer,
+  bad_in_further_rerun,
+  bad_part,
+  sum_in_range,
+  sender_changed,
+  bad_first_forward,
+  bad_state_before,
+  finite_state_before,
+  no_growth,
+  bad_before_hook,
+  overflow_at_smallest_scale,
+  unwatched_receipt,
+  earlier_in_step,
+  earlier_phase,
+};
+template <>
+inline constexpr auto kNames<Refutation> = std::to_array<std::string_view>(
+    {"finite_checkpoint", "finite_buffer",    "finite_samples",
+     "valid_label",       "finite_call",      "finite_in_float64",
+     "bad_in_float64",    "unseen_writer",    "bad_in_further_rerun",
+     "bad_part",          "sum_in_range",     "sender_changed",
+     "bad_first_forward", "bad_state_before", "finite_state_before",
+     "no_growth",         "bad_before_hook",  "overflow_at_smallest_scale",
+     "unwatched_receipt", "earlier_in_step",  "earlier_phase"});
+
+}  // namespace nanlocator

@@ -1,0 +1,263 @@
+// The evidence of a verdict as data: what was observed, and its arguments.
+//
+// `locate` emits facts and never a sentence; `report` alone words them (report/sentences.hpp). A
+// fact says nothing that its arguments do not: whoever reads verdict.json may decide by `kind` and
+// arguments, and nobody has to parse English.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "nanlocator/locate/cause.hpp"
+#include "nanlocator/record/birth.hpp"
+#include "nanlocator/record/sighting.hpp"
+
+namespace nanlocator {
+
+/// One list for the enumerators and their names in JSON. docs/formats.md has the arguments of each.
+#define NANLOCATOR_FACT_KINDS(FACT)                                           \
+  /* what was seen being born (an operator, a hook, a tensor from outside) */ \
+  FACT(made_from_finite)                                                      \
+  FACT(made_from_inf)                                                         \
+  FACT(wrote_literal)                                                         \
+  FACT(weight_was_bad)                                                        \
+  FACT(buffer_was_bad)                                                        \
+  FACT(data_was_bad)                                                          \
+  FACT(memory_changed)                                                        \
+  FACT(came_from_opaque_call)                                                 \
+  FACT(made_by_hook)                                                          \
+  FACT(came_from_collective)                                                  \
+  /* what was seen where ranks exchange data, and in losses */                \
+  FACT(sent_bad)                                                              \
+  FACT(gave_bad)                                                              \
+  FACT(loss_bad)                                                              \
+  FACT(message_changed)                                                       \
+  FACT(collective_changed)                                                    \
+  FACT(received_from_unknown)                                                 \
+  /* what was seen in parameters and gradients */                             \
+  FACT(parameter_bad_before)                                                  \
+  FACT(parameter_bad_after)                                                   \
+  FACT(gradient_bad)                                                          \
+  FACT(all_gradients_bad)                                                     \
+  FACT(gradients_bad_to_the_end)                                              \
+  FACT(gradient_without_order)                                                \
+  FACT(clean_before_reduction)                                                \
+  FACT(clean_copy_after_reduction)                                            \
+  FACT(clean_after_reduction)                                                 \
+  FACT(norm_bad)                                                              \
+  FACT(loss_bad_gradients_finite)                                             \
+  /* how far it goes */                                                       \
+  FACT(same_on_ranks)                                                         \
+  FACT(same_in_microbatches)                                                  \
+  FACT(further_weights_bad)                                                   \
+  /* the re-run of the step */                                                \
+  FACT(rerun_not_completed)                                                   \
+  FACT(rerun_identical)                                                       \
+  FACT(rerun_differs)                                                         \
+  FACT(rerun_clean)                                                           \
+  FACT(control_bad)                                                           \
+  FACT(control_clean)                                                         \
+  FACT(gone_in_rerun)                                                         \
+  FACT(happened_once)                                                         \
+  FACT(not_restored)                                                          \
+  FACT(transfer_bad_again)                                                    \
+  FACT(transfer_not_run_again)                                                \
+  /* maxima of the steps before */                                            \
+  FACT(climbed)                                                               \
+  FACT(did_not_climb)                                                         \
+  /* more on a birth */                                                       \
+  FACT(values_at_first_bad)                                                   \
+  FACT(input)                                                                 \
+  FACT(derivative_of)                                                         \
+  FACT(computed_again)                                                        \
+  FACT(replayed)                                                              \
+  FACT(became)                                                                \
+  FACT(reached)                                                               \
+  FACT(last_seen_in)                                                          \
+  FACT(module_inferred)                                                       \
+  FACT(called_in_framework)                                                   \
+  FACT(literal_of)                                                            \
+  FACT(weights_magnitude)                                                     \
+  FACT(finite_when_written)                                                   \
+  FACT(allocated_not_written)                                                 \
+  FACT(received_by)                                                           \
+  FACT(made_off_dispatcher)                                                   \
+  FACT(made_before_pass)                                                      \
+  FACT(scaled_by_loss_scale)                                                  \
+  FACT(other_writers_possible)                                                \
+  /* what others have */                                                      \
+  FACT(copies_clean)                                                          \
+  FACT(every_copy_bad)                                                        \
+  FACT(no_copy_elsewhere)                                                     \
+  FACT(copies_not_scanned)                                                    \
+  FACT(gathered_from_owner)                                                   \
+  FACT(owner_is_left)                                                         \
+  FACT(received_finite_before)                                                \
+  FACT(lockstep_ranks)                                                        \
+  FACT(mates_gave_finite)                                                     \
+  FACT(mates_unknown)                                                         \
+  FACT(weights_finite)                                                        \
+  FACT(own_copy_bad)                                                          \
+  FACT(every_member_bad)                                                      \
+  FACT(only_owner_keeps_sum)                                                  \
+  FACT(nobody_else_holds_it)                                                  \
+  FACT(sum_near_overflow)                                                     \
+  FACT(near_overflow)                                                         \
+  FACT(other_replicas)                                                        \
+  FACT(neighbours_clean)                                                      \
+  FACT(first_bad_gradient)                                                    \
+  FACT(before_collective)                                                     \
+  FACT(stayed_on_rank)                                                        \
+  FACT(sharded_first_here)                                                    \
+  FACT(no_rank_earlier)                                                       \
+  FACT(nothing_received)                                                      \
+  FACT(at_stage_boundary)                                                     \
+  FACT(exchanged_within_layer)                                                \
+  FACT(same_on_tensor_parallel_copies)                                        \
+  FACT(embedding_copy_clean)                                                  \
+  FACT(may_have_arrived)                                                      \
+  FACT(left_out_of_norm)                                                      \
+  FACT(many_isolated)                                                         \
+  FACT(between_reduction_and_norm)                                            \
+  FACT(update_is_left)                                                        \
+  FACT(norm_overflows)                                                        \
+  FACT(norm_fits)                                                             \
+  FACT(only_unseen_replicas_left)                                             \
+  /* what is missing */                                                       \
+  FACT(unseen_before)                                                         \
+  FACT(order_not_observed)                                                    \
+  FACT(no_whole_answer)                                                       \
+  FACT(silent_here)                                                           \
+  FACT(ledger_cut_off)                                                        \
+  FACT(gradients_not_seen)                                                    \
+  FACT(missing_operator)                                                      \
+  FACT(missing_activations)                                                   \
+  FACT(missing_gradient_inputs)                                               \
+  FACT(missing_history)                                                       \
+  FACT(missing_largest)                                                       \
+  /* of the verdict as a whole */                                             \
+  FACT(masked_values)                                                         \
+  FACT(all_replicas_bad)                                                      \
+  FACT(parameters_without_order)                                              \
+  FACT(origins_not_listed)                                                    \
+  FACT(isolated_not_listed)                                                   \
+  FACT(ledgers_cut_off)                                                       \
+  FACT(notes_not_listed)                                                      \
+  /* a sentence of a verdict of version 1, which had no facts */              \
+  FACT(stated)                                                                \
+  FACT(stated_action)
+
+enum class FactKind : std::uint8_t {
+#define NANLOCATOR_ENUMERATOR(kind) kind,
+  NANLOCATOR_FACT_KINDS(NANLOCATOR_ENUMERATOR)
+#undef NANLOCATOR_ENUMERATOR
+};
+#define NANLOCATOR_NAME(kind) #kind,
+template <>
+inline constexpr auto kNames<FactKind> =
+    std::to_array<std::string_view>({NANLOCATOR_FACT_KINDS(NANLOCATOR_NAME)});
+#undef NANLOCATOR_NAME
+
+/// Which pass or place a fact is from.
+enum class FactSource : std::uint8_t {
+  origin,      // of the origin itself
+  first_pass,  // of what the first pass showed of it; the origin was seen in the re-run
+  folded,      // of another finding that is counted as the same
+};
+template <>
+inline constexpr auto kNames<FactSource> = std::to_array<std::string_view>({"origin", "first_pass",
+                                                                            "folded"});
+
+/// How many elements of a tensor are bad.
+struct BadCount {
+  std::int64_t nan = 0;
+  std::int64_t pos_inf = 0;
+  std::int64_t neg_inf = 0;
+  std::int64_t numel = 0;
+  friend bool operator==(const BadCount&, const BadCount&) = default;
+};
+[[nodiscard]] BadCount bad_count(const TensorStats& stats) noexcept;
+
+/// What is empty is no argument of the kind, or not known.
+struct Fact {
+  FactKind kind = FactKind::stated;
+  FactSource source = FactSource::origin;
+  std::vector<int> ranks{};  // whom it is about; global, ascending
+  std::vector<int> peers{};  // those on the other side: members, receivers, who holds a copy
+  std::optional<Phase> phase{};
+  std::optional<int> microbatch{};
+  std::optional<std::int64_t> step{};  // iteration; with `last_step` the first of a stretch
+  std::optional<std::int64_t> last_step{};
+  std::optional<std::int64_t> count{};
+  std::optional<std::int64_t> of{};          // `count` of how many
+  std::optional<std::int64_t> climbed_on{};  // of `histories` ranks
+  std::optional<std::int64_t> histories{};
+  std::optional<double> value{};
+  std::optional<double> last_value{};
+  std::optional<BadCount> bad{};
+  bool loss = false;         // it reached the loss
+  bool other_ranks = false;  // it was sent to other ranks
+  std::string parameter{};
+  std::string module{};
+  std::string op{};
+  std::string writer{};  // operator that wrote or allocated it last
+  std::string inside{};  // custom Function or compiled region around it
+  std::string node{};    // autograd's
+  std::string role{};
+  std::string dtype{};
+  std::string group{};               // process group
+  std::string conclusion{};          // of a replay: ReplayConclusion's name
+  std::string text{};                // what another program or the user wrote
+  std::vector<std::string> names{};  // parameters, states
+  std::vector<std::pair<std::string, double>> values{};
+  std::optional<Operand> operand{};
+  std::optional<CodeLine> code{};
+
+  friend bool operator==(const Fact&, const Fact&) = default;
+};
+
+/// Each argument with its key in JSON: both directions and every test go through this table.
+template <typename AnyFact, typename Visit>
+void visit_arguments(AnyFact& fact, Visit&& visit) {
+  visit("ranks", fact.ranks);
+  visit("peers", fact.peers);
+  visit("phase", fact.phase);
+  visit("microbatch", fact.microbatch);
+  visit("step", fact.step);
+  visit("last_step", fact.last_step);
+  visit("count", fact.count);
+  visit("of", fact.of);
+  visit("climbed_on", fact.climbed_on);
+  visit("histories", fact.histories);
+  visit("value", fact.value);
+  visit("last_value", fact.last_value);
+  visit("bad", fact.bad);
+  visit("loss", fact.loss);
+  visit("other_ranks", fact.other_ranks);
+  visit("parameter", fact.parameter);
+  visit("module", fact.module);
+  visit("operator", fact.op);
+  visit("writer", fact.writer);
+  visit("inside", fact.inside);
+  visit("node", fact.node);
+  visit("role", fact.role);
+  visit("dtype", fact.dtype);
+  visit("group", fact.group);
+  visit("conclusion", fact.conclusion);
+  visit("text", fact.text);
+  visit("names", fact.names);
+  visit("values", fact.values);
+  visit("operand", fact.operand);
+  visit("code", fact.code);
+}
+
+using Facts = std::vector<Fact>;
+
+[[nodiscard]] const Fact* find_fact(const Facts& facts, FactKind kind) noexcept;
+[[nodiscard]] bool has_fact(const Facts& facts, FactKind kind) noexcept;
+
+}  // namespace nanlocator

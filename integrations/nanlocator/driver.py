@@ -1,0 +1,197 @@
+"""Driver: the engine's StepDriver for adapters that are written in Python.
+
+The engine owns the step: agreement, re-run, policy, what is left of a step that ends early. An ``Adapter``
+says what a framework is, a ``Pass`` how one forward and backward is executed again. Neither holds a state of
+the step, and neither refers to the driver, which keeps them alive.
+"""
+
+import contextlib
+import json
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from nanlocator import _C
+from nanlocator.module_calls import KeptModuleCalls
+from nanlocator.modules import ModuleHooks
+from nanlocator.rerun import GeneratorStates
+from nanlocator.session import RankConnection, raise_for
+
+Views = tuple[list[int], list[torch.Tensor]]  # parameter ids, tensors
+Named = list[tuple[str, torch.Tensor]]
+LossScale = tuple[float, bool, bool]  # scale, falls on overflow, is in the gradients
+
+
+class Adapter:
+    """What a framework is to the engine (nanlocator/step/step_driver.hpp, StepAdapter)."""
+
+    gradient_phase = "grad_local"  # that `gradients` are of
+    why_no_pass = ""  # of a step whose forward and backward nobody showed the driver
+    can_trace_later_steps = True  # ... whether a later one is traced for it
+    loss_scale: Any = None  # or a function: None where no overflow was seen, else a LossScale
+    parameters: Named
+    buffers: Named
+
+    def __init__(self) -> None:
+        self.verdicts: list[dict[str, Any]] = []
+        self._module_calls = KeptModuleCalls()  # around the origins of a bad step
+
+    def parameter_map(self) -> "_C.ParameterMap":
+        raise NotImplementedError
+
+    def gradients(self) -> Views:
+        raise NotImplementedError
+
+    def weights(self) -> Views:
+        raise NotImplementedError
+
+    def model_tensors(self) -> tuple[Named, Named]:
+        """Parameters, and buffers with what modules hold as plain attributes, as they are now."""
+        raise NotImplementedError
+
+    def module_hooks(self, watch: Any) -> list[ModuleHooks]:
+        """Installs hooks that name the modules that run, and show their calls to ``watch``."""
+        raise NotImplementedError
+
+    # --- what the engine calls beside these ----------------------------------------------------------
+
+    def keep_module_calls(self, modules: list[str], run: Any) -> None:
+        with self.naming_modules(self._module_calls.begin(modules)):
+            run()
+
+    def module_call(self, name: str) -> "_C.ModuleCall | None":
+        return self._module_calls.of(name)
+
+    def on_verdict(self, text: str) -> None:
+        self._module_calls.forget()
+        self.verdicts.append(json.loads(text))
+
+    @contextlib.contextmanager
+    def naming_modules(self, watch: Any = None) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for hooks in self.module_hooks(watch):
+                stack.enter_context(hooks)
+            yield
+
+
+class Pass:
+    """Forward and backward of one step, as they can be executed again."""
+
+    def run_again(self) -> Named:
+        """From the same data; returns the losses."""
+        raise NotImplementedError
+
+    def clear_gradients(self) -> None:
+        """To what they were before the first time: none, or zero."""
+        raise NotImplementedError
+
+    def changed_data(self) -> list[str]:
+        """Sentences about data that the pass has written to: a re-run finds them changed."""
+        return []
+
+    def microbatches(self) -> list[tuple[int, int | None, list[str]]]:
+        """Of each that the pass has drawn: number, chunk, a line per tensor."""
+        return []
+
+
+class Driver:
+    """One ``_C.StepDriver`` and the hooks and the connection that belong to it. ``stop`` becomes an error."""
+
+    def __init__(
+        self, adapter: Adapter, options: "_C.LocatorOptions", connection: RankConnection | None
+    ) -> None:
+        self.adapter = adapter
+        self.connection = connection
+        self._engine = _C.StepDriver(
+            adapter.parameter_map(), options, connection.communicator if connection else None, adapter
+        )
+        self.locator: _C.GradientLocator = self._engine.locator
+        self.add_state("the generators of Python and numpy", GeneratorStates())
+        self._watch_hooks: list[ModuleHooks] = []
+        self._trace_hooks: list[ModuleHooks] = []
+        # A driver that is dropped without `remove` leaves no hook behind.
+        weakref.finalize(self, _remove_all, self._watch_hooks, self._trace_hooks)
+        if options.level == "modules":
+            watch = _C.ModuleWatch(torch.get_num_threads())
+            self._engine.watch(watch)
+            self._watch_hooks += adapter.module_hooks(watch)
+        self._follow_trace()
+
+    def __getattr__(self, name: str) -> Any:
+        """The engine's own."""
+        if name == "_engine":  # not made yet
+            raise AttributeError(name)
+        return getattr(self._engine, name)
+
+    @property
+    def run_dir(self) -> str:
+        return self.locator.run_dir
+
+    def add_state(self, name: str, state: Any) -> None:
+        self._engine.add_state(name, state.save, state.restore)
+
+    def take_parameters_again(self) -> None:
+        self._engine.set_parameters(self.adapter.parameter_map(), self.adapter)
+
+    def remove(self) -> None:
+        """Takes the hooks of levels ``modules`` and ``operators`` off; gradients are still scanned."""
+        self._engine.stop_observing()
+        _remove_all(self._watch_hooks, self._trace_hooks)
+
+    def stop_following(self) -> None:
+        """Nothing is scanned any more; the connection stays, to say at exit why this rank ends."""
+        self._engine.close()
+        self.remove()
+
+    def close(self) -> None:
+        """Collective."""
+        self.stop_following()
+        if self.connection is not None:
+            self.connection.close()
+
+    # --- a step --------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def abandoning(self) -> Iterator[None]:
+        """What leaves this block early leaves nothing of its step behind."""
+        try:
+            yield
+        except BaseException:
+            self._engine.abandon()
+            raise
+
+    def end_pass(self, losses: "list[_C.LossView]") -> "_C.Decision":
+        return self._act_on(self._engine.end_pass(losses))
+
+    def agree(self) -> "_C.Decision":
+        return self._act_on(self._engine.agree())
+
+    def finish_agreement(self, overflow: LossScale | None = None) -> "_C.Decision":
+        return self._act_on(self._engine.finish_agreement(overflow))
+
+    def look(self) -> "_C.Decision":
+        return self._act_on(self._engine.look())
+
+    def end_step(self) -> "_C.Decision":
+        return self._act_on(self._engine.end_step())
+
+    def _act_on(self, decision: "_C.Decision") -> "_C.Decision":
+        self._follow_trace()
+        if decision == _C.Decision.STOP:
+            raise_for(self.adapter.verdicts[-1], self.run_dir)
+        return decision
+
+    def _follow_trace(self) -> None:
+        """Module names for the trace, as long as there is one."""
+        if self._engine.is_tracing and not self._trace_hooks:
+            self._trace_hooks += self.adapter.module_hooks(None)
+        elif not self._engine.is_tracing and self._trace_hooks:
+            _remove_all(self._trace_hooks)
+
+
+def _remove_all(*lists: list[ModuleHooks]) -> None:
+    for hooks in lists:
+        while hooks:
+            hooks.pop().remove()

@@ -1,0 +1,149 @@
+"""What Megatron-Core is to the engine: parameters, gradients, weights, and a pass of its schedule."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from nanlocator import _C
+from nanlocator.driver import Adapter, LossScale, Named, Pass, Views
+from nanlocator.megatron import state
+from nanlocator.megatron.layout import (
+    module_names,
+    named_parameters,
+    parameter_infos,
+    rank_coordinates,
+    shard_ranges,
+)
+from nanlocator.megatron.microbatches import Microbatches
+from nanlocator.megatron.step_data import StepData
+from nanlocator.modules import ModuleHooks, tensor_attributes
+
+
+class MegatronAdapter(Adapter):
+    """Gradients are ``main_grad``; after the collective only this rank's shard of them counts."""
+
+    gradient_phase = "grad_reduced"
+    why_no_pass = (
+        "the training loop asked Megatron for its schedule (get_forward_backward_func) before nanlocator was "
+        "installed"
+    )
+    can_trace_later_steps = False
+
+    def __init__(self, chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
+        super().__init__()
+        self._chunks = chunks
+        self._optimizer = optimizer
+        self.optimizers: list[MegatronOptimizer] = optimizer.chained_optimizers
+        self.named = named_parameters(chunks)
+        self._infos = parameter_infos(chunks, self.optimizers, self.named)
+        self.ids = {e.parameter: info.id for e, info in zip(self.named, self._infos, strict=True)}
+        self._shards = shard_ranges(self.optimizers, self.named)
+        self.parameters = [(entry.name, entry.parameter) for entry in self.named]
+        self.buffers = self._named(torch.nn.Module.named_buffers)
+        if self._dynamic_scalers():
+            self.loss_scale = self.loss_scale_now
+
+    def parameter_map(self) -> "_C.ParameterMap":
+        device = self.named[0].parameter.device if self.named else torch.device("cpu")
+        return _C.ParameterMap(rank_coordinates(device), sorted(self._infos, key=lambda info: info.id))
+
+    def gradients(self) -> Views:
+        return self._all_ids(), [entry.parameter.main_grad for entry in self.named]
+
+    def weights(self) -> Views:
+        return self._all_ids(), [entry.parameter.detach() for entry in self.named]
+
+    def owned_gradients(
+        self, parameters: Iterable[torch.nn.Parameter]
+    ) -> tuple[list[int], list[torch.Tensor], list[int]]:
+        """Ids, this rank's part of each main_grad, and where that part begins."""
+        ids, tensors, offsets = [], [], []
+        for p in parameters:
+            begin, end = self._shards.get(p, (0, p.main_grad.numel()))
+            if begin < end or p.main_grad.numel() == 0:
+                is_whole = (begin, end) == (0, p.main_grad.numel())
+                ids.append(self.ids[p])
+                tensors.append(p.main_grad if is_whole else p.main_grad.view(-1)[begin:end])
+                offsets.append(begin)
+        return ids, tensors, offsets
+
+    def clear_gradients(self) -> None:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def model_tensors(self) -> tuple[Named, Named]:
+        state = self._named(torch.nn.Module.named_buffers) + self._named(tensor_attributes)
+        return self.parameters, state
+
+    def module_hooks(self, watch: Any) -> list[ModuleHooks]:
+        return [ModuleHooks(chunk, watch, name_of=module_names(chunk)) for chunk in self._chunks]
+
+    def loss_scale_now(self) -> LossScale | None:
+        """What this step's gradients are multiplied by; None where that is not dynamic. At its smallest an
+        overflow is no longer the scale's doing (grad_scaler.py, DynamicGradScaler)."""
+        scalers = self._dynamic_scalers()
+        scale = max((scaler.scale.item() for scaler in scalers), default=0.0)
+        if scale <= 0:
+            return None
+        return scale, scale > max((scaler.min_scale.item() for scaler in scalers), default=math.inf), True
+
+    def _dynamic_scalers(self) -> list[Any]:
+        scalers = (getattr(optimizer, "grad_scaler", None) for optimizer in self.optimizers)
+        return [scaler for scaler in scalers if scaler is not None and hasattr(scaler, "min_scale")]
+
+    def _named(self, tensors_of: Callable[[torch.nn.Module], Iterable[tuple[str, torch.Tensor]]]) -> Named:
+        """With global numbers of layers and experts."""
+        return [
+            (module_names(chunk)(name), tensor)
+            for chunk in self._chunks
+            for name, tensor in tensors_of(chunk)
+        ]
+
+    def _all_ids(self) -> list[int]:
+        return [self.ids[entry.parameter] for entry in self.named]
+
+
+class MegatronPass(Pass):
+    """One call of Megatron's ``forward_backward_func``, and its microbatches."""
+
+    def __init__(
+        self,
+        adapter: MegatronAdapter,
+        microbatches: Microbatches,
+        forward_backward: Callable[..., Any],
+        arguments: dict[str, Any],
+    ) -> None:
+        self._adapter = adapter
+        self._microbatches = microbatches
+        self._forward_backward = forward_backward
+        self._arguments = arguments
+        self.data = StepData(arguments.get("data_iterator"))
+        self.result: Any = None  # of the latest execution
+
+    def run(self, data_iterator: Any) -> None:
+        self._microbatches.begin_pass()
+        try:
+            self.result = self._forward_backward(**{**self._arguments, "data_iterator": data_iterator})
+        finally:
+            self._microbatches.end_pass()
+
+    def run_again(self) -> Named:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._adapter.naming_modules())
+            stack.enter_context(state.RerunMachine.muted())
+            self.run(self.data.replay())
+        return self._microbatches.named_losses
+
+    def clear_gradients(self) -> None:
+        self._adapter.clear_gradients()
+
+    def changed_data(self) -> list[str]:
+        return self.data.changed()
+
+    def microbatches(self) -> list[tuple[int, int | None, list[str]]]:
+        return self.data.describe()

@@ -1,0 +1,105 @@
+"""The adapter of plain PyTorch: gradients are ``parameter.grad``, and one model computes them.
+
+``LocatingOptimizer`` and the Trainer callback of ``nanlocator.transformers`` use it."""
+
+from collections.abc import Iterable
+
+import torch
+from torch.optim import Optimizer
+
+from nanlocator import _C
+from nanlocator.driver import Adapter, Driver, Named, Pass, Views
+from nanlocator.modules import ModuleHooks, local_part, tensor_attributes
+from nanlocator.rerun import ScalerState
+from nanlocator.session import RankConnection, device_description, dtype_name, is_distributed
+
+
+class PlainAdapter(Adapter):
+    """Args:
+    optimizer: its ``param_groups`` are the parameters, in their order.
+    model: names them, and has the modules and buffers.
+    """
+
+    why_no_pass = "step() was called without a closure"
+
+    def __init__(self, optimizer: Optimizer, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.gradient_phase = "grad_reduced" if is_distributed() else "grad_local"
+        self._optimizer = optimizer
+        self._model = model
+        self._names = {p: n for n, p in model.named_parameters()}
+
+    def parameter_map(self) -> "_C.ParameterMap":
+        """Of the concatenated groups as they are now; position = parameter id."""
+        groups = [list(group["params"]) for group in self._optimizer.param_groups]
+        self.tensors: list[torch.nn.Parameter] = list(dict.fromkeys(p for group in groups for p in group))
+        fallback = {p: f"group{g}.{i}" for g, group in enumerate(groups) for i, p in enumerate(group)}
+        infos = []
+        for index, parameter in enumerate(self.tensors):
+            info = _C.ParameterInfo()
+            info.id = index
+            info.raw_name = self._names.get(parameter, fallback[parameter])
+            info.name = _shown(info.raw_name)
+            info.shape = list(parameter.shape)
+            info.dtype = dtype_name(parameter.dtype)
+            infos.append(info)
+        self.parameters = [(i.name, local_part(p)) for i, p in zip(infos, self.tensors, strict=True)]
+        self.buffers = _local(self._model.named_buffers())
+        rank, world = 0, 1
+        if is_distributed():
+            rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        coordinates = _C.data_parallel_coordinates(rank, world)
+        if self.tensors:
+            coordinates.device = device_description(self.tensors[0].device)
+        return _C.ParameterMap(coordinates, infos)
+
+    def gradients(self) -> Views:
+        found = [(i, local_part(p.grad)) for i, p in enumerate(self.tensors) if p.grad is not None]
+        return [i for i, _ in found], [gradient for _, gradient in found]
+
+    def weights(self) -> Views:
+        return list(range(len(self.tensors))), [local_part(p) for p in self.tensors]
+
+    def model_tensors(self) -> tuple[Named, Named]:
+        state = [*self._model.named_buffers(), *tensor_attributes(self._model)]
+        return _local(self._model.named_parameters()), _local(state)
+
+    def module_hooks(self, watch: "_C.ModuleWatch | None") -> list[ModuleHooks]:
+        return [ModuleHooks(self._model, watch)]
+
+
+class PlainPass(Pass):
+    """A pass over gradients that may have been there before it began."""
+
+    def __init__(self, adapter: PlainAdapter) -> None:
+        self._adapter = adapter
+        self._had_gradient = {p for p in adapter.tensors if p.grad is not None}
+
+    def clear_gradients(self) -> None:
+        for parameter in self._adapter.tensors:
+            if parameter.grad is not None:
+                had = parameter in self._had_gradient
+                parameter.grad = torch.zeros_like(parameter.grad) if had else None
+
+
+def plain_driver(
+    adapter: PlainAdapter, options: "_C.LocatorOptions", grad_scaler: "torch.amp.GradScaler | None"
+) -> Driver:
+    if options.level == "boundaries":
+        raise _C.UsageError(
+            "level 'boundaries' watches what Megatron-Core's ranks send to each other; here use 'grads', "
+            "'modules' or 'operators'"
+        )
+    driver = Driver(adapter, options, RankConnection() if is_distributed() else None)
+    if grad_scaler is not None:
+        driver.add_state("the loss scaler", ScalerState(grad_scaler))
+    return driver
+
+
+def _shown(name: str) -> str:
+    """Without what DistributedDataParallel puts before it."""
+    return name.removeprefix("module.")
+
+
+def _local(tensors: Iterable[tuple[str, torch.Tensor]]) -> Named:
+    return [(_shown(name), local_part(tensor)) for name, tensor in tensors]

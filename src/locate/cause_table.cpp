@@ -1,0 +1,302 @@
+#include "nanlocator/locate/cause_table.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+
+namespace nanlocator {
+namespace {
+
+bool always(const Origin&) {
+  return true;
+}
+
+template <FactKind... kinds>
+bool has(const Origin& origin) {
+  return (has_fact(origin.facts, kinds) || ...);
+}
+
+template <Detail... details>
+bool is(const Origin& origin) {
+  return ((origin.detail == details) || ...);
+}
+
+/// The tensor-parallel ranks compute parts of one result: a zero on one of them is explained only
+/// by what its peers have.
+bool is_zero_among_peers(const Origin& origin) {
+  return is<Detail::log_of_zero, Detail::division_by_zero, Detail::zero_over_zero>(origin) &&
+         origin.coordinates && origin.coordinates->tp.size > 1;
+}
+
+/// Only fp16 has less range than fp32: what overflows in bf16 overflows in fp32.
+bool has_full_range(const Origin& origin) {
+  return origin.tensor && (origin.tensor->dtype == "bfloat16" || origin.tensor->dtype == "float32");
+}
+
+/// Something that was executed again with finite inputs and came out bad again is no accident.
+bool is_bad_again(const Origin& origin) {
+  return has<FactKind::transfer_bad_again>(origin);
+}
+
+template <Phase... phases>
+bool in(const Origin& origin) {
+  return ((origin.phase == phases) || ...);
+}
+
+bool has_bundle(const Origin& origin) {
+  return !origin.bundle.empty();
+}
+
+const std::array<CauseRow, kNames<Cause>.size()>& table() {
+  using enum Action;
+  using enum Suspect;
+  using F = FactKind;
+  static const std::array<CauseRow, kNames<Cause>.size()> rows = {{
+      {Cause::bad_weight,
+       Owner::model_author,
+       Refutation::finite_checkpoint,
+       Confidence::high,
+       false,
+       {checkpoint, last_update},
+       {{restore_copy, has<F::copies_clean>},
+        {check_owner_of_shard, has<F::owner_is_left>},
+        {check_checkpoint, always}}},
+      {Cause::bad_buffer,
+       Owner::model_author,
+       Refutation::finite_buffer,
+       Confidence::high,
+       false,
+       {},
+       {{check_buffer, always}}},
+      {Cause::bad_input,
+       Owner::data,
+       Refutation::finite_samples,
+       Confidence::high,
+       false,
+       {},
+       {{inspect_samples, always}}},
+      {Cause::empty_loss_mask,
+       Owner::model_author,
+       Refutation::valid_label,
+       Confidence::high,
+       false,
+       {},
+       {{guard_empty_loss, always}}},
+      {Cause::operator_overflow,
+       Owner::model_author,
+       Refutation::finite_call,
+       Confidence::medium,
+       false,
+       {upstream},
+       {{scale_inputs, has_full_range}, {widen_or_scale, always}}},
+      {Cause::operator_undefined,
+       Owner::model_author,
+       Refutation::finite_in_float64,
+       Confidence::high,
+       false,
+       {},
+       {{compare_peers, is_zero_among_peers},
+        {correct_expression, is<Detail::sqrt_of_negative, Detail::log_of_negative,
+                                Detail::power_of_negative, Detail::outside_domain>},
+        {find_source_of_zero,
+         is<Detail::log_of_zero, Detail::division_by_zero, Detail::zero_over_zero,
+            Detail::power_of_zero, Detail::mean_of_nothing>},
+        {guard_slope, is<Detail::derivative_at_pole>},
+        {guard_masked_row, is<Detail::masked_row>},
+        {inspect_undefined, always}}},
+      {Cause::operator_bug,
+       Owner::vendor,
+       Refutation::bad_in_float64,
+       Confidence::high,
+       false,
+       {},
+       {{correct_custom_code, is<Detail::custom_code>}, {report_kernel, always}}},
+      {Cause::memory_corruption,
+       Owner::cluster_operator,
+       Refutation::unseen_writer,
+       Confidence::medium,
+       true,
+       {memory, kernel},
+       {{test_memory, always}}},
+      {Cause::not_reproduced,
+       Owner::cluster_operator,
+       Refutation::bad_in_further_rerun,
+       Confidence::low,
+       true,
+       {memory, race, kernel},
+       {{find_race, has<F::control_bad>}, {test_device, always}}},
+      {Cause::collective_result,
+       Owner::cluster_operator,
+       Refutation::bad_part,
+       Confidence::medium,
+       true,
+       {link, memory, collective},
+       {{check_collective_code, is_bad_again},
+        {compare_members, has<F::came_from_collective>},
+        {test_links, has<F::own_copy_bad, F::collective_changed>},
+        {compare_sums, always}}},
+      {Cause::collective_sum,
+       Owner::model_author,
+       Refutation::sum_in_range,
+       Confidence::medium,
+       false,
+       {link, memory},
+       {{compare_sums, always}}},
+      {Cause::pipeline_transfer,
+       Owner::cluster_operator,
+       Refutation::sender_changed,
+       Confidence::low,
+       true,
+       {early_reuse, link, memory},
+       {{find_overwrite, is_bad_again}, {test_transfer, always}}},
+      {Cause::recompute_mismatch,
+       Owner::model_author,
+       Refutation::bad_first_forward,
+       Confidence::high,
+       false,
+       {},
+       {{compare_executions, always}}},
+      {Cause::optimizer_update,
+       Owner::model_author,
+       Refutation::bad_state_before,
+       Confidence::medium,
+       false,
+       {},
+       {{check_update, always}}},
+      {Cause::optimizer_state,
+       Owner::model_author,
+       Refutation::finite_state_before,
+       Confidence::high,
+       false,
+       {last_update, checkpoint},
+       {{reset_optimizer_state, always}}},
+      {Cause::divergence,
+       Owner::model_author,
+       Refutation::no_growth,
+       Confidence::medium,
+       false,
+       {},
+       {{lower_learning_rate, always}}},
+      {Cause::user_hook,
+       Owner::model_author,
+       Refutation::bad_before_hook,
+       Confidence::high,
+       false,
+       {},
+       {{check_hook, always}}},
+      {Cause::loss_scale,
+       Owner::nobody,
+       Refutation::overflow_at_smallest_scale,
+       Confidence::high,
+       false,
+       {},
+       {{wait, always}}},
+      {Cause::unknown,
+       Owner::unknown,
+       Refutation::earlier_phase,
+       Confidence::low,
+       false,
+       {},
+       {{trace_operators, has<F::missing_operator>},
+        {ask_silent_ranks, has<F::received_from_unknown>},
+        {inspect_batch, has<F::all_gradients_bad>},
+        {inspect_backward, has<F::gradients_bad_to_the_end>},
+        {inspect_unordered, has<F::gradient_without_order>},
+        {inspect_gradient, has<F::gradient_bad>},
+        {check_copy, has<F::clean_copy_after_reduction, F::clean_before_reduction>},
+        {check_after_backward, has<F::clean_after_reduction>},
+        {inspect_norm, has<F::norm_bad>},
+        {inspect_loss, has<F::loss_bad_gradients_finite>},
+        {check_update, in<Phase::params_after>},
+        {inspect_bundle, has_bundle},
+        {inspect_operator, always}}},
+  }};
+  return rows;
+}
+
+Refutation refutation_of_unknown(const Origin& origin) {
+  switch (origin.phase) {
+    case Phase::forward:
+    case Phase::loss:
+    case Phase::backward:
+      return Refutation::unwatched_receipt;
+    case Phase::grad_local:
+      return Refutation::earlier_in_step;
+    default:
+      return Refutation::earlier_phase;
+  }
+}
+
+Owner owner_of(const Origin& origin, const CauseRow& row) {
+  switch (origin.action) {
+    case Action::check_collective_code:
+    case Action::find_overwrite:
+      return Owner::framework;  // what fails again with the same values is no machine
+    case Action::correct_custom_code:
+      return origin.code ? Owner::model_author : Owner::vendor;
+    case Action::restore_copy:
+      return Owner::cluster_operator;  // one copy alone was damaged
+    case Action::find_race:
+      return Owner::framework;
+    default:
+      return row.owner;
+  }
+}
+
+/// What the facts say of the suspects that a cause leaves open.
+std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) {
+  std::vector<Suspect> left = row.suspects;
+  const auto drop = [&](auto... suspects) { (std::erase(left, suspects), ...); };
+  if (origin.cause == Cause::bad_weight && has<FactKind::copies_clean>(origin)) {
+    return {Suspect::memory, Suspect::link};
+  }
+  if (origin.cause == Cause::bad_weight && has<FactKind::owner_is_left>(origin)) {
+    return {Suspect::memory, Suspect::last_update, Suspect::checkpoint};
+  }
+  if (is_bad_again(origin)) drop(Suspect::link, Suspect::memory);
+  if (has<FactKind::control_bad>(origin)) drop(Suspect::memory);
+  if (origin.cause == Cause::operator_overflow && has<FactKind::did_not_climb>(origin)) {
+    left.push_back(Suspect::upstream);
+  }
+  if (origin.detail == Detail::custom_code) left.push_back(Suspect::mathematics);
+  if (origin.cause == Cause::unknown && in<Phase::grad_local>(origin) &&
+      has<FactKind::gradient_bad>(origin)) {
+    left = {Suspect::kernel, Suspect::memory, Suspect::hook};
+  }
+  std::ranges::sort(left);
+  const auto twice = std::ranges::unique(left);
+  left.erase(twice.begin(), twice.end());
+  return left;
+}
+
+Confidence cause_confidence_of(const Origin& origin, const CauseRow& row) {
+  if (origin.cause == Cause::operator_undefined && origin.detail == Detail::none) {
+    return Confidence::medium;
+  }
+  if (origin.detail == Detail::custom_code) return Confidence::medium;
+  // The replay has executed the call in float64 too.
+  if (origin.cause == Cause::operator_overflow && has<FactKind::replayed>(origin)) {
+    return Confidence::high;
+  }
+  return row.confidence;
+}
+
+}  // namespace
+
+const CauseRow& row_of(Cause cause) {
+  return table()[static_cast<std::size_t>(cause)];
+}
+
+void complete(Origin& origin) {
+  const CauseRow& row = row_of(origin.cause);
+  const auto rule =
+      std::ranges::find_if(row.actions, [&](const ActionRule& each) { return each.fits(origin); });
+  origin.action = rule == row.actions.end() ? Action::none : rule->action;
+  origin.owner = owner_of(origin, row);
+  origin.refutation =
+      origin.cause == Cause::unknown ? refutation_of_unknown(origin) : row.refutation;
+  origin.cause_confidence = cause_confidence_of(origin, row);
+  origin.alternatives = alternatives_of(origin, row);
+}
+
+}  // namespace nanlocator

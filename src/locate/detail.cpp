@@ -1,0 +1,120 @@
+#include "locate/detail.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <optional>
+#include <string_view>
+
+namespace nanlocator {
+namespace {
+
+constexpr std::string_view kAten = "aten::";
+
+/// "sqrt" of "aten::sqrt_.out"; "" of another library's operator.
+std::string_view base_name(std::string_view op) {
+  if (!op.starts_with(kAten)) return {};
+  op.remove_prefix(kAten.size());
+  op = op.substr(0, op.find('.'));
+  if (op.ends_with('_') && op.size() > 1) op.remove_suffix(1);
+  return op;
+}
+
+std::optional<double> operand(const Birth& birth, std::string_view name) {
+  const auto found = std::ranges::find(birth.operands, name, &Operand::name);
+  if (found == birth.operands.end()) return std::nullopt;
+  return found->at_first_bad ? found->at_first_bad : found->number;
+}
+
+Detail of_logarithm(const Birth& birth, double zero_at) {
+  const auto self = operand(birth, "self");
+  if (!self) return Detail::none;
+  if (*self == zero_at) return Detail::log_of_zero;
+  return *self < zero_at ? Detail::log_of_negative : Detail::none;
+}
+
+Detail of_quotient(std::optional<double> dividend, std::optional<double> divisor) {
+  if (divisor != 0.0) return Detail::none;
+  return dividend == 0.0 ? Detail::zero_over_zero : Detail::division_by_zero;
+}
+
+Detail of_root(const Birth& birth, bool is_inverse) {
+  const auto self = operand(birth, "self");
+  if (self < 0.0 && self) return Detail::sqrt_of_negative;
+  return is_inverse && self == 0.0 ? Detail::division_by_zero : Detail::none;
+}
+
+Detail of_power(const Birth& birth) {
+  const auto self = operand(birth, "self");
+  const auto exponent = operand(birth, "exponent");
+  if (!self) return Detail::none;
+  if (*self < 0) return Detail::power_of_negative;
+  return *self == 0 && (!exponent || *exponent < 0) ? Detail::power_of_zero : Detail::none;
+}
+
+Detail of_inverse_function(const Birth& birth, bool (*is_inside)(double)) {
+  const auto self = operand(birth, "self");
+  return self && !is_inside(*self) ? Detail::outside_domain : Detail::none;
+}
+
+bool is_empty(const Operand& operand) {
+  return std::ranges::find(operand.shape, 0) != operand.shape.end();
+}
+
+Detail of_operator(const Birth& birth) {
+  const std::string_view name = base_name(birth.sighting.op);
+  if (name == "sqrt") return of_root(birth, false);
+  if (name == "rsqrt") return of_root(birth, true);
+  if (name == "log" || name == "log2" || name == "log10") return of_logarithm(birth, 0);
+  if (name == "log1p") return of_logarithm(birth, -1);
+  if (name == "div" || name == "divide" || name == "true_divide" || name == "floor_divide") {
+    return of_quotient(operand(birth, "self"), operand(birth, "other"));
+  }
+  if (name == "reciprocal") return of_quotient(1.0, operand(birth, "self"));
+  if (name == "pow") return of_power(birth);
+  if (name == "acos" || name == "asin" || name == "atanh") {
+    return of_inverse_function(birth, [](double x) { return std::abs(x) <= 1; });
+  }
+  if (name == "acosh") return of_inverse_function(birth, [](double x) { return x >= 1; });
+  if (name == "_softmax" || name == "softmax" || name == "_log_softmax" || name == "log_softmax") {
+    return birth.kind == BirthKind::nan_from_inf ? Detail::masked_row : Detail::none;
+  }
+  if (name == "mean" && !birth.operands.empty() && is_empty(birth.operands.front())) {
+    return Detail::mean_of_nothing;
+  }
+  return Detail::none;
+}
+
+/// Finite in forward, and its slope is not: sqrt and norms at 0, acos at 1.
+bool has_pole_in_slope(std::string_view forward_op) {
+  static constexpr std::array<std::string_view, 13> kPoles = {"sqrt",
+                                                              "norm",
+                                                              "linalg_vector_norm",
+                                                              "frobenius_norm",
+                                                              "pow",
+                                                              "acos",
+                                                              "asin",
+                                                              "acosh",
+                                                              "atanh",
+                                                              "std",
+                                                              "cdist",
+                                                              "_euclidean_dist",
+                                                              "atan2"};
+  return std::ranges::find(kPoles, base_name(forward_op)) != kPoles.end();
+}
+
+}  // namespace
+
+Detail detail_of(const Birth& birth) {
+  const bool is_computed = birth.kind == BirthKind::nan || birth.kind == BirthKind::inf ||
+                           birth.kind == BirthKind::nan_from_inf;
+  if (!is_computed) return Detail::none;
+  if (birth.is_custom_operator || !birth.custom_function.empty()) return Detail::custom_code;
+  if (birth.replay == ReplayConclusion::deterministic_overflow) return Detail::exceeds_range;
+  if (birth.sighting.phase == Phase::backward && has_pole_in_slope(birth.forward_op)) {
+    return Detail::derivative_at_pole;
+  }
+  return of_operator(birth);
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,13 @@
+// What is wrong with an operator's result, read off the operator and its operands at the first bad
+// element.
+#pragma once
+
+#include "nanlocator/locate/verdict.hpp"
+#include "nanlocator/record/birth.hpp"
+
+namespace nanlocator {
+
+/// Detail::none where the operands at the first bad element were not recorded, or explain nothing.
+[[nodiscard]] Detail detail_of(const Birth& birth);
+
+}  // namespace nanlocator

@@ -1,0 +1,82 @@
+#include "locate/origin_facts.hpp"
+
+#include <limits>
+#include <string_view>
+
+namespace nanlocator {
+namespace {
+
+/// The largest finite number of a dtype; empty for an unknown one.
+std::optional<double> largest_of(std::string_view dtype) {
+  if (dtype == "float64") return std::numeric_limits<double>::max();
+  if (dtype == "float32" || dtype == "complex64") return std::numeric_limits<float>::max();
+  if (dtype == "bfloat16") return 3.3895313892515355e38;  // 0x7f7f
+  if (dtype == "float16") return 65504.0;
+  if (dtype == "float8_e5m2") return 57344.0;
+  return std::nullopt;
+}
+
+/// Inf without NaN, next to finite elements within a factor `reach` of the dtype's largest.
+bool is_near_overflow(const Sighting& sighting, double reach) {
+  const auto largest = largest_of(sighting.dtype);
+  const TensorStats& stats = sighting.stats;
+  return largest && stats.nan == 0 && stats.has_finite() && stats.absmax > *largest / reach;
+}
+
+}  // namespace
+
+std::int64_t numel_of(const std::vector<std::int64_t>& shape) {
+  std::int64_t product = 1;
+  for (const std::int64_t size : shape) {
+    if (__builtin_mul_overflow(product, size, &product)) {
+      return std::numeric_limits<std::int64_t>::max();
+    }
+  }
+  return product;
+}
+
+OriginTensor tensor_of(const Sighting& sighting) {
+  const TensorStats& stats = sighting.stats;
+  OriginTensor tensor;
+  tensor.role = sighting.role;
+  tensor.shape = sighting.shape;
+  tensor.dtype = sighting.dtype;
+  tensor.nan = stats.nan;
+  tensor.pos_inf = stats.pos_inf;
+  tensor.neg_inf = stats.neg_inf;
+  if (stats.first_bad >= 0 && stats.first_bad < numel_of(sighting.shape)) {
+    tensor.first_bad = stats.first_bad;
+    tensor.first_bad_index = unravel_index(stats.first_bad, sighting.shape);
+  }
+  if (stats.has_finite()) tensor.absmax_finite = stats.absmax;
+  return tensor;
+}
+
+std::optional<Fact> near_overflow(const Sighting& sighting) {
+  // 16: four binary orders; healthy gradients of any dtype stay far below.
+  if (!is_near_overflow(sighting, 16)) return std::nullopt;
+  return Fact{
+      .kind = FactKind::near_overflow, .value = sighting.stats.absmax, .dtype = sighting.dtype};
+}
+
+std::optional<Fact> sum_near_overflow(const Sighting& sighting, std::size_t members) {
+  if (!is_near_overflow(sighting, 2.0 * static_cast<double>(members))) return std::nullopt;
+  return Fact{.kind = FactKind::sum_near_overflow,
+              .count = static_cast<std::int64_t>(members),
+              .value = sighting.stats.absmax,
+              .dtype = sighting.dtype};
+}
+
+Direction direction_of(Phase phase) noexcept {
+  switch (phase) {
+    case Phase::forward:
+    case Phase::loss:
+      return Direction::forward;
+    case Phase::backward:
+      return Direction::backward;
+    default:
+      return Direction::none;
+  }
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,458 @@
+#include "report/cause_text.hpp"
+
+#include <algorithm>
+
+#include "nanlocator/locate/cause_table.hpp"
+#include "nanlocator/report/sentences.hpp"
+#include "report/words.hpp"
+
+namespace nanlocator {
+namespace {
+
+std::string title_of(Detail detail) {
+  switch (detail) {
+    case Detail::none:
+      return "";
+    case Detail::sqrt_of_negative:
+      return "square root of a negative number";
+    case Detail::log_of_zero:
+      return "logarithm of zero";
+    case Detail::log_of_negative:
+      return "logarithm of a negative number";
+    case Detail::division_by_zero:
+      return "division by zero";
+    case Detail::zero_over_zero:
+      return "zero divided by zero";
+    case Detail::power_of_zero:
+      return "zero to a negative power";
+    case Detail::power_of_negative:
+      return "negative number to a fractional power";
+    case Detail::outside_domain:
+      return "argument outside the function's domain";
+    case Detail::derivative_at_pole:
+      return "infinite slope: the forward value is finite, its derivative is not";
+    case Detail::masked_row:
+      return "softmax over a fully masked row";
+    case Detail::mean_of_nothing:
+      return "mean over no elements";
+    case Detail::exceeds_range:
+      return "overflow";
+    case Detail::custom_code:
+      return "custom operator makes NaN or Inf from finite inputs";
+  }
+  return "";
+}
+
+std::string title_of(Cause cause) {
+  switch (cause) {
+    case Cause::bad_weight:
+      return "weight that was bad before the step";
+    case Cause::bad_buffer:
+      return "buffer that was bad before the step";
+    case Cause::bad_input:
+      return "bad data";
+    case Cause::empty_loss_mask:
+      return "loss over no valid label";
+    case Cause::operator_overflow:
+      return "overflow";
+    case Cause::operator_undefined:
+      return "result not defined for these inputs";
+    case Cause::operator_bug:
+      return "kernel that computes wrong values";
+    case Cause::memory_corruption:
+      return "memory that changed though nobody wrote to it";
+    case Cause::not_reproduced:
+      return "gone in the re-run";
+    case Cause::collective_result:
+      return "collective that returns bad values for finite ones";
+    case Cause::collective_sum:
+      return "sum over ranks that overflows";
+    case Cause::pipeline_transfer:
+      return "sent finite, received bad";
+    case Cause::recompute_mismatch:
+      return "recomputed forward that differs from the first";
+    case Cause::optimizer_update:
+      return "optimizer update that makes the weight bad";
+    case Cause::optimizer_state:
+      return "bad optimizer state";
+    case Cause::divergence:
+      return "divergence: gradients that climbed over steps until they overflowed";
+    case Cause::user_hook:
+      return "the user's own hook";
+    case Cause::loss_scale:
+      return "routine overflow of the loss scale";
+    case Cause::unknown:
+      return "not visible at this level";
+  }
+  return "";
+}
+
+std::string name_of_owner(Owner owner) {
+  switch (owner) {
+    case Owner::unknown:
+      return "open until the cause is known";
+    case Owner::model_author:
+      return "model author";
+    case Owner::data:
+      return "whoever prepares the data";
+    case Owner::cluster_operator:
+      return "cluster operator";
+    case Owner::framework:
+      return "framework (its communication and buffer code)";
+    case Owner::vendor:
+      return "author of the kernel or operator";
+    case Owner::nobody:
+      return "nobody: nothing is to be done";
+  }
+  return "";
+}
+
+std::string suspect_text(Suspect suspect, const Origin& origin) {
+  const std::string on = origin.candidates.empty() ? "" : " of " + ranks_text(origin.candidates);
+  switch (suspect) {
+    case Suspect::link:
+      return "a link";
+    case Suspect::memory:
+      return "the memory" + (origin.candidates.size() > 4 ? "" : on);
+    case Suspect::early_reuse:
+      return "code that overwrites a buffer before the transfer has ended";
+    case Suspect::collective:
+      return "the collective's own code";
+    case Suspect::kernel:
+      return "a kernel that writes out of bounds or is not deterministic";
+    case Suspect::race:
+      return "a race";
+    case Suspect::checkpoint:
+      return "the checkpoint";
+    case Suspect::last_update:
+      return "the update of the step before";
+    case Suspect::upstream:
+      return "whatever made the inputs so large";
+    case Suspect::mathematics:
+      return "inputs for which its result is not defined";
+    case Suspect::hook:
+      return "a hook";
+  }
+  return "";
+}
+
+std::string module_of(const Origin& origin) {
+  return origin.module.empty() ? "the operator" : "module " + origin.module;
+}
+
+/// What the forward called it: of a fault in backward the code to change is in forward.
+std::string forward_operation_of(const Origin& origin) {
+  if (origin.forward_op.empty() || !origin.custom_function.empty()) return operation_of(origin);
+  return origin.forward_op + (origin.module.empty() ? "" : " of module " + origin.module);
+}
+
+std::string where_in_bundle(const Origin& origin) {
+  return origin.bundle.empty() ? "" : " (the inputs are in the bundle)";
+}
+
+/// "self = -0.131".
+std::string operands_of(const Origin& origin) {
+  const Fact* const fact = find_fact(origin.facts, FactKind::values_at_first_bad);
+  if (fact == nullptr) return "";
+  std::vector<std::string> parts;
+  for (const auto& [name, value] : fact->values)
+    parts.push_back(name + " = " + short_number(value));
+  return joined(parts, ", ");
+}
+
+std::string with_operands(const Origin& origin) {
+  const std::string operands = operands_of(origin);
+  return operands.empty() ? "" : " (for example " + operands + ")";
+}
+
+std::vector<int> ranks_of_fact(const Origin& origin, FactKind kind, bool peers = false) {
+  const Fact* const fact = find_fact(origin.facts, kind);
+  if (fact == nullptr) return {};
+  return peers ? fact->peers : fact->ranks;
+}
+
+std::string ranks_or(const std::vector<int>& ranks, const char* otherwise) {
+  return ranks.empty() ? otherwise : ranks_text(ranks);
+}
+
+std::string widen_text(const Origin& origin) {
+  std::string text =
+      "run " + module_of(origin) + " in fp32, or find what makes its inputs so large";
+  if (origin.tensor && origin.tensor->dtype == "float16" && !origin.module.empty()) {
+    text += "; under autocast: nanlocator.transformers.no_autocast(model.get_submodule(\"" +
+            origin.module + "\"))";
+  }
+  return text;
+}
+
+std::string step_text(const Origin& origin) {
+  const Fact* const climb = find_fact(origin.facts, FactKind::climbed);
+  return climb != nullptr && climb->step ? counted(*climb->step) : "the start of the climb";
+}
+
+std::string hook_of(const Origin& origin) {
+  return origin.code ? "the hook at " + code_text(*origin.code)
+                     : "the hook that is registered on this tensor";
+}
+
+std::string microbatch_text(const Origin& origin) {
+  return origin.microbatch ? " of microbatch " + std::to_string(*origin.microbatch) : "";
+}
+
+std::string level_up_text(const Origin& origin) {
+  const std::string ranks = ranks_text(origin.candidates);
+  return "trace the operators of " + ranks + " in " + std::string(name_of(origin.phase)) +
+         microbatch_text(origin) +
+         (origin.module.empty() ? "" : ", before the output of " + origin.module) +
+         ": re-run the step with level operators";
+}
+
+std::string stated_text(const Origin& origin, FactKind kind) {
+  const Fact* const fact = find_fact(origin.facts, kind);
+  return fact == nullptr ? "" : fact->text;
+}
+
+}  // namespace
+
+std::string operation_of(const Origin& origin) {
+  if (!origin.custom_function.empty()) {
+    return origin.custom_function + (origin.op.empty() ? "" : " (in its " + origin.op + ")");
+  }
+  if (origin.op.empty())
+    return origin.module.empty() ? "this operation" : "module " + origin.module;
+  return origin.op + (origin.module.empty() ? "" : " of module " + origin.module);
+}
+
+std::string title_of(const Origin& origin) {
+  if (!origin.custom_function.empty() && origin.cause == Cause::operator_bug) {
+    return "the autograd Function " + origin.custom_function +
+           " makes NaN or Inf from finite inputs";
+  }
+  const bool has_own_title =
+      origin.cause == Cause::operator_undefined ||
+      (origin.cause == Cause::operator_bug && origin.detail == Detail::custom_code) ||
+      (origin.cause == Cause::unknown && origin.detail != Detail::none);
+  std::string title = has_own_title ? title_of(origin.detail) : "";
+  return title.empty() ? title_of(origin.cause) : title;
+}
+
+std::string certainty_of(const Origin& origin) {
+  std::string text =
+      "place: " + std::string(name_of(origin.place_confidence)) + "; cause: " +
+      (origin.cause_confidence == Confidence::low ? "open"
+                                                  : std::string(name_of(origin.cause_confidence)));
+  std::vector<std::string> open;
+  for (const Suspect suspect : origin.alternatives) open.push_back(suspect_text(suspect, origin));
+  if (open.empty()) return text;
+  return text + (origin.cause_confidence == Confidence::low ? " (" : ", not excluded: ") +
+         joined(open, " or ") + (origin.cause_confidence == Confidence::low ? ")" : "");
+}
+
+std::string owner_of(const Origin& origin) {
+  return name_of_owner(origin.owner);
+}
+
+std::string refutation_of(const Origin& origin) {
+  switch (origin.refutation) {
+    case Refutation::finite_checkpoint:
+      return "the same parameter finite in the checkpoint and after the update of the step before";
+    case Refutation::finite_buffer:
+      return "the buffer finite at the end of the step before: then something wrote it in between";
+    case Refutation::finite_samples:
+      return "the same samples finite when they are read again: then they were damaged on the way";
+    case Refutation::valid_label:
+      return "the same batch with a finite loss in a re-run, or a valid label in it";
+    case Refutation::finite_call:
+      return "the call executed from its bundle stays finite, or is not finite in float64 either";
+    case Refutation::finite_in_float64:
+      return "the call executed from its bundle in float64 comes out finite";
+    case Refutation::bad_in_float64:
+      return "the call on the same inputs not finite in another implementation, or in float64";
+    case Refutation::unseen_writer:
+      return "a kernel off the dispatcher that writes to this memory, or the same bad element in a "
+             "re-run of the step";
+    case Refutation::bad_in_further_rerun:
+      return "the same element bad in a further re-run with the same data, weights and random "
+             "numbers: then it is not the machine";
+    case Refutation::bad_part:
+      return "a member's part that was not finite when the collective read it: it was written "
+             "between the scan and the transfer";
+    case Refutation::sum_in_range:
+      return "the sum of the members' parts finite in float64 and within the range of the dtype: "
+             "then the collective is at fault";
+    case Refutation::sender_changed:
+      return "the sender's buffer changed between the scan and the transfer (freed or written too "
+             "early): then the program is at fault, not the link";
+    case Refutation::bad_first_forward:
+      return "the first forward not finite at the same place";
+    case Refutation::bad_state_before:
+      return "a state of the optimizer (a second moment, a master weight) bad before the step";
+    case Refutation::finite_state_before:
+      return "the same state finite at the end of the step before: then something wrote it since";
+    case Refutation::no_growth:
+      return "the maxima of the steps before not growing when the run is repeated from the last "
+             "checkpoint";
+    case Refutation::bad_before_hook:
+      return "the gradient bad before the hook ran";
+    case Refutation::overflow_at_smallest_scale:
+      return "the same overflow again at the smallest loss scale";
+    case Refutation::unwatched_receipt:
+      return std::string("something bad that ") +
+             (origin.candidates.size() == 1 ? "this rank" : "these ranks") +
+             " received before it, by a way that is not watched (docs/causes.md lists them)";
+    case Refutation::earlier_in_step:
+      return "a bad activation or loss of an earlier place in the same step, which gradients alone "
+             "do not show: level boundaries or a re-run would";
+    case Refutation::earlier_phase:
+      return "a bad value in an earlier phase of the step that was not scanned";
+  }
+  return "";
+}
+
+std::string action_text(const Origin& origin) {
+  const std::string ranks = ranks_text(origin.candidates);
+  const std::string operation = forward_operation_of(origin);
+  switch (origin.action) {
+    case Action::none:
+      return "";
+    case Action::stated:
+      return stated_text(origin, FactKind::stated_action);
+    case Action::wait:
+      return "none: the scaler leaves the step out and lowers its scale; look again where that "
+             "happens step after step";
+    case Action::restore_copy:
+      return "restore the parameter from the clean copy on " +
+             ranks_or(ranks_of_fact(origin, FactKind::copies_clean, true), "another rank") +
+             " or from a checkpoint, and test the memory and the links of " +
+             ranks_or(ranks_of_fact(origin, FactKind::copies_clean), ranks.c_str());
+    case Action::check_owner_of_shard:
+      return "check the optimizer's state on " + ranks +
+             ", its memory, and the checkpoint that was loaded";
+    case Action::reset_optimizer_state:
+      return "look at the optimizer's state (moments) of the parameters; reset it or load an older "
+             "checkpoint";
+    case Action::check_checkpoint:
+      return "check " +
+             (origin.parameter.empty() ? std::string("the parameter") : origin.parameter) +
+             " in the checkpoint that was loaded; if it is finite there, find the step whose "
+             "update "
+             "made it bad (option check_params) and resume from a checkpoint before that step";
+    case Action::check_buffer:
+      return "look at what computes the buffer " + origin.parameter;
+    case Action::inspect_samples:
+      return "inspect the samples of this batch" +
+             std::string(origin.bundle.empty() ? "" : "; the tensor is in the bundle");
+    case Action::guard_empty_loss:
+      return "guard the loss against a batch without valid labels: divide by max(count, 1)";
+    case Action::widen_or_scale:
+      return widen_text(origin);
+    case Action::scale_inputs:
+      return "find what makes the inputs of " + module_of(origin) +
+             " so large (compare with the step before): " + origin.tensor->dtype +
+             " ends at 3.4e38; scaling them only helps if this size is meant";
+    case Action::compare_peers:
+      return "do not add an epsilon yet: compare the input of " + operation +
+             " with that of the tensor-parallel peers" + with_operands(origin) +
+             "; a zero on one rank alone comes from what produced or reduced it";
+    case Action::correct_expression:
+      return operation + " got an argument outside its domain" + with_operands(origin) +
+             "; an epsilon will not help: correct the expression that makes it, or clamp it before";
+    case Action::find_source_of_zero:
+      return "find what made it zero" + with_operands(origin) + where_in_bundle(origin) +
+             "; guard " + operation + " only if zero is a value that may occur there";
+    case Action::guard_slope:
+      return "the slope of " + operation + " is infinite at this input" + with_operands(origin) +
+             ": if this value is meant, keep the input away from it in forward (clamp it, or add "
+             "an epsilon inside); if not, find what made it";
+    case Action::guard_masked_row:
+      return "check the mask of this batch: a row with nothing left has no softmax; leave such "
+             "rows "
+             "out, or unmask one position";
+    case Action::correct_custom_code:
+      return "correct " + operation + ": it makes NaN or Inf from finite inputs" +
+             with_operands(origin) +
+             "; its author gets the bundle: nanlocator replay --export-python";
+    case Action::inspect_undefined:
+      return "look at the inputs of " + operation + with_operands(origin) +
+             where_in_bundle(origin) +
+             ": they are finite, and float64 gives no finite result either";
+    case Action::report_kernel:
+      return "send the kernel's authors the bundle: nanlocator replay --export-python";
+    case Action::inspect_bundle:
+      return "look at the inputs in the bundle";
+    case Action::inspect_operator:
+      return "look at " + operation;
+    case Action::check_hook:
+      return "correct " + hook_of(origin);
+    case Action::compare_executions:
+      return "find what differs between the two executions of " + module_of(origin) +
+             ": random numbers, autocast, or state that the first one moved";
+    case Action::test_memory:
+      return "test the memory of " + ranks +
+             " before using the device again; look for a kernel that writes out of bounds";
+    case Action::test_device:
+      return "note the device and see whether the same rank fails again; test it before using it "
+             "again, and look for kernels that are not deterministic";
+    case Action::find_race:
+      return "look for a race: the fault needs the timing of an untraced run. Run with "
+             "CUDA_LAUNCH_BLOCKING=1 and without overlapped communication; gone in both: a race";
+    case Action::compare_members:
+      return "look at the ledgers of the other members of the collective";
+    case Action::test_links:
+      return "execute the collective on known values over " +
+             ranks_or(ranks_of_fact(origin, FactKind::collective_changed, true), "its members") +
+             ", and check the links and the memory of " + ranks;
+    case Action::compare_sums:
+      return "compare the members' local sums, and add them in float64: over the range of the "
+             "dtype "
+             "is an overflow, within it the collective is at fault";
+    case Action::check_copy:
+      return "check what touches gradients after the reduction on " + ranks +
+             ", its links and its memory";
+    case Action::check_collective_code:
+      return "execute the collective on the same values alone: it failed again on finite inputs, "
+             "so "
+             "look at its code, its buffers and its dtype before the links";
+    case Action::find_overwrite:
+      return "find what reuses the message's buffer before the transfer has ended (it failed again "
+             "on finite inputs): freed outputs, a buffer that is written while it is sent";
+    case Action::test_transfer:
+      return "look for a buffer that is freed or written while " +
+             ranks_or(ranks_of_fact(origin, FactKind::message_changed, true), "the sender") +
+             " still sends it; then check the link and the memory of " + ranks;
+    case Action::ask_silent_ranks:
+      return "find out what happened to " +
+             ranks_or(ranks_of_fact(origin, FactKind::received_from_unknown, true), ranks.c_str()) +
+             " first";
+    case Action::check_update:
+      return "look at the optimizer's state of this parameter (second moment), its epsilon and "
+             "learning rate";
+    case Action::lower_learning_rate:
+      return "lower the learning rate or lengthen its warm-up, and look at the data from step " +
+             step_text(origin) + " on; in fp16 check the loss scale";
+    case Action::inspect_norm:
+      return "look at the history of the gradient norm; lower the learning rate or check this "
+             "layer's scale";
+    case Action::trace_operators:
+      return level_up_text(origin);
+    case Action::inspect_batch:
+      return "look at this replica's batch, labels and loss in this step, then at its activations "
+             "layer by layer";
+    case Action::inspect_backward:
+      return "look at the operators between the clean parameter and this one on these ranks: their "
+             "inputs in this step's backward, and the points where their derivatives are infinite";
+    case Action::inspect_gradient:
+      return "run this step again from the last checkpoint: if the gradient is clean then, test "
+             "this device's memory; if it is bad again, look at the inputs of this weight's "
+             "gradient";
+    case Action::inspect_unordered:
+      return "look at the operators that compute this gradient, and at their inputs";
+    case Action::inspect_loss:
+      return "look at the labels and the mask of this batch, and at the loss's reduction";
+    case Action::check_after_backward:
+      return "check the loss scale, gradient hooks, and this device's memory";
+  }
+  return "";
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,15 @@
+// The words of the cause table: titles, owners, what is open, what would refute, what to do.
+#pragma once
+
+#include <string>
+
+#include "nanlocator/locate/verdict.hpp"
+
+namespace nanlocator {
+
+/// "aten::log of module encoder.norm", the parameter, or "this operation".
+[[nodiscard]] std::string operation_of(const Origin& origin);
+/// What to do next, without the check of the machines.
+[[nodiscard]] std::string action_text(const Origin& origin);
+
+}  // namespace nanlocator

@@ -1,0 +1,539 @@
+#include "report/fact_text.hpp"
+
+#include <cmath>
+
+#include "report/words.hpp"
+
+namespace nanlocator {
+namespace {
+
+/// "aten::log of module encoder.norm".
+std::string who_of(const Fact& fact) {
+  if (fact.op.empty() && fact.module.empty()) return "an unknown operator";
+  if (fact.op.empty()) return "module " + fact.module;
+  return fact.op + (fact.module.empty() ? "" : " of module " + fact.module);
+}
+
+std::string bad_of(const Fact& fact) {
+  return fact.bad ? bad_text(*fact.bad) : "NaN or Inf";
+}
+
+std::string share_of(const Fact& fact) {
+  return fact.bad ? share_text(*fact.bad) : "NaN or Inf";
+}
+
+/// What is sent from rank to rank in the phase.
+std::string contents_of(const Fact& fact) {
+  switch (fact.phase.value_or(Phase::params_after)) {
+    case Phase::forward:
+      return "activations";
+    case Phase::backward:
+      return "gradients";
+    case Phase::grad_reduced:
+      return "parameter gradients";
+    default:
+      return "values";
+  }
+}
+
+std::string microbatch_of(const Fact& fact) {
+  return fact.microbatch ? " of microbatch " + std::to_string(*fact.microbatch) : "";
+}
+
+std::string phase_of(const Fact& fact) {
+  return fact.phase ? std::string(name_of(*fact.phase)) : "the step";
+}
+
+/// "the all_reduce of module decoder.layers.1.mlp.linear_fc2 (group tp, ranks 2-3)".
+std::string collective_of(const Fact& fact) {
+  std::string text = fact.op.empty() ? "a collective" : "the " + fact.op;
+  if (!fact.module.empty()) text += " of module " + fact.module;
+  return text + " (group " + fact.group + ", " + ranks_text(fact.peers) + ")";
+}
+
+std::string value_of(const std::optional<double>& value) {
+  return value ? short_number(*value) : "an unknown number";
+}
+
+std::int64_t count_of(const Fact& fact) {
+  return fact.count.value_or(0);
+}
+
+bool is_one(const Fact& fact) {
+  return fact.ranks.size() == 1;
+}
+
+std::string sent_text(const Fact& fact) {
+  const std::string what = " " + contents_of(fact) + microbatch_of(fact);
+  if (fact.peers.empty()) {
+    return ranks_text(fact.ranks) + " each sent bad" + what + " on, the first " + share_of(fact) +
+           ", in " + phase_of(fact);
+  }
+  return ranks_text(fact.ranks) + " sent " + share_of(fact) + what + " to " +
+         ranks_text(fact.peers) + ", in " + phase_of(fact);
+}
+
+std::string loss_text(const Fact& fact) {
+  std::string text =
+      "the loss" + microbatch_of(fact) + " holds " + bad_of(fact) + " on " + ranks_text(fact.ranks);
+  if (!fact.count) return text;
+  return text + (*fact.count == 0 ? "; it counts no valid label: zero divided by zero"
+                                  : "; it counts " + counted(*fact.count, "valid label"));
+}
+
+std::string reached_text(const Fact& fact) {
+  std::vector<std::string> parts;
+  if (fact.loss) parts.emplace_back("the loss");
+  if (fact.count == 1) {
+    parts.push_back("the gradient of " + fact.parameter);
+  } else if (fact.count) {
+    parts.push_back("the gradients of " + counted(*fact.count, "parameter") + ", first of " +
+                    fact.parameter);
+  }
+  if (fact.other_ranks) parts.emplace_back("other ranks");
+  return "it reached " + joined(parts);
+}
+
+std::string climbed_text(const Fact& fact) {
+  std::string text = "the largest gradient of " + ranks_text(fact.ranks) + " climbed from " +
+                     value_of(fact.value) + " at step " + counted(fact.step.value_or(0)) + " to " +
+                     value_of(fact.last_value) + " at step " + counted(fact.last_step.value_or(0));
+  if (!fact.parameter.empty()) text += " (" + fact.parameter + ")";
+  text += ", and did not fall in " + counted(count_of(fact)) + " of these " +
+          counted(fact.of.value_or(0), "step");
+  if (fact.histories.value_or(0) > 1) {
+    text += "; it climbed on " + counted(fact.climbed_on.value_or(0)) + " of " +
+            counted(*fact.histories) + " ranks that kept a history";
+  }
+  return text;
+}
+
+std::string values_text(const Fact& fact) {
+  std::vector<std::string> parts;
+  for (const auto& [name, value] : fact.values) parts.push_back(name + " = " + short_number(value));
+  return joined(parts, ", ");
+}
+
+std::string read_text(const Fact& fact) {
+  return fact.op.empty() ? "" : ", read by " + fact.op + " when it was found";
+}
+
+std::string further_weights_text(const Fact& fact) {
+  const bool is_cut = count_of(fact) > static_cast<std::int64_t>(fact.names.size());
+  return counted(count_of(fact), "further parameter") + (count_of(fact) == 1 ? " was" : " were") +
+         " bad before the pass, too: " + joined(fact.names, ", ") + (is_cut ? ", ..." : "");
+}
+
+std::string neighbours_text(const Fact& fact) {
+  return fact.parameter + ", which backward reaches later, is clean" +
+         (fact.names.empty() ? "" : ", and so is " + fact.names.front() + " before it") +
+         ": the gradients of the activations were finite here";
+}
+
+std::string clean_before_text(const Fact& fact) {
+  return fact.names.empty() ? "" : "; " + fact.names.front() + ", just before it, is clean";
+}
+
+std::string origins_not_listed_text(const Fact& fact) {
+  return (fact.phase ? "up to " : "") + counted(count_of(fact), "further origin") +
+         (fact.phase ? " in " + phase_of(fact) : "") + (count_of(fact) == 1 ? " is" : " are") +
+         " not listed";
+}
+
+std::string plain_text(const Fact& fact) {
+  using enum FactKind;
+  switch (fact.kind) {
+    case made_from_finite:
+      return who_of(fact) + " made " + share_of(fact) + " in its " + fact.role +
+             " from finite inputs";
+    case made_from_inf:
+      return who_of(fact) + " made " + share_of(fact) + " in its " + fact.role +
+             " from inputs that hold Inf and no NaN";
+    case wrote_literal:
+      return who_of(fact) + " wrote " + bad_of(fact) + ": it was passed a non-finite scalar";
+    case weight_was_bad:
+      return "the parameter " + fact.parameter + " held " + share_of(fact) +
+             " before the pass began; " + who_of(fact) + " only read it first";
+    case buffer_was_bad:
+      return "the buffer " + fact.parameter + " held " + share_of(fact) +
+             " before the pass began; " + who_of(fact) + " only read it first";
+    case data_was_bad:
+      return (fact.parameter.empty() ? "a tensor" : fact.parameter) +
+             " from outside the model held " + share_of(fact) + " before the pass began; " +
+             who_of(fact) + " read it first";
+    case memory_changed:
+      return (fact.parameter.empty() ? "a tensor that " + who_of(fact) + " read"
+                                     : "the gradient of " + fact.parameter) +
+             " held " + share_of(fact) +
+             ", though it was finite when it was last written and no operator wrote to it since";
+    case came_from_opaque_call:
+      return share_of(fact) + " came from a computation that PyTorch's dispatcher does not see; " +
+             who_of(fact) + " read it first";
+    case made_by_hook:
+      return "a hook of the user made " + share_of(fact) + " with " + fact.op;
+    case came_from_collective:
+      return share_of(fact) + " came out of a collective; " + who_of(fact) + " read it first";
+    case sent_bad:
+      return sent_text(fact);
+    case gave_bad:
+      return ranks_text(fact.ranks) + " put " + share_of(fact) + " " + contents_of(fact) +
+             microbatch_of(fact) + " into " + collective_of(fact) + ", in " + phase_of(fact);
+    case loss_bad:
+      return loss_text(fact);
+    case message_changed:
+      return ranks_text(fact.peers) + " sent finite " + contents_of(fact) + microbatch_of(fact) +
+             " to " + ranks_text(fact.ranks) + ", which received " + share_of(fact);
+    case collective_changed:
+      return ranks_text(fact.peers) + " put finite " + contents_of(fact) + microbatch_of(fact) +
+             " into " + collective_of(fact) + ", and " + ranks_text(fact.ranks) + " got " +
+             share_of(fact) + " out of it";
+    case received_from_unknown:
+      return ranks_text(fact.ranks) + " received " + share_of(fact) + " " + contents_of(fact) +
+             microbatch_of(fact) + (fact.op.empty() ? "" : " from the " + fact.op) + "; " +
+             (fact.peers.empty() ? "who put them in is not known"
+                                 : "what " + ranks_text(fact.peers) + " put in is not known");
+    case parameter_bad_before:
+      return "the parameter held " + share_of(fact) + " on " + ranks_text(fact.ranks) +
+             " before this step's forward";
+    case parameter_bad_after:
+      return share_of(fact) + " in the parameter after the optimizer step on " +
+             ranks_text(fact.ranks) + ", though every gradient that was seen is finite";
+    case gradient_bad:
+      return share_of(fact) + " in the gradient of " + fact.parameter + " on " +
+             ranks_text(fact.ranks) +
+             (fact.phase == Phase::grad_local ? ", before the data-parallel collective"
+                                              : ", in " + phase_of(fact));
+    case all_gradients_bad:
+      return "all " + counted(count_of(fact), "gradient") +
+             " on the ranks that backward reaches are bad, from the first one (" + fact.parameter +
+             ") on: the loss or its gradient may have been bad already, so a birth in forward "
+             "cannot be excluded";
+    case gradients_bad_to_the_end:
+      return counted(count_of(fact), "gradient") +
+             " on the replica's ranks are bad, from that of " + fact.parameter +
+             " to the end of backward" + clean_before_text(fact);
+    case gradient_without_order:
+      return share_of(fact) + " on " + ranks_text(fact.ranks) +
+             "; the parameter is in no rank's backward order, so what it could have received is "
+             "not known";
+    case clean_before_reduction:
+      return "its gradient was clean before the data-parallel collective on all " +
+             counted(static_cast<std::int64_t>(fact.peers.size()), "rank") +
+             " that hold it, and has " + share_of(fact) + " after it on " + ranks_text(fact.ranks);
+    case clean_copy_after_reduction:
+      return share_of(fact) + " after the data-parallel collective on " + ranks_text(fact.ranks) +
+             "; other data-parallel ranks hold a clean result of the same elements. What it was "
+             "before the collective is not known on every rank; had it been bad there, all "
+             "members would have received it (unless gradients are not reduced at all)";
+    case clean_after_reduction:
+      return "clean after the data-parallel reduction, and " + share_of(fact) + " on " +
+             ranks_text(fact.ranks) + " where the optimizer read it";
+    case norm_bad:
+      return "the framework's gradient norm is " +
+             std::string(fact.value && std::isnan(*fact.value) ? "NaN" : "Inf") +
+             ", though every gradient that was seen is finite";
+    case loss_bad_gradients_finite:
+      return "the loss holds " + bad_of(fact) + " on " + ranks_text(fact.ranks) +
+             ", though every gradient that was seen is finite";
+    case same_on_ranks:
+      return "the same on " + ranks_text(fact.ranks) +
+             ": a common cause, not a fault of one device";
+    case same_in_microbatches:
+      return "the same in " + counted(count_of(fact)) +
+             " microbatches of this step; this is the first of them";
+    case further_weights_bad:
+      return further_weights_text(fact);
+    case rerun_not_completed:
+      return "the step was re-run, but the re-run did not complete";
+    case rerun_identical:
+      return "the step was re-run and came out bit-identical (" +
+             counted(count_of(fact), "gradient") + "): deterministic";
+    case rerun_differs:
+      return "the step was re-run and is bad again, with other bits in " + counted(count_of(fact)) +
+             " of " + counted(fact.of.value_or(0), "gradient") +
+             ": something in it is not deterministic";
+    case rerun_clean:
+      return "the step was re-run with the same data, weights and random numbers, and came out "
+             "finite";
+    case control_bad:
+      return "a second re-run, without the operator trace, is bad again: it depends on timing, as "
+             "a race or uninitialised memory does";
+    case control_clean:
+      return "a second re-run, without the operator trace, is finite, too";
+    case gone_in_rerun:
+      return "the step was re-run and is bad again, but this was clean in the re-run: it happened "
+             "once";
+    case happened_once:
+      return "it happened once";
+    case not_restored:
+      return "not restored before the re-run: " + joined(fact.names);
+    case transfer_bad_again:
+      return "the transfer ran again in the re-run, from finite values, and came out bad again: "
+             "software is likelier than a link or a device";
+    case transfer_not_run_again:
+      return "what this collective returned in the re-run was not compared: the re-run says "
+             "nothing of the hardware";
+    case climbed:
+      return climbed_text(fact);
+    case did_not_climb:
+      return "no divergence over the steps before: from step " + counted(fact.step.value_or(0)) +
+             " to " + counted(fact.last_step.value_or(0)) + " the largest gradient of " +
+             ranks_text(fact.ranks) + " was " + value_of(fact.value) +
+             " at most, and it did not climb";
+    case values_at_first_bad:
+      return "at the first bad element: " + values_text(fact);
+    case input:
+      return "input " + (fact.operand ? operand_text(*fact.operand) : fact.text);
+    case derivative_of:
+      return "in backward node " + fact.node +
+             (fact.op.empty() ? "" : ", the derivative of " + fact.op);
+    case computed_again:
+      return "it was computed again in backward (" + fact.node +
+             "); the first execution, from which the loss was made, was finite";
+    case replayed:
+      return fact.text;
+    case became:
+      return "it became " + bad_of(fact) + " in " + who_of(fact) + " (" + phase_of(fact) + ")";
+    case reached:
+      return reached_text(fact);
+    case last_seen_in:
+      return "it was last seen in module " + fact.module;
+    case module_inferred:
+      return "no module was entered: " + fact.module + " is the one whose parameter was used last";
+    case called_in_framework:
+      return "called in the framework at " +
+             (fact.code ? code_text(*fact.code) : "an unknown line");
+    case literal_of:
+      return "the Inf is a literal, of " + fact.op;
+    case weights_magnitude:
+      return "largest weights of the module: " + values_text(fact);
+    case finite_when_written:
+      return "finite when " + fact.writer + " wrote it; " +
+             (fact.inside.empty()
+                  ? "no operator has written it since"
+                  : fact.inside + " may have written it since, off the dispatcher") +
+             read_text(fact);
+    case allocated_not_written:
+      return "allocated by " + fact.writer + (fact.inside.empty() ? "" : " inside " + fact.inside) +
+             " and bad before any operator wrote it: computed off the dispatcher, or memory that "
+             "was never written" +
+             read_text(fact);
+    case received_by:
+      return "received by " + fact.writer + read_text(fact);
+    case made_off_dispatcher:
+      return "made by " + fact.inside + " off the dispatcher" + read_text(fact);
+    case made_before_pass:
+      return "no operator of this pass made it" + read_text(fact);
+    case scaled_by_loss_scale:
+      return "all gradients of this step are multiplied by " + value_of(fact.value) +
+             ", a loss scale that falls after an overflow";
+    case other_writers_possible:
+      return "not excluded: a kernel off the dispatcher, or another process, that wrote there";
+    case copies_clean:
+      return "the copies on " + ranks_text(fact.peers) + " are clean: only that of " +
+             ranks_text(fact.ranks) +
+             " was damaged, after the last update or in its parameter all-gather";
+    case every_copy_bad:
+      return "every rank that holds it and looked has it: it came from the checkpoint or from the "
+             "step before, not from a fault of one device";
+    case no_copy_elsewhere:
+      return "no other rank that looked holds a copy";
+    case copies_not_scanned:
+      return "whether the copies on " + ranks_text(fact.ranks) +
+             " are clean is not known: the parameters were not scanned before the step";
+    case gathered_from_owner:
+      return "the optimizer of " + ranks_text(fact.ranks) +
+             " updates this part of the parameter: " + ranks_text(fact.peers) +
+             (fact.peers.size() == 1 ? " has" : " have") +
+             " it from there, by the all-gather of parameters";
+    case owner_is_left:
+      return "left are the memory of " + ranks_text(fact.ranks) +
+             ", its update in the step before, and the checkpoint";
+    case received_finite_before:
+      return fact.loss ? "everything that " + ranks_text(fact.ranks) +
+                             " sent and received before it in this microbatch was finite: it was "
+                             "born there, between the last of these transfers and the loss"
+                       : "everything that " + ranks_text(fact.ranks) +
+                             " had received before it in this microbatch was finite: it was born "
+                             "there, between the last transfer and this one";
+    case lockstep_ranks:
+      return "these tensor-parallel ranks are bad at the same point of the program: they compute "
+             "the same from the same there, or cannot be told apart";
+    case mates_gave_finite:
+      return "what " + ranks_text(fact.ranks) + " put into it was finite";
+    case mates_unknown:
+      return "what " + ranks_text(fact.ranks) + " put into it is not known";
+    case weights_finite:
+      return "the parameters of " + ranks_text(fact.ranks) + " were finite before the step";
+    case own_copy_bad:
+      return "what " + ranks_text(fact.peers) + " got out of it is finite: the fault is on " +
+             ranks_text(fact.ranks) + " (" + (is_one(fact) ? "its" : "their") + " link, " +
+             (is_one(fact) ? "its" : "their") +
+             " memory, or the last step of the collective there)";
+    case every_member_bad:
+      return "every member has it: the members cannot be told apart";
+    case only_owner_keeps_sum:
+      return "only the owner of these elements (" + ranks_text(fact.ranks) +
+             ") keeps their sum: it and every rank that sent to it are possible";
+    case nobody_else_holds_it:
+      return "no other rank holds it: nothing was received in between, it was written or damaged "
+             "on this rank";
+    case sum_near_overflow:
+      return "no NaN, and its largest finite element " + value_of(fact.value) +
+             " is close to the largest " + fact.dtype + ": the sum of " + counted(count_of(fact)) +
+             " finite addends may have overflowed";
+    case near_overflow:
+      return "no NaN, and its largest finite element " + value_of(fact.value) +
+             " is close to the largest " + fact.dtype + ": an overflow is likely";
+    case other_replicas:
+      return "before the reduction the same gradient was clean on " + counted(count_of(fact)) +
+             " of " + counted(fact.of.value_or(0)) + " other data-parallel ranks";
+    case neighbours_clean:
+      return neighbours_text(fact);
+    case first_bad_gradient:
+      return "the first bad gradient of its ranks, in backward order, is that of " +
+             fact.parameter + clean_before_text(fact);
+    case before_collective:
+      return "these gradients were bad before the data-parallel collective: that it is this "
+             "replica is certain; which of its ranks, layers or operators is not visible in "
+             "gradients";
+    case stayed_on_rank:
+      return "the other tensor-parallel ranks stayed clean, though their activations' gradients "
+             "are summed with this rank's: it did not travel with those; this rank's own gradient "
+             "memory or kernels are likely";
+    case sharded_first_here:
+      return "its sharded gradients are bad on this tensor-parallel rank first; the others are bad "
+             "only from the next tensor-parallel all-reduce on";
+    case no_rank_earlier:
+      return "no tensor-parallel rank is bad earlier than the others by a parameter of its own: "
+             "the value may have come from any of them through a tensor-parallel collective";
+    case nothing_received:
+      return "everything that was sent between the replica's ranks in forward and backward was "
+             "finite: no rank has it from another";
+    case at_stage_boundary:
+      return "it is the first parameter that backward reaches on its pipeline stage and the stage "
+             "above is clean: born at the end of that stage's backward, in the transfer, or at "
+             "the start of this one's";
+    case exchanged_within_layer:
+      return "context- or expert-parallel ranks exchange gradients inside a layer: all of theirs "
+             "on this stage remain possible";
+    case same_on_tensor_parallel_copies:
+      return "it is the same on every tensor-parallel rank of the stage, which hold copies of it: "
+             "they cannot be told apart";
+    case embedding_copy_clean:
+      return "a bad gradient from the layers would be in the position embeddings of every "
+             "tensor-parallel rank, and a copy of those is clean";
+    case may_have_arrived:
+      return "no sharded parameter comes after it in backward: another tensor-parallel rank's "
+             "part of a sum could have put it here";
+    case left_out_of_norm:
+      return "Megatron leaves this parameter out of the gradient norm on tensor-parallel ranks "
+             "above 0: the norm would not have shown it";
+    case many_isolated:
+      return counted(count_of(fact), "parameter") +
+             " of this rank are bad with clean ones between them: neither one damaged element nor "
+             "one flow through backward";
+    case between_reduction_and_norm:
+      return fact.other_ranks
+                 ? "between the two lie unscaling, the optimizer's copy, and the reduction of tied "
+                   "embeddings or tensor-parallel duplicates, which this parameter takes part in"
+                 : "between the two lie unscaling and the optimizer's copy";
+    case update_is_left:
+      return fact.other_ranks ? "left are the update itself, the optimizer's state, and the "
+                                "all-gather of updated parameters (distributed optimizer)"
+                              : "left are the update itself and the optimizer's state";
+    case norm_overflows:
+      return "the largest gradient is " + value_of(fact.value) +
+             ": the sum of squares overflows fp32 (sqrt of its largest number: 1.8e19)";
+    case norm_fits:
+      return "the largest gradient is " + value_of(fact.value) +
+             ", too small for its square to overflow: the norm's own reduction, or a gradient "
+             "that was not scanned";
+    case only_unseen_replicas_left:
+      return "the other replicas' gradients were clean before the collective: only replicas with "
+             "a rank that did not say are left";
+    case unseen_before:
+      return "bad in " + phase_of(fact) + "; " +
+             (fact.ranks.empty() ? "the phase before did not cover this parameter on every rank"
+                                 : ranks_text(fact.ranks) +
+                                       " did not say what their gradients were before the "
+                                       "data-parallel collective");
+    case order_not_observed:
+      return "the order of backward was not observed on these ranks: within a layer it is not "
+             "known";
+    case no_whole_answer:
+      return "no complete answer for " + phase_of(fact) + " from " + ranks_text(fact.ranks) +
+             ": what they saw is not part of this";
+    case silent_here:
+      return ranks_text(fact.ranks) + " did not say what they saw here and cannot be excluded";
+    case ledger_cut_off:
+      return "the ledger is cut off: something bad that it received may be missing from it";
+    case gradients_not_seen:
+      return "the gradients of " + ranks_text(fact.ranks) + " were not seen: theirs may be bad";
+    case missing_operator:
+      return "missing for the cause: the operator, which this level does not see";
+    case missing_activations:
+      return "missing for the cause: the activations, which this level does not see";
+    case missing_gradient_inputs:
+      return "missing for the cause: the inputs of the weight gradient's operator; a kernel, a "
+             "hook "
+             "and the memory itself look alike in gradients";
+    case missing_history:
+      return "missing for the cause: the history of this maximum over the steps before";
+    case missing_largest:
+      return "missing for the cause: no rank reported its largest gradient";
+    case masked_values:
+      return "what " + ranks_text(fact.ranks) +
+             " sent was not finite, but reached neither a loss nor a gradient: it was masked, and "
+             "counts as meant";
+    case all_replicas_bad:
+      return "every data-parallel replica was bad from its loss on: a common cause (a weight, the "
+             "data of all replicas, the learning rate) is likelier than as many faults";
+    case parameters_without_order:
+      return counted(count_of(fact), "bad parameter") + (count_of(fact) == 1 ? " is" : " are") +
+             " in no rank's backward order (first: " + fact.parameter +
+             "); they count as received from the origin of their replica";
+    case origins_not_listed:
+      return origins_not_listed_text(fact);
+    case isolated_not_listed:
+      return "more parameters are bad by themselves than the " + counted(count_of(fact)) +
+             " that are listed for a rank, on " + ranks_text(fact.ranks);
+    case ledgers_cut_off:
+      return "the ledgers of " + ranks_text(fact.ranks) +
+             " are cut off: what is missing from them counts as unknown";
+    case notes_not_listed:
+      return "further notes are in the ledgers";
+    case stated:
+    case stated_action:
+      return fact.text;
+  }
+  return fact.text;
+}
+
+}  // namespace
+
+std::string fact_text(const Fact& fact) {
+  switch (fact.source) {
+    case FactSource::origin:
+      return plain_text(fact);
+    case FactSource::first_pass:
+      return "in the first pass " + plain_text(fact);
+    case FactSource::folded:
+      return "counted as the same: " + plain_text(fact);
+  }
+  return plain_text(fact);
+}
+
+int place_of(const Fact& fact) {
+  using enum FactKind;
+  if (fact.kind == stated_action) return 5;  // no evidence
+  if (fact.source != FactSource::origin) return 3;
+  if (fact.kind == copies_clean || fact.kind == every_copy_bad || fact.kind == unseen_before)
+    return 1;
+  if (fact.kind <= loss_bad_gradients_finite) return 0;
+  if (fact.kind <= further_weights_bad) return 1;
+  if (fact.kind <= did_not_climb) return 2;
+  return fact.kind >= order_not_observed && fact.kind <= missing_largest ? 4 : 3;
+}
+
+}  // namespace nanlocator

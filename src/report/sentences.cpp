@@ -1,0 +1,214 @@
+#include "nanlocator/report/sentences.hpp"
+
+#include <algorithm>
+#include <string_view>
+
+#include "files/printable.hpp"
+#include "nanlocator/locate/cause_table.hpp"
+#include "report/cause_text.hpp"
+#include "report/fact_text.hpp"
+#include "report/words.hpp"
+
+namespace nanlocator {
+namespace {
+
+constexpr const char* kPort = "29400";  // torchrun's own choice
+constexpr std::size_t kMostCleanNames = 4;
+constexpr std::size_t kMostRankColumns = 100;
+
+/// "NaN", "Inf", "-Inf", or "NaN and Inf": what the tensor held.
+std::string what_of(const Origin& origin) {
+  if (!origin.tensor)
+    return origin.phase == Phase::grad_norm ? "a bad gradient norm" : "NaN or Inf";
+  const OriginTensor& tensor = *origin.tensor;
+  const std::string inf = tensor.pos_inf == 0   ? "-Inf"
+                          : tensor.neg_inf == 0 ? "Inf"
+                                                : "Inf and -Inf";
+  const bool has_inf = tensor.pos_inf + tensor.neg_inf > 0;
+  if (tensor.nan > 0) return has_inf ? "NaN and " + inf : "NaN";
+  return has_inf ? inf : "NaN or Inf";
+}
+
+/// "0-3, 9", cut where it is long.
+std::string short_list(const std::vector<int>& ranks) {
+  std::string text = describe_ranks(ranks);
+  if (text.size() <= kMostRankColumns) return text;
+  return text.substr(0, text.rfind(',', kMostRankColumns)) + ", ...";
+}
+
+}  // namespace
+
+std::string who_of(const Origin& origin) {
+  if (origin.coordinates) return origin.coordinates->describe();
+  if (origin.candidates.empty()) return "an unknown rank";
+  if (origin.candidates.size() == 1) return "rank " + std::to_string(origin.candidates.front());
+  const std::string list = short_list(origin.candidates);
+  std::string text = origin.is_on_every_candidate
+                         ? "ranks " + list
+                         : "one of " + count_text(origin.candidates.size(), "rank") + ": " + list;
+  if (origin.data_parallel_replica) {
+    text += " (dp" + std::to_string(*origin.data_parallel_replica) + ")";
+  }
+  return text;
+}
+
+namespace {
+
+/// In backward the forward operator is what the reader knows.
+std::string born_in_backward(const Origin& origin) {
+  const std::string& of =
+      origin.custom_function.empty() ? origin.forward_op : origin.custom_function;
+  return (of.empty() ? " born in backward on " : " born in backward of " + of + " on ");
+}
+
+}  // namespace
+
+std::string headline_of(const Verdict&, const Origin& origin) {
+  const std::string what = what_of(origin);
+  const std::string who = who_of(origin);
+  switch (origin.cause) {  // what was there before the step was not born in the phase that met it
+    case Cause::bad_weight:
+      return what + " in the parameters of " + who + " before forward";
+    case Cause::bad_buffer:
+      return what + " in a buffer of " + who + " before forward";
+    case Cause::bad_input:
+      return what + " in the data of " + who;
+    case Cause::pipeline_transfer:
+      return what + " in what " + who + " received in " + std::string(name_of(origin.phase));
+    case Cause::collective_result:
+      if (origin.phase > Phase::backward) break;
+      return what + " in what " + who + " got out of a collective in " +
+             std::string(name_of(origin.phase));
+    case Cause::memory_corruption:
+      return what + " in memory of " + who + " that no operator wrote";
+    default:
+      break;
+  }
+  switch (origin.phase) {
+    case Phase::params_before:
+      return what + " in the parameters of " + who + " before forward";
+    case Phase::forward:
+      return what + " born in forward on " + who;
+    case Phase::loss:
+      return what + " born in the loss on " + who;
+    case Phase::backward:
+      return what + born_in_backward(origin) + who;
+    case Phase::grad_local:
+      return what + " in the gradients of " + who + " before the data-parallel reduction";
+    case Phase::grad_reduced:
+      return what + " in the gradients of " + who + " after the data-parallel reduction";
+    case Phase::grad_norm:
+      return origin.tensor
+                 ? what + " in the gradients of " + who + " where the optimizer reads them"
+                 : what + "; its largest gradient is on " + who;
+    case Phase::params_after:
+      return what + " in the parameters of " + who + " after the optimizer step";
+  }
+  return what + " on " + who;
+}
+
+std::string outcome_of(const Verdict& verdict) {
+  if (verdict.origins.size() == 1) return headline_of(verdict, verdict.origins.front());
+  if (!verdict.origins.empty()) return count_text(verdict.origins.size(), "origin");
+  return verdict.status == VerdictStatus::clean ? "no NaN or Inf in what was seen"
+                                                : "no origin found; the evidence is incomplete";
+}
+
+std::string headline_of(const Verdict& verdict) {
+  return "step " + std::to_string(verdict.iteration) + ": " + outcome_of(verdict);
+}
+
+std::string code_of(const Origin& origin) {
+  return origin.code ? code_text(*origin.code) : "not recorded";
+}
+
+Facts ordered_facts(const Origin& origin) {
+  Facts facts = origin.facts;
+  std::ranges::stable_sort(facts, {}, place_of);
+  return facts;
+}
+
+std::vector<std::string> evidence_of(const Verdict&, const Origin& origin) {
+  std::vector<std::string> sentences;
+  for (const Fact& fact : ordered_facts(origin)) {
+    if (fact.kind != FactKind::stated_action) sentences.push_back(fact_text(fact));
+  }
+  return sentences;
+}
+
+std::string machine_check_command(const JobLayout& layout) {
+  const RankCoordinates& first = layout.first_rank;
+  if (first.world_size < 2) return "";
+  const int hosts = (first.world_size + layout.ranks_per_host - 1) / layout.ranks_per_host;
+  std::string command =
+      "nanlocator netcheck --nproc-per-node " + std::to_string(layout.ranks_per_host);
+  if (hosts > 1) {
+    command += " --nnodes " + std::to_string(hosts) + " --rdzv-backend c10d --rdzv-endpoint " +
+               (first.host.empty() ? "HOST" : first.host) + ":" + kPort;
+  }
+  const auto add = [&](const char* option, int size) {
+    if (size > 1) command += std::string(" --") + option + " " + std::to_string(size);
+  };
+  add("tp", first.tp.size);
+  add("pp", first.pp.size);
+  add("cp", first.cp.size);
+  add("ep", first.ep.size);
+  return command;
+}
+
+std::string action_of(const Verdict& verdict, const Origin& origin) {
+  const std::string text = action_text(origin);
+  const bool is_software =
+      origin.owner == Owner::framework || origin.action == Action::stated || text.empty();
+  if (is_software || !row_of(origin.cause).may_be_machine || !verdict.layout) return text;
+  const std::string command = machine_check_command(*verdict.layout);
+  if (command.empty()) return text;
+  const bool is_one_host = verdict.layout->first_rank.world_size <= verdict.layout->ranks_per_host;
+  return text + (is_one_host ? "; check the machine: " : "; check the machines, on each host: ") +
+         command;
+}
+
+std::string spread_of(const Verdict& verdict) {
+  if (verdict.spread.ranks.empty()) return "";
+  std::string text =
+      verdict.spread.parameters.empty()
+          ? "it reached " + count_text(verdict.spread.ranks.size(), "rank")
+          : "consequence: " + count_text(verdict.spread.parameters.size(), "parameter") +
+                (verdict.spread.parameters.size() == 1 ? " has" : " have") +
+                " a bad value or gradient on " + count_text(verdict.spread.ranks.size(), "rank");
+  if (verdict.spread.first_seen) {
+    text += ", first seen in " + std::string(name_of(*verdict.spread.first_seen));
+  }
+  for (std::size_t i = 0; i < std::min(kMostCleanNames, verdict.clean.size()); ++i) {
+    text += (i == 0 ? "; clean next to the origin: " : ", ") + verdict.clean[i];
+  }
+  if (verdict.clean.size() > kMostCleanNames) text += ", ...";
+  return text;
+}
+
+std::string job_of(const Verdict& verdict) {
+  const JobState& job = verdict.job;
+  if (job.on_bad.empty() || verdict.status == VerdictStatus::clean) return "";
+  const std::string step = std::to_string(verdict.iteration);
+  const std::string weights = !job.are_weights_updated ? ""
+                              : *job.are_weights_updated
+                                  ? "; the weights have the update of step " + step
+                                  : "; the weights are those before step " + step;
+  const std::string policy = " (on_bad=" + job.on_bad + ")";
+  if (verdict.status == VerdictStatus::benign) return "goes on: the scaler skips this step";
+  if (job.on_bad == "report") {
+    return "goes on; the optimizer applies these gradients" + policy;
+  }
+  if (job.on_bad == "skip") return "goes on without the update of step " + step + policy;
+  const bool recovers = job.on_bad == "recover" && verdict.rerun.reproduced == false;
+  if (recovers) return "goes on with the finite gradients of the re-run" + policy;
+  return "stops" + weights + policy;
+}
+
+std::vector<std::string> notes_of(const Verdict& verdict) {
+  std::vector<std::string> notes = verdict.notes;
+  for (const Fact& fact : verdict.facts) notes.push_back(fact_text(fact));
+  return notes;
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,119 @@
+#include "report/words.hpp"
+
+#include <cstdio>
+
+#include "nanlocator/map/rank_coordinates.hpp"
+
+namespace nanlocator {
+
+std::string ranks_text(const std::vector<int>& ranks) {
+  return (ranks.size() == 1 ? "rank " : "ranks ") + describe_ranks(ranks);
+}
+
+std::string counted(std::int64_t number) {
+  std::string text = std::to_string(number);
+  const std::size_t first_digit = number < 0 ? 1 : 0;
+  for (std::size_t at = text.size(); at > first_digit + 3;) text.insert(at -= 3, 1, ',');
+  return text;
+}
+
+std::string counted(std::int64_t number, const std::string& noun) {
+  return counted(number) + " " + noun + (number == 1 ? "" : "s");
+}
+
+std::string short_number(double number) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g", number);
+  return text;
+}
+
+std::string bad_text(const BadCount& bad) {
+  std::vector<std::string> parts;
+  const auto add = [&](std::int64_t count, const char* what) {
+    if (count > 0) parts.push_back(std::to_string(count) + " " + what);
+  };
+  add(bad.nan, "NaN");
+  add(bad.pos_inf, "+Inf");
+  add(bad.neg_inf, "-Inf");
+  return joined(parts);
+}
+
+std::string share_text(const BadCount& bad) {
+  return bad_text(bad) + " of " + counted(bad.numel);
+}
+
+std::string shape_text(const std::vector<std::int64_t>& sizes) {
+  std::string text;
+  for (const std::int64_t size : sizes) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "[" + text + "]";
+}
+
+std::string joined(const std::vector<std::string>& items, const char* last) {
+  std::string text;
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    text += (i == 0 ? "" : i + 1 < items.size() ? ", " : last) + items[i];
+  }
+  return text;
+}
+
+std::string operand_text(const Operand& operand) {
+  std::string text = operand.name;
+  if (operand.element) text += "[" + std::to_string(*operand.element) + "]";
+  if (operand.number) return text + ": " + short_number(*operand.number);
+  text += ": " + operand.dtype + " " + shape_text(operand.shape);
+  if (!operand.stats) return text;
+  const TensorStats& stats = *operand.stats;
+  text += stats.is_finite() ? ", finite" : ", " + bad_text(bad_count(stats));
+  if (stats.has_finite()) text += ", |x| <= " + short_number(stats.absmax);
+  if (operand.negatives.value_or(0) > 0) text += ", " + counted(*operand.negatives) + " negative";
+  if (stats.zeros > 0) text += ", " + counted(stats.zeros) + " zero";
+  return text;
+}
+
+std::string reached_text(const Reached& reached) {
+  switch (reached.kind) {
+    case ReachedKind::loss:
+    case ReachedKind::parameter:
+      return reached.name;
+    case ReachedKind::other_ranks:
+      return "other ranks";
+    case ReachedKind::module:
+      return "module " + reached.name;
+  }
+  return reached.name;
+}
+
+std::string extent_text(const OriginTensor& tensor) {
+  const std::int64_t bad = tensor.nan + tensor.pos_inf + tensor.neg_inf;
+  std::int64_t numel = 1;
+  for (const std::int64_t size : tensor.shape) {
+    if (__builtin_mul_overflow(numel, size, &numel)) return "";
+  }
+  if (bad > 1 && bad == numel) return "all of it";
+  if (!tensor.extent || tensor.extent->dimensions.size() != tensor.shape.size()) return "";
+  std::vector<std::string> parts;
+  for (std::size_t i = 0; i < tensor.shape.size(); ++i) {
+    const BadExtent::Indices& indices = tensor.extent->dimensions[i];
+    if (indices.count == tensor.shape[i] || tensor.shape[i] == 1) continue;
+    std::string which =
+        indices.count == 1 ? "index " + std::to_string(indices.first)
+        : indices.count == indices.last - indices.first + 1
+            ? "indices " + std::to_string(indices.first) + " to " + std::to_string(indices.last)
+            : counted(indices.count) + " indices from " + std::to_string(indices.first) + " to " +
+                  std::to_string(indices.last);
+    parts.push_back(which + " of dimension " + std::to_string(i));
+  }
+  if (parts.empty())
+    return tensor.extent->is_block ? "all of it" : "scattered over the whole tensor";
+  if (bad == 1) return "";  // the first bad element says it
+  return (tensor.extent->is_block ? "all of " : "scattered over ") + joined(parts, ", ");
+}
+
+std::string code_text(const CodeLine& code) {
+  std::string text = code.file + ":" + std::to_string(code.line);
+  if (!code.function.empty()) text += " in " + code.function;
+  if (!code.text.empty()) text += ": " + code.text;
+  return text;
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,38 @@
+// Small words that every sentence needs: ranks, numbers, counts of bad elements.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "nanlocator/locate/verdict.hpp"
+
+namespace nanlocator {
+
+/// "rank 5", "ranks 0-3, 9".
+[[nodiscard]] std::string ranks_text(const std::vector<int>& ranks);
+/// "8,192".
+[[nodiscard]] std::string counted(std::int64_t number);
+/// "8,192 gradients", "1 gradient".
+[[nodiscard]] std::string counted(std::int64_t number, const std::string& noun);
+/// "1.8e+19": three digits.
+[[nodiscard]] std::string short_number(double number);
+/// "3 NaN and 1 +Inf".
+[[nodiscard]] std::string bad_text(const BadCount& bad);
+/// "3 NaN of 8,192".
+[[nodiscard]] std::string share_text(const BadCount& bad);
+/// "[17, 3]", "scalar" of no dimensions.
+[[nodiscard]] std::string shape_text(const std::vector<std::int64_t>& sizes);
+/// "a, b and c".
+[[nodiscard]] std::string joined(const std::vector<std::string>& items, const char* last = " and ");
+
+/// "self: float32 [4, 8], finite, |x| <= 3.2, 12 zero".
+[[nodiscard]] std::string operand_text(const Operand& operand);
+/// "loss", "other ranks", "module a.b", a parameter's name.
+[[nodiscard]] std::string reached_text(const Reached& reached);
+/// "all of it", "index 1 of dimension 0"; "" where nothing is known or nothing tells.
+[[nodiscard]] std::string extent_text(const OriginTensor& tensor);
+/// "model.py:412 in forward: torch.sqrt(var)".
+[[nodiscard]] std::string code_text(const CodeLine& code);
+
+}  // namespace nanlocator

@@ -1,0 +1,516 @@
+#include "nanlocator/step/step_driver.hpp"
+
+#include <ATen/ops/isfinite.h>
+
+#include <cmath>
+#include <exception>
+#include <iostream>
+#include <map>
+#include <utility>
+
+#include "nanlocator/trace/boundary_watch.hpp"
+#include "nanlocator/trace/module_watch.hpp"
+
+namespace nanlocator {
+namespace {
+
+// Groups of scans: parameters need no buckets to be told apart. Weights that are scanned because
+// the gradients are bad may have been scanned before forward, too.
+constexpr std::uint64_t kGradients = 0, kWeights = 1, kWeightsOfABadStep = 2;
+
+/// A module that makes something bad of finite inputs may have received it, in a collective of its
+/// own: so it is in a microbatch in which the first bad thing that crossed this rank's boundary
+/// came in.
+void drop_receipts(std::vector<Birth>& births, const std::vector<Sighting>& crossed) {
+  std::map<std::optional<int>, std::string> first;
+  for (const auto& sighting : crossed) first.try_emplace(sighting.microbatch, sighting.role);
+  std::erase_if(births, [&](const Birth& birth) {
+    const auto found = first.find(birth.sighting.microbatch);
+    return found != first.end() && found->second == "received";
+  });
+}
+
+bool are_finite(std::span<const LossView> losses) {
+  for (const auto& loss : losses) {
+    if (loss.tensor.defined() && !at::isfinite(loss.tensor).all().item<bool>()) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+std::string_view name_of(Decision decision) noexcept {
+  switch (decision) {
+    case Decision::proceed:
+      return "proceed";
+    case Decision::recovered:
+      return "recovered";
+    case Decision::skip:
+      return "skip";
+    case Decision::stop:
+      return "stop";
+  }
+  return "unknown";
+}
+
+struct StepDriver::Impl {
+  Impl(ParameterMap map, LocatorOptions options, std::shared_ptr<Communicator> communicator)
+      : locator(std::move(map), std::move(options), std::move(communicator)), rerun(locator) {}
+
+  GradientLocator locator;
+  StepRerun rerun;
+  StepAdapter adapter;
+  std::shared_ptr<ModuleWatch> modules;
+  std::shared_ptr<BoundaryWatch> boundaries;
+  bool is_closed = false;
+  std::int64_t completed = 0;  // steps
+  bool has_had_pass = false;   // in any step
+  const Verdict* verdict = nullptr;
+  std::size_t told = 0;  // verdicts of the locator that the adapter has got
+
+  /// All that belongs to one step: assigned anew where one ends.
+  struct Step {
+    bool is_open = false;                   // the locator's begin_step was called
+    std::optional<std::int64_t> iteration;  // as the framework counts
+    bool is_scanned = false;                // the gradients that the update will use
+    bool is_agreed = false;                 // ... and agreed on
+    bool is_judged = false;                 // a finding was told, or dismissed
+    bool is_update_running = false;
+    bool has_ended_pass = false;
+    Decision decision = Decision::proceed;
+    std::optional<StepPass> pass;  // that can be executed again now
+    std::vector<LossView> losses;
+  };
+  Step step;
+
+  // --- what is seen ---
+
+  void forget_observations() {
+    if (modules) modules->begin_step();
+    if (boundaries) boundaries->begin_step();
+  }
+
+  /// Into the ledger of this step. Waits for the devices.
+  void collect_observations() {
+    const auto iteration = locator.iteration();
+    std::vector<Sighting> crossed;
+    if (boundaries) {
+      auto collected = boundaries->collect(iteration);
+      crossed = std::move(collected.sightings);
+      locator.set_crossings(crossed, std::move(collected.coverage));
+    }
+    if (modules && adapter.model) {
+      const auto model = adapter.model();
+      auto births = modules->collect(iteration, model.parameters, model.buffers).births;
+      drop_receipts(births, crossed);
+      locator.set_births(std::move(births));
+    }
+    if (step.pass && step.pass->microbatches) locator.set_microbatches(step.pass->microbatches());
+  }
+
+  void open(std::optional<std::int64_t> iteration) {
+    if (step.is_open) return;
+    if (iteration) step.iteration = iteration;
+    locator.begin_step(step.iteration.value_or(completed + 1));
+    step.is_open = true;
+    if (options().check_params) {
+      locator.scan(Phase::params_before, kWeights, "weight", adapter.weights());
+    }
+  }
+
+  void scan_gradients() {
+    if (rerun.is_repeating()) {
+      rerun.scan_before_change(adapter.gradients());
+      return;
+    }
+    if (!step.pass) step = {};  // of gradients that are no longer there
+    open({});
+    locator.scan(adapter.gradient_phase, kGradients, "grad", adapter.gradients());
+    step.is_scanned = true;
+  }
+
+  [[nodiscard]] const LocatorOptions& options() const { return locator.options(); }
+
+  // --- what is bad ---
+
+  /// fp16 with a dynamic loss scale looks for its scale by overflowing in backward. A loss that is
+  /// not finite is none of its doing. The same on all ranks.
+  bool is_routine_overflow(const std::optional<LossScale>& scale) {
+    const bool is_routine = scale && scale->falls_on_overflow && are_finite(step.losses);
+    return !locator.is_true_anywhere(!is_routine);
+  }
+
+  /// Of gradients that the adapter knows best; the same on all ranks.
+  bool is_routine_overflow() {
+    if (!adapter.loss_scale) return false;
+    const auto scale = adapter.loss_scale();
+    if (scale && scale->is_in_gradients) {
+      locator.set_loss_scale(scale->scale, scale->falls_on_overflow);
+    }
+    return is_routine_overflow(scale);
+  }
+
+  CanRerun can_rerun() const {
+    if (step.pass) return CanRerun::yes;
+    return step.has_ended_pass ? CanRerun::pass_has_ended : CanRerun::no_pass;
+  }
+
+  /// `results`: what was found to be bad, as all ranks know.
+  Decision judge(CanRerun can, const std::vector<GradientView>& results) {
+    const bool are_gradients = can != CanRerun::weights_have_moved;
+    step.is_judged = true;
+    if (are_gradients) {  // the optimizer has not touched the weights since
+      locator.scan(Phase::params_before, kWeightsOfABadStep, "weight", adapter.weights());
+    }
+    collect_observations();
+    bool is_clean_now = false;
+    if (can == CanRerun::no_pass && !has_had_pass && !adapter.can_trace_later_steps) {
+      locator.add_note("This step could not be executed again: " + adapter.why_no_pass);
+    } else if (can == CanRerun::yes || adapter.can_trace_later_steps) {
+      locator.now_in(Activity::rerun);
+      is_clean_now = rerun.find_births(can, results, adapter.why_no_pass);
+    }
+    tell(&locator.conclude());
+    return decide(are_gradients, is_clean_now);
+  }
+
+  Decision decide(bool are_gradients, bool is_clean_now) {
+    switch (options().on_bad) {
+      case Policy::report:
+        return Decision::proceed;
+      case Policy::skip:
+        return are_gradients ? Decision::skip : Decision::proceed;
+      case Policy::recover:
+        if (!is_clean_now) break;
+        step.is_judged = false;
+        return Decision::recovered;
+      case Policy::stop:
+        break;
+    }
+    end();
+    ++completed;
+    return Decision::stop;
+  }
+
+  void tell(const Verdict* latest) {
+    verdict = latest;
+    told = locator.verdicts().size();
+    if (adapter.on_verdict) adapter.on_verdict(*latest);
+  }
+
+  void conclude_alone(const std::string& reason, Failure failure) {
+    try {
+      collect_observations();
+    } catch (...) {
+      // The device may have failed.
+    }
+    const auto* const partial = locator.conclude_alone(reason, failure);
+    if (partial != nullptr && locator.verdicts().size() > told) tell(partial);
+  }
+
+  /// `work` is one agreement and what follows from it; a failure must not take this rank's findings
+  /// with it.
+  template <typename Work>
+  Decision agreed(const Work& work) {
+    constexpr auto kReason = "The ranks could not agree on this step: ";
+    try {
+      const auto decision = work();
+      if (decision != Decision::stop) step.decision = decision;  // else the step is over
+      return decision;
+    } catch (const AgreementError& error) {
+      conclude_alone(kReason + std::string(error.what()), Failure::of_peers);
+      throw;
+    } catch (const std::exception& error) {
+      conclude_alone(kReason + std::string(error.what()), Failure::own);
+      throw;
+    }
+  }
+
+  template <typename IsRoutine>
+  Decision finish_agreement(const IsRoutine& is_routine) {
+    return agreed([&] {
+      step.is_agreed = true;
+      if (!locator.finish_agreement()) return Decision::proceed;
+      if (is_routine()) {
+        step.is_judged = true;
+        locator.dismiss();
+        return Decision::proceed;
+      }
+      return judge(can_rerun(), adapter.gradients());
+    });
+  }
+
+  Decision finish_agreement() {
+    return finish_agreement([&] { return is_routine_overflow(); });
+  }
+
+  void compare_with_rerun() {
+    if (const auto changed = rerun.compare(); changed > 0) {
+      std::cerr << "nanlocator: step " + std::to_string(locator.iteration()) +
+                       ": executed again from the same state, " + std::to_string(changed) +
+                       " gradients have other bits\n"
+                << std::flush;
+    }
+  }
+
+  Decision scan_updated_weights() {
+    return agreed([&] {
+      open({});
+      const auto weights = adapter.weights();
+      locator.scan(Phase::params_after, kWeights, "weight", weights);
+      locator.start_agreement();
+      if (!locator.finish_agreement()) return step.decision;
+      return judge(CanRerun::weights_have_moved, weights);
+    });
+  }
+
+  // --- the end ---
+
+  void end() {
+    if (step.is_update_running) rerun.end_update();
+    step = {};
+    rerun.begin_pass();
+    forget_observations();
+  }
+};
+
+StepDriver::StepDriver(ParameterMap map, LocatorOptions options,
+                       std::shared_ptr<Communicator> communicator, StepAdapter adapter)
+    : impl_(std::make_unique<Impl>(std::move(map), std::move(options), std::move(communicator))) {
+  auto& impl = *impl_;
+  impl.adapter = std::move(adapter);
+  impl.rerun.set_step(rerunnable_step());
+  const bool traces =
+      impl.options().level == Level::operators && impl.adapter.can_trace_later_steps;
+  if (!traces) return;
+  impl.rerun.trace_from_now_on();
+  if (!impl.rerun.is_tracing()) {
+    throw UsageError(
+        "level 'operators' is on for another optimizer of this process; one trace at a time: call "
+        "its remove() first");
+  }
+}
+
+StepDriver::~StepDriver() = default;
+
+// The pass is that of the step that runs; everything else is the adapter's.
+RerunnableStep StepDriver::rerunnable_step() {
+  auto& impl = *impl_;
+  RerunnableStep step;
+  step.run = [&impl] { return impl.step.pass.value().run(); };
+  step.clear_gradients = [&impl] { impl.step.pass.value().clear_gradients(); };
+  step.changed_data = [&impl]() -> std::vector<std::string> {
+    const auto& pass = impl.step.pass.value();
+    return pass.changed_data ? pass.changed_data() : std::vector<std::string>{};
+  };
+  step.gradients = impl.adapter.gradients;
+  step.parameters = impl.adapter.parameters;
+  step.buffers = impl.adapter.buffers;
+  if (impl.adapter.model) step.attributes = [&impl] { return impl.adapter.model().buffers; };
+  step.program_code = impl.adapter.program_code;
+  step.keep_module_calls = impl.adapter.keep_module_calls;
+  step.add_module_call = impl.adapter.add_module_call;
+  return step;
+}
+
+GradientLocator& StepDriver::locator() noexcept {
+  return impl_->locator;
+}
+const LocatorOptions& StepDriver::options() const noexcept {
+  return impl_->options();
+}
+StepState& StepDriver::state() noexcept {
+  return impl_->rerun.state();
+}
+const Verdict& StepDriver::verdict() const {
+  if (impl_->verdict == nullptr) throw UsageError("StepDriver::verdict: nothing was found yet.");
+  return *impl_->verdict;
+}
+bool StepDriver::is_tracing() const noexcept {
+  return impl_->rerun.is_tracing();
+}
+
+void StepDriver::set_parameters(ParameterMap map, StepAdapter adapter) {
+  impl_->locator.set_map(std::move(map));
+  impl_->adapter = std::move(adapter);
+  impl_->rerun.set_step(rerunnable_step());
+  forget_gradients();
+}
+
+void StepDriver::watch(std::shared_ptr<ModuleWatch> modules) {
+  impl_->modules = std::move(modules);
+}
+void StepDriver::watch(std::shared_ptr<BoundaryWatch> boundaries) {
+  impl_->boundaries = std::move(boundaries);
+}
+
+void StepDriver::stop_observing() noexcept {
+  impl_->modules.reset();
+  impl_->boundaries.reset();
+  impl_->rerun.stop_tracing();
+}
+
+void StepDriver::close() noexcept {
+  stop_observing();
+  abandon();
+  impl_->is_closed = true;
+}
+bool StepDriver::is_closed() const noexcept {
+  return impl_->is_closed;
+}
+
+// ------------------------------------------------------------------------------------------ a step
+
+void StepDriver::begin(std::optional<std::int64_t> iteration) {
+  if (!impl_->is_closed) impl_->open(iteration);
+}
+
+void StepDriver::begin_pass(StepPass pass, std::optional<std::int64_t> iteration) {
+  auto& impl = *impl_;
+  if (impl.is_closed) return;
+  if (impl.step.pass || impl.step.has_ended_pass || impl.step.is_agreed) impl.step = {};
+  impl.open(iteration);
+  impl.locator.now_in(Activity::forward_backward);
+  impl.forget_observations();
+  impl.rerun.save();
+  impl.step.pass = std::move(pass);
+  impl.has_had_pass = true;
+}
+
+bool StepDriver::is_in_pass() const noexcept {
+  return impl_->step.pass.has_value();
+}
+bool StepDriver::is_rerunning() const noexcept {
+  return impl_->rerun.is_repeating();
+}
+
+void StepDriver::scan(Phase phase, std::uint64_t group, std::string_view role,
+                      std::span<const GradientView> views) {
+  auto& impl = *impl_;
+  if (impl.is_closed) return;
+  if (impl.rerun.is_repeating()) return impl.rerun.scan(phase, group, role, views);
+  impl.open({});
+  impl.locator.scan(phase, group, role, views);
+  impl.step.is_scanned = true;
+}
+
+void StepDriver::scan_gradients() {
+  if (!impl_->is_closed) impl_->scan_gradients();
+}
+
+void StepDriver::forget_gradients() noexcept {
+  auto& impl = *impl_;
+  if (impl.rerun.is_repeating()) return impl.rerun.forget_scans();
+  impl.step.is_scanned = impl.step.is_agreed = false;
+}
+
+Decision StepDriver::set_gradient_norm(double norm) {
+  auto& impl = *impl_;
+  if (impl.is_closed) return Decision::proceed;
+  if (impl.rerun.is_repeating()) {
+    impl.rerun.set_gradient_norm(norm);
+    return Decision::proceed;
+  }
+  if (impl.step.is_judged) return impl.step.decision;
+  impl.locator.set_gradient_norm(norm);
+  if (!impl.step.is_agreed || std::isfinite(norm)) return Decision::proceed;
+  return impl.agreed([&] { return impl.judge(impl.can_rerun(), impl.adapter.gradients()); });
+}
+
+Decision StepDriver::end_pass(std::span<const LossView> losses) {
+  auto& impl = *impl_;
+  if (impl.is_closed || !impl.step.pass) return Decision::proceed;
+  if (!impl.step.is_scanned) impl.scan_gradients();
+  for (auto loss : losses) {
+    if (loss.tensor.defined()) loss.tensor = loss.tensor.detach();  // without its graph
+    impl.step.losses.push_back(std::move(loss));
+  }
+  impl.locator.scan_losses(losses);
+  impl.locator.start_agreement();
+  const auto decision = impl.finish_agreement();
+  if (decision == Decision::stop) return decision;
+  if (!impl.step.is_judged && decision == Decision::proceed &&
+      impl.options().rerun == RerunPolicy::always) {
+    impl.compare_with_rerun();
+  }
+  impl.step.pass.reset();
+  impl.step.has_ended_pass = true;
+  return decision;
+}
+
+Decision StepDriver::agree() {
+  auto& impl = *impl_;
+  if (impl.is_closed || impl.step.pass || impl.rerun.is_repeating()) return Decision::proceed;
+  impl.locator.start_agreement();
+  return impl.finish_agreement();
+}
+
+void StepDriver::start_agreement() {
+  if (impl_->is_closed) return;
+  impl_->step.is_agreed = false;
+  impl_->locator.start_agreement();
+}
+
+Decision StepDriver::finish_agreement(const std::optional<LossScale>& overflow) {
+  auto& impl = *impl_;
+  if (impl.is_closed) return Decision::proceed;
+  return impl.finish_agreement([&] { return overflow && impl.is_routine_overflow(overflow); });
+}
+
+Decision StepDriver::look() {
+  auto& impl = *impl_;
+  if (impl.is_closed || impl.step.is_agreed) return impl.step.decision;
+  impl.scan_gradients();
+  return agree();
+}
+
+bool StepDriver::is_judged() const noexcept {
+  return impl_->is_closed || impl_->step.is_judged;
+}
+
+bool StepDriver::skips_update() const noexcept {
+  return impl_->step.decision == Decision::skip;
+}
+
+void StepDriver::begin_update() {
+  if (impl_->is_closed) return;
+  impl_->rerun.begin_update();
+  impl_->step.is_update_running = true;
+}
+
+void StepDriver::end_update() {
+  if (!std::exchange(impl_->step.is_update_running, false)) return;
+  impl_->rerun.end_update();
+}
+
+Decision StepDriver::end_step() {
+  auto& impl = *impl_;
+  if (impl.is_closed) return Decision::proceed;
+  end_update();
+  // After bad gradients bad weights are no news.
+  const bool scans_weights = impl.options().check_params && !impl.step.is_judged;
+  const auto decision = scans_weights ? impl.scan_updated_weights() : impl.step.decision;
+  if (decision == Decision::stop) return decision;
+  impl.end();
+  ++impl.completed;
+  return decision;
+}
+
+void StepDriver::abandon() noexcept {
+  try {
+    impl_->locator.abandon_step();
+    impl_->end();
+  } catch (...) {
+    // A device that has failed is training's to report.
+  }
+}
+
+void StepDriver::conclude_alone(const std::string& reason, Failure failure) {
+  if (!impl_->is_closed && impl_->step.is_open) impl_->conclude_alone(reason, failure);
+}
+
+void StepDriver::forget_observations() {
+  if (!is_in_pass()) impl_->forget_observations();
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,40 @@
+"""One contract of a step, for every adapter: the cases are in contract.py, the loops in loops.py."""
+
+import re
+from pathlib import Path
+
+import contract
+import loops
+import pytest
+import torch
+from ranks import RankServer
+
+_megatron = RankServer("gpt_training", "nanlocator.megatron", "loops", "contract")
+
+
+def in_process(case, adapter):
+    case(loops.LOOPS[adapter])
+
+
+def on_rank(rank, world_size, case):
+    torch.manual_seed(0)
+    case(loops.Megatron)
+
+
+@pytest.mark.parametrize("adapter", loops.LOOPS)
+@pytest.mark.parametrize("case", contract.CASES, ids=lambda case: case.__name__)
+def test_contract(case, adapter):
+    reason = contract.LEFT_OUT.get((case, adapter))
+    if reason:
+        pytest.skip(reason)
+    if adapter == "megatron":
+        assert _megatron.run_ranks(1, on_rank, case) == [None]
+    else:
+        in_process(case, adapter)
+
+
+def test_the_cpp_adapter_has_the_same_cases():
+    source = (Path(__file__).parent / "contract_test.cpp").read_text()
+    there = set(re.findall(r"TEST_P\(Contract, (\w+)\)", source))
+    expected = {case.__name__ for case in contract.CASES if (case, "cpp") not in contract.LEFT_OUT}
+    assert expected <= there
