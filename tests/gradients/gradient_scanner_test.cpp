@@ -122,6 +122,24 @@ TEST(GradientScanner, CountsIndicesOfAStridedTensorInItsOwnRowMajorOrder) {
   EXPECT_EQ(sightings_of(scanner).at(0).stats.first_bad, (2 * 6 + 1) * 5 + 3);
 }
 
+TEST(GradientScanner, ACountOfLabelsThatIsNoCountIsUnknown) {
+  const auto map = map_of({{1}});
+  GradientScanner scanner(map);
+  const auto count_of = [&](const at::Tensor& labels) {
+    scanner.begin_step();
+    LossView loss;
+    loss.tensor = at::full({}, kNan);
+    loss.valid_labels = labels;
+    scanner.scan_losses({&loss, 1});
+    return sightings_of(scanner).at(0).valid_labels;
+  };
+  EXPECT_EQ(count_of(at::full({}, 7, at::kLong)), 7);
+  EXPECT_EQ(count_of(at::full({}, 0.0)), 0);
+  EXPECT_EQ(count_of(at::full({}, kInfinity)), std::nullopt);
+  EXPECT_EQ(count_of(at::full({}, kNan)), std::nullopt);
+  EXPECT_EQ(count_of(at::full({}, -2147483648, at::kLong)), std::nullopt);
+}
+
 TEST(GradientScanner, CountsAShardsIndicesInTheWholeParameter) {
   auto shard = at::ones({10});
   shard[3] = -kInfinity;

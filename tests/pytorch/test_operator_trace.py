@@ -876,6 +876,12 @@ def test_a_bad_tensor_that_a_module_holds_as_an_attribute_is_a_buffer_with_its_n
         assert birth.sighting.stats.first_bad == 3
 
 
+def test_attributes_of_a_model_that_calls_a_list_buffers_are_found():
+    model = nn.Linear(2, 2)
+    model.buffers = [torch.ones(1)]  # as Megatron's DistributedDataParallel
+    assert [name for name, _ in tensor_attributes(model)] == ["buffers[0]"]
+
+
 def test_what_is_computed_outside_of_modules_has_no_module_and_the_loss_is_known_without_its_name():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     with _C.OperatorTrace() as trace, ModuleHooks(model):
