@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from nanlocator import _C
 from nanlocator.driver import LossScale, Named
-from nanlocator.patches import Patches
 from nanlocator.plain import PlainAdapter, PlainPass, plain_driver
 from nanlocator.rerun import ObjectState, Stateful, losses_of
 from nanlocator.session import is_distributed, resolve_options
@@ -231,18 +230,19 @@ class _Evaluation(PlainPass):
     def _before_clips(self) -> Iterator[None]:
         """``torch.nn.utils.clip_grad_norm_`` makes every gradient NaN where one is: scans them before."""
 
-        def clip(original: Callable[..., None], parameters: Any, *args: Any, **kwargs: Any) -> None:
+        original = clip_grad._clip_grads_with_norm_
+
+        def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             if not set(self._adapter.tensors).isdisjoint(parameters):
                 self._driver.scan_gradients()
             original(parameters, *args, **kwargs)
 
-        patches = Patches()
-        patches.wrap(clip_grad, "_clip_grads_with_norm_", clip)
+        clip_grad._clip_grads_with_norm_ = clip
         try:
             yield
         finally:
-            patches.remove()
+            clip_grad._clip_grads_with_norm_ = original
 
 
 class _OverflowOf:
