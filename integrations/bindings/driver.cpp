@@ -10,6 +10,7 @@
 #include "bindings.hpp"
 #include "module_call.hpp"
 #include "nanlocator/report/terminal.hpp"
+#include "nanlocator/report/verdict_json.hpp"
 #include "nanlocator/step/step_driver.hpp"
 #include "nanlocator/trace/boundary_watch.hpp"
 #include "nanlocator/trace/module_watch.hpp"

@@ -18,6 +18,7 @@
 #include "nanlocator/map/rank_coordinates.hpp"
 #include "nanlocator/record/ledger.hpp"
 #include "nanlocator/report/terminal.hpp"
+#include "nanlocator/report/verdict_json.hpp"
 #include "nanlocator/scan/cpu_scan.hpp"
 #include "nanlocator/step/gradient_locator.hpp"
 #include "nanlocator/tensor/scan_tensor.hpp"

@@ -196,7 +196,7 @@ Birth birth_from_json(const JsonObject& object) {
   birth.replay = named_value(object, keys::kReplay, replay_conclusion_from_name,
                              "a conclusion such as \"varies\"");
   birth.replay_lines = texts_from_json(object, keys::kReplayLines);
-  if (!object.has(keys::kOperands)) {
+  if (object.has(keys::kOldValues)) {
     read_old_shape(object, birth);
     return birth;
   }

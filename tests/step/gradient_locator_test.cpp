@@ -15,6 +15,7 @@
 #include "gradients/tensors.hpp"
 #include "nanlocator/record/history.hpp"
 #include "nanlocator/record/ledger.hpp"
+#include "nanlocator/report/verdict_json.hpp"
 #include "temporary_folder.hpp"
 
 namespace nanlocator::testing {

@@ -1,4 +1,5 @@
 #include "nanlocator/step/locating_optimizer.hpp"
+#include "nanlocator/report/verdict_json.hpp"
 
 #include <ATen/Context.h>
 #include <ATen/ops/embedding.h>

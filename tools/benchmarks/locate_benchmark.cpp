@@ -22,6 +22,7 @@
 #include "locate/crossing_simulator/pass.hpp"
 #include "nanlocator/locate/locate.hpp"
 #include "nanlocator/report/terminal.hpp"
+#include "nanlocator/report/verdict_json.hpp"
 
 namespace {
 
