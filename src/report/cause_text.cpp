@@ -136,6 +136,10 @@ std::string suspect_text(Suspect suspect, const Origin& origin) {
   return "";
 }
 
+std::string dtype_of(const Origin& origin) {
+  return origin.tensor ? origin.tensor->dtype : "the dtype";
+}
+
 std::string module_of(const Origin& origin) {
   return origin.module.empty() ? "the operator" : "module " + origin.module;
 }
@@ -348,7 +352,7 @@ std::string action_text(const Origin& origin) {
       return widen_text(origin);
     case Action::scale_inputs:
       return "find what makes the inputs of " + module_of(origin) +
-             " so large (compare with the step before): " + origin.tensor->dtype +
+             " so large (compare with the step before): " + dtype_of(origin) +
              " ends at 3.4e38; scaling them only helps if this size is meant";
     case Action::compare_peers:
       return "do not add an epsilon yet: compare the input of " + operation +

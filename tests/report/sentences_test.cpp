@@ -142,6 +142,15 @@ TEST(Sentences, AnEpsilonIsAdvisedOnlyWhereASlopeIsInfinite) {
   }
 }
 
+TEST(Sentences, NoActionNeedsWhatAnOriginFromAFileMayLack) {
+  for (std::size_t i = 0; i < kNames<Action>.size(); ++i) {
+    Origin origin;
+    origin.action = static_cast<Action>(i);
+    const bool is_silent = origin.action == Action::none || origin.action == Action::stated;
+    EXPECT_EQ(action_of({}, origin).empty(), is_silent) << name_of(origin.action);
+  }
+}
+
 TEST(Sentences, ATransferThatFailedAgainPointsToSoftwareAndNotToTheLink) {
   Origin origin = origin_with(Cause::collective_result);
   EXPECT_THAT(certainty_of(origin), HasSubstr("a link"));
