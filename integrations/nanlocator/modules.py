@@ -301,7 +301,8 @@ def tensor_attributes(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Tensors that modules hold as plain attributes, such as rotary tables and masks: neither parameters nor
     buffers, and state of the model all the same. By name, "decoder.rotary.cos"; in lists and dictionaries
     one level down, "decoder.rotary.cos[0]"."""
-    registered = {id(t) for t in (*model.parameters(), *model.buffers())}
+    # Of the class: Megatron's wrapper has a list under the name `buffers`.
+    registered = {id(t) for t in (*model.parameters(), *nn.Module.buffers(model))}
     return [
         (f"{path}.{name}" if path else name, local_part(tensor))
         for path, module in model.named_modules()

@@ -364,10 +364,11 @@ std::string action_text(const Origin& origin) {
     case Action::find_source_of_zero:
       return "find what made it zero" + with_operands(origin) + where_in_bundle(origin) +
              "; guard " + operation + " only if zero is a value that may occur there";
-    case Action::guard_slope:
-      return "the slope of " + operation + " is infinite at this input" + with_operands(origin) +
-             ": if this value is meant, keep the input away from it in forward (clamp it, or add "
-             "an epsilon inside); if not, find what made it";
+    case Action::guard_slope:  // the operands are those of backward
+      return "the slope of " + operation +
+             " is infinite at this input: if the value is meant, keep the input away from it in "
+             "forward (clamp it, or add an epsilon inside); if not, find what made it" +
+             where_in_bundle(origin);
     case Action::guard_masked_row:
       return "check the mask of this batch: a row with nothing left has no softmax; leave such "
              "rows "
