@@ -228,16 +228,15 @@ std::string operation_of(const Origin& origin) {
 }
 
 std::string title_of(const Origin& origin) {
-  if (!origin.custom_function.empty() && origin.cause == Cause::operator_bug) {
-    return "the autograd Function " + origin.custom_function +
-           " makes NaN or Inf from finite inputs";
-  }
   const bool has_own_title =
       origin.cause == Cause::operator_undefined ||
       (origin.cause == Cause::operator_bug && origin.detail == Detail::custom_code) ||
       (origin.cause == Cause::unknown && origin.detail != Detail::none);
   std::string title = has_own_title ? title_of(origin.detail) : "";
-  return title.empty() ? title_of(origin.cause) : title;
+  if (title.empty()) title = title_of(origin.cause);
+  return origin.custom_function.empty()
+             ? title
+             : title + ", in the autograd Function " + origin.custom_function;
 }
 
 std::string certainty_of(const Origin& origin) {
