@@ -8,8 +8,8 @@
 //   json = fields_to_json(axis);        read_fields(object, axis);
 //
 // Members may be bool, int, std::int64_t, std::string, a struct with a table of its own, and an
-// optional of these, which is null where it is empty. A table is declared in its struct's namespace,
-// where it is found for a member of another struct (argument-dependent lookup).
+// optional of these, which is null where it is empty. A table is declared in its struct's
+// namespace, where it is found for a member of another struct (argument-dependent lookup).
 #pragma once
 
 #include <concepts>

@@ -114,8 +114,6 @@ bool is_of_recomputation_only(const Birth& birth) {
 
 Cause cause_of_computation(const Birth& birth) {
   if (is_of_recomputation_only(birth)) return Cause::recompute_mismatch;
-  // Its author wrote the arithmetic: what it makes of finite inputs is its own doing.
-  if (!birth.custom_function.empty()) return Cause::operator_bug;
   if (birth.kind != BirthKind::inf && is_empty_loss(birth)) return Cause::empty_loss_mask;
   switch (birth.replay) {
     case ReplayConclusion::deterministic_overflow:

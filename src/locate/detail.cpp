@@ -109,7 +109,7 @@ Detail detail_of(const Birth& birth) {
   const bool is_computed = birth.kind == BirthKind::nan || birth.kind == BirthKind::inf ||
                            birth.kind == BirthKind::nan_from_inf;
   if (!is_computed) return Detail::none;
-  if (birth.is_custom_operator || !birth.custom_function.empty()) return Detail::custom_code;
+  if (birth.is_custom_operator) return Detail::custom_code;
   if (birth.replay == ReplayConclusion::deterministic_overflow) return Detail::exceeds_range;
   if (birth.sighting.phase == Phase::backward && has_pole_in_slope(birth.forward_op)) {
     return Detail::derivative_at_pole;

@@ -213,11 +213,11 @@ class Conclusion {
     return ReplayConclusion::deterministic_kernel;
   }
 
-  /// A product of input elements, summed over all of them, may not fit. Squares of a norm and matrix
-  /// products multiply two; the derivative of a layer norm multiplies six, the gradient, the weight,
-  /// the input and the cube of rstd (aten/src/ATen/native/cpu/layer_norm_kernel.cpp). A kernel is
-  /// accused only where not even these come near. Kernels for 16-bit types accumulate in float32,
-  /// but may store in between.
+  /// A product of input elements, summed over all of them, may not fit. Squares of a norm and
+  /// matrix products multiply two; the derivative of a layer norm multiplies six, the gradient, the
+  /// weight, the input and the cube of rstd (aten/src/ATen/native/cpu/layer_norm_kernel.cpp). A
+  /// kernel is accused only where not even these come near. Kernels for 16-bit types accumulate in
+  /// float32, but may store in between.
   bool may_overflow_inside(const std::string& dtype) const {
     constexpr double kMostFactors = 6;
     double absmax = 0;

@@ -228,16 +228,15 @@ std::string operation_of(const Origin& origin) {
 }
 
 std::string title_of(const Origin& origin) {
-  if (!origin.custom_function.empty() && origin.cause == Cause::operator_bug) {
-    return "the autograd Function " + origin.custom_function +
-           " makes NaN or Inf from finite inputs";
-  }
   const bool has_own_title =
       origin.cause == Cause::operator_undefined ||
       (origin.cause == Cause::operator_bug && origin.detail == Detail::custom_code) ||
       (origin.cause == Cause::unknown && origin.detail != Detail::none);
   std::string title = has_own_title ? title_of(origin.detail) : "";
-  return title.empty() ? title_of(origin.cause) : title;
+  if (title.empty()) title = title_of(origin.cause);
+  return origin.custom_function.empty()
+             ? title
+             : title + ", in the autograd Function " + origin.custom_function;
 }
 
 std::string certainty_of(const Origin& origin) {
@@ -364,10 +363,11 @@ std::string action_text(const Origin& origin) {
     case Action::find_source_of_zero:
       return "find what made it zero" + with_operands(origin) + where_in_bundle(origin) +
              "; guard " + operation + " only if zero is a value that may occur there";
-    case Action::guard_slope:
-      return "the slope of " + operation + " is infinite at this input" + with_operands(origin) +
-             ": if this value is meant, keep the input away from it in forward (clamp it, or add "
-             "an epsilon inside); if not, find what made it";
+    case Action::guard_slope:  // the operands are those of backward
+      return "the slope of " + operation +
+             " is infinite at this input: if the value is meant, keep the input away from it in "
+             "forward (clamp it, or add an epsilon inside); if not, find what made it" +
+             where_in_bundle(origin);
     case Action::guard_masked_row:
       return "check the mask of this batch: a row with nothing left has no softmax; leave such "
              "rows "

@@ -1,5 +1,5 @@
-#include "files/text.hpp"
 #include "nanlocator/report/html.hpp"
+#include "files/text.hpp"
 
 #include <algorithm>
 #include <cstdio>
@@ -242,7 +242,8 @@ class StaticParts {
       tile("Tensor",
            std::to_string(tensor.nan) + " NaN, " + std::to_string(tensor.pos_inf + tensor.neg_inf) +
                " Inf",
-           {tensor.role + " " + tensor.dtype + " " + describe_shape(tensor.shape), where_in(tensor)});
+           {tensor.role + " " + tensor.dtype + " " + describe_shape(tensor.shape),
+            where_in(tensor)});
     }
     html += "</dl>";
     if (const std::string action = action_of(verdict_, origin); !action.empty()) {

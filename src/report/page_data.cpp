@@ -1,5 +1,5 @@
-#include "files/text.hpp"
 #include "report/page_data.hpp"
+#include "files/text.hpp"
 
 #include <algorithm>
 #include <cmath>

@@ -1,5 +1,5 @@
-#include "files/text.hpp"
 #include "nanlocator/report/terminal.hpp"
+#include "files/text.hpp"
 
 #include <algorithm>
 #include <limits>

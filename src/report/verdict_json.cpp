@@ -8,13 +8,13 @@
 #include "files/strict_json.hpp"
 #include "map/coordinates_json.hpp"
 #include "nanlocator/error.hpp"
+#include "nanlocator/locate/cause_table.hpp"
+#include "nanlocator/report/sentences.hpp"
 #include "record/birth_json.hpp"
 #include "record/bundle_keys.hpp"
 #include "record/keys.hpp"
 #include "record/record_json.hpp"
 #include "record/sighting_json.hpp"
-#include "nanlocator/locate/cause_table.hpp"
-#include "nanlocator/report/sentences.hpp"
 #include "report/fact_json.hpp"
 #include "report/verdict_keys.hpp"
 
@@ -75,8 +75,8 @@ ordered_json origin_to_json(const Verdict& verdict, const Origin& origin) {
   json[keys::kTensor] = origin.tensor ? tensor_to_json(*origin.tensor) : ordered_json(nullptr);
   json[keys::kCause] = name_of(origin.cause);
   json[keys::kTitle] = title_of(origin);
-  json[keys::kDetail] = origin.detail == Detail::none ? ordered_json(nullptr)
-                                                      : ordered_json(name_of(origin.detail));
+  json[keys::kDetail] =
+      origin.detail == Detail::none ? ordered_json(nullptr) : ordered_json(name_of(origin.detail));
   json[keys::kOwner] = name_of(origin.owner);
   json[keys::kConfidence] = name_of(origin.place_confidence);  // its only one in version 1
   json[keys::kPlaceConfidence] = name_of(origin.place_confidence);
@@ -122,8 +122,8 @@ void read_version_2(Origin& origin, const JsonObject& object) {
   for (const std::string& name : texts_from_json(object, keys::kAlternatives)) {
     const auto known = std::ranges::find(kNames<Suspect>, name);
     if (known == kNames<Suspect>.end()) {
-      throw_unexpected_json(object.where(keys::kAlternatives),
-                            object.member(keys::kAlternatives), "known suspects");
+      throw_unexpected_json(object.where(keys::kAlternatives), object.member(keys::kAlternatives),
+                            "known suspects");
     }
     origin.alternatives.push_back(static_cast<Suspect>(known - kNames<Suspect>.begin()));
   }
@@ -204,8 +204,7 @@ void read_version_2(Verdict& verdict, const JsonObject& object) {
   }
   verdict.facts = facts_from_json(object, keys::kFacts);
   // Their sentences are the last notes.
-  verdict.notes.resize(verdict.notes.size() -
-                       std::min(verdict.notes.size(), verdict.facts.size()));
+  verdict.notes.resize(verdict.notes.size() - std::min(verdict.notes.size(), verdict.facts.size()));
 }
 
 }  // namespace

@@ -363,7 +363,8 @@ TEST(BirthOrigins, WhatACustomOperatorMakesIsItsAuthorsNotTheMathematicsOfTheInp
   ledger.births[0].operands = {operand_at_first_bad("self", 1), operand_at_first_bad("other", 0)};
   ledger.births[0].replay = ReplayConclusion::deterministic_undefined;
   origin = locate_one(ledger).origins.at(0);
-  EXPECT_EQ(origin.cause, Cause::operator_bug);
+  EXPECT_EQ(origin.cause, Cause::operator_undefined);
+  EXPECT_EQ(origin.detail, Detail::division_by_zero);
   EXPECT_EQ(origin.custom_function, "SquareBug");
   EXPECT_EQ(origin.action, Action::correct_custom_code);
 }

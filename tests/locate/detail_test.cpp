@@ -56,9 +56,6 @@ TEST(Detail, OfAnotherLibrarysCodeNothingIsSaidOfItsMathematics) {
   Birth birth = birth_of("mylib::div", {{"self", 1}, {"other", 0}});
   birth.is_custom_operator = true;
   EXPECT_EQ(detail_of(birth), Detail::custom_code);
-  birth = birth_of("aten::div.Tensor", {{"self", 1}, {"other", 0}});
-  birth.custom_function = "SquareBug";
-  EXPECT_EQ(detail_of(birth), Detail::custom_code);
 }
 
 }  // namespace
