@@ -267,14 +267,15 @@ class Merge {
     }
   }
 
-  /// Finite when it was sent and bad when it arrived: that is known without a re-run.
-  static bool is_witnessed(Cause cause) {
-    return cause == Cause::pipeline_transfer || cause == Cause::collective_result ||
-           cause == Cause::collective_sum;
+  /// Finite when it was sent and bad when it arrived: that is known without a re-run. A sum that
+  /// overflowed is computed again in it, unless it is that of the data-parallel reduction.
+  static bool is_witnessed(const Origin& origin) {
+    return origin.cause == Cause::pipeline_transfer || origin.cause == Cause::collective_result ||
+           (origin.cause == Cause::collective_sum && origin.phase > Phase::backward);
   }
 
   void mark_as_gone(Origin& origin) const {
-    if (is_witnessed(origin.cause)) {
+    if (is_witnessed(origin)) {
       const bool depends_on_timing = std::ranges::any_of(incident_.ranks(), [](const auto& rank) {
         const auto& rerun = rank.ledger().rerun;
         return rerun && rerun->control_reproduced == true;
