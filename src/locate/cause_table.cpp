@@ -100,8 +100,8 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        Confidence::high,
        false,
        {},
-       {{correct_custom_code, is_in_custom_function},
-        {compare_peers, is_zero_among_peers},
+       {{compare_peers, is_zero_among_peers},
+        {correct_custom_code, is_in_custom_function},
         {correct_expression, is<Detail::sqrt_of_negative, Detail::log_of_negative,
                                 Detail::power_of_negative, Detail::outside_domain>},
         {find_source_of_zero,
@@ -244,6 +244,8 @@ Owner owner_of(const Origin& origin, const CauseRow& row) {
       return Owner::cluster_operator;  // one copy alone was damaged
     case Action::find_race:
       return Owner::framework;
+    case Action::compare_peers:
+      return Owner::unknown;  // the author's where the peers have it, too, else the machine's
     default:
       return row.owner;
   }
@@ -265,6 +267,7 @@ std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) 
     left.push_back(Suspect::upstream);
   }
   if (origin.detail == Detail::custom_code) left.push_back(Suspect::mathematics);
+  if (origin.action == Action::compare_peers) left.push_back(Suspect::collective);
   if (origin.cause == Cause::unknown && in<Phase::grad_local>(origin) &&
       has<FactKind::gradient_bad>(origin)) {
     left = {Suspect::kernel, Suspect::memory, Suspect::hook};
@@ -280,6 +283,7 @@ Confidence cause_confidence_of(const Origin& origin, const CauseRow& row) {
     return Confidence::medium;
   }
   if (origin.detail == Detail::custom_code) return Confidence::medium;
+  if (origin.action == Action::compare_peers) return Confidence::medium;
   // The replay has executed the call in float64 too.
   if (origin.cause == Cause::operator_overflow && has<FactKind::replayed>(origin)) {
     return Confidence::high;

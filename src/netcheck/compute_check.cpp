@@ -26,7 +26,7 @@
 #include "nanlocator/error.hpp"
 #include "nanlocator/tensor/scan_tensor.hpp"
 #include "netcheck/first_line.hpp"
-#include "replay/dtypes.hpp"
+#include "tensor/dtypes.hpp"
 #include "replay/settings.hpp"
 
 namespace nanlocator::netcheck {

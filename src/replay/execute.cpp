@@ -9,7 +9,7 @@
 #include <mutex>
 #include <set>
 
-#include "replay/dtypes.hpp"
+#include "tensor/dtypes.hpp"
 #include "replay/settings.hpp"
 #include "replay/storage_ranges.hpp"
 #include "replay/values.hpp"

@@ -7,7 +7,7 @@
 
 #include "nanlocator/error.hpp"
 #include "nanlocator/replay/capture.hpp"
-#include "replay/dtypes.hpp"
+#include "tensor/dtypes.hpp"
 
 namespace nanlocator {
 namespace {

@@ -12,7 +12,7 @@
 
 #include "nanlocator/error.hpp"
 #include "nanlocator/replay/capture.hpp"
-#include "replay/dtypes.hpp"
+#include "tensor/dtypes.hpp"
 #include "replay/storage_ranges.hpp"
 #include "replay/values.hpp"
 #include "tensor/own_work.hpp"

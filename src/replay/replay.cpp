@@ -10,7 +10,7 @@
 #include "nanlocator/record/sighting.hpp"
 #include "nanlocator/tensor/scan_tensor.hpp"
 #include "replay/conclusion.hpp"
-#include "replay/dtypes.hpp"
+#include "tensor/dtypes.hpp"
 #include "replay/execute.hpp"
 #include "replay/first_bad.hpp"
 #include "replay/poison.hpp"

@@ -14,7 +14,7 @@
 
 #include "nanlocator/error.hpp"
 #include "nanlocator/replay/operator_call.hpp"
-#include "replay/dtypes.hpp"
+#include "tensor/dtypes.hpp"
 
 namespace nanlocator {
 namespace {

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "nanlocator/replay/operator_call.hpp"
-#include "replay/dtypes.hpp"
+#include "tensor/dtypes.hpp"
 #include "replay/storage_ranges.hpp"
 #include "replay/values.hpp"
 #include "tensor/own_work.hpp"

@@ -169,6 +169,23 @@ std::string with_operands(const Origin& origin) {
   return operands.empty() ? "" : " (for example " + operands + ")";
 }
 
+/// What was zero, by the operation's name for it.
+std::string zero_of(const Origin& origin) {
+  switch (origin.detail) {
+    case Detail::division_by_zero:
+    case Detail::zero_over_zero:
+      return "the divisor zero";
+    case Detail::log_of_zero:
+      return "the argument zero";
+    case Detail::power_of_zero:
+      return "the base zero";
+    case Detail::mean_of_nothing:
+      return "the tensor empty";
+    default:
+      return "it zero";
+  }
+}
+
 std::vector<int> ranks_of_fact(const Origin& origin, FactKind kind, bool peers = false) {
   const Fact* const fact = find_fact(origin.facts, kind);
   if (fact == nullptr) return {};
@@ -234,21 +251,24 @@ std::string title_of(const Origin& origin) {
       (origin.cause == Cause::unknown && origin.detail != Detail::none);
   std::string title = has_own_title ? title_of(origin.detail) : "";
   if (title.empty()) title = title_of(origin.cause);
-  return origin.custom_function.empty()
+  const bool is_made_there =
+      origin.cause == Cause::operator_undefined || origin.cause == Cause::operator_overflow ||
+      origin.cause == Cause::operator_bug;  // a bad weight was only read there
+  return origin.custom_function.empty() || !is_made_there
              ? title
              : title + ", in the autograd Function " + origin.custom_function;
 }
 
 std::string certainty_of(const Origin& origin) {
   std::string text =
-      "place: " + std::string(name_of(origin.place_confidence)) + "; cause: " +
+      "place " + std::string(name_of(origin.place_confidence)) + ", cause " +
       (origin.cause_confidence == Confidence::low ? "open"
                                                   : std::string(name_of(origin.cause_confidence)));
   std::vector<std::string> open;
   for (const Suspect suspect : origin.alternatives) open.push_back(suspect_text(suspect, origin));
   if (open.empty()) return text;
-  return text + (origin.cause_confidence == Confidence::low ? " (" : ", not excluded: ") +
-         joined(open, " or ") + (origin.cause_confidence == Confidence::low ? ")" : "");
+  return text + (origin.cause_confidence == Confidence::low ? ": " : "; still open: ") +
+         joined(open, " or ");
 }
 
 std::string owner_of(const Origin& origin) {
@@ -346,7 +366,8 @@ std::string action_text(const Origin& origin) {
       return "inspect the samples of this batch" +
              std::string(origin.bundle.empty() ? "" : "; the tensor is in the bundle");
     case Action::guard_empty_loss:
-      return "guard the loss against a batch without valid labels: divide by max(count, 1)";
+      return "find why no label of this batch counts (all masked or ignored?); where that may "
+             "happen, sum the losses and divide by max(count, 1)";
     case Action::widen_or_scale:
       return widen_text(origin);
     case Action::scale_inputs:
@@ -355,14 +376,16 @@ std::string action_text(const Origin& origin) {
              " ends at 3.4e38; scaling them only helps if this size is meant";
     case Action::compare_peers:
       return "do not add an epsilon yet: compare the input of " + operation +
-             " with that of the tensor-parallel peers" + with_operands(origin) +
-             "; a zero on one rank alone comes from what produced or reduced it";
+             with_operands(origin) +
+             " with that of the tensor-parallel peers; a zero on one rank alone comes from what "
+             "produced or reduced it";
     case Action::correct_expression:
       return operation + " got an argument outside its domain" + with_operands(origin) +
-             "; an epsilon will not help: correct the expression that makes it, or clamp it before";
+             "; an epsilon will not help: correct the expression that makes it, or clamp it to a "
+             "small positive value (at exactly zero its slope is infinite)";
     case Action::find_source_of_zero:
-      return "find what made it zero" + with_operands(origin) + where_in_bundle(origin) +
-             "; guard " + operation + " only if zero is a value that may occur there";
+      return "find what made " + zero_of(origin) + with_operands(origin) + "; guard " + operation +
+             " only where that is a value that may occur";
     case Action::guard_slope:  // the operands are those of backward
       return "the slope of " + operation +
              " is infinite at this input: if the value is meant, keep the input away from it in "
@@ -375,13 +398,15 @@ std::string action_text(const Origin& origin) {
     case Action::correct_custom_code:
       return "correct " + operation + ": it makes NaN or Inf from finite inputs" +
              with_operands(origin) +
-             "; its author gets the bundle: nanlocator replay --export-python";
+             "; its author can run the bundle alone: the replay command "
+             "with --export-python";
     case Action::inspect_undefined:
       return "look at the inputs of " + operation + with_operands(origin) +
              where_in_bundle(origin) +
              ": they are finite, and float64 gives no finite result either";
     case Action::report_kernel:
-      return "send the kernel's authors the bundle: nanlocator replay --export-python";
+      return "send the kernel's authors the bundle as a script: the replay command with "
+             "--export-python";
     case Action::inspect_bundle:
       return "look at the inputs in the bundle";
     case Action::inspect_operator:
@@ -395,8 +420,9 @@ std::string action_text(const Origin& origin) {
       return "test the memory of " + ranks +
              " before using the device again; look for a kernel that writes out of bounds";
     case Action::test_device:
-      return "note the device and see whether the same rank fails again; test it before using it "
-             "again, and look for kernels that are not deterministic";
+      return "restart from the last checkpoint and note the device of " + ranks +
+             "; if the same device fails again, take it out, if another does, look for a race or a "
+             "kernel that is not deterministic";
     case Action::find_race:
       return "look for a race: the fault needs the timing of an untraced run. Run with "
              "CUDA_LAUNCH_BLOCKING=1 and without overlapped communication; gone in both: a race";
@@ -421,9 +447,10 @@ std::string action_text(const Origin& origin) {
       return "find what reuses the message's buffer before the transfer has ended (it failed again "
              "on finite inputs): freed outputs, a buffer that is written while it is sent";
     case Action::test_transfer:
-      return "look for a buffer that is freed or written while " +
+      return "check the link and the memory of " + ranks +
+             "; in code, look for a buffer that is freed or written while " +
              ranks_or(ranks_of_fact(origin, FactKind::message_changed, true), "the sender") +
-             " still sends it; then check the link and the memory of " + ranks;
+             " still sends it, or read on " + ranks + " before it has arrived";
     case Action::ask_silent_ranks:
       return "find out what happened to " +
              ranks_or(ranks_of_fact(origin, FactKind::received_from_unknown, true), ranks.c_str()) +

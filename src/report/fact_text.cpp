@@ -115,7 +115,7 @@ std::string values_text(const Fact& fact) {
 }
 
 std::string read_text(const Fact& fact) {
-  return fact.op.empty() ? "" : ", read by " + fact.op + " when it was found";
+  return fact.op.empty() ? "" : "; " + fact.op + " read it first";
 }
 
 std::string further_weights_text(const Fact& fact) {
@@ -247,7 +247,8 @@ std::string plain_text(const Fact& fact) {
       return "the step was re-run, but the re-run did not complete";
     case rerun_identical:
       return "the step was re-run and came out bit-identical (" +
-             counted(count_of(fact), "gradient") + "): deterministic";
+             counted(count_of(fact), "gradient") +
+             "): it repeats with the same data, weights and random numbers";
     case rerun_differs:
       return "the step was re-run and is bad again, with other bits in " + counted(count_of(fact)) +
              " of " + counted(fact.of.value_or(0), "gradient") +
@@ -264,7 +265,7 @@ std::string plain_text(const Fact& fact) {
       return "the step was re-run and is bad again, but this was clean in the re-run: it happened "
              "once";
     case happened_once:
-      return "it happened once";
+      return "it happened once: transient";
     case not_restored:
       return "not restored before the re-run: " + joined(fact.names);
     case transfer_bad_again:
@@ -323,7 +324,7 @@ std::string plain_text(const Fact& fact) {
     case made_off_dispatcher:
       return "made by " + fact.inside + " off the dispatcher" + read_text(fact);
     case made_before_pass:
-      return "no operator of this pass made it" + read_text(fact);
+      return "no operator of this pass wrote it" + read_text(fact);
     case scaled_by_loss_scale:
       return "all gradients of this step are multiplied by " + value_of(fact.value) +
              ", a loss scale that falls after an overflow";
@@ -475,9 +476,9 @@ std::string plain_text(const Fact& fact) {
     case missing_activations:
       return "missing for the cause: the activations, which this level does not see";
     case missing_gradient_inputs:
-      return "missing for the cause: the inputs of the weight gradient's operator; a kernel, a "
-             "hook "
-             "and the memory itself look alike in gradients";
+      return "what is missing for the cause: the inputs of the operator that computed this "
+             "gradient; "
+             "without them a bad kernel, a hook and bad memory look the same";
     case missing_history:
       return "missing for the cause: the history of this maximum over the steps before";
     case missing_largest:

@@ -202,7 +202,11 @@ std::string job_of(const Verdict& verdict) {
   if (job.on_bad == "skip") return "goes on without the update of step " + step + policy;
   const bool recovers = job.on_bad == "recover" && verdict.rerun.reproduced == false;
   if (recovers) return "goes on with the finite gradients of the re-run" + policy;
-  return "stops" + weights + policy;
+  const bool has_bad_weight = std::ranges::any_of(verdict.origins, [](const Origin& origin) {
+    return origin.cause == Cause::bad_weight || origin.phase == Phase::params_after;
+  });
+  return "stops" + weights + policy +
+         (has_bad_weight ? ": bad ones are among them, so save no checkpoint of them" : "");
 }
 
 std::vector<std::string> notes_of(const Verdict& verdict) {

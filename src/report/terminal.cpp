@@ -116,7 +116,7 @@ std::string tensor_text(const OriginTensor& tensor) {
 std::string cause_text(const Origin& origin) {
   std::string text = title_of(origin);
   if (origin.cause != Cause::unknown) text += " (" + std::string(name_of(origin.cause)) + ")";
-  return text + "; " + certainty_of(origin);
+  return text;
 }
 
 void add_origin(Page& page, const Verdict& verdict, const Origin& origin, std::size_t most_evidence,
@@ -144,16 +144,17 @@ void add_origin(Page& page, const Verdict& verdict, const Origin& origin, std::s
     parameter += (parameter.empty() ? "" : "   ") + tensor_text(*origin.tensor);
   }
   if (!parameter.empty()) page.row("parameter", parameter, indent);
-  const std::vector<std::string> evidence = evidence_of(verdict, origin);
-  for (std::size_t i = 0; i < std::min(most_evidence, evidence.size()); ++i) {
-    page.row(i == 0 ? "evidence" : " ", evidence[i], indent);
-  }
   page.row("owner", owner_of(origin), indent);
   const std::string action = action_of(verdict, origin);
   if (!action.empty()) page.row("action", action, indent);
   if (!origin.bundle.empty()) {
     const std::string folder = run_dir.empty() ? "" : run_dir + "/";
     page.line("replay", "nanlocator replay " + shell_word(folder + origin.bundle), indent);
+  }
+  page.row("certainty", certainty_of(origin), indent);
+  const std::vector<std::string> evidence = evidence_of(verdict, origin);
+  for (std::size_t i = 0; i < std::min(most_evidence, evidence.size()); ++i) {
+    page.row(i == 0 ? "evidence" : " ", evidence[i], indent);
   }
 }
 

@@ -59,6 +59,7 @@ std::string operand_text(const Operand& operand) {
   if (!operand.stats) return text;
   const TensorStats& stats = *operand.stats;
   text += stats.is_finite() ? ", finite" : ", " + bad_text(bad_count(stats));
+  if (stats.has_finite() && stats.absmax == 0) return text + ", all zero";
   if (stats.has_finite()) text += ", |x| <= " + short_number(stats.absmax);
   if (operand.negatives.value_or(0) > 0) text += ", " + counted(*operand.negatives) + " negative";
   if (stats.zeros > 0) text += ", " + counted(stats.zeros) + " zero";
@@ -101,7 +102,7 @@ std::string extent_text(const OriginTensor& tensor) {
   if (parts.empty())
     return tensor.extent->is_block ? "all of it" : "scattered over the whole tensor";
   if (bad == 1) return "";  // the first bad element says it
-  return (tensor.extent->is_block ? "all of " : "scattered over ") + joined(parts, ", ");
+  return (tensor.extent->is_block ? "everything at " : "scattered over ") + joined(parts, ", ");
 }
 
 std::string code_text(const CodeLine& code) {

@@ -265,7 +265,7 @@ bool StepRerun::run_again() {
     const auto control = impl.run(impl.step.run);
     rerun.control_reproduced = locator.is_true_anywhere(control.is_bad);
     if (*rerun.control_reproduced == false) {
-      locator.add_note("The gradients are now those of the re-run, which are finite.");
+      locator.add_note("The gradients in memory are now the finite ones of the re-run.");
     }
   } else if (impl.step.keep_module_calls) {
     std::vector<Birth> births;

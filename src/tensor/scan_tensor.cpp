@@ -7,23 +7,11 @@
 
 #include "nanlocator/error.hpp"
 #include "nanlocator/scan/cpu_scan.hpp"
+#include "tensor/dtypes.hpp"
 #include "tensor/tensor_access.hpp"
 
 namespace nanlocator {
 namespace {
-
-std::string_view complex_name(at::ScalarType type) noexcept {
-  switch (type) {
-    case at::kComplexHalf:
-      return "complex32";
-    case at::kComplexFloat:
-      return "complex64";
-    case at::kComplexDouble:
-      return "complex128";
-    default:
-      return {};
-  }
-}
 
 bool has_pending_operation(const at::Tensor& tensor) {
   return tensor.is_conj() || tensor.is_neg();
@@ -56,9 +44,8 @@ std::optional<DType> scanned_dtype(at::ScalarType type) noexcept {
 }
 
 std::string_view dtype_name(at::ScalarType type) noexcept {
-  if (const auto dtype = scanned_dtype(type)) return name_of(*dtype);
-  if (const auto name = complex_name(type); !name.empty()) return name;
-  return c10::toString(type);
+  const auto name = torch_name(type);
+  return name.empty() ? c10::toString(type) : name;
 }
 
 void refuse(const at::Tensor& tensor, const std::string& what, const char* reason) {

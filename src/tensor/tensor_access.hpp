@@ -14,7 +14,7 @@ namespace nanlocator {
 /// The kernels' element type; empty for integers and floating-point types that they do not know.
 [[nodiscard]] std::optional<DType> scanned_dtype(at::ScalarType type) noexcept;
 
-/// "bfloat16", "complex64"; Torch's own spelling ("Long") for what cannot be scanned.
+/// "bfloat16", "int64"; Torch's own spelling ("QInt8") where a dtype has no Python name.
 [[nodiscard]] std::string_view dtype_name(at::ScalarType type) noexcept;
 
 /// Why the tensor cannot be scanned; nullptr where it can: strided or sparse COO, of floating point

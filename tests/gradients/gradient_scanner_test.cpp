@@ -225,7 +225,7 @@ TEST(GradientScanner, RefusesWhatItCannotScanByNameAndScansNothingOfThatCall) {
                    std::vector{GradientView{0, bad}, GradientView{1, second}});
     });
   };
-  EXPECT_THAT(scan_with(at::zeros({3, 3}, at::kLong)), HasSubstr("parameter 'p1' (Long"));
+  EXPECT_THAT(scan_with(at::zeros({3, 3}, at::kLong)), HasSubstr("parameter 'p1' (int64"));
   EXPECT_THAT(scan_with(at::ones({3, 3}).to_sparse_csr()), HasSubstr("SparseCsr"));
   EXPECT_THAT(scan_with(at::empty({3, 3}, at::TensorOptions().device(at::kMeta))),
               HasSubstr("no memory"));

@@ -126,12 +126,12 @@ def test_a_nan_in_an_unedited_script_stops_it_with_one_verdict(project, launch, 
     assert (status["state"], status["iteration"], status["silent_ranks"]) == ("stopped", 2, [])
     # The whole verdict is printed once; every rank's traceback and torchrun's summary show its headline.
     headline = "NonFiniteGradientError: step 2: NaN in the gradients of rank 1 "
-    assert result.stderr.count("place: ") == 1, result.stderr
+    assert result.stderr.count("  certainty  ") == 1, result.stderr
     assert headline in root_cause(result), result.stderr
     for rank in (0, 1):
         assert f"[rank{rank}]: nanlocator.errors.{headline}" in result.stderr, result.stderr
     recorded = json.loads((tmp_path / "recorded" / "error.json").read_text())
-    assert "place: " in recorded["message"]["message"]
+    assert "  certainty  " in recorded["message"]["message"]
     assert "trained 3 steps" not in result.stdout
     for noise in ("Connection reset", "Connection closed", "has not answered"):
         assert noise not in result.stderr, result.stderr

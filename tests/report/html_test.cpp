@@ -63,7 +63,7 @@ TEST(FormatHtml, TellsTheVerdictWithoutTheScript) {
   EXPECT_THAT(html, HasSubstr("<p>the slope of aten::sqrt of module "));
   EXPECT_THAT(html, HasSubstr("nanlocator replay nanlocator_run/a0/bundles/step1284-backward-rank5-"
                               "q_layernorm</code>"));
-  EXPECT_THAT(html, HasSubstr("place: high"));
+  EXPECT_THAT(html, HasSubstr("place high"));
   EXPECT_THAT(html, HasSubstr("born<small>"));
   EXPECT_THAT(html, HasSubstr("<dt>torch</dt><dd>2.11.0</dd>"));
 }

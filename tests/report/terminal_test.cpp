@@ -52,8 +52,8 @@ TEST(FormatVerdict, TellsStepRankParameterElementAndSpread) {
   EXPECT_THAT(text,
               HasSubstr("  parameter  decoder.layers.3.self_attention.linear_qkv.weight   first "
                         "bad element [17, 3] of [192, 128]; 3 NaN\n"));
-  EXPECT_THAT(text,
-              HasSubstr("  cause      not visible at this level; place: high; cause: open\n"));
+  EXPECT_THAT(text, HasSubstr("  cause      not visible at this level\n"));
+  EXPECT_THAT(text, HasSubstr("  certainty  place high, cause open"));
   EXPECT_THAT(text, HasSubstr("  code       not recorded\n"));
   EXPECT_THAT(text, HasSubstr("  action     arm the operator level\n"));
   EXPECT_THAT(text,

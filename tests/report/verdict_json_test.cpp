@@ -139,7 +139,8 @@ TEST(Verdict, EachFactStandsBesideItsSentence) {
   ASSERT_EQ(origin["evidence"].size(), 2u);
   EXPECT_EQ(origin["facts"][0]["kind"], "rerun_identical");  // in the order in which it is told
   EXPECT_EQ(origin["evidence"][0],
-            "the step was re-run and came out bit-identical (212 gradients): deterministic");
+            "the step was re-run and came out bit-identical (212 gradients): it repeats with the "
+            "same data, weights and random numbers");
 }
 
 TEST(Verdict, EveryArgumentOfAFactSurvives) {

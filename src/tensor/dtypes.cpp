@@ -1,4 +1,4 @@
-#include "replay/dtypes.hpp"
+#include "tensor/dtypes.hpp"
 
 #include <utility>
 
