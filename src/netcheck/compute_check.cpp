@@ -26,8 +26,8 @@
 #include "nanlocator/error.hpp"
 #include "nanlocator/tensor/scan_tensor.hpp"
 #include "netcheck/first_line.hpp"
-#include "tensor/dtypes.hpp"
 #include "replay/settings.hpp"
+#include "tensor/dtypes.hpp"
 
 namespace nanlocator::netcheck {
 namespace {
