@@ -456,7 +456,7 @@ class Trainer:
     ) -> list[StepRecord]:
         """Trains `steps` further iterations.
 
-        `undo`: iterations after which weights, buffers, optimizer and loss scale are put back to what they
+        `undo`: iterations after which weights, buffers, optimizer and loss scale are restored to what they
         were before: many faults can then be planted one after another, each into a healthy model.
 
         Raises MegatronExit, on every rank, where Megatron's rerun state machine ends the training.

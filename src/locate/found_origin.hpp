@@ -1,4 +1,4 @@
-// An origin as the first pass over the step shows it, before the births of a repeat are merged in.
+// An origin as the first pass over the step shows it, before the births of a re-run are merged in.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
-// Two looks at one step become one answer: what its first pass showed, and what its repeat (or the
+// Two scans of one step become one answer: what its first pass showed, and what its re-run (or the
 // same pass, traced) saw being born.
 //
 // A birth is the sharper look and takes the place of what it explains. What it does not explain
-// stays: a second, independent fault, or one that happened once and was gone in the repeat.
+// stays: a second, independent fault, or one that happened once and was gone in the re-run.
 #pragma once
 
 #include <vector>
@@ -12,7 +12,7 @@
 
 namespace nanlocator {
 
-/// Earliest phase first, births before what they do not explain; each with what the repeat says of
+/// Earliest phase first, births before what they do not explain; each with what the re-run says of
 /// it. `rerun` is rerun_of(incident).
 [[nodiscard]] std::vector<Origin> merge_births(const Incident& incident,
                                                std::vector<FoundOrigin> found,

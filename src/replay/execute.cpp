@@ -9,10 +9,10 @@
 #include <mutex>
 #include <set>
 
-#include "tensor/dtypes.hpp"
 #include "replay/settings.hpp"
 #include "replay/storage_ranges.hpp"
 #include "replay/values.hpp"
+#include "tensor/dtypes.hpp"
 #include "tensor/own_work.hpp"
 
 namespace nanlocator {

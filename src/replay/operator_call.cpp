@@ -12,9 +12,9 @@
 
 #include "nanlocator/error.hpp"
 #include "nanlocator/replay/capture.hpp"
-#include "tensor/dtypes.hpp"
 #include "replay/storage_ranges.hpp"
 #include "replay/values.hpp"
+#include "tensor/dtypes.hpp"
 #include "tensor/own_work.hpp"
 
 namespace nanlocator {

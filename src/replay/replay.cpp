@@ -10,11 +10,11 @@
 #include "nanlocator/record/sighting.hpp"
 #include "nanlocator/tensor/scan_tensor.hpp"
 #include "replay/conclusion.hpp"
-#include "tensor/dtypes.hpp"
 #include "replay/execute.hpp"
 #include "replay/first_bad.hpp"
 #include "replay/poison.hpp"
 #include "replay/values.hpp"
+#include "tensor/dtypes.hpp"
 #include "tensor/own_work.hpp"
 #include "tensor/tensor_access.hpp"
 

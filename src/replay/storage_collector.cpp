@@ -4,9 +4,9 @@
 #include <string>
 
 #include "nanlocator/replay/operator_call.hpp"
-#include "tensor/dtypes.hpp"
 #include "replay/storage_ranges.hpp"
 #include "replay/values.hpp"
+#include "tensor/dtypes.hpp"
 #include "tensor/own_work.hpp"
 
 namespace nanlocator {

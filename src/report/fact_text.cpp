@@ -359,7 +359,7 @@ std::string plain_text(const Fact& fact) {
                              "there, between the last transfer and this one";
     case lockstep_ranks:
       return "these tensor-parallel ranks are bad at the same point of the program: they compute "
-             "the same from the same there, or cannot be told apart";
+             "the same from the same there, or cannot be separated";
     case mates_gave_finite:
       return "what " + ranks_text(fact.ranks) + " put into it was finite";
     case mates_unknown:
@@ -372,7 +372,7 @@ std::string plain_text(const Fact& fact) {
              (is_one(fact) ? "its" : "their") +
              " memory, or the last step of the collective there)";
     case every_member_bad:
-      return "every member has it: the members cannot be told apart";
+      return "every member has it: the members cannot be separated";
     case only_owner_keeps_sum:
       return "only the owner of these elements (" + ranks_text(fact.ranks) +
              ") keeps their sum: it and every rank that sent to it are possible";
@@ -420,7 +420,7 @@ std::string plain_text(const Fact& fact) {
              "on this stage remain possible";
     case same_on_tensor_parallel_copies:
       return "it is the same on every tensor-parallel rank of the stage, which hold copies of it: "
-             "they cannot be told apart";
+             "they cannot be separated";
     case embedding_copy_clean:
       return "a bad gradient from the layers would be in the position embeddings of every "
              "tensor-parallel rank, and a copy of those is clean";

@@ -150,7 +150,7 @@ class PageData {
 
   ordered_json ranks() {
     ordered_json rank = ordered_json::array(), state = rank, is_silent = rank, places = rank,
-                 host = rank, device = rank, local = rank, seen = rank, told = rank;
+                 host = rank, device = rank, local = rank, seen = rank, notes = rank;
     for (const PageRank& entry : pictures_.ranks.ranks) {
       rank.push_back(entry.rank);
       state.push_back(static_cast<int>(entry.state));
@@ -164,11 +164,11 @@ class PageData {
       device.push_back(strings_.index_of(device_of(entry, at)));
       local.push_back(at.local_rank);
       seen.push_back(entry.ledger ? static_cast<std::int64_t>(entry.ledger->sightings.size()) : -1);
-      told.push_back(entry.ledger ? notes_of(*entry.ledger) : -1);
+      notes.push_back(entry.ledger ? notes_of(*entry.ledger) : -1);
     }
     return {{"rank", rank},        {"state", state}, {"silent", is_silent},
             {"places", places},    {"host", host},   {"device", device},
-            {"local_rank", local}, {"seen", seen},   {"notes", told}};
+            {"local_rank", local}, {"seen", seen},   {"notes", notes}};
   }
 
   /// Where there are many ranks, "cuda:3" without its UUID, but for the origins'.

@@ -235,8 +235,8 @@ std::string describe(const std::set<int>& ranks) {
          describe_ranks(std::vector<int>(ranks.begin(), ranks.end()));
 }
 
-/// The run that is told: run.json's, else that of most ranks, the later of two by its name (an id
-/// begins with the time).
+/// The run that is reported: run.json's, else that of most ranks, the later of two by its name (an
+/// id begins with the time).
 std::string choose_run(const std::map<std::string, RunSteps>& runs, const std::string& described) {
   if (runs.empty() || runs.contains(described)) return described;
   return std::ranges::max_element(
@@ -291,7 +291,7 @@ class RunReader {
     for (const auto& [run, steps] : runs) {
       if (run == run_id_) continue;
       report_.notes.push_back("the ledgers of " + describe(ranks_of(steps)) + " of the run " + run +
-                              " are left out: told is the run " + run_id_);
+                              " are skipped; reporting run " + run_id_);
     }
   }
   RunReader(const RunReader&) = delete;  // recorded_ writes into the notes of report_
@@ -324,7 +324,7 @@ class RunReader {
       throw UsageError("step " + std::to_string(step) + " has no findings in " + folder_.string() +
                        "; those with findings: " + list_of(known));
     }
-    tell(step);
+    report_step(step);
     if (!wanted) note_a_fuller_step(step);
     if (detail == RunDetail::everything) add_details(report_, folder_);
     tidy(report_.notes);
@@ -348,7 +348,7 @@ class RunReader {
     return {std::move(merged), std::move(verdict)};
   }
 
-  void tell(std::int64_t step) {
+  void report_step(std::int64_t step) {
     auto recorded = recorded_->of_step(step);
     if (recorded && !steps_.empty() && recorded->run_id != run_id_) {
       report_.notes.push_back("the recorded verdict on step " + std::to_string(step) +
@@ -404,14 +404,14 @@ class RunReader {
 
   /// The latest step may be that of a rank that went on alone.
   void note_a_fuller_step(std::int64_t step) {
-    const auto told = steps_.find(step);
-    if (told == steps_.end()) return;
+    const auto reported = steps_.find(step);
+    if (reported == steps_.end()) return;
     for (auto earlier = steps_.rbegin(); earlier != steps_.rend(); ++earlier) {
-      if (earlier->second.size() <= told->second.size()) continue;
+      if (earlier->second.size() <= reported->second.size()) continue;
       report_.notes.push_back("step " + std::to_string(earlier->first) + " has the ledgers of " +
                               describe(earlier->second) + ", step " + std::to_string(step) +
-                              " only of " + describe(told->second) + "; --step " +
-                              std::to_string(earlier->first) + " tells that one");
+                              " only of " + describe(reported->second) + "; --step " +
+                              std::to_string(earlier->first) + " reports that one");
       return;
     }
   }

@@ -38,7 +38,7 @@ VerdictFiles::VerdictFiles(Run run, std::filesystem::path directory, RankCoordin
 
 void VerdictFiles::now_in(Activity activity, std::int64_t iteration) {
   const std::lock_guard lock(mutex_);
-  if (activity == Activity::forward_backward) told_.reset();
+  if (activity == Activity::forward_backward) reported_.reset();
   activity_ = activity;
   iteration_ = iteration;
 }
@@ -55,21 +55,21 @@ void VerdictFiles::write(Verdict& verdict, VerdictScope scope, std::string_view 
     write_verdict(verdict, "verdict.json");
     write_status(verdict, state, summary_of(verdict));
   }
-  told_ = Told{verdict, scope, std::string(state)};
+  reported_ = Reported{verdict, scope, std::string(state)};
 }
 
 void VerdictFiles::take_over(const Verdict& verdict, std::string_view state) {
   const std::lock_guard lock(mutex_);
-  told_ = Told{verdict, VerdictScope::all_ranks, std::string(state)};
+  reported_ = Reported{verdict, VerdictScope::all_ranks, std::string(state)};
 }
 
 void VerdictFiles::write_lost(const std::vector<LostRank>& lost) {
   const std::lock_guard lock(mutex_);
   if (lost == lost_) return;
   lost_ = lost;
-  auto told = told_.value_or(Told{{}, VerdictScope::alone, std::string(kRankLost)});
-  auto& verdict = told.verdict;
-  if (!told_) {
+  auto reported = reported_.value_or(Reported{{}, VerdictScope::alone, std::string(kRankLost)});
+  auto& verdict = reported.verdict;
+  if (!reported_) {
     verdict.run_id = run_.id;
     verdict.iteration = iteration_;
     verdict.status = VerdictStatus::partial;
@@ -81,12 +81,12 @@ void VerdictFiles::write_lost(const std::vector<LostRank>& lost) {
     }
     return;
   }
-  name_lost_ranks(verdict, told.scope);
+  name_lost_ranks(verdict, reported.scope);
   write_ledger();
   write_verdict(verdict, own_verdict_name());
   if (!is_first_living_rank()) return;
   write_verdict(verdict, "verdict.json");
-  write_status(verdict, told.state, summary_of(verdict));
+  write_status(verdict, reported.state, summary_of(verdict));
   std::cerr << "nanlocator: " + describe_all(lost_) + "; see " +
                    (directory_ / "verdict.json").string() + "\n"
             << std::flush;

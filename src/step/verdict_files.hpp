@@ -1,8 +1,9 @@
-// The files by which a run tells how it stands: verdicts and status.json.
+// The files by which a run reports its state: verdicts and status.json.
 //
 // Two threads write them: training with what it has concluded, and the monitor of silent ranks. One
-// lock keeps them apart, and each takes up what the other has told of the same step, so that the
-// file that is there last says both. A disk that cannot be written is a note, never an exception.
+// lock keeps them apart, and each takes up what the other has reported of the same step, so that
+// the file that is there last says both. A disk that cannot be written is a note, never an
+// exception.
 #pragma once
 
 #include <filesystem>
@@ -33,7 +34,8 @@ class VerdictFiles {
   /// Files go to `directory` (output_dir/a{attempt}), which exists.
   VerdictFiles(Run run, std::filesystem::path directory, RankCoordinates coordinates);
 
-  /// Where this rank stands, for what the monitor writes. What was told of another step is over.
+  /// Where this rank stands, for what the monitor writes. What was reported of another step is
+  /// over.
   void now_in(Activity activity, std::int64_t iteration);
 
   /// Training's verdict on the current step, which gets the lost ranks by name and what could not
@@ -51,7 +53,7 @@ class VerdictFiles {
   [[nodiscard]] std::vector<LostRank> lost() const;
 
  private:
-  struct Told {
+  struct Reported {
     Verdict verdict;
     VerdictScope scope;
     std::string state;
@@ -74,7 +76,7 @@ class VerdictFiles {
   Activity activity_ = Activity::training;
   std::int64_t iteration_ = 0;
   std::vector<LostRank> lost_;
-  std::optional<Told> told_;  // of the current step
+  std::optional<Reported> reported_;  // of the current step
 };
 
 }  // namespace nanlocator

@@ -50,12 +50,11 @@ std::string_view dtype_name(at::ScalarType type) noexcept {
 
 void refuse(const at::Tensor& tensor, const std::string& what, const char* reason) {
   std::ostringstream text;
-  text
-      << "Cannot scan " << what << " (" << dtype_name(tensor.scalar_type()) << ", layout "
-      << tensor.layout() << ", on " << tensor.device() << "): " << reason
-      << ". Scanned are float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 and "
-         "complex "
-         "tensors, strided or sparse COO. Leave it out, or hand over a copy in one of these forms.";
+  text << "Cannot scan " << what << " (" << dtype_name(tensor.scalar_type()) << ", layout "
+       << tensor.layout() << ", on " << tensor.device() << "): " << reason
+       << ". Scanned are float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 and "
+          "complex "
+          "tensors, strided or sparse COO. Leave it out, or pass a copy in one of these forms.";
   throw UnsupportedError(text.str());
 }
 

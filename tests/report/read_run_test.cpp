@@ -127,7 +127,7 @@ TEST_F(RunFolder, AStepOfOneRankAloneNamesTheFullerOne) {
   plant_all(7);
   append(ledger_of(1, 8));
   EXPECT_THAT(read().notes, Contains(HasSubstr("step 7 has the ledgers of ranks 0-3, step 8 only "
-                                               "of rank 1; --step 7 tells that one")));
+                                               "of rank 1; --step 7 reports that one")));
 }
 
 TEST_F(RunFolder, WhatIsNoRunIsRefusedAndAHealthyRunIsClean) {

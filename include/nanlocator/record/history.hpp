@@ -53,9 +53,9 @@ struct HistorySummary {
 /// what was in the file before stays readable.
 void append_history(const std::filesystem::path& directory, const History& history);
 
-/// What the history files in `directory` tell of the step `iteration`, by rank; below 0: each
-/// rank's latest. Where a step was told twice, the later counts. `rank`: of this one alone. A line
-/// that cannot be read is skipped and noted, as is a file; a history that was cut off has the
+/// What the history files in `directory` hold of the step `iteration`, by rank; below 0: each
+/// rank's latest. Where a step was written twice, the later counts. `rank`: of this one alone. A
+/// line that cannot be read is skipped and noted, as is a file; a history that was cut off has the
 /// parameters before the cut. Throws IoError where the directory cannot be read.
 [[nodiscard]] std::vector<History> read_histories(const std::filesystem::path& directory,
                                                   std::int64_t iteration,

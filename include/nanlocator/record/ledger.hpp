@@ -1,8 +1,8 @@
 // What one rank saw in one step, in execution order; and its file ledger_*.jsonl.
 //
 // A ledger is written only when something bad was seen on some rank. Line 1 is the header, then one
-// line per record, and a last line {"record": "end"} that tells a whole ledger from a cut-off one.
-// A file holds one ledger after another, one per incident. See docs/formats.md.
+// line per record, and a last line {"record": "end"} that tells a complete ledger from a truncated
+// one. A file holds one ledger after another, one per incident. See docs/formats.md.
 #pragma once
 
 #include <cstdint>
@@ -61,18 +61,18 @@ struct ParameterRecord {
   friend bool operator==(const ParameterRecord&, const ParameterRecord&) = default;
 };
 
-/// How the repeat of the bad step went, as far as this rank saw it.
+/// How the re-run of the bad step went, as far as this rank saw it.
 struct Rerun {
-  /// Bad again on any rank; empty where the repeat did not come to its end.
+  /// Bad again on any rank; empty where the re-run did not complete.
   std::optional<bool> reproduced;
-  /// Of a second repeat without the trace, where the first was clean: bad again on any rank.
+  /// Of a second re-run without the trace, where the first was clean: bad again on any rank.
   std::optional<bool> control_reproduced;
   std::int64_t gradients = 0;  // of this rank that both passes made
   std::int64_t changed = 0;    // of these, with other bits in the second pass
   /// Ids of parameters of this rank whose local gradients (before the data-parallel collective)
-  /// were bad in the repeat.
+  /// were bad in the re-run.
   std::vector<std::int64_t> bad_parameters;
-  /// State that the first pass moved and that could not be put back.
+  /// State that the first pass moved and that could not be restored.
   std::vector<std::string> not_restored;
   friend bool operator==(const Rerun&, const Rerun&) = default;
 };
@@ -88,8 +88,8 @@ struct Ledger {
   std::vector<Coverage> coverage;   // at most one per phase
   std::vector<CrossingCoverage> crossings;  // level boundaries
   std::vector<Microbatch> microbatches;     // that this rank drew in the step
-  std::vector<Birth> births;   // in execution order; of the repeat, where one was traced
-  std::optional<Rerun> rerun;  // empty: the step was not repeated
+  std::vector<Birth> births;   // in execution order; of the re-run, where one was traced
+  std::optional<Rerun> rerun;  // empty: the step was not re-run
   /// This rank's parameters in the order in which backward finished their gradients (observed), or
   /// in reverse registration order where it was not observed.
   std::vector<ParameterRecord> backward_order;

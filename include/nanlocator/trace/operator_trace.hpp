@@ -1,4 +1,4 @@
-// Sees every dispatched operator of forward and backward, on all threads, and tells where NaN or
+// Sees every dispatched operator of forward and backward, on all threads, and reports where NaN or
 // Inf was born.
 //
 //     nanlocator::OperatorTrace trace;
@@ -38,7 +38,7 @@ struct TraceOptions {
   bool keep_calls = true;
   /// Host and device memory that kept calls may hold; later births are kept without their call.
   std::uint64_t kept_bytes = std::uint64_t{4} << 30;
-  /// Tells the lines of the program that births come from. Null in C++ programs: births have none.
+  /// Gives the lines of the program that births come from. Null in C++ programs: births have none.
   std::shared_ptr<ProgramCode> program_code;
   int threads = 1;  // for scans in host memory
 };

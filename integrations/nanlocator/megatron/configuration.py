@@ -29,7 +29,7 @@ def check_call(chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> N
     for index, chunk in enumerate(chunks):
         if not hasattr(chunk, "bucket_groups"):
             raise _C.UsageError(
-                f"model chunk {index} is a {type(chunk).__name__} without gradient buckets; hand over the "
+                f"model chunk {index} is a {type(chunk).__name__} without gradient buckets; pass the "
                 "chunks wrapped in megatron.core.distributed.DistributedDataParallel"
             )
 
@@ -49,7 +49,7 @@ def not_covered(
         or parallel_state.get_pipeline_model_parallel_world_size() > 1
     )
     cases = {
-        "operator, module and microbatch of a fault: level grads without a repeat sees gradients only": (
+        "operator, module and microbatch of a fault: level grads without a re-run sees gradients only": (
             options.level == "grads" and options.rerun == "never"
         ),
         "the rank within a data-parallel replica of a fault that happens once: that needs level boundaries": (
@@ -57,7 +57,7 @@ def not_covered(
         ),
         f"Megatron-Core {megatron.core.__version__} is not the tested {TESTED_MEGATRON}: "
         "hooks may sit in the wrong place": megatron.core.__version__ != TESTED_MEGATRON,
-        "operators inside TransformerEngine's kernels (told as born inside their module)": (
+        "operators inside TransformerEngine's kernels (reported as born inside their module)": (
             "transformer_engine" in modules
         ),
         "operators inside functions that Megatron compiles (bias_activation_fusion, bias_dropout_fusion)": (

@@ -1,4 +1,4 @@
-"""What a forward-backward of Megatron-Core moves besides gradients, and its repeat must find as it was.
+"""What a forward-backward of Megatron-Core moves besides gradients, and its re-run must find as it was.
 
 Sources (Megatron-Core 0.16.1): tensor_parallel/random.py, transformer/moe/moe_utils.py,
 transformer/multi_token_prediction.py, optimizer/grad_scaler.py, rerun_state_machine.py. Torch's default
@@ -85,7 +85,7 @@ _MACHINE_FIELDS = (
 
 
 class RerunMachine:
-    """Megatron's rerun state machine: told apart from our repeat, and kept out of it.
+    """Megatron's rerun state machine: kept apart from our re-run, and out of it.
 
     Disabled, its ``validate_result`` raises on the one rank that saw the NaN, in mid-pass. Enabled, it
     notes what it saw and repeats the pass when forward-backward has returned, then may end the job.
@@ -98,7 +98,7 @@ class RerunMachine:
         self._max_values = dict(machine.max_values)
 
     def restore(self) -> None:
-        pass  # muted in the repeat, it moves nothing
+        pass  # muted in the re-run, it moves nothing
 
     def forget(self) -> None:
         """What it saw in a pass whose result is not used: it will not ask for a re-run."""

@@ -48,12 +48,12 @@ class StepData:
     def describe(self) -> list[tuple[int, int | None, list[str]]]:
         """Of each microbatch: number, chunk (None with one iterator) and a line per tensor."""
         recorders = self.recording if isinstance(self.recording, list) else [self.recording]
-        told: set[int] = set()
+        seen: set[int] = set()
         lines = []
         for chunk, recorder in enumerate(recorders):
-            if recorder is None or id(recorder) in told:
+            if recorder is None or id(recorder) in seen:
                 continue
-            told.add(id(recorder))
+            seen.add(id(recorder))
             for number, batch in enumerate(recorder.batches):
                 of_chunk = chunk if isinstance(self.recording, list) else None
                 lines.append((number, of_chunk, [_line(name, t) for name, t in named_tensors(batch.item)]))
