@@ -180,8 +180,8 @@ TEST_F(RunFolder, OfSeveralRunsTheOneOfMostRanksIsTold) {
   const RunReport report = read();
   EXPECT_EQ(report.verdict.run_id, "monday");
   EXPECT_THAT(report.notes,
-              ElementsAre("the ledgers of rank 0 of the run tuesday are left out: told "
-                          "is the run monday"));
+              ElementsAre("the ledgers of rank 0 of the run tuesday are skipped; reporting run "
+                          "monday"));
 }
 
 TEST_F(RunFolder, ALedgerThatContradictsTheRestIsLeftOut) {
