@@ -267,7 +267,6 @@ std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) 
     left.push_back(Suspect::upstream);
   }
   if (origin.detail == Detail::custom_code) left.push_back(Suspect::mathematics);
-  if (origin.action == Action::compare_peers) left.push_back(Suspect::collective);
   if (origin.cause == Cause::unknown && in<Phase::grad_local>(origin) &&
       has<FactKind::gradient_bad>(origin)) {
     left = {Suspect::kernel, Suspect::memory, Suspect::hook};

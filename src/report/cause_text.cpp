@@ -62,7 +62,7 @@ std::string title_of(Cause cause) {
     case Cause::memory_corruption:
       return "memory that changed though nobody wrote to it";
     case Cause::not_reproduced:
-      return "gone in the re-run";
+      return "transient: gone in the re-run";
     case Cause::collective_result:
       return "collective that returns bad values for finite ones";
     case Cause::collective_sum:
@@ -272,6 +272,9 @@ std::string certainty_of(const Origin& origin) {
 }
 
 std::string owner_of(const Origin& origin) {
+  if (origin.action == Action::compare_peers) {
+    return "model author if the tensor-parallel peers have the zero, too; else cluster operator";
+  }
   return name_of_owner(origin.owner);
 }
 

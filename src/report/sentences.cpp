@@ -36,6 +36,12 @@ std::string short_list(const std::vector<int>& ranks) {
   return text.substr(0, text.rfind(',', kMostRankColumns)) + ", ...";
 }
 
+/// Bad before any code of the step ran: what the step does with it is no cause.
+bool was_there_before(const Origin& origin) {
+  return origin.cause == Cause::bad_weight || origin.cause == Cause::bad_buffer ||
+         origin.cause == Cause::bad_input;
+}
+
 }  // namespace
 
 std::string who_of(const Origin& origin) {
@@ -119,7 +125,8 @@ std::string headline_of(const Verdict& verdict) {
 }
 
 std::string code_of(const Origin& origin) {
-  return origin.code ? code_text(*origin.code) : "not recorded";
+  if (!origin.code) return "not recorded";
+  return (was_there_before(origin) ? "read first, not the cause: " : "") + code_text(*origin.code);
 }
 
 Facts ordered_facts(const Origin& origin) {
@@ -131,7 +138,11 @@ Facts ordered_facts(const Origin& origin) {
 std::vector<std::string> evidence_of(const Verdict&, const Origin& origin) {
   std::vector<std::string> sentences;
   for (const Fact& fact : ordered_facts(origin)) {
-    if (fact.kind != FactKind::stated_action) sentences.push_back(fact_text(fact));
+    if (fact.kind == FactKind::stated_action) continue;
+    sentences.push_back(fact_text(fact));
+    if (fact.kind == FactKind::rerun_identical && was_there_before(origin)) {
+      sentences.back() += ", as what was bad before the step must";
+    }
   }
   return sentences;
 }

@@ -143,6 +143,10 @@ void add_origin(Page& page, const Verdict& verdict, const Origin& origin, std::s
   if (origin.tensor && !is_computed) {
     parameter += (parameter.empty() ? "" : "   ") + tensor_text(*origin.tensor);
   }
+  // What an operator made is no fault of the parameter whose gradient it reached first.
+  const bool is_consequence =
+      is_computed && !parameter.empty() && origin.direction == Direction::backward;
+  if (is_consequence) parameter += " (the first gradient that it reached)";
   if (!parameter.empty()) page.row("parameter", parameter, indent);
   page.row("owner", owner_of(origin), indent);
   const std::string action = action_of(verdict, origin);
