@@ -1,13 +1,11 @@
 #include "nanlocator/record/birth.hpp"
 
-#include <array>
-#include <cstddef>
-#include <utility>
+#include "files/names.hpp"
 
 namespace nanlocator {
 namespace {
 
-constexpr std::array<std::pair<BirthKind, std::string_view>, 11> kBirthKindNames = {{
+constexpr Names<BirthKind, 11> kBirthKindNames = {{
     {BirthKind::nan, "nan"},
     {BirthKind::nan_from_inf, "nan_from_inf"},
     {BirthKind::inf, "inf"},
@@ -21,7 +19,7 @@ constexpr std::array<std::pair<BirthKind, std::string_view>, 11> kBirthKindNames
     {BirthKind::collective, "collective"},
 }};
 
-constexpr std::array<std::pair<ReplayConclusion, std::string_view>, 6> kConclusionNames = {{
+constexpr Names<ReplayConclusion, 6> kConclusionNames = {{
     {ReplayConclusion::deterministic_overflow, "deterministic_overflow"},
     {ReplayConclusion::deterministic_undefined, "deterministic_undefined"},
     {ReplayConclusion::deterministic_custom, "deterministic_custom"},
@@ -30,35 +28,18 @@ constexpr std::array<std::pair<ReplayConclusion, std::string_view>, 6> kConclusi
     {ReplayConclusion::not_replayed, "not_replayed"},
 }};
 
-constexpr std::array<std::pair<ReachedKind, std::string_view>, 4> kReachedNames = {{
+constexpr Names<ReachedKind, 4> kReachedNames = {{
     {ReachedKind::loss, "loss"},
     {ReachedKind::other_ranks, "other_ranks"},
     {ReachedKind::parameter, "parameter"},
     {ReachedKind::module, "module"},
 }};
 
-constexpr std::array<std::pair<LastSeen, std::string_view>, 3> kLastSeenNames = {{
+constexpr Names<LastSeen, 3> kLastSeenNames = {{
     {LastSeen::unknown, "unknown"},
     {LastSeen::allocated, "allocated"},
     {LastSeen::finite, "finite"},
 }};
-
-template <typename Names, typename Value>
-std::string_view name_in(const Names& names, Value value) noexcept {
-  for (const auto& [candidate, name] : names) {
-    if (candidate == value) return name;
-  }
-  return "unknown";
-}
-
-template <typename Value, std::size_t size>
-std::optional<Value> value_in(const std::array<std::pair<Value, std::string_view>, size>& names,
-                              std::string_view name) noexcept {
-  for (const auto& [value, candidate] : names) {
-    if (candidate == name) return value;
-  }
-  return std::nullopt;
-}
 
 }  // namespace
 

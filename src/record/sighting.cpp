@@ -1,12 +1,11 @@
 #include "nanlocator/record/sighting.hpp"
 
-#include <array>
-#include <utility>
+#include "files/names.hpp"
 
 namespace nanlocator {
 namespace {
 
-constexpr std::array<std::pair<Phase, std::string_view>, 8> kPhaseNames = {{
+constexpr Names<Phase, 8> kPhaseNames = {{
     {Phase::params_before, "params_before"},
     {Phase::forward, "forward"},
     {Phase::loss, "loss"},
@@ -20,17 +19,11 @@ constexpr std::array<std::pair<Phase, std::string_view>, 8> kPhaseNames = {{
 }  // namespace
 
 std::string_view name_of(Phase phase) noexcept {
-  for (const auto& [candidate, name] : kPhaseNames) {
-    if (candidate == phase) return name;
-  }
-  return "unknown";
+  return name_in(kPhaseNames, phase);
 }
 
 std::optional<Phase> phase_from_name(std::string_view name) noexcept {
-  for (const auto& [phase, candidate] : kPhaseNames) {
-    if (candidate == name) return phase;
-  }
-  return std::nullopt;
+  return value_in(kPhaseNames, name);
 }
 
 std::vector<std::int64_t> unravel_index(std::int64_t flat, const std::vector<std::int64_t>& shape) {

@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "files/printable.hpp"
+#include "files/text.hpp"
 #include "nanlocator/record/sighting.hpp"
 #include "nanlocator/replay/replay.hpp"
 #include "record/record_json.hpp"
@@ -37,14 +38,6 @@ Json outputs_to_json(const std::vector<ReplayedOutput>& outputs) {
   return json;
 }
 
-std::string index_text(const std::vector<std::int64_t>& index) {
-  std::string text = "[";
-  for (std::size_t i = 0; i < index.size(); ++i) {
-    text += (i == 0 ? "" : ", ") + std::to_string(index[i]);
-  }
-  return text + "]";
-}
-
 std::string number_text(double value, const char* format) {
   std::array<char, 40> text{};
   std::snprintf(text.data(), text.size(), format, value);
@@ -60,7 +53,7 @@ Row row_of(const std::string& run, const ReplayedOutput& output) {
           output.dtype,
           std::to_string(stats.nan),
           std::to_string(stats.pos_inf + stats.neg_inf),
-          stats.first_bad < 0 ? "-" : index_text(unravel_index(stats.first_bad, output.shape)),
+          stats.first_bad < 0 ? "-" : describe_shape(unravel_index(stats.first_bad, output.shape)),
           number_text(stats.absmax, "%.4g"),
           !output.equals_recorded   ? "-"
           : *output.equals_recorded ? "yes"
@@ -161,7 +154,7 @@ std::string format_replay(const ReplayReport& report, const ReplayTextStyle& sty
   }
   std::string text = bold(printable(report.op)) + "\n\n" + table(rows) + '\n';
   for (const auto& input : report.inputs_at_first_bad) {
-    text += "  " + printable(input.name) + index_text(input.index) + " = " +
+    text += "  " + printable(input.name) + describe_shape(input.index) + " = " +
             number_text(input.value, "%.9g") + " (" + input.dtype + ")\n";
   }
   if (!report.inputs_at_first_bad.empty()) text += '\n';
