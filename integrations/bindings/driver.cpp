@@ -22,6 +22,8 @@ namespace nanlocator {
 namespace {
 
 using Named = std::vector<std::pair<std::string, at::Tensor>>;
+using OptimizerTensors =
+    std::vector<std::tuple<std::int64_t, std::string, at::Tensor, std::int64_t>>;
 using Views = std::pair<std::vector<std::int64_t>, std::vector<at::Tensor>>;
 using Microbatches = std::vector<std::tuple<int, std::optional<int>, std::vector<std::string>>>;
 using Scale = std::optional<std::tuple<double, bool, bool>>;
@@ -113,6 +115,14 @@ StepAdapter adapter_of(const py::object& from) {
   StepAdapter step;
   step.gradients = [f = Function(from.attr("gradients"))] { return views_of(f.call<Views>()); };
   step.weights = [f = Function(from.attr("weights"))] { return views_of(f.call<Views>()); };
+  step.optimizer_state =
+      [f = Function(from.attr("optimizer_state"))](const std::vector<std::int64_t>& ids) {
+        std::vector<OptimizerTensor> tensors;
+        for (auto& [id, name, tensor, offset] : f.call<OptimizerTensors>(ids)) {
+          tensors.push_back({id, name, tensor, offset});
+        }
+        return tensors;
+      };
   step.gradient_phase = phase_of(from.attr("gradient_phase").cast<std::string>());
   step.parameters = named_tensors(from.attr("parameters").cast<Named>());
   step.buffers = named_tensors(from.attr("buffers").cast<Named>());

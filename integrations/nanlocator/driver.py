@@ -15,12 +15,15 @@ import torch
 
 from nanlocator import _C
 from nanlocator.module_calls import KeptModuleCalls
-from nanlocator.modules import ModuleHooks
+from nanlocator.modules import ModuleHooks, local_part
 from nanlocator.rerun import GeneratorStates
 from nanlocator.session import RankConnection, raise_for
 
 Views = tuple[list[int], list[torch.Tensor]]  # parameter ids, tensors
 Named = list[tuple[str, torch.Tensor]]
+OptimizerTensors = list[
+    tuple[int, str, torch.Tensor, int]
+]  # id, name, tensor, its first element in the parameter
 LossScale = tuple[float, bool, bool]  # scale, falls on overflow, is in the gradients
 
 
@@ -46,6 +49,10 @@ class Adapter:
 
     def weights(self) -> Views:
         raise NotImplementedError
+
+    def optimizer_state(self, ids: list[int]) -> OptimizerTensors:
+        """What the optimizer keeps of these parameters (moments, its own copy of the weight)."""
+        return []
 
     def model_tensors(self) -> tuple[Named, Named]:
         """Parameters, and buffers with what modules hold as plain attributes, as they are now."""
@@ -195,3 +202,13 @@ def _remove_all(*lists: list[ModuleHooks]) -> None:
     for hooks in lists:
         while hooks:
             hooks.pop().remove()
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Named:
+    """What ``optimizer`` keeps per element of ``parameter``: "exp_avg", "momentum_buffer"."""
+    state = optimizer.state.get(parameter, {})
+    return [
+        (name, local_part(value))
+        for name, value in state.items()
+        if name != "step" and isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    ]

@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from nanlocator import _C
-from nanlocator.driver import Adapter, Driver, Named, Pass, Views
+from nanlocator.driver import Adapter, Driver, Named, OptimizerTensors, Pass, Views, state_tensors
 from nanlocator.modules import ModuleHooks, local_part, tensor_attributes
 from nanlocator.rerun import ScalerState
 from nanlocator.session import RankConnection, device_description, dtype_name, is_distributed
@@ -59,6 +59,13 @@ class PlainAdapter(Adapter):
 
     def weights(self) -> Views:
         return list(range(len(self.tensors))), [local_part(p) for p in self.tensors]
+
+    def optimizer_state(self, ids: list[int]) -> OptimizerTensors:
+        return [
+            (i, name, tensor, 0)
+            for i in ids
+            for name, tensor in state_tensors(self._optimizer, self.tensors[i])
+        ]
 
     def model_tensors(self) -> tuple[Named, Named]:
         state = [*self._model.named_buffers(), *tensor_attributes(self._model)]

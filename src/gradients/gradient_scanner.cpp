@@ -419,6 +419,22 @@ GradientScanner::Collected GradientScanner::collect(std::int64_t iteration) {
   return collected;
 }
 
+std::vector<std::int64_t> GradientScanner::bad_parameters(Phase phase) {
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unobserved(false);
+  const auto stats = impl_->read();
+  std::vector<std::int64_t> bad;
+  for (const auto& [scanned, group] : impl_->in_order()) {
+    if (scanned != phase) continue;
+    for (const auto& entry : group->entries) {
+      const auto slot = group->batches.at(entry.device).first_slot + entry.place;
+      if (stats.at(entry.device)[slot].is_finite()) continue;
+      if (std::ranges::find(bad, entry.parameter) == bad.end()) bad.push_back(entry.parameter);
+    }
+  }
+  return bad;
+}
+
 std::vector<GradientScanner::Scanned> GradientScanner::scanned_gradients() {
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard unobserved(false);

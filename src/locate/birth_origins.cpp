@@ -99,6 +99,15 @@ bool is_empty_loss(const Birth& birth) {
   return is_quotient || detail_of(birth) == Detail::mean_of_nothing;
 }
 
+/// The autograd Function in whose own code it was born, by its class, or the custom operator, by
+/// its dispatcher's name, which has a namespace. Compiled regions have none.
+std::string custom_code_of(const Birth& birth) {
+  if (!birth.custom_function.empty()) return birth.custom_function;
+  const bool is_in_custom_operator =
+      birth.inside.find("::") != std::string::npos && birth.inside != birth.sighting.op;
+  return is_in_custom_operator && !birth.is_custom_operator ? birth.inside : "";
+}
+
 Cause cause_of_optimizer_birth(const Birth& birth) {
   // What was bad before the update began is what the optimizer keeps: its moments.
   const bool was_there = birth.kind == BirthKind::data || birth.kind == BirthKind::buffer;
@@ -307,7 +316,7 @@ Origin origin_of(const Root& root) {
   origin.tensor = tensor_of(place);
   origin.bundle = birth.bundle;
   origin.forward_op = birth.forward_op;
-  origin.custom_function = birth.custom_function;
+  origin.custom_function = custom_code_of(birth);
   origin.code = birth.code;
   if (origin.tensor) origin.tensor->extent = birth.extent;
   origin.cause = is_of_loss_scale(root) ? Cause::loss_scale : cause_of(birth);
@@ -410,6 +419,30 @@ void describe_microbatches(BornOrigin& born) {
                                .count = static_cast<std::int64_t>(born.microbatches.size())});
 }
 
+bool is_same_call(const Birth& birth, const Origin& origin) {
+  const Sighting& place = birth.sighting;
+  return place.op == origin.op && place.module == origin.module && place.phase == origin.phase;
+}
+
+/// The tensor-parallel peers execute the same calls on the same tensor or on other parts of it.
+void add_peers(const Incident& incident, Origin& origin) {
+  if (origin.op.empty() || !has_fact(origin.facts, FactKind::made_from_finite)) return;
+  const Place* const own = incident.place_of(origin.candidates.front());
+  if (own == nullptr) return;
+  Fact finite{.kind = FactKind::peers_finite, .module = origin.module, .op = origin.op};
+  for (const Place& place : incident.places()) {
+    const bool is_peer = place.pp == own->pp && place.dp == own->dp && place.cp == own->cp &&
+                         std::ranges::count(origin.candidates, place.rank) == 0;
+    if (!is_peer || place.evidence == nullptr) continue;
+    const Ledger& ledger = place.evidence->ledger();
+    const bool was_traced = ledger.is_complete && ledger.rerun && ledger.rerun->reproduced;
+    const bool has_it = std::ranges::any_of(
+        ledger.births, [&](const Birth& birth) { return is_same_call(birth, origin); });
+    if (was_traced && !has_it) finite.peers.push_back(place.rank);
+  }
+  if (!finite.peers.empty()) origin.facts.push_back(std::move(finite));
+}
+
 }  // namespace
 
 std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_crossings) {
@@ -444,6 +477,7 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
   for (BornOrigin& each : born) {
     describe_microbatches(each);
     Origin& origin = each.origin;
+    add_peers(incident, origin);
     if (origin.candidates.size() < 2) continue;
     origin.facts.push_back({.kind = FactKind::same_on_ranks, .ranks = origin.candidates});
   }

@@ -48,6 +48,13 @@ bool is_in_custom_function(const Origin& origin) {
   return !origin.custom_function.empty();
 }
 
+/// A weight that the update before left finite. The cast of the optimizer's own copy to the model's
+/// dtype may make Inf, but no NaN.
+bool was_damaged_later(const Origin& origin) {
+  return has<FactKind::copies_clean, FactKind::finite_after_update>(origin) ||
+         (has<FactKind::optimizer_copy_finite>(origin) && origin.tensor && origin.tensor->nan > 0);
+}
+
 bool has_bundle(const Origin& origin) {
   return !origin.bundle.empty();
 }
@@ -63,7 +70,8 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        Confidence::high,
        false,
        {checkpoint, last_update},
-       {{restore_copy, has<F::copies_clean>},
+       {{restore_copy, was_damaged_later},
+        {reset_optimizer_state, has<F::optimizer_state_bad>},
         {check_owner_of_shard, has<F::owner_is_left>},
         {check_checkpoint, always}}},
       {Cause::bad_buffer,
@@ -240,8 +248,8 @@ Owner owner_of(const Origin& origin, const CauseRow& row) {
       return Owner::framework;  // what fails again with the same values is no machine
     case Action::correct_custom_code:
       return origin.code ? Owner::model_author : Owner::vendor;
-    case Action::restore_copy:
-      return Owner::cluster_operator;  // one copy alone was damaged
+    case Action::restore_copy:  // where it is one copy of several, no code did it
+      return has<FactKind::copies_clean>(origin) ? Owner::cluster_operator : Owner::unknown;
     case Action::find_race:
       return Owner::framework;
     case Action::compare_peers:
@@ -255,8 +263,12 @@ Owner owner_of(const Origin& origin, const CauseRow& row) {
 std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) {
   std::vector<Suspect> left = row.suspects;
   const auto drop = [&](auto... suspects) { (std::erase(left, suspects), ...); };
-  if (origin.cause == Cause::bad_weight && has<FactKind::copies_clean>(origin)) {
-    return {Suspect::memory, Suspect::link};
+  if (origin.cause == Cause::bad_weight && was_damaged_later(origin)) {
+    if (has<FactKind::copies_clean>(origin)) return {Suspect::memory, Suspect::link};
+    return {Suspect::memory, Suspect::writer};
+  }
+  if (origin.cause == Cause::bad_weight && has<FactKind::optimizer_state_bad>(origin)) {
+    return {Suspect::last_update, Suspect::checkpoint};
   }
   if (origin.cause == Cause::bad_weight && has<FactKind::owner_is_left>(origin)) {
     return {Suspect::memory, Suspect::last_update, Suspect::checkpoint};

@@ -8,6 +8,7 @@
 #include <string_view>
 #include <utility>
 
+#include "locate/bad_weights.hpp"
 #include "locate/birth_origins.hpp"
 #include "locate/boundary_origins.hpp"
 #include "locate/divergence.hpp"
@@ -16,13 +17,13 @@
 #include "locate/merge_births.hpp"
 #include "locate/reduction_rules.hpp"
 #include "locate/step_rules.hpp"
-#include "locate/weight_copies.hpp"
 #include "nanlocator/locate/cause_table.hpp"
 
 namespace nanlocator {
 namespace {
 
 constexpr std::size_t kMostOrigins = 256;
+constexpr std::size_t kMostMentioned = 64;
 constexpr std::size_t kMostNotes = 32;
 
 constexpr std::array kParameterPhases = {Phase::params_before, Phase::grad_local,
@@ -53,7 +54,7 @@ class Locator {
     }
     merge_with_births();
     judge_divergence(incident, verdict_.origins);
-    judge_copies(findings_, verdict_.origins);
+    judge_bad_weights(findings_, verdict_.origins);
     for (Origin& origin : verdict_.origins) complete(origin);
     describe_job();
     describe_spread();
@@ -165,7 +166,25 @@ class Locator {
     for (const RankEvidence& rank : ranks) {
       layout.ranks_per_host = std::max(layout.ranks_per_host, rank.coordinates().local_rank + 1);
     }
+    for (const int rank : mentioned_ranks()) {
+      const RankEvidence* const evidence = findings_.incident().find(rank);
+      if (evidence != nullptr && layout.mentioned.size() < kMostMentioned) {
+        layout.mentioned.push_back(evidence->coordinates());
+      }
+    }
     verdict_.layout = std::move(layout);
+  }
+
+  std::set<int> mentioned_ranks() const {
+    std::set<int> ranks;
+    for (const Origin& origin : verdict_.origins) {
+      ranks.insert(origin.candidates.begin(), origin.candidates.end());
+      for (const Fact& fact : origin.facts) {
+        ranks.insert(fact.ranks.begin(), fact.ranks.end());
+        ranks.insert(fact.peers.begin(), fact.peers.end());
+      }
+    }
+    return ranks;
   }
 
   void add_fact(Fact fact) { verdict_.facts.push_back(std::move(fact)); }

@@ -44,16 +44,21 @@ std::string RankCoordinates::file_suffix() const {
   return suffix;
 }
 
-std::string RankCoordinates::describe() const {
-  std::string place;
+std::string RankCoordinates::describe_axes() const {
+  std::string axes;
   const auto add_axis = [&](const char* name, const AxisCoordinate& axis) {
-    if (axis.size > 1) append_item(place, name + std::to_string(axis.rank), " ");
+    if (axis.size > 1) append_item(axes, name + std::to_string(axis.rank), " ");
   };
   add_axis("tp", tp);
   add_axis("pp", pp);
   add_axis("dp", dp);
   add_axis("cp", cp);
   add_axis("ep", ep);
+  return axes;
+}
+
+std::string RankCoordinates::describe() const {
+  std::string place = describe_axes();
   if (!host.empty()) append_item(place, "host " + host);
   if (!device.empty()) append_item(place, device);
   const std::string name = "rank " + std::to_string(rank);

@@ -69,6 +69,7 @@ ordered_json operand_to_json(const Operand& operand) {
   json[keys::kShape] = operand.shape;
   json[keys::kStats] = operand.stats ? stats_to_json(*operand.stats) : ordered_json(nullptr);
   json[keys::kNegatives] = value_or_null(operand.negatives);
+  json[keys::kIgnored] = value_or_null(operand.ignored);
   json[keys::kNumber] = number_or_null(operand.number);
   json[keys::kAtFirstBad] = number_or_null(operand.at_first_bad);
   return json;
@@ -84,6 +85,7 @@ Operand operand_from_json(const JsonObject& object) {
     operand.stats = stats_from_json(object.object(keys::kStats));
   }
   operand.negatives = object.optional_integer(keys::kNegatives, 0);
+  if (object.has(keys::kIgnored)) operand.ignored = object.optional_integer(keys::kIgnored, 0);
   operand.number = optional_number(object, keys::kNumber);
   operand.at_first_bad = optional_number(object, keys::kAtFirstBad);
   return operand;

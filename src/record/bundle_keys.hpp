@@ -35,6 +35,7 @@ inline constexpr const char* kLine = "line";
 inline constexpr const char* kFunction = "function";
 inline constexpr const char* kElement = "element";
 inline constexpr const char* kNegatives = "negatives";
+inline constexpr const char* kIgnored = "ignored";
 inline constexpr const char* kAtFirstBad = "at_first_bad";
 inline constexpr const char* kDimensions = "dimensions";
 inline constexpr const char* kIsBlock = "is_block";

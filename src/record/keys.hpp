@@ -15,6 +15,7 @@ inline constexpr const char* kRecordCoverage = "coverage";
 inline constexpr const char* kRecordSighting = "sighting";
 inline constexpr const char* kRecordCrossings = "crossings";
 inline constexpr const char* kRecordMicrobatch = "microbatch";
+inline constexpr const char* kRecordOptimizerState = "optimizer_state";
 inline constexpr const char* kRecordBirth = "birth";
 inline constexpr const char* kRecordRerun = "rerun";
 inline constexpr const char* kRecordHistory = "history";
@@ -36,6 +37,7 @@ inline constexpr const char* kGradientNorm = "gradient_norm";
 inline constexpr const char* kLossScale = "loss_scale";
 inline constexpr const char* kAbsmax = "absmax";
 inline constexpr const char* kAbsmaxParameter = "absmax_parameter";
+inline constexpr const char* kWeightsFiniteAfter = "weights_finite_after";
 
 // Parameters, coverage, notes, the end.
 inline constexpr const char* kId = "id";

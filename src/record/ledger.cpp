@@ -44,6 +44,7 @@ ordered_json header_to_json(const Ledger& ledger) {
   json[keys::kLossScale] = number_or_null(ledger.loss_scale);
   json[keys::kAbsmax] = number_or_null(ledger.absmax);
   json[keys::kAbsmaxParameter] = text_or_null(ledger.absmax_parameter);
+  json[keys::kWeightsFiniteAfter] = value_or_null(ledger.weights_finite_after);
   return json;
 }
 
@@ -93,6 +94,15 @@ ordered_json record_to_json(const Sighting& sighting) {
   ordered_json json;
   json[keys::kRecord] = keys::kRecordSighting;
   json.update(sighting_to_json(sighting));
+  return json;
+}
+
+ordered_json record_to_json(const OptimizerState& state) {
+  ordered_json json;
+  json[keys::kRecord] = keys::kRecordOptimizerState;
+  json[keys::kId] = state.parameter;
+  json[keys::kName] = state.name;
+  json[keys::kStats] = stats_to_json(state.stats);
   return json;
 }
 
@@ -152,6 +162,9 @@ Ledger header_from_json(const JsonObject& object) {
   ledger.loss_scale = optional_number(object, keys::kLossScale);
   ledger.absmax = optional_number(object, keys::kAbsmax);
   ledger.absmax_parameter = text_or_empty(object, keys::kAbsmaxParameter);
+  if (object.has(keys::kWeightsFiniteAfter)) {
+    ledger.weights_finite_after = object.optional_integer(keys::kWeightsFiniteAfter, 0);
+  }
   ledger.is_complete = false;  // until its last line is met
   return ledger;
 }
@@ -196,6 +209,14 @@ Microbatch microbatch_from_json(const JsonObject& object) {
   microbatch.chunk = object.optional_small_integer(keys::kChunk, 0);
   microbatch.tensors = texts_from_json(object, keys::kTensors);
   return microbatch;
+}
+
+OptimizerState optimizer_state_from_json(const JsonObject& object) {
+  OptimizerState state;
+  state.parameter = object.integer(keys::kId, 0);
+  state.name = object.text(keys::kName);
+  state.stats = stats_from_json(object.object(keys::kStats));
+  return state;
 }
 
 /// Takes lines one by one and keeps what can be kept.
@@ -273,6 +294,8 @@ class LedgerReader {
       ledger.microbatches.push_back(microbatch_from_json(object));
     } else if (record == keys::kRecordSighting) {
       ledger.sightings.push_back(sighting_from_json(object));
+    } else if (record == keys::kRecordOptimizerState) {
+      ledger.optimizer_states.push_back(optimizer_state_from_json(object));
     } else if (record == keys::kRecordBirth) {
       ledger.births.push_back(birth_from_json(object));
     } else if (record == keys::kRecordRerun) {
@@ -349,6 +372,7 @@ std::string to_jsonl(const Ledger& ledger) {
   for (const auto& crossings : ledger.crossings) add(record_to_json(crossings));
   for (const auto& microbatch : ledger.microbatches) add(record_to_json(microbatch));
   for (const auto& sighting : ledger.sightings) add(record_to_json(sighting));
+  for (const auto& state : ledger.optimizer_states) add(record_to_json(state));
   for (const auto& birth : ledger.births) add(record_to_json(birth));
   if (ledger.rerun) add(record_to_json(*ledger.rerun));
   if (ledger.history) add(record_to_json(*ledger.history));

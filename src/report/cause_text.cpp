@@ -126,6 +126,8 @@ std::string suspect_text(Suspect suspect, const Origin& origin) {
       return "the checkpoint";
     case Suspect::last_update:
       return "the update of the step before";
+    case Suspect::writer:
+      return "code that writes to it between steps";
     case Suspect::upstream:
       return "whatever made the inputs so large";
     case Suspect::mathematics:
@@ -233,6 +235,15 @@ std::string stated_text(const Origin& origin, FactKind kind) {
   return fact == nullptr ? "" : fact->text;
 }
 
+std::string clean_copy_of(const Origin& origin) {
+  if (has_fact(origin.facts, FactKind::copies_clean)) {
+    return "the clean copy on " +
+           ranks_or(ranks_of_fact(origin, FactKind::copies_clean, true), "another rank") + " or ";
+  }
+  return has_fact(origin.facts, FactKind::optimizer_copy_finite) ? "the optimizer's own copy or "
+                                                                 : "";
+}
+
 }  // namespace
 
 std::string operation_of(const Origin& origin) {
@@ -256,7 +267,7 @@ std::string title_of(const Origin& origin) {
       origin.cause == Cause::operator_bug;  // a bad weight was only read there
   return origin.custom_function.empty() || !is_made_there
              ? title
-             : title + ", in the autograd Function " + origin.custom_function;
+             : title + ", in the code of " + origin.custom_function;
 }
 
 std::string certainty_of(const Origin& origin) {
@@ -274,6 +285,9 @@ std::string certainty_of(const Origin& origin) {
 std::string owner_of(const Origin& origin) {
   if (origin.action == Action::compare_peers) {
     return "model author if the tensor-parallel peers have the zero, too; else cluster operator";
+  }
+  if (origin.action == Action::restore_copy && origin.owner == Owner::unknown) {
+    return "model author if code writes to the weight between steps; else cluster operator";
   }
   return name_of_owner(origin.owner);
 }
@@ -347,9 +361,14 @@ std::string action_text(const Origin& origin) {
       return "none: the scaler leaves the step out and lowers its scale; look again where that "
              "happens step after step";
     case Action::restore_copy:
-      return "restore the parameter from the clean copy on " +
-             ranks_or(ranks_of_fact(origin, FactKind::copies_clean, true), "another rank") +
-             " or from a checkpoint, and test the memory and the links of " +
+      if (!has_fact(origin.facts, FactKind::copies_clean)) {
+        return "restore the parameter from " + clean_copy_of(origin) +
+               "a checkpoint; look for code that writes to it between steps, and test the memory "
+               "of " +
+               ranks;
+      }
+      return "restore the parameter from " + clean_copy_of(origin) +
+             "a checkpoint, and test the memory and the links of " +
              ranks_or(ranks_of_fact(origin, FactKind::copies_clean), ranks.c_str());
     case Action::check_owner_of_shard:
       return "check the optimizer's state on " + ranks +

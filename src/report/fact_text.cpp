@@ -342,6 +342,26 @@ std::string plain_text(const Fact& fact) {
     case copies_not_scanned:
       return "whether the copies on " + ranks_text(fact.ranks) +
              " are clean is not known: the parameters were not scanned before the step";
+    case optimizer_state_bad:
+      return "the optimizer's " + joined(fact.names) + " of it on " + ranks_text(fact.ranks) +
+             (fact.names.size() == 1 ? " holds" : " hold") +
+             " NaN or Inf, too: its update made it bad, or a checkpoint that holds both";
+    case optimizer_copy_finite:
+      return "the optimizer's own copy of it (" + joined(fact.names) + ") on " +
+             ranks_text(fact.ranks) + " is finite";
+    case optimizer_state_finite:
+      return "the optimizer's " + joined(fact.names) + " of it on " + ranks_text(fact.ranks) +
+             (fact.names.size() == 1 ? " is" : " are") +
+             " finite: no bad gradient of an earlier step went in";
+    case finite_after_update:
+      return "it was finite after the update of step " + std::to_string(fact.step.value_or(0)) +
+             ": it was damaged between that and this step's end";
+    case peers_finite:
+      return fact.op + (fact.module.empty() ? "" : " of module " + fact.module) + " on " +
+             ranks_text(fact.peers) +
+             ", the tensor-parallel peers, made nothing bad: its input differs there, or is "
+             "another "
+             "part of the tensor";
     case gathered_from_owner:
       return "the optimizer of " + ranks_text(fact.ranks) +
              " updates this part of the parameter: " + ranks_text(fact.peers) +
@@ -529,8 +549,8 @@ int place_of(const Fact& fact) {
   using enum FactKind;
   if (fact.kind == stated_action) return 5;  // no evidence
   if (fact.source != FactSource::origin) return 3;
-  if (fact.kind == copies_clean || fact.kind == every_copy_bad || fact.kind == unseen_before)
-    return 1;
+  if (fact.kind >= copies_clean && fact.kind <= finite_after_update) return 1;
+  if (fact.kind == unseen_before) return 1;
   if (fact.kind <= loss_bad_gradients_finite) return 0;
   if (fact.kind <= further_weights_bad) return 1;
   if (fact.kind <= did_not_climb) return 2;

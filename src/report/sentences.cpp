@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include "files/printable.hpp"
+#include "files/text.hpp"
 #include "nanlocator/locate/cause_table.hpp"
 #include "report/cause_text.hpp"
 #include "report/fact_text.hpp"
@@ -145,6 +146,23 @@ std::vector<std::string> evidence_of(const Verdict&, const Origin& origin) {
     }
   }
   return sentences;
+}
+
+std::string mentioned_ranks_of(const Verdict& verdict) {
+  constexpr std::size_t kMost = 8;
+  if (!verdict.layout) return "";
+  const auto& ranks = verdict.layout->mentioned;
+  const bool is_in_headline =
+      ranks.size() == 1 && verdict.origins.size() == 1 && verdict.origins.front().coordinates;
+  if (ranks.empty() || is_in_headline || ranks.front().describe_axes().empty()) return "";
+  const bool has_hosts = std::ranges::any_of(
+      ranks, [&](const RankCoordinates& each) { return each.host != ranks.front().host; });
+  std::string text;
+  for (std::size_t i = 0; i < std::min(kMost, ranks.size()); ++i) {
+    append_item(text, std::to_string(ranks[i].rank) + " is " + ranks[i].describe_axes() +
+                          (has_hosts ? " on host " + ranks[i].host : ""));
+  }
+  return ranks.size() > kMost ? text + ", ... (verdict.json has more)" : text;
 }
 
 std::string machine_check_command(const JobLayout& layout) {

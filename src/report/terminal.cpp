@@ -194,6 +194,9 @@ std::string format(const Verdict& verdict, const TerminalStyle& style, const Amo
                2);
     }
   }
+  if (const std::string ranks = mentioned_ranks_of(verdict); !ranks.empty()) {
+    page.row("ranks", ranks, 2);
+  }
   if (const std::string spread = spread_of(verdict); !spread.empty()) page.row("spread", spread, 2);
   if (const std::string job = job_of(verdict); !job.empty()) page.row("job", job, 2);
   if (!verdict.silent_ranks.empty()) {

@@ -189,8 +189,11 @@ RerunOutcome rerun_from_json(const JsonObject& object) {
 
 ordered_json layout_to_json(const std::optional<JobLayout>& layout) {
   if (!layout) return nullptr;
+  ordered_json mentioned = ordered_json::array();
+  for (const auto& rank : layout->mentioned) mentioned.push_back(coordinates_to_json(rank));
   return {{keys::kFirstRank, coordinates_to_json(layout->first_rank)},
-          {keys::kRanksPerHost, layout->ranks_per_host}};
+          {keys::kRanksPerHost, layout->ranks_per_host},
+          {keys::kMentioned, std::move(mentioned)}};
 }
 
 void read_version_2(Verdict& verdict, const JsonObject& object) {
@@ -200,7 +203,12 @@ void read_version_2(Verdict& verdict, const JsonObject& object) {
   if (!object.member(keys::kLayout).is_null()) {
     const JsonObject layout = object.object(keys::kLayout);
     verdict.layout = JobLayout{coordinates_from_json(layout.object(keys::kFirstRank)),
-                               layout.small_integer(keys::kRanksPerHost, 1)};
+                               layout.small_integer(keys::kRanksPerHost, 1),
+                               {}};
+    if (layout.has(keys::kMentioned)) {
+      verdict.layout->mentioned =
+          objects_from_json<RankCoordinates>(layout, keys::kMentioned, coordinates_from_json);
+    }
   }
   verdict.facts = facts_from_json(object, keys::kFacts);
   // Their sentences are the last notes.

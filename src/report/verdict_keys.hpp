@@ -18,5 +18,6 @@ inline constexpr const char* kWeightsUpdated = "weights_updated";
 inline constexpr const char* kLayout = "layout";
 inline constexpr const char* kFirstRank = "first_rank";
 inline constexpr const char* kRanksPerHost = "ranks_per_host";
+inline constexpr const char* kMentioned = "mentioned";
 
 }  // namespace nanlocator::keys

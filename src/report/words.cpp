@@ -51,6 +51,23 @@ std::string joined(const std::vector<std::string>& items, const char* last) {
   return text;
 }
 
+static bool is_integer(std::string_view dtype) {
+  return dtype.starts_with("int") || dtype.starts_with("uint") || dtype == "bool";
+}
+
+static std::string integers_text(const Operand& operand, const TensorStats& stats) {
+  if (operand.dtype == "bool") {
+    return ", " + counted(stats.numel - stats.zeros) + " of " + counted(stats.numel) + " true";
+  }
+  if (operand.ignored) {
+    return ", " + counted(*operand.ignored) + " of " + counted(stats.numel) +
+           " equal ignore_index, so they do not count";
+  }
+  return stats.has_finite()
+             ? ", " + short_number(stats.finite_min) + " to " + short_number(stats.finite_max)
+             : "";
+}
+
 std::string operand_text(const Operand& operand) {
   std::string text = operand.name;
   if (operand.element) text += "[" + std::to_string(*operand.element) + "]";
@@ -58,6 +75,7 @@ std::string operand_text(const Operand& operand) {
   text += ": " + operand.dtype + " " + describe_shape(operand.shape);
   if (!operand.stats) return text;
   const TensorStats& stats = *operand.stats;
+  if (is_integer(operand.dtype)) return text + integers_text(operand, stats);
   text += stats.is_finite() ? ", finite" : ", " + bad_text(bad_count(stats));
   if (stats.has_finite() && stats.absmax == 0) return text + ", all zero";
   if (stats.has_finite()) text += ", |x| <= " + short_number(stats.absmax);

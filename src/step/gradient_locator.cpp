@@ -155,6 +155,18 @@ void GradientLocator::set_rerun(Rerun rerun) {
   impl_->rerun = std::move(rerun);
 }
 
+std::vector<std::int64_t> GradientLocator::bad_weights() {
+  return impl_->scanner->bad_parameters(Phase::params_before);
+}
+
+void GradientLocator::set_optimizer_states(std::vector<OptimizerState> states) {
+  impl_->optimizer_states = std::move(states);
+}
+
+void GradientLocator::weights_are_finite() {
+  impl_->weights_finite_after = impl_->iteration;
+}
+
 BundleStore& GradientLocator::bundles() noexcept {
   return *impl_->bundles;
 }

@@ -70,6 +70,7 @@ void GradientLocator::Impl::forget_step() {
   crossings.clear();
   microbatches.clear();
   rerun.reset();
+  optimizer_states.clear();
   reported_alone.reset();
   has_waited_for_loss = false;
 }
@@ -98,6 +99,8 @@ Ledger GradientLocator::Impl::make_ledger(std::vector<std::string> extra_notes) 
   ledger.crossings = crossings;
   ledger.microbatches = microbatches;
   ledger.rerun = rerun;
+  ledger.optimizer_states = optimizer_states;
+  ledger.weights_finite_after = weights_finite_after;
   ledger.notes = notes;
   for (auto& note : extra_notes) ledger.notes.push_back(std::move(note));
   try {

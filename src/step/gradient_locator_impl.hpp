@@ -86,6 +86,8 @@ struct GradientLocator::Impl {
   std::vector<CrossingCoverage> crossings;
   std::vector<Microbatch> microbatches;
   std::optional<Rerun> rerun;
+  std::vector<OptimizerState> optimizer_states;
+  std::optional<std::int64_t> weights_finite_after;  // of this or any earlier step
   std::unique_ptr<BundleStore> bundles;
   std::vector<Verdict> verdicts;
   Verdict past_limit;  // what conclude returns after max_incidents

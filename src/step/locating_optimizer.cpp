@@ -2,6 +2,9 @@
 
 #include <ATen/ops/zeros_like.h>
 #include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
 
 #include <utility>
 
@@ -18,6 +21,20 @@ bool is_embedding(const torch::nn::Module& module) {
 
 /// Out of the inner optimizer's step: its update is left out.
 struct SkippedStep {};
+
+/// What libtorch's optimizers keep of a gradient; of others nothing is known.
+std::vector<NamedTensor> moments_of(torch::optim::OptimizerParamState& state) {
+  if (auto* adam = dynamic_cast<torch::optim::AdamParamState*>(&state)) {
+    return {{"exp_avg", adam->exp_avg()}, {"exp_avg_sq", adam->exp_avg_sq()}};
+  }
+  if (auto* adamw = dynamic_cast<torch::optim::AdamWParamState*>(&state)) {
+    return {{"exp_avg", adamw->exp_avg()}, {"exp_avg_sq", adamw->exp_avg_sq()}};
+  }
+  if (auto* sgd = dynamic_cast<torch::optim::SGDParamState*>(&state)) {
+    return {{"momentum_buffer", sgd->momentum_buffer()}};
+  }
+  return {};
+}
 
 }  // namespace
 
@@ -147,6 +164,18 @@ StepAdapter LocatingOptimizer::make_adapter(const ParameterMap& map) const {
       views.push_back({static_cast<std::int64_t>(i), all[i], 0});
     }
     return views;
+  };
+  adapter.optimizer_state = [this](const std::vector<std::int64_t>& ids) {
+    const auto all = parameters();
+    std::vector<OptimizerTensor> tensors;
+    for (const auto id : ids) {
+      const auto state = inner_->state().find(all.at(id).unsafeGetTensorImpl());
+      if (state == inner_->state().end()) continue;
+      for (auto& [name, tensor] : moments_of(*state->second)) {
+        if (tensor.defined()) tensors.push_back({id, name, tensor});
+      }
+    }
+    return tensors;
   };
   adapter.gradient_phase = gradient_phase_;
   const auto all = parameters();

@@ -8,6 +8,7 @@
 #include <map>
 #include <utility>
 
+#include "nanlocator/tensor/look.hpp"
 #include "nanlocator/trace/boundary_watch.hpp"
 #include "nanlocator/trace/module_watch.hpp"
 
@@ -108,6 +109,26 @@ struct StepDriver::Impl {
     if (step.pass && step.pass->microbatches) locator.set_microbatches(step.pass->microbatches());
   }
 
+  /// Of weights that were bad before the step: tells whether the update before made them bad.
+  void keep_optimizer_states() {
+    if (!adapter.optimizer_state) return;
+    try {
+      const auto bad = locator.bad_weights();
+      if (bad.empty()) return;
+      std::vector<OptimizerState> states;
+      for (const auto& [parameter, name, tensor, offset] : adapter.optimizer_state(bad)) {
+        auto stats = nanlocator::look(tensor);
+        if (!stats) continue;
+        if (stats->first_bad >= 0) stats->first_bad += offset;
+        states.push_back({parameter, name, *stats});
+      }
+      locator.set_optimizer_states(std::move(states));
+    } catch (const std::exception& error) {
+      locator.add_note("The optimizer's state of the bad weights could not be scanned: " +
+                       std::string(error.what()));
+    }
+  }
+
   void open(std::optional<std::int64_t> iteration) {
     if (step.is_open) return;
     if (iteration) step.iteration = iteration;
@@ -161,6 +182,7 @@ struct StepDriver::Impl {
     step.is_judged = true;
     if (are_gradients) {  // the optimizer has not touched the weights since
       locator.scan(Phase::params_before, kWeightsOfABadStep, "weight", adapter.weights());
+      keep_optimizer_states();
     }
     collect_observations();
     bool is_clean_now = false;
@@ -260,7 +282,10 @@ struct StepDriver::Impl {
       const auto weights = adapter.weights();
       locator.scan(Phase::params_after, kWeights, "weight", weights);
       locator.start_agreement();
-      if (!locator.finish_agreement()) return step.decision;
+      if (!locator.finish_agreement()) {
+        locator.weights_are_finite();
+        return step.decision;
+      }
       return judge(CanRerun::weights_have_moved, weights);
     });
   }

@@ -62,13 +62,17 @@ TensorView host_view(const at::Tensor& tensor) {
 
 }  // namespace
 
-bool is_plainly_observable(const at::Tensor& tensor) noexcept {
+/// Memory of its own, in strides, with something in it.
+static bool has_elements(const at::Tensor& tensor) noexcept {
   if (!tensor.defined()) return false;
   const auto keys = tensor.key_set();
-  if (keys.has_any(wrapper_keys())) return false;
+  if (keys.has_any(wrapper_keys()) || keys.has(c10::DispatchKey::Meta)) return false;
   if (tensor.layout() != at::kStrided || !tensor.has_storage()) return false;
-  if (!real_dtype(tensor.scalar_type()) || keys.has(c10::DispatchKey::Meta)) return false;
   return tensor.numel() != 0 && tensor.storage().data() != nullptr;
+}
+
+bool is_plainly_observable(const at::Tensor& tensor) noexcept {
+  return has_elements(tensor) && real_dtype(tensor.scalar_type());
 }
 
 at::Tensor values_of(const at::Tensor& tensor) {
@@ -111,13 +115,25 @@ TensorStats stats_of(const at::Tensor& observable, int threads) {
   return read_stats(scan_with_aten(real));
 }
 
+/// Labels, indices and masks are never bad, but what they hold may explain what is.
+static std::optional<TensorStats> stats_of_integers(const at::Tensor& tensor, int threads) {
+  constexpr std::int64_t kMostElements = std::int64_t{1} << 22;
+  const bool is_integral = c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true);
+  if (!is_integral || !has_elements(tensor) || tensor.numel() > kMostElements) return std::nullopt;
+  const OwnWork own_work;
+  return stats_of(tensor.to(at::kDouble), threads);
+}
+
 Operand operand_of(std::string name, const at::Tensor& tensor, int threads) {
   Operand operand;
   operand.name = std::move(name);
   operand.dtype = dtype_name(tensor.scalar_type());
   operand.shape = tensor.sizes().vec();
   const at::Tensor values = values_of(tensor);
-  if (!values.defined()) return operand;
+  if (!values.defined()) {
+    operand.stats = stats_of_integers(tensor, threads);
+    return operand;
+  }
   operand.stats = stats_of(values, threads);
   const bool has_negatives = operand.stats->finite_min < 0 || operand.stats->neg_inf > 0;
   operand.negatives = has_negatives ? count_negatives(values) : std::optional<std::int64_t>(0);

@@ -371,6 +371,19 @@ static std::string around(const Location& location, ThreadFrames& frames) {
   return location.container == nullptr ? std::string() : location.container->name;
 }
 
+/// aten/src/ATen/native/LossNLL.cpp: labels that equal ignore_index do not count.
+static void count_ignored_labels(Operand& labels, const OperatorInfo& info,
+                                 const std::vector<c10::IValue>& arguments,
+                                 const at::Tensor& tensor) {
+  if (labels.name != "target" || !labels.stats) return;
+  const auto named = std::ranges::find(info.argument_names, "ignore_index");
+  if (named == info.argument_names.end()) return;
+  const auto& ignored = arguments[named - info.argument_names.begin()];
+  if (!ignored.isInt()) return;
+  const OwnWork own_work;
+  labels.ignored = tensor.eq(ignored.toInt()).sum().item<std::int64_t>();
+}
+
 void OperatorTrace::Impl::describe_operands(Birth& birth, const OperatorInfo& info,
                                             const std::vector<c10::IValue>& arguments,
                                             const std::vector<std::int64_t>& output_shape) const {
@@ -388,6 +401,7 @@ void OperatorTrace::Impl::describe_operands(Birth& birth, const OperatorInfo& in
       if (!tensor.defined() || birth.operands.size() >= kMostOperands) return;
       Operand operand = operand_of(name, tensor, options.threads);
       if (element >= 0) operand.element = element;
+      count_ignored_labels(operand, info, arguments, tensor);
       // Of a complex output the index has one dimension more.
       if (element < 0 && first_bad.index.size() == output_shape.size() &&
           has_plain_memory(tensor)) {

@@ -406,5 +406,69 @@ TEST(BirthOrigins, OfABadWeightItIsSaidWhetherItsCopiesAreClean) {
   EXPECT_EQ(origin.owner, Owner::cluster_operator);
 }
 
+// ---- what the update before has to do with a bad weight ----
+
+Ledger ledger_with_bad_weight() {
+  Ledger ledger = ledger_of(0, 1);
+  Sighting weight;
+  weight.iteration = ledger.iteration;
+  weight.phase = Phase::params_before;
+  weight.role = "weight";
+  weight.parameter_id = 0;
+  weight.parameter = ledger.backward_order.at(0).name;
+  for (const auto& parameter : ledger.backward_order) {
+    if (parameter.id == 0) weight.parameter = parameter.name;
+  }
+  weight.shape = {4};
+  weight.dtype = "float32";
+  weight.stats = {.numel = 4, .nan = 1, .first_bad = 2};
+  ledger.sightings = {weight};
+  ledger.coverage = {{Phase::params_before, {0, 1}}};
+  return ledger;
+}
+
+TEST(BirthOrigins, ABadWeightIsTheOptimizersWhereItsMomentsAreBadToo) {
+  Ledger ledger = ledger_with_bad_weight();
+  ledger.optimizer_states = {{0, "exp_avg", {.numel = 4, .nan = 1, .first_bad = 2}},
+                             {0, "exp_avg_sq", {.numel = 4, .first_bad = -1}}};
+  const Origin origin = locate_one(ledger).origins.at(0);
+  EXPECT_EQ(origin.cause, Cause::bad_weight);
+  EXPECT_THAT(origin.facts, HasFact(FactKind::optimizer_state_bad, OnRanks({0}),
+                                    Field(&Fact::names, ElementsAre("exp_avg"))));
+  EXPECT_THAT(origin.alternatives, ElementsAre(Suspect::last_update, Suspect::checkpoint));
+  EXPECT_EQ(origin.action, Action::reset_optimizer_state);
+}
+
+TEST(BirthOrigins, AWeightThatTheUpdateLeftFiniteWasDamagedLaterByCodeOrMemory) {
+  Ledger ledger = ledger_with_bad_weight();
+  ledger.weights_finite_after = ledger.iteration - 1;
+  Origin origin = locate_one(ledger).origins.at(0);
+  EXPECT_THAT(origin.facts, HasFact(FactKind::finite_after_update));
+  EXPECT_THAT(origin.alternatives, ElementsAre(Suspect::memory, Suspect::writer));
+  EXPECT_EQ(origin.action, Action::restore_copy);
+  EXPECT_EQ(origin.owner, Owner::unknown);
+
+  ledger.weights_finite_after = ledger.iteration - 2;  // the step between was not scanned
+  origin = locate_one(ledger).origins.at(0);
+  EXPECT_THAT(origin.facts, Not(HasFact(FactKind::finite_after_update)));
+  EXPECT_EQ(origin.action, Action::check_checkpoint);
+}
+
+TEST(BirthOrigins, TheOptimizersFiniteCopyProvesDamageForNaNOnly) {
+  Ledger ledger = ledger_with_bad_weight();
+  ledger.optimizer_states = {{0, "main_param", {.numel = 4, .first_bad = -1}}};
+  EXPECT_EQ(locate_one(ledger).origins.at(0).action, Action::restore_copy);
+  // The cast to half precision makes Inf of what is finite.
+  ledger.sightings[0].stats = {.numel = 4, .pos_inf = 1, .first_bad = 2};
+  EXPECT_EQ(locate_one(ledger).origins.at(0).action, Action::check_checkpoint);
+}
+
+TEST(BirthOrigins, AShardOfTheOptimizersStateSaysNothingOfElementsBesideIt) {
+  Ledger ledger = ledger_with_bad_weight();
+  for (auto& parameter : ledger.backward_order) parameter.shard = {{0, 2}};
+  ledger.optimizer_states = {{0, "exp_avg", {.numel = 2, .nan = 1, .first_bad = 1}}};
+  EXPECT_THAT(locate_one(ledger).origins.at(0).facts, Not(HasFact(FactKind::optimizer_state_bad)));
+}
+
 }  // namespace
 }  // namespace nanlocator

@@ -199,6 +199,8 @@ def test_a_bad_weight_is_named_before_it_is_used_when_parameters_are_checked(poo
     (fact,) = (fact for rank in ranks for fact in rank["planted"])
     names_exactly(origin, fact)
     assert origin["cause"] == "bad_weight"
+    kinds = {fact["kind"] for fact in origin["facts"]}
+    assert {"finite_after_update", "optimizer_state_finite"} <= kinds
 
 
 def test_an_update_that_breaks_a_weight_from_clean_gradients_is_named(pool):

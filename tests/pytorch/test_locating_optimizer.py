@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -240,6 +241,68 @@ def test_parameters_are_checked_on_request():
     assert (origin["parameter"], origin["tensor"]["first_bad_index"]) == ("4.weight", [0, 1])
 
 
+@pytest.mark.parametrize("damaged", ["weight", "moments too", "after a checked update"])
+def test_what_the_update_before_has_to_do_with_a_bad_weight(damaged):
+    model = make_model()
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = LocatingOptimizer(inner, model, check_params=damaged == "after a checked update")
+    data = torch.randn(8, 6)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(data).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with torch.no_grad():
+        model[4].weight[0, 1] = float("nan")
+    if damaged == "moments too":
+        inner.state[model[4].weight]["exp_avg"][0, 1] = float("nan")
+    with pytest.raises(NonFiniteGradientError) as caught:
+        optimizer.step(closure)
+    jsonschema.validate(caught.value.verdict, SCHEMA)
+    (origin,) = caught.value.verdict["origins"]
+    assert (origin["cause"], origin["parameter"]) == ("bad_weight", "4.weight")
+    facts = {fact["kind"]: fact for fact in origin["facts"]}
+    if damaged == "moments too":
+        assert facts["optimizer_state_bad"]["names"] == ["exp_avg"]
+        assert origin["alternatives"] == ["last_update", "checkpoint"]
+        assert "optimizer's state" in origin["action"]
+    else:
+        assert facts["optimizer_state_finite"]["names"] == ["exp_avg", "exp_avg_sq"]
+        was_checked = damaged == "after a checked update"
+        assert ("finite_after_update" in facts) == was_checked
+        assert origin["alternatives"] == (
+            ["memory", "writer"] if was_checked else ["checkpoint", "last_update"]
+        )
+
+
+def test_the_schema_knows_every_kind_of_fact():
+    header = Path(__file__).resolve().parents[2] / "include" / "nanlocator" / "locate" / "fact.hpp"
+    kinds = re.findall(r"^ +FACT\((\w+)\)", header.read_text(), re.MULTILINE)
+    assert len(kinds) > 100
+    assert kinds == SCHEMA["$defs"]["fact"]["properties"]["kind"]["enum"]
+
+
+def test_labels_that_do_not_count_are_counted():
+    model = make_model()
+    optimizer = LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    labels = torch.full((8,), -100)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(torch.randn(8, 6)), labels)
+        loss.backward()
+        return loss
+
+    with pytest.raises(NonFiniteGradientError) as caught:
+        optimizer.step(closure)
+    origin = caught.value.verdict["origins"][0]
+    assert origin["cause"] == "empty_loss_mask"
+    assert any("8 of 8 equal ignore_index" in line for line in origin["evidence"])
+
+
 def test_an_optimizer_that_breaks_weights_from_clean_gradients_is_blamed_for_it():
     model = make_model()
     inner = torch.optim.SGD(model.parameters(), lr=float("inf"))
@@ -252,9 +315,7 @@ def test_an_optimizer_that_breaks_weights_from_clean_gradients_is_blamed_for_it(
 
 
 def test_missing_sparse_and_half_precision_gradients():
-    model = nn.ModuleDict(
-        {"embedding": nn.Embedding(10, 4, sparse=True), "low": nn.Linear(4, 4).bfloat16()}
-    )
+    model = nn.ModuleDict({"embedding": nn.Embedding(10, 4, sparse=True), "low": nn.Linear(4, 4).bfloat16()})
     model["unused"] = nn.Linear(2, 2)
     optimizer = LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     out = model["low"](model["embedding"](torch.tensor([3, 7])).bfloat16())

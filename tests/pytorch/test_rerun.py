@@ -535,9 +535,7 @@ def test_recover_goes_on_as_if_the_fault_had_never_been():
         model, optimizer = make(**options)
         training = Training(model, optimizer)
         if plant:
-            training.after_backward = lambda call: (
-                corrupt(model.head.weight.grad, 1) if call == 2 else None
-            )
+            training.after_backward = lambda call: corrupt(model.head.weight.grad, 1) if call == 2 else None
         losses = [optimizer.step(training).item() for _ in range(3)]
         return losses, [p.detach().clone() for p in model.parameters()], optimizer.verdicts, random.random()
 

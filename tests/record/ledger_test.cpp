@@ -38,6 +38,9 @@ Ledger example_ledger() {
   ledger.loss_scale = 1024;
   ledger.absmax = 0.1;
   ledger.absmax_parameter = "b";
+  ledger.weights_finite_after = 1283;
+  ledger.optimizer_states = {{0, "exp_avg", {.numel = 3, .nan = 1, .first_bad = 2}},
+                             {0, "main_param", {.numel = 3, .zeros = 3, .first_bad = -1}}};
   ledger.backward_order = {
       {.id = 1,
        .name = "b",
@@ -141,7 +144,7 @@ TEST(Ledger, IsReadBackAsItWasWritten) {
 
 TEST(Ledger, IsOneJsonValuePerLineAndNamesItsVersion) {
   const auto lines = lines_of(to_jsonl(example_ledger()));
-  ASSERT_EQ(lines.size(), 1u + 2 + 2 + 2 + 2 + 4 + 1 + 1 + 1 + 1 + 1);
+  ASSERT_EQ(lines.size(), 1u + 2 + 2 + 2 + 2 + 2 + 4 + 1 + 1 + 1 + 1 + 1);
   EXPECT_THAT(lines.front(), HasSubstr(R"({"record":"ledger","version":1,)"));
   EXPECT_THAT(lines.front(), HasSubstr(R"("gradient_norm":"inf")"));
   EXPECT_THAT(lines.back(), HasSubstr(R"({"record":"end","lines":16,"crc32":")"));

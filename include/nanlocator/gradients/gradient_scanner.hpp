@@ -95,6 +95,10 @@ class GradientScanner {
   /// Everything of this step, which it also takes into the history; waits for the devices.
   [[nodiscard]] Collected collect(std::int64_t iteration);
 
+  /// Ids of the parameters that a scan of `phase` found bad, in the order of the scans, each once;
+  /// waits for the devices.
+  [[nodiscard]] std::vector<std::int64_t> bad_parameters(Phase phase);
+
   struct Scanned {
     std::int64_t parameter = 0;
     std::uint64_t fingerprint = 0;  // of the bits; see scan/fingerprint.hpp

@@ -94,13 +94,14 @@ enum class Suspect {
   checkpoint,
   last_update,  // the optimizer's, in the step before
   upstream,     // something computed before it that was not seen
+  writer,       // code outside the step
   mathematics,  // the operator's result may be undefined for these inputs
   hook,
 };
 template <>
 inline constexpr auto kNames<Suspect> = std::to_array<std::string_view>(
     {"link", "memory", "early_reuse", "collective", "kernel", "race", "checkpoint", "last_update",
-     "upstream", "mathematics", "hook"});
+     "upstream", "writer", "mathematics", "hook"});
 
 /// What to do next.
 enum class Action {

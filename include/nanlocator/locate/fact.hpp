@@ -94,6 +94,11 @@ namespace nanlocator {
   FACT(every_copy_bad)                                                        \
   FACT(no_copy_elsewhere)                                                     \
   FACT(copies_not_scanned)                                                    \
+  FACT(optimizer_state_bad)                                                   \
+  FACT(optimizer_copy_finite)                                                 \
+  FACT(optimizer_state_finite)                                                \
+  FACT(finite_after_update)                                                   \
+  FACT(peers_finite)                                                          \
   FACT(gathered_from_owner)                                                   \
   FACT(owner_is_left)                                                         \
   FACT(received_finite_before)                                                \

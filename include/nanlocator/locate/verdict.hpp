@@ -65,7 +65,8 @@ struct Origin {
   std::string op;
   std::string forward_op;  // of a fault in backward: the operator whose derivative it is
   std::string parameter;
-  std::string custom_function;  // the autograd Function in whose own code it was born
+  /// The autograd Function in whose own code it was born, or the custom operator ("mylib::scale").
+  std::string custom_function;
   /// The user's line that called the guilty operator in forward, of a fault in backward too; empty:
   /// not recorded.
   std::optional<CodeLine> code;
@@ -109,6 +110,8 @@ struct JobState {
 struct JobLayout {
   RankCoordinates first_rank;  // of the lowest rank that answered: sizes of the axes, host
   int ranks_per_host = 1;
+  /// Of the ranks that origins and their facts name, ascending; the first kMostMentioned.
+  std::vector<RankCoordinates> mentioned;
 };
 
 struct Verdict {

@@ -31,6 +31,8 @@ struct RankCoordinates {
   [[nodiscard]] std::string file_suffix() const;
   /// For people: "rank 5 (tp1 pp0 dp1, host a17, cuda:3 ...)"; without axes of size 1.
   [[nodiscard]] std::string describe() const;
+  /// "tp1 pp0 dp0": the axes that have more than one rank.
+  [[nodiscard]] std::string describe_axes() const;
 
   friend bool operator==(const RankCoordinates&, const RankCoordinates&) = default;
 };

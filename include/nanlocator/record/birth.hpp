@@ -60,8 +60,9 @@ struct Operand {
   std::optional<int> element;  // which one of an argument that is a list
   std::string dtype;           // "" of a number
   std::vector<std::int64_t> shape;
-  std::optional<TensorStats> stats;       // of a tensor whose values can be scanned
+  std::optional<TensorStats> stats;       // of a tensor whose values can be scanned, integers too
   std::optional<std::int64_t> negatives;  // elements below zero; empty where not counted
+  std::optional<std::int64_t> ignored;    // of labels: how many equal the call's ignore_index
   std::optional<double> number;           // of an argument that is a number
   /// The element that the first bad output element was computed from, where shapes map there.
   std::optional<double> at_first_bad;

@@ -77,6 +77,15 @@ struct Rerun {
   friend bool operator==(const Rerun&, const Rerun&) = default;
 };
 
+/// What the optimizer keeps of a parameter whose weight was bad before the step: tells whether its
+/// update made the weight bad.
+struct OptimizerState {
+  std::int64_t parameter = 0;  // id
+  std::string name;            // "exp_avg"; "main_param": its own copy of the weight
+  TensorStats stats;           // `first_bad` counts in the whole parameter
+  friend bool operator==(const OptimizerState&, const OptimizerState&) = default;
+};
+
 struct Ledger {
   std::string run_id;
   int attempt = 0;  // restarts of the job
@@ -86,8 +95,11 @@ struct Ledger {
   std::string on_bad = "stop";      // what the run does after a finding: the policy's name
   std::vector<Sighting> sightings;  // bad tensors only, in the order in which they were scanned
   std::vector<Coverage> coverage;   // at most one per phase
-  std::vector<CrossingCoverage> crossings;  // level boundaries
-  std::vector<Microbatch> microbatches;     // that this rank drew in the step
+  std::vector<CrossingCoverage> crossings;       // level boundaries
+  std::vector<Microbatch> microbatches;          // that this rank drew in the step
+  std::vector<OptimizerState> optimizer_states;  // finite ones, too
+  /// The latest step after whose update every rank's weights were scanned and finite.
+  std::optional<std::int64_t> weights_finite_after;
   std::vector<Birth> births;   // in execution order; of the re-run, where one was traced
   std::optional<Rerun> rerun;  // empty: the step was not re-run
   /// This rank's parameters in the order in which backward finished their gradients (observed), or

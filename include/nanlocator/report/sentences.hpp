@@ -39,6 +39,9 @@ namespace nanlocator {
 /// What to do next, with the check of the machines where those may be at fault.
 [[nodiscard]] std::string action_of(const Verdict& verdict, const Origin& origin);
 /// "nanlocator netcheck ..." as a person types it; "" where there are no two ranks to check.
+/// "0 is tp0 dp0, 1 is tp1 dp0 (host b)": where the ranks lie that the evidence names. Empty where
+/// the headline has said it.
+[[nodiscard]] std::string mentioned_ranks_of(const Verdict& verdict);
 [[nodiscard]] std::string machine_check_command(const JobLayout& layout);
 
 /// What the fault has led to: parameters, ranks, where it was first seen. "" where nothing is

@@ -147,6 +147,13 @@ class GradientLocator {
   void set_microbatches(std::vector<Microbatch> microbatches);
   /// How the re-run of this step went.
   void set_rerun(Rerun rerun);
+  /// Ids of the parameters whose weights were bad before this step, in the order of the scans;
+  /// waits for the devices.
+  [[nodiscard]] std::vector<std::int64_t> bad_weights();
+  /// What the optimizer keeps of these.
+  void set_optimizer_states(std::vector<OptimizerState> states);
+  /// Every rank's weights were scanned after this step's update, and none is bad.
+  void weights_are_finite();
   /// Bundles of this rank, below run_dir().
   [[nodiscard]] BundleStore& bundles() noexcept;
 

@@ -58,12 +58,22 @@ struct ModelTensors {
   std::vector<NamedTensor> buffers;  // and what modules hold as plain attributes
 };
 
+/// What an optimizer keeps of a parameter, as it is now.
+struct OptimizerTensor {
+  std::int64_t parameter = 0;  // id
+  std::string name;            // "exp_avg"; "main_param": its own copy of the weight
+  at::Tensor tensor;
+  std::int64_t element_offset = 0;  // of tensor's first element in the flattened parameter (shards)
+};
+
 /// What a framework is to the driver. Functions are called on the training thread; those that are
 /// marked may be empty.
 struct StepAdapter {
   /// The gradients as they are now, and the weights of the same ids.
   std::function<std::vector<GradientView>()> gradients;
   std::function<std::vector<GradientView>()> weights;
+  /// Of the parameters with these ids, between updates; may be empty.
+  std::function<std::vector<OptimizerTensor>(const std::vector<std::int64_t>& ids)> optimizer_state;
   Phase gradient_phase = Phase::grad_local;  // that `gradients` are of, when a pass has ended
   std::vector<NamedTensor> parameters;
   std::vector<NamedTensor> buffers;

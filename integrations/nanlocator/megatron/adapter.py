@@ -9,7 +9,7 @@ import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from nanlocator import _C
-from nanlocator.driver import Adapter, LossScale, Named, Pass, Views
+from nanlocator.driver import Adapter, LossScale, Named, OptimizerTensors, Pass, Views, state_tensors
 from nanlocator.megatron import state
 from nanlocator.megatron.layout import (
     module_names,
@@ -17,6 +17,7 @@ from nanlocator.megatron.layout import (
     parameter_infos,
     rank_coordinates,
     shard_ranges,
+    updated_tensors,
 )
 from nanlocator.megatron.microbatches import Microbatches
 from nanlocator.megatron.step_data import StepData
@@ -56,6 +57,19 @@ class MegatronAdapter(Adapter):
 
     def weights(self) -> Views:
         return self._all_ids(), [entry.parameter.detach() for entry in self.named]
+
+    def optimizer_state(self, ids: list[int]) -> OptimizerTensors:
+        found = []
+        for optimizer in self.optimizers:
+            for parameter, main, begin in updated_tensors(optimizer):
+                parameter_id = self.ids[parameter]
+                if parameter_id not in ids:
+                    continue
+                tensors = state_tensors(optimizer.optimizer, main)
+                if main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+                    tensors.append(("main_param", main.detach()))
+                found += [(parameter_id, name, tensor, begin) for name, tensor in tensors]
+        return found
 
     def owned_gradients(
         self, parameters: Iterable[torch.nn.Parameter]

@@ -51,17 +51,13 @@ def rank_coordinates(device: torch.device) -> _C.RankCoordinates:
     c = _C.RankCoordinates()
     c.rank, c.world_size = dist.get_rank(), dist.get_world_size()
     ps = parallel_state
-    c.tp = _C.AxisCoordinate(
-        ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
-    )
+    c.tp = _C.AxisCoordinate(ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size())
     c.pp = _C.AxisCoordinate(
         ps.get_pipeline_model_parallel_rank(), ps.get_pipeline_model_parallel_world_size()
     )
     c.dp = _C.AxisCoordinate(ps.get_data_parallel_rank(), ps.get_data_parallel_world_size())
     c.cp = _C.AxisCoordinate(ps.get_context_parallel_rank(), ps.get_context_parallel_world_size())
-    c.ep = _C.AxisCoordinate(
-        ps.get_expert_model_parallel_rank(), ps.get_expert_model_parallel_world_size()
-    )
+    c.ep = _C.AxisCoordinate(ps.get_expert_model_parallel_rank(), ps.get_expert_model_parallel_world_size())
     c.host = socket.gethostname()
     c.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     c.device = device_description(device)
@@ -206,9 +202,7 @@ def shard_ranges(
     return ranges
 
 
-def _parameter_ids(
-    optimizers: list[MegatronOptimizer], named: list[NamedParameter]
-) -> dict[Parameter, int]:
+def _parameter_ids(optimizers: list[MegatronOptimizer], named: list[NamedParameter]) -> dict[Parameter, int]:
     """Position in the concatenated groups as they were before the optimizers replaced or sharded them.
 
     Within a group Megatron keeps the order of ``named_parameters``; a group is known from what the
@@ -242,11 +236,9 @@ def _model_parameters_of_groups(optimizer: MegatronOptimizer) -> list[list[Param
     return [group["params"] for group in optimizer.param_groups]
 
 
-def optimizer_gradients(
-    optimizer: MegatronOptimizer,
-) -> list[tuple[Parameter, torch.Tensor, int]]:
-    """What the norm and the clip work on, after ``prepare_grads``: (model parameter, gradient, first
-    element of the gradient within the flattened parameter)."""
+def updated_tensors(optimizer: MegatronOptimizer) -> list[tuple[Parameter, torch.Tensor, int]]:
+    """What the optimizer updates: (model parameter, its fp32 copy or itself or a shard of one of them, the
+    shard's first element within the flattened parameter)."""
     if getattr(optimizer, "is_stub_optimizer", False):
         return []
     if isinstance(optimizer, DistributedOptimizer):
@@ -255,21 +247,30 @@ def optimizer_gradients(
             (optimizer.model_float16_groups, optimizer.shard_float16_groups),
             (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
         )
-        found = [
-            (model, gradient, optimizer._get_model_param_range_map(model)["param"].start)
+        return [
+            (model, main, optimizer._get_model_param_range_map(model)["param"].start)
             for model, main in pairs
-            if (gradient := _gradient(main)) is not None
+            if main is not None
         ]
-    elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
+    if isinstance(optimizer, Float16OptimizerWithFloat16Params):
         pairs = _zip_groups(
             (optimizer.float16_groups, optimizer.fp32_from_float16_groups),
             (optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups),
         )
-        found = [(model, g, 0) for model, main in pairs if (g := _gradient(main)) is not None]
-    else:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        found = [(p, g, 0) for p in parameters if (g := _gradient(p)) is not None]
-    return found
+        return [(model, main, 0) for model, main in pairs]
+    return [(p, p, 0) for group in optimizer.param_groups for p in group["params"]]
+
+
+def optimizer_gradients(
+    optimizer: MegatronOptimizer,
+) -> list[tuple[Parameter, torch.Tensor, int]]:
+    """What the norm and the clip work on, after ``prepare_grads``: (model parameter, gradient, first
+    element of the gradient within the flattened parameter)."""
+    return [
+        (model, gradient, begin)
+        for model, main, begin in updated_tensors(optimizer)
+        if (gradient := _gradient(main)) is not None
+    ]
 
 
 def _zip_groups(*kinds: tuple[list, list]) -> list[tuple[Parameter, torch.Tensor | None]]:
@@ -281,9 +282,7 @@ def _zip_groups(*kinds: tuple[list, list]) -> list[tuple[Parameter, torch.Tensor
     ]
 
 
-def _gradient(main: torch.Tensor | None) -> torch.Tensor | None:
+def _gradient(main: torch.Tensor) -> torch.Tensor | None:
     """``decoupled_grad`` with the precision-aware optimizer, else ``grad`` (clip_grads.py)."""
-    if main is None:
-        return None
     decoupled = getattr(main, "decoupled_grad", None)
     return decoupled if decoupled is not None else main.grad

@@ -123,6 +123,8 @@ def _line(name: str, tensor: torch.Tensor) -> str:
     raw = values.reshape(-1).view(torch.uint8).numpy().tobytes() if values.numel() else b""
     digest = hashlib.blake2b(raw, digest_size=8).hexdigest()
     span = ""
-    if values.numel() and not values.is_complex():
+    if values.dim() <= 1 and 0 < values.numel() <= 16 and not values.is_floating_point():
+        span = f" = {values.tolist()}"  # sample indices
+    elif values.numel() and not values.is_complex():
         span = f", {values.min().item():g} to {values.max().item():g}"
     return f"{name}: {str(values.dtype).removeprefix('torch.')} {list(values.shape)}{span}, digest {digest}"

@@ -1,0 +1,127 @@
+#include "locate/bad_weights.hpp"
+
+#include <algorithm>
+#include <optional>
+#include <set>
+#include <string>
+
+namespace nanlocator {
+namespace {
+
+bool is_known(const Origin& origin) {
+  return has_fact(origin.facts, FactKind::copies_clean) ||
+         has_fact(origin.facts, FactKind::every_copy_bad) ||
+         has_fact(origin.facts, FactKind::no_copy_elsewhere) ||
+         has_fact(origin.facts, FactKind::owner_is_left);
+}
+
+Fact fact_of_copies(const Findings& findings, const RankEvidence& rank, const Origin& origin,
+                    std::size_t position) {
+  BadParameter bad;
+  bad.name = origin.parameter;
+  bad.position = position;
+  Fact clean{.kind = FactKind::copies_clean, .ranks = origin.candidates};
+  Fact same{.kind = FactKind::every_copy_bad, .ranks = origin.candidates};
+  Fact unknown{.kind = FactKind::copies_not_scanned};
+  for (const Place* place : findings.holders_of(key_of(rank, bad))) {
+    if (std::ranges::binary_search(origin.candidates, place->rank)) continue;
+    switch (place->evidence == nullptr
+                ? Status::unknown
+                : place->evidence->status(Phase::params_before, origin.parameter)) {
+      case Status::clean:
+        clean.peers.push_back(place->rank);
+        break;
+      case Status::bad:
+        same.ranks.push_back(place->rank);
+        break;
+      case Status::unknown:
+        unknown.ranks.push_back(place->rank);
+        break;
+    }
+  }
+  if (!clean.peers.empty()) return clean;
+  std::ranges::sort(same.ranks);
+  if (same.ranks.size() > 1) return same;
+  return unknown.ranks.empty() ? Fact{.kind = FactKind::no_copy_elsewhere} : unknown;
+}
+
+void add_copies(const Findings& findings, Origin& origin) {
+  if (is_known(origin)) return;
+  const RankEvidence* const rank = findings.incident().find(origin.candidates.front());
+  const auto position = rank == nullptr ? std::nullopt : rank->position_of(origin.parameter);
+  // Of a parameter in shards the others hold other elements.
+  if (!position || rank->parameter(*position).shard) return;
+  origin.facts.push_back(fact_of_copies(findings, *rank, origin, *position));
+}
+
+/// What the optimizers of the candidates keep of the weight: its bad element is in some of it, or
+/// in none. A finite copy that the weight was made from is told apart from finite moments.
+struct Kept {
+  struct Of {
+    std::set<int> ranks;
+    std::set<std::string> names;
+  };
+  Of bad, finite_moments, finite_copies;
+
+  Of& of(const OptimizerState& state) {
+    if (!state.stats.is_finite()) return bad;
+    const bool is_copy = state.name == "main_param" || state.name == "master_param";
+    return is_copy ? finite_copies : finite_moments;
+  }
+};
+
+void add_kept(const RankEvidence& rank, const ParameterRecord& parameter, const TensorStats& weight,
+              Kept& kept) {
+  // A shard says nothing of elements that are not in it.
+  const auto& shard = parameter.shard;
+  if (shard && (weight.first_bad < shard->begin || weight.first_bad >= shard->end)) return;
+  for (const OptimizerState& state : rank.ledger().optimizer_states) {
+    if (state.parameter != parameter.id) continue;
+    auto& kind = kept.of(state);
+    kind.names.insert(state.name);
+    kind.ranks.insert(rank.rank());
+  }
+}
+
+void add_fact(FactKind kind, const Kept::Of& of, Origin& origin) {
+  if (of.names.empty()) return;
+  origin.facts.push_back({.kind = kind,
+                          .ranks = {of.ranks.begin(), of.ranks.end()},
+                          .names = {of.names.begin(), of.names.end()}});
+}
+
+void add_update(const Findings& findings, Origin& origin) {
+  Kept kept;
+  bool was_finite = false;
+  std::optional<std::int64_t> finite_after;
+  for (const int candidate : origin.candidates) {
+    const RankEvidence* const rank = findings.incident().find(candidate);
+    const auto position = rank == nullptr ? std::nullopt : rank->position_of(origin.parameter);
+    const BadParameter* const bad =
+        position ? rank->find_bad(Phase::params_before, *position) : nullptr;
+    if (bad == nullptr) continue;
+    add_kept(*rank, rank->parameter(*position), bad->sighting->stats, kept);
+    finite_after = rank->ledger().weights_finite_after;  // the same on all ranks
+    was_finite = finite_after && *finite_after + 1 == rank->ledger().iteration;
+  }
+  add_fact(FactKind::optimizer_state_bad, kept.bad, origin);
+  add_fact(FactKind::optimizer_copy_finite, kept.finite_copies, origin);
+  if (kept.bad.names.empty()) {
+    add_fact(FactKind::optimizer_state_finite, kept.finite_moments, origin);
+  }
+  if (was_finite) {
+    origin.facts.push_back({.kind = FactKind::finite_after_update, .step = finite_after});
+  }
+}
+
+}  // namespace
+
+void judge_bad_weights(const Findings& findings, std::vector<Origin>& origins) {
+  for (Origin& origin : origins) {
+    if (origin.cause != Cause::bad_weight || origin.candidates.empty()) continue;
+    add_copies(findings, origin);
+    add_update(findings, origin);
+  }
+}
+
+}  // namespace nanlocator
