@@ -201,6 +201,7 @@ def _tap_the_wire() -> None:
     tap("recv", lambda args: args[0][0])
     tap("allreduce", lambda args: args[0][0])
     tap("_reduce_scatter_base", lambda args: args[0])
+    tap("_allgather_base", lambda args: args[0])
 
 
 _tap_the_wire()
@@ -617,17 +618,16 @@ class TensorParallelReduction(_InPass):
     element: int = 3
     value: float = math.nan
 
+    modules: ClassVar[dict[str, str]] = {"mlp": "mlp.linear_fc2", "attention": "self_attention.linear_proj"}
+
     def attach(self, trainer: Trainer) -> None:
         layer = trainer.layer(self.layer)
         if layer is None or trainer.config.tp == 1 or isinstance(layer.mlp, MoELayer):
             raise ValueError(f"{self.name}: no dense layer {self.layer} with tensor parallelism on this rank")
-        modules = {
-            "mlp": ("mlp.linear_fc2", layer.mlp.linear_fc2),
-            "attention": ("self_attention.linear_proj", layer.self_attention.linear_proj),
-        }
-        if self.region not in modules:
+        if self.region not in self.modules:
             raise ValueError(f"{self.name}: region {self.region!r}, expected mlp or attention")
-        name, module = modules[self.region]
+        name = self.modules[self.region]
+        module = layer.get_submodule(name)
         inner = module.forward
 
         def forward(*args, **kwargs):
@@ -655,6 +655,22 @@ class TensorParallelReduction(_InPass):
                 return inner(*args, **kwargs)
 
         module.forward = forward
+
+
+@dataclasses.dataclass
+class TensorParallelGather(TensorParallelReduction):
+    name = "tensor_parallel_gather"
+    description = (
+        "one element of what a column-parallel layer gathers under sequence parallelism is overwritten on "
+        "one rank when the collective is complete"
+    )
+
+    modules: ClassVar[dict[str, str]] = {"mlp": "mlp.linear_fc1", "attention": "self_attention.linear_qkv"}
+
+    def attach(self, trainer: Trainer) -> None:
+        if not trainer.config.sequence_parallel:
+            raise ValueError(f"{self.name}: nothing is gathered without sequence parallelism")
+        super().attach(trainer)
 
 
 # ---- experts -----------------------------------------------------------------------------------------

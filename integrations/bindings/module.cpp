@@ -22,6 +22,7 @@
 #include "nanlocator/scan/cpu_scan.hpp"
 #include "nanlocator/step/gradient_locator.hpp"
 #include "nanlocator/tensor/scan_tensor.hpp"
+#include "nanlocator/tensor/scan_work.hpp"
 
 namespace py = pybind11;
 using py::literals::operator""_a;
@@ -111,6 +112,14 @@ void bind_scan(py::module_& m) {
       .def("__eq__", [](const TensorStats& a, const TensorStats& b) { return a == b; });
   m.def("scan", &scan_tensors, "tensors"_a, "threads"_a = 1, ReleaseGil(),
         "Stats of each tensor (host memory).");
+  m.def(
+      "scan_work",
+      [] {
+        const ScanWork work = scan_work();
+        return py::dict("launches"_a = work.launches, "tensors"_a = work.tensors,
+                        "bytes"_a = work.bytes, "plans"_a = work.plans, "waits"_a = work.waits);
+      },
+      "What this process's scans have cost so far (nanlocator/tensor/scan_work.hpp).");
   m.def("active_instruction_set", [] { return std::string(name_of(active_instruction_set())); });
 }
 

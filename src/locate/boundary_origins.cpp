@@ -138,10 +138,14 @@ class Finder {
       ranks.insert(event->rank->rank());
       is_whole &= event->rank->ledger().is_complete;
     }
+    const std::set<int> silent = silent_mates(first);
+    if (!silent.empty() && crossings_.may_have_gathered(crossings_.meetings()[first.meeting])) {
+      add_maybe_gathered(first, ranks, silent);
+      return;
+    }
     const int replica = replica_of(first.rank->rank());
     const bool is_empty_loss = is_loss && sighting.valid_labels == 0;
-    const bool is_sure =
-        is_whole && (is_empty_loss || (ranks.size() == 1 && !has_unknown_mates(first)));
+    const bool is_sure = is_whole && (is_empty_loss || (ranks.size() == 1 && silent.empty()));
     Origin origin = make_origin(incident_, sighting.phase,
                                 is_empty_loss ? Cause::empty_loss_mask : Cause::unknown,
                                 !is_whole ? Confidence::low
@@ -153,12 +157,33 @@ class Finder {
     Facts& facts = origin.facts;
     facts.push_back(is_loss ? loss_fact(sighting, on) : sent_fact(first, on));
     facts.push_back({.kind = FactKind::received_finite_before, .ranks = on, .loss = is_loss});
+    if (!is_loss && crossings_.may_have_gathered(crossings_.meetings()[first.meeting])) {
+      facts.back().group = sighting.crossing->group;
+    }
     if (ranks.size() > 1) facts.push_back({.kind = FactKind::lockstep_ranks});
     if (!is_loss) add_mates(origin, first, ranks);
     add_weights(origin, ranks);
     if (!is_whole) facts.push_back({.kind = FactKind::ledger_cut_off});
     if (!is_empty_loss) facts.push_back({.kind = FactKind::missing_operator});
     add(std::move(origin), is_whole ? FoundIn::sent : FoundIn::unseen, sighting, replica);
+  }
+
+  /// What these ranks sent may have come to them from a silent one: what is gathered is not looked
+  /// at where it arrives.
+  void add_maybe_gathered(const BoundaryEvent& first, const std::set<int>& ranks,
+                          const std::set<int>& silent) {
+    std::set<int> candidates = ranks;
+    candidates.insert(silent.begin(), silent.end());
+    const Sighting& sighting = *first.sighting;
+    Origin origin = make_origin(incident_, sighting.phase, Cause::unknown, Confidence::low,
+                                {candidates.begin(), candidates.end()});
+    set_place(origin, sighting);
+    const std::vector<int> on(ranks.begin(), ranks.end());
+    origin.facts.push_back(sent_fact(first, on));
+    origin.facts.push_back({.kind = FactKind::gathered_from_unknown,
+                            .ranks = on,
+                            .peers = {silent.begin(), silent.end()}});
+    add(std::move(origin), FoundIn::unseen, sighting, replica_of(first.rank->rank()));
   }
 
   static Fact fact_of(FactKind kind, const Sighting& sighting, const std::vector<int>& ranks) {
@@ -195,12 +220,15 @@ class Finder {
     fact.peers = meeting.givers;
   }
 
-  bool has_unknown_mates(const BoundaryEvent& event) const {
-    if (event.role != BoundaryRole::sent) return false;
+  /// Members that did not say what they put into the collective.
+  std::set<int> silent_mates(const BoundaryEvent& event) const {
+    std::set<int> silent;
+    if (event.role != BoundaryRole::sent) return silent;
     const Meeting& meeting = crossings_.meetings()[event.meeting];
-    return std::ranges::any_of(meeting.givers, [&](int rank) {
-      return crossings_.given_by(rank, meeting) == Given::unknown;
-    });
+    for (const int rank : meeting.givers) {
+      if (crossings_.given_by(rank, meeting) == Given::unknown) silent.insert(rank);
+    }
+    return silent;
   }
 
   void add_mates(Origin& origin, const BoundaryEvent& event, const std::set<int>& ranks) const {

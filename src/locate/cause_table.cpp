@@ -213,6 +213,7 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        {},
        {{trace_operators, has<F::missing_operator>},
         {ask_silent_ranks, has<F::received_from_unknown>},
+        {ask_silent_ranks, has<F::gathered_from_unknown>},
         {inspect_batch, has<F::all_gradients_bad>},
         {inspect_backward, has<F::gradients_bad_to_the_end>},
         {inspect_unordered, has<F::gradient_without_order>},

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <set>
 #include <utility>
 
 namespace nanlocator {
@@ -30,6 +31,17 @@ std::optional<BoundaryRole> role_of(const Sighting& sighting) {
                        (sighting.role == "loss" || sighting.role.starts_with("loss["));
   return is_loss ? std::optional(BoundaryRole::loss) : std::nullopt;
 }
+
+bool is_gather(const Sighting& sighting) {
+  return sighting.op.find("allgather") != std::string::npos;
+}
+
+/// Sequence parallelism gathers before each layer what it scatters after it.
+bool is_of_sequence_parallelism(const Sighting& sighting) {
+  return is_gather(sighting) || sighting.op.find("reduce_scatter") != std::string::npos;
+}
+
+constexpr int kAnyMicrobatch = -1;
 
 /// Which microbatches had something bad: a sighting without a number may be any.
 class SeenMicrobatches {
@@ -63,6 +75,7 @@ Crossings::Crossings(const Incident& incident) : world_size_(incident.world_size
     explain_on(std::span(events_).subspan(first));
   }
   explain_received();
+  explain_by_gathers();
 }
 
 bool Crossings::is_watching(const RankEvidence& rank) noexcept {
@@ -116,6 +129,7 @@ void Crossings::take_crossing(const RankEvidence& rank, const Sighting& sighting
     meetings_.push_back(std::move(meeting));
     group_of_meeting_.push_back(group);
   }
+  if (is_of_sequence_parallelism(sighting)) gathering_groups_.insert(group);
   Meeting& meeting = meetings_[entry->second];
   (role == BoundaryRole::sent ? meeting.sent : meeting.received).push_back(events_.size());
   events_.push_back({.rank = &rank, .sighting = &sighting, .role = role, .meeting = entry->second});
@@ -157,6 +171,46 @@ void Crossings::explain_received() {
     if (meeting.sent.empty()) continue;
     for (const std::size_t event : meeting.received) events_[event].is_explained = true;
   }
+}
+
+/// What a member puts into an all-gather arrives on all of them, where nobody looks at it: it
+/// explains what they put into the group's later collectives, and their losses.
+void Crossings::explain_by_gathers() {
+  std::map<std::pair<std::size_t, int>, std::int64_t> first;  // by group and microbatch
+  std::set<std::pair<std::size_t, int>> told;                 // those of them before a loss
+  std::map<int, SeenMicrobatches> before_loss;                // by rank
+  for (std::size_t i = 0; i < meetings_.size(); ++i) {
+    for (const std::size_t event : meetings_[i].sent) {
+      const Sighting& sighting = *events_[event].sighting;
+      if (!is_gather(sighting)) break;
+      const auto sequence = meetings_[i].crossing->sequence;
+      for (const int microbatch : {sighting.microbatch.value_or(kAnyMicrobatch), kAnyMicrobatch}) {
+        const std::pair key(group_of_meeting_[i], microbatch);
+        const auto entry = first.try_emplace(key, sequence).first;
+        entry->second = std::min(entry->second, sequence);
+        if (sighting.phase > Phase::loss || !told.insert(key).second) continue;
+        for (const int rank : meetings_[i].givers) before_loss[rank].add(sighting);
+      }
+    }
+  }
+  if (first.empty()) return;
+  for (BoundaryEvent& event : events_) {
+    const Sighting& sighting = *event.sighting;
+    if (event.role == BoundaryRole::loss) {
+      const auto gathered = before_loss.find(event.rank->rank());
+      event.is_explained |= gathered != before_loss.end() && gathered->second.may_hold(sighting);
+    } else if (event.role == BoundaryRole::sent) {
+      const auto gathered = first.find(
+          {group_of_meeting_[event.meeting], sighting.microbatch.value_or(kAnyMicrobatch)});
+      event.is_explained |=
+          gathered != first.end() && gathered->second < sighting.crossing->sequence;
+    }
+  }
+}
+
+bool Crossings::may_have_gathered(const Meeting& meeting) const {
+  return gathering_groups_.contains(
+      group_of_meeting_[static_cast<std::size_t>(&meeting - meetings_.data())]);
 }
 
 Given Crossings::given_by(int rank, const Meeting& meeting) const {

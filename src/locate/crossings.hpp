@@ -55,6 +55,8 @@ class Crossings {
   [[nodiscard]] std::span<const BoundaryEvent> events() const noexcept { return events_; }
   [[nodiscard]] std::span<const Meeting> meetings() const noexcept { return meetings_; }
   [[nodiscard]] Given given_by(int rank, const Meeting& meeting) const;
+  /// The members also gather from each other, which is looked at only where it leaves.
+  [[nodiscard]] bool may_have_gathered(const Meeting& meeting) const;
   /// The rank looked at what crosses, and its ledger is whole.
   [[nodiscard]] static bool is_watching(const RankEvidence& rank) noexcept;
   /// Something bad crossed on the rank, or its loss was bad, before its gradients were reduced.
@@ -81,12 +83,14 @@ class Crossings {
   void take_crossing(const RankEvidence& rank, const Sighting& sighting, BoundaryRole role);
   void explain_on(std::span<BoundaryEvent> events_of_rank);
   void explain_received();
+  void explain_by_gathers();
 
   int world_size_;
   std::map<Group, std::size_t> groups_;
   std::map<MeetingKey, std::size_t> meeting_by_key_;
   std::vector<Meeting> meetings_;
   std::vector<std::size_t> group_of_meeting_;
+  std::unordered_set<std::size_t> gathering_groups_;
   std::map<CoverageKey, std::int64_t> sent_counts_;
   std::vector<BoundaryEvent> events_;
   std::unordered_set<int> bad_ranks_;

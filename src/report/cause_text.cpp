@@ -475,7 +475,10 @@ std::string action_text(const Origin& origin) {
              " still sends it, or read on " + ranks + " before it has arrived";
     case Action::ask_silent_ranks:
       return "find out what happened to " +
-             ranks_or(ranks_of_fact(origin, FactKind::received_from_unknown, true), ranks.c_str()) +
+             ranks_or(ranks_of_fact(origin, FactKind::received_from_unknown, true),
+                      ranks_or(ranks_of_fact(origin, FactKind::gathered_from_unknown, true),
+                               ranks.c_str())
+                          .c_str()) +
              " first";
     case Action::check_update:
       return "look at the optimizer's state of this parameter (second moment), its epsilon and "

@@ -192,6 +192,9 @@ std::string plain_text(const Fact& fact) {
              microbatch_of(fact) + (fact.op.empty() ? "" : " from the " + fact.op) + "; " +
              (fact.peers.empty() ? "who put them in is not known"
                                  : "what " + ranks_text(fact.peers) + " put in is not known");
+    case gathered_from_unknown:
+      return "what " + ranks_text(fact.ranks) + " had gathered from " + ranks_text(fact.peers) +
+             " before is not known";
     case parameter_bad_before:
       return "the parameter held " + share_of(fact) + " on " + ranks_text(fact.ranks) +
              " before this step's forward";
@@ -375,8 +378,9 @@ std::string plain_text(const Fact& fact) {
                              " sent and received before it in this microbatch was finite: it was "
                              "born there, between the last of these transfers and the loss"
                        : "everything that " + ranks_text(fact.ranks) +
-                             " had received before it in this microbatch was finite: it was born "
-                             "there, between the last transfer and this one";
+                             " had received before it in this microbatch was finite" +
+                             (fact.group.empty() ? "" : " (what was gathered: where it was sent)") +
+                             ": it was born there, between the last transfer and this one";
     case lockstep_ranks:
       return "these tensor-parallel ranks are bad at the same point of the program: they compute "
              "the same from the same there, or cannot be separated";

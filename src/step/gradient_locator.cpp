@@ -7,6 +7,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "nanlocator/tensor/scan_work.hpp"
 #include "step/gradient_locator_impl.hpp"
 
 namespace nanlocator {
@@ -246,6 +247,7 @@ bool GradientLocator::finish_agreement() {
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard unobserved(false);
   impl_->state = State::scanning;  // also where the reduction throws, for conclude_alone
+  count_wait();
   bool is_bad = false;
   if (impl_->communicator) {
     is_bad = impl_->finish_flag_or_conclude_alone(*this);

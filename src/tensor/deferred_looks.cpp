@@ -14,6 +14,7 @@
 #include "nanlocator/error.hpp"
 #include "nanlocator/scan/cpu_scan.hpp"
 #include "nanlocator/tensor/scan_tensor.hpp"
+#include "nanlocator/tensor/scan_work.hpp"
 #include "tensor/tensor_access.hpp"
 
 #ifdef NANLOCATOR_CUDA
@@ -181,6 +182,7 @@ DeferredLooks::Id DeferredLooks::look(const at::Tensor& tensor) {
 }
 
 DeferredLooks::Id DeferredLooks::scan(const at::Tensor& real) {
+  count_scan(1, static_cast<std::int64_t>(real.nbytes()));
   if (real.device().is_cpu()) {
     const TensorView view = view_of(real);
     if (!has_nonfinite(view)) return kFinite;

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "nanlocator/tensor/scan_tensor.hpp"
+#include "nanlocator/tensor/scan_work.hpp"
 #include "tensor/aten_scan.hpp"
 
 #ifdef NANLOCATOR_CUDA
@@ -18,6 +19,12 @@
 
 namespace nanlocator {
 namespace {
+
+void count_scan_of(std::span<const at::Tensor> tensors) {
+  std::int64_t bytes = 0;
+  for (const auto& tensor : tensors) bytes += static_cast<std::int64_t>(tensor.nbytes());
+  count_scan(static_cast<std::int64_t>(tensors.size()), bytes);
+}
 
 // Ranges of slots, given out and never taken back. A batch that outgrows its range gets one of
 // twice the size, so all ranges of a batch together are at most four times its largest size.
@@ -94,9 +101,11 @@ class KernelSlots : public DeviceSlots {
     if (batch.plan) retired_.push_back({steps_, std::move(batch.plan)});
     ranges_.reserve(batch, views.size());
     batch.plan = scanner_->plan(std::move(views), batch.first_slot);
+    count_plan();
   }
 
   void scan(SlotBatch& batch, std::span<const at::Tensor> tensors) override {
+    count_scan_of(tensors);
     order_.keep_until_read(tensors);
     order_.in_order([&](StreamHandle stream) { scanner_->enqueue(*batch.plan, stream); });
   }
@@ -156,6 +165,7 @@ class AtenSlots : public DeviceSlots {
   }
 
   void scan(SlotBatch& batch, std::span<const at::Tensor> tensors) override {
+    count_scan_of(tensors);
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       auto& slot = slots_[batch.first_slot + i];
       slot = scan_with_aten(tensors[i]);

@@ -109,6 +109,8 @@ def incidents_of(layout: Layout) -> list[list[dict]]:
         faults.append({"name": "tp_duplicated_layernorm", "rank": victim, "parameter": norm})
         if not layout.training.get("num_experts"):
             faults.append({"name": "tensor_parallel_reduction", "region": "attention"} | at)
+        if layout.training.get("sequence_parallel") and not layout.training.get("num_experts"):
+            faults.append({"name": "tensor_parallel_gather", "region": "attention"} | at)
     if layout.pp > 1:
         last = layout.rank(0, layout.pp - 1, layout.dp - 1)
         faults += [
@@ -200,6 +202,7 @@ ONCE = {
     "after_reduction",
     "pipeline_receive",
     "tensor_parallel_reduction",
+    "tensor_parallel_gather",
 }
 AFTER_THE_STEP = {"optimizer_update"}  # which cannot be repeated
 
@@ -261,7 +264,7 @@ def check_origin(layout: Layout, fact: dict, origin: dict, found: str) -> None:
     assert origin["microbatch"] == fact["microbatch"], found
     assert origin["chunk"] == fact["chunk"], found
     assert origin["direction"] == fact["phase"], found
-    if name == "activation_element":
+    if name in ("activation_element", "tensor_parallel_gather"):
         assert origin["cause"] == "not_reproduced", found
     elif name == "pipeline_receive":
         assert origin["cause"] == "pipeline_transfer", found

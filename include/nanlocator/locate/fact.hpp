@@ -38,6 +38,7 @@ namespace nanlocator {
   FACT(message_changed)                                                       \
   FACT(collective_changed)                                                    \
   FACT(received_from_unknown)                                                 \
+  FACT(gathered_from_unknown)                                                 \
   /* what was seen in parameters and gradients */                             \
   FACT(parameter_bad_before)                                                  \
   FACT(parameter_bad_after)                                                   \
