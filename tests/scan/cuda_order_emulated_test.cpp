@@ -22,9 +22,9 @@ TensorView view_of(const void* data, std::int64_t numel) {
   return {.data = data, .numel = numel, .dtype = DType::float8_e4m3fn, .sizes = {}, .strides = {}};
 }
 
-/// Tensors of one chunk and of several, with a plan and without, all of NaN.
+/// Tensors of one chunk for a block and of one for each block, with a plan and without, all of NaN.
 void scan_with_both_kernels() {
-  const std::int64_t numel = 2 * cuda::kChunkElements + 1;
+  const std::int64_t numel = 4 * cuda::kChunkElements;
   void* memory = nullptr;
   ASSERT_EQ(cudaMalloc(&memory, numel), cudaSuccess);
   ASSERT_EQ(cudaMemset(memory, 0x7f, numel), cudaSuccess);
@@ -32,12 +32,12 @@ void scan_with_both_kernels() {
   const TensorView large = view_of(memory, numel);
   const TensorView small = view_of(memory, 10);
   const auto scanner = make_cuda_slot_scanner(0);
-  const auto plan = scanner->plan({large, small, small, large, small, small}, 0);
-  scanner->reserve(7);
+  const auto plan = scanner->plan({large, small, small, small, small, small, small}, 0);
+  scanner->reserve(8);
   scanner->enqueue(*plan, {nullptr});
-  scanner->enqueue_one(large, 6, {nullptr});
+  scanner->enqueue_one(large, 7, {nullptr});
   scanner->enqueue_readback({nullptr});
-  EXPECT_EQ(scanner->wait()[6].nan, numel);
+  EXPECT_EQ(scanner->wait()[7].nan, numel);
   ASSERT_EQ(cudaFree(memory), cudaSuccess);
 }
 
@@ -67,9 +67,11 @@ TEST(CudaOrderDeathTest, EveryBarrierAndFenceIsNeeded) {
     EXPECT_EXIT(
         {
           cuda_emulation::leave_out(line);
-          // Which block comes last decides whether a missing fence is seen.
-          for (int repeat = 0; repeat < 30; ++repeat) scan_with_both_kernels();
-          scan_more_chunks_than_partials();
+          // Where a fence is missing, the race is seen only if the blocks come in a certain order.
+          for (int repeat = 0; repeat < 200; ++repeat) {
+            if (repeat == 10) scan_more_chunks_than_partials();
+            scan_with_both_kernels();
+          }
           std::exit(0);
         },
         [](int status) { return status != 0; }, "data race|others of its block wait");

@@ -97,6 +97,7 @@ struct Stack {
 constexpr int kLines = 10000;
 bool line_was_met[kLines];
 int left_out_line = 0;
+unsigned int fence_count = 0;
 
 /// False if the barrier or fence in this line is left out.
 bool enter(int line) {
@@ -290,6 +291,7 @@ void wait_for_block(int line) {
 void fence(int line) {
   static Order all_fences;
   static bool taken = false;
+  __atomic_fetch_add(&fence_count, 1, __ATOMIC_RELAXED);
   if (!enter(line)) return;
   while (__atomic_test_and_set(&taken, __ATOMIC_ACQUIRE)) {
   }
@@ -304,8 +306,11 @@ std::uint32_t shuffle_down(std::uint32_t mask, std::uint32_t value, unsigned int
 }
 
 void hesitate() {
-  const unsigned int microseconds = BlockSlot::current->random() % 64;
-  if (microseconds < 32) std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
+  if (BlockSlot::current->random() % 2 == 0) return;
+  const auto fences = __atomic_load_n(&fence_count, __ATOMIC_RELAXED);
+  for (int i = 0; i < 10 && __atomic_load_n(&fence_count, __ATOMIC_RELAXED) == fences; ++i) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
 }
 
 void run(std::function<void()> kernel, unsigned int grid, unsigned int threads) {

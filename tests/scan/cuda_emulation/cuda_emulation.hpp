@@ -35,7 +35,7 @@ extern constinit thread_local dim3 thread_index, block_index, block_size, grid_s
 void wait_for_block(int line);
 void fence(int line);
 std::uint32_t shuffle_down(std::uint32_t mask, std::uint32_t value, unsigned int lanes);
-/// Lets other blocks go first, now and then, so that the last one to come is not always the same.
+/// Before an atomic: now and then, lets another block come to its next fence first.
 void hesitate();
 
 /// Runs `grid` blocks of `threads` threads that call `kernel`, and waits for them.
