@@ -410,6 +410,29 @@ TEST_F(CudaScan, OneTensorWithoutAPlanHasTheBitsThatItsPlanGives) {
   }
 }
 
+TEST_F(CudaScan, ScansOnSeveralStreamsMayOverlap) {
+  constexpr std::uint32_t kStreams = 3;
+  RawTensor tensor(DType::bfloat16, 3 * cuda::kChunkElements + 5);
+  tensor.set(70000, named_bits(DType::bfloat16).pos_inf);
+  const DeviceTensor device(tensor);
+  cudaStream_t streams[kStreams];
+  for (cudaStream_t& each : streams) {
+    succeeded(cudaStreamCreateWithFlags(&each, cudaStreamNonBlocking));
+  }
+  scanner_->reserve(kStreams);
+  for (int repeat = 0; repeat < 5; ++repeat) {
+    for (std::uint32_t i = 0; i < kStreams; ++i) {
+      scanner_->enqueue_one(device.view(), i, {streams[i]});
+    }
+  }
+  for (cudaStream_t each : streams) succeeded(cudaStreamSynchronize(each));
+  scanner_->enqueue_readback(stream());
+  const auto slots = scanner_->wait();
+  for (const TensorStats& stats : slots) expect_as_reference(tensor.view(), stats);
+  EXPECT_EQ(flag(), 1);
+  for (cudaStream_t each : streams) succeeded(cudaStreamDestroy(each));
+}
+
 TEST_F(CudaScan, AnAddressThatTheKernelCannotReadIsRefused) {
   RawTensor tensor(DType::float32, 10);
   EXPECT_THROW((void)scanner_->plan({tensor.view()}, 0), UsageError);
