@@ -38,7 +38,7 @@ struct TensorEntry {
   std::uint64_t numel;
   std::uint32_t first_partial;
   std::uint32_t chunk_count;
-  std::uint32_t chunks_done;  // counts up during a scan, is back at zero after it
+  std::uint32_t chunks_done;  // counts up during a scan; the last one takes it back to zero
   DType dtype;
   std::int32_t dims;  // 0: contiguous
   std::int64_t sizes[kMaxDims];

@@ -27,7 +27,7 @@ struct ScanTables {
 /// share it must be ordered.
 struct SingleScratch {
   SlotPartial partials[kSinglePartials];
-  std::uint32_t groups_done;  // counts up during a scan, is back at zero after it
+  std::uint32_t groups_done;  // counts up during a scan; the last one takes it back to zero
   std::uint32_t padding;
 };
 

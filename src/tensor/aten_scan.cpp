@@ -8,6 +8,7 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <limits>
@@ -46,7 +47,25 @@ PartialFingerprint fingerprint_of(const at::Tensor& chunk) {
 
 }  // namespace
 
+bool has_cuda_kernels() {
+#ifdef NANLOCATOR_CUDA
+  return true;
+#else
+  return false;
+#endif
+}
+
+void warn_of_slow_path(at::Device device) {
+  if (!device.is_cuda() || has_cuda_kernels()) return;
+  TORCH_WARN_ONCE(
+      "nanlocator was built without its CUDA kernels: scans of GPU tensors take the slow path, "
+      "about "
+      "20 operators for each 2^20 elements. Install nvcc (pip install nvidia-cuda-nvcc, or set "
+      "CUDA_HOME) and build nanlocator again.");
+}
+
 AtenStats scan_with_aten(const at::Tensor& tensor) {
+  warn_of_slow_path(tensor.device());
   AtenStats stats;
   stats.numel = tensor.numel();
   stats.element_size = static_cast<std::int64_t>(tensor.element_size());

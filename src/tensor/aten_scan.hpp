@@ -22,6 +22,12 @@ struct AtenStats {
       values;  // float64 [chunks, 5]: min, max, absmin, absmax, sum of squares (float32 on MPS)
 };
 
+/// Whether this build has kernels for CUDA; if not, its tensors are scanned here.
+[[nodiscard]] bool has_cuda_kernels();
+
+/// Warns, once in a process, that scans on a CUDA device take the slow path in this build.
+void warn_of_slow_path(at::Device device);
+
 [[nodiscard]] AtenStats scan_with_aten(const at::Tensor& tensor);
 
 /// int32 [1] on the device: 1 where the scan met a NaN or Inf, else 0.

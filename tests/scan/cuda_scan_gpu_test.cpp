@@ -1,8 +1,9 @@
-// The CUDA slot scanner on a device. Without one every test is skipped; the arithmetic is then
-// still covered by cuda_word_test.cpp and cuda_chunk_test.cpp.
+// The CUDA slot scanner. Built twice: for a device, without which every test is skipped, and for
+// the host with the kernels emulated (cuda_emulation/cuda_emulation.hpp), under the sanitizers.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
 #include <random>
@@ -15,6 +16,14 @@
 
 namespace nanlocator::testing {
 namespace {
+
+#ifdef NANLOCATOR_EMULATED_CUDA_ARCH  // where an element takes 100 ns
+constexpr std::int64_t kLargeNumel = 150'000;
+constexpr int kManyRepeats = 4;
+#else
+constexpr std::int64_t kLargeNumel = 3'000'000;
+constexpr int kManyRepeats = 20;
+#endif
 
 void succeeded(cudaError_t status) {
   ASSERT_EQ(status, cudaSuccess) << cudaGetErrorString(status);
@@ -30,7 +39,7 @@ class DeviceTensor {
  public:
   explicit DeviceTensor(const RawTensor& tensor) : view_(tensor.view()) {
     const std::size_t offset = reinterpret_cast<std::uintptr_t>(tensor.data()) % 16;
-    succeeded(cudaMalloc(&memory_, offset + tensor.bytes() + 16));
+    succeeded(cudaMalloc(&memory_, std::max<std::size_t>(offset + tensor.bytes(), 1)));
     auto* const data = static_cast<unsigned char*>(memory_) + offset;
     succeeded(cudaMemcpy(data, tensor.data(), tensor.bytes(), cudaMemcpyHostToDevice));
     succeeded(cudaDeviceSynchronize());  // the tests' stream does not wait for the default stream
@@ -116,6 +125,44 @@ TEST_P(CudaScanOfDType, AnyBitsOfAnyLengthAtAnyAlignmentGiveTheReferencesStats) 
   }
 }
 
+TEST_P(CudaScanOfDType, LengthsAroundEachBoundaryOfTheScanAtEachAlignmentGiveTheReferencesStats) {
+  const auto size = static_cast<std::int64_t>(size_of(GetParam()));
+  const NamedBits bits = named_bits(GetParam());
+  std::mt19937_64 random(6);
+  std::vector<std::int64_t> lengths = {1};
+  for (const std::int64_t boundary :
+       {std::int64_t{16} / size,                                         // a vector
+        std::int64_t{16} * cuda::kThreads / size,                        // one of each thread
+        std::int64_t{16} * cuda::kThreads * cuda::kBatchVectors / size,  // a batch of each
+        std::int64_t{cuda::kChunkElements}}) {
+    for (const int beyond : {-1, 0, 1}) lengths.push_back(boundary + beyond);
+  }
+  std::vector<RawTensor> tensors;
+  std::vector<std::unique_ptr<DeviceTensor>> device;
+  std::vector<TensorView> views;
+  for (std::int64_t offset = 0; offset < 16; offset += size) {
+    for (const std::int64_t numel : lengths) {
+      RawTensor& tensor = tensors.emplace_back(GetParam(), numel, offset);
+      tensor.fill_with_ordinary_numbers(random);
+      switch (tensors.size() % 3) {
+        case 1:
+          tensor.set(0, bits.quiet_nan);
+          break;
+        case 2:
+          tensor.set(numel - 1, bits.negative_nan);
+          break;
+      }
+      views.push_back(device.emplace_back(std::make_unique<DeviceTensor>(tensor))->view());
+    }
+  }
+  const std::vector<TensorStats> stats = scan(views);
+  for (std::size_t i = 0; i < stats.size(); ++i) {
+    SCOPED_TRACE("numel " + std::to_string(tensors[i].numel()) + ", offset " +
+                 std::to_string(reinterpret_cast<std::uintptr_t>(tensors[i].data()) % 16));
+    expect_as_reference(tensors[i].view(), stats[i]);
+  }
+}
+
 TEST_P(CudaScanOfDType, ABadFirstMiddleOrLastElementIsFoundAmongSeveralChunks) {
   const std::int64_t numel = 5 * cuda::kChunkElements + 777;
   const NamedBits bits = named_bits(GetParam());
@@ -178,7 +225,7 @@ TEST_F(CudaScan, ManyTensorsOfAllDTypesFillTheirSlotsInOnePlan) {
   std::vector<RawTensor> tensors;
   std::vector<std::unique_ptr<DeviceTensor>> device;
   std::vector<TensorView> views;
-  for (int i = 0; i < 1500; ++i) {  // more than one segment of slots
+  for (int i = 0; i < 300; ++i) {
     const DType dtype = kAllDTypes[i % kAllDTypes.size()];
     const auto numel = static_cast<std::int64_t>(i % 97 == 0 ? 150000 : random() % 300);
     RawTensor& tensor = tensors.emplace_back(dtype, numel, i % 2 * size_of(dtype));
@@ -189,7 +236,7 @@ TEST_F(CudaScan, ManyTensorsOfAllDTypesFillTheirSlotsInOnePlan) {
     }
     views.push_back(device.emplace_back(std::make_unique<DeviceTensor>(tensor))->view());
   }
-  const auto plan = scanner_->plan(views, 3);
+  const auto plan = scanner_->plan(views, 900);  // into two segments of slots
   EXPECT_TRUE(plan->matches(views));
   const std::vector<TensorStats> stats = scan(*plan);
   ASSERT_EQ(stats.size(), views.size());
@@ -252,13 +299,13 @@ TEST_F(CudaScan, RepeatedScansHaveTheSameBitsInEveryStatistic) {
   std::vector<std::unique_ptr<DeviceTensor>> device;
   std::vector<TensorView> views;
   for (const DType dtype : kAllDTypes) {
-    RawTensor tensor(dtype, 3'000'000);
+    RawTensor tensor(dtype, kLargeNumel);
     tensor.fill_with_ordinary_numbers(random);
     views.push_back(device.emplace_back(std::make_unique<DeviceTensor>(tensor))->view());
   }
   const auto plan = scanner_->plan(views, 0);
   const std::vector<TensorStats> first = scan(*plan);
-  for (int repeat = 0; repeat < 20; ++repeat) {
+  for (int repeat = 0; repeat < kManyRepeats; ++repeat) {
     const std::vector<TensorStats> again = scan(*plan);
     for (std::size_t i = 0; i < again.size(); ++i) ASSERT_TRUE(same_bits(again[i], first[i]));
   }
@@ -302,14 +349,22 @@ TEST_F(CudaScan, ACapturedGraphScansWhatTheMemoryHoldsWhenItIsLaunched) {
 TEST_F(CudaScan, ReadsBackSomeSlotsAcrossTheSegmentsOfItsMemory) {
   RawTensor tensor(DType::float16, 100);
   const DeviceTensor device(tensor);
-  const auto plan = scanner_->plan(std::vector<TensorView>(3000, device.view()), 0);
-  scanner_->enqueue(*plan, stream());
-  scanner_->enqueue_readback(1000, 1100, stream());
+  const std::vector<TensorView> views(50, device.view());
+  const auto low = scanner_->plan(views, 1000);
+  const auto high = scanner_->plan(views, 2030);
+  scanner_->reserve(3000);
+  scanner_->enqueue(*low, stream());
+  scanner_->enqueue(*high, stream());
+  scanner_->enqueue_readback(990, 1100, stream());
   succeeded(cudaStreamSynchronize(stream_));
   EXPECT_TRUE(scanner_->is_ready());
-  const auto slots = scanner_->wait(1000, 1100);
+  const auto slots = scanner_->wait(990, 1100);
   ASSERT_EQ(slots.size(), 1100u);
-  for (const TensorStats& stats : slots) EXPECT_EQ(stats.zeros, 100);
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    const std::size_t slot = 990 + i;
+    const bool is_filled = (slot >= 1000 && slot < 1050) || (slot >= 2030 && slot < 2080);
+    EXPECT_EQ(slots[i].zeros, is_filled ? 100 : 0) << slot;
+  }
   EXPECT_THROW(scanner_->enqueue_readback(2000, 1001, stream()), UsageError);
   EXPECT_THROW((void)scanner_->wait(3000, 1), UsageError);
 }
@@ -353,6 +408,29 @@ TEST_F(CudaScan, OneTensorWithoutAPlanHasTheBitsThatItsPlanGives) {
     EXPECT_TRUE(same_bits(stats, planned)) << name_of(dtype);
     EXPECT_EQ(stats.first_bad, 70000);
   }
+}
+
+TEST_F(CudaScan, ScansOnSeveralStreamsMayOverlap) {
+  constexpr std::uint32_t kStreams = 3;
+  RawTensor tensor(DType::bfloat16, 3 * cuda::kChunkElements + 5);
+  tensor.set(70000, named_bits(DType::bfloat16).pos_inf);
+  const DeviceTensor device(tensor);
+  cudaStream_t streams[kStreams];
+  for (cudaStream_t& each : streams) {
+    succeeded(cudaStreamCreateWithFlags(&each, cudaStreamNonBlocking));
+  }
+  scanner_->reserve(kStreams);
+  for (int repeat = 0; repeat < 5; ++repeat) {
+    for (std::uint32_t i = 0; i < kStreams; ++i) {
+      scanner_->enqueue_one(device.view(), i, {streams[i]});
+    }
+  }
+  for (cudaStream_t each : streams) succeeded(cudaStreamSynchronize(each));
+  scanner_->enqueue_readback(stream());
+  const auto slots = scanner_->wait();
+  for (const TensorStats& stats : slots) expect_as_reference(tensor.view(), stats);
+  EXPECT_EQ(flag(), 1);
+  for (cudaStream_t each : streams) succeeded(cudaStreamDestroy(each));
 }
 
 TEST_F(CudaScan, AnAddressThatTheKernelCannotReadIsRefused) {

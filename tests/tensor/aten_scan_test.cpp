@@ -2,6 +2,7 @@
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
 #include "gradients/tensors.hpp"
@@ -23,6 +24,24 @@ void expect_equal_stats(const at::Tensor& tensor) {
   EXPECT_EQ(with_aten, with_kernels);
   EXPECT_EQ(with_aten.first_bad, with_kernels.first_bad);
   EXPECT_EQ(with_aten.fingerprint, with_kernels.fingerprint);
+}
+
+class WarningCounter : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override {
+    ++count;
+    EXPECT_NE(warning.msg().find("without its CUDA kernels"), std::string::npos);
+  }
+  int count = 0;
+};
+
+TEST(AtenScanOfCudaTensors, IsWarnedOfOnceInABuildWithoutKernels) {
+  WarningCounter warnings;
+  const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+  warn_of_slow_path(at::kCPU);
+  EXPECT_EQ(warnings.count, 0);
+  for (int i = 0; i < 3; ++i) warn_of_slow_path(at::kCUDA);
+  EXPECT_EQ(warnings.count, has_cuda_kernels() ? 0 : 1);
 }
 
 class AtenScan : public ::testing::TestWithParam<at::ScalarType> {};
