@@ -7,6 +7,9 @@
 #include <ATen/record_function.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+
+#include "nanlocator/files/atomic_file.hpp"
 #include "nanlocator/tensor/scan_work.hpp"
 #include "step/gradient_locator_impl.hpp"
 
@@ -187,23 +190,58 @@ bool GradientLocator::is_true_anywhere(bool mine) {
   return impl_->finish_flag_or_conclude_alone(*this);
 }
 
-bool GradientLocator::is_true_anywhere_by_store(bool mine) {
+void GradientLocator::keep_first_pass() {
   auto& impl = *impl_;
-  if (!impl.communicator) return mine;
-  const auto key = impl.incident_key() + "/question/" + std::to_string(impl.questions++);
-  (void)impl.communicator->publish(key, mine ? "1" : "0");
-  const auto answers = impl.communicator->gather(key, Clock::now() + impl.options.gather_deadline);
-  std::vector<int> missing;
-  bool is_true = mine;
-  for (int peer = 0; peer < static_cast<int>(answers.size()); ++peer) {
-    if (peer == impl.rank()) continue;
-    if (!answers[peer]) missing.push_back(peer);
-    is_true = is_true || answers[peer] == "1";
+  impl.first_pass = impl.make_ledger({});
+  const auto text = to_jsonl(*impl.first_pass);
+  try {
+    write_file_atomically(impl.first_pass_file(), text);
+  } catch (const std::exception& error) {
+    add_note(std::string("The ledger of the first pass is not on disk: ") + error.what());
   }
-  if (missing.empty()) return is_true;
-  std::string text;
-  for (const int peer : missing) text += (text.empty() ? "" : ", ") + std::to_string(peer);
-  throw AgreementError("No answer from rank " + text + " at the end of the step's re-run.");
+  if (impl.communicator && !impl.communicator->publish(impl.incident_key() + "/first_pass", text)) {
+    add_note("The ledger of the first pass did not reach the Store.");
+  }
+}
+
+void GradientLocator::rerun_has_failed(const std::string& problem) {
+  auto& impl = *impl_;
+  add_note("The re-run of the step ended with an error: " + problem);
+  impl.has_rerun_failed = true;
+  if (!impl.communicator || !impl.first_pass) return;
+  auto ledger = *impl.first_pass;
+  ledger.notes = impl.notes;
+  (void)impl.communicator->publish(impl.incident_key() + "/ledger", to_jsonl(ledger));
+}
+
+bool GradientLocator::has_rerun_ended_early() {
+  constexpr int kPatience = 10;  // gather_deadlines
+  constexpr auto kEarly = "early", kWhole = "whole";
+  auto& impl = *impl_;
+  if (!impl.communicator) return impl.has_rerun_failed;
+  auto& communicator = *impl.communicator;
+  const auto key = impl.incident_key() + "/rerun/" + std::to_string(impl.questions++);
+  (void)communicator.publish(key, impl.has_rerun_failed ? kEarly : kWhole);
+  if (impl.rank() != 0) {
+    // The others may wait for a rank that has failed: they go on when it ends.
+    const int patience = impl.has_rerun_failed ? 3 : kPatience + 1;
+    const auto deadline = Clock::now() + patience * impl.options.gather_deadline;
+    const auto outcome = communicator.fetch(key + "/outcome", 0, deadline);
+    if (!outcome) throw AgreementError("No word from rank 0 on the step's re-run.");
+    return outcome != kWhole;
+  }
+  bool is_early = impl.has_rerun_failed;
+  bool is_missing = true;
+  for (int i = 0; i < kPatience && is_missing; ++i) {
+    const auto answers = communicator.gather(key, Clock::now() + impl.options.gather_deadline);
+    is_missing = has_gaps(answers);
+    is_early = is_early || std::ranges::count(answers, std::optional<std::string>(kEarly)) > 0;
+    const bool is_lost = communicator.monitor() && !communicator.monitor()->lost().empty();
+    if (is_early || is_lost) break;  // who is not here by now waits for one who will not come
+  }
+  is_early = is_early || is_missing;
+  (void)communicator.publish(key + "/outcome", is_early ? kEarly : kWhole);
+  return is_early;
 }
 
 void GradientLocator::start_agreement() {
@@ -292,7 +330,7 @@ const Verdict& GradientLocator::conclude() {
   const auto deadline = Clock::now() + impl.options.gather_deadline;
   const auto key = impl.incident_key();
   const int repetition = impl.concluded[impl.iteration]++;
-  auto ledger = impl.make_ledger({});
+  auto ledger = impl.ledger_of_conclusion({});
   std::vector<std::string> problems;
   impl.keep_on_disk(ledger, problems);  // first: the Store dies with its host
   for (auto& problem : problems) ledger.notes.push_back(std::move(problem));
@@ -312,7 +350,7 @@ const Verdict& GradientLocator::conclude() {
 
 const Verdict* GradientLocator::conclude_alone(std::string reason, Failure failure) {
   auto& impl = *impl_;
-  auto ledger = impl.make_ledger({reason});
+  auto ledger = impl.ledger_of_conclusion({reason});
   const bool is_finding = !ledger.sightings.empty() || impl.is_norm_bad();
   const bool is_first = !impl.reported_alone;
   std::vector<std::string> notes;

@@ -70,6 +70,8 @@ void GradientLocator::Impl::forget_step() {
   crossings.clear();
   microbatches.clear();
   rerun.reset();
+  first_pass.reset();
+  has_rerun_failed = false;
   optimizer_states.clear();
   reported_alone.reset();
   has_waited_for_loss = false;
@@ -127,6 +129,34 @@ Ledger GradientLocator::Impl::make_ledger(std::vector<std::string> extra_notes) 
   return ledger;
 }
 
+/// A device on which the re-run has failed is not asked again.
+Ledger GradientLocator::Impl::ledger_of_conclusion(std::vector<std::string> extra_notes) {
+  if (!has_rerun_failed || !first_pass) return make_ledger(std::move(extra_notes));
+  auto ledger = *first_pass;
+  ledger.rerun = rerun;
+  ledger.notes = notes;
+  for (auto& note : extra_notes) ledger.notes.push_back(std::move(note));
+  return ledger;
+}
+
+std::filesystem::path GradientLocator::Impl::first_pass_file() const {
+  return directory / ("ledger_" + map.coordinates().file_suffix() + ".first_pass.jsonl");
+}
+
+/// Of ranks that are gone, or still in their re-run: what they had seen before it.
+void GradientLocator::Impl::add_first_passes(const std::string& key, Gathered& texts,
+                                             std::vector<std::string>& notes) {
+  if (!has_gaps(texts) || !first_pass) return;
+  auto first = communicator->gather(key + "/first_pass", Clock::now());
+  for (std::size_t peer = 0; peer < texts.size(); ++peer) {
+    if (texts[peer] || !first[peer] || static_cast<int>(peer) == rank()) continue;
+    texts[peer] = std::move(first[peer]);
+    notes.push_back("Rank " + std::to_string(peer) +
+                    " has not come back from the re-run of the step: its ledger is that of the "
+                    "first pass.");
+  }
+}
+
 // Below this key lie the ledgers and the verdict of one finding. It holds the iteration, not a
 // count of findings: a rank that concluded alone once would count differently ever after.
 std::string GradientLocator::Impl::incident_key() {
@@ -166,6 +196,8 @@ void GradientLocator::Impl::keep_on_disk(const Ledger& ledger,
                                          std::vector<std::string>& problems) const {
   try {
     append_ledger(directory, ledger);
+    std::error_code was_not_there;
+    std::filesystem::remove(first_pass_file(), was_not_there);
   } catch (const std::exception& error) {
     problems.push_back("The ledger of " + map.coordinates().describe() +
                        " is not on disk: " + error.what());
@@ -212,8 +244,12 @@ Verdict GradientLocator::Impl::conclude_as_first_rank(const Ledger& mine, const 
                                                       int repetition, Deadline deadline) {
   std::vector<Ledger> ledgers;
   std::vector<std::string> problems;
-  read_ledgers(communicator ? communicator->gather(key + "/ledger", deadline) : Gathered{}, mine,
-               ledgers, problems);
+  Gathered texts;
+  if (communicator) {
+    texts = communicator->gather(key + "/ledger", deadline);
+    add_first_passes(key, texts, problems);
+  }
+  read_ledgers(texts, mine, ledgers, problems);
   auto verdict = judge(ledgers, std::move(problems));
   const auto suffix = repetition == 0 ? "" : "-" + std::to_string(repetition);
   files->write(verdict, VerdictScope::all_ranks, outcome_of(options.on_bad, verdict.rerun),
@@ -256,7 +292,9 @@ Verdict GradientLocator::Impl::conclude_as_other_rank(const Ledger& mine, const 
   }
   std::vector<Ledger> ledgers;
   std::vector<std::string> problems;
-  read_ledgers(communicator->gather(key + "/ledger", Clock::now()), mine, ledgers, problems);
+  auto texts = communicator->gather(key + "/ledger", Clock::now());
+  add_first_passes(key, texts, problems);
+  read_ledgers(texts, mine, ledgers, problems);
   problems.push_back(reason + ". This is what rank " + std::to_string(rank()) + " makes of the " +
                      std::to_string(ledgers.size()) + " of " + std::to_string(world_size()) +
                      " ledgers that it could read.");

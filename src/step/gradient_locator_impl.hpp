@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <iostream>
@@ -52,6 +53,11 @@ void check_options(const LocatorOptions& options);
 [[nodiscard]] at::DeviceType choose_flag_device(const RankCoordinates& coordinates,
                                                 const Communicator* communicator);
 
+/// Some rank has stayed silent.
+[[nodiscard]] inline bool has_gaps(const Gathered& texts) {
+  return !std::ranges::all_of(texts, [](const auto& text) { return text.has_value(); });
+}
+
 struct GradientLocator::Impl {
   Impl(ParameterMap map_, LocatorOptions options_, std::shared_ptr<Communicator> communicator_)
       : options(std::move(options_)),
@@ -81,11 +87,13 @@ struct GradientLocator::Impl {
   std::optional<double> loss_scale;  // that an overflow lowers
   std::vector<std::string> notes;
   std::vector<Birth> births;
-  int questions = 0;  // of this step, put through the Store
+  int questions = 0;  // of this step, whether a re-run has ended early
   std::vector<Sighting> crossed;
   std::vector<CrossingCoverage> crossings;
   std::vector<Microbatch> microbatches;
   std::optional<Rerun> rerun;
+  std::optional<Ledger> first_pass;  // where the step is re-run
+  bool has_rerun_failed = false;     // on this rank, by an error
   std::vector<OptimizerState> optimizer_states;
   std::optional<std::int64_t> weights_finite_after;  // of this or any earlier step
   std::unique_ptr<BundleStore> bundles;
@@ -119,6 +127,9 @@ struct GradientLocator::Impl {
   void forget_step();
   void forget_step_quietly() noexcept;
   Ledger make_ledger(std::vector<std::string> extra_notes);
+  Ledger ledger_of_conclusion(std::vector<std::string> extra_notes);
+  [[nodiscard]] std::filesystem::path first_pass_file() const;
+  void add_first_passes(const std::string& key, Gathered& texts, std::vector<std::string>& notes);
   std::string incident_key();
   Verdict judge(std::span<const Ledger> ledgers, std::vector<std::string> extra_notes) const;
   void write_page(const Verdict& verdict, std::vector<Ledger> ledgers) const;

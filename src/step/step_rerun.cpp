@@ -26,7 +26,8 @@ struct Pass {
   std::vector<GradientScanner::Scanned> scanned;
   std::vector<std::int64_t> bad_parameters;  // whose local gradients are bad
   bool is_bad = false;
-  std::string problem;  // what ended it early
+  std::string problem;       // what ended it early
+  std::exception_ptr error;  // the same
 };
 
 template <typename T>
@@ -82,6 +83,8 @@ struct StepRerun::Impl {
       pass.losses = forward_backward();
     } catch (const std::exception& error) {
       pass.problem = error.what();
+      pass.error = std::current_exception();
+      return pass;  // the device may have failed
     }
     if (!is_scanned_by_owner) {
       scanner->scan(Phase::grad_local, kOnlyGroup, "grad", step.gradients());
@@ -167,6 +170,27 @@ struct StepRerun::Impl {
     return named;
   }
 
+  bool has_ended_early(const Pass& pass) {
+    if (!pass.error) return locator.has_rerun_ended_early();
+    locator.rerun_has_failed(pass.problem);
+    try {
+      return locator.has_rerun_ended_early();
+    } catch (const AgreementError& silence) {  // the verdict names who is lost
+      (void)locator.conclude_alone(silence.what(), Failure::of_peers);
+      std::rethrow_exception(pass.error);
+    }
+  }
+
+  /// Half a pass's gradients are nobody's.
+  void give_up() {
+    try {
+      step.clear_gradients();
+      locator.add_note("The gradients were cleared, as the re-run did not complete.");
+    } catch (const std::exception& error) {
+      locator.add_note(std::string("The gradients could not be cleared: ") + error.what());
+    }
+  }
+
   void keep(const Explanation& explanation) {
     auto births = keep_births(explanation, locator, locator.iteration(), step.add_module_call);
     if (!births.empty()) locator.set_births(std::move(births));
@@ -225,6 +249,7 @@ bool StepRerun::run_again() {
   auto& locator = impl.locator;
   const auto first = locator.scanned_gradients();
   const auto generators = impl.state.generator_states();
+  locator.keep_first_pass();
   Rerun rerun;
 
   Pass traced;
@@ -248,23 +273,21 @@ bool StepRerun::run_again() {
   rerun.gradients = static_cast<std::int64_t>(traced.scanned.size());
   rerun.changed = count_changed(first, traced.scanned);
   rerun.bad_parameters = traced.bad_parameters;
-  if (!traced.problem.empty()) {
-    locator.add_note("The re-run of the step ended with an error: " + traced.problem);
-  }
   // Every rank takes the same way from here: a pass may hold collectives.
-  // Through the Store: where a rank is gone, some passes have ended by its lost connections, and
-  // others still wait for those that have.
-  const bool has_ended_early = locator.is_true_anywhere_by_store(!traced.problem.empty());
-  const bool is_bad_again = locator.is_true_anywhere(traced.is_bad);
+  const bool has_ended_early = impl.has_ended_early(traced);
+  const bool is_bad_again = !has_ended_early && locator.is_true_anywhere(traced.is_bad);
   if (!has_ended_early) rerun.reproduced = is_bad_again;
 
   if (has_ended_early) {
-    impl.step.clear_gradients();  // half a pass's gradients are nobody's
-    locator.add_note("The gradients were cleared, as the re-run did not complete.");
+    impl.give_up();
   } else if (!is_bad_again) {
     const auto control = impl.run(impl.step.run);
-    rerun.control_reproduced = locator.is_true_anywhere(control.is_bad);
-    if (*rerun.control_reproduced == false) {
+    if (impl.has_ended_early(control)) {
+      impl.give_up();
+    } else {
+      rerun.control_reproduced = locator.is_true_anywhere(control.is_bad);
+    }
+    if (rerun.control_reproduced == false) {
       locator.add_note("The gradients in memory are now the finite ones of the re-run.");
     }
   } else if (impl.step.keep_module_calls) {
@@ -273,10 +296,11 @@ bool StepRerun::run_again() {
       for (const auto& traced_birth : explanation->births) births.push_back(traced_birth.birth);
     }
     if (locator.is_true_anywhere(!births.empty())) {
-      (void)impl.run([&] {
+      const auto kept = impl.run([&] {
         impl.step.keep_module_calls(births, [&] { (void)impl.step.run(); });
         return std::vector<NamedTensor>{};
       });
+      if (impl.has_ended_early(kept)) impl.give_up();
     }
   }
   if (explanation) impl.keep(*explanation);

@@ -171,10 +171,18 @@ class GradientLocator {
   /// finish_agreement and conclude; every rank calls it equally often. Throws AgreementError as
   /// finish_agreement does.
   [[nodiscard]] bool is_true_anywhere(bool mine);
-  /// The same through the Store, for a moment at which collectives may have failed on this rank or
-  /// may still run on another. Throws AgreementError where a rank is lost or has not come within
-  /// gather_deadline.
-  [[nodiscard]] bool is_true_anywhere_by_store(bool mine);
+  /// Before a re-run: what this rank has seen is on disk and in the Store, so that a re-run that
+  /// fails, on this rank or another, costs no evidence. Waits for the devices.
+  void keep_first_pass();
+  /// This rank's re-run has ended by an error. Informs the other ranks, and touches no device: from
+  /// here on this rank's ledger is that of the first pass.
+  void rerun_has_failed(const std::string& problem);
+  /// Whether the re-run ended early on any rank, by an error or by its end: rank 0 decides for all.
+  /// It waits as long as ranks that answer are at work, ten gather_deadlines at most. No
+  /// collective: where a rank is gone, some passes have ended by its lost connections, and others
+  /// still wait.
+  /// Throws AgreementError where rank 0 says nothing.
+  [[nodiscard]] bool has_rerun_ended_early();
 
   /// Launches the flag reduction; equally often per step on every rank (once, and once more where
   /// the parameters are scanned after the step).
