@@ -1,0 +1,25 @@
+"""The matrix of faults with TransformerEngine's stand-ins everywhere: linear layers with fused weight
+gradients, norms, attention and cross entropy that the dispatcher does not see. Every fault keeps its verdict."""
+
+from pathlib import Path
+
+import pytest
+from test_matrix import OVERLAPPED, Layout, incidents_of, run_incidents
+
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+OPAQUE = [{"name": "opaque_engine", "folder": str(SUPPORT)}]
+
+LAYOUTS = {
+    "tp2_pp2": Layout(4, {"tp": 2, "pp": 2}),
+    "sequence_parallel": Layout(4, {"tp": 2, "sequence_parallel": True}),
+    "overlap_grad_reduce": Layout(2, OVERLAPPED),
+    "full_recompute": Layout(4, {"tp": 2, "pp": 2, "recompute": "full"}),
+}
+
+
+@pytest.mark.parametrize("configuration", LAYOUTS)
+def test_every_fault_keeps_its_verdict(pool, configuration):
+    layout = LAYOUTS[configuration]
+    run_incidents(pool, f"opaque_{configuration}", layout, incidents_of(layout), preparations=OPAQUE)
