@@ -1,5 +1,5 @@
 """The matrix of faults with TransformerEngine's stand-ins everywhere: linear layers with fused weight
-gradients, norms, attention and cross entropy that the dispatcher does not see. Every fault keeps its verdict."""
+gradients, norms, attention and cross entropy off the dispatcher. Every fault keeps its verdict."""
 
 from pathlib import Path
 
