@@ -295,11 +295,29 @@ BirthIds OperatorTrace::Impl::without_literals(BirthIds ids) const {
 
 BirthIds OperatorTrace::Impl::passed_through(const Root& root, const at::Tensor& values,
                                              ThreadFrames& frames) {
-  if (!root.inside || root.inside->given == nullptr) return {};
-  for (std::size_t i = 0; Frame* running = frames.above(i); ++i) {
-    if (running->given == root.inside->given) look_at_received(*running, frames);
+  if (!root.inside) return {};
+  if (root.inside->given != nullptr) {
+    for (std::size_t i = 0; Frame* running = frames.above(i); ++i) {
+      if (running->given == root.inside->given) look_at_received(*running, frames);
+    }
+    const Badness badness = badness_of(stats_of(values, options.threads));
+    if (auto before = passed_through(*root.inside, badness); !before.empty()) return before;
   }
-  return passed_through(*root.inside, badness_of(stats_of(values, options.threads)));
+  // A kernel that was called without a frame, or got them in a list, reads its module's weights.
+  constexpr std::size_t kMost = 16;
+  std::vector<NamedTensor> parameters;
+  if (!root.inside->module.empty()) {
+    const std::lock_guard lock(mutex);
+    parameters = declarations.parameters_of(root.inside->module, kMost);
+  }
+  BirthIds of_weights;
+  for (const auto& [name, tensor] : parameters) {
+    const at::Tensor weight = values_of(tensor);
+    if (!weight.defined() || !is_bad(weight)) continue;
+    if (find_root(weight, frames).kind != BirthKind::weight) continue;  // written in this pass
+    unite(of_weights, origins_of(weight, frames, root.inside->frame));
+  }
+  return of_weights;
 }
 
 BirthIds OperatorTrace::Impl::passed_through(const Place& inside, const Badness& badness) {

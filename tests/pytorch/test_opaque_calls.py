@@ -4,6 +4,7 @@ import pytest
 import torch
 from opaque_engine import Attention, LayerNorm, Linear
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from traced_models import declare
 
 from nanlocator import _C
@@ -196,3 +197,29 @@ def test_memory_that_an_opaque_call_is_to_fill_is_no_input():
         return Filled.apply(bad, out)
 
     assert only(births_of(chain(1, compute, 1))) == ("nan", "forward", "guilty", "aten::log")
+
+
+def test_in_the_first_pass_of_a_recomputed_region_kernels_have_no_frame_of_their_own():
+    class Recomputed(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.first, self.inner = nn.Linear(WIDTH, WIDTH), inner
+
+        def forward(self, x):
+            return checkpoint(self.inner, self.first(x), use_reentrant=True)
+
+    births = births_of(Recomputed(chain(1, undefined, 3)))
+    assert only(births) == ("nan", "forward", "inner.guilty", "aten::log")
+
+
+def test_a_bad_weight_that_a_kernel_reads_without_a_frame_is_named():
+    model = chain(0, lambda x: x, 1, kinds=("linear",))
+    with torch.no_grad():
+        model.after[0].weight[1, 1] = float("nan")
+        with _C.OperatorTrace() as trace:
+            declare(trace, model)
+            trace.begin_pass()
+            with ModuleHooks(model):
+                loss = model(torch.randn(3, WIDTH))
+            (traced,) = trace.explain([("loss", loss)], []).births
+    assert (traced.birth.kind, traced.birth.sighting.parameter) == ("weight", "after.0.weight")

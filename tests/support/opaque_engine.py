@@ -128,13 +128,26 @@ class _CrossEntropy(torch.autograd.Function):
         return of_logits.view(ctx.shape), None, None
 
 
+class _NoContext:
+    def save_for_backward(self, *_: torch.Tensor) -> None:
+        pass
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: object) -> torch.Tensor:
+    """As TransformerEngine's modules: where nothing is recorded, as in the first pass of a recomputed region,
+    the kernels are called without the Function."""
+    if torch.is_grad_enabled():
+        return function.apply(*arguments)
+    return function.forward(_NoContext(), *arguments)
+
+
 class Linear(nn.Module):
     def __init__(self, width_in: int, width_out: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(width_out, width_in) * width_in**-0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Linear.apply(self.weight, x, None, None, False, False)
+        return _apply(_Linear, self.weight, x, None, None, False, False)
 
 
 class LayerNorm(nn.Module):
@@ -143,7 +156,7 @@ class LayerNorm(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _LayerNorm.apply(x, self.weight, self.bias, 1e-5)
+        return _apply(_LayerNorm, x, self.weight, self.bias, 1e-5)
 
 
 class Attention(nn.Module):
@@ -151,7 +164,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x[:, None, None]
-        return _Attention.apply(x, x, x)[:, 0]
+        return _apply(_Attention, x, x, x)[:, 0]
 
 
 def replace_megatrons() -> None:
@@ -164,17 +177,17 @@ def replace_megatrons() -> None:
         input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, **options
     ):
         group = options.get("tp_group") or parallel_state.get_tensor_model_parallel_group()
-        return _Linear.apply(weight, input, bias, group, sequence_parallel, allreduce_dgrad)
+        return _apply(_Linear, weight, input, bias, group, sequence_parallel, allreduce_dgrad)
 
     def norm(self, x):
-        return _LayerNorm.apply(x, self.weight, self.bias, self.eps)
+        return _apply(_LayerNorm, x, self.weight, self.bias, self.eps)
 
     def attention(self, query, key, value, attention_mask, *_, **__):
-        return _Attention.apply(query, key, value)
+        return _apply(_Attention, query, key, value)
 
     def cross_entropy(vocab_parallel_logits, target, label_smoothing=0.0):
         group = parallel_state.get_tensor_model_parallel_group()
-        return _CrossEntropy.apply(vocab_parallel_logits, target, group)
+        return _apply(_CrossEntropy, vocab_parallel_logits, target, group)
 
     tensor_parallel.layers.linear_with_grad_accumulation_and_async_allreduce = linear
     nn.LayerNorm.forward = norm
