@@ -167,7 +167,16 @@ auto without_gil() {
   return [](StepDriver& driver) { return released([&] { return (driver.*method)(); }); };
 }
 
-void bind_step(py::class_<StepDriver>& driver) {
+/// The destructor waits for callbacks on other threads, and they may wait for the GIL.
+struct DeleteWithoutGil {
+  void operator()(StepDriver* driver) const {
+    const py::gil_scoped_release no_gil;
+    delete driver;
+  }
+};
+using OwnedDriver = std::unique_ptr<StepDriver, DeleteWithoutGil>;
+
+void bind_step(py::class_<StepDriver, OwnedDriver>& driver) {
   driver
       .def(
           "begin",
@@ -237,14 +246,14 @@ void bind_driver(py::module_& m) {
       .value("RECOVERED", Decision::recovered)
       .value("SKIP", Decision::skip)
       .value("STOP", Decision::stop);
-  py::class_<StepDriver> driver(m, "StepDriver");
+  py::class_<StepDriver, OwnedDriver> driver(m, "StepDriver");
   driver
       .def(py::init([](ParameterMap map, LocatorOptions options,
                        std::shared_ptr<Communicator> communicator, const py::object& adapter) {
              auto step = adapter_of(adapter);
              return released([&] {
-               return std::make_unique<StepDriver>(std::move(map), std::move(options),
-                                                   std::move(communicator), std::move(step));
+               return OwnedDriver(new StepDriver(std::move(map), std::move(options),
+                                                 std::move(communicator), std::move(step)));
              });
            }),
            "map"_a, "options"_a, "communicator"_a, "adapter"_a)

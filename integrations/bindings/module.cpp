@@ -280,7 +280,7 @@ void bind_gradients(py::module_& m) {
 }  // namespace
 
 Phase phase_of(std::string_view name) {
-  if (const auto phase = phase_from_name(name)) return *phase;
+  if (const auto phase = value_named<Phase>(name)) return *phase;
   throw UsageError("unknown phase '" + std::string(name) + "'");
 }
 

@@ -27,14 +27,20 @@ constexpr auto kFrameworks =
     std::to_array<std::string_view>({"megatron", "transformers", "transformer_engine", "apex",
                                      "deepspeed", "accelerate", "lightning", "pytorch_lightning"});
 
-/// Held while the thread has a Python state; threads without one run no Python frame.
+/// Held while the thread has a Python state; threads without one run no Python frame. No garbage is
+/// collected meanwhile: finalizers of others would run in the middle of an operator, and one that
+/// drops a trace would wait for the very callback that it runs in.
 class Gil {
  public:
   Gil() : has_frames_(Py_IsInitialized() != 0 && PyGILState_GetThisThreadState() != nullptr) {
-    if (has_frames_) state_ = PyGILState_Ensure();
+    if (!has_frames_) return;
+    state_ = PyGILState_Ensure();
+    collected_garbage_ = PyGC_Disable() != 0;
   }
   ~Gil() {
-    if (has_frames_) PyGILState_Release(state_);
+    if (!has_frames_) return;
+    if (collected_garbage_) PyGC_Enable();
+    PyGILState_Release(state_);
   }
   Gil(const Gil&) = delete;  // released once
   Gil& operator=(const Gil&) = delete;
@@ -42,6 +48,7 @@ class Gil {
 
  private:
   bool has_frames_;
+  bool collected_garbage_ = false;
   PyGILState_STATE state_{};
 };
 

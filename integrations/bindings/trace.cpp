@@ -101,7 +101,7 @@ void bind_trace(py::module_& m) {
           "enter_phase",
           [](ClosableTrace& t, const std::optional<std::string>& name) {
             std::optional<Phase> phase;
-            if (name) phase = phase_from_name(*name);
+            if (name) phase = value_named<Phase>(*name);
             if (name && !phase) throw UsageError("unknown phase '" + *name + "'");
             t.get().enter_phase(phase);
           },

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from nanlocator import _C
+from nanlocator.errors import NonFiniteGradientError
 from nanlocator.module_calls import KeptModuleCalls
 from nanlocator.modules import ModuleHooks, local_part
 from nanlocator.rerun import GeneratorStates
-from nanlocator.session import RankConnection, raise_for
+from nanlocator.session import RankConnection, first_line, is_failure_of_peers, raise_for
 
 Views = tuple[list[int], list[torch.Tensor]]  # parameter ids, tensors
 Named = list[tuple[str, torch.Tensor]]
@@ -103,6 +104,10 @@ class Pass:
         return []
 
 
+class SkippedUpdate(Exception):
+    """Raised out of a framework's own step: its update is left out."""
+
+
 class Driver:
     """One ``_C.StepDriver`` and the hooks and the connection that belong to it. ``stop`` becomes an error."""
 
@@ -167,6 +172,19 @@ class Driver:
             yield
         except BaseException:
             self._engine.abandon()
+            raise
+
+    @contextlib.contextmanager
+    def concluding(self, reason: str) -> Iterator[None]:
+        """An exception on its way through one rank must not take its findings with it: the other ranks
+        will not come to the agreement, so this rank's ledger is written now and the error goes on."""
+        try:
+            yield
+        except (SkippedUpdate, NonFiniteGradientError):
+            raise
+        except Exception as error:
+            if not self._engine.is_rerunning:  # a re-run's errors are the engine's to report
+                self._engine.conclude_alone(f"{reason}: {first_line(error)}", is_failure_of_peers(error))
             raise
 
     def end_pass(self, losses: "list[_C.LossView]") -> "_C.Decision":

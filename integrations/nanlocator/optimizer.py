@@ -1,23 +1,19 @@
 """LocatingOptimizer: wraps any torch.optim.Optimizer and finds bad gradients before it steps."""
 
 import contextlib
-import os
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from nanlocator import _C
-from nanlocator.driver import LossScale, Named
-from nanlocator.plain import PlainAdapter, PlainPass, plain_driver
+from nanlocator.driver import Named, SkippedUpdate
+from nanlocator.plain import PlainAdapter, PlainPass, overflow_seen, plain_driver
 from nanlocator.rerun import ObjectState, Stateful, losses_of
-from nanlocator.session import is_distributed, resolve_options
-
-
-class _SkippedStep(Exception):
-    """Out of the wrapped optimizer's step: its update is left out."""
+from nanlocator.session import Options, is_distributed, resolve_options
 
 
 class LocatingOptimizer(Optimizer):
@@ -30,27 +26,13 @@ class LocatingOptimizer(Optimizer):
     Args:
         optimizer: the optimizer to wrap; ``inner`` gives it back.
         model: its ``named_parameters()`` name the parameters.
-        on_bad: ``"stop"`` raises :class:`NonFiniteGradientError` on every rank before a weight moves;
-            ``"report"`` writes the verdict and goes on; ``"skip"`` goes on without the wrapped
-            optimizer's step, which returns None then; ``"recover"`` goes on with the gradients and the
-            loss of a clean re-run of ``step(closure)``, and stops where there is none.
-        output_dir: where findings go; nothing but the parameter map is written while all is well.
-        level: what is watched at every step. ``"grads"``: gradients. ``"modules"``: also every module's
-            inputs, outputs and their gradients, without waiting. ``"operators"``: every operator, which
-            waits for the device between them.
-        rerun: ``True`` executes a bad step again where ``step(closure)`` allows it, with every operator
-            traced, so that the verdict names the operator and says whether the fault repeats; without a
-            closure the next bad step is traced. ``False`` does neither. ``"always"`` executes every step
-            twice and warns where the two differ in a bit.
-        check_params: scan the parameters before and after each step, too.
         grad_scaler: the ``GradScaler`` of this optimizer, if there is one. Its routine overflows are
             then no findings, until the scale has fallen below 1.
-        gather_deadline: seconds to wait for ranks that do not answer when a finding is gathered.
+        options: see :class:`nanlocator.session.Options`. ``step`` returns None where a policy leaves the
+            update out. A re-run takes ``step(closure)``; without one the next bad step is traced.
 
     With torch.distributed initialised, every rank must build it, and call ``clip_grad_norm`` and ``step``
-    equally often. Gradients are seen after DistributedDataParallel has reduced them. Options left at None
-    are read from NANLOCATOR_ON_BAD, NANLOCATOR_OUTPUT_DIR, NANLOCATOR_LEVEL, NANLOCATOR_RERUN,
-    NANLOCATOR_CHECK_PARAMS and NANLOCATOR_GATHER_DEADLINE.
+    equally often. Gradients are seen after DistributedDataParallel has reduced them.
 
     A closure that is executed again must compute the same loss from the same data. Generators (torch,
     Python, numpy), the model's buffers and the ``grad_scaler`` are restored before; what else it moves
@@ -65,13 +47,8 @@ class LocatingOptimizer(Optimizer):
         optimizer: Optimizer,
         model: torch.nn.Module,
         *,
-        on_bad: str | None = None,
-        output_dir: str | os.PathLike[str] | None = None,
-        level: str | None = None,
-        rerun: bool | str | None = None,
-        check_params: bool | None = None,
         grad_scaler: "torch.amp.GradScaler | None" = None,
-        gather_deadline: float | None = None,
+        **options: Unpack[Options],
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise _C.UsageError(
@@ -79,23 +56,16 @@ class LocatingOptimizer(Optimizer):
             )
         if isinstance(optimizer, LocatingOptimizer):
             raise _C.UsageError("this optimizer is a LocatingOptimizer already; wrap it once")
-        options = resolve_options(
-            on_bad=on_bad,
-            output_dir=output_dir,
-            level=level,
-            rerun=rerun,
-            check_params=check_params,
-            gather_deadline=gather_deadline,
+        resolved = resolve_options(
+            options,
             integration="pytorch",
             not_covered=["gradients before DistributedDataParallel reduces them"] if is_distributed() else [],
         )
         # Optimizer.__init__ is not called: it would make groups and state of its own.
         self.inner = optimizer
         self._adapter = PlainAdapter(optimizer, model)
-        self._grad_scaler = grad_scaler
-        if grad_scaler is not None and grad_scaler.is_enabled():
-            self._adapter.loss_scale = _OverflowOf(grad_scaler, id(self))
-        self._driver = plain_driver(self._adapter, options, grad_scaler)
+        overflow = functools.partial(overflow_seen, optimizer_id=id(self))
+        self._driver = plain_driver(self._adapter, resolved, grad_scaler, overflow)
 
     @property
     def verdicts(self) -> list[dict[str, Any]]:
@@ -132,7 +102,7 @@ class LocatingOptimizer(Optimizer):
                     result = self._update()
                 else:
                     result = self.inner.step(lambda: self._evaluate(closure))
-            except _SkippedStep:
+            except SkippedUpdate:
                 result = None
             self._driver.end_step()
         return result
@@ -149,7 +119,7 @@ class LocatingOptimizer(Optimizer):
         loss = evaluation.run()
         decision = self._driver.end_pass([_C.LossView(tensor) for _, tensor in losses_of(loss)])
         if decision == _C.Decision.SKIP:
-            raise _SkippedStep
+            raise SkippedUpdate
         return evaluation.latest if decision == _C.Decision.RECOVERED else loss
 
     def register_state(self, name: str, owner: Stateful) -> None:
@@ -243,20 +213,3 @@ class _Evaluation(PlainPass):
             yield
         finally:
             clip_grad._clip_grads_with_norm_ = original
-
-
-class _OverflowOf:
-    """The loss scale, where the scaler has found Inf in the gradients of the optimizer with this id, will
-    leave its step out and lower the scale. Below 1 the gradients are not too large because of it. Gradients
-    are scanned unscaled."""
-
-    def __init__(self, scaler: "torch.amp.GradScaler", optimizer_id: int) -> None:
-        self._scaler = scaler
-        self._optimizer_id = optimizer_id
-
-    def __call__(self) -> LossScale | None:
-        state = self._scaler._per_optimizer_states[self._optimizer_id]
-        if not any(found.item() for found in state["found_inf_per_device"].values()):
-            return None
-        scale = self._scaler.get_scale()
-        return scale, scale >= 1.0, False

@@ -2,13 +2,23 @@
 
 ``LocatingOptimizer`` and the Trainer callback of ``nanlocator.transformers`` use it."""
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.optim import Optimizer
 
 from nanlocator import _C
-from nanlocator.driver import Adapter, Driver, Named, OptimizerTensors, Pass, Views, state_tensors
+from nanlocator.driver import (
+    Adapter,
+    Driver,
+    LossScale,
+    Named,
+    OptimizerTensors,
+    Pass,
+    Views,
+    state_tensors,
+)
 from nanlocator.modules import ModuleHooks, local_part, tensor_attributes
 from nanlocator.rerun import ScalerState
 from nanlocator.session import RankConnection, device_description, dtype_name, is_distributed
@@ -91,17 +101,41 @@ class PlainPass(Pass):
 
 
 def plain_driver(
-    adapter: PlainAdapter, options: "_C.LocatorOptions", grad_scaler: "torch.amp.GradScaler | None"
+    adapter: PlainAdapter,
+    options: "_C.LocatorOptions",
+    grad_scaler: "torch.amp.GradScaler | None",
+    loss_scale: Callable[["torch.amp.GradScaler"], LossScale | None],
 ) -> Driver:
+    """``loss_scale`` is asked of a scaler that is enabled."""
     if options.level == "boundaries":
         raise _C.UsageError(
             "level 'boundaries' watches what Megatron-Core's ranks send to each other; here use 'grads', "
             "'modules' or 'operators'"
         )
+    if grad_scaler is not None and grad_scaler.is_enabled():
+        adapter.loss_scale = functools.partial(loss_scale, grad_scaler)
     driver = Driver(adapter, options, RankConnection() if is_distributed() else None)
     if grad_scaler is not None:
         driver.add_state("the loss scaler", ScalerState(grad_scaler))
     return driver
+
+
+def scale_in_gradients(scaler: "torch.amp.GradScaler") -> LossScale:
+    """It has not unscaled these gradients. Dividing by a scale of 1 or more makes no Inf of a finite value;
+    below 1 they are not too large because of it."""
+    scale = scaler.get_scale()
+    return scale, scale >= 1.0, True
+
+
+def overflow_seen(scaler: "torch.amp.GradScaler", *, optimizer_id: int) -> LossScale | None:
+    """The loss scale, where the scaler has found Inf in the gradients of the optimizer with this id, will
+    leave its step out and lower the scale. Below 1 the gradients are not too large because of it. Gradients
+    are scanned unscaled."""
+    state = scaler._per_optimizer_states[optimizer_id]
+    if not any(found.item() for found in state["found_inf_per_device"].values()):
+        return None
+    scale = scaler.get_scale()
+    return scale, scale >= 1.0, False
 
 
 def _shown(name: str) -> str:

@@ -5,32 +5,41 @@
 //     return std::tuple(JsonField("rank", &AxisCoordinate::rank),
 //                       JsonField("size", &AxisCoordinate::size, 1));
 //   }
-//   json = fields_to_json(axis);        read_fields(object, axis);
+//   json = fields_to_json(axis);        axis = fields_from_json<AxisCoordinate>(object);
 //
-// Members may be bool, int, std::int64_t, std::string, a struct with a table of its own, and an
-// optional of these, which is null where it is empty. A table is declared in its struct's
-// namespace, where it is found for a member of another struct (argument-dependent lookup).
+// Members may be bool, an integer, double (see number_to_json), std::uint32_t and std::uint64_t
+// (checksums and bits, as hexadecimal digits), std::string, an enumeration with names, a struct
+// with a table of its own, and vectors, maps by name, optionals and pairs with a name ({"name",
+// "value"}) of these. An empty optional is null.
+//
+// A table is declared in its struct's namespace, where it is found for a member of another struct
+// (argument-dependent lookup). So are, for what needs more than its table says:
+//   void read_fields(const JsonObject&, Struct&)            members that must agree, older forms
+//   value_to_json(const Type&), read_value(const JsonMember&, JsonRange, Type&)      no object
 #pragma once
 
+#include <algorithm>
 #include <concepts>
 #include <cstdint>
+#include <limits>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "files/strict_json.hpp"
+#include "nanlocator/files/names.hpp"
 
 namespace nanlocator {
 
-template <class Struct, class Value>
-struct JsonField {
-  const char* key;
-  Value Struct::*member;
-  int least = 0;  // of a number
-
-  constexpr JsonField(const char* name, Value Struct::*pointer, int minimum = 0)
-      : key(name), member(pointer), least(minimum) {}
+/// Of an integer, or of each in a list.
+struct JsonRange {
+  std::int64_t least = 0;
+  std::int64_t most = std::numeric_limits<std::int64_t>::max();
 };
 
 template <class Struct>
@@ -41,10 +50,19 @@ concept HasJsonFields = requires(const Struct* null) {
 /// Appends the members in `fields` to `json`, in their order.
 template <class Struct, class... Fields>
 void write_fields(nlohmann::ordered_json& json, const Struct& value,
-                  const std::tuple<Fields...>& fields);
-/// Throws FormatError for a missing key, a wrong type, or a number below its least value.
+                  const std::tuple<Fields...>& fields) {
+  std::apply([&](const auto&... each) { (each.write(json, value), ...); }, fields);
+}
+
+/// Throws FormatError for a missing key, a wrong type, or a number out of its range.
 template <class Struct, class... Fields>
-void read_fields(const JsonObject& object, Struct& value, const std::tuple<Fields...>& fields);
+void read_fields(const JsonObject& object, Struct& value, const std::tuple<Fields...>& fields) {
+  std::apply([&](const auto&... each) { (each.read(object, value), ...); }, fields);
+}
+template <HasJsonFields Struct>
+void read_fields(const JsonObject& object, Struct& value) {
+  read_fields(object, value, json_fields(&value));
+}
 
 template <HasJsonFields Struct>
 [[nodiscard]] nlohmann::ordered_json fields_to_json(const Struct& value) {
@@ -52,66 +70,233 @@ template <HasJsonFields Struct>
   write_fields(json, value, json_fields(&value));
   return json;
 }
-
 template <HasJsonFields Struct>
-void read_fields(const JsonObject& object, Struct& value) {
-  read_fields(object, value, json_fields(&value));
+[[nodiscard]] Struct fields_from_json(const JsonObject& object) {
+  Struct value;
+  read_fields(object, value);
+  return value;
 }
 
-// ---- one member ----
+// ---- one value ----
+
+/// JSON has no NaN and no infinity: those are the strings "nan", "inf" and "-inf".
+[[nodiscard]] nlohmann::ordered_json number_to_json(double number);
+[[nodiscard]] double number_from_json(const JsonMember& from);
+/// Of exactly so many digits. Bits are written so, as JSON readers that hold numbers as doubles
+/// would lose the low ones.
+[[nodiscard]] std::string hexadecimal_text(std::uint64_t number, int digits);
+[[nodiscard]] std::uint64_t hexadecimal_from_json(const JsonMember& from, int digits);
+/// The value on one line. Bytes that are not UTF-8 become U+FFFD: a strange module name must not
+/// cost the record of a fault.
+[[nodiscard]] std::string one_line(const nlohmann::ordered_json& json);
 
 template <class Value>
-[[nodiscard]] nlohmann::ordered_json value_to_json(const Value& value) {
+[[nodiscard]] nlohmann::ordered_json value_to_json(const Value& value);
+template <class Value>
+[[nodiscard]] nlohmann::ordered_json value_to_json(const std::optional<Value>& value);
+template <class Value>
+[[nodiscard]] nlohmann::ordered_json value_to_json(const std::vector<Value>& values);
+template <class Value>
+[[nodiscard]] nlohmann::ordered_json value_to_json(const std::map<std::string, Value>& values);
+template <class Value>
+[[nodiscard]] nlohmann::ordered_json value_to_json(const std::pair<std::string, Value>& named);
+
+template <class Value>
+void read_value(const JsonMember& from, JsonRange range, Value& value);
+template <class Value>
+void read_value(const JsonMember& from, JsonRange range, std::optional<Value>& value);
+template <class Value>
+void read_value(const JsonMember& from, JsonRange range, std::vector<Value>& values);
+template <class Value>
+void read_value(const JsonMember& from, JsonRange range, std::map<std::string, Value>& values);
+template <class Value>
+void read_value(const JsonMember& from, JsonRange range, std::pair<std::string, Value>& named);
+
+/// The member `key`.
+template <class Value>
+[[nodiscard]] Value member_from_json(const JsonObject& object, const char* key) {
+  Value value{};
+  read_value(JsonMember(object, key), JsonRange(), value);
+  return value;
+}
+
+// ---- the rows of a table ----
+
+template <class Struct, class Value>
+struct JsonField {
+  const char* key;
+  Value Struct::*member;
+  JsonRange range;
+
+  constexpr JsonField(const char* name, Value Struct::*pointer, std::int64_t least = 0,
+                      std::int64_t most = JsonRange().most)
+      : key(name), member(pointer), range{least, most} {}
+
+  void write(nlohmann::ordered_json& json, const Struct& value) const {
+    json[key] = is_in_range(value.*member) ? value_to_json(value.*member) : nullptr;
+  }
+  void read(const JsonObject& object, Struct& value) const {
+    read_value(JsonMember(object, key), range, value.*member);
+  }
+
+ private:
+  /// An optional number that could not be read again (a count below zero) is written as unknown: no
+  /// reason to lose what stands beside it.
+  [[nodiscard]] bool is_in_range(const Value& value) const {
+    if constexpr (requires {
+                    requires std::integral<typename Value::value_type>;
+                    *value;
+                  }) {
+      return !value || (*value >= range.least && *value <= range.most);
+    }
+    return true;
+  }
+};
+
+/// A member whose empty value ("", the first of an enumeration) is null.
+template <class Struct, class Value>
+struct JsonOrNull {
+  const char* key;
+  Value Struct::*member;
+
+  constexpr JsonOrNull(const char* name, Value Struct::*pointer) : key(name), member(pointer) {}
+
+  void write(nlohmann::ordered_json& json, const Struct& value) const {
+    json[key] = value.*member == Value() ? nlohmann::ordered_json() : value_to_json(value.*member);
+  }
+  void read(const JsonObject& object, Struct& value) const {
+    const JsonMember from(object, key);
+    value.*member = Value();
+    if (!from.value().is_null()) read_value(from, JsonRange(), value.*member);
+  }
+};
+
+/// A member that files of earlier versions do not have.
+template <class Field>
+struct JsonAdded : Field {
+  constexpr explicit JsonAdded(const Field& field) : Field(field) {}
+
+  template <class Struct>
+  void read(const JsonObject& object, Struct& value) const {
+    if (object.has(this->key)) Field::read(object, value);
+  }
+};
+
+/// Text beside the members, for readers other than this one; null where the writer fills it in.
+struct JsonWritten {
+  const char* key;
+  const char* text = nullptr;
+
+  template <class Struct>
+  void write(nlohmann::ordered_json& json, const Struct& /*value*/) const {
+    json[key] = text == nullptr ? nlohmann::ordered_json() : nlohmann::ordered_json(text);
+  }
+  template <class Struct>
+  void read(const JsonObject& /*object*/, Struct& /*value*/) const {}
+};
+
+// ---- one value, as it is done ----
+
+template <class Value>
+nlohmann::ordered_json value_to_json(const Value& value) {
   if constexpr (HasJsonFields<Value>) {
     return fields_to_json(value);
+  } else if constexpr (std::is_enum_v<Value>) {
+    return name_of(value);
+  } else if constexpr (std::is_same_v<Value, double>) {
+    return number_to_json(value);
+  } else if constexpr (std::is_unsigned_v<Value> && !std::is_same_v<Value, bool>) {
+    return hexadecimal_text(value, 2 * sizeof(Value));
   } else {
     return value;
   }
 }
 
 template <class Value>
-[[nodiscard]] nlohmann::ordered_json value_to_json(const std::optional<Value>& value) {
-  return value ? value_to_json(*value) : nlohmann::ordered_json(nullptr);
+nlohmann::ordered_json value_to_json(const std::optional<Value>& value) {
+  return value ? value_to_json(*value) : nlohmann::ordered_json();
 }
 
 template <class Value>
-void read_value(const JsonObject& object, const char* key, [[maybe_unused]] int least,
-                Value& value) {
+nlohmann::ordered_json value_to_json(const std::vector<Value>& values) {
+  auto json = nlohmann::ordered_json::array();
+  for (const auto& value : values) json.push_back(value_to_json(value));
+  return json;
+}
+
+template <class Value>
+nlohmann::ordered_json value_to_json(const std::map<std::string, Value>& values) {
+  auto json = nlohmann::ordered_json::object();
+  for (const auto& [name, value] : values) json[name] = value_to_json(value);
+  return json;
+}
+
+template <class Value>
+nlohmann::ordered_json value_to_json(const std::pair<std::string, Value>& named) {
+  return {{"name", named.first}, {"value", value_to_json(named.second)}};
+}
+
+template <class Value>
+void read_value(const JsonMember& from, JsonRange range, Value& value) {
   if constexpr (HasJsonFields<Value>) {
-    read_fields(object.object(key), value);
-  } else if constexpr (std::same_as<Value, bool>) {
-    value = object.boolean(key);
-  } else if constexpr (std::same_as<Value, int>) {
-    value = object.small_integer(key, least);
-  } else if constexpr (std::same_as<Value, std::int64_t>) {
-    value = object.integer(key, least);
+    read_fields(from.object(), value);
+  } else if constexpr (std::is_enum_v<Value>) {
+    const auto known = value_named<Value>(from.text());
+    if (!known) {
+      std::string names;
+      for (const auto name : kNames<Value>) names.append(names.empty() ? "" : ", ").append(name);
+      from.throw_unexpected("one of " + names);
+    }
+    value = *known;
+  } else if constexpr (std::is_same_v<Value, bool>) {
+    value = from.boolean();
+  } else if constexpr (std::is_same_v<Value, double>) {
+    value = number_from_json(from);
+  } else if constexpr (std::is_unsigned_v<Value>) {
+    value = static_cast<Value>(hexadecimal_from_json(from, 2 * sizeof(Value)));
+  } else if constexpr (std::is_integral_v<Value>) {
+    constexpr std::int64_t kMost = std::numeric_limits<Value>::max();
+    value = static_cast<Value>(from.integer(range.least, std::min(range.most, kMost)));
   } else {
-    static_assert(std::same_as<Value, std::string>);
-    value = object.text(key);
+    static_assert(std::is_same_v<Value, std::string>);
+    value = from.text();
   }
 }
 
 template <class Value>
-void read_value(const JsonObject& object, const char* key, int least, std::optional<Value>& value) {
+void read_value(const JsonMember& from, JsonRange range, std::optional<Value>& value) {
   value.reset();
-  if (!object.member(key).is_null()) read_value(object, key, least, value.emplace());
+  if (!from.value().is_null()) read_value(from, range, value.emplace());
 }
 
-template <class Struct, class... Fields>
-void write_fields(nlohmann::ordered_json& json, const Struct& value,
-                  const std::tuple<Fields...>& fields) {
-  std::apply(
-      [&](const auto&... each) { ((json[each.key] = value_to_json(value.*each.member)), ...); },
-      fields);
+template <class Value>
+void read_value(const JsonMember& from, JsonRange range, std::vector<Value>& values) {
+  if (!from.value().is_array()) {
+    from.throw_unexpected(std::is_integral_v<Value>            ? "an array of integers"
+                          : std::is_same_v<Value, std::string> ? "an array of strings"
+                                                               : "an array");
+  }
+  values.clear();
+  values.reserve(from.value().size());
+  for (std::size_t i = 0; i < from.value().size(); ++i) {
+    read_value(from.element(i), range, values.emplace_back());
+  }
 }
 
-template <class Struct, class... Fields>
-void read_fields(const JsonObject& object, Struct& value, const std::tuple<Fields...>& fields) {
-  std::apply(
-      [&](const auto&... each) {
-        (read_value(object, each.key, each.least, value.*each.member), ...);
-      },
-      fields);
+template <class Value>
+void read_value(const JsonMember& from, JsonRange range, std::map<std::string, Value>& values) {
+  if (!from.value().is_object()) from.throw_unexpected("an object");
+  values.clear();
+  for (const auto& [name, value] : from.value().items()) {
+    read_value(from.entry(name), range, values[name]);
+  }
+}
+
+template <class Value>
+void read_value(const JsonMember& from, JsonRange range, std::pair<std::string, Value>& named) {
+  const JsonObject object = from.object();
+  named.first = object.text("name");
+  read_value(JsonMember(object, "value"), range, named.second);
 }
 
 }  // namespace nanlocator

@@ -181,46 +181,53 @@ JsonObject JsonObject::object(const char* key) const {
 }
 
 std::string JsonObject::text(const char* key) const {
-  const auto& value = member(key);
-  if (!value.is_string()) throw_unexpected_json(where(key), value, "a string");
-  return value.get<std::string>();
+  return JsonMember(*this, key).text();
 }
 
 bool JsonObject::boolean(const char* key) const {
-  const auto& value = member(key);
-  if (!value.is_boolean()) throw_unexpected_json(where(key), value, "true or false");
-  return value.get<bool>();
+  return JsonMember(*this, key).boolean();
 }
 
 int JsonObject::small_integer(const char* key, int minimum) const {
-  constexpr int kLargest = std::numeric_limits<int>::max();
-  const auto& value = member(key);
-  if (const auto number = integer_within(value, minimum, kLargest)) {
-    return static_cast<int>(*number);
-  }
-  return static_cast<int>(json_integer(value, where(key), minimum, kLargest));
+  return static_cast<int>(JsonMember(*this, key).integer(minimum, std::numeric_limits<int>::max()));
 }
 
 std::int64_t JsonObject::integer(const char* key, std::int64_t minimum) const {
-  const auto& value = member(key);
-  if (const auto number = integer_within(value, minimum)) return *number;
-  return json_integer(value, where(key), minimum);
+  return JsonMember(*this, key).integer(minimum, std::numeric_limits<std::int64_t>::max());
 }
 
-std::optional<int> JsonObject::optional_small_integer(const char* key, int minimum) const {
-  if (member(key).is_null()) return std::nullopt;
-  return small_integer(key, minimum);
+JsonMember JsonMember::element(std::size_t index) const {
+  JsonMember element(*this, (*value_)[index]);
+  element.index_ = index;
+  return element;
 }
 
-std::optional<bool> JsonObject::optional_boolean(const char* key) const {
-  if (member(key).is_null()) return std::nullopt;
-  return boolean(key);
+JsonMember JsonMember::entry(const std::string& name) const {
+  JsonMember entry(*this, value_->at(name));
+  entry.name_ = &name;
+  return entry;
 }
 
-std::optional<std::int64_t> JsonObject::optional_integer(const char* key,
-                                                         std::int64_t minimum) const {
-  if (member(key).is_null()) return std::nullopt;
-  return integer(key, minimum);
+std::string JsonMember::path() const {
+  if (above_ == nullptr) return object_->path_to(key_);
+  std::string path = above_->path();
+  if (name_ != nullptr) return path.append(".").append(escaped(*name_));
+  return path.append("[").append(std::to_string(index_)).append("]");
+}
+
+std::string JsonMember::text() const {
+  if (!value_->is_string()) throw_unexpected("a string");
+  return value_->get<std::string>();
+}
+
+bool JsonMember::boolean() const {
+  if (!value_->is_boolean()) throw_unexpected("true or false");
+  return value_->get<bool>();
+}
+
+std::int64_t JsonMember::integer(std::int64_t minimum, std::int64_t maximum) const {
+  if (const auto number = integer_within(*value_, minimum, maximum)) return *number;
+  return json_integer(*value_, where(), minimum, maximum);
 }
 
 void require_version(const JsonObject& object, int version) {

@@ -51,19 +51,17 @@ class JsonObject {
 
   [[nodiscard]] const nlohmann::json& member(const char* key) const;
   [[nodiscard]] bool has(const char* key) const;  // for keys that a newer writer has added
+  // The members that are asked for by hand; a struct's are read by its table (json_fields.hpp).
   [[nodiscard]] JsonObject object(const char* key) const;
   [[nodiscard]] std::string text(const char* key) const;
   [[nodiscard]] bool boolean(const char* key) const;
   [[nodiscard]] int small_integer(const char* key, int minimum) const;
   [[nodiscard]] std::int64_t integer(const char* key, std::int64_t minimum) const;
-  // Null gives an empty optional; a missing key is an error here too.
-  [[nodiscard]] std::optional<int> optional_small_integer(const char* key, int minimum) const;
-  [[nodiscard]] std::optional<bool> optional_boolean(const char* key) const;
-  [[nodiscard]] std::optional<std::int64_t> optional_integer(const char* key,
-                                                             std::int64_t minimum) const;
 
-  /// The file, and the keys to the member `key`: "coordinates.tp".
+  [[nodiscard]] const nlohmann::json& value() const noexcept { return *value_; }
+  /// The file, and the keys to this object and to its member `key`: "coordinates.tp".
   [[nodiscard]] const std::string& source() const noexcept { return source_; }
+  [[nodiscard]] const std::string& path() const noexcept { return path_; }
   [[nodiscard]] std::string path_to(const char* key) const;
   /// What errors call this object: "x.json: coordinates".
   [[nodiscard]] std::string where() const;
@@ -74,6 +72,43 @@ class JsonObject {
   const nlohmann::json* value_;
   std::string source_;
   std::string path_;
+};
+
+/// One value and, for errors alone, the way to it: most of a ledger are long lists. What it was
+/// taken from must outlive it.
+class JsonMember {
+ public:
+  /// Throws FormatError where the key is missing.
+  JsonMember(const JsonObject& object, const char* key)
+      : value_(&object.member(key)), object_(&object), key_(key) {}
+  /// Of an array, and of an object whose keys are names.
+  [[nodiscard]] JsonMember element(std::size_t index) const;
+  [[nodiscard]] JsonMember entry(const std::string& name) const;
+
+  [[nodiscard]] const nlohmann::json& value() const noexcept { return *value_; }
+  /// "coordinates.tp", and what errors call it: "x.json: coordinates.tp".
+  [[nodiscard]] std::string path() const;
+  [[nodiscard]] std::string where() const { return object_->source() + ": " + path(); }
+  [[noreturn]] void throw_unexpected(const std::string& expected) const {
+    throw_unexpected_json(where(), *value_, expected);
+  }
+
+  // Each throws FormatError where the value has another type.
+  [[nodiscard]] JsonObject object() const { return {*value_, object_->source(), path()}; }
+  [[nodiscard]] std::string text() const;
+  [[nodiscard]] bool boolean() const;
+  [[nodiscard]] std::int64_t integer(std::int64_t minimum, std::int64_t maximum) const;
+
+ private:
+  JsonMember(const JsonMember& above, const nlohmann::json& value)
+      : value_(&value), object_(above.object_), above_(&above) {}
+
+  const nlohmann::json* value_;
+  const JsonObject* object_;
+  const char* key_ = nullptr;
+  const JsonMember* above_ = nullptr;  // the array or object that it is in
+  const std::string* name_ = nullptr;  // there
+  std::size_t index_ = 0;
 };
 
 /// Throws FormatError unless the object's "version" is `version`.

@@ -24,10 +24,6 @@ using Lockstep =
 using Identity =
     std::tuple<std::vector<int>, FoundIn, Phase, Cause, int, std::string, std::string, std::string>;
 
-bool is_sum(const std::string& op) {
-  return op.find("reduce") != std::string::npos;
-}
-
 class Finder {
  public:
   Finder(const Incident& incident, const Crossings& crossings)
@@ -297,7 +293,7 @@ class Finder {
 
   void add_between_ranks(const Meeting& meeting, const Sighting& sighting,
                          const std::set<int>& receivers, int replica) {
-    auto overflow = !meeting.receiver && is_sum(sighting.op)
+    auto overflow = !meeting.receiver && meeting.kind == CollectiveKind::reduction
                         ? sum_near_overflow(sighting, meeting.givers.size())
                         : std::nullopt;
     std::set<int> clean(meeting.givers.begin(), meeting.givers.end());

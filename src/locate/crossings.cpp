@@ -120,6 +120,7 @@ void Crossings::take_crossing(const RankEvidence& rank, const Sighting& sighting
   if (is_new) {
     Meeting meeting;
     meeting.crossing = &crossing;
+    meeting.kind = collective_kind_of(sighting.op);
     if (!crossing.peer) {
       meeting.givers = crossing.members.ranks_below(world_size_);
     } else {

@@ -17,12 +17,14 @@
 #include <vector>
 
 #include "locate/evidence.hpp"
+#include "nanlocator/record/collective_kind.hpp"
 
 namespace nanlocator {
 
 /// One collective, or one message from a rank to another. Indices are into Crossings::events().
 struct Meeting {
   const Crossing* crossing = nullptr;  // as the first of its events has it
+  std::optional<CollectiveKind> kind;  // of its operator, where that is known
   std::vector<int> givers;        // who puts something in: the members, or the sender; ascending
   std::optional<int> receiver;    // of a message
   std::vector<std::size_t> sent;  // bad, by rank

@@ -1,10 +1,8 @@
 #include "map/coordinates_json.hpp"
 
 #include <array>
-#include <tuple>
 #include <utility>
 
-#include "files/json_fields.hpp"
 #include "files/utf8.hpp"
 #include "nanlocator/error.hpp"
 
@@ -30,32 +28,13 @@ void check_rank(const std::string& what, int rank, int size) {
 
 }  // namespace
 
-constexpr auto json_fields(const AxisCoordinate*) {
-  return std::tuple(JsonField("rank", &AxisCoordinate::rank),
-                    JsonField("size", &AxisCoordinate::size, 1));
-}
-
-constexpr auto json_fields(const RankCoordinates*) {
-  using C = RankCoordinates;
-  return std::tuple(JsonField("rank", &C::rank), JsonField("world_size", &C::world_size, 1),
-                    JsonField("tp", &C::tp), JsonField("pp", &C::pp), JsonField("dp", &C::dp),
-                    JsonField("cp", &C::cp), JsonField("ep", &C::ep), JsonField("host", &C::host),
-                    JsonField("local_rank", &C::local_rank), JsonField("device", &C::device));
-}
-
-nlohmann::ordered_json coordinates_to_json(const RankCoordinates& coordinates) {
-  return fields_to_json(coordinates);
-}
-
-RankCoordinates coordinates_from_json(const JsonObject& object) {
-  RankCoordinates coordinates;
-  read_fields(object, coordinates);
+void read_fields(const JsonObject& object, RankCoordinates& coordinates) {
+  read_fields(object, coordinates, json_fields(&coordinates));
   try {
     check_coordinates(coordinates);
   } catch (const UsageError& error) {
     throw FormatError(object.where() + ": " + error.what());
   }
-  return coordinates;
 }
 
 void check_coordinates(const RankCoordinates& coordinates) {

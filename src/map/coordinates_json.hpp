@@ -1,19 +1,28 @@
 // RankCoordinates as JSON, the same in every file: docs/formats.md, "Coordinates".
 #pragma once
 
-#include <nlohmann/json.hpp>
+#include <tuple>
 
-#include "files/strict_json.hpp"
+#include "files/json_fields.hpp"
 #include "nanlocator/map/rank_coordinates.hpp"
 
 namespace nanlocator {
 
-/// {"rank", "world_size", "tp": {"rank", "size"}, "pp", "dp", "cp", "ep", "host", "local_rank",
-/// "device"}.
-[[nodiscard]] nlohmann::ordered_json coordinates_to_json(const RankCoordinates& coordinates);
+constexpr auto json_fields(const AxisCoordinate*) {
+  return std::tuple(JsonField("rank", &AxisCoordinate::rank),
+                    JsonField("size", &AxisCoordinate::size, 1));
+}
 
-/// Throws FormatError for a missing key, a wrong type, or a rank that is not below its size.
-[[nodiscard]] RankCoordinates coordinates_from_json(const JsonObject& object);
+constexpr auto json_fields(const RankCoordinates*) {
+  using C = RankCoordinates;
+  return std::tuple(JsonField("rank", &C::rank), JsonField("world_size", &C::world_size, 1),
+                    JsonField("tp", &C::tp), JsonField("pp", &C::pp), JsonField("dp", &C::dp),
+                    JsonField("cp", &C::cp), JsonField("ep", &C::ep), JsonField("host", &C::host),
+                    JsonField("local_rank", &C::local_rank), JsonField("device", &C::device));
+}
+
+/// Throws FormatError also for a rank that is not below its size.
+void read_fields(const JsonObject& object, RankCoordinates& coordinates);
 
 /// What is wrong with coordinates that were filled in by hand: a rank that is not below its size,
 /// text that is not UTF-8. Throws UsageError.

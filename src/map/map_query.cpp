@@ -8,7 +8,6 @@
 #include <unordered_map>
 #include <utility>
 
-#include "files/names.hpp"
 #include "files/text.hpp"
 
 namespace nanlocator {
@@ -154,20 +153,6 @@ std::vector<FoundParameter> find_parameters(std::span<const ParameterMap> maps,
   return find_where(maps, [pattern](const ParameterInfo& parameter) {
     return name_matches(parameter.name, pattern);
   });
-}
-
-std::string_view name_of(MapDifferenceKind kind) noexcept {
-  using enum MapDifferenceKind;
-  static constexpr Names<MapDifferenceKind, 9> kNames = {{{only_left, "only_left"},
-                                                          {only_right, "only_right"},
-                                                          {order, "order"},
-                                                          {id, "id"},
-                                                          {shape, "shape"},
-                                                          {dtype, "dtype"},
-                                                          {layer, "layer"},
-                                                          {chunk, "chunk"},
-                                                          {flags, "flags"}}};
-  return name_in(kNames, kind);
 }
 
 std::vector<MapDifference> compare_maps(const ParameterMap& left, const ParameterMap& right) {

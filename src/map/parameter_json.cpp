@@ -6,7 +6,6 @@
 #include <tuple>
 #include <utility>
 
-#include "files/json_fields.hpp"
 #include "files/utf8.hpp"
 #include "nanlocator/error.hpp"
 
@@ -28,23 +27,6 @@ void append_escaped_unit(std::string& out, unsigned unit) {
   out += escaped;
 }
 
-std::vector<std::int64_t> shape_from_json(const nlohmann::json& value, const std::string& where) {
-  if (!value.is_array()) throw_unexpected_json(where, value, "an array of sizes");
-  std::vector<std::int64_t> shape;
-  for (const auto& size : value) {
-    shape.push_back(json_integer(size, where + "[" + std::to_string(shape.size()) + "]", 0));
-  }
-  return shape;
-}
-
-}  // namespace
-
-constexpr auto json_fields(const ElementRange*) {
-  return std::tuple(JsonField("begin", &ElementRange::begin), JsonField("end", &ElementRange::end));
-}
-
-namespace {
-
 using P = ParameterInfo;
 // Before and after shape and dtype, which are null together where only id and name are known.
 constexpr auto kIdentity = std::tuple(JsonField("id", &P::id), JsonField("name", &P::name),
@@ -57,16 +39,6 @@ constexpr auto kPlace = std::tuple(
     JsonField("may_be_untouched", &P::may_be_untouched));
 
 }  // namespace
-
-nlohmann::ordered_json shard_to_json(const std::optional<ElementRange>& shard) {
-  return value_to_json(shard);
-}
-
-std::optional<ElementRange> shard_from_json(const JsonObject& parameter) {
-  std::optional<ElementRange> shard;
-  read_value(parameter, "shard", 0, shard);
-  return shard;
-}
 
 nlohmann::ordered_json parameter_to_json(const ParameterInfo& parameter) {
   nlohmann::ordered_json json;
@@ -93,7 +65,7 @@ ParameterInfo parameter_from_json(const nlohmann::json& value, const std::string
     if (parameter.dtype.empty()) {
       throw FormatError(object.where("dtype") + ": found an empty string, expected a dtype");
     }
-    parameter.shape = shape_from_json(object.member("shape"), object.where("shape"));
+    parameter.shape = member_from_json<std::vector<std::int64_t>>(object, "shape");
   }
   read_fields(object, parameter, kPlace);
   return parameter;

@@ -3,20 +3,19 @@
 #pragma once
 
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
-#include "files/strict_json.hpp"
+#include "files/json_fields.hpp"
 #include "nanlocator/map/parameter_map.hpp"
 
 namespace nanlocator {
 
-/// {"begin", "end"}; null for none.
-[[nodiscard]] nlohmann::ordered_json shard_to_json(const std::optional<ElementRange>& shard);
-/// Throws FormatError for a missing key, a wrong type or a negative number.
-[[nodiscard]] std::optional<ElementRange> shard_from_json(const JsonObject& parameter);
+constexpr auto json_fields(const ElementRange*) {
+  return std::tuple(JsonField("begin", &ElementRange::begin), JsonField("end", &ElementRange::end));
+}
 
 /// One object of the manifest's "parameters"; empty optionals are null.
 [[nodiscard]] nlohmann::ordered_json parameter_to_json(const ParameterInfo& parameter);

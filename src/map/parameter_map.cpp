@@ -90,7 +90,7 @@ std::string ParameterMap::to_manifest_json() const {
   const auto ascii = [](const nlohmann::ordered_json& json) { return json.dump(-1, ' ', true); };
   std::string text =
       "{\n\"version\": " + std::to_string(kManifestVersion) + ",\n\"run_id\": " + ascii(run_id_) +
-      ",\n\"coordinates\": " + ascii(coordinates_to_json(coordinates_)) + ",\n\"parameters\": [";
+      ",\n\"coordinates\": " + ascii(fields_to_json(coordinates_)) + ",\n\"parameters\": [";
   for (const auto& parameter : parameters_) {
     text += (parameter.id == 0 ? "\n" : ",\n") + ascii(parameter_to_json(parameter));
   }
@@ -110,7 +110,7 @@ ParameterMap ParameterMap::from_manifest_json(std::string_view text, const std::
         value, source, "parameters[" + std::to_string(parameters.size()) + "]"));
   }
   try {
-    return {coordinates_from_json(manifest.object("coordinates")), std::move(parameters),
+    return {member_from_json<RankCoordinates>(manifest, "coordinates"), std::move(parameters),
             manifest.text("run_id")};
   } catch (const UsageError& error) {
     throw FormatError(source + ": " + error.what());

@@ -1,26 +1,67 @@
 // Births as JSON, the same in ledgers and bundles: docs/formats.md, "Births".
 #pragma once
 
-#include <nlohmann/json.hpp>
-#include <optional>
+#include <tuple>
 
-#include "files/strict_json.hpp"
 #include "nanlocator/record/birth.hpp"
+#include "record/sighting_json.hpp"
 
 namespace nanlocator {
 
-/// Parts of a birth that verdicts have, too. Null where there is none; read from the member `key`.
-[[nodiscard]] nlohmann::ordered_json code_to_json(const std::optional<CodeLine>& code);
-[[nodiscard]] std::optional<CodeLine> code_from_json(const JsonObject& object, const char* key);
-[[nodiscard]] nlohmann::ordered_json operand_to_json(const Operand& operand);
-[[nodiscard]] Operand operand_from_json(const JsonObject& object);
-[[nodiscard]] nlohmann::ordered_json extent_to_json(const std::optional<BadExtent>& extent);
-/// From the member "extent".
-[[nodiscard]] std::optional<BadExtent> extent_from_json(const JsonObject& object);
+constexpr auto json_fields(const CodeLine*) {
+  using C = CodeLine;
+  return std::tuple(JsonField("file", &C::file), JsonField("line", &C::line),
+                    JsonField("function", &C::function), JsonOrNull("text", &C::text));
+}
 
-/// All keys; what is empty is null or an empty array.
-[[nodiscard]] nlohmann::ordered_json birth_to_json(const Birth& birth);
-/// Throws FormatError for a missing key, a wrong type, or a kind or conclusion that is unknown.
-[[nodiscard]] Birth birth_from_json(const JsonObject& object);
+constexpr auto json_fields(const Operand*) {
+  using O = Operand;
+  return std::tuple(JsonField("name", &O::name), JsonField("element", &O::element),
+                    JsonOrNull("dtype", &O::dtype), JsonField("shape", &O::shape),
+                    JsonField("stats", &O::stats), JsonField("negatives", &O::negatives),
+                    JsonAdded(JsonField("ignored", &O::ignored)), JsonField("number", &O::number),
+                    JsonField("at_first_bad", &O::at_first_bad));
+}
+
+constexpr auto json_fields(const BadExtent::Indices*) {
+  using I = BadExtent::Indices;
+  return std::tuple(JsonField("first", &I::first), JsonField("last", &I::last),
+                    JsonField("count", &I::count, 1));
+}
+/// Throws FormatError also for more indices than from first to last.
+void read_fields(const JsonObject& object, BadExtent::Indices& indices);
+
+constexpr auto json_fields(const BadExtent*) {
+  return std::tuple(JsonField("dimensions", &BadExtent::dimensions),
+                    JsonField("is_block", &BadExtent::is_block));
+}
+
+constexpr auto json_fields(const Magnitude*) {
+  return std::tuple(JsonField("parameter", &Magnitude::parameter),
+                    JsonField("absmax", &Magnitude::absmax));
+}
+
+constexpr auto json_fields(const Reached*) {
+  return std::tuple(JsonField("kind", &Reached::kind), JsonOrNull("name", &Reached::name));
+}
+
+constexpr auto json_fields(const Birth*) {
+  using B = Birth;
+  return std::tuple(JsonField("kind", &B::kind), JsonField("sighting", &B::sighting),
+                    JsonField("is_module_inferred", &B::is_module_inferred),
+                    JsonField("is_custom_operator", &B::is_custom_operator),
+                    JsonOrNull("node", &B::node), JsonOrNull("forward_operator", &B::forward_op),
+                    JsonOrNull("custom_function", &B::custom_function),
+                    JsonField("parent", &B::parent), JsonOrNull("literal_operator", &B::literal_op),
+                    JsonField("code", &B::code), JsonField("framework_code", &B::framework_code),
+                    JsonField("operands", &B::operands), JsonField("extent", &B::extent),
+                    JsonField("weights", &B::weights), JsonOrNull("reader", &B::reader),
+                    JsonOrNull("writer", &B::writer), JsonField("last_seen", &B::last_seen),
+                    JsonOrNull("inside", &B::inside), JsonField("stack", &B::stack),
+                    JsonField("reached", &B::reached), JsonOrNull("bundle", &B::bundle),
+                    JsonField("replay", &B::replay), JsonField("replay_lines", &B::replay_lines));
+}
+/// Reads also births that were written before births had operands.
+void read_fields(const JsonObject& object, Birth& birth);
 
 }  // namespace nanlocator

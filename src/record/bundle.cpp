@@ -8,8 +8,6 @@
 #include "nanlocator/error.hpp"
 #include "nanlocator/files/atomic_file.hpp"
 #include "record/bundle_json.hpp"
-#include "record/bundle_keys.hpp"
-#include "record/record_json.hpp"
 
 namespace nanlocator {
 namespace {
@@ -18,7 +16,7 @@ namespace {
 constexpr std::uint64_t kLargestBundleJson = std::uint64_t{64} << 20;
 
 std::filesystem::path folder_of_bundle(const std::filesystem::path& path) {
-  return path.filename() == keys::kBundleFile ? folder_of(path) : path;
+  return path.filename() == kBundleFile ? folder_of(path) : path;
 }
 
 std::string changed(const std::string& what, std::uint32_t found, std::uint32_t expected) {
@@ -37,8 +35,8 @@ bool operator==(const BundleValue& left, const BundleValue& right) {
 }
 
 OpenBundle::OpenBundle(const std::filesystem::path& path)
-    : path_(folder_of_bundle(path)), tensors_(path_ / keys::kTensorsFile) {
-  const auto file = path_ / keys::kBundleFile;
+    : path_(folder_of_bundle(path)), tensors_(path_ / kTensorsFile) {
+  const auto file = path_ / kBundleFile;
   BundleText text = read_bundle_json(read_file(file, kLargestBundleJson), file.string(), tensors_);
   bundle_ = std::move(text.bundle);
   storage_checksums_ = std::move(text.storage_checksums);
@@ -47,12 +45,12 @@ OpenBundle::OpenBundle(const std::filesystem::path& path)
 
 std::vector<std::string> OpenBundle::verify() const {
   std::vector<std::string> mismatches;
-  const auto bundle_file = path_ / keys::kBundleFile;
-  const std::string tensors_file = (path_ / keys::kTensorsFile).string();
+  const auto bundle_file = path_ / kBundleFile;
+  const std::string tensors_file = (path_ / kTensorsFile).string();
   const std::uint32_t json_checksum = crc32_of(read_file(bundle_file, kLargestBundleJson));
-  const auto expected = tensors_.metadata().find(keys::kBundleFile);
+  const auto expected = tensors_.metadata().find(kBundleFile);
   if (expected == tensors_.metadata().end()) {
-    mismatches.push_back(tensors_file + ": it does not name the checksum of " + keys::kBundleFile);
+    mismatches.push_back(tensors_file + ": it does not name the checksum of " + kBundleFile);
   } else if (expected->second != checksum_text(json_checksum)) {
     mismatches.push_back(bundle_file.string() + ": its bytes have changed: checksum " +
                          checksum_text(json_checksum) + ", expected " +

@@ -9,10 +9,16 @@
 #include <string>
 #include <string_view>
 
+#include "files/json_fields.hpp"
 #include "nanlocator/record/bundle.hpp"
 #include "nanlocator/record/safetensors.hpp"
 
 namespace nanlocator {
+
+/// In a bundle's folder. The metadata of the tensors hold the checksum of bundle.json, below its
+/// name.
+inline constexpr const char* kBundleFile = "bundle.json";
+inline constexpr const char* kTensorsFile = "tensors.safetensors";
 
 struct BundleText {
   Bundle bundle;
@@ -28,10 +34,13 @@ struct BundleText {
 [[nodiscard]] BundleText read_bundle_json(std::string_view text, const std::string& source,
                                           const SafetensorsFile& tensors);
 
+/// Of a CRC-32: "89abcdef".
+[[nodiscard]] inline std::string checksum_text(std::uint32_t crc32) {
+  return hexadecimal_text(crc32, 8);
+}
+
 /// Names one file in the bundle's own folder and nothing else: no '/', no "..", not hidden, no
 /// control characters.
 [[nodiscard]] bool is_plain_file_name(std::string_view name) noexcept;
-
-/// "89abcdef".
 
 }  // namespace nanlocator

@@ -12,8 +12,6 @@
 #include "nanlocator/error.hpp"
 #include "nanlocator/record/bundle.hpp"
 #include "record/bundle_json.hpp"
-#include "record/bundle_keys.hpp"
-#include "record/record_json.hpp"
 
 namespace nanlocator {
 namespace {
@@ -126,10 +124,10 @@ std::string BundleStore::write(const Bundle& bundle, const BundleContents& conte
   const auto parent = run_dir_ / kBundles;
   make_folder(parent);
   PartialFolder folder(parent / (".partial-" + name + "-" + std::to_string(::getpid())));
-  write_safetensors(folder.path() / keys::kTensorsFile, contents.storages,
-                    {{keys::kBundleFile, checksum_text(crc32_of(json))}});
+  write_safetensors(folder.path() / kTensorsFile, contents.storages,
+                    {{kBundleFile, checksum_text(crc32_of(json))}});
   for (const auto& [file, text] : contents.files) write_private_file(folder.path() / file, text);
-  write_private_file(folder.path() / keys::kBundleFile, json);
+  write_private_file(folder.path() / kBundleFile, json);
   sync_folder(folder.path());
   const std::string taken = folder.rename_to_free(parent, name);
   sync_folder(parent);

@@ -12,20 +12,19 @@
 #include <utility>
 
 #include "files/appended_file.hpp"
-#include "files/strict_json.hpp"
 #include "map/coordinates_json.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/files/atomic_file.hpp"
+#include "nanlocator/record/sighting.hpp"
 #include "record/history_json.hpp"
-#include "record/keys.hpp"
-#include "record/record_json.hpp"
-#include "record/sighting_json.hpp"
 
 namespace nanlocator {
 namespace {
 
 namespace fs = std::filesystem;
 using nlohmann::ordered_json;
+
+constexpr int kVersion = 1;
 
 constexpr std::string_view kPrefix = "history_";
 constexpr std::string_view kSuffix = ".jsonl";
@@ -40,8 +39,6 @@ constexpr std::size_t kMostLineNotes = 20;
 
 constexpr float kUnseen = std::numeric_limits<float>::quiet_NaN();
 
-// ---- writing ----
-
 /// The double that prints as the float does: 0.1f as 0.1, not as 0.10000000149011612.
 double as_printed(float number) {
   std::array<char, 32> text{};
@@ -51,95 +48,46 @@ double as_printed(float number) {
   return value;
 }
 
-ordered_json header_to_json(const History& history) {
-  ordered_json json;
-  json[keys::kRecord] = keys::kRecordHistory;
-  json[keys::kVersion] = keys::kHistoryVersion;
-  json[keys::kRun] = history.run_id;
-  json[keys::kAttempt] = history.attempt;
-  json[keys::kCoordinates] = coordinates_to_json(history.coordinates);
-  json[keys::kPhase] = history.phase;
-  json[keys::kIterations] = history.iterations;
-  return json;
-}
+using H = History;
+constexpr auto kHeaderFields =
+    std::tuple(JsonField("run", &H::run_id), JsonField("attempt", &H::attempt),
+               JsonField("coordinates", &H::coordinates), JsonField("phase", &H::phase),
+               JsonField("iterations", &H::iterations));
 
-ordered_json parameter_to_json(const ParameterHistory& parameter) {
-  ordered_json json;
-  json[keys::kRecord] = keys::kRecordParameter;
-  json[keys::kId] = parameter.id;
-  json[keys::kName] = parameter.name;
-  json[keys::kNorm] = floats_to_json(parameter.norm);
-  json[keys::kAbsmax] = floats_to_json(parameter.absmax);
-  json[keys::kNonfinite] = parameter.nonfinite;
-  return json;
-}
-
-// ---- reading ----
-
-[[noreturn]] void throw_other_length(const JsonObject& object, const char* key, std::size_t found,
-                                     std::size_t expected) {
+void check_length(const JsonObject& object, const char* key, std::size_t found,
+                  std::size_t expected) {
+  if (found == expected) return;
   throw FormatError(object.where(key) + ": " + std::to_string(found) + " entries, expected " +
                     std::to_string(expected) + ", one for each step");
 }
 
-std::vector<std::int64_t> iterations_from_json(const JsonObject& object) {
-  auto iterations = sizes_from_json(object, keys::kIterations);
+void check_iterations(const JsonObject& object, const std::vector<std::int64_t>& iterations) {
   if (iterations.size() > kHistorySteps) {
-    throw FormatError(object.where(keys::kIterations) + ": " + std::to_string(iterations.size()) +
+    throw FormatError(object.where("iterations") + ": " + std::to_string(iterations.size()) +
                       " steps, expected at most " + std::to_string(kHistorySteps));
   }
   if (std::ranges::adjacent_find(iterations, std::ranges::greater_equal{}) != iterations.end()) {
-    throw FormatError(object.where(keys::kIterations) + ": not in ascending order");
+    throw FormatError(object.where("iterations") + ": not in ascending order");
   }
-  return iterations;
-}
-
-/// Null becomes NaN.
-std::vector<float> floats_from_json(const JsonObject& object, const char* key, std::size_t count) {
-  const auto& array = object.member(key);
-  if (!array.is_array()) throw_unexpected_json(object.where(key), array, "an array of numbers");
-  if (array.size() != count) throw_other_length(object, key, array.size(), count);
-  std::vector<float> numbers;
-  numbers.reserve(count);
-  for (const auto& element : array) {
-    if (element.is_null()) {
-      numbers.push_back(kUnseen);
-      continue;
-    }
-    const double number = element.is_number() ? element.get<double>() : -1;
-    if (number < 0 || number > std::numeric_limits<float>::max()) {
-      throw_unexpected_json(object.where(key) + "[" + std::to_string(numbers.size()) + "]", element,
-                            "null or a number that a float holds, 0 or more");
-    }
-    numbers.push_back(static_cast<float>(number));
-  }
-  return numbers;
 }
 
 History header_from_json(const JsonObject& object) {
-  require_version(object, keys::kHistoryVersion);
+  require_version(object, kVersion);
   History history;
-  history.run_id = object.text(keys::kRun);
-  history.attempt = object.small_integer(keys::kAttempt, 0);
-  history.coordinates = coordinates_from_json(object.object(keys::kCoordinates));
-  history.phase = name_of(phase_from_json(object, keys::kPhase));
-  history.iterations = iterations_from_json(object);
+  read_fields(object, history, kHeaderFields);
+  (void)member_from_json<Phase>(object, "phase");
+  check_iterations(object, history.iterations);
   if (history.iterations.empty()) {
-    throw FormatError(object.where(keys::kIterations) + ": empty, expected the finding's at least");
+    throw FormatError(object.where("iterations") + ": empty, expected the finding's at least");
   }
   return history;
 }
 
 ParameterHistory parameter_from_json(const JsonObject& object, std::size_t steps) {
-  ParameterHistory parameter;
-  parameter.id = object.integer(keys::kId, 0);
-  parameter.name = object.text(keys::kName);
-  parameter.norm = floats_from_json(object, keys::kNorm, steps);
-  parameter.absmax = floats_from_json(object, keys::kAbsmax, steps);
-  parameter.nonfinite = sizes_from_json(object, keys::kNonfinite);
-  if (parameter.nonfinite.size() != steps) {
-    throw_other_length(object, keys::kNonfinite, parameter.nonfinite.size(), steps);
-  }
+  auto parameter = fields_from_json<ParameterHistory>(object);
+  check_length(object, "norm", parameter.norm.size(), steps);
+  check_length(object, "absmax", parameter.absmax.size(), steps);
+  check_length(object, "nonfinite", parameter.nonfinite.size(), steps);
   return parameter;
 }
 
@@ -208,21 +156,21 @@ class HistoryFile {
       try {
         const nlohmann::json json = parse_json(lines_[at].text, where(lines_[at]));
         const JsonObject object(json, where(lines_[at]));
-        const std::string record = object.text(keys::kRecord);
-        if (record == keys::kRecordEnd) {
-          const auto expected = object.integer(keys::kLines, 0);
+        const std::string record = object.text("record");
+        if (record == "end") {
+          const auto expected = object.integer("lines", 0);
           if (expected != count) {
             note(object.where() + ": the history has " + std::to_string(count) +
                  " readable lines of " + std::to_string(expected));
           }
           return;
         }
-        if (record != keys::kRecordParameter) {
-          throw FormatError(object.where(keys::kRecord) + ": unknown record");
+        if (record != "parameter") {
+          throw FormatError(object.where("record") + ": unknown record");
         }
         auto parameter = parameter_from_json(object, history.iterations.size());
         if (!ids.insert(parameter.id).second) {
-          throw FormatError(object.where(keys::kId) + ": stands twice");
+          throw FormatError(object.where("id") + ": stands twice");
         }
         history.parameters.push_back(std::move(parameter));
         ++count;
@@ -278,6 +226,22 @@ ordered_json floats_to_json(std::span<const float> numbers) {
   return json;
 }
 
+std::vector<float> floats_from_json(const JsonMember& from) {
+  if (!from.value().is_array()) from.throw_unexpected("an array of numbers");
+  std::vector<float> numbers;
+  numbers.reserve(from.value().size());
+  for (const auto& element : from.value()) {
+    const double number = element.is_number() ? element.get<double>() : -1;
+    const bool is_float = number >= 0 && number <= std::numeric_limits<float>::max();
+    if (!is_float && !element.is_null()) {
+      from.element(numbers.size())
+          .throw_unexpected("null or a number that a float holds, 0 or more");
+    }
+    numbers.push_back(is_float ? static_cast<float>(number) : kUnseen);
+  }
+  return numbers;
+}
+
 HistorySummary summary_of(const History& history) {
   HistorySummary summary;
   for (std::size_t step = 0; step < history.iterations.size(); ++step) {
@@ -302,38 +266,29 @@ HistorySummary summary_of(const History& history) {
   return summary;
 }
 
-ordered_json summary_to_json(const HistorySummary& summary) {
-  ordered_json json;
-  json[keys::kIterations] = summary.iterations;
-  json[keys::kAbsmax] = floats_to_json(summary.absmax);
-  json[keys::kNorm] = floats_to_json(summary.norm);
-  json[keys::kParameter] = text_or_null(summary.parameter);
-  return json;
-}
-
-HistorySummary summary_from_json(const JsonObject& object) {
-  HistorySummary summary;
-  summary.iterations = iterations_from_json(object);
-  summary.absmax = floats_from_json(object, keys::kAbsmax, summary.iterations.size());
-  summary.norm = floats_from_json(object, keys::kNorm, summary.iterations.size());
+void read_fields(const JsonObject& object, HistorySummary& summary) {
+  read_fields(object, summary, json_fields(&summary));
+  check_iterations(object, summary.iterations);
+  check_length(object, "absmax", summary.absmax.size(), summary.iterations.size());
+  check_length(object, "norm", summary.norm.size(), summary.iterations.size());
   for (const auto* numbers : {&summary.absmax, &summary.norm}) {
     if (!std::ranges::all_of(*numbers, [](float number) { return std::isfinite(number); })) {
       throw FormatError(object.where() +
                         ": a summary lists the steps that were seen, without null");
     }
   }
-  summary.parameter = text_or_empty(object, keys::kParameter);
-  return summary;
 }
 
 std::string to_jsonl(const History& history) {
-  std::string text = one_line(header_to_json(history)) + "\n";
+  ordered_json header = {{"record", "history"}, {"version", kVersion}};
+  write_fields(header, history, kHeaderFields);
+  std::string text = one_line(header) + "\n";
   for (const auto& parameter : history.parameters) {
-    text += one_line(parameter_to_json(parameter)) + "\n";
+    ordered_json line = {{"record", "parameter"}};
+    write_fields(line, parameter, json_fields(&parameter));
+    text += one_line(line) + "\n";
   }
-  return text +
-         one_line({{keys::kRecord, keys::kRecordEnd}, {keys::kLines, history.parameters.size()}}) +
-         "\n";
+  return text + one_line({{"record", "end"}, {"lines", history.parameters.size()}}) + "\n";
 }
 
 void append_history(const fs::path& directory, const History& history) {

@@ -1,222 +1,129 @@
 #include "nanlocator/record/ledger.hpp"
 
 #include <algorithm>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 
 #include "files/appended_file.hpp"
 #include "files/checksum.hpp"
-#include "files/strict_json.hpp"
 #include "map/coordinates_json.hpp"
 #include "map/parameter_json.hpp"
 #include "nanlocator/error.hpp"
 #include "record/birth_json.hpp"
 #include "record/history_json.hpp"
-#include "record/keys.hpp"
-#include "record/record_json.hpp"
-#include "record/sighting_json.hpp"
 
 namespace nanlocator {
-namespace {
-
-using nlohmann::ordered_json;
 
 /// No pipeline is interleaved more finely; the reader's memory grows with chunks times ranks.
 constexpr int kMostChunks = 1024;
 
+constexpr auto json_fields(const ParameterRecord*) {
+  using P = ParameterRecord;
+  return std::tuple(JsonField("id", &P::id), JsonField("name", &P::name),
+                    JsonField("shape", &P::shape),
+                    JsonField("chunk", &P::chunk, 0, kMostChunks - 1),
+                    JsonField("may_be_untouched", &P::may_be_untouched),
+                    JsonField("is_tp_duplicate", &P::is_tp_duplicate),
+                    JsonField("is_tied", &P::is_tied), JsonField("shard", &P::shard));
+}
+
+constexpr auto json_fields(const Coverage*) {
+  return std::tuple(JsonField("phase", &Coverage::phase),
+                    JsonField("parameters", &Coverage::parameters));
+}
+void read_fields(const JsonObject& object, Coverage& coverage) {
+  read_fields(object, coverage, json_fields(&coverage));
+  if (!std::ranges::is_sorted(coverage.parameters)) {
+    throw FormatError(object.where("parameters") + ": the ids are not in ascending order");
+  }
+}
+
+constexpr auto json_fields(const CrossingCoverage*) {
+  using C = CrossingCoverage;
+  return std::tuple(JsonField("group", &C::group), JsonField("members", &C::members),
+                    JsonField("peer", &C::peer), JsonField("role", &C::role),
+                    JsonField("count", &C::count));
+}
+
+constexpr auto json_fields(const Microbatch*) {
+  using M = Microbatch;
+  return std::tuple(JsonField("number", &M::number), JsonField("chunk", &M::chunk),
+                    JsonField("tensors", &M::tensors));
+}
+
+constexpr auto json_fields(const OptimizerState*) {
+  using S = OptimizerState;
+  return std::tuple(JsonField("id", &S::parameter), JsonField("name", &S::name),
+                    JsonField("stats", &S::stats));
+}
+
+constexpr auto json_fields(const Rerun*) {
+  using R = Rerun;
+  return std::tuple(JsonField("reproduced", &R::reproduced),
+                    JsonField("control_reproduced", &R::control_reproduced),
+                    JsonField("gradients", &R::gradients), JsonField("changed", &R::changed),
+                    JsonField("bad_parameters", &R::bad_parameters),
+                    JsonField("not_restored", &R::not_restored));
+}
+
+namespace {
+
+using nlohmann::ordered_json;
+
 /// A file of garbage must not fill the memory with remarks about its lines.
 constexpr std::size_t kMostLineNotes = 20;
 
-// ---- writing ----
+constexpr int kVersion = 1;
 
-ordered_json header_to_json(const Ledger& ledger) {
-  ordered_json json;
-  json[keys::kRecord] = keys::kRecordLedger;
-  json[keys::kVersion] = keys::kLedgerVersion;
-  json[keys::kRun] = ledger.run_id;
-  json[keys::kAttempt] = ledger.attempt;
-  json[keys::kIteration] = ledger.iteration;
-  json[keys::kLevel] = ledger.level;
-  json[keys::kOnBad] = ledger.on_bad;
-  json[keys::kCoordinates] = coordinates_to_json(ledger.coordinates);
-  json[keys::kBackwardOrder] =
-      ledger.is_backward_order_observed ? keys::kObserved : keys::kReverseRegistration;
-  json[keys::kGradientNorm] = number_or_null(ledger.gradient_norm);
-  json[keys::kLossScale] = number_or_null(ledger.loss_scale);
-  json[keys::kAbsmax] = number_or_null(ledger.absmax);
-  json[keys::kAbsmaxParameter] = text_or_null(ledger.absmax_parameter);
-  json[keys::kWeightsFiniteAfter] = value_or_null(ledger.weights_finite_after);
-  return json;
-}
+/// How the header says whether the order of its parameters was observed.
+struct BackwardOrderField {
+  static constexpr const char* kKey = "backward_order";
+  static constexpr std::string_view kObserved = "observed";
+  static constexpr std::string_view kAssumed = "reverse_registration";
 
-ordered_json record_to_json(const ParameterRecord& parameter) {
-  ordered_json json;
-  json[keys::kRecord] = keys::kRecordParameter;
-  json[keys::kId] = parameter.id;
-  json[keys::kName] = parameter.name;
-  json[keys::kShape] = parameter.shape;
-  json[keys::kChunk] = parameter.chunk;
-  json[keys::kMayBeUntouched] = parameter.may_be_untouched;
-  json[keys::kIsTpDuplicate] = parameter.is_tp_duplicate;
-  json[keys::kIsTied] = parameter.is_tied;
-  json[keys::kShard] = shard_to_json(parameter.shard);
-  return json;
-}
+  void write(ordered_json& json, const Ledger& ledger) const {
+    json[kKey] = ledger.is_backward_order_observed ? kObserved : kAssumed;
+  }
+  void read(const JsonObject& object, Ledger& ledger) const {
+    const JsonMember order(object, kKey);
+    ledger.is_backward_order_observed = order.text() == kObserved;
+    if (!ledger.is_backward_order_observed && order.text() != kAssumed) {
+      order.throw_unexpected(R"("observed" or "reverse_registration")");
+    }
+  }
+};
 
-ordered_json record_to_json(const Coverage& coverage) {
-  ordered_json json;
-  json[keys::kRecord] = keys::kRecordCoverage;
-  json[keys::kPhase] = name_of(coverage.phase);
-  json[keys::kParameters] = coverage.parameters;
-  return json;
-}
+using L = Ledger;
+constexpr auto kHeaderFields =
+    std::tuple(JsonField("run", &L::run_id), JsonField("attempt", &L::attempt),
+               JsonField("iteration", &L::iteration), JsonField("level", &L::level),
+               JsonField("on_bad", &L::on_bad), JsonField("coordinates", &L::coordinates),
+               BackwardOrderField(), JsonField("gradient_norm", &L::gradient_norm),
+               JsonField("loss_scale", &L::loss_scale), JsonField("absmax", &L::absmax),
+               JsonOrNull("absmax_parameter", &L::absmax_parameter),
+               JsonAdded(JsonField("weights_finite_after", &L::weights_finite_after)));
 
-ordered_json record_to_json(const CrossingCoverage& crossings) {
-  ordered_json json;
-  json[keys::kRecord] = keys::kRecordCrossings;
-  json[keys::kGroup] = crossings.group;
-  json[keys::kMembers] = rank_list_to_json(crossings.members);
-  json[keys::kPeer] = value_or_null(crossings.peer);
-  json[keys::kRole] = crossings.role;
-  json[keys::kCount] = crossings.count;
-  return json;
-}
+/// The lines after the header, in the order in which they are written: what each is called, and
+/// where its values are, a vector or an optional.
+constexpr auto kRecords =
+    std::tuple(std::pair("parameter", &L::backward_order), std::pair("coverage", &L::coverage),
+               std::pair("crossings", &L::crossings), std::pair("microbatch", &L::microbatches),
+               std::pair("sighting", &L::sightings),
+               std::pair("optimizer_state", &L::optimizer_states), std::pair("birth", &L::births),
+               std::pair("rerun", &L::rerun), std::pair("history", &L::history));
 
-ordered_json record_to_json(const Microbatch& microbatch) {
-  ordered_json json;
-  json[keys::kRecord] = keys::kRecordMicrobatch;
-  json[keys::kNumber] = microbatch.number;
-  json[keys::kChunk] = value_or_null(microbatch.chunk);
-  json[keys::kTensors] = microbatch.tensors;
-  return json;
-}
-
-ordered_json record_to_json(const Sighting& sighting) {
-  ordered_json json;
-  json[keys::kRecord] = keys::kRecordSighting;
-  json.update(sighting_to_json(sighting));
-  return json;
-}
-
-ordered_json record_to_json(const OptimizerState& state) {
-  ordered_json json;
-  json[keys::kRecord] = keys::kRecordOptimizerState;
-  json[keys::kId] = state.parameter;
-  json[keys::kName] = state.name;
-  json[keys::kStats] = stats_to_json(state.stats);
-  return json;
-}
-
-ordered_json record_to_json(const Birth& birth) {
-  ordered_json json = {{keys::kRecord, keys::kRecordBirth}};
-  json.update(birth_to_json(birth));
-  return json;
-}
-
-ordered_json record_to_json(const Rerun& rerun) {
-  ordered_json json;
-  json[keys::kRecord] = keys::kRecordRerun;
-  json[keys::kReproduced] = value_or_null(rerun.reproduced);
-  json[keys::kControlReproduced] = value_or_null(rerun.control_reproduced);
-  json[keys::kGradients] = rerun.gradients;
-  json[keys::kChanged] = rerun.changed;
-  json[keys::kBadParameters] = rerun.bad_parameters;
-  json[keys::kNotRestored] = rerun.not_restored;
-  return json;
-}
-
-ordered_json record_to_json(const HistorySummary& history) {
-  ordered_json json = {{keys::kRecord, keys::kRecordHistory}};
-  json.update(summary_to_json(history));
-  return json;
-}
-
-// ---- reading ----
-
-Rerun rerun_from_json(const JsonObject& object) {
-  Rerun rerun;
-  rerun.reproduced = object.optional_boolean(keys::kReproduced);
-  rerun.control_reproduced = object.optional_boolean(keys::kControlReproduced);
-  rerun.gradients = object.integer(keys::kGradients, 0);
-  rerun.changed = object.integer(keys::kChanged, 0);
-  rerun.bad_parameters = sizes_from_json(object, keys::kBadParameters);
-  rerun.not_restored = texts_from_json(object, keys::kNotRestored);
-  return rerun;
+template <typename Use>
+void for_each_record(Use use) {
+  std::apply([&](const auto&... record) { (use(record.first, record.second), ...); }, kRecords);
 }
 
 Ledger header_from_json(const JsonObject& object) {
-  require_version(object, keys::kLedgerVersion);
+  require_version(object, kVersion);
   Ledger ledger;
-  ledger.run_id = object.text(keys::kRun);
-  ledger.attempt = object.small_integer(keys::kAttempt, 0);
-  ledger.iteration = object.integer(keys::kIteration, 0);
-  ledger.level = object.text(keys::kLevel);
-  ledger.on_bad = object.text(keys::kOnBad);
-  ledger.coordinates = coordinates_from_json(object.object(keys::kCoordinates));
-  const std::string order = object.text(keys::kBackwardOrder);
-  if (order != keys::kObserved && order != keys::kReverseRegistration) {
-    throw_unexpected_json(object.where(keys::kBackwardOrder), object.member(keys::kBackwardOrder),
-                          R"("observed" or "reverse_registration")");
-  }
-  ledger.is_backward_order_observed = order == keys::kObserved;
-  ledger.gradient_norm = optional_number(object, keys::kGradientNorm);
-  ledger.loss_scale = optional_number(object, keys::kLossScale);
-  ledger.absmax = optional_number(object, keys::kAbsmax);
-  ledger.absmax_parameter = text_or_empty(object, keys::kAbsmaxParameter);
-  if (object.has(keys::kWeightsFiniteAfter)) {
-    ledger.weights_finite_after = object.optional_integer(keys::kWeightsFiniteAfter, 0);
-  }
+  read_fields(object, ledger, kHeaderFields);
   ledger.is_complete = false;  // until its last line is met
   return ledger;
-}
-
-ParameterRecord parameter_from_json(const JsonObject& object) {
-  ParameterRecord parameter;
-  parameter.id = object.integer(keys::kId, 0);
-  parameter.name = object.text(keys::kName);
-  parameter.shape = sizes_from_json(object, keys::kShape);
-  parameter.chunk = static_cast<int>(
-      json_integer(object.member(keys::kChunk), object.where(keys::kChunk), 0, kMostChunks - 1));
-  parameter.may_be_untouched = object.boolean(keys::kMayBeUntouched);
-  parameter.is_tp_duplicate = object.boolean(keys::kIsTpDuplicate);
-  parameter.is_tied = object.boolean(keys::kIsTied);
-  parameter.shard = shard_from_json(object);
-  return parameter;
-}
-
-Coverage coverage_from_json(const JsonObject& object) {
-  Coverage coverage;
-  coverage.phase = phase_from_json(object, keys::kPhase);
-  coverage.parameters = sizes_from_json(object, keys::kParameters);
-  if (!std::ranges::is_sorted(coverage.parameters)) {
-    throw FormatError(object.where(keys::kParameters) + ": the ids are not in ascending order");
-  }
-  return coverage;
-}
-
-CrossingCoverage crossings_from_json(const JsonObject& object) {
-  CrossingCoverage crossings;
-  crossings.group = object.text(keys::kGroup);
-  crossings.members = rank_list_from_json(object, keys::kMembers);
-  crossings.peer = object.optional_small_integer(keys::kPeer, 0);
-  crossings.role = object.text(keys::kRole);
-  crossings.count = object.integer(keys::kCount, 0);
-  return crossings;
-}
-
-Microbatch microbatch_from_json(const JsonObject& object) {
-  Microbatch microbatch;
-  microbatch.number = object.small_integer(keys::kNumber, 0);
-  microbatch.chunk = object.optional_small_integer(keys::kChunk, 0);
-  microbatch.tensors = texts_from_json(object, keys::kTensors);
-  return microbatch;
-}
-
-OptimizerState optimizer_state_from_json(const JsonObject& object) {
-  OptimizerState state;
-  state.parameter = object.integer(keys::kId, 0);
-  state.name = object.text(keys::kName);
-  state.stats = stats_from_json(object.object(keys::kStats));
-  return state;
 }
 
 /// Takes lines one by one and keeps what can be kept.
@@ -249,8 +156,8 @@ class LedgerReader {
 
  private:
   void take(const JsonObject& object, std::size_t number) {
-    const std::string record = object.text(keys::kRecord);
-    if (record == keys::kRecordLedger) {
+    const std::string record = object.text("record");
+    if (record == "ledger") {
       close("line " + std::to_string(number) + " starts another ledger before its last line");
       is_open_ = false;  // also where this header cannot be read: its lines belong to nobody
       ledgers_.push_back(header_from_json(object));
@@ -266,8 +173,8 @@ class LedgerReader {
       return;
     }
     Ledger& ledger = ledgers_.back();
-    if (record == keys::kRecordEnd) {
-      const std::int64_t expected = object.integer(keys::kLines, 0);
+    if (record == "end") {
+      const std::int64_t expected = object.integer("lines", 0);
       if (expected != lines_) {
         has_lost_lines_ = true;
         ledger.notes.push_back(object.where() + ": the ledger has " + std::to_string(lines_) +
@@ -275,47 +182,44 @@ class LedgerReader {
       }
       // A damaged digit makes another number, not a line that cannot be read.
       const std::string_view lines(begin_, static_cast<std::size_t>(line_.data() - begin_));
-      if (crc32_of(lines) != checksum_from_json(object) && !has_lost_lines_) {
+      if (crc32_of(lines) != member_from_json<std::uint32_t>(object, "crc32") && !has_lost_lines_) {
         has_lost_lines_ = true;
-        ledger.notes.push_back(object.where(keys::kCrc32) +
+        ledger.notes.push_back(object.where("crc32") +
                                ": the ledger's bytes have changed since it was written");
       }
       ledger.is_complete = !has_lost_lines_;
       is_open_ = false;
       return;
     }
-    if (record == keys::kRecordParameter) {
-      ledger.backward_order.push_back(parameter_from_json(object));
-    } else if (record == keys::kRecordCoverage) {
-      take_coverage(coverage_from_json(object), object);
-    } else if (record == keys::kRecordCrossings) {
-      ledger.crossings.push_back(crossings_from_json(object));
-    } else if (record == keys::kRecordMicrobatch) {
-      ledger.microbatches.push_back(microbatch_from_json(object));
-    } else if (record == keys::kRecordSighting) {
-      ledger.sightings.push_back(sighting_from_json(object));
-    } else if (record == keys::kRecordOptimizerState) {
-      ledger.optimizer_states.push_back(optimizer_state_from_json(object));
-    } else if (record == keys::kRecordBirth) {
-      ledger.births.push_back(birth_from_json(object));
-    } else if (record == keys::kRecordRerun) {
-      ledger.rerun = rerun_from_json(object);
-    } else if (record == keys::kRecordHistory) {
-      ledger.history = summary_from_json(object);
-    } else if (record == keys::kRecordNote) {
-      ledger.notes.push_back(object.text(keys::kText));
-    } else {
-      throw FormatError(object.where(keys::kRecord) + ": unknown record");
+    if (record == "note") {
+      ledger.notes.push_back(object.text("text"));
+    } else if (!take_record(record, object)) {
+      throw FormatError(object.where("record") + ": unknown record");
     }
     ++lines_;
   }
 
-  void take_coverage(Coverage coverage, const JsonObject& object) {
-    auto& known = ledgers_.back().coverage;
-    if (std::ranges::find(known, coverage.phase, &Coverage::phase) != known.end()) {
-      throw FormatError(object.where() + ": the coverage of this phase stands twice");
-    }
-    known.push_back(std::move(coverage));
+  /// False where there is no such record.
+  bool take_record(const std::string& name, const JsonObject& object) {
+    bool is_known = false;
+    for_each_record([&](const char* known, auto member) {
+      if (name != known) return;
+      is_known = true;
+      auto& place = ledgers_.back().*member;
+      using Record = typename std::remove_reference_t<decltype(place)>::value_type;
+      auto record = fields_from_json<Record>(object);
+      if constexpr (std::is_same_v<Record, Coverage>) {
+        if (std::ranges::find(place, record.phase, &Coverage::phase) != place.end()) {
+          throw FormatError(object.where() + ": the coverage of this phase stands twice");
+        }
+      }
+      if constexpr (requires { place.push_back(record); }) {
+        place.push_back(std::move(record));
+      } else {
+        place = std::move(record);
+      }
+    });
+    return is_known;
   }
 
   void skip_line(const std::string& reason) {
@@ -361,30 +265,33 @@ class LedgerReader {
 }  // namespace
 
 std::string to_jsonl(const Ledger& ledger) {
-  std::string text = one_line(header_to_json(ledger)) + "\n";
+  ordered_json header = {{"record", "ledger"}, {"version", kVersion}};
+  write_fields(header, ledger, kHeaderFields);
+  std::string text = one_line(header) + "\n";
   std::int64_t lines = 0;
   const auto add = [&](const ordered_json& json) {
     text += one_line(json) + "\n";
     ++lines;
   };
-  for (const auto& parameter : ledger.backward_order) add(record_to_json(parameter));
-  for (const auto& coverage : ledger.coverage) add(record_to_json(coverage));
-  for (const auto& crossings : ledger.crossings) add(record_to_json(crossings));
-  for (const auto& microbatch : ledger.microbatches) add(record_to_json(microbatch));
-  for (const auto& sighting : ledger.sightings) add(record_to_json(sighting));
-  for (const auto& state : ledger.optimizer_states) add(record_to_json(state));
-  for (const auto& birth : ledger.births) add(record_to_json(birth));
-  if (ledger.rerun) add(record_to_json(*ledger.rerun));
-  if (ledger.history) add(record_to_json(*ledger.history));
-  for (const auto& note : ledger.notes) {
-    add({{keys::kRecord, keys::kRecordNote}, {keys::kText, note}});
-  }
+  for_each_record([&](const char* name, auto member) {
+    const auto add_record = [&](const auto& record) {
+      ordered_json json = {{"record", name}};
+      write_fields(json, record, json_fields(&record));
+      add(json);
+    };
+    const auto& records = ledger.*member;
+    if constexpr (requires { records.begin(); }) {
+      for (const auto& record : records) add_record(record);
+    } else if (records) {
+      add_record(*records);
+    }
+  });
+  for (const auto& note : ledger.notes) add({{"record", "note"}, {"text", note}});
   // A ledger that was read from a cut-off text stays recognisable as one.
   if (ledger.is_complete) {
-    text += one_line({{keys::kRecord, keys::kRecordEnd},
-                      {keys::kLines, lines},
-                      {keys::kCrc32, checksum_text(crc32_of(text))}}) +
-            "\n";
+    text +=
+        one_line({{"record", "end"}, {"lines", lines}, {"crc32", value_to_json(crc32_of(text))}}) +
+        "\n";
   }
   return text;
 }

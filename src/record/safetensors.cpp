@@ -13,12 +13,11 @@
 #include <set>
 #include <utility>
 
+#include "files/json_fields.hpp"
 #include "files/posix_file.hpp"
-#include "files/strict_json.hpp"
 #include "files/utf8.hpp"
 #include "nanlocator/error.hpp"
 #include "record/element_types.hpp"
-#include "record/record_json.hpp"
 
 namespace nanlocator {
 namespace {
@@ -114,12 +113,12 @@ SafetensorsEntry read_entry(const std::string& name, const JsonObject& object,
     throw FormatError(object.where(kDtype) + ": unknown dtype " + in_quotes(entry.dtype) +
                       ", expected one such as \"F32\" or \"BF16\" of one byte or more");
   }
-  entry.shape = sizes_from_json(object, kShape);
+  entry.shape = member_from_json<std::vector<std::int64_t>>(object, kShape);
   const auto expected = bytes_of_shape(entry.shape, element_size);
   if (!expected) {
     throw FormatError(object.where(kShape) + ": more than 2^63 - 1 bytes");
   }
-  const auto offsets = sizes_from_json(object, kOffsets);
+  const auto offsets = member_from_json<std::vector<std::int64_t>>(object, kOffsets);
   const std::string where = object.where(kOffsets);
   if (offsets.size() != 2) throw FormatError(where + ": expected two integers, begin and end");
   const auto begin = static_cast<std::uint64_t>(offsets[0]);

@@ -1,22 +1,42 @@
 // Sightings as JSON, the same in ledgers, births and bundles: docs/formats.md, "Ledger".
 #pragma once
 
-#include <nlohmann/json.hpp>
+#include <tuple>
 
-#include "files/strict_json.hpp"
+#include "files/json_fields.hpp"
+#include "map/rank_list_json.hpp"
 #include "nanlocator/record/sighting.hpp"
 
 namespace nanlocator {
 
-[[nodiscard]] nlohmann::ordered_json sighting_to_json(const Sighting& sighting);
-/// Throws FormatError for a missing key, a wrong type, or counts that exceed the elements.
-[[nodiscard]] Sighting sighting_from_json(const JsonObject& object);
+constexpr auto json_fields(const TensorStats*) {
+  using S = TensorStats;
+  return std::tuple(
+      JsonField("numel", &S::numel), JsonField("nan", &S::nan), JsonField("pos_inf", &S::pos_inf),
+      JsonField("neg_inf", &S::neg_inf), JsonField("zeros", &S::zeros),
+      JsonField("first_bad", &S::first_bad, -1), JsonField("finite_min", &S::finite_min),
+      JsonField("finite_max", &S::finite_max), JsonField("absmin", &S::absmin),
+      JsonField("absmax", &S::absmax), JsonField("sum_of_squares", &S::sum_of_squares),
+      JsonField("fingerprint", &S::fingerprint));
+}
+/// Throws FormatError also where the counts exceed the elements.
+void read_fields(const JsonObject& object, TensorStats& stats);
 
-[[nodiscard]] nlohmann::ordered_json stats_to_json(const TensorStats& stats);
-/// Throws FormatError where the counts exceed the elements.
-[[nodiscard]] TensorStats stats_from_json(const JsonObject& object);
+constexpr auto json_fields(const Crossing*) {
+  using C = Crossing;
+  return std::tuple(JsonField("group", &C::group), JsonField("members", &C::members),
+                    JsonField("peer", &C::peer), JsonField("sequence", &C::sequence));
+}
 
-/// The member `key`, the name of a phase.
-[[nodiscard]] Phase phase_from_json(const JsonObject& object, const char* key);
+constexpr auto json_fields(const Sighting*) {
+  using S = Sighting;
+  return std::tuple(
+      JsonField("iteration", &S::iteration), JsonField("microbatch", &S::microbatch),
+      JsonField("chunk", &S::chunk), JsonField("phase", &S::phase),
+      JsonOrNull("module", &S::module), JsonOrNull("operator", &S::op), JsonField("role", &S::role),
+      JsonField("parameter_id", &S::parameter_id), JsonOrNull("parameter", &S::parameter),
+      JsonField("dtype", &S::dtype), JsonField("shape", &S::shape), JsonField("stats", &S::stats),
+      JsonField("crossing", &S::crossing), JsonField("valid_labels", &S::valid_labels));
+}
 
 }  // namespace nanlocator

@@ -186,22 +186,6 @@ std::vector<ReplayedInput> inputs_at_first_bad(const OperatorCall& call, const C
 
 }  // namespace
 
-std::string_view name_of(ReplayVariant variant) noexcept {
-  switch (variant) {
-    case ReplayVariant::recorded:
-      return "recorded";
-    case ReplayVariant::poisoned:
-      return "poisoned";
-    case ReplayVariant::float32:
-      return "float32";
-    case ReplayVariant::float64:
-      return "float64";
-    case ReplayVariant::on_cpu:
-      return "on_cpu";
-  }
-  return "unknown";
-}
-
 ReplayReport replay(const OperatorCall& call, const ReplayOptions& options) {
   if (options.repeats < 1) {
     throw UsageError("replay: " + std::to_string(options.repeats) +

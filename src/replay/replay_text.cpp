@@ -4,11 +4,11 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
+#include "files/json_fields.hpp"
 #include "files/printable.hpp"
 #include "files/text.hpp"
 #include "nanlocator/record/sighting.hpp"
 #include "nanlocator/replay/replay.hpp"
-#include "record/record_json.hpp"
 
 namespace nanlocator {
 namespace {
@@ -28,7 +28,7 @@ Json output_to_json(const ReplayedOutput& output) {
                           ? Json(nullptr)
                           : Json(unravel_index(output.stats.first_bad, output.shape));
   json["absmax_finite"] = number_to_json(output.stats.absmax);
-  json["equals_recorded"] = value_or_null(output.equals_recorded);
+  json["equals_recorded"] = value_to_json(output.equals_recorded);
   return json;
 }
 
@@ -125,7 +125,7 @@ std::string to_json(const ReplayReport& report) {
     Json run_json;
     run_json["variant"] = name_of(run.variant);
     run_json["repeat"] = run.repeat;
-    run_json["problem"] = text_or_null(run.problem);
+    run_json["problem"] = run.problem.empty() ? Json() : Json(run.problem);
     run_json["outputs"] = outputs_to_json(run.outputs);
     json["runs"].push_back(std::move(run_json));
   }

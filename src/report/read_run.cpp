@@ -11,11 +11,11 @@
 #include <tuple>
 #include <utility>
 
+#include "files/json_fields.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/files/atomic_file.hpp"
 #include "nanlocator/locate/locate.hpp"
 #include "nanlocator/record/bundle.hpp"
-#include "record/record_json.hpp"
 #include "report/ledger_files.hpp"
 #include "report/merge_ledgers.hpp"
 #include "report/tensor_windows.hpp"
@@ -149,7 +149,7 @@ RunDescription description_from_json(const JsonObject& object) {
   for (const auto& [name, value] : object.member("options").items()) {
     run.options.emplace_back(name, text_of(value));
   }
-  run.not_covered = texts_from_json(object, "not_covered");
+  run.not_covered = member_from_json<std::vector<std::string>>(object, "not_covered");
   return run;
 }
 

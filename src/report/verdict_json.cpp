@@ -2,269 +2,156 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
-#include <optional>
+#include <string>
+#include <tuple>
 #include <utility>
+#include <vector>
 
-#include "files/strict_json.hpp"
+#include "files/json_fields.hpp"
 #include "map/coordinates_json.hpp"
-#include "nanlocator/error.hpp"
 #include "nanlocator/locate/cause_table.hpp"
 #include "nanlocator/report/sentences.hpp"
 #include "record/birth_json.hpp"
-#include "record/bundle_keys.hpp"
-#include "record/keys.hpp"
-#include "record/record_json.hpp"
-#include "record/sighting_json.hpp"
 #include "report/fact_json.hpp"
-#include "report/verdict_keys.hpp"
 
 namespace nanlocator {
+
+constexpr auto json_fields(const OriginTensor*) {
+  using T = OriginTensor;
+  return std::tuple(JsonField("role", &T::role), JsonField("shape", &T::shape),
+                    JsonField("dtype", &T::dtype), JsonField("nan", &T::nan),
+                    JsonField("pos_inf", &T::pos_inf), JsonField("neg_inf", &T::neg_inf),
+                    JsonField("first_bad", &T::first_bad),
+                    JsonField("first_bad_index", &T::first_bad_index),
+                    JsonField("absmax_finite", &T::absmax_finite),
+                    JsonAdded(JsonField("extent", &T::extent)));  // not in version 1
+}
+
+constexpr auto json_fields(const Origin*) {
+  using O = Origin;
+  return std::tuple(
+      JsonField("phase", &O::phase), JsonField("direction", &O::direction),
+      JsonField("iteration", &O::iteration), JsonField("microbatch", &O::microbatch),
+      JsonField("chunk", &O::chunk), JsonField("coordinates", &O::coordinates),
+      JsonField("candidates", &O::candidates),
+      JsonField("is_on_every_candidate", &O::is_on_every_candidate),
+      JsonField("data_parallel_replica", &O::data_parallel_replica),
+      JsonOrNull("module", &O::module), JsonOrNull("operator", &O::op),
+      JsonOrNull("forward_operator", &O::forward_op), JsonOrNull("parameter", &O::parameter),
+      JsonOrNull("custom_function", &O::custom_function), JsonField("code", &O::code),
+      JsonField("tensor", &O::tensor), JsonField("cause", &O::cause), JsonWritten{"title"},
+      JsonOrNull("detail", &O::detail), JsonField("owner", &O::owner), JsonWritten{"confidence"},
+      JsonField("place_confidence", &O::place_confidence),
+      JsonField("cause_confidence", &O::cause_confidence),
+      JsonField("alternatives", &O::alternatives), JsonField("facts", &O::facts),
+      JsonWritten{"evidence"}, JsonField("refutation", &O::refutation), JsonWritten{"refuted_by"},
+      JsonField("action_kind", &O::action), JsonWritten{"action"}, JsonOrNull("bundle", &O::bundle),
+      JsonOrNull("clean_before", &O::clean_before), JsonOrNull("clean_after", &O::clean_after));
+}
+
+constexpr auto json_fields(const Spread*) {
+  return std::tuple(JsonField("ranks", &Spread::ranks),
+                    JsonField("parameters", &Spread::parameters),
+                    JsonField("first_seen", &Spread::first_seen));
+}
+
+constexpr auto json_fields(const RerunOutcome*) {
+  using R = RerunOutcome;
+  return std::tuple(JsonField("done", &R::done), JsonField("reproduced", &R::reproduced),
+                    JsonField("not_restored", &R::not_restored));
+}
+
+constexpr auto json_fields(const JobState*) {
+  return std::tuple(JsonOrNull("on_bad", &JobState::on_bad),
+                    JsonField("weights_updated", &JobState::are_weights_updated));
+}
+
+constexpr auto json_fields(const JobLayout*) {
+  return std::tuple(JsonField("first_rank", &JobLayout::first_rank),
+                    JsonField("ranks_per_host", &JobLayout::ranks_per_host, 1),
+                    JsonAdded(JsonField("mentioned", &JobLayout::mentioned)));
+}
+
+constexpr auto json_fields(const Verdict*) {
+  using V = Verdict;
+  return std::tuple(JsonField("run", &V::run_id), JsonField("iteration", &V::iteration),
+                    JsonField("status", &V::status), JsonField("origins", &V::origins),
+                    JsonField("spread", &V::spread), JsonField("clean", &V::clean),
+                    JsonField("rerun", &V::rerun), JsonField("job", &V::job),
+                    JsonField("layout", &V::layout), JsonField("silent_ranks", &V::silent_ranks),
+                    JsonField("notes", &V::notes), JsonField("facts", &V::facts));
+}
+
 namespace {
 
-using nlohmann::ordered_json;
+constexpr int kVersion = 2;
 
-ordered_json tensor_to_json(const OriginTensor& tensor) {
-  ordered_json json;
-  json[keys::kRole] = tensor.role;
-  json[keys::kShape] = tensor.shape;
-  json[keys::kDtype] = tensor.dtype;
-  json[keys::kNan] = tensor.nan;
-  json[keys::kPosInf] = tensor.pos_inf;
-  json[keys::kNegInf] = tensor.neg_inf;
-  json[keys::kFirstBad] = value_or_null(tensor.first_bad);
-  json[keys::kFirstBadIndex] = tensor.first_bad_index;
-  json[keys::kAbsmaxFinite] = number_or_null(tensor.absmax_finite);
-  json[keys::kExtent] = extent_to_json(tensor.extent);
-  return json;
-}
-
-OriginTensor tensor_from_json(const JsonObject& object) {
-  OriginTensor tensor;
-  tensor.role = object.text(keys::kRole);
-  tensor.shape = sizes_from_json(object, keys::kShape);
-  tensor.dtype = object.text(keys::kDtype);
-  tensor.nan = object.integer(keys::kNan, 0);
-  tensor.pos_inf = object.integer(keys::kPosInf, 0);
-  tensor.neg_inf = object.integer(keys::kNegInf, 0);
-  tensor.first_bad = object.optional_integer(keys::kFirstBad, 0);
-  tensor.first_bad_index = sizes_from_json(object, keys::kFirstBadIndex);
-  tensor.absmax_finite = optional_number(object, keys::kAbsmaxFinite);
-  if (object.has(keys::kExtent)) tensor.extent = extent_from_json(object);  // not in version 1
-  return tensor;
-}
-
-ordered_json origin_to_json(const Verdict& verdict, const Origin& origin) {
-  ordered_json json;
-  json[keys::kPhase] = name_of(origin.phase);
-  json[keys::kDirection] =
-      origin.direction ? ordered_json(name_of(*origin.direction)) : ordered_json(nullptr);
-  json[keys::kIteration] = origin.iteration;
-  json[keys::kMicrobatch] = value_or_null(origin.microbatch);
-  json[keys::kChunk] = value_or_null(origin.chunk);
-  json[keys::kCoordinates] =
-      origin.coordinates ? coordinates_to_json(*origin.coordinates) : ordered_json(nullptr);
-  json[keys::kCandidates] = origin.candidates;
-  json[keys::kIsOnEveryCandidate] = origin.is_on_every_candidate;
-  json[keys::kDataParallelReplica] = value_or_null(origin.data_parallel_replica);
-  json[keys::kModule] = text_or_null(origin.module);
-  json[keys::kOperator] = text_or_null(origin.op);
-  json[keys::kForwardOperator] = text_or_null(origin.forward_op);
-  json[keys::kParameter] = text_or_null(origin.parameter);
-  json[keys::kCustomFunction] = text_or_null(origin.custom_function);
-  json[keys::kCode] = code_to_json(origin.code);
-  json[keys::kTensor] = origin.tensor ? tensor_to_json(*origin.tensor) : ordered_json(nullptr);
-  json[keys::kCause] = name_of(origin.cause);
-  json[keys::kTitle] = title_of(origin);
-  json[keys::kDetail] =
-      origin.detail == Detail::none ? ordered_json(nullptr) : ordered_json(name_of(origin.detail));
-  json[keys::kOwner] = name_of(origin.owner);
-  json[keys::kConfidence] = name_of(origin.place_confidence);  // its only one in version 1
-  json[keys::kPlaceConfidence] = name_of(origin.place_confidence);
-  json[keys::kCauseConfidence] = name_of(origin.cause_confidence);
-  json[keys::kAlternatives] = ordered_json::array();
-  for (const Suspect suspect : origin.alternatives) {
-    json[keys::kAlternatives].push_back(name_of(suspect));
+/// Makes version 1 version 2: what it did not have is empty, and its confidence was in the place.
+void upgrade(nlohmann::json& verdict) {
+  const nlohmann::json empty = fields_to_json(Verdict());
+  for (const char* key : {"job", "layout", "facts"}) verdict[key] = empty[key];
+  const nlohmann::json empty_origin = fields_to_json(Origin());
+  const auto origins = verdict.find("origins");
+  if (origins == verdict.end() || !origins->is_array()) return;  // its reader says so
+  for (auto& origin : *origins) {
+    if (!origin.is_object()) continue;
+    for (const char* key :
+         {"forward_operator", "custom_function", "code", "detail", "owner", "cause_confidence",
+          "alternatives", "facts", "refutation", "action_kind"}) {
+      origin[key] = empty_origin[key];
+    }
+    if (origin.contains("confidence")) origin["place_confidence"] = origin["confidence"];
   }
-  json[keys::kFacts] = facts_to_json(ordered_facts(origin));
-  json[keys::kEvidence] = evidence_of(verdict, origin);
-  json[keys::kRefutation] = name_of(origin.refutation);
-  json[keys::kRefutedBy] = refutation_of(origin);
-  json[keys::kActionKind] = name_of(origin.action);
-  json[keys::kAction] = action_of(verdict, origin);
-  json[keys::kBundle] = text_or_null(origin.bundle);
-  json[keys::kCleanBefore] = text_or_null(origin.clean_before);
-  json[keys::kCleanAfter] = text_or_null(origin.clean_after);
-  return json;
 }
 
-/// A sentence where version 2 has facts.
-void read_version_1(Origin& origin, const JsonObject& object) {
-  origin.place_confidence = enum_from_json<Confidence>(object, keys::kConfidence);
-  for (std::string& sentence : texts_from_json(object, keys::kEvidence)) {
+/// Version 1 has sentences where version 2 has facts.
+void read_sentences(const JsonObject& object, Origin& origin) {
+  for (auto& sentence : member_from_json<std::vector<std::string>>(object, "evidence")) {
     origin.facts.push_back({.kind = FactKind::stated, .text = std::move(sentence)});
   }
-  (void)object.text(keys::kRefutedBy);  // follows from the cause
   complete(origin);
   origin.action = Action::stated;
-  origin.facts.push_back({.kind = FactKind::stated_action, .text = object.text(keys::kAction)});
-}
-
-void read_version_2(Origin& origin, const JsonObject& object) {
-  origin.forward_op = text_or_empty(object, keys::kForwardOperator);
-  origin.custom_function = text_or_empty(object, keys::kCustomFunction);
-  origin.code = code_from_json(object, keys::kCode);
-  if (!object.member(keys::kDetail).is_null()) {
-    origin.detail = enum_from_json<Detail>(object, keys::kDetail);
-  }
-  origin.owner = enum_from_json<Owner>(object, keys::kOwner);
-  origin.place_confidence = enum_from_json<Confidence>(object, keys::kPlaceConfidence);
-  origin.cause_confidence = enum_from_json<Confidence>(object, keys::kCauseConfidence);
-  for (const std::string& name : texts_from_json(object, keys::kAlternatives)) {
-    const auto known = std::ranges::find(kNames<Suspect>, name);
-    if (known == kNames<Suspect>.end()) {
-      throw_unexpected_json(object.where(keys::kAlternatives), object.member(keys::kAlternatives),
-                            "known suspects");
-    }
-    origin.alternatives.push_back(static_cast<Suspect>(known - kNames<Suspect>.begin()));
-  }
-  origin.facts = facts_from_json(object, keys::kFacts);
-  origin.refutation = enum_from_json<Refutation>(object, keys::kRefutation);
-  origin.action = enum_from_json<Action>(object, keys::kActionKind);
-}
-
-Origin origin_from_json(const JsonObject& object, int version) {
-  const auto is_null = [&](const char* key) { return object.member(key).is_null(); };
-  Origin origin;
-  origin.phase = phase_from_json(object, keys::kPhase);
-  if (!is_null(keys::kDirection)) {
-    origin.direction = enum_from_json<Direction>(object, keys::kDirection);
-  }
-  origin.iteration = object.integer(keys::kIteration, 0);
-  origin.microbatch = object.optional_small_integer(keys::kMicrobatch, 0);
-  origin.chunk = object.optional_small_integer(keys::kChunk, 0);
-  if (!is_null(keys::kCoordinates)) {
-    origin.coordinates = coordinates_from_json(object.object(keys::kCoordinates));
-  }
-  origin.candidates = ranks_from_json(object, keys::kCandidates);
-  origin.is_on_every_candidate = object.boolean(keys::kIsOnEveryCandidate);
-  origin.data_parallel_replica = object.optional_small_integer(keys::kDataParallelReplica, 0);
-  origin.module = text_or_empty(object, keys::kModule);
-  origin.op = text_or_empty(object, keys::kOperator);
-  origin.parameter = text_or_empty(object, keys::kParameter);
-  if (!is_null(keys::kTensor)) origin.tensor = tensor_from_json(object.object(keys::kTensor));
-  origin.cause = enum_from_json<Cause>(object, keys::kCause);
-  origin.bundle = text_or_empty(object, keys::kBundle);
-  origin.clean_before = text_or_empty(object, keys::kCleanBefore);
-  origin.clean_after = text_or_empty(object, keys::kCleanAfter);
-  version == 1 ? read_version_1(origin, object) : read_version_2(origin, object);
-  return origin;
-}
-
-ordered_json spread_to_json(const Spread& spread) {
-  ordered_json json;
-  json[keys::kRanks] = spread.ranks;
-  json[keys::kParameters] = spread.parameters;
-  json[keys::kFirstSeen] =
-      spread.first_seen ? ordered_json(name_of(*spread.first_seen)) : ordered_json(nullptr);
-  return json;
-}
-
-Spread spread_from_json(const JsonObject& object) {
-  Spread spread;
-  spread.ranks = ranks_from_json(object, keys::kRanks);
-  spread.parameters = texts_from_json(object, keys::kParameters);
-  if (!object.member(keys::kFirstSeen).is_null()) {
-    spread.first_seen = phase_from_json(object, keys::kFirstSeen);
-  }
-  return spread;
-}
-
-RerunOutcome rerun_from_json(const JsonObject& object) {
-  RerunOutcome rerun;
-  rerun.done = object.boolean(keys::kDone);
-  rerun.reproduced = object.optional_boolean(keys::kReproduced);
-  rerun.not_restored = texts_from_json(object, keys::kNotRestored);
-  return rerun;
-}
-
-ordered_json layout_to_json(const std::optional<JobLayout>& layout) {
-  if (!layout) return nullptr;
-  ordered_json mentioned = ordered_json::array();
-  for (const auto& rank : layout->mentioned) mentioned.push_back(coordinates_to_json(rank));
-  return {{keys::kFirstRank, coordinates_to_json(layout->first_rank)},
-          {keys::kRanksPerHost, layout->ranks_per_host},
-          {keys::kMentioned, std::move(mentioned)}};
-}
-
-void read_version_2(Verdict& verdict, const JsonObject& object) {
-  const JsonObject job = object.object(keys::kJob);
-  verdict.job.on_bad = text_or_empty(job, keys::kOnBad);
-  verdict.job.are_weights_updated = job.optional_boolean(keys::kWeightsUpdated);
-  if (!object.member(keys::kLayout).is_null()) {
-    const JsonObject layout = object.object(keys::kLayout);
-    verdict.layout = JobLayout{coordinates_from_json(layout.object(keys::kFirstRank)),
-                               layout.small_integer(keys::kRanksPerHost, 1),
-                               {}};
-    if (layout.has(keys::kMentioned)) {
-      verdict.layout->mentioned =
-          objects_from_json<RankCoordinates>(layout, keys::kMentioned, coordinates_from_json);
-    }
-  }
-  verdict.facts = facts_from_json(object, keys::kFacts);
-  // Their sentences are the last notes.
-  verdict.notes.resize(verdict.notes.size() - std::min(verdict.notes.size(), verdict.facts.size()));
+  origin.facts.push_back({.kind = FactKind::stated_action, .text = object.text("action")});
 }
 
 }  // namespace
 
 std::string to_json(const Verdict& verdict) {
-  ordered_json json;
-  json[keys::kVersion] = keys::kVerdictVersion;
-  json[keys::kRun] = verdict.run_id;
-  json[keys::kIteration] = verdict.iteration;
-  json[keys::kStatus] = name_of(verdict.status);
-  json[keys::kOrigins] = ordered_json::array();
-  for (const Origin& origin : verdict.origins)
-    json[keys::kOrigins].push_back(origin_to_json(verdict, origin));
-  json[keys::kSpread] = spread_to_json(verdict.spread);
-  json[keys::kClean] = verdict.clean;
-  json[keys::kRerun] = {{keys::kDone, verdict.rerun.done},
-                        {keys::kReproduced, value_or_null(verdict.rerun.reproduced)},
-                        {keys::kNotRestored, verdict.rerun.not_restored}};
-  json[keys::kJob] = {{keys::kOnBad, text_or_null(verdict.job.on_bad)},
-                      {keys::kWeightsUpdated, value_or_null(verdict.job.are_weights_updated)}};
-  json[keys::kLayout] = layout_to_json(verdict.layout);
-  json[keys::kSilentRanks] = verdict.silent_ranks;
-  json[keys::kNotes] = notes_of(verdict);
-  json[keys::kFacts] = facts_to_json(verdict.facts);
-  return json.dump(2, ' ', true, ordered_json::error_handler_t::replace) + "\n";
+  Verdict in_order = verdict;
+  for (Origin& origin : in_order.origins) origin.facts = ordered_facts(origin);
+  in_order.notes = notes_of(verdict);
+  nlohmann::ordered_json json = {{"version", kVersion}};
+  write_fields(json, in_order, json_fields(&in_order));
+  for (std::size_t i = 0; i < verdict.origins.size(); ++i) {
+    const Origin& origin = verdict.origins[i];
+    auto& written = json["origins"][i];
+    written["title"] = title_of(origin);
+    written["confidence"] = name_of(origin.place_confidence);  // its only one in version 1
+    written["evidence"] = evidence_of(verdict, origin);
+    written["refuted_by"] = refutation_of(origin);
+    written["action"] = action_of(verdict, origin);
+  }
+  return json.dump(2, ' ', true, nlohmann::ordered_json::error_handler_t::replace) + "\n";
 }
 
 Verdict verdict_from_json(std::string_view text, const std::string& source) {
-  const nlohmann::json json = parse_json(text, source);
+  nlohmann::json json = parse_json(text, source);
   const JsonObject object(json, source);
-  const auto known = integer_within(object.member(keys::kVersion), 1, keys::kVerdictVersion);
-  if (!known) require_version(object, keys::kVerdictVersion);
-  const auto version = static_cast<int>(known.value_or(keys::kVerdictVersion));
-  Verdict verdict;
-  verdict.run_id = object.text(keys::kRun);
-  verdict.iteration = object.integer(keys::kIteration, 0);
-  verdict.status = enum_from_json<VerdictStatus>(object, keys::kStatus);
-  const auto& origins = object.member(keys::kOrigins);
-  if (!origins.is_array()) {
-    throw_unexpected_json(object.where(keys::kOrigins), origins, "an array of origins");
+  const bool is_version_1 = object.member("version") == 1;
+  if (is_version_1) {
+    upgrade(json);
+  } else {
+    require_version(object, kVersion);
   }
-  for (const auto& origin : origins) {
-    std::string path = keys::kOrigins;
-    path.append("[").append(std::to_string(verdict.origins.size())).append("]");
-    verdict.origins.push_back(origin_from_json(JsonObject(origin, source, path), version));
+  auto verdict = fields_from_json<Verdict>(object);
+  if (is_version_1) {
+    const JsonMember origins(object, "origins");
+    for (std::size_t i = 0; i < verdict.origins.size(); ++i) {
+      read_sentences(origins.element(i).object(), verdict.origins[i]);
+    }
   }
-  verdict.spread = spread_from_json(object.object(keys::kSpread));
-  verdict.clean = texts_from_json(object, keys::kClean);
-  verdict.rerun = rerun_from_json(object.object(keys::kRerun));
-  verdict.silent_ranks = ranks_from_json(object, keys::kSilentRanks);
-  verdict.notes = texts_from_json(object, keys::kNotes);
-  if (version > 1) read_version_2(verdict, object);
+  // The sentences of its facts are the last notes.
+  verdict.notes.resize(verdict.notes.size() - std::min(verdict.notes.size(), verdict.facts.size()));
   return verdict;
 }
 

@@ -16,46 +16,6 @@ void check_options(const LocatorOptions& options) {
   }
 }
 
-std::string_view name_of(Level level) noexcept {
-  switch (level) {
-    case Level::grads:
-      return "grads";
-    case Level::boundaries:
-      return "boundaries";
-    case Level::modules:
-      return "modules";
-    case Level::operators:
-      return "operators";
-  }
-  return "unknown";
-}
-
-std::string_view name_of(Policy policy) noexcept {
-  switch (policy) {
-    case Policy::report:
-      return "report";
-    case Policy::stop:
-      return "stop";
-    case Policy::skip:
-      return "skip";
-    case Policy::recover:
-      return "recover";
-  }
-  return "unknown";
-}
-
-std::string_view name_of(RerunPolicy policy) noexcept {
-  switch (policy) {
-    case RerunPolicy::never:
-      return "never";
-    case RerunPolicy::on_bad:
-      return "on_bad";
-    case RerunPolicy::always:
-      return "always";
-  }
-  return "unknown";
-}
-
 std::string_view outcome_of(Policy policy, const RerunOutcome& rerun) noexcept {
   switch (policy) {
     case Policy::report:

@@ -40,20 +40,6 @@ bool are_finite(std::span<const LossView> losses) {
 
 }  // namespace
 
-std::string_view name_of(Decision decision) noexcept {
-  switch (decision) {
-    case Decision::proceed:
-      return "proceed";
-    case Decision::recovered:
-      return "recovered";
-    case Decision::skip:
-      return "skip";
-    case Decision::stop:
-      return "stop";
-  }
-  return "unknown";
-}
-
 struct StepDriver::Impl {
   Impl(ParameterMap map, LocatorOptions options, std::shared_ptr<Communicator> communicator)
       : locator(std::move(map), std::move(options), std::move(communicator)), rerun(locator) {}

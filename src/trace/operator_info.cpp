@@ -94,12 +94,12 @@ std::unique_ptr<OperatorInfo> make_info(const c10::OperatorHandle& handle) {
   // as_strided_, unsqueeze_: marked as a write, but of sizes and strides only. Kernels use them on
   // memory that they fill by themselves (max over a dimension, TensorCompare.cpp).
   if (!info->is_allocator && handle.hasTag(at::Tag::inplace_view)) info->is_view = true;
-  info->is_collective = name.starts_with("c10d::") || name.starts_with("_c10d_functional");
+  info->collective = collective_kind_of(name);
   info->is_filler = is_one_of(name, kFillers);
   info->is_fill = name == "aten::fill_";
   info->is_pointwise = handle.hasTag(at::Tag::pointwise);
   info->is_custom =
-      !name.starts_with("aten::") && !name.starts_with("prims::") && !info->is_collective;
+      !name.starts_with("aten::") && !name.starts_with("prims::") && !info->collective;
   info->is_copy = name == "aten::copy_";
   info->owns_its_copy = name == "aten::_to_copy" || name == "aten::clone";
   info->is_lift_fresh = name == "aten::lift_fresh";
@@ -107,7 +107,7 @@ std::unique_ptr<OperatorInfo> make_info(const c10::OperatorHandle& handle) {
   info->is_composite = is_composite(handle);
   const bool draws_finite_values = name == "aten::bernoulli_" || name == "aten::random_";
   // What is bad in a composite's output was born in an operator inside it.
-  const bool may_give_birth = !info->is_view && !info->is_allocator && !info->is_collective &&
+  const bool may_give_birth = !info->is_view && !info->is_allocator && !info->collective &&
                               !info->is_filler && !draws_finite_values &&
                               (!info->is_composite || info->owns_its_copy);
   if (may_give_birth) {

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "nanlocator/record/collective_kind.hpp"
 #include "nanlocator/replay/capture.hpp"
 
 namespace nanlocator {
@@ -29,8 +30,8 @@ struct OperatorInfo {
   std::vector<bool> returns_alias;  // a view of an argument: no new values
   /// Its memory is not written: empty, resize_, set_. What reads it before a write reads nothing.
   bool is_allocator = false;
-  bool is_view = false;  // every return is a view
-  bool is_collective = false;
+  bool is_view = false;                      // every return is a view
+  std::optional<CollectiveKind> collective;  // empty: it moves nothing between ranks
   /// Its values come from a scalar, whatever was there: zeros, fill_.
   bool is_filler = false;
   /// Made of other operators only, on every backend: what they wrote is what it gives.

@@ -14,14 +14,19 @@ namespace {
 std::atomic<OperatorTrace::Impl*> active_trace = nullptr;
 /// Callbacks that hold `active_trace` now: other threads may run operators while a trace ends.
 std::atomic<int> running_callbacks = 0;
+thread_local int callbacks_of_this_thread = 0;
 
 class ActiveTrace {
  public:
   ActiveTrace() {
     running_callbacks.fetch_add(1);
+    ++callbacks_of_this_thread;
     trace_ = active_trace.load();
   }
-  ~ActiveTrace() { running_callbacks.fetch_sub(1); }
+  ~ActiveTrace() {
+    --callbacks_of_this_thread;
+    running_callbacks.fetch_sub(1);
+  }
   ActiveTrace(const ActiveTrace&) = delete;  // counts once
   ActiveTrace& operator=(const ActiveTrace&) = delete;
   [[nodiscard]] OperatorTrace::Impl* get() const noexcept { return trace_; }
@@ -105,7 +110,11 @@ OperatorTrace::~OperatorTrace() {
   const std::lock_guard lock(lifetime_mutex);
   at::removeCallback(callback);
   active_trace.store(nullptr);
-  while (running_callbacks.load() != 0) std::this_thread::yield();
+  const int own = callbacks_of_this_thread;
+  while (running_callbacks.load() != own) std::this_thread::yield();
+  // A callback let go of the last owner (a finalizer of some tensor may): it still needs what it
+  // runs in, which is left behind.
+  if (own != 0) (void)impl_.release();
 }
 
 void OperatorTrace::declare(const at::Tensor& tensor, DeclaredAs as, std::string name) {

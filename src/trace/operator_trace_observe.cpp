@@ -104,7 +104,7 @@ void OperatorTrace::Impl::start_operation(const at::RecordFunction& call, Frame&
     note_forward_call(frame, frames, &info.full_name, caller, info.is_view);
   }
   if (!frame.has_arguments) return;
-  if (info.is_collective) return look_at_what_is_sent(frame, frames);
+  if (info.collective) return look_at_what_is_sent(frame, frames);
   // An optimizer writes all weights and states in place: too much to copy at every call.
   const bool is_optimizers = info.writes && is_in_optimizer.load(std::memory_order_relaxed);
   if (options.keep_calls && info.facts != nullptr && !is_optimizers) {
@@ -116,8 +116,7 @@ void OperatorTrace::Impl::start_operation(const at::RecordFunction& call, Frame&
 
 /// Broadcast and scatter take what the root has; memory of other ranks is only written.
 static bool is_only_written(const Frame& collective) {
-  const std::string& name = collective.info->name;
-  if (name != "c10d::broadcast_" && name != "c10d::scatter_") return false;
+  if (collective.info->collective != CollectiveKind::from_root) return false;
   for (std::size_t i = 0; i + 1 < collective.arguments.size(); ++i) {
     if (collective.info->argument_names[i] != "process_group") continue;
     const auto group = collective.arguments[i].toCustomClass<c10d::ProcessGroup>();
@@ -130,7 +129,7 @@ static bool is_only_written(const Frame& collective) {
 /// (torch/csrc/distributed/c10d/Ops.cpp); recv_ has none. Looked at now, because most write in
 /// place, on threads of their own.
 void OperatorTrace::Impl::look_at_what_is_sent(Frame& frame, ThreadFrames& frames) {
-  if (frame.info->name.find("recv") != std::string::npos || frame.arguments.empty()) return;
+  if (frame.info->collective == CollectiveKind::receive || frame.arguments.empty()) return;
   if (is_only_written(frame)) return;
   const auto holds_tensors = [](const c10::IValue& value) {
     return value.isTensor() || value.isTensorList() || value.isList();
@@ -427,7 +426,7 @@ void OperatorTrace::Impl::finish_node(Frame& frame, ThreadFrames& frames) {
 /// The collective that the innermost frame runs inside of; null where it does not.
 static const Frame* collective_around(ThreadFrames& frames) {
   for (std::size_t i = 1; const Frame* each = frames.above(i); ++i) {
-    if (each->kind == FrameKind::operation && each->info->is_collective) return each;
+    if (each->kind == FrameKind::operation && each->info->collective) return each;
   }
   return nullptr;
 }
@@ -436,7 +435,7 @@ void OperatorTrace::Impl::finish_operation(const at::RecordFunction& call, Frame
                                            ThreadFrames& frames) {
   const OperatorInfo& info = *frame.info;
   if (info.is_allocator) return note_allocation(call, frames);
-  if (info.is_collective) return note_received(call, frame, frames);
+  if (info.collective) return note_received(call, frame, frames);
   if (info.is_view && !info.is_lift_fresh) return;
   thread_local std::vector<TensorAt> outputs;
   struct LetGo {
@@ -540,7 +539,7 @@ void OperatorTrace::Impl::note_allocation(const at::RecordFunction& call, Thread
 void OperatorTrace::Impl::note_received(const at::RecordFunction& call, Frame& frame,
                                         ThreadFrames& frames) {
   const OperatorInfo& info = *frame.info;
-  if (info.name.find("send") != std::string::npos || info.name.find("wait") != std::string::npos ||
+  if (info.collective == CollectiveKind::send || info.collective == CollectiveKind::wait ||
       !frame.has_arguments) {
     return;
   }

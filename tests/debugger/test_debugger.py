@@ -14,9 +14,9 @@ import weakref
 
 import numpy
 import pytest
-import sample_operators as models
 import torch
 import transformers
+from tiny_models import language_model
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,7 +26,7 @@ import nanlocator.transformers as ours
 from nanlocator.debugger.looks import Looks
 
 NAN, INF = float("nan"), float("inf")
-MODELS = {"bert": models.bert, "gpt2": models.gpt2, "t5": models.t5, "llama": models.llama}
+MODELS = ("bert", "gpt2", "t5", "llama")
 # In the second layer, so that healthy frames come before.
 MLP = {
     "bert": ("bert.encoder.layer.1.intermediate.dense", "bert.encoder.layer.1.output.dense"),
@@ -78,7 +78,7 @@ def plant(model, name, fault):
 
 def train_two_batches(tool, name, dtype, mode, fault):
     torch.manual_seed(1)
-    model = MODELS[name]("eager").to(dtype).train(mode == "training")
+    model = language_model(name).to(dtype).train(mode == "training")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     tokens = torch.randint(2, 64, (2, 2, 12))
 
@@ -140,7 +140,7 @@ def test_stopping_and_tracing_some_batches_print_the_same(options):
 def test_the_second_forward_of_checkpointing_prints_the_same_and_leaves_nothing(reentrant):
     def run(tool):
         torch.manual_seed(1)
-        model = models.gpt2("eager").train()
+        model = language_model("gpt2").train()
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         tokens = torch.randint(2, 64, (2, 12))
         debugger = tool.DebugUnderflowOverflow(model, trace_batch_nums=[0, 1, 2])
@@ -288,7 +288,7 @@ def test_a_traced_batch_has_the_frames_of_the_public_documentation():
             "     not a tensor output",
         ]
     )
-    model = models.t5("eager")
+    model = language_model("t5")
     tokens = torch.randint(2, 64, (2, 12))
     step = lambda: model(input_ids=tokens, labels=tokens)  # noqa: E731
     text, _ = watched_by(ours, model, step, step, trace_batch_nums=[1])
@@ -385,7 +385,7 @@ def test_a_bool_mask_does_not_end_the_run(name):
 
     def run(tool):
         torch.manual_seed(1)
-        model = MODELS[name]("sdpa").eval()
+        model = language_model(name, "sdpa").eval()
         step = lambda: model(input_ids=tokens, labels=tokens, attention_mask=mask)  # noqa: E731
         return watched_by(tool, model, step, step, trace_batch_nums=[0, 1])
 
@@ -854,7 +854,7 @@ def test_a_bad_weight_that_is_not_used_is_seen_where_its_change_can_be_known(spo
 def test_training_is_bit_identical_with_and_without():
     def train(watch):
         torch.manual_seed(3)
-        model = models.gpt2("sdpa").train()
+        model = language_model("gpt2", "sdpa").train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         tokens = torch.randint(2, 64, (3, 2, 12))
         context = ours.DebugUnderflowOverflow(model) if watch else contextlib.nullcontext()

@@ -3,9 +3,9 @@
 import re
 
 import pytest
-import sample_operators as models
 import torch
 from test_debugger import printed_by
+from tiny_models import language_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import debug_utils as original
@@ -58,9 +58,7 @@ def trained(kind, is_watched):
         loss = lambda: model(x * 2)[0].square().sum()  # noqa: E731
     else:
         name, *checkpointing = kind.split()
-        model = {"bert": models.bert, "gpt2": models.gpt2, "t5": models.t5, "llama": models.llama}[name](
-            "eager"
-        )
+        model = language_model(name)
         model.train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": checkpointing == ["reentrant"]})

@@ -9,11 +9,11 @@ import io
 import weakref
 
 import pytest
-import sample_operators as models
 import torch
 from ranks import run_ranks
 from test_debugger import five_layers, over_all_cases, train_two_batches, watched_by
 from test_debugger_backward import Attention as BadInBackward
+from tiny_models import language_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -138,7 +138,7 @@ def test_what_follows_from_the_first_bad_value_is_not_reported_as_well(deferred)
 
 
 def gpt2(checkpointing=None):
-    model = models.gpt2("sdpa").train()
+    model = language_model("gpt2", "sdpa").train()
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
     tokens = torch.randint(2, 64, (2, 12))

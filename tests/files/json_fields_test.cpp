@@ -10,7 +10,10 @@ namespace nanlocator::fields_test {
 
 struct Wheel {
   int spokes = 0;
+  friend bool operator==(const Wheel&, const Wheel&) = default;
 };
+
+enum class Brake { none, rim, disc };
 
 struct Bicycle {
   std::string name;
@@ -19,7 +22,24 @@ struct Bicycle {
   std::optional<int> gears;
   std::optional<Wheel> spare;
   Wheel front;
+  Brake brake = Brake::none;
+  std::string owner;
+  std::vector<double> gear_ratios;
+  std::map<std::string, std::string> notes;
+  std::uint32_t frame_number = 0;
+  std::optional<int> kilometres;
+  friend bool operator==(const Bicycle&, const Bicycle&) = default;
 };
+
+}  // namespace nanlocator::fields_test
+
+namespace nanlocator {
+template <>
+inline constexpr auto kNames<fields_test::Brake> = std::to_array<std::string_view>({"none", "rim",
+                                                                                    "disc"});
+}  // namespace nanlocator
+
+namespace nanlocator::fields_test {
 
 constexpr auto json_fields(const Wheel*) {
   return std::tuple(JsonField("spokes", &Wheel::spokes, 1));
@@ -28,7 +48,12 @@ constexpr auto json_fields(const Wheel*) {
 constexpr auto json_fields(const Bicycle*) {
   return std::tuple(JsonField("name", &Bicycle::name), JsonField("is_new", &Bicycle::is_new),
                     JsonField("serial", &Bicycle::serial), JsonField("gears", &Bicycle::gears, 1),
-                    JsonField("spare", &Bicycle::spare), JsonField("front", &Bicycle::front));
+                    JsonField("spare", &Bicycle::spare), JsonField("front", &Bicycle::front),
+                    JsonField("brake", &Bicycle::brake), JsonOrNull("owner", &Bicycle::owner),
+                    JsonField("gear_ratios", &Bicycle::gear_ratios),
+                    JsonField("notes", &Bicycle::notes),
+                    JsonField("frame_number", &Bicycle::frame_number),
+                    JsonAdded(JsonField("kilometres", &Bicycle::kilometres)));
 }
 
 namespace {
@@ -37,12 +62,27 @@ using testing::message_of;
 
 constexpr const char* kText =
     R"({"name":"red","is_new":true,"serial":9000000000,"gears":null,"spare":{"spokes":36},)"
-    R"("front":{"spokes":32}})";
+    R"("front":{"spokes":32},"brake":"disc","owner":null,"gear_ratios":[0.5,"inf"],)"
+    R"("notes":{"saddle":"worn"},"frame_number":"00abcdef","kilometres":12})";
+
+Bicycle red_bicycle() {
+  return {.name = "red",
+          .is_new = true,
+          .serial = 9'000'000'000,
+          .spare = Wheel{36},
+          .front = {32},
+          .brake = Brake::disc,
+          .gear_ratios = {0.5, std::numeric_limits<double>::infinity()},
+          .notes = {{"saddle", "worn"}},
+          .frame_number = 0xabcdef,
+          .kilometres = 12};
+}
 
 Bicycle read(const std::string& text) {
   const auto json = parse_json(text, "x.json");
   Bicycle bicycle;
   bicycle.gears = 5;  // what was there before is not kept
+  bicycle.kilometres = 5;
   read_fields(JsonObject(json, "x.json"), bicycle);
   return bicycle;
 }
@@ -53,18 +93,28 @@ std::string error_of(std::string text, const std::string& part, const std::strin
 }
 
 TEST(JsonFields, WriteAStructInTheOrderOfItsTable) {
-  const Bicycle bicycle{"red", true, 9'000'000'000, std::nullopt, Wheel{36}, {32}};
-  EXPECT_EQ(fields_to_json(bicycle).dump(), kText);
+  EXPECT_EQ(fields_to_json(red_bicycle()).dump(), kText);
 }
 
 TEST(JsonFields, ReadWhatTheyWrote) {
-  const Bicycle bicycle = read(kText);
-  EXPECT_EQ(bicycle.name, "red");
-  EXPECT_TRUE(bicycle.is_new);
-  EXPECT_EQ(bicycle.serial, 9'000'000'000);
-  EXPECT_EQ(bicycle.gears, std::nullopt);
-  EXPECT_EQ(bicycle.spare->spokes, 36);
-  EXPECT_EQ(bicycle.front.spokes, 32);
+  Bicycle with_owner = red_bicycle();
+  with_owner.owner = "Ada";
+  for (const Bicycle& bicycle : {red_bicycle(), with_owner}) {
+    EXPECT_EQ(read(fields_to_json(bicycle).dump()), bicycle);
+  }
+}
+
+TEST(JsonFields, AMemberThatEarlierFilesDoNotHaveMayBeMissingAndNoOther) {
+  std::string text = kText;
+  text.replace(text.find(",\"kilometres\":12"), 16, "");
+  EXPECT_EQ(read(text).kilometres, 5);
+  EXPECT_EQ(error_of(kText, "\"owner\":null,", ""), "x.json: owner: the key is missing");
+}
+
+TEST(JsonFields, AnOptionalNumberThatCouldNotBeReadAgainIsWrittenAsUnknown) {
+  Bicycle bicycle = red_bicycle();
+  bicycle.gears = 0;
+  EXPECT_TRUE(fields_to_json(bicycle)["gears"].is_null());
 }
 
 TEST(JsonFields, NameTheKeyThatIsMissingOrOfAnotherTypeOrTooSmall) {
@@ -75,6 +125,14 @@ TEST(JsonFields, NameTheKeyThatIsMissingOrOfAnotherTypeOrTooSmall) {
   EXPECT_EQ(error_of(kText, "32", "0"),
             "x.json: front.spokes: found 0, expected an integer of at least 1 and at most "
             "2147483647");
+  EXPECT_EQ(error_of(kText, "\"disc\"", "\"drum\""),
+            "x.json: brake: found the string \"drum\", expected one of none, rim, disc");
+  EXPECT_EQ(error_of(kText, "0.5", "\"0.5\""),
+            "x.json: gear_ratios[0]: found the string \"0.5\", expected a number, \"nan\", "
+            "\"inf\" or \"-inf\"");
+  EXPECT_EQ(error_of(kText, "\"worn\"", "3"), "x.json: notes.saddle: found 3, expected a string");
+  EXPECT_EQ(error_of(kText, "00abcdef", "abcdef"),
+            "x.json: frame_number: found the string \"abcdef\", expected 8 hexadecimal digits");
 }
 
 }  // namespace

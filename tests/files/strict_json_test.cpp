@@ -99,14 +99,6 @@ TEST(JsonObject, TakesNoFloatNoBooleanAndNoHugeNumberForAnInteger) {
   EXPECT_THROW((void)object.text("b"), FormatError);
 }
 
-TEST(JsonObject, NullIsAnEmptyOptionalAndAMissingKeyIsAnError) {
-  const auto json = parse_json(R"({"n": null, "v": 5})", "x.json");
-  const JsonObject object(json, "x.json");
-  EXPECT_EQ(object.optional_integer("n", 0), std::nullopt);
-  EXPECT_EQ(object.optional_small_integer("v", 0), 5);
-  EXPECT_THROW((void)object.optional_integer("missing", 0), FormatError);
-}
-
 TEST(RequireVersion, SaysWhichVersionWasFoundAndWhichIsRead) {
   const auto json = parse_json(R"({"version": 2})", "x.json");
   const std::string message =

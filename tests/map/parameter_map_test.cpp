@@ -179,7 +179,7 @@ TEST(ParameterManifest, ErrorsNameTheKeyAndWhatWasExpected) {
       {"\"id\":1", "\"id\":1e400", "not valid JSON"},
       {"[4,8]", "[4,-8]", "parameters[0].shape[1]: found -8"},
       {"[4,8]", "[4,\"8\"]", "parameters[0].shape[1]: found the string \"8\""},
-      {"[4,8]", "{}", "parameters[0].shape: found an object, expected an array of sizes"},
+      {"[4,8]", "{}", "parameters[0].shape: found an object, expected an array of integers"},
       {"[4,8]", "[4294967296,4294967296]", "more elements than 2^63 - 1"},
       {"[4,8]", "[18446744073709551615]", "parameters[0].shape[0]"},
       {"\"bfloat16\"", "\"\"", "parameters[0].dtype: found an empty string"},

@@ -46,22 +46,24 @@ TEST(RankCoordinates, DescriptionLeavesOutAxesOfSizeOne) {
 }
 
 TEST(RankCoordinates, ComeBackFromJsonAsTheyWere) {
-  const nlohmann::json json = nlohmann::json::parse(coordinates_to_json(rank_five()).dump());
+  const nlohmann::json json = nlohmann::json::parse(fields_to_json(rank_five()).dump());
   EXPECT_EQ(json["tp"]["rank"], 1);
   EXPECT_EQ(json["tp"]["size"], 2);
   EXPECT_EQ(json["host"], "a17");
-  EXPECT_EQ(coordinates_from_json(JsonObject(json, "x.json")), rank_five());
+  EXPECT_EQ(fields_from_json<RankCoordinates>(JsonObject(json, "x.json")), rank_five());
 }
 
 TEST(RankCoordinates, ARankThatIsNotBelowItsSizeIsAFormatError) {
-  nlohmann::json json = nlohmann::json::parse(coordinates_to_json(rank_five()).dump());
+  nlohmann::json json = nlohmann::json::parse(fields_to_json(rank_five()).dump());
   json["tp"]["rank"] = 2;
-  EXPECT_THAT(message_of<FormatError>(
-                  [&] { (void)coordinates_from_json(JsonObject(json, "x.json", "coordinates")); }),
+  EXPECT_THAT(message_of<FormatError>([&] {
+                (void)fields_from_json<RankCoordinates>(JsonObject(json, "x.json", "coordinates"));
+              }),
               HasSubstr("x.json: coordinates: tp rank 2: expected 0 to 1"));
   json["tp"] = nlohmann::json::array({1, 2});
-  EXPECT_THAT(message_of<FormatError>(
-                  [&] { (void)coordinates_from_json(JsonObject(json, "x.json", "coordinates")); }),
+  EXPECT_THAT(message_of<FormatError>([&] {
+                (void)fields_from_json<RankCoordinates>(JsonObject(json, "x.json", "coordinates"));
+              }),
               HasSubstr("x.json: coordinates.tp: found an array, expected an object"));
 }
 

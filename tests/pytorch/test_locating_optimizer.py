@@ -278,6 +278,29 @@ def test_what_the_update_before_has_to_do_with_a_bad_weight(damaged):
         )
 
 
+def test_a_traced_optimizer_that_becomes_garbage_in_the_middle_of_an_operator_hangs_nothing():
+    script = """
+import gc, torch, nanlocator
+model = torch.nn.Linear(4, 4)
+def make_garbage():
+    optimizer = nanlocator.LocatingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, level="operators")
+    optimizer.itself = optimizer
+def deep(n):
+    return model(torch.ones(2, 4)) if n == 0 else deep(n - 1)
+for threshold in range(1, 200, 3):  # most of what is allocated are frames that the trace asks for
+    gc.disable()
+    make_garbage()
+    gc.set_threshold(threshold)
+    gc.enable()
+    deep(60)
+    gc.collect()
+print("done")
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert result.stdout == "done\n", result.stderr
+
+
 def test_the_schema_knows_every_kind_of_fact():
     header = Path(__file__).resolve().parents[2] / "include" / "nanlocator" / "locate" / "fact.hpp"
     kinds = re.findall(r"^ +FACT\((\w+)\)", header.read_text(), re.MULTILINE)

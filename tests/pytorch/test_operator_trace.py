@@ -4,17 +4,11 @@ import ctypes
 
 import pytest
 import torch
+from tiny_models import ConvolutionalNet, batch, language_model
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from traced_models import (
-    ConvolutionalNet,
-    batch,
-    declare,
-    gradients,
-    language_model,
-    traced_step,
-)
+from traced_models import declare, gradients, traced_step
 
 from nanlocator import _C
 from nanlocator.modules import ModuleHooks, tensor_attributes

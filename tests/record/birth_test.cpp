@@ -23,11 +23,11 @@ TEST(Birth, EveryKindHasANameOfItsOwnThatReadsBack) {
   for (int kind = 0; kind <= static_cast<int>(BirthKind::collective); ++kind) {
     const auto name = name_of(static_cast<BirthKind>(kind));
     EXPECT_TRUE(names.insert(name).second) << name;
-    EXPECT_EQ(birth_kind_from_name(name), static_cast<BirthKind>(kind));
+    EXPECT_EQ(value_named<BirthKind>(name), static_cast<BirthKind>(kind));
   }
   EXPECT_EQ(names.count("nan_from_inf"), 1U);
   EXPECT_EQ(names.count("unknown"), 0U);
-  EXPECT_EQ(birth_kind_from_name("unknown"), std::nullopt);
+  EXPECT_EQ(value_named<BirthKind>("unknown"), std::nullopt);
 }
 
 TEST(Birth, EveryConclusionHasANameOfItsOwnThatReadsBack) {
@@ -35,16 +35,16 @@ TEST(Birth, EveryConclusionHasANameOfItsOwnThatReadsBack) {
   for (int value = 0; value <= static_cast<int>(ReplayConclusion::not_replayed); ++value) {
     const auto name = name_of(static_cast<ReplayConclusion>(value));
     EXPECT_TRUE(names.insert(name).second) << name;
-    EXPECT_EQ(replay_conclusion_from_name(name), static_cast<ReplayConclusion>(value));
+    EXPECT_EQ(value_named<ReplayConclusion>(name), static_cast<ReplayConclusion>(value));
   }
   EXPECT_EQ(names.count("varies"), 1U);
   EXPECT_EQ(names.count("unknown"), 0U);
-  EXPECT_EQ(replay_conclusion_from_name(""), std::nullopt);
+  EXPECT_EQ(value_named<ReplayConclusion>(""), std::nullopt);
 }
 
 Birth read_back(const Birth& birth) {
-  const auto json = parse_json(birth_to_json(birth).dump(), "x.json");
-  return birth_from_json(JsonObject(json, "x.json"));
+  const auto json = parse_json(fields_to_json(birth).dump(), "x.json");
+  return fields_from_json<Birth>(JsonObject(json, "x.json"));
 }
 
 TEST(Birth, IsReadBackAsItWasWritten) {
@@ -90,17 +90,17 @@ TEST(Birth, IsReadBackAsItWasWritten) {
 TEST(Birth, EveryKindOfWhatItReachedHasANameOfItsOwnThatReadsBack) {
   for (int kind = 0; kind <= static_cast<int>(ReachedKind::module); ++kind) {
     const auto name = name_of(static_cast<ReachedKind>(kind));
-    EXPECT_EQ(reached_kind_from_name(name), static_cast<ReachedKind>(kind)) << name;
+    EXPECT_EQ(value_named<ReachedKind>(name), static_cast<ReachedKind>(kind)) << name;
   }
   for (int seen = 0; seen <= static_cast<int>(LastSeen::finite); ++seen) {
     const auto name = name_of(static_cast<LastSeen>(seen));
-    EXPECT_EQ(last_seen_from_name(name), static_cast<LastSeen>(seen)) << name;
+    EXPECT_EQ(value_named<LastSeen>(name), static_cast<LastSeen>(seen)) << name;
   }
-  EXPECT_EQ(reached_kind_from_name("unknown"), std::nullopt);
+  EXPECT_EQ(value_named<ReachedKind>("unknown"), std::nullopt);
 }
 
 TEST(Birth, OfTheTimeBeforeOperandsIsStillRead) {
-  auto json = parse_json(birth_to_json(planted_birth()).dump(), "x.json");
+  auto json = parse_json(fields_to_json(planted_birth()).dump(), "x.json");
   for (const char* key :
        {"is_custom_operator", "custom_function", "literal_operator", "code", "framework_code",
         "operands", "extent", "weights", "reader", "writer", "last_seen", "inside"}) {
@@ -109,7 +109,7 @@ TEST(Birth, OfTheTimeBeforeOperandsIsStillRead) {
   json["values"] = nlohmann::json::array({{{"name", "self"}, {"value", -0.5}}});
   json["inputs"] = nlohmann::json::array({"self: float32 [4], finite, |x| <= 3.2"});
   json["reached"] = nlohmann::json::array({"loss[0]", "other ranks", "module a.b", "a.b.weight"});
-  const Birth birth = birth_from_json(JsonObject(json, "x.json"));
+  const Birth birth = fields_from_json<Birth>(JsonObject(json, "x.json"));
   ASSERT_EQ(birth.operands.size(), 1U);
   EXPECT_EQ(birth.operands[0].name, "self");
   EXPECT_EQ(birth.operands[0].at_first_bad, -0.5);
@@ -123,16 +123,18 @@ TEST(Birth, OfTheTimeBeforeOperandsIsStillRead) {
 TEST(Birth, AnExtentOfMoreIndicesThanThereAreIsRefused) {
   Birth birth = planted_birth();
   birth.extent = BadExtent{.dimensions = {{2, 3, 3}}};
-  const auto json = parse_json(birth_to_json(birth).dump(), "x.json");
-  EXPECT_THAT(message_of<FormatError>([&] { (void)birth_from_json(JsonObject(json, "x.json")); }),
-              HasSubstr("extent.dimensions[0].count"));
+  const auto json = parse_json(fields_to_json(birth).dump(), "x.json");
+  EXPECT_THAT(
+      message_of<FormatError>([&] { (void)fields_from_json<Birth>(JsonObject(json, "x.json")); }),
+      HasSubstr("extent.dimensions[0].count"));
 }
 
 TEST(Birth, AnUnknownKindIsRefusedByName) {
-  auto json = parse_json(birth_to_json(planted_birth()).dump(), "x.json");
+  auto json = parse_json(fields_to_json(planted_birth()).dump(), "x.json");
   json["kind"] = "miracle";
-  EXPECT_THAT(message_of<FormatError>([&] { (void)birth_from_json(JsonObject(json, "x.json")); }),
-              HasSubstr("x.json: kind: found the string \"miracle\""));
+  EXPECT_THAT(
+      message_of<FormatError>([&] { (void)fields_from_json<Birth>(JsonObject(json, "x.json")); }),
+      HasSubstr("x.json: kind: found the string \"miracle\""));
 }
 
 }  // namespace

@@ -211,9 +211,11 @@ TEST_F(BundleFolder, RefusesToWriteWhatCouldNotBeOpened) {
     return message_of<UsageError>([&] { (void)store.write(spoilt.bundle, spoilt.contents); });
   };
   EXPECT_THAT(refusal([](auto& it) { it.contents.storages.pop_back(); }),
-              HasSubstr("a view of \"output.0\", which is not there"));
-  EXPECT_THAT(refusal([](auto& it) { it.bundle.module_call->weights[0].second.offset = 1; }),
-              HasSubstr("\"output.0\": it reaches byte 20 of a storage of 16 bytes"));
+              HasSubstr("operator_call.outputs[0].storage: there is no tensor \"output.0\""));
+  EXPECT_THAT(
+      refusal([](auto& it) { it.bundle.module_call->weights[0].second.offset = 1; }),
+      HasSubstr("module_call.weights[0].tensor: the view does not fit: it reaches byte 20 of a "
+                "storage of 16 bytes"));
   EXPECT_THAT(refusal([](auto& it) { it.contents.files.clear(); }),
               HasSubstr("the pickle \"module.pickle\""));
   for (const char* name : {"../x", "a/b", ".hidden", "", "..", "bundle.json", "module.pickle"}) {
@@ -221,7 +223,7 @@ TEST_F(BundleFolder, RefusesToWriteWhatCouldNotBeOpened) {
                 HasSubstr("\"" + std::string(name) + "\""));
   }
   EXPECT_THAT(refusal([](auto& it) { it.bundle.module_call->outputs.names.clear(); }),
-              HasSubstr("1 items with 0 names"));
+              HasSubstr("module_call.outputs: 0 names for 1 items"));
   EXPECT_THAT(refusal([](auto& it) {
                 BundleValue deep;
                 for (int level = 0; level < 20; ++level) {

@@ -13,11 +13,11 @@ TEST(Phase, NamesAreReadBackAndOthersAreNot) {
   for (const Phase phase :
        {Phase::params_before, Phase::forward, Phase::loss, Phase::backward, Phase::grad_local,
         Phase::grad_reduced, Phase::grad_norm, Phase::params_after}) {
-    EXPECT_EQ(phase_from_name(name_of(phase)), phase);
+    EXPECT_EQ(value_named<Phase>(name_of(phase)), phase);
   }
   EXPECT_EQ(name_of(Phase::grad_local), "grad_local");
-  EXPECT_FALSE(phase_from_name("grad"));
-  EXPECT_FALSE(phase_from_name(""));
+  EXPECT_FALSE(value_named<Phase>("grad"));
+  EXPECT_FALSE(value_named<Phase>(""));
 }
 
 TEST(UnravelIndex, CountsRowMajor) {

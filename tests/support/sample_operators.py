@@ -5,66 +5,13 @@ import ctypes
 import sys
 
 import torch
-import transformers
-
-TEXT = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
-def gpt2(attention: str) -> torch.nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32, attn_implementation=attention
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def bert(attention: str) -> torch.nn.Module:
-    config = transformers.BertConfig(
-        **TEXT, intermediate_size=64, max_position_embeddings=32, attn_implementation=attention
-    )
-    return transformers.BertForMaskedLM(config)
-
-
-def t5(attention: str) -> torch.nn.Module:
-    config = transformers.T5Config(
-        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
-    )
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def llama(attention: str) -> torch.nn.Module:
-    config = transformers.LlamaConfig(
-        **TEXT,
-        intermediate_size=64,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        attention_dropout=0.1,
-        attn_implementation=attention,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def mixtral(attention: str) -> torch.nn.Module:
-    config = transformers.MixtralConfig(
-        **TEXT,
-        intermediate_size=64,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=32,
-        output_router_logits=True,
-        attn_implementation=attention,
-    )
-    return transformers.MixtralForCausalLM(config)
+from tiny_models import batch, language_model
 
 
 def train_text(model: torch.nn.Module) -> None:
-    tokens = torch.randint(2, 64, (2, 12))
-    mask = torch.ones_like(tokens)
-    mask[0, 9:] = 0
-    labels = tokens.masked_fill(mask == 0, -100)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model.train()
-    loss = model(input_ids=tokens, attention_mask=mask, labels=labels).loss
+    loss = model(**batch()).loss
     step(loss, model, optimizer)
 
 
@@ -100,7 +47,9 @@ def main() -> None:
     sampler.operator_sampler_write.argtypes = [ctypes.c_char_p]
     torch.manual_seed(0)
     models = [
-        build(attention) for build in (gpt2, bert, t5, llama, mixtral) for attention in ("eager", "sdpa")
+        language_model(kind, attention)
+        for kind in ("gpt2", "bert", "t5", "llama", "mixtral")
+        for attention in ("eager", "sdpa")
     ]
     sampler.operator_sampler_start()
     for model in models:

@@ -21,7 +21,7 @@
 #include "nanlocator/files/atomic_file.hpp"
 #include "nanlocator/map/map_query.hpp"
 #include "nanlocator/record/bundle.hpp"
-#include "record/bundle_keys.hpp"
+#include "record/bundle_json.hpp"
 #include "record/sighting_json.hpp"
 
 namespace nanlocator::command {
@@ -80,7 +80,7 @@ struct FoundBundles {
 /// Folders with a bundle.json in `folder` and up to three levels below: a run folder holds
 /// a0/bundles/step12-...
 void find_bundles(const fs::path& folder, int levels, FoundBundles& found) {
-  if (fs::exists(folder / keys::kBundleFile)) {
+  if (fs::exists(folder / kBundleFile)) {
     found.folders.push_back(folder);
     return;
   }
@@ -293,7 +293,7 @@ Json values_to_json(const OpenBundle& open, const std::vector<NamedValue>& value
       json["shape"] = value.tensor->sizes;
       json["strides"] = value.tensor->strides;
       json["device"] = value.tensor->device;
-      json["stats"] = stats ? stats_to_json(*stats) : Json();
+      json["stats"] = value_to_json(stats);
     }
     out.push_back(std::move(json));
   }
@@ -310,7 +310,7 @@ int show(const ShowOptions& options) {
   print_json(
       {{"version", kOutputVersion},
        {"path", open.path().string()},
-       {"bundle", Json::parse(read_file(open.path() / keys::kBundleFile))},
+       {"bundle", Json::parse(read_file(open.path() / kBundleFile))},
        {"operator_values",
         bundle.operator_call ? values_to_json(open, values_of(*bundle.operator_call)) : Json()},
        {"module_values",

@@ -158,7 +158,7 @@ std::string describe_nothing(const std::vector<History>& histories, const Histor
 // --- JSON ---------------------------------------------------------------------------------------
 
 Json curve_to_json(const Curve& curve) {
-  return {{"coordinates", coordinates_to_json(curve.history->coordinates)},
+  return {{"coordinates", fields_to_json(curve.history->coordinates)},
           {"phase", curve.history->phase},
           {"id", curve.parameter->id},
           {"name", curve.parameter->name},

@@ -95,7 +95,7 @@ Json map_to_json(const ParameterMap& map) {
   Json parameters = Json::array();
   for (const auto& parameter : map.parameters()) parameters.push_back(parameter_to_json(parameter));
   return {{"run_id", map.run_id()},
-          {"coordinates", coordinates_to_json(map.coordinates())},
+          {"coordinates", fields_to_json(map.coordinates())},
           {"parameters", std::move(parameters)}};
 }
 
@@ -164,7 +164,7 @@ Json holder_to_json(const ParameterHolder& holder) {
   if (holder.tp_slice) {
     tp_slice = {{"rank", holder.tp_slice->rank}, {"size", holder.tp_slice->size}};
   }
-  return {{"coordinates", coordinates_to_json(holder.map->coordinates())},
+  return {{"coordinates", fields_to_json(holder.map->coordinates())},
           {"part", part_of(holder)},
           {"tp_slice", std::move(tp_slice)},
           {"parameter", parameter_to_json(*holder.parameter)}};

@@ -14,6 +14,7 @@
 
 #include "command.hpp"
 #include "console.hpp"
+#include "files/json_fields.hpp"
 #include "files/printable.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/files/atomic_file.hpp"
@@ -21,7 +22,6 @@
 #include "nanlocator/report/read_run.hpp"
 #include "nanlocator/report/terminal.hpp"
 #include "nanlocator/report/verdict_json.hpp"
-#include "record/record_json.hpp"
 
 namespace nanlocator::command {
 namespace {
@@ -69,7 +69,7 @@ RunStatus status_from_json(const std::string& text) {
   return {.state = object.text("state"),
           .iteration = object.integer("iteration", 0),
           .time = object.text("time"),
-          .silent_ranks = ranks_from_json(object, "silent_ranks")};
+          .silent_ranks = member_from_json<std::vector<int>>(object, "silent_ranks")};
 }
 
 /// The last line of the output. On a terminal it is written over; elsewhere it is printed where it

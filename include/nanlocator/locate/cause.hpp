@@ -2,21 +2,12 @@
 #pragma once
 
 #include <array>
-#include <cstddef>
 #include <cstdint>
 #include <string_view>
 
+#include "nanlocator/files/names.hpp"
+
 namespace nanlocator {
-
-/// The names of an enumeration's values in verdict.json, in their order.
-template <typename Enum>
-inline constexpr std::array<std::string_view, 0> kNames = {};
-
-template <typename Enum>
-requires(kNames<Enum>.size() > 0) [[nodiscard]] constexpr std::string_view
-    name_of(Enum value) noexcept {
-  return kNames<Enum>[static_cast<std::size_t>(value)];
-}
 
 enum class Cause {
   bad_weight,

@@ -4,6 +4,7 @@
 // point into the maps, which must outlive them.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -11,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "nanlocator/files/names.hpp"
 #include "nanlocator/map/parameter_map.hpp"
 
 namespace nanlocator {
@@ -52,9 +54,9 @@ enum class MapDifferenceKind : std::uint8_t {
   chunk,
   flags,  // expert, shared, tp-duplicate, tied, may-be-untouched
 };
-
-/// "only_left", "order", ...
-[[nodiscard]] std::string_view name_of(MapDifferenceKind kind) noexcept;
+template <>
+inline constexpr auto kNames<MapDifferenceKind> = std::to_array<std::string_view>(
+    {"only_left", "only_right", "order", "id", "shape", "dtype", "layer", "chunk", "flags"});
 
 struct MapDifference {
   MapDifferenceKind kind = MapDifferenceKind::id;

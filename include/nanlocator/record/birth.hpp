@@ -2,12 +2,14 @@
 // (modules) reports it. Ledgers carry births; `locate` makes origins of them.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "nanlocator/files/names.hpp"
 #include "nanlocator/record/sighting.hpp"
 #include "nanlocator/scan/tensor_stats.hpp"
 
@@ -27,8 +29,10 @@ enum class BirthKind : std::uint8_t {
   user_hook,     // a hook that the user registered on a tensor or a node
   collective,    // came out of a collective
 };
-[[nodiscard]] std::string_view name_of(BirthKind kind) noexcept;
-[[nodiscard]] std::optional<BirthKind> birth_kind_from_name(std::string_view name) noexcept;
+template <>
+inline constexpr auto kNames<BirthKind> =
+    std::to_array<std::string_view>({"nan", "nan_from_inf", "inf", "literal", "weight", "buffer",
+                                     "data", "memory", "opaque", "user_hook", "collective"});
 
 /// What replaying the recorded operator call in this process said (replay/replay.hpp).
 enum class ReplayConclusion : std::uint8_t {
@@ -41,9 +45,10 @@ enum class ReplayConclusion : std::uint8_t {
   varies,  // clean, or other bits from call to call: hardware, race, uninitialised memory
   not_replayed,
 };
-[[nodiscard]] std::string_view name_of(ReplayConclusion conclusion) noexcept;
-[[nodiscard]] std::optional<ReplayConclusion> replay_conclusion_from_name(
-    std::string_view name) noexcept;
+template <>
+inline constexpr auto kNames<ReplayConclusion> = std::to_array<std::string_view>(
+    {"deterministic_overflow", "deterministic_undefined", "deterministic_custom",
+     "deterministic_kernel", "varies", "not_replayed"});
 
 /// A line of source code, as Python names it.
 struct CodeLine {
@@ -99,8 +104,9 @@ enum class ReachedKind : std::uint8_t {
   parameter,    // the gradient of the parameter `name`
   module,       // from the watch: the module `name`, the last one that met something bad
 };
-[[nodiscard]] std::string_view name_of(ReachedKind kind) noexcept;
-[[nodiscard]] std::optional<ReachedKind> reached_kind_from_name(std::string_view name) noexcept;
+template <>
+inline constexpr auto kNames<ReachedKind> =
+    std::to_array<std::string_view>({"loss", "other_ranks", "parameter", "module"});
 
 struct Reached {
   ReachedKind kind = ReachedKind::loss;
@@ -114,8 +120,9 @@ enum class LastSeen : std::uint8_t {
   allocated,  // Birth::writer allocated it, and no operator has written it
   finite,     // finite when Birth::writer wrote it, the last operator that did
 };
-[[nodiscard]] std::string_view name_of(LastSeen seen) noexcept;
-[[nodiscard]] std::optional<LastSeen> last_seen_from_name(std::string_view name) noexcept;
+template <>
+inline constexpr auto kNames<LastSeen> = std::to_array<std::string_view>({"unknown", "allocated",
+                                                                          "finite"});
 
 struct Birth {
   BirthKind kind = BirthKind::nan;

@@ -1,12 +1,14 @@
 // One tensor's stats at one place of one step: what every observer produces.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "nanlocator/files/names.hpp"
 #include "nanlocator/map/rank_list.hpp"
 #include "nanlocator/scan/tensor_stats.hpp"
 
@@ -23,8 +25,10 @@ enum class Phase : std::uint8_t {
   grad_norm,     // the optimizer's own gradients (unscaled, copied, sharded), before the clip
   params_after,  // parameters after the optimizer step
 };
-[[nodiscard]] std::string_view name_of(Phase phase) noexcept;
-[[nodiscard]] std::optional<Phase> phase_from_name(std::string_view name) noexcept;
+template <>
+inline constexpr auto kNames<Phase> =
+    std::to_array<std::string_view>({"params_before", "forward", "loss", "backward", "grad_local",
+                                     "grad_reduced", "grad_norm", "params_after"});
 
 /// How a tensor went from rank to rank: a collective among `members`, or a send to `peer` and the
 /// receive at its other end.

@@ -6,10 +6,12 @@
 // Runs on the calling thread, on the current streams; waits.
 #pragma once
 
+#include <array>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "nanlocator/files/names.hpp"
 #include "nanlocator/record/birth.hpp"
 #include "nanlocator/replay/operator_call.hpp"
 #include "nanlocator/scan/tensor_stats.hpp"
@@ -28,7 +30,9 @@ enum class ReplayVariant : std::uint8_t {
   float64,
   on_cpu,  // the recorded dtype with the CPU's kernel, where it was recorded on CUDA
 };
-[[nodiscard]] std::string_view name_of(ReplayVariant variant) noexcept;
+template <>
+inline constexpr auto kNames<ReplayVariant> =
+    std::to_array<std::string_view>({"recorded", "poisoned", "float32", "float64", "on_cpu"});
 
 struct ReplayedOutput {
   std::string name;  // "output[0]"; "running_mean after" for what is written and not returned

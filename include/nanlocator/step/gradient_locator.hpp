@@ -6,6 +6,7 @@
 // Another order of calls is a UsageError. Thread: the training thread. Streams: the current ones.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <filesystem>
 #include <memory>
@@ -14,6 +15,7 @@
 
 #include "nanlocator/agree/communicator.hpp"
 #include "nanlocator/error.hpp"
+#include "nanlocator/files/names.hpp"
 #include "nanlocator/gradients/gradient_scanner.hpp"
 #include "nanlocator/locate/verdict.hpp"
 #include "nanlocator/map/parameter_map.hpp"
@@ -28,7 +30,9 @@ enum class Policy {
   skip,     // no optimizer step on any rank, go on with the next
   recover,  // where the re-run of the step is clean, go on with its gradients; else stop
 };
-[[nodiscard]] std::string_view name_of(Policy policy) noexcept;
+template <>
+inline constexpr auto kNames<Policy> = std::to_array<std::string_view>({"report", "stop", "skip",
+                                                                        "recover"});
 
 /// What is watched in every step; see docs/concepts.md.
 enum class Level {
@@ -37,7 +41,9 @@ enum class Level {
   modules,     // and every module's inputs and outputs, forward and backward
   operators,   // and every operator, synchronously
 };
-[[nodiscard]] std::string_view name_of(Level level) noexcept;
+template <>
+inline constexpr auto kNames<Level> = std::to_array<std::string_view>({"grads", "boundaries",
+                                                                       "modules", "operators"});
 
 /// When a step whose forward and backward can be executed again is re-run, operators traced.
 enum class RerunPolicy {
@@ -45,7 +51,9 @@ enum class RerunPolicy {
   on_bad,  // where its gradients are bad
   always,  // every step: also finds a step whose re-run has other bits
 };
-[[nodiscard]] std::string_view name_of(RerunPolicy policy) noexcept;
+template <>
+inline constexpr auto kNames<RerunPolicy> = std::to_array<std::string_view>({"never", "on_bad",
+                                                                             "always"});
 
 struct LocatorOptions {
   Policy on_bad = Policy::stop;

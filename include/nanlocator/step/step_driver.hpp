@@ -18,6 +18,7 @@
 // thread.
 #pragma once
 
+#include <array>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -26,6 +27,7 @@
 #include <string_view>
 #include <vector>
 
+#include "nanlocator/files/names.hpp"
 #include "nanlocator/step/gradient_locator.hpp"
 #include "nanlocator/step/step_rerun.hpp"
 #include "nanlocator/step/step_state.hpp"
@@ -42,7 +44,9 @@ enum class Decision {
   skip,       // leave this step's update out
   stop,       // throw NonFiniteGradientError with `verdict()`; the step is over
 };
-[[nodiscard]] std::string_view name_of(Decision decision) noexcept;
+template <>
+inline constexpr auto kNames<Decision> = std::to_array<std::string_view>({"proceed", "recovered",
+                                                                          "skip", "stop"});
 
 /// A loss scaler that will leave this step's update out, as it has seen an overflow.
 struct LossScale {

@@ -1,5 +1,6 @@
 """What ``install`` can work with, and what it cannot see in a configuration: said once, never silent."""
 
+import sys
 from typing import Any
 
 import megatron.core
@@ -81,3 +82,12 @@ def not_covered(
         ),
     }
     return [phrase for phrase, applies in cases.items() if applies]
+
+
+def current_iteration() -> int | None:
+    """As Megatron's log prints it, counted from 1; None in a loop of one's own, whose steps the engine
+    counts."""
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    args = getattr(global_vars, "_GLOBAL_ARGS", None)
+    current = getattr(args, "curr_iteration", None)
+    return None if current is None else current + 1

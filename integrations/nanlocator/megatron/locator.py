@@ -16,29 +16,26 @@ modules; ``remove`` takes them off.
 """
 
 import contextlib
-import os
-import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+import operator
+from collections.abc import Callable
+from typing import Any, Unpack
 
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import schedules
 
 from nanlocator import _C
-from nanlocator.driver import Driver
-from nanlocator.errors import NonFiniteGradientError
+from nanlocator.backward_order import BackwardOrder
+from nanlocator.driver import Driver, SkippedUpdate
 from nanlocator.megatron import state
 from nanlocator.megatron.adapter import MegatronAdapter, MegatronPass
 from nanlocator.megatron.boundaries import Boundaries
-from nanlocator.megatron.configuration import check_call, not_covered
+from nanlocator.megatron.configuration import check_call, current_iteration, not_covered
 from nanlocator.megatron.layout import bucket_groups, optimizer_gradients
 from nanlocator.megatron.microbatches import Microbatches
 from nanlocator.patches import Patches
-from nanlocator.rerun import ObjectState
-from nanlocator.session import RankConnection, first_line, is_failure_of_peers, log_once, resolve_options
+from nanlocator.session import Options, RankConnection, log_once, resolve_options
 
-_STEPS_TO_OBSERVE = 20
 _INSTALLED = "_nanlocator"  # attribute of the optimizer that holds the installed locator
 _SCHEDULES = (
     "forward_backward_no_pipelining",
@@ -50,13 +47,7 @@ _SCHEDULES = (
 def install(
     model_chunks: torch.nn.Module | list[torch.nn.Module] | tuple[torch.nn.Module, ...],
     optimizer: MegatronOptimizer,
-    *,
-    level: str | None = None,
-    on_bad: str | None = None,
-    output_dir: str | os.PathLike[str] | None = None,
-    rerun: bool | str | None = None,
-    check_params: bool | None = None,
-    gather_deadline: float | None = None,
+    **options: Unpack[Options],
 ) -> "MegatronLocator":
     """Watches the training of a Megatron-Core model from now on. Call it on every rank, before the training
     loop asks Megatron for its ``get_forward_backward_func()``.
@@ -65,21 +56,8 @@ def install(
         model_chunks: the DistributedDataParallel-wrapped chunks of this rank (one, or one per virtual
             pipeline stage), as given to ``get_megatron_optimizer``.
         optimizer: what ``get_megatron_optimizer`` returned.
-        level: what is watched at every step. ``"boundaries"`` (default): gradients, and whatever ranks
-            send to each other. ``"grads"``: gradients only. ``"modules"``: also every module.
-            ``"operators"``: every operator, which waits for the device between them.
-        on_bad: ``"stop"`` (default) raises ``nanlocator.NonFiniteGradientError`` on every rank, before
-            anything is clipped or stepped; ``"report"`` goes on; ``"skip"`` goes on without the optimizer's
-            step; ``"recover"`` goes on with the gradients of a clean re-run, and stops where there is none.
-        output_dir: folder of the run, default ``nanlocator_run``.
-        rerun: ``True`` (default) executes forward-backward of a bad step again, on all ranks, with every
-            operator traced. ``False`` does not. ``"always"`` executes every step twice and warns where the
-            two differ in a bit.
-        check_params: scan the parameters before forward and after the step, too.
-        gather_deadline: seconds to wait for ranks that do not answer when a finding is gathered.
-
-    Options left at None are read from NANLOCATOR_LEVEL, NANLOCATOR_ON_BAD, NANLOCATOR_OUTPUT_DIR,
-    NANLOCATOR_RERUN, NANLOCATOR_CHECK_PARAMS and NANLOCATOR_GATHER_DEADLINE.
+        options: see :class:`nanlocator.session.Options`. Level is ``"boundaries"`` by default, and
+            ``"modules"`` watches boundaries, too. A re-run is of forward-backward, on all ranks.
 
     Raises ``nanlocator.UsageError`` for a wrong call and ``nanlocator.AgreementError``, on every rank
     alike, where ranks differ in versions or options.
@@ -91,24 +69,11 @@ def install(
             "nanlocator is installed on this optimizer already; call locator.remove() first to install "
             "it with other options"
         )
-    options = resolve_options(
-        on_bad=on_bad,
-        output_dir=output_dir,
-        level=level,
-        rerun=rerun,
-        check_params=check_params,
-        gather_deadline=gather_deadline,
-        integration="megatron",
-        default_level="boundaries",
-    )
-    if options.on_bad == "recover" and options.rerun == "never":
+    resolved = resolve_options(options, integration="megatron", default_level="boundaries")
+    if resolved.on_bad == "recover" and resolved.rerun == "never":
         raise _C.UsageError("on_bad 'recover' goes on with a re-run of the step: it needs rerun=True")
-    options.not_covered = not_covered(chunks, optimizer, options)
-    return MegatronLocator(chunks, optimizer, options)
-
-
-class _SkipStep(Exception):
-    """From get_grad_norm to step: this step's gradients are not to be used."""
+    resolved.not_covered = not_covered(chunks, optimizer, resolved)
+    return MegatronLocator(chunks, optimizer, resolved)
 
 
 class MegatronLocator:
@@ -134,7 +99,8 @@ class MegatronLocator:
         if options.level == "operators":
             for hooks in self._adapter.module_hooks(None):
                 self._patches.on_removal(hooks.remove)
-        self._add_states()
+        for name, owner in state.states_of(self._adapter.optimizers, self._machine).items():
+            self._driver.add_state(name, owner)
         self._install_hooks(options.check_params)
         setattr(optimizer, _INSTALLED, self)
         log_once(
@@ -166,20 +132,6 @@ class MegatronLocator:
 
     # --- hooks ---------------------------------------------------------------------------------------
 
-    def _add_states(self) -> None:
-        for name, owner in {
-            "Megatron's RNG tracker": state.RngTracker(),
-            "the routers' auxiliary losses": state.router_losses(),
-            "the losses of multi-token prediction": state.multi_token_losses(),
-            "Megatron's rerun state machine": self._machine,
-            **{
-                f"the loss scale of optimizer {number}": ObjectState(optimizer.grad_scaler)
-                for number, optimizer in enumerate(self._adapter.optimizers)
-                if getattr(optimizer, "grad_scaler", None) is not None
-            },
-        }.items():
-            self._driver.add_state(name, owner)
-
     def _install_hooks(self, check_params: bool) -> None:
         wrap = self._patches.wrap
         for name in _SCHEDULES:
@@ -194,12 +146,12 @@ class MegatronLocator:
         wrap(self._optimizer, "prepare_grads", self._around_prepare_grads)
         wrap(self._optimizer, "get_grad_norm", self._around_get_grad_norm)
         wrap(self._optimizer, "step", self._around_step)
-        self._order = _BackwardOrder(self._adapter, self._driver.locator)
+        self._order = BackwardOrder(self._adapter.ids, self._driver.locator)
         self._patches.on_removal(self._order.remove)
 
     def _before_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        self._driver.begin(_iteration())
+        self._driver.begin(current_iteration())
         return result
 
     def _around_forward_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -210,8 +162,8 @@ class MegatronLocator:
         watching = self._boundaries.watching() if self._boundaries else contextlib.nullcontext()
         try:
             with self._driver.abandoning():
-                self._driver.begin_pass(step, _iteration())
-                with self._concluding("forward-backward failed on this rank"), watching:
+                self._driver.begin_pass(step, current_iteration())
+                with self._driver.concluding("forward-backward failed on this rank"), watching:
                     # What Megatron's own checks want to raise on this rank: the others do not come to know.
                     with self._machine.errors_held_back() as errors:
                         step.run(step.data.recording)
@@ -234,9 +186,9 @@ class MegatronLocator:
             # finish_grad_sync calls it again while the collective is in flight.
             if group.is_first_batch and group.grad_reduce_handle is not None:
                 return original(*args, **kwargs)
-            self._driver.begin(_iteration())
+            self._driver.begin(current_iteration())
             self._driver.scan("grad_local", number, "main_grad", ids, [p.main_grad for p in parameters])
-            with self._concluding("Megatron raised before the data-parallel collective"):
+            with self._driver.concluding("Megatron raised before the data-parallel collective"):
                 return original(*args, **kwargs)
 
         return start_grad_sync
@@ -245,16 +197,16 @@ class MegatronLocator:
         parameters = [entry.parameter for entry in self._adapter.named if entry.chunk == number]
 
         def finish_grad_sync(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with self._concluding("the data-parallel collective failed on this rank"):
+            with self._driver.concluding("the data-parallel collective failed on this rank"):
                 result = original(*args, **kwargs)
-            self._driver.begin(_iteration())
+            self._driver.begin(current_iteration())
             self._driver.scan("grad_reduced", number, "main_grad", *self._adapter.owned_gradients(parameters))
             return result
 
         return finish_grad_sync
 
     def _around_prepare_grads(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-        self._driver.begin(_iteration())
+        self._driver.begin(current_iteration())
         overflow = self._adapter.loss_scale_now()  # before the optimizer lowers it
         if overflow is not None:
             self._driver.locator.set_loss_scale(*overflow[:2])
@@ -281,69 +233,17 @@ class MegatronLocator:
     def _finish_agreement(self, overflow: Any) -> None:
         """What was bad only once forward-backward had ended: it cannot be executed again."""
         if self._driver.finish_agreement(overflow) == _C.Decision.SKIP:
-            raise _SkipStep
+            raise SkippedUpdate
 
     def _around_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = False, None, None  # as Megatron's optimizers say that they did not step
         with self._driver.abandoning():
             if not self._driver.skips_update:
-                with contextlib.suppress(_SkipStep):
+                with contextlib.suppress(SkippedUpdate):
                     result = original(*args, **kwargs)
             self._driver.end_step()
         return result
 
     def _is_our_model(self, model: Any) -> bool:
         chunks = model if isinstance(model, list) else [model]
-        return len(chunks) == len(self._chunks) and all(map(_is, chunks, self._chunks))
-
-    @contextlib.contextmanager
-    def _concluding(self, reason: str) -> Iterator[None]:
-        """An exception on its way through one rank must not take its findings with it: the other ranks
-        will not come to the agreement, so this rank's ledger is written now and the error goes on."""
-        try:
-            yield
-        except (_SkipStep, NonFiniteGradientError):
-            raise
-        except Exception as error:
-            if not self._driver.is_rerunning:  # a re-run's errors are the engine's to report
-                self._driver.conclude_alone(f"{reason}: {first_line(error)}", is_failure_of_peers(error))
-            raise
-
-
-class _BackwardOrder:
-    """Notes the order in which backward finishes gradients: the order of registration is not that of
-    execution (linear_proj is registered before linear_qkv). After a step in which every gradient became ready
-    it is known. Where some never does (an expert without tokens), a few steps are enough to wait for it."""
-
-    def __init__(self, adapter: MegatronAdapter, locator: "_C.GradientLocator") -> None:
-        self._ids, self._locator = adapter.ids, locator
-        self._not_yet_ready = set(self._ids)
-        self._steps = 0
-        self._hooks = [p.register_post_accumulate_grad_hook(self._observe) for p in self._ids]
-
-    def _observe(self, parameter: torch.nn.Parameter) -> None:
-        self._locator.gradient_is_ready(self._ids[parameter])
-        self._not_yet_ready.discard(parameter)
-
-    def end_step(self) -> None:
-        if self._hooks and (not self._not_yet_ready or self._steps >= _STEPS_TO_OBSERVE):
-            self.remove()
-        self._not_yet_ready = set(self._ids) if self._hooks else set()
-        self._steps += 1
-
-    def remove(self) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
-
-
-def _iteration() -> int | None:
-    """As Megatron's log prints it, counted from 1; None in a loop of one's own, whose steps the engine
-    counts."""
-    global_vars = sys.modules.get("megatron.training.global_vars")
-    args = getattr(global_vars, "_GLOBAL_ARGS", None)
-    current = getattr(args, "curr_iteration", None)
-    return None if current is None else current + 1
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
+        return len(chunks) == len(self._chunks) and all(map(operator.is_, chunks, self._chunks))

@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+from nanlocator.rerun import ObjectState
 
 
 class RngTracker:
@@ -144,3 +147,19 @@ def _instead_of_validate_result(machine: Any, replacement: Any) -> Iterator[None
         yield
     finally:
         vars(machine).pop("validate_result", None)
+
+
+def states_of(optimizers: "list[MegatronOptimizer]", machine: RerunMachine) -> dict[str, Any]:
+    """By the name under which a verdict says that one could not be restored."""
+    scalers = [getattr(optimizer, "grad_scaler", None) for optimizer in optimizers]
+    return {
+        "Megatron's RNG tracker": RngTracker(),
+        "the routers' auxiliary losses": router_losses(),
+        "the losses of multi-token prediction": multi_token_losses(),
+        "Megatron's rerun state machine": machine,
+        **{
+            f"the loss scale of optimizer {number}": ObjectState(scaler)
+            for number, scaler in enumerate(scalers)
+            if scaler is not None
+        },
+    }

@@ -20,19 +20,18 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.optim import Optimizer
 
 from nanlocator import _C
-from nanlocator.batches import KeptBatch
-from nanlocator.driver import LossScale, Named
 from nanlocator.optimizer import LocatingOptimizer
 from nanlocator.patches import Patches
-from nanlocator.plain import PlainAdapter, PlainPass, plain_driver
-from nanlocator.rerun import ObjectState, Stateful, losses_of
-from nanlocator.session import is_distributed, resolve_options
+from nanlocator.plain import PlainAdapter, plain_driver, scale_in_gradients
+from nanlocator.rerun import ObjectState, Stateful
+from nanlocator.session import Options, check_names, is_distributed, resolve_options
+from nanlocator.transformers.microbatches import TrainerPass
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer
@@ -55,20 +54,9 @@ class NanLocatorCallback(TrainerCallback):
     ``training_step``, from the same random numbers and buffers. Each ``train()`` is a run of its own.
 
     Args:
-        on_bad: ``"stop"`` (default) raises ``nanlocator.NonFiniteGradientError`` out of ``train`` on every
-            rank, before anything is clipped; ``"report"`` writes the verdict and goes on; ``"skip"`` goes on
-            without the optimizer's step, while the learning-rate schedule advances; ``"recover"`` goes on
-            with the gradients and the loss of a clean re-run, and stops where there is none.
-        level: ``"modules"`` (default), ``"grads"`` or ``"operators"``, as of ``LocatingOptimizer``.
-        output_dir: where verdict, report.html and bundles go; default ``nanlocator_run`` in the Trainer's
-            ``output_dir``.
-        rerun: ``True`` (default) executes a bad step again; ``False`` does not; ``"always"`` executes every
-            step twice and warns where the two differ in a bit.
-        check_params: scan the parameters before and after each step, too.
-        gather_deadline: seconds to wait for ranks that do not answer when a finding is gathered.
-
-    Options left at None are read from NANLOCATOR_ON_BAD, NANLOCATOR_LEVEL, NANLOCATOR_OUTPUT_DIR,
-    NANLOCATOR_RERUN, NANLOCATOR_CHECK_PARAMS and NANLOCATOR_GATHER_DEADLINE.
+        options: see :class:`nanlocator.session.Options`. Default are level ``"modules"`` and, as
+            ``output_dir``, ``nanlocator_run`` in the Trainer's. Under ``on_bad="skip"`` the learning-rate
+            schedule advances; an error is raised out of ``train``.
 
     Attributes:
         verdicts: findings of all calls of ``train``, oldest first.
@@ -83,24 +71,9 @@ class NanLocatorCallback(TrainerCallback):
             cannot be looked at (DeepSpeed, FSDP, DataParallel, optimizers that step in backward).
     """
 
-    def __init__(
-        self,
-        *,
-        on_bad: str | None = None,
-        level: str | None = None,
-        output_dir: str | os.PathLike[str] | None = None,
-        rerun: bool | str | None = None,
-        check_params: bool | None = None,
-        gather_deadline: float | None = None,
-    ) -> None:
-        self._arguments = {
-            "on_bad": on_bad,
-            "level": level,
-            "output_dir": output_dir,
-            "rerun": rerun,
-            "check_params": check_params,
-            "gather_deadline": gather_deadline,
-        }
+    def __init__(self, **options: Unpack[Options]) -> None:
+        check_names(options)
+        self._options = options
         self.verdicts: list[dict[str, Any]] = []
         self._states: dict[str, Stateful] = {}
         self._trainer: Trainer | None = None  # while it trains
@@ -129,7 +102,7 @@ class NanLocatorCallback(TrainerCallback):
         _check(self._trainer)
         self._end()
         options = resolve_options(
-            **self._arguments,
+            self._options,
             integration="transformers",
             not_covered=["gradients before DistributedDataParallel reduces them"] if is_distributed() else [],
             default_level="modules",
@@ -202,99 +175,6 @@ def _check(trainer: Trainer) -> None:
         )
 
 
-class _Microbatch:
-    """One call of ``training_step``."""
-
-    def __init__(
-        self,
-        number: int | None,
-        trainer: Trainer,
-        step: Callable[..., torch.Tensor],
-        model: torch.nn.Module,
-        inputs: Any,
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-    ) -> None:
-        self.number = number  # None where it is the only one
-        self.is_last = trainer.accelerator.sync_gradients
-        # DistributedDataParallel's own flag: Trainer calls no_sync by other rules than accelerate's.
-        self.is_reduced = getattr(model, "require_backward_grad_sync", True)
-        self.model = model
-        self._accelerator = trainer.accelerator
-        self._step = step
-        self._batch = KeptBatch(inputs)
-        self._arguments, self._keywords = arguments, keywords
-
-    def run(self) -> torch.Tensor:
-        _C.set_current_microbatch(self.number, None)
-        try:
-            return self._step(self.model, self._batch.copy(), *self._arguments, **self._keywords)
-        finally:
-            _C.set_current_microbatch(None, None)
-
-    def run_again(self) -> torch.Tensor:
-        self._accelerator.gradient_state._set_sync_gradients(self.is_last)
-        with contextlib.nullcontext() if self.is_reduced else self._accelerator.no_sync(self.model):
-            return self.run()
-
-    def loss_view(self, loss: torch.Tensor) -> "_C.LossView":
-        """With the number of labels that the Trainer has counted, of all microbatches and ranks."""
-        items = self._keywords.get("num_items_in_batch", next(iter(self._arguments), None))
-        is_count = isinstance(items, torch.Tensor) and items.numel() == 1
-        return _C.LossView(loss, self.number, None, items if is_count else None)
-
-    def changed(self) -> list[str]:
-        return self._batch.changed(self.number)
-
-
-class _TrainerPass(PlainPass):
-    """The microbatches of one step."""
-
-    def __init__(self, adapter: PlainAdapter, trainer: Trainer) -> None:
-        super().__init__(adapter)
-        self._trainer = trainer
-        self._logged_loss = trainer._tr_loss.clone()  # what the Trainer had summed up before this step
-        self._all: list[_Microbatch] = []
-        self.losses: list[torch.Tensor] = []  # of the latest execution
-
-    def run(
-        self,
-        step: Callable[..., torch.Tensor],
-        model: torch.nn.Module,
-        inputs: Any,
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-    ) -> _Microbatch:
-        """The next microbatch, for the first time."""
-        is_only = self._trainer.args.gradient_accumulation_steps == 1
-        number = None if is_only else len(self._all)
-        microbatch = _Microbatch(number, self._trainer, step, model, inputs, arguments, keywords)
-        self._all.append(microbatch)
-        self.losses.append(microbatch.run())
-        return microbatch
-
-    def loss_views(self) -> "list[_C.LossView]":
-        return [each.loss_view(loss) for each, loss in zip(self._all, self.losses, strict=True)]
-
-    def run_again(self) -> Named:
-        try:
-            with self._adapter.naming_modules():
-                self.losses = [microbatch.run_again() for microbatch in self._all]
-        finally:
-            # accelerate's optimizer steps by it, also where a microbatch of the re-run has raised.
-            self._trainer.accelerator.gradient_state._set_sync_gradients(True)
-        return losses_of(self.losses)
-
-    def changed_data(self) -> list[str]:
-        return [text for microbatch in self._all for text in microbatch.changed()]
-
-    def log_latest_losses(self) -> None:
-        """In the place of the first execution's; the Trainer adds the last microbatch's itself."""
-        self._trainer._tr_loss.copy_(self._logged_loss)
-        for loss in self.losses[:-1]:
-            self._trainer._tr_loss += loss
-
-
 class _TrainerSteps:
     """The steps of one call of ``train``: hooks, and one pass at a time."""
 
@@ -305,10 +185,8 @@ class _TrainerSteps:
         self._scaler = getattr(trainer.accelerator, "scaler", None)
         self._adapter = PlainAdapter(_innermost(trainer.optimizer), trainer.model)
         self._adapter.verdicts = verdicts
-        if self._scaler is not None and self._scaler.is_enabled():
-            self._adapter.loss_scale = functools.partial(_loss_scale, self._scaler)
-        self.driver = plain_driver(self._adapter, options, self._scaler)
-        self._pass: _TrainerPass | None = None
+        self.driver = plain_driver(self._adapter, options, self._scaler, scale_in_gradients)
+        self._pass: TrainerPass | None = None
         self._patches = Patches()
         self._patches.wrap(trainer, "training_step", self._around_training_step)
         self._patches.wrap(trainer.optimizer, "step", self._around_update)
@@ -330,7 +208,7 @@ class _TrainerSteps:
             return step(model, inputs, *args, **kwargs)
         with self.driver.abandoning():
             if self._pass is None or not self.driver.is_in_pass:
-                self._pass = _TrainerPass(self._adapter, self._trainer)
+                self._pass = TrainerPass(self._adapter, self._trainer)
                 self.driver.begin_pass(self._pass, self._trainer.state.global_step + 1)
             microbatch = self._pass.run(step, model, inputs, args, kwargs)
             loss = self._pass.losses[-1]
@@ -351,13 +229,6 @@ class _TrainerSteps:
                 self._scaler.update()  # as after every unscale_
             self.driver.end_step()
         return result
-
-
-def _loss_scale(scaler: "torch.amp.GradScaler") -> LossScale:
-    """It has not unscaled these gradients. Dividing by a scale of 1 or more makes no Inf of a finite value;
-    below 1 they are not too large because of it."""
-    scale = scaler.get_scale()
-    return scale, scale >= 1.0, True
 
 
 def _innermost(optimizer: Optimizer) -> Optimizer:

@@ -1,0 +1,37 @@
+// The names of an enumeration's values in files and text: one table for both ways.
+//
+//   enum class Phase { forward, loss };
+//   template <>
+//   inline constexpr auto kNames<Phase> = std::to_array<std::string_view>({"forward", "loss"});
+//
+//   name_of(Phase::loss);        value_named<Phase>("loss");
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <optional>
+#include <string_view>
+
+namespace nanlocator {
+
+/// In the order of the values, which count from 0.
+template <typename Enum>
+inline constexpr std::array<std::string_view, 0> kNames = {};
+
+template <typename Enum>
+concept HasNames = (kNames<Enum>.size() > 0);
+
+template <HasNames Enum>
+[[nodiscard]] constexpr std::string_view name_of(Enum value) noexcept {
+  return kNames<Enum>[static_cast<std::size_t>(value)];
+}
+
+template <HasNames Enum>
+[[nodiscard]] constexpr std::optional<Enum> value_named(std::string_view name) noexcept {
+  for (std::size_t i = 0; i < kNames<Enum>.size(); ++i) {
+    if (kNames<Enum>[i] == name) return static_cast<Enum>(i);
+  }
+  return std::nullopt;
+}
+
+}  // namespace nanlocator

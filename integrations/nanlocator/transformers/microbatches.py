@@ -1,0 +1,110 @@
+"""A step of transformers' ``Trainer`` as it can be executed again: its microbatches, each one call of
+``training_step``."""
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nanlocator import _C
+from nanlocator.batches import KeptBatch
+from nanlocator.driver import Named
+from nanlocator.plain import PlainAdapter, PlainPass
+from nanlocator.rerun import losses_of
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+class Microbatch:
+    """One call of ``training_step``."""
+
+    def __init__(
+        self,
+        number: int | None,
+        trainer: "Trainer",
+        step: Callable[..., torch.Tensor],
+        model: torch.nn.Module,
+        inputs: Any,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> None:
+        self.number = number  # None where it is the only one
+        self.is_last = trainer.accelerator.sync_gradients
+        # DistributedDataParallel's own flag: Trainer calls no_sync by other rules than accelerate's.
+        self.is_reduced = getattr(model, "require_backward_grad_sync", True)
+        self.model = model
+        self._accelerator = trainer.accelerator
+        self._step = step
+        self._batch = KeptBatch(inputs)
+        self._arguments, self._keywords = arguments, keywords
+
+    def run(self) -> torch.Tensor:
+        _C.set_current_microbatch(self.number, None)
+        try:
+            return self._step(self.model, self._batch.copy(), *self._arguments, **self._keywords)
+        finally:
+            _C.set_current_microbatch(None, None)
+
+    def run_again(self) -> torch.Tensor:
+        self._accelerator.gradient_state._set_sync_gradients(self.is_last)
+        with contextlib.nullcontext() if self.is_reduced else self._accelerator.no_sync(self.model):
+            return self.run()
+
+    def loss_view(self, loss: torch.Tensor) -> "_C.LossView":
+        """With the number of labels that the Trainer has counted, of all microbatches and ranks."""
+        items = self._keywords.get("num_items_in_batch", next(iter(self._arguments), None))
+        is_count = isinstance(items, torch.Tensor) and items.numel() == 1
+        return _C.LossView(loss, self.number, None, items if is_count else None)
+
+    def changed(self) -> list[str]:
+        return self._batch.changed(self.number)
+
+
+class TrainerPass(PlainPass):
+    """The microbatches of one step."""
+
+    def __init__(self, adapter: PlainAdapter, trainer: "Trainer") -> None:
+        super().__init__(adapter)
+        self._trainer = trainer
+        self._logged_loss = trainer._tr_loss.clone()  # what the Trainer had summed up before this step
+        self._all: list[Microbatch] = []
+        self.losses: list[torch.Tensor] = []  # of the latest execution
+
+    def run(
+        self,
+        step: Callable[..., torch.Tensor],
+        model: torch.nn.Module,
+        inputs: Any,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> Microbatch:
+        """The next microbatch, for the first time."""
+        is_only = self._trainer.args.gradient_accumulation_steps == 1
+        number = None if is_only else len(self._all)
+        microbatch = Microbatch(number, self._trainer, step, model, inputs, arguments, keywords)
+        self._all.append(microbatch)
+        self.losses.append(microbatch.run())
+        return microbatch
+
+    def loss_views(self) -> "list[_C.LossView]":
+        return [each.loss_view(loss) for each, loss in zip(self._all, self.losses, strict=True)]
+
+    def run_again(self) -> Named:
+        try:
+            with self._adapter.naming_modules():
+                self.losses = [microbatch.run_again() for microbatch in self._all]
+        finally:
+            # accelerate's optimizer steps by it, also where a microbatch of the re-run has raised.
+            self._trainer.accelerator.gradient_state._set_sync_gradients(True)
+        return losses_of(self.losses)
+
+    def changed_data(self) -> list[str]:
+        return [text for microbatch in self._all for text in microbatch.changed()]
+
+    def log_latest_losses(self) -> None:
+        """In the place of the first execution's; the Trainer adds the last microbatch's itself."""
+        self._trainer._tr_loss.copy_(self._logged_loss)
+        for loss in self.losses[:-1]:
+            self._trainer._tr_loss += loss

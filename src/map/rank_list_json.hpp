@@ -1,0 +1,16 @@
+// RankList as JSON: an array in which a progression of four ranks or more is [first, last, step],
+// and all else single numbers. docs/formats.md, "Ledger".
+#pragma once
+
+#include <nlohmann/json.hpp>
+
+#include "files/json_fields.hpp"
+#include "nanlocator/map/rank_list.hpp"
+
+namespace nanlocator {
+
+[[nodiscard]] nlohmann::ordered_json value_to_json(const RankList& list);
+/// Throws FormatError where it is none.
+void read_value(const JsonMember& from, JsonRange range, RankList& list);
+
+}  // namespace nanlocator
