@@ -8,8 +8,10 @@ have been tested. nanlocator's own names are replaced for it; one that has gone 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import random
+import sys
 from collections.abc import Callable
 
 import numpy
@@ -40,6 +42,13 @@ def _replace(owner: object, name: str, make: Callable[[Callable], Callable]) -> 
 def environment(**variables: str) -> None:
     """For options of nanlocator that have a variable only."""
     os.environ.update(variables)
+
+
+@_preparation
+def opaque_engine(folder: str) -> None:
+    """Linear layers, norms, attention and cross entropy off the dispatcher: opaque_engine.py in `folder`."""
+    sys.path.insert(0, folder)
+    importlib.import_module("opaque_engine").replace_megatrons()
 
 
 # ---- the step ----------------------------------------------------------------------------------------

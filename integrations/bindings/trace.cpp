@@ -32,7 +32,8 @@ DeclaredAs declared_as(const std::string& name) {
   if (name == "parameter") return DeclaredAs::parameter;
   if (name == "buffer") return DeclaredAs::buffer;
   if (name == "data") return DeclaredAs::data;
-  throw UsageError("declare: '" + name + "' must be 'parameter', 'buffer' or 'data'");
+  if (name == "gradient") return DeclaredAs::gradient;
+  throw UsageError("declare: '" + name + "' must be 'parameter', 'buffer', 'data' or 'gradient'");
 }
 
 /// Python ends an object when it likes; `close` ends the observation at once.

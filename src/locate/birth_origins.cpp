@@ -460,7 +460,9 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
   for (const Root& root : roots) {
     const auto [entry, is_new] = known.try_emplace(identity_of(*root.birth), born.size());
     if (is_new) {
-      born.push_back({.origin = origin_of(root), .is_received = is_received(root)});
+      born.push_back({.origin = origin_of(root),
+                      .is_received = is_received(root),
+                      .is_opaque = root.birth->kind == BirthKind::opaque});
     } else if (Origin& origin = born[entry->second].origin;
                origin.candidates.back() != root.rank->rank()) {
       add_rank(origin, *root.rank);

@@ -19,6 +19,7 @@ namespace nanlocator {
 struct BornOrigin {
   Origin origin;
   bool is_received = false;       // it came out of a collective
+  bool is_opaque = false;         // computed off the dispatcher, as far as the trace could follow
   std::set<int> microbatches;     // in which it was born; empty: not known
   std::set<std::string> reached;  // parameters whose gradients it made bad
 };

@@ -1,11 +1,15 @@
 #include "locate/merge_births.hpp"
 
 #include <algorithm>
+#include <charconv>
 #include <iterator>
 #include <optional>
 #include <set>
 #include <string>
+#include <string_view>
 #include <utility>
+
+#include "locate/backward_flow.hpp"
 
 namespace nanlocator {
 namespace {
@@ -42,6 +46,7 @@ class Merge {
   std::vector<Origin> run() {
     const Facts facts = facts_of_rerun(incident_, rerun_);
     drop_receipts();
+    drop_opaque_receipts();
     for (Traced& each : born_) adopt_neighbours(each.born.origin);
     std::vector<Origin> left;
     for (FoundOrigin& found : found_) {
@@ -97,6 +102,47 @@ class Merge {
                       have_common(found.origin.candidates, each.born.origin.candidates);
              });
     });
+  }
+
+  /// What crossings prove (this rank sent it bad, and all it had received was finite), a call that
+  /// the trace could not look into never disproves: a birth there that is on further ranks, or
+  /// behind the crossing, has been received by a way that the trace did not see.
+  void drop_opaque_receipts() {
+    std::erase_if(born_, [&](const Traced& each) {
+      if (!each.born.is_opaque) return false;
+      const Origin& born = each.born.origin;
+      std::set<int> senders;
+      bool is_behind_one = false;
+      for (const FoundOrigin& found : found_) {
+        if (!may_be_what_was_sent(each.born, found)) continue;
+        senders.insert(found.origin.candidates.begin(), found.origin.candidates.end());
+        is_behind_one = is_behind_one || is_behind(born, found.origin);
+      }
+      return !senders.empty() &&
+             (is_behind_one || !std::ranges::includes(senders, born.candidates));
+    });
+  }
+
+  static bool may_be_what_was_sent(const BornOrigin& birth, const FoundOrigin& found) {
+    return found.found_in == FoundIn::sent && birth.origin.direction == found.origin.direction &&
+           may_be_same_microbatch(birth.microbatches, found.microbatches) &&
+           have_common(birth.origin.candidates, found.origin.candidates);
+  }
+
+  /// In a later layer of forward, an earlier one of backward; false where that cannot be told.
+  static bool is_behind(const Origin& born, const Origin& seen) {
+    const auto at = number_of_layer(born.module), crossed_at = number_of_layer(seen.module);
+    if (!at || !crossed_at) return false;
+    return born.direction == Direction::backward ? *at < *crossed_at : *at > *crossed_at;
+  }
+
+  static std::optional<int> number_of_layer(std::string_view module) {
+    const std::string_view layer = layer_of(module);
+    int number = 0;
+    const char* const begin = layer.data() + layer.rfind('.') + 1;  // from 0 without a dot
+    const auto [end, error] = std::from_chars(begin, layer.data() + layer.size(), number);
+    if (layer.empty() || error != std::errc{}) return std::nullopt;
+    return number;
   }
 
   // ---- what a birth explains ----

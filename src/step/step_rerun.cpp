@@ -158,6 +158,9 @@ struct StepRerun::Impl {
         trace->declare(tensor, DeclaredAs::buffer, name);
       }
     }
+    for (const auto& [name, tensor] : named(step.gradients())) {
+      trace->declare(tensor, DeclaredAs::gradient, name);
+    }
     trace->begin_pass();
     return trace;
   }

@@ -38,7 +38,8 @@ void Frame::reset() {
   nested.clear();
   sent.clear();
   name.clear();
-  inputs.clear();
+  given.reset();
+  received.clear();
   forward_thread = 0;
   sequence = -1;
   hooks.clear();
@@ -63,6 +64,7 @@ void ThreadFrames::pop() {
   if (frame.kind == FrameKind::node || frame.kind == FrameKind::evaluate) --backward_depth;
   if (frame.is_captured) frame.capture = CallCapture();
   frame.arguments.clear();  // let go of the tensors
+  frame.received.clear();
   frame.is_captured = false;
 }
 

@@ -56,7 +56,10 @@ struct Frame {
 
   // Containers, nodes and evaluate_function; of operations, where autograd records them:
   std::string name;  // without "autograd::engine::evaluate_function: "
-  std::vector<const c10::StorageImpl*> inputs;
+  /// Containers and custom nodes: what went in, and what operators inside made bad since. The
+  /// trace's lock guards what it points to.
+  std::shared_ptr<Given> given;
+  std::vector<at::Tensor> received;  // by collectives inside; looked at when it ends
   std::uint64_t forward_thread = 0;
   std::int64_t sequence = -1;
   bool records = false;         // a node: autograd records what it computes (create_graph)
@@ -74,6 +77,7 @@ struct ForwardCall {
   const std::string* op = nullptr;  // interned
   bool is_module_inferred = false;
   ProgramCode::Caller caller;
+  std::shared_ptr<Given> given;  // of a container
   bool is_view = false;
 };
 

@@ -29,6 +29,12 @@ void drop_overwritten(std::vector<Tag>& tags, const ByteRange& range) {
   tags = std::move(kept);
 }
 
+void note_write(std::vector<RangeWrite>& writes, const RangeWrite& write) {
+  std::erase_if(writes,
+                [&](const RangeWrite& before) { return write.range.contains(before.range); });
+  writes.push_back(write);
+}
+
 }  // namespace
 
 void unite(BirthIds& ids, const BirthIds& more) {
@@ -72,6 +78,17 @@ BirthIds Lineage::births_in(const at::Tensor& tensor) {
   return births;
 }
 
+RangeWrite Lineage::last_write_of(const at::Tensor& tensor) {
+  RangeWrite last;
+  const StorageRecord* record = find(tensor);
+  if (record == nullptr) return last;
+  const ByteRange range = range_of(tensor);
+  for (const RangeWrite& write : record->writes) {
+    if (write.range.overlaps(range) && write.clock >= last.clock) last = write;
+  }
+  return last;
+}
+
 void Lineage::note_allocation(const at::Tensor& tensor, std::uint64_t clock,
                               const std::string* writer,
                               const std::shared_ptr<const Place>& place) {
@@ -83,6 +100,7 @@ void Lineage::note_allocation(const at::Tensor& tensor, std::uint64_t clock,
   record.place = place;
   record.touched_by = nullptr;
   record.tags.clear();
+  record.writes.clear();
 }
 
 void Lineage::note_finite_write(const at::Tensor& tensor, std::uint64_t clock,
@@ -102,6 +120,7 @@ void Lineage::note_finite_write(const at::Tensor& tensor, std::uint64_t clock,
     }
     if (!record.tags.empty()) drop_overwritten(record.tags, range);
   }
+  note_write(record.writes, {.range = range, .clock = clock, .writer = writer});
   record.is_filled = is_filler;
   record.last_write = clock;
   record.writer = writer;
@@ -118,6 +137,7 @@ void Lineage::note_bad_write(const at::Tensor& tensor, std::uint64_t clock,
   }
   drop_overwritten(record.tags, range);
   record.tags.push_back({range, births});
+  note_write(record.writes, {.range = range, .clock = clock, .writer = writer});
   record.is_filled = false;
   record.last_write = clock;
   record.writer = writer;
@@ -142,6 +162,8 @@ void Lineage::note_received(const at::Tensor& tensor, std::uint64_t clock,
   const ByteRange range = range_of(tensor);
   drop_overwritten(record.tags, range);
   if (!sent.empty()) record.tags.push_back({range, sent});
+  note_write(record.writes,
+             {.range = range, .clock = clock, .writer = writer, .is_received = true});
 }
 
 void Lineage::note_touch(const at::Tensor& tensor, const std::shared_ptr<const Place>& place) {
@@ -163,7 +185,7 @@ void Declarations::declare(const at::Tensor& tensor, DeclaredAs as, std::string 
                     .as = as,
                     .name = std::move(name),
                     .module = {}};
-  if (as != DeclaredAs::data) {
+  if (as == DeclaredAs::parameter || as == DeclaredAs::buffer) {
     const auto dot = declared.name.rfind('.');
     if (dot != std::string::npos) declared.module = declared.name.substr(0, dot);
   }
@@ -200,6 +222,7 @@ void Declarations::for_each_sharing(const at::Tensor& tensor, const Use& use) co
 const Declarations::Declared* Declarations::find(const at::Tensor& tensor) const {
   const Declared* first = nullptr;  // also of the names of tied weights
   for_each_sharing(tensor, [&](const Declared& declared) {
+    if (declared.as == DeclaredAs::gradient) return;
     if (first == nullptr || &declared < first) first = &declared;
   });
   return first;
@@ -207,9 +230,21 @@ const Declarations::Declared* Declarations::find(const at::Tensor& tensor) const
 
 std::vector<const Declarations::Declared*> Declarations::find_all(const at::Tensor& tensor) const {
   std::vector<const Declared*> all;
-  for_each_sharing(tensor, [&](const Declared& declared) { all.push_back(&declared); });
+  for_each_sharing(tensor, [&](const Declared& declared) {
+    if (declared.as != DeclaredAs::gradient) all.push_back(&declared);
+  });
   std::ranges::sort(all);  // elements of one vector
   return all;
+}
+
+std::vector<NamedTensor> Declarations::gradients_in(const at::Tensor& tensor) const {
+  std::vector<NamedTensor> gradients;
+  for_each_sharing(tensor, [&](const Declared& declared) {
+    if (declared.as != DeclaredAs::gradient) return;
+    at::Tensor gradient = tensor_of(declared);
+    if (gradient.defined()) gradients.push_back({declared.name, std::move(gradient)});
+  });
+  return gradients;
 }
 
 std::vector<NamedTensor> Declarations::parameters_of(const std::string& module,

@@ -28,6 +28,20 @@ using BirthId = std::int32_t;
 using BirthIds = std::vector<BirthId>;
 void unite(BirthIds& ids, const BirthIds& more);
 
+/// What a frame that computes off the dispatcher was given, as far as it was bad: what it makes bad
+/// of that, nobody but these births has to answer for.
+struct Given {
+  BirthIds with_nan;
+  BirthIds with_any;
+  std::vector<const c10::StorageImpl*> inputs;  // their identities; never followed
+  std::vector<std::string> parameters;          // names of the declared ones among them
+
+  void add(bool has_nan, const BirthIds& births) {
+    if (has_nan) unite(with_nan, births);
+    unite(with_any, births);
+  }
+};
+
 /// Something that computes without the dispatcher, or a place in the model: what an opaque birth is
 /// said to be inside of.
 struct Place {
@@ -38,6 +52,8 @@ struct Place {
   std::string custom_function;  // the custom autograd Function whose own code runs
   /// Of the forward operator, in backward; of the frame off the dispatcher, where one runs.
   ProgramCode::Caller caller;
+  /// Of the frame; the trace's lock guards what it points to. Null where there is no frame.
+  std::shared_ptr<Given> given;
   bool is_called_by_program = true;  // no engine between the program's code and the operator
   bool is_backward = false;
   bool is_recomputed = false;  // a forward that runs again inside backward
@@ -56,6 +72,14 @@ struct Tag {
   BirthIds births;
 };
 
+/// The last write of some bytes, at the trace's clock.
+struct RangeWrite {
+  ByteRange range;
+  std::uint64_t clock = 0;
+  const std::string* writer = nullptr;  // interned
+  bool is_received = false;             // by a collective
+};
+
 struct StorageRecord {
   explicit StorageRecord(c10::weak_intrusive_ptr<c10::StorageImpl> storage)
       : owner(std::move(storage)) {}
@@ -70,6 +94,9 @@ struct StorageRecord {
   /// A frame off the dispatcher that had this storage in hand since the last write.
   std::shared_ptr<const Place> touched_by;
   std::vector<Tag> tags;
+  /// Gradients of many parameters lie in one buffer: which of them has an operator written, and
+  /// when?
+  std::vector<RangeWrite> writes;
 };
 
 class Lineage {
@@ -97,6 +124,8 @@ class Lineage {
   [[nodiscard]] StorageRecord* find(const at::Tensor& tensor);
   /// Births of the bytes that `tensor` reaches.
   [[nodiscard]] BirthIds births_in(const at::Tensor& tensor);
+  /// The last write of any of the bytes that `tensor` reaches; its clock is 0 where there is none.
+  [[nodiscard]] RangeWrite last_write_of(const at::Tensor& tensor);
 
   [[nodiscard]] std::size_t size() const noexcept { return records_.size(); }
 
@@ -123,10 +152,12 @@ class Declarations {
   void declare(const at::Tensor& tensor, DeclaredAs as, std::string name);
   /// Finds the storages again: `parameter.data = ...` may have changed them.
   void refresh();
-  /// The first declared tensor that shares memory with `tensor`; null for none.
+  /// The first declared tensor that shares memory with `tensor`, gradients aside; null for none.
   [[nodiscard]] const Declared* find(const at::Tensor& tensor) const;
   /// All of them, in the order of their declaration: a flat buffer holds many parameters.
   [[nodiscard]] std::vector<const Declared*> find_all(const at::Tensor& tensor) const;
+  /// The live gradients that share memory with `tensor`, by their parameters' names.
+  [[nodiscard]] std::vector<NamedTensor> gradients_in(const at::Tensor& tensor) const;
   /// The first `most` live parameters of this module itself, in the order of their declaration.
   [[nodiscard]] std::vector<NamedTensor> parameters_of(const std::string& module,
                                                        std::size_t most) const;

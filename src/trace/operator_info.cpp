@@ -89,6 +89,8 @@ std::unique_ptr<OperatorInfo> make_info(const c10::OperatorHandle& handle) {
     info->is_view = info->is_view && is_alias;
   }
   info->is_allocator = is_one_of(name, kAllocators);
+  // Its schema does not say so (native/TensorFactories.cpp, tensor_flatten.h).
+  if (name == "aten::unflatten_dense_tensors") info->is_view = true;
   // as_strided_, unsqueeze_: marked as a write, but of sizes and strides only. Kernels use them on
   // memory that they fill by themselves (max over a dimension, TensorCompare.cpp).
   if (!info->is_allocator && handle.hasTag(at::Tag::inplace_view)) info->is_view = true;

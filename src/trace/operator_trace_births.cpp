@@ -20,10 +20,6 @@ namespace {
 /// Beyond this many, births are kept without their calls.
 constexpr std::size_t kMostBirths = 20000;
 
-Badness badness_of(const TensorStats& stats) {
-  return {stats.nan > 0, stats.nonfinite() > stats.nan};
-}
-
 /// A scalar argument, or the tensor that Torch has wrapped around a Python number.
 Badness badness_of_scalar(const c10::IValue& value) {
   Badness badness;
@@ -87,6 +83,11 @@ Place OperatorTrace::Impl::current_place(ThreadFrames& frames) {
   const Location location = locate_frames(frames);
   const ModulePath module = current_module();
   Place place;
+  if (location.container != nullptr) {
+    place.given = location.container->given;
+  } else if (location.node_frame != nullptr) {
+    place.given = location.node_frame->given;
+  }
   place.is_backward = location.is_backward;
   place.node = location.node;
   if (location.container != nullptr) place.frame = location.container->name;
@@ -216,22 +217,133 @@ BirthIds OperatorTrace::Impl::origins_of(const at::Tensor& values, ThreadFrames&
     BirthIds known = lineage.births_in(values);
     if (!known.empty()) return known;
   }
-  const BirthIds births_of_it = {add_root(values, frames, reader)};
+  const BirthIds births_of_it = roots_of(values, frames, reader);
   const std::lock_guard lock(mutex);
   lineage.note_bad_content(values, births_of_it);
   return births_of_it;
 }
 
-BirthId OperatorTrace::Impl::add_root(const at::Tensor& values, ThreadFrames& frames,
-                                      const std::string& reader) {
-  TracedBirth root;
-  Birth& birth = root.birth;
-  locate(birth, frames, true);
+BirthIds OperatorTrace::Impl::roots_of(const at::Tensor& values, ThreadFrames& frames,
+                                       const std::string& reader) {
+  const Root root = find_root(values, frames);
+  if (root.kind == BirthKind::memory) {
+    std::vector<NamedTensor> gradients;
+    {
+      const std::lock_guard lock(mutex);
+      gradients = declarations.gradients_in(values);
+    }
+    BirthIds fused;
+    for (const NamedTensor& gradient : gradients) {
+      if (!is_bad(gradient.tensor)) continue;
+      BirthIds known;
+      {
+        const std::lock_guard lock(mutex);
+        known = lineage.births_in(gradient.tensor);
+      }
+      unite(fused, known.empty() ? fused_origins_of(gradient, root, frames) : known);
+    }
+    if (!fused.empty()) return fused;
+  }
+  const BirthIds before = passed_through(root, values, frames);
+  if (!before.empty()) return before;
+  return {add_root(root, values, frames, reader)};
+}
+
+std::vector<std::shared_ptr<const Place>> OperatorTrace::Impl::fused_writers_of(
+    const NamedTensor& gradient) {
+  const auto dot = gradient.name.rfind('.');
+  const std::string module = dot == std::string::npos ? "" : gradient.name.substr(0, dot);
+  const std::lock_guard lock(mutex);
+  const std::uint64_t last_write = lineage.last_write_of(gradient.tensor).clock;
+  std::vector<std::shared_ptr<const Place>> had_it, of_its_module;
+  for (const CustomNode& node : custom_nodes) {
+    if (node.start < last_write) continue;
+    if (std::ranges::find(node.parameters, gradient.name) != node.parameters.end()) {
+      had_it.push_back(node.place);
+    } else if (!module.empty() && node.place->module == module) {
+      of_its_module.push_back(node.place);
+    }
+  }
+  return had_it.empty() ? of_its_module : had_it;
+}
+
+BirthIds OperatorTrace::Impl::fused_origins_of(const NamedTensor& gradient, const Root& root,
+                                               ThreadFrames& frames) {
+  const auto writers = fused_writers_of(gradient);
+  if (writers.empty()) return {};
+  const Badness badness = badness_of(stats_of(gradient.tensor, options.threads));
+  BirthIds before;
+  for (const auto& writer : writers) unite(before, passed_through(*writer, badness));
+  if (!before.empty()) return before;
+  Root inside = root;
+  inside.kind = BirthKind::opaque;
+  inside.inside = *writers.back();
+  const BirthId id = add_root(inside, gradient.tensor, frames, "explain");
+  const std::lock_guard lock(mutex);
+  Birth& birth = births[static_cast<std::size_t>(id)].birth;
+  birth.sighting.parameter = gradient.name;
+  birth.sighting.role = "grad";
+  return {id};
+}
+
+BirthIds OperatorTrace::Impl::without_literals(BirthIds ids) const {
+  std::erase_if(ids, [&](BirthId id) {
+    return births[static_cast<std::size_t>(id)].birth.kind == BirthKind::literal;
+  });
+  return ids;
+}
+
+BirthIds OperatorTrace::Impl::passed_through(const Root& root, const at::Tensor& values,
+                                             ThreadFrames& frames) {
+  if (!root.inside) return {};
+  if (root.inside->given != nullptr) {
+    for (std::size_t i = 0; Frame* running = frames.above(i); ++i) {
+      if (running->given == root.inside->given) look_at_received(*running, frames);
+    }
+    const Badness badness = badness_of(stats_of(values, options.threads));
+    if (auto before = passed_through(*root.inside, badness); !before.empty()) return before;
+  }
+  // A kernel that was called without a frame, or got them in a list, reads its module's weights.
+  constexpr std::size_t kMost = 16;
+  std::vector<NamedTensor> parameters;
+  if (!root.inside->module.empty()) {
+    const std::lock_guard lock(mutex);
+    parameters = declarations.parameters_of(root.inside->module, kMost);
+  }
+  BirthIds of_weights;
+  for (const auto& [name, tensor] : parameters) {
+    const at::Tensor weight = values_of(tensor);
+    if (!weight.defined() || !is_bad(weight)) continue;
+    if (find_root(weight, frames).kind != BirthKind::weight) continue;  // written in this pass
+    unite(of_weights, origins_of(weight, frames, root.inside->frame));
+  }
+  return of_weights;
+}
+
+BirthIds OperatorTrace::Impl::passed_through(const Place& inside, const Badness& badness) {
+  const std::lock_guard lock(mutex);
+  if (inside.given == nullptr) return {};
+  return without_literals(badness.has_nan ? inside.given->with_nan : inside.given->with_any);
+}
+
+/// Of the declared tensors that share memory with `values` a bad one, else the first.
+static std::optional<Declarations::Declared> declared_behind(
+    const std::vector<Declarations::Declared>& sharing) {
+  for (const auto& declared : sharing) {
+    const at::Tensor tensor = Declarations::tensor_of(declared);
+    const at::Tensor whole = tensor.defined() ? values_of(tensor) : at::Tensor();
+    if (whole.defined() && is_bad(whole)) return declared;
+  }
+  if (sharing.empty()) return std::nullopt;
+  return sharing.front();
+}
+
+Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& frames) {
+  Root root;
   std::optional<StorageState> state;
   bool was_finite = false;
-  std::string writer;
-  std::shared_ptr<const Place> place, touched_by;
-  std::vector<Declarations::Declared> covered;
+  std::shared_ptr<const Place> touched_by;
+  std::vector<Declarations::Declared> sharing;
   {
     const std::lock_guard lock(mutex);
     if (const StorageRecord* record = lineage.find(values)) {
@@ -239,84 +351,55 @@ BirthId OperatorTrace::Impl::add_root(const at::Tensor& values, ThreadFrames& fr
       if (record->last_write != 0 || record->state == StorageState::foreign) state = record->state;
       was_finite =
           record->state == StorageState::written && record->finite_range.contains(range_of(values));
-      if (record->writer != nullptr) writer = *record->writer;
-      place = record->place;
+      if (record->writer != nullptr) root.writer = *record->writer;
+      root.place = record->place;
       touched_by = record->touched_by;
+      // Of gradients in one buffer some are written after all have been reduced.
+      const RangeWrite last = lineage.last_write_of(values);
+      if (state == StorageState::written && last.is_received) {
+        state = StorageState::received;
+        root.writer = *last.writer;
+      }
     }
-    for (const auto* declared : declarations.find_all(values)) covered.push_back(*declared);
+    for (const auto* declared : declarations.find_all(values)) sharing.push_back(*declared);
   }
-  std::optional<DeclaredAs> declared_as;
-  std::string declared_name, declared_module;
-  at::Tensor declared_tensor;
-  for (const auto& declared : covered) {
-    const at::Tensor tensor = Declarations::tensor_of(declared);
-    const at::Tensor whole = tensor.defined() ? values_of(tensor) : at::Tensor();
-    const bool is_the_bad_one = whole.defined() && is_bad(whole);
-    if (declared_as && !is_the_bad_one) continue;
-    declared_as = declared.as;
-    declared_name = declared.name;
-    declared_module = declared.module;
-    declared_tensor = tensor;
-    if (is_the_bad_one) break;
-  }
-  birth.reader = reader;
-  const auto born_inside = [&](const Place& inside) {
-    birth.kind = BirthKind::opaque;
-    birth.sighting.op = inside.frame;
-    birth.inside = inside.frame.empty() ? inside.module : inside.frame;
-    birth.custom_function = inside.custom_function;
-    if (inside.caller.user.code != nullptr) read_code(birth, inside.caller);
-    if (!inside.module.empty()) {
-      birth.sighting.module = inside.module;
-      birth.is_module_inferred = inside.is_module_inferred;
-    }
-    if (inside.is_backward && !inside.is_recomputed) {
-      birth.sighting.phase = Phase::backward;
-      birth.node = inside.node;
-      birth.forward_op = inside.forward_op;
-    }
+  root.declared = declared_behind(sharing);
+  const auto born_inside = [&](Place place) {
+    root.kind = BirthKind::opaque;
+    root.inside = std::move(place);
   };
-  birth.sighting.role = "output";
-  birth.writer = writer;
   if (state == StorageState::received) {
-    birth.kind = BirthKind::collective;
-    birth.sighting.op = writer;
-    birth.sighting.role = "received";
-    if (place && !place->module.empty()) birth.sighting.module = place->module;
-  } else if (state == StorageState::written && was_finite && touched_by == nullptr) {
-    birth.kind = BirthKind::memory;
-    birth.sighting.op = writer;
-    birth.last_seen = LastSeen::finite;
+    root.kind = BirthKind::collective;
   } else if (state == StorageState::written && touched_by != nullptr) {
     born_inside(*touched_by);
-    birth.last_seen = LastSeen::finite;
-  } else if (state == StorageState::foreign && place) {
-    born_inside(*place);
+    root.last_seen = LastSeen::finite;
+  } else if (state == StorageState::written && was_finite) {
+    root.kind = BirthKind::memory;
+    root.last_seen = LastSeen::finite;
+  } else if (state == StorageState::foreign && root.place) {
+    born_inside(*root.place);
   } else if (state == StorageState::allocated || state == StorageState::written) {
-    born_inside(place ? *place : current_place(frames));
-    birth.last_seen = LastSeen::allocated;
-  } else if (!declared_as && values.dim() == 0) {
+    // Allocated around a frame that was to fill it, or inside of one.
+    const bool is_filled_by_frame =
+        touched_by != nullptr && (root.place == nullptr || root.place->given == nullptr);
+    born_inside(is_filled_by_frame ? *touched_by
+                : root.place       ? *root.place
+                                   : current_place(frames));
+    root.last_seen = LastSeen::allocated;
+  } else if (!root.declared && values.dim() == 0) {
     // `tensor[i] = float("nan")`: Python makes the scalar without the dispatcher
     // (torch/csrc/autograd/python_variable_indexing.cpp).
-    birth.kind = BirthKind::literal;
-    birth.sighting.op = reader;
-  } else if (declared_as) {
-    birth.kind = *declared_as == DeclaredAs::parameter ? BirthKind::weight
-                 : *declared_as == DeclaredAs::buffer  ? BirthKind::buffer
-                                                       : BirthKind::data;
-    birth.sighting.role = *declared_as == DeclaredAs::parameter ? "weight"
-                          : *declared_as == DeclaredAs::buffer  ? "buffer"
-                                                                : "input";
-    birth.sighting.parameter = declared_name;
-    if (*declared_as != DeclaredAs::data) {
-      birth.sighting.module = declared_module;
-      birth.is_module_inferred = false;
-    }
+    root.kind = BirthKind::literal;
+  } else if (root.declared) {
+    root.kind = root.declared->as == DeclaredAs::parameter ? BirthKind::weight
+                : root.declared->as == DeclaredAs::buffer  ? BirthKind::buffer
+                                                           : BirthKind::data;
   } else {
     const Location location = locate_frames(frames);
     const auto* storage = values.storage().unsafeGetStorageImpl();
     const auto was_given_to = [&](const Frame& frame) {
-      return std::find(frame.inputs.begin(), frame.inputs.end(), storage) != frame.inputs.end();
+      const auto& inputs = frame.given->inputs;
+      return std::find(inputs.begin(), inputs.end(), storage) != inputs.end();
     };
     const auto* node = values.is_leaf() ? nullptr : torch::autograd::impl::grad_fn_unsafe(values);
     if (location.container != nullptr && !was_given_to(*location.container)) {
@@ -330,22 +413,72 @@ BirthId OperatorTrace::Impl::add_root(const at::Tensor& values, ThreadFrames& fr
       if (forward.module != nullptr) inside.module = *forward.module;
       inside.is_module_inferred = forward.is_module_inferred;
       inside.caller = forward.caller;
-      born_inside(inside);
-    } else {
-      birth.kind = BirthKind::data;
-      birth.sighting.role = "input";
+      inside.given = forward.given;
+      born_inside(std::move(inside));
     }
   }
-  const bool is_declared = declared_tensor.defined() && birth.kind != BirthKind::memory &&
-                           birth.kind != BirthKind::opaque && birth.kind != BirthKind::collective;
-  if (is_declared) {
-    const at::Tensor whole = values_of(declared_tensor);
-    describe(birth.sighting, whole.defined() && is_bad(whole) ? whole : values);
+  return root;
+}
+
+BirthId OperatorTrace::Impl::add_root(const Root& root, const at::Tensor& values,
+                                      ThreadFrames& frames, const std::string& reader) {
+  TracedBirth traced;
+  Birth& birth = traced.birth;
+  locate(birth, frames, true);
+  birth.kind = root.kind;
+  birth.reader = reader;
+  birth.writer = root.writer;
+  birth.last_seen = root.last_seen;
+  birth.sighting.role = "output";
+  const bool is_declared =
+      root.declared && (root.kind == BirthKind::weight || root.kind == BirthKind::buffer ||
+                        root.kind == BirthKind::data);
+  if (root.inside) {
+    const Place& inside = *root.inside;
+    birth.sighting.op = inside.frame;
+    birth.inside = inside.frame.empty() ? inside.module : inside.frame;
+    birth.custom_function = inside.custom_function;
+    if (inside.caller.user.code != nullptr) read_code(birth, inside.caller);
+    if (!inside.module.empty()) {
+      birth.sighting.module = inside.module;
+      birth.is_module_inferred = inside.is_module_inferred;
+    }
+    if (inside.is_backward && !inside.is_recomputed) {
+      birth.sighting.phase = Phase::backward;
+      birth.node = inside.node;
+      birth.forward_op = inside.forward_op;
+    }
+    if (inside.given != nullptr) {  // NaN of an Inf that somebody else made
+      const std::lock_guard lock(mutex);
+      const BirthIds parents = without_literals(inside.given->with_any);
+      if (!parents.empty()) birth.parent = parents.front();
+    }
+  } else if (root.kind == BirthKind::collective) {
+    birth.sighting.op = root.writer;
+    birth.sighting.role = "received";
+    if (root.place && !root.place->module.empty()) birth.sighting.module = root.place->module;
+  } else if (root.kind == BirthKind::memory) {
+    birth.sighting.op = root.writer;
+  } else if (root.kind == BirthKind::literal) {
+    birth.sighting.op = reader;
   } else {
-    if (birth.sighting.parameter.empty()) birth.sighting.parameter = declared_name;
-    describe(birth.sighting, values);
+    birth.sighting.role = root.kind == BirthKind::weight   ? "weight"
+                          : root.kind == BirthKind::buffer ? "buffer"
+                                                           : "input";
+    if (is_declared && root.kind != BirthKind::data) {
+      birth.sighting.module = root.declared->module;
+      birth.is_module_inferred = false;
+    }
   }
-  return add_birth(std::move(root));
+  if (root.declared) birth.sighting.parameter = root.declared->name;
+  at::Tensor described = values;
+  if (is_declared) {
+    const at::Tensor declared = Declarations::tensor_of(*root.declared);
+    const at::Tensor whole = declared.defined() ? values_of(declared) : at::Tensor();
+    if (whole.defined() && is_bad(whole)) described = whole;
+  }
+  describe(birth.sighting, described);
+  return add_birth(std::move(traced));
 }
 
 // ---- An operator's bad output -------------------------------------------------------------------
@@ -451,6 +584,7 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
   if (is_explained_in_part) bad = explained;
   if (bad.empty()) return;
 
+  Badness made;
   const auto pass_on = [&](const BirthIds& ids) {
     {
       const std::lock_guard lock(mutex);
@@ -460,9 +594,15 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
       }
       if (frame.sequence >= 0) unite(bad_calls[{frame.forward_thread, frame.sequence}], ids);
     }
+    bool is_nested = true;  // operators only in between
     for (std::size_t i = 1; Frame* outer = frames.above(i); ++i) {
-      if (outer->kind != FrameKind::operation) break;
-      unite(outer->nested, ids);
+      is_nested = is_nested && outer->kind == FrameKind::operation;
+      if (is_nested) unite(outer->nested, ids);
+      if (outer->given != nullptr) {
+        const std::lock_guard lock(mutex);
+        outer->given->add(made.has_nan, ids);
+      }
+      if (outer->kind == FrameKind::node || outer->kind == FrameKind::evaluate) break;
     }
   };
 
@@ -497,7 +637,6 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
     });
   }
 
-  Badness made;
   const TensorAt* shown = bad.front();
   for (const TensorAt* output : bad) {
     const Badness badness = badness_of(stats_of(output->values, options.threads));
@@ -557,8 +696,7 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
           }
           const at::Tensor copy = traced.call->arguments[i].toTensor();
           if (!is_plainly_observable(copy) || !is_bad(copy)) continue;
-          const BirthId root = add_root(frame.arguments[i].toTensor(), frames, info.full_name);
-          return pass_on({root});
+          return pass_on(roots_of(frame.arguments[i].toTensor(), frames, info.full_name));
         }
       }
     }

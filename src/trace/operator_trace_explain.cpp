@@ -22,7 +22,15 @@ BirthIds OperatorTrace::Impl::origins_of_result(const NamedTensor& result, const
     const BirthIds known = lineage.births_in(values);
     if (!known.empty()) return known;
   }
-  const BirthId id = add_root(values, this_thread_frames(), "explain");
+  ThreadFrames& frames = this_thread_frames();
+  const Root root = find_root(values, frames);
+  if (root.kind == BirthKind::memory || root.kind == BirthKind::data) {
+    const BirthIds fused = fused_origins_of({result.name, values}, root, frames);
+    if (!fused.empty()) return fused;
+  }
+  const BirthIds before = passed_through(root, values, frames);
+  if (!before.empty()) return before;
+  const BirthId id = add_root(root, values, frames, "explain");
   const std::lock_guard lock(mutex);
   Birth& birth = births[static_cast<std::size_t>(id)].birth;
   birth.sighting.parameter = result.name;

@@ -40,6 +40,27 @@ struct Badness {
   }
 };
 
+[[nodiscard]] inline Badness badness_of(const TensorStats& stats) {
+  return {stats.nan > 0, stats.nonfinite() > stats.nan};
+}
+
+/// Where something that was bad when it was read comes from.
+struct Root {
+  BirthKind kind = BirthKind::data;
+  std::optional<Place> inside;         // opaque
+  std::shared_ptr<const Place> place;  // received: where
+  std::string writer;                  // the last operator that wrote or allocated it
+  LastSeen last_seen = LastSeen::unknown;
+  std::optional<Declarations::Declared> declared;  // the bad one of those that share the memory
+};
+
+/// A custom node of backward that has run, and what its forward was given.
+struct CustomNode {
+  std::shared_ptr<const Place> place;
+  std::vector<std::string> parameters;
+  std::uint64_t start = 0;  // the trace's clock
+};
+
 struct OperatorTrace::Impl {
   explicit Impl(TraceOptions trace_options) : options(std::move(trace_options)) {}
 
@@ -49,6 +70,9 @@ struct OperatorTrace::Impl {
   void start_operation(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
   void start_container(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
   void start_node(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
+  void look_at_given(c10::ArrayRef<const c10::IValue> inputs, const Place& place, Frame& frame,
+                     ThreadFrames& frames);
+  void look_at_received(Frame& frame, ThreadFrames& frames);
   void finish_operation(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
   void finish_node(Frame& frame, ThreadFrames& frames);
   void look_at_what_is_sent(Frame& frame, ThreadFrames& frames);
@@ -69,7 +93,22 @@ struct OperatorTrace::Impl {
                            const std::vector<TensorAt>& outputs);
   /// The births of what is bad in `values`, a root's if nothing is known of it.
   BirthIds origins_of(const at::Tensor& values, ThreadFrames& frames, const std::string& reader);
-  BirthId add_root(const at::Tensor& values, ThreadFrames& frames, const std::string& reader);
+  BirthIds roots_of(const at::Tensor& values, ThreadFrames& frames, const std::string& reader);
+  /// Of a bad gradient that a kernel off the dispatcher may have written; empty where none may.
+  BirthIds fused_origins_of(const NamedTensor& gradient, const Root& root, ThreadFrames& frames);
+  /// Custom nodes that had this parameter, or are of its module, and began after an operator had
+  /// written the gradient for the last time.
+  [[nodiscard]] std::vector<std::shared_ptr<const Place>> fused_writers_of(
+      const NamedTensor& gradient);
+  [[nodiscard]] Root find_root(const at::Tensor& values, ThreadFrames& frames);
+  BirthId add_root(const Root& root, const at::Tensor& values, ThreadFrames& frames,
+                   const std::string& reader);
+  /// The births of what the frame that `root` was made in was given; empty where it is the origin.
+  BirthIds passed_through(const Root& root, const at::Tensor& values, ThreadFrames& frames);
+  /// What `inside` was given that explains such values; empty where it made them by itself.
+  [[nodiscard]] BirthIds passed_through(const Place& inside, const Badness& badness);
+  /// Without those of literals. Holds the lock.
+  [[nodiscard]] BirthIds without_literals(BirthIds ids) const;
   BirthId add_birth(TracedBirth birth);
   void locate(Birth& birth, ThreadFrames& frames, bool with_stack);
   [[nodiscard]] Place current_place(ThreadFrames& frames);
@@ -115,6 +154,7 @@ struct OperatorTrace::Impl {
   /// What the outputs of forward calls were bad from, by (thread, sequence number).
   std::map<std::pair<std::uint64_t, std::int64_t>, BirthIds> bad_calls;
   BirthIds roots_of_backward;  // births that made the roots of a backward pass bad: the losses
+  std::vector<CustomNode> custom_nodes;
   std::vector<TracedBirth> births;
   std::set<BirthId> sent_in_forward, sent_in_backward;  // to other ranks
   std::uint64_t kept_bytes = 0;

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <string_view>
 #include <unordered_set>
+#include <utility>
 
 #include "nanlocator/trace/microbatch_scope.hpp"
 #include "torch/csrc/autograd/function.h"
@@ -223,20 +224,65 @@ void OperatorTrace::Impl::start_container(const at::RecordFunction& call, Frame&
   frame.name = name;
   frame.sequence = call.seqNr();
   frame.forward_thread = at::RecordFunction::currentThreadId();
+  frame.given = std::make_shared<Given>();
   Place here = current_place(frames);
   if (here.is_called_by_program) here.caller = caller_now();
   here.custom_function = custom_function_of(frame.name);
-  const auto place = std::make_shared<const Place>(std::move(here));
   const std::string* interned = intern_name(frame.name);
+  look_at_given(call.inputs(), here, frame, frames);
   const std::lock_guard lock(mutex);
-  for (const auto& input : call.inputs()) {
+  if (frame.sequence >= 0) note_forward_call(frame, frames, interned, here.caller, false);
+}
+
+/// Memory that an operator allocated around the frame, and nobody is known to have written: the
+/// frame is asked to fill it, and what lies there now is no input.
+static bool is_to_be_filled(const StorageRecord* record, const Place& frame) {
+  if (record == nullptr || record->state != StorageState::allocated) return false;
+  if (record->place == nullptr || record->place->given != nullptr) return false;
+  const std::string& around = record->place->module;
+  return around.empty() || frame.module == around || frame.module.starts_with(around + ".");
+}
+
+/// What goes into a frame off the dispatcher is looked at when it is entered: nobody sees it read,
+/// and afterwards it may be overwritten.
+void OperatorTrace::Impl::look_at_given(c10::ArrayRef<const c10::IValue> inputs, const Place& place,
+                                        Frame& frame, ThreadFrames& frames) {
+  std::vector<at::Tensor> given;
+  for (const auto& input : inputs) {
     for_each_tensor_at(input, [&](const at::Tensor& tensor, int) {
-      if (!is_plainly_observable(tensor)) return;
-      frame.inputs.push_back(tensor.storage().unsafeGetStorageImpl());
-      lineage.note_touch(tensor, place);
+      if (at::Tensor values = values_of(tensor); values.defined()) given.push_back(values);
     });
   }
-  if (frame.sequence >= 0) note_forward_call(frame, frames, interned, place->caller, false);
+  {
+    const std::lock_guard lock(mutex);
+    for (const auto& tensor : given) {
+      frame.given->inputs.push_back(tensor.storage().unsafeGetStorageImpl());
+      for (const auto* declared : declarations.find_all(tensor)) {
+        if (declared->as != DeclaredAs::parameter) continue;
+        frame.given->parameters.push_back(declared->name);
+      }
+    }
+    std::erase_if(given,
+                  [&](const auto& each) { return is_to_be_filled(lineage.find(each), place); });
+  }
+  std::vector<const at::Tensor*> looked_at;
+  for (const auto& tensor : given) looked_at.push_back(&tensor);
+  if (any_is_bad(looked_at)) {
+    for (const auto& tensor : given) {
+      if (!is_bad(tensor)) continue;
+      const bool has_nan = stats_of(tensor, options.threads).nan > 0;
+      const BirthIds births_of_it = origins_of(tensor, frames, frame.name);
+      const std::lock_guard lock(mutex);
+      frame.given->add(has_nan, births_of_it);
+    }
+  }
+  const auto touched_by = std::make_shared<const Place>(place);
+  const std::lock_guard lock(mutex);
+  for (const auto& input : inputs) {
+    for_each_tensor_at(input, [&](const at::Tensor& tensor, int) {
+      if (is_plainly_observable(tensor)) lineage.note_touch(tensor, touched_by);
+    });
+  }
 }
 
 /// Holds the lock.
@@ -249,6 +295,7 @@ void OperatorTrace::Impl::note_forward_call(const Frame& frame, const ThreadFram
       .op = op,
       .is_module_inferred = last != nullptr,
       .caller = caller,
+      .given = frame.given,
       .is_view = is_view};
 }
 
@@ -302,19 +349,27 @@ void OperatorTrace::Impl::start_node(const at::RecordFunction& call, Frame& fram
     constexpr std::size_t kOutermost = 2;  // evaluate_function and the node in it
     if (frames.backward_depth == kOutermost) note_roots_of_backward();
   }
-  const auto place =
-      frame.is_custom ? std::make_shared<const Place>(current_place(frames)) : nullptr;
-  const std::lock_guard lock(mutex);
-  // Handles are not kept: a gradient that someone else holds is copied where it would be taken
-  // over.
-  for (const auto& input : call.inputs()) {
-    if (!input.isTensor() || !is_plainly_observable(input.toTensor())) continue;
-    const at::Tensor& gradient = input.toTensor();
-    frame.inputs.push_back(gradient.storage().unsafeGetStorageImpl());
-    if (frames.last_custom_node) lineage.note_foreign(gradient, frames.last_custom_node);
-    if (place) lineage.note_touch(gradient, place);
+  if (frames.last_custom_node) {
+    const std::lock_guard lock(mutex);
+    for (const auto& input : call.inputs()) {
+      if (!input.isTensor() || !is_plainly_observable(input.toTensor())) continue;
+      lineage.note_foreign(input.toTensor(), frames.last_custom_node);
+    }
+  }
+  if (frame.is_custom) {
+    // What its forward was given is in what that has saved.
+    frame.given = std::make_shared<Given>();
+    const ForwardCall forward = forward_call_of(frame.forward_thread, frame.sequence);
+    if (forward.given != nullptr) {
+      const std::lock_guard lock(mutex);
+      frame.given->with_nan = forward.given->with_nan;
+      frame.given->with_any = forward.given->with_any;
+      frame.given->parameters = forward.given->parameters;
+    }
+    look_at_given(call.inputs(), current_place(frames), frame, frames);
   }
   if (!is_engines || evaluate->hooks.empty()) return;
+  const std::lock_guard lock(mutex);
   const ForwardCall forward = forward_call_locked(frame.forward_thread, frame.sequence);
   for (const BirthId id : evaluate->hooks) {
     Birth& birth = births[static_cast<std::size_t>(id)].birth;
@@ -327,13 +382,42 @@ void OperatorTrace::Impl::start_node(const at::RecordFunction& call, Frame& fram
 void OperatorTrace::Impl::finish(const at::RecordFunction& call, ThreadFrames& frames) {
   Frame& frame = *frames.top();
   if (frame.is_ignored) return;
+  if (frame.given != nullptr) look_at_received(frame, frames);
   if (frame.kind == FrameKind::node) return finish_node(frame, frames);
   if (frame.kind == FrameKind::operation) finish_operation(call, frame, frames);
+}
+
+/// Its kernels read what collectives inside brought: a part of its input that the frame gathered.
+/// When it ends, or something reads what a kernel has made of them, they have been waited for.
+void OperatorTrace::Impl::look_at_received(Frame& frame, ThreadFrames& frames) {
+  const std::vector<at::Tensor> received = std::exchange(frame.received, {});
+  for (const at::Tensor& tensor : received) {
+    const at::Tensor values = values_of(tensor);
+    if (!values.defined() || !is_bad(values)) continue;
+    const bool has_nan = stats_of(values, options.threads).nan > 0;
+    const BirthIds births_of_it = origins_of(values, frames, frame.name);
+    const std::lock_guard lock(mutex);
+    frame.given->add(has_nan, births_of_it);
+  }
+}
+
+/// The innermost custom function's own frame around a collective, whose kernels may read what
+/// comes; null in what Torch itself makes as such a function, which may gather very much.
+static Frame* custom_frame_around(ThreadFrames& frames) {
+  for (std::size_t i = 1; Frame* each = frames.above(i); ++i) {
+    if (each->given != nullptr) return custom_function_of(each->name).empty() ? nullptr : each;
+    if (each->kind == FrameKind::node || each->kind == FrameKind::evaluate) return nullptr;
+  }
+  return nullptr;
 }
 
 void OperatorTrace::Impl::finish_node(Frame& frame, ThreadFrames& frames) {
   if (frame.is_custom) {
     frames.last_custom_node = std::make_shared<const Place>(current_place(frames));
+    const std::lock_guard lock(mutex);
+    custom_nodes.push_back({.place = frames.last_custom_node,
+                            .parameters = frame.given->parameters,
+                            .start = frame.start});
   }
   Frame* evaluate = frames.above(1);
   if (evaluate != nullptr && evaluate->kind == FrameKind::evaluate) evaluate->node_has_run = true;
@@ -399,10 +483,17 @@ void OperatorTrace::Impl::finish_operation(const at::RecordFunction& call, Frame
     outputs = {};
     return explain_bad_outputs(call, frame, frames, own);
   }
+  // Zeros that a custom function makes are there for its kernels to add to.
+  std::shared_ptr<const Place> adds_to_it;
+  if (info.is_filler) {
+    Place place = current_place(frames);
+    if (place.given != nullptr) adds_to_it = std::make_shared<const Place>(std::move(place));
+  }
   const std::lock_guard lock(mutex);
   const std::uint64_t now = clock.fetch_add(1, std::memory_order_relaxed) + 1;
   for (const auto& output : outputs) {
     lineage.note_finite_write(output.values, now, &info.full_name, info.is_filler);
+    if (adds_to_it != nullptr) lineage.note_touch(output.values, adds_to_it);
   }
 }
 
@@ -453,11 +544,13 @@ void OperatorTrace::Impl::note_received(const at::RecordFunction& call, Frame& f
     return;
   }
   const auto place = std::make_shared<const Place>(current_place(frames));
+  Frame* reader = custom_frame_around(frames);
   const std::lock_guard lock(mutex);
   bool is_returned = false;
   const auto receive = [&](const at::Tensor& tensor, int) {
     if (!is_plainly_observable(tensor)) return;
     is_returned = true;
+    if (reader != nullptr) reader->received.push_back(tensor);
     lineage.note_received(tensor, clock.load(std::memory_order_relaxed), &info.full_name, place,
                           frame.sent);
   };

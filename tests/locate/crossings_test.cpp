@@ -327,6 +327,43 @@ TEST(Crossings, ABirthExplainsNoGradientThatWasCleanWhenBackwardHadEnded) {
   EXPECT_THAT(verdict.origins[1].candidates, ElementsAre(1));
 }
 
+/// Rank 1 sends something bad in forward, in layer 0; the trace calls a call off the dispatcher in
+/// `module` the birth, on `ranks`.
+Verdict locate_with_opaque_birth(const std::string& module, const std::vector<int>& ranks) {
+  const Layout layout = four_by_two();
+  std::vector<Ledger> ledgers = ledgers_with_repeat(
+      layout, {{.plant = Plant::operator_forward, .tp = 1, .is_repeated = true}}, 1);
+  Birth birth = ledgers[1].births.at(0);
+  birth.kind = BirthKind::opaque;
+  birth.replay = ReplayConclusion::not_replayed;
+  birth.sighting.module = module.empty() ? birth.sighting.module : module;
+  birth.sighting.op = birth.inside = "_LayerNorm";
+  for (Ledger& ledger : ledgers) {
+    ledger.births.clear();
+    if (std::ranges::count(ranks, ledger.coordinates.rank) != 0) ledger.births = {birth};
+  }
+  return locate(ledgers, layout.world());
+}
+
+TEST(Crossings, AnOpaqueBirthOnTheSendersRankNamesItsModule) {
+  const Verdict verdict = locate_with_opaque_birth("", {1});
+  ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
+  EXPECT_THAT(verdict.origins[0].candidates, ElementsAre(1));
+  EXPECT_EQ(verdict.origins[0].op, "_LayerNorm");
+  EXPECT_THAT(verdict.origins[0].facts, HasFact(FactKind::gave_bad, OnRanks({1}), kOfFirstPass));
+}
+
+TEST(Crossings, AnOpaqueBirthOnFurtherRanksOrBehindDisplacesNoCrossing) {
+  const Verdict clean = locate_with_opaque_birth("", {});
+  for (const Verdict& verdict : {locate_with_opaque_birth("decoder.final_layernorm", {0, 1}),
+                                 locate_with_opaque_birth("decoder.layers.7.mlp", {1})}) {
+    ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
+    EXPECT_THAT(verdict.origins[0].candidates, ElementsAre(1));
+    EXPECT_EQ(verdict.origins[0].op, clean.origins.at(0).op);
+    EXPECT_EQ(verdict.origins[0].module, clean.origins.at(0).module);
+  }
+}
+
 TEST(Crossings, WhatIsBadAgainWithoutABirthIsNotCalledGone) {
   const Layout layout = four_by_two();
   std::vector<Ledger> ledgers = ledgers_with_repeat(

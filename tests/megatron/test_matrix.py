@@ -146,7 +146,9 @@ def test_with_parameters_checked_the_update_and_the_weight_are_named(pool, confi
     run_incidents(pool, f"matrix_checked_{configuration}", layout, incidents, check_params=True)
 
 
-def run_incidents(pool, name: str, layout: Layout, incidents: list[list[dict]], **options) -> None:
+def run_incidents(
+    pool, name: str, layout: Layout, incidents: list[list[dict]], preparations: list[dict] = (), **options
+) -> None:
     faults = [
         [fault | {"iteration": FIRST + number} for fault in incident]
         for number, incident in enumerate(incidents)
@@ -159,6 +161,7 @@ def run_incidents(pool, name: str, layout: Layout, incidents: list[list[dict]], 
             "training": layout.training,
             "nanlocator": {"on_bad": "report"} | options,
             "faults": list(itertools.chain(*faults)),
+            "preparations": list(preparations),
             "undo_faults": True,
             "timeout": 300.0,
         }

@@ -43,8 +43,9 @@ struct TraceOptions {
   int threads = 1;  // for scans in host memory
 };
 
-/// What a tensor was before the pass.
-enum class DeclaredAs : std::uint8_t { parameter, buffer, data };
+/// What a tensor was before the pass. A gradient (name: its parameter's) has no values of its own
+/// then: it is the memory that kernels off the dispatcher may add a parameter's gradient to.
+enum class DeclaredAs : std::uint8_t { parameter, buffer, data, gradient };
 
 /// Of a weight, buffer or data, `sighting.parameter` is the declared name and the stats are the
 /// whole tensor's; of an opaque birth, `sighting.op` is the frame it was computed in; of memory,
