@@ -244,6 +244,15 @@ std::string clean_copy_of(const Origin& origin) {
                                                                  : "";
 }
 
+/// What the labels say of themselves.
+const char* ignored_of(const Origin& origin) {
+  const bool are_ignored = std::ranges::any_of(origin.facts, [](const Fact& fact) {
+    return fact.operand && fact.operand->ignored && fact.operand->stats &&
+           *fact.operand->ignored == fact.operand->stats->numel;
+  });
+  return are_ignored ? ": all of them equal ignore_index" : " (all masked or ignored?)";
+}
+
 }  // namespace
 
 std::string operation_of(const Origin& origin) {
@@ -278,13 +287,17 @@ std::string certainty_of(const Origin& origin) {
   std::vector<std::string> open;
   for (const Suspect suspect : origin.alternatives) open.push_back(suspect_text(suspect, origin));
   if (open.empty()) return text;
-  return text + (origin.cause_confidence == Confidence::low ? ": " : "; still open: ") +
-         joined(open, " or ");
+  // That a weight is bad is certain; what made it so is another question.
+  const char* const lead = origin.cause_confidence == Confidence::low ? ": "
+                           : origin.cause == Cause::bad_weight ? "; what damaged it is open: "
+                                                               : "; still open: ";
+  return text + lead + joined(open, " or ");
 }
 
 std::string owner_of(const Origin& origin) {
   if (origin.action == Action::compare_peers) {
-    return "model author if the tensor-parallel peers have the zero, too; else cluster operator";
+    return "model author first; cluster operator if the tensor-parallel peers, given the same "
+           "tensor, have no zero there";
   }
   if (origin.action == Action::restore_copy && origin.owner == Owner::unknown) {
     return "model author if code writes to the weight between steps; else cluster operator";
@@ -388,8 +401,8 @@ std::string action_text(const Origin& origin) {
       return "inspect the samples of this batch" +
              std::string(origin.bundle.empty() ? "" : "; the tensor is in the bundle");
     case Action::guard_empty_loss:
-      return "find why no label of this batch counts (all masked or ignored?); where that may "
-             "happen, sum the losses and divide by max(count, 1)";
+      return "find why no label of this batch counts" + std::string(ignored_of(origin)) +
+             "; where that may happen, sum the losses and divide by max(count, 1)";
     case Action::widen_or_scale:
       return widen_text(origin);
     case Action::scale_inputs:

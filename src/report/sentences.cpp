@@ -142,7 +142,7 @@ std::vector<std::string> evidence_of(const Verdict&, const Origin& origin) {
     if (fact.kind == FactKind::stated_action) continue;
     sentences.push_back(fact_text(fact));
     if (fact.kind == FactKind::rerun_identical && was_there_before(origin)) {
-      sentences.back() += ", as what was bad before the step must";
+      sentences.back() += ": expected, as it was bad before the step";
     }
   }
   return sentences;

@@ -209,6 +209,10 @@ class CountingDriver:
     def abandoning(self) -> Any:
         yield
 
+    @contextlib.contextmanager
+    def concluding(self, reason: str) -> Any:
+        yield
+
     def __getattr__(self, name: str) -> Any:
         return _engine_call
 

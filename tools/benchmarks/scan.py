@@ -107,12 +107,17 @@ def main() -> None:
             if arguments.json:
                 continue
             if len(results) == 1:
-                print(f"CPU {platform.processor() or platform.machine()}, {_C.active_instruction_set()}, "
-                      f"torch {torch.__version__}, {result['tensors']} tensors, "
-                      f"median of {arguments.rounds} interleaved rounds; scan time over peer's")
+                print(
+                    f"CPU {platform.processor() or platform.machine()}, {_C.active_instruction_set()}, "
+                    f"torch {torch.__version__}, {result['tensors']} tensors, "
+                    f"median of {arguments.rounds} interleaved rounds; scan time over peer's"
+                )
                 print(f"{'dtype':10} {'threads':>7} {'GB/s':>6}" + "".join(f"{p:>16}" for p in PEERS))
-            print(f"{result['dtype']:10} {threads:7} {result['gigabytes_per_second']:6.1f}"
-                  + "".join(f"{result['scan_over'][p]:16.2f}" for p in PEERS), flush=True)
+            print(
+                f"{result['dtype']:10} {threads:7} {result['gigabytes_per_second']:6.1f}"
+                + "".join(f"{result['scan_over'][p]:16.2f}" for p in PEERS),
+                flush=True,
+            )
     if arguments.json:
         print(json.dumps(results, indent=1))
 
