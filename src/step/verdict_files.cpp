@@ -52,7 +52,7 @@ void VerdictFiles::write(Verdict& verdict, VerdictScope scope, std::string_view 
   }
   if (is_first_living_rank() && (scope == VerdictScope::all_ranks || !lost_.empty())) {
     if (!archive.empty()) write_verdict(verdict, std::filesystem::path("verdicts") / archive);
-    write_verdict(verdict, "verdict.json");
+    if (!is_less_than_on_disk(scope)) write_verdict(verdict, "verdict.json");
     write_status(verdict, state, summary_of(verdict));
   }
   reported_ = Reported{verdict, scope, std::string(state)};
@@ -85,7 +85,7 @@ void VerdictFiles::write_lost(const std::vector<LostRank>& lost) {
   write_ledger();
   write_verdict(verdict, own_verdict_name());
   if (!is_first_living_rank()) return;
-  write_verdict(verdict, "verdict.json");
+  if (!is_less_than_on_disk(reported.scope)) write_verdict(verdict, "verdict.json");
   write_status(verdict, reported.state, summary_of(verdict));
   std::cerr << "nanlocator: " + describe_all(lost_) + "; see " +
                    (directory_ / "verdict.json").string() + "\n"
@@ -106,6 +106,15 @@ bool VerdictFiles::is_first_living_rank() const {
     if (!is_lost) return false;
   }
   return true;
+}
+
+// Of all ranks rank 0 has concluded on this step and ended; what one rank makes of it stands
+// beside.
+bool VerdictFiles::is_less_than_on_disk(VerdictScope scope) const {
+  if (scope == VerdictScope::all_ranks || coordinates_.rank == 0) return false;
+  std::error_code error;
+  return std::filesystem::exists(
+      directory_ / "verdicts" / ("step" + std::to_string(iteration_) + ".json"), error);
 }
 
 // First among the notes: people read the first three.

@@ -60,6 +60,7 @@ class VerdictFiles {
   };
   // The lock is held in all of these.
   [[nodiscard]] bool is_first_living_rank() const;
+  [[nodiscard]] bool is_less_than_on_disk(VerdictScope scope) const;
   void name_lost_ranks(Verdict& verdict, VerdictScope scope) const;
   void write_verdict(Verdict& verdict, const std::filesystem::path& name) const;
   void write_status(const Verdict& verdict, std::string_view state,
