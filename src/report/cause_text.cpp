@@ -235,13 +235,19 @@ std::string stated_text(const Origin& origin, FactKind kind) {
   return fact == nullptr ? "" : fact->text;
 }
 
-std::string clean_copy_of(const Origin& origin) {
+std::string restore_text(const Origin& origin) {
+  const std::string ranks = ranks_text(origin.candidates);
   if (has_fact(origin.facts, FactKind::copies_clean)) {
-    return "the clean copy on " +
-           ranks_or(ranks_of_fact(origin, FactKind::copies_clean, true), "another rank") + " or ";
+    return "restore the parameter from the clean copy on " +
+           ranks_or(ranks_of_fact(origin, FactKind::copies_clean, true), "another rank") +
+           " or a checkpoint, and test the memory and the links of " +
+           ranks_or(ranks_of_fact(origin, FactKind::copies_clean), ranks.c_str());
   }
-  return has_fact(origin.facts, FactKind::optimizer_copy_finite) ? "the optimizer's own copy or "
-                                                                 : "";
+  const bool has_copy = has_fact(origin.facts, FactKind::optimizer_copy_finite);
+  return "restore the parameter from " +
+         std::string(has_copy ? "the optimizer's own copy or " : "") +
+         "a checkpoint; look for code that writes to it between steps, and test the memory of " +
+         ranks;
 }
 
 /// What the labels say of themselves.
@@ -374,15 +380,7 @@ std::string action_text(const Origin& origin) {
       return "none: the scaler leaves the step out and lowers its scale; look again where that "
              "happens step after step";
     case Action::restore_copy:
-      if (!has_fact(origin.facts, FactKind::copies_clean)) {
-        return "restore the parameter from " + clean_copy_of(origin) +
-               "a checkpoint; look for code that writes to it between steps, and test the memory "
-               "of " +
-               ranks;
-      }
-      return "restore the parameter from " + clean_copy_of(origin) +
-             "a checkpoint, and test the memory and the links of " +
-             ranks_or(ranks_of_fact(origin, FactKind::copies_clean), ranks.c_str());
+      return restore_text(origin);
     case Action::check_owner_of_shard:
       return "check the optimizer's state on " + ranks +
              ", its memory, and the checkpoint that was loaded";

@@ -209,9 +209,8 @@ void GradientLocator::rerun_has_failed(const std::string& problem) {
   add_note("The re-run of the step ended with an error: " + problem);
   impl.has_rerun_failed = true;
   if (!impl.communicator || !impl.first_pass) return;
-  auto ledger = *impl.first_pass;
-  ledger.notes = impl.notes;
-  (void)impl.communicator->publish(impl.incident_key() + "/ledger", to_jsonl(ledger));
+  (void)impl.communicator->publish(impl.incident_key() + "/ledger",
+                                   to_jsonl(impl.ledger_of_conclusion({})));
 }
 
 bool GradientLocator::has_rerun_ended_early() {
@@ -322,6 +321,7 @@ const Verdict& GradientLocator::conclude() {
     impl.past_limit.notes.push_back(
         "Finding " + std::to_string(impl.incidents) + " of this run: past max_incidents (" +
         std::to_string(impl.options.max_incidents) + ") findings are counted, not located.");
+    impl.remove_first_pass_file();
     impl.forget_step_quietly();
     impl.now_in(Activity::training);
     return impl.past_limit;

@@ -143,6 +143,12 @@ std::filesystem::path GradientLocator::Impl::first_pass_file() const {
   return directory / ("ledger_" + map.coordinates().file_suffix() + ".first_pass.jsonl");
 }
 
+void GradientLocator::Impl::remove_first_pass_file() const {
+  if (!first_pass) return;
+  std::error_code ignored;
+  std::filesystem::remove(first_pass_file(), ignored);
+}
+
 /// Of ranks that are gone, or still in their re-run: what they had seen before it.
 void GradientLocator::Impl::add_first_passes(const std::string& key, Gathered& texts,
                                              std::vector<std::string>& notes) {
@@ -196,8 +202,7 @@ void GradientLocator::Impl::keep_on_disk(const Ledger& ledger,
                                          std::vector<std::string>& problems) const {
   try {
     append_ledger(directory, ledger);
-    std::error_code was_not_there;
-    std::filesystem::remove(first_pass_file(), was_not_there);
+    remove_first_pass_file();
   } catch (const std::exception& error) {
     problems.push_back("The ledger of " + map.coordinates().describe() +
                        " is not on disk: " + error.what());

@@ -129,6 +129,7 @@ struct GradientLocator::Impl {
   Ledger make_ledger(std::vector<std::string> extra_notes);
   Ledger ledger_of_conclusion(std::vector<std::string> extra_notes);
   [[nodiscard]] std::filesystem::path first_pass_file() const;
+  void remove_first_pass_file() const;  // the rank has come back from its re-run
   void add_first_passes(const std::string& key, Gathered& texts, std::vector<std::string>& notes);
   std::string incident_key();
   Verdict judge(std::span<const Ledger> ledgers, std::vector<std::string> extra_notes) const;
