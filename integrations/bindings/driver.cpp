@@ -131,6 +131,13 @@ StepAdapter adapter_of(const py::object& from) {
   step.can_trace_later_steps = from.attr("can_trace_later_steps").cast<bool>();
   add_module_calls(step, Function(from.attr("keep_module_calls")),
                    Function(from.attr("module_call")));
+  step.abort_collectives = [f = Function(from.attr("abort_collectives"))] {
+    try {
+      f.call<py::object>();
+    } catch (...) {
+      // What could not be aborted ends by its own time-out.
+    }
+  };
   if (const auto loss_scale = if_callable(from, "loss_scale")) {
     step.loss_scale = [f = *loss_scale] { return loss_scale_of(f.call<Scale>()); };
   }

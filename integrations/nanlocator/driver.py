@@ -18,7 +18,13 @@ from nanlocator.errors import NonFiniteGradientError
 from nanlocator.module_calls import KeptModuleCalls
 from nanlocator.modules import ModuleHooks, local_part
 from nanlocator.rerun import GeneratorStates
-from nanlocator.session import RankConnection, first_line, is_failure_of_peers, raise_for
+from nanlocator.session import (
+    RankConnection,
+    abort_collectives,
+    first_line,
+    is_failure_of_peers,
+    raise_for,
+)
 
 Views = tuple[list[int], list[torch.Tensor]]  # parameter ids, tensors
 Named = list[tuple[str, torch.Tensor]]
@@ -71,6 +77,9 @@ class Adapter:
 
     def module_call(self, name: str) -> "_C.ModuleCall | None":
         return self._module_calls.of(name)
+
+    def abort_collectives(self) -> None:
+        abort_collectives()
 
     def on_verdict(self, text: str) -> None:
         self._module_calls.forget()

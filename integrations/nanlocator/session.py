@@ -126,15 +126,15 @@ class RankConnection:
     """The group that reduces the flag and the Store that carries ledgers; closed with ``close``.
 
     The group is one of our own, so that the flag never disturbs the sequence of the framework's
-    collectives. Its time-out is the backend's default, not gather_deadline: in a healthy job a rank may
-    reach the flag minutes after the others, for instance after writing a checkpoint.
+    collectives. Its time-out is training's, not gather_deadline: in a healthy job a rank may reach the flag
+    minutes after the others, for instance after writing a checkpoint.
     """
 
     _installed = 0  # installs of this process, the same on all ranks: keeps Store keys apart
 
     def __init__(self) -> None:
         RankConnection._installed += 1
-        self._group = dist.new_group()
+        self._group = dist.new_group(timeout=_timeout_of(dist.group.WORLD))
         store = dist.distributed_c10d._get_default_store()
         self.communicator = _C.Communicator(
             group=self._group, store=store, prefix=f"nanlocator/{RankConnection._installed}"
@@ -146,6 +146,13 @@ class RankConnection:
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
+
+
+def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
+    """None, the backend's default, where no backend of the group says."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    options = [getattr(backend, "options", None) for backend in backends]
+    return max((each._timeout for each in options if hasattr(each, "_timeout")), default=None)
 
 
 def _say_goodbye(communicator: _C.Communicator, process: int) -> None:
@@ -167,8 +174,14 @@ def is_failure_of_peers(error: BaseException) -> bool:
     have gone. gloo and NCCL raise plain RuntimeErrors for it, too."""
     if isinstance(error, _C.AgreementError | dist.DistError):
         return True
-    words = ("gloo", "NCCL", "ProcessGroup", "Connection closed by peer", "Connection reset by peer")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return isinstance(error, RuntimeError) and _C.is_failure_of_peers(str(error))
+
+
+def abort_collectives() -> None:
+    """Ends what this process waits for in any group; whoever waits gets an error. Training cannot go on."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with contextlib.suppress(Exception):  # a backend that cannot
+            group.abort()
 
 
 def first_line(error: BaseException) -> str:

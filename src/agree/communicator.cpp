@@ -1,6 +1,11 @@
 #include "nanlocator/agree/communicator.hpp"
 
+#include <ATen/ops/empty.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <algorithm>
+#include <array>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -34,6 +39,9 @@ constexpr milliseconds kFirstPause{1};
 constexpr milliseconds kLongestPause{50};
 // How often a waiting rank asks whether whom it waits for is lost.
 constexpr milliseconds kLookForLosses{250};
+// A device that computes: seldom by more than what a step may lose.
+constexpr std::chrono::microseconds kFirstFlagPause{10};
+constexpr std::chrono::microseconds kLongestFlagPause{100};
 constexpr const char* kWhole = "whole";  // a barrier that every living rank has come to
 constexpr int kErrorsInARow = 3;         // of the Store, until it is taken to be gone
 
@@ -126,6 +134,13 @@ std::string disagreement(const Gathered& statements) {
 }
 
 }  // namespace
+
+bool is_failure_of_peers(std::string_view error) noexcept {
+  constexpr std::array<std::string_view, 5> kWords = {
+      "gloo", "NCCL", "ProcessGroup", "Connection closed by peer", "Connection reset by peer"};
+  return std::ranges::any_of(
+      kWords, [&](std::string_view word) { return error.find(word) != std::string_view::npos; });
+}
 
 Communicator::Communicator(c10::intrusive_ptr<c10d::ProcessGroup> group,
                            c10::intrusive_ptr<c10d::Store> store, std::string prefix)
@@ -237,18 +252,49 @@ void Communicator::start_flag(const at::Tensor& flag) {
   }
 }
 
+// NCCL's kernels wait for a peer that has gone until the group's time-out. So the host asks whether
+// the device has come so far, and whether a rank has ended.
+std::int32_t Communicator::read_flag() {
+  if (flag_.is_cpu()) return flag_.item<std::int32_t>();
+  if (!host_flag_.defined()) {
+    host_flag_ = at::empty({1}, at::TensorOptions().dtype(at::kInt).pinned_memory(true));
+  }
+  host_flag_.copy_(flag_, /*non_blocking=*/true);
+  c10::Event is_copied(flag_.device().type());
+  is_copied.record(c10::impl::VirtualGuardImpl(flag_.device().type()).getStream(flag_.device()));
+  auto pause = kFirstFlagPause;
+  for (auto next_look = Clock::now() + kLookForLosses; !is_copied.query();) {
+    if (Clock::now() >= next_look) {
+      throw_where_a_rank_has_ended();
+      next_look = Clock::now() + kLookForLosses;
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, kLongestFlagPause);
+  }
+  return host_flag_.item<std::int32_t>();
+}
+
+/// A silent rank may only be slow; one that has said how it ended does not come.
+void Communicator::throw_where_a_rank_has_ended() const {
+  if (!monitor_) return;
+  for (const auto& each : monitor_->lost()) {
+    if (!each.ended_by.empty()) throw std::runtime_error(each.describe());
+  }
+}
+
 bool Communicator::finish_flag() {
   if (!pending_)
     throw UsageError("finish_flag: no reduction has been started. Call start_flag first.");
   const auto work = std::exchange(pending_, {});
   try {
-    // On CUDA this only orders the current stream after the reduction; item() waits for the stream.
+    // On a device this only orders the current stream after the reduction.
     if (!work->wait()) throw std::runtime_error("the collective was aborted");
-    const bool is_set = flag_.item<std::int32_t>() != 0;
+    const bool is_set = read_flag() != 0;
     flag_.reset();
     return is_set;
   } catch (const std::exception& error) {
     is_group_usable_ = false;
+    if (!flag_.is_cpu()) abort();  // a kernel that waits for a peer would hold up the process's end
     throw AgreementError("The flag reduction failed on rank " + std::to_string(rank()) + ": " +
                          without_backtrace(error) + ". A peer has ended or does not answer.");
   }
@@ -288,6 +334,23 @@ Gathered Communicator::gather(std::string_view key, Deadline deadline) noexcept 
   return gathered;
 }
 
+bool Communicator::has(std::string_view key, std::string_view what) noexcept {
+  try {
+    const auto full_key = prefix_ + "/" + std::string(key) + "/" + std::string(what);
+    return store_->has(full_key, Clock::now() + kStoreAnswers).value_or(false);
+  } catch (...) {
+    return false;
+  }
+}
+
+bool Communicator::has_any_published(std::string_view key) noexcept {
+  return has(key, "count");
+}
+
+bool Communicator::have_all_published(std::string_view key) noexcept {
+  return has(key, "all");
+}
+
 std::optional<std::string> Communicator::fetch(std::string_view key, int rank,
                                                Deadline deadline) noexcept {
   try {
@@ -316,6 +379,14 @@ bool Communicator::pass_barrier(std::string_view key, const std::vector<int>& ab
     return publish(opened, is_whole ? kWhole : "") && is_whole;
   } catch (...) {
     return false;
+  }
+}
+
+void Communicator::abort() noexcept {
+  try {
+    group_->abort();
+  } catch (...) {
+    // A backend that cannot; its own time-out ends the wait.
   }
 }
 

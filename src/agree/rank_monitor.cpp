@@ -390,6 +390,21 @@ std::vector<LostRank> RankMonitor::lost() const {
   return shared_->lost_now();
 }
 
+bool RankMonitor::is_locating(int rank, std::int64_t iteration) const {
+  if (shared_->is_lost(rank)) return false;
+  try {
+    const auto key = shared_->beat_key(rank);
+    if (!shared_->store->has(key, shared_->limit()).value_or(false)) return false;
+    const auto heartbeat =
+        nlohmann::json::parse(shared_->store->get(key, shared_->limit()).value_or("{}"));
+    const auto activity = heartbeat.value(kActivity, "");
+    return heartbeat.value(kIteration, std::int64_t{-1}) == iteration &&
+           (activity == name_of(Activity::rerun) || activity == name_of(Activity::gathering));
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
 std::string RankMonitor::problem() const {
   const std::lock_guard lock(shared_->mutex);
   return shared_->problem;

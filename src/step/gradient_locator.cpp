@@ -36,9 +36,12 @@ GradientLocator::GradientLocator(ParameterMap map, LocatorOptions options,
   impl_->open_run(deadline);
   impl_->use_map(std::move(impl_->map));
   impl_->watch_ranks();
+  // NCCL makes its buffers in the first reduction: now, while there is memory.
+  (void)is_true_anywhere(false);
 }
 
 GradientLocator::~GradientLocator() {
+  impl_->last_words.reset();
   if (impl_->communicator) impl_->communicator->stop_watching();
 }
 
@@ -143,6 +146,9 @@ void GradientLocator::add_note(std::string note) {
 
 void GradientLocator::set_births(std::vector<Birth> births) {
   impl_->births = std::move(births);
+  if (!impl_->first_pass) return;
+  impl_->first_pass->births = impl_->births;
+  impl_->keep_first_pass();
 }
 
 void GradientLocator::set_crossings(std::vector<Sighting> sightings,
@@ -157,6 +163,7 @@ void GradientLocator::set_microbatches(std::vector<Microbatch> microbatches) {
 
 void GradientLocator::set_rerun(Rerun rerun) {
   impl_->rerun = std::move(rerun);
+  if (impl_->first_pass) impl_->first_pass->rerun = impl_->rerun;
 }
 
 std::vector<std::int64_t> GradientLocator::bad_weights() {
@@ -191,17 +198,20 @@ bool GradientLocator::is_true_anywhere(bool mine) {
 }
 
 void GradientLocator::keep_first_pass() {
+  impl_->first_pass = impl_->make_ledger({});
+  impl_->keep_first_pass();
+}
+
+std::unique_ptr<RerunGuard> GradientLocator::guard_rerun(std::function<void()> abort) {
   auto& impl = *impl_;
-  impl.first_pass = impl.make_ledger({});
-  const auto text = to_jsonl(*impl.first_pass);
-  try {
-    write_file_atomically(impl.first_pass_file(), text);
-  } catch (const std::exception& error) {
-    add_note(std::string("The ledger of the first pass is not on disk: ") + error.what());
-  }
-  if (impl.communicator && !impl.communicator->publish(impl.incident_key() + "/first_pass", text)) {
-    add_note("The ledger of the first pass did not reach the Store.");
-  }
+  if (!impl.communicator) return nullptr;
+  return std::make_unique<RerunGuard>(
+      *impl.communicator, impl.incident_key(), impl.options.gather_deadline,
+      [communicator = impl.communicator, abort = std::move(abort)] {
+        if (abort) abort();
+        communicator->abort();
+      },
+      [this](const std::string& why) { impl_->conclude_for_training(*this, why); });
 }
 
 void GradientLocator::rerun_has_failed(const std::string& problem) {
@@ -209,12 +219,12 @@ void GradientLocator::rerun_has_failed(const std::string& problem) {
   add_note("The re-run of the step ended with an error: " + problem);
   impl.has_rerun_failed = true;
   if (!impl.communicator || !impl.first_pass) return;
+  RerunGuard::report_failure(*impl.communicator, impl.incident_key(), problem);
   (void)impl.communicator->publish(impl.incident_key() + "/ledger",
                                    to_jsonl(impl.ledger_of_conclusion({})));
 }
 
 bool GradientLocator::has_rerun_ended_early() {
-  constexpr int kPatience = 10;  // gather_deadlines
   constexpr auto kEarly = "early", kWhole = "whole";
   auto& impl = *impl_;
   if (!impl.communicator) return impl.has_rerun_failed;
@@ -222,23 +232,22 @@ bool GradientLocator::has_rerun_ended_early() {
   const auto key = impl.incident_key() + "/rerun/" + std::to_string(impl.questions++);
   (void)communicator.publish(key, impl.has_rerun_failed ? kEarly : kWhole);
   if (impl.rank() != 0) {
-    // The others may wait for a rank that has failed: they go on when it ends.
-    const int patience = impl.has_rerun_failed ? 3 : kPatience + 1;
-    const auto deadline = Clock::now() + patience * impl.options.gather_deadline;
-    const auto outcome = communicator.fetch(key + "/outcome", 0, deadline);
+    const auto outcome = impl.fetch_from_first_rank(key + "/outcome");
     if (!outcome) throw AgreementError("No word from rank 0 on the step's re-run.");
     return outcome != kWhole;
   }
   bool is_early = impl.has_rerun_failed;
-  bool is_missing = true;
-  for (int i = 0; i < kPatience && is_missing; ++i) {
-    const auto answers = communicator.gather(key, Clock::now() + impl.options.gather_deadline);
-    is_missing = has_gaps(answers);
-    is_early = is_early || std::ranges::count(answers, std::optional<std::string>(kEarly)) > 0;
-    const bool is_lost = communicator.monitor() && !communicator.monitor()->lost().empty();
-    if (is_early || is_lost) break;  // who is not here by now waits for one who will not come
+  auto patience = impl.options.gather_deadline / 32;
+  auto answers = communicator.gather(key, Clock::now() + patience);
+  const auto says_early = [&] {
+    return std::ranges::count(answers, std::optional<std::string>(kEarly)) > 0;
+  };
+  // Who answers and is still in its pass is waited for: it comes, or its guard ends it.
+  while (!is_early && !says_early() && impl.is_waiting_for_any(answers)) {
+    patience = std::min(2 * patience, impl.options.gather_deadline);
+    answers = communicator.gather(key, Clock::now() + patience);
   }
-  is_early = is_early || is_missing;
+  is_early = is_early || says_early() || has_gaps(answers);
   (void)communicator.publish(key + "/outcome", is_early ? kEarly : kWhole);
   return is_early;
 }
@@ -326,25 +335,8 @@ const Verdict& GradientLocator::conclude() {
     impl.now_in(Activity::training);
     return impl.past_limit;
   }
-  impl.now_in(Activity::gathering);
-  const auto deadline = Clock::now() + impl.options.gather_deadline;
-  const auto key = impl.incident_key();
-  const int repetition = impl.concluded[impl.iteration]++;
-  auto ledger = impl.ledger_of_conclusion({});
-  std::vector<std::string> problems;
-  impl.keep_on_disk(ledger, problems);  // first: the Store dies with its host
-  for (auto& problem : problems) ledger.notes.push_back(std::move(problem));
-  if (impl.communicator && !impl.communicator->publish(key + "/ledger", to_jsonl(ledger))) {
-    ledger.notes.push_back("This rank's ledger did not reach the Store.");
-  }
-  impl.keep_history_on_disk(ledger.notes);
-  // Rank 0 may wait for silent ranks until its deadline, and locates only then.
-  impl.verdicts.push_back(
-      impl.rank() == 0
-          ? impl.conclude_as_first_rank(ledger, key, repetition, deadline)
-          : impl.conclude_as_other_rank(ledger, key, deadline + impl.options.gather_deadline / 2));
+  impl.conclude_finding();
   impl.forget_step_quietly();
-  impl.go_on_or_stop(impl.verdicts.back(), key);
   return impl.verdicts.back();
 }
 

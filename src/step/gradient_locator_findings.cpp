@@ -12,6 +12,8 @@
 namespace nanlocator {
 namespace {
 
+/// gather_deadlines, for ranks that answer: a replay or a bundle may take that long.
+constexpr int kBusyPatience = 20;
 // torch.distributed's env:// rendezvous starts the Store in rank 0's process, unless torchrun's
 // agent hosts it (rendezvous.py, _create_c10d_store).
 bool hosts_rank_zero_the_store() {
@@ -54,6 +56,24 @@ bool GradientLocator::Impl::finish_flag_or_conclude_alone(GradientLocator& locat
     for (const auto& each : files->lost()) text += "\n" + each.describe() + ".";
     if (is_reported) text += "\nThis rank's verdict is in " + directory.string() + ".";
     throw AgreementError(text);
+  }
+}
+
+bool GradientLocator::Impl::is_waiting_for_any(const Gathered& texts) const {
+  if (!communicator || !communicator->monitor()) return false;
+  for (int peer = 0; peer < static_cast<int>(texts.size()); ++peer) {
+    if (!texts[peer] && communicator->monitor()->is_locating(peer, iteration)) return true;
+  }
+  return false;
+}
+
+/// As long as rank 0 answers, and is busy with this finding.
+std::optional<std::string> GradientLocator::Impl::fetch_from_first_rank(const std::string& key) {
+  for (;;) {
+    // Rank 0 may wait for silent ranks until its deadline, and locates only then.
+    auto text = communicator->fetch(key, 0, Clock::now() + options.gather_deadline * 3 / 2);
+    const auto* const monitor = communicator->monitor();
+    if (text || !monitor || !monitor->is_locating(0, iteration)) return text;
   }
 }
 
@@ -139,6 +159,18 @@ Ledger GradientLocator::Impl::ledger_of_conclusion(std::vector<std::string> extr
   return ledger;
 }
 
+void GradientLocator::Impl::keep_first_pass() {
+  const auto text = to_jsonl(*first_pass);
+  try {
+    write_file_atomically(first_pass_file(), text);
+  } catch (const std::exception& error) {
+    notes.push_back(std::string("The ledger of the first pass is not on disk: ") + error.what());
+  }
+  if (communicator && !communicator->publish(incident_key() + "/first_pass", text)) {
+    notes.push_back("The ledger of the first pass did not reach the Store.");
+  }
+}
+
 std::filesystem::path GradientLocator::Impl::first_pass_file() const {
   return directory / ("ledger_" + map.coordinates().file_suffix() + ".first_pass.jsonl");
 }
@@ -151,15 +183,15 @@ void GradientLocator::Impl::remove_first_pass_file() const {
 
 /// Of ranks that are gone, or still in their re-run: what they had seen before it.
 void GradientLocator::Impl::add_first_passes(const std::string& key, Gathered& texts,
-                                             std::vector<std::string>& notes) {
+                                             std::vector<std::string>& problems) {
   if (!has_gaps(texts) || !first_pass) return;
   auto first = communicator->gather(key + "/first_pass", Clock::now());
   for (std::size_t peer = 0; peer < texts.size(); ++peer) {
     if (texts[peer] || !first[peer] || static_cast<int>(peer) == rank()) continue;
     texts[peer] = std::move(first[peer]);
-    notes.push_back("Rank " + std::to_string(peer) +
-                    " has not come back from the re-run of the step: its ledger is that of the "
-                    "first pass.");
+    problems.push_back("Rank " + std::to_string(peer) +
+                       " has not come back from the re-run of the step: its ledger is that of the "
+                       "first pass.");
   }
 }
 
@@ -245,14 +277,58 @@ void GradientLocator::Impl::read_ledgers(const Gathered& texts, const Ledger& mi
   }
 }
 
+void GradientLocator::Impl::conclude_finding() {
+  now_in(Activity::gathering);
+  const auto key = incident_key();
+  const int repetition = concluded[iteration]++;
+  auto ledger = ledger_of_conclusion({});
+  std::vector<std::string> problems;
+  keep_on_disk(ledger, problems);  // first: the Store dies with its host
+  for (auto& problem : problems) ledger.notes.push_back(std::move(problem));
+  if (communicator && !communicator->publish(key + "/ledger", to_jsonl(ledger))) {
+    ledger.notes.push_back("This rank's ledger did not reach the Store.");
+  }
+  keep_history_on_disk(ledger.notes);
+  verdicts.push_back(rank() == 0 ? conclude_as_first_rank(ledger, key, repetition)
+                                 : conclude_as_other_rank(ledger, key));
+  go_on_or_stop(verdicts.back(), key);
+}
+
+/// On the guard's thread, where the training thread is stuck for good: nothing of it is touched.
+void GradientLocator::Impl::conclude_for_training(GradientLocator& locator,
+                                                  const std::string& why) {
+  locator.rerun_has_failed("the training thread of rank " + std::to_string(rank()) +
+                           " did not come back from it, though its collectives were aborted; " +
+                           why);
+  ++incidents;
+  conclude_finding();
+  std::cerr << "nanlocator: rank " + std::to_string(rank()) +
+                   " ends here: its training thread has not come back from the re-run of step " +
+                   std::to_string(iteration) + " (" + why + ")\n"
+            << std::flush;
+  std::_Exit(EXIT_FAILURE);
+}
+
+/// Of ranks that answer and are at this finding still, waits for longer.
+Gathered GradientLocator::Impl::gather_ledgers(const std::string& key) {
+  const auto limit = Clock::now() + kBusyPatience * options.gather_deadline;
+  for (;;) {
+    auto texts = communicator->gather(key + "/ledger", Clock::now() + options.gather_deadline);
+    if (Clock::now() > limit || !is_waiting_for_any(texts)) return texts;
+  }
+}
+
 Verdict GradientLocator::Impl::conclude_as_first_rank(const Ledger& mine, const std::string& key,
-                                                      int repetition, Deadline deadline) {
+                                                      int repetition) {
   std::vector<Ledger> ledgers;
   std::vector<std::string> problems;
   Gathered texts;
   if (communicator) {
-    texts = communicator->gather(key + "/ledger", deadline);
+    texts = gather_ledgers(key);
     add_first_passes(key, texts, problems);
+    if (auto text = RerunGuard::standstill(*communicator, key); !text.empty()) {
+      problems.push_back(std::move(text));
+    }
   }
   read_ledgers(texts, mine, ledgers, problems);
   auto verdict = judge(ledgers, std::move(problems));
@@ -283,10 +359,9 @@ void GradientLocator::Impl::write_page(const Verdict& verdict, std::vector<Ledge
   }
 }
 
-Verdict GradientLocator::Impl::conclude_as_other_rank(const Ledger& mine, const std::string& key,
-                                                      Deadline deadline) {
+Verdict GradientLocator::Impl::conclude_as_other_rank(const Ledger& mine, const std::string& key) {
   std::string reason = "Rank 0 sent no verdict in time";
-  if (const auto text = communicator->fetch(key + "/verdict", 0, deadline)) {
+  if (const auto text = fetch_from_first_rank(key + "/verdict")) {
     try {
       auto verdict = verdict_from_json(*text, "the verdict sent by rank 0");
       files->take_over(verdict, outcome_of(options.on_bad, verdict.rerun));
@@ -308,6 +383,39 @@ Verdict GradientLocator::Impl::conclude_as_other_rank(const Ledger& mine, const 
   files->write(verdict, VerdictScope::all_ranks, outcome_of(options.on_bad, verdict.rerun));
   print(verdict);
   return verdict;
+}
+
+/// What this rank knows of the step that runs now, on another thread than the training thread.
+std::optional<Ledger> GradientLocator::Impl::ledger_at_end() {
+  switch (files->activity()) {
+    case Activity::agreement: {  // the training thread waits, and touches no scan
+      auto ledger = make_ledger({});
+      std::vector<std::string> problems;
+      keep_on_disk(ledger, problems);
+      return ledger;
+    }
+    case Activity::rerun: {  // as it is on disk
+      auto ledgers = ledgers_from_jsonl(read_file(first_pass_file()), first_pass_file().string());
+      if (!ledgers.empty()) return ledgers.back();
+      return std::nullopt;
+    }
+    default:
+      return std::nullopt;
+  }
+}
+
+/// SIGTERM has come; see step/last_words.hpp.
+void GradientLocator::Impl::write_last_words() noexcept {
+  try {
+    const auto ledger = ledger_at_end();
+    if (!ledger || ledger->sightings.empty()) return;
+    auto verdict = judge({&*ledger, 1}, {"SIGTERM ended " + map.coordinates().describe() +
+                                         " before the ranks could agree on this step."});
+    verdict.status = VerdictStatus::partial;
+    files->write(verdict, VerdictScope::alone, kTerminated);
+  } catch (...) {
+    // The process ends, and its ledger may be on disk.
+  }
 }
 
 // Before the error leaves under `stop`, every rank has its ledger, bundles and verdict on disk: the

@@ -21,6 +21,8 @@
 #include "gradients/backward_order.hpp"
 #include "nanlocator/report/terminal.hpp"
 #include "nanlocator/step/gradient_locator.hpp"
+#include "step/last_words.hpp"
+#include "step/rerun_guard.hpp"
 #include "step/run_directory.hpp"
 #include "step/verdict_files.hpp"
 
@@ -98,6 +100,7 @@ struct GradientLocator::Impl {
   std::optional<std::int64_t> weights_finite_after;  // of this or any earlier step
   std::unique_ptr<BundleStore> bundles;
   std::vector<Verdict> verdicts;
+  std::optional<LastWords> last_words;
   Verdict past_limit;  // what conclude returns after max_incidents
   std::int64_t incidents = 0;
   std::int64_t dismissed = 0;
@@ -122,6 +125,8 @@ struct GradientLocator::Impl {
   void now_in(Activity activity) const;
   void wait_for_loss();
   bool finish_flag_or_conclude_alone(GradientLocator& locator);
+  [[nodiscard]] bool is_waiting_for_any(const Gathered& texts) const;
+  std::optional<std::string> fetch_from_first_rank(const std::string& key);
 
   // --- a finding ---
   void forget_step();
@@ -129,8 +134,10 @@ struct GradientLocator::Impl {
   Ledger make_ledger(std::vector<std::string> extra_notes);
   Ledger ledger_of_conclusion(std::vector<std::string> extra_notes);
   [[nodiscard]] std::filesystem::path first_pass_file() const;
+  void keep_first_pass();
   void remove_first_pass_file() const;  // the rank has come back from its re-run
-  void add_first_passes(const std::string& key, Gathered& texts, std::vector<std::string>& notes);
+  void add_first_passes(const std::string& key, Gathered& texts,
+                        std::vector<std::string>& problems);
   std::string incident_key();
   Verdict judge(std::span<const Ledger> ledgers, std::vector<std::string> extra_notes) const;
   void write_page(const Verdict& verdict, std::vector<Ledger> ledgers) const;
@@ -143,9 +150,13 @@ struct GradientLocator::Impl {
   }
   void read_ledgers(const Gathered& texts, const Ledger& mine, std::vector<Ledger>& ledgers,
                     std::vector<std::string>& problems) const;
-  Verdict conclude_as_first_rank(const Ledger& mine, const std::string& key, int repetition,
-                                 Deadline deadline);
-  Verdict conclude_as_other_rank(const Ledger& mine, const std::string& key, Deadline deadline);
+  void conclude_finding();
+  [[noreturn]] void conclude_for_training(GradientLocator& locator, const std::string& why);
+  Gathered gather_ledgers(const std::string& key);
+  Verdict conclude_as_first_rank(const Ledger& mine, const std::string& key, int repetition);
+  Verdict conclude_as_other_rank(const Ledger& mine, const std::string& key);
+  [[nodiscard]] std::optional<Ledger> ledger_at_end();
+  void write_last_words() noexcept;
   void go_on_or_stop(const Verdict& verdict, const std::string& key);
 };
 

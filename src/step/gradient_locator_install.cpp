@@ -93,6 +93,7 @@ void GradientLocator::Impl::watch_ranks() {
   communicator->watch_ranks(map.coordinates().describe(),
                             MonitorTimes::for_deadline(options.gather_deadline),
                             [this](const std::vector<LostRank>& lost) { files->write_lost(lost); });
+  last_words.emplace([this] { write_last_words(); });
 }
 
 }  // namespace nanlocator

@@ -221,10 +221,9 @@ struct StepDriver::Impl {
   template <typename Work>
   Decision agreed(const Work& work) {
     constexpr auto kReason = "The ranks could not agree on this step: ";
+    Decision decision = Decision::proceed;
     try {
-      const auto decision = work();
-      if (decision != Decision::stop) step.decision = decision;  // else the step is over
-      return decision;
+      decision = work();
     } catch (const AgreementError& error) {
       conclude_alone(kReason + std::string(error.what()), Failure::of_peers);
       throw;
@@ -232,6 +231,13 @@ struct StepDriver::Impl {
       conclude_alone(kReason + std::string(error.what()), Failure::own);
       throw;
     }
+    const auto rerun_error = rerun.take_error();
+    if (decision != Decision::stop) {
+      step.decision = decision;
+    } else if (rerun_error) {  // the step is over, for a reason of this rank's own
+      std::rethrow_exception(rerun_error);
+    }
+    return decision;
   }
 
   template <typename IsRoutine>
@@ -322,6 +328,7 @@ RerunnableStep StepDriver::rerunnable_step() {
   step.program_code = impl.adapter.program_code;
   step.keep_module_calls = impl.adapter.keep_module_calls;
   step.add_module_call = impl.adapter.add_module_call;
+  step.abort_collectives = impl.adapter.abort_collectives;
   return step;
 }
 

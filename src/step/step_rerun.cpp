@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "step/birth_bundles.hpp"
+#include "step/rerun_guard.hpp"
 
 namespace nanlocator {
 namespace {
@@ -37,6 +38,12 @@ struct ResetAtExit {
   std::unique_ptr<T>& owner;
 };
 
+/// What follows is a traceback.
+std::string first_line_of(const std::exception& error) {
+  const std::string text = error.what();
+  return text.substr(0, text.find('\n'));
+}
+
 std::int64_t count_changed(const std::vector<GradientScanner::Scanned>& first,
                            const std::vector<GradientScanner::Scanned>& second) {
   std::map<std::int64_t, std::uint64_t> before;
@@ -62,6 +69,8 @@ struct StepRerun::Impl {
   std::unique_ptr<GradientScanner> scanner;  // of the pass that runs now
   bool is_scanned_by_owner = false;
   bool are_gradients_changed = false;   // since they were scanned
+  bool is_failure_own = false;          // of the pass that failed: no peer's end
+  std::exception_ptr own_error;         // by which this rank's re-run has failed
   std::optional<double> gradient_norm;  // of that pass
   std::vector<std::string> not_restored;
   std::unique_ptr<OperatorTrace> standing;  // traces steps that cannot be executed again
@@ -77,15 +86,8 @@ struct StepRerun::Impl {
     gradient_norm.reset();
     not_restored = state.restore();
     if (auto changed = changed_data(); !changed.empty()) not_restored.push_back(changed);
-    try {
-      step.clear_gradients();
-      const at::AutoGradMode with_gradients(true);
-      pass.losses = forward_backward();
-    } catch (const std::exception& error) {
-      pass.problem = error.what();
-      pass.error = std::current_exception();
-      return pass;  // the device may have failed
-    }
+    execute(forward_backward, pass);
+    if (pass.error) return pass;  // the device may have failed
     if (!is_scanned_by_owner) {
       scanner->scan(Phase::grad_local, kOnlyGroup, "grad", step.gradients());
     }
@@ -97,6 +99,25 @@ struct StepRerun::Impl {
     if (pass.is_bad) pass.bad_parameters = bad_local_gradients();
     pass.is_bad = pass.is_bad || (gradient_norm && !std::isfinite(*gradient_norm));
     return pass;
+  }
+
+  void execute(const std::function<std::vector<NamedTensor>()>& forward_backward, Pass& pass) {
+    auto guard = locator.guard_rerun(step.abort_collectives);
+    try {
+      step.clear_gradients();
+      const at::AutoGradMode with_gradients(true);
+      pass.losses = forward_backward();
+    } catch (const std::exception& error) {
+      pass.problem = first_line_of(error);
+      pass.error = std::current_exception();
+      const auto why_aborted = guard ? guard->problem() : "";
+      if (!why_aborted.empty()) pass.problem = "its collectives were aborted, as " + why_aborted;
+      is_failure_own = why_aborted.empty() && !is_failure_of_peers(pass.problem);
+    } catch (...) {  // an interrupt: it leaves the step, too
+      guard.reset();
+      locator.rerun_has_failed("it was interrupted");
+      throw;
+    }
   }
 
   std::string changed_data() const {
@@ -175,6 +196,7 @@ struct StepRerun::Impl {
 
   bool has_ended_early(const Pass& pass) {
     if (!pass.error) return locator.has_rerun_ended_early();
+    if (is_failure_own) own_error = pass.error;
     locator.rerun_has_failed(pass.problem);
     try {
       return locator.has_rerun_ended_early();
@@ -194,8 +216,15 @@ struct StepRerun::Impl {
     }
   }
 
+  /// Replays and bundles take their time: the other ranks know the births before.
   void keep(const Explanation& explanation) {
-    auto births = keep_births(explanation, locator, locator.iteration(), step.add_module_call);
+    std::vector<Birth> births;
+    for (const auto& traced : explanation.births) {
+      births.push_back(traced.birth);
+      births.back().sighting.iteration = locator.iteration();
+    }
+    if (!births.empty()) locator.set_births(std::move(births));
+    births = keep_births(explanation, locator, locator.iteration(), step.add_module_call);
     if (!births.empty()) locator.set_births(std::move(births));
   }
 };
@@ -221,6 +250,10 @@ void StepRerun::set_step(RerunnableStep step) {
 
 void StepRerun::save() {
   if (impl_->locator.options().rerun != RerunPolicy::never) impl_->state.save();
+}
+
+std::exception_ptr StepRerun::take_error() noexcept {
+  return std::exchange(impl_->own_error, nullptr);
 }
 
 bool StepRerun::is_running() const noexcept {
@@ -306,11 +339,11 @@ bool StepRerun::run_again() {
       if (impl.has_ended_early(kept)) impl.give_up();
     }
   }
+  const bool is_clean_now = rerun.control_reproduced == false;
+  locator.set_rerun(std::move(rerun));
   if (explanation) impl.keep(*explanation);
   if (was_tracing) trace_from_now_on();
   StepState::set_generator_states(generators);
-  const bool is_clean_now = rerun.control_reproduced == false;
-  locator.set_rerun(std::move(rerun));
   return is_clean_now;
 }
 

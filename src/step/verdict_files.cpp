@@ -43,6 +43,11 @@ void VerdictFiles::now_in(Activity activity, std::int64_t iteration) {
   iteration_ = iteration;
 }
 
+Activity VerdictFiles::activity() const {
+  const std::lock_guard lock(mutex_);
+  return activity_;
+}
+
 void VerdictFiles::write(Verdict& verdict, VerdictScope scope, std::string_view state,
                          const std::string& archive) {
   const std::lock_guard lock(mutex_);

@@ -22,6 +22,7 @@ namespace nanlocator {
 
 /// The state of a run that ranks are missing from, in status.json; others are `outcome_of`'s.
 inline constexpr std::string_view kRankLost = "rank_lost";
+inline constexpr std::string_view kTerminated = "terminated";  // by SIGTERM
 
 /// Whose ledgers a verdict is made of.
 enum class VerdictScope {
@@ -37,6 +38,7 @@ class VerdictFiles {
   /// Where this rank stands, for what the monitor writes. What was reported of another step is
   /// over.
   void now_in(Activity activity, std::int64_t iteration);
+  [[nodiscard]] Activity activity() const;
 
   /// Training's verdict on the current step, which gets the lost ranks by name and what could not
   /// be written as notes. `state` is for status.json ("stopped", ...). It is verdict.json,

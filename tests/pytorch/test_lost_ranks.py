@@ -214,3 +214,64 @@ def all_end_in_good_order(rank, world_size):
 def test_a_rank_that_ends_earlier_in_good_order_is_not_lost():
     first, _, third = run_ranks(3, all_end_in_good_order)
     assert first == third == ["run.json"]
+
+
+def one_rank_is_terminated(rank, world_size, is_in_rerun, has_handler):
+    if has_handler and rank == 1:
+        signal.signal(signal.SIGTERM, lambda number, frame: Path("handled").touch() or os._exit(0))
+    model = torch.nn.Linear(4, 4)
+    optimizer = nanlocator.LocatingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, output_dir="run", gather_deadline=60.0
+    )
+    calls = 0
+
+    def closure():
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        (model(torch.ones(2, 4)).sum() * (float("nan") if rank == 1 else 1)).backward()
+        if calls == 1 + is_in_rerun and rank == (1 if is_in_rerun else 0):
+            if not is_in_rerun:
+                time.sleep(1.0)  # the other one waits in the agreement
+                os.kill(int(Path("process").read_text()), signal.SIGTERM)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGTERM)
+            ctypes.PyDLL(None).sleep(60)
+        return torch.zeros(())
+
+    if rank == 1:
+        excuse(0, 1)
+        Path("process").write_text(str(os.getpid()))
+    dist.barrier()
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("is_in_rerun", [False, True], ids=["agreement", "rerun"])
+def test_a_rank_that_sigterm_ends_leaves_its_ledger_and_a_partial_verdict(is_in_rerun):
+    results = run_ranks(2, one_rank_is_terminated, is_in_rerun, False)
+    assert results[1] is None
+    verdict = json.loads(Path("run/a0/verdict_rank1.json").read_text())
+    assert verdict["status"] == "partial"
+    assert 1 in verdict["origins"][0]["candidates"]
+    assert any("SIGTERM ended rank 1" in note for note in verdict["notes"]), verdict["notes"]
+    ledgers = [path.read_text() for path in Path("run/a0").glob("ledger_*dp1*.jsonl")]
+    assert '"first_bad"' in "".join(ledgers)
+
+
+def test_a_handler_of_the_program_keeps_sigterm():
+    run_ranks(2, one_rank_is_terminated, False, True)
+    assert Path("handled").exists()
+    assert not any("SIGTERM" in path.read_text() for path in Path("run/a0").glob("*.json*"))
+
+
+def a_forked_child_is_terminated(rank, world_size):
+    make(rank)
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+    os.kill(child, signal.SIGTERM)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_sigterm_ends_a_forked_child_at_once():
+    assert run_ranks(2, a_forked_child_is_terminated) == [-signal.SIGTERM] * 2

@@ -7,6 +7,7 @@ process group, and each rank gets the environment, the folder and the import pat
 
 import ctypes
 import datetime
+import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -32,15 +33,20 @@ class RankServer:
         self._server = multiprocessing.forkserver.ForkServer()
         self._server.set_forkserver_preload([*modules, "before_fork"])
 
-    def run_ranks(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """`function(rank, world_size, *arguments)` on each rank, torch.distributed initialised with gloo.
+    def run_ranks(
+        self, world_size: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo"
+    ) -> list[Any]:
+        """`function(rank, world_size, *arguments)` on each rank, torch.distributed initialised with
+        `backend`: gloo, or a module that registers the backend of its name.
 
         The result of a rank that raised is the exception's (type name, text); of one that died, None.
         """
         port, pipes, processes = free_port(), [], []
         for rank in range(world_size):
             receiver, sender = multiprocessing.Pipe(duplex=False)
-            processes.append(self._start(_run_rank, sender, rank, world_size, port, function, arguments))
+            processes.append(
+                self._start(_run_rank, sender, rank, world_size, port, backend, function, arguments)
+            )
             sender.close()
             pipes.append(receiver)
         _join(processes)
@@ -131,12 +137,14 @@ def _in_environment(environment: dict[str, str], target: Callable[..., None], *a
     target(*arguments)
 
 
-def _run_rank(sender, rank: int, world_size: int, port: int, function, arguments) -> None:
+def _run_rank(sender, rank: int, world_size: int, port: int, backend: str, function, arguments) -> None:
     import torch.distributed as dist
 
+    if backend != "gloo":
+        importlib.import_module(backend)
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, datetime.timedelta(seconds=60))
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=60)
+        backend, store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=60)
     )
     try:
         sender.send(function(rank, world_size, *arguments))

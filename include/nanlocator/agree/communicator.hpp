@@ -35,6 +35,10 @@ namespace nanlocator {
 /// What arrived by the deadline: one entry per rank, empty where a rank stayed silent.
 using Gathered = std::vector<std::optional<std::string>>;
 
+/// True where the text of an error says that a collective or a transfer has failed: a peer may have
+/// gone. gloo and NCCL throw plain std::runtime_errors for it, too.
+[[nodiscard]] bool is_failure_of_peers(std::string_view error) noexcept;
+
 class Communicator {
  public:
   /// `group` reduces the flag (its own time-out bounds that wait); it and `store` are shared with
@@ -69,7 +73,8 @@ class Communicator {
   /// be read or written before `finish_flag`.
   void start_flag(const at::Tensor& flag);
   /// Waits for it; true if any rank's flag was set. Throws AgreementError where the group times out
-  /// or a peer has gone; then no further flag may be started (UsageError).
+  /// or a peer has gone (on a device: has said how it ended, as nothing else ends that wait); then
+  /// no further flag may be started (UsageError).
   [[nodiscard]] bool finish_flag();
 
   /// Writes `value` under `key` for this rank, replacing what was there. Never blocks on other
@@ -78,6 +83,10 @@ class Communicator {
   /// What all ranks published under `key`, waiting until the deadline for those that are missing
   /// and not lost.
   [[nodiscard]] Gathered gather(std::string_view key, Deadline deadline) noexcept;
+  /// Whether any rank, or every rank, has published under `key` by now; false where the Store does
+  /// not answer.
+  [[nodiscard]] bool has_any_published(std::string_view key) noexcept;
+  [[nodiscard]] bool have_all_published(std::string_view key) noexcept;
   /// What `rank` published under `key`; empty where it does not arrive by the deadline, or is lost.
   [[nodiscard]] std::optional<std::string> fetch(std::string_view key, int rank,
                                                  Deadline deadline) noexcept;
@@ -85,6 +94,9 @@ class Communicator {
   /// at the deadline: false. Without rank 0, which opens it, it is false at once.
   bool pass_barrier(std::string_view key, const std::vector<int>& absent,
                     Deadline deadline) noexcept;
+
+  /// Ends what waits in the flag's group, on whichever thread; it reduces no flag any more.
+  void abort() noexcept;
 
   /// Starts the monitor of silent ranks. Every rank calls it, once, after a handshake. `place`:
   /// how the others call this rank. Throws UsageError where it runs already. Returns when the
@@ -98,6 +110,9 @@ class Communicator {
 
  private:
   [[nodiscard]] std::string key_of(std::string_view key, int rank) const;
+  [[nodiscard]] bool has(std::string_view key, std::string_view what) noexcept;
+  [[nodiscard]] std::int32_t read_flag();
+  void throw_where_a_rank_has_ended() const;
   [[nodiscard]] std::vector<int> lost() const;
   [[nodiscard]] bool is_lost(int rank) const;
   [[nodiscard]] bool has_come_but_for(std::string_view key, std::vector<int> absent) const;
@@ -108,6 +123,7 @@ class Communicator {
   std::unique_ptr<RankMonitor> monitor_;
   c10::intrusive_ptr<c10d::Work> pending_;
   at::Tensor flag_;                // kept alive while the reduction writes it
+  at::Tensor host_flag_;           // pinned, where flags are on a device
   bool is_group_usable_ = true;    // no flag reduction has failed
   std::set<std::string> counted_;  // keys that this rank has published
   int agreements_ = 0;  // handshakes and broadcasts so far: the same number on every rank

@@ -92,6 +92,9 @@ class RankMonitor {
   /// others take it to be connecting, which may need seconds.
   void wait_for_first_heartbeat() const;
   [[nodiscard]] std::vector<LostRank> lost() const;
+  /// Whether `rank` answers, and its latest heartbeat says that it is busy with a finding of this
+  /// iteration (`rerun` or `gathering`).
+  [[nodiscard]] bool is_locating(int rank, std::int64_t iteration) const;
   /// Why the monitor has ended before its time; "": it has not.
   [[nodiscard]] std::string problem() const;
   /// Waits until a rank is lost, the monitor has ended or the deadline is there; gives `lost()`.

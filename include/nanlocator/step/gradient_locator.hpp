@@ -9,6 +9,7 @@
 #include <array>
 #include <chrono>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -93,6 +94,8 @@ class NonFiniteGradientError : public Error {
   Verdict verdict_;
 };
 
+class RerunGuard;
+
 class GradientLocator {
  public:
   /// Agrees with all ranks on version and options, creates output_dir/a{attempt}, writes this
@@ -146,7 +149,8 @@ class GradientLocator {
   void set_loss_scale(double loss_scale, bool falls_on_overflow);
   /// A sentence for this step's ledger.
   void add_note(std::string note);
-  /// What was seen being born in this step, for its ledger; replaces what was there.
+  /// What was seen being born in this step, for its ledger; replaces what was there. In a re-run it
+  /// also replaces what stands for this rank until it concludes (`keep_first_pass`).
   void set_births(std::vector<Birth> births);
   /// What crossed between the ranks in this step (bad ones and how many were scanned), and the
   /// microbatches that this rank drew, for its ledger; replaces what was there. The ledger puts
@@ -174,11 +178,16 @@ class GradientLocator {
   /// Before a re-run: what this rank has seen is on disk and in the Store, so that a re-run that
   /// fails, on this rank or another, costs no evidence. Waits for the devices.
   void keep_first_pass();
+  /// Watches over a pass of the re-run until it is destroyed, which must be when the pass has
+  /// ended; null where there is one rank. See step/rerun_guard.hpp. `abort` (may be empty) ends the
+  /// collectives in which this process waits, on a thread of its own. Where even that does not
+  /// bring the training thread back, this finding is concluded without it, and the process ends.
+  [[nodiscard]] std::unique_ptr<RerunGuard> guard_rerun(std::function<void()> abort);
   /// This rank's re-run has ended by an error. Informs the other ranks, and touches no device: from
   /// here on this rank's ledger is that of the first pass.
   void rerun_has_failed(const std::string& problem);
   /// Whether the re-run ended early on any rank, by an error or by its end: rank 0 decides for all.
-  /// It waits as long as ranks that answer are at work, ten gather_deadlines at most. No
+  /// It waits as long as ranks answer and are at work: no re-run hangs (`guard_rerun`). No
   /// collective: where a rank is gone, some passes have ended by its lost connections, and others
   /// still wait.
   /// Throws AgreementError where rank 0 says nothing.
@@ -196,8 +205,9 @@ class GradientLocator {
   /// where set_gradient_norm's number is not finite. Where the run stops (`outcome_of`), it returns
   /// when every living rank has come so far: nobody's end breaks another one's connections. Returns
   /// within about three times gather_deadline whoever is dead, and within one of a rank's death
-  /// where the monitor notices it; a disk that cannot be written is a note in the verdict. Does not
-  /// throw for policy: the caller raises. The reference is valid until the next finding.
+  /// where the monitor notices it; for a rank that answers and is still busy with this finding (a
+  /// replay, a bundle) it waits twenty; a disk that cannot be written is a note in the verdict.
+  /// Does not throw for policy: the caller raises. The reference is valid until the next finding.
   const Verdict& conclude();
   /// The same without the other ranks (an exception is on its way on this one): this rank's ledger
   /// is written and published, the verdict is `partial` (verdict_rank{r}.json). The step's findings

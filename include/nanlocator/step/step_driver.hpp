@@ -87,6 +87,8 @@ struct StepAdapter {
   std::function<void(const std::vector<Birth>&, const std::function<void()>& run)>
       keep_module_calls;
   std::function<void(const Birth&, Bundle&, StorageCollector&, BundleContents&)> add_module_call;
+  /// See RerunnableStep; may be empty.
+  std::function<void()> abort_collectives;
   /// Empty where there is no loss scaler, on all ranks alike; nullopt where it has seen no
   /// overflow.
   std::function<std::optional<LossScale>()> loss_scale;

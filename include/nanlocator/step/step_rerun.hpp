@@ -12,6 +12,7 @@
 // bad one is reported. Thread: the training thread.
 #pragma once
 
+#include <exception>
 #include <functional>
 #include <memory>
 #include <span>
@@ -47,6 +48,10 @@ struct RerunnableStep {
   std::function<void(const std::vector<Birth>&, const std::function<void()>& run)>
       keep_module_calls;
   std::function<void(const Birth&, Bundle&, StorageCollector&, BundleContents&)> add_module_call;
+  /// Ends the collectives in which this process waits, on whichever thread and in whichever groups;
+  /// called on another one, where a re-run cannot be completed. Empty: only the communicator's
+  /// group is aborted.
+  std::function<void()> abort_collectives;
 };
 
 enum class CanRerun {
@@ -77,6 +82,10 @@ class StepRerun {
   /// the gradients are those of the last pass, which ran untraced.
   bool find_births(CanRerun can_rerun, const std::vector<GradientView>& results,
                    std::string_view why_no_pass);
+
+  /// What ended this rank's latest re-run, where it was no failure of another rank; null otherwise,
+  /// and when it was taken.
+  [[nodiscard]] std::exception_ptr take_error() noexcept;
 
   /// A pass of the re-run runs now.
   [[nodiscard]] bool is_running() const noexcept;
