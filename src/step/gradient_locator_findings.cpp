@@ -149,11 +149,11 @@ Ledger GradientLocator::Impl::make_ledger(std::vector<std::string> extra_notes) 
   return ledger;
 }
 
-/// A device on which the re-run has failed is not asked again.
+/// Scans of a step that was re-run have been read before it: a device on which it has failed is not
+/// asked again.
 Ledger GradientLocator::Impl::ledger_of_conclusion(std::vector<std::string> extra_notes) {
-  if (!has_rerun_failed || !first_pass) return make_ledger(std::move(extra_notes));
+  if (!first_pass) return make_ledger(std::move(extra_notes));
   auto ledger = *first_pass;
-  ledger.rerun = rerun;
   ledger.notes = notes;
   for (auto& note : extra_notes) ledger.notes.push_back(std::move(note));
   return ledger;

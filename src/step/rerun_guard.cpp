@@ -64,7 +64,7 @@ std::string RerunGuard::standstill(Communicator& communicator, const std::string
     text += (text.empty() ? "" : "; ") + std::string(those.size() == 1 ? "rank " : "ranks ") +
             describe_ranks(those) + " " + (op.empty() ? "none" : op);
   }
-  return "In the re-run of the step no operator was begun any more: the latest was: " + text + ".";
+  return "In the re-run of the step no operator was begun any more; the latest were: " + text + ".";
 }
 
 std::string RerunGuard::problem() const {

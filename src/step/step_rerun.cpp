@@ -76,37 +76,27 @@ struct StepRerun::Impl {
   std::unique_ptr<OperatorTrace> standing;  // traces steps that cannot be executed again
   int traced_steps = 0;                     // since it began
 
-  /// The step once more, from where it began. Does not throw for what the step throws.
-  Pass run(const std::function<std::vector<NamedTensor>()>& forward_backward) {
+  /// The step once more, from where it began, then what is to be asked of its gradients. Does not
+  /// throw for what the step throws, nor for a device that fails.
+  Pass run(const std::function<std::vector<NamedTensor>()>& forward_backward,
+           const std::function<void(const Pass&)>& when_bad = {}) {
     Pass pass;
     scanner = std::make_unique<GradientScanner>(locator.map(), threads);
     const ResetAtExit<GradientScanner> is_over(scanner);  // also where an interrupt ends the pass
     scanner->begin_step();
     is_scanned_by_owner = are_gradients_changed = false;
     gradient_norm.reset();
-    not_restored = state.restore();
-    if (auto changed = changed_data(); !changed.empty()) not_restored.push_back(changed);
-    execute(forward_backward, pass);
-    if (pass.error) return pass;  // the device may have failed
-    if (!is_scanned_by_owner) {
-      scanner->scan(Phase::grad_local, kOnlyGroup, "grad", step.gradients());
-    }
-    std::vector<LossView> losses;
-    for (const auto& loss : pass.losses) losses.push_back({loss.tensor, {}, {}, {}});
-    scanner->scan_losses(losses);
-    pass.scanned = scanner->scanned_gradients();
-    pass.is_bad = scanner->flag(at::kCPU).item<std::int32_t>() != 0;
-    if (pass.is_bad) pass.bad_parameters = bad_local_gradients();
-    pass.is_bad = pass.is_bad || (gradient_norm && !std::isfinite(*gradient_norm));
-    return pass;
-  }
-
-  void execute(const std::function<std::vector<NamedTensor>()>& forward_backward, Pass& pass) {
     auto guard = locator.guard_rerun(step.abort_collectives);
     try {
+      not_restored = state.restore();
+      if (auto changed = changed_data(); !changed.empty()) not_restored.push_back(changed);
       step.clear_gradients();
-      const at::AutoGradMode with_gradients(true);
-      pass.losses = forward_backward();
+      {
+        const at::AutoGradMode with_gradients(true);
+        pass.losses = forward_backward();
+      }
+      scan_results(pass);
+      if (pass.is_bad && when_bad) when_bad(pass);
     } catch (const std::exception& error) {
       pass.problem = first_line_of(error);
       pass.error = std::current_exception();
@@ -118,6 +108,21 @@ struct StepRerun::Impl {
       locator.rerun_has_failed("it was interrupted");
       throw;
     }
+    return pass;
+  }
+
+  /// A kernel that has failed is heard of here, where its device is first waited for.
+  void scan_results(Pass& pass) {
+    if (!is_scanned_by_owner) {
+      scanner->scan(Phase::grad_local, kOnlyGroup, "grad", step.gradients());
+    }
+    std::vector<LossView> losses;
+    for (const auto& loss : pass.losses) losses.push_back({loss.tensor, {}, {}, {}});
+    scanner->scan_losses(losses);
+    pass.scanned = scanner->scanned_gradients();
+    pass.is_bad = scanner->flag(at::kCPU).item<std::int32_t>() != 0;
+    if (pass.is_bad) pass.bad_parameters = bad_local_gradients();
+    pass.is_bad = pass.is_bad || (gradient_norm && !std::isfinite(*gradient_norm));
   }
 
   std::string changed_data() const {
@@ -286,6 +291,7 @@ bool StepRerun::run_again() {
   const auto first = locator.scanned_gradients();
   const auto generators = impl.state.generator_states();
   locator.keep_first_pass();
+  impl.own_error = nullptr;
   Rerun rerun;
 
   Pass traced;
@@ -294,16 +300,16 @@ bool StepRerun::run_again() {
   {
     impl.stop_tracing();  // one trace at a time; armed again below
     const auto trace = impl.make_trace();
-    traced = impl.run(impl.step.run);
-    if (trace && traced.is_bad) {
+    traced = impl.run(impl.step.run, [&](const Pass& pass) {
+      if (!trace) return;
       auto gradients = impl.step.gradients();
       if (impl.are_gradients_changed) {
         std::erase_if(gradients, [&](const GradientView& view) {
-          return !std::ranges::binary_search(traced.bad_parameters, view.parameter);
+          return !std::ranges::binary_search(pass.bad_parameters, view.parameter);
         });
       }
-      explanation = trace->explain(traced.losses, impl.named(gradients));
-    }
+      explanation = trace->explain(pass.losses, impl.named(gradients));
+    });
   }
   rerun.not_restored = impl.not_restored;
   rerun.gradients = static_cast<std::int64_t>(traced.scanned.size());
