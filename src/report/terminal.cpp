@@ -119,6 +119,15 @@ std::string cause_text(const Origin& origin) {
   return text;
 }
 
+void add_steps(Page& page, const std::vector<Step>& steps, int indent) {
+  for (std::size_t i = 0; i < steps.size(); ++i) {
+    const std::string number = steps.size() == 1 ? "" : std::to_string(i + 1) + ". ";
+    const std::string text = number + steps[i].text + (steps[i].command.empty() ? "" : ":");
+    page.row(i == 0 ? "action" : " ", text, indent);
+    if (!steps[i].command.empty()) page.line(" ", steps[i].command, indent);
+  }
+}
+
 void add_origin(Page& page, const Verdict& verdict, const Origin& origin, std::size_t most_evidence,
                 int indent, const std::string& run_dir) {
   page.row("cause", cause_text(origin), indent);
@@ -149,8 +158,10 @@ void add_origin(Page& page, const Verdict& verdict, const Origin& origin, std::s
   if (is_consequence) parameter += " (the first gradient that it reached)";
   if (!parameter.empty()) page.row("parameter", parameter, indent);
   page.row("owner", owner_of(origin), indent);
-  const std::string action = action_of(verdict, origin);
-  if (!action.empty()) page.row("action", action, indent);
+  if (const std::string link = link_of(verdict, origin); !link.empty()) {
+    page.row("link", link, indent);
+  }
+  add_steps(page, steps_of(verdict, origin), indent);
   if (!origin.bundle.empty()) {
     const std::string folder = run_dir.empty() ? "" : run_dir + "/";
     page.line("replay", "nanlocator replay " + shell_word(folder + origin.bundle), indent);
@@ -180,6 +191,10 @@ std::string format(const Verdict& verdict, const TerminalStyle& style, const Amo
   const bool is_quiet =
       verdict.status == VerdictStatus::clean || verdict.status == VerdictStatus::benign;
   page.headline(headline_of(verdict), is_quiet ? kGreen : verdict.origins.empty() ? kYellow : kRed);
+  if (const std::string job = job_of(verdict); !job.empty()) page.row("job", job, 2);
+  if (const std::string restart = restart_of(verdict); !restart.empty()) {
+    page.row("restart", restart, 2);
+  }
   if (verdict.origins.size() == 1) {
     add_origin(page, verdict, verdict.origins.front(), most.evidence, 2, style.run_dir);
   } else {
@@ -198,7 +213,6 @@ std::string format(const Verdict& verdict, const TerminalStyle& style, const Amo
     page.row("ranks", ranks, 2);
   }
   if (const std::string spread = spread_of(verdict); !spread.empty()) page.row("spread", spread, 2);
-  if (const std::string job = job_of(verdict); !job.empty()) page.row("job", job, 2);
   if (!verdict.silent_ranks.empty()) {
     page.row("silent",
              "no answer from " + count_text(verdict.silent_ranks.size(), "rank") + ": " +
