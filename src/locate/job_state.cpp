@@ -97,6 +97,8 @@ JobState job_state_of(const Incident& incident, const std::vector<Origin>& origi
     if (!advice.before) continue;
     job.restart_before = std::min(*advice.before, job.restart_before.value_or(*advice.before));
   }
+  const bool has_bad_weights = job.are_weights_finite == false;
+  if (has_bad_weights && job.restart < Restart::before_step) job.restart = Restart::check_first;
   if (job.restart != Restart::before_step) job.restart_before.reset();
   return job;
 }

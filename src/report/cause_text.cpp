@@ -475,9 +475,8 @@ std::vector<std::string> steps_text(const Origin& origin) {
       return {"test the memory of " + ranks + " before using the device again",
               "look for a kernel that writes out of bounds"};
     case Action::test_device:
-      return {"restart from the last checkpoint and note the device of " + ranks,
-              "if the same device fails again, take it out; if another does, look for a race or a "
-              "kernel that is not deterministic"};
+      return {"note the device of " + ranks + ", and take it out if it fails again",
+              "if another device fails, look for a race or a kernel that is not deterministic"};
     case Action::find_race:
       return {"look for a race: the fault needs the timing of an untraced run",
               "run with CUDA_LAUNCH_BLOCKING=1, then without overlapped communication; gone in "

@@ -390,10 +390,9 @@ std::string plain_text(const Fact& fact) {
              ": it was damaged between that and this step's end";
     case peers_finite:
       return fact.op + (fact.module.empty() ? "" : " of module " + fact.module) + " on " +
-             ranks_text(fact.peers) +
-             ", the tensor-parallel peers, made nothing bad: its input differs there, or is "
-             "another "
-             "part of the tensor";
+             ranks_text(fact.peers) + ", the tensor-parallel " +
+             (fact.peers.size() == 1 ? "peer" : "peers") +
+             ", made nothing bad: its input differs there, or is another part of the tensor";
     case gathered_from_owner:
       return "the optimizer of " + ranks_text(fact.ranks) +
              " updates this part of the parameter: " + ranks_text(fact.peers) +

@@ -16,7 +16,6 @@ namespace {
 
 constexpr const char* kPort = "29400";  // torchrun's own choice
 constexpr std::size_t kMostCleanNames = 4;
-constexpr std::size_t kMostRankColumns = 100;
 
 /// "NaN", "Inf", "-Inf", or "NaN and Inf": what the tensor held.
 std::string what_of(const Origin& origin) {
@@ -29,13 +28,6 @@ std::string what_of(const Origin& origin) {
   const bool has_inf = tensor.pos_inf + tensor.neg_inf > 0;
   if (tensor.nan > 0) return has_inf ? "NaN and " + inf : "NaN";
   return has_inf ? inf : "NaN or Inf";
-}
-
-/// "0-3, 9", cut where it is long.
-std::string short_list(const std::vector<int>& ranks) {
-  std::string text = describe_ranks(ranks);
-  if (text.size() <= kMostRankColumns) return text;
-  return text.substr(0, text.rfind(',', kMostRankColumns)) + ", ...";
 }
 
 /// Bad before any code of the step ran: what the step does with it is no cause.
@@ -127,7 +119,10 @@ std::string headline_of(const Verdict& verdict) {
 }
 
 std::string code_of(const Origin& origin) {
-  if (!origin.code) return "not recorded";
+  // Of what no operator of the program computed there is no line.
+  const bool is_computed = !origin.op.empty() && origin.tensor && origin.tensor->role != "sent" &&
+                           origin.tensor->role != "received";
+  if (!origin.code) return is_computed ? "not recorded" : "";
   return (was_there_before(origin) ? "read first, not the cause: " : "") + code_text(*origin.code);
 }
 
@@ -237,7 +232,8 @@ std::string link_of(const Verdict& verdict, const Origin& origin) {
       std::ranges::find(origin.alternatives, Suspect::link) != origin.alternatives.end();
   if (!may_be_link || !verdict.layout) return "";
   for (const FactKind kind :
-       {FactKind::message_changed, FactKind::collective_changed, FactKind::copies_clean}) {
+       {FactKind::message_changed, FactKind::own_copy_bad, FactKind::collective_changed,
+        FactKind::clean_before_reduction, FactKind::copies_clean}) {
     const Fact* const fact = find_fact(origin.facts, kind);
     if (fact == nullptr) continue;
     std::vector<int> others;
@@ -291,6 +287,9 @@ std::string job_of(const Verdict& verdict) {
   const Course course = course_of(verdict);
   if (course == Course::unknown) return "";
   if (verdict.status == VerdictStatus::benign) return "goes on: the scaler skips this step";
+  if (course != Course::stops && job.are_weights_updated == true) {
+    return "goes on; the weights have the update of " + step + policy;
+  }
   if (job.on_bad == "skip") return "goes on without the update of " + step + policy;
   if (course != Course::stops) {
     return (verdict.rerun.reproduced == false ? "goes on with the finite gradients of the re-run"

@@ -74,6 +74,21 @@ TEST(JobState, TheWorstOfSeveralOriginsCounts) {
   EXPECT_FALSE(state.restart_before);
 }
 
+TEST(JobState, NoCheckpointIsCalledSafeWhereAWeightIsBad) {
+  std::vector ledgers = {ledger_of()};
+  Sighting weight;
+  weight.phase = Phase::params_before;
+  weight.role = "weight";
+  weight.parameter_id = 0;
+  weight.shape = {4};
+  weight.stats = {.numel = 4, .nan = 1, .first_bad = 2};
+  ledgers[0].sightings = {weight};
+  const auto gone = origin_of(Cause::not_reproduced, Phase::backward);
+  const auto state = job_state_of(Incident(ledgers, 1), {gone}, {true, false, {}});
+  EXPECT_EQ(state.are_weights_finite, false);
+  EXPECT_EQ(state.restart, Restart::check_first);
+}
+
 TEST(JobState, WithASilentRankNobodyKnowsWhetherAllWeightsAreFinite) {
   std::vector ledgers = {ledger_of()};
   ledgers[0].coordinates.world_size = 2;

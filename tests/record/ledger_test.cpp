@@ -148,7 +148,7 @@ TEST(Ledger, IsOneJsonValuePerLineAndNamesItsVersion) {
   ASSERT_EQ(lines.size(), 1u + 2 + 3 + 2 + 2 + 2 + 4 + 1 + 1 + 1 + 1 + 1);
   EXPECT_THAT(lines.front(), HasSubstr(R"({"record":"ledger","version":1,)"));
   EXPECT_THAT(lines.front(), HasSubstr(R"("gradient_norm":"inf")"));
-  EXPECT_THAT(lines.back(), HasSubstr(R"({"record":"end","lines":18,"crc32":")"));
+  EXPECT_THAT(lines.back(), HasSubstr(R"({"record":"end","lines":19,"crc32":")"));
 }
 
 TEST(Ledger, SeveralLedgersFollowOneAnother) {

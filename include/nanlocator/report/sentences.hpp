@@ -28,7 +28,7 @@ namespace nanlocator {
 /// "place: high; cause: open (a link, the memory of rank 7)".
 [[nodiscard]] std::string certainty_of(const Origin& origin);
 [[nodiscard]] std::string owner_of(const Origin& origin);
-/// "model.py:412 in forward", or "not recorded".
+/// "model.py:412 in forward", "not recorded", or "" of what no operator computed.
 [[nodiscard]] std::string code_of(const Origin& origin);
 /// The origin's facts in the order in which they are told: what was seen, how far it goes, what the
 /// re-run says, what supports it, what is missing.
