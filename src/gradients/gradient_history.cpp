@@ -9,12 +9,11 @@ namespace {
 
 constexpr float kUnseen = std::numeric_limits<float>::quiet_NaN();
 
-/// Sums of squares in fp64 reach beyond what a float holds.
+}  // namespace
+
 float to_float(double number) noexcept {
   return static_cast<float>(std::min<double>(number, std::numeric_limits<float>::max()));
 }
-
-}  // namespace
 
 GradientHistory::GradientHistory(std::size_t parameters)
     : parameters_(parameters),

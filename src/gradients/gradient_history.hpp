@@ -1,4 +1,5 @@
-// The latest steps of every gradient: a ring of facts, filled without a wait and read at a finding.
+// The latest steps of every gradient, or weight: a ring of facts, filled without a wait and read at
+// a finding.
 //
 // 12 bytes a parameter and step, allocated once.
 #pragma once
@@ -13,6 +14,9 @@
 #include "nanlocator/scan/tensor_stats.hpp"
 
 namespace nanlocator {
+
+/// What no float can hold is the largest one: sums of squares in fp64 reach beyond.
+[[nodiscard]] float to_float(double number) noexcept;
 
 class GradientHistory {
  public:

@@ -126,8 +126,10 @@ struct GradientScanner::Impl {
   std::uint64_t scans = 0;  // of this step
 
   std::optional<GradientHistory> gradient_history{};
-  double loss_scale = 1;                    // of this step
-  std::optional<Phase> remembered_phase{};  // of this step; empty: not remembered yet
+  std::optional<GradientHistory> weight_history{};  // where weights are scanned in each step
+  double loss_scale = 1;                            // of this step
+  std::optional<Phase> remembered_phase{};          // of this step; empty: not remembered yet
+  bool remembers_weights = false;                   // of this step
   std::vector<RememberedSlots> remembered{};
 
   DeviceSlots& slots_of(at::Device device) {
@@ -160,12 +162,23 @@ struct GradientScanner::Impl {
     return std::nullopt;
   }
 
-  // Calls visit(group) for this step's groups of the phase that is remembered, later passes last.
+  // Calls visit(group, history, divisor) for this step's groups of the phase that is remembered,
+  // later passes last, and for those of the weights before the step.
   template <class Visit>
-  void visit_remembered(const Visit& visit) const {
+  void visit_remembered(const Visit& visit) {
     for (const auto& [key, group] : groups) {
-      if (group.sequence > 0 && std::get<Phase>(key) == *remembered_phase) visit(group);
+      if (group.sequence == 0) continue;
+      if (std::get<Phase>(key) == *remembered_phase) visit(group, *gradient_history, loss_scale);
+      if (remembers_weights && std::get<Phase>(key) == Phase::params_before) {
+        visit(group, *weight_history, 1.0);
+      }
     }
+  }
+
+  [[nodiscard]] bool has_scanned_weights() const {
+    return std::ranges::any_of(groups, [](const auto& entry) {
+      return entry.second.sequence > 0 && std::get<Phase>(entry.first) == Phase::params_before;
+    });
   }
 
   void add_remembered(DeviceSlots* device, const SlotBatch& batch) {
@@ -184,6 +197,11 @@ struct GradientScanner::Impl {
     if (!phase) return false;
     if (!gradient_history) gradient_history.emplace(map.size());
     if (!gradient_history->begin(*phase, iteration)) return false;
+    remembers_weights = has_scanned_weights();
+    if (remembers_weights) {
+      if (!weight_history) weight_history.emplace(map.size());
+      (void)weight_history->begin(Phase::params_before, iteration);
+    }
     remembered_phase = phase;
     return true;
   }
@@ -194,12 +212,12 @@ struct GradientScanner::Impl {
       const auto stats = slots.device->arrived(slots.first, slots.end - slots.first);
       slots.stats = stats.value_or(std::span<const TensorStats>{});
     }
-    visit_remembered([&](const Group& group) {
+    visit_remembered([&](const Group& group, GradientHistory& history, double divisor) {
       for (const auto& entry : group.entries) {
         const auto& slots = *std::ranges::find(remembered, entry.device, &RememberedSlots::device);
         const auto place = group.batches.at(entry.device).first_slot + entry.place - slots.first;
         if (place >= slots.stats.size()) continue;
-        gradient_history->set(entry.parameter, slots.stats[place], loss_scale);
+        history.set(entry.parameter, slots.stats[place], divisor);
       }
     });
   }
@@ -209,10 +227,10 @@ struct GradientScanner::Impl {
                     const std::map<const DeviceSlots*, std::vector<TensorStats>>& stats) {
     remembered.clear();
     if (!begin_history_row(iteration)) return;
-    visit_remembered([&](const Group& group) {
+    visit_remembered([&](const Group& group, GradientHistory& history, double divisor) {
       for (const auto& entry : group.entries) {
         const auto slot = group.batches.at(entry.device).first_slot + entry.place;
-        gradient_history->set(entry.parameter, stats.at(entry.device)[slot], loss_scale);
+        history.set(entry.parameter, stats.at(entry.device)[slot], divisor);
       }
     });
   }
@@ -264,6 +282,7 @@ void GradientScanner::begin_step() {
   impl_->take_up_remembered();
   impl_->remembered.clear();
   impl_->remembered_phase.reset();
+  impl_->remembers_weights = false;
   impl_->loss_scale = 1;
   for (auto& [device, slots] : impl_->devices) slots->clear_flag();
   for (auto& [key, group] : impl_->groups) {
@@ -345,7 +364,7 @@ void GradientScanner::remember(std::int64_t iteration) {
   if (impl_->remembered_phase || !impl_->begin_history_row(iteration)) return;
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard unobserved(false);
-  impl_->visit_remembered([&](const Group& group) {
+  impl_->visit_remembered([&](const Group& group, GradientHistory&, double) {
     for (const auto& [device, batch] : group.batches) impl_->add_remembered(device, batch);
   });
   for (const auto& slots : impl_->remembered) {
@@ -363,6 +382,11 @@ void GradientScanner::set_loss_scale(double loss_scale) {
 History GradientScanner::history() const {
   if (!impl_->gradient_history) return {};
   return impl_->gradient_history->to_history(impl_->map);
+}
+
+History GradientScanner::weight_history() const {
+  if (!impl_->weight_history) return {};
+  return impl_->weight_history->to_history(impl_->map);
 }
 
 namespace {
@@ -392,13 +416,16 @@ GradientScanner::Collected GradientScanner::collect(std::int64_t iteration) {
   const auto latest_gradients = latest_gradient_phase(in_order);
 
   Collected collected;
-  std::map<Phase, std::set<std::int64_t>> covered;
+  std::map<Phase, std::map<std::int64_t, float>> covered;  // with their largest magnitudes
   for (const auto& [phase, group] : in_order) {
     auto& parameters = covered[phase];
     for (const auto& entry : group->entries) {
-      if (entry.parameter != kNoParameter) parameters.insert(entry.parameter);
       const auto slot = group->batches.at(entry.device).first_slot + entry.place;
       const auto& stat = stats.at(entry.device)[slot];
+      if (entry.parameter != kNoParameter) {
+        auto& largest = parameters[entry.parameter];
+        if (stat.has_finite()) largest = std::max(largest, to_float(stat.absmax));
+      }
       if (phase == latest_gradients && stat.has_finite() &&
           (!collected.absmax || stat.absmax > *collected.absmax)) {
         collected.absmax = stat.absmax;
@@ -414,7 +441,11 @@ GradientScanner::Collected GradientScanner::collect(std::int64_t iteration) {
     }
   }
   for (auto& [phase, parameters] : covered) {
-    collected.coverage.push_back({phase, {parameters.begin(), parameters.end()}});
+    auto& coverage = collected.coverage.emplace_back(Coverage{.phase = phase});
+    for (const auto& [parameter, absmax] : parameters) {
+      coverage.parameters.push_back(parameter);
+      if (phase == Phase::params_before) coverage.absmax.push_back(absmax);
+    }
   }
   return collected;
 }

@@ -54,6 +54,25 @@ void add_copies(const Findings& findings, Origin& origin) {
   origin.facts.push_back(fact_of_copies(findings, *rank, origin, *position));
 }
 
+/// What the clean copies hold: the largest magnitude in them, beside that of the finite elements of
+/// the bad one. No ledger has their value at the bad element: it was written before its rank could
+/// know of it.
+void add_magnitude_of_copies(const Incident& incident, Origin& origin) {
+  const Fact* const clean = find_fact(origin.facts, FactKind::copies_clean);
+  if (clean == nullptr) return;
+  Fact fact{.kind = FactKind::copies_magnitude, .ranks = origin.candidates};
+  for (const int peer : clean->peers) {
+    const RankEvidence* const rank = incident.find(peer);
+    const auto absmax = rank == nullptr ? std::nullopt : rank->weight_absmax(origin.parameter);
+    if (!absmax) continue;
+    fact.peers.push_back(peer);
+    fact.value = std::max(*absmax, fact.value.value_or(0));
+  }
+  if (fact.peers.empty()) return;
+  if (origin.tensor) fact.last_value = origin.tensor->absmax_finite;
+  origin.facts.push_back(std::move(fact));
+}
+
 /// What the optimizers of the candidates keep of the weight: its bad element is in some of it, or
 /// in none. A finite copy that the weight was made from is told apart from finite moments.
 struct Kept {
@@ -120,6 +139,7 @@ void judge_bad_weights(const Findings& findings, std::vector<Origin>& origins) {
   for (Origin& origin : origins) {
     if (origin.cause != Cause::bad_weight || origin.candidates.empty()) continue;
     add_copies(findings, origin);
+    add_magnitude_of_copies(findings.incident(), origin);
     add_update(findings, origin);
   }
 }

@@ -293,6 +293,27 @@ void add_replay(Facts& facts, const Birth& birth) {
   }
 }
 
+Fact maxima_fact(FactKind kind, const Magnitude& weight, const Maxima& maxima) {
+  Fact fact{.kind = kind, .parameter = weight.parameter};
+  for (std::size_t i = 0; i < maxima.iterations.size(); ++i) {
+    fact.values.emplace_back(std::to_string(maxima.iterations[i]), maxima.absmax[i]);
+  }
+  return fact;
+}
+
+/// Of the largest weight: how it became so large.
+void add_maxima(Facts& facts, const Birth& birth) {
+  const Magnitude& largest = *std::ranges::max_element(
+      birth.weights, {}, [](const Magnitude& each) { return each.absmax; });
+  if (!largest.before.iterations.empty()) {
+    facts.push_back(maxima_fact(FactKind::weight_maxima, largest, largest.before));
+    facts.back().value = largest.absmax;
+  }
+  if (!largest.gradient_before.iterations.empty()) {
+    facts.push_back(maxima_fact(FactKind::gradient_maxima, largest, largest.gradient_before));
+  }
+}
+
 Origin origin_of(const Root& root) {
   const Birth& birth = *root.birth;
   const Sighting& place = birth.sighting;
@@ -368,6 +389,7 @@ Origin origin_of(const Root& root) {
       weights.values.emplace_back(weight.parameter, weight.absmax);
     }
     facts.push_back(std::move(weights));
+    add_maxima(facts, birth);
   }
   for (std::size_t i = 0; i < std::min(kMostInputs, birth.operands.size()); ++i) {
     facts.push_back({.kind = FactKind::input, .operand = birth.operands[i]});

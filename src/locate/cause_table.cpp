@@ -215,6 +215,7 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
         {ask_silent_ranks, has<F::received_from_unknown>},
         {ask_silent_ranks, has<F::gathered_from_unknown>},
         {inspect_batch, has<F::all_gradients_bad>},
+        {check_clip, has<F::all_gradients_bad_loss_finite>},
         {inspect_backward, has<F::gradients_bad_to_the_end>},
         {inspect_unordered, has<F::gradient_without_order>},
         {inspect_gradient, has<F::gradient_bad>},

@@ -87,6 +87,19 @@ Status RankEvidence::status(Phase phase, std::string_view name) const {
   return position ? status(phase, *position) : Status::unknown;
 }
 
+std::optional<double> RankEvidence::weight_absmax(std::string_view name) const {
+  const auto position = position_of(name);
+  const auto coverage =
+      std::ranges::find(ledger_->coverage, Phase::params_before, &Coverage::phase);
+  if (!position || coverage == ledger_->coverage.end()) return std::nullopt;
+  const auto& ids = coverage->parameters;
+  const auto found = std::ranges::lower_bound(ids, parameter(*position).id);
+  const auto place = static_cast<std::size_t>(found - ids.begin());
+  const bool is_known =
+      found != ids.end() && *found == parameter(*position).id && place < coverage->absmax.size();
+  return is_known ? std::optional<double>(coverage->absmax[place]) : std::nullopt;
+}
+
 std::span<const BadParameter> RankEvidence::bad(Phase phase) const {
   const auto found = bad_.find(phase);
   if (found == bad_.end()) return {};

@@ -177,6 +177,20 @@ class GradientRules {
     }
   }
 
+  /// One of the ranks looked at the losses of the step, and none saw a bad one.
+  static bool has_finite_loss(const Places& places) {
+    bool has_looked = false;
+    for (const Place* place : places) {
+      if (place->evidence == nullptr) continue;
+      has_looked = has_looked || place->evidence->looked_at(Phase::loss);
+      const auto& sightings = place->evidence->ledger().sightings;
+      if (std::ranges::find(sightings, Phase::loss, &Sighting::phase) != sightings.end()) {
+        return false;
+      }
+    }
+    return has_looked;
+  }
+
   void add_flow_origin(const Lane& lane, const Flow& flow, const Places& places, Phase phase,
                        std::size_t lane_count) {
     const Stage& stage = lane.stages[flow.start.stage];
@@ -211,7 +225,10 @@ class GradientRules {
     Facts& facts = origin.facts;
     if (flow.may_come_from_forward) {
       if (is_one_rank) set_parameter(origin, name, *start.sighting);
-      facts.push_back({.kind = FactKind::all_gradients_bad, .count = count, .parameter = name});
+      facts.push_back({.kind = has_finite_loss(places) ? FactKind::all_gradients_bad_loss_finite
+                                                       : FactKind::all_gradients_bad,
+                       .count = count,
+                       .parameter = name});
       if (phase == Phase::grad_local) facts.push_back({.kind = FactKind::before_collective});
     } else {
       set_parameter(origin, name, *start.sighting);

@@ -14,6 +14,7 @@
 #include "locate/divergence.hpp"
 #include "locate/findings.hpp"
 #include "locate/gradient_rules.hpp"
+#include "locate/job_state.hpp"
 #include "locate/merge_births.hpp"
 #include "locate/reduction_rules.hpp"
 #include "locate/step_rules.hpp"
@@ -157,10 +158,7 @@ class Locator {
   void describe_job() {
     const auto ranks = findings_.incident().ranks();
     if (ranks.empty()) return;
-    verdict_.job.on_bad = ranks.front().ledger().on_bad;
-    verdict_.job.are_weights_updated = std::ranges::any_of(ranks, [](const RankEvidence& rank) {
-      return rank.looked_at(Phase::params_after) || !rank.bad(Phase::params_after).empty();
-    });
+    verdict_.job = job_state_of(findings_.incident(), verdict_.origins, verdict_.rerun);
     JobLayout layout{.first_rank = ranks.front().coordinates()};
     // Silent ranks are not listed, so that a host has as many as its last one's number says.
     for (const RankEvidence& rank : ranks) {

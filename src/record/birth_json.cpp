@@ -51,6 +51,16 @@ nlohmann::json upgraded(const JsonObject& old) {
 
 }  // namespace
 
+void add_maxima_before(std::vector<Birth>& births, const History& gradients, const History& weights,
+                       std::int64_t iteration) {
+  for (Birth& birth : births) {
+    for (Magnitude& weight : birth.weights) {
+      weight.before = maxima_before(weights, weight.parameter, iteration);
+      weight.gradient_before = maxima_before(gradients, weight.parameter, iteration);
+    }
+  }
+}
+
 void read_fields(const JsonObject& object, BadExtent::Indices& indices) {
   read_fields(object, indices, json_fields(&indices));
   if (indices.last < indices.first || indices.count - 1 > indices.last - indices.first) {

@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "nanlocator/record/birth.hpp"
+#include "record/history_json.hpp"
 #include "record/sighting_json.hpp"
 
 namespace nanlocator {
@@ -38,7 +39,9 @@ constexpr auto json_fields(const BadExtent*) {
 
 constexpr auto json_fields(const Magnitude*) {
   return std::tuple(JsonField("parameter", &Magnitude::parameter),
-                    JsonField("absmax", &Magnitude::absmax));
+                    JsonField("absmax", &Magnitude::absmax),
+                    JsonAdded(JsonField("before", &Magnitude::before)),
+                    JsonAdded(JsonField("gradient_before", &Magnitude::gradient_before)));
 }
 
 constexpr auto json_fields(const Reached*) {

@@ -266,17 +266,43 @@ HistorySummary summary_of(const History& history) {
   return summary;
 }
 
+Maxima maxima_before(const History& history, std::string_view name, std::int64_t iteration) {
+  constexpr std::size_t kMost = 5;
+  Maxima maxima;
+  const auto found = std::ranges::find(history.parameters, name, &ParameterHistory::name);
+  if (found == history.parameters.end()) return maxima;
+  for (std::size_t step = 0; step < history.iterations.size(); ++step) {
+    if (history.iterations[step] >= iteration || !std::isfinite(found->absmax[step])) continue;
+    maxima.iterations.push_back(history.iterations[step]);
+    maxima.absmax.push_back(found->absmax[step]);
+  }
+  const auto cut =
+      static_cast<std::ptrdiff_t>(maxima.absmax.size() - std::min(maxima.absmax.size(), kMost));
+  maxima.iterations.erase(maxima.iterations.begin(), maxima.iterations.begin() + cut);
+  maxima.absmax.erase(maxima.absmax.begin(), maxima.absmax.begin() + cut);
+  return maxima;
+}
+
+/// A list of steps that were seen has no null.
+static void check_seen(const JsonObject& object, const std::vector<float>& numbers) {
+  if (std::ranges::all_of(numbers, [](float number) { return std::isfinite(number); })) return;
+  throw FormatError(object.where() + ": a summary lists the steps that were seen, without null");
+}
+
+void read_fields(const JsonObject& object, Maxima& maxima) {
+  read_fields(object, maxima, json_fields(&maxima));
+  check_iterations(object, maxima.iterations);
+  check_length(object, "absmax", maxima.absmax.size(), maxima.iterations.size());
+  check_seen(object, maxima.absmax);
+}
+
 void read_fields(const JsonObject& object, HistorySummary& summary) {
   read_fields(object, summary, json_fields(&summary));
   check_iterations(object, summary.iterations);
   check_length(object, "absmax", summary.absmax.size(), summary.iterations.size());
   check_length(object, "norm", summary.norm.size(), summary.iterations.size());
-  for (const auto* numbers : {&summary.absmax, &summary.norm}) {
-    if (!std::ranges::all_of(*numbers, [](float number) { return std::isfinite(number); })) {
-      throw FormatError(object.where() +
-                        ": a summary lists the steps that were seen, without null");
-    }
-  }
+  check_seen(object, summary.absmax);
+  check_seen(object, summary.norm);
 }
 
 std::string to_jsonl(const History& history) {

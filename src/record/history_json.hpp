@@ -36,6 +36,13 @@ constexpr auto json_fields(const ParameterHistory*) {
                     JsonField("nonfinite", &P::nonfinite));
 }
 
+constexpr auto json_fields(const Maxima*) {
+  return std::tuple(JsonField("iterations", &Maxima::iterations),
+                    FloatsField<Maxima>{"absmax", &Maxima::absmax});
+}
+/// Throws FormatError also for lists that are not of the same length, and for null in them.
+void read_fields(const JsonObject& object, Maxima& maxima);
+
 constexpr auto json_fields(const HistorySummary*) {
   using H = HistorySummary;
   return std::tuple(JsonField("iterations", &H::iterations), FloatsField<H>{"absmax", &H::absmax},

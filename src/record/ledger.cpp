@@ -30,12 +30,16 @@ constexpr auto json_fields(const ParameterRecord*) {
 
 constexpr auto json_fields(const Coverage*) {
   return std::tuple(JsonField("phase", &Coverage::phase),
-                    JsonField("parameters", &Coverage::parameters));
+                    JsonField("parameters", &Coverage::parameters),
+                    JsonAdded(FloatsField<Coverage>{"absmax", &Coverage::absmax}));
 }
 void read_fields(const JsonObject& object, Coverage& coverage) {
   read_fields(object, coverage, json_fields(&coverage));
   if (!std::ranges::is_sorted(coverage.parameters)) {
     throw FormatError(object.where("parameters") + ": the ids are not in ascending order");
+  }
+  if (!coverage.absmax.empty() && coverage.absmax.size() != coverage.parameters.size()) {
+    throw FormatError(object.where("absmax") + ": not one for each of the parameters");
   }
 }
 

@@ -198,14 +198,31 @@ std::string ranks_or(const std::vector<int>& ranks, const char* otherwise) {
   return ranks.empty() ? otherwise : ranks_text(ranks);
 }
 
-std::string widen_text(const Origin& origin) {
-  std::string text =
-      "run " + module_of(origin) + " in fp32, or find what makes its inputs so large";
-  if (origin.tensor && origin.tensor->dtype == "float16" && !origin.module.empty()) {
-    text += "; under autocast: nanlocator.transformers.no_autocast(model.get_submodule(\"" +
-            origin.module + "\"))";
+/// " (the weight x: 3e+24 now, 0.11 in step 11)": to compare with the step before.
+std::string maxima_before_of(const Origin& origin) {
+  for (const FactKind kind : {FactKind::weight_maxima, FactKind::gradient_maxima}) {
+    const Fact* const fact = find_fact(origin.facts, kind);
+    if (fact == nullptr || fact->values.empty()) continue;
+    const auto& [step, value] = fact->values.back();
+    const bool is_weight = kind == FactKind::weight_maxima;
+    std::string text = " (the largest " + std::string(is_weight ? "weight" : "gradient") + " of " +
+                       fact->parameter + " was " + short_number(value) + " in step " + step;
+    if (fact->value) text += " and is " + short_number(*fact->value) + " now";
+    return text + ")";
   }
-  return text;
+  return " (how large they were in the step before is not recorded)";
+}
+
+std::vector<std::string> widen_steps(const Origin& origin) {
+  std::vector<std::string> steps = {"find what makes the inputs of " + module_of(origin) +
+                                    " so large" + maxima_before_of(origin)};
+  std::string widen = "if this size is meant, run " + module_of(origin) + " in fp32";
+  if (origin.tensor && origin.tensor->dtype == "float16" && !origin.module.empty()) {
+    widen += "; under autocast: nanlocator.transformers.no_autocast(model.get_submodule(\"" +
+             origin.module + "\"))";
+  }
+  steps.push_back(std::move(widen));
+  return steps;
 }
 
 std::string step_text(const Origin& origin) {
@@ -230,24 +247,26 @@ std::string level_up_text(const Origin& origin) {
          ": re-run the step with level operators";
 }
 
-std::string stated_text(const Origin& origin, FactKind kind) {
-  const Fact* const fact = find_fact(origin.facts, kind);
-  return fact == nullptr ? "" : fact->text;
+std::vector<std::string> stated_steps(const Origin& origin) {
+  const Fact* const fact = find_fact(origin.facts, FactKind::stated_action);
+  if (fact == nullptr || fact->text.empty()) return {};
+  return {fact->text};
 }
 
-std::string restore_text(const Origin& origin) {
+std::vector<std::string> restore_steps(const Origin& origin) {
   const std::string ranks = ranks_text(origin.candidates);
   if (has_fact(origin.facts, FactKind::copies_clean)) {
-    return "restore the parameter from the clean copy on " +
-           ranks_or(ranks_of_fact(origin, FactKind::copies_clean, true), "another rank") +
-           " or a checkpoint, and test the memory and the links of " +
-           ranks_or(ranks_of_fact(origin, FactKind::copies_clean), ranks.c_str());
+    const auto damaged = ranks_of_fact(origin, FactKind::copies_clean);
+    return {"test the memory and the links of " + ranks_or(damaged, ranks.c_str()) +
+                " before using it again",
+            "go on from a checkpoint, or with the clean copy on " +
+                ranks_or(ranks_of_fact(origin, FactKind::copies_clean, true), "another rank")};
   }
   const bool has_copy = has_fact(origin.facts, FactKind::optimizer_copy_finite);
-  return "restore the parameter from " +
-         std::string(has_copy ? "the optimizer's own copy or " : "") +
-         "a checkpoint; look for code that writes to it between steps, and test the memory of " +
-         ranks;
+  return {"look for code that writes to the parameter between steps",
+          "none: test the memory of " + ranks,
+          "restore the parameter from " +
+              std::string(has_copy ? "the optimizer's own copy or " : "") + "a checkpoint"};
 }
 
 /// What the labels say of themselves.
@@ -368,158 +387,174 @@ std::string refutation_of(const Origin& origin) {
   return "";
 }
 
-std::string action_text(const Origin& origin) {
+std::vector<std::string> steps_text(const Origin& origin) {
   const std::string ranks = ranks_text(origin.candidates);
   const std::string operation = forward_operation_of(origin);
   switch (origin.action) {
     case Action::none:
-      return "";
+      return {};
     case Action::stated:
-      return stated_text(origin, FactKind::stated_action);
+      return stated_steps(origin);
     case Action::wait:
-      return "none: the scaler leaves the step out and lowers its scale; look again where that "
-             "happens step after step";
+      return {
+          "none: the scaler leaves the step out and lowers its scale; look again where that "
+          "happens step after step"};
     case Action::restore_copy:
-      return restore_text(origin);
+      return restore_steps(origin);
     case Action::check_owner_of_shard:
-      return "check the optimizer's state on " + ranks +
-             ", its memory, and the checkpoint that was loaded";
+      return {"check the optimizer's state on " + ranks,
+              "check its part of the parameter in the checkpoint that was loaded",
+              "both finite: test the memory of " + ranks};
     case Action::reset_optimizer_state:
-      return "look at the optimizer's state (moments) of the parameters; reset it or load an older "
-             "checkpoint";
+      return {"look at the optimizer's state (moments) of the parameters in the checkpoint",
+              "bad there, too: load an older one, or reset the state of these parameters"};
     case Action::check_checkpoint:
-      return "check " +
-             (origin.parameter.empty() ? std::string("the parameter") : origin.parameter) +
-             " in the checkpoint that was loaded; if it is finite there, find the step whose "
-             "update "
-             "made it bad (option check_params) and resume from a checkpoint before that step";
+      return {"check " +
+                  (origin.parameter.empty() ? std::string("the parameter") : origin.parameter) +
+                  " in the checkpoint that was loaded",
+              "finite there: run from it with the option check_params, which finds the step whose "
+              "update makes it bad"};
     case Action::check_buffer:
-      return "look at what computes the buffer " + origin.parameter;
+      return {"look at what computes the buffer " + origin.parameter};
     case Action::inspect_samples:
-      return "inspect the samples of this batch" +
-             std::string(origin.bundle.empty() ? "" : "; the tensor is in the bundle");
+      return {"inspect the samples of this batch" +
+              std::string(origin.bundle.empty() ? "" : "; the tensor is in the bundle")};
     case Action::guard_empty_loss:
-      return "find why no label of this batch counts" + std::string(ignored_of(origin)) +
-             "; where that may happen, sum the losses and divide by max(count, 1)";
+      return {"find why no label of this batch counts" + std::string(ignored_of(origin)),
+              "where that may happen, sum the losses and divide by max(count, 1)"};
     case Action::widen_or_scale:
-      return widen_text(origin);
+      return widen_steps(origin);
     case Action::scale_inputs:
-      return "find what makes the inputs of " + module_of(origin) +
-             " so large (compare with the step before): " + dtype_of(origin) +
-             " ends at 3.4e38; scaling them only helps if this size is meant";
+      return {"find what makes the inputs of " + module_of(origin) + " so large" +
+                  maxima_before_of(origin),
+              "scale them only if this size is meant: " + dtype_of(origin) + " ends at 3.4e38"};
     case Action::compare_peers:
-      return "do not add an epsilon yet: compare the input of " + operation +
-             with_operands(origin) +
-             " with that of the tensor-parallel peers; a zero on one rank alone comes from what "
-             "produced or reduced it";
+      return {"compare the input of " + operation + with_operands(origin) +
+                  " with that of the tensor-parallel peers: a zero on one rank alone comes from "
+                  "what produced or reduced it",
+              "do not add an epsilon before that: it would hide the fault"};
     case Action::correct_expression:
-      return operation + " got an argument outside its domain" + with_operands(origin) +
-             "; an epsilon will not help: correct the expression that makes it, or clamp it to a "
-             "small positive value (at exactly zero its slope is infinite)";
+      return {
+          "correct the expression that makes the argument of " + operation +
+          ": it is outside the domain" + with_operands(origin) +
+          "; an epsilon will not help. Where such a value is meant, clamp it to a small positive "
+          "one (at exactly zero the slope is infinite)"};
     case Action::find_source_of_zero:
-      return "find what made " + zero_of(origin) + with_operands(origin) + "; guard " + operation +
-             " only where that is a value that may occur";
+      return {"find what made " + zero_of(origin) + with_operands(origin),
+              "guard " + operation + " only where that is a value that may occur"};
     case Action::guard_slope:  // the operands are those of backward
-      return "the slope of " + operation +
-             " is infinite at this input: if the value is meant, keep the input away from it in "
-             "forward (clamp it, or add an epsilon inside); if not, find what made it" +
-             where_in_bundle(origin);
+      return {"look at the input of " + operation + ", where its slope is infinite" +
+                  where_in_bundle(origin),
+              "if the value is meant, keep the input away from it in forward (clamp it, or add an "
+              "epsilon inside); if not, find what made it"};
     case Action::guard_masked_row:
-      return "check the mask of this batch: a row with nothing left has no softmax; leave such "
-             "rows "
-             "out, or unmask one position";
+      return {"check the mask of this batch: a row with nothing left has no softmax",
+              "leave such rows out, or unmask one position"};
     case Action::correct_custom_code:
-      return "correct " + operation + ": it makes NaN or Inf from finite inputs" +
-             with_operands(origin) +
-             "; its author can run the bundle alone: the replay command "
-             "with --export-python";
+      return {"correct " + operation + ": it makes NaN or Inf from finite inputs" +
+                  with_operands(origin),
+              "its author can run the bundle alone: the replay command with --export-python"};
     case Action::inspect_undefined:
-      return "look at the inputs of " + operation + with_operands(origin) +
-             where_in_bundle(origin) +
-             ": they are finite, and float64 gives no finite result either";
+      return {"look at the inputs of " + operation + with_operands(origin) +
+              where_in_bundle(origin) +
+              ": they are finite, and float64 gives no finite result either"};
     case Action::report_kernel:
-      return "send the kernel's authors the bundle as a script: the replay command with "
-             "--export-python";
+      return {
+          "send the kernel's authors the bundle as a script: the replay command with "
+          "--export-python"};
     case Action::inspect_bundle:
-      return "look at the inputs in the bundle";
+      return {"look at the inputs in the bundle"};
     case Action::inspect_operator:
-      return "look at " + operation;
+      return {"look at " + operation};
     case Action::check_hook:
-      return "correct " + hook_of(origin);
+      return {"correct " + hook_of(origin)};
     case Action::compare_executions:
-      return "find what differs between the two executions of " + module_of(origin) +
-             ": random numbers, autocast, or state that the first one moved";
+      return {"find what differs between the two executions of " + module_of(origin) +
+              ": random numbers, autocast, or state that the first one moved"};
     case Action::test_memory:
-      return "test the memory of " + ranks +
-             " before using the device again; look for a kernel that writes out of bounds";
+      return {"test the memory of " + ranks + " before using the device again",
+              "look for a kernel that writes out of bounds"};
     case Action::test_device:
-      return "restart from the last checkpoint and note the device of " + ranks +
-             "; if the same device fails again, take it out, if another does, look for a race or a "
-             "kernel that is not deterministic";
+      return {"note the device of " + ranks + ", and take it out if it fails again",
+              "if another device fails, look for a race or a kernel that is not deterministic"};
     case Action::find_race:
-      return "look for a race: the fault needs the timing of an untraced run. Run with "
-             "CUDA_LAUNCH_BLOCKING=1 and without overlapped communication; gone in both: a race";
+      return {"look for a race: the fault needs the timing of an untraced run",
+              "run with CUDA_LAUNCH_BLOCKING=1, then without overlapped communication; gone in "
+              "both: a race"};
     case Action::compare_members:
-      return "look at the ledgers of the other members of the collective";
+      return {"look at the ledgers of the other members of the collective"};
     case Action::test_links:
-      return "execute the collective on known values over " +
-             ranks_or(ranks_of_fact(origin, FactKind::collective_changed, true), "its members") +
-             ", and check the links and the memory of " + ranks;
+      return {
+          "execute the collective on known values over " +
+              ranks_or(ranks_of_fact(origin, FactKind::collective_changed, true), "its members"),
+          "check the links and the memory of " + ranks};
     case Action::compare_sums:
-      return "compare the members' local sums, and add them in float64: over the range of the "
-             "dtype "
-             "is an overflow, within it the collective is at fault";
+      return {"compare the members' local sums, and add them in float64",
+              "over the range of the dtype: an overflow, scale them; within it: the collective is "
+              "at fault"};
     case Action::check_copy:
-      return "check what touches gradients after the reduction on " + ranks +
-             ", its links and its memory";
+      return {"check what touches gradients after the reduction on " + ranks,
+              "then its links and its memory"};
     case Action::check_collective_code:
-      return "execute the collective on the same values alone: it failed again on finite inputs, "
-             "so "
-             "look at its code, its buffers and its dtype before the links";
+      return {"execute the collective on the same values alone: it failed again on finite inputs",
+              "look at its code, its buffers and its dtype before the links"};
     case Action::find_overwrite:
-      return "find what reuses the message's buffer before the transfer has ended (it failed again "
-             "on finite inputs): freed outputs, a buffer that is written while it is sent";
-    case Action::test_transfer:
-      return "check the link and the memory of " + ranks +
-             "; in code, look for a buffer that is freed or written while " +
-             ranks_or(ranks_of_fact(origin, FactKind::message_changed, true), "the sender") +
-             " still sends it, or read on " + ranks + " before it has arrived";
+      return {
+          "find what reuses the message's buffer before the transfer has ended (it failed "
+          "again on finite inputs): freed outputs, a buffer that is written while it is sent"};
+    case Action::test_transfer: {
+      const std::string sender =
+          ranks_or(ranks_of_fact(origin, FactKind::message_changed, true), "the sender");
+      return {"look in the code for a buffer that is freed or written while " + sender +
+                  " still sends it, or read on " + ranks + " before it has arrived",
+              "check the link from " + sender + " to " + ranks + ", and the memory of " + ranks};
+    }
     case Action::ask_silent_ranks:
-      return "find out what happened to " +
-             ranks_or(ranks_of_fact(origin, FactKind::received_from_unknown, true),
-                      ranks_or(ranks_of_fact(origin, FactKind::gathered_from_unknown, true),
-                               ranks.c_str())
-                          .c_str()) +
-             " first";
+      return {"find out what happened to " +
+              ranks_or(ranks_of_fact(origin, FactKind::received_from_unknown, true),
+                       ranks_or(ranks_of_fact(origin, FactKind::gathered_from_unknown, true),
+                                ranks.c_str())
+                           .c_str()) +
+              " first"};
     case Action::check_update:
-      return "look at the optimizer's state of this parameter (second moment), its epsilon and "
-             "learning rate";
+      return {
+          "look at the optimizer's state of this parameter (second moment), its epsilon and "
+          "learning rate"};
     case Action::lower_learning_rate:
-      return "lower the learning rate or lengthen its warm-up, and look at the data from step " +
-             step_text(origin) + " on; in fp16 check the loss scale";
+      return {
+          "look at the data from step " + step_text(origin) + " on; in fp16 check the loss scale",
+          "lower the learning rate or lengthen its warm-up"};
     case Action::inspect_norm:
-      return "look at the history of the gradient norm; lower the learning rate or check this "
-             "layer's scale";
+      return {"look at the history of the gradient norm (nanlocator history)",
+              "lower the learning rate or check this layer's scale"};
     case Action::trace_operators:
-      return level_up_text(origin);
+      return {level_up_text(origin)};
     case Action::inspect_batch:
-      return "look at this replica's batch, labels and loss in this step, then at its activations "
-             "layer by layer";
+      return {"look at this replica's batch, labels and loss in this step",
+              "then at its activations layer by layer"};
+    case Action::check_clip:
+      return {
+          "look for what changes all gradients between backward and the optimizer's step: one "
+          "bad gradient makes the norm NaN, and clip_grad_norm_ multiplies all by it. Clip "
+          "with the optimizer's clip_grad_norm, which finds the bad one first",
+          "no clip: look at the first operators of backward, at the loss"};
     case Action::inspect_backward:
-      return "look at the operators between the clean parameter and this one on these ranks: their "
-             "inputs in this step's backward, and the points where their derivatives are infinite";
+      return {
+          "look at the operators between the clean parameter and this one on these ranks: "
+          "their inputs in this step's backward, and the points where their derivatives are "
+          "infinite"};
     case Action::inspect_gradient:
-      return "run this step again from the last checkpoint: if the gradient is clean then, test "
-             "this device's memory; if it is bad again, look at the inputs of this weight's "
-             "gradient";
+      return {"run this step again from the last checkpoint",
+              "clean then: test this device's memory; bad again: look at the inputs of this "
+              "weight's gradient"};
     case Action::inspect_unordered:
-      return "look at the operators that compute this gradient, and at their inputs";
+      return {"look at the operators that compute this gradient, and at their inputs"};
     case Action::inspect_loss:
-      return "look at the labels and the mask of this batch, and at the loss's reduction";
+      return {"look at the labels and the mask of this batch, and at the loss's reduction"};
     case Action::check_after_backward:
-      return "check the loss scale, gradient hooks, and this device's memory";
+      return {"check the loss scale, gradient hooks, and this device's memory"};
   }
-  return "";
+  return {};
 }
 
 }  // namespace nanlocator

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "nanlocator/locate/verdict.hpp"
 
@@ -9,7 +10,7 @@ namespace nanlocator {
 
 /// "aten::log of module encoder.norm", the parameter, or "this operation".
 [[nodiscard]] std::string operation_of(const Origin& origin);
-/// What to do next, without the check of the machines.
-[[nodiscard]] std::string action_text(const Origin& origin);
+/// What to do next, in this order, without the check of the machines.
+[[nodiscard]] std::vector<std::string> steps_text(const Origin& origin);
 
 }  // namespace nanlocator

@@ -114,6 +114,23 @@ std::string values_text(const Fact& fact) {
   return joined(parts, ", ");
 }
 
+/// "3.1, 88 and 2.1e+04 in steps 9 to 11".
+std::string maxima_text(const Fact& fact) {
+  std::vector<std::string> numbers;
+  for (const auto& [step, value] : fact.values) numbers.push_back(short_number(value));
+  if (fact.values.empty()) return "not known";
+  const auto& [first, last] = std::pair(fact.values.front().first, fact.values.back().first);
+  return joined(numbers) +
+         (first == last ? " in step " + first : " in steps " + first + " to " + last);
+}
+
+std::string copies_magnitude_text(const Fact& fact) {
+  const std::string own =
+      fact.last_value ? ", in the finite elements of this one " + value_of(fact.last_value) : "";
+  return "the largest magnitude in the copies on " + ranks_text(fact.peers) + " is " +
+         value_of(fact.value) + own;
+}
+
 std::string read_text(const Fact& fact) {
   return fact.op.empty() ? "" : "; " + fact.op + " read it first";
 }
@@ -211,6 +228,11 @@ std::string plain_text(const Fact& fact) {
              " on the ranks that backward reaches are bad, from the first one (" + fact.parameter +
              ") on: the loss or its gradient may have been bad already, so a birth in forward "
              "cannot be excluded";
+    case all_gradients_bad_loss_finite:
+      return "all " + counted(count_of(fact), "gradient") +
+             " on the ranks that backward reaches are bad, from the first one (" + fact.parameter +
+             ") on, though the loss is finite: they were made so at the start of backward, or "
+             "after it by what changes all of them, as a clip by a norm that is NaN does";
     case gradients_bad_to_the_end:
       return counted(count_of(fact), "gradient") +
              " on the replica's ranks are bad, from that of " + fact.parameter +
@@ -311,6 +333,11 @@ std::string plain_text(const Fact& fact) {
       return "the Inf is a literal, of " + fact.op;
     case weights_magnitude:
       return "largest weights of the module: " + values_text(fact);
+    case weight_maxima:
+      return "the largest weight of " + fact.parameter + " was " + maxima_text(fact) +
+             (fact.value ? "; it is " + value_of(fact.value) + " now" : "");
+    case gradient_maxima:
+      return "the largest gradient of " + fact.parameter + " was " + maxima_text(fact);
     case finite_when_written:
       return "finite when " + fact.writer + " wrote it; " +
              (fact.inside.empty()
@@ -337,6 +364,8 @@ std::string plain_text(const Fact& fact) {
       return "the copies on " + ranks_text(fact.peers) + " are clean: only that of " +
              ranks_text(fact.ranks) +
              " was damaged, after the last update or in its parameter all-gather";
+    case copies_magnitude:
+      return copies_magnitude_text(fact);
     case every_copy_bad:
       return "every rank that holds it and looked has it: it came from the checkpoint or from the "
              "step before, not from a fault of one device";
@@ -361,10 +390,9 @@ std::string plain_text(const Fact& fact) {
              ": it was damaged between that and this step's end";
     case peers_finite:
       return fact.op + (fact.module.empty() ? "" : " of module " + fact.module) + " on " +
-             ranks_text(fact.peers) +
-             ", the tensor-parallel peers, made nothing bad: its input differs there, or is "
-             "another "
-             "part of the tensor";
+             ranks_text(fact.peers) + ", the tensor-parallel " +
+             (fact.peers.size() == 1 ? "peer" : "peers") +
+             ", made nothing bad: its input differs there, or is another part of the tensor";
     case gathered_from_owner:
       return "the optimizer of " + ranks_text(fact.ranks) +
              " updates this part of the parameter: " + ranks_text(fact.peers) +
@@ -512,7 +540,8 @@ std::string plain_text(const Fact& fact) {
              " sent was not finite, but reached neither a loss nor a gradient: it was masked, and "
              "counts as meant";
     case all_replicas_bad:
-      return "every data-parallel replica was bad from its loss on: a common cause (a weight, the "
+      return "every data-parallel replica was bad from the first gradient of backward on: a common "
+             "cause (a weight, the "
              "data of all replicas, the learning rate) is likelier than as many faults";
     case parameters_without_order:
       return counted(count_of(fact), "bad parameter") + (count_of(fact) == 1 ? " is" : " are") +

@@ -134,7 +134,7 @@ class StaticParts {
                        (verdict_.origins.empty() ? " no-origin" : "") + "\">";
     html += "<p class=\"badge\"><span aria-hidden=\"true\">" + std::string(status.mark) +
             "</span> " + std::string(status.text) + "</p>";
-    html += element("h1", "id=\"headline\"", headline_of(verdict_)) + "</div>";
+    html += element("h1", "id=\"headline\"", headline_of(verdict_)) + job() + "</div>";
     const auto& origins = verdict_.origins;
     if (origins.size() == 1) {
       html += origin_body(origins.front(), 0);
@@ -236,6 +236,7 @@ class StaticParts {
           certainty_of(origin)});
     tile("Code", code_of(origin), {});
     tile("Owner", owner_of(origin), {});
+    tile("Link", link_of(verdict_, origin), {});
     tile("Parameter", origin.parameter, {between(origin)});
     if (origin.tensor) {
       const OriginTensor& tensor = *origin.tensor;
@@ -246,15 +247,31 @@ class StaticParts {
             where_in(tensor)});
     }
     html += "</dl>";
-    if (const std::string action = action_of(verdict_, origin); !action.empty()) {
-      html += "<div class=\"action\"><h3>Do next</h3>" + element("p", "", action) + "</div>";
-    }
+    html += steps(origin, index);
     if (!origin.bundle.empty()) html += replay(origin, index);
     html += list("Evidence", evidence_of(verdict_, origin),
                  verdict_.origins.size() == 1 ? kMostEvidenceOfOne : kMostEvidenceOfSeveral);
     html += "<div class=\"refuted\"><h3>What would refute it</h3>" +
             element("p", "", refutation_of(origin)) + "</div>";
     return html;
+  }
+
+  [[nodiscard]] std::string steps(const Origin& origin, std::size_t index) const {
+    const std::vector<Step> steps = steps_of(verdict_, origin);
+    if (steps.empty()) return "";
+    std::string html = "<div class=\"action\"><h3>Do next</h3><ol>";
+    for (const Step& step : steps) {
+      html += "<li>" + escaped(step.text);
+      if (!step.command.empty()) html += command("check-" + std::to_string(index), step.command);
+      html += "</li>";
+    }
+    return html + "</ol></div>";
+  }
+
+  /// With a button that copies it.
+  static std::string command(const std::string& id, const std::string& text) {
+    return "<div class=\"command\">" + element("code", "id=\"" + id + "\" tabindex=\"0\"", text) +
+           "<button type=\"button\" data-copy=\"" + id + "\" hidden>Copy</button></div>";
   }
 
   static std::string between(const Origin& origin) {
@@ -266,18 +283,25 @@ class StaticParts {
 
   [[nodiscard]] std::string replay(const Origin& origin, std::size_t index) const {
     const std::string folder = report_.run_dir.empty() ? "" : report_.run_dir + "/";
-    const std::string id = "replay-" + std::to_string(index);
-    return "<div class=\"replay\"><h3>See it again</h3><div class=\"command\">" +
-           element("code", "id=\"" + id + "\" tabindex=\"0\"",
+    return "<div class=\"replay\"><h3>See it again</h3>" +
+           command("replay-" + std::to_string(index),
                    "nanlocator replay " + shell_word(folder + origin.bundle)) +
-           "<button type=\"button\" data-copy=\"" + id + "\" hidden>Copy</button></div></div>";
+           "</div>";
+  }
+
+  [[nodiscard]] std::string job() const {
+    std::string html;
+    const auto add = [&](const char* name, const std::string& text) {
+      if (!text.empty())
+        html += "<div>" + element("dt", "", name) + element("dd", "", text) + "</div>";
+    };
+    add("job", job_of(verdict_));
+    add("restart", restart_of(verdict_));
+    return html.empty() ? "" : "<dl class=\"job\">" + html + "</dl>";
   }
 
   [[nodiscard]] std::string spread() const {
     std::string text = spread_of(verdict_);
-    if (const std::string job = job_of(verdict_); !job.empty()) {
-      text += (text.empty() ? "job: " : "; job: ") + job;
-    }
     if (!text.empty()) text += ".";
     if (!verdict_.silent_ranks.empty()) {
       text += (text.empty() ? "" : " ") + std::string("No answer from ") +

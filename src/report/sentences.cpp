@@ -1,6 +1,7 @@
 #include "nanlocator/report/sentences.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <string_view>
 
 #include "files/printable.hpp"
@@ -15,7 +16,6 @@ namespace {
 
 constexpr const char* kPort = "29400";  // torchrun's own choice
 constexpr std::size_t kMostCleanNames = 4;
-constexpr std::size_t kMostRankColumns = 100;
 
 /// "NaN", "Inf", "-Inf", or "NaN and Inf": what the tensor held.
 std::string what_of(const Origin& origin) {
@@ -28,13 +28,6 @@ std::string what_of(const Origin& origin) {
   const bool has_inf = tensor.pos_inf + tensor.neg_inf > 0;
   if (tensor.nan > 0) return has_inf ? "NaN and " + inf : "NaN";
   return has_inf ? inf : "NaN or Inf";
-}
-
-/// "0-3, 9", cut where it is long.
-std::string short_list(const std::vector<int>& ranks) {
-  std::string text = describe_ranks(ranks);
-  if (text.size() <= kMostRankColumns) return text;
-  return text.substr(0, text.rfind(',', kMostRankColumns)) + ", ...";
 }
 
 /// Bad before any code of the step ran: what the step does with it is no cause.
@@ -126,7 +119,10 @@ std::string headline_of(const Verdict& verdict) {
 }
 
 std::string code_of(const Origin& origin) {
-  if (!origin.code) return "not recorded";
+  // Of what no operator of the program computed there is no line.
+  const bool is_computed = !origin.op.empty() && origin.tensor && origin.tensor->role != "sent" &&
+                           origin.tensor->role != "received";
+  if (!origin.code) return is_computed ? "not recorded" : "";
   return (was_there_before(origin) ? "read first, not the cause: " : "") + code_text(*origin.code);
 }
 
@@ -154,7 +150,12 @@ std::string mentioned_ranks_of(const Verdict& verdict) {
   const auto& ranks = verdict.layout->mentioned;
   const bool is_in_headline =
       ranks.size() == 1 && verdict.origins.size() == 1 && verdict.origins.front().coordinates;
-  if (ranks.empty() || is_in_headline || ranks.front().describe_axes().empty()) return "";
+  const bool is_in_link =
+      ranks.size() == 2 && std::ranges::any_of(verdict.origins, [&](const Origin& origin) {
+        return !link_of(verdict, origin).empty();
+      });
+  if (ranks.empty() || is_in_link || is_in_headline || ranks.front().describe_axes().empty())
+    return "";
   const bool has_hosts = std::ranges::any_of(
       ranks, [&](const RankCoordinates& each) { return each.host != ranks.front().host; });
   std::string text;
@@ -185,16 +186,62 @@ std::string machine_check_command(const JobLayout& layout) {
   return command;
 }
 
-std::string action_of(const Verdict& verdict, const Origin& origin) {
-  const std::string text = action_text(origin);
+std::vector<Step> steps_of(const Verdict& verdict, const Origin& origin) {
+  std::vector<Step> steps;
+  for (auto& text : steps_text(origin)) steps.push_back({std::move(text)});
   const bool is_software =
-      origin.owner == Owner::framework || origin.action == Action::stated || text.empty();
-  if (is_software || !row_of(origin.cause).may_be_machine || !verdict.layout) return text;
-  const std::string command = machine_check_command(*verdict.layout);
-  if (command.empty()) return text;
+      origin.owner == Owner::framework || origin.action == Action::stated || steps.empty();
+  if (is_software || !row_of(origin.cause).may_be_machine || !verdict.layout) return steps;
+  std::string command = machine_check_command(*verdict.layout);
+  if (command.empty()) return steps;
   const bool is_one_host = verdict.layout->first_rank.world_size <= verdict.layout->ranks_per_host;
-  return text + (is_one_host ? "; check the machine: " : "; check the machines, on each host: ") +
-         command;
+  steps.push_back(
+      {is_one_host ? "check the machine" : "check the machines, on each host", std::move(command)});
+  return steps;
+}
+
+std::string action_of(const Verdict& verdict, const Origin& origin) {
+  std::string text;
+  for (const Step& step : steps_of(verdict, origin)) {
+    text += (text.empty() ? "" : "; ") + step.text;
+    if (!step.command.empty()) text += ": " + step.command;
+  }
+  return text;
+}
+
+namespace {
+
+/// Host and device of each, where they are known.
+std::string places_text(const Verdict& verdict, const std::vector<int>& ranks) {
+  constexpr std::size_t kMost = 4;
+  std::vector<std::string> places;
+  for (const int rank : ranks) {
+    if (places.size() == kMost) break;
+    const auto& known = verdict.layout->mentioned;
+    const auto found = std::ranges::find(known, rank, &RankCoordinates::rank);
+    places.push_back(found == known.end() ? "rank " + std::to_string(rank) : found->describe());
+  }
+  if (ranks.size() > kMost) places.push_back(counted(std::ssize(ranks) - kMost) + " more");
+  return joined(places);
+}
+
+}  // namespace
+
+std::string link_of(const Verdict& verdict, const Origin& origin) {
+  const bool may_be_link =
+      std::ranges::find(origin.alternatives, Suspect::link) != origin.alternatives.end();
+  if (!may_be_link || !verdict.layout) return "";
+  for (const FactKind kind :
+       {FactKind::message_changed, FactKind::own_copy_bad, FactKind::collective_changed,
+        FactKind::clean_before_reduction, FactKind::copies_clean}) {
+    const Fact* const fact = find_fact(origin.facts, kind);
+    if (fact == nullptr) continue;
+    std::vector<int> others;
+    std::ranges::set_difference(fact->peers, fact->ranks, std::back_inserter(others));
+    if (others.empty()) return "between " + places_text(verdict, fact->ranks);
+    return "from " + places_text(verdict, others) + " to " + places_text(verdict, fact->ranks);
+  }
+  return "";
 }
 
 std::string spread_of(const Verdict& verdict) {
@@ -215,27 +262,75 @@ std::string spread_of(const Verdict& verdict) {
   return text;
 }
 
+namespace {
+
+enum class Course { unknown, goes_on, goes_on_damaged, stops };
+
+/// What the policy makes of the finding.
+Course course_of(const Verdict& verdict) {
+  const std::string& on_bad = verdict.job.on_bad;
+  if (on_bad.empty() || verdict.status == VerdictStatus::clean) return Course::unknown;
+  if (verdict.status == VerdictStatus::benign) return Course::goes_on;
+  const bool is_clean_now = verdict.rerun.reproduced == false;
+  if (on_bad == "stop" || (on_bad == "recover" && !is_clean_now)) return Course::stops;
+  const bool is_applied = on_bad == "report" && !is_clean_now && !verdict.spread.parameters.empty();
+  const bool is_damaged = is_applied || verdict.job.restart >= Restart::before_step;
+  return is_damaged ? Course::goes_on_damaged : Course::goes_on;
+}
+
+}  // namespace
+
 std::string job_of(const Verdict& verdict) {
   const JobState& job = verdict.job;
-  if (job.on_bad.empty() || verdict.status == VerdictStatus::clean) return "";
-  const std::string step = std::to_string(verdict.iteration);
-  const std::string weights = !job.are_weights_updated ? ""
-                              : *job.are_weights_updated
-                                  ? "; the weights have the update of step " + step
-                                  : "; the weights are those before step " + step;
+  const std::string step = "step " + std::to_string(verdict.iteration);
   const std::string policy = " (on_bad=" + job.on_bad + ")";
+  const Course course = course_of(verdict);
+  if (course == Course::unknown) return "";
   if (verdict.status == VerdictStatus::benign) return "goes on: the scaler skips this step";
-  if (job.on_bad == "report") {
-    return "goes on; the optimizer applies these gradients" + policy;
+  if (course != Course::stops && job.are_weights_updated == true) {
+    return "goes on; the weights have the update of " + step + policy;
   }
-  if (job.on_bad == "skip") return "goes on without the update of step " + step + policy;
-  const bool recovers = job.on_bad == "recover" && verdict.rerun.reproduced == false;
-  if (recovers) return "goes on with the finite gradients of the re-run" + policy;
-  const bool has_bad_weight = std::ranges::any_of(verdict.origins, [](const Origin& origin) {
-    return origin.cause == Cause::bad_weight || origin.phase == Phase::params_after;
-  });
-  return "stops" + weights + policy +
-         (has_bad_weight ? ": bad ones are among them, so save no checkpoint of them" : "");
+  if (job.on_bad == "skip") return "goes on without the update of " + step + policy;
+  if (course != Course::stops) {
+    return (verdict.rerun.reproduced == false ? "goes on with the finite gradients of the re-run"
+                                              : "goes on; the optimizer applies these gradients") +
+           policy;
+  }
+  if (!job.are_weights_updated) return "stops" + policy;
+  return (*job.are_weights_updated ? "stops; the weights have the update of " + step
+                                   : "stops; nothing of " + step + " was applied") +
+         policy;
+}
+
+std::string restart_of(const Verdict& verdict) {
+  const JobState& job = verdict.job;
+  const Course course = course_of(verdict);
+  if (course == Course::unknown || course == Course::goes_on) return "";
+  const std::string step = std::to_string(verdict.iteration);
+  const std::string finite = job.are_weights_finite == true ? ", all weights are finite" : "";
+  if (course == Course::goes_on_damaged && job.restart < Restart::before_step) {
+    return "needed, from a checkpoint saved before step " + step +
+           ": the weights are bad from this update on";
+  }
+  switch (job.restart) {
+    case Restart::latest:
+      return "the latest checkpoint is safe: nothing bad was applied" + finite +
+             ", and the fault did not come again";
+    case Restart::unknown:
+      return "the latest checkpoint is safe: nothing bad was applied" + finite +
+             "; whether the fault comes again is not known";
+    case Restart::repeats:
+      return "the latest checkpoint is safe" + finite + ", but with the same data and code step " +
+             step + " is bad again: first do what is under action";
+    case Restart::before_step:
+      return "only a checkpoint saved before step " +
+             std::to_string(job.restart_before.value_or(verdict.iteration)) +
+             " is safe; save none of these weights";
+    case Restart::check_first:
+      return "check the checkpoint first: what is bad here may be bad in it; save none of this "
+             "state";
+  }
+  return "";
 }
 
 std::vector<std::string> notes_of(const Verdict& verdict) {

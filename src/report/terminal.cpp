@@ -17,7 +17,6 @@ namespace {
 
 // What does not fit is in verdict.json.
 constexpr std::ptrdiff_t kMostLines = 25;
-constexpr std::size_t kMostRankColumns = 100;
 constexpr int kLabelColumns = 11;
 constexpr int kNarrowest = 40;
 
@@ -92,13 +91,6 @@ class Page {
   std::string text_;
 };
 
-/// "0-3, 9", cut where it is long.
-std::string short_list(const std::vector<int>& ranks) {
-  std::string text = describe_ranks(ranks);
-  if (text.size() <= kMostRankColumns) return text;
-  return text.substr(0, text.rfind(',', kMostRankColumns)) + ", ...";
-}
-
 std::string tensor_text(const OriginTensor& tensor) {
   std::string text;
   if (tensor.shape.empty() && tensor.first_bad) {
@@ -119,10 +111,27 @@ std::string cause_text(const Origin& origin) {
   return text;
 }
 
-void add_origin(Page& page, const Verdict& verdict, const Origin& origin, std::size_t most_evidence,
+/// How much of a verdict is shown; where the lines do not suffice, less.
+struct Amounts {
+  std::size_t origins;
+  std::size_t evidence;  // of each origin
+  std::size_t notes;
+  std::size_t steps;  // of each origin
+};
+
+void add_steps(Page& page, const std::vector<Step>& steps, std::size_t most, int indent) {
+  for (std::size_t i = 0; i < std::min(most, steps.size()); ++i) {
+    const std::string number = steps.size() == 1 ? "" : std::to_string(i + 1) + ". ";
+    const std::string text = number + steps[i].text + (steps[i].command.empty() ? "" : ":");
+    page.row(i == 0 ? "action" : " ", text, indent);
+    if (!steps[i].command.empty()) page.line(" ", steps[i].command, indent);
+  }
+}
+
+void add_origin(Page& page, const Verdict& verdict, const Origin& origin, const Amounts& most,
                 int indent, const std::string& run_dir) {
   page.row("cause", cause_text(origin), indent);
-  page.row("code", code_of(origin), indent);
+  if (const std::string code = code_of(origin); !code.empty()) page.row("code", code, indent);
   std::string operation = origin.op;
   if (!origin.forward_op.empty() && origin.forward_op != origin.op) {
     operation += " (derivative of " + origin.forward_op + ")";
@@ -149,30 +158,29 @@ void add_origin(Page& page, const Verdict& verdict, const Origin& origin, std::s
   if (is_consequence) parameter += " (the first gradient that it reached)";
   if (!parameter.empty()) page.row("parameter", parameter, indent);
   page.row("owner", owner_of(origin), indent);
-  const std::string action = action_of(verdict, origin);
-  if (!action.empty()) page.row("action", action, indent);
+  if (const std::string link = link_of(verdict, origin); !link.empty()) {
+    page.row("link", link, indent);
+  }
+  add_steps(page, steps_of(verdict, origin), most.steps, indent);
   if (!origin.bundle.empty()) {
     const std::string folder = run_dir.empty() ? "" : run_dir + "/";
     page.line("replay", "nanlocator replay " + shell_word(folder + origin.bundle), indent);
   }
   page.row("certainty", certainty_of(origin), indent);
   const std::vector<std::string> evidence = evidence_of(verdict, origin);
-  for (std::size_t i = 0; i < std::min(most_evidence, evidence.size()); ++i) {
+  for (std::size_t i = 0; i < std::min(most.evidence, evidence.size()); ++i) {
     page.row(i == 0 ? "evidence" : " ", evidence[i], indent);
   }
 }
 
-/// How much of a verdict is shown; where the lines do not suffice, less.
-struct Amounts {
-  std::size_t origins;
-  std::size_t evidence;  // of each origin
-  std::size_t notes;
-};
-
 std::vector<Amounts> amounts_to_try(bool has_one_origin) {
-  if (has_one_origin)
-    return {{1, 8, 3}, {1, 7, 3}, {1, 6, 3}, {1, 5, 3}, {1, 4, 2}, {1, 3, 2}, {1, 2, 1}, {1, 1, 1}};
-  return {{4, 2, 3}, {4, 1, 3}, {4, 1, 1}, {3, 1, 1}, {2, 1, 1}, {2, 0, 1}, {1, 1, 1}};
+  constexpr std::size_t kAll = 9;
+  if (has_one_origin) {
+    return {{1, 8, 3, kAll}, {1, 7, 3, kAll}, {1, 6, 3, kAll}, {1, 5, 3, kAll},
+            {1, 4, 2, kAll}, {1, 3, 2, kAll}, {1, 2, 1, kAll}, {1, 1, 1, kAll}};
+  }
+  return {{4, 2, 3, kAll}, {4, 1, 3, kAll}, {4, 1, 1, 1}, {3, 1, 1, 1},
+          {2, 1, 1, 1},    {2, 0, 1, 1},    {1, 1, 1, 1}};
 }
 
 std::string format(const Verdict& verdict, const TerminalStyle& style, const Amounts& most) {
@@ -180,13 +188,17 @@ std::string format(const Verdict& verdict, const TerminalStyle& style, const Amo
   const bool is_quiet =
       verdict.status == VerdictStatus::clean || verdict.status == VerdictStatus::benign;
   page.headline(headline_of(verdict), is_quiet ? kGreen : verdict.origins.empty() ? kYellow : kRed);
+  if (const std::string job = job_of(verdict); !job.empty()) page.row("job", job, 2);
+  if (const std::string restart = restart_of(verdict); !restart.empty()) {
+    page.row("restart", restart, 2);
+  }
   if (verdict.origins.size() == 1) {
-    add_origin(page, verdict, verdict.origins.front(), most.evidence, 2, style.run_dir);
+    add_origin(page, verdict, verdict.origins.front(), most, 2, style.run_dir);
   } else {
     const std::size_t shown = std::min(most.origins, verdict.origins.size());
     for (std::size_t i = 0; i < shown; ++i) {
       page.headline(std::to_string(i + 1) + ". " + headline_of(verdict, verdict.origins[i]), kRed);
-      add_origin(page, verdict, verdict.origins[i], most.evidence, 3, style.run_dir);
+      add_origin(page, verdict, verdict.origins[i], most, 3, style.run_dir);
     }
     if (shown < verdict.origins.size()) {
       page.row("more",
@@ -198,7 +210,6 @@ std::string format(const Verdict& verdict, const TerminalStyle& style, const Amo
     page.row("ranks", ranks, 2);
   }
   if (const std::string spread = spread_of(verdict); !spread.empty()) page.row("spread", spread, 2);
-  if (const std::string job = job_of(verdict); !job.empty()) page.row("job", job, 2);
   if (!verdict.silent_ranks.empty()) {
     page.row("silent",
              "no answer from " + count_text(verdict.silent_ranks.size(), "rank") + ": " +

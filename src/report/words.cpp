@@ -11,6 +11,13 @@ std::string ranks_text(const std::vector<int>& ranks) {
   return (ranks.size() == 1 ? "rank " : "ranks ") + describe_ranks(ranks);
 }
 
+std::string short_list(const std::vector<int>& ranks) {
+  constexpr std::size_t kMostColumns = 100;
+  std::string text = describe_ranks(ranks);
+  if (text.size() <= kMostColumns) return text;
+  return text.substr(0, text.rfind(',', kMostColumns)) + ", ...";
+}
+
 std::string counted(std::int64_t number) {
   std::string text = std::to_string(number);
   const std::size_t first_digit = number < 0 ? 1 : 0;

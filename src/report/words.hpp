@@ -11,6 +11,8 @@ namespace nanlocator {
 
 /// "rank 5", "ranks 0-3, 9".
 [[nodiscard]] std::string ranks_text(const std::vector<int>& ranks);
+/// "0-3, 9", cut where it is long.
+[[nodiscard]] std::string short_list(const std::vector<int>& ranks);
 /// "8,192".
 [[nodiscard]] std::string counted(std::int64_t number);
 /// "8,192 gradients", "1 gradient".

@@ -73,7 +73,8 @@ void OperatorTrace::Impl::weigh(Birth& birth) {
   for (const auto& [name, tensor] : parameters) {
     const at::Tensor values = values_of(tensor);
     if (!values.defined()) continue;
-    birth.weights.push_back({name, stats_of(values, options.threads).absmax});
+    birth.weights.push_back(
+        {.parameter = name, .absmax = stats_of(values, options.threads).absmax});
   }
 }
 

@@ -259,10 +259,33 @@ TEST(GradientScanner, KeepsAHealthyStepSilentAndNotesWhatItCovered) {
   EXPECT_FALSE(is_flag_set(scanner));
   const auto collected = scanner.collect(1);
   EXPECT_THAT(collected.sightings, IsEmpty());
-  EXPECT_THAT(collected.coverage, ElementsAre(Coverage{Phase::params_before, {1}},
-                                              Coverage{Phase::grad_local, {0, 2}}));
+  EXPECT_THAT(collected.coverage, ElementsAre(Coverage{Phase::params_before, {1}, {99}},
+                                              Coverage{Phase::grad_local, {0, 2}, {}}));
   EXPECT_EQ(collected.absmax, 8.0);  // of gradients, not of weights
   EXPECT_EQ(collected.absmax_parameter, "p2");
+}
+
+TEST(GradientScanner, RemembersTheWeightsOfStepsInWhichTheyWereScanned) {
+  const auto map = map_of({{3}});
+  GradientScanner scanner(map);
+  const auto step = [&](std::int64_t iteration, double weight, bool scans_weights) {
+    scanner.begin_step();
+    if (scans_weights) {
+      scanner.scan(Phase::params_before, 0, "weight",
+                   std::vector{GradientView{0, at::full({3}, weight)}});
+    }
+    scanner.scan(Phase::grad_local, 0, "grad", std::vector{GradientView{0, at::ones({3})}});
+    scanner.set_loss_scale(4);
+    scanner.remember(iteration);
+  };
+  step(1, -2, true);
+  step(2, 5, false);
+  step(3, 88, true);
+  (void)scanner.collect(3);
+  const auto weights = maxima_before(scanner.weight_history(), "p0", 4);
+  EXPECT_EQ(weights, (Maxima{{1, 3}, {2, 88}}));  // a loss scale is none of theirs
+  const auto gradients = maxima_before(scanner.history(), "p0", 4);
+  EXPECT_EQ(gradients, (Maxima{{1, 2, 3}, {0.25F, 0.25F, 0.25F}}));
 }
 
 TEST(GradientScanner, TakesTheLargestMagnitudeFromTheLatestGradientPhase) {

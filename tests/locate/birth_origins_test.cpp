@@ -406,6 +406,40 @@ TEST(BirthOrigins, OfABadWeightItIsSaidWhetherItsCopiesAreClean) {
   EXPECT_EQ(origin.owner, Owner::cluster_operator);
 }
 
+TEST(BirthOrigins, OfABadWeightItIsSaidHowLargeTheCleanCopiesAre) {
+  std::vector<Ledger> ledgers = {ledger_of(0, 3), ledger_of(1, 3), ledger_of(2, 3)};
+  Birth weight = birth_of(BirthKind::weight, Phase::forward, "aten::mm");
+  weight.sighting.parameter = "body.weight";  // id 0
+  weight.sighting.stats.zeros = 1;            // one finite element
+  weight.sighting.stats.absmax = 0.25;
+  ledgers[0].births = {weight};
+  for (const int peer : {1, 2}) ledgers[peer].sightings.clear();
+  ledgers[1].coverage.push_back({Phase::params_before, {0, 1}, {0.5F, 8}});
+  ledgers[2].coverage.push_back({Phase::params_before, {1}, {9}});  // not of this weight
+  EXPECT_THAT(
+      locate(ledgers, 3).origins.at(0).facts,
+      HasFact(FactKind::copies_magnitude, OnRanks({0}), Field(&Fact::peers, ElementsAre(1)),
+              Field(&Fact::value, Optional(0.5)), Field(&Fact::last_value, Optional(0.25))));
+}
+
+TEST(BirthOrigins, BesideAnOverflowStandsHowItsLargestWeightGrew) {
+  Ledger ledger = ledger_of(0, 1);
+  Birth overflow = birth_of(BirthKind::inf, Phase::forward, "aten::mm");
+  overflow.replay = ReplayConclusion::deterministic_overflow;
+  overflow.weights = {{.parameter = "body.bias", .absmax = 2, .before = {{5, 6}, {1, 2}}},
+                      {.parameter = "body.weight",
+                       .absmax = 3e24,
+                       .before = {{5, 6}, {0.5F, 88}},
+                       .gradient_before = {{6}, {4}}}};
+  ledger.births = {overflow};
+  const Facts facts = locate_one(ledger).origins.at(0).facts;
+  EXPECT_THAT(facts, HasFact(FactKind::weight_maxima, Field(&Fact::parameter, "body.weight"),
+                             Field(&Fact::values, ElementsAre(Pair("5", 0.5), Pair("6", 88.0))),
+                             Field(&Fact::value, Optional(3e24))));
+  EXPECT_THAT(
+      facts, HasFact(FactKind::gradient_maxima, Field(&Fact::values, ElementsAre(Pair("6", 4.0)))));
+}
+
 // ---- what the update before has to do with a bad weight ----
 
 Ledger ledger_with_bad_weight() {

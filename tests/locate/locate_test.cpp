@@ -277,6 +277,23 @@ TEST(Locate, EveryReplicaBadFromItsLossOnPointsToACommonCause) {
   EXPECT_THAT(verdict.facts, HasFact(FactKind::all_replicas_bad));
 }
 
+TEST(Locate, WhereTheLossIsFiniteTheGradientsWereNotBadFromIt) {
+  const Layout layout{.dp = 1};
+  std::vector<Ledger> ledgers = TrainingStep(layout, {.point = Point::forward_hidden}).ledgers();
+  std::erase_if(ledgers[0].sightings, [](const Sighting& each) { return each.role == "loss"; });
+  EXPECT_THAT(locate(ledgers, 1).origins.at(0).facts, HasFact(FactKind::all_gradients_bad));
+  ledgers[0].coverage.push_back({Phase::loss, {}});
+  const Origin origin = locate(ledgers, 1).origins.at(0);
+  EXPECT_THAT(origin.facts, HasFact(FactKind::all_gradients_bad_loss_finite));
+  EXPECT_EQ(origin.action, Action::check_clip);
+  Sighting loss;
+  loss.phase = Phase::loss;
+  loss.role = "loss";
+  loss.stats = {.numel = 1, .nan = 1, .first_bad = 0};
+  ledgers[0].sightings.push_back(loss);
+  EXPECT_THAT(locate(ledgers, 1).origins.at(0).facts, HasFact(FactKind::all_gradients_bad));
+}
+
 // ---- weights ----
 
 TEST(Locate, ABadWeightOnAllReplicasIsOneStoredOrigin) {

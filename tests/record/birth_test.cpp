@@ -70,7 +70,7 @@ TEST(Birth, IsReadBackAsItWasWritten) {
                      .number = std::numeric_limits<double>::infinity(),
                      .at_first_bad = {}}};
   birth.extent = BadExtent{.dimensions = {{1, 1, 1}, {0, 5, 3}}, .is_block = true};
-  birth.weights = {{"decoder.weight", 3e24}};
+  birth.weights = {{"decoder.weight", 3e24, {{8, 11}, {0.1F, 88}}, {{11}, {0}}}};
   birth.literal_op = "aten::masked_fill_.Scalar";
   birth.reader = "aten::mul.Tensor";
   birth.writer = "aten::add_.Tensor";

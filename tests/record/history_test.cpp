@@ -252,5 +252,19 @@ TEST(HistorySummary, StaysWithinAFloat) {
   EXPECT_THAT(summary_of(history).norm, ElementsAre(kLargest));
 }
 
+TEST(MaximaBefore, AreTheLatestFiveStepsThatWereSeenWithoutTheFindings) {
+  History history;
+  history.iterations = {3, 4, 5, 6, 7, 8, 9, 10};
+  history.parameters = {{.id = 0, .name = "a", .norm = {}, .absmax = {}, .nonfinite = {}},
+                        {.id = 1,
+                         .name = "b",
+                         .norm = {},
+                         .absmax = {1, 2, 3, kUnseen, 5, 6, 7, 8},
+                         .nonfinite = {}}};
+  EXPECT_EQ(maxima_before(history, "b", 10), (Maxima{{4, 5, 7, 8, 9}, {2, 3, 5, 6, 7}}));
+  EXPECT_EQ(maxima_before(history, "b", 4), (Maxima{{3}, {1}}));
+  EXPECT_EQ(maxima_before(history, "c", 10), Maxima{});
+}
+
 }  // namespace
 }  // namespace nanlocator

@@ -55,6 +55,7 @@ Ledger example_ledger() {
                                   .norm = {0.2F, 3.4e38F, 0},
                                   .parameter = "b"};
   ledger.coverage = {{Phase::grad_local, {0, 1}}, {Phase::grad_norm, {}}};
+  ledger.coverage.insert(ledger.coverage.begin(), {Phase::params_before, {0, 1}, {0.1F, 3.4e38F}});
   ledger.crossings = {{"tp", {0, 2, 4, 6, 7}, std::nullopt, "sent", 12},
                       {"pp", {1, 5}, 1, "received", 3}};
   ledger.microbatches = {{2, 1, {"tokens: int64 [2, 16]"}}, {3, std::nullopt, {}}};
@@ -144,10 +145,10 @@ TEST(Ledger, IsReadBackAsItWasWritten) {
 
 TEST(Ledger, IsOneJsonValuePerLineAndNamesItsVersion) {
   const auto lines = lines_of(to_jsonl(example_ledger()));
-  ASSERT_EQ(lines.size(), 1u + 2 + 2 + 2 + 2 + 2 + 4 + 1 + 1 + 1 + 1 + 1);
+  ASSERT_EQ(lines.size(), 1u + 2 + 3 + 2 + 2 + 2 + 4 + 1 + 1 + 1 + 1 + 1);
   EXPECT_THAT(lines.front(), HasSubstr(R"({"record":"ledger","version":1,)"));
   EXPECT_THAT(lines.front(), HasSubstr(R"("gradient_norm":"inf")"));
-  EXPECT_THAT(lines.back(), HasSubstr(R"({"record":"end","lines":18,"crc32":")"));
+  EXPECT_THAT(lines.back(), HasSubstr(R"({"record":"end","lines":19,"crc32":")"));
 }
 
 TEST(Ledger, SeveralLedgersFollowOneAnother) {

@@ -12,6 +12,7 @@ namespace {
 using testing::EndsWith;
 using testing::HasSubstr;
 using testing::Not;
+using testing::StartsWith;
 
 /// Hosts of `per_host` ranks each, tp fastest.
 std::vector<RankCoordinates> ranks_of(int world, int per_host, int tp = 1, int pp = 1, int ep = 1) {
@@ -167,10 +168,61 @@ TEST(Sentences, TheJobsStateFollowsFromPolicyAndRerun) {
   verdict.status = VerdictStatus::located;
   EXPECT_EQ(job_of(verdict), "");
   verdict.job = {.on_bad = "stop", .are_weights_updated = false};
-  EXPECT_EQ(job_of(verdict), "stops; the weights are those before step 1284 (on_bad=stop)");
+  EXPECT_EQ(job_of(verdict), "stops; nothing of step 1284 was applied (on_bad=stop)");
   verdict.job.on_bad = "recover";
   verdict.rerun = {.done = true, .reproduced = false, .not_restored = {}};
   EXPECT_EQ(job_of(verdict), "goes on with the finite gradients of the re-run (on_bad=recover)");
+  EXPECT_EQ(restart_of(verdict), "");
+}
+
+TEST(Sentences, ARestartIsAdvisedFromTheJobsState) {
+  Verdict verdict;
+  verdict.iteration = 1284;
+  verdict.status = VerdictStatus::located;
+  verdict.job = {.on_bad = "stop",
+                 .are_weights_updated = false,
+                 .are_weights_finite = true,
+                 .restart = Restart::latest};
+  EXPECT_THAT(restart_of(verdict), StartsWith("the latest checkpoint is safe"));
+  EXPECT_THAT(restart_of(verdict), HasSubstr("all weights are finite"));
+  verdict.job.are_weights_finite.reset();
+  EXPECT_THAT(restart_of(verdict), Not(HasSubstr("finite")));
+  verdict.job.restart = Restart::repeats;
+  EXPECT_THAT(restart_of(verdict), HasSubstr("step 1284 is bad again"));
+  verdict.job.restart = Restart::before_step;
+  verdict.job.restart_before = 1280;
+  EXPECT_THAT(restart_of(verdict), StartsWith("only a checkpoint saved before step 1280"));
+  verdict.job.on_bad = "skip";  // bad weights stay bad
+  EXPECT_THAT(restart_of(verdict), HasSubstr("before step 1280"));
+}
+
+TEST(Sentences, WhereGradientsThatAreBadAreAppliedTheWeightsAreBadFromThatStepOn) {
+  Verdict verdict;
+  verdict.iteration = 12;
+  verdict.status = VerdictStatus::located;
+  verdict.job = {.on_bad = "report", .restart = Restart::repeats};
+  EXPECT_EQ(restart_of(verdict), "") << "a loss that is bad, and finite gradients";
+  verdict.spread.parameters = {"w"};
+  EXPECT_THAT(restart_of(verdict), HasSubstr("saved before step 12"));
+  verdict.rerun = {.done = true, .reproduced = false, .not_restored = {}};
+  EXPECT_EQ(restart_of(verdict), "") << "the gradients in memory are the re-run's";
+  EXPECT_THAT(job_of(verdict), HasSubstr("finite gradients of the re-run"));
+}
+
+TEST(Sentences, BothEndsOfASuspectedLinkHaveHostAndDevice) {
+  Verdict verdict;
+  verdict.layout.emplace();
+  verdict.layout->mentioned = {
+      {.rank = 1, .world_size = 8, .pp = {0, 2}, .host = "a17", .device = "cuda:1 GPU-6f2e"},
+      {.rank = 5, .world_size = 8, .pp = {1, 2}, .host = "a18", .device = "cuda:0 GPU-91aa"}};
+  Origin origin = origin_with(Cause::pipeline_transfer);
+  origin.facts = {{.kind = FactKind::message_changed, .ranks = {5}, .peers = {1}}};
+  EXPECT_EQ(link_of(verdict, origin),
+            "from rank 1 (pp0, host a17, cuda:1 GPU-6f2e) to rank 5 (pp1, host a18, cuda:0 "
+            "GPU-91aa)");
+  origin.facts.push_back({.kind = FactKind::transfer_bad_again});
+  complete(origin);
+  EXPECT_EQ(link_of(verdict, origin), "") << "no link is suspected";
 }
 
 }  // namespace

@@ -54,12 +54,32 @@ TEST(FormatVerdict, TellsStepRankParameterElementAndSpread) {
                         "bad element [17, 3] of [192, 128]; 3 NaN\n"));
   EXPECT_THAT(text, HasSubstr("  cause      not visible at this level\n"));
   EXPECT_THAT(text, HasSubstr("  certainty  place high, cause open"));
-  EXPECT_THAT(text, HasSubstr("  code       not recorded\n"));
+  EXPECT_THAT(text, Not(HasSubstr("  code "))) << "a gradient has no line of its own";
   EXPECT_THAT(text, HasSubstr("  action     arm the operator level\n"));
   EXPECT_THAT(text,
               HasSubstr("  spread     consequence: 41 parameters have a bad value or gradient on "
                         "8 ranks, first seen in grad_local; clean next to the origin: "
                         "decoder.layers.3.self_attention.linear_proj.weight\n"));
+}
+
+TEST(FormatVerdict, TheStateOfTheJobComesFirstAndStepsAreNumbered) {
+  Verdict verdict = one_origin();
+  verdict.job = {.on_bad = "stop", .are_weights_updated = false, .restart = Restart::latest};
+  verdict.origins[0].action = Action::test_memory;
+  verdict.origins[0].cause = Cause::memory_corruption;
+  verdict.layout.emplace();
+  verdict.layout->first_rank = {.rank = 0, .world_size = 8};
+  verdict.layout->ranks_per_host = 8;
+  const std::string text = format_verdict(verdict, {.width = 60});
+  EXPECT_THAT(text, HasSubstr("\n  job        stops; nothing of step 1284"));
+  EXPECT_THAT(text, HasSubstr("\n  restart    the latest checkpoint is safe"));
+  EXPECT_LT(text.find("  restart"), text.find("  cause"));
+  EXPECT_THAT(text, HasSubstr("\n  action     1. test the memory"));
+  EXPECT_THAT(text, HasSubstr("\n             2. look for a kernel"));
+  EXPECT_THAT(text,
+              HasSubstr("\n             3. check the machine:\n             nanlocator netcheck "
+                        "--nproc-per-node 8\n"))
+      << "a command stands on a line of its own";
 }
 
 TEST(FormatVerdict, SaysInfWhereThereIsNoNan) {

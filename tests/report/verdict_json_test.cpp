@@ -91,7 +91,11 @@ Verdict example_verdict() {
   verdict.silent_ranks = {7};
   verdict.notes = {"a note"};
   verdict.facts = {{.kind = FactKind::ledgers_cut_off, .ranks = {3, 4}}};
-  verdict.job = {.on_bad = "stop", .are_weights_updated = false};
+  verdict.job = {.on_bad = "stop",
+                 .are_weights_updated = false,
+                 .are_weights_finite = true,
+                 .restart = Restart::before_step,
+                 .restart_before = 1280};
   verdict.layout = JobLayout{.first_rank = *origin.coordinates, .ranks_per_host = 8};
   return verdict;
 }

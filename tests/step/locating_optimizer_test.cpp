@@ -346,6 +346,24 @@ TEST_F(LocatingOptimizerTest, SeesWhatAClosureComputes) {
   EXPECT_EQ(optimizer.locator().verdicts().at(0).origins.at(0).parameter, "second.weight");
 }
 
+TEST_F(LocatingOptimizerTest, DoesNotBlameAFiniteLossForWhatTorchsClipInAClosureMadeOfOneElement) {
+  // Inline code of the caller: nobody sees it run, and the norm that is NaN makes all gradients so.
+  LocatingOptimizer optimizer(sgd(), *model_, options());
+  int calls = 0;
+  const auto closure = [&] {
+    optimizer.zero_grad();
+    auto loss = model_->loss(batch(0));
+    loss.backward();
+    if (++calls == 1) model_->first.mutable_grad().mutable_data_ptr<float>()[9] = kNan;
+    torch::nn::utils::clip_grad_norm_(model_->parameters(), 1.0);
+    return loss;
+  };
+  EXPECT_THROW(optimizer.step(closure), NonFiniteGradientError);
+  const auto& origin = optimizer.locator().verdicts().at(0).origins.at(0);
+  EXPECT_TRUE(has_fact(origin.facts, FactKind::all_gradients_bad_loss_finite));
+  EXPECT_FALSE(has_fact(origin.facts, FactKind::all_gradients_bad));
+}
+
 TEST_F(LocatingOptimizerTest, NamesTheRowOfASparseEmbeddingGradient) {
   struct TinyEmbedding : torch::nn::Module {
     TinyEmbedding() { weight = register_parameter("weight", at::ones({10, 3})); }

@@ -84,6 +84,9 @@ class GradientScanner {
   /// The latest kHistorySteps steps that were remembered, without run and coordinates. On devices
   /// other than CPU and CUDA only those that were collected were seen.
   [[nodiscard]] History history() const;
+  /// The same of the weights before the step, of steps in which they were scanned before `remember`
+  /// or `collect`.
+  [[nodiscard]] History weight_history() const;
 
   struct Collected {
     std::vector<Sighting> sightings;  // bad ones, in the order of the scans

@@ -44,6 +44,7 @@ namespace nanlocator {
   FACT(parameter_bad_after)                                                   \
   FACT(gradient_bad)                                                          \
   FACT(all_gradients_bad)                                                     \
+  FACT(all_gradients_bad_loss_finite)                                         \
   FACT(gradients_bad_to_the_end)                                              \
   FACT(gradient_without_order)                                                \
   FACT(clean_before_reduction)                                                \
@@ -83,6 +84,8 @@ namespace nanlocator {
   FACT(called_in_framework)                                                   \
   FACT(literal_of)                                                            \
   FACT(weights_magnitude)                                                     \
+  FACT(weight_maxima)                                                         \
+  FACT(gradient_maxima)                                                       \
   FACT(finite_when_written)                                                   \
   FACT(allocated_not_written)                                                 \
   FACT(received_by)                                                           \
@@ -92,6 +95,7 @@ namespace nanlocator {
   FACT(other_writers_possible)                                                \
   /* what others have */                                                      \
   FACT(copies_clean)                                                          \
+  FACT(copies_magnitude)                                                      \
   FACT(every_copy_bad)                                                        \
   FACT(no_copy_elsewhere)                                                     \
   FACT(copies_not_scanned)                                                    \

@@ -99,11 +99,28 @@ struct RerunOutcome {
   std::vector<std::string> not_restored;
 };
 
+/// Whether the job can be restarted from its latest checkpoint; of several origins the last in this
+/// order.
+enum class Restart : std::uint8_t {
+  latest,       // yes: nothing bad was applied, and it happened once
+  unknown,      // nothing bad was applied; whether it comes again is not known
+  repeats,      // nothing bad was applied, but the same data and weights give it again
+  before_step,  // only one that was saved before step `restart_before`
+  check_first,  // one in which what is bad here was found finite
+};
+template <>
+inline constexpr auto kNames<Restart> =
+    std::to_array<std::string_view>({"latest", "unknown", "repeats", "before_step", "check_first"});
+
 /// What has become of the job, as far as the ledgers tell.
 struct JobState {
   std::string on_bad;  // the policy: "stop", "skip", "recover", "report"; "" where not known
   /// The optimizer had updated the weights in this step when the finding was made.
   std::optional<bool> are_weights_updated;
+  /// Every weight of every rank, before the step.
+  std::optional<bool> are_weights_finite;
+  Restart restart = Restart::unknown;
+  std::optional<std::int64_t> restart_before;  // step
 };
 
 /// How the job lies on its machines, for a command that checks them.

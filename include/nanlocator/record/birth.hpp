@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "nanlocator/files/names.hpp"
+#include "nanlocator/record/history.hpp"
 #include "nanlocator/record/sighting.hpp"
 #include "nanlocator/scan/tensor_stats.hpp"
 
@@ -94,6 +95,9 @@ struct BadExtent {
 struct Magnitude {
   std::string parameter;
   double absmax = 0;  // largest finite magnitude when it overflowed
+  /// The same in the steps before, where the weights are scanned in each (option check_params).
+  Maxima before{};
+  Maxima gradient_before{};  // of its gradient on this rank
   friend bool operator==(const Magnitude&, const Magnitude&) = default;
 };
 
@@ -161,6 +165,11 @@ struct Birth {
 
   friend bool operator==(const Birth&, const Birth&) = default;
 };
+
+/// To the weights of overflows: how large they and their gradients were in the steps before
+/// `iteration`.
+void add_maxima_before(std::vector<Birth>& births, const History& gradients, const History& weights,
+                       std::int64_t iteration);
 
 /// Of a call with more, the rest is in the bundle.
 inline constexpr std::size_t kMostOperands = 32;

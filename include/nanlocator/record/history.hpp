@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "nanlocator/map/rank_coordinates.hpp"
@@ -45,6 +46,16 @@ struct HistorySummary {
   friend bool operator==(const HistorySummary&, const HistorySummary&) = default;
 };
 [[nodiscard]] HistorySummary summary_of(const History& history);
+
+/// The largest finite magnitudes of one tensor in steps that were seen.
+struct Maxima {
+  std::vector<std::int64_t> iterations;  // ascending
+  std::vector<float> absmax;             // one for each
+  friend bool operator==(const Maxima&, const Maxima&) = default;
+};
+/// Of the parameter `name`, in the latest five steps before `iteration`.
+[[nodiscard]] Maxima maxima_before(const History& history, std::string_view name,
+                                   std::int64_t iteration);
 
 /// The history as JSON lines, each ending in '\n': a header, a line for each parameter, an end.
 [[nodiscard]] std::string to_jsonl(const History& history);

@@ -26,6 +26,9 @@ namespace nanlocator {
 struct Coverage {
   Phase phase = Phase::grad_local;
   std::vector<std::int64_t> parameters;  // ids scanned, ascending
+  /// Of params_before alone: the largest finite magnitude of each, at most a float's, 0 without
+  /// one. Where one rank's copy of a weight is bad, it says what the others hold.
+  std::vector<float> absmax{};
   friend bool operator==(const Coverage&, const Coverage&) = default;
 };
 

@@ -1,0 +1,106 @@
+#include "locate/job_state.hpp"
+
+#include <algorithm>
+
+namespace nanlocator {
+namespace {
+
+/// Of one origin; `before`: of Restart::before_step.
+struct Advice {
+  Restart restart = Restart::unknown;
+  std::optional<std::int64_t> before{};
+};
+
+Advice advice_on_stored_value(const Origin& origin,
+                              std::optional<std::int64_t> weights_finite_after) {
+  // The optimizer's state may have been bad before its weights were.
+  if (origin.cause != Cause::bad_weight || !weights_finite_after) return {Restart::check_first};
+  return {Restart::before_step, *weights_finite_after + 1};
+}
+
+bool was_bad_in_replay(const Fact& fact) {
+  return fact.kind == FactKind::replayed && fact.conclusion != name_of(ReplayConclusion::varies) &&
+         fact.conclusion != name_of(ReplayConclusion::not_replayed);
+}
+
+/// The same data, weights and random numbers give it again.
+bool is_deterministic(const Origin& origin) {
+  switch (origin.cause) {
+    case Cause::bad_input:
+    case Cause::empty_loss_mask:
+    case Cause::operator_undefined:
+    case Cause::user_hook:
+      return true;
+    default:
+      return has_fact(origin.facts, FactKind::transfer_bad_again) ||
+             std::ranges::any_of(origin.facts, was_bad_in_replay);
+  }
+}
+
+Advice advice_on(const Origin& origin, const RerunOutcome& rerun,
+                 std::optional<std::int64_t> weights_finite_after) {
+  switch (origin.cause) {
+    case Cause::bad_weight:
+    case Cause::bad_buffer:
+    case Cause::optimizer_state:
+      return advice_on_stored_value(origin, weights_finite_after);
+    case Cause::divergence: {
+      const Fact* const climb = find_fact(origin.facts, FactKind::climbed);
+      return {Restart::before_step, climb == nullptr ? origin.iteration : climb->step};
+    }
+    case Cause::memory_corruption:
+    case Cause::not_reproduced:
+      return {Restart::latest};
+    default:
+      break;
+  }
+  if (origin.phase == Phase::params_after) return {Restart::before_step, origin.iteration};
+  if (is_deterministic(origin)) return {Restart::repeats};
+  // The re-run ends with backward: what came after it was not executed again.
+  if (!rerun.reproduced || origin.phase > Phase::grad_local) return {Restart::unknown};
+  const bool is_gone = !*rerun.reproduced || has_fact(origin.facts, FactKind::gone_in_rerun);
+  return {is_gone ? Restart::latest : Restart::repeats};
+}
+
+/// Empty where a rank did not say.
+std::optional<bool> are_weights_finite(const Incident& incident) {
+  const auto ranks = incident.ranks();
+  const auto has_bad = [](const RankEvidence& rank) {
+    return !rank.bad(Phase::params_before).empty();
+  };
+  if (std::ranges::any_of(ranks, has_bad)) return false;
+  const bool is_known =
+      incident.silent().empty() && std::ranges::all_of(ranks, [](const RankEvidence& rank) {
+        return rank.looked_at(Phase::params_before);
+      });
+  return is_known ? std::optional(true) : std::nullopt;
+}
+
+}  // namespace
+
+JobState job_state_of(const Incident& incident, const std::vector<Origin>& origins,
+                      const RerunOutcome& rerun) {
+  JobState job;
+  const auto ranks = incident.ranks();
+  if (ranks.empty()) return job;
+  const Ledger& first = ranks.front().ledger();
+  job.on_bad = first.on_bad;
+  job.are_weights_updated = std::ranges::any_of(ranks, [](const RankEvidence& rank) {
+    return rank.looked_at(Phase::params_after) || !rank.bad(Phase::params_after).empty();
+  });
+  job.are_weights_finite = are_weights_finite(incident);
+  if (origins.empty()) return job;
+  job.restart = Restart::latest;
+  for (const Origin& origin : origins) {
+    const Advice advice = advice_on(origin, rerun, first.weights_finite_after);
+    job.restart = std::max(job.restart, advice.restart);
+    if (!advice.before) continue;
+    job.restart_before = std::min(*advice.before, job.restart_before.value_or(*advice.before));
+  }
+  const bool has_bad_weights = job.are_weights_finite == false;
+  if (has_bad_weights && job.restart < Restart::before_step) job.restart = Restart::check_first;
+  if (job.restart != Restart::before_step) job.restart_before.reset();
+  return job;
+}
+
+}  // namespace nanlocator
