@@ -9,7 +9,6 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
 #include "agree/store_client.hpp"
@@ -129,9 +128,13 @@ std::string disagreement(const Gathered& statements) {
 
 Communicator::Communicator(c10::intrusive_ptr<c10d::ProcessGroup> group,
                            c10::intrusive_ptr<c10d::Store> store, std::string prefix)
-    : group_(std::move(group)), prefix_(std::move(prefix)) {
-  if (!group_ || !store) {
-    throw UsageError(std::string("Communicator: the ") + (!group_ ? "process group" : "Store") +
+    : Communicator(flag_reduction_over(std::move(group)), std::move(store), std::move(prefix)) {}
+
+Communicator::Communicator(std::unique_ptr<FlagReduction> reduction,
+                           c10::intrusive_ptr<c10d::Store> store, std::string prefix)
+    : reduction_(std::move(reduction)), prefix_(std::move(prefix)) {
+  if (!reduction_ || !store) {
+    throw UsageError(std::string("Communicator: the ") + (!reduction_ ? "reduction" : "Store") +
                      " is null. A single process passes no Communicator at all.");
   }
   store_ = std::make_unique<StoreClient>(std::move(store));
@@ -153,16 +156,15 @@ std::shared_ptr<Communicator> Communicator::from_group_name(const std::string& n
 Communicator::~Communicator() = default;
 
 int Communicator::rank() const noexcept {
-  return group_->getRank();
+  return reduction_->rank();
 }
 
 int Communicator::size() const noexcept {
-  return group_->getSize();
+  return reduction_->size();
 }
 
 bool Communicator::reduces_on(at::DeviceType device) const {
-  const auto devices = group_->getDeviceTypes();
-  return std::ranges::any_of(devices, [&](const auto& d) { return d.type() == device; });
+  return reduction_->reduces_on(device);
 }
 
 std::string Communicator::key_of(std::string_view key, int rank) const {
@@ -215,7 +217,7 @@ std::string Communicator::broadcast(std::string_view key, const std::string& val
 }
 
 void Communicator::start_flag(const at::Tensor& flag) {
-  if (pending_) {
+  if (is_pending_) {
     throw UsageError(
         "start_flag: the reduction before has not been finished. Call finish_flag first.");
   }
@@ -224,12 +226,10 @@ void Communicator::start_flag(const at::Tensor& flag) {
         "start_flag: an earlier flag reduction failed, so the ranks no longer call in step. "
         "End the job.");
   }
-  c10d::AllreduceOptions options;
-  options.reduceOp = c10d::ReduceOp::MAX;
   flag_ = flag;
-  std::vector<at::Tensor> tensors{flag_};
   try {
-    pending_ = group_->allreduce(tensors, options);
+    reduction_->start(flag_);
+    is_pending_ = true;
   } catch (const std::exception& error) {
     is_group_usable_ = false;
     throw AgreementError("The flag reduction could not be started on rank " +
@@ -238,12 +238,12 @@ void Communicator::start_flag(const at::Tensor& flag) {
 }
 
 bool Communicator::finish_flag() {
-  if (!pending_)
+  if (!std::exchange(is_pending_, false)) {
     throw UsageError("finish_flag: no reduction has been started. Call start_flag first.");
-  const auto work = std::exchange(pending_, {});
+  }
   try {
     // On CUDA this only orders the current stream after the reduction; item() waits for the stream.
-    if (!work->wait()) throw std::runtime_error("the collective was aborted");
+    reduction_->finish();
     const bool is_set = flag_.item<std::int32_t>() != 0;
     flag_.reset();
     return is_set;
