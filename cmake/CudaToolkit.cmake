@@ -54,6 +54,15 @@ macro(nanlocator_help_to_find_cudart)
   endif()
 endmacro()
 
+# NANLOCATOR_NCCL_INCLUDE: the folder of nccl.h, in Torch's Python packages (nvidia-nccl) or the system; without it
+# there is no flag over a raw NCCL communicator.
+function(nanlocator_find_nccl)
+  get_filename_component(site_packages ${TORCH_ROOT} DIRECTORY)
+  find_path(NANLOCATOR_NCCL_INCLUDE nccl.h HINTS ${site_packages}/nvidia/nccl/include ${CUDAToolkit_INCLUDE_DIRS}
+            DOC "The folder of nccl.h")
+  mark_as_advanced(NANLOCATOR_NCCL_INCLUDE)
+endfunction()
+
 # For a Torch with CUDA and a build without kernels that nobody asked for.
 function(nanlocator_warn_of_slow_path)
   message(WARNING "Torch has CUDA, but no nvcc was found: GPU tensors will take the slow path. pip install "

@@ -54,6 +54,7 @@ void bind_crossings(py::class_<BoundaryWatch, std::shared_ptr<BoundaryWatch>>& w
   watch
       .def("add_group", &BoundaryWatch::add_group, "name"_a, "members"_a, ReleaseGil(),
            "`members`: global ranks. Returns the number by which the group is named below.")
+      .def("has_unwatched", &BoundaryWatch::has_unwatched, "group"_a, ReleaseGil())
       .def(
           "begin_collective",
           [](BoundaryWatch& w, CrossingGroup group, const std::string& op, const py::object& sent) {
@@ -116,7 +117,10 @@ void bind_coverage(py::module_& m) {
                              [](const CrossingCoverage& self) { return self.members.ranks(); })
       .def_readonly("peer", &CrossingCoverage::peer)
       .def_readonly("role", &CrossingCoverage::role)
-      .def_readonly("count", &CrossingCoverage::count);
+      .def_readonly("count", &CrossingCoverage::count)
+      .def_readonly("has_unwatched", &CrossingCoverage::has_unwatched)
+      .def_property_readonly(
+          "not_looked_at", [](const CrossingCoverage& self) { return self.not_looked_at.ranks(); });
   py::class_<Crossing>(m, "Crossing")
       .def_readonly("group", &Crossing::group)
       .def_property_readonly("members", [](const Crossing& self) { return self.members.ranks(); })

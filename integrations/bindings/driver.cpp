@@ -40,11 +40,7 @@ std::vector<NamedTensor> named_tensors(const Named& pairs) {
 }
 
 std::vector<GradientView> views_of(const Views& views) {
-  std::vector<GradientView> result;
-  for (std::size_t i = 0; i < views.first.size(); ++i) {
-    result.push_back({views.first[i], views.second.at(i), 0});
-  }
-  return result;
+  return gradient_views(views.first, views.second, {});
 }
 
 std::optional<LossScale> loss_scale_of(const Scale& scale) {

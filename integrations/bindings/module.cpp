@@ -280,6 +280,27 @@ void bind_gradients(py::module_& m) {
 
 }  // namespace
 
+namespace {
+
+/// What a wrapper subclass stands for, by its own method; empty for other tensors. Callable without
+/// the GIL.
+std::function<at::Tensor()> dequantize_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python)) {
+    return {};
+  }
+  return [tensor] {
+    const py::gil_scoped_acquire gil;
+    try {
+      return py::cast(tensor).attr("dequantize")().cast<at::Tensor>();
+    } catch (py::error_already_set& error) {
+      if (!error.matches(PyExc_Exception)) PyErr_SetInterrupt();  // raised once we have returned
+      throw std::runtime_error(error.what());
+    }
+  };
+}
+
+}  // namespace
+
 Phase phase_of(std::string_view name) {
   if (const auto phase = value_named<Phase>(name)) return *phase;
   throw UsageError("unknown phase '" + std::string(name) + "'");
@@ -296,7 +317,8 @@ std::vector<GradientView> gradient_views(const std::vector<std::int64_t>& parame
   }
   std::vector<GradientView> views(tensors.size());
   for (std::size_t i = 0; i < views.size(); ++i) {
-    views[i] = {parameters[i], tensors[i], offsets.empty() ? 0 : offsets[i]};
+    views[i] = {parameters[i], tensors[i], offsets.empty() ? 0 : offsets[i],
+                dequantize_of(tensors[i])};
   }
   return views;
 }

@@ -17,7 +17,7 @@ from nanlocator import _C
 from nanlocator.errors import NonFiniteGradientError
 from nanlocator.module_calls import KeptModuleCalls
 from nanlocator.modules import ModuleHooks, local_part
-from nanlocator.rerun import GeneratorStates
+from nanlocator.rerun import Fp8Scales, GeneratorStates
 from nanlocator.session import (
     RankConnection,
     abort_collectives,
@@ -130,6 +130,7 @@ class Driver:
         )
         self.locator: _C.GradientLocator = self._engine.locator
         self.add_state("the generators of Python and numpy", GeneratorStates())
+        self.add_state("TransformerEngine's fp8 scales", Fp8Scales())
         self._watch_hooks: list[ModuleHooks] = []
         self._trace_hooks: list[ModuleHooks] = []
         # A driver that is dropped without `remove` leaves no hook behind.

@@ -2,6 +2,7 @@
 The re-run itself is C++ (nanlocator/step/step_rerun.hpp)."""
 
 import copy
+import operator
 import random
 import sys
 from typing import Any, Protocol
@@ -60,6 +61,55 @@ class ScalerState:
         self._scaler._per_optimizer_states.clear()
         for optimizer, state in self._per_optimizer.items():
             self._scaler._per_optimizer_states[optimizer] = dict(state)
+
+
+class Fp8Scales:
+    """TransformerEngine's delayed scaling: the scales and the histories of maxima, which each forward and
+    backward moves, are plain attributes of its modules, all of them listed in one place (2.x, HEAD of
+    2026-08: pytorch/quantization.py, before 2.9 pytorch/fp8.py). The other recipes keep no state.
+
+    Where fp8 is not in use this costs two look-ups; else two launches for all of them at the start of a step.
+    """
+
+    _MODULES = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
+
+    def save(self) -> None:
+        listed = self._listed()
+        if len(listed) != len(self._tensors) or not all(map(operator.is_, listed, self._tensors)):
+            self._tensors = listed
+            self._copies = [torch.empty_like(tensor) for tensor in listed]
+        if self._tensors:
+            torch._foreach_copy_(self._copies, self._tensors)
+
+    def restore(self) -> None:
+        known = {id(tensor) for tensor in self._tensors}
+        now = self._listed()
+        if not known <= {id(tensor) for tensor in now}:
+            raise RuntimeError("TransformerEngine has replaced scales or histories during the step")
+        if self._tensors:
+            torch._foreach_copy_(self._tensors, self._copies)
+        for tensor in now:  # made in this step: as DelayedScalingRecipeState makes them
+            if id(tensor) not in known:
+                tensor.fill_(1.0 if tensor.dim() == 1 else 0.0)
+
+    def _listed(self) -> list[torch.Tensor]:
+        manager = next(
+            (
+                found
+                for name in self._MODULES
+                if (found := getattr(sys.modules.get(name), "FP8GlobalStateManager", None)) is not None
+            ),
+            None,
+        )
+        if manager is None:
+            return []
+        state = getattr(manager, "quantization_state", manager)
+        buffers = (state.global_scale_buffer, state.global_amax_history_buffer)
+        return [tensor for buffer in buffers for listed in buffer.values() for tensor in listed]
 
 
 def losses_of(result: Any) -> list[tuple[str, torch.Tensor]]:

@@ -14,7 +14,6 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
 #include "agree/store_client.hpp"
@@ -144,9 +143,13 @@ bool is_failure_of_peers(std::string_view error) noexcept {
 
 Communicator::Communicator(c10::intrusive_ptr<c10d::ProcessGroup> group,
                            c10::intrusive_ptr<c10d::Store> store, std::string prefix)
-    : group_(std::move(group)), prefix_(std::move(prefix)) {
-  if (!group_ || !store) {
-    throw UsageError(std::string("Communicator: the ") + (!group_ ? "process group" : "Store") +
+    : Communicator(flag_reduction_over(std::move(group)), std::move(store), std::move(prefix)) {}
+
+Communicator::Communicator(std::unique_ptr<FlagReduction> reduction,
+                           c10::intrusive_ptr<c10d::Store> store, std::string prefix)
+    : reduction_(std::move(reduction)), prefix_(std::move(prefix)) {
+  if (!reduction_ || !store) {
+    throw UsageError(std::string("Communicator: the ") + (!reduction_ ? "reduction" : "Store") +
                      " is null. A single process passes no Communicator at all.");
   }
   store_ = std::make_unique<StoreClient>(std::move(store));
@@ -168,16 +171,15 @@ std::shared_ptr<Communicator> Communicator::from_group_name(const std::string& n
 Communicator::~Communicator() = default;
 
 int Communicator::rank() const noexcept {
-  return group_->getRank();
+  return reduction_->rank();
 }
 
 int Communicator::size() const noexcept {
-  return group_->getSize();
+  return reduction_->size();
 }
 
 bool Communicator::reduces_on(at::DeviceType device) const {
-  const auto devices = group_->getDeviceTypes();
-  return std::ranges::any_of(devices, [&](const auto& d) { return d.type() == device; });
+  return reduction_->reduces_on(device);
 }
 
 std::string Communicator::key_of(std::string_view key, int rank) const {
@@ -230,7 +232,7 @@ std::string Communicator::broadcast(std::string_view key, const std::string& val
 }
 
 void Communicator::start_flag(const at::Tensor& flag) {
-  if (pending_) {
+  if (is_pending_) {
     throw UsageError(
         "start_flag: the reduction before has not been finished. Call finish_flag first.");
   }
@@ -239,12 +241,10 @@ void Communicator::start_flag(const at::Tensor& flag) {
         "start_flag: an earlier flag reduction failed, so the ranks no longer call in step. "
         "End the job.");
   }
-  c10d::AllreduceOptions options;
-  options.reduceOp = c10d::ReduceOp::MAX;
   flag_ = flag;
-  std::vector<at::Tensor> tensors{flag_};
   try {
-    pending_ = group_->allreduce(tensors, options);
+    reduction_->start(flag_);
+    is_pending_ = true;
   } catch (const std::exception& error) {
     is_group_usable_ = false;
     throw AgreementError("The flag reduction could not be started on rank " +
@@ -265,6 +265,7 @@ std::int32_t Communicator::read_flag() {
   auto pause = kFirstFlagPause;
   for (auto next_look = Clock::now() + kLookForLosses; !is_copied.query();) {
     if (Clock::now() >= next_look) {
+      reduction_->check();
       throw_where_a_rank_has_ended();
       next_look = Clock::now() + kLookForLosses;
     }
@@ -283,12 +284,12 @@ void Communicator::throw_where_a_rank_has_ended() const {
 }
 
 bool Communicator::finish_flag() {
-  if (!pending_)
+  if (!std::exchange(is_pending_, false)) {
     throw UsageError("finish_flag: no reduction has been started. Call start_flag first.");
-  const auto work = std::exchange(pending_, {});
+  }
   try {
     // On a device this only orders the current stream after the reduction.
-    if (!work->wait()) throw std::runtime_error("the collective was aborted");
+    reduction_->finish();
     const bool is_set = read_flag() != 0;
     flag_.reset();
     return is_set;
@@ -383,11 +384,7 @@ bool Communicator::pass_barrier(std::string_view key, const std::vector<int>& ab
 }
 
 void Communicator::abort() noexcept {
-  try {
-    group_->abort();
-  } catch (...) {
-    // A backend that cannot; its own time-out ends the wait.
-  }
+  reduction_->abort();
 }
 
 // ------------------------------------------------------------------------------------- lost ranks

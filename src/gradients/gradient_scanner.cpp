@@ -86,6 +86,52 @@ std::int64_t first_bad_in_given(const Entry& entry, std::int64_t scanned_index) 
   return row * dense_numel + index % dense_numel;
 }
 
+/// Groups of one view each: what was dequantised for it is freed before the next.
+constexpr std::uint64_t kDequantized = std::uint64_t{1} << 32;
+
+/// Parameters whose tensors have no memory of their own, by name, and what became of them.
+struct WithoutMemory {
+  std::set<std::string> scanned;
+  std::map<std::string, std::string> left_out;  // with the reason
+
+  [[nodiscard]] std::vector<std::string> notes(Phase phase) const;
+};
+
+std::string first_of(const std::string& first, std::size_t count) {
+  return first + (count > 1 ? " and " + std::to_string(count - 1) + " more" : "");
+}
+
+std::vector<std::string> WithoutMemory::notes(Phase phase) const {
+  std::vector<std::string> notes;
+  const std::string no_memory = " (" + std::string(name_of(phase)) + "): no memory of its own, ";
+  if (!scanned.empty()) {
+    notes.push_back(first_of(*scanned.begin(), scanned.size()) + no_memory +
+                    "scanned after dequantising.");
+  }
+  if (!left_out.empty()) {
+    const auto& [name, reason] = *left_out.begin();
+    notes.push_back(first_of(name, left_out.size()) + no_memory + "not scanned: " + reason + ".");
+  }
+  return notes;
+}
+
+/// The values that a view without memory stands for; throws where they cannot be had.
+at::Tensor dequantized(const GradientView& view) {
+  if (!view.dequantize) throw UnsupportedError("nothing makes its values");
+  auto values = view.dequantize();
+  if (!values.defined()) throw UnsupportedError("dequantize returned no tensor");
+  if (const char* reason = why_not_scannable(values)) throw UnsupportedError(reason);
+  if (values.sizes() != view.tensor.sizes()) {
+    throw UnsupportedError("dequantize returned a tensor of another shape");
+  }
+  return values;
+}
+
+std::string first_line(const std::exception& error) {
+  const std::string text = error.what();
+  return text.substr(0, text.find('\n'));
+}
+
 bool holds_gradients(Phase phase) noexcept {
   return phase == Phase::grad_local || phase == Phase::grad_reduced || phase == Phase::grad_norm;
 }
@@ -123,7 +169,8 @@ struct GradientScanner::Impl {
   // state machine), the second must not overwrite what the first has shown.
   using GroupKey = std::tuple<Phase, std::uint64_t, int>;
   std::map<GroupKey, Group> groups;
-  std::uint64_t scans = 0;  // of this step
+  std::uint64_t scans = 0;                          // of this step
+  std::map<Phase, WithoutMemory> without_memory{};  // of this step
 
   std::optional<GradientHistory> gradient_history{};
   std::optional<GradientHistory> weight_history{};  // where weights are scanned in each step
@@ -290,6 +337,7 @@ void GradientScanner::begin_step() {
     for (auto& entry : group.entries) entry.sparse.reset();  // gives the indices' memory back
   }
   impl_->scans = 0;
+  impl_->without_memory.clear();
 }
 
 void GradientScanner::scan(Phase phase, std::uint64_t group_number, std::string_view role,
@@ -299,11 +347,16 @@ void GradientScanner::scan(Phase phase, std::uint64_t group_number, std::string_
   std::vector<Entry> entries;
   entries.reserve(views.size());
   std::map<DeviceSlots*, std::vector<at::Tensor>> tensors;
+  std::vector<const GradientView*> without_memory;
   for (const auto& view : views) {
     const auto& parameter = impl_->map.at(view.parameter);
     if (!view.tensor.defined()) {
       throw UsageError("The tensor of parameter '" + parameter.name +
                        "' is undefined. Leave parameters without gradient out of the scan.");
+    }
+    if (!has_memory(view.tensor)) {
+      without_memory.push_back(&view);
+      continue;
     }
     auto prepared = prepare(view.tensor, parameter);
     auto* device = &impl_->slots_of(prepared.tensor.device());
@@ -319,6 +372,20 @@ void GradientScanner::scan(Phase phase, std::uint64_t group_number, std::string_
   group.sequence = ++impl_->scans;
   group.entries = std::move(entries);
   for (const auto& [device, batch] : tensors) device->scan(group.batches[device], batch);
+  for (const auto* view : without_memory) scan_dequantized(phase, role, *view);
+}
+
+void GradientScanner::scan_dequantized(Phase phase, std::string_view role,
+                                       const GradientView& view) {
+  auto& seen = impl_->without_memory[phase];
+  const auto& name = impl_->map.at(view.parameter).name;
+  try {
+    const GradientView values{view.parameter, dequantized(view), view.element_offset};
+    scan(phase, kDequantized | static_cast<std::uint64_t>(view.parameter), role, {&values, 1});
+    seen.scanned.insert(name);
+  } catch (const std::exception& error) {  // no memory for the values, for one
+    seen.left_out.emplace(name, first_line(error));
+  }
 }
 
 void GradientScanner::scan_losses(std::span<const LossView> losses) {
@@ -439,6 +506,9 @@ GradientScanner::Collected GradientScanner::collect(std::int64_t iteration) {
       if (entry.loss) describe_loss(*entry.loss, sighting);
       collected.sightings.push_back(std::move(sighting));
     }
+  }
+  for (const auto& [phase, seen] : impl_->without_memory) {
+    for (auto& note : seen.notes(phase)) collected.notes.push_back(std::move(note));
   }
   for (auto& [phase, parameters] : covered) {
     auto& coverage = collected.coverage.emplace_back(Coverage{.phase = phase});

@@ -139,9 +139,16 @@ class Finder {
       add_maybe_gathered(first, ranks, silent);
       return;
     }
-    const int replica = replica_of(first.rank->rank());
     const bool is_empty_loss = is_loss && sighting.valid_labels == 0;
-    const bool is_sure = is_whole && (is_empty_loss || (ranks.size() == 1 && silent.empty()));
+    const Fact received = received_before(events, ranks);
+    if (received.other_ranks && !is_empty_loss) {
+      add_maybe_received(first, ranks, received);
+      return;
+    }
+    const int replica = replica_of(first.rank->rank());
+    const bool has_seen_all = received.kind == FactKind::received_finite_before;
+    const bool is_sure =
+        is_whole && (is_empty_loss || (ranks.size() == 1 && silent.empty() && has_seen_all));
     Origin origin = make_origin(incident_, sighting.phase,
                                 is_empty_loss ? Cause::empty_loss_mask : Cause::unknown,
                                 !is_whole ? Confidence::low
@@ -152,8 +159,9 @@ class Finder {
     const std::vector<int> on(ranks.begin(), ranks.end());
     Facts& facts = origin.facts;
     facts.push_back(is_loss ? loss_fact(sighting, on) : sent_fact(first, on));
-    facts.push_back({.kind = FactKind::received_finite_before, .ranks = on, .loss = is_loss});
-    if (!is_loss && crossings_.may_have_gathered(crossings_.meetings()[first.meeting])) {
+    facts.push_back(received);
+    if (has_seen_all && !is_loss &&
+        crossings_.may_have_gathered(crossings_.meetings()[first.meeting])) {
       facts.back().group = sighting.crossing->group;
     }
     if (ranks.size() > 1) facts.push_back({.kind = FactKind::lockstep_ranks});
@@ -162,6 +170,52 @@ class Finder {
     if (!is_whole) facts.push_back({.kind = FactKind::ledger_cut_off});
     if (!is_empty_loss) facts.push_back({.kind = FactKind::missing_operator});
     add(std::move(origin), is_whole ? FoundIn::sent : FoundIn::unseen, sighting, replica);
+  }
+
+  /// Of what these ranks, bad at the same point, had received. Where not all of it was looked at,
+  /// another rank may have sent it (`other_ranks`), unless some rank got the same and is clean
+  /// here.
+  Fact received_before(const std::vector<const BoundaryEvent*>& events,
+                       const std::set<int>& ranks) const {
+    const bool is_loss = events.front()->role == BoundaryRole::loss;
+    Fact fact{.kind = FactKind::received_finite_before,
+              .ranks = {ranks.begin(), ranks.end()},
+              .loss = is_loss};
+    std::set<int> from;
+    for (const BoundaryEvent* event : events) {
+      const UnseenReceipt unseen = crossings_.unseen_before(*event);
+      if (unseen.from.empty()) continue;
+      from.insert(unseen.from.begin(), unseen.from.end());
+      const bool is_clean_elsewhere =
+          !is_loss && std::ranges::any_of(unseen.shared_by, [&](int rank) {
+            return crossings_.given_by(rank, crossings_.meetings()[event->meeting]) ==
+                   Given::finite;
+          });
+      fact.other_ranks = fact.other_ranks || !is_clean_elsewhere;
+    }
+    if (from.empty()) return fact;
+    fact.kind = FactKind::received_unseen_before;
+    fact.loss = false;
+    fact.peers.assign(from.begin(), from.end());
+    return fact;
+  }
+
+  /// What these ranks sent, or their loss, may be what another one had put into something that
+  /// nobody could look at.
+  void add_maybe_received(const BoundaryEvent& first, const std::set<int>& ranks,
+                          const Fact& received) {
+    const Sighting& sighting = *first.sighting;
+    std::set<int> candidates = ranks;
+    candidates.insert(received.peers.begin(), received.peers.end());
+    Origin origin = make_origin(incident_, sighting.phase, Cause::unknown, Confidence::low,
+                                {candidates.begin(), candidates.end()});
+    set_place(origin, sighting);
+    const std::vector<int> on(ranks.begin(), ranks.end());
+    origin.facts.push_back(first.role == BoundaryRole::loss ? loss_fact(sighting, on)
+                                                            : sent_fact(first, on));
+    origin.facts.push_back(received);
+    origin.facts.push_back({.kind = FactKind::missing_operator});
+    add(std::move(origin), FoundIn::unseen, sighting, replica_of(first.rank->rank()));
   }
 
   /// What these ranks sent may have come to them from a silent one: what is gathered is not looked

@@ -91,9 +91,10 @@ void Crossings::take(const RankEvidence& rank) {
   for (const CrossingCoverage& coverage : rank.ledger().crossings) {
     // What a cut-off ledger does not tell was not finite, it is unknown.
     if (coverage.role != kSent || !rank.ledger().is_complete) continue;
-    auto& count = sent_counts_[{rank.rank(), group_of(coverage.group, coverage.members),
-                                coverage.peer.value_or(-1)}];
-    count = std::max(count, coverage.count);
+    auto& looked = sent_[{rank.rank(), group_of(coverage.group, coverage.members),
+                          coverage.peer.value_or(-1)}];
+    looked.count = std::max(looked.count, coverage.count);
+    looked.unseen = coverage.not_looked_at.ranks();
   }
   for (const Sighting& sighting : rank.ledger().sightings) {
     const auto role = role_of(sighting);
@@ -219,9 +220,42 @@ Given Crossings::given_by(int rank, const Meeting& meeting) const {
   if (std::ranges::binary_search(meeting.sent, rank, {}, rank_of)) return Given::bad;
   const std::size_t group =
       group_of_meeting_[static_cast<std::size_t>(&meeting - meetings_.data())];
-  const auto count = sent_counts_.find({rank, group, meeting.receiver.value_or(-1)});
-  const bool has_looked = count != sent_counts_.end() && count->second > meeting.crossing->sequence;
+  const auto looked = sent_.find({rank, group, meeting.receiver.value_or(-1)});
+  const auto sequence = meeting.crossing->sequence;
+  const bool has_looked = looked != sent_.end() && looked->second.count > sequence &&
+                          !std::ranges::binary_search(looked->second.unseen, sequence);
   return has_looked ? Given::finite : Given::unknown;
+}
+
+bool Crossings::has_unseen(const RankEvidence& rank) noexcept {
+  return std::ranges::any_of(rank.ledger().crossings,
+                             [](const CrossingCoverage& coverage) { return !coverage.is_whole(); });
+}
+
+/// Nothing says in which order a rank's crossings of different groups were: those of the event's
+/// own group have numbers.
+UnseenReceipt Crossings::unseen_before(const BoundaryEvent& event) const {
+  const auto& crossing = event.sighting->crossing;
+  UnseenReceipt unseen;
+  bool is_shared = true;
+  for (const CrossingCoverage& coverage : event.rank->ledger().crossings) {
+    if (coverage.is_whole() || (coverage.peer && coverage.role == kSent)) continue;
+    const bool is_same_lane = crossing && !crossing->peer && !coverage.peer &&
+                              coverage.group == crossing->group &&
+                              coverage.members == crossing->members;
+    if (is_same_lane && !coverage.has_unwatched &&
+        coverage.not_looked_at.runs().front().first >= crossing->sequence) {
+      continue;
+    }
+    const auto givers =
+        coverage.peer ? std::vector{*coverage.peer} : coverage.members.ranks_below(world_size_);
+    unseen.from.insert(givers.begin(), givers.end());
+    is_shared =
+        is_shared && is_same_lane && !coverage.is_unseen_by_member && !coverage.has_unwatched;
+  }
+  if (is_shared) unseen.shared_by = unseen.from;
+  unseen.from.erase(event.rank->rank());
+  return unseen;
 }
 
 }  // namespace nanlocator

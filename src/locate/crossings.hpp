@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <unordered_set>
@@ -46,6 +47,13 @@ struct BoundaryEvent {
 /// not look.
 enum class Given : std::uint8_t { finite, bad, unknown };
 
+/// What a rank had received and nobody could look at.
+struct UnseenReceipt {
+  std::set<int> from;  // who may have put something bad in
+  /// All of these ranks got the same; empty where something else went to each.
+  std::set<int> shared_by;
+};
+
 /// The incident must outlive it.
 class Crossings {
  public:
@@ -59,6 +67,10 @@ class Crossings {
   [[nodiscard]] Given given_by(int rank, const Meeting& meeting) const;
   /// The members also gather from each other, which is looked at only where it leaves.
   [[nodiscard]] bool may_have_gathered(const Meeting& meeting) const;
+  /// Of what `event`'s rank may have received before it; in doubt, it was before. Empty `from`:
+  /// all of that was looked at.
+  [[nodiscard]] UnseenReceipt unseen_before(const BoundaryEvent& event) const;
+  [[nodiscard]] static bool has_unseen(const RankEvidence& rank) noexcept;
   /// The rank looked at what crosses, and its ledger is whole.
   [[nodiscard]] static bool is_watching(const RankEvidence& rank) noexcept;
   /// Something bad crossed on the rank, or its loss was bad, before its gradients were reduced.
@@ -93,7 +105,11 @@ class Crossings {
   std::vector<Meeting> meetings_;
   std::vector<std::size_t> group_of_meeting_;
   std::unordered_set<std::size_t> gathering_groups_;
-  std::map<CoverageKey, std::int64_t> sent_counts_;
+  struct Looked {
+    std::int64_t count = 0;
+    std::vector<int> unseen;  // sequences, ascending
+  };
+  std::map<CoverageKey, Looked> sent_;
   std::vector<BoundaryEvent> events_;
   std::unordered_set<int> bad_ranks_;
 };

@@ -111,6 +111,7 @@ class Merge {
     std::erase_if(born_, [&](const Traced& each) {
       if (!each.born.is_opaque) return false;
       const Origin& born = each.born.origin;
+      if (has_bad_weight(born)) return true;
       std::set<int> senders;
       bool is_behind_one = false;
       for (const FoundOrigin& found : found_) {
@@ -120,6 +121,16 @@ class Merge {
       }
       return !senders.empty() &&
              (is_behind_one || !std::ranges::includes(senders, born.candidates));
+    });
+  }
+
+  /// Its module's weights are among a call's inputs, also where the trace does not know their
+  /// memory (wrapper subclasses).
+  bool has_bad_weight(const Origin& born) const {
+    return std::ranges::any_of(found_, [&](const FoundOrigin& found) {
+      return found.found_in == FoundIn::weight && !born.module.empty() &&
+             found.origin.parameter.starts_with(born.module + ".") &&
+             have_common(found.origin.candidates, born.candidates);
     });
   }
 
@@ -331,7 +342,8 @@ class Merge {
       }
       return;
     }
-    origin.cause = Cause::not_reproduced;
+    // From another state another outcome is no evidence against a machine.
+    if (rerun_.not_restored.empty()) origin.cause = Cause::not_reproduced;
     origin.place_confidence = std::min(origin.place_confidence, Confidence::medium);
   }
 

@@ -292,7 +292,8 @@ std::string plain_text(const Fact& fact) {
     case happened_once:
       return "it happened once: transient";
     case not_restored:
-      return "not restored before the re-run: " + joined(fact.names);
+      return "not restored before the re-run: " + joined(fact.names) +
+             "; that something came out otherwise in it is no evidence against a device";
     case transfer_bad_again:
       return "the transfer ran again in the re-run, from finite values, and came out bad again: "
              "software is likelier than a link or a device";
@@ -409,6 +410,12 @@ std::string plain_text(const Fact& fact) {
                              " had received before it in this microbatch was finite" +
                              (fact.group.empty() ? "" : " (what was gathered: where it was sent)") +
                              ": it was born there, between the last transfer and this one";
+    case received_unseen_before:
+      return "what " + ranks_text(fact.ranks) + " had received from " + ranks_text(fact.peers) +
+             " before it was not all looked at (quantised bytes, a tensor subclass or a captured "
+             "stream): " +
+             (fact.other_ranks ? "it may have come from there"
+                               : "but another rank got the same, and sent nothing bad here");
     case lockstep_ranks:
       return "these tensor-parallel ranks are bad at the same point of the program: they compute "
              "the same from the same there, or cannot be separated";

@@ -129,6 +129,7 @@ Ledger GradientLocator::Impl::make_ledger(std::vector<std::string> extra_notes) 
     auto collected = scanner->collect(iteration);
     for (auto& sighting : collected.sightings) ledger.sightings.push_back(std::move(sighting));
     ledger.coverage = std::move(collected.coverage);
+    for (auto& note : collected.notes) ledger.notes.push_back(std::move(note));
     ledger.absmax = collected.absmax;
     ledger.absmax_parameter = std::move(collected.absmax_parameter);
     if (auto summary = summary_of(history()); !summary.iterations.empty()) {

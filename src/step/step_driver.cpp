@@ -2,6 +2,7 @@
 
 #include <ATen/ops/isfinite.h>
 
+#include <algorithm>
 #include <cmath>
 #include <exception>
 #include <iostream>
@@ -11,6 +12,7 @@
 #include "nanlocator/tensor/look.hpp"
 #include "nanlocator/trace/boundary_watch.hpp"
 #include "nanlocator/trace/module_watch.hpp"
+#include "tensor/tensor_access.hpp"
 
 namespace nanlocator {
 namespace {
@@ -50,6 +52,7 @@ struct StepDriver::Impl {
   std::shared_ptr<ModuleWatch> modules;
   std::shared_ptr<BoundaryWatch> boundaries;
   bool is_closed = false;
+  bool is_on_device = false;   // the parameters are
   std::int64_t completed = 0;  // steps
   bool has_had_pass = false;   // in any step
   const Verdict* verdict = nullptr;
@@ -137,6 +140,12 @@ struct StepDriver::Impl {
   }
 
   [[nodiscard]] const LocatorOptions& options() const { return locator.options(); }
+
+  /// While a CUDA graph is captured nothing may wait or allocate, and what is enqueued runs at each
+  /// replay: training passes through.
+  [[nodiscard]] bool is_off() const noexcept {
+    return is_closed || (is_on_device && is_captured(at::kCUDA));
+  }
 
   // --- what is bad ---
 
@@ -314,6 +323,8 @@ StepDriver::~StepDriver() = default;
 // The pass is that of the step that runs; everything else is the adapter's.
 RerunnableStep StepDriver::rerunnable_step() {
   auto& impl = *impl_;
+  impl.is_on_device = std::ranges::any_of(impl.adapter.parameters,
+                                          [](const auto& each) { return each.tensor.is_cuda(); });
   RerunnableStep step;
   step.run = [&impl] { return impl.step.pass.value().run(); };
   step.clear_gradients = [&impl] { impl.step.pass.value().clear_gradients(); };
@@ -381,12 +392,12 @@ bool StepDriver::is_closed() const noexcept {
 // ------------------------------------------------------------------------------------------ a step
 
 void StepDriver::begin(std::optional<std::int64_t> iteration) {
-  if (!impl_->is_closed) impl_->open(iteration);
+  if (!impl_->is_off()) impl_->open(iteration);
 }
 
 void StepDriver::begin_pass(StepPass pass, std::optional<std::int64_t> iteration) {
   auto& impl = *impl_;
-  if (impl.is_closed) return;
+  if (impl.is_off()) return;
   if (impl.step.pass || impl.step.has_ended_pass || impl.step.is_agreed) impl.step = {};
   impl.open(iteration);
   impl.locator.now_in(Activity::forward_backward);
@@ -406,7 +417,7 @@ bool StepDriver::is_rerunning() const noexcept {
 void StepDriver::scan(Phase phase, std::uint64_t group, std::string_view role,
                       std::span<const GradientView> views) {
   auto& impl = *impl_;
-  if (impl.is_closed) return;
+  if (impl.is_off()) return;
   if (impl.rerun.is_running()) return impl.rerun.scan(phase, group, role, views);
   impl.open({});
   impl.locator.scan(phase, group, role, views);
@@ -414,7 +425,7 @@ void StepDriver::scan(Phase phase, std::uint64_t group, std::string_view role,
 }
 
 void StepDriver::scan_gradients() {
-  if (!impl_->is_closed) impl_->scan_gradients();
+  if (!impl_->is_off()) impl_->scan_gradients();
 }
 
 void StepDriver::forget_gradients() noexcept {
@@ -425,7 +436,7 @@ void StepDriver::forget_gradients() noexcept {
 
 Decision StepDriver::set_gradient_norm(double norm) {
   auto& impl = *impl_;
-  if (impl.is_closed) return Decision::proceed;
+  if (impl.is_off()) return Decision::proceed;
   if (impl.rerun.is_running()) {
     impl.rerun.set_gradient_norm(norm);
     return Decision::proceed;
@@ -438,7 +449,7 @@ Decision StepDriver::set_gradient_norm(double norm) {
 
 Decision StepDriver::end_pass(std::span<const LossView> losses) {
   auto& impl = *impl_;
-  if (impl.is_closed || !impl.step.pass) return Decision::proceed;
+  if (impl.is_off() || !impl.step.pass) return Decision::proceed;
   if (!impl.step.is_scanned) impl.scan_gradients();
   for (auto loss : losses) {
     if (loss.tensor.defined()) loss.tensor = loss.tensor.detach();  // without its graph
@@ -459,32 +470,32 @@ Decision StepDriver::end_pass(std::span<const LossView> losses) {
 
 Decision StepDriver::agree() {
   auto& impl = *impl_;
-  if (impl.is_closed || impl.step.pass || impl.rerun.is_running()) return Decision::proceed;
+  if (impl.is_off() || impl.step.pass || impl.rerun.is_running()) return Decision::proceed;
   impl.locator.start_agreement();
   return impl.finish_agreement();
 }
 
 void StepDriver::start_agreement() {
-  if (impl_->is_closed) return;
+  if (impl_->is_off()) return;
   impl_->step.is_agreed = false;
   impl_->locator.start_agreement();
 }
 
 Decision StepDriver::finish_agreement(const std::optional<LossScale>& overflow) {
   auto& impl = *impl_;
-  if (impl.is_closed) return Decision::proceed;
+  if (impl.is_off()) return Decision::proceed;
   return impl.finish_agreement([&] { return overflow && impl.is_routine_overflow(overflow); });
 }
 
 Decision StepDriver::look() {
   auto& impl = *impl_;
-  if (impl.is_closed || impl.step.is_agreed) return impl.step.decision;
+  if (impl.is_off() || impl.step.is_agreed) return impl.step.decision;
   impl.scan_gradients();
   return agree();
 }
 
 bool StepDriver::is_judged() const noexcept {
-  return impl_->is_closed || impl_->step.is_judged;
+  return impl_->is_off() || impl_->step.is_judged;
 }
 
 bool StepDriver::skips_update() const noexcept {
@@ -492,7 +503,7 @@ bool StepDriver::skips_update() const noexcept {
 }
 
 void StepDriver::begin_update() {
-  if (impl_->is_closed) return;
+  if (impl_->is_off()) return;
   impl_->rerun.begin_update();
   impl_->step.is_update_running = true;
 }
@@ -504,7 +515,7 @@ void StepDriver::end_update() {
 
 Decision StepDriver::end_step() {
   auto& impl = *impl_;
-  if (impl.is_closed) return Decision::proceed;
+  if (impl.is_off()) return Decision::proceed;
   end_update();
   // After bad gradients bad weights are no news.
   const bool scans_weights = impl.options().check_params && !impl.step.is_judged;
@@ -525,7 +536,7 @@ void StepDriver::abandon() noexcept {
 }
 
 void StepDriver::conclude_alone(const std::string& reason, Failure failure) {
-  if (!impl_->is_closed && impl_->step.is_open) impl_->conclude_alone(reason, failure);
+  if (!impl_->is_off() && impl_->step.is_open) impl_->conclude_alone(reason, failure);
 }
 
 void StepDriver::forget_observations() {

@@ -3,11 +3,12 @@
 #include <mutex>
 
 #include "tensor/deferred_looks.hpp"
+#include "tensor/tensor_access.hpp"
 
 namespace nanlocator {
 
 std::optional<TensorStats> look(const at::Tensor& tensor) {
-  if (!DeferredLooks::can_look(tensor)) return std::nullopt;
+  if (!DeferredLooks::can_look(tensor) || is_captured(tensor.device())) return std::nullopt;
   // One for the process: it owns slots on each device. Never destroyed, because CUDA may be gone
   // before the process ends.
   static auto& mutex = *new std::mutex;

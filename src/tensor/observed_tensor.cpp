@@ -68,6 +68,7 @@ static bool has_elements(const at::Tensor& tensor) noexcept {
   const auto keys = tensor.key_set();
   if (keys.has_any(wrapper_keys()) || keys.has(c10::DispatchKey::Meta)) return false;
   if (tensor.layout() != at::kStrided || !tensor.has_storage()) return false;
+  if (is_captured(tensor.device())) return false;  // a look would wait
   return tensor.numel() != 0 && tensor.storage().data() != nullptr;
 }
 

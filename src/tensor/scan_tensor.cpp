@@ -10,6 +10,10 @@
 #include "tensor/dtypes.hpp"
 #include "tensor/tensor_access.hpp"
 
+#ifdef NANLOCATOR_CUDA
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#endif
+
 namespace nanlocator {
 namespace {
 
@@ -58,6 +62,24 @@ void refuse(const at::Tensor& tensor, const std::string& what, const char* reaso
   throw UnsupportedError(text.str());
 }
 
+bool has_memory(const at::Tensor& tensor) {
+  if (tensor.is_meta()) return false;
+  if (tensor.layout() != at::kStrided || tensor.numel() == 0) return true;
+  return tensor.has_storage() && tensor.const_data_ptr() != nullptr;
+}
+
+bool is_captured([[maybe_unused]] at::Device device) noexcept {
+#ifdef NANLOCATOR_CUDA
+  try {
+    return device.is_cuda() &&
+           c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+  } catch (const c10::Error&) {
+    // A device that has failed is training's to report.
+  }
+#endif
+  return false;
+}
+
 const char* why_not_scannable(const at::Tensor& tensor) {
   if (tensor.is_nested()) return "a nested tensor has no single shape";
   if (tensor.layout() != at::kStrided && tensor.layout() != at::kSparse) {
@@ -66,9 +88,7 @@ const char* why_not_scannable(const at::Tensor& tensor) {
   if (!scanned_dtype(tensor.scalar_type()) && !tensor.is_complex()) {
     return "its dtype is not a floating-point type that the scan knows";
   }
-  const bool is_freed = tensor.layout() == at::kStrided && tensor.device().is_cpu() &&
-                        tensor.numel() > 0 && tensor.const_data_ptr() == nullptr;
-  return tensor.is_meta() || is_freed ? "it has no memory" : nullptr;
+  return has_memory(tensor) ? nullptr : "it has no memory of its own";
 }
 
 at::Tensor as_real(const at::Tensor& tensor) {

@@ -17,6 +17,14 @@ namespace nanlocator {
 /// "bfloat16", "int64"; Torch's own spelling ("QInt8") where a dtype has no Python name.
 [[nodiscard]] std::string_view dtype_name(at::ScalarType type) noexcept;
 
+/// False for meta tensors, freed ones, and wrapper subclasses (torch.Tensor._make_wrapper_subclass,
+/// as TransformerEngine's QuantizedTensor): what they stand for lies elsewhere.
+[[nodiscard]] bool has_memory(const at::Tensor& tensor);
+
+/// The device's current stream is being captured into a CUDA graph: what is enqueued runs at each
+/// replay, and nothing may wait or allocate. Does not initialise a device.
+[[nodiscard]] bool is_captured(at::Device device) noexcept;
+
 /// Why the tensor cannot be scanned; nullptr where it can: strided or sparse COO, of floating point
 /// or complex, and with memory.
 [[nodiscard]] const char* why_not_scannable(const at::Tensor& tensor);

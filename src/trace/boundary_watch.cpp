@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -20,6 +21,7 @@
 #include <utility>
 
 #include "nanlocator/error.hpp"
+#include "nanlocator/record/collective_kind.hpp"
 #include "tensor/deferred_looks.hpp"
 #include "tensor/tensor_access.hpp"
 
@@ -29,6 +31,7 @@ namespace {
 struct Group {
   std::string name;
   RankList members;
+  bool has_unwatched = false;
 };
 
 enum class Direction : std::uint8_t { collective, sent, received };
@@ -45,6 +48,8 @@ struct Count {
   std::int64_t begun = 0;
   std::int64_t finished = 0;  // all below
   std::set<std::int64_t> finished_early;
+  std::vector<int> not_looked_at;  // sequences of those
+  bool is_unseen_by_member = false;
 
   void finish(std::int64_t sequence) {
     finished_early.insert(sequence);
@@ -63,6 +68,7 @@ struct CrossingRecord {
   std::int64_t sequence;
   ModulePath op;  // interned, as paths are
   Place place;
+  bool was_looked_at = true;
 };
 
 struct Event {
@@ -113,6 +119,14 @@ const void* address_of(const at::Tensor& tensor) {
   return tensor.defined() && tensor.has_storage() ? tensor.storage().data() : nullptr;
 }
 
+/// Nothing bad can be in it: it has no elements, or integers. Bytes are another matter: quantised
+/// tensors cross ranks as such.
+bool cannot_be_bad(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.numel() == 0) return true;
+  return at::isIntegralType(tensor.scalar_type(), /*includeBool=*/true) &&
+         tensor.scalar_type() != at::kByte;
+}
+
 }  // namespace
 
 struct BoundaryWatch::Impl {
@@ -141,6 +155,11 @@ struct BoundaryWatch::Impl {
 
   void see(CrossingId crossing, std::string_view role, std::span<const at::Tensor> tensors) {
     for (const auto& tensor : tensors) {
+      if (cannot_be_bad(tensor)) continue;
+      if (!DeferredLooks::can_look(tensor) || is_captured(tensor.device())) {
+        record_of(crossing).was_looked_at = false;
+        continue;
+      }
       const auto look = looks.look_afresh(tensor);
       if (look == DeferredLooks::kFinite) continue;
       events.push_back({static_cast<std::size_t>(crossing - first_crossing), role, look,
@@ -149,8 +168,16 @@ struct BoundaryWatch::Impl {
   }
 
   void finish(CrossingId crossing) {
-    const auto& record = crossings[static_cast<std::size_t>(crossing - first_crossing)];
-    counts[record.lane].finish(record.sequence);
+    const auto& record = record_of(crossing);
+    auto& count = counts[record.lane];
+    count.finish(record.sequence);
+    if (record.was_looked_at) return;
+    count.not_looked_at.push_back(static_cast<int>(record.sequence));
+    count.is_unseen_by_member |= !gives_all_the_same(*record.op);
+  }
+
+  [[nodiscard]] CrossingRecord& record_of(CrossingId crossing) {
+    return crossings.at(static_cast<std::size_t>(crossing - first_crossing));
   }
 
   /// Of a collective that this thread is about to enter.
@@ -246,7 +273,17 @@ struct BoundaryWatch::Impl {
   [[nodiscard]] CrossingCoverage coverage_of(const Lane& lane, const Count& count) const {
     const Group& group = groups[lane.group];
     const auto role = lane.direction == Direction::received ? kReceived : kSent;
-    return {group.name, group.members, peer_of(lane), std::string(role), count.finished};
+    std::vector<int> not_looked_at;  // of what is covered
+    std::ranges::copy_if(count.not_looked_at, std::back_inserter(not_looked_at),
+                         [&](int sequence) { return sequence < count.finished; });
+    return {group.name,
+            group.members,
+            peer_of(lane),
+            std::string(role),
+            count.finished,
+            std::move(not_looked_at),
+            count.is_unseen_by_member,
+            lane.direction == Direction::collective && group.has_unwatched};
   }
 };
 
@@ -257,6 +294,11 @@ CrossingGroup BoundaryWatch::add_group(std::string name, std::vector<int> member
   const std::lock_guard lock(impl_->mutex);
   impl_->groups.push_back({std::move(name), std::move(members)});
   return impl_->groups.size() - 1;
+}
+
+void BoundaryWatch::has_unwatched(CrossingGroup group) {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->groups.at(group).has_unwatched = true;
 }
 
 void BoundaryWatch::begin_step() {
@@ -296,9 +338,8 @@ CrossingId BoundaryWatch::begin_receive(CrossingGroup group, int peer) {
 void BoundaryWatch::finish(CrossingId crossing, std::span<const at::Tensor> received) {
   const std::lock_guard lock(impl_->mutex);
   if (crossing < impl_->first_crossing) return;
-  const auto& record =
-      impl_->crossings.at(static_cast<std::size_t>(crossing - impl_->first_crossing));
-  if (record.lane.direction == Direction::received) impl_->expect_consumer(crossing, received);
+  if (impl_->record_of(crossing).lane.direction == Direction::received)
+    impl_->expect_consumer(crossing, received);
   impl_->see(crossing, kReceived, received);
   impl_->finish(crossing);
 }
@@ -352,6 +393,9 @@ BoundaryWatch::Collected BoundaryWatch::collect(std::int64_t iteration) {
   for (const Event& event : impl_->events) {
     if (impl_->looks.stats(event.look).is_finite()) continue;  // on a device, known only now
     collected.sightings.push_back(impl_->sighting_of(event, iteration));
+  }
+  for (CrossingGroup group = 0; group < impl_->groups.size(); ++group) {
+    if (impl_->groups[group].has_unwatched) impl_->counts[{group}];  // also where all of it is
   }
   for (const auto& [lane, count] : impl_->counts) {
     collected.coverage.push_back(impl_->coverage_of(lane, count));

@@ -341,7 +341,8 @@ TEST(Communicator, AFlagThatAPeerDoesNotReduceIsAnErrorAndTheLastOne) {
 TEST(Communicator, RefusesToBeMadeWithoutGroupOrStore) {
   const auto group =
       c10::make_intrusive<ThreadGroup>(0, 1, std::make_shared<MaxReduction>(1, kShort));
-  EXPECT_THROW(Communicator(nullptr, one_hash_store()(0), "test"), UsageError);
+  EXPECT_THROW(Communicator(c10::intrusive_ptr<c10d::ProcessGroup>(), one_hash_store()(0), "test"),
+               UsageError);
   EXPECT_THROW(Communicator(group, nullptr, "test"), UsageError);
   EXPECT_THAT(message_of<UsageError>([] {
                 (void)Communicator::from_group_name("no such group", one_hash_store()(0), "test");

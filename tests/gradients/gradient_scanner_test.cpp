@@ -1,6 +1,7 @@
 #include "nanlocator/gradients/gradient_scanner.hpp"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/sparse_coo_tensor.h>
@@ -10,6 +11,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <stdexcept>
+
 #include "gradients/tensors.hpp"
 #include "nanlocator/error.hpp"
 #include "temporary_folder.hpp"
@@ -17,6 +21,7 @@
 namespace nanlocator::testing {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -227,10 +232,69 @@ TEST(GradientScanner, RefusesWhatItCannotScanByNameAndScansNothingOfThatCall) {
   };
   EXPECT_THAT(scan_with(at::zeros({3, 3}, at::kLong)), HasSubstr("parameter 'p1' (int64"));
   EXPECT_THAT(scan_with(at::ones({3, 3}).to_sparse_csr()), HasSubstr("SparseCsr"));
-  EXPECT_THAT(scan_with(at::empty({3, 3}, at::TensorOptions().device(at::kMeta))),
-              HasSubstr("no memory"));
   EXPECT_FALSE(is_flag_set(scanner));
   EXPECT_THAT(scanner.collect(1).coverage, IsEmpty());
+}
+
+/// As a wrapper subclass is to C++: a shape, and no memory.
+at::Tensor without_memory() {
+  return at::empty({2, 3}, at::TensorOptions().device(at::kMeta));
+}
+
+TEST(GradientScanner, ScansWhatATensorWithoutMemoryStandsForOneAtATime) {
+  const auto map = map_of({{2, 3}, {2, 3}, {4}});
+  GradientScanner scanner(map);
+  int alive = 0;
+  int most_alive = 0;
+  const auto values_of = [&](double value) {
+    return [&, value] {
+      most_alive = std::max(most_alive, ++alive);
+      auto values = at::full({2, 3}, 1.0);
+      values[1][2] = value;
+      return at::from_blob(
+          values.data_ptr(), {2, 3}, [&, values](void*) { --alive; }, values.options());
+    };
+  };
+  for (const auto step : {1, 2}) {
+    scanner.begin_step();
+    scanner.scan(Phase::params_before, 0, "weight",
+                 std::vector{GradientView{0, without_memory(), 0, values_of(step == 1 ? kNan : 1)},
+                             GradientView{1, without_memory(), 0, values_of(1)},
+                             GradientView{2, at::ones({4})}});
+    EXPECT_EQ(is_flag_set(scanner), step == 1);
+    const auto collected = scanner.collect(step);
+    ASSERT_THAT(collected.coverage, SizeIs(1));
+    EXPECT_THAT(collected.coverage[0].parameters, ElementsAre(0, 1, 2));
+    ASSERT_THAT(
+        collected.notes,
+        ElementsAre(HasSubstr("p0 and 1 more (params_before): no memory of its own, scanned")));
+    if (step == 2) continue;
+    ASSERT_THAT(collected.sightings, SizeIs(1));
+    EXPECT_EQ(collected.sightings[0].parameter_id, 0);
+    EXPECT_EQ(collected.sightings[0].stats.first_bad, 5);
+  }
+  EXPECT_EQ(most_alive, 1);
+}
+
+TEST(GradientScanner, LeavesOutWithANoteWhatNothingCanDequantise) {
+  const auto map = map_of({{2, 3}, {2, 3}, {2, 3}, {4}});
+  GradientScanner scanner(map);
+  scanner.begin_step();
+  scanner.scan(Phase::params_before, 0, "weight",
+               std::vector{GradientView{0, without_memory()},
+                           GradientView{1, without_memory(), 0,
+                                        []() -> at::Tensor {
+                                          throw std::runtime_error("out of memory\nat x");
+                                        }},
+                           GradientView{2, without_memory(), 0, [] { return at::full({6}, kNan); }},
+                           GradientView{3, at::ones({4})}});
+  EXPECT_FALSE(is_flag_set(scanner));
+  const auto collected = scanner.collect(1);
+  EXPECT_THAT(collected.coverage.at(0).parameters, ElementsAre(3));
+  EXPECT_THAT(collected.notes,
+              ElementsAre(AllOf(HasSubstr("p0 and 2 more"), HasSubstr("not scanned"))));
+  scanner.begin_step();
+  EXPECT_THAT(scanner.collect(2).notes, IsEmpty());
 }
 
 TEST(GradientScanner, RefusesUnknownIdsUndefinedTensorsAndZeroThreads) {

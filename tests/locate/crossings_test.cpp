@@ -432,6 +432,88 @@ TEST(Crossings, WhatCameFromASilentRankNamesItAmongTheCandidates) {
               HasFact(FactKind::received_from_unknown, Field(&Fact::peers, ElementsAre(1))));
 }
 
+// ---- what nobody could look at ----
+
+constexpr Fault kOnRank3 = {
+    .plant = Plant::operator_forward, .tp = 1, .dp = 1, .layer = 1, .microbatch = 2};
+
+/// The sequence, in the tensor-parallel group, of the first bad thing that the rank sent.
+std::int64_t first_sent_by(const std::vector<Ledger>& ledgers, int rank) {
+  for (const Sighting& sighting : ledgers[rank].sightings) {
+    if (sighting.crossing && sighting.crossing->group == "tp" && sighting.role == kSent) {
+      return sighting.crossing->sequence;
+    }
+  }
+  return -1;
+}
+
+CrossingCoverage& tensor_parallel(Ledger& ledger) {
+  return *std::ranges::find_if(ledger.crossings, [](const CrossingCoverage& each) {
+    return each.group == "tp" && !each.peer;
+  });
+}
+
+/// Of both ranks of the group, ranks 2 and 3.
+Verdict locate_unseen(std::int64_t before_the_bad_one, bool is_by_member,
+                      bool has_unwatched = false) {
+  const Layout layout = four_by_two();
+  std::vector<Ledger> ledgers = Pass(layout, {kOnRank3}, 1).ledgers();
+  const auto sequence = first_sent_by(ledgers, 3) - before_the_bad_one;
+  for (const int rank : {2, 3}) {
+    auto& coverage = tensor_parallel(ledgers[rank]);
+    if (!has_unwatched) coverage.not_looked_at = {static_cast<int>(sequence)};
+    coverage.is_unseen_by_member = is_by_member;
+    coverage.has_unwatched = has_unwatched;
+  }
+  return locate(ledgers, layout.world());
+}
+
+TEST(Crossings, WhatCameInUnseenMayHaveBroughtItFromAnotherRank) {
+  for (const bool is_unwatched : {false, true}) {
+    const Verdict verdict = locate_unseen(1, /*is_by_member=*/true, is_unwatched);
+    ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
+    const Origin& origin = verdict.origins[0];
+    EXPECT_THAT(origin.candidates, ElementsAre(2, 3));
+    EXPECT_EQ(origin.place_confidence, Confidence::low);
+    EXPECT_FALSE(has_fact(origin.facts, FactKind::received_finite_before));
+    EXPECT_THAT(origin.facts,
+                HasFact(FactKind::received_unseen_before, OnRanks({3}),
+                        Field(&Fact::peers, ElementsAre(2)), Field(&Fact::other_ranks, true)));
+  }
+}
+
+TEST(Crossings, WhatAllGotUnseenIsNotTheSourceWhereOneOfThemIsCleanButNothingIsSaidToBeFinite) {
+  const Verdict verdict = locate_unseen(1, /*is_by_member=*/false);
+  ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
+  const Origin& origin = verdict.origins[0];
+  EXPECT_THAT(origin.candidates, ElementsAre(3));
+  EXPECT_EQ(origin.place_confidence, Confidence::medium);
+  EXPECT_FALSE(has_fact(origin.facts, FactKind::received_finite_before));
+  EXPECT_THAT(origin.facts,
+              HasFact(FactKind::received_unseen_before, Field(&Fact::other_ranks, false)));
+}
+
+TEST(Crossings, WhatCameInUnseenAfterwardsChangesNothing) {
+  const Verdict verdict = locate_unseen(-1, /*is_by_member=*/true);
+  ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
+  EXPECT_THAT(verdict.origins[0].candidates, ElementsAre(3));
+  EXPECT_EQ(verdict.origins[0].place_confidence, Confidence::high);
+  EXPECT_TRUE(has_fact(verdict.origins[0].facts, FactKind::received_finite_before));
+}
+
+TEST(Crossings, AMessageThatItsSenderCouldNotLookAtProvesNoFaultOfTheTransfer) {
+  const Layout layout = four_by_two();
+  std::vector<Ledger> ledgers =
+      Pass(layout, {{.plant = Plant::transfer_forward, .tp = 1, .dp = 1, .stage = 1}}, 1).ledgers();
+  for (CrossingCoverage& coverage : ledgers[3].crossings) {
+    if (coverage.peer == 7 && coverage.role == kSent) coverage.not_looked_at = {0, 1, 2};
+  }
+  const Verdict verdict = locate(ledgers, layout.world());
+  ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
+  EXPECT_EQ(verdict.origins[0].cause, Cause::unknown);
+  EXPECT_THAT(verdict.origins[0].candidates, ElementsAre(3, 7));
+}
+
 TEST(Crossings, AGradsLedgerWithALossIsJudgedByItsGradients) {
   const Layout layout = four_by_two();
   std::vector<Ledger> ledgers =

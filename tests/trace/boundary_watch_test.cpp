@@ -101,6 +101,46 @@ TEST_F(BoundaryWatchTest, TellsWhatWasPutInFromWhatCameOutOfACollective) {
   EXPECT_EQ(sighting.crossing, (Crossing{"tp", {0, 1}, std::nullopt, 1}));
 }
 
+TEST_F(BoundaryWatchTest, CountsWhatItCannotLookAtAsNotLookedAtAndNotAsFinite) {
+  all_reduce(at::ones({4}));
+  const auto payload = at::zeros({16}, at::kByte);  // a quantised tensor's
+  const auto all = at::zeros({32}, at::kByte);
+  watch_.finish(watch_.begin_collective(tp_, "c10d::_allgather_base_", Tensors{payload}),
+                Tensors{all});
+  all_reduce(at::zeros({4}, at::kLong));                              // counts of tokens
+  all_reduce(at::empty({4}, at::TensorOptions().device(at::kMeta)));  // a subclass, for one
+  all_reduce(at::empty({0}, at::kByte));
+  const auto coverage = watch_.collect(7).coverage;
+  ASSERT_EQ(coverage.size(), 1U);
+  EXPECT_EQ(coverage[0].count, 5);
+  EXPECT_EQ(coverage[0].not_looked_at, RankList({1, 3}));
+  EXPECT_FALSE(coverage[0].is_unseen_by_member);  // a gather, a sum: all got the same
+  EXPECT_FALSE(coverage[0].is_whole());
+}
+
+TEST_F(BoundaryWatchTest, KnowsWhereEachMemberGotSomethingElseUnseen) {
+  const Tensors payload = {at::zeros({16}, at::kByte)};
+  watch_.finish(watch_.begin_collective(tp_, "c10d::alltoall_base_", payload), payload);
+  watch_.send(pp_, 2, payload);
+  const auto coverage = watch_.collect(7).coverage;
+  ASSERT_EQ(coverage.size(), 2U);
+  for (const auto& each : coverage) {
+    EXPECT_EQ(each.not_looked_at, RankList({0}));
+    EXPECT_TRUE(each.is_unseen_by_member);
+  }
+}
+
+TEST_F(BoundaryWatchTest, SaysInEachStepThatAGroupHasUnwatchedExchanges) {
+  watch_.has_unwatched(tp_);
+  for (int step = 0; step < 2; ++step) {
+    watch_.begin_step();
+    const auto coverage = watch_.collect(7).coverage;
+    ASSERT_EQ(coverage.size(), 1U);
+    EXPECT_EQ(coverage[0].group, "tp");
+    EXPECT_TRUE(coverage[0].has_unwatched);
+  }
+}
+
 TEST_F(BoundaryWatchTest, LooksAgainAtMemoryThatWasSeenBad) {
   const auto tensor = bad();
   const auto crossing = watch_.begin_collective(tp_, kAllReduce, Tensors{tensor});

@@ -22,12 +22,12 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include "nanlocator/agree/flag_reduction.hpp"
 #include "nanlocator/agree/rank_monitor.hpp"
 
 namespace c10d {
 class ProcessGroup;
 class Store;
-class Work;
 }  // namespace c10d
 
 namespace nanlocator {
@@ -45,6 +45,10 @@ class Communicator {
   /// the caller. Keys live below `prefix`, which must be the same on all ranks and unused before.
   /// Throws UsageError where either is null.
   Communicator(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store,
+               std::string prefix);
+  /// The same over another connection (nccl_flag_reduction.hpp), with a Store of any kind
+  /// (c10d::TCPStore, FileStore).
+  Communicator(std::unique_ptr<FlagReduction> reduction, c10::intrusive_ptr<c10d::Store> store,
                std::string prefix);
   /// The group registered under `name` in c10d's group registry (ProcessGroup.group_name in
   /// Python). Throws UsageError where there is none.
@@ -117,11 +121,11 @@ class Communicator {
   [[nodiscard]] bool is_lost(int rank) const;
   [[nodiscard]] bool has_come_but_for(std::string_view key, std::vector<int> absent) const;
 
-  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::unique_ptr<FlagReduction> reduction_;
   std::unique_ptr<StoreClient> store_;
   std::string prefix_;
   std::unique_ptr<RankMonitor> monitor_;
-  c10::intrusive_ptr<c10d::Work> pending_;
+  bool is_pending_ = false;        // a flag reduction
   at::Tensor flag_;                // kept alive while the reduction writes it
   at::Tensor host_flag_;           // pinned, where flags are on a device
   bool is_group_usable_ = true;    // no flag reduction has failed

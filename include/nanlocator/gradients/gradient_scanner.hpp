@@ -11,6 +11,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -32,6 +33,10 @@ struct GradientView {
   /// it). Of a sparse one the indices are kept until the next scan of its group or `begin_step`.
   at::Tensor tensor;
   std::int64_t element_offset = 0;  // of tensor's first element in the flattened parameter (shards)
+  /// Of a tensor without memory of its own (a wrapper subclass): makes its values, in its shape.
+  /// `scan` calls it for one view at a time. Where it is empty or throws, the tensor is left out of
+  /// the scan, and of its coverage.
+  std::function<at::Tensor()> dequantize{};
 };
 
 /// A loss of the step.
@@ -60,7 +65,8 @@ class GradientScanner {
   /// chunk number); the same group again within a step is a second
   /// pass and is kept beside the first. `role`: "main_grad", "grad",
   /// "weight". Throws UnsupportedError for a dtype or layout that cannot be scanned, UsageError for
-  /// an id that the map lacks; then nothing of this call has been scanned.
+  /// an id that the map lacks; then nothing of this call has been scanned. A tensor without memory
+  /// of its own is no error: see GradientView::dequantize.
   void scan(Phase phase, std::uint64_t group, std::string_view role,
             std::span<const GradientView> views);
 
@@ -91,6 +97,7 @@ class GradientScanner {
   struct Collected {
     std::vector<Sighting> sightings;  // bad ones, in the order of the scans
     std::vector<Coverage> coverage;
+    std::vector<std::string> notes;  // on tensors without memory of their own
     std::optional<double>
         absmax;  // largest finite magnitude at the latest gradient phase, and whose
     std::string absmax_parameter;
@@ -112,6 +119,8 @@ class GradientScanner {
   [[nodiscard]] std::vector<Scanned> scanned_gradients();
 
  private:
+  void scan_dequantized(Phase phase, std::string_view role, const GradientView& view);
+
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

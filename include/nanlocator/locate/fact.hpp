@@ -107,6 +107,7 @@ namespace nanlocator {
   FACT(gathered_from_owner)                                                   \
   FACT(owner_is_left)                                                         \
   FACT(received_finite_before)                                                \
+  FACT(received_unseen_before)                                                \
   FACT(lockstep_ranks)                                                        \
   FACT(mates_gave_finite)                                                     \
   FACT(mates_unknown)                                                         \

@@ -38,4 +38,11 @@ enum class CollectiveKind : std::uint8_t {
   return CollectiveKind::exchange;
 }
 
+/// Every member gets the same out of it; false where that is not known.
+[[nodiscard]] constexpr bool gives_all_the_same(std::string_view op) noexcept {
+  const auto has = [&](std::string_view part) { return op.find(part) != std::string_view::npos; };
+  return has("allgather") || has("all_gather") || has("allreduce") || has("all_reduce") ||
+         has("broadcast");
+}
+
 }  // namespace nanlocator

@@ -38,7 +38,17 @@ struct CrossingCoverage {
   RankList members;         // global ranks
   std::optional<int> peer;  // of sends and receives
   std::string role;         // "sent" or "received"; a collective counts once, as "sent"
-  std::int64_t count = 0;   // sequences 0 to count - 1 were looked at
+  std::int64_t count = 0;   // sequences 0 to count - 1 were looked at, but for
+  /// these, written as ranks are: bytes of a quantised tensor, a subclass that hides its memory, a
+  /// stream that was being captured. They are neither finite nor bad.
+  RankList not_looked_at;
+  /// One of these gave each member something else: no all-gather, all-reduce or broadcast.
+  bool is_unseen_by_member = false;
+  /// The members also exchange activations by a way that is not watched (userbuffers of
+  /// TransformerEngine, DeepEP, symmetric memory).
+  bool has_unwatched = false;
+  /// All that crossed here was looked at, as far as `count` says.
+  [[nodiscard]] bool is_whole() const { return not_looked_at == RankList() && !has_unwatched; }
   friend bool operator==(const CrossingCoverage&, const CrossingCoverage&) = default;
 };
 

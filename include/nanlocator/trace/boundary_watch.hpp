@@ -6,6 +6,9 @@
 // crossings were looked at. A crossing is named by (group, sequence number), which all its members
 // count alike; a message by (group, sender, receiver, sequence number).
 //
+// What cannot be looked at (bytes of a quantised tensor, a subclass that hides its memory, a stream
+// that is being captured) is counted as not looked at: it is never taken to be finite.
+//
 // Cost: one read of each tensor (host memory), or one launch (CUDA; current stream); only `collect`
 // waits. Nothing is cached by address: a collective writes its result over its input without a new
 // version. Keeps no tensor. From any thread.
@@ -41,6 +44,9 @@ class BoundaryWatch {
 
   /// `members`: global ranks. Every member must add the group under this name.
   CrossingGroup add_group(std::string name, std::vector<int> members);
+  /// The members of the group also exchange activations by a way that nobody shows to this watch:
+  /// the coverage says so, in each step.
+  void has_unwatched(CrossingGroup group);
 
   /// Forgets the step before; counting starts at 0.
   void begin_step();

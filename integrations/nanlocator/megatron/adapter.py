@@ -56,7 +56,7 @@ class MegatronAdapter(Adapter):
         return self._all_ids(), [entry.parameter.main_grad for entry in self.named]
 
     def weights(self) -> Views:
-        return self._all_ids(), [entry.parameter.detach() for entry in self.named]
+        return self._all_ids(), [entry.parameter for entry in self.named]
 
     def optimizer_state(self, ids: list[int]) -> OptimizerTensors:
         found = []

@@ -18,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from nanlocator import _C
+from nanlocator.megatron.configuration import unwatched_groups
 from nanlocator.megatron.layout import exchanging_modules
 from nanlocator.patches import Patches
 
@@ -99,9 +100,12 @@ class Boundaries:
     def __init__(self, chunks: list[torch.nn.Module], threads: int | None = None) -> None:
         self.watch = _C.BoundaryWatch(threads or torch.get_num_threads())
         self._groups: dict[int, _WatchedGroup] = {}
+        unwatched = unwatched_groups(chunks)
         for name, group in _model_parallel_groups(chunks):
             if id(group) not in self._groups:
-                self._groups[id(group)] = _WatchedGroup(name, group, self.watch)
+                watched = self._groups[id(group)] = _WatchedGroup(name, group, self.watch)
+                if name in unwatched:
+                    self.watch.has_unwatched(watched.number)
         self._message_groups = {**self._groups, **self._stand_ins()}
         self._replaced: dict[str, tuple[Any, Callable[..., Any]]] = {}
         self._is_removed = False

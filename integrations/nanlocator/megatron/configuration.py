@@ -33,6 +33,37 @@ def check_call(chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> N
                 f"model chunk {index} is a {type(chunk).__name__} without gradient buckets; pass the "
                 "chunks wrapped in megatron.core.distributed.DistributedDataParallel"
             )
+    if _captures_whole_iteration(get_model_config(chunks[0])):
+        raise _C.UsageError(
+            "cuda_graph_scope 'full_iteration' runs forward-backward from one CUDA graph: its replays call "
+            "no hook, so nothing in it can be watched, and no step can be executed again. To look for a NaN, "
+            "run without it: leave out --cuda-graph-scope full_iteration (graphs of layers may stay), or "
+            "set cuda_graph_impl to 'none'"
+        )
+
+
+def _captures_whole_iteration(config: Any) -> bool:
+    """Megatron-Core 0.16.1, full_cuda_graph.py; before it has been made an enum, the scope is a text."""
+    scopes = getattr(config, "cuda_graph_scope", None) or []
+    if not isinstance(scopes, list):
+        scopes = str(getattr(scopes, "name", scopes)).split(",")
+    is_on = getattr(config, "cuda_graph_impl", "none") != "none" or getattr(config, "enable_cuda_graph", 0)
+    return is_on and any(getattr(scope, "name", scope) == "full_iteration" for scope in scopes)
+
+
+def unwatched_groups(chunks: list[torch.nn.Module]) -> dict[str, str]:
+    """Groups, by their names in ledgers, whose members exchange activations in this configuration without
+    ProcessGroup: with what does it, for people."""
+    config = get_model_config(chunks[0])
+    groups = {}
+    if getattr(config, "tp_comm_overlap", False):
+        groups["tp"] = "tensor-parallel exchanges through userbuffers (tp_comm_overlap)"
+    if getattr(config, "symmetric_ar_type", None) is not None:
+        groups["tp"] = "tensor-parallel all-reduces in symmetric memory (symmetric_ar_type)"
+    if getattr(config, "moe_token_dispatcher_type", None) == "flex":
+        text = "exchanges of tokens by DeepEP or HybridEP (moe_token_dispatcher_type flex)"
+        groups |= {"ep": text, "tp_ep": text}
+    return groups
 
 
 def not_covered(
@@ -65,11 +96,15 @@ def not_covered(
             has("bias_activation_fusion") or has("bias_dropout_fusion")
         ),
         "values inside CUDA graphs": has("enable_cuda_graph") or has("cuda_graph_impl"),
-        "fp8 and fp4 weights and scales": has("fp8") or has("fp4"),
-        "context parallelism has not been tested": (parallel_state.get_context_parallel_world_size() > 1),
-        "exchanges of tokens by DeepEP or HybridEP (moe_token_dispatcher_type flex)": (
-            getattr(config, "moe_token_dispatcher_type", None) == "flex"
+        "scales of fp8 and fp4": has("fp8") or has("fp4"),
+        "what is gathered quantised (bytes): whether it was finite is not known": (
+            (has("fp8") or has("fp4")) and getattr(config, "sequence_parallel", False)
         ),
+        "fp8 weights that cannot be dequantised in the memory that is left": (
+            has("fp8_param") or getattr(ddp, "fp8_param_gather", False)
+        ),
+        "context parallelism has not been tested": (parallel_state.get_context_parallel_world_size() > 1),
+        **dict.fromkeys(unwatched_groups(chunks).values(), True),
         "microbatches, as overlap_moe_expert_parallel_comm has a schedule of its own": has(
             "overlap_moe_expert_parallel_comm"
         ),

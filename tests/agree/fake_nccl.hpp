@@ -1,0 +1,21 @@
+// NCCL as nccl.h declares it, among threads and on host memory: what flag_reduction_over_nccl calls
+// of it. A reduction is complete when its launch returns.
+#pragma once
+
+#include <nccl.h>
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+
+#include "agree/thread_ranks.hpp"
+
+struct ncclComm {
+  int rank = 0;
+  int size = 1;
+  std::shared_ptr<nanlocator::testing::MaxReduction> reduction;
+  std::size_t launched = 0;
+  std::atomic<ncclResult_t> failure = ncclSuccess;  // as if a peer had gone
+  std::atomic<int> polls_until_taken = 0;           // of a communicator that does not block
+  std::atomic<int> ended = 0;                       // aborted or destroyed
+};
