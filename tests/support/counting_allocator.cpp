@@ -1,0 +1,27 @@
+// CountingAllocator for Python, by ctypes: tools/bench rerun, and tests of what a re-run may take.
+#include "support/counting_allocator.hpp"
+
+using nanlocator::CountingAllocator;
+
+extern "C" {
+void counting_allocator_install() {
+  CountingAllocator::install();
+}
+std::int64_t counting_allocator_current() {
+  return CountingAllocator::install().current();
+}
+std::int64_t counting_allocator_peak() {
+  return CountingAllocator::install().peak();
+}
+void counting_allocator_restart_peak() {
+  CountingAllocator::install().restart_peak();
+}
+/// Below zero: none.
+void counting_allocator_set_limit(std::int64_t bytes) {
+  if (bytes < 0) {
+    CountingAllocator::install().remove_limit();
+  } else {
+    CountingAllocator::install().set_limit(bytes);
+  }
+}
+}
