@@ -434,11 +434,10 @@ std::vector<std::string> steps_text(const Origin& origin) {
                   "what produced or reduced it",
               "do not add an epsilon before that: it would hide the fault"};
     case Action::correct_expression:
-      return {
-          "correct the expression that makes the argument of " + operation +
-          ": it is outside the domain" + with_operands(origin) +
-          "; an epsilon will not help. Where such a value is meant, clamp it to a small positive "
-          "one (at exactly zero the slope is infinite)"};
+      return {"correct what makes the argument of " + operation + ": it is outside the domain" +
+                  with_operands(origin) + "; an epsilon will not help",
+              "where such a value is meant, clamp it to a small positive one (at exactly zero the "
+              "slope is infinite)"};
     case Action::find_source_of_zero:
       return {"find what made " + zero_of(origin) + with_operands(origin),
               "guard " + operation + " only where that is a value that may occur"};
@@ -455,6 +454,10 @@ std::vector<std::string> steps_text(const Origin& origin) {
                   with_operands(origin),
               "its author can run the bundle alone: the replay command with --export-python"};
     case Action::inspect_undefined:
+      if (has_fact(origin.facts, FactKind::made_from_inf)) {
+        return {"find where the Inf among the inputs of " + operation + " is from" +
+                with_operands(origin) + where_in_bundle(origin)};
+      }
       return {"look at the inputs of " + operation + with_operands(origin) +
               where_in_bundle(origin) +
               ": they are finite, and float64 gives no finite result either"};
