@@ -133,8 +133,8 @@ std::string maxima_text(const Fact& fact) {
 std::string copies_magnitude_text(const Fact& fact) {
   const std::string own =
       fact.last_value ? ", in the finite elements of this one " + value_of(fact.last_value) : "";
-  return "the largest magnitude in the copies on " + ranks_text(fact.peers) + " is " +
-         value_of(fact.value) + own;
+  return "the largest magnitude in the " + std::string(fact.peers.size() == 1 ? "copy" : "copies") +
+         " on " + ranks_text(fact.peers) + " is " + value_of(fact.value) + own;
 }
 
 std::string read_text(const Fact& fact) {
@@ -367,8 +367,9 @@ std::string plain_text(const Fact& fact) {
     case other_writers_possible:
       return "not excluded: a kernel off the dispatcher, or another process, that wrote there";
     case copies_clean:
-      return "the copies on " + ranks_text(fact.peers) + " are clean: only that of " +
-             ranks_text(fact.ranks) +
+      return (fact.peers.size() == 1 ? "the copy on " + ranks_text(fact.peers) + " is"
+                                     : "the copies on " + ranks_text(fact.peers) + " are") +
+             " clean: only that of " + ranks_text(fact.ranks) +
              " was damaged, after the last update or in its parameter all-gather";
     case copies_magnitude:
       return copies_magnitude_text(fact);

@@ -231,9 +231,8 @@ std::string link_of(const Verdict& verdict, const Origin& origin) {
   const bool may_be_link =
       std::ranges::find(origin.alternatives, Suspect::link) != origin.alternatives.end();
   if (!may_be_link || !verdict.layout) return "";
-  for (const FactKind kind :
-       {FactKind::message_changed, FactKind::own_copy_bad, FactKind::collective_changed,
-        FactKind::clean_before_reduction, FactKind::copies_clean}) {
+  for (const FactKind kind : {FactKind::message_changed, FactKind::own_copy_bad,
+                              FactKind::collective_changed, FactKind::clean_before_reduction}) {
     const Fact* const fact = find_fact(origin.facts, kind);
     if (fact == nullptr) continue;
     std::vector<int> others;
