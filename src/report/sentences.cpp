@@ -317,7 +317,7 @@ std::string restart_of(const Verdict& verdict) {
     case Restart::unknown:
       return "latest checkpoint is safe: " + finite + "whether the fault comes again is not known";
     case Restart::repeats:
-      return "latest checkpoint is safe; with the same data and code step " + step +
+      return "latest checkpoint is safe; with the same data and weights step " + step +
              " is bad again: act first";
     case Restart::before_step:
       return "only a checkpoint saved before step " +
