@@ -383,7 +383,9 @@ Origin origin_of(const Root& root) {
     facts.push_back({.kind = FactKind::literal_of, .op = birth.literal_op});
   }
   if (auto history = history_of_memory(birth)) facts.push_back(*std::move(history));
-  if (!birth.weights.empty()) {
+  const bool may_be_overflow =
+      birth.kind == BirthKind::inf || origin.cause == Cause::operator_overflow;
+  if (may_be_overflow && !birth.weights.empty()) {
     Fact weights{.kind = FactKind::weights_magnitude};
     for (const Magnitude& weight : birth.weights) {
       weights.values.emplace_back(weight.parameter, weight.absmax);

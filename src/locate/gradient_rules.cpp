@@ -224,9 +224,11 @@ class GradientRules {
     const std::int64_t count = flow.bad_steps;
     Facts& facts = origin.facts;
     if (flow.may_come_from_forward) {
-      if (is_one_rank) set_parameter(origin, name, *start.sighting);
-      facts.push_back({.kind = has_finite_loss(places) ? FactKind::all_gradients_bad_loss_finite
-                                                       : FactKind::all_gradients_bad,
+      // What changes all gradients after backward hides the one that was bad first.
+      const bool is_loss_finite = has_finite_loss(places);
+      if (is_one_rank && !is_loss_finite) set_parameter(origin, name, *start.sighting);
+      facts.push_back({.kind = is_loss_finite ? FactKind::all_gradients_bad_loss_finite
+                                              : FactKind::all_gradients_bad,
                        .count = count,
                        .parameter = name});
       if (phase == Phase::grad_local) facts.push_back({.kind = FactKind::before_collective});

@@ -264,7 +264,7 @@ std::vector<std::string> restore_steps(const Origin& origin) {
   }
   const bool has_copy = has_fact(origin.facts, FactKind::optimizer_copy_finite);
   return {"look for code that writes to the parameter between steps",
-          "none: test the memory of " + ranks,
+          "if there is none, test the memory of " + ranks,
           "restore the parameter from " +
               std::string(has_copy ? "the optimizer's own copy or " : "") + "a checkpoint"};
 }
@@ -404,16 +404,16 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::check_owner_of_shard:
       return {"check the optimizer's state on " + ranks,
               "check its part of the parameter in the checkpoint that was loaded",
-              "both finite: test the memory of " + ranks};
+              "if both are finite, test the memory of " + ranks};
     case Action::reset_optimizer_state:
       return {"look at the optimizer's state (moments) of the parameters in the checkpoint",
-              "bad there, too: load an older one, or reset the state of these parameters"};
+              "if it is bad there, too, load an older one, or reset the state of these parameters"};
     case Action::check_checkpoint:
       return {"check " +
                   (origin.parameter.empty() ? std::string("the parameter") : origin.parameter) +
                   " in the checkpoint that was loaded",
-              "finite there: run from it with the option check_params, which finds the step whose "
-              "update makes it bad"};
+              "if it is finite there, run from it with the option check_params, which finds the "
+              "step whose update makes it bad"};
     case Action::check_buffer:
       return {"look at what computes the buffer " + origin.parameter};
     case Action::inspect_samples:
@@ -434,11 +434,10 @@ std::vector<std::string> steps_text(const Origin& origin) {
                   "what produced or reduced it",
               "do not add an epsilon before that: it would hide the fault"};
     case Action::correct_expression:
-      return {
-          "correct the expression that makes the argument of " + operation +
-          ": it is outside the domain" + with_operands(origin) +
-          "; an epsilon will not help. Where such a value is meant, clamp it to a small positive "
-          "one (at exactly zero the slope is infinite)"};
+      return {"correct what makes the argument of " + operation + ": it is outside the domain" +
+                  with_operands(origin) + "; an epsilon will not help",
+              "where such a value is meant, clamp it to a small positive one (at exactly zero the "
+              "slope is infinite)"};
     case Action::find_source_of_zero:
       return {"find what made " + zero_of(origin) + with_operands(origin),
               "guard " + operation + " only where that is a value that may occur"};
@@ -455,6 +454,10 @@ std::vector<std::string> steps_text(const Origin& origin) {
                   with_operands(origin),
               "its author can run the bundle alone: the replay command with --export-python"};
     case Action::inspect_undefined:
+      if (has_fact(origin.facts, FactKind::made_from_inf)) {
+        return {"find where the Inf among the inputs of " + operation + " is from" +
+                with_operands(origin) + where_in_bundle(origin)};
+      }
       return {"look at the inputs of " + operation + with_operands(origin) +
               where_in_bundle(origin) +
               ": they are finite, and float64 gives no finite result either"};
@@ -537,7 +540,7 @@ std::vector<std::string> steps_text(const Origin& origin) {
           "look for what changes all gradients between backward and the optimizer's step: one "
           "bad gradient makes the norm NaN, and clip_grad_norm_ multiplies all by it. Clip "
           "with the optimizer's clip_grad_norm, which finds the bad one first",
-          "no clip: look at the first operators of backward, at the loss"};
+          "if nothing does, look at the first operators of backward, at the loss"};
     case Action::inspect_backward:
       return {
           "look at the operators between the clean parameter and this one on these ranks: "
@@ -545,8 +548,8 @@ std::vector<std::string> steps_text(const Origin& origin) {
           "infinite"};
     case Action::inspect_gradient:
       return {"run this step again from the last checkpoint",
-              "clean then: test this device's memory; bad again: look at the inputs of this "
-              "weight's gradient"};
+              "if the gradient is clean then, test this device's memory; if it is bad again, look "
+              "at the inputs of this weight's gradient"};
     case Action::inspect_unordered:
       return {"look at the operators that compute this gradient, and at their inputs"};
     case Action::inspect_loss:

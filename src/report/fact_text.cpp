@@ -14,6 +14,12 @@ std::string who_of(const Fact& fact) {
   return fact.op + (fact.module.empty() ? "" : " of module " + fact.module);
 }
 
+/// "; aten::mm of module body only read it first"; "" where that is not known.
+std::string reader_of(const Fact& fact) {
+  if (fact.op.empty() && fact.module.empty()) return "";
+  return "; " + who_of(fact) + " only read it first";
+}
+
 std::string bad_of(const Fact& fact) {
   return fact.bad ? bad_text(*fact.bad) : "NaN or Inf";
 }
@@ -127,8 +133,8 @@ std::string maxima_text(const Fact& fact) {
 std::string copies_magnitude_text(const Fact& fact) {
   const std::string own =
       fact.last_value ? ", in the finite elements of this one " + value_of(fact.last_value) : "";
-  return "the largest magnitude in the copies on " + ranks_text(fact.peers) + " is " +
-         value_of(fact.value) + own;
+  return "the largest magnitude in the " + std::string(fact.peers.size() == 1 ? "copy" : "copies") +
+         " on " + ranks_text(fact.peers) + " is " + value_of(fact.value) + own;
 }
 
 std::string read_text(const Fact& fact) {
@@ -170,14 +176,14 @@ std::string plain_text(const Fact& fact) {
       return who_of(fact) + " wrote " + bad_of(fact) + ": it was passed a non-finite scalar";
     case weight_was_bad:
       return "the parameter " + fact.parameter + " held " + share_of(fact) +
-             " before the pass began; " + who_of(fact) + " only read it first";
+             " before the pass began" + reader_of(fact);
     case buffer_was_bad:
-      return "the buffer " + fact.parameter + " held " + share_of(fact) +
-             " before the pass began; " + who_of(fact) + " only read it first";
+      return "the buffer " + fact.parameter + " held " + share_of(fact) + " before the pass began" +
+             reader_of(fact);
     case data_was_bad:
       return (fact.parameter.empty() ? "a tensor" : fact.parameter) +
-             " from outside the model held " + share_of(fact) + " before the pass began; " +
-             who_of(fact) + " read it first";
+             " from outside the model held " + share_of(fact) + " before the pass began" +
+             reader_of(fact);
     case memory_changed:
       return (fact.parameter.empty() ? "a tensor that " + who_of(fact) + " read"
                                      : "the gradient of " + fact.parameter) +
@@ -362,8 +368,9 @@ std::string plain_text(const Fact& fact) {
     case other_writers_possible:
       return "not excluded: a kernel off the dispatcher, or another process, that wrote there";
     case copies_clean:
-      return "the copies on " + ranks_text(fact.peers) + " are clean: only that of " +
-             ranks_text(fact.ranks) +
+      return (fact.peers.size() == 1 ? "the copy on " + ranks_text(fact.peers) + " is"
+                                     : "the copies on " + ranks_text(fact.peers) + " are") +
+             " clean: only that of " + ranks_text(fact.ranks) +
              " was damaged, after the last update or in its parameter all-gather";
     case copies_magnitude:
       return copies_magnitude_text(fact);
@@ -594,6 +601,7 @@ int place_of(const Fact& fact) {
   if (fact.kind <= loss_bad_gradients_finite) return 0;
   if (fact.kind <= further_weights_bad) return 1;
   if (fact.kind <= did_not_climb) return 2;
+  if (fact.kind == weight_maxima || fact.kind == gradient_maxima) return 2;
   return fact.kind >= order_not_observed && fact.kind <= missing_largest ? 4 : 3;
 }
 

@@ -231,9 +231,8 @@ std::string link_of(const Verdict& verdict, const Origin& origin) {
   const bool may_be_link =
       std::ranges::find(origin.alternatives, Suspect::link) != origin.alternatives.end();
   if (!may_be_link || !verdict.layout) return "";
-  for (const FactKind kind :
-       {FactKind::message_changed, FactKind::own_copy_bad, FactKind::collective_changed,
-        FactKind::clean_before_reduction, FactKind::copies_clean}) {
+  for (const FactKind kind : {FactKind::message_changed, FactKind::own_copy_bad,
+                              FactKind::collective_changed, FactKind::clean_before_reduction}) {
     const Fact* const fact = find_fact(origin.facts, kind);
     if (fact == nullptr) continue;
     std::vector<int> others;
@@ -307,21 +306,19 @@ std::string restart_of(const Verdict& verdict) {
   const Course course = course_of(verdict);
   if (course == Course::unknown || course == Course::goes_on) return "";
   const std::string step = std::to_string(verdict.iteration);
-  const std::string finite = job.are_weights_finite == true ? ", all weights are finite" : "";
+  const std::string finite = job.are_weights_finite == true ? "all weights are finite; " : "";
   if (course == Course::goes_on_damaged && job.restart < Restart::before_step) {
     return "needed, from a checkpoint saved before step " + step +
            ": the weights are bad from this update on";
   }
   switch (job.restart) {
     case Restart::latest:
-      return "the latest checkpoint is safe: nothing bad was applied" + finite +
-             ", and the fault did not come again";
+      return "latest checkpoint is safe: " + finite + "the fault did not come again";
     case Restart::unknown:
-      return "the latest checkpoint is safe: nothing bad was applied" + finite +
-             "; whether the fault comes again is not known";
+      return "latest checkpoint is safe: " + finite + "whether the fault comes again is not known";
     case Restart::repeats:
-      return "the latest checkpoint is safe" + finite + ", but with the same data and code step " +
-             step + " is bad again: first do what is under action";
+      return "latest checkpoint is safe; with the same data and weights step " + step +
+             " is bad again: act first";
     case Restart::before_step:
       return "only a checkpoint saved before step " +
              std::to_string(job.restart_before.value_or(verdict.iteration)) +

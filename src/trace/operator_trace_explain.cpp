@@ -140,7 +140,9 @@ Explanation OperatorTrace::Impl::explain(std::span<const NamedTensor> losses,
 
   Explanation explanation = explanation_of(reached, losses.empty());
   for (TracedBirth& traced : explanation.births) {
-    if (traced.birth.kind == BirthKind::inf) weigh(traced.birth);
+    // A sum in which both infinities meet makes NaN of an overflow.
+    const BirthKind kind = traced.birth.kind;
+    if (kind == BirthKind::inf || kind == BirthKind::nan) weigh(traced.birth);
   }
   return explanation;
 }

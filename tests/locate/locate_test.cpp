@@ -286,6 +286,7 @@ TEST(Locate, WhereTheLossIsFiniteTheGradientsWereNotBadFromIt) {
   const Origin origin = locate(ledgers, 1).origins.at(0);
   EXPECT_THAT(origin.facts, HasFact(FactKind::all_gradients_bad_loss_finite));
   EXPECT_EQ(origin.action, Action::check_clip);
+  EXPECT_EQ(origin.parameter, "") << "which one was bad first, a clip has hidden";
   Sighting loss;
   loss.phase = Phase::loss;
   loss.role = "loss";

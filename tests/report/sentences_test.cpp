@@ -183,7 +183,7 @@ TEST(Sentences, ARestartIsAdvisedFromTheJobsState) {
                  .are_weights_updated = false,
                  .are_weights_finite = true,
                  .restart = Restart::latest};
-  EXPECT_THAT(restart_of(verdict), StartsWith("the latest checkpoint is safe"));
+  EXPECT_THAT(restart_of(verdict), StartsWith("latest checkpoint is safe"));
   EXPECT_THAT(restart_of(verdict), HasSubstr("all weights are finite"));
   verdict.job.are_weights_finite.reset();
   EXPECT_THAT(restart_of(verdict), Not(HasSubstr("finite")));

@@ -72,7 +72,7 @@ TEST(FormatVerdict, TheStateOfTheJobComesFirstAndStepsAreNumbered) {
   verdict.layout->ranks_per_host = 8;
   const std::string text = format_verdict(verdict, {.width = 60});
   EXPECT_THAT(text, HasSubstr("\n  job        stops; nothing of step 1284"));
-  EXPECT_THAT(text, HasSubstr("\n  restart    the latest checkpoint is safe"));
+  EXPECT_THAT(text, HasSubstr("\n  restart    latest checkpoint is safe"));
   EXPECT_LT(text.find("  restart"), text.find("  cause"));
   EXPECT_THAT(text, HasSubstr("\n  action     1. test the memory"));
   EXPECT_THAT(text, HasSubstr("\n             2. look for a kernel"));

@@ -364,6 +364,23 @@ TEST_F(LocatingOptimizerTest, DoesNotBlameAFiniteLossForWhatTorchsClipInAClosure
   EXPECT_FALSE(has_fact(origin.facts, FactKind::all_gradients_bad));
 }
 
+TEST_F(LocatingOptimizerTest, TheTraceNamesTheOperatorBehindTorchsClipInAClosure) {
+  LocatingOptimizer optimizer(sgd(), *model_, options());
+  const auto closure = [&] {
+    optimizer.zero_grad();
+    auto loss = model_->loss(batch(0)) + at::sqrt(model_->bias.square()).sum();  // the bias is zero
+    loss.backward();
+    torch::nn::utils::clip_grad_norm_(model_->parameters(), 1.0);
+    return loss;
+  };
+  EXPECT_THROW(optimizer.step(closure), NonFiniteGradientError);
+  const auto& origins = optimizer.locator().verdicts().at(0).origins;
+  ASSERT_THAT(origins, SizeIs(1));
+  EXPECT_EQ(origins[0].forward_op, "aten::sqrt");
+  EXPECT_EQ(origins[0].phase, Phase::backward);
+  EXPECT_FALSE(has_fact(origins[0].facts, FactKind::all_gradients_bad));
+}
+
 TEST_F(LocatingOptimizerTest, NamesTheRowOfASparseEmbeddingGradient) {
   struct TinyEmbedding : torch::nn::Module {
     TinyEmbedding() { weight = register_parameter("weight", at::ones({10, 3})); }
