@@ -126,7 +126,14 @@ class Converter {
 
 void PythonModuleCall::add_to(Bundle& bundle, StorageCollector& storages,
                               BundleContents& contents) const {
+  if (!why_left_out.empty()) {
+    bundle.notes.push_back("The call of the module " + name + " was not kept: " + why_left_out);
+    return;
+  }
   const py::gil_scoped_acquire gil;
+  for (const auto& [copy, device] : came_from) {
+    storages.note({{copy.storage().unsafeGetStorageImpl(), at::Device(device)}});
+  }
   Converter converter(storages);
   BundleModuleCall call;
   call.name = name;

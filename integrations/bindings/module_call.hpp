@@ -4,6 +4,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "nanlocator/record/bundle.hpp"
 #include "nanlocator/replay/operator_call.hpp"
@@ -24,9 +26,13 @@ struct PythonModuleCall {
   pybind11::object grad_inputs;
   std::string pickle;  // the pickled module without its tensors; "" where there is none
   std::string pickle_problem;
+  /// Tensors in host memory and the devices that they are copied from.
+  std::vector<std::pair<at::Tensor, std::string>> came_from{};
+  std::string why_left_out{};  // not "": there is nothing but the name
 
   /// Acquires the GIL. Tensors, numbers, texts, None, tuples, lists, dictionaries with text keys,
-  /// dataclasses and ModelOutputs are kept; everything else is `unsupported`, with its repr.
+  /// dataclasses and ModelOutputs are kept; everything else is `unsupported`, with its repr. A call
+  /// that was left out becomes a note of the bundle.
   void add_to(Bundle& bundle, StorageCollector& storages, BundleContents& contents) const;
 };
 

@@ -20,7 +20,8 @@ using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 ReplayReport replay_bundle(const std::filesystem::path& path, const std::string& device,
                            int repeats, bool other_devices) {
   const OpenBundle bundle(path);
-  return replay(operator_call_of(bundle, at::Device(device)), {repeats, other_devices});
+  return replay(operator_call_of(bundle, at::Device(device)),
+                {repeats, other_devices, std::nullopt});
 }
 
 /// Values of a bundle as Python objects. `make_object(class name, fields)` and
@@ -171,6 +172,21 @@ void bind_replay(py::module_& m) {
            "name"_a, "class_name"_a, "is_training"_a, "arguments"_a, "keywords"_a = py::dict(),
            "outputs"_a = py::none(), "weights"_a = py::dict(), "grad_outputs"_a = py::tuple(),
            "grad_inputs"_a = py::tuple(), "pickle"_a = py::bytes(), "pickle_problem"_a = "")
+      .def_static(
+          "left_out",
+          [](std::string name, std::string why) {
+            PythonModuleCall call;
+            call.name = std::move(name);
+            call.why_left_out = std::move(why);
+            return call;
+          },
+          "name"_a, "why"_a, "Stands for a call that could not be kept.")
+      .def(
+          "note_device",
+          [](PythonModuleCall& call, at::Tensor copy, std::string device) {
+            call.came_from.emplace_back(std::move(copy), std::move(device));
+          },
+          "copy"_a, "device"_a, "A tensor of the call is a copy in host memory; where it was.")
       .def_readonly("name", &PythonModuleCall::name)
       .def_readonly("class_name", &PythonModuleCall::class_name)
       .def("write", &write_module_bundle, "run_dir"_a, "iteration"_a = 0,

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <unordered_map>
 
 #include "nanlocator/error.hpp"
@@ -61,25 +60,9 @@ c10::ArrayRef<c10::IValue> last(const Values& values, std::size_t count) {
   return all.slice(all.size() - std::min(count, all.size()));
 }
 
-void copy_all(std::vector<c10::IValue>& values) {
-  const auto copies = copy_together(tensors_of(values));
-  std::size_t next = 0;
-  for (auto& value : values) {
-    value = map_tensors(value, [&](const at::Tensor&) { return copies[next++]; });
-  }
-}
-
-std::uint64_t range_bytes(const std::vector<c10::IValue>& values) {
-  std::vector<at::Tensor> plain;
-  for (const auto& tensor : tensors_of(values)) {
-    if (has_plain_memory(tensor)) plain.push_back(tensor);
-  }
-  std::uint64_t bytes = 0;
-  for (const auto& range : storage_ranges(plain).ranges) {
-    bytes += static_cast<std::uint64_t>(range.bytes.end - range.bytes.begin);
-  }
-  return bytes;
-}
+/// Copies of what the operator writes up to this size lie on its device: a copy to the host before
+/// every operator in place would take longer than the step.
+constexpr std::uint64_t kMostOnDevice = std::uint64_t{256} << 20;
 
 /// Devices whose default generators a call may draw from: the CPU, and those of its tensors.
 std::vector<at::Device> generator_devices(const std::vector<c10::IValue>& arguments) {
@@ -118,14 +101,17 @@ const CallFacts& call_facts(const c10::OperatorName& name) {
   return *known.emplace(name, std::make_unique<CallFacts>(facts_of(*handle))).first->second;
 }
 
-void CallCapture::begin(const at::RecordFunction& call, const CallFacts& facts) {
+bool CallCapture::begin(const at::RecordFunction& call, const CallFacts& facts,
+                        const MayTake& may_take) {
+  *this = CallCapture();
   facts_ = &facts;
-  live_written_.clear();
-  generators_.clear();
   arguments_ = last(call.inputs(), facts.handle.schema().arguments().size()).vec();
-  if (arguments_.size() != facts.handle.schema().arguments().size()) return;  // nothing was boxed
+  if (arguments_.size() != facts.handle.schema().arguments().size()) return true;  // not boxed
   for (const auto i : facts.written_unreturned) live_written_.push_back(arguments_[i]);
-  if (!facts.written.empty()) copy_written(arguments_, facts.written);
+  if (!facts.written.empty() && !copy_what_is_written(may_take)) {
+    *this = CallCapture();
+    return false;
+  }
   if (facts.draws_random_numbers) {
     for (const auto& device : generator_devices(arguments_)) {
       generators_.emplace_back(device.str(), copy_of(at::globalContext().defaultGenerator(device)));
@@ -134,19 +120,62 @@ void CallCapture::begin(const at::RecordFunction& call, const CallFacts& facts) 
       if (argument.isGenerator()) argument = copy_of(argument.toGenerator());
     }
   }
+  return true;
+}
+
+bool CallCapture::copy_what_is_written(const MayTake& may_take) {
+  const auto& written = facts_->written;
+  const auto bytes = bytes_of(sharing_with(arguments_, written));
+  if (!may_take(bytes)) return false;
+  bool is_copied = false;
+  for (const bool to_host : {false, true}) {
+    if (!to_host && bytes > kMostOnDevice) continue;
+    try {
+      copy_written(arguments_, written, to_host ? &came_from_ : nullptr);
+      is_copied = true;
+      break;
+    } catch (const c10::Error&) {  // no memory there
+    }
+  }
+  if (!is_copied) return false;
+  for (const auto& copy : sharing_with(arguments_, written)) {
+    own_.insert(copy.storage().unsafeGetStorageImpl());
+  }
+  return true;
 }
 
 void CallCapture::begin(const at::RecordFunction& call) {
   const auto name = call.operator_name();
   if (!name) throw UsageError(std::string("Not an operator with a schema: ") + call.name());
-  begin(call, call_facts(*name));
+  if (!begin(call, call_facts(*name), [](std::uint64_t) { return true; })) {
+    throw UnsupportedError("There is no memory for copies of what " + c10::toString(*name) +
+                           " writes.");
+  }
 }
 
 std::uint64_t CallCapture::bytes(const at::RecordFunction& call) const {
   auto after = live_written_;
   const auto returned = last(call.outputs(), facts_->handle.schema().returns().size());
   after.insert(after.end(), returned.begin(), returned.end());
-  return range_bytes(arguments_) + range_bytes(after);
+  return bytes_of(tensors_of(arguments_)) + bytes_of(tensors_of(after));
+}
+
+void CallCapture::copy_to_host(std::vector<c10::IValue>& values) {
+  const auto is_copied = [&](const at::Tensor& tensor) {
+    return tensor.is_cpu() && has_plain_memory(tensor) &&
+           own_.contains(tensor.storage().unsafeGetStorageImpl());
+  };
+  std::vector<at::Tensor> originals;
+  for (const auto& tensor : tensors_of(values)) {
+    if (!is_copied(tensor)) originals.push_back(tensor);
+  }
+  const auto copies = copy_together(originals, &came_from_);
+  std::size_t next = 0;
+  for (auto& value : values) {
+    value = map_tensors(value, [&](const at::Tensor& tensor) {
+      return is_copied(tensor) ? tensor : copies[next++];
+    });
+  }
 }
 
 OperatorCall CallCapture::end(const at::RecordFunction& call) {
@@ -154,13 +183,14 @@ OperatorCall CallCapture::end(const at::RecordFunction& call) {
   kept.name = facts_->handle.operator_name();
   kept.settings = current_settings();
   kept.arguments = std::move(arguments_);
-  copy_all(kept.arguments);
+  copy_to_host(kept.arguments);
   kept.outputs = last(call.outputs(), facts_->handle.schema().returns().size()).vec();
   kept.outputs.insert(kept.outputs.end(), live_written_.begin(), live_written_.end());
-  copy_all(kept.outputs);
+  copy_to_host(kept.outputs);
   for (const auto& [device, generator] : generators_) {
     kept.generator_states[device] = generator.get_state();
   }
+  kept.came_from = std::move(came_from_);
   *this = CallCapture();
   return kept;
 }

@@ -116,6 +116,17 @@ OperatorCall with_precision(const OperatorCall& call, at::ScalarType dtype) {
   return result;
 }
 
+OperatorCall on_recorded_devices(const OperatorCall& call) {
+  auto result = call;
+  if (call.came_from.empty()) return result;
+  const auto back = bring_back(tensors_of(call.arguments), call.came_from);
+  std::size_t next = 0;
+  for (auto& value : result.arguments) {
+    value = map_tensors(value, [&](const at::Tensor&) { return back[next++]; });
+  }
+  return result;
+}
+
 OperatorCall on_host(const OperatorCall& call) {
   const OwnWork guard;
   auto result = call;

@@ -17,6 +17,10 @@ namespace nanlocator {
 /// they overlap nowhere; what shared memory does so no longer.
 [[nodiscard]] OperatorCall with_precision(const OperatorCall& call, at::ScalarType dtype);
 
+/// The call with its arguments on the devices where they were recorded. Throws what Torch throws
+/// where there is no memory.
+[[nodiscard]] OperatorCall on_recorded_devices(const OperatorCall& call);
+
 /// The call with everything in host memory.
 [[nodiscard]] OperatorCall on_host(const OperatorCall& call);
 

@@ -69,6 +69,7 @@ at::Tensor clone_with_strides(const at::Tensor& tensor) {
 void add_to_bundle(const OperatorCall& call, Bundle& bundle, StorageCollector& storages) {
   const auto& facts = call_facts(call.name);
   const auto& schema = facts.handle.schema();
+  storages.note(call.came_from);
   BundleOperatorCall kept;
   kept.op = c10::toString(call.name);
   kept.schema = schema_text(schema);

@@ -14,7 +14,7 @@ constexpr int kNanByte = 0xFF;
 /// tensors allocated through it keep pointing to it.
 class PoisoningAllocator final : public at::Allocator {
  public:
-  explicit PoisoningAllocator(at::Allocator* base) : base_(base) {}
+  void stand_before(at::Allocator* base) noexcept { base_ = base; }
 
   at::DataPtr allocate(std::size_t bytes) override {
     auto memory = base_->allocate(bytes);
@@ -29,17 +29,18 @@ class PoisoningAllocator final : public at::Allocator {
   [[nodiscard]] at::Allocator* base() const noexcept { return base_; }
 
  private:
-  at::Allocator* base_;
+  at::Allocator* base_ = nullptr;
 };
 
 PoisoningAllocator& poisoning_allocator() {
-  static auto& allocator = *new PoisoningAllocator(c10::GetCPUAllocator());
+  static auto& allocator = *new PoisoningAllocator;
   return allocator;
 }
 
 }  // namespace
 
 PoisonedAllocations::PoisonedAllocations(at::Device device) {
+  poisoning_allocator().stand_before(c10::GetCPUAllocator());
   c10::SetCPUAllocator(&poisoning_allocator());
   if (!device.is_cpu()) {
     auto& context = at::globalContext();

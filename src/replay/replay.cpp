@@ -4,6 +4,8 @@
 #include <ATen/ops/view_as_real.h>
 
 #include <algorithm>
+#include <array>
+#include <cstdio>
 #include <cstring>
 
 #include "nanlocator/error.hpp"
@@ -12,8 +14,10 @@
 #include "replay/conclusion.hpp"
 #include "replay/execute.hpp"
 #include "replay/first_bad.hpp"
+#include "replay/host_memory.hpp"
 #include "replay/poison.hpp"
 #include "replay/values.hpp"
+#include "replay/work.hpp"
 #include "tensor/dtypes.hpp"
 #include "tensor/own_work.hpp"
 #include "tensor/tensor_access.hpp"
@@ -184,16 +188,42 @@ std::vector<ReplayedInput> inputs_at_first_bad(const OperatorCall& call, const C
   return inputs;
 }
 
+/// "" where an execution on the CPU is within the limit.
+std::string why_too_large(const Work& work, const ReplayOptions& options) {
+  if (!options.cpu_limit) return "";
+  // Double the width of a copy of the arguments and of the outputs, beside the recorded ones.
+  const double most_bytes =
+      std::min(options.cpu_limit->bytes, static_cast<double>(free_host_memory()) / 6);
+  const auto exceeds = [](double amount, double most, const char* unit) {
+    std::array<char, 96> text{};
+    std::snprintf(text.data(), text.size(), "too large for the CPU: %.2g %s, and %.2g are tried.",
+                  amount, unit, most);
+    return std::string(text.data());
+  };
+  if (work.flops > options.cpu_limit->flops) {
+    return exceeds(work.flops, options.cpu_limit->flops, "FLOPs");
+  }
+  return work.bytes > most_bytes ? exceeds(work.bytes, most_bytes, "bytes") : "";
+}
+
 }  // namespace
 
-ReplayReport replay(const OperatorCall& call, const ReplayOptions& options) {
+ReplayReport replay(const OperatorCall& recorded_call, const ReplayOptions& options) {
   if (options.repeats < 1) {
     throw UsageError("replay: " + std::to_string(options.repeats) +
                      " repeats; at least 1 is needed");
   }
-  const auto& facts = call_facts(call.name);
+  const auto& facts = call_facts(recorded_call.name);
   ReplayReport report;
-  report.op = c10::toString(call.name);
+  report.op = c10::toString(recorded_call.name);
+  OperatorCall call;
+  try {
+    call = on_recorded_devices(recorded_call);
+  } catch (const c10::Error& error) {
+    report.sentences.push_back(std::string("Not replayed: too large for its device: ") +
+                               error.what_without_backtrace());
+    return report;
+  }
   std::vector<NamedOutput> recorded;
   ConclusionEvidence evidence;
   {
@@ -201,6 +231,15 @@ ReplayReport replay(const OperatorCall& call, const ReplayOptions& options) {
     recorded = named_outputs(call.outputs, facts);
     for (const auto& output : recorded) report.recorded.push_back(looked_at(output));
     report.inputs_at_first_bad = inputs_at_first_bad(call, facts, report.recorded);
+  }
+  const auto device = device_of(call);
+  const std::string too_large = why_too_large(work_of(call), options);
+  if (device.is_cpu() && !too_large.empty()) {
+    report.sentences.push_back("Not replayed: " + too_large);
+    return report;
+  }
+  {
+    const OwnWork guard;
     for (const auto& value : call.arguments) {
       for_each_tensor(value, [&](const at::Tensor& tensor) {
         if (!is_comparable(tensor) || why_not_scannable(tensor) != nullptr) return;
@@ -209,7 +248,6 @@ ReplayReport replay(const OperatorCall& call, const ReplayOptions& options) {
     }
   }
 
-  const auto device = device_of(call);
   std::vector<std::string> problems;
   const auto run = [&](ReplayVariant variant, int repeat, const OperatorCall& variant_call) {
     std::vector<std::string> unused;
@@ -230,7 +268,13 @@ ReplayReport replay(const OperatorCall& call, const ReplayOptions& options) {
     if (widths.narrowest < 4) run(ReplayVariant::float32, 0, with_precision(call, at::kFloat));
     if (widths.narrowest < 8) run(ReplayVariant::float64, 0, with_precision(call, at::kDouble));
   }
-  if (options.other_devices && !device.is_cpu()) run(ReplayVariant::on_cpu, 0, on_host(call));
+  if (options.other_devices && !device.is_cpu()) {
+    if (too_large.empty()) {
+      run(ReplayVariant::on_cpu, 0, on_host(call));
+    } else {
+      report.runs.push_back({.variant = ReplayVariant::on_cpu, .problem = too_large});
+    }
+  }
 
   const std::string_view name = call.name.name;
   evidence.is_custom = !name.starts_with("aten::") && !name.starts_with("prims::");

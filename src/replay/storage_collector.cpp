@@ -44,7 +44,8 @@ struct StorageCollector::Impl {
   std::vector<at::Tensor> tensors;
   std::vector<std::string> names;
   std::vector<at::Tensor> host_copies;  // bytes of device memory
-  std::vector<StorageRange> ranges;     // keep the host memory alive that the contents point to
+  CameFrom came_from;
+  std::vector<StorageRange> ranges;  // keep the host memory alive that the contents point to
 
   BundleTensor placeholder(const at::Tensor& tensor, std::string_view name) {
     BundleTensor result;
@@ -52,7 +53,8 @@ struct StorageCollector::Impl {
     result.dtype = torch_name(tensor.scalar_type());
     result.sizes = tensor.sizes().vec();
     result.strides = tensor.strides().vec();
-    result.device = tensor.device().str();
+    const auto origin = came_from.find(tensor.storage().unsafeGetStorageImpl());
+    result.device = (origin == came_from.end() ? tensor.device() : origin->second).str();
     result.is_wrapped_number = tensor.unsafeGetTensorImpl()->is_wrapped_number();
     result.is_conjugate = tensor.is_conj();
     result.is_negative = tensor.is_neg();
@@ -104,6 +106,10 @@ struct StorageCollector::Impl {
 
 StorageCollector::StorageCollector() : impl_(std::make_unique<Impl>()) {}
 StorageCollector::~StorageCollector() = default;
+
+void StorageCollector::note(const CameFrom& came_from) {
+  impl_->came_from.insert(came_from.begin(), came_from.end());
+}
 
 BundleValue StorageCollector::add(const at::Tensor& tensor, std::string_view name) {
   BundleValue value;

@@ -106,7 +106,24 @@ at::Tensor view_like(const at::Tensor& like, const at::Tensor& bytes, const Byte
   return view;
 }
 
-std::vector<at::Tensor> copy_together(const std::vector<at::Tensor>& tensors) {
+std::uint64_t bytes_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> plain;
+  for (const auto& tensor : tensors) {
+    if (has_plain_memory(tensor)) plain.push_back(tensor);
+  }
+  std::uint64_t bytes = 0;
+  for (const auto& range : storage_ranges(plain).ranges) {
+    bytes += static_cast<std::uint64_t>(range.bytes.end - range.bytes.begin);
+  }
+  return bytes;
+}
+
+namespace {
+
+/// `place(range)`: the device of a range's copy. `made(range, copy)` sees each.
+template <class Place, class Made>
+std::vector<at::Tensor> copied(const std::vector<at::Tensor>& tensors, const Place& place,
+                               const Made& made) {
   const OwnWork guard;
   std::vector<std::size_t> positions;
   std::vector<at::Tensor> copyable;
@@ -118,8 +135,9 @@ std::vector<at::Tensor> copy_together(const std::vector<at::Tensor>& tensors) {
   auto copies = tensors;
   for (const auto& range : storage_ranges(copyable).ranges) {
     const auto bytes = bytes_of(range);
-    const auto copy = at::empty_like(bytes);
+    const auto copy = at::empty_like(bytes, bytes.options().device(place(range)));
     copy.copy_(bytes);
+    made(range, copy);
     for (const auto i : range.tensors) {
       copies[positions[i]] = view_like(copyable[i], copy, range.bytes);
     }
@@ -127,26 +145,60 @@ std::vector<at::Tensor> copy_together(const std::vector<at::Tensor>& tensors) {
   return copies;
 }
 
-void copy_written(std::vector<c10::IValue>& values, const std::vector<std::size_t>& positions) {
+}  // namespace
+
+std::vector<at::Tensor> copy_together(const std::vector<at::Tensor>& tensors, CameFrom* came_from) {
+  return copied(
+      tensors,
+      [&](const StorageRange& range) { return came_from ? at::Device(at::kCPU) : range.device; },
+      [&](const StorageRange& range, const at::Tensor& copy) {
+        if (came_from == nullptr || range.device.is_cpu()) return;
+        came_from->insert_or_assign(copy.storage().unsafeGetStorageImpl(), range.device);
+      });
+}
+
+std::vector<at::Tensor> bring_back(const std::vector<at::Tensor>& tensors,
+                                   const CameFrom& came_from) {
+  return copied(
+      tensors,
+      [&](const StorageRange& range) {
+        const auto found = came_from.find(range.storage.unsafeGetStorageImpl());
+        return found == came_from.end() ? range.device : found->second;
+      },
+      [](const StorageRange&, const at::Tensor&) {});
+}
+
+std::vector<at::Tensor> sharing_with(const std::vector<c10::IValue>& values,
+                                     const std::vector<std::size_t>& positions) {
   std::set<const void*> storages;
   for (const auto i : positions) {
     for_each_tensor(values[i], [&](const at::Tensor& tensor) {
       if (has_plain_memory(tensor)) storages.insert(tensor.storage().unsafeGetStorageImpl());
     });
   }
-  if (storages.empty()) return;
-  const auto shares = [&](const at::Tensor& tensor) {
-    return has_plain_memory(tensor) && storages.contains(tensor.storage().unsafeGetStorageImpl());
-  };
-  std::vector<at::Tensor> originals;
+  std::vector<at::Tensor> sharing;
   for (const auto& tensor : tensors_of(values)) {
-    if (shares(tensor)) originals.push_back(tensor);
+    if (has_plain_memory(tensor) && storages.contains(tensor.storage().unsafeGetStorageImpl())) {
+      sharing.push_back(tensor);
+    }
   }
-  const auto copies = copy_together(originals);
+  return sharing;
+}
+
+void copy_written(std::vector<c10::IValue>& values, const std::vector<std::size_t>& positions,
+                  CameFrom* came_from) {
+  const auto originals = sharing_with(values, positions);
+  if (originals.empty()) return;
+  std::set<const void*> storages;
+  for (const auto& original : originals) storages.insert(original.storage().unsafeGetStorageImpl());
+  const auto copies = copy_together(originals, came_from);
   std::size_t next = 0;
   for (auto& value : values) {
-    value = map_tensors(
-        value, [&](const at::Tensor& tensor) { return shares(tensor) ? copies[next++] : tensor; });
+    value = map_tensors(value, [&](const at::Tensor& tensor) {
+      const bool is_shared =
+          has_plain_memory(tensor) && storages.contains(tensor.storage().unsafeGetStorageImpl());
+      return is_shared ? copies[next++] : tensor;
+    });
   }
 }
 

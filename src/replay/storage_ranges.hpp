@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "nanlocator/replay/operator_call.hpp"
+
 namespace nanlocator {
 
 /// Bytes from the start of a storage.
@@ -43,12 +45,26 @@ struct StorageRanges {
 [[nodiscard]] at::Tensor view_like(const at::Tensor& like, const at::Tensor& bytes,
                                    const ByteRange& range);
 
-/// Copies of the tensors that share among themselves what the originals share; tensors without
-/// plain memory and empty storages that lost their memory come back as they are.
-[[nodiscard]] std::vector<at::Tensor> copy_together(const std::vector<at::Tensor>& tensors);
+/// Bytes of the ranges of the tensors with plain memory: what copying them together takes.
+[[nodiscard]] std::uint64_t bytes_of(const std::vector<at::Tensor>& tensors);
 
-/// Replaces the tensors within `values` at `positions`, and those that share a storage with them,
-/// by copies that share the same among themselves.
-void copy_written(std::vector<c10::IValue>& values, const std::vector<std::size_t>& positions);
+/// Copies of the tensors that share among themselves what the originals share; tensors without
+/// plain memory and empty storages that lost their memory come back as they are. On the originals'
+/// devices; where `came_from` is given in host memory, and what was elsewhere is noted there.
+[[nodiscard]] std::vector<at::Tensor> copy_together(const std::vector<at::Tensor>& tensors,
+                                                    CameFrom* came_from = nullptr);
+
+/// Copies back on the devices that their storages came from.
+[[nodiscard]] std::vector<at::Tensor> bring_back(const std::vector<at::Tensor>& tensors,
+                                                 const CameFrom& came_from);
+
+/// The tensors within `values` at `positions`, and those that share a storage with them.
+[[nodiscard]] std::vector<at::Tensor> sharing_with(const std::vector<c10::IValue>& values,
+                                                   const std::vector<std::size_t>& positions);
+
+/// Replaces the tensors of `sharing_with` by copies that share the same among themselves;
+/// `came_from`: as for copy_together.
+void copy_written(std::vector<c10::IValue>& values, const std::vector<std::size_t>& positions,
+                  CameFrom* came_from = nullptr);
 
 }  // namespace nanlocator

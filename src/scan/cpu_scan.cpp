@@ -18,6 +18,7 @@
 #endif
 
 #include "nanlocator/error.hpp"
+#include "nanlocator/scan/content.hpp"
 #include "nanlocator/scan/element_bits.hpp"
 #include "nanlocator/scan/fingerprint.hpp"
 #include "scan/cpu_kernels.hpp"
@@ -470,6 +471,29 @@ bool has_nonfinite_with(const CpuKernels& kernels, const TensorView& tensor) {
     first += count;
   }
   return false;
+}
+
+Content content_of(const TensorView& tensor) {
+  check_view(tensor);
+  const DefaultFloatingPoint environment;
+  const CpuKernels& kernels = active_kernels();
+  const HasNonfinite is_bad = kernels.has_nonfinite[static_cast<int>(tensor.dtype)];
+  const ScanChunk scan = kernels.scan_chunk[static_cast<int>(tensor.dtype)];
+  const ElementReader reader(tensor);
+  char* buffer = reader.is_contiguous() ? nullptr : this_thread_workspace().gather_buffer(0);
+  Content content = Content::finite;
+  ChunkStats stats;
+  for (std::int64_t first = 0; first < tensor.numel;) {
+    const std::int64_t count = std::min(chunk_elements(tensor.dtype), tensor.numel - first);
+    const char* elements = reader.read(first, count, buffer);
+    if (is_bad(elements, static_cast<std::size_t>(count))) {
+      scan(elements, static_cast<std::size_t>(count), stats);
+      if (stats.nan > 0) return Content::nan;
+      content = Content::inf;
+    }
+    first += count;
+  }
+  return content;
 }
 
 void scan_cpu(std::span<const TensorView> tensors, std::span<TensorStats> results, int threads) {

@@ -53,14 +53,41 @@ class DeviceGuard {
   int previous_ = kUnchanged;
 };
 
+class CudaMemory final : public DeviceMemory {
+ public:
+  void* allocate(std::size_t bytes) override {
+    int device = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice", device);
+    void* memory = nullptr;
+    check(cudaMalloc(&memory, bytes), "cudaMalloc", device);
+    return memory;
+  }
+  void free(void* memory) noexcept override { (void)cudaFree(memory); }
+};
+
+/// Frees blocks when the device has ended what it was given to do. Errors are dropped: the context
+/// may be gone.
+void free_all(DeviceMemory& memory, int device, std::span<void* const> blocks) noexcept {
+  if (blocks.empty()) return;
+  try {
+    const DeviceGuard guard(device);
+    (void)cudaDeviceSynchronize();
+    for (void* block : blocks) memory.free(block);
+  } catch (const CudaError&) {
+  }
+}
+
 /// Device memory for the plans' tables. Blocks of destroyed plans are kept for later plans, because
-/// cudaMalloc and cudaFree stop the whole device, and a training loop whose gradients move makes a
-/// plan every step.
+/// taking and freeing memory may stop the whole device, and a training loop whose gradients move
+/// makes a plan every step.
 class TableMemory {
  public:
-  explicit TableMemory(int device) : device_(device) {}
+  TableMemory(int device, std::shared_ptr<DeviceMemory> memory)
+      : device_(device), memory_(std::move(memory)) {}
   ~TableMemory() {
-    for (const auto& [bytes, block] : unused_) (void)cudaFree(block);
+    std::vector<void*> blocks;
+    for (const auto& [bytes, block] : unused_) blocks.push_back(block);
+    free_all(*memory_, device_, blocks);
   }
   TableMemory(const TableMemory&) = delete;  // owns its blocks
   TableMemory& operator=(const TableMemory&) = delete;
@@ -73,14 +100,13 @@ class TableMemory {
       unused_.erase(found);
       return block;
     }
-    void* block = nullptr;
-    check(cudaMalloc(&block, bytes), "cudaMalloc (tables of a scan plan)", device_);
-    return block;
+    return memory_->allocate(bytes);
   }
   void give_back(void* block, std::size_t bytes) { unused_.emplace(bytes, block); }
 
  private:
   int device_;
+  std::shared_ptr<DeviceMemory> memory_;
   std::multimap<std::size_t, void*> unused_;
 };
 
@@ -122,7 +148,8 @@ void check_address(const TensorView& tensor, std::size_t position, int device) {
 
 class CudaSlotScanner final : public SlotScanner {
  public:
-  explicit CudaSlotScanner(int device) : device_(device) {
+  CudaSlotScanner(int device, std::shared_ptr<DeviceMemory> memory)
+      : device_(device), memory_(std::move(memory)) {
     int count = 0;
     check(cudaGetDeviceCount(&count), "cudaGetDeviceCount", device);
     if (device < 0 || device >= count) {
@@ -137,13 +164,11 @@ class CudaSlotScanner final : public SlotScanner {
             "cudaStreamCreateWithFlags", device);
       check(cudaEventCreateWithFlags(&readback_done_, cudaEventDisableTiming),
             "cudaEventCreateWithFlags", device);
-      void* flag = nullptr;
-      check(cudaMalloc(&flag, sizeof(std::int32_t)), "cudaMalloc (flag)", device);
-      bad_flag_ = static_cast<std::int32_t*>(flag);
+      bad_flag_ = static_cast<std::int32_t*>(allocate(sizeof(std::int32_t)));
       check(cudaMemsetAsync(bad_flag_, 0, sizeof(std::int32_t), upload_stream_),
             "cudaMemsetAsync (flag)", device);
       check(cudaStreamSynchronize(upload_stream_), "cudaStreamSynchronize", device);
-      table_memory_ = std::make_shared<TableMemory>(device);
+      table_memory_ = std::make_shared<TableMemory>(device, memory_);
     } catch (...) {
       release();
       throw;
@@ -307,17 +332,15 @@ class CudaSlotScanner final : public SlotScanner {
     while (segments_.size() * kSegmentSlots < count) {
       Segment& segment = segments_.emplace_back();
       try {
-        void* memory = nullptr;
-        check(cudaMalloc(&memory, bytes), "cudaMalloc (slots)", device_);
-        segment.device = static_cast<RawSlot*>(memory);
-        check(cudaHostAlloc(&memory, bytes, cudaHostAllocDefault), "cudaHostAlloc (slots)",
-              device_);
-        segment.host = static_cast<RawSlot*>(memory);
+        void* host = nullptr;
+        check(cudaHostAlloc(&host, bytes, cudaHostAllocDefault), "cudaHostAlloc (slots)", device_);
+        segment.host = static_cast<RawSlot*>(host);
+        segment.device = static_cast<RawSlot*>(allocate(bytes));
         check(cudaMemsetAsync(segment.device, 0, bytes, upload_stream_), "cudaMemsetAsync (slots)",
               device_);
         check(cudaStreamSynchronize(upload_stream_), "cudaStreamSynchronize", device_);
       } catch (...) {
-        free_segment(segment);
+        (void)cudaFreeHost(segment.host);
         segments_.pop_back();
         throw;
       }
@@ -332,8 +355,7 @@ class CudaSlotScanner final : public SlotScanner {
     constexpr std::size_t kStreamsPerBlock = 16;  // 1.3 MB
     if (scratch_.size() == scratch_blocks_.size() * kStreamsPerBlock) {
       constexpr std::size_t bytes = kStreamsPerBlock * sizeof(SingleScratch);
-      void* memory = nullptr;
-      check(cudaMalloc(&memory, bytes), "cudaMalloc (scratch of single scans)", device_);
+      void* const memory = allocate(bytes);
       scratch_blocks_.push_back(memory);
       check(cudaMemsetAsync(memory, 0, bytes, upload_stream_), "cudaMemsetAsync (scratch)",
             device_);
@@ -343,16 +365,16 @@ class CudaSlotScanner final : public SlotScanner {
     return scratch_.emplace(stream, block + scratch_.size() % kStreamsPerBlock).first->second;
   }
 
-  static void free_segment(const Segment& segment) {
-    (void)cudaFree(segment.device);
-    (void)cudaFreeHost(segment.host);
+  /// Freed with the scanner.
+  void* allocate(std::size_t bytes) {
+    blocks_of_memory_.reserve(blocks_of_memory_.size() + 1);
+    return blocks_of_memory_.emplace_back(memory_->allocate(bytes));
   }
 
   /// Errors are dropped: this runs in the destructor, perhaps after the context is gone.
   void release() noexcept {
-    for (const Segment& segment : segments_) free_segment(segment);
-    for (void* block : scratch_blocks_) (void)cudaFree(block);
-    (void)cudaFree(bad_flag_);
+    free_all(*memory_, device_, blocks_of_memory_);
+    for (const Segment& segment : segments_) (void)cudaFreeHost(segment.host);
     if (readback_done_ != nullptr) (void)cudaEventDestroy(readback_done_);
     if (upload_stream_ != nullptr) (void)cudaStreamDestroy(upload_stream_);
   }
@@ -362,6 +384,8 @@ class CudaSlotScanner final : public SlotScanner {
   cudaStream_t upload_stream_ = nullptr;  // so that `plan` does not wait for the training step
   cudaEvent_t readback_done_ = nullptr;
   std::int32_t* bad_flag_ = nullptr;
+  std::shared_ptr<DeviceMemory> memory_;
+  std::vector<void*> blocks_of_memory_;
   std::shared_ptr<TableMemory> table_memory_;
   std::map<cudaStream_t, SingleScratch*> scratch_;
   std::vector<void*> scratch_blocks_;
@@ -374,8 +398,13 @@ class CudaSlotScanner final : public SlotScanner {
 }  // namespace
 }  // namespace cuda
 
-std::unique_ptr<SlotScanner> make_cuda_slot_scanner(int device) {
-  return std::make_unique<cuda::CudaSlotScanner>(device);
+std::shared_ptr<DeviceMemory> make_cuda_memory() {
+  return std::make_shared<cuda::CudaMemory>();
+}
+
+std::unique_ptr<SlotScanner> make_cuda_slot_scanner(int device,
+                                                    std::shared_ptr<DeviceMemory> memory) {
+  return std::make_unique<cuda::CudaSlotScanner>(device, std::move(memory));
 }
 
 }  // namespace nanlocator

@@ -172,7 +172,7 @@ struct StepDriver::Impl {
   }
 
   /// `results`: what was found to be bad, as all ranks know.
-  Decision judge(CanRerun can, const std::vector<GradientView>& results) {
+  Decision judge(CanRerun can, std::vector<GradientView> results) {
     const bool are_gradients = can != CanRerun::weights_have_moved;
     step.is_judged = true;
     if (are_gradients) {  // the optimizer has not touched the weights since
@@ -185,7 +185,7 @@ struct StepDriver::Impl {
       locator.add_note("This step could not be executed again: " + adapter.why_no_pass);
     } else if (can == CanRerun::yes || adapter.can_trace_later_steps) {
       locator.now_in(Activity::rerun);
-      is_clean_now = rerun.find_births(can, results, adapter.why_no_pass);
+      is_clean_now = rerun.find_births(can, std::move(results), adapter.why_no_pass);
     }
     report(&locator.conclude());
     return decide(are_gradients, is_clean_now);

@@ -353,13 +353,16 @@ bool StepRerun::run_again() {
   return is_clean_now;
 }
 
-bool StepRerun::find_births(CanRerun can_rerun, const std::vector<GradientView>& results,
+bool StepRerun::find_births(CanRerun can_rerun, std::vector<GradientView> results,
                             std::string_view why_no_pass) {
   auto& impl = *impl_;
   const auto& options = impl.locator.options();
   const bool is_past_limit = impl.locator.incidents() >= options.max_incidents;
   if (is_past_limit && options.on_bad != Policy::recover) return false;
-  if (options.rerun != RerunPolicy::never && can_rerun == CanRerun::yes) return run_again();
+  if (options.rerun != RerunPolicy::never && can_rerun == CanRerun::yes) {
+    results.clear();  // the first pass's gradients make room for the second's
+    return run_again();
+  }
   if (impl.standing) {
     impl.keep(impl.standing->explain({}, impl.named(results)));
     if (options.level != Level::operators) impl.stop_tracing();

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "nanlocator/scan/fingerprint.hpp"
+#include "tensor/chunks.hpp"
 
 namespace nanlocator {
 namespace {
@@ -66,17 +67,16 @@ void warn_of_slow_path(at::Device device) {
 
 AtenStats scan_with_aten(const at::Tensor& tensor) {
   warn_of_slow_path(tensor.device());
+  const auto real_dtype = c10::toRealValueType(tensor.scalar_type());
   AtenStats stats;
-  stats.numel = tensor.numel();
-  stats.element_size = static_cast<std::int64_t>(tensor.element_size());
-  const auto flat = tensor.contiguous().view(-1);
+  stats.numel = tensor.is_complex() ? 2 * tensor.numel() : tensor.numel();
+  stats.element_size = static_cast<std::int64_t>(c10::elementSize(real_dtype));
   // MPS has no float64; every gradient there is float32 or narrower.
   const auto wide = tensor.device().is_mps() ? at::kFloat : at::kDouble;
   constexpr double infinity = std::numeric_limits<double>::infinity();
   std::vector<at::Tensor> counts;
   std::vector<at::Tensor> values;
-  for (std::int64_t begin = 0; begin < stats.numel; begin += kChunk) {
-    const auto chunk = flat.narrow(0, begin, std::min(kChunk, stats.numel - begin));
+  for_each_chunk(tensor, kChunk, [&](const at::Tensor& chunk, std::int64_t begin) {
     const auto x = chunk.to(wide);
     const auto finite = at::isfinite(x);
     const auto index = at::arange(begin, begin + chunk.numel(), x.options().dtype(at::kLong));
@@ -89,12 +89,24 @@ AtenStats scan_with_aten(const at::Tensor& tensor) {
         {at::where(finite, x, infinity).min(), at::where(finite, x, -infinity).max(),
          at::where(finite, magnitude, infinity).min(), at::where(finite, magnitude, 0.0).max(),
          at::where(finite, magnitude, 0.0).square().sum()}));
-  }
+  });
   if (!counts.empty()) {
     stats.counts = at::stack(counts);
     stats.values = at::stack(values);
   }
   return stats;
+}
+
+at::Tensor has_nonfinite_with_aten(const at::Tensor& tensor) {
+  warn_of_slow_path(tensor.device());
+  std::vector<at::Tensor> are_finite;
+  for_each_chunk(tensor, kChunk, [&](const at::Tensor& chunk, std::int64_t) {
+    // 8-bit floats have no kernels that compare.
+    are_finite.push_back(
+        at::isfinite(chunk.element_size() == 1 ? chunk.to(at::kFloat) : chunk).all());
+  });
+  if (are_finite.empty()) return at::zeros({}, tensor.options().dtype(at::kBool));
+  return at::stack(are_finite).all().logical_not();
 }
 
 at::Tensor has_nonfinite(const AtenStats& stats) {
@@ -111,21 +123,23 @@ TensorStats read_stats(const AtenStats& stats) {
   const auto count = counts.accessor<std::int64_t, 2>();
   const auto value = values.accessor<double, 2>();
   for (std::int64_t chunk = 0; chunk < counts.size(0); ++chunk) {
-    total.nan += count[chunk][0];
-    total.pos_inf += count[chunk][1];
-    total.neg_inf += count[chunk][2];
-    total.zeros += count[chunk][3];
-    if (total.first_bad < 0 && count[chunk][4] != kNoIndex) total.first_bad = count[chunk][4];
-    const auto part = make_fingerprint(static_cast<std::uint32_t>(count[chunk][5]),
-                                       static_cast<std::uint32_t>(count[chunk][6]));
-    const auto first_word = static_cast<std::uint32_t>(chunk * kChunk * stats.element_size / 4);
-    total.fingerprint = add_fingerprints(total.fingerprint, shift_fingerprint(part, first_word));
-    total.finite_min = std::min(total.finite_min, value[chunk][0]);
-    total.finite_max = std::max(total.finite_max, value[chunk][1]);
-    total.absmin = std::min(total.absmin, value[chunk][2]);
-    total.absmax = std::max(total.absmax, value[chunk][3]);
-    total.sum_of_squares += value[chunk][4];
+    TensorStats part;
+    part.nan = count[chunk][0];
+    part.pos_inf = count[chunk][1];
+    part.neg_inf = count[chunk][2];
+    part.zeros = count[chunk][3];
+    const std::int64_t first = chunk * kChunk;
+    if (count[chunk][4] != kNoIndex) part.first_bad = count[chunk][4] - first;
+    part.fingerprint = make_fingerprint(static_cast<std::uint32_t>(count[chunk][5]),
+                                        static_cast<std::uint32_t>(count[chunk][6]));
+    part.finite_min = value[chunk][0];
+    part.finite_max = value[chunk][1];
+    part.absmin = value[chunk][2];
+    part.absmax = value[chunk][3];
+    part.sum_of_squares = value[chunk][4];
+    add_part(total, part, first, static_cast<std::size_t>(stats.element_size));
   }
+  total.numel = stats.numel;
   return total;
 }
 

@@ -1,9 +1,10 @@
 // The scan, written with ATen operators: for devices that nanlocator has no kernels for.
 //
-// In: a dense tensor of real floating point on any device. Out: its statistics as small tensors on
-// that device, read by `read_stats`; nothing waits in between. Equal to the kernels' stats, but for
-// the order in which squares are added. Cost: about twenty operators per 2^20 elements and their
-// temporaries (8 bytes an element of one such chunk); a non-contiguous tensor is copied.
+// In: a strided tensor of floating point or complex on any device. Out: its statistics as small
+// tensors on that device, read by `read_stats`; nothing waits in between. Equal to the kernels'
+// stats, but for the order in which squares are added. Cost: about twenty operators per 2^20
+// elements, and the temporaries of one such chunk (8 bytes an element each) however large the
+// tensor is; of a tensor that is not contiguous, a copy of the chunk, too.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,6 +30,10 @@ struct AtenStats {
 void warn_of_slow_path(at::Device device);
 
 [[nodiscard]] AtenStats scan_with_aten(const at::Tensor& tensor);
+
+/// bool, without dimensions, on the device: whether anything in the tensor is NaN or Inf. Four
+/// operators per 2^20 elements.
+[[nodiscard]] at::Tensor has_nonfinite_with_aten(const at::Tensor& tensor);
 
 /// int32 [1] on the device: 1 where the scan met a NaN or Inf, else 0.
 [[nodiscard]] at::Tensor has_nonfinite(const AtenStats& stats);

@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_values.h>
 #include <ATen/record_function.h>
+#include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
@@ -15,6 +16,7 @@
 #include "nanlocator/scan/cpu_scan.hpp"
 #include "nanlocator/tensor/scan_tensor.hpp"
 #include "nanlocator/tensor/scan_work.hpp"
+#include "tensor/cuda_scanner.hpp"
 #include "tensor/tensor_access.hpp"
 
 #ifdef NANLOCATOR_CUDA
@@ -88,9 +90,10 @@ struct DeferredLooks::StorageLooks {
 
 /// The slots of one CUDA device.
 struct DeferredLooks::Device {
-  explicit Device(at::Device of) : device(of), scanner(make_cuda_slot_scanner(of.index())) {}
+  explicit Device(at::Device of) : device(of), scanner(make_torch_cuda_scanner(of)) {}
 
-  void scan(const at::Tensor& tensor, Id id) {
+  /// False for more dimensions than the kernel walks.
+  [[nodiscard]] bool scan(const at::Tensor& tensor, Id id) {
     const auto stream = c10::cuda::getCurrentCUDAStream(device.index());
     // Memory that another stream owns is given out again only after the scan has read it.
     c10::cuda::CUDACachingAllocator::recordStream(tensor.storage().data_ptr(), stream);
@@ -98,11 +101,12 @@ struct DeferredLooks::Device {
     scanner->reserve(slot + 1);
     try {
       scanner->enqueue_one(view_of(tensor), slot, StreamHandle{stream.stream()});
-    } catch (const UnsupportedError&) {  // more dimensions than the kernel walks
-      scanner->enqueue_one(view_of(tensor.contiguous()), slot, StreamHandle{stream.stream()});
+    } catch (const UnsupportedError&) {
+      return false;
     }
     ids.push_back(id);
     if (std::ranges::find(streams, stream) == streams.end()) streams.push_back(stream);
+    return true;
   }
 
   void read(std::vector<TensorStats>& stats) {
@@ -114,8 +118,9 @@ struct DeferredLooks::Device {
       done.record(other);
       done.block(stream);
     }
-    scanner->enqueue_readback(StreamHandle{stream.stream()});
-    const auto slots = scanner->wait();
+    const auto count = static_cast<std::uint32_t>(ids.size());
+    scanner->enqueue_readback(0, count, StreamHandle{stream.stream()});
+    const auto slots = scanner->wait(0, count);
     for (std::size_t slot = 0; slot < ids.size(); ++slot) stats[ids[slot]] = slots[slot];
   }
 
@@ -158,7 +163,9 @@ DeferredLooks::Id DeferredLooks::look_afresh(const at::Tensor& tensor) {
   if (is_plain(tensor)) return scan(tensor);
   const at::RecordFunctionGuard unrecorded(false);
   const at::NoGradGuard no_grad;
-  return scan(as_real(tensor.layout() == at::kStrided ? tensor : tensor._values()));
+  const at::Tensor values = tensor.layout() == at::kStrided ? tensor : tensor._values();
+  if (values.is_neg() || values.is_conj()) return scan_in_chunks(values);
+  return scan(as_real(values));
 }
 
 DeferredLooks::Id DeferredLooks::look(const at::Tensor& tensor) {
@@ -196,24 +203,35 @@ DeferredLooks::Id DeferredLooks::scan(const at::Tensor& real) {
     if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
       return kFinite;
     }
-    auto found = std::ranges::find_if(
-        devices_, [&](const auto& device) { return device->device == real.device(); });
-    if (found == devices_.end()) {
-      devices_.push_back(std::make_unique<Device>(real.device()));
-      found = devices_.end() - 1;
-    }
     const at::RecordFunctionGuard unrecorded(false);
     const at::NoGradGuard no_grad;
     const Id id = new_id();
-    (*found)->scan(real, id);
-    return id;
+    try {
+      if (device_of(real).scan(real, id)) return id;
+    } catch (const CudaError& error) {  // no memory for slots
+      TORCH_WARN_ONCE("nanlocator: tensors are looked at by ATen's operators, slowly: ",
+                      error.what());
+    }
   }
 #endif
+  return scan_in_chunks(real);
+}
+
+#ifdef NANLOCATOR_CUDA
+DeferredLooks::Device& DeferredLooks::device_of(const at::Tensor& tensor) {
+  for (const auto& device : devices_) {
+    if (device->device == tensor.device()) return *device;
+  }
+  return *devices_.emplace_back(std::make_unique<Device>(tensor.device()));
+}
+#endif
+
+DeferredLooks::Id DeferredLooks::scan_in_chunks(const at::Tensor& tensor) {
   const at::RecordFunctionGuard unrecorded(false);
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Id id = new_id();
-  pending_.push_back({id, scan_with_aten(real)});
+  pending_.push_back({id, scan_with_aten(tensor)});
   return id;
 }
 

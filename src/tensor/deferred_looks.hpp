@@ -55,6 +55,9 @@ class DeferredLooks {
   };
 
   [[nodiscard]] Id scan(const at::Tensor& real);
+  [[nodiscard]] Device& device_of(const at::Tensor& tensor);
+  /// By ATen's operators, for what no kernel reads where it lies.
+  [[nodiscard]] Id scan_in_chunks(const at::Tensor& tensor);
   [[nodiscard]] Id new_id();
 
   int threads_;

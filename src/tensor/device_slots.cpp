@@ -10,6 +10,7 @@
 #include "nanlocator/tensor/scan_tensor.hpp"
 #include "nanlocator/tensor/scan_work.hpp"
 #include "tensor/aten_scan.hpp"
+#include "tensor/cuda_scanner.hpp"
 
 #ifdef NANLOCATOR_CUDA
 #include <ATen/cuda/CUDAEvent.h>
@@ -200,7 +201,7 @@ std::unique_ptr<DeviceSlots> make_device_slots(at::Device device, int threads) {
   if (device.is_cpu()) return std::make_unique<KernelSlots>(device, make_cpu_slot_scanner(threads));
 #ifdef NANLOCATOR_CUDA
   if (device.is_cuda()) {
-    return std::make_unique<KernelSlots>(device, make_cuda_slot_scanner(device.index()));
+    return std::make_unique<KernelSlots>(device, make_torch_cuda_scanner(device));
   }
 #endif
   return make_aten_slots(device);

@@ -1,16 +1,18 @@
 #include "tensor/observed_tensor.hpp"
 
 #include <ATen/SparseTensorImpl.h>
-#include <ATen/ops/all.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/isfinite.h>
-#include <ATen/ops/stack.h>
 
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <span>
 #include <utility>
 
 #include "nanlocator/scan/cpu_scan.hpp"
 #include "nanlocator/tensor/scan_tensor.hpp"
 #include "tensor/aten_scan.hpp"
+#include "tensor/chunks.hpp"
+#include "tensor/deferred_looks.hpp"
 #include "tensor/extent.hpp"
 #include "tensor/own_work.hpp"
 #include "tensor/tensor_access.hpp"
@@ -60,6 +62,41 @@ TensorView host_view(const at::Tensor& tensor) {
   return view;
 }
 
+/// Slots on one device, for one thread at a time.
+struct DeviceLooks {
+  std::mutex mutex;
+  DeferredLooks looks{1};
+};
+
+/// Of the process, and never destroyed: CUDA may be gone before the process ends. One per device,
+/// because a thread that waits for one device must not keep others from launching on another.
+DeviceLooks& looks_on(at::Device device) {
+  static auto& mutex = *new std::mutex;
+  static auto& devices = *new std::map<std::string, DeviceLooks>;
+  const std::lock_guard lock(mutex);
+  return devices[device.str()];
+}
+
+/// Of tensors on one device, with one wait for all.
+std::vector<TensorStats> stats_on_device(std::span<const at::Tensor* const> tensors) {
+  DeviceLooks& on = looks_on(tensors.front()->device());
+  const std::lock_guard lock(on.mutex);
+  struct Forget {
+    ~Forget() { looks.clear(); }
+    DeferredLooks& looks;
+  } const forget{on.looks};
+  std::vector<DeferredLooks::Id> ids;
+  for (const at::Tensor* tensor : tensors) ids.push_back(on.looks.look_afresh(*tensor));
+  on.looks.read();
+  std::vector<TensorStats> stats;
+  for (const auto id : ids) stats.push_back(on.looks.stats(id));
+  return stats;
+}
+
+bool has_kernels(at::Device device) {
+  return device.is_cuda() && has_cuda_kernels();
+}
+
 }  // namespace
 
 /// Memory of its own, in strides, with something in it.
@@ -91,38 +128,62 @@ bool is_bad(const at::Tensor& observable) {
 }
 
 bool any_is_bad(const std::vector<const at::Tensor*>& tensors) {
-  std::vector<at::Tensor> on_device;  // one flag each
+  std::vector<const at::Tensor*> on_device;
   for (const at::Tensor* tensor : tensors) {
-    if (tensor->device().is_cpu()) {
-      if (has_nonfinite(host_view(*tensor))) return true;
-    } else {
-      const OwnWork own_work;
-      const bool is_wide =
-          tensor->is_complex() || c10::isReducedFloatingType(tensor->scalar_type()) ||
-          tensor->scalar_type() == at::kFloat || tensor->scalar_type() == at::kDouble;
-      on_device.push_back(at::isfinite(is_wide ? *tensor : tensor->to(at::kFloat)).all());
+    if (!tensor->device().is_cpu()) {
+      on_device.push_back(tensor);
+    } else if (has_nonfinite(host_view(*tensor))) {
+      return true;
     }
   }
-  if (on_device.empty()) return false;
-  const OwnWork own_work;
-  for (auto& flag : on_device) flag = flag.to(on_device.front().device());
-  return !at::stack(on_device).all().item<bool>();
+  while (!on_device.empty()) {
+    const at::Device device = on_device.front()->device();
+    const auto others =
+        std::ranges::partition(on_device, [&](const auto* t) { return t->device() == device; });
+    const std::span here(on_device.begin(), others.begin());
+    const OwnWork own_work;
+    if (has_kernels(device)) {
+      const auto stats = stats_on_device(here);
+      if (std::ranges::any_of(stats, [](const auto& s) { return !s.is_finite(); })) return true;
+    } else {
+      auto is_any = has_nonfinite_with_aten(here.front()->detach());
+      for (const at::Tensor* tensor : here.subspan(1)) {
+        is_any.logical_or_(has_nonfinite_with_aten(tensor->detach()));
+      }
+      if (is_any.item<bool>()) return true;
+    }
+    on_device.erase(on_device.begin(), others.begin());
+  }
+  return false;
+}
+
+Content content_of(const at::Tensor& observable) {
+  if (observable.device().is_cpu()) return content_of(host_view(observable));
+  return content_of(stats_of(observable, 1));
 }
 
 TensorStats stats_of(const at::Tensor& observable, int threads) {
   const OwnWork own_work;
-  const at::Tensor real = as_real(observable.detach());
-  if (real.device().is_cpu()) return scan_tensors({real}, threads).front();
-  return read_stats(scan_with_aten(real));
+  const at::Tensor values = observable.detach();
+  if (values.is_neg() || values.is_conj()) return read_stats(scan_with_aten(values));
+  if (values.device().is_cpu()) return scan_tensors({values}, threads).front();
+  const at::Tensor* const one[] = {&values};
+  if (has_kernels(values.device())) return stats_on_device(one).front();
+  return read_stats(scan_with_aten(values));
 }
 
 /// Labels, indices and masks are never bad, but what they hold may explain what is.
 static std::optional<TensorStats> stats_of_integers(const at::Tensor& tensor, int threads) {
   constexpr std::int64_t kMostElements = std::int64_t{1} << 22;
+  constexpr std::int64_t kChunk = std::int64_t{1} << 18;
   const bool is_integral = c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true);
   if (!is_integral || !has_elements(tensor) || tensor.numel() > kMostElements) return std::nullopt;
   const OwnWork own_work;
-  return stats_of(tensor.to(at::kDouble), threads);
+  TensorStats stats;
+  for_each_chunk(tensor.detach(), kChunk, [&](const at::Tensor& chunk, std::int64_t first) {
+    add_part(stats, stats_of(chunk.to(at::kDouble), threads), first, sizeof(double));
+  });
+  return stats;
 }
 
 Operand operand_of(std::string name, const at::Tensor& tensor, int threads) {

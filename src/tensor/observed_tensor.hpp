@@ -1,7 +1,7 @@
 // Looking at a tensor between two operators: is anything in it NaN or Inf, and where does it lie?
 //
 // Every function runs on the caller's thread, as work of our own (no observer sees it), and waits
-// for the device where the tensor is on one.
+// for the device where the tensor is on one. None allocates in proportion to the tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "nanlocator/record/birth.hpp"
+#include "nanlocator/scan/content.hpp"
 #include "nanlocator/scan/tensor_stats.hpp"
 
 namespace nanlocator {
@@ -28,6 +29,8 @@ namespace nanlocator {
 /// Each of them observable. One wait for all that are on a device.
 [[nodiscard]] bool any_is_bad(const std::vector<const at::Tensor*>& tensors);
 [[nodiscard]] bool is_bad(const at::Tensor& observable);
+/// The same, and which of both. In host memory it stops at the first chunk that holds a NaN.
+[[nodiscard]] Content content_of(const at::Tensor& observable);
 
 /// Of an observable tensor; complex numbers count as two elements each.
 [[nodiscard]] TensorStats stats_of(const at::Tensor& observable, int threads);

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "nanlocator/replay/capture.hpp"
+#include "nanlocator/scan/content.hpp"
 #include "nanlocator/trace/module_scope.hpp"
 #include "trace/lineage.hpp"
 #include "trace/operator_info.hpp"
@@ -34,8 +35,7 @@ enum class FrameKind : std::uint8_t {
 /// An in-place argument, or one that shares its storage, as it was before the call.
 struct BeforeWrite {
   const c10::TensorImpl* tensor = nullptr;
-  bool has_nan = false;
-  bool has_inf = false;
+  Content content = Content::finite;
   BirthIds births;
 };
 
@@ -49,6 +49,7 @@ struct Frame {
   std::vector<c10::IValue> arguments;  // as many as the schema has
   std::vector<BeforeWrite> before_write;
   bool is_captured = false;
+  std::uint64_t bytes_not_captured = 0;  // that a capture would have taken
   CallCapture capture;
   std::uint64_t start = 0;  // the trace's clock
   BirthIds nested;          // what calls inside this one made or passed on

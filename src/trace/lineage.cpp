@@ -20,10 +20,12 @@ void drop_overwritten(std::vector<Tag>& tags, const ByteRange& range) {
       continue;
     }
     if (tag.range.begin < range.begin) {
-      kept.push_back({{tag.range.begin, range.begin, tag.range.is_dense}, tag.births});
+      kept.push_back(
+          {.range = {tag.range.begin, range.begin, tag.range.is_dense}, .births = tag.births});
     }
     if (range.end < tag.range.end) {
-      kept.push_back({{range.end, tag.range.end, tag.range.is_dense}, std::move(tag.births)});
+      kept.push_back({.range = {range.end, tag.range.end, tag.range.is_dense},
+                      .births = std::move(tag.births)});
     }
   }
   tags = std::move(kept);
@@ -78,6 +80,15 @@ BirthIds Lineage::births_in(const at::Tensor& tensor) {
   return births;
 }
 
+bool Lineage::is_known_to_have_nan(const at::Tensor& tensor) {
+  const StorageRecord* record = find(tensor);
+  if (record == nullptr || record->tags.empty() || record->touched_by != nullptr) return false;
+  const ByteRange range = range_of(tensor);
+  return range.is_dense && std::ranges::any_of(record->tags, [&](const Tag& tag) {
+           return tag.content == Content::nan && range.contains(tag.range);
+         });
+}
+
 RangeWrite Lineage::last_write_of(const at::Tensor& tensor) {
   RangeWrite last;
   const StorageRecord* record = find(tensor);
@@ -128,7 +139,7 @@ void Lineage::note_finite_write(const at::Tensor& tensor, std::uint64_t clock,
 }
 
 void Lineage::note_bad_write(const at::Tensor& tensor, std::uint64_t clock,
-                             const std::string* writer, const BirthIds& births) {
+                             const std::string* writer, const BirthIds& births, Content content) {
   StorageRecord& record = record_of(tensor);
   const ByteRange range = range_of(tensor);
   if (record.state != StorageState::written) {
@@ -136,7 +147,7 @@ void Lineage::note_bad_write(const at::Tensor& tensor, std::uint64_t clock,
     record.finite_range = {};
   }
   drop_overwritten(record.tags, range);
-  record.tags.push_back({range, births});
+  record.tags.push_back({.range = range, .births = births, .content = content});
   note_write(record.writes, {.range = range, .clock = clock, .writer = writer});
   record.is_filled = false;
   record.last_write = clock;
@@ -146,7 +157,7 @@ void Lineage::note_bad_write(const at::Tensor& tensor, std::uint64_t clock,
 
 void Lineage::note_bad_content(const at::Tensor& tensor, const BirthIds& births) {
   StorageRecord& record = record_of(tensor);
-  record.tags.push_back({range_of(tensor), births});
+  record.tags.push_back({.range = range_of(tensor), .births = births});
 }
 
 void Lineage::note_received(const at::Tensor& tensor, std::uint64_t clock,
@@ -161,7 +172,7 @@ void Lineage::note_received(const at::Tensor& tensor, std::uint64_t clock,
   record.touched_by = nullptr;
   const ByteRange range = range_of(tensor);
   drop_overwritten(record.tags, range);
-  if (!sent.empty()) record.tags.push_back({range, sent});
+  if (!sent.empty()) record.tags.push_back({.range = range, .births = sent});
   note_write(record.writes,
              {.range = range, .clock = clock, .writer = writer, .is_received = true});
 }

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "nanlocator/scan/content.hpp"
 #include "nanlocator/trace/operator_trace.hpp"
 #include "nanlocator/trace/program_code.hpp"
 #include "tensor/observed_tensor.hpp"
@@ -36,8 +37,8 @@ struct Given {
   std::vector<const c10::StorageImpl*> inputs;  // their identities; never followed
   std::vector<std::string> parameters;          // names of the declared ones among them
 
-  void add(bool has_nan, const BirthIds& births) {
-    if (has_nan) unite(with_nan, births);
+  void add(Content content, const BirthIds& births) {
+    if (content == Content::nan) unite(with_nan, births);
     unite(with_any, births);
   }
 };
@@ -70,6 +71,7 @@ enum class StorageState : std::uint8_t {
 struct Tag {
   ByteRange range;
   BirthIds births;
+  Content content = Content::finite;  // known to be in the range; finite: not known
 };
 
 /// The last write of some bytes, at the trace's clock.
@@ -108,7 +110,7 @@ class Lineage {
   void note_finite_write(const at::Tensor& tensor, std::uint64_t clock, const std::string* writer,
                          bool is_filler);
   void note_bad_write(const at::Tensor& tensor, std::uint64_t clock, const std::string* writer,
-                      const BirthIds& births);
+                      const BirthIds& births, Content content);
   /// Marks what is there as bad without a write: a root that was found when it was read.
   void note_bad_content(const at::Tensor& tensor, const BirthIds& births);
   /// `sent`: the births of what this rank put into the collective; where what came out is bad,
@@ -124,6 +126,8 @@ class Lineage {
   [[nodiscard]] StorageRecord* find(const at::Tensor& tensor);
   /// Births of the bytes that `tensor` reaches.
   [[nodiscard]] BirthIds births_in(const at::Tensor& tensor);
+  /// True if what an operator wrote there last has a NaN, wherever in it that is.
+  [[nodiscard]] bool is_known_to_have_nan(const at::Tensor& tensor);
   /// The last write of any of the bytes that `tensor` reaches; its clock is 0 where there is none.
   [[nodiscard]] RangeWrite last_write_of(const at::Tensor& tensor);
 

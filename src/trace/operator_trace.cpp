@@ -142,6 +142,7 @@ void OperatorTrace::begin_pass() {
     trace.declarations.refresh();
     trace.kept_bytes = 0;
     trace.calls_not_kept = trace.births_not_kept = 0;
+    trace.first_not_kept.clear();
     trace.entered_phase.reset();
   }
   trace.operators = 0;

@@ -6,7 +6,9 @@
 
 #include "nanlocator/trace/microbatch_scope.hpp"
 #include "replay/first_bad.hpp"
+#include "replay/host_memory.hpp"
 #include "replay/values.hpp"
+#include "tensor/chunks.hpp"
 #include "tensor/extent.hpp"
 #include "tensor/own_work.hpp"
 #include "tensor/tensor_access.hpp"
@@ -20,10 +22,14 @@ namespace {
 /// Beyond this many, births are kept without their calls.
 constexpr std::size_t kMostBirths = 20000;
 
-/// A scalar argument, or the tensor that Torch has wrapped around a Python number.
-Badness badness_of_scalar(const c10::IValue& value) {
-  Badness badness;
-  const auto add = [&](double number) { badness.add({std::isnan(number), std::isinf(number)}); };
+Content content_of_number(double number) {
+  return std::isnan(number) ? Content::nan : std::isinf(number) ? Content::inf : Content::finite;
+}
+
+/// Of a scalar argument, or a list of them.
+Content content_of_scalar(const c10::IValue& value) {
+  Content content = Content::finite;
+  const auto add = [&](double number) { content = std::max(content, content_of_number(number)); };
   if (value.isDouble()) add(value.toDouble());
   if (value.isComplexDouble()) {
     add(value.toComplexDouble().real());
@@ -32,7 +38,7 @@ Badness badness_of_scalar(const c10::IValue& value) {
   if (value.isDoubleList()) {
     for (const double number : value.toDoubleVector()) add(number);
   }
-  return badness;
+  return content;
 }
 
 bool is_wrapped_number(const at::Tensor& tensor) {
@@ -42,7 +48,7 @@ bool is_wrapped_number(const at::Tensor& tensor) {
 bool has_literal(const Frame& operation) {
   return std::any_of(
       operation.arguments.begin(), operation.arguments.end(), [](const c10::IValue& argument) {
-        if (badness_of_scalar(argument).any()) return true;
+        if (content_of_scalar(argument) != Content::finite) return true;
         return argument.isTensor() && is_wrapped_number(argument.toTensor()) &&
                is_plainly_observable(argument.toTensor()) && is_bad(argument.toTensor());
       });
@@ -191,19 +197,34 @@ BirthId OperatorTrace::Impl::add_birth(TracedBirth birth) {
   return static_cast<BirthId>(births.size() - 1);
 }
 
+bool OperatorTrace::Impl::has_room_for(std::uint64_t bytes) const {
+  if (bytes > options.kept_bytes - std::min(options.kept_bytes, kept_bytes)) return false;
+  constexpr std::uint64_t kNeverMissed = std::uint64_t{16} << 20;  // asking the system takes 20 us
+  return bytes <= kNeverMissed || bytes <= free_host_memory() / 2;
+}
+
 void OperatorTrace::Impl::keep_call(TracedBirth& birth, const at::RecordFunction& call,
                                     Frame& frame) {
-  if (!frame.is_captured) return;
-  const std::uint64_t bytes = frame.capture.bytes(call);
+  if (!frame.is_captured && frame.bytes_not_captured == 0) return;
+  const std::uint64_t bytes =
+      frame.is_captured ? frame.capture.bytes(call) : 2 * frame.bytes_not_captured;
+  const auto leave_out = [&] {  // holds the lock
+    if (++calls_not_kept > 1) return;
+    first_not_kept = frame.info->full_name + " (" + std::to_string(bytes) + " bytes)";
+  };
   {
     const std::lock_guard lock(mutex);
-    if (bytes > options.kept_bytes - std::min(options.kept_bytes, kept_bytes)) {
-      ++calls_not_kept;
-      return;
-    }
+    if (!frame.is_captured || !has_room_for(bytes)) return leave_out();
     kept_bytes += bytes;
   }
-  birth.call = frame.capture.end(call);
+  try {
+    birth.call = frame.capture.end(call);
+  } catch (const c10::Error&) {  // no memory
+    const std::lock_guard lock(mutex);
+    kept_bytes -= bytes;
+    leave_out();
+    frame.capture = CallCapture();
+  }
   birth.cpp_stack = c10::get_lazy_backtrace();
   frame.is_captured = false;
 }
@@ -271,9 +292,9 @@ BirthIds OperatorTrace::Impl::fused_origins_of(const NamedTensor& gradient, cons
                                                ThreadFrames& frames) {
   const auto writers = fused_writers_of(gradient);
   if (writers.empty()) return {};
-  const Badness badness = badness_of(stats_of(gradient.tensor, options.threads));
+  const Content content = content_of(gradient.tensor);
   BirthIds before;
-  for (const auto& writer : writers) unite(before, passed_through(*writer, badness));
+  for (const auto& writer : writers) unite(before, passed_through(*writer, content));
   if (!before.empty()) return before;
   Root inside = root;
   inside.kind = BirthKind::opaque;
@@ -300,8 +321,8 @@ BirthIds OperatorTrace::Impl::passed_through(const Root& root, const at::Tensor&
     for (std::size_t i = 0; Frame* running = frames.above(i); ++i) {
       if (running->given == root.inside->given) look_at_received(*running, frames);
     }
-    const Badness badness = badness_of(stats_of(values, options.threads));
-    if (auto before = passed_through(*root.inside, badness); !before.empty()) return before;
+    const Content content = content_of(values);
+    if (auto before = passed_through(*root.inside, content); !before.empty()) return before;
   }
   // A kernel that was called without a frame, or got them in a list, reads its module's weights.
   constexpr std::size_t kMost = 16;
@@ -320,10 +341,11 @@ BirthIds OperatorTrace::Impl::passed_through(const Root& root, const at::Tensor&
   return of_weights;
 }
 
-BirthIds OperatorTrace::Impl::passed_through(const Place& inside, const Badness& badness) {
+BirthIds OperatorTrace::Impl::passed_through(const Place& inside, Content content) {
   const std::lock_guard lock(mutex);
   if (inside.given == nullptr) return {};
-  return without_literals(badness.has_nan ? inside.given->with_nan : inside.given->with_any);
+  return without_literals(content == Content::nan ? inside.given->with_nan
+                                                  : inside.given->with_any);
 }
 
 /// Of the declared tensors that share memory with `values` a bad one, else the first.
@@ -487,8 +509,8 @@ namespace {
 
 /// What an operator was given, as far as it could have made its output bad.
 struct Inputs {
-  Badness tensors;
-  Badness literals;
+  Content tensors = Content::finite;
+  Content literals = Content::finite;
   BirthIds with_nan;
   BirthIds with_any;
 };
@@ -513,17 +535,27 @@ static void count_ignored_labels(Operand& labels, const OperatorInfo& info,
   if (named == info.argument_names.end()) return;
   const auto& ignored = arguments[named - info.argument_names.begin()];
   if (!ignored.isInt()) return;
+  constexpr std::int64_t kChunk = std::int64_t{1} << 18;
   const OwnWork own_work;
-  labels.ignored = tensor.eq(ignored.toInt()).sum().item<std::int64_t>();
+  std::int64_t count = 0;
+  for_each_chunk(tensor.detach(), kChunk, [&](const at::Tensor& chunk, std::int64_t) {
+    count += chunk.eq(ignored.toInt()).sum().item<std::int64_t>();
+  });
+  labels.ignored = count;
 }
 
 void OperatorTrace::Impl::describe_operands(Birth& birth, const OperatorInfo& info,
                                             const std::vector<c10::IValue>& arguments,
+                                            const std::vector<BeforeWrite>& written,
                                             const std::vector<std::int64_t>& output_shape) const {
   const FirstBad first_bad{
       .index = unravel_index(birth.sighting.stats.first_bad, birth.sighting.shape),
       .shape = output_shape,
       .is_pointwise = info.is_pointwise};
+  const auto is_changed = [&](const at::Tensor& tensor) {
+    return std::ranges::any_of(
+        written, [&](const auto& each) { return each.tensor == tensor.unsafeGetTensorImpl(); });
+  };
   const auto add = [&](Operand operand) {
     if (birth.operands.size() < kMostOperands) birth.operands.push_back(std::move(operand));
   };
@@ -532,7 +564,14 @@ void OperatorTrace::Impl::describe_operands(Birth& birth, const OperatorInfo& in
     const std::string& name = info.argument_names[i];
     for_each_tensor_at(arguments[i], [&](const at::Tensor& tensor, int element) {
       if (!tensor.defined() || birth.operands.size() >= kMostOperands) return;
-      Operand operand = operand_of(name, tensor, options.threads);
+      Operand operand;
+      if (is_changed(tensor)) {
+        operand.name = name;
+        operand.dtype = dtype_name(tensor.scalar_type());
+        operand.shape = tensor.sizes().vec();
+        return add(std::move(operand));
+      }
+      operand = operand_of(name, tensor, options.threads);
       if (element >= 0) operand.element = element;
       count_ignored_labels(operand, info, arguments, tensor);
       // Of a complex output the index has one dimension more.
@@ -556,15 +595,15 @@ void OperatorTrace::Impl::describe_operands(Birth& birth, const OperatorInfo& in
 }
 
 void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Frame& frame,
-                                              ThreadFrames& frames,
-                                              const std::vector<TensorAt>& outputs) {
+                                              ThreadFrames& frames, std::vector<TensorAt> outputs) {
   const OperatorInfo& info = *frame.info;
   std::vector<const TensorAt*> bad;
   std::vector<const TensorAt*> explained;  // an operator inside this one has written them bad
   {
     std::vector<const TensorAt*> finite;
-    for (const auto& output : outputs) {
-      (is_bad(output.values) ? bad : finite).push_back(&output);
+    for (auto& output : outputs) {
+      output.content = content_of(output.values);
+      (output.content == Content::finite ? finite : bad).push_back(&output);
     }
     const std::lock_guard lock(mutex);
     const std::uint64_t now = clock.fetch_add(1, std::memory_order_relaxed) + 1;
@@ -584,13 +623,13 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
   if (is_explained_in_part) bad = explained;
   if (bad.empty()) return;
 
-  Badness made;
+  Content made = Content::finite;
   const auto pass_on = [&](const BirthIds& ids) {
     {
       const std::lock_guard lock(mutex);
       const std::uint64_t now = clock.fetch_add(1, std::memory_order_relaxed) + 1;
       for (const TensorAt* output : bad) {
-        lineage.note_bad_write(output->values, now, &info.full_name, ids);
+        lineage.note_bad_write(output->values, now, &info.full_name, ids, output->content);
       }
       if (frame.sequence >= 0) unite(bad_calls[{frame.forward_thread, frame.sequence}], ids);
     }
@@ -600,7 +639,7 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
       if (is_nested) unite(outer->nested, ids);
       if (outer->given != nullptr) {
         const std::lock_guard lock(mutex);
-        outer->given->add(made.has_nan, ids);
+        outer->given->add(made, ids);
       }
       if (outer->kind == FrameKind::node || outer->kind == FrameKind::evaluate) break;
     }
@@ -608,14 +647,16 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
 
   // Rule b: what counts as an input.
   Inputs inputs;
-  const auto add_input = [&](const Badness& badness, const BirthIds& ids) {
-    inputs.tensors.add(badness);
-    if (badness.has_nan) unite(inputs.with_nan, ids);
-    if (badness.any()) unite(inputs.with_any, ids);
+  const auto add_input = [&](Content content, const BirthIds& ids) {
+    inputs.tensors = std::max(inputs.tensors, content);
+    if (content == Content::nan) unite(inputs.with_nan, ids);
+    if (content != Content::finite) unite(inputs.with_any, ids);
   };
   for (std::size_t i = 0; frame.has_arguments && i < frame.arguments.size(); ++i) {
     const c10::IValue& argument = frame.arguments[i];
-    if (info.scalars_are_values) inputs.literals.add(badness_of_scalar(argument));
+    if (info.scalars_are_values) {
+      inputs.literals = std::max(inputs.literals, content_of_scalar(argument));
+    }
     if (info.arguments[i] == ArgumentUse::overwritten) continue;
     if (i == 0 && info.beta && is_zero(frame.arguments[*info.beta])) continue;
     for_each_tensor_at(argument, [&](const at::Tensor& tensor, int) {
@@ -623,49 +664,49 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
           std::find_if(frame.before_write.begin(), frame.before_write.end(),
                        [&](const auto& b) { return b.tensor == tensor.unsafeGetTensorImpl(); });
       if (before != frame.before_write.end()) {
-        add_input({before->has_nan, before->has_inf}, before->births);
+        add_input(before->content, before->births);
         return;
       }
       const at::Tensor values = values_of(tensor);
-      if (!values.defined() || !is_bad(values)) return;
-      const Badness badness = badness_of(stats_of(values, options.threads));
+      const Content content = values.defined() ? content_of(values) : Content::finite;
+      if (content == Content::finite) return;
       if (is_wrapped_number(tensor)) {
-        inputs.literals.add(badness);
+        inputs.literals = std::max(inputs.literals, content);
       } else {
-        add_input(badness, origins_of(values, frames, info.full_name));
+        add_input(content, origins_of(values, frames, info.full_name));
       }
     });
   }
 
   const TensorAt* shown = bad.front();
   for (const TensorAt* output : bad) {
-    const Badness badness = badness_of(stats_of(output->values, options.threads));
-    if (badness.has_nan && !made.has_nan) shown = output;
-    made.add(badness);
+    if (output->content > made) shown = output;
+    made = std::max(made, output->content);
   }
 
   // Rule c. NaN that goes in explains the output; so does Inf, but for NaN that comes out.
-  const bool is_received = made.has_nan ? inputs.tensors.has_nan : inputs.tensors.any();
+  const bool is_received = inputs.tensors != Content::finite && inputs.tensors >= made;
   if (is_explained_in_part) {
     // A kernel that begins with a copy of one input (addmm's bias) is bad from the others, too.
     if (!is_received) return;
-    BirthIds all = made.has_nan ? inputs.with_nan : inputs.with_any;
+    BirthIds all = made == Content::nan ? inputs.with_nan : inputs.with_any;
     for (const TensorAt* output : explained) {
       const std::lock_guard lock(mutex);
       unite(all, lineage.births_in(output->values));
     }
     return pass_on(all);
   }
-  if (is_received) return pass_on(made.has_nan ? inputs.with_nan : inputs.with_any);
-  if (!inputs.tensors.any() && !frame.nested.empty()) return pass_on(BirthIds(frame.nested));
+  if (is_received) return pass_on(made == Content::nan ? inputs.with_nan : inputs.with_any);
+  if (inputs.tensors == Content::finite && !frame.nested.empty())
+    return pass_on(BirthIds(frame.nested));
   if (info.is_lift_fresh) inputs.literals = made;
 
   // A constant that a kernel writes on its own account is the kernel's result: std of one element
   // fills with NaN. In a composite it is a mask.
   const Frame* outer = frames.above(1);
-  const bool is_kernels_constant = !inputs.tensors.any() && inputs.literals.any() &&
-                                   outer != nullptr && outer->kind == FrameKind::operation &&
-                                   !outer->info->is_composite && !has_literal(*outer);
+  const bool is_kernels_constant =
+      inputs.tensors == Content::finite && inputs.literals != Content::finite && outer != nullptr &&
+      outer->kind == FrameKind::operation && !outer->info->is_composite && !has_literal(*outer);
   if (is_kernels_constant) {
     const std::lock_guard lock(mutex);
     for (const TensorAt* output : bad) {
@@ -676,10 +717,10 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
 
   TracedBirth traced;
   Birth& birth = traced.birth;
-  birth.kind = inputs.tensors.any()    ? BirthKind::nan_from_inf
-               : inputs.literals.any() ? BirthKind::literal
-               : made.has_nan          ? BirthKind::nan
-                                       : BirthKind::inf;
+  birth.kind = inputs.tensors != Content::finite    ? BirthKind::nan_from_inf
+               : inputs.literals != Content::finite ? BirthKind::literal
+               : made == Content::nan               ? BirthKind::nan
+                                                    : BirthKind::inf;
   const Location location = locate_frames(frames);
   const bool is_literal = birth.kind == BirthKind::literal;
   if (!is_literal) {
@@ -687,7 +728,7 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
     // In-place arguments as they were: was one corrupted after its last write?
     if (traced.call) {
       for (auto& before : frame.before_write) {
-        if (before.has_nan || before.has_inf) continue;
+        if (before.content != Content::finite) continue;
         for (std::size_t i = 0; i < frame.arguments.size(); ++i) {
           if (!frame.arguments[i].isTensor() ||
               frame.arguments[i].toTensor().unsafeGetTensorImpl() != before.tensor ||
@@ -730,6 +771,7 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
     birth.extent = extent_of(shown->values, birth.sighting.stats.nonfinite());
     if (frame.has_arguments) {
       describe_operands(birth, info, traced.call ? traced.call->arguments : frame.arguments,
+                        traced.call ? std::vector<BeforeWrite>() : frame.before_write,
                         shown->values.sizes().vec());
     }
   }

@@ -179,8 +179,9 @@ Explanation OperatorTrace::Impl::explanation_of(ReachedByBirth reached, bool are
   explanation.notes.assign(notes.begin(), notes.end());
   if (calls_not_kept > 0) {
     explanation.notes.push_back("the calls of " + std::to_string(calls_not_kept) +
-                                " births were not kept: they exceed the limit of " +
-                                std::to_string(options.kept_bytes) + " bytes");
+                                " births were not kept, of " + first_not_kept +
+                                " first: copies may take " + std::to_string(options.kept_bytes) +
+                                " bytes, and half of the host's free memory");
   }
   if (births_not_kept > 0) {
     explanation.notes.push_back(std::to_string(births_not_kept) +

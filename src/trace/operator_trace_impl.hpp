@@ -27,22 +27,8 @@ struct TensorAt {
   at::Tensor values;  // observable
   int index = 0;
   int element = -1;
+  Content content = Content::finite;  // of an output, once it has been looked at
 };
-
-/// Which kinds of bad elements a tensor has.
-struct Badness {
-  bool has_nan = false;
-  bool has_inf = false;
-  [[nodiscard]] bool any() const noexcept { return has_nan || has_inf; }
-  void add(const Badness& other) {
-    has_nan = has_nan || other.has_nan;
-    has_inf = has_inf || other.has_inf;
-  }
-};
-
-[[nodiscard]] inline Badness badness_of(const TensorStats& stats) {
-  return {stats.nan > 0, stats.nonfinite() > stats.nan};
-}
 
 /// Where something that was bad when it was read comes from.
 struct Root {
@@ -90,7 +76,7 @@ struct OperatorTrace::Impl {
 
   // ---- births.cpp
   void explain_bad_outputs(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames,
-                           const std::vector<TensorAt>& outputs);
+                           std::vector<TensorAt> outputs);
   /// The births of what is bad in `values`, a root's if nothing is known of it.
   BirthIds origins_of(const at::Tensor& values, ThreadFrames& frames, const std::string& reader);
   BirthIds roots_of(const at::Tensor& values, ThreadFrames& frames, const std::string& reader);
@@ -106,19 +92,27 @@ struct OperatorTrace::Impl {
   /// The births of what the frame that `root` was made in was given; empty where it is the origin.
   BirthIds passed_through(const Root& root, const at::Tensor& values, ThreadFrames& frames);
   /// What `inside` was given that explains such values; empty where it made them by itself.
-  [[nodiscard]] BirthIds passed_through(const Place& inside, const Badness& badness);
+  [[nodiscard]] BirthIds passed_through(const Place& inside, Content content);
   /// Without those of literals. Holds the lock.
   [[nodiscard]] BirthIds without_literals(BirthIds ids) const;
   BirthId add_birth(TracedBirth birth);
   void locate(Birth& birth, ThreadFrames& frames, bool with_stack);
   [[nodiscard]] Place current_place(ThreadFrames& frames);
   void read_code(Birth& birth, const ProgramCode::Caller& caller) const;
+  /// Of the arguments in `written` nothing is known but what they are: they hold the result now.
   void describe_operands(Birth& birth, const OperatorInfo& info,
                          const std::vector<c10::IValue>& arguments,
+                         const std::vector<BeforeWrite>& written,
                          const std::vector<std::int64_t>& output_shape) const;
   [[nodiscard]] ProgramCode::Caller caller_now() const;
   void describe(Sighting& sighting, const at::Tensor& values) const;
+  void capture(const at::RecordFunction& call, Frame& frame);
+  /// Whether what it reads has a NaN that an operator of this pass has left there.
+  [[nodiscard]] bool has_known_nan(const Frame& operation);
   void keep_call(TracedBirth& birth, const at::RecordFunction& call, Frame& frame);
+  /// Whether copies of calls may take so much more: of `kept_bytes`, and no more than half of what
+  /// the host has free. Holds the lock.
+  [[nodiscard]] bool has_room_for(std::uint64_t bytes) const;
   [[nodiscard]] ForwardCall forward_call_of(std::uint64_t thread, std::int64_t sequence);
   [[nodiscard]] ForwardCall forward_call_locked(std::uint64_t thread, std::int64_t sequence) const;
 
@@ -159,6 +153,7 @@ struct OperatorTrace::Impl {
   std::set<BirthId> sent_in_forward, sent_in_backward;  // to other ranks
   std::uint64_t kept_bytes = 0;
   std::int64_t calls_not_kept = 0;
+  std::string first_not_kept;  // the operator, and what its copies would have taken
   std::int64_t births_not_kept = 0;
   std::set<std::string> notes;
 };

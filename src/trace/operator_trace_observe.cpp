@@ -107,11 +107,33 @@ void OperatorTrace::Impl::start_operation(const at::RecordFunction& call, Frame&
   if (info.collective) return look_at_what_is_sent(frame, frames);
   // An optimizer writes all weights and states in place: too much to copy at every call.
   const bool is_optimizers = info.writes && is_in_optimizer.load(std::memory_order_relaxed);
-  if (options.keep_calls && info.facts != nullptr && !is_optimizers) {
-    frame.capture.begin(call, *info.facts);
-    frame.is_captured = true;
-  }
+  if (options.keep_calls && info.facts != nullptr && !is_optimizers) capture(call, frame);
   if (info.writes) look_before_write(frame, frames);
+}
+
+bool OperatorTrace::Impl::has_known_nan(const Frame& operation) {
+  const OperatorInfo& info = *operation.info;
+  bool has = false;
+  const std::lock_guard lock(mutex);
+  for (std::size_t i = 0; i < info.arguments.size(); ++i) {
+    if (info.arguments[i] == ArgumentUse::overwritten) continue;
+    if (i == 0 && info.beta && is_zero(operation.arguments[*info.beta])) continue;
+    for_each_tensor_at(operation.arguments[i], [&](const at::Tensor& tensor, int) {
+      has = has || (is_plainly_observable(tensor) && lineage.is_known_to_have_nan(tensor));
+    });
+  }
+  return has;
+}
+
+void OperatorTrace::Impl::capture(const at::RecordFunction& call, Frame& frame) {
+  if (has_known_nan(frame)) return;  // whatever comes out is of that: no birth
+  std::uint64_t wanted = 0;
+  frame.is_captured = frame.capture.begin(call, *frame.info->facts, [&](std::uint64_t bytes) {
+    wanted = bytes;
+    const std::lock_guard lock(mutex);
+    return has_room_for(bytes);
+  });
+  if (!frame.is_captured) frame.bytes_not_captured = wanted;
 }
 
 /// Broadcast and scatter take what the root has; memory of other ranks is only written.
@@ -195,10 +217,8 @@ void OperatorTrace::Impl::look_before_write(Frame& frame, ThreadFrames& frames) 
                           record->state == StorageState::written && record->tags.empty() &&
                           record->finite_range.contains(range_of(tensor));
       }
-      if (!is_known_finite && is_bad(tensor)) {
-        const TensorStats stats = stats_of(tensor, options.threads);
-        before.has_nan = stats.nan > 0;
-        before.has_inf = stats.nonfinite() > stats.nan;
+      if (!is_known_finite) before.content = content_of(tensor);
+      if (before.content != Content::finite) {
         before.births = origins_of(tensor, frames, info.full_name);
       }
       frame.before_write.push_back(std::move(before));
@@ -269,11 +289,11 @@ void OperatorTrace::Impl::look_at_given(c10::ArrayRef<const c10::IValue> inputs,
   for (const auto& tensor : given) looked_at.push_back(&tensor);
   if (any_is_bad(looked_at)) {
     for (const auto& tensor : given) {
-      if (!is_bad(tensor)) continue;
-      const bool has_nan = stats_of(tensor, options.threads).nan > 0;
+      const Content content = content_of(tensor);
+      if (content == Content::finite) continue;
       const BirthIds births_of_it = origins_of(tensor, frames, frame.name);
       const std::lock_guard lock(mutex);
-      frame.given->add(has_nan, births_of_it);
+      frame.given->add(content, births_of_it);
     }
   }
   const auto touched_by = std::make_shared<const Place>(place);
@@ -393,11 +413,11 @@ void OperatorTrace::Impl::look_at_received(Frame& frame, ThreadFrames& frames) {
   const std::vector<at::Tensor> received = std::exchange(frame.received, {});
   for (const at::Tensor& tensor : received) {
     const at::Tensor values = values_of(tensor);
-    if (!values.defined() || !is_bad(values)) continue;
-    const bool has_nan = stats_of(values, options.threads).nan > 0;
+    const Content content = values.defined() ? content_of(values) : Content::finite;
+    if (content == Content::finite) continue;
     const BirthIds births_of_it = origins_of(values, frames, frame.name);
     const std::lock_guard lock(mutex);
-    frame.given->add(has_nan, births_of_it);
+    frame.given->add(content, births_of_it);
   }
 }
 
@@ -479,9 +499,7 @@ void OperatorTrace::Impl::finish_operation(const at::RecordFunction& call, Frame
   for (const auto& output : outputs) looked_at.push_back(&output.values);
   if (any_is_bad(looked_at)) {
     // Its births may call Python, whose operators come back here: it needs a list of its own.
-    const std::vector<TensorAt> own = std::move(outputs);
-    outputs = {};
-    return explain_bad_outputs(call, frame, frames, own);
+    return explain_bad_outputs(call, frame, frames, std::exchange(outputs, {}));
   }
   // Zeros that a custom function makes are there for its kernels to add to.
   std::shared_ptr<const Place> adds_to_it;

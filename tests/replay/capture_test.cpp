@@ -16,6 +16,7 @@
 #include "captured_call.hpp"
 #include "nanlocator/error.hpp"
 #include "replay/execute.hpp"
+#include "support/counting_allocator.hpp"
 
 namespace nanlocator {
 namespace {
@@ -74,6 +75,18 @@ TEST(CallCapture, KeepsTheValuesOfTheCallThoughTrainingGoesOnWithTheTensors) {
   output.fill_(100);
   EXPECT_EQ(call.arguments[0].toTensor()[0].item<double>(), 3.0);
   EXPECT_EQ(call.outputs[0].toTensor()[0].item<double>(), 6.0);
+}
+
+TEST(CallCapture, CopiesOnceWhatAnInPlaceOperatorOverwrites) {
+  auto& allocator = CountingAllocator::install();
+  const auto tensor = at::full({1 << 20}, 3.0, at::kFloat);
+  const std::int64_t before = allocator.current();
+  allocator.restart_peak();
+  const auto call = captured("aten::mul_.Tensor", [&] { tensor.mul_(tensor); });
+  const auto bytes = static_cast<std::int64_t>(tensor.nbytes());
+  EXPECT_GT(allocator.peak() - before, bytes + bytes / 2);  // before the call, and after it
+  EXPECT_LT(allocator.peak() - before, 2 * bytes + bytes / 2);
+  EXPECT_EQ(call.arguments[0].toTensor()[7].item<double>(), 3.0);
 }
 
 TEST(CallCapture, LetsArgumentsShareTheMemoryThatTheyShared) {

@@ -53,6 +53,18 @@ class Written {
   std::optional<OpenBundle> opened_;
 };
 
+TEST(Bundle, NamesTheDeviceThatACopyInHostMemoryCameFrom) {
+  const auto x = at::ones({4});
+  auto call = captured("aten::add.Tensor", [&] { (void)x.add(x); });
+  EXPECT_TRUE(call.came_from.empty());
+  call.came_from = {
+      {call.outputs[0].toTensor().storage().unsafeGetStorageImpl(), at::Device("cuda:3")}};
+  const Written written(call);
+  const auto& recorded = *written.bundle().bundle().operator_call;
+  EXPECT_EQ(recorded.arguments[0].tensor.device, "cpu");
+  EXPECT_EQ(recorded.outputs[0].tensor.device, "cuda:3");
+}
+
 TEST(Bundle, GivesBackStridesOffsetsAndValues) {
   const auto matrix = at::arange(100, at::kFloat).view({10, 10});
   const auto column = matrix.select(1, 7);

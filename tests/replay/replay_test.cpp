@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/add.h>
+#include <ATen/ops/conv2d.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
@@ -24,12 +25,14 @@
 
 #include "captured_call.hpp"
 #include "nanlocator/error.hpp"
+#include "replay/work.hpp"
 
 namespace nanlocator {
 namespace {
 
 using testing::captured;
 using ::testing::Contains;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -186,6 +189,34 @@ TEST(Replay, FindsAnOperatorThatReadsWhatNobodyWrote) {
   EXPECT_EQ(run_of(report, ReplayVariant::poisoned).outputs.at(0).stats.nan, 8);
   EXPECT_EQ(report.conclusion, ReplayConclusion::varies);
   EXPECT_THAT(report.sentences, Contains(HasSubstr("memory that nobody has written")));
+}
+
+TEST(Replay, LeavesOutWhatTheCpuWouldTakeTooLongFor) {
+  auto x = at::full({300, 200}, kNan);
+  const auto y = at::ones({200, 100});
+  const auto call = captured("aten::mm", [&] { (void)at::mm(x, y); });
+  const double flops = 2.0 * 300 * 200 * 100;
+  EXPECT_NEAR(work_of(call).flops, flops, 1);
+  EXPECT_EQ(work_of(call).bytes, 4.0 * (300 * 200 + 200 * 100 + 300 * 100));
+  const auto too_large = replay(call, {.cpu_limit = CpuWorkLimit{.flops = flops / 2}});
+  EXPECT_EQ(too_large.conclusion, ReplayConclusion::not_replayed);
+  EXPECT_TRUE(too_large.runs.empty());
+  EXPECT_THAT(too_large.sentences,
+              ElementsAre(HasSubstr("Not replayed: too large for the CPU: 1.2e+07 FLOPs")));
+  EXPECT_EQ(too_large.recorded.at(0).stats.nan, 300 * 100);
+  EXPECT_THAT(replay(call, {.cpu_limit = CpuWorkLimit{.bytes = 1000}}).sentences,
+              ElementsAre(HasSubstr("bytes")));
+  EXPECT_FALSE(replay(call, {.cpu_limit = CpuWorkLimit{.flops = 2 * flops}}).runs.empty());
+  EXPECT_FALSE(replay(call, {.cpu_limit = std::nullopt}).runs.empty());
+}
+
+TEST(Work, OfAConvolutionCountsTheFilterForEachElement) {
+  const auto x = at::ones({2, 8, 16, 16});
+  const auto weight = at::ones({4, 8, 3, 3});
+  const auto call = captured("aten::convolution", [&] { (void)at::conv2d(x, weight, {}, 1, 1); });
+  const double exact = 2.0 * (2 * 4 * 16 * 16) * (8 * 3 * 3);
+  EXPECT_GE(work_of(call).flops, exact);
+  EXPECT_LE(work_of(call).flops, 4 * exact);
 }
 
 TEST(Replay, ConcludesNothingOfAHealthyCall) {

@@ -31,7 +31,7 @@ void scan_with_both_kernels() {
   ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   const TensorView large = view_of(memory, numel);
   const TensorView small = view_of(memory, 10);
-  const auto scanner = make_cuda_slot_scanner(0);
+  const auto scanner = make_cuda_slot_scanner(0, make_cuda_memory());
   const auto plan = scanner->plan({large, small, small, small, small, small, small}, 0);
   scanner->reserve(8);
   scanner->enqueue(*plan, {nullptr});
@@ -49,7 +49,7 @@ void scan_more_chunks_than_partials() {
       view_of(memory, (std::int64_t{cuda::kSinglePartials} + 4) * cuda::kChunkElements);
   view.sizes = {view.numel};
   view.strides = {0};
-  const auto scanner = make_cuda_slot_scanner(0);
+  const auto scanner = make_cuda_slot_scanner(0, make_cuda_memory());
   scanner->reserve(1);
   scanner->enqueue_one(view, 0, {nullptr});
   scanner->enqueue_readback({nullptr});

@@ -69,7 +69,7 @@ class CudaScan : public ::testing::Test {
     if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
       GTEST_SKIP() << "no CUDA device";
     }
-    scanner_ = make_cuda_slot_scanner(0);
+    scanner_ = make_cuda_slot_scanner(0, make_cuda_memory());
     succeeded(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   }
   void TearDown() override {
@@ -436,8 +436,53 @@ TEST_F(CudaScan, ScansOnSeveralStreamsMayOverlap) {
 TEST_F(CudaScan, AnAddressThatTheKernelCannotReadIsRefused) {
   RawTensor tensor(DType::float32, 10);
   EXPECT_THROW((void)scanner_->plan({tensor.view()}, 0), UsageError);
-  EXPECT_THROW((void)make_cuda_slot_scanner(12345), UsageError);
-  EXPECT_THROW((void)make_cuda_slot_scanner(-1), UsageError);
+  EXPECT_THROW((void)make_cuda_slot_scanner(12345, make_cuda_memory()), UsageError);
+  EXPECT_THROW((void)make_cuda_slot_scanner(-1, make_cuda_memory()), UsageError);
+}
+
+/// Gives as many blocks as the test lets it, and counts those that are out.
+class LimitedMemory final : public DeviceMemory {
+ public:
+  void* allocate(std::size_t bytes) override {
+    if (left == 0) throw CudaError("no block is left");
+    --left;
+    ++out;
+    return memory_->allocate(bytes);
+  }
+  void free(void* memory) noexcept override {
+    --out;
+    memory_->free(memory);
+  }
+
+  int left = 0;
+  int out = 0;
+
+ private:
+  std::shared_ptr<DeviceMemory> memory_ = make_cuda_memory();
+};
+
+TEST_F(CudaScan, WhereMemoryIsRefusedTheScannerIsAsItWasAndScansWhenThereIsSomeAgain) {
+  const auto memory = std::make_shared<LimitedMemory>();
+  EXPECT_THROW((void)make_cuda_slot_scanner(0, memory), CudaError);
+  EXPECT_EQ(memory->out, 0);
+  memory->left = 1;  // the flag
+  scanner_ = make_cuda_slot_scanner(0, memory);
+  RawTensor tensor(DType::float32, 1000);
+  tensor.set(7, ElementBits<DType::float32>::infinity);
+  const DeviceTensor device(tensor);
+  for (int blocks = 0; blocks < 2; ++blocks) {  // slots, then the tables of the plan
+    memory->left = blocks;
+    EXPECT_THROW((void)scanner_->plan({device.view()}, 0), CudaError);
+  }
+  memory->left = 1;
+  EXPECT_EQ(scan(std::vector{device.view()})[0].first_bad, 7);
+  EXPECT_THROW(scanner_->enqueue_one(device.view(), 0, stream()), CudaError);  // scratch
+  memory->left = 1;
+  scanner_->enqueue_one(device.view(), 0, stream());
+  scanner_->enqueue_readback(0, 1, stream());
+  EXPECT_EQ(scanner_->wait(0, 1)[0].pos_inf, 1);
+  scanner_.reset();
+  EXPECT_EQ(memory->out, 0);
 }
 
 TEST_F(CudaScan, TheCallersCurrentDeviceIsRestored) {

@@ -19,15 +19,14 @@ class CountingAllocator final : public c10::Allocator {
   static CountingAllocator& install() {
     static auto& installed = []() -> CountingAllocator& {
       auto& allocator = *new CountingAllocator;
-      c10::SetCPUAllocator(&allocator, /*priority=*/100);
+      c10::SetCPUAllocator(&allocator);
       return allocator;
     }();
     return installed;
   }
 
   c10::DataPtr allocate(std::size_t bytes) override {
-    TORCH_CHECK_WITH(OutOfMemoryError,
-                     current_ + static_cast<std::int64_t>(bytes) <= limit_.load(),
+    TORCH_CHECK_WITH(OutOfMemoryError, current_ + static_cast<std::int64_t>(bytes) <= limit_.load(),
                      "CountingAllocator: ", bytes, " bytes refused");
     void* const memory = c10::alloc_cpu(bytes);
     if (memory != nullptr) {

@@ -639,7 +639,25 @@ TEST(OperatorTrace, CallsBeyondTheLimitAreCountedAndLeftOut) {
   const auto explanation = trace.explain({&loss, 1}, {});
   ASSERT_THAT(explanation.births, SizeIs(1));
   EXPECT_FALSE(explanation.births[0].call);
-  EXPECT_THAT(explanation.notes, ElementsAre(HasSubstr("limit of 4 bytes")));
+  EXPECT_THAT(explanation.notes, ElementsAre(HasSubstr("may take 4 bytes")));
+}
+
+TEST(OperatorTrace, WhereACopyOfWhatIsWrittenInPlaceMayNotBeTakenTheBirthIsNamedWithoutItsCall) {
+  const at::Tensor weight = leaf(at::full({1000}, -1.0F));
+  OperatorTrace trace({.kept_bytes = 3999, .program_code = {}});
+  trace.begin_pass();
+  const NamedTensor loss{"loss", weight.mul(1).log_().sum()};
+  const auto explanation = trace.explain({&loss, 1}, {});
+  ASSERT_THAT(explanation.births, SizeIs(1));
+  const auto& [birth, call, stack] = explanation.births[0];
+  EXPECT_EQ(birth.sighting.op, "aten::log_");
+  EXPECT_EQ(birth.kind, BirthKind::nan);
+  EXPECT_FALSE(call);
+  ASSERT_THAT(birth.operands, SizeIs(1));
+  EXPECT_EQ(birth.operands[0].name, "self");
+  EXPECT_FALSE(birth.operands[0].stats);  // its memory holds the result
+  EXPECT_FALSE(birth.operands[0].at_first_bad);
+  EXPECT_THAT(explanation.notes, ElementsAre(HasSubstr("of aten::log_ (8000 bytes) first")));
 }
 
 /// A program whose one function is `program`, at a line that the test moves.

@@ -101,7 +101,7 @@ void scan(benchmark::State& state, DType dtype) {
   // 0x3c in every byte is an ordinary number in all six formats: no zero, nothing that needs care.
   const DeviceBuffer buffer(kElements * nanlocator::size_of(dtype));
   check(cudaMemset(buffer.data(), 0x3c, buffer.bytes()), "cudaMemset");
-  const auto scanner = nanlocator::make_cuda_slot_scanner(0);
+  const auto scanner = nanlocator::make_cuda_slot_scanner(0, nanlocator::make_cuda_memory());
   const std::vector<nanlocator::TensorView> views = divide(buffer, dtype);
   const auto plan = scanner->plan(views, 0);
   const auto traffic =

@@ -8,9 +8,9 @@ Each fault is planted in a step of a plain PyTorch model on the CPU, one thread:
     in place      born where the largest tensor of the step, the logits, is written in place
 
 The re-run is all that a bad step does after its first pass: the traced pass, the pass that keeps module
-calls, and what is made of them (explanation, replays, bundles, verdict). Time: the median over the rounds.
-Memory: what Torch's allocator has given out at most, parameters and gradients included, and the resident
-size of the process.
+calls, and what is made of them (explanation, replays, bundles, verdict). Time: the processor's, median over
+the rounds. Memory: what Torch's allocator has given out at most, parameters and gradients included, and the
+resident size of the process; "kept" is what the bundle holds of copies and weights.
 """
 
 import argparse
@@ -50,18 +50,19 @@ class Layers(nn.Module):
             for _ in range(arguments.layers)
         )
         self.head = nn.Linear(width, arguments.vocabulary, bias=False)
-        self.fault = ""
+        self.log_of = ""  # where a logarithm is taken, of numbers above zero
+        self.is_bad = False  # of numbers below zero
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for number, layer in enumerate(self.layers):
             x = x + layer(x)
-            if number == 0 and self.fault == "first layer":
-                x = torch.log(-x.abs() - 1)
+            if number == 0 and self.log_of == "first layer":
+                x = torch.log(x.abs() + (-1000 if self.is_bad else 1))
         logits = self.head(x)
         logits = logits.sub_(logits.detach().amax(-1, keepdim=True))
-        if self.fault == "in place":
-            logits = logits.sub_(1).log_()
+        if self.log_of == "in place":
+            logits = logits.sub_(1 if self.is_bad else -1000).log_()
         return (logits.exp().sum(-1).log() - logits.gather(-1, labels[:, None])[:, 0]).mean()
 
 
@@ -79,6 +80,7 @@ class Resident:
 def measure(arguments: argparse.Namespace, fault: str, allocated: Allocated) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Layers(arguments)
+    model.log_of = fault
     tokens, labels = torch.randint(0, arguments.vocabulary, (2, arguments.rows))
     resident = Resident()
     rounds: list[dict[str, Any]] = []
@@ -90,24 +92,24 @@ def measure(arguments: argparse.Namespace, fault: str, allocated: Allocated) -> 
         peaks.append(allocated.peak())
         allocated.restart_peak()
 
-    def step(optimizer: LocatingOptimizer, planted: str) -> dict[str, Any]:
+    def step(optimizer: LocatingOptimizer, is_bad: bool) -> dict[str, Any]:
         def closure() -> torch.Tensor:
             note_peak()
             optimizer.zero_grad()
             loss = model(tokens, labels)
             loss.backward()
-            ends.append(time.perf_counter())
+            ends.append(time.process_time())
             note_peak()
             return loss
 
-        model.fault = planted
+        model.is_bad = is_bad
         ends.clear()
         peaks.clear()
         resident.restart_peak()
         allocated.restart_peak()
-        start = time.perf_counter()
+        start = time.process_time()
         optimizer.step(closure)
-        end = time.perf_counter()
+        end = time.process_time()
         return {
             "seconds": end - start,
             "passes": [b - a for a, b in zip([start, *ends], [*ends, end], strict=True)],
@@ -118,11 +120,12 @@ def measure(arguments: argparse.Namespace, fault: str, allocated: Allocated) -> 
     for _ in range(arguments.rounds):
         with tempfile.TemporaryDirectory() as folder:
             optimizer = LocatingOptimizer(inner, model, output_dir=folder, on_bad="skip")
-            step(optimizer, "")  # makes plans, fills caches
-            healthy = [step(optimizer, "") for _ in range(3)]
-            rounds.append({"healthy": healthy, "bad": step(optimizer, fault)})
+            step(optimizer, False)  # makes plans, fills caches
+            healthy = [step(optimizer, False) for _ in range(3)]
+            rounds.append({"healthy": healthy, "bad": step(optimizer, True)})
             (verdict,) = optimizer.verdicts
             optimizer.remove()
+            kept = sum(file.stat().st_size for file in Path(folder).rglob("tensors.safetensors"))
     (origin,) = verdict["origins"]
     healthy_seconds = [statistics.median(each["seconds"] for each in r["healthy"]) for r in rounds]
     ratios = [(r["bad"]["seconds"] - h) / h for r, h in zip(rounds, healthy_seconds, strict=True)]
@@ -147,17 +150,19 @@ def measure(arguments: argparse.Namespace, fault: str, allocated: Allocated) -> 
         "step_peak": max(max(each["peaks"]) for r in rounds for each in r["healthy"]),
         "peak_over_step": peak_over_step(lambda s: max(s["peaks"])),
         "peaks": rounds[-1]["bad"]["peaks"],
+        "kept": kept,
         "resident_over_step": peak_over_step(lambda s: s["resident"]),
     }
 
 
 def print_table(results: list[dict[str, Any]]) -> None:
     print(f"{'fault':12} {'step':>9} {'re-run':>8}", *(f"{part:>13}" for part in PARTS), end="")
-    print(f" {'step peak':>11} {'re-run':>8} {'resident':>9}  named")
+    print(f" {'step peak':>11} {'re-run':>8} {'kept':>8} {'resident':>9}  named")
     for r in results:
         print(f"{r['fault']:12} {r['step_seconds'] * 1e3:6.0f} ms {r['time_over_step']:6.2f} x", end="")
         print("".join(f" {r['parts'][part]:11.2f} x" for part in PARTS), end="")
         print(f" {r['step_peak'] / 2**20:7.0f} MiB {r['peak_over_step']:6.3f} x", end="")
+        print(f" {r['kept'] / 2**20:4.0f} MiB", end="")
         print(f" {r['resident_over_step']:7.3f} x  {r['operator']} in {r['module'] or 'no module'}")
         for note in r["notes"]:
             print(f"    note: {note}")

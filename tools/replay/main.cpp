@@ -97,9 +97,10 @@ int run(const Arguments& arguments) {
   for (const auto& library : arguments.libraries) load(library);
   const OpenBundle bundle(arguments.bundle);
   if (arguments.script) return write_script(bundle, *arguments.script);
-  const auto report =
-      replay(operator_call_of(bundle, device_for(arguments, bundle)),
-             {.repeats = arguments.repeats, .other_devices = !arguments.only_this_device});
+  const auto report = replay(operator_call_of(bundle, device_for(arguments, bundle)),
+                             {.repeats = arguments.repeats,
+                              .other_devices = !arguments.only_this_device,
+                              .cpu_limit = std::nullopt});
   if (arguments.as_json) {
     std::cout << to_json(report) << '\n';
   } else {

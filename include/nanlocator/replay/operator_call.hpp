@@ -20,6 +20,10 @@
 
 namespace nanlocator {
 
+/// Where the bytes of storages in host memory were copied from, for those that were elsewhere. The
+/// storages' identities; never followed.
+using CameFrom = std::map<const c10::StorageImpl*, at::Device>;
+
 /// A call as the dispatcher saw it. Tensors are shared with whoever owns them, except those that
 /// the operator writes: the trace puts clones of them here, of the same strides, from before the
 /// call.
@@ -31,6 +35,7 @@ struct OperatorCall {
   std::vector<c10::IValue> outputs;
   std::map<std::string, at::Tensor> generator_states;  // by device; see BundleOperatorCall
   std::map<std::string, std::string> settings;         // see current_settings
+  CameFrom came_from;  // of the storages of arguments and outputs; one not in it is where it was
 };
 
 /// The settings of this thread that a result may depend on: autocast (where it is active for this
@@ -57,6 +62,8 @@ class StorageCollector {
   /// quantised, meta, nested and subclass tensors become `unsupported`, with the reason.
   [[nodiscard]] BundleValue add(const c10::IValue& value, std::string_view name);
   [[nodiscard]] BundleValue add(const at::Tensor& tensor, std::string_view name);
+  /// Tensors of these storages are recorded on the devices that they came from; before their `add`.
+  void note(const CameFrom& came_from);
 
   /// Copies device memory to the host, names the ranges and completes every BundleTensor made by
   /// this collector within `bundle`. The contents' bytes live as long as this object. A tensor that

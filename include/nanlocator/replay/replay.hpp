@@ -18,9 +18,19 @@
 
 namespace nanlocator {
 
+/// What one execution on the CPU may compute and pass over, so that all of them together end within
+/// seconds on one core: about 10 GFLOP/s and 1 GB/s. Memory that the host has not free is no limit
+/// of time, but is kept to as well.
+struct CpuWorkLimit {
+  double flops = 2e10;
+  double bytes = 2e9;  // of arguments and outputs
+};
+
 struct ReplayOptions {
   int repeats = 3;            // of the recorded call
   bool other_devices = true;  // also on the CPU where it was recorded on CUDA
+  /// Executions beyond it are left out; nullopt: none are, as where a person asks for them.
+  std::optional<CpuWorkLimit> cpu_limit = CpuWorkLimit{};
 };
 
 enum class ReplayVariant : std::uint8_t {
@@ -63,7 +73,8 @@ struct ReplayReport {
   std::vector<ReplayedOutput> recorded;  // what the bundle holds
   std::vector<ReplayRun> runs;
   std::vector<ReplayedInput> inputs_at_first_bad;
-  /// not_replayed also where nothing bad was recorded and nothing bad came out.
+  /// not_replayed also where nothing bad was recorded and nothing bad came out, and where it is too
+  /// large for the CPU or for the device it was recorded on; a sentence says which.
   ReplayConclusion conclusion = ReplayConclusion::not_replayed;
   bool is_bit_exact = false;           // every `recorded` run gave the recorded bits
   std::vector<std::string> sentences;  // the conclusion for people, with its evidence

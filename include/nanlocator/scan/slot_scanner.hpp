@@ -90,20 +90,36 @@ class SlotScanner {
 /// The CPU backend: see cpu_scan.hpp for threads and instruction sets.
 [[nodiscard]] std::unique_ptr<SlotScanner> make_cpu_slot_scanner(int threads);
 
+/// Where the CUDA backend's device memory comes from. From any thread.
+class DeviceMemory {
+ public:
+  virtual ~DeviceMemory() = default;
+  /// Of the current device, for use on any of its streams at once; aligned to 256 bytes. May wait
+  /// for the device. Throws CudaError where there is none.
+  [[nodiscard]] virtual void* allocate(std::size_t bytes) = 0;
+  /// The device has ended all work that uses it, and is current.
+  virtual void free(void* memory) noexcept = 0;
+};
+
+/// cudaMalloc and cudaFree: for programs without an allocator of their own.
+[[nodiscard]] std::shared_ptr<DeviceMemory> make_cuda_memory();
+
 /// The CUDA backend on device `device` (in nanlocator_cuda; only there when NANLOCATOR_CUDA is on).
 ///
 /// `plan` copies its tables to the device and waits for that copy, on a stream of its own; where it
-/// needs more slots or larger tables than it has, it calls cudaMalloc, which may wait for the whole
-/// device and must not run while a graph is captured. Slots never move. Everything named `enqueue`
-/// may be captured in a graph, which then needs its plans alive, and waits for nothing. Scans of
-/// one plan must be ordered with each other, and a readback after the scans that it is to show, by
-/// the stream or by events of the caller; scans of different plans may overlap, and so may those of
-/// `enqueue_one` on different streams. `enqueue_one` keeps scratch for each stream that it has been
-/// used on, allocated 16 streams at a time. Integers and
-/// extremes equal the CPU's; `sum_of_squares` has the same bits in every run, for a tensor of the
-/// same layout and of the same address modulo 16, but not the CPU's last bits. Throws UsageError
-/// for a device that is not there or a tensor in the wrong memory, CudaError where a call into CUDA
-/// fails. The caller's current device is left as it was.
-[[nodiscard]] std::unique_ptr<SlotScanner> make_cuda_slot_scanner(int device);
+/// needs more slots or larger tables than it has, it asks `memory`, which may wait for the whole
+/// device and must not run while a graph is captured; where that throws, the scanner is as it was
+/// before the call. Slots never move. Destroying it waits for the device. Everything named
+/// `enqueue` may be captured in a graph, which then needs its plans alive, and waits for nothing.
+/// Scans of one plan must be ordered with each other, and a readback after the scans that it is to
+/// show, by the stream or by events of the caller; scans of different plans may overlap, and so may
+/// those of `enqueue_one` on different streams. `enqueue_one` keeps scratch for each stream that it
+/// has been used on, allocated 16 streams at a time. Integers and extremes equal the CPU's;
+/// `sum_of_squares` has the same bits in every run, for a tensor of the same layout and of the same
+/// address modulo 16, but not the CPU's last bits. Throws UsageError for a device that is not there
+/// or a tensor in the wrong memory, CudaError where a call into CUDA fails. The caller's current
+/// device is left as it was.
+[[nodiscard]] std::unique_ptr<SlotScanner> make_cuda_slot_scanner(
+    int device, std::shared_ptr<DeviceMemory> memory);
 
 }  // namespace nanlocator

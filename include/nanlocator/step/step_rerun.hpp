@@ -80,7 +80,7 @@ class StepRerun {
   /// or updated parameters. `why_no_pass`: for the note that says so. Every rank calls it, before
   /// `conclude`. True, on all ranks alike, where the step was executed again and came out clean:
   /// the gradients are those of the last pass, which ran untraced.
-  bool find_births(CanRerun can_rerun, const std::vector<GradientView>& results,
+  bool find_births(CanRerun can_rerun, std::vector<GradientView> results,
                    std::string_view why_no_pass);
 
   /// What ended this rank's latest re-run, where it was no failure of another rank; null otherwise,
