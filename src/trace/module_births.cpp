@@ -100,7 +100,8 @@ class Explainer {
     const bool backward = is_backward(event.place);
     auto& found = backward ? backward_ : forward_;
     // Made by the code of `maker`: the call's own, or for what comes in its caller's.
-    const ModuleCallId maker = is_incoming(event.place) ? calls_[event.call].parent : event.call;
+    const ModuleCallId maker =
+        knows_its_input(is_incoming(event.place) ? calls_[event.call].parent : event.call);
     const bool is_new =
         maker == kNoCall ? is_new_outside(backward, badness) : is_new_in(maker, backward, badness);
     for (auto& birth : collected_.births) {
@@ -118,6 +119,17 @@ class Explainer {
       found[c].inside.add(badness);
     }
     outside.add(badness);
+  }
+
+  /// The innermost call from this one outwards of whose input nothing was hidden, or the outermost
+  /// one: what a call took
+  /// in unseen may have been bad, and is then made by the code around it.
+  [[nodiscard]] ModuleCallId knows_its_input(ModuleCallId call) const {
+    if (call == kNoCall) return call;
+    while (calls_[call].has_hidden_input && calls_[call].parent != kNoCall) {
+      call = calls_[call].parent;
+    }
+    return call;
   }
 
   [[nodiscard]] bool is_new_in(ModuleCallId maker, bool backward, Badness badness) const {

@@ -26,6 +26,12 @@ namespace {
 /// step (evaluation) forgets what came before, so that its memory stays bounded.
 constexpr std::size_t kMostCalls = std::size_t{1} << 17;
 
+/// A subclass or wrapper that hides its memory: what is in it is not known.
+bool is_hidden(const at::Tensor& tensor) {
+  return tensor.defined() && (tensor.is_floating_point() || tensor.is_complex()) &&
+         !DeferredLooks::can_look(tensor);
+}
+
 }  // namespace
 
 struct ModuleWatch::Impl {
@@ -69,6 +75,7 @@ ModuleCallId ModuleWatch::enter(ModulePath path, std::span<const NamedTensor> in
   const bool has_graph = at::GradMode::is_enabled();
   for (const auto& [role, tensor] : inputs) {
     state.see(id, Place::input, tensor, role, "", nullptr);
+    call.has_hidden_input |= is_hidden(tensor);
     if (!has_graph || !DeferredLooks::can_look(tensor) || !tensor.requires_grad()) continue;
     if (tensor.is_leaf()) {
       call.inputs.push_back({{}, tensor, role});

@@ -60,6 +60,7 @@ struct Call {
   std::vector<InputEdge> inputs;
   // That its outputs were computed from; only to compare.
   std::vector<const c10::TensorImpl*> parameters;
+  bool has_hidden_input = false;  // floating point, and nobody could look at it
 };
 
 /// What the hooks share with the watch, which may be gone before autograd's graph is.

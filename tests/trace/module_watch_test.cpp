@@ -1,6 +1,7 @@
 #include "nanlocator/trace/module_watch.hpp"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/sqrt.h>
@@ -71,6 +72,33 @@ TEST(ModuleWatch, BlamesTheModuleThatMadeNanOfFiniteInputsAndNoneThatReceivedIt)
   EXPECT_TRUE(birth.operands[0].stats && birth.operands[0].stats->is_finite());
   EXPECT_EQ(birth.reached, std::vector<Reached>({{ReachedKind::module, "model"}}));
   ASSERT_EQ(collected.sightings.size(), 4u) << "b's output, c's input and output, model's output";
+}
+
+TEST(ModuleWatch, BlamesNoModuleWhoseInputWasHiddenButTheCodeAroundIt) {
+  ModuleWatch watch;
+  watch.begin_step();
+  const auto hidden =
+      at::empty({2, 3}, at::TensorOptions().device(at::kMeta));  // a subclass, to C++
+  (void)call(watch, "model", at::ones({2, 3}), [&](const at::Tensor& x) {
+    return call(watch, "model.block", x, [&](const at::Tensor& y) {
+      (void)call(watch, "model.block.norm", y, [&](const at::Tensor&) { return hidden; });
+      return call(watch, "model.block.linear", hidden, [](const at::Tensor&) {
+        return at::ones({2, 3}) * kNan;
+      });
+    });
+  });
+  EXPECT_EQ(places(watch.collect(7, {}, {})),
+            Lines({"nan forward model.block model.block.linear output[0]"}));
+}
+
+TEST(ModuleWatch, BlamesTheOutermostModuleWhereAllInputsWereHidden) {
+  ModuleWatch watch;
+  watch.begin_step();
+  const auto hidden = at::empty({2, 3}, at::TensorOptions().device(at::kMeta));
+  (void)call(watch, "model", hidden, [&](const at::Tensor& x) {
+    return call(watch, "model.a", x, [](const at::Tensor&) { return at::ones({2}) * kNan; });
+  });
+  EXPECT_EQ(places(watch.collect(7, {}, {})), Lines({"nan forward model model.a output[0]"}));
 }
 
 TEST(ModuleWatch, TellsNanFromInfWithTheInfAsItsParent) {
