@@ -18,10 +18,10 @@ namespace nanlocator {
 /// An origin that was seen being born, with what decides which others it explains.
 struct BornOrigin {
   Origin origin;
-  bool is_received = false;       // it came out of a collective
-  bool is_opaque = false;         // computed off the dispatcher, as far as the trace could follow
-  std::set<int> microbatches;     // in which it was born; empty: not known
-  std::set<std::string> reached;  // parameters whose gradients it made bad
+  bool is_received = false;         // it came out of a collective
+  bool is_opaque = false;           // computed off the dispatcher, as far as the trace could follow
+  std::set<int> microbatches = {};  // in which it was born; empty: not known
+  std::set<std::string> reached = {};  // parameters whose gradients it made bad
 };
 
 /// In the order of the ranks' ledgers; empty where no ledger has a birth. What came out of a

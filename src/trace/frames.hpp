@@ -77,8 +77,8 @@ struct ForwardCall {
   ModulePath module = nullptr;
   const std::string* op = nullptr;  // interned
   bool is_module_inferred = false;
-  ProgramCode::Caller caller;
-  std::shared_ptr<Given> given;  // of a container
+  ProgramCode::Caller caller = {};
+  std::shared_ptr<Given> given = nullptr;  // of a container
   bool is_view = false;
 };
 

@@ -151,7 +151,7 @@ struct Birth {
   std::optional<CodeLine> framework_code;
   std::vector<Operand> operands;    // in the schema's order; the first kMostOperands
   std::optional<BadExtent> extent;  // of the bad elements; empty where it was not computed
-  std::vector<Magnitude> weights;   // of an overflow: the parameters of its module
+  std::vector<Magnitude> weights;   // of NaN and overflows: the parameters of its module
   // Of what was bad before an operator read it (weight, buffer, data, memory, opaque, collective):
   std::string reader;  // the operator that read it first
   std::string writer;  // the operator that wrote or allocated it last
