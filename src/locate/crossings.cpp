@@ -8,6 +8,14 @@
 namespace nanlocator {
 namespace {
 
+constexpr std::size_t kMostUnseenLanes = 64;
+
+bool has_number(const RankList& list, std::int64_t number) {
+  return std::ranges::any_of(list.runs(), [&](const RankRun& run) {
+    return run.first <= number && number <= run.last && (number - run.first) % run.step == 0;
+  });
+}
+
 /// Any level that has looked at crossings, also where there was none to look at: one GPU alone.
 bool has_boundaries(const Ledger& ledger) {
   return ledger.level == "boundaries" || !ledger.crossings.empty() ||
@@ -90,11 +98,13 @@ std::size_t Crossings::group_of(const std::string& name, const RankList& members
 void Crossings::take(const RankEvidence& rank) {
   for (const CrossingCoverage& coverage : rank.ledger().crossings) {
     // What a cut-off ledger does not tell was not finite, it is unknown.
+    const bool is_only_sent = coverage.peer && coverage.role == kSent;
+    if (!coverage.is_whole() && !is_only_sent) unseen_[rank.rank()].push_back(&coverage);
     if (coverage.role != kSent || !rank.ledger().is_complete) continue;
     auto& looked = sent_[{rank.rank(), group_of(coverage.group, coverage.members),
                           coverage.peer.value_or(-1)}];
     looked.count = std::max(looked.count, coverage.count);
-    looked.unseen = coverage.not_looked_at.ranks();
+    looked.unseen = &coverage.not_looked_at;
   }
   for (const Sighting& sighting : rank.ledger().sightings) {
     const auto role = role_of(sighting);
@@ -223,37 +233,34 @@ Given Crossings::given_by(int rank, const Meeting& meeting) const {
   const auto looked = sent_.find({rank, group, meeting.receiver.value_or(-1)});
   const auto sequence = meeting.crossing->sequence;
   const bool has_looked = looked != sent_.end() && looked->second.count > sequence &&
-                          !std::ranges::binary_search(looked->second.unseen, sequence);
+                          !has_number(*looked->second.unseen, sequence);
   return has_looked ? Given::finite : Given::unknown;
-}
-
-bool Crossings::has_unseen(const RankEvidence& rank) noexcept {
-  return std::ranges::any_of(rank.ledger().crossings,
-                             [](const CrossingCoverage& coverage) { return !coverage.is_whole(); });
 }
 
 /// Nothing says in which order a rank's crossings of different groups were: those of the event's
 /// own group have numbers.
 UnseenReceipt Crossings::unseen_before(const BoundaryEvent& event) const {
-  const auto& crossing = event.sighting->crossing;
   UnseenReceipt unseen;
+  const auto lanes = unseen_.find(event.rank->rank());
+  if (lanes == unseen_.end()) return unseen;
+  const auto& crossing = event.sighting->crossing;
   bool is_shared = true;
-  for (const CrossingCoverage& coverage : event.rank->ledger().crossings) {
-    if (coverage.is_whole() || (coverage.peer && coverage.role == kSent)) continue;
-    const bool is_same_lane = crossing && !crossing->peer && !coverage.peer &&
-                              coverage.group == crossing->group &&
-                              coverage.members == crossing->members;
-    if (is_same_lane && !coverage.has_unwatched &&
-        coverage.not_looked_at.runs().front().first >= crossing->sequence) {
+  const bool are_too_many = lanes->second.size() > kMostUnseenLanes;  // no job has so many groups
+  for (const CrossingCoverage* lane : lanes->second) {
+    if (are_too_many) break;
+    const bool is_same_lane = crossing && !crossing->peer && !lane->peer &&
+                              lane->group == crossing->group && lane->members == crossing->members;
+    if (is_same_lane && !lane->has_unwatched &&
+        lane->not_looked_at.runs().front().first >= crossing->sequence) {
       continue;
     }
     const auto givers =
-        coverage.peer ? std::vector{*coverage.peer} : coverage.members.ranks_below(world_size_);
+        lane->peer ? std::vector{*lane->peer} : lane->members.ranks_below(world_size_);
     unseen.from.insert(givers.begin(), givers.end());
-    is_shared =
-        is_shared && is_same_lane && !coverage.is_unseen_by_member && !coverage.has_unwatched;
+    is_shared = is_shared && is_same_lane && !lane->is_unseen_by_member && !lane->has_unwatched;
   }
-  if (is_shared) unseen.shared_by = unseen.from;
+  for (int rank = 0; are_too_many && rank < world_size_; ++rank) unseen.from.insert(rank);
+  if (is_shared && !are_too_many) unseen.shared_by = unseen.from;
   unseen.from.erase(event.rank->rank());
   return unseen;
 }

@@ -70,7 +70,7 @@ class Crossings {
   /// Of what `event`'s rank may have received before it; in doubt, it was before. Empty `from`:
   /// all of that was looked at.
   [[nodiscard]] UnseenReceipt unseen_before(const BoundaryEvent& event) const;
-  [[nodiscard]] static bool has_unseen(const RankEvidence& rank) noexcept;
+  [[nodiscard]] bool has_unseen(int rank) const { return unseen_.contains(rank); }
   /// The rank looked at what crosses, and its ledger is whole.
   [[nodiscard]] static bool is_watching(const RankEvidence& rank) noexcept;
   /// Something bad crossed on the rank, or its loss was bad, before its gradients were reduced.
@@ -107,9 +107,10 @@ class Crossings {
   std::unordered_set<std::size_t> gathering_groups_;
   struct Looked {
     std::int64_t count = 0;
-    std::vector<int> unseen;  // sequences, ascending
+    const RankList* unseen = nullptr;  // sequences
   };
   std::map<CoverageKey, Looked> sent_;
+  std::map<int, std::vector<const CrossingCoverage*>> unseen_;  // by rank
   std::vector<BoundaryEvent> events_;
   std::unordered_set<int> bad_ranks_;
 };

@@ -61,7 +61,7 @@ bool Findings::have_only_finite_crossings(const Places& places) const {
   return incident_.unplaced().empty() && std::ranges::all_of(places, [&](const Place* place) {
            return place->evidence != nullptr && Crossings::is_watching(*place->evidence) &&
                   place->evidence->coordinates().cp.size == 1 &&
-                  !Crossings::has_unseen(*place->evidence) &&
+                  !crossings_.has_unseen(place->rank) &&
                   !crossings_.has_bad_activations(place->rank);
          });
 }

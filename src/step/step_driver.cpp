@@ -52,7 +52,8 @@ struct StepDriver::Impl {
   std::shared_ptr<ModuleWatch> modules;
   std::shared_ptr<BoundaryWatch> boundaries;
   bool is_closed = false;
-  bool is_on_device = false;   // the parameters are
+  bool is_on_device = false;  // the parameters are
+  bool has_told_of_graph = false;
   std::int64_t completed = 0;  // steps
   bool has_had_pass = false;   // in any step
   const Verdict* verdict = nullptr;
@@ -143,8 +144,14 @@ struct StepDriver::Impl {
 
   /// While a CUDA graph is captured nothing may wait or allocate, and what is enqueued runs at each
   /// replay: training passes through.
-  [[nodiscard]] bool is_off() const noexcept {
-    return is_closed || (is_on_device && is_captured(at::kCUDA));
+  [[nodiscard]] bool is_off() {
+    if (is_closed || !is_on_device || !is_captured(at::kCUDA)) return is_closed;
+    if (!std::exchange(has_told_of_graph, true)) {
+      std::cerr << "nanlocator: a step is captured into a CUDA graph: what its replays compute is "
+                   "not seen\n"
+                << std::flush;
+    }
+    return true;
   }
 
   // --- what is bad ---

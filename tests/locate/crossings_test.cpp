@@ -560,6 +560,9 @@ TEST(Crossings, HostileLedgersNeitherCrashNorTakeLong) {
       ledger.sightings.push_back(std::move(sighting));
       ledger.crossings.push_back(
           {"pp", members(), any(), std::string(kSent), std::numeric_limits<std::int64_t>::max()});
+      ledger.crossings.push_back({"tp", members(), std::nullopt, std::string(kSent),
+                                  std::numeric_limits<std::int64_t>::max(), members(), true,
+                                  random() % 2 == 0});
     }
   }
   const auto start = std::chrono::steady_clock::now();
