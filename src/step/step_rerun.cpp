@@ -81,13 +81,13 @@ struct StepRerun::Impl {
   Pass run(const std::function<std::vector<NamedTensor>()>& forward_backward,
            const std::function<void(const Pass&)>& when_bad = {}) {
     Pass pass;
-    scanner = std::make_unique<GradientScanner>(locator.map(), threads);
     const ResetAtExit<GradientScanner> is_over(scanner);  // also where an interrupt ends the pass
-    scanner->begin_step();
     is_scanned_by_owner = are_gradients_changed = false;
     gradient_norm.reset();
     auto guard = locator.guard_rerun(step.abort_collectives);
     try {
+      scanner = std::make_unique<GradientScanner>(locator.map(), threads);
+      scanner->begin_step();
       not_restored = state.restore();
       if (auto changed = changed_data(); !changed.empty()) not_restored.push_back(changed);
       step.clear_gradients();
