@@ -511,7 +511,8 @@ GradientScanner::Collected GradientScanner::collect(std::int64_t iteration) {
     for (auto& note : seen.notes(phase)) collected.notes.push_back(std::move(note));
   }
   for (auto& [phase, parameters] : covered) {
-    auto& coverage = collected.coverage.emplace_back(Coverage{.phase = phase});
+    auto& coverage = collected.coverage.emplace_back();
+    coverage.phase = phase;
     for (const auto& [parameter, absmax] : parameters) {
       coverage.parameters.push_back(parameter);
       if (phase == Phase::params_before) coverage.absmax.push_back(absmax);

@@ -68,6 +68,7 @@ class GradientRules {
           {.kind = FactKind::unseen_before, .ranks = sorted(blind), .phase = phase});
       if (flow && flow->bad_steps > 1 && findings_.found()[i].found_in == FoundIn::flow) {
         keep_unseen_replicas(origin);
+        if (flow->may_come_from_forward) keep_replicas_with_bad_loss(origin);
       }
     }
   }
@@ -479,6 +480,39 @@ class GradientRules {
 
   /// A stretch of many parameters was not made by a collective: some replica had it before. One
   /// whose ranks all said that their gradients were clean did not.
+  /// A bad loss makes every gradient of its replica bad, before replicas exchange anything. Where
+  /// the losses of the others are finite, it is the one.
+  void keep_replicas_with_bad_loss(Origin& origin) const {
+    std::set<int> seen, bad, ranks;
+    std::int64_t bad_values = 0;
+    for (const Place& place : findings_.incident().places()) {
+      if (place.evidence == nullptr || !place.evidence->looked_at(Phase::loss)) continue;
+      const int replica = findings_.incident().replica_of(place);
+      seen.insert(replica);
+      for (const Sighting& sighting : place.evidence->ledger().sightings) {
+        if (sighting.phase != Phase::loss || sighting.crossing || sighting.stats.is_finite()) {
+          continue;
+        }
+        bad.insert(replica);
+        ranks.insert(place.rank);
+        bad_values += sighting.stats.nonfinite();
+      }
+    }
+    std::vector<int> kept;
+    std::size_t placed = 0;
+    for (const Place& place : findings_.incident().places()) {
+      if (!std::ranges::binary_search(origin.candidates, place.rank)) continue;
+      ++placed;
+      const int replica = findings_.incident().replica_of(place);
+      if (!seen.contains(replica)) return;  // its loss may have been bad, too
+      if (bad.contains(replica)) kept.push_back(place.rank);
+    }
+    if (kept.empty() || placed != origin.candidates.size() || kept.size() == placed) return;
+    set_candidates(origin, findings_.incident(), kept);
+    origin.facts.push_back(
+        {.kind = FactKind::other_losses_finite, .ranks = sorted(ranks), .count = bad_values});
+  }
+
   void keep_unseen_replicas(Origin& origin) const {
     if (!findings_.incident().unplaced().empty()) return;
     std::set<int> unseen;

@@ -159,7 +159,8 @@ class Locator {
     const auto ranks = findings_.incident().ranks();
     if (ranks.empty()) return;
     verdict_.job = job_state_of(findings_.incident(), verdict_.origins, verdict_.rerun);
-    JobLayout layout{.first_rank = ranks.front().coordinates()};
+    JobLayout layout;
+    layout.first_rank = ranks.front().coordinates();
     // Silent ranks are not listed, so that a host has as many as its last one's number says.
     for (const RankEvidence& rank : ranks) {
       layout.ranks_per_host = std::max(layout.ranks_per_host, rank.coordinates().local_rank + 1);

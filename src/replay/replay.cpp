@@ -272,7 +272,7 @@ ReplayReport replay(const OperatorCall& recorded_call, const ReplayOptions& opti
     if (too_large.empty()) {
       run(ReplayVariant::on_cpu, 0, on_host(call));
     } else {
-      report.runs.push_back({.variant = ReplayVariant::on_cpu, .problem = too_large});
+      report.runs.push_back({ReplayVariant::on_cpu, 0, {}, too_large});
     }
   }
 

@@ -519,6 +519,10 @@ std::string plain_text(const Fact& fact) {
     case only_unseen_replicas_left:
       return "the other replicas' gradients were clean before the collective: only replicas with "
              "a rank that did not say are left";
+    case other_losses_finite:
+      return "before that collective the loss held " + std::to_string(fact.count.value_or(0)) +
+             " NaN or Inf on " + ranks_text(fact.ranks) +
+             ", and those of the other replicas were finite";
     case unseen_before:
       return "bad in " + phase_of(fact) + "; " +
              (fact.ranks.empty() ? "the phase before did not cover this parameter on every rank"

@@ -295,6 +295,30 @@ TEST(Locate, WhereTheLossIsFiniteTheGradientsWereNotBadFromIt) {
   EXPECT_THAT(locate(ledgers, 1).origins.at(0).facts, HasFact(FactKind::all_gradients_bad));
 }
 
+TEST(Locate, OfReplicasWhoseGradientsWereSeenAfterTheirSumTheOneWithTheBadLossIsLeft) {
+  const Layout layout{.dp = 3};
+  auto ledgers = TrainingStep(layout, {.point = Point::forward_hidden, .lane = 1}).ledgers();
+  for (Ledger& ledger : ledgers) {
+    drop_phase(ledger, Phase::grad_local);
+    std::erase_if(ledger.sightings, [](const Sighting& each) { return each.role == "loss"; });
+  }
+  EXPECT_THAT(locate(ledgers, 3).origins.at(0).candidates, ElementsAre(0, 1, 2));
+  Sighting loss;
+  loss.phase = Phase::loss;
+  loss.role = "loss";
+  loss.stats = {.numel = 1, .nan = 1, .first_bad = 0};
+  ledgers[1].sightings.push_back(loss);
+  for (const int rank : {0, 1}) ledgers[rank].coverage.push_back({Phase::loss, {}});
+  EXPECT_THAT(locate(ledgers, 3).origins.at(0).candidates, ElementsAre(0, 1, 2))
+      << "rank 2's loss is not known";
+  ledgers[2].coverage.push_back({Phase::loss, {}});
+  const Origin origin = locate(ledgers, 3).origins.at(0);
+  EXPECT_THAT(origin.candidates, ElementsAre(1));
+  EXPECT_THAT(origin.facts, HasFact(FactKind::other_losses_finite));
+  ledgers[0].sightings.push_back(loss);
+  EXPECT_THAT(locate(ledgers, 3).origins.at(0).candidates, ElementsAre(0, 1));
+}
+
 // ---- weights ----
 
 TEST(Locate, ABadWeightOnAllReplicasIsOneStoredOrigin) {

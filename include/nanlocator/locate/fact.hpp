@@ -138,6 +138,7 @@ namespace nanlocator {
   FACT(norm_overflows)                                                        \
   FACT(norm_fits)                                                             \
   FACT(only_unseen_replicas_left)                                             \
+  FACT(other_losses_finite)                                                   \
   /* what is missing */                                                       \
   FACT(unseen_before)                                                         \
   FACT(order_not_observed)                                                    \
