@@ -225,9 +225,12 @@ class GradientRules {
     const std::int64_t count = flow.bad_steps;
     Facts& facts = origin.facts;
     if (flow.may_come_from_forward) {
-      // What changes all gradients after backward hides the one that was bad first.
+      // What changes all gradients after backward hides the one that was bad first, but for an only
+      // one.
       const bool is_loss_finite = has_finite_loss(places);
-      if (is_one_rank && !is_loss_finite) set_parameter(origin, name, *start.sighting);
+      if (is_one_rank && (!is_loss_finite || count == 1)) {
+        set_parameter(origin, name, *start.sighting);
+      }
       facts.push_back({.kind = is_loss_finite ? FactKind::all_gradients_bad_loss_finite
                                               : FactKind::all_gradients_bad,
                        .count = count,

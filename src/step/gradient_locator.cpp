@@ -199,6 +199,7 @@ bool GradientLocator::is_true_anywhere(bool mine) {
 
 void GradientLocator::keep_first_pass() {
   impl_->first_pass = impl_->make_ledger({});
+  impl_->notes = impl_->first_pass->notes;  // those of its scans, too
   impl_->keep_first_pass();
 }
 
