@@ -146,6 +146,8 @@ void GradientLocator::add_note(std::string note) {
 
 void GradientLocator::set_births(std::vector<Birth> births) {
   impl_->births = std::move(births);
+  add_maxima_before(impl_->births, impl_->history(), impl_->scanner->weight_history(),
+                    impl_->iteration);
   if (!impl_->first_pass) return;
   impl_->first_pass->births = impl_->births;
   impl_->keep_first_pass();

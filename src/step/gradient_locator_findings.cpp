@@ -135,7 +135,6 @@ Ledger GradientLocator::Impl::make_ledger(std::vector<std::string> extra_notes) 
     if (auto summary = summary_of(history()); !summary.iterations.empty()) {
       ledger.history = std::move(summary);
     }
-    add_maxima_before(ledger.births, history(), scanner->weight_history(), iteration);
   } catch (const std::exception& error) {
     ledger.notes.push_back(std::string("This rank's scans could not be read back: ") +
                            error.what());

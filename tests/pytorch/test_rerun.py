@@ -582,3 +582,28 @@ def test_skip_leaves_the_bad_update_out_and_goes_on(with_closure):
 def test_level_boundaries_is_refused_outside_of_megatron():
     with pytest.raises(nanlocator.UsageError, match="Megatron-Core"):
         make(level="boundaries")
+
+
+def test_beside_an_overflow_stand_the_maxima_of_its_weight_in_the_steps_before(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = LocatingOptimizer(inner, model, output_dir=tmp_path / "run", check_params=True)
+    batch = torch.ones(2, 4)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        return loss
+
+    largest = model[0].weight.abs().max().item()
+    for _ in range(3):
+        optimizer.step(closure)
+    with torch.no_grad():
+        model[0].weight.fill_(3e38)
+    with pytest.raises(NonFiniteGradientError) as stopped:
+        optimizer.step(closure)
+    (origin,) = stopped.value.verdict["origins"]
+    (maxima,) = (fact for fact in origin["facts"] if fact["kind"] == "weight_maxima")
+    assert maxima["parameter"] == "0.weight"
+    assert [each["value"] for each in maxima["values"]] == pytest.approx([largest] * 3)
