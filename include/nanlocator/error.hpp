@@ -2,6 +2,7 @@
 // what to do about it.
 #pragma once
 
+#include <exception>
 #include <stdexcept>
 #include <string>
 
@@ -50,5 +51,11 @@ class CudaError : public Error {
  public:
   using Error::Error;
 };
+
+/// What a person reads of an error: c10::Error appends a C++ stack, Python's errors a traceback.
+[[nodiscard]] inline std::string first_line(const std::exception& error) {
+  const std::string text = error.what();
+  return text.substr(0, text.find('\n'));
+}
 
 }  // namespace nanlocator

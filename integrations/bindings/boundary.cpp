@@ -116,7 +116,7 @@ void bind_coverage(py::module_& m) {
       .def_property_readonly("members",
                              [](const CrossingCoverage& self) { return self.members.ranks(); })
       .def_readonly("peer", &CrossingCoverage::peer)
-      .def_readonly("role", &CrossingCoverage::role)
+      .def_property_readonly("role", [](const CrossingCoverage& c) { return c.role.text(); })
       .def_readonly("count", &CrossingCoverage::count)
       .def_readonly("has_unwatched", &CrossingCoverage::has_unwatched)
       .def_property_readonly(

@@ -134,14 +134,15 @@ void bind_records(py::module_& m) {
                              [](const Sighting& s) { return std::string(name_of(s.phase)); })
       .def_readonly("module", &Sighting::module)
       .def_readonly("op", &Sighting::op)
-      .def_readonly("role", &Sighting::role)
+      .def_property_readonly("role", [](const Sighting& s) { return s.role.text(); })
       .def_readonly("parameter_id", &Sighting::parameter_id)
       .def_readonly("parameter", &Sighting::parameter)
       .def_readonly("dtype", &Sighting::dtype)
       .def_readonly("shape", &Sighting::shape)
       .def_readonly("stats", &Sighting::stats)
       .def("__repr__", [](const Sighting& s) {
-        return "<Sighting " + std::string(name_of(s.phase)) + " " + s.module + " " + s.role + ">";
+        return "<Sighting " + std::string(name_of(s.phase)) + " " + s.module + " " + s.role.text() +
+               ">";
       });
   py::class_<CodeLine>(m, "CodeLine")
       .def_readonly("file", &CodeLine::file)
@@ -207,7 +208,7 @@ void bind_records(py::module_& m) {
       .def("__repr__", [](const Birth& b) {
         return "<Birth " + std::string(name_of(b.kind)) + " " +
                std::string(name_of(b.sighting.phase)) + " " + b.sighting.module + " " +
-               b.sighting.role + ">";
+               b.sighting.role.text() + ">";
       });
 }
 

@@ -75,16 +75,6 @@ bool wait_for_key(StoreClient& store, const std::string& key, Deadline deadline,
   return false;
 }
 
-std::string rank_or_ranks(const std::vector<int>& ranks) {
-  return (ranks.size() == 1 ? "rank " : "ranks ") + describe_ranks(ranks);
-}
-
-std::string without_backtrace(const std::exception& error) {
-  // c10::Error appends the C++ stack; its first line is the message.
-  const std::string text = error.what();
-  return text.substr(0, text.find('\n'));
-}
-
 nlohmann::json parse_statement(const std::string& text) {
   auto statement = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!statement.is_object()) return nullptr;
@@ -111,8 +101,8 @@ std::string disagreement(const Gathered& statements) {
     present.emplace_back(rank, std::move(statement));
   }
   std::ostringstream text;
-  if (!missing.empty()) text << "\n  no answer in time from " << rank_or_ranks(missing);
-  if (!unreadable.empty()) text << "\n  no JSON object from " << rank_or_ranks(unreadable);
+  if (!missing.empty()) text << "\n  no answer in time from " << ranks_text(missing);
+  if (!unreadable.empty()) text << "\n  no JSON object from " << ranks_text(unreadable);
   for (const auto& key : keys) {
     std::map<std::string, std::vector<int>> ranks_of_value;
     for (const auto& [rank, statement] : present) {
@@ -123,7 +113,7 @@ std::string disagreement(const Gathered& statements) {
     text << "\n  " << key << " is ";
     const char* separator = "";
     for (const auto& [value, ranks] : ranks_of_value) {
-      text << separator << value << " on " << rank_or_ranks(ranks);
+      text << separator << value << " on " << ranks_text(ranks);
       separator = ", ";
     }
   }
@@ -163,7 +153,7 @@ std::shared_ptr<Communicator> Communicator::from_group_name(const std::string& n
     group = c10d::resolve_process_group(name);
   } catch (const std::exception& error) {
     throw UsageError("No process group is registered under the name '" + name +
-                     "': " + without_backtrace(error) + ". Pass ProcessGroup.group_name.");
+                     "': " + first_line(error) + ". Pass ProcessGroup.group_name.");
   }
   return std::make_shared<Communicator>(std::move(group), std::move(store), std::move(prefix));
 }
@@ -248,7 +238,7 @@ void Communicator::start_flag(const at::Tensor& flag) {
   } catch (const std::exception& error) {
     is_group_usable_ = false;
     throw AgreementError("The flag reduction could not be started on rank " +
-                         std::to_string(rank()) + ": " + without_backtrace(error));
+                         std::to_string(rank()) + ": " + first_line(error));
   }
 }
 
@@ -297,7 +287,7 @@ bool Communicator::finish_flag() {
     is_group_usable_ = false;
     if (!flag_.is_cpu()) abort();  // a kernel that waits for a peer would hold up the process's end
     throw AgreementError("The flag reduction failed on rank " + std::to_string(rank()) + ": " +
-                         without_backtrace(error) + ". A peer has ended or does not answer.");
+                         first_line(error) + ". A peer has ended or does not answer.");
   }
 }
 

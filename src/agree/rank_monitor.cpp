@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "agree/store_client.hpp"
+#include "nanlocator/error.hpp"
 
 namespace nanlocator {
 namespace {
@@ -175,8 +176,7 @@ void RankMonitor::Shared::serve() {
       // A host that is suspended says nothing of the ranks on others.
       for (auto& [peer, seen] : watched) seen.silence = milliseconds(0);
     } catch (const std::exception& error) {
-      const std::string text = error.what();
-      return end_with("The Store can no longer be reached (" + text.substr(0, text.find('\n')) +
+      return end_with("The Store can no longer be reached (" + first_line(error) +
                       "): whether ranks have fallen silent is not known.");
     }
     std::unique_lock lock(mutex);

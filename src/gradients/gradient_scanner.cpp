@@ -127,11 +127,6 @@ at::Tensor dequantized(const GradientView& view) {
   return values;
 }
 
-std::string first_line(const std::exception& error) {
-  const std::string text = error.what();
-  return text.substr(0, text.find('\n'));
-}
-
 bool holds_gradients(Phase phase) noexcept {
   return phase == Phase::grad_local || phase == Phase::grad_reduced || phase == Phase::grad_norm;
 }

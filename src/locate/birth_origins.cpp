@@ -31,7 +31,7 @@ using Identity = std::tuple<BirthKind, Phase, std::string, std::string, std::str
 
 Identity identity_of(const Birth& birth) {
   const Sighting& place = birth.sighting;
-  return {birth.kind, place.phase, place.module, place.op, place.role, place.parameter};
+  return {birth.kind, place.phase, place.module, place.op, place.role.text(), place.parameter};
 }
 
 const Birth* parent_of(const Ledger& ledger, const Birth& birth) {
@@ -203,7 +203,7 @@ Fact fact_of(FactKind kind, const Birth& birth) {
           .parameter = place.parameter,
           .module = place.module,
           .op = place.op,
-          .role = place.role};
+          .role = place.role.text()};
 }
 
 FactKind kind_of(BirthKind kind) {

@@ -90,7 +90,7 @@ class Finder {
                              !place.evidence->bad(Phase::grad_local).empty();
     }
     for (const BoundaryEvent& event : crossings_.events()) {
-      if (event.role == BoundaryRole::loss) is_harmful[replica_of(event.rank->rank())] = true;
+      if (event.role == RoleKind::loss) is_harmful[replica_of(event.rank->rank())] = true;
     }
     std::set<int> masked;
     for (const BoundaryEvent& event : crossings_.events()) {
@@ -111,7 +111,7 @@ class Finder {
     std::map<Lockstep, std::vector<const BoundaryEvent*>> groups;
     for (const BoundaryEvent& event : crossings_.events()) {
       const Sighting& sighting = *event.sighting;
-      if (event.is_explained || event.role == BoundaryRole::received) continue;
+      if (event.is_explained || event.role == RoleKind::received) continue;
       if (sighting.phase > Phase::backward) continue;  // the gradient rules judge those
       if (masked_.contains(replica_of(event.rank->rank()))) continue;
       const auto& at = event.rank->coordinates();
@@ -127,7 +127,7 @@ class Finder {
   void add_birth_on_ranks(const std::vector<const BoundaryEvent*>& events) {
     const BoundaryEvent& first = *events.front();
     const Sighting& sighting = *first.sighting;
-    const bool is_loss = first.role == BoundaryRole::loss;
+    const bool is_loss = first.role == RoleKind::loss;
     std::set<int> ranks;
     bool is_whole = true;
     for (const BoundaryEvent* event : events) {
@@ -177,7 +177,7 @@ class Finder {
   /// here.
   Fact received_before(const std::vector<const BoundaryEvent*>& events,
                        const std::set<int>& ranks) const {
-    const bool is_loss = events.front()->role == BoundaryRole::loss;
+    const bool is_loss = events.front()->role == RoleKind::loss;
     Fact fact{.kind = FactKind::received_finite_before,
               .ranks = {ranks.begin(), ranks.end()},
               .loss = is_loss};
@@ -211,8 +211,8 @@ class Finder {
                                 {candidates.begin(), candidates.end()});
     set_place(origin, sighting);
     const std::vector<int> on(ranks.begin(), ranks.end());
-    origin.facts.push_back(first.role == BoundaryRole::loss ? loss_fact(sighting, on)
-                                                            : sent_fact(first, on));
+    origin.facts.push_back(first.role == RoleKind::loss ? loss_fact(sighting, on)
+                                                        : sent_fact(first, on));
     origin.facts.push_back(received);
     origin.facts.push_back({.kind = FactKind::missing_operator});
     add(std::move(origin), FoundIn::unseen, sighting, replica_of(first.rank->rank()));
@@ -273,7 +273,7 @@ class Finder {
   /// Members that did not say what they put into the collective.
   std::set<int> silent_mates(const BoundaryEvent& event) const {
     std::set<int> silent;
-    if (event.role != BoundaryRole::sent) return silent;
+    if (event.role != RoleKind::sent) return silent;
     const Meeting& meeting = crossings_.meetings()[event.meeting];
     for (const int rank : meeting.givers) {
       if (crossings_.given_by(rank, meeting) == Given::unknown) silent.insert(rank);
@@ -347,7 +347,7 @@ class Finder {
 
   void add_between_ranks(const Meeting& meeting, const Sighting& sighting,
                          const std::set<int>& receivers, int replica) {
-    auto overflow = !meeting.receiver && meeting.kind == CollectiveKind::reduction
+    auto overflow = !meeting.receiver && meeting.kind && adds_up(*meeting.kind)
                         ? sum_near_overflow(sighting, meeting.givers.size())
                         : std::nullopt;
     std::set<int> clean(meeting.givers.begin(), meeting.givers.end());
@@ -525,7 +525,7 @@ class Finder {
     origin.chunk = sighting.chunk;
     origin.module = sighting.module;
     // Of what was sent it is only where it was seen first: it was born before.
-    if (sighting.role != kSent) origin.op = sighting.op;
+    if (sighting.role.kind() != RoleKind::sent) origin.op = sighting.op;
     origin.tensor = tensor_of(sighting);
   }
 

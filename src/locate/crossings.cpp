@@ -29,24 +29,20 @@ bool is_crossing_phase(Phase phase) {
          phase == Phase::grad_reduced;
 }
 
-std::optional<BoundaryRole> role_of(const Sighting& sighting) {
+std::optional<RoleKind> role_of(const Sighting& sighting) {
   if (sighting.stats.is_finite()) return std::nullopt;
   if (sighting.crossing && is_crossing_phase(sighting.phase)) {
-    if (sighting.role == kSent) return BoundaryRole::sent;
-    if (sighting.role == kReceived) return BoundaryRole::received;
+    const RoleKind kind = sighting.role.kind();
+    if (kind == RoleKind::sent || kind == RoleKind::received) return kind;
   }
-  const bool is_loss = !sighting.crossing && sighting.phase == Phase::loss &&
-                       (sighting.role == "loss" || sighting.role.starts_with("loss["));
-  return is_loss ? std::optional(BoundaryRole::loss) : std::nullopt;
-}
-
-bool is_gather(const Sighting& sighting) {
-  return sighting.op.find("allgather") != std::string::npos;
+  const bool is_loss =
+      !sighting.crossing && sighting.phase == Phase::loss && sighting.role.kind() == RoleKind::loss;
+  return is_loss ? std::optional(RoleKind::loss) : std::nullopt;
 }
 
 /// Sequence parallelism gathers before each layer what it scatters after it.
-bool is_of_sequence_parallelism(const Sighting& sighting) {
-  return is_gather(sighting) || sighting.op.find("reduce_scatter") != std::string::npos;
+bool is_of_sequence_parallelism(std::optional<CollectiveKind> kind) {
+  return kind == CollectiveKind::all_gather || kind == CollectiveKind::reduce_scatter;
 }
 
 constexpr int kAnyMicrobatch = -1;
@@ -98,9 +94,9 @@ std::size_t Crossings::group_of(const std::string& name, const RankList& members
 void Crossings::take(const RankEvidence& rank) {
   for (const CrossingCoverage& coverage : rank.ledger().crossings) {
     // What a cut-off ledger does not tell was not finite, it is unknown.
-    const bool is_only_sent = coverage.peer && coverage.role == kSent;
+    const bool is_only_sent = coverage.peer && coverage.role.kind() == RoleKind::sent;
     if (!coverage.is_whole() && !is_only_sent) unseen_[rank.rank()].push_back(&coverage);
-    if (coverage.role != kSent || !rank.ledger().is_complete) continue;
+    if (coverage.role.kind() != RoleKind::sent || !rank.ledger().is_complete) continue;
     auto& looked = sent_[{rank.rank(), group_of(coverage.group, coverage.members),
                           coverage.peer.value_or(-1)}];
     looked.count = std::max(looked.count, coverage.count);
@@ -110,7 +106,7 @@ void Crossings::take(const RankEvidence& rank) {
     const auto role = role_of(sighting);
     if (!role) continue;
     if (sighting.phase <= Phase::backward) bad_ranks_.insert(rank.rank());
-    if (*role == BoundaryRole::loss) {
+    if (*role == RoleKind::loss) {
       events_.push_back({.rank = &rank, .sighting = &sighting, .role = *role});
     } else {
       take_crossing(rank, sighting, *role);
@@ -118,14 +114,13 @@ void Crossings::take(const RankEvidence& rank) {
   }
 }
 
-void Crossings::take_crossing(const RankEvidence& rank, const Sighting& sighting,
-                              BoundaryRole role) {
+void Crossings::take_crossing(const RankEvidence& rank, const Sighting& sighting, RoleKind role) {
   const Crossing& crossing = *sighting.crossing;
   const std::size_t group = group_of(crossing.group, crossing.members);
   MeetingKey key{.group = group, .sequence = crossing.sequence};
   if (crossing.peer) {
-    key.sender = role == BoundaryRole::sent ? rank.rank() : *crossing.peer;
-    key.receiver = role == BoundaryRole::sent ? *crossing.peer : rank.rank();
+    key.sender = role == RoleKind::sent ? rank.rank() : *crossing.peer;
+    key.receiver = role == RoleKind::sent ? *crossing.peer : rank.rank();
   }
   const auto [entry, is_new] = meeting_by_key_.try_emplace(key, meetings_.size());
   if (is_new) {
@@ -141,9 +136,9 @@ void Crossings::take_crossing(const RankEvidence& rank, const Sighting& sighting
     meetings_.push_back(std::move(meeting));
     group_of_meeting_.push_back(group);
   }
-  if (is_of_sequence_parallelism(sighting)) gathering_groups_.insert(group);
+  if (is_of_sequence_parallelism(collective_kind_of(sighting.op))) gathering_groups_.insert(group);
   Meeting& meeting = meetings_[entry->second];
-  (role == BoundaryRole::sent ? meeting.sent : meeting.received).push_back(events_.size());
+  (role == RoleKind::sent ? meeting.sent : meeting.received).push_back(events_.size());
   events_.push_back({.rank = &rank, .sighting = &sighting, .role = role, .meeting = entry->second});
 }
 
@@ -155,7 +150,7 @@ void Crossings::explain_on(std::span<BoundaryEvent> events_of_rank) {
   const bool has_bad_weights = !rank.bad(Phase::params_before).empty();
   SeenMicrobatches forward, losses, before;
   for (const BoundaryEvent& event : events_of_rank) {
-    if (event.role == BoundaryRole::loss) {
+    if (event.role == RoleKind::loss) {
       losses.add(*event.sighting);
     } else if (event.sighting->phase <= Phase::loss) {
       forward.add(*event.sighting);
@@ -164,17 +159,18 @@ void Crossings::explain_on(std::span<BoundaryEvent> events_of_rank) {
   for (BoundaryEvent& event : events_of_rank) {
     const Sighting& sighting = *event.sighting;
     switch (event.role) {
-      case BoundaryRole::loss:
+      case RoleKind::loss:
         event.is_explained = has_bad_weights || forward.may_hold(sighting);
         break;
-      case BoundaryRole::sent:
+      case RoleKind::sent:
         event.is_explained = has_bad_weights || before.may_hold(sighting) ||
                              (sighting.phase >= Phase::backward && losses.may_hold(sighting));
         break;
-      case BoundaryRole::received:
+      case RoleKind::received:
+      case RoleKind::described:
         break;  // by what was put in: explain_received
     }
-    if (event.role != BoundaryRole::loss) before.add(sighting);
+    if (event.role != RoleKind::loss) before.add(sighting);
   }
 }
 
@@ -194,7 +190,7 @@ void Crossings::explain_by_gathers() {
   for (std::size_t i = 0; i < meetings_.size(); ++i) {
     for (const std::size_t event : meetings_[i].sent) {
       const Sighting& sighting = *events_[event].sighting;
-      if (!is_gather(sighting)) break;
+      if (meetings_[i].kind != CollectiveKind::all_gather) break;
       const auto sequence = meetings_[i].crossing->sequence;
       for (const int microbatch : {sighting.microbatch.value_or(kAnyMicrobatch), kAnyMicrobatch}) {
         const std::pair key(group_of_meeting_[i], microbatch);
@@ -208,10 +204,10 @@ void Crossings::explain_by_gathers() {
   if (first.empty()) return;
   for (BoundaryEvent& event : events_) {
     const Sighting& sighting = *event.sighting;
-    if (event.role == BoundaryRole::loss) {
+    if (event.role == RoleKind::loss) {
       const auto gathered = before_loss.find(event.rank->rank());
       event.is_explained |= gathered != before_loss.end() && gathered->second.may_hold(sighting);
-    } else if (event.role == BoundaryRole::sent) {
+    } else if (event.role == RoleKind::sent) {
       const auto gathered = first.find(
           {group_of_meeting_[event.meeting], sighting.microbatch.value_or(kAnyMicrobatch)});
       event.is_explained |=

@@ -32,14 +32,12 @@ struct Meeting {
   std::vector<std::size_t> received;  // bad, by rank
 };
 
-enum class BoundaryRole : std::uint8_t { sent, received, loss };
-
 /// A bad value at a rank's boundary.
 struct BoundaryEvent {
   const RankEvidence* rank = nullptr;
   const Sighting* sighting = nullptr;
-  BoundaryRole role = BoundaryRole::sent;
-  std::size_t meeting = 0;  // into Crossings::meetings(); of a loss: of no meaning
+  RoleKind role = RoleKind::sent;  // sent, received or loss
+  std::size_t meeting = 0;         // into Crossings::meetings(); of a loss: of no meaning
   bool is_explained = false;
 };
 
@@ -94,7 +92,7 @@ class Crossings {
 
   std::size_t group_of(const std::string& name, const RankList& members);
   void take(const RankEvidence& rank);
-  void take_crossing(const RankEvidence& rank, const Sighting& sighting, BoundaryRole role);
+  void take_crossing(const RankEvidence& rank, const Sighting& sighting, RoleKind role);
   void explain_on(std::span<BoundaryEvent> events_of_rank);
   void explain_received();
   void explain_by_gathers();

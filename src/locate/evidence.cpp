@@ -23,6 +23,7 @@ RankEvidence::RankEvidence(const Ledger& ledger) : ledger_(&ledger) {
   std::map<Phase, std::unordered_set<std::string>> seen;
   for (const Sighting& sighting : ledger.sightings) {
     if (sighting.stats.is_finite() || sighting.crossing) continue;  // crossings.hpp has those
+    if (sighting.phase == Phase::loss) bad_losses_.push_back(&sighting);
     BadParameter bad;
     bad.position = position_of(sighting);
     bad.sighting = &sighting;

@@ -52,6 +52,8 @@ class RankEvidence {
   /// In the order of the sightings, each parameter once.
   [[nodiscard]] std::span<const BadParameter> bad(Phase phase) const;
   [[nodiscard]] const BadParameter* find_bad(Phase phase, std::size_t position) const;
+  /// What the rank's own pass gave as its losses; as its ledger lists them.
+  [[nodiscard]] std::span<const Sighting* const> bad_losses() const noexcept { return bad_losses_; }
 
  private:
   [[nodiscard]] std::optional<std::size_t> position_of(const Sighting& sighting) const;
@@ -64,6 +66,7 @@ class RankEvidence {
   mutable bool is_indexed_ = false;
   std::map<Phase, std::vector<BadParameter>> bad_;
   std::map<Phase, std::unordered_map<std::size_t, std::size_t>> bad_by_position_;
+  std::vector<const Sighting*> bad_losses_;
 };
 
 /// A rank's place in the layout.

@@ -481,8 +481,6 @@ class GradientRules {
     }
   }
 
-  /// A stretch of many parameters was not made by a collective: some replica had it before. One
-  /// whose ranks all said that their gradients were clean did not.
   /// A bad loss makes every gradient of its replica bad, before replicas exchange anything. Where
   /// the losses of the others are finite, it is the one.
   void keep_replicas_with_bad_loss(Origin& origin) const {
@@ -492,13 +490,10 @@ class GradientRules {
       if (place.evidence == nullptr || !place.evidence->looked_at(Phase::loss)) continue;
       const int replica = findings_.incident().replica_of(place);
       seen.insert(replica);
-      for (const Sighting& sighting : place.evidence->ledger().sightings) {
-        if (sighting.phase != Phase::loss || sighting.crossing || sighting.stats.is_finite()) {
-          continue;
-        }
+      for (const Sighting* loss : place.evidence->bad_losses()) {
         bad.insert(replica);
         ranks.insert(place.rank);
-        bad_values += sighting.stats.nonfinite();
+        bad_values += loss->stats.nonfinite();
       }
     }
     std::vector<int> kept;
@@ -516,6 +511,8 @@ class GradientRules {
         {.kind = FactKind::other_losses_finite, .ranks = sorted(ranks), .count = bad_values});
   }
 
+  /// A stretch of many parameters was not made by a collective: some replica had it before. One
+  /// whose ranks all said that their gradients were clean did not.
   void keep_unseen_replicas(Origin& origin) const {
     if (!findings_.incident().unplaced().empty()) return;
     std::set<int> unseen;

@@ -82,22 +82,16 @@ class Locator {
     verdict_.spread.first_seen = std::min(phase, verdict_.spread.first_seen.value_or(phase));
   }
 
-  static bool has_bad_loss(const RankEvidence& rank) {
-    return std::ranges::any_of(rank.ledger().sightings, [](const Sighting& sighting) {
-      return sighting.phase == Phase::loss && !sighting.crossing && !sighting.stats.is_finite();
-    });
-  }
-
   void describe_spread() {
     std::set<int> ranks;
     for (const RankEvidence& rank : findings_.incident().ranks()) {
-      if (has_bad_loss(rank)) see(rank, Phase::loss, ranks);
+      if (!rank.bad_losses().empty()) see(rank, Phase::loss, ranks);
       for (const Phase phase : kParameterPhases) {
         if (!rank.bad(phase).empty()) see(rank, phase, ranks);
       }
     }
     for (const BoundaryEvent& event : findings_.crossings().events()) {
-      if (event.role != BoundaryRole::loss) see(*event.rank, event.sighting->phase, ranks);
+      if (event.role != RoleKind::loss) see(*event.rank, event.sighting->phase, ranks);
     }
     verdict_.spread.ranks = sorted(ranks);
     verdict_.spread.parameters = findings_.bad_parameters();
@@ -150,8 +144,7 @@ class Locator {
         add_fact({.kind = FactKind::notes_not_listed});
         break;
       }
-      verdict_.notes.push_back((ranks.size() == 1 ? "rank " : "ranks ") +
-                               describe_ranks(sorted(ranks)) + ": " + note);
+      verdict_.notes.push_back(ranks_text(sorted(ranks)) + ": " + note);
     }
   }
 

@@ -137,13 +137,9 @@ class StepRules {
     std::set<int> ranks;
     const Sighting* first = nullptr;
     for (const RankEvidence& rank : findings_.incident().ranks()) {
-      for (const Sighting& sighting : rank.ledger().sightings) {
-        if (sighting.phase != Phase::loss || sighting.crossing || sighting.stats.is_finite()) {
-          continue;
-        }
-        ranks.insert(rank.rank());
-        if (first == nullptr) first = &sighting;
-      }
+      if (rank.bad_losses().empty()) continue;
+      ranks.insert(rank.rank());
+      if (first == nullptr) first = rank.bad_losses().front();
     }
     if (first == nullptr) return;
     Origin origin =

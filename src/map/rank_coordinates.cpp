@@ -93,4 +93,8 @@ std::string describe_ranks(std::vector<int> ranks) {
   return text;
 }
 
+std::string ranks_text(const std::vector<int>& ranks) {
+  return (ranks.size() == 1 ? "rank " : "ranks ") + describe_ranks(ranks);
+}
+
 }  // namespace nanlocator

@@ -4,8 +4,6 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <utility>
 
-#include "netcheck/first_line.hpp"
-
 namespace nanlocator::netcheck {
 namespace {
 
@@ -41,7 +39,7 @@ void CheckStore::connect() {
   try {
     if (client_->has(key("end"), Clock::now() + kConnects)) return;
   } catch (const std::exception& error) {
-    throw StoreLost(first_line(error.what()));
+    throw StoreLost(first_line(error));
   }
   throw StoreLost("it gave no answer for " + seconds_text(kConnects));
 }
@@ -55,7 +53,7 @@ Value CheckStore::ask(const std::function<std::optional<Value>(StoreClient&, Dea
     } catch (const StoreLost&) {
       throw;
     } catch (const std::exception& error) {
-      if (attempt == kAttempts) throw StoreLost(first_line(error.what()));
+      if (attempt == kAttempts) throw StoreLost(first_line(error));
     }
     std::this_thread::sleep_for(kBetweenAttempts);
     client_ = client_->another();

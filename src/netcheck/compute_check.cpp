@@ -25,7 +25,6 @@
 #include "files/text.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/tensor/scan_tensor.hpp"
-#include "netcheck/first_line.hpp"
 #include "replay/settings.hpp"
 #include "tensor/dtypes.hpp"
 
@@ -466,7 +465,7 @@ ComputeCheck check_compute(at::Device device, const AfterOperator& after) {
       }
     }
   } catch (const std::exception& error) {
-    outcome.failures.push_back(name + " failed: " + first_line(error.what()));
+    outcome.failures.push_back(name + " failed: " + first_line(error));
   }
   outcome.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   return outcome;

@@ -15,7 +15,6 @@
 #include <optional>
 
 #include "nanlocator/error.hpp"
-#include "netcheck/first_line.hpp"
 
 namespace nanlocator::netcheck {
 namespace {
@@ -313,7 +312,7 @@ MemoryCheck check_memory(at::Device device, double fraction, double seconds,
   } catch (const std::exception& error) {
     const auto amount = std::to_string(bytes / kMebibyte) + " MiB of " + device.str();
     outcome.failures.push_back((is_allocated ? "memory, checking " : "memory, allocating ") +
-                               amount + " failed: " + first_line(error.what()));
+                               amount + " failed: " + first_line(error));
   }
   outcome.seconds = std::chrono::duration<double>(Clock::now() - start).count();
   return outcome;

@@ -1,4 +1,5 @@
 #include "netcheck/rank_check.hpp"
+#include "nanlocator/error.hpp"
 
 #include <signal.h>
 #include <unistd.h>
@@ -16,7 +17,6 @@
 #include "netcheck/attribution.hpp"
 #include "netcheck/check_store.hpp"
 #include "netcheck/conclusion.hpp"
-#include "netcheck/first_line.hpp"
 #include "netcheck/write_all.hpp"
 
 namespace nanlocator::netcheck {
@@ -123,7 +123,7 @@ void RankCheck::Shared::serve() {
                ". The process that keeps it (under torchrun that of the first host, else rank 0) "
                "has ended, or its host does not answer.");
   } catch (const std::exception& error) {
-    tell_alone("could not conclude: " + first_line(error.what()));
+    tell_alone("could not conclude: " + first_line(error));
   }
 }
 

@@ -1,4 +1,5 @@
 #include "netcheck/stages.hpp"
+#include "nanlocator/error.hpp"
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
@@ -12,7 +13,6 @@
 #include <utility>
 
 #include "files/text.hpp"
-#include "netcheck/first_line.hpp"
 
 namespace nanlocator::netcheck {
 namespace {
@@ -146,7 +146,7 @@ class GroupCheck {
       const double seconds = exchange(c, name, is_timed ? 1 + plan_.repetitions : 1);
       if (is_timed) add_timing(c, seconds);
     } catch (const std::exception& error) {
-      const auto text = first_line(error.what());
+      const auto text = first_line(error);
       if (!says_unsupported(text)) check_.end_by_error(text);
       check_.add("unsupported", std::string(netcheck::name_of(c.collective)) + " " +
                                     name_of(c.dtype) + " by " + check_.options().backend + " (" +
@@ -281,7 +281,7 @@ void run_step(RankCheck& check, const Step& step, const Work& work) {
     check.launched();
     work();
   } catch (const std::exception& error) {
-    check.end_by_error(first_line(error.what()));
+    check.end_by_error(first_line(error));
   }
   check.finished();
 }

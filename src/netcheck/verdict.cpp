@@ -32,10 +32,6 @@ struct Finding {
   std::string action{};
 };
 
-std::string ranks_text(const std::vector<int>& ranks) {
-  return (ranks.size() == 1 ? "rank " : "ranks ") + describe_ranks(ranks);
-}
-
 // The first ones matter most: a faulty device has many operators wrong.
 std::string list_of(const std::vector<std::string>& names) {
   constexpr std::size_t kShown = 3;

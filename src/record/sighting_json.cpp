@@ -6,6 +6,14 @@
 
 namespace nanlocator {
 
+nlohmann::ordered_json value_to_json(const TensorRole& role) {
+  return role.text();
+}
+
+void read_value(const JsonMember& from, JsonRange /*range*/, TensorRole& role) {
+  role = TensorRole(from.text());
+}
+
 void read_fields(const JsonObject& object, TensorStats& stats) {
   read_fields(object, stats, json_fields(&stats));
   const std::int64_t numel = stats.numel;  // the sum of four may be beyond 2^63 - 1

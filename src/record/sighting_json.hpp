@@ -22,6 +22,10 @@ constexpr auto json_fields(const TensorStats*) {
 /// Throws FormatError also where the counts exceed the elements.
 void read_fields(const JsonObject& object, TensorStats& stats);
 
+[[nodiscard]] nlohmann::ordered_json value_to_json(const TensorRole& role);
+/// Throws FormatError where it is no text.
+void read_value(const JsonMember& from, JsonRange range, TensorRole& role);
+
 constexpr auto json_fields(const Crossing*) {
   using C = Crossing;
   return std::tuple(JsonField("group", &C::group), JsonField("members", &C::members),

@@ -243,7 +243,7 @@ class StaticParts {
       tile("Tensor",
            std::to_string(tensor.nan) + " NaN, " + std::to_string(tensor.pos_inf + tensor.neg_inf) +
                " Inf",
-           {tensor.role + " " + tensor.dtype + " " + describe_shape(tensor.shape),
+           {tensor.role.text() + " " + tensor.dtype + " " + describe_shape(tensor.shape),
             where_in(tensor)});
     }
     html += "</dl>";

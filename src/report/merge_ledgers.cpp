@@ -68,7 +68,8 @@ bool is_possible(const Sighting& sighting, const Ledger& ledger) {
     return covered.group == crossing.group && covered.members == crossing.members &&
            covered.peer == crossing.peer && crossing.sequence < covered.count;
   };
-  return (sighting.role == kSent || sighting.role == kReceived) &&
+  const RoleKind role = sighting.role.kind();
+  return (role == RoleKind::sent || role == RoleKind::received) &&
          (ledger.crossings.empty() || std::ranges::any_of(ledger.crossings, counts));
 }
 

@@ -59,7 +59,7 @@ class Places {
                       sighting.chunk.value_or(-1),
                       strings_.index_of(sighting.module),
                       strings_.index_of(sighting.op),
-                      strings_.index_of(sighting.role),
+                      strings_.index_of(sighting.role.text()),
                       strings_.index_of(sighting.parameter),
                       strings_.index_of(sighting.dtype),
                       strings_.index_of(describe_shape(sighting.shape)),

@@ -231,8 +231,7 @@ std::set<int> ranks_of(const RunSteps& steps) {
 }
 
 std::string describe(const std::set<int>& ranks) {
-  return (ranks.size() == 1 ? "rank " : "ranks ") +
-         describe_ranks(std::vector<int>(ranks.begin(), ranks.end()));
+  return ranks_text({ranks.begin(), ranks.end()});
 }
 
 /// The run that is reported: run.json's, else that of most ranks, the later of two by its name (an

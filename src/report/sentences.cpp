@@ -120,8 +120,9 @@ std::string headline_of(const Verdict& verdict) {
 
 std::string code_of(const Origin& origin) {
   // Of what no operator of the program computed there is no line.
-  const bool is_computed = !origin.op.empty() && origin.tensor && origin.tensor->role != "sent" &&
-                           origin.tensor->role != "received";
+  const bool is_computed = !origin.op.empty() && origin.tensor &&
+                           origin.tensor->role.kind() != RoleKind::sent &&
+                           origin.tensor->role.kind() != RoleKind::received;
   if (!origin.code) return is_computed ? "not recorded" : "";
   return (was_there_before(origin) ? "read first, not the cause: " : "") + code_text(*origin.code);
 }

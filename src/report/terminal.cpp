@@ -147,7 +147,7 @@ void add_origin(Page& page, const Verdict& verdict, const Origin& origin, const 
   // A gradient is listed with its parameter; what an operator made is a tensor of its own.
   const bool is_computed = !operation.empty() && origin.tensor;
   if (is_computed)
-    page.row("tensor", origin.tensor->role + "   " + tensor_text(*origin.tensor), indent);
+    page.row("tensor", origin.tensor->role.text() + "   " + tensor_text(*origin.tensor), indent);
   std::string parameter = origin.parameter;
   if (origin.tensor && !is_computed) {
     parameter += (parameter.empty() ? "" : "   ") + tensor_text(*origin.tensor);

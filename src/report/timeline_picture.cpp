@@ -39,8 +39,9 @@ std::uint64_t hash_of(const Crossing& crossing) {
 
 MarkKind kind_of(const Sighting& sighting) {
   if (!sighting.crossing) return MarkKind::seen;
-  return sighting.role == kSent       ? MarkKind::sent
-         : sighting.role == kReceived ? MarkKind::received
+  const RoleKind role = sighting.role.kind();
+  return role == RoleKind::sent       ? MarkKind::sent
+         : role == RoleKind::received ? MarkKind::received
                                       : MarkKind::seen;
 }
 
@@ -49,7 +50,7 @@ Meeting meeting_of(const Sighting& sighting, int rank) {
   Meeting meeting{
       .group = hash_of(crossing), .sequence = crossing.sequence, .phase = sighting.phase};
   if (crossing.peer) {
-    const bool is_sent = sighting.role == kSent;
+    const bool is_sent = sighting.role.kind() == RoleKind::sent;
     meeting.sender = is_sent ? rank : *crossing.peer;
     meeting.receiver = is_sent ? *crossing.peer : rank;
   }

@@ -12,6 +12,7 @@
 #include "nanlocator/locate/cause_table.hpp"
 #include "nanlocator/report/sentences.hpp"
 #include "record/birth_json.hpp"
+#include "record/sighting_json.hpp"
 #include "report/fact_json.hpp"
 
 namespace nanlocator {

@@ -3,13 +3,8 @@
 #include <cstdio>
 
 #include "files/text.hpp"
-#include "nanlocator/map/rank_coordinates.hpp"
 
 namespace nanlocator {
-
-std::string ranks_text(const std::vector<int>& ranks) {
-  return (ranks.size() == 1 ? "rank " : "ranks ") + describe_ranks(ranks);
-}
 
 std::string short_list(const std::vector<int>& ranks) {
   constexpr std::size_t kMostColumns = 100;

@@ -6,11 +6,10 @@
 #include <vector>
 
 #include "nanlocator/locate/verdict.hpp"
+#include "nanlocator/map/rank_coordinates.hpp"
 
 namespace nanlocator {
 
-/// "rank 5", "ranks 0-3, 9".
-[[nodiscard]] std::string ranks_text(const std::vector<int>& ranks);
 /// "0-3, 9", cut where it is long.
 [[nodiscard]] std::string short_list(const std::vector<int>& ranks);
 /// "8,192".

@@ -61,8 +61,7 @@ std::string RerunGuard::standstill(Communicator& communicator, const std::string
   }
   std::string text;
   for (const auto& [op, those] : ranks) {
-    text += (text.empty() ? "" : "; ") + std::string(those.size() == 1 ? "rank " : "ranks ") +
-            describe_ranks(those) + " " + (op.empty() ? "none" : op);
+    text += (text.empty() ? "" : "; ") + ranks_text(those) + " " + (op.empty() ? "none" : op);
   }
   return "In the re-run of the step no operator was begun any more; the latest were: " + text + ".";
 }

@@ -25,11 +25,11 @@ constexpr std::uint64_t kGradients = 0, kWeights = 1, kWeightsOfABadStep = 2;
 /// own: so it is in a microbatch in which the first bad thing that crossed this rank's boundary
 /// came in.
 void drop_receipts(std::vector<Birth>& births, const std::vector<Sighting>& crossed) {
-  std::map<std::optional<int>, std::string> first;
-  for (const auto& sighting : crossed) first.try_emplace(sighting.microbatch, sighting.role);
+  std::map<std::optional<int>, RoleKind> first;
+  for (const auto& sighting : crossed) first.try_emplace(sighting.microbatch, sighting.role.kind());
   std::erase_if(births, [&](const Birth& birth) {
     const auto found = first.find(birth.sighting.microbatch);
-    return found != first.end() && found->second == "received";
+    return found != first.end() && found->second == RoleKind::received;
   });
 }
 

@@ -38,12 +38,6 @@ struct ResetAtExit {
   std::unique_ptr<T>& owner;
 };
 
-/// What follows is a traceback.
-std::string first_line_of(const std::exception& error) {
-  const std::string text = error.what();
-  return text.substr(0, text.find('\n'));
-}
-
 std::int64_t count_changed(const std::vector<GradientScanner::Scanned>& first,
                            const std::vector<GradientScanner::Scanned>& second) {
   std::map<std::int64_t, std::uint64_t> before;
@@ -98,7 +92,7 @@ struct StepRerun::Impl {
       scan_results(pass);
       if (pass.is_bad && when_bad) when_bad(pass);
     } catch (const std::exception& error) {
-      pass.problem = first_line_of(error);
+      pass.problem = first_line(error);
       pass.error = std::current_exception();
       const auto why_aborted = guard ? guard->problem() : "";
       if (!why_aborted.empty()) pass.problem = "its collectives were aborted, as " + why_aborted;

@@ -73,7 +73,7 @@ struct CrossingRecord {
 
 struct Event {
   std::size_t crossing;  // of this step
-  std::string_view role;
+  bool is_received;
   DeferredLooks::Id look;
   at::ScalarType type;
   std::vector<std::int64_t> shape;
@@ -153,7 +153,7 @@ struct BoundaryWatch::Impl {
     return first_crossing + static_cast<CrossingId>(crossings.size()) - 1;
   }
 
-  void see(CrossingId crossing, std::string_view role, std::span<const at::Tensor> tensors) {
+  void see(CrossingId crossing, bool is_received, std::span<const at::Tensor> tensors) {
     for (const auto& tensor : tensors) {
       if (cannot_be_bad(tensor)) continue;
       if (!DeferredLooks::can_look(tensor) || is_captured(tensor.device())) {
@@ -162,7 +162,7 @@ struct BoundaryWatch::Impl {
       }
       const auto look = looks.look_afresh(tensor);
       if (look == DeferredLooks::kFinite) continue;
-      events.push_back({static_cast<std::size_t>(crossing - first_crossing), role, look,
+      events.push_back({static_cast<std::size_t>(crossing - first_crossing), is_received, look,
                         tensor.scalar_type(), tensor.sizes().vec()});
     }
   }
@@ -173,7 +173,8 @@ struct BoundaryWatch::Impl {
     count.finish(record.sequence);
     if (record.was_looked_at) return;
     count.not_looked_at.push_back(static_cast<int>(record.sequence));
-    count.is_unseen_by_member |= !gives_all_the_same(*record.op);
+    count.is_unseen_by_member |=
+        !gives_all_the_same(collective_kind_of(*record.op).value_or(CollectiveKind::exchange));
   }
 
   [[nodiscard]] CrossingRecord& record_of(CrossingId crossing) {
@@ -256,13 +257,17 @@ struct BoundaryWatch::Impl {
     sighting.phase = crossing.place.phase;
     if (crossing.place.module) sighting.module = *crossing.place.module;
     sighting.op = *crossing.op;
-    sighting.role = event.role;
+    sighting.role = role_of(event.is_received);
     sighting.dtype = dtype_name(event.type);
     sighting.shape = event.shape;
     sighting.stats = looks.stats(event.look);
     sighting.crossing =
         Crossing{group.name, group.members, peer_of(crossing.lane), crossing.sequence};
     return sighting;
+  }
+
+  [[nodiscard]] static TensorRole role_of(bool is_received) {
+    return is_received ? "received" : "sent";
   }
 
   [[nodiscard]] static std::optional<int> peer_of(const Lane& lane) {
@@ -272,14 +277,13 @@ struct BoundaryWatch::Impl {
 
   [[nodiscard]] CrossingCoverage coverage_of(const Lane& lane, const Count& count) const {
     const Group& group = groups[lane.group];
-    const auto role = lane.direction == Direction::received ? kReceived : kSent;
     std::vector<int> not_looked_at;  // of what is covered
     std::ranges::copy_if(count.not_looked_at, std::back_inserter(not_looked_at),
                          [&](int sequence) { return sequence < count.finished; });
     return {group.name,
             group.members,
             peer_of(lane),
-            std::string(role),
+            role_of(lane.direction == Direction::received),
             count.finished,
             std::move(not_looked_at),
             count.is_unseen_by_member,
@@ -318,7 +322,7 @@ CrossingId BoundaryWatch::begin_collective(CrossingGroup group, std::string_view
                                            std::span<const at::Tensor> sent) {
   const std::lock_guard lock(impl_->mutex);
   const auto crossing = impl_->begin({group}, op, impl_->place_of_collective());
-  impl_->see(crossing, kSent, sent);
+  impl_->see(crossing, /*is_received=*/false, sent);
   return crossing;
 }
 
@@ -326,7 +330,7 @@ void BoundaryWatch::send(CrossingGroup group, int peer, std::span<const at::Tens
   const std::lock_guard lock(impl_->mutex);
   const auto crossing =
       impl_->begin({group, Direction::sent, peer}, "c10d::send", impl_->place_of_send(sent));
-  impl_->see(crossing, kSent, sent);
+  impl_->see(crossing, /*is_received=*/false, sent);
   impl_->finish(crossing);
 }
 
@@ -340,7 +344,7 @@ void BoundaryWatch::finish(CrossingId crossing, std::span<const at::Tensor> rece
   if (crossing < impl_->first_crossing) return;
   if (impl_->record_of(crossing).lane.direction == Direction::received)
     impl_->expect_consumer(crossing, received);
-  impl_->see(crossing, kReceived, received);
+  impl_->see(crossing, /*is_received=*/true, received);
   impl_->finish(crossing);
 }
 

@@ -177,7 +177,7 @@ class Explainer {
     birth.kind = badness.nan ? BirthKind::nan : BirthKind::inf;
     if (maker == kNoCall) {
       birth.sighting.module.clear();
-      birth.sighting.role = *calls_[event.call].path + " " + birth.sighting.role;
+      birth.sighting.role = *calls_[event.call].path + " " + role_of(event);
       if (backward) {
         birth.sighting.phase = Phase::loss;
       } else if (!event.requires_grad) {  // nothing that is trained has computed it
@@ -187,7 +187,7 @@ class Explainer {
       }
     } else if (maker != event.call) {
       birth.sighting.module = *calls_[maker].path;
-      birth.sighting.role = *calls_[event.call].path + " " + birth.sighting.role;
+      birth.sighting.role = *calls_[event.call].path + " " + role_of(event);
     }
     if (is_known(birth)) return;
     birth.node = event.node;

@@ -136,9 +136,8 @@ void OperatorTrace::Impl::capture(const at::RecordFunction& call, Frame& frame) 
   if (!frame.is_captured) frame.bytes_not_captured = wanted;
 }
 
-/// Broadcast and scatter take what the root has; memory of other ranks is only written.
 static bool is_only_written(const Frame& collective) {
-  if (collective.info->collective != CollectiveKind::from_root) return false;
+  if (!is_from_root(*collective.info->collective)) return false;
   for (std::size_t i = 0; i + 1 < collective.arguments.size(); ++i) {
     if (collective.info->argument_names[i] != "process_group") continue;
     const auto group = collective.arguments[i].toCustomClass<c10d::ProcessGroup>();

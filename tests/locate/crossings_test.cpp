@@ -440,7 +440,7 @@ constexpr Fault kOnRank3 = {
 /// The sequence, in the tensor-parallel group, of the first bad thing that the rank sent.
 std::int64_t first_sent_by(const std::vector<Ledger>& ledgers, int rank) {
   for (const Sighting& sighting : ledgers[rank].sightings) {
-    if (sighting.crossing && sighting.crossing->group == "tp" && sighting.role == kSent) {
+    if (sighting.crossing && sighting.crossing->group == "tp" && sighting.role == "sent") {
       return sighting.crossing->sequence;
     }
   }
@@ -506,7 +506,7 @@ TEST(Crossings, AMessageThatItsSenderCouldNotLookAtProvesNoFaultOfTheTransfer) {
   std::vector<Ledger> ledgers =
       Pass(layout, {{.plant = Plant::transfer_forward, .tp = 1, .dp = 1, .stage = 1}}, 1).ledgers();
   for (CrossingCoverage& coverage : ledgers[3].crossings) {
-    if (coverage.peer == 7 && coverage.role == kSent) coverage.not_looked_at = {0, 1, 2};
+    if (coverage.peer == 7 && coverage.role == "sent") coverage.not_looked_at = {0, 1, 2};
   }
   const Verdict verdict = locate(ledgers, layout.world());
   ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
@@ -548,7 +548,7 @@ TEST(Crossings, HostileLedgersNeitherCrashNorTakeLong) {
     for (int i = 0; i < 4000; ++i) {
       Sighting sighting;
       sighting.phase = static_cast<Phase>(random() % 8);
-      sighting.role = random() % 2 == 0 ? kSent : kReceived;
+      sighting.role = random() % 2 == 0 ? "sent" : "received";
       sighting.op = "send";
       sighting.stats.nan = 1;
       sighting.stats.numel = std::numeric_limits<std::int64_t>::max();
@@ -559,8 +559,8 @@ TEST(Crossings, HostileLedgersNeitherCrashNorTakeLong) {
                        (std::int64_t{1} << 31)};
       ledger.sightings.push_back(std::move(sighting));
       ledger.crossings.push_back(
-          {"pp", members(), any(), std::string(kSent), std::numeric_limits<std::int64_t>::max()});
-      ledger.crossings.push_back({"tp", members(), std::nullopt, std::string(kSent),
+          {"pp", members(), any(), "sent", std::numeric_limits<std::int64_t>::max()});
+      ledger.crossings.push_back({"tp", members(), std::nullopt, "sent",
                                   std::numeric_limits<std::int64_t>::max(), members(), true,
                                   random() % 2 == 0});
     }

@@ -217,9 +217,10 @@ BadPlaces bad_places_of(const std::vector<Ledger>& ledgers) {
     for (const Sighting& each : ledger.sightings) {
       if (each.phase > Phase::grad_local) continue;  // left out of some recorded files
       // The files are older than the rule that gathers are looked at where they leave alone.
-      if (each.role == kReceived && each.op.find("allgather") != std::string::npos) continue;
+      if (each.role == "received" && each.op.find("allgather") != std::string::npos) continue;
       places.emplace(ledger.coordinates.rank, name_of(each.phase), each.microbatch.value_or(-1),
-                     each.chunk.value_or(-1), each.module + each.parameter, each.op, each.role);
+                     each.chunk.value_or(-1), each.module + each.parameter, each.op,
+                     each.role.text());
     }
   }
   return places;
@@ -239,7 +240,7 @@ Looked looked_at(const std::vector<Ledger>& ledgers) {
       const std::string peer = each.peer ? " " + std::to_string(*each.peer) : "";
       looked.emplace(ledger.coordinates.rank,
                      each.group + " " + describe_ranks(each.members.ranks()),
-                     each.role + peer + ": " + std::to_string(each.count));
+                     each.role.text() + peer + ": " + std::to_string(each.count));
     }
   }
   return looked;

@@ -92,7 +92,7 @@ Ledger example_ledger() {
   other.op.clear();
   other.stats = {.numel = 2, .nan = 2, .first_bad = 0};  // no finite element: the empty extremes
   Sighting received = other;
-  received.role = kReceived;
+  received.role = "received";
   received.crossing = Crossing{.group = "pp", .members = {1, 5}, .peer = 1, .sequence = 2};
   Sighting loss = other;
   loss.phase = Phase::loss;

@@ -72,8 +72,8 @@ class BoundaryWatchTest : public ::testing::Test {
   std::vector<std::string> coverage() {
     std::vector<std::string> lines;
     for (const auto& c : watch_.collect(7).coverage) {
-      lines.push_back(c.group + " " + (c.peer ? std::to_string(*c.peer) : "-") + " " + c.role +
-                      " " + std::to_string(c.count));
+      lines.push_back(c.group + " " + (c.peer ? std::to_string(*c.peer) : "-") + " " +
+                      c.role.text() + " " + std::to_string(c.count));
     }
     return lines;
   }

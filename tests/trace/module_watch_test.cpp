@@ -36,7 +36,7 @@ std::vector<std::string> places(const ModuleWatch::Collected& collected) {
   for (const auto& birth : collected.births) {
     lines.push_back(std::string(name_of(birth.kind)) + " " +
                     std::string(name_of(birth.sighting.phase)) + " " + birth.sighting.module + " " +
-                    birth.sighting.role);
+                    birth.sighting.role.text());
   }
   return lines;
 }

@@ -63,6 +63,8 @@ def count(integration: str, python_path: str, arguments: argparse.Namespace) -> 
             "PYTHONPATH": python_path,
             "PYTHONHASHSEED": "0",
             "OMP_NUM_THREADS": "1",
+        }
+        job = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port.getsockname()[1]),
             "WORLD_SIZE": "2",
@@ -79,7 +81,7 @@ def count(integration: str, python_path: str, arguments: argparse.Namespace) -> 
         running = [
             subprocess.Popen(
                 rank_command,
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                env={**environment, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 if len(ranks) > 1
                 else environment,
                 stdout=logs[rank].open("w"),

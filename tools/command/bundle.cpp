@@ -59,7 +59,7 @@ std::string replay_command(const fs::path& bundle) {
 /// False for what was kept by hand (`detect_overflow`, `ModuleCall.write`): nobody has traced where
 /// its values come from.
 bool tells_a_birth(const Bundle& bundle) {
-  return !bundle.birth.sighting.role.empty();
+  return !bundle.birth.sighting.role.text().empty();
 }
 bool can_be_replayed(const Bundle& bundle) {
   return bundle.operator_call || (bundle.module_call && !bundle.module_call->pickle.empty());
@@ -229,8 +229,8 @@ std::string birth_text(const Birth& birth) {
                      std::string(name_of(sighting.phase)) + " of step " +
                      std::to_string(sighting.iteration);
   if (sighting.microbatch) text += ", microbatch " + std::to_string(*sighting.microbatch);
-  text += ": " + sighting.role + " " + sighting.dtype + " " + describe_shape(sighting.shape) +
-          ", " + std::to_string(sighting.stats.nan) + " NaN, " +
+  text += ": " + sighting.role.text() + " " + sighting.dtype + " " +
+          describe_shape(sighting.shape) + ", " + std::to_string(sighting.stats.nan) + " NaN, " +
           std::to_string(sighting.stats.pos_inf + sighting.stats.neg_inf) + " Inf";
   if (sighting.stats.first_bad >= 0) {
     text += ", first at " + describe_shape(unravel_index(sighting.stats.first_bad, sighting.shape));

@@ -198,7 +198,7 @@ std::vector<std::string> row_of(const Sighting& sighting) {
           number_or_nothing(sighting.microbatch),
           what_of(sighting),
           operation_of(sighting),
-          sighting.role,
+          sighting.role.text(),
           sighting.dtype + " " + describe_shape(sighting.shape),
           std::to_string(sighting.stats.nan),
           std::to_string(sighting.stats.pos_inf + sighting.stats.neg_inf),

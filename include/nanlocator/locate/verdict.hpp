@@ -35,7 +35,7 @@ inline constexpr auto kNames<Direction> = std::to_array<std::string_view>({"forw
                                                                            "none"});
 
 struct OriginTensor {
-  std::string role;
+  TensorRole role;
   std::vector<std::int64_t> shape;
   std::string dtype;
   std::int64_t nan = 0;

@@ -44,5 +44,7 @@ struct RankCoordinates {
 
 /// "0-3, 7": ranks in order, runs folded, each once.
 [[nodiscard]] std::string describe_ranks(std::vector<int> ranks);
+/// "rank 7", "ranks 0-3, 7".
+[[nodiscard]] std::string ranks_text(const std::vector<int>& ranks);
 
 }  // namespace nanlocator

@@ -10,9 +10,13 @@
 namespace nanlocator {
 
 enum class CollectiveKind : std::uint8_t {
-  reduction,  // adds up: what comes out may be bad where all that went in is finite
-  from_root,  // broadcast, scatter: takes what the root has, memory of other ranks is only written
-  exchange,   // gather, all-to-all: hands over what each has
+  all_reduce,
+  reduce_scatter,
+  reduce,
+  all_gather,
+  broadcast,
+  scatter,
+  exchange,  // gather, all-to-all: sends what each has to some
   send,
   receive,
   wait,  // for another one's result; moves nothing itself
@@ -23,10 +27,15 @@ enum class CollectiveKind : std::uint8_t {
 /// where `op` is neither's.
 [[nodiscard]] constexpr std::optional<CollectiveKind> collective_kind_of(
     std::string_view op) noexcept {
-  constexpr std::array<std::pair<std::string_view, CollectiveKind>, 6> kParts = {{
-      {"reduce", CollectiveKind::reduction},  // before "scatter": reduce_scatter adds up
-      {"broadcast", CollectiveKind::from_root},
-      {"scatter", CollectiveKind::from_root},
+  constexpr std::array<std::pair<std::string_view, CollectiveKind>, 11> kParts = {{
+      {"reduce_scatter", CollectiveKind::reduce_scatter},
+      {"allreduce", CollectiveKind::all_reduce},
+      {"all_reduce", CollectiveKind::all_reduce},
+      {"reduce", CollectiveKind::reduce},
+      {"allgather", CollectiveKind::all_gather},
+      {"all_gather", CollectiveKind::all_gather},
+      {"broadcast", CollectiveKind::broadcast},
+      {"scatter", CollectiveKind::scatter},
       {"send", CollectiveKind::send},
       {"recv", CollectiveKind::receive},
       {"wait", CollectiveKind::wait},
@@ -38,11 +47,21 @@ enum class CollectiveKind : std::uint8_t {
   return CollectiveKind::exchange;
 }
 
-/// Every member gets the same out of it; false where that is not known.
-[[nodiscard]] constexpr bool gives_all_the_same(std::string_view op) noexcept {
-  const auto has = [&](std::string_view part) { return op.find(part) != std::string_view::npos; };
-  return has("allgather") || has("all_gather") || has("allreduce") || has("all_reduce") ||
-         has("broadcast");
+/// What comes out may be bad where all that went in is finite.
+[[nodiscard]] constexpr bool adds_up(CollectiveKind kind) noexcept {
+  return kind == CollectiveKind::all_reduce || kind == CollectiveKind::reduce_scatter ||
+         kind == CollectiveKind::reduce;
+}
+
+/// Takes what the root has; memory of other ranks is only written.
+[[nodiscard]] constexpr bool is_from_root(CollectiveKind kind) noexcept {
+  return kind == CollectiveKind::broadcast || kind == CollectiveKind::scatter;
+}
+
+/// Every member gets the same out of it.
+[[nodiscard]] constexpr bool gives_all_the_same(CollectiveKind kind) noexcept {
+  return kind == CollectiveKind::all_reduce || kind == CollectiveKind::all_gather ||
+         kind == CollectiveKind::broadcast;
 }
 
 }  // namespace nanlocator

@@ -37,7 +37,7 @@ struct CrossingCoverage {
   std::string group;
   RankList members;         // global ranks
   std::optional<int> peer;  // of sends and receives
-  std::string role;         // "sent" or "received"; a collective counts once, as "sent"
+  TensorRole role;          // sent or received; a collective counts once, as sent
   std::int64_t count = 0;   // sequences 0 to count - 1 were looked at, but for
   /// these, written as ranks are: bytes of a quantised tensor, a subclass that hides its memory, a
   /// stream that was being captured. They are neither finite nor bad.

@@ -10,6 +10,7 @@
 
 #include "nanlocator/files/names.hpp"
 #include "nanlocator/map/rank_list.hpp"
+#include "nanlocator/record/tensor_role.hpp"
 #include "nanlocator/scan/tensor_stats.hpp"
 
 namespace nanlocator {
@@ -43,10 +44,6 @@ struct Crossing {
   friend bool operator==(const Crossing&, const Crossing&) = default;
 };
 
-/// The roles of sightings that have a crossing.
-inline constexpr std::string_view kSent = "sent";          // what this rank put in
-inline constexpr std::string_view kReceived = "received";  // what it got out
-
 /// A sighting. What the observer's level cannot know is empty, never guessed.
 struct Sighting {
   std::int64_t iteration = 0;     // counted from 1, as Megatron's log prints it
@@ -55,7 +52,7 @@ struct Sighting {
   Phase phase = Phase::grad_local;
   std::string module;  // "" where unknown
   std::string op;      // operator, "aten::div"; "" where unknown
-  std::string role;    // "main_grad", "grad", "weight", "input[0]", "sent", "received", "loss", ...
+  TensorRole role;     // of one that has a crossing: sent or received
   std::optional<std::int64_t> parameter_id;
   std::string parameter;  // its name; "" for what is no parameter
   std::string dtype;  // of the tensor that was scanned, DType's spelling ("complex64" for complex)

@@ -40,29 +40,29 @@ void Observer::collective(const Place& place, const std::string& group,
                           const std::vector<int>& members, const std::string& op,
                           const std::vector<Tokens>& sent, const std::vector<Received>& received) {
   if (members.size() < 2) return;
-  const Kind kind{group, members, std::nullopt, std::string(kSent)};
+  const Kind kind{group, members, std::nullopt, "sent"};
   Crossing crossing{group, members, std::nullopt, 0};
   for (const int rank : members) crossing.sequence = count(place, rank, kind);
   for (std::size_t i = 0; i < members.size(); ++i) {
-    write(place, members[i], op, kSent, crossing, sent[i]);
+    write(place, members[i], op, "sent", crossing, sent[i]);
   }
   if (op.find("allgather") != std::string::npos) return;  // looked at where it leaves
   for (std::size_t i = 0; i < members.size(); ++i) {
-    Sighting* bad = write(place, members[i], op, kReceived, crossing, received[i].tokens);
+    Sighting* bad = write(place, members[i], op, "received", crossing, received[i].tokens);
     if (bad != nullptr && received[i].is_overflow) turn_into_overflow(*bad);
   }
 }
 
 std::int64_t Observer::send(const Place& place, const Link& link, Tokens tokens) {
-  const Kind kind{"pp", link.pipeline, link.to, std::string(kSent)};
+  const Kind kind{"pp", link.pipeline, link.to, "sent"};
   const std::int64_t sequence = count(place, link.from, kind);
-  write(place, link.from, "c10d::send", kSent, {"pp", link.pipeline, link.to, sequence}, tokens);
+  write(place, link.from, "c10d::send", "sent", {"pp", link.pipeline, link.to, sequence}, tokens);
   return sequence;
 }
 
 void Observer::receive(const Place& place, const Link& link, std::int64_t sequence, Tokens tokens) {
-  count(place, link.to, {"pp", link.pipeline, link.from, std::string(kReceived)});
-  write(place, link.to, "c10d::recv_", kReceived, {"pp", link.pipeline, link.from, sequence},
+  count(place, link.to, {"pp", link.pipeline, link.from, "received"});
+  write(place, link.to, "c10d::recv_", "received", {"pp", link.pipeline, link.from, sequence},
         tokens);
 }
 
