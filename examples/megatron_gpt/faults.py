@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import signal
@@ -31,6 +32,7 @@ import torch.distributed as dist
 from gpt_training import Trainer
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.utils import unwrap_model
 
 FAULTS: dict[str, type[Fault]] = {}
 
@@ -800,6 +802,48 @@ class LossZeroOverZero(Fault):
             return batch
 
         trainer.draw_batch = draw_batch
+
+
+@dataclasses.dataclass
+class VocabularyParallelSum(_InPass):
+    name = "vocabulary_parallel_sum"
+    description = (
+        "one element of the sum of exponentials that the vocabulary-parallel cross-entropy adds up over the "
+        "tensor-parallel ranks is overwritten on one rank when the collective is complete; zero: log(0)"
+    )
+
+    microbatch: int = 1
+    element: int = 3
+    value: float = 0.0
+    repeats: int | None = None
+
+    collective: ClassVar[int] = 2  # of the cross-entropy's three: the maximum, the label's logit, the sum
+
+    def attach(self, trainer: Trainer) -> None:
+        if trainer.config.tp == 1:
+            raise ValueError(f"{self.name}: nothing is added up without tensor parallelism")
+        for chunk in trainer.model_chunks:
+            model = unwrap_model(chunk)
+            if model.post_process:
+                self._wrap(trainer, model)
+
+    def _wrap(self, trainer: Trainer, model: torch.nn.Module) -> None:
+        inner = model.compute_language_model_loss
+
+        def compute_language_model_loss(*args, **kwargs):
+            if trainer.microbatch != self.microbatch or (number := self._pass_to_act_in(trainer)) is None:
+                return inner(*args, **kwargs)
+            arrived = itertools.count()
+
+            def spoil(tensor: torch.Tensor) -> None:
+                if next(arrived) == self.collective:
+                    overwrite(tensor, self.element, self.value)
+                    self._record(trainer, phase="forward", pass_number=number, microbatch=self.microbatch)
+
+            with _Wire.spoiled_by(spoil):
+                return inner(*args, **kwargs)
+
+        model.compute_language_model_loss = compute_language_model_loss
 
 
 @dataclasses.dataclass

@@ -355,6 +355,24 @@ std::optional<std::string> Communicator::fetch(std::string_view key, int rank,
   }
 }
 
+void Communicator::offer(std::string_view key, const std::string& value) noexcept {
+  try {
+    (void)store_->put_if_absent(prefix_ + "/" + std::string(key) + "/offer", value,
+                                Clock::now() + kStoreAnswers);
+  } catch (...) {
+    // Nobody will find it.
+  }
+}
+
+std::optional<std::string> Communicator::offered(std::string_view key) noexcept {
+  if (!has(key, "offer")) return std::nullopt;
+  try {
+    return store_->get(prefix_ + "/" + std::string(key) + "/offer", Clock::now() + kStoreAnswers);
+  } catch (...) {
+    return std::nullopt;
+  }
+}
+
 bool Communicator::pass_barrier(std::string_view key, const std::vector<int>& absent,
                                 Deadline deadline) noexcept {
   try {

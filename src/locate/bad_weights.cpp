@@ -54,9 +54,24 @@ void add_copies(const Findings& findings, Origin& origin) {
   origin.facts.push_back(fact_of_copies(findings, *rank, origin, *position));
 }
 
-/// What the clean copies hold: the largest magnitude in them, beside that of the finite elements of
-/// the bad one. No ledger has their value at the bad element: it was written before its rank could
-/// know of it.
+/// What the clean copies hold where this one is bad, as far as they were asked in a re-run.
+void add_value_of_copies(const Incident& incident, Origin& origin) {
+  const Fact* const clean = find_fact(origin.facts, FactKind::copies_clean);
+  if (clean == nullptr || !origin.tensor || !origin.tensor->first_bad) return;
+  Fact fact{.kind = FactKind::copies_value, .ranks = origin.candidates};
+  for (const int peer : clean->peers) {
+    const RankEvidence* const rank = incident.find(peer);
+    if (rank == nullptr) continue;
+    for (const WeightValue& each : rank->ledger().weight_values) {
+      if (each.parameter != origin.parameter || each.element != origin.tensor->first_bad) continue;
+      fact.peers.push_back(peer);
+      fact.values.emplace_back(std::to_string(peer), each.value);
+    }
+  }
+  if (!fact.peers.empty()) origin.facts.push_back(std::move(fact));
+}
+
+/// The largest magnitude in the clean copies, beside that of the finite elements of the bad one.
 void add_magnitude_of_copies(const Incident& incident, Origin& origin) {
   const Fact* const clean = find_fact(origin.facts, FactKind::copies_clean);
   if (clean == nullptr) return;
@@ -139,6 +154,7 @@ void judge_bad_weights(const Findings& findings, std::vector<Origin>& origins) {
   for (Origin& origin : origins) {
     if (origin.cause != Cause::bad_weight || origin.candidates.empty()) continue;
     add_copies(findings, origin);
+    add_value_of_copies(findings.incident(), origin);
     add_magnitude_of_copies(findings.incident(), origin);
     add_update(findings, origin);
   }

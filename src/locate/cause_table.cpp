@@ -24,7 +24,8 @@ bool is(const Origin& origin) {
 /// The tensor-parallel ranks compute parts of one result: a zero on one of them is explained only
 /// by what its peers have.
 bool is_zero_among_peers(const Origin& origin) {
-  return is<Detail::log_of_zero, Detail::division_by_zero, Detail::zero_over_zero>(origin) &&
+  return !has<FactKind::members_got_the_same>(origin) &&
+         is<Detail::log_of_zero, Detail::division_by_zero, Detail::zero_over_zero>(origin) &&
          origin.coordinates && origin.coordinates->tp.size > 1;
 }
 
@@ -101,14 +102,17 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        Confidence::medium,
        false,
        {upstream},
-       {{scale_inputs, has_full_range}, {widen_or_scale, always}}},
+       {{check_collective_code, has<F::members_got_other_values>},
+        {scale_inputs, has_full_range},
+        {widen_or_scale, always}}},
       {Cause::operator_undefined,
        Owner::model_author,
        Refutation::finite_in_float64,
        Confidence::high,
        false,
        {},
-       {{compare_peers, is_zero_among_peers},
+       {{check_collective_code, has<F::members_got_other_values>},
+        {compare_peers, is_zero_among_peers},
         {correct_custom_code, is_in_custom_function},
         {correct_expression, is<Detail::sqrt_of_negative, Detail::log_of_negative,
                                 Detail::power_of_negative, Detail::outside_domain>},
@@ -281,6 +285,11 @@ std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) 
     left.push_back(Suspect::upstream);
   }
   if (origin.detail == Detail::custom_code) left.push_back(Suspect::mathematics);
+  if (has<FactKind::members_got_other_values>(origin)) {
+    for (const Suspect each : {Suspect::collective, Suspect::link, Suspect::memory}) {
+      left.push_back(each);
+    }
+  }
   if (origin.cause == Cause::unknown && in<Phase::grad_local>(origin) &&
       has<FactKind::gradient_bad>(origin)) {
     left = {Suspect::kernel, Suspect::memory, Suspect::hook};
@@ -297,6 +306,7 @@ Confidence cause_confidence_of(const Origin& origin, const CauseRow& row) {
   }
   if (origin.detail == Detail::custom_code) return Confidence::medium;
   if (origin.action == Action::compare_peers) return Confidence::medium;
+  if (has<FactKind::members_got_other_values>(origin)) return Confidence::low;
   // The replay has executed the call in float64 too.
   if (origin.cause == Cause::operator_overflow && has<FactKind::replayed>(origin)) {
     return Confidence::high;

@@ -11,6 +11,7 @@
 #include "locate/bad_weights.hpp"
 #include "locate/birth_origins.hpp"
 #include "locate/boundary_origins.hpp"
+#include "locate/collective_results.hpp"
 #include "locate/divergence.hpp"
 #include "locate/findings.hpp"
 #include "locate/gradient_rules.hpp"
@@ -56,6 +57,7 @@ class Locator {
     merge_with_births();
     judge_divergence(incident, verdict_.origins);
     judge_bad_weights(findings_, verdict_.origins);
+    compare_collective_results(incident, verdict_.origins);
     for (Origin& origin : verdict_.origins) complete(origin);
     describe_job();
     describe_spread();

@@ -74,6 +74,36 @@ constexpr auto json_fields(const Rerun*) {
                     JsonField("not_restored", &R::not_restored));
 }
 
+constexpr auto json_fields(const WeightValue*) {
+  using W = WeightValue;
+  return std::tuple(JsonField("parameter", &W::parameter), JsonField("element", &W::element),
+                    JsonField("value", &W::value));
+}
+
+constexpr auto json_fields(const CollectiveResult*) {
+  using R = CollectiveResult;
+  return std::tuple(JsonField("phase", &R::phase), JsonField("microbatch", &R::microbatch),
+                    JsonOrNull("module", &R::module), JsonField("operator", &R::op),
+                    JsonField("crossing", &R::crossing), JsonField("fingerprint", &R::fingerprint),
+                    JsonField("absmax", &R::absmax),
+                    JsonField("sum_of_squares", &R::sum_of_squares), JsonField("zeros", &R::zeros));
+}
+
+constexpr auto json_fields(const PeerQuestion*) {
+  using Q = PeerQuestion;
+  return std::tuple(JsonField("rank", &Q::rank), JsonField("microbatch", &Q::microbatch),
+                    JsonOrNull("parameter", &Q::parameter), JsonField("element", &Q::element));
+}
+
+std::string to_json(const PeerQuestion& question) {
+  return one_line(fields_to_json(question));
+}
+
+PeerQuestion peer_question_from_json(const std::string& text, const std::string& source) {
+  const auto json = parse_json(text, source);
+  return fields_from_json<PeerQuestion>(JsonObject(json, source));
+}
+
 namespace {
 
 using nlohmann::ordered_json;
@@ -113,12 +143,13 @@ constexpr auto kHeaderFields =
 
 /// The lines after the header, in the order in which they are written: what each is called, and
 /// where its values are, a vector or an optional.
-constexpr auto kRecords =
-    std::tuple(std::pair("parameter", &L::backward_order), std::pair("coverage", &L::coverage),
-               std::pair("crossings", &L::crossings), std::pair("microbatch", &L::microbatches),
-               std::pair("sighting", &L::sightings),
-               std::pair("optimizer_state", &L::optimizer_states), std::pair("birth", &L::births),
-               std::pair("rerun", &L::rerun), std::pair("history", &L::history));
+constexpr auto kRecords = std::tuple(
+    std::pair("parameter", &L::backward_order), std::pair("coverage", &L::coverage),
+    std::pair("crossings", &L::crossings), std::pair("microbatch", &L::microbatches),
+    std::pair("sighting", &L::sightings), std::pair("optimizer_state", &L::optimizer_states),
+    std::pair("birth", &L::births), std::pair("rerun", &L::rerun),
+    std::pair("weight_value", &L::weight_values),
+    std::pair("collective_result", &L::collective_results), std::pair("history", &L::history));
 
 template <typename Use>
 void for_each_record(Use use) {

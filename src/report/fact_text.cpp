@@ -1,6 +1,8 @@
 #include "report/fact_text.hpp"
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
 
 #include "report/words.hpp"
 
@@ -135,6 +137,33 @@ std::string copies_magnitude_text(const Fact& fact) {
       fact.last_value ? ", in the finite elements of this one " + value_of(fact.last_value) : "";
   return "the largest magnitude in the " + std::string(fact.peers.size() == 1 ? "copy" : "copies") +
          " on " + ranks_text(fact.peers) + " is " + value_of(fact.value) + own;
+}
+
+/// "hold 0.012", "hold 0.012 (rank 1) and 0.013 (rank 3)".
+std::string copies_value_text(const Fact& fact) {
+  const bool is_one = fact.peers.size() == 1;
+  std::vector<std::string> values;
+  for (const auto& [rank, value] : fact.values) values.push_back(short_number(value));
+  const bool are_equal = std::ranges::adjacent_find(values, std::not_equal_to()) == values.end();
+  if (are_equal && !values.empty()) {
+    values.resize(1);
+  } else {
+    for (std::size_t i = 0; i < values.size(); ++i)
+      values[i] += " (rank " + fact.values[i].first + ")";
+  }
+  return "at its first bad element the " + std::string(is_one ? "copy" : "copies") + " on " +
+         ranks_text(fact.peers) + (is_one ? " holds " : " hold ") + joined(values);
+}
+
+std::string other_results_text(const Fact& fact) {
+  const bool is_apart = fact.kind == FactKind::members_got_other_values;
+  return "executed again, " + fact.op + (fact.module.empty() ? "" : " of module " + fact.module) +
+         " (group " + fact.group + microbatch_of(fact) + ", in " + phase_of(fact) + ") gave " +
+         ranks_text(fact.ranks) + " other " + (is_apart ? "values" : "bits") + " than " +
+         ranks_text(fact.peers) + ", where every member gets the same: its largest magnitude is " +
+         value_of(fact.value) + " and " + value_of(fact.last_value) + ", and " +
+         std::to_string(count_of(fact)) + " and " + std::to_string(fact.of.value_or(0)) +
+         " of its elements are zero";
 }
 
 std::string read_text(const Fact& fact) {
@@ -374,6 +403,16 @@ std::string plain_text(const Fact& fact) {
              " was damaged, after the last update or in its parameter all-gather";
     case copies_magnitude:
       return copies_magnitude_text(fact);
+    case copies_value:
+      return copies_value_text(fact);
+    case members_got_the_same:
+      return "no collective made the difference: of " + counted(count_of(fact), "result") +
+             " of group " + fact.group + microbatch_of(fact) +
+             " that every member gets the same, executed again, " + ranks_text(fact.ranks) +
+             " got the bits that " + ranks_text(fact.peers) + " got";
+    case members_got_other_values:
+    case members_got_other_bits:
+      return other_results_text(fact);
     case every_copy_bad:
       return "every rank that holds it and looked has it: it came from the checkpoint or from the "
              "step before, not from a fault of one device";

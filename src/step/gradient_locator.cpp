@@ -168,6 +168,32 @@ void GradientLocator::set_rerun(Rerun rerun) {
   if (impl_->first_pass) impl_->first_pass->rerun = impl_->rerun;
 }
 
+void GradientLocator::ask_peers(const PeerQuestion& question) {
+  auto& impl = *impl_;
+  if (impl.communicator)
+    impl.communicator->offer(impl.incident_key() + "/question", to_json(question));
+}
+
+std::optional<PeerQuestion> GradientLocator::peer_question() {
+  auto& impl = *impl_;
+  if (!impl.communicator) return std::nullopt;
+  const auto text = impl.communicator->offered(impl.incident_key() + "/question");
+  if (!text) return std::nullopt;
+  try {
+    return peer_question_from_json(*text, "the question of a rank with a birth");
+  } catch (const FormatError& error) {
+    add_note(error.what());
+    return std::nullopt;
+  }
+}
+
+void GradientLocator::set_answers(std::vector<WeightValue> weights,
+                                  std::vector<CollectiveResult> results) {
+  if (!impl_->first_pass) return;
+  impl_->first_pass->weight_values = std::move(weights);
+  impl_->first_pass->collective_results = std::move(results);
+}
+
 std::vector<std::int64_t> GradientLocator::bad_weights() {
   return impl_->scanner->bad_parameters(Phase::params_before);
 }

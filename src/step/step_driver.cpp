@@ -347,6 +347,15 @@ RerunnableStep StepDriver::rerunnable_step() {
   step.keep_module_calls = impl.adapter.keep_module_calls;
   step.add_module_call = impl.adapter.add_module_call;
   step.abort_collectives = impl.adapter.abort_collectives;
+  step.keep_results = [&impl](const PeerQuestion& question) {
+    if (!impl.boundaries) return;
+    impl.boundaries
+        ->begin_step();  // a pass of its own: what was seen in the first is in the ledger
+    impl.boundaries->keep_results(question);
+  };
+  step.take_results = [&impl] {
+    return impl.boundaries ? impl.boundaries->take_results() : std::vector<CollectiveResult>{};
+  };
   return step;
 }
 

@@ -12,6 +12,7 @@
 
 #include "step/birth_bundles.hpp"
 #include "step/rerun_guard.hpp"
+#include "tensor/tensor_access.hpp"
 
 namespace nanlocator {
 namespace {
@@ -215,6 +216,46 @@ struct StepRerun::Impl {
     }
   }
 
+  /// Of the first birth that peers may know something of: what an operator made, whose inputs came
+  /// out of collectives, or a weight that they hold copies of.
+  [[nodiscard]] std::optional<PeerQuestion> question_of(const std::vector<Birth>& births) const {
+    for (const Birth& birth : births) {
+      const bool is_computed = birth.kind == BirthKind::nan || birth.kind == BirthKind::inf ||
+                               birth.kind == BirthKind::nan_from_inf;
+      const bool is_weight = birth.kind == BirthKind::weight && birth.sighting.stats.first_bad >= 0;
+      if (!is_computed && !is_weight) continue;
+      PeerQuestion question{.rank = locator.map().coordinates().rank,
+                            .microbatch = birth.sighting.microbatch};
+      if (is_weight) {
+        question.parameter = birth.sighting.parameter;
+        question.element = birth.sighting.stats.first_bad;
+      }
+      return question;
+    }
+    return std::nullopt;
+  }
+
+  void answer(const PeerQuestion& question) {
+    std::vector<CollectiveResult> results;
+    if (step.take_results) results = step.take_results();
+    std::vector<WeightValue> weights;
+    try {
+      for (const auto& [name, tensor] : step.parameters) {
+        const bool is_asked_for = name == question.parameter && !name.empty() &&
+                                  why_not_scannable(tensor) == nullptr &&
+                                  question.element < tensor.numel();
+        if (!is_asked_for) continue;
+        const at::NoGradGuard no_grad;
+        const auto value = tensor.reshape({-1})[question.element].item<double>();
+        weights.push_back({name, question.element, value});
+      }
+    } catch (const std::exception& error) {
+      locator.add_note("The weight " + question.parameter +
+                       " could not be compared with another rank's: " + first_line(error));
+    }
+    locator.set_answers(std::move(weights), std::move(results));
+  }
+
   /// Replays and bundles take their time: the other ranks know the births before.
   void keep(const Explanation& explanation) {
     std::vector<Birth> births;
@@ -331,11 +372,15 @@ bool StepRerun::run_again() {
     if (explanation) {
       for (const auto& traced_birth : explanation->births) births.push_back(traced_birth.birth);
     }
+    if (const auto question = impl.question_of(births)) locator.ask_peers(*question);
     if (locator.is_true_anywhere(!births.empty())) {
+      const auto question = locator.peer_question();
       const auto kept = impl.run([&] {
+        if (question && impl.step.keep_results) impl.step.keep_results(*question);
         impl.step.keep_module_calls(births, [&] { (void)impl.step.run(); });
         return std::vector<NamedTensor>{};
       });
+      if (question) impl.answer(*question);
       if (impl.has_ended_early(kept)) impl.give_up();
     }
   }

@@ -1,7 +1,10 @@
 #include "nanlocator/tensor/look.hpp"
 
+#include <ATen/ops/_values.h>
+
 #include <mutex>
 
+#include "nanlocator/tensor/scan_tensor.hpp"
 #include "tensor/deferred_looks.hpp"
 #include "tensor/tensor_access.hpp"
 
@@ -17,9 +20,12 @@ std::optional<TensorStats> look(const at::Tensor& tensor) {
   looks.clear();
   const auto id = looks.look(tensor);
   looks.read();
-  TensorStats stats = looks.stats(id);
+  const TensorStats stats = looks.stats(id);
   looks.clear();
-  return stats;
+  if (id != DeferredLooks::kFinite) return stats;
+  // Found finite without its stats.
+  const bool is_sparse = tensor.layout() != at::kStrided;
+  return scan_tensors({is_sparse ? tensor.detach()._values() : tensor.detach()}).front();
 }
 
 }  // namespace nanlocator

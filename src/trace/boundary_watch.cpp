@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
+#include <bit>
 #include <iterator>
 #include <limits>
 #include <map>
@@ -22,6 +23,7 @@
 
 #include "nanlocator/error.hpp"
 #include "nanlocator/record/collective_kind.hpp"
+#include "nanlocator/tensor/look.hpp"
 #include "tensor/deferred_looks.hpp"
 #include "tensor/tensor_access.hpp"
 
@@ -115,6 +117,8 @@ enum class Step : std::uint8_t {
   between,  // microbatches, or after the last one
 };
 
+constexpr std::size_t kMostResults = 4096;
+
 const void* address_of(const at::Tensor& tensor) {
   return tensor.defined() && tensor.has_storage() ? tensor.storage().data() : nullptr;
 }
@@ -143,6 +147,8 @@ struct BoundaryWatch::Impl {
   Step step = Step::before_first;
   std::unordered_map<const void*, Place> computed;       // by schedule steps: what may be sent
   std::unordered_map<const void*, std::size_t> arrived;  // crossings whose tensors wait for a step
+  std::optional<PeerQuestion> question;
+  std::vector<CollectiveResult> results;
 
   CrossingId begin(const Lane& lane, std::string_view op, Place place) {
     if (lane.group >= groups.size()) {
@@ -165,6 +171,30 @@ struct BoundaryWatch::Impl {
       events.push_back({static_cast<std::size_t>(crossing - first_crossing), is_received, look,
                         tensor.scalar_type(), tensor.sizes().vec()});
     }
+  }
+
+  void keep_result(const CrossingRecord& crossing, std::span<const at::Tensor> received) {
+    const auto kind = collective_kind_of(*crossing.op);
+    if (!question || !kind || !gives_all_the_same(*kind) || results.size() == kMostResults) return;
+    const auto number = crossing.place.microbatch.microbatch;
+    if (question->microbatch && number && number != question->microbatch) return;
+    const Group& group = groups[crossing.lane.group];
+    if (!std::ranges::binary_search(group.members.ranks(), question->rank)) return;
+    CollectiveResult result{.phase = crossing.place.phase,
+                            .microbatch = number,
+                            .op = *crossing.op,
+                            .crossing = {group.name, group.members, {}, crossing.sequence}};
+    if (crossing.place.module) result.module = *crossing.place.module;
+    for (const auto& tensor : received) {
+      if (cannot_be_bad(tensor)) continue;
+      const auto stats = is_captured(tensor.device()) ? std::nullopt : nanlocator::look(tensor);
+      if (!stats || !stats->is_finite()) return;
+      result.fingerprint = std::rotl(result.fingerprint, 1) ^ stats->fingerprint;
+      result.absmax = std::max(result.absmax, stats->absmax);
+      result.sum_of_squares += stats->sum_of_squares;
+      result.zeros += stats->zeros;
+    }
+    results.push_back(std::move(result));
   }
 
   void finish(CrossingId crossing) {
@@ -345,6 +375,7 @@ void BoundaryWatch::finish(CrossingId crossing, std::span<const at::Tensor> rece
   if (impl_->record_of(crossing).lane.direction == Direction::received)
     impl_->expect_consumer(crossing, received);
   impl_->see(crossing, /*is_received=*/true, received);
+  impl_->keep_result(impl_->record_of(crossing), received);
   impl_->finish(crossing);
 }
 
@@ -388,6 +419,18 @@ void BoundaryWatch::end_backward(MicrobatchPlace place, std::span<const at::Tens
   const std::lock_guard lock(impl_->mutex);
   impl_->step = Step::between;
   impl_->keep({Phase::backward, place, nullptr}, input_grads);
+}
+
+void BoundaryWatch::keep_results(const PeerQuestion& question) {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->question = question;
+  impl_->results.clear();
+}
+
+std::vector<CollectiveResult> BoundaryWatch::take_results() {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->question.reset();
+  return std::exchange(impl_->results, {});
 }
 
 BoundaryWatch::Collected BoundaryWatch::collect(std::int64_t iteration) {

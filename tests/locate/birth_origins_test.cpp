@@ -1,6 +1,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include "nanlocator/locate/locate.hpp"
 #include "record/planted_operand.hpp"
 #include "support/fact_matchers.hpp"
@@ -420,6 +422,95 @@ TEST(BirthOrigins, OfABadWeightItIsSaidHowLargeTheCleanCopiesAre) {
       locate(ledgers, 3).origins.at(0).facts,
       HasFact(FactKind::copies_magnitude, OnRanks({0}), Field(&Fact::peers, ElementsAre(1)),
               Field(&Fact::value, Optional(0.5)), Field(&Fact::last_value, Optional(0.25))));
+}
+
+TEST(BirthOrigins, OfABadWeightItIsSaidWhatTheCleanCopiesHoldAtItsFirstBadElement) {
+  std::vector<Ledger> ledgers = {ledger_of(0, 3), ledger_of(1, 3), ledger_of(2, 3)};
+  Birth weight = birth_of(BirthKind::weight, Phase::forward, "aten::mm");  // element 4 is bad
+  weight.sighting.parameter = "body.weight";
+  ledgers[0].births = {weight};
+  ledgers[0].weight_values = {{"body.weight", 4, std::nan("")}};
+  for (const int peer : {1, 2}) {
+    ledgers[peer].sightings.clear();
+    ledgers[peer].coverage.push_back({Phase::params_before, {0, 1}});
+  }
+  ledgers[1].weight_values = {{"body.weight", 4, 0.5}};
+  ledgers[2].weight_values = {{"body.weight", 3, 9}, {"body.bias", 4, 9}};  // asked for other ones
+  EXPECT_THAT(locate(ledgers, 3).origins.at(0).facts,
+              HasFact(FactKind::copies_value, OnRanks({0}), Field(&Fact::peers, ElementsAre(1)),
+                      Field(&Fact::values, ElementsAre(Pair("1", 0.5)))));
+}
+
+/// Two tensor-parallel ranks, log(0) on rank 0 in microbatch 1, and a third rank that shares no
+/// group with it.
+std::vector<Ledger> ledgers_with_results() {
+  std::vector<Ledger> ledgers;
+  for (int rank = 0; rank < 3; ++rank) {
+    Ledger ledger = ledger_of(rank, 3);
+    ledger.coordinates.dp = {};
+    ledger.coordinates.tp = {rank, 3};
+    for (const std::int64_t sequence : {6, 7, 8}) {
+      ledger.collective_results.push_back(
+          {.microbatch = 1,
+           .module = "body",
+           .op = "c10d::allreduce_",
+           .crossing = {.group = "tp",
+                        .members = rank == 2 ? RankList({2, 3}) : RankList({0, 1}),
+                        .sequence = sequence},
+           .fingerprint = static_cast<std::uint64_t>(rank == 2 ? 99 : sequence),
+           .absmax = 4,
+           .sum_of_squares = 100});
+    }
+    ledgers.push_back(std::move(ledger));
+  }
+  Birth log = birth_of(BirthKind::inf, Phase::loss, "aten::log");
+  log.sighting.microbatch = 1;
+  log.replay = ReplayConclusion::deterministic_undefined;
+  log.operands = {operand_at_first_bad("self", 0.0)};
+  ledgers[0].births = {log};
+  return ledgers;
+}
+
+TEST(BirthOrigins, AZeroOnARankThatGotWhatItsPeersGotIsItsOwn) {
+  const Origin origin = locate(ledgers_with_results(), 3).origins.at(0);
+  EXPECT_THAT(origin.facts,
+              HasFact(FactKind::members_got_the_same, OnRanks({0}),
+                      Field(&Fact::peers, ElementsAre(1)), Field(&Fact::count, Optional(3))));
+  EXPECT_EQ(origin.action, Action::find_source_of_zero);
+  EXPECT_EQ(origin.owner, Owner::model_author);
+}
+
+TEST(BirthOrigins, ACollectiveThatGaveARankAnotherSumIsSuspectedBeforeTheOperatorThatItReached) {
+  auto ledgers = ledgers_with_results();
+  ledgers[0].collective_results[1].fingerprint = 1234;
+  ledgers[0].collective_results[1].zeros = 1;
+  ledgers[0].collective_results[2].fingerprint = 5678;  // follows from it
+  const Origin origin = locate(ledgers, 3).origins.at(0);
+  EXPECT_THAT(origin.facts,
+              HasFact(FactKind::members_got_other_values, OnRanks({0}),
+                      Field(&Fact::peers, ElementsAre(1)), Field(&Fact::op, "c10d::allreduce_"),
+                      Field(&Fact::count, Optional(1)), Field(&Fact::of, Optional(0))));
+  EXPECT_EQ(origin.action, Action::check_collective_code);
+  EXPECT_EQ(origin.owner, Owner::framework);
+  EXPECT_EQ(origin.cause_confidence, Confidence::low);
+}
+
+TEST(BirthOrigins, ResultsThatRoundingSetsApartAreReportedAndAccuseNobody) {
+  auto ledgers = ledgers_with_results();
+  ledgers[0].collective_results[1].fingerprint = 1234;
+  ledgers[0].collective_results[1].absmax = 4.001;
+  const Origin origin = locate(ledgers, 3).origins.at(0);
+  EXPECT_THAT(origin.facts, HasFact(FactKind::members_got_other_bits, OnRanks({0}),
+                                    Field(&Fact::peers, ElementsAre(1))));
+  EXPECT_EQ(origin.action, Action::compare_peers);
+}
+
+TEST(BirthOrigins, ResultsOfAnotherMicrobatchOrOfOneRankAloneSayNothing) {
+  auto ledgers = ledgers_with_results();
+  for (auto& result : ledgers[1].collective_results) result.microbatch = 0;
+  const Origin origin = locate(ledgers, 3).origins.at(0);
+  EXPECT_THAT(origin.facts, Not(HasFact(FactKind::members_got_the_same)));
+  EXPECT_EQ(origin.action, Action::compare_peers);
 }
 
 TEST(BirthOrigins, BesideAnOverflowStandsHowItsLargestWeightGrew) {

@@ -103,6 +103,54 @@ def names_the_element(origin, fact):
     assert counts == {"nan": 0, "pos_inf": 0, "neg_inf": 0} | {expected: 1}
 
 
+def facts_of(origin, kind):
+    return [fact for fact in origin["facts"] if fact["kind"] == kind]
+
+
+def test_a_collective_that_gave_one_rank_another_sum_is_suspected_before_the_operator_it_reached(pool):
+    # log(0) in Megatron's own vocabulary-parallel cross-entropy, in every pass: nothing is wrong with it.
+    fault = {"name": "vocabulary_parallel_sum", "rank": 5, "iteration": 3}
+    verdict, ranks = stopped(pool, [fault])
+    assert [fact["pass_number"] for fact in ranks[5]["planted"]] == [1, 2, 3]
+    origin = the_origin(verdict)
+    assert (origin["candidates"], origin["operator"], origin["microbatch"]) == ([5], "aten::log", 1)
+    (different,) = facts_of(origin, "members_got_other_values")
+    assert (different["ranks"], different["peers"], different["group"]) == ([5], [4], "tp")
+    assert (different["operator"], different["count"], different["of"]) == ("c10d::allreduce_", 1, 0)
+    assert (origin["action_kind"], origin["owner"]) == ("check_collective_code", "framework")
+    assert origin["cause_confidence"] == "low"
+
+
+def test_an_operators_own_fault_is_not_laid_to_collectives(pool):
+    fault = {
+        "name": "forward_operator",
+        "rank": 5,
+        "iteration": 3,
+        "kind": "log",
+        "layer": 3,
+        "repeats": None,
+    }
+    verdict, _ = stopped(pool, [fault])
+    origin = the_origin(verdict)
+    assert origin["candidates"] == [5]
+    assert not facts_of(origin, "members_got_other_values")
+    same = {fact["group"]: fact for fact in facts_of(origin, "members_got_the_same")}
+    assert (same["tp"]["ranks"], same["tp"]["peers"]) == ([5], [4])
+    assert same["tp"]["count"] > 0
+    assert origin["owner"] == "model_author"
+
+
+def test_the_clean_copies_of_a_bad_weight_say_what_they_hold_there(pool):
+    fault = {"name": "bad_weight", "rank": 3, "iteration": 3}
+    verdict, ranks = stopped(pool, [fault])
+    origin = the_origin(verdict)
+    (copies,) = facts_of(origin, "copies_value")
+    assert (copies["ranks"], copies["peers"]) == ([3], [1])
+    (value,) = copies["values"]
+    assert value["name"] == "1" and 0 < abs(value["value"]) < 1
+    assert not ranks[1]["planted"]
+
+
 def test_a_fault_in_the_first_step_is_named_as_well(pool):
     # The first iteration launches its collectives elsewhere (finish_grad_sync instead of the hooks).
     fault = {"name": "main_grad_element", "rank": 3, "iteration": 1}

@@ -124,6 +124,16 @@ Ledger example_ledger() {
                        .changed = 1,
                        .bad_parameters = {0, 1},
                        .not_restored = {"the sampler"}};
+  ledger.weight_values = {{"b", 17, -0.25}};
+  ledger.collective_results = {{.phase = Phase::forward,
+                                .microbatch = 2,
+                                .module = "decoder",
+                                .op = "c10d::allreduce_",
+                                .crossing = {.group = "tp", .members = {4, 5}, .sequence = 9},
+                                .fingerprint = 0xfedcba9876543210,
+                                .absmax = 3,
+                                .sum_of_squares = 17.5,
+                                .zeros = 2}};
   ledger.notes = {"a note with \"quotes\", a\nline break and \xc3\xa9"};
   return ledger;
 }
@@ -148,10 +158,10 @@ TEST(Ledger, IsReadBackAsItWasWritten) {
 
 TEST(Ledger, IsOneJsonValuePerLineAndNamesItsVersion) {
   const auto lines = lines_of(to_jsonl(example_ledger()));
-  ASSERT_EQ(lines.size(), 1u + 2 + 3 + 2 + 2 + 2 + 4 + 1 + 1 + 1 + 1 + 1);
+  ASSERT_EQ(lines.size(), 1u + 2 + 3 + 2 + 2 + 2 + 4 + 1 + 1 + 1 + 1 + 1 + 1 + 1);
   EXPECT_THAT(lines.front(), HasSubstr(R"({"record":"ledger","version":1,)"));
   EXPECT_THAT(lines.front(), HasSubstr(R"("gradient_norm":"inf")"));
-  EXPECT_THAT(lines.back(), HasSubstr(R"({"record":"end","lines":19,"crc32":")"));
+  EXPECT_THAT(lines.back(), HasSubstr(R"({"record":"end","lines":21,"crc32":")"));
 }
 
 TEST(Ledger, SeveralLedgersFollowOneAnother) {

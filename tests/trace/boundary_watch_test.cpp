@@ -1,5 +1,6 @@
 #include "nanlocator/trace/boundary_watch.hpp"
 
+#include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "nanlocator/error.hpp"
+#include "nanlocator/tensor/look.hpp"
 
 namespace nanlocator {
 namespace {
@@ -116,6 +118,32 @@ TEST_F(BoundaryWatchTest, CountsWhatItCannotLookAtAsNotLookedAtAndNotAsFinite) {
   EXPECT_EQ(coverage[0].not_looked_at, RankList({1, 3}));
   EXPECT_FALSE(coverage[0].is_unseen_by_member);  // a gather, a sum: all got the same
   EXPECT_FALSE(coverage[0].is_whole());
+}
+
+TEST_F(BoundaryWatchTest, KeepsWhatEveryMemberGetsAlikeWhereARankAsks) {
+  const auto finish = [&](CrossingGroup group, const char* op, const at::Tensor& out) {
+    watch_.finish(watch_.begin_collective(group, op, Tensors{out}), Tensors{out});
+  };
+  finish(tp_, kAllReduce, at::ones({4}));  // nobody asks
+  EXPECT_TRUE(watch_.take_results().empty());
+  watch_.begin_step();
+  watch_.keep_results({.rank = 1, .microbatch = 0});
+  forward({0, {}}, [&] { finish(tp_, kAllReduce, at::tensor({3.0F, -4.0F, 0.0F})); });
+  forward({0, {}}, [&] { finish(tp_, "c10d::_reduce_scatter_base_", at::ones({4})); });
+  forward({0, {}}, [&] { finish(tp_, kAllReduce, at::full({4}, kNan)); });
+  forward({1, {}}, [&] { finish(tp_, kAllReduce, at::ones({4})); });
+  forward({0, {}}, [&] { finish(pp_, kAllReduce, at::ones({4})); });  // rank 1 is no member
+  const auto results = watch_.take_results();
+  ASSERT_EQ(results.size(), 1U);
+  EXPECT_EQ(results[0].crossing, (Crossing{"tp", {0, 1}, std::nullopt, 0}));
+  EXPECT_EQ(results[0].microbatch, 0);
+  EXPECT_EQ(results[0].phase, Phase::forward);
+  EXPECT_EQ(results[0].absmax, 4);
+  EXPECT_EQ(results[0].sum_of_squares, 25);
+  EXPECT_EQ(results[0].zeros, 1);
+  EXPECT_EQ(results[0].fingerprint, look(at::tensor({3.0F, -4.0F, 0.0F}))->fingerprint);
+  finish(tp_, kAllReduce, at::ones({4}));
+  EXPECT_TRUE(watch_.take_results().empty());
 }
 
 TEST_F(BoundaryWatchTest, KnowsWhereEachMemberGotSomethingElseUnseen) {

@@ -94,6 +94,11 @@ class Communicator {
   /// What `rank` published under `key`; empty where it does not arrive by the deadline, or is lost.
   [[nodiscard]] std::optional<std::string> fetch(std::string_view key, int rank,
                                                  Deadline deadline) noexcept;
+  /// Publishes `value` under `key` for the whole job, where no rank has done so yet. Never blocks
+  /// on other ranks.
+  void offer(std::string_view key, const std::string& value) noexcept;
+  /// What was offered under `key` by now; empty where nothing was, or the Store does not answer.
+  [[nodiscard]] std::optional<std::string> offered(std::string_view key) noexcept;
   /// Returns when all ranks but the lost ones and those in `absent` have called it with `key`, or
   /// at the deadline: false. Without rank 0, which opens it, it is false at once.
   bool pass_barrier(std::string_view key, const std::vector<int>& absent,

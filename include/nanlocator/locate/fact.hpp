@@ -96,6 +96,10 @@ namespace nanlocator {
   /* what others have */                                                      \
   FACT(copies_clean)                                                          \
   FACT(copies_magnitude)                                                      \
+  FACT(copies_value)                                                          \
+  FACT(members_got_the_same)                                                  \
+  FACT(members_got_other_values)                                              \
+  FACT(members_got_other_bits)                                                \
   FACT(every_copy_bad)                                                        \
   FACT(no_copy_elsewhere)                                                     \
   FACT(copies_not_scanned)                                                    \

@@ -99,6 +99,43 @@ struct OptimizerState {
   friend bool operator==(const OptimizerState&, const OptimizerState&) = default;
 };
 
+/// What this rank's copy of a weight holds at the element that is bad on another rank.
+struct WeightValue {
+  std::string parameter;
+  std::int64_t element = 0;  // flat, row-major
+  double value = 0;
+  friend bool operator==(const WeightValue&, const WeightValue&) = default;
+};
+
+/// What a collective that gives every member the same (all-reduce, broadcast) gave this rank in a
+/// pass of the re-run; finite.
+struct CollectiveResult {
+  Phase phase = Phase::forward;
+  std::optional<int> microbatch;
+  std::string module;  // "" where unknown
+  std::string op;
+  Crossing crossing;
+  std::uint64_t fingerprint = 0;  // of its bits
+  double absmax = 0;
+  double sum_of_squares = 0;
+  std::int64_t zeros = 0;  // elements
+  friend bool operator==(const CollectiveResult&, const CollectiveResult&) = default;
+};
+
+/// Asked by the rank on which something was born, of those that should have the same: which of
+/// their collectives' results and which element of a weight they are to report.
+struct PeerQuestion {
+  int rank = 0;                   // global; who asks
+  std::optional<int> microbatch;  // of the results; empty: of all
+  std::string parameter;          // the weight's name; "" for none
+  std::int64_t element = 0;       // of it, flat
+  friend bool operator==(const PeerQuestion&, const PeerQuestion&) = default;
+};
+[[nodiscard]] std::string to_json(const PeerQuestion& question);
+/// Throws FormatError, which calls the text `source`.
+[[nodiscard]] PeerQuestion peer_question_from_json(const std::string& text,
+                                                   const std::string& source);
+
 struct Ledger {
   std::string run_id;
   int attempt = 0;  // restarts of the job
@@ -115,6 +152,8 @@ struct Ledger {
   std::optional<std::int64_t> weights_finite_after;
   std::vector<Birth> births;   // in execution order; of the re-run, where one was traced
   std::optional<Rerun> rerun;  // empty: the step was not re-run
+  std::vector<WeightValue> weight_values;            // answers to another rank's PeerQuestion
+  std::vector<CollectiveResult> collective_results;  // the same, and the asking rank's own
   /// This rank's parameters in the order in which backward finished their gradients (observed), or
   /// in reverse registration order where it was not observed.
   std::vector<ParameterRecord> backward_order;

@@ -159,6 +159,12 @@ class GradientLocator {
   void set_microbatches(std::vector<Microbatch> microbatches);
   /// How the re-run of this step went.
   void set_rerun(Rerun rerun);
+  /// Asks the other ranks, for the re-run's last pass; of several that ask, one is heard. Every
+  /// rank reads the question (`peer_question`) after an agreement that follows.
+  void ask_peers(const PeerQuestion& question);
+  [[nodiscard]] std::optional<PeerQuestion> peer_question();
+  /// This rank's answers to it, for its ledger.
+  void set_answers(std::vector<WeightValue> weights, std::vector<CollectiveResult> results);
   /// Ids of the parameters whose weights were bad before this step, in the order of the scans;
   /// waits for the devices.
   [[nodiscard]] std::vector<std::int64_t> bad_weights();

@@ -48,6 +48,10 @@ struct RerunnableStep {
   std::function<void(const std::vector<Birth>&, const std::function<void()>& run)>
       keep_module_calls;
   std::function<void(const Birth&, Bundle&, StorageCollector&, BundleContents&)> add_module_call;
+  /// Before and after that pass: keeps and gives what collectives give this rank, as the question
+  /// asks. Empty where no crossings are watched.
+  std::function<void(const PeerQuestion&)> keep_results;
+  std::function<std::vector<CollectiveResult>()> take_results;
   /// Ends the collectives in which this process waits, on whichever thread and in whichever groups;
   /// called on another one, where a re-run cannot be completed. Empty: only the communicator's
   /// group is aborted.

@@ -80,6 +80,13 @@ class BoundaryWatch {
   void begin_backward(MicrobatchPlace place, std::span<const at::Tensor> output_grads);
   void end_backward(MicrobatchPlace place, std::span<const at::Tensor> input_grads);
 
+  /// In the pass that follows: what collectives that give every member the same give this rank, in
+  /// groups that hold the rank that asks, in its microbatch. Reads each result at once: on a device
+  /// it waits. Of at most 4,096.
+  void keep_results(const PeerQuestion& question);
+  /// What was kept; ends it.
+  [[nodiscard]] std::vector<CollectiveResult> take_results();
+
   struct Collected {
     std::vector<Sighting> sightings;         // bad ones, in execution order; each has a crossing
     std::vector<CrossingCoverage> coverage;  // of what crossed at all

@@ -94,6 +94,7 @@ class MegatronLocator:
         if options.level in ("boundaries", "modules"):
             self._boundaries = Boundaries(chunks, threads=torch.get_num_threads())
             self._microbatches.listeners.append(self._boundaries)
+            self._adapter.boundaries = self._boundaries
             self._driver.watch(self._boundaries.watch)
             self._patches.on_removal(self._boundaries.remove)
         if options.level == "operators":
