@@ -89,23 +89,12 @@ std::optional<Function> if_callable(const py::object& adapter, const char* name)
   return Function(found.cast<py::function>());
 }
 
-/// Whether a bundle will hold the call around it: what an operator made of finite values.
-bool is_origin(const Birth& birth, const std::vector<Birth>& births) {
-  const bool is_operators = birth.kind == BirthKind::nan || birth.kind == BirthKind::inf ||
-                            birth.kind == BirthKind::nan_from_inf ||
-                            birth.kind == BirthKind::user_hook;
-  if (!is_operators || !birth.parent) return is_operators;
-  return births.at(static_cast<std::size_t>(*birth.parent)).kind == BirthKind::literal;
-}
-
 void add_module_calls(StepAdapter& step, const Function& keep, const Function& module_call) {
   step.keep_module_calls = [keep](const std::vector<Birth>& births,
                                   const std::function<void()>& run) {
     const py::gil_scoped_acquire gil;
     std::vector<std::string> modules;
-    for (const auto& birth : births) {
-      if (is_origin(birth, births)) modules.push_back(birth.sighting.module);
-    }
+    for (const auto& birth : births) modules.push_back(birth.sighting.module);
     const py::cpp_function run_again([&run] { released(run); });
     keep.call<py::object>(modules, run_again);
   };

@@ -36,7 +36,7 @@ bool has_full_range(const Origin& origin) {
 
 /// Something that was executed again with finite inputs and came out bad again is no accident.
 bool is_bad_again(const Origin& origin) {
-  return has<FactKind::transfer_bad_again>(origin);
+  return has<FactKind::transfer_bad_again, FactKind::members_got_other_values>(origin);
 }
 
 template <Phase... phases>
@@ -102,17 +102,14 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        Confidence::medium,
        false,
        {upstream},
-       {{check_collective_code, has<F::members_got_other_values>},
-        {scale_inputs, has_full_range},
-        {widen_or_scale, always}}},
+       {{scale_inputs, has_full_range}, {widen_or_scale, always}}},
       {Cause::operator_undefined,
        Owner::model_author,
        Refutation::finite_in_float64,
        Confidence::high,
        false,
        {},
-       {{check_collective_code, has<F::members_got_other_values>},
-        {compare_peers, is_zero_among_peers},
+       {{compare_peers, is_zero_among_peers},
         {correct_custom_code, is_in_custom_function},
         {correct_expression, is<Detail::sqrt_of_negative, Detail::log_of_negative,
                                 Detail::power_of_negative, Detail::outside_domain>},
@@ -285,11 +282,6 @@ std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) 
     left.push_back(Suspect::upstream);
   }
   if (origin.detail == Detail::custom_code) left.push_back(Suspect::mathematics);
-  if (has<FactKind::members_got_other_values>(origin)) {
-    for (const Suspect each : {Suspect::collective, Suspect::link, Suspect::memory}) {
-      left.push_back(each);
-    }
-  }
   if (origin.cause == Cause::unknown && in<Phase::grad_local>(origin) &&
       has<FactKind::gradient_bad>(origin)) {
     left = {Suspect::kernel, Suspect::memory, Suspect::hook};
@@ -306,7 +298,6 @@ Confidence cause_confidence_of(const Origin& origin, const CauseRow& row) {
   }
   if (origin.detail == Detail::custom_code) return Confidence::medium;
   if (origin.action == Action::compare_peers) return Confidence::medium;
-  if (has<FactKind::members_got_other_values>(origin)) return Confidence::low;
   // The replay has executed the call in float64 too.
   if (origin.cause == Cause::operator_overflow && has<FactKind::replayed>(origin)) {
     return Confidence::high;

@@ -118,14 +118,19 @@ void compare_collective_results(const Incident& incident, std::vector<Origin>& o
     if (origin.candidates.size() != 1 || !is_computed(origin)) continue;
     const int rank = origin.candidates.front();
     for (const auto& [group, comparison] : Comparisons(incident, origin).run()) {
-      origin.facts.push_back(comparison.first_different.empty()
-                                 ? Fact{.kind = FactKind::members_got_the_same,
-                                        .ranks = {rank},
-                                        .peers = comparison.peers,
-                                        .microbatch = origin.microbatch,
-                                        .count = comparison.compared,
-                                        .group = group}
-                                 : fact_of_difference(rank, group, comparison.first_different));
+      Fact fact = comparison.first_different.empty()
+                      ? Fact{.kind = FactKind::members_got_the_same,
+                             .ranks = {rank},
+                             .peers = comparison.peers,
+                             .microbatch = origin.microbatch,
+                             .count = comparison.compared,
+                             .group = group}
+                      : fact_of_difference(rank, group, comparison.first_different);
+      if (fact.kind == FactKind::members_got_other_values) {
+        origin.cause = Cause::collective_result;
+        origin.detail = Detail::none;
+      }
+      origin.facts.insert(origin.facts.begin() + 1, std::move(fact));
     }
   }
 }

@@ -10,7 +10,8 @@
 namespace nanlocator {
 
 /// Adds to origins on one rank whether that rank got the same as the other members of its groups,
-/// or the first collective of the microbatch in which it did not.
+/// or the first collective of the microbatch in which it did not: where that one's values are far
+/// apart it is the cause, and the operator only the first that its result made bad.
 void compare_collective_results(const Incident& incident, std::vector<Origin>& origins);
 
 }  // namespace nanlocator

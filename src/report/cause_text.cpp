@@ -64,7 +64,7 @@ std::string title_of(Cause cause) {
     case Cause::not_reproduced:
       return "transient: gone in the re-run";
     case Cause::collective_result:
-      return "collective that returns bad values for finite ones";
+      return "collective that returns wrong values";
     case Cause::collective_sum:
       return "sum over ranks that overflows";
     case Cause::pipeline_transfer:
@@ -524,9 +524,9 @@ std::vector<std::string> steps_text(const Origin& origin) {
           "look at the optimizer's state of this parameter (second moment), its epsilon and "
           "learning rate"};
     case Action::lower_learning_rate:
-      return {
-          "look at the data from step " + step_text(origin) + " on; in fp16 check the loss scale",
-          "lower the learning rate or lengthen its warm-up"};
+      return {"look at the data from step " + step_text(origin) + " on" +
+                  (dtype_of(origin) == "float16" ? "; check the loss scale" : ""),
+              "lower the learning rate or lengthen its warm-up"};
     case Action::inspect_norm:
       return {"look at the history of the gradient norm (nanlocator history)",
               "lower the learning rate or check this layer's scale"};

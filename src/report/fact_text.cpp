@@ -160,10 +160,10 @@ std::string other_results_text(const Fact& fact) {
   return "executed again, " + fact.op + (fact.module.empty() ? "" : " of module " + fact.module) +
          " (group " + fact.group + microbatch_of(fact) + ", in " + phase_of(fact) + ") gave " +
          ranks_text(fact.ranks) + " other " + (is_apart ? "values" : "bits") + " than " +
-         ranks_text(fact.peers) + ", where every member gets the same: its largest magnitude is " +
-         value_of(fact.value) + " and " + value_of(fact.last_value) + ", and " +
-         std::to_string(count_of(fact)) + " and " + std::to_string(fact.of.value_or(0)) +
-         " of its elements are zero";
+         ranks_text(fact.peers) + ", where every member gets the same (" + ranks_text(fact.ranks) +
+         ": largest magnitude " + value_of(fact.value) + ", " + counted(count_of(fact)) +
+         " zero; " + ranks_text(fact.peers) + ": " + value_of(fact.last_value) + ", " +
+         counted(fact.of.value_or(0)) + " zero)";
 }
 
 std::string read_text(const Fact& fact) {
@@ -472,10 +472,8 @@ std::string plain_text(const Fact& fact) {
     case weights_finite:
       return "the parameters of " + ranks_text(fact.ranks) + " were finite before the step";
     case own_copy_bad:
-      return "what " + ranks_text(fact.peers) + " got out of it is finite: the fault is on " +
-             ranks_text(fact.ranks) + " (" + (is_one(fact) ? "its" : "their") + " link, " +
-             (is_one(fact) ? "its" : "their") +
-             " memory, or the last step of the collective there)";
+      return "what " + ranks_text(fact.peers) +
+             " got out of it is finite: it went wrong on the side of " + ranks_text(fact.ranks);
     case every_member_bad:
       return "every member has it: the members cannot be separated";
     case only_owner_keeps_sum:

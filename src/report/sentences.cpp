@@ -305,7 +305,8 @@ std::string job_of(const Verdict& verdict) {
 std::string restart_of(const Verdict& verdict) {
   const JobState& job = verdict.job;
   const Course course = course_of(verdict);
-  if (course == Course::unknown || course == Course::goes_on) return "";
+  if (course == Course::unknown || verdict.status == VerdictStatus::benign) return "";
+  if (course == Course::goes_on) return "none needed: nothing bad of this step was applied";
   const std::string step = std::to_string(verdict.iteration);
   const std::string finite = job.are_weights_finite == true ? "all weights are finite; " : "";
   if (course == Course::goes_on_damaged && job.restart < Restart::before_step) {

@@ -58,6 +58,16 @@ Bundle bundle_of(const Birth& birth, const c10::Backtrace& cpp_stack,
 
 }  // namespace
 
+std::vector<Birth> births_with_calls(const Explanation& explanation) {
+  std::vector<Birth> births;
+  for (const auto& traced : explanation.births) {
+    const Birth& birth = traced.birth;
+    const bool is_made = is_computed(birth.kind) || birth.kind == BirthKind::user_hook;
+    if (is_made && is_root(explanation, birth)) births.push_back(birth);
+  }
+  return births;
+}
+
 std::vector<Birth> keep_births(const Explanation& explanation, GradientLocator& locator,
                                std::int64_t iteration, const AddModuleCall& add_module_call) {
   std::vector<Birth> births;

@@ -14,6 +14,10 @@ namespace nanlocator {
 using AddModuleCall =
     std::function<void(const Birth&, Bundle&, StorageCollector&, BundleContents&)>;
 
+/// The births that an operator or hook made and nothing but a mask came before: for their bundles
+/// the module calls around them are kept.
+[[nodiscard]] std::vector<Birth> births_with_calls(const Explanation& explanation);
+
 /// The births of `explanation`, the replay's conclusion and the bundle's folder filled in for those
 /// that nothing but a mask came before. A bundle that cannot be written is a note of `locator`.
 [[nodiscard]] std::vector<Birth> keep_births(const Explanation& explanation,

@@ -216,10 +216,11 @@ struct StepRerun::Impl {
     }
   }
 
-  /// Of the first birth that peers may know something of: what an operator made, whose inputs came
-  /// out of collectives, or a weight that they hold copies of.
-  [[nodiscard]] std::optional<PeerQuestion> question_of(const std::vector<Birth>& births) const {
-    for (const Birth& birth : births) {
+  /// About the first birth that peers may know something of: what an operator made, whose inputs
+  /// came out of collectives, or a weight that they hold copies of.
+  void ask_peers(const Explanation& explanation) {
+    for (const auto& traced : explanation.births) {
+      const Birth& birth = traced.birth;
       const bool is_computed = birth.kind == BirthKind::nan || birth.kind == BirthKind::inf ||
                                birth.kind == BirthKind::nan_from_inf;
       const bool is_weight = birth.kind == BirthKind::weight && birth.sighting.stats.first_bad >= 0;
@@ -230,9 +231,9 @@ struct StepRerun::Impl {
         question.parameter = birth.sighting.parameter;
         question.element = birth.sighting.stats.first_bad;
       }
-      return question;
+      locator.ask_peers(question);
+      return;
     }
-    return std::nullopt;
   }
 
   void answer(const PeerQuestion& question) {
@@ -368,21 +369,21 @@ bool StepRerun::run_again() {
       locator.add_note("The gradients in memory are now the finite ones of the re-run.");
     }
   } else if (impl.step.keep_module_calls) {
-    std::vector<Birth> births;
-    if (explanation) {
-      for (const auto& traced_birth : explanation->births) births.push_back(traced_birth.birth);
-    }
-    if (const auto question = impl.question_of(births)) locator.ask_peers(*question);
-    if (locator.is_true_anywhere(!births.empty())) {
-      const auto question = locator.peer_question();
+    const auto births = explanation ? births_with_calls(*explanation) : std::vector<Birth>{};
+    if (explanation) impl.ask_peers(*explanation);
+    const bool has_call = locator.is_true_anywhere(!births.empty());
+    const auto question = locator.peer_question();
+    bool has_ended = false;
+    if (has_call) {
       const auto kept = impl.run([&] {
         if (question && impl.step.keep_results) impl.step.keep_results(*question);
         impl.step.keep_module_calls(births, [&] { (void)impl.step.run(); });
         return std::vector<NamedTensor>{};
       });
-      if (question) impl.answer(*question);
-      if (impl.has_ended_early(kept)) impl.give_up();
+      has_ended = impl.has_ended_early(kept);
+      if (has_ended) impl.give_up();
     }
+    if (question && !has_ended) impl.answer(*question);
   }
   const bool is_clean_now = rerun.control_reproduced == false;
   locator.set_rerun(std::move(rerun));

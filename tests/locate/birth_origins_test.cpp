@@ -492,7 +492,8 @@ TEST(BirthOrigins, ACollectiveThatGaveARankAnotherSumIsSuspectedBeforeTheOperato
                       Field(&Fact::count, Optional(1)), Field(&Fact::of, Optional(0))));
   EXPECT_EQ(origin.action, Action::check_collective_code);
   EXPECT_EQ(origin.owner, Owner::framework);
-  EXPECT_EQ(origin.cause_confidence, Confidence::low);
+  EXPECT_EQ(origin.cause, Cause::collective_result);
+  EXPECT_THAT(origin.alternatives, ElementsAre(Suspect::collective));
 }
 
 TEST(BirthOrigins, ResultsThatRoundingSetsApartAreReportedAndAccuseNobody) {

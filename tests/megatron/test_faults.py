@@ -118,7 +118,7 @@ def test_a_collective_that_gave_one_rank_another_sum_is_suspected_before_the_ope
     assert (different["ranks"], different["peers"], different["group"]) == ([5], [4], "tp")
     assert (different["operator"], different["count"], different["of"]) == ("c10d::allreduce_", 1, 0)
     assert (origin["action_kind"], origin["owner"]) == ("check_collective_code", "framework")
-    assert origin["cause_confidence"] == "low"
+    assert origin["cause"] == "collective_result"
 
 
 def test_an_operators_own_fault_is_not_laid_to_collectives(pool):

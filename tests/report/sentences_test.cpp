@@ -172,7 +172,7 @@ TEST(Sentences, TheJobsStateFollowsFromPolicyAndRerun) {
   verdict.job.on_bad = "recover";
   verdict.rerun = {.done = true, .reproduced = false, .not_restored = {}};
   EXPECT_EQ(job_of(verdict), "goes on with the finite gradients of the re-run (on_bad=recover)");
-  EXPECT_EQ(restart_of(verdict), "");
+  EXPECT_EQ(restart_of(verdict), "none needed: nothing bad of this step was applied");
 }
 
 TEST(Sentences, ARestartIsAdvisedFromTheJobsState) {
@@ -201,11 +201,13 @@ TEST(Sentences, WhereGradientsThatAreBadAreAppliedTheWeightsAreBadFromThatStepOn
   verdict.iteration = 12;
   verdict.status = VerdictStatus::located;
   verdict.job = {.on_bad = "report", .restart = Restart::repeats};
-  EXPECT_EQ(restart_of(verdict), "") << "a loss that is bad, and finite gradients";
+  EXPECT_EQ(restart_of(verdict), "none needed: nothing bad of this step was applied")
+      << "a loss that is bad, and finite gradients";
   verdict.spread.parameters = {"w"};
   EXPECT_THAT(restart_of(verdict), HasSubstr("saved before step 12"));
   verdict.rerun = {.done = true, .reproduced = false, .not_restored = {}};
-  EXPECT_EQ(restart_of(verdict), "") << "the gradients in memory are the re-run's";
+  EXPECT_EQ(restart_of(verdict), "none needed: nothing bad of this step was applied")
+      << "the gradients in memory are the re-run's";
   EXPECT_THAT(job_of(verdict), HasSubstr("finite gradients of the re-run"));
 }
 

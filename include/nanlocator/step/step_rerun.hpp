@@ -42,9 +42,9 @@ struct RerunnableStep {
   std::function<std::vector<NamedTensor>()> attributes;
   /// See TraceOptions; may be empty.
   std::shared_ptr<ProgramCode> program_code;
-  /// Calls `run`, which executes the step once more, and keeps for each of these births the call of
-  /// the module around it; afterwards `add_module_call` puts it into a bundle. Both empty where the
-  /// integration cannot (C++ programs have no module calls).
+  /// Calls `run`, which executes the step once more, and keeps for each of these births, made by
+  /// operators or hooks, the call of the module around it; afterwards `add_module_call` puts it
+  /// into a bundle. Both empty where the integration cannot (C++ programs have no module calls).
   std::function<void(const std::vector<Birth>&, const std::function<void()>& run)>
       keep_module_calls;
   std::function<void(const Birth&, Bundle&, StorageCollector&, BundleContents&)> add_module_call;
