@@ -187,7 +187,9 @@ def _tap_the_wire() -> None:
     """In the methods of ProcessGroup: torch.distributed's functions end there, and nanlocator looks there."""
 
     def tap(name: str, received: Callable[[tuple], torch.Tensor]) -> None:
-        inner = getattr(dist.ProcessGroup, name)
+        inner = getattr(dist.ProcessGroup, name, None)
+        if inner is None:  # the name of another version
+            return
 
         @functools.wraps(inner)
         def method(group, *args, **kwargs):
@@ -202,6 +204,8 @@ def _tap_the_wire() -> None:
     tap("allreduce", lambda args: args[0][0])
     tap("_reduce_scatter_base", lambda args: args[0])
     tap("_allgather_base", lambda args: args[0])
+    tap("reduce_scatter_single", lambda args: args[0])  # from torch 2.13 on
+    tap("all_gather_single", lambda args: args[0])
 
 
 _tap_the_wire()

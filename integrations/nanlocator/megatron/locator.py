@@ -33,6 +33,7 @@ from nanlocator.megatron.boundaries import Boundaries
 from nanlocator.megatron.configuration import check_call, current_iteration, not_covered
 from nanlocator.megatron.layout import bucket_groups, optimizer_gradients
 from nanlocator.megatron.microbatches import Microbatches
+from nanlocator.megatron.versions import is_sent_already
 from nanlocator.patches import Patches
 from nanlocator.session import Options, RankConnection, log_once, resolve_options
 
@@ -182,9 +183,7 @@ class MegatronLocator:
         ids = [self._adapter.ids[p] for p in parameters]
 
         def start_grad_sync(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            # The guard of _ParamAndGradBucketGroup.start_grad_sync itself: in the first batch
-            # finish_grad_sync calls it again while the collective is in flight.
-            if group.is_first_batch and group.grad_reduce_handle is not None:
+            if is_sent_already(group):
                 return original(*args, **kwargs)
             self._driver.begin(current_iteration())
             self._driver.scan("grad_local", number, "main_grad", ids, [p.main_grad for p in parameters])
