@@ -227,7 +227,8 @@ def before_gradient_reduction(trainer: Trainer, action) -> None:
 
         def start(*args, group=group, inner=inner, **kwargs):
             # Megatron's own guard: in the first iteration the collective may be on its way already.
-            if not (group.is_first_batch and group.grad_reduce_handle is not None):
+            is_first_batch = getattr(group, "is_first_batch", False)  # from Megatron-Core 0.16 on
+            if not (is_first_batch and group.grad_reduce_handle is not None):
                 action(group)
             return inner(*args, **kwargs)
 

@@ -172,7 +172,8 @@ class MegatronExit(RuntimeError):
 def _with_known(function: Callable, *args, **options):
     """Calls `function` with those of the options that this version of Megatron-Core has."""
     known = inspect.signature(function).parameters
-    return function(*args, **{name: value for name, value in options.items() if name in known})
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    return function(*args, **{name: value for name, value in options.items() if takes_any or name in known})
 
 
 class Trainer:

@@ -124,6 +124,8 @@ class Boundaries:
                     self.watch.has_unwatched(watched.number)
         self._message_groups = {**self._groups, **self._stand_ins()}
         self._replaced: list[Callable[[], None]] = []  # what takes each off
+        # Where a set is given: the (group, operator) of what is seen in the passes that begin from then on.
+        self.exchanges: set[tuple[str, str]] | None = None
         self._is_removed = False
         self._patches = Patches()
         for chunk in chunks:
@@ -195,6 +197,7 @@ class Boundaries:
         return {}
 
     def _install(self) -> None:
+        operators = {"send": "send", "recv": "recv"}
         makers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
             "send": self._watched_send,
             "recv": self._watched_receive,
@@ -202,11 +205,26 @@ class Boundaries:
             "_end_coalescing": self._watched_end,
         }
         for name, collective in _COLLECTIVES.items():
+            operators[name] = collective.op
             makers[name] = lambda inner, collective=collective: self._watched_collective(collective, inner)
         for name, make in makers.items():
             inner = getattr(ProcessGroup, name, None)
             if inner is not None:
+                if self.exchanges is not None and name in operators:
+                    inner = self._noted(operators[name], self.exchanges, inner)
                 self._replaced.append(replace(ProcessGroup, name, make(inner)))
+
+    def _noted(
+        self, operator: str, exchanges: set[tuple[str, str]], inner: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        groups = self._message_groups
+
+        def noted(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            if (watched := groups.get(id(group))) is not None:
+                exchanges.add((watched.name, operator))
+            return inner(group, *args, **kwargs)
+
+        return noted
 
     def _uninstall(self) -> None:
         while self._replaced:

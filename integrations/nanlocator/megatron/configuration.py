@@ -45,8 +45,14 @@ def _captures_whole_iteration(config: Any) -> bool:
     scopes = getattr(config, "cuda_graph_scope", None) or []
     if not isinstance(scopes, list):
         scopes = str(getattr(scopes, "name", scopes)).split(",")
-    is_on = getattr(config, "cuda_graph_impl", "none") != "none" or getattr(config, "enable_cuda_graph", 0)
-    return is_on and any(getattr(scope, "name", scope) == "full_iteration" for scope in scopes)
+    return uses_cuda_graphs(config) and any(
+        getattr(scope, "name", scope) == "full_iteration" for scope in scopes
+    )
+
+
+def uses_cuda_graphs(config: Any) -> bool:
+    impl = getattr(config, "cuda_graph_impl", "none")
+    return impl not in (None, "none") or bool(getattr(config, "enable_cuda_graph", False))
 
 
 def unwatched_groups(chunks: list[torch.nn.Module]) -> dict[str, str]:
@@ -94,7 +100,7 @@ def not_covered(
         "operators inside functions that Megatron compiles (bias_activation_fusion, bias_dropout_fusion)": (
             has("bias_activation_fusion") or has("bias_dropout_fusion")
         ),
-        "values inside CUDA graphs": has("enable_cuda_graph") or has("cuda_graph_impl"),
+        "values inside CUDA graphs": uses_cuda_graphs(config),
         "scales of fp8 and fp4": has("fp8") or has("fp4"),
         "what is gathered quantised (bytes): whether it was finite is not known": (
             (has("fp8") or has("fp4")) and getattr(config, "sequence_parallel", False)
