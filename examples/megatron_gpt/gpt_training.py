@@ -552,7 +552,9 @@ class Trainer:
         Forwarding a microbatch twice would count it twice."""
         if self.config.num_experts is None and self.config.mtp_layers is None:
             return None
-        tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+        # Megatron-Core 0.12 has it in parallel_state.
+        holder = moe_utils if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker") else parallel_state
+        tracker = holder.get_moe_layer_wise_logging_tracker()
         total = sum(float(entry["values"].sum()) for entry in tracker.values())
         moe_utils.clear_aux_losses_tracker()
         if "values" in MTPLossLoggingHelper.tracker:

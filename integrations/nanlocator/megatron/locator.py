@@ -19,11 +19,12 @@ import contextlib
 import operator
 import sys
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import schedules
+from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
 
 from nanlocator import _C
 from nanlocator.backward_order import BackwardOrder
