@@ -407,8 +407,10 @@ class _InRegion(_InPass):
     def _place(self, trainer: Trainer) -> tuple[torch.nn.Module, str, str]:
         """Whose attribute is the function whose output is spoiled, and the module's name."""
         if self.region == "mtp":
-            layer = trainer.model_chunks[-1].get_submodule("module.mtp.layers.0.transformer_layer")
-            return layer.mlp, "activation_func", "mtp.layers.0.transformer_layer.mlp"
+            mtp = trainer.model_chunks[-1].get_submodule("module.mtp.layers.0")
+            # The second name is Megatron-Core's from 0.17 on.
+            name = "transformer_layer" if hasattr(mtp, "transformer_layer") else "mtp_model_layer"
+            return getattr(mtp, name).mlp, "activation_func", f"mtp.layers.0.{name}.mlp"
         layer, name = trainer.layer(self.layer), f"decoder.layers.{self.layer}"
         if layer is None:
             raise ValueError(f"{self.name}: this rank does not hold layer {self.layer}")
