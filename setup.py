@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -25,6 +26,15 @@ except ImportError:
 
 SOURCE = Path(__file__).parent.resolve()
 BUILD = Path("build") / "pip"  # relative: setuptools wants data files inside the source tree
+
+
+def torch_requirement() -> str:
+    """The extension fits the minor version of torch that it was built against and no other."""
+    try:
+        major, minor = metadata.version("torch").split(".")[:2]
+    except metadata.PackageNotFoundError:  # nothing is built now
+        return "torch>=2.6,<2.16"
+    return f"torch=={major}.{minor}.*"
 
 
 class CMakeBuild(build_ext):
@@ -55,6 +65,7 @@ class CMakeBuild(build_ext):
 left_out = re.findall(r"-DNANLOCATOR_(NETCHECK|DEBUGGER)=OFF", os.environ.get("CMAKE_ARGS", ""))
 
 setup(
+    install_requires=[torch_requirement()],
     packages=find_packages(
         "integrations",
         include=["nanlocator*"],

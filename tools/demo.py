@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LAYERS = 4  # so that 1, 2 or 4 pipeline stages divide it, and 1, 2 or 4 tensor-parallel ranks the heads
@@ -116,8 +117,9 @@ class Demonstration:
         self.ranks = arguments.tp * arguments.pp * arguments.dp
         self.screen = Screen()
         print(
-            f"A GPT of {LAYERS} layers on Megatron-Core 0.16.1: TP{arguments.tp} x PP{arguments.pp} x "
-            f"DP{arguments.dp} = {self.ranks} processes, gloo on CPU; bytes of Python's standard library."
+            f"A GPT of {LAYERS} layers on Megatron-Core {version('megatron-core')}: "
+            f"TP{arguments.tp} x PP{arguments.pp} x DP{arguments.dp} = {self.ranks} processes, gloo on CPU; "
+            "bytes of Python's standard library."
         )
 
     def healthy(self) -> bool:

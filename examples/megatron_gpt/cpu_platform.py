@@ -1,4 +1,4 @@
-"""Lets Megatron-Core 0.16.1 train on CPU with gloo.
+"""Lets Megatron-Core train on CPU with gloo. Written for 0.16.1, tried with 0.12 to 0.20.
 
 Megatron-Core names CUDA in its sources: `device="cuda"`, `torch.cuda.current_device()`, type strings such
 as "torch.cuda.FloatTensor". `install()` redirects exactly those names to the CPU; schedules, gradient
@@ -18,7 +18,7 @@ import sys
 
 import torch
 
-SUPPORTED_VERSION = "0.16.1"
+OLDEST, NEWEST = (0, 12), (0, 20)
 # The factory functions that Megatron-Core calls with device="cuda" (scalars, flags, masks, gradient buffers).
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn")
 
@@ -28,21 +28,23 @@ _is_installed = False
 def install() -> None:
     """Redirects CUDA to the CPU. A second call does nothing.
 
-    Raises RuntimeError where megatron-core is another version than the one these replacements were read
-    from, or was imported already (its `jit_fuser` is bound while it is imported).
+    Raises RuntimeError where nobody has checked these replacements against the version of megatron-core, or
+    where it was imported already (its `jit_fuser` is bound while it is imported).
     """
     global _is_installed
     if _is_installed:
         return
     version = importlib.metadata.version("megatron-core")
-    if version != SUPPORTED_VERSION:
+    if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) <= NEWEST:
         raise RuntimeError(
-            f"cpu_platform knows megatron-core {SUPPORTED_VERSION}, but {version} is installed: "
-            f"install megatron-core=={SUPPORTED_VERSION} or check each replacement in {__file__}"
+            f"cpu_platform knows megatron-core 0.12 to 0.20, but {version} is installed: install a version "
+            f"between these or check each replacement in {__file__}"
         )
     if "megatron.core" in sys.modules:
         raise RuntimeError("call cpu_platform.install() before anything of megatron.core is imported")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # one process group is gloo on CPU: a GPU must not slip in
+    # 0.15 asks which GPUs it will compile for while it is imported.
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0")
     _redirect_device_queries()
     _redirect_allocations()
     _redirect_type_names()

@@ -189,7 +189,9 @@ def _tap_the_wire() -> None:
     """In the methods of ProcessGroup: torch.distributed's functions end there, and nanlocator looks there."""
 
     def tap(name: str, received: Callable[[tuple], torch.Tensor]) -> None:
-        inner = getattr(dist.ProcessGroup, name)
+        inner = getattr(dist.ProcessGroup, name, None)
+        if inner is None:  # the name of another version
+            return
 
         @functools.wraps(inner)
         def method(group, *args, **kwargs):
@@ -204,6 +206,8 @@ def _tap_the_wire() -> None:
     tap("allreduce", lambda args: args[0][0])
     tap("_reduce_scatter_base", lambda args: args[0])
     tap("_allgather_base", lambda args: args[0])
+    tap("reduce_scatter_single", lambda args: args[0])  # from torch 2.13 on
+    tap("all_gather_single", lambda args: args[0])
 
 
 _tap_the_wire()
@@ -225,7 +229,8 @@ def before_gradient_reduction(trainer: Trainer, action) -> None:
 
         def start(*args, group=group, inner=inner, **kwargs):
             # Megatron's own guard: in the first iteration the collective may be on its way already.
-            if not (group.is_first_batch and group.grad_reduce_handle is not None):
+            is_first_batch = getattr(group, "is_first_batch", False)  # from Megatron-Core 0.16 on
+            if not (is_first_batch and group.grad_reduce_handle is not None):
                 action(group)
             return inner(*args, **kwargs)
 
@@ -404,8 +409,10 @@ class _InRegion(_InPass):
     def _place(self, trainer: Trainer) -> tuple[torch.nn.Module, str, str]:
         """Whose attribute is the function whose output is spoiled, and the module's name."""
         if self.region == "mtp":
-            layer = trainer.model_chunks[-1].get_submodule("module.mtp.layers.0.transformer_layer")
-            return layer.mlp, "activation_func", "mtp.layers.0.transformer_layer.mlp"
+            mtp = trainer.model_chunks[-1].get_submodule("module.mtp.layers.0")
+            # The second name is Megatron-Core's from 0.17 on.
+            name = "transformer_layer" if hasattr(mtp, "transformer_layer") else "mtp_model_layer"
+            return getattr(mtp, name).mlp, "activation_func", f"mtp.layers.0.{name}.mlp"
         layer, name = trainer.layer(self.layer), f"decoder.layers.{self.layer}"
         if layer is None:
             raise ValueError(f"{self.name}: this rank does not hold layer {self.layer}")

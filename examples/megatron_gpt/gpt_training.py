@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import inspect
 import pathlib
 import random
 import re
@@ -168,6 +169,13 @@ class MegatronExit(RuntimeError):
         self.should_checkpoint = should_checkpoint
 
 
+def _with_known(function: Callable, *args, **options):
+    """Calls `function` with those of the options that this version of Megatron-Core has."""
+    known = inspect.signature(function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    return function(*args, **{name: value for name, value in options.items() if takes_any or name in known})
+
+
 class Trainer:
     """Builds model, gradient buckets and optimizer; trains. torch.distributed must be initialised.
 
@@ -236,7 +244,8 @@ class Trainer:
     def _build_model(self) -> None:
         config = self.config
         dtype = _DTYPES[config.precision]
-        self.transformer_config = TransformerConfig(
+        self.transformer_config = _with_known(
+            TransformerConfig,
             num_layers=config.layers,
             hidden_size=config.hidden,
             num_attention_heads=config.heads,
@@ -260,6 +269,7 @@ class Trainer:
             deallocate_pipeline_outputs=config.deallocate_pipeline_outputs,
             calculate_per_token_loss=config.calculate_per_token_loss,
             mtp_num_layers=config.mtp_layers,
+            mtp_loss_scaling_factor=0.1,  # no default up to Megatron-Core 0.15
             # Two interleaved stages are each other's previous and next one, and gloo matches messages of a
             # pair by order: batched, an activation and a gradient change places, without an error.
             batch_p2p_comm=not (config.vp and config.pp == 2) and not config.overlap_p2p_comm,
@@ -278,17 +288,28 @@ class Trainer:
         self.model_chunks = []
         for chunk in range(config.vp or 1):
             vp_stage = chunk if config.vp else None
+            if config.vp:  # Megatron-Core 0.12 takes no vp_stage
+                parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
             layer = get_gpt_layer_local_spec(num_experts=config.num_experts, moe_grouped_gemm=False)
-            model = GPTModel(
+            model = _with_known(
+                GPTModel,
                 self.transformer_config,
                 layer,
                 vocab_size=VOCABULARY,
                 max_sequence_length=config.sequence,
-                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+                pre_process=_with_known(
+                    parallel_state.is_pipeline_first_stage, ignore_virtual=False, vp_stage=vp_stage
+                ),
+                post_process=_with_known(
+                    parallel_state.is_pipeline_last_stage, ignore_virtual=False, vp_stage=vp_stage
+                ),
                 share_embeddings_and_output_weights=config.tied_embeddings,
-                mtp_block_spec=get_gpt_mtp_block_spec(  # None where it does not belong
-                    self.transformer_config, layer, use_transformer_engine=False, vp_stage=vp_stage
+                mtp_block_spec=_with_known(  # None where it does not belong
+                    get_gpt_mtp_block_spec,
+                    self.transformer_config,
+                    layer,
+                    use_transformer_engine=False,
+                    vp_stage=vp_stage,
                 ),
                 vp_stage=vp_stage,
             )
@@ -346,8 +367,10 @@ class Trainer:
 
     def _build_optimizer(self) -> None:
         config = self.config
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
+        self.optimizer = _with_known(
+            get_megatron_optimizer,
+            _with_known(
+                OptimizerConfig,
                 optimizer="adam",
                 lr=config.lr,
                 clip_grad=config.clip_grad,
@@ -529,7 +552,9 @@ class Trainer:
         Forwarding a microbatch twice would count it twice."""
         if self.config.num_experts is None and self.config.mtp_layers is None:
             return None
-        tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+        # Megatron-Core 0.12 has it in parallel_state.
+        holder = moe_utils if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker") else parallel_state
+        tracker = holder.get_moe_layer_wise_logging_tracker()
         total = sum(float(entry["values"].sum()) for entry in tracker.values())
         moe_utils.clear_aux_losses_tracker()
         if "values" in MTPLossLoggingHelper.tracker:

@@ -11,6 +11,7 @@
 #include "nanlocator/gradients/gradient_scanner.hpp"
 #include "nanlocator/trace/module_scope.hpp"
 #include "nanlocator/trace/program_code.hpp"
+#include "path.hpp"
 
 namespace nanlocator {
 

@@ -4,7 +4,6 @@
 
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
-#include <pybind11/stl/filesystem.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -259,6 +258,8 @@ void bind_gradients(py::module_& m) {
           "reason"_a, "is_of_peers"_a = false, ReleaseGil(),
           "The partial verdict as JSON, None where there is nothing to tell. is_of_peers: a "
           "collective has failed; waits until it is known which rank is lost.")
+      .def("add_standing_note", &GradientLocator::add_standing_note, "note"_a,
+           "A sentence for the ledgers of this step and of all later ones.")
       .def(
           "now_in",
           [](GradientLocator& l, const std::string& activity) { l.now_in(activity_of(activity)); },

@@ -1,5 +1,4 @@
 #include <pybind11/stl.h>
-#include <pybind11/stl/filesystem.h>
 
 #include <optional>
 

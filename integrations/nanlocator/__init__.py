@@ -11,13 +11,12 @@ See README.md for both, docs/ for everything else.
 import torch
 
 from nanlocator import _build_info
+from nanlocator.torch_versions import misfit
 
-if torch.__version__ != _build_info.TORCH_VERSION:
-    raise ImportError(
-        f"nanlocator {_build_info.VERSION} was built against torch {_build_info.TORCH_VERSION}, but torch "
-        f"{torch.__version__} is installed: its C++ classes may differ. Build nanlocator again in this "
-        "environment: pip install --no-build-isolation --force-reinstall --no-deps <source folder>"
-    )
+if problem := misfit(
+    _build_info.TORCH_VERSION, _build_info.CXX11_ABI, torch.__version__, torch.compiled_with_cxx11_abi()
+):
+    raise ImportError(problem)
 
 from nanlocator._C import (
     AgreementError,

@@ -3,11 +3,12 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
+from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
 
 from nanlocator import _C
 from nanlocator.driver import Named, SkippedUpdate

@@ -22,6 +22,16 @@ std::string part_key(const std::string& key, std::size_t part) {
   return part == 0 ? key : key + "/part" + std::to_string(part);
 }
 
+// Before Torch 2.7 no Store can be cloned.
+template <class Store>
+c10::intrusive_ptr<Store> clone_of(const c10::intrusive_ptr<Store>& store) {
+  if constexpr (requires { store->clone(); }) {
+    return store->clone();
+  } else {
+    return store;
+  }
+}
+
 // A second client, so that another thread's blocking get on the given one does not block ours
 // (TCPStore serialises the calls of one client). A FileStore counts destroyed objects, and the last
 // of its `numWorkers` deletes the file: a clone would delete it too early. A Store that cannot be
@@ -35,7 +45,7 @@ c10::intrusive_ptr<c10d::Store> own_connection(const c10::intrusive_ptr<c10d::St
   }
   if (dynamic_cast<const c10d::FileStore*>(base) != nullptr) return store;
   try {
-    return store->clone();
+    return clone_of(store);
   } catch (const std::exception&) {
     return store;
   }

@@ -9,6 +9,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "netcheck/torch_versions.hpp"
+
 namespace nanlocator::netcheck {
 namespace {
 
@@ -199,18 +201,16 @@ Works launch(const CollectiveCase& c, c10d::ProcessGroup& group, at::Tensor& inp
     case Collective::all_reduce:
       return {group.allreduce(outputs)};
     case Collective::reduce_scatter:
-      return {group._reduce_scatter_base(output, input)};
+      return {reduce_scatter_single(group, output, input)};
     case Collective::all_gather:
-      return {group._allgather_base(output, input)};
+      return {all_gather_single(group, output, input)};
     case Collective::broadcast: {
       c10d::BroadcastOptions options;
       options.rootRank = c.root;
       return {group.broadcast(outputs, options)};
     }
-    case Collective::all_to_all: {
-      std::vector<std::int64_t> even;
-      return {group.alltoall_base(output, input, even, even)};
-    }
+    case Collective::all_to_all:
+      return {all_to_all_single(group, output, input)};
     case Collective::send_recv:
     case Collective::send_recv_reverse:
       break;

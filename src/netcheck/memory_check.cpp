@@ -2,7 +2,6 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -15,6 +14,7 @@
 #include <optional>
 
 #include "nanlocator/error.hpp"
+#include "netcheck/torch_versions.hpp"
 
 namespace nanlocator::netcheck {
 namespace {
@@ -69,7 +69,7 @@ std::uint64_t available_on_host() {
 
 std::uint64_t free_bytes(at::Device device) {
   if (device.is_cpu()) return available_on_host();
-  return c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index()).first;
+  return free_device_bytes(device);
 }
 
 std::uint64_t bytes_to_check(at::Device device, double fraction) {
@@ -112,7 +112,7 @@ class Memory {
     chunks_.clear();
     if (device_.is_cpu()) return;
     try {  // or the cache keeps it from the training that follows
-      c10::getDeviceAllocator(device_.type())->emptyCache();
+      empty_device_cache(device_);
     } catch (const std::exception&) {  // the device has failed, which is reported already
     }
   }

@@ -6,7 +6,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DefaultDtype.h>
-#include <torch/headeronly/version.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <array>

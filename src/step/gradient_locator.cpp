@@ -144,6 +144,11 @@ void GradientLocator::add_note(std::string note) {
   impl_->notes.push_back(std::move(note));
 }
 
+void GradientLocator::add_standing_note(std::string note) {
+  impl_->standing_notes.push_back(note);
+  add_note(std::move(note));
+}
+
 void GradientLocator::set_births(std::vector<Birth> births) {
   impl_->births = std::move(births);
   add_maxima_before(impl_->births, impl_->history(), impl_->scanner->weight_history(),

@@ -83,7 +83,7 @@ void GradientLocator::Impl::forget_step() {
   scanner->begin_step();
   gradient_norm.reset();
   loss_scale.reset();
-  notes.clear();
+  notes = standing_notes;
   births.clear();
   questions = 0;
   crossed.clear();

@@ -88,6 +88,7 @@ struct GradientLocator::Impl {
   std::optional<double> gradient_norm;
   std::optional<double> loss_scale;  // that an overflow lowers
   std::vector<std::string> notes;
+  std::vector<std::string> standing_notes;  // every step begins with these
   std::vector<Birth> births;
   int questions = 0;  // of this step, whether a re-run has ended early
   std::vector<Sighting> crossed;

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "tensor/torch_versions.hpp"
+
 namespace nanlocator {
 namespace {
 
@@ -23,7 +25,9 @@ constexpr std::pair<at::ScalarType, std::string_view> kNames[] = {
     {at::kFloat8_e5m2, "float8_e5m2"},
     {at::kFloat8_e4m3fnuz, "float8_e4m3fnuz"},
     {at::kFloat8_e5m2fnuz, "float8_e5m2fnuz"},
+#if !NANLOCATOR_TORCH_BEFORE(2, 7)
     {at::kFloat8_e8m0fnu, "float8_e8m0fnu"},
+#endif
     {at::kComplexHalf, "complex32"},
     {at::kComplexFloat, "complex64"},
     {at::kComplexDouble, "complex128"},

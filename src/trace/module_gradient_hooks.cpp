@@ -1,7 +1,6 @@
 #include "trace/module_gradient_hooks.hpp"
 
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -11,6 +10,8 @@
 #include <unordered_set>
 #include <utility>
 #include <vector>
+
+#include "trace/torch_versions.hpp"
 
 namespace nanlocator::module_watch {
 namespace {
@@ -55,7 +56,7 @@ class NodeLook {
 };
 
 /// Of a node whose outputs belong to a call: sees the gradients of these outputs.
-class GradOutputHook : public autograd::FunctionPreHook {
+class GradOutputHook : public LeftOutOfCompiledAutograd<autograd::FunctionPreHook> {
  public:
   explicit GradOutputHook(NodeLook look) : look_(std::move(look)) {}
 
@@ -63,15 +64,13 @@ class GradOutputHook : public autograd::FunctionPreHook {
     look_.see(gradients);
     return gradients;
   }
-  // Compiled autograd calls no hook of ours, and need not know.
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
 
  private:
   NodeLook look_;
 };
 
 /// Of a node at a call's boundary: sees what it hands to the call's inputs and to parameters.
-class ContributionHook : public autograd::FunctionPostHook {
+class ContributionHook : public LeftOutOfCompiledAutograd<autograd::FunctionPostHook> {
  public:
   explicit ContributionHook(NodeLook look) : look_(std::move(look)) {}
 
@@ -80,7 +79,6 @@ class ContributionHook : public autograd::FunctionPostHook {
     look_.see(outputs);
     return outputs;
   }
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
 
  private:
   NodeLook look_;

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>  // complete, for the pointer in Edge
 
 #include <cstdint>
 #include <map>

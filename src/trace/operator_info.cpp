@@ -131,21 +131,13 @@ const OperatorInfo* shared_info(const c10::OperatorName& name) {
   return info.get();
 }
 
-struct PointerPairHash {
-  std::size_t operator()(const std::pair<const void*, const void*>& key) const noexcept {
-    return reinterpret_cast<std::size_t>(key.first) * 31 +
-           reinterpret_cast<std::size_t>(key.second);
-  }
-};
-
 }  // namespace
 
 const OperatorInfo* operator_info(const at::RecordFunction& call) {
-  // A registered schema's strings stay where they are; a frame without schema is never in here.
-  thread_local std::unordered_map<std::pair<const void*, const void*>, const OperatorInfo*,
-                                  PointerPairHash>
-      known;
-  const std::pair<const void*, const void*> key{call.name(), call.overload_name()};
+  // The name is its registered schema's own string, one per overload, and stays where it is
+  // (record_function.cpp, RecordFunction::name); a frame without schema is never in here.
+  thread_local std::unordered_map<const void*, const OperatorInfo*> known;
+  const void* key = call.name();
   if (const auto found = known.find(key); found != known.end()) return found->second;
   const auto name = call.operator_name();
   if (!name) return nullptr;

@@ -248,7 +248,8 @@ def run_rank(scenario: Scenario, directory: pathlib.Path) -> dict:
 
 
 def _methods_of_process_group() -> dict:
-    return {name: getattr(ProcessGroup, name) for name in dir(ProcessGroup) if not name.startswith("__")}
+    """What the class itself holds: getattr would bind or unwrap it."""
+    return dict(vars(ProcessGroup))
 
 
 if __name__ == "__main__":

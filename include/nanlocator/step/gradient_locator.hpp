@@ -149,6 +149,8 @@ class GradientLocator {
   void set_loss_scale(double loss_scale, bool falls_on_overflow);
   /// A sentence for this step's ledger.
   void add_note(std::string note);
+  /// A sentence for the ledgers of this step and of all later ones.
+  void add_standing_note(std::string note);
   /// What was seen being born in this step, for its ledger; replaces what was there. In a re-run it
   /// also replaces what stands for this rank until it concludes (`keep_first_pass`).
   void set_births(std::vector<Birth> births);

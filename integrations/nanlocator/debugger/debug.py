@@ -31,10 +31,11 @@ from nanlocator.debugger.process_hooks import ProcessHooks
 from nanlocator.debugger.ranks import Finding, PeerRanks, next_number
 from nanlocator.debugger.values import Values
 from nanlocator.modules import nearest_path
+from nanlocator.python_versions import add_note
 from nanlocator.session import is_distributed, record_for_torchrun
 
 
-class DebugOption(str, Enum):  # noqa: UP042  (prints as transformers' does, which a StrEnum would not)
+class DebugOption(str, Enum):
     """The words of ``--debug``; equal to those of transformers."""
 
     UNDERFLOW_OVERFLOW = "underflow_overflow"
@@ -276,7 +277,7 @@ class DebugUnderflowOverflow:
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
         """Runs also where the forward raises, without an output."""
-        error = sys.exception()
+        error = sys.exc_info()[1]
         if module is self.model and self._looks.are_waiting and error is not None:
             self._settle_before(error)
 
@@ -306,7 +307,7 @@ class DebugUnderflowOverflow:
         try:
             self._looks.settle()
         except ValueError as finding:
-            error.add_note(f"nanlocator: before this, {finding}")
+            add_note(error, f"nanlocator: before this, {finding}")
 
     # ---- Frames ---------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 import os
 import socket
 import sys
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch.distributed as dist
@@ -65,7 +65,7 @@ class Output:
             self._directory.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 if not self._has_header:
-                    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+                    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
                     file.write(f"# {describe_rank()}, process {os.getpid()}, {now}\n")
                 file.write(text + "\n")
         except OSError as error:

@@ -21,6 +21,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from nanlocator.python_versions import add_note
+
 _LONGEST_REPORT = 1 << 20  # characters that travel; the finding rank's file has the whole
 _STORE_TIMEOUT = timedelta(seconds=10)
 _TELL_DEADLINE = (
@@ -164,7 +166,7 @@ class _ExceptHook:
     def _call(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         finding = self._state.finding
         if finding is not None and str(finding) not in str(error):
-            error.add_note(f"nanlocator: DebugUnderflowOverflow: {finding}")
+            add_note(error, f"nanlocator: DebugUnderflowOverflow: {finding}")
         self._previous(kind, error, traceback)
 
     def remove(self) -> None:

@@ -1,10 +1,10 @@
 """The ``boundaries`` level: hands what crosses ranks to the engine, before and after.
 
 Every collective and message that Megatron-Core, TransformerEngine or torch issue from Python ends in a method
-of ``ProcessGroup`` (torch 2.11, distributed/distributed_c10d.py): these are replaced on the class while a
-forward-backward pass is watched. That also covers functions which others bound when they were imported
-(Megatron-Core 0.16.1, tensor_parallel/layers.py and mappings.py). Calls of groups that are not watched pay
-one look-up.
+of ``ProcessGroup`` (torch 2.6 to 2.15, distributed/distributed_c10d.py): these are replaced on the class
+while a forward-backward pass is watched. That also covers functions which others bound when they were
+imported (Megatron-Core 0.16.1, tensor_parallel/layers.py and mappings.py). Calls of groups that are not
+watched pay one look-up.
 """
 
 import contextlib
@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from nanlocator import _C
 from nanlocator.megatron.configuration import unwatched_groups
 from nanlocator.megatron.layout import exchanging_modules
-from nanlocator.patches import Patches
+from nanlocator.megatron.versions import process_groups
+from nanlocator.patches import Patches, replace
 
 Tensors = list[torch.Tensor]
 
-# Fields of ProcessGroupCollection (0.16.1) and the names in ledgers. Gradients cross the data-parallel
+# Fields of ProcessGroupCollection and the names in ledgers. Gradients cross the data-parallel
 # groups and are scanned elsewhere; `tp_dp_cp` is here for the routers' token counts and auxiliary losses.
 _GROUP_NAMES = {
     "tp": "tp",
@@ -39,6 +39,8 @@ _GROUP_NAMES = {
     "pos_embd": "pos_embd",
     "mp": "tp_pp",
     "tp_ep_pp": "tp_ep_pp",
+    "gtp_remat": "gtp_remat",
+    "expt_gtp_remat": "expt_gtp_remat",
     "tp_dp_cp": "tp_dp_cp",
 }
 
@@ -59,7 +61,7 @@ class _Collective:
     is_gather: bool = False
 
 
-_COLLECTIVES = {
+_COLLECTIVES = {  # those that a version of torch has not got are left out
     "allreduce": _Collective("c10d::allreduce_", 0, 0),
     "allreduce_coalesced": _Collective("c10d::allreduce_coalesced_", 0, 0),
     "broadcast": _Collective("c10d::broadcast_", 0, 0, root=1, only_root_sends=True),
@@ -78,6 +80,20 @@ _COLLECTIVES = {
     "gather": _Collective("c10d::gather_", 0, 1, root=2, only_root_receives=True),
     "scatter": _Collective("c10d::scatter_", 0, 1, root=2, only_root_sends=True),
 }
+# From torch 2.13 on torch.distributed calls these, with the same arguments, for the same operators.
+_COLLECTIVES |= {
+    new: _COLLECTIVES[old]
+    for new, old in {
+        "all_gather_single": "_allgather_base",
+        "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+        "reduce_scatter_single": "_reduce_scatter_base",
+        "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+        "all_to_all_single": "alltoall_base",
+    }.items()
+}
+_COLLECTIVES["gather_single"] = _Collective(
+    "c10d::gather_into_tensor_", 0, 1, root=2, only_root_receives=True
+)
 
 
 class Boundaries:
@@ -107,7 +123,9 @@ class Boundaries:
                 if name in unwatched:
                     self.watch.has_unwatched(watched.number)
         self._message_groups = {**self._groups, **self._stand_ins()}
-        self._replaced: dict[str, tuple[Any, Callable[..., Any]]] = {}
+        self._replaced: list[Callable[[], None]] = []  # what takes each off
+        # Where a set is given: the (group, operator) of what is seen in the passes that begin from then on.
+        self.exchanges: set[tuple[str, str]] | None = None
         self._is_removed = False
         self._patches = Patches()
         for chunk in chunks:
@@ -179,6 +197,7 @@ class Boundaries:
         return {}
 
     def _install(self) -> None:
+        operators = {"send": "send", "recv": "recv"}
         makers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
             "send": self._watched_send,
             "recv": self._watched_receive,
@@ -186,19 +205,30 @@ class Boundaries:
             "_end_coalescing": self._watched_end,
         }
         for name, collective in _COLLECTIVES.items():
+            operators[name] = collective.op
             makers[name] = lambda inner, collective=collective: self._watched_collective(collective, inner)
         for name, make in makers.items():
-            original = getattr(ProcessGroup, name)
-            replacement = make(original)
-            self._replaced[name] = original, replacement
-            setattr(ProcessGroup, name, replacement)
+            inner = getattr(ProcessGroup, name, None)
+            if inner is not None:
+                if self.exchanges is not None and name in operators:
+                    inner = self._noted(operators[name], self.exchanges, inner)
+                self._replaced.append(replace(ProcessGroup, name, make(inner)))
+
+    def _noted(
+        self, operator: str, exchanges: set[tuple[str, str]], inner: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        groups = self._message_groups
+
+        def noted(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            if (watched := groups.get(id(group))) is not None:
+                exchanges.add((watched.name, operator))
+            return inner(group, *args, **kwargs)
+
+        return noted
 
     def _uninstall(self) -> None:
-        for name, (original, replacement) in self._replaced.items():
-            # Where someone has wrapped ours since, it stays inside theirs.
-            if getattr(ProcessGroup, name) is replacement:
-                setattr(ProcessGroup, name, original)
-        self._replaced = {}
+        while self._replaced:
+            self._replaced.pop()()
 
     def _watched_collective(self, collective: _Collective, inner: Callable[..., Any]) -> Callable[..., Any]:
         groups, watch = self._groups, self.watch
@@ -364,15 +394,7 @@ class _ObservedWork:
 
 def _model_parallel_groups(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, ProcessGroup]]:
     """Every group with more than one member that activations cross, by its first name."""
-    collections = [ProcessGroupCollection.use_mpu_process_groups()]
-    for chunk in chunks:
-        for module in chunk.modules():
-            own = vars(module).get("pg_collection")
-            if isinstance(own, ProcessGroupCollection):
-                collections.append(own)
     for field, name in _GROUP_NAMES.items():
-        for collection in collections:
-            value = getattr(collection, field, None)
-            for group in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(group, ProcessGroup) and group.size() > 1:
-                    yield name, group
+        for group in process_groups(chunks, field):
+            if isinstance(group, ProcessGroup) and group.size() > 1:
+                yield name, group

@@ -3,7 +3,6 @@
 import sys
 from typing import Any
 
-import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -11,8 +10,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from megatron.core.utils import get_model_config
 
 from nanlocator import _C
-
-TESTED_MEGATRON = "0.16.1"
+from nanlocator.megatron import versions
 
 
 def check_call(chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
@@ -47,8 +45,14 @@ def _captures_whole_iteration(config: Any) -> bool:
     scopes = getattr(config, "cuda_graph_scope", None) or []
     if not isinstance(scopes, list):
         scopes = str(getattr(scopes, "name", scopes)).split(",")
-    is_on = getattr(config, "cuda_graph_impl", "none") != "none" or getattr(config, "enable_cuda_graph", 0)
-    return is_on and any(getattr(scope, "name", scope) == "full_iteration" for scope in scopes)
+    return uses_cuda_graphs(config) and any(
+        getattr(scope, "name", scope) == "full_iteration" for scope in scopes
+    )
+
+
+def uses_cuda_graphs(config: Any) -> bool:
+    impl = getattr(config, "cuda_graph_impl", "none")
+    return impl not in (None, "none") or bool(getattr(config, "enable_cuda_graph", False))
 
 
 def unwatched_groups(chunks: list[torch.nn.Module]) -> dict[str, str]:
@@ -87,15 +91,16 @@ def not_covered(
         "the rank within a data-parallel replica of a fault that happens once: that needs level boundaries": (
             options.level == "grads" and is_model_parallel
         ),
-        f"Megatron-Core {megatron.core.__version__} is not the tested {TESTED_MEGATRON}: "
-        "hooks may sit in the wrong place": megatron.core.__version__ != TESTED_MEGATRON,
+        f"Megatron-Core {versions.unknown_version()} has not been tried: hooks may sit in the wrong place": (
+            versions.unknown_version() is not None
+        ),
         "operators inside TransformerEngine's kernels (reported as born inside their module)": (
             "transformer_engine" in modules
         ),
         "operators inside functions that Megatron compiles (bias_activation_fusion, bias_dropout_fusion)": (
             has("bias_activation_fusion") or has("bias_dropout_fusion")
         ),
-        "values inside CUDA graphs": has("enable_cuda_graph") or has("cuda_graph_impl"),
+        "values inside CUDA graphs": uses_cuda_graphs(config),
         "scales of fp8 and fp4": has("fp8") or has("fp4"),
         "what is gathered quantised (bytes): whether it was finite is not known": (
             (has("fp8") or has("fp4")) and getattr(config, "sequence_parallel", False)

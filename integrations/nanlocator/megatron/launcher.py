@@ -99,7 +99,7 @@ def _set_variables(options: argparse.Namespace) -> None:
 
 def _run(script: str, arguments: list[str]) -> None:
     sys.argv = [script, *arguments]
-    if not sys.flags.safe_path:
+    if not getattr(sys.flags, "safe_path", False):  # there is none before Python 3.11
         sys.path[0] = os.path.dirname(os.path.abspath(script))  # it was this launcher's
     runpy.run_path(script, run_name="__main__")
 

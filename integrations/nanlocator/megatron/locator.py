@@ -17,12 +17,14 @@ modules; ``remove`` takes them off.
 
 import contextlib
 import operator
+import sys
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import schedules
+from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
 
 from nanlocator import _C
 from nanlocator.backward_order import BackwardOrder
@@ -31,10 +33,12 @@ from nanlocator.megatron import state
 from nanlocator.megatron.adapter import MegatronAdapter, MegatronPass
 from nanlocator.megatron.boundaries import Boundaries
 from nanlocator.megatron.configuration import check_call, current_iteration, not_covered
-from nanlocator.megatron.layout import bucket_groups, optimizer_gradients
+from nanlocator.megatron.first_step import FirstStep
+from nanlocator.megatron.layout import bucket_groups, optimizer_gradients, rank_coordinates
 from nanlocator.megatron.microbatches import Microbatches
+from nanlocator.megatron.versions import is_sent_already
 from nanlocator.patches import Patches
-from nanlocator.session import Options, RankConnection, log_once, resolve_options
+from nanlocator.session import Options, RankConnection, log_once, note_not_covered, resolve_options
 
 _INSTALLED = "_nanlocator"  # attribute of the optimizer that holds the installed locator
 _SCHEDULES = (
@@ -90,6 +94,9 @@ class MegatronLocator:
         self._machine = state.RerunMachine()
         self._patches = Patches()
         self._microbatches = Microbatches(chunks, self._patches)
+        self._first_step = FirstStep(chunks, self._adapter.named)
+        self._is_first_step = True
+        self._microbatches.listeners.append(self._first_step)
         self._boundaries: Boundaries | None = None
         if options.level in ("boundaries", "modules"):
             self._boundaries = Boundaries(chunks, threads=torch.get_num_threads())
@@ -97,6 +104,7 @@ class MegatronLocator:
             self._adapter.boundaries = self._boundaries
             self._driver.watch(self._boundaries.watch)
             self._patches.on_removal(self._boundaries.remove)
+            self._first_step.exchanges = self._boundaries.exchanges = set()
         if options.level == "operators":
             for hooks in self._adapter.module_hooks(None):
                 self._patches.on_removal(hooks.remove)
@@ -168,6 +176,7 @@ class MegatronLocator:
                     # What Megatron's own checks want to raise on this rank: the others do not come to know.
                     with self._machine.errors_held_back() as errors:
                         step.run(step.data.recording)
+                self._first_step.losses += len(self._microbatches.losses)
                 decision = self._driver.end_pass(self._microbatches.losses)
                 if decision in (_C.Decision.RECOVERED, _C.Decision.SKIP):
                     self._machine.forget()
@@ -183,10 +192,9 @@ class MegatronLocator:
         ids = [self._adapter.ids[p] for p in parameters]
 
         def start_grad_sync(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            # The guard of _ParamAndGradBucketGroup.start_grad_sync itself: in the first batch
-            # finish_grad_sync calls it again while the collective is in flight.
-            if group.is_first_batch and group.grad_reduce_handle is not None:
+            if is_sent_already(group):
                 return original(*args, **kwargs)
+            self._first_step.buckets.add(number)
             self._driver.begin(current_iteration())
             self._driver.scan("grad_local", number, "main_grad", ids, [p.main_grad for p in parameters])
             with self._driver.concluding("Megatron raised before the data-parallel collective"):
@@ -200,6 +208,7 @@ class MegatronLocator:
         def finish_grad_sync(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with self._driver.concluding("the data-parallel collective failed on this rank"):
                 result = original(*args, **kwargs)
+            self._first_step.chunks.add(number)
             self._driver.begin(current_iteration())
             self._driver.scan("grad_reduced", number, "main_grad", *self._adapter.owned_gradients(parameters))
             return result
@@ -207,6 +216,7 @@ class MegatronLocator:
         return finish_grad_sync
 
     def _around_prepare_grads(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+        self._first_step.hooks.add("prepare_grads")
         self._driver.begin(current_iteration())
         overflow = self._adapter.loss_scale_now()  # before the optimizer lowers it
         if overflow is not None:
@@ -225,6 +235,7 @@ class MegatronLocator:
         return found_inf
 
     def _around_get_grad_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
+        self._first_step.hooks.add("get_grad_norm")
         norm = original(*args, **kwargs)  # waits for the norm, all scans and the flag before it
         if not self._driver.is_judged:
             self._driver.set_gradient_norm(float(norm))
@@ -243,7 +254,25 @@ class MegatronLocator:
                 with contextlib.suppress(SkippedUpdate):
                     result = original(*args, **kwargs)
             self._driver.end_step()
+        if self._is_first_step and result[0]:
+            self._end_first_step()
         return result
+
+    def _end_first_step(self) -> None:
+        """Says what was not seen though it must have happened; a rank of each pipeline stage prints it."""
+        self._is_first_step = False
+        self._microbatches.listeners.remove(self._first_step)
+        if self._boundaries:
+            self._boundaries.exchanges = None
+        missing = self._first_step.missing()
+        if not missing:
+            return
+        text = "not seen in the first step, though it must have happened: " + "; ".join(missing)
+        self._driver.locator.add_standing_note(f"{text[0].upper()}{text[1:]}.")
+        note_not_covered(self.run_dir, missing)
+        place = rank_coordinates(torch.device("cpu"))
+        if (place.tp.rank, place.dp.rank, place.cp.rank) == (0, 0, 0):
+            print(f"nanlocator: rank {place.rank}: {text}", file=sys.stderr, flush=True)
 
     def _is_our_model(self, model: Any) -> bool:
         chunks = model if isinstance(model, list) else [model]

@@ -6,6 +6,7 @@ generators and the model's buffers (expert bias, token counters) are the engine'
 """
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,9 +15,9 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+from nanlocator.megatron import versions
 from nanlocator.rerun import ObjectState
 
 
@@ -58,7 +59,7 @@ class LoggingTracker:
 
 
 def router_losses() -> LoggingTracker:
-    return LoggingTracker(get_moe_layer_wise_logging_tracker)
+    return LoggingTracker(versions.router_losses)
 
 
 def multi_token_losses() -> LoggingTracker:
@@ -70,6 +71,10 @@ def _copied(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value):  # MetricEntry of Megatron-Core 0.18
+        return dataclasses.replace(
+            value, **{field.name: _copied(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        )
     return value  # process groups are kept by reference
 
 

@@ -12,6 +12,7 @@ from nanlocator.batches import KeptBatch
 from nanlocator.driver import Named
 from nanlocator.plain import PlainAdapter, PlainPass
 from nanlocator.rerun import losses_of
+from nanlocator.transformers.versions import summed_loss
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -68,7 +69,8 @@ class TrainerPass(PlainPass):
     def __init__(self, adapter: PlainAdapter, trainer: "Trainer") -> None:
         super().__init__(adapter)
         self._trainer = trainer
-        self._logged_loss = trainer._tr_loss.clone()  # what the Trainer had summed up before this step
+        summed = summed_loss(trainer)
+        self._logged_loss = None if summed is None else summed.clone()  # before this step
         self._all: list[Microbatch] = []
         self.losses: list[torch.Tensor] = []  # of the latest execution
 
@@ -105,6 +107,9 @@ class TrainerPass(PlainPass):
 
     def log_latest_losses(self) -> None:
         """In the place of the first execution's; the Trainer adds the last microbatch's itself."""
-        self._trainer._tr_loss.copy_(self._logged_loss)
+        summed = summed_loss(self._trainer)
+        if summed is None or self._logged_loss is None:
+            return
+        summed.copy_(self._logged_loss)
         for loss in self.losses[:-1]:
-            self._trainer._tr_loss += loss
+            summed += loss

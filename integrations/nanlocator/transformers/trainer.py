@@ -20,10 +20,11 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
 
 from nanlocator import _C
 from nanlocator.optimizer import LocatingOptimizer

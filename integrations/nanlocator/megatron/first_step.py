@@ -1,0 +1,115 @@
+"""Whether the watch is blind: after the first step that Megatron called successful, what was seen of it is
+compared with what its configuration must have done.
+
+A version of torch or Megatron-Core that calls other names than those that are wrapped raises no error:
+nothing is seen, nothing is found. So what must have happened and was not seen is said once, stands in
+run.json, and in the notes of every later verdict.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import get_model_config
+
+from nanlocator.megatron.configuration import unwatched_groups, uses_cuda_graphs
+from nanlocator.megatron.layout import NamedParameter, bucket_groups
+
+Exchanges = set[tuple[str, str]]  # group as in ledgers; c10d's operator, "send" or "recv"
+
+
+class FirstStep:
+    """Collects what was seen: a listener of Microbatches, whose sets the locator's hooks add to."""
+
+    def __init__(self, chunks: list[torch.nn.Module], named: list[NamedParameter]) -> None:
+        self.exchanges: Exchanges | None = None  # None: this level does not watch them
+        self.buckets: set[int] = set()  # numbers of bucket groups whose gradients were scanned before
+        self.chunks: set[int] = set()  # ... and of chunks whose gradients were scanned after the reduction
+        self.hooks: set[str] = set()
+        self.losses = 0
+        self._chunks = chunks
+        self._named = named
+
+    def begin_forward(self, microbatch: int | None, chunk: int, inputs: Any) -> None:
+        self.hooks.add("forward")
+
+    def end_forward(self, microbatch: int | None, chunk: int, outputs: Any) -> None:
+        pass
+
+    def begin_backward(self, microbatch: int | None, chunk: int, output_grads: Any) -> None:
+        self.hooks.add("backward")
+
+    def end_backward(self, microbatch: int | None, chunk: int, input_grads: Any) -> None:
+        pass
+
+    def missing(self) -> list[str]:
+        """Phrases, for people: what this rank has not seen."""
+        if "forward" not in self.hooks:
+            return [
+                "forward and backward: Megatron's schedule was asked for before nanlocator was installed, or "
+                "does not call schedules.forward_step"
+            ]
+        missing = [*self._missing_gradients(), *self._missing_exchanges()]
+        if "backward" not in self.hooks:
+            missing.append("the microbatches of backward (schedules.backward_step)")
+        if self.losses == 0 and parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            missing.append("the losses")
+        missing += [
+            f"the gradients that are clipped (optimizer.{name} was not called)"
+            for name in ("prepare_grads", "get_grad_norm")
+            if name not in self.hooks
+        ]
+        return missing
+
+    def _missing_gradients(self) -> Iterator[str]:
+        groups = [group for chunk in self._chunks for group in bucket_groups(chunk)]
+        parameters_of = [{p for bucket in group.buckets for p in bucket.params_list} for group in groups]
+        unseen = set().union(*(p for n, p in enumerate(parameters_of) if n not in self.buckets))
+        homeless = {entry.parameter for entry in self._named}.difference(*parameters_of)
+        names = [entry.name for entry in self._named if entry.parameter in unseen | homeless]
+        if names:
+            yield f"the gradients before their data-parallel reduction of {_some_of(names)}"
+        names = [entry.name for entry in self._named if entry.chunk not in self.chunks]
+        if names:
+            yield f"the gradients after their data-parallel reduction of {_some_of(names)}"
+
+    def _missing_exchanges(self) -> Iterator[str]:
+        if self.exchanges is None:
+            return
+        for groups, operator, words in self._expected_exchanges():
+            if not any(group in groups and operator in seen for group, seen in self.exchanges):
+                yield f"{words} (group {' or '.join(groups)})"
+
+    def _expected_exchanges(self) -> Iterator[tuple[tuple[str, ...], str, str]]:
+        """(groups any of which it may be, part of the operator's name, words)."""
+        config, unwatched = get_model_config(self._chunks[0]), unwatched_groups(self._chunks)
+        modules = [module for chunk in self._chunks for module in chunk.modules()]
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            yield ("pp",), "send", "what is sent to other pipeline stages"
+            yield ("pp",), "recv", "what is received from other pipeline stages"
+        if uses_cuda_graphs(config):  # replays call nothing; said already
+            return
+        has_layers = any(isinstance(module, TransformerLayer) for module in modules)
+        if parallel_state.get_tensor_model_parallel_world_size() > 1 and has_layers and "tp" not in unwatched:
+            if config.sequence_parallel:
+                yield ("tp",), "allgather", "the all-gathers of sequence parallelism"
+                yield ("tp",), "reduce_scatter", "the reduce-scatters of sequence parallelism"
+            else:
+                yield ("tp",), "allreduce", "the all-reduces of tensor parallelism"
+        if parallel_state.get_context_parallel_world_size() > 1 and has_layers:
+            yield ("cp", "hcp", "tp_cp"), "", "the exchanges of context parallelism"
+        has_experts = any(isinstance(module, BaseMoELayer) for module in modules) and "ep" not in unwatched
+        if parallel_state.get_expert_model_parallel_world_size() > 1 and has_experts:
+            if config.moe_token_dispatcher_type.startswith("alltoall"):
+                yield ("ep", "tp_ep"), "alltoall", "the exchanges of tokens between experts"
+            elif config.moe_token_dispatcher_type == "allgather":
+                yield ("ep", "tp_ep"), "allgather", "the tokens that are gathered for the experts"
+                yield ("ep", "tp_ep"), "reduce_scatter", "what the experts give back"
+
+
+def _some_of(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more parameters"

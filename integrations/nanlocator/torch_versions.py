@@ -1,0 +1,32 @@
+"""Whether the extension fits the torch that it is imported beside. Imports neither."""
+
+import re
+
+
+def misfit(built: str, has_new_abi_built: bool, installed: str, has_new_abi_installed: bool) -> str | None:
+    """A sentence where an extension that was built against one torch cannot be loaded beside another; None
+    where it can.
+
+    Torch's C++ classes keep their layout within a minor version: 2.11.0, 2.11.1+cu129 and 2.11.0a0+nv26.04
+    are alike. ``has_new_abi``: whether ``std::string`` is libstdc++'s of C++11
+    (``torch.compiled_with_cxx11_abi()``).
+    """
+    if _minor(built) != _minor(installed):
+        difference = f"was built against torch {built}, but torch {installed} is installed"
+    elif has_new_abi_built != has_new_abi_installed:
+        difference = (
+            f"was built with _GLIBCXX_USE_CXX11_ABI={int(has_new_abi_built)}, but torch {installed} with "
+            f"{int(has_new_abi_installed)}"
+        )
+    else:
+        return None
+    return (
+        f"nanlocator {difference}: its C++ classes differ. Build nanlocator again in this environment: "
+        "pip install --no-build-isolation --force-reinstall --no-deps <source folder>"
+    )
+
+
+def _minor(version: str) -> str:
+    """The "2.11" of "2.11.0a0+nv26.04"; all of a version that is not a release's, such as "main"."""
+    found = re.match(r"\d+\.\d+(?!\d)", version)
+    return found.group() if found else version

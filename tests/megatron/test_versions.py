@@ -1,0 +1,71 @@
+"""What differs between versions of Megatron-Core, on the one that is installed; with another in front of
+PYTHONPATH, on that one."""
+
+import pytest
+import torch
+from ranks import RankServer
+
+# gpt_training redirects Megatron's CUDA to the CPU before it imports it.
+run_ranks = RankServer("torch._dynamo", "gpt_training").run_ranks
+
+
+@pytest.fixture(autouse=True)
+def run_in_tmp_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def losses_after_restoring(rank, world_size):
+    import gpt_training  # noqa: F401
+    from megatron.core.transformer.moe import moe_utils
+
+    from nanlocator.megatron import state
+
+    def add(value):
+        if hasattr(moe_utils, "get_moe_metrics_tracker"):
+            moe_utils.get_moe_metrics_tracker().record("load_balancing_loss", torch.tensor(value), 1, 2)
+        else:
+            moe_utils.save_to_aux_losses_tracker("load_balancing_loss", torch.tensor(value), 1, 2)
+
+    def read():
+        if hasattr(moe_utils, "get_moe_metrics_tracker"):
+            metrics = moe_utils.get_moe_metrics_tracker().metrics
+            return {name: entry.values.tolist() for name, entry in metrics.items()}
+        tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+        return {name: entry["values"].tolist() for name, entry in tracker.items()}
+
+    losses = state.router_losses()
+    losses.save()
+    empty = read()
+    add(1.0)
+    losses.restore()
+    assert read() == empty
+    add(1.0)
+    losses.save()
+    add(5.0)
+    between = read()
+    losses.restore()
+    return between, read()
+
+
+def test_what_routers_have_logged_is_restored_before_a_re_run():
+    ((between, restored),) = run_ranks(1, losses_after_restoring)
+    assert between == {"load_balancing_loss": [6.0, 0.0]}
+    assert restored == {"load_balancing_loss": [1.0, 0.0]}
+
+
+def versions_that_are_known(rank, world_size):
+    import gpt_training  # noqa: F401
+    import megatron.core
+
+    from nanlocator.megatron import versions
+
+    def unknown(version):
+        megatron.core.__version__ = version
+        return versions.unknown_version()
+
+    given = ["0.11.0", "0.12.0rc3", "0.16.1", "0.20.0", "0.21.0", "1.0.0", "custom"]
+    return [version for version in given if unknown(version)]
+
+
+def test_a_version_that_nobody_has_tried_is_said_and_is_no_error():
+    assert run_ranks(1, versions_that_are_known) == [["0.11.0", "0.21.0", "1.0.0", "custom"]]
