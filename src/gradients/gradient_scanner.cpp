@@ -166,6 +166,7 @@ struct GradientScanner::Impl {
   std::map<GroupKey, Group> groups;
   std::uint64_t scans = 0;                          // of this step
   std::map<Phase, WithoutMemory> without_memory{};  // of this step
+  std::map<Phase, std::string> without_slots{};     // of this step: why some was not scanned
 
   std::optional<GradientHistory> gradient_history{};
   std::optional<GradientHistory> weight_history{};  // where weights are scanned in each step
@@ -174,11 +175,48 @@ struct GradientScanner::Impl {
   bool remembers_weights = false;                   // of this step
   std::vector<RememberedSlots> remembered{};
 
+  using Tensors = std::map<DeviceSlots*, std::vector<at::Tensor>>;
+
+  /// Null, and a note, where the device has no memory for them: what lies there is left out, and
+  /// training goes on.
+  DeviceSlots* slots_or_none(at::Device device, Phase phase) {
+    try {
+      return &slots_of(device);
+    } catch (const CudaError& error) {
+      without_slots.try_emplace(phase, error.what());
+      return nullptr;
+    }
+  }
+
+  /// Scans `tensors`, which `entries` describe, as one group.
+  void enqueue(Phase phase, std::uint64_t number, std::string_view role, std::vector<Entry> entries,
+               const Tensors& tensors) {
+    auto& group = group_for_next_pass(phase, number);
+    std::vector<DeviceSlots*> prepared;
+    for (const auto& [device, batch] : tensors) {
+      try {
+        device->prepare(group.batches[device], batch);
+        prepared.push_back(device);
+      } catch (const CudaError& error) {  // as above
+        without_slots.try_emplace(phase, error.what());
+        std::erase_if(entries, [&](const Entry& entry) { return entry.device == device; });
+        group.batches.erase(device);
+      }
+    }
+    group.role = role;
+    group.sequence = ++scans;
+    group.entries = std::move(entries);
+    for (auto* const device : prepared) device->scan(group.batches[device], tensors.at(device));
+  }
+
   DeviceSlots& slots_of(at::Device device) {
     device = with_index(device);
-    auto& slots = devices[{device.type(), device.is_cpu() ? at::DeviceIndex{-1} : device.index()}];
-    if (!slots) slots = make_device_slots(device, threads);
-    return *slots;
+    const std::pair key(device.type(), device.is_cpu() ? at::DeviceIndex{-1} : device.index());
+    auto found = devices.find(key);
+    if (found == devices.end()) {
+      found = devices.emplace(key, make_device_slots(device, threads)).first;
+    }
+    return *found->second;
   }
 
   [[nodiscard]] Group& group_for_next_pass(Phase phase, std::uint64_t number) {
@@ -333,6 +371,7 @@ void GradientScanner::begin_step() {
   }
   impl_->scans = 0;
   impl_->without_memory.clear();
+  impl_->without_slots.clear();
 }
 
 void GradientScanner::scan(Phase phase, std::uint64_t group_number, std::string_view role,
@@ -341,7 +380,7 @@ void GradientScanner::scan(Phase phase, std::uint64_t group_number, std::string_
   const at::RecordFunctionGuard unobserved(false);  // no operator of the program that is observed
   std::vector<Entry> entries;
   entries.reserve(views.size());
-  std::map<DeviceSlots*, std::vector<at::Tensor>> tensors;
+  Impl::Tensors tensors;
   std::vector<const GradientView*> without_memory;
   for (const auto& view : views) {
     const auto& parameter = impl_->map.at(view.parameter);
@@ -354,19 +393,15 @@ void GradientScanner::scan(Phase phase, std::uint64_t group_number, std::string_
       continue;
     }
     auto prepared = prepare(view.tensor, parameter);
-    auto* device = &impl_->slots_of(prepared.tensor.device());
+    auto* const device = impl_->slots_or_none(prepared.tensor.device(), phase);
+    if (device == nullptr) continue;
     auto& batch = tensors[device];
     entries.push_back({view.parameter, view.element_offset, prepared.dtype, prepared.is_complex,
                        std::move(prepared.sparse), device,
                        static_cast<std::uint32_t>(batch.size())});
     batch.push_back(std::move(prepared.tensor));
   }
-  auto& group = impl_->group_for_next_pass(phase, group_number);
-  for (const auto& [device, batch] : tensors) device->prepare(group.batches[device], batch);
-  group.role = role;
-  group.sequence = ++impl_->scans;
-  group.entries = std::move(entries);
-  for (const auto& [device, batch] : tensors) device->scan(group.batches[device], batch);
+  impl_->enqueue(phase, group_number, role, std::move(entries), tensors);
   for (const auto* view : without_memory) scan_dequantized(phase, role, *view);
 }
 
@@ -387,11 +422,12 @@ void GradientScanner::scan_losses(std::span<const LossView> losses) {
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard unobserved(false);
   std::vector<Entry> entries;
-  std::map<DeviceSlots*, std::vector<at::Tensor>> tensors;
+  Impl::Tensors tensors;
   for (const auto& view : losses) {
     const auto& loss = view.tensor;
     if (!loss.defined() || !loss.is_floating_point() || why_not_scannable(loss)) continue;
-    auto* device = &impl_->slots_of(loss.device());
+    auto* const device = impl_->slots_or_none(loss.device(), Phase::loss);
+    if (device == nullptr) continue;
     auto& batch = tensors[device];
     entries.push_back({kNoParameter, 0, dtype_name(loss.scalar_type()), false, std::nullopt, device,
                        static_cast<std::uint32_t>(batch.size()), loss.sizes().vec(),
@@ -399,12 +435,7 @@ void GradientScanner::scan_losses(std::span<const LossView> losses) {
     batch.push_back(loss.detach());
   }
   if (entries.empty()) return;
-  auto& group = impl_->group_for_next_pass(Phase::loss, 0);
-  for (const auto& [device, batch] : tensors) device->prepare(group.batches[device], batch);
-  group.role = "loss";
-  group.sequence = ++impl_->scans;
-  group.entries = std::move(entries);
-  for (const auto& [device, batch] : tensors) device->scan(group.batches[device], batch);
+  impl_->enqueue(Phase::loss, 0, "loss", std::move(entries), tensors);
 }
 
 at::Tensor GradientScanner::flag(at::Device device) {
@@ -504,6 +535,10 @@ GradientScanner::Collected GradientScanner::collect(std::int64_t iteration) {
   }
   for (const auto& [phase, seen] : impl_->without_memory) {
     for (auto& note : seen.notes(phase)) collected.notes.push_back(std::move(note));
+  }
+  for (const auto& [phase, reason] : impl_->without_slots) {
+    collected.notes.push_back("Not all of " + std::string(name_of(phase)) +
+                              " was scanned: " + reason + ".");
   }
   for (auto& [phase, parameters] : covered) {
     auto& coverage = collected.coverage.emplace_back();
