@@ -33,7 +33,7 @@ def torch_requirement() -> str:
     try:
         major, minor = metadata.version("torch").split(".")[:2]
     except metadata.PackageNotFoundError:  # nothing is built now
-        return "torch>=2.6,<2.16"
+        return "torch>=2.11,<2.16"
     return f"torch=={major}.{minor}.*"
 
 

@@ -24,8 +24,8 @@ else()
   file(STRINGS ${TORCH_ROOT}/build-version NANLOCATOR_TORCH_VERSION LIMIT_COUNT 1)
 endif()
 message(STATUS "Torch ${NANLOCATOR_TORCH_VERSION} in ${TORCH_ROOT}")
-if(NANLOCATOR_TORCH_VERSION VERSION_LESS 2.6 OR NANLOCATOR_TORCH_VERSION VERSION_GREATER_EQUAL 2.16)
-  message(WARNING "nanlocator has been tried with Torch 2.6 to 2.15 (docs/support.md), not with "
+if(NANLOCATOR_TORCH_VERSION VERSION_LESS 2.11 OR NANLOCATOR_TORCH_VERSION VERSION_GREATER_EQUAL 2.16)
+  message(WARNING "nanlocator has been tried with Torch 2.11 to 2.15 (docs/support.md), not with "
                   "${NANLOCATOR_TORCH_VERSION}.")
 endif()
 # Up to 2.6 there are wheels with libstdc++'s older std::string, which say so in their TorchConfig.cmake.

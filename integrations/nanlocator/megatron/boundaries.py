@@ -1,7 +1,7 @@
 """The ``boundaries`` level: hands what crosses ranks to the engine, before and after.
 
 Every collective and message that Megatron-Core, TransformerEngine or torch issue from Python ends in a method
-of ``ProcessGroup`` (torch 2.6 to 2.15, distributed/distributed_c10d.py): these are replaced on the class
+of ``ProcessGroup`` (torch 2.11 to 2.15, distributed/distributed_c10d.py): these are replaced on the class
 while a forward-backward pass is watched. That also covers functions which others bound when they were
 imported (Megatron-Core 0.16.1, tensor_parallel/layers.py and mappings.py). Calls of groups that are not
 watched pay one look-up.
