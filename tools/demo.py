@@ -175,6 +175,8 @@ class Demonstration:
         print(f"\n{error['report'].rstrip()}\n")
         is_as_promised = self.check(without, with_it, step, planted)
         self.replay(with_it)
+        page = pathlib.Path(with_it[0]["run_dir"]) / "report.html"
+        print(f"\nThe page of this finding, one file for any browser: {page.resolve().as_uri()}")
         return is_as_promised
 
     def replay(self, ranks: list[dict]) -> None:

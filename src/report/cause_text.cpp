@@ -138,6 +138,15 @@ std::string suspect_text(Suspect suspect, const Origin& origin) {
   return "";
 }
 
+std::string collective_again_text(const Origin& origin) {
+  if (const Fact* const differs = find_fact(origin.facts, FactKind::members_got_other_values)) {
+    return "compare what " + differs->op + " of group " + differs->group + " gives " +
+           ranks_text(differs->ranks) + " and " + ranks_text(differs->peers) +
+           " for the same values: in the re-run, too, it gave them different ones";
+  }
+  return "execute the collective on the same values alone: it failed again on finite inputs";
+}
+
 std::string dtype_of(const Origin& origin) {
   return origin.tensor ? origin.tensor->dtype : "the dtype";
 }
@@ -499,7 +508,7 @@ std::vector<std::string> steps_text(const Origin& origin) {
       return {"check what touches gradients after the reduction on " + ranks,
               "then its links and its memory"};
     case Action::check_collective_code:
-      return {"execute the collective on the same values alone: it failed again on finite inputs",
+      return {collective_again_text(origin),
               "look at its code, its buffers and its dtype before the links"};
     case Action::find_overwrite:
       return {

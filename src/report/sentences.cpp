@@ -76,6 +76,10 @@ std::string headline_of(const Verdict&, const Origin& origin) {
     case Cause::pipeline_transfer:
       return what + " in what " + who + " received in " + std::string(name_of(origin.phase));
     case Cause::collective_result:
+      if (has_fact(origin.facts, FactKind::members_got_other_values)) {
+        return "a collective gave " + who + " other values than its peers: " + what +
+               " born of them in " + std::string(name_of(origin.phase));
+      }
       if (origin.phase > Phase::backward) break;
       return what + " in what " + who + " got out of a collective in " +
              std::string(name_of(origin.phase));

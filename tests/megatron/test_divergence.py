@@ -22,7 +22,7 @@ def stopped(pool, name, layout, **fault):
     scenario = {
         "name": f"divergence_{name}",
         "ranks": 2,
-        "steps": 40,
+        "steps": 60,
         "training": {"layers": 2, "hidden": 64, "sequence": 16} | LAYOUTS[layout],
         "nanlocator": {"on_bad": "stop"},
         "faults": [{"name": "learning_rate"} | fault],
@@ -44,7 +44,9 @@ def histories_of(ranks):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_that_climb_over_steps_until_they_overflow_are_a_divergence(pool, layout):
-    verdict, _ = stopped(pool, f"climb_{layout}", layout, iteration=2, factor=30.0)
+    # A larger factor lets one step grow a million times, which is a jump: the data, and with them the path,
+    # are another with each version of Python.
+    verdict, _ = stopped(pool, f"climb_{layout}", layout, iteration=2, factor=4.0)
     causes = [origin["cause"] for origin in verdict["origins"]]
     assert causes
     assert set(causes) == {"divergence"}
@@ -64,7 +66,7 @@ def test_a_learning_rate_that_is_wrong_once_is_no_divergence(pool):
 
 def test_the_norms_in_the_histories_are_those_that_megatron_computed(pool):
     # Two stages and no replica: every parameter is on one rank, and its gradient is the optimizer's.
-    verdict, ranks = stopped(pool, "norms", "pp2", iteration=2, factor=30.0)
+    verdict, ranks = stopped(pool, "norms", "pp2", iteration=2, factor=4.0)
     histories = list(histories_of(ranks))
     assert len(histories) == 2
     for header, _ in histories:

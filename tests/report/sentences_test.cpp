@@ -5,6 +5,7 @@
 
 #include "nanlocator/locate/cause_table.hpp"
 #include "nanlocator/locate/locate.hpp"
+#include "report/fact_text.hpp"
 
 namespace nanlocator {
 namespace {
@@ -160,6 +161,35 @@ TEST(Sentences, ATransferThatFailedAgainPointsToSoftwareAndNotToTheLink) {
   complete(origin);
   EXPECT_THAT(certainty_of(origin), Not(HasSubstr("a link")));
   EXPECT_EQ(origin.owner, Owner::framework);
+}
+
+TEST(Sentences, WhereACollectiveGaveItsMembersDifferentValuesTheHeadlineAndTheActionSaySo) {
+  Verdict verdict;
+  verdict.iteration = 3;
+  Origin origin;
+  origin.phase = Phase::loss;
+  origin.cause = Cause::collective_result;
+  origin.op = "aten::log";
+  origin.candidates = {1};
+  origin.tensor = OriginTensor{.role = "output[0]", .neg_inf = 1};
+  origin.facts = {{.kind = FactKind::members_got_other_values,
+                   .ranks = {1},
+                   .peers = {0, 2},
+                   .count = 1,
+                   .of = 0,
+                   .value = 189,
+                   .last_value = 190,
+                   .op = "c10d::allreduce_",
+                   .group = "tp"}};
+  complete(origin);
+  verdict.origins = {origin};
+  EXPECT_THAT(headline_of(verdict),
+              HasSubstr("a collective gave rank 1 other values than its peers: "
+                        "-Inf born of them in loss"));
+  EXPECT_THAT(fact_text(origin.facts[0]),
+              HasSubstr("(rank 1: largest magnitude 189, 1 zero; ranks 0, 2: 190, 0 zero)"));
+  EXPECT_THAT(action_of(verdict, origin),
+              HasSubstr("c10d::allreduce_ of group tp gives rank 1 and ranks 0, 2"));
 }
 
 TEST(Sentences, TheJobsStateFollowsFromPolicyAndRerun) {
