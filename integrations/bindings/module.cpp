@@ -260,6 +260,8 @@ void bind_gradients(py::module_& m) {
           "collective has failed; waits until it is known which rank is lost.")
       .def("add_standing_note", &GradientLocator::add_standing_note, "note"_a,
            "A sentence for the ledgers of this step and of all later ones.")
+      .def("add_not_covered", &GradientLocator::add_not_covered, "phrases"_a, ReleaseGil(),
+           "Adds to not_covered of run.json.")
       .def(
           "now_in",
           [](GradientLocator& l, const std::string& activity) { l.now_in(activity_of(activity)); },

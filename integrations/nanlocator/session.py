@@ -250,21 +250,3 @@ def log_once(message: str) -> None:
     """One line on rank 0's stderr."""
     if not is_distributed() or dist.get_rank() == 0:
         print(f"nanlocator: {message}", file=sys.stderr, flush=True)
-
-
-def note_not_covered(run_dir: str, phrases: list[str]) -> None:
-    """Adds to ``not_covered`` in run.json, as rank 0 does; a disk that cannot be written is said."""
-    if is_distributed() and dist.get_rank() != 0:
-        return
-    path = os.path.join(run_dir, "run.json")
-    try:
-        with open(path) as file:
-            run = json.load(file)
-        run["not_covered"] += phrases
-        with open(path + ".new", "w") as file:
-            file.write(json.dumps(run, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(path + ".new", path)
-    except OSError as error:
-        log_once(f"run.json does not say what was not seen: {first_line(error)}")

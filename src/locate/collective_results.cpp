@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -34,53 +35,61 @@ struct Comparison {
   ResultOf first_different;
 };
 
-class Comparisons {
+/// What the members of each group say, by the sequences of its collectives.
+class MemberResults {
  public:
-  Comparisons(const Incident& incident, const Origin& origin) : rank_(origin.candidates.front()) {
+  explicit MemberResults(const Incident& incident) {
     for (const RankEvidence& each : incident.ranks()) {
       for (const CollectiveResult& result : each.ledger().collective_results) {
-        const bool is_same_microbatch =
-            !origin.microbatch || !result.microbatch || *origin.microbatch == *result.microbatch;
-        if (!is_same_microbatch || result.crossing.peer) continue;
-        const auto group = std::pair(result.crossing.group, result.crossing.members);
+        const std::pair group(result.crossing.group, result.crossing.members);
         by_group_[group][result.crossing.sequence][each.rank()] = &result;
       }
     }
   }
 
-  [[nodiscard]] std::vector<std::pair<std::string, Comparison>> run() const {
+  /// Of the groups in which `rank` can be compared, by their names. Where `microbatch` is known,
+  /// only its collectives count, and those of no microbatch.
+  [[nodiscard]] std::vector<std::pair<std::string, Comparison>> compared_with(
+      int rank, std::optional<int> microbatch) const {
     std::vector<std::pair<std::string, Comparison>> all;
-    for (const auto& [group, results] : by_group_) {
-      Comparison comparison = compare(results);
+    for (const auto& [group, by_sequence] : by_group_) {
+      Comparison comparison = compare(by_sequence, rank, microbatch);
       if (comparison.compared > 0) all.emplace_back(group.first, std::move(comparison));
     }
     return all;
   }
 
  private:
-  [[nodiscard]] Comparison compare(const std::map<std::int64_t, ResultOf>& by_sequence) const {
+  using BySequence = std::map<std::int64_t, ResultOf>;
+
+  [[nodiscard]] static Comparison compare(const BySequence& by_sequence, int rank,
+                                          std::optional<int> microbatch) {
     Comparison comparison;
     std::set<int> peers;
     for (const auto& [sequence, results] : by_sequence) {
-      const auto own = results.find(rank_);
-      if (own == results.end() || results.size() < 2) continue;
-      ++comparison.compared;
+      const auto own = results.find(rank);
+      if (own == results.end()) continue;
+      ResultOf compared;
       bool is_different = false;
-      for (const auto& [rank, result] : results) {
-        if (rank == rank_) continue;
-        peers.insert(rank);
+      for (const auto& [each, result] : results) {
+        if (microbatch && result->microbatch && *result->microbatch != *microbatch) continue;
+        compared.emplace(each, result);
         is_different |= result->fingerprint != own->second->fingerprint;
       }
+      if (!compared.contains(rank) || compared.size() < 2) continue;
+      ++comparison.compared;
+      for (const auto& [each, result] : compared) {
+        if (each != rank) peers.insert(each);
+      }
       if (!is_different) continue;
-      comparison.first_different = results;
+      comparison.first_different = std::move(compared);
       break;
     }
     comparison.peers.assign(peers.begin(), peers.end());
     return comparison;
   }
 
-  int rank_;
-  std::map<std::pair<std::string, RankList>, std::map<std::int64_t, ResultOf>> by_group_;
+  std::map<std::pair<std::string, RankList>, BySequence> by_group_;
 };
 
 Fact fact_of_difference(int rank, const std::string& group, const ResultOf& results) {
@@ -114,10 +123,11 @@ bool is_computed(const Origin& origin) {
 }  // namespace
 
 void compare_collective_results(const Incident& incident, std::vector<Origin>& origins) {
+  const MemberResults results(incident);
   for (Origin& origin : origins) {
     if (origin.candidates.size() != 1 || !is_computed(origin)) continue;
     const int rank = origin.candidates.front();
-    for (const auto& [group, comparison] : Comparisons(incident, origin).run()) {
+    for (const auto& [group, comparison] : results.compared_with(rank, origin.microbatch)) {
       Fact fact = comparison.first_different.empty()
                       ? Fact{.kind = FactKind::members_got_the_same,
                              .ranks = {rank},

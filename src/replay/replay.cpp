@@ -125,12 +125,9 @@ ReplayRun run_of(ReplayVariant variant, int repeat, const OperatorCall& call,
       }
       run.outputs.push_back(std::move(output));
     }
-  } catch (const c10::Error& error) {
-    run.problem = error.what_without_backtrace();
   } catch (const std::exception& error) {
-    run.problem = error.what();
+    run.problem = first_line(error);
   }
-  if (!run.problem.empty()) run.problem = run.problem.substr(0, run.problem.find('\n'));
   return run;
 }
 

@@ -149,6 +149,19 @@ void GradientLocator::add_standing_note(std::string note) {
   add_note(std::move(note));
 }
 
+void GradientLocator::add_not_covered(const std::vector<std::string>& phrases) {
+  auto& impl = *impl_;
+  auto& all = impl.options.not_covered;
+  all.insert(all.end(), phrases.begin(), phrases.end());
+  try {
+    impl.write_run_file();
+  } catch (const IoError& error) {
+    std::cerr << "nanlocator: run.json does not say what was not seen: " +
+                     std::string(error.what()) + "\n"
+              << std::flush;
+  }
+}
+
 void GradientLocator::set_births(std::vector<Birth> births) {
   impl_->births = std::move(births);
   add_maxima_before(impl_->births, impl_->history(), impl_->scanner->weight_history(),
@@ -175,8 +188,8 @@ void GradientLocator::set_rerun(Rerun rerun) {
 
 void GradientLocator::ask_peers(const PeerQuestion& question) {
   auto& impl = *impl_;
-  if (impl.communicator)
-    impl.communicator->offer(impl.incident_key() + "/question", to_json(question));
+  if (!impl.communicator) return;
+  impl.communicator->offer(impl.incident_key() + "/question", to_json(question));
 }
 
 std::optional<PeerQuestion> GradientLocator::peer_question() {

@@ -74,6 +74,7 @@ struct GradientLocator::Impl {
   std::unique_ptr<GradientScanner> scanner;  // refers to `map`
   std::unique_ptr<BackwardOrder> order;
   Run run;
+  std::string started = utc_time();
   std::filesystem::path directory;
   std::unique_ptr<VerdictFiles> files;
 
@@ -118,6 +119,7 @@ struct GradientLocator::Impl {
   void agree_on_options(Deadline deadline);
   void open_run(Deadline deadline);
   void write_files();
+  void write_run_file() const;  // on rank 0
   void use_map(ParameterMap new_map);
 
   void watch_ranks();

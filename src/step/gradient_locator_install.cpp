@@ -74,9 +74,12 @@ void GradientLocator::Impl::open_run(Deadline deadline) {
 void GradientLocator::Impl::write_files() {
   map = with_run_id(map, run.id);
   map.write(directory);
-  if (rank() == 0) {
-    write_file_atomically(directory / "run.json", run_json(run, options, map.coordinates()));
-  }
+  write_run_file();
+}
+
+void GradientLocator::Impl::write_run_file() const {
+  if (rank() != 0) return;
+  write_file_atomically(directory / "run.json", run_json(run, started, options, map.coordinates()));
 }
 
 void GradientLocator::Impl::use_map(ParameterMap new_map) {

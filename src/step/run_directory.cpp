@@ -73,13 +73,13 @@ std::string utc_time() {
   return utc_now("%Y-%m-%dT%H:%M:%SZ");
 }
 
-std::string run_json(const Run& run, const LocatorOptions& options,
+std::string run_json(const Run& run, const std::string& started, const LocatorOptions& options,
                      const RankCoordinates& coordinates) {
   nlohmann::ordered_json json;
   json["version"] = kRunVersion;
   json["run_id"] = run.id;
   json["attempt"] = run.attempt;
-  json["started"] = utc_time();
+  json["started"] = started;
   json["nanlocator"] = NANLOCATOR_VERSION;
   json["torch"] = TORCH_VERSION;
   json["integration"] = options.integration;

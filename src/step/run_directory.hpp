@@ -28,8 +28,9 @@ void ensure_directory(const std::filesystem::path& directory);
 /// Now, as files state it: "2025-01-31T09:30:00Z".
 [[nodiscard]] std::string utc_time();
 
-/// The content of run.json (docs/formats.md).
-[[nodiscard]] std::string run_json(const Run& run, const LocatorOptions& options,
+/// The content of run.json (docs/formats.md). `started`: a `utc_time`.
+[[nodiscard]] std::string run_json(const Run& run, const std::string& started,
+                                   const LocatorOptions& options,
                                    const RankCoordinates& coordinates);
 
 /// What all ranks must agree on, as a flat JSON object.

@@ -349,8 +349,8 @@ RerunnableStep StepDriver::rerunnable_step() {
   step.abort_collectives = impl.adapter.abort_collectives;
   step.keep_results = [&impl](const PeerQuestion& question) {
     if (!impl.boundaries) return;
-    impl.boundaries
-        ->begin_step();  // a pass of its own: what was seen in the first is in the ledger
+    // A pass of its own: what was seen in the first one is in the ledger.
+    impl.boundaries->begin_step();
     impl.boundaries->keep_results(question);
   };
   step.take_results = [&impl] {

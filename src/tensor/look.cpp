@@ -22,8 +22,8 @@ std::optional<TensorStats> look(const at::Tensor& tensor) {
   looks.read();
   const TensorStats stats = looks.stats(id);
   looks.clear();
-  if (id != DeferredLooks::kFinite) return stats;
-  // Found finite without its stats.
+  if (id != DeferredLooks::kFinite || tensor.numel() == 0) return stats;
+  // In host memory, and found finite without its stats.
   const bool is_sparse = tensor.layout() != at::kStrided;
   return scan_tensors({is_sparse ? tensor.detach()._values() : tensor.detach()}).front();
 }

@@ -148,6 +148,7 @@ struct BoundaryWatch::Impl {
   std::unordered_map<const void*, Place> computed;       // by schedule steps: what may be sent
   std::unordered_map<const void*, std::size_t> arrived;  // crossings whose tensors wait for a step
   std::optional<PeerQuestion> question;
+  std::vector<bool> is_asked;  // by group: the rank that asks is a member
   std::vector<CollectiveResult> results;
 
   CrossingId begin(const Lane& lane, std::string_view op, Place place) {
@@ -174,12 +175,12 @@ struct BoundaryWatch::Impl {
   }
 
   void keep_result(const CrossingRecord& crossing, std::span<const at::Tensor> received) {
+    if (!question || !is_asked[crossing.lane.group] || results.size() == kMostResults) return;
     const auto kind = collective_kind_of(*crossing.op);
-    if (!question || !kind || !gives_all_the_same(*kind) || results.size() == kMostResults) return;
+    if (!kind || !gives_all_the_same(*kind)) return;
     const auto number = crossing.place.microbatch.microbatch;
     if (question->microbatch && number && number != question->microbatch) return;
     const Group& group = groups[crossing.lane.group];
-    if (!std::ranges::binary_search(group.members.ranks(), question->rank)) return;
     CollectiveResult result{.phase = crossing.place.phase,
                             .microbatch = number,
                             .op = *crossing.op,
@@ -424,6 +425,10 @@ void BoundaryWatch::end_backward(MicrobatchPlace place, std::span<const at::Tens
 void BoundaryWatch::keep_results(const PeerQuestion& question) {
   const std::lock_guard lock(impl_->mutex);
   impl_->question = question;
+  impl_->is_asked.clear();
+  for (const Group& group : impl_->groups) {
+    impl_->is_asked.push_back(std::ranges::binary_search(group.members.ranks(), question.rank));
+  }
   impl_->results.clear();
 }
 

@@ -28,6 +28,12 @@ TEST(Look, ReadsTheValuesOfASparseTensor) {
   EXPECT_EQ(stats->absmax, 5.0);
 }
 
+TEST(Look, OfATensorWithoutElementsThereIsNothing) {
+  const auto stats = look(at::empty({0, 3}));
+  ASSERT_TRUE(stats);
+  EXPECT_EQ(stats->numel, 0);
+}
+
 TEST(Look, SaysNothingOfIntegers) {
   EXPECT_FALSE(look(at::tensor({1, 2}, at::kLong)));
 }

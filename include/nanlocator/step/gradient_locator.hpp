@@ -151,6 +151,9 @@ class GradientLocator {
   void add_note(std::string note);
   /// A sentence for the ledgers of this step and of all later ones.
   void add_standing_note(std::string note);
+  /// What the run turns out not to see, phrases: added to `not_covered` of run.json, on rank 0. A
+  /// disk that cannot be written is said on stderr.
+  void add_not_covered(const std::vector<std::string>& phrases);
   /// What was seen being born in this step, for its ledger; replaces what was there. In a re-run it
   /// also replaces what stands for this rank until it concludes (`keep_first_pass`).
   void set_births(std::vector<Birth> births);

@@ -38,7 +38,7 @@ from nanlocator.megatron.layout import bucket_groups, optimizer_gradients, rank_
 from nanlocator.megatron.microbatches import Microbatches
 from nanlocator.megatron.versions import is_sent_already
 from nanlocator.patches import Patches
-from nanlocator.session import Options, RankConnection, log_once, note_not_covered, resolve_options
+from nanlocator.session import Options, RankConnection, log_once, resolve_options
 
 _INSTALLED = "_nanlocator"  # attribute of the optimizer that holds the installed locator
 _SCHEDULES = (
@@ -269,7 +269,7 @@ class MegatronLocator:
             return
         text = "not seen in the first step, though it must have happened: " + "; ".join(missing)
         self._driver.locator.add_standing_note(f"{text[0].upper()}{text[1:]}.")
-        note_not_covered(self.run_dir, missing)
+        self._driver.locator.add_not_covered(missing)
         place = rank_coordinates(torch.device("cpu"))
         if (place.tp.rank, place.dp.rank, place.cp.rank) == (0, 0, 0):
             print(f"nanlocator: rank {place.rank}: {text}", file=sys.stderr, flush=True)
