@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from fixtures import run_in_tmp_path  # noqa: F401
 from ranks import RankServer
 from wrapper_tensors import Quantized, Sealed
 
@@ -15,11 +16,6 @@ from wrapper_tensors import Quantized, Sealed
 run_ranks = RankServer("torch._dynamo", "gpt_training").run_ranks
 SMALL = {"hidden": 32, "sequence": 16, "num_microbatches": 2, "layers": 2}
 WEIGHT = "decoder.layers.0.mlp.linear_fc1.weight"
-
-
-@pytest.fixture(autouse=True)
-def run_in_tmp_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def make_trainer(**training):

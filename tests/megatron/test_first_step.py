@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from fixtures import run_in_tmp_path  # noqa: F401
 from ranks import RankServer
 from torch._C._distributed_c10d import ProcessGroup
 
@@ -13,11 +14,6 @@ from torch._C._distributed_c10d import ProcessGroup
 run_ranks = RankServer("torch._dynamo", "gpt_training").run_ranks
 SMALL = {"hidden": 32, "sequence": 16, "num_microbatches": 2, "layers": 4}
 SAID = "not seen in the first step, though it must have happened"
-
-
-@pytest.fixture(autouse=True)
-def run_in_tmp_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def first_steps(rank, world_size, training, blind=None, fault=None):

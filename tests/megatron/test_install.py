@@ -5,16 +5,12 @@ import os
 from pathlib import Path
 
 import pytest
+from fixtures import run_in_tmp_path  # noqa: F401
 from ranks import RankServer
 
 # gpt_training redirects Megatron's CUDA to the CPU before it imports it.
 run_ranks = RankServer("torch._dynamo", "gpt_training").run_ranks
 SMALL = {"hidden": 32, "sequence": 16, "num_microbatches": 2}
-
-
-@pytest.fixture(autouse=True)
-def run_in_tmp_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def make_trainer(**training):

@@ -1,17 +1,12 @@
 """What differs between versions of Megatron-Core, on the one that is installed; with another in front of
 PYTHONPATH, on that one."""
 
-import pytest
 import torch
+from fixtures import run_in_tmp_path  # noqa: F401
 from ranks import RankServer
 
 # gpt_training redirects Megatron's CUDA to the CPU before it imports it.
 run_ranks = RankServer("torch._dynamo", "gpt_training").run_ranks
-
-
-@pytest.fixture(autouse=True)
-def run_in_tmp_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def losses_after_restoring(rank, world_size):
