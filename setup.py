@@ -33,7 +33,7 @@ def torch_requirement() -> str:
     try:
         major, minor = metadata.version("torch").split(".")[:2]
     except metadata.PackageNotFoundError:  # nothing is built now
-        return "torch>=2.11,<2.16"
+        return "torch>=2.6,<2.16"
     return f"torch=={major}.{minor}.*"
 
 
@@ -44,6 +44,7 @@ class CMakeBuild(build_ext):
         configure = [
             "cmake", "-S", SOURCE, "-B", BUILD,
             "-DCMAKE_BUILD_TYPE=Release",
+            "-DCMAKE_UNITY_BUILD=ON",
             f"-DPython3_EXECUTABLE={sys.executable}",
             "-DNANLOCATOR_TESTS=OFF",
             "-DNANLOCATOR_BENCHMARKS=OFF",

@@ -17,5 +17,5 @@ configure_package_config_file(cmake/nanlocatorConfig.cmake.in ${PROJECT_BINARY_D
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/nanlocatorConfigVersion.cmake
                                  COMPATIBILITY SameMinorVersion)
 install(FILES ${PROJECT_BINARY_DIR}/nanlocatorConfig.cmake
-              ${PROJECT_BINARY_DIR}/nanlocatorConfigVersion.cmake cmake/TorchTargets.cmake
+              ${PROJECT_BINARY_DIR}/nanlocatorConfigVersion.cmake cmake/TorchTargets.cmake cmake/PythonPackage.cmake
         DESTINATION ${config_dir} COMPONENT library)

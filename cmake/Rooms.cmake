@@ -1,9 +1,10 @@
 # The rooms, and which room may include which: read from the table in docs/concepts.md, so that the map that
 # people read is the one that the build holds to.
 #
-#   nanlocator_add_room(<room> [SOURCES <file>...] [LIBRARIES <target>...])
+#   nanlocator_add_room(<room> [ONLY_ON_FINDINGS] [SOURCES <file>...] [LIBRARIES <target>...])
 #     nanlocator_room_<room>: the objects of src/<room>, compiled only after the room's includes have been held
-#     against the table. Without SOURCES: all of src/<room>/*.cpp.
+#     against the table. Without SOURCES: all of src/<room>/*.cpp. ONLY_ON_FINDINGS: nothing
+#     of it runs in a healthy step, so it is compiled quickly rather than well.
 set(rooms_table ${PROJECT_SOURCE_DIR}/docs/concepts.md)
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${rooms_table})
 file(STRINGS ${rooms_table} room_rows REGEX "^\\| (room|`[a-z]+`) \\|.*\\|.*\\|$")
@@ -33,7 +34,7 @@ if(NOT NANLOCATOR_ROOMS)
 endif()
 
 function(nanlocator_add_room room)
-  cmake_parse_arguments(arg "" "" "SOURCES;LIBRARIES" ${ARGN})
+  cmake_parse_arguments(arg "ONLY_ON_FINDINGS" "" "SOURCES;LIBRARIES" ${ARGN})
   if(NOT room IN_LIST NANLOCATOR_ROOMS)
     message(FATAL_ERROR "The room ${room} is not in the table of docs/concepts.md.")
   endif()
@@ -56,6 +57,8 @@ function(nanlocator_add_room room)
   add_dependencies(nanlocator_room_${room} nanlocator_room_${room}_includes)
   target_compile_features(nanlocator_room_${room} PUBLIC cxx_std_20)
   target_compile_options(nanlocator_room_${room} PRIVATE -Wall -Wextra -Wshadow -Wno-unknown-pragmas)
+  target_compile_options(nanlocator_room_${room} PRIVATE
+                         $<$<CONFIG:Release>:$<IF:$<BOOL:${arg_ONLY_ON_FINDINGS}>,-O1,-O2>>)
   target_compile_definitions(nanlocator_room_${room} PRIVATE NANLOCATOR_VERSION="${PROJECT_VERSION}")
   target_include_directories(nanlocator_room_${room} PRIVATE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src)
   target_link_libraries(nanlocator_room_${room} PRIVATE nlohmann_json::nlohmann_json ${arg_LIBRARIES})

@@ -7,10 +7,8 @@
 #   nanlocator::torch_python   the Python half, for extensions only
 if(NOT TORCH_ROOT)
   find_package(Python3 REQUIRED COMPONENTS Interpreter)
-  execute_process(
-    COMMAND ${Python3_EXECUTABLE} -c
-            "import importlib.util, os; s = importlib.util.find_spec('torch'); print(os.path.dirname(s.origin) if s else '', end='')"
-    OUTPUT_VARIABLE TORCH_ROOT)
+  include(${CMAKE_CURRENT_LIST_DIR}/PythonPackage.cmake)
+  nanlocator_find_python_package(torch TORCH_ROOT)
   if(NOT TORCH_ROOT)
     message(FATAL_ERROR "No Torch in ${Python3_EXECUTABLE}. Activate the environment that has it, pass "
                         "-DPython3_EXECUTABLE=..., -DTORCH_ROOT=<libtorch>, or -DNANLOCATOR_TORCH=OFF.")
@@ -24,8 +22,8 @@ else()
   file(STRINGS ${TORCH_ROOT}/build-version NANLOCATOR_TORCH_VERSION LIMIT_COUNT 1)
 endif()
 message(STATUS "Torch ${NANLOCATOR_TORCH_VERSION} in ${TORCH_ROOT}")
-if(NANLOCATOR_TORCH_VERSION VERSION_LESS 2.11 OR NANLOCATOR_TORCH_VERSION VERSION_GREATER_EQUAL 2.16)
-  message(WARNING "nanlocator has been tried with Torch 2.11 to 2.15 (docs/support.md), not with "
+if(NANLOCATOR_TORCH_VERSION VERSION_LESS 2.6 OR NANLOCATOR_TORCH_VERSION VERSION_GREATER_EQUAL 2.16)
+  message(WARNING "nanlocator is made for Torch 2.6 to 2.15 (docs/support.md), not for "
                   "${NANLOCATOR_TORCH_VERSION}.")
 endif()
 # Up to 2.6 there are wheels with libstdc++'s older std::string, which say so in their TorchConfig.cmake.
@@ -78,4 +76,12 @@ endif()
 if(TARGET nanlocator::torch_python_library)
   add_library(nanlocator::torch_python INTERFACE IMPORTED GLOBAL)
   target_link_libraries(nanlocator::torch_python INTERFACE nanlocator::torch_python_library)
+  # The pybind11 of Torch up to 2.8 shares types only between extensions whose compilers give the same ABI
+  # number: with another one ProcessGroup and Store are unknown classes. That of Torch is taken, as
+  # torch.utils.cpp_extension does.
+  file(STRINGS ${NANLOCATOR_LIB_torch_python} pybind11_internals LIMIT_COUNT 1
+       REGEX "__pybind11_internals_v[0-9]+_gcc_libstdcpp_cxxabi[0-9]+")
+  if(pybind11_internals MATCHES "_cxxabi[0-9]+")
+    target_compile_definitions(nanlocator::torch_python INTERFACE "PYBIND11_BUILD_ABI=\"${CMAKE_MATCH_0}\"")
+  endif()
 endif()

@@ -53,7 +53,9 @@ def install() -> None:
         import megatron.core  # noqa: F401
     _redirect_megatron_random_state()
     _allow_torch_norm_with_sequence_parallel()
+    _allow_distributed_optimizer_without_fp8()
     _prepare_experts()
+    _prepare_multi_token_prediction()
     _is_installed = True
 
 
@@ -137,6 +139,21 @@ def _allow_torch_norm_with_sequence_parallel() -> None:
     torch_norm.WrappedTorchNorm.__new__ = new
 
 
+def _allow_distributed_optimizer_without_fp8() -> None:
+    # 0.12 quantizes its fp8 parameters with TransformerEngine after each step, and raises without it even
+    # where there are none.
+    from megatron.core.optimizer import distrib_optimizer
+
+    original = getattr(distrib_optimizer, "quantize_param_shard", None)
+
+    def quantize_param_shard(model_params, *args, **kwargs):
+        if len(model_params) > 0:
+            original(model_params, *args, **kwargs)
+
+    if original is not None:
+        distrib_optimizer.quantize_param_shard = quantize_param_shard
+
+
 class HostStream:
     """In the place of a torch.cuda.Stream: on the CPU whatever was issued is done, nothing is waited for."""
 
@@ -173,12 +190,25 @@ def _prepare_experts() -> None:
     # all_to_all_single refuses tensors as split sizes.
     stream = HostStream()
     torch.cuda.current_stream = lambda *args, **kwargs: stream
-    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = stream
+    dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
+    if hasattr(dispatcher, "cuda_dtoh_stream"):
+        dispatcher.cuda_dtoh_stream = stream
+    else:  # up to 0.13 each dispatcher makes one of its own
+        torch.cuda.Stream = HostStream
 
     def as_on_the_host(tensor, as_numpy: bool = False, record_stream: bool = False):
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = as_on_the_host
+
+
+def _prepare_multi_token_prediction() -> None:
+    from megatron.core.transformer import multi_token_prediction
+
+    # 0.20 asks whether a layer is an instance of TransformerEngine's classes: without it they are mocks, of
+    # which isinstance() raises TypeError.
+    if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
+        multi_token_prediction.is_inference_column_parallel_linear = lambda layer: False
 
 
 @contextlib.contextmanager

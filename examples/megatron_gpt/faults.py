@@ -32,7 +32,6 @@ import torch.distributed as dist
 from gpt_training import Trainer
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.utils import unwrap_model
 
 FAULTS: dict[str, type[Fault]] = {}
 
@@ -830,7 +829,9 @@ class VocabularyParallelSum(_InPass):
         if trainer.config.tp == 1:
             raise ValueError(f"{self.name}: nothing is added up without tensor parallelism")
         for chunk in trainer.model_chunks:
-            model = unwrap_model(chunk)
+            model = chunk
+            while hasattr(model, "module"):  # Megatron's unwrap_model is in its core from 0.14 on only
+                model = model.module
             if model.post_process:
                 self._wrap(trainer, model)
 

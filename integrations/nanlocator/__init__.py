@@ -8,12 +8,15 @@
 See README.md for both, docs/ for everything else.
 """
 
+import platform
+
 import torch
 
-from nanlocator import _build_info
-from nanlocator.torch_versions import misfit
+from nanlocator import _build_info, python_versions, torch_versions
 
-if problem := misfit(
+if problem := python_versions.misfit(
+    _build_info.PYTHON_VERSION, platform.python_version()
+) or torch_versions.misfit(
     _build_info.TORCH_VERSION, _build_info.CXX11_ABI, torch.__version__, torch.compiled_with_cxx11_abi()
 ):
     raise ImportError(problem)

@@ -1,6 +1,16 @@
-"""What Python 3.10 lacks."""
+"""Whether the extension fits this Python, and what Python 3.10 lacks."""
 
 import sys
+
+from nanlocator.torch_versions import REMEDY
+
+
+def misfit(built: str, installed: str) -> str | None:
+    """A sentence where an extension that was built for Python ``built``, such as "3.11", is imported by
+    another; None where both are one."""
+    if installed.split(".")[:2] == built.split("."):
+        return None
+    return f"nanlocator was built for Python {built}, but this is Python {installed}. {REMEDY}"
 
 
 def add_note(error: BaseException, text: str) -> None:

@@ -2,6 +2,11 @@
 
 import re
 
+REMEDY = (
+    "Build nanlocator again in this environment: "
+    "pip install --no-build-isolation --force-reinstall --no-deps <source folder>"
+)
+
 
 def misfit(built: str, has_new_abi_built: bool, installed: str, has_new_abi_installed: bool) -> str | None:
     """A sentence where an extension that was built against one torch cannot be loaded beside another; None
@@ -20,10 +25,7 @@ def misfit(built: str, has_new_abi_built: bool, installed: str, has_new_abi_inst
         )
     else:
         return None
-    return (
-        f"nanlocator {difference}: its C++ classes differ. Build nanlocator again in this environment: "
-        "pip install --no-build-isolation --force-reinstall --no-deps <source folder>"
-    )
+    return f"nanlocator {difference}: its C++ classes differ. {REMEDY}"
 
 
 def _minor(version: str) -> str:

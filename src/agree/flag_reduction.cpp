@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "agree/torch_versions.hpp"
 #include "nanlocator/error.hpp"
 
 namespace nanlocator {
@@ -42,7 +43,7 @@ class ProcessGroupReduction : public FlagReduction {
 
   void abort() noexcept override {
     try {
-      group_->abort();
+      abort_group(*group_);
     } catch (...) {
       // A backend that cannot; its own time-out ends the wait.
     }

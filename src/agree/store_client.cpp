@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "agree/torch_versions.hpp"
+
 namespace nanlocator {
 namespace {
 
@@ -20,16 +22,6 @@ constexpr std::size_t kPartBytes = std::size_t{4} << 20;
 
 std::string part_key(const std::string& key, std::size_t part) {
   return part == 0 ? key : key + "/part" + std::to_string(part);
-}
-
-// Before Torch 2.7 no Store can be cloned.
-template <class Store>
-c10::intrusive_ptr<Store> clone_of(const c10::intrusive_ptr<Store>& store) {
-  if constexpr (requires { store->clone(); }) {
-    return store->clone();
-  } else {
-    return store;
-  }
 }
 
 // A second client, so that another thread's blocking get on the given one does not block ours

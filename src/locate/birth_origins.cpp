@@ -27,9 +27,10 @@ struct Root {
 };
 
 /// What makes births on several ranks the same.
-using Identity = std::tuple<BirthKind, Phase, std::string, std::string, std::string, std::string>;
+using BirthIdentity =
+    std::tuple<BirthKind, Phase, std::string, std::string, std::string, std::string>;
 
-Identity identity_of(const Birth& birth) {
+BirthIdentity identity_of(const Birth& birth) {
   const Sighting& place = birth.sighting;
   return {birth.kind, place.phase, place.module, place.op, place.role.text(), place.parameter};
 }
@@ -480,7 +481,7 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
   if (has_crossings || !std::ranges::all_of(roots, is_received)) std::erase_if(roots, is_received);
 
   std::vector<BornOrigin> born;
-  std::map<Identity, std::size_t> known;
+  std::map<BirthIdentity, std::size_t> known;
   for (const Root& root : roots) {
     const auto [entry, is_new] = known.try_emplace(identity_of(*root.birth), born.size());
     if (is_new) {

@@ -21,7 +21,7 @@ using Lockstep =
     std::tuple<int, int, int, Phase, int, int, std::string, std::string, std::string, std::int64_t>;
 
 /// What makes the same fault of several microbatches one.
-using Identity =
+using CrossingIdentity =
     std::tuple<std::vector<int>, FoundIn, Phase, Cause, int, std::string, std::string, std::string>;
 
 class Finder {
@@ -493,7 +493,7 @@ class Finder {
   /// them.
   void fold_microbatches() {
     std::vector<Draft> folded;
-    std::map<Identity, std::size_t> known;
+    std::map<CrossingIdentity, std::size_t> known;
     std::ranges::stable_sort(
         drafts_, {}, [](const Draft& draft) { return draft.found.origin.microbatch.value_or(-1); });
     for (Draft& draft : drafts_) {

@@ -20,7 +20,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kLook{50};
+constexpr milliseconds kPeersLook{50};
 // From the first request for the end on: what the surviving ranks need to write their results, on
 // a busy machine. With the report it stays far below the 30 s that torchrun gives after SIGTERM.
 constexpr milliseconds kGrace{6'000};
@@ -68,7 +68,7 @@ Report Conclusion::conclude(const std::string& result, bool calls_the_end) {
   store_.put(of_rank("result", options_.rank), result);
   if (calls_the_end) call_the_end();
   bool has_lost_the_turn = false;
-  for (;; std::this_thread::sleep_for(kLook)) {
+  for (;; std::this_thread::sleep_for(kPeersLook)) {
     if (store_.has("report")) return report_from(store_.get("report"));
     if (!has_lost_the_turn && is_my_turn()) {
       if (store_.is_first_to_put("reporter")) return report(gather_results());
@@ -117,7 +117,7 @@ Json Conclusion::gather_results() {
   std::set<int> missing;
   for (int rank = 0; rank < options_.world_size; ++rank) missing.insert(rank);
   std::vector<Json> results(options_.world_size);
-  for (; !missing.empty(); std::this_thread::sleep_for(kLook)) {
+  for (; !missing.empty(); std::this_thread::sleep_for(kPeersLook)) {
     std::erase_if(missing, [&](int rank) {
       if (!store_.has(of_rank("result", rank))) return false;
       results[rank] = Json::parse(store_.get(of_rank("result", rank)));
@@ -180,7 +180,7 @@ void Conclusion::wait_until_all_have_left() {
   for (int rank = 0; rank < options_.world_size; ++rank) {
     if (rank == options_.rank || !store_.has(of_rank("result", rank))) continue;
     while (!store_.has(of_rank("left", rank)) && Clock::now() < until) {
-      std::this_thread::sleep_for(kLook / 5);
+      std::this_thread::sleep_for(kPeersLook / 5);
     }
   }
 }

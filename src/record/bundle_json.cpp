@@ -26,7 +26,7 @@ using nlohmann::ordered_json;
 
 namespace {
 
-constexpr int kVersion = 1;
+constexpr int kBundleVersion = 1;
 
 /// Which of a tensor's flags are set, by name.
 struct FlagsField {
@@ -470,7 +470,7 @@ std::string bundle_to_json(const Bundle& bundle, const BundleContents& contents)
   } catch (const FormatError& error) {
     refuse(error.what());
   }
-  ordered_json out = {{"version", kVersion}};
+  ordered_json out = {{"version", kBundleVersion}};
   write_fields(out, bundle, json_fields(&bundle));
   ordered_json& storages = out["storages"] = ordered_json::object();
   for (const auto& storage : contents.storages) {
@@ -488,7 +488,7 @@ BundleText read_bundle_json(std::string_view text, const std::string& source,
                             const SafetensorsFile& tensors) {
   const nlohmann::json root = parse_json(text, source);
   const JsonObject object(root, source);
-  require_version(object, kVersion);
+  require_version(object, kBundleVersion);
   BundleText out;
   out.storage_checksums = storages_from_json(object, tensors);
   out.file_checksums = files_from_json(object);

@@ -24,7 +24,7 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::ordered_json;
 
-constexpr int kVersion = 1;
+constexpr int kHistoryVersion = 1;
 
 constexpr std::string_view kPrefix = "history_";
 constexpr std::string_view kSuffix = ".jsonl";
@@ -35,7 +35,7 @@ constexpr std::string_view kHeaderBegins = R"({"record":"history",)";
 constexpr std::uint64_t kLargestHistoryFile = std::uint64_t{1} << 30;
 
 /// Of one file: garbage must not fill the memory with remarks about its lines.
-constexpr std::size_t kMostLineNotes = 20;
+constexpr std::size_t kMostHistoryNotes = 20;
 
 constexpr float kUnseen = std::numeric_limits<float>::quiet_NaN();
 
@@ -49,7 +49,7 @@ double as_printed(float number) {
 }
 
 using H = History;
-constexpr auto kHeaderFields =
+constexpr auto kHistoryFields =
     std::tuple(JsonField("run", &H::run_id), JsonField("attempt", &H::attempt),
                JsonField("coordinates", &H::coordinates), JsonField("phase", &H::phase),
                JsonField("iterations", &H::iterations));
@@ -71,10 +71,10 @@ void check_iterations(const JsonObject& object, const std::vector<std::int64_t>&
   }
 }
 
-History header_from_json(const JsonObject& object) {
-  require_version(object, kVersion);
+History history_from_json(const JsonObject& object) {
+  require_version(object, kHistoryVersion);
   History history;
-  read_fields(object, history, kHeaderFields);
+  read_fields(object, history, kHistoryFields);
   (void)member_from_json<Phase>(object, "phase");
   check_iterations(object, history.iterations);
   if (history.iterations.empty()) {
@@ -135,7 +135,7 @@ class HistoryFile {
   std::optional<History> header(const Line& line) {
     try {
       const nlohmann::json json = parse_json(line.text, where(line));
-      auto history = header_from_json(JsonObject(json, where(line)));
+      auto history = history_from_json(JsonObject(json, where(line)));
       const std::string expected =
           std::string(kPrefix) + history.coordinates.file_suffix() + std::string(kSuffix);
       if (fs::path(source_).filename() != expected) {
@@ -184,8 +184,8 @@ class HistoryFile {
 
   void note(std::string text) {
     ++noted_;
-    if (noted_ <= kMostLineNotes) notes_.push_back(std::move(text));
-    if (noted_ == kMostLineNotes + 1) {
+    if (noted_ <= kMostHistoryNotes) notes_.push_back(std::move(text));
+    if (noted_ == kMostHistoryNotes + 1) {
       notes_.push_back(source_ + ": further lines that cannot be read are not listed");
     }
   }
@@ -306,8 +306,8 @@ void read_fields(const JsonObject& object, HistorySummary& summary) {
 }
 
 std::string to_jsonl(const History& history) {
-  ordered_json header = {{"record", "history"}, {"version", kVersion}};
-  write_fields(header, history, kHeaderFields);
+  ordered_json header = {{"record", "history"}, {"version", kHistoryVersion}};
+  write_fields(header, history, kHistoryFields);
   std::string text = one_line(header) + "\n";
   for (const auto& parameter : history.parameters) {
     ordered_json line = {{"record", "parameter"}};

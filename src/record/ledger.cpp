@@ -109,9 +109,9 @@ namespace {
 using nlohmann::ordered_json;
 
 /// A file of garbage must not fill the memory with remarks about its lines.
-constexpr std::size_t kMostLineNotes = 20;
+constexpr std::size_t kMostLedgerNotes = 20;
 
-constexpr int kVersion = 1;
+constexpr int kLedgerVersion = 1;
 
 /// How the header says whether the order of its parameters was observed.
 struct BackwardOrderField {
@@ -132,7 +132,7 @@ struct BackwardOrderField {
 };
 
 using L = Ledger;
-constexpr auto kHeaderFields =
+constexpr auto kLedgerFields =
     std::tuple(JsonField("run", &L::run_id), JsonField("attempt", &L::attempt),
                JsonField("iteration", &L::iteration), JsonField("level", &L::level),
                JsonField("on_bad", &L::on_bad), JsonField("coordinates", &L::coordinates),
@@ -156,10 +156,10 @@ void for_each_record(Use use) {
   std::apply([&](const auto&... record) { (use(record.first, record.second), ...); }, kRecords);
 }
 
-Ledger header_from_json(const JsonObject& object) {
-  require_version(object, kVersion);
+Ledger ledger_from_json(const JsonObject& object) {
+  require_version(object, kLedgerVersion);
   Ledger ledger;
-  read_fields(object, ledger, kHeaderFields);
+  read_fields(object, ledger, kLedgerFields);
   ledger.is_complete = false;  // until its last line is met
   return ledger;
 }
@@ -198,7 +198,7 @@ class LedgerReader {
     if (record == "ledger") {
       close("line " + std::to_string(number) + " starts another ledger before its last line");
       is_open_ = false;  // also where this header cannot be read: its lines belong to nobody
-      ledgers_.push_back(header_from_json(object));
+      ledgers_.push_back(ledger_from_json(object));
       is_open_ = true;
       begin_ = line_.data();
       lines_ = 0;
@@ -271,13 +271,13 @@ class LedgerReader {
 
   /// A remark about a line that belongs to no ledger: kept by the first one that can be read.
   void add_orphan(std::string note) {
-    if (orphans_.size() < kMostLineNotes) orphans_.push_back(std::move(note));
+    if (orphans_.size() < kMostLedgerNotes) orphans_.push_back(std::move(note));
   }
 
   void add_note(std::string note) {
     auto& notes = ledgers_.back().notes;
-    if (line_notes_ < kMostLineNotes) notes.push_back(std::move(note));
-    if (line_notes_ == kMostLineNotes) {
+    if (line_notes_ < kMostLedgerNotes) notes.push_back(std::move(note));
+    if (line_notes_ == kMostLedgerNotes) {
       notes.push_back(source_ + ": further lines that cannot be read are not listed");
     }
     ++line_notes_;
@@ -303,8 +303,8 @@ class LedgerReader {
 }  // namespace
 
 std::string to_jsonl(const Ledger& ledger) {
-  ordered_json header = {{"record", "ledger"}, {"version", kVersion}};
-  write_fields(header, ledger, kHeaderFields);
+  ordered_json header = {{"record", "ledger"}, {"version", kLedgerVersion}};
+  write_fields(header, ledger, kLedgerFields);
   std::string text = one_line(header) + "\n";
   std::int64_t lines = 0;
   const auto add = [&](const ordered_json& json) {

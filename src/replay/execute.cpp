@@ -18,12 +18,6 @@
 namespace nanlocator {
 namespace {
 
-bool is_dtype(const c10::Argument& argument) {
-  auto type = argument.real_type();
-  if (const auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
-  return type->kind() == c10::TypeKind::ScalarTypeType;
-}
-
 at::ScalarType converted(at::ScalarType from, at::ScalarType to) {
   if (at::isComplexType(from)) return at::toComplexType(to);
   return at::isFloatingType(from) ? to : from;

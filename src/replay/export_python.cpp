@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::size_t kMostArgumentLines = 6;
 
-std::string quoted(const std::string& text) {  // JSON's escapes are Python's
+std::string python_text(const std::string& text) {  // JSON's escapes are Python's
   return nlohmann::json(text).dump(-1, ' ', true, nlohmann::json::error_handler_t::replace);
 }
 
@@ -35,7 +35,7 @@ std::string tuple_of(const std::vector<std::int64_t>& values) {
 }
 
 std::string view_of(const BundleTensor& tensor) {
-  std::string text = "view(" + quoted(tensor.storage) + ", torch." + tensor.dtype + ", " +
+  std::string text = "view(" + python_text(tensor.storage) + ", torch." + tensor.dtype + ", " +
                      tuple_of(tensor.sizes) + ", " + tuple_of(tensor.strides) + ", " +
                      std::to_string(tensor.offset) + ")";
   if (tensor.is_wrapped_number) return text + ".item()";
@@ -62,9 +62,9 @@ std::string argument(const BundleOperatorCall& call, const BundleValue& value, s
       return "complex(" + real(value.real) + ", " + real(value.imaginary) + ")";
     case BundleValueKind::text:
       // A dtype is kept by its name; no operator of Torch takes such a word as a text.
-      return scalar_type_from(value.text) ? "torch." + value.text : quoted(value.text);
+      return scalar_type_from(value.text) ? "torch." + value.text : python_text(value.text);
     case BundleValueKind::device:
-      return "torch.device(" + quoted(value.text) + ")";
+      return "torch.device(" + python_text(value.text) + ")";
     case BundleValueKind::generator:
       return "torch.Generator().set_state(" +
              view_of(call.generator_states.at("argument." + std::to_string(i))) + ")";
@@ -97,7 +97,7 @@ std::string autocast_of(const Bundle& bundle) {
   const auto device_end = setting->second.find(' ');
   if (device_end == std::string::npos) return {};
   const auto dtype_end = setting->second.find(' ', device_end + 1);
-  return "torch.autocast(" + quoted(setting->second.substr(0, device_end)) + ", torch." +
+  return "torch.autocast(" + python_text(setting->second.substr(0, device_end)) + ", torch." +
          setting->second.substr(device_end + 1, dtype_end - device_end - 1) + ")";
 }
 
@@ -117,7 +117,7 @@ std::string python_script(const OpenBundle& bundle) {
   script +=
       "import sys\nimport torch\nfrom safetensors.torch import load_file\n\n"
       "tensors = load_file(sys.argv[1] if len(sys.argv) > 1 else " +
-      quoted((folder / "tensors.safetensors").string()) +
+      python_text((folder / "tensors.safetensors").string()) +
       ")\n"
       "def view(name, dtype, sizes, strides, offset):\n"
       "    data = tensors[name].reshape(-1).view(torch.uint8).clone().view(dtype)\n"

@@ -26,16 +26,6 @@ std::string schema_text(const c10::FunctionSchema& schema) {
   return text.str();
 }
 
-c10::TypePtr without_optional(const c10::TypePtr& type) {
-  const auto optional = type->cast<c10::OptionalType>();
-  return optional ? optional->getElementType() : type;
-}
-
-/// The dispatcher passes a dtype as a plain integer; `real_type` still knows what it is.
-bool is_dtype(const c10::Argument& argument) {
-  return without_optional(argument.real_type())->kind() == c10::TypeKind::ScalarTypeType;
-}
-
 std::string generator_key(std::size_t argument) {
   return "argument." + std::to_string(argument);
 }

@@ -14,6 +14,7 @@
 
 #include "nanlocator/error.hpp"
 #include "nanlocator/replay/operator_call.hpp"
+#include "replay/torch_versions.hpp"
 #include "tensor/dtypes.hpp"
 
 namespace nanlocator {
@@ -84,29 +85,22 @@ void set_deterministic_algorithms(const std::string& text) {
   context().setDeterministicAlgorithms(only_warns || is_on(text), only_warns);
 }
 
-template <at::Float32Backend backend, at::Float32Op op>
-std::string float32_precision() {
-  return at::precision2str(context().float32Precision(backend, op));
+template <Float32Use use>
+std::string float32_precision_of() {
+  return float32_precision(use);
 }
-template <at::Float32Backend backend, at::Float32Op op>
-void set_float32_precision(const std::string& text) {
-  context().setFloat32Precision(backend, op, at::str2precision(text));
+template <Float32Use use>
+void set_float32_precision_of(const std::string& text) {
+  set_float32_precision(use, text);
 }
 
-std::string reduction_text(at::CuBLASReductionOption option) {
-  switch (option) {
-    case at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK:
-      return kOn;
-    case at::CuBLASReductionOption::DisallowReducedPrecisionAllowSplitK:
-      return kOff;
-    case at::CuBLASReductionOption::DisallowReducedPrecisionDisallowSplitK:
-      return "off without split-k";
-  }
-  return kOff;
+constexpr const char* kOffWithoutSplitK = "off without split-k";
+std::string reduction_text(CublasReduction reduction) {
+  return reduction.splits_k ? on_or_off(reduction.is_reduced) : kOffWithoutSplitK;
 }
-std::pair<bool, bool> reduction_from(const std::string& text) {
-  if (text == "off without split-k") return {false, false};
-  return {is_on(text), true};
+CublasReduction reduction_from(const std::string& text) {
+  if (text == kOffWithoutSplitK) return {.is_reduced = false, .splits_k = false};
+  return {.is_reduced = is_on(text)};
 }
 
 std::string attention_kernels() {
@@ -149,19 +143,12 @@ struct Setting {
   void (*set)(const std::string&);
 };
 
-using at::Float32Backend;
-using at::Float32Op;
-
 // In alphabetical order; docs/replay.md lists them.
 const Setting kSettings[] = {
     {"attention_kernels", attention_kernels, set_attention_kernels},
     {"autocast", autocast, set_autocast},
-    {"bf16_reduced_precision_reduction",
-     [] { return reduction_text(context().allowBF16ReductionCuBLAS()); },
-     [](const std::string& text) {
-       const auto [reduced, split_k] = reduction_from(text);
-       context().setAllowBF16ReductionCuBLAS(reduced, split_k);
-     }},
+    {"bf16_reduced_precision_reduction", [] { return reduction_text(bf16_cublas_reduction()); },
+     [](const std::string& text) { set_bf16_cublas_reduction(reduction_from(text)); }},
     {"cudnn", [] { return on_or_off(context().userEnabledCuDNN()); },
      [](const std::string& text) { context().setUserEnabledCuDNN(is_on(text)); }},
     {"cudnn_benchmark", [] { return on_or_off(context().benchmarkCuDNN()); },
@@ -181,31 +168,26 @@ const Setting kSettings[] = {
      [](const std::string& text) {
        context().setDeterministicFillUninitializedMemory(is_on(text));
      }},
-    {"float32_precision.cuda_conv", float32_precision<Float32Backend::CUDA, Float32Op::CONV>,
-     set_float32_precision<Float32Backend::CUDA, Float32Op::CONV>},
-    {"float32_precision.cuda_matmul", float32_precision<Float32Backend::CUDA, Float32Op::MATMUL>,
-     set_float32_precision<Float32Backend::CUDA, Float32Op::MATMUL>},
-    {"float32_precision.cuda_rnn", float32_precision<Float32Backend::CUDA, Float32Op::RNN>,
-     set_float32_precision<Float32Backend::CUDA, Float32Op::RNN>},
-    {"float32_precision.mkldnn_conv", float32_precision<Float32Backend::MKLDNN, Float32Op::CONV>,
-     set_float32_precision<Float32Backend::MKLDNN, Float32Op::CONV>},
-    {"float32_precision.mkldnn_matmul",
-     float32_precision<Float32Backend::MKLDNN, Float32Op::MATMUL>,
-     set_float32_precision<Float32Backend::MKLDNN, Float32Op::MATMUL>},
-    {"float32_precision.mkldnn_rnn", float32_precision<Float32Backend::MKLDNN, Float32Op::RNN>,
-     set_float32_precision<Float32Backend::MKLDNN, Float32Op::RNN>},
+    {"float32_precision.cuda_conv", float32_precision_of<Float32Use::cuda_conv>,
+     set_float32_precision_of<Float32Use::cuda_conv>},
+    {"float32_precision.cuda_matmul", float32_precision_of<Float32Use::cuda_matmul>,
+     set_float32_precision_of<Float32Use::cuda_matmul>},
+    {"float32_precision.cuda_rnn", float32_precision_of<Float32Use::cuda_rnn>,
+     set_float32_precision_of<Float32Use::cuda_rnn>},
+    {"float32_precision.mkldnn_conv", float32_precision_of<Float32Use::mkldnn_conv>,
+     set_float32_precision_of<Float32Use::mkldnn_conv>},
+    {"float32_precision.mkldnn_matmul", float32_precision_of<Float32Use::mkldnn_matmul>,
+     set_float32_precision_of<Float32Use::mkldnn_matmul>},
+    {"float32_precision.mkldnn_rnn", float32_precision_of<Float32Use::mkldnn_rnn>,
+     set_float32_precision_of<Float32Use::mkldnn_rnn>},
     {"flush_denormal", [] { return on_or_off(flushes_denormals()); },
      [](const std::string& text) {
        if (!context().setFlushDenormal(is_on(text))) throw UsageError("this processor cannot");
      }},
-    {"fp16_accumulation", [] { return on_or_off(context().allowFP16AccumulationCuBLAS()); },
-     [](const std::string& text) { context().setAllowFP16AccumulationCuBLAS(is_on(text)); }},
-    {"fp16_reduced_precision_reduction",
-     [] { return reduction_text(context().allowFP16ReductionCuBLAS()); },
-     [](const std::string& text) {
-       const auto [reduced, split_k] = reduction_from(text);
-       context().setAllowFP16ReductionCuBLAS(reduced, split_k);
-     }},
+    {"fp16_accumulation", [] { return on_or_off(accumulates_in_fp16()); },
+     [](const std::string& text) { set_accumulates_in_fp16(is_on(text)); }},
+    {"fp16_reduced_precision_reduction", [] { return reduction_text(fp16_cublas_reduction()); },
+     [](const std::string& text) { set_fp16_cublas_reduction(reduction_from(text)); }},
     {"grad_mode", [] { return on_or_off(at::GradMode::is_enabled()); },
      [](const std::string& text) { at::GradMode::set_enabled(is_on(text)); }},
     {"mkldnn", [] { return on_or_off(context().userEnabledMkldnn()); },

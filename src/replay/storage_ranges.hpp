@@ -10,14 +10,10 @@
 #include <vector>
 
 #include "nanlocator/replay/operator_call.hpp"
+#include "tensor/observed_tensor.hpp"
 
 namespace nanlocator {
 
-/// Bytes from the start of a storage.
-struct ByteRange {
-  std::int64_t begin = 0;
-  std::int64_t end = 0;
-};
 /// Empty (begin == end) for a tensor without elements.
 [[nodiscard]] ByteRange reach_of(const at::Tensor& tensor);
 

@@ -62,6 +62,15 @@ c10::IValue map_tensors(const c10::IValue& value,
   return value;
 }
 
+c10::TypePtr without_optional(const c10::TypePtr& type) {
+  const auto optional = type->cast<c10::OptionalType>();
+  return optional ? optional->getElementType() : type;
+}
+
+bool is_dtype(const c10::Argument& argument) {
+  return without_optional(argument.real_type())->kind() == c10::TypeKind::ScalarTypeType;
+}
+
 std::vector<at::Tensor> tensors_of(const std::vector<c10::IValue>& values) {
   std::vector<at::Tensor> tensors;
   for (const auto& value : values) {

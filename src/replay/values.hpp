@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/function_schema.h>
 #include <ATen/core/ivalue.h>
 
 #include <functional>
@@ -21,6 +22,12 @@ void for_each_tensor(const c10::IValue& value, const std::function<void(const at
 /// `value` with every defined tensor replaced by `replace`'s, lists by new lists.
 [[nodiscard]] c10::IValue map_tensors(const c10::IValue& value,
                                       const std::function<at::Tensor(const at::Tensor&)>& replace);
+
+/// Without the Optional around it.
+[[nodiscard]] c10::TypePtr without_optional(const c10::TypePtr& type);
+
+/// The dispatcher passes a dtype as a plain integer; `real_type` still knows.
+[[nodiscard]] bool is_dtype(const c10::Argument& argument);
 
 /// Every defined tensor of `values`, in order.
 [[nodiscard]] std::vector<at::Tensor> tensors_of(const std::vector<c10::IValue>& values);

@@ -67,10 +67,6 @@ std::int64_t count_of(const Fact& fact) {
   return fact.count.value_or(0);
 }
 
-bool is_one(const Fact& fact) {
-  return fact.ranks.size() == 1;
-}
-
 std::string sent_text(const Fact& fact) {
   const std::string what = " " + contents_of(fact) + microbatch_of(fact);
   if (fact.peers.empty()) {

@@ -133,7 +133,7 @@ std::string code_of(const Origin& origin) {
 
 Facts ordered_facts(const Origin& origin) {
   Facts facts = origin.facts;
-  std::ranges::stable_sort(facts, {}, place_of);
+  std::ranges::stable_sort(facts, {}, [](const Fact& fact) { return place_of(fact); });
   return facts;
 }
 

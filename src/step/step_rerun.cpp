@@ -226,7 +226,8 @@ struct StepRerun::Impl {
       const bool is_weight = birth.kind == BirthKind::weight && birth.sighting.stats.first_bad >= 0;
       if (!is_computed && !is_weight) continue;
       PeerQuestion question{.rank = locator.map().coordinates().rank,
-                            .microbatch = birth.sighting.microbatch};
+                            .microbatch = birth.sighting.microbatch,
+                            .parameter = {}};
       if (is_weight) {
         question.parameter = birth.sighting.parameter;
         question.element = birth.sighting.stats.first_bad;

@@ -7,7 +7,7 @@
 namespace nanlocator {
 namespace {
 
-constexpr std::pair<at::ScalarType, std::string_view> kNames[] = {
+constexpr std::pair<at::ScalarType, std::string_view> kDtypeNames[] = {
     {at::kBool, "bool"},
     {at::kByte, "uint8"},
     {at::kChar, "int8"},
@@ -36,14 +36,14 @@ constexpr std::pair<at::ScalarType, std::string_view> kNames[] = {
 }  // namespace
 
 std::string_view torch_name(at::ScalarType type) noexcept {
-  for (const auto& [known, name] : kNames) {
+  for (const auto& [known, name] : kDtypeNames) {
     if (known == type) return name;
   }
   return {};
 }
 
 std::optional<at::ScalarType> scalar_type_from(std::string_view name) noexcept {
-  for (const auto& [type, known] : kNames) {
+  for (const auto& [type, known] : kDtypeNames) {
     if (known == name) return type;
   }
   return std::nullopt;

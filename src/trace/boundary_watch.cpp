@@ -59,7 +59,7 @@ struct Count {
   }
 };
 
-struct Place {
+struct CrossingPlace {
   Phase phase = Phase::forward;
   MicrobatchPlace microbatch;
   ModulePath module = nullptr;
@@ -69,7 +69,7 @@ struct CrossingRecord {
   Lane lane;
   std::int64_t sequence;
   ModulePath op;  // interned, as paths are
-  Place place;
+  CrossingPlace place;
   bool was_looked_at = true;
 };
 
@@ -145,13 +145,13 @@ struct BoundaryWatch::Impl {
   std::map<Lane, Count> counts;
   std::unordered_map<std::uint64_t, Timeline> timelines;  // by at::RecordFunction::currentThreadId
   Step step = Step::before_first;
-  std::unordered_map<const void*, Place> computed;       // by schedule steps: what may be sent
+  std::unordered_map<const void*, CrossingPlace> computed;  // by schedule steps: what may be sent
   std::unordered_map<const void*, std::size_t> arrived;  // crossings whose tensors wait for a step
   std::optional<PeerQuestion> question;
   std::vector<bool> is_asked;  // by group: the rank that asks is a member
   std::vector<CollectiveResult> results;
 
-  CrossingId begin(const Lane& lane, std::string_view op, Place place) {
+  CrossingId begin(const Lane& lane, std::string_view op, CrossingPlace place) {
     if (lane.group >= groups.size()) {
       throw UsageError("BoundaryWatch: no group " + std::to_string(lane.group) + " of " +
                        std::to_string(groups.size()) + " was added");
@@ -183,6 +183,7 @@ struct BoundaryWatch::Impl {
     const Group& group = groups[crossing.lane.group];
     CollectiveResult result{.phase = crossing.place.phase,
                             .microbatch = number,
+                            .module = {},
                             .op = *crossing.op,
                             .crossing = {group.name, group.members, {}, crossing.sequence}};
     if (crossing.place.module) result.module = *crossing.place.module;
@@ -213,7 +214,7 @@ struct BoundaryWatch::Impl {
   }
 
   /// Of a collective that this thread is about to enter.
-  [[nodiscard]] Place place_of_collective() const {
+  [[nodiscard]] CrossingPlace place_of_collective() const {
     const auto microbatch = current_microbatch();
     if (const auto module = current_module()) return {Phase::forward, microbatch, module};
     if (const auto node = torch::autograd::get_current_node()) {
@@ -234,9 +235,9 @@ struct BoundaryWatch::Impl {
     return {};
   }
 
-  [[nodiscard]] Place place_in_backward(const torch::autograd::Node& node,
-                                        MicrobatchPlace microbatch) const {
-    Place place{Phase::backward, microbatch, nullptr};
+  [[nodiscard]] CrossingPlace place_in_backward(const torch::autograd::Node& node,
+                                                MicrobatchPlace microbatch) const {
+    CrossingPlace place{Phase::backward, microbatch, nullptr};
     const bool is_accumulator = node.sequence_nr() == std::numeric_limits<std::uint64_t>::max();
     const auto timeline = timelines.find(node.thread_id());
     if (is_accumulator || timeline == timelines.end()) return place;
@@ -247,7 +248,7 @@ struct BoundaryWatch::Impl {
     return place;
   }
 
-  [[nodiscard]] Place place_of_send(std::span<const at::Tensor> sent) const {
+  [[nodiscard]] CrossingPlace place_of_send(std::span<const at::Tensor> sent) const {
     for (const auto& tensor : sent) {
       if (!tensor.is_floating_point()) continue;  // shapes, at an address that was a tensor's once
       const auto found = computed.find(address_of(tensor));
@@ -263,7 +264,7 @@ struct BoundaryWatch::Impl {
     }
   }
 
-  void consume(const Place& place, std::span<const at::Tensor> tensors) {
+  void consume(const CrossingPlace& place, std::span<const at::Tensor> tensors) {
     for (const auto& tensor : tensors) {
       const auto found = arrived.find(address_of(tensor));
       if (found == arrived.end()) continue;
@@ -272,7 +273,7 @@ struct BoundaryWatch::Impl {
     }
   }
 
-  void keep(const Place& place, std::span<const at::Tensor> tensors) {
+  void keep(const CrossingPlace& place, std::span<const at::Tensor> tensors) {
     for (const auto& tensor : tensors) {
       if (const auto* address = address_of(tensor)) computed[address] = place;
     }

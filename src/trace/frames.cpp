@@ -1,7 +1,5 @@
 #include "trace/frames.hpp"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <array>
 #include <string_view>
@@ -45,12 +43,6 @@ void Frame::reset() {
   sequence = -1;
   hooks.clear();
   module = nullptr;
-}
-
-bool ThreadFrames::runs_for_a_process_group() noexcept {
-  std::array<char, 16> name{};  // the longest that Linux has
-  return pthread_getname_np(pthread_self(), name.data(), name.size()) == 0 &&
-         std::string_view(name.data()) == "pt_gloo_runloop";
 }
 
 Frame& ThreadFrames::push() {

@@ -21,6 +21,7 @@
 #include "nanlocator/trace/module_scope.hpp"
 #include "trace/lineage.hpp"
 #include "trace/operator_info.hpp"
+#include "trace/torch_versions.hpp"
 
 namespace nanlocator {
 
@@ -95,7 +96,7 @@ class ThreadFrames {
 
   /// A thread of a process group, which copies what crosses between ranks (ProcessGroupGloo.cpp,
   /// runLoop): no part of the program.
-  const bool is_process_groups = runs_for_a_process_group();
+  const bool is_process_groups = is_thread_of_gloo();
 
   ModulePath last_module = nullptr;  // whose parameter was used last; for programs without scopes
   std::optional<int> microbatch_of_modules;  // that was running when a module's operator ran last
@@ -104,8 +105,6 @@ class ThreadFrames {
   std::size_t backward_depth = 0;  // nodes and evaluate_functions that are running
 
  private:
-  [[nodiscard]] static bool runs_for_a_process_group() noexcept;
-
   std::vector<std::unique_ptr<Frame>> frames_;  // reused: a frame keeps its vectors' memory
   std::size_t depth_ = 0;
 };

@@ -44,7 +44,7 @@ struct Found {
 /// Of modules that end in one node the innermost is hooked first, and reported first. What comes in
 /// comes to the outermost first.
 std::vector<Event> from_outside_in(std::vector<Event> events) {
-  const auto is_grad_output = [](const Event& e) { return e.place == Place::grad_output; };
+  const auto is_grad_output = [](const Event& e) { return e.place == TensorPlace::grad_output; };
   for (auto begin = events.begin(); begin != events.end();) {
     begin = std::find_if(begin, events.end(), is_grad_output);
     const auto end = std::find_if_not(begin, events.end(), is_grad_output);
@@ -165,7 +165,7 @@ class Explainer {
     for (std::size_t i = begin; i < end; ++i) {
       const Badness b = badness_of(looks_.stats(events_[i].look));
       if (!(badness.nan ? b.nan : b.inf)) continue;
-      if (events_[i].place != Place::weight_gradient) return events_[i];
+      if (events_[i].place != TensorPlace::weight_gradient) return events_[i];
       if (!found) found = &events_[i];
     }
     return *found;
@@ -222,13 +222,13 @@ class Explainer {
 
   [[nodiscard]] static std::string role_of(const Event& event) {
     switch (event.place) {
-      case Place::input:
-      case Place::output:
+      case TensorPlace::input:
+      case TensorPlace::output:
         return event.role;
-      case Place::grad_output:
-      case Place::grad_input:
+      case TensorPlace::grad_output:
+      case TensorPlace::grad_input:
         return "grad_" + event.role;
-      case Place::weight_gradient:
+      case TensorPlace::weight_gradient:
         return "grad";
     }
     return event.role;
@@ -256,7 +256,7 @@ class Explainer {
   /// The tensors that came in.
   [[nodiscard]] std::vector<Operand> operands_of(ModuleCallId call, bool backward) const {
     std::vector<Operand> operands;
-    const Place place = backward ? Place::grad_output : Place::input;
+    const TensorPlace place = backward ? TensorPlace::grad_output : TensorPlace::input;
     for (const Event& event : events_) {
       if (event.call != call || event.place != place) continue;
       if (operands.size() == kMostOperands) break;

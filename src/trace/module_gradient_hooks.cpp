@@ -23,7 +23,7 @@ class NodeLook {
  public:
   struct Part {
     std::uint32_t number;  // of the gradient
-    Place place;
+    TensorPlace place;
     std::string role;
     const c10::TensorImpl* parameter;  // weight_gradient
   };
@@ -138,7 +138,7 @@ void hook_gradients(const std::shared_ptr<State>& state, ModuleCallId id,
       found = of_outputs.end() - 1;
       to_visit.push_back(node);
     }
-    found->second.add({edge.input_nr, Place::grad_output, role, nullptr});
+    found->second.add({edge.input_nr, TensorPlace::grad_output, role, nullptr});
   }
   for (auto& [node, look] : of_outputs) {
     node->add_pre_hook(std::make_unique<GradOutputHook>(std::move(look)));
@@ -155,10 +155,10 @@ void hook_gradients(const std::shared_ptr<State>& state, ModuleCallId id,
       const autograd::Edge& edge = edges[i];
       if (!edge.is_valid()) continue;
       if (const auto* input = input_at(call, edge)) {
-        contributions.push_back({i, Place::grad_input, input->role, nullptr});
+        contributions.push_back({i, TensorPlace::grad_input, input->role, nullptr});
       } else if (const auto* accumulator = accumulator_of(edge)) {
         const auto* parameter = accumulator->variable.unsafeGetTensorImpl();
-        contributions.push_back({i, Place::weight_gradient, "", parameter});
+        contributions.push_back({i, TensorPlace::weight_gradient, "", parameter});
         call.parameters.push_back(parameter);
       } else if (was_made_during(call, *edge.function) &&
                  visited.insert(edge.function.get()).second) {

@@ -17,8 +17,8 @@ namespace nanlocator {
 
 using module_watch::Call;
 using module_watch::kNoCall;
-using module_watch::Place;
 using module_watch::State;
+using module_watch::TensorPlace;
 
 namespace {
 
@@ -74,7 +74,7 @@ ModuleCallId ModuleWatch::enter(ModulePath path, std::span<const NamedTensor> in
   const auto id = static_cast<ModuleCallId>(state.calls.size());
   const bool has_graph = at::GradMode::is_enabled();
   for (const auto& [role, tensor] : inputs) {
-    state.see(id, Place::input, tensor, role, "", nullptr);
+    state.see(id, TensorPlace::input, tensor, role, "", nullptr);
     call.has_hidden_input |= is_hidden(tensor);
     if (!has_graph || !DeferredLooks::can_look(tensor) || !tensor.requires_grad()) continue;
     if (tensor.is_leaf()) {
@@ -96,7 +96,7 @@ void ModuleWatch::leave(ModuleCallId call, std::span<const NamedTensor> outputs)
   const auto frame = std::ranges::find(running, call);
   if (frame == running.end()) return;  // entered in a step that has been forgotten
   for (const auto& [role, tensor] : outputs) {
-    state->see(call, Place::output, tensor, role, "", nullptr);
+    state->see(call, TensorPlace::output, tensor, role, "", nullptr);
   }
   if (at::GradMode::is_enabled()) module_watch::hook_gradients(state, call, outputs);
   for (auto inner = frame; inner != running.end(); ++inner) state->calls[*inner].inputs.clear();

@@ -24,20 +24,20 @@ namespace nanlocator::module_watch {
 
 inline constexpr ModuleCallId kNoCall = -1;
 
-enum class Place : std::uint8_t { input, output, grad_output, grad_input, weight_gradient };
+enum class TensorPlace : std::uint8_t { input, output, grad_output, grad_input, weight_gradient };
 
-inline bool is_backward(Place place) {
-  return place >= Place::grad_output;
+inline bool is_backward(TensorPlace place) {
+  return place >= TensorPlace::grad_output;
 }
 /// Comes from the caller's code (or a sibling), not from the call's own.
-inline bool is_incoming(Place place) {
-  return place == Place::input || place == Place::grad_output;
+inline bool is_incoming(TensorPlace place) {
+  return place == TensorPlace::input || place == TensorPlace::grad_output;
 }
 
 /// One tensor, seen at one place of one call.
 struct Event {
   ModuleCallId call;
-  Place place;
+  TensorPlace place;
   DeferredLooks::Id look;
   at::ScalarType type;
   c10::SmallVector<std::int64_t, 4> shape;
@@ -77,7 +77,7 @@ struct State {
   std::map<std::thread::id, std::vector<ModuleCallId>> running;  // by thread, innermost last
   std::unordered_map<ModulePath, ModuleCallId> latest;           // the latest call of each path
 
-  void see(ModuleCallId call, Place place, const at::Tensor& tensor, const std::string& role,
+  void see(ModuleCallId call, TensorPlace place, const at::Tensor& tensor, const std::string& role,
            const std::string& node, const c10::TensorImpl* parameter) {
     if (!DeferredLooks::can_look(tensor)) return;
     Event event{call, place, looks.look(tensor), tensor.scalar_type(),  {},

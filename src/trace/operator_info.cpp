@@ -146,4 +146,11 @@ const OperatorInfo* operator_info(const at::RecordFunction& call) {
   return info;
 }
 
+bool is_read(const OperatorInfo& info, c10::ArrayRef<c10::IValue> arguments, std::size_t i) {
+  if (info.arguments[i] == ArgumentUse::overwritten) return false;
+  if (i != 0 || !info.beta) return true;
+  const c10::IValue& beta = arguments[*info.beta];
+  return !(beta.isDouble() && beta.toDouble() == 0) && !(beta.isInt() && beta.toInt() == 0);
+}
+
 }  // namespace nanlocator

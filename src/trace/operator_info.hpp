@@ -55,4 +55,9 @@ struct OperatorInfo {
 /// Valid for the life of the process.
 [[nodiscard]] const OperatorInfo* operator_info(const at::RecordFunction& call);
 
+/// Whether the call computes with argument `i` of `arguments`: not with what it overwrites, and not
+/// with argument 0 where its factor `beta` is zero.
+[[nodiscard]] bool is_read(const OperatorInfo& info, c10::ArrayRef<c10::IValue> arguments,
+                           std::size_t i);
+
 }  // namespace nanlocator

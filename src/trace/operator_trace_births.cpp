@@ -54,10 +54,6 @@ bool has_literal(const Frame& operation) {
       });
 }
 
-bool is_zero(const c10::IValue& value) {
-  return (value.isDouble() && value.toDouble() == 0) || (value.isInt() && value.toInt() == 0);
-}
-
 std::string role_of(const char* what, const TensorAt& at) {
   std::string role = std::string(what) + "[" + std::to_string(at.index) + "]";
   return at.element < 0 ? role : role + "[" + std::to_string(at.element) + "]";
@@ -657,8 +653,7 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
     if (info.scalars_are_values) {
       inputs.literals = std::max(inputs.literals, content_of_scalar(argument));
     }
-    if (info.arguments[i] == ArgumentUse::overwritten) continue;
-    if (i == 0 && info.beta && is_zero(frame.arguments[*info.beta])) continue;
+    if (!is_read(info, frame.arguments, i)) continue;
     for_each_tensor_at(argument, [&](const at::Tensor& tensor, int) {
       const auto before =
           std::find_if(frame.before_write.begin(), frame.before_write.end(),

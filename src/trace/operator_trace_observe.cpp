@@ -33,10 +33,6 @@ bool is_deterministic_fill(const OperatorInfo& info, const at::RecordFunction& c
   return inputs.size() == 2 && inputs[1].isDouble() && std::isnan(inputs[1].toDouble());
 }
 
-bool is_zero(const c10::IValue& value) {
-  return (value.isDouble() && value.toDouble() == 0) || (value.isInt() && value.toInt() == 0);
-}
-
 }  // namespace
 
 const std::string* intern_name(const std::string& name) {
@@ -116,8 +112,7 @@ bool OperatorTrace::Impl::has_known_nan(const Frame& operation) {
   bool has = false;
   const std::lock_guard lock(mutex);
   for (std::size_t i = 0; i < info.arguments.size(); ++i) {
-    if (info.arguments[i] == ArgumentUse::overwritten) continue;
-    if (i == 0 && info.beta && is_zero(operation.arguments[*info.beta])) continue;
+    if (!is_read(info, operation.arguments, i)) continue;
     for_each_tensor_at(operation.arguments[i], [&](const at::Tensor& tensor, int) {
       has = has || (is_plainly_observable(tensor) && lineage.is_known_to_have_nan(tensor));
     });
@@ -200,8 +195,7 @@ void OperatorTrace::Impl::look_before_write(Frame& frame, ThreadFrames& frames) 
     });
   }
   for (std::size_t i = 0; i < info.arguments.size(); ++i) {
-    if (info.arguments[i] == ArgumentUse::overwritten) continue;
-    if (i == 0 && info.beta && is_zero(frame.arguments[*info.beta])) continue;
+    if (!is_read(info, frame.arguments, i)) continue;
     for_each_tensor_at(frame.arguments[i], [&](const at::Tensor& tensor, int) {
       if (!is_plainly_observable(tensor)) return;
       const auto* storage = tensor.storage().unsafeGetStorageImpl();

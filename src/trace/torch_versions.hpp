@@ -19,4 +19,8 @@ class LeftOutOfCompiledAutograd : public Hook {
 #endif
 };
 
+/// Whether this thread is one on which a ProcessGroupGloo runs its collectives. Before 2.11 the
+/// thread has no name, and a backtrace is asked (0.1 ms).
+[[nodiscard]] bool is_thread_of_gloo() noexcept;
+
 }  // namespace nanlocator

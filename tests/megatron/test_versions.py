@@ -1,6 +1,10 @@
 """What differs between versions of Megatron-Core, on the one that is installed; with another in front of
 PYTHONPATH, on that one."""
 
+import os
+import subprocess
+import sys
+
 import torch
 from fixtures import run_in_tmp_path  # noqa: F401
 from ranks import RankServer
@@ -11,6 +15,7 @@ run_ranks = RankServer("torch._dynamo", "gpt_training").run_ranks
 
 def losses_after_restoring(rank, world_size):
     import gpt_training  # noqa: F401
+    from megatron.core import parallel_state
     from megatron.core.transformer.moe import moe_utils
 
     from nanlocator.megatron import state
@@ -25,7 +30,8 @@ def losses_after_restoring(rank, world_size):
         if hasattr(moe_utils, "get_moe_metrics_tracker"):
             metrics = moe_utils.get_moe_metrics_tracker().metrics
             return {name: entry.values.tolist() for name, entry in metrics.items()}
-        tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+        holder = moe_utils if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker") else parallel_state
+        tracker = holder.get_moe_layer_wise_logging_tracker()
         return {name: entry["values"].tolist() for name, entry in tracker.items()}
 
     losses = state.router_losses()
@@ -64,3 +70,23 @@ def versions_that_are_known(rank, world_size):
 
 def test_a_version_that_nobody_has_tried_is_said_and_is_no_error():
     assert run_ranks(1, versions_that_are_known) == [["0.11.0", "0.21.0", "1.0.0", "custom"]]
+
+
+def test_a_version_that_is_too_old_is_one_sentence_with_the_remedy(tmp_path):
+    core = tmp_path / "megatron" / "core"  # 0.11 has no process_groups_config
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text('__version__ = "0.11.0"\n')
+    (core / "parallel_state.py").write_text("")
+    search = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", "import nanlocator.megatron; nanlocator.megatron.install"],
+        env={**os.environ, "PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        "ImportError: nanlocator.megatron needs Megatron-Core 0.12 or newer, and 0.11.0 is"
+    )
+    assert "LocatingOptimizer" in last

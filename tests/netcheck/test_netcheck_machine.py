@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import shlex
 import stat
 import subprocess
 from pathlib import Path
@@ -14,6 +15,7 @@ from nanlocator import _C
 from nanlocator.netcheck import facts, gpu, layout, slurm
 
 SAMPLES = Path(__file__).parent / "samples"
+QUOTED_SAMPLES = shlex.quote(str(SAMPLES))  # for a shell
 FIRST_GPU, SECOND_GPU, VOLTA = (f"GPU-00000000-0000-0000-0000-00000000000{n}" for n in (1, 2, 3))
 
 
@@ -214,10 +216,10 @@ def machine(tmp_path, monkeypatch):
 def test_the_hardware_of_a_gpu_is_asked_from_nvidia_smi_and_the_kernel(machine):
     machine(
         "nvidia-smi",
-        f'case "$*" in "-q -x -i {FIRST_GPU}") cat {SAMPLES}/healthy.xml ;; '
-        f'"nvlink -e -i {FIRST_GPU}") cat {SAMPLES}/nvlink.txt ;; *) exit 9 ;; esac',
+        f'case "$*" in "-q -x -i {FIRST_GPU}") cat {QUOTED_SAMPLES}/healthy.xml ;; '
+        f'"nvlink -e -i {FIRST_GPU}") cat {QUOTED_SAMPLES}/nvlink.txt ;; *) exit 9 ;; esac',
     )
-    machine("journalctl", f"cat {SAMPLES}/dmesg.txt")
+    machine("journalctl", f"cat {QUOTED_SAMPLES}/dmesg.txt")
     read = facts.hardware("cuda:0")
     assert (read["uuid"], read["serial"], read["missing"]) == (FIRST_GPU, "1650000000001", [])
     assert (len(read["nvlink"]), len(read["xid"])) == (2, 3)

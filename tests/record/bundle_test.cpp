@@ -3,12 +3,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
-#include <zlib.h>
 
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <random>
 
+#include "files/checksum.hpp"
 #include "limited_file_size.hpp"
 #include "nanlocator/error.hpp"
 #include "record/bundle_json.hpp"
@@ -95,9 +95,9 @@ TEST_F(BundleFolder, IsPrivate) {
 
 TEST_F(BundleFolder, ChecksumsAreThoseOfZlib) {
   const auto json = nlohmann::json::parse(bytes_of(write() / "bundle.json"));
-  const auto crc = ::crc32(0, planted_.generator.data(), 5);
+  const auto crc = crc32_of(std::as_bytes(std::span(planted_.generator).first(5)));
   char text[9];
-  std::snprintf(text, sizeof text, "%08lx", crc);
+  std::snprintf(text, sizeof text, "%08x", crc);
   EXPECT_EQ(json["storages"]["generator.cpu"]["crc32"], text);
 }
 

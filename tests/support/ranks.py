@@ -8,9 +8,11 @@ process group, and each rank gets the environment, the folder and the import pat
 import ctypes
 import datetime
 import importlib
+import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import random
 import socket
 import sys
 import tempfile
@@ -112,9 +114,23 @@ def _received(pipe) -> Any:
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """A port that nobody takes before the rank that listens there does.
+
+    One that the system chooses is of the range that it gives to whoever asks for any port, or connects, and
+    may be given again before a rank has started. These lie below that range (Linux: from 32768).
+    """
+    while True:
+        port = next(_ports)
+        with socket.socket() as free:
+            try:
+                free.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+
+
+# Processes that run tests at one time start far from each other.
+_ports = itertools.cycle(random.Random(os.getpid()).sample(range(12000, 32000), 20000))
 
 
 # ---- in the rank --------------------------------------------------------------------------------

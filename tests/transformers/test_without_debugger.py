@@ -23,9 +23,10 @@ def test_the_callback_works_and_the_debuggers_names_say_that_it_is_not_built(tmp
     for entry in Path(nanlocator.__file__).parent.iterdir():
         if entry.name != "debugger":
             (tmp_path / "nanlocator" / entry.name).symlink_to(entry)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-c", CODE],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
     )

@@ -30,7 +30,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 namespace fs = std::filesystem;
 
-constexpr int kOutputVersion = 1;
+constexpr int kBundleOutputVersion = 1;
 
 /// Of the files in a bundle; what cannot be read counts nothing.
 std::uint64_t bytes_of_folder(const fs::path& folder) {
@@ -67,7 +67,7 @@ bool can_be_replayed(const Bundle& bundle) {
 
 // --- ls -----------------------------------------------------------------------------------------
 
-struct ListOptions {
+struct BundleListOptions {
   std::string directory = "nanlocator_run";
   bool json = false;
 };
@@ -110,7 +110,7 @@ Json listed_to_json(const OpenBundle& open) {
           {"operator", operator_of(bundle)},    {"bytes", bytes_of_folder(open.path())}};
 }
 
-int list(const ListOptions& options) {
+int list(const BundleListOptions& options) {
   std::error_code error;
   if (!fs::is_directory(options.directory, error)) {
     throw IoError("there is no folder " + options.directory + "; give a run's folder");
@@ -135,7 +135,7 @@ int list(const ListOptions& options) {
   if (options.json) {
     Json bundles = Json::array();
     for (const auto& open : opened) bundles.push_back(listed_to_json(open));
-    print_json({{"version", kOutputVersion},
+    print_json({{"version", kBundleOutputVersion},
                 {"directory", options.directory},
                 {"bundles", std::move(bundles)},
                 {"notes", found.notes}});
@@ -171,7 +171,7 @@ int list(const ListOptions& options) {
 
 // --- show ---------------------------------------------------------------------------------------
 
-struct ShowOptions {
+struct BundleShowOptions {
   std::string bundle;
   bool json = false;
 };
@@ -300,7 +300,7 @@ Json values_to_json(const OpenBundle& open, const std::vector<NamedValue>& value
   return out;
 }
 
-int show(const ShowOptions& options) {
+int show(const BundleShowOptions& options) {
   const OpenBundle open(options.bundle);
   if (!options.json) {
     print_bundle(open);
@@ -308,7 +308,7 @@ int show(const ShowOptions& options) {
   }
   const Bundle& bundle = open.bundle();
   print_json(
-      {{"version", kOutputVersion},
+      {{"version", kBundleOutputVersion},
        {"path", open.path().string()},
        {"bundle", Json::parse(read_file(open.path() / kBundleFile))},
        {"operator_values",
@@ -321,7 +321,7 @@ int show(const ShowOptions& options) {
 
 // --- verify -------------------------------------------------------------------------------------
 
-struct VerifyOptions {
+struct BundleVerifyOptions {
   std::vector<std::string> bundles;
   bool json = false;
 };
@@ -338,7 +338,7 @@ std::vector<std::string> problems_of(const std::string& path) {
   }
 }
 
-int verify(const VerifyOptions& options) {
+int verify(const BundleVerifyOptions& options) {
   Json results = Json::array();
   bool is_clean = true;
   for (const auto& path : options.bundles) {
@@ -352,20 +352,21 @@ int verify(const VerifyOptions& options) {
       for (const auto& problem : problems) std::cout << printable(problem) << '\n';
     }
   }
-  if (options.json) print_json({{"version", kOutputVersion}, {"bundles", std::move(results)}});
+  if (options.json)
+    print_json({{"version", kBundleOutputVersion}, {"bundles", std::move(results)}});
   return is_clean ? kClean : kFindings;
 }
 
 // --- diff ---------------------------------------------------------------------------------------
 
-struct DiffOptions {
+struct BundleDiffOptions {
   std::vector<std::string> bundles;
   bool json = false;
 };
 
 /// A line of the comparison: a setting, a version, an argument. Text of both sides; "" where a side
 /// has no such thing.
-struct Difference {
+struct BundleDifference {
   std::string what;
   std::string left;
   std::string right;
@@ -373,12 +374,13 @@ struct Difference {
 };
 
 void compare_texts(const std::string& what, const std::string& left, const std::string& right,
-                   std::vector<Difference>& out) {
+                   std::vector<BundleDifference>& out) {
   if (left != right) out.push_back({what, left, right, {}});
 }
 
 void compare_pairs(const std::string& what, const std::map<std::string, std::string>& left,
-                   const std::map<std::string, std::string>& right, std::vector<Difference>& out) {
+                   const std::map<std::string, std::string>& right,
+                   std::vector<BundleDifference>& out) {
   std::set<std::string> names;
   for (const auto* side : {&left, &right}) {
     for (const auto& [name, value] : *side) names.insert(name);
@@ -406,7 +408,8 @@ std::string summary_of(const NamedValue& value) {
 
 void compare_values(const std::string& what, const OpenBundle& left,
                     const std::vector<NamedValue>& left_values, const OpenBundle& right,
-                    const std::vector<NamedValue>& right_values, std::vector<Difference>& out) {
+                    const std::vector<NamedValue>& right_values,
+                    std::vector<BundleDifference>& out) {
   std::map<std::string, const NamedValue*> rest;
   for (const auto& value : right_values) rest[value.name] = &value;
   for (const auto& value : left_values) {
@@ -434,10 +437,10 @@ void compare_values(const std::string& what, const OpenBundle& left,
   }
 }
 
-std::vector<Difference> compare_bundles(const OpenBundle& left, const OpenBundle& right) {
+std::vector<BundleDifference> compare_bundles(const OpenBundle& left, const OpenBundle& right) {
   const Bundle& a = left.bundle();
   const Bundle& b = right.bundle();
-  std::vector<Difference> out;
+  std::vector<BundleDifference> out;
   compare_texts("operator", operator_of(a), operator_of(b), out);
   compare_texts("module", module_of(a), module_of(b), out);
   compare_pairs("setting", a.settings, b.settings, out);
@@ -461,7 +464,7 @@ std::vector<Difference> compare_bundles(const OpenBundle& left, const OpenBundle
   return out;
 }
 
-Json difference_to_json(const Difference& difference) {
+Json difference_to_json(const BundleDifference& difference) {
   const auto text_or_nothing = [](const std::string& text) {
     return text.empty() ? Json() : Json(text);
   };
@@ -477,7 +480,7 @@ Json difference_to_json(const Difference& difference) {
   return json;
 }
 
-int diff(const DiffOptions& options) {
+int diff(const BundleDiffOptions& options) {
   const OpenBundle left(options.bundles.front());
   const OpenBundle right(options.bundles.back());
   const auto differences = compare_bundles(left, right);
@@ -485,7 +488,7 @@ int diff(const DiffOptions& options) {
   if (options.json) {
     Json list = Json::array();
     for (const auto& difference : differences) list.push_back(difference_to_json(difference));
-    print_json({{"version", kOutputVersion},
+    print_json({{"version", kBundleOutputVersion},
                 {"left", left.path().string()},
                 {"right", right.path().string()},
                 {"differences", std::move(list)}});
@@ -518,7 +521,7 @@ void add_bundle_command(CLI::App& app, Action& action) {
   bundle->footer("Example:\n  nanlocator bundle ls nanlocator_run/a0");
 
   const auto [list_command, list_options] =
-      add_action<ListOptions>(*bundle, "ls", "List the bundles of a run", action, list);
+      add_action<BundleListOptions>(*bundle, "ls", "List the bundles of a run", action, list);
   list_command
       ->add_option("DIR", list_options->directory,
                    "A run's folder, or one with bundles in it, up to three levels down")
@@ -526,7 +529,7 @@ void add_bundle_command(CLI::App& app, Action& action) {
   list_command->footer(
       "Exit code 1: a bundle cannot be read.\nExample:\n  nanlocator bundle ls nanlocator_run/a0");
 
-  const auto [show_command, show_options] = add_action<ShowOptions>(
+  const auto [show_command, show_options] = add_action<BundleShowOptions>(
       *bundle, "show", "Show what was called, with which values, and where", action, show);
   show_command->add_option("BUNDLE", show_options->bundle, kBundleHelp)->required();
   show_command->footer(
@@ -534,7 +537,7 @@ void add_bundle_command(CLI::App& app, Action& action) {
       "hold\nintegers, or a type that is not scanned.\n"
       "Example:\n  nanlocator bundle show nanlocator_run/a0/bundles/step12-backward-rank0-lm_head");
 
-  const auto [verify_command, verify_options] = add_action<VerifyOptions>(
+  const auto [verify_command, verify_options] = add_action<BundleVerifyOptions>(
       *bundle, "verify", "Check bundles against their checksums", action, verify);
   verify_command->add_option("BUNDLE", verify_options->bundles, kBundleHelp)
       ->required()
@@ -543,7 +546,7 @@ void add_bundle_command(CLI::App& app, Action& action) {
       "Exit code 1: something has changed or cannot be read; each line names the file and the "
       "part.\nExample:\n  nanlocator bundle verify nanlocator_run/a0/bundles/*");
 
-  const auto [diff_command, diff_options] = add_action<DiffOptions>(
+  const auto [diff_command, diff_options] = add_action<BundleDiffOptions>(
       *bundle, "diff", "Show in which values, settings and versions two calls differ", action,
       diff);
   diff_command->add_option("BUNDLE", diff_options->bundles, kBundleHelp)->required()->expected(2);

@@ -28,7 +28,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr int kOutputVersion = 1;
+constexpr int kHistoryOutputVersion = 1;
 
 struct HistoryOptions {
   std::string directory;
@@ -178,7 +178,7 @@ int history(const HistoryOptions& options) {
   if (options.json) {
     Json matches = Json::array();
     for (std::size_t i = 0; i < shown; ++i) matches.push_back(curve_to_json(curves[i]));
-    print_json({{"version", kOutputVersion},
+    print_json({{"version", kHistoryOutputVersion},
                 {"directory", options.directory},
                 {"pattern", options.pattern},
                 {"metric", options.metric},

@@ -25,7 +25,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr int kOutputVersion = 1;
+constexpr int kMapOutputVersion = 1;
 
 const ParameterMap& map_of_rank(const MapDirectory& read, const std::string& directory, int rank) {
   std::vector<int> ranks;
@@ -53,7 +53,7 @@ std::string place_of(const RankCoordinates& coordinates) {
 
 // --- show ---------------------------------------------------------------------------------------
 
-struct ShowOptions {
+struct MapShowOptions {
   std::string directory;
   std::optional<int> rank;
   bool json = false;
@@ -99,7 +99,7 @@ Json map_to_json(const ParameterMap& map) {
           {"parameters", std::move(parameters)}};
 }
 
-int show(const ShowOptions& options) {
+int show(const MapShowOptions& options) {
   const MapDirectory read = read_map_directory(options.directory);
   std::vector<const ParameterMap*> shown;
   if (options.rank) {
@@ -110,7 +110,7 @@ int show(const ShowOptions& options) {
   if (options.json) {
     Json maps = Json::array();
     for (const auto* map : shown) maps.push_back(map_to_json(*map));
-    print_json({{"version", kOutputVersion},
+    print_json({{"version", kMapOutputVersion},
                 {"directory", options.directory},
                 {"maps", std::move(maps)},
                 {"notes", read.notes}});
@@ -126,7 +126,7 @@ int show(const ShowOptions& options) {
 
 // --- find ---------------------------------------------------------------------------------------
 
-struct FindOptions {
+struct MapFindOptions {
   std::string directory;
   std::string pattern;
   bool json = false;
@@ -190,7 +190,7 @@ void print_found(const FoundParameter& found) {
   table.print(std::cout);
 }
 
-int find(const FindOptions& options) {
+int find(const MapFindOptions& options) {
   if (options.pattern.empty()) throw UsageError("the pattern is empty; give an id or a name");
   const MapDirectory read = read_map_directory(options.directory);
   const auto id = id_from_pattern(options.pattern);
@@ -204,7 +204,7 @@ int find(const FindOptions& options) {
       for (const auto& holder : parameter.holders) holders.push_back(holder_to_json(holder));
       matches.push_back({{"name", parameter.name}, {"holders", std::move(holders)}});
     }
-    print_json({{"version", kOutputVersion},
+    print_json({{"version", kMapOutputVersion},
                 {"directory", options.directory},
                 {"pattern", options.pattern},
                 {"matches", std::move(matches)},
@@ -225,7 +225,7 @@ int find(const FindOptions& options) {
 
 // --- diff ---------------------------------------------------------------------------------------
 
-struct DiffOptions {
+struct MapDiffOptions {
   std::vector<std::string> directories;
   std::string ranks;  // "A,B"; empty: two directories
   bool json = false;
@@ -426,7 +426,7 @@ std::pair<int, int> rank_pair_from(const std::string& text) {
   throw UsageError("--ranks is \"" + text + "\", expected two ranks such as 0,4");
 }
 
-int diff(const DiffOptions& options) {
+int diff(const MapDiffOptions& options) {
   const bool compares_ranks = !options.ranks.empty();
   if (compares_ranks && options.directories.size() != 1) {
     throw UsageError("--ranks compares two ranks of one directory; give one directory, not " +
@@ -459,7 +459,7 @@ int diff(const DiffOptions& options) {
   note_pairs_without_shapes(comparison, notes);
 
   if (options.json) {
-    Json json = {{"version", kOutputVersion}, {"left", left_name}, {"right", right_name}};
+    Json json = {{"version", kMapOutputVersion}, {"left", left_name}, {"right", right_name}};
     json.update(comparison_to_json(comparison));
     json["notes"] = notes;
     print_json(json);
@@ -484,12 +484,12 @@ void add_map_command(CLI::App& app, Action& action) {
   map->footer("Example:\n  nanlocator map show nanlocator_run/a0 --rank 0");
 
   const auto [show_command, show_options] =
-      add_action<ShowOptions>(*map, "show", "List every rank's parameters", action, show);
+      add_action<MapShowOptions>(*map, "show", "List every rank's parameters", action, show);
   show_command->add_option("DIR", show_options->directory, kDirectoryHelp)->required();
   show_command->add_option("--rank", show_options->rank, "Only this global rank");
   show_command->footer("Example:\n  nanlocator map show nanlocator_run/a0 --rank 0");
 
-  const auto [find_command, find_options] = add_action<FindOptions>(
+  const auto [find_command, find_options] = add_action<MapFindOptions>(
       *map, "find", "Show which ranks hold a parameter, and which part of it", action, find);
   find_command->add_option("DIR", find_options->directory, kDirectoryHelp)->required();
   find_command
@@ -504,7 +504,7 @@ void add_map_command(CLI::App& app, Action& action) {
       "parameter.\nExit code 1: nothing was found.\n"
       "Example:\n  nanlocator map find nanlocator_run/a0 'layers.3.*layernorm*'");
 
-  const auto [diff_command, diff_options] = add_action<DiffOptions>(
+  const auto [diff_command, diff_options] = add_action<MapDiffOptions>(
       *map, "diff", "Compare the maps of two runs, or of two ranks", action, diff);
   diff_command->add_option("DIR", diff_options->directories, kDirectoryHelp)
       ->required()

@@ -36,7 +36,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 namespace fs = std::filesystem;
 
-constexpr int kOutputVersion = 1;
+constexpr int kReportOutputVersion = 1;
 constexpr const char* kDefaultDirectory = "nanlocator_run";
 constexpr double kUsualInterval = 2;  // seconds between two looks
 
@@ -295,7 +295,7 @@ int report_ranks(const RunReport& report, const std::set<int>& ranks, bool is_js
     for (const auto& [rank, ledger] : found) {
       list.push_back({{"rank", rank}, {"records", ledger ? records_of(*ledger) : Json()}});
     }
-    print_json({{"version", kOutputVersion},
+    print_json({{"version", kReportOutputVersion},
                 {"directory", report.run_dir},
                 {"iteration", report.verdict.iteration},
                 {"ranks", std::move(list)},
@@ -330,7 +330,7 @@ int list_steps(const std::string& directory, bool is_json) {
                       {"origins", verdict.origins.size()},
                       {"headline", outcome_of(verdict)}});
     }
-    print_json({{"version", kOutputVersion},
+    print_json({{"version", kReportOutputVersion},
                 {"directory", directory},
                 {"steps", std::move(list)},
                 {"notes", steps.notes}});

@@ -7,7 +7,7 @@
     tools/gpu --pack .gpu            on a machine that has them: what a machine without network lacks
 
 Works from a checkout without network, where Torch, nvcc, CMake and a C++20 compiler are. What else the
-build needs (headers of nlohmann-json, CLI11, zlib, GoogleTest and benchmark; Megatron-Core) is taken from the
+build needs (headers of nlohmann-json, GoogleTest and benchmark; Megatron-Core) is taken from the
 folder .gpu, where --pack has put it, else from the system. Without a GPU it does what --cpu does, and uses
 build/release.
 
@@ -92,11 +92,7 @@ def build(machine: Machine) -> Commands:
     if shutil.which("ninja"):
         configure += ["-G", "Ninja"]
     if (PACKED / "dev").exists():
-        configure += [
-            f"-DCMAKE_PREFIX_PATH={PACKED / 'dev' / 'usr'}",
-            f"-DZLIB_INCLUDE_DIR={PACKED / 'dev' / 'usr' / 'include'}",
-            f"-DZLIB_LIBRARY={system_library('libz.so.1')}",
-        ]
+        configure.append(f"-DCMAKE_PREFIX_PATH={PACKED / 'dev' / 'usr'}")
     targets = ["nanlocator_python", "nanlocator_command", "nanlocator_replay", "nanlocator_cuda_tests"]
     targets += ["cuda_scan_benchmark"]
     jobs = str(os.cpu_count() or 1)
@@ -161,11 +157,6 @@ STEPS = [
 def nvcc() -> str:
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     return shutil.which("nvcc") or str(Path(home) / "bin" / "nvcc")
-
-
-def system_library(name: str) -> str:
-    found = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True).stdout
-    return next((line.split("=> ")[1] for line in found.splitlines() if line.strip().startswith(name)), name)
 
 
 def binary(machine: Machine, name: str) -> str:
@@ -264,10 +255,10 @@ def pack(folder: Path) -> None:
     (folder / ".gitignore").write_text("*\n")
     library = Path("/usr/lib") / sysconfig.get_config_var("MULTIARCH")
     found = {
-        include: ["nlohmann", "CLI", "zlib.h", "zconf.h", "gtest", "gmock", "benchmark"],
+        include: ["nlohmann", "gtest", "gmock", "benchmark"],
         folder / "dev" / library.relative_to("/"): ["libgtest*.a", "libgmock*.a", "libbenchmark*"],
         folder / "dev" / library.relative_to("/") / "cmake": ["GTest", "benchmark"],
-        folder / "dev" / "usr" / "share" / "cmake": ["nlohmann_json", "CLI11"],
+        folder / "dev" / "usr" / "share" / "cmake": ["nlohmann_json"],
     }
     for target, patterns in found.items():
         source = Path("/") / target.relative_to(folder / "dev")
@@ -278,9 +269,6 @@ def pack(folder: Path) -> None:
                 print(f"tools/gpu: {source / pattern} is not here and is left out", file=sys.stderr)
             for thing in things:
                 copy(thing, target / thing.name)
-    for multi in (include / sysconfig.get_config_var("MULTIARCH"),):
-        if (path := Path("/") / multi.relative_to(folder / "dev") / "zconf.h").exists():
-            copy(path, include / "zconf.h")
     packages = Path(sysconfig.get_paths()["purelib"])
     for name in ("megatron", *(p.name for p in packages.glob("megatron_core-*"))):
         if (packages / name).exists():

@@ -1,0 +1,172 @@
+"""What nanlocator is run with: the cells of the support matrix, and the tests that each of them runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# One line is one cell. A version that begins with a digit is a release of the package registry; of
+# Megatron-Core, any other one is a branch or tag of the repository of Megatron-LM. docs/support.md has the
+# results in this order.
+TABLE = """
+torch   Python  framework      version
+2.6.0   3.12    pytorch
+2.6.0   3.12    transformers   4.57.6
+2.8.0   3.10    pytorch
+2.8.0   3.10    transformers   5.17.0
+2.10.0  3.13    pytorch
+2.10.0  3.13    transformers   5.17.0
+2.11.0  3.11    pytorch
+2.11.0  3.11    transformers   4.57.6
+2.11.0  3.11    transformers   5.17.0
+2.11.0  3.11    transformers   5.23.0
+2.11.0  3.11    megatron-core  0.12.3
+2.11.0  3.11    megatron-core  0.13.1
+2.11.0  3.11    megatron-core  0.14.0
+2.11.0  3.11    megatron-core  0.15.3
+2.11.0  3.11    megatron-core  0.16.1
+2.11.0  3.11    megatron-core  core_v0.17.1
+2.11.0  3.11    megatron-core  core_v0.18.2
+2.11.0  3.11    megatron-core  core_v0.19.0
+2.11.0  3.11    megatron-core  main
+2.13.0  3.12    pytorch
+2.13.0  3.12    transformers   5.17.0
+2.15.0  3.13    pytorch
+2.15.0  3.13    transformers   5.23.0
+"""
+
+# The fault tests of a cell, as arguments of pytest: faults that are planted, named, replayed and reported in
+# the framework's own training loop. Some minutes on one core.
+TESTS = {
+    "pytorch": [
+        "tests/pytorch/test_one_fault.py",
+        "tests/pytorch/test_births_of_steps.py",
+        "tests/pytorch/test_locating_optimizer.py",
+        "tests/pytorch/test_modules.py",
+        "tests/pytorch/test_ranks.py",
+        "tests/pytorch/test_replay.py",
+        "tests/pytorch/test_rerun.py",
+        "tests/pytorch/test_scan.py",
+        "tests/pytorch/test_tensors_without_memory.py",
+        "tests/pytorch/test_torch_versions.py",
+        "tests/netcheck/test_netcheck_command.py",
+        "tests/step/test_contract.py",
+        *("-k", "not (test_contract and (trainer or megatron)) and not healthy_models and not transformers"),
+    ],
+    "transformers": [
+        "tests/transformers",
+        "tests/debugger/test_debugger.py",
+        "tests/debugger/test_debugger_backward.py",
+        "tests/debugger/test_debugger_ranks.py",
+        "tests/pytorch/test_operator_trace.py",
+        "tests/step/test_contract.py",
+        *("-k", "not (test_contract and (plain or megatron))"),
+    ],
+    "megatron-core": [
+        "tests/megatron/test_versions.py",
+        "tests/megatron/test_first_step.py",
+        *(
+            f"tests/megatron/test_matrix.py::test_every_fault_is_named[{layout}]"
+            for layout in (
+                "distributed_optimizer_bf16",
+                "overlap_param_gather",
+                "sequence_parallel_tied_embeddings",  # TP2 x PP2
+                "interleaved_pipeline",
+                "experts_alltoall",
+                "multi_token_prediction",
+            )
+        ),
+        "tests/step/test_contract.py",
+        *("-k", "not (test_contract and (plain or trainer))"),
+    ],
+}
+
+# With --smoke: a fault, its replay and its report, in well under a minute.
+SMOKE_TESTS = {
+    "pytorch": ["tests/pytorch/test_one_fault.py"],
+    "transformers": [
+        "tests/transformers/test_trainer.py::"
+        "test_an_overflow_names_module_and_operator_and_its_bundle_replays"
+    ],
+    "megatron-core": ["tests/megatron/test_matrix.py::test_every_fault_is_named[ddp_fp32]"],
+}
+
+# (framework, version, part of a test's name): why that test cannot pass there. Such a test is run, its
+# failure is listed with this reason, and the cell passes all the same.
+_EAGER = "its T5 has eager attention only"
+_SHARED = "its T5 has one embedding under three names, whose frame the original prints three times"
+_NO_BOOL = "its BERT makes no bool mask for the original to stumble over"
+_LOCAL = "its Trainer keeps its summed loss to itself: a recovered step is logged with the first loss"
+IMPOSSIBLE = {
+    ("transformers", "4.57.6", "no_origins[-t5-sdpa"): _EAGER,
+    ("transformers", "4.57.6", "no_origins[memory filled with NaN-t5-sdpa"): _EAGER,
+    ("transformers", "4.57.6", "a_bool_mask_does_not_end_the_run[t5]"): _EAGER,
+    ("transformers", "4.57.6", "the_text_is_the_originals_byte_for_byte[t5-healthy"): _SHARED,
+    ("transformers", "4.57.6", "a_traced_batch_has_the_frames_of_the_public_documentation"): _SHARED,
+    ("transformers", "4.57.6", "a_bool_mask_does_not_end_the_run[bert]"): _NO_BOOL,
+    ("transformers", "4.57.6", "a_bool_mask_that_the_original_does_not_survive"): _NO_BOOL,
+    ("transformers", "4.57.6", "recover_goes_on_as_if_the_fault_had_never_been[3]"): _LOCAL,
+}
+
+_NAMES = {"pytorch": "plain PyTorch", "transformers": "transformers", "megatron-core": "Megatron-Core"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    torch: str
+    python: str  # 3.11
+    framework: str  # a key of TESTS
+    version: str = ""  # of the framework; none for plain PyTorch
+
+    @property
+    def framework_name(self) -> str:
+        return f"{_NAMES[self.framework]} {self.version}".strip()
+
+    @property
+    def is_from_registry(self) -> bool:
+        return not self.version or self.version[0].isdigit()
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What tells a cell from others in docs/support.md."""
+        return self.torch, self.python, self.framework_name
+
+    def __str__(self) -> str:
+        return f"torch {self.torch}, Python {self.python}, {self.framework_name}"
+
+
+def cells_of(table: str) -> list[Cell]:
+    """The cells of a text like TABLE."""
+    lines = table.strip().splitlines()[1:]
+    return [Cell(*line.split()) for line in lines]
+
+
+CELLS = cells_of(TABLE)
+
+
+def pins() -> dict[str, str]:
+    """The versions that tools/setup installs: what tools/test runs with, and the defaults here."""
+    lines = []
+    for name in ("requirements-build.txt", "requirements.txt"):
+        lines += (ROOT / "tools" / name).read_text().splitlines()
+    return dict(line.split("==") for line in lines if re.match(r"[\w-]+==", line))
+
+
+def is_of(version: str, asked: str) -> bool:
+    """2.8 means every 2.8.x."""
+    return version == asked or version.startswith(f"{asked}.")
+
+
+def reason_why_impossible(cell: Cell, test: str) -> str | None:
+    for (framework, version, part), reason in IMPOSSIBLE.items():
+        if (framework, version) == (cell.framework, cell.version) and part in test:
+            return reason
+    return None
+
+
+def in_rotation(cells: list[Cell], commit: str) -> Cell:
+    """The same cell for the same commit; over many commits every cell has its turn."""
+    return cells[int(commit, 16) % len(cells)]
