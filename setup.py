@@ -28,13 +28,16 @@ SOURCE = Path(__file__).parent.resolve()
 BUILD = Path("build") / "pip"  # relative: setuptools wants data files inside the source tree
 
 
-def torch_requirement() -> str:
-    """The extension fits the minor version of torch that it was built against and no other."""
+def minor_of_torch() -> str | None:
+    """The "2.11" of what the extension is built against: it fits no other. None where nothing is built."""
     try:
-        major, minor = metadata.version("torch").split(".")[:2]
-    except metadata.PackageNotFoundError:  # nothing is built now
-        return "torch>=2.6,<2.16"
-    return f"torch=={major}.{minor}.*"
+        return ".".join(metadata.version("torch").split(".")[:2])
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def project_version() -> str:
+    return re.search(r"project\(nanlocator VERSION ([\d.]+)", (SOURCE / "CMakeLists.txt").read_text())[1]
 
 
 class CMakeBuild(build_ext):
@@ -42,7 +45,7 @@ class CMakeBuild(build_ext):
         if not shutil.which("cmake"):
             sys.exit("nanlocator is built with CMake 3.25 or newer, and there is no cmake on PATH")
         configure = [
-            "cmake", "-S", SOURCE, "-B", BUILD,
+            "cmake", "--fresh", "-S", SOURCE, "-B", BUILD,  # the last one may have been for another Torch
             "-DCMAKE_BUILD_TYPE=Release",
             "-DCMAKE_UNITY_BUILD=ON",
             f"-DPython3_EXECUTABLE={sys.executable}",
@@ -50,13 +53,14 @@ class CMakeBuild(build_ext):
             "-DNANLOCATOR_BENCHMARKS=OFF",
             *os.environ.get("CMAKE_ARGS", "").split(),
         ]  # fmt: skip
-        if not (BUILD / "CMakeCache.txt").exists() and shutil.which("ninja"):
+        if shutil.which("ninja"):
             configure += ["-G", "Ninja"]
         subprocess.run(configure, check=True)
         jobs = str(os.cpu_count() or 1)
         targets = ["nanlocator_python", "nanlocator_command", "nanlocator_replay"]
         subprocess.run(["cmake", "--build", BUILD, "-j", jobs, "--target", *targets], check=True)
-        package = Path(self.build_lib) / "nanlocator"
+        is_editable = getattr(self, "editable_mode", False) or self.inplace
+        package = (SOURCE / "integrations" if is_editable else Path(self.build_lib)) / "nanlocator"
         package.mkdir(parents=True, exist_ok=True)
         for name in ("_C.so", "_build_info.py"):
             shutil.copy(BUILD / "python" / "nanlocator" / name, package / name)
@@ -65,8 +69,11 @@ class CMakeBuild(build_ext):
 # CMAKE_ARGS=-DNANLOCATOR_DEBUGGER=OFF leaves out the Python of that room, too.
 left_out = re.findall(r"-DNANLOCATOR_(NETCHECK|DEBUGGER)=OFF", os.environ.get("CMAKE_ARGS", ""))
 
+torch = minor_of_torch()
+
 setup(
-    install_requires=[torch_requirement()],
+    version=project_version() + (f"+torch{torch}" if torch else ""),
+    install_requires=[f"torch=={torch}.*" if torch else "torch>=2.6,<2.16"],
     packages=find_packages(
         "integrations",
         include=["nanlocator*"],

@@ -63,8 +63,41 @@ function(nanlocator_find_nccl)
   mark_as_advanced(NANLOCATOR_NCCL_INCLUDE)
 endfunction()
 
-# For a Torch with CUDA and a build without kernels that nobody asked for.
-function(nanlocator_warn_of_slow_path)
-  message(WARNING "Torch has CUDA, but no nvcc was found: GPU tensors will take the slow path. pip install "
-                  "nvidia-cuda-nvcc or set CUDA_HOME and configure again, or choose it: -DNANLOCATOR_CUDA=OFF.")
+# nanlocator_find_cuda_misfit(<result> <libc10_cuda.so> <version>): why kernels that CUDA's compiler of this version makes
+# cannot run beside this Torch; empty where they can. Both have to load one CUDA runtime, whose library is named by its
+# major version.
+function(nanlocator_find_cuda_misfit result library version)
+  set(${result} "" PARENT_SCOPE)
+  if(NOT library)
+    set(${result} "this Torch has no CUDA" PARENT_SCOPE)
+    return()
+  endif()
+  file(STRINGS ${library} runtime REGEX "^libcudart\\.so\\.[0-9]+" LIMIT_COUNT 1)
+  string(REGEX MATCH "[0-9]+" of_torch "${runtime}")
+  string(REGEX MATCH "^[0-9]+" of_compiler ${version})
+  if(of_torch AND NOT of_torch EQUAL of_compiler)
+    set(${result} "this Torch is made with CUDA ${of_torch}, and the compiler is CUDA ${version}'s" PARENT_SCOPE)
+  endif()
 endfunction()
+
+# Asked for and impossible is an error, left to us is a build without kernels. Sets NANLOCATOR_CUDA.
+macro(nanlocator_fit_cuda_to_torch was_left_to_us)
+  set(cuda_misfit)
+  if(NANLOCATOR_CUDA)
+    nanlocator_find_cuda_misfit(cuda_misfit "${NANLOCATOR_LIB_c10_cuda}" ${CMAKE_CUDA_COMPILER_VERSION})
+  endif()
+  if(cuda_misfit AND NOT ${was_left_to_us})
+    message(FATAL_ERROR "NANLOCATOR_CUDA=ON, but ${cuda_misfit}. Set CUDA_HOME to a toolkit that fits, or configure "
+                        "with -DNANLOCATOR_CUDA=OFF.")
+  elseif(cuda_misfit)
+    set(NANLOCATOR_CUDA OFF)
+  endif()
+  if(${was_left_to_us} AND NOT NANLOCATOR_CUDA AND TARGET nanlocator::libtorch_cuda)
+    if(NOT cuda_misfit)
+      set(cuda_misfit "Torch has CUDA, and no nvcc was found")
+    endif()
+    message(WARNING "${cuda_misfit}: GPU tensors will take the slow path. Set CUDA_HOME to a toolkit that fits, or pip "
+                    "install nvidia-cuda-nvcc (from CUDA 13 on), and configure again; or choose it: "
+                    "-DNANLOCATOR_CUDA=OFF.")
+  endif()
+endmacro()

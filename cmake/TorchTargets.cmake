@@ -69,9 +69,6 @@ if(TARGET nanlocator::torch_cuda_library)
   add_library(nanlocator::libtorch_cuda INTERFACE IMPORTED GLOBAL)
   target_link_libraries(nanlocator::libtorch_cuda INTERFACE
     nanlocator::torch_cuda_library nanlocator::c10_cuda_library)
-elseif(NANLOCATOR_CUDA)
-  message(FATAL_ERROR "This Torch has no CUDA libraries. Install a CUDA Torch or configure with "
-                      "-DNANLOCATOR_CUDA=OFF.")
 endif()
 if(TARGET nanlocator::torch_python_library)
   add_library(nanlocator::torch_python INTERFACE IMPORTED GLOBAL)

@@ -58,11 +58,11 @@ def versions_that_are_known(rank, world_size):
     import gpt_training  # noqa: F401
     import megatron.core
 
-    from nanlocator.megatron import versions
+    from nanlocator.megatron import supported
 
     def unknown(version):
         megatron.core.__version__ = version
-        return versions.unknown_version()
+        return supported.unknown_version()
 
     given = ["0.11.0", "0.12.0rc3", "0.16.1", "0.20.0", "0.21.0", "1.0.0", "custom"]
     return [version for version in given if unknown(version)]

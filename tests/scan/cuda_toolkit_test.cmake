@@ -1,5 +1,5 @@
 # cmake -DSOURCE=<repository> -DWORK=<folder to use> -P cuda_toolkit_test.cmake
-# Where cmake/CudaToolkit.cmake looks for nvcc, in which order, in planted trees.
+# Where cmake/CudaToolkit.cmake looks for nvcc, in which order, in planted trees; and which Torch it fits.
 cmake_minimum_required(VERSION 3.25)
 include(${SOURCE}/cmake/CudaToolkit.cmake)
 file(REMOVE_RECURSE ${WORK})
@@ -38,3 +38,18 @@ expect(home/bin)
 plant(other/bin)
 set(ENV{CUDA_HOME} ${WORK}/other)
 expect(other/bin)
+
+# expect_misfit(<libc10_cuda.so> <version> <regular expression>)
+function(expect_misfit library version expected)
+  nanlocator_find_cuda_misfit(found "${library}" ${version})
+  if(NOT found MATCHES "${expected}")
+    message(SEND_ERROR "CUDA ${version} beside ${library}: '${found}' instead of '${expected}'")
+  endif()
+endfunction()
+
+file(WRITE ${WORK}/libc10_cuda.so "\nlibcuda.so.1\nlibcudart.so.12\nlibc10.so\n")
+expect_misfit("" 13.0.88 "no CUDA")
+expect_misfit(${WORK}/libc10_cuda.so 12.8.93 "^$")
+expect_misfit(${WORK}/libc10_cuda.so 13.0.88 "made with CUDA 12.*13\\.0\\.88")
+file(WRITE ${WORK}/libc10_cuda.so "\nlibcuda.so.1\n")  # its runtime is linked into it
+expect_misfit(${WORK}/libc10_cuda.so 13.0.88 "^$")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+DEFAULT_PYTHON = "3.11"
 
 # One line is one cell. A version that begins with a digit is a release of the package registry; of
 # Megatron-Core, any other one is a branch or tag of the repository of Megatron-LM. docs/support.md has the
@@ -145,6 +147,27 @@ def cells_of(table: str) -> list[Cell]:
 
 
 CELLS = cells_of(TABLE)
+
+
+def torch_version(text: str) -> str:
+    """A command line's 2.8 or 2.8.0."""
+    if not re.fullmatch(r"\d+(\.\d+){1,2}", text):
+        raise argparse.ArgumentTypeError(f"{text} is no version such as 2.8 or 2.8.0")
+    return text
+
+
+def python_version(text: str) -> str:
+    """A command line's 3.10."""
+    if not re.fullmatch(r"\d+\.\d+", text):
+        raise argparse.ArgumentTypeError(f"{text} is no version such as 3.10: two numbers are meant")
+    return text
+
+
+def versions_of(torch: str | None, python: str | None) -> tuple[str, str]:
+    """Torch and Python in full. A version that the table has is the table's, with its Python."""
+    torch = torch or pins()["torch"]
+    known = next((cell for cell in CELLS if is_of(cell.torch, torch)), None)
+    return (known.torch, python or known.python) if known else (torch, python or DEFAULT_PYTHON)
 
 
 def pins() -> dict[str, str]:

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from cells import ROOT, Cell, pins
@@ -77,8 +78,17 @@ def prepare(
     cell: Cell, python: Path, jobs: int, megatron_repository: str = MEGATRON_REPOSITORY
 ) -> Environment:
     """What this cell runs in, made where it is not there yet. Raises CommandFailed."""
-    environment = shared(cell, python) if is_default(cell) else separate(cell, python, jobs)
+    if is_default(cell):
+        environment = set_up(cell, python, TARGETS)
+    else:
+        environment = separate(cell, python)
+        build(environment, jobs)
     return with_framework(environment, cell, megatron_repository)
+
+
+def with_torch(cell: Cell, python: Path) -> Environment:
+    """A virtual environment with its torch, and no build. Raises CommandFailed."""
+    return set_up(cell, python, ["--python-only"]) if is_default(cell) else separate(cell, python)
 
 
 def is_default(cell: Cell) -> bool:
@@ -89,18 +99,17 @@ def is_default(cell: Cell) -> bool:
     return not there.exists() or is_whole(there, cell.python)
 
 
-def shared(cell: Cell, python: Path) -> Environment:
+def set_up(cell: Cell, python: Path, arguments: list[str]) -> Environment:
     logs = PLACE / f"torch{cell.torch}-python{cell.python}" / "logs"
-    command = [ROOT / "tools" / "setup", *TARGETS]
+    command = [ROOT / "tools" / "setup", *arguments]
     work("setting up", command, fresh(logs / "setup.log"), os.environ | {"PYTHON": str(python)})
     return Environment(ROOT / ".venv" / "bin" / "python", ROOT / "build" / "release", logs)
 
 
-def separate(cell: Cell, python: Path, jobs: int) -> Environment:
+def separate(cell: Cell, python: Path) -> Environment:
     folder = PLACE / f"torch{cell.torch}-python{cell.python}"
     environment = Environment(folder / "venv" / "bin" / "python", folder / "build", folder / "logs")
     install(environment, python, requirements_of(cell))
-    build(environment, jobs)
     return environment
 
 
@@ -150,6 +159,17 @@ def pip(python: Path) -> list[str | Path]:
     return [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-compile"]
 
 
+def made_once(folder: Path, fill: Callable[[Path], None]) -> Path:
+    """The folder, filled where it is not there yet; what was interrupted begins anew."""
+    if not folder.exists():
+        unfinished = folder.with_name(folder.name + ".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        fill(unfinished)
+        unfinished.rename(folder)
+    return folder
+
+
 # ---- frameworks -----------------------------------------------------------------------------------------
 
 
@@ -162,19 +182,22 @@ def with_framework(environment: Environment, cell: Cell, megatron_repository: st
     if not cell.is_from_registry:
         overlay, note = megatron_of_repository(environment, cell.version, megatron_repository, log)
         return dataclasses.replace(environment, overlay=overlay, note=note)
-    overlay = PLACE / "frameworks" / f"{cell.framework}-{cell.version}-python{cell.python}"
-    if not overlay.exists():
-        unfinished = emptied(overlay.with_name(overlay.name + ".unfinished"))
-        command = [*pip(environment.python), "--target", unfinished]
-        wanted = f"{cell.framework}=={cell.version}"
-        label = f"installing {cell.framework_name}"
-        if cell.framework == "megatron-core":  # some releases ask for much that they do not import
-            work(label, [*command, "--no-deps", wanted, *MEGATRON_IMPORTS], log)
-        else:  # accelerate asks for torch, which would come a second time
-            work(label, [*command, wanted, "psutil"], log)
-            work(label, [*command, "--no-deps", f"accelerate=={pins()['accelerate']}"], log)
-        unfinished.rename(overlay)
+    name = f"{cell.framework}-{cell.version}-python{cell.python}"
+    overlay = made_once(
+        PLACE / "frameworks" / name, lambda folder: install_framework(environment, cell, folder, log)
+    )
     return dataclasses.replace(environment, overlay=overlay)
+
+
+def install_framework(environment: Environment, cell: Cell, folder: Path, log: Path) -> None:
+    command = [*pip(environment.python), "--target", folder]
+    wanted = f"{cell.framework}=={cell.version}"
+    label = f"installing {cell.framework_name}"
+    if cell.framework == "megatron-core":  # some releases ask for much that they do not import
+        work(label, [*command, "--no-deps", wanted, *MEGATRON_IMPORTS], log)
+    else:  # accelerate asks for torch, which would come a second time
+        work(label, [*command, wanted, "psutil"], log)
+        work(label, [*command, "--no-deps", f"accelerate=={pins()['accelerate']}"], log)
 
 
 def megatron_of_repository(
@@ -192,25 +215,16 @@ def megatron_of_repository(
     info = subprocess.run([*git, "show", f"{commit}:megatron/core/package_info.py"], **read).stdout
     version = ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) *= *(\d+)", info, re.MULTILINE))
     note = f"{version}, {commit[:8]}"
-    overlay = PLACE / "frameworks" / f"megatron-core-{commit[:12]}"
-    if not overlay.exists():
-        unfinished = emptied(overlay.with_name(overlay.name + ".unfinished"))
-        archive = unfinished / "megatron.tar"
+
+    def fill(folder: Path) -> None:
+        archive = folder / "megatron.tar"
         work("git", [*git, "archive", "--format=tar", "--output", archive, commit, "megatron"], log)
-        shutil.unpack_archive(archive, unfinished)
+        shutil.unpack_archive(archive, folder)
         archive.unlink()
-        command = [*pip(environment.python), "--no-deps", "--target", unfinished, *MEGATRON_IMPORTS]
+        command = [*pip(environment.python), "--no-deps", "--target", folder, *MEGATRON_IMPORTS]
         work(f"installing {' and '.join(MEGATRON_IMPORTS)}", command, log)
-        about = (
-            unfinished / f"megatron_core-{version}.dist-info"
-        )  # importlib.metadata is asked for the version
+        about = folder / f"megatron_core-{version}.dist-info"  # importlib.metadata is asked for the version
         about.mkdir()
         (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: megatron-core\nVersion: {version}\n")
-        unfinished.rename(overlay)
-    return overlay, note
 
-
-def emptied(folder: Path) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
+    return made_once(PLACE / "frameworks" / f"megatron-core-{commit[:12]}", fill), note

@@ -38,11 +38,23 @@ from pathlib import Path
 
 import environments
 import results
-from cells import CELLS, ROOT, SMOKE_TESTS, TESTS, Cell, in_rotation, is_of, pins, reason_why_impossible
+from cells import (
+    CELLS,
+    ROOT,
+    SMOKE_TESTS,
+    TESTS,
+    Cell,
+    in_rotation,
+    is_of,
+    pins,
+    python_version,
+    reason_why_impossible,
+    torch_version,
+    versions_of,
+)
 from work import CommandFailed, fresh, last_lines, work
 
 PAGE = ROOT / "docs" / "support.md"
-DEFAULT_PYTHON = "3.11"
 LIMIT = 1800.0  # seconds for the tests of a cell
 
 
@@ -87,8 +99,15 @@ def parse_arguments() -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--matrix", action="store_true", help="every cell of the table, or those chosen below")
     which.add_argument("--matrix-rotation", action="store_true", help="the smoke test of one cell")
-    parser.add_argument("--torch", metavar="X", help=f"2.8 or 2.8.0; default: {pins()['torch']}")
-    parser.add_argument("--python", metavar="P", help="3.10; default: the table's for this torch, else 3.11")
+    parser.add_argument(
+        "--torch", metavar="X", type=torch_version, help=f"2.8 or 2.8.0; default: {pins()['torch']}"
+    )
+    parser.add_argument(
+        "--python",
+        metavar="P",
+        type=python_version,
+        help="3.10; default: the table's for this torch, else 3.11",
+    )
     parser.add_argument("--transformers", metavar="Z", help="a release of transformers")
     parser.add_argument("--megatron", metavar="Y", help="a release of Megatron-Core, or a branch or tag")
     parser.add_argument("--smoke", action="store_true", help="one fault of each cell only; keeps no result")
@@ -106,11 +125,6 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--matrix-rotation chooses by itself; leave out the versions")
     if not (any(wishes) or arguments.matrix or arguments.matrix_rotation):
         parser.error("name a cell with --torch, --transformers or --megatron, or say --matrix")
-    for wish in (arguments.torch, arguments.python):
-        if wish and not re.fullmatch(r"\d+(\.\d+){1,2}", wish):
-            parser.error(f"{wish} is no version such as 2.8 or 3.10")
-    if arguments.python and arguments.python.count(".") != 1:
-        parser.error(f"--python {arguments.python}: two numbers are meant, such as 3.10")
     arguments.smoke |= arguments.matrix_rotation
     return arguments
 
@@ -120,11 +134,7 @@ def chosen_cells(arguments: argparse.Namespace) -> list[Cell]:
         return [rotated()]
     if arguments.matrix:
         return filtered(arguments)
-    torch = arguments.torch or pins()["torch"]
-    # A version that the table has is the table's cell, whose result is kept.
-    known = next((cell for cell in CELLS if is_of(cell.torch, torch)), None)
-    python = arguments.python or (known.python if known else DEFAULT_PYTHON)
-    torch = known.torch if known else torch
+    torch, python = versions_of(arguments.torch, arguments.python)
     frameworks = [("transformers", arguments.transformers), ("megatron-core", arguments.megatron)]
     wanted = [Cell(torch, python, name, version) for name, version in frameworks if version]
     return wanted or [Cell(torch, python, "pytorch")]

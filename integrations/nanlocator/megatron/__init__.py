@@ -8,7 +8,6 @@
 Every rank calls it. docs/megatron.md says what is seen, at which cost, and what is not covered.
 """
 
-import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,20 +23,9 @@ def __getattr__(name: str) -> Any:
     try:
         from nanlocator.megatron import locator
     except ImportError:
-        if problem := _too_old():
+        from nanlocator.megatron.supported import too_old
+
+        if problem := too_old():
             raise ImportError(problem) from None
         raise
     return getattr(locator, name)
-
-
-def _too_old() -> str | None:
-    """A sentence where the Megatron-Core that is installed lacks what every later one has."""
-    import megatron.core
-
-    version = str(getattr(megatron.core, "__version__", ""))
-    if not re.match(r"0\.([0-9]|1[01])(?!\d)", version):
-        return None
-    return (
-        f"nanlocator.megatron needs Megatron-Core 0.12 or newer, and {version} is installed. Update it, or "
-        "use nanlocator.LocatingOptimizer around the optimizer (docs/pytorch.md)."
-    )

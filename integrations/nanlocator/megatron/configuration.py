@@ -10,7 +10,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from megatron.core.utils import get_model_config
 
 from nanlocator import _C
-from nanlocator.megatron import versions
+from nanlocator.megatron import supported
 
 
 def check_call(chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
@@ -91,8 +91,8 @@ def not_covered(
         "the rank within a data-parallel replica of a fault that happens once: that needs level boundaries": (
             options.level == "grads" and is_model_parallel
         ),
-        f"Megatron-Core {versions.unknown_version()} has not been tried: hooks may sit in the wrong place": (
-            versions.unknown_version() is not None
+        f"Megatron-Core {supported.unknown_version()} has not been tried: hooks may sit in the wrong place": (
+            supported.unknown_version() is not None
         ),
         "operators inside TransformerEngine's kernels (reported as born inside their module)": (
             "transformer_engine" in modules

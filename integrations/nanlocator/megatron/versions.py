@@ -4,15 +4,11 @@ Read from 0.12.3, 0.13.1, 0.14.0, 0.15.3 and 0.16.1 of PyPI, and 0.17.1, 0.18.2,
 GitHub. docs/support.md says what ran on each of them.
 """
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
-import megatron.core
 import torch
 from megatron.core import parallel_state, process_groups_config
-
-OLDEST, NEWEST = (0, 12), (0, 20)
 
 # Groups by their fields in the collections below, and parallel_state's functions that return them. Up to 0.12
 # nothing fills a collection with these, and 0.13 and 0.14 leave the last one out.
@@ -39,15 +35,6 @@ _COLLECTIONS = tuple(
     if hasattr(process_groups_config, name)
 )
 _ATTRIBUTES = ("model_comm_pgs", "pg_collection")  # of modules: in 0.13 and 0.14, from 0.15 on
-
-
-def unknown_version() -> str | None:
-    """Megatron-Core's version where nobody has tried nanlocator with it."""
-    version = str(megatron.core.__version__)
-    found = re.match(r"(\d+)\.(\d+)(?!\d)", version)
-    if found and OLDEST <= (int(found.group(1)), int(found.group(2))) <= NEWEST:
-        return None
-    return version
 
 
 def process_groups(chunks: list[torch.nn.Module], field: str) -> Iterator[Any]:
