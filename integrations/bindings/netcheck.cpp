@@ -71,20 +71,21 @@ void bind_netcheck(py::module_& m) {
       .def(py::init([](c10::intrusive_ptr<c10d::Store> store, int rank, int world_size,
                        int local_rank, std::string host, std::string backend,
                        std::chrono::milliseconds deadline, bool as_json, bool colour,
-                       std::string output, const std::string& inject, std::string at,
+                       std::string output, int terminal, const std::string& inject, std::string at,
                        const std::string& moment, bool in_contribution) {
              return std::make_shared<RankCheck>(
                  std::move(store),
                  RankCheckOptions{rank, world_size, local_rank, std::move(host), std::move(backend),
-                                  deadline, as_json, colour, std::move(output)},
+                                  deadline, as_json, colour, std::move(output), terminal},
                  Injection{.kind = kind_of(inject),
                            .moment = moment_of(moment),
                            .at = std::move(at),
                            .in_contribution = in_contribution});
            }),
            py::kw_only(), "store"_a, "rank"_a, "world_size"_a, "local_rank"_a, "host"_a,
-           "backend"_a, "deadline"_a, "as_json"_a, "colour"_a, "output"_a, "inject"_a = "",
-           "at"_a = "", "moment"_a = "before", "in_contribution"_a = false, ReleaseGil())
+           "backend"_a, "deadline"_a, "as_json"_a, "colour"_a, "output"_a, "terminal"_a,
+           "inject"_a = "", "at"_a = "", "moment"_a = "before", "in_contribution"_a = false,
+           ReleaseGil())
       .def(
           "enter",
           [](RankCheck& check, const std::string& stage, const std::string& name,

@@ -161,7 +161,7 @@ std::string Conclusion::write(const std::string& verdict) const {
   std::string lost;
   const auto text =
       options_.as_json ? verdict + "\n" : format_verdict(verdict, {.colour = options_.colour});
-  if (!write_all(STDOUT_FILENO, text)) {
+  if (!write_all(options_.terminal, text)) {
     lost = std::string("cannot write to standard output: ") + std::strerror(errno);
     write_all(STDERR_FILENO, text);
   }

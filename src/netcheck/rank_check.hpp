@@ -35,6 +35,7 @@ struct RankCheckOptions {
   bool as_json = false;
   bool colour = false;
   std::string output;  // the verdict is written there, too; "": nowhere
+  int terminal = 1;    // descriptor that the verdict is printed on; not owned
 };
 
 /// The drill: a fault of this rank's own, at the first step whose stage or name it is.

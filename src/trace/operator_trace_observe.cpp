@@ -65,7 +65,7 @@ void OperatorTrace::Impl::start(const at::RecordFunction& call, ThreadFrames& fr
   frame.start = clock.load(std::memory_order_relaxed);
   frame.module = current_module();
   if (call.scope() == at::RecordScope::BACKWARD_FUNCTION) return start_node(call, frame, frames);
-  frame.info = operator_info(call);
+  frame.info = is_silently_python(call) ? nullptr : operator_info(call);
   if (frame.info == nullptr) return start_container(call, frame, frames);
   if (is_deterministic_fill(*frame.info, call, parent) ||
       (frame.info->is_copy && parent != nullptr && parent->info != nullptr &&
@@ -221,7 +221,7 @@ void OperatorTrace::Impl::look_before_write(Frame& frame, ThreadFrames& frames) 
 
 void OperatorTrace::Impl::start_container(const at::RecordFunction& call, Frame& frame,
                                           ThreadFrames& frames) {
-  std::string_view name = call.name();
+  std::string_view name = is_silently_python(call) ? "PythonSubclass" : call.name();
   if (name.starts_with(kEvaluate)) {
     name.remove_prefix(kEvaluate.size());
     frame.kind = FrameKind::evaluate;

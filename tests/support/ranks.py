@@ -12,6 +12,7 @@ import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import re
 import random
 import socket
 import sys
@@ -71,7 +72,7 @@ class RankServer:
             ]
             _join(processes)
             return [
-                (process.exitcode, out.read_text(), err.read_text())
+                (process.exitcode, _without_gloos(out.read_text()), err.read_text())
                 for process, (out, err) in zip(processes, texts, strict=True)
             ]
 
@@ -92,6 +93,11 @@ class RankServer:
 
 _server = RankServer("torch._dynamo", "nanlocator.transformers", "transformers.trainer")
 run_ranks, run_programs = _server.run_ranks, _server.run_programs
+
+
+def _without_gloos(text: str) -> str:
+    """Before torch 2.11 gloo prints a line when it connects."""
+    return re.sub(r"^\[Gloo\] Rank .*\n", "", text, flags=re.M)
 
 
 def _join(processes: list[BaseProcess]) -> None:

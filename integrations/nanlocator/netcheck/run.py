@@ -132,6 +132,7 @@ def _run(
 ) -> None:
     rank = int(os.environ["RANK"])
     is_drill = options.rank == rank
+    has_colour = not options.json and sys.stdout.isatty() and "NO_COLOR" not in os.environ
     check = _C.RankCheck(
         store=store,
         rank=rank,
@@ -141,8 +142,9 @@ def _run(
         backend=options.backend,
         deadline=datetime.timedelta(seconds=options.deadline),
         as_json=options.json,
-        colour=not options.json and sys.stdout.isatty() and "NO_COLOR" not in os.environ,
+        colour=has_colour,
         output=options.output,
+        terminal=_keep_stdout(),
         inject=options.inject if is_drill else "",
         at=options.at,
         moment=options.moment,
@@ -166,6 +168,17 @@ def _run(
             check.end_by_error(first_line(error))
         check.end_by_failure(first_line(error))
     check.finish()
+
+
+def _keep_stdout() -> int:
+    """A descriptor of standard output for the verdict alone: what libraries print from now on (gloo before torch
+    2.11, NCCL_DEBUG=INFO) goes to stderr, so --json is one object."""
+    try:
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:  # closed
+        return 1
+    return kept
 
 
 def _meet(check: _C.RankCheck) -> None:
