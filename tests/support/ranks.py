@@ -12,8 +12,8 @@ import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import re
 import random
+import re
 import socket
 import sys
 import tempfile

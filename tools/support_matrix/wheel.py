@@ -173,10 +173,11 @@ def why_no_kernels(cuda: str | None) -> str:
 
 def cmake_arguments(nvcc: Nvcc | None, architectures: str | None) -> list[str]:
     if nvcc is None:
-        return ["-DNANLOCATOR_CUDA=OFF"]
+        return ["-DNANLOCATOR_RELOCATABLE=ON", "-DNANLOCATOR_CUDA=OFF"]
     has_blackwell = tuple(map(int, nvcc.version.split("."))) >= (12, 8)
     usual = "80-real;90-real;100-real;120" if has_blackwell else "80-real;90"
-    return ["-DNANLOCATOR_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={architectures or usual}"]
+    chosen = f"-DCMAKE_CUDA_ARCHITECTURES={architectures or usual}"
+    return ["-DNANLOCATOR_RELOCATABLE=ON", "-DNANLOCATOR_CUDA=ON", chosen]
 
 
 # ---- a bare environment ---------------------------------------------------------------------------------

@@ -171,8 +171,8 @@ def _run(
 
 
 def _keep_stdout() -> int:
-    """A descriptor of standard output for the verdict alone: what libraries print from now on (gloo before torch
-    2.11, NCCL_DEBUG=INFO) goes to stderr, so --json is one object."""
+    """A descriptor of standard output for the verdict alone: what libraries print from now on (gloo before
+    torch 2.11, NCCL_DEBUG=INFO) goes to stderr, so --json is one object."""
     try:
         kept = os.dup(1)
         os.dup2(2, 1)
