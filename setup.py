@@ -13,7 +13,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from setuptools import Extension, find_packages, setup
+from setuptools import Distribution, Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 try:
@@ -66,6 +66,11 @@ class CMakeBuild(build_ext):
             shutil.copy(BUILD / "python" / "nanlocator" / name, package / name)
 
 
+class Project(Distribution):
+    # What setuptools asks for when it installs data files beside an editable package (editable_wheel.py).
+    has_data = Distribution.has_data_files
+
+
 # CMAKE_ARGS=-DNANLOCATOR_DEBUGGER=OFF leaves out the Python of that room, too.
 left_out = re.findall(r"-DNANLOCATOR_(NETCHECK|DEBUGGER)=OFF", os.environ.get("CMAKE_ARGS", ""))
 
@@ -82,6 +87,7 @@ setup(
     package_dir={"": "integrations"},
     package_data={"nanlocator": ["py.typed"]},
     ext_modules=[Extension("nanlocator._C", sources=[])],  # makes the wheel one for this platform
+    distclass=Project,
     cmdclass={"build_ext": CMakeBuild},
     data_files=[("bin", [str(BUILD / "bin" / name) for name in ("nanlocator", "nanlocator-replay")])],
 )
