@@ -96,8 +96,8 @@ SMOKE_TESTS = {
     "megatron-core": ["tests/megatron/test_matrix.py::test_every_fault_is_named[ddp_fp32]"],
 }
 
-# (framework or "torch", version, part of a test's name): why that test cannot pass there. Such a test is run, its
-# failure is listed with this reason, and the cell passes all the same.
+# (framework or "torch", version, part of a test's name): why that test cannot pass there. Such a test is run,
+# its failure is listed with this reason, and the cell passes all the same.
 _EAGER = "its T5 has eager attention only"
 _SHARED = "its T5 has one embedding under three names, whose frame the original prints three times"
 _NO_BOOL = "its BERT makes no bool mask for the original to stumble over"
