@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "agree/torch_versions.hpp"
 #include "bindings.hpp"
 #include "nanlocator/agree/communicator.hpp"
 #include "nanlocator/error.hpp"
@@ -181,6 +182,8 @@ void bind_map(py::module_& m) {
 
 void bind_agree(py::module_& m) {
   m.def("is_failure_of_peers", &is_failure_of_peers, "error"_a);
+  // A connection of its own to what `store` connects to, in every version of Torch.
+  m.def("clone_store", &clone_of, "store"_a, ReleaseGil());
   py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
       .def(py::init<c10::intrusive_ptr<c10d::ProcessGroup>, c10::intrusive_ptr<c10d::Store>,
                     std::string>(),

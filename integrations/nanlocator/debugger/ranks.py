@@ -21,6 +21,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from nanlocator import _C
 from nanlocator.python_versions import add_note
 
 _LONGEST_REPORT = 1 << 20  # characters that travel; the finding rank's file has the whole
@@ -111,8 +112,8 @@ class PeerRanks:
 
 def _own_connection() -> dist.Store:
     try:
-        store = dist.distributed_c10d._get_default_store().clone()
-    except (AttributeError, NotImplementedError, RuntimeError) as error:
+        store = _C.clone_store(dist.distributed_c10d._get_default_store())
+    except (NotImplementedError, RuntimeError) as error:
         raise RuntimeError(
             "DebugUnderflowOverflow: the ranks cannot share what they find, because the Store of "
             f"torch.distributed (backend {dist.get_backend()}) cannot be used a second time: {error}. "
