@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from nanlocator.netcheck import run
+
 COMMAND = shutil.which("nanlocator")
 pytestmark = pytest.mark.skipif(COMMAND is None, reason="the nanlocator command is not on PATH")
 
@@ -55,3 +57,14 @@ def test_a_finding_ends_with_1_and_json_is_one_object():
     run = netcheck("--nproc_per_node=2", "--quick", "--json", "--inject", "skew", "--rank", "1")
     assert run.returncode == 1, run.stderr
     assert json.loads(run.stdout)["verdict"] == "version skew"
+
+
+def test_standard_output_is_kept_for_the_verdict(capfd):
+    before = os.dup(1)
+    try:
+        kept = run._keep_stdout()
+        os.write(1, b"a library's line\n")  # gloo before torch 2.11, NCCL_DEBUG=INFO
+        os.write(kept, b"{}\n")
+    finally:
+        os.dup2(before, 1)
+    assert capfd.readouterr() == ("{}\n", "a library's line\n")

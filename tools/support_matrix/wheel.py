@@ -35,6 +35,7 @@ import environments
 from cells import ROOT, SMOKE_TESTS, Cell, pins, python_version, torch_version, versions_of
 from work import CommandFailed, fresh, last_lines, work
 
+SYSTEM_NVCC = Path("/usr/local/cuda/bin/nvcc")
 BUILD_TOOLS = ["cmake>=3.25,<4", "setuptools"]
 
 
@@ -147,7 +148,7 @@ def nvcc_of_this_machine(cuda: str) -> Nvcc | None:
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     candidates = [Path(home, "bin", "nvcc") for home in homes if home]
     candidates += [Path(on_path)] if (on_path := shutil.which("nvcc")) else []
-    for nvcc in (*candidates, Path("/usr/local/cuda/bin/nvcc")):
+    for nvcc in (*candidates, SYSTEM_NVCC):
         if nvcc.exists():
             said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
             version = re.search(r"release (\d+\.\d+)", said)
