@@ -19,7 +19,11 @@ from nanlocator.debugger.values import Values
 _MOST_WAITING = 1 << 13  # looks; their slots take about a megabyte of the device's memory
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc, torch.jagged)
-_WITHOUT_A_SCAN = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
+_WITHOUT_A_SCAN = tuple(
+    getattr(torch, name)
+    for name in ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")  # the last one from 2.7 on
+    if hasattr(torch, name)
+)
 
 
 class Looks:
