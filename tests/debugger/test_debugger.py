@@ -389,7 +389,8 @@ def test_a_bool_mask_does_not_end_the_run(name):
         step = lambda: model(input_ids=tokens, labels=tokens, attention_mask=mask)  # noqa: E731
         return watched_by(tool, model, step, step, trace_batch_nums=[0, 1])
 
-    assert run(original)[1] == "NotImplementedError: \"abs_cpu\" not implemented for 'Bool'"
+    error = run(original)[1]  # a RuntimeError up to torch 2.6
+    assert error is not None and error.endswith("Error: \"abs_cpu\" not implemented for 'Bool'")
     text, error = run(ours)
     assert error is None and "*** Starting batch number=1 ***" in text
 
