@@ -183,7 +183,7 @@ void bind_map(py::module_& m) {
 void bind_agree(py::module_& m) {
   m.def("is_failure_of_peers", &is_failure_of_peers, "error"_a);
   // A connection of its own to what `store` connects to, in every version of Torch.
-  m.def("clone_store", &clone_of, "store"_a, ReleaseGil());
+  m.def("clone_store", &clone_of, py::arg("store").none(false), ReleaseGil());
   py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
       .def(py::init<c10::intrusive_ptr<c10d::ProcessGroup>, c10::intrusive_ptr<c10d::Store>,
                     std::string>(),

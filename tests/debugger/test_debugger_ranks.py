@@ -150,7 +150,10 @@ def test_ranks_that_go_on_are_notified_of_the_next_finding_too(tmp_path):
 
 
 def test_a_store_that_cannot_be_shared_is_reported(monkeypatch):
-    monkeypatch.setattr(ranks_of_debugger.dist.distributed_c10d, "_get_default_store", lambda: None)
+    class OwnStore(dist.Store):
+        """Of a framework, in Python."""
+
+    monkeypatch.setattr(ranks_of_debugger.dist.distributed_c10d, "_get_default_store", OwnStore)
     monkeypatch.setattr(ranks_of_debugger.dist, "get_backend", lambda: "mpi")
     with pytest.raises(RuntimeError, match=r"backend mpi.*Initialise it with an init_method"):
         ranks_of_debugger._own_connection()
