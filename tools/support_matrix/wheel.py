@@ -26,6 +26,7 @@ import dataclasses
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -200,4 +201,8 @@ def check(wheel: Path, python: Path, log: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has started ends with it
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
