@@ -17,6 +17,7 @@
 #include "nanlocator/files/atomic_file.hpp"
 #include "nanlocator/record/sighting.hpp"
 #include "record/history_json.hpp"
+#include "record/line_notes.hpp"
 
 namespace nanlocator {
 namespace {
@@ -33,9 +34,6 @@ constexpr std::string_view kHeaderBegins = R"({"record":"history",)";
 
 /// 64 steps of 10 000 parameters take 15 MB, and a run has 16 findings; more than this is none.
 constexpr std::uint64_t kLargestHistoryFile = std::uint64_t{1} << 30;
-
-/// Of one file: garbage must not fill the memory with remarks about its lines.
-constexpr std::size_t kMostHistoryNotes = 20;
 
 constexpr float kUnseen = std::numeric_limits<float>::quiet_NaN();
 
@@ -182,18 +180,12 @@ class HistoryFile {
          " has no last line");
   }
 
-  void note(std::string text) {
-    ++noted_;
-    if (noted_ <= kMostHistoryNotes) notes_.push_back(std::move(text));
-    if (noted_ == kMostHistoryNotes + 1) {
-      notes_.push_back(source_ + ": further lines that cannot be read are not listed");
-    }
-  }
+  void note(std::string text) { line_notes_.add(std::move(text), notes_); }
 
   std::string source_;
   std::vector<std::string>& notes_;
   std::vector<Line> lines_;
-  std::size_t noted_ = 0;
+  LineNotes line_notes_{source_};
 };
 
 /// In the order of their names: that of a directory's entries is not fixed.

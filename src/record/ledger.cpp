@@ -12,6 +12,7 @@
 #include "nanlocator/error.hpp"
 #include "record/birth_json.hpp"
 #include "record/history_json.hpp"
+#include "record/line_notes.hpp"
 
 namespace nanlocator {
 
@@ -108,9 +109,6 @@ namespace {
 
 using nlohmann::ordered_json;
 
-/// A file of garbage must not fill the memory with remarks about its lines.
-constexpr std::size_t kMostLedgerNotes = 20;
-
 constexpr int kLedgerVersion = 1;
 
 /// How the header says whether the order of its parameters was observed.
@@ -202,7 +200,7 @@ class LedgerReader {
       is_open_ = true;
       begin_ = line_.data();
       lines_ = 0;
-      line_notes_ = 0;
+      line_notes_ = LineNotes(source_);
       has_lost_lines_ = false;
       return;
     }
@@ -271,17 +269,10 @@ class LedgerReader {
 
   /// A remark about a line that belongs to no ledger: kept by the first one that can be read.
   void add_orphan(std::string note) {
-    if (orphans_.size() < kMostLedgerNotes) orphans_.push_back(std::move(note));
+    if (orphans_.size() < LineNotes::kMost) orphans_.push_back(std::move(note));
   }
 
-  void add_note(std::string note) {
-    auto& notes = ledgers_.back().notes;
-    if (line_notes_ < kMostLedgerNotes) notes.push_back(std::move(note));
-    if (line_notes_ == kMostLedgerNotes) {
-      notes.push_back(source_ + ": further lines that cannot be read are not listed");
-    }
-    ++line_notes_;
-  }
+  void add_note(std::string note) { line_notes_.add(std::move(note), ledgers_.back().notes); }
 
   void close(const std::string& reason) {
     if (!is_open_) return;
@@ -296,8 +287,8 @@ class LedgerReader {
   std::vector<std::string> orphans_;
   bool is_open_ = false;
   bool has_lost_lines_ = false;
-  std::int64_t lines_ = 0;  // of the open ledger, without its first and its last
-  std::size_t line_notes_ = 0;
+  std::int64_t lines_ = 0;         // of the open ledger, without its first and its last
+  LineNotes line_notes_{source_};  // of the open ledger
 };
 
 }  // namespace

@@ -1,13 +1,14 @@
 #include "netcheck/compute_check.hpp"
 
-#include <ATen/Context.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <limits>
 #include <set>
+#include <string>
 
 #include "nanlocator/error.hpp"
+#include "replay/torch_versions.hpp"
 
 namespace nanlocator::netcheck {
 namespace {
@@ -96,19 +97,18 @@ TEST(ComputeCheck, ANanIsWrong) {
 }
 
 TEST(ComputeCheck, TurnsReducedPrecisionOffMeanwhileAndOnAgain) {
-  auto& context = at::globalContext();
-  const auto backend = at::Float32Backend::MKLDNN;
-  const auto before = context.float32Precision(backend, at::Float32Op::MATMUL);
-  context.setFloat32Precision(backend, at::Float32Op::MATMUL, at::Float32Precision::BF16);
-  auto meanwhile = at::Float32Precision::NONE;
+  constexpr auto kUse = Float32Use::mkldnn_matmul;
+  const auto before = float32_precision(kUse);
+  set_float32_precision(kUse, "bf16");
+  std::string meanwhile;
   const auto outcome =
       check_compute(kHost, [&](const std::string&, const std::string&, int, const at::Tensor&) {
-        meanwhile = context.float32Precision(backend, at::Float32Op::MATMUL);
+        meanwhile = float32_precision(kUse);
       });
-  const auto after = context.float32Precision(backend, at::Float32Op::MATMUL);
-  context.setFloat32Precision(backend, at::Float32Op::MATMUL, before);
-  EXPECT_EQ(meanwhile, at::Float32Precision::IEEE);
-  EXPECT_EQ(after, at::Float32Precision::BF16);
+  const auto after = float32_precision(kUse);
+  set_float32_precision(kUse, before);
+  EXPECT_EQ(meanwhile, "ieee");
+  EXPECT_EQ(after, "bf16");
   EXPECT_TRUE(outcome.is_right());
 }
 
