@@ -583,11 +583,16 @@ def test_a_batch_that_numpy_makes_within_the_step_is_data():
     assert [(b.kind, b.sighting.stats.first_bad) for b in births] == [("data", 2)]
 
 
+_kept_groups = []
+
+
 @pytest.fixture
 def one_rank(tmp_path):
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
+    # Up to torch 2.6 its destructor joins gloo's thread with the GIL held, which that one may wait for.
+    _kept_groups.append(torch.distributed.group.WORLD)
     torch.distributed.destroy_process_group()
 
 
