@@ -30,6 +30,7 @@ using std::chrono::milliseconds;
 // that what is there already may not be read.
 constexpr milliseconds kStoreAnswers{1'000};
 constexpr milliseconds kPublishPatience{10'000};
+constexpr milliseconds kOthersEndInstall{1'000};
 // How much longer than rank 0 the others wait for what rank 0 decides at the deadline.
 constexpr milliseconds kOutcomeGrace{5'000};
 // Polling: quick at first, because ranks usually come within a millisecond of each other, and at
@@ -142,7 +143,7 @@ Communicator::Communicator(std::unique_ptr<FlagReduction> reduction,
     throw UsageError(std::string("Communicator: the ") + (!reduction_ ? "reduction" : "Store") +
                      " is null. A single process passes no Communicator at all.");
   }
-  store_ = std::make_unique<StoreClient>(std::move(store));
+  store_ = StoreClient::sharing(std::move(store));
 }
 
 std::shared_ptr<Communicator> Communicator::from_group_name(const std::string& name,
@@ -400,8 +401,13 @@ void Communicator::abort() noexcept {
 void Communicator::watch_ranks(std::string place, MonitorTimes times,
                                RankMonitor::OnChange on_change) {
   if (monitor_) throw UsageError("watch_ranks: the ranks are watched already.");
-  monitor_ = std::make_unique<RankMonitor>(store_->another(), prefix_ + "/monitor", rank(), size(),
-                                           std::move(place), times, std::move(on_change));
+  auto monitors_store = store_->another();
+  // The last step of an install. A connection that nobody else uses cannot be held up by a blocking
+  // get of another thread; until then none is made, as all ranks would wait for each of them.
+  monitors_store->connect_in(kOthersEndInstall);
+  store_->connect_in(kOthersEndInstall);
+  monitor_ = std::make_unique<RankMonitor>(std::move(monitors_store), prefix_ + "/monitor", rank(),
+                                           size(), std::move(place), times, std::move(on_change));
   monitor_->wait_for_first_heartbeat();
 }
 

@@ -20,6 +20,9 @@ namespace {
 // (tried with torch 2.11: 7 MiB pass, 9 MiB give "Connection reset by peer").
 constexpr std::size_t kPartBytes = std::size_t{4} << 20;
 
+using Clock = std::chrono::steady_clock;
+constexpr Deadline kNever = Deadline::max();
+
 std::string part_key(const std::string& key, std::size_t part) {
   return part == 0 ? key : key + "/part" + std::to_string(part);
 }
@@ -51,15 +54,28 @@ struct StoreClient::Shared {
   std::deque<std::function<void(c10d::Store&)>> calls;
   bool is_closing = false;
   bool is_done = false;
+  Deadline connects_at;  // and never again
   c10::intrusive_ptr<c10d::Store> given;
 
   void serve() {
-    // Connecting may take seconds (it looks names up); nobody waits for it yet.
-    auto connection = own_connection(given);
+    auto connection = given;
     std::unique_lock lock(mutex);
     for (;;) {
-      changed.wait(lock, [&] { return is_closing || !calls.empty(); });
+      while (!is_closing && calls.empty() && Clock::now() < connects_at) {
+        if (connects_at == kNever) {
+          changed.wait(lock);
+        } else {
+          changed.wait_until(lock, Deadline(connects_at));
+        }
+      }
       if (is_closing) break;
+      if (Clock::now() >= connects_at) {
+        connects_at = kNever;
+        lock.unlock();
+        connection = own_connection(given);
+        lock.lock();
+        continue;
+      }
       auto call = std::move(calls.front());
       calls.pop_front();
       lock.unlock();
@@ -79,10 +95,24 @@ struct StoreClient::Shared {
   }
 };
 
-StoreClient::StoreClient(c10::intrusive_ptr<c10d::Store> store)
+StoreClient::StoreClient(c10::intrusive_ptr<c10d::Store> store, Deadline connects_at)
     : shared_(std::make_shared<Shared>()) {
   shared_->given = std::move(store);
+  shared_->connects_at = connects_at;
   std::thread([shared = shared_] { shared->serve(); }).detach();
+}
+
+StoreClient::StoreClient(c10::intrusive_ptr<c10d::Store> store)
+    : StoreClient(std::move(store), Clock::now()) {}
+
+std::unique_ptr<StoreClient> StoreClient::sharing(c10::intrusive_ptr<c10d::Store> store) {
+  return std::unique_ptr<StoreClient>(new StoreClient(std::move(store), kNever));
+}
+
+void StoreClient::connect_in(std::chrono::milliseconds delay) {
+  const std::lock_guard lock(shared_->mutex);
+  shared_->connects_at = Clock::now() + delay;
+  shared_->changed.notify_all();
 }
 
 StoreClient::~StoreClient() {
@@ -97,7 +127,7 @@ StoreClient::~StoreClient() {
 
 std::unique_ptr<StoreClient> StoreClient::another() const {
   const std::lock_guard lock(shared_->mutex);
-  return std::make_unique<StoreClient>(shared_->given);
+  return sharing(shared_->given);
 }
 
 template <class Result>

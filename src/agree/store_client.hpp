@@ -1,9 +1,8 @@
 // A c10d Store whose answers are waited for until a deadline and no longer.
 //
 // A Store call blocks in recv for as long as its server's host is silent: a frozen or powered-off
-// host never resets the connection. So every call runs on one thread of this client, on a
-// connection of its own, and the caller waits on a future. A thread that is stuck is left behind,
-// never joined.
+// host never resets the connection. So every call runs on one thread of this client, and the caller
+// waits on a future. A thread that is stuck is left behind, never joined.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -25,11 +24,16 @@ using Deadline = std::chrono::steady_clock::time_point;
 
 class StoreClient {
  public:
-  /// Shares `store`; the connection is cloned on the client's thread.
+  /// With a connection of its own, a clone of `store` that is made on the client's thread.
   explicit StoreClient(c10::intrusive_ptr<c10d::Store> store);
+  /// Calls `store` itself until `connect_in`: to connect may take long, and as long for each rank
+  /// (TCPStore's server asks for the name of each peer that connects, and serves nobody meanwhile).
+  [[nodiscard]] static std::unique_ptr<StoreClient> sharing(c10::intrusive_ptr<c10d::Store> store);
   ~StoreClient();
-  /// A second client of the same Store, with a connection and a thread of its own.
+  /// A second client of the same Store that shares it, with a thread of its own.
   [[nodiscard]] std::unique_ptr<StoreClient> another() const;
+  /// Makes a connection of its own, `delay` from now.
+  void connect_in(std::chrono::milliseconds delay);
   StoreClient(const StoreClient&) = delete;  // one connection, one thread
   StoreClient& operator=(const StoreClient&) = delete;
 
@@ -48,6 +52,7 @@ class StoreClient {
 
  private:
   struct Shared;  // with the thread, which may outlive the client
+  StoreClient(c10::intrusive_ptr<c10d::Store> store, Deadline connects_at);
   template <class Result>
   std::optional<Result> run(std::function<Result(c10d::Store&)> call, Deadline deadline);
 

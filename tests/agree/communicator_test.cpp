@@ -245,34 +245,59 @@ TEST(Communicator, ReturnsAtTheDeadlineThoughTheStoreHangsInACall) {
   frozen->is_released = true;
 }
 
-// One whose own connection is there only after a while, as where names are looked up slowly.
-class SlowToConnectStore : public c10d::HashStore {
+// As where names are looked up slowly, or by a server that is busy.
+class SlowStore : public c10d::HashStore {
  public:
   c10::intrusive_ptr<c10d::Store> clone() override {
-    std::this_thread::sleep_for(delay.load());
-    return c10::intrusive_ptr<SlowToConnectStore>::unsafe_reclaim_from_nonowning(this);
+    ++connections;
+    std::this_thread::sleep_for(to_connect.load());
+    return c10::intrusive_ptr<SlowStore>::unsafe_reclaim_from_nonowning(this);
   }
-  std::atomic<milliseconds> delay;
+  void set(const std::string& key, const std::vector<std::uint8_t>& value) override {
+    std::this_thread::sleep_for(to_answer.load());
+    HashStore::set(key, value);
+  }
+  std::atomic<milliseconds> to_connect = milliseconds(0);
+  std::atomic<milliseconds> to_answer = milliseconds(0);
+  std::atomic<int> connections = 0;
 };
 
-TEST(Communicator, WatchingStartsOnceThisRanksHeartbeatIsThereOrAfterFourPatiences) {
-  const MonitorTimes times{milliseconds(100), milliseconds(500)};
-  const auto reduction = std::make_shared<MaxReduction>(2, kShort);
-  const auto store = c10::make_intrusive<SlowToConnectStore>();
-  const auto communicator = [&](const char* prefix) {
-    return Communicator(c10::make_intrusive<ThreadGroup>(0, 2, reduction), store, prefix);
-  };
-  store->delay = times.patience;
-  auto slow = communicator("slow");
-  slow.watch_ranks("rank 0", times, {});
-  EXPECT_TRUE(store->check({"slow/monitor/beat/0"}));
+class Watching : public ::testing::Test {
+ protected:
+  const MonitorTimes times_{milliseconds(100), milliseconds(500)};
+  const c10::intrusive_ptr<SlowStore> store_ = c10::make_intrusive<SlowStore>();
+  Communicator communicator_{
+      c10::make_intrusive<ThreadGroup>(0, 2, std::make_shared<MaxReduction>(2, kShort)), store_,
+      "test"};
 
-  store->delay = 12 * times.patience;
-  auto slower = communicator("slower");
-  const auto before = std::chrono::steady_clock::now();
-  slower.watch_ranks("rank 0", times, {});
-  EXPECT_LT(std::chrono::steady_clock::now() - before, 8 * times.patience);
-  EXPECT_FALSE(store->check({"slower/monitor/beat/0"}));
+  std::chrono::steady_clock::duration time_to_start() {
+    const auto before = std::chrono::steady_clock::now();
+    communicator_.watch_ranks("rank 0", times_, {});
+    return std::chrono::steady_clock::now() - before;
+  }
+};
+
+TEST_F(Watching, StartsWithThisRanksHeartbeatAndWaitsForNoConnection) {
+  store_->to_connect = 12 * times_.patience;
+  EXPECT_LT(time_to_start(), times_.patience);
+  EXPECT_TRUE(store_->check({"test/monitor/beat/0"}));
+  EXPECT_EQ(store_->connections, 0);
+}
+
+TEST_F(Watching, MakesItsConnectionsAfterTheInstall) {
+  (void)time_to_start();
+  for (const auto limit = after(kLong);
+       store_->connections < 2 && after(milliseconds(0)) < limit;) {
+    std::this_thread::sleep_for(milliseconds(10));
+  }
+  EXPECT_EQ(store_->connections, 2);
+  EXPECT_TRUE(communicator_.publish("key", "value"));
+}
+
+TEST_F(Watching, StartsAfterFourPatiencesWhereTheStoreDoesNotTakeTheHeartbeat) {
+  store_->to_answer = 12 * times_.patience;
+  EXPECT_LT(time_to_start(), 8 * times_.patience);
+  EXPECT_FALSE(store_->check({"test/monitor/beat/0"}));
 }
 
 class BrokenStore : public c10d::HashStore {
