@@ -349,3 +349,21 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_two_runs_in_one_checkout_wait_for_each_other(tmp_path):
+    code = (
+        "import pathlib, sys, time, environments\n"
+        "environments.PLACE = pathlib.Path(sys.argv[1])\n"
+        "with environments.alone('tools/test'):\n"
+        "    print('begins', flush=True); time.sleep(0.5); print('ends', flush=True)\n"
+    )
+    folder = ROOT / "tools" / "support_matrix"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with (tmp_path / "out").open("w") as out:
+        both = [
+            subprocess.Popen(command, cwd=folder, stdout=out, stderr=subprocess.PIPE, text=True) for _ in "ab"
+        ]
+    said = "".join(each.communicate(timeout=30)[1] for each in both)
+    assert (tmp_path / "out").read_text().split() == ["begins", "ends"] * 2
+    assert said == "tools/test: waiting for another run in this checkout ...\n"

@@ -3,13 +3,16 @@ version of a framework a folder that is put in front of them. All is kept in bui
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cells import ROOT, Cell, pins
@@ -47,6 +50,19 @@ class Environment:
             "PYTHONNOUSERSITE": "1",
             "OMP_NUM_THREADS": "1",
         }
+
+
+@contextlib.contextmanager
+def alone(program: str) -> Iterator[None]:
+    """Waits for another run in this checkout, which makes the same folders."""
+    PLACE.mkdir(parents=True, exist_ok=True)
+    with (PLACE / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{program}: waiting for another run in this checkout ...", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 # ---- Python ---------------------------------------------------------------------------------------------

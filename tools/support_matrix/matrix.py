@@ -73,6 +73,11 @@ def main() -> int:
         wrong_use(f"{PAGE.relative_to(ROOT)}: {error}")
     if arguments.list:
         return show(cells)
+    with environments.alone("tools/test"):
+        return run_all(cells, arguments)
+
+
+def run_all(cells: list[Cell], arguments: argparse.Namespace) -> int:
     failed = ran = 0
     for number, cell in enumerate(cells, start=1):
         count = f"[{number}/{len(cells)}] " if len(cells) > 1 else ""

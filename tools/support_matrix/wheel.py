@@ -52,8 +52,9 @@ def main() -> int:
         return 1
     print(f"wheel for torch {cell.torch}, Python {cell.python}", flush=True)
     try:
-        environment = environments.with_torch(cell, python)
-        wheel = build(environment, arguments)
+        with environments.alone("tools/wheel"):
+            environment = environments.with_torch(cell, python)
+            wheel = build(environment, arguments)
         print(f"  {wheel}  ({wheel.stat().st_size / 1e6:.1f} MB)", flush=True)
         if arguments.check:
             check(wheel, python, environment.logs / "wheel-check.log")
