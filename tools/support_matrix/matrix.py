@@ -29,7 +29,6 @@ import dataclasses
 import datetime
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -52,7 +51,7 @@ from cells import (
     torch_version,
     versions_of,
 )
-from work import CommandFailed, fresh, last_lines, work
+from work import CommandFailed, fresh, last_lines, run_program, work
 
 PAGE = ROOT / "docs" / "support.md"
 LIMIT = 1800.0  # seconds for the tests of a cell
@@ -339,8 +338,4 @@ def painted(outcome: Outcome) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has started ends with it
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_program(main)

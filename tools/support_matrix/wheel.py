@@ -26,7 +26,6 @@ import dataclasses
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -34,7 +33,7 @@ from pathlib import Path
 
 import environments
 from cells import ROOT, SMOKE_TESTS, Cell, pins, python_version, torch_version, versions_of
-from work import CommandFailed, fresh, last_lines, work
+from work import CommandFailed, fresh, last_lines, run_program, work
 
 SYSTEM_NVCC = Path("/usr/local/cuda/bin/nvcc")
 BUILD_TOOLS = ["cmake>=3.25,<4", "setuptools"]
@@ -202,8 +201,4 @@ def check(wheel: Path, python: Path, log: Path) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has started ends with it
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_program(main)

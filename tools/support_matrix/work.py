@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 LONGEST = 7200.0  # seconds
 
@@ -65,6 +67,15 @@ def work(
             end(process)
     if process.returncode != 0:
         raise CommandFailed(label, process.returncode, log)
+
+
+def run_program(main: Callable[[], int]) -> NoReturn:
+    """Ends with what `main` returns. Where the program is told to end, what it has started ends with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def end(process: subprocess.Popen, patience: float = 10.0) -> None:
