@@ -54,7 +54,8 @@ struct OperatorTrace::Impl {
   void start(const at::RecordFunction& call, ThreadFrames& frames);
   void finish(const at::RecordFunction& call, ThreadFrames& frames);
   void start_operation(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
-  void start_container(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
+  void start_container(std::string_view name, const at::RecordFunction& call, Frame& frame,
+                       ThreadFrames& frames);
   void start_node(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
   void look_at_given(c10::ArrayRef<const c10::IValue> inputs, const Place& place, Frame& frame,
                      ThreadFrames& frames);

@@ -33,6 +33,19 @@ bool is_deterministic_fill(const OperatorInfo& info, const at::RecordFunction& c
   return inputs.size() == 2 && inputs[1].isDouble() && std::isnan(inputs[1].toDouble());
 }
 
+/// Handed to the __torch_dispatch__ of a tensor's class, with no frame inside that says so.
+bool is_silently_python(const at::RecordFunction& call) {
+  bool is_python = false;
+  if constexpr (!kPythonSubclassHasAFrame) {
+    for (const auto& input : call.inputs()) {
+      for_each_tensor_at(input, [&](const at::Tensor& tensor, int) {
+        is_python = is_python || tensor.key_set().has(c10::DispatchKey::Python);
+      });
+    }
+  }
+  return is_python;
+}
+
 }  // namespace
 
 const std::string* intern_name(const std::string& name) {
@@ -65,8 +78,9 @@ void OperatorTrace::Impl::start(const at::RecordFunction& call, ThreadFrames& fr
   frame.start = clock.load(std::memory_order_relaxed);
   frame.module = current_module();
   if (call.scope() == at::RecordScope::BACKWARD_FUNCTION) return start_node(call, frame, frames);
-  frame.info = is_silently_python(call) ? nullptr : operator_info(call);
-  if (frame.info == nullptr) return start_container(call, frame, frames);
+  if (is_silently_python(call)) return start_container("PythonSubclass", call, frame, frames);
+  frame.info = operator_info(call);
+  if (frame.info == nullptr) return start_container(call.name(), call, frame, frames);
   if (is_deterministic_fill(*frame.info, call, parent) ||
       (frame.info->is_copy && parent != nullptr && parent->info != nullptr &&
        parent->info->owns_its_copy)) {
@@ -219,9 +233,8 @@ void OperatorTrace::Impl::look_before_write(Frame& frame, ThreadFrames& frames) 
   }
 }
 
-void OperatorTrace::Impl::start_container(const at::RecordFunction& call, Frame& frame,
-                                          ThreadFrames& frames) {
-  std::string_view name = is_silently_python(call) ? "PythonSubclass" : call.name();
+void OperatorTrace::Impl::start_container(std::string_view name, const at::RecordFunction& call,
+                                          Frame& frame, ThreadFrames& frames) {
   if (name.starts_with(kEvaluate)) {
     name.remove_prefix(kEvaluate.size());
     frame.kind = FrameKind::evaluate;

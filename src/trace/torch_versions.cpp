@@ -13,22 +13,6 @@
 
 namespace nanlocator {
 
-#if NANLOCATOR_TORCH_BEFORE(2, 10)
-
-bool is_silently_python(const at::RecordFunction& call) {
-  const auto is_python = [](const c10::IValue& value) {
-    return value.isTensor() && value.toTensor().key_set().has(c10::DispatchKey::Python);
-  };
-  const auto inputs = call.inputs();
-  return std::any_of(inputs.begin(), inputs.end(), [&](const c10::IValue& value) {
-    if (!value.isList()) return is_python(value);
-    const auto elements = value.toListRef();
-    return std::any_of(elements.begin(), elements.end(), is_python);
-  });
-}
-
-#endif
-
 #if NANLOCATOR_TORCH_BEFORE(2, 11)
 
 bool is_thread_of_gloo() noexcept {

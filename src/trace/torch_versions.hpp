@@ -1,8 +1,6 @@
 // Where versions of Torch differ for the room `trace` (src/tensor/torch_versions.hpp).
 #pragma once
 
-#include <ATen/record_function.h>
-
 #include <torch/csrc/autograd/function_hook.h>
 
 #include "tensor/torch_versions.hpp"
@@ -21,15 +19,9 @@ class LeftOutOfCompiledAutograd : public Hook {
 #endif
 };
 
-/// Whether this operator goes to the __torch_dispatch__ of a tensor's class, and no frame inside it
-/// says so: from 2.10 on there is one, without a schema, of the name "PythonSubclass".
-#if NANLOCATOR_TORCH_BEFORE(2, 10)
-[[nodiscard]] bool is_silently_python(const at::RecordFunction& call);
-#else
-[[nodiscard]] inline bool is_silently_python(const at::RecordFunction&) {
-  return false;
-}
-#endif
+/// From 2.10 on a call that goes to the __torch_dispatch__ of a tensor's class has a frame inside
+/// it that says so: without a schema, of the name "PythonSubclass".
+inline constexpr bool kPythonSubclassHasAFrame = !NANLOCATOR_TORCH_BEFORE(2, 10);
 
 /// Whether this thread is one on which a ProcessGroupGloo runs its collectives. Before 2.11 the
 /// thread has no name, and a backtrace is asked (0.1 ms).
