@@ -339,6 +339,7 @@ PYBIND11_MODULE(_C, m) {
   bind_gradients(m);
   bind_driver(m);
   bind_trace(m);
+  bind_recorder(m);
   bind_watch(m);
   bind_boundary(m);
   bind_looks(m);

@@ -116,6 +116,16 @@ void bind_module_scope(py::module_& m) {
   m.def(
       "enter_module", [](const PathHandle& handle) { return enter_module(handle.path); }, "path"_a,
       "Pushes; returns the depth before.");
+  m.def(
+      "tensors_in",
+      [](const py::object& object) {
+        std::vector<NamedTensor> named;
+        collect_tensors(object.ptr(), "", 0, named);
+        std::vector<at::Tensor> tensors;
+        for (auto& each : named) tensors.push_back(std::move(each.tensor));
+        return tensors;
+      },
+      "object"_a, "In containers, dataclasses and outputs of transformers too, in their order.");
   m.def("leave_modules", &leave_modules, "depth"_a);
   m.def("module_depth", &module_depth);
   m.def("current_module", []() -> std::optional<std::string> {

@@ -33,6 +33,7 @@ from nanlocator._C import (
 from nanlocator.detect import detect
 from nanlocator.errors import NonFiniteGradientError
 from nanlocator.optimizer import LocatingOptimizer
+from nanlocator.watch import Watch, watch
 
 __version__ = _build_info.VERSION
 
@@ -46,5 +47,7 @@ __all__ = [
     "RankCoordinates",
     "UnsupportedError",
     "UsageError",
+    "Watch",
     "detect",
+    "watch",
 ]

@@ -108,6 +108,10 @@ class Pass:
         """Sentences about data that the pass has written to: a re-run finds them changed."""
         return []
 
+    def obstacle(self) -> str:
+        """Why it cannot be executed again, a clause; "" where it can. Asked where the step is bad."""
+        return ""
+
     def microbatches(self) -> list[tuple[int, int | None, list[str]]]:
         """Of each that the pass has drawn: number, chunk, a line per tensor."""
         return []

@@ -64,7 +64,7 @@ class LocatingOptimizer(Optimizer):
         )
         # Optimizer.__init__ is not called: it would make groups and state of its own.
         self.inner = optimizer
-        self._adapter = PlainAdapter(optimizer, model)
+        self._adapter = PlainAdapter([optimizer], {"": model})
         overflow = functools.partial(overflow_seen, optimizer_id=id(self))
         self._driver = plain_driver(self._adapter, resolved, grad_scaler, overflow)
 

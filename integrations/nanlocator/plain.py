@@ -3,7 +3,7 @@
 ``LocatingOptimizer`` and the Trainer callback of ``nanlocator.transformers`` use it."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.optim import Optimizer
@@ -26,22 +26,22 @@ from nanlocator.session import RankConnection, device_description, dtype_name, i
 
 class PlainAdapter(Adapter):
     """Args:
-    optimizer: its ``param_groups`` are the parameters, in their order.
-    model: names them, and has the modules and buffers.
+    optimizers: their ``param_groups`` are the parameters, in their order.
+    models: name them, and have the modules and buffers; each under a name of its own, "" for an only one.
     """
 
     why_no_pass = "step() was called without a closure"
 
-    def __init__(self, optimizer: Optimizer, model: torch.nn.Module) -> None:
+    def __init__(self, optimizers: list[Optimizer], models: dict[str, torch.nn.Module]) -> None:
         super().__init__()
         self.gradient_phase = "grad_reduced" if is_distributed() else "grad_local"
-        self._optimizer = optimizer
-        self._model = model
-        self._names = {p: n for n, p in model.named_parameters()}
+        self._optimizers = optimizers
+        self._models = models
+        self._names = {p: n for n, p in self._named("named_parameters")}
 
     def parameter_map(self) -> "_C.ParameterMap":
         """Of the concatenated groups as they are now; position = parameter id."""
-        groups = [list(group["params"]) for group in self._optimizer.param_groups]
+        groups = [list(group["params"]) for each in self._optimizers for group in each.param_groups]
         self.tensors: list[torch.nn.Parameter] = list(dict.fromkeys(p for group in groups for p in group))
         fallback = {p: f"group{g}.{i}" for g, group in enumerate(groups) for i, p in enumerate(group)}
         infos = []
@@ -49,12 +49,12 @@ class PlainAdapter(Adapter):
             info = _C.ParameterInfo()
             info.id = index
             info.raw_name = self._names.get(parameter, fallback[parameter])
-            info.name = _shown(info.raw_name)
+            info.name = info.raw_name if len(self._models) > 1 else _shown(info.raw_name)
             info.shape = list(parameter.shape)
             info.dtype = dtype_name(parameter.dtype)
             infos.append(info)
         self.parameters = [(i.name, local_part(p)) for i, p in zip(infos, self.tensors, strict=True)]
-        self.buffers = _local(self._model.named_buffers())
+        self.buffers = _local(self._named("named_buffers"))
         rank, world = 0, 1
         if is_distributed():
             rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -74,15 +74,28 @@ class PlainAdapter(Adapter):
         return [
             (i, name, tensor, 0)
             for i in ids
-            for name, tensor in state_tensors(self._optimizer, self.tensors[i])
+            for optimizer in self._optimizers
+            for name, tensor in state_tensors(optimizer, self.tensors[i])
         ]
 
     def model_tensors(self) -> tuple[Named, Named]:
-        state = [*self._model.named_buffers(), *tensor_attributes(self._model)]
-        return _local(self._model.named_parameters()), _local(state)
+        attributes = [
+            (_below(model, name), tensor)
+            for model, module in self._models.items()
+            for name, tensor in tensor_attributes(module)
+        ]
+        return _local(self._named("named_parameters")), _local([*self._named("named_buffers"), *attributes])
 
     def module_hooks(self, watch: "_C.ModuleWatch | None") -> list[ModuleHooks]:
-        return [ModuleHooks(self._model, watch)]
+        return [
+            ModuleHooks(model, watch, functools.partial(_below, name) if name else None)
+            for name, model in self._models.items()
+        ]
+
+    def _named(self, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
+        for model, module in self._models.items():
+            for name, tensor in getattr(module, kind)():
+                yield _below(model, name), tensor
 
 
 class PlainPass(Pass):
@@ -136,6 +149,14 @@ def overflow_seen(scaler: "torch.amp.GradScaler", *, optimizer_id: int) -> LossS
         return None
     scale = scaler.get_scale()
     return scale, scale >= 1.0, False
+
+
+def _below(model: str, name: str) -> str:
+    """Of several models each has its name before what is in it."""
+    if not model:
+        return name
+    name = _shown(name) if name != "module" else ""
+    return f"{model}.{name}" if name else model
 
 
 def _shown(name: str) -> str:

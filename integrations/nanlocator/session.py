@@ -85,6 +85,11 @@ def resolve_options(
     return resolved
 
 
+def recorded_bytes() -> int:
+    """NANLOCATOR_RECORDED_BYTES: what may be kept for operators outside of modules."""
+    return _choose("recorded_bytes", None, _parse_count, 256 << 20)
+
+
 def _choose(name: str, argument: T | None, parse: Callable[[str], T], default: T) -> T:
     if argument is not None:
         return argument

@@ -173,13 +173,30 @@ struct StepDriver::Impl {
     return is_routine_overflow(scale);
   }
 
-  CanRerun can_rerun() const {
-    if (step.pass) return CanRerun::yes;
-    return step.has_ended_pass ? CanRerun::pass_has_ended : CanRerun::no_pass;
+  struct Rerunnable {
+    CanRerun can;
+    std::string why_not;
+  };
+
+  /// The same on all ranks but for the reason: where one cannot, none does.
+  Rerunnable can_rerun() {
+    if (step.has_ended_pass) return {CanRerun::pass_has_ended, {}};
+    const std::string obstacle = !step.pass            ? adapter.why_no_pass
+                                 : step.pass->obstacle ? step.pass->obstacle()
+                                                       : "";
+    if (!step.pass || !obstacle.empty()) {
+      (void)locator.is_true_anywhere(true);
+      return {CanRerun::no_pass, obstacle};
+    }
+    if (locator.is_true_anywhere(false)) {
+      return {CanRerun::no_pass, "another rank could not execute it again"};
+    }
+    return {CanRerun::yes, {}};
   }
 
   /// `results`: what was found to be bad, as all ranks know.
-  Decision judge(CanRerun can, std::vector<GradientView> results) {
+  Decision judge(const Rerunnable& rerunnable, std::vector<GradientView> results) {
+    const auto& [can, why_not] = rerunnable;
     const bool are_gradients = can != CanRerun::weights_have_moved;
     step.is_judged = true;
     if (are_gradients) {  // the optimizer has not touched the weights since
@@ -189,10 +206,10 @@ struct StepDriver::Impl {
     collect_observations();
     bool is_clean_now = false;
     if (can == CanRerun::no_pass && !has_had_pass && !adapter.can_trace_later_steps) {
-      locator.add_note("This step could not be executed again: " + adapter.why_no_pass);
+      locator.add_note("This step could not be executed again: " + why_not);
     } else if (can == CanRerun::yes || adapter.can_trace_later_steps) {
       locator.now_in(Activity::rerun);
-      is_clean_now = rerun.find_births(can, std::move(results), adapter.why_no_pass);
+      is_clean_now = rerun.find_births(can, std::move(results), why_not);
     }
     report(&locator.conclude());
     return decide(are_gradients, is_clean_now);
@@ -294,7 +311,7 @@ struct StepDriver::Impl {
         locator.weights_are_finite();
         return step.decision;
       }
-      return judge(CanRerun::weights_have_moved, weights);
+      return judge({CanRerun::weights_have_moved, {}}, weights);
     });
   }
 

@@ -112,6 +112,9 @@ struct StepPass {
   /// Sentences about its data that it has written to, so that a re-run finds them changed; may be
   /// empty.
   std::function<std::vector<std::string>()> changed_data;
+  /// Why it cannot be executed again, a clause ("a tensor ... was overwritten"); "" where it can.
+  /// Asked where the pass is bad; may be empty.
+  std::function<std::string()> obstacle;
   /// What the pass has drawn; may be empty.
   std::function<std::vector<Microbatch>()> microbatches;
 };

@@ -184,7 +184,7 @@ class _TrainerSteps:
     ) -> None:
         self._trainer = trainer
         self._scaler = getattr(trainer.accelerator, "scaler", None)
-        self._adapter = PlainAdapter(_innermost(trainer.optimizer), trainer.model)
+        self._adapter = PlainAdapter([_innermost(trainer.optimizer)], {"": trainer.model})
         self._adapter.verdicts = verdicts
         self.driver = plain_driver(self._adapter, options, self._scaler, scale_in_gradients)
         self._pass: TrainerPass | None = None

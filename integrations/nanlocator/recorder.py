@@ -1,0 +1,368 @@
+"""A step as it can be executed again, though nobody has handed over a closure.
+
+Calls of the watched modules and of ``backward`` are kept with their arguments by reference; the operators
+between them are recorded by the engine (nanlocator/trace/step_recorder.hpp). Nothing is copied but the
+generators' states before each call, nothing is looked at, and no value, result or random number changes.
+
+One recorder at a time, for the thread that has made it: it wraps ``torch.nn.Module.__call__`` and autograd's
+entry of ``torch.autograd``, for as long as it lives.
+"""
+
+import contextlib
+import threading
+import weakref
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from nanlocator import _C
+from nanlocator.batches import KeptBatch
+from nanlocator.driver import Named
+from nanlocator.patches import replace
+from nanlocator.plain import PlainAdapter, PlainPass
+from nanlocator.rerun import GeneratorStates
+
+
+class Follower(Protocol):
+    def before_forward(self) -> None:
+        """A call of a module that has parameters begins."""
+
+    def before_backward(self) -> None: ...
+
+    def after_backward(self) -> None:
+        """Gradients have been written."""
+
+
+class StepRecorder:
+    """Records the steps of whoever trains ``parameters``.
+
+    Args:
+        parameters: a module that has one of them below it is kept as a call, every other one as the operators
+            that it executes.
+        follower: hears of what the program does.
+        most_bytes: memory that may be kept for operators outside of modules; a step that needs more is not
+            executed again, and says so.
+    """
+
+    _active: "StepRecorder | None" = None
+
+    def __init__(
+        self,
+        parameters: list[torch.Tensor],
+        follower: Follower,
+        most_bytes: int,
+    ) -> None:
+        if StepRecorder._active is not None:
+            raise _C.UsageError(
+                "this process records a training step already: hand all models and optimizers to one "
+                "nanlocator.watch, or remove() the other one first"
+            )
+        self._engine = _C.StepRecorder(most_bytes)
+        self._thread = threading.get_ident()
+        self._follower = follower
+        self._depth = 0  # calls and backwards that are running
+        self._ours: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self.losses: list[torch.Tensor] = []  # of the backwards of this step, detached
+        self.set_parameters(parameters)
+        StepRecorder._active = self
+        self._undo = [
+            replace(nn.Module, "__call__", _module_call(nn.Module.__call__, self)),
+            replace(
+                torch.autograd,
+                "_engine_run_backward",
+                _engine_call(torch.autograd._engine_run_backward, self),
+            ),
+        ]
+
+    def set_parameters(self, parameters: list[torch.Tensor]) -> None:
+        self._parameters = set(parameters)
+        self._engine.set_parameters(parameters)
+        self._ours.clear()
+
+    def remove(self) -> None:
+        """Takes the wrappers off, and forgets what was recorded. May be called twice."""
+        while self._undo:
+            self._undo.pop()()
+        if StepRecorder._active is self:
+            StepRecorder._active = None
+            self._depth = 1  # where someone has wrapped our wrapper it stays, and passes on
+            self._engine.pause()
+        self.forget()
+
+    @property
+    def backwards(self) -> int:
+        """Of this step, so far."""
+        return self._engine.backwards
+
+    @property
+    def problem(self) -> str:
+        """Why this step cannot be executed again, a clause; "" where it can."""
+        return self._engine.problem()
+
+    def begin_step(self) -> None:
+        """The update is done. What has been computed and waits for a backward stays."""
+        self._engine.begin_step()
+        self.losses.clear()
+
+    def forget(self) -> None:
+        self._engine.forget()
+        self.losses.clear()
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """For what is no part of a step: an update, a re-run."""
+        self._depth += 1
+        self._engine.pause()
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            self._engine.resume()
+
+    @property
+    def is_suspended(self) -> bool:
+        return self._depth > 0
+
+    # --- what is recorded ----------------------------------------------------------------------------
+
+    def is_outside(self) -> bool:
+        """Whether a call that begins now is one of the step's own, and not inside of one."""
+        return self._depth == 0 and threading.get_ident() == self._thread
+
+    def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self._is_ours(module):
+            return self._call_by_operators(original, module, args, kwargs)
+        if not torch.is_grad_enabled():
+            with self.suspended():
+                return original(module, *args, **kwargs)
+        self._follower.before_forward()
+        given = _C.tensors_in((args, kwargs))
+        call = _ModuleCall(module, self._named(args), self._named(kwargs))
+        with self.suspended():
+            output = original(module, *args, **kwargs)
+        self._engine.add_call(call, given, _C.tensors_in(output))
+        return output
+
+    def _is_ours(self, module: nn.Module) -> bool:
+        is_ours = self._ours.get(module)
+        if is_ours is None:
+            is_ours = self._ours[module] = any(p in self._parameters for p in module.parameters())
+        return is_ours
+
+    def _call_by_operators(
+        self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        self._engine.enter_module(_C.ModulePath(type(module).__name__))
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            self._engine.enter_module(None)
+
+    def run_backward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        accumulates = kwargs.get("accumulate_grad", False)
+        if accumulates:
+            self._follower.before_backward()
+        given = _C.tensors_in((args, kwargs))
+        call = _EngineCall(original, self._named(args), self._named(kwargs))
+        with self.suspended():
+            gradients = original(*args, **kwargs)
+        if accumulates:
+            self.losses += [t.detach() for t in _C.tensors_in(args[0]) if t.numel() == 1]
+            self._engine.add_backward(call, given)
+            self._follower.after_backward()
+        else:
+            self._engine.add_call(call, given, _C.tensors_in(gradients))
+        return gradients
+
+    def _named(self, value: Any) -> Any:
+        """``value`` with a name in place of each tensor that the step has computed."""
+        return _mapped(value, lambda tensor: self._engine.value_of(tensor) or tensor)
+
+    # --- execution -----------------------------------------------------------------------------------
+
+    def run_again(self) -> Named:
+        """The losses."""
+        replay = _C.StepReplay(events := self._engine.needed())
+        losses: list[torch.Tensor] = []
+        numbered = self._are_microbatches(events)
+        try:
+            with self.suspended():
+                while events:
+                    event = events.pop(0)
+                    _C.set_current_microbatch(event.backwards_before if numbered else None, None)
+                    if event.is_operator:
+                        replay.execute(event)
+                    else:
+                        replay.set_outputs(event, event.payload.run_again(replay, losses))
+                    replay.leave(event)
+        finally:
+            _C.set_current_microbatch(None, None)
+        if len(losses) == 1:
+            return [("loss", losses[0])]
+        return [(f"loss[{i}]", loss) for i, loss in enumerate(losses)]
+
+    def _are_microbatches(self, events: "list[_C.RecordedEvent]") -> bool:
+        """Whether each backward follows calls of the same modules: gradients are accumulated."""
+        called: list[list[int]] = [[]]
+        for event in events:
+            if isinstance(event.payload, _ModuleCall):
+                called[-1].append(id(event.payload.module))
+            elif isinstance(event.payload, _EngineCall) and event.payload.accumulates:
+                called.append([])
+        called.pop()
+        return len(called) > 1 and all(each == called[0] for each in called)
+
+    @property
+    def number_of_microbatches(self) -> int | None:
+        events = self._engine.needed()
+        return self.backwards if self._are_microbatches(events) else None
+
+    def changed_data(self) -> list[str]:
+        payloads = [event.payload for event in self._engine.needed()]
+        return [text for each in payloads if isinstance(each, _ModuleCall) for text in each.kept.changed(None)]
+
+
+class _ModuleCall:
+    """A call of a module, and what it depends on beside its arguments."""
+
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.module = module
+        self.kept = KeptBatch([args, kwargs])
+        self._generators = _Generators()
+        self._autocast = [
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in ("cpu", "cuda")
+        ]
+        # Of DistributedDataParallel, which no_sync() changes.
+        self._is_reduced = getattr(module, "require_backward_grad_sync", None)
+
+    def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        args, kwargs = _mapped(self.kept.item, _Now(replay))
+        self._generators.restore()
+        with contextlib.ExitStack() as stack:
+            for device, is_enabled, dtype in self._autocast:
+                if is_enabled or torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, dtype=dtype, enabled=is_enabled))
+            if self._is_reduced is not None:
+                stack.callback(
+                    setattr, self.module, "require_backward_grad_sync", self.module.require_backward_grad_sync
+                )
+                self.module.require_backward_grad_sync = self._is_reduced
+            return _C.tensors_in(self.module(*args, **kwargs))
+
+
+class _EngineCall:
+    """A backward, or ``torch.autograd.grad``."""
+
+    def __init__(self, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._run = run
+        self._args, self._kwargs = args, kwargs
+        self.accumulates = bool(kwargs.get("accumulate_grad"))
+
+    def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        args, kwargs = _mapped((self._args, self._kwargs), _Now(replay))
+        if self.accumulates:
+            losses += [t for t in _C.tensors_in(args[0]) if t.numel() == 1]
+        return _C.tensors_in(self._run(*args, **kwargs))
+
+
+class _Generators:
+    """Torch's, Python's and numpy's, as they are now."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        self._others = GeneratorStates()
+        self._others.save()
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+        self._others.restore()
+
+
+class RecordedPass(PlainPass):
+    """What a recorder holds, for the driver."""
+
+    def __init__(self, adapter: PlainAdapter, recorder: StepRecorder) -> None:
+        super().__init__(adapter)
+        self._recorder = recorder
+        self._leftovers: dict[torch.Tensor, int] = {}
+
+    def take_gradients(self, zeroed: set[torch.Tensor]) -> None:
+        """Before the first backward. Gradients that are there and not among ``zeroed`` are another step's,
+        which this pass will leave alone if it is to be executed again."""
+        self._had_gradient = [p.grad is not None for p in self._adapter.tensors]
+        self._leftovers = {
+            p: p.grad._version for p in self._adapter.tensors if p.grad is not None and p not in zeroed
+        }
+
+    def clear_gradients(self) -> None:
+        kept = {parameter: parameter.grad for parameter in self._leftovers}
+        super().clear_gradients()
+        for parameter, gradient in kept.items():
+            parameter.grad = gradient
+
+    def run_again(self) -> Named:
+        with self._adapter.naming_modules():
+            return self._recorder.run_again()
+
+    def obstacle(self) -> str:
+        if any(p.grad is None or p.grad._version != version for p, version in self._leftovers.items()):
+            return "it has added to gradients that were there before"
+        return self._recorder.problem
+
+    def changed_data(self) -> list[str]:
+        return self._recorder.changed_data()
+
+
+class _Now:
+    """What stands for a name in a re-run."""
+
+    def __init__(self, replay: "_C.StepReplay") -> None:
+        self._replay = replay
+
+    def __call__(self, value: Any) -> Any:
+        return self._replay.tensor(value) if isinstance(value, _C.RecordedValue) else value
+
+
+def _mapped(value: Any, of: Callable[[Any], Any]) -> Any:
+    """Containers are copied; tensors and names are what ``of`` makes of them."""
+    if isinstance(value, torch.Tensor | _C.RecordedValue):
+        return of(value)
+    kind = type(value)
+    if kind is dict:
+        return {key: _mapped(each, of) for key, each in value.items()}
+    if kind in (list, tuple):
+        return kind(_mapped(each, of) for each in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*(_mapped(each, of) for each in value))
+    if isinstance(value, UserDict):
+        copy = kind.__new__(kind)
+        vars(copy).update(vars(value))
+        copy.data = _mapped(value.data, of)
+        return copy
+    return value
+
+
+def _module_call(original: Callable[..., Any], recorder: StepRecorder) -> Callable[..., Any]:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Compilers see a plain call: torch.compile folds is_compiling() into a constant.
+        if torch.compiler.is_compiling() or not recorder.is_outside():
+            return original(self, *args, **kwargs)
+        return recorder.call_module(original, self, args, kwargs)
+
+    return call
+
+
+def _engine_call(original: Callable[..., Any], recorder: StepRecorder) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not recorder.is_outside():
+            return original(*args, **kwargs)
+        return recorder.run_backward(original, args, kwargs)
+
+    return call

@@ -1,0 +1,322 @@
+"""``watch``: one line for a training loop as it is."""
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
+
+from nanlocator import _C
+from nanlocator.driver import LossScale, SkippedUpdate
+from nanlocator.optimizer import LocatingOptimizer
+from nanlocator.patches import replace
+from nanlocator.plain import PlainAdapter, plain_driver, scale_in_gradients
+from nanlocator.recorder import RecordedPass, StepRecorder
+from nanlocator.rerun import ObjectState, Stateful
+from nanlocator.session import Options, is_distributed, recorded_bytes, resolve_options
+
+Models = nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module]
+
+
+def watch(
+    model: Models, optimizer: Optimizer | Iterable[Optimizer], **options: Unpack[Options]
+) -> "Watch":
+    """Finds NaN and Inf in the gradients of a training loop before they are clipped or used, and says where
+    they were born. The loop stays as it is:
+
+        nanlocator.watch(model, optimizer)
+        for batch in data:
+            loss = loss_function(model(batch.x), batch.y)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    A bad step is executed again where it stands, with every operator traced: the models' calls with the
+    same inputs and random numbers, what was computed between them, and the backwards, however many.
+
+    Gradients are looked at where the loop first could: when their norm is asked for
+    (``torch.nn.utils.clip_grad_norm_``, ``get_total_norm``, ``clip_grads_with_norm_``), when a GradScaler
+    unscales them, when an optimizer steps, and when they are thrown away unseen (``zero_grad``).
+
+    Args:
+        model: the model, or several (a GAN's two, a policy and its critic): a list, or a dictionary whose
+            keys go before the parameters' names. Wrapped or not (DistributedDataParallel, torch.compile).
+        optimizer: the optimizer, or several.
+        options: see :class:`nanlocator.session.Options`.
+
+    With torch.distributed initialised, every rank must call it, and look equally often.
+
+    Raises:
+        nanlocator.UsageError: where something is watched already, or there is nothing to watch.
+    """
+    return Watch(_named_models(model), _listed(optimizer, Optimizer), options)
+
+
+class Watch:
+    """What ``watch`` returns.
+
+    Attributes:
+        verdicts: the findings so far, oldest first.
+        run_dir: the folder of the run.
+    """
+
+    def __init__(
+        self, models: dict[str, nn.Module], optimizers: list[Optimizer], options: Options
+    ) -> None:
+        if not models or not optimizers:
+            raise _C.UsageError("nanlocator.watch needs a model and an optimizer")
+        if any(isinstance(each, LocatingOptimizer) for each in optimizers):
+            raise _C.UsageError(
+                "this optimizer is a LocatingOptimizer, which looks by itself: give watch the optimizer inside"
+            )
+        resolved = resolve_options(
+            options,
+            integration="pytorch",
+            not_covered=["gradients before DistributedDataParallel reduces them"] if is_distributed() else [],
+        )
+        self._optimizers = optimizers
+        self._adapter = PlainAdapter(optimizers, models)
+        self._adapter.why_no_pass = "no call of a watched model was seen in it"
+        self._adapter.loss_scale = self._loss_scale
+        self._scaler: torch.amp.GradScaler | None = None
+        self._driver = plain_driver(self._adapter, resolved, None, scale_in_gradients)
+        self._recorder = StepRecorder(self._adapter.tensors, self, recorded_bytes())
+        self._pass: RecordedPass | None = None
+        self._is_unseen = False  # gradients were written, and nobody has looked at them
+        self._is_seen = False  # they were looked at, and neither used nor thrown away
+        self._decision = _C.Decision.PROCEED
+        self._zeroed: set[torch.Tensor] = set()
+        self._undo: list[Callable[[], None]] = []
+        self._follow_loop()
+
+    @property
+    def verdicts(self) -> list[dict[str, Any]]:
+        return self._adapter.verdicts
+
+    @property
+    def run_dir(self) -> str:
+        return self._driver.run_dir
+
+    def register_state(self, name: str, owner: Stateful) -> None:
+        """Something with ``state_dict`` and ``load_state_dict`` that a model's forward moves: restored before
+        a bad step is executed again. What cannot be restored is named in the verdict."""
+        self._driver.add_state(name, ObjectState(owner))
+
+    def remove(self) -> None:
+        """Takes everything off; the loop is as it was. May be called twice."""
+        while self._undo:
+            self._undo.pop()()
+        self._recorder.remove()
+        self._driver.stop_following()
+        self._pass = None
+
+    # --- what the recorder tells ---------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        if self._is_seen:  # LBFGS, and loops that clip after each microbatch
+            self._recorder.begin_step()
+            self._is_seen = False
+        if not self._driver.is_in_pass:
+            self._pass = RecordedPass(self._adapter, self._recorder)
+            self._driver.begin_pass(self._pass)
+
+    def before_backward(self) -> None:
+        self.before_forward()
+        if self._recorder.backwards == 0:
+            self._pass.take_gradients(self._zeroed)
+
+    def after_backward(self) -> None:
+        self._is_unseen = True
+        self._decision = _C.Decision.PROCEED
+
+    # --- where gradients are looked at ---------------------------------------------------------------
+
+    def _look(self) -> "_C.Decision":
+        """At gradients that nobody has looked at; else what was decided."""
+        if not self._is_unseen or self._recorder.is_suspended:
+            return self._decision
+        self._is_unseen, self._is_seen = False, True
+        self._zeroed.clear()
+        with self._abandoning(), self._recorder.suspended():
+            if self._driver.is_in_pass:
+                self._decision = self._driver.end_pass(self._loss_views())
+            else:
+                self._decision = self._driver.look()
+        return self._decision
+
+    def _loss_views(self) -> "list[_C.LossView]":
+        losses = self._recorder.losses
+        is_numbered = self._recorder.number_of_microbatches == len(losses)
+        return [_C.LossView(loss, i if is_numbered else None) for i, loss in enumerate(losses)]
+
+    @contextlib.contextmanager
+    def _abandoning(self) -> Any:
+        try:
+            with self._driver.abandoning():
+                yield
+        except BaseException:
+            self._forget()
+            raise
+
+    def _forget(self) -> None:
+        self._recorder.forget()
+        self._is_unseen = self._is_seen = False
+        self._decision = _C.Decision.PROCEED
+
+    def _loss_scale(self) -> LossScale | None:
+        is_scaled = self._scaler is not None and self._scaler.is_enabled()
+        return scale_in_gradients(self._scaler) if is_scaled else None
+
+    def _follow_loop(self) -> None:
+        self._replace_everywhere(clip_grad._get_total_norm, self._total_norm)
+        self._replace_everywhere(clip_grad._clip_grads_with_norm_, self._clip)
+        self._replace(torch.amp.GradScaler, "unscale_", self._unscale)
+        self._replace(nn.Module, "zero_grad", self._zero_module)
+        for optimizer in self._optimizers:
+            # Bound methods, as learning-rate schedulers expect (LRScheduler._initial_step).
+            for name, wrapper in (("step", self._step), ("zero_grad", self._zero_optimizer)):
+                original = getattr(optimizer, name)
+                wrapped = _wrapped(wrapper, original, getattr(original, "__func__", original), is_method=True)
+                self._undo.append(replace(optimizer, name, types.MethodType(wrapped, optimizer)))
+
+    def _replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        original = vars(owner)[name]
+        self._undo.append(replace(owner, name, _wrapped(wrapper, original, original)))
+
+    def _replace_everywhere(self, function: Any, wrapper: Callable[..., Any]) -> None:
+        """Where modules have bound it: by ``from torch.nn.utils import get_total_norm``."""
+        wrapped = _wrapped(wrapper, function, function)
+        for name in (function.__name__, function.__name__.lstrip("_")):
+            for module in list(sys.modules.values()):
+                if vars(module).get(name) is function:
+                    self._undo.append(replace(module, name, wrapped))
+
+    def _total_norm(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if self._is_unseen:
+            owners = {id(p.grad): p for p in self._adapter.tensors if p.grad is not None}
+            if any(id(each) in owners for each in tensors):
+                self._look()
+                # A re-run makes gradients anew.
+                tensors = [owners[id(each)].grad if id(each) in owners else each for each in tensors]
+        with self._recorder.suspended():
+            return original(tensors, *args, **kwargs)
+
+    def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if self._is_unseen and not set(self._adapter.tensors).isdisjoint(parameters):
+            self._look()
+        with self._recorder.suspended():
+            return original(parameters, *args, **kwargs)
+
+    def _unscale(
+        self, original: Callable[..., Any], scaler: "torch.amp.GradScaler", *args: Any, **kwargs: Any
+    ) -> Any:
+        self._scaler = scaler
+        self._look()
+        with self._recorder.suspended():
+            return original(scaler, *args, **kwargs)
+
+    def _step(self, original: Callable[..., Any], closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if self._recorder.is_suspended:
+            return original(closure, *args, **kwargs) if closure is not None else original(*args, **kwargs)
+        with self._abandoning():
+            try:
+                if closure is not None:
+                    result = original(functools.partial(self._evaluate, closure), *args, **kwargs)
+                else:
+                    result = self._update(original, args, kwargs)
+            except SkippedUpdate:
+                result = None
+            self._end_step()
+        return result
+
+    def _update(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._look() == _C.Decision.SKIP:
+            return None
+        self._driver.begin_update()
+        with self._recorder.suspended():
+            return original(*args, **kwargs)
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        if self._look() == _C.Decision.SKIP:
+            raise SkippedUpdate
+        return loss
+
+    def _end_step(self) -> None:
+        """Of several optimizers that use the same gradients the first one ends it."""
+        if self._is_seen:
+            self._driver.end_step()
+            self._recorder.begin_step()
+            self._is_seen = False
+
+    def _zero_optimizer(
+        self, original: Callable[..., Any], set_to_none: bool = True, *args: Any, **kwargs: Any
+    ) -> Any:
+        optimizer = original.__self__
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return self._zero(functools.partial(original, set_to_none, *args, **kwargs), parameters)
+
+    def _zero_module(
+        self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
+        return self._zero(functools.partial(original, module, *args, **kwargs), module.parameters())
+
+    def _zero(self, zero: Callable[[], Any], parameters: Iterable[torch.Tensor]) -> Any:
+        """Gradients that nobody has used are thrown away: the loop has left the update out."""
+        if self._recorder.is_suspended:
+            return zero()
+        ours = set(self._adapter.tensors).intersection(parameters)
+        if ours:
+            self._look()
+            with self._abandoning():
+                self._end_step()
+        with self._recorder.suspended():
+            result = zero()
+        self._zeroed |= {p for p in ours if p.grad is not None}
+        return result
+
+
+def _wrapped(
+    wrapper: Callable[..., Any], original: Callable[..., Any], looks_like: Any, *, is_method: bool = False
+) -> Callable[..., Any]:
+    """A function that calls ``wrapper(original, ...)``. ``is_method``: its self is bound in ``original``."""
+
+    @functools.wraps(looks_like)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *(args[1:] if is_method else args), **kwargs)
+
+    return wrapped
+
+
+def _named_models(model: Models) -> dict[str, nn.Module]:
+    if isinstance(model, nn.Module):
+        return {"": model}
+    if isinstance(model, Mapping):
+        return dict(model)
+    models = _listed(model, nn.Module)
+    if len(models) == 1:
+        return {"": models[0]}
+    names: dict[str, nn.Module] = {}
+    for each in models:
+        name = type(each).__name__
+        names[name if name not in names else f"{name}{len(names)}"] = each
+    return names
+
+
+def _listed(value: Any, kind: type) -> list[Any]:
+    values = [value] if isinstance(value, kind) else value
+    values = list(values) if isinstance(values, Iterable) else [values]
+    for each in values:
+        if not isinstance(each, kind):
+            raise _C.UsageError(f"nanlocator.watch takes a torch {kind.__name__}, not a {type(each).__name__}")
+    return values

@@ -1,0 +1,26 @@
+// The line of the program that an operator was called from when it was recorded: while one lives,
+// traces take this thread's operators for that line's.
+#pragma once
+
+#include "nanlocator/trace/program_code.hpp"
+
+namespace nanlocator {
+
+class RecordedCaller {
+ public:
+  explicit RecordedCaller(const ProgramCode::Caller& caller) noexcept : before_(current_) {
+    current_ = &caller;
+  }
+  ~RecordedCaller() { current_ = before_; }
+  RecordedCaller(const RecordedCaller&) = delete;  // strictly nested
+  RecordedCaller& operator=(const RecordedCaller&) = delete;
+
+  /// Null where the operators of this thread are called for the first time.
+  [[nodiscard]] static const ProgramCode::Caller* current() noexcept { return current_; }
+
+ private:
+  static inline thread_local const ProgramCode::Caller* current_ = nullptr;
+  const ProgramCode::Caller* before_;
+};
+
+}  // namespace nanlocator

@@ -1,0 +1,765 @@
+#include "nanlocator/trace/step_recorder.hpp"
+
+#include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Generator.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <c10/core/InferenceMode.h>
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <algorithm>
+#include <array>
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "nanlocator/error.hpp"
+#include "nanlocator/replay/capture.hpp"
+#include "trace/operator_info.hpp"
+#include "trace/operator_trace_impl.hpp"
+#include "trace/recorded_caller.hpp"
+
+namespace nanlocator {
+namespace {
+
+/// More than this many events that something still needs are no training step's.
+constexpr std::size_t kMostEvents = 20000;
+
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
+std::uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : tensor._version();
+}
+
+bool is_wrapped_by_a_transform(const at::Tensor& tensor) {
+  return tensor.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::FuncTorchBatched,
+                                                       c10::DispatchKey::FuncTorchGradWrapper,
+                                                       c10::DispatchKey::Functionalize}));
+}
+
+/// Autocast of the devices that training runs on.
+struct Autocast {
+  struct Of {
+    at::DeviceType device;
+    bool is_enabled;
+    at::ScalarType dtype;
+  };
+  static constexpr auto kDevices = std::to_array({at::kCPU, at::kCUDA});
+  std::array<Of, kDevices.size()> states;
+
+  static Autocast now() {
+    Autocast autocast;
+    for (std::size_t i = 0; i < kDevices.size(); ++i) {
+      autocast.states[i] = {kDevices[i], at::autocast::is_autocast_enabled(kDevices[i]),
+                            at::autocast::get_autocast_dtype(kDevices[i])};
+    }
+    return autocast;
+  }
+  void set() const {
+    for (const auto& of : states) {
+      at::autocast::set_autocast_enabled(of.device, of.is_enabled);
+      at::autocast::set_autocast_dtype(of.device, of.dtype);
+    }
+  }
+};
+
+class ScopedAutocast {
+ public:
+  explicit ScopedAutocast(const Autocast& autocast) : before_(Autocast::now()) { autocast.set(); }
+  ~ScopedAutocast() { before_.set(); }
+  ScopedAutocast(const ScopedAutocast&) = delete;  // strictly nested
+  ScopedAutocast& operator=(const ScopedAutocast&) = delete;
+
+ private:
+  Autocast before_;
+};
+
+using GeneratorStates = std::vector<std::pair<at::Generator, at::Tensor>>;
+
+GeneratorStates generator_states(const std::vector<c10::IValue>& arguments) {
+  std::vector<at::Device> devices = {at::Device(at::kCPU)};
+  for (const auto& argument : arguments) {
+    for_each_tensor_at(argument, [&](const at::Tensor& tensor, int) {
+      if (tensor.is_cuda() && std::ranges::find(devices, tensor.device()) == devices.end()) {
+        devices.push_back(tensor.device());
+      }
+    });
+  }
+  GeneratorStates states;
+  for (const auto& device : devices) {
+    at::Generator generator = at::globalContext().defaultGenerator(device);
+    const std::lock_guard lock(generator.mutex());
+    states.emplace_back(generator, generator.get_state());
+  }
+  return states;
+}
+
+void set_generator_states(const GeneratorStates& states) {
+  for (auto [generator, state] : states) {
+    const std::lock_guard lock(generator.mutex());
+    generator.set_state(state);
+  }
+}
+
+/// A tensor among the arguments of an operator: made by an event, a parameter's gradient, or kept.
+struct Input {
+  std::size_t argument = 0;
+  int element = -1;
+  std::optional<RecordedValue> value;
+  at::Tensor gradient_of;  // the parameter
+  at::Tensor kept;
+  std::uint32_t version = 0;  // of `kept`, when it was read
+  bool is_read = true;        // its values, and not only its memory (views)
+  bool became_leaf = false;   // requires_grad_ was called on it since
+
+  [[nodiscard]] bool is_overwritten() const {
+    return kept.defined() && is_read && version_of(kept) != version;
+  }
+};
+
+struct Output {
+  int index = 0;
+  WeakTensor tensor;
+  std::uint32_t version = 0;
+};
+
+}  // namespace
+
+struct RecordedEvent::Data {
+  std::uint64_t number = 0;
+  int backwards_before = 0;
+  std::shared_ptr<void> payload;
+  /// Events that must come before: makers of inputs, and whoever has written to their memory.
+  std::vector<std::shared_ptr<const RecordedEvent>> needs;
+  std::vector<RecordedValue> inputs;  // read by it
+  /// Makers of those inputs through which gradients flow.
+  std::vector<std::shared_ptr<const RecordedEvent>> differentiated;
+  std::string problem;  // why it cannot be executed again
+
+  // An operator:
+  std::optional<c10::OperatorHandle> handle;
+  std::vector<c10::IValue> arguments;  // without the tensors that have a name
+  std::vector<Input> tensors;
+  std::vector<Output> outputs;  // new tensors
+  /// Gradients flow through what it makes, or it writes to something: its first outputs cannot
+  /// stand for it.
+  bool is_indispensable = false;
+  bool grad_mode = true;
+  ModulePath module = nullptr;  // that is no call of its own: a loss
+  Autocast autocast = {};
+  GeneratorStates generators;
+  ProgramCode::Caller caller;
+};
+
+RecordedEvent::RecordedEvent() : data_(std::make_unique<Data>()) {}
+
+RecordedEvent::~RecordedEvent() {
+  // A long chain ends here event by event, not call in call.
+  auto needs = std::move(data_->needs);
+  data_->inputs.clear();
+  data_->tensors.clear();
+  while (!needs.empty()) {
+    const auto last = std::const_pointer_cast<RecordedEvent>(std::move(needs.back()));
+    needs.pop_back();
+    if (last.use_count() > 1 || !last) continue;
+    auto& data = last->data();
+    std::ranges::move(data.needs, std::back_inserter(needs));
+    data.needs.clear();
+  }
+}
+
+bool RecordedEvent::is_operator() const noexcept {
+  return data_->handle.has_value();
+}
+const std::shared_ptr<void>& RecordedEvent::payload() const noexcept {
+  return data_->payload;
+}
+int RecordedEvent::backwards_before() const noexcept {
+  return data_->backwards_before;
+}
+
+// ----------------------------------------------------------------------------------------
+// recording
+
+struct StepRecorder::Impl {
+  explicit Impl(RecorderOptions recorder_options) : options(std::move(recorder_options)) {}
+
+  struct Known {
+    WeakTensor tensor;
+    std::shared_ptr<const RecordedEvent> event;
+    int index = 0;
+    bool required_grad = false;
+  };
+  /// Memory that an event has made: what an operator writes there it writes again.
+  struct OwnMemory {
+    WeakStorage storage;
+    std::vector<std::shared_ptr<const RecordedEvent>> writers;
+    std::uint32_t version = 0;  // after the last of them
+  };
+
+  RecorderOptions options;
+  std::vector<at::Tensor> parameters;
+  int paused = 0;
+  at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
+  std::uint64_t next_number = 0;
+  int backwards = 0;
+  std::uint64_t kept_bytes = 0;
+  std::unordered_map<const c10::TensorImpl*, Known> known;
+  std::unordered_map<const c10::StorageImpl*, OwnMemory> memory;
+  std::unordered_map<const c10::TensorImpl*, std::size_t> gradients;  // to the parameter
+  bool are_gradients_new = false;
+  std::size_t sweep_at = 1024;
+  std::vector<std::shared_ptr<const RecordedEvent>> roots;
+  std::string standing_problem;
+  ModulePath module = nullptr;
+
+  Known* find(const at::Tensor& tensor) {
+    if (!tensor.defined()) return nullptr;
+    const auto found = known.find(tensor.unsafeGetTensorImpl());
+    return found == known.end() ? nullptr : &found->second;
+  }
+
+  OwnMemory* memory_of(const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.has_storage()) return nullptr;
+    const auto found = memory.find(tensor.storage().unsafeGetStorageImpl());
+    return found == memory.end() ? nullptr : &found->second;
+  }
+
+  /// The parameter whose gradient this is; undefined for none.
+  at::Tensor parameter_of(const at::Tensor& gradient) {
+    if (are_gradients_new) {
+      gradients.clear();
+      for (std::size_t i = 0; i < parameters.size(); ++i) {
+        const auto& grad = parameters[i].grad();
+        if (grad.defined()) gradients.emplace(grad.unsafeGetTensorImpl(), i);
+      }
+      are_gradients_new = false;
+    }
+    const auto found = gradients.find(gradient.unsafeGetTensorImpl());
+    return found == gradients.end() ? at::Tensor() : parameters[found->second];
+  }
+
+  void forget_the_dead() {
+    if (known.size() + memory.size() < sweep_at) return;
+    std::erase_if(known, [](const auto& entry) { return entry.second.tensor.expired(); });
+    std::erase_if(memory, [](const auto& entry) { return entry.second.storage.expired(); });
+    sweep_at = std::max<std::size_t>(1024, 2 * (known.size() + memory.size()));
+    if (known.size() > kMostEvents) {
+      clear();
+      standing_problem =
+          "more than " + std::to_string(kMostEvents) + " tensors were computed outside of modules";
+    }
+  }
+
+  void clear() {
+    known.clear();
+    memory.clear();
+    gradients.clear();
+    roots.clear();
+    kept_bytes = 0;
+    are_gradients_new = true;
+  }
+
+  std::shared_ptr<RecordedEvent> new_event() {
+    auto event = std::make_shared<RecordedEvent>();
+    event->data().number = ++next_number;
+    event->data().backwards_before = backwards;
+    return event;
+  }
+
+  /// Names a value that `data` reads, with everything that has written to it.
+  void depend_on(RecordedEvent::Data& data, const RecordedValue& value, const at::Tensor& tensor) {
+    data.inputs.push_back(value);
+    const auto* found = find(tensor);
+    if (found != nullptr && found->required_grad) data.differentiated.push_back(value.event);
+    data.needs.push_back(value.event);
+    if (const auto* own = memory_of(tensor)) {
+      data.needs.insert(data.needs.end(), own->writers.begin(), own->writers.end());
+    }
+  }
+
+  void made(const std::shared_ptr<RecordedEvent>& event, const at::Tensor& tensor, int index,
+            bool may_be_written) {
+    known.insert_or_assign(
+        tensor.unsafeGetTensorImpl(),
+        Known{WeakTensor(tensor.getIntrusivePtr()), event, index, tensor.requires_grad()});
+    if (!may_be_written || !tensor.has_storage() || memory_of(tensor) != nullptr) return;
+    const auto& storage = tensor.storage();
+    memory.insert_or_assign(
+        storage.unsafeGetStorageImpl(),
+        OwnMemory{WeakStorage(storage.getWeakStorageImpl()), {}, version_of(tensor)});
+  }
+
+  /// An event, which has been recorded, has written to `tensor`, of own memory.
+  void wrote(const std::shared_ptr<const RecordedEvent>& event, const at::Tensor& tensor) {
+    auto* own = memory_of(tensor);
+    own->writers.push_back(event);
+    own->version = version_of(tensor);
+    if (auto* found = find(tensor)) found->required_grad = tensor.requires_grad();
+  }
+
+  // --- operators
+
+  struct Context final : at::ObserverContext {
+    const OperatorInfo* info = nullptr;
+    std::vector<c10::IValue> arguments;
+    std::vector<std::uint32_t> versions;  // of the tensors, in their order
+    GeneratorStates generators;
+    bool draws = false;
+  };
+
+  std::unique_ptr<Context> start(const at::RecordFunction& call, const OperatorInfo& info);
+  void finish(const at::RecordFunction& call, Context& context);
+  [[nodiscard]] Input input_of(const at::Tensor& tensor, std::uint32_t version);
+  [[nodiscard]] static std::uint64_t bytes_kept_for(const at::Tensor& tensor);
+  static void note_obstacle(RecordedEvent::Data& data, const at::Tensor& tensor);
+};
+
+namespace {
+
+thread_local StepRecorder::Impl* recorder_of_this_thread = nullptr;
+thread_local int depth = 0;  // of frames that this thread's recorder has seen begin
+
+/// Torch gives this name to its own code around the operator (VariableTypeManual.cpp).
+bool is_passage(const at::RecordFunction& call) {
+  const std::string_view name = call.name();
+  return name == "detach" || name == "detach_";
+}
+
+std::unique_ptr<at::ObserverContext> when_begun(const at::RecordFunction& call) {
+  if (is_passage(call) || depth++ > 0 || recorder_of_this_thread == nullptr) return nullptr;
+  try {
+    const auto* info = operator_info(call);
+    return info == nullptr ? nullptr : recorder_of_this_thread->start(call, *info);
+  } catch (...) {  // no memory: what it makes has no name
+    return nullptr;
+  }
+}
+
+void when_ended(const at::RecordFunction& call, at::ObserverContext* context) {
+  if (is_passage(call) || --depth > 0) return;
+  if (context == nullptr || recorder_of_this_thread == nullptr) return;
+  try {
+    recorder_of_this_thread->finish(call, static_cast<StepRecorder::Impl::Context&>(*context));
+  } catch (const std::exception& error) {
+    recorder_of_this_thread->standing_problem =
+        std::string(call.name()) + " could not be recorded: " + first_line(error);
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<StepRecorder::Impl::Context> StepRecorder::Impl::start(
+    const at::RecordFunction& call, const OperatorInfo& info) {
+  if (info.is_allocator || c10::InferenceMode::is_enabled()) return nullptr;
+  const bool is_recorded = at::GradMode::is_enabled() || info.writes;
+  if (!is_recorded) return nullptr;
+  auto context = std::make_unique<Context>();
+  context->info = &info;
+  const auto inputs = last_values(call.inputs(), info.arguments.size());
+  if (inputs.size() != info.arguments.size()) return nullptr;
+  context->arguments.assign(inputs.begin(), inputs.end());
+  bool requires_grad = false;
+  for (const auto& argument : context->arguments) {
+    for_each_tensor_at(argument, [&](const at::Tensor& tensor, int) {
+      context->versions.push_back(tensor.defined() ? version_of(tensor) : 0);
+      requires_grad = requires_grad || (tensor.defined() && tensor.requires_grad());
+    });
+  }
+  if (!info.is_view) {
+    context->draws = call_facts(*call.operator_name()).draws_random_numbers;
+    if (context->draws && (requires_grad || info.writes)) {
+      context->generators = generator_states(context->arguments);
+    }
+  }
+  return context;
+}
+
+Input StepRecorder::Impl::input_of(const at::Tensor& tensor, std::uint32_t version) {
+  Input input;
+  input.version = version;
+  if (const auto* found = find(tensor)) {
+    input.value = RecordedValue{found->event, found->index};
+    input.became_leaf = !found->required_grad && tensor.is_leaf() && tensor.requires_grad();
+  } else if (const auto parameter = parameter_of(tensor); parameter.defined()) {
+    input.gradient_of = parameter;
+  } else {
+    input.kept = tensor;
+  }
+  return input;
+}
+
+std::uint64_t StepRecorder::Impl::bytes_kept_for(const at::Tensor& tensor) {
+  const bool is_weight = tensor.is_leaf() && tensor.requires_grad();
+  return is_weight || !tensor.has_storage() ? 0 : tensor.nbytes();
+}
+
+/// Of a tensor that no event has made.
+void StepRecorder::Impl::note_obstacle(RecordedEvent::Data& data, const at::Tensor& tensor) {
+  if (tensor.requires_grad() && !tensor.is_leaf()) {
+    data.problem = "a tensor of " + tensor.grad_fn()->name() +
+                   " is used that was computed where nobody looked";
+  } else if (is_wrapped_by_a_transform(tensor)) {
+    data.problem = "a transform of torch.func runs outside of modules";
+  }
+}
+
+/// Without its tensors, which `Data::tensors` names or keeps.
+static c10::IValue without_tensors(const c10::IValue& argument) {
+  if (argument.isTensor()) return at::Tensor();
+  if (!argument.isList()) return argument;
+  auto copy = argument.toList().copy();
+  for (std::size_t i = 0; i < copy.size(); ++i) {
+    if (c10::IValue(copy.get(i)).isTensor()) copy.set(i, at::Tensor());
+  }
+  return copy;
+}
+
+void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context) {
+  const OperatorInfo& info = *context.info;
+  auto event = new_event();
+  auto& data = event->data();
+  std::vector<at::Tensor> given, written;
+  bool writes_gradients = false, writes_elsewhere = false;
+  std::uint64_t bytes = 0;
+  std::size_t next = 0;
+  for (std::size_t i = 0; i < context.arguments.size(); ++i) {
+    for_each_tensor_at(context.arguments[i], [&](const at::Tensor& tensor, int element) {
+      const std::uint32_t version = context.versions[next++];
+      if (!tensor.defined()) return;
+      Input input = input_of(tensor, version);
+      input.argument = i;
+      input.element = element;
+      input.is_read = !info.is_view && info.arguments[i] != ArgumentUse::overwritten;
+      const auto* own = memory_of(tensor);
+      if (input.is_read && own != nullptr && own->version != version) {
+        data.problem = "a tensor was written to by something that is not an operator";
+      }
+      if (info.arguments[i] != ArgumentUse::read) {
+        writes_gradients = writes_gradients || input.gradient_of.defined();
+        writes_elsewhere = writes_elsewhere || (own == nullptr && !input.gradient_of.defined());
+        if (own != nullptr) written.push_back(tensor);
+      }
+      if (input.kept.defined()) bytes += bytes_kept_for(input.kept);
+      given.push_back(tensor);
+      data.tensors.push_back(std::move(input));
+    });
+  }
+  // What is written to memory of others is theirs: whoever reads it reads what is there then.
+  const bool writes_own = !written.empty() || writes_gradients;
+  if (writes_elsewhere || (!at::GradMode::is_enabled() && !writes_own)) return;
+
+  data.is_indispensable = writes_own;
+  std::vector<std::pair<int, at::Tensor>> made_now;
+  int index = 0;
+  for (const auto& value : last_values(call.outputs(), info.returns_alias.size())) {
+    for_each_tensor_at(value, [&](const at::Tensor& tensor, int) {
+      const int position = index++;
+      const bool is_new = tensor.defined() && std::ranges::none_of(given, [&](const auto& each) {
+                            return each.is_same(tensor);
+                          });
+      if (!is_new) return;
+      made_now.emplace_back(position, tensor);
+      data.is_indispensable = data.is_indispensable || tensor.requires_grad();
+    });
+  }
+  if (made_now.empty() && !writes_own) return;
+  const bool is_too_much = kept_bytes + bytes > options.most_bytes;
+  if (!data.is_indispensable && (context.draws || is_too_much)) return;
+
+  data.handle = call_facts(*call.operator_name()).handle;
+  data.grad_mode = at::GradMode::is_enabled();
+  data.autocast = Autocast::now();
+  data.module = module;
+  data.generators = std::move(context.generators);
+  if (options.program_code) data.caller = options.program_code->caller();
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    if (data.tensors[i].value) depend_on(data, *data.tensors[i].value, given[i]);
+    if (data.tensors[i].kept.defined()) note_obstacle(data, given[i]);
+  }
+  if (is_too_much) {
+    data.problem = "more than " + std::to_string(options.most_bytes) +
+                   " bytes would have to be kept for " + info.full_name +
+                   " (NANLOCATOR_RECORDED_BYTES)";
+    data.tensors.clear();
+  } else {
+    kept_bytes += bytes;
+  }
+  for (const auto& argument : context.arguments) {
+    data.arguments.push_back(without_tensors(argument));
+  }
+  for (const auto& [position, tensor] : made_now) {
+    data.outputs.push_back({position, WeakTensor(tensor.getIntrusivePtr()), version_of(tensor)});
+    const bool shares_memory = std::ranges::any_of(given, [&](const auto& each) {
+      return each.has_storage() && tensor.has_storage() &&
+             each.storage().is_alias_of(tensor.storage());
+    });
+    made(event, tensor, position, !shares_memory);
+  }
+  for (const auto& tensor : written) wrote(event, tensor);
+  if (writes_gradients) roots.push_back(event);
+  forget_the_dead();
+}
+
+StepRecorder::StepRecorder(RecorderOptions options)
+    : impl_(std::make_unique<Impl>(std::move(options))) {
+  if (recorder_of_this_thread != nullptr) {
+    throw UsageError("this thread's operators are recorded already: one recorder at a time");
+  }
+  recorder_of_this_thread = impl_.get();
+  impl_->paused = 1;
+  resume();
+}
+
+StepRecorder::~StepRecorder() {
+  pause();
+  if (recorder_of_this_thread == impl_.get()) recorder_of_this_thread = nullptr;
+}
+
+void StepRecorder::set_parameters(std::vector<at::Tensor> parameters) {
+  impl_->parameters = std::move(parameters);
+  impl_->are_gradients_new = true;
+}
+
+void StepRecorder::pause() noexcept {
+  if (impl_->paused++ > 0) return;
+  at::removeCallback(impl_->callback);
+}
+
+void StepRecorder::resume() {
+  if (--impl_->paused > 0) return;
+  impl_->callback = at::addThreadLocalCallback(at::RecordFunctionCallback(&when_begun, &when_ended)
+                                                   .needsInputs(true)
+                                                   .needsOutputs(true)
+                                                   .scopes({at::RecordScope::FUNCTION}));
+}
+
+void StepRecorder::forget() {
+  impl_->clear();
+  impl_->backwards = 0;
+  impl_->standing_problem.clear();
+}
+
+void StepRecorder::begin_step() {
+  auto& impl = *impl_;
+  std::unordered_set<const RecordedEvent*> used;  // by a backward: their graphs are gone
+  auto open = std::exchange(impl.roots, {});
+  while (!open.empty()) {
+    const auto event = std::move(open.back());
+    open.pop_back();
+    if (!used.insert(event.get()).second) continue;
+    const auto& more = event->data().differentiated;
+    open.insert(open.end(), more.begin(), more.end());
+  }
+  std::erase_if(impl.known, [&](const auto& entry) {
+    const auto& known = entry.second;
+    return known.tensor.expired() || !known.required_grad || used.contains(known.event.get());
+  });
+  impl.memory.clear();
+  impl.backwards = 0;
+  impl.kept_bytes = 0;
+  impl.are_gradients_new = true;
+  impl.standing_problem.clear();
+}
+
+void StepRecorder::enter_module(ModulePath module) noexcept {
+  impl_->module = module;
+}
+
+std::optional<RecordedValue> StepRecorder::value_of(const at::Tensor& tensor) {
+  const auto* found = impl_->find(tensor);
+  if (found == nullptr) return std::nullopt;
+  return RecordedValue{found->event, found->index};
+}
+
+std::shared_ptr<const RecordedEvent> StepRecorder::add_call(std::shared_ptr<void> payload,
+                                                            std::span<const at::Tensor> inputs,
+                                                            std::span<const at::Tensor> outputs) {
+  auto& impl = *impl_;
+  auto event = impl.new_event();
+  auto& data = event->data();
+  data.payload = std::move(payload);
+  std::unordered_set<const c10::TensorImpl*> given;
+  for (const auto& tensor : inputs) {
+    if (!tensor.defined()) continue;
+    given.insert(tensor.unsafeGetTensorImpl());
+    if (const auto* found = impl.find(tensor)) {
+      impl.depend_on(data, {found->event, found->index}, tensor);
+    } else if (tensor.requires_grad() && !tensor.is_leaf()) {
+      data.problem = "a tensor of " + tensor.grad_fn()->name() +
+                     " is used that was computed where nobody looked";
+    }
+    const auto* own = impl.memory_of(tensor);  // where the call has written, it will again
+    if (own != nullptr && own->version != version_of(tensor)) impl.wrote(event, tensor);
+  }
+  int index = 0;
+  for (const auto& tensor : outputs) {
+    const int position = index++;
+    if (!tensor.defined() || given.contains(tensor.unsafeGetTensorImpl())) continue;
+    const bool is_computed = tensor.requires_grad() && !tensor.is_leaf();
+    // What it only hands out (a buffer, a parameter) is not ours to be written to again.
+    if (is_computed || !tensor.requires_grad()) impl.made(event, tensor, position, is_computed);
+  }
+  impl.forget_the_dead();
+  return event;
+}
+
+void StepRecorder::add_backward(std::shared_ptr<void> payload, std::span<const at::Tensor> roots) {
+  impl_->roots.push_back(add_call(std::move(payload), roots, {}));
+  impl_->are_gradients_new = true;
+  ++impl_->backwards;
+}
+
+int StepRecorder::backwards() const noexcept {
+  return impl_->backwards;
+}
+
+std::vector<std::shared_ptr<const RecordedEvent>> StepRecorder::needed() const {
+  std::unordered_set<const RecordedEvent*> seen;
+  std::vector<std::shared_ptr<const RecordedEvent>> events;
+  std::vector<std::shared_ptr<const RecordedEvent>> open = impl_->roots;
+  while (!open.empty()) {
+    auto event = std::move(open.back());
+    open.pop_back();
+    if (!seen.insert(event.get()).second) continue;
+    const auto& needs = event->data().needs;
+    open.insert(open.end(), needs.begin(), needs.end());
+    events.push_back(std::move(event));
+  }
+  std::ranges::sort(events, {}, [](const auto& event) { return event->data().number; });
+  return events;
+}
+
+std::string StepRecorder::problem() const {
+  if (!impl_->standing_problem.empty()) return impl_->standing_problem;
+  for (const auto& event : needed()) {
+    const auto& data = event->data();
+    if (!data.problem.empty()) return data.problem;
+    if (data.is_indispensable && std::ranges::any_of(data.tensors, &Input::is_overwritten)) {
+      return "what " + data.handle->schema().name() + " has read was overwritten later in the step";
+    }
+  }
+  return {};
+}
+
+std::pair<std::size_t, std::size_t> StepRecorder::size() const {
+  const auto live = std::ranges::count_if(
+      impl_->known, [](const auto& entry) { return !entry.second.tensor.expired(); });
+  return {static_cast<std::size_t>(live), needed().size()};
+}
+
+// ----------------------------------------------------------------------------------------
+// executing
+
+struct StepReplay::Impl {
+  using Key = std::pair<const RecordedEvent*, int>;
+  std::vector<std::shared_ptr<const RecordedEvent>> events;
+  std::map<Key, at::Tensor> values;
+  std::map<Key, std::uint64_t> last_read;  // the number of the event
+
+  [[nodiscard]] at::Tensor get(const RecordedValue& value) const {
+    const auto found = values.find({value.event.get(), value.index});
+    if (found == values.end()) {
+      throw Error("a tensor that this step computes was not computed when it was executed again");
+    }
+    return found->second;
+  }
+
+  void set(const RecordedEvent& event, int index, const at::Tensor& tensor) {
+    if (last_read.contains({&event, index})) values[{&event, index}] = tensor;
+  }
+
+  /// Its tensors as they were computed the first time: where something that it reads is gone.
+  bool take_first_outputs(const RecordedEvent& operation) {
+    const auto& data = operation.data();
+    if (data.is_indispensable) return false;
+    std::vector<std::pair<int, at::Tensor>> found;
+    for (const auto& output : data.outputs) {
+      const at::Tensor tensor(output.tensor.lock());
+      if (!tensor.defined() || version_of(tensor) != output.version) return false;
+      found.emplace_back(output.index, tensor);
+    }
+    for (const auto& [index, tensor] : found) set(operation, index, tensor);
+    return true;
+  }
+};
+
+StepReplay::StepReplay(std::vector<std::shared_ptr<const RecordedEvent>> events)
+    : impl_(std::make_unique<Impl>()) {
+  impl_->events = std::move(events);
+  for (const auto& event : impl_->events) {
+    for (const auto& [maker, index] : event->data().inputs) {
+      impl_->last_read[{maker.get(), index}] = event->data().number;
+    }
+  }
+}
+
+StepReplay::~StepReplay() = default;
+
+const std::vector<std::shared_ptr<const RecordedEvent>>& StepReplay::events() const noexcept {
+  return impl_->events;
+}
+
+at::Tensor StepReplay::tensor(const RecordedValue& value) const {
+  return impl_->get(value);
+}
+
+void StepReplay::set_outputs(const RecordedEvent& call, std::span<const at::Tensor> outputs) {
+  int index = 0;
+  for (const auto& tensor : outputs) impl_->set(call, index++, tensor);
+}
+
+void StepReplay::execute(const RecordedEvent& operation) {
+  const auto& data = operation.data();
+  auto arguments = data.arguments;
+  for (auto& argument : arguments) {
+    if (argument.isList()) argument = argument.toList().copy();  // filled below
+  }
+  for (const auto& input : data.tensors) {
+    at::Tensor tensor = input.kept;
+    if (input.value) tensor = impl_->get(*input.value);
+    if (input.gradient_of.defined()) tensor = input.gradient_of.grad();
+    if (input.became_leaf && !tensor.requires_grad()) tensor.requires_grad_();
+    if (input.is_overwritten()) {
+      if (impl_->take_first_outputs(operation)) return;
+      throw Error("what " + data.handle->schema().name() +
+                  " has read was overwritten later in the step");
+    }
+    auto& argument = arguments[input.argument];
+    if (input.element < 0) {
+      argument = tensor;
+    } else {
+      argument.toList().set(static_cast<std::size_t>(input.element), tensor);
+    }
+  }
+  const at::AutoGradMode grad_mode(data.grad_mode);
+  const ScopedAutocast autocast(data.autocast);
+  const RecordedCaller caller(data.caller);
+  std::optional<ModuleScope> module;
+  if (data.module != nullptr) module.emplace(*data.module);
+  set_generator_states(data.generators);
+  auto stack = std::move(arguments);
+  data.handle->callBoxed(stack);
+  int index = 0;
+  for (const auto& value : stack) {
+    if (value.isCustomClass() && data.handle->schema().name().starts_with("c10d::")) {
+      value.toCustomClass<c10d::Work>()->wait();
+    }
+    for_each_tensor_at(
+        value, [&](const at::Tensor& tensor, int) { impl_->set(operation, index++, tensor); });
+  }
+}
+
+void StepReplay::leave(const RecordedEvent& event) {
+  const auto number = event.data().number;
+  for (const auto& [maker, index] : event.data().inputs) {
+    if (impl_->last_read[{maker.get(), index}] <= number) impl_->values.erase({maker.get(), index});
+  }
+}
+
+}  // namespace nanlocator
