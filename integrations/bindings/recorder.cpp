@@ -35,6 +35,28 @@ py::object object_of(const RecordedEvent& event) {
   return event.payload() ? *static_cast<py::object*>(event.payload().get()) : py::none();
 }
 
+/// Of the custom function whose `apply` (torch/autograd/function.py) calls Torch now: what
+/// `describe(cls, args)` makes of it, and its arguments' tensors.
+std::pair<std::shared_ptr<void>, std::vector<at::Tensor>> function_call(
+    const py::object& describe) {
+  const py::gil_scoped_acquire gil;
+  try {
+    const auto frame =
+        py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+    if (!frame) return {};
+    const auto name = frame.attr("f_code").attr("co_name").cast<std::string>();
+    if (name != "apply") return {};
+    const py::object locals = frame.attr("f_locals");
+    if (!locals.contains("cls") || !locals.contains("args")) return {};
+    const auto described = describe(locals["cls"], locals["args"]);
+    const auto [payload, tensors] =
+        described.cast<std::pair<py::object, std::vector<at::Tensor>>>();
+    return {payload_of(payload), tensors};
+  } catch (const py::error_already_set&) {
+    return {};
+  }
+}
+
 }  // namespace
 
 void bind_recorder(py::module_& m) {
@@ -44,12 +66,17 @@ void bind_recorder(py::module_& m) {
       .def_property_readonly("backwards_before", &RecordedEvent::backwards_before);
   py::class_<RecordedValue>(m, "RecordedValue");
   py::class_<StepRecorder>(m, "StepRecorder")
-      .def(py::init([](std::uint64_t most_bytes) {
+      .def(py::init([](const py::function& function_call_of, std::uint64_t most_bytes) {
+             const auto describe =
+                 std::static_pointer_cast<py::object>(payload_of(function_call_of));
              return std::make_unique<StepRecorder>(
-                 RecorderOptions{.program_code = python_code(), .most_bytes = most_bytes});
+                 RecorderOptions{.program_code = python_code(),
+                                 .function_call = [describe] { return function_call(*describe); },
+                                 .most_bytes = most_bytes});
            }),
-           "most_bytes"_a)
+           "function_call"_a, "most_bytes"_a)
       .def("set_parameters", &StepRecorder::set_parameters, "parameters"_a)
+      .def("close", &StepRecorder::close)
       .def("pause", &StepRecorder::pause)
       .def("resume", &StepRecorder::resume)
       .def("begin_step", &StepRecorder::begin_step, ReleaseGil())
@@ -92,8 +119,11 @@ void bind_recorder(py::module_& m) {
       .def("tensor", &StepReplay::tensor, "value"_a)
       .def(
           "set_outputs",
-          [](StepReplay& r, const RecordedEvent& call, const std::vector<at::Tensor>& outputs) {
-            r.set_outputs(call, outputs);
+          [](StepReplay& r, const RecordedEvent& call,
+             const std::vector<std::optional<at::Tensor>>& outputs) {
+            std::vector<at::Tensor> tensors;
+            for (const auto& output : outputs) tensors.push_back(output.value_or(at::Tensor()));
+            r.set_outputs(call, tensors);
           },
           "call"_a, "outputs"_a)
       .def("execute", &StepReplay::execute, "operation"_a, ReleaseGil())

@@ -37,6 +37,7 @@ class PlainAdapter(Adapter):
         self.gradient_phase = "grad_reduced" if is_distributed() else "grad_local"
         self._optimizers = optimizers
         self._models = models
+        self.left_out: set[torch.Tensor] = set()  # parameters whose gradients belong to another step
         self._names = {p: n for n, p in self._named("named_parameters")}
 
     def parameter_map(self) -> "_C.ParameterMap":
@@ -64,7 +65,11 @@ class PlainAdapter(Adapter):
         return _C.ParameterMap(coordinates, infos)
 
     def gradients(self) -> Views:
-        found = [(i, local_part(p.grad)) for i, p in enumerate(self.tensors) if p.grad is not None]
+        found = [
+            (i, local_part(p.grad))
+            for i, p in enumerate(self.tensors)
+            if p.grad is not None and p not in self.left_out
+        ]
         return [i for i, _ in found], [gradient for _, gradient in found]
 
     def weights(self) -> Views:

@@ -12,7 +12,7 @@ import contextlib
 import threading
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -60,7 +60,7 @@ class StepRecorder:
                 "this process records a training step already: hand all models and optimizers to one "
                 "nanlocator.watch, or remove() the other one first"
             )
-        self._engine = _C.StepRecorder(most_bytes)
+        self._engine = _C.StepRecorder(_weakly(self._function_call), most_bytes)
         self._thread = threading.get_ident()
         self._follower = follower
         self._depth = 0  # calls and backwards that are running
@@ -89,8 +89,8 @@ class StepRecorder:
         if StepRecorder._active is self:
             StepRecorder._active = None
             self._depth = 1  # where someone has wrapped our wrapper it stays, and passes on
-            self._engine.pause()
-        self.forget()
+            self._engine.close()
+        self.losses.clear()
 
     @property
     def backwards(self) -> int:
@@ -177,6 +177,9 @@ class StepRecorder:
             self._engine.add_call(call, given, _C.tensors_in(gradients))
         return gradients
 
+    def _function_call(self, function: type, args: Any) -> "tuple[_FunctionCall, list[torch.Tensor]]":
+        return _FunctionCall(function, self._named(args)), _C.tensors_in(args)
+
     def _named(self, value: Any) -> Any:
         """``value`` with a name in place of each tensor that the step has computed."""
         return _mapped(value, lambda tensor: self._engine.value_of(tensor) or tensor)
@@ -222,7 +225,9 @@ class StepRecorder:
 
     def changed_data(self) -> list[str]:
         payloads = [event.payload for event in self._engine.needed()]
-        return [text for each in payloads if isinstance(each, _ModuleCall) for text in each.kept.changed(None)]
+        return [
+            text for each in payloads if isinstance(each, _ModuleCall) for text in each.kept.changed(None)
+        ]
 
 
 class _ModuleCall:
@@ -252,6 +257,27 @@ class _ModuleCall:
                 )
                 self.module.require_backward_grad_sync = self._is_reduced
             return _C.tensors_in(self.module(*args, **kwargs))
+
+
+class _FunctionCall:
+    """A custom autograd function that is applied outside of modules."""
+
+    def __init__(self, function: type, args: Any) -> None:
+        self._function = function
+        self._args = args
+        self._generators = _Generators()
+
+    def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> "list[torch.Tensor | None]":
+        self._generators.restore()
+        recorded = [
+            t
+            for t in _C.tensors_in(self._function.apply(*_mapped(self._args, _Now(replay))))
+            if t.grad_fn is not None
+        ]
+        outputs: list[torch.Tensor | None] = [None] * (1 + max((t.output_nr for t in recorded), default=-1))
+        for tensor in recorded:
+            outputs[tensor.output_nr] = tensor
+        return outputs
 
 
 class _EngineCall:
@@ -294,25 +320,40 @@ class RecordedPass(PlainPass):
         self._leftovers: dict[torch.Tensor, int] = {}
 
     def take_gradients(self, zeroed: set[torch.Tensor]) -> None:
-        """Before the first backward. Gradients that are there and not among ``zeroed`` are another step's,
-        which this pass will leave alone if it is to be executed again."""
+        """Before the first backward. Gradients that are there and not among ``zeroed`` are another step's."""
         self._had_gradient = [p.grad is not None for p in self._adapter.tensors]
         self._leftovers = {
             p: p.grad._version for p in self._adapter.tensors if p.grad is not None and p not in zeroed
         }
 
+    @contextlib.contextmanager
+    def leaving_out(self, used: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Another step's gradients are no business of this one, unless it uses them: those of a
+        discriminator, while its generator is trained. They are as they were afterwards."""
+        left_out = self._leftovers.keys() - set(used)
+        gradients = [(parameter, parameter.grad) for parameter in left_out]
+        self._adapter.left_out = left_out
+        try:
+            yield
+        finally:
+            self._adapter.left_out = set()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
     def clear_gradients(self) -> None:
-        kept = {parameter: parameter.grad for parameter in self._leftovers}
         super().clear_gradients()
-        for parameter, gradient in kept.items():
-            parameter.grad = gradient
+        for parameter in self._adapter.left_out:
+            parameter.grad = None
 
     def run_again(self) -> Named:
         with self._adapter.naming_modules():
             return self._recorder.run_again()
 
     def obstacle(self) -> str:
-        if any(p.grad is None or p.grad._version != version for p, version in self._leftovers.items()):
+        if any(
+            p not in self._adapter.left_out and (p.grad is None or p.grad._version != version)
+            for p, version in self._leftovers.items()
+        ):
             return "it has added to gradients that were there before"
         return self._recorder.problem
 
@@ -347,6 +388,17 @@ def _mapped(value: Any, of: Callable[[Any], Any]) -> Any:
         copy.data = _mapped(value.data, of)
         return copy
     return value
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """For the engine, which its owner must not wait for."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        found = reference()
+        return found(*args) if found is not None else None
+
+    return call
 
 
 def _module_call(original: Callable[..., Any], recorder: StepRecorder) -> Callable[..., Any]:

@@ -19,15 +19,13 @@ from nanlocator.optimizer import LocatingOptimizer
 from nanlocator.patches import replace
 from nanlocator.plain import PlainAdapter, plain_driver, scale_in_gradients
 from nanlocator.recorder import RecordedPass, StepRecorder
-from nanlocator.rerun import ObjectState, Stateful
+from nanlocator.rerun import GeneratorStates, ObjectState, Stateful
 from nanlocator.session import Options, is_distributed, recorded_bytes, resolve_options
 
 Models = nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module]
 
 
-def watch(
-    model: Models, optimizer: Optimizer | Iterable[Optimizer], **options: Unpack[Options]
-) -> "Watch":
+def watch(model: Models, optimizer: Optimizer | Iterable[Optimizer], **options: Unpack[Options]) -> "Watch":
     """Finds NaN and Inf in the gradients of a training loop before they are clipped or used, and says where
     they were born. The loop stays as it is:
 
@@ -68,9 +66,7 @@ class Watch:
         run_dir: the folder of the run.
     """
 
-    def __init__(
-        self, models: dict[str, nn.Module], optimizers: list[Optimizer], options: Options
-    ) -> None:
+    def __init__(self, models: dict[str, nn.Module], optimizers: list[Optimizer], options: Options) -> None:
         if not models or not optimizers:
             raise _C.UsageError("nanlocator.watch needs a model and an optimizer")
         if any(isinstance(each, LocatingOptimizer) for each in optimizers):
@@ -139,17 +135,18 @@ class Watch:
 
     # --- where gradients are looked at ---------------------------------------------------------------
 
-    def _look(self) -> "_C.Decision":
-        """At gradients that nobody has looked at; else what was decided."""
+    def _look(self, used: Iterable[torch.Tensor] = ()) -> "_C.Decision":
+        """At gradients that nobody has looked at; else what was decided. ``used``: parameters whose gradients
+        the program asks for now."""
         if not self._is_unseen or self._recorder.is_suspended:
             return self._decision
         self._is_unseen, self._is_seen = False, True
         self._zeroed.clear()
-        with self._abandoning(), self._recorder.suspended():
-            if self._driver.is_in_pass:
-                self._decision = self._driver.end_pass(self._loss_views())
-            else:
-                self._decision = self._driver.look()
+        others = GeneratorStates()  # which a re-run begins with as they were when the step began
+        others.save()
+        with self._abandoning(), self._recorder.suspended(), self._pass.leaving_out(used):
+            self._decision = self._driver.end_pass(self._loss_views())
+        others.restore()
         return self._decision
 
     def _loss_views(self) -> "list[_C.LossView]":
@@ -184,7 +181,12 @@ class Watch:
             # Bound methods, as learning-rate schedulers expect (LRScheduler._initial_step).
             for name, wrapper in (("step", self._step), ("zero_grad", self._zero_optimizer)):
                 original = getattr(optimizer, name)
-                wrapped = _wrapped(wrapper, original, getattr(original, "__func__", original), is_method=True)
+                wrapped = _wrapped(
+                    functools.partial(wrapper, optimizer),
+                    original,
+                    getattr(original, "__func__", original),
+                    is_method=True,
+                )
                 self._undo.append(replace(optimizer, name, types.MethodType(wrapped, optimizer)))
 
     def _replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
@@ -203,8 +205,9 @@ class Watch:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if self._is_unseen:
             owners = {id(p.grad): p for p in self._adapter.tensors if p.grad is not None}
-            if any(id(each) in owners for each in tensors):
-                self._look()
+            used = [owners[id(each)] for each in tensors if id(each) in owners]
+            if used:
+                self._look(used)
                 # A re-run makes gradients anew.
                 tensors = [owners[id(each)].grad if id(each) in owners else each for each in tensors]
         with self._recorder.suspended():
@@ -213,42 +216,50 @@ class Watch:
     def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self._is_unseen and not set(self._adapter.tensors).isdisjoint(parameters):
-            self._look()
+            self._look(parameters)
         with self._recorder.suspended():
             return original(parameters, *args, **kwargs)
 
     def _unscale(
-        self, original: Callable[..., Any], scaler: "torch.amp.GradScaler", *args: Any, **kwargs: Any
+        self, original: Callable[..., Any], scaler: "torch.amp.GradScaler", optimizer: Optimizer
     ) -> Any:
         self._scaler = scaler
-        self._look()
+        self._look(_parameters_of(optimizer))
         with self._recorder.suspended():
-            return original(scaler, *args, **kwargs)
+            return original(scaler, optimizer)
 
-    def _step(self, original: Callable[..., Any], closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def _step(
+        self,
+        optimizer: Optimizer,
+        original: Callable[..., Any],
+        closure: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         if self._recorder.is_suspended:
             return original(closure, *args, **kwargs) if closure is not None else original(*args, **kwargs)
         with self._abandoning():
             try:
                 if closure is not None:
-                    result = original(functools.partial(self._evaluate, closure), *args, **kwargs)
+                    evaluate = functools.partial(self._evaluate, closure, optimizer)
+                    result = original(evaluate, *args, **kwargs)
                 else:
-                    result = self._update(original, args, kwargs)
+                    result = self._update(optimizer, original, args, kwargs)
             except SkippedUpdate:
                 result = None
             self._end_step()
         return result
 
-    def _update(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._look() == _C.Decision.SKIP:
+    def _update(self, optimizer: Optimizer, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._look(_parameters_of(optimizer)) == _C.Decision.SKIP:
             return None
         self._driver.begin_update()
         with self._recorder.suspended():
             return original(*args, **kwargs)
 
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+    def _evaluate(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
         loss = closure()
-        if self._look() == _C.Decision.SKIP:
+        if self._look(_parameters_of(optimizer)) == _C.Decision.SKIP:
             raise SkippedUpdate
         return loss
 
@@ -260,15 +271,17 @@ class Watch:
             self._is_seen = False
 
     def _zero_optimizer(
-        self, original: Callable[..., Any], set_to_none: bool = True, *args: Any, **kwargs: Any
+        self,
+        optimizer: Optimizer,
+        original: Callable[..., Any],
+        set_to_none: bool = True,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        optimizer = original.__self__
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return self._zero(functools.partial(original, set_to_none, *args, **kwargs), parameters)
+        zero = functools.partial(original, set_to_none, *args, **kwargs)
+        return self._zero(zero, _parameters_of(optimizer))
 
-    def _zero_module(
-        self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _zero_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._zero(functools.partial(original, module, *args, **kwargs), module.parameters())
 
     def _zero(self, zero: Callable[[], Any], parameters: Iterable[torch.Tensor]) -> Any:
@@ -277,13 +290,17 @@ class Watch:
             return zero()
         ours = set(self._adapter.tensors).intersection(parameters)
         if ours:
-            self._look()
+            self._look(ours)
             with self._abandoning():
                 self._end_step()
         with self._recorder.suspended():
             result = zero()
         self._zeroed |= {p for p in ours if p.grad is not None}
         return result
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _wrapped(
@@ -318,5 +335,7 @@ def _listed(value: Any, kind: type) -> list[Any]:
     values = list(values) if isinstance(values, Iterable) else [values]
     for each in values:
         if not isinstance(each, kind):
-            raise _C.UsageError(f"nanlocator.watch takes a torch {kind.__name__}, not a {type(each).__name__}")
+            raise _C.UsageError(
+                f"nanlocator.watch takes a torch {kind.__name__}, not a {type(each).__name__}"
+            )
     return values

@@ -293,6 +293,12 @@ struct StepDriver::Impl {
   }
 
   void compare_with_rerun() {
+    if (const auto [can, why_not] = can_rerun(); can != CanRerun::yes) {
+      std::cerr << "nanlocator: step " + std::to_string(locator.iteration()) +
+                       ": not executed again, as " + why_not + "\n"
+                << std::flush;
+      return;
+    }
     if (const auto changed = rerun.compare(); changed > 0) {
       std::cerr << "nanlocator: step " + std::to_string(locator.iteration()) +
                        ": executed again from the same state, " + std::to_string(changed) +

@@ -326,7 +326,7 @@ bool StepRerun::run_again() {
   auto& impl = *impl_;
   auto& locator = impl.locator;
   const auto first = locator.scanned_gradients();
-  const auto generators = impl.state.generator_states();
+  const auto end = impl.state.end();
   locator.keep_first_pass();
   impl.own_error = nullptr;
   Rerun rerun;
@@ -390,7 +390,7 @@ bool StepRerun::run_again() {
   locator.set_rerun(std::move(rerun));
   if (explanation) impl.keep(*explanation);
   if (was_tracing) trace_from_now_on();
-  StepState::set_generator_states(generators);
+  impl.state.go_on_from(end);
   return is_clean_now;
 }
 
@@ -461,7 +461,7 @@ void StepRerun::end_update() {
 std::int64_t StepRerun::compare() {
   auto& impl = *impl_;
   const auto first = impl.locator.scanned_gradients();
-  const auto generators = impl.state.generator_states();
+  const auto end = impl.state.end();
   Pass second;
   {
     const auto trace = impl.standing ? nullptr : impl.make_trace();  // as a bad step is re-run
@@ -470,7 +470,7 @@ std::int64_t StepRerun::compare() {
   if (!second.problem.empty()) {
     throw Error("The re-run of the step ended with an error: " + second.problem);
   }
-  StepState::set_generator_states(generators);
+  impl.state.go_on_from(end);
   return count_changed(first, second.scanned);
 }
 

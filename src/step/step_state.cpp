@@ -33,6 +33,12 @@ bool is_unchanged(const at::Tensor& tensor, std::optional<std::uint32_t> version
   return tensor.numel() > kSmallBuffer && version && version_of(tensor) == version;
 }
 
+/// Unseen by autograd: a graph that waits for its backward may have kept `tensor`, which will hold
+/// what it held then.
+void put(const at::Tensor& values, const at::Tensor& tensor) {
+  tensor.variable_data().copy_(values);
+}
+
 at::Generator generator_of(const std::string& device) {
   if (device == kCpu) return at::detail::getDefaultCPUGenerator();
   return at::globalContext().defaultGenerator(at::Device(device));
@@ -84,7 +90,7 @@ std::vector<std::string> StepState::restore() {
   for (auto& buffer : buffers_) {
     if (is_unchanged(buffer.tensor, buffer.version)) continue;
     try {
-      buffer.tensor.copy_(buffer.copy);
+      put(buffer.copy, buffer.tensor);
       buffer.version = version_of(buffer.tensor);
     } catch (const std::exception& error) {
       problems.push_back("buffer " + buffer.name + ": " + error.what());
@@ -104,7 +110,33 @@ std::vector<std::string> StepState::restore() {
   return problems;
 }
 
-std::map<std::string, at::Tensor> StepState::generator_states() const {
+StepState::End StepState::end() const {
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unobserved(false);
+  End end{generator_states(), {}};
+  for (const auto& buffer : buffers_) {
+    const bool is_moved = version_of(buffer.tensor) != buffer.version;
+    end.buffers.push_back(is_moved ? buffer.tensor.clone() : at::Tensor());
+  }
+  return end;
+}
+
+void StepState::go_on_from(const End& end) {
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unobserved(false);
+  set_generator_states(end.generators);
+  for (std::size_t i = 0; i < buffers_.size() && i < end.buffers.size(); ++i) {
+    auto& buffer = buffers_[i];
+    const bool is_moved = version_of(buffer.tensor) != buffer.version;
+    const auto& first_end = end.buffers[i];
+    if (is_moved == first_end.defined()) continue;
+    // Only one of both passes has moved it: the step did more, or less, than is executed again.
+    put(is_moved ? buffer.copy : first_end, buffer.tensor);
+    buffer.version.reset();
+  }
+}
+
+std::map<std::string, at::Tensor> StepState::generator_states() {
   std::map<std::string, at::Tensor> states;
   std::vector<std::string> devices = {kCpu};
   // Only where CUDA is in use already: a look at it would create its context.

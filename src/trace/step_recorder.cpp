@@ -115,7 +115,6 @@ struct Input {
   at::Tensor kept;
   std::uint32_t version = 0;  // of `kept`, when it was read
   bool is_read = true;        // its values, and not only its memory (views)
-  bool became_leaf = false;   // requires_grad_ was called on it since
 
   [[nodiscard]] bool is_overwritten() const {
     return kept.defined() && is_read && version_of(kept) != version;
@@ -215,13 +214,34 @@ struct StepRecorder::Impl {
   bool are_gradients_new = false;
   std::size_t sweep_at = 1024;
   std::vector<std::shared_ptr<const RecordedEvent>> roots;
+  struct Function {
+    std::shared_ptr<RecordedEvent> event;
+    std::string node;  // "SquareBackward"
+  };
+  std::unordered_map<std::uint64_t, Function> functions;  // by their nodes' sequence numbers
   std::string standing_problem;
   ModulePath module = nullptr;
 
   Known* find(const at::Tensor& tensor) {
     if (!tensor.defined()) return nullptr;
+    if (!functions.empty() && !known.contains(tensor.unsafeGetTensorImpl())) find_maker(tensor);
     const auto found = known.find(tensor.unsafeGetTensorImpl());
     return found == known.end() ? nullptr : &found->second;
+  }
+
+  /// The outputs of a custom function are first met where they are used: by the node that made
+  /// them.
+  void find_maker(const at::Tensor& tensor) {
+    if (!tensor.requires_grad() || tensor.is_leaf()) return;
+    const auto& node = tensor.grad_fn();
+    const auto found = functions.find(node->sequence_nr());
+    if (found == functions.end() || node->name() != found->second.node) return;
+    made(found->second.event, tensor, static_cast<int>(tensor.output_nr()), true);
+  }
+
+  [[nodiscard]] static RecordedValue name_of(const Known& known, const at::Tensor& tensor) {
+    return {known.event, known.index,
+            !known.required_grad && tensor.is_leaf() && tensor.requires_grad()};
   }
 
   OwnMemory* memory_of(const at::Tensor& tensor) {
@@ -259,6 +279,7 @@ struct StepRecorder::Impl {
   void clear() {
     known.clear();
     memory.clear();
+    functions.clear();
     gradients.clear();
     roots.clear();
     kept_bytes = 0;
@@ -306,7 +327,7 @@ struct StepRecorder::Impl {
   // --- operators
 
   struct Context final : at::ObserverContext {
-    const OperatorInfo* info = nullptr;
+    const OperatorInfo* info = nullptr;  // null: a custom function
     std::vector<c10::IValue> arguments;
     std::vector<std::uint32_t> versions;  // of the tensors, in their order
     GeneratorStates generators;
@@ -315,8 +336,10 @@ struct StepRecorder::Impl {
 
   std::unique_ptr<Context> start(const at::RecordFunction& call, const OperatorInfo& info);
   void finish(const at::RecordFunction& call, Context& context);
+  std::unique_ptr<Context> start_function(const at::RecordFunction& call);
   [[nodiscard]] Input input_of(const at::Tensor& tensor, std::uint32_t version);
   [[nodiscard]] static std::uint64_t bytes_kept_for(const at::Tensor& tensor);
+  void take_inputs(const std::shared_ptr<RecordedEvent>& event, std::span<const at::Tensor> inputs);
   static void note_obstacle(RecordedEvent::Data& data, const at::Tensor& tensor);
 };
 
@@ -325,27 +348,30 @@ namespace {
 thread_local StepRecorder::Impl* recorder_of_this_thread = nullptr;
 thread_local int depth = 0;  // of frames that this thread's recorder has seen begin
 
-/// Torch gives this name to its own code around the operator (VariableTypeManual.cpp).
-bool is_passage(const at::RecordFunction& call) {
-  const std::string_view name = call.name();
-  return name == "detach" || name == "detach_";
-}
-
+/// Frames without a schema are seen through, but for functions of the program, which are calls.
 std::unique_ptr<at::ObserverContext> when_begun(const at::RecordFunction& call) {
-  if (is_passage(call) || depth++ > 0 || recorder_of_this_thread == nullptr) return nullptr;
+  auto* const recorder = recorder_of_this_thread;
   try {
     const auto* info = operator_info(call);
-    return info == nullptr ? nullptr : recorder_of_this_thread->start(call, *info);
+    const bool is_outermost = recorder != nullptr && depth == 0;
+    std::unique_ptr<at::ObserverContext> context;
+    if (is_outermost)
+      context = info ? recorder->start(call, *info) : recorder->start_function(call);
+    if (info != nullptr || context != nullptr) ++depth;
+    return context;
   } catch (...) {  // no memory: what it makes has no name
+    if (call.operator_name()) ++depth;
     return nullptr;
   }
 }
 
 void when_ended(const at::RecordFunction& call, at::ObserverContext* context) {
-  if (is_passage(call) || --depth > 0) return;
-  if (context == nullptr || recorder_of_this_thread == nullptr) return;
+  if (context == nullptr && !call.operator_name()) return;
+  if (--depth > 0 || context == nullptr || recorder_of_this_thread == nullptr) return;
+  auto& begun = static_cast<StepRecorder::Impl::Context&>(*context);
+  if (begun.info == nullptr) return;
   try {
-    recorder_of_this_thread->finish(call, static_cast<StepRecorder::Impl::Context&>(*context));
+    recorder_of_this_thread->finish(call, begun);
   } catch (const std::exception& error) {
     recorder_of_this_thread->standing_problem =
         std::string(call.name()) + " could not be recorded: " + first_line(error);
@@ -380,12 +406,39 @@ std::unique_ptr<StepRecorder::Impl::Context> StepRecorder::Impl::start(
   return context;
 }
 
+std::unique_ptr<StepRecorder::Impl::Context> StepRecorder::Impl::start_function(
+    const at::RecordFunction& call) {
+  if (!options.function_call || call.seqNr() < 0 || !at::GradMode::is_enabled()) return nullptr;
+  auto [payload, inputs] = options.function_call();
+  if (payload == nullptr) return nullptr;
+  auto event = new_event();
+  take_inputs(event, inputs);
+  event->data().payload = std::move(payload);
+  functions.insert_or_assign(static_cast<std::uint64_t>(call.seqNr()),
+                             Function{std::move(event), std::string(call.name()) + "Backward"});
+  return std::make_unique<Context>();
+}
+
+void StepRecorder::Impl::take_inputs(const std::shared_ptr<RecordedEvent>& event,
+                                     std::span<const at::Tensor> inputs) {
+  auto& data = event->data();
+  for (const auto& tensor : inputs) {
+    if (!tensor.defined()) continue;
+    if (const auto* found = find(tensor)) {
+      depend_on(data, name_of(*found, tensor), tensor);
+    } else {
+      note_obstacle(data, tensor);
+    }
+    const auto* own = memory_of(tensor);  // where the call has written, it will again
+    if (own != nullptr && own->version != version_of(tensor)) wrote(event, tensor);
+  }
+}
+
 Input StepRecorder::Impl::input_of(const at::Tensor& tensor, std::uint32_t version) {
   Input input;
   input.version = version;
   if (const auto* found = find(tensor)) {
-    input.value = RecordedValue{found->event, found->index};
-    input.became_leaf = !found->required_grad && tensor.is_leaf() && tensor.requires_grad();
+    input.value = name_of(*found, tensor);
   } else if (const auto parameter = parameter_of(tensor); parameter.defined()) {
     input.gradient_of = parameter;
   } else {
@@ -517,8 +570,14 @@ StepRecorder::StepRecorder(RecorderOptions options)
 }
 
 StepRecorder::~StepRecorder() {
+  close();
+}
+
+void StepRecorder::close() noexcept {
+  if (recorder_of_this_thread != impl_.get()) return;
   pause();
-  if (recorder_of_this_thread == impl_.get()) recorder_of_this_thread = nullptr;
+  recorder_of_this_thread = nullptr;
+  impl_->clear();
 }
 
 void StepRecorder::set_parameters(std::vector<at::Tensor> parameters) {
@@ -561,6 +620,7 @@ void StepRecorder::begin_step() {
     return known.tensor.expired() || !known.required_grad || used.contains(known.event.get());
   });
   impl.memory.clear();
+  impl.functions.clear();
   impl.backwards = 0;
   impl.kept_bytes = 0;
   impl.are_gradients_new = true;
@@ -574,7 +634,7 @@ void StepRecorder::enter_module(ModulePath module) noexcept {
 std::optional<RecordedValue> StepRecorder::value_of(const at::Tensor& tensor) {
   const auto* found = impl_->find(tensor);
   if (found == nullptr) return std::nullopt;
-  return RecordedValue{found->event, found->index};
+  return Impl::name_of(*found, tensor);
 }
 
 std::shared_ptr<const RecordedEvent> StepRecorder::add_call(std::shared_ptr<void> payload,
@@ -584,23 +644,13 @@ std::shared_ptr<const RecordedEvent> StepRecorder::add_call(std::shared_ptr<void
   auto event = impl.new_event();
   auto& data = event->data();
   data.payload = std::move(payload);
-  std::unordered_set<const c10::TensorImpl*> given;
-  for (const auto& tensor : inputs) {
-    if (!tensor.defined()) continue;
-    given.insert(tensor.unsafeGetTensorImpl());
-    if (const auto* found = impl.find(tensor)) {
-      impl.depend_on(data, {found->event, found->index}, tensor);
-    } else if (tensor.requires_grad() && !tensor.is_leaf()) {
-      data.problem = "a tensor of " + tensor.grad_fn()->name() +
-                     " is used that was computed where nobody looked";
-    }
-    const auto* own = impl.memory_of(tensor);  // where the call has written, it will again
-    if (own != nullptr && own->version != version_of(tensor)) impl.wrote(event, tensor);
-  }
+  impl.take_inputs(event, inputs);
   int index = 0;
   for (const auto& tensor : outputs) {
     const int position = index++;
-    if (!tensor.defined() || given.contains(tensor.unsafeGetTensorImpl())) continue;
+    const bool is_given =
+        std::ranges::any_of(inputs, [&](const auto& given) { return given.is_same(tensor); });
+    if (!tensor.defined() || is_given) continue;
     const bool is_computed = tensor.requires_grad() && !tensor.is_leaf();
     // What it only hands out (a buffer, a parameter) is not ours to be written to again.
     if (is_computed || !tensor.requires_grad()) impl.made(event, tensor, position, is_computed);
@@ -667,6 +717,7 @@ struct StepReplay::Impl {
     if (found == values.end()) {
       throw Error("a tensor that this step computes was not computed when it was executed again");
     }
+    if (value.became_leaf && !found->second.requires_grad()) found->second.requires_grad_();
     return found->second;
   }
 
@@ -693,7 +744,7 @@ StepReplay::StepReplay(std::vector<std::shared_ptr<const RecordedEvent>> events)
     : impl_(std::make_unique<Impl>()) {
   impl_->events = std::move(events);
   for (const auto& event : impl_->events) {
-    for (const auto& [maker, index] : event->data().inputs) {
+    for (const auto& [maker, index, _] : event->data().inputs) {
       impl_->last_read[{maker.get(), index}] = event->data().number;
     }
   }
@@ -711,7 +762,10 @@ at::Tensor StepReplay::tensor(const RecordedValue& value) const {
 
 void StepReplay::set_outputs(const RecordedEvent& call, std::span<const at::Tensor> outputs) {
   int index = 0;
-  for (const auto& tensor : outputs) impl_->set(call, index++, tensor);
+  for (const auto& tensor : outputs) {
+    const int position = index++;
+    if (tensor.defined()) impl_->set(call, position, tensor);
+  }
 }
 
 void StepReplay::execute(const RecordedEvent& operation) {
@@ -724,7 +778,6 @@ void StepReplay::execute(const RecordedEvent& operation) {
     at::Tensor tensor = input.kept;
     if (input.value) tensor = impl_->get(*input.value);
     if (input.gradient_of.defined()) tensor = input.gradient_of.grad();
-    if (input.became_leaf && !tensor.requires_grad()) tensor.requires_grad_();
     if (input.is_overwritten()) {
       if (impl_->take_first_outputs(operation)) return;
       throw Error("what " + data.handle->schema().name() +
@@ -757,7 +810,7 @@ void StepReplay::execute(const RecordedEvent& operation) {
 
 void StepReplay::leave(const RecordedEvent& event) {
   const auto number = event.data().number;
-  for (const auto& [maker, index] : event.data().inputs) {
+  for (const auto& [maker, index, _] : event.data().inputs) {
     if (impl_->last_read[{maker.get(), index}] <= number) impl_->values.erase({maker.get(), index});
   }
 }

@@ -35,16 +35,21 @@ class StepState {
   /// Restores everything and returns what could not be, with the reason: "numpy's generator: ...".
   [[nodiscard]] std::vector<std::string> restore();
 
-  /// The generators as they are now: the end of the first pass, to go on from after the re-runs.
-  [[nodiscard]] std::map<std::string, at::Tensor> generator_states() const;
-  static void set_generator_states(const std::map<std::string, at::Tensor>& states);
+  /// Generators and buffers at the end of the first pass, to go on from after the re-runs.
+  struct End {
+    std::map<std::string, at::Tensor> generators;
+    std::vector<at::Tensor> buffers;  // copies; undefined for those that nobody has moved
+  };
+  [[nodiscard]] End end() const;
+  /// Buffers that both passes have moved stay as the latest one has left them.
+  void go_on_from(const End& end);
 
  private:
   struct Buffer {
     std::string name;
     at::Tensor tensor;
     at::Tensor copy;
-    std::optional<std::uint32_t> version;  // of `tensor` when `copy` was made
+    std::optional<std::uint32_t> version;  // of `tensor` when it was equal to `copy`
   };
   struct Entry {
     std::string name;
@@ -52,6 +57,9 @@ class StepState {
     std::function<void()> restore;
     std::string problem;  // why it could not be saved
   };
+
+  [[nodiscard]] static std::map<std::string, at::Tensor> generator_states();
+  static void set_generator_states(const std::map<std::string, at::Tensor>& states);
 
   std::map<std::string, at::Tensor> generators_;
   std::vector<Buffer> buffers_;

@@ -23,6 +23,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -42,6 +43,7 @@ class RecordedEvent;
 struct RecordedValue {
   std::shared_ptr<const RecordedEvent> event;
   int index = 0;
+  bool became_leaf = false;  // `requires_grad_` was called on it since
 };
 
 /// One event; opaque but for what its executor must know.
@@ -69,6 +71,9 @@ class RecordedEvent {
 
 struct RecorderOptions {
   std::shared_ptr<ProgramCode> program_code;
+  /// The call of a custom autograd function that begins on this thread, as `add_call` takes it:
+  /// payload (null where the program's language does not know it) and the tensors that it is given.
+  std::function<std::pair<std::shared_ptr<void>, std::vector<at::Tensor>>()> function_call;
   /// Memory that is kept for operators alone (not: what modules were given, and parameters).
   std::uint64_t most_bytes = std::uint64_t{256} << 20;
 };
@@ -85,6 +90,8 @@ class StepRecorder {
   /// Parameters whose gradients may be written between backward and update.
   void set_parameters(std::vector<at::Tensor> parameters);
 
+  /// Records nothing any more, and makes room for another one.
+  void close() noexcept;
   /// Stops and goes on; counted.
   void pause() noexcept;
   void resume();
@@ -138,7 +145,8 @@ class StepReplay {
   [[nodiscard]] const std::vector<std::shared_ptr<const RecordedEvent>>& events() const noexcept;
   /// What stands for `value` in this execution. Throws Error where its event has not made it.
   [[nodiscard]] at::Tensor tensor(const RecordedValue& value) const;
-  /// What a call has returned now, in the order of the first time.
+  /// What a call has returned now, in the order of the first time; of a custom function, in that of
+  /// its node's outputs, undefined where autograd does not record one.
   void set_outputs(const RecordedEvent& call, std::span<const at::Tensor> outputs);
   /// Executes an operator as it was called, its line of the program included. Throws what it
   /// throws, and Error where something that it reads has been overwritten since.
