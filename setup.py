@@ -62,6 +62,8 @@ class CMakeBuild(build_ext):
         is_editable = getattr(self, "editable_mode", False) or self.inplace
         package = (SOURCE / "integrations" if is_editable else Path(self.build_lib)) / "nanlocator"
         package.mkdir(parents=True, exist_ok=True)
+        if not is_editable:
+            shutil.copy(SOURCE / "integrations" / "nanlocator.pth", self.build_lib)
         for name in ("_C.so", "_build_info.py"):
             shutil.copy(BUILD / "python" / "nanlocator" / name, package / name)
 
@@ -85,6 +87,7 @@ setup(
         exclude=[f"nanlocator.{room.lower()}*" for room in left_out],
     ),
     package_dir={"": "integrations"},
+    py_modules=["nanlocator_autoload"],
     package_data={"nanlocator": ["py.typed"]},
     ext_modules=[Extension("nanlocator._C", sources=[])],  # makes the wheel one for this platform
     distclass=Project,

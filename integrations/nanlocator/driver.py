@@ -124,9 +124,12 @@ class SkippedUpdate(Exception):
 class Driver:
     """One ``_C.StepDriver`` and the hooks and the connection that belong to it. ``stop`` becomes an error."""
 
+    number_made = 0  # in this process: who looks at it already
+
     def __init__(
         self, adapter: Adapter, options: "_C.LocatorOptions", connection: RankConnection | None
     ) -> None:
+        Driver.number_made += 1
         self.adapter = adapter
         self.connection = connection
         self._engine = _C.StepDriver(

@@ -247,6 +247,11 @@ def device_description(device: torch.device) -> str:
     return f"cuda:{device.index} GPU-{uuid} {address}"
 
 
+def rank_prefix() -> str:
+    """ "rank 3: " where there are several."""
+    return f"rank {dist.get_rank()}: " if is_distributed() else ""
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

@@ -70,9 +70,7 @@ class Watch:
         if not models or not optimizers:
             raise _C.UsageError("nanlocator.watch needs a model and an optimizer")
         if any(isinstance(each, LocatingOptimizer) for each in optimizers):
-            raise _C.UsageError(
-                "this optimizer is a LocatingOptimizer, which looks by itself: give watch the optimizer inside"
-            )
+            raise _C.UsageError("a LocatingOptimizer looks by itself: give watch the optimizer inside")
         resolved = resolve_options(
             options,
             integration="pytorch",

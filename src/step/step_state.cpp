@@ -6,6 +6,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/equal.h>
 #include <ATen/record_function.h>
 
 #include <exception>
@@ -31,6 +32,15 @@ std::optional<std::uint32_t> version_of(const at::Tensor& tensor) {
 /// Nobody has written to a large buffer since it had `version`.
 bool is_unchanged(const at::Tensor& tensor, std::optional<std::uint32_t> version) {
   return tensor.numel() > kSmallBuffer && version && version_of(tensor) == version;
+}
+
+/// Batch norm writes its statistics without a word to their version counters.
+bool has_moved(const at::Tensor& tensor, const at::Tensor& copy,
+               std::optional<std::uint32_t> version) {
+  const bool fits = copy.defined() && copy.options().type_equal(tensor.options()) &&
+                    copy.sizes() == tensor.sizes();
+  if (!fits || tensor.numel() > kSmallBuffer) return version_of(tensor) != version;
+  return !at::equal(tensor, copy);
 }
 
 /// Unseen by autograd: a graph that waits for its backward may have kept `tensor`, which will hold
@@ -115,7 +125,7 @@ StepState::End StepState::end() const {
   const at::RecordFunctionGuard unobserved(false);
   End end{generator_states(), {}};
   for (const auto& buffer : buffers_) {
-    const bool is_moved = version_of(buffer.tensor) != buffer.version;
+    const bool is_moved = has_moved(buffer.tensor, buffer.copy, buffer.version);
     end.buffers.push_back(is_moved ? buffer.tensor.clone() : at::Tensor());
   }
   return end;
@@ -127,7 +137,7 @@ void StepState::go_on_from(const End& end) {
   set_generator_states(end.generators);
   for (std::size_t i = 0; i < buffers_.size() && i < end.buffers.size(); ++i) {
     auto& buffer = buffers_[i];
-    const bool is_moved = version_of(buffer.tensor) != buffer.version;
+    const bool is_moved = has_moved(buffer.tensor, buffer.copy, buffer.version);
     const auto& first_end = end.buffers[i];
     if (is_moved == first_end.defined()) continue;
     // Only one of both passes has moved it: the step did more, or less, than is executed again.

@@ -1,0 +1,45 @@
+"""``python -m nanlocator train.py ARGS...``: any training script, unedited."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from nanlocator.attach import follow_process
+from nanlocator.launcher import check_script, make_parser, run_module, run_script, set_variables
+
+_EXAMPLES = """\
+examples:
+  python -m nanlocator train.py --lr 1e-4
+  python -m nanlocator --on-bad skip -m my_package.train --config big.yaml
+  torchrun --nproc-per-node 8 -m nanlocator train.py ...
+  NANLOCATOR=1 accelerate launch train.py ...          the same, where the workers are started by others
+
+Options stand before the script; what follows it is the script's. An option that is not given is read from its
+variable, which holds 1 or 0 for those that are on or off. Under Megatron nanlocator.megatron is installed.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs what `arguments` (default: the command line) name. Whatever it raises, SystemExit too, passes
+    through; wrong use of the launcher exits with 2."""
+    parser = make_parser(
+        "python -m nanlocator",
+        "Runs a training script, unedited, and finds where NaN and Inf in its gradients are born.",
+        _EXAMPLES,
+        ["grads", "boundaries", "modules", "operators"],
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as of python -m")
+    parser.add_argument("script", help="the training script")
+    parser.add_argument("arguments", nargs="...", help="its arguments, untouched")
+    options = parser.parse_args(arguments)
+    if not options.module:
+        check_script(parser, options.script)
+    set_variables(options)
+    os.environ["NANLOCATOR"] = "1"  # for the workers that the script starts
+    follow_process()
+    (run_module if options.module else run_script)(options.script, options.arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

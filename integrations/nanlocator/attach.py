@@ -1,0 +1,160 @@
+"""Attaches ``watch`` to whatever a process trains, its script unedited.
+
+    python -m nanlocator train.py ARGS...
+    NANLOCATOR=1 torchrun --nproc-per-node 8 train.py ARGS...
+
+Optimizers are known from the moment they are made. When the first module is called that has their
+parameters, they and the modules that hold those parameters are watched. Under Megatron its own integration is
+installed in place of this, and what a script sets up by itself (``LocatingOptimizer``, ``watch``, the
+Trainer's callback) is left alone.
+"""
+
+import atexit
+import functools
+import gc
+import multiprocessing
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from nanlocator import _C
+from nanlocator.driver import Driver
+from nanlocator.optimizer import LocatingOptimizer
+from nanlocator.patches import replace
+from nanlocator.session import rank_prefix
+from nanlocator.watch import Watch
+from nanlocator_autoload import AfterImport
+
+# Programs that start others, which inherit the variable.
+_STARTERS = ("torch.distributed", "accelerate.", "lightning.fabric", "ray.", "deepspeed.")
+
+
+@functools.cache
+def follow_process() -> "Attachment":
+    """Once per process."""
+    return Attachment()
+
+
+class Attachment:
+    """Attributes:
+    watch: what is watched now; None before the first call of a module that is trained.
+    """
+
+    def __init__(self) -> None:
+        self.watch: Watch | None = None
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._others: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that have none of their parameters
+        self._undo: list[Any] = []
+        self._follow_new_optimizers()
+        AfterImport(
+            {
+                name: self._follow_megatron
+                for name in ("megatron.training.training", "megatron.core.optimizer")
+            }
+        )
+        atexit.register(self._say_if_nothing)
+
+    def _follow_new_optimizers(self) -> None:
+        original = Optimizer.__init__
+
+        @functools.wraps(original)
+        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self._optimizers.add(optimizer)
+            self._wait_for_call()
+
+        Optimizer.__init__ = init  # type: ignore[method-assign]
+
+    def _follow_megatron(self, _: Any) -> None:
+        from nanlocator.megatron.launcher import follow
+
+        follow()
+
+    def _wait_for_call(self) -> None:
+        """Until a module is called that an optimizer trains."""
+        if self._undo:
+            return
+        original = nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling() and self._undo and torch.is_grad_enabled():
+                self._attach_to(module)
+            # The recorder's wrapper, where it has just been put in place.
+            call_now = nn.Module.__call__ if nn.Module.__call__ is not call else original
+            return call_now(module, *args, **kwargs)
+
+        self._undo.append(replace(nn.Module, "__call__", call))
+
+    def _attach_to(self, module: nn.Module) -> None:
+        if module in self._others:
+            return
+        optimizers = [each for each in self._optimizers if not isinstance(each, LocatingOptimizer)]
+        trained = {p for each in optimizers for group in each.param_groups for p in group["params"]}
+        if trained.isdisjoint(module.parameters()):
+            self._others.add(module)
+            return
+        while self._undo:
+            self._undo.pop()()
+        if Driver.number_made > (self.watch is not None):
+            return  # the script looks by itself
+        if self.watch is not None:  # an optimizer was made since
+            self.watch.remove()
+        models = _roots_of(trained)
+        try:
+            self.watch = Watch(models, optimizers, {})
+        except (_C.Error, OSError) as error:
+            _say(f"not attached: {error}")
+            return
+        Driver.number_made = 1
+        names = ", ".join(type(each).__name__ for each in optimizers)
+        held = {p for each in models.values() for p in each.parameters()}
+        missing = len(trained - held)
+        _say(
+            f"attached to {names} and {', '.join(type(each).__name__ for each in models.values())} "
+            f"({len(trained)} parameters{f', {missing} of them without a name' if missing else ''}); "
+            f"findings go to {self.watch.run_dir}"
+        )
+
+    def _say_if_nothing(self) -> None:
+        if self.watch is not None or Driver.number_made > 0 or multiprocessing.parent_process() is not None:
+            return
+        spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+        if spec is not None and f"{spec.name}.".startswith(_STARTERS):
+            return
+        what = (
+            "no module was called that an optimizer trains"
+            if len(self._optimizers)
+            else "no optimizer was made"
+        )
+        _say(f"attached to nothing: {what}")
+
+
+def _say(text: str) -> None:
+    print(f"nanlocator: {rank_prefix()}{text}", file=sys.stderr, flush=True)
+
+
+def _roots_of(trained: set[torch.Tensor]) -> dict[str, nn.Module]:
+    """The outermost modules of this process that hold these parameters, as few as will do, each with its
+    class for a name where there are several."""
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    children = {id(child) for each in modules for child in each.__dict__.get("_modules", {}).values()}
+    roots = [each for each in modules if id(each) not in children and "_parameters" in each.__dict__]
+    held = {id(root): trained.intersection(root.parameters()) for root in roots}
+    roots.sort(key=lambda root: len(held[id(root)]), reverse=True)
+    chosen: list[nn.Module] = []
+    left = set(trained)
+    for root in roots:
+        if not left.isdisjoint(held[id(root)]):
+            chosen.append(root)
+            left -= held[id(root)]
+    if len(chosen) == 1:
+        return {"": chosen[0]}
+    names: dict[str, nn.Module] = {}
+    for root in chosen:
+        name = type(root).__name__
+        names[name if name not in names else f"{name}{len(names)}"] = root
+    return names

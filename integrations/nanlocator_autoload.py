@@ -1,0 +1,64 @@
+"""Attaches nanlocator to a process that was started with NANLOCATOR=1, as soon as it has imported torch.
+
+``nanlocator.pth`` imports this module at the interpreter's start, and only where the variable is set. It must
+not import torch, nor nanlocator, which does: most of the processes that inherit the variable train nothing.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls ``actions[name](module)`` when the module of that name has been loaded, before anyone has it:
+    at once for those that are loaded already. Finds no module by itself."""
+
+    def __init__(self, actions: Mapping[str, Callable[[ModuleType], None]]) -> None:
+        self._actions = dict(actions)
+        for name in [name for name in self._actions if name in sys.modules]:
+            self._actions.pop(name)(sys.modules[name])
+        sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in self._actions:
+            return None
+        spec = self._find_by_others(name, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            if (action := self._actions.pop(name, None)) is not None:
+                action(module)
+
+        spec.loader.exec_module = exec_module  # of this one loader object
+        return spec
+
+    def _find_by_others(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> importlib.machinery.ModuleSpec | None:
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None) if finder is not self else None
+            spec = find(name, path, target) if find is not None else None
+            if spec is not None:
+                return spec
+        return None
+
+
+def follow() -> None:
+    """Whatever this process trains."""
+    AfterImport({"torch": _attach})
+
+
+def _attach(_: ModuleType) -> None:
+    try:
+        from nanlocator import attach
+
+        attach.follow_process()
+    except Exception as error:  # the script is not ours to end
+        print(f"nanlocator: not attached: {error}", file=sys.stderr, flush=True)
