@@ -76,6 +76,7 @@ void bind_recorder(py::module_& m) {
            }),
            "function_call"_a, "most_bytes"_a)
       .def("set_parameters", &StepRecorder::set_parameters, "parameters"_a)
+      .def("state_of_gradients", &StepRecorder::state_of_gradients)
       .def("close", &StepRecorder::close)
       .def("pause", &StepRecorder::pause)
       .def("resume", &StepRecorder::resume)

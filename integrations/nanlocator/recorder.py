@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nanlocator import _C
 from nanlocator.batches import KeptBatch
@@ -66,6 +67,7 @@ class StepRecorder:
         self._depth = 0  # calls and backwards that are running
         self._ours: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self.losses: list[torch.Tensor] = []  # of the backwards of this step, detached
+        self.unscaled = WeakIdKeyDictionary()  # what a loss scaler has multiplied
         self.set_parameters(parameters)
         StepRecorder._active = self
         self._undo = [
@@ -167,10 +169,15 @@ class StepRecorder:
             self._follower.before_backward()
         given = _C.tensors_in((args, kwargs))
         call = _EngineCall(original, self._named(args), self._named(kwargs))
+        before = self._engine.state_of_gradients()
         with self.suspended():
             gradients = original(*args, **kwargs)
+        if accumulates and self._engine.state_of_gradients() == before:
+            return gradients  # of something that nobody watches
         if accumulates:
-            self.losses += [t.detach() for t in _C.tensors_in(args[0]) if t.numel() == 1]
+            self.losses += [
+                self.unscaled.get(t, t).detach() for t in _C.tensors_in(args[0]) if t.numel() == 1
+            ]
             self._engine.add_backward(call, given)
             self._follower.after_backward()
         else:

@@ -173,6 +173,7 @@ class Watch:
     def _follow_loop(self) -> None:
         self._replace_everywhere(clip_grad._get_total_norm, self._total_norm)
         self._replace_everywhere(clip_grad._clip_grads_with_norm_, self._clip)
+        self._replace(torch.amp.GradScaler, "scale", self._scale)
         self._replace(torch.amp.GradScaler, "unscale_", self._unscale)
         self._replace(nn.Module, "zero_grad", self._zero_module)
         for optimizer in self._optimizers:
@@ -217,6 +218,13 @@ class Watch:
             self._look(parameters)
         with self._recorder.suspended():
             return original(parameters, *args, **kwargs)
+
+    def _scale(self, original: Callable[..., Any], scaler: "torch.amp.GradScaler", outputs: Any) -> Any:
+        self._scaler = scaler
+        scaled = original(scaler, outputs)
+        if isinstance(outputs, torch.Tensor):  # its overflow is the scaler's business, not the loss's
+            self._recorder.unscaled[scaled] = outputs.detach()
+        return scaled
 
     def _unscale(
         self, original: Callable[..., Any], scaler: "torch.amp.GradScaler", optimizer: Optimizer

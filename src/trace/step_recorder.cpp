@@ -585,6 +585,17 @@ void StepRecorder::set_parameters(std::vector<at::Tensor> parameters) {
   impl_->are_gradients_new = true;
 }
 
+std::uint64_t StepRecorder::state_of_gradients() const {
+  std::uint64_t state = 0;
+  for (const auto& parameter : impl_->parameters) {
+    const auto& gradient = parameter.grad();
+    if (!gradient.defined()) continue;
+    state = state * 31 + reinterpret_cast<std::uintptr_t>(gradient.unsafeGetTensorImpl());
+    state = state * 31 + version_of(gradient);
+  }
+  return state;
+}
+
 void StepRecorder::pause() noexcept {
   if (impl_->paused++ > 0) return;
   at::removeCallback(impl_->callback);

@@ -218,6 +218,7 @@ LEFT_OUT = {
     (clip_inside_the_pass, "plain_without_closure"): NOTHING_TO_EXECUTE,
     (torchs_clip_inside_the_pass, "plain_without_closure"): "there is no pass that it is inside of",
     (routine_overflow, "plain_with_closure"): "GradScaler refuses closures",
+    (two_optimizers, "watch"): "one watch is told of all optimizers",
     (remove_in_the_middle, "trainer"): "its hooks go when train() ends",
     (two_optimizers, "trainer"): "train() runs one at a time",
     (torchs_clip_inside_the_pass, "trainer"): OWN_CLIP,

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+import nanlocator
 from nanlocator import LocatingOptimizer
 
 
@@ -134,6 +135,57 @@ class Plain(Loop):
 
 class PlainWithoutClosure(Plain):
     with_closure = False
+
+
+class Watched(PlainWithoutClosure):
+    """The loop itself is not executed again, so what goes wrong goes wrong in backward."""
+
+    only = None  # one at a time in a process
+
+    def build(self):
+        super().build()
+        self.watcher = None
+        self.backwards = 0
+        self.model.head.weight.register_post_accumulate_grad_hook(self.in_backward)
+
+    def watch(self, **options):
+        if Watched.only is not None:
+            Watched.only.remove()
+        self.watcher = Watched.only = nanlocator.watch(self.model, self.inner, **options)
+        self._noted = 0
+
+    def in_backward(self, _):
+        self.backwards += 1
+        if self.backwards % self.microbatches == 0:
+            super().after_backward()
+
+    def after_backward(self):
+        pass
+
+    def run(self, steps):
+        try:
+            super().run(steps)
+        finally:
+            self.backwards = 0
+
+    def step(self):
+        self.forward_backward()
+        if self.grad_scaler is None:
+            self.inner.step()
+        else:
+            self.grad_scaler.unscale_(self.inner)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.grad_scaler.step(self.inner)
+            self.grad_scaler.update()
+
+    def remove(self):
+        self.watcher.remove()
+
+    def verdicts(self):
+        return self.watcher.verdicts if self.watcher is not None else []
+
+    def dismissed(self):
+        return self.watcher._driver.locator.dismissed
 
 
 class HuggingFace(Loop):
@@ -276,6 +328,7 @@ class Megatron(Loop):
 LOOPS = {
     "plain_with_closure": Plain,
     "plain_without_closure": PlainWithoutClosure,
+    "watch": Watched,
     "trainer": HuggingFace,
     "megatron": Megatron,
 }

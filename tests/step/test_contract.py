@@ -9,6 +9,8 @@ import pytest
 import torch
 from ranks import RankServer
 
+from nanlocator.recorder import StepRecorder
+
 _megatron = RankServer("gpt_training", "nanlocator.megatron", "loops", "contract")
 
 
@@ -31,6 +33,13 @@ def test_contract(case, adapter):
         assert _megatron.run_ranks(1, on_rank, case) == [None]
     else:
         in_process(case, adapter)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_watched():
+    yield
+    if (recorder := StepRecorder._active) is not None:
+        recorder.remove()
 
 
 def test_the_cpp_adapter_has_the_same_cases():

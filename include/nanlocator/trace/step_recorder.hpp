@@ -92,6 +92,8 @@ class StepRecorder {
 
   /// Records nothing any more, and makes room for another one.
   void close() noexcept;
+  /// A number that is another one when any of their gradients has been made or written to.
+  [[nodiscard]] std::uint64_t state_of_gradients() const;
   /// Stops and goes on; counted.
   void pause() noexcept;
   void resume();
