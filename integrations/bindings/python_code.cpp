@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "trace/recorded_caller.hpp"
 
 namespace py = pybind11;
 
@@ -21,6 +22,7 @@ enum class Owner : std::uint8_t {
   skipped,    // torch, nanlocator, Python's own library: no line of theirs is a fault's place
   framework,  // an installed package, or one of kFrameworks wherever it lies
   user,
+  recorded,  // nanlocator, where it executes a recorded step
 };
 
 constexpr auto kFrameworks =
@@ -80,6 +82,10 @@ class PythonCode final : public ProgramCode {
       if (position.code == nullptr) position = {code, PyFrame_GetLineNumber(frame)};
       return owner != Owner::user;
     });
+    if (const Caller* recorded = is_cut_off_ ? RecordedCaller::current() : nullptr) {
+      if (caller.user.code == nullptr) caller.user = recorded->user;
+      if (caller.framework.code == nullptr) caller.framework = recorded->framework;
+    }
     // A program that lies in a framework as a whole is its own user.
     if (caller.user.code == nullptr) caller.user = std::exchange(caller.framework, {});
     return caller;
@@ -124,15 +130,19 @@ class PythonCode final : public ProgramCode {
   /// A program that makes functions as it runs must not fill the memory.
   static constexpr std::size_t kMostFunctions = 100000;
 
-  /// From the innermost outwards, until `visit` says false.
+  /// From the innermost outwards, until `visit` says false, or to the execution of a recorded step:
+  /// the program called what it executes from somewhere else.
   template <typename Visit>
   void for_each_frame(const Visit& visit) {
     PyFrameObject* frame = PyEval_GetFrame();
     Py_XINCREF(frame);
     bool goes_on = true;
+    is_cut_off_ = false;
     while (frame != nullptr && goes_on) {
       PyCodeObject* code = PyFrame_GetCode(frame);
-      goes_on = visit(frame, code, owner_of(frame, code));
+      const Owner owner = owner_of(frame, code);
+      is_cut_off_ = owner == Owner::recorded;
+      goes_on = !is_cut_off_ && visit(frame, code, owner);
       Py_DECREF(code);
       PyFrameObject* outer = PyFrame_GetBack(frame);
       Py_DECREF(frame);
@@ -159,6 +169,10 @@ class PythonCode final : public ProgramCode {
     }
     const auto file =
         py::handle(reinterpret_cast<PyObject*>(code)).attr("co_filename").cast<std::string>();
+    if (file == own_ + "recorder.py") {
+      const auto name = py::handle(reinterpret_cast<PyObject*>(code)).attr("co_name");
+      if (name.cast<std::string>() == "run_again") return Owner::recorded;
+    }
     const bool is_ours = file.starts_with(own_) || file.starts_with(torch_) ||
                          file.starts_with("<frozen") || file.starts_with("<eval_with_key>");
     if (is_ours) return Owner::skipped;
@@ -183,6 +197,7 @@ class PythonCode final : public ProgramCode {
 
   std::unordered_map<const PyCodeObject*, Owner> known_;  // holds a reference to each
   std::string own_, torch_, library_;
+  bool is_cut_off_ = false;  // the latest walk ended at a recorded step
 };
 
 }  // namespace

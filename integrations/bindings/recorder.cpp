@@ -127,6 +127,14 @@ void bind_recorder(py::module_& m) {
             r.set_outputs(call, tensors);
           },
           "call"_a, "outputs"_a)
+      .def_static(
+          "run",
+          [](const RecordedEvent& call, const py::function& work) {
+            py::object result;
+            StepReplay::run(call, [&] { result = work(); });
+            return result;
+          },
+          "call"_a, "work"_a)
       .def("execute", &StepReplay::execute, "operation"_a, ReleaseGil())
       .def("leave", &StepReplay::leave, "event"_a, ReleaseGil());
 }

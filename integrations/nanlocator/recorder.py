@@ -9,6 +9,7 @@ entry of ``torch.autograd``, for as long as it lives.
 """
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections import UserDict
@@ -206,7 +207,8 @@ class StepRecorder:
                     if event.is_operator:
                         replay.execute(event)
                     else:
-                        replay.set_outputs(event, event.payload.run_again(replay, losses))
+                        run = functools.partial(event.payload.run_again, replay, losses)
+                        replay.set_outputs(event, replay.run(event, run))
                     replay.leave(event)
         finally:
             _C.set_current_microbatch(None, None)

@@ -13,7 +13,6 @@
 #include "torch/csrc/autograd/function.h"
 #include "torch/csrc/autograd/graph_task.h"
 #include "trace/operator_trace_impl.hpp"
-#include "trace/recorded_caller.hpp"
 
 namespace nanlocator {
 namespace {
@@ -57,7 +56,6 @@ const std::string* intern_name(const std::string& name) {
 }
 
 ProgramCode::Caller OperatorTrace::Impl::caller_now() const {
-  if (const auto* recorded = RecordedCaller::current()) return *recorded;
   return options.program_code ? options.program_code->caller() : ProgramCode::Caller{};
 }
 

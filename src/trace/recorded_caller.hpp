@@ -1,5 +1,5 @@
-// The line of the program that an operator was called from when it was recorded: while one lives,
-// traces take this thread's operators for that line's.
+// The line of the program that an event was called from when it was recorded: while one lives, it
+// stands for the frames of this thread below the execution of the event.
 #pragma once
 
 #include "nanlocator/trace/program_code.hpp"
@@ -15,7 +15,7 @@ class RecordedCaller {
   RecordedCaller(const RecordedCaller&) = delete;  // strictly nested
   RecordedCaller& operator=(const RecordedCaller&) = delete;
 
-  /// Null where the operators of this thread are called for the first time.
+  /// Null where this thread executes no recorded event.
   [[nodiscard]] static const ProgramCode::Caller* current() noexcept { return current_; }
 
  private:

@@ -414,6 +414,7 @@ std::unique_ptr<StepRecorder::Impl::Context> StepRecorder::Impl::start_function(
   auto event = new_event();
   take_inputs(event, inputs);
   event->data().payload = std::move(payload);
+  if (options.program_code) event->data().caller = options.program_code->caller();
   functions.insert_or_assign(static_cast<std::uint64_t>(call.seqNr()),
                              Function{std::move(event), std::string(call.name()) + "Backward"});
   return std::make_unique<Context>();
@@ -655,6 +656,7 @@ std::shared_ptr<const RecordedEvent> StepRecorder::add_call(std::shared_ptr<void
   auto event = impl.new_event();
   auto& data = event->data();
   data.payload = std::move(payload);
+  if (impl.options.program_code) data.caller = impl.options.program_code->caller();
   impl.take_inputs(event, inputs);
   int index = 0;
   for (const auto& tensor : outputs) {
@@ -769,6 +771,11 @@ const std::vector<std::shared_ptr<const RecordedEvent>>& StepReplay::events() co
 
 at::Tensor StepReplay::tensor(const RecordedValue& value) const {
   return impl_->get(value);
+}
+
+void StepReplay::run(const RecordedEvent& call, const std::function<void()>& work) {
+  const RecordedCaller caller(call.data().caller);
+  work();
 }
 
 void StepReplay::set_outputs(const RecordedEvent& call, std::span<const at::Tensor> outputs) {

@@ -147,6 +147,8 @@ class StepReplay {
   [[nodiscard]] const std::vector<std::shared_ptr<const RecordedEvent>>& events() const noexcept;
   /// What stands for `value` in this execution. Throws Error where its event has not made it.
   [[nodiscard]] at::Tensor tensor(const RecordedValue& value) const;
+  /// Runs `work`, which executes `call`, as called from the line of the first time.
+  static void run(const RecordedEvent& call, const std::function<void()>& work);
   /// What a call has returned now, in the order of the first time; of a custom function, in that of
   /// its node's outputs, undefined where autograd does not record one.
   void set_outputs(const RecordedEvent& call, std::span<const at::Tensor> outputs);

@@ -1,0 +1,337 @@
+"""``nanlocator.watch``: loops as they are, each executed again bit-identical, and faults located in them."""
+
+import gc
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from training_loops import LOOPS, Gpt, cross_entropy, draw
+
+import nanlocator
+from nanlocator import LocatingOptimizer, NonFiniteGradientError
+from nanlocator.recorder import StepRecorder
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_watched():
+    yield
+    recorder = StepRecorder._active
+    if recorder is not None:
+        recorder._follower.remove()
+
+
+def trained(loop, **options):
+    """Losses, weights and buffers, and the generator afterwards."""
+    torch.manual_seed(7)
+    torch._dynamo.reset()
+    watches = []
+
+    def watch(models, optimizers):
+        if options:
+            watches.append(nanlocator.watch(models, optimizers, **options))
+
+    modules, steps = loop(watch)
+    losses = [loss.detach().clone() for loss in steps]
+    for each in watches:
+        each.remove()
+    return [*losses, *(t.clone() for t in modules.state_dict().values()), torch.rand(1)]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_every_step_is_executed_again_bit_identical_and_training_does_not_change(loop, capfd):
+    alone, watched = trained(LOOPS[loop]), trained(LOOPS[loop], rerun="always")
+    assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
+    assert capfd.readouterr().err == ""  # no gradient has other bits, no step could not be executed again
+
+
+class Norm(nn.Module):
+    def forward(self, x):
+        return x / x.square().sum(-1, keepdim=True).sqrt()
+
+
+class Root(nn.Module):
+    """Its derivative has a pole where ``x`` is zero."""
+
+    def forward(self, x):
+        return x.abs().sqrt()
+
+
+class Log(nn.Module):
+    def forward(self, x):
+        return x - torch.log(x.clamp(min=0).sum(-1, keepdim=True))
+
+
+class Exp(nn.Module):
+    def forward(self, x):
+        return torch.exp(x * 100)
+
+
+def model_with(module):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 4), module, nn.Linear(4, 2))
+
+
+def spoil(model, weight=0.0, bias=0.0):
+    with torch.no_grad():
+        model[0].weight.fill_(weight)
+        model[0].bias.fill_(bias)
+
+
+FAULTS = {
+    "zero_norm": (lambda: model_with(Norm()), lambda m: spoil(m), None),
+    "root_at_zero": (lambda: model_with(Root()), lambda m: spoil(m), None),
+    "log_of_zero": (lambda: model_with(Log()), lambda m: spoil(m, bias=-1.0), None),
+    "overflow": (lambda: model_with(Exp()), lambda m: spoil(m, bias=50.0), None),
+    "bad_weight": (lambda: model_with(nn.Tanh()), lambda m: spoil(m, weight=math.nan), None),
+    "empty_mask": (lambda: model_with(nn.Tanh()), None, lambda out: (out * 0).sum() / (out > 9).sum()),
+    "log_loss": (lambda: model_with(nn.Tanh()), None, lambda out: torch.log(F.relu(-out.abs())).mean()),
+    "root_of_loss": (lambda: model_with(nn.Tanh()), None, lambda out: (out - out.detach()).sum().sqrt()),
+}
+
+
+def described(verdict):
+    (origin,) = verdict["origins"]
+    code = origin.get("code") or {}
+    return {
+        **{key: origin[key] for key in ("module", "operator", "cause", "phase", "parameter", "tensor")},
+        "function": code.get("function"),
+        "text": code.get("text"),
+        "reproduced": verdict["rerun"]["reproduced"],
+    }
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_loop_without_a_closure_gets_the_verdict_of_one_with_a_closure(fault):
+    make, plant, loss_of = FAULTS[fault]
+    loss_of = loss_of or (lambda out: out.square().mean())
+    batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+
+    def bad_step(optimizer, model):
+        optimizer.zero_grad()
+        out = model(batch)
+        loss = loss_of(out)
+        loss.backward()
+        return loss
+
+    with_closure = make()
+    optimizer = LocatingOptimizer(torch.optim.SGD(with_closure.parameters(), 0.1), with_closure)
+    if plant:
+        plant(with_closure)
+    with pytest.raises(NonFiniteGradientError) as expected:
+        optimizer.step(lambda: bad_step(optimizer, with_closure))
+
+    without = make()
+    inner = torch.optim.SGD(without.parameters(), 0.1)
+    nanlocator.watch(without, inner)
+    if plant:
+        plant(without)
+    bad_step(inner, without)
+    with pytest.raises(NonFiniteGradientError) as raised:
+        inner.step()
+    assert described(raised.value.verdict) == described(expected.value.verdict)
+
+
+def watched_gpt(**options):
+    torch.manual_seed(0)
+    model = Gpt()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return model, optimizer, nanlocator.watch(model, optimizer, **options)
+
+
+def empty_batch_loss(model):
+    tokens, labels = draw()
+    return F.cross_entropy(model(tokens)["logits"].flatten(0, 1), torch.full_like(labels, -100).flatten())
+
+
+def asked_by_clip(model, optimizer):
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def asked_by_a_norm(model, optimizer):
+    torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+
+
+def used(model, optimizer):
+    optimizer.step()
+
+
+def thrown_away(model, optimizer):
+    optimizer.zero_grad()
+
+
+def thrown_away_by_the_model(model, optimizer):
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("ask", [asked_by_clip, asked_by_a_norm, used, thrown_away, thrown_away_by_the_model])
+def test_bad_gradients_are_found_where_the_loop_first_could(ask):
+    model, optimizer, _ = watched_gpt()
+    cross_entropy(model(draw()[0]), draw()[1]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    weights = [p.detach().clone() for p in model.parameters()]
+    empty_batch_loss(model).backward()
+    with pytest.raises(NonFiniteGradientError) as raised:
+        ask(model, optimizer)
+    (origin,) = raised.value.verdict["origins"]
+    assert origin["cause"] == "empty_loss_mask" and raised.value.verdict["iteration"] == 2
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+
+
+def test_a_loop_that_throws_bad_gradients_away_gets_a_verdict_and_goes_on():
+    """As verl's engines do."""
+    model, optimizer, watch = watched_gpt(on_bad="report")
+    for step in range(4):
+        loss = empty_batch_loss(model) if step == 1 else cross_entropy(model(draw()[0]), draw()[1])
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if norm.isfinite():
+            optimizer.step()
+        optimizer.zero_grad()
+    assert [verdict["iteration"] for verdict in watch.verdicts] == [2]
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_what_is_not_executed_again_is_said_and_the_next_bad_step_is_traced():
+    model, optimizer, watch = watched_gpt(on_bad="skip")
+
+    def loss_of(labels):
+        logits = model(draw()[0])["logits"]
+        return torch.vmap(lambda a, b: (a[0] * 0).sum() / (b * 0).sum())(logits, labels).mean()
+
+    for _ in range(2):
+        loss_of(draw()[1].float()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    first, second = watch.verdicts
+    assert first["rerun"]["done"] is False
+    assert any("cannot be executed again" in note for note in first["notes"])
+    assert second["origins"][0]["operator"].startswith("aten::div")
+
+
+def test_an_input_that_is_overwritten_is_named_and_nothing_is_said_to_repeat():
+    model, optimizer, _ = watched_gpt()
+    tokens, _ = draw()
+    loss = model(tokens)["logits"].sum() * math.nan
+    loss.backward()
+    tokens.fill_(1)
+    with pytest.raises(NonFiniteGradientError) as raised:
+        optimizer.step()
+    assert any("written in place" in each for each in raised.value.verdict["rerun"]["not_restored"])
+
+
+def test_memory_for_operators_outside_of_modules_is_limited(monkeypatch):
+    monkeypatch.setenv("NANLOCATOR_RECORDED_BYTES", "1000")
+    model, optimizer, watch = watched_gpt(on_bad="skip")
+    teacher = torch.randn(4, 6, 40)
+    (F.mse_loss(model(draw()[0])["logits"], teacher) * math.nan).backward()
+    optimizer.step()
+    (verdict,) = watch.verdicts
+    assert any("NANLOCATOR_RECORDED_BYTES" in note for note in verdict["notes"])
+
+
+def test_an_exception_between_forward_and_step_leaves_nothing_of_the_step():
+    model, optimizer, watch = watched_gpt()
+    for interruption in (ValueError, KeyboardInterrupt):
+
+        def fail(*_, raised=interruption):
+            raise raised
+
+        handle = model.head.register_forward_hook(fail)
+        with pytest.raises(interruption):
+            model(draw()[0])
+        handle.remove()
+        cross_entropy(model(draw()[0]), draw()[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert watch.verdicts == []
+    empty_batch_loss(model).backward()
+    with pytest.raises(NonFiniteGradientError) as raised:
+        optimizer.step()
+    assert raised.value.verdict["rerun"]["reproduced"] is True
+
+
+def live_tensors():
+    gc.collect()
+    return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+
+
+def test_a_thousand_steps_keep_no_tensor():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    watch = nanlocator.watch(model, optimizer)
+    mean, losses = torch.zeros(()), []
+
+    def train(steps):
+        nonlocal mean
+        for _ in range(steps):
+            loss = model(torch.randn(3, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            mean = 0.9 * mean + 0.1 * loss.detach()
+            losses.append(loss)  # a leak of the program's own: of the loss, and of nothing else
+            with torch.no_grad():
+                model(torch.randn(3, 4)).sum()
+
+    train(20)
+    before, (_, events) = live_tensors(), watch._recorder._engine.size()
+    train(1000)
+    assert live_tensors() - before <= 1000
+    assert watch._recorder._engine.size()[1] == events
+
+
+def test_two_models_have_names_of_their_own():
+    critic, actor = nn.Linear(4, 1), nn.Linear(4, 2)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (critic, actor)]
+    nanlocator.watch({"critic": critic, "actor": actor}, optimizers)
+    with torch.no_grad():
+        actor.weight[1, 2] = math.nan
+    (critic(torch.randn(3, 4)).mean() + actor(torch.randn(3, 4)).mean()).backward()
+    with pytest.raises(NonFiniteGradientError) as raised:
+        optimizers[0].step()
+    (origin,) = raised.value.verdict["origins"]
+    assert (origin["cause"], origin["parameter"]) == ("bad_weight", "actor.weight")
+
+
+def test_removed_it_leaves_everything_as_it_was():
+    before = (
+        nn.Module.__call__,
+        nn.Module.zero_grad,
+        torch.autograd._engine_run_backward,
+        vars(nn.utils.clip_grad)["_get_total_norm"],
+        nn.utils.get_total_norm,
+        torch.amp.GradScaler.unscale_,
+        torch.amp.GradScaler.scale,
+    )
+    model, optimizer, watch = watched_gpt()
+    watch.remove()
+    watch.remove()
+    assert before == (
+        nn.Module.__call__,
+        nn.Module.zero_grad,
+        torch.autograd._engine_run_backward,
+        vars(nn.utils.clip_grad)["_get_total_norm"],
+        nn.utils.get_total_norm,
+        torch.amp.GradScaler.unscale_,
+        torch.amp.GradScaler.scale,
+    )
+    assert "step" not in vars(optimizer) and "zero_grad" not in vars(optimizer)
+    empty_batch_loss(model).backward()
+    optimizer.step()
+
+
+def test_what_cannot_be_watched_is_refused():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(nanlocator.UsageError, match="needs a model"):
+        nanlocator.watch([], optimizer)
+    with pytest.raises(nanlocator.UsageError, match="not a str"):
+        nanlocator.watch(model, "adam")
+    with pytest.raises(nanlocator.UsageError, match="looks by itself"):
+        nanlocator.watch(model, LocatingOptimizer(optimizer, model))
+    nanlocator.watch(model, optimizer)
+    with pytest.raises(nanlocator.UsageError, match="hand all models"):
+        nanlocator.watch(model, optimizer)
