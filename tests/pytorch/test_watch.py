@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from allocated import LIBRARY, Allocated
 from torch import nn
 from training_loops import LOOPS, Gpt, cross_entropy, draw
 
@@ -335,3 +336,44 @@ def test_what_cannot_be_watched_is_refused():
     nanlocator.watch(model, optimizer)
     with pytest.raises(nanlocator.UsageError, match="hand all models"):
         nanlocator.watch(model, optimizer)
+
+
+@pytest.mark.skipif(not LIBRARY.exists(), reason=f"{LIBRARY.name} is built with the C++ tests")
+@pytest.mark.parametrize("loss_is_inside", [True, False])
+def test_a_healthy_step_takes_no_more_memory(loss_is_inside):
+    torch.manual_seed(0)
+    allocated = Allocated()
+    layers = [nn.Linear(256, 256) for _ in range(4)]
+    model = nn.Sequential(nn.Embedding(2000, 256), *layers, nn.Linear(256, 2000))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, tokens):
+            return F.cross_entropy(self.model(tokens).flatten(0, 1), tokens.flatten())
+
+    whole = WithLoss()
+
+    def step():
+        tokens = torch.randint(0, 2000, (4, 128))
+        if loss_is_inside:
+            loss = whole(tokens)
+        else:
+            loss = F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def peak():
+        step()
+        before = allocated.current()
+        allocated.restart_peak()
+        step()
+        return allocated.peak() - before
+
+    alone = peak()
+    nanlocator.watch(whole, optimizer)
+    assert peak() <= 1.02 * alone

@@ -146,6 +146,9 @@ def main() -> None:
         "waiting; Megatron-Core",
     )
     parser.add_argument("--batch", type=int, default=4, help="sequences a step; plain PyTorch")
+    parser.add_argument(
+        "--loss-outside", action="store_true", help="of the model, not in its forward; plain PyTorch"
+    )
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=3, help="steps of each variant in a round")
     parser.add_argument("--json", action="store_true")

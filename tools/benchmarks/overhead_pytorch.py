@@ -47,7 +47,13 @@ def main(arguments: argparse.Namespace) -> None:
     def step(optimizer: torch.optim.Optimizer) -> float:
         start = time.perf_counter()
         optimizer.zero_grad()
-        model(tokens, labels=tokens).loss.backward()
+        if arguments.loss_outside:
+            logits = model(tokens).logits
+            torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+            ).backward()
+        else:
+            model(tokens, labels=tokens).loss.backward()
         optimizer.step()
         return time.perf_counter() - start
 
@@ -59,6 +65,15 @@ def main(arguments: argparse.Namespace) -> None:
                 yield optimizer
             finally:
                 optimizer.remove()
+
+    @contextlib.contextmanager
+    def watched() -> Iterator[torch.optim.Optimizer]:
+        with tempfile.TemporaryDirectory() as directory:
+            watch = nanlocator.watch(model, inner, output_dir=directory)
+            try:
+                yield inner
+            finally:
+                watch.remove()
 
     @contextlib.contextmanager
     def debugged() -> Iterator[torch.optim.Optimizer]:
@@ -78,6 +93,7 @@ def main(arguments: argparse.Namespace) -> None:
 
     variants: dict[str, Callable[[], Any]] = {
         NO_TOOL: lambda: contextlib.nullcontext(inner),
+        "nanlocator.watch": watched,
         "nanlocator, level grads": lambda: located("grads"),
         "nanlocator, level modules": lambda: located("modules"),
         "nanlocator, level operators": lambda: located("operators"),
@@ -93,9 +109,10 @@ def main(arguments: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore", message="Anomaly Detection")
     times = turns.take_turns(variants, run, arguments.rounds)
     parameters = sum(p.numel() for p in model.parameters())
+    where = "outside" if arguments.loss_outside else "inside"
     heading = (
         f"GPT-2 hidden {arguments.hidden}, {LAYERS} layers, sequence {arguments.sequence}, batch "
-        f"{arguments.batch}, fp32, {parameters / 1e6:.1f} M parameters, one CPU thread; {arguments.rounds} "
-        f"rounds of {arguments.steps} steps"
+        f"{arguments.batch}, loss {where}, fp32, {parameters / 1e6:.1f} M parameters, one CPU thread; "
+        f"{arguments.rounds} rounds of {arguments.steps} steps"
     )
     turns.print_result(heading, times, NO_TOOL, as_json=arguments.json, parameters=parameters, threads=1)
