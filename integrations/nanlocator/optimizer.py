@@ -14,7 +14,7 @@ from nanlocator import _C
 from nanlocator.driver import Named, SkippedUpdate
 from nanlocator.plain import PlainAdapter, PlainPass, overflow_seen, plain_driver
 from nanlocator.rerun import ObjectState, Stateful, losses_of
-from nanlocator.session import Options, is_distributed, resolve_options
+from nanlocator.session import Options, resolve_options
 
 
 class LocatingOptimizer(Optimizer):
@@ -60,7 +60,6 @@ class LocatingOptimizer(Optimizer):
         resolved = resolve_options(
             options,
             integration="pytorch",
-            not_covered=["gradients before DistributedDataParallel reduces them"] if is_distributed() else [],
         )
         # Optimizer.__init__ is not called: it would make groups and state of its own.
         self.inner = optimizer

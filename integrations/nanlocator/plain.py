@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from nanlocator import _C
+from nanlocator.ddp import LocalGradients
 from nanlocator.driver import (
     Adapter,
     Driver,
@@ -37,6 +38,7 @@ class PlainAdapter(Adapter):
         self.gradient_phase = "grad_reduced" if is_distributed() else "grad_local"
         self._optimizers = optimizers
         self._models = models
+        self.local_gradients: LocalGradients | None = None
         self.left_out: set[torch.Tensor] = set()  # parameters whose gradients belong to another step
         self._names = {p: n for n, p in self._named("named_parameters")}
 
@@ -103,6 +105,55 @@ class PlainAdapter(Adapter):
                 yield _below(model, name), tensor
 
 
+class PlainDriver(Driver):
+    """And each rank's own gradients, where DistributedDataParallel reduces them."""
+
+    adapter: PlainAdapter
+
+    def __init__(
+        self, adapter: PlainAdapter, options: "_C.LocatorOptions", connection: RankConnection | None
+    ) -> None:
+        super().__init__(adapter, options, connection)
+        self._follow_reduction()
+
+    def _follow_reduction(self) -> None:
+        if not is_distributed():
+            return
+        locator = self.locator
+        self.adapter.local_gradients = LocalGradients(
+            self.adapter.tensors,
+            self,
+            lambda uncovered: locator.add_not_covered([uncovered]),
+        )
+
+    def _begin_gradients(self) -> None:
+        if self.adapter.local_gradients is not None:
+            self.adapter.local_gradients.begin_step()
+
+    def take_parameters_again(self) -> None:
+        super().take_parameters_again()
+        if self.adapter.local_gradients is not None:
+            self.adapter.local_gradients.remove()
+        self._follow_reduction()
+
+    def begin_pass(self, step_pass: Pass, iteration: int | None = None) -> None:
+        self._begin_gradients()
+        self._engine.begin_pass(step_pass, iteration)
+
+    def forget_gradients(self) -> None:
+        self._begin_gradients()
+        self._engine.forget_gradients()
+
+    def end_step(self) -> "_C.Decision":
+        self._begin_gradients()
+        return super().end_step()
+
+    def stop_following(self) -> None:
+        super().stop_following()
+        if self.adapter.local_gradients is not None:
+            self.adapter.local_gradients.remove()
+
+
 class PlainPass(Pass):
     """A pass over gradients that may have been there before it began."""
 
@@ -116,6 +167,8 @@ class PlainPass(Pass):
         for parameter, had in zip(self._adapter.tensors, self._had_gradient, strict=True):
             if parameter.grad is not None:
                 parameter.grad = torch.zeros_like(parameter.grad) if had else None
+        if self._adapter.local_gradients is not None:
+            self._adapter.local_gradients.begin_step()
 
 
 def plain_driver(
@@ -132,7 +185,7 @@ def plain_driver(
         )
     if grad_scaler is not None and grad_scaler.is_enabled():
         adapter.loss_scale = functools.partial(loss_scale, grad_scaler)
-    driver = Driver(adapter, options, RankConnection() if is_distributed() else None)
+    driver = PlainDriver(adapter, options, RankConnection() if is_distributed() else None)
     if grad_scaler is not None:
         driver.add_state("the loss scaler", ScalerState(grad_scaler))
     return driver

@@ -20,7 +20,7 @@ from nanlocator.patches import replace
 from nanlocator.plain import PlainAdapter, plain_driver, scale_in_gradients
 from nanlocator.recorder import RecordedPass, StepRecorder
 from nanlocator.rerun import GeneratorStates, ObjectState, Stateful
-from nanlocator.session import Options, is_distributed, recorded_bytes, resolve_options
+from nanlocator.session import Options, recorded_bytes, resolve_options
 
 Models = nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module]
 
@@ -74,7 +74,6 @@ class Watch:
         resolved = resolve_options(
             options,
             integration="pytorch",
-            not_covered=["gradients before DistributedDataParallel reduces them"] if is_distributed() else [],
         )
         self._optimizers = optimizers
         self._adapter = PlainAdapter(optimizers, models)

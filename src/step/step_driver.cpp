@@ -134,7 +134,7 @@ struct StepDriver::Impl {
       rerun.scan_before_change(adapter.gradients());
       return;
     }
-    if (!step.pass) step = {};  // of gradients that are no longer there
+    if (!step.pass && step.is_scanned) step = {};  // of gradients that are no longer there
     open({});
     locator.scan(adapter.gradient_phase, kGradients, "grad", adapter.gradients());
     step.is_scanned = true;
@@ -363,6 +363,7 @@ RerunnableStep StepDriver::rerunnable_step() {
     return pass.changed_data ? pass.changed_data() : std::vector<std::string>{};
   };
   step.gradients = impl.adapter.gradients;
+  step.gradient_phase = impl.adapter.gradient_phase;
   step.parameters = impl.adapter.parameters;
   step.buffers = impl.adapter.buffers;
   if (impl.adapter.model) step.attributes = [&impl] { return impl.adapter.model().buffers; };
@@ -460,7 +461,7 @@ void StepDriver::scan(Phase phase, std::uint64_t group, std::string_view role,
   if (impl.rerun.is_running()) return impl.rerun.scan(phase, group, role, views);
   impl.open({});
   impl.locator.scan(phase, group, role, views);
-  impl.step.is_scanned = true;
+  if (phase == impl.adapter.gradient_phase) impl.step.is_scanned = true;
 }
 
 void StepDriver::scan_gradients() {
@@ -470,6 +471,7 @@ void StepDriver::scan_gradients() {
 void StepDriver::forget_gradients() noexcept {
   auto& impl = *impl_;
   if (impl.rerun.is_running()) return impl.rerun.forget_scans();
+  if (!impl.step.pass) impl.step = {};
   impl.step.is_scanned = impl.step.is_agreed = false;
 }
 

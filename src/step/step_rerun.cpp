@@ -62,7 +62,7 @@ struct StepRerun::Impl {
   RerunnableStep step;
   StepState state;
   std::unique_ptr<GradientScanner> scanner;  // of the pass that runs now
-  bool is_scanned_by_owner = false;
+  std::set<Phase> scanned_by_owner;
   bool are_gradients_changed = false;   // since they were scanned
   bool is_failure_own = false;          // of the pass that failed: no peer's end
   std::exception_ptr own_error;         // by which this rank's re-run has failed
@@ -77,7 +77,8 @@ struct StepRerun::Impl {
            const std::function<void(const Pass&)>& when_bad = {}) {
     Pass pass;
     const ResetAtExit<GradientScanner> is_over(scanner);  // also where an interrupt ends the pass
-    is_scanned_by_owner = are_gradients_changed = false;
+    scanned_by_owner.clear();
+    are_gradients_changed = false;
     gradient_norm.reset();
     auto guard = locator.guard_rerun(step.abort_collectives);
     try {
@@ -108,8 +109,8 @@ struct StepRerun::Impl {
 
   /// A kernel that has failed is heard of here, where its device is first waited for.
   void scan_results(Pass& pass) {
-    if (!is_scanned_by_owner) {
-      scanner->scan(Phase::grad_local, kOnlyGroup, "grad", step.gradients());
+    if (!scanned_by_owner.contains(step.gradient_phase)) {
+      scanner->scan(step.gradient_phase, kOnlyGroup, "grad", step.gradients());
     }
     std::vector<LossView> losses;
     for (const auto& loss : pass.losses) losses.push_back({loss.tensor, {}, {}, {}});
@@ -131,11 +132,13 @@ struct StepRerun::Impl {
     return text;
   }
 
-  /// Ids, ascending.
+  /// Ids, ascending. Of gradients that were reduced before anyone could look, those.
   std::vector<std::int64_t> bad_local_gradients() {
+    const Phase phase =
+        scanned_by_owner.contains(Phase::grad_local) ? Phase::grad_local : step.gradient_phase;
     std::set<std::int64_t> bad;
     for (const auto& sighting : scanner->collect(locator.iteration()).sightings) {
-      if (sighting.phase == Phase::grad_local && sighting.parameter_id) {
+      if (sighting.phase == phase && sighting.parameter_id) {
         bad.insert(*sighting.parameter_id);
       }
     }
@@ -305,7 +308,7 @@ bool StepRerun::is_running() const noexcept {
 void StepRerun::scan(Phase phase, std::uint64_t group, std::string_view role,
                      std::span<const GradientView> views) {
   if (!is_running()) throw UsageError("StepRerun::scan: no re-run of a step is running.");
-  impl_->is_scanned_by_owner = true;
+  impl_->scanned_by_owner.insert(phase);
   impl_->scanner->scan(phase, group, role, views);
 }
 
@@ -314,12 +317,13 @@ void StepRerun::set_gradient_norm(double norm) {
 }
 
 void StepRerun::scan_before_change(std::span<const GradientView> views) {
-  scan(Phase::grad_local, kOnlyGroup, "grad", views);
+  scan(impl_->step.gradient_phase, kOnlyGroup, "grad", views);
   impl_->are_gradients_changed = true;
 }
 
 void StepRerun::forget_scans() noexcept {
-  impl_->is_scanned_by_owner = impl_->are_gradients_changed = false;
+  impl_->scanned_by_owner.clear();
+  impl_->are_gradients_changed = false;
 }
 
 bool StepRerun::run_again() {

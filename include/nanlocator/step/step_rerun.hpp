@@ -32,8 +32,9 @@ struct RerunnableStep {
   std::function<std::vector<NamedTensor>()> run;
   /// Sentences about data that a pass finds changed by the one before; may be empty.
   std::function<std::vector<std::string>()> changed_data;
-  /// The gradients as they are now.
+  /// The gradients as they are now, and their phase when a pass has ended.
   std::function<std::vector<GradientView>()> gradients;
+  Phase gradient_phase = Phase::grad_local;
   /// Puts the gradients where they were before the first pass: undefined, or zero.
   std::function<void()> clear_gradients;
   std::vector<NamedTensor> parameters;
@@ -94,8 +95,8 @@ class StepRerun {
   /// A pass of the re-run runs now.
   [[nodiscard]] bool is_running() const noexcept;
   /// Gradients of the pass that runs now, where its owner sees them at more than one phase (before
-  /// and after a collective); without a call `RerunnableStep::gradients` is scanned, as phase
-  /// grad_local, when the pass has ended. Only while `is_running`.
+  /// and after a collective); where none is of `RerunnableStep::gradient_phase`, its `gradients`
+  /// are scanned when the pass has ended. Only while `is_running`.
   void scan(Phase phase, std::uint64_t group, std::string_view role,
             std::span<const GradientView> views);
   /// The same for gradients that the owner is going to change (a clip): the pass is explained by

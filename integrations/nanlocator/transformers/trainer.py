@@ -31,7 +31,7 @@ from nanlocator.optimizer import LocatingOptimizer
 from nanlocator.patches import Patches
 from nanlocator.plain import PlainAdapter, plain_driver, scale_in_gradients
 from nanlocator.rerun import ObjectState, Stateful
-from nanlocator.session import Options, check_names, is_distributed, resolve_options
+from nanlocator.session import Options, check_names, resolve_options
 from nanlocator.transformers.microbatches import TrainerPass
 
 try:
@@ -105,7 +105,6 @@ class NanLocatorCallback(TrainerCallback):
         options = resolve_options(
             self._options,
             integration="transformers",
-            not_covered=["gradients before DistributedDataParallel reduces them"] if is_distributed() else [],
             default_level="modules",
             default_output_dir=os.path.join(args.output_dir, "nanlocator_run"),
         )

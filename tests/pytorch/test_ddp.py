@@ -1,0 +1,211 @@
+"""DistributedDataParallel: each rank's own gradients are seen before they are reduced; nothing changes."""
+
+import ctypes
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import nanlocator
+
+VARIANTS = {
+    "plain": {},
+    "bucket_views": {"gradient_as_bucket_view": True},
+    "static_graph": {"static_graph": True},
+    "unused_parameters": {"find_unused_parameters": True},
+    "small_buckets": {"bucket_cap_mb": 0.0001},
+    "communication_hook": {},
+    "no_sync": {},
+    "two_backwards": {},
+}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.1))
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x)).square().mean()
+
+
+class Training:
+    """One rank's. ``fault(parameter)`` runs in backward, when a gradient of the head is ready."""
+
+    def __init__(self, rank, variant, fault=lambda parameter: None):
+        torch.manual_seed(0)
+        self.rank, self.variant = rank, variant
+        self.model = Net()
+        self.model.head.weight.register_hook(lambda gradient: fault(gradient))
+        self.ddp = DistributedDataParallel(self.model, **VARIANTS[variant])
+        if variant == "communication_hook":
+            self.ddp.register_comm_hook(None, fp16_compress_hook)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        torch.manual_seed(rank)
+
+    def backward(self):
+        self.ddp(torch.randn(6, 4)).backward()
+
+    def step(self):
+        if self.variant == "no_sync":
+            with self.ddp.no_sync():
+                self.backward()
+        if self.variant == "two_backwards":
+            self.backward()
+        self.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self):
+        return [*(t.clone() for t in self.model.state_dict().values()), torch.rand(1)]
+
+
+def healthy(rank, world_size, variant):
+    alone = Training(rank, variant)
+    for _ in range(3):
+        alone.step()
+    expected = alone.state()
+    watched = Training(rank, variant)
+    watch = nanlocator.watch(watched.ddp, watched.optimizer, rerun="always")
+    for _ in range(3):
+        watched.step()
+    hooks = len(watch._adapter.local_gradients._handles)
+    watch.remove()
+    assert all(torch.equal(a, b) for a, b in zip(expected, watched.state(), strict=True))
+    assert not watched.model.head.bias._post_accumulate_grad_hooks
+    return hooks, watch.verdicts
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_training_is_bit_identical_and_every_step_is_executed_again_alike(variant, capfd):
+    assert run_ranks(2, healthy, variant) == [(6, [])] * 2
+    assert "other bits" not in capfd.readouterr().err
+
+
+def once_on_rank_1(rank, world_size, variant):
+    calls = []
+
+    def corrupt(gradient):
+        calls.append(gradient)
+        if rank == 1 and len(calls) == (3 if variant in ("no_sync", "two_backwards") else 2):
+            ctypes.c_float.from_address(gradient.data_ptr() + 8).value = math.nan
+
+    training = Training(rank, variant, corrupt)
+    nanlocator.watch(training.ddp, training.optimizer)
+    try:
+        for _ in range(3):
+            training.step()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+    return None
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_fault_that_happens_once_names_its_rank_and_parameter(variant):
+    for verdict in run_ranks(2, once_on_rank_1, variant):
+        (origin,) = verdict["origins"]
+        assert verdict["iteration"] == 2
+        assert origin["coordinates"]["rank"] == 1 and origin["candidates"] in ([], [1])
+        assert origin["parameter"].endswith("head.weight") and origin["tensor"]["first_bad"] == 2
+        assert verdict["rerun"]["reproduced"] is False
+
+
+def once_in_a_closure(rank, world_size):
+    calls = []
+
+    def corrupt(gradient):
+        calls.append(gradient)
+        if rank == 1 and len(calls) == 1:
+            ctypes.c_float.from_address(gradient.data_ptr() + 8).value = math.nan
+
+    training = Training(rank, "plain", corrupt)
+    optimizer = nanlocator.LocatingOptimizer(training.optimizer, training.model)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = training.ddp(torch.ones(6, 4))
+        loss.backward()
+        return loss
+
+    try:
+        optimizer.step(closure)
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+
+
+def test_the_rank_is_named_with_a_closure_too():
+    for verdict in run_ranks(2, once_in_a_closure):
+        (origin,) = verdict["origins"]
+        assert (origin["coordinates"]["rank"], origin["parameter"]) == (1, "head.weight")
+
+
+def bad_data_on_rank_1(rank, world_size):
+    training = Training(rank, "plain")
+    nanlocator.watch(training.ddp, training.optimizer)
+    training.step()
+    batch = torch.randn(6, 4)
+    if rank == 1:
+        batch[3, 1] = math.nan
+    training.ddp(batch).backward()
+    try:
+        training.optimizer.step()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+
+
+def test_bad_data_of_one_rank_is_that_ranks():
+    for verdict in run_ranks(2, bad_data_on_rank_1):
+        (origin,) = verdict["origins"]
+        assert (origin["cause"], origin["coordinates"]["rank"]) == ("bad_input", 1)
+        assert verdict["rerun"]["reproduced"] is True
+
+
+def opposite_infinities(rank, world_size):
+    def large(gradient):
+        if len(calls) == 1:
+            gradient[0, 0] = 3e38
+        calls.append(0)
+
+    calls = []
+    training = Training(rank, "plain", large)
+    training.ddp.register_comm_hook(None, summing)
+    nanlocator.watch(training.ddp, training.optimizer)
+    try:
+        for _ in range(2):
+            training.step()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+
+
+def summing(_, bucket):
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+def test_a_sum_that_overflows_is_the_collectives():
+    for verdict in run_ranks(2, opposite_infinities):
+        (origin,) = verdict["origins"]
+        assert origin["cause"] in ("collective_sum", "collective_result")
+        assert origin["parameter"].endswith("head.weight")
+
+
+def without_ddp(rank, world_size):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = nanlocator.watch(model, optimizer)
+    model(torch.randn(6, 4)).backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    optimizer.step()
+    return len(watch._adapter.local_gradients._handles)
+
+
+def test_where_the_program_reduces_by_itself_the_hooks_go():
+    assert run_ranks(2, without_ddp) == [0, 0]
