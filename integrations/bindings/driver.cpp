@@ -155,7 +155,9 @@ StepPass pass_of(const py::object& from) {
   pass.changed_data = [f = Function(from.attr("changed_data"))] {
     return f.call<std::vector<std::string>>();
   };
-  pass.obstacle = [f = Function(from.attr("obstacle"))] { return f.call<std::string>(); };
+  if (const auto obstacle = if_callable(from, "obstacle")) {
+    pass.obstacle = [f = *obstacle] { return f.call<std::string>(); };
+  }
   pass.microbatches = [f = Function(from.attr("microbatches"))] {
     std::vector<Microbatch> all;
     for (auto& [number, chunk, tensors] : f.call<Microbatches>()) {

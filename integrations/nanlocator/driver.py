@@ -96,6 +96,8 @@ class Adapter:
 class Pass:
     """Forward and backward of one step, as they can be executed again."""
 
+    obstacle: Any = None  # or a function: why they cannot, a clause; "" where they can
+
     def run_again(self) -> Named:
         """From the same data; returns the losses."""
         raise NotImplementedError
@@ -107,10 +109,6 @@ class Pass:
     def changed_data(self) -> list[str]:
         """Sentences about data that the pass has written to: a re-run finds them changed."""
         return []
-
-    def obstacle(self) -> str:
-        """Why it cannot be executed again, a clause; "" where it can. Asked where the step is bad."""
-        return ""
 
     def microbatches(self) -> list[tuple[int, int | None, list[str]]]:
         """Of each that the pass has drawn: number, chunk, a line per tensor."""

@@ -178,20 +178,18 @@ struct StepDriver::Impl {
     std::string why_not;
   };
 
-  /// The same on all ranks but for the reason: where one cannot, none does.
+  /// The same on all ranks but for the reason: where a pass that may meet obstacles cannot be
+  /// executed again on one of them, it is on none.
   Rerunnable can_rerun() {
-    if (step.has_ended_pass) return {CanRerun::pass_has_ended, {}};
-    const std::string obstacle = !step.pass            ? adapter.why_no_pass
-                                 : step.pass->obstacle ? step.pass->obstacle()
-                                                       : "";
-    if (!step.pass || !obstacle.empty()) {
-      (void)locator.is_true_anywhere(true);
-      return {CanRerun::no_pass, obstacle};
+    if (!step.pass) {
+      return {step.has_ended_pass ? CanRerun::pass_has_ended : CanRerun::no_pass,
+              adapter.why_no_pass};
     }
-    if (locator.is_true_anywhere(false)) {
-      return {CanRerun::no_pass, "another rank could not execute it again"};
-    }
-    return {CanRerun::yes, {}};
+    if (!step.pass->obstacle) return {CanRerun::yes, {}};
+    const std::string obstacle = step.pass->obstacle();
+    if (!locator.is_true_anywhere(!obstacle.empty())) return {CanRerun::yes, {}};
+    return {CanRerun::no_pass,
+            obstacle.empty() ? "another rank could not execute it again" : obstacle};
   }
 
   /// `results`: what was found to be bad, as all ranks know.
