@@ -85,6 +85,7 @@ class Watch:
         self._pass: RecordedPass | None = None
         self._is_unseen = False  # gradients were written, and nobody has looked at them
         self._is_seen = False  # they were looked at, and neither used nor thrown away
+        self._is_stepping = False
         self._decision = _C.Decision.PROCEED
         self._zeroed: set[torch.Tensor] = set()
         self._undo: list[Callable[[], None]] = []
@@ -176,6 +177,7 @@ class Watch:
         self._replace(torch.amp.GradScaler, "unscale_", self._unscale)
         self._replace(nn.Module, "zero_grad", self._zero_module)
         for optimizer in self._optimizers:
+            self._undo.append(optimizer.register_step_post_hook(self._after_update).remove)
             # Bound methods, as learning-rate schedulers expect (LRScheduler._initial_step).
             for name, wrapper in (("step", self._step), ("zero_grad", self._zero_optimizer)):
                 original = getattr(optimizer, name)
@@ -243,6 +245,7 @@ class Watch:
     ) -> Any:
         if self._recorder.is_suspended:
             return original(closure, *args, **kwargs) if closure is not None else original(*args, **kwargs)
+        self._is_stepping = True
         with self._abandoning():
             try:
                 if closure is not None:
@@ -252,8 +255,19 @@ class Watch:
                     result = self._update(optimizer, original, args, kwargs)
             except SkippedUpdate:
                 result = None
+            finally:
+                self._is_stepping = False
             self._end_step()
         return result
+
+    def _after_update(self, *_: Any) -> None:
+        """Of a step that has not come through ``_step``: it had begun before the optimizer was watched."""
+        if self._is_stepping or self._recorder.is_suspended:
+            return
+        if self._is_unseen:  # too late: the weights have moved
+            self._driver.abandon()
+            self._forget()
+        self._end_step()
 
     def _update(self, optimizer: Optimizer, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._look(_parameters_of(optimizer)) == _C.Decision.SKIP:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from allocated import LIBRARY, Allocated
 from torch import nn
-from training_loops import LOOPS, Gpt, cross_entropy, draw
+from training_loops import LOOPS, Gpt, cross_entropy, cross_entropy_of, draw
 
 import nanlocator
 from nanlocator import LocatingOptimizer, NonFiniteGradientError
@@ -141,9 +141,12 @@ def watched_gpt(**options):
     return model, optimizer, nanlocator.watch(model, optimizer, **options)
 
 
+def empty_loss_of(model, tokens, labels):
+    return cross_entropy(model(tokens), torch.full_like(labels, -100))
+
+
 def empty_batch_loss(model):
-    tokens, labels = draw()
-    return F.cross_entropy(model(tokens)["logits"].flatten(0, 1), torch.full_like(labels, -100).flatten())
+    return empty_loss_of(model, *draw())
 
 
 def asked_by_clip(model, optimizer):
@@ -377,3 +380,27 @@ def test_a_healthy_step_takes_no_more_memory(loss_is_inside):
     alone = peak()
     nanlocator.watch(whole, optimizer)
     assert peak() <= 1.02 * alone
+
+
+@pytest.mark.parametrize(("clips", "iteration"), [(True, 3), (False, 2)])
+def test_a_step_that_had_begun_before_is_counted_and_never_looked_at_too_late(clips, iteration):
+    """Lightning's optimizers step around the first forward, which is when a script is attached to."""
+    model = Gpt()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watches, losses = [], [cross_entropy_of, cross_entropy_of, empty_loss_of]
+
+    def closure():
+        if not watches:
+            watches.append(nanlocator.watch(model, optimizer))
+        loss = losses.pop(0)(model, *draw())
+        optimizer.zero_grad()
+        loss.backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return loss
+
+    optimizer.step(closure)
+    optimizer.step(closure)
+    with pytest.raises(NonFiniteGradientError) as raised:
+        optimizer.step(closure)
+    assert raised.value.verdict["iteration"] == iteration
