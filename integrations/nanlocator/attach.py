@@ -48,6 +48,7 @@ class Attachment:
         self.watch: Watch | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._others: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that have none of their parameters
+        self._has_seen_optimizer = False
         self._undo: list[Any] = []
         self._follow_new_optimizers()
         AfterImport(
@@ -65,6 +66,7 @@ class Attachment:
         def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             self._optimizers.add(optimizer)
+            self._has_seen_optimizer = True
             self._wait_for_call()
 
         Optimizer.__init__ = init  # type: ignore[method-assign]
@@ -81,26 +83,26 @@ class Attachment:
         original = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and self._undo and torch.is_grad_enabled():
-                self._attach_to(module)
-            # The recorder's wrapper, where it has just been put in place.
-            call_now = nn.Module.__call__ if nn.Module.__call__ is not call else original
-            return call_now(module, *args, **kwargs)
+            is_waiting = not torch.compiler.is_compiling() and self._undo and torch.is_grad_enabled()
+            if is_waiting and self._attach_to(module):
+                return nn.Module.__call__(module, *args, **kwargs)  # the recorder's wrapper
+            return original(module, *args, **kwargs)
 
         self._undo.append(replace(nn.Module, "__call__", call))
 
-    def _attach_to(self, module: nn.Module) -> None:
+    def _attach_to(self, module: nn.Module) -> bool:
+        """Whether it is watched from now on."""
         if module in self._others:
-            return
+            return False
         optimizers = [each for each in self._optimizers if not isinstance(each, LocatingOptimizer)]
         trained = {p for each in optimizers for group in each.param_groups for p in group["params"]}
         if trained.isdisjoint(module.parameters()):
             self._others.add(module)
-            return
+            return False
         while self._undo:
             self._undo.pop()()
         if Driver.number_made > (self.watch is not None):
-            return  # the script looks by itself
+            return False  # the script looks by itself
         if self.watch is not None:  # an optimizer was made since
             self.watch.remove()
         models = _roots_of(trained)
@@ -108,7 +110,7 @@ class Attachment:
             self.watch = Watch(models, optimizers, {})
         except (_C.Error, OSError) as error:
             _say(f"not attached: {error}")
-            return
+            return False
         Driver.number_made = 1
         names = ", ".join(type(each).__name__ for each in optimizers)
         held = {p for each in models.values() for p in each.parameters()}
@@ -118,6 +120,7 @@ class Attachment:
             f"({len(trained)} parameters{f', {missing} of them without a name' if missing else ''}); "
             f"findings go to {self.watch.run_dir}"
         )
+        return True
 
     def _say_if_nothing(self) -> None:
         if self.watch is not None or Driver.number_made > 0 or multiprocessing.parent_process() is not None:
@@ -127,7 +130,7 @@ class Attachment:
             return
         what = (
             "no module was called that an optimizer trains"
-            if len(self._optimizers)
+            if self._has_seen_optimizer
             else "no optimizer was made"
         )
         _say(f"attached to nothing: {what}")

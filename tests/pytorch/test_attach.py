@@ -1,0 +1,142 @@
+"""``python -m nanlocator`` and ``NANLOCATOR=1``: scripts that know nothing of nanlocator."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__import__("nanlocator").__file__).parents[1]  # where nanlocator.pth is, too
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+
+class Log(nn.Module):
+    def forward(self, x):
+        return x - torch.log(x.clamp(min=0).sum(-1, keepdim=True))
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), Log())
+optimizer = torch.optim.SGD(model.parameters(), 0.0)
+for step in range(3):
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[0].bias.fill_(-1.0 if step == 2 and "bad" in sys.argv else 1.0)
+    loss = model(torch.randn(6, 4)).square().mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item())
+"""
+
+
+@pytest.fixture
+def script():
+    Path("train.py").write_text(SCRIPT)
+    return "train.py"
+
+
+def run(*command, as_installed=False, **variables):
+    """``as_installed``: with the folder of nanlocator.pth as a site directory."""
+    paths = [str(PACKAGE)]
+    if as_installed:
+        Path("site").mkdir(exist_ok=True)
+        Path("site/sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(PACKAGE)!r})\n")
+        paths.insert(0, str(Path("site").absolute()))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
+    environment.pop("NANLOCATOR", None) if "NANLOCATOR" not in variables else None
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=120, env=environment
+    )
+
+
+def how_it_is_started(script, how, *arguments):
+    if how == "launcher":
+        return run("-m", "nanlocator", script, *arguments)
+    if how == "module":
+        return run("-m", "nanlocator", "-m", Path(script).stem, *arguments)
+    return run(script, *arguments, as_installed=True, NANLOCATOR="1")
+
+
+@pytest.mark.parametrize("how", ["launcher", "module", "variable"])
+def test_a_fault_in_an_unedited_script_is_located(script, how):
+    done = how_it_is_started(script, how, "bad")
+    assert done.returncode == 1, done.stderr
+    assert "nanlocator: attached to SGD and Sequential (2 parameters); findings go to" in done.stderr
+    said = " ".join(done.stderr.split())  # lines may be folded
+    assert "step 3: -Inf born in forward" in said
+    assert "aten::log module 1" in said and "train.py:8 in Log.forward" in said
+    assert len(done.stdout.split()) == 2
+
+
+def test_a_healthy_script_prints_what_it_prints(script):
+    alone = run(script)
+    watched = run(script, as_installed=True, NANLOCATOR="1")
+    assert watched.returncode == alone.returncode == 0
+    assert watched.stdout == alone.stdout
+    assert watched.stderr.count("\n") == 1 and watched.stderr.startswith("nanlocator: attached to ")
+
+
+def test_the_variable_is_inherited_by_what_a_launched_script_starts(script):
+    Path("starter.py").write_text(
+        "import subprocess, sys\nsys.exit(subprocess.call([sys.executable, 'train.py', 'bad']))\n"
+    )
+    done = run("-m", "nanlocator", "starter.py", as_installed=True)
+    assert done.returncode == 1 and "aten::log" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import torch", "no optimizer was made"),
+        (
+            "import torch; torch.optim.SGD([torch.zeros(1, requires_grad=True)])",
+            "no module was called that an optimizer trains",
+        ),
+    ],
+)
+def test_a_script_with_nothing_to_attach_to_says_so_in_one_line(code, said):
+    done = run("-c", code + "; print(1)", as_installed=True, NANLOCATOR="1")
+    assert (done.returncode, done.stdout) == (0, "1\n")
+    assert done.stderr == f"nanlocator: attached to nothing: {said}\n"
+
+
+@pytest.mark.parametrize("value", ["", "0", None])
+def test_without_the_variable_nothing_is_imported(value):
+    variables = {} if value is None else {"NANLOCATOR": value}
+    done = run(
+        "-c",
+        "import sys; print([m for m in sys.modules if m.startswith(('nanlocator', 'torch'))])",
+        as_installed=True,
+        **variables,
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_a_script_that_looks_by_itself_is_left_alone(script):
+    text = Path(script).read_text()
+    Path(script).write_text(
+        text.replace("for step", "import nanlocator\nnanlocator.watch(model, optimizer)\nfor step")
+    )
+    done = run(script, "bad", as_installed=True, NANLOCATOR="1")
+    assert "attached" not in done.stderr and done.stderr.count("born in forward") == 2  # and the error's
+
+
+def test_options_stand_before_the_script_and_reach_it_as_variables(script):
+    done = run("-m", "nanlocator", "--on-bad", "report", "--output-dir", "elsewhere", script, "bad")
+    assert done.returncode == 0, done.stderr
+    assert Path("elsewhere/a0/verdict.json").exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["nothing.py"], ["--on-bad", "shout", "train.py"]])
+def test_wrong_use_exits_with_2(script, arguments):
+    assert run("-m", "nanlocator", *arguments).returncode == 2
+
+
+def test_help_has_examples():
+    done = run("-m", "nanlocator", "--help")
+    assert done.returncode == 0 and "torchrun --nproc-per-node" in done.stdout
