@@ -57,10 +57,13 @@ def flip_activation(tensor, calls_per_step=1):
     return flip(tensor, _calls == STEP * calls_per_step + 1)
 
 
-def report(losses, *models):
+def summary(losses, *models):
     digest = hashlib.sha256()
     for model in models:
         for parameter in model.parameters():
             digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
-    print("losses:", [float(loss) for loss in losses])
-    print("weights:", digest.hexdigest(), flush=True)
+    return f"losses: {[float(loss) for loss in losses]}\nweights: {digest.hexdigest()}"
+
+
+def report(losses, *models):
+    print(summary(losses, *models), flush=True)

@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from trl import GRPOConfig, GRPOTrainer
 
 VOCABULARY, GENERATIONS, PROMPTS, STEPS = 128, 4, 2, 5
+FORBIDDEN = "w2"  # a prompt that begins with it earns nothing
 
 
 class UnitMLP(LlamaMLP):
@@ -32,15 +33,12 @@ class EvenGRPOTrainer(GRPOTrainer):
 
 
 def reward_small(prompts, completions, **columns):
-    """How many small numbers a completion has; none where the prompt forbids them."""
+    """How many small numbers a completion has; none after a FORBIDDEN prompt."""
     rewards = []
     for prompt, completion in zip(prompts, completions, strict=True):
         small = sum(int(word[1:]) < VOCABULARY // 2 for word in completion.split() if word[0] == "w")
-        rewards.append(0.0 if prompt.startswith(FORBIDDEN) else float(small))
+        rewards.append(0.0 if prompt.split()[0] == FORBIDDEN else float(small))
     return rewards
-
-
-FORBIDDEN = "w2"
 
 
 def make_tokenizer():

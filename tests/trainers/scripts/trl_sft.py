@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from trl import SFTConfig, SFTTrainer
 
 VOCABULARY, BATCH, STEPS = 128, 4, 5
+SPEAKER = 2  # the word from which on an answer is learnt
 
 
 class UnitMLP(LlamaMLP):
@@ -30,7 +31,7 @@ class LogMLP(LlamaMLP):
 
 
 class MaskedSFTTrainer(SFTTrainer):
-    """Learns only the words from SPEAKER on."""
+    """Learns only what follows SPEAKER."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
@@ -39,9 +40,6 @@ class MaskedSFTTrainer(SFTTrainer):
         nll = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="none")
         loss = (nll * mask.flatten()).sum() / mask.sum()  # the fault: loss
         return (loss, outputs) if return_outputs else loss
-
-
-SPEAKER = 2
 
 
 def make_tokenizer():
