@@ -1,0 +1,69 @@
+"""What goes wrong in the training scripts beside this file: FAULT names it, FAULT_STEP (from 0) its step.
+
+    kind    what the script does with it                                          born as
+    norm    a module divides a vector of zeros by its norm: 0 / 0                 aten::div, in forward
+    sqrt    a module adds its epsilon outside of the square root of zero          aten::sqrt, in backward
+    log     a module takes the logarithm of zero                                  aten::log, in forward
+    loss    the loss, outside of the model, is the mean of nothing: 0 / 0         aten::div (gan: aten::log)
+    once    one number in memory becomes NaN once, and never again                no operator
+
+The first four are bugs in the line of the script that ends with ``# the fault: KIND``. They sleep until the
+data of the step, the same whenever it is executed again, wakes them; where gradients are accumulated, that of
+its last micro-batch, and where there are several ranks, of the last.
+"""
+
+import ctypes
+import hashlib
+import os
+
+import torch
+
+KIND = os.environ.get("FAULT", "none")
+STEP = int(os.environ.get("FAULT_STEP", "3"))
+BLANK = 0  # no healthy batch has this token; its embedding is zeros (padding_idx)
+
+_flipped = False
+_calls = 0
+
+
+def wakes(kind, step):
+    """Whether the data of `step` is to wake the bug `kind`; of any bug inside the model, for kind "model"."""
+    is_kind = KIND in ("norm", "sqrt", "log") if kind == "model" else KIND == kind
+    return is_kind and step == STEP
+
+
+def blank(tokens, step, row=0):
+    """`tokens` of a batch with one sample that is all BLANK, where a bug in the model is to wake."""
+    if wakes("model", step):
+        tokens[row] = BLANK
+    return tokens
+
+
+def flip(tensor, now):
+    """Damages `tensor` (an activation, a gradient) as broken memory would, the first time `now` holds."""
+    global _flipped
+    if KIND == "once" and now and not _flipped:
+        _flipped = True
+        ctypes.c_float.from_address(tensor.data_ptr()).value = float("nan")
+    return tensor
+
+
+def flip_activation(tensor, calls_per_step=1):
+    """The same for a module that cannot tell the step: it calls this `calls_per_step` times in a step."""
+    global _calls
+    if not torch.is_grad_enabled():  # text is generated
+        return tensor
+    _calls += 1
+    return flip(tensor, _calls == STEP * calls_per_step + 1)
+
+
+def summary(losses, *models):
+    digest = hashlib.sha256()
+    for model in models:
+        for parameter in model.parameters():
+            digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+    return f"losses: {[float(loss) for loss in losses]}\nweights: {digest.hexdigest()}"
+
+
+def report(losses, *models):
+    print(summary(losses, *models), flush=True)

@@ -1,0 +1,73 @@
+"""LoRA adapters by peft on a frozen Llama that has a block of the author's own."""
+
+import faults
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+VOCABULARY, LENGTH, BATCH, STEPS = 128, 8, 4, 5
+
+
+class UnitMLP(LlamaMLP):
+    """Takes every vector at length one."""
+
+    def forward(self, x):
+        x = faults.flip_activation(x)
+        return super().forward(x / x.norm(dim=-1, keepdim=True))  # the fault: norm
+
+
+class LogMLP(LlamaMLP):
+    """Gates every vector with its own magnitude."""
+
+    def forward(self, x):
+        return super().forward(x * torch.log(x.abs().mean(-1, keepdim=True)))  # the fault: log
+
+
+def make_model():
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        pad_token_id=faults.BLANK,
+    )
+    base = LlamaForCausalLM(config)
+    base.model.layers[0].mlp = (LogMLP if faults.KIND == "log" else UnitMLP)(config)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    adapters = LoraConfig(r=4, lora_dropout=0.1, target_modules=targets, task_type="CAUSAL_LM")
+    return get_peft_model(base, adapters)
+
+
+def draw_batch(step):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(1, VOCABULARY, (BATCH, LENGTH), generator=generator)
+    mask = torch.full((BATCH, LENGTH - 1), 0.0 if faults.wakes("loss", step) else 1.0)
+    return faults.blank(tokens, step), mask
+
+
+def train():
+    torch.manual_seed(0)
+    model = make_model()
+    model.train()
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=5e-3)
+    losses = []
+    for step in range(STEPS):
+        tokens, mask = draw_batch(step)
+        logits = model(input_ids=tokens).logits[:, :-1]
+        nll = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        loss = (nll * mask.flatten()).sum() / mask.sum()  # the fault: loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trainable, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    faults.report(losses, model)
+
+
+if __name__ == "__main__":
+    train()
