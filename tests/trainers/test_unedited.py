@@ -1,0 +1,83 @@
+"""The scripts of real trainers, unedited, under NANLOCATOR=1: nothing changes in a healthy one, and the fault
+of a bad one is located."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from expected import FAULTS
+
+import nanlocator
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PACKAGE = Path(nanlocator.__file__).parents[1]  # where nanlocator.pth is, too
+NEEDS = {
+    "trl_sft": ["trl"],
+    "trl_dpo": ["trl"],
+    "trl_grpo": ["trl"],
+    "lightning_trainer": ["lightning"],
+    "lightning_fabric": ["lightning"],
+    "peft_lora": ["peft"],
+    "verl_style": ["ray"],
+}
+CASES = [(script, fault) for script, faults in FAULTS.items() for fault in faults]
+
+
+def run(script, fault="none", **variables):
+    for package in NEEDS.get(script, []):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: tests/trainers/requirements.txt")
+    Path("sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(PACKAGE)!r})\n")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([os.getcwd(), str(PACKAGE), str(SCRIPTS)]),
+        "FAULT": fault,
+        **variables,
+    }
+    return subprocess.run(
+        [sys.executable, SCRIPTS / f"{script}.py"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
+
+
+def results(done):
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [line for line in done.stdout.splitlines() if line.startswith(("losses:", "weights:"))]
+
+
+@pytest.mark.parametrize("script", FAULTS)
+def test_a_healthy_script_computes_the_same_bits(script):
+    alone, watched = run(script), run(script, NANLOCATOR="1", NANLOCATOR_RERUN="always")
+    assert len(results(alone)) == 2
+    assert results(watched) == results(alone)
+    assert "attached to" in watched.stderr
+    assert "other bits" not in watched.stderr and "not executed again" not in watched.stderr
+
+
+@pytest.mark.parametrize(("script", "fault"), CASES, ids="-".join)
+def test_the_fault_of_a_script_is_located(script, fault):
+    run(script, fault, NANLOCATOR="1", NANLOCATOR_ON_BAD="report")
+    (written,) = Path().glob("**/nanlocator_run/a0/verdict.json")
+    verdict = json.loads(written.read_text())
+    expected = FAULTS[script][fault]
+    origin = verdict["origins"][0]
+    if expected.operator is None:  # it happened once: nothing to name but that
+        assert origin["cause"] in ("not_reproduced", "memory_corruption")
+        assert verdict["rerun"]["reproduced"] is False
+        return
+    assert expected.operator in (origin["operator"].split(".")[0], origin.get("forward_operator"))
+    assert origin["phase"] == expected.phase
+    assert (origin["module"] or "").endswith(expected.module or "")
+    guilty = [
+        number
+        for number, line in enumerate((SCRIPTS / f"{script}.py").read_text().splitlines(), 1)
+        if line.endswith(f"# the fault: {fault}")
+    ]
+    assert origin["code"]["line"] in guilty
