@@ -54,6 +54,9 @@ TESTS = {
         "tests/pytorch/test_scan.py",
         "tests/pytorch/test_tensors_without_memory.py",
         "tests/pytorch/test_torch_versions.py",
+        "tests/pytorch/test_watch.py",
+        "tests/pytorch/test_ddp.py",
+        "tests/pytorch/test_attach.py",
         "tests/netcheck/test_netcheck_command.py",
         "tests/step/test_contract.py",
         *("-k", "not (test_contract and (trainer or megatron)) and not healthy_models and not transformers"),
@@ -88,7 +91,10 @@ TESTS = {
 
 # With --smoke: a fault, its replay and its report, in well under a minute.
 SMOKE_TESTS = {
-    "pytorch": ["tests/pytorch/test_one_fault.py"],
+    "pytorch": [
+        "tests/pytorch/test_one_fault.py",
+        "tests/pytorch/test_attach.py::test_a_fault_in_an_unedited_script_is_located",
+    ],
     "transformers": [
         "tests/transformers/test_trainer.py::"
         "test_an_overflow_names_module_and_operator_and_its_bundle_replays"
