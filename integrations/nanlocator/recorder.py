@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nanlocator import _C
 from nanlocator.batches import KeptBatch
 from nanlocator.driver import Named
+from nanlocator.evaluation import Evaluation
 from nanlocator.patches import replace
 from nanlocator.plain import PlainAdapter, PlainPass
 from nanlocator.rerun import GeneratorStates
@@ -67,6 +68,7 @@ class StepRecorder:
         self._follower = follower
         self._depth = 0  # calls and backwards that are running
         self._ours: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self.evaluation: Evaluation | None = None  # in place of a step, which a call then is no part of
         self.losses: list[torch.Tensor] = []  # of the backwards of this step, detached
         self.unscaled = WeakIdKeyDictionary()  # what a loss scaler has multiplied
         self.set_parameters(parameters)
@@ -138,6 +140,9 @@ class StepRecorder:
     def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._is_ours(module):
             return self._call_by_operators(original, module, args, kwargs)
+        if self.evaluation is not None:
+            with self.suspended():
+                return self.evaluation.call(functools.partial(original, module, *args, **kwargs))
         if not torch.is_grad_enabled():
             with self.suspended():
                 return original(module, *args, **kwargs)

@@ -2,9 +2,10 @@
 
 import contextlib
 import functools
+import os
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from typing_extensions import Unpack  # torch brings it; typing has it from Pyth
 
 from nanlocator import _C
 from nanlocator.driver import LossScale, SkippedUpdate
+from nanlocator.evaluation import Evaluation
 from nanlocator.optimizer import LocatingOptimizer
 from nanlocator.patches import replace
 from nanlocator.plain import PlainAdapter, plain_driver, scale_in_gradients
@@ -75,7 +77,7 @@ class Watch:
             options,
             integration="pytorch",
         )
-        self._optimizers = optimizers
+        self._models, self._optimizers, self._options = models, optimizers, options
         self._adapter = PlainAdapter(optimizers, models)
         self._adapter.why_no_pass = "no call of a watched model was seen in it"
         self._adapter.loss_scale = self._loss_scale
@@ -103,6 +105,24 @@ class Watch:
         """Something with ``state_dict`` and ``load_state_dict`` that a model's forward moves: restored before
         a bad step is executed again. What cannot be restored is named in the verdict."""
         self._driver.add_state(name, ObjectState(owner))
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[list[dict[str, Any]]]:
+        """For evaluation and generation: calls of the models in this block are no steps. What each of them
+        returns is looked at (which waits for the device), and one that holds a NaN or +Inf is executed again
+        with every operator traced. Gives the verdicts. Under ``stop`` it raises in the call; among several
+        ranks it reports.
+
+            with watch.evaluating():
+                logits = model(batch)
+        """
+        evaluation = Evaluation(self._models, os.path.dirname(self.run_dir), self._options)
+        self._recorder.evaluation = evaluation
+        try:
+            yield evaluation.verdicts
+        finally:
+            self._recorder.evaluation = None
+            evaluation.close()
 
     def remove(self) -> None:
         """Takes everything off; the loop is as it was. May be called twice."""

@@ -404,3 +404,44 @@ def test_a_step_that_had_begun_before_is_counted_and_never_looked_at_too_late(cl
     with pytest.raises(NonFiniteGradientError) as raised:
         optimizer.step(closure)
     assert raised.value.verdict["iteration"] == iteration
+
+
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_evaluation_names_the_operator_of_a_nan_in_logits(grad_mode):
+    model = model_with(Log())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = nanlocator.watch(model, optimizer)
+    spoil(model, bias=1.0)
+    with watch.evaluating() as verdicts, grad_mode():
+        model(torch.randn(3, 4))
+        assert verdicts == []
+        spoil(model, bias=-1.0)
+        with pytest.raises(NonFiniteGradientError) as raised:
+            model(torch.randn(3, 4))
+    (origin,) = raised.value.verdict["origins"]
+    assert (origin["operator"], origin["module"], origin["phase"]) == ("aten::log", "1", "forward")
+    assert raised.value.verdict["iteration"] == 2
+    spoil(model, bias=1.0)
+    model(torch.randn(3, 4)).square().mean().backward()
+    optimizer.step()
+    assert watch.verdicts == []
+
+
+def test_evaluation_leaves_masks_and_generators_alone():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return F.dropout(self.linear(x), 0.5).masked_fill(torch.eye(4, dtype=torch.bool), -math.inf)
+
+    torch.manual_seed(0)
+    model = Masked()
+    watch = nanlocator.watch(model, torch.optim.SGD(model.parameters(), 0.1), on_bad="report")
+    torch.manual_seed(1)
+    alone = [model(torch.ones(4, 4)) for _ in range(2)]
+    torch.manual_seed(1)
+    with watch.evaluating() as verdicts:
+        watched = [model(torch.ones(4, 4)) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True)) and verdicts == []
