@@ -21,13 +21,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nanlocator import _C
+from nanlocator import _C, megatron_scripts
 from nanlocator.driver import Driver
 from nanlocator.optimizer import LocatingOptimizer
 from nanlocator.patches import replace
 from nanlocator.session import rank_prefix
 from nanlocator.watch import Watch
-from nanlocator_autoload import AfterImport
 
 # Programs that start others, which inherit the variable.
 _STARTERS = ("torch.distributed", "accelerate.", "lightning.fabric", "ray.", "deepspeed.")
@@ -51,12 +50,7 @@ class Attachment:
         self._has_seen_optimizer = False
         self._undo: list[Any] = []
         self._follow_new_optimizers()
-        AfterImport(
-            {
-                name: self._follow_megatron
-                for name in ("megatron.training.training", "megatron.core.optimizer")
-            }
-        )
+        megatron_scripts.follow()
         atexit.register(self._say_if_nothing)
 
     def _follow_new_optimizers(self) -> None:
@@ -70,11 +64,6 @@ class Attachment:
             self._wait_for_call()
 
         Optimizer.__init__ = init  # type: ignore[method-assign]
-
-    def _follow_megatron(self, _: Any) -> None:
-        from nanlocator.megatron.launcher import follow
-
-        follow()
 
     def _wait_for_call(self) -> None:
         """Until a module is called that an optimizer trains."""

@@ -199,7 +199,11 @@ class Watch:
         for optimizer in self._optimizers:
             self._undo.append(optimizer.register_step_post_hook(self._after_update).remove)
             # Bound methods, as learning-rate schedulers expect (LRScheduler._initial_step).
-            for name, wrapper in (("step", self._step), ("zero_grad", self._zero_optimizer)):
+            for name, wrapper in (
+                ("step", self._step),
+                ("zero_grad", self._zero_optimizer),
+                ("add_param_group", self._add_parameters),
+            ):
                 original = getattr(optimizer, name)
                 wrapped = _wrapped(
                     functools.partial(wrapper, optimizer),
@@ -308,6 +312,11 @@ class Watch:
             self._driver.end_step()
             self._recorder.begin_step()
             self._is_seen = False
+
+    def _add_parameters(self, _: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        self._driver.take_parameters_again()
+        self._recorder.set_parameters(self._adapter.tensors)
 
     def _zero_optimizer(
         self,

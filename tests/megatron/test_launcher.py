@@ -69,7 +69,7 @@ def project(tmp_path):
 def launch(pool, tmp_path):
     """Runs the launcher in an empty folder; `ranks`: under torchrun."""
 
-    def run(*arguments, ranks=None, **environment):
+    def run(*arguments, ranks=None, launched_by="nanlocator.megatron", **environment):
         launcher = [sys.executable]
         if ranks is not None:
             launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -78,7 +78,7 @@ def launch(pool, tmp_path):
         for each in (folder, recorded):
             each.mkdir(exist_ok=True)
         return subprocess.run(
-            [*launcher, "-m", "nanlocator.megatron", *map(str, arguments)],
+            [*launcher, "-m", launched_by, *map(str, arguments)],
             cwd=folder,
             env={
                 **os.environ,
@@ -135,6 +135,20 @@ def test_a_nan_in_an_unedited_script_stops_it_with_one_verdict(project, launch, 
     assert "trained 3 steps" not in result.stdout
     for noise in ("Connection reset", "Connection closed", "has not answered"):
         assert noise not in result.stderr, result.stderr
+
+
+def test_the_launcher_of_any_script_chooses_megatrons_integration(project, launch, tmp_path):
+    run = tmp_path / "run"
+    result = launch(
+        *("--output-dir", run, "--rerun", "no", project / "pretrain.py", "--fault"),
+        ranks=2,
+        launched_by="nanlocator",
+    )
+    assert result.returncode == 1, result.stderr
+    verdict = json.loads((run / "a0" / "verdict.json").read_text())
+    assert (verdict["iteration"], verdict["origins"][0]["coordinates"]["rank"]) == (2, 1)
+    assert json.loads((run / "a0" / "run.json").read_text())["integration"] == "megatron"
+    assert "attached to" not in result.stderr
 
 
 def test_a_healthy_script_ends_as_without_the_launcher(project, launch, tmp_path):

@@ -445,3 +445,20 @@ def test_evaluation_leaves_masks_and_generators_alone():
     with watch.evaluating() as verdicts:
         watched = [model(torch.ones(4, 4)) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True)) and verdicts == []
+
+
+def test_parameters_that_are_added_later_are_watched():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
+    nanlocator.watch(model, optimizer)
+    model(torch.randn(3, 4)).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    with torch.no_grad():
+        model[0].weight[0, 0] = math.nan
+    model(torch.randn(3, 4)).mean().backward()
+    with pytest.raises(NonFiniteGradientError) as raised:
+        optimizer.step()
+    (origin,) = raised.value.verdict["origins"]
+    assert (origin["cause"], origin["parameter"]) == ("bad_weight", "0.weight")
