@@ -61,7 +61,7 @@ def test_a_healthy_script_computes_the_same_bits(script):
     assert "other bits" not in watched.stderr and "not executed again" not in watched.stderr
 
 
-@pytest.mark.parametrize(("script", "fault"), CASES, ids="-".join)
+@pytest.mark.parametrize(("script", "fault"), CASES)
 def test_the_fault_of_a_script_is_located(script, fault):
     run(script, fault, NANLOCATOR="1", NANLOCATOR_ON_BAD="report")
     (written,) = Path().glob("**/nanlocator_run/a0/verdict.json")
