@@ -259,7 +259,8 @@ Fact reached_fact(const Root& root) {
   for (const Reached& reached : reached_by(root)) {
     switch (reached.kind) {
       case ReachedKind::loss:
-        fact.loss = true;
+        fact.loss = true;  // or what a model has returned, where nothing follows
+        if (reached.name.starts_with("output")) fact.role = reached.name;
         break;
       case ReachedKind::other_ranks:
         fact.other_ranks = true;

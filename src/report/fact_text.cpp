@@ -87,7 +87,7 @@ std::string loss_text(const Fact& fact) {
 
 std::string reached_text(const Fact& fact) {
   std::vector<std::string> parts;
-  if (fact.loss) parts.emplace_back("the loss");
+  if (fact.loss) parts.push_back(fact.role.empty() ? "the loss" : "the model's " + fact.role);
   if (fact.count == 1) {
     parts.push_back("the gradient of " + fact.parameter);
   } else if (fact.count) {

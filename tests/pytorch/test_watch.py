@@ -421,6 +421,7 @@ def test_evaluation_names_the_operator_of_a_nan_in_logits(grad_mode):
     (origin,) = raised.value.verdict["origins"]
     assert (origin["operator"], origin["module"], origin["phase"]) == ("aten::log", "1", "forward")
     assert raised.value.verdict["iteration"] == 2
+    assert "it reached the model's output[0]" in origin["evidence"]
     spoil(model, bias=1.0)
     model(torch.randn(3, 4)).square().mean().backward()
     optimizer.step()
