@@ -33,7 +33,7 @@ class LocatingOptimizer(Optimizer):
             update out. A re-run takes ``step(closure)``; without one the next bad step is traced.
 
     With torch.distributed initialised, every rank must build it, and call ``clip_grad_norm`` and ``step``
-    equally often. Gradients are seen after DistributedDataParallel has reduced them.
+    equally often. Without a closure gradients are seen after DistributedDataParallel has reduced them only.
 
     A closure that is executed again must compute the same loss from the same data. Generators (torch,
     Python, numpy), the model's buffers and the ``grad_scaler`` are restored before; what else it moves
@@ -57,10 +57,7 @@ class LocatingOptimizer(Optimizer):
             )
         if isinstance(optimizer, LocatingOptimizer):
             raise _C.UsageError("this optimizer is a LocatingOptimizer already; wrap it once")
-        resolved = resolve_options(
-            options,
-            integration="pytorch",
-        )
+        resolved = resolve_options(options, integration="pytorch")
         # Optimizer.__init__ is not called: it would make groups and state of its own.
         self.inner = optimizer
         self._adapter = PlainAdapter([optimizer], {"": model})

@@ -73,10 +73,7 @@ class Watch:
             raise _C.UsageError("nanlocator.watch needs a model and an optimizer")
         if any(isinstance(each, LocatingOptimizer) for each in optimizers):
             raise _C.UsageError("a LocatingOptimizer looks by itself: give watch the optimizer inside")
-        resolved = resolve_options(
-            options,
-            integration="pytorch",
-        )
+        resolved = resolve_options(options, integration="pytorch")
         self._models, self._optimizers, self._options = models, optimizers, options
         self._adapter = PlainAdapter(optimizers, models)
         self._adapter.why_no_pass = "no call of a watched model was seen in it"
@@ -169,7 +166,7 @@ class Watch:
 
     def _loss_views(self) -> "list[_C.LossView]":
         losses = self._recorder.losses
-        is_numbered = self._recorder.number_of_microbatches == len(losses)
+        is_numbered = len(losses) > 1 and self._recorder.number_of_microbatches == len(losses)
         return [_C.LossView(loss, i if is_numbered else None) for i, loss in enumerate(losses)]
 
     @contextlib.contextmanager
