@@ -10,6 +10,7 @@ entry of ``torch.autograd``, for as long as it lives.
 
 import contextlib
 import functools
+import os
 import threading
 import weakref
 from collections import UserDict
@@ -242,6 +243,15 @@ class StepRecorder:
         return [
             text for each in payloads if isinstance(each, _ModuleCall) for text in each.kept.changed(None)
         ]
+
+
+def _stop_in_child() -> None:
+    """A forked worker of a data loader trains nothing."""
+    if (recorder := StepRecorder._active) is not None:
+        recorder.remove()
+
+
+os.register_at_fork(after_in_child=_stop_in_child)
 
 
 class _ModuleCall:

@@ -463,3 +463,17 @@ def test_parameters_that_are_added_later_are_watched():
         optimizer.step()
     (origin,) = raised.value.verdict["origins"]
     assert (origin["cause"], origin["parameter"]) == ("bad_weight", "0.weight")
+
+
+def test_a_forked_worker_of_a_data_loader_records_nothing():
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return torch.tensor(float(StepRecorder._active is not None))
+
+    model, optimizer, watch = watched_gpt()
+    loader = torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context="fork")
+    assert [batch.item() for batch in loader] == [0.0, 0.0]
+    assert StepRecorder._active is watch._recorder
