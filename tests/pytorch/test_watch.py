@@ -473,7 +473,7 @@ def test_a_forked_worker_of_a_data_loader_records_nothing():
         def __getitem__(self, index):
             return torch.tensor(float(StepRecorder._active is not None))
 
-    model, optimizer, watch = watched_gpt()
+    *_, watch = watched_gpt()
     loader = torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context="fork")
     assert [batch.item() for batch in loader] == [0.0, 0.0]
     assert StepRecorder._active is watch._recorder
