@@ -62,7 +62,11 @@ FAULTS = {
     # log: of the frozen reference too, after the policy.
     "trl_dpo": {"sqrt": sqrt("model.layers.1.mlp"), "log": log("model.layers.1.mlp"), "once": ACTIVATION},
     # loss: the advantages, which no gradient reaches.
-    "trl_grpo": {"sqrt": sqrt("model.layers.0.mlp"), "loss": LOSS, "once": ACTIVATION},
+    "trl_grpo": {
+        "sqrt": sqrt("model.layers.0.mlp"),
+        "loss": LOSS._replace(phase="forward"),
+        "once": ACTIVATION,
+    },
     "accelerate_loop": {"norm": norm("pooling"), "log": log("pooling"), "loss": LOSS, "once": ACTIVATION},
     # loss: in training_step of the LightningModule.
     "lightning_trainer": {

@@ -48,7 +48,7 @@ def run(script, fault="none", **variables):
         [sys.executable, SCRIPTS / f"{script}.py"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env=environment,
     )
 
