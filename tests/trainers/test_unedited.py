@@ -38,8 +38,11 @@ def run(script, fault="none", **variables):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: tests/trainers/requirements.txt")
     Path("sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(PACKAGE)!r})\n")
+    Path("token").write_text("0" * 32)
     environment = {
         **os.environ,
+        "RAY_AUTH_TOKEN_PATH": str(Path("token").absolute()),  # else it makes one in the home folder
+        "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONPATH": os.pathsep.join([os.getcwd(), str(PACKAGE), str(SCRIPTS)]),
         "FAULT": fault,
         **variables,
