@@ -161,6 +161,7 @@ RecordedEvent::~RecordedEvent() {
   // A long chain ends here event by event, not call in call.
   auto needs = std::move(data_->needs);
   data_->inputs.clear();
+  data_->differentiated.clear();
   data_->tensors.clear();
   while (!needs.empty()) {
     const auto last = std::const_pointer_cast<RecordedEvent>(std::move(needs.back()));
@@ -182,8 +183,7 @@ int RecordedEvent::backwards_before() const noexcept {
   return data_->backwards_before;
 }
 
-// ----------------------------------------------------------------------------------------
-// recording
+// ---- recording
 
 struct StepRecorder::Impl {
   explicit Impl(RecorderOptions recorder_options) : options(std::move(recorder_options)) {}
@@ -355,8 +355,8 @@ std::unique_ptr<at::ObserverContext> when_begun(const at::RecordFunction& call) 
     const auto* info = operator_info(call);
     const bool is_outermost = recorder != nullptr && depth == 0;
     std::unique_ptr<at::ObserverContext> context;
-    if (is_outermost)
-      context = info ? recorder->start(call, *info) : recorder->start_function(call);
+    if (is_outermost && info != nullptr) context = recorder->start(call, *info);
+    if (is_outermost && info == nullptr) context = recorder->start_function(call);
     if (info != nullptr || context != nullptr) ++depth;
     return context;
   } catch (...) {  // no memory: what it makes has no name
@@ -716,8 +716,7 @@ std::pair<std::size_t, std::size_t> StepRecorder::size() const {
   return {static_cast<std::size_t>(live), needed().size()};
 }
 
-// ----------------------------------------------------------------------------------------
-// executing
+// ---- executing
 
 struct StepReplay::Impl {
   using Key = std::pair<const RecordedEvent*, int>;

@@ -477,3 +477,15 @@ def test_a_forked_worker_of_a_data_loader_records_nothing():
     loader = torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context="fork")
     assert [batch.item() for batch in loader] == [0.0, 0.0]
     assert StepRecorder._active is watch._recorder
+
+
+def test_a_chain_of_fifteen_thousand_operators_is_forgotten_one_by_one():
+    """Each event holds the one before: nothing may end it by recursion."""
+    model, optimizer, watch = watched_gpt()
+    value = model(draw()[0])["logits"].mean()
+    for _ in range(15_000):
+        value = value * 1.0
+    value.backward()
+    del value
+    optimizer.step()
+    assert watch.verdicts == [] and watch._recorder._engine.size()[1] == 0
