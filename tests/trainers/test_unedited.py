@@ -1,7 +1,6 @@
 """The scripts of real trainers, unedited, under NANLOCATOR=1: nothing changes in a healthy one, and the fault
 of a bad one is located."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ from expected import FAULTS
 import nanlocator
 
 SCRIPTS = Path(__file__).parent / "scripts"
+PACKAGES = Path(__file__).parents[2] / ".setup" / "trainers"  # tools/setup fills it
 PACKAGE = Path(nanlocator.__file__).parents[1]  # where nanlocator.pth is, too
 NEEDS = {
     "trl_sft": ["trl"],
@@ -35,15 +35,15 @@ CASES = [
 
 def run(script, fault="none", **variables):
     for package in NEEDS.get(script, []):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed: tests/trainers/requirements.txt")
+        if not (PACKAGES / package).exists():
+            pytest.skip(f"{package} is not in {PACKAGES}: tools/setup")
     Path("sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(PACKAGE)!r})\n")
     Path("token").write_text("0" * 32)
     environment = {
         **os.environ,
         "RAY_AUTH_TOKEN_PATH": str(Path("token").absolute()),  # else it makes one in the home folder
         "RAY_USAGE_STATS_ENABLED": "0",
-        "PYTHONPATH": os.pathsep.join([os.getcwd(), str(PACKAGE), str(SCRIPTS)]),
+        "PYTHONPATH": os.pathsep.join(map(str, [os.getcwd(), PACKAGE, SCRIPTS, PACKAGES])),
         "FAULT": fault,
         **variables,
     }
