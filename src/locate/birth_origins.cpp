@@ -1,6 +1,7 @@
 #include "locate/birth_origins.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <set>
 #include <string>
@@ -479,7 +480,11 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
   const auto is_received = [](const Root& root) {
     return root.birth->kind == BirthKind::collective;
   };
-  if (has_crossings || !std::ranges::all_of(roots, is_received)) std::erase_if(roots, is_received);
+  std::vector<Root> received;
+  if (has_crossings || !std::ranges::all_of(roots, is_received)) {
+    std::ranges::copy_if(roots, std::back_inserter(received), is_received);
+    std::erase_if(roots, is_received);
+  }
 
   std::vector<BornOrigin> born;
   std::map<BirthIdentity, std::size_t> known;
@@ -499,6 +504,16 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
     }
     for (Reached& reached : reached_by(root)) {
       if (reached.kind == ReachedKind::parameter) each.reached.insert(std::move(reached.name));
+    }
+  }
+  // What DistributedDataParallel broadcasts has no name: it lies in one buffer with others. Where
+  // crossings are watched they tell who has sent what.
+  for (const Root& root : received) {
+    const auto& name = root.birth->sighting.parameter;
+    for (BornOrigin& each : born) {
+      if (name.empty() ? !has_crossings : name == each.origin.parameter) {
+        each.receivers.push_back(root.rank->rank());
+      }
     }
   }
   merge_bad_weights(born);

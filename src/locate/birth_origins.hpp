@@ -22,6 +22,7 @@ struct BornOrigin {
   bool is_opaque = false;           // computed off the dispatcher, as far as the trace could follow
   std::set<int> microbatches = {};  // in which it was born; empty: not known
   std::set<std::string> reached = {};  // parameters whose gradients it made bad
+  std::vector<int> receivers = {};     // ranks that got it out of a collective
 };
 
 /// In the order of the ranks' ledgers; empty where no ledger has a birth. What came out of a

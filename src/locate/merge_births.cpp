@@ -39,6 +39,8 @@ class Merge {
       : incident_(incident), found_(std::move(found)), rerun_(rerun) {
     for (BornOrigin& each : born) {
       std::set<int> replicas = replicas_of(each.origin.candidates);
+      replicas.merge(
+          replicas_of(each.receivers));  // a buffer that DistributedDataParallel broadcasts
       born_.push_back({std::move(each), std::move(replicas), 0});
     }
   }

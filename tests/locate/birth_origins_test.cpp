@@ -192,6 +192,22 @@ TEST(BirthOrigins, OnlyTheRankThatSawTheBirthIsAccused) {
   EXPECT_EQ(verdict.origins[0].op, "aten::div.Tensor");
 }
 
+TEST(BirthOrigins, ABufferThatAnotherRankHasSentExplainsTheGradientsOfWhoReceivedIt) {
+  std::vector<Ledger> ledgers = {ledger_of(0, 2), ledger_of(1, 2)};
+  ledgers[0].births = {birth_of(BirthKind::buffer, Phase::forward, "")};
+  ledgers[1].births = {birth_of(BirthKind::collective, Phase::forward, "c10d::broadcast_")};
+  for (Ledger& ledger : ledgers) {
+    ledger.births[0].sighting.parameter = "scale";
+    for (Sighting& sighting : ledger.sightings) sighting.phase = Phase::grad_local;
+    ledger.coverage = {{Phase::grad_local, {0, 1}}};
+    ledger.rerun = Rerun{.reproduced = true};
+  }
+  const Verdict verdict = locate(ledgers, 2);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_EQ(verdict.origins[0].cause, Cause::bad_buffer);
+  EXPECT_EQ(verdict.origins[0].candidates, std::vector<int>{0});
+}
+
 TEST(BirthOrigins, WhatOnlyACollectiveTellsIsACollectiveResult) {
   std::vector<Ledger> ledgers = {ledger_of(0, 2), ledger_of(1, 2)};
   ledgers[0].births = {birth_of(BirthKind::collective, Phase::backward, "")};

@@ -209,3 +209,24 @@ def without_ddp(rank, world_size):
 
 def test_where_the_program_reduces_by_itself_the_hooks_go():
     assert run_ranks(2, without_ddp) == [0, 0]
+
+
+def bad_buffer_of_rank_0(rank, world_size):
+    training = Training(rank, "plain")
+    nanlocator.watch(training.ddp, training.optimizer)
+    training.step()
+    training.model.eval()  # batch norm uses its running mean, which rank 0 sends to all before forward
+    if rank == 0:
+        training.model.body[1].running_mean[3] = math.nan
+    training.ddp(torch.randn(6, 4)).backward()
+    try:
+        training.optimizer.step()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+
+
+def test_a_bad_buffer_that_is_broadcast_is_rank_0s():
+    for verdict in run_ranks(2, bad_buffer_of_rank_0):
+        (origin,) = verdict["origins"]
+        assert (origin["cause"], origin["parameter"]) == ("bad_buffer", "body.1.running_mean")
+        assert origin["coordinates"]["rank"] == 0
