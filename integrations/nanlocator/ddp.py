@@ -22,28 +22,36 @@ _ONE_BY_ONE = _AT_THE_END + 1
 
 
 class LocalGradients:
-    """Scans the gradient of each parameter in the first backward of a pass that reduces it: in a later one it
-    holds what other ranks have sent.
+    """Scans the gradient of each parameter in the first backward of a step that reduces it. From then on
+    ``.grad`` holds what other ranks have sent, and what each later backward adds to it is scanned.
 
     Args:
         driver: its ``scan``, in a pass; not kept alive. Without a pass a clip may come before anybody looks
             at the reduced gradients, and what it makes of them would be the reduction's fault.
-        on_uncovered: called once with what is not seen, where that turns out.
+        on_uncovered: called with what is not seen, once for each.
     """
 
     def __init__(
         self, parameters: list[torch.Tensor], driver: Any, on_uncovered: Callable[[str], None]
     ) -> None:
+        self._parameters = parameters
         self._driver = weakref.ref(driver)
         self._on_uncovered = on_uncovered
-        self._module: DistributedDataParallel | None = None
-        self._begun: set[int] = set()  # numbers of parameters that are seen to in this step
-        self._ready: list[tuple[int, torch.Tensor]] = []  # of them, to be scanned when backward ends
+        self._uncovered: set[str] = set()
+        self._modules: list[Callable[[], DistributedDataParallel | None]] | None = None  # of each, by number
+        self._reduced: set[int] = set()  # numbers of parameters that were reduced in this step
+        self._ready: list[tuple[int, torch.Tensor]] = []  # to be scanned when backward ends
         this = weakref.ref(self)  # autograd keeps the hooks
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(_calling(this, number))
+            handle
             for number, parameter in enumerate(parameters)
             if parameter.requires_grad and parameter.is_leaf
+            for handle in (
+                parameter.register_hook(_calling(this, LocalGradients._is_added, number)),
+                parameter.register_post_accumulate_grad_hook(
+                    _calling(this, LocalGradients._is_accumulated, number)
+                ),
+            )
         ]
 
     def remove(self) -> None:
@@ -52,61 +60,80 @@ class LocalGradients:
 
     def begin_step(self) -> None:
         """The gradients are zero, or gone."""
-        self._begun.clear()
+        self._reduced.clear()
         self._ready.clear()
 
-    def is_ready(self, number: int, parameter: torch.Tensor) -> None:
-        if self._module is None:
-            self._module = _module_of(parameter)
-        if self._module is None:
-            self._give_up("gradients before the program reduces them over its ranks")
+    def _is_added(self, number: int, gradient: torch.Tensor) -> None:
+        """One backward's, on its way to ``.grad``."""
+        if number in self._reduced:
+            self._scan(_ONE_BY_ONE + number, [(number, gradient)])
+
+    def _is_accumulated(self, number: int, parameter: torch.Tensor) -> None:
+        if number in self._reduced:
+            return
+        module = self._module_of(number)
+        if module is None:
+            self._say_uncovered("gradients before the program reduces them over its ranks")
             return
         driver = self._driver()
         if driver is None or not driver.is_in_pass:
-            self._give_up("gradients before DistributedDataParallel reduces them: step() gets no closure")
+            self._say_uncovered(
+                "gradients before DistributedDataParallel reduces them: step() gets no closure"
+            )
             return
-        if number in self._begun or not self._module.require_backward_grad_sync:
+        if not module.require_backward_grad_sync:
             return
-        self._begun.add(number)
+        self._reduced.add(number)
         # A view into a bucket is on its way when the bucket's last one is ready; of a static graph all are
         # reduced at the end of the first backward, before anything that is queued now.
-        if self._module.gradient_as_bucket_view or self._module.static_graph:
-            self._scan(_ONE_BY_ONE + number, [(number, parameter)])
+        if module.gradient_as_bucket_view or module.static_graph:
+            self._scan(_ONE_BY_ONE + number, [(number, parameter.grad)])
             return
         if not self._ready:  # before DistributedDataParallel queues what copies the sums back
             torch.autograd.Variable._execution_engine.queue_callback(self._scan_ready)
         self._ready.append((number, parameter))
 
-    def _give_up(self, uncovered: str) -> None:
-        if self._handles:
-            self.remove()
+    def _say_uncovered(self, uncovered: str) -> None:
+        if uncovered not in self._uncovered:
+            self._uncovered.add(uncovered)
             self._on_uncovered(uncovered)
 
     def _scan_ready(self) -> None:
         ready, self._ready = self._ready, []
-        self._scan(_AT_THE_END, ready)
+        self._scan(_AT_THE_END, [(number, parameter.grad) for number, parameter in ready])
 
-    def _scan(self, group: int, ready: list[tuple[int, torch.Tensor]]) -> None:
+    def _scan(self, group: int, gradients: list[tuple[int, torch.Tensor | None]]) -> None:
         driver = self._driver()
-        found = [(number, local_part(p.grad)) for number, p in ready if p.grad is not None]
-        if driver is not None and found:
+        found = [(number, local_part(gradient)) for number, gradient in gradients if gradient is not None]
+        if driver is not None and driver.is_in_pass and found:
             driver.scan("grad_local", group, "grad", [n for n, _ in found], [g for _, g in found])
 
+    def _module_of(self, number: int) -> DistributedDataParallel | None:
+        """The live one that reduces this parameter; the latest that was made, of several."""
+        module = self._modules[number]() if self._modules is not None else None
+        if module is None and (self._modules is None or self._modules[number] is not _NONE):
+            self._modules = self._find_modules()
+            module = self._modules[number]()
+        return module
 
-def _calling(this: "weakref.ref[LocalGradients]", number: int) -> Any:
-    def hook(parameter: torch.Tensor) -> None:
+    def _find_modules(self) -> "list[Callable[[], DistributedDataParallel | None]]":
+        reducing = {
+            parameter: weakref.ref(each)
+            for each in gc.get_objects()
+            if issubclass(type(each), DistributedDataParallel)
+            for parameter in each._module_parameters
+        }
+        return [reducing.get(parameter, _NONE) for parameter in self._parameters]
+
+
+def _NONE() -> None:
+    """A reference to nothing."""
+
+
+def _calling(this: "weakref.ref[LocalGradients]", method: Callable[..., None], number: int) -> Any:
+    def hook(tensor: torch.Tensor) -> None:
         found = this()
         if found is not None:
-            found.is_ready(number, parameter)
+            method(found, number, tensor)
 
     return hook
-
-
-def _module_of(parameter: torch.Tensor) -> DistributedDataParallel | None:
-    """The live DistributedDataParallel that reduces this parameter."""
-    for each in gc.get_objects():
-        if issubclass(type(each), DistributedDataParallel) and any(
-            parameter is one for one in each._module_parameters
-        ):
-            return each
-    return None

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from nanlocator import _C
+from nanlocator.patches import replace
 
 # Holders that are not called themselves: their children belong to the module that holds them.
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -133,8 +134,8 @@ _lock = threading.RLock()  # a finalizer may call `remove` in the middle of anyt
 _threads = _Thread()
 _trees: list[_Tree] = []  # replaced, never changed: other threads read it without the lock
 _all_watches: list["_C.ModuleWatch"] = []
-_original: Callable[..., Any] = nn.Module.__call__
-_is_installed = False
+_wrapper: Callable[..., Any] | None = None  # that is installed
+_undo: Callable[[], None] | None = None
 
 
 def running_module() -> nn.Module | None:
@@ -156,25 +157,30 @@ def _refresh_watches() -> None:
 
 
 def _install() -> None:
-    global _original, _is_installed
-    if not _is_installed:
-        _original = nn.Module.__call__
-        nn.Module.__call__ = _call  # type: ignore[method-assign]
-        _is_installed = True
+    global _wrapper, _undo
+    if _undo is None:
+        _wrapper = _around(nn.Module.__call__)
+        _undo = replace(nn.Module, "__call__", _wrapper)
 
 
 def _uninstall() -> None:
-    """Where someone has wrapped the wrapper it stays, and passes everything through."""
-    global _is_installed
-    if nn.Module.__call__ is _call:
-        nn.Module.__call__ = _original  # type: ignore[method-assign]
-        _is_installed = False
+    global _wrapper, _undo
+    if _undo is not None:
+        undo, _wrapper, _undo = _undo, None, None
+        undo()
 
 
-def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # Compilers see a plain call: torch.compile folds is_compiling() into a constant.
-    if torch.compiler.is_compiling() or not _trees:
-        return _original(self, *args, **kwargs)
+def _around(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Compilers see a plain call: torch.compile folds is_compiling() into a constant.
+        if torch.compiler.is_compiling() or _wrapper is not call:
+            return original(self, *args, **kwargs)
+        return _call(original, self, args, kwargs)
+
+    return call
+
+
+def _call(original: Callable[..., Any], self: nn.Module, args: Any, kwargs: Any) -> Any:
     stack = _threads.stack
     depth = len(stack)
     frame = _frame_of(self, stack[-1] if depth else None)
@@ -188,7 +194,7 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         _C.enter_module(frame.shown)
         for watch in watches:
             calls.append(watch.enter(frame.shown, args, kwargs))
-        output = _original(self, *args, **kwargs)
+        output = original(self, *args, **kwargs)
         while calls:
             watches[len(calls) - 1].leave(calls[-1], output)
             calls.pop()

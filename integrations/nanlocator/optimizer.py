@@ -126,7 +126,7 @@ class LocatingOptimizer(Optimizer):
         self._driver.add_state(name, ObjectState(owner))
 
     def remove(self) -> None:
-        """Takes the hooks of levels ``modules`` and ``operators`` off; the gradients are still scanned."""
+        """Takes all hooks off; the gradients are still scanned."""
         self._driver.remove()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

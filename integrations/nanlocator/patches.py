@@ -1,4 +1,4 @@
-"""Wrapping of functions and methods of Megatron, and the way back."""
+"""Wrapping of functions and methods of others, and the way back."""
 
 import functools
 from collections.abc import Callable
@@ -10,19 +10,31 @@ _NOTHING = object()
 def replace(target: Any, name: str, replacement: Any) -> Callable[[], None]:
     """Sets ``target.name``, of an instance, a module or a class. What it returns leaves ``target`` as it was:
     with the very object that it held, which for a class is not what ``getattr`` gives (in torch 2.15 a method
-    of ProcessGroup would lose its self); without one where it had inherited it."""
+    of ProcessGroup would lose its self); without one where it had inherited it. Where someone has wrapped the
+    replacement since, it stays inside theirs and has to pass calls on; of replacements made here it goes with
+    the outer one."""
     own = vars(target).get(name, _NOTHING)
     setattr(target, name, replacement)
 
     def undo() -> None:
         if vars(target).get(name) is not replacement:
-            return  # someone wrapped ours since: it stays inside theirs, and passes calls on
+            _function_of(replacement)._nanlocator_undo = undo
+            return
         if own is _NOTHING:
             delattr(target, name)
         else:
             setattr(target, name, own)
+            getattr(_function_of(own), "_nanlocator_undo", _nothing)()
 
     return undo
+
+
+def _function_of(method: Any) -> Any:
+    return getattr(method, "__func__", method)
+
+
+def _nothing() -> None:
+    pass
 
 
 class Patches:

@@ -148,8 +148,8 @@ class PlainDriver(Driver):
         self._begin_gradients()
         return super().end_step()
 
-    def stop_following(self) -> None:
-        super().stop_following()
+    def remove(self) -> None:
+        super().remove()
         if self.adapter.local_gradients is not None:
             self.adapter.local_gradients.remove()
 

@@ -1,7 +1,9 @@
 """DistributedDataParallel: each rank's own gradients are seen before they are reduced; nothing changes."""
 
 import ctypes
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ VARIANTS = {
     "communication_hook": {},
     "no_sync": {},
     "two_backwards": {},
+    "two_backwards_of_bucket_views": {"gradient_as_bucket_view": True},
 }
 
 
@@ -56,7 +59,7 @@ class Training:
         if self.variant == "no_sync":
             with self.ddp.no_sync():
                 self.backward()
-        if self.variant == "two_backwards":
+        if self.variant.startswith("two_backwards"):
             self.backward()
         self.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -80,21 +83,22 @@ def healthy(rank, world_size, variant):
     watch.remove()
     assert all(torch.equal(a, b) for a, b in zip(expected, watched.state(), strict=True))
     assert not watched.model.head.bias._post_accumulate_grad_hooks
+    assert not watched.model.head.bias._backward_hooks
     return hooks, watch.verdicts
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_training_is_bit_identical_and_every_step_is_executed_again_alike(variant, capfd):
-    assert run_ranks(2, healthy, variant) == [(6, [])] * 2
+    assert run_ranks(2, healthy, variant) == [(12, [])] * 2
     assert "other bits" not in capfd.readouterr().err
 
 
-def once_on_rank_1(rank, world_size, variant):
+def once_on_rank_1(rank, world_size, variant, call):
     calls = []
 
     def corrupt(gradient):
         calls.append(gradient)
-        if rank == 1 and len(calls) == (3 if variant in ("no_sync", "two_backwards") else 2):
+        if rank == 1 and len(calls) == call:
             ctypes.c_float.from_address(gradient.data_ptr() + 8).value = math.nan
 
     training = Training(rank, variant, corrupt)
@@ -107,9 +111,17 @@ def once_on_rank_1(rank, world_size, variant):
     return None
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_fault_that_happens_once_names_its_rank_and_parameter(variant):
-    for verdict in run_ranks(2, once_on_rank_1, variant):
+# Which backward of step 2: its first, and the second where there is one.
+BACKWARDS = [
+    (variant, call)
+    for variant in VARIANTS
+    for call in ((3, 4) if variant.startswith(("no_sync", "two_backwards")) else (2,))
+]
+
+
+@pytest.mark.parametrize(("variant", "call"), BACKWARDS)
+def test_a_fault_that_happens_once_names_its_rank_and_parameter(variant, call):
+    for verdict in run_ranks(2, once_on_rank_1, variant, call):
         (origin,) = verdict["origins"]
         assert verdict["iteration"] == 2
         assert origin["coordinates"]["rank"] == 1 and origin["candidates"] in ([], [1])
@@ -204,11 +216,80 @@ def without_ddp(rank, world_size):
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
     optimizer.step()
-    return len(watch._adapter.local_gradients._handles)
+    return json.loads((Path(watch.run_dir) / "run.json").read_text())["not_covered"]
 
 
-def test_where_the_program_reduces_by_itself_the_hooks_go():
-    assert run_ranks(2, without_ddp) == [0, 0]
+def test_where_the_program_reduces_by_itself_the_run_says_what_is_not_seen():
+    for not_covered in run_ranks(2, without_ddp):
+        assert "gradients before the program reduces them over its ranks" in not_covered
+
+
+def two_wrappers(rank, world_size, wrong):
+    """A generator whose buckets are sent in every backward, and a critic that accumulates first."""
+    torch.manual_seed(0)
+    models = {"one": Net(), "other": Net()}
+    ddps = {name: DistributedDataParallel(model) for name, model in models.items()}
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models.values()]
+    calls = []
+
+    def corrupt(gradient):
+        calls.append(gradient)
+        if rank == 1 and len(calls) == 3:  # the second microbatch of step 2, or its only one
+            ctypes.c_float.from_address(gradient.data_ptr() + 8).value = math.nan
+
+    models[wrong].head.weight.register_hook(corrupt)
+    nanlocator.watch(ddps, optimizers)
+    try:
+        for _ in range(3):
+            ddps["one"](torch.randn(6, 4)).backward()
+            with ddps["other"].no_sync():
+                ddps["other"](torch.randn(6, 4)).backward()
+            ddps["other"](torch.randn(6, 4)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+
+
+@pytest.mark.parametrize("wrong", ["one", "other"])
+def test_of_two_wrappers_each_goes_by_its_own_synchronisation(wrong):
+    for verdict in run_ranks(2, two_wrappers, wrong):
+        (origin,) = verdict["origins"]
+        assert (origin["coordinates"]["rank"], origin["parameter"]) == (1, f"{wrong}.head.weight")
+
+
+def backward_before_the_closure(rank, world_size):
+    """Of a warm-up, which nobody looks at: the steps that follow are seen all the same."""
+    calls = []
+
+    def corrupt(gradient):
+        calls.append(gradient)
+        if rank == 1 and len(calls) == 2:
+            ctypes.c_float.from_address(gradient.data_ptr() + 8).value = math.nan
+
+    training = Training(rank, "plain", corrupt)
+    optimizer = nanlocator.LocatingOptimizer(training.optimizer, training.model)
+    training.backward()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = training.ddp(torch.ones(6, 4))
+        loss.backward()
+        return loss
+
+    try:
+        optimizer.step(closure)
+    except nanlocator.NonFiniteGradientError as error:
+        optimizer.remove()
+        assert not training.model.head.bias._post_accumulate_grad_hooks
+        return error.verdict
+
+
+def test_a_backward_outside_of_every_closure_does_not_end_the_watch():
+    for verdict in run_ranks(2, backward_before_the_closure):
+        (origin,) = verdict["origins"]
+        assert (origin["coordinates"]["rank"], origin["parameter"]) == (1, "head.weight")
 
 
 def bad_buffer_of_rank_0(rank, world_size):

@@ -12,6 +12,7 @@ from training_loops import LOOPS, Gpt, cross_entropy, cross_entropy_of, draw
 
 import nanlocator
 from nanlocator import LocatingOptimizer, NonFiniteGradientError
+from nanlocator.modules import ModuleHooks
 from nanlocator.recorder import StepRecorder
 
 
@@ -298,6 +299,20 @@ def test_two_models_have_names_of_their_own():
         optimizers[0].step()
     (origin,) = raised.value.verdict["origins"]
     assert (origin["cause"], origin["parameter"]) == ("bad_weight", "actor.weight")
+
+
+def test_hooks_that_outlive_the_watch_below_them_leave_nothing_either():
+    before = nn.Module.__call__
+    model, _, watch = watched_gpt()
+    hooks = ModuleHooks(model)
+    watch.remove()
+    hooks.remove()
+    assert nn.Module.__call__ is before
+    hooks = ModuleHooks(model)
+    _model, _, watch = watched_gpt()
+    hooks.remove()
+    watch.remove()
+    assert nn.Module.__call__ is before
 
 
 def test_removed_it_leaves_everything_as_it_was():
