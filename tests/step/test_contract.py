@@ -39,7 +39,7 @@ def test_contract(case, adapter):
 def nothing_is_watched():
     yield
     if (recorder := StepRecorder._active) is not None:
-        recorder.remove()
+        recorder._follower.remove()  # the Watch, with the hooks of its trace
 
 
 def test_the_cpp_adapter_has_the_same_cases():
