@@ -134,6 +134,12 @@ StepAdapter adapter_of(const py::object& from) {
       // What could not be aborted ends by its own time-out.
     }
   };
+  step.has_compiled_parts = [f = Function(from.attr("has_compiled_parts"))] {
+    return f.call<bool>();
+  };
+  step.set_eager = [f = Function(from.attr("set_eager"))](bool is_eager) {
+    f.call<py::object>(is_eager);
+  };
   if (const auto loss_scale = if_callable(from, "loss_scale")) {
     step.loss_scale = [f = *loss_scale] { return loss_scale_of(f.call<Scale>()); };
   }

@@ -4,12 +4,14 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "bindings.hpp"
 #include "nanlocator/error.hpp"
+#include "nanlocator/trace/kernel_call.hpp"
 #include "nanlocator/trace/microbatch_scope.hpp"
 #include "nanlocator/trace/operator_trace.hpp"
 
@@ -67,6 +69,24 @@ class ClosableTrace {
   std::unique_ptr<OperatorTrace> trace_;
 };
 
+/// A context manager would cost two calls of Python more.
+class PythonKernelCall {
+ public:
+  PythonKernelCall(const std::string& name, const NamedTensors& arguments) {
+    std::vector<KernelArgument> tensors;
+    tensors.reserve(arguments.size());
+    for (const auto& [argument, tensor] : arguments) tensors.push_back({argument, tensor});
+    call_.emplace(name, std::move(tensors));
+  }
+  void end(const std::vector<at::Tensor>& results) {
+    if (call_) call_->end(results);
+  }
+  void close() { call_.reset(); }
+
+ private:
+  std::optional<KernelCall> call_;
+};
+
 }  // namespace
 
 void bind_trace(py::module_& m) {
@@ -76,6 +96,12 @@ void bind_trace(py::module_& m) {
         set_current_microbatch({microbatch, chunk});
       },
       "microbatch"_a, "chunk"_a, "What every observer writes beside a module's name.");
+  py::class_<PythonKernelCall>(m, "KernelCall",
+                               "nanlocator::KernelCall; `close` it on the thread that made it.")
+      .def(py::init<const std::string&, const NamedTensors&>(), "name"_a, "arguments"_a,
+           ReleaseGil())
+      .def("end", &PythonKernelCall::end, "results"_a, ReleaseGil())
+      .def("close", &PythonKernelCall::close, ReleaseGil());
   py::class_<TracedBirth>(m, "TracedBirth")
       .def_readonly("birth", &TracedBirth::birth)
       .def_property_readonly("has_call", [](const TracedBirth& t) { return t.call.has_value(); });

@@ -7,6 +7,7 @@ the step, and neither refers to the driver, which keeps them alive.
 
 import contextlib
 import json
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from nanlocator import _C
 from nanlocator.errors import NonFiniteGradientError
+from nanlocator.kernels import KernelCalls
 from nanlocator.module_calls import KeptModuleCalls
 from nanlocator.modules import ModuleHooks, local_part
 from nanlocator.rerun import Fp8Scales, GeneratorStates
@@ -47,6 +49,7 @@ class Adapter:
     def __init__(self) -> None:
         self.verdicts: list[dict[str, Any]] = []
         self._module_calls = KeptModuleCalls()  # around the origins of a bad step
+        self._eager = contextlib.ExitStack()
 
     def parameter_map(self) -> "_C.ParameterMap":
         raise NotImplementedError
@@ -78,6 +81,17 @@ class Adapter:
     def module_call(self, name: str) -> "_C.ModuleCall | None":
         return self._module_calls.of(name)
 
+    def has_compiled_parts(self) -> bool:
+        """Whether torch.compile has compiled anything in this process."""
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        return dynamo is not None and dynamo.counters["frames"]["ok"] > 0
+
+    def set_eager(self, is_eager: bool) -> None:
+        """Compiled parts are executed by their operators from now on, or no more."""
+        self._eager.close()
+        if is_eager:
+            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+
     def abort_collectives(self) -> None:
         abort_collectives()
 
@@ -88,7 +102,7 @@ class Adapter:
     @contextlib.contextmanager
     def naming_modules(self, watch: Any = None) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for hooks in self.module_hooks(watch):
+            for hooks in (*self.module_hooks(watch), KernelCalls()):
                 stack.enter_context(hooks)
             yield
 
@@ -137,7 +151,7 @@ class Driver:
         self.add_state("the generators of Python and numpy", GeneratorStates())
         self.add_state("TransformerEngine's fp8 scales", Fp8Scales())
         self._watch_hooks: list[ModuleHooks] = []
-        self._trace_hooks: list[ModuleHooks] = []
+        self._trace_hooks: list[ModuleHooks | KernelCalls] = []
         # A driver that is dropped without `remove` leaves no hook behind.
         weakref.finalize(self, _remove_all, self._watch_hooks, self._trace_hooks)
         if options.level == "modules":
@@ -226,12 +240,12 @@ class Driver:
     def _follow_trace(self) -> None:
         """Module names for the trace, as long as there is one."""
         if self._engine.is_tracing and not self._trace_hooks:
-            self._trace_hooks += self.adapter.module_hooks(None)
+            self._trace_hooks += [*self.adapter.module_hooks(None), KernelCalls()]
         elif not self._engine.is_tracing and self._trace_hooks:
             _remove_all(self._trace_hooks)
 
 
-def _remove_all(*lists: list[ModuleHooks]) -> None:
+def _remove_all(*lists: list[Any]) -> None:
     for hooks in lists:
         while hooks:
             hooks.pop().remove()

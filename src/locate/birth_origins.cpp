@@ -160,7 +160,10 @@ Cause cause_of(const Birth& birth) {
       return cause_of_computation(birth);
     case BirthKind::literal:
     case BirthKind::opaque:
+    case BirthKind::kernel:
       return Cause::unknown;
+    case BirthKind::unwritten:
+      return Cause::uninitialised_memory;
     case BirthKind::weight:
       return Cause::bad_weight;
     case BirthKind::buffer:
@@ -197,6 +200,19 @@ bool is_of_empty_loss(const Root& root) {
   });
 }
 
+bool has_come_out(const Root& root, VariantOutcome outcome) {
+  const auto& rerun = root.rank->ledger().rerun;
+  return rerun && std::ranges::count(rerun->variants, outcome) > 0;
+}
+
+/// What it made is gone where its operators are executed one by one, and comes again where not.
+bool is_of_compiled_region(const Root& root) {
+  const BirthKind kind = root.birth->kind;
+  return (kind == BirthKind::opaque || kind == BirthKind::kernel) &&
+         has_come_out(root, {RerunVariant::eager, false}) &&
+         has_come_out(root, {RerunVariant::compiled, true});
+}
+
 Fact fact_of(FactKind kind, const Birth& birth) {
   const Sighting& place = birth.sighting;
   return {.kind = kind,
@@ -227,6 +243,10 @@ FactKind kind_of(BirthKind kind) {
       return FactKind::memory_changed;
     case BirthKind::opaque:
       return FactKind::came_from_opaque_call;
+    case BirthKind::kernel:
+      return FactKind::made_by_kernel;
+    case BirthKind::unwritten:
+      return FactKind::read_unwritten_memory;
     case BirthKind::user_hook:
       return FactKind::made_by_hook;
     case BirthKind::collective:
@@ -345,15 +365,29 @@ Origin origin_of(const Root& root) {
   if (origin.tensor) origin.tensor->extent = birth.extent;
   origin.cause = is_of_loss_scale(root) ? Cause::loss_scale : cause_of(birth);
   if (is_of_empty_loss(root)) origin.cause = Cause::empty_loss_mask;
+  if (is_of_compiled_region(root)) origin.cause = Cause::compiled_region;
   origin.detail = detail_of(birth);
   const bool accuses_machine =
       origin.cause == Cause::not_reproduced || origin.cause == Cause::memory_corruption;
   // How large the gradient is without the loss scale, an infinity does not tell.
-  const bool is_sure = !birth.is_module_inferred && birth.kind != BirthKind::opaque &&
-                       !accuses_machine && origin.cause != Cause::loss_scale;
+  const bool may_be_of_memory = birth.last_seen == LastSeen::allocated &&
+                                !has_come_out(root, {RerunVariant::constant_memory, true});
+  const bool is_seen =
+      birth.kind == BirthKind::kernel ? !may_be_of_memory : birth.kind != BirthKind::opaque;
+  const bool is_sure =
+      !birth.is_module_inferred && is_seen && !accuses_machine && origin.cause != Cause::loss_scale;
   origin.place_confidence = is_sure ? Confidence::high : Confidence::medium;
   Facts& facts = origin.facts;
   facts.push_back(fact_of(kind_of(birth.kind), birth));
+  if (birth.kind == BirthKind::unwritten) {
+    facts.back().kind =
+        birth.reader.empty() ? FactKind::left_unwritten : FactKind::read_unwritten_memory;
+    facts.back().writer = birth.writer;
+    facts.back().code = birth.allocated_at;
+  }
+  if (birth.kind == BirthKind::kernel && may_be_of_memory) {
+    facts.push_back({.kind = FactKind::was_given_unwritten_memory});
+  }
   if (origin.cause == Cause::loss_scale) {
     facts.push_back(
         {.kind = FactKind::scaled_by_loss_scale, .value = root.rank->ledger().loss_scale});
@@ -493,7 +527,8 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
     if (is_new) {
       born.push_back({.origin = origin_of(root),
                       .is_received = is_received(root),
-                      .is_opaque = root.birth->kind == BirthKind::opaque});
+                      .is_opaque = root.birth->kind == BirthKind::opaque ||
+                                   root.birth->kind == BirthKind::kernel});
     } else if (Origin& origin = born[entry->second].origin;
                origin.candidates.back() != root.rank->rank()) {
       add_rank(origin, *root.rank);
@@ -536,6 +571,7 @@ RerunOutcome rerun_of(const Incident& incident) {
     if (!rerun) continue;
     outcome.done = true;
     not_restored.insert(rerun->not_restored.begin(), rerun->not_restored.end());
+    if (outcome.variants.size() < rerun->variants.size()) outcome.variants = rerun->variants;
     if (!rerun->reproduced) {
       is_known_everywhere = false;
     } else {
@@ -560,9 +596,13 @@ Facts facts_of_rerun(const Incident& incident, const RerunOutcome& outcome) {
     changed += rerun->changed;
     if (rerun->control_reproduced) control = control.value_or(false) || *rerun->control_reproduced;
   }
+  const bool is_of_same_pass =
+      outcome.variants.empty() || outcome.variants.front().variant == RerunVariant::constant_memory;
   Facts facts;
   if (!outcome.reproduced) {
     facts.push_back({.kind = FactKind::rerun_not_completed});
+  } else if (*outcome.reproduced && !is_of_same_pass) {
+    // What the first pass computed, another one did not.
   } else if (*outcome.reproduced && changed == 0) {
     facts.push_back({.kind = FactKind::rerun_identical, .count = gradients});
   } else if (*outcome.reproduced) {
@@ -572,6 +612,10 @@ Facts facts_of_rerun(const Incident& incident, const RerunOutcome& outcome) {
     if (control) {
       facts.push_back({.kind = *control ? FactKind::control_bad : FactKind::control_clean});
     }
+  }
+  for (const auto& [variant, is_bad] : outcome.variants) {
+    facts.push_back({.kind = is_bad ? FactKind::variant_bad : FactKind::variant_finite,
+                     .variant = std::string(name_of(variant))});
   }
   if (!outcome.not_restored.empty()) {
     facts.push_back({.kind = FactKind::not_restored, .names = outcome.not_restored});

@@ -13,6 +13,7 @@
 #include "record/birth_json.hpp"
 #include "record/history_json.hpp"
 #include "record/line_notes.hpp"
+#include "record/rerun_variant_json.hpp"
 
 namespace nanlocator {
 
@@ -72,7 +73,8 @@ constexpr auto json_fields(const Rerun*) {
                     JsonField("control_reproduced", &R::control_reproduced),
                     JsonField("gradients", &R::gradients), JsonField("changed", &R::changed),
                     JsonField("bad_parameters", &R::bad_parameters),
-                    JsonField("not_restored", &R::not_restored));
+                    JsonField("not_restored", &R::not_restored),
+                    JsonField("variants", &R::variants));
 }
 
 constexpr auto json_fields(const WeightValue*) {

@@ -59,6 +59,10 @@ std::string title_of(Cause cause) {
       return "result not defined for these inputs";
     case Cause::operator_bug:
       return "kernel that computes wrong values";
+    case Cause::uninitialised_memory:
+      return "memory that was read before anything was written to it";
+    case Cause::compiled_region:
+      return "compiled code that computes other values than its operators";
     case Cause::memory_corruption:
       return "memory that changed though nobody wrote to it";
     case Cause::not_reproduced:
@@ -355,6 +359,10 @@ std::string refutation_of(const Origin& origin) {
       return "the call executed from its bundle in float64 comes out finite";
     case Refutation::bad_in_float64:
       return "the call on the same inputs not finite in another implementation, or in float64";
+    case Refutation::bad_with_written_memory:
+      return "the fault again with that memory set to zero where it is allocated";
+    case Refutation::bad_when_eager:
+      return "the fault again without torch.compile";
     case Refutation::unseen_writer:
       return "a kernel off the dispatcher that writes to this memory, or the same bad element in a "
              "re-run of the step";
@@ -474,6 +482,12 @@ std::vector<std::string> steps_text(const Origin& origin) {
       return {
           "send the kernel's authors the bundle as a script: the replay command with "
           "--export-python"};
+    case Action::write_memory:
+      return {"write every element of that memory before it is read, or allocate it with zeros",
+              "if it is a kernel's output, tell its authors which elements stay unwritten"};
+    case Action::report_compiler:
+      return {"run this part without torch.compile until it is corrected",
+              "send the compiler's authors the module and its inputs"};
     case Action::inspect_bundle:
       return {"look at the inputs in the bundle"};
     case Action::inspect_operator:

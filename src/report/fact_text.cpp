@@ -30,6 +30,24 @@ std::string share_of(const Fact& fact) {
   return fact.bad ? share_text(*fact.bad) : "NaN or Inf";
 }
 
+std::string at_line(const Fact& fact) {
+  return fact.code ? " at " + code_text(*fact.code) : "";
+}
+
+std::string variant_text(const Fact& fact) {
+  switch (value_named<RerunVariant>(fact.variant).value_or(RerunVariant::compiled)) {
+    case RerunVariant::eager:
+      return "re-run without torch.compile, operator by operator";
+    case RerunVariant::compiled:
+      return "re-run with torch.compile, as the step was";
+    case RerunVariant::constant_memory:
+      return "re-run with fresh memory holding 1 until it is written";
+    case RerunVariant::nan_memory:
+      return "re-run with fresh memory holding NaN until it is written";
+  }
+  return "";
+}
+
 /// What is sent from rank to rank in the phase.
 std::string contents_of(const Fact& fact) {
   switch (fact.phase.value_or(Phase::params_after)) {
@@ -217,6 +235,18 @@ std::string plain_text(const Fact& fact) {
     case came_from_opaque_call:
       return share_of(fact) + " came from a computation that PyTorch's dispatcher does not see; " +
              who_of(fact) + " read it first";
+    case made_by_kernel:
+      return fact.op + " made " + share_of(fact) + " in its " + fact.role +
+             "; PyTorch's dispatcher does not see it, and what it was given was looked at before";
+    case was_given_unwritten_memory:
+      return "it was given memory that nobody had written, and that held NaN or Inf already";
+    case read_unwritten_memory:
+      return fact.op + " read memory that " + fact.writer + " had allocated" + at_line(fact) +
+             " and nobody had written: NaN that a re-run had put there reached it";
+    case left_unwritten:
+      return fact.op + " left " + share_of(fact) + " of its " + fact.role +
+             " unwritten: NaN that a re-run had put into the memory that " + fact.writer +
+             " allocated" + at_line(fact) + " is still there";
     case made_by_hook:
       return "a hook of the user made " + share_of(fact) + " with " + fact.op;
     case came_from_collective:
@@ -312,6 +342,10 @@ std::string plain_text(const Fact& fact) {
     case rerun_clean:
       return "the step was re-run with the same data, weights and random numbers, and came out "
              "finite";
+    case variant_bad:
+      return variant_text(fact) + ": bad again";
+    case variant_finite:
+      return variant_text(fact) + ": finite";
     case control_bad:
       return "a second re-run, without the operator trace, is bad again: it depends on timing, as "
              "a race or uninitialised memory does";

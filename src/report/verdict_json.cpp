@@ -12,6 +12,7 @@
 #include "nanlocator/locate/cause_table.hpp"
 #include "nanlocator/report/sentences.hpp"
 #include "record/birth_json.hpp"
+#include "record/rerun_variant_json.hpp"
 #include "record/sighting_json.hpp"
 #include "report/fact_json.hpp"
 
@@ -59,7 +60,8 @@ constexpr auto json_fields(const Spread*) {
 constexpr auto json_fields(const RerunOutcome*) {
   using R = RerunOutcome;
   return std::tuple(JsonField("done", &R::done), JsonField("reproduced", &R::reproduced),
-                    JsonField("not_restored", &R::not_restored));
+                    JsonField("not_restored", &R::not_restored),
+                    JsonField("variants", &R::variants));
 }
 
 constexpr auto json_fields(const JobState*) {

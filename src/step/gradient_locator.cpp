@@ -370,7 +370,7 @@ const Verdict& GradientLocator::conclude() {
   if (impl.options.on_bad != Policy::stop && impl.incidents > impl.options.max_incidents) {
     impl.past_limit = Verdict{};
     // On all ranks alike: the re-run's outcome is agreed on, and `recover` must go by it.
-    if (impl.rerun) impl.past_limit.rerun = {true, impl.rerun->reproduced, {}};
+    if (impl.rerun) impl.past_limit.rerun = {true, impl.rerun->reproduced, {}, {}};
     impl.past_limit.run_id = impl.run.id;
     impl.past_limit.iteration = impl.iteration;
     impl.past_limit.status = VerdictStatus::partial;

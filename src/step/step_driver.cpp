@@ -367,6 +367,8 @@ RerunnableStep StepDriver::rerunnable_step() {
   if (impl.adapter.model) step.attributes = [&impl] { return impl.adapter.model().buffers; };
   step.program_code = impl.adapter.program_code;
   step.keep_module_calls = impl.adapter.keep_module_calls;
+  step.has_compiled_parts = impl.adapter.has_compiled_parts;
+  step.set_eager = impl.adapter.set_eager;
   step.add_module_call = impl.adapter.add_module_call;
   step.abort_collectives = impl.adapter.abort_collectives;
   step.keep_results = [&impl](const PeerQuestion& question) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <exception>
+#include <limits>
 #include <map>
 #include <optional>
 #include <set>
@@ -157,13 +158,15 @@ struct StepRerun::Impl {
   }
 
   /// Null, and a note, where another optimizer of this process traces all its steps.
-  std::unique_ptr<OperatorTrace> make_trace() {
+  std::unique_ptr<OperatorTrace> make_trace(std::optional<double> fresh_memory = {}) {
     if (waiting != nullptr && waiting->locator.options().level != Level::operators) {
       waiting->stop_tracing();
     }
     TraceOptions options;
     options.program_code = step.program_code;
     options.threads = threads;
+    options.fresh_memory = fresh_memory;
+    options.keep_calls = !fresh_memory;
     std::unique_ptr<OperatorTrace> trace;
     try {
       trace = std::make_unique<OperatorTrace>(std::move(options));
@@ -187,6 +190,55 @@ struct StepRerun::Impl {
     }
     trace->begin_pass();
     return trace;
+  }
+
+  struct Traced {
+    Pass pass;
+    std::optional<Explanation> explanation;
+  };
+
+  /// One pass under a trace of its own, explained where it is bad.
+  Traced run_traced(std::optional<double> fresh_memory = {}) {
+    Traced traced;
+    const auto trace = make_trace(fresh_memory);
+    traced.pass = run(step.run, [&](const Pass& pass) {
+      if (!trace) return;
+      auto bad = step.gradients();
+      if (are_gradients_changed) {
+        std::erase_if(bad, [&](const GradientView& view) {
+          return !std::ranges::binary_search(pass.bad_parameters, view.parameter);
+        });
+      }
+      traced.explanation = trace->explain(pass.losses, named(bad));
+    });
+    return traced;
+  }
+
+  /// Off the dispatcher, of memory that nobody was seen to write, or of finite values that were too
+  /// large: memory that nobody has written may be behind it.
+  static bool may_be_of_memory(const std::optional<Explanation>& explanation) {
+    return explanation && std::ranges::any_of(explanation->births, [](const auto& traced) {
+             const BirthKind kind = traced.birth.kind;
+             return kind == BirthKind::opaque || kind == BirthKind::kernel ||
+                    kind == BirthKind::inf;
+           });
+  }
+
+  /// A further pass, which changes one thing; where it is bad and traces what is behind it,
+  /// `traced` becomes it. False where a rank did not come to its end.
+  bool run_variant(RerunVariant variant, Traced& traced, Rerun& rerun, bool& is_bad) {
+    Traced further = run_traced(variant == RerunVariant::constant_memory ? std::optional(1.0)
+                                : variant == RerunVariant::nan_memory
+                                    ? std::optional(std::numeric_limits<double>::quiet_NaN())
+                                    : std::nullopt);
+    if (has_ended_early(further.pass)) {
+      give_up();
+      return false;
+    }
+    is_bad = locator.is_true_anywhere(further.pass.is_bad);
+    rerun.variants.push_back({variant, is_bad});
+    if (is_bad && variant != RerunVariant::constant_memory) traced = std::move(further);
+    return true;
   }
 
   [[nodiscard]] std::vector<NamedTensor> named(const std::vector<GradientView>& views) const {
@@ -335,35 +387,44 @@ bool StepRerun::run_again() {
   impl.own_error = nullptr;
   Rerun rerun;
 
-  Pass traced;
-  std::optional<Explanation> explanation;
   const bool was_tracing = is_tracing();
-  {
-    impl.stop_tracing();  // one trace at a time; armed again below
-    const auto trace = impl.make_trace();
-    traced = impl.run(impl.step.run, [&](const Pass& pass) {
-      if (!trace) return;
-      auto gradients = impl.step.gradients();
-      if (impl.are_gradients_changed) {
-        std::erase_if(gradients, [&](const GradientView& view) {
-          return !std::ranges::binary_search(pass.bad_parameters, view.parameter);
-        });
-      }
-      explanation = trace->explain(pass.losses, impl.named(gradients));
-    });
+  impl.stop_tracing();  // one trace at a time; armed again below
+  // Every rank takes the same way from here: a pass may hold collectives.
+  const bool is_eager =
+      locator.is_true_anywhere(impl.step.has_compiled_parts && impl.step.has_compiled_parts());
+  if (is_eager) impl.step.set_eager(true);
+  Impl::Traced traced = impl.run_traced();
+  if (is_eager) impl.step.set_eager(false);
+  rerun.changed = count_changed(first, traced.pass.scanned);
+  bool has_ended_early = impl.has_ended_early(traced.pass);
+  bool is_bad_again = !has_ended_early && locator.is_true_anywhere(traced.pass.is_bad);
+  if (has_ended_early) impl.give_up();
+  if (is_eager && !has_ended_early) {
+    rerun.variants.push_back({RerunVariant::eager, is_bad_again});
+    if (!is_bad_again) {
+      has_ended_early = !impl.run_variant(RerunVariant::compiled, traced, rerun, is_bad_again);
+    }
+  }
+  bool is_memory_unwritten = false;
+  if (is_bad_again && locator.is_true_anywhere(impl.may_be_of_memory(traced.explanation))) {
+    bool depends_on_constant = true;
+    has_ended_early =
+        !impl.run_variant(RerunVariant::constant_memory, traced, rerun, depends_on_constant);
+    if (!has_ended_early && !depends_on_constant) {
+      has_ended_early =
+          !impl.run_variant(RerunVariant::nan_memory, traced, rerun, is_memory_unwritten);
+    }
+  } else if (!has_ended_early && !is_bad_again) {
+    has_ended_early =
+        !impl.run_variant(RerunVariant::nan_memory, traced, rerun, is_memory_unwritten);
   }
   rerun.not_restored = impl.not_restored;
-  rerun.gradients = static_cast<std::int64_t>(traced.scanned.size());
-  rerun.changed = count_changed(first, traced.scanned);
-  rerun.bad_parameters = traced.bad_parameters;
-  // Every rank takes the same way from here: a pass may hold collectives.
-  const bool has_ended_early = impl.has_ended_early(traced);
-  const bool is_bad_again = !has_ended_early && locator.is_true_anywhere(traced.is_bad);
-  if (!has_ended_early) rerun.reproduced = is_bad_again;
+  rerun.gradients = static_cast<std::int64_t>(traced.pass.scanned.size());
+  rerun.bad_parameters = traced.pass.bad_parameters;
+  if (!has_ended_early) rerun.reproduced = is_bad_again || is_memory_unwritten;
+  const auto& explanation = traced.explanation;
 
-  if (has_ended_early) {
-    impl.give_up();
-  } else if (!is_bad_again) {
+  if (!has_ended_early && !is_bad_again) {
     const auto control = impl.run(impl.step.run);
     if (impl.has_ended_early(control)) {
       impl.give_up();
@@ -373,7 +434,7 @@ bool StepRerun::run_again() {
     if (rerun.control_reproduced == false) {
       locator.add_note("The gradients in memory are now the finite ones of the re-run.");
     }
-  } else if (impl.step.keep_module_calls) {
+  } else if (!has_ended_early && !is_memory_unwritten && impl.step.keep_module_calls) {
     const auto births = explanation ? births_with_calls(*explanation) : std::vector<Birth>{};
     if (explanation) impl.ask_peers(*explanation);
     const bool has_call = locator.is_true_anywhere(!births.empty());

@@ -39,6 +39,8 @@ void Frame::reset() {
   name.clear();
   given.reset();
   received.clear();
+  kernel.reset();
+  has_bad_unwritten = false;
   forward_thread = 0;
   sequence = -1;
   hooks.clear();

@@ -62,6 +62,9 @@ struct Frame {
   /// trace's lock guards what it points to.
   std::shared_ptr<Given> given;
   std::vector<at::Tensor> received;  // by collectives inside; looked at when it ends
+  /// Of a KernelCall: what it is; null otherwise.
+  std::shared_ptr<const Place> kernel;
+  bool has_bad_unwritten = false;  // it was given memory that is bad and that nobody has written
   std::uint64_t forward_thread = 0;
   std::int64_t sequence = -1;
   bool records = false;         // a node: autograd records what it computes (create_graph)

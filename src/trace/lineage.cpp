@@ -107,7 +107,7 @@ void Lineage::note_allocation(const at::Tensor& tensor, std::uint64_t clock,
   record.state = StorageState::allocated;
   record.last_write = clock;
   record.finite_range = {};
-  record.writer = writer;
+  record.writer = record.allocator = writer;
   record.place = place;
   record.touched_by = nullptr;
   record.tags.clear();

@@ -53,6 +53,8 @@ struct Place {
   std::string custom_function;  // the custom autograd Function whose own code runs
   /// Of the forward operator, in backward; of the frame off the dispatcher, where one runs.
   ProgramCode::Caller caller;
+  /// Of an allocation, where the trace fills fresh memory.
+  ProgramCode::Caller allocated_at;
   /// Of the frame; the trace's lock guards what it points to. Null where there is no frame.
   std::shared_ptr<Given> given;
   bool is_called_by_program = true;  // no engine between the program's code and the operator
@@ -91,7 +93,8 @@ struct StorageRecord {
   bool is_filled = false;               // the last write was of a constant
   std::uint64_t last_write = 0;         // the trace's clock
   ByteRange finite_range;               // what was written finite, where that is one piece
-  const std::string* writer = nullptr;  // operator of the last write or allocation; interned
+  const std::string* writer = nullptr;     // operator of the last write or allocation; interned
+  const std::string* allocator = nullptr;  // operator that allocated it in this pass; interned
   std::shared_ptr<const Place> place;   // allocated, received, foreign: where
   /// A frame off the dispatcher that had this storage in hand since the last write.
   std::shared_ptr<const Place> touched_by;

@@ -4,6 +4,7 @@
 
 #include <exception>
 #include <thread>
+#include <utility>
 
 #include "nanlocator/error.hpp"
 #include "trace/operator_trace_impl.hpp"
@@ -89,6 +90,39 @@ std::mutex lifetime_mutex;
 at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
 
 }  // namespace
+
+KernelCall::KernelCall(const std::string& name, std::vector<KernelArgument> arguments)
+    : arguments_(std::move(arguments)) {
+  ThreadFrames& frames = this_thread_frames();
+  const ActiveTrace trace;
+  if (trace.get() == nullptr || trace.get()->is_paused.load(std::memory_order_relaxed)) return;
+  const Frame* around = frames.top();
+  if (around != nullptr && around->is_ignored) return;
+  const std::size_t outside = frames.depth();
+  try {
+    trace.get()->start_kernel(name, arguments_, frames);
+    depth_ = frames.depth();
+  } catch (const std::exception& error) {
+    while (frames.depth() > outside) frames.pop();
+    trace.get()->note("could not look at " + name + ": " + error.what());
+  }
+}
+
+KernelCall::~KernelCall() {
+  ThreadFrames& frames = this_thread_frames();
+  while (depth_ != 0 && frames.depth() >= depth_) frames.pop();
+}
+
+void KernelCall::end(std::span<const at::Tensor> results) {
+  ThreadFrames& frames = this_thread_frames();
+  const ActiveTrace trace;
+  if (trace.get() == nullptr || depth_ == 0 || frames.depth() != depth_) return;
+  try {
+    trace.get()->finish_kernel(arguments_, results, frames);
+  } catch (const std::exception& error) {
+    trace.get()->note("could not look at " + frames.top()->name + ": " + error.what());
+  }
+}
 
 OperatorTrace::OperatorTrace(TraceOptions options)
     : impl_(std::make_unique<Impl>(std::move(options))) {

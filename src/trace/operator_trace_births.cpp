@@ -83,6 +83,9 @@ ForwardCall OperatorTrace::Impl::forward_call_locked(std::uint64_t thread,
 
 Place OperatorTrace::Impl::current_place(ThreadFrames& frames) {
   const Location location = locate_frames(frames);
+  if (location.container != nullptr && location.container->kernel != nullptr) {
+    return *location.container->kernel;
+  }
   const ModulePath module = current_module();
   Place place;
   if (location.container != nullptr) {
@@ -361,6 +364,7 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
   std::optional<StorageState> state;
   bool was_finite = false;
   std::shared_ptr<const Place> touched_by;
+  std::string allocator;
   std::vector<Declarations::Declared> sharing;
   {
     const std::lock_guard lock(mutex);
@@ -372,6 +376,7 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
       if (record->writer != nullptr) root.writer = *record->writer;
       root.place = record->place;
       touched_by = record->touched_by;
+      if (record->allocator != nullptr) allocator = *record->allocator;
       // Of gradients in one buffer some are written after all have been reduced.
       const RangeWrite last = lineage.last_write_of(values);
       if (state == StorageState::written && last.is_received) {
@@ -396,6 +401,11 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
     root.last_seen = LastSeen::finite;
   } else if (state == StorageState::foreign && root.place) {
     born_inside(*root.place);
+  } else if (!allocator.empty() && is_fresh_memory_nan()) {  // all of it, or what is left
+    root.kind = BirthKind::unwritten;
+    root.writer = allocator;
+    root.last_seen = LastSeen::allocated;
+    if (touched_by != nullptr) root.inside = *touched_by;
   } else if (state == StorageState::allocated || state == StorageState::written) {
     // Allocated around a frame that was to fill it, or inside of one.
     const bool is_filled_by_frame =
@@ -477,7 +487,7 @@ BirthId OperatorTrace::Impl::add_root(const Root& root, const at::Tensor& values
     if (root.place && !root.place->module.empty()) birth.sighting.module = root.place->module;
   } else if (root.kind == BirthKind::memory) {
     birth.sighting.op = root.writer;
-  } else if (root.kind == BirthKind::literal) {
+  } else if (root.kind == BirthKind::literal || root.kind == BirthKind::unwritten) {
     birth.sighting.op = reader;
   } else {
     birth.sighting.role = root.kind == BirthKind::weight   ? "weight"
@@ -487,6 +497,13 @@ BirthId OperatorTrace::Impl::add_root(const Root& root, const at::Tensor& values
       birth.sighting.module = root.declared->module;
       birth.is_module_inferred = false;
     }
+  }
+  if (root.kind == BirthKind::unwritten) {
+    if (root.place && options.program_code) {
+      const auto& at = root.place->allocated_at;
+      birth.allocated_at = options.program_code->read(at.user.code ? at.user : at.framework);
+    }
+    birth.extent = extent_of(values, stats_of(values, options.threads).nonfinite());
   }
   if (root.declared) birth.sighting.parameter = root.declared->name;
   at::Tensor described = values;

@@ -2,6 +2,7 @@
 //
 //   observe.cpp     callbacks of at::RecordFunction: frames in, looks at outputs, the healthy path
 //   births.cpp      an output is bad: whose fault? rules b to d, roots
+//   kernels.cpp     the same of calls that the dispatcher does not see (KernelCall)
 //   explain.cpp     rule e: what reached a loss or a gradient
 //
 // Thread-safe: `mutex` guards all but the atomics; it is never held while a tensor is looked at or
@@ -9,13 +10,16 @@
 #pragma once
 
 #include <atomic>
+#include <cmath>
 #include <map>
 #include <mutex>
 #include <set>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "nanlocator/trace/kernel_call.hpp"
 #include "nanlocator/trace/operator_trace.hpp"
 #include "trace/frames.hpp"
 #include "trace/lineage.hpp"
@@ -64,6 +68,10 @@ struct OperatorTrace::Impl {
   void finish_node(Frame& frame, ThreadFrames& frames);
   void look_at_what_is_sent(Frame& frame, ThreadFrames& frames);
   void note_allocation(const at::RecordFunction& call, ThreadFrames& frames);
+  void fill_fresh_memory(const at::Tensor& tensor) const;
+  [[nodiscard]] bool is_fresh_memory_nan() const {
+    return options.fresh_memory && std::isnan(*options.fresh_memory);
+  }
   void note_roots_of_backward();
   void note_forward_call(const Frame& frame, const ThreadFrames& frames, const std::string* op,
                          const ProgramCode::Caller& caller, bool is_view);
@@ -74,6 +82,14 @@ struct OperatorTrace::Impl {
   [[nodiscard]] bool is_fresh_constant(const at::Tensor& values);
   [[nodiscard]] bool inner_operators_wrote(const std::vector<TensorAt>& outputs,
                                            const Frame& frame);
+
+  // ---- kernels.cpp
+  void start_kernel(const std::string& name, std::span<const KernelArgument> arguments,
+                    ThreadFrames& frames);
+  void finish_kernel(std::span<const KernelArgument> arguments, std::span<const at::Tensor> results,
+                     ThreadFrames& frames);
+  BirthId add_kernel_birth(const Frame& frame, std::span<const KernelArgument> arguments,
+                           const at::Tensor& values, const std::string& role, ThreadFrames& frames);
 
   // ---- births.cpp
   void explain_bad_outputs(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames,

@@ -1,4 +1,5 @@
 #include <ATen/Context.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -10,6 +11,7 @@
 #include <utility>
 
 #include "nanlocator/trace/microbatch_scope.hpp"
+#include "tensor/own_work.hpp"
 #include "torch/csrc/autograd/function.h"
 #include "torch/csrc/autograd/graph_task.h"
 #include "trace/operator_trace_impl.hpp"
@@ -269,11 +271,17 @@ static bool is_to_be_filled(const StorageRecord* record, const Place& frame) {
   return around.empty() || frame.module == around || frame.module.starts_with(around + ".");
 }
 
+/// The same of a kernel, which is given what the function around it has allocated, too.
+static bool is_unwritten(const StorageRecord* record) {
+  return record != nullptr && record->state == StorageState::allocated &&
+         record->touched_by == nullptr;
+}
+
 /// What goes into a frame off the dispatcher is looked at when it is entered: nobody sees it read,
 /// and afterwards it may be overwritten.
 void OperatorTrace::Impl::look_at_given(c10::ArrayRef<const c10::IValue> inputs, const Place& place,
                                         Frame& frame, ThreadFrames& frames) {
-  std::vector<at::Tensor> given;
+  std::vector<at::Tensor> given, unwritten;
   for (const auto& input : inputs) {
     for_each_tensor_at(input, [&](const at::Tensor& tensor, int) {
       if (at::Tensor values = values_of(tensor); values.defined()) given.push_back(values);
@@ -288,8 +296,15 @@ void OperatorTrace::Impl::look_at_given(c10::ArrayRef<const c10::IValue> inputs,
         frame.given->parameters.push_back(declared->name);
       }
     }
-    std::erase_if(given,
-                  [&](const auto& each) { return is_to_be_filled(lineage.find(each), place); });
+    std::erase_if(given, [&](const at::Tensor& each) {
+      const StorageRecord* record = lineage.find(each);
+      if (frame.kernel == nullptr) return is_to_be_filled(record, place);
+      if (is_unwritten(record)) unwritten.push_back(each);
+      return is_unwritten(record);
+    });
+  }
+  for (const auto& each : unwritten) {
+    frame.has_bad_unwritten = frame.has_bad_unwritten || is_bad(each);
   }
   std::vector<const at::Tensor*> looked_at;
   for (const auto& tensor : given) looked_at.push_back(&tensor);
@@ -539,6 +554,16 @@ bool OperatorTrace::Impl::inner_operators_wrote(const std::vector<TensorAt>& out
   });
 }
 
+/// Versions stay as they are: for autograd nothing has happened.
+void OperatorTrace::Impl::fill_fresh_memory(const at::Tensor& tensor) const {
+  const at::Tensor values = values_of(tensor);
+  if (!values.defined() || values.numel() == 0 || at::isFloat8Type(values.scalar_type())) return;
+  const OwnWork own_work;
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below;
+  (void)values.fill_(*options.fresh_memory);
+}
+
 void OperatorTrace::Impl::note_allocation(const at::RecordFunction& call, ThreadFrames& frames) {
   const Frame& frame = *frames.top();
   const OperatorInfo& info = *frame.info;
@@ -546,8 +571,14 @@ void OperatorTrace::Impl::note_allocation(const at::RecordFunction& call, Thread
   // Inside another operator the kernel that asked for the memory writes it next.
   const Frame* parent = frames.above(1);
   const bool is_inside_operator = parent != nullptr && parent->kind == FrameKind::operation;
-  const auto place =
-      is_inside_operator ? nullptr : std::make_shared<const Place>(current_place(frames));
+  std::shared_ptr<Place> place;
+  if (!is_inside_operator) place = std::make_shared<Place>(current_place(frames));
+  if (options.fresh_memory && !info.writes) {
+    if (place != nullptr) place->allocated_at = caller_now();
+    for (const auto& value : returned) {
+      for_each_tensor_at(value, [&](const at::Tensor& tensor, int) { fill_fresh_memory(tensor); });
+    }
+  }
   const std::lock_guard lock(mutex);
   for (const auto& value : returned) {
     for_each_tensor_at(value, [&](const at::Tensor& tensor, int) {

@@ -17,6 +17,8 @@ enum class Cause {
   operator_overflow,
   operator_undefined,
   operator_bug,
+  uninitialised_memory,
+  compiled_region,
   memory_corruption,
   not_reproduced,
   collective_result,
@@ -32,10 +34,13 @@ enum class Cause {
 };
 template <>
 inline constexpr auto kNames<Cause> = std::to_array<std::string_view>(
-    {"bad_weight", "bad_buffer", "bad_input", "empty_loss_mask", "operator_overflow",
-     "operator_undefined", "operator_bug", "memory_corruption", "not_reproduced",
-     "collective_result", "collective_sum", "pipeline_transfer", "recompute_mismatch",
-     "optimizer_update", "optimizer_state", "divergence", "user_hook", "loss_scale", "unknown"});
+    {"bad_weight",        "bad_buffer",           "bad_input",
+     "empty_loss_mask",   "operator_overflow",    "operator_undefined",
+     "operator_bug",      "uninitialised_memory", "compiled_region",
+     "memory_corruption", "not_reproduced",       "collective_result",
+     "collective_sum",    "pipeline_transfer",    "recompute_mismatch",
+     "optimizer_update",  "optimizer_state",      "divergence",
+     "user_hook",         "loss_scale",           "unknown"});
 
 /// Which rule of an operator's mathematics was broken, or which limit was passed.
 enum class Detail {
@@ -118,6 +123,8 @@ enum class Action {
   correct_custom_code,
   inspect_undefined,
   report_kernel,
+  write_memory,
+  report_compiler,
   inspect_bundle,
   inspect_operator,
   check_hook,
@@ -170,6 +177,8 @@ inline constexpr auto kNames<Action> = std::to_array<std::string_view>({"none",
                                                                         "correct_custom_code",
                                                                         "inspect_undefined",
                                                                         "report_kernel",
+                                                                        "write_memory",
+                                                                        "report_compiler",
                                                                         "inspect_bundle",
                                                                         "inspect_operator",
                                                                         "check_hook",
@@ -206,6 +215,8 @@ enum class Refutation {
   finite_call,
   finite_in_float64,
   bad_in_float64,
+  bad_with_written_memory,
+  bad_when_eager,
   unseen_writer,
   bad_in_further_rerun,
   bad_part,
@@ -222,13 +233,18 @@ enum class Refutation {
   earlier_phase,
 };
 template <>
-inline constexpr auto kNames<Refutation> = std::to_array<std::string_view>(
-    {"finite_checkpoint", "finite_buffer",    "finite_samples",
-     "valid_label",       "finite_call",      "finite_in_float64",
-     "bad_in_float64",    "unseen_writer",    "bad_in_further_rerun",
-     "bad_part",          "sum_in_range",     "sender_changed",
-     "bad_first_forward", "bad_state_before", "finite_state_before",
-     "no_growth",         "bad_before_hook",  "overflow_at_smallest_scale",
-     "unwatched_receipt", "earlier_in_step",  "earlier_phase"});
+inline constexpr auto kNames<Refutation> =
+    std::to_array<std::string_view>({"finite_checkpoint",    "finite_buffer",
+                                     "finite_samples",       "valid_label",
+                                     "finite_call",          "finite_in_float64",
+                                     "bad_in_float64",       "bad_with_written_memory",
+                                     "bad_when_eager",       "unseen_writer",
+                                     "bad_in_further_rerun", "bad_part",
+                                     "sum_in_range",         "sender_changed",
+                                     "bad_first_forward",    "bad_state_before",
+                                     "finite_state_before",  "no_growth",
+                                     "bad_before_hook",      "overflow_at_smallest_scale",
+                                     "unwatched_receipt",    "earlier_in_step",
+                                     "earlier_phase"});
 
 }  // namespace nanlocator

@@ -29,6 +29,10 @@ namespace nanlocator {
   FACT(data_was_bad)                                                          \
   FACT(memory_changed)                                                        \
   FACT(came_from_opaque_call)                                                 \
+  FACT(made_by_kernel)                                                        \
+  FACT(was_given_unwritten_memory)                                            \
+  FACT(read_unwritten_memory)                                                 \
+  FACT(left_unwritten)                                                        \
   FACT(made_by_hook)                                                          \
   FACT(came_from_collective)                                                  \
   /* what was seen where ranks exchange data, and in losses */                \
@@ -61,6 +65,8 @@ namespace nanlocator {
   FACT(rerun_identical)                                                       \
   FACT(rerun_differs)                                                         \
   FACT(rerun_clean)                                                           \
+  FACT(variant_bad)                                                           \
+  FACT(variant_finite)                                                        \
   FACT(control_bad)                                                           \
   FACT(control_clean)                                                         \
   FACT(gone_in_rerun)                                                         \
@@ -227,6 +233,7 @@ struct Fact {
   std::string dtype{};
   std::string group{};               // process group
   std::string conclusion{};          // of a replay: ReplayConclusion's name
+  std::string variant{};             // of a re-run: RerunVariant's name
   std::string text{};                // what another program or the user wrote
   std::vector<std::string> names{};  // parameters, states
   std::vector<std::pair<std::string, double>> values{};
@@ -264,6 +271,7 @@ void visit_arguments(AnyFact& fact, Visit&& visit) {
   visit("dtype", fact.dtype);
   visit("group", fact.group);
   visit("conclusion", fact.conclusion);
+  visit("variant", fact.variant);
   visit("text", fact.text);
   visit("names", fact.names);
   visit("values", fact.values);

@@ -10,6 +10,7 @@
 #include "nanlocator/locate/fact.hpp"
 #include "nanlocator/map/rank_coordinates.hpp"
 #include "nanlocator/record/birth.hpp"
+#include "nanlocator/record/rerun_variant.hpp"
 #include "nanlocator/record/sighting.hpp"
 
 namespace nanlocator {
@@ -97,6 +98,7 @@ struct RerunOutcome {
   bool done = false;
   std::optional<bool> reproduced;  // empty: not done, or the re-run of some rank did not complete
   std::vector<std::string> not_restored;
+  std::vector<VariantOutcome> variants;  // what re-runs changed on purpose, and how they came out
 };
 
 /// Whether the job can be restarted from its latest checkpoint; of several origins the last in this

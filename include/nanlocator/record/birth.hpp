@@ -27,13 +27,16 @@ enum class BirthKind : std::uint8_t {
   data,          // any other tensor that was bad before the pass: the batch
   memory,        // finite when last written, bad when read, and no operator wrote in between
   opaque,        // computed off the dispatcher: a pybind kernel, a compiled region
-  user_hook,     // a hook that the user registered on a tensor or a node
-  collective,    // came out of a collective
+  unwritten,     // memory that nobody had written: a re-run filled it with NaN, which was read here
+  kernel,  // the same as opaque, by a call that was looked at on both sides; `last_seen`: allocated
+           // where memory that nobody had written was bad before it, else finite
+  user_hook,   // a hook that the user registered on a tensor or a node
+  collective,  // came out of a collective
 };
 template <>
-inline constexpr auto kNames<BirthKind> =
-    std::to_array<std::string_view>({"nan", "nan_from_inf", "inf", "literal", "weight", "buffer",
-                                     "data", "memory", "opaque", "user_hook", "collective"});
+inline constexpr auto kNames<BirthKind> = std::to_array<std::string_view>(
+    {"nan", "nan_from_inf", "inf", "literal", "weight", "buffer", "data", "memory", "opaque",
+     "unwritten", "kernel", "user_hook", "collective"});
 
 /// What replaying the recorded operator call in this process said (replay/replay.hpp).
 enum class ReplayConclusion : std::uint8_t {
@@ -149,10 +152,12 @@ struct Birth {
   std::optional<CodeLine> code;
   /// The innermost line, where that is in a framework (megatron, transformers) and `code` is not.
   std::optional<CodeLine> framework_code;
-  std::vector<Operand> operands;    // in the schema's order; the first kMostOperands
-  std::optional<BadExtent> extent;  // of the bad elements; empty where it was not computed
-  std::vector<Magnitude> weights;   // of NaN and overflows: the parameters of its module
-  // Of what was bad before an operator read it (weight, buffer, data, memory, opaque, collective):
+  std::vector<Operand> operands;         // in the schema's order; the first kMostOperands
+  std::optional<BadExtent> extent;       // of the bad elements; empty where it was not computed
+  std::vector<Magnitude> weights;        // of NaN and overflows: the parameters of its module
+  std::optional<CodeLine> allocated_at;  // of unwritten memory
+  // Of what was bad before an operator read it (weight, buffer, data, memory, opaque, unwritten,
+  // collective):
   std::string reader;  // the operator that read it first
   std::string writer;  // the operator that wrote or allocated it last
   LastSeen last_seen = LastSeen::unknown;

@@ -17,6 +17,7 @@
 #include "nanlocator/map/rank_list.hpp"
 #include "nanlocator/record/birth.hpp"
 #include "nanlocator/record/history.hpp"
+#include "nanlocator/record/rerun_variant.hpp"
 #include "nanlocator/record/sighting.hpp"
 
 namespace nanlocator {
@@ -87,6 +88,7 @@ struct Rerun {
   std::vector<std::int64_t> bad_parameters;
   /// State that the first pass moved and that could not be restored.
   std::vector<std::string> not_restored;
+  std::vector<VariantOutcome> variants;  // in the order in which they ran
   friend bool operator==(const Rerun&, const Rerun&) = default;
 };
 

@@ -87,8 +87,10 @@ struct StepAdapter {
   std::function<void(const std::vector<Birth>&, const std::function<void()>& run)>
       keep_module_calls;
   std::function<void(const Birth&, Bundle&, StorageCollector&, BundleContents&)> add_module_call;
-  /// See RerunnableStep; may be empty.
+  /// See RerunnableStep; all may be empty.
   std::function<void()> abort_collectives;
+  std::function<bool()> has_compiled_parts;
+  std::function<void(bool is_eager)> set_eager;
   /// Empty where there is no loss scaler, on all ranks alike; nullopt where it has seen no
   /// overflow.
   std::function<std::optional<LossScale>()> loss_scale;

@@ -53,6 +53,10 @@ struct RerunnableStep {
   /// asks. Empty where no crossings are watched.
   std::function<void(const PeerQuestion&)> keep_results;
   std::function<std::vector<CollectiveResult>()> take_results;
+  /// Whether the program has parts that torch.compile has compiled, and how to have them executed
+  /// by their operators from now on, or no more; both may be empty.
+  std::function<bool()> has_compiled_parts;
+  std::function<void(bool is_eager)> set_eager;
   /// Ends the collectives in which this process waits, on whichever thread and in whichever groups;
   /// called on another one, where a re-run cannot be completed. Empty: only the communicator's
   /// group is aborted.

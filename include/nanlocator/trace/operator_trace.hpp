@@ -41,6 +41,9 @@ struct TraceOptions {
   /// Gives the lines of the program that births come from. Null in C++ programs: births have none.
   std::shared_ptr<ProgramCode> program_code;
   int threads = 1;  // for scans in host memory
+  /// What tensors hold that an operator has allocated and nobody has written. NaN: births of kind
+  /// unwritten. Empty: whatever lies there.
+  std::optional<double> fresh_memory;
 };
 
 /// What a tensor was before the pass. A gradient (name: its parameter's) has no values of its own

@@ -1,0 +1,179 @@
+"""Calls of code that PyTorch's dispatcher does not see, shown to the operator trace while one is armed.
+
+    with KernelCalls():
+        model(batch)
+
+Functions of extension modules are found wherever a module has bound them, and methods of their classes;
+launches of Triton's kernels, compiled by Inductor or run by the interpreter, where all of them pass. Each is
+looked at on both sides (nanlocator/trace/kernel_call.hpp). Nothing is replaced outside of the block.
+"""
+
+import contextlib
+import functools
+import gc
+import importlib.machinery
+import mmap
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from nanlocator import _C
+from nanlocator.patches import replace
+
+# Extension modules that take tensors and are not linked with Torch.
+_WITHOUT_TORCH = ("cudnn", "nvfuser", "cupy_backends")
+# Torch's own, and others that never compute with tensors.
+_LEFT_OUT = ("torch", "nanlocator", "numpy", "functorch", "torchgen", "pybind11_builtins")
+_SUFFIXES = tuple(importlib.machinery.EXTENSION_SUFFIXES)
+
+
+class KernelCalls:
+    """Follows them from ``__enter__``, or from the beginning, until ``remove``."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+        self._follow_extensions()
+        self._follow_triton()
+
+    def __enter__(self) -> "KernelCalls":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _follow_extensions(self) -> None:
+        modules = [each for each in gc.get_objects() if type(each) is types.ModuleType]
+        extensions = [each for each in modules if _is_extension(each)]
+        if not extensions:
+            return
+        wrapped: dict[int, Callable[..., Any]] = {}
+        for extension in extensions:
+            for name, value in list(vars(extension).items()):
+                if type(value) is types.BuiltinFunctionType:
+                    wrapped[id(value)] = _shown(value, f"{_short_name(extension)}::{name}")
+                elif type(value).__name__ == "pybind11_type":
+                    self._follow_methods(value, _short_name(extension))
+        for module in modules:
+            for name, value in list(vars(module).items()):
+                if type(value) is types.BuiltinFunctionType and id(value) in wrapped:
+                    self._undo.append(replace(module, name, wrapped[id(value)]))
+
+    def _follow_methods(self, kind: type, module: str) -> None:
+        for name, value in list(vars(kind).items()):
+            if type(value).__name__ == "instancemethod" and not name.startswith("__"):
+                shown = _shown(value.__func__, f"{module}::{kind.__name__}.{name}")
+                self._undo.append(replace(kind, name, shown))
+
+    def _follow_triton(self) -> None:
+        for module, kind in (
+            ("triton.runtime.jit", "JITFunction"),
+            ("triton.runtime.interpreter", "InterpretedFunction"),
+            ("torch._inductor.runtime.triton_heuristics", "CachingAutotuner"),
+        ):
+            launcher = getattr(sys.modules.get(module), kind, None)
+            if launcher is not None:
+                self._undo.append(replace(launcher, "run", _shown_launch(launcher.run)))
+
+
+def _is_extension(module: types.ModuleType) -> bool:
+    """Of others, with kernels in it."""
+    try:
+        file = vars(module).get("__file__") or ""
+        name = str(module.__name__)
+    except (AttributeError, TypeError):
+        return False
+    root = name.partition(".")[0]
+    if not isinstance(file, str) or not file.endswith(_SUFFIXES) or root in _LEFT_OUT:
+        return False
+    return root in _WITHOUT_TORCH or _is_linked_with_torch(file)
+
+
+@functools.cache
+def _is_linked_with_torch(file: str) -> bool:
+    try:
+        with open(file, "rb") as library, mmap.mmap(library.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return content.find(b"libc10.") >= 0 or content.find(b"libtorch") >= 0
+    except (OSError, ValueError):
+        return False
+
+
+def _short_name(module: types.ModuleType) -> str:
+    return str(module.__name__).rpartition(".")[2]
+
+
+def _shown(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    names = _argument_names(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        arguments = dict(_named_tensors(args, kwargs, names))
+        if not arguments:
+            return function(*args, **kwargs)
+        with _shown_call(name, list(arguments.items())) as results:
+            result = function(*args, **kwargs)
+            results += _C.tensors_in(result)
+        return result
+
+    return call
+
+
+def _shown_launch(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("warmup"):
+            return run(kernel, *args, **kwargs)
+        names = list(getattr(kernel, "arg_names", ()) or ())
+        arguments = dict(_named_tensors(args, kwargs, names))
+        with _shown_call(f"triton::{_name_of_kernel(kernel)}", list(arguments.items())):
+            return run(kernel, *args, **kwargs)
+
+    return launch
+
+
+def _name_of_kernel(kernel: Any) -> str:
+    function = getattr(kernel, "fn", kernel)
+    return str(getattr(function, "__name__", type(kernel).__name__))
+
+
+@contextlib.contextmanager
+def _shown_call(name: str, arguments: list[tuple[str, torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
+    """Gives a list for the results."""
+    results: list[torch.Tensor] = []
+    call = _C.KernelCall(name, arguments)
+    try:
+        yield results
+        call.end(results)
+    finally:
+        call.close()
+
+
+def _named_tensors(
+    args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """By the name of the argument, and a number where it holds several."""
+    positional = [(names[i] if i < len(names) else f"argument[{i}]", arg) for i, arg in enumerate(args)]
+    for name, value in (*positional, *kwargs.items()):
+        if isinstance(value, torch.Tensor):
+            yield name, value
+            continue
+        value = getattr(value, "base", value)  # Triton's TensorWrapper and TensorDescriptor
+        found = _C.tensors_in(value)
+        for i, tensor in enumerate(found):
+            yield (name if isinstance(value, torch.Tensor) else f"{name}[{i}]"), tensor
+
+
+def _argument_names(function: Callable[..., Any]) -> list[str]:
+    """From the first line of the documentation that pybind11 writes."""
+    signature = (getattr(function, "__doc__", None) or "").partition("\n")[0]
+    inside = re.search(r"\((.*)\)", signature)
+    return re.findall(r"(\w+):", inside.group(1)) if inside else []

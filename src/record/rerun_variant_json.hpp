@@ -1,0 +1,16 @@
+// The members of a VariantOutcome in JSON, of ledgers and of verdicts.
+#pragma once
+
+#include <tuple>
+
+#include "files/json_fields.hpp"
+#include "nanlocator/record/rerun_variant.hpp"
+
+namespace nanlocator {
+
+constexpr auto json_fields(const VariantOutcome*) {
+  using V = VariantOutcome;
+  return std::tuple(JsonField("variant", &V::variant), JsonField("bad", &V::is_bad));
+}
+
+}  // namespace nanlocator
