@@ -26,8 +26,20 @@ from nanlocator.patches import replace
 
 # Extension modules that take tensors and are not linked with Torch.
 _WITHOUT_TORCH = ("cudnn", "nvfuser", "cupy_backends")
-# Torch's own, and others that never compute with tensors.
-_LEFT_OUT = ("torch", "nanlocator", "numpy", "functorch", "torchgen", "pybind11_builtins")
+# Torch's own, and libraries whose kernels bring what other ranks have sent: no input of the call.
+_LEFT_OUT = (
+    "torch",
+    "nanlocator",
+    "functorch",
+    "deep_ep_cpp",
+    "deep_ep",
+    "mori",
+    "mscclpp",
+    "nvshmem",
+    "pplx_kernels",
+)
+# Of TransformerEngine: an argument of such a type makes a kernel communicate while it computes.
+_COMMUNICATOR = "CommOverlap"
 _SUFFIXES = tuple(importlib.machinery.EXTENSION_SUFFIXES)
 
 
@@ -117,7 +129,7 @@ def _shown(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
         arguments = dict(_named_tensors(args, kwargs, names))
-        if not arguments:
+        if not arguments or any(_COMMUNICATOR in type(arg).__name__ for arg in (*args, *kwargs.values())):
             return function(*args, **kwargs)
         with _shown_call(name, list(arguments.items())) as results:
             result = function(*args, **kwargs)

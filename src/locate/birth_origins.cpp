@@ -208,8 +208,10 @@ bool has_come_out(const Root& root, VariantOutcome outcome) {
 /// What it made is gone where its operators are executed one by one, and comes again where not.
 bool is_of_compiled_region(const Root& root) {
   const BirthKind kind = root.birth->kind;
-  return (kind == BirthKind::opaque || kind == BirthKind::kernel) &&
-         has_come_out(root, {RerunVariant::eager, false}) &&
+  const bool is_made = kind == BirthKind::opaque || kind == BirthKind::kernel ||
+                       kind == BirthKind::nan || kind == BirthKind::inf ||
+                       kind == BirthKind::nan_from_inf;
+  return is_made && has_come_out(root, {RerunVariant::eager, false}) &&
          has_come_out(root, {RerunVariant::compiled, true});
 }
 

@@ -74,7 +74,7 @@ constexpr auto json_fields(const Rerun*) {
                     JsonField("gradients", &R::gradients), JsonField("changed", &R::changed),
                     JsonField("bad_parameters", &R::bad_parameters),
                     JsonField("not_restored", &R::not_restored),
-                    JsonField("variants", &R::variants));
+                    JsonAdded(JsonField("variants", &R::variants)));
 }
 
 constexpr auto json_fields(const WeightValue*) {

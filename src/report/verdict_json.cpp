@@ -61,7 +61,7 @@ constexpr auto json_fields(const RerunOutcome*) {
   using R = RerunOutcome;
   return std::tuple(JsonField("done", &R::done), JsonField("reproduced", &R::reproduced),
                     JsonField("not_restored", &R::not_restored),
-                    JsonField("variants", &R::variants));
+                    JsonAdded(JsonField("variants", &R::variants)));
 }
 
 constexpr auto json_fields(const JobState*) {

@@ -224,21 +224,40 @@ struct StepRerun::Impl {
            });
   }
 
-  /// A further pass, which changes one thing; where it is bad and traces what is behind it,
-  /// `traced` becomes it. False where a rank did not come to its end.
-  bool run_variant(RerunVariant variant, Traced& traced, Rerun& rerun, bool& is_bad) {
-    Traced further = run_traced(variant == RerunVariant::constant_memory ? std::optional(1.0)
-                                : variant == RerunVariant::nan_memory
-                                    ? std::optional(std::numeric_limits<double>::quiet_NaN())
-                                    : std::nullopt);
+  static bool has_unwritten(const std::optional<Explanation>& explanation) {
+    return explanation && std::ranges::any_of(explanation->births, [](const auto& traced) {
+             return traced.birth.kind == BirthKind::unwritten;
+           });
+  }
+
+  enum class Outcome {
+    ended_early,  // on some rank
+    finite,
+    bad,        // for a reason that the change has nothing to do with
+    explained,  // bad because of the change: its trace is the one that counts
+  };
+
+  /// A further pass, which changes one thing; where it is `explained`, `traced` becomes it.
+  Outcome run_variant(RerunVariant variant, Traced& traced, Rerun& rerun) {
+    std::optional<double> fresh_memory;
+    if (variant == RerunVariant::constant_memory) fresh_memory = 1;
+    if (variant == RerunVariant::nan_memory) {
+      fresh_memory = std::numeric_limits<double>::quiet_NaN();
+    }
+    Traced further = run_traced(fresh_memory);
     if (has_ended_early(further.pass)) {
       give_up();
-      return false;
+      return Outcome::ended_early;
     }
-    is_bad = locator.is_true_anywhere(further.pass.is_bad);
+    const bool is_bad = locator.is_true_anywhere(further.pass.is_bad);
     rerun.variants.push_back({variant, is_bad});
-    if (is_bad && variant != RerunVariant::constant_memory) traced = std::move(further);
-    return true;
+    if (!is_bad) return Outcome::finite;
+    const bool is_explained = variant == RerunVariant::nan_memory
+                                  ? locator.is_true_anywhere(has_unwritten(further.explanation))
+                                  : variant == RerunVariant::compiled;
+    if (!is_explained) return Outcome::bad;
+    traced = std::move(further);
+    return Outcome::explained;
   }
 
   [[nodiscard]] std::vector<NamedTensor> named(const std::vector<GradientView>& views) const {
@@ -399,25 +418,23 @@ bool StepRerun::run_again() {
   bool has_ended_early = impl.has_ended_early(traced.pass);
   bool is_bad_again = !has_ended_early && locator.is_true_anywhere(traced.pass.is_bad);
   if (has_ended_early) impl.give_up();
+  auto outcome = Impl::Outcome::finite;
   if (is_eager && !has_ended_early) {
     rerun.variants.push_back({RerunVariant::eager, is_bad_again});
     if (!is_bad_again) {
-      has_ended_early = !impl.run_variant(RerunVariant::compiled, traced, rerun, is_bad_again);
+      outcome = impl.run_variant(RerunVariant::compiled, traced, rerun);
+      is_bad_again = outcome == Impl::Outcome::explained;
+      has_ended_early = outcome == Impl::Outcome::ended_early;
     }
   }
-  bool is_memory_unwritten = false;
+  bool may_be_of_memory = !has_ended_early && !is_bad_again;
   if (is_bad_again && locator.is_true_anywhere(impl.may_be_of_memory(traced.explanation))) {
-    bool depends_on_constant = true;
-    has_ended_early =
-        !impl.run_variant(RerunVariant::constant_memory, traced, rerun, depends_on_constant);
-    if (!has_ended_early && !depends_on_constant) {
-      has_ended_early =
-          !impl.run_variant(RerunVariant::nan_memory, traced, rerun, is_memory_unwritten);
-    }
-  } else if (!has_ended_early && !is_bad_again) {
-    has_ended_early =
-        !impl.run_variant(RerunVariant::nan_memory, traced, rerun, is_memory_unwritten);
+    outcome = impl.run_variant(RerunVariant::constant_memory, traced, rerun);
+    may_be_of_memory = outcome == Impl::Outcome::finite;
   }
+  if (may_be_of_memory) outcome = impl.run_variant(RerunVariant::nan_memory, traced, rerun);
+  has_ended_early = has_ended_early || outcome == Impl::Outcome::ended_early;
+  const bool is_memory_unwritten = may_be_of_memory && outcome == Impl::Outcome::explained;
   rerun.not_restored = impl.not_restored;
   rerun.gradients = static_cast<std::int64_t>(traced.pass.scanned.size());
   rerun.bad_parameters = traced.pass.bad_parameters;

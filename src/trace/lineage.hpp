@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -34,9 +35,15 @@ void unite(BirthIds& ids, const BirthIds& more);
 struct Given {
   BirthIds with_nan;
   BirthIds with_any;
-  std::vector<const c10::StorageImpl*> inputs;  // their identities; never followed
-  std::vector<std::string> parameters;          // names of the declared ones among them
+  /// Their identities, whose addresses nobody else gets: a compiled region lets go of its inputs.
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> inputs;
+  std::vector<std::string> parameters;  // names of the declared ones among them
 
+  [[nodiscard]] bool has_input(const at::Tensor& tensor) const {
+    const auto* storage = tensor.storage().unsafeGetStorageImpl();
+    return std::ranges::any_of(
+        inputs, [&](const auto& each) { return each._unsafe_get_target() == storage; });
+  }
   void add(Content content, const BirthIds& births) {
     if (content == Content::nan) unite(with_nan, births);
     unite(with_any, births);
@@ -90,12 +97,12 @@ struct StorageRecord {
 
   c10::weak_intrusive_ptr<c10::StorageImpl> owner;
   StorageState state = StorageState::allocated;
-  bool is_filled = false;               // the last write was of a constant
-  std::uint64_t last_write = 0;         // the trace's clock
-  ByteRange finite_range;               // what was written finite, where that is one piece
+  bool is_filled = false;                  // the last write was of a constant
+  std::uint64_t last_write = 0;            // the trace's clock
+  ByteRange finite_range;                  // what was written finite, where that is one piece
   const std::string* writer = nullptr;     // operator of the last write or allocation; interned
   const std::string* allocator = nullptr;  // operator that allocated it in this pass; interned
-  std::shared_ptr<const Place> place;   // allocated, received, foreign: where
+  std::shared_ptr<const Place> place;      // allocated, received, foreign: where
   /// A frame off the dispatcher that had this storage in hand since the last write.
   std::shared_ptr<const Place> touched_by;
   std::vector<Tag> tags;

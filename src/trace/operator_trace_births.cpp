@@ -424,13 +424,8 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
                                                            : BirthKind::data;
   } else {
     const Location location = locate_frames(frames);
-    const auto* storage = values.storage().unsafeGetStorageImpl();
-    const auto was_given_to = [&](const Frame& frame) {
-      const auto& inputs = frame.given->inputs;
-      return std::find(inputs.begin(), inputs.end(), storage) != inputs.end();
-    };
     const auto* node = values.is_leaf() ? nullptr : torch::autograd::impl::grad_fn_unsafe(values);
-    if (location.container != nullptr && !was_given_to(*location.container)) {
+    if (location.container != nullptr && !location.container->given->has_input(values)) {
       born_inside(current_place(frames));
     } else if (node != nullptr && !location.is_backward) {
       Place inside;

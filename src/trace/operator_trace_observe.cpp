@@ -290,7 +290,7 @@ void OperatorTrace::Impl::look_at_given(c10::ArrayRef<const c10::IValue> inputs,
   {
     const std::lock_guard lock(mutex);
     for (const auto& tensor : given) {
-      frame.given->inputs.push_back(tensor.storage().unsafeGetStorageImpl());
+      frame.given->inputs.push_back(tensor.storage().getWeakStorageImpl());
       for (const auto* declared : declarations.find_all(tensor)) {
         if (declared->as != DeclaredAs::parameter) continue;
         frame.given->parameters.push_back(declared->name);

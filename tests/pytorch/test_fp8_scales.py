@@ -38,7 +38,7 @@ def train(state, magnitudes):
 def test_an_overflow_from_a_stale_scale_is_there_again_in_the_rerun(layout, magnitudes, monkeypatch):
     verdict = train(install(layout, monkeypatch), magnitudes)
     assert verdict["iteration"] == len(magnitudes)
-    assert verdict["rerun"] == {"done": True, "reproduced": True, "not_restored": []}
+    assert verdict["rerun"]["reproduced"] is True and verdict["rerun"]["not_restored"] == []
     (origin,) = verdict["origins"]
     assert origin["module"] == "0"
     assert origin["cause"] != "not_reproduced"

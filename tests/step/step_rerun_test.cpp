@@ -93,7 +93,7 @@ TEST_F(StepRerunTest, AClosureIsRepeatedAndTheOperatorOfTheBackwardFaultIsNamed)
     EXPECT_EQ(bundle.bundle().operator_call->op, origin.op);
     EXPECT_TRUE(bundle.verify().empty());
   }
-  EXPECT_EQ(calls, 3);  // the good step, the bad one, its repeat
+  EXPECT_EQ(calls, 4);  // the good step, the bad one, its repeat, and with fresh memory filled
 }
 
 TEST_F(StepRerunTest, AFaultOfTheFirstPassAloneIsNotReproduced) {
@@ -117,7 +117,7 @@ TEST_F(StepRerunTest, AFaultOfTheFirstPassAloneIsNotReproduced) {
     EXPECT_EQ(error.verdict().origins[0].cause, Cause::not_reproduced);
     EXPECT_EQ(error.verdict().origins[0].parameter, "encoder.weight");
   }
-  EXPECT_EQ(calls, 3);  // bad, traced, control
+  EXPECT_EQ(calls, 4);  // bad, traced, with fresh memory filled, control
 }
 
 TEST_F(StepRerunTest, RepeatingEveryStepLeavesWeightsBuffersAndGeneratorAsTheyWouldBe) {

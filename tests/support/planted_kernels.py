@@ -1,4 +1,4 @@
-"""Modules around kernels that PyTorch's dispatcher does not see (planted_kernels.cpp), with bugs to choose."""
+"""Modules around kernels that PyTorch's dispatcher does not see (planted_kernels.cpp), with bugs in them."""
 
 import importlib.util
 from pathlib import Path

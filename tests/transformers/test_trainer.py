@@ -182,7 +182,7 @@ def test_a_nan_from_a_gradient_hook_names_parameter_hook_and_step(accumulation):
     assert (origin["parameter"], origin["cause"]) == ("transformer.h.0.attn.c_attn.weight", "user_hook")
     assert (origin["phase"], origin["direction"]) == ("backward", "backward")
     assert origin["tensor"]["first_bad_index"] == [3, 0]
-    assert verdict["rerun"] == {"done": True, "reproduced": True, "not_restored": []}
+    assert verdict["rerun"]["reproduced"] is True and verdict["rerun"]["not_restored"] == []
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
 
 

@@ -1,0 +1,148 @@
+"""Compiled modules: a fault is named by its operator, as in eager code; one of the compiler's is told so."""
+
+import pytest
+import torch
+from torch import nn
+
+import nanlocator
+
+WIDTH = 8
+
+
+class Root(nn.Module):
+    def forward(self, x):
+        return torch.sqrt((x - x).abs())  # its slope is infinite
+
+
+class Log(nn.Module):
+    def forward(self, x):
+        return torch.log(x)
+
+
+class Quotient(nn.Module):
+    def forward(self, x):
+        return x / (x - x).sum()
+
+
+class Exponential(nn.Module):
+    def forward(self, x):
+        return torch.exp(x * 1000)
+
+
+class Block(nn.Module):
+    def __init__(self, guilty):
+        super().__init__()
+        self.fc1, self.guilty, self.fc2 = nn.Linear(WIDTH, WIDTH), guilty, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.fc2(self.guilty(self.fc1(x).tanh()))
+
+
+def model_of(guilty):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(guilty), nn.Linear(WIDTH, 1))
+
+
+def verdict_of(model, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    watch = nanlocator.watch(model, optimizer, **options)
+    try:
+        for step in range(2):
+            torch.manual_seed(step)
+            model(torch.randn(6, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+    finally:
+        watch.remove()
+        torch._dynamo.reset()
+    return None
+
+
+FAULTS = {"root": Root, "log": Log, "quotient": Quotient, "exponential": Exponential}
+
+
+@pytest.mark.parametrize("options", [{}, {"fullgraph": True}, {"dynamic": True}], ids=str)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named_by_its_operator_as_in_eager_code(fault, options):
+    if options and fault != "log":
+        pytest.skip("one fault of each way to compile")
+    (eager,) = verdict_of(model_of(FAULTS[fault]()))["origins"]
+    model = model_of(FAULTS[fault]())
+    model[1].compile(**options)
+    verdict = verdict_of(model)
+    (compiled,) = verdict["origins"]
+    for key in ("operator", "module", "cause", "detail", "phase", "code"):
+        assert compiled[key] == eager[key]
+    assert verdict["rerun"]["variants"][0] == {"variant": "eager", "bad": True}
+
+
+def miscompiling(module, inputs):
+    """A backend that makes NaN of a tanh that is large."""
+    for node in module.graph.nodes:
+        if node.op == "call_method" and node.target == "tanh":
+            node.target = "atanh"
+    module.recompile()
+    return module.forward
+
+
+def test_what_only_the_compiled_code_does_is_the_compilers():
+    model = model_of(nn.Identity())
+    with torch.no_grad():
+        model[1].fc1.weight.mul_(30)
+    model[1].compile(backend="aot_eager_decomp_partition")
+    assert verdict_of(model) is None
+    model = model_of(nn.Identity())
+    with torch.no_grad():
+        model[1].fc1.weight.mul_(30)
+    model[1].compile(backend=miscompiling)
+    verdict = verdict_of(model)
+    assert [each["variant"] for each in verdict["rerun"]["variants"]] == ["eager", "compiled"]
+    (origin,) = verdict["origins"]
+    assert origin["cause"] == "compiled_region"
+
+
+@torch.library.custom_op("nanlocator_test::half", mutates_args=())
+def half(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+half.register_fake(torch.empty_like)
+half.register_autograd(lambda ctx, gradient: gradient / 2)
+
+
+class Half(nn.Module):
+    def forward(self, x):
+        return torch.ops.nanlocator_test.half(x)
+
+
+def test_a_wrong_lowering_of_inductor_is_the_compilers():
+    from torch._inductor import lowering
+    from torch._inductor.virtualized import ops
+
+    key = torch.ops.nanlocator_test.half.default
+    lowering.register_lowering(key)(lowering.make_pointwise(lambda x: ops.log(x)))
+    try:
+        model = model_of(Half())
+        model[1].compile()
+        verdict = verdict_of(model)
+    finally:
+        lowering.lowerings.pop(key)
+    (origin,) = verdict["origins"]
+    assert (origin["cause"], origin["owner"]) == ("compiled_region", "vendor")
+    assert origin["module"].startswith("1")
+
+
+def test_healthy_compiled_steps_come_again_alike(capfd):
+    model = model_of(nn.GELU())
+    model[1].compile()
+    assert verdict_of(model, rerun="always") is None
+    assert "other bits" not in capfd.readouterr().err
+
+
+def test_eager_execution_ends_with_the_rerun():
+    model = model_of(Log())
+    model[1].compile()
+    assert verdict_of(model, on_bad="stop") is not None
+    assert torch._dynamo.eval_frame._stance.stance == "default"

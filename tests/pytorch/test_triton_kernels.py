@@ -1,0 +1,57 @@
+"""Triton's kernels, under its interpreter on the CPU: our own with planted bugs, and Liger's."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = Path(__file__).parents[1] / "support" / "triton_training.py"
+
+
+def run(case):
+    if "liger" in case:
+        pytest.importorskip("liger_kernel")
+    result = subprocess.run(
+        [sys.executable, SCRIPT, case],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1]), result.stderr
+
+
+CAUSES = {
+    "element": ("unknown", "triton::scale_kernel", "forward", 1),
+    "element in backward": ("unknown", "triton::scale_kernel", "backward", 1),
+    "tail": ("uninitialised_memory", "triton::scale_kernel", "forward", 6),
+    "tail in backward": ("uninitialised_memory", "triton::scale_kernel", "backward", 6),
+    "liger row": ("uninitialised_memory", "triton::_softmax_single_block_forward_kernel", "forward", 9),
+    "liger row in backward": (
+        "uninitialised_memory",
+        "triton::_softmax_single_block_backward_kernel",
+        "backward",
+        9,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CAUSES)
+def test_a_planted_bug_is_named_with_kernel_and_extent(case):
+    verdict, _ = run(case)
+    (origin,) = verdict["origins"]
+    assert (origin["cause"], origin["operator"], origin["phase"]) == CAUSES[case][:3]
+    assert origin["tensor"]["nan"] == CAUSES[case][3] and origin["module"] == "2"
+    assert Path(origin["code"]["file"]).name in ("triton_training.py", "softmax.py")  # Liger's own
+
+
+@pytest.mark.parametrize("case", ["healthy", "liger healthy"])
+def test_without_a_bug_nothing_is_found_and_every_step_comes_again_alike(case):
+    verdict, errors = run(case)
+    assert verdict is None and "other bits" not in errors
