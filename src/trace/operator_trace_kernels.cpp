@@ -67,9 +67,7 @@ void OperatorTrace::Impl::finish_kernel(std::span<const KernelArgument> argument
     const std::lock_guard lock(mutex);
     if (output.content == Content::finite) {
       const StorageRecord* record = lineage.find(output.values);
-      const bool is_given =
-          std::ranges::find(frame.given->inputs, output.values.storage().unsafeGetStorageImpl()) !=
-          frame.given->inputs.end();
+      const bool is_given = frame.given->has_input(output.values);
       const bool is_filled = record != nullptr && record->state == StorageState::allocated;
       if (is_filled || !is_given) {
         lineage.note_finite_write(output.values, clock.fetch_add(1) + 1, name, false);
