@@ -212,7 +212,8 @@ bool is_of_compiled_region(const Root& root) {
                        kind == BirthKind::nan || kind == BirthKind::inf ||
                        kind == BirthKind::nan_from_inf;
   return is_made && has_come_out(root, {RerunVariant::eager, false}) &&
-         has_come_out(root, {RerunVariant::compiled, true});
+         has_come_out(root, {RerunVariant::compiled, true}) &&
+         !has_come_out(root, {RerunVariant::compiled, false});
 }
 
 Fact fact_of(FactKind kind, const Birth& birth) {

@@ -252,9 +252,18 @@ struct StepRerun::Impl {
     const bool is_bad = locator.is_true_anywhere(further.pass.is_bad);
     rerun.variants.push_back({variant, is_bad});
     if (!is_bad) return Outcome::finite;
-    const bool is_explained = variant == RerunVariant::nan_memory
-                                  ? locator.is_true_anywhere(has_unwritten(further.explanation))
-                                  : variant == RerunVariant::compiled;
+    bool is_explained = false;
+    if (variant == RerunVariant::nan_memory) {
+      is_explained = locator.is_true_anywhere(has_unwritten(further.explanation));
+    } else if (variant == RerunVariant::compiled) {  // what comes and goes is not the compiler's
+      const Pass once_more = run(step.run);
+      if (has_ended_early(once_more)) {
+        give_up();
+        return Outcome::ended_early;
+      }
+      is_explained = locator.is_true_anywhere(once_more.is_bad);
+      rerun.variants.push_back({variant, is_explained});
+    }
     if (!is_explained) return Outcome::bad;
     traced = std::move(further);
     return Outcome::explained;

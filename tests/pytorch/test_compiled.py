@@ -98,7 +98,8 @@ def test_what_only_the_compiled_code_does_is_the_compilers():
         model[1].fc1.weight.mul_(30)
     model[1].compile(backend=miscompiling)
     verdict = verdict_of(model)
-    assert [each["variant"] for each in verdict["rerun"]["variants"]] == ["eager", "compiled"]
+    outcomes = [tuple(each.values()) for each in verdict["rerun"]["variants"]]
+    assert outcomes[:3] == [("eager", False), ("compiled", True), ("compiled", True)]
     (origin,) = verdict["origins"]
     assert origin["cause"] == "compiled_region"
 
@@ -146,3 +147,19 @@ def test_eager_execution_ends_with_the_rerun():
     model[1].compile()
     assert verdict_of(model, on_bad="stop") is not None
     assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_what_comes_and_goes_is_not_the_compilers():
+    class EverySecond(nn.Module):
+        calls = 0
+
+        @torch.compiler.disable
+        def forward(self, x):
+            type(self).calls += 1
+            return x * (float("nan") if self.calls > 1 and self.calls % 2 == 0 else 1.0)
+
+    model = model_of(nn.GELU())
+    model[1].compile()
+    verdict = verdict_of(nn.Sequential(EverySecond(), model))
+    (origin,) = verdict["origins"]
+    assert origin["cause"] == "not_reproduced"
