@@ -100,7 +100,7 @@ def test_a_fault_that_repeats_names_operator_module_and_bundle():
     content = json.loads((bundle / "bundle.json").read_text())
     assert any("at::" in line for line in content["cpp_stack"])
     assert content["birth"]["stack"][0].endswith("in forward")
-    assert training.calls == 5  # the first step; the bad pass, traced, memory filled, the one that keeps modules
+    assert training.calls == 5  # first, bad, traced, memory filled, module calls
 
 
 def test_the_bundle_holds_the_module_call_around_the_operator():
