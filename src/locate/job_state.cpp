@@ -51,6 +51,8 @@ Advice advice_on(const Origin& origin, const RerunOutcome& rerun,
     case Cause::memory_corruption:
     case Cause::not_reproduced:
       return {Restart::latest};
+    case Cause::uninitialised_memory:  // that held what happened to lie there
+      return {Restart::unknown};
     default:
       break;
   }

@@ -241,12 +241,14 @@ std::string plain_text(const Fact& fact) {
     case was_given_unwritten_memory:
       return "it was given memory that nobody had written, and that held NaN or Inf already";
     case read_unwritten_memory:
-      return fact.op + " read memory that " + fact.writer + " had allocated" + at_line(fact) +
-             " and nobody had written: NaN that a re-run had put there reached it";
+      return fact.op +
+             " read memory that nobody had written: NaN that a re-run had put there "
+             "reached it; " +
+             fact.writer + " allocated the memory" + at_line(fact);
     case left_unwritten:
       return fact.op + " left " + share_of(fact) + " of its " + fact.role +
-             " unwritten: NaN that a re-run had put into the memory that " + fact.writer +
-             " allocated" + at_line(fact) + " is still there";
+             " unwritten: NaN that a re-run had put there is still there; " + fact.writer +
+             " allocated the memory" + at_line(fact);
     case made_by_hook:
       return "a hook of the user made " + share_of(fact) + " with " + fact.op;
     case came_from_collective:
