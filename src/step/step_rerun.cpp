@@ -214,6 +214,22 @@ struct StepRerun::Impl {
     return traced;
   }
 
+  Traced run_eagerly() {
+    struct Eager {
+      explicit Eager(const std::function<void(bool)>& set_) : set(set_) {
+        if (set) set(true);
+      }
+      ~Eager() {  // an interrupt ends a pass, too
+        try {
+          if (set) set(false);
+        } catch (...) {
+        }
+      }
+      const std::function<void(bool)>& set;
+    } const eager(step.set_eager);
+    return run_traced();
+  }
+
   /// Off the dispatcher, of memory that nobody was seen to write, or of finite values that were too
   /// large: memory that nobody has written may be behind it.
   static bool may_be_of_memory(const std::optional<Explanation>& explanation) {
@@ -420,9 +436,7 @@ bool StepRerun::run_again() {
   // Every rank takes the same way from here: a pass may hold collectives.
   const bool is_eager =
       locator.is_true_anywhere(impl.step.has_compiled_parts && impl.step.has_compiled_parts());
-  if (is_eager) impl.step.set_eager(true);
-  Impl::Traced traced = impl.run_traced();
-  if (is_eager) impl.step.set_eager(false);
+  Impl::Traced traced = is_eager ? impl.run_eagerly() : impl.run_traced();
   rerun.changed = count_changed(first, traced.pass.scanned);
   bool has_ended_early = impl.has_ended_early(traced.pass);
   bool is_bad_again = !has_ended_early && locator.is_true_anywhere(traced.pass.is_bad);

@@ -163,3 +163,21 @@ def test_what_comes_and_goes_is_not_the_compilers():
     verdict = verdict_of(nn.Sequential(EverySecond(), model))
     (origin,) = verdict["origins"]
     assert origin["cause"] == "not_reproduced"
+
+
+def test_eager_execution_ends_with_an_interrupt_of_the_rerun_too():
+    class Interrupted(nn.Module):
+        calls = 0
+
+        @torch.compiler.disable
+        def forward(self, x):
+            type(self).calls += 1
+            if self.calls == 2:
+                raise KeyboardInterrupt
+            return x
+
+    model = model_of(Log())
+    model[1].compile()
+    with pytest.raises(KeyboardInterrupt):
+        verdict_of(nn.Sequential(Interrupted(), model))
+    assert torch._dynamo.eval_frame._stance.stance == "default"

@@ -426,6 +426,7 @@ TEST_F(HostileBundle, EveryMissingKeyIsNamed) {
   }
   for (const char* part : {"birth", "operator_call", "module_call"}) {
     for (const auto& [key, value] : json_[part].items()) {
+      if (key == "allocated_at") continue;  // earlier versions do not have it
       EXPECT_THAT(refusal([&](auto& json) { json[part].erase(key); }),
                   HasSubstr(std::string(part) + "." + key + ": the key is missing"));
     }
