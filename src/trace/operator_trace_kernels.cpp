@@ -1,6 +1,9 @@
 #include "nanlocator/trace/kernel_call.hpp"
 
+#include <ATen/detail/CUDAHooksInterface.h>
+
 #include <algorithm>
+#include <set>
 #include <utility>
 
 #include "tensor/extent.hpp"
@@ -52,14 +55,24 @@ std::vector<KernelOutput> outputs_of(std::span<const KernelArgument> arguments,
   return outputs;
 }
 
+/// All their streams: a kernel may work on one of its own, and is not half done then.
+void wait_for_devices_of(const std::vector<KernelOutput>& outputs) {
+  std::set<c10::DeviceIndex> devices;
+  for (const auto& output : outputs) {
+    if (output.values.is_cuda()) devices.insert(output.values.device().index());
+  }
+  for (const auto device : devices) at::detail::getCUDAHooks().deviceSynchronize(device);
+}
+
 }  // namespace
 
 void OperatorTrace::Impl::finish_kernel(std::span<const KernelArgument> arguments,
                                         std::span<const at::Tensor> results, ThreadFrames& frames) {
   Frame& frame = *frames.top();
-  look_at_received(frame, frames);
   const std::string* const name = intern_name(frame.name);
   auto outputs = outputs_of(arguments, results);
+  wait_for_devices_of(outputs);
+  look_at_received(frame, frames);
   std::vector<const KernelOutput*> made;
   Content worst = Content::finite;
   for (auto& output : outputs) {
