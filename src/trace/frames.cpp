@@ -41,6 +41,7 @@ void Frame::reset() {
   received.clear();
   kernel.reset();
   has_bad_unwritten = false;
+  unclear.clear();
   forward_thread = 0;
   sequence = -1;
   hooks.clear();
@@ -60,6 +61,7 @@ void ThreadFrames::pop() {
   if (frame.is_captured) frame.capture = CallCapture();
   frame.arguments.clear();  // let go of the tensors
   frame.received.clear();
+  frame.unclear.clear();
   frame.is_captured = false;
 }
 

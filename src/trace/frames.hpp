@@ -40,6 +40,14 @@ struct BeforeWrite {
   BirthIds births;
 };
 
+/// A kernel was given it bad, and nobody has seen who wrote it: an input if the call leaves it as it
+/// is, memory to be filled if not.
+struct UnclearArgument {
+  at::Tensor values;
+  Content content = Content::finite;  // before the call, as the fingerprint
+  std::uint64_t fingerprint = 0;
+};
+
 struct Frame {
   FrameKind kind = FrameKind::operation;
   const OperatorInfo* info = nullptr;
@@ -65,6 +73,7 @@ struct Frame {
   /// Of a KernelCall: what it is; null otherwise.
   std::shared_ptr<const Place> kernel;
   bool has_bad_unwritten = false;  // it was given memory that is bad and that nobody has written
+  std::vector<UnclearArgument> unclear;
   std::uint64_t forward_thread = 0;
   std::int64_t sequence = -1;
   bool records = false;         // a node: autograd records what it computes (create_graph)

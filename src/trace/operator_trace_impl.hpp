@@ -86,6 +86,8 @@ struct OperatorTrace::Impl {
   // ---- kernels.cpp
   void start_kernel(const std::string& name, std::span<const KernelArgument> arguments,
                     ThreadFrames& frames);
+  /// What the call has left as it was went in. Keeps what it has written.
+  void settle_unclear(Frame& frame, ThreadFrames& frames);
   void finish_kernel(std::span<const KernelArgument> arguments, std::span<const at::Tensor> results,
                      ThreadFrames& frames);
   BirthId add_kernel_birth(const Frame& frame, std::span<const KernelArgument> arguments,
@@ -103,6 +105,8 @@ struct OperatorTrace::Impl {
   /// written the gradient for the last time.
   [[nodiscard]] std::vector<std::shared_ptr<const Place>> fused_writers_of(
       const NamedTensor& gradient);
+  /// Neither declared nor known to the lineage, nor what autograd records.
+  [[nodiscard]] bool is_seen_first(const at::Tensor& values);
   [[nodiscard]] Root find_root(const at::Tensor& values, ThreadFrames& frames);
   BirthId add_root(const Root& root, const at::Tensor& values, ThreadFrames& frames,
                    const std::string& reader);

@@ -66,6 +66,24 @@ void wait_for_devices_of(const std::vector<KernelOutput>& outputs) {
 
 }  // namespace
 
+void OperatorTrace::Impl::settle_unclear(Frame& frame, ThreadFrames& frames) {
+  std::erase_if(frame.unclear, [&](const UnclearArgument& argument) {
+    BirthIds origins;
+    {
+      const std::lock_guard lock(mutex);
+      origins = lineage.births_in(argument.values);  // an operator inside has read it
+    }
+    if (origins.empty()) {
+      const TensorStats now = stats_of(argument.values, options.threads);
+      if (now.fingerprint != argument.fingerprint) return false;
+      origins = origins_of(argument.values, frames, frame.name);
+    }
+    const std::lock_guard lock(mutex);
+    frame.given->add(argument.content, origins);
+    return true;
+  });
+}
+
 void OperatorTrace::Impl::finish_kernel(std::span<const KernelArgument> arguments,
                                         std::span<const at::Tensor> results, ThreadFrames& frames) {
   Frame& frame = *frames.top();
@@ -73,6 +91,7 @@ void OperatorTrace::Impl::finish_kernel(std::span<const KernelArgument> argument
   auto outputs = outputs_of(arguments, results);
   wait_for_devices_of(outputs);
   look_at_received(frame, frames);
+  settle_unclear(frame, frames);
   std::vector<const KernelOutput*> made;
   Content worst = Content::finite;
   for (auto& output : outputs) {
@@ -135,8 +154,8 @@ BirthId OperatorTrace::Impl::add_kernel_birth(const Frame& frame,
   const std::lock_guard lock(mutex);
   Birth& birth = births[static_cast<std::size_t>(id)].birth;
   birth.sighting.role = role;
-  birth.last_seen =
-      is_unwritten || frame.has_bad_unwritten ? LastSeen::allocated : LastSeen::finite;
+  const bool was_given_garbage = frame.has_bad_unwritten || !frame.unclear.empty();
+  birth.last_seen = is_unwritten || was_given_garbage ? LastSeen::allocated : LastSeen::finite;
   if (!is_unwritten || is_left_unwritten) birth.reader.clear();
   birth.extent = extent_of(values, birth.sighting.stats.nonfinite());
   birth.operands = std::move(operands);

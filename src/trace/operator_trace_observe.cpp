@@ -312,6 +312,11 @@ void OperatorTrace::Impl::look_at_given(c10::ArrayRef<const c10::IValue> inputs,
     for (const auto& tensor : given) {
       const Content content = content_of(tensor);
       if (content == Content::finite) continue;
+      if (frame.kernel != nullptr && is_seen_first(tensor)) {
+        frame.unclear.push_back(
+            {tensor, content, stats_of(tensor, options.threads).fingerprint});
+        continue;
+      }
       const BirthIds births_of_it = origins_of(tensor, frames, frame.name);
       const std::lock_guard lock(mutex);
       frame.given->add(content, births_of_it);

@@ -1,5 +1,7 @@
 """Compiled modules: a fault is named by its operator, as in eager code; one of the compiler's is told so."""
 
+import ctypes
+
 import pytest
 import torch
 from torch import nn
@@ -118,10 +120,22 @@ class Half(nn.Module):
         return torch.ops.nanlocator_test.half(x)
 
 
-def test_a_wrong_lowering_of_inductor_is_the_compilers():
+@pytest.mark.parametrize("memory", ["as it is", "left with NaN in it"])
+def test_a_wrong_lowering_of_inductor_is_the_compilers(memory, monkeypatch):
     from torch._inductor import lowering
     from torch._inductor.virtualized import ops
 
+    allocate = torch._C._dynamo.guards._empty_strided_cpu
+
+    def with_nan(*of):
+        tensor = allocate(*of)
+        ctypes.memset(tensor.data_ptr(), 0xFF, tensor.untyped_storage().nbytes())
+        return tensor
+
+    if memory != "as it is":  # Inductor allocates without the dispatcher
+        monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cpu", with_nan)
+        torch._inductor.codecache.FxGraphCache.clear()
+        torch._inductor.codecache.PyCodeCache.cache_clear()
     key = torch.ops.nanlocator_test.half.default
     lowering.register_lowering(key)(lowering.make_pointwise(lambda x: ops.log(x)))
     try:
