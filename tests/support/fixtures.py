@@ -1,6 +1,7 @@
 """Fixtures that the Python tests of several rooms share; every file of a test goes below its own tmp_path."""
 
 import gc
+import sys
 
 import pytest
 import torch
@@ -18,5 +19,8 @@ def same_seed():
 
 @pytest.fixture(autouse=True, scope="module")
 def without_leftovers():
-    """An optimizer that has raised waits for the next bad step, hooks and all, until it is collected."""
+    """An optimizer that has raised waits for the next bad step, hooks and all, until it is collected. And a
+    re-run asks what Torch counts for the whole process: has anything been compiled?"""
     gc.collect()
+    if dynamo := sys.modules.get("torch._dynamo.utils"):
+        dynamo.counters.clear()
