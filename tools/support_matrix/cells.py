@@ -57,6 +57,8 @@ TESTS = {
         "tests/pytorch/test_watch.py",
         "tests/pytorch/test_ddp.py",
         "tests/pytorch/test_attach.py",
+        "tests/pytorch/test_kernels.py",
+        "tests/pytorch/test_compiled.py",
         "tests/netcheck/test_netcheck_command.py",
         "tests/step/test_contract.py",
         *("-k", "not (test_contract and (trainer or megatron)) and not healthy_models and not transformers"),

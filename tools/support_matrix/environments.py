@@ -21,7 +21,7 @@ from work import fresh, work
 PLACE = ROOT / "build" / "matrix"
 MEGATRON_REPOSITORY = "https://github.com/NVIDIA/Megatron-LM.git"
 MEGATRON_IMPORTS = ["einops", "packaging"]  # beside torch and NumPy
-TARGETS = ["nanlocator_python", "nanlocator_command", "nanlocator_replay"]
+TARGETS = ["nanlocator_python", "nanlocator_command", "nanlocator_replay", "nanlocator_planted_kernels"]
 # A Python that can make an environment and against whose headers an extension can be built.
 _IS_WHOLE = """
 import ensurepip, pathlib, sys, sysconfig, venv
@@ -158,7 +158,7 @@ def build(environment: Environment, jobs: int) -> None:
         *("cmake", "-S", ROOT, "-B", environment.build, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"),
         "-DCMAKE_UNITY_BUILD=ON",
         f"-DPython3_EXECUTABLE={environment.python}",
-        *("-DNANLOCATOR_TESTS=OFF", "-DNANLOCATOR_BENCHMARKS=OFF", "-DNANLOCATOR_CUDA=OFF"),
+        *("-DNANLOCATOR_BENCHMARKS=OFF", "-DNANLOCATOR_CUDA=OFF"),
     ]
     if not (environment.build / "build.ninja").exists():
         work("configuration", configure, log, variables)
