@@ -140,6 +140,9 @@ StepAdapter adapter_of(const py::object& from) {
   step.set_eager = [f = Function(from.attr("set_eager"))](bool is_eager) {
     f.call<py::object>(is_eager);
   };
+  step.set_serialised = [f = Function(from.attr("set_serialised"))](bool is_serialised) {
+    f.call<py::object>(is_serialised);
+  };
   if (const auto loss_scale = if_callable(from, "loss_scale")) {
     step.loss_scale = [f = *loss_scale] { return loss_scale_of(f.call<Scale>()); };
   }

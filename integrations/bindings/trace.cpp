@@ -14,6 +14,7 @@
 #include "nanlocator/trace/kernel_call.hpp"
 #include "nanlocator/trace/microbatch_scope.hpp"
 #include "nanlocator/trace/operator_trace.hpp"
+#include "nanlocator/trace/transfer.hpp"
 
 namespace py = pybind11;
 using py::literals::operator""_a;
@@ -102,6 +103,11 @@ void bind_trace(py::module_& m) {
            ReleaseGil())
       .def("end", &PythonKernelCall::end, "results"_a, ReleaseGil())
       .def("close", &PythonKernelCall::close, ReleaseGil());
+  py::class_<Transfer>(m, "Transfer", "nanlocator::Transfer.")
+      .def(py::init<const std::string&, const std::vector<at::Tensor>&,
+                    const std::vector<at::Tensor>&>(),
+           "op"_a, "read"_a, "written"_a, ReleaseGil())
+      .def("end", &Transfer::end, ReleaseGil());
   py::class_<TracedBirth>(m, "TracedBirth")
       .def_readonly("birth", &TracedBirth::birth)
       .def_property_readonly("has_call", [](const TracedBirth& t) { return t.call.has_value(); });

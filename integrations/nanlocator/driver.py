@@ -27,6 +27,7 @@ from nanlocator.session import (
     is_failure_of_peers,
     raise_for,
 )
+from nanlocator.transfers import SerialisedTransfers, ShownTransfers
 
 Views = tuple[list[int], list[torch.Tensor]]  # parameter ids, tensors
 Named = list[tuple[str, torch.Tensor]]
@@ -50,6 +51,7 @@ class Adapter:
         self.verdicts: list[dict[str, Any]] = []
         self._module_calls = KeptModuleCalls()  # around the origins of a bad step
         self._eager = contextlib.ExitStack()
+        self._serialised: SerialisedTransfers | None = None
 
     def parameter_map(self) -> "_C.ParameterMap":
         raise NotImplementedError
@@ -92,6 +94,12 @@ class Adapter:
         if is_eager:
             self._eager.enter_context(torch.compiler.set_stance("force_eager"))
 
+    def set_serialised(self, is_serialised: bool) -> None:
+        """Each transfer between ranks is waited for where it begins from now on, or no more."""
+        if self._serialised is not None:
+            self._serialised.remove()
+        self._serialised = SerialisedTransfers() if is_serialised else None
+
     def abort_collectives(self) -> None:
         abort_collectives()
 
@@ -102,7 +110,7 @@ class Adapter:
     @contextlib.contextmanager
     def naming_modules(self, watch: Any = None) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for hooks in (*self.module_hooks(watch), KernelCalls()):
+            for hooks in (*self.module_hooks(watch), KernelCalls(), ShownTransfers()):
                 stack.enter_context(hooks)
             yield
 
@@ -151,7 +159,7 @@ class Driver:
         self.add_state("the generators of Python and numpy", GeneratorStates())
         self.add_state("TransformerEngine's fp8 scales", Fp8Scales())
         self._watch_hooks: list[ModuleHooks] = []
-        self._trace_hooks: list[ModuleHooks | KernelCalls] = []
+        self._trace_hooks: list[ModuleHooks | KernelCalls | ShownTransfers] = []
         # A driver that is dropped without `remove` leaves no hook behind.
         weakref.finalize(self, _remove_all, self._watch_hooks, self._trace_hooks)
         if options.level == "modules":
@@ -240,7 +248,7 @@ class Driver:
     def _follow_trace(self) -> None:
         """Module names for the trace, as long as there is one."""
         if self._engine.is_tracing and not self._trace_hooks:
-            self._trace_hooks += [*self.adapter.module_hooks(None), KernelCalls()]
+            self._trace_hooks += [*self.adapter.module_hooks(None), KernelCalls(), ShownTransfers()]
         elif not self._engine.is_tracing and self._trace_hooks:
             _remove_all(self._trace_hooks)
 

@@ -599,8 +599,9 @@ Facts facts_of_rerun(const Incident& incident, const RerunOutcome& outcome) {
     changed += rerun->changed;
     if (rerun->control_reproduced) control = control.value_or(false) || *rerun->control_reproduced;
   }
-  const bool is_of_same_pass =
-      outcome.variants.empty() || outcome.variants.front().variant == RerunVariant::constant_memory;
+  const bool is_of_same_pass = outcome.variants.empty() ||
+                               outcome.variants.front().variant == RerunVariant::constant_memory ||
+                               outcome.variants.front().variant == RerunVariant::serialised;
   Facts facts;
   if (!outcome.reproduced) {
     facts.push_back({.kind = FactKind::rerun_not_completed});
@@ -616,7 +617,12 @@ Facts facts_of_rerun(const Incident& incident, const RerunOutcome& outcome) {
       facts.push_back({.kind = *control ? FactKind::control_bad : FactKind::control_clean});
     }
   }
-  for (const auto& [variant, is_bad] : outcome.variants) {
+  for (std::size_t i = 0; i < outcome.variants.size(); ++i) {
+    const auto& [variant, is_bad] = outcome.variants[i];
+    if (i > 0 && outcome.variants[i] == outcome.variants[i - 1]) {
+      facts.back().count = facts.back().count.value_or(1) + 1;
+      continue;
+    }
     facts.push_back({.kind = is_bad ? FactKind::variant_bad : FactKind::variant_finite,
                      .variant = std::string(name_of(variant))});
   }

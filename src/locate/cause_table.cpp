@@ -56,6 +56,21 @@ bool was_damaged_later(const Origin& origin) {
          (has<FactKind::optimizer_copy_finite>(origin) && origin.tensor && origin.tensor->nan > 0);
 }
 
+/// Bad whenever the program went on beside its transfers.
+bool is_gone_when_serialised(const Origin& origin) {
+  return std::ranges::any_of(origin.facts, [](const Fact& fact) {
+    return fact.kind == FactKind::variant_finite &&
+           fact.variant == name_of(RerunVariant::serialised);
+  });
+}
+
+/// The line that used memory of a transfer is known.
+bool is_in_program(const Origin& origin) {
+  return std::ranges::any_of(origin.facts, [](const Fact& fact) {
+    return fact.transfer_code.has_value() && fact.code.has_value();
+  });
+}
+
 bool has_bundle(const Origin& origin) {
   return !origin.bundle.empty();
 }
@@ -153,7 +168,17 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        Confidence::low,
        true,
        {memory, race, kernel},
-       {{find_race, has<F::control_bad>}, {test_device, always}}},
+       {{wait_for_transfer, has<F::wrote_during_transfer, F::read_during_transfer>},
+        {find_race, has<F::control_bad>},
+        {test_device, always}}},
+      {Cause::race,
+       Owner::framework,
+       Refutation::bad_when_serialised,
+       Confidence::medium,
+       false,
+       {memory, kernel},
+       {{wait_for_transfer, has<F::wrote_during_transfer, F::read_during_transfer>},
+        {find_race, always}}},
       {Cause::collective_result,
        Owner::cluster_operator,
        Refutation::bad_part,
@@ -267,6 +292,8 @@ Owner owner_of(const Origin& origin, const CauseRow& row) {
       return origin.code ? Owner::model_author : Owner::vendor;
     case Action::restore_copy:  // where it is one copy of several, no code did it
       return has<FactKind::copies_clean>(origin) ? Owner::cluster_operator : Owner::unknown;
+    case Action::wait_for_transfer:
+      return is_in_program(origin) ? Owner::model_author : Owner::framework;
     case Action::find_race:
       return Owner::framework;
     case Action::compare_peers:
@@ -290,6 +317,7 @@ std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) 
   if (origin.cause == Cause::bad_weight && has<FactKind::owner_is_left>(origin)) {
     return {Suspect::memory, Suspect::last_update, Suspect::checkpoint};
   }
+  if (origin.cause == Cause::race && is_gone_when_serialised(origin)) left.clear();
   if (is_bad_again(origin)) drop(Suspect::link, Suspect::memory);
   if (has<FactKind::control_bad>(origin)) drop(Suspect::memory);
   if (origin.cause == Cause::operator_overflow && has<FactKind::did_not_climb>(origin)) {
@@ -311,6 +339,10 @@ Confidence cause_confidence_of(const Origin& origin, const CauseRow& row) {
     return Confidence::medium;
   }
   if (origin.detail == Detail::custom_code) return Confidence::medium;
+  if (origin.cause == Cause::race && is_gone_when_serialised(origin) &&
+      has<FactKind::wrote_during_transfer, FactKind::read_during_transfer>(origin)) {
+    return Confidence::high;
+  }
   if (origin.action == Action::compare_peers) return Confidence::medium;
   // The replay has executed the call in float64 too.
   if (origin.cause == Cause::operator_overflow && has<FactKind::replayed>(origin)) {

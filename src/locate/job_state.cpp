@@ -52,6 +52,7 @@ Advice advice_on(const Origin& origin, const RerunOutcome& rerun,
     case Cause::not_reproduced:
       return {Restart::latest};
     case Cause::uninitialised_memory:  // that held what happened to lie there
+    case Cause::race:                  // who comes first
       return {Restart::unknown};
     default:
       break;

@@ -17,6 +17,7 @@
 #include "locate/gradient_rules.hpp"
 #include "locate/job_state.hpp"
 #include "locate/merge_births.hpp"
+#include "locate/races.hpp"
 #include "locate/reduction_rules.hpp"
 #include "locate/step_rules.hpp"
 #include "nanlocator/locate/cause_table.hpp"
@@ -58,6 +59,7 @@ class Locator {
     judge_divergence(incident, verdict_.origins);
     judge_bad_weights(findings_, verdict_.origins);
     compare_collective_results(incident, verdict_.origins);
+    judge_races(incident, verdict_.rerun, verdict_.origins);
     for (Origin& origin : verdict_.origins) complete(origin);
     describe_job();
     describe_spread();

@@ -67,6 +67,16 @@ constexpr auto json_fields(const OptimizerState*) {
                     JsonField("stats", &S::stats));
 }
 
+constexpr auto json_fields(const UnorderedAccess*) {
+  using A = UnorderedAccess;
+  return std::tuple(JsonField("is_write", &A::is_write), JsonField("transfer", &A::transfer),
+                    JsonField("operator", &A::op), JsonOrNull("module", &A::module),
+                    JsonField("phase", &A::phase), JsonField("microbatch", &A::microbatch),
+                    JsonOrNull("parameter", &A::parameter),
+                    JsonField("transfer_code", &A::transfer_code), JsonField("code", &A::code),
+                    JsonField("count", &A::count));
+}
+
 constexpr auto json_fields(const Rerun*) {
   using R = Rerun;
   return std::tuple(JsonField("reproduced", &R::reproduced),
@@ -74,7 +84,8 @@ constexpr auto json_fields(const Rerun*) {
                     JsonField("gradients", &R::gradients), JsonField("changed", &R::changed),
                     JsonField("bad_parameters", &R::bad_parameters),
                     JsonField("not_restored", &R::not_restored),
-                    JsonAdded(JsonField("variants", &R::variants)));
+                    JsonAdded(JsonField("variants", &R::variants)),
+                    JsonAdded(JsonField("unordered", &R::unordered)));
 }
 
 constexpr auto json_fields(const WeightValue*) {

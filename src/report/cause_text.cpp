@@ -67,6 +67,8 @@ std::string title_of(Cause cause) {
       return "memory that changed though nobody wrote to it";
     case Cause::not_reproduced:
       return "transient: gone in the re-run";
+    case Cause::race:
+      return "race: memory was used before a transfer between ranks had ended";
     case Cause::collective_result:
       return "collective that returns wrong values";
     case Cause::collective_sum:
@@ -282,6 +284,18 @@ std::vector<std::string> restore_steps(const Origin& origin) {
               std::string(has_copy ? "the optimizer's own copy or " : "") + "a checkpoint"};
 }
 
+std::vector<std::string> wait_steps(const Origin& origin) {
+  const Fact* fact = find_fact(origin.facts, FactKind::wrote_during_transfer);
+  if (fact == nullptr) fact = find_fact(origin.facts, FactKind::read_during_transfer);
+  if (fact == nullptr) return {};
+  const std::string begun =
+      fact->transfer_code ? ", begun at " + code_place(*fact->transfer_code) + "," : "";
+  const std::string used = fact->code ? code_place(*fact->code) : fact->op;
+  return {"wait for " + fact->transfer + begun + " before " + used +
+          (fact->kind == FactKind::wrote_during_transfer ? " writes to its memory"
+                                                         : " reads what it brings")};
+}
+
 /// What the labels say of themselves.
 const char* ignored_of(const Origin& origin) {
   const bool are_ignored = std::ranges::any_of(origin.facts, [](const Fact& fact) {
@@ -369,6 +383,8 @@ std::string refutation_of(const Origin& origin) {
     case Refutation::bad_in_further_rerun:
       return "the same element bad in a further re-run with the same data, weights and random "
              "numbers: then it is not the machine";
+    case Refutation::bad_when_serialised:
+      return "the fault again with every transfer between ranks waited for where it begins";
     case Refutation::bad_part:
       return "a member's part that was not finite when the collective read it: it was written "
              "between the scan and the transfer";
@@ -503,6 +519,8 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::test_device:
       return {"note the device of " + ranks + ", and take it out if it fails again",
               "if another device fails, look for a race or a kernel that is not deterministic"};
+    case Action::wait_for_transfer:
+      return wait_steps(origin);
     case Action::find_race:
       return {"look for a race: the fault needs the timing of an untraced run",
               "run with CUDA_LAUNCH_BLOCKING=1, then without overlapped communication; gone in "

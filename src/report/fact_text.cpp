@@ -44,8 +44,20 @@ std::string variant_text(const Fact& fact) {
       return "re-run with fresh memory holding 1 until it is written";
     case RerunVariant::nan_memory:
       return "re-run with fresh memory holding NaN until it is written";
+    case RerunVariant::serialised:
+      return "re-run with every transfer between ranks waited for where it begins";
   }
   return "";
+}
+
+std::string times_text(const Fact& fact) {
+  return fact.count.value_or(1) < 2 ? "" : ", " + counted(*fact.count, "time");
+}
+
+/// "c10d::allreduce_, begun at train.py:12 in average: work = ...,".
+std::string transfer_text(const Fact& fact) {
+  return fact.transfer +
+         (fact.transfer_code ? ", begun at " + code_text(*fact.transfer_code) + "," : "");
 }
 
 /// What is sent from rank to rank in the phase.
@@ -345,9 +357,15 @@ std::string plain_text(const Fact& fact) {
       return "the step was re-run with the same data, weights and random numbers, and came out "
              "finite";
     case variant_bad:
-      return variant_text(fact) + ": bad again";
+      return variant_text(fact) + ": bad again" + times_text(fact);
     case variant_finite:
-      return variant_text(fact) + ": finite";
+      return variant_text(fact) + ": finite" + times_text(fact);
+    case wrote_during_transfer:
+      return who_of(fact) + at_line(fact) + " wrote to memory that " + transfer_text(fact) +
+             " was still using, on " + ranks_text(fact.ranks) + ": nobody had waited for it";
+    case read_during_transfer:
+      return who_of(fact) + at_line(fact) + " read memory that " + transfer_text(fact) +
+             " was still writing, on " + ranks_text(fact.ranks) + ": nobody had waited for it";
     case control_bad:
       return "a second re-run, without the operator trace, is bad again: it depends on timing, as "
              "a race or uninitialised memory does";

@@ -125,8 +125,12 @@ std::string extent_text(const OriginTensor& tensor) {
   return (tensor.extent->is_block ? "everything at " : "scattered over ") + joined(parts, ", ");
 }
 
+std::string code_place(const CodeLine& code) {
+  return code.file + ":" + std::to_string(code.line);
+}
+
 std::string code_text(const CodeLine& code) {
-  std::string text = code.file + ":" + std::to_string(code.line);
+  std::string text = code_place(code);
   if (!code.function.empty()) text += " in " + code.function;
   if (!code.text.empty()) text += ": " + code.text;
   return text;

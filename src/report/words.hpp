@@ -31,6 +31,8 @@ namespace nanlocator {
 [[nodiscard]] std::string reached_text(const Reached& reached);
 /// "all of it", "index 1 of dimension 0"; "" where nothing is known or nothing tells.
 [[nodiscard]] std::string extent_text(const OriginTensor& tensor);
+/// "model.py:412".
+[[nodiscard]] std::string code_place(const CodeLine& code);
 /// "model.py:412 in forward: torch.sqrt(var)".
 [[nodiscard]] std::string code_text(const CodeLine& code);
 

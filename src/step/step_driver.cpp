@@ -369,6 +369,7 @@ RerunnableStep StepDriver::rerunnable_step() {
   step.keep_module_calls = impl.adapter.keep_module_calls;
   step.has_compiled_parts = impl.adapter.has_compiled_parts;
   step.set_eager = impl.adapter.set_eager;
+  step.set_serialised = impl.adapter.set_serialised;
   step.add_module_call = impl.adapter.add_module_call;
   step.abort_collectives = impl.adapter.abort_collectives;
   step.keep_results = [&impl](const PeerQuestion& question) {

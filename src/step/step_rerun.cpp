@@ -40,6 +40,24 @@ struct ResetAtExit {
   std::unique_ptr<T>& owner;
 };
 
+/// On while it lives; an interrupt ends a pass, too.
+class Switched {
+ public:
+  explicit Switched(const std::function<void(bool)>& set) : set_(set) {
+    if (set_) set_(true);
+  }
+  ~Switched() {
+    try {
+      if (set_) set_(false);
+    } catch (...) {
+    }
+  }
+  Switched(const Switched&) = delete;  // switches off once
+
+ private:
+  const std::function<void(bool)>& set_;
+};
+
 std::int64_t count_changed(const std::vector<GradientScanner::Scanned>& first,
                            const std::vector<GradientScanner::Scanned>& second) {
   std::map<std::int64_t, std::uint64_t> before;
@@ -195,6 +213,8 @@ struct StepRerun::Impl {
   struct Traced {
     Pass pass;
     std::optional<Explanation> explanation;
+    std::vector<UnorderedAccess> unordered;
+    bool has_overlap = false;  // operators ran while transfers between ranks were under way
   };
 
   /// One pass under a trace of its own, explained where it is bad.
@@ -211,23 +231,38 @@ struct StepRerun::Impl {
       }
       traced.explanation = trace->explain(pass.losses, named(bad));
     });
+    if (trace) {
+      traced.unordered = trace->unordered_accesses();
+      traced.has_overlap = trace->has_overlap();
+    }
     return traced;
   }
 
   Traced run_eagerly() {
-    struct Eager {
-      explicit Eager(const std::function<void(bool)>& set_) : set(set_) {
-        if (set) set(true);
-      }
-      ~Eager() {  // an interrupt ends a pass, too
-        try {
-          if (set) set(false);
-        } catch (...) {
-        }
-      }
-      const std::function<void(bool)>& set;
-    } const eager(step.set_eager);
+    const Switched eager(step.set_eager);
     return run_traced();
+  }
+
+  /// On all ranks alike.
+  bool may_be_race(bool is_seen_here) {
+    return step.set_serialised && locator.is_true_anywhere(is_seen_here);
+  }
+
+  /// Passes in which nothing is done while a transfer runs: what is bad otherwise and finite in all
+  /// of them was a race. False where one of them has ended early.
+  bool run_serialised(Rerun& rerun) {
+    constexpr int kPasses = 2;
+    const Switched serialised(step.set_serialised);
+    for (int i = 0; i < kPasses; ++i) {
+      const Pass pass = run(step.run);
+      if (has_ended_early(pass)) {
+        give_up();
+        return false;
+      }
+      rerun.variants.push_back({RerunVariant::serialised, locator.is_true_anywhere(pass.is_bad)});
+      if (rerun.variants.back().is_bad) break;
+    }
+    return true;
   }
 
   /// Off the dispatcher, of memory that nobody was seen to write, or of finite values that were too
@@ -462,7 +497,11 @@ bool StepRerun::run_again() {
   rerun.gradients = static_cast<std::int64_t>(traced.pass.scanned.size());
   rerun.bad_parameters = traced.pass.bad_parameters;
   if (!has_ended_early) rerun.reproduced = is_bad_again || is_memory_unwritten;
+  rerun.unordered = traced.unordered;
   const auto& explanation = traced.explanation;
+  if (is_bad_again && impl.may_be_race(!rerun.unordered.empty())) {
+    has_ended_early = !impl.run_serialised(rerun);
+  }
 
   if (!has_ended_early && !is_bad_again) {
     const auto control = impl.run(impl.step.run);
@@ -470,6 +509,9 @@ bool StepRerun::run_again() {
       impl.give_up();
     } else {
       rerun.control_reproduced = locator.is_true_anywhere(control.is_bad);
+      if (rerun.control_reproduced == true && impl.may_be_race(traced.has_overlap)) {
+        (void)impl.run_serialised(rerun);
+      }
     }
     if (rerun.control_reproduced == false) {
       locator.add_note("The gradients in memory are now the finite ones of the re-run.");

@@ -134,4 +134,11 @@ Location locate_frames(ThreadFrames& frames) {
   return location;
 }
 
+const Frame* collective_around(ThreadFrames& frames) {
+  for (std::size_t i = 1; const Frame* each = frames.above(i); ++i) {
+    if (each->kind == FrameKind::operation && each->info->collective) return each;
+  }
+  return nullptr;
+}
+
 }  // namespace nanlocator

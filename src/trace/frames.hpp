@@ -40,8 +40,8 @@ struct BeforeWrite {
   BirthIds births;
 };
 
-/// A kernel was given it bad, and nobody has seen who wrote it: an input if the call leaves it as it
-/// is, memory to be filled if not.
+/// A kernel was given it bad, and nobody has seen who wrote it: an input if the call leaves it as
+/// it is, memory to be filled if not.
 struct UnclearArgument {
   at::Tensor values;
   Content content = Content::finite;  // before the call, as the fingerprint
@@ -140,5 +140,8 @@ struct Location {
   const Frame* container = nullptr;  // innermost custom function or compiled region
 };
 [[nodiscard]] Location locate_frames(ThreadFrames& frames);
+
+/// The collective that the innermost frame runs inside of; null where it does not.
+[[nodiscard]] const Frame* collective_around(ThreadFrames& frames);
 
 }  // namespace nanlocator

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "nanlocator/error.hpp"
+#include "nanlocator/trace/transfer.hpp"
 #include "trace/operator_trace_impl.hpp"
 
 namespace nanlocator {
@@ -124,6 +125,29 @@ void KernelCall::end(std::span<const at::Tensor> results) {
   }
 }
 
+Transfer::Transfer(const std::string& op, const std::vector<at::Tensor>& read,
+                   const std::vector<at::Tensor>& written) {
+  const ActiveTrace active;
+  OperatorTrace::Impl* const trace = active.get();
+  if (trace == nullptr || trace->is_paused.load(std::memory_order_relaxed)) return;
+  const ProgramCode::Caller caller = trace->caller_now();
+  static std::atomic<std::uint64_t> numbers = 0;
+  number_ = ++numbers;
+  pass_ = trace->pass;
+  const std::lock_guard lock(trace->mutex);
+  trace->transfers.begin(number_, {op, caller}, read, written);
+  trace->are_transfers_in_flight = !trace->transfers.empty();
+}
+
+void Transfer::end() {
+  const ActiveTrace active;
+  OperatorTrace::Impl* const trace = active.get();
+  if (trace == nullptr || pass_ == 0 || trace->pass != pass_) return;
+  const std::lock_guard lock(trace->mutex);
+  trace->transfers.end(number_);
+  trace->are_transfers_in_flight = !trace->transfers.empty();
+}
+
 OperatorTrace::OperatorTrace(TraceOptions options)
     : impl_(std::make_unique<Impl>(std::move(options))) {
   impl_->pass = next_pass();
@@ -173,6 +197,8 @@ void OperatorTrace::begin_pass() {
     trace.sent_in_forward.clear();
     trace.sent_in_backward.clear();
     trace.notes.clear();
+    trace.transfers.clear();
+    trace.unordered.clear();
     trace.declarations.refresh();
     trace.kept_bytes = 0;
     trace.calls_not_kept = trace.births_not_kept = 0;
@@ -181,6 +207,7 @@ void OperatorTrace::begin_pass() {
   }
   trace.operators = 0;
   trace.is_in_optimizer = false;
+  trace.are_transfers_in_flight = trace.has_overlap = false;
   trace.modules_are_entered = false;
   trace.microbatches_are_known = false;
   trace.pass = next_pass();
@@ -195,6 +222,15 @@ void OperatorTrace::enter_phase(std::optional<Phase> phase) {
 Explanation OperatorTrace::explain(std::span<const NamedTensor> losses,
                                    std::span<const NamedTensor> gradients) {
   return impl_->explain(losses, gradients);
+}
+
+std::vector<UnorderedAccess> OperatorTrace::unordered_accesses() const {
+  const std::lock_guard lock(impl_->mutex);
+  return impl_->unordered;
+}
+
+bool OperatorTrace::has_overlap() const noexcept {
+  return impl_->has_overlap;
 }
 
 void OperatorTrace::pause() noexcept {

@@ -361,7 +361,8 @@ static std::optional<Declarations::Declared> declared_behind(
 
 bool OperatorTrace::Impl::is_seen_first(const at::Tensor& values) {
   const std::lock_guard lock(mutex);
-  return values.is_leaf() && lineage.find(values) == nullptr && declarations.find(values) == nullptr;
+  return values.is_leaf() && lineage.find(values) == nullptr &&
+         declarations.find(values) == nullptr;
 }
 
 Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& frames) {

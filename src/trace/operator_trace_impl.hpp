@@ -3,6 +3,7 @@
 //   observe.cpp     callbacks of at::RecordFunction: frames in, looks at outputs, the healthy path
 //   births.cpp      an output is bad: whose fault? rules b to d, roots
 //   kernels.cpp     the same of calls that the dispatcher does not see (KernelCall)
+//   transfers.cpp   operators that use memory of a transfer that nobody has waited for
 //   explain.cpp     rule e: what reached a loss or a gradient
 //
 // Thread-safe: `mutex` guards all but the atomics; it is never held while a tensor is looked at or
@@ -23,6 +24,7 @@
 #include "nanlocator/trace/operator_trace.hpp"
 #include "trace/frames.hpp"
 #include "trace/lineage.hpp"
+#include "trace/transfers_in_flight.hpp"
 
 namespace nanlocator {
 
@@ -93,6 +95,10 @@ struct OperatorTrace::Impl {
   BirthId add_kernel_birth(const Frame& frame, std::span<const KernelArgument> arguments,
                            const at::Tensor& values, const std::string& role, ThreadFrames& frames);
 
+  // ---- transfers.cpp
+  void note_unordered_accesses(const Frame& frame, ThreadFrames& frames);
+  void add_unordered(UnorderedAccess access, const at::Tensor& tensor);
+
   // ---- births.cpp
   void explain_bad_outputs(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames,
                            std::vector<TensorAt> outputs);
@@ -160,6 +166,8 @@ struct OperatorTrace::Impl {
   std::atomic<std::uint64_t> pass = 0;
   std::atomic<int> graph_task = -1;      // autograd's number of the latest outermost backward pass
   std::atomic<std::uint64_t> clock = 1;  // one tick per operator that wrote something
+  std::atomic<bool> are_transfers_in_flight = false;
+  std::atomic<bool> has_overlap = false;  // an operator has run meanwhile
 
   std::mutex mutex;
   std::optional<Phase> entered_phase;
@@ -172,6 +180,8 @@ struct OperatorTrace::Impl {
   std::vector<CustomNode> custom_nodes;
   std::vector<TracedBirth> births;
   std::set<BirthId> sent_in_forward, sent_in_backward;  // to other ranks
+  TransfersInFlight transfers;
+  std::vector<UnorderedAccess> unordered;
   std::uint64_t kept_bytes = 0;
   std::int64_t calls_not_kept = 0;
   std::string first_not_kept;  // the operator, and what its copies would have taken

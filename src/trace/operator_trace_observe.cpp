@@ -117,6 +117,9 @@ void OperatorTrace::Impl::start_operation(const at::RecordFunction& call, Frame&
   }
   if (!frame.has_arguments) return;
   if (info.collective) return look_at_what_is_sent(frame, frames);
+  if (are_transfers_in_flight.load(std::memory_order_relaxed)) {
+    note_unordered_accesses(frame, frames);
+  }
   // An optimizer writes all weights and states in place: too much to copy at every call.
   const bool is_optimizers = info.writes && is_in_optimizer.load(std::memory_order_relaxed);
   if (options.keep_calls && info.facts != nullptr && !is_optimizers) capture(call, frame);
@@ -313,8 +316,7 @@ void OperatorTrace::Impl::look_at_given(c10::ArrayRef<const c10::IValue> inputs,
       const Content content = content_of(tensor);
       if (content == Content::finite) continue;
       if (frame.kernel != nullptr && is_seen_first(tensor)) {
-        frame.unclear.push_back(
-            {tensor, content, stats_of(tensor, options.threads).fingerprint});
+        frame.unclear.push_back({tensor, content, stats_of(tensor, options.threads).fingerprint});
         continue;
       }
       const BirthIds births_of_it = origins_of(tensor, frames, frame.name);
@@ -467,14 +469,6 @@ void OperatorTrace::Impl::finish_node(Frame& frame, ThreadFrames& frames) {
   }
   Frame* evaluate = frames.above(1);
   if (evaluate != nullptr && evaluate->kind == FrameKind::evaluate) evaluate->node_has_run = true;
-}
-
-/// The collective that the innermost frame runs inside of; null where it does not.
-static const Frame* collective_around(ThreadFrames& frames) {
-  for (std::size_t i = 1; const Frame* each = frames.above(i); ++i) {
-    if (each->kind == FrameKind::operation && each->info->collective) return each;
-  }
-  return nullptr;
 }
 
 void OperatorTrace::Impl::finish_operation(const at::RecordFunction& call, Frame& frame,

@@ -92,7 +92,7 @@ def hide(names, trainer):
     from nanlocator.megatron import boundaries
 
     for name in names:
-        boundaries._COLLECTIVES.pop(name, None)
+        boundaries.COLLECTIVES.pop(name, None)
 
 
 def without_the_hook_of_the_first_bucket(trainer):

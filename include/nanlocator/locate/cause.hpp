@@ -21,6 +21,7 @@ enum class Cause {
   compiled_region,
   memory_corruption,
   not_reproduced,
+  race,
   collective_result,
   collective_sum,
   pipeline_transfer,
@@ -33,14 +34,18 @@ enum class Cause {
   unknown,
 };
 template <>
-inline constexpr auto kNames<Cause> = std::to_array<std::string_view>(
-    {"bad_weight",        "bad_buffer",           "bad_input",
-     "empty_loss_mask",   "operator_overflow",    "operator_undefined",
-     "operator_bug",      "uninitialised_memory", "compiled_region",
-     "memory_corruption", "not_reproduced",       "collective_result",
-     "collective_sum",    "pipeline_transfer",    "recompute_mismatch",
-     "optimizer_update",  "optimizer_state",      "divergence",
-     "user_hook",         "loss_scale",           "unknown"});
+inline constexpr auto kNames<Cause> =
+    std::to_array<std::string_view>({"bad_weight",        "bad_buffer",
+                                     "bad_input",         "empty_loss_mask",
+                                     "operator_overflow", "operator_undefined",
+                                     "operator_bug",      "uninitialised_memory",
+                                     "compiled_region",   "memory_corruption",
+                                     "not_reproduced",    "race",
+                                     "collective_result", "collective_sum",
+                                     "pipeline_transfer", "recompute_mismatch",
+                                     "optimizer_update",  "optimizer_state",
+                                     "divergence",        "user_hook",
+                                     "loss_scale",        "unknown"});
 
 /// Which rule of an operator's mathematics was broken, or which limit was passed.
 enum class Detail {
@@ -133,6 +138,7 @@ enum class Action {
   test_memory,
   test_device,
   find_race,
+  wait_for_transfer,
   // transfers and collectives
   compare_members,
   test_links,
@@ -186,6 +192,7 @@ inline constexpr auto kNames<Action> = std::to_array<std::string_view>({"none",
                                                                         "test_memory",
                                                                         "test_device",
                                                                         "find_race",
+                                                                        "wait_for_transfer",
                                                                         "compare_members",
                                                                         "test_links",
                                                                         "compare_sums",
@@ -219,6 +226,7 @@ enum class Refutation {
   bad_when_eager,
   unseen_writer,
   bad_in_further_rerun,
+  bad_when_serialised,
   bad_part,
   sum_in_range,
   sender_changed,
@@ -234,17 +242,29 @@ enum class Refutation {
 };
 template <>
 inline constexpr auto kNames<Refutation> =
-    std::to_array<std::string_view>({"finite_checkpoint",    "finite_buffer",
-                                     "finite_samples",       "valid_label",
-                                     "finite_call",          "finite_in_float64",
-                                     "bad_in_float64",       "bad_with_written_memory",
-                                     "bad_when_eager",       "unseen_writer",
-                                     "bad_in_further_rerun", "bad_part",
-                                     "sum_in_range",         "sender_changed",
-                                     "bad_first_forward",    "bad_state_before",
-                                     "finite_state_before",  "no_growth",
-                                     "bad_before_hook",      "overflow_at_smallest_scale",
-                                     "unwatched_receipt",    "earlier_in_step",
+    std::to_array<std::string_view>({"finite_checkpoint",
+                                     "finite_buffer",
+                                     "finite_samples",
+                                     "valid_label",
+                                     "finite_call",
+                                     "finite_in_float64",
+                                     "bad_in_float64",
+                                     "bad_with_written_memory",
+                                     "bad_when_eager",
+                                     "unseen_writer",
+                                     "bad_in_further_rerun",
+                                     "bad_when_serialised",
+                                     "bad_part",
+                                     "sum_in_range",
+                                     "sender_changed",
+                                     "bad_first_forward",
+                                     "bad_state_before",
+                                     "finite_state_before",
+                                     "no_growth",
+                                     "bad_before_hook",
+                                     "overflow_at_smallest_scale",
+                                     "unwatched_receipt",
+                                     "earlier_in_step",
                                      "earlier_phase"});
 
 }  // namespace nanlocator

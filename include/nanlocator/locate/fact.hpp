@@ -74,6 +74,8 @@ namespace nanlocator {
   FACT(not_restored)                                                          \
   FACT(transfer_bad_again)                                                    \
   FACT(transfer_not_run_again)                                                \
+  FACT(wrote_during_transfer)                                                 \
+  FACT(read_during_transfer)                                                  \
   /* maxima of the steps before */                                            \
   FACT(climbed)                                                               \
   FACT(did_not_climb)                                                         \
@@ -232,12 +234,14 @@ struct Fact {
   std::string role{};
   std::string dtype{};
   std::string group{};               // process group
+  std::string transfer{};            // operator of a collective or message: "c10d::allreduce_"
   std::string conclusion{};          // of a replay: ReplayConclusion's name
   std::string variant{};             // of a re-run: RerunVariant's name
   std::string text{};                // what another program or the user wrote
   std::vector<std::string> names{};  // parameters, states
   std::vector<std::pair<std::string, double>> values{};
   std::optional<Operand> operand{};
+  std::optional<CodeLine> transfer_code{};  // that began the transfer
   std::optional<CodeLine> code{};
 
   friend bool operator==(const Fact&, const Fact&) = default;
@@ -270,12 +274,14 @@ void visit_arguments(AnyFact& fact, Visit&& visit) {
   visit("role", fact.role);
   visit("dtype", fact.dtype);
   visit("group", fact.group);
+  visit("transfer", fact.transfer);
   visit("conclusion", fact.conclusion);
   visit("variant", fact.variant);
   visit("text", fact.text);
   visit("names", fact.names);
   visit("values", fact.values);
   visit("operand", fact.operand);
+  visit("transfer_code", fact.transfer_code);
   visit("code", fact.code);
 }
 

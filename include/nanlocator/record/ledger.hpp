@@ -19,6 +19,7 @@
 #include "nanlocator/record/history.hpp"
 #include "nanlocator/record/rerun_variant.hpp"
 #include "nanlocator/record/sighting.hpp"
+#include "nanlocator/record/unordered_access.hpp"
 
 namespace nanlocator {
 
@@ -88,7 +89,8 @@ struct Rerun {
   std::vector<std::int64_t> bad_parameters;
   /// State that the first pass moved and that could not be restored.
   std::vector<std::string> not_restored;
-  std::vector<VariantOutcome> variants;  // in the order in which they ran
+  std::vector<VariantOutcome> variants;    // in the order in which they ran
+  std::vector<UnorderedAccess> unordered;  // of the traced pass
   friend bool operator==(const Rerun&, const Rerun&) = default;
 };
 

@@ -15,10 +15,11 @@ enum class RerunVariant : std::uint8_t {
   compiled,         // after that one had come out finite: as in the first pass
   constant_memory,  // what operators allocate held 1 until it was written
   nan_memory,       // the same, NaN
+  serialised,       // each transfer between ranks was waited for where it began
 };
 template <>
-inline constexpr auto kNames<RerunVariant> =
-    std::to_array<std::string_view>({"eager", "compiled", "constant_memory", "nan_memory"});
+inline constexpr auto kNames<RerunVariant> = std::to_array<std::string_view>(
+    {"eager", "compiled", "constant_memory", "nan_memory", "serialised"});
 
 struct VariantOutcome {
   RerunVariant variant = RerunVariant::eager;

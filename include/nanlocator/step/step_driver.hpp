@@ -91,6 +91,7 @@ struct StepAdapter {
   std::function<void()> abort_collectives;
   std::function<bool()> has_compiled_parts;
   std::function<void(bool is_eager)> set_eager;
+  std::function<void(bool is_serialised)> set_serialised;
   /// Empty where there is no loss scaler, on all ranks alike; nullopt where it has seen no
   /// overflow.
   std::function<std::optional<LossScale>()> loss_scale;

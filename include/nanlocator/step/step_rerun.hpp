@@ -5,8 +5,10 @@
 // registered state are restored, forward and backward run again under an OperatorTrace, and the
 // gradients' fingerprints of both passes are compared. Bad again: deterministic, and each origin is
 // replayed alone and kept as a bundle; where the integration can, one more pass keeps the module
-// calls around the origins. Clean: a control pass without the trace, then "not reproduced". What it
-// found goes into the locator's ledger. Costs two to three steps, only when one has failed.
+// calls around the origins. Clean: a control pass without the trace, then "not reproduced". Where
+// operators used memory of a transfer that nobody had waited for, or the control pass was bad: two
+// more in which each transfer is waited for at once. What it found goes into the locator's ledger.
+// Costs two to three steps, seldom more, only when one has failed.
 //
 // Where a step cannot be executed again (no closure), steps are traced from then on, and the next
 // bad one is reported. Thread: the training thread.
@@ -57,6 +59,9 @@ struct RerunnableStep {
   /// by their operators from now on, or no more; both may be empty.
   std::function<bool()> has_compiled_parts;
   std::function<void(bool is_eager)> set_eager;
+  /// Has each transfer between ranks waited for where it begins, from now on or no more; may be
+  /// empty.
+  std::function<void(bool is_serialised)> set_serialised;
   /// Ends the collectives in which this process waits, on whichever thread and in whichever groups;
   /// called on another one, where a re-run cannot be completed. Empty: only the communicator's
   /// group is aborted.

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "nanlocator/record/birth.hpp"
+#include "nanlocator/record/unordered_access.hpp"
 #include "nanlocator/replay/operator_call.hpp"
 #include "nanlocator/trace/program_code.hpp"
 
@@ -103,6 +104,12 @@ class OperatorTrace {
   /// operator of this pass wrote it bad. Call it after backward, from any thread.
   [[nodiscard]] Explanation explain(std::span<const NamedTensor> losses,
                                     std::span<const NamedTensor> gradients);
+
+  /// Operators of this pass that used memory of a transfer (see Transfer) which nobody had waited
+  /// for; the same one at the same place once, in the order of the first time.
+  [[nodiscard]] std::vector<UnorderedAccess> unordered_accesses() const;
+  /// Whether any operator of this pass ran while a transfer was under way.
+  [[nodiscard]] bool has_overlap() const noexcept;
 
   /// Stops and goes on observing, for work that is not training's (own scans, logging).
   void pause() noexcept;

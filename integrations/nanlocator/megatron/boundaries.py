@@ -1,22 +1,21 @@
 """The ``boundaries`` level: hands what crosses ranks to the engine, before and after.
 
-Every collective and message that Megatron-Core, TransformerEngine or torch issue from Python ends in a method
-of ``ProcessGroup`` (torch 2.11 to 2.15, distributed/distributed_c10d.py): these are replaced on the class
-while a forward-backward pass is watched. That also covers functions which others bound when they were
-imported (Megatron-Core 0.16.1, tensor_parallel/layers.py and mappings.py). Calls of groups that are not
-watched pay one look-up.
+The methods of ``ProcessGroup`` are replaced on the class while a forward-backward pass is watched. That also
+covers functions which others bound when they were imported (Megatron-Core 0.16.1, tensor_parallel/layers.py
+and mappings.py). Calls of groups that are not watched pay one look-up.
 """
 
 import contextlib
-import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroup, Work
+from torch._C._distributed_c10d import ProcessGroup
 
 from nanlocator import _C
+from nanlocator.collectives import COLLECTIVES, Collective, FollowedWork
 from nanlocator.megatron.configuration import unwatched_groups
 from nanlocator.megatron.layout import exchanging_modules
 from nanlocator.megatron.versions import process_groups
@@ -43,57 +42,6 @@ _GROUP_NAMES = {
     "expt_gtp_remat": "expt_gtp_remat",
     "tp_dp_cp": "tp_dp_cp",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class _Collective:
-    """Where ProcessGroup's method takes its tensors: positions of its arguments, self not counted."""
-
-    op: str
-    received: int
-    sent: int
-    root: int | None = None  # the options, or the root's rank in the group
-    only_root_sends: bool = False
-    only_root_receives: bool = False
-    # What arrives is what the members put in, as large as all of it together: it is looked at where it
-    # leaves, and what was bad there has arrived everywhere (src/locate/crossings.cpp). To read it on arrival
-    # took 2 % of a step of Llama-3 70B at TP4 (tools/bench plan).
-    is_gather: bool = False
-
-
-_COLLECTIVES = {  # those that a version of torch has not got are left out
-    "allreduce": _Collective("c10d::allreduce_", 0, 0),
-    "allreduce_coalesced": _Collective("c10d::allreduce_coalesced_", 0, 0),
-    "broadcast": _Collective("c10d::broadcast_", 0, 0, root=1, only_root_sends=True),
-    "reduce": _Collective("c10d::reduce_", 0, 0, root=1, only_root_receives=True),
-    "allgather": _Collective("c10d::allgather_", 0, 1, is_gather=True),
-    "_allgather_base": _Collective("c10d::_allgather_base_", 0, 1, is_gather=True),
-    "allgather_coalesced": _Collective("c10d::allgather_coalesced_", 0, 1, is_gather=True),
-    "allgather_into_tensor_coalesced": _Collective(
-        "c10d::allgather_into_tensor_coalesced_", 0, 1, is_gather=True
-    ),
-    "reduce_scatter": _Collective("c10d::reduce_scatter_", 0, 1),
-    "_reduce_scatter_base": _Collective("c10d::_reduce_scatter_base_", 0, 1),
-    "reduce_scatter_tensor_coalesced": _Collective("c10d::reduce_scatter_tensor_coalesced_", 0, 1),
-    "alltoall": _Collective("c10d::alltoall_", 0, 1),
-    "alltoall_base": _Collective("c10d::alltoall_base_", 0, 1),
-    "gather": _Collective("c10d::gather_", 0, 1, root=2, only_root_receives=True),
-    "scatter": _Collective("c10d::scatter_", 0, 1, root=2, only_root_sends=True),
-}
-# From torch 2.13 on torch.distributed calls these, with the same arguments, for the same operators.
-_COLLECTIVES |= {
-    new: _COLLECTIVES[old]
-    for new, old in {
-        "all_gather_single": "_allgather_base",
-        "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-        "reduce_scatter_single": "_reduce_scatter_base",
-        "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-        "all_to_all_single": "alltoall_base",
-    }.items()
-}
-_COLLECTIVES["gather_single"] = _Collective(
-    "c10d::gather_into_tensor_", 0, 1, root=2, only_root_receives=True
-)
 
 
 class Boundaries:
@@ -204,7 +152,7 @@ class Boundaries:
             "_start_coalescing": self._watched_start,
             "_end_coalescing": self._watched_end,
         }
-        for name, collective in _COLLECTIVES.items():
+        for name, collective in COLLECTIVES.items():
             operators[name] = collective.op
             makers[name] = lambda inner, collective=collective: self._watched_collective(collective, inner)
         for name, make in makers.items():
@@ -230,7 +178,7 @@ class Boundaries:
         while self._replaced:
             self._replaced.pop()()
 
-    def _watched_collective(self, collective: _Collective, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched_collective(self, collective: Collective, inner: Callable[..., Any]) -> Callable[..., Any]:
         groups, watch = self._groups, self.watch
         op, sent, received, root = collective.op, collective.sent, collective.received, collective.root
         needed = max(sent, received, root or 0)
@@ -337,59 +285,17 @@ _Crossings = list[tuple[int, Any]]  # with the tensors that are received
 
 
 def _observed(work: Any, crossings: _Crossings, watch: "_C.BoundaryWatch") -> Any:
+    """Looks at what has arrived once it has been waited for."""
+    look = functools.partial(_finish, crossings, watch)
     if work is not None:
-        return _ObservedWork(work, crossings, watch)
-    for crossing, received in crossings:  # complete already, as far as the current stream can see
-        watch.finish(crossing, received)
+        return FollowedWork(work, look)
+    look()  # complete already, as far as the current stream can see
     return None
 
 
-class _ObservedWork:
-    """Stands for the Work of a collective or receive; looks at what has arrived once it has been waited for.
-
-    ``isinstance(..., Work)`` holds. C++ does not take it for one: functions that want a Work of torch raise
-    a TypeError, and ``torch.distributed`` 2.11 hands none of these to such a function.
-    """
-
-    __slots__ = ("_crossings", "_watch", "_work")
-
-    def __init__(self, work: Work, crossings: _Crossings, watch: "_C.BoundaryWatch") -> None:
-        self._work = work
-        self._crossings = crossings
-        self._watch = watch
-
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
-        return type(self._work)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
-
-    def wait(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._work.wait(*args, **kwargs)
-        self._look()
-        return result
-
-    def synchronize(self) -> Any:
-        result = self._work.synchronize()
-        self._look()
-        return result
-
-    def block_current_stream(self) -> Any:
-        result = self._work.block_current_stream()
-        self._look()
-        return result
-
-    def is_completed(self) -> bool:
-        is_completed = self._work.is_completed()
-        if is_completed:
-            self._look()
-        return is_completed
-
-    def _look(self) -> None:
-        crossings, self._crossings = self._crossings, []
-        for crossing, received in crossings:
-            self._watch.finish(crossing, received)
+def _finish(crossings: _Crossings, watch: "_C.BoundaryWatch") -> None:
+    for crossing, received in crossings:
+        watch.finish(crossing, received)
 
 
 def _model_parallel_groups(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, ProcessGroup]]:

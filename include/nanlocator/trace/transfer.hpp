@@ -1,0 +1,38 @@
+// A transfer between ranks (a collective, a send, a receive) from the moment it begins until the
+// program waits for it.
+//
+//     nanlocator::Transfer transfer("c10d::allreduce_", {bucket}, {bucket});
+//     work = group->allreduce(bucket);
+//     ...
+//     work->wait();
+//     transfer.end();
+//
+// The trace of the process notes every operator in between that writes what the transfer reads, or
+// uses what it writes: torch.distributed promises neither of them anything. Where there is no trace
+// it does nothing. Any thread.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace nanlocator {
+
+class Transfer {
+ public:
+  /// Keeps no tensor alive.
+  Transfer(const std::string& op, const std::vector<at::Tensor>& read,
+           const std::vector<at::Tensor>& written);
+
+  /// The program has waited for it. One that it never waits for lasts until the pass ends. May be
+  /// called twice.
+  void end();
+
+ private:
+  std::uint64_t pass_ = 0;  // of the trace that was told; 0: nobody was
+  std::uint64_t number_ = 0;
+};
+
+}  // namespace nanlocator

@@ -1,0 +1,163 @@
+"""Transfers between ranks while a step is executed again: shown to the trace, or waited for at once.
+
+torch.distributed lets a program compute while a collective or a message is under way, and promises nothing
+about memory that both use (torch.distributed's documentation, "Synchronous and asynchronous collective
+operations"). What C++ issues by itself (DistributedDataParallel's buckets) is not followed: it waits there,
+too.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch._C._distributed_c10d import ProcessGroup
+
+from nanlocator import _C
+from nanlocator.collectives import COLLECTIVES, Collective, FollowedWork
+from nanlocator.patches import replace
+
+_LONGEST_WAIT = 1.0  # seconds, of one transfer: a peer may begin its own only after something of ours
+_MESSAGES = {  # method, operator: what is sent, what is received
+    "send": ("c10d::send", True),
+    "recv": ("c10d::recv_", False),
+}
+
+
+class ShownTransfers:
+    """Shows them to the trace from the beginning until ``remove``."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+        self._coalesced: dict[int, list[_C.Transfer]] = {}  # by group, between _start_ and _end_coalescing
+        self._under_way: list[_C.Transfer] = []  # of this thread's program, ended or not
+        for name, collective in COLLECTIVES.items():
+            self._replace(name, lambda inner, collective=collective: self._collective(collective, inner))
+        for name in _MESSAGES:
+            self._replace(name, lambda inner, name=name: self._message(*_MESSAGES[name], inner))
+        self._replace("_start_coalescing", self._start)
+        self._replace("_end_coalescing", self._end)
+        for name in ("barrier", "monitored_barrier"):
+            self._replace(name, self._barrier)
+
+    def __enter__(self) -> "ShownTransfers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        self._under_way.clear()
+
+    def _replace(self, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        inner = getattr(ProcessGroup, name, None)
+        if inner is not None:
+            self._undo.append(replace(ProcessGroup, name, make(inner)))
+
+    def _collective(self, collective: Collective, inner: Callable[..., Any]) -> Callable[..., Any]:
+        needed = max(collective.sent, collective.received)
+
+        def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            if len(args) <= needed:  # tensors by keyword, as nobody passes them
+                return inner(group, *args, **kwargs)
+            transfer = _C.Transfer(
+                collective.op,
+                _C.tensors_in(args[collective.sent]),
+                _C.tensors_in(args[collective.received]),
+            )
+            return self._followed(group, inner(group, *args, **kwargs), transfer)
+
+        return method
+
+    def _message(self, op: str, is_sent: bool, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def method(group: ProcessGroup, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            found = _C.tensors_in(tensors)
+            transfer = _C.Transfer(op, found if is_sent else [], [] if is_sent else found)
+            return self._followed(group, inner(group, tensors, *args, **kwargs), transfer)
+
+        return method
+
+    def _followed(self, group: ProcessGroup, work: Any, transfer: "_C.Transfer") -> Any:
+        if (coalesced := self._coalesced.get(id(group))) is not None:
+            coalesced.append(transfer)  # only the work of _end_coalescing can be waited for
+            return work
+        return self._until_waited_for(work, [transfer])
+
+    def _until_waited_for(self, work: Any, transfers: "list[_C.Transfer]") -> Any:
+        if work is None:  # complete, as far as the current stream can see
+            _end_all(transfers)
+            return None
+        self._under_way += transfers
+        return _ShownWork(work, lambda: _end_all(transfers))
+
+    def _start(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def start(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            self._coalesced[id(group)] = []
+            return inner(group, *args, **kwargs)
+
+        return start
+
+    def _end(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def end(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            transfers = self._coalesced.pop(id(group), [])
+            return self._until_waited_for(inner(group, *args, **kwargs), transfers)
+
+        return end
+
+    def _barrier(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """Programs that wait so wait for all that was under way."""
+
+        def barrier(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            result = inner(group, *args, **kwargs)
+            _end_all(self._under_way)
+            self._under_way.clear()
+            return result
+
+        return barrier
+
+
+class _ShownWork(FollowedWork):
+    __slots__ = ()
+
+    def get_future(self) -> Any:
+        """Whoever waits for it is not seen."""
+        self._end()
+        return self._work.get_future()
+
+
+def _end_all(transfers: "list[_C.Transfer]") -> None:
+    for transfer in transfers:
+        transfer.end()
+
+
+class SerialisedTransfers:
+    """Waits for each where it begins, from the beginning until ``remove``: at most a second for one, and
+    without an error where it takes longer."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+        self._coalescing: set[int] = set()  # groups
+        for name in (*COLLECTIVES, *_MESSAGES, "_start_coalescing", "_end_coalescing"):
+            inner = getattr(ProcessGroup, name, None)
+            if inner is not None:
+                self._undo.append(replace(ProcessGroup, name, self._waiting(name, inner)))
+
+    def remove(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _waiting(self, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            if name == "_start_coalescing":
+                self._coalescing.add(id(group))
+            elif name == "_end_coalescing":
+                self._coalescing.discard(id(group))
+            work = inner(group, *args, **kwargs)
+            if work is not None and id(group) not in self._coalescing:
+                end = time.monotonic() + _LONGEST_WAIT
+                while not work.is_completed() and time.monotonic() < end:
+                    time.sleep(1e-4)
+            return work
+
+        return method

@@ -1,0 +1,124 @@
+#include "locate/races.hpp"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+namespace nanlocator {
+namespace {
+
+constexpr std::size_t kMostAccesses = 4;  // facts of one origin
+
+struct Access {
+  int rank = 0;
+  const UnorderedAccess* seen = nullptr;
+};
+
+bool is_same_code(const UnorderedAccess& a, const UnorderedAccess& b) {
+  return a.is_write == b.is_write && a.transfer == b.transfer && a.op == b.op && a.code == b.code;
+}
+
+std::vector<Access> accesses_of(const Incident& incident) {
+  std::vector<Access> accesses;
+  for (const RankEvidence& rank : incident.ranks()) {
+    if (!rank.ledger().rerun) continue;
+    for (const auto& access : rank.ledger().rerun->unordered) {
+      accesses.push_back({rank.rank(), &access});
+    }
+  }
+  return accesses;
+}
+
+/// One for each place in the program, with the ranks that were there.
+Facts facts_of(const std::vector<Access>& accesses) {
+  Facts facts;
+  std::vector<const UnorderedAccess*> known;
+  for (const auto& [rank, access] : accesses) {
+    const auto same = std::ranges::find_if(
+        known, [&](const UnorderedAccess* each) { return is_same_code(*each, *access); });
+    if (same != known.end()) {
+      auto& ranks = facts[static_cast<std::size_t>(same - known.begin())].ranks;
+      if (ranks.back() != rank) ranks.push_back(rank);
+      continue;
+    }
+    if (known.size() == kMostAccesses) continue;
+    known.push_back(access);
+    facts.push_back({.kind = access->is_write ? FactKind::wrote_during_transfer
+                                              : FactKind::read_during_transfer,
+                     .ranks = {rank},
+                     .phase = access->phase,
+                     .microbatch = access->microbatch,
+                     .count = access->count,
+                     .parameter = access->parameter,
+                     .module = access->module,
+                     .op = access->op,
+                     .transfer = access->transfer,
+                     .transfer_code = access->transfer_code,
+                     .code = access->code});
+  }
+  return facts;
+}
+
+bool is_of(const Origin& origin, const UnorderedAccess& access) {
+  return origin.op == access.transfer || origin.op == access.op ||
+         (!access.parameter.empty() && origin.parameter == access.parameter);
+}
+
+/// What may be a race as well as a fault of a machine.
+bool is_open(const Origin& origin) {
+  return origin.cause == Cause::not_reproduced || origin.cause == Cause::memory_corruption ||
+         origin.cause == Cause::collective_result || origin.cause == Cause::pipeline_transfer;
+}
+
+/// Those that used the memory too early; where it was seen on some of them, these.
+void narrow_to(const std::vector<Access>& accesses, Origin& origin) {
+  std::vector<int> ranks;
+  for (const auto& access : accesses) ranks.push_back(access.rank);
+  ranks.erase(std::ranges::unique(ranks).begin(), ranks.end());
+  std::vector<int> common;
+  std::ranges::set_intersection(ranks, origin.candidates, std::back_inserter(common));
+  if (!common.empty() || ranks.empty()) return;  // what was seen stays
+  origin.is_on_every_candidate = true;
+  origin.coordinates.reset();
+  origin.data_parallel_replica.reset();
+  origin.candidates = std::move(ranks);
+}
+
+void make_race(Origin& origin, const std::vector<Access>& accesses) {
+  origin.cause = Cause::race;
+  origin.detail = Detail::none;
+  origin.place_confidence = Confidence::medium;
+  narrow_to(accesses, origin);
+  if (!accesses.empty() && accesses.front().seen->code) {
+    origin.code = accesses.front().seen->code;
+  }
+}
+
+}  // namespace
+
+void judge_races(const Incident& incident, const RerunOutcome& rerun,
+                 std::vector<Origin>& origins) {
+  const auto accesses = accesses_of(incident);
+  const bool is_finite_serialised =
+      std::ranges::count(rerun.variants, VariantOutcome{RerunVariant::serialised, false}) > 0 &&
+      std::ranges::count(rerun.variants, VariantOutcome{RerunVariant::serialised, true}) == 0;
+  for (Origin& origin : origins) {
+    std::vector<Access> own;
+    std::ranges::copy_if(accesses, std::back_inserter(own),
+                         [&](const Access& access) { return is_of(origin, *access.seen); });
+    const bool is_gone = rerun.reproduced == false;
+    if (is_finite_serialised) {
+      make_race(origin, own.empty() ? accesses : own);
+    } else if (is_open(origin) && is_gone && !own.empty()) {
+      make_race(origin, own);
+    } else if (!is_open(origin)) {
+      continue;
+    }
+    Facts facts = facts_of(own.empty() ? accesses : own);
+    origin.facts.insert(origin.facts.begin() + (origin.facts.empty() ? 0 : 1),
+                        std::make_move_iterator(facts.begin()),
+                        std::make_move_iterator(facts.end()));
+  }
+}
+
+}  // namespace nanlocator

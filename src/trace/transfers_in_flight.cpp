@@ -1,0 +1,47 @@
+#include "trace/transfers_in_flight.hpp"
+
+#include <utility>
+
+namespace nanlocator {
+namespace {
+
+/// Integers, too: a race on indices is one.
+bool has_memory(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
+         tensor.numel() > 0;
+}
+
+}  // namespace
+
+void TransfersInFlight::begin(std::uint64_t number, Started transfer,
+                              const std::vector<at::Tensor>& read,
+                              const std::vector<at::Tensor>& written) {
+  Entry entry{std::make_shared<const Started>(std::move(transfer)), {}};
+  const auto add = [&](const std::vector<at::Tensor>& tensors, bool is_written) {
+    for (const auto& tensor : tensors) {
+      if (!has_memory(tensor)) continue;
+      entry.memory.push_back({tensor.storage().getWeakStorageImpl(), range_of(tensor), is_written});
+    }
+  };
+  add(read, false);
+  add(written, true);
+  if (!entry.memory.empty()) transfers_.insert_or_assign(number, std::move(entry));
+}
+
+std::shared_ptr<const TransfersInFlight::Started> TransfersInFlight::in_the_way_of(
+    const at::Tensor& tensor, bool is_write) const {
+  if (!has_memory(tensor)) return nullptr;
+  const auto* storage = tensor.storage().unsafeGetStorageImpl();
+  const ByteRange range = range_of(tensor);
+  for (const auto& [number, entry] : transfers_) {
+    for (const Memory& memory : entry.memory) {
+      const bool is_same = memory.storage._unsafe_get_target() == storage;
+      if (is_same && (is_write || memory.is_written) && memory.range.overlaps(range)) {
+        return entry.transfer;
+      }
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace nanlocator

@@ -1,0 +1,51 @@
+// Memory that transfers between ranks use, from their beginning until the program waits for them.
+// Not thread-safe: the trace holds its lock.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "nanlocator/trace/program_code.hpp"
+#include "tensor/observed_tensor.hpp"
+
+namespace nanlocator {
+
+class TransfersInFlight {
+ public:
+  struct Started {
+    std::string op;
+    ProgramCode::Caller caller;
+  };
+
+  void begin(std::uint64_t number, Started transfer, const std::vector<at::Tensor>& read,
+             const std::vector<at::Tensor>& written);
+  void end(std::uint64_t number) { transfers_.erase(number); }
+  void clear() { transfers_.clear(); }
+  [[nodiscard]] bool empty() const noexcept { return transfers_.empty(); }
+
+  /// The first transfer that an operator gets in the way of which writes `tensor`, or only reads
+  /// it; null where there is none.
+  [[nodiscard]] std::shared_ptr<const Started> in_the_way_of(const at::Tensor& tensor,
+                                                             bool is_write) const;
+
+ private:
+  struct Memory {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // its address gets nobody else
+    ByteRange range;
+    bool is_written = false;  // by the transfer
+  };
+  struct Entry {
+    std::shared_ptr<const Started> transfer;
+    std::vector<Memory> memory;
+  };
+
+  std::map<std::uint64_t, Entry> transfers_;  // by number: the earliest first
+};
+
+}  // namespace nanlocator

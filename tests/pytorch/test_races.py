@@ -1,0 +1,147 @@
+"""Programs that use memory while a transfer between ranks still reads or writes it.
+
+Rank 1 comes to the transfer after everybody else has used the memory, or everybody waits until it is over, though not
+for it.
+"""
+
+import math
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+
+import nanlocator
+
+
+def gathered(parts, own, is_late):
+    if dist.get_rank() == 1 and is_late:
+        time.sleep(0.3)
+    work = dist.all_gather_into_tensor(parts, own, async_op=True)
+    if not is_late:
+        time.sleep(0.3)
+    return work
+
+
+class Gathered(nn.Module):
+    """Adds what all ranks have; `late` says in which of its calls rank 1 is late."""
+
+    def __init__(self, waits, late):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.waits, self.late, self.calls = waits, late, 0
+
+    def forward(self, x):
+        self.calls += 1
+        parts = torch.full((2 * len(x), x.shape[1]), math.nan)  # until they have arrived
+        work = gathered(parts, x.detach(), self.late(self.calls))
+        if self.waits:
+            work.wait()
+        total = parts[: len(x)] + parts[len(x) :]  # here
+        work.wait()
+        return self.linear(x + total)
+
+
+class Averaged(nn.Module):
+    """Averages its gradient over the ranks by itself, through a buffer that it uses again."""
+
+    def __init__(self, waits, late):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.waits, self.late, self.calls = waits, late, 0
+
+    def forward(self, x):
+        return self.linear(x)
+
+    def average(self):
+        self.calls += 1
+        gradient = self.linear.weight.grad
+        buffer = gradient.clone()
+        parts = torch.empty(2 * len(buffer), buffer.shape[1])
+        work = gathered(parts, buffer, self.late(self.calls))
+        if self.waits:
+            work.wait()
+        buffer.fill_(math.nan)  # here
+        work.wait()
+        gradient.copy_((parts[: len(buffer)] + parts[len(buffer) :]) / 2)
+
+
+LATE = {"always": lambda call: True, "once": lambda call: call == 2, "never": lambda call: False}
+
+
+def train(rank, world_size, kind, waits, late, fault=False):
+    torch.manual_seed(0)
+    model = kind(waits, LATE[late])
+    optimizer = nanlocator.LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    torch.manual_seed(rank)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.randn(3, 4)).square().mean()
+        if fault:
+            loss = loss + torch.log(0 * loss)
+        loss.backward()
+        if kind is Averaged:
+            model.average()
+        return loss
+
+    try:
+        for _ in range(3):
+            optimizer.step(closure)
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+    return None
+
+
+def line_of(kind):
+    with open(__file__) as file:
+        lines = file.read().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"class {kind.__name__}("))
+    return next(i + 1 for i in range(start, len(lines)) if lines[i].endswith("# here"))
+
+
+ACCESS = {
+    Gathered: ("read_during_transfer", "aten::add.Tensor", "c10d::_allgather_base_"),
+    Averaged: ("wrote_during_transfer", "aten::fill_.Scalar", "c10d::_allgather_base_"),
+}
+
+
+@pytest.mark.parametrize("kind", ACCESS)
+def test_memory_that_is_used_before_its_transfer_has_ended_is_a_race_at_that_line(kind):
+    verdict = run_ranks(2, train, kind, False, "always")[0]
+    [origin] = verdict["origins"]
+    assert origin["cause"] == "race" and origin["cause_confidence"] == "high"
+    assert origin["code"]["line"] == line_of(kind)
+    assert origin["owner"] == "model_author"
+    assert origin["action_kind"] == "wait_for_transfer"
+    expected = ACCESS[kind]
+    [fact] = [each for each in origin["facts"] if each["kind"] == expected[0]]
+    assert (fact["operator"], fact["transfer"]) == expected[1:]
+    assert fact["code"]["line"] == line_of(kind)
+    assert "async_op=True" in fact["transfer_code"]["text"]
+    assert {"variant": "serialised", "bad": False} in verdict["rerun"]["variants"]
+
+
+@pytest.mark.parametrize("kind", ACCESS)
+def test_a_program_that_waits_has_no_race(kind):
+    assert run_ranks(2, train, kind, True, "always") == [None, None]
+
+
+@pytest.mark.parametrize("kind", ACCESS)
+def test_a_race_that_is_gone_in_the_rerun_is_looked_for_at_its_line_before_a_machine_is(kind):
+    verdict = run_ranks(2, train, kind, False, "once")[0]
+    [origin] = verdict["origins"]
+    assert origin["cause"] in ("race", "not_reproduced") and origin["cause_confidence"] != "high"
+    assert (origin["action_kind"], origin["owner"]) == ("wait_for_transfer", "model_author")
+    [fact] = [each for each in origin["facts"] if each["kind"] == ACCESS[kind][0]]
+    assert fact["code"]["line"] == line_of(kind)
+
+
+def test_another_fault_beside_a_transfer_that_nobody_waits_for_keeps_its_cause():
+    verdict = run_ranks(2, train, Gathered, False, "never", True)[0]
+    [origin] = verdict["origins"]
+    assert (origin["cause"], origin["operator"]) == ("operator_undefined", "aten::log")
+    assert not [fact for fact in origin["facts"] if fact["kind"].endswith("during_transfer")]
+    assert {"variant": "serialised", "bad": True} in verdict["rerun"]["variants"]
