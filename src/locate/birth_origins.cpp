@@ -279,6 +279,7 @@ Fact reached_fact(const Root& root) {
     return {.kind = FactKind::last_seen_in, .module = own.front().name};
   }
   Fact fact{.kind = FactKind::reached};
+  if (root.birth->sighting.phase == Phase::params_after) fact.phase = Phase::params_after;
   std::int64_t parameters = 0;
   for (const Reached& reached : reached_by(root)) {
     switch (reached.kind) {

@@ -56,6 +56,25 @@ bool was_damaged_later(const Origin& origin) {
          (has<FactKind::optimizer_copy_finite>(origin) && origin.tensor && origin.tensor->nan > 0);
 }
 
+/// Came again with the same data: no accident of a machine.
+bool is_repeated(const Origin& origin) {
+  return has<FactKind::rerun_identical, FactKind::rerun_differs>(origin) &&
+         !has<FactKind::gone_in_rerun>(origin);
+}
+
+/// A weight became so large from one step to the next as no update makes it.
+bool has_jumped(const Origin& origin) {
+  constexpr double kMostGrowth = 1e4;
+  const Fact* const maxima = find_fact(origin.facts, FactKind::weight_maxima);
+  return maxima != nullptr && maxima->value && !maxima->values.empty() &&
+         *maxima->value > kMostGrowth * maxima->values.back().second;
+}
+
+/// An optimizer's sum of squares is negative: its own update makes none of it.
+bool has_negative_moment(const Origin& origin) {
+  return origin.cause == Cause::optimizer_update && origin.detail == Detail::sqrt_of_negative;
+}
+
 /// Bad whenever the program went on beside its transfers.
 bool is_gone_when_serialised(const Origin& origin) {
   return std::ranges::any_of(origin.facts, [](const Fact& fact) {
@@ -117,7 +136,9 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        Confidence::medium,
        false,
        {upstream},
-       {{scale_inputs, has_full_range}, {widen_or_scale, always}}},
+       {{find_weight_writer, has_jumped},
+        {scale_inputs, has_full_range},
+        {widen_or_scale, always}}},
       {Cause::operator_undefined,
        Owner::model_author,
        Refutation::finite_in_float64,
@@ -161,7 +182,7 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        Confidence::medium,
        true,
        {memory, kernel},
-       {{test_memory, always}}},
+       {{find_writer, is_repeated}, {test_memory, always}}},
       {Cause::not_reproduced,
        Owner::cluster_operator,
        Refutation::bad_in_further_rerun,
@@ -292,6 +313,10 @@ Owner owner_of(const Origin& origin, const CauseRow& row) {
       return origin.code ? Owner::model_author : Owner::vendor;
     case Action::restore_copy:  // where it is one copy of several, no code did it
       return has<FactKind::copies_clean>(origin) ? Owner::cluster_operator : Owner::unknown;
+    case Action::find_writer:
+      return Owner::model_author;
+    case Action::find_weight_writer:
+      return Owner::unknown;
     case Action::wait_for_transfer:
       return is_in_program(origin) ? Owner::model_author : Owner::framework;
     case Action::find_race:
@@ -317,9 +342,19 @@ std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) 
   if (origin.cause == Cause::bad_weight && has<FactKind::owner_is_left>(origin)) {
     return {Suspect::memory, Suspect::last_update, Suspect::checkpoint};
   }
+  if (origin.cause == Cause::memory_corruption && is_repeated(origin)) {
+    return {Suspect::kernel, Suspect::writer};
+  }
+  if (origin.cause == Cause::operator_overflow && has_jumped(origin)) {
+    return {Suspect::memory, Suspect::writer};
+  }
+  if (has_negative_moment(origin)) return {Suspect::memory, Suspect::checkpoint, Suspect::writer};
   if (origin.cause == Cause::race && is_gone_when_serialised(origin)) left.clear();
   if (is_bad_again(origin)) drop(Suspect::link, Suspect::memory);
   if (has<FactKind::control_bad>(origin)) drop(Suspect::memory);
+  if (origin.cause == Cause::collective_result && has<FactKind::happened_once>(origin)) {
+    left.push_back(Suspect::early_reuse);
+  }
   if (origin.cause == Cause::operator_overflow && has<FactKind::did_not_climb>(origin)) {
     left.push_back(Suspect::upstream);
   }
@@ -344,6 +379,7 @@ Confidence cause_confidence_of(const Origin& origin, const CauseRow& row) {
     return Confidence::high;
   }
   if (origin.action == Action::compare_peers) return Confidence::medium;
+  if (origin.cause == Cause::operator_overflow && has_jumped(origin)) return Confidence::medium;
   // The replay has executed the call in float64 too.
   if (origin.cause == Cause::operator_overflow && has<FactKind::replayed>(origin)) {
     return Confidence::high;

@@ -48,14 +48,23 @@ Advice advice_on(const Origin& origin, const RerunOutcome& rerun,
       const Fact* const climb = find_fact(origin.facts, FactKind::climbed);
       return {Restart::before_step, climb == nullptr ? origin.iteration : climb->step};
     }
-    case Cause::memory_corruption:
     case Cause::not_reproduced:
       return {Restart::latest};
     case Cause::uninitialised_memory:  // that held what happened to lie there
     case Cause::race:                  // who comes first
       return {Restart::unknown};
+    case Cause::optimizer_update:
+      if (origin.detail == Detail::sqrt_of_negative) return {Restart::check_first};  // its moments
+      break;
+    case Cause::memory_corruption:
+      return {rerun.reproduced == true && !has_fact(origin.facts, FactKind::gone_in_rerun)
+                  ? Restart::repeats
+                  : Restart::latest};
     default:
       break;
+  }
+  if (origin.action == Action::find_weight_writer) {
+    return {Restart::check_first};  // it may have been saved with such a weight
   }
   if (origin.phase == Phase::params_after) return {Restart::before_step, origin.iteration};
   if (is_deterministic(origin)) return {Restart::repeats};

@@ -64,7 +64,7 @@ std::string title_of(Cause cause) {
     case Cause::compiled_region:
       return "compiled code that computes other values than its operators";
     case Cause::memory_corruption:
-      return "memory that changed though nobody wrote to it";
+      return "memory that changed though no operator wrote to it";
     case Cause::not_reproduced:
       return "transient: gone in the re-run";
     case Cause::race:
@@ -133,7 +133,9 @@ std::string suspect_text(Suspect suspect, const Origin& origin) {
     case Suspect::last_update:
       return "the update of the step before";
     case Suspect::writer:
-      return "code that writes to it between steps";
+      return origin.cause == Cause::memory_corruption
+                 ? "code that writes to it without PyTorch's operators"
+                 : "code that writes to it between steps";
     case Suspect::upstream:
       return "whatever made the inputs so large";
     case Suspect::mathematics:
@@ -229,8 +231,8 @@ std::string maxima_before_of(const Origin& origin) {
 }
 
 std::vector<std::string> widen_steps(const Origin& origin) {
-  std::vector<std::string> steps = {"find what makes the inputs of " + module_of(origin) +
-                                    " so large" + maxima_before_of(origin)};
+  std::vector<std::string> steps = {"find what makes the inputs of " + operation_of(origin) +
+                                    " so large" + with_operands(origin) + maxima_before_of(origin)};
   std::string widen = "if this size is meant, run " + module_of(origin) + " in fp32";
   if (origin.tensor && origin.tensor->dtype == "float16" && !origin.module.empty()) {
     widen += "; under autocast: nanlocator.transformers.no_autocast(model.get_submodule(\"" +
@@ -280,14 +282,28 @@ std::vector<std::string> restore_steps(const Origin& origin) {
   const bool has_copy = has_fact(origin.facts, FactKind::optimizer_copy_finite);
   return {"look for code that writes to the parameter between steps",
           "if there is none, test the memory of " + ranks,
-          "restore the parameter from " +
-              std::string(has_copy ? "the optimizer's own copy or " : "") + "a checkpoint"};
+          "restore the parameter from a checkpoint" +
+              std::string(has_copy ? ", or from the optimizer's own copy as it was before this "
+                                     "step's update"
+                                   : "")};
+}
+
+/// "aten::add_ wrote it and c10d::allreduce_ read it".
+std::string writer_of(const Origin& origin) {
+  const Fact* const fact = find_fact(origin.facts, FactKind::finite_when_written);
+  if (fact == nullptr) return "its last write and the first read of it";
+  return "the write of " + fact->writer + " and the read of " + fact->op;
+}
+
+std::string weight_of(const Origin& origin) {
+  const Fact* const fact = find_fact(origin.facts, FactKind::weight_maxima);
+  return fact == nullptr ? "the weight" : fact->parameter;
 }
 
 std::vector<std::string> wait_steps(const Origin& origin) {
   const Fact* fact = find_fact(origin.facts, FactKind::wrote_during_transfer);
   if (fact == nullptr) fact = find_fact(origin.facts, FactKind::read_during_transfer);
-  if (fact == nullptr) return {};
+  if (fact == nullptr) return {"wait for each transfer before its memory is used"};
   const std::string begun =
       fact->transfer_code ? ", begun at " + code_place(*fact->transfer_code) + "," : "";
   const std::string used = fact->code ? code_place(*fact->code) : fact->op;
@@ -322,6 +338,9 @@ std::string title_of(const Origin& origin) {
       (origin.cause == Cause::operator_bug && origin.detail == Detail::custom_code) ||
       (origin.cause == Cause::unknown && origin.detail != Detail::none);
   std::string title = has_own_title ? title_of(origin.detail) : "";
+  if (origin.cause == Cause::collective_result && has_fact(origin.facts, FactKind::happened_once)) {
+    title = "collective that returned wrong values, once";
+  }
   if (title.empty()) title = title_of(origin.cause);
   const bool is_made_there =
       origin.cause == Cause::operator_undefined || origin.cause == Cause::operator_overflow ||
@@ -351,7 +370,13 @@ std::string owner_of(const Origin& origin) {
     return "model author first; cluster operator if the tensor-parallel peers, given the same "
            "tensor, have no zero there";
   }
-  if (origin.action == Action::restore_copy && origin.owner == Owner::unknown) {
+  if (origin.action == Action::test_transfer) {
+    return "whoever wrote the communication code first; cluster operator if the same link fails "
+           "again";
+  }
+  const bool is_weights =
+      origin.action == Action::restore_copy || origin.action == Action::find_weight_writer;
+  if (is_weights && origin.owner == Owner::unknown) {
     return "model author if code writes to the weight between steps; else cluster operator";
   }
   return name_of_owner(origin.owner);
@@ -455,10 +480,15 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::guard_empty_loss:
       return {"find why no label of this batch counts" + std::string(ignored_of(origin)),
               "where that may happen, sum the losses and divide by max(count, 1)"};
+    case Action::find_weight_writer:
+      return {"find what wrote to " + weight_of(origin) + " since the step before" +
+                  maxima_before_of(origin) + ": no update makes such a jump",
+              "if no code does, test the memory of " + ranks,
+              "go on from a checkpoint in which it is as it was"};
     case Action::widen_or_scale:
       return widen_steps(origin);
     case Action::scale_inputs:
-      return {"find what makes the inputs of " + module_of(origin) + " so large" +
+      return {"find what makes the inputs of " + operation + " so large" + with_operands(origin) +
                   maxima_before_of(origin),
               "scale them only if this size is meant: " + dtype_of(origin) + " ends at 3.4e38"};
     case Action::compare_peers:
@@ -516,6 +546,11 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::test_memory:
       return {"test the memory of " + ranks + " before using the device again",
               "look for a kernel that writes out of bounds"};
+    case Action::find_writer:
+      return {
+          "find what writes to this memory without PyTorch's operators: a kernel, ctypes or "
+          "numpy, another thread; it repeats with the same data, as no broken memory does",
+          "it was written between " + writer_of(origin)};
     case Action::test_device:
       return {"note the device of " + ranks + ", and take it out if it fails again",
               "if another device fails, look for a race or a kernel that is not deterministic"};
@@ -561,6 +596,12 @@ std::vector<std::string> steps_text(const Origin& origin) {
                            .c_str()) +
               " first"};
     case Action::check_update:
+      if (origin.detail == Detail::sqrt_of_negative) {
+        return {"find what made the optimizer's second moment of this parameter negative" +
+                    with_operands(origin) +
+                    ": its update adds squares, so the state was bad before this step",
+                "check that moment in the checkpoint before you restart from it"};
+      }
       return {
           "look at the optimizer's state of this parameter (second moment), its epsilon and "
           "learning rate"};

@@ -116,13 +116,15 @@ std::string loss_text(const Fact& fact) {
 }
 
 std::string reached_text(const Fact& fact) {
+  // An update makes weights bad, everything before it gradients.
+  const bool is_weight = fact.phase == Phase::params_after;
   std::vector<std::string> parts;
   if (fact.loss) parts.push_back(fact.role.empty() ? "the loss" : "the model's " + fact.role);
   if (fact.count == 1) {
-    parts.push_back("the gradient of " + fact.parameter);
+    parts.push_back((is_weight ? "the parameter " : "the gradient of ") + fact.parameter);
   } else if (fact.count) {
-    parts.push_back("the gradients of " + counted(*fact.count, "parameter") + ", first of " +
-                    fact.parameter);
+    parts.push_back((is_weight ? "" : "the gradients of ") + counted(*fact.count, "parameter") +
+                    ", first " + (is_weight ? "" : "of ") + fact.parameter);
   }
   if (fact.other_ranks) parts.emplace_back("other ranks");
   return "it reached " + joined(parts);
@@ -240,7 +242,7 @@ std::string plain_text(const Fact& fact) {
              " from outside the model held " + share_of(fact) + " before the pass began" +
              reader_of(fact);
     case memory_changed:
-      return (fact.parameter.empty() ? "a tensor that " + who_of(fact) + " read"
+      return (fact.parameter.empty() ? "a tensor that " + who_of(fact) + " wrote"
                                      : "the gradient of " + fact.parameter) +
              " held " + share_of(fact) +
              ", though it was finite when it was last written and no operator wrote to it since";
@@ -357,9 +359,15 @@ std::string plain_text(const Fact& fact) {
       return "the step was re-run with the same data, weights and random numbers, and came out "
              "finite";
     case variant_bad:
-      return variant_text(fact) + ": bad again" + times_text(fact);
+      return variant_text(fact) + ": bad again" + times_text(fact) +
+             (fact.variant == name_of(RerunVariant::constant_memory)
+                  ? "; what fresh memory holds makes no difference"
+                  : "");
     case variant_finite:
-      return variant_text(fact) + ": finite" + times_text(fact);
+      return variant_text(fact) + ": finite" + times_text(fact) +
+             (fact.variant == name_of(RerunVariant::nan_memory)
+                  ? ", so no operator read memory that nobody had written"
+                  : "");
     case wrote_during_transfer:
       return who_of(fact) + at_line(fact) + " wrote to memory that " + transfer_text(fact) +
              " was still using, on " + ranks_text(fact.ranks) + ": nobody had waited for it";
@@ -456,10 +464,10 @@ std::string plain_text(const Fact& fact) {
     case copies_value:
       return copies_value_text(fact);
     case members_got_the_same:
-      return "no collective made the difference: of " + counted(count_of(fact), "result") +
-             " of group " + fact.group + microbatch_of(fact) +
-             " that every member gets the same, executed again, " + ranks_text(fact.ranks) +
-             " got the bits that " + ranks_text(fact.peers) + " got";
+      return "no collective made the difference: in the re-run the " +
+             counted(count_of(fact), "result") + " of group " + fact.group + microbatch_of(fact) +
+             " that all members should get alike had the same bits on " + ranks_text(fact.ranks) +
+             " as on " + ranks_text(fact.peers);
     case members_got_other_values:
     case members_got_other_bits:
       return other_results_text(fact);

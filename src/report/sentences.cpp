@@ -128,7 +128,8 @@ std::string code_of(const Origin& origin) {
                            origin.tensor->role.kind() != RoleKind::sent &&
                            origin.tensor->role.kind() != RoleKind::received;
   if (!origin.code) return is_computed ? "not recorded" : "";
-  return (was_there_before(origin) ? "read first, not the cause: " : "") + code_text(*origin.code);
+  const bool is_only_read = was_there_before(origin) || origin.cause == Cause::memory_corruption;
+  return (is_only_read ? "first read at " : "") + code_text(*origin.code);
 }
 
 Facts ordered_facts(const Origin& origin) {
@@ -191,17 +192,40 @@ std::string machine_check_command(const JobLayout& layout) {
   return command;
 }
 
+namespace {
+
+enum class Course { unknown, goes_on, goes_on_damaged, stops };
+
+/// What the policy makes of the finding.
+Course course_of(const Verdict& verdict) {
+  const std::string& on_bad = verdict.job.on_bad;
+  if (on_bad.empty() || verdict.status == VerdictStatus::clean) return Course::unknown;
+  if (verdict.status == VerdictStatus::benign) return Course::goes_on;
+  const bool is_clean_now = verdict.rerun.reproduced == false;
+  if (on_bad == "stop" || (on_bad == "recover" && !is_clean_now)) return Course::stops;
+  const bool is_applied = on_bad == "report" && !is_clean_now && !verdict.spread.parameters.empty();
+  const bool is_damaged = is_applied || verdict.job.restart >= Restart::before_step;
+  return is_damaged ? Course::goes_on_damaged : Course::goes_on;
+}
+
+}  // namespace
+
 std::vector<Step> steps_of(const Verdict& verdict, const Origin& origin) {
   std::vector<Step> steps;
   for (auto& text : steps_text(origin)) steps.push_back({std::move(text)});
-  const bool is_software =
-      origin.owner == Owner::framework || origin.action == Action::stated || steps.empty();
+  const bool is_software = origin.owner == Owner::framework || origin.action == Action::stated ||
+                           origin.action == Action::find_writer || steps.empty();
+  const Course course = course_of(verdict);
+  if (course == Course::goes_on_damaged && !steps.empty()) {
+    steps.insert(steps.begin(), {"stop the job, and save no checkpoint: it trains on bad weights"});
+  }
   if (is_software || !row_of(origin.cause).may_be_machine || !verdict.layout) return steps;
   std::string command = machine_check_command(*verdict.layout);
   if (command.empty()) return steps;
   const bool is_one_host = verdict.layout->first_rank.world_size <= verdict.layout->ranks_per_host;
+  const std::string when = course == Course::goes_on ? "when the job has ended, " : "";
   steps.push_back(
-      {is_one_host ? "check the machine" : "check the machines, on each host", std::move(command)});
+      {when + "check the machine" + (is_one_host ? "" : "s, on each host"), std::move(command)});
   return steps;
 }
 
@@ -257,7 +281,7 @@ std::string spread_of(const Verdict& verdict) {
                 (verdict.spread.parameters.size() == 1 ? " has" : " have") +
                 " a bad value or gradient on " + count_text(verdict.spread.ranks.size(), "rank");
   if (verdict.spread.first_seen) {
-    text += ", first seen in " + std::string(name_of(*verdict.spread.first_seen));
+    text += ", first scanned bad in " + std::string(name_of(*verdict.spread.first_seen));
   }
   for (std::size_t i = 0; i < std::min(kMostCleanNames, verdict.clean.size()); ++i) {
     text += (i == 0 ? "; clean next to the origin: " : ", ") + verdict.clean[i];
@@ -265,24 +289,6 @@ std::string spread_of(const Verdict& verdict) {
   if (verdict.clean.size() > kMostCleanNames) text += ", ...";
   return text;
 }
-
-namespace {
-
-enum class Course { unknown, goes_on, goes_on_damaged, stops };
-
-/// What the policy makes of the finding.
-Course course_of(const Verdict& verdict) {
-  const std::string& on_bad = verdict.job.on_bad;
-  if (on_bad.empty() || verdict.status == VerdictStatus::clean) return Course::unknown;
-  if (verdict.status == VerdictStatus::benign) return Course::goes_on;
-  const bool is_clean_now = verdict.rerun.reproduced == false;
-  if (on_bad == "stop" || (on_bad == "recover" && !is_clean_now)) return Course::stops;
-  const bool is_applied = on_bad == "report" && !is_clean_now && !verdict.spread.parameters.empty();
-  const bool is_damaged = is_applied || verdict.job.restart >= Restart::before_step;
-  return is_damaged ? Course::goes_on_damaged : Course::goes_on;
-}
-
-}  // namespace
 
 std::string job_of(const Verdict& verdict) {
   const JobState& job = verdict.job;
@@ -315,7 +321,10 @@ std::string restart_of(const Verdict& verdict) {
   const std::string finite = job.are_weights_finite == true ? "all weights are finite; " : "";
   if (course == Course::goes_on_damaged && job.restart < Restart::before_step) {
     return "needed, from a checkpoint saved before step " + step +
-           ": the weights are bad from this update on";
+           ": the weights are bad from this update on" +
+           (job.restart == Restart::repeats
+                ? "; with the same data step " + step + " is bad again: act first"
+                : "");
   }
   switch (job.restart) {
     case Restart::latest:

@@ -58,7 +58,7 @@ TEST(FormatVerdict, TellsStepRankParameterElementAndSpread) {
   EXPECT_THAT(text, HasSubstr("  action     arm the operator level\n"));
   EXPECT_THAT(text,
               HasSubstr("  spread     consequence: 41 parameters have a bad value or gradient on "
-                        "8 ranks, first seen in grad_local; clean next to the origin: "
+                        "8 ranks, first scanned bad in grad_local; clean next to the origin: "
                         "decoder.layers.3.self_attention.linear_proj.weight\n"));
 }
 
