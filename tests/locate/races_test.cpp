@@ -94,8 +94,8 @@ TEST(Races, WhatIsFiniteOnceTransfersAreWaitedForWasARaceWhateverOperatorItWasBo
   EXPECT_EQ(origin.action, Action::wait_for_transfer);
   EXPECT_THAT(origin.candidates, ElementsAre(0));  // where it was seen
   EXPECT_EQ(origin.code->line, 12);
-  EXPECT_THAT(origin.facts, HasFact(FactKind::wrote_during_transfer,
-                                    Field(&Fact::ranks, ElementsAre(0, 1))));
+  EXPECT_THAT(origin.facts,
+              HasFact(FactKind::wrote_during_transfer, Field(&Fact::ranks, ElementsAre(0, 1))));
 }
 
 TEST(Races, WhatIsBadWithAllTransfersWaitedForIsNone) {

@@ -1,7 +1,7 @@
 """Programs that use memory while a transfer between ranks still reads or writes it.
 
-Rank 1 comes to the transfer after everybody else has used the memory, or everybody waits until it is over, though not
-for it.
+Rank 1 comes to the transfer after everybody else has used the memory, or everybody waits until it is over,
+though not for it.
 """
 
 import math
