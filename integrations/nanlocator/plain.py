@@ -31,6 +31,12 @@ class PlainAdapter(Adapter):
     """Args:
     optimizers: their ``param_groups`` are the parameters, in their order.
     models: name them, and have the modules and buffers; each under a name of its own, "" for an only one.
+
+    Attributes:
+        tensors: what the optimizers hold.
+        parts: by parameter id; of a flat parameter of FSDP1 several are in one tensor.
+        own_gradients: of each framework that reduces some of them; the driver's.
+        not_covered: what is not known of shards and of the ranks' places.
     """
 
     why_no_pass = "step() was called without a closure"
@@ -40,7 +46,7 @@ class PlainAdapter(Adapter):
         self._optimizers = optimizers
         self._models = models
         self.own_gradients: list[OwnGradients] = []
-        self.not_covered = ""
+        self.not_covered: list[str] = []
         self.left_out: set[torch.Tensor] = set()  # parameters whose gradients belong to another step
         kept = {t: p for each in models.values() for t, p in fsdp2.whole_and_sharded(each)}
         self._names = {kept.get(p, p): n for n, p in self._named("named_parameters")}
@@ -56,8 +62,9 @@ class PlainAdapter(Adapter):
                 "(by fully_shard, to_empty, load_state_dict(assign=True) ...), or for another model"
             )
         fallback = {p: f"group{g}.{i}" for g, group in enumerate(groups) for i, p in enumerate(group)}
-        by_fsdp2 = self._parts_by_tensor(fsdp2.parts_of)
-        by_fsdp1 = self._parts_by_tensor(fsdp1.parts_of)
+        self.not_covered.clear()
+        by_fsdp2 = self._parts_by_tensor("fully_shard", fsdp2.parts_of)
+        by_fsdp1 = self._parts_by_tensor("FullyShardedDataParallel", fsdp1.parts_of)
         self.parts = [
             part for p in self.tensors for part in by_fsdp2.get(p) or by_fsdp1.get(p) or [whole_part(p)]
         ]
@@ -85,19 +92,24 @@ class PlainAdapter(Adapter):
         return _C.ParameterMap(coordinates, infos)
 
     def _parts_by_tensor(
-        self, parts_of: Callable[[torch.nn.Module], Iterable[Part]]
+        self, framework: str, parts_of: Callable[[torch.nn.Module], Iterable[Part]]
     ) -> dict[torch.Tensor, list[Part]]:
         parts: dict[torch.Tensor, list[Part]] = {}
-        for model, module in self._models.items():
-            for part in parts_of(module):
-                if part.name is not None:
-                    part.name = _below(model, part.name)
-                parts.setdefault(part.tensor, []).append(part)
+        try:
+            for model, module in self._models.items():
+                for part in parts_of(module):
+                    if part.name is not None:
+                        part.name = _below(model, part.name)
+                    parts.setdefault(part.tensor, []).append(part)
+        except AttributeError as error:  # private ones, which a release of torch may rename
+            self.not_covered.append(f"where the shards of {framework} lie: not known of this torch ({error})")
+            return {}
         return parts
 
     def _coordinates(self) -> "_C.RankCoordinates":
         if is_distributed():
-            coordinates, self.not_covered = coordinates_of(self.tensors)
+            coordinates, unknown = coordinates_of(self.tensors)
+            self.not_covered += [unknown] if unknown else []
         else:
             coordinates = _C.data_parallel_coordinates(0, 1)
         if self.tensors:
@@ -169,7 +181,7 @@ class PlainAdapter(Adapter):
 
 
 class PlainDriver(Driver):
-    """And each rank's own gradients, where DistributedDataParallel reduces them."""
+    """And each rank's own gradients, where a framework that is known reduces them over its ranks."""
 
     adapter: PlainAdapter
 
@@ -182,8 +194,8 @@ class PlainDriver(Driver):
     def _follow_reduction(self) -> None:
         adapter, locator = self.adapter, self.locator
         scans = LocalScans(self, lambda uncovered: locator.add_not_covered([uncovered]))
-        if adapter.not_covered:
-            scans.say_uncovered(adapter.not_covered)
+        for each in adapter.not_covered:
+            scans.say_uncovered(each)
         if adapter.gradient_phase == "grad_local":  # there is nobody to reduce with
             return
         own = adapter.own_gradients

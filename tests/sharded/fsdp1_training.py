@@ -56,9 +56,5 @@ class Fsdp1(Training):
                 self.loss().backward()
         super().backwards()
 
-    def step(self):
-        self.number += 1
-        self.backwards()
+    def clip(self):
         self.model.clip_grad_norm_(1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()

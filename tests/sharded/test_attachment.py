@@ -1,5 +1,9 @@
 """A model that is sharded after nanlocator has got it is refused, or followed: never silently unwatched."""
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fsdp2_training import Fsdp2, shard
@@ -8,7 +12,7 @@ from sharded_training import Net
 from torch.distributed.fsdp import fully_shard
 
 import nanlocator
-from nanlocator import attach
+from nanlocator import attach, fsdp2
 
 
 def optimizer_made_first(rank, world_size, attach):
@@ -105,3 +109,30 @@ def test_an_unedited_script_that_shards_its_model_is_watched(fault, expected, ca
     assert origin["coordinates"]["rank"] == 1
     assert (origin["parameter"], origin["operator"]) == expected
     assert "attached to AdamW and FSDPNet (8 parameters)" in capfd.readouterr().err
+
+
+def in_another_torch(rank, world_size, renamed):
+    """One whose private names are not those that nanlocator knows: simulated here."""
+    training = Fsdp2(rank, "plain", "forward")
+    if renamed == "attribute":
+        fsdp2._part_of = lambda param: param.what_it_had_before
+    else:
+        fsdp2.importlib = SimpleNamespace(import_module=lambda name: SimpleNamespace())
+    watch = nanlocator.watch(training.model, training.optimizer)
+    not_covered = json.loads((Path(watch.run_dir) / "run.json").read_text())["not_covered"]
+    try:
+        for _ in range(2):
+            training.step()
+    except nanlocator.NonFiniteGradientError as error:
+        return not_covered, error.verdict["origins"]
+
+
+@pytest.mark.parametrize(
+    ("renamed", "said"),
+    [("attribute", "where the shards of fully_shard lie"), ("function", "this torch does it elsewhere")],
+)
+def test_what_a_later_torch_does_otherwise_is_not_seen_and_that_is_said(renamed, said):
+    for not_covered, origins in run_ranks(2, in_another_torch, renamed):
+        assert any(said in text for text in not_covered)
+        (origin,) = origins
+        assert (origin["operator"], origin["coordinates"]["rank"]) == ("aten::sqrt", 1)

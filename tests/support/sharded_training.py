@@ -27,10 +27,10 @@ class Scale(nn.Module):
 class Net(nn.Module):
     """7 rows are no multiple of the number of ranks; the last rank of four has none of the head's."""
 
-    def __init__(self, is_checkpointed=False):
+    def __init__(self, width=7, is_checkpointed=False):
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Dropout(0.1))
-        self.middle = nn.Linear(7, 8)
+        self.body = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Dropout(0.1))
+        self.middle = nn.Linear(width, 8)
         self.scale = Scale()
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, 3)
@@ -53,17 +53,16 @@ def corrupt(tensor, element=2):
 
 class Training:
     """Args:
-    shard: ``shard(model, variant)`` gives the model as it is called, and a function from a parameter's name
-        to (what ``backward`` makes its gradient in, a local tensor of the shard's).
+    shard: ``shard(model, variant)`` gives the model as it is called.
     """
 
-    def __init__(self, rank, shard, variant, fault=None, culprits=(1,)):
+    def __init__(self, rank, shard, variant, fault=None, culprits=(1,), width=7):
         torch.manual_seed(0)
         self.rank, self.variant, self.fault = rank, variant, fault
         self.is_culprit = rank in culprits
         self.number = 0
         self.corrupted = False
-        self.net = Net(is_checkpointed=variant == "checkpointed")
+        self.net = Net(width, is_checkpointed=variant == "checkpointed")
         if variant == "frozen":
             self.net.body[0].weight.requires_grad_(False)
         self.model = shard(self.net, variant)
@@ -92,10 +91,13 @@ class Training:
     def backwards(self):
         self.loss().backward()
 
+    def clip(self):
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
     def step(self):
         self.number += 1
         self.backwards()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.clip()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
