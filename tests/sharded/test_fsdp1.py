@@ -70,12 +70,15 @@ def test_a_shard_that_goes_bad_after_the_reduction_is_counted_in_the_original_pa
     assert origin["tensor"]["first_bad"] in (15, 17)
 
 
-@pytest.mark.parametrize("fault", ["forward", "empty_loss"])
-def test_a_birth_on_one_rank_is_that_ranks(fault):
-    (origin,) = located("plain", fault)["origins"]
-    assert origin["coordinates"]["rank"] == 1
-    expected = {"forward": ("aten::sqrt", "scale"), "empty_loss": ("aten::div", None)}[fault]
-    assert (origin["operator"], origin["module"]) == expected
+def test_a_birth_in_forward_on_one_rank_names_operator_and_module():
+    (origin,) = located("plain", "forward")["origins"]
+    assert (origin["coordinates"]["rank"], origin["phase"]) == (1, "forward")
+    assert (origin["operator"], origin["module"]) == ("aten::sqrt", "scale")
+
+
+def test_a_mean_over_nothing_on_one_rank_is_that_ranks():
+    (origin,) = located("plain", "empty_loss")["origins"]
+    assert (origin["cause"], origin["coordinates"]["rank"]) == ("empty_loss_mask", 1)
 
 
 def bad_shard(rank, world_size, variant):

@@ -147,12 +147,12 @@ def test_after_a_transient_fault_training_goes_on_as_if_it_had_not_been(variant)
     assert run_ranks(2, recovered, variant) == [[2]] * 2
 
 
-def bad_shard(rank, world_size, variant, keepers, element):
+def bad_shard(rank, world_size, variant, parameter, keepers):
     training = Fsdp2(rank, variant)
     nanlocator.watch(training.model, training.optimizer)
     training.step()
     if rank in keepers:
-        corrupt(training.net.middle.weight.to_local().detach(), element)
+        corrupt(training.net.get_parameter(parameter).to_local().detach())
     try:
         training.step()
     except nanlocator.NonFiniteGradientError as error:
@@ -160,26 +160,24 @@ def bad_shard(rank, world_size, variant, keepers, element):
 
 
 @pytest.mark.parametrize(
-    ("variant", "keepers", "bad_index"),
+    ("variant", "parameter", "keepers", "shape", "bad_index"),
     [
-        ("plain", [1], [4, 2]),  # of 8 rows of 7 rank 1 keeps the last four
-        ("columns", [1], [0, 2]),  # 7 columns do not split: rows here, too
-        ("hsdp", [1], [4, 2]),
-        ("hsdp", [1, 3], [4, 2]),
+        ("plain", "middle.weight", [1], [8, 7], [4, 2]),  # rank 1 keeps the last four of 8 rows
+        ("columns", "head.weight", [1], [3, 8], [0, 6]),  # ... of 8 columns
+        ("hsdp", "middle.weight", [1], [8, 7], [4, 2]),
+        ("hsdp", "middle.weight", [1, 3], [8, 7], [4, 2]),
     ],
 )
-def test_a_bad_shard_of_a_weight_is_that_of_the_ranks_that_keep_it(variant, keepers, bad_index):
-    verdict = run_ranks(ranks_of(variant), bad_shard, variant, keepers, 2)[0]
+def test_a_bad_shard_of_a_weight_is_that_of_the_ranks_that_keep_it(
+    variant, parameter, keepers, shape, bad_index
+):
+    verdict = run_ranks(ranks_of(variant), bad_shard, variant, parameter, keepers)[0]
     (origin,) = verdict["origins"]
-    assert (origin["cause"], origin["parameter"]) == ("bad_weight", "middle.weight")
+    assert (origin["cause"], origin["parameter"]) == ("bad_weight", parameter)
     assert origin["candidates"] == keepers
-    assert origin["tensor"]["shape"] == [8, 7]
-    if variant != "columns":
-        assert origin["tensor"]["first_bad_index"] == bad_index
+    assert origin["tensor"]["shape"] == shape and origin["tensor"]["first_bad_index"] == bad_index
     evidence = " ".join(origin["evidence"])
-    assert "every copy" not in evidence
-    gathered = {"plain": "rank 0 has it from there", "hsdp": "ha"}
-    assert gathered.get(variant, "") in evidence
+    assert "from there, by the all-gather of parameters" in evidence and "every copy" not in evidence
 
 
 def never_initialised(rank, world_size):
