@@ -166,6 +166,14 @@ void bind_map(py::module_& m) {
             p.shard.reset();
             if (range) p.shard = ElementRange{range->first, range->second};
           })
+      .def_property(
+          "shard_row", [](const ParameterInfo& p) { return p.shard ? p.shard->row : 0; },
+          [](ParameterInfo& p, std::int64_t row) { p.shard.value().row = row; },
+          "Of a shard of columns: elements of a row, in each of which `shard` is a range; else 0.")
+      .def_property(
+          "shard_group", [](const ParameterInfo& p) { return p.shard_group.ranks(); },
+          [](ParameterInfo& p, std::vector<int> ranks) { p.shard_group = RankList(ranks); })
+      .def_readwrite("placements", &ParameterInfo::placements)
       .def_readwrite("is_expert", &ParameterInfo::is_expert)
       .def_readwrite("is_shared", &ParameterInfo::is_shared)
       .def_readwrite("is_tp_duplicate", &ParameterInfo::is_tp_duplicate)

@@ -25,6 +25,7 @@ from nanlocator import _C, megatron_scripts
 from nanlocator.driver import Driver
 from nanlocator.optimizer import LocatingOptimizer
 from nanlocator.patches import replace
+from nanlocator.plain import held_parameters
 from nanlocator.session import rank_prefix
 from nanlocator.watch import Watch
 
@@ -85,7 +86,7 @@ class Attachment:
             return False
         optimizers = [each for each in self._optimizers if not isinstance(each, LocatingOptimizer)]
         trained = {p for each in optimizers for group in each.param_groups for p in group["params"]}
-        if trained.isdisjoint(module.parameters()):
+        if trained.isdisjoint(held_parameters([module])):
             self._others.add(module)
             return False
         while self._undo:
@@ -102,7 +103,7 @@ class Attachment:
             return False
         Driver.number_made = 1
         names = ", ".join(type(each).__name__ for each in optimizers)
-        held = {p for each in models.values() for p in each.parameters()}
+        held = held_parameters(models.values())
         missing = len(trained - held)
         _say(
             f"attached to {names} and {', '.join(type(each).__name__ for each in models.values())} "
@@ -135,7 +136,7 @@ def _roots_of(trained: set[torch.Tensor]) -> dict[str, nn.Module]:
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     children = {id(child) for each in modules for child in each.__dict__.get("_modules", {}).values()}
     roots = [each for each in modules if id(each) not in children and "_parameters" in each.__dict__]
-    held = {id(root): trained.intersection(root.parameters()) for root in roots}
+    held = {id(root): trained.intersection(held_parameters([root])) for root in roots}
     roots.sort(key=lambda root: len(held[id(root)]), reverse=True)
     chosen: list[nn.Module] = []
     left = set(trained)

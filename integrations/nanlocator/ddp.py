@@ -15,6 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from nanlocator.modules import local_part
+from nanlocator.own_gradients import LocalScans
 
 # Groups of scans; others number theirs from 0.
 _AT_THE_END = 1 << 20
@@ -26,25 +27,19 @@ class LocalGradients:
     ``.grad`` holds what other ranks have sent, and what each later backward adds to it is scanned.
 
     Args:
-        driver: its ``scan``, in a pass; not kept alive. Without a pass a clip may come before anybody looks
-            at the reduced gradients, and what it makes of them would be the reduction's fault.
-        on_uncovered: called with what is not seen, once for each.
+        parameters: by their ids.
     """
 
-    def __init__(
-        self, parameters: list[torch.Tensor], driver: Any, on_uncovered: Callable[[str], None]
-    ) -> None:
+    def __init__(self, parameters: dict[int, torch.Tensor], scans: LocalScans) -> None:
         self._parameters = parameters
-        self._driver = weakref.ref(driver)
-        self._on_uncovered = on_uncovered
-        self._uncovered: set[str] = set()
-        self._modules: list[Callable[[], DistributedDataParallel | None]] | None = None  # of each, by number
+        self._scans = scans
+        self._modules: dict[int, Callable[[], DistributedDataParallel | None]] | None = None  # of each
         self._reduced: set[int] = set()  # numbers of parameters that were reduced in this step
         self._ready: list[tuple[int, torch.Tensor]] = []  # to be scanned when backward ends
         this = weakref.ref(self)  # autograd keeps the hooks
         self._handles = [
             handle
-            for number, parameter in enumerate(parameters)
+            for number, parameter in parameters.items()
             if parameter.requires_grad and parameter.is_leaf
             for handle in (
                 parameter.register_hook(_calling(this, LocalGradients._is_added, number)),
@@ -73,13 +68,9 @@ class LocalGradients:
             return
         module = self._module_of(number)
         if module is None:
-            self._say_uncovered("gradients before the program reduces them over its ranks")
+            self._scans.say_uncovered("gradients before the program reduces them over its ranks")
             return
-        driver = self._driver()
-        if driver is None or not driver.is_in_pass:
-            self._say_uncovered(
-                "gradients before DistributedDataParallel reduces them: step() gets no closure"
-            )
+        if not self._scans.are_on("DistributedDataParallel"):
             return
         if not module.require_backward_grad_sync:
             return
@@ -93,20 +84,12 @@ class LocalGradients:
             torch.autograd.Variable._execution_engine.queue_callback(self._scan_ready)
         self._ready.append((number, parameter))
 
-    def _say_uncovered(self, uncovered: str) -> None:
-        if uncovered not in self._uncovered:
-            self._uncovered.add(uncovered)
-            self._on_uncovered(uncovered)
-
     def _scan_ready(self) -> None:
         ready, self._ready = self._ready, []
         self._scan(_AT_THE_END, [(number, parameter.grad) for number, parameter in ready])
 
     def _scan(self, group: int, gradients: list[tuple[int, torch.Tensor | None]]) -> None:
-        driver = self._driver()
-        found = [(number, local_part(gradient)) for number, gradient in gradients if gradient is not None]
-        if driver is not None and driver.is_in_pass and found:
-            driver.scan("grad_local", group, "grad", [n for n, _ in found], [g for _, g in found])
+        self._scans.scan(group, [(n, local_part(g)) for n, g in gradients if g is not None])
 
     def _module_of(self, number: int) -> DistributedDataParallel | None:
         """The live one that reduces this parameter; the latest that was made, of several."""
@@ -116,14 +99,14 @@ class LocalGradients:
             module = self._modules[number]()
         return module
 
-    def _find_modules(self) -> "list[Callable[[], DistributedDataParallel | None]]":
+    def _find_modules(self) -> "dict[int, Callable[[], DistributedDataParallel | None]]":
         reducing = {
             parameter: weakref.ref(each)
             for each in gc.get_objects()
             if issubclass(type(each), DistributedDataParallel)
             for parameter in each._module_parameters
         }
-        return [reducing.get(parameter, _NONE) for parameter in self._parameters]
+        return {n: reducing.get(parameter, _NONE) for n, parameter in self._parameters.items()}
 
 
 def _NONE() -> None:

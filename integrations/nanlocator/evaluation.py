@@ -9,7 +9,7 @@ from torch import nn
 
 from nanlocator import _C
 from nanlocator.driver import Driver, Named, Pass
-from nanlocator.plain import PlainAdapter
+from nanlocator.plain import PlainAdapter, are_in_shards
 from nanlocator.session import Options, is_distributed, resolve_options
 
 
@@ -18,7 +18,8 @@ class Evaluation:
     operator traced. A -Inf is meant: a token that must not be chosen.
 
     Each rank looks for itself, as ranks evaluate and generate unequally often: its verdicts go to a folder of
-    its own, and where there are several ranks none of them stops.
+    its own, and where there are several ranks none of them stops. A call in which ranks exchange data, as
+    those of a model in shards do, one rank alone cannot execute again: the following ones are traced.
     """
 
     def __init__(self, models: dict[str, nn.Module], output_dir: str, options: Options) -> None:
@@ -66,6 +67,10 @@ class _Execution(Pass):
     def results(self, output: Any) -> Named:
         tensors = _C.tensors_in(output)
         return [(f"output[{i}]", tensors[i]) for i in self.bad if i < len(tensors)]
+
+    def obstacle(self) -> str:
+        is_alone = not are_in_shards(self._adapter.models)
+        return "" if is_alone else "the ranks that keep the model's shards would have to do it together"
 
     def run_again(self) -> Named:
         with torch.no_grad(), self._adapter.naming_modules():

@@ -19,6 +19,7 @@ from nanlocator import _C
 from nanlocator.patches import replace
 
 # Holders that are not called themselves: their children belong to the module that holds them.
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -292,9 +293,9 @@ class WatchedModules:
         """
         return self._watch.collect(
             iteration,
-            [(_shown(name), local_part(p)) for name, p in self._model.named_parameters()],
-            [(_shown(name), local_part(b)) for name, b in self._model.named_buffers()]
-            + [(_shown(name), t) for name, t in tensor_attributes(self._model)],
+            [(shown(name), local_part(p)) for name, p in self._model.named_parameters()],
+            [(shown(name), local_part(b)) for name, b in self._model.named_buffers()]
+            + [(shown(name), t) for name, t in tensor_attributes(self._model)],
         )
 
     def remove(self) -> None:
@@ -347,11 +348,15 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local()
 
 
-def _shown(path: str) -> str:
-    """As LocatingOptimizer names parameters."""
-    return path.removeprefix("module.")
+def shown(path: str) -> str:
+    """Of a parameter or a module, without what wrappers put into it: DistributedDataParallel before it,
+    FullyShardedDataParallel and activation checkpointing anywhere."""
+    path = path.removeprefix("module.")
+    if not any(wrapper in path for wrapper in _WRAPPERS):
+        return path
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 def _shown_module(path: str) -> str:
     """Nothing for what DistributedDataParallel wraps: it goes by its class, as the model itself does."""
-    return "" if path == "module" else _shown(path)
+    return "" if path == "module" else shown(path)

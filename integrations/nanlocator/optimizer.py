@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
 
-from nanlocator import _C
+from nanlocator import _C, fsdp1
 from nanlocator.driver import Named, SkippedUpdate
 from nanlocator.plain import PlainAdapter, PlainPass, overflow_seen, plain_driver
 from nanlocator.rerun import ObjectState, Stateful, losses_of
@@ -205,8 +205,18 @@ class _Evaluation(PlainPass):
                 self._driver.scan_gradients()
             original(parameters, *args, **kwargs)
 
+        def clip_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if not set(self._adapter.tensors).isdisjoint(fsdp1.sharded_parameters(module)):
+                self._driver.scan_gradients()
+            return of_module(module, *args, **kwargs)
+
         clip_grad._clip_grads_with_norm_ = clip
+        if (fully_sharded := fsdp1.wrapper_class()) is not None:
+            of_module = fully_sharded.clip_grad_norm_
+            fully_sharded.clip_grad_norm_ = clip_module
         try:
             yield
         finally:
             clip_grad._clip_grads_with_norm_ = original
+            if fully_sharded is not None:
+                fully_sharded.clip_grad_norm_ = of_module

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch.optim import Optimizer
 
-from nanlocator import _C
+from nanlocator import _C, fsdp1, fsdp2
 from nanlocator.ddp import LocalGradients
 from nanlocator.driver import (
     Adapter,
@@ -20,70 +20,145 @@ from nanlocator.driver import (
     Views,
     state_tensors,
 )
-from nanlocator.modules import ModuleHooks, local_part, tensor_attributes
+from nanlocator.modules import ModuleHooks, local_part, shown, tensor_attributes
+from nanlocator.own_gradients import LocalScans, OwnGradients
 from nanlocator.rerun import ScalerState
 from nanlocator.session import RankConnection, device_description, dtype_name, is_distributed
+from nanlocator.shards import Part, coordinates_of, whole_part
 
 
 class PlainAdapter(Adapter):
     """Args:
     optimizers: their ``param_groups`` are the parameters, in their order.
     models: name them, and have the modules and buffers; each under a name of its own, "" for an only one.
+
+    Attributes:
+        tensors: what the optimizers hold.
+        parts: by parameter id; of a flat parameter of FSDP1 several are in one tensor.
+        own_gradients: of each framework that reduces some of them; the driver's.
+        not_covered: what is not known of shards and of the ranks' places.
     """
 
     why_no_pass = "step() was called without a closure"
 
     def __init__(self, optimizers: list[Optimizer], models: dict[str, torch.nn.Module]) -> None:
         super().__init__()
-        self.gradient_phase = "grad_reduced" if is_distributed() else "grad_local"
         self._optimizers = optimizers
         self._models = models
-        self.local_gradients: LocalGradients | None = None
+        self.own_gradients: list[OwnGradients] = []
+        self.not_covered: list[str] = []
         self.left_out: set[torch.Tensor] = set()  # parameters whose gradients belong to another step
-        self._names = {p: n for n, p in self._named("named_parameters")}
+        kept = {t: p for each in models.values() for t, p in fsdp2.whole_and_sharded(each)}
+        self._names = {kept.get(p, p): n for n, p in self._named("named_parameters")}
+        self._are_in_place = False  # the parameters, as far as was looked
 
     def parameter_map(self) -> "_C.ParameterMap":
         """Of the concatenated groups as they are now; position = parameter id."""
         groups = [list(group["params"]) for each in self._optimizers for group in each.param_groups]
         self.tensors: list[torch.nn.Parameter] = list(dict.fromkeys(p for group in groups for p in group))
+        if self.tensors and self._names and self._names.keys().isdisjoint(self.tensors):
+            raise _C.UsageError(
+                "the optimizer holds none of the model's parameters: it was made before they were replaced "
+                "(by fully_shard, to_empty, load_state_dict(assign=True) ...), or for another model"
+            )
         fallback = {p: f"group{g}.{i}" for g, group in enumerate(groups) for i, p in enumerate(group)}
+        self.not_covered.clear()
+        by_fsdp2 = self._parts_by_tensor("fully_shard", fsdp2.parts_of)
+        by_fsdp1 = self._parts_by_tensor("FullyShardedDataParallel", fsdp1.parts_of)
+        self.parts = [
+            part for p in self.tensors for part in by_fsdp2.get(p) or by_fsdp1.get(p) or [whole_part(p)]
+        ]
+        numbers: dict[torch.Tensor, list[int]] = {}
+        for index, part in enumerate(self.parts):
+            numbers.setdefault(part.tensor, []).append(index)
+        self.by_fsdp2 = {p: numbers[p][0] for p in self.tensors if p in by_fsdp2}
+        self.by_fsdp1 = {p: numbers[p] for p in self.tensors if p in by_fsdp1}
+        self.by_others = {numbers[p][0]: p for p in self.tensors if p not in by_fsdp2 and p not in by_fsdp1}
+        coordinates = self._coordinates()
         infos = []
-        for index, parameter in enumerate(self.tensors):
+        for index, part in enumerate(self.parts):
             info = _C.ParameterInfo()
             info.id = index
-            info.raw_name = self._names.get(parameter, fallback[parameter])
-            info.name = info.raw_name if len(self._models) > 1 else _shown(info.raw_name)
-            info.shape = list(parameter.shape)
-            info.dtype = dtype_name(parameter.dtype)
+            info.raw_name = part.name or self._names.get(part.tensor, fallback[part.tensor])
+            info.name = info.raw_name if len(self._models) > 1 else shown(info.raw_name)
+            info.dtype = dtype_name(part.tensor.dtype)
+            info.is_tp_duplicate = coordinates.tp.size > 1 and not part.is_tp_sharded
+            part.describe(info)
             infos.append(info)
-        self.parameters = [(i.name, local_part(p)) for i, p in zip(infos, self.tensors, strict=True)]
+        self.parameters = [(i.name, p.view(p.tensor)) for i, p in zip(infos, self.parts, strict=True)]
         self.buffers = _local(self._named("named_buffers"))
-        rank, world = 0, 1
+        is_reduced = coordinates.dp.size * coordinates.cp.size > 1
+        self.gradient_phase = "grad_reduced" if is_reduced else "grad_local"
+        return _C.ParameterMap(coordinates, infos)
+
+    def _parts_by_tensor(
+        self, framework: str, parts_of: Callable[[torch.nn.Module], Iterable[Part]]
+    ) -> dict[torch.Tensor, list[Part]]:
+        parts: dict[torch.Tensor, list[Part]] = {}
+        try:
+            for model, module in self._models.items():
+                for part in parts_of(module):
+                    if part.name is not None:
+                        part.name = _below(model, part.name)
+                    parts.setdefault(part.tensor, []).append(part)
+        except AttributeError as error:  # private ones, which a release of torch may rename
+            self.not_covered.append(f"where the shards of {framework} lie: not known of this torch ({error})")
+            return {}
+        return parts
+
+    def _coordinates(self) -> "_C.RankCoordinates":
         if is_distributed():
-            rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        coordinates = _C.data_parallel_coordinates(rank, world)
+            coordinates, unknown = coordinates_of(self.tensors)
+            self.not_covered += [unknown] if unknown else []
+        else:
+            coordinates = _C.data_parallel_coordinates(0, 1)
         if self.tensors:
             coordinates.device = device_description(self.tensors[0].device)
-        return _C.ParameterMap(coordinates, infos)
+        return coordinates
+
+    @property
+    def models(self) -> Iterable[torch.nn.Module]:
+        return self._models.values()
 
     def gradients(self) -> Views:
         found = [
-            (i, local_part(p.grad))
-            for i, p in enumerate(self.tensors)
-            if p.grad is not None and p not in self.left_out
+            (i, part.view(part.tensor.grad))
+            for i, part in enumerate(self.parts)
+            if part.tensor.grad is not None and part.tensor not in self.left_out
         ]
         return [i for i, _ in found], [gradient for _, gradient in found]
 
     def weights(self) -> Views:
-        return list(range(len(self.tensors))), [local_part(p) for p in self.tensors]
+        return list(range(len(self.parts))), [part.view(part.tensor) for part in self.parts]
 
     def optimizer_state(self, ids: list[int]) -> OptimizerTensors:
         return [
-            (i, name, tensor, 0)
+            (i, name, part.view(value), part.begin)
             for i in ids
             for optimizer in self._optimizers
-            for name, tensor in state_tensors(optimizer, self.tensors[i])
+            if (part := self.parts[i])
+            for name, value in state_tensors(optimizer, part.tensor)
         ]
+
+    def check_parameters(self) -> None:
+        """Before the first step: that the models still have the parameters that the optimizers hold.
+
+        Raises:
+            nanlocator.UsageError: where they have others in their place.
+        """
+        if self._are_in_place:
+            return
+        self._are_in_place = True
+        held = held_parameters(self.models)
+        ours = set(self.tensors)
+        lost = [name for p, name in self._names.items() if p in ours and p not in held]
+        if lost:
+            raise _C.UsageError(
+                f"the parameter {shown(lost[0])} was replaced after nanlocator had been given the model and "
+                "its optimizer (by fully_shard, to_empty, load_state_dict(assign=True) ...): the optimizer "
+                "updates a tensor that the model no longer uses. Shard and load the model first, then make "
+                "the optimizer, then call nanlocator"
+            )
 
     def model_tensors(self) -> tuple[Named, Named]:
         attributes = [
@@ -106,7 +181,7 @@ class PlainAdapter(Adapter):
 
 
 class PlainDriver(Driver):
-    """And each rank's own gradients, where DistributedDataParallel reduces them."""
+    """And each rank's own gradients, where a framework that is known reduces them over its ranks."""
 
     adapter: PlainAdapter
 
@@ -117,28 +192,41 @@ class PlainDriver(Driver):
         self._follow_reduction()
 
     def _follow_reduction(self) -> None:
-        if not is_distributed():
+        adapter, locator = self.adapter, self.locator
+        scans = LocalScans(self, lambda uncovered: locator.add_not_covered([uncovered]))
+        for each in adapter.not_covered:
+            scans.say_uncovered(each)
+        if adapter.gradient_phase == "grad_local":  # there is nobody to reduce with
             return
-        locator = self.locator
-        self.adapter.local_gradients = LocalGradients(
-            self.adapter.tensors,
-            self,
-            lambda uncovered: locator.add_not_covered([uncovered]),
-        )
+        own = adapter.own_gradients
+        if adapter.by_fsdp2:
+            own.append(fsdp2.WholeGradients(adapter.by_fsdp2, scans))
+        if adapter.by_fsdp1:
+            own.append(fsdp1.WholeGradients(adapter.by_fsdp1, adapter.models, scans))
+        if adapter.by_others:
+            own.append(LocalGradients(adapter.by_others, scans))
+
+    def _leave_reduction(self) -> None:
+        while self.adapter.own_gradients:
+            self.adapter.own_gradients.pop().remove()
 
     def _begin_gradients(self) -> None:
-        if self.adapter.local_gradients is not None:
-            self.adapter.local_gradients.begin_step()
+        for each in self.adapter.own_gradients:
+            each.begin_step()
 
     def take_parameters_again(self) -> None:
         super().take_parameters_again()
-        if self.adapter.local_gradients is not None:
-            self.adapter.local_gradients.remove()
+        self._leave_reduction()
         self._follow_reduction()
 
     def begin_pass(self, step_pass: Pass, iteration: int | None = None) -> None:
+        self.adapter.check_parameters()
         self._begin_gradients()
         self._engine.begin_pass(step_pass, iteration)
+
+    def look(self) -> "_C.Decision":
+        self.adapter.check_parameters()
+        return super().look()
 
     def forget_gradients(self) -> None:
         self._begin_gradients()
@@ -150,8 +238,7 @@ class PlainDriver(Driver):
 
     def remove(self) -> None:
         super().remove()
-        if self.adapter.local_gradients is not None:
-            self.adapter.local_gradients.remove()
+        self._leave_reduction()
 
 
 class PlainPass(Pass):
@@ -167,8 +254,10 @@ class PlainPass(Pass):
         for parameter, had in zip(self._adapter.tensors, self._had_gradient, strict=True):
             if parameter.grad is not None:
                 parameter.grad = torch.zeros_like(parameter.grad) if had else None
-        if self._adapter.local_gradients is not None:
-            self._adapter.local_gradients.begin_step()
+        for model in self._adapter.models:
+            fsdp2.forget_unreduced(model)
+        for each in self._adapter.own_gradients:
+            each.begin_step()
 
 
 def plain_driver(
@@ -209,18 +298,31 @@ def overflow_seen(scaler: "torch.amp.GradScaler", *, optimizer_id: int) -> LossS
     return scale, scale >= 1.0, False
 
 
+def held_parameters(modules: Iterable[torch.nn.Module]) -> set[torch.Tensor]:
+    """What an optimizer of theirs would hold, also while they hold something else in its place."""
+    return {
+        p
+        for each in modules
+        for p in (*each.parameters(), *fsdp2.sharded_parameters(each), *fsdp1.sharded_parameters(each))
+    }
+
+
+def are_in_shards(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether a forward of theirs exchanges data between ranks, as far as their parameters show."""
+    return any(
+        hasattr(p, "device_mesh") or next(fsdp1.handles_of(each), None) is not None
+        for each in modules
+        for p in held_parameters([each])
+    )
+
+
 def _below(model: str, name: str) -> str:
     """Of several models each has its name before what is in it."""
     if not model:
         return name
-    name = _shown(name) if name != "module" else ""
+    name = shown(name) if name != "module" else ""
     return f"{model}.{name}" if name else model
 
 
-def _shown(name: str) -> str:
-    """Without what DistributedDataParallel puts before it."""
-    return name.removeprefix("module.")
-
-
 def _local(tensors: Iterable[tuple[str, torch.Tensor]]) -> Named:
-    return [(_shown(name), local_part(tensor)) for name, tensor in tensors]
+    return [(shown(name), local_part(tensor)) for name, tensor in tensors]

@@ -15,22 +15,27 @@ import threading
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from nanlocator import _C
+from nanlocator import _C, fsdp2
 from nanlocator.batches import KeptBatch
 from nanlocator.driver import Named
 from nanlocator.evaluation import Evaluation
 from nanlocator.patches import replace
-from nanlocator.plain import PlainAdapter, PlainPass
+from nanlocator.plain import PlainAdapter, PlainPass, held_parameters
 from nanlocator.rerun import GeneratorStates
+from nanlocator.switches import Switches, switches_of
 
 
 class Follower(Protocol):
+    def before_other_forward(self) -> None:
+        """A call of a module without a watched parameter begins, for the first time."""
+
     def before_forward(self) -> None:
         """A call of a module that has parameters begins."""
 
@@ -69,6 +74,7 @@ class StepRecorder:
         self._follower = follower
         self._depth = 0  # calls and backwards that are running
         self._ours: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._switches: weakref.WeakKeyDictionary[nn.Module, Switches] = weakref.WeakKeyDictionary()
         self.evaluation: Evaluation | None = None  # in place of a step, which a call then is no part of
         self.losses: list[torch.Tensor] = []  # of the backwards of this step, detached
         self.unscaled = WeakIdKeyDictionary()  # what a loss scaler has multiplied
@@ -86,6 +92,7 @@ class StepRecorder:
     def set_parameters(self, parameters: list[torch.Tensor]) -> None:
         self._parameters = set(parameters)
         self._engine.set_parameters(parameters)
+        self._sharded = [p for p in parameters if hasattr(p, "_local_tensor")]  # DTensors
         self._ours.clear()
 
     def remove(self) -> None:
@@ -149,7 +156,9 @@ class StepRecorder:
                 return original(module, *args, **kwargs)
         self._follower.before_forward()
         given = _C.tensors_in((args, kwargs))
-        call = _ModuleCall(module, self._named(args), self._named(kwargs))
+        if module not in self._switches:
+            self._switches[module] = switches_of(module)
+        call = _ModuleCall(module, self._named(args), self._named(kwargs), self._now())
         with self.suspended():
             output = original(module, *args, **kwargs)
         self._engine.add_call(call, given, _C.tensors_in(output))
@@ -158,8 +167,21 @@ class StepRecorder:
     def _is_ours(self, module: nn.Module) -> bool:
         is_ours = self._ours.get(module)
         if is_ours is None:
-            is_ours = self._ours[module] = any(p in self._parameters for p in module.parameters())
+            is_ours = self._ours[module] = not self._parameters.isdisjoint(held_parameters([module]))
+            if not is_ours:
+                self._follower.before_other_forward()
         return is_ours
+
+    def _state_of_gradients(self) -> tuple[int, int]:
+        """Changes when one is written. FSDP2 adds to the tensor inside of a DTensor."""
+        inner = (p.grad._local_tensor for p in self._sharded if p.grad is not None)
+        return self._engine.state_of_gradients(), sum(tensor._version for tensor in inner)
+
+    def _has_unreduced(self) -> bool:
+        return any(map(fsdp2.has_unreduced, self._switches))
+
+    def _now(self) -> "_SwitchesNow":
+        return _SwitchesNow([(each, each.now()) for each in self._switches.values()])
 
     def _call_by_operators(
         self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
@@ -175,11 +197,11 @@ class StepRecorder:
         if accumulates:
             self._follower.before_backward()
         given = _C.tensors_in((args, kwargs))
-        call = _EngineCall(original, self._named(args), self._named(kwargs))
-        before = self._engine.state_of_gradients()
+        call = _EngineCall(original, self._named(args), self._named(kwargs), self._now())
+        before = self._state_of_gradients()
         with self.suspended():
             gradients = original(*args, **kwargs)
-        if accumulates and self._engine.state_of_gradients() == before:
+        if accumulates and self._state_of_gradients() == before and not self._has_unreduced():
             return gradients  # of something that nobody watches
         if accumulates:
             self.losses += [
@@ -205,6 +227,7 @@ class StepRecorder:
         replay = _C.StepReplay(events := self._engine.needed())
         losses: list[torch.Tensor] = []
         numbered = self._are_microbatches(events)
+        switches = self._now()
         try:
             with self.suspended():
                 while events:
@@ -218,6 +241,7 @@ class StepRecorder:
                     replay.leave(event)
         finally:
             _C.set_current_microbatch(None, None)
+            switches.set()
         if len(losses) == 1:
             return [("loss", losses[0])]
         return [(f"loss[{i}]", loss) for i, loss in enumerate(losses)]
@@ -254,32 +278,38 @@ def _stop_in_child() -> None:
 os.register_at_fork(after_in_child=_stop_in_child)
 
 
+@dataclass(frozen=True)
+class _SwitchesNow:
+    """Of the modules that were called, as they are now."""
+
+    values: list[tuple[Switches, list[Any]]]
+
+    def set(self) -> None:
+        for switches, values in self.values:
+            switches.set(values)
+
+
 class _ModuleCall:
     """A call of a module, and what it depends on beside its arguments."""
 
-    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any, switches: _SwitchesNow) -> None:
         self.module = module
+        self._switches = switches
         self.kept = KeptBatch([args, kwargs])
         self._generators = _Generators()
         self._autocast = [
             (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
             for device in ("cpu", "cuda")
         ]
-        # Of DistributedDataParallel, which no_sync() changes.
-        self._is_reduced = getattr(module, "require_backward_grad_sync", None)
 
     def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
         args, kwargs = _mapped(self.kept.item, _Now(replay))
         self._generators.restore()
+        self._switches.set()
         with contextlib.ExitStack() as stack:
             for device, is_enabled, dtype in self._autocast:
                 if is_enabled or torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, dtype=dtype, enabled=is_enabled))
-            if self._is_reduced is not None:
-                stack.callback(
-                    setattr, self.module, "require_backward_grad_sync", self.module.require_backward_grad_sync
-                )
-                self.module.require_backward_grad_sync = self._is_reduced
             return _C.tensors_in(self.module(*args, **kwargs))
 
 
@@ -307,13 +337,15 @@ class _FunctionCall:
 class _EngineCall:
     """A backward, or ``torch.autograd.grad``."""
 
-    def __init__(self, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def __init__(self, run: Callable[..., Any], args: Any, kwargs: Any, switches: _SwitchesNow) -> None:
         self._run = run
+        self._switches = switches
         self._args, self._kwargs = args, kwargs
         self.accumulates = bool(kwargs.get("accumulate_grad"))
 
     def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
         args, kwargs = _mapped((self._args, self._kwargs), _Now(replay))
+        self._switches.set()
         if self.accumulates:
             losses += [t for t in _C.tensors_in(args[0]) if t.numel() == 1]
         return _C.tensors_in(self._run(*args, **kwargs))
@@ -347,7 +379,7 @@ class RecordedPass(PlainPass):
         """Before the first backward. Gradients that are there and not among ``zeroed`` are another step's."""
         self._had_gradient = [p.grad is not None for p in self._adapter.tensors]
         self._leftovers = {
-            p: p.grad._version for p in self._adapter.tensors if p.grad is not None and p not in zeroed
+            p: _version_of(p.grad) for p in self._adapter.tensors if p.grad is not None and p not in zeroed
         }
 
     @contextlib.contextmanager
@@ -375,7 +407,7 @@ class RecordedPass(PlainPass):
 
     def obstacle(self) -> str:
         if any(
-            p not in self._adapter.left_out and (p.grad is None or p.grad._version != version)
+            p not in self._adapter.left_out and (p.grad is None or _version_of(p.grad) != version)
             for p, version in self._leftovers.items()
         ):
             return "it has added to gradients that were there before"
@@ -383,6 +415,10 @@ class RecordedPass(PlainPass):
 
     def changed_data(self) -> list[str]:
         return self._recorder.changed_data()
+
+
+def _version_of(gradient: torch.Tensor) -> int:
+    return getattr(gradient, "_local_tensor", gradient)._version
 
 
 class _Now:

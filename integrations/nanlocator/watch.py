@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
 
-from nanlocator import _C
+from nanlocator import _C, fsdp1
 from nanlocator.driver import LossScale, SkippedUpdate
 from nanlocator.evaluation import Evaluation
 from nanlocator.optimizer import LocatingOptimizer
@@ -131,6 +131,9 @@ class Watch:
 
     # --- what the recorder tells ---------------------------------------------------------------------
 
+    def before_other_forward(self) -> None:
+        self._adapter.check_parameters()
+
     def before_forward(self) -> None:
         if self._is_seen:  # LBFGS, and loops that clip after each microbatch
             self._recorder.begin_step()
@@ -193,6 +196,8 @@ class Watch:
         self._replace(torch.amp.GradScaler, "scale", self._scale)
         self._replace(torch.amp.GradScaler, "unscale_", self._unscale)
         self._replace(nn.Module, "zero_grad", self._zero_module)
+        if (fully_sharded := fsdp1.wrapper_class()) is not None:
+            self._replace(fully_sharded, "clip_grad_norm_", self._clip_module)
         for optimizer in self._optimizers:
             self._undo.append(optimizer.register_step_post_hook(self._after_update).remove)
             # Bound methods, as learning-rate schedulers expect (LRScheduler._initial_step).
@@ -240,6 +245,13 @@ class Watch:
             self._look(parameters)
         with self._recorder.suspended():
             return original(parameters, *args, **kwargs)
+
+    def _clip_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """FullyShardedDataParallel clips by itself."""
+        if self._is_unseen:
+            self._look(fsdp1.sharded_parameters(module))
+        with self._recorder.suspended():
+            return original(module, *args, **kwargs)
 
     def _scale(self, original: Callable[..., Any], scaler: "torch.amp.GradScaler", outputs: Any) -> Any:
         self._scaler = scaler

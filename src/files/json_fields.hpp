@@ -182,6 +182,22 @@ struct JsonAdded : Field {
   }
 };
 
+/// A member that is left out where it is empty.
+template <class Struct, class Value>
+struct JsonRare {
+  const char* key;
+  Value Struct::*member;
+
+  constexpr JsonRare(const char* name, Value Struct::*pointer) : key(name), member(pointer) {}
+
+  void write(nlohmann::ordered_json& json, const Struct& value) const {
+    if (value.*member != Value()) json[key] = value_to_json(value.*member);
+  }
+  void read(const JsonObject& object, Struct& value) const {
+    if (object.has(key)) read_value(JsonMember(object, key), JsonRange(), value.*member);
+  }
+};
+
 /// Text beside the members, for readers other than this one; null where the writer fills it in.
 struct JsonWritten {
   const char* key;

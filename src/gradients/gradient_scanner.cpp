@@ -39,6 +39,7 @@ constexpr std::int64_t kNoParameter = -1;
 struct Entry {
   std::int64_t parameter = 0;
   std::int64_t element_offset = 0;
+  std::int64_t numel = 0;  // as passed in
   std::string_view dtype;
   bool is_complex = false;
   std::optional<SparseLayout> sparse;
@@ -84,6 +85,12 @@ std::int64_t first_bad_in_given(const Entry& entry, std::int64_t scanned_index) 
     row = row * sizes[d] + coordinates[d].item<std::int64_t>();
   }
   return row * dense_numel + index % dense_numel;
+}
+
+std::int64_t element_in(const ParameterInfo& parameter, const Entry& entry, std::int64_t index) {
+  const bool is_shard =
+      entry.element_offset == 0 && parameter.shard && entry.numel < parameter.numel();
+  return is_shard ? parameter.shard->element_at(index) : entry.element_offset + index;
 }
 
 /// Groups of one view each: what was dequantised for it is freed before the next.
@@ -341,7 +348,8 @@ struct GradientScanner::Impl {
     sighting.dtype = entry.dtype;
     sighting.shape = parameter.shape;
     sighting.stats = stats;
-    sighting.stats.first_bad = entry.element_offset + first_bad_in_given(entry, stats.first_bad);
+    sighting.stats.first_bad =
+        element_in(parameter, entry, first_bad_in_given(entry, stats.first_bad));
     return sighting;
   }
 };
@@ -396,8 +404,8 @@ void GradientScanner::scan(Phase phase, std::uint64_t group_number, std::string_
     auto* const device = impl_->slots_or_none(prepared.tensor.device(), phase);
     if (device == nullptr) continue;
     auto& batch = tensors[device];
-    entries.push_back({view.parameter, view.element_offset, prepared.dtype, prepared.is_complex,
-                       std::move(prepared.sparse), device,
+    entries.push_back({view.parameter, view.element_offset, view.tensor.numel(), prepared.dtype,
+                       prepared.is_complex, std::move(prepared.sparse), device,
                        static_cast<std::uint32_t>(batch.size())});
     batch.push_back(std::move(prepared.tensor));
   }
@@ -429,8 +437,9 @@ void GradientScanner::scan_losses(std::span<const LossView> losses) {
     auto* const device = impl_->slots_or_none(loss.device(), Phase::loss);
     if (device == nullptr) continue;
     auto& batch = tensors[device];
-    entries.push_back({kNoParameter, 0, dtype_name(loss.scalar_type()), false, std::nullopt, device,
-                       static_cast<std::uint32_t>(batch.size()), loss.sizes().vec(),
+    entries.push_back({kNoParameter, 0, loss.numel(), dtype_name(loss.scalar_type()), false,
+                       std::nullopt, device, static_cast<std::uint32_t>(batch.size()),
+                       loss.sizes().vec(),
                        LossView{{}, view.microbatch, view.chunk, view.valid_labels}});
     batch.push_back(loss.detach());
   }

@@ -107,8 +107,7 @@ struct Kept {
 void add_kept(const RankEvidence& rank, const ParameterRecord& parameter, const TensorStats& weight,
               Kept& kept) {
   // A shard says nothing of elements that are not in it.
-  const auto& shard = parameter.shard;
-  if (shard && (weight.first_bad < shard->begin || weight.first_bad >= shard->end)) return;
+  if (parameter.shard && !parameter.shard->contains(weight.first_bad)) return;
   for (const OptimizerState& state : rank.ledger().optimizer_states) {
     if (state.parameter != parameter.id) continue;
     auto& kind = kept.of(state);

@@ -13,8 +13,8 @@ namespace {
 
 /// As far as the first bad element and the count of bad elements tell.
 bool is_within(const TensorStats& stats, const std::optional<ElementRange>& shard) {
-  return shard && stats.first_bad >= shard->begin && stats.first_bad < shard->end &&
-         stats.nonfinite() <= shard->end - stats.first_bad;
+  return shard && shard->contains(stats.first_bad) &&
+         (shard->row > 0 || stats.nonfinite() <= shard->end - stats.first_bad);
 }
 
 }  // namespace

@@ -36,10 +36,31 @@ Findings::Findings(std::span<const Ledger> ledgers, int world_size)
   for (const Place& place : incident_.places()) {
     replicas_[incident_.replica_of(place)].push_back(&place);
     groups_[{place.tp, place.pp}].push_back(&place);
-    if (place.evidence != nullptr && !place.evidence->bad(Phase::params_before).empty()) {
-      replicas_with_bad_weights_.insert(incident_.replica_of(place));
+    if (place.evidence != nullptr) remember_bad_weights(place);
+  }
+}
+
+/// A shard that is bad is bad on every rank that gathers it.
+void Findings::remember_bad_weights(const Place& place) {
+  for (const BadParameter& bad : place.evidence->bad(Phase::params_before)) {
+    replicas_with_bad_weights_.insert(incident_.replica_of(place));
+    for (const int rank : shard_group_of(*place.evidence, bad)) {
+      if (const Place* member = incident_.place_of(rank)) {
+        replicas_with_bad_weights_.insert(incident_.replica_of(*member));
+      }
     }
   }
+}
+
+std::vector<int> Findings::shard_group_of(const RankEvidence& rank, const BadParameter& bad) const {
+  if (!bad.position) return {};
+  return rank.parameter(*bad.position).shard_group.ranks_below(incident_.world_size());
+}
+
+bool Findings::have_same_elements(const RankEvidence& rank, const RankEvidence& other,
+                                  std::string_view name) {
+  const auto own = rank.position_of(name), position = other.position_of(name);
+  return own && position && rank.parameter(*own).shard == other.parameter(*position).shard;
 }
 
 const BadByKey& Findings::bad(Phase phase) const {

@@ -84,6 +84,13 @@ class Findings {
   [[nodiscard]] std::set<int> blind_holders(const ParameterKey& key, Phase phase) const;
   [[nodiscard]] bool is_anyone_blind(const Places& places, Phase phase) const;
   void add_missing_evidence(Origin& origin, const Places& places, Phase phase) const;
+  /// The ranks that gather a parameter of which each keeps a shard, `rank` among them; empty where
+  /// it is whole.
+  [[nodiscard]] std::vector<int> shard_group_of(const RankEvidence& rank,
+                                                const BadParameter& bad) const;
+  /// Both hold the parameter whole, or the same shard of it.
+  [[nodiscard]] static bool have_same_elements(const RankEvidence& rank, const RankEvidence& other,
+                                               std::string_view name);
 
   // ---- what was found ----
 
@@ -119,6 +126,7 @@ class Findings {
   using Order = std::pair<std::int64_t, std::size_t>;
 
   void remember_order(const RankEvidence& rank, const BadParameter& bad);
+  void remember_bad_weights(const Place& place);
   void add_found(FoundOrigin found);
 
   Incident incident_;

@@ -249,6 +249,10 @@ class Merge {
   /// What the other copies of a weight are like, only the scan of all parameters tells.
   static void adopt_copies(Origin& born, const Origin& seen) {
     if (born.parameter != seen.parameter) return;
+    // Of a shard the trace knows no more than its own elements.
+    if (seen.tensor && born.tensor && born.tensor->shape != seen.tensor->shape) {
+      born.tensor = seen.tensor;
+    }
     for (const Fact& fact : seen.facts) {
       const bool is_of_copies =
           fact.kind == FactKind::copies_clean || fact.kind == FactKind::every_copy_bad ||

@@ -77,16 +77,15 @@ class ReductionRules {
     });
   }
 
-  /// Another data-parallel rank of a bad rank's group holds the same elements, whole, and clean: an
+  /// Another data-parallel rank of a bad rank's group holds the same elements, and clean: an
   /// all-reduce gives all of them the same result, so the bad copy went bad where it lies.
   bool has_clean_copy(const std::vector<BadOnRank>& bad) const {
     return std::ranges::all_of(bad, [&](const BadOnRank& each) {
-      const Sighting& sighting = *each.bad->sighting;
-      if (sighting.stats.numel != numel_of(sighting.shape)) return false;
       const RankCoordinates& own = each.rank->coordinates();
       return std::ranges::any_of(
           findings_.groups().at({own.tp.rank, own.pp.rank}), [&](const Place* place) {
             return place->evidence != nullptr &&
+                   Findings::have_same_elements(*each.rank, *place->evidence, each.bad->name) &&
                    place->evidence->status(Phase::grad_reduced, each.bad->name) == Status::clean;
           });
     });
@@ -125,7 +124,10 @@ class ReductionRules {
         };
         if (!std::ranges::any_of(names, holds) && !ranks.contains(place->rank)) continue;
         members.insert(place->rank);
-        if (place->evidence->status(Phase::grad_reduced, name) == Status::clean) {
+        if (place->evidence->status(Phase::grad_reduced, name) == Status::clean &&
+            std::ranges::any_of(bad, [&](const BadOnRank& each) {
+              return Findings::have_same_elements(*each.rank, *place->evidence, name);
+            })) {
           clean.insert(place->rank);
         }
       }
@@ -133,7 +135,7 @@ class ReductionRules {
     const bool is_whole = std::ranges::all_of(bad, [](const BadOnRank& each) {
       return each.bad->sighting->stats.numel == numel_of(each.bad->sighting->shape);
     });
-    const bool is_own_copy = is_whole && !clean.empty();
+    const bool is_own_copy = has_clean_copy(bad);
     const bool is_alone = members.size() == 1;
     auto overflow = sum_near_overflow(sighting, members.size());
     const std::set<int>& candidates = is_own_copy || is_alone ? ranks : members;

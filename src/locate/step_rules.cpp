@@ -20,6 +20,10 @@ class StepRules {
     for (const auto& [key, bad] :
          findings_.in_backward_order(findings_.bad(Phase::params_before))) {
       if (findings_.is_full(Phase::params_before)) continue;
+      if (!findings_.shard_group_of(*bad->front().rank, *bad->front().bad).empty()) {
+        judge_weight_in_shards(*bad);
+        continue;
+      }
       const std::set<int> ranks = ranks_of(*bad);
       const std::set<int> blind = findings_.blind_holders(*key, Phase::params_before);
       const std::set<int> owners = owners_of(*bad);
@@ -153,6 +157,43 @@ class StepRules {
   }
 
  private:
+  /// Each rank keeps other elements: bad ones are those of the ranks that keep them, whoever
+  /// gathers them.
+  void judge_weight_in_shards(const std::vector<BadOnRank>& bad) {
+    const Sighting& sighting = *bad.front().bad->sighting;
+    const std::string& name = bad.front().bad->name;
+    const std::set<int> owners = ranks_of(bad);
+    std::set<int> gathering, clean;
+    for (const BadOnRank& each : bad) {
+      const auto group = findings_.shard_group_of(*each.rank, *each.bad);
+      gathering.insert(group.begin(), group.end());
+    }
+    for (const RankEvidence& rank : findings_.incident().ranks()) {
+      const bool has_copy = std::ranges::any_of(bad, [&](const BadOnRank& each) {
+        const auto &at = each.rank->coordinates(), &other = rank.coordinates();
+        return at.tp == other.tp && at.pp == other.pp &&
+               Findings::have_same_elements(*each.rank, rank, name);
+      });
+      if (has_copy && rank.status(Phase::params_before, name) == Status::clean) {
+        clean.insert(rank.rank());
+      }
+    }
+    Origin origin = findings_.make_origin(Phase::params_before, Cause::bad_weight, Confidence::high,
+                                          sorted(owners));
+    set_parameter(origin, name, sighting);
+    origin.direction = Direction::none;
+    origin.facts.push_back({.kind = FactKind::parameter_bad_before,
+                            .ranks = sorted(owners),
+                            .bad = bad_count(sighting.stats)});
+    add_gathered_evidence(origin, owners, gathering);
+    origin.facts.push_back(clean.empty()
+                               ? Fact{.kind = FactKind::owner_is_left, .ranks = sorted(owners)}
+                               : Fact{.kind = FactKind::copies_clean,
+                                      .ranks = sorted(owners),
+                                      .peers = sorted(clean)});
+    findings_.add_origin(std::move(origin), FoundIn::weight);
+  }
+
   bool has_history(const std::set<int>& ranks) const {
     return std::ranges::any_of(ranks, [&](int rank) {
       const RankEvidence* const evidence = findings_.incident().find(rank);

@@ -1,5 +1,6 @@
 #include "map/parameter_json.hpp"
 
+#include <algorithm>
 #include <cstdio>
 #include <limits>
 #include <optional>
@@ -7,6 +8,7 @@
 #include <utility>
 
 #include "files/utf8.hpp"
+#include "map/rank_list_json.hpp"
 #include "nanlocator/error.hpp"
 
 namespace nanlocator {
@@ -34,6 +36,7 @@ constexpr auto kIdentity = std::tuple(JsonField("id", &P::id), JsonField("name",
 constexpr auto kPlace = std::tuple(
     JsonField("layer", &P::layer), JsonField("chunk", &P::chunk), JsonField("bucket", &P::bucket),
     JsonField("bucket_offset", &P::bucket_offset), JsonField("shard", &P::shard),
+    JsonRare("shard_group", &P::shard_group), JsonRare("placements", &P::placements),
     JsonField("is_expert", &P::is_expert), JsonField("is_shared", &P::is_shared),
     JsonField("is_tp_duplicate", &P::is_tp_duplicate), JsonField("is_tied", &P::is_tied),
     JsonField("may_be_untouched", &P::may_be_untouched));
@@ -96,12 +99,21 @@ void check_parameter(const ParameterInfo& parameter) {
   if (parameter.bucket.value_or(0) < 0) complain("a negative bucket");
   if (parameter.bucket_offset.value_or(0) < 0) complain("a negative bucket offset");
   if (parameter.shard) {
-    const auto [begin, end] = *parameter.shard;
-    if (begin < 0 || begin > end || end > *numel) {
+    const auto [begin, end, row] = *parameter.shard;
+    if (begin < 0 || begin > end || end > (row > 0 ? row : *numel)) {
       complain("the shard " + std::to_string(begin) + ".." + std::to_string(end) +
-               " is not a range within its " + std::to_string(*numel) + " elements");
+               " is not a range within its " + std::to_string(row > 0 ? row : *numel) +
+               (row > 0 ? " elements per row" : " elements"));
     }
+    if (row < 0 || (row > 0 && *numel % row != 0)) {
+      complain("rows of " + std::to_string(row) + " elements, of which it has " +
+               std::to_string(*numel));
+    }
+  } else if (parameter.shard_group != RankList()) {
+    complain("ranks that keep it in shards, but no shard");
   }
+  if (!std::ranges::all_of(parameter.placements, is_utf8))
+    complain("a placement that is not UTF-8");
 }
 
 std::string to_python_json_string(std::string_view text) {

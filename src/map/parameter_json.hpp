@@ -14,7 +14,8 @@
 namespace nanlocator {
 
 constexpr auto json_fields(const ElementRange*) {
-  return std::tuple(JsonField("begin", &ElementRange::begin), JsonField("end", &ElementRange::end));
+  return std::tuple(JsonField("begin", &ElementRange::begin), JsonField("end", &ElementRange::end),
+                    JsonRare("row", &ElementRange::row));
 }
 
 /// One object of the manifest's "parameters"; empty optionals are null.

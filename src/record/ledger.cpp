@@ -22,12 +22,12 @@ constexpr int kMostChunks = 1024;
 
 constexpr auto json_fields(const ParameterRecord*) {
   using P = ParameterRecord;
-  return std::tuple(JsonField("id", &P::id), JsonField("name", &P::name),
-                    JsonField("shape", &P::shape),
-                    JsonField("chunk", &P::chunk, 0, kMostChunks - 1),
-                    JsonField("may_be_untouched", &P::may_be_untouched),
-                    JsonField("is_tp_duplicate", &P::is_tp_duplicate),
-                    JsonField("is_tied", &P::is_tied), JsonField("shard", &P::shard));
+  return std::tuple(
+      JsonField("id", &P::id), JsonField("name", &P::name), JsonField("shape", &P::shape),
+      JsonField("chunk", &P::chunk, 0, kMostChunks - 1),
+      JsonField("may_be_untouched", &P::may_be_untouched),
+      JsonField("is_tp_duplicate", &P::is_tp_duplicate), JsonField("is_tied", &P::is_tied),
+      JsonField("shard", &P::shard), JsonRare("shard_group", &P::shard_group));
 }
 
 constexpr auto json_fields(const Coverage*) {

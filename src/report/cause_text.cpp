@@ -461,7 +461,8 @@ std::vector<std::string> steps_text(const Origin& origin) {
       return restore_steps(origin);
     case Action::check_owner_of_shard:
       return {"check the optimizer's state on " + ranks,
-              "check its part of the parameter in the checkpoint that was loaded",
+              "check its part of the parameter in the checkpoint that was loaded, or how it was "
+              "initialised",
               "if both are finite, test the memory of " + ranks};
     case Action::reset_optimizer_state:
       return {"look at the optimizer's state (moments) of the parameters in the checkpoint",

@@ -145,7 +145,8 @@ Ledger GradientLocator::Impl::make_ledger(std::vector<std::string> extra_notes) 
   for (std::int64_t i = 0; i < parameters; ++i) {
     const auto& info = map.at(observed ? (*observed)[i] : parameters - 1 - i);
     ledger.backward_order.push_back({info.id, info.name, info.shape, info.may_be_untouched,
-                                     info.is_tp_duplicate, info.is_tied, info.chunk, info.shard});
+                                     info.is_tp_duplicate, info.is_tied, info.chunk, info.shard,
+                                     info.shard_group});
   }
   return ledger;
 }

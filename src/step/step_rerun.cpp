@@ -371,6 +371,12 @@ struct StepRerun::Impl {
     }
   }
 
+  /// Of a weight in shards another rank's question is about other elements.
+  bool is_whole(const std::string& name) const {
+    const auto* const parameter = locator.map().find(name);
+    return parameter == nullptr || parameter->shard_group == RankList();
+  }
+
   void answer(const PeerQuestion& question) {
     std::vector<CollectiveResult> results;
     if (step.take_results) results = step.take_results();
@@ -378,7 +384,7 @@ struct StepRerun::Impl {
     try {
       for (const auto& [name, tensor] : step.parameters) {
         const bool is_asked_for = name == question.parameter && !name.empty() &&
-                                  why_not_scannable(tensor) == nullptr &&
+                                  why_not_scannable(tensor) == nullptr && is_whole(name) &&
                                   question.element < tensor.numel();
         if (!is_asked_for) continue;
         const at::NoGradGuard no_grad;

@@ -472,6 +472,74 @@ TEST(Locate, AShardThatOnlyTheReceiverHasBadIsTheReceivers) {
   EXPECT_THAT(verdict.origins.front().candidates, ElementsAre(1));
 }
 
+/// Four data-parallel ranks; each weight is in shards on ranks 0 and 1, and again on 2 and 3. What
+/// `bad` keep of kQkv is NaN, and with it every gradient of those that gather it.
+std::vector<Ledger> ledgers_with_weights_in_shards(std::initializer_list<int> bad) {
+  std::vector<Ledger> ledgers = TrainingStep({.dp = 4}, {}).ledgers();
+  for (Ledger& ledger : ledgers) {
+    const int rank = ledger.coordinates.rank;
+    for (ParameterRecord& parameter : ledger.backward_order) {
+      parameter.shard = rank % 2 == 0 ? ElementRange{0, 32} : ElementRange{32, 64};
+      parameter.shard_group = rank < 2 ? RankList{0, 1} : RankList{2, 3};
+    }
+    cover(ledger, Phase::params_before);
+    const bool gathers_it =
+        std::ranges::any_of(bad, [&](int each) { return each / 2 == rank / 2; });
+    if (!gathers_it) continue;
+    for (const auto& parameter : std::vector(ledger.backward_order)) {
+      make_bad(ledger, Phase::grad_local, parameter.name);
+    }
+  }
+  for (const int rank : bad) {
+    Sighting& weight = make_bad(*ledger_of(ledgers, rank), Phase::params_before, kQkv);
+    weight.stats.numel = 32;
+    weight.stats.first_bad = rank % 2 == 0 ? 9 : 41;
+  }
+  return ledgers;
+}
+
+TEST(Locate, ABadShardOfAWeightIsThatOfTheRankThatKeepsIt) {
+  const Verdict verdict = locate(ledgers_with_weights_in_shards({1}), 4);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  const Origin& origin = verdict.origins.front();
+  EXPECT_EQ(origin.cause, Cause::bad_weight);
+  EXPECT_THAT(origin.candidates, ElementsAre(1));
+  EXPECT_EQ(origin.place_confidence, Confidence::high);
+  EXPECT_THAT(origin.facts, HasFact(FactKind::gathered_from_owner, OnRanks({1}),
+                                    Field(&Fact::peers, ElementsAre(0))));
+  EXPECT_THAT(origin.facts,
+              HasFact(FactKind::copies_clean, OnRanks({1}), Field(&Fact::peers, ElementsAre(3))))
+      << "only rank 3 keeps the same elements";
+}
+
+TEST(Locate, OfAShardWhoseCopyIsBadTooTheOwnersAreLeft) {
+  const Verdict verdict = locate(ledgers_with_weights_in_shards({1, 3}), 4);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_THAT(verdict.origins.front().candidates, ElementsAre(1, 3));
+  EXPECT_THAT(verdict.origins.front().facts, HasFact(FactKind::owner_is_left, OnRanks({1, 3})));
+  EXPECT_THAT(verdict.origins.front().facts, Not(HasFact(FactKind::every_copy_bad)));
+}
+
+TEST(Locate, ABadShardExplainsOnlyThoseThatGatherIt) {
+  std::vector<Ledger> ledgers = ledgers_with_weights_in_shards({1});
+  make_bad(*ledger_of(ledgers, 2), Phase::grad_local, kProj);
+  const Verdict verdict = locate(ledgers, 4);
+  ASSERT_EQ(verdict.origins.size(), 2u);
+  EXPECT_THAT(verdict.origins.back().candidates, ElementsAre(2));
+  EXPECT_EQ(verdict.origins.back().parameter, kProj);
+}
+
+TEST(Locate, AReducedShardThatIsCleanOnItsOtherKeeperWentBadWhereItLies) {
+  std::vector<Ledger> ledgers = ledgers_with_weights_in_shards({});
+  for (Ledger& ledger : ledgers) cover(ledger, Phase::grad_reduced);
+  make_bad(*ledger_of(ledgers, 1), Phase::grad_reduced, kQkv).stats.numel = 32;
+  const Verdict verdict = locate(ledgers, 4);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_THAT(verdict.origins.front().candidates, ElementsAre(1));
+  EXPECT_THAT(verdict.origins.front().facts,
+              HasFact(FactKind::own_copy_bad, OnRanks({1}), Field(&Fact::peers, ElementsAre(3))));
+}
+
 TEST(Locate, BadParametersAfterABadGradientAreItsSpread) {
   TrainingStep step(megatron_layout(), {});
   step.spoil(0, kProj);

@@ -230,6 +230,25 @@ TEST(ParameterMap, FindsParametersByIdAndByName) {
   EXPECT_THROW((void)map.at(-1), UsageError);
 }
 
+/// Of a weight in shards of columns: [4, 8], of which this rank keeps columns 4 to 7.
+ParameterInfo in_columns() {
+  ParameterInfo info = parameter(0, "a");
+  info.shard = ElementRange{.begin = 4, .end = 8, .row = 8};
+  info.shard_group = {0, 2};
+  info.placements = {"dp: Shard(dim=1)"};
+  return info;
+}
+
+TEST(ParameterMap, KeepsWhereAShardLies) {
+  const ParameterMap map({}, {in_columns()});
+  EXPECT_EQ(ParameterMap::from_manifest_json(map.to_manifest_json(), "x").at(0), in_columns());
+  const ElementRange& shard = *in_columns().shard;
+  EXPECT_EQ(shard.element_at(0), 4);
+  EXPECT_EQ(shard.element_at(5), 13);
+  EXPECT_TRUE(shard.contains(13));
+  EXPECT_FALSE(shard.contains(16));
+}
+
 TEST(ParameterMap, RefusesParametersThatContradictThemselves) {
   const auto refused = [](const ParameterInfo& info) {
     EXPECT_THROW((ParameterMap({}, {info})), UsageError);
@@ -239,6 +258,15 @@ TEST(ParameterMap, RefusesParametersThatContradictThemselves) {
   refused(info);
   info = parameter(0, "a");
   info.shard = ElementRange{.begin = 0, .end = 33};
+  refused(info);
+  info = in_columns();
+  info.shard->end = 9;
+  refused(info);
+  info = in_columns();
+  info.shard->row = 7;
+  refused(info);
+  info = in_columns();
+  info.shard.reset();
   refused(info);
   info = parameter(0, "a");
   info.dtype.clear();

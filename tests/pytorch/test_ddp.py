@@ -79,7 +79,7 @@ def healthy(rank, world_size, variant):
     watch = nanlocator.watch(watched.ddp, watched.optimizer, rerun="always")
     for _ in range(3):
         watched.step()
-    hooks = len(watch._adapter.local_gradients._handles)
+    hooks = len(watch._adapter.own_gradients[0]._handles)
     watch.remove()
     assert all(torch.equal(a, b) for a, b in zip(expected, watched.state(), strict=True))
     assert not watched.model.head.bias._post_accumulate_grad_hooks

@@ -38,7 +38,8 @@ const ParameterMap& map_of_rank(const MapDirectory& read, const std::string& dir
 }
 
 std::string range_of(const ElementRange& range) {
-  return std::to_string(range.begin) + ".." + std::to_string(range.end);
+  const std::string text = std::to_string(range.begin) + ".." + std::to_string(range.end);
+  return range.row > 0 ? text + " of each " + std::to_string(range.row) : text;
 }
 
 /// "tp0 pp1 dp0": the name of this rank's files in words.
@@ -76,6 +77,10 @@ std::string remarks_on(const ParameterInfo& parameter) {
     const bool is_empty = parameter.shard->begin == parameter.shard->end;
     add(is_empty ? "shard none" : "shard " + range_of(*parameter.shard));
   }
+  if (const auto ranks = parameter.shard_group.ranks(); !ranks.empty()) {
+    add("weight in shards on " + ranks_text(ranks));
+  }
+  for (const auto& placement : parameter.placements) add(placement);
   return remarks;
 }
 

@@ -32,7 +32,9 @@ struct GradientView {
   /// Not kept: it may be freed after `scan` (on CUDA the allocator knows the stream that reads
   /// it). Of a sparse one the indices are kept until the next scan of its group or `begin_step`.
   at::Tensor tensor;
-  std::int64_t element_offset = 0;  // of tensor's first element in the flattened parameter (shards)
+  /// Of tensor's first element in the flattened parameter. 0: of fewer elements than the parameter
+  /// has, it is this rank's shard of it, as the map says where.
+  std::int64_t element_offset = 0;
   /// Of a tensor without memory of its own (a wrapper subclass): makes its values, in its shape.
   /// `scan` calls it for one view at a time. Where it is empty or throws, the tensor is left out of
   /// the scan, and of its coverage.

@@ -15,13 +15,27 @@
 #include <vector>
 
 #include "nanlocator/map/rank_coordinates.hpp"
+#include "nanlocator/map/rank_list.hpp"
 
 namespace nanlocator {
 
-/// The elements [begin, end) of a flattened parameter.
+/// The elements [begin, end) of a flattened parameter; or, of a shard of columns, those of each of
+/// its rows.
 struct ElementRange {
   std::int64_t begin = 0;
   std::int64_t end = 0;
+  /// Elements of a row. 0: there are no rows, the range stands once.
+  std::int64_t row = 0;
+
+  [[nodiscard]] bool contains(std::int64_t element) const noexcept {
+    const auto place = row > 0 ? element % row : element;
+    return element >= 0 && begin <= place && place < end;
+  }
+  /// Where the shard's own element number `index` lies in the flattened parameter. The range must
+  /// not be empty.
+  [[nodiscard]] std::int64_t element_at(std::int64_t index) const noexcept {
+    return row > 0 ? index / (end - begin) * row + begin + index % (end - begin) : begin + index;
+  }
   friend bool operator==(const ElementRange&, const ElementRange&) = default;
 };
 
@@ -40,6 +54,11 @@ struct ParameterInfo {
   /// The part whose reduced gradient and optimizer state this rank owns; empty optional: all of it;
   /// begin == end: none of it (distributed optimizer).
   std::optional<ElementRange> shard;
+  /// The ranks that keep the weight, too, in shards and gather it for each use (FSDP, ZeRO-3).
+  /// Empty: each rank's weight is whole.
+  RankList shard_group;
+  /// Of a DTensor, for each dimension of its mesh: "dp: Shard(0)".
+  std::vector<std::string> placements;
   bool is_expert = false;
   bool is_shared = false;  // one tensor under several names on this rank
   bool is_tp_duplicate =

@@ -73,6 +73,7 @@ struct ParameterRecord {
   bool is_tied = false;
   int chunk = 0;  // virtual-pipeline model chunk: backward visits (chunk, pp) in descending order
   std::optional<ElementRange> shard;  // see ParameterInfo
+  RankList shard_group{};             // see ParameterInfo
   friend bool operator==(const ParameterRecord&, const ParameterRecord&) = default;
 };
 

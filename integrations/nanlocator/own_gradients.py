@@ -1,0 +1,49 @@
+"""What those have in common that show each rank's own gradients before a framework reduces them over its
+ranks: ``ddp``, ``fsdp2``, ``fsdp1``."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class OwnGradients(Protocol):
+    def begin_step(self) -> None:
+        """The gradients are zero, or gone."""
+
+    def remove(self) -> None: ...
+
+
+class LocalScans:
+    """Scans of phase ``grad_local``.
+
+    Args:
+        driver: its ``scan``, in a pass; not kept alive. Without a pass a clip may come before anybody looks
+            at the reduced gradients, and what it makes of them would be the reduction's fault.
+        on_uncovered: called with what is not seen, once for each.
+    """
+
+    def __init__(self, driver: Any, on_uncovered: Callable[[str], None]) -> None:
+        self._driver = weakref.ref(driver)
+        self._on_uncovered = on_uncovered
+        self._uncovered: set[str] = set()
+
+    def say_uncovered(self, uncovered: str) -> None:
+        if uncovered not in self._uncovered:
+            self._uncovered.add(uncovered)
+            self._on_uncovered(uncovered)
+
+    def are_on(self, framework: str) -> bool:
+        """Whether there is a pass. Without one it says that ``framework`` reduces gradients unseen."""
+        driver = self._driver()
+        if driver is not None and driver.is_in_pass:
+            return True
+        self.say_uncovered(f"gradients before {framework} reduces them: step() gets no closure")
+        return False
+
+    def scan(self, group: int, gradients: list[tuple[int, torch.Tensor]]) -> None:
+        """``gradients``: ids of their parameters, and what they are on this rank."""
+        driver = self._driver()
+        if driver is not None and driver.is_in_pass and gradients:
+            driver.scan("grad_local", group, "grad", [n for n, _ in gradients], [g for _, g in gradients])

@@ -1,0 +1,138 @@
+"""A model that is sharded after nanlocator has got it is refused, or followed: never silently unwatched."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fsdp2_training import Fsdp2, shard
+from ranks import run_ranks
+from sharded_training import Net
+from torch.distributed.fsdp import fully_shard
+
+import nanlocator
+from nanlocator import attach, fsdp2
+
+
+def optimizer_made_first(rank, world_size, attach):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shard(model, "plain")
+    attach(model, optimizer)
+
+
+def watch(model, optimizer):
+    nanlocator.watch(model, optimizer)
+
+
+def wrap(model, optimizer):
+    nanlocator.LocatingOptimizer(optimizer, model)
+
+
+@pytest.mark.parametrize("attach", [watch, wrap])
+def test_an_optimizer_that_was_made_before_the_model_was_sharded_is_refused(attach):
+    for name, text in run_ranks(2, optimizer_made_first, attach):
+        assert name == "UsageError" and "holds none of the model's parameters" in text
+
+
+def attached_first(rank, world_size, how):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if how == "watch":
+        nanlocator.watch(model, optimizer)
+    else:
+        optimizer = nanlocator.LocatingOptimizer(optimizer, model)
+    if how == "one layer":
+        fully_shard(model.middle)
+    else:
+        shard(model, "plain")
+
+    def closure():
+        loss = model(torch.randn(6, 4), torch.zeros(6, 1)).square().mean()
+        loss.backward()
+        return loss
+
+    if how == "without closure":
+        closure()
+        optimizer.step()
+    elif how == "watch":
+        closure()
+    else:
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("how", ["watch", "closure", "without closure", "one layer"])
+def test_sharding_a_model_that_is_watched_is_an_error_in_its_first_step(how):
+    for name, text in run_ranks(2, attached_first, how):
+        assert name == "UsageError" and "was replaced after nanlocator" in text
+        assert ("middle.weight" if how == "one layer" else "body.0.weight") in text
+
+
+def watched_while_whole(rank, world_size):
+    """After an evaluation the root keeps its parameters whole until the next backward."""
+    training = Fsdp2(rank, "one_group", "before")
+    with torch.no_grad():
+        training.loss()
+    nanlocator.watch(training.model, training.optimizer)
+    training.plant()
+    try:
+        for _ in range(2):
+            training.step()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+
+
+def test_a_model_that_holds_whole_parameters_at_the_moment_is_followed_all_the_same():
+    (origin,) = run_ranks(2, watched_while_whole)[0]["origins"]
+    assert (origin["coordinates"]["rank"], origin["parameter"]) == (1, "head.weight")
+
+
+def unedited(rank, world_size, fault):
+    """What ``python -m nanlocator`` does before it runs the script."""
+    attach.follow_process()
+    training = Fsdp2(rank, "plain", fault)
+    try:
+        for number in range(2):
+            if number == 1:
+                training.plant()
+            training.step()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"), [("before", ("head.weight", None)), ("forward", (None, "aten::sqrt"))]
+)
+def test_an_unedited_script_that_shards_its_model_is_watched(fault, expected, capfd):
+    (origin,) = run_ranks(2, unedited, fault)[0]["origins"]
+    assert origin["coordinates"]["rank"] == 1
+    assert (origin["parameter"], origin["operator"]) == expected
+    assert "attached to AdamW and FSDPNet (8 parameters)" in capfd.readouterr().err
+
+
+def in_another_torch(rank, world_size, renamed):
+    """One whose private names are not those that nanlocator knows: simulated here."""
+    training = Fsdp2(rank, "plain", "forward")
+    if renamed == "attribute":
+        fsdp2._part_of = lambda param: param.what_it_had_before
+    else:
+        fsdp2.importlib = SimpleNamespace(import_module=lambda name: SimpleNamespace())
+    watch = nanlocator.watch(training.model, training.optimizer)
+    not_covered = json.loads((Path(watch.run_dir) / "run.json").read_text())["not_covered"]
+    try:
+        for _ in range(2):
+            training.step()
+    except nanlocator.NonFiniteGradientError as error:
+        return not_covered, error.verdict["origins"]
+
+
+@pytest.mark.parametrize(
+    ("renamed", "said"),
+    [("attribute", "where the shards of fully_shard lie"), ("function", "this torch does it elsewhere")],
+)
+def test_what_a_later_torch_does_otherwise_is_not_seen_and_that_is_said(renamed, said):
+    for not_covered, origins in run_ranks(2, in_another_torch, renamed):
+        assert any(said in text for text in not_covered)
+        (origin,) = origins
+        assert (origin["operator"], origin["coordinates"]["rank"]) == ("aten::sqrt", 1)

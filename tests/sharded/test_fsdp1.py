@@ -1,0 +1,119 @@
+"""``FullyShardedDataParallel``: parameters by their own names, gradients before they are reduced."""
+
+import pytest
+import torch
+from fsdp1_training import VARIANTS, Fsdp1
+from ranks import run_ranks
+from sharded_training import corrupt
+
+import nanlocator
+
+
+def ranks_of(variant):
+    return 4 if variant == "hybrid" else 2
+
+
+def healthy(rank, world_size, variant):
+    alone = Fsdp1(rank, variant)
+    for _ in range(3):
+        alone.step()
+    expected = alone.state()
+    watched = Fsdp1(rank, variant)
+    watch = nanlocator.watch(watched.model, watched.optimizer, rerun="always")
+    for _ in range(3):
+        watched.step()
+    watch.remove()
+    assert all(torch.equal(a, b) for a, b in zip(expected, watched.state(), strict=True))
+    return watch.verdicts
+
+
+@pytest.mark.parametrize("variant", (*VARIANTS, "hybrid"))
+def test_training_is_bit_identical_and_every_step_is_executed_again_alike(variant, capfd):
+    assert run_ranks(ranks_of(variant), healthy, variant) == [[]] * ranks_of(variant)
+    assert "nanlocator: step" not in capfd.readouterr().err
+
+
+def watched(rank, world_size, variant, fault):
+    training = Fsdp1(rank, variant, fault)
+    nanlocator.watch(training.model, training.optimizer)
+    training.plant()
+    try:
+        for _ in range(3):
+            training.step()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+
+
+def located(variant, fault):
+    verdicts = run_ranks(ranks_of(variant), watched, variant, fault)
+    assert all(verdict == verdicts[0] for verdict in verdicts)
+    assert verdicts[0]["iteration"] == 2
+    return verdicts[0]
+
+
+@pytest.mark.parametrize("variant", ["plain", "flat", "no_shard", "accumulation", "hybrid"])
+def test_a_gradient_that_goes_bad_once_before_the_reduction_names_its_rank(variant):
+    verdict = located(variant, "before")
+    (origin,) = verdict["origins"]
+    assert (origin["phase"], origin["coordinates"]["rank"]) == ("grad_local", 1)
+    assert origin["parameter"] == "head.weight"
+    assert origin["tensor"]["shape"] == [3, 8] and origin["tensor"]["first_bad_index"] == [2, 1]
+    assert origin["cause"] == "not_reproduced" and verdict["rerun"]["reproduced"] is False
+
+
+@pytest.mark.parametrize("variant", ["plain", "flat"])
+def test_a_shard_that_goes_bad_after_the_reduction_is_counted_in_the_original_parameter(variant):
+    (origin,) = located(variant, "after")["origins"]
+    assert (origin["phase"], origin["cause"]) == ("grad_reduced", "collective_result")
+    # 24 elements and 3 of the bias (and padding to a multiple of 4 between them): rank 1 keeps from 14 on.
+    assert origin["parameter"] == "head.weight" and origin["tensor"]["shape"] == [3, 8]
+    assert origin["tensor"]["first_bad"] in (15, 17)
+
+
+def test_a_birth_in_forward_on_one_rank_names_operator_and_module():
+    (origin,) = located("plain", "forward")["origins"]
+    assert (origin["coordinates"]["rank"], origin["phase"]) == (1, "forward")
+    assert (origin["operator"], origin["module"]) == ("aten::sqrt", "scale")
+
+
+def test_a_mean_over_nothing_on_one_rank_is_that_ranks():
+    (origin,) = located("plain", "empty_loss")["origins"]
+    assert (origin["cause"], origin["coordinates"]["rank"]) == ("empty_loss_mask", 1)
+
+
+def bad_shard(rank, world_size, variant):
+    training = Fsdp1(rank, variant)
+    nanlocator.watch(training.model, training.optimizer)
+    training.step()
+    if rank == 1:
+        corrupt(training.net.middle._handle.flat_param._local_shard, 2)
+    try:
+        training.step()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+
+
+@pytest.mark.parametrize("variant", ["plain", "flat"])
+def test_a_bad_shard_of_a_weight_is_that_of_the_rank_that_keeps_it(variant):
+    (origin,) = run_ranks(2, bad_shard, variant)[0]["origins"]
+    assert (origin["cause"], origin["parameter"]) == ("bad_weight", "middle.weight")
+    assert origin["candidates"] == [1] and origin["tensor"]["shape"] == [8, 7]
+    assert origin["tensor"]["first_bad"] == 34  # of 56 and 8 elements rank 1 keeps from 32 on
+
+
+def recovered(rank, world_size):
+    alone = Fsdp1(rank, "plain")
+    for _ in range(3):
+        alone.step()
+    expected = alone.state()
+    training = Fsdp1(rank, "plain", "before")
+    watch = nanlocator.watch(training.model, training.optimizer, on_bad="recover")
+    training.plant()
+    for _ in range(3):
+        training.step()
+    assert all(torch.equal(a, b) for a, b in zip(expected, training.state(), strict=True))
+    return [verdict["iteration"] for verdict in watch.verdicts]
+
+
+def test_after_a_transient_fault_training_goes_on_as_if_it_had_not_been():
+    assert run_ranks(2, recovered) == [[2]] * 2

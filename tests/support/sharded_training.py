@@ -1,0 +1,111 @@
+"""Training of a small model in shards, with faults that can be planted in one rank's step.
+
+A ``Training`` is one rank's; ``fault`` names what goes wrong in step 2, ``culprits`` on which ranks. The
+faults are true ones: bits in memory that no operator writes, data that a formula has no value for.
+"""
+
+import ctypes
+import functools
+import math
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+BAD_STEP = 2
+
+
+class Scale(nn.Module):
+    """A root of data: negative below -1, and with an infinite derivative at -1."""
+
+    def forward(self, hidden, offset):
+        return hidden + torch.sqrt(hidden.square() * (1 + offset.clamp(max=0)) + 1 + offset)
+
+
+class Net(nn.Module):
+    """7 and 3 rows are no multiple of the number of ranks."""
+
+    def __init__(self, width=7, is_checkpointed=False):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Dropout(0.1))
+        self.middle = nn.Linear(width, 8)
+        self.scale = Scale()
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 3)
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x, offset):
+        hidden = self.body(x)
+        if self.is_checkpointed:
+            hidden = checkpoint(self.middle, hidden, use_reentrant=False)
+        else:
+            hidden = self.middle(hidden)
+        return self.head(self.norm(self.scale(hidden, offset)))
+
+
+def corrupt(tensor, element=2):
+    """A bit error: no operator writes it."""
+    assert tensor.dtype == torch.float32 and tensor.is_contiguous()
+    ctypes.c_float.from_address(tensor.data_ptr() + 4 * element).value = math.nan
+
+
+class Training:
+    """Args:
+    shard: ``shard(model, variant)`` gives the model as it is called.
+    """
+
+    def __init__(self, rank, shard, variant, fault=None, culprits=(1,), width=7):
+        torch.manual_seed(0)
+        self.rank, self.variant, self.fault = rank, variant, fault
+        self.is_culprit = rank in culprits
+        self.number = 0
+        self.corrupted = False
+        self.net = Net(width, is_checkpointed=variant == "checkpointed")
+        if variant == "frozen":
+            self.net.body[0].weight.requires_grad_(False)
+        self.model = shard(self.net, variant)
+        self.optimizer = torch.optim.AdamW((p for p in self.model.parameters() if p.requires_grad), lr=0.05)
+        torch.manual_seed(rank)
+
+    def plants(self, fault):
+        return self.fault == fault and self.is_culprit and self.number == BAD_STEP
+
+    def loss(self):
+        x, offset = torch.randn(6, 4), torch.zeros(6, 1)
+        mask = torch.ones(6, 1)
+        if self.plants("forward"):
+            offset[3] = -3.0
+        if self.plants("backward"):
+            offset[3] = -1.0
+        if self.plants("empty_loss"):
+            mask.zero_()
+        return (self.model(x, offset).float().square() * mask).sum() / mask.sum()
+
+    def corrupt_once(self, gradient, fault, element=2):
+        if self.plants(fault) and not self.corrupted:
+            self.corrupted = True
+            corrupt(gradient, element)
+
+    def backwards(self):
+        self.loss().backward()
+
+    def clip(self):
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+    def step(self):
+        self.number += 1
+        self.backwards()
+        self.clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self):
+        """Weights, as this rank has them, and a random number."""
+        weights = [p.to_local() if hasattr(p, "to_local") else p for p in self.model.parameters()]
+        return [*(w.detach().clone() for w in weights), torch.rand(1)]
+
+
+@functools.cache
+def mesh(*sizes, names=None):
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
