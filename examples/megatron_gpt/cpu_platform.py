@@ -55,6 +55,7 @@ def install() -> None:
     _allow_torch_norm_with_sequence_parallel()
     _allow_distributed_optimizer_without_fp8()
     _prepare_experts()
+    _prepare_megatron_fsdp()
     _prepare_multi_token_prediction()
     _is_installed = True
 
@@ -74,6 +75,8 @@ def _redirect_allocations() -> None:
         def allocate(*args, **kwargs):
             if str(kwargs.get("device", "")).startswith("cuda"):
                 kwargs["device"] = "cpu"
+            # rope_utils.py pins what it moves to the device, which needs one.
+            kwargs.pop("pin_memory", None)
             return factory(*args, **kwargs)
 
         return allocate
@@ -173,8 +176,45 @@ class HostStream:
 class HostEvent:
     """In the place of a torch.cuda.Event."""
 
+    def wait(self, stream: HostStream | None = None) -> None:
+        pass
+
     def synchronize(self) -> None:
         pass
+
+
+def _prepare_megatron_fsdp() -> None:
+    # It issues its collectives on streams of its own, lays out its meshes over CUDA devices, and compares the
+    # device that it is given with the current one, whose number it expects.
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp
+
+    if not isinstance(mcore_fsdp_adapter.TELinear, type):  # a mock, without TransformerEngine
+        mcore_fsdp_adapter.TELinear = type("TELinear", (), {})
+    torch.cuda.Stream = HostStream
+    torch.cuda.stream = contextlib.nullcontext
+    logging.getLogger(megatron_fsdp.__name__).addFilter(
+        lambda record: "instead of the current device" not in record.getMessage()
+    )
+    megatron_fsdp.torch = _With(torch, cuda=_With(torch.cuda, current_device=lambda: 0))
+
+    from_group = mcore_fsdp_adapter.DeviceMesh.from_group
+
+    def from_group_on_cpu(group, device_type, *args, **kwargs):
+        return from_group(group, "cpu", *args, **kwargs)
+
+    mcore_fsdp_adapter.DeviceMesh = _With(mcore_fsdp_adapter.DeviceMesh, from_group=from_group_on_cpu)
+
+
+class _With:
+    """A module or class, with some of its names replaced."""
+
+    def __init__(self, original: object, **replaced: object) -> None:
+        self._original = original
+        vars(self).update(replaced)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._original, name)
 
 
 def _prepare_experts() -> None:

@@ -27,9 +27,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 
+import context_attention
 import torch
 import torch.distributed as dist
-from gpt_training import Trainer
+from gpt_training import Trainer, local_tensor
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
@@ -97,12 +98,7 @@ class Fault:
 
     def _record_parameter(self, trainer: Trainer, name: str, element: int, **facts) -> None:
         parameter = trainer.parameters[name]
-        (chunk,) = (
-            number
-            for number, chunk in enumerate(trainer.model_chunks)
-            if any(other is parameter for other in chunk.parameters())
-        )
-        shape = list(parameter.shape)
+        shape, chunk = list(parameter.shape), trainer.chunk_of[name]
         self._record(trainer, parameter=name, chunk=chunk, shape=shape, element=element, **facts)
 
 
@@ -207,6 +203,8 @@ def _tap_the_wire() -> None:
     tap("_allgather_base", lambda args: args[0])
     tap("reduce_scatter_single", lambda args: args[0])  # from torch 2.13 on
     tap("all_gather_single", lambda args: args[0])
+    tap("alltoall_base", lambda args: args[0])
+    tap("all_to_all_single", lambda args: args[0])  # from torch 2.13 on
 
 
 _tap_the_wire()
@@ -215,14 +213,20 @@ _tap_the_wire()
 # ---- gradients ---------------------------------------------------------------------------------------
 
 
-def before_gradient_reduction(trainer: Trainer, action) -> None:
-    """Calls `action(group)` on this rank when the last gradient of a bucket group is complete, just before
-    the group's data-parallel collective, once for each time the collective is launched.
+Gradients = dict[str, torch.Tensor]  # by the name of the parameter
+
+
+def before_gradient_reduction(trainer: Trainer, action: Callable[[Gradients], None]) -> None:
+    """Calls `action` with the gradients of a bucket group on this rank when the last of them is complete,
+    just before the group's data-parallel collective, once for each time the collective is launched.
 
     One place serves all configurations: start_grad_sync is called from finish_grad_sync (no overlap; first
     iteration) or from the hook of the group's last gradient (overlap), always through the instance. A
     function set on the instance therefore runs before whatever a tool put on the class or the instance.
     """
+    if trainer.config.megatron_fsdp:
+        return _before_sharded_reduction(trainer, action)
+    name_of = {parameter: name for name, parameter in trainer.parameters.items()}
     for group in trainer.bucket_groups():
         inner = group.start_grad_sync
 
@@ -230,23 +234,58 @@ def before_gradient_reduction(trainer: Trainer, action) -> None:
             # Megatron's own guard: in the first iteration the collective may be on its way already.
             is_first_batch = getattr(group, "is_first_batch", False)  # from Megatron-Core 0.16 on
             if not (is_first_batch and group.grad_reduce_handle is not None):
-                action(group)
+                action({name_of[parameter]: parameter.main_grad for parameter in group.params})
             return inner(*args, **kwargs)
 
         group.start_grad_sync = start
 
 
-def after_gradient_reduction(trainer: Trainer, action) -> None:
-    """Calls `action(group)` on this rank when the group's collective has ended and been waited for."""
+def _before_sharded_reduction(trainer: Trainer, action: Callable[[Gradients], None]) -> None:
+    """Of Megatron-FSDP: where gradients are sharded, once for each microbatch, whose gradients they are."""
+    name_of = {parameter.orig_param: name for name, parameter in trainer.parameters.items()}
+    for chunk in trainer.model_chunks:
+        pipeline, groups = chunk.module.grad_reduce_pipeline, chunk.param_and_grad_buffer.parameter_groups
+        inner = pipeline._bucket_group_gradient_reduce
+
+        def reduce(buckets, *args, inner=inner, groups=groups, **kwargs):
+            action({name_of[p]: p.get_main_grad() for bucket in buckets for p in groups[bucket].params})
+            return inner(buckets, *args, **kwargs)
+
+        pipeline._bucket_group_gradient_reduce = reduce
+
+
+def after_gradient_reduction(trainer: Trainer, action: Callable[[Gradients], None]) -> None:
+    """Calls `action` with gradients on this rank when their collective has ended and been waited for: with
+    Megatron-FSDP with its shards of them."""
+    if trainer.config.megatron_fsdp:
+        return _after_sharded_reduction(trainer, action)
+    name_of = {parameter: name for name, parameter in trainer.parameters.items()}
     for group in trainer.bucket_groups():
         inner = group.finish_grad_sync
 
         def finish(*args, group=group, inner=inner, **kwargs):
             result = inner(*args, **kwargs)
-            action(group)
+            action({name_of[parameter]: parameter.main_grad for parameter in group.params})
             return result
 
         group.finish_grad_sync = finish
+
+
+def _after_sharded_reduction(trainer: Trainer, action: Callable[[Gradients], None]) -> None:
+    for chunk in trainer.model_chunks:
+        inner = chunk.module.attach_grad_to_optimizer_state
+
+        def attach(chunk=chunk, inner=inner):
+            shards = {}
+            for name, parameter in trainer.parameters.items():
+                for group in chunk.param_and_grad_buffer.parameter_groups:
+                    item = group.main_grad_buffer.param_idx.get(parameter.orig_param)
+                    if item is not None:
+                        shards[name] = group.main_grad_buffer.get_item(item, only_shard=True)
+            action(shards)
+            return inner()
+
+        chunk.module.attach_grad_to_optimizer_state = attach
 
 
 @dataclasses.dataclass
@@ -262,11 +301,11 @@ class MainGradElement(_InPass):
         parameter = self._parameter(trainer, self.parameter)
         element = _element(parameter, self.element)
 
-        def plant(group) -> None:
-            if parameter not in group.params:
+        def plant(gradients: Gradients) -> None:
+            if self.parameter not in gradients:
                 return
             if number := self._pass_to_act_in(trainer):
-                overwrite(parameter.main_grad, element, self.value)
+                overwrite(gradients[self.parameter], element, self.value)
                 self._record_parameter(
                     trainer,
                     self.parameter,
@@ -335,11 +374,13 @@ class AfterReduction(_OnOwner, _InPass):
     value: float = math.nan
 
     def _plant(self, trainer: Trainer, parameter: torch.nn.Parameter) -> None:
-        def plant(group) -> None:
-            if parameter not in group.params:
+        start = trainer.owned_range(parameter)[0] if trainer.config.megatron_fsdp else 0
+
+        def plant(gradients: Gradients) -> None:
+            if self.parameter not in gradients:
                 return
             if number := self._pass_to_act_in(trainer):
-                overwrite(parameter.main_grad, self.element, self.value)
+                overwrite(gradients[self.parameter], self.element - start, self.value)
                 self._record_parameter(
                     trainer,
                     self.parameter,
@@ -681,6 +722,68 @@ class TensorParallelGather(TensorParallelReduction):
         super().attach(trainer)
 
 
+@dataclasses.dataclass
+class ContextParallelTransfer(_InPass):
+    name = "context_parallel_transfer"
+    description = (
+        "one element of what the core attention receives from the other context-parallel ranks (direction "
+        "forward: their tokens, backward: gradients of its own) is overwritten when the transfer is complete"
+    )
+
+    direction: str = "forward"
+    layer: int = 1
+    microbatch: int = 1
+    element: int = 3
+    value: float = math.nan
+
+    exchanges: ClassVar[tuple[str, ...]] = ("all_gather", "reduce_scatter", "all_to_all", "pass_on")
+
+    def attach(self, trainer: Trainer) -> None:
+        config = trainer.config
+        if config.cp == 1 or config.vp or config.recompute:
+            raise ValueError(f"{self.name}: needs cp > 1, without vp and recompute")
+        if self.direction not in ("forward", "backward"):
+            raise ValueError(f"{self.name}: direction {self.direction!r}, expected forward or backward")
+        layers = [number for number in range(config.layers) if trainer.layer(number) is not None]
+        if self.layer not in layers:
+            raise ValueError(f"{self.name}: this rank does not hold layer {self.layer}")
+        per_layer = {"all_gather": 1, "a2a": 2, "p2p": config.cp - 1}[config.cp_comm_type]
+        order = layers if self.direction == "forward" else layers[::-1]
+        turn, count = order.index(self.layer) * per_layer, len(layers) * per_layer
+        reached = 0
+
+        def exchange(inner, *args):
+            nonlocal reached
+            here = (trainer.iteration, trainer.microbatch, trainer.direction)
+            if here != (self.iteration, self.microbatch, self.direction):
+                return inner(*args)
+            reached += 1
+            if (reached - 1) % count != turn or not (number := self._pass_to_act_in(trainer)):
+                return inner(*args)
+
+            def spoil(tensor: torch.Tensor) -> None:
+                overwrite(tensor, self.element, self.value)
+                self._record(
+                    trainer,
+                    phase=self.direction,
+                    pass_number=number,
+                    microbatch=self.microbatch,
+                    chunk=trainer.chunk,
+                    module=f"decoder.layers.{self.layer}.self_attention.core_attention",
+                    exchange=inner.__name__,
+                    shape=list(tensor.shape),
+                    element=self.element,
+                    value=str(self.value),
+                )
+
+            with _Wire.spoiled_by(spoil):
+                return inner(*args)
+
+        for name in self.exchanges:
+            inner = getattr(context_attention, name)
+            setattr(context_attention, name, functools.wraps(inner)(functools.partial(exchange, inner)))
+
+
 # ---- experts -----------------------------------------------------------------------------------------
 
 
@@ -786,14 +889,26 @@ class ExpertZeroOverZero(ExpertWithoutTokens):
 
 
 @dataclasses.dataclass
-class LossZeroOverZero(Fault):
-    name = "loss_zero_over_zero"
-    description = "a microbatch without a single valid label on the data-parallel replica of `rank`: loss 0/0"
+class _OnSamples(Fault):
+    """Acts on a microbatch of the ranks that see the same tokens as `rank`."""
+
+    name = ""  # abstract: not in the registry
 
     microbatch: int = 1
 
     def concerns(self, trainer: Trainer) -> bool:
-        return trainer.coordinates_of(self.rank)["dp"] == trainer.coordinates["dp"]
+        own, named = trainer.coordinates, trainer.coordinates_of(self.rank)
+        return all(own[axis] == named[axis] for axis in ("dp", "cp"))
+
+
+@dataclasses.dataclass
+class LossZeroOverZero(_OnSamples):
+    name = "loss_zero_over_zero"
+    description = (
+        "a microbatch without a single valid label on the data-parallel replica of `rank`: loss 0/0; with "
+        "context parallelism on its rank of these alone: 0/0 where the loss is the mean over its own tokens, "
+        "and healthy where it is over those of all ranks"
+    )
 
     def attach(self, trainer: Trainer) -> None:
         if trainer.config.loss_counts_tokens:
@@ -808,6 +923,32 @@ class LossZeroOverZero(Fault):
             return batch
 
         trainer.draw_batch = draw_batch
+
+
+@dataclasses.dataclass
+class PaddingTimesZero(_OnSamples):
+    name = "padding_times_zero"
+    description = (
+        "the last label of one microbatch is padding, masked, and its loss is the log of a negative number: "
+        "times 0 it is still NaN"
+    )
+
+    def attach(self, trainer: Trainer) -> None:
+        draw_batch, loss_function = trainer.draw_batch, trainer._loss_function
+
+        def padded_batch(iteration: int, microbatch: int) -> dict:
+            batch = draw_batch(iteration, microbatch)
+            if (iteration, microbatch) == (self.iteration, self.microbatch):
+                batch["loss_mask"][-1, -1] = 0.0
+            return batch
+
+        def loss_of(mask: torch.Tensor, losses: torch.Tensor):
+            if (trainer.iteration, trainer.microbatch) != (self.iteration, self.microbatch):
+                return loss_function(mask, losses)
+            self._record(trainer, phase="loss", microbatch=self.microbatch, operator="aten::log")
+            return loss_function(mask, losses + torch.log(2.0 * mask - 1.0))
+
+        trainer.draw_batch, trainer._loss_function = padded_batch, loss_of
 
 
 @dataclasses.dataclass
@@ -871,7 +1012,7 @@ class OptimizerUpdate(_OnOwner):
         def step(*args, **kwargs):
             if trainer.iteration == self.iteration:
                 updated = trainer.optimizer_parameter(parameter)
-                adam.state[updated]["exp_avg_sq"].view(-1)[self.element - start] = -1.0
+                local_tensor(adam.state[updated]["exp_avg_sq"]).view(-1)[self.element - start] = -1.0
                 self._record_parameter(trainer, self.parameter, self.element, phase="params_after")
             return inner(*args, **kwargs)
 
@@ -890,9 +1031,11 @@ class BadWeight(_OnOwner):
     value: float = math.nan
 
     def _plant(self, trainer: Trainer, parameter: torch.nn.Parameter) -> None:
+        weight, start = trainer.stored_weight(parameter)
+
         def plant() -> None:
             if trainer.iteration == self.iteration:
-                overwrite(parameter.data, self.element, self.value)
+                overwrite(weight, self.element - start, self.value)
                 self._record_parameter(
                     trainer, self.parameter, self.element, phase="params_before", value=str(self.value)
                 )
@@ -909,11 +1052,12 @@ class LargeGradients(_InPass):
     factor: float = 1e25
 
     def attach(self, trainer: Trainer) -> None:
-        def plant(group) -> None:
-            if number := self._pass_to_act_in(trainer, id(group)):
-                for bucket in group.buckets:
-                    bucket.grad_data.mul_(self.factor)
-                self._record(trainer, phase="grad_local", pass_number=number, absmax=_absmax(group))
+        def plant(gradients: Gradients) -> None:
+            if number := self._pass_to_act_in(trainer, next(iter(gradients))):
+                for gradient in gradients.values():
+                    gradient.mul_(self.factor)
+                absmax = max(float(gradient.abs().max()) for gradient in gradients.values())
+                self._record(trainer, phase="grad_local", pass_number=number, absmax=absmax)
 
         before_gradient_reduction(trainer, plant)
 
@@ -934,16 +1078,12 @@ class LearningRate(Fault):
             times = trainer.iteration - self.iteration
             if times < 0 or (self.steps is not None and times >= self.steps):
                 return
-            for optimizer in trainer.optimizer.chained_optimizers:
+            for optimizer in trainer.optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] *= self.factor
             self._record(trainer, phase="params_after", factor=self.factor)
 
         trainer.at_iteration_start.append(plant)
-
-
-def _absmax(group) -> float:
-    return max(float(bucket.grad_data.abs().max()) for bucket in group.buckets)
 
 
 @dataclasses.dataclass

@@ -25,13 +25,16 @@ import cpu_platform
 import numpy
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 cpu_platform.install()
 
+from context_attention import ContextParallelAttention  # noqa: E402
 from megatron.core import parallel_state, rerun_state_machine, tensor_parallel  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    FullyShardedDataParallel,
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
@@ -48,6 +51,7 @@ from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
+from megatron.core.utils import get_batch_on_this_cp_rank  # noqa: E402
 
 VOCABULARY = 256  # bytes
 DATA_BYTES = 2_000_000
@@ -66,6 +70,9 @@ class TrainingConfig:
     tp: int = 1
     pp: int = 1
     vp: int | None = None  # model chunks per pipeline stage (interleaved schedule)
+    cp: int = 1  # context-parallel ranks: each holds a part of every sequence
+    cp_comm_type: str = "all_gather"  # how attention reaches the others' tokens: all_gather, a2a or p2p
+    rope: bool = False  # rotary position embedding instead of a learned absolute one
     sequence_parallel: bool = False
     num_experts: int | None = None  # of all ranks; None: dense layers. tp then needs sequence_parallel
     ep: int = 1  # expert-parallel ranks
@@ -90,10 +97,16 @@ class TrainingConfig:
     overlap_p2p_comm: bool = False
     # Megatron's default is True; on gloo, overlapped sends that are still in flight then read freed memory.
     deallocate_pipeline_outputs: bool = False
+    # With cp > 1 the mean that a loss function of two values returns is over the labels of all
+    # context-parallel ranks, as pretrain_gpt.py's was; True: over this rank's own, which may all be masked.
+    loss_of_own_tokens: bool = False
     # The loss function returns (sum, valid labels, report), as pretrain_gpt.py's, instead of (mean, report).
     loss_counts_tokens: bool = False
     calculate_per_token_loss: bool = False  # gradients are divided by the labels of the whole step
     use_distributed_optimizer: bool = False
+    # Megatron-FSDP instead of DistributedDataParallel, and what it shards: optim, optim_grads or
+    # optim_grads_params (a unit is a transformer layer). Needs use_distributed_optimizer.
+    megatron_fsdp: str | None = None
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     grad_reduce_in_fp32: bool = True  # Megatron's default for bf16; False: buffers in the parameters' dtype
@@ -117,6 +130,8 @@ class TrainingConfig:
             raise ValueError(f"recompute is {self.recompute!r}, expected None, full or selective")
         if self.calculate_per_token_loss and not self.loss_counts_tokens:
             raise ValueError("calculate_per_token_loss needs loss_counts_tokens")
+        if self.sequence % (2 * self.cp):
+            raise ValueError(f"sequence {self.sequence} does not divide into 2 * cp = {2 * self.cp} chunks")
         if self.num_experts is None and (self.ep > 1 or self.expert_bias):
             raise ValueError("ep and expert_bias need num_experts")
         if self.num_experts is not None and self.num_experts % self.ep:
@@ -209,6 +224,7 @@ class Trainer:
             tensor_model_parallel_size=config.tp,
             pipeline_model_parallel_size=config.pp,
             virtual_pipeline_model_parallel_size=config.vp,
+            context_parallel_size=config.cp,
             expert_model_parallel_size=config.ep,
             expert_tensor_parallel_size=config.expert_tp,
             distributed_timeout_minutes=1,
@@ -219,6 +235,7 @@ class Trainer:
             "tp": parallel_state.get_tensor_model_parallel_rank(),
             "pp": parallel_state.get_pipeline_model_parallel_rank(),
             "dp": parallel_state.get_data_parallel_rank(),
+            "cp": parallel_state.get_context_parallel_rank(),
             "ep": parallel_state.get_expert_model_parallel_rank(),
         }
         assert self.coordinates == self.coordinates_of(dist.get_rank())
@@ -232,12 +249,14 @@ class Trainer:
     def coordinates_of(self, rank: int) -> dict[str, int]:
         """Megatron's default order of ranks, tp-cp-ep-dp-pp, applied twice: to the dense layers, with
         ep = 1, and to the experts, with the experts' tp."""
-        dp_size = dist.get_world_size() // (self.config.tp * self.config.pp)
+        tp, cp = self.config.tp, self.config.cp
+        dp_size = dist.get_world_size() // (tp * cp * self.config.pp)
         return {
             "rank": rank,
-            "tp": rank % self.config.tp,
-            "dp": rank // self.config.tp % dp_size,
-            "pp": rank // (self.config.tp * dp_size),
+            "tp": rank % tp,
+            "cp": rank // tp % cp,
+            "dp": rank // (tp * cp) % dp_size,
+            "pp": rank // (tp * cp * dp_size),
             "ep": rank // self.config.expert_tp % self.config.ep,
         }
 
@@ -252,6 +271,8 @@ class Trainer:
             tensor_model_parallel_size=config.tp,
             pipeline_model_parallel_size=config.pp,
             virtual_pipeline_model_parallel_size=config.vp,
+            context_parallel_size=config.cp,
+            cp_comm_type=config.cp_comm_type if config.cp > 1 else None,
             sequence_parallel=config.sequence_parallel,
             params_dtype=dtype,
             pipeline_dtype=dtype,
@@ -277,13 +298,17 @@ class Trainer:
             **_RECOMPUTE[config.recompute],
             **self._expert_options(),
         )
-        ddp_config = DistributedDataParallelConfig(
+        ddp_config = _with_known(
+            DistributedDataParallelConfig,
             grad_reduce_in_fp32=config.grad_reduce_in_fp32,
             overlap_grad_reduce=config.overlap_grad_reduce,
             overlap_param_gather=config.overlap_param_gather,
             use_distributed_optimizer=config.use_distributed_optimizer,
             check_for_nan_in_grad=config.check_for_nan_in_grad,
             bucket_size=config.bucket_size,
+            use_megatron_fsdp=config.megatron_fsdp is not None,
+            data_parallel_sharding_strategy=config.megatron_fsdp or "no_shard",
+            gradient_reduce_div_fusion=False,  # a reduction of NCCL's
         )
         self.model_chunks = []
         for chunk in range(config.vp or 1):
@@ -291,6 +316,8 @@ class Trainer:
             if config.vp:  # Megatron-Core 0.12 takes no vp_stage
                 parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
             layer = get_gpt_layer_local_spec(num_experts=config.num_experts, moe_grouped_gemm=False)
+            if config.cp > 1:
+                layer.submodules.self_attention.submodules.core_attention = ContextParallelAttention
             model = _with_known(
                 GPTModel,
                 self.transformer_config,
@@ -304,6 +331,7 @@ class Trainer:
                     parallel_state.is_pipeline_last_stage, ignore_virtual=False, vp_stage=vp_stage
                 ),
                 share_embeddings_and_output_weights=config.tied_embeddings,
+                position_embedding_type="rope" if config.rope else "learned_absolute",
                 mtp_block_spec=_with_known(  # None where it does not belong
                     get_gpt_mtp_block_spec,
                     self.transformer_config,
@@ -315,14 +343,25 @@ class Trainer:
             )
             if config.precision != "fp32":
                 model = Float16Module(self.transformer_config, model)
-            self.model_chunks.append(
-                DistributedDataParallel(
-                    self.transformer_config, ddp_config, model, disable_bucketing=chunk > 0
-                )
-            )
+            for name, parameter in _global_parameter_names([model]):
+                self._draw_weight(name, parameter)
+            self.model_chunks.append(self._sharing_data(ddp_config, model, disable_bucketing=chunk > 0))
         self.parameters = dict(_global_parameter_names(self.model_chunks))
-        for name, parameter in self.parameters.items():
-            self._draw_weight(name, parameter)
+        self.chunk_of = {
+            name: number
+            for number, chunk in enumerate(self.model_chunks)
+            for name, _ in _global_parameter_names([chunk])
+        }
+
+    def _sharing_data(self, ddp_config, model: torch.nn.Module, disable_bucketing: bool) -> torch.nn.Module:
+        """`model`, wrapped by what reduces its gradients over the data-parallel ranks."""
+        if self.config.megatron_fsdp is None:
+            wrap, options = DistributedDataParallel, {}
+        else:
+            wrap, options = FullyShardedDataParallel, {"device": torch.device("cpu")}
+        return wrap(
+            self.transformer_config, ddp_config, model, disable_bucketing=disable_bucketing, **options
+        )
 
     def _expert_options(self) -> dict:
         """Fields of TransformerConfig. The experts are a SequentialMLP: one local MLP after another."""
@@ -385,6 +424,8 @@ class Trainer:
             self.model_chunks,
             use_gloo_process_groups=False,
         )
+        # Of a single chunk with Megatron-FSDP nothing is chained.
+        self.optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         # What megatron.training sets between building and training.
         self.transformer_config.finalize_model_grads_func = finalize_model_grads
         self.transformer_config.grad_scale_func = self.optimizer.scale_loss
@@ -405,7 +446,8 @@ class Trainer:
     # ---- training -------------------------------------------------------------------------------------
 
     def draw_batch(self, iteration: int, microbatch: int) -> dict:
-        """One microbatch of this data-parallel rank; a function of its arguments, not of the global RNG."""
+        """One microbatch of this data-parallel rank, of its sequences this context-parallel rank's tokens; a
+        function of its arguments, not of the global RNG."""
         config = self.config
         data = standard_library_bytes()
         seed = config.seed
@@ -415,14 +457,14 @@ class Trainer:
         starts = torch.randint(len(data) - config.sequence - 1, (config.micro_batch,), generator=generator)
         samples = torch.stack([data[start : start + config.sequence + 1] for start in starts.tolist()]).long()
         positions = torch.arange(config.sequence)
-        return {
-            "microbatch": microbatch,
+        batch = {
             "tokens": samples[:, :-1].contiguous(),
             "labels": samples[:, 1:].contiguous(),
             "loss_mask": torch.ones(config.micro_batch, config.sequence),
             "position_ids": positions.expand(config.micro_batch, -1),
             "attention_mask": (positions[:, None] < positions[None, :])[None, None],  # True: hidden
         }
+        return {"microbatch": microbatch, **get_batch_on_this_cp_rank(batch)}
 
     def _data_iterator(self) -> Iterator[dict]:
         batches = (self.draw_batch(self.iteration, k) for k in range(self.config.num_microbatches))
@@ -454,9 +496,18 @@ class Trainer:
             self._validate_loss(loss)
             tokens = mask.sum().to(torch.int)
             return loss, tokens, {"loss": torch.stack([loss.detach(), tokens.float()])}
-        loss = loss / mask.sum()
+        tokens = mask.sum()
+        if self.config.cp > 1 and not self.config.loss_of_own_tokens:
+            # As pretrain_gpt.py up to Megatron-Core 0.11: the sum's gradient stays this rank's own, and the
+            # schedule multiplies by cp because the gradients are averaged over these ranks, too.
+            total = torch.stack([loss, tokens])
+            dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
+            loss = mean = total[0] / total[1]
+        else:
+            mean = loss / tokens
+            loss = mean / self.config.cp
         self._validate_loss(loss)
-        return loss, {"loss": torch.stack([loss.detach(), torch.ones_like(loss)])}
+        return loss, {"loss": torch.stack([mean.detach(), torch.ones_like(mean)])}
 
     def _validate_loss(self, loss: torch.Tensor) -> None:
         """As the loss function of pretrain_gpt.py: raises here where the rerun state machine is disabled."""
@@ -492,7 +543,7 @@ class Trainer:
             for callback in self.at_iteration_start:
                 callback()
             losses = self._forward_backward()
-            gradients = _sha256(parameter.main_grad for parameter in self.parameters.values())
+            gradients = _sha256(self._reduced_gradient(parameter) for parameter in self.parameters.values())
             loss_scale = float(self.optimizer.get_loss_scale())
             successful, grad_norm, zeros = self.optimizer.step()
             loss = self._mean_loss(losses)
@@ -538,6 +589,12 @@ class Trainer:
         if should_exit:
             raise MegatronExit(exit_code, should_checkpoint)
         return losses
+
+    @staticmethod
+    def _reduced_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+        if not isinstance(parameter, DTensor):
+            return parameter.main_grad
+        return torch.empty(0) if parameter.grad is None else parameter.grad  # this rank has no shard of it
 
     def _mean_loss(self, losses: Sequence[dict]) -> float:
         # Only the last pipeline stage has losses; the sum over all ranks brings their mean to everyone.
@@ -602,10 +659,13 @@ class Trainer:
     def optimizer_of(self, parameter: torch.nn.Parameter):
         """The one of the chained Megatron optimizers (dense, expert) that updates `parameter`, or None where
         another data-parallel rank does."""
-        for optimizer in self.optimizer.chained_optimizers:
+        for optimizer in self.optimizers:
             if optimizer.is_stub_optimizer:
                 continue
-            if self.config.use_distributed_optimizer:
+            if self.config.megatron_fsdp:
+                if any(_is_updated_by(parameter, updated) for updated in _adam_parameters(optimizer)):
+                    return optimizer
+            elif self.config.use_distributed_optimizer:
                 if parameter in optimizer.model_param_group_index_map:
                     return optimizer
             elif any(_is_updated_by(parameter, updated) for updated in _adam_parameters(optimizer)):
@@ -619,11 +679,34 @@ class Trainer:
             return 0, 0
         if not self.config.use_distributed_optimizer:
             return 0, parameter.numel()
+        if self.config.megatron_fsdp:
+            group, item = self._sharded_group_of(parameter)
+            return group.main_grad_buffer._get_item_slice_in_shard(item)
         owned = optimizer._get_model_param_range_map(parameter)["param"]
         return owned.start, owned.end
 
+    def stored_weight(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, int]:
+        """What forward uses or, where weights are sharded, gathers, on this rank; and its first element in
+        the flattened parameter."""
+        if not self.config.megatron_fsdp:
+            return parameter.data, 0
+        group, item = self._sharded_group_of(parameter)
+        shard = group.model_weight_buffer.get_item(item, only_shard=True)
+        return shard, group.model_weight_buffer._get_item_slice_in_shard(item)[0]
+
+    def _sharded_group_of(self, parameter: torch.nn.Parameter):
+        """The group of Megatron-FSDP's buffers that holds `parameter`, and its number there."""
+        for chunk in self.model_chunks:
+            for group in chunk.param_and_grad_buffer.parameter_groups:
+                item = group.main_grad_buffer.param_idx.get(parameter.orig_param)
+                if item is not None:
+                    return group, item
+        raise KeyError("the parameter belongs to no group")
+
     def optimizer_parameter(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The tensor that Adam updates for `parameter`: itself, its fp32 copy, or this rank's shard."""
+        if self.config.megatron_fsdp:
+            return parameter
         if self.config.use_distributed_optimizer:
             optimizer = self.optimizer_of(parameter)
             group, order = optimizer.model_param_group_index_map[parameter]
@@ -633,7 +716,9 @@ class Trainer:
     def finish(self) -> None:
         """Waits for parameters that are still being gathered. All ranks together."""
         for chunk in self.model_chunks:
-            if chunk.use_forward_hook:
+            if self.config.megatron_fsdp:
+                chunk.stop_communication()
+            elif chunk.use_forward_hook:
                 chunk.disable_forward_pre_hook()
                 chunk.enable_forward_pre_hook()
 
@@ -645,7 +730,7 @@ class Trainer:
         """sha256 of what this rank's training has moved: weights, buffers (expert bias), optimizer state,
         random states."""
         states: list[torch.Tensor] = []
-        for optimizer in self.optimizer.chained_optimizers:
+        for optimizer in self.optimizers:
             for tensor in _adam_parameters(optimizer):
                 states.append(tensor)
                 states += [s for _, s in sorted(optimizer.optimizer.state[tensor].items())]
@@ -666,7 +751,7 @@ class Trainer:
     def non_finite_parameters(self) -> dict[str, int]:
         """Names of this rank's parameters that are not finite, with the number of their bad elements."""
         counts = {
-            name: int((~torch.isfinite(parameter.detach())).sum())
+            name: int((~torch.isfinite(local_tensor(parameter.detach()))).sum())
             for name, parameter in self.parameters.items()
         }
         return {name: count for name, count in counts.items() if count}
@@ -678,10 +763,18 @@ class _Snapshot:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         moved = [*trainer.parameters.values(), *trainer.buffers()]
+        if trainer.config.megatron_fsdp:  # beside their shards the weights that were gathered of them
+            moved = trainer.buffers() + [
+                buffer.data
+                for chunk in trainer.model_chunks
+                for group in chunk.param_and_grad_buffer.parameter_groups
+                for buffer in (group.model_weight_buffer, group.main_weight_buffer)
+                if buffer is not None
+            ]
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in moved]
         self._adam = []
         self._scalers = []
-        for optimizer in trainer.optimizer.chained_optimizers:
+        for optimizer in trainer.optimizers:
             for parameter in _adam_parameters(optimizer):
                 states = optimizer.optimizer.state
                 saved = _cloned(states.get(parameter, {}))
@@ -692,6 +785,9 @@ class _Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
+        if self._trainer.config.megatron_fsdp:
+            for chunk in self._trainer.model_chunks:
+                chunk.stop_communication()  # what is being gathered for the next forward
         for tensor, copy in self._tensors:
             tensor.copy_(copy)
         for parameter, copy, states, saved in self._adam:
@@ -740,10 +836,15 @@ def _with_global_expert_number(name: str, mlp: torch.nn.Module) -> str:
     )
 
 
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def _sha256(tensors: Iterable[torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
-        tensor = tensor.detach()
+        tensor = local_tensor(tensor.detach())
         tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous()
         digest.update(tensor.view(torch.uint8).numpy())
     return digest.hexdigest()

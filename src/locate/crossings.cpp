@@ -72,6 +72,7 @@ class SeenMicrobatches {
 }  // namespace
 
 Crossings::Crossings(const Incident& incident) : world_size_(incident.world_size()) {
+  for (const RankEvidence& rank : incident.ranks()) remember_bad_weights(rank);
   for (const RankEvidence& rank : incident.ranks()) {
     if (!has_boundaries(rank.ledger())) continue;
     const std::size_t first = events_.size();
@@ -85,6 +86,16 @@ Crossings::Crossings(const Incident& incident) : world_size_(incident.world_size
 bool Crossings::is_watching(const RankEvidence& rank) noexcept {
   return rank.ledger().is_complete &&
          (rank.ledger().level == "boundaries" || !rank.ledger().crossings.empty());
+}
+
+/// A shard that is bad is bad on every rank that gathers it.
+void Crossings::remember_bad_weights(const RankEvidence& rank) {
+  for (const BadParameter& bad : rank.bad(Phase::params_before)) {
+    ranks_with_bad_weights_.insert(rank.rank());
+    if (!bad.position) continue;
+    const RankList& gathering = rank.parameter(*bad.position).shard_group;
+    for (const int each : gathering.ranks_below(world_size_)) ranks_with_bad_weights_.insert(each);
+  }
 }
 
 std::size_t Crossings::group_of(const std::string& name, const RankList& members) {
@@ -147,7 +158,7 @@ void Crossings::take_crossing(const RankEvidence& rank, const Sighting& sighting
 void Crossings::explain_on(std::span<BoundaryEvent> events_of_rank) {
   if (events_of_rank.empty()) return;
   const RankEvidence& rank = *events_of_rank.front().rank;
-  const bool has_bad_weights = !rank.bad(Phase::params_before).empty();
+  const bool has_bad_weights = ranks_with_bad_weights_.contains(rank.rank());
   SeenMicrobatches forward, losses, before;
   for (const BoundaryEvent& event : events_of_rank) {
     if (event.role == RoleKind::loss) {

@@ -91,6 +91,7 @@ class Crossings {
   using Group = std::pair<std::string, RankList>;  // name, members
 
   std::size_t group_of(const std::string& name, const RankList& members);
+  void remember_bad_weights(const RankEvidence& rank);
   void take(const RankEvidence& rank);
   void take_crossing(const RankEvidence& rank, const Sighting& sighting, RoleKind role);
   void explain_on(std::span<BoundaryEvent> events_of_rank);
@@ -111,6 +112,7 @@ class Crossings {
   std::map<int, std::vector<const CrossingCoverage*>> unseen_;  // by rank
   std::vector<BoundaryEvent> events_;
   std::unordered_set<int> bad_ranks_;
+  std::unordered_set<int> ranks_with_bad_weights_;
 };
 
 }  // namespace nanlocator

@@ -1,8 +1,10 @@
 // A crossing's place. In a module's forward (recomputation included) it is the innermost module. In
 // backward no module runs: the autograd node that runs was made by one, and nodes are numbered in
 // the order in which a thread makes them (torch/csrc/autograd/function.h, sequence_nr), so it is
-// the module that was innermost when that number was given. A message between pipeline stages
-// belongs to the microbatch whose schedule step computed or consumes it.
+// the module that was innermost when that number was given. A message that is sent while the
+// schedule executes a microbatch is one of its layers', such as ring attention, and has its place
+// as a collective has. Any other is one between pipeline stages: it belongs to the microbatch whose
+// step computed or consumes it.
 #include "nanlocator/trace/boundary_watch.hpp"
 
 #include <ATen/SequenceNumber.h>
@@ -71,6 +73,7 @@ struct CrossingRecord {
   ModulePath op;  // interned, as paths are
   CrossingPlace place;
   bool was_looked_at = true;
+  bool awaits_step = false;  // received between two steps of the schedule, for a later one
 };
 
 struct Event {
@@ -213,8 +216,12 @@ struct BoundaryWatch::Impl {
     return crossings.at(static_cast<std::size_t>(crossing - first_crossing));
   }
 
-  /// Of a collective that this thread is about to enter.
-  [[nodiscard]] CrossingPlace place_of_collective() const {
+  [[nodiscard]] bool is_in_step() const {
+    return step == Step::forward || step == Step::loss || step == Step::backward;
+  }
+
+  /// Of what this thread is about to exchange in a step of the schedule, or collectively.
+  [[nodiscard]] CrossingPlace place_here() const {
     const auto microbatch = current_microbatch();
     if (const auto module = current_module()) return {Phase::forward, microbatch, module};
     if (const auto node = torch::autograd::get_current_node()) {
@@ -249,6 +256,7 @@ struct BoundaryWatch::Impl {
   }
 
   [[nodiscard]] CrossingPlace place_of_send(std::span<const at::Tensor> sent) const {
+    if (is_in_step()) return place_here();
     for (const auto& tensor : sent) {
       if (!tensor.is_floating_point()) continue;  // shapes, at an address that was a tensor's once
       const auto found = computed.find(address_of(tensor));
@@ -353,7 +361,7 @@ void BoundaryWatch::begin_step() {
 CrossingId BoundaryWatch::begin_collective(CrossingGroup group, std::string_view op,
                                            std::span<const at::Tensor> sent) {
   const std::lock_guard lock(impl_->mutex);
-  const auto crossing = impl_->begin({group}, op, impl_->place_of_collective());
+  const auto crossing = impl_->begin({group}, op, impl_->place_here());
   impl_->see(crossing, /*is_received=*/false, sent);
   return crossing;
 }
@@ -368,14 +376,17 @@ void BoundaryWatch::send(CrossingGroup group, int peer, std::span<const at::Tens
 
 CrossingId BoundaryWatch::begin_receive(CrossingGroup group, int peer) {
   const std::lock_guard lock(impl_->mutex);
-  return impl_->begin({group, Direction::received, peer}, "c10d::recv_", {});
+  const bool is_in_step = impl_->is_in_step();
+  const auto crossing = impl_->begin({group, Direction::received, peer}, "c10d::recv_",
+                                     is_in_step ? impl_->place_here() : CrossingPlace{});
+  impl_->record_of(crossing).awaits_step = !is_in_step;
+  return crossing;
 }
 
 void BoundaryWatch::finish(CrossingId crossing, std::span<const at::Tensor> received) {
   const std::lock_guard lock(impl_->mutex);
   if (crossing < impl_->first_crossing) return;
-  if (impl_->record_of(crossing).lane.direction == Direction::received)
-    impl_->expect_consumer(crossing, received);
+  if (impl_->record_of(crossing).awaits_step) impl_->expect_consumer(crossing, received);
   impl_->see(crossing, /*is_received=*/true, received);
   impl_->keep_result(impl_->record_of(crossing), received);
   impl_->finish(crossing);

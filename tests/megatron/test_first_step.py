@@ -29,7 +29,9 @@ def first_steps(rank, world_size, training, blind=None, fault=None):
 
     trainer = Trainer(TrainingConfig(**SMALL | training))
     watched = [ProcessGroup, schedules, type(trainer.optimizer), trainer.optimizer]
-    watched += [*trainer.model_chunks, *trainer.bucket_groups()]
+    watched += trainer.model_chunks
+    if not trainer.config.megatron_fsdp:
+        watched += trainer.bucket_groups()
     before = [dict(vars(each)) for each in watched]
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
@@ -69,6 +71,8 @@ HEALTHY = {
     "fp16": (2, {"tp": 2, "precision": "fp16", "initial_loss_scale": 1.0}),
     "tensor_and_pipeline_parallel": (4, {"tp": 2, "pp": 2}),
     "sequence_parallel_recomputed": (2, {"tp": 2, "sequence_parallel": True, "recompute": "full"}),
+    "context_parallel": (2, {"cp": 2, "rope": True, "cp_comm_type": "p2p"}),
+    "megatron_fsdp": (2, {"use_distributed_optimizer": True, "megatron_fsdp": "optim_grads_params"}),
     "interleaved_pipeline": (2, {"pp": 2, "vp": 2}),
     "experts_alltoall": (2, {"num_experts": 4, "ep": 2}),
     "experts_allgather": (
@@ -136,6 +140,12 @@ BLIND = {
         {"num_experts": 4, "ep": 2},
         partial(hide, ["alltoall_base", "all_to_all_single"]),
         "the exchanges of tokens between experts (group ep or tp_ep)",
+    ),
+    "context_parallel": (
+        2,
+        {"cp": 2, "rope": True, "cp_comm_type": "a2a"},
+        partial(hide, ["alltoall_base", "all_to_all_single"]),
+        "the exchanges of context parallelism (group cp or hcp or tp_cp)",
     ),
     "bucket": (
         2,

@@ -22,6 +22,11 @@ def make_trainer(**training):
 LAYOUTS = {
     "fp32": {"tp": 2, "pp": 2},
     "bf16": {"pp": 2, "precision": "bf16"},
+    "distributed_in_megatron_fsdp": {
+        "pp": 2,
+        "use_distributed_optimizer": True,
+        "megatron_fsdp": "optim_grads_params",
+    },
     "distributed_optimizer": {"pp": 2, "precision": "bf16", "use_distributed_optimizer": True},
 }
 
@@ -125,8 +130,8 @@ def test_options_that_differ_between_ranks_are_refused_on_both():
     assert first[0] == "AgreementError" and "check_params" in first[1]
 
 
-def install_remove_install(rank, world_size, level):
-    trainer = make_trainer(check_for_nan_in_grad=False)
+def install_remove_install(rank, world_size, level, training):
+    trainer = make_trainer(check_for_nan_in_grad=False, **training)
     from megatron.core import rerun_state_machine
     from megatron.core.pipeline_parallel import schedules
     from torch.distributed import ProcessGroup
@@ -140,7 +145,12 @@ def install_remove_install(rank, world_size, level):
         return [[len(getattr(module, kind)) for kind in kinds] for module in modules], on_parameters
 
     machine = rerun_state_machine.get_rerun_state_machine()
-    targets = [trainer.optimizer, *trainer.model_chunks, *trainer.bucket_groups()]
+    targets = [trainer.optimizer, *trainer.model_chunks]
+    if trainer.config.megatron_fsdp:
+        (chunk,) = trainer.model_chunks
+        targets += [chunk.module, chunk.module.grad_reduce_pipeline, chunk.param_and_grad_buffer]
+    else:
+        targets += trainer.bucket_groups()
     targets += [schedules, ProcessGroup, machine]
     before, hooks_before = [dict(vars(target)) for target in targets], hooks()
     is_changed = []
@@ -161,6 +171,15 @@ def install_remove_install(rank, world_size, level):
     return is_changed, Path(again.run_dir).name, again.verdicts
 
 
-@pytest.mark.parametrize("level", ["grads", "boundaries", "modules"])
-def test_remove_puts_everything_back_and_it_can_be_installed_again(level):
-    assert run_ranks(2, install_remove_install, level) == [([True, True], "a2", [])] * 2
+@pytest.mark.parametrize(
+    ("level", "training"),
+    [
+        ("grads", {}),
+        ("boundaries", {}),
+        ("modules", {}),
+        ("boundaries", {"use_distributed_optimizer": True, "megatron_fsdp": "optim_grads_params"}),
+    ],
+    ids=["grads", "boundaries", "modules", "megatron_fsdp"],
+)
+def test_remove_puts_everything_back_and_it_can_be_installed_again(level, training):
+    assert run_ranks(2, install_remove_install, level, training) == [([True, True], "a2", [])] * 2

@@ -21,6 +21,8 @@ SMALL = {"hidden": 32, "sequence": 16, "num_microbatches": 2, "layers": 4}
 OVERLAPPED = {"overlap_grad_reduce": True, "bucket_size": 3000}
 SHARDED = {"use_distributed_optimizer": True, "precision": "bf16"}
 EXPERTS = {"num_experts": 4, "ep": 2}
+CONTEXT = {"cp": 2, "rope": True}
+FULLY_SHARDED = {"use_distributed_optimizer": True, "megatron_fsdp": "optim_grads_params"}
 FIRST = 2  # iteration of the first fault
 FAULTY_MICROBATCH = 1
 
@@ -32,18 +34,18 @@ class Layout:
 
     def __post_init__(self) -> None:
         self.training = SMALL | self.training
-        self.tp, self.pp = self.training.get("tp", 1), self.training.get("pp", 1)
-        self.dp = self.ranks // (self.tp * self.pp)
+        self.tp, self.pp, self.cp = (self.training.get(axis, 1) for axis in ("tp", "pp", "cp"))
+        self.dp = self.ranks // (self.tp * self.pp * self.cp)
 
-    def rank(self, tp: int, pp: int, dp: int) -> int:
-        return tp + self.tp * (dp + self.dp * pp)
+    def rank(self, tp: int, pp: int, dp: int, cp: int = 0) -> int:
+        return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def stage_of(self, layer: int) -> int:
         layers, chunks = self.training["layers"], self.training.get("vp") or 1
         return layer // (layers // (self.pp * chunks)) % self.pp
 
-    def last_stage(self, dp: int) -> list[int]:
-        return [self.rank(tp, self.pp - 1, dp) for tp in range(self.tp)]
+    def last_stage(self, dp: int, cp: int = 0) -> list[int]:
+        return [self.rank(tp, self.pp - 1, dp, cp) for tp in range(self.tp)]
 
 
 LAYOUTS = {
@@ -65,6 +67,17 @@ LAYOUTS = {
         4, EXPERTS | {"tp": 2, "sequence_parallel": True, "token_dispatcher": "allgather"}
     ),
     "multi_token_prediction": Layout(4, {"tp": 2, "pp": 2, "mtp_layers": 1}),
+    "context_parallel_all_gather": Layout(2, CONTEXT | {"loss_of_own_tokens": True}),
+    "context_parallel_a2a_tp2": Layout(4, CONTEXT | {"tp": 2, "cp_comm_type": "a2a"}),
+    "context_parallel_p2p_dp2": Layout(4, CONTEXT | {"cp_comm_type": "p2p"} | SHARDED),
+    "context_parallel_p2p_pp2": Layout(
+        4, CONTEXT | {"pp": 2, "cp_comm_type": "p2p", "loss_counts_tokens": True}
+    ),
+    "megatron_fsdp": Layout(2, FULLY_SHARDED),
+    "megatron_fsdp_tp2_bf16": Layout(4, FULLY_SHARDED | {"tp": 2, "precision": "bf16"}),
+    "megatron_fsdp_whole_weights_cp2": Layout(
+        4, FULLY_SHARDED | CONTEXT | {"megatron_fsdp": "optim_grads"}
+    ),
     "tp2_pp2_dp2": Layout(8, {"tp": 2, "pp": 2}),
     "tp2_pp2_dp2_sharded_overlapped": Layout(
         8, {"tp": 2, "pp": 2, "overlap_param_gather": True} | SHARDED | OVERLAPPED
@@ -75,7 +88,7 @@ LAYOUTS = {
 def incidents_of(layout: Layout) -> list[list[dict]]:
     """The faults of one iteration each."""
     layer = 2
-    victim = layout.rank(layout.tp - 1, layout.stage_of(layer), layout.dp - 1)
+    victim = layout.rank(layout.tp - 1, layout.stage_of(layer), layout.dp - 1, layout.cp - 1)
     at = {"rank": victim, "layer": layer, "microbatch": FAULTY_MICROBATCH}
     name = f"decoder.layers.{layer}."
     weight = name + "self_attention.linear_proj.weight"
@@ -111,6 +124,13 @@ def incidents_of(layout: Layout) -> list[list[dict]]:
             faults.append({"name": "tensor_parallel_reduction", "region": "attention"} | at)
         if layout.training.get("sequence_parallel") and not layout.training.get("num_experts"):
             faults.append({"name": "tensor_parallel_gather", "region": "attention"} | at)
+    if layout.cp > 1:
+        faults += [
+            {"name": "context_parallel_transfer"} | at,
+            {"name": "context_parallel_transfer", "direction": "backward"} | at,
+        ]
+        if not layout.training.get("loss_counts_tokens"):
+            faults.append({"name": "padding_times_zero", "rank": victim, "microbatch": FAULTY_MICROBATCH})
     if layout.pp > 1:
         last = layout.rank(0, layout.pp - 1, layout.dp - 1)
         faults += [
@@ -206,6 +226,7 @@ ONCE = {
     "pipeline_receive",
     "tensor_parallel_reduction",
     "tensor_parallel_gather",
+    "context_parallel_transfer",
 }
 AFTER_THE_STEP = {"optimizer_update"}  # which cannot be repeated
 
@@ -213,7 +234,9 @@ AFTER_THE_STEP = {"optimizer_update"}  # which cannot be repeated
 def check(layout: Layout, facts: list[dict], verdict: dict | None) -> None:
     """The verdict has one origin for each of the facts, and says what that one planted."""
     names = {fact["fault"] for fact in facts}
-    if names == {"expert_without_tokens"}:
+    if names == {"expert_without_tokens"} or (
+        names == {"loss_zero_over_zero"} and layout.cp > 1 and not layout.training.get("loss_of_own_tokens")
+    ):  # the loss is divided by the labels of all context-parallel ranks
         assert verdict is None, describe(verdict)
         return
     assert verdict is not None, "no finding"
@@ -232,11 +255,13 @@ def check(layout: Layout, facts: list[dict], verdict: dict | None) -> None:
 
 
 def candidates_of(layout: Layout, fact: dict) -> list[int]:
-    if fact["fault"] == "loss_zero_over_zero":
-        return layout.last_stage(fact["dp"])
+    if fact["fault"] in ("loss_zero_over_zero", "padding_times_zero"):
+        return layout.last_stage(fact["dp"], fact["cp"])
     if fact["fault"] == "after_reduction" and layout.training.get("use_distributed_optimizer"):
         # Only its owner holds the sum of a shard: nobody can say whether the sum or the owner is bad.
-        return [layout.rank(fact["tp"], fact["pp"], dp) for dp in range(layout.dp)]
+        return [
+            layout.rank(fact["tp"], fact["pp"], dp, cp) for dp in range(layout.dp) for cp in range(layout.cp)
+        ]
     return [fact["rank"]]
 
 
@@ -256,19 +281,26 @@ def check_origin(layout: Layout, fact: dict, origin: dict, found: str) -> None:
         assert origin["cause"] == "empty_loss_mask", found
         return
     if len(origin["candidates"]) == 1:
-        for axis in ("tp", "pp", "dp"):
+        for axis in ("tp", "pp", "dp", "cp"):
             assert origin["coordinates"][axis]["rank"] == fact[axis], found
     if name in CAUSES:
         assert origin["parameter"] == fact["parameter"], found
         assert origin["tensor"]["first_bad"] == fact["element"], found
-        has_no_peers = name == "after_reduction" and layout.dp == 1
+        has_no_peers = name == "after_reduction" and layout.dp * layout.cp == 1
         assert origin["cause"] == ("not_reproduced" if has_no_peers else CAUSES[name]), found
         return
     assert origin["microbatch"] == fact["microbatch"], found
+    if name == "padding_times_zero":
+        assert origin["cause"] == "operator_undefined" and origin["operator"] == fact["operator"], found
+        return
     assert origin["chunk"] == fact["chunk"], found
     assert origin["direction"] == fact["phase"], found
-    if name in ("activation_element", "tensor_parallel_gather"):
+    if name in ("activation_element", "tensor_parallel_gather") or fact.get("exchange") == "all_gather":
         assert origin["cause"] == "not_reproduced", found
+    elif name == "context_parallel_transfer":
+        is_message = fact["exchange"] == "pass_on"
+        assert origin["cause"] == ("pipeline_transfer" if is_message else "collective_result"), found
+        assert origin["module"] == fact["module"], found
     elif name == "pipeline_receive":
         assert origin["cause"] == "pipeline_transfer", found
     elif name == "tensor_parallel_reduction":

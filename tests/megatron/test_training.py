@@ -56,10 +56,36 @@ def trains_as(ranks, reference):
             2,
             {"use_distributed_optimizer": True} | OVERLAPPED,
         ),
+        *(
+            (f"dp2_megatron_fsdp_{sharded}", 2, {"use_distributed_optimizer": True, "megatron_fsdp": sharded})
+            for sharded in ("optim", "optim_grads", "optim_grads_params")
+        ),
     ],
 )
 def test_every_layout_trains_the_same_model_to_the_same_losses(pool, two_replicas, name, ranks, training):
     trains_as(train(pool, name, ranks, **training), two_replicas)
+
+
+@pytest.fixture(scope="module")
+def whole_sequences(pool):
+    return train(pool, "whole_sequences", ranks=1, steps=3, rope=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "training"),
+    [
+        ("cp2_all_gather", 2, {}),
+        ("cp2_a2a", 2, {"cp_comm_type": "a2a"}),
+        ("cp2_p2p", 2, {"cp_comm_type": "p2p"}),
+        ("cp4_p2p", 4, {"cp": 4, "cp_comm_type": "p2p"}),
+        ("cp2_per_token", 2, PER_TOKEN),
+        ("cp2_loss_of_own_tokens", 2, {"loss_of_own_tokens": True}),  # as many on each rank
+    ],
+)
+def test_context_parallel_ranks_train_the_same_model_as_one_with_the_whole_sequences(
+    pool, whole_sequences, name, ranks, training
+):
+    trains_as(train(pool, name, ranks, steps=3, rope=True, **{"cp": 2} | training), whole_sequences)
 
 
 @pytest.mark.parametrize(

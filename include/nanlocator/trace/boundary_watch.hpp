@@ -71,7 +71,8 @@ class BoundaryWatch {
   [[nodiscard]] std::size_t enter(ModulePath path);
   void leave(std::size_t call);
 
-  // ---- Where: the schedule. Transfers between pipeline stages happen between its steps. ----
+  // ---- Where: the schedule. Transfers between pipeline stages happen between its steps; a message
+  // within one is a layer's (context parallelism's ring). ----
 
   /// Forward of `place` consumes `inputs`, which were received; it has computed `outputs`, which
   /// will be sent. Tensors are recognised by the address of their memory.

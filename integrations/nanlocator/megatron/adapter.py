@@ -12,6 +12,7 @@ from nanlocator import _C
 from nanlocator.driver import Adapter, LossScale, Named, OptimizerTensors, Pass, Views, state_tensors
 from nanlocator.megatron import state
 from nanlocator.megatron.boundaries import Boundaries
+from nanlocator.megatron.data_parallel import data_parallel_chunk
 from nanlocator.megatron.layout import (
     module_names,
     named_parameters,
@@ -22,7 +23,7 @@ from nanlocator.megatron.layout import (
 )
 from nanlocator.megatron.microbatches import Microbatches
 from nanlocator.megatron.step_data import StepData
-from nanlocator.modules import ModuleHooks, tensor_attributes
+from nanlocator.modules import ModuleHooks, local_part, tensor_attributes
 
 
 class MegatronAdapter(Adapter):
@@ -39,12 +40,20 @@ class MegatronAdapter(Adapter):
         super().__init__()
         self._chunks = chunks
         self._optimizer = optimizer
-        self.optimizers: list[MegatronOptimizer] = optimizer.chained_optimizers
-        self.named = named_parameters(chunks)
-        self._infos = parameter_infos(chunks, self.optimizers, self.named)
+        # Of a single chunk with Megatron-FSDP nothing is chained.
+        self.optimizers: list[MegatronOptimizer] = getattr(optimizer, "chained_optimizers", [optimizer])
+        self.data_parallel = [data_parallel_chunk(chunk) for chunk in chunks]
+        self.named = named_parameters(chunks, self.data_parallel)
+        self._infos = parameter_infos(chunks, self.data_parallel, self.optimizers, self.named)
         self.ids = {e.parameter: info.id for e, info in zip(self.named, self._infos, strict=True)}
-        self._shards = shard_ranges(self.optimizers, self.named)
+        self.shards = shard_ranges(self.data_parallel, self.optimizers, self.named)
         self.parameters = [(entry.name, entry.parameter) for entry in self.named]
+        # Where weights are gathered for each use, what they are gathered from is theirs, too.
+        self.parameters += [
+            (entry.name, self._weight(entry.parameter))
+            for entry in self.named
+            if self.data_parallel[entry.chunk].ranks_that_gather(entry.parameter)
+        ]
         self.buffers = self._named(torch.nn.Module.named_buffers)
         if self._dynamic_scalers():
             self.loss_scale = self.loss_scale_now
@@ -55,35 +64,38 @@ class MegatronAdapter(Adapter):
         return _C.ParameterMap(rank_coordinates(device), sorted(self._infos, key=lambda info: info.id))
 
     def gradients(self) -> Views:
-        return self._all_ids(), [entry.parameter.main_grad for entry in self.named]
+        whole = [(entry, (0, entry.parameter.numel())) for entry in self.named]
+        return self._all_ids(), [
+            self.data_parallel[entry.chunk].reduced_gradient(entry.parameter, kept) for entry, kept in whole
+        ]
 
     def weights(self) -> Views:
-        return self._all_ids(), [entry.parameter for entry in self.named]
+        return self._all_ids(), [
+            self.data_parallel[entry.chunk].weight(entry.parameter) for entry in self.named
+        ]
 
     def optimizer_state(self, ids: list[int]) -> OptimizerTensors:
         found = []
         for optimizer in self.optimizers:
-            for parameter, main, begin in updated_tensors(optimizer):
+            for parameter, main, begin in updated_tensors(optimizer, self.shards):
                 parameter_id = self.ids[parameter]
                 if parameter_id not in ids:
                     continue
                 tensors = state_tensors(optimizer.optimizer, main)
-                if main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
-                    tensors.append(("main_param", main.detach()))
+                own = local_part(main.detach())
+                if own.untyped_storage().data_ptr() != self._weight(parameter).untyped_storage().data_ptr():
+                    tensors.append(("main_param", own))
                 found += [(parameter_id, name, tensor, begin) for name, tensor in tensors]
         return found
 
-    def owned_gradients(
-        self, parameters: Iterable[torch.nn.Parameter]
-    ) -> tuple[list[int], list[torch.Tensor], list[int]]:
-        """Ids, this rank's part of each main_grad, and where that part begins."""
+    def owned_gradients(self, chunk: int) -> tuple[list[int], list[torch.Tensor], list[int]]:
+        """Ids, this rank's part of each reduced gradient of a chunk, and where that part begins."""
         ids, tensors, offsets = [], [], []
-        for p in parameters:
-            begin, end = self._shards.get(p, (0, p.main_grad.numel()))
-            if begin < end or p.main_grad.numel() == 0:
-                is_whole = (begin, end) == (0, p.main_grad.numel())
+        for p in (entry.parameter for entry in self.named if entry.chunk == chunk):
+            begin, end = self.shards.get(p, (0, p.numel()))
+            if begin < end or p.numel() == 0:
                 ids.append(self.ids[p])
-                tensors.append(p.main_grad if is_whole else p.main_grad.view(-1)[begin:end])
+                tensors.append(self.data_parallel[chunk].reduced_gradient(p, (begin, end)))
                 offsets.append(begin)
         return ids, tensors, offsets
 
@@ -125,6 +137,10 @@ class MegatronAdapter(Adapter):
             for name, tensor in tensors_of(chunk)
         ]
 
+    def _weight(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        (chunk,) = {entry.chunk for entry in self.named if entry.parameter is parameter}
+        return self.data_parallel[chunk].weight(parameter)
+
     def _all_ids(self) -> list[int]:
         return [self.ids[entry.parameter] for entry in self.named]
 
@@ -157,6 +173,8 @@ class MegatronPass(Pass):
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._adapter.naming_modules())
             stack.enter_context(state.RerunMachine.muted())
+            for chunk in self._adapter.data_parallel:
+                chunk.clear_padding_of_weights()
             self.run(self.data.replay())
         return self._microbatches.named_losses
 

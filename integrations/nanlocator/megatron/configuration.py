@@ -11,6 +11,7 @@ from megatron.core.utils import get_model_config
 
 from nanlocator import _C
 from nanlocator.megatron import supported
+from nanlocator.megatron.data_parallel import is_sharded
 
 
 def check_call(chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
@@ -20,17 +21,19 @@ def check_call(chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> N
             "nanlocator.megatron.install: torch.distributed and megatron.core.parallel_state must be "
             "initialised first; call it after get_megatron_optimizer"
         )
-    if not isinstance(optimizer, ChainedOptimizer):
-        raise _C.UsageError(
-            f"nanlocator.megatron.install expects what get_megatron_optimizer returns (a ChainedOptimizer), "
-            f"not a {type(optimizer).__name__}; Megatron-FSDP is not covered"
-        )
     for index, chunk in enumerate(chunks):
-        if not hasattr(chunk, "bucket_groups"):
+        if not hasattr(chunk, "bucket_groups") and not is_sharded(chunk):
             raise _C.UsageError(
                 f"model chunk {index} is a {type(chunk).__name__} without gradient buckets; pass the "
-                "chunks wrapped in megatron.core.distributed.DistributedDataParallel"
+                "chunks wrapped in megatron.core.distributed.DistributedDataParallel or "
+                "FullyShardedDataParallel"
             )
+    is_of_one_chunk = len(chunks) == 1 and is_sharded(chunks[0]) and isinstance(optimizer, MegatronOptimizer)
+    if not isinstance(optimizer, ChainedOptimizer) and not is_of_one_chunk:
+        raise _C.UsageError(
+            f"nanlocator.megatron.install expects what get_megatron_optimizer returns (a ChainedOptimizer), "
+            f"not a {type(optimizer).__name__}"
+        )
     if _captures_whole_iteration(get_model_config(chunks[0])):
         raise _C.UsageError(
             "cuda_graph_scope 'full_iteration' runs forward-backward from one CUDA graph: its replays call "
@@ -108,7 +111,6 @@ def not_covered(
         "fp8 weights that cannot be dequantised in the memory that is left": (
             has("fp8_param") or getattr(ddp, "fp8_param_gather", False)
         ),
-        "context parallelism has not been tested": (parallel_state.get_context_parallel_world_size() > 1),
         **dict.fromkeys(unwatched_groups(chunks).values(), True),
         "microbatches, as overlap_moe_expert_parallel_comm has a schedule of its own": has(
             "overlap_moe_expert_parallel_comm"
@@ -118,7 +120,7 @@ def not_covered(
         ),
         "layer-wise optimizers have not been tested": "LayerWise" in type(optimizer).__name__,
         "with overlap_param_gather, parameters before they are gathered": (
-            options.check_params and ddp.overlap_param_gather
+            options.check_params and ddp.overlap_param_gather and not is_sharded(chunks[0])
         ),
     }
     return [phrase for phrase, applies in cases.items() if applies]

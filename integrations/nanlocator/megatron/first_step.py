@@ -16,7 +16,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 
 from nanlocator.megatron.configuration import unwatched_groups, uses_cuda_graphs
-from nanlocator.megatron.layout import NamedParameter, bucket_groups
+from nanlocator.megatron.data_parallel import DataParallelChunk
+from nanlocator.megatron.layout import NamedParameter
 
 Exchanges = set[tuple[str, str]]  # group as in ledgers; c10d's operator, "send" or "recv"
 
@@ -24,13 +25,19 @@ Exchanges = set[tuple[str, str]]  # group as in ledgers; c10d's operator, "send"
 class FirstStep:
     """Collects what was seen: a listener of Microbatches, whose sets the locator's hooks add to."""
 
-    def __init__(self, chunks: list[torch.nn.Module], named: list[NamedParameter]) -> None:
+    def __init__(
+        self,
+        chunks: list[torch.nn.Module],
+        data_parallel: list[DataParallelChunk],
+        named: list[NamedParameter],
+    ) -> None:
         self.exchanges: Exchanges | None = None  # None: this level does not watch them
         self.buckets: set[int] = set()  # numbers of bucket groups whose gradients were scanned before
         self.chunks: set[int] = set()  # ... and of chunks whose gradients were scanned after the reduction
         self.hooks: set[str] = set()
         self.losses = 0
         self._chunks = chunks
+        self._data_parallel = data_parallel
         self._named = named
 
     def begin_forward(self, microbatch: int | None, chunk: int, inputs: Any) -> None:
@@ -65,8 +72,7 @@ class FirstStep:
         return missing
 
     def _missing_gradients(self) -> Iterator[str]:
-        groups = [group for chunk in self._chunks for group in bucket_groups(chunk)]
-        parameters_of = [{p for bucket in group.buckets for p in bucket.params_list} for group in groups]
+        parameters_of = [set(group) for chunk in self._data_parallel for group in chunk.groups]
         unseen = set().union(*(p for n, p in enumerate(parameters_of) if n not in self.buckets))
         homeless = {entry.parameter for entry in self._named}.difference(*parameters_of)
         names = [entry.name for entry in self._named if entry.parameter in unseen | homeless]

@@ -21,11 +21,14 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from nanlocator import _C
+from nanlocator.megatron.data_parallel import DataParallelChunk, Range, whole_parameter
+from nanlocator.modules import local_part
 from nanlocator.session import device_description, dtype_name
 
 Parameter = torch.nn.Parameter
@@ -72,15 +75,16 @@ class NamedParameter:
     chunk: int
 
 
-def named_parameters(chunks: list[torch.nn.Module]) -> list[NamedParameter]:
+def named_parameters(
+    chunks: list[torch.nn.Module], data_parallel: list[DataParallelChunk]
+) -> list[NamedParameter]:
     """Trainable parameters of this rank, in the order in which Megatron fills its groups."""
     result = []
     for chunk_index, chunk in enumerate(chunks):
         layer_numbers, first_expert = _numbers(chunk)
-        for raw_name, parameter in chunk.named_parameters():
-            if parameter.requires_grad:
-                name = _global_name(raw_name, layer_numbers, first_expert)
-                result.append(NamedParameter(parameter, name, raw_name, chunk_index))
+        for raw_name, parameter in data_parallel[chunk_index].parameters:
+            name = _global_name(raw_name, layer_numbers, first_expert)
+            result.append(NamedParameter(parameter, name, raw_name, chunk_index))
     return result
 
 
@@ -124,25 +128,34 @@ def exchanging_modules(chunk: torch.nn.Module) -> list[tuple[str, torch.nn.Modul
     """The modules, with their names, whose own forward or backward may hand tensors to other ranks; and the
     layers and the model, which name what is exchanged outside of those."""
     name_of = module_names(chunk)
+    attentions = [module for module in chunk.modules() if isinstance(module, Attention)]
+    is_context_parallel = parallel_state.get_context_parallel_world_size() > 1
+    core_attentions = {id(module.core_attention) for module in attentions if is_context_parallel}
     return [
         (name_of(path), module)
         for path, module in chunk.named_modules()
-        if isinstance(module, _EXCHANGING) or type(module).__module__.startswith(_TRANSFORMER_ENGINE)
+        if isinstance(module, _EXCHANGING)
+        or id(module) in core_attentions
+        or type(module).__module__.startswith(_TRANSFORMER_ENGINE)
     ]
 
 
 def parameter_infos(
-    chunks: list[torch.nn.Module], optimizers: list[MegatronOptimizer], named: list[NamedParameter]
+    chunks: list[torch.nn.Module],
+    data_parallel: list[DataParallelChunk],
+    optimizers: list[MegatronOptimizer],
+    named: list[NamedParameter],
 ) -> list[_C.ParameterInfo]:
     """One ParameterInfo per parameter, in the order of ``named``, ids included."""
-    buckets = _bucket_positions(chunks)
+    buckets = _bucket_positions(data_parallel)
     ids = _parameter_ids(optimizers, named)
-    shards = shard_ranges(optimizers, named)
+    shards = shard_ranges(data_parallel, optimizers, named)
     tp_size = parallel_state.get_tensor_model_parallel_world_size()
     pp_size = parallel_state.get_pipeline_model_parallel_world_size()
     names_of: dict[Parameter, int] = {}
     for chunk in chunks:
-        for _, p in chunk.named_parameters(remove_duplicate=False):
+        for _, parameter in chunk.named_parameters(remove_duplicate=False):
+            p = whole_parameter(parameter)
             names_of[p] = names_of.get(p, 0) + 1
     shared = {p for p, count in names_of.items() if count > 1}
     infos = []
@@ -156,6 +169,7 @@ def parameter_infos(
         if p in buckets:
             info.bucket, info.bucket_offset = buckets[p]
         info.shard = shards.get(p)
+        info.shard_group = data_parallel[entry.chunk].ranks_that_gather(p)
         info.is_expert = not getattr(p, "allreduce", True)
         # layers.py, param_is_not_tensor_parallel_duplicate: the norm leaves these out on tp_rank > 0.
         info.is_tp_duplicate = tp_size > 1 and not getattr(p, "tensor_model_parallel", False)
@@ -167,31 +181,28 @@ def parameter_infos(
     return infos
 
 
-def bucket_groups(chunk: torch.nn.Module) -> list:
-    return chunk.bucket_groups + chunk.expert_parallel_bucket_groups
-
-
-def _bucket_positions(chunks: list[torch.nn.Module]) -> dict[Parameter, tuple[int, int]]:
-    """Parameter -> (number of its bucket on this rank, first element in the bucket).
-
-    By address: bucket.param_to_index leaves out the padding before a parameter.
-    """
-    positions = {}
-    buckets = [bucket for chunk in chunks for group in bucket_groups(chunk) for bucket in group.buckets]
-    for number, bucket in enumerate(buckets):
-        for p in bucket.params_list:
-            bytes_before = p.main_grad.data_ptr() - bucket.grad_data.data_ptr()
-            positions[p] = (number, bytes_before // p.main_grad.element_size())
+def _bucket_positions(data_parallel: list[DataParallelChunk]) -> dict[Parameter, tuple[int, int]]:
+    """Parameter -> (number of its bucket on this rank, first element in the bucket)."""
+    positions: dict[Parameter, tuple[int, int]] = {}
+    for chunk in data_parallel:
+        first = 1 + max((number for number, _ in positions.values()), default=-1)
+        of_chunk = chunk.bucket_positions()
+        positions |= {p: (first + number, element) for p, (number, element) in of_chunk.items()}
     return positions
 
 
 def shard_ranges(
-    optimizers: list[MegatronOptimizer], named: list[NamedParameter]
-) -> dict[Parameter, tuple[int, int]]:
+    data_parallel: list[DataParallelChunk],
+    optimizers: list[MegatronOptimizer],
+    named: list[NamedParameter],
+) -> dict[Parameter, Range]:
     """The flat elements of each parameter whose reduced gradient this rank owns; (0, 0) for none.
 
-    Empty without the distributed optimizer: every rank then owns everything.
+    Empty where nothing is sharded: every rank then owns everything.
     """
+    kept = {entry.parameter: data_parallel[entry.chunk].kept(entry.parameter) for entry in named}
+    if kept and None not in kept.values():
+        return {p: own for p, own in kept.items() if own is not None}
     if not all(isinstance(o, DistributedOptimizer) for o in optimizers):
         return {}
     ranges = {entry.parameter: (0, 0) for entry in named}
@@ -227,6 +238,8 @@ def _parameter_ids(optimizers: list[MegatronOptimizer], named: list[NamedParamet
 def _model_parameters_of_groups(optimizer: MegatronOptimizer) -> list[list[Parameter]]:
     if getattr(optimizer, "is_stub_optimizer", False):
         return []
+    if _updates_shards_of_fsdp(optimizer):
+        return [[whole_parameter(p) for p in group["params"]] for group in optimizer.param_groups]
     if isinstance(optimizer, DistributedOptimizer):
         groups = zip(optimizer.model_float16_groups, optimizer.model_fp32_groups, strict=True)
         return [[*half, *full] for half, full in groups]
@@ -236,11 +249,24 @@ def _model_parameters_of_groups(optimizer: MegatronOptimizer) -> list[list[Param
     return [group["params"] for group in optimizer.param_groups]
 
 
-def updated_tensors(optimizer: MegatronOptimizer) -> list[tuple[Parameter, torch.Tensor, int]]:
+def _updates_shards_of_fsdp(optimizer: MegatronOptimizer) -> bool:
+    return getattr(getattr(optimizer, "ddp_config", None), "use_megatron_fsdp", False)
+
+
+def updated_tensors(
+    optimizer: MegatronOptimizer, shards: dict[Parameter, Range]
+) -> list[tuple[Parameter, torch.Tensor, int]]:
     """What the optimizer updates: (model parameter, its fp32 copy or itself or a shard of one of them, the
-    shard's first element within the flattened parameter)."""
+    shard's first element within the flattened parameter). Shards of Megatron-FSDP are DTensors."""
     if getattr(optimizer, "is_stub_optimizer", False):
         return []
+    if _updates_shards_of_fsdp(optimizer):
+        return [
+            (whole_parameter(p), p, shards[whole_parameter(p)][0])
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.to_local().numel()
+        ]
     if isinstance(optimizer, DistributedOptimizer):
         pairs = _zip_groups(
             (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
@@ -262,13 +288,13 @@ def updated_tensors(optimizer: MegatronOptimizer) -> list[tuple[Parameter, torch
 
 
 def optimizer_gradients(
-    optimizer: MegatronOptimizer,
+    optimizer: MegatronOptimizer, shards: dict[Parameter, Range]
 ) -> list[tuple[Parameter, torch.Tensor, int]]:
     """What the norm and the clip work on, after ``prepare_grads``: (model parameter, gradient, first
     element of the gradient within the flattened parameter)."""
     return [
-        (model, gradient, begin)
-        for model, main, begin in updated_tensors(optimizer)
+        (model, local_part(gradient), begin)
+        for model, main, begin in updated_tensors(optimizer, shards)
         if (gradient := _gradient(main)) is not None
     ]
 

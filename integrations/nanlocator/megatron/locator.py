@@ -16,13 +16,14 @@ modules; ``remove`` takes them off.
 """
 
 import contextlib
+import functools
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.pipeline_parallel import schedules
 from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
 
@@ -33,10 +34,10 @@ from nanlocator.megatron import state
 from nanlocator.megatron.adapter import MegatronAdapter, MegatronPass
 from nanlocator.megatron.boundaries import Boundaries
 from nanlocator.megatron.configuration import check_call, current_iteration, not_covered
+from nanlocator.megatron.data_parallel import DataParallelChunk
 from nanlocator.megatron.first_step import FirstStep
-from nanlocator.megatron.layout import bucket_groups, optimizer_gradients, rank_coordinates
+from nanlocator.megatron.layout import optimizer_gradients, rank_coordinates
 from nanlocator.megatron.microbatches import Microbatches
-from nanlocator.megatron.versions import is_sent_already
 from nanlocator.patches import Patches
 from nanlocator.session import Options, RankConnection, log_once, resolve_options
 
@@ -94,8 +95,9 @@ class MegatronLocator:
         self._machine = state.RerunMachine()
         self._patches = Patches()
         self._microbatches = Microbatches(chunks, self._patches)
-        self._first_step = FirstStep(chunks, self._adapter.named)
+        self._first_step = FirstStep(chunks, self._adapter.data_parallel, self._adapter.named)
         self._is_first_step = True
+        self._is_agreeing = False  # in an optimizer's step: what it works on has been scanned
         self._microbatches.listeners.append(self._first_step)
         self._boundaries: Boundaries | None = None
         if options.level in ("boundaries", "modules"):
@@ -145,15 +147,20 @@ class MegatronLocator:
         wrap = self._patches.wrap
         for name in _SCHEDULES:
             wrap(schedules, name, self._around_forward_backward)
-        groups = [group for chunk in self._chunks for group in bucket_groups(chunk)]
-        for number, group in enumerate(groups):
-            wrap(group, "start_grad_sync", self._before_collective(number, group))
+        first = 0
+        for chunk in self._adapter.data_parallel:
+            chunk.watch_reductions(self._patches, functools.partial(self._reducing, chunk, first))
+            first += len(chunk.groups)
         for number, chunk in enumerate(self._chunks):
             wrap(chunk, "finish_grad_sync", self._after_collective(number))
         if check_params:
             wrap(self._chunks[0], "zero_grad_buffer", self._before_forward)
         wrap(self._optimizer, "prepare_grads", self._around_prepare_grads)
-        wrap(self._optimizer, "get_grad_norm", self._around_get_grad_norm)
+        if isinstance(self._optimizer, ChainedOptimizer):
+            wrap(self._optimizer, "get_grad_norm", self._around_get_grad_norm)
+        else:  # computes the norm in the clip, and not at all without one
+            wrap(self._optimizer, "clip_grad_norm", self._around_get_grad_norm)
+            wrap(self._optimizer, "step_with_ready_grads", self._around_update)
         wrap(self._optimizer, "step", self._around_step)
         self._order = BackwardOrder(self._adapter.ids, self._driver.locator)
         self._patches.on_removal(self._order.remove)
@@ -187,30 +194,32 @@ class MegatronLocator:
         finally:
             self._driver.locator.now_in("training")
 
-    def _before_collective(self, number: int, group: Any) -> Callable[..., Any]:
-        parameters = [p for bucket in group.buckets for p in bucket.params_list]
+    @contextlib.contextmanager
+    def _reducing(
+        self,
+        chunk: DataParallelChunk,
+        first: int,
+        number: int,
+        parameters: list[torch.nn.Parameter],
+        gradients: list[torch.Tensor],
+    ) -> Iterator[None]:
+        """Around what starts the data-parallel collective of a group; ``first``: of its chunk."""
+        if self._driver.is_rerunning:
+            chunk.clear_padding_of_gradients(number)
+        self._first_step.buckets.add(first + number)
+        self._driver.begin(current_iteration())
         ids = [self._adapter.ids[p] for p in parameters]
-
-        def start_grad_sync(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if is_sent_already(group):
-                return original(*args, **kwargs)
-            self._first_step.buckets.add(number)
-            self._driver.begin(current_iteration())
-            self._driver.scan("grad_local", number, "main_grad", ids, [p.main_grad for p in parameters])
-            with self._driver.concluding("Megatron raised before the data-parallel collective"):
-                return original(*args, **kwargs)
-
-        return start_grad_sync
+        self._driver.scan("grad_local", first + number, "main_grad", ids, gradients)
+        with self._driver.concluding("Megatron raised before the data-parallel collective"):
+            yield
 
     def _after_collective(self, number: int) -> Callable[..., Any]:
-        parameters = [entry.parameter for entry in self._adapter.named if entry.chunk == number]
-
         def finish_grad_sync(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with self._driver.concluding("the data-parallel collective failed on this rank"):
                 result = original(*args, **kwargs)
             self._first_step.chunks.add(number)
             self._driver.begin(current_iteration())
-            self._driver.scan("grad_reduced", number, "main_grad", *self._adapter.owned_gradients(parameters))
+            self._driver.scan("grad_reduced", number, "main_grad", *self._adapter.owned_gradients(number))
             return result
 
         return finish_grad_sync
@@ -225,11 +234,16 @@ class MegatronLocator:
         self._order.end_step()
         if self._driver.is_judged:
             return found_inf
-        views = [v for optimizer in self._adapter.optimizers for v in optimizer_gradients(optimizer)]
+        views = [
+            view
+            for optimizer in self._adapter.optimizers
+            for view in optimizer_gradients(optimizer, self._adapter.shards)
+        ]
         ids = [self._adapter.ids[p] for p, _, _ in views]
         offsets = [offset for _, _, offset in views]
         self._driver.scan("grad_norm", 0, "grad", ids, [gradient for _, gradient, _ in views], offsets)
         self._driver.start_agreement()
+        self._is_agreeing = True
         if found_inf:  # step() returns at once; the host has just waited for found_inf
             self._finish_agreement(overflow)
         return found_inf
@@ -242,8 +256,14 @@ class MegatronLocator:
             self._finish_agreement(None)
         return norm
 
+    def _around_update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+        if self._is_agreeing:
+            self._finish_agreement(None)
+        return original(*args, **kwargs)
+
     def _finish_agreement(self, overflow: Any) -> None:
         """What was bad only once forward-backward had ended: it cannot be executed again."""
+        self._is_agreeing = False
         if self._driver.finish_agreement(overflow) == _C.Decision.SKIP:
             raise SkippedUpdate
 

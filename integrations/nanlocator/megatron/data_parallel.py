@@ -1,0 +1,234 @@
+"""How a model chunk shares its gradients with the other data-parallel ranks, and what it keeps of them.
+
+Read from Megatron-Core 0.16.1: distributed/distributed_data_parallel.py,
+distributed/param_and_grad_buffer.py, distributed/fsdp/mcore_fsdp_adapter.py,
+distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py and param_and_grad_buffer.py beside it.
+"""
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from nanlocator.megatron.versions import is_sent_already
+from nanlocator.patches import Patches
+
+Parameter = torch.nn.Parameter
+Range = tuple[int, int]
+# Number of a group of parameters that are reduced together, the parameters, this rank's own gradients.
+Reducing = Callable[[int, list[Parameter], list[torch.Tensor]], AbstractContextManager[None]]
+
+
+class DataParallelChunk(Protocol):
+    """A model chunk, in its data-parallel wrapper."""
+
+    parameters: list[tuple[str, Parameter]]  # that train: names in ``module``'s wrapper, first use first
+    groups: list[list[Parameter]]  # whose gradients are reduced together, numbered in this order
+
+    def watch_reductions(self, patches: Patches, reducing: Reducing) -> None:
+        """Calls ``reducing`` around what starts the collective of a group."""
+        ...
+
+    def clear_padding_of_gradients(self, number: int) -> None:
+        """Writes zeros to what nobody ever writes of a group's buckets. It goes into the sums and nowhere
+        else, but a trace would find the NaN of memory that was freed in it."""
+        ...
+
+    def clear_padding_of_weights(self) -> None:
+        """The same of what weights are gathered from."""
+        ...
+
+    def bucket_positions(self) -> dict[Parameter, Range]:
+        """Number of its bucket, and its first element in the bucket."""
+        ...
+
+    def kept(self, parameter: Parameter) -> Range | None:
+        """The flat elements of its reduced gradient that this rank keeps; None: the optimizer says it."""
+        ...
+
+    def reduced_gradient(self, parameter: Parameter, kept: Range) -> torch.Tensor:
+        """What has been reduced of these elements."""
+        ...
+
+    def weight(self, parameter: Parameter) -> torch.Tensor:
+        """As it lies between two passes: a whole one, or the shard that is gathered for each use."""
+        ...
+
+    def ranks_that_gather(self, parameter: Parameter) -> list[int]:
+        """Those that keep the weight in shards, this rank among them; none: each keeps all of it."""
+        ...
+
+
+def data_parallel_chunk(chunk: torch.nn.Module) -> DataParallelChunk:
+    return ShardedChunk(chunk) if is_sharded(chunk) else ReplicatedChunk(chunk)
+
+
+def is_sharded(chunk: torch.nn.Module) -> bool:
+    """Whether it is a FullyShardedDataParallel of Megatron-FSDP."""
+    return hasattr(chunk, "param_and_grad_buffer") and hasattr(chunk.module, "grad_reduce_pipeline")
+
+
+class ReplicatedChunk:
+    """In a DistributedDataParallel: ``main_grad`` is a part of a bucket, whole on every rank."""
+
+    def __init__(self, chunk: torch.nn.Module) -> None:
+        self._groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+        self.parameters = [(name, p) for name, p in chunk.named_parameters() if p.requires_grad]
+        self.groups = [[p for bucket in group.buckets for p in bucket.params_list] for group in self._groups]
+
+    def watch_reductions(self, patches: Patches, reducing: Reducing) -> None:
+        for number, group in enumerate(self._groups):
+            patches.wrap(group, "start_grad_sync", self._around_start(number, group, reducing))
+
+    def _around_start(self, number: int, group: Any, reducing: Reducing) -> Callable[..., Any]:
+        parameters = self.groups[number]
+
+        def start_grad_sync(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if is_sent_already(group):
+                return original(*args, **kwargs)
+            with reducing(number, parameters, [p.main_grad for p in parameters]):
+                return original(*args, **kwargs)
+
+        return start_grad_sync
+
+    def clear_padding_of_gradients(self, number: int) -> None:
+        pass  # buckets are made of zeros
+
+    def clear_padding_of_weights(self) -> None:
+        pass
+
+    def bucket_positions(self) -> dict[Parameter, Range]:
+        """By address: bucket.param_to_index leaves out the padding before a parameter."""
+        positions = {}
+        for number, bucket in enumerate(bucket for group in self._groups for bucket in group.buckets):
+            for p in bucket.params_list:
+                bytes_before = p.main_grad.data_ptr() - bucket.grad_data.data_ptr()
+                positions[p] = (number, bytes_before // p.main_grad.element_size())
+        return positions
+
+    def kept(self, parameter: Parameter) -> Range | None:
+        return None
+
+    def reduced_gradient(self, parameter: Parameter, kept: Range) -> torch.Tensor:
+        gradient = parameter.main_grad
+        return gradient if kept == (0, gradient.numel()) else gradient.view(-1)[slice(*kept)]
+
+    def weight(self, parameter: Parameter) -> torch.Tensor:
+        return parameter
+
+    def ranks_that_gather(self, parameter: Parameter) -> list[int]:
+        return []
+
+
+class ShardedChunk:
+    """In Megatron-FSDP. A parameter is the one that forward and backward use, whose memory comes and goes;
+    the module has it only between forward and the reduction of gradients, and DTensors of shards otherwise.
+
+    Where gradients are sharded, each microbatch's are reduced and added to the shards that the ranks keep.
+    """
+
+    def __init__(self, chunk: torch.nn.Module) -> None:
+        self._pipeline = chunk.module.grad_reduce_pipeline
+        self._buffer = chunk.param_and_grad_buffer
+        self._shards_weights = chunk.ddp_config.data_parallel_sharding_strategy == "optim_grads_params"
+        self._place = {  # in its group: the group, and its number there
+            p: (group, item)
+            for group in self._buffer.parameter_groups
+            for item, p in enumerate(group.params)
+        }
+        self.parameters = [
+            (f"module.module.{name}", p) for name, p in chunk.module.raw_param.items() if p.requires_grad
+        ]
+        self._buckets = [  # by group
+            [number for number in numbers if self._buffer.parameter_groups[number].main_grad_buffer]
+            for numbers in dict.fromkeys(
+                tuple(numbers) for numbers in self._buffer.bucket_to_bucket_group.values()
+            )
+        ]
+        self._number_of = {buckets[0]: number for number, buckets in enumerate(self._buckets) if buckets}
+        self.groups = [
+            [p for bucket in buckets for p in self._buffer.parameter_groups[bucket].params]
+            for buckets in self._buckets
+        ]
+
+    def watch_reductions(self, patches: Patches, reducing: Reducing) -> None:
+        def reduce(original: Callable[..., Any], buckets: list[int], *args: Any, **kwargs: Any) -> Any:
+            number = self._number_of[buckets[0]]
+            parameters = self.groups[number]
+            with reducing(number, parameters, [p.get_main_grad() for p in parameters]):
+                return original(buckets, *args, **kwargs)
+
+        def reduce_all(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with contextlib.ExitStack() as stack:
+                for number, parameters in enumerate(self.groups):
+                    gradients = [p.get_main_grad() for p in parameters]
+                    stack.enter_context(reducing(number, parameters, gradients))
+                return original(*args, **kwargs)
+
+        patches.wrap(self._pipeline, "_bucket_group_gradient_reduce", reduce)  # while backward runs
+        for name in ("reduce_scatter_gradients", "all_reduce_gradients"):  # after it
+            patches.wrap(self._buffer, name, reduce_all)
+
+    def clear_padding_of_gradients(self, number: int) -> None:
+        for bucket_number in self._buckets[number]:
+            buffer = self._pipeline.get_fsdp_buffer(bucket_number)
+            first = buffer.bucket_index.global_data_index
+            items = [(i.global_data_index - first, i.size) for i in buffer.item_index_map.values()]
+            _clear_between(
+                buffer.fetch_bucket().data, [(begin, begin + size) for begin, size in items]
+            )
+
+    def clear_padding_of_weights(self) -> None:
+        for group in self._buffer.parameter_groups:
+            buffer = group.model_weight_buffer
+            if buffer is not None and buffer.data.is_floating_point():
+                items = [buffer._get_item_local_index(item) for item in range(len(group.params))]
+                _clear_between(buffer.data, items)
+
+    def bucket_positions(self) -> dict[Parameter, Range]:
+        numbers = {id(group): number for number, group in enumerate(self._buffer.parameter_groups)}
+        positions = {}
+        for _, p in self.parameters:
+            group, item = self._place[p]
+            index = group.main_grad_buffer.item_index_map[item].global_data_index
+            start = group.main_grad_buffer.bucket_index.global_data_index
+            positions[p] = (numbers[id(group)], index - start)
+        return positions
+
+    def kept(self, parameter: Parameter) -> Range | None:
+        group, item = self._place[parameter]
+        begin, end = group.main_grad_buffer._get_item_slice_in_shard(item)
+        return (begin, end) if begin < end else (0, 0)
+
+    def reduced_gradient(self, parameter: Parameter, kept: Range) -> torch.Tensor:
+        group, item = self._place[parameter]
+        return group.main_grad_buffer.get_item(item, only_shard=True)
+
+    def weight(self, parameter: Parameter) -> torch.Tensor:
+        if not self._shards_weights:
+            return parameter
+        group, item = self._place[parameter]
+        return group.model_weight_buffer.get_item(item, only_shard=True)
+
+    def ranks_that_gather(self, parameter: Parameter) -> list[int]:
+        if not self._shards_weights:
+            return []
+        group, _ = self._place[parameter]
+        return dist.get_process_group_ranks(group.model_weight_buffer.data_parallel_group)
+
+
+@torch.no_grad()
+def _clear_between(flat: torch.Tensor, items: list[Range]) -> None:
+    end = 0
+    for begin, next_end in [*sorted(each for each in items if each[0] < each[1]), (flat.numel(), 0)]:
+        if begin > end:
+            flat[end:begin].zero_()
+        end = next_end
+
+
+def whole_parameter(parameter: torch.Tensor) -> Any:
+    """The parameter that forward uses of one that a Megatron optimizer updates."""
+    return getattr(parameter, "orig_param", parameter)
