@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "bindings.hpp"
+#include "kernel_call.hpp"
 #include "module_call.hpp"
 #include "nanlocator/report/terminal.hpp"
 #include "nanlocator/report/verdict_json.hpp"
@@ -89,12 +90,18 @@ std::optional<Function> if_callable(const py::object& adapter, const char* name)
   return Function(found.cast<py::function>());
 }
 
-void add_module_calls(StepAdapter& step, const Function& keep, const Function& module_call) {
-  step.keep_module_calls = [keep](const std::vector<Birth>& births,
-                                  const std::function<void()>& run) {
+void add_module_calls(StepAdapter& step, const Function& keep, const Function& module_call,
+                      const Function& want_kernel_calls, const Function& kernel_call) {
+  step.keep_module_calls = [keep, want_kernel_calls](const std::vector<Birth>& births,
+                                                     const std::function<void()>& run) {
     const py::gil_scoped_acquire gil;
     std::vector<std::string> modules;
-    for (const auto& birth : births) modules.push_back(birth.sighting.module);
+    std::vector<std::pair<std::string, std::int64_t>> kernels;
+    for (const auto& birth : births) {
+      modules.push_back(birth.sighting.module);
+      if (birth.kernel_call) kernels.emplace_back(birth.sighting.op, *birth.kernel_call);
+    }
+    want_kernel_calls.call<py::object>(kernels);
     const py::cpp_function run_again([&run] { released(run); });
     keep.call<py::object>(modules, run_again);
   };
@@ -103,6 +110,12 @@ void add_module_calls(StepAdapter& step, const Function& keep, const Function& m
     const py::gil_scoped_acquire gil;
     const auto kept = module_call.call<py::object>(birth.sighting.module);
     if (!kept.is_none()) kept.cast<const PythonModuleCall&>().add_to(bundle, storages, contents);
+  };
+  step.take_kernel_call = [kernel_call](const Birth& birth) -> std::optional<KeptKernelCall> {
+    const py::gil_scoped_acquire gil;
+    const auto kept = kernel_call.call<py::object>(birth.sighting.op, birth.kernel_call);
+    if (kept.is_none()) return std::nullopt;
+    return kept_kernel_call(kept);
   };
 }
 
@@ -126,7 +139,8 @@ StepAdapter adapter_of(const py::object& from) {
   step.why_no_pass = from.attr("why_no_pass").cast<std::string>();
   step.can_trace_later_steps = from.attr("can_trace_later_steps").cast<bool>();
   add_module_calls(step, Function(from.attr("keep_module_calls")),
-                   Function(from.attr("module_call")));
+                   Function(from.attr("module_call")), Function(from.attr("want_kernel_calls")),
+                   Function(from.attr("kernel_call")));
   step.abort_collectives = [f = Function(from.attr("abort_collectives"))] {
     try {
       f.call<py::object>();

@@ -120,6 +120,43 @@ py::dict module_call_of(const std::filesystem::path& path, const std::string& de
   return result;
 }
 
+py::dict kernel_call_of(const std::filesystem::path& path, const std::string& device,
+                        py::object make_object, py::object make_unsupported) {
+  const OpenBundle bundle(path);
+  const auto& call = bundle.bundle().kernel_call;
+  if (!call) throw UsageError(path.string() + " holds no kernel call.");
+  BundleTensors tensors(bundle, at::Device(device));
+  const PythonValues python(tensors, std::move(make_object), std::move(make_unsupported));
+  py::dict result;
+  result["name"] = call->name;
+  result["launcher"] = call->launcher;
+  result["module"] = call->module;
+  result["entry"] = call->entry;
+  result["file"] = call->file;
+  result["source_file"] = call->source;
+  result["why_not_replayed"] = call->why_not_replayed;
+  result["names"] = call->names;
+  result["arguments"] = python.values(call->arguments);
+  py::dict keywords;
+  for (const auto& [name, value] : call->keywords) keywords[py::str(name)] = python.value(value);
+  result["keywords"] = keywords;
+  result["launch"] = python.values(call->launch);
+  result["arguments_after"] = python.values(call->arguments_after);
+  std::vector<std::string> beside;
+  for (const Beside each : call->beside) beside.emplace_back(name_of(each));
+  result["beside"] = beside;
+  result["results"] = python.values(call->results);
+  result["environment"] = call->environment;
+  result["settings"] = bundle.bundle().settings;
+  result["role"] = bundle.bundle().birth.sighting.role.text();
+  return result;
+}
+
+/// Whether `path` is a bundle with the call of a kernel.
+bool has_kernel_call(const std::filesystem::path& path) {
+  return OpenBundle(path).bundle().kernel_call.has_value();
+}
+
 /// Writes a bundle that holds a module call alone.
 std::string write_module_bundle(const PythonModuleCall& call, const std::filesystem::path& run_dir,
                                 std::int64_t iteration) {
@@ -154,6 +191,9 @@ void bind_replay(py::module_& m) {
   m.def(
       "export_python",
       [](const std::filesystem::path& path) { return python_script(OpenBundle(path)); }, "path"_a);
+  m.def("has_kernel_call", &has_kernel_call, "path"_a);
+  m.def("kernel_call_of", &kernel_call_of, "path"_a, "device"_a, "make_object"_a,
+        "make_unsupported"_a);
   m.def("module_call_of", &module_call_of, "path"_a, "device"_a, "make_object"_a,
         "make_unsupported"_a);
 

@@ -83,6 +83,7 @@ class PythonKernelCall {
     if (call_) call_->end(results);
   }
   void close() { call_.reset(); }
+  std::int64_t number() const { return call_ ? call_->number() : 0; }
 
  private:
   std::optional<KernelCall> call_;
@@ -102,7 +103,8 @@ void bind_trace(py::module_& m) {
       .def(py::init<const std::string&, const NamedTensors&>(), "name"_a, "arguments"_a,
            ReleaseGil())
       .def("end", &PythonKernelCall::end, "results"_a, ReleaseGil())
-      .def("close", &PythonKernelCall::close, ReleaseGil());
+      .def("close", &PythonKernelCall::close, ReleaseGil())
+      .def_property_readonly("number", &PythonKernelCall::number);
   py::class_<Transfer>(m, "Transfer", "nanlocator::Transfer.")
       .def(py::init<const std::string&, const std::vector<at::Tensor>&,
                     const std::vector<at::Tensor>&>(),

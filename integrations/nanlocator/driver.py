@@ -16,6 +16,7 @@ import torch
 
 from nanlocator import _C
 from nanlocator.errors import NonFiniteGradientError
+from nanlocator.kernel_calls import KeptKernelCalls, KernelCallRecord
 from nanlocator.kernels import KernelCalls
 from nanlocator.module_calls import KeptModuleCalls
 from nanlocator.modules import ModuleHooks, local_part
@@ -50,6 +51,7 @@ class Adapter:
     def __init__(self) -> None:
         self.verdicts: list[dict[str, Any]] = []
         self._module_calls = KeptModuleCalls()  # around the origins of a bad step
+        self._kernel_calls = KeptKernelCalls()  # that are origins
         self._eager = contextlib.ExitStack()
         self._serialised: SerialisedTransfers | None = None
 
@@ -77,8 +79,18 @@ class Adapter:
     # --- what the engine calls beside these ----------------------------------------------------------
 
     def keep_module_calls(self, modules: list[str], run: Any) -> None:
-        with self.naming_modules(self._module_calls.begin(modules)):
+        with contextlib.ExitStack() as stack:
+            for hooks in self.module_hooks(self._module_calls.begin(modules)):
+                stack.enter_context(hooks)
+            stack.enter_context(self._kernel_calls.keeping())
             run()
+
+    def want_kernel_calls(self, calls: list[tuple[str, int]]) -> None:
+        """Those that the next ``keep_module_calls`` keeps: kernel, and which of its calls in a pass."""
+        self._kernel_calls.want(calls)
+
+    def kernel_call(self, name: str, number: int) -> KernelCallRecord | None:
+        return self._kernel_calls.of(name, number)
 
     def module_call(self, name: str) -> "_C.ModuleCall | None":
         return self._module_calls.of(name)
@@ -105,6 +117,7 @@ class Adapter:
 
     def on_verdict(self, text: str) -> None:
         self._module_calls.forget()
+        self._kernel_calls.want([])
         self.verdicts.append(json.loads(text))
 
     @contextlib.contextmanager

@@ -17,7 +17,8 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -41,6 +42,28 @@ _LEFT_OUT = (
 # Of TransformerEngine: an argument of such a type makes a kernel communicate while it computes.
 _COMMUNICATOR = "CommOverlap"
 _SUFFIXES = tuple(importlib.machinery.EXTENSION_SUFFIXES)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a kernel is called: what a process that executes the call again imports."""
+
+    launcher: str  # "function", "triton", "inductor"
+    module: types.ModuleType | None
+    name: str  # in the module; of Triton's the function's qualified name
+    live: Any  # the function, or the kernel that is launched
+
+
+class Keeper(Protocol):
+    """Keeps some of the calls (nanlocator.kernel_calls)."""
+
+    def begin(
+        self, name: str, number: int, entry: Entry, names: list[str], args: tuple[Any, ...], kwargs: Any
+    ) -> "Callable[[list[torch.Tensor]], None] | None":
+        """Before the call; what is returned is called after it, with the tensors of its result."""
+
+
+keeper: Keeper | None = None  # of the pass that runs now
 
 
 class KernelCalls:
@@ -70,29 +93,31 @@ class KernelCalls:
         for extension in extensions:
             for name, value in list(vars(extension).items()):
                 if type(value) is types.BuiltinFunctionType:
-                    wrapped[id(value)] = _shown(value, f"{_short_name(extension)}::{name}")
+                    entry = Entry("function", extension, name, value)
+                    wrapped[id(value)] = _shown(entry, f"{_short_name(extension)}::{name}")
                 elif type(value).__name__ == "pybind11_type":
-                    self._follow_methods(value, _short_name(extension))
+                    self._follow_methods(value, extension)
         for module in modules:
             for name, value in list(vars(module).items()):
                 if type(value) is types.BuiltinFunctionType and id(value) in wrapped:
                     self._undo.append(replace(module, name, wrapped[id(value)]))
 
-    def _follow_methods(self, kind: type, module: str) -> None:
+    def _follow_methods(self, kind: type, extension: types.ModuleType) -> None:
         for name, value in list(vars(kind).items()):
             if type(value).__name__ == "instancemethod" and not name.startswith("__"):
-                shown = _shown(value.__func__, f"{module}::{kind.__name__}.{name}")
+                entry = Entry("function", extension, f"{kind.__name__}.{name}", value.__func__)
+                shown = _shown(entry, f"{_short_name(extension)}::{entry.name}")
                 self._undo.append(replace(kind, name, shown))
 
     def _follow_triton(self) -> None:
-        for module, kind in (
-            ("triton.runtime.jit", "JITFunction"),
-            ("triton.runtime.interpreter", "InterpretedFunction"),
-            ("torch._inductor.runtime.triton_heuristics", "CachingAutotuner"),
+        for module, kind, launcher in (
+            ("triton.runtime.jit", "JITFunction", "triton"),
+            ("triton.runtime.interpreter", "InterpretedFunction", "triton"),
+            ("torch._inductor.runtime.triton_heuristics", "CachingAutotuner", "inductor"),
         ):
-            launcher = getattr(sys.modules.get(module), kind, None)
-            if launcher is not None:
-                self._undo.append(replace(launcher, "run", _shown_launch(launcher.run)))
+            kernels = getattr(sys.modules.get(module), kind, None)
+            if kernels is not None and not hasattr(kernels.run, "is_shown"):  # by one around this
+                self._undo.append(replace(kernels, "run", _shown_launch(kernels.run, launcher)))
 
 
 def _is_extension(module: types.ModuleType) -> bool:
@@ -121,17 +146,18 @@ def _short_name(module: types.ModuleType) -> str:
     return str(module.__name__).rpartition(".")[2]
 
 
-def _shown(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _shown(entry: Entry, name: str) -> Callable[..., Any]:
+    function = entry.live
     names = _argument_names(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        arguments = dict(_named_tensors(args, kwargs, names))
+        arguments = dict(named_tensors(args, kwargs, names))
         if not arguments or any(_COMMUNICATOR in type(arg).__name__ for arg in (*args, *kwargs.values())):
             return function(*args, **kwargs)
-        with _shown_call(name, list(arguments.items())) as results:
+        with _shown_call(name, list(arguments.items()), entry, names, args, kwargs) as results:
             result = function(*args, **kwargs)
             results += _C.tensors_in(result)
         return result
@@ -139,16 +165,19 @@ def _shown(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
-def _shown_launch(run: Callable[..., Any]) -> Callable[..., Any]:
+def _shown_launch(run: Callable[..., Any], launcher: str) -> Callable[..., Any]:
     @functools.wraps(run)
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("warmup"):
             return run(kernel, *args, **kwargs)
         names = list(getattr(kernel, "arg_names", ()) or ())
-        arguments = dict(_named_tensors(args, kwargs, names))
-        with _shown_call(f"triton::{_name_of_kernel(kernel)}", list(arguments.items())):
+        arguments = dict(named_tensors(args, kwargs, names))
+        entry = Entry(launcher, None, _name_of_kernel(kernel), kernel)
+        name = f"triton::{entry.name}"
+        with _shown_call(name, list(arguments.items()), entry, names, args, kwargs):
             return run(kernel, *args, **kwargs)
 
+    launch.is_shown = True  # type: ignore[attr-defined]
     return launch
 
 
@@ -158,18 +187,28 @@ def _name_of_kernel(kernel: Any) -> str:
 
 
 @contextlib.contextmanager
-def _shown_call(name: str, arguments: list[tuple[str, torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
+def _shown_call(
+    name: str,
+    arguments: list[tuple[str, torch.Tensor]],
+    entry: Entry,
+    names: list[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Iterator[list[torch.Tensor]]:
     """Gives a list for the results."""
     results: list[torch.Tensor] = []
     call = _C.KernelCall(name, arguments)
     try:
+        kept = keeper and keeper.begin(name, call.number, entry, names, args, kwargs)
         yield results
         call.end(results)
+        if kept:
+            kept(results)
     finally:
         call.close()
 
 
-def _named_tensors(
+def named_tensors(
     args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """By the name of the argument, and a number where it holds several."""

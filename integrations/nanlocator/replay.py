@@ -11,6 +11,7 @@ On the command line ``python -m nanlocator.replay BUNDLE`` does what ``nanlocato
 """
 
 import argparse
+import importlib
 import io
 import json
 import os
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 
 from nanlocator import _C
+from nanlocator.kernel_calls import attribute, load_record
 
 _WITHOUT_TENSOR = "nanlocator: a tensor of the bundle"
 
@@ -34,9 +36,36 @@ def run(
     device: str | None = None,
     repeats: int = 3,
     other_devices: bool = True,
+    reference: Callable[..., Any] | None = None,
+    allow_source: bool = False,
 ) -> dict[str, Any]:
-    """Executes the operator call of ``bundle`` again and returns the report (docs/replay.md)."""
+    """Executes the operator call of ``bundle`` again and returns the report (docs/replay.md); of a bundle
+    with a kernel's call that call. **That imports the kernel's module, by the name in the bundle.**
+
+    ``reference``: what the kernel should give: called with the arguments of the call, floating-point tensors
+    in float64, it returns the tensors that the kernel returns or writes, in any order. ``allow_source``: the
+    kernel's source in the bundle is executed in place of an import; it is the bundle's code, as a pickle is.
+    """
+    if _C.has_kernel_call(Path(bundle)):
+        return _kernel_report(bundle, device, repeats, reference, allow_source)
+    if reference is not None:
+        raise _C.UsageError(f"{bundle} holds no kernel call: an operator has no reference but itself")
     return json.loads(_report(bundle, device, repeats, other_devices).to_json())
+
+
+def _kernel_report(
+    bundle: str | os.PathLike[str],
+    device: str | None,
+    repeats: int,
+    reference: Callable[..., Any] | None,
+    allow_source: bool,
+) -> dict[str, Any]:
+    record = load_record(Path(bundle), device or _recorded_device(bundle), allow_source)
+    if reference is not None:
+        record.user_references = [(getattr(reference, "__qualname__", "the given one"), reference)]
+    replayed = _C.replay_kernel_record(record, repeats, record.role)
+    report = json.loads(replayed.to_json())
+    return {"version": 1, "kernel": record.name, **report, "sentences": replayed.sentences(record.name)}
 
 
 def _report(bundle: str | os.PathLike[str], device: str | None, repeats: int, other_devices: bool) -> Any:
@@ -308,13 +337,28 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--export-python", action="store_true", help="print a short script that repeats the call"
     )
+    kernel = parser.add_argument_group(
+        "of a kernel's call, whose module is imported by its name in the bundle"
+    )
+    kernel.add_argument(
+        "--reference",
+        metavar="MODULE:FUNCTION",
+        help="what the kernel should give, for its arguments in float64",
+    )
+    kernel.add_argument(
+        "--allow-source",
+        action="store_true",
+        help="execute the kernel's source in the bundle: only where you trust the bundle",
+    )
     options = parser.parse_args(argv)
     try:
+        if _C.has_kernel_call(Path(options.bundle)) and not options.export_python:
+            return _replay_kernel(options)
         if options.export_python:
             print(_C.export_python(Path(options.bundle)), end="")
             return 0
         report = _report(options.bundle, options.device, options.repeats, True)
-    except (_C.Error, OSError, RuntimeError) as error:
+    except (_C.Error, OSError, RuntimeError, ImportError) as error:
         print(f"nanlocator.replay: {error}", file=sys.stderr)
         return 2
     content = json.loads(report.to_json())
@@ -324,6 +368,30 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     bad = any(o["nan"] or o["pos_inf"] or o["neg_inf"] for run in recorded for o in run["outputs"])
     return 1 if bad else 0
+
+
+def _replay_kernel(options: argparse.Namespace) -> int:
+    reference = _function_named(options.reference) if options.reference else None
+    report = _kernel_report(options.bundle, options.device, options.repeats, reference, options.allow_source)
+    if options.json:
+        print(json.dumps(report))
+    else:
+        print(f"{report['kernel']}\n\nconclusion: {report['conclusion']}")
+        print(*(f"  - {sentence}" for sentence in report["sentences"]), sep="\n")
+    if report["conclusion"] == "not_replayed":
+        return 2
+    return 0 if report["conclusion"] == "not_bad_again" else 1
+
+
+def _function_named(path: str) -> Callable[..., Any]:
+    module, colon, name = path.partition(":")
+    if not colon:
+        raise _C.UsageError(f"--reference {path}: expected MODULE:FUNCTION")
+    sys.path.insert(0, os.getcwd())
+    try:
+        return attribute(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise _C.UsageError(f"--reference {path}: {error}") from error
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "locate/detail.hpp"
+#include "locate/kernel_facts.hpp"
 #include "locate/origin_facts.hpp"
 
 namespace nanlocator {
@@ -149,6 +150,33 @@ Cause cause_of_computation(const Birth& birth) {
   return Cause::unknown;
 }
 
+/// What its replay has proven, else `otherwise`.
+Cause cause_of_kernel(const Birth& birth, Cause otherwise) {
+  if (!birth.kernel_replay) return otherwise;
+  switch (birth.kernel_replay->conclusion) {
+    case KernelConclusion::wrong_values:
+    case KernelConclusion::reads_unwritten:
+    case KernelConclusion::reads_outside:
+    case KernelConclusion::writes_outside:
+      return Cause::kernel_bug;
+    case KernelConclusion::leaves_unwritten:
+      // Whether these elements should be written, only a reference knows.
+      return birth.kernel_replay->is_reference_finite ? Cause::kernel_bug
+                                                      : Cause::uninitialised_memory;
+    case KernelConclusion::overflows:
+      return Cause::operator_overflow;
+    case KernelConclusion::undefined:
+      return Cause::operator_undefined;
+    case KernelConclusion::not_replayed:
+    case KernelConclusion::not_bad_again:
+    case KernelConclusion::varies:
+    case KernelConclusion::given_bad:
+    case KernelConclusion::bad_again:
+      return otherwise;
+  }
+  return otherwise;
+}
+
 Cause cause_of(const Birth& birth) {
   if (birth.sighting.phase == Phase::params_after && birth.kind != BirthKind::weight) {
     return cause_of_optimizer_birth(birth);
@@ -160,10 +188,11 @@ Cause cause_of(const Birth& birth) {
       return cause_of_computation(birth);
     case BirthKind::literal:
     case BirthKind::opaque:
-    case BirthKind::kernel:
       return Cause::unknown;
+    case BirthKind::kernel:
+      return cause_of_kernel(birth, Cause::unknown);
     case BirthKind::unwritten:
-      return Cause::uninitialised_memory;
+      return cause_of_kernel(birth, Cause::uninitialised_memory);
     case BirthKind::weight:
       return Cause::bad_weight;
     case BirthKind::buffer:
@@ -214,6 +243,15 @@ bool is_of_compiled_region(const Root& root) {
   return is_made && has_come_out(root, {RerunVariant::eager, false}) &&
          has_come_out(root, {RerunVariant::compiled, true}) &&
          !has_come_out(root, {RerunVariant::compiled, false});
+}
+
+/// What looked as if it had been left unwritten was computed, as its replay shows.
+bool has_computed_itself(const Birth& birth) {
+  if (!birth.kernel_replay) return false;
+  const KernelConclusion conclusion = birth.kernel_replay->conclusion;
+  return conclusion == KernelConclusion::reads_unwritten ||
+         conclusion == KernelConclusion::reads_outside ||
+         conclusion == KernelConclusion::wrong_values;
 }
 
 Fact fact_of(FactKind kind, const Birth& birth) {
@@ -384,8 +422,9 @@ Origin origin_of(const Root& root) {
   Facts& facts = origin.facts;
   facts.push_back(fact_of(kind_of(birth.kind), birth));
   if (birth.kind == BirthKind::unwritten) {
-    facts.back().kind =
-        birth.reader.empty() ? FactKind::left_unwritten : FactKind::read_unwritten_memory;
+    facts.back().kind = !birth.reader.empty()        ? FactKind::read_unwritten_memory
+                        : has_computed_itself(birth) ? FactKind::made_by_kernel
+                                                     : FactKind::left_unwritten;
     facts.back().writer = birth.writer;
     facts.back().code = birth.allocated_at;
   }
@@ -413,6 +452,7 @@ Origin origin_of(const Root& root) {
     facts.push_back({.kind = FactKind::derivative_of, .op = birth.forward_op, .node = birth.node});
   }
   add_replay(facts, birth);
+  if (birth.kernel_replay) append_kernel_facts(facts, *birth.kernel_replay, place.op);
   if (!root.descendants.empty()) {
     facts.push_back(fact_of(FactKind::became, *root.descendants.front()));
   }
@@ -472,6 +512,42 @@ void merge_bad_weights(std::vector<BornOrigin>& born) {
     kept.push_back(std::move(each));
   }
   for (auto& [first, others] : further) kept[first].origin.facts.push_back(std::move(others));
+  born = std::move(kept);
+}
+
+bool is_of_kernel(const Origin& origin) {
+  return !origin.op.empty() && (has_fact(origin.facts, FactKind::made_by_kernel) ||
+                                has_fact(origin.facts, FactKind::left_unwritten));
+}
+
+/// A kernel that is broken is so in every layer that calls it: the first call leads.
+void merge_kernels(std::vector<BornOrigin>& born) {
+  std::map<std::tuple<std::string, Cause, std::vector<int>>, std::size_t> first_by_kernel;
+  std::vector<BornOrigin> kept;
+  for (BornOrigin& each : born) {
+    if (is_of_kernel(each.origin)) {
+      const std::tuple key(each.origin.op, each.origin.cause, each.origin.candidates);
+      const auto [entry, is_new] = first_by_kernel.try_emplace(key, kept.size());
+      if (!is_new) {
+        BornOrigin& first = kept[entry->second];
+        const auto known =
+            std::ranges::find(first.origin.facts, FactKind::same_kernel_elsewhere, &Fact::kind);
+        Fact& elsewhere = known != first.origin.facts.end()
+                              ? *known
+                              : first.origin.facts.emplace_back(
+                                    Fact{.kind = FactKind::same_kernel_elsewhere, .count = 0});
+        ++*elsewhere.count;
+        if (elsewhere.names.size() < kMostNames) {
+          elsewhere.names.push_back(each.origin.module + " in " +
+                                    std::string(name_of(each.origin.phase)));
+        }
+        first.reached.merge(each.reached);
+        first.microbatches.merge(each.microbatches);
+        continue;
+      }
+    }
+    kept.push_back(std::move(each));
+  }
   born = std::move(kept);
 }
 
@@ -556,6 +632,7 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
     }
   }
   merge_bad_weights(born);
+  merge_kernels(born);
   for (BornOrigin& each : born) {
     describe_microbatches(each);
     Origin& origin = each.origin;

@@ -39,6 +39,17 @@ bool is_bad_again(const Origin& origin) {
   return has<FactKind::transfer_bad_again, FactKind::members_got_other_values>(origin);
 }
 
+bool computes_wrong_values(const Origin& origin) {
+  const Fact* const fact = find_fact(origin.facts, FactKind::kernel_replayed);
+  return fact != nullptr && fact->conclusion == name_of(KernelConclusion::wrong_values);
+}
+
+/// A kernel whose call, alone and on the same arguments, comes out otherwise each time.
+bool varies_alone(const Origin& origin) {
+  const Fact* const fact = find_fact(origin.facts, FactKind::kernel_replayed);
+  return fact != nullptr && fact->conclusion == name_of(KernelConclusion::varies);
+}
+
 template <Phase... phases>
 bool in(const Origin& origin) {
   return ((origin.phase == phases) || ...);
@@ -162,6 +173,13 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        false,
        {},
        {{correct_custom_code, is<Detail::custom_code>}, {report_kernel, always}}},
+      {Cause::kernel_bug,
+       Owner::vendor,
+       Refutation::kernel_contract,
+       Confidence::high,
+       false,
+       {},
+       {{report_kernel, always}}},
       {Cause::uninitialised_memory,
        Owner::model_author,
        Refutation::bad_with_written_memory,
@@ -351,6 +369,9 @@ std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) 
   if (has_negative_moment(origin)) return {Suspect::memory, Suspect::checkpoint, Suspect::writer};
   if (origin.cause == Cause::race && is_gone_when_serialised(origin)) left.clear();
   if (is_bad_again(origin)) drop(Suspect::link, Suspect::memory);
+  if (varies_alone(origin)) {
+    left.insert(left.end(), {Suspect::race, Suspect::kernel, Suspect::memory});
+  }
   if (has<FactKind::control_bad>(origin)) drop(Suspect::memory);
   if (origin.cause == Cause::collective_result && has<FactKind::happened_once>(origin)) {
     left.push_back(Suspect::early_reuse);
@@ -381,7 +402,8 @@ Confidence cause_confidence_of(const Origin& origin, const CauseRow& row) {
   if (origin.action == Action::compare_peers) return Confidence::medium;
   if (origin.cause == Cause::operator_overflow && has_jumped(origin)) return Confidence::medium;
   // The replay has executed the call in float64 too.
-  if (origin.cause == Cause::operator_overflow && has<FactKind::replayed>(origin)) {
+  if (origin.cause == Cause::operator_overflow &&
+      has<FactKind::replayed, FactKind::kernel_reference>(origin)) {
     return Confidence::high;
   }
   return row.confidence;
@@ -399,8 +421,9 @@ void complete(Origin& origin) {
       std::ranges::find_if(row.actions, [&](const ActionRule& each) { return each.fits(origin); });
   origin.action = rule == row.actions.end() ? Action::none : rule->action;
   origin.owner = owner_of(origin, row);
-  origin.refutation =
-      origin.cause == Cause::unknown ? refutation_of_unknown(origin) : row.refutation;
+  origin.refutation = origin.cause == Cause::unknown  ? refutation_of_unknown(origin)
+                      : computes_wrong_values(origin) ? Refutation::bad_in_float64
+                                                      : row.refutation;
   origin.cause_confidence = cause_confidence_of(origin, row);
   origin.alternatives = alternatives_of(origin, row);
 }

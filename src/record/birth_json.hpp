@@ -37,6 +37,18 @@ constexpr auto json_fields(const BadExtent*) {
                     JsonField("is_block", &BadExtent::is_block));
 }
 
+constexpr auto json_fields(const KernelReplay*) {
+  using K = KernelReplay;
+  return std::tuple(JsonField("conclusion", &K::conclusion), JsonOrNull("problem", &K::problem),
+                    JsonOrNull("output", &K::output), JsonField("executions", &K::executions),
+                    JsonField("has_same_bits", &K::has_same_bits), JsonField("bad", &K::bad),
+                    JsonField("shape", &K::shape), JsonField("extent", &K::extent),
+                    JsonOrNull("argument", &K::argument), JsonOrNull("reference", &K::reference),
+                    JsonField("compared", &K::compared), JsonField("agreeing", &K::agreeing),
+                    JsonField("is_reference_finite", &K::is_reference_finite),
+                    JsonField("is_compared_scaled", &K::is_compared_scaled));
+}
+
 constexpr auto json_fields(const Magnitude*) {
   return std::tuple(JsonField("parameter", &Magnitude::parameter),
                     JsonField("absmax", &Magnitude::absmax),
@@ -63,7 +75,9 @@ constexpr auto json_fields(const Birth*) {
                     JsonOrNull("writer", &B::writer), JsonField("last_seen", &B::last_seen),
                     JsonOrNull("inside", &B::inside), JsonField("stack", &B::stack),
                     JsonField("reached", &B::reached), JsonOrNull("bundle", &B::bundle),
-                    JsonField("replay", &B::replay), JsonField("replay_lines", &B::replay_lines));
+                    JsonField("replay", &B::replay), JsonField("replay_lines", &B::replay_lines),
+                    JsonAdded(JsonField("kernel_call", &B::kernel_call)),
+                    JsonAdded(JsonField("kernel_replay", &B::kernel_replay)));
 }
 /// Reads also births that were written before births had operands.
 void read_fields(const JsonObject& object, Birth& birth);

@@ -140,13 +140,27 @@ constexpr auto json_fields(const BundleModuleCall*) {
       JsonOrNull("pickle", &C::pickle), JsonOrNull("pickle_problem", &C::pickle_problem));
 }
 
+constexpr auto json_fields(const BundleKernelCall*) {
+  using C = BundleKernelCall;
+  return std::tuple(JsonField("name", &C::name), JsonField("launcher", &C::launcher),
+                    JsonOrNull("module", &C::module), JsonOrNull("entry", &C::entry),
+                    JsonOrNull("file", &C::file), JsonOrNull("source", &C::source),
+                    JsonOrNull("why_not_replayed", &C::why_not_replayed),
+                    JsonField("names", &C::names), JsonField("arguments", &C::arguments),
+                    JsonField("keywords", &C::keywords), JsonField("launch", &C::launch),
+                    JsonField("arguments_after", &C::arguments_after),
+                    JsonField("beside", &C::beside), JsonField("results", &C::results),
+                    JsonField("environment", &C::environment));
+}
+
 constexpr auto json_fields(const Bundle*) {
   using B = Bundle;
   return std::tuple(JsonField("run", &B::run_id), JsonField("coordinates", &B::coordinates),
                     JsonField("birth", &B::birth), JsonField("operator_call", &B::operator_call),
-                    JsonField("module_call", &B::module_call), JsonField("settings", &B::settings),
-                    JsonField("versions", &B::versions), JsonField("cpp_stack", &B::cpp_stack),
-                    JsonField("notes", &B::notes));
+                    JsonField("module_call", &B::module_call),
+                    JsonAdded(JsonField("kernel_call", &B::kernel_call)),
+                    JsonField("settings", &B::settings), JsonField("versions", &B::versions),
+                    JsonField("cpp_stack", &B::cpp_stack), JsonField("notes", &B::notes));
 }
 
 namespace {
@@ -354,6 +368,15 @@ class ValueCheck {
       values(call->grad_outputs, "module_call.grad_outputs");
       values(call->grad_inputs, "module_call.grad_inputs");
     }
+    if (const auto& call = bundle.kernel_call) {
+      values(call->arguments, "kernel_call.arguments");
+      for (std::size_t i = 0; i < call->keywords.size(); ++i) {
+        value(call->keywords[i].second, element("kernel_call.keywords", i) + ".value");
+      }
+      values(call->launch, "kernel_call.launch");
+      values(call->arguments_after, "kernel_call.arguments_after");
+      values(call->results, "kernel_call.results");
+    }
   }
 
  private:
@@ -406,12 +429,13 @@ void check_files(const Bundle& bundle, const BundleContents& contents) {
     }
     if (!names.insert(name).second) refuse("a second file " + in_quotes(name));
   }
-  if (!bundle.module_call || bundle.module_call->pickle.empty()) return;
-  const auto is_pickle = [&](const auto& file) { return file.first == bundle.module_call->pickle; };
-  if (std::ranges::none_of(contents.files, is_pickle)) {
-    refuse("the pickle " + in_quotes(bundle.module_call->pickle) +
-           ", which is not among the files");
-  }
+  const auto require_file = [&](const char* what, const std::string& file) {
+    if (!file.empty() && !names.contains(file)) {
+      refuse(what + in_quotes(file) + ", which is not among the files");
+    }
+  };
+  if (bundle.module_call) require_file("the pickle ", bundle.module_call->pickle);
+  if (bundle.kernel_call) require_file("the source ", bundle.kernel_call->source);
 }
 
 /// The checksums of the storages, once it is clear that they are those of tensors.safetensors.
@@ -498,11 +522,13 @@ BundleText read_bundle_json(std::string_view text, const std::string& source,
   } catch (const FormatError& error) {
     throw FormatError(source + ": " + error.what());
   }
-  const auto& call = out.bundle.module_call;
-  if (call && !call->pickle.empty() && !out.file_checksums.contains(call->pickle)) {
-    throw FormatError(source + ": module_call.pickle: " + in_quotes(call->pickle) +
+  const auto require_file = [&](const char* key, const std::string& file) {
+    if (file.empty() || out.file_checksums.contains(file)) return;
+    throw FormatError(source + ": " + key + ": " + in_quotes(file) +
                       " is not among the bundle's files");
-  }
+  };
+  if (const auto& call = out.bundle.module_call) require_file("module_call.pickle", call->pickle);
+  if (const auto& call = out.bundle.kernel_call) require_file("kernel_call.source", call->source);
   return out;
 }
 

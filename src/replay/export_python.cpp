@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstdio>
 #include <nlohmann/json.hpp>
+#include <set>
+#include <string_view>
 
 #include "nanlocator/error.hpp"
 #include "nanlocator/replay/capture.hpp"
@@ -101,12 +103,152 @@ std::string autocast_of(const Bundle& bundle) {
          setting->second.substr(device_end + 1, dtype_end - device_end - 1) + ")";
 }
 
+// ---- calls of kernels ----
+
+/// As Python writes it; `where` for the error.
+std::string kernel_value(const BundleValue& value, const std::string& where) {
+  const auto items = [&](const char* begin, const char* end) {
+    std::string text = begin;
+    for (const auto& item : value.items) text += kernel_value(item, where) + ", ";
+    return text + end;
+  };
+  switch (value.kind) {
+    case BundleValueKind::none:
+    case BundleValueKind::undefined_tensor:
+      return "None";
+    case BundleValueKind::tensor: {
+      BundleTensor on_host = value.tensor;  // `memory` lies on the device already
+      on_host.device = "cpu";
+      return view_of(on_host);
+    }
+    case BundleValueKind::boolean:
+      return value.boolean ? "True" : "False";
+    case BundleValueKind::integer:
+      return std::to_string(value.integer);
+    case BundleValueKind::real:
+      return real(value.real);
+    case BundleValueKind::complex:
+      return "complex(" + real(value.real) + ", " + real(value.imaginary) + ")";
+    case BundleValueKind::text:
+      return python_text(value.text);
+    case BundleValueKind::list:
+      return items("[", "]");
+    case BundleValueKind::tuple:
+      return items("(", ")");
+    case BundleValueKind::dictionary: {
+      std::string text = "{";
+      for (std::size_t i = 0; i < value.items.size(); ++i) {
+        text += python_text(value.names.at(i)) + ": " + kernel_value(value.items[i], where) + ", ";
+      }
+      return text + "}";
+    }
+    case BundleValueKind::object:  // nanlocator.kernel_calls.Imported
+      if (value.names == std::vector<std::string>{"module", "name"}) {
+        const std::string& name = value.items[1].text;
+        constexpr std::string_view kDevice = "device:";
+        return name.starts_with(kDevice)
+                   ? "torch.device(" + python_text(name.substr(kDevice.size())) + ")"
+                   : "attribute(importlib.import_module(" + python_text(value.items[0].text) +
+                         "), " + python_text(name) + ")";
+      }
+      [[fallthrough]];
+    default:
+      throw UnsupportedError(where + " could not be kept: " + value.text);
+  }
+}
+
+/// The names of the storages that were on a device.
+std::string storages_on_device(Bundle bundle) {
+  std::set<std::string> names;
+  for_each_bundle_tensor(bundle, [&](const BundleTensor& tensor) {
+    if (tensor.device.rfind("cpu", 0) != 0) names.insert(tensor.storage);
+  });
+  std::string text;
+  for (const auto& name : names) text += python_text(name) + ", ";
+  return text.empty() ? "" : "{" + text + "}";
+}
+
+std::string kernel_script(const OpenBundle& bundle) {
+  const BundleKernelCall& call = *bundle.bundle().kernel_call;
+  if (!call.why_not_replayed.empty()) {
+    throw UnsupportedError(call.name + " cannot be called again: " + call.why_not_replayed);
+  }
+  const auto folder = std::filesystem::absolute(bundle.path());
+  const bool is_from_source = !call.source.empty();
+  const std::string entry = call.entry.substr(is_from_source ? call.entry.rfind('.') + 1 : 0);
+  std::string script = "# " + call.name + " as it was called in training";
+  for (const auto& [package, version] : bundle.bundle().versions) {
+    if (package == "torch" || package == "triton" || package == call.module) {
+      script += ", " + package + " " + version;
+    }
+  }
+  script +=
+      "; written by nanlocator.\nimport importlib\nimport importlib.util\nimport os\n"
+      "import sys\n\n";
+  for (const auto& [name, value] : call.environment) {
+    script += "os.environ.setdefault(" + python_text(name) + ", " + python_text(value) + ")\n";
+  }
+  script +=
+      "import torch\nfrom safetensors.torch import load_file\n\n"
+      "folder = sys.argv[1] if len(sys.argv) > 1 else " +
+      python_text(folder.string()) +
+      "\n"
+      "memory = {n: t.reshape(-1).view(torch.uint8).clone() for n, t in\n"
+      "          load_file(os.path.join(folder, \"tensors.safetensors\")).items()}\n";
+  if (const auto names = storages_on_device(bundle.bundle()); !names.empty()) {
+    script += "for name in " + names + ":\n    memory[name] = memory[name].cuda()\n";
+  }
+  script +=
+      "\n\ndef view(name, dtype, sizes, strides, offset):\n"
+      "    return memory[name].view(dtype).as_strided(sizes, strides, offset)\n\n\n"
+      "def attribute(owner, path):\n"
+      "    for name in path.split(\".\"):\n        owner = getattr(owner, name)\n"
+      "    return owner\n\n\n"
+      "def module(name, file):\n"
+      "    try:\n        return importlib.import_module(name)\n"
+      "    except ImportError:\n"
+      "        spec = importlib.util.spec_from_file_location(name, file)\n"
+      "        made = sys.modules[name] = importlib.util.module_from_spec(spec)\n"
+      "        spec.loader.exec_module(made)\n        return made\n\n\n";
+  script += is_from_source
+                ? "kernel = attribute(module(\"nanlocator_kernel\", os.path.join(folder, " +
+                      python_text(call.source) + ")), " + python_text(entry) + ")\n"
+                : "kernel = attribute(module(" + python_text(call.module) + ", " +
+                      python_text(call.file) + "), " + python_text(entry) + ")\n";
+  script += "arguments = {\n";
+  for (std::size_t i = 0; i < call.arguments.size(); ++i) {
+    const std::string name =
+        i < call.names.size() ? call.names[i] : "argument[" + std::to_string(i) + "]";
+    script += "    " + python_text(name) + ": " + kernel_value(call.arguments[i], name) + ",\n";
+  }
+  script += "}\nkeywords = {\n";
+  for (const auto& [name, value] : call.keywords) {
+    script += "    " + python_text(name) + ": " + kernel_value(value, name) + ",\n";
+  }
+  script += "}\n";
+  if (call.launcher == "triton") {
+    std::string grid;
+    for (const auto& size : call.launch) grid += kernel_value(size, "the grid") + ", ";
+    script += "result = kernel[(" + grid + ")](*arguments.values(), **keywords)\n";
+  } else {
+    script += "result = kernel(*arguments.values(), **keywords)\n";
+  }
+  return script +
+         "results = result if isinstance(result, (tuple, list)) else (result,)\n"
+         "for name, value in [*arguments.items(), *keywords.items(),\n"
+         "                    *((f\"output[{i}]\", r) for i, r in enumerate(results))]:\n"
+         "    if isinstance(value, torch.Tensor) and value.is_floating_point():\n"
+         "        bad = (~torch.isfinite(value.float())).nonzero().tolist()\n"
+         "        print(name, tuple(value.shape), len(bad), \"NaN or Inf, first at\", bad[:1])\n";
+}
+
 }  // namespace
 
 std::string python_script(const OpenBundle& bundle) {
   const auto& recorded = bundle.bundle().operator_call;
+  if (!recorded && bundle.bundle().kernel_call) return kernel_script(bundle);
   if (!recorded) {
-    throw UsageError(bundle.path().string() + " holds no operator call to export");
+    throw UsageError(bundle.path().string() + " holds no operator or kernel call to export");
   }
   const auto folder = std::filesystem::absolute(bundle.path());
   const auto torch = bundle.bundle().versions.find("torch");

@@ -247,10 +247,13 @@ OperatorCall operator_call_of(const OpenBundle& bundle, at::Device device) {
   const auto& recorded = bundle.bundle().operator_call;
   const auto file = bundle.path().string();
   if (!recorded) {
-    throw UsageError(file + " holds no operator call: there is nothing to execute. " +
-                     (bundle.bundle().module_call
-                          ? "It holds a module call: nanlocator.replay.load in Python gives it."
-                          : "`nanlocator bundle show` prints what it holds."));
+    throw UsageError(
+        file + " holds no operator call: there is nothing to execute. " +
+        (bundle.bundle().kernel_call
+             ? "It holds the call of a kernel: `python -m nanlocator.replay` executes it."
+         : bundle.bundle().module_call
+             ? "It holds a module call: nanlocator.replay.load in Python gives it."
+             : "`nanlocator bundle show` prints what it holds."));
   }
   OperatorCall call;
   call.name = operator_name_of(recorded->op);

@@ -8,17 +8,18 @@
 namespace nanlocator {
 namespace {
 
-constexpr int kNanByte = 0xFF;
-
 /// Stands before the CPU allocator while a poisoned run lasts. Lives as long as the process:
 /// tensors allocated through it keep pointing to it.
 class PoisoningAllocator final : public at::Allocator {
  public:
-  void stand_before(at::Allocator* base) noexcept { base_ = base; }
+  void stand_before(at::Allocator* base, std::uint8_t byte) noexcept {
+    base_ = base;
+    byte_ = byte;
+  }
 
   at::DataPtr allocate(std::size_t bytes) override {
     auto memory = base_->allocate(bytes);
-    if (memory.get() != nullptr) std::memset(memory.get(), kNanByte, bytes);
+    if (memory.get() != nullptr) std::memset(memory.get(), byte_, bytes);
     return memory;
   }
   at::DeleterFnPtr raw_deleter() const override { return base_->raw_deleter(); }
@@ -30,6 +31,7 @@ class PoisoningAllocator final : public at::Allocator {
 
  private:
   at::Allocator* base_ = nullptr;
+  std::uint8_t byte_ = kNanByte;
 };
 
 PoisoningAllocator& poisoning_allocator() {
@@ -39,8 +41,8 @@ PoisoningAllocator& poisoning_allocator() {
 
 }  // namespace
 
-PoisonedAllocations::PoisonedAllocations(at::Device device) {
-  poisoning_allocator().stand_before(c10::GetCPUAllocator());
+PoisonedAllocations::PoisonedAllocations(at::Device device, std::uint8_t byte) {
+  poisoning_allocator().stand_before(c10::GetCPUAllocator(), byte);
   c10::SetCPUAllocator(&poisoning_allocator());
   if (!device.is_cpu()) {
     auto& context = at::globalContext();

@@ -212,6 +212,13 @@ void for_each_bundle_tensor(Bundle& bundle, const std::function<void(BundleTenso
     visit_all(call->grad_outputs);
     visit_all(call->grad_inputs);
   }
+  if (auto& call = bundle.kernel_call) {
+    visit_all(call->arguments);
+    for (auto& [_, value] : call->keywords) for_each_bundle_tensor(value, visit);
+    visit_all(call->launch);
+    visit_all(call->arguments_after);
+    visit_all(call->results);
+  }
 }
 
 }  // namespace nanlocator

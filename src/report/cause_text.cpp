@@ -59,6 +59,8 @@ std::string title_of(Cause cause) {
       return "result not defined for these inputs";
     case Cause::operator_bug:
       return "kernel that computes wrong values";
+    case Cause::kernel_bug:
+      return "kernel with a bug";
     case Cause::uninitialised_memory:
       return "memory that was read before anything was written to it";
     case Cause::compiled_region:
@@ -332,7 +334,31 @@ std::string operation_of(const Origin& origin) {
   return origin.op + (origin.module.empty() ? "" : " of module " + origin.module);
 }
 
+/// What its replay has shown.
+std::string title_of_kernel(const Origin& origin) {
+  const Fact* const fact = find_fact(origin.facts, FactKind::kernel_replayed);
+  const auto conclusion =
+      fact == nullptr ? std::nullopt : value_named<KernelConclusion>(fact->conclusion);
+  switch (conclusion.value_or(KernelConclusion::not_replayed)) {
+    case KernelConclusion::leaves_unwritten:
+      return "kernel that leaves part of its output unwritten";
+    case KernelConclusion::reads_unwritten:
+      return "kernel that reads memory that it has not written";
+    case KernelConclusion::reads_outside:
+      return "kernel that reads outside of its arguments";
+    case KernelConclusion::writes_outside:
+      return "kernel that writes outside of its arguments";
+    case KernelConclusion::wrong_values:
+      return "kernel that computes wrong values";
+    default:
+      return "";
+  }
+}
+
 std::string title_of(const Origin& origin) {
+  if (origin.cause == Cause::kernel_bug) {
+    if (auto title = title_of_kernel(origin); !title.empty()) return title;
+  }
   const bool has_own_title =
       origin.cause == Cause::operator_undefined ||
       (origin.cause == Cause::operator_bug && origin.detail == Detail::custom_code) ||
@@ -398,6 +424,9 @@ std::string refutation_of(const Origin& origin) {
       return "the call executed from its bundle in float64 comes out finite";
     case Refutation::bad_in_float64:
       return "the call on the same inputs not finite in another implementation, or in float64";
+    case Refutation::kernel_contract:
+      return "its documentation leaving this memory to the caller: elements that it need not "
+             "write, or reads and writes beside its arguments";
     case Refutation::bad_with_written_memory:
       return "the fault again with that memory set to zero where it is allocated";
     case Refutation::bad_when_eager:

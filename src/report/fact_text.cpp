@@ -30,6 +30,60 @@ std::string share_of(const Fact& fact) {
   return fact.bad ? share_text(*fact.bad) : "NaN or Inf";
 }
 
+/// "6 of 54 elements of its output[0] (everything at indices 2 to 3 of dimension 0)".
+std::string elements_of(const Fact& fact) {
+  const Operand output = fact.operand.value_or(Operand{});
+  std::int64_t numel = 1;
+  for (const std::int64_t size : output.shape) numel *= size;
+  const std::string extent = extent_text(output.shape, fact.count.value_or(0), fact.extent);
+  return counted(fact.count.value_or(0)) + " of " + counted(numel, "element") + " of its " +
+         output.name + (extent.empty() ? "" : " (" + extent + ")");
+}
+
+std::string kernel_text(const Fact& fact) {
+  switch (value_named<KernelConclusion>(fact.conclusion).value_or(KernelConclusion::bad_again)) {
+    case KernelConclusion::not_replayed:
+      return "it was not executed again";
+    case KernelConclusion::not_bad_again:
+      return "all of its " + fact.operand.value_or(Operand{}).name +
+             " was finite then: its arguments alone do not make it bad";
+    case KernelConclusion::varies:
+      return "its bad elements come and go, or move, from execution to execution on the same "
+             "arguments: it is not deterministic, as a race is not";
+    case KernelConclusion::leaves_unwritten:
+      return "it leaves " + elements_of(fact) +
+             " unwritten: two patterns that were put there before the call are there after it";
+    case KernelConclusion::reads_unwritten:
+      return elements_of(fact) +
+             " are bad where the memory that it allocates itself holds NaN first, and finite where "
+             "that holds a constant: it reads what it has not written";
+    case KernelConclusion::reads_outside:
+      return elements_of(fact) +
+             " are bad with NaN beside the elements of its arguments, and finite with a constant "
+             "there: it reads outside of its arguments";
+    case KernelConclusion::writes_outside:
+      return "it writes before the beginning or beyond the end of its argument " + fact.role;
+    case KernelConclusion::wrong_values:
+      return elements_of(fact) +
+             " are bad every time, where its reference is finite in float64, in float32 and in the "
+             "output's dtype";
+    case KernelConclusion::overflows:
+      return elements_of(fact) +
+             " are bad every time, where its reference exceeds the range of the output's dtype, or "
+             "of float32 on the way: these inputs overflow";
+    case KernelConclusion::undefined:
+      return elements_of(fact) +
+             " are bad every time, where its reference in float64 is NaN or "
+             "Inf, too: these inputs have no finite result";
+    case KernelConclusion::given_bad:
+      return elements_of(fact) + " are bad every time; its argument " + fact.role +
+             " held NaN or Inf before the call";
+    case KernelConclusion::bad_again:
+      return elements_of(fact) + " are bad every time, of finite arguments";
+  }
+  return "";
+}
+
 std::string at_line(const Fact& fact) {
   return fact.code ? " at " + code_text(*fact.code) : "";
 }
@@ -343,6 +397,9 @@ std::string plain_text(const Fact& fact) {
     case same_in_microbatches:
       return "the same in " + counted(count_of(fact)) +
              " microbatches of this step; this is the first of them";
+    case same_kernel_elsewhere:
+      return "the same kernel is the first to make something bad in " +
+             counted(count_of(fact), "other place") + ", too: " + joined(fact.names, ", ");
     case further_weights_bad:
       return further_weights_text(fact);
     case rerun_not_completed:
@@ -412,6 +469,21 @@ std::string plain_text(const Fact& fact) {
              "); the first execution, from which the loss was made, was finite";
     case replayed:
       return fact.text;
+    case kernel_executed:
+      return "its call was executed again " + counted(count_of(fact), "time") +
+             ", alone and on its recorded arguments" +
+             (fact.conclusion == "same_bits" ? ", with the same bits each time" : "");
+    case kernel_not_executed:
+      return "its call was not executed again: " + fact.text;
+    case kernel_replayed:
+      return kernel_text(fact);
+    case kernel_reference:
+      return "its reference (" + fact.text + ", in float64) agrees with " +
+             counted(count_of(fact)) + " of " + counted(fact.of.value_or(0), "element") +
+             (fact.variant == "scaled" ? " of its output for smaller inputs" : " that it computed");
+    case no_kernel_reference:
+      return "no float64 reference is known that agrees with what it computes: a bug and inputs "
+             "that overflow look alike";
     case became:
       return "it became " + bad_of(fact) + " in " + who_of(fact) + " (" + phase_of(fact) + ")";
     case reached:

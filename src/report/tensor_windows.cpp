@@ -203,6 +203,11 @@ std::vector<TensorWindow> windows_of(const OpenBundle& open) {
   if (bundle.operator_call) {
     outputs = tensors_of("output", bundle.operator_call->outputs);
     inputs = tensors_of("input", bundle.operator_call->arguments);
+  } else if (bundle.kernel_call) {
+    outputs = tensors_of("output", bundle.kernel_call->results);
+    std::ranges::move(tensors_of("argument after", bundle.kernel_call->arguments_after),
+                      std::back_inserter(outputs));
+    inputs = tensors_of("argument", bundle.kernel_call->arguments);
   } else if (bundle.module_call) {
     add_tensors("output", bundle.module_call->outputs, outputs);
     std::ranges::move(tensors_of("grad_input", bundle.module_call->grad_inputs),

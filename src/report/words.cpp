@@ -100,17 +100,21 @@ std::string reached_text(const Reached& reached) {
 }
 
 std::string extent_text(const OriginTensor& tensor) {
-  const std::int64_t bad = tensor.nan + tensor.pos_inf + tensor.neg_inf;
+  return extent_text(tensor.shape, tensor.nan + tensor.pos_inf + tensor.neg_inf, tensor.extent);
+}
+
+std::string extent_text(const std::vector<std::int64_t>& shape, std::int64_t bad,
+                        const std::optional<BadExtent>& extent) {
   std::int64_t numel = 1;
-  for (const std::int64_t size : tensor.shape) {
+  for (const std::int64_t size : shape) {
     if (__builtin_mul_overflow(numel, size, &numel)) return "";
   }
   if (bad > 1 && bad == numel) return "all of it";
-  if (!tensor.extent || tensor.extent->dimensions.size() != tensor.shape.size()) return "";
+  if (!extent || extent->dimensions.size() != shape.size()) return "";
   std::vector<std::string> parts;
-  for (std::size_t i = 0; i < tensor.shape.size(); ++i) {
-    const BadExtent::Indices& indices = tensor.extent->dimensions[i];
-    if (indices.count == tensor.shape[i] || tensor.shape[i] == 1) continue;
+  for (std::size_t i = 0; i < shape.size(); ++i) {
+    const BadExtent::Indices& indices = extent->dimensions[i];
+    if (indices.count == shape[i] || shape[i] == 1) continue;
     std::string which =
         indices.count == 1 ? "index " + std::to_string(indices.first)
         : indices.count == indices.last - indices.first + 1
@@ -119,10 +123,9 @@ std::string extent_text(const OriginTensor& tensor) {
                   std::to_string(indices.last);
     parts.push_back(which + " of dimension " + std::to_string(i));
   }
-  if (parts.empty())
-    return tensor.extent->is_block ? "all of it" : "scattered over the whole tensor";
+  if (parts.empty()) return extent->is_block ? "all of it" : "scattered over the whole tensor";
   if (bad == 1) return "";  // the first bad element says it
-  return (tensor.extent->is_block ? "everything at " : "scattered over ") + joined(parts, ", ");
+  return (extent->is_block ? "everything at " : "scattered over ") + joined(parts, ", ");
 }
 
 std::string code_place(const CodeLine& code) {

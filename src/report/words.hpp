@@ -31,6 +31,9 @@ namespace nanlocator {
 [[nodiscard]] std::string reached_text(const Reached& reached);
 /// "all of it", "index 1 of dimension 0"; "" where nothing is known or nothing tells.
 [[nodiscard]] std::string extent_text(const OriginTensor& tensor);
+/// Of `bad` elements of a tensor; "" where it is not known, or one element.
+[[nodiscard]] std::string extent_text(const std::vector<std::int64_t>& shape, std::int64_t bad,
+                                      const std::optional<BadExtent>& extent);
 /// "model.py:412".
 [[nodiscard]] std::string code_place(const CodeLine& code);
 /// "model.py:412 in forward: torch.sqrt(var)".

@@ -34,6 +34,17 @@ void add_replay(const OperatorCall& call, Birth& birth) {
   }
 }
 
+void add_kernel_replay(const KeptKernelCall& call, Birth& birth) {
+  birth.kernel_replay.emplace().problem = call.why_not_replayed;
+  if (!call.why_not_replayed.empty()) return;
+  try {
+    birth.kernel_replay = replay_kernel(call.recorded, call.execute, call.references,
+                                        {.role = birth.sighting.role.text()});
+  } catch (const std::exception& error) {
+    birth.kernel_replay->problem = error.what();
+  }
+}
+
 std::vector<std::string> lines_of(const c10::Backtrace& stack) {
   std::vector<std::string> lines;
   if (!stack) return lines;
@@ -51,6 +62,7 @@ Bundle bundle_of(const Birth& birth, const c10::Backtrace& cpp_stack,
   bundle.birth.reached.clear();
   bundle.birth.replay = ReplayConclusion::not_replayed;
   bundle.birth.replay_lines.clear();
+  bundle.birth.kernel_replay.reset();
   bundle.birth.parent.reset();
   bundle.cpp_stack = lines_of(cpp_stack);
   return bundle;
@@ -68,8 +80,18 @@ std::vector<Birth> births_with_calls(const Explanation& explanation) {
   return births;
 }
 
+std::vector<Birth> births_of_kernels(const Explanation& explanation) {
+  std::vector<Birth> births;
+  for (const auto& traced : explanation.births) {
+    const Birth& birth = traced.birth;
+    if (birth.kernel_call && is_root(explanation, birth)) births.push_back(birth);
+  }
+  return births;
+}
+
 std::vector<Birth> keep_births(const Explanation& explanation, GradientLocator& locator,
-                               std::int64_t iteration, const AddModuleCall& add_module_call) {
+                               std::int64_t iteration, const AddModuleCall& add_module_call,
+                               const TakeKernelCall& take_kernel_call) {
   std::vector<Birth> births;
   std::set<std::tuple<BirthKind, Phase, std::string, std::string, std::string>> kept;
   auto& store = locator.bundles();
@@ -82,13 +104,17 @@ std::vector<Birth> keep_births(const Explanation& explanation, GradientLocator& 
     const bool is_new =
         is_root(explanation, birth) &&
         kept.emplace(birth.kind, place.phase, place.module, place.op, place.parameter).second;
-    if (is_new && call) {
-      if (is_computed(birth.kind)) add_replay(*call, birth);
+    const auto kernel =
+        is_new && birth.kernel_call && take_kernel_call ? take_kernel_call(birth) : std::nullopt;
+    if (is_new && call && is_computed(birth.kind)) add_replay(*call, birth);
+    if (kernel) add_kernel_replay(*kernel, birth);
+    if (is_new && (call || kernel)) {
       try {
         auto bundle = bundle_of(birth, cpp_stack, locator);
         StorageCollector storages;
         BundleContents further;
-        add_to_bundle(*call, bundle, storages);
+        if (call) add_to_bundle(*call, bundle, storages);
+        if (kernel) kernel->add_to_bundle(bundle, storages, further);
         if (add_module_call) add_module_call(birth, bundle, storages, further);
         auto contents = storages.finish(bundle);
         contents.files = std::move(further.files);

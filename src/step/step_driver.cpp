@@ -371,6 +371,7 @@ RerunnableStep StepDriver::rerunnable_step() {
   step.set_eager = impl.adapter.set_eager;
   step.set_serialised = impl.adapter.set_serialised;
   step.add_module_call = impl.adapter.add_module_call;
+  step.take_kernel_call = impl.adapter.take_kernel_call;
   step.abort_collectives = impl.adapter.abort_collectives;
   step.keep_results = [&impl](const PeerQuestion& question) {
     if (!impl.boundaries) return;

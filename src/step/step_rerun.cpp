@@ -43,7 +43,8 @@ struct ResetAtExit {
 /// On while it lives; an interrupt ends a pass, too.
 class Switched {
  public:
-  explicit Switched(const std::function<void(bool)>& set) : set_(set) {
+  /// `set` may be empty.
+  explicit Switched(std::function<void(bool)> set) : set_(std::move(set)) {
     if (set_) set_(true);
   }
   ~Switched() {
@@ -53,9 +54,10 @@ class Switched {
     }
   }
   Switched(const Switched&) = delete;  // switches off once
+  Switched& operator=(const Switched&) = delete;
 
  private:
-  const std::function<void(bool)>& set_;
+  std::function<void(bool)> set_;
 };
 
 std::int64_t count_changed(const std::vector<GradientScanner::Scanned>& first,
@@ -406,7 +408,8 @@ struct StepRerun::Impl {
       births.back().sighting.iteration = locator.iteration();
     }
     if (!births.empty()) locator.set_births(std::move(births));
-    births = keep_births(explanation, locator, locator.iteration(), step.add_module_call);
+    births = keep_births(explanation, locator, locator.iteration(), step.add_module_call,
+                         step.take_kernel_call);
     if (!births.empty()) locator.set_births(std::move(births));
   }
 };
@@ -480,6 +483,7 @@ bool StepRerun::run_again() {
   Impl::Traced traced = is_eager ? impl.run_eagerly() : impl.run_traced();
   rerun.changed = count_changed(first, traced.pass.scanned);
   bool has_ended_early = impl.has_ended_early(traced.pass);
+  bool is_of_compiled_code = false;
   bool is_bad_again = !has_ended_early && locator.is_true_anywhere(traced.pass.is_bad);
   if (has_ended_early) impl.give_up();
   auto outcome = Impl::Outcome::finite;
@@ -487,7 +491,7 @@ bool StepRerun::run_again() {
     rerun.variants.push_back({RerunVariant::eager, is_bad_again});
     if (!is_bad_again) {
       outcome = impl.run_variant(RerunVariant::compiled, traced, rerun);
-      is_bad_again = outcome == Impl::Outcome::explained;
+      is_bad_again = is_of_compiled_code = outcome == Impl::Outcome::explained;
       has_ended_early = outcome == Impl::Outcome::ended_early;
     }
   }
@@ -509,34 +513,51 @@ bool StepRerun::run_again() {
     has_ended_early = !impl.run_serialised(rerun);
   }
 
+  /// One more pass, in which the integration keeps the calls behind these births. False: it ended
+  /// early.
+  const auto keep_calls = [&](const std::vector<Birth>& births,
+                              const std::optional<PeerQuestion>& question) {
+    const bool is_kept_eagerly = is_eager && !is_of_compiled_code;
+    const Switched eager(is_kept_eagerly ? impl.step.set_eager : std::function<void(bool)>());
+    const auto kept = impl.run([&] {
+      if (question && impl.step.keep_results) impl.step.keep_results(*question);
+      impl.step.keep_module_calls(births, [&] { (void)impl.step.run(); });
+      return std::vector<NamedTensor>{};
+    });
+    const bool has_ended = impl.has_ended_early(kept);
+    if (has_ended) impl.give_up();
+    return !has_ended;
+  };
+  std::vector<Birth> births;
+  if (explanation && impl.step.keep_module_calls) births = births_of_kernels(*explanation);
+
   if (!has_ended_early && !is_bad_again) {
-    const auto control = impl.run(impl.step.run);
-    if (impl.has_ended_early(control)) {
-      impl.give_up();
-    } else {
-      rerun.control_reproduced = locator.is_true_anywhere(control.is_bad);
-      if (rerun.control_reproduced == true && impl.may_be_race(traced.has_overlap)) {
-        (void)impl.run_serialised(rerun);
+    const bool has_kernel = impl.step.keep_module_calls && is_memory_unwritten &&
+                            locator.is_true_anywhere(!births.empty());
+    if (has_kernel) has_ended_early = !keep_calls(births, std::nullopt);
+    if (!has_ended_early) {
+      const auto control = impl.run(impl.step.run);
+      if (impl.has_ended_early(control)) {
+        impl.give_up();
+      } else {
+        rerun.control_reproduced = locator.is_true_anywhere(control.is_bad);
+        if (rerun.control_reproduced == true && impl.may_be_race(traced.has_overlap)) {
+          (void)impl.run_serialised(rerun);
+        }
       }
     }
     if (rerun.control_reproduced == false) {
       locator.add_note("The gradients in memory are now the finite ones of the re-run.");
     }
-  } else if (!has_ended_early && !is_memory_unwritten && impl.step.keep_module_calls) {
-    const auto births = explanation ? births_with_calls(*explanation) : std::vector<Birth>{};
-    if (explanation) impl.ask_peers(*explanation);
+  } else if (!has_ended_early && impl.step.keep_module_calls) {
+    if (explanation && !is_memory_unwritten) {
+      impl.ask_peers(*explanation);
+      const auto computed = births_with_calls(*explanation);
+      births.insert(births.end(), computed.begin(), computed.end());
+    }
     const bool has_call = locator.is_true_anywhere(!births.empty());
     const auto question = locator.peer_question();
-    bool has_ended = false;
-    if (has_call) {
-      const auto kept = impl.run([&] {
-        if (question && impl.step.keep_results) impl.step.keep_results(*question);
-        impl.step.keep_module_calls(births, [&] { (void)impl.step.run(); });
-        return std::vector<NamedTensor>{};
-      });
-      has_ended = impl.has_ended_early(kept);
-      if (has_ended) impl.give_up();
-    }
+    const bool has_ended = has_call && !keep_calls(births, question);
     if (question && !has_ended) impl.answer(*question);
   }
   const bool is_clean_now = rerun.control_reproduced == false;

@@ -72,6 +72,7 @@ struct Frame {
   std::vector<at::Tensor> received;  // by collectives inside; looked at when it ends
   /// Of a KernelCall: what it is; null otherwise.
   std::shared_ptr<const Place> kernel;
+  std::int64_t kernel_call = 0;    // of a KernelCall: its number
   bool has_bad_unwritten = false;  // it was given memory that is bad and that nobody has written
   std::vector<UnclearArgument> unclear;
   std::uint64_t forward_thread = 0;

@@ -3,6 +3,7 @@
 #include <ATen/record_function.h>
 
 #include <exception>
+#include <map>
 #include <thread>
 #include <utility>
 
@@ -92,8 +93,25 @@ at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
 
 }  // namespace
 
+namespace {
+
+std::mutex calls_mutex;
+std::map<std::string, std::int64_t> calls_by_name;
+
+std::int64_t next_number(const std::string& name) {
+  const std::lock_guard lock(calls_mutex);
+  return calls_by_name[name]++;
+}
+
+}  // namespace
+
+void count_kernel_calls_from_zero() {
+  const std::lock_guard lock(calls_mutex);
+  calls_by_name.clear();
+}
+
 KernelCall::KernelCall(const std::string& name, std::vector<KernelArgument> arguments)
-    : arguments_(std::move(arguments)) {
+    : arguments_(std::move(arguments)), number_(next_number(name)) {
   ThreadFrames& frames = this_thread_frames();
   const ActiveTrace trace;
   if (trace.get() == nullptr || trace.get()->is_paused.load(std::memory_order_relaxed)) return;
@@ -101,7 +119,7 @@ KernelCall::KernelCall(const std::string& name, std::vector<KernelArgument> argu
   if (around != nullptr && around->is_ignored) return;
   const std::size_t outside = frames.depth();
   try {
-    trace.get()->start_kernel(name, arguments_, frames);
+    trace.get()->start_kernel(name, number_, arguments_, frames);
     depth_ = frames.depth();
   } catch (const std::exception& error) {
     while (frames.depth() > outside) frames.pop();
@@ -184,6 +202,7 @@ void OperatorTrace::declare(const at::Tensor& tensor, DeclaredAs as, std::string
 
 void OperatorTrace::begin_pass() {
   Impl& trace = *impl_;
+  count_kernel_calls_from_zero();
   std::vector<TracedBirth> old_births;  // let go of outside the lock: tensors may call Python
   Lineage old_lineage;
   {

@@ -86,8 +86,8 @@ struct OperatorTrace::Impl {
                                            const Frame& frame);
 
   // ---- kernels.cpp
-  void start_kernel(const std::string& name, std::span<const KernelArgument> arguments,
-                    ThreadFrames& frames);
+  void start_kernel(const std::string& name, std::int64_t number,
+                    std::span<const KernelArgument> arguments, ThreadFrames& frames);
   /// What the call has left as it was went in. Keeps what it has written.
   void settle_unclear(Frame& frame, ThreadFrames& frames);
   void finish_kernel(std::span<const KernelArgument> arguments, std::span<const at::Tensor> results,

@@ -11,7 +11,7 @@
 
 namespace nanlocator {
 
-void OperatorTrace::Impl::start_kernel(const std::string& name,
+void OperatorTrace::Impl::start_kernel(const std::string& name, std::int64_t number,
                                        std::span<const KernelArgument> arguments,
                                        ThreadFrames& frames) {
   Place here = current_place(frames);
@@ -25,6 +25,7 @@ void OperatorTrace::Impl::start_kernel(const std::string& name,
   frame.given = std::make_shared<Given>();
   here.given = frame.given;
   frame.kernel = std::make_shared<const Place>(here);
+  frame.kernel_call = number;
   std::vector<c10::IValue> given;
   for (const auto& argument : arguments) given.emplace_back(argument.tensor);
   look_at_given(c10::ArrayRef<const c10::IValue>(given.data(), given.size()), here, frame, frames);
@@ -154,6 +155,7 @@ BirthId OperatorTrace::Impl::add_kernel_birth(const Frame& frame,
   const std::lock_guard lock(mutex);
   Birth& birth = births[static_cast<std::size_t>(id)].birth;
   birth.sighting.role = role;
+  birth.kernel_call = frame.kernel_call;
   const bool was_given_garbage = frame.has_bad_unwritten || !frame.unclear.empty();
   birth.last_seen = is_unwritten || was_given_garbage ? LastSeen::allocated : LastSeen::finite;
   if (!is_unwritten || is_left_unwritten) birth.reader.clear();

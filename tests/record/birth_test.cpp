@@ -83,6 +83,21 @@ TEST(Birth, IsReadBackAsItWasWritten) {
   birth.bundle = "bundles/step12-backward-rank3";
   birth.replay = ReplayConclusion::deterministic_overflow;
   birth.replay_lines = {"bad again, finite in fp64"};
+  birth.kernel_call = 3;
+  birth.kernel_replay = KernelReplay{.conclusion = KernelConclusion::leaves_unwritten,
+                                     .problem = "no time was left",
+                                     .output = "dq",
+                                     .executions = 3,
+                                     .has_same_bits = false,
+                                     .bad = 8,
+                                     .shape = {4, 8},
+                                     .extent = BadExtent{.dimensions = {{1, 1, 1}, {0, 7, 8}}},
+                                     .argument = "dk",
+                                     .reference = "attention backward",
+                                     .compared = 24,
+                                     .agreeing = 23,
+                                     .is_reference_finite = true,
+                                     .is_compared_scaled = true};
   EXPECT_EQ(read_back(birth), birth);
   EXPECT_EQ(read_back({}), Birth{});
 }

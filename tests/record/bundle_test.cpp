@@ -78,6 +78,36 @@ TEST_F(BundleFolder, IsReadBackWhereNothingButTheBirthIsKnown) {
   EXPECT_THAT(open.verify(), IsEmpty());
 }
 
+TEST_F(BundleFolder, OfAKernelsCallIsReadBack) {
+  planted_.bundle.kernel_call = planted_kernel_call();
+  const auto path = write();
+  EXPECT_EQ(OpenBundle(path).bundle(), planted_.bundle);
+  auto json = nlohmann::json::parse(bytes_of(path / "bundle.json"));
+  const auto refusal = [&](const std::string& key, const nlohmann::json& value) {
+    auto changed = json;
+    changed["kernel_call"][key] = value;
+    replace_bytes(path / "bundle.json", changed.dump());
+    return message_of<FormatError>([&] { OpenBundle{path}; });
+  };
+  EXPECT_THAT(refusal("source", "other.py"),
+              HasSubstr("kernel_call.source: \"other.py\" is not among the bundle's files"));
+  EXPECT_THAT(refusal("source", "../module.pickle"), HasSubstr("kernel_call.source"));
+  EXPECT_THAT(refusal("beside", nlohmann::json::array({"far"})), HasSubstr("kernel_call.beside"));
+  auto beyond = json["kernel_call"]["arguments"];
+  beyond[0]["offset"] = 2;
+  EXPECT_THAT(refusal("arguments", beyond),
+              HasSubstr("kernel_call.arguments[0]: the view does not fit"));
+}
+
+TEST_F(BundleFolder, OfTheTimeBeforeKernelsIsStillRead) {
+  const auto path = write();
+  auto json = nlohmann::json::parse(bytes_of(path / "bundle.json"));
+  ASSERT_EQ(json.erase("kernel_call"), 1U);
+  ASSERT_EQ(json["birth"].erase("kernel_call") + json["birth"].erase("kernel_replay"), 2U);
+  replace_bytes(path / "bundle.json", json.dump());
+  EXPECT_EQ(OpenBundle(path).bundle(), planted_.bundle);
+}
+
 TEST_F(BundleFolder, IsOpenedByItsJsonFileToo) {
   const auto path = write();
   EXPECT_EQ(OpenBundle(path / "bundle.json").path(), path);

@@ -176,6 +176,31 @@ inline BundleModuleCall planted_module_call() {
   return call;
 }
 
+/// Not in the planted bundle: one bundle holds the call of an operator or of a kernel.
+inline BundleKernelCall planted_kernel_call() {
+  const BundleValue tensor = tensor_value(planted_tensor("output.0", {4}, {1}));
+  BundleKernelCall call;
+  call.name = "triton::scale_kernel";
+  call.launcher = "triton";
+  call.module = "my.kernels";
+  call.entry = "scale_kernel";
+  call.file = "/home/me/my/kernels.py";
+  call.source = "module.pickle";  // a file of the planted bundle
+  call.names = {"x", "y", "count"};
+  call.arguments = {tensor, tensor, integer_value(4)};
+  call.keywords = {{"BLOCK", integer_value(8)},
+                   {"dtype", items_value(BundleValueKind::object,
+                                         {value_of_kind(BundleValueKind::text, "torch"),
+                                          value_of_kind(BundleValueKind::text, "float16")},
+                                         {"module", "name"})}};
+  call.launch = {integer_value(2), integer_value(1)};
+  call.arguments_after = {tensor, tensor};
+  call.beside = {Beside::nothing, Beside::bad};
+  call.results = {tensor};
+  call.environment = {{"TRITON_INTERPRET", "1"}};
+  return call;
+}
+
 inline PlantedBundle::PlantedBundle() {
   bundle.run_id = "run-1";
   bundle.coordinates = {

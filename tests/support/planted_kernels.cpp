@@ -3,8 +3,10 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -87,6 +89,143 @@ at::Tensor row_sums(const at::Tensor& x, const std::string& fault) {
   return out;
 }
 
+/// silu into `out`; "off_by_one" writes each element one place too late.
+void silu_into(const at::Tensor& x, const at::Tensor& out, const std::string& fault) {
+  const float* from = x.data_ptr<float>();
+  float* to = out.data_ptr<float>() + (fault == "off_by_one" ? 1 : 0);
+  for (std::int64_t i = 0; i < x.numel(); ++i) to[i] = from[i] / (1 + std::exp(-from[i]));
+}
+
+/// "scratch" adds what an allocation of its own held; "counter" makes another element bad each
+/// time.
+at::Tensor tanh_scaled(const at::Tensor& x, const std::string& fault) {
+  auto out = at::empty_like(x);
+  const float* from = x.data_ptr<float>();
+  float* to = out.data_ptr<float>();
+  const auto scratch = at::empty({x.numel()}, x.options());
+  const float* const unwritten = scratch.data_ptr<float>();
+  for (std::int64_t i = 0; i < x.numel(); ++i) {
+    to[i] = std::tanh(from[i]) + (fault == "scratch" && i == 7 ? unwritten[i] : 0);
+  }
+  static std::int64_t calls = 0;
+  if (fault == "counter") to[calls++ % x.numel()] = kNaN;
+  return out;
+}
+
+/// "naive" does without the row's maximum; "row" leaves the last row out.
+at::Tensor softmax(const at::Tensor& x, const std::string& fault) {
+  auto out = at::empty_like(x);
+  const auto width = x.size(1);
+  for (std::int64_t r = 0; r < x.size(0) - (fault == "row" ? 1 : 0); ++r) {
+    const float* from = x.data_ptr<float>() + r * width;
+    float* to = out.data_ptr<float>() + r * width;
+    float largest = 0, sum = 0;
+    if (fault != "naive") largest = *std::max_element(from, from + width);
+    for (std::int64_t c = 0; c < width; ++c) sum += to[c] = std::exp(from[c] - largest);
+    for (std::int64_t c = 0; c < width; ++c) to[c] /= sum;
+  }
+  return out;
+}
+
+/// In float32, as its callers expect; "row" leaves row 2 out.
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
+                    const std::string& fault) {
+  auto out = at::empty_like(x);
+  const auto width = x.size(1);
+  for (std::int64_t r = 0; r < x.size(0); ++r) {
+    if (fault == "row" && r == 2) continue;
+    const float* from = x.data_ptr<float>() + r * width;
+    float sum = 0;
+    for (std::int64_t c = 0; c < width; ++c) sum += from[c] * from[c];
+    const float scale = 1 / std::sqrt(sum / static_cast<float>(width) + static_cast<float>(eps));
+    for (std::int64_t c = 0; c < width; ++c) {
+      const float normed = scale == 0 ? from[c] * scale / scale : from[c] * scale;
+      out.data_ptr<float>()[r * width + c] = normed * weight.data_ptr<float>()[c];
+    }
+  }
+  return out;
+}
+
+/// weight[ids]; "last" leaves the last id out.
+void embedding(const at::Tensor& weight, const at::Tensor& ids, const at::Tensor& out,
+               const std::string& fault) {
+  const auto width = weight.size(1);
+  const auto end = ids.numel() - (fault == "last" ? 1 : 0);
+  for (std::int64_t i = 0; i < end; ++i) {
+    const float* from = weight.data_ptr<float>() + ids.data_ptr<std::int64_t>()[i] * width;
+    std::copy(from, from + width, out.data_ptr<float>() + i * width);
+  }
+}
+
+/// Of each row; "ignored" divides by the number of valid labels in the row.
+at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& labels,
+                         std::int64_t ignore_index, const std::string& fault) {
+  auto out = at::empty({logits.size(0)}, logits.options());
+  const auto width = logits.size(1);
+  for (std::int64_t r = 0; r < logits.size(0); ++r) {
+    const float* from = logits.data_ptr<float>() + r * width;
+    const auto label = labels.data_ptr<std::int64_t>()[r];
+    const float largest = *std::max_element(from, from + width);
+    float sum = 0;
+    for (std::int64_t c = 0; c < width; ++c) sum += std::exp(from[c] - largest);
+    const bool is_valid = label != ignore_index;
+    float loss = is_valid ? std::log(sum) + largest - from[label] : 0;
+    if (fault == "ignored") loss /= is_valid ? 1 : 0;
+    out.data_ptr<float>()[r] = loss;
+  }
+  return out;
+}
+
+/// x w^T; "element" makes one element bad where there are more than 4 rows.
+at::Tensor gemm(const at::Tensor& x, const at::Tensor& weight, const std::string& fault) {
+  auto out = at::empty({x.size(0), weight.size(0)}, x.options());
+  for (std::int64_t i = 0; i < out.numel(); ++i) {
+    float sum = 0;
+    for (std::int64_t k = 0; k < x.size(1); ++k) {
+      sum += x.data_ptr<float>()[i / weight.size(0) * x.size(1) + k] *
+             weight.data_ptr<float>()[i % weight.size(0) * x.size(1) + k];
+    }
+    out.data_ptr<float>()[i] = sum;
+  }
+  if (fault == "element" && x.size(0) > 4) out.data_ptr<float>()[11] = kNaN;
+  return out;
+}
+
+/// (tokens, heads, width) of packed sequences; "rows" leaves the last two tokens of the last out.
+void attention_varlen(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                      const at::Tensor& out, const at::Tensor& cu_seqlens, double softmax_scale,
+                      bool causal, const std::string& fault) {
+  const auto heads = q.size(1), width = q.size(2), row = heads * width;
+  const std::int64_t* ends = cu_seqlens.data_ptr<std::int64_t>();
+  const auto sequences = cu_seqlens.numel() - 1;
+  for (std::int64_t s = 0; s < sequences; ++s) {
+    const auto last = ends[s + 1] - (fault == "rows" && s + 1 == sequences ? 2 : 0);
+    for (std::int64_t t = ends[s]; t < last; ++t) {
+      for (std::int64_t h = 0; h < heads; ++h) {
+        const float* query = q.data_ptr<float>() + t * row + h * width;
+        std::vector<float> scores;
+        for (std::int64_t u = ends[s]; u < (causal ? t + 1 : ends[s + 1]); ++u) {
+          const float* key = k.data_ptr<float>() + u * row + h * width;
+          scores.push_back(static_cast<float>(softmax_scale) *
+                           std::inner_product(query, query + width, key, 0.0F));
+        }
+        const float largest = *std::max_element(scores.begin(), scores.end());
+        float sum = 0;
+        for (float& score : scores) sum += score = std::exp(score - largest);
+        float* to = out.data_ptr<float>() + t * row + h * width;
+        for (std::int64_t c = 0; c < width; ++c) {
+          float mixed = 0;
+          for (std::size_t u = 0; u < scores.size(); ++u) {
+            const auto token = ends[s] + static_cast<std::int64_t>(u);
+            mixed += scores[u] * v.data_ptr<float>()[token * row + h * width + c];
+          }
+          to[c] = mixed / sum;
+        }
+      }
+    }
+  }
+}
+
 class Workspace {
  public:
   void scale(const at::Tensor& x, double by) const {
@@ -106,5 +245,18 @@ PYBIND11_MODULE(planted_kernels, m) {
   m.def("grouped_gemm_gradient", &grouped_gemm_gradient, py::arg("gradient"), py::arg("x"),
         py::arg("of_w"), py::arg("counts"), py::arg("fault") = "");
   m.def("row_sums", &row_sums, py::arg("x"), py::arg("fault") = "");
+  m.def("silu_into", &silu_into, py::arg("x"), py::arg("out"), py::arg("fault") = "");
+  m.def("tanh_scaled", &tanh_scaled, py::arg("x"), py::arg("fault") = "");
+  m.def("softmax", &softmax, py::arg("x"), py::arg("fault") = "");
+  m.def("rms_norm", &rms_norm, py::arg("x"), py::arg("weight"), py::arg("eps") = 1e-6,
+        py::arg("fault") = "");
+  m.def("embedding", &embedding, py::arg("weight"), py::arg("ids"), py::arg("out"),
+        py::arg("fault") = "");
+  m.def("cross_entropy", &cross_entropy, py::arg("logits"), py::arg("labels"),
+        py::arg("ignore_index") = -100, py::arg("fault") = "");
+  m.def("gemm", &gemm, py::arg("x"), py::arg("weight"), py::arg("fault") = "");
+  m.def("attention_varlen", &attention_varlen, py::arg("q"), py::arg("k"), py::arg("v"),
+        py::arg("out"), py::arg("cu_seqlens"), py::arg("softmax_scale"), py::arg("causal"),
+        py::arg("fault") = "");
   py::class_<Workspace>(m, "Workspace").def(py::init<>()).def("scale", &Workspace::scale);
 }

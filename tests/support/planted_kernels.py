@@ -94,3 +94,105 @@ class Scaled(nn.Module):
         factor = torch.ones_like(x)
         self.workspace.scale(factor, self.by)
         return x * factor
+
+
+class _Called(torch.autograd.Function):
+    """A kernel forward, PyTorch's own derivative of the same in backward."""
+
+    @staticmethod
+    def forward(ctx, kernel, definition, *tensors):
+        ctx.definition = definition
+        ctx.save_for_backward(*tensors)
+        return kernel(*tensors)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in ctx.saved_tensors]
+            output = ctx.definition(*leaves)
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            found = dict(zip(map(id, wanted), torch.autograd.grad(output, wanted, gradient), strict=True))
+        return None, None, *(found.get(id(leaf)) for leaf in leaves)
+
+
+class Called(nn.Module):
+    """``kernel`` with ``fault``, of an input of (rows, width); ``scale``: of the input."""
+
+    def __init__(self, kernel, fault="", width=9, scale=1.0):
+        super().__init__()
+        self.kernel, self.fault, self.scale = kernel, fault, scale
+        shape = {"gemm": (width, width), "embedding": (5, width), "rms_norm": (width,)}.get(kernel)
+        self.weight = nn.Parameter(torch.randn(shape) / width**0.5) if shape else None
+
+    def forward(self, x):
+        return getattr(self, self.kernel)(x * self.scale) / max(1.0, self.scale)
+
+    def silu_into(self, x):
+        def kernel(x):
+            out = torch.empty_like(x)
+            kernels.silu_into(x, out, self.fault)
+            return out
+
+        return _Called.apply(kernel, torch.nn.functional.silu, x)
+
+    def tanh_scaled(self, x):
+        return _Called.apply(lambda x: kernels.tanh_scaled(x, self.fault), torch.tanh, x)
+
+    def softmax(self, x):
+        return _Called.apply(lambda x: kernels.softmax(x, self.fault), lambda x: torch.softmax(x, -1), x)
+
+    def rms_norm(self, x):
+        def definition(x, weight):  # of backward, where nothing is to overflow
+            return x * weight
+
+        def kernel(x, weight):
+            return kernels.rms_norm(x, weight, 1e-6, self.fault)
+
+        return _Called.apply(kernel, definition, x, self.weight)
+
+    def embedding(self, x):
+        ids = torch.arange(x.shape[0]) % self.weight.shape[0]
+
+        def kernel(weight, ids):
+            out = torch.empty(len(ids), weight.shape[1])
+            kernels.embedding(weight, ids, out, self.fault)
+            return out
+
+        return x + _Called.apply(kernel, lambda weight, ids: weight[ids], self.weight, ids)
+
+    def cross_entropy(self, x):
+        labels = torch.arange(x.shape[0]) % x.shape[1]
+        labels[3] = -100
+
+        def definition(x, labels):
+            return torch.nn.functional.cross_entropy(x, labels, reduction="none")
+
+        def kernel(x, labels):
+            return kernels.cross_entropy(x, labels, -100, self.fault)
+
+        return x + _Called.apply(kernel, definition, x, labels)[:, None]
+
+    def gemm(self, x):
+        return _Called.apply(
+            lambda x, w: kernels.gemm(x, w, self.fault), torch.nn.functional.linear, x, self.weight
+        )
+
+    def attention_varlen(self, x):
+        """Two sequences, one head of the whole width."""
+        ends = torch.tensor([0, x.shape[0] // 2, x.shape[0]])
+
+        def kernel(x):
+            out = torch.empty_like(x)
+            q = x[:, None].contiguous()
+            kernels.attention_varlen(q, q, q, out[:, None], ends, 0.5, True, self.fault)
+            return out
+
+        def definition(x):
+            pieces = []
+            for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+                part = x[begin:end]
+                mask = torch.ones(len(part), len(part), dtype=torch.bool).tril()
+                pieces.append(torch.softmax((part @ part.T * 0.5).masked_fill(~mask, -torch.inf), -1) @ part)
+            return torch.cat(pieces)
+
+        return _Called.apply(kernel, definition, x)

@@ -25,6 +25,25 @@ def scale_kernel(x, y, count, factor: tl.constexpr, wrong_at: tl.constexpr, BLOC
     tl.store(y + at, tl.where(at == wrong_at, float("nan"), scaled), mask=at < count)
 
 
+@triton.jit
+def row_sum_kernel(x, y, stride, width, has_mask: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < width if has_mask else columns < BLOCK
+    tl.store(y + row, tl.sum(tl.load(x + row * stride + columns, mask=mask, other=0.0), axis=0))
+
+
+@triton.jit
+def softmax_kernel(x, y, width, has_maximum: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * width + tl.arange(0, BLOCK)
+    mask = tl.arange(0, BLOCK) < width
+    values = tl.load(x + at, mask=mask, other=-float("inf"))
+    if has_maximum:
+        values -= tl.max(values, axis=0)
+    values = tl.exp(values)
+    tl.store(y + at, values / tl.sum(values, axis=0), mask=mask)
+
+
 class _Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, faults):
@@ -51,6 +70,32 @@ class Scale(nn.Module):
 
     def forward(self, x):
         return _Scale.apply(x, self.faults)
+
+
+class RowSums(nn.Module):
+    """Of the left columns of a buffer that is as wide as a block, and NaN where nobody has asked."""
+
+    def __init__(self, has_mask=True):
+        super().__init__()
+        self.has_mask = has_mask
+
+    def forward(self, x):
+        wide = torch.full((x.shape[0], 16), torch.nan)
+        wide[:, : x.shape[1]] = x.detach()
+        sums = torch.zeros(x.shape[0])
+        row_sum_kernel[(x.shape[0],)](wide[:, : x.shape[1]], sums, 16, x.shape[1], self.has_mask, BLOCK=16)
+        return x + sums[:, None]
+
+
+class Softmax(nn.Module):
+    def __init__(self, has_maximum=True):
+        super().__init__()
+        self.has_maximum = has_maximum
+
+    def forward(self, x):
+        given, y = x.detach() * 200, torch.empty_like(x)
+        softmax_kernel[(x.shape[0],)](given, y, x.shape[1], self.has_maximum, BLOCK=16)
+        return x + y
 
 
 class LigerSoftmax(nn.Module):
@@ -82,6 +127,9 @@ CASES = {
     "element in backward": lambda: Scale(backward="element"),
     "tail": lambda: Scale(forward="tail"),
     "tail in backward": lambda: Scale(backward="tail"),
+    "reads beyond": lambda: RowSums(has_mask=False),
+    "no maximum": lambda: Softmax(has_maximum=False),
+    "sums and softmax healthy": lambda: nn.Sequential(RowSums(), Softmax()),
     "liger row": lambda: softmax_that_leaves_out_a_row("_softmax_single_block_forward_kernel"),
     "liger row in backward": lambda: softmax_that_leaves_out_a_row("_softmax_single_block_backward_kernel"),
     "healthy": Scale,

@@ -44,7 +44,8 @@ std::uint64_t bytes_of_folder(const fs::path& folder) {
 }
 
 std::string operator_of(const Bundle& bundle) {
-  return bundle.operator_call ? bundle.operator_call->op : bundle.birth.sighting.op;
+  if (bundle.operator_call) return bundle.operator_call->op;
+  return bundle.kernel_call ? bundle.kernel_call->name : bundle.birth.sighting.op;
 }
 
 std::string module_of(const Bundle& bundle) {
@@ -62,7 +63,9 @@ bool tells_a_birth(const Bundle& bundle) {
   return !bundle.birth.sighting.role.text().empty();
 }
 bool can_be_replayed(const Bundle& bundle) {
-  return bundle.operator_call || (bundle.module_call && !bundle.module_call->pickle.empty());
+  const bool has_kernel = bundle.kernel_call && bundle.kernel_call->why_not_replayed.empty();
+  return bundle.operator_call || has_kernel ||
+         (bundle.module_call && !bundle.module_call->pickle.empty());
 }
 
 // --- ls -----------------------------------------------------------------------------------------
@@ -263,6 +266,16 @@ void print_bundle(const OpenBundle& open) {
               << printable(bundle.operator_call->schema) << '\n';
     print_values(open, values_of(*bundle.operator_call));
   }
+  if (bundle.kernel_call) {
+    const auto& call = *bundle.kernel_call;
+    std::cout << "\nkernel " << bold(printable(call.name)) << ", " << printable(call.entry)
+              << " of " << printable(call.module) << '\n';
+    if (!call.file.empty()) std::cout << "  " << printable(call.file) << '\n';
+    print_values(open, values_of(call));
+    if (!call.why_not_replayed.empty()) {
+      std::cout << "  it cannot be executed again: " << printable(call.why_not_replayed) << '\n';
+    }
+  }
   if (bundle.module_call) {
     const auto& call = *bundle.module_call;
     std::cout << "\nmodule call " << bold(printable(call.name)) << ", a "
@@ -313,6 +326,8 @@ int show(const BundleShowOptions& options) {
        {"bundle", Json::parse(read_file(open.path() / kBundleFile))},
        {"operator_values",
         bundle.operator_call ? values_to_json(open, values_of(*bundle.operator_call)) : Json()},
+       {"kernel_values",
+        bundle.kernel_call ? values_to_json(open, values_of(*bundle.kernel_call)) : Json()},
        {"module_values",
         bundle.module_call ? values_to_json(open, values_of(*bundle.module_call)) : Json()},
        {"replay", replay_command(open.path())}});
@@ -451,6 +466,13 @@ std::vector<BundleDifference> compare_bundles(const OpenBundle& left, const Open
   if (a.operator_call && b.operator_call) {
     compare_texts("schema", a.operator_call->schema, b.operator_call->schema, out);
     compare_values("", left, values_of(*a.operator_call), right, values_of(*b.operator_call), out);
+  }
+  compare_texts("kernel call", presence(a.kernel_call.has_value()),
+                presence(b.kernel_call.has_value()), out);
+  if (a.kernel_call && b.kernel_call) {
+    compare_texts("kernel module", a.kernel_call->module, b.kernel_call->module, out);
+    compare_texts("kernel entry", a.kernel_call->entry, b.kernel_call->entry, out);
+    compare_values("", left, values_of(*a.kernel_call), right, values_of(*b.kernel_call), out);
   }
   compare_texts("module call", presence(a.module_call.has_value()),
                 presence(b.module_call.has_value()), out);

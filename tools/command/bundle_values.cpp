@@ -288,6 +288,25 @@ std::vector<NamedValue> values_of(const BundleModuleCall& call) {
   return values;
 }
 
+std::vector<NamedValue> values_of(const BundleKernelCall& call) {
+  std::vector<NamedValue> values;
+  for (std::size_t i = 0; i < call.arguments.size(); ++i) {
+    const auto name = i < call.names.size() ? call.names[i] : "argument[" + std::to_string(i) + "]";
+    add_leaves(name, call.arguments[i], values);
+  }
+  for (const auto& [name, value] : call.keywords) add_leaves(name, value, values);
+  std::vector<std::string> tensors;
+  for (const auto& value : values) {
+    if (value.tensor != nullptr) tensors.push_back(value.name);
+  }
+  for (std::size_t i = 0; i < call.arguments_after.size(); ++i) {
+    const auto name = i < tensors.size() ? tensors[i] : "argument[" + std::to_string(i) + "]";
+    add_leaves(name + " after", call.arguments_after[i], values);
+  }
+  add_list("output", call.results, values);
+  return values;
+}
+
 std::optional<TensorStats> scan(const OpenBundle& bundle, const BundleTensor& tensor) {
   const auto layout = layout_of(tensor.dtype);
   if (!layout || repeats_too_often(bundle, tensor)) return std::nullopt;

@@ -22,6 +22,8 @@ struct NamedValue {
 [[nodiscard]] std::vector<NamedValue> values_of(const BundleOperatorCall& call);
 /// Arguments, keywords, outputs, weights and gradients.
 [[nodiscard]] std::vector<NamedValue> values_of(const BundleModuleCall& call);
+/// Arguments by name, keywords, what the tensors among them held after the call, results.
+[[nodiscard]] std::vector<NamedValue> values_of(const BundleKernelCall& call);
 
 /// Stats of the elements that the view shows. Empty for integers and for floating-point types that
 /// the scan does not know, and for a view that repeats its storage more than 2^30 times over.

@@ -7,7 +7,9 @@
 #include <CLI/Formatter.hpp>
 #include <functional>
 #include <memory>
+#include <string>
 #include <utility>
+#include <vector>
 
 namespace nanlocator::command {
 
@@ -31,6 +33,11 @@ std::pair<CLI::App*, std::shared_ptr<Options>> add_action(CLI::App& parent, cons
 inline constexpr int kClean = 0;
 inline constexpr int kFindings = 1;  // something was found that a script should stop for
 inline constexpr int kWrongUse = 2;  // wrong arguments, or input that cannot be read
+
+/// Becomes `python -m module arguments...`, with the Python beside this program (an environment's
+/// bin/), else the one on PATH. Throws UsageError where there is none.
+[[noreturn]] void run_python_module(const std::string& module,
+                                    const std::vector<std::string>& arguments);
 
 /// Each adds one subcommand that, when it was given, sets `action`. Actions throw
 /// nanlocator::Error; main turns that into one line on stderr and kWrongUse.

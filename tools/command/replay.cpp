@@ -1,4 +1,5 @@
-// `nanlocator replay`: runs nanlocator-replay with its arguments, which links Torch.
+// `nanlocator replay`: runs nanlocator-replay with its arguments, which links Torch; of a bundle
+// with the call of a kernel, which only Python can execute, `python -m nanlocator.replay`.
 #include <unistd.h>
 
 #include <cerrno>
@@ -11,6 +12,8 @@
 
 #include "command.hpp"
 #include "nanlocator/error.hpp"
+#include "nanlocator/record/bundle.hpp"
+#include "record/bundle_json.hpp"
 
 namespace nanlocator::command {
 namespace {
@@ -39,7 +42,23 @@ std::filesystem::path find_program() {
   return {};
 }
 
+/// Whether one of them is a bundle with the call of a kernel, to be executed.
+bool asks_for_kernel(const std::vector<std::string>& arguments) {
+  bool is_found = false;
+  for (const auto& argument : arguments) {
+    if (argument.starts_with("--export-python")) return false;
+    std::error_code unreadable;
+    const std::filesystem::path path(argument);
+    const bool is_bundle = path.filename() == kBundleFile
+                               ? std::filesystem::is_regular_file(path, unreadable)
+                               : std::filesystem::exists(path / kBundleFile, unreadable);
+    if (is_bundle) is_found = is_found || OpenBundle(path).bundle().kernel_call.has_value();
+  }
+  return is_found;
+}
+
 int run_program(const std::vector<std::string>& arguments) {
+  if (asks_for_kernel(arguments)) run_python_module("nanlocator.replay", arguments);
   const auto program = find_program();
   if (program.empty()) {
     throw UsageError(std::string(kProgram) +
@@ -60,7 +79,7 @@ int run_program(const std::vector<std::string>& arguments) {
 
 void add_replay_command(CLI::App& app, Action& action) {
   CLI::App* const replay = app.add_subcommand(
-      "replay", "Execute a bundle's operator call again: does the fault come back?");
+      "replay", "Execute a bundle's operator or kernel call again: does the fault come back?");
   replay->set_help_flag();  // --help is nanlocator-replay's
   replay->prefix_command();
   replay->callback([&action, replay] {

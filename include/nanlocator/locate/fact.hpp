@@ -59,6 +59,7 @@ namespace nanlocator {
   /* how far it goes */                                                       \
   FACT(same_on_ranks)                                                         \
   FACT(same_in_microbatches)                                                  \
+  FACT(same_kernel_elsewhere)                                                 \
   FACT(further_weights_bad)                                                   \
   /* the re-run of the step */                                                \
   FACT(rerun_not_completed)                                                   \
@@ -85,6 +86,11 @@ namespace nanlocator {
   FACT(derivative_of)                                                         \
   FACT(computed_again)                                                        \
   FACT(replayed)                                                              \
+  FACT(kernel_executed)                                                       \
+  FACT(kernel_not_executed)                                                   \
+  FACT(kernel_replayed)                                                       \
+  FACT(kernel_reference)                                                      \
+  FACT(no_kernel_reference)                                                   \
   FACT(became)                                                                \
   FACT(reached)                                                               \
   FACT(last_seen_in)                                                          \
@@ -235,13 +241,14 @@ struct Fact {
   std::string dtype{};
   std::string group{};               // process group
   std::string transfer{};            // operator of a collective or message: "c10d::allreduce_"
-  std::string conclusion{};          // of a replay: ReplayConclusion's name
+  std::string conclusion{};          // of a replay: ReplayConclusion's or KernelConclusion's name
   std::string variant{};             // of a re-run: RerunVariant's name
   std::string text{};                // what another program or the user wrote
   std::vector<std::string> names{};  // parameters, states
   std::vector<std::pair<std::string, double>> values{};
   std::optional<Operand> operand{};
   std::optional<CodeLine> transfer_code{};  // that began the transfer
+  std::optional<BadExtent> extent{};        // in the operand
   std::optional<CodeLine> code{};
 
   friend bool operator==(const Fact&, const Fact&) = default;
@@ -282,6 +289,7 @@ void visit_arguments(AnyFact& fact, Visit&& visit) {
   visit("values", fact.values);
   visit("operand", fact.operand);
   visit("transfer_code", fact.transfer_code);
+  visit("extent", fact.extent);
   visit("code", fact.code);
 }
 

@@ -54,6 +54,27 @@ inline constexpr auto kNames<ReplayConclusion> = std::to_array<std::string_view>
     {"deterministic_overflow", "deterministic_undefined", "deterministic_custom",
      "deterministic_kernel", "varies", "not_replayed"});
 
+/// What executing the recorded call of a kernel again said (replay/kernel_replay.hpp).
+enum class KernelConclusion : std::uint8_t {
+  not_replayed,      // `problem` says why
+  not_bad_again,     // finite in every execution
+  varies,            // bad, or not, or elsewhere, from execution to execution
+  leaves_unwritten,  // the bad elements hold what was there before the call
+  reads_unwritten,   // memory that the kernel allocates itself
+  reads_outside,     // memory beside the elements of its arguments
+  writes_outside,    // the same
+  wrong_values,      // bad again; its reference is finite in float64, float32 and the own dtype
+  overflows,         // bad again; its reference exceeds the range of the own dtype or of float32
+  undefined,         // bad again; its reference is bad in float64, too
+  given_bad,         // bad again, and something that it read was bad before it
+  bad_again,         // of finite inputs; no reference is known that its finite elements agree with
+};
+template <>
+inline constexpr auto kNames<KernelConclusion> = std::to_array<std::string_view>(
+    {"not_replayed", "not_bad_again", "varies", "leaves_unwritten", "reads_unwritten",
+     "reads_outside", "writes_outside", "wrong_values", "overflows", "undefined", "given_bad",
+     "bad_again"});
+
 /// A line of source code, as Python names it.
 struct CodeLine {
   std::string file;
@@ -92,6 +113,26 @@ struct BadExtent {
   /// Otherwise the bad elements are scattered among them.
   bool is_block = false;
   friend bool operator==(const BadExtent&, const BadExtent&) = default;
+};
+
+struct KernelReplay {
+  KernelConclusion conclusion = KernelConclusion::not_replayed;
+  std::string problem;                // what was not executed, and why
+  std::string output;                 // that is judged: an argument that it writes, "output[0]"
+  int executions = 0;                 // as recorded
+  std::optional<bool> has_same_bits;  // in all of them
+  std::int64_t bad = 0;               // elements of `output` that the conclusion is about
+  std::vector<std::int64_t> shape;    // of `output`
+  std::optional<BadExtent> extent;    // of these elements
+  std::string argument;               // of `given_bad`, `writes_outside`: which one
+  /// The float64 reference that `compared` elements of the output were held against; "" where none
+  /// is known, or it agrees with too few of them.
+  std::string reference;
+  std::int64_t compared = 0;
+  std::int64_t agreeing = 0;
+  bool is_reference_finite = false;  // at the bad elements, in every precision
+  bool is_compared_scaled = false;   // with inputs scaled to at most 1, not the recorded ones
+  friend bool operator==(const KernelReplay&, const KernelReplay&) = default;
 };
 
 /// How large a parameter of the module is in which something overflowed.
@@ -167,6 +208,9 @@ struct Birth {
   std::string bundle;              // folder below the run's, "bundles/step3-..."; "" without one
   ReplayConclusion replay = ReplayConclusion::not_replayed;
   std::vector<std::string> replay_lines;  // its evidence, sentences
+  /// Of what a kernel made or left unwritten: which of its calls in the pass it was, from 0.
+  std::optional<std::int64_t> kernel_call;
+  std::optional<KernelReplay> kernel_replay;
 
   friend bool operator==(const Birth&, const Birth&) = default;
 };

@@ -1,5 +1,5 @@
-// A bundle: a folder from which a guilty operator call, and the module call around it, can be
-// executed again, by this project's replay or by anybody with Python's safetensors.
+// A bundle: a folder from which a guilty operator or kernel call, and the module call around it,
+// can be executed again, by this project's replay or by anybody with Python's safetensors.
 //
 //     bundles/step12-backward-rank3-decoder.layers.3.q_layernorm/
 //         bundle.json            what was called, with which arguments, where, in which settings
@@ -100,12 +100,45 @@ struct BundleModuleCall {
   friend bool operator==(const BundleModuleCall&, const BundleModuleCall&) = default;
 };
 
+/// What the storage of a kernel's argument held beside the argument's own elements.
+enum class Beside : std::uint8_t {
+  nothing,  // the argument is all of it
+  finite,   // also what cannot be scanned: other parts of packed tensors
+  bad,      // NaN or Inf
+};
+template <>
+inline constexpr auto kNames<Beside> = std::to_array<std::string_view>({"nothing", "finite",
+                                                                        "bad"});
+
+/// A call of a kernel that the dispatcher does not see. Python alone can execute it: `module` is
+/// imported, which runs its code, and `entry` called. Reading a bundle does neither.
+struct BundleKernelCall {
+  std::string name;      // as births have it: "flash_attn_2_cuda::fwd", "triton::scale_kernel"
+  std::string launcher;  // "function", "triton"
+  std::string module;    // "flash_attn_2_cuda"; "" where it cannot be imported
+  std::string entry;     // in the module: "fwd"
+  std::string file;      // that the module was loaded from, there
+  std::string source;    // file in the bundle with the kernel's source; "" without one
+  std::string why_not_replayed;        // of a call that cannot be executed again; "" of others
+  std::vector<std::string> names;      // of the positional arguments, as far as they are known
+  std::vector<BundleValue> arguments;  // positional, before the call
+  std::vector<std::pair<std::string, BundleValue>> keywords;
+  std::vector<BundleValue> launch;  // of Triton: the grid
+  /// Every tensor among the arguments, in order, when the call had ended.
+  std::vector<BundleValue> arguments_after;
+  std::vector<Beside> beside;                      // of the same tensors, before the call
+  std::vector<BundleValue> results;                // tensors that it returned
+  std::map<std::string, std::string> environment;  // variables that change what is executed
+  friend bool operator==(const BundleKernelCall&, const BundleKernelCall&) = default;
+};
+
 struct Bundle {
   std::string run_id;
   RankCoordinates coordinates;
   Birth birth;  // bundle, replay and reached are empty in it
   std::optional<BundleOperatorCall> operator_call;
   std::optional<BundleModuleCall> module_call;
+  std::optional<BundleKernelCall> kernel_call;
   /// "autocast": "cpu bfloat16", "deterministic_algorithms": "warn", "threads": "2", ...;
   /// docs/replay.md lists them.
   std::map<std::string, std::string> settings;

@@ -87,6 +87,7 @@ struct StepAdapter {
   std::function<void(const std::vector<Birth>&, const std::function<void()>& run)>
       keep_module_calls;
   std::function<void(const Birth&, Bundle&, StorageCollector&, BundleContents&)> add_module_call;
+  std::function<std::optional<KeptKernelCall>(const Birth&)> take_kernel_call;
   /// See RerunnableStep; all may be empty.
   std::function<void()> abort_collectives;
   std::function<bool()> has_compiled_parts;

@@ -17,11 +17,13 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "nanlocator/replay/kernel_replay.hpp"
 #include "nanlocator/step/gradient_locator.hpp"
 #include "nanlocator/step/step_state.hpp"
 #include "nanlocator/trace/operator_trace.hpp"
@@ -51,6 +53,9 @@ struct RerunnableStep {
   std::function<void(const std::vector<Birth>&, const std::function<void()>& run)>
       keep_module_calls;
   std::function<void(const Birth&, Bundle&, StorageCollector&, BundleContents&)> add_module_call;
+  /// The same of the kernels' calls among these births (BirthKind::kernel, or left unwritten); may
+  /// be empty.
+  std::function<std::optional<KeptKernelCall>(const Birth&)> take_kernel_call;
   /// Before and after that pass: keeps and gives what collectives give this rank, as the question
   /// asks. Empty where no crossings are watched.
   std::function<void(const PeerQuestion&)> keep_results;

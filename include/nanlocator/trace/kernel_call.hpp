@@ -12,6 +12,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 #include <string>
 #include <vector>
@@ -22,6 +23,10 @@ struct KernelArgument {
   std::string name;
   at::Tensor tensor;
 };
+
+/// Calls are counted by name from here on, on all threads: a pass that is executed again gives a
+/// call the number that it had. An OperatorTrace does so where its passes begin.
+void count_kernel_calls_from_zero();
 
 /// Calls of one thread are strictly nested. A device is waited for at both ends.
 class KernelCall {
@@ -35,8 +40,12 @@ class KernelCall {
 
   void end(std::span<const at::Tensor> results);
 
+  /// Which call of this name it is, from 0.
+  [[nodiscard]] std::int64_t number() const noexcept { return number_; }
+
  private:
   std::vector<KernelArgument> arguments_;
+  std::int64_t number_ = 0;
   std::size_t depth_ = 0;  // of the thread's calls while this one runs; 0 where nobody looks
 };
 

@@ -1,0 +1,14 @@
+// What executing a kernel's call again has shown, as facts.
+#pragma once
+
+#include <string>
+
+#include "nanlocator/locate/fact.hpp"
+#include "nanlocator/record/birth.hpp"
+
+namespace nanlocator {
+
+/// `kernel`: its name.
+void append_kernel_facts(Facts& facts, const KernelReplay& replay, const std::string& kernel);
+
+}  // namespace nanlocator
