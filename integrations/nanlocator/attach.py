@@ -4,9 +4,9 @@
     NANLOCATOR=1 torchrun --nproc-per-node 8 train.py ARGS...
 
 Optimizers are known from the moment they are made. When the first module is called that has their
-parameters, they and the modules that hold those parameters are watched. Under Megatron its own integration is
-installed in place of this, and what a script sets up by itself (``LocatingOptimizer``, ``watch``, the
-Trainer's callback) is left alone.
+parameters, they and the modules that hold those parameters are watched. Under Megatron and DeepSpeed their
+own integrations are installed in place of this, and what a script sets up by itself (``LocatingOptimizer``,
+``watch``, the Trainer's callback) is left alone.
 """
 
 import atexit
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nanlocator import _C, megatron_scripts
+from nanlocator import _C, deepspeed_scripts, megatron_scripts
 from nanlocator.driver import Driver
 from nanlocator.optimizer import LocatingOptimizer
 from nanlocator.patches import replace
@@ -52,6 +52,7 @@ class Attachment:
         self._undo: list[Any] = []
         self._follow_new_optimizers()
         megatron_scripts.follow()
+        deepspeed_scripts.follow()
         atexit.register(self._say_if_nothing)
 
     def _follow_new_optimizers(self) -> None:

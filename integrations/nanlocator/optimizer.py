@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
 
 from nanlocator import _C, fsdp1
+from nanlocator.deepspeed_scripts import keep_from_deepspeed, refuse_owned
 from nanlocator.driver import Named, SkippedUpdate
 from nanlocator.plain import PlainAdapter, PlainPass, overflow_seen, plain_driver
 from nanlocator.rerun import ObjectState, Stateful, losses_of
@@ -51,6 +52,7 @@ class LocatingOptimizer(Optimizer):
         grad_scaler: "torch.amp.GradScaler | None" = None,
         **options: Unpack[Options],
     ) -> None:
+        refuse_owned([model], [optimizer])
         if not isinstance(optimizer, Optimizer):
             raise _C.UsageError(
                 f"LocatingOptimizer wraps a torch.optim.Optimizer, not a {type(optimizer).__name__}"
@@ -60,6 +62,7 @@ class LocatingOptimizer(Optimizer):
         resolved = resolve_options(options, integration="pytorch")
         # Optimizer.__init__ is not called: it would make groups and state of its own.
         self.inner = optimizer
+        keep_from_deepspeed(self)
         self._adapter = PlainAdapter([optimizer], {"": model})
         overflow = functools.partial(overflow_seen, optimizer_id=id(self))
         self._driver = plain_driver(self._adapter, resolved, grad_scaler, overflow)

@@ -193,25 +193,31 @@ class StepRecorder:
             self._engine.enter_module(None)
 
     def run_backward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        accumulates = kwargs.get("accumulate_grad", False)
-        if accumulates:
-            self._follower.before_backward()
+        """Autograd's entry: a backward, or ``torch.autograd.grad``."""
+        if kwargs.get("accumulate_grad", False):
+            return self.record_backward(original, args, kwargs)
         given = _C.tensors_in((args, kwargs))
-        call = _EngineCall(original, self._named(args), self._named(kwargs), self._now())
-        before = self._state_of_gradients()
+        call = _EngineCall(original, self._named(args), self._named(kwargs), self._now(), accumulates=False)
         with self.suspended():
             gradients = original(*args, **kwargs)
-        if accumulates and self._state_of_gradients() == before and not self._has_unreduced():
-            return gradients  # of something that nobody watches
-        if accumulates:
+        self._engine.add_call(call, given, _C.tensors_in(gradients))
+        return gradients
+
+    def record_backward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """``original`` writes the gradients of leaves; the losses are in its first argument."""
+        self._follower.before_backward()
+        given = _C.tensors_in((args, kwargs))
+        call = _EngineCall(original, self._named(args), self._named(kwargs), self._now(), accumulates=True)
+        before = self._state_of_gradients()
+        with self.suspended():
+            result = original(*args, **kwargs)
+        if self._state_of_gradients() != before or self._has_unreduced():  # else nobody watches them
             self.losses += [
                 self.unscaled.get(t, t).detach() for t in _C.tensors_in(args[0]) if t.numel() == 1
             ]
             self._engine.add_backward(call, given)
             self._follower.after_backward()
-        else:
-            self._engine.add_call(call, given, _C.tensors_in(gradients))
-        return gradients
+        return result
 
     def _function_call(self, function: type, args: Any) -> "tuple[_FunctionCall, list[torch.Tensor]]":
         return _FunctionCall(function, self._named(args)), _C.tensors_in(args)
@@ -337,11 +343,19 @@ class _FunctionCall:
 class _EngineCall:
     """A backward, or ``torch.autograd.grad``."""
 
-    def __init__(self, run: Callable[..., Any], args: Any, kwargs: Any, switches: _SwitchesNow) -> None:
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        switches: _SwitchesNow,
+        *,
+        accumulates: bool,
+    ) -> None:
         self._run = run
         self._switches = switches
         self._args, self._kwargs = args, kwargs
-        self.accumulates = bool(kwargs.get("accumulate_grad"))
+        self.accumulates = accumulates
 
     def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
         args, kwargs = _mapped((self._args, self._kwargs), _Now(replay))

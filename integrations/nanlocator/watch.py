@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
 
 from nanlocator import _C, fsdp1
+from nanlocator.deepspeed_scripts import keep_from_deepspeed, refuse_owned
 from nanlocator.driver import LossScale, SkippedUpdate
 from nanlocator.evaluation import Evaluation
 from nanlocator.optimizer import LocatingOptimizer
@@ -57,6 +58,7 @@ def watch(model: Models, optimizer: Optimizer | Iterable[Optimizer], **options: 
     Raises:
         nanlocator.UsageError: where something is watched already, or there is nothing to watch.
     """
+    refuse_owned([], [optimizer])  # DeepSpeed's are none of torch's
     return Watch(_named_models(model), _listed(optimizer, Optimizer), options)
 
 
@@ -73,6 +75,7 @@ class Watch:
             raise _C.UsageError("nanlocator.watch needs a model and an optimizer")
         if any(isinstance(each, LocatingOptimizer) for each in optimizers):
             raise _C.UsageError("a LocatingOptimizer looks by itself: give watch the optimizer inside")
+        refuse_owned(models.values(), optimizers)
         resolved = resolve_options(options, integration="pytorch")
         self._models, self._optimizers, self._options = models, optimizers, options
         self._adapter = PlainAdapter(optimizers, models)
@@ -87,7 +90,7 @@ class Watch:
         self._is_stepping = False
         self._decision = _C.Decision.PROCEED
         self._zeroed: set[torch.Tensor] = set()
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], None]] = [keep_from_deepspeed(each) for each in optimizers]
         self._follow_loop()
 
     @property

@@ -246,6 +246,18 @@ class Merge {
     born.facts.push_back(std::move(seen));
   }
 
+  /// A weight whose bad elements one rank updates: the others have read what it has sent them.
+  static void leave_to_owners(Origin& born, const Origin& seen) {
+    if (!std::ranges::includes(born.candidates, seen.candidates)) return;
+    born.candidates = seen.candidates;
+    born.coordinates = seen.coordinates;
+    born.is_on_every_candidate = seen.is_on_every_candidate;
+    born.data_parallel_replica = seen.data_parallel_replica;
+    std::erase_if(born.facts, [](const Fact& fact) {
+      return fact.kind == FactKind::same_on_ranks || fact.kind == FactKind::every_copy_bad;
+    });
+  }
+
   /// What the other copies of a weight are like, only the scan of all parameters tells.
   static void adopt_copies(Origin& born, const Origin& seen) {
     if (born.parameter != seen.parameter) return;
@@ -253,6 +265,7 @@ class Merge {
     if (seen.tensor && born.tensor && born.tensor->shape != seen.tensor->shape) {
       born.tensor = seen.tensor;
     }
+    if (has_fact(seen.facts, FactKind::owner_is_left)) leave_to_owners(born, seen);
     for (const Fact& fact : seen.facts) {
       const bool is_of_copies =
           fact.kind == FactKind::copies_clean || fact.kind == FactKind::every_copy_bad ||

@@ -162,7 +162,9 @@ class StepRules {
   void judge_weight_in_shards(const std::vector<BadOnRank>& bad) {
     const Sighting& sighting = *bad.front().bad->sighting;
     const std::string& name = bad.front().bad->name;
-    const std::set<int> owners = ranks_of(bad);
+    // What others have gathered and keep (ZeRO-3's persistent parameters) is as bad.
+    const std::set<int> kept = owners_of(bad);
+    const std::set<int> owners = kept.empty() ? ranks_of(bad) : kept;
     std::set<int> gathering, clean;
     for (const BadOnRank& each : bad) {
       const auto group = findings_.shard_group_of(*each.rank, *each.bad);

@@ -157,6 +157,11 @@ def _follow_trainers() -> None:
 
 def _check(trainer: Trainer) -> None:
     kind = trainer.accelerator.distributed_type.value
+    if kind == "DEEPSPEED":
+        raise _C.UsageError(
+            "NanLocatorCallback does not see what DeepSpeed does with gradients: leave it out, and start the "
+            "script with NANLOCATOR=1 or python -m nanlocator, which attaches nanlocator.deepspeed by itself"
+        )
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise _C.UsageError(
             f"NanLocatorCallback looks at parameter.grad, which {kind} keeps elsewhere or in shards; it "

@@ -1,0 +1,281 @@
+"""DeepSpeedLocator: where the observers are hooked into a DeepSpeed engine, and how a bad step ends.
+
+One step on every rank, in this order (runtime/engine.py, DeepSpeedEngine):
+
+    forward, backward    recorded, of each microbatch
+      the reduction      grad_local: the gradients of a bucket, before it is reduced
+    _take_model_step     at the accumulation boundary: grad_reduced, the losses, and the flag over all ranks;
+                         a bad step is executed again and judged here, before the clip and the update
+      the optimizer's norm   where it overflows though every gradient is finite
+    ... its end          params_after (check_params)
+
+The engine's StepDriver owns the step. Hooks replace methods of the instances; ``remove`` takes them off.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
+
+from nanlocator import _C
+from nanlocator.backward_order import BackwardOrder
+from nanlocator.deepspeed.adapter import DeepSpeedAdapter, EnginePass, EngineRecorder
+from nanlocator.deepspeed.configuration import check, not_covered
+from nanlocator.deepspeed.zero import layout_of
+from nanlocator.driver import Driver
+from nanlocator.errors import NonFiniteGradientError
+from nanlocator.patches import Patches, replace
+from nanlocator.rerun import GeneratorStates, ObjectState, Stateful
+from nanlocator.session import (
+    Options,
+    RankConnection,
+    is_distributed,
+    log_once,
+    recorded_bytes,
+    resolve_options,
+)
+
+_INSTALLED = "_nanlocator"  # attribute of the engine that holds the installed locator
+
+
+def install(engine: Any, **options: Unpack[Options]) -> "DeepSpeedLocator":
+    """Watches the training of a DeepSpeed engine from now on: call it on every rank, after
+    ``deepspeed.initialize``. The loop stays as it is:
+
+        engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        locator = nanlocator.deepspeed.install(engine)
+        for batch in data:
+            loss = loss_function(engine(batch.x), batch.y)
+            engine.backward(loss)
+            engine.step()
+
+    Args:
+        engine: of ZeRO stage 0 to 3, in fp32, bf16 or fp16.
+        options: see :class:`nanlocator.session.Options`.
+
+    Raises ``nanlocator.UsageError`` for an engine that cannot be watched, with the reason, and
+    ``nanlocator.AgreementError``, on every rank alike, where ranks differ in versions or options.
+    """
+    check(engine)
+    if hasattr(engine, _INSTALLED):
+        raise _C.UsageError(
+            "nanlocator is installed on this engine already; call locator.remove() first to install it with "
+            "other options"
+        )
+    resolved = resolve_options(options, integration="deepspeed", not_covered=not_covered(engine))
+    if resolved.level == "boundaries":
+        raise _C.UsageError(
+            "level 'boundaries' watches what Megatron-Core's ranks send to each other; here use 'grads', "
+            "'modules' or 'operators'"
+        )
+    return DeepSpeedLocator(engine, resolved)
+
+
+class DeepSpeedLocator:
+    """What ``install`` returns.
+
+    Attributes:
+        verdicts: the findings so far, oldest first.
+        run_dir: the folder of the run.
+        dismissed: routine overflows of fp16's dynamic loss scale.
+    """
+
+    def __init__(self, engine: Any, options: "_C.LocatorOptions") -> None:
+        self._engine = engine
+        self._layout = layout_of(engine)
+        self._adapter = DeepSpeedAdapter(engine, self._layout)
+        self._recorder = EngineRecorder(engine, self._layout.parameters, self, recorded_bytes())
+        try:
+            self._driver = Driver(self._adapter, options, RankConnection() if is_distributed() else None)
+        except BaseException:
+            self._recorder.remove()
+            raise
+        self._order = BackwardOrder(self._layout.ids, self._driver.locator)
+        self._pass: EnginePass | None = None
+        self._bucket = 0  # of the backward that runs
+        self._is_looking = False
+        self._patches = Patches()
+        self._install_hooks()
+        setattr(engine, _INSTALLED, self)
+        log_once(
+            f"watching {len(self._layout.parameters)} parameters of a DeepSpeed engine, ZeRO stage "
+            f"{int(engine.zero_optimization_stage())}, level {options.level}, on_bad={options.on_bad}; "
+            f"files of a finding go to {self.run_dir}"
+        )
+        if options.not_covered:
+            log_once("not seen in this configuration: " + "; ".join(options.not_covered))
+
+    @property
+    def verdicts(self) -> list[dict[str, Any]]:
+        return self._adapter.verdicts
+
+    @property
+    def run_dir(self) -> str:
+        return self._driver.run_dir
+
+    @property
+    def dismissed(self) -> int:
+        return self._driver.locator.dismissed
+
+    def register_state(self, name: str, owner: Stateful) -> None:
+        """Something with ``state_dict`` and ``load_state_dict`` that a forward moves: restored before a bad
+        step is executed again."""
+        self._driver.add_state(name, ObjectState(owner))
+
+    def remove(self) -> None:
+        """Takes every hook off and closes the connection. Collective; call it on every rank."""
+        if getattr(self._engine, _INSTALLED, None) is not self:
+            return
+        self._patches.remove()
+        self._order.remove()
+        self._recorder.remove()
+        delattr(self._engine, _INSTALLED)
+        self._driver.close()
+
+    # --- what the recorder tells ---------------------------------------------------------------------
+
+    def before_other_forward(self) -> None:
+        """Not the engine's."""
+
+    def before_forward(self) -> None:
+        if not self._driver.is_in_pass:
+            self._pass = EnginePass(self._adapter, self._layout, self._recorder, self._scan_reduced)
+            if self._is_in_accumulation():
+                self._pass.problem = "its first microbatches were not seen"
+            self._driver.begin_pass(self._pass, self._engine.global_steps + 1)
+
+    def before_backward(self) -> None:
+        self.before_forward()
+        if getattr(self._engine.optimizer, "_coalesce_grad_reduction", False):
+            self._pass.problem = "coalesce_grad_reduction reduced its gradients outside of a backward"
+
+    def after_backward(self) -> None:
+        """Nothing is due before the engine's step."""
+
+    def _is_in_accumulation(self) -> bool:
+        """By the engine's count, unless the program says where a step ends."""
+        engine = self._engine
+        if engine._is_gradient_accumulation_boundary is not None:
+            return False
+        return engine.micro_steps % engine.gradient_accumulation_steps() != 0
+
+    # --- hooks ---------------------------------------------------------------------------------------
+
+    def _install_hooks(self) -> None:
+        wrap = self._patches.wrap
+        wrap(self._engine, "backward", self._around_backward)
+        wrap(self._engine, "scale", self._around_scale)
+        wrap(self._engine, "_backward_prologue", self._before_backward)
+        wrap(self._engine, "_take_model_step", self._around_step)
+        wrap(self._layout.reducer, self._layout.reduction, self._before_reduction)
+        if self._layout.norm:
+            wrap(self._engine.optimizer, self._layout.norm, self._around_norm)
+
+    def _around_backward(
+        self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._driver.is_closed or not self._recorder.is_outside():
+            return original(loss, *args, **kwargs)
+        with self._ending_with("backward failed on this rank"):
+            return self._recorder.record_backward(original, (loss, *args), kwargs)
+
+    def _around_scale(self, original: Callable[..., Any], loss: torch.Tensor) -> torch.Tensor:
+        scaled = original(loss)
+        self._recorder.unscaled[scaled] = loss.detach()
+        return scaled
+
+    def _before_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._bucket = 0
+        return original(*args, **kwargs)
+
+    def _before_reduction(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        parts = self._layout.about_to_be_reduced(*args, **kwargs)
+        if parts:
+            self._scan("grad_local", self._bucket, parts)
+            self._bucket += 1
+        if self._driver.is_rerunning:
+            self._adapter.keep_bad(parts)
+        return original(*args, **kwargs)
+
+    def _scan(self, phase: str, group: int, parts: Any) -> None:
+        self._driver.scan(phase, group, "grad", [i for i, _ in parts], [tensor for _, tensor in parts])
+
+    def _around_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Of gradients that were looked at. One that is not finite, or -1 in its place (runtime/utils.py,
+        mask_nan_or_inf_with_val_inplace), makes DeepSpeed leave the update out."""
+        norms = original(*args, **kwargs)
+        listed = norms if isinstance(norms, list) else [norms]
+        if not self._driver.is_judged and not all(0 <= float(norm) < math.inf for norm in listed):
+            self._driver.set_gradient_norm(float("inf"))
+        return norms
+
+    def _around_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._driver.is_closed:
+            return original(*args, **kwargs)
+        with self._ending_with("the step failed on this rank"), self._recorder.suspended():
+            if self._look() == _C.Decision.SKIP:
+                result = self._without_update(original, *args, **kwargs)
+            else:
+                self._driver.begin_update()
+                result = original(*args, **kwargs)
+            self._driver.end_step()
+            self._order.end_step()
+        self._recorder.begin_step()
+        return result
+
+    def _look(self) -> "_C.Decision":
+        if not self._driver.is_in_pass:
+            return self._driver.look()
+        others = GeneratorStates()  # which a re-run begins with as they were when the step began
+        others.save()
+        self._scan_reduced()
+        decision = self._driver.end_pass([_C.LossView(loss, None) for loss in self._recorder.losses])
+        others.restore()
+        self._adapter.forget_kept()
+        return decision
+
+    def _scan_reduced(self) -> None:
+        if parts := self._layout.reduced():
+            self._scan("grad_reduced", 0, parts)
+
+    def _without_update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed does after an overflow: everything but the optimizer's step."""
+        optimizer = self._engine.optimizer
+        had_overflow = hasattr(optimizer, "overflow")
+
+        def leave_out(*_: Any, **__: Any) -> None:
+            self._layout.clear_gradients()
+            optimizer.overflow = True
+
+        undo = replace(optimizer, "step", leave_out)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            undo()
+            if not had_overflow:
+                del optimizer.overflow
+
+    @contextlib.contextmanager
+    def _ending_with(self, reason: str) -> Iterator[None]:
+        """What leaves this block early leaves nothing of its step behind, in the engine either."""
+        try:
+            with self._driver.abandoning(), self._driver.concluding(reason):
+                yield
+        except NonFiniteGradientError:
+            self._leave_step()
+            raise
+        except BaseException:
+            self._recorder.forget()
+            raise
+
+    def _leave_step(self) -> None:
+        """What the rest of the engine's step() would do, for a caller that goes on."""
+        engine = self._engine
+        self._layout.clear_gradients()
+        self._recorder.forget()
+        engine._stop_timers(engine.engine_timers.step_timers)
+        engine._running_engine_step = False
+        engine.micro_steps += 1

@@ -1,0 +1,20 @@
+"""DeepSpeed on the CPU, from the folder where tools/setup has put it: for the processes of ranks alone, as
+other packages behave otherwise where they find it."""
+
+import os
+import sys
+from pathlib import Path
+
+from ranks import RankServer
+
+PACKAGES = Path(__file__).parents[2] / ".setup" / "deepspeed"
+
+_server = RankServer("engine_training", "torch._dynamo")
+run_ranks, run_programs = _server.run_ranks, _server.run_programs
+
+
+def use() -> None:
+    """From now on `import deepspeed` finds it."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
+    if str(PACKAGES) not in sys.path:
+        sys.path.append(str(PACKAGES))

@@ -1,0 +1,139 @@
+"""Attached in the wrong way it says what to do; attached to an unedited script it finds the engine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import on_cpu
+import pytest
+from on_cpu import run_ranks
+
+HOW = "call nanlocator.deepspeed.install(engine) after deepspeed.initialize"
+
+
+def wrong(rank, world_size, how):
+    import deepspeed
+    import torch
+    from engine_training import Net, Training, configuration
+
+    import nanlocator
+
+    def initialize(optimizer):
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=configuration("zero2"))
+
+    os.environ["LOCAL_RANK"] = str(rank)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    if how == "locating optimizer":
+        return initialize(nanlocator.LocatingOptimizer(optimizer, model))
+    if how == "function that makes one":
+        return initialize(lambda groups: nanlocator.LocatingOptimizer(torch.optim.Adam(groups), model))
+    if how == "watched optimizer":
+        nanlocator.watch(model, optimizer)
+        return initialize(optimizer)
+    engine = Training(rank, "zero0" if how.startswith("zero0") else "zero2", watched=False).engine
+    if how == "watch of engine":
+        nanlocator.watch(engine, engine.optimizer)
+    if how == "watch of model":
+        nanlocator.watch(engine.module, optimizer)
+    if how == "zero0: watch of model":
+        nanlocator.watch(engine.module, engine.optimizer)
+    if how == "locating optimizer of engine":
+        nanlocator.LocatingOptimizer(engine.optimizer, engine.module)
+    if how == "install on a model":
+        nanlocator.deepspeed.install(engine.module)
+    if how == "install twice":
+        nanlocator.deepspeed.install(engine)
+        nanlocator.deepspeed.install(engine)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("locating optimizer", HOW),
+        ("function that makes one", HOW),
+        ("watched optimizer", HOW),
+        ("watch of engine", HOW),
+        ("watch of model", HOW),
+        ("zero0: watch of model", HOW),
+        ("locating optimizer of engine", HOW),
+        ("install on a model", "expects the engine that deepspeed.initialize returns first, not a Net"),
+        ("install twice", "is installed on this engine already"),
+    ],
+)
+def test_a_wrong_attachment_says_what_to_do(how, message):
+    for kind, text in run_ranks(2, wrong, how):
+        assert kind == "UsageError" and message in text
+
+
+def installed_and_removed(rank, world_size):
+    from engine_training import Training, equal
+
+    import nanlocator
+
+    expected = Training(rank, "zero2", watched=False).run(3).state()
+    training = Training(rank, "zero2")
+    training.locator.remove()
+    training.locator.remove()
+    own = [name for name in vars(training.engine) if name in ("backward", "_take_model_step", "scale")]
+    nanlocator.deepspeed.install(training.engine, output_dir="again").remove()
+    return own, equal(expected, training.run(3).state())
+
+
+def test_what_was_removed_leaves_nothing_and_can_be_installed_again():
+    assert run_ranks(2, installed_and_removed) == [([], True)] * 2
+
+
+def maps(rank, world_size):
+    from engine_training import Training
+
+    for variant in ("zero2", "zero3"):
+        Training(rank, variant).locator.remove()
+
+
+def test_each_ranks_map_says_which_part_it_updates():
+    run_ranks(2, maps)
+    for folder in ("run/a0", "run/a1"):  # zero2, zero3
+        command = ["nanlocator", "map", "find", folder, "body.weight", "--json"]
+        shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        assert [match["name"] for match in shown["matches"]] == ["body.weight"]
+        parts = []
+        for rank in range(2):
+            manifest = json.loads(Path(folder, f"param_manifest_tp0pp0dp{rank}.json").read_text())
+            parts += [p["shard"] for p in manifest["parameters"] if p["name"] == "body.weight"]
+        # Of 16 x 16 elements each is updated by one rank.
+        assert parts[0]["begin"] == 0 and parts[0]["end"] == parts[1]["begin"] and parts[1]["end"] == 256
+
+
+def run_script(script, *arguments, ranks=2):
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(on_cpu.PACKAGES)]),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+    }
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    path = Path(__file__).parent / "scripts" / script
+    return subprocess.run(
+        [*torchrun, "-m", "nanlocator", str(path), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_an_unedited_script_is_watched_through_the_launcher():
+    result = run_script("train.py")
+    assert "watching 6 parameters of a DeepSpeed engine, ZeRO stage 2" in result.stderr
+    assert "NaN born in the loss on rank 1" in result.stderr
+    assert "loss over no valid label" in result.stderr
+    assert "NonFiniteGradientError" in result.stderr and result.returncode != 0
+
+
+def test_transformers_trainer_with_a_deepspeed_configuration_is_watched_through_the_launcher():
+    result = run_script("trainer.py")
+    assert "of a DeepSpeed engine, ZeRO stage 2" in result.stderr, result.stderr
+    assert "step 2: -Inf born in forward on rank 0" in result.stderr, result.stderr
+    assert "aten::log" in result.stderr
