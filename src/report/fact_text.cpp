@@ -769,6 +769,7 @@ int place_of(const Fact& fact) {
   if (fact.source != FactSource::origin) return 3;
   if (fact.kind >= copies_clean && fact.kind <= finite_after_update) return 1;
   if (fact.kind == unseen_before || fact.kind == peers_finite) return 1;
+  if (fact.kind >= kernel_not_executed && fact.kind <= no_kernel_reference) return 1;
   if (fact.kind <= loss_bad_gradients_finite) return 0;
   if (fact.kind <= further_weights_bad) return 1;
   if (fact.kind <= did_not_climb) return 2;
