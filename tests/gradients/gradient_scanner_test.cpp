@@ -195,27 +195,6 @@ TEST(GradientScanner, TranslatesASparseGradientsIndexToTheDenseTensor) {
   EXPECT_EQ(sighting.stats.numel, 12);  // the values, not the dense tensor
 }
 
-TEST(GradientScanner, OfFewerElementsThanItsParameterATensorIsTheShardThatTheMapKnows) {
-  const auto index_in = [](ElementRange shard, const at::Tensor& tensor) {
-    auto info = map_of({{3, 8}}).at(0);
-    info.shard = shard;
-    const ParameterMap map({}, {info});
-    GradientScanner scanner(map);
-    scanner.begin_step();
-    scanner.scan(Phase::grad_reduced, 0, "grad", std::vector{GradientView{0, tensor}});
-    return sightings_of(scanner).at(0).stats.first_bad;
-  };
-  auto row = at::ones({8});
-  row[3] = kNan;
-  EXPECT_EQ(index_in({16, 24}, row), 16 + 3);
-  auto columns = at::ones({3, 4});
-  columns[2][1] = kNan;
-  EXPECT_EQ(index_in({4, 8, 8}, columns), 2 * 8 + 4 + 1);
-  auto whole = at::ones({3, 8});
-  whole[2][1] = kNan;
-  EXPECT_EQ(index_in({4, 8, 8}, whole), 2 * 8 + 1);
-}
-
 TEST(GradientScanner, TranslatesASparseTensorOfTwoSparseDimensions) {
   auto values = at::ones({2});
   values[1] = kInfinity;

@@ -13,7 +13,7 @@ OPTIONS = {
     },
     "hybrid": {"sharding_strategy": ShardingStrategy.HYBRID_SHARD},
 }
-VARIANTS = ("plain", *(name for name in OPTIONS if name != "hybrid"), "accumulation", "checkpointed")
+VARIANTS = ("plain", *OPTIONS, "accumulation")
 
 
 def shard(net, variant):

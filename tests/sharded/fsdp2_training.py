@@ -9,7 +9,6 @@ POLICIES = {
     "mixed_precision": {
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     },
-    "half": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
     "kept_after_forward": {"reshard_after_forward": False},
     "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
 }
