@@ -23,7 +23,6 @@ LAYOUTS = {
     "fp32": {"tp": 2, "pp": 2},
     "bf16": {"pp": 2, "precision": "bf16"},
     "distributed_in_megatron_fsdp": {
-        "pp": 2,
         "use_distributed_optimizer": True,
         "megatron_fsdp": "optim_grads_params",
     },

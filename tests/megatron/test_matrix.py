@@ -75,9 +75,6 @@ LAYOUTS = {
     ),
     "megatron_fsdp": Layout(2, FULLY_SHARDED),
     "megatron_fsdp_tp2_bf16": Layout(4, FULLY_SHARDED | {"tp": 2, "precision": "bf16"}),
-    "megatron_fsdp_whole_weights_cp2": Layout(
-        4, FULLY_SHARDED | CONTEXT | {"megatron_fsdp": "optim_grads"}
-    ),
     "tp2_pp2_dp2": Layout(8, {"tp": 2, "pp": 2}),
     "tp2_pp2_dp2_sharded_overlapped": Layout(
         8, {"tp": 2, "pp": 2, "overlap_param_gather": True} | SHARDED | OVERLAPPED

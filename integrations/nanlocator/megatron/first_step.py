@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
@@ -105,8 +106,10 @@ class FirstStep:
                 yield ("tp",), "reduce_scatter", "the reduce-scatters of sequence parallelism"
             else:
                 yield ("tp",), "allreduce", "the all-reduces of tensor parallelism"
-        if parallel_state.get_context_parallel_world_size() > 1 and has_layers:
-            yield ("cp", "hcp", "tp_cp"), "", "the exchanges of context parallelism"
+        has_attention = any(isinstance(module, Attention) for module in modules)
+        if parallel_state.get_context_parallel_world_size() > 1 and has_attention:
+            for operator in sorted(_operators_of_attention(config)):
+                yield ("cp", "hcp", "tp_cp"), operator, "the exchanges of context parallelism"
         has_experts = any(isinstance(module, BaseMoELayer) for module in modules) and "ep" not in unwatched
         if parallel_state.get_expert_model_parallel_world_size() > 1 and has_experts:
             if config.moe_token_dispatcher_type.startswith("alltoall"):
@@ -114,6 +117,14 @@ class FirstStep:
             elif config.moe_token_dispatcher_type == "allgather":
                 yield ("ep", "tp_ep"), "allgather", "the tokens that are gathered for the experts"
                 yield ("ep", "tp_ep"), "reduce_scatter", "what the experts give back"
+
+
+def _operators_of_attention(config: Any) -> set[str]:
+    """Parts of the names of those by which context-parallel ranks exchange tokens."""
+    kinds = getattr(config, "cp_comm_type", None) or "p2p"  # as TransformerEngine's default
+    operators = {"p2p": "send", "all_gather": "allgather", "a2a": "alltoall"}
+    parts = {part for kind in ([kinds] if isinstance(kinds, str) else kinds) for part in kind.split("+")}
+    return {operators.get(part, "") for part in parts}
 
 
 def _some_of(names: list[str]) -> str:
