@@ -1,6 +1,7 @@
 // Kernels written here, each with a bug of its own: what executing their calls again says.
 #include "nanlocator/replay/kernel_replay.hpp"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/linspace.h>
