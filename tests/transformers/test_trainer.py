@@ -576,7 +576,7 @@ def test_options_that_cannot_work_are_refused(options, text):
     "kind, n_gpu, optim, text",
     [
         ("FSDP", 1, "adamw_torch", "which FSDP keeps elsewhere or in shards"),
-        ("DEEPSPEED", 1, "adamw_torch", "which DEEPSPEED keeps elsewhere"),
+        ("DEEPSPEED", 1, "adamw_torch", "attaches nanlocator.deepspeed by itself"),
         ("NO", 2, "adamw_torch", "start the script with torchrun"),
         ("NO", 1, "adalomo", "updates weights during backward"),
         ("NO", 1, "galore_adamw_layerwise", "updates weights during backward"),
