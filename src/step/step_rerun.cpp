@@ -509,7 +509,7 @@ bool StepRerun::run_again() {
   if (!has_ended_early) rerun.reproduced = is_bad_again || is_memory_unwritten;
   rerun.unordered = traced.unordered;
   const auto& explanation = traced.explanation;
-  if (is_bad_again && impl.may_be_race(!rerun.unordered.empty())) {
+  if (!has_ended_early && is_bad_again && impl.may_be_race(!rerun.unordered.empty())) {
     has_ended_early = !impl.run_serialised(rerun);
   }
 
