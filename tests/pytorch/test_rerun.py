@@ -497,7 +497,7 @@ def test_a_model_in_shards_is_looked_at_where_the_shards_are(what):
     assert verdicts[0]["rerun"]["reproduced"] is True
     if what == "weight":
         assert (origin["cause"], origin["parameter"]) == ("bad_weight", "2.weight")
-        assert origin["tensor"]["first_bad"] == 1  # of the shard
+        assert origin["tensor"]["first_bad"] == 5  # of the whole: element 1 of the shard from 4 on
     else:
         assert (origin["phase"], origin["operator"]) == ("loss", "aten::div.Tensor")
 
