@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "locate/backward_flow.hpp"
+#include "nanlocator/record/collective_kind.hpp"
 
 namespace nanlocator {
 namespace {
@@ -127,11 +128,17 @@ class Merge {
   }
 
   /// Its module's weights are among a call's inputs, also where the trace does not know their
-  /// memory (wrapper subclasses).
+  /// memory (wrapper subclasses). What is gathered for several modules holds weights of all of
+  /// them.
   bool has_bad_weight(const Origin& born) const {
+    const bool is_gathered = std::ranges::any_of(born.facts, [](const Fact& fact) {
+      return fact.kind == FactKind::allocated_not_written &&
+             collective_kind_of(fact.op) == CollectiveKind::all_gather;
+    });
     return std::ranges::any_of(found_, [&](const FoundOrigin& found) {
-      return found.found_in == FoundIn::weight && !born.module.empty() &&
-             found.origin.parameter.starts_with(born.module + ".") &&
+      return found.found_in == FoundIn::weight &&
+             (is_gathered ||
+              (!born.module.empty() && found.origin.parameter.starts_with(born.module + "."))) &&
              have_common(found.origin.candidates, born.candidates);
     });
   }
