@@ -1,5 +1,7 @@
 """A model that is sharded after nanlocator has got it is refused, or followed: never silently unwatched."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,25 +92,27 @@ def test_a_model_that_holds_whole_parameters_at_the_moment_is_followed_all_the_s
 
 def unedited(rank, world_size, fault):
     """What ``python -m nanlocator`` does before it runs the script."""
-    attach.follow_process()
-    training = Fsdp2(rank, "plain", fault)
-    try:
-        for number in range(2):
-            if number == 1:
-                training.plant()
-            training.step()
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        attach.follow_process()
+        training = Fsdp2(rank, "plain", fault)
+        try:
+            for number in range(2):
+                if number == 1:
+                    training.plant()
+                training.step()
+        except nanlocator.NonFiniteGradientError as error:
+            return error.verdict, said.getvalue()
 
 
 @pytest.mark.parametrize(
     ("fault", "expected"), [("before", ("head.weight", None)), ("forward", (None, "aten::sqrt"))]
 )
-def test_an_unedited_script_that_shards_its_model_is_watched(fault, expected, capfd):
-    (origin,) = run_ranks(2, unedited, fault)[0]["origins"]
+def test_an_unedited_script_that_shards_its_model_is_watched(fault, expected):
+    verdict, said = run_ranks(2, unedited, fault)[0]
+    (origin,) = verdict["origins"]
     assert origin["coordinates"]["rank"] == 1
     assert (origin["parameter"], origin["operator"]) == expected
-    assert "attached to AdamW and FSDPNet (8 parameters)" in capfd.readouterr().err
+    assert "attached to AdamW and FSDPNet (8 parameters)" in said
 
 
 def in_another_torch(rank, world_size, renamed):
