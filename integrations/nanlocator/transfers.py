@@ -16,7 +16,7 @@ from nanlocator import _C
 from nanlocator.collectives import COLLECTIVES, Collective, FollowedWork
 from nanlocator.patches import replace
 
-_LONGEST_WAIT = 1.0  # seconds, of one transfer: a peer may begin its own only after something of ours
+_LONGEST_WAIT = 3.0  # seconds, of one transfer: a peer may begin its own only after something of ours
 _MESSAGES = {  # method, operator: what is sent, what is received
     "send": ("c10d::send", True),
     "recv": ("c10d::recv_", False),
@@ -132,7 +132,7 @@ def _end_all(transfers: "list[_C.Transfer]") -> None:
 
 
 class SerialisedTransfers:
-    """Waits for each where it begins, from the beginning until ``remove``: at most a second for one, and
+    """Waits for each where it begins, from the beginning until ``remove``: at most three seconds for one, and
     without an error where it takes longer."""
 
     def __init__(self) -> None:

@@ -18,10 +18,10 @@ import nanlocator
 
 def gathered(parts, own, is_late):
     if dist.get_rank() == 1 and is_late:
-        time.sleep(0.3)
+        time.sleep(1.0)
     work = dist.all_gather_into_tensor(parts, own, async_op=True)
     if not is_late:
-        time.sleep(0.3)
+        time.sleep(0.6)
     return work
 
 
