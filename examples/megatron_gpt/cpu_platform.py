@@ -185,7 +185,9 @@ class HostEvent:
 
 def _prepare_megatron_fsdp() -> None:
     # It issues its collectives on streams of its own, lays out its meshes over CUDA devices, and compares the
-    # device that it is given with the current one, whose number it expects.
+    # device that it is given with the current one, whose number it expects. Other versions differ inside.
+    if not importlib.metadata.version("megatron-core").startswith("0.16."):
+        return
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
     from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp
 

@@ -34,7 +34,6 @@ from megatron.core import parallel_state, rerun_state_machine, tensor_parallel  
 from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,
     DistributedDataParallelConfig,
-    FullyShardedDataParallel,
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
@@ -358,6 +357,8 @@ class Trainer:
         if self.config.megatron_fsdp is None:
             wrap, options = DistributedDataParallel, {}
         else:
+            from megatron.core.distributed import FullyShardedDataParallel  # from 0.14 on
+
             wrap, options = FullyShardedDataParallel, {"device": torch.device("cpu")}
         return wrap(
             self.transformer_config, ddp_config, model, disable_bucketing=disable_bucketing, **options
