@@ -16,10 +16,14 @@ from __future__ import annotations
 
 import math
 
+import cpu_platform
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.transformer.module import MegatronModule
+
+cpu_platform.install()
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
 COMM_TYPES = ("all_gather", "a2a", "p2p")
 _MASKED = -10000.0  # attention_mask_func of megatron/core/transformer/utils.py: exp() makes a zero of it
