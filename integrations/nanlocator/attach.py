@@ -25,6 +25,7 @@ from nanlocator import _C, deepspeed_scripts, megatron_scripts
 from nanlocator.driver import Driver
 from nanlocator.optimizer import LocatingOptimizer
 from nanlocator.patches import replace
+from nanlocator.pipelining import follow_steps, stages_of
 from nanlocator.plain import held_parameters
 from nanlocator.session import rank_prefix
 from nanlocator.watch import Watch
@@ -79,7 +80,14 @@ class Attachment:
                 return nn.Module.__call__(module, *args, **kwargs)  # the recorder's wrapper
             return original(module, *args, **kwargs)
 
-        self._undo.append(replace(nn.Module, "__call__", call))
+        def step(original: Any, schedule: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._undo and torch.is_grad_enabled():
+                for stage in stages_of(schedule):
+                    if self._attach_to(stage.submod):
+                        return schedule.step(*args, **kwargs)  # the watch's wrapper
+            return original(schedule, *args, **kwargs)
+
+        self._undo += [replace(nn.Module, "__call__", call), *follow_steps(step)]
 
     def _attach_to(self, module: nn.Module) -> bool:
         """Whether it is watched from now on."""

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from nanlocator import _C, fsdp1, fsdp2
@@ -37,6 +38,7 @@ class PlainAdapter(Adapter):
         parts: by parameter id; of a flat parameter of FSDP1 several are in one tensor.
         own_gradients: of each framework that reduces some of them; the driver's.
         not_covered: what is not known of shards and of the ranks' places.
+        pipeline_group: of the ranks that have the model's other stages.
     """
 
     why_no_pass = "step() was called without a closure"
@@ -47,6 +49,7 @@ class PlainAdapter(Adapter):
         self._models = models
         self.own_gradients: list[OwnGradients] = []
         self.not_covered: list[str] = []
+        self.pipeline_group: dist.ProcessGroup | None = None
         self.left_out: set[torch.Tensor] = set()  # parameters whose gradients belong to another step
         kept = {t: p for each in models.values() for t, p in fsdp2.whole_and_sharded(each)}
         self._names = {kept.get(p, p): n for n, p in self._named("named_parameters")}
@@ -108,7 +111,7 @@ class PlainAdapter(Adapter):
 
     def _coordinates(self) -> "_C.RankCoordinates":
         if is_distributed():
-            coordinates, unknown = coordinates_of(self.tensors)
+            coordinates, unknown = coordinates_of(self.tensors, self.pipeline_group)
             self.not_covered += [unknown] if unknown else []
         else:
             coordinates = _C.data_parallel_coordinates(0, 1)

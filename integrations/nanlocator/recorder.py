@@ -27,6 +27,7 @@ from nanlocator.batches import KeptBatch
 from nanlocator.driver import Named
 from nanlocator.evaluation import Evaluation
 from nanlocator.patches import replace
+from nanlocator.pipelining import Pipeline
 from nanlocator.plain import PlainAdapter, PlainPass, held_parameters
 from nanlocator.rerun import GeneratorStates
 from nanlocator.switches import Switches, switches_of
@@ -146,7 +147,7 @@ class StepRecorder:
         return self._depth == 0 and threading.get_ident() == self._thread
 
     def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self._is_ours(module):
+        if not self.trains(module):
             return self._call_by_operators(original, module, args, kwargs)
         if self.evaluation is not None:
             with self.suspended():
@@ -156,15 +157,15 @@ class StepRecorder:
                 return original(module, *args, **kwargs)
         self._follower.before_forward()
         given = _C.tensors_in((args, kwargs))
-        if module not in self._switches:
-            self._switches[module] = switches_of(module)
+        self._follow_switches(module)
         call = _ModuleCall(module, self._named(args), self._named(kwargs), self._now())
         with self.suspended():
             output = original(module, *args, **kwargs)
         self._engine.add_call(call, given, _C.tensors_in(output))
         return output
 
-    def _is_ours(self, module: nn.Module) -> bool:
+    def trains(self, module: nn.Module) -> bool:
+        """Whether it holds a watched parameter."""
         is_ours = self._ours.get(module)
         if is_ours is None:
             is_ours = self._ours[module] = not self._parameters.isdisjoint(held_parameters([module]))
@@ -179,6 +180,10 @@ class StepRecorder:
 
     def _has_unreduced(self) -> bool:
         return any(map(fsdp2.has_unreduced, self._switches))
+
+    def _follow_switches(self, module: nn.Module) -> None:
+        if module not in self._switches:
+            self._switches[module] = switches_of(module)
 
     def _now(self) -> "_SwitchesNow":
         return _SwitchesNow([(each, each.now()) for each in self._switches.values()])
@@ -206,18 +211,33 @@ class StepRecorder:
     def record_backward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``original`` writes the gradients of leaves; the losses are in its first argument."""
         self._follower.before_backward()
-        given = _C.tensors_in((args, kwargs))
         call = _EngineCall(original, self._named(args), self._named(kwargs), self._now(), accumulates=True)
+        losses = [self.unscaled.get(t, t).detach() for t in _C.tensors_in(args[0]) if t.numel() == 1]
+        with self._writing_gradients(call, _C.tensors_in((args, kwargs)), losses):
+            return original(*args, **kwargs)
+
+    def record_pass(self, pipeline: Pipeline, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A step of the pipeline's schedule: all its forwards and backwards."""
+        self._follower.before_backward()
+        for module in pipeline.modules:
+            self._follow_switches(module)
+        call = _PipelineCall(pipeline, step, self._named(args), self._named(kwargs), self._now())
+        given = _C.tensors_in((args, kwargs))
+        with self._writing_gradients(call, given, pipeline.losses), pipeline.watching():
+            return pipeline.run(step, call.take_generators, args, kwargs)
+
+    @contextlib.contextmanager
+    def _writing_gradients(
+        self, call: "_Call", given: list[torch.Tensor], losses: list[torch.Tensor]
+    ) -> Iterator[None]:
+        """Around ``call``, where it happens. ``losses``: as they are after it."""
         before = self._state_of_gradients()
         with self.suspended():
-            result = original(*args, **kwargs)
+            yield
         if self._state_of_gradients() != before or self._has_unreduced():  # else nobody watches them
-            self.losses += [
-                self.unscaled.get(t, t).detach() for t in _C.tensors_in(args[0]) if t.numel() == 1
-            ]
+            self.losses += losses
             self._engine.add_backward(call, given)
             self._follower.after_backward()
-        return result
 
     def _function_call(self, function: type, args: Any) -> "tuple[_FunctionCall, list[torch.Tensor]]":
         return _FunctionCall(function, self._named(args)), _C.tensors_in(args)
@@ -266,12 +286,15 @@ class StepRecorder:
     @property
     def number_of_microbatches(self) -> int | None:
         events = self._engine.needed()
+        pipelines = [each.payload.pipeline for each in events if isinstance(each.payload, _PipelineCall)]
+        if len(pipelines) == 1:
+            return pipelines[0].number_of_microbatches
         return self.backwards if self._are_microbatches(events) else None
 
     def changed_data(self) -> list[str]:
         payloads = [event.payload for event in self._engine.needed()]
         return [
-            text for each in payloads if isinstance(each, _ModuleCall) for text in each.kept.changed(None)
+            text for each in payloads if isinstance(each, _Call) for text in each.kept.changed(None)
         ]
 
 
@@ -295,11 +318,11 @@ class _SwitchesNow:
             switches.set(values)
 
 
-class _ModuleCall:
-    """A call of a module, and what it depends on beside its arguments."""
+class _Call:
+    """A call of what computes by itself, and what it depends on beside its arguments."""
 
-    def __init__(self, module: nn.Module, args: Any, kwargs: Any, switches: _SwitchesNow) -> None:
-        self.module = module
+    def __init__(self, run: Callable[..., Any], args: Any, kwargs: Any, switches: _SwitchesNow) -> None:
+        self._run = run
         self._switches = switches
         self.kept = KeptBatch([args, kwargs])
         self._generators = _Generators()
@@ -316,7 +339,35 @@ class _ModuleCall:
             for device, is_enabled, dtype in self._autocast:
                 if is_enabled or torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, dtype=dtype, enabled=is_enabled))
-            return _C.tensors_in(self.module(*args, **kwargs))
+            return _C.tensors_in(self._run(*args, **kwargs))
+
+
+class _ModuleCall(_Call):
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any, switches: _SwitchesNow) -> None:
+        super().__init__(module, args, kwargs, switches)
+        self.module = module
+
+
+class _PipelineCall(_Call):
+    """A pass over this rank's stages."""
+
+    def __init__(
+        self, pipeline: Pipeline, step: Callable[..., Any], args: Any, kwargs: Any, switches: _SwitchesNow
+    ) -> None:
+        super().__init__(self._execute, args, kwargs, switches)
+        self.pipeline = pipeline
+        self._step = step
+
+    def take_generators(self) -> None:
+        self._generators = _Generators()
+
+    def _execute(self, *args: Any, **kwargs: Any) -> Any:
+        return self.pipeline.run(self._step, self._generators.restore, args, kwargs)
+
+    def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        outputs = super().run_again(replay, losses)
+        losses += self.pipeline.losses
+        return outputs
 
 
 class _FunctionCall:

@@ -88,12 +88,18 @@ def is_sharded_over_tp(tensor: torch.Tensor) -> bool:
     )
 
 
-def coordinates_of(tensors: Iterable[torch.Tensor]) -> "tuple[_C.RankCoordinates, str]":
+def coordinates_of(
+    tensors: Iterable[torch.Tensor], pipeline: "dist.ProcessGroup | None" = None
+) -> "tuple[_C.RankCoordinates, str]":
     """Of this rank, from the mesh that the parameters are laid out on, where it covers all ranks and the
-    names of its dimensions say what they are; else every rank is a data-parallel one. And a clause that says
-    what is not known; "" where all is."""
+    names of its dimensions say what they are; else every rank is a data-parallel one but for its place in
+    ``pipeline``. And a clause that says what is not known; "" where all is."""
     rank, world = dist.get_rank(), dist.get_world_size()
     plain = _C.data_parallel_coordinates(rank, world)
+    if pipeline is not None:
+        stages = dist.get_process_group_ranks(pipeline)
+        plain.pp = _C.AxisCoordinate(stages.index(rank), len(stages))
+        plain.dp = _C.AxisCoordinate(_place_beside(stages, world), world // len(stages))
     meshes = {id(m): m for t in tensors if (m := getattr(t, "device_mesh", None)) is not None}
     root = next((r for r in map(_root_of, meshes.values()) if r.size() == world), None)
     if root is None or (root.ndim == 1 and root.mesh_dim_names is None):
@@ -105,12 +111,18 @@ def coordinates_of(tensors: Iterable[torch.Tensor]) -> "tuple[_C.RankCoordinates
             f"where a rank stands in the mesh {_described(root)}: its dimensions' names are not known, and "
             "each rank is taken for a data-parallel one"
         )
-    coordinates = plain
+    coordinates = _C.data_parallel_coordinates(rank, world)
     coordinates.dp = _C.AxisCoordinate(0, 1)
     for axis, index, size in zip(axes, place, root.mesh.shape, strict=True):
         before = getattr(coordinates, axis)
         setattr(coordinates, axis, _C.AxisCoordinate(before.rank * size + index, before.size * size))
     return coordinates, ""
+
+
+def _place_beside(stages: list[int], world: int) -> int:
+    """Of a pipeline among the others, whose ranks lie as its own do: next to each other, or as far apart."""
+    stride = stages[1] - stages[0] if len(stages) > 1 else 1
+    return stages[0] // (stride * len(stages)) * stride + stages[0] % stride
 
 
 def _axis_of(name: str) -> str | None:

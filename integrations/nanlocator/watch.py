@@ -20,6 +20,7 @@ from nanlocator.driver import LossScale, SkippedUpdate
 from nanlocator.evaluation import Evaluation
 from nanlocator.optimizer import LocatingOptimizer
 from nanlocator.patches import replace
+from nanlocator.pipelining import Pipeline, follow_steps, stages_of
 from nanlocator.plain import PlainAdapter, plain_driver, scale_in_gradients
 from nanlocator.recorder import RecordedPass, StepRecorder
 from nanlocator.rerun import GeneratorStates, ObjectState, Stateful
@@ -85,6 +86,7 @@ class Watch:
         self._driver = plain_driver(self._adapter, resolved, None, scale_in_gradients)
         self._recorder = StepRecorder(self._adapter.tensors, self, recorded_bytes())
         self._pass: RecordedPass | None = None
+        self._pipeline: Pipeline | None = None
         self._is_unseen = False  # gradients were written, and nobody has looked at them
         self._is_seen = False  # they were looked at, and neither used nor thrown away
         self._is_stepping = False
@@ -129,6 +131,8 @@ class Watch:
         while self._undo:
             self._undo.pop()()
         self._recorder.remove()
+        if self._pipeline is not None:
+            self._pipeline.remove()
         self._driver.stop_following()
         self._pass = None
 
@@ -199,6 +203,7 @@ class Watch:
         self._replace(torch.amp.GradScaler, "scale", self._scale)
         self._replace(torch.amp.GradScaler, "unscale_", self._unscale)
         self._replace(nn.Module, "zero_grad", self._zero_module)
+        self._undo += follow_steps(self._schedule_step)
         if (fully_sharded := fsdp1.wrapper_class()) is not None:
             self._replace(fully_sharded, "clip_grad_norm_", self._clip_module)
         for optimizer in self._optimizers:
@@ -255,6 +260,26 @@ class Watch:
             self._look(fsdp1.sharded_parameters(module))
         with self._recorder.suspended():
             return original(module, *args, **kwargs)
+
+    def _schedule_step(self, original: Callable[..., Any], schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        is_pass = (
+            self._recorder.is_outside()
+            and schedule._has_backward
+            and any(self._recorder.trains(stage.submod) for stage in stages_of(schedule))
+        )
+        if not is_pass:
+            return original(schedule, *args, **kwargs)
+        if self._pipeline is None or self._pipeline.schedule is not schedule:
+            self._join(Pipeline(schedule))
+        return self._recorder.record_pass(self._pipeline, original, args, kwargs)
+
+    def _join(self, pipeline: Pipeline) -> None:
+        if self._pipeline is not None:
+            self._pipeline.remove()
+        self._pipeline = pipeline
+        self._driver.watch(pipeline.boundaries.watch)
+        self._adapter.pipeline_group = pipeline.group
+        self._driver.take_parameters_again()  # this rank stands elsewhere
 
     def _scale(self, original: Callable[..., Any], scaler: "torch.amp.GradScaler", outputs: Any) -> Any:
         self._scaler = scaler

@@ -173,7 +173,7 @@ class WatchedSchedule:
     """Stands for the schedule's function of each step."""
 
     def __init__(self, trainer: Trainer, schedule) -> None:
-        from nanlocator.megatron.boundaries import Boundaries
+        from nanlocator.megatron.boundaries import boundaries_of
         from nanlocator.megatron.microbatches import Microbatches
         from nanlocator.patches import Patches
 
@@ -182,7 +182,7 @@ class WatchedSchedule:
         self._trainer = trainer
         self._schedule = schedule
         self._patches = Patches()
-        self._boundaries = Boundaries(trainer.model_chunks, threads=1)
+        self._boundaries = boundaries_of(trainer.model_chunks, threads=1)
         self._microbatches = Microbatches(trainer.model_chunks, self._patches)
         self._microbatches.listeners.append(self._boundaries)
 

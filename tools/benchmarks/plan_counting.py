@@ -32,8 +32,9 @@ from torch._C._distributed_c10d import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import nanlocator.megatron
-from nanlocator import _C
-from nanlocator.megatron import boundaries, locator, microbatches
+from nanlocator import _C, boundaries
+from nanlocator.collectives import COLLECTIVES
+from nanlocator.megatron import locator, microbatches
 
 PACKAGE = os.path.dirname(nanlocator.__file__)
 
@@ -76,7 +77,7 @@ def stay_on_meta() -> None:
             set_item(tensor, index, value)
 
     torch.Tensor.__setitem__ = set_item_of_shape
-    for name in [*boundaries.COLLECTIVES, "send", "recv", "barrier"]:
+    for name in [*COLLECTIVES, "send", "recv", "barrier"]:
         setattr(ProcessGroup, name, lambda group, *args, **kwargs: DoneWork())
     for name in ("_start_coalescing", "_end_coalescing"):
         setattr(ProcessGroup, name, lambda group, *args, **kwargs: DoneWork())

@@ -9,9 +9,9 @@ import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from nanlocator import _C
+from nanlocator.boundaries import Boundaries
 from nanlocator.driver import Adapter, LossScale, Named, OptimizerTensors, Pass, Views, state_tensors
 from nanlocator.megatron import state
-from nanlocator.megatron.boundaries import Boundaries
 from nanlocator.megatron.data_parallel import data_parallel_chunk
 from nanlocator.megatron.layout import (
     module_names,

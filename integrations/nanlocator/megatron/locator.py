@@ -29,10 +29,11 @@ from typing_extensions import Unpack  # torch brings it; typing has it from Pyth
 
 from nanlocator import _C
 from nanlocator.backward_order import BackwardOrder
+from nanlocator.boundaries import Boundaries
 from nanlocator.driver import Driver, SkippedUpdate
 from nanlocator.megatron import state
 from nanlocator.megatron.adapter import MegatronAdapter, MegatronPass
-from nanlocator.megatron.boundaries import Boundaries
+from nanlocator.megatron.boundaries import boundaries_of
 from nanlocator.megatron.configuration import check_call, current_iteration, not_covered
 from nanlocator.megatron.data_parallel import DataParallelChunk
 from nanlocator.megatron.first_step import FirstStep
@@ -101,7 +102,7 @@ class MegatronLocator:
         self._microbatches.listeners.append(self._first_step)
         self._boundaries: Boundaries | None = None
         if options.level in ("boundaries", "modules"):
-            self._boundaries = Boundaries(chunks, threads=torch.get_num_threads())
+            self._boundaries = boundaries_of(chunks)
             self._microbatches.listeners.append(self._boundaries)
             self._adapter.boundaries = self._boundaries
             self._driver.watch(self._boundaries.watch)

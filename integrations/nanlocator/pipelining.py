@@ -1,0 +1,166 @@
+"""Pipelines of ``torch.distributed.pipelining``: a step of a schedule is a pass over this rank's stages.
+
+A schedule calls its stages' modules and autograd by itself, for each microbatch, and exchanges what they
+compute between ranks (torch/distributed/pipelining/schedules.py and stage.py; the same names from torch 2.6
+to 2.15). So its step is executed again as a whole, by all ranks of the pipeline.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nanlocator import _C
+from nanlocator.boundaries import Boundaries
+from nanlocator.patches import Patches, replace
+
+_SCHEDULES = "torch.distributed.pipelining.schedules"
+
+
+def follow_steps(wrapper: Callable[..., Any]) -> list[Callable[[], None]]:
+    """``wrapper(original, schedule, ...)`` is called in place of every schedule's ``step``, where the program
+    has imported one (which takes seconds). What is returned takes it off."""
+    schedules = sys.modules.get(_SCHEDULES)
+    if schedules is None:
+        return []
+    return [
+        replace(owner, "step", _wrapped(wrapper, vars(owner)["step"]))
+        for owner in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti)
+    ]
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """This rank's."""
+    return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
+
+
+class Pipeline:
+    """What this rank has of the pipeline that ``schedule`` drives.
+
+    Attributes:
+        modules: of its stages; a microbatch's place is its number and the index of its stage here.
+        group: of the ranks that have the other stages.
+        boundaries: what it sends and receives.
+        losses: of the microbatches of the last pass, where this rank has the last stage.
+    """
+
+    def __init__(self, schedule: Any) -> None:
+        self.schedule = schedule
+        stages = stages_of(schedule)
+        self.modules: list[nn.Module] = [stage.submod for stage in stages]
+        self.group: dist.ProcessGroup = stages[0].group or dist.group.WORLD
+        self.boundaries = Boundaries([("pp", self.group)])
+        self.losses: list[torch.Tensor] = []
+        self._is_watching = False
+        self._is_in_pass = False
+        self._before_first: Callable[[], None] | None = None
+        self._patches = Patches()
+        for chunk, stage in enumerate(stages):
+            self._follow(stage, chunk)
+        self._patches.wrap(schedule, "_maybe_compute_loss", self._compute_loss)
+
+    def remove(self) -> None:
+        self._patches.remove()
+        self.boundaries.remove()
+
+    @property
+    def number_of_microbatches(self) -> int:
+        return self.schedule._n_microbatches
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """What crosses in the passes inside it is looked at."""
+        self._is_watching = True
+        try:
+            with self.boundaries.watching():
+                yield
+        finally:
+            self._is_watching = False
+
+    def run(
+        self, step: Callable[..., Any], before_first: Callable[[], None], args: Any, kwargs: Any
+    ) -> Any:
+        """A pass; ``step``: the schedule's own. ``before_first`` is called before the first forward; in a
+        schedule's first step others precede it, to learn shapes."""
+        self.losses.clear()
+        self._before_first = before_first
+        self._is_in_pass = True
+        try:
+            return step(self.schedule, *args, **kwargs)
+        finally:
+            self._is_in_pass = False
+            self._before_first = None
+            _C.set_current_microbatch(None, None)
+
+    def _follow(self, stage: Any, chunk: int) -> None:
+        listener = self.boundaries
+
+        def forward(original: Callable[..., Any], microbatch: int, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_in_pass:
+                return original(microbatch, *args, **kwargs)
+            if self._before_first is not None:
+                self._before_first()
+                self._before_first = None
+            if self._is_watching:
+                received = () if stage.is_first else stage._retrieve_recv_activations(microbatch)
+                listener.begin_forward(microbatch, chunk, _C.tensors_in(received))
+            with _at(microbatch, chunk):
+                output = original(microbatch, *args, **kwargs)
+            if self._is_watching:
+                listener.end_forward(microbatch, chunk, _C.tensors_in(output))
+            return output
+
+        def backward(original: Callable[..., Any], microbatch: int, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_in_pass:
+                return original(microbatch, *args, **kwargs)
+            if self._is_watching:
+                received = () if stage.is_last else stage._retrieve_recv_grads(microbatch)
+                listener.begin_backward(microbatch, chunk, _C.tensors_in(received))
+            with _at(microbatch, chunk):
+                result = original(microbatch, *args, **kwargs)
+            if self._is_watching:
+                listener.end_backward(microbatch, chunk, _C.tensors_in(stage.bwd_cache.get(microbatch, ())))
+            return result
+
+        def backward_of_weights(
+            original: Callable[..., Any], microbatch: int, *args: Any, **kwargs: Any
+        ) -> Any:
+            if not self._is_in_pass:
+                return original(microbatch, *args, **kwargs)
+            with _at(microbatch, chunk):
+                return original(microbatch, *args, **kwargs)
+
+        self._patches.wrap(stage, "forward_one_chunk", forward)
+        self._patches.wrap(stage, "backward_one_chunk", backward)
+        self._patches.wrap(stage, "backward_weight_one_chunk", backward_of_weights)
+
+    def _compute_loss(
+        self, original: Callable[..., Any], stage: Any, output: Any, targets: Any, microbatch: int
+    ) -> Any:
+        if not self._is_in_pass:
+            return original(stage, output, targets, microbatch)
+        computed = len(self.schedule._internal_losses)
+        with _at(microbatch, self.modules.index(stage.submod)):
+            result = original(stage, output, targets, microbatch)
+        self.losses += [loss.detach() for loss in self.schedule._internal_losses[computed:]]
+        return result
+
+
+@contextlib.contextmanager
+def _at(microbatch: int, chunk: int) -> Iterator[None]:
+    _C.set_current_microbatch(microbatch, chunk)
+    try:
+        yield
+    finally:
+        _C.set_current_microbatch(None, None)
+
+
+def _wrapped(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, schedule, *args, **kwargs)
+
+    return step

@@ -1,0 +1,143 @@
+"""``Training`` over the stages of torch.distributed.pipelining, in its schedules."""
+
+import torch
+from sharded_training import BAD_STEP, Scale, Training, corrupt, mesh
+from torch import nn
+from torch._C._distributed_c10d import ProcessGroup
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.nn.parallel import DistributedDataParallel
+
+MICROBATCHES = 4
+# Stages of each rank; schedule.
+VARIANTS = {
+    "gpipe": (1, schedules.ScheduleGPipe),
+    "1f1b": (1, schedules.Schedule1F1B),
+    "interleaved": (2, schedules.ScheduleInterleaved1F1B),
+    "zero_bubble": (2, schedules.ScheduleInterleavedZeroBubble),
+    "v": (2, schedules.ScheduleZBVZeroBubble),
+    "fsdp": (1, schedules.Schedule1F1B),
+    "ddp": (1, schedules.Schedule1F1B),
+    "interleaved_fsdp": (2, schedules.ScheduleInterleaved1F1B),
+}
+IN_PARALLEL = ("fsdp", "ddp", "interleaved_fsdp")  # two pipelines
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.dropout = nn.Dropout(0.1)
+        self.scale = Scale()
+
+    def forward(self, hidden, offset):
+        return self.scale(self.dropout(self.linear(hidden)), offset)
+
+
+class Stage(nn.Module):
+    """Its layers, by their numbers in the whole model."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleDict({str(layer): Block() for layer in layers})
+
+    def forward(self, hidden, offset):
+        for block in self.layers.values():
+            hidden = block(hidden, offset)
+        return hidden
+
+
+def masked_mean(output, mask):
+    return (output.square() * mask).sum() / mask.sum()
+
+
+class Pipelined(Training):
+    """Two ranks, or two times two; two layers each. Faults: ``message``, a value that changes on its way to a
+    culprit; ``memory``, of the first weight's gradient, after the schedule's step."""
+
+    def __init__(self, rank, variant, fault=None, culprits=(1,)):
+        self.rank, self.variant, self.fault = rank, variant, fault
+        self.is_culprit = rank in culprits
+        self.number = 0
+        self.corrupted = False
+        stages_here, schedule = VARIANTS[variant]
+        self.mesh = mesh(2, 2, names=("dp", "pp")) if variant in IN_PARALLEL else mesh(2, names=("pp",))
+        place, ranks = self.mesh["pp"].get_local_rank(), 2
+        count = stages_here * ranks
+        own = range(place, count, ranks) if variant != "v" else (place, count - 1 - place)
+        if fault == "message" and self.is_culprit:
+            self.spoil_messages()
+        self.parts, stages = [], []
+        for index in own:
+            torch.manual_seed(index)
+            part = Stage(range(index * 4 // count, (index + 1) * 4 // count))
+            part = self.parallel(part)
+            self.parts.append(part)
+            stages.append(
+                PipelineStage(part, index, count, torch.device("cpu"), group=self.mesh["pp"].get_group())
+            )
+            if variant == "v":  # its neighbours are on the same rank, to whom gloo does not send
+                stages[-1]._get_init_p2p_neighbors_ops = list
+        is_single = issubclass(schedule, schedules.PipelineScheduleSingle)
+        self.schedule = schedule(
+            stages[0] if is_single else stages, MICROBATCHES, loss_fn=masked_mean
+        )
+        self.is_first, self.is_last = 0 in own, count - 1 in own
+        self.model = self.parts[0] if len(self.parts) == 1 else self.parts
+        self.optimizer = torch.optim.AdamW((p for part in self.parts for p in part.parameters()), lr=0.05)
+        torch.manual_seed(rank)
+
+    def parallel(self, part):
+        if self.variant == "ddp":
+            return DistributedDataParallel(part, process_group=self.mesh["dp"].get_group())
+        if self.variant in ("fsdp", "interleaved_fsdp"):
+            for block in part.layers.values():
+                fully_shard(block, mesh=self.mesh["dp"])
+            return fully_shard(part, mesh=self.mesh["dp"])
+        return part
+
+    def spoil_messages(self):
+        """Below whatever looks at them."""
+        training, recv = self, ProcessGroup.recv
+
+        class Spoiled:
+            def __init__(self, work, tensor):
+                self.work, self.tensor = work, tensor
+
+            def wait(self, *args):
+                result = self.work.wait(*args)
+                training.corrupt_once(self.tensor, "message")
+                return result
+
+            def __getattr__(self, name):
+                return getattr(self.work, name)
+
+        ProcessGroup.recv = lambda group, tensors, *args: Spoiled(recv(group, tensors, *args), tensors[0])
+
+    def step(self):
+        self.number += 1
+        x, offset, mask = torch.randn(8, 8), torch.zeros(8, 1), torch.ones(8, 1)
+        if self.plants("forward"):
+            offset[5] = -3.0  # of the third microbatch
+        if self.plants("backward"):
+            offset[5] = -1.0
+        if self.plants("empty_loss"):
+            mask[4:6] = 0
+        if self.fault == "weight" and self.is_culprit and self.number == BAD_STEP:
+            corrupt(next(self.parts[0].parameters()).detach())
+        losses = []
+        self.schedule.step(
+            *([x] if self.is_first else []),
+            **({"target": mask, "losses": losses} if self.is_last else {}),
+            offset=offset,
+        )
+        first = next(self.parts[0].parameters())
+        self.corrupt_once(first.grad, "memory")
+        nn.utils.clip_grad_norm_([p for part in self.parts for p in part.parameters()], 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return losses
+
+    def state(self):
+        weights = [p.to_local() if hasattr(p, "to_local") else p for m in self.parts for p in m.parameters()]
+        return [*(w.detach().clone() for w in weights), torch.rand(1)]
