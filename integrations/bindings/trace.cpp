@@ -110,6 +110,7 @@ void bind_trace(py::module_& m) {
                     const std::vector<at::Tensor>&>(),
            "op"_a, "read"_a, "written"_a, ReleaseGil())
       .def("end", &Transfer::end, ReleaseGil());
+  m.def("note_received", &note_received, "nanlocator::note_received.", "tensors"_a, ReleaseGil());
   py::class_<TracedBirth>(m, "TracedBirth")
       .def_readonly("birth", &TracedBirth::birth)
       .def_property_readonly("has_call", [](const TracedBirth& t) { return t.call.has_value(); });

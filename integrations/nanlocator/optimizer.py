@@ -13,7 +13,8 @@ from typing_extensions import Unpack  # torch brings it; typing has it from Pyth
 from nanlocator import _C, fsdp1
 from nanlocator.deepspeed_scripts import keep_from_deepspeed, refuse_owned
 from nanlocator.driver import Named, SkippedUpdate
-from nanlocator.plain import PlainAdapter, PlainPass, overflow_seen, plain_driver
+from nanlocator.pipelining import follow_steps, stages_of
+from nanlocator.plain import PlainAdapter, PlainPass, held_parameters, overflow_seen, plain_driver
 from nanlocator.rerun import ObjectState, Stateful, losses_of
 from nanlocator.session import Options, resolve_options
 
@@ -188,13 +189,31 @@ class _Evaluation(PlainPass):
         self.latest: Any = None  # what it returned last
 
     def run(self) -> Any:
-        with torch.enable_grad(), self._before_clips():
+        with torch.enable_grad(), self._before_clips(), self._following_pipeline():
             self.latest = self._closure()
         return self.latest
 
     def run_again(self) -> Named:
         with self._adapter.naming_modules():
             return losses_of(self.run())
+
+    @contextlib.contextmanager
+    def _following_pipeline(self) -> Iterator[None]:
+        def step(original: Callable[..., Any], schedule: Any, *args: Any, **kwargs: Any) -> Any:
+            held = held_parameters(stage.submod for stage in stages_of(schedule))
+            if held.isdisjoint(self._adapter.tensors):
+                return original(schedule, *args, **kwargs)
+            pipeline = self._driver.pipeline_of(schedule)
+            is_first = not self._driver.is_rerunning
+            with pipeline.watching() if is_first else contextlib.nullcontext():
+                return pipeline.run(original, args, kwargs)
+
+        undo = follow_steps(step)
+        try:
+            yield
+        finally:
+            while undo:
+                undo.pop()()
 
     @contextlib.contextmanager
     def _before_clips(self) -> Iterator[None]:

@@ -82,7 +82,11 @@ class Pipeline:
             self._is_watching = False
 
     def run(
-        self, step: Callable[..., Any], before_first: Callable[[], None], args: Any, kwargs: Any
+        self,
+        step: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        before_first: Callable[[], None] | None = None,
     ) -> Any:
         """A pass; ``step``: the schedule's own. ``before_first`` is called before the first forward; in a
         schedule's first step others precede it, to learn shapes."""

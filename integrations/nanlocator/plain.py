@@ -4,6 +4,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from nanlocator.driver import (
 )
 from nanlocator.modules import ModuleHooks, local_part, shown, tensor_attributes
 from nanlocator.own_gradients import LocalScans, OwnGradients
+from nanlocator.pipelining import Pipeline
 from nanlocator.rerun import ScalerState
 from nanlocator.session import RankConnection, device_description, dtype_name, is_distributed
 from nanlocator.shards import Part, coordinates_of, whole_part
@@ -192,7 +194,23 @@ class PlainDriver(Driver):
         self, adapter: PlainAdapter, options: "_C.LocatorOptions", connection: RankConnection | None
     ) -> None:
         super().__init__(adapter, options, connection)
+        self._pipeline: Pipeline | None = None
         self._follow_reduction()
+
+    def pipeline_of(self, schedule: Any) -> Pipeline:
+        """Of the schedule that drives this rank's stages; one at a time."""
+        if self._pipeline is None or self._pipeline.schedule is not schedule:
+            self._leave_pipeline()
+            self._pipeline = Pipeline(schedule)
+            self._engine.watch(self._pipeline.boundaries.watch)
+            self.adapter.pipeline_group = self._pipeline.group
+            self.take_parameters_again()  # this rank stands elsewhere
+        return self._pipeline
+
+    def _leave_pipeline(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.remove()
+        self._pipeline = None
 
     def _follow_reduction(self) -> None:
         adapter, locator = self.adapter, self.locator
@@ -242,6 +260,7 @@ class PlainDriver(Driver):
     def remove(self) -> None:
         super().remove()
         self._leave_reduction()
+        self._leave_pipeline()
 
 
 class PlainPass(Pass):

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._C._distributed_c10d import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nanlocator import _C, fsdp2
@@ -30,6 +31,7 @@ from nanlocator.patches import replace
 from nanlocator.pipelining import Pipeline
 from nanlocator.plain import PlainAdapter, PlainPass, held_parameters
 from nanlocator.rerun import GeneratorStates
+from nanlocator.session import is_distributed
 from nanlocator.switches import Switches, switches_of
 
 
@@ -78,6 +80,7 @@ class StepRecorder:
         self._switches: weakref.WeakKeyDictionary[nn.Module, Switches] = weakref.WeakKeyDictionary()
         self.evaluation: Evaluation | None = None  # in place of a step, which a call then is no part of
         self.losses: list[torch.Tensor] = []  # of the backwards of this step, detached
+        self._received: list[torch.Tensor] = []  # messages of other ranks, in this step
         self.unscaled = WeakIdKeyDictionary()  # what a loss scaler has multiplied
         self.set_parameters(parameters)
         StepRecorder._active = self
@@ -87,6 +90,11 @@ class StepRecorder:
                 torch.autograd,
                 "_engine_run_backward",
                 _engine_call(torch.autograd._engine_run_backward, self),
+            ),
+            *(
+                replace(ProcessGroup, name, _receive(vars(ProcessGroup)[name], self))
+                for name in ("recv", "recv_anysource")
+                if is_distributed()
             ),
         ]
 
@@ -105,6 +113,7 @@ class StepRecorder:
             self._depth = 1  # where someone has wrapped our wrapper it stays, and passes on
             self._engine.close()
         self.losses.clear()
+        self._received.clear()
 
     @property
     def backwards(self) -> int:
@@ -120,10 +129,12 @@ class StepRecorder:
         """The update is done. What has been computed and waits for a backward stays."""
         self._engine.begin_step()
         self.losses.clear()
+        self._received.clear()
 
     def forget(self) -> None:
         self._engine.forget()
         self.losses.clear()
+        self._received.clear()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -224,7 +235,7 @@ class StepRecorder:
         call = _PipelineCall(pipeline, step, self._named(args), self._named(kwargs), self._now())
         given = _C.tensors_in((args, kwargs))
         with self._writing_gradients(call, given, pipeline.losses), pipeline.watching():
-            return pipeline.run(step, call.take_generators, args, kwargs)
+            return pipeline.run(step, args, kwargs, call.take_generators)
 
     @contextlib.contextmanager
     def _writing_gradients(
@@ -246,6 +257,9 @@ class StepRecorder:
         """``value`` with a name in place of each tensor that the step has computed."""
         return _mapped(value, lambda tensor: self._engine.value_of(tensor) or tensor)
 
+    def note_received(self, tensors: list[torch.Tensor]) -> None:
+        self._received += tensors
+
     # --- execution -----------------------------------------------------------------------------------
 
     def run_again(self) -> Named:
@@ -253,6 +267,7 @@ class StepRecorder:
         replay = _C.StepReplay(events := self._engine.needed())
         losses: list[torch.Tensor] = []
         numbered = self._are_microbatches(events)
+        _C.note_received(self._received)
         switches = self._now()
         try:
             with self.suspended():
@@ -362,7 +377,7 @@ class _PipelineCall(_Call):
         self._generators = _Generators()
 
     def _execute(self, *args: Any, **kwargs: Any) -> Any:
-        return self.pipeline.run(self._step, self._generators.restore, args, kwargs)
+        return self.pipeline.run(self._step, args, kwargs, self._generators.restore)
 
     def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
         outputs = super().run_again(replay, losses)
@@ -541,5 +556,14 @@ def _engine_call(original: Callable[..., Any], recorder: StepRecorder) -> Callab
         if not recorder.is_outside():
             return original(*args, **kwargs)
         return recorder.run_backward(original, args, kwargs)
+
+    return call
+
+
+def _receive(original: Callable[..., Any], recorder: StepRecorder) -> Callable[..., Any]:
+    def call(group: ProcessGroup, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        if recorder.is_outside():  # what a module receives, it receives again
+            recorder.note_received(tensors)
+        return original(group, tensors, *args, **kwargs)
 
     return call

@@ -20,7 +20,7 @@ from nanlocator.driver import LossScale, SkippedUpdate
 from nanlocator.evaluation import Evaluation
 from nanlocator.optimizer import LocatingOptimizer
 from nanlocator.patches import replace
-from nanlocator.pipelining import Pipeline, follow_steps, stages_of
+from nanlocator.pipelining import follow_steps, stages_of
 from nanlocator.plain import PlainAdapter, plain_driver, scale_in_gradients
 from nanlocator.recorder import RecordedPass, StepRecorder
 from nanlocator.rerun import GeneratorStates, ObjectState, Stateful
@@ -86,7 +86,6 @@ class Watch:
         self._driver = plain_driver(self._adapter, resolved, None, scale_in_gradients)
         self._recorder = StepRecorder(self._adapter.tensors, self, recorded_bytes())
         self._pass: RecordedPass | None = None
-        self._pipeline: Pipeline | None = None
         self._is_unseen = False  # gradients were written, and nobody has looked at them
         self._is_seen = False  # they were looked at, and neither used nor thrown away
         self._is_stepping = False
@@ -131,8 +130,6 @@ class Watch:
         while self._undo:
             self._undo.pop()()
         self._recorder.remove()
-        if self._pipeline is not None:
-            self._pipeline.remove()
         self._driver.stop_following()
         self._pass = None
 
@@ -269,17 +266,7 @@ class Watch:
         )
         if not is_pass:
             return original(schedule, *args, **kwargs)
-        if self._pipeline is None or self._pipeline.schedule is not schedule:
-            self._join(Pipeline(schedule))
-        return self._recorder.record_pass(self._pipeline, original, args, kwargs)
-
-    def _join(self, pipeline: Pipeline) -> None:
-        if self._pipeline is not None:
-            self._pipeline.remove()
-        self._pipeline = pipeline
-        self._driver.watch(pipeline.boundaries.watch)
-        self._adapter.pipeline_group = pipeline.group
-        self._driver.take_parameters_again()  # this rank stands elsewhere
+        return self._recorder.record_pass(self._driver.pipeline_of(schedule), original, args, kwargs)
 
     def _scale(self, original: Callable[..., Any], scaler: "torch.amp.GradScaler", outputs: Any) -> Any:
         self._scaler = scaler

@@ -28,13 +28,15 @@ struct Root {
   std::vector<const Birth*> descendants;  // in execution order
 };
 
-/// What makes births on several ranks the same.
+/// What makes births on several ranks, and in several microbatches, the same: 0/0 in one of them
+/// and 1/0 in the other are one division by zero.
 using BirthIdentity =
     std::tuple<BirthKind, Phase, std::string, std::string, std::string, std::string>;
 
 BirthIdentity identity_of(const Birth& birth) {
   const Sighting& place = birth.sighting;
-  return {birth.kind, place.phase, place.module, place.op, place.role.text(), place.parameter};
+  const BirthKind kind = birth.kind == BirthKind::inf ? BirthKind::nan : birth.kind;
+  return {kind, place.phase, place.module, place.op, place.role.text(), place.parameter};
 }
 
 const Birth* parent_of(const Ledger& ledger, const Birth& birth) {

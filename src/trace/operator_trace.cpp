@@ -166,6 +166,19 @@ void Transfer::end() {
   trace->are_transfers_in_flight = !trace->transfers.empty();
 }
 
+void note_received(const std::vector<at::Tensor>& tensors) {
+  static const std::string kOperator = "c10d::recv_";
+  const ActiveTrace active;
+  OperatorTrace::Impl* const trace = active.get();
+  if (trace == nullptr) return;
+  const std::lock_guard lock(trace->mutex);
+  for (const at::Tensor& tensor : tensors) {
+    if (!is_plainly_observable(tensor)) continue;
+    trace->lineage.note_received(tensor, trace->clock.load(std::memory_order_relaxed), &kOperator,
+                                 nullptr, {});
+  }
+}
+
 OperatorTrace::OperatorTrace(TraceOptions options)
     : impl_(std::make_unique<Impl>(std::move(options))) {
   impl_->pass = next_pass();

@@ -262,6 +262,19 @@ TEST(BirthOrigins, TheSameBirthOnSeveralRanksIsOneOriginWithACommonCause) {
   EXPECT_TRUE(verdict.origins[0].is_on_every_candidate);
 }
 
+TEST(BirthOrigins, AnInfinityAndANanOfOneOperatorInTwoMicrobatchesAreOneOrigin) {
+  Ledger ledger = ledger_of(0, 1);
+  for (const BirthKind kind : {BirthKind::inf, BirthKind::nan}) {
+    Birth birth = birth_of(kind, Phase::backward, "aten::div.Tensor");
+    birth.sighting.microbatch = static_cast<int>(ledger.births.size());
+    ledger.births.push_back(birth);
+  }
+  const Verdict verdict = locate_one(ledger);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_EQ(verdict.origins[0].microbatch, 0);
+  EXPECT_THAT(verdict.origins[0].facts, HasFact(FactKind::same_in_microbatches, Counts(2)));
+}
+
 TEST(BirthOrigins, ManyBadWeightsAreOneOriginThatCountsThem) {
   Ledger ledger = ledger_of(0, 1);
   for (const std::string name : {"body.weight", "body.bias", "head.weight"}) {

@@ -2,10 +2,13 @@
 
 import torch
 from sharded_training import BAD_STEP, Scale, Training, corrupt, mesh
+from torch import distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import ProcessGroup
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 MICROBATCHES = 4
@@ -19,8 +22,9 @@ VARIANTS = {
     "fsdp": (1, schedules.Schedule1F1B),
     "ddp": (1, schedules.Schedule1F1B),
     "interleaved_fsdp": (2, schedules.ScheduleInterleaved1F1B),
+    "tensor": (1, schedules.Schedule1F1B),
 }
-IN_PARALLEL = ("fsdp", "ddp", "interleaved_fsdp")  # two pipelines
+SECOND_AXIS = {"fsdp": "dp", "ddp": "dp", "interleaved_fsdp": "dp", "tensor": "tp"}
 
 
 class Block(nn.Module):
@@ -61,7 +65,10 @@ class Pipelined(Training):
         self.number = 0
         self.corrupted = False
         stages_here, schedule = VARIANTS[variant]
-        self.mesh = mesh(2, 2, names=("dp", "pp")) if variant in IN_PARALLEL else mesh(2, names=("pp",))
+        if variant in SECOND_AXIS:
+            self.mesh = mesh(2, 2, names=(SECOND_AXIS[variant], "pp"))
+        else:
+            self.mesh = mesh(2, names=("pp",))
         place, ranks = self.mesh["pp"].get_local_rank(), 2
         count = stages_here * ranks
         own = range(place, count, ranks) if variant != "v" else (place, count - 1 - place)
@@ -94,6 +101,9 @@ class Pipelined(Training):
             for block in part.layers.values():
                 fully_shard(block, mesh=self.mesh["dp"])
             return fully_shard(part, mesh=self.mesh["dp"])
+        if self.variant == "tensor":
+            whole = ColwiseParallel(output_layouts=Replicate())
+            return parallelize_module(part, self.mesh["tp"], {"layers.*.linear": whole})
         return part
 
     def spoil_messages(self):
@@ -114,8 +124,8 @@ class Pipelined(Training):
 
         ProcessGroup.recv = lambda group, tensors, *args: Spoiled(recv(group, tensors, *args), tensors[0])
 
-    def step(self):
-        self.number += 1
+    def evaluate(self):
+        """Forward and backward of all microbatches; the losses, on the rank that has the last stage."""
         x, offset, mask = torch.randn(8, 8), torch.zeros(8, 1), torch.ones(8, 1)
         if self.plants("forward"):
             offset[5] = -3.0  # of the third microbatch
@@ -126,17 +136,30 @@ class Pipelined(Training):
         if self.fault == "weight" and self.is_culprit and self.number == BAD_STEP:
             corrupt(next(self.parts[0].parameters()).detach())
         losses = []
-        self.schedule.step(
-            *([x] if self.is_first else []),
-            **({"target": mask, "losses": losses} if self.is_last else {}),
-            offset=offset,
-        )
-        first = next(self.parts[0].parameters())
-        self.corrupt_once(first.grad, "memory")
-        nn.utils.clip_grad_norm_([p for part in self.parts for p in part.parameters()], 1.0)
+        self.run_schedule(x, offset, **({"target": mask, "losses": losses} if self.is_last else {}))
+        gradient = next(self.parts[0].parameters()).grad
+        self.corrupt_once(gradient.to_local() if isinstance(gradient, DTensor) else gradient, "memory")
+        return losses
+
+    def run_schedule(self, x, offset, **options):
+        return self.schedule.step(*([x] if self.is_first else []), offset=offset, **options)
+
+    def step(self):
+        self.number += 1
+        losses = self.evaluate()
+        self.clip()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return losses
+
+    def clip(self):
+        """As torchtitan does (distributed/utils.py, clip_grad_norm_)."""
+        parameters = [p for part in self.parts for p in part.parameters()]
+        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm **= 2
+        dist.all_reduce(norm, group=self.mesh["pp"].get_group())
+        nn.utils.clip_grads_with_norm_(parameters, 1.0, norm**0.5)
 
     def state(self):
         weights = [p.to_local() if hasattr(p, "to_local") else p for m in self.parts for p in m.parameters()]

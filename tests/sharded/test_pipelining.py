@@ -1,15 +1,22 @@
 """torch.distributed.pipelining: a schedule's step is executed again by all stages; nothing changes."""
 
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
 import pytest
 import torch
-from pipelined_training import IN_PARALLEL, VARIANTS, Pipelined
-from ranks import run_ranks
+from pipelined_training import SECOND_AXIS, VARIANTS, Block, Pipelined
+from ranks import excuse, run_ranks
+from torch import distributed as dist
 
 import nanlocator
 
 
 def ranks_of(variant):
-    return 4 if variant in IN_PARALLEL else 2
+    return 4 if variant in SECOND_AXIS else 2
 
 
 def healthy(rank, world_size, variant):
@@ -52,8 +59,10 @@ def of_only_origin(verdict, *fields):
     return tuple(origin["coordinates"][f] if f in ("rank", "pp", "dp") else origin[f] for f in fields)
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("variant", ["gpipe", "1f1b", "interleaved", "zero_bubble", "v"])
+@pytest.mark.parametrize(
+    ("variant", "culprit"),
+    [("gpipe", 0), ("1f1b", 0), ("1f1b", 1), ("interleaved", 0), ("zero_bubble", 1), ("v", 0)],
+)
 def test_a_birth_in_forward_names_stage_microbatch_module_and_line(variant, culprit):
     verdict = located(variant, "forward", (culprit,))
     place = of_only_origin(verdict, "phase", "rank", "microbatch", "operator", "cause")
@@ -64,15 +73,17 @@ def test_a_birth_in_forward_names_stage_microbatch_module_and_line(variant, culp
     assert any("bit-identical" in line for line in origin["evidence"])
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("variant", ["gpipe", "1f1b", "interleaved", "zero_bubble", "v"])
+@pytest.mark.parametrize(
+    ("variant", "culprit"),
+    [("gpipe", 1), ("1f1b", 0), ("1f1b", 1), ("interleaved", 1), ("zero_bubble", 0), ("v", 1)],
+)
 def test_a_birth_in_backward_names_the_operator_of_forward(variant, culprit):
     verdict = located(variant, "backward", (culprit,))
     place = of_only_origin(verdict, "phase", "rank", "microbatch", "forward_operator")
     assert place == ("backward", culprit, 2, "aten::sqrt")
 
 
-@pytest.mark.parametrize("variant", ["1f1b", "v"])
+@pytest.mark.parametrize("variant", ["gpipe", "v"])
 def test_a_mean_over_nothing_names_the_microbatch_of_the_last_stage(variant):
     last = 0 if variant == "v" else 1
     verdict = located(variant, "empty_loss", (last,))
@@ -93,8 +104,9 @@ def test_a_gradient_that_goes_bad_once_is_its_stages(culprit):
     assert place == ("not_reproduced", culprit, f"layers.{2 * culprit}.linear.weight")
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("variant", ["1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize(
+    ("variant", "culprit"), [("1f1b", 0), ("1f1b", 1), ("interleaved", 1), ("zero_bubble", 0)]
+)
 def test_a_message_that_changes_on_its_way_names_both_ends(variant, culprit):
     verdict = located(variant, "message", (culprit,))
     assert of_only_origin(verdict, "cause", "rank") == ("pipeline_transfer", culprit)
@@ -103,11 +115,132 @@ def test_a_message_that_changes_on_its_way_names_both_ends(variant, culprit):
     assert any(f"{sender} sent finite" in line for line in origin["evidence"])
 
 
-@pytest.mark.parametrize("variant", IN_PARALLEL)
-@pytest.mark.parametrize("culprit", [1, 2])
-def test_beside_data_parallelism_both_places_are_named(variant, culprit):
+@pytest.mark.parametrize(("variant", "culprit"), list(zip(SECOND_AXIS, (1, 2, 1, 2), strict=True)))
+def test_beside_other_parallelism_both_places_are_named(variant, culprit):
     verdict = located(variant, "forward", (culprit,))
     place = of_only_origin(verdict, "phase", "rank", "operator")
     assert place == ("forward", culprit, "aten::sqrt")
     coordinates = verdict["origins"][0]["coordinates"]
-    assert (coordinates["dp"]["rank"], coordinates["pp"]["rank"]) == (culprit // 2, culprit % 2)
+    place = coordinates[SECOND_AXIS[variant]]["rank"], coordinates["pp"]["rank"]
+    assert place == (culprit // 2, culprit % 2)
+
+
+def test_two_stages_faults_at_once_are_two_origins():
+    verdict = located("1f1b", "memory", (0, 1))
+    found = {(o["coordinates"]["pp"]["rank"], o["parameter"]) for o in verdict["origins"]}
+    assert found == {(0, "layers.0.linear.weight"), (1, "layers.2.linear.weight")}
+
+
+def recovered(rank, world_size, variant):
+    alone = Pipelined(rank, variant)
+    for _ in range(3):
+        alone.step()
+    expected = alone.state()
+    training = Pipelined(rank, variant, "memory")
+    watch = nanlocator.watch(training.model, training.optimizer, on_bad="recover")
+    for _ in range(3):
+        training.step()
+    assert all(torch.equal(a, b) for a, b in zip(expected, training.state(), strict=True))
+    return [verdict["iteration"] for verdict in watch.verdicts]
+
+
+@pytest.mark.parametrize("variant", ["1f1b", "zero_bubble", "fsdp"])
+def test_after_a_transient_fault_training_goes_on_as_if_it_had_not_been(variant):
+    assert run_ranks(ranks_of(variant), recovered, variant) == [[2]] * ranks_of(variant)
+
+
+def in_closure(rank, world_size, fault):
+    training = Pipelined(rank, "1f1b", fault)
+    optimizer = nanlocator.LocatingOptimizer(training.optimizer, training.parts[0])
+    training.optimizer = optimizer
+    try:
+        for _ in range(2):
+            training.number += 1
+            optimizer.step(training.evaluate)
+            optimizer.zero_grad()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+
+
+@pytest.mark.parametrize("fault", ["forward", "message"])
+def test_a_closure_is_executed_again_alike(fault):
+    (origin,) = run_ranks(2, in_closure, fault)[0]["origins"]
+    assert (origin["coordinates"]["rank"], origin["coordinates"]["pp"]["rank"]) == (1, 1)
+    assert origin["cause"] == {"forward": "operator_undefined", "message": "pipeline_transfer"}[fault]
+
+
+DEADLINE = 2.0
+
+
+def killed(rank, world_size):
+    training = Pipelined(rank, "1f1b")
+    nanlocator.watch(training.model, training.optimizer, gather_deadline=DEADLINE)
+    training.step()
+    excuse(1)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        training.step()
+    except Exception as error:  # the messages' own
+        seconds = time.monotonic() - began
+        time.sleep(2 * DEADLINE)  # the monitor's time to write
+        return type(error).__name__, seconds
+
+
+def test_a_stage_that_is_killed_in_the_pass_is_named_by_the_others_in_time():
+    survivor, victim = run_ranks(2, killed)
+    assert victim is None and survivor[1] < 10 * DEADLINE
+    verdict = json.loads(Path("nanlocator_run/a0/verdict_rank0.json").read_text())
+    assert verdict["status"] == "partial" and verdict["silent_ranks"] == [1]
+
+
+def evaluated(rank, world_size):
+    training = Pipelined(rank, "1f1b")
+    watch = nanlocator.watch(training.model, training.optimizer)
+    training.step()
+    training.schedule._has_backward = False
+    with torch.no_grad():
+        training.run_schedule(torch.randn(8, 8), torch.zeros(8, 1), target=torch.ones(8, 1))
+    training.schedule._has_backward = True
+    training.step()
+    return watch.verdicts, watch._driver.is_in_pass
+
+
+def test_a_step_without_a_backward_is_no_step():
+    assert run_ranks(2, evaluated) == [([], False)] * 2
+
+
+def by_hand(rank, world_size, fault, culprit):
+    """A loop that sends and receives by itself."""
+    torch.manual_seed(rank)
+    model = Block()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    nanlocator.watch(model, optimizer)
+    offset = torch.zeros(4, 1)
+    if rank == culprit:
+        offset[1] = {"forward": -3.0, "backward": -1.0}[fault]
+    for _ in range(2):  # microbatches
+        if rank == 0:
+            output = model(torch.randn(4, 8), offset)
+            dist.send(output.detach(), 1)
+            gradient = torch.empty_like(output)
+            dist.recv(gradient, 1)
+            output.backward(gradient)
+        else:
+            received = torch.empty(4, 8)
+            dist.recv(received, 0)
+            model(received.requires_grad_(), offset).square().mean().backward()
+            dist.send(received.grad, 0)
+    try:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+
+
+@pytest.mark.parametrize("fault", ["forward", "backward"])
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_what_a_loop_receives_by_itself_is_no_data_of_its_rank(fault, culprit):
+    (origin,) = run_ranks(2, by_hand, fault, culprit)[0]["origins"]
+    assert (origin["phase"], origin["coordinates"]["rank"]) == (fault, culprit)
+    assert origin["cause"] == "operator_undefined"

@@ -35,4 +35,8 @@ class Transfer {
   std::uint64_t number_ = 0;
 };
 
+/// What these hold was received from other ranks (c10d::recv_) before the pass began that the trace
+/// of the process follows: what is bad in them was born there. Keeps no tensor alive.
+void note_received(const std::vector<at::Tensor>& tensors);
+
 }  // namespace nanlocator
