@@ -86,9 +86,7 @@ class Pipelined(Training):
             if variant == "v":  # its neighbours are on the same rank, to whom gloo does not send
                 stages[-1]._get_init_p2p_neighbors_ops = list
         is_single = issubclass(schedule, schedules.PipelineScheduleSingle)
-        self.schedule = schedule(
-            stages[0] if is_single else stages, MICROBATCHES, loss_fn=masked_mean
-        )
+        self.schedule = schedule(stages[0] if is_single else stages, MICROBATCHES, loss_fn=masked_mean)
         self.is_first, self.is_last = 0 in own, count - 1 in own
         self.model = self.parts[0] if len(self.parts) == 1 else self.parts
         self.optimizer = torch.optim.AdamW((p for part in self.parts for p in part.parameters()), lr=0.05)
