@@ -1,6 +1,7 @@
 """torchtitan's loop in small: pipeline and fully_shard from one mesh, its clip, no line of nanlocator."""
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -64,5 +65,6 @@ for step in range(1, 4):
     dist.all_reduce(norm, group=mesh["pp"].get_group())
     clip_grads_with_norm_(model.parameters(), 1.0, norm**0.5)
     optimizer.step()
-    print("losses:", step, [loss.item() for loss in losses])
+    if losses:
+        sys.stdout.write(f"losses: {step} {[loss.item() for loss in losses]}\n")
 dist.destroy_process_group()
