@@ -246,6 +246,7 @@ BirthIds OperatorTrace::Impl::origins_of(const at::Tensor& values, ThreadFrames&
 BirthIds OperatorTrace::Impl::roots_of(const at::Tensor& values, ThreadFrames& frames,
                                        const std::string& reader) {
   const Root root = find_root(values, frames);
+  if (root.is_temporary) return {};
   if (root.kind == BirthKind::memory) {
     std::vector<NamedTensor> gradients;
     {
@@ -365,6 +366,13 @@ bool OperatorTrace::Impl::is_seen_first(const at::Tensor& values) {
          declarations.find(values) == nullptr;
 }
 
+/// Whether the innermost operator is executed by another one's kernel.
+static bool is_inside_kernel(ThreadFrames& frames) {
+  const Frame* outer = frames.above(1);
+  return outer != nullptr && outer->info != nullptr && !outer->info->is_composite &&
+         !outer->info->is_custom;
+}
+
 Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& frames) {
   Root root;
   std::optional<StorageState> state;
@@ -412,6 +420,9 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
     root.writer = allocator;
     root.last_seen = LastSeen::allocated;
     if (touched_by != nullptr) root.inside = *touched_by;
+  } else if (state == StorageState::allocated && root.place == nullptr &&
+             is_inside_kernel(frames)) {
+    root.is_temporary = true;
   } else if (state == StorageState::allocated || state == StorageState::written) {
     // Allocated around a frame that was to fill it, or inside of one.
     const bool is_filled_by_frame =

@@ -42,6 +42,7 @@ struct Root {
   std::optional<Place> inside;         // opaque
   std::shared_ptr<const Place> place;  // received: where
   std::string writer;                  // the last operator that wrote or allocated it
+  bool is_temporary = false;  // of the kernel that runs: what it fills goes into its result
   LastSeen last_seen = LastSeen::unknown;
   std::optional<Declarations::Declared> declared;  // the bad one of those that share the memory
 };

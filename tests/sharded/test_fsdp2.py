@@ -96,14 +96,7 @@ def test_a_birth_in_forward_on_one_rank_names_operator_module_and_line():
     assert any("bit-identical" in line for line in origin["evidence"])
 
 
-NOT_FOLLOWED = pytest.mark.xfail(
-    strict=True,
-    reason="where the copy into the reduce-scatter's buffer also changes the data type and pads, the trace "
-    "does not see who wrote it, and lists it beside the birth",
-)
-
-
-@pytest.mark.parametrize("variant", ["accumulation", pytest.param("mixed_precision", marks=NOT_FOLLOWED)])
+@pytest.mark.parametrize("variant", ["accumulation", "mixed_precision"])
 def test_a_birth_in_backward_on_one_rank_names_the_operator_of_forward(variant):
     (origin,) = located(variant, "backward")["origins"]
     assert (origin["phase"], origin["coordinates"]["rank"]) == ("backward", 1)

@@ -463,6 +463,23 @@ TEST(OperatorTrace, AKernelOffTheDispatcherIsAnOpaqueBirthInBackward) {
   EXPECT_EQ(birth.sighting.stats.first_bad, 1);
 }
 
+TEST(OperatorTrace, WhatAKernelComputesInMemoryOfItsOwnIsNoBirth) {
+  Step step;
+  const at::Tensor weight = step.parameter("w", at::full({3}, -1.0F));
+  const Birth birth = only_birth(step.run([&] {
+    const at::Tensor root = weight.sqrt();
+    const at::Tensor half = root.to(at::kBFloat16);
+    at::Tensor joined = at::empty({6});
+    {
+      const at::NoGradGuard no_grad;
+      at::cat_out(joined, {half, half});  // to another type by memory that it lets copy_ read
+    }
+    return root.sum() + joined.sum();
+  }));
+  EXPECT_EQ(birth.kind, BirthKind::nan) << name_of(birth.kind);
+  EXPECT_EQ(birth.sighting.op, "aten::sqrt");
+}
+
 TEST(OperatorTrace, AnElementThatChangesBetweenTwoOperatorsIsMemory) {
   for (const bool is_in_place : {false, true}) {
     Step step;
