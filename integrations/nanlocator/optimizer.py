@@ -201,9 +201,11 @@ class _Evaluation(PlainPass):
     def _following_pipeline(self) -> Iterator[None]:
         def step(original: Callable[..., Any], schedule: Any, *args: Any, **kwargs: Any) -> Any:
             held = held_parameters(stage.submod for stage in stages_of(schedule))
-            if held.isdisjoint(self._adapter.tensors):
+            pipeline = None
+            if not held.isdisjoint(self._adapter.tensors):
+                pipeline = self._driver.pipeline_of(schedule)
+            if pipeline is None:
                 return original(schedule, *args, **kwargs)
-            pipeline = self._driver.pipeline_of(schedule)
             is_first = not self._driver.is_rerunning
             with pipeline.watching() if is_first else contextlib.nullcontext():
                 return pipeline.run(original, args, kwargs)

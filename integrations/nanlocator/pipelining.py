@@ -19,6 +19,15 @@ from nanlocator.boundaries import Boundaries
 from nanlocator.patches import Patches, replace
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
+_OF_SCHEDULE = ("_has_backward", "_internal_losses", "_maybe_compute_loss", "_n_microbatches")
+_OF_STAGE = (
+    "_retrieve_recv_activations",
+    "_retrieve_recv_grads",
+    "backward_one_chunk",
+    "backward_weight_one_chunk",
+    "bwd_cache",
+    "forward_one_chunk",
+)
 
 
 def follow_steps(wrapper: Callable[..., Any]) -> list[Callable[[], None]]:
@@ -36,6 +45,13 @@ def follow_steps(wrapper: Callable[..., Any]) -> list[Callable[[], None]]:
 def stages_of(schedule: Any) -> list[Any]:
     """This rank's."""
     return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
+
+
+def is_known(schedule: Any) -> bool:
+    """Whether it has what is followed here, most of which a release of torch may rename."""
+    return all(hasattr(schedule, name) for name in _OF_SCHEDULE) and all(
+        hasattr(stage, name) for stage in stages_of(schedule) for name in _OF_STAGE
+    )
 
 
 class Pipeline:
@@ -143,13 +159,20 @@ class Pipeline:
         self._patches.wrap(stage, "backward_weight_one_chunk", backward_of_weights)
 
     def _compute_loss(
-        self, original: Callable[..., Any], stage: Any, output: Any, targets: Any, microbatch: int
+        self,
+        original: Callable[..., Any],
+        stage: Any,
+        output: Any,
+        targets: Any,
+        microbatch: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if not self._is_in_pass:
-            return original(stage, output, targets, microbatch)
+            return original(stage, output, targets, microbatch, *args, **kwargs)
         computed = len(self.schedule._internal_losses)
         with _at(microbatch, self.modules.index(stage.submod)):
-            result = original(stage, output, targets, microbatch)
+            result = original(stage, output, targets, microbatch, *args, **kwargs)
         self.losses += [loss.detach() for loss in self.schedule._internal_losses[computed:]]
         return result
 

@@ -24,7 +24,7 @@ from nanlocator.driver import (
 )
 from nanlocator.modules import ModuleHooks, local_part, shown, tensor_attributes
 from nanlocator.own_gradients import LocalScans, OwnGradients
-from nanlocator.pipelining import Pipeline
+from nanlocator.pipelining import Pipeline, is_known
 from nanlocator.rerun import ScalerState
 from nanlocator.session import RankConnection, device_description, dtype_name, is_distributed
 from nanlocator.shards import Part, coordinates_of, whole_part
@@ -197,8 +197,12 @@ class PlainDriver(Driver):
         self._pipeline: Pipeline | None = None
         self._follow_reduction()
 
-    def pipeline_of(self, schedule: Any) -> Pipeline:
-        """Of the schedule that drives this rank's stages; one at a time."""
+    def pipeline_of(self, schedule: Any) -> Pipeline | None:
+        """Of the schedule that drives this rank's stages, one at a time; None where it is not known."""
+        if not is_known(schedule):
+            unknown = f"{type(schedule).__name__}: this torch does its steps in another way"
+            self.locator.add_not_covered([unknown])
+            return None
         if self._pipeline is None or self._pipeline.schedule is not schedule:
             self._leave_pipeline()
             self._pipeline = Pipeline(schedule)

@@ -259,14 +259,14 @@ class Watch:
             return original(module, *args, **kwargs)
 
     def _schedule_step(self, original: Callable[..., Any], schedule: Any, *args: Any, **kwargs: Any) -> Any:
-        is_pass = (
-            self._recorder.is_outside()
-            and schedule._has_backward
-            and any(self._recorder.trains(stage.submod) for stage in stages_of(schedule))
-        )
-        if not is_pass:
+        pipeline = None
+        if self._recorder.is_outside() and any(
+            self._recorder.trains(stage.submod) for stage in stages_of(schedule)
+        ):
+            pipeline = self._driver.pipeline_of(schedule)
+        if pipeline is None or not schedule._has_backward:
             return original(schedule, *args, **kwargs)
-        return self._recorder.record_pass(self._driver.pipeline_of(schedule), original, args, kwargs)
+        return self._recorder.record_pass(pipeline, original, args, kwargs)
 
     def _scale(self, original: Callable[..., Any], scaler: "torch.amp.GradScaler", outputs: Any) -> Any:
         self._scaler = scaler

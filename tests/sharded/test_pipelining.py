@@ -13,6 +13,7 @@ from ranks import excuse, run_ranks
 from torch import distributed as dist
 
 import nanlocator
+from nanlocator import pipelining
 
 
 def ranks_of(variant):
@@ -244,3 +245,21 @@ def test_what_a_loop_receives_by_itself_is_no_data_of_its_rank(fault, culprit):
     (origin,) = run_ranks(2, by_hand, fault, culprit)[0]["origins"]
     assert (origin["phase"], origin["coordinates"]["rank"]) == (fault, culprit)
     assert origin["cause"] == "operator_undefined"
+
+
+def of_another_torch(rank, world_size):
+    pipelining._OF_STAGE += ("what_it_was_named_before",)
+    training = Pipelined(rank, "1f1b", "memory")
+    watch = nanlocator.watch(training.model, training.optimizer)
+    try:
+        for _ in range(2):
+            training.step()
+    except nanlocator.NonFiniteGradientError as error:
+        not_covered = json.loads((Path(watch.run_dir) / "run.json").read_text())["not_covered"]
+        return [o["parameter"] for o in error.verdict["origins"]], not_covered
+
+
+def test_a_schedule_that_is_done_in_another_way_is_said_not_to_be_followed():
+    for parameters, not_covered in run_ranks(2, of_another_torch):
+        assert parameters == ["layers.2.linear.weight"]
+        assert any("Schedule1F1B" in line for line in not_covered), not_covered
