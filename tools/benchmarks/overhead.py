@@ -2,13 +2,15 @@
 
     tools/bench overhead [--hidden 256] [--sequence 128] [--ranks 2] [--tp 2] [--rounds 30] [--json]
     tools/bench overhead --integration pytorch [--batch 4]
+    tools/bench overhead --integration fsdp2|zero2|pipelining [--ranks 2] [--clock cpu]
     tools/bench overhead --instructions [--integration pytorch] [--against OTHER_BUILD/python]
 
 All variants take turns in the same processes, on the same model. Megatron-Core: no tool, nanlocator with
 its defaults (level boundaries), level grads, with check_params, and Megatron's check_for_nan_in_grad. Plain
 PyTorch (GPT-2 of transformers, one CPU thread): no tool, nanlocator's levels, transformers'
-DebugUnderflowOverflow, torch's anomaly mode. A step is zero_grad, forward, backward and optimizer.step; the
-figures are medians over rounds of this round's variant over this round's bare step, with a 95 % interval.
+DebugUnderflowOverflow, torch's anomaly mode. The same GPT-2 in shards (fully_shard; DeepSpeed's ZeRO-2) and
+in a pipeline (torch.distributed.pipelining): no tool, nanlocator's defaults. A step is zero_grad, forward,
+backward and optimizer.step; the figures are medians over rounds of this round's variant over this round's bare step, with a 95 % interval.
 
 With --instructions: how many instructions a step executes without nanlocator and with its defaults, for each
 integration, counted by callgrind; and the same with another build of nanlocator.
@@ -16,17 +18,16 @@ integration, counted by callgrind; and the same with another build of nanlocator
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import instructions
 import overhead_pytorch
+import overhead_sharded
+import torchrun
 import turns
 
 VARIANTS: dict[str, dict | None] = {  # options of nanlocator.megatron.install, None: not installed
@@ -120,8 +121,8 @@ def main() -> None:
     )
     parser.add_argument(
         "--integration",
-        choices=instructions.INTEGRATIONS,
-        help="default: megatron; with --instructions all. transformers is the Trainer",
+        choices=(*instructions.INTEGRATIONS, *overhead_sharded.INTEGRATIONS),
+        help="default: megatron; with --instructions all that can. transformers is the Trainer",
     )
     parser.add_argument(
         "--instructions",
@@ -136,16 +137,16 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"], help="Megatron-Core")
-    parser.add_argument("--ranks", type=int, default=2, help="Megatron-Core")
+    parser.add_argument("--ranks", type=int, default=2, help="not of plain PyTorch")
     parser.add_argument("--tp", type=int, default=2, help="Megatron-Core")
     parser.add_argument(
         "--clock",
         default="wall",
         choices=["wall", "cpu"],
         help="cpu: CPU time of rank 0, which other work on the machine disturbs less, and which sees no "
-        "waiting; Megatron-Core",
+        "waiting; not of plain PyTorch",
     )
-    parser.add_argument("--batch", type=int, default=4, help="sequences a step; plain PyTorch")
+    parser.add_argument("--batch", type=int, default=4, help="sequences a step; not of Megatron-Core")
     parser.add_argument(
         "--loss-outside", action="store_true", help="of the model, not in its forward; plain PyTorch"
     )
@@ -154,9 +155,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--directory", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    is_sharded = arguments.integration in overhead_sharded.INTEGRATIONS
     if arguments.directory:
-        work(arguments)
+        (overhead_sharded.work if is_sharded else work)(arguments)
         return
+    if arguments.instructions and is_sharded:
+        parser.error(f"--instructions does not count {arguments.integration}")
     if arguments.instructions:
         instructions.main(arguments)
         return
@@ -165,15 +169,10 @@ def main() -> None:
     if arguments.integration == "pytorch":
         overhead_pytorch.main(arguments)
         return
-    with tempfile.TemporaryDirectory() as directory:
-        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.ranks)]
-        command = [sys.executable, "-m", *launcher, __file__, *sys.argv[1:], "--directory", directory]
-        done = subprocess.run(
-            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True
-        )
-        if done.returncode:
-            sys.exit(f"the ranks failed:\n{done.stderr[-4000:]}")
-        result = json.loads((Path(directory) / "result.json").read_text())
+    if is_sharded:
+        overhead_sharded.main(arguments)
+        return
+    result = torchrun.result_of_ranks(__file__, arguments.ranks)
     times = result["seconds"]
     ratios = {variant: turns.ratio(seconds, times["no tool"]) for variant, seconds in times.items()}
     if arguments.json:
