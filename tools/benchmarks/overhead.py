@@ -10,7 +10,8 @@ its defaults (level boundaries), level grads, with check_params, and Megatron's 
 PyTorch (GPT-2 of transformers, one CPU thread): no tool, nanlocator's levels, transformers'
 DebugUnderflowOverflow, torch's anomaly mode. The same GPT-2 in shards (fully_shard; DeepSpeed's ZeRO-2) and
 in a pipeline (torch.distributed.pipelining): no tool, nanlocator's defaults. A step is zero_grad, forward,
-backward and optimizer.step; the figures are medians over rounds of this round's variant over this round's bare step, with a 95 % interval.
+backward and optimizer.step; the figures are medians over rounds of this round's variant over this round's
+bare step, with a 95 % interval.
 
 With --instructions: how many instructions a step executes without nanlocator and with its defaults, for each
 integration, counted by callgrind; and the same with another build of nanlocator.
