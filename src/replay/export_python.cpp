@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdio>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <set>
 #include <string_view>
 
@@ -47,13 +48,12 @@ std::string view_of(const BundleTensor& tensor) {
   return was_on_device ? text + ".cuda()" : text;
 }
 
-std::string argument(const BundleOperatorCall& call, const BundleValue& value, std::size_t i) {
+/// A value that is no tensor, no text and holds no others; nullopt for those that are or do.
+std::optional<std::string> plain_value(const BundleValue& value) {
   switch (value.kind) {
     case BundleValueKind::none:
     case BundleValueKind::undefined_tensor:
       return "None";
-    case BundleValueKind::tensor:
-      return view_of(value.tensor);
     case BundleValueKind::boolean:
       return value.boolean ? "True" : "False";
     case BundleValueKind::integer:
@@ -62,6 +62,16 @@ std::string argument(const BundleOperatorCall& call, const BundleValue& value, s
       return real(value.real);
     case BundleValueKind::complex:
       return "complex(" + real(value.real) + ", " + real(value.imaginary) + ")";
+    default:
+      return std::nullopt;
+  }
+}
+
+std::string argument(const BundleOperatorCall& call, const BundleValue& value, std::size_t i) {
+  if (const auto plain = plain_value(value)) return *plain;
+  switch (value.kind) {
+    case BundleValueKind::tensor:
+      return view_of(value.tensor);
     case BundleValueKind::text:
       // A dtype is kept by its name; no operator of Torch takes such a word as a text.
       return scalar_type_from(value.text) ? "torch." + value.text : python_text(value.text);
@@ -112,23 +122,13 @@ std::string kernel_value(const BundleValue& value, const std::string& where) {
     for (const auto& item : value.items) text += kernel_value(item, where) + ", ";
     return text + end;
   };
+  if (const auto plain = plain_value(value)) return *plain;
   switch (value.kind) {
-    case BundleValueKind::none:
-    case BundleValueKind::undefined_tensor:
-      return "None";
     case BundleValueKind::tensor: {
       BundleTensor on_host = value.tensor;  // `memory` lies on the device already
       on_host.device = "cpu";
       return view_of(on_host);
     }
-    case BundleValueKind::boolean:
-      return value.boolean ? "True" : "False";
-    case BundleValueKind::integer:
-      return std::to_string(value.integer);
-    case BundleValueKind::real:
-      return real(value.real);
-    case BundleValueKind::complex:
-      return "complex(" + real(value.real) + ", " + real(value.imaginary) + ")";
     case BundleValueKind::text:
       return python_text(value.text);
     case BundleValueKind::list:
