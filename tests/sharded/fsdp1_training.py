@@ -34,7 +34,6 @@ class Fsdp1(Training):
         super().__init__(rank, shard, variant, fault, culprits)
 
     def plant(self):
-        """Outside of what is watched: after ``watch``."""
         for name in ("_reduce_grad", "_reduce_grad_no_shard"):
             self._plant(name, getattr(_runtime_utils, name))
 

@@ -49,7 +49,6 @@ class Fsdp2(Training):
         self.sharded = dict(self.net.named_parameters())[parameter]
 
     def plant(self):
-        """Outside of what is watched: after ``watch``."""
         original = _fsdp_param_group.foreach_reduce
 
         def foreach_reduce(params, gradients, *args, **kwargs):

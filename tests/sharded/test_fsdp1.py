@@ -1,9 +1,10 @@
 """``FullyShardedDataParallel``: parameters by their own names, gradients before they are reduced."""
 
 import pytest
-import torch
+import sharded_runs
 from fsdp1_training import VARIANTS, Fsdp1
 from ranks import run_ranks
+from sharded_runs import healthy, recovered
 from sharded_training import corrupt
 
 import nanlocator
@@ -13,42 +14,13 @@ def ranks_of(variant):
     return 4 if variant == "hybrid" else 2
 
 
-def healthy(rank, world_size, variant):
-    alone = Fsdp1(rank, variant)
-    for _ in range(3):
-        alone.step()
-    expected = alone.state()
-    watched = Fsdp1(rank, variant)
-    watch = nanlocator.watch(watched.model, watched.optimizer, rerun="always")
-    for _ in range(3):
-        watched.step()
-    watch.remove()
-    assert all(torch.equal(a, b) for a, b in zip(expected, watched.state(), strict=True))
-    return watch.verdicts
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_training_is_bit_identical_and_every_step_is_executed_again_alike(variant, capfd):
-    assert run_ranks(ranks_of(variant), healthy, variant) == [[]] * ranks_of(variant)
-    assert "nanlocator: step" not in capfd.readouterr().err
-
-
-def watched(rank, world_size, variant, fault):
-    training = Fsdp1(rank, variant, fault)
-    nanlocator.watch(training.model, training.optimizer)
-    training.plant()
-    try:
-        for _ in range(3):
-            training.step()
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
+def test_training_is_bit_identical_and_every_step_is_executed_again_alike(variant):
+    assert run_ranks(ranks_of(variant), healthy, Fsdp1, variant) == [[]] * ranks_of(variant)
 
 
 def located(variant, fault):
-    verdicts = run_ranks(ranks_of(variant), watched, variant, fault)
-    assert all(verdict == verdicts[0] for verdict in verdicts)
-    assert verdicts[0]["iteration"] == 2
-    return verdicts[0]
+    return sharded_runs.located(ranks_of(variant), Fsdp1, variant, fault)
 
 
 @pytest.mark.parametrize("variant", ["plain", "flat", "no_shard", "hybrid"])
@@ -101,19 +73,5 @@ def test_a_bad_shard_of_a_weight_is_that_of_the_rank_that_keeps_it(variant):
     assert origin["tensor"]["first_bad"] == 34  # of 56 and 8 elements rank 1 keeps from 32 on
 
 
-def recovered(rank, world_size):
-    alone = Fsdp1(rank, "plain")
-    for _ in range(3):
-        alone.step()
-    expected = alone.state()
-    training = Fsdp1(rank, "plain", "before")
-    watch = nanlocator.watch(training.model, training.optimizer, on_bad="recover")
-    training.plant()
-    for _ in range(3):
-        training.step()
-    assert all(torch.equal(a, b) for a, b in zip(expected, training.state(), strict=True))
-    return [verdict["iteration"] for verdict in watch.verdicts]
-
-
 def test_after_a_transient_fault_training_goes_on_as_if_it_had_not_been():
-    assert run_ranks(2, recovered) == [[2]] * 2
+    assert run_ranks(2, recovered, Fsdp1, "plain", "before") == [[2]] * 2

@@ -1,15 +1,14 @@
 """``fully_shard``: each rank's own gradients are seen before they are reduced; nothing changes."""
 
 import json
-import os
-import signal
-import time
 from pathlib import Path
 
 import pytest
+import sharded_runs
 import torch
 from fsdp2_training import VARIANTS, Fsdp2
-from ranks import excuse, run_ranks
+from ranks import run_ranks
+from sharded_runs import assert_that_a_killed_rank_is_named, healthy, recovered
 from sharded_training import corrupt
 
 import nanlocator
@@ -21,43 +20,13 @@ def ranks_of(variant):
     return 4 if variant.startswith("hsdp") else 2
 
 
-def healthy(rank, world_size, variant):
-    alone = Fsdp2(rank, variant)
-    for _ in range(3):
-        alone.step()
-    expected = alone.state()
-    watched = Fsdp2(rank, variant)
-    watch = nanlocator.watch(watched.model, watched.optimizer, rerun="always")
-    for _ in range(3):
-        watched.step()
-    watch.remove()
-    assert all(torch.equal(a, b) for a, b in zip(expected, watched.state(), strict=True))
-    return watch.verdicts
-
-
 @pytest.mark.parametrize("variant", (*VARIANTS, *HSDP))
-def test_training_is_bit_identical_and_every_step_is_executed_again_alike(variant, capfd):
-    assert run_ranks(ranks_of(variant), healthy, variant) == [[]] * ranks_of(variant)
-    assert "nanlocator: step" not in capfd.readouterr().err
-
-
-def watched(rank, world_size, variant, fault, culprits=(1,), options=None):
-    training = Fsdp2(rank, variant, fault, culprits)
-    watch = nanlocator.watch(training.model, training.optimizer, **(options or {}))
-    training.plant()
-    try:
-        for _ in range(3):
-            training.step()
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
-    return watch.verdicts
+def test_training_is_bit_identical_and_every_step_is_executed_again_alike(variant):
+    assert run_ranks(ranks_of(variant), healthy, Fsdp2, variant) == [[]] * ranks_of(variant)
 
 
 def located(variant, fault, *arguments):
-    verdicts = run_ranks(ranks_of(variant), watched, variant, fault, *arguments)
-    assert all(verdict == verdicts[0] for verdict in verdicts)
-    assert verdicts[0]["iteration"] == 2
-    return verdicts[0]
+    return sharded_runs.located(ranks_of(variant), Fsdp2, variant, fault, *arguments)
 
 
 @pytest.mark.parametrize("variant", ["plain", "accumulation", "two_backwards", "hsdp"])
@@ -126,23 +95,9 @@ def two_at_once(rank, world_size):
         return error.verdict
 
 
-def recovered(rank, world_size, variant):
-    alone = Fsdp2(rank, variant)
-    for _ in range(3):
-        alone.step()
-    expected = alone.state()
-    training = Fsdp2(rank, variant, "before")
-    watch = nanlocator.watch(training.model, training.optimizer, on_bad="recover")
-    training.plant()
-    for _ in range(3):
-        training.step()
-    assert all(torch.equal(a, b) for a, b in zip(expected, training.state(), strict=True))
-    return [verdict["iteration"] for verdict in watch.verdicts]
-
-
 @pytest.mark.parametrize("variant", ["plain", "accumulation"])
 def test_after_a_transient_fault_training_goes_on_as_if_it_had_not_been(variant):
-    assert run_ranks(2, recovered, variant) == [[2]] * 2
+    assert run_ranks(2, recovered, Fsdp2, variant, "before") == [[2]] * 2
 
 
 def bad_shard(rank, world_size, variant, parameter, keepers):
@@ -282,27 +237,5 @@ def test_an_evaluation_that_is_bad_on_one_rank_alone_waits_for_no_other():
     assert run_ranks(2, evaluated) == [([], []), ([False, False], [])]
 
 
-DEADLINE = 2.0
-
-
-def killed(rank, world_size):
-    training = Fsdp2(rank, "plain")
-    nanlocator.watch(training.model, training.optimizer, gather_deadline=DEADLINE)
-    training.step()
-    excuse(1)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    try:
-        training.step()
-    except Exception as error:  # the collectives' own
-        seconds = time.monotonic() - began
-        time.sleep(2 * DEADLINE)  # the monitor's time to write
-        return type(error).__name__, seconds
-
-
 def test_a_rank_that_is_killed_in_the_pass_is_named_by_the_others_in_time():
-    survivor, victim = run_ranks(2, killed)
-    assert victim is None and survivor[1] < 10 * DEADLINE
-    verdict = json.loads(Path("nanlocator_run/a0/verdict_rank0.json").read_text())
-    assert verdict["status"] == "partial" and verdict["silent_ranks"] == [1]
+    assert_that_a_killed_rank_is_named(Fsdp2, "plain")

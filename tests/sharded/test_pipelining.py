@@ -1,15 +1,14 @@
 """torch.distributed.pipelining: a schedule's step is executed again by all stages; nothing changes."""
 
 import json
-import os
-import signal
-import time
 from pathlib import Path
 
 import pytest
+import sharded_runs
 import torch
 from pipelined_training import SECOND_AXIS, VARIANTS, Block, Pipelined
-from ranks import excuse, run_ranks
+from ranks import run_ranks
+from sharded_runs import assert_that_a_killed_rank_is_named, healthy, recovered
 from torch import distributed as dist
 
 import nanlocator
@@ -20,39 +19,13 @@ def ranks_of(variant):
     return 4 if variant in SECOND_AXIS else 2
 
 
-def healthy(rank, world_size, variant):
-    alone = Pipelined(rank, variant)
-    losses = [alone.step() for _ in range(3)]
-    expected = alone.state()
-    training = Pipelined(rank, variant)
-    watch = nanlocator.watch(training.model, training.optimizer, rerun="always")
-    assert [training.step() for _ in range(3)] == losses
-    watch.remove()
-    assert all(torch.equal(a, b) for a, b in zip(expected, training.state(), strict=True))
-    return watch.verdicts
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_training_is_bit_identical_and_every_step_is_executed_again_alike(variant):
-    assert run_ranks(ranks_of(variant), healthy, variant) == [[]] * ranks_of(variant)
-
-
-def watched(rank, world_size, variant, fault, culprits):
-    training = Pipelined(rank, variant, fault, culprits)
-    watch = nanlocator.watch(training.model, training.optimizer)
-    try:
-        for _ in range(3):
-            training.step()
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
-    return watch.verdicts
+    assert run_ranks(ranks_of(variant), healthy, Pipelined, variant) == [[]] * ranks_of(variant)
 
 
 def located(variant, fault, culprits=(1,)):
-    verdicts = run_ranks(ranks_of(variant), watched, variant, fault, culprits)
-    assert all(verdict == verdicts[0] for verdict in verdicts), verdicts
-    assert verdicts[0]["iteration"] == 2
-    return verdicts[0]
+    return sharded_runs.located(ranks_of(variant), Pipelined, variant, fault, culprits)
 
 
 def of_only_origin(verdict, *fields):
@@ -132,22 +105,9 @@ def test_two_stages_faults_at_once_are_two_origins():
     assert found == {(0, "layers.0.linear.weight"), (1, "layers.2.linear.weight")}
 
 
-def recovered(rank, world_size, variant):
-    alone = Pipelined(rank, variant)
-    for _ in range(3):
-        alone.step()
-    expected = alone.state()
-    training = Pipelined(rank, variant, "memory")
-    watch = nanlocator.watch(training.model, training.optimizer, on_bad="recover")
-    for _ in range(3):
-        training.step()
-    assert all(torch.equal(a, b) for a, b in zip(expected, training.state(), strict=True))
-    return [verdict["iteration"] for verdict in watch.verdicts]
-
-
 @pytest.mark.parametrize("variant", ["1f1b", "zero_bubble", "fsdp"])
 def test_after_a_transient_fault_training_goes_on_as_if_it_had_not_been(variant):
-    assert run_ranks(ranks_of(variant), recovered, variant) == [[2]] * ranks_of(variant)
+    assert run_ranks(ranks_of(variant), recovered, Pipelined, variant, "memory") == [[2]] * ranks_of(variant)
 
 
 def in_closure(rank, world_size, fault):
@@ -170,30 +130,8 @@ def test_a_closure_is_executed_again_alike(fault):
     assert origin["cause"] == {"forward": "operator_undefined", "message": "pipeline_transfer"}[fault]
 
 
-DEADLINE = 2.0
-
-
-def killed(rank, world_size):
-    training = Pipelined(rank, "1f1b")
-    nanlocator.watch(training.model, training.optimizer, gather_deadline=DEADLINE)
-    training.step()
-    excuse(1)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    try:
-        training.step()
-    except Exception as error:  # the messages' own
-        seconds = time.monotonic() - began
-        time.sleep(2 * DEADLINE)  # the monitor's time to write
-        return type(error).__name__, seconds
-
-
 def test_a_stage_that_is_killed_in_the_pass_is_named_by_the_others_in_time():
-    survivor, victim = run_ranks(2, killed)
-    assert victim is None and survivor[1] < 10 * DEADLINE
-    verdict = json.loads(Path("nanlocator_run/a0/verdict_rank0.json").read_text())
-    assert verdict["status"] == "partial" and verdict["silent_ranks"] == [1]
+    assert_that_a_killed_rank_is_named(Pipelined, "1f1b")
 
 
 def evaluated(rank, world_size):

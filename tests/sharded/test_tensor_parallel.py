@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
+from sharded_runs import healthy, located
 from sharded_training import Training, corrupt, mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -52,40 +53,15 @@ class TensorParallel(Training):
         self.net.middle.register_forward_pre_hook(follow)
 
 
-def healthy(rank, world_size, variant):
-    alone = TensorParallel(rank, variant)
-    for _ in range(3):
-        alone.step()
-    expected = alone.state()
-    watched = TensorParallel(rank, variant)
-    watch = nanlocator.watch(watched.model, watched.optimizer, rerun="always")
-    for _ in range(3):
-        watched.step()
-    watch.remove()
-    assert all(torch.equal(a, b) for a, b in zip(expected, watched.state(), strict=True))
-    return watch.verdicts
-
-
 @pytest.mark.parametrize("variant", ["tp", "dp_tp"])
-def test_training_is_bit_identical_and_every_step_is_executed_again_alike(variant, capfd):
+def test_training_is_bit_identical_and_every_step_is_executed_again_alike(variant):
     ranks = 2 if variant == "tp" else 4
-    assert run_ranks(ranks, healthy, variant) == [[]] * ranks
-    assert "nanlocator: step" not in capfd.readouterr().err
-
-
-def watched(rank, world_size, variant, fault, culprits):
-    training = TensorParallel(rank, variant, fault, culprits)
-    nanlocator.watch(training.model, training.optimizer)
-    try:
-        for _ in range(2):
-            training.step()
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
+    assert run_ranks(ranks, healthy, TensorParallel, variant) == [[]] * ranks
 
 
 @pytest.mark.parametrize(("variant", "culprit"), [("tp", 1), ("dp_tp", 3)])
 def test_a_gradient_that_goes_bad_once_on_one_rank_is_that_ranks(variant, culprit):
-    verdict = run_ranks(2 if variant == "tp" else 4, watched, variant, "before", [culprit])[0]
+    verdict = located(2 if variant == "tp" else 4, TensorParallel, variant, "before", [culprit])
     (origin,) = verdict["origins"]
     assert (origin["coordinates"]["rank"], origin["parameter"]) == (culprit, "middle.weight")
     assert origin["coordinates"]["tp"] == {"rank": 1, "size": 2}
@@ -96,7 +72,7 @@ def test_a_gradient_that_goes_bad_once_on_one_rank_is_that_ranks(variant, culpri
 
 
 def test_bad_data_of_a_tensor_parallel_group_is_that_groups():
-    verdict = run_ranks(4, watched, "dp_tp", "forward", [2, 3])[0]
+    verdict = located(4, TensorParallel, "dp_tp", "forward", [2, 3])
     (origin,) = verdict["origins"]
     assert origin["operator"] == "aten::sqrt" and origin["candidates"] == [2, 3]
 

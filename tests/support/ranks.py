@@ -5,6 +5,7 @@ of Python's multiprocessing pays it once for all tests of a pytest process; it h
 process group, and each rank gets the environment, the folder and the import path of its test.
 """
 
+import contextlib
 import ctypes
 import datetime
 import importlib
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,29 @@ _ports = itertools.cycle(random.Random(os.getpid()).sample(range(12000, 32000), 
 
 
 # ---- in the rank --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def standard_error() -> Iterator[Callable[[], str]]:
+    """Gives what this rank, C++ included, has printed there since the block began: pytest's own capture does
+    not see it."""
+    with tempfile.TemporaryFile() as file:
+
+        def printed() -> str:
+            sys.stderr.flush()
+            file.seek(0)
+            return file.read().decode()
+
+        sys.stderr.flush()
+        own = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield printed
+        finally:
+            text = printed()
+            os.dup2(own, 2)
+            os.close(own)
+            sys.stderr.write(text)
 
 
 def excuse(*ranks: int) -> None:

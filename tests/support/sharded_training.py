@@ -68,6 +68,9 @@ class Training:
         self.optimizer = torch.optim.AdamW((p for p in self.model.parameters() if p.requires_grad), lr=0.05)
         torch.manual_seed(rank)
 
+    def plant(self):
+        """Faults that belong below what is watched, or outside of it: after ``watch``."""
+
     def plants(self, fault):
         return self.fault == fault and self.is_culprit and self.number == BAD_STEP
 

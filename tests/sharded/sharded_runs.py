@@ -1,0 +1,88 @@
+"""What each kind of ``Training`` is put through; ``kind(rank, variant, fault, culprits)`` makes a rank's."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from ranks import excuse, run_ranks, standard_error
+
+import nanlocator
+
+DEADLINE = 2.0
+
+
+def healthy(rank, world_size, kind, variant):
+    """Every step is executed again, and comes out alike."""
+    alone = kind(rank, variant)
+    losses = [alone.step() for _ in range(3)]
+    expected = alone.state()
+    training = kind(rank, variant)
+    watch = nanlocator.watch(training.model, training.optimizer, rerun="always")
+    with standard_error() as printed:
+        assert [training.step() for _ in range(3)] == losses
+        watch.remove()
+        assert "nanlocator: step" not in printed()
+    assert all(torch.equal(a, b) for a, b in zip(expected, training.state(), strict=True))
+    return watch.verdicts
+
+
+def watched(rank, world_size, kind, variant, fault, culprits=(1,), options=None):
+    training = kind(rank, variant, fault, culprits)
+    watch = nanlocator.watch(training.model, training.optimizer, **(options or {}))
+    training.plant()
+    try:
+        for _ in range(3):
+            training.step()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+    return watch.verdicts
+
+
+def located(ranks, kind, variant, fault, *arguments):
+    """The verdict of all ranks."""
+    verdicts = run_ranks(ranks, watched, kind, variant, fault, *arguments)
+    assert all(verdict == verdicts[0] for verdict in verdicts), verdicts
+    assert verdicts[0]["iteration"] == 2
+    return verdicts[0]
+
+
+def recovered(rank, world_size, kind, variant, fault):
+    """After a fault that happens once training goes on as if it had not been; the steps of verdicts."""
+    alone = kind(rank, variant)
+    for _ in range(3):
+        alone.step()
+    expected = alone.state()
+    training = kind(rank, variant, fault)
+    watch = nanlocator.watch(training.model, training.optimizer, on_bad="recover")
+    training.plant()
+    for _ in range(3):
+        training.step()
+    assert all(torch.equal(a, b) for a, b in zip(expected, training.state(), strict=True))
+    return [verdict["iteration"] for verdict in watch.verdicts]
+
+
+def assert_that_a_killed_rank_is_named(kind, variant):
+    """By rank 0 of two, in time."""
+    seconds, victim = run_ranks(2, _killed, kind, variant)
+    assert victim is None and seconds < 10 * DEADLINE
+    verdict = json.loads(Path("nanlocator_run/a0/verdict_rank0.json").read_text())
+    assert verdict["status"] == "partial" and verdict["silent_ranks"] == [1]
+
+
+def _killed(rank, world_size, kind, variant):
+    training = kind(rank, variant)
+    nanlocator.watch(training.model, training.optimizer, gather_deadline=DEADLINE)
+    training.step()
+    excuse(1)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        training.step()
+    except Exception:  # the transfers' own
+        seconds = time.monotonic() - began
+        time.sleep(2 * DEADLINE)  # the monitor's time to write
+        return seconds
