@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from nanlocator import _C, fsdp2
+from nanlocator import _C, fsdp1, fsdp2, lightning_steps
 from nanlocator.batches import KeptBatch
 from nanlocator.driver import Named
 from nanlocator.evaluation import Evaluation
@@ -90,7 +90,7 @@ class StepRecorder:
         ]
 
     def set_parameters(self, parameters: list[torch.Tensor]) -> None:
-        self._parameters = set(parameters)
+        self._listed, self._parameters = parameters, set(parameters)
         self._engine.set_parameters(parameters)
         self._sharded = [p for p in parameters if hasattr(p, "_local_tensor")]  # DTensors
         self._ours.clear()
@@ -161,6 +161,8 @@ class StepRecorder:
         call = _ModuleCall(module, self._named(args), self._named(kwargs), self._now())
         with self.suspended():
             output = original(module, *args, **kwargs)
+        if fsdp1.wrapper_class() is not None:  # which drops gradients in forward: the engine's list is old
+            self._engine.set_parameters(self._listed)
         self._engine.add_call(call, given, _C.tensors_in(output))
         return output
 
@@ -235,7 +237,7 @@ class StepRecorder:
         numbered = self._are_microbatches(events)
         switches = self._now()
         try:
-            with self.suspended():
+            with self.suspended(), lightning_steps.without_logging():
                 while events:
                     event = events.pop(0)
                     _C.set_current_microbatch(event.backwards_before if numbered else None, None)
