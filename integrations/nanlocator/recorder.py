@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -73,6 +73,8 @@ class StepRecorder:
         self._thread = threading.get_ident()
         self._follower = follower
         self._depth = 0  # calls and backwards that are running
+        self._is_in_module = False  # the outermost of them is a module's
+        self._had_backward_in_module = False  # in this step
         self._ours: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._switches: weakref.WeakKeyDictionary[nn.Module, Switches] = weakref.WeakKeyDictionary()
         self.evaluation: Evaluation | None = None  # in place of a step, which a call then is no part of
@@ -113,16 +115,22 @@ class StepRecorder:
     @property
     def problem(self) -> str:
         """Why this step cannot be executed again, a clause; "" where it can."""
+        if self._had_backward_in_module:
+            return "a backward ran inside of a module's forward (in Lightning: manual optimization)"
         return self._engine.problem()
 
     def begin_step(self) -> None:
         """The update is done. What has been computed and waits for a backward stays."""
         self._engine.begin_step()
-        self.losses.clear()
+        self._leave_step()
 
     def forget(self) -> None:
         self._engine.forget()
+        self._leave_step()
+
+    def _leave_step(self) -> None:
         self.losses.clear()
+        self._had_backward_in_module = False
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -137,7 +145,12 @@ class StepRecorder:
 
     @property
     def is_suspended(self) -> bool:
-        return self._depth > 0
+        """What happens now is no part of a step. In a module's call a program may well take its steps."""
+        return self._depth > 0 and not self.is_in_module
+
+    @property
+    def is_in_module(self) -> bool:
+        return self._is_in_module and self._depth == 1 and threading.get_ident() == self._thread
 
     # --- what is recorded ----------------------------------------------------------------------------
 
@@ -159,12 +172,20 @@ class StepRecorder:
         if module not in self._switches:
             self._switches[module] = switches_of(module)
         call = _ModuleCall(module, self._named(args), self._named(kwargs), self._now())
-        with self.suspended():
+        with self.suspended(), self._in_module():
             output = original(module, *args, **kwargs)
         if fsdp1.wrapper_class() is not None:  # which drops gradients in forward: the engine's list is old
             self._engine.set_parameters(self._listed)
         self._engine.add_call(call, given, _C.tensors_in(output))
         return output
+
+    @contextlib.contextmanager
+    def _in_module(self) -> Iterator[None]:
+        self._is_in_module = True
+        try:
+            yield
+        finally:
+            self._is_in_module = False
 
     def _is_ours(self, module: nn.Module) -> bool:
         is_ours = self._ours.get(module)
@@ -210,16 +231,32 @@ class StepRecorder:
         self._follower.before_backward()
         given = _C.tensors_in((args, kwargs))
         call = _EngineCall(original, self._named(args), self._named(kwargs), self._now(), accumulates=True)
-        before = self._state_of_gradients()
         with self.suspended():
-            result = original(*args, **kwargs)
-        if self._state_of_gradients() != before or self._has_unreduced():  # else nobody watches them
-            self.losses += [
-                self.unscaled.get(t, t).detach() for t in _C.tensors_in(args[0]) if t.numel() == 1
-            ]
+            result, wrote = self._run_backward(original, args, kwargs)
+        if wrote:
             self._engine.add_backward(call, given)
             self._follower.after_backward()
         return result
+
+    def run_backward_in_module(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Its gradients are looked at; the step is not executed again."""
+        self._follower.before_backward()
+        with self.suspended():
+            result, wrote = self._run_backward(original, args, kwargs)
+        if wrote:
+            self._had_backward_in_module = True
+            self._follower.after_backward()
+        return result
+
+    def _run_backward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
+        """Its result, and whether it has written gradients that are watched."""
+        before = self._state_of_gradients()
+        result = original(*args, **kwargs)
+        wrote = self._state_of_gradients() != before or self._has_unreduced()
+        if wrote:
+            losses = (t for t in _C.tensors_in(args[0]) if t.numel() == 1)
+            self.losses += [self.unscaled.get(loss, loss).detach() for loss in losses]
+        return result, wrote
 
     def _function_call(self, function: type, args: Any) -> "tuple[_FunctionCall, list[torch.Tensor]]":
         return _FunctionCall(function, self._named(args)), _C.tensors_in(args)
@@ -288,11 +325,13 @@ os.register_at_fork(after_in_child=_stop_in_child)
 
 @dataclass(frozen=True)
 class _SwitchesNow:
-    """Of the modules that were called, as they are now."""
+    """Of the modules that were called, and torch's, as they are now."""
 
     values: list[tuple[Switches, list[Any]]]
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     def set(self) -> None:
+        torch.set_default_dtype(self.default_dtype)
         for switches, values in self.values:
             switches.set(values)
 
@@ -489,8 +528,10 @@ def _module_call(original: Callable[..., Any], recorder: StepRecorder) -> Callab
 
 def _engine_call(original: Callable[..., Any], recorder: StepRecorder) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not recorder.is_outside():
-            return original(*args, **kwargs)
-        return recorder.run_backward(original, args, kwargs)
+        if recorder.is_outside():
+            return recorder.run_backward(original, args, kwargs)
+        if recorder.is_in_module and kwargs.get("accumulate_grad", False):
+            return recorder.run_backward_in_module(original, args, kwargs)
+        return original(*args, **kwargs)
 
     return call

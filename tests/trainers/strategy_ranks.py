@@ -1,6 +1,7 @@
 """Ranks that have imported Lightning, accelerate and DeepSpeed, from where tools/setup has put them: for
 these processes alone, as other packages behave otherwise where they find them."""
 
+import multiprocessing.process
 import os
 import runpy
 import sys
@@ -23,6 +24,7 @@ def run_script(name, *arguments, **variables):
 
 
 def _run(rank, world_size, port, script, arguments, variables):
+    multiprocessing.process._parent_process = None  # torchrun's ranks are no workers of multiprocessing
     sys.path += [str(DEEPSPEED), str(TRAINERS)]
     os.environ |= variables | {
         "RANK": str(rank),

@@ -28,7 +28,7 @@ def main():
     PartialState(cpu=True)
     accelerator = Accelerator(**make_plugin(sys.argv[1]))
     model = Gpt()
-    if sys.argv[1] == "fsdp1":  # the optimizer is to hold the flat parameters
+    if sys.argv[1:] == ["fsdp1"]:  # the optimizer is to hold the flat parameters
         model = accelerator.prepare(model)
         optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-3))
     else:

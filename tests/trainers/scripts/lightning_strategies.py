@@ -52,13 +52,29 @@ class LitGpt(lightning.LightningModule):
         return loss
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.losses.append(outputs["loss"].item())
+        self.losses += [outputs["loss"].item(), self.trainer.callback_metrics["train_loss"].item()]
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+class ManualGpt(LitGpt):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
 def make_strategy(name):
+    if name == "ddp":
+        return name
     if name.startswith("deepspeed"):
         configuration = on_cpus.deepspeed_configuration(stage=int(name[-1]))
         return DeepSpeedOnCpus(config=configuration, process_group_backend="gloo")
@@ -71,13 +87,14 @@ def make_strategy(name):
 def main():
     warnings.filterwarnings("ignore", ".*num_workers.*")
     lightning.seed_everything(0)
-    model = LitGpt()
+    is_manual = "manual" in sys.argv
+    model = ManualGpt() if is_manual else LitGpt()
     trainer = lightning.Trainer(
         accelerator=NumberedCpus() if sys.argv[1].startswith("deepspeed") else "cpu",
         devices=2,
         strategy=make_strategy(sys.argv[1]),
         max_epochs=1,
-        gradient_clip_val=None if sys.argv[1] == "fsdp1" else 1.0,
+        gradient_clip_val=None if sys.argv[1] == "fsdp1" or is_manual else 1.0,
         use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
