@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +23,7 @@ from torch import nn
 from torch._C._distributed_c10d import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
-from nanlocator import _C, fsdp2
+from nanlocator import _C, fsdp2, lightning_steps
 from nanlocator.batches import KeptBatch
 from nanlocator.driver import Named
 from nanlocator.evaluation import Evaluation
@@ -76,6 +76,8 @@ class StepRecorder:
         self._thread = threading.get_ident()
         self._follower = follower
         self._depth = 0  # calls and backwards that are running
+        self._is_in_module = False  # the outermost of them is a module's
+        self._had_backward_in_module = False  # in this step
         self._ours: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._switches: weakref.WeakKeyDictionary[nn.Module, Switches] = weakref.WeakKeyDictionary()
         self.evaluation: Evaluation | None = None  # in place of a step, which a call then is no part of
@@ -123,18 +125,23 @@ class StepRecorder:
     @property
     def problem(self) -> str:
         """Why this step cannot be executed again, a clause; "" where it can."""
+        if self._had_backward_in_module:
+            return "a backward ran inside of a module's forward (in Lightning: manual optimization)"
         return self._engine.problem()
 
     def begin_step(self) -> None:
         """The update is done. What has been computed and waits for a backward stays."""
         self._engine.begin_step()
-        self.losses.clear()
-        self._received.clear()
+        self._leave_step()
 
     def forget(self) -> None:
         self._engine.forget()
+        self._leave_step()
+
+    def _leave_step(self) -> None:
         self.losses.clear()
         self._received.clear()
+        self._had_backward_in_module = False
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -149,7 +156,12 @@ class StepRecorder:
 
     @property
     def is_suspended(self) -> bool:
-        return self._depth > 0
+        """What happens now is no part of a step. In a module's call a program may well take its steps."""
+        return self._depth > 0 and not self.is_in_module
+
+    @property
+    def is_in_module(self) -> bool:
+        return self._is_in_module and self._depth == 1 and threading.get_ident() == self._thread
 
     # --- what is recorded ----------------------------------------------------------------------------
 
@@ -170,10 +182,18 @@ class StepRecorder:
         given = _C.tensors_in((args, kwargs))
         self._follow_switches(module)
         call = _ModuleCall(module, self._named(args), self._named(kwargs), self._now())
-        with self.suspended():
+        with self.suspended(), self._in_module():
             output = original(module, *args, **kwargs)
         self._engine.add_call(call, given, _C.tensors_in(output))
         return output
+
+    @contextlib.contextmanager
+    def _in_module(self) -> Iterator[None]:
+        self._is_in_module = True
+        try:
+            yield
+        finally:
+            self._is_in_module = False
 
     def trains(self, module: nn.Module) -> bool:
         """Whether it holds a watched parameter."""
@@ -223,8 +243,13 @@ class StepRecorder:
         """``original`` writes the gradients of leaves; the losses are in its first argument."""
         self._follower.before_backward()
         call = _EngineCall(original, self._named(args), self._named(kwargs), self._now(), accumulates=True)
-        losses = [self.unscaled.get(t, t).detach() for t in _C.tensors_in(args[0]) if t.numel() == 1]
-        with self._writing_gradients(call, _C.tensors_in((args, kwargs)), losses):
+        with self._writing_gradients(call, _C.tensors_in((args, kwargs)), self._losses_in(args)):
+            return original(*args, **kwargs)
+
+    def run_backward_in_module(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Its gradients are looked at; the step is not executed again."""
+        self._follower.before_backward()
+        with self._writing_gradients(None, [], self._losses_in(args)):
             return original(*args, **kwargs)
 
     def record_pass(self, pipeline: Pipeline, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -239,16 +264,27 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def _writing_gradients(
-        self, call: "_Call", given: list[torch.Tensor], losses: list[torch.Tensor]
+        self,
+        call: "_EngineCall | _PipelineCall | None",
+        given: list[torch.Tensor],
+        losses: list[torch.Tensor],
     ) -> Iterator[None]:
-        """Around ``call``, where it happens. ``losses``: as they are after it."""
+        """Around ``call``, where it happens; None: one that is not executed again. ``losses``: as they are
+        after it."""
         before = self._state_of_gradients()
         with self.suspended():
             yield
-        if self._state_of_gradients() != before or self._has_unreduced():  # else nobody watches them
-            self.losses += losses
+        if self._state_of_gradients() == before and not self._has_unreduced():
+            return  # nobody watches them
+        self.losses += losses
+        if call is None:
+            self._had_backward_in_module = True
+        else:
             self._engine.add_backward(call, given)
-            self._follower.after_backward()
+        self._follower.after_backward()
+
+    def _losses_in(self, args: Any) -> list[torch.Tensor]:
+        return [self.unscaled.get(t, t).detach() for t in _C.tensors_in(args[0]) if t.numel() == 1]
 
     def _function_call(self, function: type, args: Any) -> "tuple[_FunctionCall, list[torch.Tensor]]":
         return _FunctionCall(function, self._named(args)), _C.tensors_in(args)
@@ -270,7 +306,7 @@ class StepRecorder:
         _C.note_received(self._received)
         switches = self._now()
         try:
-            with self.suspended():
+            with self.suspended(), lightning_steps.without_logging():
                 while events:
                     event = events.pop(0)
                     _C.set_current_microbatch(event.backwards_before if numbered else None, None)
@@ -324,11 +360,13 @@ os.register_at_fork(after_in_child=_stop_in_child)
 
 @dataclass(frozen=True)
 class _SwitchesNow:
-    """Of the modules that were called, as they are now."""
+    """Of the modules that were called, and torch's, as they are now."""
 
     values: list[tuple[Switches, list[Any]]]
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     def set(self) -> None:
+        torch.set_default_dtype(self.default_dtype)
         for switches, values in self.values:
             switches.set(values)
 
@@ -553,9 +591,11 @@ def _module_call(original: Callable[..., Any], recorder: StepRecorder) -> Callab
 
 def _engine_call(original: Callable[..., Any], recorder: StepRecorder) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not recorder.is_outside():
-            return original(*args, **kwargs)
-        return recorder.run_backward(original, args, kwargs)
+        if recorder.is_outside():
+            return recorder.run_backward(original, args, kwargs)
+        if recorder.is_in_module and kwargs.get("accumulate_grad", False):
+            return recorder.run_backward_in_module(original, args, kwargs)
+        return original(*args, **kwargs)
 
     return call
 

@@ -261,7 +261,13 @@ struct StepRecorder::Impl {
       are_gradients_new = false;
     }
     const auto found = gradients.find(gradient.unsafeGetTensorImpl());
-    return found == gradients.end() ? at::Tensor() : parameters[found->second];
+    if (found == gradients.end()) return {};
+    const at::Tensor& parameter = parameters[found->second];
+    // A program may have dropped its gradient since (FSDP1 in forward), and the address be
+    // another's.
+    const bool is_its_own =
+        parameter.grad().unsafeGetTensorImpl() == gradient.unsafeGetTensorImpl();
+    return is_its_own ? parameter : at::Tensor();
   }
 
   void forget_the_dead() {

@@ -245,6 +245,39 @@ def lbfgs(watch):
     return model, (optimizer.step(closure) for _ in range(2))
 
 
+class Third(nn.Module):
+    """Adds a third, in the data type that new tensors get."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x) + torch.full((4,), 1 / 3)
+
+
+def another_default_data_type(watch):
+    model = Third().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch(model, optimizer)
+
+    def steps():
+        for _ in range(3):
+            x = torch.randn(3, 4, dtype=torch.bfloat16)
+            torch.set_default_dtype(torch.bfloat16)
+            try:
+                output = model(x)
+            finally:
+                torch.set_default_dtype(torch.float32)
+            loss = output.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss
+
+    return model, steps()
+
+
 def frozen_parts(watch):
     model = Gpt()
     model.embed.requires_grad_(False)
@@ -337,6 +370,7 @@ LOOPS = {
     "generator_and_discriminator": generator_and_discriminator,
     "gradient_penalty": gradient_penalty,
     "lbfgs": lbfgs,
+    "another_default_data_type": another_default_data_type,
     "frozen_parts": frozen_parts,
     "loss_scaler": loss_scaler,
     "schedulers_and_evaluation": schedulers_and_evaluation,

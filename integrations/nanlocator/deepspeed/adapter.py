@@ -13,7 +13,7 @@ from nanlocator.driver import Adapter, LossScale, Named, OptimizerTensors, Pass,
 from nanlocator.modules import ModuleHooks, tensor_attributes
 from nanlocator.recorder import StepRecorder
 from nanlocator.session import device_description, dtype_name, is_distributed
-from nanlocator.switches import Switches
+from nanlocator.switches import switches_of
 
 _MOST_KEPT = 8  # bad gradients of a re-run, the first ones in backward order
 
@@ -109,7 +109,8 @@ class EngineRecorder(StepRecorder):
         super().__init__(*args)
         self._deepspeed = engine
         names = ("micro_steps", "_is_gradient_accumulation_boundary", "inside_no_sync_ctxt")
-        self._switches[engine] = Switches([(lambda: engine, names)])
+        self._switches[engine] = switches_of(engine)
+        self._switches[engine].add(engine, names)
 
     def _has_unreduced(self) -> bool:
         """ZeRO takes gradients out of ``.grad`` as they are written."""

@@ -5,7 +5,8 @@ One step on every rank, in this order (runtime/engine.py, DeepSpeedEngine):
     forward, backward    recorded, of each microbatch
       the reduction      grad_local: the gradients of a bucket, before it is reduced
     _take_model_step     at the accumulation boundary: grad_reduced, the losses, and the flag over all ranks;
-                         a bad step is executed again and judged here, before the clip and the update
+                         a bad step is executed again and judged here, before the clip and the update; so in
+                         the optimizer's step, where a program calls this one
       the optimizer's norm   where it overflows though every gradient is finite
     ... its end          params_after (check_params)
 
@@ -13,7 +14,9 @@ The engine's StepDriver owns the step. Hooks replace methods of the instances; `
 """
 
 import contextlib
+import functools
 import math
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -96,7 +99,8 @@ class DeepSpeedLocator:
         self._order = BackwardOrder(self._layout.ids, self._driver.locator)
         self._pass: EnginePass | None = None
         self._bucket = 0  # of the backward that runs
-        self._is_looking = False
+        self._is_stepping = False
+        self._steps_of_optimizer = 0  # that were not the engine's
         self._patches = Patches()
         self._install_hooks()
         setattr(engine, _INSTALLED, self)
@@ -145,7 +149,7 @@ class DeepSpeedLocator:
             self._pass = EnginePass(self._adapter, self._layout, self._recorder, self._scan_reduced)
             if self._is_in_accumulation():
                 self._pass.problem = "its first microbatches were not seen"
-            self._driver.begin_pass(self._pass, self._engine.global_steps + 1)
+            self._driver.begin_pass(self._pass, self._engine.global_steps + self._steps_of_optimizer + 1)
 
     def before_backward(self) -> None:
         self.before_forward()
@@ -170,9 +174,21 @@ class DeepSpeedLocator:
         wrap(self._engine, "scale", self._around_scale)
         wrap(self._engine, "_backward_prologue", self._before_backward)
         wrap(self._engine, "_take_model_step", self._around_step)
+        self._follow_optimizer()
         wrap(self._layout.reducer, self._layout.reduction, self._before_reduction)
         if self._layout.norm:
             wrap(self._engine.optimizer, self._layout.norm, self._around_norm)
+
+    def _follow_optimizer(self) -> None:
+        """By a bound method, as learning-rate schedulers expect."""
+        optimizer = self._engine.optimizer
+        original = optimizer.step
+
+        @functools.wraps(getattr(original, "__func__", original))
+        def step(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._around_optimizer_step(original, *args, **kwargs)
+
+        self._patches.on_removal(replace(optimizer, "step", types.MethodType(step, optimizer)))
 
     def _around_backward(
         self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any
@@ -213,14 +229,31 @@ class DeepSpeedLocator:
         return norms
 
     def _around_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._driver.is_closed:
+        self._is_stepping = True
+        try:
+            return self._step(original, functools.partial(self._without_update, original), *args, **kwargs)
+        finally:
+            self._is_stepping = False
+
+    def _around_optimizer_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Lightning's Fabric calls the optimizer's step, and never the engine's."""
+        if self._is_stepping:
             return original(*args, **kwargs)
+        result = self._step(original, lambda *_, **__: self._layout.clear_gradients(), *args, **kwargs)
+        self._steps_of_optimizer += 1
+        return result
+
+    def _step(
+        self, update: Callable[..., Any], without_update: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._driver.is_closed:
+            return update(*args, **kwargs)
         with self._ending_with("the step failed on this rank"), self._recorder.suspended():
             if self._look() == _C.Decision.SKIP:
-                result = self._without_update(original, *args, **kwargs)
+                result = without_update(*args, **kwargs)
             else:
                 self._driver.begin_update()
-                result = original(*args, **kwargs)
+                result = update(*args, **kwargs)
             self._driver.end_step()
             self._order.end_step()
         self._recorder.begin_step()
@@ -276,6 +309,8 @@ class DeepSpeedLocator:
         engine = self._engine
         self._layout.clear_gradients()
         self._recorder.forget()
+        if not self._is_stepping:
+            return
         engine._stop_timers(engine.engine_timers.step_timers)
         engine._running_engine_step = False
         engine.micro_steps += 1
