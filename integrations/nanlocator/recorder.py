@@ -94,7 +94,7 @@ class StepRecorder:
                 _engine_call(torch.autograd._engine_run_backward, self),
             ),
             *(
-                replace(ProcessGroup, name, _receive(vars(ProcessGroup)[name], self))
+                replace(ProcessGroup, name, _receive(getattr(ProcessGroup, name), self))
                 for name in ("recv", "recv_anysource")
                 if is_distributed()
             ),
