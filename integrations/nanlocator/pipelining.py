@@ -6,8 +6,9 @@ to 2.15). So its step is executed again as a whole, by all ranks of the pipeline
 """
 
 import contextlib
+import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -40,6 +41,18 @@ def follow_steps(wrapper: Callable[..., Any]) -> list[Callable[[], None]]:
         replace(owner, "step", _wrapped(wrapper, vars(owner)["step"]))
         for owner in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti)
     ]
+
+
+def group_of(modules: Iterable[nn.Module]) -> "dist.ProcessGroup | None":
+    """Of the ranks that have the other stages, where one of these modules is a stage that exists already."""
+    stage = sys.modules.get("torch.distributed.pipelining.stage")
+    if stage is None or not dist.is_initialized():
+        return None
+    ours = {id(module) for module in modules}
+    for each in gc.get_objects():
+        if issubclass(type(each), stage._PipelineStageBase) and id(getattr(each, "submod", None)) in ours:
+            return each.group or dist.group.WORLD
+    return None
 
 
 def stages_of(schedule: Any) -> list[Any]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from nanlocator import _C, fsdp1, fsdp2
@@ -24,7 +23,7 @@ from nanlocator.driver import (
 )
 from nanlocator.modules import ModuleHooks, local_part, shown, tensor_attributes
 from nanlocator.own_gradients import LocalScans, OwnGradients
-from nanlocator.pipelining import Pipeline, is_known
+from nanlocator.pipelining import Pipeline, group_of, is_known
 from nanlocator.rerun import ScalerState
 from nanlocator.session import RankConnection, device_description, dtype_name, is_distributed
 from nanlocator.shards import Part, coordinates_of, whole_part
@@ -51,7 +50,7 @@ class PlainAdapter(Adapter):
         self._models = models
         self.own_gradients: list[OwnGradients] = []
         self.not_covered: list[str] = []
-        self.pipeline_group: dist.ProcessGroup | None = None
+        self.pipeline_group = group_of(models.values())
         self.left_out: set[torch.Tensor] = set()  # parameters whose gradients belong to another step
         kept = {t: p for each in models.values() for t, p in fsdp2.whole_and_sharded(each)}
         self._names = {kept.get(p, p): n for n, p in self._named("named_parameters")}
@@ -207,8 +206,9 @@ class PlainDriver(Driver):
             self._leave_pipeline()
             self._pipeline = Pipeline(schedule)
             self._engine.watch(self._pipeline.boundaries.watch)
-            self.adapter.pipeline_group = self._pipeline.group
-            self.take_parameters_again()  # this rank stands elsewhere
+            if self.adapter.pipeline_group is not self._pipeline.group:  # this rank stands elsewhere
+                self.adapter.pipeline_group = self._pipeline.group
+                self.take_parameters_again()
         return self._pipeline
 
     def _leave_pipeline(self) -> None:

@@ -201,3 +201,16 @@ def test_a_schedule_that_is_done_in_another_way_is_said_not_to_be_followed():
     for parameters, not_covered in run_ranks(2, of_another_torch):
         assert parameters == ["layers.2.linear.weight"]
         assert any("Schedule1F1B" in line for line in not_covered), not_covered
+
+
+def mapped(rank, world_size, variant):
+    training = Pipelined(rank, variant)
+    watch = nanlocator.watch(training.model, training.optimizer)
+    training.step()
+    return sorted(path.name for path in Path(watch.run_dir).glob("param_manifest_*"))
+
+
+@pytest.mark.parametrize(("variant", "replicas"), [("1f1b", 1), ("fsdp", 2)])
+def test_the_maps_say_where_a_rank_stands_in_the_pipeline(variant, replicas):
+    names = [f"param_manifest_tp0pp{pp}dp{dp}.json" for pp in (0, 1) for dp in range(replicas)]
+    assert run_ranks(ranks_of(variant), mapped, variant)[0] == names
