@@ -146,6 +146,7 @@ class Pipelined(Training):
         self.number += 1
         losses = self.evaluate()
         self.clip()
+        self.corrupt_moment()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return losses

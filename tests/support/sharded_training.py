@@ -90,6 +90,13 @@ class Training:
             self.corrupted = True
             corrupt(gradient, element)
 
+    def corrupt_moment(self):
+        """Of the first weight that this rank keeps a part of: the update makes the weight bad."""
+        if self.plants("moment"):
+            moments = (self.optimizer.state[p]["exp_avg"] for p in self.model.parameters())
+            local = (m.to_local() if hasattr(m, "to_local") else m for m in moments)
+            corrupt(next(moment for moment in local if moment.numel() > 2))
+
     def backwards(self):
         self.loss().backward()
 
@@ -100,6 +107,7 @@ class Training:
         self.number += 1
         self.backwards()
         self.clip()
+        self.corrupt_moment()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -1,0 +1,48 @@
+"""Faults that every kind of sharded training has to locate alike."""
+
+import pytest
+from fsdp1_training import Fsdp1
+from fsdp2_training import Fsdp2
+from pipelined_training import Pipelined
+from ranks import run_ranks
+from sharded_runs import located, watched
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+KINDS = [(2, Fsdp2, "plain"), (4, Fsdp2, "hsdp"), (2, Fsdp1, "plain"), (2, Pipelined, "1f1b")]
+
+
+@pytest.mark.parametrize(("ranks", "kind", "variant"), KINDS)
+def test_a_moment_of_the_optimizer_that_is_bad_is_that_of_the_rank_that_keeps_it(ranks, kind, variant):
+    verdict = run_ranks(ranks, watched, kind, variant, "moment")[0]
+    assert verdict["iteration"] == 3  # its update has made the weight bad
+    (origin,) = verdict["origins"]
+    assert (origin["cause"], origin["candidates"]) == ("bad_weight", [1])
+    assert any("the optimizer's exp_avg of it on rank 1 holds NaN" in line for line in origin["evidence"])
+
+
+@pytest.mark.parametrize(("ranks", "kind", "variant"), KINDS[1:3])
+def test_a_birth_in_backward_on_one_rank_names_the_operator_of_forward(ranks, kind, variant):
+    (origin,) = located(ranks, kind, variant, "backward")["origins"]
+    assert (origin["phase"], origin["coordinates"]["rank"]) == ("backward", 1)
+    assert (origin["forward_operator"], origin["module"]) == ("aten::sqrt", "scale")
+
+
+class Gathered(Fsdp2):
+    """Fault ``gathered``: a weight changes on a culprit once it is gathered, while its shards do not."""
+
+    def plant(self):
+        wait = _fsdp_param_group.FSDPParamGroup.wait_for_unshard
+
+        def wait_for_unshard(group):
+            wait(group)
+            for each in group.fsdp_params:
+                if each.sharded_param is self.sharded:
+                    self.corrupt_once(each._unsharded_param.detach(), "gathered")
+
+        _fsdp_param_group.FSDPParamGroup.wait_for_unshard = wait_for_unshard
+
+
+def test_a_weight_that_goes_bad_once_it_is_gathered_accuses_no_shard():
+    verdict = located(2, Gathered, "plain", "gathered")
+    (origin,) = verdict["origins"]
+    assert origin["coordinates"]["rank"] == 1 and origin["cause"] == "not_reproduced"
