@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from ranks import excuse, run_ranks, standard_error
+from sharded_training import Scale
 
 import nanlocator
 
@@ -64,25 +65,39 @@ def recovered(rank, world_size, kind, variant, fault):
     return [verdict["iteration"] for verdict in watch.verdicts]
 
 
-def assert_that_a_killed_rank_is_named(kind, variant):
+def assert_that_a_killed_rank_is_named(kind, variant, phase):
     """By rank 0 of two, in time."""
-    seconds, victim = run_ranks(2, _killed, kind, variant)
+    seconds, victim = run_ranks(2, _killed, kind, variant, phase)
     assert victim is None and seconds < 10 * DEADLINE
     verdict = json.loads(Path("nanlocator_run/a0/verdict_rank0.json").read_text())
     assert verdict["status"] == "partial" and verdict["silent_ranks"] == [1]
 
 
-def _killed(rank, world_size, kind, variant):
+def _killed(rank, world_size, kind, variant, phase):
     training = kind(rank, variant)
     nanlocator.watch(training.model, training.optimizer, gather_deadline=DEADLINE)
     training.step()
     excuse(1)
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        _die_in(phase, training)
     began = time.monotonic()
     try:
-        training.step()
+        for _ in range(2):  # a rank that ends in its update is missed in the step after
+            training.step()
     except Exception:  # the transfers' own
         seconds = time.monotonic() - began
         time.sleep(2 * DEADLINE)  # the monitor's time to write
         return seconds
+
+
+def _die_in(phase, training):
+    def die(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    scale = next(module for module in training.model.modules() if isinstance(module, Scale))
+    if phase == "forward":
+        scale.register_forward_pre_hook(die)
+    elif phase == "backward":
+        scale.register_full_backward_hook(die)
+    else:
+        training.optimizer.register_step_pre_hook(die)

@@ -8,7 +8,7 @@ import sharded_runs
 import torch
 from fsdp2_training import VARIANTS, Fsdp2
 from ranks import run_ranks
-from sharded_runs import assert_that_a_killed_rank_is_named, healthy, recovered
+from sharded_runs import healthy, recovered
 from sharded_training import corrupt
 
 import nanlocator
@@ -235,7 +235,3 @@ def evaluated(rank, world_size):
 
 def test_an_evaluation_that_is_bad_on_one_rank_alone_waits_for_no_other():
     assert run_ranks(2, evaluated) == [([], []), ([False, False], [])]
-
-
-def test_a_rank_that_is_killed_in_the_pass_is_named_by_the_others_in_time():
-    assert_that_a_killed_rank_is_named(Fsdp2, "plain")

@@ -5,7 +5,7 @@ from fsdp1_training import Fsdp1
 from fsdp2_training import Fsdp2
 from pipelined_training import Pipelined
 from ranks import run_ranks
-from sharded_runs import located, watched
+from sharded_runs import assert_that_a_killed_rank_is_named, located, watched
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 KINDS = [(2, Fsdp2, "plain"), (4, Fsdp2, "hsdp"), (2, Fsdp1, "plain"), (2, Pipelined, "1f1b")]
@@ -46,3 +46,18 @@ def test_a_weight_that_goes_bad_once_it_is_gathered_accuses_no_shard():
     verdict = located(2, Gathered, "plain", "gathered")
     (origin,) = verdict["origins"]
     assert origin["coordinates"]["rank"] == 1 and origin["cause"] == "not_reproduced"
+
+
+@pytest.mark.parametrize(
+    ("kind", "variant", "phase"),
+    [
+        (Fsdp2, "plain", "forward"),
+        (Fsdp2, "plain", "backward"),
+        (Fsdp2, "plain", "update"),
+        (Fsdp1, "plain", "backward"),
+        (Pipelined, "1f1b", "forward"),
+        (Pipelined, "1f1b", "backward"),
+    ],
+)
+def test_a_rank_that_is_killed_in_any_phase_is_named_by_the_others_in_time(kind, variant, phase):
+    assert_that_a_killed_rank_is_named(kind, variant, phase)

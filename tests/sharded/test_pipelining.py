@@ -8,7 +8,7 @@ import sharded_runs
 import torch
 from pipelined_training import SECOND_AXIS, VARIANTS, Block, Pipelined
 from ranks import run_ranks
-from sharded_runs import assert_that_a_killed_rank_is_named, healthy, recovered
+from sharded_runs import healthy, recovered
 from torch import distributed as dist
 
 import nanlocator
@@ -128,10 +128,6 @@ def test_a_closure_is_executed_again_alike(fault):
     (origin,) = run_ranks(2, in_closure, fault)[0]["origins"]
     assert (origin["coordinates"]["rank"], origin["coordinates"]["pp"]["rank"]) == (1, 1)
     assert origin["cause"] == {"forward": "operator_undefined", "message": "pipeline_transfer"}[fault]
-
-
-def test_a_stage_that_is_killed_in_the_pass_is_named_by_the_others_in_time():
-    assert_that_a_killed_rank_is_named(Pipelined, "1f1b")
 
 
 def evaluated(rank, world_size):
