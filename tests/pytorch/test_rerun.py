@@ -194,6 +194,8 @@ def run_training(steps, optimizer_of):
     training = Training(model, optimizer)
     for _ in range(steps):
         optimizer.step(training)
+    if isinstance(optimizer, LocatingOptimizer):  # of level operators: one trace at a time
+        optimizer.remove()
     states = [*model.state_dict().values(), torch.get_rng_state()]
     return states, training.losses, (random.getstate(), np.random.get_state()[1].tolist())
 
