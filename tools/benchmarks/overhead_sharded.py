@@ -13,10 +13,10 @@ from typing import Any
 
 import torchrun
 import turns
+from overhead_pytorch import LAYERS, VOCABULARY, gpt2
 
 INTEGRATIONS = ("fsdp2", "zero2", "pipelining")
 NO_TOOL, WITH_TOOL = "no tool", "nanlocator"
-VOCABULARY, LAYERS = 1024, 4
 MICROBATCHES = 4
 DEEPSPEED = Path(__file__).resolve().parents[2] / ".setup" / "deepspeed"
 
@@ -30,7 +30,6 @@ class Training:
 
 def fsdp2(arguments: argparse.Namespace) -> Training:
     import torch
-    from overhead_pytorch import gpt2
     from torch.distributed.fsdp import fully_shard
 
     model = gpt2(arguments.hidden, arguments.sequence)
@@ -54,7 +53,6 @@ def zero2(arguments: argparse.Namespace) -> Training:
     sys.path.append(str(DEEPSPEED))
     import deepspeed
     import torch
-    from overhead_pytorch import gpt2
 
     import nanlocator.deepspeed
 
@@ -90,7 +88,6 @@ def zero2(arguments: argparse.Namespace) -> Training:
 def pipelining(arguments: argparse.Namespace) -> Training:
     import torch
     import torch.distributed as dist
-    from overhead_pytorch import gpt2
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     whole = gpt2(arguments.hidden, arguments.sequence)
