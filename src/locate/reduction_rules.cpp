@@ -1,6 +1,8 @@
 #include "locate/reduction_rules.hpp"
 
 #include <algorithm>
+#include <cstdint>
+#include <map>
 #include <set>
 #include <string>
 #include <string_view>
@@ -19,16 +21,19 @@ class ReductionRules {
 
   void judge_reduced() {
     std::set<ParameterKey> without_evidence;
+    std::map<std::set<int>, OwnCopies> own_copies;  // by the ranks that hold them
     for (const auto& [key, bad] : findings_.in_backward_order(findings_.bad(Phase::grad_reduced))) {
       if (findings_.is_bad_in(Phase::grad_local, *key)) continue;  // received from a replica
       if (is_clean_on_all_holders(*key, *bad, Phase::grad_local)) {
         add_collective_origin(*bad);
       } else if (has_clean_copy(*bad)) {
-        add_own_copy_origin(*bad);
+        OwnCopies& copies = own_copies[ranks_of(*bad)];
+        if (copies.parameters++ == 0) copies.first = bad;
       } else {
         without_evidence.insert(*key);
       }
     }
+    for (const auto& [ranks, copies] : own_copies) add_own_copies_origin(ranks, copies);
     judge_unseen_before(without_evidence, Phase::grad_reduced);
   }
 
@@ -56,6 +61,12 @@ class ReductionRules {
   }
 
  private:
+  /// Parameters whose gradients are bad on the same ranks, while others hold clean copies.
+  struct OwnCopies {
+    const std::vector<BadOnRank>* first = nullptr;  // in backward order
+    std::int64_t parameters = 0;
+  };
+
   /// Not every rank said what these were before. Where a rank had bad weights they are taken for
   /// what those made.
   void judge_unseen_before(const std::set<ParameterKey>& keys, Phase phase) {
@@ -91,16 +102,18 @@ class ReductionRules {
     });
   }
 
-  void add_own_copy_origin(const std::vector<BadOnRank>& bad) {
+  /// One cause on these ranks, however many of their gradients it spoiled.
+  void add_own_copies_origin(const std::set<int>& ranks, const OwnCopies& copies) {
     if (findings_.is_full(Phase::grad_reduced)) return;
-    const Sighting& sighting = *bad.front().bad->sighting;
+    const BadParameter& bad = *copies.first->front().bad;
     Origin origin = findings_.make_origin(Phase::grad_reduced, Cause::unknown, Confidence::medium,
-                                          sorted(ranks_of(bad)));
-    set_parameter(origin, bad.front().bad->name, sighting);
+                                          sorted(ranks));
+    set_parameter(origin, bad.name, *bad.sighting);
     origin.direction = Direction::none;
     origin.facts.push_back({.kind = FactKind::clean_copy_after_reduction,
-                            .ranks = sorted(ranks_of(bad)),
-                            .bad = bad_count(sighting.stats)});
+                            .ranks = sorted(ranks),
+                            .count = copies.parameters,
+                            .bad = bad_count(bad.sighting->stats)});
     findings_.add_origin(std::move(origin));
   }
 

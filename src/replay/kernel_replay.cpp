@@ -398,9 +398,11 @@ class Replay {
     if (!nan_allocated) return;
     const auto constant_allocated = run({.allocated = kConstantByte});
     if (!constant_allocated) return;
-    const auto nan_outside = run({.outside = kNanByte});
+    // What it allocates may be memory that held NaN before: it is filled, for the difference to be
+    // what lies outside.
+    const auto nan_outside = run({.allocated = kConstantByte, .outside = kNanByte});
     if (!nan_outside) return;
-    const auto constant_outside = run({.outside = kConstantByte});
+    const auto constant_outside = run({.allocated = kConstantByte, .outside = kConstantByte});
     if (!constant_outside) return;
 
     const Unobserved unobserved;  // references compute with autograd

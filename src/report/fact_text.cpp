@@ -268,6 +268,12 @@ std::string clean_before_text(const Fact& fact) {
   return fact.names.empty() ? "" : "; " + fact.names.front() + ", just before it, is clean";
 }
 
+/// Of an origin that spoiled several gradients, of which the fact is about the first.
+std::string more_gradients_text(const Fact& fact) {
+  const std::int64_t more = count_of(fact) - 1;
+  return more < 1 ? "" : ", as " + counted(more, "further gradient") + " there";
+}
+
 std::string origins_not_listed_text(const Fact& fact) {
   return (fact.phase ? "up to " : "") + counted(count_of(fact), "further origin") +
          (fact.phase ? " in " + phase_of(fact) : "") + (count_of(fact) == 1 ? " is" : " are") +
@@ -378,6 +384,7 @@ std::string plain_text(const Fact& fact) {
              " that hold it, and has " + share_of(fact) + " after it on " + ranks_text(fact.ranks);
     case clean_copy_after_reduction:
       return share_of(fact) + " after the data-parallel collective on " + ranks_text(fact.ranks) +
+             more_gradients_text(fact) +
              "; other data-parallel ranks hold a clean result of the same elements. What it was "
              "before the collective is not known on every rank; had it been bad there, all "
              "members would have received it (unless gradients are not reduced at all)";

@@ -540,6 +540,22 @@ TEST(Locate, AReducedShardThatIsCleanOnItsOtherKeeperWentBadWhereItLies) {
               HasFact(FactKind::own_copy_bad, OnRanks({1}), Field(&Fact::peers, ElementsAre(3))));
 }
 
+TEST(Locate, SeveralGradientsThatAreBadOnOneRankAloneAreOneOrigin) {
+  std::vector<Ledger> ledgers = TrainingStep({.dp = 2}, {}).ledgers();
+  for (Ledger& ledger : ledgers) {
+    ledger.coverage.clear();
+    cover(ledger, Phase::grad_reduced);
+  }
+  make_bad(*ledger_of(ledgers, 0), Phase::grad_reduced, kQkv);
+  make_bad(*ledger_of(ledgers, 0), Phase::grad_reduced, kProj);
+  const Verdict verdict = locate(ledgers, 2);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_THAT(verdict.origins.front().candidates, ElementsAre(0));
+  EXPECT_THAT(verdict.origins.front().facts,
+              HasFact(FactKind::clean_copy_after_reduction, OnRanks({0}),
+                      Field(&Fact::count, Optional(2))));
+}
+
 TEST(Locate, BadParametersAfterABadGradientAreItsSpread) {
   TrainingStep step(megatron_layout(), {});
   step.spoil(0, kProj);

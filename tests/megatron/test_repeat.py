@@ -32,19 +32,7 @@ def passes_of(rank, layout):
     return passes
 
 
-LOSES_A_RANK = pytest.mark.xfail(
-    strict=False,
-    reason="with Megatron-FSDP on gloo a rank crashes in one of ten runs that trace every step and go on",
-)
-
-
-@pytest.mark.parametrize(
-    "configuration",
-    [
-        pytest.param(name, marks=LOSES_A_RANK if name.startswith("megatron_fsdp") else ())
-        for name in CONFIGURATIONS
-    ],
-)
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_a_run_that_repeats_every_step_is_the_run_without_nanlocator(pool, configuration):
     layout = CONFIGURATIONS[configuration]
     reference = without_nanlocator(pool, layout)
