@@ -303,7 +303,7 @@ std::string job_of(const Verdict& verdict) {
   if (job.on_bad == "skip") return "goes on without the update of " + step + policy;
   if (course != Course::stops) {
     return (verdict.rerun.reproduced == false ? "goes on with the finite gradients of the re-run"
-                                              : "goes on; the optimizer applies these gradients") +
+                                              : "goes on; the optimizer is given these gradients") +
            policy;
   }
   if (!job.are_weights_updated) return "stops" + policy;

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import deepspeed
 import torch
+from deepspeed.runtime.fp16 import unfused_optimizer
 
 from nanlocator.driver import state_tensors
 
@@ -36,11 +38,11 @@ Part = tuple[int, torch.Tensor]  # parameter id; the whole of it, or this rank's
 class Layout:
     """Attributes:
     parameters: those that are trained, in the order of DeepSpeed's groups: position = id.
-    reducer: who reduces gradients, by `reduction`; `norm`: its method that computes the norm, "" for none.
+    reducer: who reduces gradients, by `reduction`.
+    norms: what computes the norm of the gradients, of a group or of all: (owner, name of its function).
     """
 
     reduction = ""
-    norm = ""
     gathers_weights = False  # they are kept in shards, too
 
     def __init__(self, engine: Any, groups: list[list[Parameter]]) -> None:
@@ -48,6 +50,7 @@ class Layout:
         self.parameters = list(dict.fromkeys(p for group in groups for p in group))
         self.ids = {p: i for i, p in enumerate(self.parameters)}
         self.pieces: list[Piece] = []
+        self.norms: list[tuple[Any, str]] = []
 
     def shards(self) -> dict[int, tuple[int, int]]:
         """By id, of parameters whose optimizer states are partitioned; absent ids: of none of it."""
@@ -101,6 +104,10 @@ class Replicated(Layout):
             groups = [group["params"] for group in engine.optimizer.param_groups]
         super().__init__(engine, [[p for p in group if p.requires_grad] for group in groups])
         self.reducer = engine
+        if isinstance(engine.optimizer, torch.optim.Optimizer):
+            self.norms = [(deepspeed.runtime.engine, "clip_grad_norm_")]
+        else:
+            self.norms = [(unfused_optimizer, "get_weight_norm"), (unfused_optimizer, "get_global_norm")]
 
     def is_partitioned(self) -> bool:
         return False

@@ -176,8 +176,8 @@ class DeepSpeedLocator:
         wrap(self._engine, "_take_model_step", self._around_step)
         self._follow_optimizer()
         wrap(self._layout.reducer, self._layout.reduction, self._before_reduction)
-        if self._layout.norm:
-            wrap(self._engine.optimizer, self._layout.norm, self._around_norm)
+        for owner, name in self._layout.norms:
+            wrap(owner, name, self._around_norm)
 
     def _follow_optimizer(self) -> None:
         """By a bound method, as learning-rate schedulers expect."""

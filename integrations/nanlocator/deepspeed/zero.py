@@ -9,6 +9,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime import bf16_optimizer
 
 from nanlocator import _C
 from nanlocator.deepspeed.layout import Layout, Part, Piece, Replicated
@@ -18,11 +19,11 @@ class Stage1And2(Layout):
     """DeepSpeedZeroOptimizer. Each rank has whole weights, and a partition of the flat masters."""
 
     reduction = "reduce_ipg_grads"
-    norm = "scaled_global_norm"
 
     def __init__(self, engine: Any) -> None:
         optimizer = engine.optimizer
         super().__init__(engine, optimizer.bit16_groups)
+        self.norms = [(optimizer, "scaled_global_norm")]
         for group, parameters in enumerate(optimizer.params_in_partition):
             rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
             for parameter in parameters:
@@ -83,12 +84,12 @@ class Stage3(Layout):
     ones are kept whole beside it."""
 
     reduction = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
-    norm = "_get_norm_groups"
     gathers_weights = True
 
     def __init__(self, engine: Any) -> None:
         optimizer = engine.optimizer
         super().__init__(engine, optimizer.fp16_groups)
+        self.norms = [(optimizer, "_get_norm_groups")]
         for parameter in self.parameters:
             group, at, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
             begin = optimizer._get_param_partition_rank(parameter) * size
@@ -153,6 +154,7 @@ class Bf16Stage1(Layout):
         optimizer = engine.optimizer
         super().__init__(engine, optimizer.bf16_groups)
         self.reducer = engine
+        self.norms = [(bf16_optimizer, "get_global_norm_of_tensors")]
         for group, parameters in enumerate(optimizer.bf16_groups):
             size = optimizer.fp32_groups_flat_partition[group].numel()
             first = dist.get_rank(group=optimizer.real_dp_process_group[group]) * size

@@ -135,9 +135,7 @@ class ShardedChunk:
         self._buffer = chunk.param_and_grad_buffer
         self._shards_weights = chunk.ddp_config.data_parallel_sharding_strategy == "optim_grads_params"
         self._place = {  # in its group: the group, and its number there
-            p: (group, item)
-            for group in self._buffer.parameter_groups
-            for item, p in enumerate(group.params)
+            p: (group, item) for group in self._buffer.parameter_groups for item, p in enumerate(group.params)
         }
         self.parameters = [
             (f"module.module.{name}", p) for name, p in chunk.module.raw_param.items() if p.requires_grad
@@ -177,9 +175,7 @@ class ShardedChunk:
             buffer = self._pipeline.get_fsdp_buffer(bucket_number)
             first = buffer.bucket_index.global_data_index
             items = [(i.global_data_index - first, i.size) for i in buffer.item_index_map.values()]
-            _clear_between(
-                buffer.fetch_bucket().data, [(begin, begin + size) for begin, size in items]
-            )
+            _clear_between(buffer.fetch_bucket().data, [(begin, begin + size) for begin, size in items])
 
     def clear_padding_of_weights(self) -> None:
         for group in self._buffer.parameter_groups:
