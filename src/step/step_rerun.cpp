@@ -317,9 +317,55 @@ struct StepRerun::Impl {
       is_explained = locator.is_true_anywhere(once_more.is_bad);
       rerun.variants.push_back({variant, is_explained});
     }
-    if (!is_explained) return Outcome::bad;
+    if (!is_explained) {
+      if (variant == RerunVariant::constant_memory) leave_out_garbage(traced, further);
+      return Outcome::bad;
+    }
     traced = std::move(further);
     return Outcome::explained;
+  }
+
+  /// What memory held when it was handed out, and does no harm: `further`, in which it was finite,
+  /// is bad all the same, from what is left. DeepSpeed sends such padding to other ranks.
+  void leave_out_garbage(Traced& traced, const Traced& further) {
+    std::vector<bool> is_garbage;
+    if (traced.explanation) {
+      for (const TracedBirth& each : traced.explanation->births) {
+        is_garbage.push_back(each.birth.last_seen == LastSeen::allocated &&
+                             !has_birth(further.explanation, each.birth));
+      }
+    }
+    const bool is_all = std::ranges::find(is_garbage, false) == is_garbage.end();
+    if (locator.is_true_anywhere(!is_all)) leave_out(traced.explanation, is_garbage);
+  }
+
+  /// One at the same place of the program, of memory of the same history.
+  static bool has_birth(const std::optional<Explanation>& explanation, const Birth& birth) {
+    return explanation && std::ranges::any_of(explanation->births, [&](const TracedBirth& each) {
+             const Birth& other = each.birth;
+             return other.kind == birth.kind && other.last_seen == birth.last_seen &&
+                    other.writer == birth.writer && other.reader == birth.reader &&
+                    other.inside == birth.inside && other.stack == birth.stack &&
+                    other.sighting.op == birth.sighting.op &&
+                    other.sighting.module == birth.sighting.module;
+           });
+  }
+
+  /// Births without these; those whose parent is one of them have none.
+  static void leave_out(std::optional<Explanation>& explanation, const std::vector<bool>& these) {
+    if (!explanation) return;
+    std::vector<std::optional<int>> places;
+    std::vector<TracedBirth> left;
+    for (std::size_t i = 0; i < these.size(); ++i) {
+      places.push_back(these[i] ? std::nullopt : std::optional(static_cast<int>(left.size())));
+      if (!these[i]) left.push_back(std::move(explanation->births[i]));
+    }
+    for (TracedBirth& each : left) {
+      auto& parent = each.birth.parent;
+      if (parent) parent = places[static_cast<std::size_t>(*parent)];
+    }
+    explanation->masked += static_cast<std::int64_t>(these.size() - left.size());
+    explanation->births = std::move(left);
   }
 
   [[nodiscard]] std::vector<NamedTensor> named(const std::vector<GradientView>& views) const {

@@ -171,15 +171,18 @@ class Training:
         return self.rank == rank and self.step_number == 2
 
     def _plant_gradient(self):
+        self.spoil_gradient(self.model.body.weight, rank=1)
+
+    def spoil_gradient(self, parameter, rank):
         """In memory, once, before it is reduced."""
         left = [None]
 
         def hook(gradient):
-            if left and self.is_now():
+            if left and self.is_now(rank):
                 left.pop()
                 overwrite(gradient, 2)
 
-        self.model.body.weight.register_hook(hook)
+        parameter.register_hook(hook)
 
     def _plant_reduced(self):
         """Once, in what rank 0 has of the sum."""
@@ -246,6 +249,18 @@ def verdict_of(rank, variant, fault, **options):
     """Of three steps with this fault; the verdicts where nothing was raised."""
     training = Training(rank, variant, **options)
     training.plant(fault)
+    return _verdict(training)
+
+
+def two_faults(rank, variant):
+    """The verdict on a gradient of each rank that goes bad in the same step."""
+    training = Training(rank, variant)
+    training.spoil_gradient(training.model.head.weight, rank=0)
+    training.spoil_gradient(training.model.body.weight, rank=1)
+    return _verdict(training)
+
+
+def _verdict(training):
     try:
         training.run(3)
         return training.locator.verdicts

@@ -42,3 +42,47 @@ def test_each_fault_names_its_rank_and_its_cause(variant):
     for fault, function in LINES.items():
         assert verdicts[fault]["origins"][0]["code"]["function"] == function
     assert all(verdict["iteration"] == (3 if fault == "state" else 2) for fault, verdict in verdicts.items())
+
+
+def fault_beside_garbage(rank, world_size, variant):
+    import ctypes
+    import types
+    from unittest import mock
+
+    from deepspeed.runtime.comm import coalesced_collectives
+    from engine_training import torch, verdict_of
+
+    def empty(*args, **kwargs):
+        mallopt = ctypes.CDLL(None).mallopt
+        perturb = -6  # M_PERTURB of <malloc.h>
+        mallopt(perturb, 0x80)  # 0x7f7f, in float16 NaN
+        padding = torch.empty(*args, **kwargs)
+        mallopt(perturb, 0)
+        return padding
+
+    with_garbage = types.SimpleNamespace(**vars(torch) | {"empty": empty})
+    with mock.patch.object(coalesced_collectives, "torch", with_garbage):
+        return verdict_of(rank, variant, "forward")
+
+
+def test_what_zero_3_leaves_in_the_padding_of_its_buckets_is_no_origin():
+    """It sends memory that it has not written (coalesced_collectives.py, reduce_scatter_coalesced), which
+    nobody reads."""
+    for verdict in run_ranks(2, fault_beside_garbage, "zero3_fp16"):
+        found = [(origin["cause"], origin["candidates"]) for origin in verdict["origins"]]
+        assert found == [("operator_undefined", [1])]
+
+
+def two_at_once(rank, world_size, variants):
+    from engine_training import two_faults
+
+    return {variant: two_faults(rank, variant) for variant in variants}
+
+
+def test_gradients_of_two_ranks_that_go_bad_at_once_are_two_origins():
+    variants = ["zero0", "zero1", "zero2", "zero3"]
+    for verdicts in run_ranks(2, two_at_once, variants):
+        for variant in variants:
+            origins = verdicts[variant]["origins"]
+            found = {(origin["coordinates"]["rank"], origin["parameter"]) for origin in origins}
+            assert found == {(0, "head.weight"), (1, "body.weight")}, variant

@@ -27,6 +27,19 @@ def test_a_birth_in_backward_on_one_rank_names_the_operator_of_forward(ranks, ki
     assert (origin["forward_operator"], origin["module"]) == ("aten::sqrt", "scale")
 
 
+def test_births_in_forward_and_means_over_nothing_of_a_replicated_shards_rank_are_that_ranks():
+    for fault, cause in (("forward", "operator_undefined"), ("empty_loss", "empty_loss_mask")):
+        (origin,) = located(4, Fsdp2, "hsdp", fault)["origins"]
+        assert (origin["cause"], origin["coordinates"]["rank"]) == (cause, 1)
+
+
+@pytest.mark.parametrize(("ranks", "kind", "variant"), KINDS[1:3])
+def test_gradients_of_two_ranks_that_go_bad_at_once_are_two_origins(ranks, kind, variant):
+    verdict = located(ranks, kind, variant, "before", (0, ranks - 1))
+    found = [(origin["coordinates"]["rank"], origin["phase"]) for origin in verdict["origins"]]
+    assert found == [(0, "grad_local"), (ranks - 1, "grad_local")]
+
+
 class Gathered(Fsdp2):
     """Fault ``gathered``: a weight changes on a culprit once it is gathered, while its shards do not."""
 
