@@ -1,6 +1,5 @@
 """Kernels that PyTorch's dispatcher does not see: each planted bug by the kernel's name, line and extent."""
 
-import ctypes
 import functools
 import math
 import os
@@ -26,27 +25,18 @@ def around(guilty):
 
 @pytest.fixture
 def garbage():
-    """What malloc hands out holds 0x7f7f7f7f, as float32 3.4e38: finite, until something is added to it."""
-    perturb = -6  # M_PERTURB of <malloc.h>
-    mallopt = ctypes.CDLL(None).mallopt
-    mallopt(perturb, 0x80)
+    """Memory that is handed out holds NaN, as it does where a bad step has used it before."""
+    kernels.spoil_memory(True)
     yield
-    mallopt(perturb, 0)
+    kernels.spoil_memory(False)
 
 
-def free_nan():
-    """What malloc hands out for the experts' gradient is NaN, as after a step that was bad."""
-    spoilt = [torch.full((3 * WIDTH * WIDTH,), math.nan) for _ in range(64)]
-    del spoilt
-
-
-def verdict_of(model, batch=6, before=lambda: None, **options):
+def verdict_of(model, batch=6, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     watch = nanlocator.watch(model, optimizer, **options)
     try:
         for step in range(2):
             torch.manual_seed(step)
-            before()
             model(torch.randn(batch, WIDTH)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -217,13 +207,10 @@ def replayed(origin):
 
 
 @pytest.mark.parametrize("case", FAULTS)
-def test_a_kernel_with_a_bug_is_named_and_its_call_shows_the_bug_alone(case, request, tmp_path):
+def test_a_kernel_with_a_bug_is_named_and_its_call_shows_the_bug_alone(case, garbage, tmp_path):
     make, cause, op, phase, bad, conclusion, reference = FAULTS[case]
     batch = 5 if case == "off by one" else 6
-    before = free_nan
-    if case != "expert without tokens":
-        before = request.getfixturevalue("garbage") or (lambda: None)
-    verdict = verdict_of(around(make()), batch, before, output_dir=tmp_path)
+    verdict = verdict_of(around(make()), batch, output_dir=tmp_path)
     (origin,) = verdict["origins"]
     assert (origin["cause"], origin["operator"], origin["phase"]) == (cause, op, phase)
     assert origin["module"] == "2" and origin["code"]["file"].endswith("planted_kernels.py")
@@ -236,8 +223,8 @@ def test_a_kernel_with_a_bug_is_named_and_its_call_shows_the_bug_alone(case, req
     assert (again["conclusion"], again["reference"] or "") == (conclusion, reference)
 
 
-def test_of_an_expert_without_tokens_the_extent_is_that_expert(tmp_path):
-    (origin,) = verdict_of(around(Experts(WIDTH, "expert")), before=free_nan)["origins"]
+def test_of_an_expert_without_tokens_the_extent_is_that_expert(garbage):
+    (origin,) = verdict_of(around(Experts(WIDTH, "expert")))["origins"]
     assert origin["tensor"]["extent"]["dimensions"][0] == {"first": 1, "last": 1, "count": 1}
     (fact,) = (fact for fact in origin["facts"] if fact["kind"] == "kernel_replayed")
     assert fact["extent"]["dimensions"][0] == {"first": 1, "last": 1, "count": 1}

@@ -1,10 +1,12 @@
 // Kernels that PyTorch's dispatcher does not see, each with bugs that can be planted in it.
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/CPUAllocator.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <numeric>
 #include <string>
@@ -226,6 +228,30 @@ void attention_varlen(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   }
 }
 
+/// What it hands out holds NaN, as memory does that a bad step has used before. Lives as long as
+/// the process: tensors allocated through it keep pointing to it.
+class SpoiltAllocator final : public c10::Allocator {
+ public:
+  at::DataPtr allocate(std::size_t bytes) override {
+    auto memory = base_->allocate(bytes);
+    if (memory.get() != nullptr) std::memset(memory.get(), 0xff, bytes);
+    return memory;
+  }
+  at::DeleterFnPtr raw_deleter() const override { return base_->raw_deleter(); }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    base_->copy_data(to, from, bytes);
+  }
+  [[nodiscard]] c10::Allocator* base() const noexcept { return base_; }
+
+ private:
+  c10::Allocator* base_ = c10::GetCPUAllocator();
+};
+
+void spoil_memory(bool on) {
+  static auto& allocator = *new SpoiltAllocator;
+  c10::SetCPUAllocator(on ? &allocator : allocator.base());
+}
+
 class Workspace {
  public:
   void scale(const at::Tensor& x, double by) const {
@@ -258,5 +284,6 @@ PYBIND11_MODULE(planted_kernels, m) {
   m.def("attention_varlen", &attention_varlen, py::arg("q"), py::arg("k"), py::arg("v"),
         py::arg("out"), py::arg("cu_seqlens"), py::arg("softmax_scale"), py::arg("causal"),
         py::arg("fault") = "");
+  m.def("spoil_memory", &spoil_memory, py::arg("on"));
   py::class_<Workspace>(m, "Workspace").def(py::init<>()).def("scale", &Workspace::scale);
 }
