@@ -160,6 +160,9 @@ StepAdapter adapter_of(const py::object& from) {
   if (const auto loss_scale = if_callable(from, "loss_scale")) {
     step.loss_scale = [f = *loss_scale] { return loss_scale_of(f.call<Scale>()); };
   }
+  step.skips_bad_updates = [f = Function(from.attr("skips_bad_updates"))] {
+    return f.call<bool>();
+  };
   step.model = [f = Function(from.attr("model_tensors"))] {
     const auto [parameters, buffers] = f.call<std::pair<Named, Named>>();
     return ModelTensors{named_tensors(parameters), named_tensors(buffers)};

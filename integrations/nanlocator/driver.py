@@ -68,6 +68,10 @@ class Adapter:
         """What the optimizer keeps of these parameters (moments, its own copy of the weight)."""
         return []
 
+    def skips_bad_updates(self) -> bool:
+        """Whether the framework itself leaves out an update whose gradients are bad; on all ranks alike."""
+        return False
+
     def model_tensors(self) -> tuple[Named, Named]:
         """Parameters, and buffers with what modules hold as plain attributes, as they are now."""
         raise NotImplementedError

@@ -144,6 +144,10 @@ class PlainAdapter(Adapter):
             for name, value in state_tensors(optimizer, part.tensor)
         ]
 
+    def skips_bad_updates(self) -> bool:
+        """As a loss scaler does that has seen an overflow, or will."""
+        return self.loss_scale is not None and self.loss_scale() is not None
+
     def check_parameters(self) -> None:
         """Before the first step: that the models still have the parameters that the optimizers hold.
 

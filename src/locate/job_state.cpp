@@ -97,6 +97,7 @@ JobState job_state_of(const Incident& incident, const std::vector<Origin>& origi
   if (ranks.empty()) return job;
   const Ledger& first = ranks.front().ledger();
   job.on_bad = first.on_bad;
+  job.framework_skips_update = first.framework_skips_update;
   job.are_weights_updated = std::ranges::any_of(ranks, [](const RankEvidence& rank) {
     return rank.looked_at(Phase::params_after) || !rank.bad(Phase::params_after).empty();
   });

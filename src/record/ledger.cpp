@@ -150,7 +150,8 @@ constexpr auto kLedgerFields =
                BackwardOrderField(), JsonField("gradient_norm", &L::gradient_norm),
                JsonField("loss_scale", &L::loss_scale), JsonField("absmax", &L::absmax),
                JsonOrNull("absmax_parameter", &L::absmax_parameter),
-               JsonAdded(JsonField("weights_finite_after", &L::weights_finite_after)));
+               JsonAdded(JsonField("weights_finite_after", &L::weights_finite_after)),
+               JsonAdded(JsonField("framework_skips_update", &L::framework_skips_update)));
 
 /// The lines after the header, in the order in which they are written: what each is called, and
 /// where its values are, a vector or an optional.

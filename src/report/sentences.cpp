@@ -197,13 +197,18 @@ namespace {
 enum class Course { unknown, goes_on, goes_on_damaged, stops };
 
 /// What the policy makes of the finding.
+bool has_bad_gradients(const Verdict& verdict) {
+  return !verdict.spread.parameters.empty();
+}
+
 Course course_of(const Verdict& verdict) {
   const std::string& on_bad = verdict.job.on_bad;
   if (on_bad.empty() || verdict.status == VerdictStatus::clean) return Course::unknown;
   if (verdict.status == VerdictStatus::benign) return Course::goes_on;
   const bool is_clean_now = verdict.rerun.reproduced == false;
   if (on_bad == "stop" || (on_bad == "recover" && !is_clean_now)) return Course::stops;
-  const bool is_applied = on_bad == "report" && !is_clean_now && !verdict.spread.parameters.empty();
+  const bool is_applied = on_bad == "report" && !is_clean_now && has_bad_gradients(verdict) &&
+                          !verdict.job.framework_skips_update;
   const bool is_damaged = is_applied || verdict.job.restart >= Restart::before_step;
   return is_damaged ? Course::goes_on_damaged : Course::goes_on;
 }
@@ -301,6 +306,9 @@ std::string job_of(const Verdict& verdict) {
     return "goes on; the weights have the update of " + step + policy;
   }
   if (job.on_bad == "skip") return "goes on without the update of " + step + policy;
+  if (course != Course::stops && job.framework_skips_update && has_bad_gradients(verdict)) {
+    return "goes on; the framework leaves out the update of " + step + policy;
+  }
   if (course != Course::stops) {
     return (verdict.rerun.reproduced == false ? "goes on with the finite gradients of the re-run"
                                               : "goes on; the optimizer is given these gradients") +

@@ -65,11 +65,13 @@ constexpr auto json_fields(const RerunOutcome*) {
 }
 
 constexpr auto json_fields(const JobState*) {
-  return std::tuple(JsonOrNull("on_bad", &JobState::on_bad),
-                    JsonField("weights_updated", &JobState::are_weights_updated),
-                    JsonAdded(JsonField("weights_finite", &JobState::are_weights_finite)),
-                    JsonAdded(JsonField("restart", &JobState::restart)),
-                    JsonAdded(JsonField("restart_before", &JobState::restart_before)));
+  return std::tuple(
+      JsonOrNull("on_bad", &JobState::on_bad),
+      JsonField("weights_updated", &JobState::are_weights_updated),
+      JsonAdded(JsonField("framework_skips_update", &JobState::framework_skips_update)),
+      JsonAdded(JsonField("weights_finite", &JobState::are_weights_finite)),
+      JsonAdded(JsonField("restart", &JobState::restart)),
+      JsonAdded(JsonField("restart_before", &JobState::restart_before)));
 }
 
 constexpr auto json_fields(const JobLayout*) {

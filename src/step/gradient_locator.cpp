@@ -140,6 +140,10 @@ void GradientLocator::set_loss_scale(double loss_scale, bool falls_on_overflow) 
   impl_->loss_scale = falls_on_overflow ? std::optional(loss_scale) : std::nullopt;
 }
 
+void GradientLocator::set_framework_skips_update(bool is_skipped) {
+  impl_->framework_skips_update = is_skipped;
+}
+
 void GradientLocator::add_note(std::string note) {
   impl_->notes.push_back(std::move(note));
 }

@@ -83,6 +83,7 @@ void GradientLocator::Impl::forget_step() {
   scanner->begin_step();
   gradient_norm.reset();
   loss_scale.reset();
+  framework_skips_update = false;
   notes = standing_notes;
   births.clear();
   questions = 0;
@@ -114,6 +115,7 @@ Ledger GradientLocator::Impl::make_ledger(std::vector<std::string> extra_notes) 
   ledger.coordinates = map.coordinates();
   ledger.gradient_norm = gradient_norm;
   ledger.loss_scale = loss_scale;
+  ledger.framework_skips_update = framework_skips_update;
   ledger.level = name_of(options.level);
   ledger.on_bad = name_of(options.on_bad);
   ledger.births = births;

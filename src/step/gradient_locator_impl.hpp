@@ -88,6 +88,7 @@ struct GradientLocator::Impl {
   std::int64_t iteration = 0;
   std::optional<double> gradient_norm;
   std::optional<double> loss_scale;  // that an overflow lowers
+  bool framework_skips_update = false;
   std::vector<std::string> notes;
   std::vector<std::string> standing_notes;  // every step begins with these
   std::vector<Birth> births;

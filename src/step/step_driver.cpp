@@ -200,6 +200,8 @@ struct StepDriver::Impl {
     if (are_gradients) {  // the optimizer has not touched the weights since
       locator.scan(Phase::params_before, kWeightsOfABadStep, "weight", adapter.weights());
       keep_optimizer_states();
+      const bool is_skipped = adapter.skips_bad_updates && adapter.skips_bad_updates();
+      locator.set_framework_skips_update(is_skipped);
     }
     collect_observations();
     bool is_clean_now = false;

@@ -33,6 +33,7 @@ VARIANTS = {
     "zero2": {"stage": 2},
     "zero2_bf16": {"stage": 2, "dtype": "bf16"},
     "zero2_fp32_sums": {"stage": 2, "dtype": "bf16", "sums": "fp32"},
+    "zero2_bf16_unchecked": {"stage": 2, "dtype": "bf16", "check_grad_overflow": False},
     "zero2_fp16": {"stage": 2, "dtype": "fp16"},
     "zero2_small_buckets": {"stage": 2, "reduce_bucket_size": 64, "overlap_comm": True},
     "zero2_not_contiguous": {"stage": 2, "contiguous_gradients": False},
@@ -91,13 +92,14 @@ def configuration(variant):
     dtype = options.pop("dtype", "fp32")
     accumulation = options.pop("accumulation", 1)
     sums = options.pop("sums", None)
+    check = options.pop("check_grad_overflow", True)
     return {
         "train_micro_batch_size_per_gpu": 6,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 1.0,
         "zero_optimization": options,
         "data_types": {"grad_accum_dtype": sums},
-        "bf16": {"enabled": dtype == "bf16"},
+        "bf16": {"enabled": dtype == "bf16", "check_grad_overflow": check},
         "fp16": {"enabled": dtype == "fp16", "hysteresis": 1},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

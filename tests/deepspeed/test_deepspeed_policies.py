@@ -136,3 +136,25 @@ def test_a_step_whose_norm_alone_overflows_is_reported():
     expected = {variant: ([(2, "grad_norm")], 1) for variant in left_out}
     expected |= {"zero0": ([(2, "grad_norm")], 0), "zero3": ([], 0)}
     assert run_ranks(2, norm_overflows, list(expected)) == [expected] * 2
+
+
+def bad_gradients(rank, world_size, variants):
+    from engine_training import Training
+
+    results = {}
+    for variant in variants:
+        training = Training(rank, variant, on_bad="report")
+        training.step()
+        training.model.head.weight.register_hook(lambda gradient: gradient.fill_(float("nan")))
+        training.step()
+        said = [verdict["job"]["framework_skips_update"] for verdict in training.locator.verdicts]
+        results[variant] = (said, training.engine.skipped_steps)
+        training.locator.remove()
+    return results
+
+
+def test_a_report_says_whether_deepspeed_leaves_the_update_out():
+    applied = {"zero0": ([False], 0), "zero2_bf16_unchecked": ([False], 0)}
+    left_out = ["zero0_bf16", "zero1", "zero1_fp32_sums", "zero2_bf16", "zero2_offload"]
+    expected = applied | {variant: ([True], 1) for variant in [*left_out, "zero3", "zero3_bf16"]}
+    assert run_ranks(2, bad_gradients, list(expected)) == [expected] * 2

@@ -228,6 +228,17 @@ def test_an_overflow_of_the_loss_scale_beside_a_nan_born_in_forward_is_not_blame
     assert {origin["cause"] for origin in others} <= {"loss_scale", "operator_overflow"}
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_report_says_whether_megatron_leaves_the_update_out(pool, precision):
+    layout = Layout(2, {"tp": 2, "precision": precision, "initial_loss_scale": 2.0**10})
+    fault = {"name": "forward_operator", "rank": 1, "layer": 2, "iteration": 2}
+    ranks = train(pool, f"left_out_{precision}", layout, faults=[fault], on_bad="report").require_success()
+    for rank in ranks:
+        job = rank["verdicts"][0]["job"]
+        is_successful = rank["records"][1]["successful"]
+        assert (job["framework_skips_update"], is_successful) == (precision == "fp16", precision == "bf16")
+
+
 # ---- Megatron's own -----------------------------------------------------------------------------------
 
 

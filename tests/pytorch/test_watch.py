@@ -443,6 +443,20 @@ def test_evaluation_names_the_operator_of_a_nan_in_logits(grad_mode):
     assert watch.verdicts == []
 
 
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_a_report_says_whether_the_loss_scaler_leaves_the_update_out(is_scaled):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=is_scaled)
+    watch = nanlocator.watch(model, optimizer, on_bad="report")
+    scaler.scale(model(torch.full((3, 4), math.nan)).mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    (verdict,) = watch.verdicts
+    assert verdict["job"]["framework_skips_update"] == is_scaled == bool(model.weight.isfinite().all())
+
+
 def test_evaluation_leaves_masks_and_generators_alone():
     class Masked(nn.Module):
         def __init__(self):

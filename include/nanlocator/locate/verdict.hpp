@@ -119,6 +119,9 @@ struct JobState {
   std::string on_bad;  // the policy: "stop", "skip", "recover", "report"; "" where not known
   /// The optimizer had updated the weights in this step when the finding was made.
   std::optional<bool> are_weights_updated;
+  /// The framework leaves the update of a step with bad gradients out by itself, as loss scalers
+  /// do.
+  bool framework_skips_update = false;
   /// Every weight of every rank, before the step.
   std::optional<bool> are_weights_finite;
   Restart restart = Restart::unknown;

@@ -166,6 +166,8 @@ struct Ledger {
   std::optional<double> gradient_norm;  // the framework's own, where it was seen
   /// What the gradients were multiplied by, of a scaler that lowers it after an overflow.
   std::optional<double> loss_scale;
+  /// The framework leaves this step's update out by itself, whatever the policy.
+  bool framework_skips_update = false;
   /// Largest finite |gradient| of this rank before the clip, and whose it is (for a norm that
   /// overflows though every gradient is finite).
   std::optional<double> absmax;

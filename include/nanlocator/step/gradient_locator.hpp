@@ -147,6 +147,8 @@ class GradientLocator {
   /// `falls_on_overflow`: the scaler lowers it after an overflow, which is then nobody's fault
   /// (cause loss_scale). Throws UsageError unless it is positive.
   void set_loss_scale(double loss_scale, bool falls_on_overflow);
+  /// Whether the framework will leave this step's update out by itself.
+  void set_framework_skips_update(bool is_skipped);
   /// A sentence for this step's ledger.
   void add_note(std::string note);
   /// A sentence for the ledgers of this step and of all later ones.

@@ -96,6 +96,9 @@ struct StepAdapter {
   /// Empty where there is no loss scaler, on all ranks alike; nullopt where it has seen no
   /// overflow.
   std::function<std::optional<LossScale>()> loss_scale;
+  /// Whether the framework itself leaves out an update whose gradients are bad, the same on all
+  /// ranks; empty where it never does.
+  std::function<bool()> skips_bad_updates;
   /// May be empty without a ModuleWatch.
   std::function<ModelTensors()> model;
   /// Of a step without a pass: "step() was called without a closure".

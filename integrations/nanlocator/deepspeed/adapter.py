@@ -83,6 +83,9 @@ class DeepSpeedAdapter(Adapter):
     def forget_kept(self) -> None:
         self._kept.clear()
 
+    def skips_bad_updates(self) -> bool:
+        return self._layout.skips_bad_updates()
+
     def _loss_scale(self) -> LossScale | None:
         """What the gradients are multiplied by. At its smallest an overflow is no longer the scale's doing
         (runtime/fp16/loss_scaler.py)."""

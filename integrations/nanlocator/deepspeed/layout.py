@@ -88,6 +88,10 @@ class Layout:
                 yield piece.id, name, piece.of(tensor), piece.begin
             yield piece.id, "main_param", piece.of(master), piece.begin
 
+    def skips_bad_updates(self) -> bool:
+        """Whether DeepSpeed leaves an update out whose gradients are bad."""
+        return True
+
     def clear_gradients(self) -> None:
         """As after a step: what a backward has left is gone, and the next one is the first."""
         raise NotImplementedError
@@ -136,6 +140,9 @@ class Replicated(Layout):
                 yield i, name, tensor, 0
             if master is not parameter:
                 yield i, "main_param", master.detach(), 0
+
+    def skips_bad_updates(self) -> bool:
+        return not isinstance(self.optimizer, torch.optim.Optimizer)
 
     def clear_gradients(self) -> None:
         for parameter in self.parameters:

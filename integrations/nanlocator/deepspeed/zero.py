@@ -61,6 +61,11 @@ class Stage1And2(Layout):
     def masters(self) -> list[torch.Tensor]:
         return self.optimizer.single_partition_of_fp32_groups
 
+    def skips_bad_updates(self) -> bool:
+        if self.optimizer.check_grad_overflow:
+            return True
+        return self.optimizer.compute_grad_norm and self.optimizer.dtype != torch.bfloat16
+
     def clear_gradients(self) -> None:
         optimizer = self.optimizer
         optimizer.zero_grad(set_to_none=True)

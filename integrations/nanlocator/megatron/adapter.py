@@ -125,6 +125,10 @@ class MegatronAdapter(Adapter):
             return None
         return scale, scale > max((scaler.min_scale.item() for scaler in scalers), default=math.inf), True
 
+    def skips_bad_updates(self) -> bool:
+        """As every loss scaler does, also one that is constant (optimizer.py, MixedPrecisionOptimizer)."""
+        return any(getattr(optimizer, "grad_scaler", None) is not None for optimizer in self.optimizers)
+
     def _dynamic_scalers(self) -> list[Any]:
         scalers = (getattr(optimizer, "grad_scaler", None) for optimizer in self.optimizers)
         return [scaler for scaler in scalers if scaler is not None and hasattr(scaler, "min_scale")]
