@@ -344,9 +344,7 @@ class StepRecorder:
 
     def changed_data(self) -> list[str]:
         payloads = [event.payload for event in self._engine.needed()]
-        return [
-            text for each in payloads if isinstance(each, _Call) for text in each.kept.changed(None)
-        ]
+        return [text for each in payloads if isinstance(each, _Call) for text in each.kept.changed(None)]
 
 
 def _stop_in_child() -> None:
