@@ -42,7 +42,37 @@ void silu_gradient(const at::Tensor& gradient, const at::Tensor& x, const at::Te
     const float s = 1 / (1 + std::exp(-from[i]));
     to[i] = g[i] * s * (1 + from[i] * (1 - s));
   }
-  if (fault == "element") to[5] = kNaN;
+  if (fault == "element" || (fault == "shape" && in.size(0) == 6)) to[5] = kNaN;
+}
+
+/// silu(gate) up, elementwise.
+at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up, const std::string& fault) {
+  auto out = at::empty_like(gate);
+  const float *from = gate.data_ptr<float>(), *by = up.data_ptr<float>();
+  const auto end = fault == "tail" ? gate.numel() / 8 * 8 : gate.numel();
+  for (std::int64_t i = 0; i < end; ++i) {
+    out.data_ptr<float>()[i] = from[i] / (1 + std::exp(-from[i])) * by[i];
+  }
+  if (fault == "element") out.data_ptr<float>()[5] = kNaN;
+  return out;
+}
+
+/// Rotated halves: x cos + (-second half, first half) sin, of rows of an even width; "row" leaves
+/// the last row out.
+at::Tensor rope(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
+                const std::string& fault) {
+  auto out = at::empty_like(x);
+  const auto width = x.size(1), half = width / 2;
+  for (std::int64_t r = 0; r < x.size(0) - (fault == "row" ? 1 : 0); ++r) {
+    const float* from = x.data_ptr<float>() + r * width;
+    for (std::int64_t c = 0; c < width; ++c) {
+      const float rotated = c < half ? -from[c + half] : from[c - half];
+      out.data_ptr<float>()[r * width + c] = from[c] * cos.data_ptr<float>()[r * width + c] +
+                                             rotated * sin.data_ptr<float>()[r * width + c];
+    }
+  }
+  if (fault == "element") out.data_ptr<float>()[5] = kNaN;
+  return out;
 }
 
 /// out[rows of expert e] = x[rows of e] w[e]^T; `counts` rows each, in order.
@@ -95,7 +125,8 @@ at::Tensor row_sums(const at::Tensor& x, const std::string& fault) {
 void silu_into(const at::Tensor& x, const at::Tensor& out, const std::string& fault) {
   const float* from = x.data_ptr<float>();
   float* to = out.data_ptr<float>() + (fault == "off_by_one" ? 1 : 0);
-  for (std::int64_t i = 0; i < x.numel(); ++i) to[i] = from[i] / (1 + std::exp(-from[i]));
+  const auto end = fault == "tail" ? x.numel() / 8 * 8 : x.numel();
+  for (std::int64_t i = 0; i < end; ++i) to[i] = from[i] / (1 + std::exp(-from[i]));
 }
 
 /// "scratch" adds what an allocation of its own held; "counter" makes another element bad each
@@ -126,6 +157,28 @@ at::Tensor softmax(const at::Tensor& x, const std::string& fault) {
     for (std::int64_t c = 0; c < width; ++c) sum += to[c] = std::exp(from[c] - largest);
     for (std::int64_t c = 0; c < width; ++c) to[c] /= sum;
   }
+  if (fault == "element") out.data_ptr<float>()[5] = kNaN;
+  return out;
+}
+
+/// "no_eps" adds nothing to the variance; "beyond" takes the element after each row for one of it.
+at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                      double eps, const std::string& fault) {
+  auto out = at::empty(x.sizes(), x.options());
+  const auto width = x.size(1), end = width + (fault == "beyond" ? 1 : 0);
+  for (std::int64_t r = 0; r < x.size(0); ++r) {
+    const float* from = x.data_ptr<float>() + r * x.stride(0);
+    float sum = 0, squares = 0;
+    for (std::int64_t c = 0; c < end; ++c) sum += from[c];
+    const float mean = sum / static_cast<float>(end);
+    for (std::int64_t c = 0; c < end; ++c) squares += (from[c] - mean) * (from[c] - mean);
+    const float added = fault == "no_eps" ? 0 : static_cast<float>(eps);
+    const float scale = 1 / std::sqrt(squares / static_cast<float>(end) + added);
+    for (std::int64_t c = 0; c < width; ++c) {
+      out.data_ptr<float>()[r * width + c] =
+          (from[c] - mean) * scale * weight.data_ptr<float>()[c] + bias.data_ptr<float>()[c];
+    }
+  }
   return out;
 }
 
@@ -145,6 +198,7 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
       out.data_ptr<float>()[r * width + c] = normed * weight.data_ptr<float>()[c];
     }
   }
+  if (fault == "element") out.data_ptr<float>()[5] = kNaN;
   return out;
 }
 
@@ -157,6 +211,7 @@ void embedding(const at::Tensor& weight, const at::Tensor& ids, const at::Tensor
     const float* from = weight.data_ptr<float>() + ids.data_ptr<std::int64_t>()[i] * width;
     std::copy(from, from + width, out.data_ptr<float>() + i * width);
   }
+  if (fault == "element") out.data_ptr<float>()[5] = kNaN;
 }
 
 /// Of each row; "ignored" divides by the number of valid labels in the row.
@@ -178,10 +233,12 @@ at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& labels,
   return out;
 }
 
-/// x w^T; "element" makes one element bad where there are more than 4 rows.
+/// x w^T; "column" leaves the last column out, "element" makes one element bad where there are more
+/// than 4 rows.
 at::Tensor gemm(const at::Tensor& x, const at::Tensor& weight, const std::string& fault) {
   auto out = at::empty({x.size(0), weight.size(0)}, x.options());
   for (std::int64_t i = 0; i < out.numel(); ++i) {
+    if (fault == "column" && (i + 1) % weight.size(0) == 0) continue;
     float sum = 0;
     for (std::int64_t k = 0; k < x.size(1); ++k) {
       sum += x.data_ptr<float>()[i / weight.size(0) * x.size(1) + k] *
@@ -211,7 +268,8 @@ void attention_varlen(const at::Tensor& q, const at::Tensor& k, const at::Tensor
           scores.push_back(static_cast<float>(softmax_scale) *
                            std::inner_product(query, query + width, key, 0.0F));
         }
-        const float largest = *std::max_element(scores.begin(), scores.end());
+        float largest = 0;
+        if (fault != "naive") largest = *std::max_element(scores.begin(), scores.end());
         float sum = 0;
         for (float& score : scores) sum += score = std::exp(score - largest);
         float* to = out.data_ptr<float>() + t * row + h * width;
@@ -267,6 +325,10 @@ PYBIND11_MODULE(planted_kernels, m) {
   m.def("silu", &silu, py::arg("x"), py::arg("fault") = "");
   m.def("silu_gradient", &silu_gradient, py::arg("gradient"), py::arg("x"), py::arg("of_x"),
         py::arg("fault") = "");
+  m.def("swiglu", &swiglu, py::arg("gate"), py::arg("up"), py::arg("fault") = "");
+  m.def("rope", &rope, py::arg("x"), py::arg("cos"), py::arg("sin"), py::arg("fault") = "");
+  m.def("layer_norm", &layer_norm, py::arg("x"), py::arg("weight"), py::arg("bias"),
+        py::arg("eps") = 1e-5, py::arg("fault") = "");
   m.def("grouped_gemm", &grouped_gemm, py::arg("x"), py::arg("w"), py::arg("counts"));
   m.def("grouped_gemm_gradient", &grouped_gemm_gradient, py::arg("gradient"), py::arg("x"),
         py::arg("of_w"), py::arg("counts"), py::arg("fault") = "");

@@ -121,7 +121,13 @@ class Called(nn.Module):
     def __init__(self, kernel, fault="", width=9, scale=1.0):
         super().__init__()
         self.kernel, self.fault, self.scale = kernel, fault, scale
-        shape = {"gemm": (width, width), "embedding": (5, width), "rms_norm": (width,)}.get(kernel)
+        shapes = {
+            "gemm": (width, width),
+            "embedding": (5, width),
+            "rms_norm": (width,),
+            "layer_norm": (width,),
+        }
+        shape = shapes.get(kernel)
         self.weight = nn.Parameter(torch.randn(shape) / width**0.5) if shape else None
 
     def forward(self, x):
@@ -149,6 +155,38 @@ class Called(nn.Module):
             return kernels.rms_norm(x, weight, 1e-6, self.fault)
 
         return _Called.apply(kernel, definition, x, self.weight)
+
+    def layer_norm(self, x):
+        """Of the left columns of a wider buffer, with NaN in the last; the first row holds one value."""
+        wide = torch.cat([torch.cat([x[:1] * 0 + 1, x[1:]]), torch.full_like(x[:, :1], torch.nan)], dim=1)
+        bias = torch.zeros(x.shape[1])
+
+        def definition(x, weight):
+            return torch.nn.functional.layer_norm(x, x.shape[1:], weight, bias)
+
+        def kernel(x, weight):
+            return kernels.layer_norm(x, weight, bias, 1e-5, self.fault)
+
+        return _Called.apply(kernel, definition, wide[:, :-1], self.weight)
+
+    def swiglu(self, x):
+        def definition(x):
+            return torch.nn.functional.silu(x) * torch.flip(x, [0])
+
+        return _Called.apply(lambda x: kernels.swiglu(x, torch.flip(x, [0]), self.fault), definition, x)
+
+    def rope(self, x):
+        """Of all columns but the last."""
+        even = x[:, : x.shape[1] // 2 * 2].contiguous()
+        angles = torch.outer(torch.arange(len(x)), 10.0 ** -torch.arange(even.shape[1] // 2)).repeat(1, 2)
+        cos, sin = angles.cos(), angles.sin()
+
+        def definition(x):
+            first, second = x.chunk(2, dim=1)
+            return x * cos + torch.cat([-second, first], dim=1) * sin
+
+        rotated = _Called.apply(lambda x: kernels.rope(x, cos, sin, self.fault), definition, even)
+        return torch.cat([rotated, x[:, even.shape[1] :]], dim=1)
 
     def embedding(self, x):
         ids = torch.arange(x.shape[0]) % self.weight.shape[0]
