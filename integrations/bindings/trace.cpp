@@ -110,6 +110,8 @@ void bind_trace(py::module_& m) {
                     const std::vector<at::Tensor>&>(),
            "op"_a, "read"_a, "written"_a, ReleaseGil())
       .def("end", &Transfer::end, ReleaseGil());
+  m.def("name_process_group", &name_process_group, "nanlocator::name_process_group.", "group"_a,
+        "name"_a, "members"_a, ReleaseGil());
   m.def("note_received", &note_received, "nanlocator::note_received.", "tensors"_a, ReleaseGil());
   py::class_<TracedBirth>(m, "TracedBirth")
       .def_readonly("birth", &TracedBirth::birth)

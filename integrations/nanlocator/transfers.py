@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 
 from nanlocator import _C
@@ -30,6 +31,7 @@ class ShownTransfers:
         self._undo: list[Callable[[], None]] = []
         self._coalesced: dict[int, list[_C.Transfer]] = {}  # by group, between _start_ and _end_coalescing
         self._under_way: list[_C.Transfer] = []  # of this thread's program, ended or not
+        self._named: set[str] = set()  # groups
         for name, collective in COLLECTIVES.items():
             self._replace(name, lambda inner, collective=collective: self._collective(collective, inner))
         for name in _MESSAGES:
@@ -61,6 +63,7 @@ class ShownTransfers:
         def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             if len(args) <= needed:  # tensors by keyword, as nobody passes them
                 return inner(group, *args, **kwargs)
+            self._name(group)
             transfer = _C.Transfer(
                 collective.op,
                 _C.tensors_in(args[collective.sent]),
@@ -69,6 +72,17 @@ class ShownTransfers:
             return self._followed(group, inner(group, *args, **kwargs), transfer)
 
         return method
+
+    def _name(self, group: ProcessGroup) -> None:
+        """After the dimension of its device mesh, where it is one's (device_mesh.py: "mesh_dp_shard")."""
+        name = group.group_name
+        if name in self._named:
+            return
+        self._named.add(name)
+        description = group.group_desc.removeprefix("mesh_")
+        shown = {"default_pg": "world", "undefined": ""}.get(description, description)
+        if shown and (members := dist.get_process_group_ranks(group)):
+            _C.name_process_group(name, shown, members)
 
     def _message(self, op: str, is_sent: bool, inner: Callable[..., Any]) -> Callable[..., Any]:
         def method(group: ProcessGroup, tensors: Any, *args: Any, **kwargs: Any) -> Any:

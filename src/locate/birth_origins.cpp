@@ -423,6 +423,10 @@ Origin origin_of(const Root& root) {
   origin.place_confidence = is_sure ? Confidence::high : Confidence::medium;
   Facts& facts = origin.facts;
   facts.push_back(fact_of(kind_of(birth.kind), birth));
+  if (birth.kind == BirthKind::collective) {
+    facts.back().group = birth.group;
+    facts.back().peers = birth.members.ranks_below(root.rank->coordinates().world_size);
+  }
   if (birth.kind == BirthKind::unwritten) {
     facts.back().kind = !birth.reader.empty()        ? FactKind::read_unwritten_memory
                         : has_computed_itself(birth) ? FactKind::made_by_kernel
@@ -522,22 +526,32 @@ bool is_of_kernel(const Origin& origin) {
                                 has_fact(origin.facts, FactKind::left_unwritten));
 }
 
-/// A kernel that is broken is so in every layer that calls it: the first call leads.
-void merge_kernels(std::vector<BornOrigin>& born) {
-  std::map<std::tuple<std::string, Cause, std::vector<int>>, std::size_t> first_by_kernel;
+/// Of a kernel, or of what ranks get out of the same operator on the same group, the fact that says
+/// where else it was; empty of others.
+std::optional<FactKind> elsewhere_of(const Origin& origin) {
+  if (is_of_kernel(origin)) return FactKind::same_kernel_elsewhere;
+  if (has_fact(origin.facts, FactKind::came_from_collective)) {
+    return FactKind::same_collective_elsewhere;
+  }
+  return std::nullopt;
+}
+
+/// What is broken is so in every layer that uses it: the first one leads.
+void merge_repeated(std::vector<BornOrigin>& born) {
+  using Key = std::tuple<std::string, std::string, Cause, std::vector<int>>;
+  std::map<Key, std::size_t> first_by_key;
   std::vector<BornOrigin> kept;
   for (BornOrigin& each : born) {
-    if (is_of_kernel(each.origin)) {
-      const std::tuple key(each.origin.op, each.origin.cause, each.origin.candidates);
-      const auto [entry, is_new] = first_by_kernel.try_emplace(key, kept.size());
+    if (const auto kind = elsewhere_of(each.origin)) {
+      const Key key(each.origin.op, each.origin.facts.front().group, each.origin.cause,
+                    each.origin.candidates);
+      const auto [entry, is_new] = first_by_key.try_emplace(key, kept.size());
       if (!is_new) {
         BornOrigin& first = kept[entry->second];
-        const auto known =
-            std::ranges::find(first.origin.facts, FactKind::same_kernel_elsewhere, &Fact::kind);
+        const auto known = std::ranges::find(first.origin.facts, *kind, &Fact::kind);
         Fact& elsewhere = known != first.origin.facts.end()
                               ? *known
-                              : first.origin.facts.emplace_back(
-                                    Fact{.kind = FactKind::same_kernel_elsewhere, .count = 0});
+                              : first.origin.facts.emplace_back(Fact{.kind = *kind, .count = 0});
         ++*elsewhere.count;
         if (elsewhere.names.size() < kMostNames) {
           elsewhere.names.push_back(each.origin.module + " in " +
@@ -586,6 +600,37 @@ void add_peers(const Incident& incident, Origin& origin) {
   if (!finite.peers.empty()) origin.facts.push_back(std::move(finite));
 }
 
+bool is_received(const Root& root) {
+  return root.birth->kind == BirthKind::collective;
+}
+
+bool has_sent(const Root& root) {
+  return std::ranges::any_of(reached_by(root), [](const Reached& reached) {
+    return reached.kind == ReachedKind::other_ranks;
+  });
+}
+
+/// Whether another member of the collective can have made bad what this rank got out of it: it had
+/// received something bad itself, in an earlier phase or where this rank has sent nothing bad, and
+/// has sent it on.
+bool is_passed_on(const Root& root, const std::vector<Root>& roots) {
+  const auto members = root.birth->members.ranks_below(root.rank->coordinates().world_size);
+  const bool has_sent_itself = has_sent(root);
+  return std::ranges::any_of(roots, [&](const Root& other) {
+    if (other.rank == root.rank || !has_sent(other)) return false;
+    if (!members.empty() && !std::ranges::binary_search(members, other.rank->rank())) return false;
+    return !has_sent_itself || other.birth->sighting.phase < root.birth->sighting.phase;
+  });
+}
+
+/// Of those that were all received, the ones that are nobody else's.
+std::vector<Root> first_received(const std::vector<Root>& roots) {
+  std::vector<Root> first;
+  std::ranges::copy_if(roots, std::back_inserter(first),
+                       [&](const Root& root) { return !is_passed_on(root, roots); });
+  return first.empty() ? roots : first;
+}
+
 }  // namespace
 
 std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_crossings) {
@@ -593,13 +638,12 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
   for (const RankEvidence& rank : incident.ranks()) {
     for (Root& root : roots_of(rank)) roots.push_back(std::move(root));
   }
-  const auto is_received = [](const Root& root) {
-    return root.birth->kind == BirthKind::collective;
-  };
   std::vector<Root> received;
   if (has_crossings || !std::ranges::all_of(roots, is_received)) {
     std::ranges::copy_if(roots, std::back_inserter(received), is_received);
     std::erase_if(roots, is_received);
+  } else {
+    roots = first_received(roots);
   }
 
   std::vector<BornOrigin> born;
@@ -634,7 +678,7 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
     }
   }
   merge_bad_weights(born);
-  merge_kernels(born);
+  merge_repeated(born);
   for (BornOrigin& each : born) {
     describe_microbatches(each);
     Origin& origin = each.origin;

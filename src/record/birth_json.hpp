@@ -3,6 +3,7 @@
 
 #include <tuple>
 
+#include "map/rank_list_json.hpp"
 #include "nanlocator/record/birth.hpp"
 #include "record/history_json.hpp"
 #include "record/sighting_json.hpp"
@@ -76,6 +77,8 @@ constexpr auto json_fields(const Birth*) {
                     JsonOrNull("inside", &B::inside), JsonField("stack", &B::stack),
                     JsonField("reached", &B::reached), JsonOrNull("bundle", &B::bundle),
                     JsonField("replay", &B::replay), JsonField("replay_lines", &B::replay_lines),
+                    JsonAdded(JsonOrNull("group", &B::group)),
+                    JsonAdded(JsonField("members", &B::members)),
                     JsonAdded(JsonField("kernel_call", &B::kernel_call)),
                     JsonAdded(JsonField("kernel_replay", &B::kernel_replay)));
 }

@@ -137,10 +137,14 @@ std::string phase_of(const Fact& fact) {
 }
 
 /// "the all_reduce of module decoder.layers.1.mlp.linear_fc2 (group tp, ranks 2-3)".
+std::string group_text(const Fact& fact) {
+  return fact.group.empty() ? "" : " (group " + fact.group + ", " + ranks_text(fact.peers) + ")";
+}
+
 std::string collective_of(const Fact& fact) {
   std::string text = fact.op.empty() ? "a collective" : "the " + fact.op;
   if (!fact.module.empty()) text += " of module " + fact.module;
-  return text + " (group " + fact.group + ", " + ranks_text(fact.peers) + ")";
+  return text + group_text(fact);
 }
 
 std::string value_of(const std::optional<double>& value) {
@@ -326,7 +330,8 @@ std::string plain_text(const Fact& fact) {
     case made_by_hook:
       return "a hook of the user made " + share_of(fact) + " with " + fact.op;
     case came_from_collective:
-      return share_of(fact) + " came out of a collective; " + who_of(fact) + " read it first";
+      return share_of(fact) + " came out of a collective" + group_text(fact) + "; " + who_of(fact) +
+             " read it first";
     case sent_bad:
       return sent_text(fact);
     case gave_bad:
@@ -407,6 +412,9 @@ std::string plain_text(const Fact& fact) {
     case same_kernel_elsewhere:
       return "the same kernel is the first to make something bad in " +
              counted(count_of(fact), "other place") + ", too: " + joined(fact.names, ", ");
+    case same_collective_elsewhere:
+      return "the same collective gave something bad in " + counted(count_of(fact), "other place") +
+             ", too: " + joined(fact.names, ", ");
     case further_weights_bad:
       return further_weights_text(fact);
     case rerun_not_completed:

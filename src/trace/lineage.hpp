@@ -52,6 +52,13 @@ struct Given {
 
 /// Something that computes without the dispatcher, or a place in the model: what an opaque birth is
 /// said to be inside of.
+struct NamedGroup {
+  std::string name;
+  std::vector<int> members;  // global ranks
+};
+/// What name_process_group was told of the group with this c10d name; null where nothing was.
+[[nodiscard]] std::shared_ptr<const NamedGroup> named_group(const std::string& group);
+
 struct Place {
   std::string frame;       // "MyFunction", "CompiledFunction", "MyFunctionBackward"; "" for none
   std::string module;      // its module path; "" where unknown
@@ -60,6 +67,7 @@ struct Place {
   std::string custom_function;  // the custom autograd Function whose own code runs
   /// Of the forward operator, in backward; of the frame off the dispatcher, where one runs.
   ProgramCode::Caller caller;
+  std::shared_ptr<const NamedGroup> group;  // of a collective, where somebody has named it
   /// Of an allocation, where the trace fills fresh memory.
   ProgramCode::Caller allocated_at;
   /// Of the frame; the trace's lock guards what it points to. Null where there is no frame.

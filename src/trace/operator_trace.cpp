@@ -166,6 +166,35 @@ void Transfer::end() {
   trace->are_transfers_in_flight = !trace->transfers.empty();
 }
 
+namespace {
+
+struct NamedGroups {
+  std::mutex mutex;
+  std::map<std::string, std::shared_ptr<const NamedGroup>> by_name;
+};
+
+NamedGroups& named_groups() {
+  static auto& groups = *new NamedGroups;  // operators may run while the process ends
+  return groups;
+}
+
+}  // namespace
+
+void name_process_group(const std::string& group, const std::string& name,
+                        std::vector<int> members) {
+  auto named = std::make_shared<const NamedGroup>(NamedGroup{name, std::move(members)});
+  NamedGroups& groups = named_groups();
+  const std::lock_guard lock(groups.mutex);
+  groups.by_name[group] = std::move(named);
+}
+
+std::shared_ptr<const NamedGroup> named_group(const std::string& group) {
+  NamedGroups& groups = named_groups();
+  const std::lock_guard lock(groups.mutex);
+  const auto found = groups.by_name.find(group);
+  return found == groups.by_name.end() ? nullptr : found->second;
+}
+
 void note_received(const std::vector<at::Tensor>& tensors) {
   static const std::string kOperator = "c10d::recv_";
   const ActiveTrace active;

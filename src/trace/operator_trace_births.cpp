@@ -496,6 +496,10 @@ BirthId OperatorTrace::Impl::add_root(const Root& root, const at::Tensor& values
   } else if (root.kind == BirthKind::collective) {
     birth.sighting.op = root.writer;
     birth.sighting.role = "received";
+    if (root.place && root.place->group != nullptr) {
+      birth.group = root.place->group->name;
+      birth.members = root.place->group->members;
+    }
     if (root.place && !root.place->module.empty()) birth.sighting.module = root.place->module;
   } else if (root.kind == BirthKind::memory) {
     birth.sighting.op = root.writer;

@@ -80,6 +80,8 @@ struct OperatorTrace::Impl {
                          const ProgramCode::Caller& caller, bool is_view);
   [[nodiscard]] ModulePath module_used_last(const ThreadFrames& frames) const;
   void note_received(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
+  [[nodiscard]] std::shared_ptr<const Place> place_of_collective(const Frame& collective,
+                                                                 ThreadFrames& frames);
   void look_before_write(Frame& frame, ThreadFrames& frames);
   void use_declared_module(const Frame& frame, ThreadFrames& frames);
   [[nodiscard]] bool is_fresh_constant(const at::Tensor& values);

@@ -150,14 +150,25 @@ void OperatorTrace::Impl::capture(const at::RecordFunction& call, Frame& frame) 
   if (!frame.is_captured) frame.bytes_not_captured = wanted;
 }
 
+/// Among its arguments; their number where there is none.
+static std::size_t index_of_group(const Frame& collective) {
+  const auto& names = collective.info->argument_names;
+  const auto count = collective.arguments.size();
+  return std::min<std::size_t>(std::ranges::find(names, "process_group") - names.begin(), count);
+}
+
 static bool is_only_written(const Frame& collective) {
   if (!is_from_root(*collective.info->collective)) return false;
-  for (std::size_t i = 0; i + 1 < collective.arguments.size(); ++i) {
-    if (collective.info->argument_names[i] != "process_group") continue;
-    const auto group = collective.arguments[i].toCustomClass<c10d::ProcessGroup>();
-    return collective.arguments[i + 1].toInt() != group->getRank();
-  }
-  return false;
+  const std::size_t i = index_of_group(collective);
+  if (i + 1 >= collective.arguments.size()) return false;
+  const auto group = collective.arguments[i].toCustomClass<c10d::ProcessGroup>();
+  return collective.arguments[i + 1].toInt() != group->getRank();
+}
+
+static std::shared_ptr<const NamedGroup> group_of(const Frame& collective) {
+  const std::size_t i = index_of_group(collective);
+  if (i >= collective.arguments.size()) return nullptr;
+  return named_group(collective.arguments[i].toCustomClass<c10d::ProcessGroup>()->getGroupName());
 }
 
 /// What goes into a collective or a send: c10d's operators have it last of their tensors
@@ -503,7 +514,7 @@ void OperatorTrace::Impl::finish_operation(const at::RecordFunction& call, Frame
   if (outputs.empty()) return;
   if (const Frame* collective = collective_around(frames)) {
     // A copy that the process group goes on writing to (ProcessGroupGloo::_reduce_scatter_base).
-    const auto place = std::make_shared<const Place>(current_place(frames));
+    const auto place = place_of_collective(*collective, frames);
     const std::lock_guard lock(mutex);
     for (const auto& output : outputs) {
       lineage.note_received(output.values, clock.load(std::memory_order_relaxed),
@@ -590,6 +601,13 @@ void OperatorTrace::Impl::note_allocation(const at::RecordFunction& call, Thread
   }
 }
 
+std::shared_ptr<const Place> OperatorTrace::Impl::place_of_collective(const Frame& collective,
+                                                                      ThreadFrames& frames) {
+  Place place = current_place(frames);
+  place.group = group_of(collective);
+  return std::make_shared<const Place>(std::move(place));
+}
+
 void OperatorTrace::Impl::note_received(const at::RecordFunction& call, Frame& frame,
                                         ThreadFrames& frames) {
   const OperatorInfo& info = *frame.info;
@@ -597,7 +615,7 @@ void OperatorTrace::Impl::note_received(const at::RecordFunction& call, Frame& f
       !frame.has_arguments) {
     return;
   }
-  const auto place = std::make_shared<const Place>(current_place(frames));
+  const auto place = place_of_collective(frame, frames);
   Frame* reader = custom_frame_around(frames);
   const std::lock_guard lock(mutex);
   bool is_returned = false;

@@ -11,7 +11,7 @@ import pathlib
 import signal
 
 import pytest
-from test_matrix import SMALL
+from test_matrix import CONTEXT, FULLY_SHARDED, SMALL
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
 
@@ -24,6 +24,8 @@ REPETITIONS = int(os.environ.get("NANLOCATOR_TEST_REPETITIONS", "1"))
 LAYOUTS = {  # ranks, training, who is killed, who plants the fault
     "pp2": (2, {"pp": 2}, 1, 0),
     "tp2_pp2": (4, {"tp": 2, "pp": 2}, 0, 3),
+    "megatron_fsdp": (2, FULLY_SHARDED, 1, 0),
+    "context_parallel": (2, CONTEXT, 1, 0),
 }
 
 

@@ -104,6 +104,8 @@ RECOVERED = {
     "ddp_fp32": LAYOUTS["ddp_fp32"],
     "sequence_parallel": LAYOUTS["sequence_parallel"],
     "interleaved": Layout(4, {"pp": 2, "vp": 2}),
+    "context_parallel_all_gather": LAYOUTS["context_parallel_all_gather"],
+    "megatron_fsdp": LAYOUTS["megatron_fsdp"],
     "experts": Layout(2, EXPERTS | {"expert_bias": True}),
     "tp2_pp2_dp2_sharded_overlapped": LAYOUTS["tp2_pp2_dp2_sharded_overlapped"],
 }

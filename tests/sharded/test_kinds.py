@@ -1,11 +1,17 @@
 """Faults that every kind of sharded training has to locate alike."""
 
+import contextlib
+import tempfile
+
 import pytest
+import torch
 from fsdp1_training import Fsdp1
 from fsdp2_training import Fsdp2
 from pipelined_training import Pipelined
 from ranks import run_ranks
 from sharded_runs import assert_that_a_killed_rank_is_named, located, watched
+from sharded_training import corrupt
+from torch._C._distributed_c10d import ProcessGroup
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 KINDS = [(2, Fsdp2, "plain"), (4, Fsdp2, "hsdp"), (2, Fsdp1, "plain"), (2, Pipelined, "1f1b")]
@@ -61,16 +67,63 @@ def test_a_weight_that_goes_bad_once_it_is_gathered_accuses_no_shard():
     assert origin["coordinates"]["rank"] == 1 and origin["cause"] == "not_reproduced"
 
 
+class Corrupting:
+    """Fault: the method of ProcessGroup whose results change on a culprit, every time."""
+
+    def plant(self):
+        inner = getattr(ProcessGroup, self.fault)
+
+        def corrupted(group, output, *args, **kwargs):
+            work = inner(group, output, *args, **kwargs)
+            first = output
+            while not isinstance(first, torch.Tensor):
+                first = first[0]
+            if self.plants(self.fault) and first.numel() > 8:
+                work.wait()
+                corrupt(first)
+            return work
+
+        setattr(ProcessGroup, self.fault, corrupted)
+
+
+class CorruptingFsdp2(Corrupting, Fsdp2):
+    pass
+
+
+class CorruptingFsdp1(Corrupting, Fsdp1):
+    pass
+
+
 @pytest.mark.parametrize(
-    ("kind", "variant", "phase"),
+    ("ranks", "kind", "variant", "method", "group"),
     [
-        (Fsdp2, "plain", "forward"),
-        (Fsdp2, "plain", "backward"),
-        (Fsdp2, "plain", "update"),
-        (Fsdp1, "plain", "backward"),
-        (Pipelined, "1f1b", "forward"),
-        (Pipelined, "1f1b", "backward"),
+        (2, CorruptingFsdp2, "plain", "_allgather_base", "world"),
+        (4, CorruptingFsdp2, "hsdp", "_allgather_base", "dp_shard"),
+        (2, CorruptingFsdp1, "plain", "allgather", "world"),
+        (4, CorruptingFsdp1, "hybrid", "allgather", "shard"),
     ],
 )
-def test_a_rank_that_is_killed_in_any_phase_is_named_by_the_others_in_time(kind, variant, phase):
-    assert_that_a_killed_rank_is_named(kind, variant, phase)
+def test_what_one_rank_alone_gets_out_of_every_gather_is_one_origin_with_the_name_of_the_group(
+    ranks, kind, variant, method, group
+):
+    (origin,) = located(ranks, kind, variant, method)["origins"]
+    assert (origin["cause"], origin["candidates"], origin["phase"]) == ("collective_result", [1], "forward")
+    assert origin["operator"] == f"c10d::{method}_"
+    came, elsewhere = origin["facts"][:2]
+    assert (came["kind"], came["group"], came["peers"]) == ("came_from_collective", group, [0, 1])
+    assert elsewhere["kind"] == "same_collective_elsewhere" and elsewhere["count"] > 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "variant", "phases"),
+    [
+        (2, Fsdp2, "plain", ["forward", "backward", "reduction", "update", "repeat"]),
+        (4, Fsdp2, "hsdp", ["forward", "backward", "reduction", "repeat"]),
+        (2, Fsdp1, "plain", ["forward", "backward", "reduction", "repeat"]),
+        (2, Pipelined, "1f1b", ["forward", "backward", "repeat"]),
+    ],
+)
+def test_a_rank_that_is_killed_in_any_phase_is_named_by_the_others_in_time(ranks, kind, variant, phases):
+    for phase in phases:
+        with contextlib.chdir(tempfile.mkdtemp(dir=".")):
+            assert_that_a_killed_rank_is_named(ranks, kind, variant, phase)

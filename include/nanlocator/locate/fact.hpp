@@ -60,6 +60,7 @@ namespace nanlocator {
   FACT(same_on_ranks)                                                         \
   FACT(same_in_microbatches)                                                  \
   FACT(same_kernel_elsewhere)                                                 \
+  FACT(same_collective_elsewhere)                                             \
   FACT(further_weights_bad)                                                   \
   /* the re-run of the step */                                                \
   FACT(rerun_not_completed)                                                   \

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "nanlocator/files/names.hpp"
+#include "nanlocator/map/rank_list.hpp"
 #include "nanlocator/record/history.hpp"
 #include "nanlocator/record/sighting.hpp"
 #include "nanlocator/scan/tensor_stats.hpp"
@@ -202,6 +203,8 @@ struct Birth {
   std::string reader;  // the operator that read it first
   std::string writer;  // the operator that wrote or allocated it last
   LastSeen last_seen = LastSeen::unknown;
+  std::string group;   // of a collective: its process group; "" where nobody has named it
+  RankList members;    // of that, global ranks
   std::string inside;  // the custom function or compiled region around it, by its frame's name
   std::vector<std::string> stack;  // Python frames, innermost first: "file.py:12 in forward"
   std::vector<Reached> reached;    // what made it an origin

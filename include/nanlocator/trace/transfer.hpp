@@ -39,4 +39,10 @@ class Transfer {
 /// of the process follows: what is bad in them was born there. Keeps no tensor alive.
 void note_received(const std::vector<at::Tensor>& tensors);
 
+/// What the user calls the process group whose c10d name (ProcessGroup::getGroupName) is `group`: a
+/// dimension of a device mesh, "dp_shard"; and its global ranks. For births in what its collectives
+/// give; of the process, until it is named again.
+void name_process_group(const std::string& group, const std::string& name,
+                        std::vector<int> members);
+
 }  // namespace nanlocator
