@@ -1,13 +1,16 @@
 """A small model that a DeepSpeed engine trains, and the faults that tests plant in it."""
 
+import contextlib
 import ctypes
 import logging
 import math
 import os
+from unittest import mock
 
 import on_cpu
 import torch
 from torch import nn
+from torch._C._distributed_c10d import ProcessGroup
 
 on_cpu.use()
 
@@ -130,6 +133,7 @@ class Training:
         self.losses = []
         self.before_step = lambda: None
         self.has_labels = lambda: True
+        self.planted = contextlib.ExitStack()
 
     def loss(self, outputs, labels):
         valid = labels >= 0
@@ -202,6 +206,32 @@ class Training:
         if layout.reducer is self.engine:  # the same tensors before and after
             layout.about_to_be_reduced = lambda *_, **__: reduced()
 
+    def _plant_reduction(self):
+        """In what rank 1 gets out of the collectives that sum."""
+        self._plant_in_collectives("allreduce", "reduce", "_reduce_scatter_base", "reduce_scatter")
+
+    def _plant_gather(self):
+        """In what rank 1 gets out of the collectives that gather."""
+        self._plant_in_collectives("allgather", "_allgather_base")
+
+    def _plant_in_collectives(self, *names):
+        """Each time."""
+        for name in names:
+            inner = getattr(ProcessGroup, name)
+
+            def corrupted(group, output, *args, inner=inner, **kwargs):
+                work = inner(group, output, *args, **kwargs)
+                first = output
+                while not isinstance(first, torch.Tensor):
+                    first = first[0]
+                is_data = first.is_floating_point() and first.numel() > 16
+                if is_data and self.is_now():
+                    work.wait()
+                    overwrite(first, 2)
+                return work
+
+            self.planted.enter_context(mock.patch.object(ProcessGroup, name, corrupted))
+
     def _plant_forward(self):
         self.before_step = lambda: setattr(self.model.divide, "divisor", 0.0 if self.is_now() else 2.0)
 
@@ -269,4 +299,5 @@ def _verdict(training):
     except nanlocator.NonFiniteGradientError as error:
         return error.verdict
     finally:
+        training.planted.close()
         training.locator.remove()

@@ -86,3 +86,36 @@ def test_gradients_of_two_ranks_that_go_bad_at_once_are_two_origins():
             origins = verdicts[variant]["origins"]
             found = {(origin["coordinates"]["rank"], origin["parameter"]) for origin in origins}
             assert found == {(0, "head.weight"), (1, "body.weight")}, variant
+
+
+def in_collectives(rank, world_size, cases):
+    from engine_training import verdict_of
+
+    return {case: verdict_of(rank, *case) for case in cases}
+
+
+def test_what_a_rank_gets_out_of_collectives_that_damage_it_is_no_ranks_own():
+    """In the one rank's own copy where all have one, in the sum where its owner alone has it; and in weights
+    that are gathered, those of a rank that holds them, or each time ZeRO-3 needs them."""
+    expected = {
+        ("zero0", "reduction"): ("collective_result", "grad_reduced", [1]),
+        ("zero1_fp32_sums", "reduction"): ("collective_result", "grad_reduced", [0, 1]),
+        ("zero2_bf16", "reduction"): ("collective_result", "grad_reduced", [0, 1]),
+        ("zero1_bf16", "gather"): ("bad_weight", "forward", [1]),
+        ("zero2_bf16", "gather"): ("bad_weight", "forward", [1]),
+        ("zero3_partitioned", "gather"): ("collective_result", "forward", [1]),
+    }
+    for verdicts in run_ranks(2, in_collectives, list(expected)):
+        for case, (cause, phase, candidates) in expected.items():
+            (origin,) = verdicts[case]["origins"]
+            assert (origin["cause"], origin["phase"], origin["candidates"]) == (cause, phase, candidates), (
+                case
+            )
+            if phase == "grad_reduced":
+                assert "clean_before_reduction" in [fact["kind"] for fact in origin["facts"]]
+            elif cause == "bad_weight":  # what the update's gather left
+                assert verdicts[case]["iteration"] == 3
+                assert "copies_clean" in [fact["kind"] for fact in origin["facts"]]
+            else:
+                came = origin["facts"][0]
+                assert (came["group"], came["peers"]) == ("world", [0, 1])

@@ -1,8 +1,10 @@
-"""A rank is killed in backward: the other one ends in time, and its files say which it was."""
+"""A rank is killed in a step: the other one ends in time, and its files say which it was."""
 
+import contextlib
 import json
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 
@@ -13,19 +15,31 @@ DEADLINE = 2.0  # gather_deadline
 IN_TIME = 20.0  # for the machine that runs this beside other things
 
 
-def one_rank_dies(rank, world_size, variant):
+def one_rank_dies(rank, world_size, variant, phase):
     from engine_training import Training
     from ranks import excuse
 
     training = Training(rank, variant, gather_deadline=DEADLINE)
     training.step()
 
-    def die(gradient):
+    def die(*_):
         Path("died").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if rank == 1:
+    def die_in_rerun(*_):
+        if training.locator._driver.is_rerunning:
+            die()
+
+    if phase == "repeat" and rank == 0:
+        training.model.divide.divisor = 0.0
+    if rank == 1 and phase == "forward":
+        training.model.divide.register_forward_pre_hook(die)
+    if rank == 1 and phase == "backward":
         training.model.body.weight.register_hook(die)
+    if rank == 1 and phase == "reduction":
+        setattr(training.locator._layout.reducer, training.locator._layout.reduction, die)
+    if rank == 1 and phase == "repeat":
+        training.model.divide.register_forward_pre_hook(die_in_rerun)
     excuse(1)
     try:
         training.step()
@@ -36,9 +50,17 @@ def one_rank_dies(rank, world_size, variant):
 
 @pytest.mark.parametrize("variant", ["zero1", "zero2", "zero3_partitioned"])
 def test_the_survivor_ends_in_time_and_names_the_rank_that_was_killed(variant):
-    ended, victim = run_ranks(2, one_rank_dies, variant)
-    assert victim is None and ended is not None
-    died = Path("died").stat().st_mtime
-    assert ended - died < IN_TIME
-    verdict = json.loads(Path("run/a0/verdict.json").read_text())
-    assert (verdict["status"], verdict["silent_ranks"], verdict["iteration"]) == ("partial", [1], 2)
+    for phase in ("forward", "backward", "reduction", "repeat"):
+        with contextlib.chdir(tempfile.mkdtemp(dir=".")):
+            ended, victim = run_ranks(2, one_rank_dies, variant, phase)
+            assert victim is None and ended is not None, phase
+            assert ended - Path("died").stat().st_mtime < IN_TIME
+            verdict = json.loads(Path("run/a0/verdict.json").read_text())
+            assert verdict["iteration"] == 2
+            if phase != "repeat":
+                assert (verdict["status"], verdict["silent_ranks"]) == ("partial", [1])
+                continue
+            verdicts = [json.loads(path.read_text()) for path in Path("run/a0").glob("verdict*.json")]
+            assert [1] in [each["silent_ranks"] for each in verdicts]
+            origins = [origin for each in verdicts for origin in each["origins"]]  # what had been found
+            assert origins and all(0 in origin["candidates"] for origin in origins)

@@ -216,6 +216,42 @@ TEST(BirthOrigins, WhatOnlyACollectiveTellsIsACollectiveResult) {
   EXPECT_EQ(verdict.origins[0].cause, Cause::collective_result);
 }
 
+TEST(BirthOrigins, WhatAMemberHadReceivedBeforeAndPassedOnIsItsOriginAlone) {
+  std::vector<Ledger> ledgers = {ledger_of(0, 2), ledger_of(1, 2)};
+  ledgers[0].births = {birth_of(BirthKind::collective, Phase::backward, "c10d::_reduce_scatter_")};
+  ledgers[1].births = {birth_of(BirthKind::collective, Phase::forward, "c10d::allgather_")};
+  ledgers[1].births[0].reached.push_back({ReachedKind::other_ranks, ""});
+  Verdict verdict = locate(ledgers, 2);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_EQ(verdict.origins[0].candidates, std::vector<int>{1});
+  ledgers[0].births[0].members = {0};  // of a group that rank 1 is not in
+  EXPECT_EQ(locate(ledgers, 2).origins.size(), 2u);
+  ledgers[0].births[0].members = {};
+  ledgers[0].births[0].sighting.phase = Phase::forward;
+  ledgers[0].births[0].reached.push_back({ReachedKind::other_ranks, ""});
+  EXPECT_EQ(locate(ledgers, 2).origins.size(), 2u) << "who was first is not known";
+}
+
+TEST(BirthOrigins, ACollectiveThatIsBadInManyPlacesIsOneOriginWithItsGroup) {
+  std::vector<Ledger> ledgers = {ledger_of(0, 2), ledger_of(1, 2)};
+  for (const char* const module : {"a", "b", "c"}) {
+    Birth birth = birth_of(BirthKind::collective, Phase::forward, "c10d::allgather_");
+    birth.sighting.module = module;
+    birth.group = "dp_shard";
+    birth.members = {0, 1};
+    ledgers[1].births.push_back(birth);
+  }
+  const Verdict verdict = locate(ledgers, 2);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  const Fact& came = verdict.origins[0].facts.front();
+  EXPECT_EQ(came.group, "dp_shard");
+  EXPECT_EQ(came.peers, (std::vector{0, 1}));
+  const Fact* const elsewhere =
+      find_fact(verdict.origins[0].facts, FactKind::same_collective_elsewhere);
+  ASSERT_NE(elsewhere, nullptr);
+  EXPECT_EQ(elsewhere->count, 2);
+}
+
 TEST(BirthOrigins, OnlyFp16HasAWiderPrecisionAsARemedyOfAnOverflow) {
   Ledger ledger = ledger_of(0, 1);
   Birth overflow = birth_of(BirthKind::inf, Phase::forward, "aten::mm");

@@ -23,6 +23,7 @@ VARIANTS = {
     "ddp": (1, schedules.Schedule1F1B),
     "interleaved_fsdp": (2, schedules.ScheduleInterleaved1F1B),
     "tensor": (1, schedules.Schedule1F1B),
+    "tensor_fsdp": (1, schedules.Schedule1F1B),
 }
 SECOND_AXIS = {"fsdp": "dp", "ddp": "dp", "interleaved_fsdp": "dp", "tensor": "tp"}
 
@@ -56,8 +57,9 @@ def masked_mean(output, mask):
 
 
 class Pipelined(Training):
-    """Two ranks, or two times two; two layers each. Faults: ``message``, a value that changes on its way to a
-    culprit; ``memory``, of the first weight's gradient, after the schedule's step."""
+    """Two ranks, two times two, or ("tensor_fsdp") two times two times two; two layers each. Faults:
+    ``message``, a value that changes on its way to a culprit; ``memory``, of the first weight's gradient,
+    after the schedule's step."""
 
     def __init__(self, rank, variant, fault=None, culprits=(1,)):
         self.rank, self.variant, self.fault = rank, variant, fault
@@ -67,6 +69,8 @@ class Pipelined(Training):
         stages_here, schedule = VARIANTS[variant]
         if variant in SECOND_AXIS:
             self.mesh = mesh(2, 2, names=(SECOND_AXIS[variant], "pp"))
+        elif variant == "tensor_fsdp":
+            self.mesh = mesh(2, 2, 2, names=("pp", "dp", "tp"))
         else:
             self.mesh = mesh(2, names=("pp",))
         place, ranks = self.mesh["pp"].get_local_rank(), 2
@@ -90,18 +94,18 @@ class Pipelined(Training):
         self.is_first, self.is_last = 0 in own, count - 1 in own
         self.model = self.parts[0] if len(self.parts) == 1 else self.parts
         self.optimizer = torch.optim.AdamW((p for part in self.parts for p in part.parameters()), lr=0.05)
-        torch.manual_seed(rank)
+        torch.manual_seed(self.mesh["dp"].get_local_rank() if variant == "tensor_fsdp" else rank)
 
     def parallel(self, part):
         if self.variant == "ddp":
             return DistributedDataParallel(part, process_group=self.mesh["dp"].get_group())
-        if self.variant in ("fsdp", "interleaved_fsdp"):
+        if self.variant in ("tensor", "tensor_fsdp"):
+            whole = ColwiseParallel(output_layouts=Replicate())
+            part = parallelize_module(part, self.mesh["tp"], {"layers.*.linear": whole})
+        if self.variant in ("fsdp", "interleaved_fsdp", "tensor_fsdp"):
             for block in part.layers.values():
                 fully_shard(block, mesh=self.mesh["dp"])
             return fully_shard(part, mesh=self.mesh["dp"])
-        if self.variant == "tensor":
-            whole = ColwiseParallel(output_layouts=Replicate())
-            return parallelize_module(part, self.mesh["tp"], {"layers.*.linear": whole})
         return part
 
     def spoil_messages(self):

@@ -40,6 +40,9 @@ def test_a_shard_that_goes_bad_after_the_reduction_is_counted_in_the_original_pa
     # 24 elements and 3 of the bias (and padding to a multiple of 4 between them): rank 1 keeps from 14 on.
     assert origin["parameter"] == "head.weight" and origin["tensor"]["shape"] == [3, 8]
     assert origin["tensor"]["first_bad"] in (15, 17)
+    assert origin["candidates"] == [0, 1]
+    (owner,) = (fact for fact in origin["facts"] if fact["kind"] == "clean_before_reduction")
+    assert owner["ranks"] == [1]
 
 
 def test_a_birth_in_forward_on_one_rank_names_operator_and_module():

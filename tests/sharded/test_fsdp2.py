@@ -53,6 +53,7 @@ def test_a_shard_that_is_clean_on_its_other_keeper_went_bad_where_it_lies():
     (origin,) = located("hsdp", "after")["origins"]
     assert (origin["coordinates"]["rank"], origin["parameter"]) == (1, "head.weight")
     assert origin["tensor"]["first_bad_index"] == [2, 2]
+    assert (origin["cause"], origin["phase"]) == ("collective_result", "grad_reduced")
 
 
 def test_a_birth_in_forward_on_one_rank_names_operator_module_and_line():
@@ -79,8 +80,8 @@ def test_a_mean_over_nothing_on_one_rank_is_that_ranks():
 
 def test_two_ranks_faults_at_once_are_two_origins():
     verdicts = run_ranks(2, two_at_once)
-    found = {(o["coordinates"]["rank"], o["parameter"]) for o in verdicts[0]["origins"]}
-    assert found == {(0, "middle.weight"), (1, "head.weight")}
+    found = {(o["coordinates"]["rank"], o["parameter"], o["cause"]) for o in verdicts[0]["origins"]}
+    assert found == {(0, "middle.weight", "not_reproduced"), (1, "head.weight", "not_reproduced")}
 
 
 def two_at_once(rank, world_size):
@@ -95,9 +96,10 @@ def two_at_once(rank, world_size):
         return error.verdict
 
 
-@pytest.mark.parametrize("variant", ["plain", "accumulation"])
+@pytest.mark.parametrize("variant", ["plain", "accumulation", "hsdp"])
 def test_after_a_transient_fault_training_goes_on_as_if_it_had_not_been(variant):
-    assert run_ranks(2, recovered, Fsdp2, variant, "before") == [[2]] * 2
+    ranks = ranks_of(variant)
+    assert run_ranks(ranks, recovered, Fsdp2, variant, "before") == [[2]] * ranks
 
 
 def bad_shard(rank, world_size, variant, parameter, keepers):

@@ -23,6 +23,7 @@ def test_a_moment_of_the_optimizer_that_is_bad_is_that_of_the_rank_that_keeps_it
     assert verdict["iteration"] == 3  # its update has made the weight bad
     (origin,) = verdict["origins"]
     assert (origin["cause"], origin["candidates"]) == ("bad_weight", [1])
+    assert origin["parameter"].endswith("weight")
     assert any("the optimizer's exp_avg of it on rank 1 holds NaN" in line for line in origin["evidence"])
 
 
@@ -34,16 +35,19 @@ def test_a_birth_in_backward_on_one_rank_names_the_operator_of_forward(ranks, ki
 
 
 def test_births_in_forward_and_means_over_nothing_of_a_replicated_shards_rank_are_that_ranks():
-    for fault, cause in (("forward", "operator_undefined"), ("empty_loss", "empty_loss_mask")):
+    causes = {"forward": ("operator_undefined", "scale"), "empty_loss": ("empty_loss_mask", None)}
+    for fault, (cause, module) in causes.items():
         (origin,) = located(4, Fsdp2, "hsdp", fault)["origins"]
         assert (origin["cause"], origin["coordinates"]["rank"]) == (cause, 1)
+        assert origin["module"] == module
 
 
 @pytest.mark.parametrize(("ranks", "kind", "variant"), KINDS[1:3])
 def test_gradients_of_two_ranks_that_go_bad_at_once_are_two_origins(ranks, kind, variant):
     verdict = located(ranks, kind, variant, "before", (0, ranks - 1))
-    found = [(origin["coordinates"]["rank"], origin["phase"]) for origin in verdict["origins"]]
-    assert found == [(0, "grad_local"), (ranks - 1, "grad_local")]
+    found = [(o["coordinates"]["rank"], o["phase"], o["parameter"], o["cause"]) for o in verdict["origins"]]
+    place = ("grad_local", "head.weight", "not_reproduced")
+    assert found == [(0, *place), (ranks - 1, *place)]
 
 
 class Gathered(Fsdp2):

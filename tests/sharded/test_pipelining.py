@@ -16,7 +16,7 @@ from nanlocator import pipelining
 
 
 def ranks_of(variant):
-    return 4 if variant in SECOND_AXIS else 2
+    return 8 if variant == "tensor_fsdp" else 4 if variant in SECOND_AXIS else 2
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -97,6 +97,17 @@ def test_beside_other_parallelism_both_places_are_named(variant, culprit):
     coordinates = verdict["origins"][0]["coordinates"]
     place = coordinates[SECOND_AXIS[variant]]["rank"], coordinates["pp"]["rank"]
     assert place == (culprit // 2, culprit % 2)
+
+
+def test_with_shards_and_tensor_parallelism_every_place_is_named():
+    """As torchtitan lays ranks out: pp, dp, tp."""
+    data = located("tensor_fsdp", "forward", (6, 7))
+    assert of_only_origin(data, "phase", "candidates", "operator") == ("forward", [6, 7], "aten::sqrt")
+    shard = located("tensor_fsdp", "memory", (5,))  # after the reduction, over pp1 tp1
+    place = of_only_origin(shard, "cause", "candidates", "parameter")
+    assert place == ("collective_result", [5, 7], "layers.2.linear.weight")
+    (owner,) = (fact for fact in shard["origins"][0]["facts"] if fact["kind"] == "clean_before_reduction")
+    assert owner["ranks"] == [5] and shard["origins"][0]["tensor"]["shape"] == [4, 8]
 
 
 def test_two_stages_faults_at_once_are_two_origins():
