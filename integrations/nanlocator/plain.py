@@ -68,6 +68,7 @@ class PlainAdapter(Adapter):
         fallback = {p: f"group{g}.{i}" for g, group in enumerate(groups) for i, p in enumerate(group)}
         self.not_covered.clear()
         by_fsdp2 = self._parts_by_tensor("fully_shard", fsdp2.parts_of)
+        self._were_in_flat_parameters = self._in_flat_parameters()
         by_fsdp1 = self._parts_by_tensor("FullyShardedDataParallel", fsdp1.parts_of)
         self.parts = [
             part for p in self.tensors for part in by_fsdp2.get(p) or by_fsdp1.get(p) or [whole_part(p)]
@@ -149,10 +150,11 @@ class PlainAdapter(Adapter):
         return self.loss_scale is not None and self.loss_scale() is not None
 
     def check_parameters(self) -> None:
-        """Before the first step: that the models still have the parameters that the optimizers hold.
+        """Before the first step: that the models still have the parameters that the optimizers hold, as they
+        were.
 
         Raises:
-            nanlocator.UsageError: where they have others in their place.
+            nanlocator.UsageError: where they have others in their place, or shards of them.
         """
         if self._are_in_place:
             return
@@ -167,6 +169,18 @@ class PlainAdapter(Adapter):
                 "updates a tensor that the model no longer uses. Shard and load the model first, then make "
                 "the optimizer, then call nanlocator"
             )
+        # With use_orig_params an optimizer may hold them all the same.
+        late = self._in_flat_parameters() & ours - self._were_in_flat_parameters
+        names = [name for p, name in self._names.items() if p in late]
+        if names:
+            raise _C.UsageError(
+                f"the parameter {shown(names[0])} was sharded after nanlocator had been given the model and "
+                "its optimizer (by FullyShardedDataParallel): its gradients are no longer whole. Shard the "
+                "model first, then make the optimizer, then call nanlocator"
+            )
+
+    def _in_flat_parameters(self) -> set[torch.Tensor]:
+        return {p for model in self.models for p in fsdp1.sharded_parameters(model)}
 
     def model_tensors(self) -> tuple[Named, Named]:
         attributes = [

@@ -407,7 +407,10 @@ def _listed(value: Any, kind: type) -> list[Any]:
     values = list(values) if isinstance(values, Iterable) else [values]
     for each in values:
         if not isinstance(each, kind):
+            is_megatrons = type(each).__module__.startswith("megatron.")
+            instead = ", which nanlocator.megatron.install(model_chunks, optimizer) takes"
             raise _C.UsageError(
                 f"nanlocator.watch takes a torch {kind.__name__}, not a {type(each).__name__}"
+                + (instead if is_megatrons else "")
             )
     return values

@@ -90,6 +90,8 @@ def wrong_calls(rank, world_size):
         lambda: install(trainer.model_chunks[0].module, trainer.optimizer),
         lambda: install(trainer.model_chunks, trainer.optimizer.chained_optimizers[0]),
         lambda: install(trainer.model_chunks, trainer.optimizer, on_bad="explode"),
+        lambda: nanlocator.watch(trainer.model_chunks, trainer.optimizer),
+        lambda: nanlocator.LocatingOptimizer(trainer.optimizer, trainer.model_chunks[0]),
         lambda: [install(trainer.model_chunks, trainer.optimizer) for _ in range(2)],
     ):
         try:
@@ -110,6 +112,8 @@ def test_wrong_calls_explain_themselves_on_every_rank_alike():
         "DistributedDataParallel",
         "ChainedOptimizer",
         "'explode'",
+        "nanlocator.megatron.install(model_chunks, optimizer)",
+        "wraps a torch.optim.Optimizer",
         "already",
     )
     assert all(words in text for words, text in zip(expected, first, strict=True)), first

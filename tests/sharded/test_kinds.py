@@ -1,6 +1,8 @@
 """Faults that every kind of sharded training has to locate alike."""
 
 import contextlib
+import json
+import subprocess
 import tempfile
 
 import pytest
@@ -13,6 +15,8 @@ from sharded_runs import assert_that_a_killed_rank_is_named, located, watched
 from sharded_training import corrupt
 from torch._C._distributed_c10d import ProcessGroup
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+import nanlocator
 
 KINDS = [(2, Fsdp2, "plain"), (4, Fsdp2, "hsdp"), (2, Fsdp1, "plain"), (2, Pipelined, "1f1b")]
 
@@ -48,6 +52,29 @@ def test_gradients_of_two_ranks_that_go_bad_at_once_are_two_origins(ranks, kind,
     found = [(o["coordinates"]["rank"], o["phase"], o["parameter"], o["cause"]) for o in verdict["origins"]]
     place = ("grad_local", "head.weight", "not_reproduced")
     assert found == [(0, *place), (ranks - 1, *place)]
+
+
+def maps(rank, world_size, kind, variant):
+    training = kind(rank, variant)
+    nanlocator.watch(training.model, training.optimizer).remove()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "variant", "parameter", "expected"),
+    [
+        (2, Fsdp2, "plain", "head.weight", {0: (0, 16), 1: (16, 24)}),
+        (4, Fsdp2, "hsdp", "head.weight", {0: (0, 16), 1: (16, 24), 2: (0, 16), 3: (16, 24)}),
+        (2, Fsdp1, "plain", "head.weight", {0: (0, 14), 1: (14, 24)}),
+        (2, Pipelined, "1f1b", "layers.2.linear.weight", {1: None}),
+    ],
+)
+def test_the_maps_of_all_ranks_say_who_keeps_which_part(ranks, kind, variant, parameter, expected):
+    run_ranks(ranks, maps, kind, variant)
+    command = ["nanlocator", "map", "find", "nanlocator_run/a0", parameter, "--json"]
+    shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    (match,) = shown["matches"]
+    shards = {each["coordinates"]["rank"]: each["parameter"]["shard"] for each in match["holders"]}
+    assert {rank: shard and (shard["begin"], shard["end"]) for rank, shard in shards.items()} == expected
 
 
 class Gathered(Fsdp2):

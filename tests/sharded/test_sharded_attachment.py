@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import fsdp1_training
 import pytest
 import torch
 from fsdp2_training import Fsdp2, shard
 from ranks import run_ranks
-from sharded_training import Net
+from sharded_training import Net, mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import nanlocator
 from nanlocator import attach, fsdp2
@@ -47,6 +49,10 @@ def attached_first(rank, world_size, how):
         optimizer = nanlocator.LocatingOptimizer(optimizer, model)
     if how == "one layer":
         fully_shard(model.middle)
+    elif how == "fsdp1":
+        model = fsdp1_training.shard(model, "plain")
+    elif how == "tensor":
+        parallelize_module(model, mesh(2, names=("tp",)), {"body.0": ColwiseParallel()})
     else:
         shard(model, "plain")
 
@@ -64,10 +70,10 @@ def attached_first(rank, world_size, how):
         optimizer.step(closure)
 
 
-@pytest.mark.parametrize("how", ["watch", "closure", "without closure", "one layer"])
+@pytest.mark.parametrize("how", ["watch", "closure", "without closure", "one layer", "fsdp1", "tensor"])
 def test_sharding_a_model_that_is_watched_is_an_error_in_its_first_step(how):
     for name, text in run_ranks(2, attached_first, how):
-        assert name == "UsageError" and "was replaced after nanlocator" in text
+        assert name == "UsageError" and "after nanlocator had been given the model" in text
         assert ("middle.weight" if how == "one layer" else "body.0.weight") in text
 
 
