@@ -121,9 +121,10 @@ def norm_overflows(rank, world_size, variants):
         training.step()
         training.model.head.weight.register_hook(lambda gradient: gradient.fill_(1e30))
         training.step()
-        found = [
-            (verdict["iteration"], verdict["origins"][0]["phase"]) for verdict in training.locator.verdicts
-        ]
+        found = []
+        for verdict in training.locator.verdicts:
+            (origin,) = verdict["origins"]
+            found.append((verdict["iteration"], origin["phase"], origin["parameter"]))
         results[variant] = (found, training.engine.skipped_steps)
         training.locator.remove()
     return results
@@ -133,8 +134,8 @@ def test_a_step_whose_norm_alone_overflows_is_reported():
     """bf16 has no scale that will fall: every such step is left out, silently (DeepSpeed#8415). In fp32 the
     clip of stage 0 sets all gradients to zero. ZeRO-3 sums in float64, where this is no overflow."""
     left_out = ["zero0_bf16", "zero1_fp32_sums", "zero1", "zero2_bf16", "zero2_offload", "zero3_offload"]
-    expected = {variant: ([(2, "grad_norm")], 1) for variant in left_out}
-    expected |= {"zero0": ([(2, "grad_norm")], 0), "zero3": ([], 0)}
+    expected = {variant: ([(2, "grad_norm", "head.weight")], 1) for variant in left_out}
+    expected |= {"zero0": ([(2, "grad_norm", "head.weight")], 0), "zero3": ([], 0)}
     assert run_ranks(2, norm_overflows, list(expected)) == [expected] * 2
 
 
@@ -158,3 +159,28 @@ def test_a_report_says_whether_deepspeed_leaves_the_update_out():
     left_out = ["zero0_bf16", "zero1", "zero1_fp32_sums", "zero2_bf16", "zero2_offload"]
     expected = applied | {variant: ([True], 1) for variant in [*left_out, "zero3", "zero3_bf16"]}
     assert run_ranks(2, bad_gradients, list(expected)) == [expected] * 2
+
+
+def overflow_at_the_smallest_scale(rank, world_size):
+    from engine_training import Training
+
+    training = Training(rank, "zero2_fp16", initial_scale_power=0, on_bad="report")
+    training.step()
+    training.model.head.weight.register_hook(lambda gradient: gradient.fill_(float("nan")))
+    try:
+        training.step()
+    except Exception as error:  # DeepSpeed's own (runtime/fp16/loss_scaler.py)
+        (verdict,) = training.locator.verdicts
+        (origin,) = verdict["origins"]
+        return (
+            str(error).split(" - ")[0],
+            (origin["cause"], origin["parameter"]),
+            verdict["job"]["framework_skips_update"],
+        )
+    return None
+
+
+def test_an_overflow_at_the_smallest_loss_scale_is_a_finding_before_deepspeed_ends_the_run():
+    said, found, is_skipped = run_ranks(2, overflow_at_the_smallest_scale)[0]
+    assert said == "Current loss scale already at minimum" and is_skipped
+    assert found == ("user_hook", "head.weight")
