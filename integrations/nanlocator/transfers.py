@@ -31,7 +31,7 @@ class ShownTransfers:
         self._undo: list[Callable[[], None]] = []
         self._coalesced: dict[int, list[_C.Transfer]] = {}  # by group, between _start_ and _end_coalescing
         self._under_way: list[_C.Transfer] = []  # of this thread's program, ended or not
-        self._named: set[str] = set()  # groups
+        self._named: dict[int, ProcessGroup] = {}  # by id, which nobody else's is meanwhile
         for name, collective in COLLECTIVES.items():
             self._replace(name, lambda inner, collective=collective: self._collective(collective, inner))
         for name in _MESSAGES:
@@ -75,13 +75,16 @@ class ShownTransfers:
 
     def _name(self, group: ProcessGroup) -> None:
         """After the dimension of its device mesh, where it is one's (device_mesh.py: "mesh_dp_shard")."""
-        name = group.group_name
-        if name in self._named:
+        if id(group) in self._named:
             return
-        self._named.add(name)
+        self._named[id(group)] = group
+        try:
+            name, members = group.group_name, dist.get_process_group_ranks(group)
+        except (RuntimeError, KeyError, ValueError):  # torch.distributed has not made it
+            return
         description = group.group_desc.removeprefix("mesh_")
         shown = {"default_pg": "world", "undefined": ""}.get(description, description)
-        if shown and (members := dist.get_process_group_ranks(group)):
+        if shown:
             _C.name_process_group(name, shown, members)
 
     def _message(self, op: str, is_sent: bool, inner: Callable[..., Any]) -> Callable[..., Any]:

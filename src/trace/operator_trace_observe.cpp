@@ -168,7 +168,11 @@ static bool is_only_written(const Frame& collective) {
 static std::shared_ptr<const NamedGroup> group_of(const Frame& collective) {
   const std::size_t i = index_of_group(collective);
   if (i >= collective.arguments.size()) return nullptr;
-  return named_group(collective.arguments[i].toCustomClass<c10d::ProcessGroup>()->getGroupName());
+  try {
+    return named_group(collective.arguments[i].toCustomClass<c10d::ProcessGroup>()->getGroupName());
+  } catch (const std::exception&) {  // one that torch.distributed has not made has no name
+    return nullptr;
+  }
 }
 
 /// What goes into a collective or a send: c10d's operators have it last of their tensors
