@@ -611,15 +611,16 @@ bool has_sent(const Root& root) {
 }
 
 /// Whether another member of the collective can have made bad what this rank got out of it: it had
-/// received something bad itself, in an earlier phase or where this rank has sent nothing bad, and
-/// has sent it on.
+/// received something bad itself, in an earlier phase, or in this one while this rank has sent
+/// nothing bad, and has sent it on.
 bool is_passed_on(const Root& root, const std::vector<Root>& roots) {
   const auto members = root.birth->members.ranks_below(root.rank->coordinates().world_size);
   const bool has_sent_itself = has_sent(root);
   return std::ranges::any_of(roots, [&](const Root& other) {
     if (other.rank == root.rank || !has_sent(other)) return false;
     if (!members.empty() && !std::ranges::binary_search(members, other.rank->rank())) return false;
-    return !has_sent_itself || other.birth->sighting.phase < root.birth->sighting.phase;
+    const Phase before = other.birth->sighting.phase, here = root.birth->sighting.phase;
+    return before < here || (before == here && !has_sent_itself);
   });
 }
 
@@ -628,7 +629,7 @@ std::vector<Root> first_received(const std::vector<Root>& roots) {
   std::vector<Root> first;
   std::ranges::copy_if(roots, std::back_inserter(first),
                        [&](const Root& root) { return !is_passed_on(root, roots); });
-  return first.empty() ? roots : first;
+  return first;
 }
 
 }  // namespace

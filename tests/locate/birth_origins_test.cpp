@@ -230,6 +230,9 @@ TEST(BirthOrigins, WhatAMemberHadReceivedBeforeAndPassedOnIsItsOriginAlone) {
   ledgers[0].births[0].sighting.phase = Phase::forward;
   ledgers[0].births[0].reached.push_back({ReachedKind::other_ranks, ""});
   EXPECT_EQ(locate(ledgers, 2).origins.size(), 2u) << "who was first is not known";
+  ledgers[0].births[0].reached.pop_back();
+  ledgers[1].births[0].sighting.phase = Phase::backward;
+  EXPECT_EQ(locate(ledgers, 2).origins.size(), 2u) << "no backward makes a forward bad";
 }
 
 TEST(BirthOrigins, ACollectiveThatIsBadInManyPlacesIsOneOriginWithItsGroup) {
