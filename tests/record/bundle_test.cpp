@@ -453,7 +453,8 @@ TEST_F(HostileBundle, ListsNestedTooDeeplyAreRefused) {
 
 TEST_F(HostileBundle, EveryMissingKeyIsNamed) {
   // What earlier versions do not have.
-  const std::set<std::string> added = {"allocated_at", "kernel_call", "kernel_replay"};
+  const std::set<std::string> added = {"allocated_at", "group", "kernel_call", "kernel_replay",
+                                       "members"};
   for (const auto& [key, value] : json_.items()) {
     if (added.contains(key)) continue;
     EXPECT_THAT(refusal([&](auto& json) { json.erase(key); }),
