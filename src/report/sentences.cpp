@@ -196,11 +196,11 @@ namespace {
 
 enum class Course { unknown, goes_on, goes_on_damaged, stops };
 
-/// What the policy makes of the finding.
 bool has_bad_gradients(const Verdict& verdict) {
   return !verdict.spread.parameters.empty();
 }
 
+/// What the policy makes of the finding.
 Course course_of(const Verdict& verdict) {
   const std::string& on_bad = verdict.job.on_bad;
   if (on_bad.empty() || verdict.status == VerdictStatus::clean) return Course::unknown;
@@ -306,12 +306,14 @@ std::string job_of(const Verdict& verdict) {
     return "goes on; the weights have the update of " + step + policy;
   }
   if (job.on_bad == "skip") return "goes on without the update of " + step + policy;
-  if (course != Course::stops && job.framework_skips_update && has_bad_gradients(verdict)) {
+  const bool is_clean_now = verdict.rerun.reproduced == false;
+  if (course != Course::stops && job.framework_skips_update && !is_clean_now &&
+      has_bad_gradients(verdict)) {
     return "goes on; the framework leaves out the update of " + step + policy;
   }
   if (course != Course::stops) {
-    return (verdict.rerun.reproduced == false ? "goes on with the finite gradients of the re-run"
-                                              : "goes on; the optimizer is given these gradients") +
+    return (is_clean_now ? "goes on with the finite gradients of the re-run"
+                         : "goes on; the optimizer is given these gradients") +
            policy;
   }
   if (!job.are_weights_updated) return "stops" + policy;

@@ -50,8 +50,6 @@ struct Given {
   }
 };
 
-/// Something that computes without the dispatcher, or a place in the model: what an opaque birth is
-/// said to be inside of.
 struct NamedGroup {
   std::string name;
   std::vector<int> members;  // global ranks
@@ -59,6 +57,8 @@ struct NamedGroup {
 /// What name_process_group was told of the group with this c10d name; null where nothing was.
 [[nodiscard]] std::shared_ptr<const NamedGroup> named_group(const std::string& group);
 
+/// Something that computes without the dispatcher, or a place in the model: what an opaque birth is
+/// said to be inside of.
 struct Place {
   std::string frame;       // "MyFunction", "CompiledFunction", "MyFunctionBackward"; "" for none
   std::string module;      // its module path; "" where unknown

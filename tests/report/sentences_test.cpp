@@ -241,7 +241,7 @@ TEST(Sentences, WhereGradientsThatAreBadAreAppliedTheWeightsAreBadFromThatStepOn
             "goes on; the framework leaves out the update of step 12 (on_bad=report)");
   verdict.job.restart = Restart::before_step;
   EXPECT_THAT(restart_of(verdict), HasSubstr("saved before step 12")) << "the weights were bad";
-  verdict.job = {.on_bad = "report", .restart = Restart::repeats};
+  verdict.job = {.on_bad = "report", .framework_skips_update = true, .restart = Restart::repeats};
   verdict.rerun = {.done = true, .reproduced = false, .not_restored = {}};
   EXPECT_EQ(restart_of(verdict), "none needed: nothing bad of this step was applied")
       << "the gradients in memory are the re-run's";

@@ -127,11 +127,14 @@ class MegatronAdapter(Adapter):
 
     def skips_bad_updates(self) -> bool:
         """As every loss scaler does, also one that is constant (optimizer.py, MixedPrecisionOptimizer)."""
-        return any(getattr(optimizer, "grad_scaler", None) is not None for optimizer in self.optimizers)
+        return bool(self._scalers())
+
+    def _scalers(self) -> list[Any]:
+        scalers = (getattr(optimizer, "grad_scaler", None) for optimizer in self.optimizers)
+        return [scaler for scaler in scalers if scaler is not None]
 
     def _dynamic_scalers(self) -> list[Any]:
-        scalers = (getattr(optimizer, "grad_scaler", None) for optimizer in self.optimizers)
-        return [scaler for scaler in scalers if scaler is not None and hasattr(scaler, "min_scale")]
+        return [scaler for scaler in self._scalers() if hasattr(scaler, "min_scale")]
 
     def _named(self, tensors_of: Callable[[torch.nn.Module], Iterable[tuple[str, torch.Tensor]]]) -> Named:
         """With global numbers of layers and experts."""
