@@ -71,6 +71,9 @@ void bind_crossings(py::class_<BoundaryWatch, std::shared_ptr<BoundaryWatch>>& w
             w.send(group, peer, tensors);
           },
           "group"_a, "peer"_a, "sent"_a)
+      .def("skip_collective", &BoundaryWatch::skip_collective, "group"_a, ReleaseGil())
+      .def("skip_message", &BoundaryWatch::skip_message, "group"_a, "peer"_a, "is_received"_a,
+           ReleaseGil())
       .def("begin_receive", &BoundaryWatch::begin_receive, "group"_a, "peer"_a, ReleaseGil())
       .def(
           "finish",
@@ -100,6 +103,13 @@ void bind_places(py::class_<BoundaryWatch, std::shared_ptr<BoundaryWatch>>& watc
             w.leave(call.second);
           },
           "call"_a)
+      .def(
+          "enter_transfer",
+          [](BoundaryWatch& w, const PathHandle& owner, bool reduces_gradients) {
+            w.enter_transfer(owner.path, reduces_gradients);
+          },
+          "owner"_a, "reduces_gradients"_a)
+      .def("leave_transfer", &BoundaryWatch::leave_transfer)
       .def("begin_forward", &schedule_step<&BoundaryWatch::begin_forward>, "microbatch"_a,
            "chunk"_a, "inputs"_a)
       .def("end_forward", &schedule_step<&BoundaryWatch::end_forward>, "microbatch"_a, "chunk"_a,

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 
 from nanlocator import _C
-from nanlocator.collectives import COLLECTIVES, Collective, FollowedWork
+from nanlocator.collectives import COLLECTIVES, Collective, FollowedWork, name_of
+from nanlocator.functional_collectives import FunctionalCollectives
 from nanlocator.patches import Patches, replace
 
 Tensors = list[torch.Tensor]
@@ -34,7 +35,9 @@ class Boundaries:
 
     Args:
         groups: those that are watched, each under the name that ledgers give it; of one that is there twice
-            the first name counts.
+            the first name counts. None: every one that this process uses, by the name of its mesh dimension
+            or its description; what they exchange outside of ``watching`` is counted, too, as members may
+            enter it at different places, and what is gathered is looked at where it arrives: weights are.
         modules: that are named as the place of what crosses in them, by these names.
         unwatched: names of groups whose members exchange activations without ProcessGroup, too.
         threads: for the scan of a bad tensor in host memory.
@@ -42,26 +45,41 @@ class Boundaries:
 
     def __init__(
         self,
-        groups: Iterable[tuple[str, ProcessGroup]],
+        groups: Iterable[tuple[str, ProcessGroup]] | None,
         modules: Iterable[tuple[str, torch.nn.Module]] = (),
         unwatched: Collection[str] = (),
         threads: int | None = None,
     ) -> None:
         self.watch = _C.BoundaryWatch(threads or torch.get_num_threads())
-        self._groups: dict[int, _WatchedGroup] = {}
-        for name, group in groups:
-            if id(group) not in self._groups:
-                watched = self._groups[id(group)] = _WatchedGroup(name, group, self.watch)
-                if name in unwatched:
-                    self.watch.has_unwatched(watched.number)
-        self._message_groups = {**self._groups, **self._stand_ins()}
+        self._follows_all = groups is None
+        self._is_looking = False
+        self._groups: dict[int, _WatchedGroup | None] = {}  # by id, which nobody else's is meanwhile
+        self._stand_ins: dict[int, _WatchedGroup] = {}  # of messages
+        self._unnamed: list[ProcessGroup] = []  # that are not watched
+        for name, group in groups or ():
+            watched = self.add_group(name, group)
+            if name in unwatched:
+                self.watch.has_unwatched(watched.number)
         self._replaced: list[Callable[[], None]] = []  # what takes each off
         # Where a set is given: the (group, operator) of what is seen in the passes that begin from then on.
         self.exchanges: set[tuple[str, str]] | None = None
         self._is_removed = False
+        self._functional: FunctionalCollectives | None = None
         self._patches = Patches()
         for name, module in modules:
             self._patches.wrap(module, "forward", self._named_forward(name))
+        if self._follows_all:
+            self._install()
+            self._functional = FunctionalCollectives(self)
+            self._patches.on_removal(self._functional.remove)
+
+    def add_group(self, name: str, group: ProcessGroup) -> "_WatchedGroup":
+        """Unless it is watched already."""
+        watched = self._groups.get(id(group))
+        if watched is None:
+            watched = self._groups[id(group)] = _WatchedGroup(name, group, self.watch)
+            self._stand_ins |= _stand_ins(watched)
+        return watched
 
     def begin_step(self) -> None:
         """Forgets the step before."""
@@ -69,13 +87,31 @@ class Boundaries:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches this process's crossings inside it. Not to be nested."""
-        if not self._is_removed:
+        """Watches this process's crossings inside it."""
+        if self._is_removed or self._is_looking:
+            yield
+            return
+        self._is_looking = True
+        if not self._follows_all:
             self._install()
         try:
             yield
         finally:
-            self._uninstall()
+            self._is_looking = False
+            if self._functional is not None:
+                self._functional.forget()
+            if not self._follows_all:
+                self._uninstall()
+
+    @contextlib.contextmanager
+    def transferring(self, owner: str, *, reduces_gradients: bool) -> Iterator[None]:
+        """Around a framework's own collectives: weights of the module ``owner`` that are gathered, or their
+        gradients that are reduced."""
+        self.watch.enter_transfer(_C.ModulePath(owner), reduces_gradients)
+        try:
+            yield
+        finally:
+            self.watch.leave_transfer()
 
     def collect(self, iteration: int) -> "tuple[list[_C.Sighting], list[_C.CrossingCoverage]]":
         """What was bad since ``begin_step``, in execution order, and how much was looked at. Waits for the
@@ -116,21 +152,59 @@ class Boundaries:
     def end_backward(self, microbatch: int | None, chunk: int, input_grads: Tensors) -> None:
         self.watch.end_backward(microbatch, chunk, input_grads)
 
-    def _stand_ins(self) -> "dict[int, _WatchedGroup]":
-        """Two pipeline stages send one way through the group of all ranks, so that both ways overlap
-        (p2p_communication.py, _p2p_ops). Each pair of ranks sees one group per direction: these messages
-        count as the pipeline group's."""
-        world = dist.group.WORLD
-        for watched in self._groups.values():
-            if watched.name == "pp" and len(watched.members) == 2 and world is not None:
-                return {id(world): watched.through(world)}
-        return {}
+    def has_unseen(self, group: ProcessGroup) -> None:
+        """Its members exchange something that is not seen here, too."""
+        if (watched := self._watched(group)) is not None and not watched.has_unseen:
+            watched.has_unseen = True
+            self.watch.has_unwatched(watched.number)
+
+    # Of FunctionalCollectives.
+
+    def begin(self, group: ProcessGroup, operator: str, sent: Any, *, is_last_seen: bool) -> int | None:
+        watched = self._watched(group)
+        if watched is None:
+            return None
+        if is_last_seen:
+            self.has_unseen(group)
+        if self._is_looking:
+            return self.watch.begin_collective(watched.number, operator, sent)
+        self.watch.skip_collective(watched.number)
+        return None
+
+    def end(self, crossing: int, received: Any) -> None:
+        self.watch.finish(crossing, received)
+
+    def _watched(self, group: ProcessGroup) -> "_WatchedGroup | None":
+        try:
+            return self._groups[id(group)]
+        except KeyError:
+            return self._found(group) if self._follows_all else None
+
+    def _watched_by_messages(self, group: ProcessGroup) -> "_WatchedGroup | None":
+        return self._stand_ins.get(id(group)) or self._watched(group)
+
+    def _found(self, group: ProcessGroup) -> "_WatchedGroup | None":
+        """Under a name of its own among those of the same members, as these count together."""
+        try:
+            members = dist.get_process_group_ranks(group)
+        except (RuntimeError, KeyError, ValueError):  # torch.distributed has not made it
+            members = []
+        if len(members) < 2:
+            self._groups[id(group)] = None
+            self._unnamed.append(group)
+            return None
+        name = name_of(group)
+        taken = {each.name for each in self._groups.values() if each is not None and each.members == members}
+        if not name or name in taken:
+            name = f"{name} group {group.group_name}".lstrip()
+        return self.add_group(name, group)
 
     def _install(self) -> None:
         operators = {"send": "send", "recv": "recv"}
         makers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
             "send": self._watched_send,
             "recv": self._watched_receive,
+            "recv_anysource": self._lost_receive,
             "_start_coalescing": self._watched_start,
             "_end_coalescing": self._watched_end,
         }
@@ -147,10 +221,8 @@ class Boundaries:
     def _noted(
         self, operator: str, exchanges: set[tuple[str, str]], inner: Callable[..., Any]
     ) -> Callable[..., Any]:
-        groups = self._message_groups
-
         def noted(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            if (watched := groups.get(id(group))) is not None:
+            if (watched := self._watched_by_messages(group)) is not None:
                 exchanges.add((watched.name, operator))
             return inner(group, *args, **kwargs)
 
@@ -161,20 +233,24 @@ class Boundaries:
             self._replaced.pop()()
 
     def _watched_collective(self, collective: Collective, inner: Callable[..., Any]) -> Callable[..., Any]:
-        groups, watch = self._groups, self.watch
+        watch = self.watch
         op, sent, received, root = collective.op, collective.sent, collective.received, collective.root
         needed = max(sent, received, root or 0)
+        is_looked_at_on_arrival = self._follows_all or not collective.is_gather
 
         def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            watched = groups.get(id(group))
+            watched = self._watched(group)
             if watched is None:
+                return inner(group, *args, **kwargs)
+            if not self._is_looking:
+                watch.skip_collective(watched.number)
                 return inner(group, *args, **kwargs)
             if len(args) <= needed:
                 # Tensors by keyword, as nobody passes them: counted like the other members do, and left
                 # unfinished, so that the coverage does not claim it.
                 watch.begin_collective(watched.number, op, None)
                 return inner(group, *args, **kwargs)
-            inputs, outputs = args[sent], None if collective.is_gather else args[received]
+            inputs, outputs = args[sent], args[received] if is_looked_at_on_arrival else None
             if root is not None and not watched.is_root(args[root]):
                 inputs = None if collective.only_root_sends else inputs
                 outputs = None if collective.only_root_receives else outputs
@@ -184,32 +260,49 @@ class Boundaries:
         return method
 
     def _watched_send(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        groups, watch = self._message_groups, self.watch
+        watch = self.watch
 
         def send(group: ProcessGroup, tensors: Tensors, to: int, *args: Any, **kwargs: Any) -> Any:
-            watched = groups.get(id(group))
+            watched = self._watched_by_messages(group)
             if watched is not None and (peer := watched.peer(to)) is not None:
-                watch.send(watched.number, peer, tensors)
+                if self._is_looking:
+                    watch.send(watched.number, peer, tensors)
+                else:
+                    watch.skip_message(watched.number, peer, is_received=False)
             return inner(group, tensors, to, *args, **kwargs)
 
         return send
 
     def _watched_receive(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        groups, watch = self._message_groups, self.watch
+        watch = self.watch
 
         def recv(group: ProcessGroup, tensors: Tensors, source: int, *args: Any, **kwargs: Any) -> Any:
-            watched = groups.get(id(group))
-            if watched is None or (peer := watched.peer(source)) is None:
+            watched = self._watched_by_messages(group)
+            if watched is None or watched.loses_messages or (peer := watched.peer(source)) is None:
+                return inner(group, tensors, source, *args, **kwargs)
+            if not self._is_looking:
+                watch.skip_message(watched.number, peer, is_received=True)
                 return inner(group, tensors, source, *args, **kwargs)
             crossing = watch.begin_receive(watched.number, peer)
             return watched.observed(inner(group, tensors, source, *args, **kwargs), crossing, tensors)
 
         return recv
 
+    def _lost_receive(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """Whose message it was is not known: the next ones of each sender cannot be numbered any more."""
+
+        def recv_anysource(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            if (watched := self._watched_by_messages(group)) is not None:
+                watched.loses_messages = True
+                self.has_unseen(group)
+            return inner(group, *args, **kwargs)
+
+        return recv_anysource
+
     def _watched_start(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def start(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             result = inner(group, *args, **kwargs)
-            if (watched := self._message_groups.get(id(group))) is not None:
+            if self._is_looking and (watched := self._watched_by_messages(group)) is not None:
                 watched.coalesced = []
             return result
 
@@ -218,13 +311,23 @@ class Boundaries:
     def _watched_end(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def end(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             work = inner(group, *args, **kwargs)
-            watched = self._message_groups.get(id(group))
+            watched = self._watched_by_messages(group)
             if watched is None or watched.coalesced is None:
                 return work
             crossings, watched.coalesced = watched.coalesced, None
             return _observed(work, crossings, self.watch)
 
         return end
+
+
+def _stand_ins(watched: "_WatchedGroup") -> "dict[int, _WatchedGroup]":
+    """Two pipeline stages of Megatron-Core send one way through the group of all ranks, so that both ways
+    overlap (p2p_communication.py, _p2p_ops). Each pair of ranks sees one group per direction: these messages
+    count as the pipeline group's."""
+    world = dist.group.WORLD
+    if watched.name != "pp" or len(watched.members) != 2 or world is None or world is watched.group:
+        return {}
+    return {id(world): watched.through(world)}
 
 
 class _WatchedGroup:
@@ -236,6 +339,8 @@ class _WatchedGroup:
         self.watch = watch
         self.members = dist.get_process_group_ranks(group)
         self.number = watch.add_group(name, self.members)
+        self.loses_messages = False
+        self.has_unseen = False
         self.coalesced: _Crossings | None = None  # between _start_coalescing and _end_coalescing
         self._peers = {dist.get_group_rank(group, rank): rank for rank in self.members}
         self._rank = group.rank()

@@ -8,7 +8,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from torch._C._distributed_c10d import Work
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup, Work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,17 @@ COLLECTIVES |= {
     }.items()
 }
 COLLECTIVES["gather_single"] = Collective("c10d::gather_into_tensor_", 0, 1, root=2, only_root_receives=True)
+
+
+def name_of(group: ProcessGroup) -> str:
+    """After the dimension of its device mesh, where it is one's (device_mesh.py: "mesh_dp_shard"), else its
+    description; "" where it has none, or torch.distributed has not made it."""
+    try:
+        dist.get_process_group_ranks(group)
+        description = group.group_desc.removeprefix("mesh_")
+    except (RuntimeError, KeyError, ValueError):
+        return ""
+    return {"default_pg": "world", "undefined": ""}.get(description, description)
 
 
 class FollowedWork:

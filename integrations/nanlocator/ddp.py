@@ -106,6 +106,8 @@ class LocalGradients:
             if issubclass(type(each), DistributedDataParallel)
             for parameter in each._module_parameters
         }
+        for module in {id(each): each for find in reducing.values() if (each := find())}.values():
+            self._scans.exchange_unseen(module.process_group)
         return {n: reducing.get(parameter, _NONE) for n, parameter in self._parameters.items()}
 
 

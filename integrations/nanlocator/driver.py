@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nanlocator import _C
+from nanlocator.boundaries import Boundaries
 from nanlocator.errors import NonFiniteGradientError
 from nanlocator.kernel_calls import KeptKernelCalls, KernelCallRecord
 from nanlocator.kernels import KernelCalls
@@ -50,6 +51,7 @@ class Adapter:
 
     def __init__(self) -> None:
         self.verdicts: list[dict[str, Any]] = []
+        self.boundaries: Boundaries | None = None  # of level boundaries, once they are watched
         self._module_calls = KeptModuleCalls()  # around the origins of a bad step
         self._kernel_calls = KeptKernelCalls()  # that are origins
         self._eager = contextlib.ExitStack()
@@ -83,7 +85,10 @@ class Adapter:
     # --- what the engine calls beside these ----------------------------------------------------------
 
     def keep_module_calls(self, modules: list[str], run: Any) -> None:
+        """Crossings are watched, too: members compare what the same collective gave them."""
         with contextlib.ExitStack() as stack:
+            if self.boundaries is not None:
+                stack.enter_context(self.boundaries.watching())
             for hooks in self.module_hooks(self._module_calls.begin(modules)):
                 stack.enter_context(hooks)
             stack.enter_context(self._kernel_calls.keeping())
@@ -175,6 +180,7 @@ class Driver:
         self.locator: _C.GradientLocator = self._engine.locator
         self.add_state("the generators of Python and numpy", GeneratorStates())
         self.add_state("TransformerEngine's fp8 scales", Fp8Scales())
+        self._looking = contextlib.ExitStack()  # at what crosses in a pass
         self._watch_hooks: list[ModuleHooks] = []
         self._trace_hooks: list[ModuleHooks | KernelCalls | ShownTransfers] = []
         # A driver that is dropped without `remove` leaves no hook behind.
@@ -195,6 +201,15 @@ class Driver:
     def run_dir(self) -> str:
         return self.locator.run_dir
 
+    @property
+    def boundaries(self) -> Boundaries | None:
+        return self.adapter.boundaries
+
+    def follow_boundaries(self, boundaries: Boundaries) -> None:
+        """What crosses them is looked at in each pass from now on, until ``remove``."""
+        self.adapter.boundaries = boundaries
+        self._engine.watch(boundaries.watch)
+
     def add_state(self, name: str, state: Any) -> None:
         self._engine.add_state(name, state.save, state.restore)
 
@@ -202,8 +217,11 @@ class Driver:
         self._engine.set_parameters(self.adapter.parameter_map(), self.adapter)
 
     def remove(self) -> None:
-        """Takes the hooks of levels ``modules`` and ``operators`` off; gradients are still scanned."""
+        """Takes the hooks of every level but ``grads`` off; gradients are still scanned."""
         self._engine.stop_observing()
+        self._looking.close()
+        if self.adapter.boundaries is not None:
+            self.adapter.boundaries.remove()
         _remove_all(self._watch_hooks, self._trace_hooks)
 
     def stop_following(self) -> None:
@@ -225,6 +243,7 @@ class Driver:
         try:
             yield
         except BaseException:
+            self._looking.close()
             self._engine.abandon()
             raise
 
@@ -241,7 +260,13 @@ class Driver:
                 self._engine.conclude_alone(f"{reason}: {first_line(error)}", is_failure_of_peers(error))
             raise
 
+    def begin_pass(self, step_pass: Pass, iteration: int | None = None) -> None:
+        self._engine.begin_pass(step_pass, iteration)
+        if self.boundaries is not None:
+            self._looking.enter_context(self.boundaries.watching())
+
     def end_pass(self, losses: "list[_C.LossView]") -> "_C.Decision":
+        self._looking.close()
         return self._act_on(self._engine.end_pass(losses))
 
     def agree(self) -> "_C.Decision":

@@ -95,6 +95,7 @@ class WholeGradients:
                 scans.say_uncovered(
                     "gradients before FullyShardedDataParallel reduces them: this torch does it elsewhere"
                 )
+        self._follow_gathers()
 
     def _follow(self, owner: Any, name: str) -> None:
         original = getattr(owner, name)
@@ -103,11 +104,30 @@ class WholeGradients:
         @functools.wraps(original)
         def reduce(state: Any, handle: Any) -> Any:
             found = this()
-            if found is not None:
-                found._scan(handle)
-            return original(state, handle)
+            if found is None:
+                return original(state, handle)
+            found._scan(handle)
+            with found._exchanging(handle, reduces_gradients=True):
+                return original(state, handle)
 
         self._undo.append(replace(owner, name, reduce))
+
+    def _follow_gathers(self) -> None:
+        owner = importlib.import_module("torch.distributed.fsdp._flat_param").FlatParamHandle
+        original = getattr(owner, "_all_gather_flat_param", None)
+        if original is None:  # crossings have no module's name then
+            return
+        this = weakref.ref(self)
+
+        @functools.wraps(original)
+        def gather(handle: Any, *args: Any, **kwargs: Any) -> Any:
+            found = this()
+            if found is None:
+                return original(handle, *args, **kwargs)
+            with found._exchanging(handle, reduces_gradients=False):
+                return original(handle, *args, **kwargs)
+
+        self._undo.append(replace(owner, "_all_gather_flat_param", gather))
 
     def remove(self) -> None:
         while self._undo:
@@ -116,6 +136,10 @@ class WholeGradients:
 
     def begin_step(self) -> None:
         pass
+
+    def _exchanging(self, handle: Any, *, reduces_gradients: bool) -> Any:
+        ids = [number for number in self._numbers.get(handle, []) if number is not None]
+        return self._scans.exchanging(ids, reduces_gradients=reduces_gradients)
 
     def _scan(self, handle: Any) -> None:
         numbers = self._numbers.get(handle)

@@ -105,11 +105,24 @@ class WholeGradients:
 
         def foreach_reduce(params: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
             found = this()
-            if found is not None:
-                found._scan(params, gradients)
-            return original(params, gradients, *args, **kwargs)
+            if found is None:
+                return original(params, gradients, *args, **kwargs)
+            found._scan(params, gradients)
+            with found._exchanging(params, reduces_gradients=True):
+                return original(params, gradients, *args, **kwargs)
+
+        gather = getattr(owner, "foreach_all_gather", None)  # without it crossings have no module's name
+
+        def foreach_all_gather(params: Any, *args: Any, **kwargs: Any) -> Any:
+            found = this()
+            if found is None:
+                return gather(params, *args, **kwargs)
+            with found._exchanging(params, reduces_gradients=False):
+                return gather(params, *args, **kwargs)
 
         self._undo.append(replace(owner, "foreach_reduce", foreach_reduce))
+        if gather is not None:
+            self._undo.append(replace(owner, "foreach_all_gather", foreach_all_gather))
 
     def remove(self) -> None:
         while self._undo:
@@ -118,6 +131,11 @@ class WholeGradients:
 
     def begin_step(self) -> None:
         pass
+
+    def _exchanging(self, params: list[Any], *, reduces_gradients: bool) -> Any:
+        """The collectives of a group of parameters, some of which nobody may train."""
+        ids = [self._numbers[p.sharded_param] for p in params if p.sharded_param in self._numbers]
+        return self._scans.exchanging(ids, reduces_gradients=reduces_gradients)
 
     def _scan(self, params: list[Any], gradients: list[torch.Tensor]) -> None:
         found = [

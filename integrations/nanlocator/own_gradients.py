@@ -1,8 +1,10 @@
 """What those have in common that show each rank's own gradients before a framework reduces them over its
-ranks: ``ddp``, ``fsdp2``, ``fsdp1``."""
+ranks, and the weights that it gathers: ``ddp``, ``fsdp2``, ``fsdp1``."""
 
+import contextlib
+import os.path
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -47,3 +49,24 @@ class LocalScans:
         driver = self._driver()
         if driver is not None and driver.is_in_pass and gradients:
             driver.scan("grad_local", group, "grad", [n for n, _ in gradients], [g for _, g in gradients])
+
+    def exchanging(self, ids: Iterable[int], *, reduces_gradients: bool) -> Any:
+        """A context: around the collectives that gather these parameters, or reduce their gradients."""
+        driver = self._driver()
+        boundaries = driver.boundaries if driver is not None else None
+        if boundaries is None:
+            return contextlib.nullcontext()
+        names = [driver.adapter.parameters[i][0] for i in ids]
+        return boundaries.transferring(_common_module(names), reduces_gradients=reduces_gradients)
+
+    def exchange_unseen(self, group: Any) -> None:
+        """The members of this process group exchange buffers and gradients in C++."""
+        driver = self._driver()
+        if driver is not None and driver.boundaries is not None:
+            driver.boundaries.has_unseen(group)
+
+
+def _common_module(parameters: list[str]) -> str:
+    """The innermost that has all of them below it; "" for the model itself."""
+    modules = [name.rpartition(".")[0].split(".") for name in parameters]
+    return ".".join(os.path.commonprefix(modules))

@@ -77,12 +77,15 @@ class Pipeline:
         losses: of the microbatches of the last pass, where this rank has the last stage.
     """
 
-    def __init__(self, schedule: Any) -> None:
+    def __init__(self, schedule: Any, boundaries: Boundaries | None = None) -> None:
+        """``boundaries``: that watch other groups, too, and outlive it."""
         self.schedule = schedule
         stages = stages_of(schedule)
         self.modules: list[nn.Module] = [stage.submod for stage in stages]
         self.group: dist.ProcessGroup = stages[0].group or dist.group.WORLD
-        self.boundaries = Boundaries([("pp", self.group)])
+        self.boundaries = boundaries or Boundaries([])
+        self.boundaries.add_group("pp", self.group)
+        self._owns_boundaries = boundaries is None
         self.losses: list[torch.Tensor] = []
         self._is_watching = False
         self._is_in_pass = False
@@ -94,7 +97,8 @@ class Pipeline:
 
     def remove(self) -> None:
         self._patches.remove()
-        self.boundaries.remove()
+        if self._owns_boundaries:
+            self.boundaries.remove()
 
     @property
     def number_of_microbatches(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from nanlocator import _C, fsdp1, fsdp2
+from nanlocator.boundaries import Boundaries
 from nanlocator.ddp import LocalGradients
 from nanlocator.driver import (
     Adapter,
@@ -212,6 +213,8 @@ class PlainDriver(Driver):
     ) -> None:
         super().__init__(adapter, options, connection)
         self._pipeline: Pipeline | None = None
+        if options.level == "boundaries" and connection is not None:
+            self.follow_boundaries(Boundaries(None))
         self._follow_reduction()
 
     def pipeline_of(self, schedule: Any) -> Pipeline | None:
@@ -222,7 +225,7 @@ class PlainDriver(Driver):
             return None
         if self._pipeline is None or self._pipeline.schedule is not schedule:
             self._leave_pipeline()
-            self._pipeline = Pipeline(schedule)
+            self._pipeline = Pipeline(schedule, self.boundaries)
             self._engine.watch(self._pipeline.boundaries.watch)
             if self.adapter.pipeline_group is not self._pipeline.group:  # this rank stands elsewhere
                 self.adapter.pipeline_group = self._pipeline.group
@@ -236,7 +239,7 @@ class PlainDriver(Driver):
 
     def _follow_reduction(self) -> None:
         adapter, locator = self.adapter, self.locator
-        scans = LocalScans(self, lambda uncovered: locator.add_not_covered([uncovered]))
+        scans = self._scans = LocalScans(self, lambda uncovered: locator.add_not_covered([uncovered]))
         for each in adapter.not_covered:
             scans.say_uncovered(each)
         if adapter.gradient_phase == "grad_local":  # there is nobody to reduce with
@@ -265,10 +268,12 @@ class PlainDriver(Driver):
     def begin_pass(self, step_pass: Pass, iteration: int | None = None) -> None:
         self.adapter.check_parameters()
         self._begin_gradients()
-        self._engine.begin_pass(step_pass, iteration)
+        super().begin_pass(step_pass, iteration)
 
     def look(self) -> "_C.Decision":
         self.adapter.check_parameters()
+        if self.boundaries is not None and not self.is_in_pass:
+            self._scans.say_uncovered("what ranks send to each other: step() gets no closure")
         return super().look()
 
     def forget_gradients(self) -> None:
@@ -311,11 +316,6 @@ def plain_driver(
     loss_scale: Callable[["torch.amp.GradScaler"], LossScale | None],
 ) -> Driver:
     """``loss_scale`` is asked of a scaler that is enabled."""
-    if options.level == "boundaries":
-        raise _C.UsageError(
-            "level 'boundaries' watches what Megatron-Core's ranks send to each other; here use 'grads', "
-            "'modules' or 'operators'"
-        )
     if grad_scaler is not None and grad_scaler.is_enabled():
         adapter.loss_scale = functools.partial(loss_scale, grad_scaler)
     driver = PlainDriver(adapter, options, RankConnection() if is_distributed() else None)

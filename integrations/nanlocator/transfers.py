@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 
 from nanlocator import _C
-from nanlocator.collectives import COLLECTIVES, Collective, FollowedWork
+from nanlocator.collectives import COLLECTIVES, Collective, FollowedWork, name_of
 from nanlocator.patches import replace
 
 _LONGEST_WAIT = 3.0  # seconds, of one transfer: a peer may begin its own only after something of ours
@@ -74,18 +74,11 @@ class ShownTransfers:
         return method
 
     def _name(self, group: ProcessGroup) -> None:
-        """After the dimension of its device mesh, where it is one's (device_mesh.py: "mesh_dp_shard")."""
         if id(group) in self._named:
             return
         self._named[id(group)] = group
-        try:
-            name, members = group.group_name, dist.get_process_group_ranks(group)
-        except (RuntimeError, KeyError, ValueError):  # torch.distributed has not made it
-            return
-        description = group.group_desc.removeprefix("mesh_")
-        shown = {"default_pg": "world", "undefined": ""}.get(description, description)
-        if shown:
-            _C.name_process_group(name, shown, members)
+        if name := name_of(group):
+            _C.name_process_group(group.group_name, name, dist.get_process_group_ranks(group))
 
     def _message(self, op: str, is_sent: bool, inner: Callable[..., Any]) -> Callable[..., Any]:
         def method(group: ProcessGroup, tensors: Any, *args: Any, **kwargs: Any) -> Any:

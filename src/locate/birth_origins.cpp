@@ -548,15 +548,7 @@ void merge_repeated(std::vector<BornOrigin>& born) {
       const auto [entry, is_new] = first_by_key.try_emplace(key, kept.size());
       if (!is_new) {
         BornOrigin& first = kept[entry->second];
-        const auto known = std::ranges::find(first.origin.facts, *kind, &Fact::kind);
-        Fact& elsewhere = known != first.origin.facts.end()
-                              ? *known
-                              : first.origin.facts.emplace_back(Fact{.kind = *kind, .count = 0});
-        ++*elsewhere.count;
-        if (elsewhere.names.size() < kMostNames) {
-          elsewhere.names.push_back(each.origin.module + " in " +
-                                    std::string(name_of(each.origin.phase)));
-        }
+        add_elsewhere(first.origin, *kind, each.origin);
         first.reached.merge(each.reached);
         first.microbatches.merge(each.microbatches);
         continue;

@@ -45,6 +45,8 @@ class Finder {
       }
       found_.origins.push_back(std::move(draft.found));
     }
+    fold_repeated();
+    follow_bad_reductions();
     return std::move(found_);
   }
 
@@ -352,47 +354,57 @@ class Finder {
                         : std::nullopt;
     std::set<int> clean(meeting.givers.begin(), meeting.givers.end());
     for (const int rank : receivers) clean.erase(rank);
-    const bool is_own_copy = !meeting.receiver && !clean.empty();
+    // Of gradients that are reduced and scattered each member gets a sum of its own, which all of
+    // them have worked on.
+    const bool is_own_sum = sighting.phase == Phase::grad_reduced && meeting.kind &&
+                            adds_up(*meeting.kind) && !gives_all_the_same(*meeting.kind) &&
+                            !clean.empty();
+    const bool is_own_copy = !meeting.receiver && !clean.empty() && !is_own_sum;
+    const std::vector<int> received(receivers.begin(), receivers.end());
+    const std::vector<int>& candidates = is_own_sum ? meeting.givers : received;
     Origin origin = make_origin(incident_, sighting.phase,
                                 meeting.receiver           ? Cause::pipeline_transfer
                                 : overflow && !is_own_copy ? Cause::collective_sum
                                                            : Cause::collective_result,
-                                receivers.size() == 1 ? Confidence::high : Confidence::medium,
-                                {receivers.begin(), receivers.end()});
+                                candidates.size() == 1 ? Confidence::high : Confidence::medium,
+                                candidates);
     set_place(origin, sighting);
     if (sighting.phase > Phase::backward) {
       origin.parameter = reduced_parameter(sighting, *receivers.begin());
     }
     Facts& facts = origin.facts;
-    const std::vector<int> received(receivers.begin(), receivers.end());
     if (meeting.receiver) {
       facts.push_back(fact_of(FactKind::message_changed, sighting, received));
       facts.back().peers = meeting.givers;
     } else {
       facts.push_back(fact_of(FactKind::collective_changed, sighting, received));
       name_collective(facts.back(), sighting, meeting);
-      facts.push_back(is_own_copy ? Fact{.kind = FactKind::own_copy_bad,
-                                         .ranks = received,
-                                         .peers = {clean.begin(), clean.end()}}
-                                  : Fact{.kind = FactKind::every_member_bad});
+      facts.push_back(
+          is_own_sum    ? Fact{.kind = FactKind::only_owner_keeps_sum, .ranks = received}
+          : is_own_copy ? Fact{.kind = FactKind::own_copy_bad,
+                               .ranks = received,
+                               .peers = {clean.begin(), clean.end()}}
+                        : Fact{.kind = FactKind::every_member_bad});
     }
     if (overflow) facts.push_back(*std::move(overflow));
     add(std::move(origin), FoundIn::received, sighting, replica);
   }
 
   /// Whose gradient a reduction returned, where one of that shape alone is bad after it (tied
-  /// embeddings are reduced one by one; of a bucket it is not known).
+  /// embeddings are reduced one by one), or one of that module's.
   std::string reduced_parameter(const Sighting& sighting, int receiver) const {
     if (!sighting.parameter.empty()) return sighting.parameter;
     const RankEvidence* const rank = incident_.find(receiver);
-    std::set<std::string> names;
+    std::set<std::string> of_shape, of_module;
     for (const Phase phase : {Phase::grad_reduced, Phase::grad_norm}) {
       for (const BadParameter& bad : rank->bad(phase)) {
-        const bool was_bad = rank->status(Phase::grad_local, bad.name) == Status::bad;
-        if (!was_bad && bad.sighting->shape == sighting.shape) names.insert(bad.name);
+        if (rank->status(Phase::grad_local, bad.name) == Status::bad) continue;
+        if (bad.sighting->shape == sighting.shape) of_shape.insert(bad.name);
+        if (bad.name.starts_with(sighting.module)) of_module.insert(bad.name);
       }
     }
-    return names.size() == 1 ? *names.begin() : "";
+    if (of_shape.size() == 1) return *of_shape.begin();
+    return of_module.size() == 1 ? *of_module.begin() : "";
   }
 
   void add_from_unknown(const Meeting& meeting, const Sighting& sighting,
@@ -514,6 +526,53 @@ class Finder {
       if (count < 2) continue;
       draft.found.origin.facts.push_back(
           {.kind = FactKind::same_in_microbatches, .count = static_cast<std::int64_t>(count)});
+    }
+  }
+
+  // ---- collectives ----
+
+  /// What some ranks alone get out of the same collective, again and again: the first one leads.
+  void fold_repeated() {
+    std::map<std::tuple<std::vector<int>, Cause, std::string, std::string>, std::size_t> known;
+    std::vector<FoundOrigin> kept;
+    for (FoundOrigin& each : found_.origins) {
+      const Fact& fact = each.origin.facts.front();
+      if (each.found_in == FoundIn::received && fact.kind == FactKind::collective_changed) {
+        const auto [entry, is_new] = known.try_emplace(
+            {each.origin.candidates, each.origin.cause, fact.op, fact.group}, kept.size());
+        if (!is_new) {
+          add_elsewhere(kept[entry->second].origin, FactKind::same_collective_elsewhere,
+                        each.origin);
+          kept[entry->second].microbatches.merge(each.microbatches);
+          continue;
+        }
+      }
+      kept.push_back(std::move(each));
+    }
+    found_.origins = std::move(kept);
+  }
+
+  /// What a rank got out of a reduction that went wrong it puts into the next one.
+  void follow_bad_reductions() {
+    for (const FoundOrigin& each : found_.origins) {
+      if (each.found_in != FoundIn::received || each.origin.phase != Phase::grad_reduced) continue;
+      const std::vector<int>& receivers = each.origin.facts.front().ranks;
+      found_.badly_reduced.insert(receivers.begin(), receivers.end());
+    }
+    const auto is_spoiled = [&](std::size_t event) {
+      return found_.badly_reduced.contains(crossings_.events()[event].rank->rank());
+    };
+    std::size_t known = 0;
+    while (known != found_.badly_reduced.size()) {
+      known = found_.badly_reduced.size();
+      for (const Meeting& meeting : crossings_.meetings()) {
+        if (meeting.sent.empty() || !std::ranges::all_of(meeting.sent, is_spoiled)) continue;
+        for (const std::size_t event : meeting.received) {
+          const BoundaryEvent& received = crossings_.events()[event];
+          if (received.sighting->phase != Phase::grad_reduced) continue;
+          found_.badly_reduced.insert(received.rank->rank());
+        }
+      }
     }
   }
 

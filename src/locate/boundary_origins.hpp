@@ -13,7 +13,8 @@ struct BoundaryOrigins {
   std::vector<FoundOrigin> origins;  // in the order of phase, microbatch and rank
   /// Replicas (Incident::replica_of) whose bad gradients these origins explain.
   std::set<int> replicas;
-  Facts facts;  // of the verdict as a whole
+  std::set<int> badly_reduced;  // ranks whose gradients a reduction among the origins has spoiled
+  Facts facts;                  // of the verdict as a whole
 };
 
 /// Empty where no rank looked at what crosses.

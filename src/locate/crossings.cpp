@@ -110,6 +110,7 @@ void Crossings::take(const RankEvidence& rank) {
     if (coverage.role.kind() != RoleKind::sent || !rank.ledger().is_complete) continue;
     auto& looked = sent_[{rank.rank(), group_of(coverage.group, coverage.members),
                           coverage.peer.value_or(-1)}];
+    looked.first = coverage.first;
     looked.count = std::max(looked.count, coverage.count);
     looked.unseen = &coverage.not_looked_at;
   }
@@ -239,7 +240,8 @@ Given Crossings::given_by(int rank, const Meeting& meeting) const {
       group_of_meeting_[static_cast<std::size_t>(&meeting - meetings_.data())];
   const auto looked = sent_.find({rank, group, meeting.receiver.value_or(-1)});
   const auto sequence = meeting.crossing->sequence;
-  const bool has_looked = looked != sent_.end() && looked->second.count > sequence &&
+  const bool has_looked = looked != sent_.end() && looked->second.first <= sequence &&
+                          looked->second.count > sequence &&
                           !has_number(*looked->second.unseen, sequence);
   return has_looked ? Given::finite : Given::unknown;
 }

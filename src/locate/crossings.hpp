@@ -105,6 +105,7 @@ class Crossings {
   std::vector<std::size_t> group_of_meeting_;
   std::unordered_set<std::size_t> gathering_groups_;
   struct Looked {
+    std::int64_t first = 0;
     std::int64_t count = 0;
     const RankList* unseen = nullptr;  // sequences
   };

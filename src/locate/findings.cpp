@@ -184,12 +184,8 @@ void Findings::add_found(FoundOrigin found) {
 }
 
 void Findings::add_boundary_origins(BoundaryOrigins boundary) {
-  for (FoundOrigin& found : boundary.origins) {
-    if (found.found_in == FoundIn::received && found.origin.phase == Phase::grad_reduced) {
-      badly_reduced_.insert(found.origin.candidates.begin(), found.origin.candidates.end());
-    }
-    add_found(std::move(found));
-  }
+  for (FoundOrigin& found : boundary.origins) add_found(std::move(found));
+  badly_reduced_ = std::move(boundary.badly_reduced);
   replicas_with_boundary_origin_ = std::move(boundary.replicas);
   for (Fact& fact : boundary.facts) add_fact(std::move(fact));
 }

@@ -1,6 +1,8 @@
 #include "locate/origin_facts.hpp"
 
+#include <algorithm>
 #include <limits>
+#include <string>
 #include <string_view>
 
 namespace nanlocator {
@@ -77,6 +79,17 @@ Direction direction_of(Phase phase) noexcept {
     default:
       return Direction::none;
   }
+}
+
+void add_elsewhere(Origin& first, FactKind kind, const Origin& other) {
+  constexpr std::size_t kMostNames = 4;
+  const auto known = std::ranges::find(first.facts, kind, &Fact::kind);
+  Fact& elsewhere = known != first.facts.end()
+                        ? *known
+                        : first.facts.emplace_back(Fact{.kind = kind, .count = 0});
+  ++*elsewhere.count;
+  if (elsewhere.names.size() >= kMostNames) return;
+  elsewhere.names.push_back(other.module + " in " + std::string(name_of(other.phase)));
 }
 
 }  // namespace nanlocator

@@ -21,4 +21,7 @@ namespace nanlocator {
 /// The sum of `members` finite addends may have overflowed.
 [[nodiscard]] std::optional<Fact> sum_near_overflow(const Sighting& sighting, std::size_t members);
 
+/// Of a fault in several places: `first` says of `other` in a fact of this kind how many there are.
+void add_elsewhere(Origin& first, FactKind kind, const Origin& other);
+
 }  // namespace nanlocator

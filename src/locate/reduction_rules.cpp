@@ -24,6 +24,7 @@ class ReductionRules {
     std::map<std::set<int>, OwnCopies> own_copies;  // by the ranks that hold them
     for (const auto& [key, bad] : findings_.in_backward_order(findings_.bad(Phase::grad_reduced))) {
       if (findings_.is_bad_in(Phase::grad_local, *key)) continue;  // received from a replica
+      if (is_of_bad_reduction(*bad)) continue;
       if (is_clean_on_all_holders(*key, *bad, Phase::grad_local)) {
         add_collective_origin(*bad);
       } else if (has_clean_copy(*bad)) {
@@ -47,10 +48,7 @@ class ReductionRules {
       const bool was_clean = std::ranges::all_of(*bad, [&](const BadOnRank& each) {
         return was_clean_before_norm(*each.rank, each.bad->name);
       });
-      const bool is_of_bad_reduction = std::ranges::all_of(*bad, [&](const BadOnRank& each) {
-        return findings_.has_bad_reduction(each.rank->rank());
-      });
-      if (is_of_bad_reduction) continue;
+      if (is_of_bad_reduction(*bad)) continue;
       if (was_clean) {
         add_norm_origin(*key, *bad);
       } else {
@@ -66,6 +64,13 @@ class ReductionRules {
     const std::vector<BadOnRank>* first = nullptr;  // in backward order
     std::int64_t parameters = 0;
   };
+
+  /// What these ranks got out of a reduction is an origin already.
+  bool is_of_bad_reduction(const std::vector<BadOnRank>& bad) const {
+    return std::ranges::all_of(bad, [&](const BadOnRank& each) {
+      return findings_.has_bad_reduction(each.rank->rank());
+    });
+  }
 
   /// Not every rank said what these were before. Where a rank had bad weights they are taken for
   /// what those made.

@@ -49,7 +49,7 @@ constexpr auto json_fields(const CrossingCoverage*) {
   using C = CrossingCoverage;
   return std::tuple(JsonField("group", &C::group), JsonField("members", &C::members),
                     JsonField("peer", &C::peer), JsonField("role", &C::role),
-                    JsonField("count", &C::count),
+                    JsonAdded(JsonField("first", &C::first)), JsonField("count", &C::count),
                     JsonAdded(JsonField("not_looked_at", &C::not_looked_at)),
                     JsonAdded(JsonField("is_unseen_by_member", &C::is_unseen_by_member)),
                     JsonAdded(JsonField("has_unwatched", &C::has_unwatched)));

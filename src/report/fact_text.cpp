@@ -4,6 +4,7 @@
 #include <cmath>
 #include <functional>
 
+#include "nanlocator/record/collective_kind.hpp"
 #include "report/words.hpp"
 
 namespace nanlocator {
@@ -115,7 +116,9 @@ std::string transfer_text(const Fact& fact) {
 }
 
 /// What is sent from rank to rank in the phase.
+/// What is gathered may be weights.
 std::string contents_of(const Fact& fact) {
+  if (collective_kind_of(fact.op) == CollectiveKind::all_gather) return "values";
   switch (fact.phase.value_or(Phase::params_after)) {
     case Phase::forward:
       return "activations";

@@ -445,7 +445,8 @@ void StepDriver::begin_pass(StepPass pass, std::optional<std::int64_t> iteration
   if (impl.step.pass || impl.step.has_ended_pass || impl.step.is_agreed) impl.step = {};
   impl.open(iteration);
   impl.locator.now_in(Activity::forward_backward);
-  impl.forget_observations();
+  if (impl.modules) impl.modules->begin_step();
+  if (impl.boundaries) impl.boundaries->begin_pass();
   impl.rerun.save();
   impl.step.pass = std::move(pass);
   impl.has_had_pass = true;

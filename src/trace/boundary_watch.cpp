@@ -50,10 +50,17 @@ struct Lane {
 
 struct Count {
   std::int64_t begun = 0;
+  std::int64_t first = 0;     // of the pass
   std::int64_t finished = 0;  // all below
   std::set<std::int64_t> finished_early;
   std::vector<int> not_looked_at;  // sequences of those
   bool is_unseen_by_member = false;
+
+  void begin_pass() {
+    first = finished = begun;
+    finished_early.clear();
+    not_looked_at.clear();
+  }
 
   void finish(std::int64_t sequence) {
     finished_early.insert(sequence);
@@ -91,8 +98,15 @@ struct Mark {
   MicrobatchPlace microbatch;
 };
 
+/// A framework's own collective: of which module's weights or gradients.
+struct Transfer {
+  ModulePath owner;
+  bool reduces_gradients;
+};
+
 /// What one thread has run.
 struct Timeline {
+  std::optional<Transfer> transfer;
   std::vector<ModulePath> running;  // outermost first
   std::vector<Mark> marks;          // numbers ascending
 
@@ -223,6 +237,13 @@ struct BoundaryWatch::Impl {
   /// Of what this thread is about to exchange in a step of the schedule, or collectively.
   [[nodiscard]] CrossingPlace place_here() const {
     const auto microbatch = current_microbatch();
+    const auto timeline = timelines.find(at::RecordFunction::currentThreadId());
+    if (timeline != timelines.end() && timeline->second.transfer) {
+      const auto& [owner, reduces_gradients] = *timeline->second.transfer;
+      if (reduces_gradients) return {Phase::grad_reduced, microbatch, owner};
+      const bool is_in_backward = torch::autograd::get_current_node() != nullptr;
+      return {is_in_backward ? Phase::backward : Phase::forward, microbatch, owner};
+    }
     if (const auto module = current_module()) return {Phase::forward, microbatch, module};
     if (const auto node = torch::autograd::get_current_node()) {
       return place_in_backward(*node, microbatch);
@@ -315,6 +336,17 @@ struct BoundaryWatch::Impl {
     return lane.peer;
   }
 
+  void forget() {
+    first_crossing += static_cast<CrossingId>(crossings.size());
+    crossings.clear();
+    events.clear();
+    looks.clear();
+    for (auto& [thread, timeline] : timelines) timeline.marks.clear();
+    step = Step::before_first;
+    computed.clear();
+    arrived.clear();
+  }
+
   [[nodiscard]] CrossingCoverage coverage_of(const Lane& lane, const Count& count) const {
     const Group& group = groups[lane.group];
     std::vector<int> not_looked_at;  // of what is covered
@@ -324,6 +356,7 @@ struct BoundaryWatch::Impl {
             group.members,
             peer_of(lane),
             role_of(lane.direction == Direction::received),
+            count.first,
             count.finished,
             std::move(not_looked_at),
             count.is_unseen_by_member,
@@ -347,15 +380,14 @@ void BoundaryWatch::has_unwatched(CrossingGroup group) {
 
 void BoundaryWatch::begin_step() {
   const std::lock_guard lock(impl_->mutex);
-  impl_->first_crossing += static_cast<CrossingId>(impl_->crossings.size());
-  impl_->crossings.clear();
-  impl_->events.clear();
+  impl_->forget();
   impl_->counts.clear();
-  impl_->looks.clear();
-  for (auto& [thread, timeline] : impl_->timelines) timeline.marks.clear();
-  impl_->step = Step::before_first;
-  impl_->computed.clear();
-  impl_->arrived.clear();
+}
+
+void BoundaryWatch::begin_pass() {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->forget();
+  for (auto& [lane, count] : impl_->counts) count.begin_pass();
 }
 
 CrossingId BoundaryWatch::begin_collective(CrossingGroup group, std::string_view op,
@@ -372,6 +404,17 @@ void BoundaryWatch::send(CrossingGroup group, int peer, std::span<const at::Tens
       impl_->begin({group, Direction::sent, peer}, "c10d::send", impl_->place_of_send(sent));
   impl_->see(crossing, /*is_received=*/false, sent);
   impl_->finish(crossing);
+}
+
+void BoundaryWatch::skip_collective(CrossingGroup group) {
+  const std::lock_guard lock(impl_->mutex);
+  ++impl_->counts[{group}].begun;
+}
+
+void BoundaryWatch::skip_message(CrossingGroup group, int peer, bool is_received) {
+  const std::lock_guard lock(impl_->mutex);
+  const auto direction = is_received ? Direction::received : Direction::sent;
+  ++impl_->counts[{group, direction, peer}].begun;
 }
 
 CrossingId BoundaryWatch::begin_receive(CrossingGroup group, int peer) {
@@ -407,6 +450,16 @@ void BoundaryWatch::leave(std::size_t call) {
   if (call >= timeline.running.size()) return;
   timeline.running.resize(call);
   timeline.mark();
+}
+
+void BoundaryWatch::enter_transfer(ModulePath owner, bool reduces_gradients) {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->timelines[at::RecordFunction::currentThreadId()].transfer = {owner, reduces_gradients};
+}
+
+void BoundaryWatch::leave_transfer() {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->timelines[at::RecordFunction::currentThreadId()].transfer.reset();
 }
 
 void BoundaryWatch::begin_forward(MicrobatchPlace place, std::span<const at::Tensor> inputs) {

@@ -559,8 +559,8 @@ TEST(Crossings, HostileLedgersNeitherCrashNorTakeLong) {
                        (std::int64_t{1} << 31)};
       ledger.sightings.push_back(std::move(sighting));
       ledger.crossings.push_back(
-          {"pp", members(), any(), "sent", std::numeric_limits<std::int64_t>::max()});
-      ledger.crossings.push_back({"tp", members(), std::nullopt, "sent",
+          {"pp", members(), any(), "sent", 0, std::numeric_limits<std::int64_t>::max()});
+      ledger.crossings.push_back({"tp", members(), std::nullopt, "sent", 0,
                                   std::numeric_limits<std::int64_t>::max(), members(), true,
                                   random() % 2 == 0});
     }

@@ -40,7 +40,8 @@ struct CrossingCoverage {
   RankList members;         // global ranks
   std::optional<int> peer;  // of sends and receives
   TensorRole role;          // sent or received; a collective counts once, as sent
-  std::int64_t count = 0;   // sequences 0 to count - 1 were looked at, but for
+  std::int64_t first = 0;   // the first in the pass; those before it nobody looked at
+  std::int64_t count = 0;   // sequences first to count - 1 were looked at, but for
   /// these, written as ranks are: bytes of a quantised tensor, a subclass that hides its memory, a
   /// stream that was being captured. They are neither finite nor bad.
   RankList not_looked_at;

@@ -48,8 +48,11 @@ class BoundaryWatch {
   /// the coverage says so, in each step.
   void has_unwatched(CrossingGroup group);
 
-  /// Forgets the step before; counting starts at 0.
+  /// Forgets the step before; counting starts at 0. All members call it at the same place among
+  /// their crossings.
   void begin_step();
+  /// Forgets what crossed in this step so far, but for its number: nobody has looked at it.
+  void begin_pass();
 
   // ---- Crossings ----
 
@@ -60,6 +63,10 @@ class BoundaryWatch {
   /// This rank sends; all that is to be seen of it is seen here. `peer`: global rank.
   void send(CrossingGroup group, int peer, std::span<const at::Tensor> sent);
   [[nodiscard]] CrossingId begin_receive(CrossingGroup group, int peer);
+  /// A collective, or a message, that crosses between two passes, or behind the last: it is counted,
+  /// and the coverage ends before it.
+  void skip_collective(CrossingGroup group);
+  void skip_message(CrossingGroup group, int peer, bool is_received);
   /// What came out of a collective or receive; on CUDA the current stream must be ordered after
   /// it. A crossing of a step before is ignored. Until then the coverage ends before it.
   void finish(CrossingId crossing, std::span<const at::Tensor> received);
@@ -70,6 +77,11 @@ class BoundaryWatch {
   /// and not left are left, too (an exception may have passed through them).
   [[nodiscard]] std::size_t enter(ModulePath path);
   void leave(std::size_t call);
+
+  /// From here to `leave_transfer` what this thread exchanges collectively is a framework's own:
+  /// weights of `owner` that are gathered, or gradients that are reduced. Not to be nested.
+  void enter_transfer(ModulePath owner, bool reduces_gradients);
+  void leave_transfer();
 
   // ---- Where: the schedule. Transfers between pipeline stages happen between its steps; a message
   // within one is a layer's (context parallelism's ring). ----

@@ -25,6 +25,7 @@ from typing_extensions import Unpack  # torch brings it; typing has it from Pyth
 
 from nanlocator import _C
 from nanlocator.backward_order import BackwardOrder
+from nanlocator.boundaries import Boundaries
 from nanlocator.deepspeed.adapter import DeepSpeedAdapter, EnginePass, EngineRecorder
 from nanlocator.deepspeed.configuration import check, not_covered
 from nanlocator.deepspeed.zero import layout_of
@@ -69,11 +70,6 @@ def install(engine: Any, **options: Unpack[Options]) -> "DeepSpeedLocator":
             "other options"
         )
     resolved = resolve_options(options, integration="deepspeed", not_covered=not_covered(engine))
-    if resolved.level == "boundaries":
-        raise _C.UsageError(
-            "level 'boundaries' watches what Megatron-Core's ranks send to each other; here use 'grads', "
-            "'modules' or 'operators'"
-        )
     return DeepSpeedLocator(engine, resolved)
 
 
@@ -96,6 +92,8 @@ class DeepSpeedLocator:
         except BaseException:
             self._recorder.remove()
             raise
+        if options.level == "boundaries" and self._driver.connection is not None:
+            self._driver.follow_boundaries(Boundaries(None))
         self._order = BackwardOrder(self._layout.ids, self._driver.locator)
         self._pass: EnginePass | None = None
         self._bucket = 0  # of the backward that runs
@@ -214,7 +212,10 @@ class DeepSpeedLocator:
             self._bucket += 1
         if self._driver.is_rerunning:
             self._adapter.keep_bad(parts)
-        return original(*args, **kwargs)
+        if self._driver.boundaries is None:
+            return original(*args, **kwargs)
+        with self._driver.boundaries.transferring("", reduces_gradients=True):
+            return original(*args, **kwargs)
 
     def _scan(self, phase: str, group: int, parts: Any) -> None:
         self._driver.scan(phase, group, "grad", [i for i, _ in parts], [tensor for _, tensor in parts])

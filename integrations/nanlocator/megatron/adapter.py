@@ -9,7 +9,6 @@ import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from nanlocator import _C
-from nanlocator.boundaries import Boundaries
 from nanlocator.driver import Adapter, LossScale, Named, OptimizerTensors, Pass, Views, state_tensors
 from nanlocator.megatron import state
 from nanlocator.megatron.data_parallel import data_parallel_chunk
@@ -57,7 +56,6 @@ class MegatronAdapter(Adapter):
         self.buffers = self._named(torch.nn.Module.named_buffers)
         if self._dynamic_scalers():
             self.loss_scale = self.loss_scale_now
-        self.boundaries: Boundaries | None = None  # of level boundaries, once they are watched
 
     def parameter_map(self) -> "_C.ParameterMap":
         device = self.named[0].parameter.device if self.named else torch.device("cpu")
@@ -110,11 +108,6 @@ class MegatronAdapter(Adapter):
 
     def module_hooks(self, watch: Any) -> list[ModuleHooks]:
         return [ModuleHooks(chunk, watch, name_of=module_names(chunk)) for chunk in self._chunks]
-
-    def keep_module_calls(self, modules: list[str], run: Any) -> None:
-        """Crossings are watched, too: members compare what the same collective gave them."""
-        with self.boundaries.watching() if self.boundaries else contextlib.nullcontext():
-            super().keep_module_calls(modules, run)
 
     def loss_scale_now(self) -> LossScale | None:
         """What this step's gradients are multiplied by; None where that is not dynamic. At its smallest an

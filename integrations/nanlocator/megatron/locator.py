@@ -104,9 +104,7 @@ class MegatronLocator:
         if options.level in ("boundaries", "modules"):
             self._boundaries = boundaries_of(chunks)
             self._microbatches.listeners.append(self._boundaries)
-            self._adapter.boundaries = self._boundaries
-            self._driver.watch(self._boundaries.watch)
-            self._patches.on_removal(self._boundaries.remove)
+            self._driver.follow_boundaries(self._boundaries)
             self._first_step.exchanges = self._boundaries.exchanges = set()
         if options.level == "operators":
             for hooks in self._adapter.module_hooks(None):
@@ -176,11 +174,10 @@ class MegatronLocator:
         if not is_ours or self._driver.is_closed or self._machine.is_in_its_own_rerun():
             return original(*args, **kwargs)
         step = MegatronPass(self._adapter, self._microbatches, original, kwargs)
-        watching = self._boundaries.watching() if self._boundaries else contextlib.nullcontext()
         try:
             with self._driver.abandoning():
                 self._driver.begin_pass(step, current_iteration())
-                with self._driver.concluding("forward-backward failed on this rank"), watching:
+                with self._driver.concluding("forward-backward failed on this rank"):
                     # What Megatron's own checks want to raise on this rank: the others do not come to know.
                     with self._machine.errors_held_back() as errors:
                         step.run(step.data.recording)

@@ -86,7 +86,7 @@ std::vector<Sighting> Observer::sightings_on(int rank) const {
 std::vector<CrossingCoverage> Observer::crossings_on(int rank) const {
   std::vector<CrossingCoverage> crossings;
   const auto add = [&](const Kind& kind, std::int64_t count) {
-    crossings.push_back({kind.group, kind.members, kind.peer, kind.role, count});
+    crossings.push_back({kind.group, kind.members, kind.peer, kind.role, 0, count});
   };
   Counts late = found_or_empty(late_counts_, rank);
   for (const auto& [kind, count] : counts_of_pass(rank)) {
