@@ -196,7 +196,7 @@ class Boundaries:
         name = name_of(group)
         taken = {each.name for each in self._groups.values() if each is not None and each.members == members}
         if not name or name in taken:
-            name = f"{name} group {group.group_name}".lstrip()
+            name = f"{name} {group.group_name}".lstrip()
         return self.add_group(name, group)
 
     def _install(self) -> None:

@@ -548,7 +548,7 @@ void merge_repeated(std::vector<BornOrigin>& born) {
       const auto [entry, is_new] = first_by_key.try_emplace(key, kept.size());
       if (!is_new) {
         BornOrigin& first = kept[entry->second];
-        add_elsewhere(first.origin, *kind, each.origin);
+        add_elsewhere(first.origin, *kind, place_of(each.origin));
         first.reached.merge(each.reached);
         first.microbatches.merge(each.microbatches);
         continue;

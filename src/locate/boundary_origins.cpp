@@ -542,7 +542,7 @@ class Finder {
             {each.origin.candidates, each.origin.cause, fact.op, fact.group}, kept.size());
         if (!is_new) {
           add_elsewhere(kept[entry->second].origin, FactKind::same_collective_elsewhere,
-                        each.origin);
+                        place_of(each.origin));
           kept[entry->second].microbatches.merge(each.microbatches);
           continue;
         }

@@ -72,7 +72,10 @@ class SeenMicrobatches {
 }  // namespace
 
 Crossings::Crossings(const Incident& incident) : world_size_(incident.world_size()) {
-  for (const RankEvidence& rank : incident.ranks()) remember_bad_weights(rank);
+  for (const RankEvidence& rank : incident.ranks()) {
+    remember_bad_weights(rank);
+    remember_bad_gathers(rank);
+  }
   for (const RankEvidence& rank : incident.ranks()) {
     if (!has_boundaries(rank.ledger())) continue;
     const std::size_t first = events_.size();
@@ -98,6 +101,15 @@ void Crossings::remember_bad_weights(const RankEvidence& rank) {
   }
 }
 
+/// Of weights: what is bad in a shard, or pads it, arrives bad and says nothing of the gather.
+void Crossings::remember_bad_gathers(const RankEvidence& rank) {
+  for (const Sighting& sighting : rank.ledger().sightings) {
+    const auto& crossing = sighting.crossing;
+    if (!crossing || !crossing->carries_weights || role_of(sighting) != RoleKind::sent) continue;
+    bad_gathers_.emplace(group_of(crossing->group, crossing->members), crossing->sequence);
+  }
+}
+
 std::size_t Crossings::group_of(const std::string& name, const RankList& members) {
   return groups_.try_emplace({name, members}, groups_.size()).first->second;
 }
@@ -116,7 +128,7 @@ void Crossings::take(const RankEvidence& rank) {
   }
   for (const Sighting& sighting : rank.ledger().sightings) {
     const auto role = role_of(sighting);
-    if (!role) continue;
+    if (!role || is_of_bad_gather(sighting)) continue;
     if (sighting.phase <= Phase::backward) bad_ranks_.insert(rank.rank());
     if (*role == RoleKind::loss) {
       events_.push_back({.rank = &rank, .sighting = &sighting, .role = *role});
@@ -124,6 +136,12 @@ void Crossings::take(const RankEvidence& rank) {
       take_crossing(rank, sighting, *role);
     }
   }
+}
+
+bool Crossings::is_of_bad_gather(const Sighting& sighting) {
+  const auto& crossing = sighting.crossing;
+  return crossing && crossing->carries_weights &&
+         bad_gathers_.contains({group_of(crossing->group, crossing->members), crossing->sequence});
 }
 
 void Crossings::take_crossing(const RankEvidence& rank, const Sighting& sighting, RoleKind role) {

@@ -92,7 +92,9 @@ class Crossings {
 
   std::size_t group_of(const std::string& name, const RankList& members);
   void remember_bad_weights(const RankEvidence& rank);
+  void remember_bad_gathers(const RankEvidence& rank);
   void take(const RankEvidence& rank);
+  bool is_of_bad_gather(const Sighting& sighting);
   void take_crossing(const RankEvidence& rank, const Sighting& sighting, RoleKind role);
   void explain_on(std::span<BoundaryEvent> events_of_rank);
   void explain_received();
@@ -114,6 +116,7 @@ class Crossings {
   std::vector<BoundaryEvent> events_;
   std::unordered_set<int> bad_ranks_;
   std::unordered_set<int> ranks_with_bad_weights_;
+  std::set<std::pair<std::size_t, std::int64_t>> bad_gathers_;  // group, sequence
 };
 
 }  // namespace nanlocator

@@ -4,6 +4,7 @@
 #include <limits>
 #include <string>
 #include <string_view>
+#include <utility>
 
 namespace nanlocator {
 namespace {
@@ -81,7 +82,11 @@ Direction direction_of(Phase phase) noexcept {
   }
 }
 
-void add_elsewhere(Origin& first, FactKind kind, const Origin& other) {
+std::string place_of(const Origin& origin) {
+  return origin.module + " in " + std::string(name_of(origin.phase));
+}
+
+void add_elsewhere(Origin& first, FactKind kind, std::string where) {
   constexpr std::size_t kMostNames = 4;
   const auto known = std::ranges::find(first.facts, kind, &Fact::kind);
   Fact& elsewhere = known != first.facts.end()
@@ -89,7 +94,7 @@ void add_elsewhere(Origin& first, FactKind kind, const Origin& other) {
                         : first.facts.emplace_back(Fact{.kind = kind, .count = 0});
   ++*elsewhere.count;
   if (elsewhere.names.size() >= kMostNames) return;
-  elsewhere.names.push_back(other.module + " in " + std::string(name_of(other.phase)));
+  elsewhere.names.push_back(std::move(where));
 }
 
 }  // namespace nanlocator

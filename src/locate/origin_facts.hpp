@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "nanlocator/locate/verdict.hpp"
@@ -21,7 +22,9 @@ namespace nanlocator {
 /// The sum of `members` finite addends may have overflowed.
 [[nodiscard]] std::optional<Fact> sum_near_overflow(const Sighting& sighting, std::size_t members);
 
-/// Of a fault in several places: `first` says of `other` in a fact of this kind how many there are.
-void add_elsewhere(Origin& first, FactKind kind, const Origin& other);
+/// "layers.3.norm in backward".
+[[nodiscard]] std::string place_of(const Origin& origin);
+/// Of a fault in several places: what `first` says of the others, in one fact of this kind.
+void add_elsewhere(Origin& first, FactKind kind, std::string where);
 
 }  // namespace nanlocator

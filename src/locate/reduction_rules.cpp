@@ -34,6 +34,9 @@ class ReductionRules {
         without_evidence.insert(*key);
       }
     }
+    for (Origin& origin : collective_origins_) {
+      findings_.add_origin(std::move(origin), FoundIn::late);
+    }
     for (const auto& [ranks, copies] : own_copies) add_own_copies_origin(ranks, copies);
     judge_unseen_before(without_evidence, Phase::grad_reduced);
   }
@@ -122,8 +125,21 @@ class ReductionRules {
     findings_.add_origin(std::move(origin));
   }
 
+  /// What goes wrong between the same ranks does so with every gradient that they reduce: the first
+  /// one leads.
   void add_collective_origin(const std::vector<BadOnRank>& bad) {
-    if (findings_.is_full(Phase::grad_reduced)) return;
+    Origin origin = collective_origin_of(bad);
+    const auto known = std::ranges::find_if(collective_origins_, [&](const Origin& each) {
+      return each.cause == origin.cause && each.candidates == origin.candidates;
+    });
+    if (known == collective_origins_.end()) {
+      collective_origins_.push_back(std::move(origin));
+    } else {
+      add_elsewhere(*known, FactKind::same_collective_elsewhere, origin.parameter);
+    }
+  }
+
+  Origin collective_origin_of(const std::vector<BadOnRank>& bad) const {
     const Sighting& sighting = *bad.front().bad->sighting;
     const std::string& name = bad.front().bad->name;
     const std::set<int> ranks = ranks_of(bad);
@@ -181,7 +197,7 @@ class ReductionRules {
       facts.push_back({.kind = FactKind::only_owner_keeps_sum, .ranks = sorted(ranks)});
     }
     if (overflow) facts.push_back(*std::move(overflow));
-    findings_.add_origin(std::move(origin), FoundIn::late);
+    return origin;
   }
 
   /// Clean after the reduction; or before it, where there is nobody to reduce with.
@@ -225,6 +241,7 @@ class ReductionRules {
   }
 
   Findings& findings_;
+  std::vector<Origin> collective_origins_;
 };
 
 }  // namespace

@@ -29,7 +29,8 @@ void read_value(const JsonMember& from, JsonRange range, TensorRole& role);
 constexpr auto json_fields(const Crossing*) {
   using C = Crossing;
   return std::tuple(JsonField("group", &C::group), JsonField("members", &C::members),
-                    JsonField("peer", &C::peer), JsonField("sequence", &C::sequence));
+                    JsonField("peer", &C::peer), JsonField("sequence", &C::sequence),
+                    JsonRare("carries_weights", &C::carries_weights));
 }
 
 constexpr auto json_fields(const Sighting*) {

@@ -72,6 +72,7 @@ struct CrossingPlace {
   Phase phase = Phase::forward;
   MicrobatchPlace microbatch;
   ModulePath module = nullptr;
+  bool carries_weights = false;
 };
 
 struct CrossingRecord {
@@ -242,7 +243,7 @@ struct BoundaryWatch::Impl {
       const auto& [owner, reduces_gradients] = *timeline->second.transfer;
       if (reduces_gradients) return {Phase::grad_reduced, microbatch, owner};
       const bool is_in_backward = torch::autograd::get_current_node() != nullptr;
-      return {is_in_backward ? Phase::backward : Phase::forward, microbatch, owner};
+      return {is_in_backward ? Phase::backward : Phase::forward, microbatch, owner, true};
     }
     if (const auto module = current_module()) return {Phase::forward, microbatch, module};
     if (const auto node = torch::autograd::get_current_node()) {
@@ -323,7 +324,8 @@ struct BoundaryWatch::Impl {
     sighting.shape = event.shape;
     sighting.stats = looks.stats(event.look);
     sighting.crossing =
-        Crossing{group.name, group.members, peer_of(crossing.lane), crossing.sequence};
+        Crossing{group.name, group.members, peer_of(crossing.lane), crossing.sequence,
+                 crossing.place.carries_weights};
     return sighting;
   }
 

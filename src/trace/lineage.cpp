@@ -177,6 +177,18 @@ void Lineage::note_received(const at::Tensor& tensor, std::uint64_t clock,
              {.range = range, .clock = clock, .writer = writer, .is_received = true});
 }
 
+void Lineage::note_arrival(const c10::StorageImpl* storage, const ByteRange& range,
+                           std::uint64_t clock, const std::string* writer) {
+  const auto found = records_.find(storage);
+  if (found == records_.end() || found->second.state != StorageState::written) return;
+  StorageRecord& record = found->second;
+  const bool has_births =
+      std::ranges::any_of(record.tags, [&](const Tag& tag) { return tag.range.overlaps(range); });
+  if (has_births) return;
+  note_write(record.writes,
+             {.range = range, .clock = clock, .writer = writer, .is_received = true});
+}
+
 void Lineage::note_touch(const at::Tensor& tensor, const std::shared_ptr<const Place>& place) {
   if (StorageRecord* record = find(tensor)) record->touched_by = place;
 }

@@ -135,6 +135,10 @@ class Lineage {
   /// it is from them.
   void note_received(const at::Tensor& tensor, std::uint64_t clock, const std::string* writer,
                      const std::shared_ptr<const Place>& place, const BirthIds& sent);
+  /// The collective `writer` has put there what operators, on its behalf, seem to have written
+  /// last (gloo's reduce-scatter copies its result while it is waited for).
+  void note_arrival(const c10::StorageImpl* storage, const ByteRange& range, std::uint64_t clock,
+                    const std::string* writer);
   /// A frame without schema has the tensor; nothing where the storage is not known.
   void note_touch(const at::Tensor& tensor, const std::shared_ptr<const Place>& place);
   /// A gradient that no operator has written; nothing where the storage is known.

@@ -162,7 +162,7 @@ void Transfer::end() {
   OperatorTrace::Impl* const trace = active.get();
   if (trace == nullptr || pass_ == 0 || trace->pass != pass_) return;
   const std::lock_guard lock(trace->mutex);
-  trace->transfers.end(number_);
+  trace->transfers.end(number_, trace->lineage, trace->clock.load(std::memory_order_relaxed));
   trace->are_transfers_in_flight = !trace->transfers.empty();
 }
 

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "nanlocator/trace/module_scope.hpp"
+
 namespace nanlocator {
 namespace {
 
@@ -26,6 +28,17 @@ void TransfersInFlight::begin(std::uint64_t number, Started transfer,
   add(read, false);
   add(written, true);
   if (!entry.memory.empty()) transfers_.insert_or_assign(number, std::move(entry));
+}
+
+void TransfersInFlight::end(std::uint64_t number, Lineage& lineage, std::uint64_t clock) {
+  const auto found = transfers_.find(number);
+  if (found == transfers_.end()) return;
+  const std::string* op = intern_module_path(found->second.transfer->op);
+  for (const Memory& memory : found->second.memory) {
+    if (!memory.is_written) continue;
+    lineage.note_arrival(memory.storage._unsafe_get_target(), memory.range, clock, op);
+  }
+  transfers_.erase(found);
 }
 
 std::shared_ptr<const TransfersInFlight::Started> TransfersInFlight::in_the_way_of(

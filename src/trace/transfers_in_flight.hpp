@@ -13,6 +13,7 @@
 
 #include "nanlocator/trace/program_code.hpp"
 #include "tensor/observed_tensor.hpp"
+#include "trace/lineage.hpp"
 
 namespace nanlocator {
 
@@ -25,7 +26,8 @@ class TransfersInFlight {
 
   void begin(std::uint64_t number, Started transfer, const std::vector<at::Tensor>& read,
              const std::vector<at::Tensor>& written);
-  void end(std::uint64_t number) { transfers_.erase(number); }
+  /// What it has written is there now.
+  void end(std::uint64_t number, Lineage& lineage, std::uint64_t clock);
   void clear() { transfers_.clear(); }
   [[nodiscard]] bool empty() const noexcept { return transfers_.empty(); }
 

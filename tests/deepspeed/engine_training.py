@@ -2,15 +2,15 @@
 
 import contextlib
 import ctypes
+import functools
 import logging
 import math
 import os
-from unittest import mock
 
 import on_cpu
 import torch
+from damaged_collectives import damaged
 from torch import nn
-from torch._C._distributed_c10d import ProcessGroup
 
 on_cpu.use()
 
@@ -216,21 +216,8 @@ class Training:
 
     def _plant_in_collectives(self, *names):
         """Each time."""
-        for name in names:
-            inner = getattr(ProcessGroup, name)
-
-            def corrupted(group, output, *args, inner=inner, **kwargs):
-                work = inner(group, output, *args, **kwargs)
-                first = output
-                while not isinstance(first, torch.Tensor):
-                    first = first[0]
-                is_data = first.is_floating_point() and first.numel() > 16
-                if is_data and self.is_now():
-                    work.wait()
-                    overwrite(first, 2)
-                return work
-
-            self.planted.enter_context(mock.patch.object(ProcessGroup, name, corrupted))
+        spoil = functools.partial(overwrite, element=2)
+        self.planted.enter_context(damaged(names, self.is_now, spoil, more_than=16))
 
     def _plant_forward(self):
         self.before_step = lambda: setattr(self.model.divide, "divisor", 0.0 if self.is_now() else 2.0)

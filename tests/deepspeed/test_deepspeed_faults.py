@@ -101,6 +101,7 @@ def test_what_a_rank_gets_out_of_collectives_that_damage_it_is_no_ranks_own():
         ("zero0", "reduction"): ("collective_result", "grad_reduced", [1]),
         ("zero1_fp32_sums", "reduction"): ("collective_result", "grad_reduced", [0, 1]),
         ("zero2_bf16", "reduction"): ("collective_result", "grad_reduced", [0, 1]),
+        ("zero3_partitioned", "reduction"): ("collective_result", "grad_reduced", [0, 1]),
         ("zero1_bf16", "gather"): ("bad_weight", "forward", [1]),
         ("zero2_bf16", "gather"): ("bad_weight", "forward", [1]),
         ("zero3_partitioned", "gather"): ("collective_result", "forward", [1]),

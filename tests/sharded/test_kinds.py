@@ -6,14 +6,13 @@ import subprocess
 import tempfile
 
 import pytest
-import torch
+from damaged_collectives import damaged
 from fsdp1_training import Fsdp1
 from fsdp2_training import Fsdp2
 from pipelined_training import Pipelined
 from ranks import run_ranks
 from sharded_runs import assert_that_a_killed_rank_is_named, located, watched
 from sharded_training import corrupt
-from torch._C._distributed_c10d import ProcessGroup
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 import nanlocator
@@ -102,19 +101,8 @@ class Corrupting:
     """Fault: the method of ProcessGroup whose results change on a culprit, every time."""
 
     def plant(self):
-        inner = getattr(ProcessGroup, self.fault)
-
-        def corrupted(group, output, *args, **kwargs):
-            work = inner(group, output, *args, **kwargs)
-            first = output
-            while not isinstance(first, torch.Tensor):
-                first = first[0]
-            if self.plants(self.fault) and first.numel() > 8:
-                work.wait()
-                corrupt(first)
-            return work
-
-        setattr(ProcessGroup, self.fault, corrupted)
+        self.planted = damaged((self.fault,), lambda: self.plants(self.fault), corrupt)
+        self.planted.__enter__()
 
 
 class CorruptingFsdp2(Corrupting, Fsdp2):

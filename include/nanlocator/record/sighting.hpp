@@ -40,6 +40,9 @@ struct Crossing {
   /// Counts from 0 in each pass over the step, the same on all ranks that take part: the
   /// collectives of this group, or the messages from the one rank to the other in it.
   std::int64_t sequence = 0;
+  /// A framework gathers parameters from their shards: these are scanned by themselves, and what
+  /// pads the shards may be anything.
+  bool carries_weights = false;
 
   friend bool operator==(const Crossing&, const Crossing&) = default;
 };

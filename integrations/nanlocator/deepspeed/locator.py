@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero import partition_parameters
 from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
 
 from nanlocator import _C
@@ -176,6 +177,8 @@ class DeepSpeedLocator:
         wrap(self._layout.reducer, self._layout.reduction, self._before_reduction)
         for owner, name in self._layout.norms:
             wrap(owner, name, self._around_norm)
+        if self._driver.boundaries is not None and self._layout.gathers_weights:
+            wrap(partition_parameters, "_dist_allgather_fn", self._around_gather)
 
     def _follow_optimizer(self) -> None:
         """By a bound method, as learning-rate schedulers expect."""
@@ -215,6 +218,10 @@ class DeepSpeedLocator:
         if self._driver.boundaries is None:
             return original(*args, **kwargs)
         with self._driver.boundaries.transferring("", reduces_gradients=True):
+            return original(*args, **kwargs)
+
+    def _around_gather(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._driver.boundaries.transferring("", reduces_gradients=False):
             return original(*args, **kwargs)
 
     def _scan(self, phase: str, group: int, parts: Any) -> None:

@@ -1,0 +1,54 @@
+"""Collectives of which a rank gets something else than its peers have put in."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import torch
+from torch._C._distributed_c10d import ProcessGroup, _create_work_from_future
+from torch.futures import Future
+
+
+@contextlib.contextmanager
+def damaged(
+    names: tuple[str, ...],
+    is_now: Callable[[], bool],
+    spoil: Callable[[torch.Tensor], None],
+    *,
+    once: bool = False,
+    more_than: int = 8,
+) -> Iterator[None]:
+    """`spoil` is called with the first tensor that comes out of these methods of ProcessGroup, where it has
+    `more_than` elements, each time while `is_now()`, or `once`. A rank's wrappers that are there already see
+    what it was before; later ones, what it is then."""
+    left = [None]
+
+    def through(inner: Callable[..., object]) -> Callable[..., object]:
+        def method(group: ProcessGroup, output: object, *args: object, **kwargs: object) -> object:
+            work = inner(group, output, *args, **kwargs)
+            first = output
+            while not isinstance(first, torch.Tensor):
+                first = first[0]
+            is_large = first.is_floating_point() and first.numel() > more_than
+            if not (left and is_large and is_now()):
+                return work
+            if once:
+                left.clear()
+            if work is not None:
+                work.wait()
+            spoil(first)
+            return _done()  # a second wait of gloo's would copy the result again
+
+        return method
+
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            inner = getattr(ProcessGroup, name)
+            stack.enter_context(mock.patch.object(ProcessGroup, name, through(inner)))
+        yield
+
+
+def _done() -> object:
+    future: Future = Future()
+    future.set_result(None)
+    return _create_work_from_future(future)
