@@ -2,7 +2,7 @@
 ranks, and the weights that it gathers: ``ddp``, ``fsdp2``, ``fsdp1``."""
 
 import contextlib
-import os.path
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -68,5 +68,9 @@ class LocalScans:
 
 def _common_module(parameters: list[str]) -> str:
     """The innermost that has all of them below it; "" for the model itself."""
-    modules = [name.rpartition(".")[0].split(".") for name in parameters]
-    return ".".join(os.path.commonprefix(modules))
+    paths = [name.split(".")[:-1] for name in parameters]
+    return ".".join(parts[0] for parts in itertools.takewhile(_are_equal, zip(*paths, strict=False)))
+
+
+def _are_equal(parts: tuple[str, ...]) -> bool:
+    return len(set(parts)) == 1

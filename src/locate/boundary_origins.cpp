@@ -362,12 +362,12 @@ class Finder {
     const bool is_own_copy = !meeting.receiver && !clean.empty() && !is_own_sum;
     const std::vector<int> received(receivers.begin(), receivers.end());
     const std::vector<int>& candidates = is_own_sum ? meeting.givers : received;
-    Origin origin = make_origin(incident_, sighting.phase,
-                                meeting.receiver           ? Cause::pipeline_transfer
-                                : overflow && !is_own_copy ? Cause::collective_sum
-                                                           : Cause::collective_result,
-                                candidates.size() == 1 ? Confidence::high : Confidence::medium,
-                                candidates);
+    Origin origin =
+        make_origin(incident_, sighting.phase,
+                    meeting.receiver           ? Cause::pipeline_transfer
+                    : overflow && !is_own_copy ? Cause::collective_sum
+                                               : Cause::collective_result,
+                    candidates.size() == 1 ? Confidence::high : Confidence::medium, candidates);
     set_place(origin, sighting);
     if (sighting.phase > Phase::backward) {
       origin.parameter = reduced_parameter(sighting, *receivers.begin());
@@ -379,12 +379,11 @@ class Finder {
     } else {
       facts.push_back(fact_of(FactKind::collective_changed, sighting, received));
       name_collective(facts.back(), sighting, meeting);
-      facts.push_back(
-          is_own_sum    ? Fact{.kind = FactKind::only_owner_keeps_sum, .ranks = received}
-          : is_own_copy ? Fact{.kind = FactKind::own_copy_bad,
-                               .ranks = received,
-                               .peers = {clean.begin(), clean.end()}}
-                        : Fact{.kind = FactKind::every_member_bad});
+      facts.push_back(is_own_sum ? Fact{.kind = FactKind::only_owner_keeps_sum, .ranks = received}
+                      : is_own_copy ? Fact{.kind = FactKind::own_copy_bad,
+                                           .ranks = received,
+                                           .peers = {clean.begin(), clean.end()}}
+                                    : Fact{.kind = FactKind::every_member_bad});
     }
     if (overflow) facts.push_back(*std::move(overflow));
     add(std::move(origin), FoundIn::received, sighting, replica);

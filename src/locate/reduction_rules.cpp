@@ -70,9 +70,8 @@ class ReductionRules {
 
   /// What these ranks got out of a reduction is an origin already.
   bool is_of_bad_reduction(const std::vector<BadOnRank>& bad) const {
-    return std::ranges::all_of(bad, [&](const BadOnRank& each) {
-      return findings_.has_bad_reduction(each.rank->rank());
-    });
+    return std::ranges::all_of(
+        bad, [&](const BadOnRank& each) { return findings_.has_bad_reduction(each.rank->rank()); });
   }
 
   /// Not every rank said what these were before. Where a rank had bad weights they are taken for

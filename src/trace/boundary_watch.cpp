@@ -323,9 +323,8 @@ struct BoundaryWatch::Impl {
     sighting.dtype = dtype_name(event.type);
     sighting.shape = event.shape;
     sighting.stats = looks.stats(event.look);
-    sighting.crossing =
-        Crossing{group.name, group.members, peer_of(crossing.lane), crossing.sequence,
-                 crossing.place.carries_weights};
+    sighting.crossing = Crossing{group.name, group.members, peer_of(crossing.lane),
+                                 crossing.sequence, crossing.place.carries_weights};
     return sighting;
   }
 

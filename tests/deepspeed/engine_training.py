@@ -50,6 +50,8 @@ VARIANTS = {
     "zero3_accumulation": {"stage": 3, "accumulation": 3},
     "zero3_offload": {"stage": 3, "dtype": "bf16", "offload_optimizer": {"device": "cpu"}},
 }
+REDUCTIONS = ("allreduce", "reduce", "_reduce_scatter_base", "reduce_scatter")
+GATHERS = ("allgather", "_allgather_base")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -208,11 +210,11 @@ class Training:
 
     def _plant_reduction(self):
         """In what rank 1 gets out of the collectives that sum."""
-        self._plant_in_collectives("allreduce", "reduce", "_reduce_scatter_base", "reduce_scatter")
+        self._plant_in_collectives(*REDUCTIONS)
 
     def _plant_gather(self):
         """In what rank 1 gets out of the collectives that gather."""
-        self._plant_in_collectives("allgather", "_allgather_base")
+        self._plant_in_collectives(*GATHERS)
 
     def _plant_in_collectives(self, *names):
         """Each time."""
@@ -269,6 +271,16 @@ def verdict_of(rank, variant, fault, **options):
     training = Training(rank, variant, **options)
     training.plant(fault)
     return _verdict(training)
+
+
+def verdict_of_damage(rank, variant, collectives):
+    """In what rank 1 gets out of one of these, once, below what level boundaries watches."""
+    training = None
+    spoil = functools.partial(overwrite, element=2)
+    is_now = lambda: training is not None and training.is_now()  # noqa: E731
+    with damaged(collectives, is_now, spoil, once=True, more_than=16):
+        training = Training(rank, variant, level="boundaries")
+        return _verdict(training)
 
 
 def two_faults(rank, variant):

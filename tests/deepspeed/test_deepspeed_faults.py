@@ -16,10 +16,10 @@ EXPECTED = {
 LINES = {"forward": "Divide.forward", "backward": "Root.forward", "loss": "Training.loss"}
 
 
-def all_faults(rank, world_size, variant, faults):
+def all_faults(rank, world_size, variant, faults, options):
     from engine_training import verdict_of
 
-    return {fault: verdict_of(rank, variant, fault) for fault in faults}
+    return {fault: verdict_of(rank, variant, fault, **options) for fault in faults}
 
 
 def summary(verdict):
@@ -32,10 +32,20 @@ def summary(verdict):
     return origin["cause"], origin["phase"], ranks, name or "", op, verdict["rerun"]["reproduced"]
 
 
-@pytest.mark.parametrize("variant", ["zero1_bf16", "zero1_fp32_sums", "zero2_bf16", "zero3_partitioned"])
-def test_each_fault_names_its_rank_and_its_cause(variant):
+@pytest.mark.parametrize(
+    ("variant", "level"),
+    [
+        ("zero1_bf16", "grads"),
+        ("zero1_fp32_sums", "grads"),
+        ("zero2_bf16", "grads"),
+        ("zero2_bf16", "boundaries"),
+        ("zero3_partitioned", "grads"),
+        ("zero3_partitioned", "boundaries"),
+    ],
+)
+def test_each_fault_names_its_rank_and_its_cause(variant, level):
     faults = list(EXPECTED)
-    results = run_ranks(2, all_faults, variant, faults)
+    results = run_ranks(2, all_faults, variant, faults, {"level": level})
     assert results[0] == results[1]
     verdicts = results[0]
     assert {fault: summary(verdicts[fault]) for fault in faults} == EXPECTED
@@ -120,3 +130,29 @@ def test_what_a_rank_gets_out_of_collectives_that_damage_it_is_no_ranks_own():
             else:
                 came = origin["facts"][0]
                 assert (came["group"], came["peers"]) == ("world", [0, 1])
+
+
+def damaged_once(rank, world_size, cases):
+    from engine_training import GATHERS, REDUCTIONS, verdict_of_damage
+
+    collectives = {"reduction": REDUCTIONS, "gather": GATHERS}
+    return {(variant, kind): verdict_of_damage(rank, variant, collectives[kind]) for variant, kind in cases}
+
+
+def test_what_comes_out_of_a_bucket_or_a_gather_wrongly_once_is_that_collectives():
+    """At level boundaries; the sum of ZeRO-2's bucket is every rank's, ZeRO-3's is one's."""
+    expected = {
+        ("zero0", "reduction"): ("c10d::allreduce_", "grad_reduced", [1]),
+        ("zero2_bf16", "reduction"): ("c10d::allreduce_", "grad_reduced", [1]),
+        ("zero3_partitioned", "reduction"): ("c10d::_reduce_scatter_base_", "grad_reduced", [0, 1]),
+        ("zero3_partitioned", "gather"): ("c10d::_allgather_base_", "forward", [1]),
+    }
+    for verdicts in run_ranks(2, damaged_once, list(expected)):
+        for case, (operator, phase, candidates) in expected.items():
+            (origin,) = verdicts[case]["origins"]
+            assert (origin["cause"], origin["operator"]) == ("collective_result", operator), case
+            assert (origin["phase"], origin["candidates"]) == (phase, candidates), case
+            fact = origin["facts"][0]
+            assert (fact["kind"], fact["peers"]) == ("collective_changed", [0, 1])
+            assert bool(origin["parameter"]) == (phase == "grad_reduced")
+            assert verdicts[case]["rerun"]["reproduced"] is False

@@ -16,13 +16,13 @@ import nanlocator
 DEADLINE = 2.0
 
 
-def healthy(rank, world_size, kind, variant):
+def healthy(rank, world_size, kind, variant, options=None):
     """Every step is executed again, and comes out alike."""
     alone = kind(rank, variant)
     losses = [alone.step() for _ in range(3)]
     expected = alone.state()
     training = kind(rank, variant)
-    watch = nanlocator.watch(training.model, training.optimizer, rerun="always")
+    watch = nanlocator.watch(training.model, training.optimizer, rerun="always", **(options or {}))
     with standard_error() as printed:
         assert [training.step() for _ in range(3)] == losses
         watch.remove()

@@ -120,6 +120,54 @@ TEST_F(BoundaryWatchTest, CountsWhatItCannotLookAtAsNotLookedAtAndNotAsFinite) {
   EXPECT_FALSE(coverage[0].is_whole());
 }
 
+TEST_F(BoundaryWatchTest, CountsWhatCrossesBetweenPassesAndLooksAtNoneOfIt) {
+  watch_.skip_collective(tp_);
+  watch_.skip_message(pp_, 4, /*is_received=*/true);
+  watch_.begin_pass();
+  all_reduce(bad());
+  receive(4, bad());
+  watch_.skip_collective(tp_);
+  const auto [seen, coverage] = watch_.collect(7);
+  ASSERT_EQ(seen.size(), 3U);
+  EXPECT_EQ(seen[0].crossing->sequence, 1);
+  EXPECT_EQ(seen[2].crossing, (Crossing{"pp", {0, 2, 4}, 4, 1}));
+  ASSERT_EQ(coverage.size(), 2U);
+  EXPECT_EQ(coverage[0].first, 1);
+  EXPECT_EQ(coverage[0].count, 2);  // not the one that crosses behind the pass
+  EXPECT_EQ(coverage[1].first, 1);
+}
+
+TEST_F(BoundaryWatchTest, ForgetsWhatWasSeenBeforeThePassButNotItsNumber) {
+  all_reduce(bad());
+  watch_.begin_pass();
+  all_reduce(bad());
+  const auto seen = sightings();
+  ASSERT_EQ(seen.size(), 2U);
+  EXPECT_EQ(seen[0].crossing->sequence, 1);
+  watch_.begin_step();
+  all_reduce(bad());
+  EXPECT_EQ(sightings()[0].crossing->sequence, 0);
+}
+
+TEST_F(BoundaryWatchTest, NamesTheOwnerOfWeightsAndGradientsThatAFrameworkExchanges) {
+  watch_.enter_transfer(intern_module_path("layers.3"), /*reduces_gradients=*/false);
+  all_reduce(bad());
+  watch_.leave_transfer();
+  watch_.enter_transfer(intern_module_path("head"), /*reduces_gradients=*/true);
+  all_reduce(bad());
+  watch_.leave_transfer();
+  all_reduce(bad());
+  const auto seen = sightings();
+  ASSERT_EQ(seen.size(), 6U);
+  EXPECT_EQ(seen[0].module, "layers.3");
+  EXPECT_EQ(seen[0].phase, Phase::forward);
+  EXPECT_TRUE(seen[1].crossing->carries_weights);
+  EXPECT_EQ(seen[2].module, "head");
+  EXPECT_EQ(seen[2].phase, Phase::grad_reduced);
+  EXPECT_FALSE(seen[2].crossing->carries_weights);
+  EXPECT_EQ(seen[4].module, "");
+}
+
 TEST_F(BoundaryWatchTest, KeepsWhatEveryMemberGetsAlikeWhereARankAsks) {
   const auto finish = [&](CrossingGroup group, const char* op, const at::Tensor& out) {
     watch_.finish(watch_.begin_collective(group, op, Tensors{out}), Tensors{out});

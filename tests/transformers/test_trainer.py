@@ -562,7 +562,6 @@ def test_one_callback_follows_one_trainer_at_a_time():
 @pytest.mark.parametrize(
     "options, text",
     [
-        ({"level": "boundaries"}, "Megatron"),
         ({"on_bad": "panic"}, "panic"),
         ({"rerun": "sometimes"}, "'always'"),
     ],

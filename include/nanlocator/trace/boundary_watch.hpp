@@ -63,8 +63,8 @@ class BoundaryWatch {
   /// This rank sends; all that is to be seen of it is seen here. `peer`: global rank.
   void send(CrossingGroup group, int peer, std::span<const at::Tensor> sent);
   [[nodiscard]] CrossingId begin_receive(CrossingGroup group, int peer);
-  /// A collective, or a message, that crosses between two passes, or behind the last: it is counted,
-  /// and the coverage ends before it.
+  /// A collective, or a message, that crosses between two passes, or behind the last: it is
+  /// counted, and the coverage ends before it.
   void skip_collective(CrossingGroup group);
   void skip_message(CrossingGroup group, int peer, bool is_received);
   /// What came out of a collective or receive; on CUDA the current stream must be ordered after
