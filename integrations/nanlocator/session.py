@@ -30,8 +30,8 @@ class Options(TypedDict, total=False):
         stops where there is none.
     output_dir: folder of the run, default ``nanlocator_run``; nothing but the parameter map is written while
         all is well.
-    level: what is watched at every step. ``"grads"``: gradients. ``"boundaries"``: also what ranks of
-        Megatron send to each other. ``"modules"``: also every module's inputs, outputs and their gradients,
+    level: what is watched at every step. ``"grads"``: gradients. ``"boundaries"``: also what ranks send
+        to each other. ``"modules"``: also every module's inputs, outputs and their gradients,
         without waiting. ``"operators"``: every operator, which waits for the device between them.
     rerun: ``True`` (default) executes a bad step again, with every operator traced, so that the verdict names
         the operator and says whether the fault repeats. ``False`` does not. ``"always"`` executes every step
