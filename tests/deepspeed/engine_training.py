@@ -6,6 +6,8 @@ import functools
 import logging
 import math
 import os
+import time
+from unittest import mock
 
 import on_cpu
 import torch
@@ -220,6 +222,24 @@ class Training:
         """Each time."""
         spoil = functools.partial(overwrite, element=2)
         self.planted.enter_context(damaged(names, self.is_now, spoil, more_than=16))
+
+    def _plant_overwritten(self):
+        """Of a bucket's buffer, on both ranks, what the other one owns, before its reduction has read it."""
+        comm = deepspeed.comm
+        inner = comm.all_reduce
+
+        def all_reduce(tensor, *args, **kwargs):
+            if tensor.numel() <= 16 or self.step_number != 2:
+                return inner(tensor, *args, **kwargs)
+            if self.rank == 1:
+                time.sleep(1.0)
+            for _ in range(2):  # gloo's threads wait for rank 1
+                torch.distributed.all_reduce(torch.zeros(1), async_op=True)
+            work = inner(tensor, *args, async_op=True, **kwargs)
+            (tensor[:16] if self.rank == 0 else tensor[-16:]).fill_(math.nan)  # here
+            return work.wait()
+
+        self.planted.enter_context(mock.patch.object(comm, "all_reduce", all_reduce))
 
     def _plant_forward(self):
         self.before_step = lambda: setattr(self.model.divide, "divisor", 0.0 if self.is_now() else 2.0)

@@ -54,6 +54,43 @@ def test_each_fault_names_its_rank_and_its_cause(variant, level):
     assert all(verdict["iteration"] == (3 if fault == "state" else 2) for fault, verdict in verdicts.items())
 
 
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "zero1_overlap",
+        "zero2_small_buckets",
+        "zero2_not_contiguous",
+        "zero2_offload",
+        "zero2_accumulation",
+        "zero3_accumulation",
+        "zero3_offload",
+    ],
+)
+def test_faults_are_named_alike_however_gradients_are_kept(variant):
+    faults = ["gradient", "forward", "loss"]
+    if not variant.startswith("zero3"):  # where small weights are kept whole, beside their shards
+        faults.append("weight")
+    results = run_ranks(2, all_faults, variant, faults, {})
+    assert results[0] == results[1]
+    assert {fault: summary(results[0][fault]) for fault in faults} == {
+        fault: EXPECTED[fault] for fault in faults
+    }
+
+
+def overwritten(rank, world_size):
+    from engine_training import verdict_of
+
+    return verdict_of(rank, "zero2_bf16", "overwritten")
+
+
+def test_a_bucket_that_is_overwritten_while_it_is_reduced_is_a_race_at_that_line():
+    (origin,) = run_ranks(2, overwritten)[0]["origins"]
+    assert (origin["cause"], origin["phase"], origin["candidates"]) == ("race", "grad_reduced", [0, 1])
+    assert origin["code"]["text"].endswith("# here")
+    (fact,) = [each for each in origin["facts"] if each["kind"] == "wrote_during_transfer"]
+    assert (fact["operator"], fact["transfer"]) == ("aten::fill_.Scalar", "c10d::allreduce_")
+
+
 def fault_beside_garbage(rank, world_size, variant):
     import ctypes
     import types

@@ -75,8 +75,8 @@ def test_a_weight_that_one_rank_gathers_wrongly_once_is_its_gathers(
 def test_gradients_that_are_reduced_wrongly_once_are_their_reductions(
     ranks, kind, variant, method, group, peers, candidates
 ):
-    """Each member of an all-reduce has its own copy of the sum; of a reduce-scatter one has it, and all of them
-    have worked on it. What the next reduction makes of it is no second origin."""
+    """Each member of an all-reduce has its own copy of the sum; of a reduce-scatter one has it, and all
+    members have worked on it. What the next reduction makes of it is no second origin."""
     (origin,) = located(ranks, kind, variant, method, (1,), LEVEL)["origins"]
     assert (origin["cause"], origin["candidates"]) == ("collective_result", candidates)
     assert (origin["phase"], origin["module"], origin["parameter"]) == ("grad_reduced", "head", "head.weight")
