@@ -12,13 +12,14 @@ from types import ModuleType
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls ``actions[name](module)`` when the module of that name has been loaded, before anyone has it:
-    at once for those that are loaded already. Finds no module by itself."""
+    """Calls ``actions[name](module)`` when the module of that name has been loaded, before anyone has it: at
+    once for those that are loaded already, when its import ends for one that is being loaded (a package that
+    imports torch). Finds no module by itself."""
 
     def __init__(self, actions: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._actions = dict(actions)
         for name in [name for name in self._actions if name in sys.modules]:
-            self._actions.pop(name)(sys.modules[name])
+            _when_loaded(sys.modules[name], self._actions.pop(name))
         sys.meta_path.insert(0, self)
 
     def find_spec(
@@ -48,6 +49,30 @@ class AfterImport(importlib.abc.MetaPathFinder):
             if spec is not None:
                 return spec
         return None
+
+
+def _when_loaded(module: ModuleType, action: Callable[[ModuleType], None]) -> None:
+    spec = module.__spec__
+    if spec is None or not getattr(spec, "_initializing", False):
+        action(module)
+        return
+    kind = type(spec)
+
+    class Loading(kind):  # type: ignore[misc, valid-type]
+        """The import system's last word on a module (importlib/_bootstrap.py, _load_unlocked)."""
+
+        @property
+        def _initializing(self) -> bool:
+            return True
+
+        @_initializing.setter
+        def _initializing(self, value: bool) -> None:
+            self.__class__ = kind
+            self._initializing = value
+            if sys.modules.get(module.__name__) is module:  # else its import has failed
+                action(module)
+
+    spec.__class__ = Loading
 
 
 def follow() -> None:

@@ -9,6 +9,9 @@ from pathlib import Path
 import on_cpu
 import pytest
 from on_cpu import run_ranks
+from ranks import free_port
+
+import nanlocator
 
 HOW = "call nanlocator.deepspeed.install(engine) after deepspeed.initialize"
 
@@ -107,25 +110,37 @@ def test_each_ranks_map_says_which_part_it_updates():
         assert parts[0]["begin"] == 0 and parts[0]["end"] == parts[1]["begin"] and parts[1]["end"] == 256
 
 
-def run_script(script, *arguments, ranks=2):
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def run_script(*command, **variables):
+    paths = [os.getcwd(), *filter(None, sys.path), str(on_cpu.PACKAGES)]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(on_cpu.PACKAGES)]),
+        "PYTHONPATH": os.pathsep.join(paths),
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
+        **variables,
     }
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    path = Path(__file__).parent / "scripts" / script
-    return subprocess.run(
-        [*torchrun, "-m", "nanlocator", str(path), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [sys.executable, *map(str, command)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_an_unedited_script_is_watched_through_the_launcher():
-    result = run_script("train.py")
+def run_with_torchrun(script):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return run_script(*torchrun, "-m", "nanlocator", SCRIPTS / script)
+
+
+def run_with_deepspeed(script):
+    """Its own launcher; nanlocator.pth as if installed."""
+    package = Path(nanlocator.__file__).parents[1]
+    Path("sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(package)!r})\n")
+    launcher = [on_cpu.PACKAGES / "bin" / "deepspeed", "--num_gpus", "2", "--master_port", free_port()]
+    return run_script(*launcher, SCRIPTS / script, NANLOCATOR="1")
+
+
+@pytest.mark.parametrize("run", [run_with_torchrun, run_with_deepspeed])
+def test_an_unedited_script_is_watched_through_the_launcher(run):
+    result = run("train.py")
     assert "watching 6 parameters of a DeepSpeed engine, ZeRO stage 2" in result.stderr
     assert "NaN born in the loss on rank 1" in result.stderr
     assert "loss over no valid label" in result.stderr
@@ -133,7 +148,7 @@ def test_an_unedited_script_is_watched_through_the_launcher():
 
 
 def test_transformers_trainer_with_a_deepspeed_configuration_is_watched_through_the_launcher():
-    result = run_script("trainer.py")
+    result = run_with_torchrun("trainer.py")
     assert "of a DeepSpeed engine, ZeRO stage 2" in result.stderr, result.stderr
     assert "step 2: -Inf born in forward on rank 0" in result.stderr, result.stderr
     assert "aten::log" in result.stderr

@@ -54,6 +54,32 @@ def run(*command, as_installed=False, **variables):
     )
 
 
+LOADED = """
+import nanlocator_autoload
+
+def say(module):
+    print(module.__name__, module.last)
+
+nanlocator_autoload.AfterImport({"package": say, "package.inside": say})
+"""
+
+
+def test_a_package_that_is_being_loaded_is_acted_on_when_its_import_has_ended():
+    """As DeepSpeed is, where a script imports it before torch."""
+    for path, text in {
+        "package/__init__.py": "import follows\nimport package.inside\nlast = 1\n",
+        "package/inside.py": "last = 2\n",
+        "follows.py": LOADED,
+        "broken/__init__.py": "import follow_broken\nraise ImportError\n",
+        "follow_broken.py": LOADED.replace("package", "broken"),
+    }.items():
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).write_text(text)
+    script = "import package\ntry:\n    import broken\nexcept ImportError:\n    print('broken')\n"
+    done = run("-c", script + "import package, importlib\nimportlib.reload(package)\n")
+    assert done.stdout.split("\n") == ["package.inside 2", "package 1", "broken", ""], done.stderr
+
+
 def how_it_is_started(script, how, *arguments):
     if how == "launcher":
         return run("-m", "nanlocator", script, *arguments)

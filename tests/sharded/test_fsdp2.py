@@ -29,7 +29,19 @@ def located(variant, fault, *arguments):
     return sharded_runs.located(ranks_of(variant), Fsdp2, variant, fault, *arguments)
 
 
-@pytest.mark.parametrize("variant", ["plain", "accumulation", "two_backwards", "hsdp"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "plain",
+        "accumulation",
+        "two_backwards",
+        "hsdp",
+        "offload",
+        "kept_after_forward",
+        "one_group",
+        "frozen",
+    ],
+)
 def test_a_gradient_that_goes_bad_once_before_the_reduction_names_its_rank(variant):
     verdict = located(variant, "before")
     (origin,) = verdict["origins"]
@@ -39,8 +51,9 @@ def test_a_gradient_that_goes_bad_once_before_the_reduction_names_its_rank(varia
     assert origin["cause"] == "not_reproduced" and verdict["rerun"]["reproduced"] is False
 
 
-def test_a_shard_that_goes_bad_after_the_reduction_is_said_to_be_clean_before():
-    verdict = located("plain", "after")
+@pytest.mark.parametrize("variant", ["plain", "offload", "kept_after_forward"])
+def test_a_shard_that_goes_bad_after_the_reduction_is_said_to_be_clean_before(variant):
+    verdict = located(variant, "after")
     (origin,) = verdict["origins"]
     assert (origin["phase"], origin["cause"]) == ("grad_reduced", "collective_result")
     assert origin["candidates"] == [0, 1]
@@ -56,8 +69,9 @@ def test_a_shard_that_is_clean_on_its_other_keeper_went_bad_where_it_lies():
     assert (origin["cause"], origin["phase"]) == ("collective_result", "grad_reduced")
 
 
-def test_a_birth_in_forward_on_one_rank_names_operator_module_and_line():
-    verdict = located("plain", "forward")
+@pytest.mark.parametrize("variant", ["plain", "offload", "checkpointed"])
+def test_a_birth_in_forward_on_one_rank_names_operator_module_and_line(variant):
+    verdict = located(variant, "forward")
     (origin,) = verdict["origins"]
     assert (origin["phase"], origin["coordinates"]["rank"]) == ("forward", 1)
     assert (origin["operator"], origin["module"]) == ("aten::sqrt", "scale")
@@ -66,15 +80,16 @@ def test_a_birth_in_forward_on_one_rank_names_operator_module_and_line():
     assert any("bit-identical" in line for line in origin["evidence"])
 
 
-@pytest.mark.parametrize("variant", ["accumulation", "mixed_precision"])
+@pytest.mark.parametrize("variant", ["accumulation", "mixed_precision", "kept_after_forward"])
 def test_a_birth_in_backward_on_one_rank_names_the_operator_of_forward(variant):
     (origin,) = located(variant, "backward")["origins"]
     assert (origin["phase"], origin["coordinates"]["rank"]) == ("backward", 1)
     assert (origin["forward_operator"], origin["module"]) == ("aten::sqrt", "scale")
 
 
-def test_a_mean_over_nothing_on_one_rank_is_that_ranks():
-    (origin,) = located("plain", "empty_loss")["origins"]
+@pytest.mark.parametrize("variant", ["plain", "offload"])
+def test_a_mean_over_nothing_on_one_rank_is_that_ranks(variant):
+    (origin,) = located(variant, "empty_loss")["origins"]
     assert (origin["cause"], origin["coordinates"]["rank"]) == ("empty_loss_mask", 1)
 
 

@@ -99,6 +99,14 @@ def test_beside_other_parallelism_both_places_are_named(variant, culprit):
     assert place == (culprit // 2, culprit % 2)
 
 
+@pytest.mark.parametrize(("variant", "candidates"), [("fsdp", [1, 3]), ("ddp", [3])])
+def test_a_gradient_that_goes_bad_after_its_reduction_is_its_stages(variant, candidates):
+    """Of a shard all have made the sum; of whole gradients another replica has a clean copy."""
+    verdict = located(variant, "memory", (3,))
+    place = of_only_origin(verdict, "cause", "candidates", "phase", "parameter")
+    assert place == ("collective_result", candidates, "grad_reduced", "layers.2.linear.weight")
+
+
 def test_with_shards_and_tensor_parallelism_every_place_is_named():
     """As torchtitan lays ranks out: pp, dp, tp."""
     data = located("tensor_fsdp", "forward", (6, 7))
