@@ -624,6 +624,13 @@ std::vector<Root> first_received(const std::vector<Root>& roots) {
   return first;
 }
 
+/// What came out of it the first pass has seen on both sides; in doubt.
+bool is_of_watched_group(const Root& root) {
+  const RankList& members = root.birth->members;
+  return members == RankList() ||
+         std::ranges::count(root.rank->ledger().crossings, members, &CrossingCoverage::members) > 0;
+}
+
 }  // namespace
 
 std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_crossings) {
@@ -632,11 +639,17 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
     for (Root& root : roots_of(rank)) roots.push_back(std::move(root));
   }
   std::vector<Root> received;
-  if (has_crossings || !std::ranges::all_of(roots, is_received)) {
-    std::ranges::copy_if(roots, std::back_inserter(received), is_received);
-    std::erase_if(roots, is_received);
-  } else {
+  const auto set_apart = [&](const auto& is_told_otherwise) {
+    std::ranges::copy_if(roots, std::back_inserter(received), is_told_otherwise);
+    std::erase_if(roots, is_told_otherwise);
+  };
+  if (has_crossings) {
+    set_apart([](const Root& root) { return is_received(root) && is_of_watched_group(root); });
+  }
+  if (std::ranges::all_of(roots, is_received)) {
     roots = first_received(roots);
+  } else {
+    set_apart(is_received);
   }
 
   std::vector<BornOrigin> born;
