@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "support/fact_matchers.hpp"
-#include "nanlocator/locate/locate.hpp"
 #include "locate/simulated_job.hpp"
+#include "nanlocator/locate/locate.hpp"
+#include "support/fact_matchers.hpp"
 
 namespace nanlocator {
 namespace {
