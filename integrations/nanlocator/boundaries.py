@@ -55,7 +55,7 @@ class Boundaries:
         self._is_looking = False
         self._groups: dict[int, _WatchedGroup | None] = {}  # by id, which nobody else's is meanwhile
         self._stand_ins: dict[int, _WatchedGroup] = {}  # of messages
-        self._unnamed: list[ProcessGroup] = []  # that are not watched
+        self._unwatched: list[ProcessGroup] = []  # that were found, and are kept as the others are
         for name, group in groups or ():
             watched = self.add_group(name, group)
             if name in unwatched:
@@ -158,27 +158,35 @@ class Boundaries:
             watched.has_unseen = True
             self.watch.has_unwatched(watched.number)
 
+    def missed_a_pass(self) -> None:
+        """What crossed in a step was counted only: nothing of it was looked at."""
+        for watched in self._groups.values():
+            if watched is not None:
+                self.has_unseen(watched.group)
+
     # Of FunctionalCollectives.
 
-    def begin(self, group: ProcessGroup, operator: str, sent: Any, *, is_last_seen: bool) -> int | None:
+    def begin_collective(
+        self, group: ProcessGroup, operator: str, sent: Any, *, has_unseen_backward: bool
+    ) -> int | None:
         watched = self._watched(group)
         if watched is None:
             return None
-        if is_last_seen:
+        if has_unseen_backward:
             self.has_unseen(group)
         if self._is_looking:
             return self.watch.begin_collective(watched.number, operator, sent)
         self.watch.skip_collective(watched.number)
         return None
 
-    def end(self, crossing: int, received: Any) -> None:
+    def end_collective(self, crossing: int, received: Any) -> None:
         self.watch.finish(crossing, received)
 
     def _watched(self, group: ProcessGroup) -> "_WatchedGroup | None":
-        try:
-            return self._groups[id(group)]
-        except KeyError:
-            return self._found(group) if self._follows_all else None
+        watched = self._groups.get(id(group))
+        if watched is None and self._follows_all and id(group) not in self._groups:
+            return self._found(group)
+        return watched
 
     def _watched_by_messages(self, group: ProcessGroup) -> "_WatchedGroup | None":
         return self._stand_ins.get(id(group)) or self._watched(group)
@@ -191,7 +199,7 @@ class Boundaries:
             members = []
         if len(members) < 2:
             self._groups[id(group)] = None
-            self._unnamed.append(group)
+            self._unwatched.append(group)
             return None
         name = name_of(group)
         taken = {each.name for each in self._groups.values() if each is not None and each.members == members}

@@ -31,7 +31,10 @@ class Evaluation:
         if several:
             options["on_bad"] = "report"
         self._adapter = PlainAdapter([], models)
-        self._driver = Driver(self._adapter, resolve_options(options, integration="pytorch"), None)
+        resolved = resolve_options(options, integration="pytorch")
+        if resolved.level == "boundaries":  # what crosses is told by all ranks together
+            resolved.level = "grads"
+        self._driver = Driver(self._adapter, resolved, None)
         self._calls = 0
 
     @property

@@ -29,11 +29,13 @@ _OPERATORS = (  # that take what is sent first, and the group's name last
 
 
 class Follower(Protocol):
-    def begin(self, group: ProcessGroup, operator: str, sent: Any, *, is_last_seen: bool) -> int | None:
-        """Called before a collective; returns what ``end`` takes, None for one that is not followed.
-        ``is_last_seen``: C++ exchanges its gradients, where nobody sees it."""
+    def begin_collective(
+        self, group: ProcessGroup, operator: str, sent: Any, *, has_unseen_backward: bool
+    ) -> int | None:
+        """Called before it; returns what ``end_collective`` takes, None for one that is not followed.
+        ``has_unseen_backward``: C++ exchanges its gradients."""
 
-    def end(self, crossing: int, received: Any) -> None:
+    def end_collective(self, crossing: int, received: Any) -> None:
         """The program has waited for it."""
 
 
@@ -74,11 +76,11 @@ class FunctionalCollectives:
         def call(*args: Any, **kwargs: Any) -> Any:
             crossing = None
             if args and isinstance(args[-1], str):
-                crossing = self._follower.begin(
+                crossing = self._follower.begin_collective(
                     _distributed_c10d._resolve_process_group(args[-1]),
                     f"{namespace}::{name}",
                     args[0],
-                    is_last_seen=namespace.endswith("_autograd"),
+                    has_unseen_backward=namespace.endswith("_autograd"),
                 )
             result = inner(*args, **kwargs)
             if crossing is not None:
@@ -96,7 +98,7 @@ class FunctionalCollectives:
             if under_way is not None:
                 under_way.awaited -= 1
                 if under_way.awaited == 0:
-                    self._follower.end(under_way.crossing, under_way.received)
+                    self._follower.end_collective(under_way.crossing, under_way.received)
             return result
 
         return wait_tensor

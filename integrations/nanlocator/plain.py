@@ -273,6 +273,7 @@ class PlainDriver(Driver):
     def look(self) -> "_C.Decision":
         self.adapter.check_parameters()
         if self.boundaries is not None and not self.is_in_pass:
+            self.boundaries.missed_a_pass()
             self._scans.say_uncovered("what ranks send to each other: step() gets no closure")
         return super().look()
 

@@ -96,11 +96,13 @@ class Merge {
   }
 
   /// Where the first pass shows a collective that made something bad of finite parts, the trace's
-  /// "came out of a collective" says less: neither the parts nor the phase.
+  /// "came out of a collective" says less: neither the parts nor the phase. A weight that was bad
+  /// before is what is gathered.
   void drop_receipts() {
     std::erase_if(born_, [&](const Traced& each) {
       return each.born.is_received && std::ranges::any_of(found_, [&](const FoundOrigin& found) {
                const Cause cause = found.origin.cause;
+               if (found.found_in == FoundIn::weight) return true;
                return (cause == Cause::collective_result || cause == Cause::collective_sum) &&
                       have_common(found.origin.candidates, each.born.origin.candidates);
              });

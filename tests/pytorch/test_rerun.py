@@ -581,11 +581,6 @@ def test_skip_leaves_the_bad_update_out_and_goes_on(with_closure):
     assert [verdict["iteration"] for verdict in optimizer.verdicts] == [2]
 
 
-def test_level_boundaries_is_refused_outside_of_megatron():
-    with pytest.raises(nanlocator.UsageError, match="Megatron-Core"):
-        make(level="boundaries")
-
-
 def test_beside_an_overflow_stand_the_maxima_of_its_weight_in_the_steps_before(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
     inner = torch.optim.SGD(model.parameters(), lr=0.0)

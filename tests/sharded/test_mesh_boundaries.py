@@ -2,6 +2,8 @@
 a collective damages once is that collective's, with the group's name."""
 
 import functools
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -203,3 +205,23 @@ def left_as_it_was(rank, world_size):
 
 def test_it_leaves_the_process_as_it_was():
     assert run_ranks(2, left_as_it_was) == [(True, [])] * 2
+
+
+def without_closure(rank, world_size):
+    training = Fsdp2(rank, "plain", "forward")
+    optimizer = nanlocator.LocatingOptimizer(training.optimizer, training.model, **LEVEL)
+    try:
+        for training.number in (1, 2):
+            training.loss().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict, optimizer._driver.run_dir
+
+
+def test_a_step_without_a_closure_claims_nothing_of_what_crossed():
+    (verdict, run_dir), _ = run_ranks(2, without_closure)
+    kinds = {fact["kind"] for origin in verdict["origins"] for fact in origin["facts"]}
+    assert verdict["origins"] and not kinds & {"received_finite_before", "collective_changed"}
+    not_covered = json.loads((Path(run_dir) / "run.json").read_text())["not_covered"]
+    assert "what ranks send to each other: step() gets no closure" in not_covered

@@ -176,6 +176,14 @@ class CountingDriver:
     def __init__(self, *args: Any) -> None:
         self._plans: dict[tuple[str, int], tuple] = {}
         self.locator = SimpleNamespace(now_in=_engine_call, gradient_is_ready=_engine_call)
+        self._looking = contextlib.ExitStack()
+
+    def follow_boundaries(self, boundaries: Any) -> None:
+        self._boundaries = boundaries
+
+    def begin_pass(self, *args: Any) -> None:
+        COUNTS.engine_calls += 1
+        self._looking.enter_context(self._boundaries.watching())
 
     def scan(
         self,
@@ -194,6 +202,7 @@ class CountingDriver:
 
     def end_pass(self, losses: list[Any]) -> Any:
         """StepDriver::end_pass: the losses, the flag's launch, and the wait for it."""
+        self._looking.close()
         COUNTS.engine_calls += 1
         COUNTS.waits += 1
         if losses:  # at new addresses
