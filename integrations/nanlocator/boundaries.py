@@ -57,9 +57,9 @@ class Boundaries:
         self._stand_ins: dict[int, _WatchedGroup] = {}  # of messages
         self._unwatched: list[ProcessGroup] = []  # that were found, and are kept as the others are
         for name, group in groups or ():
-            watched = self.add_group(name, group)
+            self.add_group(name, group)
             if name in unwatched:
-                self.watch.has_unwatched(watched.number)
+                self.has_unseen(group)
         self._replaced: list[Callable[[], None]] = []  # what takes each off
         # Where a set is given: the (group, operator) of what is seen in the passes that begin from then on.
         self.exchanges: set[tuple[str, str]] | None = None

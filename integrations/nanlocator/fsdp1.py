@@ -138,7 +138,7 @@ class WholeGradients:
         pass
 
     def _exchanging(self, handle: Any, *, reduces_gradients: bool) -> Any:
-        ids = [number for number in self._numbers.get(handle, []) if number is not None]
+        ids = (number for number in self._numbers.get(handle, ()) if number is not None)
         return self._scans.exchanging(ids, reduces_gradients=reduces_gradients)
 
     def _scan(self, handle: Any) -> None:

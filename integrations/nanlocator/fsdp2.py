@@ -134,7 +134,7 @@ class WholeGradients:
 
     def _exchanging(self, params: list[Any], *, reduces_gradients: bool) -> Any:
         """The collectives of a group of parameters, some of which nobody may train."""
-        ids = [self._numbers[p.sharded_param] for p in params if p.sharded_param in self._numbers]
+        ids = (self._numbers[p.sharded_param] for p in params if p.sharded_param in self._numbers)
         return self._scans.exchanging(ids, reduces_gradients=reduces_gradients)
 
     def _scan(self, params: list[Any], gradients: list[torch.Tensor]) -> None:

@@ -51,7 +51,8 @@ class LocalScans:
             driver.scan("grad_local", group, "grad", [n for n, _ in gradients], [g for _, g in gradients])
 
     def exchanging(self, ids: Iterable[int], *, reduces_gradients: bool) -> Any:
-        """A context: around the collectives that gather these parameters, or reduce their gradients."""
+        """A context: around the collectives that gather these parameters, or reduce their gradients. At other
+        levels than boundaries nobody asks for ``ids``."""
         driver = self._driver()
         boundaries = driver.boundaries if driver is not None else None
         if boundaries is None:

@@ -115,8 +115,7 @@ std::string transfer_text(const Fact& fact) {
          (fact.transfer_code ? ", begun at " + code_text(*fact.transfer_code) + "," : "");
 }
 
-/// What is sent from rank to rank in the phase.
-/// What is gathered may be weights.
+/// What is sent from rank to rank in the phase; what is gathered may be weights.
 std::string contents_of(const Fact& fact) {
   if (collective_kind_of(fact.op) == CollectiveKind::all_gather) return "values";
   switch (fact.phase.value_or(Phase::params_after)) {
