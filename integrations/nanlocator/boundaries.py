@@ -37,9 +37,11 @@ class Boundaries:
         groups: those that are watched, each under the name that ledgers give it; of one that is there twice
             the first name counts. None: every one that this process uses, by the name of its mesh dimension
             or its description; what they exchange outside of ``watching`` is counted, too, as members may
-            enter it at different places, and what is gathered is looked at where it arrives: weights are.
+            enter it at different places.
         modules: that are named as the place of what crosses in them, by these names.
         unwatched: names of groups whose members exchange activations without ProcessGroup, too.
+        reads_gathered: what is gathered is looked at where it arrives, too, which costs as many reads as
+            the group has members; where it is sent it always is.
         threads: for the scan of a bad tensor in host memory.
     """
 
@@ -48,10 +50,13 @@ class Boundaries:
         groups: Iterable[tuple[str, ProcessGroup]] | None,
         modules: Iterable[tuple[str, torch.nn.Module]] = (),
         unwatched: Collection[str] = (),
+        *,
+        reads_gathered: bool = False,
         threads: int | None = None,
     ) -> None:
         self.watch = _C.BoundaryWatch(threads or torch.get_num_threads())
         self._follows_all = groups is None
+        self._reads_gathered = reads_gathered
         self._is_looking = False
         self._groups: dict[int, _WatchedGroup | None] = {}  # by id, which nobody else's is meanwhile
         self._stand_ins: dict[int, _WatchedGroup] = {}  # of messages
@@ -244,7 +249,7 @@ class Boundaries:
         watch = self.watch
         op, sent, received, root = collective.op, collective.sent, collective.received, collective.root
         needed = max(sent, received, root or 0)
-        is_looked_at_on_arrival = self._follows_all or not collective.is_gather
+        is_looked_at_on_arrival = self._reads_gathered or not collective.is_gather
 
         def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             watched = self._watched(group)

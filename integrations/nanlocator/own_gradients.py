@@ -58,7 +58,7 @@ class LocalScans:
         if boundaries is None:
             return contextlib.nullcontext()
         names = [driver.adapter.parameters[i][0] for i in ids]
-        return boundaries.transferring(_common_module(names), reduces_gradients=reduces_gradients)
+        return boundaries.transferring(common_module(names), reduces_gradients=reduces_gradients)
 
     def exchange_unseen(self, group: Any) -> None:
         """The members of this process group exchange buffers and gradients in C++."""
@@ -67,7 +67,7 @@ class LocalScans:
             driver.boundaries.has_unseen(group)
 
 
-def _common_module(parameters: list[str]) -> str:
+def common_module(parameters: list[str]) -> str:
     """The innermost that has all of them below it; "" for the model itself."""
     paths = [name.split(".")[:-1] for name in parameters]
     return ".".join(parts[0] for parts in itertools.takewhile(_are_equal, zip(*paths, strict=False)))

@@ -214,7 +214,7 @@ class PlainDriver(Driver):
         super().__init__(adapter, options, connection)
         self._pipeline: Pipeline | None = None
         if options.level == "boundaries" and connection is not None:
-            self.follow_boundaries(Boundaries(None))
+            self.follow_boundaries(Boundaries(None, reads_gathered=True))
         self._follow_reduction()
 
     def pipeline_of(self, schedule: Any) -> Pipeline | None:

@@ -166,6 +166,9 @@ class Finder {
         crossings_.may_have_gathered(crossings_.meetings()[first.meeting])) {
       facts.back().group = sighting.crossing->group;
     }
+    auto gathered = is_empty_loss ? std::nullopt : weights_gathered_unseen(incident_, on);
+    if (has_seen_all && gathered) facts.back().peers = gathered->peers;
+    if (gathered) facts.push_back(*std::move(gathered));
     if (ranks.size() > 1) facts.push_back({.kind = FactKind::lockstep_ranks});
     if (!is_loss) add_mates(origin, first, ranks);
     add_weights(origin, ranks);

@@ -367,6 +367,9 @@ std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) 
     return {Suspect::memory, Suspect::writer};
   }
   if (has_negative_moment(origin)) return {Suspect::memory, Suspect::checkpoint, Suspect::writer};
+  if (origin.cause == Cause::not_reproduced && has<FactKind::weights_gathered_unseen>(origin)) {
+    left.push_back(Suspect::gather);
+  }
   if (origin.cause == Cause::race && is_gone_when_serialised(origin)) left.clear();
   if (is_bad_again(origin)) drop(Suspect::link, Suspect::memory);
   if (varies_alone(origin)) {

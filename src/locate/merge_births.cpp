@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "locate/backward_flow.hpp"
+#include "locate/origin_facts.hpp"
 #include "nanlocator/record/collective_kind.hpp"
 
 namespace nanlocator {
@@ -63,7 +64,10 @@ class Merge {
       } else {
         append(found.origin.facts, facts);
       }
-      if (is_gone) mark_as_gone(found.origin);
+      if (is_gone) {
+        mark_as_gone(found.origin);
+        add_unseen_gathers(found);
+      }
       add_transfer(found, is_gone);
       left.push_back(std::move(found.origin));
     }
@@ -349,6 +353,16 @@ class Merge {
                (is_bad_in_rerun(found) == false || has_birth_in_replica(found));
       default:
         return false;
+    }
+  }
+
+  /// What went wrong in a gather of weights is bad in all that is computed from them.
+  void add_unseen_gathers(FoundOrigin& found) const {
+    Facts& facts = found.origin.facts;
+    if (found.found_in != FoundIn::flow || has_fact(facts, FactKind::weights_gathered_unseen))
+      return;
+    if (auto fact = weights_gathered_unseen(incident_, found.origin.candidates)) {
+      facts.push_back(*std::move(fact));
     }
   }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -24,6 +25,12 @@ bool is_near_overflow(const Sighting& sighting, double reach) {
   const auto largest = largest_of(sighting.dtype);
   const TensorStats& stats = sighting.stats;
   return largest && stats.nan == 0 && stats.has_finite() && stats.absmax > *largest / reach;
+}
+
+bool watches_gathers(const Ledger& ledger, const RankList& members) {
+  return std::ranges::any_of(ledger.crossings, [&](const CrossingCoverage& each) {
+    return each.watches_weights && each.is_whole() && each.members == members;
+  });
 }
 
 }  // namespace
@@ -80,6 +87,30 @@ Direction direction_of(Phase phase) noexcept {
     default:
       return Direction::none;
   }
+}
+
+std::optional<Fact> weights_gathered_unseen(const Incident& incident,
+                                            const std::vector<int>& ranks) {
+  Fact fact{.kind = FactKind::weights_gathered_unseen};
+  std::set<int> givers;
+  for (const int each : ranks) {
+    const RankEvidence* const rank = incident.find(each);
+    if (rank == nullptr) continue;
+    const RankList* last = nullptr;  // neighbours are gathered from the same
+    for (const ParameterRecord& parameter : rank->ledger().backward_order) {
+      const RankList& members = parameter.shard_group;
+      if (members == RankList() || (last != nullptr && members == *last)) continue;
+      last = &members;
+      if (watches_gathers(rank->ledger(), members)) continue;
+      const auto below = members.ranks_below(incident.world_size());
+      if (below.size() < 2) continue;
+      givers.insert(below.begin(), below.end());
+      if (fact.ranks.empty() || fact.ranks.back() != each) fact.ranks.push_back(each);
+    }
+  }
+  if (fact.ranks.empty()) return std::nullopt;
+  fact.peers.assign(givers.begin(), givers.end());
+  return fact;
 }
 
 std::string place_of(const Origin& origin) {

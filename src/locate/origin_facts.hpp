@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "locate/evidence.hpp"
 #include "nanlocator/locate/verdict.hpp"
 #include "nanlocator/record/sighting.hpp"
 
@@ -21,6 +22,10 @@ namespace nanlocator {
 [[nodiscard]] std::optional<Fact> near_overflow(const Sighting& sighting);
 /// The sum of `members` finite addends may have overflowed.
 [[nodiscard]] std::optional<Fact> sum_near_overflow(const Sighting& sighting, std::size_t members);
+
+/// These ranks gather weights for each use of them, and not all of that was looked at.
+[[nodiscard]] std::optional<Fact> weights_gathered_unseen(const Incident& incident,
+                                                          const std::vector<int>& ranks);
 
 /// "layers.3.norm in backward".
 [[nodiscard]] std::string place_of(const Origin& origin);

@@ -52,7 +52,8 @@ constexpr auto json_fields(const CrossingCoverage*) {
                     JsonAdded(JsonField("first", &C::first)), JsonField("count", &C::count),
                     JsonAdded(JsonField("not_looked_at", &C::not_looked_at)),
                     JsonAdded(JsonField("is_unseen_by_member", &C::is_unseen_by_member)),
-                    JsonAdded(JsonField("has_unwatched", &C::has_unwatched)));
+                    JsonAdded(JsonField("has_unwatched", &C::has_unwatched)),
+                    JsonRare("watches_weights", &C::watches_weights));
 }
 
 constexpr auto json_fields(const Microbatch*) {

@@ -11,6 +11,7 @@
 
 #include "replay/values.hpp"
 #include "tensor/own_work.hpp"
+#include "tensor/tensor_access.hpp"
 
 namespace nanlocator {
 namespace {
@@ -32,11 +33,7 @@ at::Tensor over_storage(const c10::Storage& storage, at::Device device, at::Scal
 
 ByteRange reach_of(const at::Tensor& tensor) {
   const auto item = static_cast<std::int64_t>(tensor.element_size());
-  const auto begin = tensor.storage_offset() * item;
-  if (tensor.numel() == 0) return {begin, begin};
-  std::int64_t last = 0;
-  for (std::int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
-  return {begin, begin + (last + 1) * item};
+  return {tensor.storage_offset() * item, end_in_storage(tensor)};
 }
 
 StorageRanges storage_ranges(const std::vector<at::Tensor>& tensors) {

@@ -122,6 +122,8 @@ std::string suspect_text(Suspect suspect, const Origin& origin) {
       return "a link";
     case Suspect::memory:
       return "the memory" + (origin.candidates.size() > 4 ? "" : on);
+    case Suspect::gather:
+      return "a gather of its weights";
     case Suspect::early_reuse:
       return "code that overwrites a buffer before the transfer has ended";
     case Suspect::collective:

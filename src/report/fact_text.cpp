@@ -286,6 +286,18 @@ std::string origins_not_listed_text(const Fact& fact) {
          " not listed";
 }
 
+/// `peers`: those whose shards of weights are gathered unseen.
+std::string received_finite_text(const Fact& fact) {
+  const bool has_unseen = !fact.peers.empty();
+  return std::string(has_unseen ? "everything but gathered weights that " : "everything that ") +
+         ranks_text(fact.ranks) + (fact.loss ? " sent and received" : " had received") +
+         " before it in this microbatch was finite" +
+         (fact.group.empty() ? "" : " (what was gathered: where it was sent)") +
+         ": it was born there, between the last " +
+         (fact.loss ? "of these transfers and the loss" : "transfer and this one") +
+         (has_unseen ? ", or came with those weights" : "");
+}
+
 std::string plain_text(const Fact& fact) {
   using enum FactKind;
   switch (fact.kind) {
@@ -596,19 +608,18 @@ std::string plain_text(const Fact& fact) {
       return "left are the memory of " + ranks_text(fact.ranks) +
              ", its update in the step before, and the checkpoint";
     case received_finite_before:
-      return fact.loss ? "everything that " + ranks_text(fact.ranks) +
-                             " sent and received before it in this microbatch was finite: it was "
-                             "born there, between the last of these transfers and the loss"
-                       : "everything that " + ranks_text(fact.ranks) +
-                             " had received before it in this microbatch was finite" +
-                             (fact.group.empty() ? "" : " (what was gathered: where it was sent)") +
-                             ": it was born there, between the last transfer and this one";
+      return received_finite_text(fact);
     case received_unseen_before:
       return "what " + ranks_text(fact.ranks) + " had received from " + ranks_text(fact.peers) +
              " before it was not all looked at (quantised bytes, a tensor subclass or a captured "
              "stream): " +
              (fact.other_ranks ? "it may have come from there"
                                : "but another rank got the same, and sent nothing bad here");
+    case weights_gathered_unseen:
+      return "the weights that " + ranks_text(fact.ranks) +
+             (fact.ranks.size() == 1 ? " gathers" : " gather") + " from " + ranks_text(fact.peers) +
+             " for each use were not looked at where they arrived: a gather that went wrong there "
+             "looks the same (level boundaries looks at them; with Megatron-FSDP, level modules)";
     case lockstep_ranks:
       return "these tensor-parallel ranks are bad at the same point of the program: they compute "
              "the same from the same there, or cannot be separated";

@@ -65,7 +65,19 @@ void refuse(const at::Tensor& tensor, const std::string& what, const char* reaso
 bool has_memory(const at::Tensor& tensor) {
   if (tensor.is_meta()) return false;
   if (tensor.layout() != at::kStrided || tensor.numel() == 0) return true;
-  return tensor.has_storage() && tensor.const_data_ptr() != nullptr;
+  if (!tensor.has_storage() || tensor.const_data_ptr() == nullptr) return false;
+  return end_in_storage(tensor) <= static_cast<std::int64_t>(tensor.storage().nbytes());
+}
+
+std::int64_t end_in_storage(const at::Tensor& tensor) {
+  std::int64_t end = tensor.storage_offset();
+  if (tensor.is_contiguous()) {
+    end += tensor.numel();
+  } else if (tensor.numel() > 0) {
+    ++end;
+    for (std::int64_t d = 0; d < tensor.dim(); ++d) end += (tensor.size(d) - 1) * tensor.stride(d);
+  }
+  return end * static_cast<std::int64_t>(tensor.element_size());
 }
 
 bool is_captured([[maybe_unused]] at::Device device) noexcept {

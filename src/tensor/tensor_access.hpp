@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -17,9 +18,13 @@ namespace nanlocator {
 /// "bfloat16", "int64"; Torch's own spelling ("QInt8") where a dtype has no Python name.
 [[nodiscard]] std::string_view dtype_name(at::ScalarType type) noexcept;
 
-/// False for meta tensors, freed ones, and wrapper subclasses (torch.Tensor._make_wrapper_subclass,
-/// as TransformerEngine's QuantizedTensor): what they stand for lies elsewhere.
+/// False for meta tensors, wrapper subclasses (torch.Tensor._make_wrapper_subclass, as
+/// TransformerEngine's QuantizedTensor), whose values lie elsewhere, and where the storage has been
+/// freed under the tensor, as sharded data parallelism frees weights between their uses.
 [[nodiscard]] bool has_memory(const at::Tensor& tensor);
+
+/// The byte of its storage behind the last element of a strided tensor.
+[[nodiscard]] std::int64_t end_in_storage(const at::Tensor& tensor);
 
 /// The device's current stream is being captured into a CUDA graph: what is enqueued runs at each
 /// replay, and nothing may wait or allocate. Does not initialise a device.

@@ -55,6 +55,7 @@ struct Count {
   std::set<std::int64_t> finished_early;
   std::vector<int> not_looked_at;  // sequences of those
   bool is_unseen_by_member = false;
+  bool watches_weights = false;
 
   void begin_pass() {
     first = finished = begun;
@@ -361,7 +362,8 @@ struct BoundaryWatch::Impl {
             count.finished,
             std::move(not_looked_at),
             count.is_unseen_by_member,
-            lane.direction == Direction::collective && group.has_unwatched};
+            lane.direction == Direction::collective && group.has_unwatched,
+            count.watches_weights};
   }
 };
 
@@ -432,7 +434,9 @@ void BoundaryWatch::finish(CrossingId crossing, std::span<const at::Tensor> rece
   if (crossing < impl_->first_crossing) return;
   if (impl_->record_of(crossing).awaits_step) impl_->expect_consumer(crossing, received);
   impl_->see(crossing, /*is_received=*/true, received);
-  impl_->keep_result(impl_->record_of(crossing), received);
+  const auto& record = impl_->record_of(crossing);
+  impl_->keep_result(record, received);
+  impl_->counts[record.lane].watches_weights |= record.place.carries_weights && !received.empty();
   impl_->finish(crossing);
 }
 

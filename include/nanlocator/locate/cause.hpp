@@ -100,6 +100,7 @@ inline constexpr auto kNames<Owner> = std::to_array<std::string_view>(
 enum class Suspect {
   link,
   memory,       // of the candidates' devices
+  gather,       // of weights that ranks keep in shards, for each use
   early_reuse,  // code that frees or overwrites a buffer before a transfer has ended
   collective,   // the collective's own code
   kernel,       // one that is not deterministic, or writes out of bounds
@@ -113,8 +114,8 @@ enum class Suspect {
 };
 template <>
 inline constexpr auto kNames<Suspect> = std::to_array<std::string_view>(
-    {"link", "memory", "early_reuse", "collective", "kernel", "race", "checkpoint", "last_update",
-     "upstream", "writer", "mathematics", "hook"});
+    {"link", "memory", "gather", "early_reuse", "collective", "kernel", "race", "checkpoint",
+     "last_update", "upstream", "writer", "mathematics", "hook"});
 
 /// What to do next.
 enum class Action {

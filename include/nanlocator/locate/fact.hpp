@@ -127,6 +127,7 @@ namespace nanlocator {
   FACT(owner_is_left)                                                         \
   FACT(received_finite_before)                                                \
   FACT(received_unseen_before)                                                \
+  FACT(weights_gathered_unseen)                                               \
   FACT(lockstep_ranks)                                                        \
   FACT(mates_gave_finite)                                                     \
   FACT(mates_unknown)                                                         \

@@ -50,6 +50,8 @@ struct CrossingCoverage {
   /// The members also exchange activations by a way that is not watched (userbuffers of
   /// TransformerEngine, DeepEP, symmetric memory).
   bool has_unwatched = false;
+  /// Weights that were gathered here were looked at where they arrived.
+  bool watches_weights = false;
   /// All that crossed here was looked at, as far as `count` says.
   [[nodiscard]] bool is_whole() const { return not_looked_at == RankList() && !has_unwatched; }
   friend bool operator==(const CrossingCoverage&, const CrossingCoverage&) = default;

@@ -94,7 +94,7 @@ class DeepSpeedLocator:
             self._recorder.remove()
             raise
         if options.level == "boundaries" and self._driver.connection is not None:
-            self._driver.follow_boundaries(Boundaries(None))
+            self._driver.follow_boundaries(Boundaries(None, reads_gathered=True))
         self._order = BackwardOrder(self._layout.ids, self._driver.locator)
         self._pass: EnginePass | None = None
         self._bucket = 0  # of the backward that runs

@@ -1,11 +1,12 @@
 """The ``boundaries`` level: which groups Megatron-Core's activations cross, and in which modules."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup
 
 from nanlocator.boundaries import Boundaries
+from nanlocator.collectives import name_of
 from nanlocator.megatron.configuration import unwatched_groups
 from nanlocator.megatron.layout import exchanging_modules
 from nanlocator.megatron.versions import process_groups
@@ -31,11 +32,19 @@ _GROUP_NAMES = {
 }
 
 
-def boundaries_of(chunks: list[torch.nn.Module], threads: int | None = None) -> Boundaries:
+def boundaries_of(
+    chunks: list[torch.nn.Module], gathering: Iterable[ProcessGroup] = (), *, reads_gathered: bool = False
+) -> Boundaries:
     """What leaves and enters this rank with these model chunks, whose process groups may be others than
-    ``parallel_state``'s. It is a listener of ``Microbatches``."""
+    ``parallel_state``'s. It is a listener of ``Microbatches``.
+
+    Args:
+        gathering: groups that gather weights for each use of them.
+        reads_gathered: see :class:`Boundaries`.
+    """
+    groups = [*_model_parallel_groups(chunks), *((name_of(group), group) for group in gathering)]
     modules = [named for chunk in chunks for named in exchanging_modules(chunk)]
-    return Boundaries(_model_parallel_groups(chunks), modules, unwatched_groups(chunks), threads)
+    return Boundaries(groups, modules, unwatched_groups(chunks), reads_gathered=reads_gathered)
 
 
 def _model_parallel_groups(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, ProcessGroup]]:

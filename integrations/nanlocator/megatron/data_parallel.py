@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup
 
 from nanlocator.megatron.versions import is_sent_already
 from nanlocator.patches import Patches
@@ -22,6 +23,12 @@ Range = tuple[int, int]
 Reducing = Callable[[int, list[Parameter], list[torch.Tensor]], AbstractContextManager[None]]
 
 
+class Transferring(Protocol):
+    def __call__(
+        self, parameters: list[Parameter], *, reduces_gradients: bool
+    ) -> AbstractContextManager[None]: ...
+
+
 class DataParallelChunk(Protocol):
     """A model chunk, in its data-parallel wrapper."""
 
@@ -30,6 +37,14 @@ class DataParallelChunk(Protocol):
 
     def watch_reductions(self, patches: Patches, reducing: Reducing) -> None:
         """Calls ``reducing`` around what starts the collective of a group."""
+        ...
+
+    def gathering_groups(self) -> list[ProcessGroup]:
+        """Those that gather weights for each use of them, and reduce their gradients."""
+        ...
+
+    def watch_transfers(self, patches: Patches, transferring: Transferring) -> None:
+        """Calls ``transferring`` around what starts a collective of these groups."""
         ...
 
     def clear_padding_of_gradients(self, number: int) -> None:
@@ -94,6 +109,12 @@ class ReplicatedChunk:
 
         return start_grad_sync
 
+    def gathering_groups(self) -> list[ProcessGroup]:
+        return []
+
+    def watch_transfers(self, patches: Patches, transferring: Transferring) -> None:
+        pass
+
     def clear_padding_of_gradients(self, number: int) -> None:
         pass  # buckets are made of zeros
 
@@ -132,6 +153,8 @@ class ShardedChunk:
 
     def __init__(self, chunk: torch.nn.Module) -> None:
         self._pipeline = chunk.module.grad_reduce_pipeline
+        self._gather_pipeline = chunk.module.all_gather_pipeline
+        self._gather: contextlib.ExitStack | None = None  # while several buckets are gathered at once
         self._buffer = chunk.param_and_grad_buffer
         self._shards_weights = chunk.ddp_config.data_parallel_sharding_strategy == "optim_grads_params"
         self._place = {  # in its group: the group, and its number there
@@ -168,6 +191,43 @@ class ShardedChunk:
 
         patches.wrap(self._pipeline, "_bucket_group_gradient_reduce", reduce)  # while backward runs
         for name in ("reduce_scatter_gradients", "all_reduce_gradients"):  # after it
+            patches.wrap(self._buffer, name, reduce_all)
+
+    def gathering_groups(self) -> list[ProcessGroup]:
+        buffers = [group.model_weight_buffer for group in self._buffer.parameter_groups]
+        return list({id(b.data_parallel_group): b.data_parallel_group for b in buffers if b}.values())
+
+    def watch_transfers(self, patches: Patches, transferring: Transferring) -> None:
+        """Buckets of a module are gathered by one collective, which begins once all of them were named."""
+
+        def gather(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            try:
+                with contextlib.ExitStack() as self._gather:
+                    return original(*args, **kwargs)
+            finally:
+                self._gather = None
+
+        def gather_bucket(original: Callable[..., Any], bucket_id: int, bwd: bool) -> Any:
+            buckets = self._buffer.bucket_to_bucket_group[bucket_id]
+            parameters = [p for bucket in buckets for p in self._buffer.parameter_groups[bucket].params]
+            with contextlib.ExitStack() as alone:
+                stack = self._gather or alone
+                stack.close()
+                stack.enter_context(transferring(parameters, reduces_gradients=False))
+                return original(bucket_id, bwd)
+
+        def reduce(original: Callable[..., Any], buckets: list[int], *args: Any, **kwargs: Any) -> Any:
+            with transferring(self.groups[self._number_of[buckets[0]]], reduces_gradients=True):
+                return original(buckets, *args, **kwargs)
+
+        def reduce_all(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with transferring([p for _, p in self.parameters], reduces_gradients=True):
+                return original(*args, **kwargs)
+
+        patches.wrap(self._gather_pipeline, "all_gather_params", gather)
+        patches.wrap(self._gather_pipeline, "async_bucket_gather", gather_bucket)
+        patches.wrap(self._pipeline, "_bucket_group_gradient_reduce", reduce)
+        for name in ("reduce_scatter_gradients", "all_reduce_gradients"):
             patches.wrap(self._buffer, name, reduce_all)
 
     def clear_padding_of_gradients(self, number: int) -> None:

@@ -39,6 +39,7 @@ from nanlocator.megatron.data_parallel import DataParallelChunk
 from nanlocator.megatron.first_step import FirstStep
 from nanlocator.megatron.layout import optimizer_gradients, rank_coordinates
 from nanlocator.megatron.microbatches import Microbatches
+from nanlocator.own_gradients import common_module
 from nanlocator.patches import Patches
 from nanlocator.session import Options, RankConnection, log_once, resolve_options
 
@@ -101,8 +102,11 @@ class MegatronLocator:
         self._is_agreeing = False  # in an optimizer's step: what it works on has been scanned
         self._microbatches.listeners.append(self._first_step)
         self._boundaries: Boundaries | None = None
-        if options.level in ("boundaries", "modules"):
+        if options.level == "modules":
+            self._boundaries = self._whole_boundaries()
+        elif options.level == "boundaries":
             self._boundaries = boundaries_of(chunks)
+        if self._boundaries is not None:
             self._microbatches.listeners.append(self._boundaries)
             self._driver.follow_boundaries(self._boundaries)
             self._first_step.exchanges = self._boundaries.exchanges = set()
@@ -139,6 +143,23 @@ class MegatronLocator:
         self._patches.remove()
         delattr(self._optimizer, _INSTALLED)
         self._driver.close()
+
+    def _whole_boundaries(self) -> Boundaries:
+        """With what is gathered where it arrives, weights too."""
+        data_parallel = self._adapter.data_parallel
+        groups = [group for chunk in data_parallel for group in chunk.gathering_groups()]
+        boundaries = boundaries_of(self._chunks, groups, reads_gathered=True)
+        name_of = {entry.parameter: entry.name for entry in self._adapter.named}
+
+        def transferring(
+            parameters: list[torch.nn.Parameter], *, reduces_gradients: bool
+        ) -> contextlib.AbstractContextManager[None]:
+            owner = common_module([name_of[p] for p in parameters if p in name_of])
+            return boundaries.transferring(owner, reduces_gradients=reduces_gradients)
+
+        for chunk in data_parallel:
+            chunk.watch_transfers(self._patches, transferring)
+        return boundaries
 
     # --- hooks ---------------------------------------------------------------------------------------
 
