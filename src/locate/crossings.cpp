@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <set>
 #include <utility>
 
@@ -58,12 +59,19 @@ class SeenMicrobatches {
       has_unknown_ = true;
     }
   }
+  /// Its microbatch and all behind it.
+  void add_from(const Sighting& sighting) {
+    is_any_ = true;
+    first_of_all_ = std::min(first_of_all_, sighting.microbatch.value_or(0));
+  }
   [[nodiscard]] bool may_hold(const Sighting& sighting) const {
     if (!sighting.microbatch) return is_any_;
-    return has_unknown_ || numbers_.contains(*sighting.microbatch);
+    return has_unknown_ || *sighting.microbatch >= first_of_all_ ||
+           numbers_.contains(*sighting.microbatch);
   }
 
  private:
+  int first_of_all_ = std::numeric_limits<int>::max();
   std::unordered_set<int> numbers_;
   bool has_unknown_ = false;
   bool is_any_ = false;
@@ -172,8 +180,14 @@ void Crossings::take_crossing(const RankEvidence& rank, const Sighting& sighting
   events_.push_back({.rank = &rank, .sighting = &sighting, .role = role, .meeting = entry->second});
 }
 
+bool are_weights(const BoundaryEvent& event) {
+  const auto& crossing = event.sighting->crossing;
+  return event.role == RoleKind::received && crossing && crossing->carries_weights;
+}
+
 /// Program order on one rank. Crossings are in execution order; a loss, which is looked at when the
-/// pass has ended, stands between the forward and the backward of its microbatch.
+/// pass has ended, stands between the forward and the backward of its microbatch. Weights that were
+/// gathered may be used in later microbatches, too.
 void Crossings::explain_on(std::span<BoundaryEvent> events_of_rank) {
   if (events_of_rank.empty()) return;
   const RankEvidence& rank = *events_of_rank.front().rank;
@@ -183,7 +197,7 @@ void Crossings::explain_on(std::span<BoundaryEvent> events_of_rank) {
     if (event.role == RoleKind::loss) {
       losses.add(*event.sighting);
     } else if (event.sighting->phase <= Phase::loss) {
-      forward.add(*event.sighting);
+      are_weights(event) ? forward.add_from(*event.sighting) : forward.add(*event.sighting);
     }
   }
   for (BoundaryEvent& event : events_of_rank) {
@@ -200,7 +214,11 @@ void Crossings::explain_on(std::span<BoundaryEvent> events_of_rank) {
       case RoleKind::described:
         break;  // by what was put in: explain_received
     }
-    if (event.role != RoleKind::loss) before.add(sighting);
+    if (are_weights(event)) {
+      before.add_from(Sighting{});  // whatever the schedule's order
+    } else if (event.role != RoleKind::loss) {
+      before.add(sighting);
+    }
   }
 }
 

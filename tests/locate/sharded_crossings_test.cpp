@@ -111,6 +111,44 @@ TEST_F(ShardedCrossings, AGatherThatIsWrongOnOneRankIsOneOriginHoweverOften) {
                       Field(&Fact::names, ElementsAre("layer2 in backward"))));
 }
 
+TEST_F(ShardedCrossings, WhatWasGatheredWronglyIsUsedInLaterMicrobatchesToo) {
+  crossed(shard_, 1);
+  see(1, Phase::forward, "received", kGather, shard_, 0).microbatch = 1;
+  for (const int microbatch : {1, 2}) {
+    see_loss(1);
+    ledgers_[1].sightings.back().microbatch = microbatch;
+  }
+  scan_gradients(Phase::grad_local, {1});
+  const Verdict found = verdict();
+  ASSERT_THAT(found.origins, SizeIs(1));
+  EXPECT_EQ(found.origins[0].cause, Cause::collective_result);
+}
+
+TEST_F(ShardedCrossings, AnEarlierMicrobatchesLossIsAnOriginOfItsOwn) {
+  crossed(shard_, 1);
+  see(1, Phase::forward, "received", kGather, shard_, 0).microbatch = 1;
+  see_loss(1);
+  ledgers_[1].sightings.back().microbatch = 0;
+  scan_gradients(Phase::grad_local, {1});
+  EXPECT_THAT(verdict().origins, SizeIs(2));
+}
+
+TEST_F(ShardedCrossings, WhatIsGatheredUnseenIsNotCalledFinite) {
+  for (const bool is_watched : {false, true}) {
+    ledgers_[1].backward_order[0].shard_group = {0, 1};
+    crossed(shard_, 1);
+    ledgers_[1].crossings.back().watches_weights = is_watched;
+    if (!is_watched) see_loss(1);
+    const Verdict found = verdict();
+    ASSERT_THAT(found.origins, SizeIs(1));
+    const auto& facts = found.origins[0].facts;
+    EXPECT_EQ(has_fact(facts, FactKind::weights_gathered_unseen), !is_watched);
+    EXPECT_THAT(facts, HasFact(FactKind::received_finite_before,
+                               Field(&Fact::peers,
+                                     is_watched ? std::vector<int>{} : std::vector<int>{0, 1})));
+  }
+}
+
 TEST_F(ShardedCrossings, WhatPadsAShardIsNoOriginAndExplainsNothing) {
   crossed(shard_, 1);
   see(1, Phase::forward, "sent", kGather, shard_, 0);

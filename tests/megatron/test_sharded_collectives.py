@@ -1,8 +1,7 @@
-"""What a rank gets out of Megatron-FSDP's collectives wrongly, every time: its gathers of weights, which
-level boundaries does not watch, and its reductions."""
+"""What a rank gets out of Megatron-FSDP's collectives wrongly: its gathers of weights, which level boundaries
+does not watch and level modules does, and its reductions."""
 
 import ctypes
-import math
 
 import pytest
 from fixtures import run_in_tmp_path  # noqa: F401
@@ -24,40 +23,62 @@ GATHERS = ("allgather", "_allgather_base", "allgather_into_tensor_coalesced", "a
 REDUCTIONS = ("_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "reduce_scatter")
 
 
-def damaged_training(rank, world_size, methods):
+def damaged_training(rank, world_size, methods, level, once):
     from damaged_collectives import damaged
     from gpt_training import Trainer, TrainingConfig
 
     import nanlocator.megatron
 
     def spoil(tensor):
-        ctypes.c_float.from_address(tensor.data_ptr() + 4 * 2).value = math.nan
+        ctypes.memset(tensor.data_ptr(), 255, tensor.nbytes)
 
     trainer = Trainer(TrainingConfig(**TRAINING))
-    locator = nanlocator.megatron.install(trainer.model_chunks, trainer.optimizer)
-    with damaged(methods, lambda: rank == 1 and locator._driver.is_in_pass, spoil, more_than=64):
+    locator = nanlocator.megatron.install(trainer.model_chunks, trainer.optimizer, level=level)
+    is_now = lambda: rank == 1 and locator._driver.is_in_pass  # noqa: E731
+    with damaged(methods, is_now, spoil, once=once, more_than=64):
         try:
             trainer.train(2)
         except nanlocator.NonFiniteGradientError as error:
             return error.verdict
 
 
-def only_origin(methods):
-    (origin,) = run_ranks(2, damaged_training, methods)[0]["origins"]
+def only_origin(methods, level="boundaries", once=False):
+    (origin,) = run_ranks(2, damaged_training, methods, level, once)[0]["origins"]
     return origin
 
 
-def test_a_gather_that_is_wrong_on_one_rank_is_named_with_its_group():
-    origin = only_origin(GATHERS)
+def kinds_of(origin):
+    return [fact["kind"] for fact in origin["facts"]]
+
+
+@pytest.mark.parametrize("level", ["boundaries", "modules"])
+def test_a_gather_that_is_always_wrong_on_one_rank_is_named_with_its_group(level):
+    origin = only_origin(GATHERS, level)
     assert (origin["cause"], origin["candidates"], origin["phase"]) == ("collective_result", [1], "forward")
-    assert origin["module"] == "embedding.word_embeddings"
     came = origin["facts"][0]
-    assert (came["kind"], came["peers"]) == ("came_from_collective", [0, 1])
+    assert came["kind"] == ("came_from_collective" if level == "boundaries" else "collective_changed")
     assert came["group"].startswith("DATA_PARALLEL_GROUP")
+    assert came["peers"] == [0, 1]
 
 
-def test_a_sum_that_is_wrong_where_it_is_kept_is_of_all_that_made_it():
-    origin = only_origin(REDUCTIONS)
+def test_a_gather_that_was_wrong_once_is_named_where_it_is_watched():
+    origin = only_origin(GATHERS, "modules", once=True)
+    assert (origin["cause"], origin["candidates"], origin["phase"]) == ("collective_result", [1], "forward")
+    assert {"collective_changed", "own_copy_bad", "happened_once"} <= set(kinds_of(origin))
+
+
+def test_a_gather_that_was_wrong_once_is_not_ruled_out_where_it_is_not_watched():
+    origin = only_origin(GATHERS, once=True)
+    assert (origin["cause"], origin["candidates"]) == ("not_reproduced", [1])
+    assert "weights_gathered_unseen" in kinds_of(origin)
+    assert any("everything but gathered weights" in text for text in origin["evidence"])
+    assert "gather" in origin["alternatives"]
+
+
+@pytest.mark.parametrize("level", ["boundaries", "modules"])
+@pytest.mark.parametrize("once", [False, True])
+def test_a_sum_that_is_wrong_where_it_is_kept_is_of_all_that_made_it(level, once):
+    origin = only_origin(REDUCTIONS, level, once)
     assert (origin["cause"], origin["phase"]) == ("collective_result", "grad_reduced")
     assert origin["candidates"] == [0, 1]
-    assert "only_owner_keeps_sum" in [fact["kind"] for fact in origin["facts"]]
+    assert "only_owner_keeps_sum" in kinds_of(origin)

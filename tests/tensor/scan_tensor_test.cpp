@@ -9,6 +9,7 @@
 #include "gradients/tensors.hpp"
 #include "nanlocator/error.hpp"
 #include "temporary_folder.hpp"
+#include "tensor/tensor_access.hpp"
 
 namespace nanlocator::testing {
 namespace {
@@ -56,6 +57,18 @@ TEST(ScanTensors, RefusesIntegersSparseLayoutsAndOtherMemory) {
   EXPECT_THAT(refusal(at::zeros({2}, at::kInt)), HasSubstr("tensor 1 (int32"));
   EXPECT_THAT(refusal(at::ones({2, 2}).to_sparse()), HasSubstr("not strided"));
   EXPECT_THAT(refusal(at::ones({2}, at::TensorOptions().device(at::kMeta))),
+              HasSubstr("no memory"));
+}
+
+TEST(ScanTensors, RefusesMemoryThatWasFreedUnderATensor) {
+  auto whole = at::ones({8});
+  const at::Tensor rows[] = {whole.slice(0, 4), whole.view({2, 4}).t(), whole.slice(0, 0, 2)};
+  whole.storage().unsafeGetStorageImpl()->set_nbytes(2 * sizeof(float));
+  EXPECT_FALSE(has_memory(whole));
+  EXPECT_FALSE(has_memory(rows[0]));
+  EXPECT_FALSE(has_memory(rows[1]));
+  EXPECT_TRUE(has_memory(rows[2]));
+  EXPECT_THAT(message_of<UnsupportedError>([&] { (void)scan_tensors({rows[0]}); }),
               HasSubstr("no memory"));
 }
 
