@@ -165,8 +165,8 @@ class ReductionRules {
         }
       }
     }
-    const bool is_whole = std::ranges::all_of(bad, [](const BadOnRank& each) {
-      return each.bad->sighting->stats.numel == numel_of(each.bad->sighting->shape);
+    const bool is_in_shards = std::ranges::any_of(bad, [](const BadOnRank& each) {
+      return each.bad->position && each.rank->parameter(*each.bad->position).shard;
     });
     const bool is_own_copy = has_clean_copy(bad);
     const bool is_alone = members.size() == 1;
@@ -190,10 +190,10 @@ class ReductionRules {
     } else if (is_own_copy) {
       facts.push_back(
           {.kind = FactKind::own_copy_bad, .ranks = sorted(ranks), .peers = sorted(clean)});
-    } else if (is_whole) {
-      facts.push_back({.kind = FactKind::every_member_bad});
-    } else {
+    } else if (is_in_shards) {
       facts.push_back({.kind = FactKind::only_owner_keeps_sum, .ranks = sorted(ranks)});
+    } else if (ranks == members) {
+      facts.push_back({.kind = FactKind::every_member_bad});
     }
     if (overflow) facts.push_back(*std::move(overflow));
     return origin;
