@@ -205,6 +205,14 @@ void bind_agree(py::module_& m) {
           },
           "ended_by"_a = "", ReleaseGil(),
           "Tells the other ranks that this one ends; with the exception's text, that it is lost.")
+      .def(
+          "wait_for_loss",
+          [](Communicator& c, std::chrono::milliseconds patience) {
+            if (c.monitor())
+              c.monitor()->wait_for_loss(std::chrono::steady_clock::now() + patience);
+          },
+          "patience"_a, ReleaseGil(),
+          "Until it is known that some rank is lost, and the files say so.")
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size);
 }
@@ -253,6 +261,10 @@ void bind_gradients(py::module_& m) {
       .def_property_readonly("dismissed", &GradientLocator::dismissed)
       .def("begin_step", &GradientLocator::begin_step, "iteration"_a)
       .def("gradient_is_ready", &GradientLocator::gradient_is_ready, "parameter"_a)
+      .def(
+          "scan_losses",
+          [](GradientLocator& l, const std::vector<LossView>& losses) { l.scan_losses(losses); },
+          "losses"_a, ReleaseGil())
       .def("set_loss_scale", &GradientLocator::set_loss_scale, "loss_scale"_a,
            "falls_on_overflow"_a)
       .def("start_agreement", &GradientLocator::start_agreement, ReleaseGil())

@@ -103,6 +103,7 @@ void bind_recorder(py::module_& m) {
           },
           "payload"_a, "roots"_a)
       .def_property_readonly("backwards", &StepRecorder::backwards)
+      .def("unfinished", &StepRecorder::unfinished)
       .def("problem", &StepRecorder::problem)
       .def("needed",
            [](const StepRecorder& r) {

@@ -47,7 +47,7 @@ class Evaluation:
             execution = _Execution(self._adapter, call)
             self._driver.begin_pass(execution, self._calls)
             output = call()
-            execution.bad = [i for i, t in enumerate(_C.tensors_in(output)) if _is_bad(t)]
+            execution.bad = [i for i, t in enumerate(_C.tensors_in(output)) if is_bad(t)]
             if execution.bad:
                 self._driver.end_pass([_C.LossView(tensor) for _, tensor in execution.results(output)])
                 self._driver.end_step()
@@ -83,6 +83,7 @@ class _Execution(Pass):
         """There are none."""
 
 
-def _is_bad(tensor: torch.Tensor) -> bool:
+def is_bad(tensor: torch.Tensor) -> bool:
+    """A -Inf alone is meant."""
     stats = _C.look(tensor)
     return stats is not None and (stats.nan > 0 or stats.pos_inf > 0)

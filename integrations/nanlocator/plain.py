@@ -26,7 +26,7 @@ from nanlocator.modules import ModuleHooks, local_part, shown, tensor_attributes
 from nanlocator.own_gradients import LocalScans, OwnGradients
 from nanlocator.pipelining import Pipeline, group_of, is_known
 from nanlocator.rerun import ScalerState
-from nanlocator.session import RankConnection, device_description, dtype_name, is_distributed
+from nanlocator.session import RankConnection, connect, device_description, dtype_name, is_distributed
 from nanlocator.shards import Part, coordinates_of, whole_part
 
 
@@ -319,7 +319,7 @@ def plain_driver(
     """``loss_scale`` is asked of a scaler that is enabled."""
     if grad_scaler is not None and grad_scaler.is_enabled():
         adapter.loss_scale = functools.partial(loss_scale, grad_scaler)
-    driver = PlainDriver(adapter, options, RankConnection() if is_distributed() else None)
+    driver = PlainDriver(adapter, options, connect(options))
     if grad_scaler is not None:
         driver.add_state("the loss scaler", ScalerState(grad_scaler))
     return driver

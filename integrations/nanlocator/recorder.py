@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nanlocator import _C, fsdp2, lightning_steps
 from nanlocator.batches import KeptBatch
 from nanlocator.driver import Named
-from nanlocator.evaluation import Evaluation
+from nanlocator.evaluation import Evaluation, is_bad
 from nanlocator.patches import replace
 from nanlocator.pipelining import Pipeline
 from nanlocator.plain import PlainAdapter, PlainPass, held_parameters
@@ -283,6 +283,16 @@ class StepRecorder:
             self._engine.add_backward(call, given)
         self._follower.after_backward()
 
+    def look_at_unfinished(self) -> bool:
+        """At what waits for a backward that will not come; waits for the device. What holds a NaN or +Inf is
+        a loss of this step then. Whether there is such a one."""
+        with self.suspended():
+            bad = [tensor for tensor in self._engine.unfinished() if is_bad(tensor)]
+        for tensor in bad:
+            self._engine.add_backward(_Unfinished(self._named([tensor])), [tensor])
+            self.losses.append(tensor.detach())
+        return bool(bad)
+
     def _losses_in(self, args: Any) -> list[torch.Tensor]:
         return [self.unscaled.get(t, t).detach() for t in _C.tensors_in(args[0]) if t.numel() == 1]
 
@@ -535,6 +545,17 @@ class RecordedPass(PlainPass):
 
 def _version_of(gradient: torch.Tensor) -> int:
     return getattr(gradient, "_local_tensor", gradient)._version
+
+
+class _Unfinished:
+    """In place of the backward of these values."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+
+    def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        losses += _mapped(self._values, _Now(replay))
+        return []
 
 
 class _Now:

@@ -137,20 +137,25 @@ class RankConnection:
 
     _installed = 0  # installs of this process, the same on all ranks: keeps Store keys apart
 
-    def __init__(self) -> None:
+    def __init__(self, gather_deadline: datetime.timedelta) -> None:
         RankConnection._installed += 1
         self._group = dist.new_group(timeout=_timeout_of(dist.group.WORLD))
         store = dist.distributed_c10d._get_default_store()
         self.communicator = _C.Communicator(
             group=self._group, store=store, prefix=f"nanlocator/{RankConnection._installed}"
         )
-        self._goodbye = weakref.finalize(self, _say_goodbye, self.communicator, os.getpid())
+        self._goodbye = weakref.finalize(self, _say_goodbye, self.communicator, gather_deadline, os.getpid())
 
     def close(self) -> None:
         self._goodbye()
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
+
+
+def connect(options: "_C.LocatorOptions") -> RankConnection | None:
+    """None for a process by itself. Collective."""
+    return RankConnection(options.gather_deadline) if is_distributed() else None
 
 
 def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
@@ -160,18 +165,27 @@ def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
     return max((each._timeout for each in options if hasattr(each, "_timeout")), default=None)
 
 
-def _say_goodbye(communicator: _C.Communicator, process: int) -> None:
+def _say_goodbye(communicator: _C.Communicator, gather_deadline: datetime.timedelta, process: int) -> None:
     """At the interpreter's exit, or when the connection is no longer needed. A process that an exception
     ends says so: its peers, which may wait for it in a collective, then know why it does not come. One that
-    a peer's end has ended leaves the word to that peer, or to its silence."""
+    a peer's end has ended leaves the word to that peer, or waits until its silence is noticed: where all that
+    are left end at once, nobody else would say whose end it was."""
     if os.getpid() != process:
         return  # a forked worker, which has none of our threads
-    error = getattr(sys, "last_value", None)  # set by the interpreter for the exception that ends it
+    error = ending_error()
     is_orderly = error is None or isinstance(error, NonFiniteGradientError | KeyboardInterrupt)
-    if is_orderly or is_failure_of_peers(error):
+    if is_orderly:
+        communicator.leave()
+    elif is_failure_of_peers(error):
+        communicator.wait_for_loss(gather_deadline)
         communicator.leave()
     else:
         communicator.leave(first_line(error))
+
+
+def ending_error() -> BaseException | None:
+    """At the interpreter's exit: the exception that ends it."""
+    return getattr(sys, "last_value", None)
 
 
 def is_failure_of_peers(error: BaseException) -> bool:

@@ -1,10 +1,12 @@
 """``watch``: one line for a training loop as it is."""
 
+import atexit
 import contextlib
 import functools
 import os
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -24,7 +26,16 @@ from nanlocator.pipelining import follow_steps, stages_of
 from nanlocator.plain import PlainAdapter, plain_driver, scale_in_gradients
 from nanlocator.recorder import RecordedPass, StepRecorder
 from nanlocator.rerun import GeneratorStates, ObjectState, Stateful
-from nanlocator.session import Options, recorded_bytes, resolve_options
+from nanlocator.session import (
+    NonFiniteGradientError,
+    Options,
+    ending_error,
+    first_line,
+    is_distributed,
+    is_failure_of_peers,
+    recorded_bytes,
+    resolve_options,
+)
 
 Models = nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module]
 
@@ -93,6 +104,7 @@ class Watch:
         self._zeroed: set[torch.Tensor] = set()
         self._undo: list[Callable[[], None]] = [keep_from_deepspeed(each) for each in optimizers]
         self._follow_loop()
+        self._follow_end()
 
     @property
     def verdicts(self) -> list[dict[str, Any]]:
@@ -189,6 +201,49 @@ class Watch:
         self._recorder.forget()
         self._is_unseen = self._is_seen = False
         self._decision = _C.Decision.PROCEED
+
+    # --- where the program ends in a step ------------------------------------------------------------
+
+    def _follow_end(self) -> None:
+        """Programs that check their loss by themselves raise, leave their loop or call ``sys.exit``, and no
+        backward or update comes."""
+        at_exit = functools.partial(_look_at_exit, weakref.ref(self))
+        atexit.register(at_exit)
+        self._undo.append(functools.partial(atexit.unregister, at_exit))
+        self._replace(sys, "exit", self._exit)
+
+    def _exit(self, original: Callable[..., Any], *args: Any) -> Any:
+        self.look_at_end()
+        return original(*args)
+
+    def look_at_end(self) -> None:
+        """Reports what is bad in a step that the program does not end. Nothing is raised."""
+        error = ending_error()
+        is_told_otherwise = isinstance(error, NonFiniteGradientError | KeyboardInterrupt) or (
+            error is not None and is_failure_of_peers(error)
+        )
+        if is_told_otherwise or not self._driver.is_in_pass or not self._recorder.is_outside():
+            return
+        try:
+            if self._recorder.backwards == 0:
+                self._pass.take_gradients(self._zeroed)
+            if not (self._recorder.look_at_unfinished() or self._is_unseen):
+                return
+            self._is_unseen = True
+            if is_distributed():  # the others may not have come here
+                self._look_alone("the program ended" if error is None else first_line(error))
+            else:
+                self._look()
+        except NonFiniteGradientError:
+            pass  # which was printed
+        except Exception as failure:  # a device that has failed, as the program knows
+            print(f"nanlocator: the last step could not be looked at: {failure}", file=sys.stderr, flush=True)
+
+    def _look_alone(self, reason: str) -> None:
+        self._driver.scan_gradients()
+        self._driver.locator.scan_losses(self._loss_views())
+        why_not = "ranks execute a step again together: one that goes on to its backward is explained"
+        self._driver.conclude_alone(f"{reason} ({why_not})", False)
 
     def _loss_scale(self) -> LossScale | None:
         is_scaled = self._scaler is not None and self._scaler.is_enabled()
@@ -369,6 +424,11 @@ class Watch:
             result = zero()
         self._zeroed |= {p for p in ours if p.grad is not None}
         return result
+
+
+def _look_at_exit(watch: "weakref.ref[Watch]") -> None:
+    if (found := watch()) is not None:
+        found.look_at_end()
 
 
 def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:

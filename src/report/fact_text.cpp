@@ -434,9 +434,10 @@ std::string plain_text(const Fact& fact) {
     case rerun_not_completed:
       return "the step was re-run, but the re-run did not complete";
     case rerun_identical:
-      return "the step was re-run and came out bit-identical (" +
-             counted(count_of(fact), "gradient") +
-             "): it repeats with the same data, weights and random numbers";
+      return (count_of(fact) == 0 ? "the step was re-run and is bad again"
+                                  : "the step was re-run and came out bit-identical (" +
+                                        counted(count_of(fact), "gradient") + ")") +
+             std::string(": it repeats with the same data, weights and random numbers");
     case rerun_differs:
       return "the step was re-run and is bad again, with other bits in " + counted(count_of(fact)) +
              " of " + counted(fact.of.value_or(0), "gradient") +

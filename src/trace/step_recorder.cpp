@@ -704,6 +704,23 @@ std::vector<std::shared_ptr<const RecordedEvent>> StepRecorder::needed() const {
   return events;
 }
 
+std::vector<at::Tensor> StepRecorder::unfinished() const {
+  std::unordered_set<const RecordedEvent*> used;
+  for (const auto& event : needed()) used.insert(event.get());
+  std::vector<std::pair<at::Tensor, const RecordedEvent*>> waiting;
+  for (const auto& [address, known] : impl_->known) {
+    at::Tensor tensor(known.tensor.lock());
+    if (!tensor.defined() || !tensor.requires_grad() || tensor.is_leaf()) continue;
+    for (const auto& need : known.event->data().needs) used.insert(need.get());
+    waiting.emplace_back(std::move(tensor), known.event.get());
+  }
+  std::erase_if(waiting, [&](const auto& each) { return used.contains(each.second); });
+  std::ranges::sort(waiting, {}, [](const auto& each) { return each.second->data().number; });
+  std::vector<at::Tensor> tensors;
+  for (auto& [tensor, event] : waiting) tensors.push_back(std::move(tensor));
+  return tensors;
+}
+
 std::string StepRecorder::problem() const {
   if (!impl_->standing_problem.empty()) return impl_->standing_problem;
   for (const auto& event : needed()) {

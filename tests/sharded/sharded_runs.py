@@ -89,7 +89,7 @@ def _killed(rank, world_size, kind, variant, phase):
     training.step()
     excuse(1)
     if rank == 1:
-        _die_in(phase, training, watch)
+        die_in(phase, training, watch)
     began = time.monotonic()
     try:
         for _ in range(2):  # a rank that ends in its update is missed in the step after
@@ -102,17 +102,18 @@ def _killed(rank, world_size, kind, variant, phase):
         return seconds
 
 
-def _die_in(phase, training, watch):
+def die_in(phase, training, watch):
     def die(*_):
         os.kill(os.getpid(), signal.SIGKILL)
 
+    if phase == "reduction":  # the others are in it, or come to it
+        ProcessGroup._reduce_scatter_base = die
+        return
     scale = next(module for module in training.model.modules() if isinstance(module, Scale))
     if phase == "forward":
         scale.register_forward_pre_hook(die)
     elif phase == "backward":
         scale.register_full_backward_hook(die)
-    elif phase == "reduction":  # the others are in it, or come to it
-        ProcessGroup._reduce_scatter_base = die
     elif phase == "repeat":
         scale.register_forward_pre_hook(lambda *_: die() if watch._driver.is_rerunning else None)
     else:

@@ -1,14 +1,15 @@
 """torch.distributed.pipelining: a schedule's step is executed again by all stages; nothing changes."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 import sharded_runs
 import torch
 from pipelined_training import SECOND_AXIS, VARIANTS, Block, Pipelined
-from ranks import run_ranks
-from sharded_runs import healthy, recovered
+from ranks import run_programs, run_ranks
+from sharded_runs import DEADLINE, die_in, healthy, recovered
 from torch import distributed as dist
 
 import nanlocator
@@ -229,3 +230,26 @@ def mapped(rank, world_size, variant):
 def test_the_maps_say_where_a_rank_stands_in_the_pipeline(variant, replicas):
     names = [f"param_manifest_tp0pp{pp}dp{dp}.json" for pp in (0, 1) for dp in range(replicas)]
     assert run_ranks(ranks_of(variant), mapped, variant)[0] == names
+
+
+def killed(rank, world_size, port, variant):
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    training = Pipelined(rank, variant)
+    watch = nanlocator.watch(training.model, training.optimizer, gather_deadline=DEADLINE)
+    training.step()
+    if rank == 1:
+        die_in("reduction", training, watch)
+    for _ in range(2):
+        training.step()
+
+
+@pytest.mark.parametrize("variant", ["fsdp", "interleaved_fsdp"])
+def test_a_rank_that_is_killed_while_its_stage_reduces_is_the_one_that_is_named(variant):
+    """Rank 3, which reduces with it, ends with gloo's error; the other stage, with nanlocator's."""
+    codes = [code for code, _, _ in run_programs(4, killed, variant)]
+    assert codes == [1, -signal.SIGKILL, 1, 1]
+    verdicts = [json.loads(path.read_text()) for path in Path("nanlocator_run/a0").glob("verdict*.json")]
+    assert verdicts
+    for verdict in verdicts:
+        assert (verdict["status"], verdict["silent_ranks"], verdict["origins"]) == ("partial", [1], [])

@@ -124,6 +124,9 @@ class StepRecorder {
 
   /// The events that have made the gradients, in their order.
   [[nodiscard]] std::vector<std::shared_ptr<const RecordedEvent>> needed() const;
+  /// What was computed and waits for a backward: live tensors with a gradient function that nothing
+  /// else which has one was computed from.
+  [[nodiscard]] std::vector<at::Tensor> unfinished() const;
   /// Why they cannot be executed again, a clause: "..., as {problem}"; empty where they can.
   [[nodiscard]] std::string problem() const;
   /// Live tensors and events, for tests.

@@ -36,8 +36,7 @@ from nanlocator.patches import Patches, replace
 from nanlocator.rerun import GeneratorStates, ObjectState, Stateful
 from nanlocator.session import (
     Options,
-    RankConnection,
-    is_distributed,
+    connect,
     log_once,
     recorded_bytes,
     resolve_options,
@@ -89,7 +88,7 @@ class DeepSpeedLocator:
         self._adapter = DeepSpeedAdapter(engine, self._layout)
         self._recorder = EngineRecorder(engine, self._layout.parameters, self, recorded_bytes())
         try:
-            self._driver = Driver(self._adapter, options, RankConnection() if is_distributed() else None)
+            self._driver = Driver(self._adapter, options, connect(options))
         except BaseException:
             self._recorder.remove()
             raise

@@ -93,7 +93,7 @@ class MegatronLocator:
         self._chunks = chunks
         self._optimizer = optimizer
         self._adapter = MegatronAdapter(chunks, optimizer)
-        self._driver = Driver(self._adapter, options, RankConnection())
+        self._driver = Driver(self._adapter, options, RankConnection(options.gather_deadline))
         self._machine = state.RerunMachine()
         self._patches = Patches()
         self._microbatches = Microbatches(chunks, self._patches)

@@ -1,0 +1,174 @@
+"""Programs that check their loss by themselves, and end in a step: what they have found is explained."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import run_programs
+
+PROGRAM = """
+import math, sys
+import torch, nanlocator
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+watch = nanlocator.watch(model, optimizer, {options})
+
+def criterion(output):
+    return torch.log(output - 100).mean() if {is_bad} and step == 3 else output.mean()
+
+def train(step):
+    loss = criterion(model(torch.randn(8, 4)))
+    if {before_backward} and step == 3:
+        {stop}
+    optimizer.zero_grad()
+    loss.backward()
+    if not {before_backward} and step == 3:
+        {stop}
+    optimizer.step()
+
+for step in range(1, 5):
+    train(step)
+"""
+ENDS = {
+    "raises": "raise FloatingPointError('Loss became infinite or NaN')",
+    "asserts": "assert torch.isfinite(loss), 'NaN'",
+    "exits": "print('Loss is nan, stopping training'), sys.exit(1)",
+}
+
+
+def run(end, *, is_bad=True, before_backward=True, options="", extra=""):
+    text = PROGRAM.format(stop=end, is_bad=is_bad, before_backward=before_backward, options=options)
+    Path("train.py").write_text(text + extra)
+    done = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, timeout=100)
+    found = sorted(Path().glob("nanlocator_run/*/verdict.json"))
+    return done, [json.loads(path.read_text()) for path in found]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_loss_that_the_program_finds_bad_is_explained_before_it_ends(end):
+    done, verdicts = run(ENDS[end])
+    assert done.returncode == 1
+    (origin,) = verdicts[0]["origins"]
+    assert (origin["operator"], origin["cause"]) == ("aten::log", "operator_undefined")
+    assert origin["code"]["text"].startswith("return torch.log(output - 100)")
+    assert verdicts[0]["iteration"] == 3 and verdicts[0]["rerun"]["reproduced"] is True
+    assert done.stderr.count("step 3: NaN born in the loss") == 1
+    assert "could not be looked at" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("end", "before_backward"), [("raises", True), ("exits", True), ("asserts", True), ("raises", False)]
+)
+def test_a_program_that_ends_in_a_healthy_step_is_told_nothing(end, before_backward):
+    end = ENDS[end].replace("torch.isfinite(loss)", "False")
+    done, verdicts = run(end, is_bad=False, before_backward=before_backward)
+    assert (done.returncode, verdicts) == (1, [])
+    assert "step 3" not in done.stderr and "could not be looked at" not in done.stderr
+
+
+def test_gradients_that_nobody_has_looked_at_are_looked_at_before_the_end():
+    done, verdicts = run(ENDS["raises"], before_backward=False)
+    assert done.returncode == 1
+    (origin,) = verdicts[0]["origins"]
+    assert (origin["operator"], verdicts[0]["iteration"]) == ("aten::log", 3)
+
+
+def test_after_remove_and_an_interrupt_nothing_is_looked_at():
+    _, verdicts = run(f"watch.remove(); {ENDS['raises']}")
+    assert verdicts == []
+    _, verdicts = run("raise KeyboardInterrupt")
+    assert verdicts == []
+
+
+def test_a_loop_that_is_left_with_a_bad_loss_is_explained_at_the_programs_end():
+    loop = """
+for step in range(3, 5):
+    loss = criterion(model(torch.randn(8, 4)))
+    if torch.isnan(loss):
+        break
+print("done")
+"""
+    done, verdicts = run("return", extra=loop)
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert verdicts[-1]["origins"][0]["operator"] == "aten::log"
+
+
+def test_the_logits_masked_with_minus_inf_are_no_finding():
+    masked = """
+logits = model(torch.randn(8, 4)).masked_fill(torch.ones(8, 1, dtype=torch.bool), -math.inf)
+raise ValueError("of something else")
+"""
+    done, verdicts = run("return", is_bad=False, extra=masked)
+    assert (done.returncode, verdicts) == (1, [])
+
+
+def one_of_two(rank, world_size, port, ranks_with_bad_loss):
+    import math
+
+    import torch
+    import torch.distributed as dist
+
+    import nanlocator
+
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    nanlocator.watch(model, optimizer, gather_deadline=4)
+    for step in range(1, 4):
+        output = model(torch.randn(8, 4))
+        is_bad = step == 2 and rank in ranks_with_bad_loss
+        loss = torch.log(output - 100).mean() if is_bad else output.mean()
+        if not math.isfinite(loss.item()):
+            raise FloatingPointError("Loss became infinite or NaN")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("bad_ranks", [[1], [0, 1]])
+def test_among_several_ranks_each_says_what_its_own_loss_was(bad_ranks):
+    results = run_programs(2, one_of_two, bad_ranks)
+    assert [code for code, _, _ in results] == [1, 1]
+    for rank in bad_ranks:
+        assert "step 2: NaN born in the loss on rank" in results[rank][2]
+        verdict = json.loads(Path(f"nanlocator_run/a0/verdict_rank{rank}.json").read_text())
+        (origin,) = verdict["origins"]
+        assert (origin["phase"], origin["candidates"], verdict["status"]) == ("loss", [rank], "partial")
+        assert any("FloatingPointError" in note for note in verdict["notes"])
+    if bad_ranks == [1]:
+        assert "ended by FloatingPointError" in results[0][2]
+
+
+def killed(rank, world_size, port):
+    import os
+    import signal
+
+    import torch
+    import torch.distributed as dist
+
+    import nanlocator
+
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    nanlocator.watch(model, optimizer, gather_deadline=2)
+    for step in range(1, 4):
+        if rank == 1 and step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(torch.randn(8, 4)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_where_all_others_end_at_once_by_their_transfers_errors_the_lost_rank_is_named():
+    codes = [code for code, _, _ in run_programs(2, killed)]
+    assert codes == [1, -9]
+    verdict = json.loads(Path("nanlocator_run/a0/verdict_rank0.json").read_text())
+    assert (verdict["status"], verdict["silent_ranks"], verdict["origins"]) == ("partial", [1], [])
