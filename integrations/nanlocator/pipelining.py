@@ -142,9 +142,8 @@ class Pipeline:
             if self._before_first is not None:
                 self._before_first()
                 self._before_first = None
-            if self._is_watching:
-                received = () if stage.is_first else stage._retrieve_recv_activations(microbatch)
-                listener.begin_forward(microbatch, chunk, _C.tensors_in(received))
+            if self._is_watching and stage.is_first:
+                listener.begin_forward(microbatch, chunk, [])
             with _at(microbatch, chunk):
                 output = original(microbatch, *args, **kwargs)
             if self._is_watching:
@@ -154,9 +153,8 @@ class Pipeline:
         def backward(original: Callable[..., Any], microbatch: int, *args: Any, **kwargs: Any) -> Any:
             if not self._is_in_pass:
                 return original(microbatch, *args, **kwargs)
-            if self._is_watching:
-                received = () if stage.is_last else stage._retrieve_recv_grads(microbatch)
-                listener.begin_backward(microbatch, chunk, _C.tensors_in(received))
+            if self._is_watching and stage.is_last:
+                listener.begin_backward(microbatch, chunk, [])
             with _at(microbatch, chunk):
                 result = original(microbatch, *args, **kwargs)
             if self._is_watching:
@@ -171,6 +169,20 @@ class Pipeline:
             with _at(microbatch, chunk):
                 return original(microbatch, *args, **kwargs)
 
+        def begins(begin: Callable[..., None]) -> Callable[..., Any]:
+            """A forward or backward takes what was received before anything else (from torch 2.15 on it can
+            be taken once only)."""
+
+            def retrieve(original: Callable[..., Any], microbatch: int, *args: Any, **kwargs: Any) -> Any:
+                received = original(microbatch, *args, **kwargs)
+                if self._is_in_pass and self._is_watching:
+                    begin(microbatch, chunk, _C.tensors_in(received))
+                return received
+
+            return retrieve
+
+        self._patches.wrap(stage, "_retrieve_recv_activations", begins(listener.begin_forward))
+        self._patches.wrap(stage, "_retrieve_recv_grads", begins(listener.begin_backward))
         self._patches.wrap(stage, "forward_one_chunk", forward)
         self._patches.wrap(stage, "backward_one_chunk", backward)
         self._patches.wrap(stage, "backward_weight_one_chunk", backward_of_weights)

@@ -8,6 +8,20 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup, _create_work_from_future
 from torch.futures import Future
 
+# What torch.distributed calls instead, from torch 2.13 on.
+_NEWER = {
+    "_allgather_base": "all_gather_single",
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+}
+
+
+def methods_of(*names: str) -> list[str]:
+    """Those of ProcessGroup that this torch has, under both of their names."""
+    both = [each for name in names for each in (name, _NEWER.get(name, name))]
+    return [name for name in dict.fromkeys(both) if hasattr(ProcessGroup, name)]
+
 
 @contextlib.contextmanager
 def damaged(
@@ -42,7 +56,7 @@ def damaged(
         return method
 
     with contextlib.ExitStack() as stack:
-        for name in names:
+        for name in methods_of(*names):
             inner = getattr(ProcessGroup, name)
             stack.enter_context(mock.patch.object(ProcessGroup, name, through(inner)))
         yield
