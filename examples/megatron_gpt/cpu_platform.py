@@ -64,6 +64,11 @@ def _redirect_device_queries() -> None:
     # `torch.empty(..., device=torch.cuda.current_device())` is Megatron's way to allocate: mappings.py,
     # layers.py, param_and_grad_buffer.py, p2p_communication.py.
     torch.cuda.current_device = lambda: torch.device("cpu")
+    # Several optimizer instances, Megatron-FSDP and the dispatchers of tokens use streams of their own.
+    stream = HostStream()
+    torch.cuda.Stream = HostStream
+    torch.cuda.stream = contextlib.nullcontext
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda *args, **kwargs: stream
     # p2p_communication.py waits for the device after each batch of sends and receives; gloo's wait() is
     # complete when it returns.
     torch.cuda.synchronize = lambda *args, **kwargs: None
@@ -160,6 +165,9 @@ def _allow_distributed_optimizer_without_fp8() -> None:
 class HostStream:
     """In the place of a torch.cuda.Stream: on the CPU whatever was issued is done, nothing is waited for."""
 
+    def __init__(self, device: object = None) -> None:
+        pass
+
     def wait_stream(self, stream: HostStream) -> None:
         pass
 
@@ -193,8 +201,6 @@ def _prepare_megatron_fsdp() -> None:
 
     if not isinstance(mcore_fsdp_adapter.TELinear, type):  # a mock, without TransformerEngine
         mcore_fsdp_adapter.TELinear = type("TELinear", (), {})
-    torch.cuda.Stream = HostStream
-    torch.cuda.stream = contextlib.nullcontext
     logging.getLogger(megatron_fsdp.__name__).addFilter(
         lambda record: "instead of the current device" not in record.getMessage()
     )
@@ -243,13 +249,9 @@ def _prepare_experts() -> None:
     # The all-to-all dispatcher copies the numbers of tokens to the host on a stream of its own, as NumPy
     # arrays where they become split sizes; a tensor that is on the host already it leaves as it is, and
     # all_to_all_single refuses tensors as split sizes.
-    stream = HostStream()
-    torch.cuda.current_stream = lambda *args, **kwargs: stream
     dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
-    if hasattr(dispatcher, "cuda_dtoh_stream"):
-        dispatcher.cuda_dtoh_stream = stream
-    else:  # up to 0.13 each dispatcher makes one of its own
-        torch.cuda.Stream = HostStream
+    if hasattr(dispatcher, "cuda_dtoh_stream"):  # up to 0.13 each dispatcher makes one of its own
+        dispatcher.cuda_dtoh_stream = HostStream()
 
     def as_on_the_host(tensor, as_numpy: bool = False, record_stream: bool = False):
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -338,7 +338,8 @@ class TpDuplicatedLayernorm(MainGradElement):
 @dataclasses.dataclass
 class _OnOwner(Fault):
     """Acts where the optimizer updates `element` of `parameter`: on `rank`, or where gradients are sharded on
-    the one of its data-parallel peers that owns the element."""
+    the one of its data-parallel peers that owns the element; of several replicas of the shards in that of
+    `rank`."""
 
     name = ""  # abstract: not in the registry
 
@@ -356,7 +357,7 @@ class _OnOwner(Fault):
         element = _element(parameter, self.element)
         if trainer.config.use_distributed_optimizer:
             start, end = trainer.owned_range(parameter)
-            acts = start <= element < end
+            acts = start <= element < end and trainer.shares_shards_with(self.rank)
         else:
             acts = self.rank == dist.get_rank()
         if acts:

@@ -106,6 +106,9 @@ class TrainingConfig:
     # Megatron-FSDP instead of DistributedDataParallel, and what it shards: optim, optim_grads or
     # optim_grads_params (a unit is a transformer layer). Needs use_distributed_optimizer.
     megatron_fsdp: str | None = None
+    # Replicas of what is sharded: with 2 of 4 data-parallel ranks each pair keeps the whole.
+    distributed_optimizer_instances: int = 1
+    outer_dp_sharding_strategy: str = "no_shard"  # "optim": Megatron-FSDP shards the state over the replicas
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     grad_reduce_in_fp32: bool = True  # Megatron's default for bf16; False: buffers in the parameters' dtype
@@ -228,6 +231,7 @@ class Trainer:
             expert_tensor_parallel_size=config.expert_tp,
             distributed_timeout_minutes=1,
             create_gloo_process_groups=False,  # the groups are gloo already
+            num_distributed_optimizer_instances=config.distributed_optimizer_instances,
         )
         self.coordinates = {
             "rank": dist.get_rank(),
@@ -308,6 +312,8 @@ class Trainer:
             use_megatron_fsdp=config.megatron_fsdp is not None,
             data_parallel_sharding_strategy=config.megatron_fsdp or "no_shard",
             gradient_reduce_div_fusion=False,  # a reduction of NCCL's
+            num_distributed_optimizer_instances=config.distributed_optimizer_instances,
+            outer_dp_sharding_strategy=config.outer_dp_sharding_strategy,
         )
         self.model_chunks = []
         for chunk in range(config.vp or 1):
@@ -672,6 +678,11 @@ class Trainer:
             elif any(_is_updated_by(parameter, updated) for updated in _adam_parameters(optimizer)):
                 return optimizer
         return None
+
+    def shares_shards_with(self, rank: int) -> bool:
+        """Whether both are among the data-parallel ranks that keep one replica of the optimizer's state."""
+        size = parallel_state.get_data_parallel_world_size() // self.config.distributed_optimizer_instances
+        return self.coordinates["dp"] // size == self.coordinates_of(rank)["dp"] // size
 
     def owned_range(self, parameter: torch.nn.Parameter) -> tuple[int, int]:
         """Elements [start, end) of the flattened parameter that this rank's optimizer updates."""

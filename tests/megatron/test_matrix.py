@@ -75,6 +75,11 @@ LAYOUTS = {
     ),
     "megatron_fsdp": Layout(2, FULLY_SHARDED),
     "megatron_fsdp_tp2_bf16": Layout(4, FULLY_SHARDED | {"tp": 2, "precision": "bf16"}),
+    "megatron_fsdp_hybrid": Layout(4, FULLY_SHARDED | {"distributed_optimizer_instances": 2}),
+    "megatron_fsdp_hybrid_optim": Layout(
+        4, FULLY_SHARDED | {"distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"}
+    ),
+    "optimizer_instances": Layout(4, SHARDED | OVERLAPPED | {"distributed_optimizer_instances": 2}),
     "tp2_pp2_dp2": Layout(8, {"tp": 2, "pp": 2}),
     "tp2_pp2_dp2_sharded_overlapped": Layout(
         8, {"tp": 2, "pp": 2, "overlap_param_gather": True} | SHARDED | OVERLAPPED
@@ -254,7 +259,11 @@ def check(layout: Layout, facts: list[dict], verdict: dict | None) -> None:
 def candidates_of(layout: Layout, fact: dict) -> list[int]:
     if fact["fault"] in ("loss_zero_over_zero", "padding_times_zero"):
         return layout.last_stage(fact["dp"], fact["cp"])
-    if fact["fault"] == "after_reduction" and layout.training.get("use_distributed_optimizer"):
+    training = layout.training
+    are_replicated = training.get("distributed_optimizer_instances", 1) > 1  # then another copy tells
+    are_replicated &= training.get("outer_dp_sharding_strategy", "no_shard") == "no_shard"
+    is_sharded = training.get("use_distributed_optimizer") and not are_replicated
+    if fact["fault"] == "after_reduction" and is_sharded:
         # Only its owner holds the sum of a shard: nobody can say whether the sum or the owner is bad.
         return [
             layout.rank(fact["tp"], fact["pp"], dp, cp) for dp in range(layout.dp) for cp in range(layout.cp)

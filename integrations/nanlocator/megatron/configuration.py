@@ -115,9 +115,6 @@ def not_covered(
         "microbatches, as overlap_moe_expert_parallel_comm has a schedule of its own": has(
             "overlap_moe_expert_parallel_comm"
         ),
-        "collectives between distributed-optimizer instances": (
-            getattr(ddp, "num_distributed_optimizer_instances", 1) > 1
-        ),
         "layer-wise optimizers have not been tested": "LayerWise" in type(optimizer).__name__,
         "with overlap_param_gather, parameters before they are gathered": (
             options.check_params and ddp.overlap_param_gather and not is_sharded(chunks[0])
