@@ -8,6 +8,7 @@
 See README.md for both, docs/ for everything else.
 """
 
+import importlib
 import platform
 
 import torch
@@ -51,3 +52,9 @@ __all__ = [
     "detect",
     "watch",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "replay":  # a command by itself: python -m imports it under another name
+        return importlib.import_module("nanlocator.replay")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

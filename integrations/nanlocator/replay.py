@@ -17,8 +17,8 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,8 +27,7 @@ import torch
 
 from nanlocator import _C
 from nanlocator.kernel_calls import attribute, load_record
-
-_WITHOUT_TENSOR = "nanlocator: a tensor of the bundle"
+from nanlocator.module_calls import tensors_in
 
 
 def run(
@@ -187,50 +186,6 @@ def load(
     )
 
 
-def module_call(
-    name: str,
-    module: torch.nn.Module,
-    arguments: tuple[Any, ...],
-    keywords: dict[str, Any],
-    outputs: Any,
-    grad_outputs: tuple[torch.Tensor | None, ...] = (),
-    grad_inputs: tuple[torch.Tensor | None, ...] = (),
-) -> "_C.ModuleCall":
-    """The call of ``module`` in the form that goes into a bundle: tensors by reference, the module itself
-    as a pickle without its tensors."""
-    weights = dict(module.named_parameters(remove_duplicate=False))
-    weights.update(module.named_buffers(remove_duplicate=False))
-    pickled, problem = _pickled(module, weights)
-    return _C.ModuleCall(
-        name,
-        f"{type(module).__module__}.{type(module).__qualname__}",
-        module.training,
-        tuple(arguments),
-        keywords,
-        outputs,
-        {weight: tensor.detach() for weight, tensor in weights.items()},
-        grad_outputs,
-        grad_inputs,
-        pickled,
-        problem,
-    )
-
-
-class _ModulePickler(pickle.Pickler):
-    """Tensors of the module become references to the bundle's weights by name."""
-
-    def __init__(self, file: io.BytesIO, weights: dict[str, torch.Tensor]) -> None:
-        super().__init__(file)
-        self._names = {id(tensor): name for name, tensor in weights.items()}
-
-    def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, torch.Tensor):
-            return None
-        if id(obj) not in self._names:
-            raise pickle.PicklingError("it holds a tensor that is neither a parameter nor a buffer")
-        return (_WITHOUT_TENSOR, self._names[id(obj)], isinstance(obj, torch.nn.Parameter), obj.requires_grad)
-
-
 class _ModuleUnpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, weights: dict[str, torch.Tensor]) -> None:
         super().__init__(file)
@@ -243,15 +198,6 @@ class _ModuleUnpickler(pickle.Unpickler):
             tensor = self._weights[name].detach().clone()
             self._made[name] = torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor
         return self._made[name]
-
-
-def _pickled(module: torch.nn.Module, weights: dict[str, torch.Tensor]) -> tuple[bytes, str]:
-    file = io.BytesIO()
-    try:
-        _ModulePickler(file, weights).dump(module)
-    except Exception as error:  # whatever a module's own __reduce__ raises
-        return b"", f"{type(error).__name__}: {error}"
-    return file.getvalue(), ""
 
 
 def _copy_weights(call: RecordedModuleCall, module: torch.nn.Module) -> None:
@@ -291,20 +237,6 @@ def _fresh(value: Any, leaves: list[torch.Tensor]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_fresh(item, leaves) for item in value)
     return value
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for part in fields(value):
-            yield from tensors_in(getattr(value, part.name))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def _backward(outputs: Any, grad_outputs: list[torch.Tensor | None]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import nanlocator
-from nanlocator import _C, replay
+from nanlocator import _C, module_calls, replay
 
 BIN = Path(_C.__file__).parents[2] / "bin"
 HERE = Path(__file__).parent
@@ -50,7 +50,7 @@ def recorded_call(folder: Path, **changes: Any) -> tuple[Path, nn.Module, dict[s
     gradient = torch.randn_like(output.hidden)
     output.hidden.backward(gradient)
     arguments = changes.pop("arguments", (x, {"note": "seen", "ids": [1, 2.5, None]}))
-    call = replay.module_call(
+    call = module_calls.module_call(
         "blocks.0", module, arguments, {"bias": bias}, output, (gradient,), (x.grad,), **changes
     )
     path = folder / call.write(folder)
@@ -111,7 +111,7 @@ def test_a_value_that_no_bundle_can_hold_is_named_where_it_is_needed(tmp_path: P
 def test_a_module_that_cannot_be_pickled_says_why(tmp_path: Path) -> None:
     module = nn.Linear(2, 2)
     module.callback = lambda: None
-    call = replay.module_call("lin", module, (torch.ones(1, 2),), {}, torch.ones(1, 2))
+    call = module_calls.module_call("lin", module, (torch.ones(1, 2),), {}, torch.ones(1, 2))
     loaded = replay.load(tmp_path / call.write(tmp_path), allow_pickle=True)
     with pytest.raises(nanlocator.UsageError, match=r"no pickle.*lambda"):
         loaded()
