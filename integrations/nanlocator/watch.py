@@ -31,7 +31,6 @@ from nanlocator.session import (
     Options,
     ending_error,
     first_line,
-    is_distributed,
     is_failure_of_peers,
     recorded_bytes,
     resolve_options,
@@ -227,10 +226,12 @@ class Watch:
         try:
             if self._recorder.backwards == 0:
                 self._pass.take_gradients(self._zeroed)
-            if not (self._recorder.look_at_unfinished() or self._is_unseen):
+            is_training = any(model.training for model in self._models.values())  # else it evaluates
+            has_bad_loss = is_training and self._recorder.look_at_unfinished()
+            if not (has_bad_loss or self._is_unseen):
                 return
             self._is_unseen = True
-            if is_distributed():  # the others may not have come here
+            if self._driver.connection is not None:  # the others may not have come here
                 self._look_alone("the program ended" if error is None else first_line(error))
             else:
                 self._look()

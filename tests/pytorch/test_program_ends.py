@@ -97,7 +97,16 @@ print("done")
     assert verdicts[-1]["origins"][0]["operator"] == "aten::log"
 
 
-def test_the_logits_masked_with_minus_inf_are_no_finding():
+def test_an_evaluation_with_gradients_is_no_step_of_training():
+    evaluation = """
+model.eval()
+loss = torch.log(model(torch.randn(8, 4)) - 100).mean()
+"""
+    done, verdicts = run("return", is_bad=False, extra=evaluation)
+    assert (done.returncode, verdicts) == (0, [])
+
+
+def test_logits_that_are_masked_with_minus_inf_are_no_finding():
     masked = """
 logits = model(torch.randn(8, 4)).masked_fill(torch.ones(8, 1, dtype=torch.bool), -math.inf)
 raise ValueError("of something else")
