@@ -77,7 +77,7 @@ class StepRecorder:
         self._follower = follower
         self._depth = 0  # calls and backwards that are running
         self._is_in_module = False  # the outermost of them is a module's
-        self._had_backward_in_module = False  # in this step
+        self._obstacle = ""  # to executing this step again
         self._ours: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._switches: weakref.WeakKeyDictionary[nn.Module, Switches] = weakref.WeakKeyDictionary()
         self.evaluation: Evaluation | None = None  # in place of a step, which a call then is no part of
@@ -125,9 +125,11 @@ class StepRecorder:
     @property
     def problem(self) -> str:
         """Why this step cannot be executed again, a clause; "" where it can."""
-        if self._had_backward_in_module:
-            return "a backward ran inside of a module's forward (in Lightning: manual optimization)"
-        return self._engine.problem()
+        return self._obstacle or self._engine.problem()
+
+    def give_up(self, obstacle: str) -> None:
+        """This step is not executed again, as ``obstacle``."""
+        self._obstacle = obstacle
 
     def begin_step(self) -> None:
         """The update is done. What has been computed and waits for a backward stays."""
@@ -141,7 +143,7 @@ class StepRecorder:
     def _leave_step(self) -> None:
         self.losses.clear()
         self._received.clear()
-        self._had_backward_in_module = False
+        self._obstacle = ""
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -278,7 +280,7 @@ class StepRecorder:
             return  # nobody watches them
         self.losses += losses
         if call is None:
-            self._had_backward_in_module = True
+            self.give_up("a backward ran inside of a module's forward (in Lightning: manual optimization)")
         else:
             self._engine.add_backward(call, given)
         self._follower.after_backward()

@@ -320,6 +320,8 @@ class Watch:
             self._recorder.trains(stage.submod) for stage in stages_of(schedule)
         ):
             pipeline = self._driver.pipeline_of(schedule)
+            if pipeline is None:
+                self._recorder.give_up("this torch does a step of a pipeline's schedule in another way")
         if pipeline is None or not schedule._has_backward:
             return original(schedule, *args, **kwargs)
         return self._recorder.record_pass(pipeline, original, args, kwargs)

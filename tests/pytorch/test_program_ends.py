@@ -157,6 +157,7 @@ def test_among_several_ranks_each_says_what_its_own_loss_was(bad_ranks):
 def killed(rank, world_size, port):
     import os
     import signal
+    import time
 
     import torch
     import torch.distributed as dist
@@ -169,6 +170,8 @@ def killed(rank, world_size, port):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     nanlocator.watch(model, optimizer, gather_deadline=2)
     for step in range(1, 4):
+        if step == 2:
+            time.sleep(4)  # every monitor is connected
         if rank == 1 and step == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         model(torch.randn(8, 4)).mean().backward()

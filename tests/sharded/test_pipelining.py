@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -238,6 +239,7 @@ def killed(rank, world_size, port, variant):
     training = Pipelined(rank, variant)
     watch = nanlocator.watch(training.model, training.optimizer, gather_deadline=DEADLINE)
     training.step()
+    time.sleep(2 * DEADLINE)  # every monitor is connected
     if rank == 1:
         die_in("reduction", training, watch)
     for _ in range(2):
