@@ -60,6 +60,8 @@ TESTS = {
         "tests/pytorch/test_kernels.py",
         "tests/pytorch/test_compiled.py",
         "tests/netcheck/test_netcheck_command.py",
+        "tests/pytorch/test_program_ends.py",
+        "tests/sharded",
         "tests/step/test_contract.py",
         *("-k", "not (test_contract and (trainer or megatron)) and not healthy_models and not transformers"),
     ],
@@ -112,6 +114,11 @@ _NO_BOOL = "its BERT makes no bool mask for the original to stumble over"
 _LOCAL = "its Trainer keeps its summed loss to itself: a recovered step is logged with the first loss"
 IMPOSSIBLE = {
     ("torch", "2.6.0", "model_in_shards"): "its fully_shard does not run on CPUs",
+    (
+        "torch",
+        "2.15.0",
+        "is_bit_identical_and_every_step_is_executed_again_alike[ddp]",
+    ): "the first step of its pipeline under DistributedDataParallel computes other bits than the same step later",
     ("transformers", "4.57.6", "no_origins[-t5-sdpa"): _EAGER,
     ("transformers", "4.57.6", "no_origins[memory filled with NaN-t5-sdpa"): _EAGER,
     ("transformers", "4.57.6", "a_bool_mask_does_not_end_the_run[t5]"): _EAGER,
