@@ -2,6 +2,7 @@
 ranks, and the end of a bad step."""
 
 import contextlib
+import atexit
 import datetime
 import json
 import os
@@ -145,9 +146,13 @@ class RankConnection:
             group=self._group, store=store, prefix=f"nanlocator/{RankConnection._installed}"
         )
         self._goodbye = weakref.finalize(self, _say_goodbye, self.communicator, gather_deadline, os.getpid())
+        # weakref's own is not called in a process of multiprocessing's (Python 3.13).
+        self._goodbye.atexit = False
+        atexit.register(self._goodbye)
 
     def close(self) -> None:
         self._goodbye()
+        atexit.unregister(self._goodbye)
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None

@@ -117,6 +117,7 @@ raise ValueError("of something else")
 
 def one_of_two(rank, world_size, port, ranks_with_bad_loss):
     import math
+    import time
 
     import torch
     import torch.distributed as dist
@@ -130,6 +131,8 @@ def one_of_two(rank, world_size, port, ranks_with_bad_loss):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     nanlocator.watch(model, optimizer, gather_deadline=4)
     for step in range(1, 4):
+        if step == 2:
+            time.sleep(4)  # every monitor is connected
         output = model(torch.randn(8, 4))
         is_bad = step == 2 and rank in ranks_with_bad_loss
         loss = torch.log(output - 100).mean() if is_bad else output.mean()

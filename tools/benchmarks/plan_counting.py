@@ -233,7 +233,7 @@ def _engine_call(*args: Any) -> None:
 
 def count_instead_of_scanning() -> None:
     locator.Driver = CountingDriver
-    locator.RankConnection = lambda: None
+    locator.RankConnection = lambda _: None
     boundaries._C = SimpleNamespace(BoundaryWatch=CountingWatch, ModulePath=_C.ModulePath)
     microbatches._C = SimpleNamespace(
         LossView=lambda tensor, *place: SimpleNamespace(tensor=tensor), set_current_microbatch=_engine_call
