@@ -1,8 +1,8 @@
 """What the integrations share: options with their environment variables, the connection between the
 ranks, and the end of a bad step."""
 
-import contextlib
 import atexit
+import contextlib
 import datetime
 import json
 import os
