@@ -112,13 +112,10 @@ _EAGER = "its T5 has eager attention only"
 _SHARED = "its T5 has one embedding under three names, whose frame the original prints three times"
 _NO_BOOL = "its BERT makes no bool mask for the original to stumble over"
 _LOCAL = "its Trainer keeps its summed loss to itself: a recovered step is logged with the first loss"
+_OTHER_BITS = "a pipeline's first step under DistributedDataParallel has other bits than the same step later"
 IMPOSSIBLE = {
     ("torch", "2.6.0", "model_in_shards"): "its fully_shard does not run on CPUs",
-    (
-        "torch",
-        "2.15.0",
-        "is_bit_identical_and_every_step_is_executed_again_alike[ddp]",
-    ): "the first step of its pipeline under DistributedDataParallel computes other bits than the same step later",
+    ("torch", "2.15.0", "every_step_is_executed_again_alike[ddp]"): _OTHER_BITS,
     ("transformers", "4.57.6", "no_origins[-t5-sdpa"): _EAGER,
     ("transformers", "4.57.6", "no_origins[memory filled with NaN-t5-sdpa"): _EAGER,
     ("transformers", "4.57.6", "a_bool_mask_does_not_end_the_run[t5]"): _EAGER,
