@@ -70,7 +70,7 @@ def forget_unreduced(module: nn.Module) -> None:
     for each in fsdp_params(module):
         if hasattr(each, "_unsharded_param"):
             each._unsharded_param.grad = None
-            if "unsharded_accumulated_grad" in vars(each):  # until torch 2.14; then it is the other's
+            if "unsharded_accumulated_grad" in vars(each):  # torch 2.15 has the leaf's alone
                 each.unsharded_accumulated_grad = None
     for group in _all_groups_of(module):
         group._partial_reduce_output = None
