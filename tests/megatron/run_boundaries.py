@@ -182,7 +182,7 @@ class WatchedSchedule:
         self._trainer = trainer
         self._schedule = schedule
         self._patches = Patches()
-        self._boundaries = boundaries_of(trainer.model_chunks, threads=1)
+        self._boundaries = boundaries_of(trainer.model_chunks)
         self._microbatches = Microbatches(trainer.model_chunks, self._patches)
         self._microbatches.listeners.append(self._boundaries)
 
