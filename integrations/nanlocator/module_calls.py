@@ -1,7 +1,5 @@
 """Keeps one call of each of a few modules during one more pass of a bad step, for its origins' bundles."""
 
-import io
-import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -12,9 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from nanlocator import _C
 from nanlocator.modules import ModuleHooks, running_module
-
-# In a pickled module, before the name of what stands there.
-WITHOUT_TENSOR = "nanlocator: a tensor of the bundle"
+from nanlocator.pickled_modules import pickled
 
 
 class ModuleCalls:
@@ -310,7 +306,7 @@ def module_call(
     as a pickle without its tensors."""
     weights = dict(module.named_parameters(remove_duplicate=False))
     weights.update(module.named_buffers(remove_duplicate=False))
-    pickled, problem = _pickled(module, weights)
+    content, problem = pickled(module, weights)
     return _C.ModuleCall(
         name,
         f"{type(module).__module__}.{type(module).__qualname__}",
@@ -321,33 +317,9 @@ def module_call(
         {weight: tensor.detach() for weight, tensor in weights.items()},
         grad_outputs,
         grad_inputs,
-        pickled,
+        content,
         problem,
     )
-
-
-class _ModulePickler(pickle.Pickler):
-    """Tensors of the module become references to the bundle's weights by name."""
-
-    def __init__(self, file: io.BytesIO, weights: dict[str, torch.Tensor]) -> None:
-        super().__init__(file)
-        self._names = {id(tensor): name for name, tensor in weights.items()}
-
-    def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, torch.Tensor):
-            return None
-        if id(obj) not in self._names:
-            raise pickle.PicklingError("it holds a tensor that is neither a parameter nor a buffer")
-        return (WITHOUT_TENSOR, self._names[id(obj)], isinstance(obj, torch.nn.Parameter), obj.requires_grad)
-
-
-def _pickled(module: torch.nn.Module, weights: dict[str, torch.Tensor]) -> tuple[bytes, str]:
-    file = io.BytesIO()
-    try:
-        _ModulePickler(file, weights).dump(module)
-    except Exception as error:  # whatever a module's own __reduce__ raises
-        return b"", f"{type(error).__name__}: {error}"
-    return file.getvalue(), ""
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -7,6 +7,7 @@ One wrapper serves the process, however many models are watched; it goes with th
 changes no argument, no result and no random state.
 """
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -360,3 +361,13 @@ def shown(path: str) -> str:
 def _shown_module(path: str) -> str:
     """Nothing for what DistributedDataParallel wraps: it goes by its class, as the model itself does."""
     return "" if path == "module" else shown(path)
+
+
+def common_module(parameters: list[str]) -> str:
+    """The innermost that has all of them below it; "" for the model itself."""
+    paths = [name.split(".")[:-1] for name in parameters]
+    return ".".join(parts[0] for parts in itertools.takewhile(_are_equal, zip(*paths, strict=False)))
+
+
+def _are_equal(parts: tuple[str, ...]) -> bool:
+    return len(set(parts)) == 1

@@ -2,12 +2,13 @@
 ranks, and the weights that it gathers: ``ddp``, ``fsdp2``, ``fsdp1``."""
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
+
+from nanlocator.modules import common_module
 
 
 class OwnGradients(Protocol):
@@ -65,13 +66,3 @@ class LocalScans:
         driver = self._driver()
         if driver is not None and driver.boundaries is not None:
             driver.boundaries.has_unseen(group)
-
-
-def common_module(parameters: list[str]) -> str:
-    """The innermost that has all of them below it; "" for the model itself."""
-    paths = [name.split(".")[:-1] for name in parameters]
-    return ".".join(parts[0] for parts in itertools.takewhile(_are_equal, zip(*paths, strict=False)))
-
-
-def _are_equal(parts: tuple[str, ...]) -> bool:
-    return len(set(parts)) == 1

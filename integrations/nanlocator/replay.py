@@ -12,10 +12,8 @@ On the command line ``python -m nanlocator.replay BUNDLE`` does what ``nanlocato
 
 import argparse
 import importlib
-import io
 import json
 import os
-import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +26,7 @@ import torch
 from nanlocator import _C
 from nanlocator.kernel_calls import attribute, load_record
 from nanlocator.module_calls import tensors_in
+from nanlocator.pickled_modules import unpickled
 
 
 def run(
@@ -167,8 +166,7 @@ class RecordedModuleCall:
                 "whatever code the file asks for. If you trust where the bundle is from: "
                 "load(bundle, allow_pickle=True). Otherwise build the module yourself and call .bind(module)"
             )
-        pickled = io.BytesIO((self.folder / self.pickle_file).read_bytes())
-        return _ModuleUnpickler(pickled, self.weights).load()
+        return unpickled((self.folder / self.pickle_file).read_bytes(), self.weights)
 
 
 def load(
@@ -184,20 +182,6 @@ def load(
     return RecordedModuleCall(
         folder=Path(call.pop("folder")), pickle_file=call.pop("pickle"), allow_pickle=allow_pickle, **call
     )
-
-
-class _ModuleUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, weights: dict[str, torch.Tensor]) -> None:
-        super().__init__(file)
-        self._weights = weights
-        self._made: dict[str, torch.Tensor] = {}
-
-    def persistent_load(self, pid: Any) -> torch.Tensor:
-        _, name, is_parameter, requires_grad = pid
-        if name not in self._made:
-            tensor = self._weights[name].detach().clone()
-            self._made[name] = torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor
-        return self._made[name]
 
 
 def _copy_weights(call: RecordedModuleCall, module: torch.nn.Module) -> None:

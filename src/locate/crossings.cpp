@@ -214,11 +214,8 @@ void Crossings::explain_on(std::span<BoundaryEvent> events_of_rank) {
       case RoleKind::described:
         break;  // by what was put in: explain_received
     }
-    if (are_weights(event)) {
-      before.add_from(Sighting{});  // whatever the schedule's order
-    } else if (event.role != RoleKind::loss) {
-      before.add(sighting);
-    }
+    // Weights: in whatever order the schedule uses them.
+    if (event.role != RoleKind::loss) before.add(are_weights(event) ? Sighting{} : sighting);
   }
 }
 

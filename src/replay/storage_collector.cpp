@@ -8,6 +8,7 @@
 #include "replay/values.hpp"
 #include "tensor/dtypes.hpp"
 #include "tensor/own_work.hpp"
+#include "tensor/tensor_access.hpp"
 
 namespace nanlocator {
 namespace {
@@ -123,7 +124,7 @@ BundleValue StorageCollector::add(const at::Tensor& tensor, std::string_view nam
   if (torch_name(tensor.scalar_type()).empty()) {
     return unsupported(described(tensor) + ": its dtype cannot be kept");
   }
-  if (reach_of(tensor).end > static_cast<std::int64_t>(tensor.storage().nbytes())) {
+  if (!is_backed(tensor)) {
     return unsupported(described(tensor) + ": its memory has been freed");
   }
   value.kind = BundleValueKind::tensor;

@@ -16,12 +16,6 @@
 namespace nanlocator {
 namespace {
 
-/// The memory that the tensor claims is there: not freed under it, as Megatron-Core frees the data
-/// of pipeline outputs that were sent.
-bool is_backed(const at::Tensor& tensor) {
-  return reach_of(tensor).end <= static_cast<std::int64_t>(tensor.storage().nbytes());
-}
-
 at::Tensor over_storage(const c10::Storage& storage, at::Device device, at::ScalarType dtype,
                         std::int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) {
   auto tensor = at::empty({0}, at::TensorOptions().device(device).dtype(dtype));

@@ -59,16 +59,12 @@ struct DeferredLooks::Region {
         version(at_version),
         is_contiguous(tensor.is_contiguous()),
         id(kFinite) {
-    std::int64_t last = tensor.numel() - 1;
     if (!is_contiguous) {
-      last = 0;
-      for (std::int64_t d = 0; d < tensor.dim(); ++d) {
-        last += (tensor.size(d) - 1) * tensor.stride(d);
-      }
       sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
       strides.assign(tensor.strides().begin(), tensor.strides().end());
     }
-    end = begin + (last + 1) * static_cast<std::int64_t>(tensor.element_size());
+    const auto offset = tensor.storage_offset() * static_cast<std::int64_t>(tensor.element_size());
+    end = begin + (end_in_storage(tensor) - offset);
   }
 
   /// Whether this look answers for `other`, too: the same elements in the same order, or some of

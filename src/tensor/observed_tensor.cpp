@@ -207,14 +207,7 @@ ByteRange range_of(const at::Tensor& observable) noexcept {
   ByteRange range;
   range.begin = observable.storage_offset() * element;
   range.is_dense = observable.is_non_overlapping_and_dense();
-  std::int64_t last = observable.numel() - 1;
-  if (!range.is_dense) {
-    last = 0;
-    for (std::int64_t i = 0; i < observable.dim(); ++i) {
-      last += (observable.size(i) - 1) * observable.stride(i);
-    }
-  }
-  range.end = range.begin + (last + 1) * element;
+  range.end = end_in_storage(observable);
   return range;
 }
 

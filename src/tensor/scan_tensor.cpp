@@ -65,7 +65,10 @@ void refuse(const at::Tensor& tensor, const std::string& what, const char* reaso
 bool has_memory(const at::Tensor& tensor) {
   if (tensor.is_meta()) return false;
   if (tensor.layout() != at::kStrided || tensor.numel() == 0) return true;
-  if (!tensor.has_storage() || tensor.const_data_ptr() == nullptr) return false;
+  return tensor.has_storage() && tensor.const_data_ptr() != nullptr && is_backed(tensor);
+}
+
+bool is_backed(const at::Tensor& tensor) {
   return end_in_storage(tensor) <= static_cast<std::int64_t>(tensor.storage().nbytes());
 }
 

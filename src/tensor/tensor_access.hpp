@@ -23,6 +23,10 @@ namespace nanlocator {
 /// freed under the tensor, as sharded data parallelism frees weights between their uses.
 [[nodiscard]] bool has_memory(const at::Tensor& tensor);
 
+/// Of a strided tensor with a storage: whether that holds all of its elements. Not so
+/// where it was freed under it, as Megatron-Core frees the data of pipeline outputs that were sent.
+[[nodiscard]] bool is_backed(const at::Tensor& tensor);
+
 /// The byte of its storage behind the last element of a strided tensor.
 [[nodiscard]] std::int64_t end_in_storage(const at::Tensor& tensor);
 

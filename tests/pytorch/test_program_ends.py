@@ -15,7 +15,7 @@ import torch, nanlocator
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-watch = nanlocator.watch(model, optimizer, {options})
+watch = nanlocator.watch(model, optimizer)
 
 def criterion(output):
     return torch.log(output - 100).mean() if {is_bad} and step == 3 else output.mean()
@@ -40,8 +40,8 @@ ENDS = {
 }
 
 
-def run(end, *, is_bad=True, before_backward=True, options="", extra=""):
-    text = PROGRAM.format(stop=end, is_bad=is_bad, before_backward=before_backward, options=options)
+def run(end, *, is_bad=True, before_backward=True, extra=""):
+    text = PROGRAM.format(stop=end, is_bad=is_bad, before_backward=before_backward)
     Path("train.py").write_text(text + extra)
     done = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, timeout=100)
     found = sorted(Path().glob("nanlocator_run/*/verdict.json"))
@@ -115,10 +115,8 @@ raise ValueError("of something else")
     assert (done.returncode, verdicts) == (1, [])
 
 
-def one_of_two(rank, world_size, port, ranks_with_bad_loss):
-    import math
-    import time
-
+def watched_on_ranks(rank, world_size, port, gather_deadline):
+    """A model and its optimizer; each rank has the same."""
     import torch
     import torch.distributed as dist
 
@@ -129,7 +127,17 @@ def one_of_two(rank, world_size, port, ranks_with_bad_loss):
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    nanlocator.watch(model, optimizer, gather_deadline=4)
+    nanlocator.watch(model, optimizer, gather_deadline=gather_deadline)
+    return model, optimizer
+
+
+def one_of_two(rank, world_size, port, ranks_with_bad_loss):
+    import math
+    import time
+
+    import torch
+
+    model, optimizer = watched_on_ranks(rank, world_size, port, gather_deadline=4)
     for step in range(1, 4):
         if step == 2:
             time.sleep(4)  # every monitor is connected
@@ -163,15 +171,8 @@ def killed(rank, world_size, port):
     import time
 
     import torch
-    import torch.distributed as dist
 
-    import nanlocator
-
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    nanlocator.watch(model, optimizer, gather_deadline=2)
+    model, optimizer = watched_on_ranks(rank, world_size, port, gather_deadline=2)
     for step in range(1, 4):
         if step == 2:
             time.sleep(4)  # every monitor is connected

@@ -6,7 +6,7 @@ distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py and param_and_grad_buffer.py
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -176,17 +176,27 @@ class ShardedChunk:
         ]
 
     def watch_reductions(self, patches: Patches, reducing: Reducing) -> None:
+        @contextlib.contextmanager
+        def around(numbers: Iterable[int]) -> Iterator[None]:
+            with contextlib.ExitStack() as stack:
+                for number in numbers:
+                    gradients = [p.get_main_grad() for p in self.groups[number]]
+                    stack.enter_context(reducing(number, self.groups[number], gradients))
+                yield
+
+        self._wrap_reductions(patches, around)
+
+    def _wrap_reductions(
+        self, patches: Patches, around: Callable[[Iterable[int]], AbstractContextManager[None]]
+    ) -> None:
+        """Calls ``around`` with the numbers of the groups that are reduced."""
+
         def reduce(original: Callable[..., Any], buckets: list[int], *args: Any, **kwargs: Any) -> Any:
-            number = self._number_of[buckets[0]]
-            parameters = self.groups[number]
-            with reducing(number, parameters, [p.get_main_grad() for p in parameters]):
+            with around([self._number_of[buckets[0]]]):
                 return original(buckets, *args, **kwargs)
 
         def reduce_all(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with contextlib.ExitStack() as stack:
-                for number, parameters in enumerate(self.groups):
-                    gradients = [p.get_main_grad() for p in parameters]
-                    stack.enter_context(reducing(number, parameters, gradients))
+            with around(range(len(self.groups))):
                 return original(*args, **kwargs)
 
         patches.wrap(self._pipeline, "_bucket_group_gradient_reduce", reduce)  # while backward runs
@@ -216,19 +226,12 @@ class ShardedChunk:
                 stack.enter_context(transferring(parameters, reduces_gradients=False))
                 return original(bucket_id, bwd)
 
-        def reduce(original: Callable[..., Any], buckets: list[int], *args: Any, **kwargs: Any) -> Any:
-            with transferring(self.groups[self._number_of[buckets[0]]], reduces_gradients=True):
-                return original(buckets, *args, **kwargs)
-
-        def reduce_all(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with transferring([p for _, p in self.parameters], reduces_gradients=True):
-                return original(*args, **kwargs)
+        def around(numbers: Iterable[int]) -> AbstractContextManager[None]:
+            return transferring([p for n in numbers for p in self.groups[n]], reduces_gradients=True)
 
         patches.wrap(self._gather_pipeline, "all_gather_params", gather)
         patches.wrap(self._gather_pipeline, "async_bucket_gather", gather_bucket)
-        patches.wrap(self._pipeline, "_bucket_group_gradient_reduce", reduce)
-        for name in ("reduce_scatter_gradients", "all_reduce_gradients"):
-            patches.wrap(self._buffer, name, reduce_all)
+        self._wrap_reductions(patches, around)
 
     def clear_padding_of_gradients(self, number: int) -> None:
         for bucket_number in self._buckets[number]:

@@ -39,7 +39,7 @@ from nanlocator.megatron.data_parallel import DataParallelChunk
 from nanlocator.megatron.first_step import FirstStep
 from nanlocator.megatron.layout import optimizer_gradients, rank_coordinates
 from nanlocator.megatron.microbatches import Microbatches
-from nanlocator.own_gradients import common_module
+from nanlocator.modules import common_module
 from nanlocator.patches import Patches
 from nanlocator.session import Options, RankConnection, log_once, resolve_options
 
