@@ -87,7 +87,7 @@ def test_an_operator_whose_argument_cannot_be_copied_is_named_without_its_bundle
     limits = []
 
     def allow_no_copy():  # what is written in place takes 8 MiB
-        limits.append(allocated.at_most(allocated.current() + 2 * MIB))
+        limits.append(allocated.at_most(2 * MIB))
         limits[-1].__enter__()
 
     model.before_the_last = allow_no_copy

@@ -33,7 +33,7 @@ class Allocated:
 
     @contextlib.contextmanager
     def at_most(self, bytes_: int) -> Iterator[None]:
-        """What would bring ``current()`` beyond it raises torch.OutOfMemoryError."""
+        """A single allocation of more raises torch.OutOfMemoryError."""
         self._library.counting_allocator_set_limit(bytes_)
         try:
             yield

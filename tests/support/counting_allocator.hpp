@@ -26,7 +26,7 @@ class CountingAllocator final : public c10::Allocator {
   }
 
   c10::DataPtr allocate(std::size_t bytes) override {
-    TORCH_CHECK_WITH(OutOfMemoryError, current_ + static_cast<std::int64_t>(bytes) <= limit_.load(),
+    TORCH_CHECK_WITH(OutOfMemoryError, static_cast<std::int64_t>(bytes) <= limit_.load(),
                      "CountingAllocator: ", bytes, " bytes refused");
     void* const memory = c10::alloc_cpu(bytes);
     if (memory != nullptr) {
@@ -47,7 +47,9 @@ class CountingAllocator final : public c10::Allocator {
   /// The most that `current` has been since `restart_peak`.
   [[nodiscard]] std::int64_t peak() const noexcept { return peak_; }
   void restart_peak() noexcept { peak_ = current_.load(); }
-  /// Throws c10::OutOfMemoryError for what would bring `current` beyond it.
+  /// Throws c10::OutOfMemoryError for an allocation of more than `bytes`. (A limit of what is in
+  /// use would give way whenever something else is freed, by another thread or the garbage
+  /// collector.)
   void set_limit(std::int64_t bytes) noexcept { limit_ = bytes; }
   void remove_limit() noexcept { limit_ = kNoLimit; }
 
