@@ -2,7 +2,7 @@
 
     tools/bench overhead [--hidden 256] [--sequence 128] [--ranks 2] [--tp 2] [--rounds 30] [--json]
     tools/bench overhead --integration pytorch [--batch 4]
-    tools/bench overhead --integration fsdp2|zero2|pipelining [--ranks 2] [--clock cpu]
+    tools/bench overhead --integration fsdp2|zero2|pipelining [--ranks 2] [--starts 10] [--clock cpu]
     tools/bench overhead --instructions [--integration pytorch] [--against OTHER_BUILD/python]
 
 All variants take turns in the same processes, on the same model. Megatron-Core: no tool, nanlocator with
@@ -11,7 +11,8 @@ PyTorch (GPT-2 of transformers, one CPU thread): no tool, nanlocator's levels, t
 DebugUnderflowOverflow, torch's anomaly mode. The same GPT-2 in shards (fully_shard; DeepSpeed's ZeRO-2) and
 in a pipeline (torch.distributed.pipelining): no tool, nanlocator's defaults. A step is zero_grad, forward,
 backward and optimizer.step; the figures are medians over rounds of this round's variant over this round's
-bare step, with a 95 % interval.
+bare step, with a 95 % interval; in shards and pipelines medians over starts of the processes, of each start's
+median.
 
 With --instructions: how many instructions a step executes without nanlocator and with its defaults, for each
 integration, counted by callgrind; and the same with another build of nanlocator.
@@ -152,6 +153,9 @@ def main() -> None:
         "--loss-outside", action="store_true", help="of the model, not in its forward; plain PyTorch"
     )
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument(
+        "--starts", type=int, default=1, help="of the processes, each with all rounds (shards, pipelines)"
+    )
     parser.add_argument("--steps", type=int, default=3, help="steps of each variant in a round")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--directory", help=argparse.SUPPRESS)

@@ -115,4 +115,4 @@ def main(arguments: argparse.Namespace) -> None:
         f"{arguments.batch}, loss {where}, fp32, {parameters / 1e6:.1f} M parameters, one CPU thread; "
         f"{arguments.rounds} rounds of {arguments.steps} steps"
     )
-    turns.print_result(heading, times, NO_TOOL, as_json=arguments.json, parameters=parameters, threads=1)
+    turns.print_result(heading, [times], NO_TOOL, as_json=arguments.json, parameters=parameters, threads=1)

@@ -183,17 +183,24 @@ def work(arguments: argparse.Namespace) -> None:
 def main(arguments: argparse.Namespace) -> None:
     if arguments.integration == "zero2" and not (DEEPSPEED / "deepspeed").is_dir():
         sys.exit(f"DeepSpeed is not in {DEEPSPEED}: tools/setup without arguments fetches it")
-    result = torchrun.result_of_ranks(str(Path(__file__).with_name("overhead.py")), arguments.ranks)
+    results = []
+    for number in range(arguments.starts):
+        if sys.stderr.isatty():
+            print(f"\rstart {number + 1} of {arguments.starts} ", end="", file=sys.stderr, flush=True)
+        results.append(
+            torchrun.result_of_ranks(str(Path(__file__).with_name("overhead.py")), arguments.ranks)
+        )
     heading = (
         f"{arguments.integration}: GPT-2 hidden {arguments.hidden}, {LAYERS} layers, sequence "
-        f"{arguments.sequence}, batch {arguments.batch} a rank, fp32, {result['parameters'] / 1e6:.1f} M "
-        f"parameters, {arguments.ranks} gloo ranks; {arguments.rounds} rounds of {arguments.steps} steps"
+        f"{arguments.sequence}, batch {arguments.batch} a rank, fp32, "
+        f"{results[0]['parameters'] / 1e6:.1f} M parameters, {arguments.ranks} gloo ranks; "
+        f"{arguments.starts} starts of {arguments.rounds} rounds of {arguments.steps} steps"
     )
     turns.print_result(
         heading,
-        result["seconds"],
+        [result["seconds"] for result in results],
         NO_TOOL,
         as_json=arguments.json,
-        parameters=result["parameters"],
+        parameters=results[0]["parameters"],
         threads=1,
     )

@@ -72,7 +72,7 @@ def main() -> None:
         f"{arguments.batch}, fp32, {parameters / 1e6:.1f} M parameters, one CPU thread; {arguments.rounds} "
         f"rounds of {arguments.steps} steps, {arguments.clock} time"
     )
-    turns.print_result(heading, times, NO_TOOL, as_json=arguments.json, parameters=parameters, threads=1)
+    turns.print_result(heading, [times], NO_TOOL, as_json=arguments.json, parameters=parameters, threads=1)
 
 
 def parse_arguments() -> argparse.Namespace:

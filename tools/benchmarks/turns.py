@@ -21,9 +21,20 @@ def take_turns(variants: Iterable[str], run: Callable[[str], float], rounds: int
 
 
 def ratio(seconds: list[float], base: list[float]) -> dict[str, float]:
-    """Median over the rounds of seconds / base, and an interval that covers the true one with 95 %: the order
-    statistics n/2 -+ 0.98 sqrt(n) (Conover, Practical Nonparametric Statistics, 3.2)."""
-    ratios = sorted(a / b for a, b in zip(seconds, base, strict=True))
+    """Of seconds / base of each round; see ``_middle``."""
+    return _middle([a / b for a, b in zip(seconds, base, strict=True)])
+
+
+def ratio_of_starts(starts: list[dict[str, list[float]]], variant: str, base: str) -> dict[str, float]:
+    """Of the median of variant / base in each start of the processes. Where a process happens to have its
+    memory moves all of its rounds: these are not independent of each other, starts are."""
+    return _middle([ratio(times[variant], times[base])["median"] for times in starts])
+
+
+def _middle(ratios: list[float]) -> dict[str, float]:
+    """The median, and an interval that covers the true one with 95 %: the order statistics
+    n/2 -+ 0.98 sqrt(n) (Conover, Practical Nonparametric Statistics, 3.2)."""
+    ratios = sorted(ratios)
     count = len(ratios)
     low = max(0, math.floor(count / 2 - 0.98 * math.sqrt(count)))
     return {"median": statistics.median(ratios), "low": ratios[low], "high": ratios[count - 1 - low]}
@@ -38,12 +49,17 @@ def print_table(times: dict[str, list[float]], ratios: dict[str, dict[str, float
 
 
 def print_result(
-    heading: str, times: dict[str, list[float]], base: str, *, as_json: bool, **facts: object
+    heading: str, starts: list[dict[str, list[float]]], base: str, *, as_json: bool, **facts: object
 ) -> None:
-    """Everything over the variant ``base``: a table below the heading, or JSON with the facts."""
-    ratios = {variant: ratio(seconds, times[base]) for variant, seconds in times.items()}
+    """Everything over the variant ``base``: a table below the heading, or JSON with the facts. Of one
+    start of the processes the ratios are over its rounds."""
+    times = {variant: [each for start in starts for each in start[variant]] for variant in starts[0]}
+    if len(starts) > 1:
+        ratios = {variant: ratio_of_starts(starts, variant, base) for variant in times}
+    else:
+        ratios = {variant: ratio(seconds, times[base]) for variant, seconds in times.items()}
     if as_json:
-        print(json.dumps({**facts, "seconds": times, "ratio": ratios}, indent=1))
+        print(json.dumps({**facts, "starts": starts, "ratio": ratios}, indent=1))
     else:
         print(heading)
         print_table(times, ratios)
