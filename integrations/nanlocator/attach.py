@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from nanlocator import _C, deepspeed_scripts, megatron_scripts
 from nanlocator.driver import Driver
+from nanlocator.modules import class_name
 from nanlocator.optimizer import LocatingOptimizer
 from nanlocator.patches import replace
 from nanlocator.pipelining import follow_steps, stages_of
@@ -115,7 +116,7 @@ class Attachment:
         held = held_parameters(models.values())
         missing = len(trained - held)
         _say(
-            f"attached to {names} and {', '.join(type(each).__name__ for each in models.values())} "
+            f"attached to {names} and {', '.join(map(class_name, models.values()))} "
             f"({len(trained)} parameters{f', {missing} of them without a name' if missing else ''}); "
             f"findings go to {self.watch.run_dir}"
         )
@@ -157,6 +158,6 @@ def _roots_of(trained: set[torch.Tensor]) -> dict[str, nn.Module]:
         return {"": chosen[0]}
     names: dict[str, nn.Module] = {}
     for root in chosen:
-        name = type(root).__name__
+        name = class_name(root)
         names[name if name not in names else f"{name}{len(names)}"] = root
     return names

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from nanlocator import _C, kernels
+from nanlocator import _C, inductor_kernels, kernels
 from nanlocator.kernel_references import references_of
 from nanlocator.kernel_source import source_of
 
@@ -215,6 +215,8 @@ def _describe(
     if entry.module is not None:
         record.module, record.entry = entry.module.__name__, entry.name
         record.file = str(getattr(entry.module, "__file__", "") or "")
+        if inductor_kernels.is_generated(entry.live):
+            record.source = inductor_kernels.source_of(entry.module, entry.name)
     else:
         _describe_launch(record, entry.live)
     root = record.module.partition(".")[0]

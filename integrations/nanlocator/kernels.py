@@ -4,8 +4,9 @@
         model(batch)
 
 Functions of extension modules are found wherever a module has bound them, and methods of their classes;
-launches of Triton's kernels, compiled by Inductor or run by the interpreter, where all of them pass. Each is
-looked at on both sides (nanlocator/trace/kernel_call.hpp). Nothing is replaced outside of the block.
+Inductor's kernels for CPUs in the modules that it has generated; launches of Triton's kernels, compiled by
+Inductor or run by the interpreter, where all of them pass. Each is looked at on both sides
+(nanlocator/trace/kernel_call.hpp). Nothing is replaced outside of the block.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from nanlocator import _C
+from nanlocator import _C, inductor_kernels
 from nanlocator.patches import replace
 
 # Extension modules that take tensors and are not linked with Torch.
@@ -72,6 +73,7 @@ class KernelCalls:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
         self._follow_extensions()
+        self._follow_inductor()
         self._follow_triton()
 
     def __enter__(self) -> "KernelCalls":
@@ -92,7 +94,7 @@ class KernelCalls:
         wrapped: dict[int, Callable[..., Any]] = {}
         for extension in extensions:
             for name, value in list(vars(extension).items()):
-                if type(value) is types.BuiltinFunctionType:
+                if type(value) is types.BuiltinFunctionType and not inductor_kernels.is_generated(value):
                     entry = Entry("function", extension, name, value)
                     wrapped[id(value)] = _shown(entry, f"{_short_name(extension)}::{name}")
                 elif type(value).__name__ == "pybind11_type":
@@ -101,6 +103,35 @@ class KernelCalls:
             for name, value in list(vars(module).items()):
                 if type(value) is types.BuiltinFunctionType and id(value) in wrapped:
                     self._undo.append(replace(module, name, wrapped[id(value)]))
+
+    def _follow_inductor(self) -> None:
+        """Kernels for CPUs: in the modules that are there, and in those that come by a compilation."""
+        cache = getattr(sys.modules.get("torch._inductor.codecache"), "PyCodeCache", None)
+        load = vars(cache).get("load_by_key_path") if cache is not None else None
+        if load is None:
+            return
+
+        @functools.wraps(load.__func__)
+        def load_by_key_path(cls: type, *args: Any, **kwargs: Any) -> types.ModuleType:
+            module = load.__func__(cls, *args, **kwargs)
+            self._follow_generated(module)
+            return module
+
+        self._undo.append(replace(cache, "load_by_key_path", classmethod(load_by_key_path)))
+        for each in gc.get_objects():
+            if type(each) is types.ModuleType:
+                self._follow_generated(each)
+
+    def _follow_generated(self, module: types.ModuleType) -> None:
+        for name, value in list(vars(module).items()):
+            if (
+                type(value) is types.BuiltinFunctionType
+                and inductor_kernels.is_generated(value)
+                and module is not value.__self__
+            ):
+                entry = Entry("function", module, name, value)
+                names = inductor_kernels.argument_names(module, name)
+                self._undo.append(replace(module, name, _shown(entry, f"inductor::{name}", names)))
 
     def _follow_methods(self, kind: type, extension: types.ModuleType) -> None:
         for name, value in list(vars(kind).items()):
@@ -146,9 +177,10 @@ def _short_name(module: types.ModuleType) -> str:
     return str(module.__name__).rpartition(".")[2]
 
 
-def _shown(entry: Entry, name: str) -> Callable[..., Any]:
+def _shown(entry: Entry, name: str, names: list[str] | None = None) -> Callable[..., Any]:
+    """``names``: of the arguments; without it what the function's documentation says."""
     function = entry.live
-    names = _argument_names(function)
+    names = _argument_names(function) if names is None else names
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from nanlocator import _C
 from nanlocator.patches import replace
 
 # Holders that are not called themselves: their children belong to the module that holds them.
-_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -88,7 +88,7 @@ class _Tree:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.name_of: Callable[[str], str] = _shown_module
+        self.name_of: Callable[[str], str] = shown_module
         self.hooks: list[ModuleHooks] = []
         self.watches: list[_C.ModuleWatch] = []
         self.named: dict[int, _Named] = {}
@@ -123,8 +123,8 @@ class _Frame:
         self.tree = tree
         self.module = weakref.ref(module)
         self.path = path  # as in named_modules
-        name_of = tree.name_of if tree is not None else _shown_module
-        self.shown = _C.ModulePath(name_of(path) or type(module).__name__)
+        name_of = tree.name_of if tree is not None else shown_module
+        self.shown = _C.ModulePath(name_of(path) or class_name(module))
 
 
 class _Thread(threading.local):
@@ -243,8 +243,8 @@ def nearest_path(paths: list[str], caller: str | None) -> str:
 def _path_below(module: nn.Module, caller: _Frame | None) -> str:
     parent = caller.module() if caller is not None else None
     if caller is None or parent is None:
-        return type(module).__name__
-    name = _name_in(parent, module) or type(module).__name__
+        return class_name(module)
+    name = _name_in(parent, module) or class_name(module)
     return f"{caller.path}.{name}" if caller.path else name
 
 
@@ -351,16 +351,21 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def shown(path: str) -> str:
     """Of a parameter or a module, without what wrappers put into it: DistributedDataParallel before it,
-    FullyShardedDataParallel and activation checkpointing anywhere."""
-    path = path.removeprefix("module.")
+    torch.compile, FullyShardedDataParallel and activation checkpointing anywhere."""
+    path = path.removeprefix("_orig_mod.").removeprefix("module.")
     if not any(wrapper in path for wrapper in _WRAPPERS):
         return path
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
-def _shown_module(path: str) -> str:
+def shown_module(path: str) -> str:
     """Nothing for what DistributedDataParallel wraps: it goes by its class, as the model itself does."""
-    return "" if path == "module" else shown(path)
+    return "" if path.removeprefix("_orig_mod.") == "module" else shown(path)
+
+
+def class_name(module: nn.Module) -> str:
+    """Not of the wrapper that torch.compile makes."""
+    return type(getattr(module, "_orig_mod", module)).__name__
 
 
 def common_module(parameters: list[str]) -> str:

@@ -22,7 +22,7 @@ from nanlocator.driver import (
     Views,
     state_tensors,
 )
-from nanlocator.modules import ModuleHooks, local_part, shown, tensor_attributes
+from nanlocator.modules import ModuleHooks, local_part, shown, shown_module, tensor_attributes
 from nanlocator.own_gradients import LocalScans, OwnGradients
 from nanlocator.pipelining import Pipeline, group_of, is_known
 from nanlocator.rerun import ScalerState
@@ -365,7 +365,7 @@ def _below(model: str, name: str) -> str:
     """Of several models each has its name before what is in it."""
     if not model:
         return name
-    name = shown(name) if name != "module" else ""
+    name = shown_module(name)
     return f"{model}.{name}" if name else model
 
 

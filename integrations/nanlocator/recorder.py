@@ -27,6 +27,7 @@ from nanlocator import _C, fsdp2, lightning_steps
 from nanlocator.batches import KeptBatch
 from nanlocator.driver import Named
 from nanlocator.evaluation import Evaluation, is_bad
+from nanlocator.modules import class_name
 from nanlocator.patches import replace
 from nanlocator.pipelining import Pipeline
 from nanlocator.plain import PlainAdapter, PlainPass, held_parameters
@@ -224,7 +225,7 @@ class StepRecorder:
     def _call_by_operators(
         self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
-        self._engine.enter_module(_C.ModulePath(type(module).__name__))
+        self._engine.enter_module(_C.ModulePath(class_name(module)))
         try:
             return original(module, *args, **kwargs)
         finally:

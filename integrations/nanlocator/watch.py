@@ -20,6 +20,7 @@ from nanlocator import _C, fsdp1
 from nanlocator.deepspeed_scripts import keep_from_deepspeed, refuse_owned
 from nanlocator.driver import LossScale, SkippedUpdate
 from nanlocator.evaluation import Evaluation
+from nanlocator.modules import class_name
 from nanlocator.optimizer import LocatingOptimizer
 from nanlocator.patches import replace
 from nanlocator.pipelining import follow_steps, stages_of
@@ -460,7 +461,7 @@ def _named_models(model: Models) -> dict[str, nn.Module]:
         return {"": models[0]}
     names: dict[str, nn.Module] = {}
     for each in models:
-        name = type(each).__name__
+        name = class_name(each)
         names[name if name not in names else f"{name}{len(names)}"] = each
     return names
 

@@ -236,13 +236,21 @@ bool has_come_out(const Root& root, VariantOutcome outcome) {
   return rerun && std::ranges::count(rerun->variants, outcome) > 0;
 }
 
+/// Nothing was seen to write the memory that was bad. Compiled code may have: not all of its
+/// kernels are seen.
+bool is_of_unseen_writer(const Birth& birth) {
+  return (birth.kind == BirthKind::data || birth.kind == BirthKind::memory) &&
+         birth.sighting.phase != Phase::params_after;
+}
+
 /// What it made is gone where its operators are executed one by one, and comes again where not.
 bool is_of_compiled_region(const Root& root) {
   const BirthKind kind = root.birth->kind;
   const bool is_made = kind == BirthKind::opaque || kind == BirthKind::kernel ||
                        kind == BirthKind::nan || kind == BirthKind::inf ||
                        kind == BirthKind::nan_from_inf;
-  return is_made && has_come_out(root, {RerunVariant::eager, false}) &&
+  return (is_made || is_of_unseen_writer(*root.birth)) &&
+         has_come_out(root, {RerunVariant::eager, false}) &&
          has_come_out(root, {RerunVariant::compiled, true}) &&
          !has_come_out(root, {RerunVariant::compiled, false});
 }
@@ -410,19 +418,23 @@ Origin origin_of(const Root& root) {
   origin.cause = is_of_loss_scale(root) ? Cause::loss_scale : cause_of(birth);
   if (is_of_empty_loss(root)) origin.cause = Cause::empty_loss_mask;
   if (is_of_compiled_region(root)) origin.cause = Cause::compiled_region;
+  const bool has_unseen_writer =
+      origin.cause == Cause::compiled_region && is_of_unseen_writer(birth);
   origin.detail = detail_of(birth);
   const bool accuses_machine =
       origin.cause == Cause::not_reproduced || origin.cause == Cause::memory_corruption;
   // How large the gradient is without the loss scale, an infinity does not tell.
   const bool may_be_of_memory = birth.last_seen == LastSeen::allocated &&
                                 !has_come_out(root, {RerunVariant::constant_memory, true});
-  const bool is_seen =
-      birth.kind == BirthKind::kernel ? !may_be_of_memory : birth.kind != BirthKind::opaque;
+  const bool is_seen = birth.kind == BirthKind::kernel
+                           ? !may_be_of_memory
+                           : birth.kind != BirthKind::opaque && !has_unseen_writer;
   const bool is_sure =
       !birth.is_module_inferred && is_seen && !accuses_machine && origin.cause != Cause::loss_scale;
   origin.place_confidence = is_sure ? Confidence::high : Confidence::medium;
   Facts& facts = origin.facts;
-  facts.push_back(fact_of(kind_of(birth.kind), birth));
+  facts.push_back(
+      fact_of(has_unseen_writer ? FactKind::came_from_opaque_call : kind_of(birth.kind), birth));
   if (birth.kind == BirthKind::collective) {
     facts.back().group = birth.group;
     facts.back().peers = birth.members.ranks_below(root.rank->coordinates().world_size);
@@ -469,7 +481,9 @@ Origin origin_of(const Root& root) {
   if (!birth.literal_op.empty()) {
     facts.push_back({.kind = FactKind::literal_of, .op = birth.literal_op});
   }
-  if (auto history = history_of_memory(birth)) facts.push_back(*std::move(history));
+  if (auto history = history_of_memory(birth); history && !has_unseen_writer) {
+    facts.push_back(*std::move(history));
+  }
   const bool may_be_overflow =
       birth.kind == BirthKind::inf || origin.cause == Cause::operator_overflow;
   if (may_be_overflow && !birth.weights.empty()) {

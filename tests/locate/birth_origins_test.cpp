@@ -382,6 +382,27 @@ TEST(BirthOrigins, EachKindHasItsCause) {
   EXPECT_EQ(cause_of(BirthKind::nan, Phase::forward), Cause::unknown);  // not replayed
 }
 
+TEST(BirthOrigins, WhatNobodyWroteIsCompiledCodesWhereTheStepIsFiniteWithoutIt) {
+  const auto origin_of = [](BirthKind kind, Phase phase, bool is_bad_eager) {
+    Ledger ledger = ledger_of(0, 1);
+    ledger.births = {birth_of(kind, phase, "")};
+    ledger.births[0].reader = "aten::addmm";
+    ledger.rerun = Rerun{.reproduced = true, .gradients = 2};
+    ledger.rerun->variants = {{RerunVariant::eager, is_bad_eager}, {RerunVariant::compiled, true}};
+    return locate_one(ledger).origins.at(0);
+  };
+  for (const BirthKind kind : {BirthKind::data, BirthKind::memory}) {
+    const Origin origin = origin_of(kind, Phase::forward, false);
+    EXPECT_EQ(origin.cause, Cause::compiled_region);
+    EXPECT_EQ(origin.place_confidence, Confidence::medium);
+    EXPECT_THAT(origin.facts, HasFact(FactKind::came_from_opaque_call));
+    EXPECT_THAT(origin.facts, Not(HasFact(FactKind::data_was_bad)));
+    EXPECT_THAT(origin.facts, Not(HasFact(FactKind::made_before_pass)));
+  }
+  EXPECT_EQ(origin_of(BirthKind::data, Phase::forward, true).cause, Cause::bad_input);
+  EXPECT_EQ(origin_of(BirthKind::data, Phase::params_after, false).cause, Cause::optimizer_state);
+}
+
 TEST(BirthOrigins, AFaultThatIsGoneInTheRepeatAccusesNoMachineWithHighConfidence) {
   Ledger ledger = ledger_of(0, 1);
   ledger.rerun = Rerun{.reproduced = false, .control_reproduced = false, .gradients = 2};

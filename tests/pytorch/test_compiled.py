@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import nanlocator
+import nanlocator.inductor_kernels
+import nanlocator.kernels
 
 WIDTH = 8
 
@@ -121,7 +123,8 @@ class Half(nn.Module):
 
 
 @pytest.mark.parametrize("memory", ["as it is", "left with NaN in it"])
-def test_a_wrong_lowering_of_inductor_is_the_compilers(memory, monkeypatch):
+@pytest.mark.parametrize("kernels", ["seen", "unseen"])
+def test_a_wrong_lowering_of_inductor_is_the_compilers(kernels, memory, monkeypatch):
     from torch._inductor import lowering
     from torch._inductor.virtualized import ops
 
@@ -136,6 +139,9 @@ def test_a_wrong_lowering_of_inductor_is_the_compilers(memory, monkeypatch):
         monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cpu", with_nan)
         torch._inductor.codecache.FxGraphCache.clear()
         torch._inductor.codecache.PyCodeCache.cache_clear()
+    if kernels == "unseen":  # as where C++ calls them
+        monkeypatch.setattr(nanlocator.inductor_kernels, "is_generated", lambda _: False)
+        monkeypatch.setattr(nanlocator.kernels, "_is_extension", lambda _: False)
     key = torch.ops.nanlocator_test.half.default
     lowering.register_lowering(key)(lowering.make_pointwise(lambda x: ops.log(x)))
     try:
@@ -147,6 +153,8 @@ def test_a_wrong_lowering_of_inductor_is_the_compilers(memory, monkeypatch):
     (origin,) = verdict["origins"]
     assert (origin["cause"], origin["owner"]) == ("compiled_region", "vendor")
     assert origin["module"].startswith("1")
+    assert (origin["operator"] or "").startswith("inductor::cpp_fused_half") is (kernels == "seen")
+    assert origin["place_confidence"] == ("high" if kernels == "seen" else "medium")
 
 
 def test_healthy_compiled_steps_come_again_alike(capfd):

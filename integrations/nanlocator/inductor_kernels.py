@@ -1,0 +1,57 @@
+"""Kernels that Inductor has compiled for CPUs. Each is an extension module of its code cache, and goes by the
+name under which the module of Python has it that Inductor has generated with its source."""
+
+import ast
+import functools
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+
+def is_generated(function: Any) -> bool:
+    extension = getattr(function, "__self__", None)
+    # As torch._inductor.codecache.CppPythonBindingsCodeCache loads them.
+    if not isinstance(extension, types.ModuleType):
+        return False
+    return getattr(extension, "__name__", None) == f"{getattr(extension, 'key', None)}.kernel"
+
+
+def source_of(generated: types.ModuleType, name: str) -> str:
+    """As a module of its own, which compiles it; "" where there is none."""
+    arguments = _definitions(str(getattr(generated, "__file__", ""))).get(name)
+    if arguments is None:
+        return ""
+    types_of_arguments, source = arguments
+    return (
+        "from torch._inductor.codecache import CppPythonBindingsCodeCache\n\n"
+        f"{name} = CppPythonBindingsCodeCache.load_pybinding(\n"
+        f"    {types_of_arguments!r},\n    r'''{source}''',\n)\n"
+    )
+
+
+def argument_names(generated: types.ModuleType, name: str) -> list[str]:
+    _, source = _definitions(str(getattr(generated, "__file__", ""))).get(name, ([], ""))
+    inside = re.search(r"\bvoid\s+kernel\(([^)]*)\)", source)
+    return re.findall(r"(\w+)\s*(?:,|$)", inside.group(1)) if inside else []
+
+
+@functools.cache
+def _definitions(file: str) -> dict[str, tuple[list[str], str]]:
+    """What each kernel is compiled from: the types of its arguments, and C++."""
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return {}
+    found = {}
+    for statement in tree.body:
+        match statement:
+            case ast.Assign(
+                targets=[ast.Name(id=name)],
+                value=ast.Call(
+                    func=ast.Attribute(attr="cpp_pybinding"),
+                    args=[ast.List(elts=elements), ast.Constant(value=str(source))],
+                ),
+            ):
+                found[name] = ([each.value for each in elements if isinstance(each, ast.Constant)], source)
+    return found

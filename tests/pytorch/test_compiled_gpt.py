@@ -1,0 +1,203 @@
+"""A GPT compiled by Inductor: a fault is named as in eager code, with the generated source where the compiler
+is at fault."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import nanlocator
+
+VOCABULARY = 64
+NO_LABEL = -100
+
+
+def gpt():
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=VOCABULARY, n_positions=16, use_cache=False)
+    )
+
+
+def verdict_of(model, watched, *, has_labels=True):
+    """Of two steps in which ``model`` is called."""
+    optimizer = torch.optim.AdamW(watched.parameters(), lr=1e-3)
+    watch = nanlocator.watch(watched, optimizer)
+    try:
+        for step in range(2):
+            torch.manual_seed(step)
+            tokens = torch.randint(0, VOCABULARY, (2, 16))
+            labels = tokens if has_labels else torch.full_like(tokens, NO_LABEL)
+            model(tokens, labels=labels).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+    finally:
+        watch.remove()
+        torch._dynamo.reset()
+    return None
+
+
+class Exponential(nn.Module):
+    def forward(self, x):
+        return torch.exp(x.abs() * 1e4)
+
+
+class Root(nn.Module):
+    def forward(self, x):
+        return torch.sqrt((x - x).abs())  # its slope is infinite
+
+
+class Log(nn.Module):
+    def forward(self, x):
+        return torch.log(x - x.amax(-1, keepdim=True) - 1)
+
+
+class UnitLength(nn.Module):
+    def forward(self, x):
+        same = x - x
+        return x + same / same.norm(dim=-1, keepdim=True)
+
+
+class Standardized(nn.Module):
+    """A layer norm without its epsilon, of what does not vary."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        return self.norm(x) / (x.std(-1, keepdim=True) * 0)
+
+
+class MaskedWhole(nn.Module):
+    def forward(self, x):
+        return x * torch.softmax(torch.full_like(x, -torch.inf), -1)
+
+
+def activation(guilty):
+    def plant(model):
+        model.transformer.h[1].mlp.act = guilty()
+
+    return plant
+
+
+def last_norm(model):
+    model.transformer.ln_f = Standardized(model.transformer.ln_f)
+
+
+def head(model):
+    model.lm_head = nn.Sequential(model.lm_head, Log())
+
+
+@torch.no_grad()
+def bad_weight(model):
+    model.transformer.h[0].attn.c_proj.weight[3, 5] = torch.nan
+
+
+@torch.no_grad()
+def large_weight(model):
+    model.transformer.h[1].mlp.c_fc.weight.fill_(3e38)
+
+
+def nothing(model):
+    pass
+
+
+FAULTS = {
+    "exponential": activation(Exponential),
+    "root": activation(Root),
+    "log": activation(Log),
+    "unit length": activation(UnitLength),
+    "masked": activation(MaskedWhole),
+    "norm": last_norm,
+    "head": head,
+    "bad weight": bad_weight,
+    "large weight": large_weight,
+    "no label": nothing,
+}
+WAYS = {
+    "torch.compile": lambda model: (torch.compile(model), model),
+    "torch.compile, its result watched": lambda model: (torch.compile(model),) * 2,
+    "blocks": lambda model: ([block.compile() for block in model.transformer.h], (model, model))[1],
+}
+CASES = [(fault, "torch.compile") for fault in FAULTS]
+CASES += [(fault, way) for way in list(WAYS)[1:] for fault in ("exponential", "bad weight", "no label")]
+
+
+@pytest.mark.parametrize(("fault", "way"), CASES, ids=[", ".join(case) for case in CASES])
+def test_a_fault_is_named_as_in_eager_code(fault, way):
+    has_labels = fault != "no label"
+
+    def planted():
+        model = gpt()
+        FAULTS[fault](model)
+        return model
+
+    model = planted()
+    (eager,) = verdict_of(model, model, has_labels=has_labels)["origins"]
+    verdict = verdict_of(*WAYS[way](planted()), has_labels=has_labels)
+    (compiled,) = verdict["origins"]
+    for key in ("operator", "module", "parameter", "cause", "detail", "phase", "code"):
+        assert compiled.get(key) == eager.get(key)
+    assert verdict["rerun"]["variants"][0] == {"variant": "eager", "bad": True}
+
+
+@torch.library.custom_op("nanlocator_gpt::tripled", mutates_args=())
+def tripled(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+tripled.register_fake(torch.empty_like)
+tripled.register_autograd(lambda _, gradient: gradient * 3)
+
+
+class Tripled(nn.Module):
+    def forward(self, x):
+        return torch.ops.nanlocator_gpt.tripled(x)
+
+
+def test_a_wrong_kernel_is_told_with_its_generated_source(tmp_path):
+    from torch._inductor import lowering
+    from torch._inductor.virtualized import ops
+
+    key = torch.ops.nanlocator_gpt.tripled.default
+    lowering.register_lowering(key)(lowering.make_pointwise(lambda x: ops.log(x)))
+    try:
+        model = gpt()
+        activation(Tripled)(model)
+        verdict = verdict_of(*WAYS["torch.compile"](model))
+    finally:
+        lowering.lowerings.pop(key)
+    outcomes = [(each["variant"], each["bad"]) for each in verdict["rerun"]["variants"]]
+    assert outcomes[:2] == [("eager", False), ("compiled", True)]
+    (origin,) = verdict["origins"]
+    assert (origin["cause"], origin["owner"]) == ("compiled_region", "vendor")
+    assert re.match(r"inductor::cpp_fused_.*tripled", origin["operator"])
+    assert re.match(r"(in_)?out_ptr", origin["tensor"]["role"])
+    (bundle,) = Path("nanlocator_run").glob(f"*/{origin['bundle']}")
+    source = (bundle / "kernel.py").read_text()
+    assert origin["operator"].rpartition("::")[2] in source
+    assert ".log()" in source  # what the lowering makes of it
+
+    def printed(*command):
+        """As on a machine that has not compiled it."""
+        elsewhere = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        return subprocess.run(
+            [sys.executable, *command], env=elsewhere, stdout=subprocess.PIPE, text=True
+        ).stdout
+
+    report = json.loads(printed("-m", "nanlocator.replay", bundle, "--allow-source", "--json"))
+    bad = origin["tensor"]["nan"]
+    assert (report["kernel"], report["conclusion"], report["bad"]) == (origin["operator"], "bad_again", bad)
+    script = tmp_path / "script.py"
+    script.write_text(printed("-m", "nanlocator.replay", bundle, "--export-python"))
+    assert f"{origin['tensor']['role']} (2, 16, 128) {bad} NaN or Inf" in printed(script, bundle.absolute())
