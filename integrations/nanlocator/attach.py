@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from nanlocator import _C, deepspeed_scripts, megatron_scripts
 from nanlocator.driver import Driver
-from nanlocator.modules import class_name
+from nanlocator.modules import class_name, named_by_class
 from nanlocator.optimizer import LocatingOptimizer
 from nanlocator.patches import replace
 from nanlocator.pipelining import follow_steps, stages_of
@@ -154,10 +154,4 @@ def _roots_of(trained: set[torch.Tensor]) -> dict[str, nn.Module]:
         if not left.isdisjoint(held[id(root)]):
             chosen.append(root)
             left -= held[id(root)]
-    if len(chosen) == 1:
-        return {"": chosen[0]}
-    names: dict[str, nn.Module] = {}
-    for root in chosen:
-        name = class_name(root)
-        names[name if name not in names else f"{name}{len(names)}"] = root
-    return names
+    return named_by_class(chosen)

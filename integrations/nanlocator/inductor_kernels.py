@@ -9,20 +9,23 @@ from pathlib import Path
 from typing import Any
 
 
-def is_generated(function: Any) -> bool:
-    extension = getattr(function, "__self__", None)
-    # As torch._inductor.codecache.CppPythonBindingsCodeCache loads them.
-    if not isinstance(extension, types.ModuleType):
+def is_extension(module: Any) -> bool:
+    """As torch._inductor.codecache.CppPythonBindingsCodeCache loads them."""
+    if not isinstance(module, types.ModuleType):
         return False
-    return getattr(extension, "__name__", None) == f"{getattr(extension, 'key', None)}.kernel"
+    own = vars(module)  # a module's __getattr__ may import others
+    return own.get("__name__") == f"{own.get('key')}.kernel"
+
+
+def is_generated(function: Any) -> bool:
+    return is_extension(getattr(function, "__self__", None))
 
 
 def source_of(generated: types.ModuleType, name: str) -> str:
     """As a module of its own, which compiles it; "" where there is none."""
-    arguments = _definitions(str(getattr(generated, "__file__", ""))).get(name)
-    if arguments is None:
+    types_of_arguments, source = _definition(generated, name)
+    if not source:
         return ""
-    types_of_arguments, source = arguments
     return (
         "from torch._inductor.codecache import CppPythonBindingsCodeCache\n\n"
         f"{name} = CppPythonBindingsCodeCache.load_pybinding(\n"
@@ -31,14 +34,19 @@ def source_of(generated: types.ModuleType, name: str) -> str:
 
 
 def argument_names(generated: types.ModuleType, name: str) -> list[str]:
-    _, source = _definitions(str(getattr(generated, "__file__", ""))).get(name, ([], ""))
+    _, source = _definition(generated, name)
     inside = re.search(r"\bvoid\s+kernel\(([^)]*)\)", source)
     return re.findall(r"(\w+)\s*(?:,|$)", inside.group(1)) if inside else []
 
 
+def _definition(generated: types.ModuleType, name: str) -> tuple[list[str], str]:
+    """What it is compiled from: the types of its arguments, and C++; "" where that is not found."""
+    return _definitions(str(getattr(generated, "__file__", ""))).get(name, ([], ""))
+
+
 @functools.cache
 def _definitions(file: str) -> dict[str, tuple[list[str], str]]:
-    """What each kernel is compiled from: the types of its arguments, and C++."""
+    """Of each kernel in it."""
     try:
         tree = ast.parse(Path(file).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):

@@ -72,8 +72,9 @@ class KernelCalls:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
-        self._follow_extensions()
-        self._follow_inductor()
+        modules = [each for each in gc.get_objects() if type(each) is types.ModuleType]
+        self._follow_extensions(modules)
+        self._follow_inductor(modules)
         self._follow_triton()
 
     def __enter__(self) -> "KernelCalls":
@@ -86,15 +87,14 @@ class KernelCalls:
         while self._undo:
             self._undo.pop()()
 
-    def _follow_extensions(self) -> None:
-        modules = [each for each in gc.get_objects() if type(each) is types.ModuleType]
+    def _follow_extensions(self, modules: list[types.ModuleType]) -> None:
         extensions = [each for each in modules if _is_extension(each)]
         if not extensions:
             return
         wrapped: dict[int, Callable[..., Any]] = {}
         for extension in extensions:
             for name, value in list(vars(extension).items()):
-                if type(value) is types.BuiltinFunctionType and not inductor_kernels.is_generated(value):
+                if type(value) is types.BuiltinFunctionType:
                     entry = Entry("function", extension, name, value)
                     wrapped[id(value)] = _shown(entry, f"{_short_name(extension)}::{name}")
                 elif type(value).__name__ == "pybind11_type":
@@ -104,7 +104,7 @@ class KernelCalls:
                 if type(value) is types.BuiltinFunctionType and id(value) in wrapped:
                     self._undo.append(replace(module, name, wrapped[id(value)]))
 
-    def _follow_inductor(self) -> None:
+    def _follow_inductor(self, modules: list[types.ModuleType]) -> None:
         """Kernels for CPUs: in the modules that are there, and in those that come by a compilation."""
         cache = getattr(sys.modules.get("torch._inductor.codecache"), "PyCodeCache", None)
         load = vars(cache).get("load_by_key_path") if cache is not None else None
@@ -118,20 +118,16 @@ class KernelCalls:
             return module
 
         self._undo.append(replace(cache, "load_by_key_path", classmethod(load_by_key_path)))
-        for each in gc.get_objects():
-            if type(each) is types.ModuleType:
-                self._follow_generated(each)
+        for each in modules:
+            self._follow_generated(each)
 
     def _follow_generated(self, module: types.ModuleType) -> None:
         for name, value in list(vars(module).items()):
-            if (
-                type(value) is types.BuiltinFunctionType
-                and inductor_kernels.is_generated(value)
-                and module is not value.__self__
-            ):
+            if type(value) is not types.BuiltinFunctionType or module is value.__self__:
+                continue
+            if inductor_kernels.is_generated(value):
                 entry = Entry("function", module, name, value)
-                names = inductor_kernels.argument_names(module, name)
-                self._undo.append(replace(module, name, _shown(entry, f"inductor::{name}", names)))
+                self._undo.append(replace(module, name, _shown(entry, f"inductor::{name}")))
 
     def _follow_methods(self, kind: type, extension: types.ModuleType) -> None:
         for name, value in list(vars(kind).items()):
@@ -159,6 +155,8 @@ def _is_extension(module: types.ModuleType) -> bool:
     except (AttributeError, TypeError):
         return False
     root = name.partition(".")[0]
+    if inductor_kernels.is_extension(module):  # followed where it has been generated
+        return False
     if not isinstance(file, str) or not file.endswith(_SUFFIXES) or root in _LEFT_OUT:
         return False
     return root in _WITHOUT_TORCH or _is_linked_with_torch(file)
@@ -177,10 +175,9 @@ def _short_name(module: types.ModuleType) -> str:
     return str(module.__name__).rpartition(".")[2]
 
 
-def _shown(entry: Entry, name: str, names: list[str] | None = None) -> Callable[..., Any]:
-    """``names``: of the arguments; without it what the function's documentation says."""
+def _shown(entry: Entry, name: str) -> Callable[..., Any]:
     function = entry.live
-    names = _argument_names(function) if names is None else names
+    names = _argument_names(entry)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -255,8 +252,10 @@ def named_tensors(
             yield (name if isinstance(value, torch.Tensor) else f"{name}[{i}]"), tensor
 
 
-def _argument_names(function: Callable[..., Any]) -> list[str]:
-    """From the first line of the documentation that pybind11 writes."""
-    signature = (getattr(function, "__doc__", None) or "").partition("\n")[0]
+def _argument_names(entry: Entry) -> list[str]:
+    """From Inductor's source, else from the first line of the documentation that pybind11 writes."""
+    if inductor_kernels.is_generated(entry.live):
+        return inductor_kernels.argument_names(entry.module, entry.name)
+    signature = (getattr(entry.live, "__doc__", None) or "").partition("\n")[0]
     inside = re.search(r"\((.*)\)", signature)
     return re.findall(r"(\w+):", inside.group(1)) if inside else []

@@ -368,6 +368,17 @@ def class_name(module: nn.Module) -> str:
     return type(getattr(module, "_orig_mod", module)).__name__
 
 
+def named_by_class(models: list[nn.Module]) -> dict[str, nn.Module]:
+    """One goes without a name; of several each by its class, with a number where that is taken."""
+    if len(models) == 1:
+        return {"": models[0]}
+    names: dict[str, nn.Module] = {}
+    for each in models:
+        name = class_name(each)
+        names[name if name not in names else f"{name}{len(names)}"] = each
+    return names
+
+
 def common_module(parameters: list[str]) -> str:
     """The innermost that has all of them below it; "" for the model itself."""
     paths = [name.split(".")[:-1] for name in parameters]

@@ -20,7 +20,7 @@ from nanlocator import _C, fsdp1
 from nanlocator.deepspeed_scripts import keep_from_deepspeed, refuse_owned
 from nanlocator.driver import LossScale, SkippedUpdate
 from nanlocator.evaluation import Evaluation
-from nanlocator.modules import class_name
+from nanlocator.modules import named_by_class
 from nanlocator.optimizer import LocatingOptimizer
 from nanlocator.patches import replace
 from nanlocator.pipelining import follow_steps, stages_of
@@ -456,14 +456,7 @@ def _named_models(model: Models) -> dict[str, nn.Module]:
         return {"": model}
     if isinstance(model, Mapping):
         return dict(model)
-    models = _listed(model, nn.Module)
-    if len(models) == 1:
-        return {"": models[0]}
-    names: dict[str, nn.Module] = {}
-    for each in models:
-        name = class_name(each)
-        names[name if name not in names else f"{name}{len(names)}"] = each
-    return names
+    return named_by_class(_listed(model, nn.Module))
 
 
 def _listed(value: Any, kind: type) -> list[Any]:
