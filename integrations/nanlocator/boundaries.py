@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 
 from nanlocator import _C
+from nanlocator import buffer_broadcasts as broadcasts
 from nanlocator.collectives import COLLECTIVES, Collective, FollowedWork, name_of
 from nanlocator.functional_collectives import FunctionalCollectives
 from nanlocator.patches import Patches, replace
@@ -77,6 +78,7 @@ class Boundaries:
             self._install()
             self._functional = FunctionalCollectives(self)
             self._patches.on_removal(self._functional.remove)
+            self._patches.on_removal(broadcasts.follow_broadcasts(self._begin_broadcast))
 
     def add_group(self, name: str, group: ProcessGroup) -> "_WatchedGroup":
         """Unless it is watched already."""
@@ -169,7 +171,15 @@ class Boundaries:
             if watched is not None:
                 self.has_unseen(watched.group)
 
-    # Of FunctionalCollectives.
+    # Of collectives that do not pass through ProcessGroup's methods.
+
+    def _begin_broadcast(
+        self, group: ProcessGroup, sent: Tensors | None, received: Tensors
+    ) -> Callable[[], None]:
+        crossing = self.begin_collective(group, broadcasts.OPERATOR, sent, has_unseen_backward=False)
+        if crossing is None:
+            return lambda: None
+        return functools.partial(self.end_collective, crossing, received)
 
     def begin_collective(
         self, group: ProcessGroup, operator: str, sent: Any, *, has_unseen_backward: bool

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from nanlocator.buffer_broadcasts import shows_broadcasts
 from nanlocator.modules import local_part
 from nanlocator.own_gradients import LocalScans
 
@@ -107,7 +108,8 @@ class LocalGradients:
             for parameter in each._module_parameters
         }
         for module in {id(each): each for find in reducing.values() if (each := find())}.values():
-            self._scans.exchange_unseen(module.process_group)
+            if not shows_broadcasts(module):
+                self._scans.exchange_unseen(module.process_group)
         return {n: reducing.get(parameter, _NONE) for n, parameter in self._parameters.items()}
 
 

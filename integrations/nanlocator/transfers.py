@@ -2,18 +2,20 @@
 
 torch.distributed lets a program compute while a collective or a message is under way, and promises nothing
 about memory that both use (torch.distributed's documentation, "Synchronous and asynchronous collective
-operations"). What C++ issues by itself (DistributedDataParallel's buckets) is not followed: it waits there,
-too.
+operations"). Of what C++ issues by itself DistributedDataParallel's buffers are followed; its buckets are
+not: it waits there, too.
 """
 
 import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 
 from nanlocator import _C
+from nanlocator import buffer_broadcasts as broadcasts
 from nanlocator.collectives import COLLECTIVES, Collective, FollowedWork, name_of
 from nanlocator.patches import replace
 
@@ -40,6 +42,7 @@ class ShownTransfers:
         self._replace("_end_coalescing", self._end)
         for name in ("barrier", "monitored_barrier"):
             self._replace(name, self._barrier)
+        self._undo.append(broadcasts.follow_broadcasts(self._broadcast))
 
     def __enter__(self) -> "ShownTransfers":
         return self
@@ -72,6 +75,16 @@ class ShownTransfers:
             return self._followed(group, inner(group, *args, **kwargs), transfer)
 
         return method
+
+    def _broadcast(
+        self, group: ProcessGroup, sent: list[torch.Tensor] | None, received: list[torch.Tensor]
+    ) -> Callable[[], None]:
+        self._name(group)
+
+        def end() -> None:  # in between it reads and writes them itself
+            _C.Transfer(broadcasts.OPERATOR, sent or [], received).end()
+
+        return end
 
     def _name(self, group: ProcessGroup) -> None:
         if id(group) in self._named:

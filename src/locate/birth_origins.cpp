@@ -638,6 +638,21 @@ std::vector<Root> first_received(const std::vector<Root>& roots) {
   return first;
 }
 
+/// What this rank got out of a broadcast was bad where the origin's rank put it in: the first pass
+/// has seen it.
+bool was_broadcast_by(const Incident& incident, const Origin& origin, const Root& receipt) {
+  const std::string& op = receipt.birth->sighting.op;
+  if (collective_kind_of(op) != CollectiveKind::broadcast) return false;
+  const auto is_it = [&](const Sighting& sent) {
+    return sent.op == op && sent.crossing && sent.crossing->members == receipt.birth->members &&
+           sent.role.kind() == RoleKind::sent;
+  };
+  return std::ranges::any_of(origin.candidates, [&](int rank) {
+    const RankEvidence* sender = incident.find(rank);
+    return sender != nullptr && std::ranges::any_of(sender->ledger().sightings, is_it);
+  });
+}
+
 /// What came out of it the first pass has seen on both sides; in doubt.
 bool is_of_watched_group(const Root& root) {
   const RankList& members = root.birth->members;
@@ -691,8 +706,12 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
   // crossings are watched they tell who has sent what.
   for (const Root& root : received) {
     const auto& name = root.birth->sighting.parameter;
+    const auto is_from = [&](const Origin& origin) {
+      if (!name.empty()) return name == origin.parameter;
+      return !has_crossings || was_broadcast_by(incident, origin, root);
+    };
     for (BornOrigin& each : born) {
-      if (name.empty() ? !has_crossings : name == each.origin.parameter) {
+      if (is_from(each.origin)) {
         each.receivers.push_back(root.rank->rank());
       }
     }

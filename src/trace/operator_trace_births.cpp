@@ -136,6 +136,12 @@ Place OperatorTrace::Impl::current_place(ThreadFrames& frames) {
   return place;
 }
 
+/// Frames in which DistributedDataParallel hands out what the reduction of its buckets has left
+/// (torch/csrc/distributed/c10d/reducer.cpp).
+static bool is_of_reducer(std::string_view frame) {
+  return frame.starts_with("torch.distributed.ddp.reducer::");
+}
+
 void OperatorTrace::Impl::locate(Birth& birth, ThreadFrames& frames, bool with_stack) {
   const Place place = current_place(frames);
   std::optional<Phase> phase;
@@ -161,11 +167,12 @@ void OperatorTrace::Impl::locate(Birth& birth, ThreadFrames& frames, bool with_s
         is_outside && !batch.microbatch && microbatches_are_known.load(std::memory_order_relaxed);
     // Before its microbatch has entered a module it is the batch that is being prepared.
     const bool is_loss = is_outside && frames.microbatch_of_modules == batch.microbatch;
-    birth.sighting.phase = place.is_recomputed ? Phase::forward
-                           : place.is_backward ? Phase::backward
-                           : is_between_steps  ? Phase::grad_local
-                           : is_loss           ? Phase::loss
-                                               : Phase::forward;
+    birth.sighting.phase = is_of_reducer(place.custom_function) ? Phase::grad_reduced
+                           : place.is_recomputed                ? Phase::forward
+                           : place.is_backward                  ? Phase::backward
+                           : is_between_steps                   ? Phase::grad_local
+                           : is_loss                            ? Phase::loss
+                                                                : Phase::forward;
   }
   if (!with_stack || !options.program_code) return;
   birth.stack = options.program_code->stack();
@@ -402,6 +409,11 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
   }
   root.declared = declared_behind(sharing);
   const auto born_inside = [&](Place place) {
+    if (is_of_reducer(place.frame)) {
+      root.kind = BirthKind::collective;
+      root.writer = place.frame;
+      return;
+    }
     root.kind = BirthKind::opaque;
     root.inside = std::move(place);
   };
@@ -496,6 +508,7 @@ BirthId OperatorTrace::Impl::add_root(const Root& root, const at::Tensor& values
   } else if (root.kind == BirthKind::collective) {
     birth.sighting.op = root.writer;
     birth.sighting.role = "received";
+    if (is_of_reducer(root.writer)) birth.sighting.phase = Phase::grad_reduced;
     if (root.place && root.place->group != nullptr) {
       birth.group = root.place->group->name;
       birth.members = root.place->group->members;

@@ -293,9 +293,9 @@ def test_a_backward_outside_of_every_closure_does_not_end_the_watch():
         assert (origin["coordinates"]["rank"], origin["parameter"]) == (1, "head.weight")
 
 
-def bad_buffer_of_rank_0(rank, world_size):
+def bad_buffer_of_rank_0(rank, world_size, level):
     training = Training(rank, "plain")
-    nanlocator.watch(training.ddp, training.optimizer)
+    nanlocator.watch(training.ddp, training.optimizer, level=level)
     training.step()
     training.model.eval()  # batch norm uses its running mean, which rank 0 sends to all before forward
     if rank == 0:
@@ -307,8 +307,105 @@ def bad_buffer_of_rank_0(rank, world_size):
         return error.verdict
 
 
-def test_a_bad_buffer_that_is_broadcast_is_rank_0s():
-    for verdict in run_ranks(2, bad_buffer_of_rank_0):
+@pytest.mark.parametrize("level", ["operators", "boundaries"])
+def test_a_bad_buffer_that_is_broadcast_is_rank_0s(level):
+    for verdict in run_ranks(2, bad_buffer_of_rank_0, level):
         (origin,) = verdict["origins"]
         assert (origin["cause"], origin["parameter"]) == ("bad_buffer", "body.1.running_mean")
         assert origin["coordinates"]["rank"] == 0
+
+
+def spoil(tensor, element):
+    """As no operator does it."""
+    ctypes.c_float.from_address(tensor.data_ptr() + 4 * element).value = math.nan
+
+
+class Damaged:
+    """What rank 1 gets out of the second collective is wrong, and `always` of the later ones, too."""
+
+    def __init__(self, rank, always):
+        self.is_wrong_rank, self.always, self.calls = rank == 1, always, 0
+
+    def __call__(self, tensor, element):
+        self.calls += 1
+        if self.is_wrong_rank and (self.calls == 2 or (self.always and self.calls > 2)):
+            spoil(tensor, element)
+
+
+def damaged_bucket(rank, world_size, always, level):
+    training, damage = Training(rank, "plain"), Damaged(rank, always)
+
+    def reduce(_, bucket):
+        def received(done):
+            (summed,) = done.value()
+            damage(summed, 3)
+            return summed
+
+        return dist.all_reduce(bucket.buffer() / world_size, async_op=True).get_future().then(received)
+
+    training.ddp.register_comm_hook(None, reduce)
+    return train(training, level)
+
+
+def damaged_broadcast(rank, world_size, always, level):
+    training, damage = Training(rank, "plain"), Damaged(rank, always)
+    training.model.eval()
+    inner = dist._broadcast_coalesced
+
+    def broadcast(*args):
+        inner(*args)
+        damage(training.model.body[1].running_mean, 3)
+
+    dist._broadcast_coalesced = broadcast
+    return train(training, level)
+
+
+def train(training, level):
+    nanlocator.watch(training.ddp, training.optimizer, level=level)
+    try:
+        for _ in range(3):
+            training.step()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+
+
+@pytest.mark.parametrize("level", ["operators", "boundaries"])
+@pytest.mark.parametrize("always", [False, True])
+def test_a_bucket_that_arrives_wrong_is_the_reductions(always, level):
+    for verdict in run_ranks(2, damaged_bucket, always, level):
+        (origin,) = verdict["origins"]
+        # Where the callback runs on a thread that is traced its write is no part of the collective.
+        assert origin["cause"] in ("collective_result", "memory_corruption")
+        assert (origin["phase"], origin["coordinates"]["rank"]) == ("grad_reduced", 1)
+        assert origin["parameter"]
+        assert verdict["rerun"]["reproduced"] is always
+
+
+@pytest.mark.parametrize(
+    ("always", "level"), [(False, "boundaries"), (True, "operators"), (True, "boundaries")]
+)
+def test_a_buffer_that_arrives_wrong_is_the_broadcasts(always, level):
+    for verdict in run_ranks(2, damaged_broadcast, always, level):
+        (origin,) = verdict["origins"]
+        assert (origin["cause"], origin["operator"]) == ("collective_result", "c10d::broadcast_")
+        assert (origin["phase"], origin["coordinates"]["rank"]) == ("forward", 1)
+        assert verdict["rerun"]["reproduced"] is always
+
+
+def watched_at_boundaries(rank, world_size):
+    alone = Training(rank, "plain")
+    for _ in range(3):
+        alone.step()
+    expected = alone.state()
+    method = vars(DistributedDataParallel)["_default_broadcast_coalesced"]
+    watched = Training(rank, "plain")
+    watch = nanlocator.watch(watched.ddp, watched.optimizer, level="boundaries", rerun="always")
+    for _ in range(3):
+        watched.step()
+    watch.remove()
+    assert vars(DistributedDataParallel)["_default_broadcast_coalesced"] is method
+    return all(torch.equal(a, b) for a, b in zip(expected, watched.state(), strict=True))
+
+
+def test_buffers_are_followed_without_changing_a_bit():
+    assert run_ranks(2, watched_at_boundaries) == [True, True]
