@@ -296,7 +296,15 @@ void bind_driver(py::module_& m) {
           [](StepDriver& d, std::string name, py::function save, py::function restore) {
             d.state().add(
                 std::move(name), [f = Function(std::move(save))] { f.call<py::object>(); },
-                [f = Function(std::move(restore))] { f.call<py::object>(); });
+                [f = Function(std::move(restore))] {
+                  try {
+                    f.call<py::object>();
+                  } catch (const py::error_already_set& error) {
+                    const py::gil_scoped_acquire gil;
+                    if (!error.matches(PyExc_RuntimeError)) throw;
+                    throw Error(py::str(error.value()));  // what is said there, not its type
+                  }
+                });
           },
           "name"_a, "save"_a, "restore"_a)
       .def(

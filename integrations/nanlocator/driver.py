@@ -9,13 +9,14 @@ import contextlib
 import json
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from nanlocator import _C
 from nanlocator.boundaries import Boundaries
+from nanlocator.cuda_graphs import ReplayedGraphs, WithoutGraphs
 from nanlocator.errors import NonFiniteGradientError
 from nanlocator.kernel_calls import KeptKernelCalls, KernelCallRecord
 from nanlocator.kernels import KernelCalls
@@ -46,6 +47,7 @@ class Adapter:
     why_no_pass = ""  # of a step whose forward and backward nobody showed the driver
     can_trace_later_steps = True  # ... whether a later one is traced for it
     loss_scale: Any = None  # or a function: None where no overflow was seen, else a LossScale
+    models: Iterable[torch.nn.Module]  # the roots, with all that they hold
     parameters: Named
     buffers: Named
 
@@ -87,6 +89,7 @@ class Adapter:
     def keep_module_calls(self, modules: list[str], run: Any) -> None:
         """Crossings are watched, too: members compare what the same collective gave them."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(WithoutGraphs(self.models))
             if self.boundaries is not None:
                 stack.enter_context(self.boundaries.watching())
             for hooks in self.module_hooks(self._module_calls.begin(modules)):
@@ -132,6 +135,7 @@ class Adapter:
     @contextlib.contextmanager
     def naming_modules(self, watch: Any = None) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(WithoutGraphs(self.models))
             for hooks in (*self.module_hooks(watch), KernelCalls(), ShownTransfers()):
                 stack.enter_context(hooks)
             yield
@@ -180,6 +184,7 @@ class Driver:
         self.locator: _C.GradientLocator = self._engine.locator
         self.add_state("the generators of Python and numpy", GeneratorStates())
         self.add_state("TransformerEngine's fp8 scales", Fp8Scales())
+        self.add_state("CUDA graphs", ReplayedGraphs(adapter.models))
         self._looking = contextlib.ExitStack()  # at what crosses in a pass
         self._watch_hooks: list[ModuleHooks] = []
         self._trace_hooks: list[ModuleHooks | KernelCalls | ShownTransfers] = []

@@ -166,3 +166,28 @@ def test_a_graph_of_the_whole_iteration_is_refused_with_what_to_do_and_graphs_of
     for text in run_ranks(2, with_graph_scope, ["full_iteration"]):
         assert "cuda_graph_scope" in text and "leave out --cuda-graph-scope full_iteration" in text
     assert run_ranks(2, with_graph_scope, ["attn"]) == [None, None]
+
+
+def with_graph_of_a_layer(rank, world_size):
+    """Its replays are a stand-in's: they call the layer, and are counted."""
+    trainer = make_trainer(tp=2)
+    layer = trainer.model_chunks[0].module.decoder.layers[1]
+    replays = []
+
+    class Manager(torch.nn.Module):
+        def __call__(self, module, args, kwargs):
+            replays.append(torch.is_grad_enabled())
+            return torch.nn.Module.__call__(module, *args, **kwargs)
+
+    layer.cudagraph_manager = Manager()
+    with torch.no_grad():
+        layer.mlp.linear_fc1.bias.fill_(math.inf)
+    verdict, _ = verdict_of(trainer)
+    return verdict, len(replays), hasattr(layer, "cudagraph_manager")
+
+
+def test_a_layer_that_runs_from_a_graph_is_executed_again_without_it():
+    for verdict, replays, is_graphed in run_ranks(2, with_graph_of_a_layer):
+        assert (replays, is_graphed) == (SMALL["num_microbatches"], True)
+        assert any(text.startswith("CUDA graphs: 1 module") for text in verdict["rerun"]["not_restored"])
+        assert {origin["cause"] for origin in verdict["origins"]} == {"bad_weight"}

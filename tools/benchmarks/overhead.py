@@ -1,7 +1,7 @@
 """A healthy step with nanlocator over one without, beside other tools.
 
     tools/bench overhead [--hidden 256] [--sequence 128] [--ranks 2] [--tp 2] [--rounds 30] [--json]
-    tools/bench overhead --integration pytorch [--batch 4]
+    tools/bench overhead --integration pytorch [--batch 4] [--starts 10]
     tools/bench overhead --integration fsdp2|zero2|pipelining [--ranks 2] [--starts 10] [--clock cpu]
     tools/bench overhead --instructions [--integration pytorch] [--against OTHER_BUILD/python]
 
@@ -11,8 +11,7 @@ PyTorch (GPT-2 of transformers, one CPU thread): no tool, nanlocator's levels, t
 DebugUnderflowOverflow, torch's anomaly mode. The same GPT-2 in shards (fully_shard; DeepSpeed's ZeRO-2) and
 in a pipeline (torch.distributed.pipelining): no tool, nanlocator's defaults. A step is zero_grad, forward,
 backward and optimizer.step; the figures are medians over rounds of this round's variant over this round's
-bare step, with a 95 % interval; in shards and pipelines medians over starts of the processes, of each start's
-median.
+bare step, with a 95 % interval; with --starts medians over starts of the processes, of each start's median.
 
 With --instructions: how many instructions a step executes without nanlocator and with its defaults, for each
 integration, counted by callgrind; and the same with another build of nanlocator.
@@ -64,7 +63,6 @@ def megatron_step(trainer: Any) -> None:
 def work(arguments: argparse.Namespace) -> None:
     """One rank, started by torchrun."""
     sys.path.insert(0, str(EXAMPLE))
-    import torch
     import torch.distributed as dist
     from gpt_training import Trainer, TrainingConfig
     from scenarios import PROCESS_GROUP_TIMEOUT, prepare_process
@@ -111,7 +109,11 @@ def work(arguments: argparse.Namespace) -> None:
     times = turns.take_turns(VARIANTS, run, arguments.rounds)
     if dist.get_rank() == 0:
         parameters = sum(p.numel() for p in trainer.parameters.values())
-        result = {"parameters": parameters, "threads": torch.get_num_threads(), "seconds": times}
+        heading = (
+            f"GPT hidden {arguments.hidden}, sequence {arguments.sequence}, {arguments.precision}, "
+            f"{parameters / 1e6:.1f} M parameters a rank, {dist.get_world_size()} gloo ranks"
+        )
+        result = {"heading": heading, "parameters": parameters, "seconds": times}
         (Path(arguments.directory) / "result.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
@@ -152,43 +154,41 @@ def main() -> None:
     parser.add_argument(
         "--loss-outside", action="store_true", help="of the model, not in its forward; plain PyTorch"
     )
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument(
-        "--starts", type=int, default=1, help="of the processes, each with all rounds (shards, pipelines)"
-    )
-    parser.add_argument("--steps", type=int, default=3, help="steps of each variant in a round")
+    parser.add_argument("--rounds", type=_count, default=12)
+    parser.add_argument("--starts", type=_count, default=1, help="of the processes, each with all rounds")
+    parser.add_argument("--steps", type=_count, default=3, help="steps of each variant in a round")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--directory", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    is_sharded = arguments.integration in overhead_sharded.INTEGRATIONS
     if arguments.directory:
-        (overhead_sharded.work if is_sharded else work)(arguments)
+        workers = dict.fromkeys(overhead_sharded.INTEGRATIONS, overhead_sharded.work)
+        workers |= {"pytorch": overhead_pytorch.work}
+        workers.get(arguments.integration, work)(arguments)
         return
-    if arguments.instructions and is_sharded:
+    if arguments.instructions and arguments.integration in overhead_sharded.INTEGRATIONS:
         parser.error(f"--instructions does not count {arguments.integration}")
     if arguments.instructions:
         instructions.main(arguments)
         return
     if arguments.against or arguments.integration == "transformers":
         parser.error("--against and --integration transformers need --instructions")
-    if arguments.integration == "pytorch":
-        overhead_pytorch.main(arguments)
-        return
-    if is_sharded:
-        overhead_sharded.main(arguments)
-        return
-    result = torchrun.result_of_ranks(__file__, arguments.ranks)
-    times = result["seconds"]
-    ratios = {variant: turns.ratio(seconds, times["no tool"]) for variant, seconds in times.items()}
-    if arguments.json:
-        print(json.dumps({**result, "ratio": ratios}, indent=1))
-        return
-    print(
-        f"GPT hidden {arguments.hidden}, sequence {arguments.sequence}, {arguments.precision}, "
-        f"{result['parameters'] / 1e6:.1f} M parameters a rank, {arguments.ranks} gloo ranks; "
-        f"{arguments.rounds} rounds of {arguments.steps} steps"
+    ranks = 1 if arguments.integration == "pytorch" else arguments.ranks
+    results = torchrun.results_of_starts(__file__, ranks, arguments.starts)
+    starts = f"{arguments.starts} starts of " if arguments.starts > 1 else ""
+    turns.print_result(
+        f"{results[0]['heading']}; {starts}{arguments.rounds} rounds of {arguments.steps} steps",
+        [result["seconds"] for result in results],
+        "no tool",
+        as_json=arguments.json,
+        parameters=results[0]["parameters"],
     )
-    turns.print_table(times, ratios)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 import argparse
 import contextlib
+import json
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import turns
@@ -32,7 +34,8 @@ def gpt2(hidden: int, sequence: int) -> Any:
     return transformers.GPT2LMHeadModel(config).train()
 
 
-def main(arguments: argparse.Namespace) -> None:
+def work(arguments: argparse.Namespace) -> None:
+    """One start of the process."""
     import torch
     from transformers.debug_utils import DebugUnderflowOverflow
 
@@ -112,7 +115,7 @@ def main(arguments: argparse.Namespace) -> None:
     where = "outside" if arguments.loss_outside else "inside"
     heading = (
         f"GPT-2 hidden {arguments.hidden}, {LAYERS} layers, sequence {arguments.sequence}, batch "
-        f"{arguments.batch}, loss {where}, fp32, {parameters / 1e6:.1f} M parameters, one CPU thread; "
-        f"{arguments.rounds} rounds of {arguments.steps} steps"
+        f"{arguments.batch}, loss {where}, fp32, {parameters / 1e6:.1f} M parameters, one CPU thread"
     )
-    turns.print_result(heading, [times], NO_TOOL, as_json=arguments.json, parameters=parameters, threads=1)
+    result = {"heading": heading, "parameters": parameters, "seconds": times}
+    (Path(arguments.directory) / "result.json").write_text(json.dumps(result))

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torchrun
 import turns
 from overhead_pytorch import LAYERS, VOCABULARY, gpt2
 
@@ -49,6 +48,8 @@ def fsdp2(arguments: argparse.Namespace) -> Training:
 
 
 def zero2(arguments: argparse.Namespace) -> Training:
+    if not (DEEPSPEED / "deepspeed").is_dir():
+        sys.exit(f"DeepSpeed is not in {DEEPSPEED}: tools/setup without arguments fetches it")
     os.environ |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
     sys.path.append(str(DEEPSPEED))
     import deepspeed
@@ -174,33 +175,12 @@ def work(arguments: argparse.Namespace) -> None:
 
     times = turns.take_turns((NO_TOOL, WITH_TOOL), run, arguments.rounds)
     if dist.get_rank() == 0:
-        result = {"parameters": training.parameters, "seconds": times}
+        heading = (
+            f"{arguments.integration}: GPT-2 hidden {arguments.hidden}, {LAYERS} layers, sequence "
+            f"{arguments.sequence}, batch {arguments.batch} a rank, fp32, "
+            f"{training.parameters / 1e6:.1f} M parameters, {dist.get_world_size()} gloo ranks"
+        )
+        result = {"heading": heading, "parameters": training.parameters, "seconds": times}
         (Path(arguments.directory) / "result.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def main(arguments: argparse.Namespace) -> None:
-    if arguments.integration == "zero2" and not (DEEPSPEED / "deepspeed").is_dir():
-        sys.exit(f"DeepSpeed is not in {DEEPSPEED}: tools/setup without arguments fetches it")
-    results = []
-    for number in range(arguments.starts):
-        if sys.stderr.isatty():
-            print(f"\rstart {number + 1} of {arguments.starts} ", end="", file=sys.stderr, flush=True)
-        results.append(
-            torchrun.result_of_ranks(str(Path(__file__).with_name("overhead.py")), arguments.ranks)
-        )
-    heading = (
-        f"{arguments.integration}: GPT-2 hidden {arguments.hidden}, {LAYERS} layers, sequence "
-        f"{arguments.sequence}, batch {arguments.batch} a rank, fp32, "
-        f"{results[0]['parameters'] / 1e6:.1f} M parameters, {arguments.ranks} gloo ranks; "
-        f"{arguments.starts} starts of {arguments.rounds} rounds of {arguments.steps} steps"
-    )
-    turns.print_result(
-        heading,
-        [result["seconds"] for result in results],
-        NO_TOOL,
-        as_json=arguments.json,
-        parameters=results[0]["parameters"],
-        threads=1,
-    )

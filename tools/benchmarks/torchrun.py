@@ -9,6 +9,18 @@ from pathlib import Path
 from typing import Any
 
 
+def results_of_starts(script: str, ranks: int, starts: int) -> list[dict[str, Any]]:
+    """``result_of_ranks`` as often as ``starts`` says, with a line of progress on a terminal."""
+    results = []
+    for number in range(1, starts + 1):
+        if sys.stderr.isatty() and starts > 1:
+            print(f"\rstart {number} of {starts}", end="\r", file=sys.stderr, flush=True)
+        results.append(result_of_ranks(script, ranks))
+    if sys.stderr.isatty():
+        print("\033[K", end="", file=sys.stderr, flush=True)
+    return results
+
+
 def result_of_ranks(script: str, ranks: int) -> dict[str, Any]:
     """Runs ``script`` with this program's arguments and ``--directory FOLDER``, into which rank 0 writes
     ``result.json``."""

@@ -27,6 +27,7 @@ class DeepSpeedAdapter(Adapter):
     def __init__(self, engine: Any, layout: Layout) -> None:
         super().__init__()
         self._engine, self._module, self._layout = engine, engine.module, layout
+        self.models = [self._module]
         self._kept: list[Part] = []
         names = {p: name for name, p in self._module.named_parameters()}
         self._names = [names.get(p, f"parameter{i}") for i, p in enumerate(layout.parameters)]

@@ -37,7 +37,7 @@ class MegatronAdapter(Adapter):
 
     def __init__(self, chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
         super().__init__()
-        self._chunks = chunks
+        self.models = chunks
         self._optimizer = optimizer
         # Of a single chunk with Megatron-FSDP nothing is chained.
         self.optimizers: list[MegatronOptimizer] = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -98,7 +98,7 @@ class MegatronAdapter(Adapter):
         return ids, tensors, offsets
 
     def clear_gradients(self) -> None:
-        for chunk in self._chunks:
+        for chunk in self.models:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 
@@ -107,7 +107,7 @@ class MegatronAdapter(Adapter):
         return self.parameters, state
 
     def module_hooks(self, watch: Any) -> list[ModuleHooks]:
-        return [ModuleHooks(chunk, watch, name_of=module_names(chunk)) for chunk in self._chunks]
+        return [ModuleHooks(chunk, watch, name_of=module_names(chunk)) for chunk in self.models]
 
     def loss_scale_now(self) -> LossScale | None:
         """What this step's gradients are multiplied by; None where that is not dynamic. At its smallest an
@@ -132,9 +132,7 @@ class MegatronAdapter(Adapter):
     def _named(self, tensors_of: Callable[[torch.nn.Module], Iterable[tuple[str, torch.Tensor]]]) -> Named:
         """With global numbers of layers and experts."""
         return [
-            (module_names(chunk)(name), tensor)
-            for chunk in self._chunks
-            for name, tensor in tensors_of(chunk)
+            (module_names(chunk)(name), tensor) for chunk in self.models for name, tensor in tensors_of(chunk)
         ]
 
     def _weight(self, parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -1,0 +1,173 @@
+"""Modules that run from CUDA graphs: in a re-run they run by their operators, so that these are named.
+
+The graphs are stand-ins that run on a CPU: as a replay of a real one, one of these calls no operator that is
+seen, and the function in place of ``forward`` is made as torch.cuda.make_graphed_callables (2.11,
+torch/cuda/graphs.py) makes it.
+"""
+
+import math
+
+import pytest
+import torch
+from fixtures import run_in_tmp_path  # noqa: F401
+from torch import nn
+
+import nanlocator
+from nanlocator.cuda_graphs import WithoutGraphs
+
+
+class Logarithm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return torch.log(x - self.shift)
+
+
+class Replay(torch.autograd.Function):
+    """Of a Logarithm; `lost` is an element that a broken replay does not write."""
+
+    @staticmethod
+    def forward(ctx, x, shift, lost):
+        ctx.save_for_backward(x, shift)
+        values = [math.log(v) if v > 0 else math.nan for v in (x - shift).flatten().tolist()]
+        if lost is not None:
+            values[lost] = math.nan
+        return torch.tensor(values).reshape(x.shape)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, shift = ctx.saved_tensors
+        inner = gradient / (x - shift)
+        return inner, -inner.sum(0), None
+
+
+def make_graphed_callables(module, lost=None):
+    calls = []
+
+    def graphed(x):
+        calls.append("replayed")
+        return Replay.apply(x, module.shift, lost)
+
+    def make_graphed_forward(func, graph_training_state, graphed, orig_fwd):
+        def new_fwd(*user_args, **user_kwargs):
+            if func.training == graph_training_state:
+                return graphed(*user_args, **user_kwargs)
+            return orig_fwd(*user_args, **user_kwargs)
+
+        return new_fwd
+
+    module.forward = make_graphed_forward(module, module.training, graphed, module.forward)
+    return calls
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.log, self.last = nn.Linear(4, 4), Logarithm(), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.last(self.log(self.first(x).abs() + 1)).mean()
+
+
+def train(model, batches, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    watch = nanlocator.watch(model, optimizer, **options)
+    try:
+        for batch in batches:
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+    finally:
+        watch.remove()
+    return None
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Net()
+
+
+def test_the_operator_inside_of_a_graph_is_named(model):
+    calls = make_graphed_callables(model.log)
+    with torch.no_grad():
+        model.log.shift[2] = 50.0
+    verdict = train(model, [torch.randn(3, 4)])
+    (origin,) = verdict["origins"]
+    assert (origin["operator"], origin["module"]) == ("aten::log", "log")
+    assert origin["code"]["text"] == "return torch.log(x - self.shift)"
+    assert verdict["rerun"]["reproduced"] is True
+    assert any(text.startswith("CUDA graphs: 1 module ran") for text in verdict["rerun"]["not_restored"])
+    assert calls == ["replayed"]
+    model.log(torch.ones(1, 4) * 60)
+    assert calls == ["replayed"] * 2  # the graph is there again
+
+
+def test_a_model_that_is_a_graph_as_a_whole_is_executed_too():
+    model = Logarithm()
+    with torch.no_grad():
+        model.shift[2] = 50.0
+    calls = make_graphed_callables(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    watch = nanlocator.watch(model, optimizer)
+    model(torch.ones(3, 4)).sum().backward()
+    with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
+        optimizer.step()
+    watch.remove()
+    (origin,) = raised.value.verdict["origins"]
+    assert origin["operator"] == "aten::log"
+    assert calls == ["replayed"]
+
+
+def test_what_a_broken_replay_leaves_is_no_evidence_against_a_machine(model):
+    make_graphed_callables(model.log, lost=5)
+    verdict = train(model, [torch.randn(3, 4)])
+    assert verdict["rerun"]["reproduced"] is False
+    (origin,) = verdict["origins"]
+    assert origin["cause"] != "not_reproduced" and origin["owner"] != "cluster_operator"
+    assert any(fact["kind"] == "not_restored" for fact in origin["facts"])
+
+
+def test_healthy_graphs_stay_as_they_are(model):
+    batches = [torch.randn(3, 4) for _ in range(3)]
+    calls = make_graphed_callables(model.log)
+    before = vars(model.log)["forward"]
+    assert train(model, batches) is None
+    assert vars(model.log)["forward"] is before and calls == ["replayed"] * 3
+
+
+class GraphedLayer(nn.Linear):
+    """Calls itself as Megatron-Core's layers do (0.16.1, core/transformer/module.py)."""
+
+    def _should_call_te_cudagraph(self):
+        return bool(self.cuda_graphs)
+
+    def __call__(self, x):
+        if hasattr(self, "cudagraph_manager"):
+            return self.cudagraph_manager(self, x)
+        if self._should_call_te_cudagraph():
+            return self.cuda_graphs[0](x)
+        return super().__call__(x)
+
+
+class Manager(nn.Module):
+    def __call__(self, layer, x):
+        return "replayed"
+
+
+def test_megatrons_graphs_of_layers_are_left_out_and_come_back():
+    local, by_engine = GraphedLayer(2, 2), GraphedLayer(2, 2)
+    local.cudagraph_manager, local.cuda_graphs = Manager(), []
+    local.last = nn.Identity()
+    by_engine.cuda_graphs = graphs = [lambda x: "replayed"]
+    x = torch.ones(1, 2)
+    assert [layer(x) for layer in (local, by_engine)] == ["replayed"] * 2
+    with WithoutGraphs([nn.ModuleList([local, by_engine])]):
+        assert all(isinstance(layer(x), torch.Tensor) for layer in (local, by_engine))
+    assert [layer(x) for layer in (local, by_engine)] == ["replayed"] * 2
+    assert list(local._modules) == ["cudagraph_manager", "last"]
+    assert by_engine.cuda_graphs is graphs
