@@ -301,8 +301,9 @@ void bind_driver(py::module_& m) {
                     f.call<py::object>();
                   } catch (const py::error_already_set& error) {
                     const py::gil_scoped_acquire gil;
-                    if (!error.matches(PyExc_RuntimeError)) throw;
-                    throw Error(py::str(error.value()));  // what is said there, not its type
+                    const std::string text = py::str(error.value());
+                    if (error.type().ptr() != PyExc_RuntimeError || text.empty()) throw;
+                    throw Error(text);  // what is said there, without type and traceback
                   }
                 });
           },

@@ -42,4 +42,6 @@ def follow_broadcasts(follow: Follow) -> Callable[[], None]:
 
 def shows_broadcasts(module: DistributedDataParallel) -> bool:
     """Not where the program sends its buffers by a hook of its own (``register_buffer_comm_hook``)."""
-    return hasattr(module, _METHOD) and not hasattr(module, "buffer_hook")
+    followed = vars(DistributedDataParallel).get(_METHOD)
+    is_followed = followed is not None and getattr(type(module), _METHOD) is followed
+    return is_followed and not hasattr(module, "buffer_hook")

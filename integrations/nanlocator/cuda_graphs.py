@@ -8,6 +8,8 @@ cuda_graphs.py). Those of torch.compile are gone where compiled code is executed
 """
 
 import dataclasses
+import functools
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 
@@ -15,22 +17,19 @@ from torch import nn
 
 from nanlocator.patches import replace
 
-_LOCAL = "cudagraph_manager"  # Megatron-Core 0.12 to 0.16: a layer that has it is replayed
-_BY_ENGINE = "cuda_graphs"  # 0.14 to 0.16: a layer whose list of graphs is empty is executed
+Undo = Callable[[], None]
+
+_LOCAL = "cudagraph_manager"  # Megatron-Core 0.12 to 0.16: a layer that has one is replayed
+_BY_ENGINE = "cuda_graphs"  # the same: graphs that TransformerEngine has captured, one a microbatch
 
 
 class WithoutGraphs:
     """The modules in ``models`` are executed by their operators until ``remove``."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._undo: list[Callable[[], None]] = []
-        for module in _graphed(models):
-            if (forward := _graphed_forward(module)) is not None:
-                self._undo.append(forward.execute())
-            if _LOCAL in module._modules:
-                self._undo.append(_without_child(module, _LOCAL))
-            if _is_replayed_by_engine(module):
-                self._undo.append(replace(module, _BY_ENGINE, []))
+        self._undo: list[Undo] = []
+        for module in _modules_of(models):
+            self._undo += [leave_out() for leave_out in list(_graphs_of(module))]
 
     def __enter__(self) -> "WithoutGraphs":
         return self
@@ -53,28 +52,41 @@ class ReplayedGraphs:
         pass
 
     def restore(self) -> None:
-        number = sum(1 for _ in _graphed(self._models))
+        number = sum(any(True for _ in _graphs_of(module)) for module in _modules_of(self._models))
         if number:
             modules = "1 module" if number == 1 else f"{number} modules"
             raise RuntimeError(f"{modules} ran from them, and by operators in the re-run")
 
 
-def _graphed(models: Iterable[nn.Module]) -> Iterator[nn.Module]:
+def _modules_of(models: Iterable[nn.Module]) -> Iterator[nn.Module]:
     for model in models:
-        for module in model.modules():
-            is_captured = _graphed_forward(module) is not None
-            if is_captured or _LOCAL in module._modules or _is_replayed_by_engine(module):
-                yield module
+        yield from model.modules()
+
+
+def _graphs_of(module: nn.Module) -> Iterator[Callable[[], Undo]]:
+    """For each graph that its next call in training replays: what leaves it out."""
+    forward = _graphed_forward(module)
+    if forward is not None and forward.graph_training_state.cell_contents == module.training:
+        yield forward.execute
+    if _LOCAL in module._modules and not _is_replayed_in_inference_only(module):
+        yield functools.partial(_without_child, module, _LOCAL)
+    for name, value in vars(module).items():
+        # 0.16: parts of a mixture-of-experts layer, CudaGraphManager(..., function_name=name)
+        if getattr(value, "__qualname__", "") == "CudaGraphManager.__init__.<locals>.wrapped_func":
+            yield functools.partial(_without_attribute, module, name)
+    if vars(module).get(_BY_ENGINE) and hasattr(type(module), _replay_by_engine(module)):
+        yield functools.partial(_without_graphs_of_engine, module)
 
 
 @dataclasses.dataclass
 class _GraphedForward:
     """Variables of the function that replays a graph, or calls what was the module's ``forward``."""
 
+    graph_training_state: types.CellType
     graphed: types.CellType
     orig_fwd: types.CellType
 
-    def execute(self) -> Callable[[], None]:
+    def execute(self) -> Undo:
         graphed = self.graphed.cell_contents
         self.graphed.cell_contents = self.orig_fwd.cell_contents
 
@@ -93,11 +105,30 @@ def _graphed_forward(module: nn.Module) -> _GraphedForward | None:
     return _GraphedForward(*map(variables.get, names)) if variables.keys() >= set(names) else None
 
 
-def _is_replayed_by_engine(module: nn.Module) -> bool:
-    return bool(vars(module).get(_BY_ENGINE)) and hasattr(type(module), "_should_call_te_cudagraph")
+def _is_replayed_in_inference_only(module: nn.Module) -> bool:
+    blocks = sys.modules.get("megatron.core.transformer.transformer_block")
+    return blocks is not None and isinstance(module, blocks.TransformerBlock)
 
 
-def _without_child(module: nn.Module, name: str) -> Callable[[], None]:
+def _replay_by_engine(module: nn.Module) -> str:
+    is_new = hasattr(type(module), "_should_call_te_cudagraph")  # from 0.15 on
+    return "_te_cuda_graph_replay" if is_new else "_cuda_graph_replay"
+
+
+def _without_graphs_of_engine(module: nn.Module) -> Undo:
+    """0.13 would take an empty list for an order to capture: there they stay."""
+    names = type(module).__call__.__code__.co_names
+    if "_should_call_te_cudagraph" in names or "is_graph_capturing" in names:
+        return replace(module, _BY_ENGINE, [])
+    return lambda: None
+
+
+def _without_attribute(module: nn.Module, name: str) -> Undo:
+    value = vars(module).pop(name)
+    return functools.partial(vars(module).__setitem__, name, value)
+
+
+def _without_child(module: nn.Module, name: str) -> Undo:
     children = dict(module._modules)  # in their order
     del module._modules[name]
 

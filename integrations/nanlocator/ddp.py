@@ -35,6 +35,7 @@ class LocalGradients:
         self._parameters = parameters
         self._scans = scans
         self._modules: dict[int, Callable[[], DistributedDataParallel | None]] | None = None  # of each
+        self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # all of them
         self._reduced: set[int] = set()  # numbers of parameters that were reduced in this step
         self._ready: list[tuple[int, torch.Tensor]] = []  # to be scanned when backward ends
         this = weakref.ref(self)  # autograd keeps the hooks
@@ -58,6 +59,7 @@ class LocalGradients:
         """The gradients are zero, or gone."""
         self._reduced.clear()
         self._ready.clear()
+        self._say_unseen()
 
     def _is_added(self, number: int, gradient: torch.Tensor) -> None:
         """One backward's, on its way to ``.grad``."""
@@ -100,6 +102,11 @@ class LocalGradients:
             module = self._modules[number]()
         return module
 
+    def _say_unseen(self) -> None:
+        for module in self._wrappers:
+            if not shows_broadcasts(module):
+                self._scans.exchange_unseen(module.process_group)
+
     def _find_modules(self) -> "dict[int, Callable[[], DistributedDataParallel | None]]":
         reducing = {
             parameter: weakref.ref(each)
@@ -107,9 +114,8 @@ class LocalGradients:
             if issubclass(type(each), DistributedDataParallel)
             for parameter in each._module_parameters
         }
-        for module in {id(each): each for find in reducing.values() if (each := find())}.values():
-            if not shows_broadcasts(module):
-                self._scans.exchange_unseen(module.process_group)
+        self._wrappers = weakref.WeakSet(each for find in reducing.values() if (each := find()))
+        self._say_unseen()
         return {n: reducing.get(parameter, _NONE) for n, parameter in self._parameters.items()}
 
 

@@ -62,7 +62,7 @@ class LocalScans:
         return boundaries.transferring(common_module(names), reduces_gradients=reduces_gradients)
 
     def exchange_unseen(self, group: Any) -> None:
-        """The members of this process group exchange buffers and gradients in C++."""
+        """The members of this process group exchange something that boundaries do not see."""
         driver = self._driver()
         if driver is not None and driver.boundaries is not None:
             driver.boundaries.has_unseen(group)

@@ -82,7 +82,7 @@ class ShownTransfers:
         self._name(group)
 
         def end() -> None:  # in between it reads and writes them itself
-            _C.Transfer(broadcasts.OPERATOR, sent or [], received).end()
+            _C.Transfer(broadcasts.OPERATOR, sent or [], received if sent is None else []).end()
 
         return end
 

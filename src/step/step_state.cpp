@@ -86,7 +86,7 @@ void StepState::save() {
     try {
       entry.save();
     } catch (const std::exception& error) {
-      entry.problem = first_line(error);
+      entry.problem = error.what();
     }
   }
 }
@@ -103,7 +103,7 @@ std::vector<std::string> StepState::restore() {
       put(buffer.copy, buffer.tensor);
       buffer.version = version_of(buffer.tensor);
     } catch (const std::exception& error) {
-      problems.push_back("buffer " + buffer.name + ": " + first_line(error));
+      problems.push_back("buffer " + buffer.name + ": " + error.what());
     }
   }
   for (const auto& entry : entries_) {
@@ -114,7 +114,7 @@ std::vector<std::string> StepState::restore() {
     try {
       entry.restore();
     } catch (const std::exception& error) {
-      problems.push_back(entry.name + ": " + first_line(error));
+      problems.push_back(entry.name + ": " + error.what());
     }
   }
   return problems;

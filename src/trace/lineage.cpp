@@ -185,6 +185,7 @@ void Lineage::note_arrival(const c10::StorageImpl* storage, const ByteRange& ran
   const bool has_births =
       std::ranges::any_of(record.tags, [&](const Tag& tag) { return tag.range.overlaps(range); });
   if (has_births) return;
+  record.touched_by = nullptr;
   note_write(record.writes,
              {.range = range, .clock = clock, .writer = writer, .is_received = true});
 }

@@ -417,9 +417,10 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
     root.kind = BirthKind::opaque;
     root.inside = std::move(place);
   };
-  if (state == StorageState::received) {
+  if (state == StorageState::received && touched_by == nullptr) {
     root.kind = BirthKind::collective;
-  } else if (state == StorageState::written && touched_by != nullptr) {
+  } else if ((state == StorageState::written || state == StorageState::received) &&
+             touched_by != nullptr) {
     born_inside(*touched_by);
     root.last_seen = LastSeen::finite;
   } else if (state == StorageState::written && was_finite) {

@@ -5,6 +5,8 @@ import ctypes
 import pytest
 import torch
 from torch import nn
+from watched_steps import verdict_of_steps
+from wrong_lowering import lowered_to_logarithm
 
 import nanlocator
 import nanlocator.inductor_kernels
@@ -48,20 +50,10 @@ def model_of(guilty):
 
 
 def verdict_of(model, **options):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    watch = nanlocator.watch(model, optimizer, **options)
     try:
-        for step in range(2):
-            torch.manual_seed(step)
-            model(torch.randn(6, WIDTH)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
+        return verdict_of_steps(model, lambda: model(torch.randn(6, WIDTH)).square().mean(), **options)
     finally:
-        watch.remove()
         torch._dynamo.reset()
-    return None
 
 
 FAULTS = {"root": Root, "log": Log, "quotient": Quotient, "exponential": Exponential}
@@ -125,9 +117,6 @@ class Half(nn.Module):
 @pytest.mark.parametrize("memory", ["as it is", "left with NaN in it"])
 @pytest.mark.parametrize("kernels", ["seen", "unseen"])
 def test_a_wrong_lowering_of_inductor_is_the_compilers(kernels, memory, monkeypatch):
-    from torch._inductor import lowering
-    from torch._inductor.virtualized import ops
-
     allocate = torch._C._dynamo.guards._empty_strided_cpu
 
     def with_nan(*of):
@@ -142,14 +131,10 @@ def test_a_wrong_lowering_of_inductor_is_the_compilers(kernels, memory, monkeypa
     if kernels == "unseen":  # as where C++ calls them
         monkeypatch.setattr(nanlocator.inductor_kernels, "is_generated", lambda _: False)
         monkeypatch.setattr(nanlocator.kernels, "_is_extension", lambda _: False)
-    key = torch.ops.nanlocator_test.half.default
-    lowering.register_lowering(key)(lowering.make_pointwise(lambda x: ops.log(x)))
-    try:
+    with lowered_to_logarithm(torch.ops.nanlocator_test.half.default):
         model = model_of(Half())
         model[1].compile()
         verdict = verdict_of(model)
-    finally:
-        lowering.lowerings.pop(key)
     (origin,) = verdict["origins"]
     assert (origin["cause"], origin["owner"]) == ("compiled_region", "vendor")
     assert origin["module"].startswith("1")

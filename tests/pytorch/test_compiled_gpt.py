@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
-
-import nanlocator
+from watched_steps import verdict_of_steps
+from wrong_lowering import lowered_to_logarithm
 
 VOCABULARY = 64
 NO_LABEL = -100
@@ -28,22 +28,16 @@ def gpt():
 
 def verdict_of(model, watched, *, has_labels=True):
     """Of two steps in which ``model`` is called."""
-    optimizer = torch.optim.AdamW(watched.parameters(), lr=1e-3)
-    watch = nanlocator.watch(watched, optimizer)
+
+    def loss():
+        tokens = torch.randint(0, VOCABULARY, (2, 16))
+        labels = tokens if has_labels else torch.full_like(tokens, NO_LABEL)
+        return model(tokens, labels=labels).loss
+
     try:
-        for step in range(2):
-            torch.manual_seed(step)
-            tokens = torch.randint(0, VOCABULARY, (2, 16))
-            labels = tokens if has_labels else torch.full_like(tokens, NO_LABEL)
-            model(tokens, labels=labels).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
+        return verdict_of_steps(watched, loss)
     finally:
-        watch.remove()
         torch._dynamo.reset()
-    return None
 
 
 class Exponential(nn.Module):
@@ -166,17 +160,10 @@ class Tripled(nn.Module):
 
 
 def test_a_wrong_kernel_is_told_with_its_generated_source(tmp_path):
-    from torch._inductor import lowering
-    from torch._inductor.virtualized import ops
-
-    key = torch.ops.nanlocator_gpt.tripled.default
-    lowering.register_lowering(key)(lowering.make_pointwise(lambda x: ops.log(x)))
-    try:
+    with lowered_to_logarithm(torch.ops.nanlocator_gpt.tripled.default):
         model = gpt()
         activation(Tripled)(model)
         verdict = verdict_of(*WAYS["torch.compile"](model))
-    finally:
-        lowering.lowerings.pop(key)
     outcomes = [(each["variant"], each["bad"]) for each in verdict["rerun"]["variants"]]
     assert outcomes[:2] == [("eager", False), ("compiled", True)]
     (origin,) = verdict["origins"]

@@ -13,7 +13,7 @@ from fixtures import run_in_tmp_path  # noqa: F401
 from torch import nn
 
 import nanlocator
-from nanlocator.cuda_graphs import WithoutGraphs
+from nanlocator.cuda_graphs import ReplayedGraphs, WithoutGraphs
 
 
 class Logarithm(nn.Module):
@@ -140,34 +140,101 @@ def test_healthy_graphs_stay_as_they_are(model):
     assert vars(model.log)["forward"] is before and calls == ["replayed"] * 3
 
 
-class GraphedLayer(nn.Linear):
+class Layer(nn.Linear):
     """Calls itself as Megatron-Core's layers do (0.16.1, core/transformer/module.py)."""
+
+    cuda_graphs = ()
 
     def _should_call_te_cudagraph(self):
         return bool(self.cuda_graphs)
+
+    def _te_cuda_graph_replay(self, x):
+        return self.cuda_graphs[0](x)
 
     def __call__(self, x):
         if hasattr(self, "cudagraph_manager"):
             return self.cudagraph_manager(self, x)
         if self._should_call_te_cudagraph():
-            return self.cuda_graphs[0](x)
+            return self._te_cuda_graph_replay(x)
+        return super().__call__(x)
+
+    def forward(self, x):
+        return self.part(x)
+
+    def part(self, x):
+        return super().forward(x)
+
+
+def is_graph_capturing():
+    return False
+
+
+class LayerOf014(nn.Linear):
+    """Of 0.14 (core/transformer/transformer_layer.py)."""
+
+    cuda_graphs = ()
+
+    def _cuda_graph_replay(self, x):
+        return self.cuda_graphs[0](x)
+
+    def __call__(self, x):
+        if is_graph_capturing() or self.cuda_graphs:
+            return self._cuda_graph_replay(x)
         return super().__call__(x)
 
 
-class Manager(nn.Module):
+class LayerOf013(LayerOf014):
+    def __call__(self, x):
+        return self._cuda_graph_replay(x) if self.cuda_graphs else "captured"
+
+
+class CudaGraphManager(nn.Module):
+    def __init__(self, base_module=None, function_name=None):
+        super().__init__()
+        if function_name is not None:
+
+            def wrapped_func(*args, **kwargs):
+                return "replayed"
+
+            setattr(base_module, function_name, wrapped_func)
+
     def __call__(self, layer, x):
         return "replayed"
 
 
+def replayed(x):
+    return "replayed"
+
+
 def test_megatrons_graphs_of_layers_are_left_out_and_come_back():
-    local, by_engine = GraphedLayer(2, 2), GraphedLayer(2, 2)
-    local.cudagraph_manager, local.cuda_graphs = Manager(), []
-    local.last = nn.Identity()
-    by_engine.cuda_graphs = graphs = [lambda x: "replayed"]
+    local, by_engine, of_014, in_part = Layer(2, 2), Layer(2, 2), LayerOf014(2, 2), Layer(2, 2)
+    local.cudagraph_manager, local.last = CudaGraphManager(), nn.Identity()
+    by_engine.cuda_graphs = of_014.cuda_graphs = graphs = [replayed]
+    in_part.manager = CudaGraphManager(in_part, "part")
+    layers = nn.ModuleList([local, by_engine, of_014, in_part])
     x = torch.ones(1, 2)
-    assert [layer(x) for layer in (local, by_engine)] == ["replayed"] * 2
-    with WithoutGraphs([nn.ModuleList([local, by_engine])]):
-        assert all(isinstance(layer(x), torch.Tensor) for layer in (local, by_engine))
-    assert [layer(x) for layer in (local, by_engine)] == ["replayed"] * 2
+    assert [layer(x) for layer in layers] == ["replayed"] * 4
+    with pytest.raises(RuntimeError, match="4 modules ran"):
+        ReplayedGraphs([layers]).restore()
+    with WithoutGraphs([layers]):
+        assert all(isinstance(layer(x), torch.Tensor) for layer in layers)
+        ReplayedGraphs([layers]).restore()
+    assert [layer(x) for layer in layers] == ["replayed"] * 4
     assert list(local._modules) == ["cudagraph_manager", "last"]
     assert by_engine.cuda_graphs is graphs
+
+
+def test_graphs_that_cannot_be_left_out_are_told():
+    """0.13 takes an empty list for an order to capture."""
+    layer = LayerOf013(2, 2)
+    layer.cuda_graphs = [replayed]
+    with WithoutGraphs([layer]):
+        assert layer(torch.ones(1, 2)) == "replayed"
+    with pytest.raises(RuntimeError, match="1 module ran"):
+        ReplayedGraphs([layer]).restore()
+
+
+def test_a_graph_of_training_is_no_business_of_an_evaluation(model):
+    make_graphed_callables(model.log)
+    model.eval()
+    ReplayedGraphs([model]).restore()

@@ -360,6 +360,36 @@ def damaged_broadcast(rank, world_size, always, level):
     return train(training, level)
 
 
+class Spoiling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, buffer, is_wrong):
+        if is_wrong:
+            spoil(buffer, 3)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None, None
+
+
+def spoilt_after_the_broadcast(rank, world_size, wrong_rank):
+    training = Training(rank, "plain")
+    training.model.eval()
+    norm = training.model.body[1]
+    norm.register_forward_pre_hook(
+        lambda _, args: (Spoiling.apply(args[0], norm.running_mean, rank == wrong_rank),)
+    )
+    return train(training, "operators")
+
+
+@pytest.mark.parametrize("wrong_rank", [0, 1])
+def test_a_buffer_that_a_function_spoils_after_its_broadcast_is_no_fault_of_the_broadcast(wrong_rank):
+    for verdict in run_ranks(2, spoilt_after_the_broadcast, wrong_rank):
+        (origin,) = verdict["origins"]
+        assert origin["coordinates"]["rank"] == wrong_rank
+        assert origin["cause"] != "collective_result" and origin["operator"] == "Spoiling"
+
+
 def train(training, level):
     nanlocator.watch(training.ddp, training.optimizer, level=level)
     try:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from planted_kernels import Called, Experts, RowSums, Scaled, Silu, kernels
 from torch import nn
+from watched_steps import verdict_of_steps
 
 import nanlocator
 from nanlocator import _C
@@ -32,19 +33,7 @@ def garbage():
 
 
 def verdict_of(model, batch=6, **options):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    watch = nanlocator.watch(model, optimizer, **options)
-    try:
-        for step in range(2):
-            torch.manual_seed(step)
-            model(torch.randn(batch, WIDTH)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
-    finally:
-        watch.remove()
-    return None
+    return verdict_of_steps(model, lambda: model(torch.randn(batch, WIDTH)).square().mean(), **options)
 
 
 # Kernel and fault -> cause, operator, phase, how many elements are bad, what its call shows when executed

@@ -8,8 +8,7 @@ import torch
 import transformers
 from planted_kernels import kernels
 from tiny_models import BATCH, VOCABULARY, batch, language_model
-
-import nanlocator
+from watched_steps import verdict_of_steps
 
 SMALL = {
     "vocab_size": VOCABULARY,
@@ -108,20 +107,9 @@ def verdict_of(name, spoilt=lambda loss: loss, corrupt=lambda model: None, **opt
     make, draw = MODELS[name]
     torch.manual_seed(0)
     model = make().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    watch = nanlocator.watch(model, optimizer, **options)
-    try:
-        for step in range(2):
-            torch.manual_seed(step)
-            spoilt(model(**draw()).loss).backward()
-            corrupt(model)
-            optimizer.step()
-            optimizer.zero_grad()
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
-    finally:
-        watch.remove()
-    return None
+    return verdict_of_steps(
+        model, lambda: spoilt(model(**draw()).loss), corrupt=lambda: corrupt(model), **options
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)

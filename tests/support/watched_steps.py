@@ -1,0 +1,34 @@
+"""Two steps of a training loop under nanlocator.watch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import nanlocator
+
+
+def verdict_of_steps(
+    watched: nn.Module,
+    loss: Callable[[], torch.Tensor],
+    *,
+    corrupt: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> dict[str, Any] | None:
+    """The first bad step's; None where both are healthy. ``loss()`` makes a step's, with the step's number as
+    seed; ``corrupt()`` runs before each update. Nothing of nanlocator is left."""
+    optimizer = torch.optim.AdamW(watched.parameters(), lr=1e-3)
+    watch = nanlocator.watch(watched, optimizer, **options)
+    try:
+        for step in range(2):
+            torch.manual_seed(step)
+            loss().backward()
+            corrupt()
+            optimizer.step()
+            optimizer.zero_grad()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+    finally:
+        watch.remove()
+    return None
