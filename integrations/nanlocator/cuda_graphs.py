@@ -7,6 +7,7 @@ transformer_engine/pytorch/graph.py), and Megatron-Core's graphs of layers (core
 cuda_graphs.py). Those of torch.compile are gone where compiled code is executed eagerly.
 """
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -23,23 +24,14 @@ _LOCAL = "cudagraph_manager"  # Megatron-Core 0.12 to 0.16: a layer that has one
 _BY_ENGINE = "cuda_graphs"  # the same: graphs that TransformerEngine has captured, one a microbatch
 
 
-class WithoutGraphs:
-    """The modules in ``models`` are executed by their operators until ``remove``."""
-
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._undo: list[Undo] = []
+@contextlib.contextmanager
+def without_graphs(models: Iterable[nn.Module]) -> Iterator[None]:
+    """The modules in ``models`` are executed by their operators."""
+    with contextlib.ExitStack() as stack:
         for module in _modules_of(models):
-            self._undo += [leave_out() for leave_out in list(_graphs_of(module))]
-
-    def __enter__(self) -> "WithoutGraphs":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-    def remove(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+            for leave_out in list(_graphs_of(module)):
+                stack.callback(leave_out())
+        yield
 
 
 class ReplayedGraphs:

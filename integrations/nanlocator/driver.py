@@ -16,7 +16,7 @@ import torch
 
 from nanlocator import _C
 from nanlocator.boundaries import Boundaries
-from nanlocator.cuda_graphs import ReplayedGraphs, WithoutGraphs
+from nanlocator.cuda_graphs import ReplayedGraphs, without_graphs
 from nanlocator.errors import NonFiniteGradientError
 from nanlocator.kernel_calls import KeptKernelCalls, KernelCallRecord
 from nanlocator.kernels import KernelCalls
@@ -89,7 +89,7 @@ class Adapter:
     def keep_module_calls(self, modules: list[str], run: Any) -> None:
         """Crossings are watched, too: members compare what the same collective gave them."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(WithoutGraphs(self.models))
+            stack.enter_context(without_graphs(self.models))
             if self.boundaries is not None:
                 stack.enter_context(self.boundaries.watching())
             for hooks in self.module_hooks(self._module_calls.begin(modules)):
@@ -135,7 +135,7 @@ class Adapter:
     @contextlib.contextmanager
     def naming_modules(self, watch: Any = None) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(WithoutGraphs(self.models))
+            stack.enter_context(without_graphs(self.models))
             for hooks in (*self.module_hooks(watch), KernelCalls(), ShownTransfers()):
                 stack.enter_context(hooks)
             yield

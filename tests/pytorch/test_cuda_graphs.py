@@ -11,9 +11,10 @@ import pytest
 import torch
 from fixtures import run_in_tmp_path  # noqa: F401
 from torch import nn
+from watched_steps import verdict_of_steps
 
 import nanlocator
-from nanlocator.cuda_graphs import ReplayedGraphs, WithoutGraphs
+from nanlocator.cuda_graphs import ReplayedGraphs, without_graphs
 
 
 class Logarithm(nn.Module):
@@ -71,19 +72,8 @@ class Net(nn.Module):
         return self.last(self.log(self.first(x).abs() + 1)).mean()
 
 
-def train(model, batches, **options):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    watch = nanlocator.watch(model, optimizer, **options)
-    try:
-        for batch in batches:
-            model(batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
-    finally:
-        watch.remove()
-    return None
+def train(model, **options):
+    return verdict_of_steps(model, lambda: model(torch.randn(3, 4)), **options)
 
 
 @pytest.fixture
@@ -96,7 +86,7 @@ def test_the_operator_inside_of_a_graph_is_named(model):
     calls = make_graphed_callables(model.log)
     with torch.no_grad():
         model.log.shift[2] = 50.0
-    verdict = train(model, [torch.randn(3, 4)])
+    verdict = train(model)
     (origin,) = verdict["origins"]
     assert (origin["operator"], origin["module"]) == ("aten::log", "log")
     assert origin["code"]["text"] == "return torch.log(x - self.shift)"
@@ -125,7 +115,7 @@ def test_a_model_that_is_a_graph_as_a_whole_is_executed_too():
 
 def test_what_a_broken_replay_leaves_is_no_evidence_against_a_machine(model):
     make_graphed_callables(model.log, lost=5)
-    verdict = train(model, [torch.randn(3, 4)])
+    verdict = train(model)
     assert verdict["rerun"]["reproduced"] is False
     (origin,) = verdict["origins"]
     assert origin["cause"] != "not_reproduced" and origin["owner"] != "cluster_operator"
@@ -133,10 +123,9 @@ def test_what_a_broken_replay_leaves_is_no_evidence_against_a_machine(model):
 
 
 def test_healthy_graphs_stay_as_they_are(model):
-    batches = [torch.randn(3, 4) for _ in range(3)]
     calls = make_graphed_callables(model.log)
     before = vars(model.log)["forward"]
-    assert train(model, batches) is None
+    assert train(model, steps=3) is None
     assert vars(model.log)["forward"] is before and calls == ["replayed"] * 3
 
 
@@ -216,7 +205,7 @@ def test_megatrons_graphs_of_layers_are_left_out_and_come_back():
     assert [layer(x) for layer in layers] == ["replayed"] * 4
     with pytest.raises(RuntimeError, match="4 modules ran"):
         ReplayedGraphs([layers]).restore()
-    with WithoutGraphs([layers]):
+    with without_graphs([layers]):
         assert all(isinstance(layer(x), torch.Tensor) for layer in layers)
         ReplayedGraphs([layers]).restore()
     assert [layer(x) for layer in layers] == ["replayed"] * 4
@@ -228,7 +217,7 @@ def test_graphs_that_cannot_be_left_out_are_told():
     """0.13 takes an empty list for an order to capture."""
     layer = LayerOf013(2, 2)
     layer.cuda_graphs = [replayed]
-    with WithoutGraphs([layer]):
+    with without_graphs([layer]):
         assert layer(torch.ones(1, 2)) == "replayed"
     with pytest.raises(RuntimeError, match="1 module ran"):
         ReplayedGraphs([layer]).restore()

@@ -1,4 +1,4 @@
-"""Two steps of a training loop under nanlocator.watch."""
+"""Steps of a training loop under nanlocator.watch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +14,15 @@ def verdict_of_steps(
     loss: Callable[[], torch.Tensor],
     *,
     corrupt: Callable[[], None] = lambda: None,
+    steps: int = 2,
     **options: Any,
 ) -> dict[str, Any] | None:
-    """The first bad step's; None where both are healthy. ``loss()`` makes a step's, with the step's number as
+    """The first bad step's; None where all are healthy. ``loss()`` makes a step's, with the step's number as
     seed; ``corrupt()`` runs before each update. Nothing of nanlocator is left."""
     optimizer = torch.optim.AdamW(watched.parameters(), lr=1e-3)
     watch = nanlocator.watch(watched, optimizer, **options)
     try:
-        for step in range(2):
+        for step in range(steps):
             torch.manual_seed(step)
             loss().backward()
             corrupt()
