@@ -77,6 +77,8 @@ void bind_recorder(py::module_& m) {
            "function_call"_a, "most_bytes"_a)
       .def("set_parameters", &StepRecorder::set_parameters, "parameters"_a)
       .def("state_of_gradients", &StepRecorder::state_of_gradients)
+      .def("note_weights", &StepRecorder::note_weights)
+      .def("changed_weights", &StepRecorder::changed_weights)
       .def("close", &StepRecorder::close)
       .def("pause", &StepRecorder::pause)
       .def("resume", &StepRecorder::resume)
@@ -104,6 +106,7 @@ void bind_recorder(py::module_& m) {
           "payload"_a, "roots"_a)
       .def_property_readonly("backwards", &StepRecorder::backwards)
       .def("unfinished", &StepRecorder::unfinished)
+      .def("take_looked_at", &StepRecorder::take_looked_at)
       .def("problem", &StepRecorder::problem)
       .def("needed",
            [](const StepRecorder& r) {

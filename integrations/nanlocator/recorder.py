@@ -83,6 +83,8 @@ class StepRecorder:
         self._switches: weakref.WeakKeyDictionary[nn.Module, Switches] = weakref.WeakKeyDictionary()
         self.evaluation: Evaluation | None = None  # in place of a step, which a call then is no part of
         self.losses: list[torch.Tensor] = []  # of the backwards of this step, detached
+        # Calls of torch.autograd.grad in this step, and the numbers that they have differentiated.
+        self._asked_for: list[tuple[weakref.ref[_EngineCall], list[torch.Tensor]]] = []
         self._received: list[torch.Tensor] = []  # messages of other ranks, in this step
         self.unscaled = WeakIdKeyDictionary()  # what a loss scaler has multiplied
         self.set_parameters(parameters)
@@ -106,6 +108,7 @@ class StepRecorder:
         self._engine.set_parameters(parameters)
         self._sharded = [p for p in parameters if hasattr(p, "_local_tensor")]  # DTensors
         self._ours.clear()
+        self.note_gradients()
 
     def remove(self) -> None:
         """Takes the wrappers off, and forgets what was recorded. May be called twice."""
@@ -132,6 +135,10 @@ class StepRecorder:
         """This step is not executed again, as ``obstacle``."""
         self._obstacle = obstacle
 
+    def note_gradients(self) -> None:
+        """What is there now is known."""
+        self._gradients = self._state_of_gradients()
+
     def begin_step(self) -> None:
         """The update is done. What has been computed and waits for a backward stays."""
         self._engine.begin_step()
@@ -143,6 +150,7 @@ class StepRecorder:
 
     def _leave_step(self) -> None:
         self.losses.clear()
+        self._asked_for.clear()
         self._received.clear()
         self._obstacle = ""
 
@@ -240,7 +248,28 @@ class StepRecorder:
         with self.suspended():
             gradients = original(*args, **kwargs)
         self._engine.add_call(call, given, _C.tensors_in(gradients))
+        self._asked_for.append((weakref.ref(call), self._losses_in(args)))
         return gradients
+
+    def take_assigned(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether the program has made the gradients of ``parameters`` by itself, from what
+        ``torch.autograd.grad`` or anything else gave it. It stands for a backward then."""
+        if self._state_of_gradients() == self._gradients:
+            return False
+        values = {p: self._engine.value_of(p.grad) for p in parameters if p.grad is not None}
+        if not values:
+            return False
+        self._follower.before_backward()
+        self._engine.add_backward(_Assigned(values), [p.grad for p in values])
+        needed = [event.payload for event in self._engine.needed()]
+        for reference, losses in self._asked_for:
+            if (call := reference()) in needed:
+                call.has_losses = True
+                self.losses += losses
+        if not all(values.values()):
+            self.give_up("its gradients were made by the program, from what was computed where nobody looked")
+        self._follower.after_backward()
+        return True
 
     def record_backward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``original`` writes the gradients of leaves; the losses are in its first argument."""
@@ -285,6 +314,19 @@ class StepRecorder:
         else:
             self._engine.add_backward(call, given)
         self._follower.after_backward()
+
+    def note_weights(self) -> None:
+        """What they are now a pass begins with."""
+        self._engine.note_weights()
+
+    def changed_weights(self) -> list[torch.Tensor]:
+        """Those that the program has written to in this pass, by itself."""
+        return self._engine.changed_weights()
+
+    def take_looked_at(self) -> list[torch.Tensor]:
+        """What waits for a backward and the program has looked at; where a call begins that may be another
+        step's."""
+        return self._engine.take_looked_at()
 
     def look_at_unfinished(self) -> bool:
         """At what waits for a backward that will not come; waits for the device. What holds a NaN or +Inf is
@@ -470,12 +512,12 @@ class _EngineCall:
         self._run = run
         self._switches = switches
         self._args, self._kwargs = args, kwargs
-        self.accumulates = accumulates
+        self.accumulates = self.has_losses = accumulates
 
     def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
         args, kwargs = _mapped((self._args, self._kwargs), _Now(replay))
         self._switches.set()
-        if self.accumulates:
+        if self.has_losses:
             losses += [t for t in _C.tensors_in(args[0]) if t.numel() == 1]
         return _C.tensors_in(self._run(*args, **kwargs))
 
@@ -496,6 +538,20 @@ class _Generators:
         self._others.restore()
 
 
+class WeightsState:
+    """They are not copied: where the program itself has changed them within a step, they stay so."""
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        self._recorder = recorder
+
+    def save(self) -> None:
+        self._recorder.note_weights()
+
+    def restore(self) -> None:
+        if self._recorder.changed_weights():
+            raise RuntimeError("the program has changed them after the step had used them")
+
+
 class RecordedPass(PlainPass):
     """What a recorder holds, for the driver."""
 
@@ -514,14 +570,16 @@ class RecordedPass(PlainPass):
     @contextlib.contextmanager
     def leaving_out(self, used: Iterable[torch.Tensor]) -> Iterator[None]:
         """Another step's gradients are no business of this one, unless it uses them: those of a
-        discriminator, while its generator is trained. They are as they were afterwards."""
+        discriminator, while its generator is trained. They are as they were afterwards. Weights that the
+        program has changed since say nothing of those that were used."""
         left_out = self._leftovers.keys() - set(used)
         gradients = [(parameter, parameter.grad) for parameter in left_out]
         self._adapter.left_out = left_out
+        self._adapter.changed = set(self._recorder.changed_weights())
         try:
             yield
         finally:
-            self._adapter.left_out = set()
+            self._adapter.left_out, self._adapter.changed = set(), set()
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
@@ -535,6 +593,8 @@ class RecordedPass(PlainPass):
             return self._recorder.run_again()
 
     def obstacle(self) -> str:
+        if any(is_bad(weight.detach()) for weight in self._recorder.changed_weights()):
+            return "weights were changed after it had used them, and are NaN or Inf now"
         if any(
             p not in self._adapter.left_out and (p.grad is None or _version_of(p.grad) != version)
             for p, version in self._leftovers.items()
@@ -548,6 +608,18 @@ class RecordedPass(PlainPass):
 
 def _version_of(gradient: torch.Tensor) -> int:
     return getattr(gradient, "_local_tensor", gradient)._version
+
+
+class _Assigned:
+    """In place of a backward: the program has set these gradients."""
+
+    def __init__(self, gradients: dict[torch.Tensor, Any]) -> None:
+        self._gradients = gradients
+
+    def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        for parameter, value in self._gradients.items():
+            parameter.grad = _Now(replay)(value)
+        return []
 
 
 class _Unfinished:

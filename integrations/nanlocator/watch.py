@@ -25,7 +25,7 @@ from nanlocator.optimizer import LocatingOptimizer
 from nanlocator.patches import replace
 from nanlocator.pipelining import follow_steps, stages_of
 from nanlocator.plain import PlainAdapter, plain_driver, scale_in_gradients
-from nanlocator.recorder import RecordedPass, StepRecorder
+from nanlocator.recorder import RecordedPass, StepRecorder, WeightsState
 from nanlocator.rerun import GeneratorStates, ObjectState, Stateful
 from nanlocator.session import (
     NonFiniteGradientError,
@@ -96,9 +96,11 @@ class Watch:
         self._scaler: torch.amp.GradScaler | None = None
         self._driver = plain_driver(self._adapter, resolved, None, scale_in_gradients)
         self._recorder = StepRecorder(self._adapter.tensors, self, recorded_bytes())
+        self._driver.add_state("the weights", WeightsState(self._recorder))
         self._pass: RecordedPass | None = None
         self._is_unseen = False  # gradients were written, and nobody has looked at them
         self._is_seen = False  # they were looked at, and neither used nor thrown away
+        self._is_left = False  # gradients were zeroed, and what was computed before waits for a backward
         self._is_stepping = False
         self._decision = _C.Decision.PROCEED
         self._zeroed: set[torch.Tensor] = set()
@@ -151,6 +153,13 @@ class Watch:
         self._adapter.check_parameters()
 
     def before_forward(self) -> None:
+        looked_at = self._recorder.take_looked_at()
+        if looked_at and self._is_left:
+            self._look_at_left_step()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._is_left = False
         if self._is_seen:  # LBFGS, and loops that clip after each microbatch
             self._recorder.begin_step()
             self._is_seen = False
@@ -159,7 +168,7 @@ class Watch:
             self._driver.begin_pass(self._pass)
 
     def before_backward(self) -> None:
-        self.before_forward()
+        self._begin()
         if self._recorder.backwards == 0:
             self._pass.take_gradients(self._zeroed)
 
@@ -172,7 +181,8 @@ class Watch:
     def _look(self, used: Iterable[torch.Tensor] = ()) -> "_C.Decision":
         """At gradients that nobody has looked at; else what was decided. ``used``: parameters whose gradients
         the program asks for now."""
-        if not self._is_unseen or self._recorder.is_suspended:
+        used = list(used)
+        if not self._has_unseen(used):
             return self._decision
         self._is_unseen, self._is_seen = False, True
         self._zeroed.clear()
@@ -182,6 +192,11 @@ class Watch:
             self._decision = self._driver.end_pass(self._loss_views())
         others.restore()
         return self._decision
+
+    def _has_unseen(self, used: Iterable[torch.Tensor]) -> bool:
+        if self._recorder.is_suspended:
+            return False
+        return self._is_unseen or (not self._is_seen and self._recorder.take_assigned(used))
 
     def _loss_views(self) -> "list[_C.LossView]":
         losses = self._recorder.losses
@@ -199,7 +214,7 @@ class Watch:
 
     def _forget(self) -> None:
         self._recorder.forget()
-        self._is_unseen = self._is_seen = False
+        self._is_unseen = self._is_seen = self._is_left = False
         self._decision = _C.Decision.PROCEED
 
     # --- where the program ends in a step ------------------------------------------------------------
@@ -225,11 +240,7 @@ class Watch:
         if is_told_otherwise or not self._driver.is_in_pass or not self._recorder.is_outside():
             return
         try:
-            if self._recorder.backwards == 0:
-                self._pass.take_gradients(self._zeroed)
-            is_training = any(model.training for model in self._models.values())  # else it evaluates
-            has_bad_loss = is_training and self._recorder.look_at_unfinished()
-            if not (has_bad_loss or self._is_unseen):
+            if not (self._has_bad_unfinished() or self._is_unseen):
                 return
             self._is_unseen = True
             if self._driver.connection is not None:  # the others may not have come here
@@ -240,6 +251,31 @@ class Watch:
             pass  # which was printed
         except Exception as failure:  # a device that has failed, as the program knows
             print(f"nanlocator: the last step could not be looked at: {failure}", file=sys.stderr, flush=True)
+
+    def _has_bad_unfinished(self) -> bool:
+        if self._recorder.backwards == 0:
+            self._pass.take_gradients(self._zeroed)
+        is_training = any(model.training for model in self._models.values())  # else it evaluates
+        return is_training and self._recorder.look_at_unfinished()
+
+    def _look_at_left_step(self) -> None:
+        """The program has looked at its loss, and goes on to the next step without a backward."""
+        if not self._driver.is_in_pass or not self._has_bad_unfinished():
+            return
+        if self._driver.connection is None:
+            self._is_unseen = True
+            self._look()
+            with self._abandoning():
+                self._end_step()
+            return
+        print(  # the others may be anywhere
+            f"nanlocator: a loss of rank {torch.distributed.get_rank()} is NaN or Inf, and the program has "
+            "left the step: among several ranks it is explained where they go on to their backwards",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._driver.abandon()
+        self._forget()
 
     def _look_alone(self, reason: str) -> None:
         self._driver.scan_gradients()
@@ -291,7 +327,7 @@ class Watch:
 
     def _total_norm(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if self._is_unseen:
+        if not self._is_seen:
             owners = {id(p.grad): p for p in self._adapter.tensors if p.grad is not None}
             used = [owners[id(each)] for each in tensors if id(each) in owners]
             if used:
@@ -303,14 +339,14 @@ class Watch:
 
     def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if self._is_unseen and not set(self._adapter.tensors).isdisjoint(parameters):
+        if not self._is_seen and not set(self._adapter.tensors).isdisjoint(parameters):
             self._look(parameters)
         with self._recorder.suspended():
             return original(parameters, *args, **kwargs)
 
     def _clip_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """FullyShardedDataParallel clips by itself."""
-        if self._is_unseen:
+        if not self._is_seen:
             self._look(fsdp1.sharded_parameters(module))
         with self._recorder.suspended():
             return original(module, *args, **kwargs)
@@ -394,6 +430,7 @@ class Watch:
         if self._is_seen:
             self._driver.end_step()
             self._recorder.begin_step()
+            self._recorder.note_gradients()
             self._is_seen = False
 
     def _add_parameters(self, _: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -424,9 +461,11 @@ class Watch:
             self._look(ours)
             with self._abandoning():
                 self._end_step()
+        self._is_left = self._recorder.backwards == 0
         with self._recorder.suspended():
             result = zero()
         self._zeroed |= {p for p in ours if p.grad is not None}
+        self._recorder.note_gradients()
         return result
 
 

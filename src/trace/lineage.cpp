@@ -82,7 +82,7 @@ BirthIds Lineage::births_in(const at::Tensor& tensor) {
 
 bool Lineage::is_known_to_have_nan(const at::Tensor& tensor) {
   const StorageRecord* record = find(tensor);
-  if (record == nullptr || record->tags.empty() || record->touched_by != nullptr) return false;
+  if (record == nullptr || record->tags.empty() || !record->touches.empty()) return false;
   const ByteRange range = range_of(tensor);
   return range.is_dense && std::ranges::any_of(record->tags, [&](const Tag& tag) {
            return tag.content == Content::nan && range.contains(tag.range);
@@ -100,6 +100,16 @@ RangeWrite Lineage::last_write_of(const at::Tensor& tensor) {
   return last;
 }
 
+std::shared_ptr<const Place> Lineage::last_touch_of(const at::Tensor& tensor) {
+  const StorageRecord* record = find(tensor);
+  if (record == nullptr) return nullptr;
+  const ByteRange range = range_of(tensor);
+  const auto last =
+      std::ranges::find_if(record->touches.rbegin(), record->touches.rend(),
+                           [&](const Touch& touch) { return touch.range.overlaps(range); });
+  return last == record->touches.rend() ? nullptr : last->by;
+}
+
 void Lineage::note_allocation(const at::Tensor& tensor, std::uint64_t clock,
                               const std::string* writer,
                               const std::shared_ptr<const Place>& place) {
@@ -109,7 +119,7 @@ void Lineage::note_allocation(const at::Tensor& tensor, std::uint64_t clock,
   record.finite_range = {};
   record.writer = record.allocator = writer;
   record.place = place;
-  record.touched_by = nullptr;
+  record.touches.clear();
   record.tags.clear();
   record.writes.clear();
 }
@@ -135,7 +145,7 @@ void Lineage::note_finite_write(const at::Tensor& tensor, std::uint64_t clock,
   record.is_filled = is_filler;
   record.last_write = clock;
   record.writer = writer;
-  record.touched_by = nullptr;
+  record.touches.clear();
 }
 
 void Lineage::note_bad_write(const at::Tensor& tensor, std::uint64_t clock,
@@ -152,7 +162,7 @@ void Lineage::note_bad_write(const at::Tensor& tensor, std::uint64_t clock,
   record.is_filled = false;
   record.last_write = clock;
   record.writer = writer;
-  record.touched_by = nullptr;
+  record.touches.clear();
 }
 
 void Lineage::note_bad_content(const at::Tensor& tensor, const BirthIds& births) {
@@ -169,7 +179,7 @@ void Lineage::note_received(const at::Tensor& tensor, std::uint64_t clock,
   record.finite_range = {};
   record.writer = writer;
   record.place = place;
-  record.touched_by = nullptr;
+  record.touches.clear();
   const ByteRange range = range_of(tensor);
   drop_overwritten(record.tags, range);
   if (!sent.empty()) record.tags.push_back({.range = range, .births = sent});
@@ -185,13 +195,17 @@ void Lineage::note_arrival(const c10::StorageImpl* storage, const ByteRange& ran
   const bool has_births =
       std::ranges::any_of(record.tags, [&](const Tag& tag) { return tag.range.overlaps(range); });
   if (has_births) return;
-  record.touched_by = nullptr;
+  record.touches.clear();
   note_write(record.writes,
              {.range = range, .clock = clock, .writer = writer, .is_received = true});
 }
 
 void Lineage::note_touch(const at::Tensor& tensor, const std::shared_ptr<const Place>& place) {
-  if (StorageRecord* record = find(tensor)) record->touched_by = place;
+  StorageRecord* record = find(tensor);
+  if (record == nullptr) return;
+  const ByteRange range = range_of(tensor);
+  std::erase_if(record->touches, [&](const Touch& before) { return range.contains(before.range); });
+  record->touches.push_back({.range = range, .by = place});
 }
 
 void Lineage::note_foreign(const at::Tensor& tensor, const std::shared_ptr<const Place>& place) {

@@ -99,6 +99,12 @@ struct RangeWrite {
   bool is_received = false;             // by a collective
 };
 
+/// A frame off the dispatcher had these bytes in hand.
+struct Touch {
+  ByteRange range;
+  std::shared_ptr<const Place> by;
+};
+
 struct StorageRecord {
   explicit StorageRecord(c10::weak_intrusive_ptr<c10::StorageImpl> storage)
       : owner(std::move(storage)) {}
@@ -111,8 +117,7 @@ struct StorageRecord {
   const std::string* writer = nullptr;     // operator of the last write or allocation; interned
   const std::string* allocator = nullptr;  // operator that allocated it in this pass; interned
   std::shared_ptr<const Place> place;      // allocated, received, foreign: where
-  /// A frame off the dispatcher that had this storage in hand since the last write.
-  std::shared_ptr<const Place> touched_by;
+  std::vector<Touch> touches;              // since the last write, the latest at the end
   std::vector<Tag> tags;
   /// Gradients of many parameters lie in one buffer: which of them has an operator written, and
   /// when?
@@ -139,6 +144,8 @@ class Lineage {
   /// last (gloo's reduce-scatter copies its result while it is waited for).
   void note_arrival(const c10::StorageImpl* storage, const ByteRange& range, std::uint64_t clock,
                     const std::string* writer);
+  /// The frame that had these very bytes in hand last, since the storage was last written; or null.
+  [[nodiscard]] std::shared_ptr<const Place> last_touch_of(const at::Tensor& tensor);
   /// A frame without schema has the tensor; nothing where the storage is not known.
   void note_touch(const at::Tensor& tensor, const std::shared_ptr<const Place>& place);
   /// A gradient that no operator has written; nothing where the storage is known.

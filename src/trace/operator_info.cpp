@@ -35,6 +35,10 @@ constexpr auto kFillers = std::to_array<std::string_view>(
      "aten::new_full", "aten::fill", "aten::zero", "aten::_efficientzerotensor",
      "aten::_foreach_zero_"});
 
+constexpr auto kTellers =
+    std::to_array<std::string_view>({"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero",
+                                     "aten::equal", "aten::allclose"});
+
 /// Their scalars are bounds, orders and replacements of what is there.
 bool scalars_steer_only(std::string_view name) {
   for (const std::string_view part :
@@ -103,6 +107,7 @@ std::unique_ptr<OperatorInfo> make_info(const c10::OperatorHandle& handle) {
   info->is_copy = name == "aten::copy_";
   info->owns_its_copy = name == "aten::_to_copy" || name == "aten::clone";
   info->is_lift_fresh = name == "aten::lift_fresh";
+  info->tells_host = is_one_of(name, kTellers);
   info->scalars_are_values = !scalars_steer_only(name);
   info->is_composite = is_composite(handle);
   const bool draws_finite_values = name == "aten::bernoulli_" || name == "aten::random_";

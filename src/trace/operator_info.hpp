@@ -43,6 +43,7 @@ struct OperatorInfo {
   bool is_pointwise = false;
   bool is_custom = false;  // not PyTorch's own: registered by a library or by the user
   bool is_lift_fresh = false;
+  bool tells_host = false;  // its result is a number of the program's: item
   /// A scalar that is not finite may become a value of the output (not: a bound or an order).
   bool scalars_are_values = true;
   bool writes = false;              // any argument

@@ -396,7 +396,7 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
           record->state == StorageState::written && record->finite_range.contains(range_of(values));
       if (record->writer != nullptr) root.writer = *record->writer;
       root.place = record->place;
-      touched_by = record->touched_by;
+      if (!record->touches.empty()) touched_by = record->touches.back().by;
       if (record->allocator != nullptr) allocator = *record->allocator;
       // Of gradients in one buffer some are written after all have been reduced.
       const RangeWrite last = lineage.last_write_of(values);
@@ -404,6 +404,9 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
         state = StorageState::received;
         root.writer = *last.writer;
       }
+      // Looked at when that frame was entered. A collective fills many parameters' memory: whoever
+      // had others in hand has not written these.
+      if (state == StorageState::received) touched_by = lineage.last_touch_of(values);
     }
     for (const auto* declared : declarations.find_all(values)) sharing.push_back(*declared);
   }
@@ -417,12 +420,12 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
     root.kind = BirthKind::opaque;
     root.inside = std::move(place);
   };
-  if (state == StorageState::received && touched_by == nullptr) {
-    root.kind = BirthKind::collective;
-  } else if ((state == StorageState::written || state == StorageState::received) &&
-             touched_by != nullptr) {
+  const bool has_been_written = state == StorageState::written || state == StorageState::received;
+  if (has_been_written && touched_by != nullptr) {
     born_inside(*touched_by);
     root.last_seen = LastSeen::finite;
+  } else if (state == StorageState::received) {
+    root.kind = BirthKind::collective;
   } else if (state == StorageState::written && was_finite) {
     root.kind = BirthKind::memory;
     root.last_seen = LastSeen::finite;

@@ -291,8 +291,7 @@ static bool is_to_be_filled(const StorageRecord* record, const Place& frame) {
 
 /// The same of a kernel, which is given what the function around it has allocated, too.
 static bool is_unwritten(const StorageRecord* record) {
-  return record != nullptr && record->state == StorageState::allocated &&
-         record->touched_by == nullptr;
+  return record != nullptr && record->state == StorageState::allocated && record->touches.empty();
 }
 
 /// What goes into a frame off the dispatcher is looked at when it is entered: nobody sees it read,

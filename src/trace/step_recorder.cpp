@@ -203,6 +203,7 @@ struct StepRecorder::Impl {
 
   RecorderOptions options;
   std::vector<at::Tensor> parameters;
+  std::vector<std::uint32_t> versions;  // of the parameters, when they were noted
   int paused = 0;
   at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
   std::uint64_t next_number = 0;
@@ -221,6 +222,7 @@ struct StepRecorder::Impl {
   std::unordered_map<std::uint64_t, Function> functions;  // by their nodes' sequence numbers
   std::string standing_problem;
   ModulePath module = nullptr;
+  std::vector<at::Tensor> looked_at;  // by the program, while they waited for a backward
 
   Known* find(const at::Tensor& tensor) {
     if (!tensor.defined()) return nullptr;
@@ -288,6 +290,7 @@ struct StepRecorder::Impl {
     functions.clear();
     gradients.clear();
     roots.clear();
+    looked_at.clear();
     kept_bytes = 0;
     are_gradients_new = true;
   }
@@ -340,6 +343,9 @@ struct StepRecorder::Impl {
     bool draws = false;
   };
 
+  [[nodiscard]] std::vector<std::shared_ptr<const RecordedEvent>> needed() const;
+  [[nodiscard]] std::vector<at::Tensor> unfinished() const;
+  void note_look();
   std::unique_ptr<Context> start(const at::RecordFunction& call, const OperatorInfo& info);
   void finish(const at::RecordFunction& call, Context& context);
   std::unique_ptr<Context> start_function(const at::RecordFunction& call);
@@ -388,6 +394,7 @@ void when_ended(const at::RecordFunction& call, at::ObserverContext* context) {
 
 std::unique_ptr<StepRecorder::Impl::Context> StepRecorder::Impl::start(
     const at::RecordFunction& call, const OperatorInfo& info) {
+  if (info.tells_host) note_look();
   if (info.is_allocator || c10::InferenceMode::is_enabled()) return nullptr;
   const bool is_recorded = at::GradMode::is_enabled() || info.writes;
   if (!is_recorded) return nullptr;
@@ -410,6 +417,12 @@ std::unique_ptr<StepRecorder::Impl::Context> StepRecorder::Impl::start(
     }
   }
   return context;
+}
+
+/// The program learns a number: a loss that it has looked at stays until it is used or left.
+void StepRecorder::Impl::note_look() {
+  looked_at = unfinished();
+  std::erase_if(looked_at, [](const at::Tensor& tensor) { return tensor.numel() != 1; });
 }
 
 std::unique_ptr<StepRecorder::Impl::Context> StepRecorder::Impl::start_function(
@@ -590,6 +603,21 @@ void StepRecorder::close() noexcept {
 void StepRecorder::set_parameters(std::vector<at::Tensor> parameters) {
   impl_->parameters = std::move(parameters);
   impl_->are_gradients_new = true;
+  note_weights();
+}
+
+void StepRecorder::note_weights() {
+  impl_->versions.clear();
+  for (const auto& each : impl_->parameters) impl_->versions.push_back(version_of(each));
+}
+
+std::vector<at::Tensor> StepRecorder::changed_weights() const {
+  std::vector<at::Tensor> changed;
+  for (std::size_t i = 0; i < impl_->parameters.size(); ++i) {
+    const auto& parameter = impl_->parameters[i];
+    if (version_of(parameter) != impl_->versions[i]) changed.push_back(parameter);
+  }
+  return changed;
 }
 
 std::uint64_t StepRecorder::state_of_gradients() const {
@@ -639,6 +667,7 @@ void StepRecorder::begin_step() {
   });
   impl.memory.clear();
   impl.functions.clear();
+  impl.looked_at.clear();
   impl.backwards = 0;
   impl.kept_bytes = 0;
   impl.are_gradients_new = true;
@@ -681,6 +710,7 @@ std::shared_ptr<const RecordedEvent> StepRecorder::add_call(std::shared_ptr<void
 void StepRecorder::add_backward(std::shared_ptr<void> payload, std::span<const at::Tensor> roots) {
   impl_->roots.push_back(add_call(std::move(payload), roots, {}));
   impl_->are_gradients_new = true;
+  impl_->looked_at.clear();
   ++impl_->backwards;
 }
 
@@ -689,9 +719,13 @@ int StepRecorder::backwards() const noexcept {
 }
 
 std::vector<std::shared_ptr<const RecordedEvent>> StepRecorder::needed() const {
+  return impl_->needed();
+}
+
+std::vector<std::shared_ptr<const RecordedEvent>> StepRecorder::Impl::needed() const {
   std::unordered_set<const RecordedEvent*> seen;
   std::vector<std::shared_ptr<const RecordedEvent>> events;
-  std::vector<std::shared_ptr<const RecordedEvent>> open = impl_->roots;
+  std::vector<std::shared_ptr<const RecordedEvent>> open = roots;
   while (!open.empty()) {
     auto event = std::move(open.back());
     open.pop_back();
@@ -705,14 +739,22 @@ std::vector<std::shared_ptr<const RecordedEvent>> StepRecorder::needed() const {
 }
 
 std::vector<at::Tensor> StepRecorder::unfinished() const {
+  return impl_->unfinished();
+}
+
+std::vector<at::Tensor> StepRecorder::take_looked_at() noexcept {
+  return std::exchange(impl_->looked_at, {});
+}
+
+std::vector<at::Tensor> StepRecorder::Impl::unfinished() const {
   std::unordered_set<const RecordedEvent*> used;
   for (const auto& event : needed()) used.insert(event.get());
   std::vector<std::pair<at::Tensor, const RecordedEvent*>> waiting;
-  for (const auto& [address, known] : impl_->known) {
-    at::Tensor tensor(known.tensor.lock());
+  for (const auto& [address, each] : known) {
+    at::Tensor tensor(each.tensor.lock());
     if (!tensor.defined() || !tensor.requires_grad() || tensor.is_leaf()) continue;
-    for (const auto& need : known.event->data().needs) used.insert(need.get());
-    waiting.emplace_back(std::move(tensor), known.event.get());
+    for (const auto& need : each.event->data().needs) used.insert(need.get());
+    waiting.emplace_back(std::move(tensor), each.event.get());
   }
   std::erase_if(waiting, [&](const auto& each) { return used.contains(each.second); });
   std::ranges::sort(waiting, {}, [](const auto& each) { return each.second->data().number; });

@@ -1,4 +1,4 @@
-"""Programs that check their loss by themselves, and end in a step: what they have found is explained."""
+"""Programs that check their loss by themselves, and end or leave a step: what they found is explained."""
 
 import json
 import subprocess
@@ -113,6 +113,131 @@ raise ValueError("of something else")
 """
     done, verdicts = run("return", is_bad=False, extra=masked)
     assert (done.returncode, verdicts) == (1, [])
+
+
+LEAVES = """
+import math
+import torch, nanlocator
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+watch = nanlocator.watch(model, optimizer, on_bad="report")
+
+def loss_of(step):
+    loss = model(torch.randn(8, 4)).mean()
+    return torch.log(loss - 100) if {is_bad} and step == 3 else loss
+
+{loop}
+print([verdict["iteration"] for verdict in watch.verdicts])
+"""
+LOOPS = {
+    "continues": """
+for step in range(1, 6):
+    optimizer.zero_grad()
+    loss = loss_of(step)
+    if {check}:
+        continue
+    loss.backward()
+    optimizer.step()
+""",
+    "zeroes and continues": """
+for step in range(1, 6):
+    loss = loss_of(step)
+    if {check}:
+        optimizer.zero_grad()
+        continue
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    "returns": """
+def train(step):
+    model.zero_grad()
+    loss = loss_of(step)
+    if {check}:
+        return
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+for step in range(1, 6):
+    train(step)
+""",
+}
+CHECKS = {
+    "item": "not math.isfinite(loss.item())",
+    "float": "not math.isfinite(loss)",
+    "isnan": "torch.isnan(loss)",
+    "isfinite": "not torch.isfinite(loss).all()",
+    "no_grad": "(loss.detach() != loss.detach()).any()",
+}
+
+
+def leave(loop, check, *, is_bad=True):
+    Path("train.py").write_text(LEAVES.format(loop=LOOPS[loop].format(check=check), is_bad=is_bad))
+    done = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(path.read_text()) for path in sorted(Path().glob("nanlocator_run/*/verdict.json"))]
+    return done, found
+
+
+@pytest.mark.parametrize(
+    ("loop", "check"), [*((loop, "item") for loop in LOOPS), *(("returns", check) for check in CHECKS)]
+)
+def test_a_loss_that_the_program_finds_bad_is_explained_though_it_leaves_the_step(loop, check):
+    done, (verdict,) = leave(loop, CHECKS[check])
+    assert done.stdout == "[3]\n"
+    (origin,) = verdict["origins"]
+    assert (origin["operator"], origin["cause"]) == ("aten::log", "operator_undefined")
+    assert origin["code"]["text"].startswith("return torch.log(loss - 100)")
+    assert verdict["rerun"]["reproduced"] is True
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_step_that_is_left_with_a_finite_loss_is_no_finding(loop):
+    assert leave(loop, "loss.item() > -100 and step == 3", is_bad=False)[1] == []
+
+
+def test_a_number_that_is_read_and_not_differentiated_beside_the_loss_is_no_finding():
+    """The mean of a task without samples, which the program leaves out by itself."""
+    tasks = """
+for step in range(1, 6):
+    optimizer.zero_grad()
+    losses = [model(torch.randn(8, 4))[:samples].mean() for samples in (4, 0, 2)]
+    total = sum(loss for loss in losses if not torch.isnan(loss))
+    total.backward()
+    optimizer.step()
+"""
+    Path("train.py").write_text(LEAVES.format(loop=tasks, is_bad=False))
+    done = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def one_leaves_the_step(rank, world_size, port):
+    import math
+
+    import torch
+    import torch.distributed as dist
+
+    model, optimizer = watched_on_ranks(rank, world_size, port, gather_deadline=4)
+    for step in range(1, 5):
+        optimizer.zero_grad()
+        output = model(torch.randn(8, 4))
+        loss = torch.log(output - 100).mean() if step == 2 and rank == 1 else output.mean()
+        all_are_finite = torch.tensor(float(math.isfinite(loss)))
+        dist.all_reduce(all_are_finite, dist.ReduceOp.MIN)
+        if not all_are_finite:
+            continue
+        loss.backward()
+        optimizer.step()
+
+
+def test_among_several_ranks_one_line_names_the_rank_whose_loss_was_bad():
+    results = run_programs(2, one_leaves_the_step)
+    assert [code for code, _, _ in results] == [0, 0]
+    assert ["a loss of rank 1 is NaN or Inf" in errors for _, _, errors in results] == [False, True]
+    assert not list(Path().glob("nanlocator_run/*/verdict*.json"))
 
 
 def watched_on_ranks(rank, world_size, port, gather_deadline):

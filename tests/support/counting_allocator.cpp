@@ -8,20 +8,20 @@ void counting_allocator_install() {
   CountingAllocator::install();
 }
 std::int64_t counting_allocator_current() {
-  return CountingAllocator::install().current();
+  return CountingAllocator::instance().current();
 }
 std::int64_t counting_allocator_peak() {
-  return CountingAllocator::install().peak();
+  return CountingAllocator::instance().peak();
 }
 void counting_allocator_restart_peak() {
-  CountingAllocator::install().restart_peak();
+  CountingAllocator::instance().restart_peak();
 }
 /// Below zero: none.
 void counting_allocator_set_limit(std::int64_t bytes) {
   if (bytes < 0) {
-    CountingAllocator::install().remove_limit();
+    CountingAllocator::instance().remove_limit();
   } else {
-    CountingAllocator::install().set_limit(bytes);
+    CountingAllocator::instance().set_limit(bytes);
   }
 }
 }

@@ -15,14 +15,15 @@ namespace nanlocator {
 
 class CountingAllocator final : public c10::Allocator {
  public:
-  /// In use from now to the end of the process: what it has given out may be freed at any time.
+  /// Lives as long as the process: what it has given out may be freed at any time.
+  static CountingAllocator& instance() {
+    static auto& allocator = *new CountingAllocator;
+    return allocator;
+  }
+  /// In use from now on, until another one is set.
   static CountingAllocator& install() {
-    static auto& installed = []() -> CountingAllocator& {
-      auto& allocator = *new CountingAllocator;
-      c10::SetCPUAllocator(&allocator);
-      return allocator;
-    }();
-    return installed;
+    c10::SetCPUAllocator(&instance());
+    return instance();
   }
 
   c10::DataPtr allocate(std::size_t bytes) override {
@@ -61,7 +62,7 @@ class CountingAllocator final : public c10::Allocator {
   }
   static void free_counted(void* memory) {
     if (memory == nullptr) return;
-    install().current_ -= size_of(memory);
+    instance().current_ -= size_of(memory);
     c10::free_cpu(memory);
   }
 

@@ -299,14 +299,16 @@ class SpoiltAllocator final : public c10::Allocator {
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
     base_->copy_data(to, from, bytes);
   }
+  void stand_before(c10::Allocator* base) noexcept { base_ = base; }
   [[nodiscard]] c10::Allocator* base() const noexcept { return base_; }
 
  private:
-  c10::Allocator* base_ = c10::GetCPUAllocator();
+  c10::Allocator* base_ = nullptr;
 };
 
 void spoil_memory(bool on) {
   static auto& allocator = *new SpoiltAllocator;
+  if (on) allocator.stand_before(c10::GetCPUAllocator());
   c10::SetCPUAllocator(on ? &allocator : allocator.base());
 }
 

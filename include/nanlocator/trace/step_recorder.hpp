@@ -90,6 +90,10 @@ class StepRecorder {
   /// Parameters whose gradients may be written between backward and update.
   void set_parameters(std::vector<at::Tensor> parameters);
 
+  /// Parameters that were written to since the last `note_weights`.
+  [[nodiscard]] std::vector<at::Tensor> changed_weights() const;
+  void note_weights();
+
   /// Records nothing any more, and makes room for another one.
   void close() noexcept;
   /// A number that is another one when any of their gradients has been made or written to.
@@ -127,6 +131,10 @@ class StepRecorder {
   /// What was computed and waits for a backward: live tensors with a gradient function that nothing
   /// else which has one was computed from.
   [[nodiscard]] std::vector<at::Tensor> unfinished() const;
+  /// Those of them with one element that were waiting when the program last asked for a number
+  /// (`item`), or whether something is true; they are kept alive for it until a backward or the
+  /// next step begins.
+  [[nodiscard]] std::vector<at::Tensor> take_looked_at() noexcept;
   /// Why they cannot be executed again, a clause: "..., as {problem}"; empty where they can.
   [[nodiscard]] std::string problem() const;
   /// Live tensors and events, for tests.

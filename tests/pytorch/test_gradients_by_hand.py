@@ -1,0 +1,148 @@
+"""Loops that make their gradients, or change their weights, by themselves: ``torch.autograd.grad`` and
+``parameter.grad = ...``, and sharpness-aware minimisation, which moves the weights between two backwards."""
+
+import pytest
+import torch
+from torch import nn
+
+import nanlocator
+
+BAD_STEP = 3
+
+
+def two_headed():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def losses_of(model, fault):
+    """Of two tasks; the first one's is bad in forward, or its gradient is."""
+    first, second = model(torch.randn(8, 4)).unbind(1)
+    if fault == "loss":
+        first = torch.log(first - 100)
+    elif fault == "gradient":
+        first = (first * 0).sqrt()
+    return first.mean(), second.square().mean()
+
+
+def set_gradients(model, losses):
+    parameters = list(model.parameters())
+    for p, g in zip(parameters, torch.autograd.grad(sum(losses), parameters), strict=True):
+        p.grad = g
+
+
+def project_gradients(model, losses):
+    """Those of one task without what goes against the other one's (PCGrad)."""
+    parameters = list(model.parameters())
+    first, second = (torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses)
+    for p, a, b in zip(parameters, first, second, strict=True):
+        dot = (a * b).sum()
+        if dot < 0:
+            a = a - dot / b.square().sum().clamp_min(1e-12) * b
+        p.grad = a + b
+
+
+def sum_gradients_where_nobody_looks(model, losses):
+    parameters = list(model.parameters())
+    first, second = (torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses)
+    with torch.no_grad():
+        for p, a, b in zip(parameters, first, second, strict=True):
+            p.grad = a + b
+
+
+WAYS = [set_gradients, project_gradients]
+
+
+def train(way, fault, watches=True, clips=False):
+    model = two_headed()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    watch = nanlocator.watch(model, optimizer, on_bad="skip") if watches else None
+    for step in range(1, 6):
+        optimizer.zero_grad()
+        way(model, losses_of(model, fault if step == BAD_STEP else ""))
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    if watch is not None:
+        watch.remove()
+    return watch, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "operator", "line"),
+    [
+        ("loss", "aten::log", "first = torch.log(first - 100)"),
+        ("gradient", "aten::div.Tensor", "first = (first * 0).sqrt()"),
+    ],
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_that_the_program_has_set_are_looked_at_and_their_step_is_explained(
+    way, fault, operator, line, clips
+):
+    watch, weights = train(way, fault, clips=clips)
+    (verdict,) = watch.verdicts
+    (origin,) = verdict["origins"]
+    assert (verdict["iteration"], origin["operator"], origin["cause"]) == (
+        BAD_STEP,
+        operator,
+        "operator_undefined",
+    )
+    assert origin["code"]["text"] == line
+    assert (verdict["rerun"]["reproduced"], verdict["rerun"]["not_restored"]) == (True, [])
+    assert all(weight.isfinite().all() for weight in weights)  # on_bad="skip"
+
+
+@pytest.mark.parametrize("way", [*WAYS, sum_gradients_where_nobody_looks])
+def test_healthy_steps_are_the_same_bit_for_bit(way):
+    watch, watched = train(way, "")
+    assert watch.verdicts == []
+    assert all(map(torch.equal, watched, train(way, "", watches=False)[1]))
+
+
+def test_gradients_that_were_computed_where_nobody_looked_are_located_without_a_re_run():
+    watch, _ = train(sum_gradients_where_nobody_looks, "gradient")
+    (verdict,) = watch.verdicts
+    assert verdict["iteration"] == BAD_STEP and verdict["rerun"]["done"] is False
+    assert any("where nobody looked" in note for note in verdict["notes"])
+    assert [origin["cause"] for origin in verdict["origins"]] == ["unknown"]
+
+
+def sharpness_aware(bad_pass):
+    """Verdicts of each loop's number."""
+    model = two_headed()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    watch = nanlocator.watch(model, optimizer, on_bad="report")
+    found = {}
+    for step in range(1, BAD_STEP + 1):
+        for name in ("first", "second"):
+            sum(losses_of(model, "loss" if (name, step) == (bad_pass, BAD_STEP) else "")).backward()
+            with torch.no_grad():
+                if name == "first":
+                    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+                    moved = [p.grad * (0.05 / norm) + 0 * norm for p in model.parameters()]
+                    if (name, step) == (bad_pass, BAD_STEP):
+                        moved[0] = moved[0] * torch.nan
+                for p, by in zip(model.parameters(), moved, strict=True):
+                    p.add_(by) if name == "first" else p.sub_(by)
+            if name == "second":
+                optimizer.step()
+            optimizer.zero_grad()
+            found[name, step] = watch.verdicts[len([v for each in found.values() for v in each]) :]
+    watch.remove()
+    return found
+
+
+def test_weights_that_the_program_moves_between_passes_are_not_blamed():
+    found = sharpness_aware("second")
+    assert [key for key, verdicts in found.items() if verdicts] == [("second", BAD_STEP)]
+    ((verdict,),) = (verdicts for verdicts in found.values() if verdicts)
+    assert [origin["operator"] for origin in verdict["origins"]] == ["aten::log"]
+    (not_restored,) = verdict["rerun"]["not_restored"]
+    assert not_restored.startswith("the weights: the program has changed them")
+
+
+def test_weights_that_a_bad_gradient_has_spoilt_before_it_was_looked_at_are_not_blamed():
+    verdict = sharpness_aware("first")["first", BAD_STEP][0]
+    assert [origin["cause"] for origin in verdict["origins"]] == ["unknown"]
+    assert any("weights were changed after it had used them" in note for note in verdict["notes"])
