@@ -53,7 +53,7 @@ class PlainAdapter(Adapter):
         self.not_covered: list[str] = []
         self.pipeline_group = group_of(models.values())
         self.left_out: set[torch.Tensor] = set()  # parameters whose gradients belong to another step
-        self.changed: set[torch.Tensor] = set()  # ... that are no longer what the step has used
+        self.has_changed_weights = False  # they are no longer those that the step has used
         kept = {t: p for each in models.values() for t, p in fsdp2.whole_and_sharded(each)}
         self._names = {kept.get(p, p): n for n, p in self._named("named_parameters")}
         self._are_in_place = False  # the parameters, as far as was looked
@@ -136,8 +136,9 @@ class PlainAdapter(Adapter):
         return [i for i, _ in found], [gradient for _, gradient in found]
 
     def weights(self) -> Views:
-        found = [(i, p.view(p.tensor)) for i, p in enumerate(self.parts) if p.tensor not in self.changed]
-        return [i for i, _ in found], [weight for _, weight in found]
+        if self.has_changed_weights:
+            return [], []
+        return list(range(len(self.parts))), [part.view(part.tensor) for part in self.parts]
 
     def optimizer_state(self, ids: list[int]) -> OptimizerTensors:
         return [

@@ -78,6 +78,8 @@ class StepRecorder:
         self._follower = follower
         self._depth = 0  # calls and backwards that are running
         self._is_in_module = False  # the outermost of them is a module's
+        self.is_in_backward = False  # one into the leaves' gradients is running
+        self.has_update = False  # within it, or the last one, an optimizer has used some of them
         self._obstacle = ""  # to executing this step again
         self._ours: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._switches: weakref.WeakKeyDictionary[nn.Module, Switches] = weakref.WeakKeyDictionary()
@@ -304,10 +306,16 @@ class StepRecorder:
         """Around ``call``, where it happens; None: one that is not executed again. ``losses``: as they are
         after it."""
         before = self._state_of_gradients()
-        with self.suspended():
-            yield
-        if self._state_of_gradients() == before and not self._has_unreduced():
+        self.is_in_backward, self.has_update = True, False
+        try:
+            with self.suspended():
+                yield
+        finally:
+            self.is_in_backward = False
+        if self._state_of_gradients() == before and not self._has_unreduced() and not self.has_update:
             return  # nobody watches them
+        if self.has_update:
+            self.give_up("an optimizer steps within its backward, and would again")
         self.losses += losses
         if call is None:
             self.give_up("a backward ran inside of a module's forward (in Lightning: manual optimization)")
@@ -575,11 +583,12 @@ class RecordedPass(PlainPass):
         left_out = self._leftovers.keys() - set(used)
         gradients = [(parameter, parameter.grad) for parameter in left_out]
         self._adapter.left_out = left_out
-        self._adapter.changed = set(self._recorder.changed_weights())
+        self._adapter.has_changed_weights = bool(self._recorder.changed_weights())
         try:
             yield
         finally:
-            self._adapter.left_out, self._adapter.changed = set(), set()
+            self._adapter.left_out = set()
+            self._adapter.has_changed_weights = False
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
@@ -593,14 +602,16 @@ class RecordedPass(PlainPass):
             return self._recorder.run_again()
 
     def obstacle(self) -> str:
-        if any(is_bad(weight.detach()) for weight in self._recorder.changed_weights()):
-            return "weights were changed after it had used them, and are NaN or Inf now"
         if any(
             p not in self._adapter.left_out and (p.grad is None or _version_of(p.grad) != version)
             for p, version in self._leftovers.items()
         ):
             return "it has added to gradients that were there before"
-        return self._recorder.problem
+        if problem := self._recorder.problem:
+            return problem
+        if any(is_bad(weight.detach()) for weight in self._recorder.changed_weights()):
+            return "weights were changed after it had used them, and are NaN or Inf now"
+        return ""
 
     def changed_data(self) -> list[str]:
         return self._recorder.changed_data()

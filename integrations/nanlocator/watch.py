@@ -37,6 +37,9 @@ from nanlocator.session import (
     resolve_options,
 )
 
+_USED_IN_BACKWARD = 1 << 24  # groups of scans: of each optimizer
+_UPDATED = 1 << 25
+
 Models = nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module]
 
 
@@ -175,6 +178,10 @@ class Watch:
     def after_backward(self) -> None:
         self._is_unseen = True
         self._decision = _C.Decision.PROCEED
+        if self._recorder.has_update:  # nothing comes after it
+            self._look()
+            with self._abandoning():
+                self._end_step()
 
     # --- where gradients are looked at ---------------------------------------------------------------
 
@@ -189,9 +196,21 @@ class Watch:
         others = GeneratorStates()  # which a re-run begins with as they were when the step began
         others.save()
         with self._abandoning(), self._recorder.suspended(), self._pass.leaving_out(used):
+            if self._recorder.has_update:
+                self._scan("params_after", _UPDATED, self._recorder.changed_weights())
             self._decision = self._driver.end_pass(self._loss_views())
         others.restore()
         return self._decision
+
+    def _scan(self, phase: str, group: int, tensors: Iterable[torch.Tensor]) -> None:
+        """Parameters, or the gradients of these."""
+        wanted = set(tensors)
+        if not wanted:
+            return
+        is_weight = phase == "params_after"
+        parts = [(i, part) for i, part in enumerate(self._adapter.parts) if part.tensor in wanted]
+        values = [part.view(part.tensor if is_weight else part.tensor.grad) for _, part in parts]
+        self._driver.scan(phase, group, "weight" if is_weight else "grad", [i for i, _ in parts], values)
 
     def _has_unseen(self, used: Iterable[torch.Tensor]) -> bool:
         if self._recorder.is_suspended:
@@ -387,6 +406,8 @@ class Watch:
         **kwargs: Any,
     ) -> Any:
         if self._recorder.is_suspended:
+            if self._recorder.is_in_backward:
+                self._use_in_backward(optimizer)
             return original(closure, *args, **kwargs) if closure is not None else original(*args, **kwargs)
         self._is_stepping = True
         with self._abandoning():
@@ -402,6 +423,13 @@ class Watch:
                 self._is_stepping = False
             self._end_step()
         return result
+
+    def _use_in_backward(self, optimizer: Optimizer) -> None:
+        """From a hook: the optimizer uses its gradients as soon as they are there, and they are gone then."""
+        self._recorder.has_update = True
+        group = _USED_IN_BACKWARD + self._optimizers.index(optimizer)
+        used = [p for p in _parameters_of(optimizer) if p.grad is not None]
+        self._scan(self._adapter.gradient_phase, group, used)
 
     def _after_update(self, *_: Any) -> None:
         """Of a step that has not come through ``_step``: it had begun before the optimizer was watched."""

@@ -198,7 +198,10 @@ struct StepDriver::Impl {
     const bool are_gradients = can != CanRerun::weights_have_moved;
     step.is_judged = true;
     if (are_gradients) {  // the optimizer has not touched the weights since
-      locator.scan(Phase::params_before, kWeightsOfABadStep, "weight", adapter.weights());
+      const auto weights = adapter.weights();
+      if (!weights.empty()) {
+        locator.scan(Phase::params_before, kWeightsOfABadStep, "weight", weights);
+      }
       keep_optimizer_states();
       const bool is_skipped = adapter.skips_bad_updates && adapter.skips_bad_updates();
       locator.set_framework_skips_update(is_skipped);

@@ -146,3 +146,41 @@ def test_weights_that_a_bad_gradient_has_spoilt_before_it_was_looked_at_are_not_
     verdict = sharpness_aware("first")["first", BAD_STEP][0]
     assert [origin["cause"] for origin in verdict["origins"]] == ["unknown"]
     assert any("weights were changed after it had used them" in note for note in verdict["notes"])
+
+
+def update_in_backward(fault, watches=True, on_bad="report"):
+    """Each parameter has an optimizer, which steps as soon as its gradient is there."""
+    model = two_headed()
+    optimizers = {p: torch.optim.SGD([p], 1e-2) for p in model.parameters()}
+
+    def use(p):
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(use)
+    watch = nanlocator.watch(model, optimizers.values(), on_bad=on_bad) if watches else None
+    try:
+        for step in range(1, BAD_STEP + 1):
+            sum(losses_of(model, fault if step == BAD_STEP else "")).backward()
+    finally:
+        if watch is not None:
+            watch.remove()
+    return watch, [p.detach().clone() for p in model.parameters()]
+
+
+def test_optimizers_that_step_within_backward_are_looked_at_where_they_use_their_gradients():
+    watch, _ = update_in_backward("gradient")
+    (verdict,) = watch.verdicts
+    assert verdict["iteration"] == BAD_STEP and verdict["rerun"]["done"] is False
+    assert verdict["spread"]["first_seen"] == "grad_local"
+    (origin,) = verdict["origins"]
+    assert (origin["phase"], origin["cause"]) == ("grad_local", "unknown")
+    assert any("steps within its backward" in note for note in verdict["notes"])
+    assert (verdict["job"]["weights_updated"], verdict["job"]["weights_finite"]) == (True, None)
+    assert all(map(torch.equal, update_in_backward("")[1], update_in_backward("", watches=False)[1]))
+
+
+def test_optimizers_that_step_within_backward_stop_after_it():
+    with pytest.raises(nanlocator.NonFiniteGradientError):
+        update_in_backward("gradient", on_bad="stop")

@@ -73,7 +73,8 @@ struct OptimizerTensor {
 /// What a framework is to the driver. Functions are called on the training thread; those that are
 /// marked may be empty.
 struct StepAdapter {
-  /// The gradients as they are now, and the weights of the same ids.
+  /// The gradients as they are now, and the weights of the same ids: none where they are no longer
+  /// those that the step has used.
   std::function<std::vector<GradientView>()> gradients;
   std::function<std::vector<GradientView>()> weights;
   /// Of the parameters with these ids, between updates; may be empty.
