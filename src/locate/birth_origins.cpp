@@ -189,6 +189,7 @@ Cause cause_of(const Birth& birth) {
     case BirthKind::inf:
       return cause_of_computation(birth);
     case BirthKind::literal:
+      return Cause::bad_scalar;
     case BirthKind::opaque:
       return Cause::unknown;
     case BirthKind::kernel:

@@ -30,6 +30,7 @@ bool is_deterministic(const Origin& origin) {
     case Cause::empty_loss_mask:
     case Cause::operator_undefined:
     case Cause::user_hook:
+    case Cause::bad_scalar:
       return true;
     default:
       return has_fact(origin.facts, FactKind::transfer_bad_again) ||

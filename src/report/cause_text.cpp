@@ -87,6 +87,8 @@ std::string title_of(Cause cause) {
       return "divergence: gradients that climbed over steps until they overflowed";
     case Cause::user_hook:
       return "the user's own hook";
+    case Cause::bad_scalar:
+      return "NaN or Inf that the program passes as a number";
     case Cause::loss_scale:
       return "routine overflow of the loss scale";
     case Cause::unknown:
@@ -461,6 +463,8 @@ std::string refutation_of(const Origin& origin) {
              "checkpoint";
     case Refutation::bad_before_hook:
       return "the gradient bad before the hook ran";
+    case Refutation::finite_scalar:
+      return "a finite number printed at that line in this step";
     case Refutation::overflow_at_smallest_scale:
       return "the same overflow again at the smallest loss scale";
     case Refutation::unwatched_receipt:
@@ -572,6 +576,13 @@ std::vector<std::string> steps_text(const Origin& origin) {
       return {"look at " + operation};
     case Action::check_hook:
       return {"correct " + hook_of(origin)};
+    case Action::correct_scalar:
+      if (origin.tensor && origin.tensor->nan == 0) {
+        return {"where Inf is meant, as a mask: keep what it masks out of the loss",
+                "else find what makes the number that " + operation + " is passed"};
+      }
+      return {"find what makes the number that " + operation +
+              " is passed (a weight of the loss, a metric, a division of numpy's)"};
     case Action::compare_executions:
       return {"find what differs between the two executions of " + module_of(origin) +
               ": random numbers, autocast, or state that the first one moved"};

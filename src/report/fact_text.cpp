@@ -308,7 +308,8 @@ std::string plain_text(const Fact& fact) {
       return who_of(fact) + " made " + share_of(fact) + " in its " + fact.role +
              " from inputs that hold Inf and no NaN";
     case wrote_literal:
-      return who_of(fact) + " wrote " + bad_of(fact) + ": it was passed a non-finite scalar";
+      return who_of(fact) + " was passed " + (fact.bad && fact.bad->nan > 0 ? "NaN" : "Inf") +
+             " as a number";
     case weight_was_bad:
       return "the parameter " + fact.parameter + " held " + share_of(fact) +
              " before the pass began" + reader_of(fact);

@@ -142,7 +142,7 @@ static bool is_of_reducer(std::string_view frame) {
   return frame.starts_with("torch.distributed.ddp.reducer::");
 }
 
-void OperatorTrace::Impl::locate(Birth& birth, ThreadFrames& frames, bool with_stack) {
+void OperatorTrace::Impl::locate(Birth& birth, ThreadFrames& frames) {
   const Place place = current_place(frames);
   std::optional<Phase> phase;
   {
@@ -174,7 +174,7 @@ void OperatorTrace::Impl::locate(Birth& birth, ThreadFrames& frames, bool with_s
                            : is_loss                            ? Phase::loss
                                                                 : Phase::forward;
   }
-  if (!with_stack || !options.program_code) return;
+  if (!options.program_code) return;
   birth.stack = options.program_code->stack();
   read_code(birth, place.is_called_by_program ? caller_now() : place.caller);
 }
@@ -380,6 +380,13 @@ static bool is_inside_kernel(ThreadFrames& frames) {
          !outer->info->is_custom;
 }
 
+/// `tensor * float("nan")`, `tensor[i] = float("nan")`: Python makes the tensor of a number without
+/// the dispatcher (torch/csrc/autograd/python_variable_indexing.cpp). An element of a larger tensor
+/// is none.
+static bool is_number(const at::Tensor& values) {
+  return values.dim() == 0 && values.storage().nbytes() == values.nbytes();
+}
+
 Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& frames) {
   Root root;
   std::optional<StorageState> state;
@@ -447,9 +454,7 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
                 : root.place       ? *root.place
                                    : current_place(frames));
     root.last_seen = LastSeen::allocated;
-  } else if (!root.declared && values.dim() == 0) {
-    // `tensor[i] = float("nan")`: Python makes the scalar without the dispatcher
-    // (torch/csrc/autograd/python_variable_indexing.cpp).
+  } else if (!root.declared && is_number(values)) {
     root.kind = BirthKind::literal;
   } else if (root.declared) {
     root.kind = root.declared->as == DeclaredAs::parameter ? BirthKind::weight
@@ -480,7 +485,7 @@ BirthId OperatorTrace::Impl::add_root(const Root& root, const at::Tensor& values
                                       ThreadFrames& frames, const std::string& reader) {
   TracedBirth traced;
   Birth& birth = traced.birth;
-  locate(birth, frames, true);
+  locate(birth, frames);
   birth.kind = root.kind;
   birth.reader = reader;
   birth.writer = root.writer;
@@ -520,7 +525,10 @@ BirthId OperatorTrace::Impl::add_root(const Root& root, const at::Tensor& values
     if (root.place && !root.place->module.empty()) birth.sighting.module = root.place->module;
   } else if (root.kind == BirthKind::memory) {
     birth.sighting.op = root.writer;
-  } else if (root.kind == BirthKind::literal || root.kind == BirthKind::unwritten) {
+  } else if (root.kind == BirthKind::literal) {
+    birth.sighting.op = reader;
+    birth.sighting.role = "input";
+  } else if (root.kind == BirthKind::unwritten) {
     birth.sighting.op = reader;
   } else {
     birth.sighting.role = root.kind == BirthKind::weight   ? "weight"
@@ -788,7 +796,7 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
     }
   }
   if (location.is_hook) birth.kind = BirthKind::user_hook;
-  locate(birth, frames, birth.kind != BirthKind::literal);
+  locate(birth, frames);
   birth.sighting.op = info.full_name;
   if (is_literal) {  // a person wrote the outermost call: masked_fill, not the fill_ inside
     for (std::size_t i = 1; const Frame* each = frames.above(i); ++i) {

@@ -126,7 +126,7 @@ struct OperatorTrace::Impl {
   /// Without those of literals. Holds the lock.
   [[nodiscard]] BirthIds without_literals(BirthIds ids) const;
   BirthId add_birth(TracedBirth birth);
-  void locate(Birth& birth, ThreadFrames& frames, bool with_stack);
+  void locate(Birth& birth, ThreadFrames& frames);
   [[nodiscard]] Place current_place(ThreadFrames& frames);
   void read_code(Birth& birth, const ProgramCode::Caller& caller) const;
   /// Of the arguments in `written` nothing is known but what they are: they hold the result now.

@@ -39,7 +39,7 @@ void OperatorTrace::Impl::note_unordered_accesses(const Frame& frame, ThreadFram
   }
   if (first.transfer == nullptr) return;
   Birth here;  // for its place
-  locate(here, frames, true);
+  locate(here, frames);
   UnorderedAccess access{.is_write = first.is_write,
                          .transfer = first.transfer->op,
                          .op = info.full_name,

@@ -378,6 +378,7 @@ TEST(BirthOrigins, EachKindHasItsCause) {
   EXPECT_EQ(cause_of(BirthKind::nan, Phase::params_after), Cause::optimizer_update);
   EXPECT_EQ(cause_of(BirthKind::memory, Phase::backward), Cause::memory_corruption);
   EXPECT_EQ(cause_of(BirthKind::user_hook, Phase::backward), Cause::user_hook);
+  EXPECT_EQ(cause_of(BirthKind::literal, Phase::forward), Cause::bad_scalar);
   EXPECT_EQ(cause_of(BirthKind::opaque, Phase::forward), Cause::unknown);
   EXPECT_EQ(cause_of(BirthKind::nan, Phase::forward), Cause::unknown);  // not replayed
 }

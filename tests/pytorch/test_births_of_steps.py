@@ -44,6 +44,28 @@ def test_a_bad_rotary_table_is_a_bad_buffer_with_its_name():
     assert origin["tensor"]["first_bad"] == 2
 
 
+@pytest.mark.parametrize(
+    ("loss_of", "operator"),
+    [
+        (lambda output: (output * math.nan).sum(), "aten::mul.Tensor"),
+        (lambda output: output.sum() + math.inf, "aten::add.Tensor"),
+        (lambda output: output.fill_(math.nan).sum(), "aten::fill_.Scalar"),
+        (lambda output: output.masked_fill(output == output, math.inf).sum(), "aten::masked_fill.Scalar"),
+    ],
+)
+def test_a_number_of_the_program_that_is_not_finite_is_told_with_its_line(loss_of, operator):
+    model = nn.Linear(4, 4)
+    origin = origin_of_a_step(model, lambda: loss_of(model(torch.ones(2, 4))))
+    assert (origin["cause"], origin["operator"]) == ("bad_scalar", operator)
+    assert origin["code"]["text"].startswith("(lambda output: ")
+
+
+def test_an_element_of_a_tensor_is_data_and_no_number_of_the_program():
+    model, weights = nn.Linear(4, 4), torch.tensor([1.0, math.nan])
+    origin = origin_of_a_step(model, lambda: (model(torch.ones(2, 4)) * weights[1]).sum())
+    assert origin["cause"] == "bad_input"
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_checkpointed_forward_that_comes_out_otherwise_the_second_time_is_a_recompute_mismatch(
     use_reentrant,

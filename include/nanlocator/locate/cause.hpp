@@ -31,6 +31,7 @@ enum class Cause {
   optimizer_state,
   divergence,
   user_hook,
+  bad_scalar,
   loss_scale,
   unknown,
 };
@@ -56,6 +57,7 @@ inline constexpr auto kNames<Cause> = std::to_array<std::string_view>({"bad_weig
                                                                        "optimizer_state",
                                                                        "divergence",
                                                                        "user_hook",
+                                                                       "bad_scalar",
                                                                        "loss_scale",
                                                                        "unknown"});
 
@@ -147,6 +149,7 @@ enum class Action {
   inspect_bundle,
   inspect_operator,
   check_hook,
+  correct_scalar,
   compare_executions,
   // machines
   test_memory,
@@ -204,6 +207,7 @@ inline constexpr auto kNames<Action> = std::to_array<std::string_view>({"none",
                                                                         "inspect_bundle",
                                                                         "inspect_operator",
                                                                         "check_hook",
+                                                                        "correct_scalar",
                                                                         "compare_executions",
                                                                         "test_memory",
                                                                         "find_writer",
@@ -253,6 +257,7 @@ enum class Refutation {
   finite_state_before,
   no_growth,
   bad_before_hook,
+  finite_scalar,
   overflow_at_smallest_scale,
   unwatched_receipt,
   earlier_in_step,
@@ -281,6 +286,7 @@ inline constexpr auto kNames<Refutation> =
                                      "finite_state_before",
                                      "no_growth",
                                      "bad_before_hook",
+                                     "finite_scalar",
                                      "overflow_at_smallest_scale",
                                      "unwatched_receipt",
                                      "earlier_in_step",
