@@ -136,8 +136,9 @@ class PlainAdapter(Adapter):
         return [i for i, _ in found], [gradient for _, gradient in found]
 
     def weights(self) -> Views:
-        if self.has_changed_weights:
-            return [], []
+        return ([], []) if self.has_changed_weights else self.weights_now()
+
+    def weights_now(self) -> Views:
         return list(range(len(self.parts))), [part.view(part.tensor) for part in self.parts]
 
     def optimizer_state(self, ids: list[int]) -> OptimizerTensors:

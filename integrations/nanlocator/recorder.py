@@ -85,8 +85,7 @@ class StepRecorder:
         self._switches: weakref.WeakKeyDictionary[nn.Module, Switches] = weakref.WeakKeyDictionary()
         self.evaluation: Evaluation | None = None  # in place of a step, which a call then is no part of
         self.losses: list[torch.Tensor] = []  # of the backwards of this step, detached
-        # Calls of torch.autograd.grad in this step, and the numbers that they have differentiated.
-        self._asked_for: list[tuple[weakref.ref[_EngineCall], list[torch.Tensor]]] = []
+        self._has_asked = False  # for gradients as values (torch.autograd.grad), in this step
         self._received: list[torch.Tensor] = []  # messages of other ranks, in this step
         self.unscaled = WeakIdKeyDictionary()  # what a loss scaler has multiplied
         self.set_parameters(parameters)
@@ -110,7 +109,6 @@ class StepRecorder:
         self._engine.set_parameters(parameters)
         self._sharded = [p for p in parameters if hasattr(p, "_local_tensor")]  # DTensors
         self._ours.clear()
-        self.note_gradients()
 
     def remove(self) -> None:
         """Takes the wrappers off, and forgets what was recorded. May be called twice."""
@@ -137,10 +135,6 @@ class StepRecorder:
         """This step is not executed again, as ``obstacle``."""
         self._obstacle = obstacle
 
-    def note_gradients(self) -> None:
-        """What is there now is known."""
-        self._gradients = self._state_of_gradients()
-
     def begin_step(self) -> None:
         """The update is done. What has been computed and waits for a backward stays."""
         self._engine.begin_step()
@@ -152,9 +146,9 @@ class StepRecorder:
 
     def _leave_step(self) -> None:
         self.losses.clear()
-        self._asked_for.clear()
         self._received.clear()
         self._obstacle = ""
+        self._has_asked = self.has_update = False
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -186,9 +180,11 @@ class StepRecorder:
         if not self.trains(module):
             return self._call_by_operators(original, module, args, kwargs)
         if self.evaluation is not None:
+            self._engine.take_looked_at()
             with self.suspended():
                 return self.evaluation.call(functools.partial(original, module, *args, **kwargs))
         if not torch.is_grad_enabled():
+            self._engine.take_looked_at()
             with self.suspended():
                 return original(module, *args, **kwargs)
         self._follower.before_forward()
@@ -197,6 +193,7 @@ class StepRecorder:
         call = _ModuleCall(module, self._named(args), self._named(kwargs), self._now())
         with self.suspended(), self._in_module():
             output = original(module, *args, **kwargs)
+        self._engine.note_weights()  # a forward may write to its own (Embedding's max_norm)
         self._engine.add_call(call, given, _C.tensors_in(output))
         return output
 
@@ -250,28 +247,30 @@ class StepRecorder:
         with self.suspended():
             gradients = original(*args, **kwargs)
         self._engine.add_call(call, given, _C.tensors_in(gradients))
-        self._asked_for.append((weakref.ref(call), self._losses_in(args)))
+        call.losses = self._losses_in(args)
+        self._has_asked = True
         return gradients
 
-    def take_assigned(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether the program has made the gradients of ``parameters`` by itself, from what
-        ``torch.autograd.grad`` or anything else gave it. It stands for a backward then."""
-        if self._state_of_gradients() == self._gradients:
-            return False
-        values = {p: self._engine.value_of(p.grad) for p in parameters if p.grad is not None}
+    def take_assigned(self) -> list[torch.Tensor]:
+        """Parameters whose gradients the program has set to what it has computed by itself in this step, from
+        what ``torch.autograd.grad`` gave it. They stand for a backward then."""
+        if not self._has_asked:
+            return []
+        values = {
+            p: value
+            for p in self._parameters
+            if p.grad is not None and (value := self._engine.value_of(p.grad)) is not None
+        }
         if not values:
-            return False
+            return []
         self._follower.before_backward()
         self._engine.add_backward(_Assigned(values), [p.grad for p in values])
-        needed = [event.payload for event in self._engine.needed()]
-        for reference, losses in self._asked_for:
-            if (call := reference()) in needed:
-                call.has_losses = True
-                self.losses += losses
-        if not all(values.values()):
-            self.give_up("its gradients were made by the program, from what was computed where nobody looked")
+        for event in self._engine.needed():
+            if isinstance(event.payload, _EngineCall) and not event.payload.has_losses:
+                event.payload.has_losses = True
+                self.losses += event.payload.losses
         self._follower.after_backward()
-        return True
+        return list(values)
 
     def record_backward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``original`` writes the gradients of leaves; the losses are in its first argument."""
@@ -336,11 +335,15 @@ class StepRecorder:
         step's."""
         return self._engine.take_looked_at()
 
-    def look_at_unfinished(self) -> bool:
+    def unfinished(self) -> list[torch.Tensor]:
+        """What waits for a backward."""
+        return self._engine.unfinished()
+
+    def look_at(self, waiting: list[torch.Tensor]) -> bool:
         """At what waits for a backward that will not come; waits for the device. What holds a NaN or +Inf is
         a loss of this step then. Whether there is such a one."""
         with self.suspended():
-            bad = [tensor for tensor in self._engine.unfinished() if is_bad(tensor)]
+            bad = [tensor for tensor in waiting if is_bad(tensor)]
         for tensor in bad:
             self._engine.add_backward(_Unfinished(self._named([tensor])), [tensor])
             self.losses.append(tensor.detach())
@@ -521,6 +524,7 @@ class _EngineCall:
         self._switches = switches
         self._args, self._kwargs = args, kwargs
         self.accumulates = self.has_losses = accumulates
+        self.losses: list[torch.Tensor] = []  # of torch.autograd.grad
 
     def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
         args, kwargs = _mapped((self._args, self._kwargs), _Now(replay))

@@ -105,6 +105,7 @@ class Watch:
         self._is_seen = False  # they were looked at, and neither used nor thrown away
         self._is_left = False  # gradients were zeroed, and what was computed before waits for a backward
         self._is_stepping = False
+        self._used_in_backward: dict[Optimizer, tuple[int, list[int]]] = {}  # group, and numbers of parts
         self._decision = _C.Decision.PROCEED
         self._zeroed: set[torch.Tensor] = set()
         self._undo: list[Callable[[], None]] = [keep_from_deepspeed(each) for each in optimizers]
@@ -158,7 +159,7 @@ class Watch:
     def before_forward(self) -> None:
         looked_at = self._recorder.take_looked_at()
         if looked_at and self._is_left:
-            self._look_at_left_step()
+            self._look_at_left_step(looked_at)
         self._begin()
 
     def _begin(self) -> None:
@@ -188,8 +189,11 @@ class Watch:
     def _look(self, used: Iterable[torch.Tensor] = ()) -> "_C.Decision":
         """At gradients that nobody has looked at; else what was decided. ``used``: parameters whose gradients
         the program asks for now."""
-        used = list(used)
-        if not self._has_unseen(used):
+        if self._recorder.is_suspended:
+            return self._decision
+        if not (self._is_unseen or self._is_seen):
+            used = [*used, *self._recorder.take_assigned()]
+        if not self._is_unseen:
             return self._decision
         self._is_unseen, self._is_seen = False, True
         self._zeroed.clear()
@@ -197,25 +201,10 @@ class Watch:
         others.save()
         with self._abandoning(), self._recorder.suspended(), self._pass.leaving_out(used):
             if self._recorder.has_update:
-                self._scan("params_after", _UPDATED, self._recorder.changed_weights())
+                self._driver.scan("params_after", _UPDATED, "weight", *self._adapter.weights_now())
             self._decision = self._driver.end_pass(self._loss_views())
         others.restore()
         return self._decision
-
-    def _scan(self, phase: str, group: int, tensors: Iterable[torch.Tensor]) -> None:
-        """Parameters, or the gradients of these."""
-        wanted = set(tensors)
-        if not wanted:
-            return
-        is_weight = phase == "params_after"
-        parts = [(i, part) for i, part in enumerate(self._adapter.parts) if part.tensor in wanted]
-        values = [part.view(part.tensor if is_weight else part.tensor.grad) for _, part in parts]
-        self._driver.scan(phase, group, "weight" if is_weight else "grad", [i for i, _ in parts], values)
-
-    def _has_unseen(self, used: Iterable[torch.Tensor]) -> bool:
-        if self._recorder.is_suspended:
-            return False
-        return self._is_unseen or (not self._is_seen and self._recorder.take_assigned(used))
 
     def _loss_views(self) -> "list[_C.LossView]":
         losses = self._recorder.losses
@@ -259,7 +248,7 @@ class Watch:
         if is_told_otherwise or not self._driver.is_in_pass or not self._recorder.is_outside():
             return
         try:
-            if not (self._has_bad_unfinished() or self._is_unseen):
+            if not (self._has_bad_loss(self._recorder.unfinished()) or self._is_unseen):
                 return
             self._is_unseen = True
             if self._driver.connection is not None:  # the others may not have come here
@@ -271,15 +260,15 @@ class Watch:
         except Exception as failure:  # a device that has failed, as the program knows
             print(f"nanlocator: the last step could not be looked at: {failure}", file=sys.stderr, flush=True)
 
-    def _has_bad_unfinished(self) -> bool:
+    def _has_bad_loss(self, waiting: list[torch.Tensor]) -> bool:
         if self._recorder.backwards == 0:
             self._pass.take_gradients(self._zeroed)
         is_training = any(model.training for model in self._models.values())  # else it evaluates
-        return is_training and self._recorder.look_at_unfinished()
+        return is_training and self._recorder.look_at(waiting)
 
-    def _look_at_left_step(self) -> None:
+    def _look_at_left_step(self, looked_at: list[torch.Tensor]) -> None:
         """The program has looked at its loss, and goes on to the next step without a backward."""
-        if not self._driver.is_in_pass or not self._has_bad_unfinished():
+        if not self._driver.is_in_pass or not self._has_bad_loss(looked_at):
             return
         if self._driver.connection is None:
             self._is_unseen = True
@@ -427,9 +416,16 @@ class Watch:
     def _use_in_backward(self, optimizer: Optimizer) -> None:
         """From a hook: the optimizer uses its gradients as soon as they are there, and they are gone then."""
         self._recorder.has_update = True
-        group = _USED_IN_BACKWARD + self._optimizers.index(optimizer)
-        used = [p for p in _parameters_of(optimizer) if p.grad is not None]
-        self._scan(self._adapter.gradient_phase, group, used)
+        parts = self._adapter.parts
+        if optimizer not in self._used_in_backward:
+            held = set(_parameters_of(optimizer))
+            numbers = [i for i, part in enumerate(parts) if part.tensor in held]
+            group = _USED_IN_BACKWARD + len(self._used_in_backward)
+            self._used_in_backward[optimizer] = group, numbers
+        group, numbers = self._used_in_backward[optimizer]
+        numbers = [i for i in numbers if parts[i].tensor.grad is not None]
+        gradients = [parts[i].view(parts[i].tensor.grad) for i in numbers]
+        self._driver.scan(self._adapter.gradient_phase, group, "grad", numbers, gradients)
 
     def _after_update(self, *_: Any) -> None:
         """Of a step that has not come through ``_step``: it had begun before the optimizer was watched."""
@@ -458,13 +454,13 @@ class Watch:
         if self._is_seen:
             self._driver.end_step()
             self._recorder.begin_step()
-            self._recorder.note_gradients()
             self._is_seen = False
 
     def _add_parameters(self, _: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
         self._driver.take_parameters_again()
         self._recorder.set_parameters(self._adapter.tensors)
+        self._used_in_backward.clear()
 
     def _zero_optimizer(
         self,
@@ -489,11 +485,10 @@ class Watch:
             self._look(ours)
             with self._abandoning():
                 self._end_step()
-        self._is_left = self._recorder.backwards == 0
+            self._is_left = self._recorder.backwards == 0
         with self._recorder.suspended():
             result = zero()
         self._zeroed |= {p for p in ours if p.grad is not None}
-        self._recorder.note_gradients()
         return result
 
 

@@ -138,7 +138,8 @@ struct RecordedEvent::Data {
   std::vector<RecordedValue> inputs;  // read by it
   /// Makers of those inputs through which gradients flow.
   std::vector<std::shared_ptr<const RecordedEvent>> differentiated;
-  std::string problem;  // why it cannot be executed again
+  std::string problem;   // why it cannot be executed again
+  bool is_used = false;  // a backward of a step that is over has gone through it
 
   // An operator:
   std::optional<c10::OperatorHandle> handle;
@@ -345,7 +346,9 @@ struct StepRecorder::Impl {
 
   [[nodiscard]] std::vector<std::shared_ptr<const RecordedEvent>> needed() const;
   [[nodiscard]] std::vector<at::Tensor> unfinished() const;
-  void note_look();
+  void note_look(const at::RecordFunction& call);
+  [[nodiscard]] std::vector<const RecordedEvent*> differentiable_behind(
+      const std::shared_ptr<const RecordedEvent>& event) const;
   std::unique_ptr<Context> start(const at::RecordFunction& call, const OperatorInfo& info);
   void finish(const at::RecordFunction& call, Context& context);
   std::unique_ptr<Context> start_function(const at::RecordFunction& call);
@@ -394,7 +397,7 @@ void when_ended(const at::RecordFunction& call, at::ObserverContext* context) {
 
 std::unique_ptr<StepRecorder::Impl::Context> StepRecorder::Impl::start(
     const at::RecordFunction& call, const OperatorInfo& info) {
-  if (info.tells_host) note_look();
+  if (info.tells_host) note_look(call);
   if (info.is_allocator || c10::InferenceMode::is_enabled()) return nullptr;
   const bool is_recorded = at::GradMode::is_enabled() || info.writes;
   if (!is_recorded) return nullptr;
@@ -419,10 +422,52 @@ std::unique_ptr<StepRecorder::Impl::Context> StepRecorder::Impl::start(
   return context;
 }
 
-/// The program learns a number: a loss that it has looked at stays until it is used or left.
-void StepRecorder::Impl::note_look() {
-  looked_at = unfinished();
-  std::erase_if(looked_at, [](const at::Tensor& tensor) { return tensor.numel() != 1; });
+/// The program learns a number: the losses that it was computed from stay until they are used or
+/// left. Numbers of a step that is over, or beside a loss that has had its backward, are none.
+void StepRecorder::Impl::note_look(const at::RecordFunction& call) {
+  if (backwards > 0) return;
+  std::vector<const RecordedEvent*> makers;
+  for (const auto& argument : call.inputs()) {
+    for_each_tensor_at(argument, [&](const at::Tensor& tensor, int) {
+      const Known* const found = find(tensor);
+      if (found == nullptr) return;
+      const auto more = differentiable_behind(found->event);
+      makers.insert(makers.end(), more.begin(), more.end());
+    });
+  }
+  if (makers.empty()) return;
+  for (const auto& [address, each] : known) {
+    if (!each.required_grad || std::ranges::find(makers, each.event.get()) == makers.end())
+      continue;
+    at::Tensor tensor(each.tensor.lock());
+    if (tensor.defined() && tensor.numel() == 1) looked_at.push_back(std::move(tensor));
+  }
+}
+
+/// The nearest events behind `event`, itself included, that gradients flow through, where all that
+/// they have come from is of a call of this step.
+std::vector<const RecordedEvent*> StepRecorder::Impl::differentiable_behind(
+    const std::shared_ptr<const RecordedEvent>& event) const {
+  constexpr std::size_t kMost = 4096;
+  std::vector<const RecordedEvent*> nearest;
+  std::vector<std::pair<const RecordedEvent*, bool>> open = {{event.get(), false}};
+  std::unordered_set<const RecordedEvent*> seen;
+  bool is_of_call = false;
+  while (!open.empty()) {
+    const auto [each, is_behind] = open.back();
+    open.pop_back();
+    if (!seen.insert(each).second) continue;
+    const auto& data = each->data();
+    if (data.is_used || !data.problem.empty() || seen.size() > kMost) return {};
+    is_of_call = is_of_call || data.payload != nullptr;
+    const bool is_differentiated = data.payload != nullptr || data.is_indispensable;
+    if (is_differentiated && !is_behind) nearest.push_back(each);
+    for (const auto& need : data.needs) {
+      open.emplace_back(need.get(), is_behind || is_differentiated);
+    }
+  }
+  if (!is_of_call) return {};
+  return nearest;
 }
 
 std::unique_ptr<StepRecorder::Impl::Context> StepRecorder::Impl::start_function(
@@ -658,6 +703,7 @@ void StepRecorder::begin_step() {
     const auto event = std::move(open.back());
     open.pop_back();
     if (!used.insert(event.get()).second) continue;
+    std::const_pointer_cast<RecordedEvent>(event)->data().is_used = true;
     const auto& more = event->data().differentiated;
     open.insert(open.end(), more.begin(), more.end());
   }

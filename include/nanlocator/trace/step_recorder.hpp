@@ -131,9 +131,9 @@ class StepRecorder {
   /// What was computed and waits for a backward: live tensors with a gradient function that nothing
   /// else which has one was computed from.
   [[nodiscard]] std::vector<at::Tensor> unfinished() const;
-  /// Those of them with one element that were waiting when the program last asked for a number
-  /// (`item`), or whether something is true; they are kept alive for it until a backward or the
-  /// next step begins.
+  /// Those of them with one element that the program has looked at, by asking for a number that was
+  /// computed from them (`item`) or whether something is true; kept alive for it until a backward
+  /// or the next step begins.
   [[nodiscard]] std::vector<at::Tensor> take_looked_at() noexcept;
   /// Why they cannot be executed again, a clause: "..., as {problem}"; empty where they can.
   [[nodiscard]] std::string problem() const;
