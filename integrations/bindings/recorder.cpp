@@ -107,6 +107,11 @@ void bind_recorder(py::module_& m) {
       .def_property_readonly("backwards", &StepRecorder::backwards)
       .def("unfinished", &StepRecorder::unfinished)
       .def("take_looked_at", &StepRecorder::take_looked_at)
+      .def(
+          "have_common_calls",
+          [](StepRecorder& r, const std::vector<at::Tensor>& some,
+             const std::vector<at::Tensor>& others) { return r.have_common_calls(some, others); },
+          "some"_a, "others"_a)
       .def("problem", &StepRecorder::problem)
       .def("needed",
            [](const StepRecorder& r) {

@@ -43,7 +43,8 @@ class Follower(Protocol):
     def before_forward(self) -> None:
         """A call of a module that has parameters begins."""
 
-    def before_backward(self) -> None: ...
+    def before_backward(self, roots: list[torch.Tensor]) -> None:
+        """Of these; none of a pipeline's, which has its own."""
 
     def after_backward(self) -> None:
         """Gradients have been written."""
@@ -263,8 +264,9 @@ class StepRecorder:
         }
         if not values:
             return []
-        self._follower.before_backward()
-        self._engine.add_backward(_Assigned(values), [p.grad for p in values])
+        gradients = [p.grad for p in values]
+        self._follower.before_backward(gradients)
+        self._engine.add_backward(_Assigned(values), gradients)
         for event in self._engine.needed():
             if isinstance(event.payload, _EngineCall) and not event.payload.has_losses:
                 event.payload.has_losses = True
@@ -274,20 +276,20 @@ class StepRecorder:
 
     def record_backward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``original`` writes the gradients of leaves; the losses are in its first argument."""
-        self._follower.before_backward()
+        self._follower.before_backward(_C.tensors_in(args[0]))
         call = _EngineCall(original, self._named(args), self._named(kwargs), self._now(), accumulates=True)
         with self._writing_gradients(call, _C.tensors_in((args, kwargs)), self._losses_in(args)):
             return original(*args, **kwargs)
 
     def run_backward_in_module(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Its gradients are looked at; the step is not executed again."""
-        self._follower.before_backward()
+        self._follower.before_backward(_C.tensors_in(args[0]))
         with self._writing_gradients(None, [], self._losses_in(args)):
             return original(*args, **kwargs)
 
     def record_pass(self, pipeline: Pipeline, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A step of the pipeline's schedule: all its forwards and backwards."""
-        self._follower.before_backward()
+        self._follower.before_backward([])
         for module in pipeline.modules:
             self._follow_switches(module)
         call = _PipelineCall(pipeline, step, self._named(args), self._named(kwargs), self._now())
@@ -339,11 +341,19 @@ class StepRecorder:
         """What waits for a backward."""
         return self._engine.unfinished()
 
+    def bad_among(self, waiting: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Waits for the device."""
+        with self.suspended():
+            return [tensor for tensor in waiting if is_bad(tensor)]
+
+    def have_common_calls(self, some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+        """Whether some of both was computed from the same call; true where it is not known."""
+        return self._engine.have_common_calls(some, others)
+
     def look_at(self, waiting: list[torch.Tensor]) -> bool:
         """At what waits for a backward that will not come; waits for the device. What holds a NaN or +Inf is
         a loss of this step then. Whether there is such a one."""
-        with self.suspended():
-            bad = [tensor for tensor in waiting if is_bad(tensor)]
+        bad = self.bad_among(waiting)
         for tensor in bad:
             self._engine.add_backward(_Unfinished(self._named([tensor])), [tensor])
             self.losses.append(tensor.detach())

@@ -104,6 +104,7 @@ class Watch:
         self._is_unseen = False  # gradients were written, and nobody has looked at them
         self._is_seen = False  # they were looked at, and neither used nor thrown away
         self._is_left = False  # gradients were zeroed, and what was computed before waits for a backward
+        self._left: list[torch.Tensor] = []  # bad losses that the program has looked at before that
         self._is_stepping = False
         self._used_in_backward: dict[Optimizer, tuple[int, list[int]]] = {}  # group, and numbers of parts
         self._decision = _C.Decision.PROCEED
@@ -150,6 +151,7 @@ class Watch:
         self._recorder.remove()
         self._driver.stop_following()
         self._pass = None
+        self._left.clear()
 
     # --- what the recorder tells ---------------------------------------------------------------------
 
@@ -158,8 +160,8 @@ class Watch:
 
     def before_forward(self) -> None:
         looked_at = self._recorder.take_looked_at()
-        if looked_at and self._is_left:
-            self._look_at_left_step(looked_at)
+        if looked_at and self._is_left and not self._left:
+            self._left = self._recorder.bad_among(looked_at)
         self._begin()
 
     def _begin(self) -> None:
@@ -171,7 +173,10 @@ class Watch:
             self._pass = RecordedPass(self._adapter, self._recorder)
             self._driver.begin_pass(self._pass)
 
-    def before_backward(self) -> None:
+    def before_backward(self, roots: list[torch.Tensor]) -> None:
+        left, self._left = self._left, []
+        if left and not self._recorder.have_common_calls(left, roots):
+            self._look_at_left_step(left)
         self._begin()
         if self._recorder.backwards == 0:
             self._pass.take_gradients(self._zeroed)
@@ -223,6 +228,7 @@ class Watch:
     def _forget(self) -> None:
         self._recorder.forget()
         self._is_unseen = self._is_seen = self._is_left = False
+        self._left.clear()
         self._decision = _C.Decision.PROCEED
 
     # --- where the program ends in a step ------------------------------------------------------------
@@ -267,7 +273,7 @@ class Watch:
         return is_training and self._recorder.look_at(waiting)
 
     def _look_at_left_step(self, looked_at: list[torch.Tensor]) -> None:
-        """The program has looked at its loss, and goes on to the next step without a backward."""
+        """The program has looked at its loss, and goes on to another one's backward."""
         if not self._driver.is_in_pass or not self._has_bad_loss(looked_at):
             return
         if self._driver.connection is None:

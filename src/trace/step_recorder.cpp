@@ -792,6 +792,36 @@ std::vector<at::Tensor> StepRecorder::take_looked_at() noexcept {
   return std::exchange(impl_->looked_at, {});
 }
 
+/// All that `tensors` were computed from; nullopt where something of it is not known.
+static std::optional<std::unordered_set<const RecordedEvent*>> events_behind(
+    StepRecorder::Impl& recorder, std::span<const at::Tensor> tensors) {
+  std::unordered_set<const RecordedEvent*> seen;
+  std::vector<const RecordedEvent*> open;
+  for (const auto& tensor : tensors) {
+    const auto* const found = recorder.find(tensor);
+    if (found == nullptr) return std::nullopt;
+    open.push_back(found->event.get());
+  }
+  while (!open.empty()) {
+    const RecordedEvent* const event = open.back();
+    open.pop_back();
+    if (!seen.insert(event).second) continue;
+    if (!event->data().problem.empty()) return std::nullopt;
+    for (const auto& need : event->data().needs) open.push_back(need.get());
+  }
+  return seen;
+}
+
+bool StepRecorder::have_common_calls(std::span<const at::Tensor> some,
+                                     std::span<const at::Tensor> others) {
+  const auto behind_some = events_behind(*impl_, some);
+  const auto behind_others = events_behind(*impl_, others);
+  if (!behind_some || !behind_others) return true;
+  return std::ranges::any_of(*behind_some, [&](const RecordedEvent* event) {
+    return event->payload() != nullptr && behind_others->contains(event);
+  });
+}
+
 std::vector<at::Tensor> StepRecorder::Impl::unfinished() const {
   std::unordered_set<const RecordedEvent*> used;
   for (const auto& event : needed()) used.insert(event.get());

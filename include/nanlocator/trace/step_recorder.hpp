@@ -135,6 +135,9 @@ class StepRecorder {
   /// computed from them (`item`) or whether something is true; kept alive for it until a backward
   /// or the next step begins.
   [[nodiscard]] std::vector<at::Tensor> take_looked_at() noexcept;
+  /// Whether some of both was computed from the same call; true where it is not known.
+  [[nodiscard]] bool have_common_calls(std::span<const at::Tensor> some,
+                                       std::span<const at::Tensor> others);
   /// Why they cannot be executed again, a clause: "..., as {problem}"; empty where they can.
   [[nodiscard]] std::string problem() const;
   /// Live tensors and events, for tests.

@@ -149,7 +149,7 @@ class DeepSpeedLocator:
                 self._pass.problem = "its first microbatches were not seen"
             self._driver.begin_pass(self._pass, self._engine.global_steps + self._steps_of_optimizer + 1)
 
-    def before_backward(self) -> None:
+    def before_backward(self, roots: list[torch.Tensor]) -> None:
         self.before_forward()
         if getattr(self._engine.optimizer, "_coalesce_grad_reduction", False):
             self._pass.problem = "coalesce_grad_reduction reduced its gradients outside of a backward"
