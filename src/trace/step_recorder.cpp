@@ -344,8 +344,6 @@ struct StepRecorder::Impl {
     bool draws = false;
   };
 
-  [[nodiscard]] std::vector<std::shared_ptr<const RecordedEvent>> needed() const;
-  [[nodiscard]] std::vector<at::Tensor> unfinished() const;
   void note_look(const at::RecordFunction& call);
   [[nodiscard]] std::vector<const RecordedEvent*> differentiable_behind(
       const std::shared_ptr<const RecordedEvent>& event) const;
@@ -765,13 +763,9 @@ int StepRecorder::backwards() const noexcept {
 }
 
 std::vector<std::shared_ptr<const RecordedEvent>> StepRecorder::needed() const {
-  return impl_->needed();
-}
-
-std::vector<std::shared_ptr<const RecordedEvent>> StepRecorder::Impl::needed() const {
   std::unordered_set<const RecordedEvent*> seen;
   std::vector<std::shared_ptr<const RecordedEvent>> events;
-  std::vector<std::shared_ptr<const RecordedEvent>> open = roots;
+  std::vector<std::shared_ptr<const RecordedEvent>> open = impl_->roots;
   while (!open.empty()) {
     auto event = std::move(open.back());
     open.pop_back();
@@ -782,10 +776,6 @@ std::vector<std::shared_ptr<const RecordedEvent>> StepRecorder::Impl::needed() c
   }
   std::ranges::sort(events, {}, [](const auto& event) { return event->data().number; });
   return events;
-}
-
-std::vector<at::Tensor> StepRecorder::unfinished() const {
-  return impl_->unfinished();
 }
 
 std::vector<at::Tensor> StepRecorder::take_looked_at() noexcept {
@@ -822,15 +812,15 @@ bool StepRecorder::have_common_calls(std::span<const at::Tensor> some,
   });
 }
 
-std::vector<at::Tensor> StepRecorder::Impl::unfinished() const {
+std::vector<at::Tensor> StepRecorder::unfinished() const {
   std::unordered_set<const RecordedEvent*> used;
   for (const auto& event : needed()) used.insert(event.get());
   std::vector<std::pair<at::Tensor, const RecordedEvent*>> waiting;
-  for (const auto& [address, each] : known) {
-    at::Tensor tensor(each.tensor.lock());
+  for (const auto& [address, known] : impl_->known) {
+    at::Tensor tensor(known.tensor.lock());
     if (!tensor.defined() || !tensor.requires_grad() || tensor.is_leaf()) continue;
-    for (const auto& need : each.event->data().needs) used.insert(need.get());
-    waiting.emplace_back(std::move(tensor), each.event.get());
+    for (const auto& need : known.event->data().needs) used.insert(need.get());
+    waiting.emplace_back(std::move(tensor), known.event.get());
   }
   std::erase_if(waiting, [&](const auto& each) { return used.contains(each.second); });
   std::ranges::sort(waiting, {}, [](const auto& each) { return each.second->data().number; });

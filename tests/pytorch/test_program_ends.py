@@ -174,20 +174,21 @@ CHECKS = {
 }
 
 
-def leave(loop, check, *, is_bad=True):
-    Path("train.py").write_text(LEAVES.format(loop=LOOPS[loop].format(check=check), is_bad=is_bad))
+def leave(loop, *, is_bad=True):
+    """What the program prints, and its verdict, if any."""
+    Path("train.py").write_text(LEAVES.format(loop=loop, is_bad=is_bad))
     done = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    found = [json.loads(path.read_text()) for path in sorted(Path().glob("nanlocator_run/*/verdict.json"))]
-    return done, found
+    found = [json.loads(path.read_text()) for path in Path().glob("nanlocator_run/*/verdict.json")]
+    return done.stdout, found
 
 
 @pytest.mark.parametrize(
     ("loop", "check"), [*((loop, "item") for loop in LOOPS), *(("returns", check) for check in CHECKS)]
 )
 def test_a_loss_that_the_program_finds_bad_is_explained_though_it_leaves_the_step(loop, check):
-    done, (verdict,) = leave(loop, CHECKS[check])
-    assert done.stdout == "[3]\n"
+    printed, (verdict,) = leave(LOOPS[loop].format(check=CHECKS[check]))
+    assert printed == "[3]\n"
     (origin,) = verdict["origins"]
     assert (origin["operator"], origin["cause"]) == ("aten::log", "operator_undefined")
     assert origin["code"]["text"].startswith("return torch.log(loss - 100)")
@@ -196,7 +197,8 @@ def test_a_loss_that_the_program_finds_bad_is_explained_though_it_leaves_the_ste
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_step_that_is_left_with_a_finite_loss_is_no_finding(loop):
-    assert leave(loop, "loss.item() > -100 and step == 3", is_bad=False)[1] == []
+    loop = LOOPS[loop].format(check="loss.item() > -100 and step == 3")
+    assert leave(loop, is_bad=False) == ("[]\n", [])
 
 
 def test_a_number_that_is_read_and_not_differentiated_beside_the_loss_is_no_finding():
@@ -209,9 +211,7 @@ for step in range(1, 6):
     total.backward()
     optimizer.step()
 """
-    Path("train.py").write_text(LEAVES.format(loop=tasks, is_bad=False))
-    done = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+    assert leave(tasks, is_bad=False) == ("[]\n", [])
 
 
 def test_numbers_for_the_log_of_a_step_that_is_over_are_no_finding():
@@ -231,9 +231,7 @@ for step in range(1, 6):
     {zero}
 """
     for zero in ("", "optimizer.zero_grad()"):
-        Path("train.py").write_text(LEAVES.format(loop=logged.format(zero=zero), is_bad=False))
-        done = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, timeout=100)
-        assert (done.returncode, done.stdout) == (0, "[]\n" * 6), done.stderr
+        assert leave(logged.format(zero=zero), is_bad=False) == ("[]\n" * 6, [])
 
 
 def one_leaves_the_step(rank, world_size, port):
