@@ -8,6 +8,7 @@
 
 #include "bindings.hpp"
 #include "nanlocator/trace/step_recorder.hpp"
+#include "tensor/steady_copy.hpp"
 
 namespace py = pybind11;
 using py::literals::operator""_a;
@@ -65,6 +66,7 @@ void bind_recorder(py::module_& m) {
       .def_property_readonly("payload", &object_of)
       .def_property_readonly("backwards_before", &RecordedEvent::backwards_before);
   py::class_<RecordedValue>(m, "RecordedValue");
+  m.def("steady_copy", &steady_copy, "tensor"_a);
   py::class_<StepRecorder>(m, "StepRecorder")
       .def(py::init([](const py::function& function_call_of, std::uint64_t most_bytes) {
              const auto describe =
@@ -91,6 +93,7 @@ void bind_recorder(py::module_& m) {
           },
           "path"_a)
       .def("value_of", &StepRecorder::value_of, "tensor"_a)
+      .def("steady", &StepRecorder::steady, "tensor"_a)
       .def(
           "add_call",
           [](StepRecorder& r, py::object payload, const std::vector<at::Tensor>& inputs,

@@ -366,8 +366,12 @@ class StepRecorder:
         return _FunctionCall(function, self._named(args)), _C.tensors_in(args)
 
     def _named(self, value: Any) -> Any:
-        """``value`` with a name in place of each tensor that the step has computed."""
-        return _mapped(value, lambda tensor: self._engine.value_of(tensor) or tensor)
+        """``value`` with a name in place of each tensor that the step has computed, and a copy of each that
+        the program may load the next batch into."""
+        return _mapped(value, lambda tensor: self._engine.value_of(tensor) or self._steady(tensor))
+
+    def _steady(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._engine.steady(tensor) if _is_plain(tensor) else tensor
 
     def note_received(self, tensors: list[torch.Tensor]) -> None:
         self._received += tensors
@@ -420,7 +424,8 @@ class StepRecorder:
 
     def changed_data(self) -> list[str]:
         payloads = [event.payload for event in self._engine.needed()]
-        return [text for each in payloads if isinstance(each, _Call) for text in each.kept.changed(None)]
+        changed = [text for each in payloads if isinstance(each, _Call) for text in each.kept.changed(None)]
+        return changed + ([self.problem] if self.problem else [])
 
 
 def _stop_in_child() -> None:
@@ -459,7 +464,7 @@ class _Call:
         ]
 
     def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
-        args, kwargs = _mapped(self.kept.item, _Now(replay))
+        args, kwargs = _mapped(self.kept.item, _Given(replay))
         self._generators.restore()
         self._switches.set()
         with contextlib.ExitStack() as stack:
@@ -668,6 +673,15 @@ class _Now:
         return self._replay.tensor(value) if isinstance(value, _C.RecordedValue) else value
 
 
+class _Given(_Now):
+    """The same for a call that may write to its data."""
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and _is_plain(value):
+            return _C.steady_copy(value)
+        return super().__call__(value)
+
+
 def _mapped(value: Any, of: Callable[[Any], Any]) -> Any:
     """Containers are copied; tensors and names are what ``of`` makes of them."""
     if isinstance(value, torch.Tensor | _C.RecordedValue):
@@ -685,6 +699,10 @@ def _mapped(value: Any, of: Callable[[Any], Any]) -> Any:
         copy.data = _mapped(value.data, of)
         return copy
     return value
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and not vars(tensor)
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -765,7 +765,8 @@ Facts facts_of_rerun(const Incident& incident, const RerunOutcome& outcome) {
   }
   const bool is_of_same_pass = outcome.variants.empty() ||
                                outcome.variants.front().variant == RerunVariant::constant_memory ||
-                               outcome.variants.front().variant == RerunVariant::serialised;
+                               outcome.variants.front().variant == RerunVariant::serialised ||
+                               outcome.variants.front().variant == RerunVariant::reordered;
   Facts facts;
   if (!outcome.reproduced) {
     facts.push_back({.kind = FactKind::rerun_not_completed});

@@ -86,11 +86,13 @@ bool has_negative_moment(const Origin& origin) {
   return origin.cause == Cause::optimizer_update && origin.detail == Detail::sqrt_of_negative;
 }
 
-/// Bad whenever the program went on beside its transfers.
-bool is_gone_when_serialised(const Origin& origin) {
+/// Bad whenever the program went on beside its transfers, or another thread came first; or only
+/// then.
+bool is_of_timing(const Origin& origin) {
   return std::ranges::any_of(origin.facts, [](const Fact& fact) {
-    return fact.kind == FactKind::variant_finite &&
-           fact.variant == name_of(RerunVariant::serialised);
+    return (fact.kind == FactKind::variant_finite &&
+            fact.variant == name_of(RerunVariant::serialised)) ||
+           fact.variant == name_of(RerunVariant::reordered);
   });
 }
 
@@ -208,6 +210,7 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        true,
        {memory, race, kernel},
        {{wait_for_transfer, has<F::wrote_during_transfer, F::read_during_transfer>},
+        {wait_for_thread, has<F::wrote_beside_thread, F::read_beside_thread>},
         {find_race, has<F::control_bad>},
         {test_device, always}}},
       {Cause::race,
@@ -216,7 +219,8 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        Confidence::medium,
        false,
        {memory, kernel},
-       {{wait_for_transfer, has<F::wrote_during_transfer, F::read_during_transfer>},
+       {{wait_for_thread, has<F::wrote_beside_thread, F::read_beside_thread>},
+        {wait_for_transfer, has<F::wrote_during_transfer, F::read_during_transfer>},
         {find_race, always}}},
       {Cause::collective_result,
        Owner::cluster_operator,
@@ -342,6 +346,7 @@ Owner owner_of(const Origin& origin, const CauseRow& row) {
       return Owner::model_author;
     case Action::find_weight_writer:
       return Owner::unknown;
+    case Action::wait_for_thread:
     case Action::wait_for_transfer:
       return is_in_program(origin) ? Owner::model_author : Owner::framework;
     case Action::find_race:
@@ -377,7 +382,7 @@ std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) 
   if (origin.cause == Cause::not_reproduced && has<FactKind::weights_gathered_unseen>(origin)) {
     left.push_back(Suspect::gather);
   }
-  if (origin.cause == Cause::race && is_gone_when_serialised(origin)) left.clear();
+  if (origin.cause == Cause::race && is_of_timing(origin)) left.clear();
   if (is_bad_again(origin)) drop(Suspect::link, Suspect::memory);
   if (varies_alone(origin)) {
     left.insert(left.end(), {Suspect::race, Suspect::kernel, Suspect::memory});
@@ -405,8 +410,9 @@ Confidence cause_confidence_of(const Origin& origin, const CauseRow& row) {
     return Confidence::medium;
   }
   if (origin.detail == Detail::custom_code) return Confidence::medium;
-  if (origin.cause == Cause::race && is_gone_when_serialised(origin) &&
-      has<FactKind::wrote_during_transfer, FactKind::read_during_transfer>(origin)) {
+  if (origin.cause == Cause::race && is_of_timing(origin) &&
+      has<FactKind::wrote_during_transfer, FactKind::read_during_transfer,
+          FactKind::wrote_beside_thread, FactKind::read_beside_thread>(origin)) {
     return Confidence::high;
   }
   if (origin.action == Action::compare_peers) return Confidence::medium;
@@ -431,9 +437,10 @@ void complete(Origin& origin) {
       std::ranges::find_if(row.actions, [&](const ActionRule& each) { return each.fits(origin); });
   origin.action = rule == row.actions.end() ? Action::none : rule->action;
   origin.owner = owner_of(origin, row);
-  origin.refutation = origin.cause == Cause::unknown  ? refutation_of_unknown(origin)
-                      : computes_wrong_values(origin) ? Refutation::bad_in_float64
-                                                      : row.refutation;
+  origin.refutation = origin.cause == Cause::unknown             ? refutation_of_unknown(origin)
+                      : computes_wrong_values(origin)            ? Refutation::bad_in_float64
+                      : origin.action == Action::wait_for_thread ? Refutation::bad_in_either_order
+                                                                 : row.refutation;
   origin.cause_confidence = cause_confidence_of(origin, row);
   origin.alternatives = alternatives_of(origin, row);
 }

@@ -29,6 +29,13 @@ std::vector<Access> accesses_of(const Incident& incident) {
   return accesses;
 }
 
+FactKind kind_of(const UnorderedAccess& access) {
+  if (access.is_threads) {
+    return access.is_write ? FactKind::wrote_beside_thread : FactKind::read_beside_thread;
+  }
+  return access.is_write ? FactKind::wrote_during_transfer : FactKind::read_during_transfer;
+}
+
 /// One for each place in the program, with the ranks that were there.
 Facts facts_of(const std::vector<Access>& accesses) {
   Facts facts;
@@ -43,8 +50,7 @@ Facts facts_of(const std::vector<Access>& accesses) {
     }
     if (known.size() == kMostAccesses) continue;
     known.push_back(access);
-    facts.push_back({.kind = access->is_write ? FactKind::wrote_during_transfer
-                                              : FactKind::read_during_transfer,
+    facts.push_back({.kind = kind_of(*access),
                      .ranks = {rank},
                      .phase = access->phase,
                      .microbatch = access->microbatch,
@@ -94,20 +100,50 @@ void make_race(Origin& origin, const std::vector<Access>& accesses) {
   }
 }
 
+bool is_finite_serialised(const RerunOutcome& rerun) {
+  const auto count = [&](bool is_bad) {
+    return std::ranges::count(rerun.variants, VariantOutcome{RerunVariant::serialised, is_bad});
+  };
+  return count(false) > 0 && count(true) == 0;
+}
+
+/// The last order that was turned round came out otherwise than the re-run, and again.
+bool is_changed_by_order(const RerunOutcome& rerun) {
+  if (!rerun.reproduced || rerun.variants.size() < 2) return false;
+  const VariantOutcome changed{RerunVariant::reordered, !*rerun.reproduced};
+  return std::ranges::all_of(rerun.variants.end() - 2, rerun.variants.end(),
+                             [&](const VariantOutcome& each) { return each == changed; });
+}
+
+/// The order that was turned round last.
+std::vector<Access> accesses_of_threads(const std::vector<Access>& accesses) {
+  std::vector<Access> last;
+  for (const Access& access : accesses) {
+    if (!access.seen->is_threads) continue;
+    const bool is_last_of_rank = std::ranges::none_of(accesses, [&](const Access& other) {
+      return other.seen->is_threads && other.rank == access.rank && other.seen > access.seen;
+    });
+    if (is_last_of_rank) last.push_back(access);
+  }
+  return last;
+}
+
 }  // namespace
 
 void judge_races(const Incident& incident, const RerunOutcome& rerun,
                  std::vector<Origin>& origins) {
   const auto accesses = accesses_of(incident);
-  const bool is_finite_serialised =
-      std::ranges::count(rerun.variants, VariantOutcome{RerunVariant::serialised, false}) > 0 &&
-      std::ranges::count(rerun.variants, VariantOutcome{RerunVariant::serialised, true}) == 0;
+  const bool is_of_transfers = is_finite_serialised(rerun);
+  const bool is_of_threads = is_changed_by_order(rerun);
   for (Origin& origin : origins) {
     std::vector<Access> own;
     std::ranges::copy_if(accesses, std::back_inserter(own),
                          [&](const Access& access) { return is_of(origin, *access.seen); });
     const bool is_gone = rerun.reproduced == false;
-    if (is_finite_serialised) {
+    if (is_of_threads) {
+      own = accesses_of_threads(accesses);
+      make_race(origin, own);
+    } else if (is_of_transfers) {
       make_race(origin, own.empty() ? accesses : own);
     } else if (is_open(origin) && is_gone && !own.empty()) {
       make_race(origin, own);

@@ -71,6 +71,7 @@ constexpr auto json_fields(const OptimizerState*) {
 constexpr auto json_fields(const UnorderedAccess*) {
   using A = UnorderedAccess;
   return std::tuple(JsonField("is_write", &A::is_write), JsonField("transfer", &A::transfer),
+                    JsonAdded(JsonField("is_threads", &A::is_threads)),
                     JsonField("operator", &A::op), JsonOrNull("module", &A::module),
                     JsonField("phase", &A::phase), JsonField("microbatch", &A::microbatch),
                     JsonOrNull("parameter", &A::parameter),

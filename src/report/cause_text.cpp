@@ -70,7 +70,7 @@ std::string title_of(Cause cause) {
     case Cause::not_reproduced:
       return "transient: gone in the re-run";
     case Cause::race:
-      return "race: memory was used before a transfer between ranks had ended";
+      return "race: memory that something else uses at that time, and nobody waits for it";
     case Cause::collective_result:
       return "collective that returns wrong values";
     case Cause::collective_sum:
@@ -318,6 +318,18 @@ std::vector<std::string> wait_steps(const Origin& origin) {
                                                          : " reads what it brings")};
 }
 
+std::vector<std::string> thread_steps(const Origin& origin) {
+  const Fact* fact = find_fact(origin.facts, FactKind::wrote_beside_thread);
+  if (fact == nullptr) fact = find_fact(origin.facts, FactKind::read_beside_thread);
+  if (fact == nullptr) return {"wait for the thread before its memory is used"};
+  const std::string threads =
+      fact->transfer_code ? code_place(*fact->transfer_code) : fact->transfer;
+  const std::string steps = fact->code ? code_place(*fact->code) : fact->op;
+  return {"let the step and the thread take turns: an event, a queue or a join between " + threads +
+              " (in the thread) and " + steps,
+          "or give the thread memory that the step does not use"};
+}
+
 /// What the labels say of themselves.
 const char* ignored_of(const Origin& origin) {
   const bool are_ignored = std::ranges::any_of(origin.facts, [](const Fact& fact) {
@@ -443,6 +455,8 @@ std::string refutation_of(const Origin& origin) {
              "numbers: then it is not the machine";
     case Refutation::bad_when_serialised:
       return "the fault again with every transfer between ranks waited for where it begins";
+    case Refutation::bad_in_either_order:
+      return "the same outcome whichever of the two lines runs first";
     case Refutation::bad_part:
       return "a member's part that was not finite when the collective read it: it was written "
              "between the scan and the transfer";
@@ -599,6 +613,8 @@ std::vector<std::string> steps_text(const Origin& origin) {
               "if another device fails, look for a race or a kernel that is not deterministic"};
     case Action::wait_for_transfer:
       return wait_steps(origin);
+    case Action::wait_for_thread:
+      return thread_steps(origin);
     case Action::find_race:
       return {"look for a race: the fault needs the timing of an untraced run",
               "run with CUDA_LAUNCH_BLOCKING=1, then without overlapped communication; gone in "

@@ -101,6 +101,8 @@ std::string variant_text(const Fact& fact) {
       return "re-run with fresh memory holding NaN until it is written";
     case RerunVariant::serialised:
       return "re-run with every transfer between ranks waited for where it begins";
+    case RerunVariant::reordered:
+      return "re-run with the other thread's use of the memory and the step's in the other order";
   }
   return "";
 }
@@ -113,6 +115,12 @@ std::string times_text(const Fact& fact) {
 std::string transfer_text(const Fact& fact) {
   return fact.transfer +
          (fact.transfer_code ? ", begun at " + code_text(*fact.transfer_code) + "," : "");
+}
+
+/// "another thread (aten::copy_ at loader.py:31 in fill: ...)".
+std::string thread_text(const Fact& fact) {
+  return "another thread (" + fact.transfer +
+         (fact.transfer_code ? " at " + code_text(*fact.transfer_code) : "") + ")";
 }
 
 /// What is sent from rank to rank in the phase; what is gathered may be weights.
@@ -462,6 +470,12 @@ std::string plain_text(const Fact& fact) {
     case read_during_transfer:
       return who_of(fact) + at_line(fact) + " read memory that " + transfer_text(fact) +
              " was still writing, on " + ranks_text(fact.ranks) + ": nobody had waited for it";
+    case wrote_beside_thread:
+      return who_of(fact) + at_line(fact) + " wrote to memory that " + thread_text(fact) +
+             " uses, on " + ranks_text(fact.ranks) + ": neither waits for the other";
+    case read_beside_thread:
+      return who_of(fact) + at_line(fact) + " read memory that " + thread_text(fact) +
+             " writes, on " + ranks_text(fact.ranks) + ": neither waits for the other";
     case control_bad:
       return "a second re-run, without the operator trace, is bad again: it depends on timing, as "
              "a race or uninitialised memory does";

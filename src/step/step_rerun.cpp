@@ -119,7 +119,10 @@ struct StepRerun::Impl {
       pass.error = std::current_exception();
       const auto why_aborted = guard ? guard->problem() : "";
       if (!why_aborted.empty()) pass.problem = "its collectives were aborted, as " + why_aborted;
-      is_failure_own = why_aborted.empty() && !is_failure_of_peers(pass.problem);
+      // By a thread of the program: what the pass meets then is no error of the step.
+      const std::string changed = changed_data_after_failure();
+      if (!changed.empty()) pass.problem += " (" + changed + ")";
+      is_failure_own = why_aborted.empty() && changed.empty() && !is_failure_of_peers(pass.problem);
     } catch (...) {  // an interrupt: it leaves the step, too
       guard.reset();
       locator.rerun_has_failed("it was interrupted");
@@ -153,6 +156,14 @@ struct StepRerun::Impl {
     return text;
   }
 
+  std::string changed_data_after_failure() const noexcept {
+    try {
+      return changed_data();
+    } catch (...) {
+      return {};
+    }
+  }
+
   /// Ids, ascending. Of gradients that were reduced before anyone could look, those.
   std::vector<std::int64_t> bad_local_gradients() {
     const Phase phase =
@@ -178,15 +189,13 @@ struct StepRerun::Impl {
   }
 
   /// Null, and a note, where another optimizer of this process traces all its steps.
-  std::unique_ptr<OperatorTrace> make_trace(std::optional<double> fresh_memory = {}) {
+  std::unique_ptr<OperatorTrace> make_trace(TraceOptions options = {}) {
     if (waiting != nullptr && waiting->locator.options().level != Level::operators) {
       waiting->stop_tracing();
     }
-    TraceOptions options;
     options.program_code = step.program_code;
     options.threads = threads;
-    options.fresh_memory = fresh_memory;
-    options.keep_calls = !fresh_memory;
+    options.keep_calls = !options.fresh_memory && !options.reordered;
     std::unique_ptr<OperatorTrace> trace;
     try {
       trace = std::make_unique<OperatorTrace>(std::move(options));
@@ -217,12 +226,13 @@ struct StepRerun::Impl {
     std::optional<Explanation> explanation;
     std::vector<UnorderedAccess> unordered;
     bool has_overlap = false;  // operators ran while transfers between ranks were under way
+    std::vector<ThreadOrder> thread_orders;
   };
 
   /// One pass under a trace of its own, explained where it is bad.
   Traced run_traced(std::optional<double> fresh_memory = {}) {
     Traced traced;
-    const auto trace = make_trace(fresh_memory);
+    const auto trace = make_trace({.fresh_memory = fresh_memory, .follows_threads = true});
     traced.pass = run(step.run, [&](const Pass& pass) {
       if (!trace) return;
       auto bad = step.gradients();
@@ -236,6 +246,7 @@ struct StepRerun::Impl {
     if (trace) {
       traced.unordered = trace->unordered_accesses();
       traced.has_overlap = trace->has_overlap();
+      traced.thread_orders = trace->thread_orders();
     }
     return traced;
   }
@@ -263,6 +274,49 @@ struct StepRerun::Impl {
       }
       rerun.variants.push_back({RerunVariant::serialised, locator.is_true_anywhere(pass.is_bad)});
       if (rerun.variants.back().is_bad) break;
+    }
+    return true;
+  }
+
+  struct Reordered {
+    bool has_come = false;  // the other order, on any rank
+    bool is_bad = false;    // on any rank
+  };
+
+  /// One pass in which `order`, where this rank has one, is turned round. Empty: it ended early.
+  std::optional<Reordered> run_turned_round(const ThreadOrder* order,
+                                            std::optional<double> fresh_memory) {
+    TraceOptions options{.fresh_memory = fresh_memory};
+    if (order != nullptr) options.reordered = *order;
+    const auto trace = make_trace(std::move(options));
+    const Pass pass = run(step.run);
+    if (has_ended_early(pass)) {
+      give_up();
+      return std::nullopt;
+    }
+    const bool has_come = locator.is_true_anywhere(trace && trace->has_reordered());
+    return Reordered{has_come, locator.is_true_anywhere(pass.is_bad)};
+  }
+
+  /// Turns round, one after the other, the orders in which the step and other threads used the same
+  /// memory, until one changes the outcome twice: that was a race. False where a pass has ended
+  /// early.
+  bool run_reordered(const std::vector<ThreadOrder>& orders, std::optional<double> fresh_memory,
+                     Rerun& rerun) {
+    constexpr std::size_t kMostOrders = 4;
+    const bool was_bad = *rerun.reproduced;
+    for (std::size_t i = 0; i < kMostOrders; ++i) {
+      const ThreadOrder* order = i < orders.size() ? &orders[i] : nullptr;
+      if (!locator.is_true_anywhere(order != nullptr)) return true;
+      for (int pass = 0; pass < 2; ++pass) {
+        const auto reordered = run_turned_round(order, fresh_memory);
+        if (!reordered) return false;
+        if (!reordered->has_come) break;  // the program keeps this order
+        rerun.variants.push_back({RerunVariant::reordered, reordered->is_bad});
+        if (pass == 0 && order != nullptr) rerun.unordered.push_back(order->access);
+        if (reordered->is_bad == was_bad) break;
+        if (pass == 1) return true;
+      }
     }
     return true;
   }
@@ -558,6 +612,13 @@ bool StepRerun::run_again() {
   if (!has_ended_early && is_bad_again && impl.may_be_race(!rerun.unordered.empty())) {
     has_ended_early = !impl.run_serialised(rerun);
   }
+  if (!has_ended_early && *rerun.reproduced) {
+    has_ended_early = !impl.run_reordered(
+        traced.thread_orders,
+        is_memory_unwritten ? std::optional(std::numeric_limits<double>::quiet_NaN())
+                            : std::nullopt,
+        rerun);
+  }
 
   /// One more pass, in which the integration keeps the calls behind these births. False: it ended
   /// early.
@@ -589,6 +650,8 @@ bool StepRerun::run_again() {
         rerun.control_reproduced = locator.is_true_anywhere(control.is_bad);
         if (rerun.control_reproduced == true && impl.may_be_race(traced.has_overlap)) {
           (void)impl.run_serialised(rerun);
+        } else if (rerun.reproduced == false) {
+          (void)impl.run_reordered(traced.thread_orders, std::nullopt, rerun);
         }
       }
     }

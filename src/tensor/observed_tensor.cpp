@@ -99,8 +99,7 @@ bool has_kernels(at::Device device) {
 
 }  // namespace
 
-/// Memory of its own, in strides, with something in it.
-static bool has_elements(const at::Tensor& tensor) noexcept {
+bool has_own_memory(const at::Tensor& tensor) noexcept {
   if (!tensor.defined()) return false;
   const auto keys = tensor.key_set();
   if (keys.has_any(wrapper_keys()) || keys.has(c10::DispatchKey::Meta)) return false;
@@ -110,7 +109,7 @@ static bool has_elements(const at::Tensor& tensor) noexcept {
 }
 
 bool is_plainly_observable(const at::Tensor& tensor) noexcept {
-  return has_elements(tensor) && real_dtype(tensor.scalar_type());
+  return has_own_memory(tensor) && real_dtype(tensor.scalar_type());
 }
 
 at::Tensor values_of(const at::Tensor& tensor) {
@@ -177,7 +176,8 @@ static std::optional<TensorStats> stats_of_integers(const at::Tensor& tensor, in
   constexpr std::int64_t kMostElements = std::int64_t{1} << 22;
   constexpr std::int64_t kChunk = std::int64_t{1} << 18;
   const bool is_integral = c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true);
-  if (!is_integral || !has_elements(tensor) || tensor.numel() > kMostElements) return std::nullopt;
+  if (!is_integral || !has_own_memory(tensor) || tensor.numel() > kMostElements)
+    return std::nullopt;
   const OwnWork own_work;
   TensorStats stats;
   for_each_chunk(tensor.detach(), kChunk, [&](const at::Tensor& chunk, std::int64_t first) {

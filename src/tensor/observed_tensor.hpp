@@ -26,6 +26,9 @@ namespace nanlocator {
 /// holds values to look at.
 [[nodiscard]] bool is_plainly_observable(const at::Tensor& tensor) noexcept;
 
+/// The same for tensors of whatever dtype.
+[[nodiscard]] bool has_own_memory(const at::Tensor& tensor) noexcept;
+
 /// Each of them observable. One wait for all that are on a device.
 [[nodiscard]] bool any_is_bad(const std::vector<const at::Tensor*>& tensors);
 [[nodiscard]] bool is_bad(const at::Tensor& observable);

@@ -10,34 +10,48 @@ const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.storage().unsafeGetStorageImpl();
 }
 
-/// `range` is overwritten: what was bad there is gone. A view with gaps says nothing about them.
-void drop_overwritten(std::vector<Tag>& tags, const ByteRange& range) {
-  if (!range.is_dense) return;
-  std::vector<Tag> kept;
-  for (Tag& tag : tags) {
-    if (!tag.range.overlaps(range)) {
-      kept.push_back(std::move(tag));
-      continue;
-    }
-    if (tag.range.begin < range.begin) {
-      kept.push_back(
-          {.range = {tag.range.begin, range.begin, tag.range.is_dense}, .births = tag.births});
-    }
-    if (range.end < tag.range.end) {
-      kept.push_back({.range = {range.end, tag.range.end, tag.range.is_dense},
-                      .births = std::move(tag.births)});
-    }
-  }
-  tags = std::move(kept);
+Tag part_of(const Tag& tag, const ByteRange& range) {
+  return {.range = range, .births = tag.births};
 }
 
-void note_write(std::vector<RangeWrite>& writes, const RangeWrite& write) {
-  std::erase_if(writes,
+Touch part_of(const Touch& touch, const ByteRange& range) {
+  return {.range = range, .by = touch.by};
+}
+
+/// `range` is overwritten: what is known of its bytes is gone. A view with gaps says nothing about
+/// them.
+template <class Piece>
+void drop_overwritten(std::vector<Piece>& pieces, const ByteRange& range) {
+  if (!range.is_dense) return;
+  std::vector<Piece> kept;
+  for (Piece& piece : pieces) {
+    const auto& [begin, end, is_dense] = piece.range;
+    if (!piece.range.overlaps(range)) {
+      kept.push_back(std::move(piece));
+      continue;
+    }
+    if (begin < range.begin) kept.push_back(part_of(piece, {begin, range.begin, is_dense}));
+    if (range.end < end) kept.push_back(part_of(piece, {range.end, end, is_dense}));
+  }
+  pieces = std::move(kept);
+}
+
+void note_write(StorageRecord& record, const RangeWrite& write) {
+  std::erase_if(record.writes,
                 [&](const RangeWrite& before) { return write.range.contains(before.range); });
-  writes.push_back(write);
+  record.writes.push_back(write);
+  drop_overwritten(record.touches, write.range);
+  std::erase_if(record.touches, [&](const Touch& touch) {  // two views with the same gaps
+    return !touch.range.is_dense && write.range.contains(touch.range);
+  });
 }
 
 }  // namespace
+
+bool has_bytes(const at::Tensor& tensor) noexcept {
+  return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
+         tensor.numel() > 0;
+}
 
 void unite(BirthIds& ids, const BirthIds& more) {
   for (const BirthId id : more) {
@@ -141,11 +155,10 @@ void Lineage::note_finite_write(const at::Tensor& tensor, std::uint64_t clock,
     }
     if (!record.tags.empty()) drop_overwritten(record.tags, range);
   }
-  note_write(record.writes, {.range = range, .clock = clock, .writer = writer});
+  note_write(record, {.range = range, .clock = clock, .writer = writer});
   record.is_filled = is_filler;
   record.last_write = clock;
   record.writer = writer;
-  record.touches.clear();
 }
 
 void Lineage::note_bad_write(const at::Tensor& tensor, std::uint64_t clock,
@@ -158,11 +171,10 @@ void Lineage::note_bad_write(const at::Tensor& tensor, std::uint64_t clock,
   }
   drop_overwritten(record.tags, range);
   record.tags.push_back({.range = range, .births = births, .content = content});
-  note_write(record.writes, {.range = range, .clock = clock, .writer = writer});
+  note_write(record, {.range = range, .clock = clock, .writer = writer});
   record.is_filled = false;
   record.last_write = clock;
   record.writer = writer;
-  record.touches.clear();
 }
 
 void Lineage::note_bad_content(const at::Tensor& tensor, const BirthIds& births) {
@@ -179,12 +191,10 @@ void Lineage::note_received(const at::Tensor& tensor, std::uint64_t clock,
   record.finite_range = {};
   record.writer = writer;
   record.place = place;
-  record.touches.clear();
   const ByteRange range = range_of(tensor);
   drop_overwritten(record.tags, range);
   if (!sent.empty()) record.tags.push_back({.range = range, .births = sent});
-  note_write(record.writes,
-             {.range = range, .clock = clock, .writer = writer, .is_received = true});
+  note_write(record, {.range = range, .clock = clock, .writer = writer, .is_received = true});
 }
 
 void Lineage::note_arrival(const c10::StorageImpl* storage, const ByteRange& range,
@@ -195,9 +205,7 @@ void Lineage::note_arrival(const c10::StorageImpl* storage, const ByteRange& ran
   const bool has_births =
       std::ranges::any_of(record.tags, [&](const Tag& tag) { return tag.range.overlaps(range); });
   if (has_births) return;
-  record.touches.clear();
-  note_write(record.writes,
-             {.range = range, .clock = clock, .writer = writer, .is_received = true});
+  note_write(record, {.range = range, .clock = clock, .writer = writer, .is_received = true});
 }
 
 void Lineage::note_touch(const at::Tensor& tensor, const std::shared_ptr<const Place>& place) {

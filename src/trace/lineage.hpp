@@ -30,6 +30,9 @@ using BirthId = std::int32_t;
 using BirthIds = std::vector<BirthId>;
 void unite(BirthIds& ids, const BirthIds& more);
 
+/// Strided, with elements of whatever dtype: something that an operator can read or write.
+[[nodiscard]] bool has_bytes(const at::Tensor& tensor) noexcept;
+
 /// What a frame that computes off the dispatcher was given, as far as it was bad: what it makes bad
 /// of that, nobody but these births has to answer for.
 struct Given {
@@ -117,7 +120,7 @@ struct StorageRecord {
   const std::string* writer = nullptr;     // operator of the last write or allocation; interned
   const std::string* allocator = nullptr;  // operator that allocated it in this pass; interned
   std::shared_ptr<const Place> place;      // allocated, received, foreign: where
-  std::vector<Touch> touches;              // since the last write, the latest at the end
+  std::vector<Touch> touches;  // of bytes that nobody has written since, the latest at the end
   std::vector<Tag> tags;
   /// Gradients of many parameters lie in one buffer: which of them has an operator written, and
   /// when?
@@ -144,7 +147,8 @@ class Lineage {
   /// last (gloo's reduce-scatter copies its result while it is waited for).
   void note_arrival(const c10::StorageImpl* storage, const ByteRange& range, std::uint64_t clock,
                     const std::string* writer);
-  /// The frame that had these very bytes in hand last, since the storage was last written; or null.
+  /// The frame that had any of these bytes in hand last, and that nobody has written since; or
+  /// null.
   [[nodiscard]] std::shared_ptr<const Place> last_touch_of(const at::Tensor& tensor);
   /// A frame without schema has the tensor; nothing where the storage is not known.
   void note_touch(const at::Tensor& tensor, const std::shared_ptr<const Place>& place);

@@ -50,6 +50,11 @@ struct OperatorInfo {
   std::optional<std::size_t> beta;  // argument 0 is not read where this argument is 0
   /// Null where a call need not be kept: views, allocations, fills, composites, collectives.
   const CallFacts* facts = nullptr;
+
+  /// Its own kernel reads and writes its arguments, not only the operators that it is made of.
+  [[nodiscard]] bool uses_memory() const noexcept {
+    return !is_composite || is_copy || owns_its_copy;
+  }
 };
 
 /// Null for a frame without a schema: a custom autograd function, the engine's evaluate_function.

@@ -261,6 +261,8 @@ void OperatorTrace::begin_pass() {
     trace.transfers.clear();
     trace.unordered.clear();
     trace.declarations.refresh();
+    trace.threads.begin_pass();
+    trace.turn.begin_pass();
     trace.kept_bytes = 0;
     trace.calls_not_kept = trace.births_not_kept = 0;
     trace.first_not_kept.clear();
@@ -288,6 +290,14 @@ Explanation OperatorTrace::explain(std::span<const NamedTensor> losses,
 std::vector<UnorderedAccess> OperatorTrace::unordered_accesses() const {
   const std::lock_guard lock(impl_->mutex);
   return impl_->unordered;
+}
+
+std::vector<ThreadOrder> OperatorTrace::thread_orders() const {
+  return impl_->threads.orders();
+}
+
+bool OperatorTrace::has_reordered() const noexcept {
+  return impl_->turn.has_come();
 }
 
 bool OperatorTrace::has_overlap() const noexcept {

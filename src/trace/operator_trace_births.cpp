@@ -403,7 +403,6 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
           record->state == StorageState::written && record->finite_range.contains(range_of(values));
       if (record->writer != nullptr) root.writer = *record->writer;
       root.place = record->place;
-      if (!record->touches.empty()) touched_by = record->touches.back().by;
       if (record->allocator != nullptr) allocator = *record->allocator;
       // Of gradients in one buffer some are written after all have been reduced.
       const RangeWrite last = lineage.last_write_of(values);
@@ -411,9 +410,9 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
         state = StorageState::received;
         root.writer = *last.writer;
       }
-      // Looked at when that frame was entered. A collective fills many parameters' memory: whoever
-      // had others in hand has not written these.
-      if (state == StorageState::received) touched_by = lineage.last_touch_of(values);
+      // Looked at when that frame was entered. Many parameters' gradients lie in one storage:
+      // whoever had others in hand has not written these.
+      touched_by = lineage.last_touch_of(values);
     }
     for (const auto* declared : declarations.find_all(values)) sharing.push_back(*declared);
   }

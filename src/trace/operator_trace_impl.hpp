@@ -4,6 +4,7 @@
 //   births.cpp      an output is bad: whose fault? rules b to d, roots
 //   kernels.cpp     the same of calls that the dispatcher does not see (KernelCall)
 //   transfers.cpp   operators that use memory of a transfer that nobody has waited for
+//   threads.cpp     operators that use memory which another thread of the program uses, too
 //   explain.cpp     rule e: what reached a loss or a gradient
 //
 // Thread-safe: `mutex` guards all but the atomics; it is never held while a tensor is looked at or
@@ -24,6 +25,7 @@
 #include "nanlocator/trace/operator_trace.hpp"
 #include "trace/frames.hpp"
 #include "trace/lineage.hpp"
+#include "trace/thread_accesses.hpp"
 #include "trace/transfers_in_flight.hpp"
 
 namespace nanlocator {
@@ -101,6 +103,18 @@ struct OperatorTrace::Impl {
   // ---- transfers.cpp
   void note_unordered_accesses(const Frame& frame, ThreadFrames& frames);
   void add_unordered(UnorderedAccess access, const at::Tensor& tensor);
+  /// Whose gradient or weight lies there; "" for none. Holds the lock.
+  [[nodiscard]] std::string parameter_in(const at::Tensor& tensor) const;
+
+  // ---- threads.cpp
+  [[nodiscard]] bool follows_threads() const {
+    return options.follows_threads || options.reordered.has_value();
+  }
+  void start_beside_threads(const Frame& frame, ThreadFrames& frames);
+  void finish_beside_threads(const Frame& frame, ThreadFrames& frames);
+  [[nodiscard]] ThreadOrder::Place place_among_threads(const Frame& frame,
+                                                       const ThreadFrames& frames) const;
+  void describe_thread_order(std::size_t order, const at::Tensor& tensor);
 
   // ---- births.cpp
   void explain_bad_outputs(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames,
@@ -185,6 +199,8 @@ struct OperatorTrace::Impl {
   std::set<BirthId> sent_in_forward, sent_in_backward;  // to other ranks
   TransfersInFlight transfers;
   std::vector<UnorderedAccess> unordered;
+  ThreadAccesses threads;  // has a lock of its own
+  Turn turn;               // the same
   std::uint64_t kept_bytes = 0;
   std::int64_t calls_not_kept = 0;
   std::string first_not_kept;  // the operator, and what its copies would have taken

@@ -120,6 +120,7 @@ void OperatorTrace::Impl::start_operation(const at::RecordFunction& call, Frame&
   if (are_transfers_in_flight.load(std::memory_order_relaxed)) {
     note_unordered_accesses(frame, frames);
   }
+  if (follows_threads()) start_beside_threads(frame, frames);
   // An optimizer writes all weights and states in place: too much to copy at every call.
   const bool is_optimizers = info.writes && is_in_optimizer.load(std::memory_order_relaxed);
   if (options.keep_calls && info.facts != nullptr && !is_optimizers) capture(call, frame);
@@ -446,7 +447,9 @@ void OperatorTrace::Impl::finish(const at::RecordFunction& call, ThreadFrames& f
   if (frame.is_ignored) return;
   if (frame.given != nullptr) look_at_received(frame, frames);
   if (frame.kind == FrameKind::node) return finish_node(frame, frames);
-  if (frame.kind == FrameKind::operation) finish_operation(call, frame, frames);
+  if (frame.kind != FrameKind::operation) return;
+  finish_operation(call, frame, frames);
+  if (follows_threads()) finish_beside_threads(frame, frames);
 }
 
 /// Its kernels read what collectives inside brought: a part of its input that the frame gathered.

@@ -19,7 +19,7 @@ bool is_same_place(const UnorderedAccess& a, const UnorderedAccess& b) {
 /// Composites are left to the operators that they are made of.
 void OperatorTrace::Impl::note_unordered_accesses(const Frame& frame, ThreadFrames& frames) {
   const OperatorInfo& info = *frame.info;
-  if (info.is_composite || collective_around(frames) != nullptr) return;
+  if (!info.uses_memory() || collective_around(frames) != nullptr) return;
   has_overlap = true;
   struct Conflict {
     at::Tensor tensor;
@@ -64,12 +64,16 @@ void OperatorTrace::Impl::add_unordered(UnorderedAccess access, const at::Tensor
     return;
   }
   if (unordered.size() == kMostUnordered) return;
-  if (const auto gradients = declarations.gradients_in(tensor); !gradients.empty()) {
-    access.parameter = gradients.front().name;
-  } else if (const auto* declared = declarations.find(tensor)) {
-    access.parameter = declared->name;
-  }
+  access.parameter = parameter_in(tensor);
   unordered.push_back(std::move(access));
+}
+
+std::string OperatorTrace::Impl::parameter_in(const at::Tensor& tensor) const {
+  if (const auto gradients = declarations.gradients_in(tensor); !gradients.empty()) {
+    return gradients.front().name;
+  }
+  const auto* declared = declarations.find(tensor);
+  return declared == nullptr ? "" : declared->name;
 }
 
 }  // namespace nanlocator

@@ -19,6 +19,7 @@
 
 #include "nanlocator/error.hpp"
 #include "nanlocator/replay/capture.hpp"
+#include "tensor/steady_copy.hpp"
 #include "trace/operator_info.hpp"
 #include "trace/operator_trace_impl.hpp"
 #include "trace/recorded_caller.hpp"
@@ -28,6 +29,11 @@ namespace {
 
 /// More than this many events that something still needs are no training step's.
 constexpr std::size_t kMostEvents = 20000;
+/// Copies of data in a step: more than the batches of most programs, and little beside a model.
+constexpr std::uint64_t kMostCopiedOnHost = std::uint64_t{256} << 20;
+constexpr std::uint64_t kMostCopiedOnDevice = std::uint64_t{32} << 20;
+/// Of one that an operator reads: larger ones are frozen weights rather than data.
+constexpr std::uint64_t kMostOfAnOperator = std::uint64_t{4} << 20;
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
@@ -210,6 +216,7 @@ struct StepRecorder::Impl {
   std::uint64_t next_number = 0;
   int backwards = 0;
   std::uint64_t kept_bytes = 0;
+  std::uint64_t copied_on_host = 0, copied_on_device = 0;  // bytes
   std::unordered_map<const c10::TensorImpl*, Known> known;
   std::unordered_map<const c10::StorageImpl*, OwnMemory> memory;
   std::unordered_map<const c10::TensorImpl*, std::size_t> gradients;  // to the parameter
@@ -292,8 +299,18 @@ struct StepRecorder::Impl {
     gradients.clear();
     roots.clear();
     looked_at.clear();
-    kept_bytes = 0;
+    kept_bytes = copied_on_host = copied_on_device = 0;
     are_gradients_new = true;
+  }
+
+  at::Tensor steady(const at::Tensor& tensor, std::uint64_t most_bytes) {
+    const std::uint64_t bytes = steady_bytes(tensor);
+    const bool is_on_host = tensor.defined() && tensor.device().is_cpu();
+    std::uint64_t& copied = is_on_host ? copied_on_host : copied_on_device;
+    const std::uint64_t limit = is_on_host ? kMostCopiedOnHost : kMostCopiedOnDevice;
+    if (bytes == 0 || bytes > most_bytes || copied + bytes > limit) return tensor;
+    copied += bytes;
+    return steady_copy(tensor);
   }
 
   std::shared_ptr<RecordedEvent> new_event() {
@@ -585,6 +602,10 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
     });
   }
   if (made_now.empty() && !writes_own) return;
+  // A view of data: whoever reads it keeps what is there then.
+  const bool is_of_data =
+      std::ranges::all_of(data.tensors, [](const Input& each) { return each.kept.defined(); });
+  if (info.is_view && !data.is_indispensable && is_of_data) return;
   const bool is_too_much = kept_bytes + bytes > options.most_bytes;
   if (!data.is_indispensable && (context.draws || is_too_much)) return;
 
@@ -597,6 +618,12 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
   for (std::size_t i = 0; i < given.size(); ++i) {
     if (data.tensors[i].value) depend_on(data, *data.tensors[i].value, given[i]);
     if (data.tensors[i].kept.defined()) note_obstacle(data, given[i]);
+  }
+  for (Input& input : data.tensors) {
+    if (!input.kept.defined() || !input.is_read) continue;
+    if (version_of(input.kept) != input.version) continue;  // by a thread, meanwhile
+    input.kept = steady(input.kept, kMostOfAnOperator);
+    input.version = version_of(input.kept);
   }
   if (is_too_much) {
     data.problem = "more than " + std::to_string(options.most_bytes) +
@@ -713,7 +740,7 @@ void StepRecorder::begin_step() {
   impl.functions.clear();
   impl.looked_at.clear();
   impl.backwards = 0;
-  impl.kept_bytes = 0;
+  impl.kept_bytes = impl.copied_on_host = impl.copied_on_device = 0;
   impl.are_gradients_new = true;
   impl.standing_problem.clear();
 }
@@ -726,6 +753,10 @@ std::optional<RecordedValue> StepRecorder::value_of(const at::Tensor& tensor) {
   const auto* found = impl_->find(tensor);
   if (found == nullptr) return std::nullopt;
   return Impl::name_of(*found, tensor);
+}
+
+at::Tensor StepRecorder::steady(const at::Tensor& tensor) {
+  return impl_->steady(tensor, std::max(kMostCopiedOnHost, kMostCopiedOnDevice));
 }
 
 std::shared_ptr<const RecordedEvent> StepRecorder::add_call(std::shared_ptr<void> payload,
@@ -829,12 +860,25 @@ std::vector<at::Tensor> StepRecorder::unfinished() const {
   return tensors;
 }
 
+/// With their numbers; empty where one of them is gone or has been written to.
+static std::optional<std::vector<std::pair<int, at::Tensor>>> first_outputs(
+    const RecordedEvent::Data& operation) {
+  std::vector<std::pair<int, at::Tensor>> found;
+  for (const auto& output : operation.outputs) {
+    at::Tensor tensor(output.tensor.lock());
+    if (!tensor.defined() || version_of(tensor) != output.version) return std::nullopt;
+    found.emplace_back(output.index, std::move(tensor));
+  }
+  return found;
+}
+
 std::string StepRecorder::problem() const {
   if (!impl_->standing_problem.empty()) return impl_->standing_problem;
   for (const auto& event : needed()) {
     const auto& data = event->data();
     if (!data.problem.empty()) return data.problem;
-    if (data.is_indispensable && std::ranges::any_of(data.tensors, &Input::is_overwritten)) {
+    const bool is_overwritten = std::ranges::any_of(data.tensors, &Input::is_overwritten);
+    if (is_overwritten && (data.is_indispensable || !first_outputs(data))) {
       return "what " + data.handle->schema().name() + " has read was overwritten later in the step";
     }
   }
@@ -872,13 +916,9 @@ struct StepReplay::Impl {
   bool take_first_outputs(const RecordedEvent& operation) {
     const auto& data = operation.data();
     if (data.is_indispensable) return false;
-    std::vector<std::pair<int, at::Tensor>> found;
-    for (const auto& output : data.outputs) {
-      const at::Tensor tensor(output.tensor.lock());
-      if (!tensor.defined() || version_of(tensor) != output.version) return false;
-      found.emplace_back(output.index, tensor);
-    }
-    for (const auto& [index, tensor] : found) set(operation, index, tensor);
+    const auto found = first_outputs(data);
+    if (!found) return false;
+    for (const auto& [index, tensor] : *found) set(operation, index, tensor);
     return true;
   }
 };

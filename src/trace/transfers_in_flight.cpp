@@ -5,15 +5,6 @@
 #include "nanlocator/trace/module_scope.hpp"
 
 namespace nanlocator {
-namespace {
-
-/// Integers, too: a race on indices is one.
-bool has_memory(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
-         tensor.numel() > 0;
-}
-
-}  // namespace
 
 void TransfersInFlight::begin(std::uint64_t number, Started transfer,
                               const std::vector<at::Tensor>& read,
@@ -21,7 +12,7 @@ void TransfersInFlight::begin(std::uint64_t number, Started transfer,
   Entry entry{std::make_shared<const Started>(std::move(transfer)), {}};
   const auto add = [&](const std::vector<at::Tensor>& tensors, bool is_written) {
     for (const auto& tensor : tensors) {
-      if (!has_memory(tensor)) continue;
+      if (!has_bytes(tensor)) continue;  // integers have: a race on indices is one
       entry.memory.push_back({tensor.storage().getWeakStorageImpl(), range_of(tensor), is_written});
     }
   };
@@ -43,7 +34,7 @@ void TransfersInFlight::end(std::uint64_t number, Lineage& lineage, std::uint64_
 
 std::shared_ptr<const TransfersInFlight::Started> TransfersInFlight::in_the_way_of(
     const at::Tensor& tensor, bool is_write) const {
-  if (!has_memory(tensor)) return nullptr;
+  if (!has_bytes(tensor)) return nullptr;
   const auto* storage = tensor.storage().unsafeGetStorageImpl();
   const ByteRange range = range_of(tensor);
   for (const auto& [number, entry] : transfers_) {

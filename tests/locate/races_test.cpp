@@ -1,4 +1,5 @@
-// Which accesses of memory that a transfer still used make a fault a race, and which do not.
+// Which accesses of memory that a transfer or a thread still used make a fault a race, and which do
+// not.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -96,6 +97,56 @@ TEST(Races, WhatIsFiniteOnceTransfersAreWaitedForWasARaceWhateverOperatorItWasBo
   EXPECT_EQ(origin.code->line, 12);
   EXPECT_THAT(origin.facts,
               HasFact(FactKind::wrote_during_transfer, Field(&Fact::ranks, ElementsAre(0, 1))));
+}
+
+UnorderedAccess access_of_thread(const std::string& op) {
+  UnorderedAccess access = access_of(op);
+  access.is_write = false;
+  access.is_threads = true;
+  access.transfer = "aten::copy_";
+  access.transfer_code = CodeLine{"loader.py", 31, "fill", "batch.copy_(...)"};
+  return access;
+}
+
+TEST(Races, WhatChangesTwiceWithTheOrderOfAThreadIsOne) {
+  for (const bool was_bad : {true, false}) {
+    auto ledgers = ledgers_of({.reproduced = was_bad, .gradients = 1});
+    Rerun& rerun = *ledgers[0].rerun;
+    if (was_bad) {
+      ledgers[0].births = {birth_of(BirthKind::nan, "aten::log")};
+      rerun.bad_parameters = {0};
+    } else {
+      rerun.control_reproduced = false;
+    }
+    rerun.variants = {{RerunVariant::reordered, was_bad},
+                      {RerunVariant::reordered, !was_bad},
+                      {RerunVariant::reordered, !was_bad}};
+    ledgers[1].rerun->variants = rerun.variants;
+    rerun.unordered = {access_of_thread("aten::mul"), access_of_thread("aten::add")};
+    rerun.unordered[1].code->line = 40;
+    const Verdict verdict = locate(ledgers, 2);
+    ASSERT_EQ(verdict.origins.size(), 1u);
+    const Origin& origin = verdict.origins[0];
+    EXPECT_EQ(origin.cause, Cause::race);
+    EXPECT_EQ(origin.cause_confidence, Confidence::high);
+    EXPECT_EQ(origin.owner, Owner::model_author);
+    EXPECT_EQ(origin.action, Action::wait_for_thread);
+    EXPECT_EQ(origin.refutation, Refutation::bad_in_either_order);
+    EXPECT_EQ(origin.code->line, 40) << "of the order that made the difference";
+    EXPECT_THAT(origin.facts, HasFact(FactKind::read_beside_thread, Field(&Fact::op, "aten::add")));
+  }
+}
+
+TEST(Races, WhatChangesOnceWithTheOrderOfAThreadIsNone) {
+  auto ledgers = ledgers_of({.reproduced = true, .gradients = 1});
+  ledgers[0].births = {birth_of(BirthKind::nan, "aten::log")};
+  ledgers[0].rerun->bad_parameters = {0};
+  ledgers[0].rerun->variants = ledgers[1].rerun->variants = {{RerunVariant::reordered, false},
+                                                             {RerunVariant::reordered, true}};
+  ledgers[0].rerun->unordered = {access_of_thread("aten::add")};
+  const Verdict verdict = locate(ledgers, 2);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_EQ(verdict.origins[0].cause, Cause::operator_undefined);
 }
 
 TEST(Races, WhatIsBadWithAllTransfersWaitedForIsNone) {

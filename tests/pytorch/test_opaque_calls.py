@@ -1,5 +1,7 @@
 """Births before, after and inside calls that the dispatcher does not see: stand-ins for TransformerEngine."""
 
+import math
+
 import pytest
 import torch
 from opaque_engine import Attention, LayerNorm, Linear
@@ -223,3 +225,59 @@ def test_a_bad_weight_that_a_kernel_reads_without_a_frame_is_named():
                 loss = model(torch.randn(3, WIDTH))
             (traced,) = trace.explain([("loss", loss)], []).births
     assert (traced.birth.kind, traced.birth.sighting.parameter) == ("weight", "after.0.weight")
+
+
+class Spoil(torch.autograd.Function):
+    """Is given a part of a buffer, and spoils an element of it off the dispatcher."""
+
+    @staticmethod
+    def forward(ctx, x, part, is_bad):
+        if is_bad:
+            part.numpy()[1] = math.nan
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None, None
+
+
+def birth_beside_spoil(use):
+    """The one birth of ``use(x, buffer)``."""
+    weight = torch.ones(4, requires_grad=True)
+    with _C.OperatorTrace() as trace:
+        trace.declare(weight, "parameter", "w")
+        trace.begin_pass()
+        loss = use(weight * 1, torch.zeros(8)).sum()
+        loss.backward()
+        [traced] = trace.explain([("loss", loss)], [("w", weight.grad)]).births
+    return traced.birth
+
+
+def test_what_a_function_made_bad_is_its_own_where_the_rest_of_the_buffer_is_written_later():
+    def use(x, buffer):
+        y = Spoil.apply(x, buffer[:4], True)
+        buffer[4:].add_(1)
+        return y + buffer[:4]
+
+    birth = birth_beside_spoil(use)
+    assert (birth.kind, birth.sighting.op) == ("opaque", "Spoil")
+
+
+def test_what_a_function_never_had_in_hand_is_memory():
+    def use(x, buffer):
+        y = Spoil.apply(x, buffer[:4], False)
+        buffer.numpy()[5] = math.nan
+        return y + buffer[4:]
+
+    assert birth_beside_spoil(use).kind == "memory"
+
+
+def test_what_a_function_had_in_hand_is_no_longer_its_own_once_all_of_it_has_been_written():
+    def use(x, buffer):
+        y = Spoil.apply(x, buffer[:4], True)
+        buffer[:2].fill_(1)
+        buffer[2:4].fill_(1)
+        buffer.numpy()[3] = math.nan
+        return y + buffer[:4]
+
+    assert birth_beside_spoil(use).kind == "memory"

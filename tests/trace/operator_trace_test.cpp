@@ -7,6 +7,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/module.h>
 
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -635,6 +637,59 @@ TEST(OperatorTrace, ATraceThatEndsWhileOtherThreadsComputeIsSafe) {
   }
   is_done = true;
   other.join();
+}
+
+/// Reads `memory` while another thread writes it: whoever comes first, or one after the other.
+double read_beside_a_writer(const at::Tensor& memory, bool is_joined_first) {
+  std::atomic<bool> has_read = false;
+  std::thread other([&] {
+    if (!is_joined_first) {  // as if by chance
+      const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(100);
+      while (!has_read && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+    }
+    memory.fill_(1);
+  });
+  if (is_joined_first) other.join();
+  const at::Tensor sum = memory.sum();
+  has_read = true;
+  if (!is_joined_first) other.join();
+  return sum.item<double>();
+}
+
+TEST(OperatorTrace, AnOrderThatTheProgramDoesNotKeepCanBeTurnedRound) {
+  for (const bool is_joined_first : {false, true}) {
+    std::vector<ThreadOrder> orders;
+    {
+      OperatorTrace trace({.follows_threads = true});
+      trace.begin_pass();
+      (void)read_beside_a_writer(at::zeros({4}), is_joined_first);
+      orders = trace.thread_orders();
+    }
+    ASSERT_THAT(orders, SizeIs(1));
+    EXPECT_EQ(orders[0].first.is_steps, !is_joined_first);
+    EXPECT_TRUE(orders[0].access.is_threads);
+    EXPECT_FALSE(orders[0].access.is_write);
+    EXPECT_EQ(orders[0].access.op, "aten::sum.dim_IntList");
+    EXPECT_EQ(orders[0].access.transfer, "aten::fill_.Scalar");
+    OperatorTrace trace({.reordered = orders[0]});
+    trace.begin_pass();
+    EXPECT_EQ(read_beside_a_writer(at::zeros({4}), is_joined_first), 4);
+    EXPECT_EQ(trace.has_reordered(), !is_joined_first);
+  }
+}
+
+TEST(OperatorTrace, ThreadsThatUseOtherMemoryOrOnlyReadHaveNoOrder) {
+  OperatorTrace trace({.follows_threads = true});
+  trace.begin_pass();
+  const at::Tensor shared = at::ones({4});
+  const at::Tensor halves = at::ones({8});
+  std::thread other([&] {
+    const at::Tensor sum = shared + 1;
+    halves.slice(0, 4, 8).fill_(2);
+  });
+  other.join();
+  const at::Tensor product = shared * halves.slice(0, 0, 4);
+  EXPECT_THAT(trace.thread_orders(), IsEmpty());
 }
 
 TEST(OperatorTrace, PausedItSeesNothing) {

@@ -78,6 +78,8 @@ namespace nanlocator {
   FACT(transfer_not_run_again)                                                \
   FACT(wrote_during_transfer)                                                 \
   FACT(read_during_transfer)                                                  \
+  FACT(wrote_beside_thread)                                                   \
+  FACT(read_beside_thread)                                                    \
   /* maxima of the steps before */                                            \
   FACT(climbed)                                                               \
   FACT(did_not_climb)                                                         \

@@ -16,10 +16,11 @@ enum class RerunVariant : std::uint8_t {
   constant_memory,  // what operators allocate held 1 until it was written
   nan_memory,       // the same, NaN
   serialised,       // each transfer between ranks was waited for where it began
+  reordered,        // an operator came after the one of another thread that it had come before
 };
 template <>
 inline constexpr auto kNames<RerunVariant> = std::to_array<std::string_view>(
-    {"eager", "compiled", "constant_memory", "nan_memory", "serialised"});
+    {"eager", "compiled", "constant_memory", "nan_memory", "serialised", "reordered"});
 
 struct VariantOutcome {
   RerunVariant variant = RerunVariant::eager;

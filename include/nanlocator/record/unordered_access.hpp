@@ -1,5 +1,6 @@
-// An operator that used memory which a transfer between ranks was still reading or writing: nobody
-// had waited for it, so what either of them gets depends on who comes first.
+// An operator that used memory which a transfer between ranks was still reading or writing, or
+// which another thread of the program uses: nobody had waited for it, so what either of them gets
+// depends on who comes first.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +13,9 @@
 namespace nanlocator {
 
 struct UnorderedAccess {
-  bool is_write = false;  // by the operator; else it read what the transfer was to bring
-  std::string transfer;   // "c10d::allreduce_"
+  bool is_write = false;    // by the operator; else it read what the transfer was to bring
+  std::string transfer;     // "c10d::allreduce_"; the operator of the other thread
+  bool is_threads = false;  // of another thread of the program
   std::string op;
   std::string module;  // of the operator; "" where unknown
   Phase phase = Phase::forward;

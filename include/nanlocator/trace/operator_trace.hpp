@@ -33,6 +33,21 @@ class Module;
 
 namespace nanlocator {
 
+/// Two operators that used the same memory in a pass, one of the step and one of another thread of
+/// the program; at least one of them wrote it.
+struct ThreadOrder {
+  struct Place {
+    std::string op;
+    ProgramCode::Position line;
+    bool is_steps = false;
+    bool is_write = false;
+    std::string module;  // "" where none has been entered
+    Phase phase = Phase::forward;
+  };
+  Place first, second;     // as they came
+  UnorderedAccess access;  // the same in the ledger's words
+};
+
 struct TraceOptions {
   /// Keep the calls of births, for bundles and replay: tensors that an operator writes are cloned
   /// before it runs. Off: births have no `call`.
@@ -45,6 +60,9 @@ struct TraceOptions {
   /// What tensors hold that an operator has allocated and nobody has written. NaN: births of kind
   /// unwritten. Empty: whatever lies there.
   std::optional<double> fresh_memory;
+  bool follows_threads = false;  // for thread_orders
+  /// Once in the pass the first of these waits for the second: 0.5 s at most.
+  std::optional<ThreadOrder> reordered;
 };
 
 /// What a tensor was before the pass. A gradient (name: its parameter's) has no values of its own
@@ -110,6 +128,13 @@ class OperatorTrace {
   [[nodiscard]] std::vector<UnorderedAccess> unordered_accesses() const;
   /// Whether any operator of this pass ran while a transfer was under way.
   [[nodiscard]] bool has_overlap() const noexcept;
+
+  /// Operators of the step, and of other threads of the program, that used the same memory in this
+  /// pass (`follows_threads`). Whether one of them waits for the other no trace can see: see
+  /// `reordered`.
+  [[nodiscard]] std::vector<ThreadOrder> thread_orders() const;
+  /// Whether the two of `reordered` came in the other order: the program keeps none.
+  [[nodiscard]] bool has_reordered() const noexcept;
 
   /// Stops and goes on observing, for work that is not training's (own scans, logging).
   void pause() noexcept;

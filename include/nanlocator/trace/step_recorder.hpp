@@ -4,10 +4,11 @@
 // A step is a sequence of events: a call (of a module, a custom function) and a backward, which the
 // program's language executes, and between them operators, which are executed here. This class
 // hears of the operators by itself, on the thread that has made it, and keeps for each its
-// arguments: a tensor that an event has made is kept by name, everything else by reference.
-// Nothing is looked at and nothing is copied, so a step without a fault costs the host some
-// microseconds for each operator that is outside of calls. What no later event needs is forgotten
-// as soon as its tensors are gone.
+// arguments: a tensor that an event has made is kept by name, data as a copy, as programs load the
+// next batch into the same memory, and the rest, weights and what is too large, by reference.
+// Nothing is looked at, so a step without a fault costs the host some microseconds for each
+// operator that is outside of calls. What no later event needs is forgotten as soon as its tensors
+// are gone.
 //
 //     recorder.pause(); loss = model(batch); recorder.resume();
 //     recorder.add_call(payload, {batch}, {loss});
@@ -116,6 +117,11 @@ class StepRecorder {
   /// The event that has made `tensor`; nullopt for one that was there before or came from
   /// elsewhere.
   [[nodiscard]] std::optional<RecordedValue> value_of(const at::Tensor& tensor);
+
+  /// For a call that is about to be given it: a copy of `tensor` that stays as it is now (memory of
+  /// the step that has it), or `tensor` itself where that is a weight, or the copies of this step
+  /// would take more than 256 MiB of the host or 32 MiB of a device.
+  [[nodiscard]] at::Tensor steady(const at::Tensor& tensor);
 
   /// A call that is over. `payload` tells its executor what to call; `inputs`: the tensors that it
   /// was given, `outputs`: those that it returned, in an order that the executor can repeat.
