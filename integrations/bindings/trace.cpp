@@ -109,6 +109,7 @@ void bind_trace(py::module_& m) {
       .def(py::init<const std::string&, const std::vector<at::Tensor>&,
                     const std::vector<at::Tensor>&>(),
            "op"_a, "read"_a, "written"_a, ReleaseGil())
+      .def("begin_wait", &Transfer::begin_wait, ReleaseGil())
       .def("end", &Transfer::end, ReleaseGil());
   m.def("name_process_group", &name_process_group, "nanlocator::name_process_group.", "group"_a,
         "name"_a, "members"_a, ReleaseGil());

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
 
 from nanlocator import _C, fsdp1
+from nanlocator.closures import iterators_of
 from nanlocator.deepspeed_scripts import keep_from_deepspeed, refuse_owned
 from nanlocator.driver import Named, SkippedUpdate
 from nanlocator.pipelining import follow_steps, stages_of
@@ -128,6 +129,7 @@ class LocatingOptimizer(Optimizer):
         that it draws its batch from: saved before each closure, restored before it is executed again.
         What cannot be restored is named in the verdict."""
         self._driver.add_state(name, ObjectState(owner))
+        self._adapter.has_own_state = True
 
     def remove(self) -> None:
         """Takes all hooks off; the gradients are still scanned."""
@@ -196,6 +198,11 @@ class _Evaluation(PlainPass):
     def run_again(self) -> Named:
         with self._adapter.naming_modules():
             return losses_of(self.run())
+
+    def changed_data(self) -> list[str]:
+        if self._adapter.has_own_state:  # the program says what its closure moves
+            return []
+        return [f"the closure draws from the iterator '{name}'" for name in iterators_of(self._closure)]
 
     @contextlib.contextmanager
     def _following_pipeline(self) -> Iterator[None]:

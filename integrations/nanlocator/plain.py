@@ -53,6 +53,7 @@ class PlainAdapter(Adapter):
         self.not_covered: list[str] = []
         self.pipeline_group = group_of(models.values())
         self.left_out: set[torch.Tensor] = set()  # parameters whose gradients belong to another step
+        self.has_own_state = False  # the program has said what else its passes move
         self.has_changed_weights = False  # they are no longer those that the step has used
         kept = {t: p for each in models.values() for t, p in fsdp2.whole_and_sharded(each)}
         self._names = {kept.get(p, p): n for n, p in self._named("named_parameters")}

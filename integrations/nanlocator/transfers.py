@@ -112,7 +112,7 @@ class ShownTransfers:
             _end_all(transfers)
             return None
         self._under_way += transfers
-        return _ShownWork(work, lambda: _end_all(transfers))
+        return _ShownWork(work, transfers)
 
     def _start(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def start(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +141,23 @@ class ShownTransfers:
 
 
 class _ShownWork(FollowedWork):
-    __slots__ = ()
+    __slots__ = ("_transfers",)
+
+    def __init__(self, work: Any, transfers: "list[_C.Transfer]") -> None:
+        super().__init__(work, lambda: _end_all(transfers))
+        self._transfers = transfers
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        self._begin_wait()
+        return super().wait(*args, **kwargs)
+
+    def synchronize(self) -> Any:
+        self._begin_wait()
+        return super().synchronize()
+
+    def _begin_wait(self) -> None:
+        for transfer in self._transfers:
+            transfer.begin_wait()
 
     def get_future(self) -> Any:
         """Whoever waits for it is not seen."""

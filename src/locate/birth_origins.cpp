@@ -777,7 +777,7 @@ Facts facts_of_rerun(const Incident& incident, const RerunOutcome& outcome) {
   } else if (*outcome.reproduced) {
     facts.push_back({.kind = FactKind::rerun_differs, .count = changed, .of = gradients});
   } else {
-    facts.push_back({.kind = FactKind::rerun_clean});
+    facts.push_back({.kind = FactKind::rerun_clean, .names = outcome.not_restored});
     if (control) {
       facts.push_back({.kind = *control ? FactKind::control_bad : FactKind::control_clean});
     }

@@ -71,6 +71,7 @@ Advice advice_on(const Origin& origin, const RerunOutcome& rerun,
   if (is_deterministic(origin)) return {Restart::repeats};
   // The re-run ends with backward: what came after it was not executed again.
   if (!rerun.reproduced || origin.phase > Phase::grad_local) return {Restart::unknown};
+  if (!*rerun.reproduced && !rerun.not_restored.empty()) return {Restart::unknown};
   const bool is_gone = !*rerun.reproduced || has_fact(origin.facts, FactKind::gone_in_rerun);
   return {is_gone ? Restart::latest : Restart::repeats};
 }

@@ -452,8 +452,10 @@ std::string plain_text(const Fact& fact) {
              " of " + counted(fact.of.value_or(0), "gradient") +
              ": something in it is not deterministic";
     case rerun_clean:
-      return "the step was re-run with the same data, weights and random numbers, and came out "
-             "finite";
+      return std::string("the step was re-run") +
+             (fact.names.empty() ? " with the same data, weights and random numbers, and"
+                                 : " and") +
+             " came out finite";
     case variant_bad:
       return variant_text(fact) + ": bad again" + times_text(fact) +
              (fact.variant == name_of(RerunVariant::constant_memory)

@@ -154,7 +154,16 @@ Transfer::Transfer(const std::string& op, const std::vector<at::Tensor>& read,
   pass_ = trace->pass;
   const std::lock_guard lock(trace->mutex);
   trace->transfers.begin(number_, {op, caller}, read, written);
-  trace->are_transfers_in_flight = !trace->transfers.empty();
+  trace->are_transfers_in_flight = trace->transfers.is_any_under_way();
+}
+
+void Transfer::begin_wait() {
+  const ActiveTrace active;
+  OperatorTrace::Impl* const trace = active.get();
+  if (trace == nullptr || pass_ == 0 || trace->pass != pass_) return;
+  const std::lock_guard lock(trace->mutex);
+  trace->transfers.begin_wait(number_);
+  trace->are_transfers_in_flight = trace->transfers.is_any_under_way();
 }
 
 void Transfer::end() {
@@ -163,7 +172,7 @@ void Transfer::end() {
   if (trace == nullptr || pass_ == 0 || trace->pass != pass_) return;
   const std::lock_guard lock(trace->mutex);
   trace->transfers.end(number_, trace->lineage, trace->clock.load(std::memory_order_relaxed));
-  trace->are_transfers_in_flight = !trace->transfers.empty();
+  trace->are_transfers_in_flight = trace->transfers.is_any_under_way();
 }
 
 namespace {

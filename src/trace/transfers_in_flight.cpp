@@ -1,5 +1,6 @@
 #include "trace/transfers_in_flight.hpp"
 
+#include <algorithm>
 #include <utility>
 
 #include "nanlocator/trace/module_scope.hpp"
@@ -9,7 +10,7 @@ namespace nanlocator {
 void TransfersInFlight::begin(std::uint64_t number, Started transfer,
                               const std::vector<at::Tensor>& read,
                               const std::vector<at::Tensor>& written) {
-  Entry entry{std::make_shared<const Started>(std::move(transfer)), {}};
+  Entry entry{.transfer = std::make_shared<const Started>(std::move(transfer)), .memory = {}};
   const auto add = [&](const std::vector<at::Tensor>& tensors, bool is_written) {
     for (const auto& tensor : tensors) {
       if (!has_bytes(tensor)) continue;  // integers have: a race on indices is one
@@ -19,6 +20,16 @@ void TransfersInFlight::begin(std::uint64_t number, Started transfer,
   add(read, false);
   add(written, true);
   if (!entry.memory.empty()) transfers_.insert_or_assign(number, std::move(entry));
+}
+
+void TransfersInFlight::begin_wait(std::uint64_t number) {
+  if (const auto found = transfers_.find(number); found != transfers_.end()) {
+    found->second.is_awaited = true;
+  }
+}
+
+bool TransfersInFlight::is_any_under_way() const noexcept {
+  return std::ranges::any_of(transfers_, [](const auto& each) { return !each.second.is_awaited; });
 }
 
 void TransfersInFlight::end(std::uint64_t number, Lineage& lineage, std::uint64_t clock) {
@@ -38,6 +49,7 @@ std::shared_ptr<const TransfersInFlight::Started> TransfersInFlight::in_the_way_
   const auto* storage = tensor.storage().unsafeGetStorageImpl();
   const ByteRange range = range_of(tensor);
   for (const auto& [number, entry] : transfers_) {
+    if (entry.is_awaited) continue;
     for (const Memory& memory : entry.memory) {
       const bool is_same = memory.storage._unsafe_get_target() == storage;
       if (is_same && (is_write || memory.is_written) && memory.range.overlaps(range)) {

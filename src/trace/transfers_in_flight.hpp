@@ -26,10 +26,13 @@ class TransfersInFlight {
 
   void begin(std::uint64_t number, Started transfer, const std::vector<at::Tensor>& read,
              const std::vector<at::Tensor>& written);
+  /// Nothing gets in its way from now on.
+  void begin_wait(std::uint64_t number);
   /// What it has written is there now.
   void end(std::uint64_t number, Lineage& lineage, std::uint64_t clock);
   void clear() { transfers_.clear(); }
-  [[nodiscard]] bool empty() const noexcept { return transfers_.empty(); }
+  /// Whether there is one that nobody waits for.
+  [[nodiscard]] bool is_any_under_way() const noexcept;
 
   /// The first transfer that an operator gets in the way of which writes `tensor`, or only reads
   /// it; null where there is none.
@@ -45,6 +48,7 @@ class TransfersInFlight {
   struct Entry {
     std::shared_ptr<const Started> transfer;
     std::vector<Memory> memory;
+    bool is_awaited = false;
   };
 
   std::map<std::uint64_t, Entry> transfers_;  // by number: the earliest first

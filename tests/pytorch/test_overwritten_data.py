@@ -1,5 +1,6 @@
 """Loops that load the next batch into the memory of this one, before the bad step is executed again."""
 
+import functools
 import math
 
 import numpy as np
@@ -183,3 +184,65 @@ def test_weights_and_what_is_no_plain_memory_are_not_copied():
         torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     ):
         assert _C.steady_copy(tensor) is tensor
+
+
+def batches():
+    for batch in range(100):
+        x = torch.randn(8, 4)
+        if batch == 3:
+            spoil(x)
+        yield x
+
+
+class Batches:
+    """Draws from an iterator that its method uses."""
+
+    def __init__(self):
+        self.iterator = batches()
+
+    def draw(self):
+        return next(self.iterator)
+
+
+def draw_of_a_variable():
+    iterator = batches()
+    return lambda: next(iterator)
+
+
+def draw_by_another_function():
+    inner = draw_of_a_variable()
+
+    def draw():
+        return inner()
+
+    return draw
+
+
+DRAWS = {
+    "variable": (draw_of_a_variable, "iterator"),
+    "method": (lambda: Batches().draw, "self.iterator"),
+    "another function": (draw_by_another_function, "iterator"),
+    "partial": (lambda: functools.partial(next, batches()), "an argument"),
+}
+
+
+@pytest.mark.parametrize("how", DRAWS)
+def test_a_closure_that_draws_another_batch_accuses_no_machine(how):
+    torch.manual_seed(0)
+    make, name = DRAWS[how]
+    draw, model = make(), model_of(4)
+    optimizer = nanlocator.LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(draw()).square().mean()
+        loss.backward()
+        return loss
+
+    with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
+        for _ in range(6):
+            optimizer.step(closure)
+    verdict = raised.value.verdict
+    [origin] = verdict["origins"]
+    assert origin["cause"] == "unknown"
+    assert any(f"'{name}'" in each for each in verdict["rerun"]["not_restored"])

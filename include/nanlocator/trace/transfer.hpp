@@ -4,6 +4,7 @@
 //     nanlocator::Transfer transfer("c10d::allreduce_", {bucket}, {bucket});
 //     work = group->allreduce(bucket);
 //     ...
+//     transfer.begin_wait();
 //     work->wait();
 //     transfer.end();
 //
@@ -26,6 +27,9 @@ class Transfer {
   Transfer(const std::string& op, const std::vector<at::Tensor>& read,
            const std::vector<at::Tensor>& written);
 
+  /// The program waits for it: operators that run meanwhile are the transfer's own (gloo's
+  /// reduce-scatter copies its result then).
+  void begin_wait();
   /// The program has waited for it. One that it never waits for lasts until the pass ends. May be
   /// called twice.
   void end();
