@@ -66,7 +66,11 @@ void bind_recorder(py::module_& m) {
       .def_property_readonly("payload", &object_of)
       .def_property_readonly("backwards_before", &RecordedEvent::backwards_before);
   py::class_<RecordedValue>(m, "RecordedValue");
-  m.def("steady_copy", &steady_copy, "tensor"_a);
+  m.def("steady_copy", &steady_copy, "tensor"_a, ReleaseGil());
+  m.def(
+      "steady_copies",
+      [](const std::vector<at::Tensor>& tensors) { return steady_together(tensors, steady_copy); },
+      "tensors"_a, ReleaseGil());
   py::class_<StepRecorder>(m, "StepRecorder")
       .def(py::init([](const py::function& function_call_of, std::uint64_t most_bytes) {
              const auto describe =
@@ -93,7 +97,7 @@ void bind_recorder(py::module_& m) {
           },
           "path"_a)
       .def("value_of", &StepRecorder::value_of, "tensor"_a)
-      .def("steady", &StepRecorder::steady, "tensor"_a)
+      .def("steady", &StepRecorder::steady, "tensors"_a, ReleaseGil())
       .def(
           "add_call",
           [](StepRecorder& r, py::object payload, const std::vector<at::Tensor>& inputs,

@@ -1,60 +1,98 @@
-"""What a closure draws from: an iterator gives other data when the closure is executed again."""
+"""What a function draws from: an iterator gives other data when the function is called again."""
 
+import dis
 import functools
-import io
+import inspect
+import itertools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_DEEPEST = 4  # calls of functions that the closure names
+_DEEPEST = 4  # calls of functions that it names
+_COUNTERS = (itertools.count, itertools.repeat)  # no data
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 
 
-def iterators_of(closure: Callable[..., Any]) -> list[str]:
-    """Names of the iterators that ``closure`` uses, or functions of the program that it names do: of its own
-    and of global variables, and of the attributes of an object whose method it is. Those that nobody names
-    are not found."""
+def iterators_of(function: Callable[..., Any]) -> list[str]:
+    """Names of the iterators that ``function`` uses, or functions that it names do: variables of its own,
+    global ones, attributes of both ("self.batches"). Those that it reaches in another way are not found."""
     found: dict[str, None] = {}
     seen: set[int] = set()
 
-    def visit(function: Any, depth: int) -> None:
-        while isinstance(function, functools.partial):
-            for value in (*function.args, *function.keywords.values()):
-                take("an argument", value, depth)
-            function = function.func
-        if isinstance(function, types.MethodType):
-            for name, value in _attributes(function.__self__).items():
-                take(f"self.{name}", value, depth, follows=False)
-            function = function.__func__
-        if not isinstance(function, types.FunctionType) or id(function) in seen or depth > _DEEPEST:
+    def take(name: str, value: Any, depth: int) -> None:
+        try:
+            if isinstance(value, Iterator):
+                if not isinstance(value, _COUNTERS) and not hasattr(value, "fileno"):
+                    found.setdefault(name)
+            else:
+                visit(value, depth + 1)
+        except Exception:  # whatever a class of the program raises
             return
-        seen.add(id(function))
-        for name, value in _variables(function):
-            take(name, value, depth)
 
-    def take(name: str, value: Any, depth: int, *, follows: bool = True) -> None:
-        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
-            found.setdefault(name)
-        elif follows and isinstance(value, types.FunctionType | types.MethodType | functools.partial):
-            visit(value, depth + 1)
+    def visit(value: Any, depth: int) -> None:
+        if depth > _DEEPEST or id(value) in seen:
+            return
+        if isinstance(value, functools.partial):
+            for argument in (*value.args, *value.keywords.values()):
+                take("an argument", argument, depth)
+            visit(value.func, depth)
+            return
+        owner = None
+        if not _is_function(value):
+            owner, value = value, inspect.getattr_static(type(value), "__call__", None)
+            if str(getattr(value, "__module__", "")).partition(".")[0] == "torch":  # a module's
+                return
+        elif isinstance(value, types.MethodType):
+            owner, value = value.__self__, value.__func__
+        if isinstance(value, types.FunctionType):
+            seen.add(id(value))
+            for name, each in _used_by(value, owner):
+                take(name, each, depth)
 
-    visit(closure, 0)
+    visit(function, 0)
     return list(found)
 
 
-def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    code = function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+def _is_function(value: Any) -> bool:
+    return isinstance(value, types.FunctionType | types.MethodType | functools.partial)
+
+
+def _used_by(function: types.FunctionType, owner: Any) -> Iterator[tuple[str, Any]]:
+    """Variables and their attributes, by what the code says: "self.batches"."""
+    variables: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            yield name, cell.cell_contents
+            variables[name] = cell.cell_contents
         except ValueError:  # not assigned yet
             continue
-    for name in code.co_names:
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
+    if owner is not None and function.__code__.co_argcount:
+        variables[function.__code__.co_varnames[0]] = owner
+    for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        yield "a default", value
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        yield from _loaded_by(code, variables, function.__globals__)
 
 
-def _attributes(owner: Any) -> dict[str, Any]:
-    try:
-        return vars(owner)
-    except TypeError:  # it has none
-        return {}
+def _loaded_by(code: types.CodeType, variables: dict[str, Any], globals: dict[str, Any]) -> Iterator[Any]:
+    chain: tuple[str, Any] | None = None
+    for instruction in dis.get_instructions(code):
+        kind, name = instruction.opname, instruction.argval
+        if kind in _ATTRIBUTES and chain is not None:
+            before, owner = chain
+            value = inspect.getattr_static(owner, name, None)
+            if isinstance(value, types.FunctionType) and not isinstance(owner, types.ModuleType | type):
+                value = types.MethodType(value, owner)
+            chain = (f"{before}.{name}", value)
+            continue
+        if chain is not None:  # it ends here
+            yield chain
+        chain = None
+        if kind in ("LOAD_GLOBAL", "LOAD_NAME") and name in globals:
+            chain = (name, globals[name])
+        elif kind.startswith(("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FAST")):
+            last = name[-1] if isinstance(name, tuple) else name  # two at once, from Python 3.13 on
+            if last in variables:
+                chain = (last, variables[last])

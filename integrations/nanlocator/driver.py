@@ -20,6 +20,7 @@ from nanlocator.cuda_graphs import ReplayedGraphs, without_graphs
 from nanlocator.errors import NonFiniteGradientError
 from nanlocator.kernel_calls import KeptKernelCalls, KernelCallRecord
 from nanlocator.kernels import KernelCalls
+from nanlocator.module_attributes import ModuleAttributes
 from nanlocator.module_calls import KeptModuleCalls
 from nanlocator.modules import ModuleHooks, local_part
 from nanlocator.rerun import Fp8Scales, GeneratorStates
@@ -185,6 +186,7 @@ class Driver:
         self.add_state("the generators of Python and numpy", GeneratorStates())
         self.add_state("TransformerEngine's fp8 scales", Fp8Scales())
         self.add_state("CUDA graphs", ReplayedGraphs(adapter.models))
+        self.add_state("the modules' attributes", ModuleAttributes(adapter.models))
         self._looking = contextlib.ExitStack()  # at what crosses in a pass
         self._watch_hooks: list[ModuleHooks] = []
         self._trace_hooks: list[ModuleHooks | KernelCalls | ShownTransfers] = []

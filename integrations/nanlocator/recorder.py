@@ -1,7 +1,7 @@
 """A step as it can be executed again, though nobody has handed over a closure.
 
-Calls of the watched modules and of ``backward`` are kept with their arguments by reference; the operators
-between them are recorded by the engine (nanlocator/trace/step_recorder.hpp). Nothing is copied but the
+Calls of the watched modules and of ``backward`` are kept with their arguments, data as copies; the operators
+between them are recorded by the engine (nanlocator/trace/step_recorder.hpp). Nothing else is copied but the
 generators' states before each call, nothing is looked at, and no value, result or random number changes.
 
 One recorder at a time, for the thread that has made it: it wraps ``torch.nn.Module.__call__`` and autograd's
@@ -13,7 +13,6 @@ import functools
 import os
 import threading
 import weakref
-from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -25,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nanlocator import _C, fsdp2, lightning_steps
 from nanlocator.batches import KeptBatch
+from nanlocator.containers import kept_whole, mapped, tensors_of
 from nanlocator.driver import Named
 from nanlocator.evaluation import Evaluation, is_bad
 from nanlocator.modules import class_name
@@ -34,6 +34,8 @@ from nanlocator.plain import PlainAdapter, PlainPass, held_parameters
 from nanlocator.rerun import GeneratorStates
 from nanlocator.session import is_distributed
 from nanlocator.switches import Switches, switches_of
+
+_MOST_COPIED = 64 << 20  # bytes, of one tensor in a re-run
 
 
 class Follower(Protocol):
@@ -189,9 +191,9 @@ class StepRecorder:
             with self.suspended():
                 return original(module, *args, **kwargs)
         self._follower.before_forward()
-        given = _C.tensors_in((args, kwargs))
+        given = tensors_of((args, kwargs))
         self._follow_switches(module)
-        call = _ModuleCall(module, self._named(args), self._named(kwargs), self._now())
+        call = _ModuleCall(module, *self._named((args, kwargs)), self._now())
         with self.suspended(), self._in_module():
             output = original(module, *args, **kwargs)
         self._engine.note_weights()  # a forward may write to its own (Embedding's max_norm)
@@ -244,7 +246,7 @@ class StepRecorder:
         if kwargs.get("accumulate_grad", False):
             return self.record_backward(original, args, kwargs)
         given = _C.tensors_in((args, kwargs))
-        call = _EngineCall(original, self._named(args), self._named(kwargs), self._now(), accumulates=False)
+        call = _EngineCall(original, *self._named((args, kwargs)), self._now(), accumulates=False)
         with self.suspended():
             gradients = original(*args, **kwargs)
         self._engine.add_call(call, given, _C.tensors_in(gradients))
@@ -277,7 +279,7 @@ class StepRecorder:
     def record_backward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``original`` writes the gradients of leaves; the losses are in its first argument."""
         self._follower.before_backward(_C.tensors_in(args[0]))
-        call = _EngineCall(original, self._named(args), self._named(kwargs), self._now(), accumulates=True)
+        call = _EngineCall(original, *self._named((args, kwargs)), self._now(), accumulates=True)
         with self._writing_gradients(call, _C.tensors_in((args, kwargs)), self._losses_in(args)):
             return original(*args, **kwargs)
 
@@ -292,7 +294,7 @@ class StepRecorder:
         self._follower.before_backward([])
         for module in pipeline.modules:
             self._follow_switches(module)
-        call = _PipelineCall(pipeline, step, self._named(args), self._named(kwargs), self._now())
+        call = _PipelineCall(pipeline, step, *self._named((args, kwargs)), self._now())
         given = _C.tensors_in((args, kwargs))
         with self._writing_gradients(call, given, pipeline.losses), pipeline.watching():
             return pipeline.run(step, args, kwargs, call.take_generators)
@@ -368,10 +370,12 @@ class StepRecorder:
     def _named(self, value: Any) -> Any:
         """``value`` with a name in place of each tensor that the step has computed, and a copy of each that
         the program may load the next batch into."""
-        return _mapped(value, lambda tensor: self._engine.value_of(tensor) or self._steady(tensor))
-
-    def _steady(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._engine.steady(tensor) if _is_plain(tensor) else tensor
+        tensors = tensors_of(value)
+        stand_ins: dict[int, Any] = {id(each): self._engine.value_of(each) or each for each in tensors}
+        data = [each for each in tensors if stand_ins[id(each)] is each and _is_plain(each)]
+        if data:
+            stand_ins.update(zip(map(id, data), self._engine.steady(data), strict=True))
+        return mapped(value, lambda each: stand_ins[id(each)])
 
     def note_received(self, tensors: list[torch.Tensor]) -> None:
         self._received += tensors
@@ -425,7 +429,8 @@ class StepRecorder:
     def changed_data(self) -> list[str]:
         payloads = [event.payload for event in self._engine.needed()]
         changed = [text for each in payloads if isinstance(each, _Call) for text in each.kept.changed(None)]
-        return changed + ([self.problem] if self.problem else [])
+        whole = [text for each in payloads if isinstance(each, _Call) for text in each.given_whole()]
+        return changed + whole + ([self.problem] if self.problem else [])
 
 
 def _stop_in_child() -> None:
@@ -463,8 +468,16 @@ class _Call:
             for device in ("cpu", "cuda")
         ]
 
+    def given_whole(self) -> list[str]:
+        args, kwargs = self.kept.item
+        return [
+            f"'{name}' is an object that may have been written to since"
+            for each in (args, kwargs)
+            for name in kept_whole(each)
+        ]
+
     def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
-        args, kwargs = _mapped(self.kept.item, _Given(replay))
+        args, kwargs = _given(self.kept.item, replay)
         self._generators.restore()
         self._switches.set()
         with contextlib.ExitStack() as stack:
@@ -514,7 +527,7 @@ class _FunctionCall:
         self._generators.restore()
         recorded = [
             t
-            for t in _C.tensors_in(self._function.apply(*_mapped(self._args, _Now(replay))))
+            for t in _C.tensors_in(self._function.apply(*_given(self._args, replay)))
             if t.grad_fn is not None
         ]
         outputs: list[torch.Tensor | None] = [None] * (1 + max((t.output_nr for t in recorded), default=-1))
@@ -542,7 +555,7 @@ class _EngineCall:
         self.losses: list[torch.Tensor] = []  # of torch.autograd.grad
 
     def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
-        args, kwargs = _mapped((self._args, self._kwargs), _Now(replay))
+        args, kwargs = mapped((self._args, self._kwargs), _Now(replay))
         self._switches.set()
         if self.has_losses:
             losses += [t for t in _C.tensors_in(args[0]) if t.numel() == 1]
@@ -659,7 +672,7 @@ class _Unfinished:
         self._values = values
 
     def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
-        losses += _mapped(self._values, _Now(replay))
+        losses += mapped(self._values, _Now(replay))
         return []
 
 
@@ -673,32 +686,13 @@ class _Now:
         return self._replay.tensor(value) if isinstance(value, _C.RecordedValue) else value
 
 
-class _Given(_Now):
-    """The same for a call that may write to its data."""
-
-    def __call__(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and _is_plain(value):
-            return _C.steady_copy(value)
-        return super().__call__(value)
-
-
-def _mapped(value: Any, of: Callable[[Any], Any]) -> Any:
-    """Containers are copied; tensors and names are what ``of`` makes of them."""
-    if isinstance(value, torch.Tensor | _C.RecordedValue):
-        return of(value)
-    kind = type(value)
-    if kind is dict:
-        return {key: _mapped(each, of) for key, each in value.items()}
-    if kind in (list, tuple):
-        return kind(_mapped(each, of) for each in value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return kind(*(_mapped(each, of) for each in value))
-    if isinstance(value, UserDict):
-        copy = kind.__new__(kind)
-        vars(copy).update(vars(value))
-        copy.data = _mapped(value.data, of)
-        return copy
-    return value
+def _given(kept: Any, replay: "_C.StepReplay") -> Any:
+    """What stands for the arguments ``kept`` of a call that may write to its data. What was too large to be
+    copied the first time is not copied now."""
+    tensors = [each for each in tensors_of(kept) if _is_plain(each) and each.nbytes <= _MOST_COPIED]
+    copies = dict(zip(map(id, tensors), _C.steady_copies(tensors), strict=True))
+    now = _Now(replay)
+    return mapped(kept, lambda each: copies.get(id(each), each) if torch.is_tensor(each) else now(each))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -210,7 +210,6 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        true,
        {memory, race, kernel},
        {{wait_for_transfer, has<F::wrote_during_transfer, F::read_during_transfer>},
-        {wait_for_thread, has<F::wrote_beside_thread, F::read_beside_thread>},
         {find_race, has<F::control_bad>},
         {test_device, always}}},
       {Cause::race,

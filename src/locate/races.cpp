@@ -107,41 +107,23 @@ bool is_finite_serialised(const RerunOutcome& rerun) {
   return count(false) > 0 && count(true) == 0;
 }
 
-/// The last order that was turned round came out otherwise than the re-run, and again.
-bool is_changed_by_order(const RerunOutcome& rerun) {
-  if (!rerun.reproduced || rerun.variants.size() < 2) return false;
-  const VariantOutcome changed{RerunVariant::reordered, !*rerun.reproduced};
-  return std::ranges::all_of(rerun.variants.end() - 2, rerun.variants.end(),
-                             [&](const VariantOutcome& each) { return each == changed; });
-}
-
-/// The order that was turned round last.
-std::vector<Access> accesses_of_threads(const std::vector<Access>& accesses) {
-  std::vector<Access> last;
-  for (const Access& access : accesses) {
-    if (!access.seen->is_threads) continue;
-    const bool is_last_of_rank = std::ranges::none_of(accesses, [&](const Access& other) {
-      return other.seen->is_threads && other.rank == access.rank && other.seen > access.seen;
-    });
-    if (is_last_of_rank) last.push_back(access);
-  }
-  return last;
-}
-
 }  // namespace
 
 void judge_races(const Incident& incident, const RerunOutcome& rerun,
                  std::vector<Origin>& origins) {
-  const auto accesses = accesses_of(incident);
+  auto accesses = accesses_of(incident);
+  std::vector<Access> of_threads;  // noted only where their order makes the outcome
+  std::ranges::copy_if(accesses, std::back_inserter(of_threads),
+                       [](const Access& access) { return access.seen->is_threads; });
+  std::erase_if(accesses, [](const Access& access) { return access.seen->is_threads; });
   const bool is_of_transfers = is_finite_serialised(rerun);
-  const bool is_of_threads = is_changed_by_order(rerun);
   for (Origin& origin : origins) {
     std::vector<Access> own;
     std::ranges::copy_if(accesses, std::back_inserter(own),
                          [&](const Access& access) { return is_of(origin, *access.seen); });
     const bool is_gone = rerun.reproduced == false;
-    if (is_of_threads) {
-      own = accesses_of_threads(accesses);
+    if (!of_threads.empty()) {
+      own = of_threads;
       make_race(origin, own);
     } else if (is_of_transfers) {
       make_race(origin, own.empty() ? accesses : own);

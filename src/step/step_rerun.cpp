@@ -195,7 +195,7 @@ struct StepRerun::Impl {
     }
     options.program_code = step.program_code;
     options.threads = threads;
-    options.keep_calls = !options.fresh_memory && !options.reordered;
+    options.keep_calls = options.keep_calls && !options.fresh_memory;
     std::unique_ptr<OperatorTrace> trace;
     try {
       trace = std::make_unique<OperatorTrace>(std::move(options));
@@ -278,15 +278,16 @@ struct StepRerun::Impl {
     return true;
   }
 
-  struct Reordered {
-    bool has_come = false;  // the other order, on any rank
-    bool is_bad = false;    // on any rank
+  struct Ordered {
+    bool has_come_here = false;  // the other order, on this rank
+    bool has_come = false;       // on any rank
+    bool is_bad = false;         // on any rank
   };
 
-  /// One pass in which `order`, where this rank has one, is turned round. Empty: it ended early.
-  std::optional<Reordered> run_turned_round(const ThreadOrder* order,
-                                            std::optional<double> fresh_memory) {
-    TraceOptions options{.fresh_memory = fresh_memory};
+  /// One pass in which `order`, where this rank has one, is turned round; all as it comes where
+  /// none is. Empty: it ended early.
+  std::optional<Ordered> run_ordered(const ThreadOrder* order, std::optional<double> fresh_memory) {
+    TraceOptions options{.keep_calls = false, .fresh_memory = fresh_memory};
     if (order != nullptr) options.reordered = *order;
     const auto trace = make_trace(std::move(options));
     const Pass pass = run(step.run);
@@ -294,29 +295,37 @@ struct StepRerun::Impl {
       give_up();
       return std::nullopt;
     }
-    const bool has_come = locator.is_true_anywhere(trace && trace->has_reordered());
-    return Reordered{has_come, locator.is_true_anywhere(pass.is_bad)};
+    const bool has_come_here = trace && trace->has_reordered();
+    const bool has_come = locator.is_true_anywhere(has_come_here);
+    return Ordered{has_come_here, has_come, locator.is_true_anywhere(pass.is_bad)};
   }
 
   /// Turns round, one after the other, the orders in which the step and other threads used the same
-  /// memory, until one changes the outcome twice: that was a race. False where a pass has ended
-  /// early.
+  /// memory, until one is found that makes the outcome: another one each time that it is turned
+  /// round, and the re-run's own in between and afterwards. False where a pass has ended early.
   bool run_reordered(const std::vector<ThreadOrder>& orders, std::optional<double> fresh_memory,
                      Rerun& rerun) {
-    constexpr std::size_t kMostOrders = 4;
+    constexpr std::size_t kMostOrders = 8;
+    constexpr int kRounds = 2;
     const bool was_bad = *rerun.reproduced;
     for (std::size_t i = 0; i < kMostOrders; ++i) {
       const ThreadOrder* order = i < orders.size() ? &orders[i] : nullptr;
       if (!locator.is_true_anywhere(order != nullptr)) return true;
-      for (int pass = 0; pass < 2; ++pass) {
-        const auto reordered = run_turned_round(order, fresh_memory);
-        if (!reordered) return false;
-        if (!reordered->has_come) break;  // the program keeps this order
-        rerun.variants.push_back({RerunVariant::reordered, reordered->is_bad});
-        if (pass == 0 && order != nullptr) rerun.unordered.push_back(order->access);
-        if (reordered->is_bad == was_bad) break;
-        if (pass == 1) return true;
+      bool makes_outcome = true, has_come_here = false;
+      for (int round = 0; round < kRounds && makes_outcome; ++round) {
+        const auto turned = run_ordered(order, fresh_memory);
+        if (!turned) return false;
+        if (turned->has_come) rerun.variants.push_back({RerunVariant::reordered, turned->is_bad});
+        has_come_here = turned->has_come_here;
+        makes_outcome = turned->has_come && turned->is_bad != was_bad;
+        if (!makes_outcome) break;
+        const auto as_it_comes = run_ordered(nullptr, fresh_memory);
+        if (!as_it_comes) return false;
+        makes_outcome = as_it_comes->is_bad == was_bad;
       }
+      if (!makes_outcome) continue;
+      if (has_come_here) rerun.unordered.push_back(order->access);
+      return true;
     }
     return true;
   }
@@ -612,7 +621,9 @@ bool StepRerun::run_again() {
   if (!has_ended_early && is_bad_again && impl.may_be_race(!rerun.unordered.empty())) {
     has_ended_early = !impl.run_serialised(rerun);
   }
-  if (!has_ended_early && *rerun.reproduced) {
+  if (!has_ended_early) {
+    const bool is_run_eagerly = is_eager && !is_of_compiled_code;
+    const Switched eager(is_run_eagerly ? impl.step.set_eager : std::function<void(bool)>());
     has_ended_early = !impl.run_reordered(
         traced.thread_orders,
         is_memory_unwritten ? std::optional(std::numeric_limits<double>::quiet_NaN())
@@ -650,8 +661,6 @@ bool StepRerun::run_again() {
         rerun.control_reproduced = locator.is_true_anywhere(control.is_bad);
         if (rerun.control_reproduced == true && impl.may_be_race(traced.has_overlap)) {
           (void)impl.run_serialised(rerun);
-        } else if (rerun.reproduced == false) {
-          (void)impl.run_reordered(traced.thread_orders, std::nullopt, rerun);
         }
       }
     }

@@ -5,6 +5,8 @@
 #include <c10/util/Exception.h>
 
 #include <cstring>
+#include <unordered_map>
+#include <unordered_set>
 
 #include "tensor/observed_tensor.hpp"
 #include "tensor/own_work.hpp"
@@ -15,16 +17,20 @@ namespace {
 
 constexpr std::int64_t kAlignment = 64;  // of what Torch's allocators hand out, at least
 
+/// Where it lies between two multiples of kAlignment; an own allocation begins at one.
+std::int64_t misalignment_of(const at::Tensor& tensor) {
+  return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) %
+                                   kAlignment);
+}
+
 struct Span {
   std::int64_t begin = 0;
   std::int64_t end = 0;
 };
 
-/// From the last aligned byte before its first element.
 Span span_of(const at::Tensor& tensor) {
   const auto item = static_cast<std::int64_t>(tensor.element_size());
-  const std::int64_t begin = tensor.storage_offset() * item;
-  return {begin - begin % kAlignment, end_in_storage(tensor)};
+  return {tensor.storage_offset() * item, end_in_storage(tensor)};
 }
 
 at::Tensor over(const c10::Storage& storage, const at::Tensor& like, at::ScalarType dtype,
@@ -48,22 +54,50 @@ at::Tensor steady_copy(const at::Tensor& tensor) {
   if (steady_bytes(tensor) == 0) return tensor;
   const OwnWork own_work;
   const auto [begin, end] = span_of(tensor);
+  const auto item = static_cast<std::int64_t>(tensor.element_size());
+  const std::int64_t before = misalignment_of(tensor) / item * item;
   try {
     const at::Tensor bytes =
-        at::empty({end - begin}, tensor.options().dtype(at::kByte).requires_grad(false));
+        at::empty({before + end - begin}, tensor.options().dtype(at::kByte).requires_grad(false));
     if (tensor.device().is_cpu()) {
-      std::memcpy(bytes.mutable_data_ptr(),
+      std::memcpy(static_cast<std::byte*>(bytes.mutable_data_ptr()) + before,
                   static_cast<const std::byte*>(tensor.storage().data()) + begin,
                   static_cast<std::size_t>(end - begin));
     } else {
-      bytes.copy_(over(tensor.storage(), tensor, at::kByte, begin, {end - begin}, {1}));
+      over(bytes.storage(), tensor, at::kByte, before, {end - begin}, {1})
+          .copy_(over(tensor.storage(), tensor, at::kByte, begin, {end - begin}, {1}));
     }
-    const auto item = static_cast<std::int64_t>(tensor.element_size());
-    return over(bytes.storage(), tensor, tensor.scalar_type(),
-                tensor.storage_offset() - begin / item, tensor.sizes(), tensor.strides());
+    return over(bytes.storage(), tensor, tensor.scalar_type(), before / item, tensor.sizes(),
+                tensor.strides());
   } catch (const c10::Error&) {  // no memory
     return tensor;
   }
+}
+
+std::vector<at::Tensor> steady_together(const std::vector<at::Tensor>& tensors,
+                                        const std::function<at::Tensor(const at::Tensor&)>& copy) {
+  std::unordered_map<const c10::StorageImpl*, std::size_t> first;  // with this storage
+  std::vector<at::Tensor> copies;
+  std::unordered_set<const c10::StorageImpl*> shared;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (steady_bytes(tensors[i]) == 0) continue;
+    const auto* storage = tensors[i].storage().unsafeGetStorageImpl();
+    const auto [known, is_new] = first.emplace(storage, i);
+    if (!is_new && !tensors[known->second].is_same(tensors[i])) shared.insert(storage);
+  }
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensors[i];
+    const bool is_copied = steady_bytes(tensor) != 0;
+    const auto* storage = is_copied ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+    if (!is_copied || shared.contains(storage)) {
+      copies.push_back(tensor);
+    } else if (first.at(storage) < i) {
+      copies.push_back(copies[first.at(storage)]);
+    } else {
+      copies.push_back(copy(tensor));
+    }
+  }
+  return copies;
 }
 
 }  // namespace nanlocator

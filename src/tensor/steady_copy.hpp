@@ -4,6 +4,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
+#include <vector>
 
 namespace nanlocator {
 
@@ -13,9 +15,16 @@ namespace nanlocator {
 [[nodiscard]] std::uint64_t steady_bytes(const at::Tensor& tensor);
 
 /// The values of `tensor` as they are now on the current stream, in memory of its own, with the
-/// same strides and alignment: kernels that depend on these compute the same bits. As work of our
+/// same strides and at the same place between two multiples of 64 bytes: kernels that depend on
+/// these compute the same bits. As work of our
 /// own: no observer, dispatch mode or autograd sees it. `tensor` itself where it is not copied, or
 /// no memory is left.
 [[nodiscard]] at::Tensor steady_copy(const at::Tensor& tensor);
+
+/// `copy` of each, of the same tensor once; of different ones that share a storage none, as what is
+/// written to one of them is to be seen in the other.
+[[nodiscard]] std::vector<at::Tensor> steady_together(
+    const std::vector<at::Tensor>& tensors,
+    const std::function<at::Tensor(const at::Tensor&)>& copy);
 
 }  // namespace nanlocator

@@ -52,6 +52,7 @@ void OperatorTrace::Impl::start_beside_threads(const Frame& frame, ThreadFrames&
   // What a thread of a library does is not the program's to order.
   if (!place.is_steps && options.program_code && place.line.code == nullptr) return;
   if (options.reordered) return turn.await(*options.reordered, place, used_by(frame));
+  place.execution = threads.count(place);
   const bool is_inside = is_inside_operator(frames);
   for_each_used(frame, [&](const at::Tensor& tensor, bool is_write) {
     if (is_write && is_inside && !threads.is_known(tensor)) return;

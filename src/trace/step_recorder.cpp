@@ -30,10 +30,10 @@ namespace {
 /// More than this many events that something still needs are no training step's.
 constexpr std::size_t kMostEvents = 20000;
 /// Copies of data in a step: more than the batches of most programs, and little beside a model.
-constexpr std::uint64_t kMostCopiedOnHost = std::uint64_t{256} << 20;
+constexpr std::uint64_t kMostCopiedOnHost = std::uint64_t{64} << 20;
 constexpr std::uint64_t kMostCopiedOnDevice = std::uint64_t{32} << 20;
 /// Of one that an operator reads: larger ones are frozen weights rather than data.
-constexpr std::uint64_t kMostOfAnOperator = std::uint64_t{4} << 20;
+constexpr std::uint64_t kMostOfAnOperator = std::uint64_t{1} << 20;
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
@@ -303,14 +303,20 @@ struct StepRecorder::Impl {
     are_gradients_new = true;
   }
 
-  at::Tensor steady(const at::Tensor& tensor, std::uint64_t most_bytes) {
-    const std::uint64_t bytes = steady_bytes(tensor);
-    const bool is_on_host = tensor.defined() && tensor.device().is_cpu();
-    std::uint64_t& copied = is_on_host ? copied_on_host : copied_on_device;
-    const std::uint64_t limit = is_on_host ? kMostCopiedOnHost : kMostCopiedOnDevice;
-    if (bytes == 0 || bytes > most_bytes || copied + bytes > limit) return tensor;
-    copied += bytes;
+  [[nodiscard]] bool has_room_for(const at::Tensor& tensor) const {
+    const bool is_on_host = tensor.device().is_cpu();
+    return steady_bytes(tensor) + (is_on_host ? copied_on_host : copied_on_device) <=
+           (is_on_host ? kMostCopiedOnHost : kMostCopiedOnDevice);
+  }
+
+  at::Tensor steady(const at::Tensor& tensor) {
+    if (!tensor.defined() || !has_room_for(tensor)) return tensor;
+    (tensor.device().is_cpu() ? copied_on_host : copied_on_device) += steady_bytes(tensor);
     return steady_copy(tensor);
+  }
+
+  [[nodiscard]] bool may_copy_for_an_operator(const at::Tensor& tensor) const {
+    return steady_bytes(tensor) <= kMostOfAnOperator && has_room_for(tensor);
   }
 
   std::shared_ptr<RecordedEvent> new_event() {
@@ -602,10 +608,14 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
     });
   }
   if (made_now.empty() && !writes_own) return;
-  // A view of data: whoever reads it keeps what is there then.
+  // Of data alone, and a view, or of data that is too large to be copied: whoever reads what comes
+  // out keeps what is there then.
   const bool is_of_data =
       std::ranges::all_of(data.tensors, [](const Input& each) { return each.kept.defined(); });
-  if (info.is_view && !data.is_indispensable && is_of_data) return;
+  const bool is_too_large = std::ranges::any_of(data.tensors, [&](const Input& each) {
+    return each.kept.defined() && !may_copy_for_an_operator(each.kept);
+  });
+  if (is_of_data && !data.is_indispensable && (info.is_view || is_too_large)) return;
   const bool is_too_much = kept_bytes + bytes > options.most_bytes;
   if (!data.is_indispensable && (context.draws || is_too_much)) return;
 
@@ -622,7 +632,7 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
   for (Input& input : data.tensors) {
     if (!input.kept.defined() || !input.is_read) continue;
     if (version_of(input.kept) != input.version) continue;  // by a thread, meanwhile
-    input.kept = steady(input.kept, kMostOfAnOperator);
+    if (may_copy_for_an_operator(input.kept)) input.kept = steady(input.kept);
     input.version = version_of(input.kept);
   }
   if (is_too_much) {
@@ -755,8 +765,8 @@ std::optional<RecordedValue> StepRecorder::value_of(const at::Tensor& tensor) {
   return Impl::name_of(*found, tensor);
 }
 
-at::Tensor StepRecorder::steady(const at::Tensor& tensor) {
-  return impl_->steady(tensor, std::max(kMostCopiedOnHost, kMostCopiedOnDevice));
+std::vector<at::Tensor> StepRecorder::steady(const std::vector<at::Tensor>& tensors) {
+  return steady_together(tensors, [&](const at::Tensor& each) { return impl_->steady(each); });
 }
 
 std::shared_ptr<const RecordedEvent> StepRecorder::add_call(std::shared_ptr<void> payload,

@@ -24,6 +24,7 @@ void ThreadAccesses::begin_pass() {
   const std::lock_guard lock(mutex_);
   std::swap(old, memory_);
   orders_.clear();
+  executions_.clear();
   step_thread_ = at::RecordFunction::currentThreadId();
 }
 
@@ -51,13 +52,14 @@ std::vector<std::size_t> ThreadAccesses::add(const at::Tensor& tensor,
   auto& accesses = found->second.accesses;
   bool is_known = false;
   for (const Access& before : accesses) {
-    is_known =
-        is_known || (before.place.is_write == place.is_write && is_same(before.place, place));
-    if (before.place.is_steps == place.is_steps) continue;
-    if (!before.place.is_write && !place.is_write) continue;
-    if (!before.range.overlaps(range) || orders_.size() == kMostOrders) continue;
+    is_known = is_known || (before.place.is_write == place.is_write &&
+                            is_same(before.place, place) && before.range.contains(range));
+    if (before.place.is_steps == place.is_steps || !before.range.overlaps(range)) continue;
+    if (!(place.is_steps ? before.place : place).is_write) continue;  // what a thread reads
+    if (orders_.size() == kMostOrders) continue;
     const bool is_new = std::ranges::none_of(orders_, [&](const ThreadOrder& order) {
-      return is_same(order.first, before.place) && is_same(order.second, place);
+      return is_same(order.first, before.place) && is_same(order.second, place) &&
+             order.first.execution == before.place.execution;
     });
     if (!is_new) continue;
     seen.push_back(orders_.size());
@@ -65,6 +67,11 @@ std::vector<std::size_t> ThreadAccesses::add(const at::Tensor& tensor,
   }
   if (!is_known) accesses.push_back({place, range});
   return seen;
+}
+
+int ThreadAccesses::count(const ThreadOrder::Place& place) {
+  const std::lock_guard lock(mutex_);
+  return executions_[{place.is_steps, place.line.code, place.line.line, place.op}]++;
 }
 
 std::vector<ThreadOrder> ThreadAccesses::orders() const {
@@ -80,13 +87,14 @@ void ThreadAccesses::set_access(std::size_t order, UnorderedAccess access) {
 void Turn::begin_pass() {
   const std::lock_guard lock(mutex_);
   state_ = State::not_come;
+  executions_ = 0;
 }
 
 void Turn::await(const ThreadOrder& order, const ThreadOrder::Place& place,
                  const std::vector<at::Tensor>& tensors) {
   if (!is_same(order.first, place)) return;
   std::unique_lock lock(mutex_);
-  if (state_ != State::not_come) return;
+  if (executions_++ != order.first.execution || state_ != State::not_come) return;
   state_ = State::awaited;
   memory_.clear();
   for (const auto& tensor : tensors) {

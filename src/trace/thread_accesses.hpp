@@ -11,8 +11,10 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -27,6 +29,8 @@ class ThreadAccesses {
   void begin_pass();
   [[nodiscard]] bool is_of_step(std::size_t backward_depth) const;
 
+  /// How often the place has been counted before in this pass.
+  [[nodiscard]] int count(const ThreadOrder::Place& place);
   [[nodiscard]] bool is_known(const at::Tensor& tensor) const;
   /// `place` uses `tensor`. Returns the orders that are seen for the first time with it, as
   /// positions in `orders`.
@@ -41,16 +45,18 @@ class ThreadAccesses {
   };
   struct Memory {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // its address gets nobody else
-    std::vector<Access> accesses;                       // of each place the first
+    std::vector<Access> accesses;                       // of each place and range the first
   };
 
   mutable std::mutex mutex_;
   std::uint64_t step_thread_ = 0;
   std::unordered_map<const c10::StorageImpl*, Memory> memory_;
+  std::map<std::tuple<bool, const void*, int, std::string>, int> executions_;
   std::vector<ThreadOrder> orders_;
 };
 
-/// Makes the first of two operators wait for the second to have used its memory, once in a pass.
+/// Makes the first of two operators, in the execution that was seen to come first, wait for the
+/// second to have used its memory.
 class Turn {
  public:
   void begin_pass();
@@ -72,6 +78,7 @@ class Turn {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   State state_ = State::not_come;
+  int executions_ = 0;          // of the first operator, in this pass
   std::vector<Memory> memory_;  // of what is awaited
 };
 

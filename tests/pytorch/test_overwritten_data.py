@@ -1,6 +1,8 @@
 """Loops that load the next batch into the memory of this one, before the bad step is executed again."""
 
+import dataclasses
 import functools
+import itertools
 import math
 
 import numpy as np
@@ -124,6 +126,77 @@ def test_the_microbatches_of_a_step_may_share_their_memory():
     assert (origin["cause"], origin["microbatch"]) == ("bad_input", 1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: torch.Tensor
+
+
+class PlainBatch:
+    def __init__(self, x):
+        self.parts = {"x": [x]}
+
+    @property
+    def x(self):
+        return self.parts["x"][0]
+
+
+class Items(dict):
+    x = property(lambda self: self["x"])
+
+
+class Opaque(PlainBatch):
+    """Nobody knows what a copy of it is."""
+
+    def __reduce__(self):
+        raise AssertionError("it was copied")
+
+
+class OfBatches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = model_of(4)
+
+    def forward(self, batch):
+        return self.layers(batch.x)
+
+
+def verdict_of_batches(make, encoder=None):
+    torch.manual_seed(0)
+    model, buffer = OfBatches(), torch.randn(8, 4)
+    models = [model] if encoder is None else [model, encoder]
+    optimizer = torch.optim.SGD([p for each in models for p in each.parameters()], lr=0.1)
+    watch = nanlocator.watch(models, optimizer)
+    try:
+        with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
+            for step in range(3):
+                if step == 1:
+                    spoil(buffer)
+                x = buffer if encoder is None else encoder(buffer)
+                model(make(x)).square().mean().backward()
+                overwrite_without_a_version(buffer)
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        watch.remove()
+    return raised.value.verdict
+
+
+@pytest.mark.parametrize("kind", [Batch, PlainBatch, lambda x: Items(x=x)])
+@pytest.mark.parametrize("encoder", [None, lambda: nn.Linear(4, 4)])
+def test_the_data_may_be_in_an_object(kind, encoder):
+    verdict = verdict_of_batches(kind, encoder and encoder())
+    [origin] = verdict["origins"]
+    assert (origin["cause"], origin["cause_confidence"]) == ("bad_input", "high")
+    assert verdict["rerun"]["not_restored"] == []
+
+
+def test_an_object_that_cannot_be_copied_is_named_and_accuses_no_machine():
+    verdict = verdict_of_batches(Opaque)
+    [origin] = verdict["origins"]
+    assert origin["cause"] == "unknown"
+    assert any("(Opaque)" in each for each in verdict["rerun"]["not_restored"])
+
+
 class WritesItsInput(nn.Module):
     def __init__(self):
         super().__init__()
@@ -195,13 +268,23 @@ def batches():
 
 
 class Batches:
-    """Draws from an iterator that its method uses."""
+    """Draws from one of its iterators."""
 
     def __init__(self):
-        self.iterator = batches()
+        self.iterator, self.other = batches(), iter(())
+        self.rows = list(itertools.islice(batches(), 3)) * 9
 
     def draw(self):
         return next(self.iterator)
+
+    def draw_nested(self):
+        return lambda: torch.cat([next(self.iterator) for _ in range(1)])
+
+    def take(self):
+        return self.rows[0]
+
+    def __call__(self):
+        return self.draw()
 
 
 def draw_of_a_variable():
@@ -222,6 +305,9 @@ DRAWS = {
     "variable": (draw_of_a_variable, "iterator"),
     "method": (lambda: Batches().draw, "self.iterator"),
     "another function": (draw_by_another_function, "iterator"),
+    "nested in a method": (lambda: Batches().draw_nested(), "self.iterator"),
+    "object": (Batches, "self.iterator"),
+    "default": (lambda: lambda iterator=batches(): next(iterator), "a default"),  # noqa: B008
     "partial": (lambda: functools.partial(next, batches()), "an argument"),
 }
 
@@ -246,3 +332,124 @@ def test_a_closure_that_draws_another_batch_accuses_no_machine(how):
     [origin] = verdict["origins"]
     assert origin["cause"] == "unknown"
     assert any(f"'{name}'" in each for each in verdict["rerun"]["not_restored"])
+
+
+numbers = iter([0.0, 0.0, math.nan] + [0.0] * 100)
+
+
+class Moves(nn.Module):
+    """Computes something else in each call."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.how, self.calls, self.rows, self.counts = how, 0, [], {"calls": 0}
+
+    def forward(self, x):
+        self.calls += self.how == "calls"
+        self.counts["calls"] += self.how == "counts"
+        self.rows += [1] * (self.how == "rows")
+        calls = {"calls": self.calls, "counts": self.counts["calls"], "rows": len(self.rows)}[self.how]
+        return self.linear(x) / (0 if calls == 3 else 1)
+
+
+class Draws(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.linear(x + next(numbers))
+
+
+@pytest.mark.parametrize("name", ["calls", "counts", "rows", "numbers"])
+def test_what_moves_with_each_pass_accuses_no_machine(name):
+    torch.manual_seed(0)
+    model = Draws() if name == "numbers" else Moves(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = nanlocator.watch(model, optimizer)
+    try:
+        with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
+            for _ in range(4):
+                model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        watch.remove()
+    verdict = raised.value.verdict
+    [origin] = verdict["origins"]
+    assert origin["cause"] == "unknown"
+    assert any(f"'{name}'" in each for each in verdict["rerun"]["not_restored"])
+
+
+class Raises:
+    """As the proxy of a context that is over."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("out of context")
+
+
+def test_what_a_function_does_not_draw_from_is_not_named():
+    from nanlocator.closures import iterators_of
+
+    data, proxy = iter(()), Raises()
+
+    def closure(x):
+        proxy.anything  # noqa: B018
+        return x.data
+
+    assert iterators_of(Batches().take) == []
+    assert iterators_of(closure) == []
+    assert iterators_of(len) == []
+    assert next(data, None) is None
+
+
+class OfPairs(nn.Module):
+    """Takes another way for equal arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, a, b):
+        return self.linear(a + b if a is b else torch.log(b))
+
+
+def test_equal_arguments_are_equal_when_the_step_is_executed_again():
+    torch.manual_seed(0)
+    model, x = OfPairs(), torch.full((2, 4), -1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = nanlocator.watch(model, optimizer)
+    try:
+        with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
+            for step in range(2):
+                (model(x, x).square().mean() * (math.nan if step else 1.0)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        watch.remove()
+    [origin] = raised.value.verdict["origins"]
+    assert origin["cause"] == "bad_scalar"
+
+
+def test_data_that_is_too_large_to_be_copied_for_an_operator_is_what_comes_out_of_it():
+    torch.manual_seed(0)
+    rows = (2 << 20) // 16 + 1
+    buffer, model = torch.randn(rows, 4), model_of(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = nanlocator.watch(model, optimizer)
+    try:
+        with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
+            for step in range(2):
+                if step:
+                    spoil(buffer)
+                loss = model((buffer - 0.5) / 2).square().mean()
+                overwrite_by_numpy(buffer)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        watch.remove()
+    [origin] = raised.value.verdict["origins"]
+    assert origin["cause"] == "bad_input"

@@ -4,6 +4,7 @@ Rank 1 comes to the transfer after everybody else has used the memory, or everyb
 though not for it.
 """
 
+import itertools
 import math
 import time
 
@@ -35,12 +36,12 @@ class Gathered(nn.Module):
     def __init__(self, waits, late):
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.waits, self.late, self.calls = waits, late, 0
+        self.waits, self.late, self.calls = waits, late, itertools.count(1)
 
     def forward(self, x):
-        self.calls += 1
+        call = next(self.calls)
         parts = torch.full((2 * len(x), x.shape[1]), math.nan)  # until they have arrived
-        work = gathered(parts, x.detach(), self.late(self.calls))
+        work = gathered(parts, x.detach(), self.late(call))
         if self.waits:
             work.wait()
         total = parts[: len(x)] + parts[len(x) :]  # here
@@ -54,17 +55,17 @@ class Averaged(nn.Module):
     def __init__(self, waits, late):
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.waits, self.late, self.calls = waits, late, 0
+        self.waits, self.late, self.calls = waits, late, itertools.count(1)
 
     def forward(self, x):
         return self.linear(x)
 
     def average(self):
-        self.calls += 1
+        call = next(self.calls)
         gradient = self.linear.weight.grad
         buffer = gradient.clone()
         parts = torch.empty(2 * len(buffer), buffer.shape[1])
-        work = gathered(parts, buffer, self.late(self.calls))
+        work = gathered(parts, buffer, self.late(call))
         if self.waits:
             work.wait()
         self.use(buffer)

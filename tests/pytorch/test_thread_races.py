@@ -184,3 +184,85 @@ def test_a_bad_batch_of_a_loader_with_two_buffers_is_no_race():
     [origin] = verdict["origins"]
     assert origin["cause"] != "race"
     assert not [each for each in verdict["rerun"]["variants"] if each["variant"] == "reordered"]
+
+
+def test_what_a_race_has_made_bad_once_is_not_applied_by_recover():
+    torch.manual_seed(0)
+    model = Filled(False, lambda call: call == 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = nanlocator.LocatingOptimizer(inner, model, on_bad="recover")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model().square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert len(optimizer.verdicts) == 1
+
+
+class Flaky(nn.Module):
+    """Bad in some calls, whatever its thread does, which writes what nobody uses for the result."""
+
+    def __init__(self, bad_calls):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.bad_calls, self.calls = bad_calls, torch.zeros(())
+        self.shown = torch.zeros(4)
+
+    def forward(self, logarithm=False):
+        self.calls += 1
+        thread = threading.Thread(target=lambda: self.shown.fill_(1.0))
+        thread.start()
+        time.sleep(0.02)
+        x = self.linear(torch.randn(3, 4)) + 0 * self.shown
+        thread.join()
+        return x * (math.nan if self.calls.item() in self.bad_calls else 1.0)
+
+
+@pytest.mark.parametrize("bad_calls", [{2}, {2, 3}, {2, 3, 5}, {2, 4}, {2, 4, 5, 6}, {2, 3, 5, 6}])
+def test_a_fault_that_comes_and_goes_beside_a_thread_is_no_race(bad_calls):
+    verdict = verdict_of(Flaky(bad_calls))
+    [origin] = verdict["origins"]
+    assert origin["cause"] != "race" and origin["action_kind"] != "wait_for_thread"
+
+
+class Slots(nn.Module):
+    """A thread fills several buffers; the step waits for all but one of them."""
+
+    def __init__(self, forgotten):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.forgotten = forgotten
+
+    def forward(self, logarithm=False):
+        slots = torch.full((3, 3, 4), math.nan)
+        filled = [threading.Event() for _ in slots]
+
+        def fill():
+            for i, slot in enumerate(slots):
+                if i == self.forgotten:
+                    time.sleep(SHORT)
+                slot.copy_(torch.ones(3, 4))
+                filled[i].set()
+
+        thread = threading.Thread(target=fill)
+        thread.start()
+        x = 0.0
+        for i, slot in enumerate(slots):
+            if i != self.forgotten:
+                filled[i].wait()
+            x = x + self.linear(2 * slot)  # the slots
+        thread.join()
+        return x
+
+
+@pytest.mark.parametrize("forgotten", [0, 1, 2])
+def test_a_race_is_found_in_each_round_of_a_loop(forgotten):
+    verdict = verdict_of(Slots(forgotten))
+    [origin] = verdict["origins"]
+    assert (origin["cause"], origin["action_kind"]) == ("race", "wait_for_thread")
+    assert origin["code"]["line"] == line_of("x = x + self.linear(2 * slot)  # the slots")

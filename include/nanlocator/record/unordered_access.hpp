@@ -13,9 +13,10 @@
 namespace nanlocator {
 
 struct UnorderedAccess {
-  bool is_write = false;    // by the operator; else it read what the transfer was to bring
-  std::string transfer;     // "c10d::allreduce_"; the operator of the other thread
-  bool is_threads = false;  // of another thread of the program
+  bool is_write = false;  // by the operator; else it read what the transfer was to bring
+  std::string transfer;   // "c10d::allreduce_"; the operator of the other thread
+  /// Of another thread of the program; noted where the order of the two makes the outcome.
+  bool is_threads = false;
   std::string op;
   std::string module;  // of the operator; "" where unknown
   Phase phase = Phase::forward;

@@ -34,11 +34,12 @@ class Module;
 namespace nanlocator {
 
 /// Two operators that used the same memory in a pass, one of the step and one of another thread of
-/// the program; at least one of them wrote it.
+/// the program, which wrote it.
 struct ThreadOrder {
   struct Place {
     std::string op;
     ProgramCode::Position line;
+    int execution = 0;  // of this operator at this line, in the pass
     bool is_steps = false;
     bool is_write = false;
     std::string module;  // "" where none has been entered

@@ -118,10 +118,10 @@ class StepRecorder {
   /// elsewhere.
   [[nodiscard]] std::optional<RecordedValue> value_of(const at::Tensor& tensor);
 
-  /// For a call that is about to be given it: a copy of `tensor` that stays as it is now (memory of
-  /// the step that has it), or `tensor` itself where that is a weight, or the copies of this step
-  /// would take more than 256 MiB of the host or 32 MiB of a device.
-  [[nodiscard]] at::Tensor steady(const at::Tensor& tensor);
+  /// For a call that is about to be given them: of each a copy that stays as it is now, of equal
+  /// ones the same; or the tensor itself where it is a weight, shares its memory with another one,
+  /// or the copies of this step would take more than 64 MiB of the host or 32 MiB of a device.
+  [[nodiscard]] std::vector<at::Tensor> steady(const std::vector<at::Tensor>& tensors);
 
   /// A call that is over. `payload` tells its executor what to call; `inputs`: the tensors that it
   /// was given, `outputs`: those that it returned, in an order that the executor can repeat.
