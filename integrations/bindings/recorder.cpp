@@ -67,6 +67,8 @@ void bind_recorder(py::module_& m) {
       .def_property_readonly("backwards_before", &RecordedEvent::backwards_before);
   py::class_<RecordedValue>(m, "RecordedValue");
   m.def("steady_copy", &steady_copy, "tensor"_a, ReleaseGil());
+  m.def("content_sample", &content_sample, "tensor"_a, ReleaseGil());
+  m.def("has_content", &has_content, "tensor"_a, "sample"_a, ReleaseGil());
   m.def(
       "steady_copies",
       [](const std::vector<at::Tensor>& tensors) { return steady_together(tensors, steady_copy); },

@@ -150,6 +150,7 @@ class StepRecorder:
     def _leave_step(self) -> None:
         self.losses.clear()
         self._received.clear()
+        self._by_reference: list[tuple[torch.Tensor, torch.Tensor]] = []  # of what was named last
         self._obstacle = ""
         self._has_asked = self.has_update = False
 
@@ -194,6 +195,7 @@ class StepRecorder:
         given = tensors_of((args, kwargs))
         self._follow_switches(module)
         call = _ModuleCall(module, *self._named((args, kwargs)), self._now())
+        call.by_reference = self._by_reference
         with self.suspended(), self._in_module():
             output = original(module, *args, **kwargs)
         self._engine.note_weights()  # a forward may write to its own (Embedding's max_norm)
@@ -373,8 +375,13 @@ class StepRecorder:
         tensors = tensors_of(value)
         stand_ins: dict[int, Any] = {id(each): self._engine.value_of(each) or each for each in tensors}
         data = [each for each in tensors if stand_ins[id(each)] is each and _is_plain(each)]
-        if data:
-            stand_ins.update(zip(map(id, data), self._engine.steady(data), strict=True))
+        copies = self._engine.steady(data) if data else []
+        stand_ins.update(zip(map(id, data), copies, strict=True))
+        self._by_reference = [
+            (tensor, _C.content_sample(tensor))
+            for tensor, copy in zip(data, copies, strict=True)
+            if copy is tensor
+        ]
         return mapped(value, lambda each: stand_ins[id(each)])
 
     def note_received(self, tensors: list[torch.Tensor]) -> None:
@@ -462,6 +469,7 @@ class _Call:
         self._run = run
         self._switches = switches
         self.kept = KeptBatch([args, kwargs])
+        self.by_reference: list[tuple[torch.Tensor, torch.Tensor]] = []  # with samples of their content
         self._generators = _Generators()
         self._autocast = [
             (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
@@ -474,6 +482,10 @@ class _Call:
             f"'{name}' is an object that may have been written to since"
             for each in (args, kwargs)
             for name in kept_whole(each)
+        ] + [
+            f"a tensor of shape {list(tensor.shape)} has been written to since"
+            for tensor, sample in self.by_reference
+            if not _C.has_content(tensor, sample)
         ]
 
     def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:

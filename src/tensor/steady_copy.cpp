@@ -1,9 +1,12 @@
 #include "tensor/steady_copy.hpp"
 
+#include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
 #include <ATen/ops/set.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstring>
 #include <unordered_map>
 #include <unordered_set>
@@ -72,6 +75,29 @@ at::Tensor steady_copy(const at::Tensor& tensor) {
   } catch (const c10::Error&) {  // no memory
     return tensor;
   }
+}
+
+/// A view of the bytes of `kSampled` elements at most, in equal steps through its memory.
+static at::Tensor sampled_bytes(const at::Tensor& tensor) {
+  constexpr std::int64_t kSampled = 64;
+  const auto [begin, end] = span_of(tensor);
+  const auto item = static_cast<std::int64_t>(tensor.element_size());
+  const std::int64_t elements = (end - begin) / item;
+  const std::int64_t count = std::min(elements, kSampled);
+  const std::int64_t step = count < 2 ? 1 : (elements - 1) / (count - 1);
+  return over(tensor.storage(), tensor, at::kByte, begin, {count, item}, {step * item, 1});
+}
+
+at::Tensor content_sample(const at::Tensor& tensor) {
+  if (steady_bytes(tensor) == 0) return {};
+  const OwnWork own_work;
+  return sampled_bytes(tensor).clone();
+}
+
+bool has_content(const at::Tensor& tensor, const at::Tensor& sample) {
+  if (!sample.defined() || steady_bytes(tensor) == 0) return true;
+  const OwnWork own_work;
+  return at::equal(sampled_bytes(tensor), sample);
 }
 
 std::vector<at::Tensor> steady_together(const std::vector<at::Tensor>& tensors,

@@ -120,10 +120,11 @@ struct Input {
   at::Tensor gradient_of;  // the parameter
   at::Tensor kept;
   std::uint32_t version = 0;  // of `kept`, when it was read
+  at::Tensor sample;          // of its content then, where it is no copy
   bool is_read = true;        // its values, and not only its memory (views)
 
   [[nodiscard]] bool is_overwritten() const {
-    return kept.defined() && is_read && version_of(kept) != version;
+    return kept.defined() && is_read && (version_of(kept) != version || !has_content(kept, sample));
   }
 };
 
@@ -152,6 +153,8 @@ struct RecordedEvent::Data {
   std::vector<c10::IValue> arguments;  // without the tensors that have a name
   std::vector<Input> tensors;
   std::vector<Output> outputs;  // new tensors
+  /// The same, kept where data that was read is not: they stand for it once it is overwritten.
+  std::vector<at::Tensor> held;
   /// Gradients flow through what it makes, or it writes to something: its first outputs cannot
   /// stand for it.
   bool is_indispensable = false;
@@ -608,14 +611,10 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
     });
   }
   if (made_now.empty() && !writes_own) return;
-  // Of data alone, and a view, or of data that is too large to be copied: whoever reads what comes
-  // out keeps what is there then.
+  // A view of data: whoever reads it keeps what is there then.
   const bool is_of_data =
       std::ranges::all_of(data.tensors, [](const Input& each) { return each.kept.defined(); });
-  const bool is_too_large = std::ranges::any_of(data.tensors, [&](const Input& each) {
-    return each.kept.defined() && !may_copy_for_an_operator(each.kept);
-  });
-  if (is_of_data && !data.is_indispensable && (info.is_view || is_too_large)) return;
+  if (info.is_view && !data.is_indispensable && is_of_data) return;
   const bool is_too_much = kept_bytes + bytes > options.most_bytes;
   if (!data.is_indispensable && (context.draws || is_too_much)) return;
 
@@ -632,8 +631,14 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
   for (Input& input : data.tensors) {
     if (!input.kept.defined() || !input.is_read) continue;
     if (version_of(input.kept) != input.version) continue;  // by a thread, meanwhile
-    if (may_copy_for_an_operator(input.kept)) input.kept = steady(input.kept);
-    input.version = version_of(input.kept);
+    if (may_copy_for_an_operator(input.kept)) {
+      input.kept = steady(input.kept);
+      input.version = version_of(input.kept);
+      continue;
+    }
+    input.sample = content_sample(input.kept);
+    if (data.is_indispensable || !data.held.empty()) continue;
+    for (const auto& [_, tensor] : made_now) data.held.push_back(tensor);
   }
   if (is_too_much) {
     data.problem = "more than " + std::to_string(options.most_bytes) +

@@ -433,9 +433,8 @@ def test_equal_arguments_are_equal_when_the_step_is_executed_again():
     assert origin["cause"] == "bad_scalar"
 
 
-def test_data_that_is_too_large_to_be_copied_for_an_operator_is_what_comes_out_of_it():
+def verdict_of_large_data(rows, read, spoil, overwrite):
     torch.manual_seed(0)
-    rows = (2 << 20) // 16 + 1
     buffer, model = torch.randn(rows, 4), model_of(4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     watch = nanlocator.watch(model, optimizer)
@@ -444,12 +443,36 @@ def test_data_that_is_too_large_to_be_copied_for_an_operator_is_what_comes_out_o
             for step in range(2):
                 if step:
                     spoil(buffer)
-                loss = model((buffer - 0.5) / 2).square().mean()
-                overwrite_by_numpy(buffer)
+                loss = model(read(buffer)).square().mean()
+                overwrite(buffer)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
     finally:
         watch.remove()
-    [origin] = raised.value.verdict["origins"]
+    return raised.value.verdict
+
+
+ROWS = (1 << 20) // 16  # of a MiB
+
+
+def test_large_data_that_operators_read_may_be_overwritten():
+    verdict = verdict_of_large_data(2 * ROWS, lambda b: (b - 0.5) / 2, spoil, overwrite_by_numpy)
+    [origin] = verdict["origins"]
     assert origin["cause"] == "bad_input"
+
+
+def test_an_operator_on_large_data_is_named_where_nobody_overwrites_it():
+    def make_zero(buffer):
+        buffer[2, 1] = 0.0
+
+    verdict = verdict_of_large_data(2 * ROWS, lambda b: torch.log(b.abs()), make_zero, lambda buffer: None)
+    [origin] = verdict["origins"]
+    assert (origin["cause"], origin["operator"]) == ("operator_undefined", "aten::log")
+
+
+def test_data_too_large_for_a_copy_that_is_overwritten_accuses_no_machine():
+    verdict = verdict_of_large_data(65 * ROWS, lambda b: b, spoil, overwrite_by_numpy)
+    [origin] = verdict["origins"]
+    assert origin["cause"] == "unknown"
+    assert any("written to since" in each for each in verdict["rerun"]["not_restored"])
