@@ -99,6 +99,10 @@ void bind_recorder(py::module_& m) {
           },
           "path"_a)
       .def("value_of", &StepRecorder::value_of, "tensor"_a)
+      .def(
+          "note_received",
+          [](StepRecorder& r, const std::vector<at::Tensor>& tensors) { r.note_received(tensors); },
+          "tensors"_a)
       .def("steady", &StepRecorder::steady, "tensors"_a, ReleaseGil())
       .def(
           "add_call",

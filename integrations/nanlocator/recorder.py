@@ -35,7 +35,8 @@ from nanlocator.rerun import GeneratorStates
 from nanlocator.session import is_distributed
 from nanlocator.switches import Switches, switches_of
 
-_MOST_COPIED = 64 << 20  # bytes, of one tensor in a re-run
+# Data that is not copied, and samples of its content; None where nobody looks at it.
+_ByReference = list[tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class Follower(Protocol):
@@ -150,7 +151,7 @@ class StepRecorder:
     def _leave_step(self) -> None:
         self.losses.clear()
         self._received.clear()
-        self._by_reference: list[tuple[torch.Tensor, torch.Tensor]] = []  # of what was named last
+        self._by_reference: _ByReference = []  # of what was named last
         self._obstacle = ""
         self._has_asked = self.has_update = False
 
@@ -367,7 +368,8 @@ class StepRecorder:
         return [self.unscaled.get(t, t).detach() for t in _C.tensors_in(args[0]) if t.numel() == 1]
 
     def _function_call(self, function: type, args: Any) -> "tuple[_FunctionCall, list[torch.Tensor]]":
-        return _FunctionCall(function, self._named(args)), _C.tensors_in(args)
+        named = self._named(args)
+        return _FunctionCall(function, named, self._by_reference), _C.tensors_in(args)
 
     def _named(self, value: Any) -> Any:
         """``value`` with a name in place of each tensor that the step has computed, and a copy of each that
@@ -386,6 +388,7 @@ class StepRecorder:
 
     def note_received(self, tensors: list[torch.Tensor]) -> None:
         self._received += tensors
+        self._engine.note_received(tensors)
 
     # --- execution -----------------------------------------------------------------------------------
 
@@ -469,7 +472,7 @@ class _Call:
         self._run = run
         self._switches = switches
         self.kept = KeptBatch([args, kwargs])
-        self.by_reference: list[tuple[torch.Tensor, torch.Tensor]] = []  # with samples of their content
+        self.by_reference: _ByReference = []
         self._generators = _Generators()
         self._autocast = [
             (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
@@ -485,11 +488,11 @@ class _Call:
         ] + [
             f"a tensor of shape {list(tensor.shape)} has been written to since"
             for tensor, sample in self.by_reference
-            if not _C.has_content(tensor, sample)
+            if sample is not None and not _C.has_content(tensor, sample)
         ]
 
     def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
-        args, kwargs = _given(self.kept.item, replay)
+        args, kwargs = _given(self.kept.item, replay, {id(tensor) for tensor, _ in self.by_reference})
         self._generators.restore()
         self._switches.set()
         with contextlib.ExitStack() as stack:
@@ -530,16 +533,17 @@ class _PipelineCall(_Call):
 class _FunctionCall:
     """A custom autograd function that is applied outside of modules."""
 
-    def __init__(self, function: type, args: Any) -> None:
+    def __init__(self, function: type, args: Any, by_reference: "_ByReference") -> None:
         self._function = function
         self._args = args
+        self._by_reference = {id(tensor) for tensor, _ in by_reference}
         self._generators = _Generators()
 
     def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> "list[torch.Tensor | None]":
         self._generators.restore()
         recorded = [
             t
-            for t in _C.tensors_in(self._function.apply(*_given(self._args, replay)))
+            for t in _C.tensors_in(self._function.apply(*_given(self._args, replay, self._by_reference)))
             if t.grad_fn is not None
         ]
         outputs: list[torch.Tensor | None] = [None] * (1 + max((t.output_nr for t in recorded), default=-1))
@@ -698,10 +702,10 @@ class _Now:
         return self._replay.tensor(value) if isinstance(value, _C.RecordedValue) else value
 
 
-def _given(kept: Any, replay: "_C.StepReplay") -> Any:
-    """What stands for the arguments ``kept`` of a call that may write to its data. What was too large to be
-    copied the first time is not copied now."""
-    tensors = [each for each in tensors_of(kept) if _is_plain(each) and each.nbytes <= _MOST_COPIED]
+def _given(kept: Any, replay: "_C.StepReplay", by_reference: set[int]) -> Any:
+    """What stands for the arguments ``kept`` of a call that may write to its data. What was not copied the
+    first time is not copied now."""
+    tensors = [each for each in tensors_of(kept) if _is_plain(each) and id(each) not in by_reference]
     copies = dict(zip(map(id, tensors), _C.steady_copies(tensors), strict=True))
     now = _Now(replay)
     return mapped(kept, lambda each: copies.get(id(each), each) if torch.is_tensor(each) else now(each))

@@ -220,6 +220,7 @@ struct StepRecorder::Impl {
   int backwards = 0;
   std::uint64_t kept_bytes = 0;
   std::uint64_t copied_on_host = 0, copied_on_device = 0;  // bytes
+  std::unordered_set<const c10::StorageImpl*> received;
   std::unordered_map<const c10::TensorImpl*, Known> known;
   std::unordered_map<const c10::StorageImpl*, OwnMemory> memory;
   std::unordered_map<const c10::TensorImpl*, std::size_t> gradients;  // to the parameter
@@ -302,24 +303,28 @@ struct StepRecorder::Impl {
     gradients.clear();
     roots.clear();
     looked_at.clear();
+    received.clear();
     kept_bytes = copied_on_host = copied_on_device = 0;
     are_gradients_new = true;
   }
 
-  [[nodiscard]] bool has_room_for(const at::Tensor& tensor) const {
+  [[nodiscard]] bool may_copy(const at::Tensor& tensor) const {
+    if (tensor.has_storage() && received.contains(tensor.storage().unsafeGetStorageImpl())) {
+      return false;
+    }
     const bool is_on_host = tensor.device().is_cpu();
     return steady_bytes(tensor) + (is_on_host ? copied_on_host : copied_on_device) <=
            (is_on_host ? kMostCopiedOnHost : kMostCopiedOnDevice);
   }
 
   at::Tensor steady(const at::Tensor& tensor) {
-    if (!tensor.defined() || !has_room_for(tensor)) return tensor;
+    if (!tensor.defined() || !may_copy(tensor)) return tensor;
     (tensor.device().is_cpu() ? copied_on_host : copied_on_device) += steady_bytes(tensor);
     return steady_copy(tensor);
   }
 
   [[nodiscard]] bool may_copy_for_an_operator(const at::Tensor& tensor) const {
-    return steady_bytes(tensor) <= kMostOfAnOperator && has_room_for(tensor);
+    return steady_bytes(tensor) <= kMostOfAnOperator && may_copy(tensor);
   }
 
   std::shared_ptr<RecordedEvent> new_event() {
@@ -755,6 +760,7 @@ void StepRecorder::begin_step() {
   impl.functions.clear();
   impl.looked_at.clear();
   impl.backwards = 0;
+  impl.received.clear();
   impl.kept_bytes = impl.copied_on_host = impl.copied_on_device = 0;
   impl.are_gradients_new = true;
   impl.standing_problem.clear();
@@ -768,6 +774,12 @@ std::optional<RecordedValue> StepRecorder::value_of(const at::Tensor& tensor) {
   const auto* found = impl_->find(tensor);
   if (found == nullptr) return std::nullopt;
   return Impl::name_of(*found, tensor);
+}
+
+void StepRecorder::note_received(std::span<const at::Tensor> tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.has_storage()) impl_->received.insert(tensor.storage().unsafeGetStorageImpl());
+  }
 }
 
 std::vector<at::Tensor> StepRecorder::steady(const std::vector<at::Tensor>& tensors) {

@@ -476,3 +476,23 @@ def test_data_too_large_for_a_copy_that_is_overwritten_accuses_no_machine():
     [origin] = verdict["origins"]
     assert origin["cause"] == "unknown"
     assert any("written to since" in each for each in verdict["rerun"]["not_restored"])
+
+
+def test_data_that_needs_a_gradient_is_kept_as_it_is():
+    torch.manual_seed(0)
+    model = model_of(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = nanlocator.watch(model, optimizer)
+    try:
+        with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
+            for step in range(2):
+                x = torch.randn(8, 4)
+                if step:
+                    spoil(x)
+                model(x.requires_grad_()).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        watch.remove()
+    [origin] = raised.value.verdict["origins"]
+    assert origin["cause"] == "bad_input"

@@ -123,6 +123,10 @@ class StepRecorder {
   /// or the copies of this step would take more than 64 MiB of the host or 32 MiB of a device.
   [[nodiscard]] std::vector<at::Tensor> steady(const std::vector<at::Tensor>& tensors);
 
+  /// These came from other ranks in this step: kept by reference, as a trace knows them by their
+  /// memory. The caller keeps them alive until the next step begins.
+  void note_received(std::span<const at::Tensor> tensors);
+
   /// A call that is over. `payload` tells its executor what to call; `inputs`: the tensors that it
   /// was given, `outputs`: those that it returned, in an order that the executor can repeat.
   std::shared_ptr<const RecordedEvent> add_call(std::shared_ptr<void> payload,
