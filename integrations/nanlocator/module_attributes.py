@@ -3,7 +3,6 @@
 Nobody saves it at the start of a step. But what one re-run has moved the first pass has moved, too: a fault
 that is gone then may have gone with it."""
 
-import functools
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -25,19 +24,23 @@ _LIBRARIES = (
 )
 _MOST = 64  # elements of a container that are compared, beside its length
 _MOST_NAMED = 4
+_MOST_MODULES = 256
 
 
 class ModuleAttributes:
-    """A state (nanlocator.step.StepState) that is only compared: ``restore`` raises where it has moved since
-    it was called before in the same step, or where a module's code draws from an iterator."""
+    """A state (nanlocator.step.StepState) that is only compared, from re-run to re-run of a step: ``restore``
+    raises where one has moved it, or where a module's code draws from an iterator. What the bad pass has left
+    is not compared: that may hold a result."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._models = list(models)
-        self._seen: dict[tuple[str, str], Any] | None = None
+        self._restored = 0  # times in this step
+        self._seen: dict[tuple[str, str], Any] = {}
         self._moved: list[str] = []
 
     def save(self) -> None:
-        self._seen, self._moved = None, []
+        self._restored = 0
+        self._seen, self._moved = {}, []
 
     def restore(self) -> None:
         now = {
@@ -47,35 +50,26 @@ class ModuleAttributes:
             for name, value in list(vars(module).items())
             if name not in _OF_TORCH and (content := _content(value)) is not None
         }
-        if self._seen is None:
+        self._restored += 1
+        if self._restored == 1:
             self._moved = [f"'{name}' is an iterator" for name in self._iterators()]
-        else:
-            self._moved += [
-                _described(place) for place in now if now[place] != self._seen.get(place, now[place])
-            ]
+        elif self._restored > 2:
+            before = self._seen
+            self._moved += [_described(place) for place in now if now[place] != before.get(place, now[place])]
         self._seen = now
         if self._moved:
             raise RuntimeError(", ".join(list(dict.fromkeys(self._moved))[:_MOST_NAMED]))
 
     def _iterators(self) -> list[str]:
         """That the forwards of the program's own modules draw from."""
-        kinds = {type(module) for model in self._models for module in model.modules()}
-        return [
-            name
-            for kind in kinds
-            if kind.__module__.partition(".")[0] not in _LIBRARIES
-            for name in _iterators_of_forward(kind)
-        ]
+        modules = (module for model in self._models for module in model.modules())
+        own = [each for each in modules if type(each).__module__.partition(".")[0] not in _LIBRARIES]
+        return [name for module in own[:_MOST_MODULES] for name in iterators_of(module.forward)]
 
 
 def _described(place: tuple[str, str]) -> str:
     path, name = place
     return f"'{path}.{name}' changes with each pass" if path else f"'{name}' changes with each pass"
-
-
-@functools.cache
-def _iterators_of_forward(kind: type) -> list[str]:
-    return iterators_of(kind.forward)
 
 
 def _content(value: Any) -> Any:

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nanlocator import _C, fsdp2, lightning_steps
 from nanlocator.batches import KeptBatch
-from nanlocator.containers import kept_whole, mapped, tensors_of
+from nanlocator.containers import mapped, tensors_beside, tensors_of
 from nanlocator.driver import Named
 from nanlocator.evaluation import Evaluation, is_bad
 from nanlocator.modules import class_name
@@ -153,6 +153,7 @@ class StepRecorder:
         self._received.clear()
         self._by_reference: _ByReference = []  # of what was named last
         self._obstacle = ""
+        self._by_reference = []
         self._has_asked = self.has_update = False
 
     @contextlib.contextmanager
@@ -193,14 +194,19 @@ class StepRecorder:
             with self.suspended():
                 return original(module, *args, **kwargs)
         self._follower.before_forward()
-        given = tensors_of((args, kwargs))
         self._follow_switches(module)
-        call = _ModuleCall(module, *self._named((args, kwargs)), self._now())
-        call.by_reference = self._by_reference
+        try:
+            given = tensors_of((args, kwargs))
+            call = _ModuleCall(module, *self._named((args, kwargs)), self._now())
+            call.by_reference = self._by_reference
+        except Exception:  # what a class of the program raises when it is looked at
+            self.give_up(f"what {class_name(module)} was given cannot be kept")
+            call = None
         with self.suspended(), self._in_module():
             output = original(module, *args, **kwargs)
         self._engine.note_weights()  # a forward may write to its own (Embedding's max_norm)
-        self._engine.add_call(call, given, _C.tensors_in(output))
+        if call is not None:
+            self._engine.add_call(call, given, _C.tensors_in(output))
         return output
 
     @contextlib.contextmanager
@@ -298,6 +304,7 @@ class StepRecorder:
         for module in pipeline.modules:
             self._follow_switches(module)
         call = _PipelineCall(pipeline, step, *self._named((args, kwargs)), self._now())
+        call.by_reference = self._by_reference
         given = _C.tensors_in((args, kwargs))
         with self._writing_gradients(call, given, pipeline.losses), pipeline.watching():
             return pipeline.run(step, args, kwargs, call.take_generators)
@@ -379,12 +386,10 @@ class StepRecorder:
         data = [each for each in tensors if stand_ins[id(each)] is each and _is_plain(each)]
         copies = self._engine.steady(data) if data else []
         stand_ins.update(zip(map(id, data), copies, strict=True))
-        self._by_reference = [
-            (tensor, _C.content_sample(tensor))
-            for tensor, copy in zip(data, copies, strict=True)
-            if copy is tensor
-        ]
-        return mapped(value, lambda each: stand_ins[id(each)])
+        by_reference = [tensor for tensor, copy in zip(data, copies, strict=True) if copy is tensor]
+        by_reference += filter(_is_plain, tensors_beside(value))
+        self._by_reference = [(tensor, _C.content_sample(tensor)) for tensor in by_reference]
+        return mapped(value, lambda each: stand_ins.get(id(each), each))
 
     def note_received(self, tensors: list[torch.Tensor]) -> None:
         self._received += tensors
@@ -439,8 +444,8 @@ class StepRecorder:
     def changed_data(self) -> list[str]:
         payloads = [event.payload for event in self._engine.needed()]
         changed = [text for each in payloads if isinstance(each, _Call) for text in each.kept.changed(None)]
-        whole = [text for each in payloads if isinstance(each, _Call) for text in each.given_whole()]
-        return changed + whole + ([self.problem] if self.problem else [])
+        changed += [text for each in payloads if isinstance(each, _Call) for text in each.overwritten()]
+        return changed + ([self.problem] if self.problem else [])
 
 
 def _stop_in_child() -> None:
@@ -479,13 +484,8 @@ class _Call:
             for device in ("cpu", "cuda")
         ]
 
-    def given_whole(self) -> list[str]:
-        args, kwargs = self.kept.item
+    def overwritten(self) -> list[str]:
         return [
-            f"'{name}' is an object that may have been written to since"
-            for each in (args, kwargs)
-            for name in kept_whole(each)
-        ] + [
             f"a tensor of shape {list(tensor.shape)} has been written to since"
             for tensor, sample in self.by_reference
             if sample is not None and not _C.has_content(tensor, sample)

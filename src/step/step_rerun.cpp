@@ -659,6 +659,7 @@ bool StepRerun::run_again() {
         impl.give_up();
       } else {
         rerun.control_reproduced = locator.is_true_anywhere(control.is_bad);
+        rerun.not_restored = impl.not_restored;  // what moves from re-run to re-run is seen by now
         if (rerun.control_reproduced == true && impl.may_be_race(traced.has_overlap)) {
           (void)impl.run_serialised(rerun);
         }

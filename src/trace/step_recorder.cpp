@@ -643,7 +643,11 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
     }
     input.sample = content_sample(input.kept);
     if (data.is_indispensable || !data.held.empty()) continue;
-    for (const auto& [_, tensor] : made_now) data.held.push_back(tensor);
+    for (const auto& [_, tensor] : made_now) {
+      if (!may_copy(tensor)) continue;
+      (tensor.device().is_cpu() ? copied_on_host : copied_on_device) += steady_bytes(tensor);
+      data.held.push_back(tensor);
+    }
   }
   if (is_too_much) {
     data.problem = "more than " + std::to_string(options.most_bytes) +

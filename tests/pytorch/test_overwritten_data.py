@@ -1,9 +1,14 @@
 """Loops that load the next batch into the memory of this one, before the bad step is executed again."""
 
+import collections
 import dataclasses
 import functools
 import itertools
 import math
+import queue
+import threading
+import weakref
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -131,6 +136,10 @@ class Batch:
     x: torch.Tensor
 
 
+class Packed(NamedTuple):
+    x: torch.Tensor
+
+
 class PlainBatch:
     def __init__(self, x):
         self.parts = {"x": [x]}
@@ -143,12 +152,38 @@ class PlainBatch:
 class Items(dict):
     x = property(lambda self: self["x"])
 
+    def __setitem__(self, name, value):
+        assert isinstance(value, torch.Tensor)
+        super().__setitem__(name, value)
 
-class Opaque(PlainBatch):
-    """Nobody knows what a copy of it is."""
 
-    def __reduce__(self):
-        raise AssertionError("it was copied")
+class Slotted:
+    __slots__ = ("lock", "x")
+
+    def __init__(self, x):
+        self.x, self.lock = x, threading.Lock()
+
+
+class CopiesToItself(PlainBatch):
+    def __copy__(self):
+        return self
+
+
+class Validated(NamedTuple("Validated", [("x", torch.Tensor)])):
+    def __new__(cls, x):
+        assert isinstance(x, torch.Tensor)
+        return super().__new__(cls, x)
+
+
+@dataclasses.dataclass
+class WithMore:
+    number: int
+
+    @classmethod
+    def of(cls, x):
+        batch = cls(1)
+        batch.x = x
+        return batch
 
 
 class OfBatches(nn.Module):
@@ -181,7 +216,7 @@ def verdict_of_batches(make, encoder=None):
     return raised.value.verdict
 
 
-@pytest.mark.parametrize("kind", [Batch, PlainBatch, lambda x: Items(x=x)])
+@pytest.mark.parametrize("kind", [Batch, Packed, Validated, WithMore.of])
 @pytest.mark.parametrize("encoder", [None, lambda: nn.Linear(4, 4)])
 def test_the_data_may_be_in_an_object(kind, encoder):
     verdict = verdict_of_batches(kind, encoder and encoder())
@@ -190,11 +225,36 @@ def test_the_data_may_be_in_an_object(kind, encoder):
     assert verdict["rerun"]["not_restored"] == []
 
 
-def test_an_object_that_cannot_be_copied_is_named_and_accuses_no_machine():
-    verdict = verdict_of_batches(Opaque)
+@pytest.mark.parametrize("kind", [PlainBatch, lambda x: Items(x=x), Slotted, CopiesToItself])
+def test_an_object_that_is_not_copied_is_looked_at_and_accuses_no_machine(kind):
+    verdict = verdict_of_batches(kind)
     [origin] = verdict["origins"]
     assert origin["cause"] == "unknown"
-    assert any("(Opaque)" in each for each in verdict["rerun"]["not_restored"])
+    assert any("has been written to since" in each for each in verdict["rerun"]["not_restored"])
+
+
+def test_no_object_of_the_program_is_written_to_or_asked():
+    from nanlocator.containers import mapped, tensors_beside
+
+    x = torch.ones(2)
+    cycle = []
+    cycle.append(cycle)
+    for value in (
+        *(kind(x) for kind in (Batch, Packed, Validated, PlainBatch, Slotted, CopiesToItself)),
+        Items(x=x),
+        threading.Lock(),
+        queue.Queue(),
+        weakref.ref(x),
+        torch.strided,
+        torch.finfo(torch.float32),
+        torch.nn.utils.rnn.pack_sequence([x]),
+        collections.ChainMap({"x": x}),
+        cycle,
+    ):
+        mapped(value, lambda tensor: tensor.clone())
+        tensors_beside(value)
+        if hasattr(type(value), "x"):
+            assert value.x is x
 
 
 class WritesItsInput(nn.Module):
@@ -362,10 +422,21 @@ class Draws(nn.Module):
         return self.linear(x + next(numbers))
 
 
-@pytest.mark.parametrize("name", ["calls", "counts", "rows", "numbers"])
+class DrawsFromItself(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.numbers = iter([0.0, 0.0, math.nan] + [0.0] * 100)
+
+    def forward(self, x):
+        return self.linear(x + next(self.numbers))
+
+
+@pytest.mark.parametrize("name", ["calls", "counts", "rows", "numbers", "self.numbers"])
 def test_what_moves_with_each_pass_accuses_no_machine(name):
     torch.manual_seed(0)
-    model = Draws() if name == "numbers" else Moves(name)
+    drawing = {"numbers": Draws, "self.numbers": DrawsFromItself}
+    model = drawing[name]() if name in drawing else Moves(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     watch = nanlocator.watch(model, optimizer)
     try:
@@ -496,3 +567,72 @@ def test_data_that_needs_a_gradient_is_kept_as_it_is():
         watch.remove()
     [origin] = raised.value.verdict["origins"]
     assert origin["cause"] == "bad_input"
+
+
+def test_a_module_that_remembers_its_result_hides_no_transient_fault():
+    torch.manual_seed(0)
+    calls = iter([1.0, math.nan] + [1.0] * 9)
+
+    class Once(torch.autograd.Function):  # off the dispatcher, once
+        @staticmethod
+        def forward(ctx, x):
+            y = x.clone()
+            y.numpy()[0, 0] *= next(calls)
+            return y
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.last = nn.Linear(4, 1), 0.0
+
+        def forward(self, x):
+            y = Once.apply(self.linear(x))
+            self.last = float(y.detach().abs().max())
+            return y
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = nanlocator.watch(model, optimizer)
+    try:
+        with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
+            for _ in range(3):
+                model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        watch.remove()
+    verdict = raised.value.verdict
+    assert verdict["origins"][0]["cause"] == "not_reproduced"
+    assert verdict["rerun"]["not_restored"] == []
+
+
+class TakesMore(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x, more):
+        return self.linear(x)
+
+
+def test_an_argument_that_cannot_be_looked_at_is_no_business_of_a_step():
+    torch.manual_seed(0)
+    model, more = TakesMore(), Raises()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = nanlocator.watch(model, optimizer)
+    try:
+        with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
+            for step in range(3):
+                x = torch.randn(8, 4)
+                if step == 2:
+                    spoil(x)
+                model(x, more).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        watch.remove()
+    assert any("cannot be kept" in each for each in raised.value.verdict["notes"])
