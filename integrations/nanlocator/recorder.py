@@ -197,7 +197,7 @@ class StepRecorder:
         self._follow_switches(module)
         try:
             given = tensors_of((args, kwargs))
-            call = _ModuleCall(module, *self._named((args, kwargs)), self._now())
+            call = _ModuleCall(module, *self._named((args, kwargs), given), self._now())
             call.by_reference = self._by_reference
         except Exception:  # what a class of the program raises when it is looked at
             self.give_up(f"what {class_name(module)} was given cannot be kept")
@@ -378,10 +378,10 @@ class StepRecorder:
         named = self._named(args)
         return _FunctionCall(function, named, self._by_reference), _C.tensors_in(args)
 
-    def _named(self, value: Any) -> Any:
+    def _named(self, value: Any, tensors: list[torch.Tensor] | None = None) -> Any:
         """``value`` with a name in place of each tensor that the step has computed, and a copy of each that
-        the program may load the next batch into."""
-        tensors = tensors_of(value)
+        the program may load the next batch into. ``tensors``: those in it, where they are known."""
+        tensors = tensors_of(value) if tensors is None else tensors
         stand_ins: dict[int, Any] = {id(each): self._engine.value_of(each) or each for each in tensors}
         data = [each for each in tensors if stand_ins[id(each)] is each and _is_plain(each)]
         copies = self._engine.steady(data) if data else []

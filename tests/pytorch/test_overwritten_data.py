@@ -86,6 +86,22 @@ def spoil(buffer):
     buffer[2, 1] = math.nan
 
 
+def verdict_of_loop(models, compute, steps=3):
+    """Of steps in which ``compute(step)`` runs forward and backward: the bad one's."""
+    held = [p for each in (models if isinstance(models, list) else [models]) for p in each.parameters()]
+    optimizer = torch.optim.SGD(held, lr=0.1)
+    watch = nanlocator.watch(models, optimizer)
+    try:
+        with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
+            for step in range(steps):
+                compute(step)
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        watch.remove()
+    return raised.value.verdict
+
+
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("how", READ)
 def test_a_bad_batch_whose_memory_holds_the_next_one_is_bad_data(how, when):
@@ -113,21 +129,16 @@ def test_an_operator_on_data_outside_of_the_model_is_named_with_its_line(when):
 def test_the_microbatches_of_a_step_may_share_their_memory():
     torch.manual_seed(0)
     model, buffer = model_of(4), torch.empty(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watch = nanlocator.watch(model, optimizer)
-    try:
-        with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
-            for step in range(3):
-                for microbatch in range(3):
-                    buffer.data.copy_(torch.randn(8, 4))
-                    if (step, microbatch) == (1, 1):
-                        spoil(buffer)
-                    model(buffer / 2).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    finally:
-        watch.remove()
-    [origin] = raised.value.verdict["origins"]
+
+    def compute(step):
+        for microbatch in range(3):
+            buffer.data.copy_(torch.randn(8, 4))
+            if (step, microbatch) == (1, 1):
+                spoil(buffer)
+            model(buffer / 2).square().mean().backward()
+
+    verdict = verdict_of_loop(model, compute, 3)
+    [origin] = verdict["origins"]
     assert (origin["cause"], origin["microbatch"]) == ("bad_input", 1)
 
 
@@ -199,21 +210,15 @@ def verdict_of_batches(make, encoder=None):
     torch.manual_seed(0)
     model, buffer = OfBatches(), torch.randn(8, 4)
     models = [model] if encoder is None else [model, encoder]
-    optimizer = torch.optim.SGD([p for each in models for p in each.parameters()], lr=0.1)
-    watch = nanlocator.watch(models, optimizer)
-    try:
-        with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
-            for step in range(3):
-                if step == 1:
-                    spoil(buffer)
-                x = buffer if encoder is None else encoder(buffer)
-                model(make(x)).square().mean().backward()
-                overwrite_without_a_version(buffer)
-                optimizer.step()
-                optimizer.zero_grad()
-    finally:
-        watch.remove()
-    return raised.value.verdict
+
+    def compute(step):
+        if step == 1:
+            spoil(buffer)
+        x = buffer if encoder is None else encoder(buffer)
+        model(make(x)).square().mean().backward()
+        overwrite_without_a_version(buffer)
+
+    return verdict_of_loop(models, compute, 3)
 
 
 @pytest.mark.parametrize("kind", [Batch, Packed, Validated, WithMore.of])
@@ -269,18 +274,12 @@ class WritesItsInput(nn.Module):
 def test_a_model_that_writes_to_its_input_is_given_the_same_each_time():
     torch.manual_seed(0)
     model = WritesItsInput()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watch = nanlocator.watch(model, optimizer)
-    try:
-        with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
-            for step in range(3):
-                x = torch.full((2, 4), -0.5 if step == 1 else 1.0)
-                model(x).square().mean().add(torch.log(x[0, 0])).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    finally:
-        watch.remove()
-    verdict = raised.value.verdict
+
+    def compute(step):
+        x = torch.full((2, 4), -0.5 if step == 1 else 1.0)
+        model(x).square().mean().add(torch.log(x[0, 0])).backward()
+
+    verdict = verdict_of_loop(model, compute, 3)
     assert verdict["rerun"]["reproduced"] is True
     assert verdict["rerun"]["not_restored"] == []
 
@@ -437,17 +436,11 @@ def test_what_moves_with_each_pass_accuses_no_machine(name):
     torch.manual_seed(0)
     drawing = {"numbers": Draws, "self.numbers": DrawsFromItself}
     model = drawing[name]() if name in drawing else Moves(name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watch = nanlocator.watch(model, optimizer)
-    try:
-        with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
-            for _ in range(4):
-                model(torch.randn(8, 4)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    finally:
-        watch.remove()
-    verdict = raised.value.verdict
+
+    def compute(_):
+        model(torch.randn(8, 4)).square().mean().backward()
+
+    verdict = verdict_of_loop(model, compute, 4)
     [origin] = verdict["origins"]
     assert origin["cause"] == "unknown"
     assert any(f"'{name}'" in each for each in verdict["rerun"]["not_restored"])
@@ -490,38 +483,27 @@ class OfPairs(nn.Module):
 def test_equal_arguments_are_equal_when_the_step_is_executed_again():
     torch.manual_seed(0)
     model, x = OfPairs(), torch.full((2, 4), -1.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watch = nanlocator.watch(model, optimizer)
-    try:
-        with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
-            for step in range(2):
-                (model(x, x).square().mean() * (math.nan if step else 1.0)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    finally:
-        watch.remove()
-    [origin] = raised.value.verdict["origins"]
+
+    def compute(step):
+        (model(x, x).square().mean() * (math.nan if step else 1.0)).backward()
+
+    verdict = verdict_of_loop(model, compute, 2)
+    [origin] = verdict["origins"]
     assert origin["cause"] == "bad_scalar"
 
 
 def verdict_of_large_data(rows, read, spoil, overwrite):
     torch.manual_seed(0)
     buffer, model = torch.randn(rows, 4), model_of(4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watch = nanlocator.watch(model, optimizer)
-    try:
-        with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
-            for step in range(2):
-                if step:
-                    spoil(buffer)
-                loss = model(read(buffer)).square().mean()
-                overwrite(buffer)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    finally:
-        watch.remove()
-    return raised.value.verdict
+
+    def compute(step):
+        if step:
+            spoil(buffer)
+        loss = model(read(buffer)).square().mean()
+        overwrite(buffer)
+        loss.backward()
+
+    return verdict_of_loop(model, compute, 2)
 
 
 ROWS = (1 << 20) // 16  # of a MiB
@@ -552,20 +534,15 @@ def test_data_too_large_for_a_copy_that_is_overwritten_accuses_no_machine():
 def test_data_that_needs_a_gradient_is_kept_as_it_is():
     torch.manual_seed(0)
     model = model_of(4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watch = nanlocator.watch(model, optimizer)
-    try:
-        with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
-            for step in range(2):
-                x = torch.randn(8, 4)
-                if step:
-                    spoil(x)
-                model(x.requires_grad_()).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    finally:
-        watch.remove()
-    [origin] = raised.value.verdict["origins"]
+
+    def compute(step):
+        x = torch.randn(8, 4)
+        if step:
+            spoil(x)
+        model(x.requires_grad_()).square().mean().backward()
+
+    verdict = verdict_of_loop(model, compute, 2)
+    [origin] = verdict["origins"]
     assert origin["cause"] == "bad_input"
 
 
@@ -595,17 +572,11 @@ def test_a_module_that_remembers_its_result_hides_no_transient_fault():
             return y
 
     model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watch = nanlocator.watch(model, optimizer)
-    try:
-        with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
-            for _ in range(3):
-                model(torch.randn(8, 4)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    finally:
-        watch.remove()
-    verdict = raised.value.verdict
+
+    def compute(_):
+        model(torch.randn(8, 4)).square().mean().backward()
+
+    verdict = verdict_of_loop(model, compute, 3)
     assert verdict["origins"][0]["cause"] == "not_reproduced"
     assert verdict["rerun"]["not_restored"] == []
 
@@ -622,17 +593,12 @@ class TakesMore(nn.Module):
 def test_an_argument_that_cannot_be_looked_at_is_no_business_of_a_step():
     torch.manual_seed(0)
     model, more = TakesMore(), Raises()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watch = nanlocator.watch(model, optimizer)
-    try:
-        with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
-            for step in range(3):
-                x = torch.randn(8, 4)
-                if step == 2:
-                    spoil(x)
-                model(x, more).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    finally:
-        watch.remove()
-    assert any("cannot be kept" in each for each in raised.value.verdict["notes"])
+
+    def compute(step):
+        x = torch.randn(8, 4)
+        if step == 2:
+            spoil(x)
+        model(x, more).square().mean().backward()
+
+    verdict = verdict_of_loop(model, compute, 3)
+    assert any("cannot be kept" in each for each in verdict["notes"])
