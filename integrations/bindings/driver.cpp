@@ -119,6 +119,27 @@ void add_module_calls(StepAdapter& step, const Function& keep, const Function& m
   };
 }
 
+std::optional<CodeLine> code_line(const py::handle& from) {
+  if (from.is_none()) return std::nullopt;
+  const auto [file, line, function, text] =
+      from.cast<std::tuple<std::string, int, std::string, std::string>>();
+  return CodeLine{file, line, function, text};
+}
+
+/// From a nanlocator.stream_sanitizer.StreamAccess.
+UnorderedAccess stream_access(const py::handle& from) {
+  UnorderedAccess access;
+  access.is_write = from.attr("is_write").cast<bool>();
+  access.transfer = from.attr("other_operator").cast<std::string>();
+  access.other = Concurrent::stream;
+  access.op = from.attr("operator").cast<std::string>();
+  access.phase = from.attr("is_backward").cast<bool>() ? Phase::backward : Phase::forward;
+  access.parameter = from.attr("parameter").cast<std::string>();
+  access.transfer_code = code_line(from.attr("other_line"));
+  access.code = code_line(from.attr("line"));
+  return access;
+}
+
 /// From an object with the attributes of nanlocator.driver.Adapter.
 StepAdapter adapter_of(const py::object& from) {
   StepAdapter step;
@@ -157,6 +178,16 @@ StepAdapter adapter_of(const py::object& from) {
   step.set_serialised = [f = Function(from.attr("set_serialised"))](bool is_serialised) {
     f.call<py::object>(is_serialised);
   };
+  step.has_streams = [f = Function(from.attr("has_streams"))] { return f.call<bool>(); };
+  step.sanitise_streams =
+      [f = Function(from.attr("sanitise_streams"))](const std::function<void()>& run) {
+        const py::gil_scoped_acquire gil;
+        const py::cpp_function run_again([&run] { released(run); });
+        std::vector<UnorderedAccess> accesses;
+        for (const auto& each : f.call<py::list>(run_again))
+          accesses.push_back(stream_access(each));
+        return accesses;
+      };
   if (const auto loss_scale = if_callable(from, "loss_scale")) {
     step.loss_scale = [f = *loss_scale] { return loss_scale_of(f.call<Scale>()); };
   }

@@ -6,6 +6,7 @@ the step, and neither refers to the driver, which keeps them alive.
 """
 
 import contextlib
+import dataclasses
 import json
 import sys
 import weakref
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nanlocator import _C
+from nanlocator import _C, stream_sanitizer
 from nanlocator.boundaries import Boundaries
 from nanlocator.cuda_graphs import ReplayedGraphs, without_graphs
 from nanlocator.errors import NonFiniteGradientError
@@ -124,6 +125,20 @@ class Adapter:
         if self._serialised is not None:
             self._serialised.remove()
         self._serialised = SerialisedTransfers() if is_serialised else None
+
+    def has_streams(self) -> bool:
+        return stream_sanitizer.is_available()
+
+    def sanitise_streams(self, run: Any) -> list[stream_sanitizer.StreamAccess]:
+        """Calls ``run``, a pass of the step, under PyTorch's stream sanitizer."""
+        with stream_sanitizer.sanitised_streams() as accesses:
+            run()
+        names = {}
+        for name, parameter in self.parameters:
+            for tensor in (parameter, parameter.grad, getattr(parameter, "main_grad", None)):
+                if isinstance(tensor, torch.Tensor):
+                    names[tensor.data_ptr()] = name
+        return [dataclasses.replace(each, parameter=names.get(each.address, "")) for each in accesses]
 
     def abort_collectives(self) -> None:
         abort_collectives()

@@ -305,8 +305,8 @@ def module_call(
     """The call of ``module`` in the form that goes into a bundle: tensors by reference, the module itself
     as a pickle without its tensors."""
     weights = dict(module.named_parameters(remove_duplicate=False))
-    weights.update(module.named_buffers(remove_duplicate=False))
-    content, problem = pickled(module, weights)
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    content, problem = pickled(module, weights | buffers)
     return _C.ModuleCall(
         name,
         f"{type(module).__module__}.{type(module).__qualname__}",
@@ -314,7 +314,8 @@ def module_call(
         tuple(arguments),
         keywords,
         outputs,
-        {weight: tensor.detach() for weight, tensor in weights.items()},
+        {key: weight.detach() for key, weight in weights.items()}
+        | {key: buffer.detach().clone() for key, buffer in buffers.items()},  # later passes move these
         grad_outputs,
         grad_inputs,
         content,

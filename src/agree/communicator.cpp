@@ -375,17 +375,29 @@ std::optional<std::string> Communicator::offered(std::string_view key) noexcept 
 }
 
 bool Communicator::pass_barrier(std::string_view key, const std::vector<int>& absent,
-                                Deadline deadline) noexcept {
+                                Deadline deadline,
+                                const std::function<bool(int rank)>& is_at_work) noexcept {
   try {
+    const auto patience = deadline - Clock::now();
     const auto opened = std::string(key) + "/opened";
     if (!publish(key, "")) return false;
     if (rank() != 0) {
       if (std::ranges::find(absent, 0) != absent.end()) return false;
-      return fetch(opened, 0, deadline + kOutcomeGrace) == kWhole;
+      auto outcome = fetch(opened, 0, deadline + kOutcomeGrace);
+      while (!outcome && is_at_work && is_at_work(0)) {
+        outcome = fetch(opened, 0, Clock::now() + patience + kOutcomeGrace);
+      }
+      return outcome == kWhole;
     }
-    const bool is_whole = wait_for_key(*store_, prefix_ + "/" + std::string(key) + "/all", deadline,
-                                       [&] { return has_come_but_for(key, absent); }) ||
-                          has_come_but_for(key, absent);
+    const auto have_all_come = [&](Deadline limit) {
+      return wait_for_key(*store_, prefix_ + "/" + std::string(key) + "/all", limit,
+                          [&] { return has_come_but_for(key, absent); }) ||
+             has_come_but_for(key, absent);
+    };
+    bool is_whole = have_all_come(deadline);
+    while (!is_whole && is_at_work && std::ranges::any_of(missing(key, absent), is_at_work)) {
+      is_whole = have_all_come(Clock::now() + patience);
+    }
     return publish(opened, is_whole ? kWhole : "") && is_whole;
   } catch (...) {
     return false;
@@ -422,18 +434,22 @@ bool Communicator::is_lost(int rank) const {
   return std::ranges::binary_search(lost(), rank);
 }
 
-// Of every rank that is neither absent nor lost. It asks the Store for each of them, so only where
-// somebody is missing for good.
-bool Communicator::has_come_but_for(std::string_view key, std::vector<int> absent) const {
+// Of the ranks that are neither absent nor lost. It asks the Store for each of them.
+std::vector<int> Communicator::missing(std::string_view key, std::vector<int> absent) const {
   const auto lost_ranks = lost();
   absent.insert(absent.end(), lost_ranks.begin(), lost_ranks.end());
-  if (absent.empty()) return false;
+  std::vector<int> ranks;
   for (int peer = 0; peer < size(); ++peer) {
     if (std::ranges::find(absent, peer) != absent.end()) continue;
     const auto is_there = store_->has(key_of(key, peer), Clock::now() + kStoreAnswers);
-    if (!is_there || !*is_there) return false;
+    if (!is_there || !*is_there) ranks.push_back(peer);
   }
-  return true;
+  return ranks;
+}
+
+// Only where somebody is missing for good: otherwise one key says it of all.
+bool Communicator::has_come_but_for(std::string_view key, const std::vector<int>& absent) const {
+  return (!absent.empty() || !lost().empty()) && missing(key, absent).empty();
 }
 
 }  // namespace nanlocator

@@ -210,7 +210,8 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        true,
        {memory, race, kernel},
        {{wait_for_transfer, has<F::wrote_during_transfer, F::read_during_transfer>},
-        {find_race, has<F::control_bad>},
+        {wait_for_stream, has<F::wrote_beside_stream, F::read_beside_stream>},
+        {find_race, has<F::control_bad, F::ran_beside>},
         {test_device, always}}},
       {Cause::race,
        Owner::framework,
@@ -219,6 +220,7 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        false,
        {memory, kernel},
        {{wait_for_thread, has<F::wrote_beside_thread, F::read_beside_thread>},
+        {wait_for_stream, has<F::wrote_beside_stream, F::read_beside_stream>},
         {wait_for_transfer, has<F::wrote_during_transfer, F::read_during_transfer>},
         {find_race, always}}},
       {Cause::collective_result,
@@ -347,9 +349,10 @@ Owner owner_of(const Origin& origin, const CauseRow& row) {
       return Owner::unknown;
     case Action::wait_for_thread:
     case Action::wait_for_transfer:
+    case Action::wait_for_stream:
       return is_in_program(origin) ? Owner::model_author : Owner::framework;
     case Action::find_race:
-      return Owner::framework;
+      return has<FactKind::control_bad>(origin) ? Owner::framework : Owner::unknown;
     case Action::compare_peers:
       return Owner::unknown;  // the author's where the peers have it, too, else the machine's
     default:
@@ -362,7 +365,9 @@ std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) 
   std::vector<Suspect> left = row.suspects;
   const auto drop = [&](auto... suspects) { (std::erase(left, suspects), ...); };
   if (origin.cause == Cause::bad_weight && was_damaged_later(origin)) {
-    if (has<FactKind::copies_clean>(origin)) return {Suspect::memory, Suspect::link};
+    if (has<FactKind::copies_clean>(origin)) {
+      return {Suspect::memory, Suspect::link, Suspect::writer};
+    }
     return {Suspect::memory, Suspect::writer};
   }
   if (origin.cause == Cause::bad_weight && has<FactKind::optimizer_state_bad>(origin)) {

@@ -30,10 +30,20 @@ std::vector<Access> accesses_of(const Incident& incident) {
 }
 
 FactKind kind_of(const UnorderedAccess& access) {
-  if (access.is_threads) {
-    return access.is_write ? FactKind::wrote_beside_thread : FactKind::read_beside_thread;
+  using enum FactKind;
+  switch (access.other) {
+    case Concurrent::transfer:
+      return access.is_write ? wrote_during_transfer : read_during_transfer;
+    case Concurrent::thread:
+      return access.is_write ? wrote_beside_thread : read_beside_thread;
+    case Concurrent::stream:
+      return access.is_write ? wrote_beside_stream : read_beside_stream;
   }
-  return access.is_write ? FactKind::wrote_during_transfer : FactKind::read_during_transfer;
+  return wrote_during_transfer;
+}
+
+bool is_threads(const Access& access) {
+  return access.seen->other == Concurrent::thread;
 }
 
 /// One for each place in the program, with the ranks that were there.
@@ -113,9 +123,8 @@ void judge_races(const Incident& incident, const RerunOutcome& rerun,
                  std::vector<Origin>& origins) {
   auto accesses = accesses_of(incident);
   std::vector<Access> of_threads;  // noted only where their order makes the outcome
-  std::ranges::copy_if(accesses, std::back_inserter(of_threads),
-                       [](const Access& access) { return access.seen->is_threads; });
-  std::erase_if(accesses, [](const Access& access) { return access.seen->is_threads; });
+  std::ranges::copy_if(accesses, std::back_inserter(of_threads), is_threads);
+  std::erase_if(accesses, is_threads);
   const bool is_of_transfers = is_finite_serialised(rerun);
   for (Origin& origin : origins) {
     std::vector<Access> own;

@@ -53,26 +53,11 @@ class PartialFolder {
   }
   [[nodiscard]] const std::filesystem::path& path() const { return path_; }
 
-  /// Gives the folder the first of name, name-2, name-3, ... that is free, and returns it.
-  [[nodiscard]] std::string rename_to_free(const std::filesystem::path& parent,
-                                           const std::string& name) {
-    constexpr int kMostOfOneName = 10'000;
-    for (int count = 1; count < kMostOfOneName; ++count) {
-      const std::string candidate = count == 1 ? name : name + "-" + std::to_string(count);
-      const auto target = parent / candidate;
-      struct stat status {};
-      if (::lstat(target.c_str(), &status) == 0) continue;
-      if (::rename(path_.c_str(), target.c_str()) == 0) {
-        is_renamed_ = true;
-        return candidate;
-      }
-      // Another process took the name after the look at it.
-      if (errno != ENOTEMPTY && errno != EEXIST) {
-        throw_io_error("cannot rename a finished bundle to", target, errno);
-      }
+  void rename_to(const std::filesystem::path& target) {
+    if (::rename(path_.c_str(), target.c_str()) != 0) {
+      throw_io_error("cannot rename a finished bundle to", target, errno);
     }
-    throw IoError("cannot name a bundle in " + parent.string() + ": " + name + " and " +
-                  std::to_string(kMostOfOneName) + " more are taken");
+    is_renamed_ = true;
   }
 
  private:
@@ -94,6 +79,22 @@ void make_folder(const std::filesystem::path& folder) {
   if (is_new) sync_folder(folder_of(folder));
 }
 
+/// The first of name, name-2, name-3, ... that is free.
+std::string free_folder(const std::filesystem::path& run_dir, const std::string& name,
+                        const std::set<std::string>& taken) {
+  constexpr int kMostOfOneName = 10'000;
+  for (int count = 1; count < kMostOfOneName; ++count) {
+    const std::string folder =
+        std::string(kBundles) + "/" + name + (count == 1 ? "" : "-" + std::to_string(count));
+    struct stat status {};
+    const bool is_free =
+        !taken.contains(folder) && ::lstat((run_dir / folder).c_str(), &status) != 0;
+    if (is_free) return folder;
+  }
+  throw IoError("cannot name a bundle in " + (run_dir / kBundles).string() + ": " + name + " and " +
+                std::to_string(kMostOfOneName) + " more are taken");
+}
+
 std::uint64_t bytes_of(const BundleContents& contents) {
   std::uint64_t bytes = 0;
   for (const auto& storage : contents.storages) bytes += storage.bytes.size();
@@ -101,12 +102,28 @@ std::uint64_t bytes_of(const BundleContents& contents) {
   return bytes;
 }
 
+void write_folder(const std::filesystem::path& target, const PreparedBundle& prepared) {
+  const auto parent = target.parent_path();
+  make_folder(parent);
+  PartialFolder folder(
+      parent / (".partial-" + target.filename().string() + "-" + std::to_string(::getpid())));
+  write_safetensors(folder.path() / kTensorsFile, prepared.contents.storages,
+                    {{kBundleFile, checksum_text(crc32_of(prepared.json))}});
+  for (const auto& [file, text] : prepared.contents.files) {
+    write_private_file(folder.path() / file, text);
+  }
+  write_private_file(folder.path() / kBundleFile, prepared.json);
+  sync_folder(folder.path());
+  folder.rename_to(target);
+  sync_folder(parent);
+}
+
 }  // namespace
 
 BundleStore::BundleStore(std::filesystem::path run_dir, BundleBudget budget)
     : run_dir_(std::move(run_dir)), budget_(budget) {}
 
-std::string BundleStore::write(const Bundle& bundle, const BundleContents& contents) {
+std::optional<PreparedBundle> BundleStore::prepare(const Bundle& bundle, BundleContents contents) {
   const std::string name = folder_name_of(bundle);
   const std::uint64_t bytes = bytes_of(contents);
   const bool is_too_large = bytes > budget_.bytes - std::min(bytes_, budget_.bytes);
@@ -117,23 +134,34 @@ std::string BundleStore::write(const Bundle& bundle, const BundleContents& conte
                        std::to_string(bytes_) + " bytes and " + std::to_string(count_) +
                        " bundles in it already; one of " + std::to_string(bytes_ + bytes) +
                        " bytes and " + std::to_string(count_ + 1) + " bundles would keep it");
-    return {};
+    return std::nullopt;
   }
-
-  const std::string json = bundle_to_json(bundle, contents);
-  const auto parent = run_dir_ / kBundles;
-  make_folder(parent);
-  PartialFolder folder(parent / (".partial-" + name + "-" + std::to_string(::getpid())));
-  write_safetensors(folder.path() / kTensorsFile, contents.storages,
-                    {{kBundleFile, checksum_text(crc32_of(json))}});
-  for (const auto& [file, text] : contents.files) write_private_file(folder.path() / file, text);
-  write_private_file(folder.path() / kBundleFile, json);
-  sync_folder(folder.path());
-  const std::string taken = folder.rename_to_free(parent, name);
-  sync_folder(parent);
-  bytes_ += bytes + json.size();
+  PreparedBundle prepared;
+  prepared.json = bundle_to_json(bundle, contents);
+  prepared.folder = free_folder(run_dir_, name, prepared_);
+  prepared.contents = std::move(contents);
+  prepared_.insert(prepared.folder);
+  bytes_ += bytes + prepared.json.size();
   ++count_;
-  return std::string(kBundles) + "/" + taken;
+  return prepared;
+}
+
+void BundleStore::write(const PreparedBundle& prepared) {
+  try {
+    write_folder(run_dir_ / prepared.folder, prepared);
+  } catch (...) {
+    bytes_ -= bytes_of(prepared.contents) + prepared.json.size();
+    --count_;
+    prepared_.erase(prepared.folder);
+    throw;
+  }
+}
+
+std::string BundleStore::write(const Bundle& bundle, const BundleContents& contents) {
+  const auto prepared = prepare(bundle, contents);
+  if (!prepared) return {};
+  write(*prepared);
+  return prepared->folder;
 }
 
 std::uint64_t BundleStore::bytes_written() const noexcept {

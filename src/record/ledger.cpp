@@ -71,10 +71,9 @@ constexpr auto json_fields(const OptimizerState*) {
 constexpr auto json_fields(const UnorderedAccess*) {
   using A = UnorderedAccess;
   return std::tuple(JsonField("is_write", &A::is_write), JsonField("transfer", &A::transfer),
-                    JsonAdded(JsonField("is_threads", &A::is_threads)),
-                    JsonField("operator", &A::op), JsonOrNull("module", &A::module),
-                    JsonField("phase", &A::phase), JsonField("microbatch", &A::microbatch),
-                    JsonOrNull("parameter", &A::parameter),
+                    JsonAdded(JsonField("other", &A::other)), JsonField("operator", &A::op),
+                    JsonOrNull("module", &A::module), JsonField("phase", &A::phase),
+                    JsonField("microbatch", &A::microbatch), JsonOrNull("parameter", &A::parameter),
                     JsonField("transfer_code", &A::transfer_code), JsonField("code", &A::code),
                     JsonField("count", &A::count));
 }
@@ -87,7 +86,8 @@ constexpr auto json_fields(const Rerun*) {
                     JsonField("bad_parameters", &R::bad_parameters),
                     JsonField("not_restored", &R::not_restored),
                     JsonAdded(JsonField("variants", &R::variants)),
-                    JsonAdded(JsonField("unordered", &R::unordered)));
+                    JsonAdded(JsonField("unordered", &R::unordered)),
+                    JsonAdded(JsonField("concurrent", &R::concurrent)));
 }
 
 constexpr auto json_fields(const WeightValue*) {

@@ -180,12 +180,22 @@ std::string where_in_bundle(const Origin& origin) {
 }
 
 /// "self = -0.131".
+/// ATen's `self` and `other`, by their names in arithmetic.
+std::string operand_name(const std::string& op, const std::string& name) {
+  const bool is_division = op.starts_with("aten::div") || op.starts_with("aten::true_divide");
+  if (is_division && name == "self") return "dividend";
+  if (is_division && name == "other") return "divisor";
+  const bool has_one_argument = op.starts_with("aten::log") || op.starts_with("aten::sqrt") ||
+                                op.starts_with("aten::rsqrt") || op.starts_with("aten::reciprocal");
+  return has_one_argument && name == "self" ? "argument" : name;
+}
+
 std::string operands_of(const Origin& origin) {
   const Fact* const fact = find_fact(origin.facts, FactKind::values_at_first_bad);
   if (fact == nullptr) return "";
   std::vector<std::string> parts;
   for (const auto& [name, value] : fact->values)
-    parts.push_back(name + " = " + short_number(value));
+    parts.push_back(operand_name(origin.op, name) + " = " + short_number(value));
   return joined(parts, ", ");
 }
 
@@ -281,9 +291,8 @@ std::vector<std::string> restore_steps(const Origin& origin) {
   if (has_fact(origin.facts, FactKind::copies_clean)) {
     const auto damaged = ranks_of_fact(origin, FactKind::copies_clean);
     return {"test the memory and the links of " + ranks_or(damaged, ranks.c_str()) +
-                " before using it again",
-            "go on from a checkpoint, or with the clean copy on " +
-                ranks_or(ranks_of_fact(origin, FactKind::copies_clean, true), "another rank")};
+                " before using it again; look for code that writes to the parameter there alone",
+            "restart from a checkpoint in which " + origin.parameter + " is finite"};
   }
   const bool has_copy = has_fact(origin.facts, FactKind::optimizer_copy_finite);
   return {"look for code that writes to the parameter between steps",
@@ -328,6 +337,17 @@ std::vector<std::string> thread_steps(const Origin& origin) {
   return {"let the step and the thread take turns: an event, a queue or a join between " + threads +
               " (in the thread) and " + steps,
           "or give the thread memory that the step does not use"};
+}
+
+std::vector<std::string> stream_steps(const Origin& origin) {
+  const Fact* fact = find_fact(origin.facts, FactKind::wrote_beside_stream);
+  if (fact == nullptr) fact = find_fact(origin.facts, FactKind::read_beside_stream);
+  if (fact == nullptr) return {"let the streams wait for each other"};
+  const std::string other = fact->transfer_code ? code_place(*fact->transfer_code) : fact->transfer;
+  const std::string used = fact->code ? code_place(*fact->code) : fact->op;
+  return {"let the stream of " + used + " wait for that of " + other +
+              " (wait_stream, or an event), and record_stream memory that both use",
+          "run with TORCH_CUDA_SANITIZER=1 to see both accesses with their stacks"};
 }
 
 /// What the labels say of themselves.
@@ -393,18 +413,16 @@ std::string title_of(const Origin& origin) {
 }
 
 std::string certainty_of(const Origin& origin) {
-  std::string text =
-      "place " + std::string(name_of(origin.place_confidence)) + ", cause " +
-      (origin.cause_confidence == Confidence::low ? "open"
-                                                  : std::string(name_of(origin.cause_confidence)));
+  const bool is_open = origin.cause_confidence == Confidence::low;
+  const std::string place = "place " + std::string(name_of(origin.place_confidence));
+  const std::string cause = is_open ? "open" : std::string(name_of(origin.cause_confidence));
   std::vector<std::string> open;
   for (const Suspect suspect : origin.alternatives) open.push_back(suspect_text(suspect, origin));
-  if (open.empty()) return text;
-  // That a weight is bad is certain; what made it so is another question.
-  const char* const lead = origin.cause_confidence == Confidence::low ? ": "
-                           : origin.cause == Cause::bad_weight ? "; what damaged it is open: "
-                                                               : "; still open: ";
-  return text + lead + joined(open, " or ");
+  if (open.empty() || is_open) {
+    return place + ", cause " + cause + (open.empty() ? "" : ": " + joined(open, " or "));
+  }
+  // How it came about is known; what was behind it is another question.
+  return place + ", mechanism " + cause + "; root cause open: " + joined(open, " or ");
 }
 
 std::string owner_of(const Origin& origin) {
@@ -413,8 +431,8 @@ std::string owner_of(const Origin& origin) {
            "tensor, have no zero there";
   }
   if (origin.action == Action::test_transfer) {
-    return "whoever wrote the communication code first; cluster operator if the same link fails "
-           "again";
+    return "cluster operator if the network check fails or it happens here again; else the author "
+           "of the communication code";
   }
   const bool is_weights =
       origin.action == Action::restore_copy || origin.action == Action::find_weight_writer;
@@ -540,7 +558,7 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::scale_inputs:
       return {"find what makes the inputs of " + operation + " so large" + with_operands(origin) +
                   maxima_before_of(origin),
-              "scale them only if this size is meant: " + dtype_of(origin) + " ends at 3.4e38"};
+              "if this size is meant, scale them down: " + dtype_of(origin) + " ends at 3.4e38"};
     case Action::compare_peers:
       return {"compare the input of " + operation + with_operands(origin) +
                   " with that of the tensor-parallel peers: a zero on one rank alone comes from "
@@ -549,11 +567,12 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::correct_expression:
       return {"correct what makes the argument of " + operation + ": it is outside the domain" +
                   with_operands(origin) + "; an epsilon will not help",
-              "where such a value is meant, clamp it to a small positive one (at exactly zero the "
-              "slope is infinite)"};
+              "clamp it only where values at the edge of the domain are meant, to a small positive "
+              "one: at exactly zero the slope is infinite"};
     case Action::find_source_of_zero:
       return {"find what made " + zero_of(origin) + with_operands(origin),
-              "guard " + operation + " only where that is a value that may occur"};
+              "if a zero may occur there, handle that case (torch.where); if not, add no guard: it "
+              "would hide the fault"};
     case Action::guard_slope:  // the operands are those of backward
       return {"look at the input of " + operation + ", where its slope is infinite" +
                   where_in_bundle(origin),
@@ -615,24 +634,29 @@ std::vector<std::string> steps_text(const Origin& origin) {
       return wait_steps(origin);
     case Action::wait_for_thread:
       return thread_steps(origin);
+    case Action::wait_for_stream:
+      return stream_steps(origin);
     case Action::find_race:
+      if (find_fact(origin.facts, FactKind::control_bad) == nullptr) {
+        return {
+            "look for a race before the machine: run with CUDA_LAUNCH_BLOCKING=1, then without "
+            "overlapped communication or further threads; if it comes only with them, a race",
+            "note the device of " + ranks + ", and take it out if it fails again without them"};
+      }
       return {"look for a race: the fault needs the timing of an untraced run",
               "run with CUDA_LAUNCH_BLOCKING=1, then without overlapped communication; gone in "
               "both: a race"};
     case Action::compare_members:
       return {"look at the ledgers of the other members of the collective"};
     case Action::test_links:
-      return {
-          "execute the collective on known values over " +
-              ranks_or(ranks_of_fact(origin, FactKind::collective_changed, true), "its members"),
-          "check the links and the memory of " + ranks};
+      return {"where the network check fails, take the links and " + ranks + " out",
+              "where it passes, restart and note " + ranks + ": again there, it is the machine"};
     case Action::compare_sums:
       return {"compare the members' local sums, and add them in float64",
               "over the range of the dtype: an overflow, scale them; within it: the collective is "
               "at fault"};
     case Action::check_copy:
-      return {"check what touches gradients after the reduction on " + ranks,
-              "then its links and its memory"};
+      return {"check what touches gradients after the reduction on " + ranks};
     case Action::check_collective_code:
       return {collective_again_text(origin),
               "look at its code, its buffers and its dtype before the links"};
@@ -643,9 +667,9 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::test_transfer: {
       const std::string sender =
           ranks_or(ranks_of_fact(origin, FactKind::message_changed, true), "the sender");
-      return {"look in the code for a buffer that is freed or written while " + sender +
-                  " still sends it, or read on " + ranks + " before it has arrived",
-              "check the link from " + sender + " to " + ranks + ", and the memory of " + ranks};
+      return {"check the link from " + sender + " to " + ranks + ", and the memory of " + ranks,
+              "where they are well, look in the code for a buffer that is freed or written while " +
+                  sender + " still sends it, or read on " + ranks + " before it has arrived"};
     }
     case Action::ask_silent_ranks:
       return {"find out what happened to " +

@@ -5,6 +5,7 @@
 #include <functional>
 
 #include "nanlocator/record/collective_kind.hpp"
+#include "nanlocator/record/unordered_access.hpp"
 #include "report/words.hpp"
 
 namespace nanlocator {
@@ -103,6 +104,8 @@ std::string variant_text(const Fact& fact) {
       return "re-run with every transfer between ranks waited for where it begins";
     case RerunVariant::reordered:
       return "re-run with the other thread's use of the memory and the step's in the other order";
+    case RerunVariant::sanitised:
+      return "re-run under PyTorch's stream sanitizer";
   }
   return "";
 }
@@ -121,6 +124,24 @@ std::string transfer_text(const Fact& fact) {
 std::string thread_text(const Fact& fact) {
   return "another thread (" + fact.transfer +
          (fact.transfer_code ? " at " + code_text(*fact.transfer_code) : "") + ")";
+}
+
+std::string beside_text(const Fact& fact) {
+  std::vector<std::string> texts;
+  for (const std::string& name : fact.names) {
+    switch (value_named<Concurrent>(name).value_or(Concurrent::transfer)) {
+      case Concurrent::transfer:
+        texts.emplace_back("transfers between ranks were under way");
+        break;
+      case Concurrent::thread:
+        texts.emplace_back("another thread used the same memory");
+        break;
+      case Concurrent::stream:
+        texts.emplace_back("several streams of the device were in use");
+        break;
+    }
+  }
+  return joined(texts, ", and ");
 }
 
 /// What is sent from rank to rank in the phase; what is gathered may be weights.
@@ -338,7 +359,7 @@ std::string plain_text(const Fact& fact) {
              who_of(fact) + " read it first";
     case made_by_kernel:
       return fact.op + " made " + share_of(fact) + " in its " + fact.role +
-             "; PyTorch's dispatcher does not see it, and what it was given was looked at before";
+             "; PyTorch's dispatcher does not see it, and what it was given was scanned before";
     case was_given_unwritten_memory:
       return "it was given memory that nobody had written, and that held NaN or Inf already";
     case read_unwritten_memory:
@@ -478,6 +499,19 @@ std::string plain_text(const Fact& fact) {
     case read_beside_thread:
       return who_of(fact) + at_line(fact) + " read memory that " + thread_text(fact) +
              " writes, on " + ranks_text(fact.ranks) + ": neither waits for the other";
+    case wrote_beside_stream:
+      return who_of(fact) + at_line(fact) + " wrote to memory that " + fact.transfer +
+             (fact.transfer_code ? " at " + code_text(*fact.transfer_code) : "") +
+             " uses on another stream, on " + ranks_text(fact.ranks) +
+             ": PyTorch's stream sanitizer saw neither wait for the other";
+    case read_beside_stream:
+      return who_of(fact) + at_line(fact) + " read memory that " + fact.transfer +
+             (fact.transfer_code ? " at " + code_text(*fact.transfer_code) : "") +
+             " writes on another stream, on " + ranks_text(fact.ranks) +
+             ": PyTorch's stream sanitizer saw neither wait for the other";
+    case ran_beside:
+      return "while the operators of the step ran, " + beside_text(fact) +
+             ": a race is as likely as a fault of a device";
     case control_bad:
       return "a second re-run, without the operator trace, is bad again: it depends on timing, as "
              "a race or uninitialised memory does";
@@ -530,7 +564,7 @@ std::string plain_text(const Fact& fact) {
              (fact.variant == "scaled" ? " of its output for smaller inputs" : " that it computed");
     case no_kernel_reference:
       return "no float64 reference is known that agrees with what it computes: a bug and inputs "
-             "that overflow look alike";
+             "that overflow cannot be told apart";
     case became:
       return "it became " + bad_of(fact) + " in " + who_of(fact) + " (" + phase_of(fact) + ")";
     case reached:
@@ -591,10 +625,11 @@ std::string plain_text(const Fact& fact) {
     case members_got_other_bits:
       return other_results_text(fact);
     case every_copy_bad:
-      return "every rank that holds it and looked has it: it came from the checkpoint or from the "
+      return "every rank that holds it and scanned it has it: it came from the checkpoint or from "
+             "the "
              "step before, not from a fault of one device";
     case no_copy_elsewhere:
-      return "no other rank that looked holds a copy";
+      return "no other rank that scanned it holds a copy";
     case copies_not_scanned:
       return "whether the copies on " + ranks_text(fact.ranks) +
              " are clean is not known: the parameters were not scanned before the step";
@@ -629,15 +664,16 @@ std::string plain_text(const Fact& fact) {
       return received_finite_text(fact);
     case received_unseen_before:
       return "what " + ranks_text(fact.ranks) + " had received from " + ranks_text(fact.peers) +
-             " before it was not all looked at (quantised bytes, a tensor subclass or a captured "
+             " before it was not all scanned (quantised bytes, a tensor subclass or a captured "
              "stream): " +
              (fact.other_ranks ? "it may have come from there"
                                : "but another rank got the same, and sent nothing bad here");
     case weights_gathered_unseen:
       return "the weights that " + ranks_text(fact.ranks) +
              (fact.ranks.size() == 1 ? " gathers" : " gather") + " from " + ranks_text(fact.peers) +
-             " for each use were not looked at where they arrived: a gather that went wrong there "
-             "looks the same (level boundaries looks at them; with Megatron-FSDP, level modules)";
+             " for each use were not scanned where they arrived: a gather that went wrong there "
+             "cannot be told from it (level boundaries scans them; with Megatron-FSDP, level "
+             "modules)";
     case lockstep_ranks:
       return "these tensor-parallel ranks are bad at the same point of the program: they compute "
              "the same from the same there, or cannot be separated";
@@ -761,7 +797,7 @@ std::string plain_text(const Fact& fact) {
     case missing_gradient_inputs:
       return "what is missing for the cause: the inputs of the operator that computed this "
              "gradient; "
-             "without them a bad kernel, a hook and bad memory look the same";
+             "without them a bad kernel, a hook and bad memory cannot be told apart";
     case missing_history:
       return "missing for the cause: the history of this maximum over the steps before";
     case missing_largest:

@@ -163,8 +163,8 @@ class StaticParts {
         "no ledger arrived",
         "met it; the origin is elsewhere",
         "met it in the reduced gradients only",
-        "cut-off ledger, or it looked at nothing",
-        "nothing bad in what it looked at"};
+        "cut-off ledger, or it scanned nothing",
+        "nothing bad in what it scanned"};
     static constexpr std::array<std::string_view, 7> kLetters = {"B", "?", "S", "R", "r", "-", "C"};
     std::map<RankState, std::vector<int>> by_state;
     for (const PageRank& rank : pictures_.ranks.ranks) by_state[rank.state].push_back(rank.rank);

@@ -84,7 +84,7 @@ bool has_findings(const fs::path& folder) {
 
 [[noreturn]] void throw_no_run(const fs::path& directory) {
   throw FormatError(directory.string() +
-                    " is no folder of a run: expected run.json, verdict.json or files such as "
+                    " is not the folder of a run: expected run.json, verdict.json or files such as "
                     "ledger_tp0pp0dp0.jsonl in it or in its folders a0, a1, ...; name the "
                     "output_dir of the run, or a folder into which its ledgers were copied");
 }

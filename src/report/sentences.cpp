@@ -229,8 +229,13 @@ std::vector<Step> steps_of(const Verdict& verdict, const Origin& origin) {
   if (command.empty()) return steps;
   const bool is_one_host = verdict.layout->first_rank.world_size <= verdict.layout->ranks_per_host;
   const std::string when = course == Course::goes_on ? "when the job has ended, " : "";
-  steps.push_back(
-      {when + "check the machine" + (is_one_host ? "" : "s, on each host"), std::move(command)});
+  const bool is_first =
+      course == Course::stops && origin.alternatives.size() > 1 &&
+      std::ranges::find(origin.alternatives, Suspect::link) != origin.alternatives.end();
+  steps.insert(is_first ? steps.begin() : steps.end(),
+               {when + (is_one_host ? "check the machine and its links"
+                                    : "check the machines and their links, on each host"),
+                std::move(command)});
   return steps;
 }
 
@@ -272,6 +277,10 @@ std::string link_of(const Verdict& verdict, const Origin& origin) {
     std::vector<int> others;
     std::ranges::set_difference(fact->peers, fact->ranks, std::back_inserter(others));
     if (others.empty()) return "between " + places_text(verdict, fact->ranks);
+    if (kind != FactKind::message_changed) {  // no sender is known
+      return "between " + places_text(verdict, fact->ranks) + " and " +
+             places_text(verdict, others);
+    }
     return "from " + places_text(verdict, others) + " to " + places_text(verdict, fact->ranks);
   }
   return "";
@@ -284,7 +293,9 @@ std::string spread_of(const Verdict& verdict) {
           ? "it reached " + count_text(verdict.spread.ranks.size(), "rank")
           : "consequence: " + count_text(verdict.spread.parameters.size(), "parameter") +
                 (verdict.spread.parameters.size() == 1 ? " has" : " have") +
-                " a bad value or gradient on " + count_text(verdict.spread.ranks.size(), "rank");
+                (verdict.job.are_weights_finite == true ? " a bad gradient on "
+                                                        : " a bad value or gradient on ") +
+                count_text(verdict.spread.ranks.size(), "rank");
   if (verdict.spread.first_seen) {
     text += ", first scanned bad in " + std::string(name_of(*verdict.spread.first_seen));
   }
@@ -328,7 +339,8 @@ std::string restart_of(const Verdict& verdict) {
   if (course == Course::unknown || verdict.status == VerdictStatus::benign) return "";
   if (course == Course::goes_on) return "none needed: nothing bad of this step was applied";
   const std::string step = std::to_string(verdict.iteration);
-  const std::string finite = job.are_weights_finite == true ? "all weights are finite; " : "";
+  const std::string finite =
+      job.are_weights_finite == true ? "every weight was finite before step " + step + "; " : "";
   if (course == Course::goes_on_damaged && job.restart < Restart::before_step) {
     return "needed, from a checkpoint saved before step " + step +
            ": the weights are bad from this update on" +
@@ -338,12 +350,16 @@ std::string restart_of(const Verdict& verdict) {
   }
   switch (job.restart) {
     case Restart::latest:
-      return "latest checkpoint is safe: " + finite + "the fault did not come again";
+      return "from the latest checkpoint: " + finite + "the fault did not come again";
     case Restart::unknown:
-      return "latest checkpoint is safe: " + finite + "whether the fault comes again is not known";
+      return "from the latest checkpoint: " + finite +
+             (verdict.rerun.reproduced == false
+                  ? "the fault did not come again in the re-run, which may not have executed all"
+                  : "whether the fault comes again is not known");
     case Restart::repeats:
-      return "latest checkpoint is safe; with the same data and weights step " + step +
-             " is bad again: act first";
+      return "not yet: step " + step +
+             " is bad again with the same data and weights; when that is mended, from the latest "
+             "checkpoint";
     case Restart::before_step:
       return "only a checkpoint saved before step " +
              std::to_string(job.restart_before.value_or(verdict.iteration)) +

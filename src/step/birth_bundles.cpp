@@ -94,8 +94,6 @@ std::vector<Birth> keep_births(const Explanation& explanation, GradientLocator& 
                                const TakeKernelCall& take_kernel_call) {
   std::vector<Birth> births;
   std::set<std::tuple<BirthKind, Phase, std::string, std::string, std::string>> kept;
-  auto& store = locator.bundles();
-  const auto dropped_before = store.dropped().size();
   for (const auto& [traced, call, cpp_stack] : explanation.births) {
     Birth birth = traced;
     birth.sighting.iteration = iteration;
@@ -111,22 +109,19 @@ std::vector<Birth> keep_births(const Explanation& explanation, GradientLocator& 
     if (is_new && (call || kernel)) {
       try {
         auto bundle = bundle_of(birth, cpp_stack, locator);
-        StorageCollector storages;
+        const auto storages = std::make_shared<StorageCollector>();
         BundleContents further;
-        if (call) add_to_bundle(*call, bundle, storages);
-        if (kernel) kernel->add_to_bundle(bundle, storages, further);
-        if (add_module_call) add_module_call(birth, bundle, storages, further);
-        auto contents = storages.finish(bundle);
+        if (call) add_to_bundle(*call, bundle, *storages);
+        if (kernel) kernel->add_to_bundle(bundle, *storages, further);
+        if (add_module_call) add_module_call(birth, bundle, *storages, further);
+        auto contents = storages->finish(bundle);
         contents.files = std::move(further.files);
-        birth.bundle = store.write(bundle, contents);
+        birth.bundle = locator.keep_bundle(bundle, std::move(contents), storages);
       } catch (const std::exception& error) {
-        locator.add_note("The bundle of " + place.op + " could not be written: " + error.what());
+        locator.add_note("The bundle of " + place.op + " could not be made: " + error.what());
       }
     }
     births.push_back(std::move(birth));
-  }
-  for (auto i = dropped_before; i < store.dropped().size(); ++i) {
-    locator.add_note(store.dropped()[i]);
   }
   for (const auto& note : explanation.notes) locator.add_note(note);
   return births;

@@ -1,4 +1,4 @@
-// Births become evidence: each origin is replayed alone and written as a bundle.
+// Births become evidence: each origin is replayed alone and kept as a bundle.
 #pragma once
 
 #include <functional>
@@ -26,7 +26,8 @@ using TakeKernelCall = std::function<std::optional<KeptKernelCall>(const Birth&)
 [[nodiscard]] std::vector<Birth> births_of_kernels(const Explanation& explanation);
 
 /// The births of `explanation`, the replay's conclusion and the bundle's folder filled in for those
-/// that nothing but a mask came before. A bundle that cannot be written is a note of `locator`.
+/// that nothing but a mask came before. `locator` writes the bundles when the verdict is out; one
+/// that cannot be made is a note of it.
 [[nodiscard]] std::vector<Birth> keep_births(const Explanation& explanation,
                                              GradientLocator& locator, std::int64_t iteration,
                                              const AddModuleCall& add_module_call,

@@ -228,8 +228,16 @@ void GradientLocator::weights_are_finite() {
   impl_->weights_finite_after = impl_->iteration;
 }
 
-BundleStore& GradientLocator::bundles() noexcept {
-  return *impl_->bundles;
+std::string GradientLocator::keep_bundle(const Bundle& bundle, BundleContents contents,
+                                         std::shared_ptr<StorageCollector> storages) {
+  const auto dropped = impl_->bundles->dropped().size();
+  auto prepared = impl_->bundles->prepare(bundle, std::move(contents));
+  for (auto i = dropped; i < impl_->bundles->dropped().size(); ++i) {
+    add_note(impl_->bundles->dropped()[i]);
+  }
+  if (!prepared) return {};
+  impl_->kept_bundles.push_back({std::move(*prepared), std::move(storages)});
+  return impl_->kept_bundles.back().prepared.folder;
 }
 
 std::vector<GradientScanner::Scanned> GradientLocator::scanned_gradients() {
@@ -412,13 +420,19 @@ const Verdict* GradientLocator::conclude_alone(std::string reason, Failure failu
     return is_first ? nullptr : &impl.verdicts.back();
   }
   const auto reported = std::pair(ledger.sightings.size(), lost.size());
-  if (impl.reported_alone == reported) return &impl.verdicts.back();  // nothing new since
+  if (impl.reported_alone == reported) {  // nothing new since, but for bundles
+    impl.files->add_unwritten(impl.write_bundles());
+    return &impl.verdicts.back();
+  }
   impl.reported_alone = reported;
   if (!is_finding) notes.push_back(std::move(reason));
   auto verdict = impl.judge_alone(ledger, is_finding, std::move(notes));
   verdict.status = VerdictStatus::partial;
   impl.files->write(verdict, VerdictScope::alone, kRankLost);
   if (is_finding) impl.print(verdict);  // a loss alone is one line, of one rank
+  const auto unwritten = impl.write_bundles();
+  impl.files->add_unwritten(unwritten);
+  leave_out(unwritten, verdict);
   impl.verdicts.push_back(std::move(verdict));
   return &impl.verdicts.back();
 }

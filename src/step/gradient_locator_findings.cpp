@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <nlohmann/json.hpp>
 
 #include "nanlocator/files/atomic_file.hpp"
 #include "nanlocator/locate/locate.hpp"
@@ -86,6 +87,7 @@ void GradientLocator::Impl::forget_step() {
   framework_skips_update = false;
   notes = standing_notes;
   births.clear();
+  kept_bundles.clear();
   questions = 0;
   crossed.clear();
   crossings.clear();
@@ -281,6 +283,43 @@ void GradientLocator::Impl::read_ledgers(const Gathered& texts, const Ledger& mi
   }
 }
 
+/// When the verdict is out: large ones take a shared disk its time. Those that could not be
+/// written, which is on stderr by then.
+std::vector<UnwrittenBundle> GradientLocator::Impl::write_bundles() {
+  std::vector<UnwrittenBundle> unwritten;
+  for (const auto& [prepared, storages] : std::exchange(kept_bundles, {})) {
+    try {
+      bundles->write(prepared);
+    } catch (const std::exception& error) {
+      unwritten.push_back({prepared.folder, "The bundle " + prepared.folder + " of rank " +
+                                                std::to_string(rank()) +
+                                                " could not be written: " + error.what()});
+      std::cerr << "nanlocator: " + unwritten.back().problem + "\n" << std::flush;
+    }
+  }
+  return unwritten;
+}
+
+/// To rank 0, which reads it when all have come to the end: the first of any rank.
+void GradientLocator::Impl::offer_unwritten(const std::string& key,
+                                            const std::vector<UnwrittenBundle>& unwritten) const {
+  if (unwritten.empty()) return;
+  const auto& [folder, problem] = unwritten.front();
+  communicator->offer(key + "/unwritten", nlohmann::json{folder, problem}.dump());
+}
+
+void GradientLocator::Impl::take_unwritten(const std::string& key) const {
+  const auto text = communicator->offered(key + "/unwritten");
+  if (!text) return;
+  try {
+    const auto [folder, problem] =
+        nlohmann::json::parse(*text).get<std::pair<std::string, std::string>>();
+    files->add_unwritten({{folder, problem}});
+  } catch (const nlohmann::json::exception&) {
+    // Of a Store that others write to: the rank has said it on its stderr.
+  }
+}
+
 void GradientLocator::Impl::conclude_finding() {
   now_in(Activity::gathering);
   const auto key = incident_key();
@@ -293,6 +332,9 @@ void GradientLocator::Impl::conclude_finding() {
     ledger.notes.push_back("This rank's ledger did not reach the Store.");
   }
   keep_history_on_disk(ledger.notes);
+  if (rank() != 0) {  // its ledger is out, and nobody waits for it
+    offer_unwritten(key, write_bundles());
+  }
   verdicts.push_back(rank() == 0 ? conclude_as_first_rank(ledger, key, repetition)
                                  : conclude_as_other_rank(ledger, key));
   go_on_or_stop(verdicts.back(), key);
@@ -341,6 +383,9 @@ Verdict GradientLocator::Impl::conclude_as_first_rank(const Ledger& mine, const 
                "step" + std::to_string(iteration) + suffix + ".json");
   if (communicator) (void)communicator->publish(key + "/verdict", to_json(verdict));
   print(verdict);
+  const auto unwritten = write_bundles();
+  files->add_unwritten(unwritten);
+  leave_out(unwritten, verdict);
   write_page(verdict, std::move(ledgers));
   return verdict;
 }
@@ -428,8 +473,14 @@ void GradientLocator::Impl::go_on_or_stop(const Verdict& verdict, const std::str
   if (outcome_of(options.on_bad, verdict.rerun) != kStopped) return now_in(Activity::training);
   files->now_in(Activity::stopped, iteration);
   if (!communicator) return;
-  (void)communicator->pass_barrier(key + "/on_disk", verdict.silent_ranks,
-                                   Clock::now() + options.gather_deadline);
+  const auto limit = Clock::now() + kBusyPatience * options.gather_deadline;
+  (void)communicator->pass_barrier(
+      key + "/on_disk", verdict.silent_ranks, Clock::now() + options.gather_deadline,
+      [&](int peer) {  // a bundle may take its time
+        const auto* const monitor = communicator->monitor();
+        return monitor && Clock::now() < limit && monitor->is_locating(peer, iteration);
+      });
+  if (rank() == 0) take_unwritten(key);
   if (communicator->monitor()) communicator->monitor()->stop(iteration);
 }
 

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "gradients/backward_order.hpp"
+#include "nanlocator/replay/operator_call.hpp"
 #include "nanlocator/report/terminal.hpp"
 #include "nanlocator/step/gradient_locator.hpp"
 #include "step/last_words.hpp"
@@ -102,6 +103,11 @@ struct GradientLocator::Impl {
   std::vector<OptimizerState> optimizer_states;
   std::optional<std::int64_t> weights_finite_after;  // of this or any earlier step
   std::unique_ptr<BundleStore> bundles;
+  struct KeptBundle {
+    PreparedBundle prepared;
+    std::shared_ptr<StorageCollector> storages;
+  };
+  std::vector<KeptBundle> kept_bundles;  // of this step, not on disk yet
   std::vector<Verdict> verdicts;
   std::optional<LastWords> last_words;
   Verdict past_limit;  // what conclude returns after max_incidents
@@ -154,6 +160,9 @@ struct GradientLocator::Impl {
   }
   void read_ledgers(const Gathered& texts, const Ledger& mine, std::vector<Ledger>& ledgers,
                     std::vector<std::string>& problems) const;
+  std::vector<UnwrittenBundle> write_bundles();
+  void offer_unwritten(const std::string& key, const std::vector<UnwrittenBundle>& unwritten) const;
+  void take_unwritten(const std::string& key) const;
   void conclude_finding();
   [[noreturn]] void conclude_for_training(GradientLocator& locator, const std::string& why);
   Gathered gather_ledgers(const std::string& key);

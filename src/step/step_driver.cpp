@@ -212,7 +212,7 @@ struct StepDriver::Impl {
       locator.add_note("This step could not be executed again: " + why_not);
     } else if (can == CanRerun::yes || adapter.can_trace_later_steps) {
       locator.now_in(Activity::rerun);
-      is_clean_now = rerun.find_births(can, std::move(results), why_not);
+      is_clean_now = rerun.rerun_or_trace(can, std::move(results), why_not);
     }
     report(&locator.conclude());
     return decide(are_gradients, is_clean_now);
@@ -375,6 +375,8 @@ RerunnableStep StepDriver::rerunnable_step() {
   step.has_compiled_parts = impl.adapter.has_compiled_parts;
   step.set_eager = impl.adapter.set_eager;
   step.set_serialised = impl.adapter.set_serialised;
+  step.has_streams = impl.adapter.has_streams;
+  step.sanitise_streams = impl.adapter.sanitise_streams;
   step.add_module_call = impl.adapter.add_module_call;
   step.take_kernel_call = impl.adapter.take_kernel_call;
   step.abort_collectives = impl.adapter.abort_collectives;

@@ -278,6 +278,34 @@ struct StepRerun::Impl {
     return true;
   }
 
+  /// One pass under PyTorch's stream sanitizer, where the run stops anyway: its hooks stay in the
+  /// process. It sees a step from Python and may be the first to fail in it: no error of the
+  /// step's.
+  void run_sanitised(Rerun& rerun) {
+    const bool has_streams = locator.options().on_bad == Policy::stop && step.sanitise_streams &&
+                             step.has_streams && step.has_streams();
+    if (!locator.is_true_anywhere(has_streams)) return;
+    std::vector<UnorderedAccess> accesses;
+    const Pass pass = run([&] {
+      std::vector<NamedTensor> losses;
+      const auto forward_backward = [&] { losses = step.run(); };
+      if (has_streams) {
+        accesses = step.sanitise_streams(forward_backward);
+      } else {
+        forward_backward();
+      }
+      return losses;
+    });
+    if (has_ended_early(pass)) {
+      own_error = nullptr;
+      give_up();
+      return;
+    }
+    rerun.variants.push_back({RerunVariant::sanitised, locator.is_true_anywhere(pass.is_bad)});
+    if (!accesses.empty()) rerun.concurrent.push_back(Concurrent::stream);
+    rerun.unordered.insert(rerun.unordered.end(), accesses.begin(), accesses.end());
+  }
+
   struct Ordered {
     bool has_come_here = false;  // the other order, on this rank
     bool has_come = false;       // on any rank
@@ -617,6 +645,8 @@ bool StepRerun::run_again() {
   rerun.bad_parameters = traced.pass.bad_parameters;
   if (!has_ended_early) rerun.reproduced = is_bad_again || is_memory_unwritten;
   rerun.unordered = traced.unordered;
+  if (traced.has_overlap) rerun.concurrent.push_back(Concurrent::transfer);
+  if (!traced.thread_orders.empty()) rerun.concurrent.push_back(Concurrent::thread);
   const auto& explanation = traced.explanation;
   if (!has_ended_early && is_bad_again && impl.may_be_race(!rerun.unordered.empty())) {
     has_ended_early = !impl.run_serialised(rerun);
@@ -663,6 +693,7 @@ bool StepRerun::run_again() {
         if (rerun.control_reproduced == true && impl.may_be_race(traced.has_overlap)) {
           (void)impl.run_serialised(rerun);
         }
+        impl.run_sanitised(rerun);
       }
     }
     if (rerun.control_reproduced == false) {
@@ -687,8 +718,8 @@ bool StepRerun::run_again() {
   return is_clean_now;
 }
 
-bool StepRerun::find_births(CanRerun can_rerun, std::vector<GradientView> results,
-                            std::string_view why_no_pass) {
+bool StepRerun::rerun_or_trace(CanRerun can_rerun, std::vector<GradientView> results,
+                               std::string_view why_no_pass) {
   auto& impl = *impl_;
   const auto& options = impl.locator.options();
   const bool is_past_limit = impl.locator.incidents() >= options.max_incidents;

@@ -31,6 +31,15 @@ std::string describe_all(const std::vector<LostRank>& lost) {
 
 }  // namespace
 
+void leave_out(const std::vector<UnwrittenBundle>& bundles, Verdict& verdict) {
+  for (const auto& [folder, problem] : bundles) {
+    verdict.notes.push_back(problem);
+    for (Origin& origin : verdict.origins) {
+      if (origin.bundle == folder) origin.bundle.clear();
+    }
+  }
+}
+
 VerdictFiles::VerdictFiles(Run run, std::filesystem::path directory, RankCoordinates coordinates)
     : run_(std::move(run)),
       directory_(std::move(directory)),
@@ -52,27 +61,28 @@ void VerdictFiles::write(Verdict& verdict, VerdictScope scope, std::string_view 
                          const std::string& archive) {
   const std::lock_guard lock(mutex_);
   name_lost_ranks(verdict, scope);
-  if (scope == VerdictScope::alone || coordinates_.rank != 0) {
-    write_verdict(verdict, own_verdict_name());
-  }
-  if (is_first_living_rank() && (scope == VerdictScope::all_ranks || !lost_.empty())) {
-    if (!archive.empty()) write_verdict(verdict, std::filesystem::path("verdicts") / archive);
-    if (!is_less_than_on_disk(scope)) write_verdict(verdict, "verdict.json");
-    write_status(verdict, state, summary_of(verdict));
-  }
-  reported_ = Reported{verdict, scope, std::string(state)};
+  reported_ = Reported{verdict, scope, std::string(state), archive};
+  write_files(*reported_);
+  verdict = reported_->verdict;
+}
+
+void VerdictFiles::add_unwritten(const std::vector<UnwrittenBundle>& bundles) {
+  const std::lock_guard lock(mutex_);
+  if (bundles.empty() || !reported_) return;
+  leave_out(bundles, reported_->verdict);
+  write_files(*reported_);
 }
 
 void VerdictFiles::take_over(const Verdict& verdict, std::string_view state) {
   const std::lock_guard lock(mutex_);
-  reported_ = Reported{verdict, VerdictScope::all_ranks, std::string(state)};
+  reported_ = Reported{verdict, VerdictScope::all_ranks, std::string(state), {}};
 }
 
 void VerdictFiles::write_lost(const std::vector<LostRank>& lost) {
   const std::lock_guard lock(mutex_);
   if (lost == lost_) return;
   lost_ = lost;
-  auto reported = reported_.value_or(Reported{{}, VerdictScope::alone, std::string(kRankLost)});
+  auto reported = reported_.value_or(Reported{{}, VerdictScope::alone, std::string(kRankLost), {}});
   auto& verdict = reported.verdict;
   if (!reported_) {
     verdict.run_id = run_.id;
@@ -103,6 +113,18 @@ std::vector<LostRank> VerdictFiles::lost() const {
 }
 
 // --- with the lock ---
+
+void VerdictFiles::write_files(Reported& reported) const {
+  auto& [verdict, scope, state, archive] = reported;
+  if (scope == VerdictScope::alone || coordinates_.rank != 0) {
+    write_verdict(verdict, own_verdict_name());
+  }
+  if (is_first_living_rank() && (scope == VerdictScope::all_ranks || !lost_.empty())) {
+    if (!archive.empty()) write_verdict(verdict, std::filesystem::path("verdicts") / archive);
+    if (!is_less_than_on_disk(scope)) write_verdict(verdict, "verdict.json");
+    write_status(verdict, state, summary_of(verdict));
+  }
+}
 
 bool VerdictFiles::is_first_living_rank() const {
   for (int rank = 0; rank < coordinates_.rank; ++rank) {

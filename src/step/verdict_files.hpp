@@ -30,6 +30,14 @@ enum class VerdictScope {
   alone,      // of this rank only: the others were not asked
 };
 
+struct UnwrittenBundle {
+  std::string folder;   // as origins name it
+  std::string problem;  // a sentence
+};
+
+/// Notes in `verdict`; its origins name these no more.
+void leave_out(const std::vector<UnwrittenBundle>& bundles, Verdict& verdict);
+
 class VerdictFiles {
  public:
   /// Files go to `directory` (output_dir/a{attempt}), which exists.
@@ -49,6 +57,10 @@ class VerdictFiles {
   /// A verdict that another rank has written.
   void take_over(const Verdict& verdict, std::string_view state);
 
+  /// Bundles that the verdict on this step names, and that could not be written since: into the
+  /// files that `write` has written.
+  void add_unwritten(const std::vector<UnwrittenBundle>& bundles);
+
   /// The monitor's: this rank's ledger and partial verdict on disk; on the lowest living rank also
   /// verdict.json, status.json and a line on stderr. `lost` replaces what was there before.
   void write_lost(const std::vector<LostRank>& lost);
@@ -59,8 +71,10 @@ class VerdictFiles {
     Verdict verdict;
     VerdictScope scope;
     std::string state;
+    std::string archive;
   };
   // The lock is held in all of these.
+  void write_files(Reported& reported) const;
   [[nodiscard]] bool is_first_living_rank() const;
   [[nodiscard]] bool is_less_than_on_disk(VerdictScope scope) const;
   void name_lost_ranks(Verdict& verdict, VerdictScope scope) const;

@@ -73,7 +73,7 @@ void OperatorTrace::Impl::describe_thread_order(std::size_t order, const at::Ten
   const auto& others = seen.first.is_steps ? seen.second : seen.first;
   UnorderedAccess access{.is_write = own.is_write,
                          .transfer = others.op,
-                         .is_threads = true,
+                         .other = Concurrent::thread,
                          .op = own.op,
                          .module = own.module,
                          .phase = own.phase,

@@ -201,6 +201,18 @@ TEST_P(CommunicatorOnEveryStore, ABarrierThatARankDoesNotComeToIsLeftAtTheDeadli
   });
 }
 
+TEST_P(CommunicatorOnEveryStore, ABarrierWaitsAsLongAsARankIsAtWork) {
+  std::atomic<bool> is_at_work = true;
+  run_ranks(3, store(3), [&](const auto& communicator) {
+    const auto asked = [&](int rank) { return (rank == 1 || rank == 0) && is_at_work; };
+    if (communicator->rank() == 1) std::this_thread::sleep_for(3 * kShort);
+    EXPECT_TRUE(communicator->pass_barrier("on_disk", {}, after(kShort), asked));
+    is_at_work = false;
+    if (communicator->rank() == 1) return;
+    EXPECT_FALSE(communicator->pass_barrier("nobody is at work", {}, after(kShort), asked));
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Stores, CommunicatorOnEveryStore, ::testing::ValuesIn(kStores),
                          [](const auto& store) { return std::string(store.param.name); });
 

@@ -186,7 +186,7 @@ TEST_F(ReportCommand, WrongUseIsOneClearLine) {
   expect_wrong_use(report({"--watch", "soon"}), "expected seconds");
   expect_wrong_use(report({"--html", "--json"}), "do not go together");
   const TemporaryFolder empty;
-  expect_wrong_use(run_command({"report", empty.path()}), "is no folder of a run");
+  expect_wrong_use(run_command({"report", empty.path()}), "is not the folder of a run");
 }
 
 TEST_F(ReportCommand, WatchTellsTheVerdictOfARunThatStopped) {

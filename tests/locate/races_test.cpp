@@ -102,7 +102,7 @@ TEST(Races, WhatIsFiniteOnceTransfersAreWaitedForWasARaceWhateverOperatorItWasBo
 UnorderedAccess access_of_thread(const std::string& op) {
   UnorderedAccess access = access_of(op);
   access.is_write = false;
-  access.is_threads = true;
+  access.other = Concurrent::thread;
   access.transfer = "aten::copy_";
   access.transfer_code = CodeLine{"loader.py", 31, "fill", "batch.copy_(...)"};
   return access;

@@ -83,7 +83,7 @@ def test_the_ledger_of_a_skipped_step_has_its_microbatches(pool):
         assert [microbatch["number"] for microbatch in microbatches] == [0, 1]
         for microbatch in microbatches:
             (tokens,) = (line for line in microbatch["tensors"] if line.startswith("tokens: "))
-            assert "int64 [2, 16]" in tokens and "digest" in tokens
+            assert "int64 [2, 16]" in tokens and "fingerprint" in tokens
 
 
 def test_more_findings_than_are_located_are_skipped_all_the_same(pool):

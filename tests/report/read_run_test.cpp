@@ -131,7 +131,8 @@ TEST_F(RunFolder, AStepOfOneRankAloneNamesTheFullerOne) {
 }
 
 TEST_F(RunFolder, WhatIsNoRunIsRefusedAndAHealthyRunIsClean) {
-  EXPECT_THAT(message_of<FormatError>([&] { (void)read(); }), HasSubstr("is no folder of a run"));
+  EXPECT_THAT(message_of<FormatError>([&] { (void)read(); }),
+              HasSubstr("is not the folder of a run"));
   EXPECT_THAT(message_of<IoError>([&] { (void)read_run(folder_ / "missing"); }),
               HasSubstr("there is no folder"));
   folder_.plant("param_manifest_tp0pp0dp0.json", "{}");

@@ -86,8 +86,9 @@ std::string action_after(BirthKind kind) {
 
 TEST(MachineCheck, IsNamedWhereTheMachineMayBeAtFaultAndNowhereElse) {
   EXPECT_THAT(action_after(BirthKind::collective),
-              EndsWith("; check the machines, on each host: nanlocator netcheck --nproc-per-node 1 "
-                       "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a17:29400 --tp 2"));
+              StartsWith("check the machines and their links, on each host: nanlocator netcheck "
+                         "--nproc-per-node 1 "
+                         "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a17:29400 --tp 2"));
   EXPECT_THAT(action_after(BirthKind::memory), HasSubstr("nanlocator netcheck"));
   EXPECT_THAT(action_after(BirthKind::nan), Not(HasSubstr("netcheck")));
 }
@@ -213,8 +214,8 @@ TEST(Sentences, ARestartIsAdvisedFromTheJobsState) {
                  .are_weights_updated = false,
                  .are_weights_finite = true,
                  .restart = Restart::latest};
-  EXPECT_THAT(restart_of(verdict), StartsWith("latest checkpoint is safe"));
-  EXPECT_THAT(restart_of(verdict), HasSubstr("all weights are finite"));
+  EXPECT_THAT(restart_of(verdict), StartsWith("from the latest checkpoint"));
+  EXPECT_THAT(restart_of(verdict), HasSubstr("every weight was finite before step 1284"));
   verdict.job.are_weights_finite.reset();
   EXPECT_THAT(restart_of(verdict), Not(HasSubstr("finite")));
   verdict.job.restart = Restart::repeats;

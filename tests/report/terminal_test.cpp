@@ -72,13 +72,15 @@ TEST(FormatVerdict, TheStateOfTheJobComesFirstAndStepsAreNumbered) {
   verdict.layout->ranks_per_host = 8;
   const std::string text = format_verdict(verdict, {.width = 60});
   EXPECT_THAT(text, HasSubstr("\n  job        stops; nothing of step 1284"));
-  EXPECT_THAT(text, HasSubstr("\n  restart    latest checkpoint is safe"));
+  EXPECT_THAT(text, HasSubstr("\n  restart    from the latest checkpoint"));
   EXPECT_LT(text.find("  restart"), text.find("  cause"));
   EXPECT_THAT(text, HasSubstr("\n  action     1. test the memory"));
   EXPECT_THAT(text, HasSubstr("\n             2. look for a kernel"));
-  EXPECT_THAT(text,
-              HasSubstr("\n             3. check the machine:\n             nanlocator netcheck "
-                        "--nproc-per-node 8\n"))
+  EXPECT_THAT(
+      text,
+      HasSubstr(
+          "\n             3. check the machine and its links:\n             nanlocator netcheck "
+          "--nproc-per-node 8\n"))
       << "a command stands on a line of its own";
 }
 

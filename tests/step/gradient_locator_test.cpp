@@ -15,12 +15,14 @@
 #include "gradients/tensors.hpp"
 #include "nanlocator/record/history.hpp"
 #include "nanlocator/record/ledger.hpp"
+#include "nanlocator/replay/operator_call.hpp"
 #include "nanlocator/report/verdict_json.hpp"
 #include "temporary_folder.hpp"
 
 namespace nanlocator::testing {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -412,6 +414,46 @@ TEST_F(SingleProcess, ARunFolderThatHasGoneIsANoteInTheVerdict) {
   EXPECT_THAT(locator.verdicts().at(0).notes, ::testing::Contains(HasSubstr("not on disk")));
 }
 
+// A bundle of one tensor.
+std::string keep_bundle(GradientLocator& locator) {
+  Bundle bundle;
+  bundle.coordinates = locator.map().coordinates();
+  bundle.birth.sighting.op = "aten::log";
+  auto storages = std::make_shared<StorageCollector>();
+  auto& call = bundle.operator_call.emplace();
+  call.op = "aten::log";
+  call.arguments.push_back(storages->add(healthy(), "argument.0.self"));
+  auto contents = storages->finish(bundle);
+  return locator.keep_bundle(bundle, std::move(contents), std::move(storages));
+}
+
+TEST_F(SingleProcess, BundlesAreWrittenWhenTheVerdictIsOut) {
+  auto locator = make();
+  ASSERT_TRUE(run_step(locator, 1, with_bad_element()));
+  const auto first = keep_bundle(locator);
+  const auto second = keep_bundle(locator);
+  EXPECT_EQ(first, "bundles/step0-grad_local-rank0-aten__log");
+  EXPECT_EQ(second, first + "-2");
+  EXPECT_FALSE(std::filesystem::exists(locator.run_dir() / "bundles"));
+  EXPECT_THAT(locator.conclude().notes, IsEmpty());
+  for (const auto& folder : {first, second}) {
+    const auto file = locator.run_dir() / folder / "bundle.json";
+    EXPECT_THAT(OpenBundle(file).verify(), IsEmpty());
+    EXPECT_GE(std::filesystem::last_write_time(file),
+              std::filesystem::last_write_time(locator.run_dir() / "verdict.json"));
+  }
+}
+
+TEST_F(SingleProcess, ABundleOfAStepThatIsDismissedIsDropped) {
+  auto locator = make();
+  ASSERT_TRUE(run_step(locator, 1, with_bad_element()));
+  EXPECT_NE(keep_bundle(locator), "");
+  locator.dismiss();
+  ASSERT_TRUE(run_step(locator, 2, with_bad_element()));
+  (void)locator.conclude();
+  EXPECT_FALSE(std::filesystem::exists(locator.run_dir() / "bundles"));
+}
+
 // ----------------------------------------------------------------------------------------- several
 // ranks
 
@@ -447,6 +489,23 @@ TEST_F(SeveralRanks, OneBadRankGivesEveryRankTheSameVerdictThatNamesIt) {
     const std::string name = std::string("run/a0/ledger_tp0pp0") + suffix + ".jsonl";
     EXPECT_TRUE(std::filesystem::exists(folder_ / name)) << name;
   }
+}
+
+TEST_F(SeveralRanks, ABundleThatCannotBeWrittenIsANoteOfTheVerdictOnDisk) {
+  run_ranks(2, one_hash_store(), [&](const auto& communicator) {
+    auto locator = make(communicator, options_);
+    const bool is_guilty = communicator->rank() == 1;
+    ASSERT_TRUE(run_step(locator, 2, is_guilty ? with_bad_element() : healthy()));
+    if (is_guilty) {
+      std::ofstream(locator.run_dir() / "bundles") << "in the way";
+      EXPECT_NE(keep_bundle(locator), "");
+    }
+    EXPECT_THAT(locator.conclude().notes, IsEmpty());  // it was out before
+  });
+  const auto verdict = verdict_from_json(content_of(folder_ / "run/a0/verdict.json"), "verdict");
+  EXPECT_EQ(verdict.origins.at(0).coordinates.value().rank, 1);
+  EXPECT_THAT(verdict.notes, ElementsAre(AllOf(HasSubstr("of rank 1 could not be written"),
+                                               HasSubstr("run/a0/bundles"))));
 }
 
 TEST_F(SeveralRanks, FindingsOfManyStepsDoNotCollide) {

@@ -667,7 +667,7 @@ TEST(OperatorTrace, AnOrderThatTheProgramDoesNotKeepCanBeTurnedRound) {
     }
     ASSERT_THAT(orders, SizeIs(1));
     EXPECT_EQ(orders[0].first.is_steps, !is_joined_first);
-    EXPECT_TRUE(orders[0].access.is_threads);
+    EXPECT_EQ(orders[0].access.other, Concurrent::thread);
     EXPECT_FALSE(orders[0].access.is_write);
     EXPECT_EQ(orders[0].access.op, "aten::sum.dim_IntList");
     EXPECT_EQ(orders[0].access.transfer, "aten::fill_.Scalar");

@@ -394,7 +394,7 @@ int report(const ReportOptions& options) {
 
 void add_report_command(CLI::App& app, Action& action) {
   const auto [command, options] = add_action<ReportOptions>(
-      app, "report", "Tell where the NaN of a run was born, from the ledgers of its ranks", action,
+      app, "report", "Report where the NaN of a run was born, from the ledgers of its ranks", action,
       report);
   command->add_option(
       "DIR", options->directory,
@@ -414,7 +414,7 @@ void add_report_command(CLI::App& app, Action& action) {
   const auto* const watched =
       command
           ->add_option("--watch", options->watch,
-                       "Follow a running job until it stops; a look every SECONDS (default 2)")
+                       "Follow a running job until it stops; reads its files every SECONDS (default 2)")
           ->type_name("[SECONDS]")
           ->expected(0, 1);
   options->html_option = html;

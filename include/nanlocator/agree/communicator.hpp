@@ -100,9 +100,10 @@ class Communicator {
   /// What was offered under `key` by now; empty where nothing was, or the Store does not answer.
   [[nodiscard]] std::optional<std::string> offered(std::string_view key) noexcept;
   /// Returns when all ranks but the lost ones and those in `absent` have called it with `key`, or
-  /// at the deadline: false. Without rank 0, which opens it, it is false at once.
-  bool pass_barrier(std::string_view key, const std::vector<int>& absent,
-                    Deadline deadline) noexcept;
+  /// at the deadline: false. Without rank 0, which opens it, it is false at once. While a rank that
+  /// has not come `is_at_work` (may be empty), the deadline begins again.
+  bool pass_barrier(std::string_view key, const std::vector<int>& absent, Deadline deadline,
+                    const std::function<bool(int rank)>& is_at_work = {}) noexcept;
 
   /// Ends what waits in the flag's group, on whichever thread; it reduces no flag any more.
   void abort() noexcept;
@@ -124,7 +125,8 @@ class Communicator {
   void throw_where_a_rank_has_ended() const;
   [[nodiscard]] std::vector<int> lost() const;
   [[nodiscard]] bool is_lost(int rank) const;
-  [[nodiscard]] bool has_come_but_for(std::string_view key, std::vector<int> absent) const;
+  [[nodiscard]] std::vector<int> missing(std::string_view key, std::vector<int> absent) const;
+  [[nodiscard]] bool has_come_but_for(std::string_view key, const std::vector<int>& absent) const;
 
   std::unique_ptr<FlagReduction> reduction_;
   std::unique_ptr<StoreClient> store_;

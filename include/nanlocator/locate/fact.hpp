@@ -80,6 +80,9 @@ namespace nanlocator {
   FACT(read_during_transfer)                                                  \
   FACT(wrote_beside_thread)                                                   \
   FACT(read_beside_thread)                                                    \
+  FACT(wrote_beside_stream)                                                   \
+  FACT(read_beside_stream)                                                    \
+  FACT(ran_beside)                                                            \
   /* maxima of the steps before */                                            \
   FACT(climbed)                                                               \
   FACT(did_not_climb)                                                         \

@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -183,6 +184,13 @@ struct BundleBudget {
   int count = 16;
 };
 
+/// A bundle that has its place, and is not on disk yet.
+struct PreparedBundle {
+  std::string folder;  // relative to the run's ("bundles/step3-...")
+  std::string json;
+  BundleContents contents;
+};
+
 /// The bundles of one rank's run. The first origins win: what does not fit any more is dropped and
 /// named. One thread at a time.
 class BundleStore {
@@ -190,12 +198,19 @@ class BundleStore {
   /// `run_dir`/bundles is made with the first bundle.
   BundleStore(std::filesystem::path run_dir, BundleBudget budget);
 
-  /// Writes a bundle and returns its folder relative to the run's ("bundles/step3-..."), "" where
-  /// it was dropped. The folder appears whole or not at all: it is written under a temporary name,
-  /// fsynced and renamed. Throws IoError (a full disk: no half folder remains), UsageError for
-  /// contents that do not belong to the bundle.
+  /// Chooses the bundle's folder and takes its bytes from the budget; nullopt where it was dropped.
+  /// Touches no disk but to see which names are free. Throws UsageError for contents that do not
+  /// belong to the bundle. The bytes behind `contents` must stay as they are until it is written.
+  [[nodiscard]] std::optional<PreparedBundle> prepare(const Bundle& bundle,
+                                                      BundleContents contents);
+  /// The folder appears whole or not at all: it is written under a temporary name, fsynced and
+  /// renamed. Throws IoError (a full disk: no half folder remains, and the budget has its bytes
+  /// again).
+  void write(const PreparedBundle& prepared);
+  /// Both at once; the folder, "" where it was dropped.
   std::string write(const Bundle& bundle, const BundleContents& contents);
 
+  /// Of what was prepared, and could be written.
   [[nodiscard]] std::uint64_t bytes_written() const noexcept;
   /// A sentence for each bundle that was dropped, with its size and what would keep it.
   [[nodiscard]] const std::vector<std::string>& dropped() const noexcept;
@@ -205,6 +220,7 @@ class BundleStore {
   BundleBudget budget_;
   std::uint64_t bytes_ = 0;
   int count_ = 0;
+  std::set<std::string> prepared_;  // folders
   std::vector<std::string> dropped_;
 };
 

@@ -95,6 +95,8 @@ struct Rerun {
   std::vector<std::string> not_restored;
   std::vector<VariantOutcome> variants;    // in the order in which they ran
   std::vector<UnorderedAccess> unordered;  // of the traced pass
+  /// What was seen to use memory while operators of the traced pass ran, in order or not.
+  std::vector<Concurrent> concurrent;
   friend bool operator==(const Rerun&, const Rerun&) = default;
 };
 

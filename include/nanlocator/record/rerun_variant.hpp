@@ -17,10 +17,11 @@ enum class RerunVariant : std::uint8_t {
   nan_memory,       // the same, NaN
   serialised,       // each transfer between ranks was waited for where it began
   reordered,        // an operator came after the one of another thread that it had come before
+  sanitised,        // under PyTorch's stream sanitizer, which looks at each operator from Python
 };
 template <>
 inline constexpr auto kNames<RerunVariant> = std::to_array<std::string_view>(
-    {"eager", "compiled", "constant_memory", "nan_memory", "serialised", "reordered"});
+    {"eager", "compiled", "constant_memory", "nan_memory", "serialised", "reordered", "sanitised"});
 
 struct VariantOutcome {
   RerunVariant variant = RerunVariant::eager;

@@ -1,22 +1,36 @@
-// An operator that used memory which a transfer between ranks was still reading or writing, or
-// which another thread of the program uses: nobody had waited for it, so what either of them gets
-// depends on who comes first.
+// An operator that used memory which something else of the program uses at the same time: a
+// transfer between ranks that was still reading or writing it, another thread, another stream of
+// the device. Nobody had waited for it, so what either of them gets depends on who comes first.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 
+#include "nanlocator/files/names.hpp"
 #include "nanlocator/record/birth.hpp"
 #include "nanlocator/record/sighting.hpp"
 
 namespace nanlocator {
 
+/// What else uses memory while the operators of a step run.
+enum class Concurrent : std::uint8_t {
+  transfer,  // between ranks
+  thread,    // of the program
+  stream,    // of the device
+};
+template <>
+inline constexpr auto kNames<Concurrent> = std::to_array<std::string_view>({"transfer", "thread",
+                                                                            "stream"});
+
 struct UnorderedAccess {
-  bool is_write = false;  // by the operator; else it read what the transfer was to bring
-  std::string transfer;   // "c10d::allreduce_"; the operator of the other thread
-  /// Of another thread of the program; noted where the order of the two makes the outcome.
-  bool is_threads = false;
+  bool is_write = false;  // by the operator; else it read what the other was to bring
+  std::string transfer;   // "c10d::allreduce_"; the operator of the other thread or stream
+  /// A thread's: noted where the order of the two makes the outcome. A stream's: as PyTorch's
+  /// stream sanitizer reports it.
+  Concurrent other = Concurrent::transfer;
   std::string op;
   std::string module;  // of the operator; "" where unknown
   Phase phase = Phase::forward;

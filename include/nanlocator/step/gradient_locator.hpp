@@ -95,6 +95,7 @@ class NonFiniteGradientError : public Error {
 };
 
 class RerunGuard;
+class StorageCollector;
 
 class GradientLocator {
  public:
@@ -179,8 +180,12 @@ class GradientLocator {
   void set_optimizer_states(std::vector<OptimizerState> states);
   /// Every rank's weights were scanned after this step's update, and none is bad.
   void weights_are_finite();
-  /// Bundles of this rank, below run_dir().
-  [[nodiscard]] BundleStore& bundles() noexcept;
+  /// Where this bundle will be, relative to run_dir(); "" where the budget drops it (a note says
+  /// so). It is written when the verdict of this step is out (`conclude`, `conclude_alone`), and
+  /// dropped where there is none. `storages` holds the bytes behind `contents`, which must stay as
+  /// they are until then. Throws UsageError for contents that do not belong to the bundle.
+  std::string keep_bundle(const Bundle& bundle, BundleContents contents,
+                          std::shared_ptr<StorageCollector> storages);
 
   /// The gradients of this step as they were scanned; waits for the devices.
   [[nodiscard]] std::vector<GradientScanner::Scanned> scanned_gradients();
@@ -219,7 +224,9 @@ class GradientLocator {
   /// when every living rank has come so far: nobody's end breaks another one's connections. Returns
   /// within about three times gather_deadline whoever is dead, and within one of a rank's death
   /// where the monitor notices it; for a rank that answers and is still busy with this finding (a
-  /// replay, a bundle) it waits twenty; a disk that cannot be written is a note in the verdict.
+  /// replay) it waits twenty; a disk that cannot be written is a note in the verdict. Bundles are
+  /// written when the verdict is out: one that cannot be is said on stderr, and added to the notes
+  /// of verdict.json where the run stops.
   /// Does not throw for policy: the caller raises. The reference is valid until the next finding.
   const Verdict& conclude();
   /// The same without the other ranks (an exception is on its way on this one): this rank's ledger

@@ -94,6 +94,8 @@ struct StepAdapter {
   std::function<bool()> has_compiled_parts;
   std::function<void(bool is_eager)> set_eager;
   std::function<void(bool is_serialised)> set_serialised;
+  std::function<bool()> has_streams;
+  std::function<std::vector<UnorderedAccess>(const std::function<void()>& run)> sanitise_streams;
   /// Empty where there is no loss scaler, on all ranks alike; nullopt where it has seen no
   /// overflow.
   std::function<std::optional<LossScale>()> loss_scale;

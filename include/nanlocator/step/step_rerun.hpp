@@ -1,8 +1,8 @@
-// Repeats a bad step with operators traced, so that its verdict names the operator.
+// Executes a bad step again with operators traced, so that its verdict names the operator.
 //
 // Every step: save, the step itself (forward, backward, scans). Where all ranks have agreed that it
-// is bad, every rank calls `find_births` before GradientLocator::conclude: generators, buffers and
-// registered state are restored, forward and backward run again under an OperatorTrace, and the
+// is bad, every rank calls `rerun_or_trace` before GradientLocator::conclude: generators, buffers
+// and registered state are restored, forward and backward run again under an OperatorTrace, and the
 // gradients' fingerprints of both passes are compared. Bad again: deterministic, and each origin is
 // replayed alone and kept as a bundle; where the integration can, one more pass keeps the module
 // calls around the origins. Clean: a control pass without the trace, then "not reproduced". Where
@@ -67,6 +67,10 @@ struct RerunnableStep {
   /// Has each transfer between ranks waited for where it begins, from now on or no more; may be
   /// empty.
   std::function<void(bool is_serialised)> set_serialised;
+  /// Whether a GPU with streams is in use; calls `run`, a pass, under PyTorch's stream sanitizer
+  /// and gives what it has found. Both may be empty.
+  std::function<bool()> has_streams;
+  std::function<std::vector<UnorderedAccess>(const std::function<void()>& run)> sanitise_streams;
   /// Ends the collectives in which this process waits, on whichever thread and in whichever groups;
   /// called on another one, where a re-run cannot be completed. Empty: only the communicator's
   /// group is aborted.
@@ -99,8 +103,8 @@ class StepRerun {
   /// or updated parameters. `why_no_pass`: for the note that says so. Every rank calls it, before
   /// `conclude`. True, on all ranks alike, where the step was executed again and came out clean:
   /// the gradients are those of the last pass, which ran untraced.
-  bool find_births(CanRerun can_rerun, std::vector<GradientView> results,
-                   std::string_view why_no_pass);
+  bool rerun_or_trace(CanRerun can_rerun, std::vector<GradientView> results,
+                      std::string_view why_no_pass);
 
   /// What ended this rank's latest re-run, where it was no failure of another rank; null otherwise,
   /// and when it was taken.
@@ -121,8 +125,8 @@ class StepRerun {
   /// What the owner has scanned is no longer what the pass will end with (zero_grad).
   void forget_scans() noexcept;
 
-  /// Traces steps from now on; `find_births` of a step that cannot be executed again calls it, and
-  /// ends it with the next bad step, but for Level::operators.
+  /// Traces steps from now on; `rerun_or_trace` of a step that cannot be executed again calls it,
+  /// and ends it with the next bad step, but for Level::operators.
   void trace_from_now_on();
   void stop_tracing() noexcept;
   [[nodiscard]] bool is_tracing() const noexcept;

@@ -118,13 +118,13 @@ def _set_generator_states(states: Any) -> None:
 
 
 def _line(name: str, tensor: torch.Tensor) -> str:
-    """The digest is BLAKE2b over the elements in row-major order, 8 bytes."""
+    """The fingerprint is BLAKE2b over the elements in row-major order, 8 bytes."""
     values = tensor.detach().cpu().contiguous()
     raw = values.reshape(-1).view(torch.uint8).numpy().tobytes() if values.numel() else b""
-    digest = hashlib.blake2b(raw, digest_size=8).hexdigest()
+    fingerprint = hashlib.blake2b(raw, digest_size=8).hexdigest()
     span = ""
     if values.dim() <= 1 and 0 < values.numel() <= 16 and not values.is_floating_point():
         span = f" = {values.tolist()}"  # sample indices
     elif values.numel() and not values.is_complex():
         span = f", {values.min().item():g} to {values.max().item():g}"
-    return f"{name}: {str(values.dtype).removeprefix('torch.')} {list(values.shape)}{span}, digest {digest}"
+    return f"{name}: {str(values.dtype).removeprefix('torch.')} {list(values.shape)}{span}, fingerprint {fingerprint}"

@@ -1,0 +1,131 @@
+"""Streams of a GPU that do not wait for each other, on a machine without one: memory of the host stands for that of
+a device, and the stream is what the test says."""
+
+import contextlib
+import itertools
+import math
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.cuda import _gpu_trace
+
+import nanlocator
+from nanlocator import stream_sanitizer
+from nanlocator.driver import Adapter
+
+MAIN, SIDE = 1, 2
+
+
+class Device:
+    """Streams that the test enters, and events that it records."""
+
+    def __init__(self):
+        self.stream = MAIN
+
+    @contextlib.contextmanager
+    def on(self, stream):
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def wait(self, stream, for_stream, event=7):
+        _gpu_trace.EventRecordCallbacks.fire_callbacks(event, for_stream)
+        _gpu_trace.EventWaitCallbacks.fire_callbacks(event, stream)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    device = Device()
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=device.stream)
+    )
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    return device
+
+
+def test_what_two_streams_use_in_no_order_is_found_with_both_lines(device):
+    with stream_sanitizer.sanitised_streams() as accesses:
+        x = torch.ones(3)
+        with device.on(SIDE):
+            x.mul_(2)  # nobody waits
+        y = x + 1  # reads
+    places = [(each.is_write, each.operator, each.line[3], each.other_line[3]) for each in accesses]
+    assert (True, "aten::mul_.Tensor", "x.mul_(2)  # nobody waits", "x = torch.ones(3)") in places
+    assert (False, "aten::add.Tensor", "y = x + 1  # reads", "x.mul_(2)  # nobody waits") in places
+    assert y.tolist() == [3, 3, 3]
+
+
+def test_streams_that_wait_for_each_other_are_in_order(device):
+    with stream_sanitizer.sanitised_streams() as accesses:
+        x = torch.ones(3)
+        device.wait(SIDE, MAIN)
+        with device.on(SIDE):
+            x.mul_(2)
+        device.wait(MAIN, SIDE)
+        x + 1
+    assert accesses == []
+
+
+def test_the_callbacks_are_taken_off_again(device):
+    registries = [each for each in vars(_gpu_trace).values() if hasattr(each, "callback_list")]
+    before = [list(registry.callback_list) for registry in registries]
+    with pytest.raises(RuntimeError, match="the program's"), stream_sanitizer.sanitised_streams():
+        raise RuntimeError("the program's")
+    assert len(registries) >= 10
+    assert [list(registry.callback_list) for registry in registries] == before
+
+
+class Shared(nn.Module):
+    """A side stream fills what the step reads; `wait` says whether it is waited for."""
+
+    def __init__(self, device, wait):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.device, self.wait = device, wait
+
+    def forward(self):
+        batch, filling = torch.empty(3, 4), torch.randn(3, 4)
+        self.device.wait(SIDE, MAIN)
+        with self.device.on(SIDE):
+            batch.copy_(filling)
+        if self.wait:
+            self.device.wait(MAIN, SIDE)
+        return self.linear(batch * 3)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_fault_that_is_gone_in_the_rerun_is_no_machines_where_streams_race(
+    device, waits, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Adapter, "has_streams", lambda self: True)
+    model = Shared(device, waits)
+    calls = itertools.count()
+    optimizer = nanlocator.LocatingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model=model, output_dir=tmp_path
+    )
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model().square().mean()
+        loss.backward()
+        if next(calls) == 0:
+            model.linear.bias.grad.numpy()[2] = math.nan
+        return loss
+
+    with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
+        optimizer.step(closure)
+    (origin,) = raised.value.verdict["origins"]
+    assert {"variant": "sanitised", "bad": False} in raised.value.verdict["rerun"]["variants"]
+    facts = [fact for fact in origin["facts"] if fact["kind"] == "read_beside_stream"]
+    if waits:
+        assert facts == [] and origin["action"].startswith("note the device")
+        return
+    assert origin["action"].startswith("let the stream of ")
+    (fact,) = facts
+    assert fact["code"]["text"] == "return self.linear(batch * 3)"
+    assert fact["transfer_code"]["text"] == "batch.copy_(filling)"
