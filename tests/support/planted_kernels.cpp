@@ -287,6 +287,34 @@ void attention_varlen(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   }
 }
 
+/// What PyTorch computes, written by hand: "row" leaves the last of the rows out.
+at::Tensor written(const at::Tensor& healthy, const std::string& fault) {
+  const auto from = healthy.contiguous();
+  auto out = at::empty_like(from);
+  const auto rows = from.size(0) - (fault == "row" ? 1 : 0);
+  std::copy_n(from.data_ptr<float>(), rows * from.numel() / from.size(0), out.data_ptr<float>());
+  return out;
+}
+
+std::vector<at::Tensor> swiglu_backward(const at::Tensor& dc, const at::Tensor& a,
+                                        const at::Tensor& b, const std::string& fault) {
+  return {written(at::silu_backward(dc * b, a), fault), written(dc * at::silu(a), "")};
+}
+
+std::vector<at::Tensor> geglu_backward(const at::Tensor& dc, const at::Tensor& a,
+                                       const at::Tensor& b, const std::string& fault) {
+  return {written(at::gelu_backward(dc * b, a), fault), written(dc * at::gelu(a), "")};
+}
+
+std::vector<at::Tensor> rms_norm_backward(const at::Tensor& dy, const at::Tensor& x,
+                                          const at::Tensor& weight, double eps,
+                                          const std::string& fault) {
+  const auto rstd = at::rsqrt(x.square().mean(1, true) + eps);
+  const auto normed = x * rstd, slope = dy * weight;
+  const auto dx = (slope - normed * (slope * normed).mean(1, true)) * rstd;
+  return {written(dx, fault), written((dy * normed).sum(0), "")};
+}
+
 // ---- stand-ins for libraries that bind without names: no argument is left to say the fault ----
 
 std::string& planted() {
@@ -545,6 +573,65 @@ PYBIND11_MODULE(planted_kernels, m) {
   m.def("attention_varlen", &attention_varlen, py::arg("q"), py::arg("k"), py::arg("v"),
         py::arg("out"), py::arg("cu_seqlens"), py::arg("softmax_scale"), py::arg("causal"),
         py::arg("fault") = "");
+  const auto of_one = [&](const char* name, at::Tensor (*compute)(const at::Tensor&)) {
+    m.def(
+        name,
+        [compute](const at::Tensor& x, const std::string& fault) {
+          return written(compute(x), fault);
+        },
+        py::arg("x"), py::arg("fault") = "");
+  };
+  of_one("relu", &at::relu);
+  of_one("sigmoid", &at::sigmoid);
+  of_one("tanh", &at::tanh);
+  of_one("exp", &at::exp);
+  of_one("gelu", [](const at::Tensor& x) { return at::gelu(x); });
+  of_one("log_softmax", [](const at::Tensor& x) { return at::log_softmax(x, -1); });
+  const auto of_gradient = [&](const char* name,
+                               at::Tensor (*compute)(const at::Tensor&, const at::Tensor&)) {
+    m.def(
+        name,
+        [compute](const at::Tensor& dy, const at::Tensor& x, const std::string& fault) {
+          return written(compute(dy, x), fault);
+        },
+        py::arg("dy"), py::arg("x"), py::arg("fault") = "");
+  };
+  using Tensor = const at::Tensor&;
+  of_gradient("relu_backward", [](Tensor dy, Tensor x) { return dy * x.gt(0); });
+  of_gradient("sigmoid_backward",
+              [](Tensor dy, Tensor x) { return at::sigmoid_backward(dy, at::sigmoid(x)); });
+  of_gradient("tanh_backward",
+              [](Tensor dy, Tensor x) { return at::tanh_backward(dy, at::tanh(x)); });
+  of_gradient("exp_backward", [](Tensor dy, Tensor x) { return dy * at::exp(x); });
+  of_gradient("gelu_backward", [](Tensor dy, Tensor x) { return at::gelu_backward(dy, x); });
+  of_gradient("softmax_backward", [](Tensor dy, Tensor x) {
+    return at::_softmax_backward_data(dy, at::softmax(x, -1), -1, at::kFloat);
+  });
+  of_gradient("log_softmax_backward", [](Tensor dy, Tensor x) {
+    return at::_log_softmax_backward_data(dy, at::log_softmax(x, -1), -1, at::kFloat);
+  });
+  m.def(
+      "geglu",
+      [](Tensor a, Tensor b, const std::string& fault) { return written(at::gelu(a) * b, fault); },
+      py::arg("a"), py::arg("b"), py::arg("fault") = "");
+  m.def("swiglu_backward", &swiglu_backward, py::arg("dc"), py::arg("a"), py::arg("b"),
+        py::arg("fault") = "");
+  m.def("geglu_backward", &geglu_backward, py::arg("dc"), py::arg("a"), py::arg("b"),
+        py::arg("fault") = "");
+  m.def("rms_norm_backward", &rms_norm_backward, py::arg("dy"), py::arg("x"), py::arg("weight"),
+        py::arg("eps") = 1e-6, py::arg("fault") = "");
+  m.def(
+      "embedding_backward",
+      [](Tensor dy, Tensor weight, Tensor ids, const std::string& fault) {
+        return written(at::embedding_dense_backward(dy, ids, weight.size(0), -1, false), fault);
+      },
+      py::arg("dy"), py::arg("weight"), py::arg("ids"), py::arg("fault") = "");
+  m.def(
+      "rope_backward",
+      [](Tensor dy, Tensor cos, Tensor sin, const std::string& fault) {
+        return rope(dy.contiguous(), cos, -sin, fault);
+      },
+      py::arg("dy"), py::arg("cos"), py::arg("sin"), py::arg("fault") = "");
   m.def(
       "plant", [](const std::string& fault) { planted() = fault; }, py::arg("fault"));
   m.def("spoil_memory", &spoil_memory, py::arg("on"));

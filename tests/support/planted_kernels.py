@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nanlocator import _C
@@ -187,14 +188,10 @@ class Called(nn.Module):
     def rope(self, x):
         """Of all columns but the last."""
         even = x[:, : x.shape[1] // 2 * 2].contiguous()
-        angles = torch.outer(torch.arange(len(x)), 10.0 ** -torch.arange(even.shape[1] // 2)).repeat(1, 2)
-        cos, sin = angles.cos(), angles.sin()
-
-        def definition(x):
-            first, second = x.chunk(2, dim=1)
-            return x * cos + torch.cat([-second, first], dim=1) * sin
-
-        rotated = _Called.apply(lambda x: kernels.rope(x, cos, sin, self.fault), definition, even)
+        cos, sin = rotations(even)
+        rotated = _Called.apply(
+            lambda x: kernels.rope(x, cos, sin, self.fault), lambda x: _rotated(x, cos, sin), even
+        )
         return torch.cat([rotated, x[:, even.shape[1] :]], dim=1)
 
     def embedding(self, x):
@@ -243,6 +240,77 @@ class Called(nn.Module):
             return torch.cat(pieces)
 
         return _Called.apply(kernel, definition, x)
+
+
+def _rotated(x, cos, sin):
+    first, second = x.chunk(2, dim=1)
+    return x * cos + torch.cat([-second, first], dim=1) * sin
+
+
+DEFINITIONS = {
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "exp": torch.exp,
+    "gelu": F.gelu,
+    "softmax": lambda x: torch.softmax(x, 1),
+    "log_softmax": lambda x: torch.log_softmax(x, 1),
+    "swiglu": lambda a, b: F.silu(a) * b,
+    "geglu": lambda a, b: F.gelu(a) * b,
+    "rms_norm": lambda x, weight: F.rms_norm(x, x.shape[1:], weight, 1e-6),
+    "embedding": lambda weight, ids: F.embedding(ids, weight),
+    "rope": _rotated,
+}
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, name, fault, *tensors):
+        ctx.save_for_backward(*tensors)
+        ctx.name, ctx.fault = name, fault
+        if name in DEFINITIONS:
+            return getattr(kernels, name)(*tensors, fault=fault)  # planted: fused forward
+        return DEFINITIONS[name.removesuffix("_backward")](*tensors)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        tensors = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        if ctx.name in DEFINITIONS:
+            leaves = [t.detach().requires_grad_() for t in tensors]
+            with torch.enable_grad():
+                return None, None, *torch.autograd.grad(DEFINITIONS[ctx.name](*leaves), leaves, gradient)
+        given = tensors[1:] if ctx.name == "rope_backward" else tensors
+        found = getattr(kernels, ctx.name)(gradient, *given, fault=ctx.fault)  # planted: fused backward
+        found = found if isinstance(found, list) else [found]
+        return None, None, *found, *[None] * (len(tensors) - len(found))
+
+
+class Fused(nn.Module):
+    """``kernel`` ("gelu", "gelu_backward") with ``fault``; what it leaves to do, PyTorch does."""
+
+    def __init__(self, kernel, fault="", width=9):
+        super().__init__()
+        self.kernel, self.fault, self.family = kernel, fault, kernel.removesuffix("_backward")
+        shape = {"rms_norm": (width,), "embedding": (5, width)}.get(self.family)
+        self.weight = nn.Parameter(torch.randn(shape) / width**0.5) if shape else None
+
+    def forward(self, x):
+        if self.family == "embedding":
+            return x + self.call(self.weight, torch.arange(len(x)) % len(self.weight))
+        if self.family == "rope":
+            even = x[:, : x.shape[1] // 2 * 2].contiguous()
+            return torch.cat([self.call(even, *rotations(even)), x[:, even.shape[1] :]], dim=1)
+        others = {"rms_norm": [self.weight], "swiglu": [x.flip(0)], "geglu": [x.flip(0)]}
+        return self.call(x, *others.get(self.family, []))
+
+    def call(self, *tensors):
+        return _Fused.apply(self.kernel, self.fault, *tensors)
+
+
+def rotations(x):
+    angles = torch.outer(torch.arange(len(x)), 10.0 ** -torch.arange(x.shape[1] // 2)).repeat(1, 2)
+    return angles.cos(), angles.sin()
 
 
 class _FlashAttention(torch.autograd.Function):
