@@ -188,6 +188,11 @@ def _layer_norm(t: Tensors, s: Scalars) -> list[torch.Tensor]:
     return [F.layer_norm(t["x"], _normalized_shape(t, s), _norm_weight(t, s), t.get("bias"), eps)]
 
 
+def _l2_norm(t: Tensors, s: Scalars) -> list[torch.Tensor]:
+    eps = _scalar(s, "eps", "epsilon", default=1e-6)
+    return [t["x"] * torch.rsqrt(t["x"].square().sum(-1, keepdim=True) + eps)]
+
+
 def _softmax(t: Tensors, _: Scalars) -> list[torch.Tensor]:
     return [torch.softmax(t["x"], -1)]
 
@@ -416,6 +421,7 @@ def _table() -> Iterator[tuple[str, str, tuple[str, ...], Values]]:
     for pattern, family, roles, forward in (
         (r"rms_?(norm|forward|backward)", "rms_norm", ("x", "weight?"), _rms_norm),
         (r"layer_?norm", "layer_norm", ("x", "weight?", "bias?"), _layer_norm),
+        (r"l2_?norm", "l2_norm", ("x",), _l2_norm),
         (r"log_?softmax", "log_softmax", ("x",), _log_softmax),
         (r"softmax", "softmax", ("x",), _softmax),
     ):

@@ -122,6 +122,14 @@ for variant, kernel, scalars, added in (
         outputs=("rsigma",),
     )
 both_ways(
+    "l2_norm",
+    "triton::l2norm_kernel",
+    lambda x: x / (x.square().sum(1, keepdim=True) + 1e-3).sqrt(),
+    lambda: {"x": randn(ROWS, WIDTH)},
+    {"eps": 1e-3},
+    outputs=("y", "rstd"),
+)
+both_ways(
     "embedding",
     "my::embedding",
     lambda weight, ids: F.embedding(ids, weight),
