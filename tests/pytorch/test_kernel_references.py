@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nanlocator.kernel_references import _TABLE, references_of
-from nanlocator.kernel_signatures import argument_names
+from nanlocator.kernel_signatures import _SIGNATURES, argument_names
 
 ROWS, WIDTH, HEADS = 6, 8, 2
 
@@ -433,3 +433,18 @@ def test_tokens_of_no_sequence_have_no_value():
     short = ends_of([3, 0, 2])
     found = values(kernel, tensors | {"cu_seqlens_q": short, "cu_seqlens_k": short}, scalars)
     assert [torch.isnan(each).all(2).all(1).sum().item() for each in found] == [3, 6, 6]
+
+
+@pytest.mark.parametrize("kernel", _SIGNATURES)
+def test_the_number_of_arguments_tells_the_release(kernel):
+    rows = [row.split() for row in _SIGNATURES[kernel]]
+    assert len({len(row) for row in rows}) == len(rows)
+    assert all(len(set(row)) == len(row) for row in rows)
+    assert argument_names(kernel, 99) == []
+
+
+def test_the_names_of_a_call_are_those_of_the_signature():
+    """Counted in v2.4.1 and v2.8.3 of flash_api.cpp."""
+    old, new = (argument_names("flash_attn_2_cuda::varlen_bwd", count) for count in (23, 24))
+    assert (old[6], old[17], old[21]) == ("dq", "is_causal", "gen")
+    assert (new[6], new[17], new[20]) == ("dq", "is_causal", "softcap")

@@ -30,7 +30,8 @@ from watched_steps import line_of, verdict_of_steps
 
 import nanlocator
 from nanlocator import _C, kernel_signatures
-from nanlocator.kernels import KernelCalls
+from nanlocator.kernel_calls import KernelCallRecord, _kept
+from nanlocator.kernels import Entry, KernelCalls, _argument_names, named_tensors
 
 PLANTED = Path(planted_kernels.__file__)
 # Kernels of DEFINITIONS, and the references that know them.
@@ -487,6 +488,25 @@ def test_what_was_bad_before_a_kernel_is_not_its_fault():
 
     (origin,) = verdict_of(nn.Sequential(around(Log()), Silu(), Scaled()))["origins"]
     assert (origin["operator"], origin["module"]) == ("aten::log", "0.2")
+
+
+def test_a_tensor_in_a_list_goes_by_one_name_in_the_birth_and_in_what_is_kept_of_its_call():
+    x = torch.ones(1)
+    lists, record, problems = ([[x, x], (x,)], {"state": x}), KernelCallRecord("amp_C::multi_tensor_adam"), []
+    names = ["tensor_lists", "more"]
+    for name, value in zip(names, lists, strict=True):
+        _kept(value, name, record, [], problems)
+    expected = ["tensor_lists[0][0]", "tensor_lists[0][1]", "tensor_lists[1][0]", "more[state]"]
+    assert record.tensor_names == [name for name, _ in named_tensors(lists, {}, names)] == expected
+
+
+def test_a_default_with_a_colon_is_no_argument():
+    """As pybind11 documents those of an enumeration."""
+
+    def live():
+        """f(input: torch.Tensor, otype: DType = <DType.kFloat32: 4>, *, eps: float = 1e-05) -> object"""
+
+    assert _argument_names(Entry("function", None, "f", live)) == ["input", "otype", "eps"]
 
 
 def test_afterwards_every_binding_is_the_one_that_it_was():
