@@ -315,6 +315,43 @@ def test_the_report_names_the_argument_and_the_rows_that_a_library_left_unwritte
     assert any(each.startswith(left) for each in origin["evidence"])
 
 
+library = planted_kernels.flash_attn
+
+
+@torch.library.custom_op("planted::flash_backward", mutates_args=("dq", "dk", "dv"))
+def flash_backward(
+    tensors: list[torch.Tensor], dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    numbers = (9, 9, 0.0, 3**-0.5, False, True, -1, -1, 0.0, False, None, None)
+    return library.varlen_bwd(*tensors, dq, dk, dv, ends, ends, None, *numbers)[3]
+
+
+@pytest.mark.parametrize(
+    "fault, role, bad", [("rows", "dq", 36), ("row", "dv", 9), ("", "", 0)], ids=["rows", "row", "healthy"]
+)
+def test_inside_a_custom_operator_it_is_the_kernel_that_is_named(
+    fault, role, bad, garbage, plant, monkeypatch
+):
+    """flash-attn calls its own so since 2.7, and gives the operator dq, dk and dv to fill."""
+
+    class Wrapped:
+        varlen_fwd = staticmethod(library.varlen_fwd)
+
+        @staticmethod
+        def varlen_bwd(*args):
+            flash_backward(list(args[:6]), *args[6:10])
+
+    monkeypatch.setattr(planted_kernels, "flash_attn", Wrapped)
+    plant(fault)
+    verdict = verdict_of(around(FlashAttention()), 16, rerun=True if fault else "always")
+    if not fault:
+        assert verdict is None
+        return
+    (origin,) = verdict["origins"]
+    assert (origin["cause"], origin["operator"]) == ("kernel_bug", "flash_attn_2_cuda::varlen_bwd")
+    assert (origin["tensor"]["role"], origin["tensor"]["nan"]) == (role, bad)
+
+
 @pytest.mark.parametrize("fault", ["mask", "row"])
 def test_a_release_whose_arguments_nobody_has_read_is_judged_by_no_reference(
     fault, garbage, plant, monkeypatch
