@@ -105,7 +105,7 @@ def outcome(tmp_path_factory):
     result = subprocess.run(
         [sys.executable, SCRIPT, *OWN, "healthy", *libraries],
         cwd=folder,
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path_of_packages()},
+        env=environment_of_script(),
         capture_output=True,
         text=True,
         timeout=600,
@@ -120,8 +120,9 @@ def outcome(tmp_path_factory):
     return of
 
 
-def path_of_packages():
-    return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(PACKAGES)]))
+def environment_of_script():
+    path = filter(None, [os.environ.get("PYTHONPATH"), str(PACKAGES), str(SCRIPT.parent)])
+    return os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path)}
 
 
 def launch_in(file, text):
@@ -159,9 +160,7 @@ def test_without_a_bug_nothing_is_found_and_every_step_comes_again_alike(case, o
 def test_its_bundle_is_executed_where_the_program_is_not_by_its_source_and_by_the_exported_script():
     """The script needs neither nanlocator nor, after the first time, the interpreter's variable."""
     Path("train.py").write_text(SCRIPT.read_text())
-    subprocess.run(
-        [sys.executable, "train.py", "no maximum"], env=os.environ | {"TRITON_INTERPRET": "1"}, check=True
-    )
+    subprocess.run([sys.executable, "train.py", "no maximum"], env=environment_of_script(), check=True)
     Path("train.py").unlink()
     (bundle,) = Path().glob("nanlocator_run/*/bundles/*")
 

@@ -4,7 +4,6 @@ null, in CASE.json, and what was said in CASE.err.
 TRITON_INTERPRET=1 python triton_training.py CASE...
 """
 
-import ctypes
 import functools
 import importlib
 import importlib.util
@@ -17,6 +16,7 @@ import numpy
 import torch
 import triton
 import triton.language as tl
+from planted_kernels import kernels
 from torch import nn
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
@@ -275,7 +275,7 @@ CASES = {
 
 
 def verdict_of(case):
-    ctypes.CDLL(None).mallopt(-6, 0x80)  # M_PERTURB: memory from malloc holds 3.4e38
+    kernels.spoil_memory(True)
     torch.manual_seed(0)
     guilty = CASES[case]()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Scale(), guilty, Scale(), nn.Linear(WIDTH, 1))
