@@ -99,7 +99,8 @@ class KernelCallRecord:
         for family, reference in self.user_references or _registered.get(self.name, []):
             bound.append((family, self._bound(reference)))
         named = dict(zip(self.names, self.positional, strict=False))
-        scalars = {k: v for k, v in (named | self.named).items() if isinstance(v, bool | int | float | list)}
+        numbers = bool | int | float | list | tuple
+        scalars = {k: v for k, v in (named | self.named).items() if isinstance(v, numbers)}
         return bound + references_of(self.name, self.tensor_names, scalars)
 
     def _bound(self, reference: Callable[..., Any]) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from nanlocator import _C, inductor_kernels
+from nanlocator import _C, inductor_kernels, kernel_signatures
 from nanlocator.patches import replace
 
 # Extension modules that take tensors and are not linked with Torch.
@@ -43,6 +43,7 @@ _LEFT_OUT = (
 # Of TransformerEngine: an argument of such a type makes a kernel communicate while it computes.
 _COMMUNICATOR = "CommOverlap"
 _SUFFIXES = tuple(importlib.machinery.EXTENSION_SUFFIXES)
+_UNNAMED = re.compile(r"arg\d+")  # where pybind11 was given no name
 
 
 @dataclass(frozen=True)
@@ -177,12 +178,15 @@ def _short_name(module: types.ModuleType) -> str:
 
 def _shown(entry: Entry, name: str) -> Callable[..., Any]:
     function = entry.live
-    names = _argument_names(entry)
+    own_names = _argument_names(entry)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
+        names = own_names
+        if all(map(_UNNAMED.fullmatch, own_names)):
+            names = kernel_signatures.argument_names(name, len(args)) or own_names
         arguments = dict(named_tensors(args, kwargs, names))
         if not arguments or any(_COMMUNICATOR in type(arg).__name__ for arg in (*args, *kwargs.values())):
             return function(*args, **kwargs)
@@ -240,12 +244,22 @@ def _shown_call(
 def named_tensors(
     args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """By the name of the argument, and a number where it holds several."""
+    """By the name of the argument, and by index and key where it holds several."""
     positional = [(names[i] if i < len(names) else f"argument[{i}]", arg) for i, arg in enumerate(args)]
     for name, value in (*positional, *kwargs.items()):
-        if isinstance(value, torch.Tensor):
-            yield name, value
-            continue
+        yield from _tensors_in(value, name)
+
+
+def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif type(value) in (list, tuple):
+        for i, item in enumerate(value):
+            yield from _tensors_in(item, f"{name}[{i}]")
+    elif type(value) is dict:
+        for key, item in value.items():
+            yield from _tensors_in(item, f"{name}[{key}]")
+    else:
         value = getattr(value, "base", value)  # Triton's TensorWrapper and TensorDescriptor
         found = _C.tensors_in(value)
         for i, tensor in enumerate(found):
@@ -258,4 +272,5 @@ def _argument_names(entry: Entry) -> list[str]:
         return inductor_kernels.argument_names(entry.module, entry.name)
     signature = (getattr(entry.live, "__doc__", None) or "").partition("\n")[0]
     inside = re.search(r"\((.*)\)", signature)
-    return re.findall(r"(\w+):", inside.group(1)) if inside else []
+    # A default may hold a colon, too: "otype: DType = <DType.kFloat32: 4>".
+    return re.findall(r"(?:^|, )(\w+): ", inside.group(1)) if inside else []

@@ -218,6 +218,11 @@ void OperatorTrace::Impl::use_declared_module(const Frame& frame, ThreadFrames& 
   }
 }
 
+/// What a kernel is given so, the function around it has allocated for it to write.
+static bool is_unwritten(const StorageRecord* record) {
+  return record != nullptr && record->state == StorageState::allocated && record->touches.empty();
+}
+
 void OperatorTrace::Impl::look_before_write(Frame& frame, ThreadFrames& frames) {
   const OperatorInfo& info = *frame.info;
   std::vector<const c10::StorageImpl*> written;
@@ -236,10 +241,11 @@ void OperatorTrace::Impl::look_before_write(Frame& frame, ThreadFrames& frames) 
       const auto* storage = tensor.storage().unsafeGetStorageImpl();
       if (std::find(written.begin(), written.end(), storage) == written.end()) return;
       BeforeWrite before{.tensor = tensor.unsafeGetTensorImpl(), .births = {}};
-      bool is_known_finite = false;
+      bool is_known_finite = false, is_to_fill = false;
       {
         const std::lock_guard lock(mutex);
         const StorageRecord* record = lineage.find(tensor);
+        is_to_fill = info.is_custom && is_unwritten(record);
         // A capture holds a copy that tells whether the memory has changed since it was written.
         is_known_finite = frame.is_captured && record != nullptr &&
                           record->state == StorageState::written && record->tags.empty() &&
@@ -247,6 +253,8 @@ void OperatorTrace::Impl::look_before_write(Frame& frame, ThreadFrames& frames) 
       }
       if (!is_known_finite) before.content = content_of(tensor);
       if (before.content != Content::finite) {
+        // A library's operator hands it to its kernel: what lies there afterwards says more.
+        if (is_to_fill) return;
         before.births = origins_of(tensor, frames, info.full_name);
       }
       frame.before_write.push_back(std::move(before));
@@ -288,11 +296,6 @@ static bool is_to_be_filled(const StorageRecord* record, const Place& frame) {
   if (record->place == nullptr || record->place->given != nullptr) return false;
   const std::string& around = record->place->module;
   return around.empty() || frame.module == around || frame.module.starts_with(around + ".");
-}
-
-/// The same of a kernel, which is given what the function around it has allocated, too.
-static bool is_unwritten(const StorageRecord* record) {
-  return record != nullptr && record->state == StorageState::allocated && record->touches.empty();
 }
 
 /// What goes into a frame off the dispatcher is looked at when it is entered: nobody sees it read,

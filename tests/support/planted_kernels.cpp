@@ -1,5 +1,6 @@
 // Kernels that PyTorch's dispatcher does not see, each with bugs that can be planted in it.
 #include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/CPUAllocator.h>
 #include <torch/csrc/utils/pybind.h>
@@ -286,6 +287,230 @@ void attention_varlen(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   }
 }
 
+/// What PyTorch computes, written by hand: "row" leaves the last of the rows out.
+at::Tensor written(const at::Tensor& healthy, const std::string& fault) {
+  const auto from = healthy.contiguous();
+  auto out = at::empty_like(from);
+  const auto rows = from.size(0) - (fault == "row" ? 1 : 0);
+  std::copy_n(from.data_ptr<float>(), rows * from.numel() / from.size(0), out.data_ptr<float>());
+  return out;
+}
+
+std::vector<at::Tensor> swiglu_backward(const at::Tensor& dc, const at::Tensor& a,
+                                        const at::Tensor& b, const std::string& fault) {
+  return {written(at::silu_backward(dc * b, a), fault), written(dc * at::silu(a), "")};
+}
+
+std::vector<at::Tensor> geglu_backward(const at::Tensor& dc, const at::Tensor& a,
+                                       const at::Tensor& b, const std::string& fault) {
+  return {written(at::gelu_backward(dc * b, a), fault), written(dc * at::gelu(a), "")};
+}
+
+std::vector<at::Tensor> rms_norm_backward(const at::Tensor& dy, const at::Tensor& x,
+                                          const at::Tensor& weight, double eps,
+                                          const std::string& fault) {
+  const auto rstd = at::rsqrt(x.square().mean(1, true) + eps);
+  const auto normed = x * rstd, slope = dy * weight;
+  const auto dx = (slope - normed * (slope * normed).mean(1, true)) * rstd;
+  return {written(dx, fault), written((dy * normed).sum(0), "")};
+}
+
+// ---- stand-ins for libraries that bind without names: no argument is left to say the fault ----
+
+std::string& planted() {
+  static std::string fault;
+  return fault;
+}
+
+/// flash-attn's packed sequences: tokens x heads x width, the ends of the sequences in int32.
+struct PackedAttention {
+  PackedAttention(const at::Tensor& q_, const at::Tensor& k_, const at::Tensor& v_,
+                  const at::Tensor& ends_q_, const at::Tensor& ends_k_, float scale_,
+                  bool is_causal_)
+      : q(q_.contiguous()),
+        k(k_.contiguous()),
+        v(v_.contiguous()),
+        ends_q(ends_q_.data_ptr<int>()),
+        ends_k(ends_k_.data_ptr<int>()),
+        sequences(ends_q_.numel() - 1),
+        heads(q.size(1)),
+        shared_by(heads / k.size(1)),
+        width(q.size(2)),
+        scale(scale_),
+        is_causal(is_causal_) {}
+
+  [[nodiscard]] const float* at_row(const at::Tensor& of, std::int64_t row, std::int64_t h) const {
+    return of.data_ptr<float>() + (row * of.size(1) + h / (heads / of.size(1))) * width;
+  }
+
+  /// What row `t` of sequence `s` attends to each of its keys with. "mask": row 2 sees them all.
+  [[nodiscard]] std::vector<float> probabilities(std::int64_t s, std::int64_t t,
+                                                 std::int64_t h) const {
+    std::int64_t end = ends_k[s + 1];
+    if (is_causal && !(planted() == "mask" && t == 2)) end -= ends_q[s + 1] - 1 - t;
+    std::vector<float> scores;
+    for (std::int64_t u = ends_k[s]; u < end; ++u) {
+      const float* query = at_row(q, t, h);
+      scores.push_back(scale * std::inner_product(query, query + width, at_row(k, u, h), 0.0F));
+    }
+    if (scores.empty()) return scores;
+    const float largest = *std::max_element(scores.begin(), scores.end());
+    float sum = 0;
+    for (float& score : scores) sum += score = std::exp(score - largest);
+    for (float& score : scores) score /= sum;
+    return scores;
+  }
+
+  template <typename Row>
+  void for_each_row(const Row& row) const {
+    for (std::int64_t s = 0; s < sequences; ++s) {
+      for (std::int64_t t = ends_q[s]; t < ends_q[s + 1]; ++t) {
+        for (std::int64_t h = 0; h < heads; ++h) row(s, t, h, probabilities(s, t, h));
+      }
+    }
+  }
+
+  at::Tensor q, k, v;
+  const int *ends_q, *ends_k;
+  std::int64_t sequences, heads, shared_by, width;
+  float scale;
+  bool is_causal;
+};
+
+/// The signature is that of mha_varlen_fwd in csrc/flash_attn/flash_api.cpp, v2.6.1 to v2.8.3.
+std::vector<at::Tensor> varlen_fwd(
+    at::Tensor& q, const at::Tensor& k, const at::Tensor& v, std::optional<at::Tensor>& out_,
+    const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
+    std::optional<at::Tensor>& /*seqused_k*/, std::optional<const at::Tensor>& /*leftpad_k*/,
+    std::optional<at::Tensor>& /*block_table*/, std::optional<at::Tensor>& /*alibi_slopes*/,
+    int /*max_seqlen_q*/, int /*max_seqlen_k*/, float p_dropout, float softmax_scale,
+    bool /*zero_tensors*/, bool is_causal, int /*window_size_left*/, int /*window_size_right*/,
+    float /*softcap*/, bool /*return_softmax*/, std::optional<at::Generator> /*gen*/) {
+  const PackedAttention attention(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, is_causal);
+  auto out = out_.has_value() ? *out_ : at::empty(q.sizes(), q.options());
+  const auto lse = at::zeros({q.size(1), q.size(0)}, q.options());
+  attention.for_each_row([&](auto s, auto t, auto h, const std::vector<float>& probabilities) {
+    float* to = out.data_ptr<float>() + (t * attention.heads + h) * attention.width;
+    std::fill(to, to + attention.width, 0.0F);
+    for (std::size_t i = 0; i < probabilities.size(); ++i) {
+      const float* value = attention.at_row(attention.v, attention.ends_k[s] + i, h);
+      for (std::int64_t c = 0; c < attention.width; ++c) {
+        to[c] += probabilities[i] * value[c] / (1 - p_dropout);
+      }
+    }
+  });
+  return {out, lse, at::empty({0}, q.options()), at::zeros({2}, at::kLong)};
+}
+
+/// That of mha_varlen_bwd, v2.6.0 to v2.8.3. "rows" leaves dq of the last four tokens unwritten;
+/// "row" makes dv of token 5 bad.
+std::vector<at::Tensor> varlen_bwd(
+    const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const at::Tensor& /*out*/, const at::Tensor& /*softmax_lse*/, std::optional<at::Tensor>& dq_,
+    std::optional<at::Tensor>& dk_, std::optional<at::Tensor>& dv_, const at::Tensor& cu_seqlens_q,
+    const at::Tensor& cu_seqlens_k, std::optional<at::Tensor>& /*alibi_slopes*/,
+    const int /*max_seqlen_q*/, const int /*max_seqlen_k*/, const float /*p_dropout*/,
+    const float softmax_scale, const bool /*zero_tensors*/, const bool is_causal,
+    int /*window_size_left*/, int /*window_size_right*/, const float /*softcap*/,
+    const bool /*deterministic*/, std::optional<at::Generator> /*gen*/,
+    std::optional<at::Tensor>& /*rng_state*/) {
+  const PackedAttention attention(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, is_causal);
+  const auto gradient = dout.contiguous();
+  const at::Tensor of[] = {*dq_, *dk_, *dv_};
+  std::vector<float> sums[3];
+  for (int i = 0; i < 3; ++i) sums[i].assign(of[i].numel(), 0.0F);
+  const auto width = attention.width;
+  attention.for_each_row([&](auto s, auto t, auto h, const std::vector<float>& probabilities) {
+    const float* of_row = attention.at_row(gradient, t, h);
+    std::vector<float> slopes;
+    float mean = 0;
+    for (std::size_t i = 0; i < probabilities.size(); ++i) {
+      const float* value = attention.at_row(attention.v, attention.ends_k[s] + i, h);
+      slopes.push_back(std::inner_product(of_row, of_row + width, value, 0.0F));
+      mean += probabilities[i] * slopes.back();
+    }
+    for (std::size_t i = 0; i < probabilities.size(); ++i) {
+      const auto u = attention.ends_k[s] + static_cast<std::int64_t>(i);
+      const float slope = probabilities[i] * (slopes[i] - mean) * softmax_scale;
+      const auto shared = (u * k.size(1) + h / attention.shared_by) * width;
+      for (std::int64_t c = 0; c < width; ++c) {
+        sums[0][(t * attention.heads + h) * width + c] +=
+            slope * attention.at_row(attention.k, u, h)[c];
+        sums[1][shared + c] += slope * attention.at_row(attention.q, t, h)[c];
+        sums[2][shared + c] += probabilities[i] * of_row[c];
+      }
+    }
+  });
+  for (int i = 0; i < 3; ++i) {
+    const auto row = of[i].size(1) * width;
+    const auto ends = i == 0 ? attention.ends_q : attention.ends_k;
+    const auto rows = ends[attention.sequences] - (planted() == "rows" && i == 0 ? 4 : 0);
+    std::copy_n(sums[i].data(), rows * row, of[i].data_ptr<float>());
+    if (planted() == "row" && i == 2) std::fill_n(of[i].data_ptr<float>() + 5 * row, row, kNaN);
+  }
+  // Of which flash-attn, too, leaves the padding of each sequence as it was.
+  auto softmax_d = at::empty({q.size(1), q.size(0) + 128 * attention.sequences}, q.options());
+  return {of[0], of[1], of[2], softmax_d};
+}
+
+/// That of GroupedGemm in grouped_gemm's csrc/grouped_gemm.h, v1.0 to v1.1.4. "expert": the
+/// gradient of one without tokens stays as it was; "tail": so does the last row of a product.
+void gmm(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c,
+         const at::Tensor& batch_sizes, bool trans_a, bool trans_b) {
+  std::int64_t begin = 0;
+  const at::NoGradGuard no_grad;
+  for (std::int64_t e = 0; e < batch_sizes.numel(); ++e) {
+    const auto count = batch_sizes.data_ptr<std::int64_t>()[e];
+    const auto rows = a.narrow(0, begin, count);
+    const auto product = trans_a ? rows.t().matmul(b.narrow(0, begin, count))
+                                 : rows.matmul(trans_b ? b[e].t() : b[e]).contiguous();
+    auto to = trans_a ? c[e] : c.narrow(0, begin, count);
+    auto size = static_cast<std::size_t>(product.numel());
+    if (trans_a && count == 0 && planted() == "expert") size = 0;
+    const bool is_last = begin + count == a.size(0);
+    if (!trans_a && is_last && planted() == "tail") size -= product.size(1);
+    std::copy_n(product.data_ptr<float>(), size, to.data_ptr<float>());
+    begin += count;
+  }
+}
+
+/// That of layer_norm_affine in Apex's csrc/layer_norm_cuda.cpp. "no_eps" adds none.
+std::vector<at::Tensor> layer_norm_affine(const at::Tensor& input,
+                                          std::vector<std::int64_t> normalized_shape,
+                                          const at::Tensor& gamma, const at::Tensor& beta,
+                                          double epsilon) {
+  const at::NoGradGuard no_grad;
+  const auto width = normalized_shape.back();
+  const auto rows = input.reshape({-1, width});
+  const auto mean = rows.mean(1);
+  const auto variance = (rows - mean.unsqueeze(1)).square().mean(1);
+  const auto invvar = at::empty_like(variance);
+  const double added = planted() == "no_eps" ? 0 : epsilon;
+  for (std::int64_t r = 0; r < rows.size(0); ++r) {
+    invvar.data_ptr<float>()[r] =
+        1 / std::sqrt(variance.data_ptr<float>()[r] + static_cast<float>(added));
+  }
+  return {layer_norm(input.contiguous(), gamma, beta, added, ""), mean, invvar};
+}
+
+/// That of layer_norm_gradient_affine since 23.11. "row" leaves the last row of dx unwritten.
+std::vector<at::Tensor> layer_norm_gradient_affine(
+    const at::Tensor& dout, std::optional<at::Tensor> mean, const at::Tensor& invvar,
+    const at::Tensor& input_or_output, std::vector<std::int64_t> /*normalized_shape*/,
+    const at::Tensor& gamma, const at::Tensor& /*beta*/, double /*epsilon*/,
+    bool /*memory_efficient*/) {
+  const at::NoGradGuard no_grad;
+  const auto normed = (input_or_output - mean->unsqueeze(1)) * invvar.unsqueeze(1);
+  const auto slope = dout * gamma;
+  const auto found = ((slope - slope.mean(1, true) - normed * (slope * normed).mean(1, true)) *
+                      invvar.unsqueeze(1))
+                         .contiguous();
+  auto dx = at::empty_like(found);
+  const auto rows = found.size(0) - (planted() == "row" ? 1 : 0);
+  std::copy_n(found.data_ptr<float>(), rows * found.size(1), dx.data_ptr<float>());
+  return {dx, (dout * normed).sum(0), dout.sum(0)};
+}
+
 /// What it hands out holds NaN, as memory does that a bad step has used before. Lives as long as
 /// the process: tensors allocated through it keep pointing to it.
 class SpoiltAllocator final : public c10::Allocator {
@@ -348,6 +573,82 @@ PYBIND11_MODULE(planted_kernels, m) {
   m.def("attention_varlen", &attention_varlen, py::arg("q"), py::arg("k"), py::arg("v"),
         py::arg("out"), py::arg("cu_seqlens"), py::arg("softmax_scale"), py::arg("causal"),
         py::arg("fault") = "");
+  const auto of_one = [&](const char* name, at::Tensor (*compute)(const at::Tensor&)) {
+    m.def(
+        name,
+        [compute](const at::Tensor& x, const std::string& fault) {
+          return written(compute(x), fault);
+        },
+        py::arg("x"), py::arg("fault") = "");
+  };
+  of_one("relu", &at::relu);
+  of_one("sigmoid", &at::sigmoid);
+  of_one("tanh", &at::tanh);
+  of_one("exp", &at::exp);
+  of_one("gelu", [](const at::Tensor& x) { return at::gelu(x); });
+  of_one("log_softmax", [](const at::Tensor& x) { return at::log_softmax(x, -1); });
+  const auto of_gradient = [&](const char* name,
+                               at::Tensor (*compute)(const at::Tensor&, const at::Tensor&)) {
+    m.def(
+        name,
+        [compute](const at::Tensor& dy, const at::Tensor& x, const std::string& fault) {
+          return written(compute(dy, x), fault);
+        },
+        py::arg("dy"), py::arg("x"), py::arg("fault") = "");
+  };
+  using Tensor = const at::Tensor&;
+  of_gradient("relu_backward", [](Tensor dy, Tensor x) { return dy * x.gt(0); });
+  of_gradient("sigmoid_backward",
+              [](Tensor dy, Tensor x) { return at::sigmoid_backward(dy, at::sigmoid(x)); });
+  of_gradient("tanh_backward",
+              [](Tensor dy, Tensor x) { return at::tanh_backward(dy, at::tanh(x)); });
+  of_gradient("exp_backward", [](Tensor dy, Tensor x) { return dy * at::exp(x); });
+  of_gradient("gelu_backward", [](Tensor dy, Tensor x) { return at::gelu_backward(dy, x); });
+  of_gradient("softmax_backward", [](Tensor dy, Tensor x) {
+    return at::_softmax_backward_data(dy, at::softmax(x, -1), -1, at::kFloat);
+  });
+  of_gradient("log_softmax_backward", [](Tensor dy, Tensor x) {
+    return at::_log_softmax_backward_data(dy, at::log_softmax(x, -1), -1, at::kFloat);
+  });
+  m.def(
+      "geglu",
+      [](Tensor a, Tensor b, const std::string& fault) { return written(at::gelu(a) * b, fault); },
+      py::arg("a"), py::arg("b"), py::arg("fault") = "");
+  m.def("swiglu_backward", &swiglu_backward, py::arg("dc"), py::arg("a"), py::arg("b"),
+        py::arg("fault") = "");
+  m.def("geglu_backward", &geglu_backward, py::arg("dc"), py::arg("a"), py::arg("b"),
+        py::arg("fault") = "");
+  m.def("rms_norm_backward", &rms_norm_backward, py::arg("dy"), py::arg("x"), py::arg("weight"),
+        py::arg("eps") = 1e-6, py::arg("fault") = "");
+  m.def(
+      "embedding_backward",
+      [](Tensor dy, Tensor weight, Tensor ids, const std::string& fault) {
+        return written(at::embedding_dense_backward(dy, ids, weight.size(0), -1, false), fault);
+      },
+      py::arg("dy"), py::arg("weight"), py::arg("ids"), py::arg("fault") = "");
+  m.def(
+      "rope_backward",
+      [](Tensor dy, Tensor cos, Tensor sin, const std::string& fault) {
+        return rope(dy.contiguous(), cos, -sin, fault);
+      },
+      py::arg("dy"), py::arg("cos"), py::arg("sin"), py::arg("fault") = "");
+  m.def(
+      "plant", [](const std::string& fault) { planted() = fault; }, py::arg("fault"));
   m.def("spoil_memory", &spoil_memory, py::arg("on"));
   py::class_<Workspace>(m, "Workspace").def(py::init<>()).def("scale", &Workspace::scale);
+}
+
+// Bound as the libraries bind theirs, in modules of their names, which this file is loaded by.
+PYBIND11_MODULE(flash_attn_2_cuda, m) {
+  m.def("varlen_fwd", &varlen_fwd, "Forward pass (variable length)");
+  m.def("varlen_bwd", &varlen_bwd, "Backward pass (variable length)");
+}
+
+PYBIND11_MODULE(grouped_gemm_backend, m) {
+  m.def("gmm", &gmm, "Grouped GEMM.");
+}
+
+PYBIND11_MODULE(fused_layer_norm_cuda, m) {
+  m.def("forward_affine", &layer_norm_affine, "LayerNorm forward (CUDA)");
+  m.def("backward_affine", &layer_norm_gradient_affine, "LayerNorm backward (CUDA)");
 }

@@ -4,16 +4,26 @@ import importlib.util
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nanlocator import _C
 
 _built = Path(_C.__file__).parents[2] / "tests"
-_spec = importlib.util.spec_from_file_location(
-    "planted_kernels", next(_built.glob("planted_kernels*.so"), _built / "planted_kernels.so")
+_file = next(_built.glob("planted_kernels*.so"), _built / "planted_kernels.so")
+
+
+def _module(name):
+    spec = importlib.util.spec_from_file_location(name, _file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+kernels = _module("planted_kernels")
+flash_attn, grouped_gemm, apex = map(
+    _module, ("flash_attn_2_cuda", "grouped_gemm_backend", "fused_layer_norm_cuda")
 )
-kernels = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(kernels)
 from_elsewhere = kernels.row_sums  # bound by another name, as `from flash_attn_2_cuda import fwd` does
 
 
@@ -178,14 +188,10 @@ class Called(nn.Module):
     def rope(self, x):
         """Of all columns but the last."""
         even = x[:, : x.shape[1] // 2 * 2].contiguous()
-        angles = torch.outer(torch.arange(len(x)), 10.0 ** -torch.arange(even.shape[1] // 2)).repeat(1, 2)
-        cos, sin = angles.cos(), angles.sin()
-
-        def definition(x):
-            first, second = x.chunk(2, dim=1)
-            return x * cos + torch.cat([-second, first], dim=1) * sin
-
-        rotated = _Called.apply(lambda x: kernels.rope(x, cos, sin, self.fault), definition, even)
+        cos, sin = rotations(even)
+        rotated = _Called.apply(
+            lambda x: kernels.rope(x, cos, sin, self.fault), lambda x: _rotated(x, cos, sin), even
+        )
         return torch.cat([rotated, x[:, even.shape[1] :]], dim=1)
 
     def embedding(self, x):
@@ -234,3 +240,181 @@ class Called(nn.Module):
             return torch.cat(pieces)
 
         return _Called.apply(kernel, definition, x)
+
+
+def _rotated(x, cos, sin):
+    first, second = x.chunk(2, dim=1)
+    return x * cos + torch.cat([-second, first], dim=1) * sin
+
+
+DEFINITIONS = {
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "exp": torch.exp,
+    "gelu": F.gelu,
+    "softmax": lambda x: torch.softmax(x, 1),
+    "log_softmax": lambda x: torch.log_softmax(x, 1),
+    "swiglu": lambda a, b: F.silu(a) * b,
+    "geglu": lambda a, b: F.gelu(a) * b,
+    "rms_norm": lambda x, weight: F.rms_norm(x, x.shape[1:], weight, 1e-6),
+    "embedding": lambda weight, ids: F.embedding(ids, weight),
+    "rope": _rotated,
+}
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, name, fault, *tensors):
+        ctx.save_for_backward(*tensors)
+        ctx.name, ctx.fault = name, fault
+        if name in DEFINITIONS:
+            return getattr(kernels, name)(*tensors, fault=fault)  # planted: fused forward
+        return DEFINITIONS[name.removesuffix("_backward")](*tensors)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        tensors = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        if ctx.name in DEFINITIONS:
+            leaves = [t.detach().requires_grad_() for t in tensors]
+            with torch.enable_grad():
+                return None, None, *torch.autograd.grad(DEFINITIONS[ctx.name](*leaves), leaves, gradient)
+        given = tensors[1:] if ctx.name == "rope_backward" else tensors
+        found = getattr(kernels, ctx.name)(gradient, *given, fault=ctx.fault)  # planted: fused backward
+        found = found if isinstance(found, list) else [found]
+        return None, None, *found, *[None] * (len(tensors) - len(found))
+
+
+class Fused(nn.Module):
+    """``kernel`` ("gelu", "gelu_backward") with ``fault``; what it leaves to do, PyTorch does."""
+
+    def __init__(self, kernel, fault="", width=9):
+        super().__init__()
+        self.kernel, self.fault, self.family = kernel, fault, kernel.removesuffix("_backward")
+        shape = {"rms_norm": (width,), "embedding": (5, width)}.get(self.family)
+        self.weight = nn.Parameter(torch.randn(shape) / width**0.5) if shape else None
+
+    def forward(self, x):
+        if self.family == "embedding":
+            return x + self.call(self.weight, torch.arange(len(x)) % len(self.weight))
+        if self.family == "rope":
+            even = x[:, : x.shape[1] // 2 * 2].contiguous()
+            return torch.cat([self.call(even, *rotations(even)), x[:, even.shape[1] :]], dim=1)
+        others = {"rms_norm": [self.weight], "swiglu": [x.flip(0)], "geglu": [x.flip(0)]}
+        return self.call(x, *others.get(self.family, []))
+
+    def call(self, *tensors):
+        return _Fused.apply(self.kernel, self.fault, *tensors)
+
+
+def rotations(x):
+    angles = torch.outer(torch.arange(len(x)), 10.0 ** -torch.arange(x.shape[1] // 2)).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+class _FlashAttention(torch.autograd.Function):
+    """The calls of flash_attn/flash_attn_interface.py, v2.8.3."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, ends, longest, scale, dropout):
+        out, lse, _, rng_state = flash_attn.varlen_fwd(  # planted: flash forward
+            *(q, k, v, None, ends, ends, None, None, None, None),
+            *(longest, longest, dropout, scale, False, True, -1, -1, 0.0, False, None),
+        )
+        ctx.save_for_backward(q, k, v, out, lse, ends, rng_state)
+        ctx.numbers = longest, longest, dropout, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        q, k, v, out, lse, ends, rng_state = ctx.saved_tensors
+        dq, dk, dv = (torch.empty_like(each) for each in (q, k, v))
+        flash_attn.varlen_bwd(  # planted: flash backward
+            *(gradient, q, k, v, out, lse, dq, dk, dv, ends, ends, None),
+            *(*ctx.numbers, False, True, -1, -1, 0.0, False, None, rng_state),
+        )
+        return dq, dk, dv, None, None, None, None
+
+
+class FlashAttention(nn.Module):
+    """Causal, of two packed sequences. The last key of the first is nearly as large as a number can be; none
+    but its own query, which is zero, may see it."""
+
+    def __init__(self, width=9, heads=3, dropout=0.0):
+        super().__init__()
+        self.project = nn.Linear(width, 3 * width)
+        self.heads, self.dropout = heads, dropout
+
+    def forward(self, x):
+        q, k, v = self.project(x).unflatten(1, (3, self.heads, -1)).unbind(1)
+        middle = len(x) // 2 - 1
+        is_last = torch.arange(len(x))[:, None, None] == middle - 1
+        q, k = (q.abs() + 1).masked_fill(is_last, 0), k.masked_fill(is_last, 3e38)
+        ends = torch.tensor([0, middle, len(x)], dtype=torch.int32)
+        longest = len(x) - middle
+        return _FlashAttention.apply(q, k, v, ends, longest, q.shape[-1] ** -0.5, self.dropout).flatten(1)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """The calls of grouped_gemm/ops.py, v1.1.4."""
+
+    @staticmethod
+    def forward(ctx, x, weight, counts):
+        ctx.save_for_backward(x, weight, counts)
+        out = torch.empty(len(x), weight.shape[2])
+        grouped_gemm.gmm(x, weight, out, counts, False, False)  # planted: gmm forward
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight, counts = ctx.saved_tensors
+        of_x, of_weight = torch.empty_like(x), torch.empty_like(weight)
+        gradient = gradient.contiguous()
+        grouped_gemm.gmm(gradient, weight, of_x, counts, False, True)
+        grouped_gemm.gmm(x, gradient, of_weight, counts, True, False)  # planted: gmm of weights
+        return of_x, of_weight, None
+
+
+class GroupedProduct(nn.Module):
+    """Of three experts, of which the second has no tokens."""
+
+    def __init__(self, width=9):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, width, width) / width**0.5)
+
+    def forward(self, x):
+        half = len(x) // 2
+        return _GroupedProduct.apply(x, self.weight, torch.tensor([half, 0, len(x) - half]))
+
+
+class _ApexLayerNorm(torch.autograd.Function):
+    """The calls of apex/normalization/fused_layer_norm.py, 25.09."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        shape = (x.shape[-1],)
+        out, mean, invvar = apex.forward_affine(x, shape, weight, bias, eps)  # planted: Apex forward
+        ctx.save_for_backward(x, weight, bias, mean, invvar)
+        ctx.numbers = shape, eps
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight, bias, mean, invvar = ctx.saved_tensors
+        shape, eps = ctx.numbers
+        return *apex.backward_affine(  # planted: Apex backward
+            gradient.contiguous(), mean, invvar, x, shape, weight, bias, eps, False
+        ), None
+
+
+class ApexLayerNorm(nn.Module):
+    """Of rows of which the first holds one value."""
+
+    def __init__(self, width=9):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x):
+        x = torch.cat([x[:1] * 0 + 1, x[1:]])
+        return _ApexLayerNorm.apply(x, self.norm.weight, self.norm.bias, 1e-5)

@@ -1,18 +1,28 @@
-"""One training step of a model with Triton kernels, under the interpreter: prints the verdict, or null.
+"""One training step of a model with Triton kernels, under the interpreter, for each case: the verdict, or
+null, in CASE.json, and what was said in CASE.err.
 
-TRITON_INTERPRET=1 python triton_training.py CASE
+TRITON_INTERPRET=1 python triton_training.py CASE...
 """
 
-import ctypes
+import functools
+import importlib
+import importlib.util
 import json
+import os
 import sys
+from pathlib import Path
 
+import numpy
 import torch
 import triton
 import triton.language as tl
+from planted_kernels import kernels
 from torch import nn
+from triton.language.extra import libdevice
+from triton.runtime import interpreter
 
 import nanlocator
+from nanlocator.kernels import KernelCalls
 
 WIDTH = 9
 BLOCK = 8
@@ -98,28 +108,155 @@ class Softmax(nn.Module):
         return x + y
 
 
-class LigerSoftmax(nn.Module):
+# --- libraries' own kernels ---
+
+# Case -> module, what is replaced in its source (once), by what: a launch with one program less, which leaves
+# the last row out, or a kernel that adds NaN in one row.
+_NAN_IN_ROW_3 = ' + tl.where({} == 3, float("nan"), 0.0)'
+PLANTED = {
+    "liger softmax": (
+        "liger_kernel.ops.softmax",
+        "forward_kernel[(n_rows,)]",
+        "forward_kernel[(n_rows - 1,)]",
+    ),
+    "liger softmax in backward": (
+        "liger_kernel.ops.softmax",
+        "backward_kernel[(n_rows,)]",
+        "backward_kernel[(n_rows - 1,)]",
+    ),
+    "liger rms_norm": (
+        "liger_kernel.ops.rms_norm",
+        "_rms_norm_forward_kernel[(n_rows,)]",
+        "_rms_norm_forward_kernel[(n_rows - 1,)]",
+    ),
+    "liger layer_norm": ("liger_kernel.ops.layer_norm", "grid = (n_rows,)", "grid = (n_rows - 1,)"),
+    "liger layer_norm in backward": (
+        "liger_kernel.ops.layer_norm",
+        "math.ceil(n_rows / sm_count)",
+        "math.ceil(n_rows / sm_count) - 1",
+    ),
+    "liger swiglu": (
+        "liger_kernel.ops.swiglu",
+        "_swiglu_forward_kernel[(n_rows,)]",
+        "_swiglu_forward_kernel[(n_rows - 1,)]",
+    ),
+    "liger geglu": (
+        "liger_kernel.ops.geglu",
+        "_geglu_tanh_forward_kernel[(n_rows,)]",
+        "_geglu_tanh_forward_kernel[(n_rows - 1,)]",
+    ),
+    "liger rope": (
+        "liger_kernel.ops.rope",
+        "q_tile_1 * cos_row - q_tile_2 * sin_row",
+        "q_tile_1 * cos_row - q_tile_2 * sin_row" + _NAN_IN_ROW_3.format("pid"),
+    ),
+    "liger rope in backward": (
+        "liger_kernel.ops.rope",
+        "q_tile_1 * cos_row + q_tile_2 * sin_row",
+        "q_tile_1 * cos_row + q_tile_2 * sin_row" + _NAN_IN_ROW_3.format("pid"),
+    ),
+    "liger cross_entropy": (
+        "liger_kernel.ops.cross_entropy",
+        "dx_y = softmax_X_y",
+        "dx_y = softmax_X_y" + _NAN_IN_ROW_3.format("program_id"),
+    ),
+    "fla l2norm": (
+        "fla.modules.norm.l2norm",
+        'return (triton.cdiv(T, meta["BT"]),)',
+        'return (triton.cdiv(T, meta["BT"]) - 1,)',
+    ),
+}
+
+
+# What Triton 3.6's interpreter does not do, and these kernels need.
+
+
+def float_as_compiled(argument, convert=interpreter._implicit_cvt):
+    """A tensor, whose ``to`` Liger calls."""
+    if type(argument) is not float:
+        return convert(argument)
+    handle = interpreter.TensorHandle(numpy.array([argument], numpy.float32), tl.float32)
+    return tl.tensor(handle, tl.float32)
+
+
+def tensors_with_an_index(tensor, scope, patch=interpreter._patch_lang_tensor):
+    """From arrays of one element, which NumPy 2.4 no longer takes for a number."""
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+def rsqrt(x):
+    return tl.rsqrt(x)
+
+
+def tanh(x):
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
+interpreter._implicit_cvt = float_as_compiled
+interpreter._patch_lang_tensor = tensors_with_an_index
+libdevice.rsqrt, libdevice.tanh = rsqrt, tanh  # there they give None
+
+
+def library(case):
+    """The module of ``case``, healthy, or from a file with the bug in it; the same lines in both."""
+    name, healthy, bug = PLANTED[case.removesuffix(" healthy")]
+    if not case.endswith("healthy"):
+        source = Path(sys.modules[name].__file__).read_text()
+        assert healthy in source
+        file = Path(f"{name.rpartition('.')[2]}.py")
+        file.write_text(source.replace(healthy, bug, 1))
+        spec = importlib.util.spec_from_file_location(name, file)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+class LibraryKernel(nn.Module):
+    """One of PLANTED; ``case``: with " healthy" after it the library's own."""
+
+    def __init__(self, case):
+        super().__init__()
+        self.module, self.kernel = library(case), case.split()[1]
+        self.weight, self.bias = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+
     def forward(self, x):
-        from liger_kernel.ops.softmax import LigerSoftmaxFunction
+        return getattr(self, self.kernel)(x)
 
-        return LigerSoftmaxFunction.apply(x)
+    def softmax(self, x):
+        return self.module.LigerSoftmaxFunction.apply(x)
 
+    def rms_norm(self, x):
+        return self.module.LigerRMSNormFunction.apply(x, self.weight, 1e-6)
 
-class OneRowLess:
-    """Launches a kernel whose programs are rows of its output for all but the last row."""
+    def layer_norm(self, x):
+        return self.module.LigerLayerNormFunction.apply(x, self.weight, self.bias, 1e-5)
 
-    def __init__(self, kernel):
-        self.kernel = kernel
+    def swiglu(self, x):
+        return self.module.LigerSiLUMulFunction.apply(x, x.flip(0))
 
-    def __getitem__(self, grid):
-        return self.kernel[(grid[0] - 1, *grid[1:])]
+    def geglu(self, x):
+        return self.module.LigerGELUMulFunction.apply(x, x.flip(0))
 
+    def rope(self, x):
+        """Of two heads of four, in the first eight columns."""
+        q = x[:, :8].reshape(1, len(x), 2, 4).transpose(1, 2)
+        angles = torch.outer(torch.arange(len(x)), torch.tensor([1.0, 0.1])).repeat(1, 2)[None]
+        q, k = self.module.LigerRopeFunction.apply(q, q.flip(2), angles.cos(), angles.sin())
+        return torch.cat([(q + k).transpose(1, 2).reshape(len(x), 8), x[:, 8:]], dim=1)
 
-def softmax_that_leaves_out_a_row(name):
-    from liger_kernel.ops import softmax
+    def cross_entropy(self, x):
+        labels = torch.arange(len(x)) % WIDTH
+        loss, *_ = self.module.LigerCrossEntropyFunction.apply(
+            x.clone(), labels, None, -100, 0.0, 0.0, "mean"
+        )
+        return x + loss
 
-    setattr(softmax, name, OneRowLess(getattr(softmax, name)))
-    return LigerSoftmax()
+    def l2norm(self, x):
+        """Of thirds of the rows: three programs of eight. Autotuning would time them on a GPU."""
+        for kernel in (self.module.l2norm_fwd_kernel, self.module.l2norm_bwd_kernel):
+            kernel.configs = [config for config in kernel.configs if config.kwargs["BT"] == 8][:1]
+        return self.module.l2norm(x.reshape(-1, 3)).reshape(x.shape)
 
 
 CASES = {
@@ -129,32 +266,47 @@ CASES = {
     "tail in backward": lambda: Scale(backward="tail"),
     "reads beyond": lambda: RowSums(has_mask=False),
     "no maximum": lambda: Softmax(has_maximum=False),
-    "sums and softmax healthy": lambda: nn.Sequential(RowSums(), Softmax()),
-    "liger row": lambda: softmax_that_leaves_out_a_row("_softmax_single_block_forward_kernel"),
-    "liger row in backward": lambda: softmax_that_leaves_out_a_row("_softmax_single_block_backward_kernel"),
-    "healthy": Scale,
-    "liger healthy": LigerSoftmax,
+    "healthy": lambda: nn.Sequential(Scale(), RowSums(), Softmax()),
+    **{case: functools.partial(LibraryKernel, case) for case in PLANTED},
+    "libraries healthy": lambda: nn.Sequential(
+        *(LibraryKernel(f"{case} healthy") for case in PLANTED if "backward" not in case)
+    ),
 }
 
 
-def main() -> None:
-    ctypes.CDLL(None).mallopt(-6, 0x80)  # M_PERTURB: memory from malloc holds 3.4e38
+def verdict_of(case):
+    kernels.spoil_memory(True)
     torch.manual_seed(0)
-    guilty = CASES[sys.argv[1]]()
+    guilty = CASES[case]()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Scale(), guilty, Scale(), nn.Linear(WIDTH, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    rerun = "always" if "healthy" in sys.argv[1] else True
-    nanlocator.watch(model, optimizer, rerun=rerun)
-    verdict = None
+    nanlocator.watch(model, optimizer, rerun="always" if "healthy" in case else True)
     for _ in range(2):
         model(torch.randn(6, WIDTH)).square().mean().backward()
         try:
             optimizer.step()
         except nanlocator.NonFiniteGradientError as error:
-            verdict = error.verdict
-            break
+            return error.verdict
         optimizer.zero_grad()
-    print(json.dumps(verdict))
+    return None
+
+
+def main() -> None:
+    """Each case in a process of its own, which has what is imported and looked for here."""
+    cases = sys.argv[1:]
+    for planted in PLANTED if "libraries healthy" in cases else [case for case in cases if case in PLANTED]:
+        importlib.import_module(PLANTED[planted][0])
+    KernelCalls().remove()
+    for case in cases:
+        if os.fork():
+            _, status = os.wait()
+            if status:
+                sys.exit(f"{case}: exit status {status}")
+            continue
+        with open(f"{case}.err", "w") as errors:
+            os.dup2(errors.fileno(), 2)
+        Path(f"{case}.json").write_text(json.dumps(verdict_of(case)))
+        return
 
 
 if __name__ == "__main__":

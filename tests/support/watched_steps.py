@@ -1,6 +1,7 @@
 """Steps of a training loop under nanlocator.watch."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,3 +34,9 @@ def verdict_of_steps(
     finally:
         watch.remove()
     return None
+
+
+def line_of(file: Path, text: str) -> int:
+    """The number of the only line of ``file`` that holds ``text``."""
+    (number,) = (i for i, line in enumerate(file.read_text().splitlines(), 1) if text in line)
+    return number
