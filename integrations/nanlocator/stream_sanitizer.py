@@ -1,9 +1,9 @@
-"""PyTorch's stream sanitizer (torch/cuda/_sanitizer.py) over one pass of a re-run: operators that used the same
-memory on two streams of a GPU, neither of which waited for the other.
+"""PyTorch's stream sanitizer (torch/cuda/_sanitizer.py) over one pass of a re-run: operators that used the
+same memory on two streams of a GPU, neither of which waited for the other.
 
-It looks at each operator from Python, and at events, streams and allocations through callbacks that cannot be
-taken off once they are on (torch/cuda/_gpu_trace.py): each allocation then asks Python for the rest of the process,
-so it is for runs that stop. The sanitizer ends a program at what it finds; here it goes on and is asked afterwards.
+It sees each operator from Python, and events, streams and allocations through callbacks that cannot be taken
+off once they are on (torch/cuda/_gpu_trace.py): each allocation then asks Python, until the process ends. So
+it is for runs that stop. By itself the sanitizer ends a program at what it finds; here the pass goes on.
 """
 
 import contextlib
@@ -50,8 +50,8 @@ def is_available() -> bool:
 
 @contextlib.contextmanager
 def sanitised_streams() -> Iterator[list[StreamAccess]]:
-    """What is found until the block ends, each place of the program once. Waits for the device first: what ran
-    before is in order."""
+    """What is found until the block ends, each place of the program once. Waits for the device first: what
+    ran before is in order."""
     from torch.cuda import _gpu_trace
 
     registries = [each for each in vars(_gpu_trace).values() if hasattr(each, "callback_list")]
@@ -95,7 +95,7 @@ def _access_of(error: Any, is_backward: bool) -> StreamAccess:
 
 
 def _name_of(schema: Any) -> str:
-    """"aten::add.Tensor" of a schema, or of its text."""
+    """ "aten::add.Tensor" of a schema, or of its text."""
     return str(schema).split("(", 1)[0]
 
 

@@ -131,7 +131,7 @@ std::string beside_text(const Fact& fact) {
   for (const std::string& name : fact.names) {
     switch (value_named<Concurrent>(name).value_or(Concurrent::transfer)) {
       case Concurrent::transfer:
-        texts.emplace_back("transfers between ranks were under way");
+        texts.emplace_back("transfers between ranks used the memory of what was bad");
         break;
       case Concurrent::thread:
         texts.emplace_back("another thread used the same memory");

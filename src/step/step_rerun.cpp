@@ -89,6 +89,7 @@ struct StepRerun::Impl {
   std::exception_ptr own_error;         // by which this rank's re-run has failed
   std::optional<double> gradient_norm;  // of that pass
   std::vector<std::string> not_restored;
+  std::set<std::int64_t> bad_at_first;      // ids of gradients, in the first pass
   std::unique_ptr<OperatorTrace> standing;  // traces steps that cannot be executed again
   int traced_steps = 0;                     // since it began
 
@@ -226,6 +227,7 @@ struct StepRerun::Impl {
     std::optional<Explanation> explanation;
     std::vector<UnorderedAccess> unordered;
     bool has_overlap = false;  // operators ran while transfers between ranks were under way
+    std::vector<Concurrent> concurrent;  // with what was bad in the first pass
     std::vector<ThreadOrder> thread_orders;
   };
 
@@ -247,6 +249,13 @@ struct StepRerun::Impl {
       traced.unordered = trace->unordered_accesses();
       traced.has_overlap = trace->has_overlap();
       traced.thread_orders = trace->thread_orders();
+      const auto gradients = step.gradients();
+      if (std::ranges::any_of(gradients, [&](const GradientView& view) {
+            return bad_at_first.contains(view.parameter) && trace->was_in_transfer(view.tensor);
+          })) {
+        traced.concurrent.push_back(Concurrent::transfer);
+      }
+      if (!traced.thread_orders.empty()) traced.concurrent.push_back(Concurrent::thread);
     }
     return traced;
   }
@@ -607,6 +616,10 @@ bool StepRerun::run_again() {
   auto& impl = *impl_;
   auto& locator = impl.locator;
   const auto first = locator.scanned_gradients();
+  impl.bad_at_first.clear();
+  for (const auto& gradient : first) {
+    if (!gradient.is_finite) impl.bad_at_first.insert(gradient.parameter);
+  }
   const auto end = impl.state.end();
   locator.keep_first_pass();
   impl.own_error = nullptr;
@@ -645,8 +658,7 @@ bool StepRerun::run_again() {
   rerun.bad_parameters = traced.pass.bad_parameters;
   if (!has_ended_early) rerun.reproduced = is_bad_again || is_memory_unwritten;
   rerun.unordered = traced.unordered;
-  if (traced.has_overlap) rerun.concurrent.push_back(Concurrent::transfer);
-  if (!traced.thread_orders.empty()) rerun.concurrent.push_back(Concurrent::thread);
+  rerun.concurrent = traced.concurrent;
   const auto& explanation = traced.explanation;
   if (!has_ended_early && is_bad_again && impl.may_be_race(!rerun.unordered.empty())) {
     has_ended_early = !impl.run_serialised(rerun);

@@ -313,6 +313,11 @@ bool OperatorTrace::has_overlap() const noexcept {
   return impl_->has_overlap;
 }
 
+bool OperatorTrace::was_in_transfer(const at::Tensor& tensor) const {
+  const std::lock_guard lock(impl_->mutex);
+  return impl_->transfers.has_overlapped(tensor);
+}
+
 void OperatorTrace::pause() noexcept {
   impl_->is_paused = true;
 }

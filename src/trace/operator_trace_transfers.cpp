@@ -28,6 +28,7 @@ void OperatorTrace::Impl::note_unordered_accesses(const Frame& frame, ThreadFram
   } first;
   {
     const std::lock_guard lock(mutex);
+    transfers.note_operator();
     for (std::size_t i = 0; i < frame.arguments.size() && first.transfer == nullptr; ++i) {
       const bool is_write = info.arguments[i] != ArgumentUse::read;
       if (!is_write && !is_read(info, frame.arguments, i)) continue;

@@ -28,6 +28,22 @@ void TransfersInFlight::begin_wait(std::uint64_t number) {
   }
 }
 
+void TransfersInFlight::note_operator() {
+  for (auto& [number, entry] : transfers_) {
+    if (entry.is_awaited || std::exchange(entry.is_overlapped, true)) continue;
+    overlapped_.insert(overlapped_.end(), entry.memory.begin(), entry.memory.end());
+  }
+}
+
+bool TransfersInFlight::has_overlapped(const at::Tensor& tensor) const {
+  if (!has_bytes(tensor)) return false;
+  const auto* storage = tensor.storage().unsafeGetStorageImpl();
+  const ByteRange range = range_of(tensor);
+  return std::ranges::any_of(overlapped_, [&](const Memory& memory) {
+    return memory.storage._unsafe_get_target() == storage && memory.range.overlaps(range);
+  });
+}
+
 bool TransfersInFlight::is_any_under_way() const noexcept {
   return std::ranges::any_of(transfers_, [](const auto& each) { return !each.second.is_awaited; });
 }

@@ -30,7 +30,14 @@ class TransfersInFlight {
   void begin_wait(std::uint64_t number);
   /// What it has written is there now.
   void end(std::uint64_t number, Lineage& lineage, std::uint64_t clock);
-  void clear() { transfers_.clear(); }
+  void clear() {
+    transfers_.clear();
+    overlapped_.clear();
+  }
+  /// An operator runs while they are under way.
+  void note_operator();
+  /// Whether one did while a transfer that uses this memory was under way; since `clear`.
+  [[nodiscard]] bool has_overlapped(const at::Tensor& tensor) const;
   /// Whether there is one that nobody waits for.
   [[nodiscard]] bool is_any_under_way() const noexcept;
 
@@ -49,9 +56,11 @@ class TransfersInFlight {
     std::shared_ptr<const Started> transfer;
     std::vector<Memory> memory;
     bool is_awaited = false;
+    bool is_overlapped = false;
   };
 
   std::map<std::uint64_t, Entry> transfers_;  // by number: the earliest first
+  std::vector<Memory> overlapped_;            // of all that were
 };
 
 }  // namespace nanlocator

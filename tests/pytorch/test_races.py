@@ -159,3 +159,40 @@ def test_another_fault_beside_a_transfer_that_nobody_waits_for_keeps_its_cause()
     assert (origin["cause"], origin["operator"]) == ("operator_undefined", "aten::log")
     assert not [fact for fact in origin["facts"] if fact["kind"].endswith("during_transfer")]
     assert {"variant": "serialised", "bad": True} in verdict["rerun"]["variants"]
+
+
+def damage_once(rank, world_size, is_own):
+    """One element of rank 1's gradient, in the first pass; an operator runs while this gradient, or another
+    tensor, is reduced."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = nanlocator.LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    calls = itertools.count()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 4)).square().mean()
+        loss.backward()
+        gradient = model.bias.grad
+        work = dist.all_reduce(gradient if is_own else gradient.clone(), async_op=True)
+        torch.ones(3) + 1
+        work.wait()
+        if next(calls) == 0 and rank == 1:
+            gradient.numpy()[2] = math.nan
+        return loss
+
+    with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
+        optimizer.step(closure)
+    return raised.value.verdict
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_device_is_suspected_after_a_race_only_where_a_transfer_used_that_memory(is_own):
+    verdict = run_ranks(2, damage_once, is_own)[0]
+    [origin] = verdict["origins"]
+    assert origin["cause"] == "not_reproduced"
+    assert origin["action_kind"] == ("find_race" if is_own else "test_device")
+    assert origin["owner"] == ("unknown" if is_own else "cluster_operator")
+    assert [fact["names"] for fact in origin["facts"] if fact["kind"] == "ran_beside"] == (
+        [["transfer"]] if is_own else []
+    )

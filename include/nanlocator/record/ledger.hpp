@@ -95,7 +95,8 @@ struct Rerun {
   std::vector<std::string> not_restored;
   std::vector<VariantOutcome> variants;    // in the order in which they ran
   std::vector<UnorderedAccess> unordered;  // of the traced pass
-  /// What was seen to use memory while operators of the traced pass ran, in order or not.
+  /// What was seen to use memory of the step while operators of the traced pass ran, in order or
+  /// not. Of transfers: the memory of gradients that were bad in the first pass.
   std::vector<Concurrent> concurrent;
   friend bool operator==(const Rerun&, const Rerun&) = default;
 };

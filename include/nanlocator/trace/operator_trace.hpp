@@ -129,6 +129,8 @@ class OperatorTrace {
   [[nodiscard]] std::vector<UnorderedAccess> unordered_accesses() const;
   /// Whether any operator of this pass ran while a transfer was under way.
   [[nodiscard]] bool has_overlap() const noexcept;
+  /// Whether one did while a transfer was under way that uses this tensor's memory.
+  [[nodiscard]] bool was_in_transfer(const at::Tensor& tensor) const;
 
   /// Operators of the step, and of other threads of the program, that used the same memory in this
   /// pass (`follows_threads`). Whether one of them waits for the other no trace can see: see

@@ -127,4 +127,5 @@ def _line(name: str, tensor: torch.Tensor) -> str:
         span = f" = {values.tolist()}"  # sample indices
     elif values.numel() and not values.is_complex():
         span = f", {values.min().item():g} to {values.max().item():g}"
-    return f"{name}: {str(values.dtype).removeprefix('torch.')} {list(values.shape)}{span}, fingerprint {fingerprint}"
+    dtype = str(values.dtype).removeprefix("torch.")
+    return f"{name}: {dtype} {list(values.shape)}{span}, fingerprint {fingerprint}"
