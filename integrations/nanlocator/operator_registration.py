@@ -184,7 +184,12 @@ def source_of(operator: str, text: str, package: str) -> str:
         return ""
     lines = text.splitlines()
     future = {i for i, s in enumerate(body) if isinstance(s, ast.ImportFrom) and s.module == "__future__"}
-    return "\n".join(_written(body[i], lines, package) for i in sorted(kept | future)) + "\n"
+    source, after = "", "\n"
+    for i in sorted(kept | future):
+        around = "\n\n\n" if isinstance(body[i], ast.FunctionDef | ast.ClassDef) else "\n"
+        source += (max(after, around) if source else "") + _written(body[i], lines, package)
+        after = around
+    return source + "\n"
 
 
 def _is_only_for_the_program(statement: ast.stmt) -> bool:
@@ -264,8 +269,7 @@ def _written(statement: ast.stmt, lines: list[str], package: str) -> str:
         return ast.unparse(ast.ImportFrom(module, statement.names, 0))
     decorators = getattr(statement, "decorator_list", [])
     begin = min(node.lineno for node in [statement, *decorators])
-    is_definition = isinstance(statement, ast.FunctionDef | ast.ClassDef)
-    return "\n\n" * is_definition + "\n".join(lines[begin - 1 : statement.end_lineno])
+    return "\n".join(lines[begin - 1 : statement.end_lineno])
 
 
 # --- in another process ---
