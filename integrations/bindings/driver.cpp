@@ -15,6 +15,7 @@
 #include "nanlocator/step/step_driver.hpp"
 #include "nanlocator/trace/boundary_watch.hpp"
 #include "nanlocator/trace/module_watch.hpp"
+#include "operator_registration.hpp"
 
 namespace py = pybind11;
 using py::literals::operator""_a;
@@ -108,6 +109,7 @@ void add_module_calls(StepAdapter& step, const Function& keep, const Function& m
   step.add_module_call = [module_call](const Birth& birth, Bundle& bundle,
                                        StorageCollector& storages, BundleContents& contents) {
     const py::gil_scoped_acquire gil;
+    add_registration(bundle, contents);
     const auto kept = module_call.call<py::object>(birth.sighting.module);
     if (!kept.is_none()) kept.cast<const PythonModuleCall&>().add_to(bundle, storages, contents);
   };

@@ -364,6 +364,7 @@ PYBIND11_MODULE(_C, m) {
   bind_boundary(m);
   bind_looks(m);
   bind_replay(m);
+  bind_operator_registration(m);
   bind_kernel_calls(m);
 #ifdef NANLOCATOR_NETCHECK
   bind_netcheck(m);

@@ -25,7 +25,7 @@ from nanlocator.kernel_references import references_of
 from nanlocator.kernel_source import source_of
 
 # Variables by which libraries of kernels choose what they execute.
-_ENVIRONMENT = ("TRITON_", "TORCHINDUCTOR_", "NVTE_", "FLASH_ATTENTION_", "CUBLAS_WORKSPACE_CONFIG")
+ENVIRONMENT = ("TRITON_", "TORCHINDUCTOR_", "NVTE_", "FLASH_ATTENTION_", "CUBLAS_WORKSPACE_CONFIG")
 _MOST_BYTES = 4 << 30  # of copies, of all calls of a pass together
 
 
@@ -211,7 +211,7 @@ def _describe(
     record.positional = tuple(_kept(value, name, record, tensors, problems) for name, value in positional)
     record.named = {key: _kept(value, key, record, tensors, problems) for key, value in kwargs.items()}
     record.settings = _C.current_settings()
-    record.environment = {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}
+    record.environment = {name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)}
     record.live = entry.live
     if entry.module is not None:
         record.module, record.entry = entry.module.__name__, entry.name

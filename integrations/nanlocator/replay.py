@@ -24,8 +24,9 @@ from typing import Any
 import torch
 
 from nanlocator import _C
-from nanlocator.kernel_calls import attribute, load_record
+from nanlocator.kernel_calls import ENVIRONMENT, attribute, load_record
 from nanlocator.module_calls import tensors_in
+from nanlocator.operator_registration import register
 from nanlocator.pickled_modules import unpickled
 
 
@@ -38,17 +39,18 @@ def run(
     allow_source: bool = False,
 ) -> dict[str, Any]:
     """Executes the operator call of ``bundle`` again and returns the report (docs/replay.md); of a bundle
-    with a kernel's call that call. **That imports the kernel's module, by the name in the bundle.**
+    with a kernel's call that call. **That imports the module of the kernel or custom operator, by its name in
+    the bundle, or loads the library that registered it.**
 
     ``reference``: what the kernel should give: called with the arguments of the call, floating-point tensors
     in float64, it returns the tensors that the kernel returns or writes, in any order. ``allow_source``: the
-    kernel's source in the bundle is executed in place of an import; it is the bundle's code, as a pickle is.
+    source in the bundle is executed in place of an import; it is the bundle's code, as a pickle is.
     """
     if _C.has_kernel_call(Path(bundle)):
         return _kernel_report(bundle, device, repeats, reference, allow_source)
     if reference is not None:
         raise _C.UsageError(f"{bundle} holds no kernel call: an operator has no reference but itself")
-    return json.loads(_report(bundle, device, repeats, other_devices).to_json())
+    return json.loads(_report(bundle, device, repeats, other_devices, allow_source).to_json())
 
 
 def _kernel_report(
@@ -63,10 +65,34 @@ def _kernel_report(
         record.user_references = [(getattr(reference, "__qualname__", "the given one"), reference)]
     replayed = _C.replay_kernel_record(record, repeats, record.role)
     report = json.loads(replayed.to_json())
-    return {"version": 1, "kernel": record.name, **report, "sentences": replayed.sentences(record.name)}
+    return {
+        "version": 1,
+        "kernel": record.name,
+        **report,
+        "sentences": replayed.sentences(record.name),
+        "environment": _environment_changes(record.environment),
+    }
 
 
-def _report(bundle: str | os.PathLike[str], device: str | None, repeats: int, other_devices: bool) -> Any:
+def _environment_changes(recorded: dict[str, str]) -> list[dict[str, str | None]]:
+    """The variables by which libraries of kernels choose what they execute that are not as they were; where
+    they keep it, which Torch sets by itself, does not matter."""
+    here = {name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)}
+    return [
+        {"name": name, "recorded": recorded.get(name), "here": here.get(name)}
+        for name in sorted(recorded.keys() | here.keys())
+        if recorded.get(name) != here.get(name) and not name.endswith("_CACHE_DIR")
+    ]
+
+
+def _report(
+    bundle: str | os.PathLike[str],
+    device: str | None,
+    repeats: int,
+    other_devices: bool,
+    allow_source: bool,
+) -> Any:
+    register(Path(bundle), allow_source)
     return _C.replay_bundle(Path(bundle), device or _recorded_device(bundle), repeats, other_devices)
 
 
@@ -249,31 +275,52 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("bundle", metavar="BUNDLE", help="the bundle's folder, or the bundle.json in it")
     parser.add_argument("--device", help="execute it there: cpu, cuda, cuda:1 (default: the recorded type)")
     parser.add_argument("--repeats", type=int, default=3, help="executions as recorded (default: 3)")
+    parser.add_argument(
+        "--this-device-only", action="store_true", help="do not compare an operator with the CPU's kernel"
+    )
+    parser.add_argument(
+        "--load",
+        metavar="FILE.so",
+        action="append",
+        default=[],
+        help="a shared library that registers operators; may be given more than once",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--export-python", action="store_true", help="print a short script that repeats the call"
+        "--export-python",
+        metavar="FILE",
+        nargs="?",
+        const="-",
+        help="execute nothing; write a short script that does, to FILE or standard output",
     )
-    kernel = parser.add_argument_group(
-        "of a kernel's call, whose module is imported by its name in the bundle"
+    foreign = parser.add_argument_group(
+        "of a kernel or custom operator, whose module is imported by its name in the bundle"
     )
-    kernel.add_argument(
+    foreign.add_argument(
         "--reference",
         metavar="MODULE:FUNCTION",
         help="what the kernel should give, for its arguments in float64",
     )
-    kernel.add_argument(
+    foreign.add_argument(
         "--allow-source",
         action="store_true",
-        help="execute the kernel's source in the bundle: only where you trust the bundle",
+        help="execute the source in the bundle instead: only where you trust the bundle",
     )
     options = parser.parse_args(argv)
     try:
-        if _C.has_kernel_call(Path(options.bundle)) and not options.export_python:
-            return _replay_kernel(options)
+        for library in options.load:
+            torch.ops.load_library(library)
         if options.export_python:
-            print(_C.export_python(Path(options.bundle)), end="")
-            return 0
-        report = _report(options.bundle, options.device, options.repeats, True)
+            return _export(options.bundle, options.export_python)
+        if _C.has_kernel_call(Path(options.bundle)):
+            return _replay_kernel(options)
+        report = _report(
+            options.bundle,
+            options.device,
+            options.repeats,
+            not options.this_device_only,
+            options.allow_source,
+        )
     except (_C.Error, OSError, RuntimeError, ImportError) as error:
         print(f"nanlocator.replay: {error}", file=sys.stderr)
         return 2
@@ -286,6 +333,16 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if bad else 0
 
 
+def _export(bundle: str, file: str) -> int:
+    script = _C.export_python(Path(bundle))
+    if file == "-":
+        print(script, end="")
+    else:
+        Path(file).write_text(script, encoding="utf-8")
+        print(f"wrote {file}", file=sys.stderr)
+    return 0
+
+
 def _replay_kernel(options: argparse.Namespace) -> int:
     reference = _function_named(options.reference) if options.reference else None
     report = _kernel_report(options.bundle, options.device, options.repeats, reference, options.allow_source)
@@ -293,10 +350,18 @@ def _replay_kernel(options: argparse.Namespace) -> int:
         print(json.dumps(report))
     else:
         print(f"{report['kernel']}\n\nconclusion: {report['conclusion']}")
-        print(*(f"  - {sentence}" for sentence in report["sentences"]), sep="\n")
+        sentences = [*report["sentences"], *map(_sentence, report["environment"])]
+        print(*(f"  - {sentence}" for sentence in sentences), sep="\n")
     if report["conclusion"] == "not_replayed":
         return 2
     return 0 if report["conclusion"] == "not_bad_again" else 1
+
+
+def _sentence(change: dict[str, str | None]) -> str:
+    recorded, here = (
+        "not set" if value is None else repr(value) for value in (change["recorded"], change["here"])
+    )
+    return f"the environment's {change['name']} was {recorded} in training and is {here} here"
 
 
 def _function_named(path: str) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <filesystem>
 #include <set>
 #include <string>
 #include <string_view>
@@ -123,11 +124,18 @@ constexpr auto json_fields(const BundleTensor*) {
                     JsonField("device", &T::device), FlagsField());
 }
 
+constexpr auto json_fields(const BundleRegistration*) {
+  using R = BundleRegistration;
+  return std::tuple(JsonOrNull("module", &R::module), JsonOrNull("file", &R::file),
+                    JsonOrNull("source", &R::source));
+}
+
 constexpr auto json_fields(const BundleOperatorCall*) {
   using C = BundleOperatorCall;
   return std::tuple(JsonField("operator", &C::op), JsonField("schema", &C::schema),
                     JsonField("arguments", &C::arguments), JsonField("outputs", &C::outputs),
-                    JsonField("generator_states", &C::generator_states));
+                    JsonField("generator_states", &C::generator_states),
+                    JsonAdded(JsonField("registered_by", &C::registered_by)));
 }
 
 constexpr auto json_fields(const BundleModuleCall*) {
@@ -417,6 +425,63 @@ class ValueCheck {
   std::map<std::string, std::uint64_t> sizes_;  // of the storages, in bytes
 };
 
+/// "pkg.module": what an import of Python takes.
+bool is_module_name(std::string_view name) {
+  bool begins = true;  // a part
+  for (const char byte : name) {
+    const auto code = static_cast<unsigned char>(byte);
+    const bool is_digit = code >= '0' && code <= '9';
+    const bool is_letter =
+        (code >= 'a' && code <= 'z') || (code >= 'A' && code <= 'Z') || code == '_' || code >= 0x80;
+    if (begins ? !is_letter : !is_letter && !is_digit && code != '.') return false;
+    begins = code == '.';
+  }
+  return !begins;
+}
+
+/// Absolute, and what it seems: no "..", no control characters.
+bool is_plain_path(std::string_view path) {
+  if (!path.starts_with('/') || !is_utf8(path)) return false;
+  if (std::ranges::any_of(path, [](char byte) {
+        return static_cast<unsigned char>(byte) < 0x20 || byte == 0x7f;
+      })) {
+    return false;
+  }
+  const std::filesystem::path parts(path);
+  return std::ranges::none_of(parts, [](const auto& part) { return part == ".."; });
+}
+
+/// Throws FormatError for a registration that names what it may not.
+void check_registrations(const Bundle& bundle) {
+  if (!bundle.operator_call) return;
+  const auto& registrations = bundle.operator_call->registered_by;
+  for (std::size_t i = 0; i < registrations.size(); ++i) {
+    const auto& [module, file, source] = registrations[i];
+    const auto where = "operator_call.registered_by[" + std::to_string(i) + "]";
+    if (!module.empty() && !is_module_name(module)) {
+      throw FormatError(where + ".module: " + in_quotes(module) + " is no name of a module");
+    }
+    if (!file.empty() && !is_plain_path(file)) {
+      throw FormatError(where + ".file: " + in_quotes(file) + ", expected an absolute path");
+    }
+    if (module.empty() && file.empty()) {
+      throw FormatError(where + ": neither a module nor a file");
+    }
+  }
+}
+
+/// Calls `require` with the key and the name of every file of the bundle that its calls name.
+template <typename Require>
+void for_each_named_file(const Bundle& bundle, Require require) {
+  if (const auto& call = bundle.module_call) require("module_call.pickle", call->pickle);
+  if (const auto& call = bundle.kernel_call) require("kernel_call.source", call->source);
+  if (const auto& call = bundle.operator_call) {
+    for (const auto& each : call->registered_by) {
+      require("operator_call.registered_by.source", each.source);
+    }
+  }
+}
+
 [[noreturn]] void refuse(const std::string& what) {
   throw UsageError("this cannot be written into a bundle: " + what);
 }
@@ -429,13 +494,10 @@ void check_files(const Bundle& bundle, const BundleContents& contents) {
     }
     if (!names.insert(name).second) refuse("a second file " + in_quotes(name));
   }
-  const auto require_file = [&](const char* what, const std::string& file) {
-    if (!file.empty() && !names.contains(file)) {
-      refuse(what + in_quotes(file) + ", which is not among the files");
-    }
-  };
-  if (bundle.module_call) require_file("the pickle ", bundle.module_call->pickle);
-  if (bundle.kernel_call) require_file("the source ", bundle.kernel_call->source);
+  for_each_named_file(bundle, [&](const char* key, const std::string& file) {
+    if (file.empty() || names.contains(file)) return;
+    refuse(std::string(key) + " " + in_quotes(file) + ", which is not among the files");
+  });
 }
 
 /// The checksums of the storages, once it is clear that they are those of tensors.safetensors.
@@ -491,6 +553,7 @@ std::string bundle_to_json(const Bundle& bundle, const BundleContents& contents)
   check_files(bundle, contents);
   try {
     ValueCheck(contents.storages).check(bundle);
+    check_registrations(bundle);
   } catch (const FormatError& error) {
     refuse(error.what());
   }
@@ -519,16 +582,15 @@ BundleText read_bundle_json(std::string_view text, const std::string& source,
   read_fields(object, out.bundle);
   try {
     ValueCheck(tensors.entries()).check(out.bundle);
+    check_registrations(out.bundle);
   } catch (const FormatError& error) {
     throw FormatError(source + ": " + error.what());
   }
-  const auto require_file = [&](const char* key, const std::string& file) {
+  for_each_named_file(out.bundle, [&](const char* key, const std::string& file) {
     if (file.empty() || out.file_checksums.contains(file)) return;
     throw FormatError(source + ": " + key + ": " + in_quotes(file) +
                       " is not among the bundle's files");
-  };
-  if (const auto& call = out.bundle.module_call) require_file("module_call.pickle", call->pickle);
-  if (const auto& call = out.bundle.kernel_call) require_file("kernel_call.source", call->source);
+  });
   return out;
 }
 

@@ -1,8 +1,12 @@
 #include "nanlocator/replay/export_python.hpp"
 
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/jit/frontend/function_schema_parser.h>
+
 #include <array>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
@@ -16,9 +20,17 @@ namespace nanlocator {
 namespace {
 
 constexpr std::size_t kMostArgumentLines = 6;
+/// The program that was run, imported: not "__main__", so that it does not run again.
+constexpr const char* kProgramModule = "nanlocator_program";
 
 std::string python_text(const std::string& text) {  // JSON's escapes are Python's
   return nlohmann::json(text).dump(-1, ' ', true, nlohmann::json::error_handler_t::replace);
+}
+
+/// In a comment or a longer text: one line, without quotes that could end it.
+std::string within_text(const std::string& text) {
+  const auto quoted = python_text(text);
+  return quoted.substr(1, quoted.size() - 2);
 }
 
 std::string real(double value) {
@@ -109,8 +121,115 @@ std::string autocast_of(const Bundle& bundle) {
   const auto device_end = setting->second.find(' ');
   if (device_end == std::string::npos) return {};
   const auto dtype_end = setting->second.find(' ', device_end + 1);
+  const auto dtype = setting->second.substr(device_end + 1, dtype_end - device_end - 1);
+  if (!scalar_type_from(dtype)) return {};  // a bundle may come from anywhere
   return "torch.autocast(" + python_text(setting->second.substr(0, device_end)) + ", torch." +
-         setting->second.substr(device_end + 1, dtype_end - device_end - 1) + ")";
+         dtype + ")";
+}
+
+/// Its name is what `op` says and made of identifiers: the script has both as code.
+c10::FunctionSchema schema_of(const BundleOperatorCall& call) {
+  const auto name = operator_name_of(call.op);
+  if (const auto handle = c10::Dispatcher::singleton().findSchema(name)) return handle->schema();
+  if (call.registered_by.empty()) return call_facts(name).handle.schema();  // which says so
+  try {
+    auto schema = torch::jit::parseSchema(call.schema);
+    if (schema.operator_name() == name) return schema;
+  } catch (const c10::Error&) {  // said below
+  }
+  throw UnsupportedError(call.op + " is not registered here, and its recorded schema, " +
+                         call.schema + ", cannot be read");
+}
+
+// ---- what registers a custom operator ----
+
+/// Imports a module by its name, else from the first of the files that is there.
+constexpr const char* kModuleFunction =
+    "\n\ndef module(name, *files):\n"
+    "    try:\n        return importlib.import_module(name)\n"
+    "    except ImportError:\n"
+    "        file = next(filter(os.path.isfile, files), None)\n"
+    "        if file is None:\n            raise\n"
+    "        spec = importlib.util.spec_from_file_location(name, file)\n"
+    "        made = sys.modules[name] = importlib.util.module_from_spec(spec)\n"
+    "        spec.loader.exec_module(made)\n        return made\n\n\n";
+
+/// Whether `module` is the program that was run: "__main__".
+bool is_program(const std::string& module) {
+  return module.starts_with("__");
+}
+
+/// A line that lets Python find `module` in `file`, and what lies beside it: of "a.b" and
+/// "/x/a/b.py" for "/x". Empty where that is no place for it: of a library in a package.
+std::string search_path(const std::string& module, const std::filesystem::path& file) {
+  if (module.empty() || file.empty()) return {};
+  auto place = file.parent_path();
+  if (!is_program(module)) {
+    auto name = file.filename().string();
+    name.resize(std::min(name.find('.'), name.size()));  // b.cpython-311-x86_64-linux-gnu.so
+    if (name != "__init__") place /= name;
+    std::string rest = module;
+    while (!rest.empty()) {
+      const auto begin = rest.rfind('.') + 1;  // npos + 1: 0
+      if (place.filename() != rest.substr(begin)) return {};
+      place = place.parent_path();
+      rest.resize(begin == 0 ? 0 : begin - 1);
+    }
+  }
+  return "sys.path.append(" + python_text(place.string()) + ")\n";
+}
+
+/// For the script's docstring: what has to be there when it runs.
+std::string needed(const BundleOperatorCall& call) {
+  std::string text;
+  for (const auto& each : call.registered_by) {
+    text += "\n" + call.op + " is registered by ";
+    const bool has_module = !each.module.empty() && !is_program(each.module);
+    if (is_program(each.module)) {
+      text += within_text(each.source) + " of the bundle, from the program that was run.";
+    } else if (has_module) {
+      text += "the module " + each.module + ", which must be importable";
+      if (!each.file.empty()) text += ": it was " + within_text(each.file);
+      if (!each.source.empty()) text += ". Else by " + within_text(each.source) + " of the bundle";
+      text += ".";
+    } else {
+      text += "the library " + within_text(each.file) + ", which must be there.";
+    }
+  }
+  return text;
+}
+
+/// The lines that make the operator known to Torch; `folder` is a variable of the script.
+std::string registration(const BundleOperatorCall& call) {
+  std::string script = kModuleFunction;
+  for (const auto& each : call.registered_by) {
+    const auto file = ", " + python_text(each.file);
+    const auto source = each.source.empty()
+                            ? std::string()
+                            : ", os.path.join(folder, " + python_text(each.source) + ")";
+    const auto library = "torch.ops.load_library(" + python_text(each.file) + ")\n";
+    const auto path = search_path(each.module, each.file);
+    script += path;
+    const auto imported = "module(" + python_text(each.module);
+    if (is_program(each.module)) {
+      if (each.source.empty()) {
+        throw UnsupportedError(call.op + " was registered by the program that was run, " +
+                               each.file +
+                               ", by statements that do not stand alone: move its "
+                               "registration into a module");
+      }
+      script += "module(" + python_text(kProgramModule) + source + ")\n";
+    } else if (each.module.empty()) {
+      script += library;
+    } else if (each.file.empty() || each.file.ends_with(".py")) {
+      script += imported + (path.empty() && !each.file.empty() ? file : "") + source + ")\n";
+    } else if (!path.empty()) {
+      script += imported + file + ")\n";
+    } else {
+      script += "try:\n    " + imported + ")\nexcept ImportError:\n    " + library;
+    }
+  }
+  return script;
 }
 
 // ---- calls of kernels ----
@@ -176,12 +295,13 @@ std::string kernel_script(const OpenBundle& bundle) {
   const auto folder = std::filesystem::absolute(bundle.path());
   const bool is_from_source = !call.source.empty();
   const std::string entry = call.entry.substr(is_from_source ? call.entry.rfind('.') + 1 : 0);
-  std::string script = "# " + call.name + " as it was called in training";
+  std::string title = call.name + " as it was called in training";
   for (const auto& [package, version] : bundle.bundle().versions) {
     if (package == "torch" || package == "triton" || package == call.module) {
-      script += ", " + package + " " + version;
+      title += ", " + package + " " + version;
     }
   }
+  std::string script = "# " + within_text(title);
   script +=
       "; written by nanlocator.\nimport importlib\nimport importlib.util\nimport os\n"
       "import sys\n\n";
@@ -203,17 +323,14 @@ std::string kernel_script(const OpenBundle& bundle) {
       "    return memory[name].view(dtype).as_strided(sizes, strides, offset)\n\n\n"
       "def attribute(owner, path):\n"
       "    for name in path.split(\".\"):\n        owner = getattr(owner, name)\n"
-      "    return owner\n\n\n"
-      "def module(name, file):\n"
-      "    try:\n        return importlib.import_module(name)\n"
-      "    except ImportError:\n"
-      "        spec = importlib.util.spec_from_file_location(name, file)\n"
-      "        made = sys.modules[name] = importlib.util.module_from_spec(spec)\n"
-      "        spec.loader.exec_module(made)\n        return made\n\n\n";
+      "    return owner\n";
+  script += kModuleFunction;
+  if (!is_from_source) script += search_path(call.module, call.file);
   script += is_from_source
                 ? "kernel = attribute(module(\"nanlocator_kernel\", os.path.join(folder, " +
                       python_text(call.source) + ")), " + python_text(entry) + ")\n"
-                : "kernel = attribute(module(" + python_text(call.module) + ", " +
+                : "kernel = attribute(module(" +
+                      python_text(is_program(call.module) ? kProgramModule : call.module) + ", " +
                       python_text(call.file) + "), " + python_text(entry) + ")\n";
   script += "arguments = {\n";
   for (std::size_t i = 0; i < call.arguments.size(); ++i) {
@@ -227,6 +344,11 @@ std::string kernel_script(const OpenBundle& bundle) {
   }
   script += "}\n";
   if (call.launcher == "triton") {
+    if (!is_from_source) {  // autotuners and heuristics stand before what was launched
+      script +=
+          "while type(kernel).__name__ not in (\"JITFunction\", \"InterpretedFunction\"):\n"
+          "    kernel = kernel.fn\n";
+    }
     std::string grid;
     for (const auto& size : call.launch) grid += kernel_value(size, "the grid") + ", ";
     script += "result = kernel[(" + grid + ")](*arguments.values(), **keywords)\n";
@@ -251,20 +373,32 @@ std::string python_script(const OpenBundle& bundle) {
     throw UsageError(bundle.path().string() + " holds no operator or kernel call to export");
   }
   const auto folder = std::filesystem::absolute(bundle.path());
+  const auto tensors = python_text((folder / "tensors.safetensors").string());
   const auto torch = bundle.bundle().versions.find("torch");
-  std::string script =
-      "# " + recorded->op + " as it was called in training" +
-      (torch == bundle.bundle().versions.end() ? std::string() : " with torch " + torch->second) +
+  const auto schema = schema_of(*recorded);
+  const std::string title =
+      recorded->op + " as it was called in training" +
+      (torch == bundle.bundle().versions.end() ? std::string()
+                                               : " with torch " + within_text(torch->second)) +
       "; written by nanlocator.\n";
+  std::string script;
+  if (recorded->registered_by.empty()) {
+    script = "# " + title +
+             "import sys\nimport torch\nfrom safetensors.torch import load_file\n\n"
+             "tensors = load_file(sys.argv[1] if len(sys.argv) > 1 else " +
+             tensors + ")\n";
+  } else {
+    script = "\"\"\"" + title + needed(*recorded) +
+             "\n\"\"\"\n\nimport importlib\nimport importlib.util\nimport os\nimport sys\n\n"
+             "import torch\nfrom safetensors.torch import load_file\n\n"
+             "path = sys.argv[1] if len(sys.argv) > 1 else " +
+             tensors + "\nfolder = os.path.dirname(path)\ntensors = load_file(path)\n" +
+             registration(*recorded) + "\n\n";
+  }
   script +=
-      "import sys\nimport torch\nfrom safetensors.torch import load_file\n\n"
-      "tensors = load_file(sys.argv[1] if len(sys.argv) > 1 else " +
-      python_text((folder / "tensors.safetensors").string()) +
-      ")\n"
       "def view(name, dtype, sizes, strides, offset):\n"
       "    data = tensors[name].reshape(-1).view(torch.uint8).clone().view(dtype)\n"
       "    return data.as_strided(sizes, strides, offset)\n";
-  const auto& schema = call_facts(operator_name_of(recorded->op)).handle.schema();
   if (schema.arguments().size() != recorded->arguments.size()) {
     throw UnsupportedError(recorded->op + " takes other arguments here than where it was recorded");
   }

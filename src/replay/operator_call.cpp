@@ -257,6 +257,13 @@ OperatorCall operator_call_of(const OpenBundle& bundle, at::Device device) {
   }
   OperatorCall call;
   call.name = operator_name_of(recorded->op);
+  if (const auto& by = recorded->registered_by;
+      !by.empty() && !c10::Dispatcher::singleton().findSchema(call.name)) {
+    const auto& [module, library, source] = by.front();
+    throw UnsupportedError(file + ": " + recorded->op + " is not registered in this process. " +
+                           (module.empty() ? library : module) +
+                           " registered it: `python -m nanlocator.replay` imports that.");
+  }
   const auto& facts = call_facts(call.name);
   const auto& schema = facts.handle.schema();
   if (schema_text(schema) != recorded->schema) {

@@ -111,10 +111,11 @@ std::unique_ptr<OperatorInfo> make_info(const c10::OperatorHandle& handle) {
   info->scalars_are_values = !scalars_steer_only(name);
   info->is_composite = is_composite(handle);
   const bool draws_finite_values = name == "aten::bernoulli_" || name == "aten::random_";
-  // What is bad in a composite's output was born in an operator inside it.
+  // What is bad in a composite's output was born in an operator inside it; but a custom one may
+  // compute by itself: torch.library.custom_op registers all as CompositeExplicitAutograd.
   const bool may_give_birth = !info->is_view && !info->is_allocator && !info->collective &&
                               !info->is_filler && !draws_finite_values &&
-                              (!info->is_composite || info->owns_its_copy);
+                              (!info->is_composite || info->owns_its_copy || info->is_custom);
   if (may_give_birth) {
     info->facts = &call_facts(handle.operator_name());
   }

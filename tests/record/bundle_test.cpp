@@ -101,10 +101,40 @@ TEST_F(BundleFolder, OfAKernelsCallIsReadBack) {
               HasSubstr("kernel_call.arguments[0]: the view does not fit"));
 }
 
+TEST_F(BundleFolder, OfACustomOperatorSaysWhatRegisteredIt) {
+  planted_.bundle.operator_call->registered_by = {
+      {.module = "", .file = "/home/me/libops.so", .source = ""},
+      {.module = "my.ops", .file = "/home/me/my/ops.py", .source = "module.pickle"},
+      {.module = "__main__", .file = "", .source = ""}};
+  const auto path = write();
+  EXPECT_EQ(OpenBundle(path).bundle(), planted_.bundle);
+  const auto json = nlohmann::json::parse(bytes_of(path / "bundle.json"));
+  const auto refusal = [&](const char* key, const nlohmann::json& value) {
+    auto changed = json;
+    changed["operator_call"]["registered_by"][1][key] = value;
+    replace_bytes(path / "bundle.json", changed.dump());
+    return message_of<FormatError>([&] { OpenBundle{path}; });
+  };
+  for (const char* name : {"os;x", "a..b", ".a", "a.", "1a", "a b", "a/b", "__import__('os')"}) {
+    EXPECT_THAT(refusal("module", name),
+                HasSubstr("registered_by[1].module: \"" + std::string(name) + "\" is no name"));
+  }
+  for (const char* file : {"ops.py", "../ops.py", "/home/../ops.py", "/home/ops\n.py"}) {
+    EXPECT_THAT(refusal("file", file), HasSubstr("registered_by[1].file"));
+  }
+  EXPECT_THAT(refusal("source", "../module.pickle"), HasSubstr("is not among the bundle's files"));
+  auto nobody = json;
+  nobody["operator_call"]["registered_by"][2]["module"] = nullptr;
+  replace_bytes(path / "bundle.json", nobody.dump());
+  EXPECT_THAT(message_of<FormatError>([&] { OpenBundle{path}; }),
+              HasSubstr("registered_by[2]: neither a module nor a file"));
+}
+
 TEST_F(BundleFolder, OfTheTimeBeforeKernelsIsStillRead) {
   const auto path = write();
   auto json = nlohmann::json::parse(bytes_of(path / "bundle.json"));
   ASSERT_EQ(json.erase("kernel_call"), 1U);
+  ASSERT_EQ(json["operator_call"].erase("registered_by"), 1U);
   ASSERT_EQ(json["birth"].erase("kernel_call") + json["birth"].erase("kernel_replay"), 2U);
   replace_bytes(path / "bundle.json", json.dump());
   EXPECT_EQ(OpenBundle(path).bundle(), planted_.bundle);
@@ -249,7 +279,7 @@ TEST_F(BundleFolder, RefusesToWriteWhatCouldNotBeOpened) {
       HasSubstr("module_call.weights[0].tensor: the view does not fit: it reaches byte 20 of a "
                 "storage of 16 bytes"));
   EXPECT_THAT(refusal([](auto& it) { it.contents.files.clear(); }),
-              HasSubstr("the pickle \"module.pickle\""));
+              HasSubstr("module_call.pickle \"module.pickle\""));
   for (const char* name : {"../x", "a/b", ".hidden", "", "..", "bundle.json", "module.pickle"}) {
     EXPECT_THAT(refusal([&](auto& it) { it.contents.files.emplace_back(name, ""); }),
                 HasSubstr("\"" + std::string(name) + "\""));
@@ -453,8 +483,8 @@ TEST_F(HostileBundle, ListsNestedTooDeeplyAreRefused) {
 
 TEST_F(HostileBundle, EveryMissingKeyIsNamed) {
   // What earlier versions do not have.
-  const std::set<std::string> added = {"allocated_at", "group", "kernel_call", "kernel_replay",
-                                       "members"};
+  const std::set<std::string> added = {"allocated_at",  "group",   "kernel_call",
+                                       "kernel_replay", "members", "registered_by"};
   for (const auto& [key, value] : json_.items()) {
     if (added.contains(key)) continue;
     EXPECT_THAT(refusal([&](auto& json) { json.erase(key); }),

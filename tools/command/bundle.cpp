@@ -264,6 +264,10 @@ void print_bundle(const OpenBundle& open) {
     std::cout << "\noperator " << bold(printable(bundle.operator_call->op))
               << printable(origin_of_operator(bundle.birth)) << '\n'
               << printable(bundle.operator_call->schema) << '\n';
+    for (const auto& [module, file, source] : bundle.operator_call->registered_by) {
+      const std::string separator = module.empty() || file.empty() ? "" : ", ";
+      std::cout << "  registered by " << printable(module + separator + file) << '\n';
+    }
     print_values(open, values_of(*bundle.operator_call));
   }
   if (bundle.kernel_call) {

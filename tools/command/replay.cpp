@@ -1,5 +1,6 @@
 // `nanlocator replay`: runs nanlocator-replay with its arguments, which links Torch; of a bundle
-// with the call of a kernel, which only Python can execute, `python -m nanlocator.replay`.
+// with the call of a kernel, which only Python can execute, or of a custom operator, which Python
+// registers, `python -m nanlocator.replay`.
 #include <unistd.h>
 
 #include <cerrno>
@@ -42,8 +43,13 @@ std::filesystem::path find_program() {
   return {};
 }
 
-/// Whether one of them is a bundle with the call of a kernel, to be executed.
-bool asks_for_kernel(const std::vector<std::string>& arguments) {
+bool needs_python(const Bundle& bundle) {
+  return bundle.kernel_call ||
+         (bundle.operator_call && !bundle.operator_call->registered_by.empty());
+}
+
+/// Whether one of them is a bundle whose call only Python can execute, to be executed.
+bool asks_for_python(const std::vector<std::string>& arguments) {
   bool is_found = false;
   for (const auto& argument : arguments) {
     if (argument.starts_with("--export-python")) return false;
@@ -52,13 +58,13 @@ bool asks_for_kernel(const std::vector<std::string>& arguments) {
     const bool is_bundle = path.filename() == kBundleFile
                                ? std::filesystem::is_regular_file(path, unreadable)
                                : std::filesystem::exists(path / kBundleFile, unreadable);
-    if (is_bundle) is_found = is_found || OpenBundle(path).bundle().kernel_call.has_value();
+    if (is_bundle) is_found = is_found || needs_python(OpenBundle(path).bundle());
   }
   return is_found;
 }
 
 int run_program(const std::vector<std::string>& arguments) {
-  if (asks_for_kernel(arguments)) run_python_module("nanlocator.replay", arguments);
+  if (asks_for_python(arguments)) run_python_module("nanlocator.replay", arguments);
   const auto program = find_program();
   if (program.empty()) {
     throw UsageError(std::string(kProgram) +

@@ -71,6 +71,17 @@ struct BundleValue {
   friend bool operator==(const BundleValue&, const BundleValue&);  // reals by their bits
 };
 
+/// What registered a custom operator in the run's process. Importing or loading it runs its code;
+/// reading a bundle does neither.
+struct BundleRegistration {
+  /// "my_ops"; "__main__": the program that was run; of a shared library that is no module of
+  /// Python the package that it lies in, or "".
+  std::string module;
+  std::string file;    // the module's or the library's, there; absolute, or "" where there is none
+  std::string source;  // file in the bundle that registers the operator by itself; "" without one
+  friend bool operator==(const BundleRegistration&, const BundleRegistration&) = default;
+};
+
 /// An operator call as the dispatcher saw it.
 struct BundleOperatorCall {
   std::string op;                      // "aten::div.Tensor": name, '.', overload where there is one
@@ -80,6 +91,8 @@ struct BundleOperatorCall {
   /// State of the default generator before the call, per device ("cpu", "cuda:0"), for operators
   /// that draw random numbers: tensors of bytes.
   std::map<std::string, BundleTensor> generator_states;
+  /// In the order in which they are to be loaded; empty for Torch's own operators.
+  std::vector<BundleRegistration> registered_by;
   friend bool operator==(const BundleOperatorCall&, const BundleOperatorCall&) = default;
 };
 
@@ -150,7 +163,8 @@ struct Bundle {
   friend bool operator==(const Bundle&, const Bundle&) = default;
 };
 
-/// Bytes to go into tensors.safetensors beside bundle.json; further files (the pickle) by name.
+/// Bytes to go into tensors.safetensors beside bundle.json; further files (the pickle, sources) by
+/// name.
 struct BundleContents {
   std::vector<SafetensorsEntry> storages;
   std::vector<std::pair<std::string, std::string>> files;
