@@ -87,6 +87,7 @@ void GradientLocator::Impl::forget_step() {
   notes = standing_notes;
   births.clear();
   questions = 0;
+  stretches = 0;
   crossed.clear();
   crossings.clear();
   microbatches.clear();
