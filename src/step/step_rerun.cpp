@@ -701,7 +701,11 @@ bool StepRerun::find_births(CanRerun can_rerun, std::vector<GradientView> result
     try {
       is_clean_now = run_again();
     } catch (const AgreementError& error) {  // a rank was lost between two passes
-      impl.locator.rerun_has_failed(first_line(error));
+      Pass lost;
+      lost.problem = first_line(error);
+      lost.error = std::current_exception();
+      impl.is_failure_own = false;
+      (void)impl.has_ended_early(lost);
       impl.give_up();
       if (impl.latest.explanation) impl.keep(*impl.latest.explanation);
     }
