@@ -272,7 +272,13 @@ std::unique_ptr<RerunGuard> GradientLocator::guard_rerun(std::function<void()> a
         if (abort) abort();
         communicator->abort();
       },
-      [this](const std::string& why) { impl_->conclude_for_training(*this, why); });
+      [this](const std::string& why) {
+        // Ranks that have come to the end of the pass wait for this one's word on it.
+        const auto key = impl_->key_of_question();
+        (void)impl_->communicator->publish(key, kEarly);
+        if (impl_->rank() == 0) (void)impl_->communicator->publish(key + "/outcome", kEarly);
+        impl_->conclude_for_training(*this, why);
+      });
 }
 
 void GradientLocator::rerun_has_failed(const std::string& problem) {
@@ -281,7 +287,6 @@ void GradientLocator::rerun_has_failed(const std::string& problem) {
   impl.has_rerun_failed = true;
   if (!impl.communicator || !impl.first_pass) return;
   RerunGuard::report_failure(*impl.communicator, impl.incident_key(), problem);
-  (void)impl.communicator->publish(impl.key_of_question(), kEarly);
   (void)impl.communicator->publish(impl.incident_key() + "/ledger",
                                    to_jsonl(impl.ledger_of_conclusion({})));
 }
@@ -293,7 +298,9 @@ bool GradientLocator::has_rerun_ended_early() {
   const auto key = impl.key_of_question();
   ++impl.questions;
   (void)communicator.publish(key, impl.has_rerun_failed ? kEarly : kWhole);
-  RerunGuard::report_end(communicator, impl.incident_key(), impl.stretches - 1);
+  if (!impl.has_rerun_failed) {
+    RerunGuard::report_end(communicator, impl.incident_key(), impl.stretches - 1);
+  }
   if (impl.rank() != 0) {
     const auto outcome = impl.fetch_from_first_rank(key + "/outcome");
     if (!outcome) throw AgreementError("No word from rank 0 on the step's re-run.");
