@@ -115,7 +115,7 @@ def train(rank, world_size, fault, victim=None, failing_call=0, kind="", last_fl
     optimizer = LocatingOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model, output_dir="run", gather_deadline=DEADLINE
     )
-    if kind == "killed" and victim == 0:
+    if victim == 0 and (kind == "killed" or last_flag is not None):
         time.sleep(1.5)  # connections to the Store, which it hosts, are made in the second after the install
     calls = 0
 
