@@ -9,10 +9,11 @@ void append_kernel_facts(Facts& facts, const KernelReplay& replay, const std::st
                      .op = kernel,
                      .conclusion = replay.has_same_bits == true ? "same_bits" : ""});
   }
-  if (!replay.problem.empty()) {
+  if (replay.conclusion == KernelConclusion::not_replayed) {
+    if (replay.problem.empty()) return;
     facts.push_back({.kind = FactKind::kernel_not_executed, .op = kernel, .text = replay.problem});
+    return;
   }
-  if (replay.conclusion == KernelConclusion::not_replayed) return;
   Operand output;
   output.name = replay.output;
   output.shape = replay.shape;
@@ -30,8 +31,8 @@ void append_kernel_facts(Facts& facts, const KernelReplay& replay, const std::st
                      .op = kernel,
                      .variant = replay.is_compared_scaled ? "scaled" : "",
                      .text = replay.reference});
-  } else if (replay.conclusion == KernelConclusion::bad_again) {
-    facts.push_back({.kind = FactKind::no_kernel_reference, .op = kernel});
+  } else if (replay.conclusion == KernelConclusion::bad_again || !replay.problem.empty()) {
+    facts.push_back({.kind = FactKind::no_kernel_reference, .op = kernel, .text = replay.problem});
   }
 }
 

@@ -1,5 +1,6 @@
 #include "nanlocator/replay/kernel_replay.hpp"
 
+#include <ATen/Parallel.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -8,7 +9,9 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
+#include <cstdio>
 #include <initializer_list>
 #include <limits>
 #include <set>
@@ -18,10 +21,12 @@
 #include "nanlocator/error.hpp"
 #include "replay/host_memory.hpp"
 #include "replay/poison.hpp"
+#include "replay/reference_work.hpp"
 #include "replay/settings.hpp"
 #include "replay/storage_ranges.hpp"
 #include "replay/values.hpp"
 #include "tensor/extent.hpp"
+#include "tensor/observed_tensor.hpp"
 #include "tensor/own_work.hpp"
 #include "tensor/tensor_access.hpp"
 
@@ -51,6 +56,14 @@ at::Tensor on_host(const at::Tensor& tensor) {
 
 bool is_float(const at::Tensor& tensor) {
   return tensor.is_floating_point() || tensor.is_complex();
+}
+
+/// Its elements without what an expand repeats.
+at::Tensor once_of(at::Tensor tensor) {
+  for (std::int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) > 1 && tensor.stride(d) == 0) tensor = tensor.narrow(d, 0, 1);
+  }
+  return tensor;
 }
 
 /// In order, as real numbers that have kernels to compare them.
@@ -162,7 +175,7 @@ class Arguments {
       const ByteRange reach{range.bytes.begin - front, range.bytes.end};
       for (const auto i : range.tensors) {
         tensors_[i] = view_like(before[i], memory, reach).detach();
-        if (fills_gaps) copy_elements(before[i], tensors_[i]);
+        if (fills_gaps) once_of(tensors_[i]).copy_(once_of(before[i]));
       }
       if (!fills_gaps) memory.narrow(0, front, bytes.numel()).copy_(bytes);
     }
@@ -200,24 +213,7 @@ class Arguments {
     return kGuard + range.bytes.begin % kAlignment;
   }
   static bool overlaps_itself(const at::Tensor& tensor) {
-    for (std::int64_t d = 0; d < tensor.dim(); ++d) {
-      if (tensor.size(d) > 1 && tensor.stride(d) == 0) return true;
-    }
-    return false;
-  }
-  static void copy_elements(const at::Tensor& from, const at::Tensor& to) {
-    if (!overlaps_itself(from)) {
-      to.copy_(from);
-      return;
-    }
-    auto once_from = from, once_to = to;
-    for (std::int64_t d = 0; d < from.dim(); ++d) {
-      if (from.size(d) > 1 && from.stride(d) == 0) {
-        once_from = once_from.narrow(d, 0, 1);
-        once_to = once_to.narrow(d, 0, 1);
-      }
-    }
-    once_to.copy_(once_from);
+    return once_of(tensor).numel() != tensor.numel();
   }
   static void scale(const at::Tensor& tensor) {
     if (overlaps_itself(tensor) || tensor.element_size() == 1 || tensor.numel() == 0) return;
@@ -332,13 +328,42 @@ class Replay {
 
   // ---- executions ----
 
+  [[nodiscard]] double seconds() const {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - began_).count();
+  }
+  [[nodiscard]] bool is_out_of_time() const {
+    return options_.seconds && seconds() > *options_.seconds;
+  }
+
+  /// Before an execution. The first of all may have compiled its kernel: a second one tells how
+  /// long one takes.
+  [[nodiscard]] std::string why_no_time() const {
+    if (is_out_of_time()) return "no time was left for further executions";
+    const bool is_known = executed_ >= 2 && options_.seconds;
+    const double most = options_.seconds.value_or(0);
+    if (!is_known || seconds() + latest_seconds_ * (planned() - executed_) <= most) return "";
+    std::array<char, 160> text{};
+    std::snprintf(text.data(), text.size(),
+                  "one execution takes %.2g s, %d are needed, and at most %.2g s are spent on them",
+                  latest_seconds_, planned(), most);
+    return text.data();
+  }
+  /// As recorded, and with memory filled.
+  [[nodiscard]] int planned() const { return options_.repeats + 6; }
+
   std::optional<Execution> execute(const Variation& variation) {
-    const auto now = std::chrono::steady_clock::now();
-    const std::chrono::duration<double> passed = now - began_;
-    if (options_.seconds && passed.count() > *options_.seconds) {
-      report_.problem = "no time was left for further executions";
+    if (auto why = why_no_time(); !why.empty()) {
+      report_.problem = std::move(why);
       return std::nullopt;
     }
+    const double before = seconds();
+    auto execution = executed(variation);
+    latest_seconds_ = seconds() - before;
+    ++executed_;
+    return execution;
+  }
+
+  std::optional<Execution> executed(const Variation& variation) {
     try {
       const Arguments arguments(call_, before_, variation, is_written_);
       std::vector<at::Tensor> results;
@@ -462,7 +487,7 @@ class Replay {
 
   void conclude(KernelConclusion conclusion) {
     report_.conclusion = conclusion;
-    report_.problem.clear();
+    report_.problem = report_.reference.empty() ? reference_left_out_ : "";
     report_.bad = count_of(bad_);
     const at::Tensor shown =
         at::where(bad_, std::numeric_limits<float>::quiet_NaN(), 0.0F).to(at::kFloat);
@@ -470,6 +495,32 @@ class Replay {
   }
 
   // ---- references ----
+
+  static std::string no_time_for(const KernelReference& reference) {
+    return "no time was left for " + reference.family;
+  }
+
+  /// "" where one execution is within the limits.
+  [[nodiscard]] std::string why_left_out(const KernelReference& reference) const {
+    if (is_out_of_time()) return no_time_for(reference);
+    if (!options_.reference_limit) return "";
+    const auto& limit = *options_.reference_limit;
+    const Work work = work_of_reference(reference, before_);
+    const auto exceeds = [&](double amount, double most, const char* verb, const char* unit) {
+      std::array<char, 128> text{};
+      std::snprintf(text.data(), text.size(), " would %s %.2g %s, and at most %.2g are tried", verb,
+                    amount, unit, most);
+      return reference.family + text.data();
+    };
+    const double most_flops = device_.is_cpu() ? limit.flops_on_host : limit.flops_on_device;
+    if (work.flops > most_flops) return exceeds(work.flops, most_flops, "compute", "FLOPs");
+    // On the host: both outputs, their masks, what they agree in.
+    constexpr double kCompared = 6;
+    const double compared = kCompared * 8 * static_cast<double>(bad_.numel());
+    const double most_bytes = std::min(limit.bytes, static_cast<double>(free_host_memory()) / 2);
+    const double bytes = work.bytes + compared;
+    return bytes > most_bytes ? exceeds(bytes, most_bytes, "take", "bytes") : "";
+  }
 
   /// A reference's values that may be the judged output, in float64 and its shape.
   std::vector<at::Tensor> values_of(const KernelReference& reference,
@@ -540,6 +591,10 @@ class Replay {
     std::optional<std::vector<at::Tensor>> scaled_inputs;
     std::optional<Execution> scaled;
     for (const auto& reference : references_) {
+      if (auto why = why_left_out(reference); !why.empty()) {
+        reference_left_out_ = std::move(why);
+        continue;
+      }
       try {
         const auto values = values_of(reference, inputs, at::kDouble);
         std::optional<std::size_t> chosen;
@@ -559,7 +614,8 @@ class Replay {
             for (auto& tensor : *scaled_inputs) tensor = tensor.clone();
             scaled = execute({.is_scaled = true});
           }
-          if (!scaled) continue;
+          if (is_out_of_time()) reference_left_out_ = no_time_for(reference);
+          if (!scaled || is_out_of_time()) continue;
           const auto smaller = values_of(reference, *scaled_inputs, at::kDouble);
           for (std::size_t i = 0; i < smaller.size(); ++i) {
             if (!smaller[i].defined() || !values[i].defined()) continue;
@@ -595,6 +651,7 @@ class Replay {
     if (!fits_at_bad(in_float64)) return std::nullopt;  // of both kinds
     for (const at::ScalarType type : {at::kFloat, trained_.scalar_type()}) {
       if (!at::isFloatingType(type) || c10::elementSize(type) < 2) continue;
+      if (is_out_of_time()) return std::nullopt;
       try {
         const at::Tensor value = values_of(reference, inputs, type).at(which);
         if (!fits_at_bad(value)) return KernelConclusion::overflows;
@@ -618,6 +675,9 @@ class Replay {
   const std::vector<KernelReference>& references_;
   const KernelReplayOptions& options_;
   const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
+  std::string reference_left_out_;  // which, and why
+  int executed_ = 0;
+  double latest_seconds_ = 0;  // of one execution
   KernelReplay report_;
   std::vector<at::Tensor> before_;  // on the devices where they were
   std::vector<std::uint32_t> before_checksums_;
@@ -641,11 +701,15 @@ Beside beside_of(const at::Tensor& tensor) {
   if (tensor.is_non_overlapping_and_dense() && reach.begin == 0 && reach.end == whole_bytes) {
     return Beside::nothing;
   }
-  if (!is_float(tensor)) return Beside::finite;
+  if (!is_plainly_observable(tensor)) return Beside::finite;
   const auto item = static_cast<std::int64_t>(tensor.element_size());
   auto whole = at::empty({0}, tensor.options());
   whole.set_(tensor.storage(), 0, {whole_bytes / item}, {1});
-  return count_of(bad_in(whole)) > count_of(bad_in(tensor.detach())) ? Beside::bad : Beside::finite;
+  const auto bad = [](const at::Tensor& each) {
+    return stats_of(each, at::get_num_threads()).nonfinite();
+  };
+  const auto in_whole = bad(whole);
+  return in_whole > 0 && in_whole > bad(once_of(tensor)) ? Beside::bad : Beside::finite;
 }
 
 KernelReplay replay_kernel(const RecordedKernelCall& call, const ExecuteKernel& execute,

@@ -26,16 +26,27 @@ double last_size(const at::Tensor& tensor, std::int64_t from_last) {
   return tensor.dim() >= from_last ? static_cast<double>(tensor.size(-from_last)) : 1;
 }
 
+/// Matrices in it.
+double batch_of(const at::Tensor& tensor) {
+  return elements(tensor) / std::max(1.0, last_size(tensor, 1) * last_size(tensor, 2));
+}
+
 /// Two for each element of the product of every row of one with every column of the other: with
-/// sizes m*k, k*n and m*n, m*k*n is the root of their product.
+/// sizes m*k, k*n and m*n, m*k*n is the root of their product; of b products side by side, which
+/// each of the three has, the root is too large by that of b.
 double flops_of_product(const std::vector<at::Tensor>& tensors) {
-  std::vector<double> sizes;
+  std::vector<at::Tensor> matrices;
   for (const auto& tensor : tensors) {
-    if (tensor.dim() >= 2) sizes.push_back(elements(tensor));
+    if (tensor.dim() >= 2) matrices.push_back(tensor);
   }
-  if (sizes.size() < 3) return 0;
-  std::ranges::sort(sizes, std::greater<>());
-  return 2 * std::sqrt(sizes[0] * sizes[1] * sizes[2]);
+  if (matrices.size() < 3) return 0;
+  std::ranges::sort(matrices, std::greater<>(), elements);
+  double product = 1, batch = batch_of(matrices[0]);
+  for (std::size_t i = 0; i < 3; ++i) {
+    product *= elements(matrices[i]);
+    batch = std::min(batch, batch_of(matrices[i]));
+  }
+  return 2 * std::sqrt(product / std::max(1.0, batch));
 }
 
 /// Elements of a convolution's weight that one element of the output is made of.
@@ -57,7 +68,7 @@ Work work_of(const OperatorCall& call) {
   std::vector<at::Tensor> tensors;
   for (const auto* values : {&call.arguments, &call.outputs}) {
     for (const auto& tensor : tensors_of(*values)) {
-      if (has_plain_memory(tensor)) tensors.push_back(tensor);
+      if (has_plain_memory(tensor) || tensor.is_meta()) tensors.push_back(tensor);
     }
   }
   Work work;

@@ -1,5 +1,5 @@
-// How much an operator call computes, from the shapes of its tensors: enough to know that a replay
-// on the CPU would take minutes.
+// How much an operator call computes, from the shapes of its tensors, which may be without memory:
+// enough to know that a replay on the CPU would take minutes.
 #pragma once
 
 #include "nanlocator/replay/operator_call.hpp"

@@ -563,8 +563,9 @@ std::string plain_text(const Fact& fact) {
              counted(count_of(fact)) + " of " + counted(fact.of.value_or(0), "element") +
              (fact.variant == "scaled" ? " of its output for smaller inputs" : " that it computed");
     case no_kernel_reference:
-      return "no float64 reference is known that agrees with what it computes: a bug and inputs "
-             "that overflow cannot be told apart";
+      return (fact.text.empty() ? "no float64 reference is known that agrees with what it computes"
+                                : "its float64 reference was not executed (" + fact.text + ")") +
+             std::string(": a bug and inputs that overflow cannot be told apart");
     case became:
       return "it became " + bad_of(fact) + " in " + who_of(fact) + " (" + phase_of(fact) + ")";
     case reached:

@@ -16,6 +16,9 @@
 namespace nanlocator {
 namespace {
 
+/// Of ranks whose pass has ended.
+constexpr auto kEarly = "early", kWhole = "whole";
+
 at::Device current_device(at::DeviceType type) {
   if (type == at::kCPU) return at::kCPU;
   return c10::impl::VirtualGuardImpl(type).getDevice();
@@ -251,8 +254,15 @@ bool GradientLocator::is_true_anywhere(bool mine) {
   auto flag =
       at::full({1}, mine ? 1 : 0,
                at::TensorOptions().dtype(at::kInt).device(current_device(impl_->flag_type)));
+  if (!impl_->first_pass) {
+    impl_->communicator->start_flag(flag);
+    return impl_->finish_flag_or_conclude_alone(*this);
+  }
+  // Between two passes of a re-run: a rank that is lost there would hold the others until their
+  // group's time-out. What the first pass has seen is gathered by `conclude`.
+  const auto guard = guard_rerun({});
   impl_->communicator->start_flag(flag);
-  return impl_->finish_flag_or_conclude_alone(*this);
+  return impl_->communicator->finish_flag();
 }
 
 void GradientLocator::keep_first_pass() {
@@ -265,12 +275,18 @@ std::unique_ptr<RerunGuard> GradientLocator::guard_rerun(std::function<void()> a
   auto& impl = *impl_;
   if (!impl.communicator) return nullptr;
   return std::make_unique<RerunGuard>(
-      *impl.communicator, impl.incident_key(), impl.options.gather_deadline,
+      *impl.communicator, impl.incident_key(), impl.stretches++, impl.options.gather_deadline,
       [communicator = impl.communicator, abort = std::move(abort)] {
         if (abort) abort();
         communicator->abort();
       },
-      [this](const std::string& why) { impl_->conclude_for_training(*this, why); });
+      [this](const std::string& why) {
+        // Ranks that have come to the end of the pass wait for this one's word on it.
+        const auto key = impl_->key_of_question();
+        (void)impl_->communicator->publish(key, kEarly);
+        if (impl_->rank() == 0) (void)impl_->communicator->publish(key + "/outcome", kEarly);
+        impl_->conclude_for_training(*this, why);
+      });
 }
 
 void GradientLocator::rerun_has_failed(const std::string& problem) {
@@ -284,12 +300,15 @@ void GradientLocator::rerun_has_failed(const std::string& problem) {
 }
 
 bool GradientLocator::has_rerun_ended_early() {
-  constexpr auto kEarly = "early", kWhole = "whole";
   auto& impl = *impl_;
   if (!impl.communicator) return impl.has_rerun_failed;
   auto& communicator = *impl.communicator;
-  const auto key = impl.incident_key() + "/rerun/" + std::to_string(impl.questions++);
+  const auto key = impl.key_of_question();
+  ++impl.questions;
   (void)communicator.publish(key, impl.has_rerun_failed ? kEarly : kWhole);
+  if (!impl.has_rerun_failed) {
+    RerunGuard::report_end(communicator, impl.incident_key(), impl.stretches - 1);
+  }
   if (impl.rank() != 0) {
     const auto outcome = impl.fetch_from_first_rank(key + "/outcome");
     if (!outcome) throw AgreementError("No word from rank 0 on the step's re-run.");

@@ -89,6 +89,7 @@ void GradientLocator::Impl::forget_step() {
   births.clear();
   kept_bundles.clear();
   questions = 0;
+  stretches = 0;
   crossed.clear();
   crossings.clear();
   microbatches.clear();

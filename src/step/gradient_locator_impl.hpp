@@ -94,6 +94,7 @@ struct GradientLocator::Impl {
   std::vector<std::string> standing_notes;  // every step begins with these
   std::vector<Birth> births;
   int questions = 0;  // of this step, whether a re-run has ended early
+  int stretches = 0;  // of its re-run, with a guard over each
   std::vector<Sighting> crossed;
   std::vector<CrossingCoverage> crossings;
   std::vector<Microbatch> microbatches;
@@ -135,6 +136,9 @@ struct GradientLocator::Impl {
   void now_in(Activity activity) const;
   void wait_for_loss();
   bool finish_flag_or_conclude_alone(GradientLocator& locator);
+  [[nodiscard]] std::string key_of_question() {
+    return incident_key() + "/rerun/" + std::to_string(questions);
+  }
   [[nodiscard]] bool is_waiting_for_any(const Gathered& texts) const;
   std::optional<std::string> fetch_from_first_rank(const std::string& key);
 

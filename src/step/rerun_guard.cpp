@@ -12,8 +12,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// Patiences without an operator, on every rank, that are a standstill: a kernel that is being
-/// compiled takes minutes.
+/// Patiences without an operator, on every rank that is still in the stretch, that are a
+/// standstill: a kernel that is being compiled takes minutes.
 constexpr int kStandstill = 10;
 constexpr milliseconds kShortestInterval{50};
 constexpr milliseconds kLongestInterval{1'000};
@@ -24,14 +24,19 @@ std::string failed_key(const std::string& key) {
 std::string standstill_key(const std::string& key) {
   return key + "/standstill";
 }
+/// By all ranks that stand still in the stretch or have come to its end.
+std::string over_key(const std::string& key, int stretch) {
+  return key + "/over/" + std::to_string(stretch);
+}
 
 }  // namespace
 
-RerunGuard::RerunGuard(Communicator& communicator, std::string key, milliseconds patience,
-                       std::function<void()> abort,
+RerunGuard::RerunGuard(Communicator& communicator, std::string key, int stretch,
+                       milliseconds patience, std::function<void()> abort,
                        std::function<void(const std::string&)> conclude)
     : communicator_(communicator),
       key_(std::move(key)),
+      stretch_(stretch),
       patience_(patience),
       abort_(std::move(abort)),
       conclude_(std::move(conclude)),
@@ -50,6 +55,10 @@ RerunGuard::~RerunGuard() {
 void RerunGuard::report_failure(Communicator& communicator, const std::string& key,
                                 const std::string& problem) {
   (void)communicator.publish(failed_key(key), problem);
+}
+
+void RerunGuard::report_end(Communicator& communicator, const std::string& key, int stretch) {
+  (void)communicator.publish(over_key(key, stretch), "");
 }
 
 std::string RerunGuard::standstill(Communicator& communicator, const std::string& key) {
@@ -100,7 +109,7 @@ bool RerunGuard::is_over_within(Clock::duration time) {
   return changed_.wait_for(lock, time, [&] { return is_over_; });
 }
 
-/// From now on, without an operator; false: the pass is over.
+/// From now on, without an operator; false: the stretch is over.
 bool RerunGuard::stands_still_for(Clock::duration time) {
   for (auto begun = Clock::now();;) {
     const auto left = begun + time - Clock::now();
@@ -125,8 +134,11 @@ std::string RerunGuard::why_it_cannot_end() {
   }
   const auto [op, begun] = progress_.latest();
   if (Clock::now() - begun < kStandstill * patience_) return {};
-  if (!std::exchange(has_reported_, true)) (void)communicator_.publish(standstill_key(key_), op);
-  return communicator_.have_all_published(standstill_key(key_))
+  if (!std::exchange(has_reported_, true)) {
+    (void)communicator_.publish(standstill_key(key_), op);
+    report_end(communicator_, key_, stretch_);
+  }
+  return communicator_.have_all_published(over_key(key_, stretch_))
              ? "no rank has begun an operator for " +
                    std::to_string(
                        std::chrono::duration_cast<std::chrono::seconds>(kStandstill * patience_)

@@ -260,6 +260,8 @@ struct StepRerun::Impl {
     return traced;
   }
 
+  Traced latest;  // of the re-run that is being made: what is known so far
+
   Traced run_eagerly() {
     const Switched eager(step.set_eager);
     return run_traced();
@@ -630,7 +632,7 @@ bool StepRerun::run_again() {
   // Every rank takes the same way from here: a pass may hold collectives.
   const bool is_eager =
       locator.is_true_anywhere(impl.step.has_compiled_parts && impl.step.has_compiled_parts());
-  Impl::Traced traced = is_eager ? impl.run_eagerly() : impl.run_traced();
+  Impl::Traced& traced = impl.latest = is_eager ? impl.run_eagerly() : impl.run_traced();
   rerun.changed = count_changed(first, traced.pass.scanned);
   bool has_ended_early = impl.has_ended_early(traced.pass);
   bool is_of_compiled_code = false;
@@ -738,7 +740,20 @@ bool StepRerun::rerun_or_trace(CanRerun can_rerun, std::vector<GradientView> res
   if (is_past_limit && options.on_bad != Policy::recover) return false;
   if (options.rerun != RerunPolicy::never && can_rerun == CanRerun::yes) {
     results.clear();  // the first pass's gradients make room for the second's
-    return run_again();
+    bool is_clean_now = false;
+    try {
+      is_clean_now = run_again();
+    } catch (const AgreementError& error) {  // a rank was lost between two passes
+      Pass lost;
+      lost.problem = first_line(error);
+      lost.error = std::current_exception();
+      impl.is_failure_own = false;
+      (void)impl.has_ended_early(lost);
+      impl.give_up();
+      if (impl.latest.explanation) impl.keep(*impl.latest.explanation);
+    }
+    impl.latest = {};
+    return is_clean_now;
   }
   if (impl.standing) {
     impl.keep(impl.standing->explain({}, impl.named(results)));

@@ -3,6 +3,7 @@ bytes that cross ranks, exchanges by other ways, a graph of the whole iteration.
 
 import json
 import math
+import types
 from pathlib import Path
 
 import pytest
@@ -191,3 +192,36 @@ def test_a_layer_that_runs_from_a_graph_is_executed_again_without_it():
         assert (replays, is_graphed) == (SMALL["num_microbatches"], True)
         assert any(text.startswith("CUDA graphs: 1 module") for text in verdict["rerun"]["not_restored"])
         assert {origin["cause"] for origin in verdict["origins"]} == {"bad_weight"}
+
+
+# ---- kernels and compiled functions ----
+
+
+def phrases_about_operators(rank, world_size):
+    """By whether a step may be executed again."""
+    from nanlocator.megatron import configuration
+
+    trainer = make_trainer()
+    (chunk,) = trainer.model_chunks
+    configuration.get_model_config(chunk).bias_dropout_fusion = True
+    linear = type("Linear", (torch.nn.Module,), {"__module__": "transformer_engine.pytorch.module.linear"})
+    chunk.module.add_module("of_the_engine", linear())
+    return {
+        rerun: [
+            phrase
+            for phrase in configuration.not_covered(
+                [chunk],
+                trainer.optimizer,
+                types.SimpleNamespace(level="boundaries", rerun=rerun, check_params=False),
+            )
+            if "TransformerEngine's kernels" in phrase or "Megatron compiles" in phrase
+        ]
+        for rerun in ("on_bad", "never")
+    }
+
+
+def test_a_rerun_names_kernels_and_the_operators_of_compiled_functions():
+    (phrases,) = run_ranks(1, phrases_about_operators)
+    (of_kernels,) = phrases["on_bad"]
+    assert "places inside" in of_kernels and "names the kernel" in of_kernels
+    assert any("by their operators" in phrase for phrase in phrases["never"])

@@ -1,6 +1,7 @@
 // Kernels written here, each with a bug of its own: what executing their calls again says.
 #include "nanlocator/replay/kernel_replay.hpp"
 
+#include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
@@ -9,12 +10,15 @@
 #include <ATen/ops/sin.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cmath>
 #include <limits>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "nanlocator/error.hpp"
+#include "support/counting_allocator.hpp"
 
 namespace nanlocator {
 namespace {
@@ -236,6 +240,90 @@ TEST(KernelReplay, WhatRaisesOrIsTooLargeIsNotReplayedAndSaysWhy) {
   EXPECT_EQ(large.conclusion, KernelConclusion::not_replayed);
   EXPECT_NE(large.problem.find("take 320 bytes"), std::string::npos) << large.problem;
   EXPECT_THROW((void)replay_kernel(call, silu_but(8), {}, {.repeats = 0}), UsageError);
+}
+
+TEST(KernelReplay, WhatLiesBesideAPartOfALargeBufferIsCountedWithoutMemoryInProportion) {
+  constexpr std::int64_t kMiB = std::int64_t{1} << 20;
+  const at::Tensor buffer = at::full({16 * kMiB}, 0.0F);
+  const at::Tensor part = buffer.narrow(0, 1000, 8 * kMiB).view({2048, 4096}).narrow(1, 0, 4000);
+  const at::Tensor repeated = part.narrow(0, 7, 1).expand({50, 4000});
+  auto& allocator = CountingAllocator::install();
+  const auto before = allocator.current();
+  allocator.restart_peak();
+  EXPECT_EQ(beside_of(part), Beside::finite);
+  data_of(repeated)[1] = kNaN;  // within both, in one of them 50 times
+  EXPECT_EQ(beside_of(part), Beside::finite);
+  EXPECT_EQ(beside_of(repeated), Beside::finite);
+  data_of(buffer)[15 * kMiB] = kNaN;
+  EXPECT_EQ(beside_of(part), Beside::bad);
+  EXPECT_EQ(beside_of(repeated), Beside::bad);
+  EXPECT_LE(allocator.peak() - before, kMiB);
+}
+
+TEST(KernelReplay, AKernelThatWouldTakeTooLongIsLeftAfterTheExecutionThatShowsIt) {
+  int calls = 0;
+  const ExecuteKernel slow = [&](const Tensors& arguments) {
+    ++calls;
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    return silu_but(8)(arguments);
+  };
+  const auto call = recorded(slow, {input(), at::full({40}, kNaN)});
+  calls = 0;
+  const auto replay = replay_kernel(call, slow, {}, {.role = "out", .seconds = 0.5});
+  EXPECT_EQ(replay.conclusion, KernelConclusion::not_replayed);
+  EXPECT_NE(replay.problem.find("9 are needed, and at most 0.5 s are spent on them"),
+            std::string::npos)
+      << replay.problem;
+  EXPECT_EQ(calls, 2);
+}
+
+/// Writes NaN, where the product of its first two arguments is `kProduct`'s.
+Tensors bad_product(const Tensors& arguments) {
+  arguments[2].copy_(at::matmul(arguments[0], arguments[1]));
+  data_of(arguments[2])[3] = kNaN;
+  return {};
+}
+
+const KernelReference kProduct{"gemm",
+                               [](const Tensors& in) { return Tensors{at::matmul(in[0], in[1])}; }};
+
+KernelReplay replayed_within(const ReferenceLimit& limit) {
+  const auto square = at::linspace(-1, 1, 400).view({20, 20});
+  const auto call = recorded(bad_product, {square, square, at::full({20, 20}, 0.0F)});
+  return replay_kernel(call, bad_product, {kProduct}, {.role = "out", .reference_limit = limit});
+}
+
+TEST(KernelReplay, AReferenceThatIsTooLargeIsLeftOutAndSaysWhy) {
+  EXPECT_EQ(replayed_within({}).conclusion, KernelConclusion::wrong_values);
+  const auto slow = replayed_within({.flops_on_host = 15'000});
+  EXPECT_EQ(slow.conclusion, KernelConclusion::bad_again);
+  EXPECT_EQ(slow.reference, "");
+  EXPECT_EQ(slow.problem, "gemm would compute 1.6e+04 FLOPs, and at most 1.5e+04 are tried");
+  const auto large = replayed_within({.bytes = 10'000});  // four matrices, and what is compared
+  EXPECT_EQ(large.conclusion, KernelConclusion::bad_again);
+  EXPECT_EQ(large.problem, "gemm would take 3.2e+04 bytes, and at most 1e+04 are tried");
+}
+
+TEST(KernelReplay, NoReferenceIsExecutedWhenTheTimeIsUp) {
+  bool is_executed = false;
+  const KernelReference slow{"slow", [](const Tensors& in) {
+                               std::this_thread::sleep_for(std::chrono::milliseconds(300));
+                               return Tensors{at::sin(in[0])};
+                             }};
+  const KernelReference late{"late", [&](const Tensors& in) {
+                               is_executed = true;
+                               return Tensors{at::silu(in[0])};
+                             }};
+  const ExecuteKernel kernel = [](const Tensors& arguments) {
+    (void)silu_but(0)(arguments);
+    data_of(arguments[1])[5] = kNaN;
+    return Tensors{};
+  };
+  const auto call = recorded(kernel, {input(), at::full({40}, 0.0F)});
+  const auto replay = replay_kernel(call, kernel, {slow, late}, {.role = "out", .seconds = 0.5});
+  EXPECT_EQ(replay.conclusion, KernelConclusion::bad_again);
+  EXPECT_EQ(replay.problem, "no time was left for late");
+  EXPECT_FALSE(is_executed);
 }
 
 }  // namespace

@@ -125,8 +125,8 @@ class SampleIncident {
         .host = "a17",
         .world_size = layout_.world_size(),
         .options = {{"on_bad", "stop"}, {"rerun", "on_bad"}, {"check_params", "false"}},
-        .not_covered = {"TransformerEngine's fused kernels are opaque: a value born there is said "
-                        "to be born inside that call"}};
+        .not_covered = {"places inside TransformerEngine's kernels: a re-run names the kernel and "
+                        "its arguments"}};
     return report;
   }
 

@@ -14,6 +14,7 @@ namespace {
 
 constexpr milliseconds kPatience{200};
 constexpr auto kKey = "incident/7.0";
+constexpr int kStretch = 3;
 
 using IsAborted = std::atomic<bool>;
 
@@ -44,7 +45,7 @@ Guarded guard(const std::function<void(const IsAborted&)>& pass,
     if (communicator->rank() == 1) return other_rank(*communicator);
     IsAborted is_aborted = false;
     RerunGuard rerun_guard(
-        *communicator, kKey, kPatience, [&] { is_aborted = true; },
+        *communicator, kKey, kStretch, kPatience, [&] { is_aborted = true; },
         [](const std::string&) { FAIL() << "the training thread comes back"; });
     pass(is_aborted);
     guarded.problem = rerun_guard.problem();
@@ -88,6 +89,7 @@ TEST(RerunGuard, WhereNoRankComputesAnyMorePassesAreAbortedAndTheirLatestOperato
       },
       [&](Communicator& communicator) {
         (void)communicator.publish(std::string(kKey) + "/standstill", "c10d::allreduce_");
+        RerunGuard::report_end(communicator, kKey, kStretch);
         stand_still(kLong, is_over);
         standstill = RerunGuard::standstill(communicator, kKey);
       });
@@ -96,6 +98,21 @@ TEST(RerunGuard, WhereNoRankComputesAnyMorePassesAreAbortedAndTheirLatestOperato
   EXPECT_EQ(standstill,
             "In the re-run of the step no operator was begun any more; the latest were: rank 0 "
             "aten::fill_; rank 1 c10d::allreduce_.");
+}
+
+TEST(RerunGuard, APassInWhichOneRankAloneStandsStillIsAbortedThoughTheOthersHaveEndedTheirs) {
+  const auto guarded = guard(
+      [](const IsAborted& is_aborted) { stand_still(kLong, is_aborted); },
+      [](Communicator& communicator) { RerunGuard::report_end(communicator, kKey, kStretch); });
+  EXPECT_TRUE(guarded.is_aborted);
+  EXPECT_EQ(guarded.problem, "no rank has begun an operator for 2 s");
+}
+
+TEST(RerunGuard, WhereARankStoodInAnEarlierPassIsForgotten) {
+  const auto guarded = guard(
+      [](const IsAborted& is_aborted) { stand_still(14 * kPatience, is_aborted); },
+      [](Communicator& communicator) { RerunGuard::report_end(communicator, kKey, kStretch - 1); });
+  EXPECT_FALSE(guarded.is_aborted);
 }
 
 }  // namespace

@@ -34,7 +34,8 @@ struct RecordedKernelCall {
   CameFrom came_from;                           // of copies in host memory
 };
 
-/// Of a live tensor; scans its whole storage where that is larger.
+/// Of a live tensor; scans its whole storage where that is larger. Allocates nothing in proportion
+/// to either.
 [[nodiscard]] Beside beside_of(const at::Tensor& tensor);
 
 /// Calls the kernel with these tensors in place of its arguments', and returns the tensors of its
@@ -46,18 +47,32 @@ struct KernelReference {
   std::string family;  // "silu", "rms_norm backward"
   /// From the arguments' tensors, the floating-point ones converted to one dtype: what outputs may
   /// be, in any order. An entry that has another number of elements than the output that is judged
-  /// is passed over. May throw.
+  /// is passed over. Called once on tensors without memory first, which counts its work. May throw.
   std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> values;
+};
+
+/// What one execution of a reference in float64 may compute and take, so that it ends within
+/// seconds: at about 5 GFLOP/s on one core, and 500 on a GPU that is slow in float64.
+struct ReferenceLimit {
+  double flops_on_host = 5e10;
+  double flops_on_device = 5e12;
+  /// With what the comparison takes. Memory that the host has not free is no limit here, but kept
+  /// to as well.
+  double bytes = 8e9;
 };
 
 struct KernelReplayOptions {
   int repeats = 3;   // as recorded
   std::string role;  // the output to be judged: "of_x", "output[0]"; "": the first bad one
-  /// No further execution begins after so many seconds; nullopt: where a person asks.
+  /// No further execution, of the kernel or of a reference, begins after so many seconds, or where
+  /// those before it took so long that all that are needed would not end by then; nullopt: where a
+  /// person asks.
   std::optional<double> seconds = 60;
   /// Bytes of arguments and results beyond which nothing is executed; as above. Memory that is not
   /// free is no limit here, but kept to as well.
   std::optional<std::uint64_t> bytes = std::uint64_t{4} << 30;
+  /// References beyond it are left out; as above.
+  std::optional<ReferenceLimit> reference_limit = ReferenceLimit{};
 };
 
 /// The rules are in docs/replay.md. A call that raises, is too large or takes too long is

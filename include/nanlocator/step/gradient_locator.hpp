@@ -189,9 +189,9 @@ class GradientLocator {
 
   /// The gradients of this step as they were scanned; waits for the devices.
   [[nodiscard]] std::vector<GradientScanner::Scanned> scanned_gradients();
-  /// True if it is on any rank: decides, the same on all, how a re-run goes on. Between
-  /// finish_agreement and conclude; every rank calls it equally often. Throws AgreementError as
-  /// finish_agreement does.
+  /// True if it is on any rank: decides how a step goes on, between finish_agreement and conclude.
+  /// Every rank calls it equally often. Throws AgreementError as finish_agreement does; after
+  /// keep_first_pass under a guard, and without conclude_alone: `conclude` gathers what there is.
   [[nodiscard]] bool is_true_anywhere(bool mine);
   /// Before a re-run: what this rank has seen is on disk and in the Store, so that a re-run that
   /// fails, on this rank or another, costs no evidence. Waits for the devices.
