@@ -208,8 +208,8 @@ void bind_agree(py::module_& m) {
       .def(
           "wait_for_loss",
           [](Communicator& c, std::chrono::milliseconds patience) {
-            if (c.monitor())
-              c.monitor()->wait_for_loss(std::chrono::steady_clock::now() + patience);
+            if (!c.monitor()) return;
+            (void)c.monitor()->wait_for_loss(std::chrono::steady_clock::now() + patience);
           },
           "patience"_a, ReleaseGil(),
           "Until it is known that some rank is lost, and the files say so.")

@@ -59,6 +59,8 @@ void add_registration(Bundle& bundle, BundleContents& contents) {
     const std::string text = error.what();
     bundle.notes.push_back("What registered " + call.op +
                            " was not found: " + text.substr(0, text.find('\n')));
+  } catch (const std::exception& error) {  // a path that is no UTF-8
+    bundle.notes.push_back("What registered " + call.op + " cannot be kept: " + error.what());
   }
 }
 

@@ -23,6 +23,7 @@ import torch
 from nanlocator import _C, inductor_kernels, kernels
 from nanlocator.kernel_references import references_of
 from nanlocator.kernel_source import source_of
+from nanlocator.operator_registration import is_found_beside, lies_beside
 
 # Variables by which libraries of kernels choose what they execute.
 ENVIRONMENT = ("TRITON_", "TORCHINDUCTOR_", "NVTE_", "FLASH_ATTENTION_", "CUBLAS_WORKSPACE_CONFIG")
@@ -385,7 +386,7 @@ def load_record(bundle: Path, device: str, allow_source: bool = False) -> Kernel
     if not record.why_not_replayed:
         folder = bundle if bundle.is_dir() else bundle.parent
         source = folder / kept["source_file"] if kept["source_file"] and allow_source else None
-        record.live = _import_kernel(record, source)
+        record.live = _import_kernel(record, folder, source)
     return record
 
 
@@ -414,23 +415,29 @@ def _loaded(value: Any, name: str, record: KernelCallRecord, problems: list[str]
     return value
 
 
-def _import_kernel(record: KernelCallRecord, source: Path | None) -> Any:
+def _import_kernel(record: KernelCallRecord, bundle: Path, source: Path | None) -> Any:
+    """A bundle may come from anywhere: what it names is executed only where it is a kernel, and no file from
+    beside it is imported unless that was allowed."""
     for name, value in record.environment.items():
         if name == "TRITON_INTERPRET" and "triton" not in sys.modules:
             os.environ.setdefault(name, value)
     if source is not None:
-        owner: Any = _module_from(source, f"nanlocator_kernel_{source.parent.name.replace('.', '_')}")
-        found = attribute(owner, record.entry.rpartition(".")[2])
+        module = _module_from(source, f"nanlocator_kernel_{source.parent.name.replace('.', '_')}")
+        found = attribute(module, record.entry.rpartition(".")[2])
     else:
-        found = _import_entry(record)
+        module, found = _import_entry(record, bundle)
     if record.launcher == "triton":
         # Autotuners and heuristics stand before the kernel that was launched.
-        while type(found).__name__ not in ("JITFunction", "InterpretedFunction") and hasattr(found, "fn"):
+        while not kernels.is_triton_kernel(found) and hasattr(found, "fn"):
             found = found.fn
-        if not hasattr(found, "run"):
+        if not kernels.is_triton_kernel(found):
             raise _C.UnsupportedError(
                 f"{record.module}.{record.entry} is no kernel of Triton here" + _source_hint(record)
             )
+    elif source is None and not kernels.is_function_of_extension(found, module):
+        raise _C.UnsupportedError(
+            f"{record.module}.{record.entry} is no function of an extension module of PyTorch's here"
+        )
     return found
 
 
@@ -443,12 +450,19 @@ def _source_hint(record: KernelCallRecord) -> str:
     )
 
 
-def _import_entry(record: KernelCallRecord) -> Any:
+def _import_entry(record: KernelCallRecord, bundle: Path) -> tuple[types.ModuleType, Any]:
     """From its module by name, else from the file that the module came from."""
+    if record.file and (not Path(record.file).is_absolute() or lies_beside(record.file, bundle)):
+        raise _C.UnsupportedError(
+            f"{record.file} lies beside the bundle: nothing of it is run" + _source_hint(record)
+        )
     try:
         if record.module.startswith("__"):  # the program that was run
             raise ImportError(f"{record.module} is the program that was run")
-        return attribute(importlib.import_module(record.module), record.entry)
+        if is_found_beside(record.module, bundle):
+            raise ImportError(f"{record.module} is found among the bundle's own files")
+        module = importlib.import_module(record.module)
+        return module, attribute(module, record.entry)
     except (ImportError, AttributeError) as error:
         problem = _line(error)
     if not record.file or not Path(record.file).is_file():
@@ -458,7 +472,8 @@ def _import_entry(record: KernelCallRecord) -> Any:
         )
     name = "nanlocator_program" if record.module.startswith("__") else record.module
     try:
-        return attribute(_module_from(Path(record.file), name), record.entry)
+        module = _module_from(Path(record.file), name)
+        return module, attribute(module, record.entry)
     except (ImportError, AttributeError) as error:
         raise _C.UnsupportedError(
             f"{record.file} has no {record.entry} here ({_line(error)})" + _source_hint(record)

@@ -148,6 +148,16 @@ class KernelCalls:
                 self._undo.append(replace(kernels, "run", _shown_launch(kernels.run, launcher)))
 
 
+def is_triton_kernel(found: Any) -> bool:
+    kind = type(found)
+    return kind.__name__ in ("JITFunction", "InterpretedFunction") and kind.__module__.startswith("triton.")
+
+
+def is_function_of_extension(found: Any, module: types.ModuleType) -> bool:
+    """Of an extension module with kernels, as they are watched."""
+    return type(found) is types.BuiltinFunctionType and _is_extension(module)
+
+
 def _is_extension(module: types.ModuleType) -> bool:
     """Of others, with kernels in it."""
     try:

@@ -315,12 +315,17 @@ def module_call(
         keywords,
         outputs,
         {key: weight.detach() for key, weight in weights.items()}
-        | {key: buffer.detach().clone() for key, buffer in buffers.items()},  # later passes move these
+        | {key: _kept_buffer(buffer) for key, buffer in buffers.items()},
         grad_outputs,
         grad_inputs,
         content,
         problem,
     )
+
+
+def _kept_buffer(buffer: torch.Tensor) -> torch.Tensor:
+    """Passes move buffers before the bundle is written; those of a device are copied to the host anyway."""
+    return buffer.detach().clone() if buffer.device.type == "cpu" else buffer.detach()
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -7,6 +7,7 @@ torch.library itself. Of the last, the modules' own texts tell which of them nam
 """
 
 import ast
+import functools
 import importlib
 import importlib.util
 import mmap
@@ -60,7 +61,7 @@ def _absolute(file: str) -> str:
 
 def _libraries(places: set[str]) -> list[str]:
     """The mapped libraries, but for Torch's own, that were compiled from the files ``places``."""
-    marks = [os.fsencode(place) + b"\0" for place in places]
+    marks = tuple(os.fsencode(place) + b"\0" for place in sorted(places))
     return [file for file in _mapped_libraries() if _holds_one_of(file, marks)] if marks else []
 
 
@@ -72,12 +73,14 @@ def _mapped_libraries() -> list[str]:
         lines = []
     for line in lines:
         file = line.split(maxsplit=5)[-1]
-        if ".so" in os.path.basename(file) and not file.startswith(_TORCH) and os.path.isfile(file):
+        is_left_out = file.startswith(_TORCH) or "/nvidia/" in file  # gigabytes without operators
+        if ".so" in os.path.basename(file) and not is_left_out and os.path.isfile(file):
             files[file] = None
     return list(files)
 
 
-def _holds_one_of(file: str, marks: list[bytes]) -> bool:
+@functools.cache
+def _holds_one_of(file: str, marks: tuple[bytes, ...]) -> bool:
     try:
         with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return any(content.find(mark) >= 0 for mark in marks)
@@ -311,7 +314,7 @@ def _line(error: BaseException) -> str:
 def _load(operator: str, module: str, file: str, source: str, bundle: Path) -> None:
     if source:
         _execute(Path(source).read_text(encoding="utf-8"), source)
-    elif _is_within(file, bundle):
+    elif file and lies_beside(file, bundle):
         raise ImportError(f"{file} is a file of the bundle")
     elif module.startswith("__"):
         _load_program(operator, file)
@@ -347,9 +350,7 @@ def _import(operator: str, module: str, file: str, bundle: Path) -> None:
     place = search_path(module, file)
     if place and os.path.isfile(file):
         sys.path.append(place)
-    root = importlib.util.find_spec(module.partition(".")[0])
-    origins = [root.origin or "", *(root.submodule_search_locations or [])] if root else []
-    if any(_is_within(origin, bundle) for origin in origins):
+    if is_found_beside(module, bundle):
         raise ImportError(f"{module} is found among the bundle's own files")
     try:
         importlib.import_module(module)
@@ -377,5 +378,16 @@ def search_path(module: str, file: str) -> str:
     return str(path.parents[len(parts) - 1]) if path.parts[-len(parts) :] == tuple(parts) else ""
 
 
-def _is_within(file: str, folder: Path) -> bool:
-    return bool(file) and Path(file).resolve().is_relative_to(folder.resolve())
+def is_found_beside(module: str, bundle: Path) -> bool:
+    """Whether importing ``module`` would run a file that came with the bundle."""
+    root = importlib.util.find_spec(module.partition(".")[0])
+    origins = [root.origin or "", *(root.submodule_search_locations or [])] if root else []
+    return any(origin and lies_beside(origin, bundle) for origin in origins)
+
+
+def lies_beside(file: str, bundle: Path) -> bool:
+    """In the folder of this bundle or of another, or in the one that holds them."""
+    path, bundle = Path(file).resolve(), bundle.resolve()
+    store = bundle.parent if bundle.parent.name == "bundles" else bundle
+    is_of_another = any((folder / "bundle.json").exists() for folder in path.parents)
+    return path.is_relative_to(bundle) or path.is_relative_to(store) or is_of_another

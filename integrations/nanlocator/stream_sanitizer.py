@@ -8,6 +8,7 @@ it is for runs that stop. By itself the sanitizer ends a program at what it find
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import sysconfig
 import traceback
@@ -16,10 +17,9 @@ from typing import Any
 
 import torch
 
-_LIBRARIES = tuple(
-    os.path.join(folder, "")
-    for folder in (os.path.dirname(torch.__file__), os.path.dirname(__file__), sysconfig.get_path("stdlib"))
-)
+_OWN = tuple(os.path.join(os.path.dirname(file), "") for file in (torch.__file__, __file__))
+_PYTHONS = os.path.join(sysconfig.get_path("stdlib"), "")
+_MOST_OPERATORS = 50_000  # each keeps the stack that called it: some 100 us and 4 KB
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 Line = tuple[str, int, str, str]  # file, line, function, text
@@ -59,11 +59,14 @@ def sanitised_streams() -> Iterator[list[StreamAccess]]:
     from torch.cuda._sanitizer import CUDASanitizerDispatchMode
 
     found: dict[tuple[Any, ...], StreamAccess] = {}
+    operators = itertools.count()
     torch.cuda.synchronize()
     mode = CUDASanitizerDispatchMode()
     handle = mode.event_handler._handle_kernel_launch
 
     def collect(*arguments: Any) -> list[Any]:
+        if next(operators) >= _MOST_OPERATORS:
+            return []
         is_backward = torch._C._current_graph_task_id() != -1
         for error in handle(*arguments):
             access = _access_of(error, is_backward)
@@ -103,10 +106,11 @@ def _line_of(stack: traceback.StackSummary) -> Line | None:
     """The innermost one of the program, else of an installed package."""
     framework = None
     for frame in reversed(stack):
-        if frame.filename.startswith((*_LIBRARIES, "<")):
+        is_installed = any(folder in frame.filename for folder in _INSTALLED)  # below Python's own, too
+        if frame.filename.startswith((*_OWN, "<") if is_installed else (*_OWN, _PYTHONS, "<")):
             continue
         line = (frame.filename, frame.lineno or 0, frame.name, (frame.line or "").strip())
-        if not any(folder in frame.filename for folder in _INSTALLED):
+        if not is_installed:
             return line
         framework = framework or line
     return framework

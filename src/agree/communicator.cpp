@@ -384,8 +384,10 @@ bool Communicator::pass_barrier(std::string_view key, const std::vector<int>& ab
     if (rank() != 0) {
       if (std::ranges::find(absent, 0) != absent.end()) return false;
       auto outcome = fetch(opened, 0, deadline + kOutcomeGrace);
-      while (!outcome && is_at_work && is_at_work(0)) {
-        outcome = fetch(opened, 0, Clock::now() + patience + kOutcomeGrace);
+      for (bool goes_on = true; !outcome && goes_on && is_at_work;) {
+        goes_on = is_at_work(0);  // where it is not, it may have opened since the last look
+        outcome =
+            fetch(opened, 0, Clock::now() + (goes_on ? patience : patience * 0) + kOutcomeGrace);
       }
       return outcome == kWhole;
     }
@@ -442,7 +444,8 @@ std::vector<int> Communicator::missing(std::string_view key, std::vector<int> ab
   for (int peer = 0; peer < size(); ++peer) {
     if (std::ranges::find(absent, peer) != absent.end()) continue;
     const auto is_there = store_->has(key_of(key, peer), Clock::now() + kStoreAnswers);
-    if (!is_there || !*is_there) ranks.push_back(peer);
+    if (!is_there.value_or(false)) ranks.push_back(peer);
+    if (!is_there) break;  // the Store does not answer
   }
   return ranks;
 }

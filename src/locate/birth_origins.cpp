@@ -756,14 +756,12 @@ Facts facts_of_rerun(const Incident& incident, const RerunOutcome& outcome) {
   std::int64_t gradients = 0;
   std::int64_t changed = 0;
   std::optional<bool> control;
-  std::set<Concurrent> concurrent;
   for (const RankEvidence& rank : incident.ranks()) {
     const auto& rerun = rank.ledger().rerun;
     if (!rerun) continue;
     gradients += rerun->gradients;
     changed += rerun->changed;
     if (rerun->control_reproduced) control = control.value_or(false) || *rerun->control_reproduced;
-    concurrent.insert(rerun->concurrent.begin(), rerun->concurrent.end());
   }
   const bool is_of_same_pass = outcome.variants.empty() ||
                                outcome.variants.front().variant == RerunVariant::constant_memory ||
@@ -782,10 +780,6 @@ Facts facts_of_rerun(const Incident& incident, const RerunOutcome& outcome) {
     facts.push_back({.kind = FactKind::rerun_clean, .names = outcome.not_restored});
     if (control) {
       facts.push_back({.kind = *control ? FactKind::control_bad : FactKind::control_clean});
-    }
-    if (!concurrent.empty()) {
-      Fact& beside = facts.emplace_back(Fact{.kind = FactKind::ran_beside});
-      for (const auto each : concurrent) beside.names.emplace_back(name_of(each));
     }
   }
   for (std::size_t i = 0; i < outcome.variants.size(); ++i) {

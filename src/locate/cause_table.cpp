@@ -220,8 +220,8 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        false,
        {memory, kernel},
        {{wait_for_thread, has<F::wrote_beside_thread, F::read_beside_thread>},
-        {wait_for_stream, has<F::wrote_beside_stream, F::read_beside_stream>},
         {wait_for_transfer, has<F::wrote_during_transfer, F::read_during_transfer>},
+        {wait_for_stream, has<F::wrote_beside_stream, F::read_beside_stream>},
         {find_race, always}}},
       {Cause::collective_result,
        Owner::cluster_operator,
@@ -366,7 +366,7 @@ std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) 
   const auto drop = [&](auto... suspects) { (std::erase(left, suspects), ...); };
   if (origin.cause == Cause::bad_weight && was_damaged_later(origin)) {
     if (has<FactKind::copies_clean>(origin)) {
-      return {Suspect::memory, Suspect::link, Suspect::writer};
+      return {Suspect::link, Suspect::memory, Suspect::kernel};
     }
     return {Suspect::memory, Suspect::writer};
   }

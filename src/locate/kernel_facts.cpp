@@ -32,7 +32,10 @@ void append_kernel_facts(Facts& facts, const KernelReplay& replay, const std::st
                      .variant = replay.is_compared_scaled ? "scaled" : "",
                      .text = replay.reference});
   } else if (replay.conclusion == KernelConclusion::bad_again || !replay.problem.empty()) {
-    facts.push_back({.kind = FactKind::no_kernel_reference, .op = kernel, .text = replay.problem});
+    facts.push_back({.kind = FactKind::no_kernel_reference,
+                     .op = kernel,
+                     .conclusion = std::string(name_of(replay.conclusion)),
+                     .text = replay.problem});
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <set>
 #include <utility>
 
 namespace nanlocator {
@@ -42,8 +43,11 @@ FactKind kind_of(const UnorderedAccess& access) {
   return wrote_during_transfer;
 }
 
-bool is_threads(const Access& access) {
-  return access.seen->other == Concurrent::thread;
+std::vector<Access> with(const std::vector<Access>& accesses, Concurrent other) {
+  std::vector<Access> some;
+  std::ranges::copy_if(accesses, std::back_inserter(some),
+                       [&](const Access& access) { return access.seen->other == other; });
+  return some;
 }
 
 /// One for each place in the program, with the ranks that were there.
@@ -78,6 +82,30 @@ Facts facts_of(const std::vector<Access>& accesses) {
 bool is_of(const Origin& origin, const UnorderedAccess& access) {
   return origin.op == access.transfer || origin.op == access.op ||
          (!access.parameter.empty() && origin.parameter == access.parameter);
+}
+
+std::vector<Access> of(const Origin& origin, const std::vector<Access>& accesses) {
+  std::vector<Access> own;
+  std::ranges::copy_if(accesses, std::back_inserter(own),
+                       [&](const Access& access) { return is_of(origin, *access.seen); });
+  return own;
+}
+
+/// What the candidates saw beside the step. A transfer that used the memory of a gradient made
+/// nothing of what came before it.
+void add_concurrent(const Incident& incident, Origin& origin) {
+  std::set<Concurrent> concurrent;
+  for (const RankEvidence& rank : incident.ranks()) {
+    const auto& rerun = rank.ledger().rerun;
+    if (!rerun || std::ranges::find(origin.candidates, rank.rank()) == origin.candidates.end()) {
+      continue;
+    }
+    concurrent.insert(rerun->concurrent.begin(), rerun->concurrent.end());
+  }
+  if (origin.phase < Phase::grad_local) concurrent.erase(Concurrent::transfer);
+  if (concurrent.empty()) return;
+  Fact& beside = origin.facts.emplace_back(Fact{.kind = FactKind::ran_beside});
+  for (const auto each : concurrent) beside.names.emplace_back(name_of(each));
 }
 
 /// What may be a race as well as a fault of a machine.
@@ -121,30 +149,32 @@ bool is_finite_serialised(const RerunOutcome& rerun) {
 
 void judge_races(const Incident& incident, const RerunOutcome& rerun,
                  std::vector<Origin>& origins) {
-  auto accesses = accesses_of(incident);
-  std::vector<Access> of_threads;  // noted only where their order makes the outcome
-  std::ranges::copy_if(accesses, std::back_inserter(of_threads), is_threads);
-  std::erase_if(accesses, is_threads);
-  const bool is_of_transfers = is_finite_serialised(rerun);
+  const auto accesses = accesses_of(incident);
+  const auto of_threads = with(accesses, Concurrent::thread);  // noted only where their order
+                                                               // makes the outcome
+  const auto of_transfers = with(accesses, Concurrent::transfer);
+  const auto of_streams = with(accesses, Concurrent::stream);
+  const bool is_gone = rerun.reproduced == false;
   for (Origin& origin : origins) {
-    std::vector<Access> own;
-    std::ranges::copy_if(accesses, std::back_inserter(own),
-                         [&](const Access& access) { return is_of(origin, *access.seen); });
-    const bool is_gone = rerun.reproduced == false;
+    std::vector<Access> own = of(origin, of_transfers);
     if (!of_threads.empty()) {
       own = of_threads;
       make_race(origin, own);
-    } else if (is_of_transfers) {
-      make_race(origin, own.empty() ? accesses : own);
-    } else if (is_open(origin) && is_gone && !own.empty()) {
+    } else if (is_finite_serialised(rerun)) {
+      if (own.empty()) own = of_transfers;
       make_race(origin, own);
     } else if (!is_open(origin)) {
       continue;
+    } else {
+      std::ranges::copy(of(origin, of_streams), std::back_inserter(own));
+      if (is_gone && !own.empty()) make_race(origin, own);
+      if (own.empty()) own = of_transfers.empty() ? of_streams : of_transfers;
     }
-    Facts facts = facts_of(own.empty() ? accesses : own);
+    Facts facts = facts_of(own);
     origin.facts.insert(origin.facts.begin() + (origin.facts.empty() ? 0 : 1),
                         std::make_move_iterator(facts.begin()),
                         std::make_move_iterator(facts.end()));
+    if (origin.cause == Cause::not_reproduced && is_gone) add_concurrent(incident, origin);
   }
 }
 

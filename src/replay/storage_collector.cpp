@@ -188,6 +188,10 @@ BundleContents StorageCollector::finish(Bundle& bundle) {
   };
   for_each_bundle_tensor(bundle, complete);
   impl_->ranges = std::move(ranges);
+  // Of a device the bytes are in the host's memory now.
+  std::erase_if(impl_->ranges,
+                [](const StorageRange& range) { return !range.storage.device().is_cpu(); });
+  impl_->tensors.clear();
   return contents;
 }
 

@@ -180,22 +180,12 @@ std::string where_in_bundle(const Origin& origin) {
 }
 
 /// "self = -0.131".
-/// ATen's `self` and `other`, by their names in arithmetic.
-std::string operand_name(const std::string& op, const std::string& name) {
-  const bool is_division = op.starts_with("aten::div") || op.starts_with("aten::true_divide");
-  if (is_division && name == "self") return "dividend";
-  if (is_division && name == "other") return "divisor";
-  const bool has_one_argument = op.starts_with("aten::log") || op.starts_with("aten::sqrt") ||
-                                op.starts_with("aten::rsqrt") || op.starts_with("aten::reciprocal");
-  return has_one_argument && name == "self" ? "argument" : name;
-}
-
 std::string operands_of(const Origin& origin) {
   const Fact* const fact = find_fact(origin.facts, FactKind::values_at_first_bad);
   if (fact == nullptr) return "";
   std::vector<std::string> parts;
   for (const auto& [name, value] : fact->values)
-    parts.push_back(operand_name(origin.op, name) + " = " + short_number(value));
+    parts.push_back(name + " = " + short_number(value));
   return joined(parts, ", ");
 }
 
@@ -291,7 +281,8 @@ std::vector<std::string> restore_steps(const Origin& origin) {
   if (has_fact(origin.facts, FactKind::copies_clean)) {
     const auto damaged = ranks_of_fact(origin, FactKind::copies_clean);
     return {"test the memory and the links of " + ranks_or(damaged, ranks.c_str()) +
-                " before using it again; look for code that writes to the parameter there alone",
+                " before using it again: no code writes to one copy of several, but for a kernel "
+                "that writes out of bounds",
             "restart from a checkpoint in which " + origin.parameter + " is finite"};
   }
   const bool has_copy = has_fact(origin.facts, FactKind::optimizer_copy_finite);
@@ -649,8 +640,8 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::compare_members:
       return {"look at the ledgers of the other members of the collective"};
     case Action::test_links:
-      return {"where the network check fails, take the links and " + ranks + " out",
-              "where it passes, restart and note " + ranks + ": again there, it is the machine"};
+      return {"if the network check fails, take the links and " + ranks + " out",
+              "if it passes, note " + ranks + ": again there, it is the machine"};
     case Action::compare_sums:
       return {"compare the members' local sums, and add them in float64",
               "over the range of the dtype: an overflow, scale them; within it: the collective is "

@@ -510,8 +510,7 @@ std::string plain_text(const Fact& fact) {
              " writes on another stream, on " + ranks_text(fact.ranks) +
              ": PyTorch's stream sanitizer saw neither wait for the other";
     case ran_beside:
-      return "while the operators of the step ran, " + beside_text(fact) +
-             ": a race is as likely as a fault of a device";
+      return "while the operators of the step ran, " + beside_text(fact) + ": a race is possible";
     case control_bad:
       return "a second re-run, without the operator trace, is bad again: it depends on timing, as "
              "a race or uninitialised memory does";
@@ -565,7 +564,9 @@ std::string plain_text(const Fact& fact) {
     case no_kernel_reference:
       return (fact.text.empty() ? "no float64 reference is known that agrees with what it computes"
                                 : "its float64 reference was not executed (" + fact.text + ")") +
-             std::string(": a bug and inputs that overflow cannot be told apart");
+             std::string(fact.conclusion == name_of(KernelConclusion::bad_again)
+                             ? ": a bug and inputs that overflow cannot be told apart"
+                             : "");
     case became:
       return "it became " + bad_of(fact) + " in " + who_of(fact) + " (" + phase_of(fact) + ")";
     case reached:
@@ -848,16 +849,18 @@ std::string fact_text(const Fact& fact) {
 
 int place_of(const Fact& fact) {
   using enum FactKind;
-  if (fact.kind == stated_action) return 5;  // no evidence
-  if (fact.source != FactSource::origin) return 3;
+  if (fact.kind == stated_action) return 6;  // no evidence
+  if (fact.source != FactSource::origin) return 4;
+  if (fact.kind == members_got_the_same || fact.kind == peers_finite) return 2;
   if (fact.kind >= copies_clean && fact.kind <= finite_after_update) return 1;
-  if (fact.kind == unseen_before || fact.kind == peers_finite) return 1;
-  if (fact.kind >= kernel_not_executed && fact.kind <= no_kernel_reference) return 1;
+  if (fact.kind >= rerun_not_completed && fact.kind <= rerun_clean) return 1;
+  if (fact.kind == unseen_before) return 2;
+  if (fact.kind >= kernel_not_executed && fact.kind <= no_kernel_reference) return 2;
   if (fact.kind <= loss_bad_gradients_finite) return 0;
-  if (fact.kind <= further_weights_bad) return 1;
-  if (fact.kind <= did_not_climb) return 2;
-  if (fact.kind == weight_maxima || fact.kind == gradient_maxima) return 2;
-  return fact.kind >= order_not_observed && fact.kind <= missing_largest ? 4 : 3;
+  if (fact.kind <= further_weights_bad) return 2;
+  if (fact.kind <= did_not_climb) return 3;
+  if (fact.kind == weight_maxima || fact.kind == gradient_maxima) return 3;
+  return fact.kind >= order_not_observed && fact.kind <= missing_largest ? 5 : 4;
 }
 
 }  // namespace nanlocator

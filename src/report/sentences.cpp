@@ -286,6 +286,15 @@ std::string link_of(const Verdict& verdict, const Origin& origin) {
   return "";
 }
 
+namespace {
+
+/// Of the parameters that something bad has reached.
+bool are_only_gradients(const Verdict& verdict) {
+  return verdict.job.are_weights_finite == true && verdict.job.are_weights_updated != true;
+}
+
+}  // namespace
+
 std::string spread_of(const Verdict& verdict) {
   if (verdict.spread.ranks.empty()) return "";
   std::string text =
@@ -293,8 +302,8 @@ std::string spread_of(const Verdict& verdict) {
           ? "it reached " + count_text(verdict.spread.ranks.size(), "rank")
           : "consequence: " + count_text(verdict.spread.parameters.size(), "parameter") +
                 (verdict.spread.parameters.size() == 1 ? " has" : " have") +
-                (verdict.job.are_weights_finite == true ? " a bad gradient on "
-                                                        : " a bad value or gradient on ") +
+                (are_only_gradients(verdict) ? " a bad gradient on "
+                                             : " a bad value or gradient on ") +
                 count_text(verdict.spread.ranks.size(), "rank");
   if (verdict.spread.first_seen) {
     text += ", first scanned bad in " + std::string(name_of(*verdict.spread.first_seen));

@@ -301,24 +301,30 @@ std::vector<UnwrittenBundle> GradientLocator::Impl::write_bundles() {
   return unwritten;
 }
 
-/// To rank 0, which reads it when all have come to the end: the first of any rank.
-void GradientLocator::Impl::offer_unwritten(const std::string& key,
-                                            const std::vector<UnwrittenBundle>& unwritten) const {
+/// To rank 0, which reads them when all have come to the end.
+void GradientLocator::Impl::publish_unwritten(const std::string& key,
+                                              const std::vector<UnwrittenBundle>& unwritten) const {
   if (unwritten.empty()) return;
-  const auto& [folder, problem] = unwritten.front();
-  communicator->offer(key + "/unwritten", nlohmann::json{folder, problem}.dump());
+  auto json = nlohmann::json::array();
+  for (const auto& [folder, problem] : unwritten) json.push_back({folder, problem});
+  (void)communicator->publish(key + "/unwritten",
+                              json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
 }
 
 void GradientLocator::Impl::take_unwritten(const std::string& key) const {
-  const auto text = communicator->offered(key + "/unwritten");
-  if (!text) return;
-  try {
-    const auto [folder, problem] =
-        nlohmann::json::parse(*text).get<std::pair<std::string, std::string>>();
-    files->add_unwritten({{folder, problem}});
-  } catch (const nlohmann::json::exception&) {
-    // Of a Store that others write to: the rank has said it on its stderr.
+  std::vector<UnwrittenBundle> unwritten;
+  for (const auto& text : communicator->gather(key + "/unwritten", Clock::now())) {
+    if (!text) continue;
+    try {
+      using Pairs = std::vector<std::pair<std::string, std::string>>;
+      for (const auto& [folder, problem] : nlohmann::json::parse(*text).get<Pairs>()) {
+        unwritten.push_back({folder, problem});
+      }
+    } catch (const nlohmann::json::exception&) {
+      // Of a Store that others write to: the rank has said it on its stderr.
+    }
   }
+  files->add_unwritten(unwritten);
 }
 
 void GradientLocator::Impl::conclude_finding() {
@@ -334,10 +340,12 @@ void GradientLocator::Impl::conclude_finding() {
   }
   keep_history_on_disk(ledger.notes);
   if (rank() != 0) {  // its ledger is out, and nobody waits for it
-    offer_unwritten(key, write_bundles());
+    const auto unwritten = write_bundles();
+    publish_unwritten(key, unwritten);
+    verdicts.push_back(conclude_as_other_rank(ledger, key, unwritten));
+  } else {
+    verdicts.push_back(conclude_as_first_rank(ledger, key, repetition));
   }
-  verdicts.push_back(rank() == 0 ? conclude_as_first_rank(ledger, key, repetition)
-                                 : conclude_as_other_rank(ledger, key));
   go_on_or_stop(verdicts.back(), key);
 }
 
@@ -409,7 +417,8 @@ void GradientLocator::Impl::write_page(const Verdict& verdict, std::vector<Ledge
   }
 }
 
-Verdict GradientLocator::Impl::conclude_as_other_rank(const Ledger& mine, const std::string& key) {
+Verdict GradientLocator::Impl::conclude_as_other_rank(
+    const Ledger& mine, const std::string& key, const std::vector<UnwrittenBundle>& unwritten) {
   std::string reason = "Rank 0 sent no verdict in time";
   if (const auto text = fetch_from_first_rank(key + "/verdict")) {
     try {
@@ -430,6 +439,7 @@ Verdict GradientLocator::Impl::conclude_as_other_rank(const Ledger& mine, const 
                      " ledgers that it could read.");
   auto verdict = judge(ledgers, std::move(problems));
   verdict.status = VerdictStatus::partial;
+  leave_out(unwritten, verdict);
   files->write(verdict, VerdictScope::all_ranks, outcome_of(options.on_bad, verdict.rerun));
   print(verdict);
   return verdict;

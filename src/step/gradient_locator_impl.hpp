@@ -165,13 +165,15 @@ struct GradientLocator::Impl {
   void read_ledgers(const Gathered& texts, const Ledger& mine, std::vector<Ledger>& ledgers,
                     std::vector<std::string>& problems) const;
   std::vector<UnwrittenBundle> write_bundles();
-  void offer_unwritten(const std::string& key, const std::vector<UnwrittenBundle>& unwritten) const;
+  void publish_unwritten(const std::string& key,
+                         const std::vector<UnwrittenBundle>& unwritten) const;
   void take_unwritten(const std::string& key) const;
   void conclude_finding();
   [[noreturn]] void conclude_for_training(GradientLocator& locator, const std::string& why);
   Gathered gather_ledgers(const std::string& key);
   Verdict conclude_as_first_rank(const Ledger& mine, const std::string& key, int repetition);
-  Verdict conclude_as_other_rank(const Ledger& mine, const std::string& key);
+  Verdict conclude_as_other_rank(const Ledger& mine, const std::string& key,
+                                 const std::vector<UnwrittenBundle>& unwritten);
   [[nodiscard]] std::optional<Ledger> ledger_at_end();
   void write_last_words() noexcept;
   void go_on_or_stop(const Verdict& verdict, const std::string& key);

@@ -1,6 +1,7 @@
 #include "nanlocator/step/step_rerun.hpp"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <cmath>
@@ -234,7 +235,10 @@ struct StepRerun::Impl {
   /// One pass under a trace of its own, explained where it is bad.
   Traced run_traced(std::optional<double> fresh_memory = {}) {
     Traced traced;
-    const auto trace = make_trace({.fresh_memory = fresh_memory, .follows_threads = true});
+    TraceOptions options;
+    options.fresh_memory = fresh_memory;
+    options.follows_threads = true;
+    const auto trace = make_trace(std::move(options));
     traced.pass = run(step.run, [&](const Pass& pass) {
       if (!trace) return;
       auto bad = step.gradients();
@@ -260,7 +264,9 @@ struct StepRerun::Impl {
     return traced;
   }
 
-  Traced latest;  // of the re-run that is being made: what is known so far
+  // Of the re-run that is being made, what is known so far.
+  Traced latest;
+  Rerun known;
 
   Traced run_eagerly() {
     const Switched eager(step.set_eager);
@@ -292,12 +298,13 @@ struct StepRerun::Impl {
   /// One pass under PyTorch's stream sanitizer, where the run stops anyway: its hooks stay in the
   /// process. It sees a step from Python and may be the first to fail in it: no error of the
   /// step's.
-  void run_sanitised(Rerun& rerun) {
+  /// False where it has not left finite gradients.
+  bool run_sanitised(Rerun& rerun) {
     const bool has_streams = locator.options().on_bad == Policy::stop && step.sanitise_streams &&
                              step.has_streams && step.has_streams();
-    if (!locator.is_true_anywhere(has_streams)) return;
+    if (!locator.is_true_anywhere(has_streams)) return true;
     std::vector<UnorderedAccess> accesses;
-    const Pass pass = run([&] {
+    Pass pass = run([&] {
       std::vector<NamedTensor> losses;
       const auto forward_backward = [&] { losses = step.run(); };
       if (has_streams) {
@@ -307,14 +314,17 @@ struct StepRerun::Impl {
       }
       return losses;
     });
+    if (!pass.problem.empty()) pass.problem = "under the stream sanitizer: " + pass.problem;
     if (has_ended_early(pass)) {
       own_error = nullptr;
       give_up();
-      return;
+      return false;
     }
-    rerun.variants.push_back({RerunVariant::sanitised, locator.is_true_anywhere(pass.is_bad)});
+    const bool is_bad = locator.is_true_anywhere(pass.is_bad);
+    rerun.variants.push_back({RerunVariant::sanitised, is_bad});
     if (!accesses.empty()) rerun.concurrent.push_back(Concurrent::stream);
     rerun.unordered.insert(rerun.unordered.end(), accesses.begin(), accesses.end());
+    return !is_bad;
   }
 
   struct Ordered {
@@ -326,7 +336,9 @@ struct StepRerun::Impl {
   /// One pass in which `order`, where this rank has one, is turned round; all as it comes where
   /// none is. Empty: it ended early.
   std::optional<Ordered> run_ordered(const ThreadOrder* order, std::optional<double> fresh_memory) {
-    TraceOptions options{.keep_calls = false, .fresh_memory = fresh_memory};
+    TraceOptions options;
+    options.keep_calls = false;
+    options.fresh_memory = fresh_memory;
     if (order != nullptr) options.reordered = *order;
     const auto trace = make_trace(std::move(options));
     const Pass pass = run(step.run);
@@ -548,16 +560,20 @@ struct StepRerun::Impl {
     locator.set_answers(std::move(weights), std::move(results));
   }
 
-  /// Replays and bundles take their time: the other ranks know the births before.
-  void keep(const Explanation& explanation) {
+  void publish(const Explanation& explanation) {
     std::vector<Birth> births;
     for (const auto& traced : explanation.births) {
       births.push_back(traced.birth);
       births.back().sighting.iteration = locator.iteration();
     }
     if (!births.empty()) locator.set_births(std::move(births));
-    births = keep_births(explanation, locator, locator.iteration(), step.add_module_call,
-                         step.take_kernel_call);
+  }
+
+  /// Replays take their time: the other ranks know the births before.
+  void keep(const Explanation& explanation) {
+    publish(explanation);
+    auto births = keep_births(explanation, locator, locator.iteration(), step.add_module_call,
+                              step.take_kernel_call);
     if (!births.empty()) locator.set_births(std::move(births));
   }
 };
@@ -622,13 +638,19 @@ bool StepRerun::run_again() {
   for (const auto& gradient : first) {
     if (!gradient.is_finite) impl.bad_at_first.insert(gradient.parameter);
   }
-  const auto end = impl.state.end();
   locator.keep_first_pass();
   impl.own_error = nullptr;
-  Rerun rerun;
+  Rerun& rerun = impl.known = {};
 
-  const bool was_tracing = is_tracing();
-  impl.stop_tracing();  // one trace at a time; armed again below
+  const auto go_on = c10::make_scope_exit([&, end = impl.state.end(), was_tracing = is_tracing()] {
+    try {
+      if (was_tracing) trace_from_now_on();
+      impl.state.go_on_from(end);
+    } catch (...) {
+      // A device that has failed is training's to report.
+    }
+  });
+  impl.stop_tracing();  // one trace at a time
   // Every rank takes the same way from here: a pass may hold collectives.
   const bool is_eager =
       locator.is_true_anywhere(impl.step.has_compiled_parts && impl.step.has_compiled_parts());
@@ -697,6 +719,7 @@ bool StepRerun::run_again() {
     const bool has_kernel = impl.step.keep_module_calls && is_memory_unwritten &&
                             locator.is_true_anywhere(!births.empty());
     if (has_kernel) has_ended_early = !keep_calls(births, std::nullopt);
+    bool are_gradients_finite = false;
     if (!has_ended_early) {
       const auto control = impl.run(impl.step.run);
       if (impl.has_ended_early(control)) {
@@ -704,13 +727,13 @@ bool StepRerun::run_again() {
       } else {
         rerun.control_reproduced = locator.is_true_anywhere(control.is_bad);
         rerun.not_restored = impl.not_restored;  // what moves from re-run to re-run is seen by now
-        if (rerun.control_reproduced == true && impl.may_be_race(traced.has_overlap)) {
-          (void)impl.run_serialised(rerun);
-        }
-        impl.run_sanitised(rerun);
+        const bool has_overlap =
+            rerun.control_reproduced == true && impl.may_be_race(traced.has_overlap);
+        are_gradients_finite = (!has_overlap || impl.run_serialised(rerun)) &&
+                               impl.run_sanitised(rerun) && !*rerun.control_reproduced;
       }
     }
-    if (rerun.control_reproduced == false) {
+    if (are_gradients_finite) {
       locator.add_note("The gradients in memory are now the finite ones of the re-run.");
     }
   } else if (!has_ended_early && impl.step.keep_module_calls) {
@@ -725,10 +748,8 @@ bool StepRerun::run_again() {
     if (question && !has_ended) impl.answer(*question);
   }
   const bool is_clean_now = rerun.control_reproduced == false;
-  locator.set_rerun(std::move(rerun));
+  locator.set_rerun(rerun);
   if (explanation) impl.keep(*explanation);
-  if (was_tracing) trace_from_now_on();
-  impl.state.go_on_from(end);
   return is_clean_now;
 }
 
@@ -740,20 +761,21 @@ bool StepRerun::rerun_or_trace(CanRerun can_rerun, std::vector<GradientView> res
   if (is_past_limit && options.on_bad != Policy::recover) return false;
   if (options.rerun != RerunPolicy::never && can_rerun == CanRerun::yes) {
     results.clear();  // the first pass's gradients make room for the second's
-    bool is_clean_now = false;
+    const auto forget = c10::make_scope_exit([&] { impl.latest = {}; });
     try {
-      is_clean_now = run_again();
+      return run_again();
     } catch (const AgreementError& error) {  // a rank was lost between two passes
       Pass lost;
       lost.problem = first_line(error);
       lost.error = std::current_exception();
       impl.is_failure_own = false;
+      impl.locator.set_rerun(impl.known);
+      if (impl.latest.explanation) impl.publish(*impl.latest.explanation);
       (void)impl.has_ended_early(lost);
       impl.give_up();
       if (impl.latest.explanation) impl.keep(*impl.latest.explanation);
     }
-    impl.latest = {};
-    return is_clean_now;
+    return false;
   }
   if (impl.standing) {
     impl.keep(impl.standing->explain({}, impl.named(results)));

@@ -70,6 +70,7 @@ void VerdictFiles::add_unwritten(const std::vector<UnwrittenBundle>& bundles) {
   const std::lock_guard lock(mutex_);
   if (bundles.empty() || !reported_) return;
   leave_out(bundles, reported_->verdict);
+  name_lost_ranks(reported_->verdict, reported_->scope);  // the monitor may have written meanwhile
   write_files(*reported_);
 }
 

@@ -137,6 +137,31 @@ TEST(Races, WhatGoesWithTheOrderOfAThreadIsOneOfTheRankThatSawIt) {
   }
 }
 
+TEST(Races, StreamsThatDoNotWaitAreLookedForBeforeADevice) {
+  auto ledgers = ledgers_of({.reproduced = false, .control_reproduced = false, .gradients = 1});
+  UnorderedAccess access = access_of("aten::mul");
+  access.other = Concurrent::stream;
+  access.transfer = "aten::copy_";
+  access.parameter = "";
+  ledgers[0].rerun->unordered = {access};
+  ledgers[0].rerun->concurrent = {Concurrent::stream};
+  const Origin origin = locate(ledgers, 2).origins.at(0);
+  EXPECT_EQ(origin.cause, Cause::not_reproduced);  // nobody saw it use what was bad
+  EXPECT_EQ(origin.action, Action::wait_for_stream);
+  EXPECT_THAT(origin.facts, HasFact(FactKind::wrote_beside_stream, Field(&Fact::op, "aten::mul")));
+}
+
+TEST(Races, ATransferThatUsedTheGradientIsSuspectedBeforeItsDeviceAndNoOther) {
+  for (const std::size_t rank : {0, 1}) {
+    auto ledgers = ledgers_of({.reproduced = false, .control_reproduced = false, .gradients = 1});
+    ledgers[rank].rerun->concurrent = {Concurrent::transfer};
+    const Origin origin = locate(ledgers, 2).origins.at(0);
+    ASSERT_THAT(origin.candidates, ElementsAre(0));
+    EXPECT_EQ(origin.action, rank == 0 ? Action::find_race : Action::test_device);
+    EXPECT_EQ(origin.owner, rank == 0 ? Owner::unknown : Owner::cluster_operator);
+  }
+}
+
 TEST(Races, OrdersThatMakeNoDifferenceAreNone) {
   auto ledgers = ledgers_of({.reproduced = true, .gradients = 1});
   ledgers[0].births = {birth_of(BirthKind::nan, "aten::log")};

@@ -12,6 +12,7 @@ import pytest
 
 import nanlocator
 from nanlocator import _C
+from nanlocator.kernel_calls import KernelCallRecord, _import_kernel
 
 BUILD = Path(_C.__file__).parents[2]
 KINDS = ["custom_op", "Library", "define"]
@@ -313,6 +314,10 @@ def test_what_a_bundle_says_of_files_is_not_trusted_beyond_an_import():
     assert "/nowhere/libops.so is not here" in said_of(module=None, file="/nowhere/libops.so")
     assert "expected an absolute path" in said_of(module="evil", file="../evil.py")
     assert "is no name of a module" in said_of(module="evil; import os", file=None)
+    (bundle / "json.py").write_text(planted)
+    of_the_command = subprocess.run(["nanlocator", "replay", "."], cwd=bundle, capture_output=True, text=True)
+    assert of_the_command.returncode == 2
+    (bundle / "json.py").unlink()
     changed(bundle, module="evil", file=None)
     in_the_bundle = run("-m", "nanlocator.replay", bundle, cwd=bundle)
     assert in_the_bundle.returncode == 2 and "among the bundle's own files" in in_the_bundle.stderr
@@ -474,3 +479,37 @@ def test_the_source_in_a_bundle_is_executed_where_that_is_allowed_and_nowhere_el
     assert refused.returncode == 2 and "--allow-source executes that" in refused.stderr
     said = replayed(bundle, "--allow-source", TRITON_PLANTED="now")
     assert "the environment's TRITON_PLANTED was 'then' in training and is 'now' here" in said.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "entry", "launcher"),
+    [
+        ("os", "system", "function"),
+        ("posix", "system", "function"),
+        ("subprocess", "run", "function"),
+        ("torch", "load", "function"),
+        ("torch._C", "_cuda_synchronize", "function"),
+        ("subprocess", "os", "triton"),
+        ("os", "system", "triton"),
+    ],
+)
+def test_what_a_bundle_calls_a_kernel_is_executed_only_where_it_is_one(module, entry, launcher, tmp_path):
+    record = KernelCallRecord("planted::kernel", launcher, module, entry, "")
+    with pytest.raises(nanlocator.UnsupportedError, match=r"is no (function of an ext|kernel of Triton)"):
+        _import_kernel(record, tmp_path, None)
+
+
+def test_no_file_from_beside_a_bundle_is_imported_as_a_kernel(tmp_path, monkeypatch):
+    bundle = tmp_path / "bundles" / "step1-forward-rank0"
+    other = tmp_path / "bundles" / "step2-forward-rank0"
+    for folder in (bundle, other):
+        folder.mkdir(parents=True)
+        (folder / "bundle.json").write_text("{}")
+        (folder / "kernel.py").write_text("raise SystemExit('executed')")
+    for file in (bundle / "kernel.py", other / "kernel.py", "kernel.py", "bundles/../kernel.py"):
+        record = KernelCallRecord("planted::kernel", "triton", "nowhere", "kernel", str(file))
+        with pytest.raises(nanlocator.UnsupportedError, match="lies beside the bundle"):
+            _import_kernel(record, bundle, None)
+    monkeypatch.syspath_prepend(bundle)
+    with pytest.raises(nanlocator.UnsupportedError, match="among the bundle's own files"):
+        _import_kernel(KernelCallRecord("planted::kernel", "triton", "kernel", "kernel", ""), bundle, None)

@@ -2,6 +2,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <string>
@@ -29,6 +30,8 @@ void run_python_module(const std::string& module, const std::vector<std::string>
   std::vector<char*> pointers;
   for (auto& text : command) pointers.push_back(text.data());
   pointers.push_back(nullptr);
+  // Not from the folder that the command was called in: a bundle may come from anywhere.
+  ::setenv("PYTHONSAFEPATH", "1", /*overwrite=*/1);
   ::execvp(pointers[0], pointers.data());
   throw UsageError("cannot start " + command[0] + ": " + std::strerror(errno) +
                    ". Put the Python that has Torch and nanlocator on PATH.");

@@ -394,8 +394,8 @@ int report(const ReportOptions& options) {
 
 void add_report_command(CLI::App& app, Action& action) {
   const auto [command, options] = add_action<ReportOptions>(
-      app, "report", "Report where the NaN of a run was born, from the ledgers of its ranks", action,
-      report);
+      app, "report", "Report where the NaN of a run was born, from the ledgers of its ranks",
+      action, report);
   command->add_option(
       "DIR", options->directory,
       "A run's folder, one of its attempts (a0), or one with ledgers copied together; default: " +
@@ -413,8 +413,9 @@ void add_report_command(CLI::App& app, Action& action) {
                                ->expected(0, 1);
   const auto* const watched =
       command
-          ->add_option("--watch", options->watch,
-                       "Follow a running job until it stops; reads its files every SECONDS (default 2)")
+          ->add_option(
+              "--watch", options->watch,
+              "Follow a running job until it stops; reads its files every SECONDS (default 2)")
           ->type_name("[SECONDS]")
           ->expected(0, 1);
   options->html_option = html;
