@@ -391,14 +391,14 @@ bool Communicator::pass_barrier(std::string_view key, const std::vector<int>& ab
       }
       return outcome == kWhole;
     }
-    const auto have_all_come = [&](Deadline limit) {
-      return wait_for_key(*store_, prefix_ + "/" + std::string(key) + "/all", limit,
-                          [&] { return has_come_but_for(key, absent); }) ||
-             has_come_but_for(key, absent);
-    };
-    bool is_whole = have_all_come(deadline);
-    while (!is_whole && is_at_work && std::ranges::any_of(missing(key, absent), is_at_work)) {
-      is_whole = have_all_come(Clock::now() + patience);
+    const auto all = prefix_ + "/" + std::string(key) + "/all";
+    bool is_whole = false;
+    for (Deadline limit = deadline; !is_whole; limit = Clock::now() + patience) {
+      is_whole = wait_for_key(*store_, all, limit, [&] { return has_come_but_for(key, absent); });
+      if (is_whole) break;
+      const auto late = missing(key, absent);
+      is_whole = late.empty();
+      if (!is_whole && !(is_at_work && std::ranges::any_of(late, is_at_work))) break;
     }
     return publish(opened, is_whole ? kWhole : "") && is_whole;
   } catch (...) {
