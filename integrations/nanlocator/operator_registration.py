@@ -382,7 +382,7 @@ def is_found_beside(module: str, bundle: Path) -> bool:
     """Whether importing ``module`` would run a file that came with the bundle."""
     root = importlib.util.find_spec(module.partition(".")[0])
     origins = [root.origin or "", *(root.submodule_search_locations or [])] if root else []
-    return any(origin and lies_beside(origin, bundle) for origin in origins)
+    return any(os.path.isabs(origin) and lies_beside(origin, bundle) for origin in origins)
 
 
 def lies_beside(file: str, bundle: Path) -> bool:
