@@ -389,5 +389,4 @@ def lies_beside(file: str, bundle: Path) -> bool:
     """In the folder of this bundle or of another, or in the one that holds them."""
     path, bundle = Path(file).resolve(), bundle.resolve()
     store = bundle.parent if bundle.parent.name == "bundles" else bundle
-    is_of_another = any((folder / "bundle.json").exists() for folder in path.parents)
-    return path.is_relative_to(bundle) or path.is_relative_to(store) or is_of_another
+    return path.is_relative_to(store) or any((folder / "bundle.json").exists() for folder in path.parents)

@@ -120,12 +120,13 @@ std::string transfer_text(const Fact& fact) {
          (fact.transfer_code ? ", begun at " + code_text(*fact.transfer_code) + "," : "");
 }
 
-/// "another thread (aten::copy_ at loader.py:31 in fill: ...)".
-std::string thread_text(const Fact& fact) {
-  return "another thread (" + fact.transfer +
-         (fact.transfer_code ? " at " + code_text(*fact.transfer_code) : "") + ")";
+/// "aten::copy_ at loader.py:31 in fill: ...", of another thread or stream.
+std::string other_text(const Fact& fact) {
+  return fact.transfer + (fact.transfer_code ? " at " + code_text(*fact.transfer_code) : "");
 }
 
+/// "transfers between ranks used the memory of what was bad, and another thread used the same
+/// memory".
 std::string beside_text(const Fact& fact) {
   std::vector<std::string> texts;
   for (const std::string& name : fact.names) {
@@ -494,19 +495,19 @@ std::string plain_text(const Fact& fact) {
       return who_of(fact) + at_line(fact) + " read memory that " + transfer_text(fact) +
              " was still writing, on " + ranks_text(fact.ranks) + ": nobody had waited for it";
     case wrote_beside_thread:
-      return who_of(fact) + at_line(fact) + " wrote to memory that " + thread_text(fact) +
-             " uses, on " + ranks_text(fact.ranks) + ": neither waits for the other";
+      return who_of(fact) + at_line(fact) + " wrote to memory that " + "another thread (" +
+             other_text(fact) + ")" + " uses, on " + ranks_text(fact.ranks) +
+             ": neither waits for the other";
     case read_beside_thread:
-      return who_of(fact) + at_line(fact) + " read memory that " + thread_text(fact) +
-             " writes, on " + ranks_text(fact.ranks) + ": neither waits for the other";
+      return who_of(fact) + at_line(fact) + " read memory that " + "another thread (" +
+             other_text(fact) + ")" + " writes, on " + ranks_text(fact.ranks) +
+             ": neither waits for the other";
     case wrote_beside_stream:
-      return who_of(fact) + at_line(fact) + " wrote to memory that " + fact.transfer +
-             (fact.transfer_code ? " at " + code_text(*fact.transfer_code) : "") +
+      return who_of(fact) + at_line(fact) + " wrote to memory that " + other_text(fact) +
              " uses on another stream, on " + ranks_text(fact.ranks) +
              ": PyTorch's stream sanitizer saw neither wait for the other";
     case read_beside_stream:
-      return who_of(fact) + at_line(fact) + " read memory that " + fact.transfer +
-             (fact.transfer_code ? " at " + code_text(*fact.transfer_code) : "") +
+      return who_of(fact) + at_line(fact) + " read memory that " + other_text(fact) +
              " writes on another stream, on " + ranks_text(fact.ranks) +
              ": PyTorch's stream sanitizer saw neither wait for the other";
     case ran_beside:

@@ -289,6 +289,12 @@ def ends_of(lengths):
 
 ENDS = {"cu_seqlens_q": ends_of(LENGTHS), "cu_seqlens_k": ends_of(LENGTHS_OF_K)}
 
+
+def of_backward(dout, q, k, v):
+    written = dict.fromkeys(("out", "softmax_lse", "dq", "dk", "dv"))
+    return {"dout": dout, "q": q, "k": k, "v": v, **written}
+
+
 for is_causal in (False, True):
     numbers = {
         "p_dropout": 0.0,
@@ -314,13 +320,7 @@ for is_causal in (False, True):
     def _(numbers=numbers | lengths, of_packed=of_packed):
         q, k, v = tensors_of_packed()
         dout = randn(*q.shape)
-        tensors = {
-            "dout": dout,
-            "q": q,
-            "k": k,
-            "v": v,
-            **dict.fromkeys(("out", "softmax_lse", "dq", "dk", "dv")),
-        }
+        tensors = of_backward(dout, q, k, v)
         expected = autograd(of_packed, dout, q, k, v)
         return *flash("varlen_bwd", 24, tensors | ENDS | {"rng_state": None}, numbers), list(expected)
 
@@ -341,13 +341,7 @@ for is_causal in (False, True):
     def _(numbers=numbers, of_batches=of_batches):
         q, k, v = tensors_of_batches()
         dout = randn(*q.shape)
-        tensors = {
-            "dout": dout,
-            "q": q,
-            "k": k,
-            "v": v,
-            **dict.fromkeys(("out", "softmax_lse", "dq", "dk", "dv")),
-        }
+        tensors = of_backward(dout, q, k, v)
         return *flash("bwd", 19, tensors, numbers), list(autograd(of_batches, dout, q, k, v))
 
 
