@@ -307,7 +307,7 @@ TEST(KernelReplay, AReferenceThatIsTooLargeIsLeftOutAndSaysWhy) {
 TEST(KernelReplay, NoReferenceIsExecutedWhenTheTimeIsUp) {
   bool is_executed = false;
   const KernelReference slow{"slow", [](const Tensors& in) {
-                               std::this_thread::sleep_for(std::chrono::milliseconds(300));
+                               std::this_thread::sleep_for(std::chrono::seconds(2));
                                return Tensors{at::sin(in[0])};
                              }};
   const KernelReference late{"late", [&](const Tensors& in) {
@@ -320,7 +320,7 @@ TEST(KernelReplay, NoReferenceIsExecutedWhenTheTimeIsUp) {
     return Tensors{};
   };
   const auto call = recorded(kernel, {input(), at::full({40}, 0.0F)});
-  const auto replay = replay_kernel(call, kernel, {slow, late}, {.role = "out", .seconds = 0.5});
+  const auto replay = replay_kernel(call, kernel, {slow, late}, {.role = "out", .seconds = 2});
   EXPECT_EQ(replay.conclusion, KernelConclusion::bad_again);
   EXPECT_EQ(replay.problem, "no time was left for late");
   EXPECT_FALSE(is_executed);
