@@ -231,7 +231,7 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        {link, memory, collective},
        {{check_collective_code, is_bad_again},
         {compare_members, has<F::came_from_collective>},
-        {test_links, has<F::own_copy_bad, F::collective_changed>},
+        {test_links, has<F::own_copy_bad, F::collective_changed, F::happened_once>},
         {compare_sums, always}}},
       {Cause::collective_sum,
        Owner::model_author,

@@ -68,7 +68,7 @@ std::string title_of(Cause cause) {
     case Cause::memory_corruption:
       return "memory that changed though no operator wrote to it";
     case Cause::not_reproduced:
-      return "transient: gone in the re-run";
+      return "not known: it did not come again in the re-run";
     case Cause::race:
       return "race: memory that something else uses at that time, and nobody waits for it";
     case Cause::collective_result:
@@ -131,7 +131,7 @@ std::string suspect_text(Suspect suspect, const Origin& origin) {
     case Suspect::collective:
       return "the collective's own code";
     case Suspect::kernel:
-      return "a kernel that writes out of bounds or is not deterministic";
+      return "an out-of-bounds or non-deterministic kernel";
     case Suspect::race:
       return "a race";
     case Suspect::checkpoint:
@@ -179,19 +179,41 @@ std::string where_in_bundle(const Origin& origin) {
   return origin.bundle.empty() ? "" : " (the inputs are in the bundle)";
 }
 
-/// "self = -0.131".
-std::string operands_of(const Origin& origin) {
+/// "sqrt" of aten::sqrt, "div" of aten::div.Tensor.
+std::string function_of(const std::string& op) {
+  const std::size_t colons = op.rfind("::");
+  const std::size_t begin = colons == std::string::npos ? 0 : colons + 2;
+  return op.substr(begin, op.find('.', begin) - begin);
+}
+
+/// What was computed at the first bad element: "sqrt(-0.131)", "0 / 0".
+std::string first_bad_call_of(const Origin& origin) {
   const Fact* const fact = find_fact(origin.facts, FactKind::values_at_first_bad);
   if (fact == nullptr) return "";
   std::vector<std::string> parts;
-  for (const auto& [name, value] : fact->values)
-    parts.push_back(name + " = " + short_number(value));
-  return joined(parts, ", ");
+  for (const auto& [name, value] : fact->values) parts.push_back(short_number(value));
+  const std::string name = function_of(origin.op);
+  if (name == "div" && parts.size() == 2) return parts[0] + " / " + parts[1];
+  return parts.empty() ? "" : name + "(" + joined(parts, ", ") + ")";
 }
 
 std::string with_operands(const Origin& origin) {
-  const std::string operands = operands_of(origin);
-  return operands.empty() ? "" : " (for example " + operands + ")";
+  const std::string call = first_bad_call_of(origin);
+  return call.empty() ? "" : " (for example " + call + ")";
+}
+
+/// " (|self| <= 5.8e+20, |mat2| <= 6.1e+20)": of the inputs that are floating-point tensors.
+std::string magnitudes_of(const Origin& origin) {
+  std::vector<std::string> parts;
+  for (const Fact& fact : origin.facts) {
+    const bool is_known = fact.kind == FactKind::input && fact.operand && fact.operand->stats &&
+                          fact.operand->stats->has_finite();
+    if (is_known && fact.operand->dtype.find("float") != std::string::npos) {
+      parts.push_back("|" + fact.operand->name +
+                      "| <= " + short_number(fact.operand->stats->absmax));
+    }
+  }
+  return parts.empty() ? "" : " (" + joined(parts, ", ") + ")";
 }
 
 /// What was zero, by the operation's name for it.
@@ -233,12 +255,12 @@ std::string maxima_before_of(const Origin& origin) {
     if (fact->value) text += " and is " + short_number(*fact->value) + " now";
     return text + ")";
   }
-  return " (how large they were in the step before is not recorded)";
+  return "";
 }
 
 std::vector<std::string> widen_steps(const Origin& origin) {
   std::vector<std::string> steps = {"find what makes the inputs of " + operation_of(origin) +
-                                    " so large" + with_operands(origin) + maxima_before_of(origin)};
+                                    " so large" + magnitudes_of(origin) + maxima_before_of(origin)};
   std::string widen = "if this size is meant, run " + module_of(origin) + " in fp32";
   if (origin.tensor && origin.tensor->dtype == "float16" && !origin.module.empty()) {
     widen += "; under autocast: nanlocator.transformers.no_autocast(model.get_submodule(\"" +
@@ -421,9 +443,16 @@ std::string owner_of(const Origin& origin) {
     return "model author first; cluster operator if the tensor-parallel peers, given the same "
            "tensor, have no zero there";
   }
-  if (origin.action == Action::test_transfer) {
+  if (origin.action == Action::test_transfer || origin.action == Action::test_links) {
     return "cluster operator if the network check fails or it happens here again; else the author "
            "of the communication code";
+  }
+  if (origin.action == Action::test_device) {
+    return "cluster operator if the device counts errors or it happens here again; else the author "
+           "of the kernels";
+  }
+  if (origin.action == Action::check_checkpoint) {
+    return "model author if the checkpoint holds it or an update makes it; else cluster operator";
   }
   const bool is_weights =
       origin.action == Action::restore_copy || origin.action == Action::find_weight_writer;
@@ -547,7 +576,7 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::widen_or_scale:
       return widen_steps(origin);
     case Action::scale_inputs:
-      return {"find what makes the inputs of " + operation + " so large" + with_operands(origin) +
+      return {"find what makes the inputs of " + operation + " so large" + magnitudes_of(origin) +
                   maxima_before_of(origin),
               "if this size is meant, scale them down: " + dtype_of(origin) + " ends at 3.4e38"};
     case Action::compare_peers:
@@ -556,18 +585,19 @@ std::vector<std::string> steps_text(const Origin& origin) {
                   "what produced or reduced it",
               "do not add an epsilon before that: it would hide the fault"};
     case Action::correct_expression:
-      return {"correct what makes the argument of " + operation + ": it is outside the domain" +
-                  with_operands(origin) + "; an epsilon will not help",
-              "clamp it only where values at the edge of the domain are meant, to a small positive "
-              "one: at exactly zero the slope is infinite"};
+      return {
+          "correct what makes the argument of " + operation + ": it is outside the domain" +
+              with_operands(origin) + "; an epsilon will not help",
+          "where values at the edge of the domain are right, clamp it to a small positive number: "
+          "at exactly zero the slope is infinite"};
     case Action::find_source_of_zero:
       return {"find what made " + zero_of(origin) + with_operands(origin),
-              "if a zero may occur there, handle that case (torch.where); if not, add no guard: it "
-              "would hide the fault"};
+              "if a zero may occur there, handle that case (torch.where); if it may not, add no "
+              "guard: it would hide the fault"};
     case Action::guard_slope:  // the operands are those of backward
       return {"look at the input of " + operation + ", where its slope is infinite" +
                   where_in_bundle(origin),
-              "if the value is meant, keep the input away from it in forward (clamp it, or add an "
+              "if such an input is right, keep it away from there in forward (clamp it, or add an "
               "epsilon inside); if not, find what made it"};
     case Action::guard_masked_row:
       return {"check the mask of this batch: a row with nothing left has no softmax",
@@ -619,7 +649,8 @@ std::vector<std::string> steps_text(const Origin& origin) {
           "numpy, another thread; it repeats with the same data, as no broken memory does",
           "it was written between " + writer_of(origin)};
     case Action::test_device:
-      return {"note the device of " + ranks + ", and take it out if it fails again",
+      return {"read the error counters of the device of " + ranks +
+                  " (ECC, Xid), and take it out if it fails again",
               "if another device fails, look for a race or a kernel that is not deterministic"};
     case Action::wait_for_transfer:
       return wait_steps(origin);
@@ -632,7 +663,7 @@ std::vector<std::string> steps_text(const Origin& origin) {
         return {
             "look for a race before the machine: run with CUDA_LAUNCH_BLOCKING=1, then without "
             "overlapped communication or further threads; if it comes only with them, a race",
-            "note the device of " + ranks + ", and take it out if it fails again without them"};
+            "take the device of " + ranks + " out if it fails again without them"};
       }
       return {"look for a race: the fault needs the timing of an untraced run",
               "run with CUDA_LAUNCH_BLOCKING=1, then without overlapped communication; gone in "
@@ -640,12 +671,18 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::compare_members:
       return {"look at the ledgers of the other members of the collective"};
     case Action::test_links:
-      return {"if the network check fails, take the links and " + ranks + " out",
-              "if it passes, note " + ranks + ": again there, it is the machine"};
+      return {
+          "read the error counters of the device and the links of " + ranks +
+              " (ECC, Xid, NVLink, "
+              "InfiniBand)",
+          "if the network check fails, take that machine out; if it passes, and this happens on " +
+              ranks + " again, it is the machine all the same"};
     case Action::compare_sums:
-      return {"compare the members' local sums, and add them in float64",
-              "over the range of the dtype: an overflow, scale them; within it: the collective is "
-              "at fault"};
+      return {
+          "look at how large the gradient was before the reduction on each member (nanlocator "
+          "history)",
+          "if their sum exceeds the range of its dtype, it overflowed: scale the gradients; if "
+          "not, the collective is at fault"};
     case Action::check_copy:
       return {"check what touches gradients after the reduction on " + ranks};
     case Action::check_collective_code:
@@ -658,8 +695,10 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::test_transfer: {
       const std::string sender =
           ranks_or(ranks_of_fact(origin, FactKind::message_changed, true), "the sender");
-      return {"check the link from " + sender + " to " + ranks + ", and the memory of " + ranks,
-              "where they are well, look in the code for a buffer that is freed or written while " +
+      return {"read the error counters of the link from " + sender + " to " + ranks +
+                  ", and of the device of " + ranks + " (ECC, Xid, NVLink, InfiniBand)",
+              "if these and the network check are clean, look in the code for a buffer that is "
+              "freed or written while " +
                   sender + " still sends it, or read on " + ranks + " before it has arrived"};
     }
     case Action::ask_silent_ranks:

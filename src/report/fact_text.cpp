@@ -21,7 +21,7 @@ std::string who_of(const Fact& fact) {
 /// "; aten::mm of module body only read it first"; "" where that is not known.
 std::string reader_of(const Fact& fact) {
   if (fact.op.empty() && fact.module.empty()) return "";
-  return "; " + who_of(fact) + " only read it first";
+  return "; " + who_of(fact) + " was the first to read it";
 }
 
 std::string bad_of(const Fact& fact) {
@@ -97,9 +97,9 @@ std::string variant_text(const Fact& fact) {
     case RerunVariant::compiled:
       return "re-run with torch.compile, as the step was";
     case RerunVariant::constant_memory:
-      return "re-run with fresh memory holding 1 until it is written";
+      return "re-run with uninitialised memory filled with 1";
     case RerunVariant::nan_memory:
-      return "re-run with fresh memory holding NaN until it is written";
+      return "re-run with uninitialised memory filled with NaN";
     case RerunVariant::serialised:
       return "re-run with every transfer between ranks waited for where it begins";
     case RerunVariant::reordered:
@@ -481,12 +481,12 @@ std::string plain_text(const Fact& fact) {
     case variant_bad:
       return variant_text(fact) + ": bad again" + times_text(fact) +
              (fact.variant == name_of(RerunVariant::constant_memory)
-                  ? "; what fresh memory holds makes no difference"
+                  ? ", so uninitialised memory is not the cause"
                   : "");
     case variant_finite:
       return variant_text(fact) + ": finite" + times_text(fact) +
              (fact.variant == name_of(RerunVariant::nan_memory)
-                  ? ", so no operator read memory that nobody had written"
+                  ? ", so no operator read uninitialised memory"
                   : "");
     case wrote_during_transfer:
       return who_of(fact) + at_line(fact) + " wrote to memory that " + transfer_text(fact) +
@@ -513,10 +513,10 @@ std::string plain_text(const Fact& fact) {
     case ran_beside:
       return "while the operators of the step ran, " + beside_text(fact) + ": a race is possible";
     case control_bad:
-      return "a second re-run, without the operator trace, is bad again: it depends on timing, as "
+      return "a second re-run, with no operator traced, was bad again: it depends on timing, as "
              "a race or uninitialised memory does";
     case control_clean:
-      return "a second re-run, without the operator trace, is finite, too";
+      return "a second re-run, with no operator traced, came out finite as well";
     case gone_in_rerun:
       return "the step was re-run and is bad again, but this was clean in the re-run: it happened "
              "once";
@@ -620,10 +620,10 @@ std::string plain_text(const Fact& fact) {
     case copies_value:
       return copies_value_text(fact);
     case members_got_the_same:
-      return "no collective made the difference: in the re-run the " +
-             counted(count_of(fact), "result") + " of group " + fact.group + microbatch_of(fact) +
-             " that all members should get alike had the same bits on " + ranks_text(fact.ranks) +
-             " as on " + ranks_text(fact.peers);
+      return "not a fault of communication: in the re-run " + ranks_text(fact.ranks) + " and " +
+             ranks_text(fact.peers) + " got the same bits out of " +
+             counted(count_of(fact), "collective") + " of group " + fact.group +
+             microbatch_of(fact);
     case members_got_other_values:
     case members_got_other_bits:
       return other_results_text(fact);
@@ -853,6 +853,7 @@ int place_of(const Fact& fact) {
   if (fact.kind == stated_action) return 6;  // no evidence
   if (fact.source != FactSource::origin) return 4;
   if (fact.kind == members_got_the_same || fact.kind == peers_finite) return 2;
+  if (fact.kind == variant_bad) return 4;  // that made no difference
   if (fact.kind >= copies_clean && fact.kind <= finite_after_update) return 1;
   if (fact.kind >= rerun_not_completed && fact.kind <= rerun_clean) return 1;
   if (fact.kind == unseen_before) return 2;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <set>
 #include <string_view>
 
 #include "files/printable.hpp"
@@ -74,15 +75,14 @@ std::string headline_of(const Verdict&, const Origin& origin) {
     case Cause::bad_input:
       return what + " in the data of " + who;
     case Cause::pipeline_transfer:
-      return what + " in what " + who + " received in " + std::string(name_of(origin.phase));
+      return who + " received " + what + " in " + std::string(name_of(origin.phase));
     case Cause::collective_result:
       if (has_fact(origin.facts, FactKind::members_got_other_values)) {
         return "a collective gave " + who + " other values than its peers: " + what +
                " born of them in " + std::string(name_of(origin.phase));
       }
       if (origin.phase > Phase::backward) break;
-      return what + " in what " + who + " got out of a collective in " +
-             std::string(name_of(origin.phase));
+      return who + " got " + what + " out of a collective in " + std::string(name_of(origin.phase));
     case Cause::memory_corruption:
       return what + " in memory of " + who + " that no operator wrote";
     default:
@@ -100,6 +100,11 @@ std::string headline_of(const Verdict&, const Origin& origin) {
     case Phase::grad_local:
       return what + " in the gradients of " + who + " before the data-parallel reduction";
     case Phase::grad_reduced:
+      if (const Fact* const fact = find_fact(origin.facts, FactKind::clean_before_reduction);
+          fact != nullptr && fact->ranks.size() < origin.candidates.size()) {
+        return what + " in the gradients of " + ranks_text(fact->ranks) +
+               " after the data-parallel reduction of " + ranks_text(fact->peers);
+      }
       return what + " in the gradients of " + who + " after the data-parallel reduction";
     case Phase::grad_norm:
       return origin.tensor
@@ -111,9 +116,25 @@ std::string headline_of(const Verdict&, const Origin& origin) {
   return what + " on " + who;
 }
 
+namespace {
+
+/// "2 origins, on ranks 0, 3".
+std::string origins_text(const Verdict& verdict) {
+  std::set<int> ranks;
+  for (const Origin& origin : verdict.origins) {
+    ranks.insert(origin.candidates.begin(), origin.candidates.end());
+  }
+  std::string text = count_text(verdict.origins.size(), "origin");
+  if (ranks.empty()) return text;
+  return text + ", on " + (ranks.size() == 1 ? "rank " : "ranks ") +
+         short_list({ranks.begin(), ranks.end()});
+}
+
+}  // namespace
+
 std::string outcome_of(const Verdict& verdict) {
   if (verdict.origins.size() == 1) return headline_of(verdict, verdict.origins.front());
-  if (!verdict.origins.empty()) return count_text(verdict.origins.size(), "origin");
+  if (!verdict.origins.empty()) return origins_text(verdict);
   return verdict.status == VerdictStatus::clean ? "no NaN or Inf in what was seen"
                                                 : "no origin found; the evidence is incomplete";
 }
@@ -143,17 +164,25 @@ std::vector<std::string> evidence_of(const Verdict&, const Origin& origin) {
   for (const Fact& fact : ordered_facts(origin)) {
     if (fact.kind == FactKind::stated_action) continue;
     sentences.push_back(fact_text(fact));
-    if (fact.kind == FactKind::rerun_identical && was_there_before(origin)) {
-      sentences.back() += ": expected, as it was bad before the step";
-    }
   }
   return sentences;
 }
 
-std::string mentioned_ranks_of(const Verdict& verdict) {
+std::string mentioned_ranks_of(const Verdict& verdict, std::size_t evidence) {
   constexpr std::size_t kMost = 8;
   if (!verdict.layout) return "";
-  const auto& ranks = verdict.layout->mentioned;
+  std::set<int> named;
+  for (const Origin& origin : verdict.origins) {
+    named.insert(origin.candidates.begin(), origin.candidates.end());
+    const Facts facts = ordered_facts(origin);
+    for (std::size_t i = 0; i < std::min(evidence, facts.size()); ++i) {
+      named.insert(facts[i].ranks.begin(), facts[i].ranks.end());
+      named.insert(facts[i].peers.begin(), facts[i].peers.end());
+    }
+  }
+  std::vector<RankCoordinates> ranks;
+  std::ranges::copy_if(verdict.layout->mentioned, std::back_inserter(ranks),
+                       [&](const RankCoordinates& each) { return named.contains(each.rank); });
   const bool is_in_headline =
       ranks.size() == 1 && verdict.origins.size() == 1 && verdict.origins.front().coordinates;
   const bool is_in_link =
@@ -196,6 +225,12 @@ namespace {
 
 enum class Course { unknown, goes_on, goes_on_damaged, stops };
 
+bool has_overflow(const Verdict& verdict) {
+  return std::ranges::any_of(verdict.origins, [](const Origin& origin) {
+    return origin.cause == Cause::operator_overflow;
+  });
+}
+
 bool has_bad_gradients(const Verdict& verdict) {
   return !verdict.spread.parameters.empty();
 }
@@ -221,21 +256,22 @@ std::vector<Step> steps_of(const Verdict& verdict, const Origin& origin) {
   const bool is_software = origin.owner == Owner::framework || origin.action == Action::stated ||
                            origin.action == Action::find_writer || steps.empty();
   const Course course = course_of(verdict);
-  if (course == Course::goes_on_damaged && !steps.empty()) {
-    steps.insert(steps.begin(), {"stop the job, and save no checkpoint: it trains on bad weights"});
-  }
   if (is_software || !row_of(origin.cause).may_be_machine || !verdict.layout) return steps;
   std::string command = machine_check_command(*verdict.layout);
   if (command.empty()) return steps;
   const bool is_one_host = verdict.layout->first_rank.world_size <= verdict.layout->ranks_per_host;
   const std::string when = course == Course::goes_on ? "when the job has ended, " : "";
-  const bool is_first =
-      course == Course::stops && origin.alternatives.size() > 1 &&
+  const bool may_be_link =
+      origin.alternatives.size() > 1 &&
       std::ranges::find(origin.alternatives, Suspect::link) != origin.alternatives.end();
-  steps.insert(is_first ? steps.begin() : steps.end(),
-               {when + (is_one_host ? "check the machine and its links"
-                                    : "check the machines and their links, on each host"),
-                std::move(command)});
+  const bool is_asked_about =
+      origin.action == Action::test_links || origin.action == Action::test_transfer;
+  const auto at = course == Course::stops && may_be_link ? steps.begin()
+                  : is_asked_about                       ? steps.begin() + 1
+                                                         : steps.end();
+  steps.insert(at, {when + (is_one_host ? "check the machine and its links"
+                                        : "check the machines and their links, on each host"),
+                    std::move(command)});
   return steps;
 }
 
@@ -288,6 +324,26 @@ std::string link_of(const Verdict& verdict, const Origin& origin) {
 
 namespace {
 
+/// What was scanned in a phase.
+std::string scan_of(Phase phase) {
+  switch (phase) {
+    case Phase::params_before:
+      return "the weights before forward";
+    case Phase::loss:
+      return "the loss";
+    case Phase::grad_local:
+      return "gradients before their reduction";
+    case Phase::grad_reduced:
+      return "gradients after their reduction";
+    case Phase::grad_norm:
+      return "gradients as the optimizer reads them";
+    case Phase::params_after:
+      return "the weights after the update";
+    default:
+      return "what crossed between modules or ranks in " + std::string(name_of(phase));
+  }
+}
+
 /// Of the parameters that something bad has reached.
 bool are_only_gradients(const Verdict& verdict) {
   return verdict.job.are_weights_finite == true && verdict.job.are_weights_updated != true;
@@ -297,19 +353,20 @@ bool are_only_gradients(const Verdict& verdict) {
 
 std::string spread_of(const Verdict& verdict) {
   if (verdict.spread.ranks.empty()) return "";
+  if (verdict.spread.ranks.size() == 1 && verdict.spread.parameters.empty()) return "";
   std::string text =
       verdict.spread.parameters.empty()
           ? "it reached " + count_text(verdict.spread.ranks.size(), "rank")
-          : "consequence: " + count_text(verdict.spread.parameters.size(), "parameter") +
-                (verdict.spread.parameters.size() == 1 ? " has" : " have") +
-                (are_only_gradients(verdict) ? " a bad gradient on "
-                                             : " a bad value or gradient on ") +
+          : "consequence: bad " +
+                std::string(are_only_gradients(verdict) ? "gradients of "
+                                                        : "values or gradients of ") +
+                count_text(verdict.spread.parameters.size(), "parameter") + " on " +
                 count_text(verdict.spread.ranks.size(), "rank");
   if (verdict.spread.first_seen) {
-    text += ", first scanned bad in " + std::string(name_of(*verdict.spread.first_seen));
+    text += "; the first scan that saw it: " + scan_of(*verdict.spread.first_seen);
   }
   for (std::size_t i = 0; i < std::min(kMostCleanNames, verdict.clean.size()); ++i) {
-    text += (i == 0 ? "; clean next to the origin: " : ", ") + verdict.clean[i];
+    text += (i == 0 ? "; neighbours that stayed clean: " : ", ") + verdict.clean[i];
   }
   if (verdict.clean.size() > kMostCleanNames) text += ", ...";
   return text;
@@ -322,6 +379,9 @@ std::string job_of(const Verdict& verdict) {
   const Course course = course_of(verdict);
   if (course == Course::unknown) return "";
   if (verdict.status == VerdictStatus::benign) return "goes on: the scaler skips this step";
+  if (course == Course::goes_on_damaged) {
+    return "stop it now, and save no checkpoint: it goes on, on bad weights" + policy;
+  }
   if (course != Course::stops && job.are_weights_updated == true) {
     return "goes on; the weights have the update of " + step + policy;
   }
@@ -332,9 +392,7 @@ std::string job_of(const Verdict& verdict) {
     return "goes on; the framework leaves out the update of " + step + policy;
   }
   if (course != Course::stops) {
-    return (is_clean_now ? "goes on with the finite gradients of the re-run"
-                         : "goes on; the optimizer is given these gradients") +
-           policy;
+    return (is_clean_now ? "goes on with the finite gradients of the re-run" : "goes on") + policy;
   }
   if (!job.are_weights_updated) return "stops" + policy;
   return (*job.are_weights_updated ? "stops; the weights have the update of " + step
@@ -346,7 +404,7 @@ std::string restart_of(const Verdict& verdict) {
   const JobState& job = verdict.job;
   const Course course = course_of(verdict);
   if (course == Course::unknown || verdict.status == VerdictStatus::benign) return "";
-  if (course == Course::goes_on) return "none needed: nothing bad of this step was applied";
+  if (course == Course::goes_on) return "not needed: nothing bad of this step was applied";
   const std::string step = std::to_string(verdict.iteration);
   const std::string finite =
       job.are_weights_finite == true ? "every weight was finite before step " + step + "; " : "";
@@ -354,7 +412,7 @@ std::string restart_of(const Verdict& verdict) {
     return "needed, from a checkpoint saved before step " + step +
            ": the weights are bad from this update on" +
            (job.restart == Restart::repeats
-                ? "; with the same data step " + step + " is bad again: act first"
+                ? "; fix it first: with the same data step " + step + " is bad again"
                 : "");
   }
   switch (job.restart) {
@@ -367,15 +425,16 @@ std::string restart_of(const Verdict& verdict) {
                   : "whether the fault comes again is not known");
     case Restart::repeats:
       return "not yet: step " + step +
-             " is bad again with the same data and weights; when that is mended, from the latest "
-             "checkpoint";
+             " is bad again with the same data and weights; when that is fixed, from " +
+             (has_overflow(verdict) ? "a checkpoint whose weights have their usual size"
+                                    : "the latest checkpoint");
     case Restart::before_step:
       return "only a checkpoint saved before step " +
              std::to_string(job.restart_before.value_or(verdict.iteration)) +
              " is safe; save none of these weights";
     case Restart::check_first:
-      return "check the checkpoint first: what is bad here may be bad in it; save none of this "
-             "state";
+      return "only from a checkpoint in which this is finite: check that first; save nothing of "
+             "this state";
   }
   return "";
 }

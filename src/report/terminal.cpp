@@ -2,6 +2,7 @@
 #include "files/text.hpp"
 
 #include <algorithm>
+#include <filesystem>
 #include <limits>
 #include <string_view>
 #include <utility>
@@ -116,7 +117,8 @@ struct Amounts {
   std::size_t origins;
   std::size_t evidence;  // of each origin
   std::size_t notes;
-  std::size_t steps;  // of each origin
+  std::size_t steps;      // of each origin
+  std::size_t named = 0;  // further origins, of which only headline and cause are shown
 };
 
 void add_steps(Page& page, const std::vector<Step>& steps, std::size_t most, int indent) {
@@ -163,8 +165,10 @@ void add_origin(Page& page, const Verdict& verdict, const Origin& origin, const 
   }
   add_steps(page, steps_of(verdict, origin), most.steps, indent);
   if (!origin.bundle.empty()) {
-    const std::string folder = run_dir.empty() ? "" : run_dir + "/";
-    page.line("replay", "nanlocator replay " + shell_word(folder + origin.bundle), indent);
+    const std::string bundle = run_dir.empty()
+                                   ? origin.bundle
+                                   : (std::filesystem::absolute(run_dir) / origin.bundle).string();
+    page.line("replay", "nanlocator replay " + shell_word(bundle), indent);
   }
   page.row("certainty", certainty_of(origin), indent);
   const std::vector<std::string> evidence = evidence_of(verdict, origin);
@@ -179,8 +183,8 @@ std::vector<Amounts> amounts_to_try(bool has_one_origin) {
     return {{1, 8, 3, kAll}, {1, 7, 3, kAll}, {1, 6, 3, kAll}, {1, 5, 3, kAll},
             {1, 4, 2, kAll}, {1, 3, 2, kAll}, {1, 2, 1, kAll}, {1, 1, 1, kAll}};
   }
-  return {{4, 2, 3, kAll}, {4, 1, 3, kAll}, {4, 1, 1, 1}, {3, 1, 1, 1},
-          {2, 1, 1, 1},    {2, 0, 1, 1},    {1, 1, 1, 1}};
+  return {{4, 2, 3, kAll}, {4, 1, 3, kAll}, {4, 1, 1, 1},    {3, 1, 1, 1, 1}, {2, 1, 1, 1, 2},
+          {2, 0, 1, 1, 2}, {1, 1, 1, 1, 3}, {1, 1, 1, 1, 1}, {1, 1, 1, 1}};
 }
 
 std::string format(const Verdict& verdict, const TerminalStyle& style, const Amounts& most) {
@@ -200,13 +204,18 @@ std::string format(const Verdict& verdict, const TerminalStyle& style, const Amo
       page.headline(std::to_string(i + 1) + ". " + headline_of(verdict, verdict.origins[i]), kRed);
       add_origin(page, verdict, verdict.origins[i], most, 3, style.run_dir);
     }
-    if (shown < verdict.origins.size()) {
+    const std::size_t named = std::min(shown + most.named, verdict.origins.size());
+    for (std::size_t i = shown; i < named; ++i) {
+      page.headline(std::to_string(i + 1) + ". " + headline_of(verdict, verdict.origins[i]), kRed);
+      page.row("cause", cause_text(verdict.origins[i]), 3);
+    }
+    if (named < verdict.origins.size()) {
       page.row("more",
-               count_text(verdict.origins.size() - shown, "further origin") + " in verdict.json",
+               count_text(verdict.origins.size() - named, "further origin") + " in verdict.json",
                2);
     }
   }
-  if (const std::string ranks = mentioned_ranks_of(verdict); !ranks.empty()) {
+  if (const std::string ranks = mentioned_ranks_of(verdict, most.evidence); !ranks.empty()) {
     page.row("ranks", ranks, 2);
   }
   if (const std::string spread = spread_of(verdict); !spread.empty()) page.row("spread", spread, 2);

@@ -109,7 +109,7 @@ std::string extent_text(const std::vector<std::int64_t>& shape, std::int64_t bad
   for (const std::int64_t size : shape) {
     if (__builtin_mul_overflow(numel, size, &numel)) return "";
   }
-  if (bad > 1 && bad == numel) return "all of it";
+  if (bad > 1 && bad == numel) return "every element";
   if (!extent || extent->dimensions.size() != shape.size()) return "";
   std::vector<std::string> parts;
   for (std::size_t i = 0; i < shape.size(); ++i) {
@@ -123,7 +123,7 @@ std::string extent_text(const std::vector<std::int64_t>& shape, std::int64_t bad
                   std::to_string(indices.last);
     parts.push_back(which + " of dimension " + std::to_string(i));
   }
-  if (parts.empty()) return extent->is_block ? "all of it" : "scattered over the whole tensor";
+  if (parts.empty()) return extent->is_block ? "every element" : "scattered over the whole tensor";
   if (bad == 1) return "";  // the first bad element says it
   return (extent->is_block ? "everything at " : "scattered over ") + joined(parts, ", ");
 }

@@ -170,10 +170,10 @@ TEST(FormatHtml, NamesWhatIsMissing) {
 
 TEST(FormatHtml, ListsEveryOriginOpenTheFirst) {
   const std::string page = format_html(testing::several_origins_report());
-  EXPECT_THAT(page, HasSubstr("step 1284: 3 origins</h1>"));
+  EXPECT_THAT(page, HasSubstr("step 1284: 3 origins, on ranks 3, 18, 34, 37</h1>"));
   EXPECT_EQ(count_of(page, "<details class=\"origin\""), 3U);
   EXPECT_EQ(count_of(page, "<details class=\"origin\" open>"), 1U);
-  EXPECT_THAT(page, HasSubstr("<h2>NaN and Inf in what one of 2 ranks: 18, 34"));
+  EXPECT_THAT(page, HasSubstr("<h2>one of 2 ranks: 18, 34 (dp0) received NaN and Inf in "));
 }
 
 TEST(FormatHtml, PlotsWhatWasSeenAndLeavesGaps) {

@@ -203,7 +203,7 @@ TEST(Sentences, TheJobsStateFollowsFromPolicyAndRerun) {
   verdict.job.on_bad = "recover";
   verdict.rerun = {.done = true, .reproduced = false, .not_restored = {}};
   EXPECT_EQ(job_of(verdict), "goes on with the finite gradients of the re-run (on_bad=recover)");
-  EXPECT_EQ(restart_of(verdict), "none needed: nothing bad of this step was applied");
+  EXPECT_EQ(restart_of(verdict), "not needed: nothing bad of this step was applied");
 }
 
 TEST(Sentences, ARestartIsAdvisedFromTheJobsState) {
@@ -232,19 +232,19 @@ TEST(Sentences, WhereGradientsThatAreBadAreAppliedTheWeightsAreBadFromThatStepOn
   verdict.iteration = 12;
   verdict.status = VerdictStatus::located;
   verdict.job = {.on_bad = "report", .restart = Restart::repeats};
-  EXPECT_EQ(restart_of(verdict), "none needed: nothing bad of this step was applied")
+  EXPECT_EQ(restart_of(verdict), "not needed: nothing bad of this step was applied")
       << "a loss that is bad, and finite gradients";
   verdict.spread.parameters = {"w"};
   EXPECT_THAT(restart_of(verdict), HasSubstr("saved before step 12"));
   verdict.job.framework_skips_update = true;
-  EXPECT_EQ(restart_of(verdict), "none needed: nothing bad of this step was applied");
+  EXPECT_EQ(restart_of(verdict), "not needed: nothing bad of this step was applied");
   EXPECT_EQ(job_of(verdict),
             "goes on; the framework leaves out the update of step 12 (on_bad=report)");
   verdict.job.restart = Restart::before_step;
   EXPECT_THAT(restart_of(verdict), HasSubstr("saved before step 12")) << "the weights were bad";
   verdict.job = {.on_bad = "report", .framework_skips_update = true, .restart = Restart::repeats};
   verdict.rerun = {.done = true, .reproduced = false, .not_restored = {}};
-  EXPECT_EQ(restart_of(verdict), "none needed: nothing bad of this step was applied")
+  EXPECT_EQ(restart_of(verdict), "not needed: nothing bad of this step was applied")
       << "the gradients in memory are the re-run's";
   EXPECT_THAT(job_of(verdict), HasSubstr("finite gradients of the re-run"));
 }

@@ -57,8 +57,9 @@ TEST(FormatVerdict, TellsStepRankParameterElementAndSpread) {
   EXPECT_THAT(text, Not(HasSubstr("  code "))) << "a gradient has no line of its own";
   EXPECT_THAT(text, HasSubstr("  action     arm the operator level\n"));
   EXPECT_THAT(text,
-              HasSubstr("  spread     consequence: 41 parameters have a bad value or gradient on "
-                        "8 ranks, first scanned bad in grad_local; clean next to the origin: "
+              HasSubstr("  spread     consequence: bad values or gradients of 41 parameters on 8 "
+                        "ranks; the first scan that saw it: gradients before their reduction; "
+                        "neighbours that stayed clean:\n             "
                         "decoder.layers.3.self_attention.linear_proj.weight\n"));
 }
 
@@ -111,7 +112,7 @@ TEST(FormatVerdict, NumbersSeveralOriginsAndStaysShort) {
   verdict.silent_ranks = {3};
   verdict.notes.assign(9, "a note");
   const std::string text = format_verdict(verdict, {.width = 120});
-  EXPECT_THAT(text, StartsWith("step 1284: 12 origins\n"));
+  EXPECT_THAT(text, StartsWith("step 1284: 12 origins, on rank 5\n"));
   EXPECT_THAT(text, HasSubstr("\n1. NaN in"));
   EXPECT_THAT(text, Not(HasSubstr("\n5. ")));
   EXPECT_THAT(text, HasSubstr("further origins in verdict.json"));

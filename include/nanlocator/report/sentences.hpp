@@ -47,9 +47,9 @@ struct Step {
 /// "from rank 1 (pp0, host a17, cuda:3 ...) to rank 5 (...)": both ends, where a link may be at
 /// fault; else "".
 [[nodiscard]] std::string link_of(const Verdict& verdict, const Origin& origin);
-/// "0 is tp0 dp0, 1 is tp1 dp0 (host b)": where the ranks lie that the evidence names. Empty where
-/// the headline has said it.
-[[nodiscard]] std::string mentioned_ranks_of(const Verdict& verdict);
+/// "0 is tp0 dp0, 1 is tp1 dp0 (host b)": where the ranks lie that the first `evidence` sentences
+/// of each origin name. Empty where the headline has said it.
+[[nodiscard]] std::string mentioned_ranks_of(const Verdict& verdict, std::size_t evidence);
 /// "nanlocator netcheck ..." as a person types it; "" where there are no two ranks to check.
 [[nodiscard]] std::string machine_check_command(const JobLayout& layout);
 
