@@ -117,7 +117,7 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        Refutation::finite_checkpoint,
        Confidence::high,
        false,
-       {checkpoint, last_update},
+       {checkpoint, last_update, memory},
        {{restore_copy, was_damaged_later},
         {reset_optimizer_state, has<F::optimizer_state_bad>},
         {check_owner_of_shard, has<F::owner_is_left>},

@@ -68,7 +68,7 @@ std::string title_of(Cause cause) {
     case Cause::memory_corruption:
       return "memory that changed though no operator wrote to it";
     case Cause::not_reproduced:
-      return "not known: it did not come again in the re-run";
+      return "not known: it did not recur in the re-run";
     case Cause::race:
       return "race: memory that something else uses at that time, and nobody waits for it";
     case Cause::collective_result:
@@ -199,7 +199,7 @@ std::string first_bad_call_of(const Origin& origin) {
 
 std::string with_operands(const Origin& origin) {
   const std::string call = first_bad_call_of(origin);
-  return call.empty() ? "" : " (for example " + call + ")";
+  return call.empty() ? "" : " (here " + call + ")";
 }
 
 /// " (|self| <= 5.8e+20, |mat2| <= 6.1e+20)": of the inputs that are floating-point tensors.
@@ -451,6 +451,9 @@ std::string owner_of(const Origin& origin) {
     return "cluster operator if the device counts errors or it happens here again; else the author "
            "of the kernels";
   }
+  if (origin.action == Action::guard_empty_loss) {
+    return "model author, or whoever prepares the data";
+  }
   if (origin.action == Action::check_checkpoint) {
     return "model author if the checkpoint holds it or an update makes it; else cluster operator";
   }
@@ -558,7 +561,7 @@ std::vector<std::string> steps_text(const Origin& origin) {
       return {"check " +
                   (origin.parameter.empty() ? std::string("the parameter") : origin.parameter) +
                   " in the checkpoint that was loaded",
-              "if it is finite there, run from it with the option check_params, which finds the "
+              "if it is finite there, run from it with NANLOCATOR_CHECK_PARAMS=1, which finds the "
               "step whose update makes it bad"};
     case Action::check_buffer:
       return {"look at what computes the buffer " + origin.parameter};
@@ -592,11 +595,15 @@ std::vector<std::string> steps_text(const Origin& origin) {
           "at exactly zero the slope is infinite"};
     case Action::find_source_of_zero:
       return {"find what made " + zero_of(origin) + with_operands(origin),
-              "if a zero may occur there, handle that case (torch.where); if it may not, add no "
-              "guard: it would hide the fault"};
+              "if a zero may occur there, replace it before " + operation +
+                  " (torch.where behind it still gives NaN in backward); if it may not, add no "
+                  "guard: it would hide the fault"};
     case Action::guard_slope:  // the operands are those of backward
       return {"look at the input of " + operation + ", where its slope is infinite" +
-                  where_in_bundle(origin),
+                  where_in_bundle(origin) +
+                  (first_bad_call_of(origin).empty()
+                       ? ""
+                       : "; its derivative computed " + first_bad_call_of(origin)),
               "if such an input is right, keep it away from there in forward (clamp it, or add an "
               "epsilon inside); if not, find what made it"};
     case Action::guard_masked_row:
@@ -650,8 +657,9 @@ std::vector<std::string> steps_text(const Origin& origin) {
           "it was written between " + writer_of(origin)};
     case Action::test_device:
       return {"read the error counters of the device of " + ranks +
-                  " (ECC, Xid), and take it out if it fails again",
-              "if another device fails, look for a race or a kernel that is not deterministic"};
+                  " (ECC, Xid), and take it out if it is found there again",
+              "if it is found on another device, look for a race or a kernel that is not "
+              "deterministic"};
     case Action::wait_for_transfer:
       return wait_steps(origin);
     case Action::wait_for_thread:
@@ -672,11 +680,9 @@ std::vector<std::string> steps_text(const Origin& origin) {
       return {"look at the ledgers of the other members of the collective"};
     case Action::test_links:
       return {
-          "read the error counters of the device and the links of " + ranks +
-              " (ECC, Xid, NVLink, "
-              "InfiniBand)",
-          "if the network check fails, take that machine out; if it passes, and this happens on " +
-              ranks + " again, it is the machine all the same"};
+          "read the error counters of the device and the links of " + ranks + " (ECC, Xid)",
+          "if the network check fails, take that machine out; if it passes and this is found on " +
+              ranks + " again, suspect the machine first; on other ranks, the code"};
     case Action::compare_sums:
       return {
           "look at how large the gradient was before the reduction on each member (nanlocator "
@@ -695,11 +701,12 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::test_transfer: {
       const std::string sender =
           ranks_or(ranks_of_fact(origin, FactKind::message_changed, true), "the sender");
-      return {"read the error counters of the link from " + sender + " to " + ranks +
-                  ", and of the device of " + ranks + " (ECC, Xid, NVLink, InfiniBand)",
-              "if these and the network check are clean, look in the code for a buffer that is "
-              "freed or written while " +
-                  sender + " still sends it, or read on " + ranks + " before it has arrived"};
+      return {
+          "read the error counters of the link from " + sender + " to " + ranks +
+              ", and of the device of " + ranks + " (ECC, Xid)",
+          "if these and the network check are clean, or it is found on other ranks, look in the "
+          "code for a buffer that is freed or written while " +
+              sender + " still sends it, or read on " + ranks + " before it has arrived"};
     }
     case Action::ask_silent_ranks:
       return {"find out what happened to " +

@@ -429,8 +429,10 @@ std::string plain_text(const Fact& fact) {
              "; the parameter is in no rank's backward order, so what it could have received is "
              "not known";
     case clean_before_reduction:
-      return "its gradient was clean before the data-parallel collective on all " +
-             counted(static_cast<std::int64_t>(fact.peers.size()), "rank") +
+      return "its gradient was clean before the data-parallel collective on " +
+             (fact.peers.size() == 2
+                  ? "both ranks"
+                  : "all " + counted(static_cast<std::int64_t>(fact.peers.size()), "rank")) +
              " that hold it, and has " + share_of(fact) + " after it on " + ranks_text(fact.ranks);
     case clean_copy_after_reduction:
       return share_of(fact) + " after the data-parallel collective on " + ranks_text(fact.ranks) +
@@ -513,10 +515,10 @@ std::string plain_text(const Fact& fact) {
     case ran_beside:
       return "while the operators of the step ran, " + beside_text(fact) + ": a race is possible";
     case control_bad:
-      return "a second re-run, with no operator traced, was bad again: it depends on timing, as "
+      return "a second re-run, without tracing, was bad again: it depends on timing, as "
              "a race or uninitialised memory does";
     case control_clean:
-      return "a second re-run, with no operator traced, came out finite as well";
+      return "a second re-run, without tracing, came out finite as well";
     case gone_in_rerun:
       return "the step was re-run and is bad again, but this was clean in the re-run: it happened "
              "once";
@@ -632,7 +634,7 @@ std::string plain_text(const Fact& fact) {
              "the "
              "step before, not from a fault of one device";
     case no_copy_elsewhere:
-      return "no other rank that scanned it holds a copy";
+      return "no rank that scanned it holds a copy to compare it with";
     case copies_not_scanned:
       return "whether the copies on " + ranks_text(fact.ranks) +
              " are clean is not known: the parameters were not scanned before the step";

@@ -102,8 +102,8 @@ std::string headline_of(const Verdict&, const Origin& origin) {
     case Phase::grad_reduced:
       if (const Fact* const fact = find_fact(origin.facts, FactKind::clean_before_reduction);
           fact != nullptr && fact->ranks.size() < origin.candidates.size()) {
-        return what + " in the gradients of " + ranks_text(fact->ranks) +
-               " after the data-parallel reduction of " + ranks_text(fact->peers);
+        return ranks_text(fact->ranks) + " got " + what +
+               " out of the data-parallel reduction of " + ranks_text(fact->peers);
       }
       return what + " in the gradients of " + who + " after the data-parallel reduction";
     case Phase::grad_norm:
@@ -150,7 +150,12 @@ std::string code_of(const Origin& origin) {
                            origin.tensor->role.kind() != RoleKind::received;
   if (!origin.code) return is_computed ? "not recorded" : "";
   const bool is_only_read = was_there_before(origin) || origin.cause == Cause::memory_corruption;
-  return (is_only_read ? "first read at " : "") + code_text(*origin.code);
+  const bool is_forward_call = is_computed && origin.direction == Direction::backward &&
+                               !origin.forward_op.empty() && origin.custom_function.empty();
+  return (is_only_read      ? "first read at "
+          : is_forward_call ? "forward call at "
+                            : "") +
+         code_text(*origin.code);
 }
 
 Facts ordered_facts(const Origin& origin) {
@@ -199,6 +204,17 @@ std::string mentioned_ranks_of(const Verdict& verdict, std::size_t evidence) {
                           (has_hosts ? " on host " + ranks[i].host : ""));
   }
   return ranks.size() > kMost ? text + ", ... (verdict.json has more)" : text;
+}
+
+std::string common_cause_of(const Verdict& verdict) {
+  std::set<int> ranks;
+  for (const Origin& origin : verdict.origins) {
+    if (origin.cause != Cause::not_reproduced) return "";
+    ranks.insert(origin.candidates.begin(), origin.candidates.end());
+  }
+  if (verdict.origins.size() < 2 || ranks.size() < 2) return "";
+  return "several ranks in one step: a race, a buffer that they share, or the host is likelier "
+         "than a fault of each device";
 }
 
 std::string machine_check_command(const JobLayout& layout) {
@@ -365,6 +381,7 @@ std::string spread_of(const Verdict& verdict) {
   if (verdict.spread.first_seen) {
     text += "; the first scan that saw it: " + scan_of(*verdict.spread.first_seen);
   }
+  if (verdict.origins.size() != 1) return text;
   for (std::size_t i = 0; i < std::min(kMostCleanNames, verdict.clean.size()); ++i) {
     text += (i == 0 ? "; neighbours that stayed clean: " : ", ") + verdict.clean[i];
   }
@@ -380,7 +397,7 @@ std::string job_of(const Verdict& verdict) {
   if (course == Course::unknown) return "";
   if (verdict.status == VerdictStatus::benign) return "goes on: the scaler skips this step";
   if (course == Course::goes_on_damaged) {
-    return "stop it now, and save no checkpoint: it goes on, on bad weights" + policy;
+    return "still running, on bad weights: stop it now, and let it save no checkpoint" + policy;
   }
   if (course != Course::stops && job.are_weights_updated == true) {
     return "goes on; the weights have the update of " + step + policy;
@@ -412,7 +429,7 @@ std::string restart_of(const Verdict& verdict) {
     return "needed, from a checkpoint saved before step " + step +
            ": the weights are bad from this update on" +
            (job.restart == Restart::repeats
-                ? "; fix it first: with the same data step " + step + " is bad again"
+                ? "; without a fix step " + step + " fails again with the same data"
                 : "");
   }
   switch (job.restart) {
@@ -433,8 +450,8 @@ std::string restart_of(const Verdict& verdict) {
              std::to_string(job.restart_before.value_or(verdict.iteration)) +
              " is safe; save none of these weights";
     case Restart::check_first:
-      return "only from a checkpoint in which this is finite: check that first; save nothing of "
-             "this state";
+      return "only from a checkpoint in which what is bad here is finite: check that first; save "
+             "nothing of this state";
   }
   return "";
 }

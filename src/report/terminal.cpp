@@ -208,12 +208,18 @@ std::string format(const Verdict& verdict, const TerminalStyle& style, const Amo
     for (std::size_t i = shown; i < named; ++i) {
       page.headline(std::to_string(i + 1) + ". " + headline_of(verdict, verdict.origins[i]), kRed);
       page.row("cause", cause_text(verdict.origins[i]), 3);
+      if (!verdict.origins[i].parameter.empty()) {
+        page.row("parameter", verdict.origins[i].parameter, 3);
+      }
     }
     if (named < verdict.origins.size()) {
       page.row("more",
                count_text(verdict.origins.size() - named, "further origin") + " in verdict.json",
                2);
     }
+  }
+  if (const std::string common = common_cause_of(verdict); !common.empty()) {
+    page.row("common", common, 2);
   }
   if (const std::string ranks = mentioned_ranks_of(verdict, most.evidence); !ranks.empty()) {
     page.row("ranks", ranks, 2);

@@ -50,6 +50,8 @@ struct Step {
 /// "0 is tp0 dp0, 1 is tp1 dp0 (host b)": where the ranks lie that the first `evidence` sentences
 /// of each origin name. Empty where the headline has said it.
 [[nodiscard]] std::string mentioned_ranks_of(const Verdict& verdict, std::size_t evidence);
+/// Of several origins, none of which recurred: that they may have one cause. Else "".
+[[nodiscard]] std::string common_cause_of(const Verdict& verdict);
 /// "nanlocator netcheck ..." as a person types it; "" where there are no two ranks to check.
 [[nodiscard]] std::string machine_check_command(const JobLayout& layout);
 
