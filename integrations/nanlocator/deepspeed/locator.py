@@ -96,7 +96,7 @@ class DeepSpeedLocator:
             self._driver.follow_boundaries(Boundaries(None, reads_gathered=True))
         self._order = BackwardOrder(self._layout.ids, self._driver.locator)
         self._bucket = 0  # of the backward that runs
-        self._is_stepping = False
+        self._is_stepping = False  # in the engine's own step, which calls the optimizer's
         self._steps_of_optimizer = 0  # that were not the engine's
         self._patches = Patches()
         self._install_hooks()
