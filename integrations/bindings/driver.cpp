@@ -356,7 +356,9 @@ void bind_driver(py::module_& m) {
       .def("close", without_gil<&StepDriver::close>())
       .def_property_readonly("is_closed", &StepDriver::is_closed)
       .def_property_readonly("is_in_pass", &StepDriver::is_in_pass)
+      .def_property_readonly("has_ended_pass", &StepDriver::has_ended_pass)
       .def_property_readonly("is_rerunning", &StepDriver::is_rerunning)
+      .def_property_readonly("is_agreeing", &StepDriver::is_agreeing)
       .def_property_readonly("is_judged", &StepDriver::is_judged)
       .def_property_readonly("skips_update", &StepDriver::skips_update)
       .def_property_readonly("is_tracing", &StepDriver::is_tracing);

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -203,6 +203,7 @@ class Driver:
         self.add_state("CUDA graphs", ReplayedGraphs(adapter.models))
         self.add_state("the modules' attributes", ModuleAttributes(adapter.models))
         self._looking = contextlib.ExitStack()  # at what crosses in a pass
+        self._step_pass: Callable[[], Pass | None] = lambda: None
         self._watch_hooks: list[ModuleHooks] = []
         self._trace_hooks: list[ModuleHooks | KernelCalls | ShownTransfers] = []
         # A driver that is dropped without `remove` leaves no hook behind.
@@ -282,7 +283,13 @@ class Driver:
                 self._engine.conclude_alone(f"{reason}: {first_line(error)}", is_failure_of_peers(error))
             raise
 
+    @property
+    def step_pass(self) -> Any:
+        """What ``begin_pass`` was given, while the engine is in that pass; else None."""
+        return self._step_pass() if self._engine.is_in_pass else None
+
     def begin_pass(self, step_pass: Pass, iteration: int | None = None) -> None:
+        self._step_pass = weakref.ref(step_pass)  # the engine keeps it
         self._engine.begin_pass(step_pass, iteration)
         if self.boundaries is not None:
             self._looking.enter_context(self.boundaries.watching())
@@ -296,6 +303,9 @@ class Driver:
 
     def finish_agreement(self, overflow: LossScale | None = None) -> "_C.Decision":
         return self._act_on(self._engine.finish_agreement(overflow))
+
+    def set_gradient_norm(self, norm: float) -> "_C.Decision":
+        return self._act_on(self._engine.set_gradient_norm(norm))
 
     def look(self) -> "_C.Decision":
         return self._act_on(self._engine.look())

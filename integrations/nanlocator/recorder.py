@@ -84,6 +84,7 @@ class StepRecorder:
         self._is_in_module = False  # the outermost of them is a module's
         self.is_in_backward = False  # one into the leaves' gradients is running
         self.has_update = False  # within it, or the last one, an optimizer has used some of them
+        self.has_gradients = False  # were written in this step
         self._obstacle = ""  # to executing this step again
         self._ours: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._switches: weakref.WeakKeyDictionary[nn.Module, Switches] = weakref.WeakKeyDictionary()
@@ -154,7 +155,7 @@ class StepRecorder:
         self._by_reference: _ByReference = []  # of what was named last
         self._obstacle = ""
         self._by_reference = []
-        self._has_asked = self.has_update = False
+        self._has_asked = self.has_update = self.has_gradients = False
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -282,6 +283,7 @@ class StepRecorder:
             if isinstance(event.payload, _EngineCall) and not event.payload.has_losses:
                 event.payload.has_losses = True
                 self.losses += event.payload.losses
+        self.has_gradients = True
         self._follower.after_backward()
         return list(values)
 
@@ -334,6 +336,7 @@ class StepRecorder:
             self.give_up("a backward ran inside of a module's forward (in Lightning: manual optimization)")
         else:
             self._engine.add_backward(call, given)
+        self.has_gradients = True
         self._follower.after_backward()
 
     def note_weights(self) -> None:

@@ -20,6 +20,7 @@ from nanlocator import _C, fsdp1
 from nanlocator.deepspeed_scripts import keep_from_deepspeed, refuse_owned
 from nanlocator.driver import LossScale, SkippedUpdate
 from nanlocator.evaluation import Evaluation
+from nanlocator.loop_reading import LoopReading
 from nanlocator.modules import named_by_class
 from nanlocator.optimizer import LocatingOptimizer
 from nanlocator.patches import replace
@@ -100,15 +101,8 @@ class Watch:
         self._driver = plain_driver(self._adapter, resolved, None, scale_in_gradients)
         self._recorder = StepRecorder(self._adapter.tensors, self, recorded_bytes())
         self._driver.add_state("the weights", WeightsState(self._recorder))
-        self._pass: RecordedPass | None = None
-        self._is_unseen = False  # gradients were written, and nobody has looked at them
-        self._is_seen = False  # they were looked at, and neither used nor thrown away
-        self._is_left = False  # gradients were zeroed, and what was computed before waits for a backward
-        self._left: list[torch.Tensor] = []  # bad losses that the program has looked at before that
-        self._is_stepping = False
+        self._loop = LoopReading()
         self._used_in_backward: dict[Optimizer, tuple[int, list[int]]] = {}  # group, and numbers of parts
-        self._decision = _C.Decision.PROCEED
-        self._zeroed: set[torch.Tensor] = set()
         self._undo: list[Callable[[], None]] = [keep_from_deepspeed(each) for each in optimizers]
         self._follow_loop()
         self._follow_end()
@@ -150,8 +144,7 @@ class Watch:
             self._undo.pop()()
         self._recorder.remove()
         self._driver.stop_following()
-        self._pass = None
-        self._left.clear()
+        self._loop.forget()
 
     # --- what the recorder tells ---------------------------------------------------------------------
 
@@ -159,32 +152,33 @@ class Watch:
         self._adapter.check_parameters()
 
     def before_forward(self) -> None:
-        looked_at = self._recorder.take_looked_at()
-        if looked_at and self._is_left and not self._left:
-            self._left = self._recorder.bad_among(looked_at)
+        self._loop.begin_forward(self._recorder.take_looked_at(), self._recorder.bad_among)
         self._begin()
 
     def _begin(self) -> None:
-        self._is_left = False
-        if self._is_seen:  # LBFGS, and loops that clip after each microbatch
+        self._loop.begin_computation()
+        if self._driver.has_ended_pass:  # LBFGS, and loops that clip after each microbatch
             self._recorder.begin_step()
-            self._is_seen = False
         if not self._driver.is_in_pass:
-            self._pass = RecordedPass(self._adapter, self._recorder)
-            self._driver.begin_pass(self._pass)
+            self._driver.begin_pass(RecordedPass(self._adapter, self._recorder))
 
     def before_backward(self, roots: list[torch.Tensor]) -> None:
-        left, self._left = self._left, []
+        left = self._loop.take_left_losses()
         if left and not self._recorder.have_common_calls(left, roots):
             self._look_at_left_step(left)
         self._begin()
-        if self._recorder.backwards == 0:
-            self._pass.take_gradients(self._zeroed)
+        self._take_gradients()
+
+    def _take_gradients(self) -> None:
+        step_pass = self._driver.step_pass
+        if self._recorder.backwards == 0 and step_pass is not None:
+            step_pass.take_gradients(self._loop.zeroed)
 
     def after_backward(self) -> None:
-        self._is_unseen = True
-        self._decision = _C.Decision.PROCEED
-        if self._recorder.has_update:  # nothing comes after it
+        self._loop.write_gradients()
+        if not self._driver.is_in_pass:  # the engine is off while a CUDA graph is captured
+            self._recorder.begin_step()
+        elif self._recorder.has_update:  # nothing comes after it
             self._look()
             with self._abandoning():
                 self._end_step()
@@ -195,21 +189,27 @@ class Watch:
         """At gradients that nobody has looked at; else what was decided. ``used``: parameters whose gradients
         the program asks for now."""
         if self._recorder.is_suspended:
-            return self._decision
-        if not (self._is_unseen or self._is_seen):
+            return self._loop.decision
+        if not (self._is_unseen or self._driver.has_ended_pass):
             used = [*used, *self._recorder.take_assigned()]
-        if not self._is_unseen:
-            return self._decision
-        self._is_unseen, self._is_seen = False, True
-        self._zeroed.clear()
+        if self._is_unseen:
+            self._end_pass(used)
+        return self._loop.decision
+
+    @property
+    def _is_unseen(self) -> bool:
+        """Gradients were written, and nobody has looked at them."""
+        return self._driver.is_in_pass and self._recorder.has_gradients
+
+    def _end_pass(self, used: Iterable[torch.Tensor] = ()) -> None:
+        self._loop.look()
         others = GeneratorStates()  # which a re-run begins with as they were when the step began
         others.save()
-        with self._abandoning(), self._recorder.suspended(), self._pass.leaving_out(used):
+        with self._abandoning(), self._recorder.suspended(), self._driver.step_pass.leaving_out(used):
             if self._recorder.has_update:
                 self._driver.scan("params_after", _UPDATED, "weight", *self._adapter.weights_now())
-            self._decision = self._driver.end_pass(self._loss_views())
+            self._loop.decision = self._driver.end_pass(self._loss_views())
         others.restore()
-        return self._decision
 
     def _loss_views(self) -> "list[_C.LossView]":
         losses = self._recorder.losses
@@ -227,9 +227,7 @@ class Watch:
 
     def _forget(self) -> None:
         self._recorder.forget()
-        self._is_unseen = self._is_seen = self._is_left = False
-        self._left.clear()
-        self._decision = _C.Decision.PROCEED
+        self._loop.forget()
 
     # --- where the program ends in a step ------------------------------------------------------------
 
@@ -256,19 +254,17 @@ class Watch:
         try:
             if not (self._has_bad_loss(self._recorder.unfinished()) or self._is_unseen):
                 return
-            self._is_unseen = True
             if self._driver.connection is not None:  # the others may not have come here
                 self._look_alone("the program ended" if error is None else first_line(error))
             else:
-                self._look()
+                self._end_pass()
         except NonFiniteGradientError:
             pass  # which was printed
         except Exception as failure:  # a device that has failed, as the program knows
             print(f"nanlocator: the last step could not be looked at: {failure}", file=sys.stderr, flush=True)
 
     def _has_bad_loss(self, waiting: list[torch.Tensor]) -> bool:
-        if self._recorder.backwards == 0:
-            self._pass.take_gradients(self._zeroed)
+        self._take_gradients()
         is_training = any(model.training for model in self._models.values())  # else it evaluates
         return is_training and self._recorder.look_at(waiting)
 
@@ -277,8 +273,7 @@ class Watch:
         if not self._driver.is_in_pass or not self._has_bad_loss(looked_at):
             return
         if self._driver.connection is None:
-            self._is_unseen = True
-            self._look()
+            self._end_pass()
             with self._abandoning():
                 self._end_step()
             return
@@ -341,7 +336,7 @@ class Watch:
 
     def _total_norm(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if not self._is_seen:
+        if not self._driver.has_ended_pass:
             owners = {id(p.grad): p for p in self._adapter.tensors if p.grad is not None}
             used = [owners[id(each)] for each in tensors if id(each) in owners]
             if used:
@@ -353,14 +348,14 @@ class Watch:
 
     def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if not self._is_seen and not set(self._adapter.tensors).isdisjoint(parameters):
+        if not self._driver.has_ended_pass and not set(self._adapter.tensors).isdisjoint(parameters):
             self._look(parameters)
         with self._recorder.suspended():
             return original(parameters, *args, **kwargs)
 
     def _clip_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """FullyShardedDataParallel clips by itself."""
-        if not self._is_seen:
+        if not self._driver.has_ended_pass:
             self._look(fsdp1.sharded_parameters(module))
         with self._recorder.suspended():
             return original(module, *args, **kwargs)
@@ -404,7 +399,6 @@ class Watch:
             if self._recorder.is_in_backward:
                 self._use_in_backward(optimizer)
             return original(closure, *args, **kwargs) if closure is not None else original(*args, **kwargs)
-        self._is_stepping = True
         with self._abandoning():
             try:
                 if closure is not None:
@@ -414,8 +408,6 @@ class Watch:
                     result = self._update(optimizer, original, args, kwargs)
             except SkippedUpdate:
                 result = None
-            finally:
-                self._is_stepping = False
             self._end_step()
         return result
 
@@ -435,7 +427,7 @@ class Watch:
 
     def _after_update(self, *_: Any) -> None:
         """Of a step that has not come through ``_step``: it had begun before the optimizer was watched."""
-        if self._is_stepping or self._recorder.is_suspended:
+        if self._recorder.is_suspended:
             return
         if self._is_unseen:  # too late: the weights have moved
             self._driver.abandon()
@@ -457,10 +449,9 @@ class Watch:
 
     def _end_step(self) -> None:
         """Of several optimizers that use the same gradients the first one ends it."""
-        if self._is_seen:
+        if self._driver.has_ended_pass:
             self._driver.end_step()
             self._recorder.begin_step()
-            self._is_seen = False
 
     def _add_parameters(self, _: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
@@ -491,10 +482,11 @@ class Watch:
             self._look(ours)
             with self._abandoning():
                 self._end_step()
-            self._is_left = self._recorder.backwards == 0
+        had_backward = self._recorder.backwards > 0
         with self._recorder.suspended():
             result = zero()
-        self._zeroed |= {p for p in ours if p.grad is not None}
+        if ours:
+            self._loop.zero_gradients(ours, had_backward=had_backward)
         return result
 
 

@@ -64,7 +64,8 @@ struct StepDriver::Impl {
     bool is_open = false;                   // the locator's begin_step was called
     std::optional<std::int64_t> iteration;  // as the framework counts
     bool is_scanned = false;                // the gradients that the update will use
-    bool is_agreed = false;                 // ... and agreed on
+    bool is_agreeing = false;               // between start_agreement and finish_agreement
+    bool is_agreed = false;                 // on what was scanned
     bool is_judged = false;                 // a finding was reported, or dismissed
     bool is_update_running = false;
     bool has_ended_pass = false;
@@ -279,6 +280,7 @@ struct StepDriver::Impl {
   template <typename IsRoutine>
   Decision finish_agreement(const IsRoutine& is_routine) {
     return agreed([&] {
+      step.is_agreeing = false;
       step.is_agreed = true;
       if (!locator.finish_agreement()) return Decision::proceed;
       if (is_routine()) {
@@ -413,7 +415,9 @@ void StepDriver::set_parameters(ParameterMap map, StepAdapter adapter) {
   impl_->locator.set_map(std::move(map));
   impl_->adapter = std::move(adapter);
   impl_->rerun.set_step(rerunnable_step());
+  const bool had_ended_pass = has_ended_pass();
   forget_gradients();
+  impl_->step.has_ended_pass = had_ended_pass;
 }
 
 void StepDriver::watch(std::shared_ptr<ModuleWatch> modules) {
@@ -459,6 +463,9 @@ void StepDriver::begin_pass(StepPass pass, std::optional<std::int64_t> iteration
 
 bool StepDriver::is_in_pass() const noexcept {
   return impl_->step.pass.has_value();
+}
+bool StepDriver::has_ended_pass() const noexcept {
+  return impl_->step.has_ended_pass;
 }
 bool StepDriver::is_rerunning() const noexcept {
   return impl_->rerun.is_running();
@@ -530,6 +537,11 @@ void StepDriver::start_agreement() {
   if (impl_->is_off()) return;
   impl_->step.is_agreed = false;
   impl_->locator.start_agreement();
+  impl_->step.is_agreeing = true;
+}
+
+bool StepDriver::is_agreeing() const noexcept {
+  return impl_->step.is_agreeing;
 }
 
 Decision StepDriver::finish_agreement(const std::optional<LossScale>& overflow) {

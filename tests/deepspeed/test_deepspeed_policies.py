@@ -139,6 +139,38 @@ def test_a_step_whose_norm_alone_overflows_is_reported():
     assert run_ranks(2, norm_overflows, list(expected)) == [expected] * 2
 
 
+def norm_overflows_under(rank, world_size, on_bad, variants):
+    from engine_training import Training, equal
+
+    import nanlocator
+
+    results = {}
+    for variant in variants:
+        training = Training(rank, variant, on_bad=on_bad)
+        training.step()
+        before = training.masters()
+        huge = training.model.head.weight.register_hook(lambda gradient: gradient.fill_(1e30))
+        try:
+            training.step()
+            is_stopped = False
+        except nanlocator.NonFiniteGradientError:
+            is_stopped = True
+        is_same = equal(before, training.masters())
+        huge.remove()
+        training.step()
+        results[variant] = is_stopped, is_same, not equal(before, training.masters())
+        training.locator.remove()
+    return results
+
+
+@pytest.mark.parametrize("on_bad", ["stop", "skip", "recover"])
+def test_a_step_whose_norm_alone_overflows_ends_as_the_policy_says(on_bad):
+    """Forward and backward are over: there is nothing to recover."""
+    variants = ["zero0", "zero0_bf16", "zero1_fp32_sums", "zero1", "zero2_bf16", "zero2_offload"]
+    expected = dict.fromkeys(variants, (on_bad != "skip", True, True))
+    assert run_ranks(2, norm_overflows_under, on_bad, variants) == [expected] * 2
+
+
 def bad_gradients(rank, world_size, variants):
     from engine_training import Training
 

@@ -495,6 +495,35 @@ def test_parameters_that_are_added_later_are_watched():
     assert (origin["cause"], origin["parameter"]) == ("bad_weight", "0.weight")
 
 
+def test_a_skip_holds_for_every_optimizer_of_the_same_gradients():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in model]
+    watch = nanlocator.watch(model, optimizers, on_bad="skip")
+    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    model(torch.full((3, 4), math.inf)).mean().backward()
+    optimizers[0].step()
+    model(torch.randn(3, 4))  # for the log
+    optimizers[1].step()
+    assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), before)
+    assert len(watch.verdicts) == 1
+
+
+def test_parameters_that_are_added_between_clip_and_step_take_no_decision_back():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
+    watch = nanlocator.watch(model, optimizer, on_bad="skip")
+    for batch in (torch.full((3, 4), math.inf), torch.randn(3, 4)):
+        before = model[1].weight.detach().clone()
+        model(batch).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": list(model[0].parameters())})
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(model[1].weight, before) == (not batch.isfinite().all())
+    assert [verdict["iteration"] for verdict in watch.verdicts] == [1]
+
+
 def test_a_forked_worker_of_a_data_loader_records_nothing():
     class Data(torch.utils.data.Dataset):
         def __len__(self):

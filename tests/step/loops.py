@@ -1,6 +1,7 @@
 """Training loops of every Python adapter behind one interface, for the contract of a step."""
 
 import ctypes
+import os
 from types import SimpleNamespace
 
 import torch
@@ -325,10 +326,83 @@ class Megatron(Loop):
             self.note_findings()
 
 
+class DeepSpeed(Loop):
+    """In a process of its own, as its packages are on no other's path. The loop itself is not executed again,
+    so what goes wrong goes wrong in backward."""
+
+    variant = "zero1"
+    only = None  # one engine that is watched in a process
+
+    def build(self):
+        import engine_training
+
+        os.environ["LOCAL_RANK"] = "0"
+        self.model = Tiny()
+        config = engine_training.configuration(f"{self.variant}_fp16" if self.scaler else self.variant)
+        config["gradient_accumulation_steps"] = self.microbatches
+        config["gradient_clipping"] = 0.1 if self.clip else 0.0
+        config["fp16"]["initial_scale_power"] = 24
+        self.dtype = torch.float16 if self.scaler else torch.float32
+        self.engine, *_ = engine_training.deepspeed.initialize(
+            model=self.model, optimizer=sgd(self.model), config=config, dist_init_required=False
+        )
+        self.backwards = 0
+        self.model.head.weight.register_hook(self.in_backward)
+        self.locator = SimpleNamespace(verdicts=[], dismissed=0, remove=lambda: None)
+
+    def watch(self, **options):
+        import nanlocator.deepspeed
+
+        if DeepSpeed.only is not None:
+            DeepSpeed.only.remove()
+        self.locator = DeepSpeed.only = nanlocator.deepspeed.install(self.engine, **options)
+        self._noted = 0
+
+    def in_backward(self, gradient):
+        self.backwards += 1
+        if self.backwards % self.microbatches == 0:
+            self.hooked = gradient
+            self.after_backward()
+
+    def gradient(self):
+        return self.hooked
+
+    def begin_step(self):
+        super().begin_step()
+        self.backwards = 0
+
+    def step(self):
+        for number in range(self.microbatches):
+            loss = self.engine(batch(100 * self.number + number).to(self.dtype))["loss"]
+            self.engine.backward(loss)
+            self.engine.step()
+
+    def weights(self):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(self.model.parameters())):
+            return super().weights()
+
+    def remove(self):
+        self.locator.remove()
+
+    def verdicts(self):
+        return self.locator.verdicts
+
+    def dismissed(self):
+        return self.locator.dismissed
+
+
+class DeepSpeedInParts(DeepSpeed):
+    variant = "zero3"
+
+
 LOOPS = {
     "plain_with_closure": Plain,
     "plain_without_closure": PlainWithoutClosure,
     "watch": Watched,
     "trainer": HuggingFace,
     "megatron": Megatron,
+    "deepspeed": DeepSpeed,
+    "deepspeed_in_parts": DeepSpeedInParts,
 }

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import contract
 import loops
+import on_cpu
 import pytest
 import torch
 from ranks import RankServer
@@ -18,9 +19,9 @@ def in_process(case, adapter):
     case(loops.LOOPS[adapter])
 
 
-def on_rank(rank, world_size, case):
+def on_rank(rank, world_size, case, adapter):
     torch.manual_seed(0)
-    case(loops.Megatron)
+    case(loops.LOOPS[adapter])
 
 
 @pytest.mark.parametrize("adapter", loops.LOOPS)
@@ -30,7 +31,11 @@ def test_contract(case, adapter):
     if reason:
         pytest.skip(reason)
     if adapter == "megatron":
-        assert _megatron.run_ranks(1, on_rank, case) == [None]
+        assert _megatron.run_ranks(1, on_rank, case, adapter) == [None]
+    elif adapter.startswith("deepspeed"):
+        if not on_cpu.PACKAGES.is_dir():
+            pytest.skip("needs what tools/setup fetches into .setup/deepspeed")
+        assert on_cpu.run_ranks(1, on_rank, case, adapter) == [None]
     else:
         in_process(case, adapter)
 

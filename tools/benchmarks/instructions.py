@@ -22,7 +22,7 @@ from pathlib import Path
 
 import overhead_pytorch
 
-INTEGRATIONS = ("pytorch", "transformers", "megatron")
+INTEGRATIONS = ("pytorch", "watch", "transformers", "megatron")
 WARM_STEPS, COUNTED_STEPS = 4, 2
 VOCABULARY = overhead_pytorch.VOCABULARY
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,26 +133,36 @@ class Counter:
         return self.stop()
 
 
-def pytorch(counter: Counter, arguments: argparse.Namespace) -> list[float]:
-    import torch
+class _PlainLoop:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        import torch
 
+        self.model = overhead_pytorch.gpt2(arguments.hidden, arguments.sequence)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self._tokens = torch.randint(0, VOCABULARY, (arguments.batch, arguments.sequence))
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(self._tokens, labels=self._tokens).loss.backward()
+        self.optimizer.step()
+
+
+def pytorch(counter: Counter, arguments: argparse.Namespace) -> list[float]:
     import nanlocator
 
-    model = overhead_pytorch.gpt2(arguments.hidden, arguments.sequence)
-    inner = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens = torch.randint(0, VOCABULARY, (arguments.batch, arguments.sequence))
+    loop = _PlainLoop(arguments)
+    bare = counter.of(loop.step)
+    loop.optimizer = nanlocator.LocatingOptimizer(loop.optimizer, loop.model, output_dir=arguments.directory)
+    return [bare, counter.of(loop.step)]
 
-    def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        def step() -> None:
-            optimizer.zero_grad()
-            model(tokens, labels=tokens).loss.backward()
-            optimizer.step()
 
-        return step
+def watch(counter: Counter, arguments: argparse.Namespace) -> list[float]:
+    import nanlocator
 
-    bare = counter.of(step_of(inner))
-    located = nanlocator.LocatingOptimizer(inner, model, output_dir=arguments.directory)
-    return [bare, counter.of(step_of(located))]
+    loop = _PlainLoop(arguments)
+    bare = counter.of(loop.step)
+    nanlocator.watch(loop.model, loop.optimizer, output_dir=arguments.directory)
+    return [bare, counter.of(loop.step)]
 
 
 def transformers(counter: Counter, arguments: argparse.Namespace) -> list[float]:
@@ -231,8 +241,8 @@ def work() -> None:
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    run = {"pytorch": pytorch, "transformers": transformers, "megatron": megatron}[arguments.integration]
-    counts = run(Counter(arguments.directory), arguments)
+    runs = {"pytorch": pytorch, "watch": watch, "transformers": transformers, "megatron": megatron}
+    counts = runs[arguments.integration](Counter(arguments.directory), arguments)
     if os.environ.get("RANK", "0") == "0":
         (arguments.directory / "result.json").write_text(json.dumps(counts))
     sys.stdout.flush()

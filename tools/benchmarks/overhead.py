@@ -126,7 +126,8 @@ def main() -> None:
     parser.add_argument(
         "--integration",
         choices=(*instructions.INTEGRATIONS, *overhead_sharded.INTEGRATIONS),
-        help="default: megatron; with --instructions all that can. transformers is the Trainer",
+        help="default: megatron; with --instructions all that can. transformers is the Trainer, "
+        "watch a plain loop under nanlocator.watch",
     )
     parser.add_argument(
         "--instructions",
@@ -170,8 +171,8 @@ def main() -> None:
     if arguments.instructions:
         instructions.main(arguments)
         return
-    if arguments.against or arguments.integration == "transformers":
-        parser.error("--against and --integration transformers need --instructions")
+    if arguments.against or arguments.integration in ("watch", "transformers"):
+        parser.error("--against and --integration watch and transformers need --instructions")
     ranks = 1 if arguments.integration == "pytorch" else arguments.ranks
     results = torchrun.results_of_starts(__file__, ranks, arguments.starts)
     starts = f"{arguments.starts} starts of " if arguments.starts > 1 else ""

@@ -171,6 +171,7 @@ class CountingDriver:
     """In the place of nanlocator.driver.Driver: what a healthy step hands to the engine."""
 
     is_closed = is_rerunning = is_judged = skips_update = False
+    is_agreeing = True
     run_dir = ""
 
     def __init__(self, *args: Any) -> None:

@@ -162,6 +162,8 @@ class StepDriver {
   /// Forward begins. LBFGS has many passes in a step; each is judged on its own.
   void begin_pass(StepPass pass, std::optional<std::int64_t> iteration = {});
   [[nodiscard]] bool is_in_pass() const noexcept;
+  /// The pass has been judged, and the step is not over.
+  [[nodiscard]] bool has_ended_pass() const noexcept;
   [[nodiscard]] bool is_rerunning() const noexcept;
   /// Of the pass that runs now: the step's own, or one of its re-run.
   void scan(Phase phase, std::uint64_t group, std::string_view role,
@@ -183,6 +185,8 @@ class StepDriver {
   void start_agreement();
   /// `overflow`: the framework has seen one, and will leave the update out; the same on all ranks.
   Decision finish_agreement(const std::optional<LossScale>& overflow = {});
+  /// Between the two.
+  [[nodiscard]] bool is_agreeing() const noexcept;
   /// Scans and agrees where this step has not; else what was decided.
   Decision look();
   /// This step's findings are reported: it needs no further agreement.

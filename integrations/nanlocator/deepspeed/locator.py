@@ -30,7 +30,7 @@ from nanlocator.boundaries import Boundaries
 from nanlocator.deepspeed.adapter import DeepSpeedAdapter, EnginePass, EngineRecorder
 from nanlocator.deepspeed.configuration import check, not_covered
 from nanlocator.deepspeed.zero import layout_of
-from nanlocator.driver import Driver
+from nanlocator.driver import Driver, SkippedUpdate
 from nanlocator.errors import NonFiniteGradientError
 from nanlocator.patches import Patches, replace
 from nanlocator.rerun import GeneratorStates, ObjectState, Stateful
@@ -95,9 +95,8 @@ class DeepSpeedLocator:
         if options.level == "boundaries" and self._driver.connection is not None:
             self._driver.follow_boundaries(Boundaries(None, reads_gathered=True))
         self._order = BackwardOrder(self._layout.ids, self._driver.locator)
-        self._pass: EnginePass | None = None
         self._bucket = 0  # of the backward that runs
-        self._is_stepping = False
+        self._is_stepping = False  # in the engine's own step, which calls the optimizer's
         self._steps_of_optimizer = 0  # that were not the engine's
         self._patches = Patches()
         self._install_hooks()
@@ -144,15 +143,16 @@ class DeepSpeedLocator:
 
     def before_forward(self) -> None:
         if not self._driver.is_in_pass:
-            self._pass = EnginePass(self._adapter, self._layout, self._recorder, self._scan_reduced)
+            step_pass = EnginePass(self._adapter, self._layout, self._recorder, self._scan_reduced)
             if self._is_in_accumulation():
-                self._pass.problem = "its first microbatches were not seen"
-            self._driver.begin_pass(self._pass, self._engine.global_steps + self._steps_of_optimizer + 1)
+                step_pass.problem = "its first microbatches were not seen"
+            self._driver.begin_pass(step_pass, self._engine.global_steps + self._steps_of_optimizer + 1)
 
     def before_backward(self, roots: list[torch.Tensor]) -> None:
         self.before_forward()
         if getattr(self._engine.optimizer, "_coalesce_grad_reduction", False):
-            self._pass.problem = "coalesce_grad_reduction reduced its gradients outside of a backward"
+            step_pass = self._driver.step_pass
+            step_pass.problem = "coalesce_grad_reduction reduced its gradients outside of a backward"
 
     def after_backward(self) -> None:
         """Nothing is due before the engine's step."""
@@ -231,8 +231,11 @@ class DeepSpeedLocator:
         mask_nan_or_inf_with_val_inplace), makes DeepSpeed leave the update out."""
         norms = original(*args, **kwargs)
         listed = norms if isinstance(norms, list) else [norms]
-        if not self._driver.is_judged and not all(0 <= float(norm) < math.inf for norm in listed):
-            self._driver.set_gradient_norm(float("inf"))
+        if self._driver.is_judged or all(0 <= float(norm) < math.inf for norm in listed):
+            return norms
+        decision = self._driver.set_gradient_norm(math.inf)
+        if decision == _C.Decision.SKIP and not self._adapter.skips_bad_updates():
+            raise SkippedUpdate
         return norms
 
     def _around_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -256,11 +259,13 @@ class DeepSpeedLocator:
         if self._driver.is_closed:
             return update(*args, **kwargs)
         with self._ending_with("the step failed on this rank"), self._recorder.suspended():
-            if self._look() == _C.Decision.SKIP:
-                result = without_update(*args, **kwargs)
-            else:
+            try:
+                if self._look() == _C.Decision.SKIP:
+                    raise SkippedUpdate
                 self._driver.begin_update()
                 result = update(*args, **kwargs)
+            except SkippedUpdate:
+                result = without_update(*args, **kwargs)
             self._driver.end_step()
             self._order.end_step()
         self._recorder.begin_step()

@@ -99,7 +99,6 @@ class MegatronLocator:
         self._microbatches = Microbatches(chunks, self._patches)
         self._first_step = FirstStep(chunks, self._adapter.data_parallel, self._adapter.named)
         self._is_first_step = True
-        self._is_agreeing = False  # in an optimizer's step: what it works on has been scanned
         self._microbatches.listeners.append(self._first_step)
         self._boundaries: Boundaries | None = None
         if options.level == "modules":
@@ -262,7 +261,6 @@ class MegatronLocator:
         offsets = [offset for _, _, offset in views]
         self._driver.scan("grad_norm", 0, "grad", ids, [gradient for _, gradient, _ in views], offsets)
         self._driver.start_agreement()
-        self._is_agreeing = True
         if found_inf:  # step() returns at once; the host has just waited for found_inf
             self._finish_agreement(overflow)
         return found_inf
@@ -270,19 +268,18 @@ class MegatronLocator:
     def _around_get_grad_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
         self._first_step.hooks.add("get_grad_norm")
         norm = original(*args, **kwargs)  # waits for the norm, all scans and the flag before it
-        if not self._driver.is_judged:
+        if self._driver.is_agreeing:
             self._driver.set_gradient_norm(float(norm))
             self._finish_agreement(None)
         return norm
 
     def _around_update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-        if self._is_agreeing:
+        if self._driver.is_agreeing:
             self._finish_agreement(None)
         return original(*args, **kwargs)
 
     def _finish_agreement(self, overflow: Any) -> None:
         """What was bad only once forward-backward had ended: it cannot be executed again."""
-        self._is_agreeing = False
         if self._driver.finish_agreement(overflow) == _C.Decision.SKIP:
             raise SkippedUpdate
 

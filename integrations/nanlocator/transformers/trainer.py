@@ -181,7 +181,7 @@ def _check(trainer: Trainer) -> None:
 
 
 class _TrainerSteps:
-    """The steps of one call of ``train``: hooks, and one pass at a time."""
+    """The hooks of one call of ``train``."""
 
     def __init__(
         self, trainer: Trainer, options: "_C.LocatorOptions", verdicts: list[dict[str, Any]]
@@ -191,7 +191,6 @@ class _TrainerSteps:
         self._adapter = PlainAdapter([_innermost(trainer.optimizer)], {"": trainer.model})
         self._adapter.verdicts = verdicts
         self.driver = plain_driver(self._adapter, options, self._scaler, scale_in_gradients)
-        self._pass: TrainerPass | None = None
         self._patches = Patches()
         self._patches.wrap(trainer, "training_step", self._around_training_step)
         self._patches.wrap(trainer.optimizer, "step", self._around_update)
@@ -199,7 +198,6 @@ class _TrainerSteps:
     def remove(self) -> None:
         self.driver.stop_following()
         self._patches.remove()
-        self._pass = None
 
     def _around_training_step(
         self,
@@ -212,20 +210,21 @@ class _TrainerSteps:
         if self.driver.is_closed:
             return step(model, inputs, *args, **kwargs)
         with self.driver.abandoning():
-            if self._pass is None or not self.driver.is_in_pass:
-                self._pass = TrainerPass(self._adapter, self._trainer)
-                self.driver.begin_pass(self._pass, self._trainer.state.global_step + 1)
-            microbatch = self._pass.run(step, model, inputs, args, kwargs)
-            loss = self._pass.losses[-1]
-            if microbatch.is_last and self.driver.end_pass(self._pass.loss_views()) == _C.Decision.RECOVERED:
-                self._pass.log_latest_losses()
-                loss = self._pass.losses[-1]
+            step_pass = self.driver.step_pass
+            if step_pass is None:
+                step_pass = TrainerPass(self._adapter, self._trainer)
+                self.driver.begin_pass(step_pass, self._trainer.state.global_step + 1)
+            microbatch = step_pass.run(step, model, inputs, args, kwargs)
+            loss = step_pass.losses[-1]
+            if microbatch.is_last and self.driver.end_pass(step_pass.loss_views()) == _C.Decision.RECOVERED:
+                step_pass.log_latest_losses()
+                loss = step_pass.losses[-1]
             return loss
 
     def _around_update(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.driver.is_closed:
             return step(*args, **kwargs)
-        self._pass, result = None, None
+        result = None
         with self.driver.abandoning():
             if not self.driver.skips_update:
                 self.driver.begin_update()
