@@ -37,7 +37,7 @@ def run_torchrun(world_size: int, *options: str) -> tuple[int, str, str]:
 
 def _netcheck(
     _rank: int,
-    _size: int,
+    _processes: int,
     port: int,
     options: tuple[str, ...],
     stdout: Path | None,

@@ -5,8 +5,10 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import trainer_ranks
 from expected import FAULTS
 
 import nanlocator
@@ -23,9 +25,33 @@ CASES = [
 ]
 
 
-def run(script, fault="none", **variables):
+@pytest.fixture(autouse=True)
+def needs_packages():
     if not PYTHON.exists():
         pytest.skip(f"the trainers' packages are not installed: tools/setup makes {PYTHON}")
+
+
+# The rest import what one of these imports, in the same order.
+IN_AN_INTERPRETER = {
+    *("plain_loop", "hf_trainer", "trl_sft", "accelerate_loop", "lightning_trainer", "lightning_fabric"),
+    *("peft_lora", "verl_style"),
+}
+
+
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(script, fault="none", **variables):
+    """In a process that has imported the trainers before. What starts workers: in an interpreter."""
+    if script == "verl_style":
+        return run_interpreter(script, fault, **variables)
+    return Done(*trainer_ranks.run_script(script, FAULT=fault, **variables))
+
+
+def run_interpreter(script, fault="none", **variables):
     Path("sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(PACKAGE)!r})\n")
     Path("token").write_text("0" * 32)
     environment = {
@@ -34,15 +60,17 @@ def run(script, fault="none", **variables):
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONPATH": os.pathsep.join(map(str, [os.getcwd(), PACKAGE, SCRIPTS])),
         "FAULT": fault,
+        "OMP_NUM_THREADS": "1",
         **variables,
     }
-    return subprocess.run(
+    done = subprocess.run(
         [PYTHON, SCRIPTS / f"{script}.py"],
         capture_output=True,
         text=True,
         timeout=600,
         env=environment,
     )
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
 def results(done):
@@ -52,7 +80,9 @@ def results(done):
 
 @pytest.mark.parametrize("script", FAULTS)
 def test_a_healthy_script_computes_the_same_bits(script):
-    alone, watched = run(script), run(script, NANLOCATOR="1", NANLOCATOR_RERUN="always")
+    alone = run(script)
+    start = run_interpreter if script in IN_AN_INTERPRETER else run
+    watched = start(script, NANLOCATOR="1", NANLOCATOR_RERUN="always")
     assert len(results(alone)) == 2
     assert results(watched) == results(alone)
     assert "attached to" in watched.stderr
