@@ -5,17 +5,18 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-import trainer_ranks
 from expected import FAULTS
+from ranks import RankServer
+from strategy_ranks import TRAINERS
 
 import nanlocator
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PYTHON = Path(__file__).parents[2] / ".setup" / "trainers" / "bin" / "python"  # tools/setup makes it
 PACKAGE = Path(nanlocator.__file__).parents[1]  # where nanlocator.pth is, too
+_server = RankServer("trainer_imports", "torch._dynamo")
 # Of each script one fault in the model and one in the loss; NANLOCATOR_TEST_ALL_FAULTS=1: all of them.
 CASES = [
     (script, fault)
@@ -38,39 +39,36 @@ IN_AN_INTERPRETER = {
 }
 
 
-class Done(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
+def environment(fault, variables):
+    Path("sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(PACKAGE)!r})\n")
+    Path("token").write_text("0" * 32)
+    return {
+        "RAY_AUTH_TOKEN_PATH": str(Path("token").absolute()),  # else it makes one in the home folder
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONPATH": os.pathsep.join(map(str, [os.getcwd(), PACKAGE, SCRIPTS])),
+        "OMP_NUM_THREADS": "1",
+        "FAULT": fault,
+        **variables,
+    }
 
 
 def run(script, fault="none", **variables):
     """In a process that has imported the trainers before. What starts workers: in an interpreter."""
     if script == "verl_style":
         return run_interpreter(script, fault, **variables)
-    return Done(*trainer_ranks.run_script(script, FAULT=fault, **variables))
+    set_variables = environment(fault, variables)
+    set_variables["PYTHONPATH"] += f"{os.pathsep}{TRAINERS}"
+    return _server.run_python(SCRIPTS / f"{script}.py", **set_variables)
 
 
 def run_interpreter(script, fault="none", **variables):
-    Path("sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(PACKAGE)!r})\n")
-    Path("token").write_text("0" * 32)
-    environment = {
-        **os.environ,
-        "RAY_AUTH_TOKEN_PATH": str(Path("token").absolute()),  # else it makes one in the home folder
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "PYTHONPATH": os.pathsep.join(map(str, [os.getcwd(), PACKAGE, SCRIPTS])),
-        "FAULT": fault,
-        "OMP_NUM_THREADS": "1",
-        **variables,
-    }
-    done = subprocess.run(
+    return subprocess.run(
         [PYTHON, SCRIPTS / f"{script}.py"],
         capture_output=True,
         text=True,
         timeout=600,
-        env=environment,
+        env={**os.environ, **environment(fault, variables)},
     )
-    return Done(done.returncode, done.stdout, done.stderr)
 
 
 def results(done):

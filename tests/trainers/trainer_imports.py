@@ -1,4 +1,4 @@
-"""What processes of trainer_ranks begin with."""
+"""What the forked processes of test_unedited begin with."""
 
 import os
 import sys
