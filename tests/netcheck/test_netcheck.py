@@ -11,10 +11,11 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from ranks import free_port
+from launchers import run_netcheck, run_ranks_by_hand, run_torchrun
 
 DEADLINE = 6  # seconds, of a step
 START_AND_END = 60  # seconds: processes that import torch on a busy machine, and torchrun's end
@@ -30,32 +31,36 @@ class Outcome(NamedTuple):
 
 OWN_LAUNCHER = [sys.executable, "-m", "nanlocator.netcheck"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+QUICK = ["--json", "--quick", "--deadline", str(DEADLINE)]
 
 
-def netcheck(world_size: int, *options: str, under_torchrun: bool = False) -> Outcome:
+def netcheck(world_size: int, *options: str) -> Outcome:
+    start = time.monotonic()
+    (ended,) = run_netcheck("--nproc-per-node", str(world_size), *QUICK, *options)
+    return outcome_of(*ended, time.monotonic() - start)
+
+
+def netcheck_of_interpreters(world_size: int, *options: str, under_torchrun: bool = False) -> Outcome:
     command = [*(TORCHRUN if under_torchrun else OWN_LAUNCHER), "--nproc-per-node", str(world_size)]
     command += ["-m", "nanlocator.netcheck"] if under_torchrun else []
     start = time.monotonic()
     run = subprocess.run(
-        [*command, "--json", "--quick", "--deadline", str(DEADLINE), *options],
+        [*command, *QUICK, *options],
         capture_output=True,
         text=True,
         timeout=2 * START_AND_END,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    verdict = json.loads(run.stdout) if run.stdout.strip() else None
-    return Outcome(run.returncode, verdict, run.stdout + run.stderr, time.monotonic() - start)
+    return outcome_of(run.returncode, run.stdout, run.stderr, time.monotonic() - start)
 
 
-def alone(*options: str) -> subprocess.CompletedProcess[str]:
-    variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, "-m", "nanlocator.netcheck", *options],
-        capture_output=True,
-        text=True,
-        timeout=START_AND_END,
-        env=variables,
-    )
+def outcome_of(code: int, stdout: str, stderr: str, seconds: float) -> Outcome:
+    return Outcome(code, json.loads(stdout) if stdout.strip() else None, stdout + stderr, seconds)
+
+
+def alone(*options: str, **variables: str) -> tuple[int, str, str]:
+    (ended,) = run_netcheck(*options, **variables)
+    return ended
 
 
 def require(outcome: Outcome, verdict: str, rank: int) -> dict[str, Any]:
@@ -70,9 +75,17 @@ def require(outcome: Outcome, verdict: str, rank: int) -> dict[str, Any]:
 # --- healthy -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size, layout", [(2, []), (4, ["--tp", "2"]), (8, ["--tp", "2", "--pp", "2"])])
-def test_healthy_ranks_raise_no_alarm(world_size, layout):
-    outcome = netcheck(world_size, *layout)
+@pytest.mark.parametrize(
+    "start, world_size, layout",
+    [
+        (netcheck_of_interpreters, 2, []),
+        (netcheck, 4, ["--tp", "2"]),
+        (netcheck, 8, ["--tp", "2", "--pp", "2"]),
+    ],
+    ids=["2-of-interpreters", "4-tp2", "8-tp2-pp2"],
+)
+def test_healthy_ranks_raise_no_alarm(start, world_size, layout):
+    outcome = start(world_size, *layout)
     assert outcome.code == 0, outcome.text
     assert outcome.verdict["verdict"] == "healthy"
     assert outcome.verdict["findings"] == []
@@ -165,13 +178,13 @@ def test_eight_ranks_find_the_hung_one_of_a_layout():
 
 
 def test_healthy_ranks_under_torchrun():
-    outcome = netcheck(2, under_torchrun=True)
+    outcome = netcheck_of_interpreters(2, under_torchrun=True)
     assert (outcome.code, outcome.verdict["verdict"]) == (0, "healthy"), outcome.text
 
 
 def test_torchruns_summary_shows_the_headline():
     drill = ["--inject", "corrupt", "--rank", "2", "--at", "broadcast"]
-    outcome = netcheck(3, *drill, under_torchrun=True)
+    outcome = netcheck_of_interpreters(3, *drill, under_torchrun=True)
     require(outcome, "wrong result", 2)
     summary = outcome.text[outcome.text.index("Root Cause") :]
     assert "netcheck: wrong result: rank 2 on host" in summary
@@ -179,7 +192,7 @@ def test_torchruns_summary_shows_the_headline():
 
 @pytest.mark.parametrize("fault, how", [("die", "has ended"), ("stop", "is stopped")])
 def test_ranks_under_torchrun_conclude_after_its_sigterm(fault, how):
-    outcome = netcheck(3, "--inject", fault, "--rank", "1", under_torchrun=True)
+    outcome = netcheck_of_interpreters(3, "--inject", fault, "--rank", "1", under_torchrun=True)
     finding = require(outcome, "hang", 1)
     assert how in finding["evidence"][0]
 
@@ -188,56 +201,29 @@ def test_ranks_under_torchrun_conclude_after_its_sigterm(fault, how):
 
 
 def test_where_the_host_of_the_store_dies_each_rank_says_where_it_was():
-    processes = start_by_hand(3, "--inject", "die", "--rank", "0", "--at", "barrier")
-    texts = [process.communicate(timeout=2 * START_AND_END)[1] for process in processes]
-    assert [process.returncode for process in processes] == [-signal.SIGKILL, 1, 1]
+    ended = run_ranks_by_hand(3, *QUICK, "--inject", "die", "--rank", "0", "--at", "barrier")
+    assert [code for code, _, _ in ended] == [-signal.SIGKILL, 1, 1]
     for rank in (1, 2):
-        assert f"netcheck: rank {rank} on host {socket.gethostname()} has lost the Store" in texts[rank]
-        assert "It was in barrier on WORLD." in texts[rank]
+        said = ended[rank][2]
+        assert f"netcheck: rank {rank} on host {socket.gethostname()} has lost the Store" in said
+        assert "It was in barrier on WORLD." in said
 
 
 def test_ranks_that_nobody_but_the_environment_has_launched_are_healthy():
-    processes = start_by_hand(2)
-    outputs = [process.communicate(timeout=2 * START_AND_END) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    assert json.loads(outputs[0][0])["verdict"] == "healthy"
-
-
-def start_by_hand(world_size: int, *options: str) -> list[subprocess.Popen[str]]:
-    """The Store is in rank 0."""
-    common = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
-              "OMP_NUM_THREADS": 1}  # fmt: skip
-    return [
-        subprocess.Popen(
-            [*OWN_LAUNCHER, "--json", "--quick", "--deadline", str(DEADLINE), *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **{name: str(value) for name, value in common.items()}, "RANK": str(rank)},
-        )
-        for rank in range(world_size)
-    ]
+    ended = run_ranks_by_hand(2, *QUICK)
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert json.loads(ended[0][1])["verdict"] == "healthy"
 
 
 @pytest.mark.parametrize("drill, found", [([], "healthy"), (["--inject", "die", "--rank", "3"], "hang")])
 def test_two_launchers_are_two_hosts(drill, found):
-    launcher = [*OWN_LAUNCHER, "--quick", "--json", "--tp", "2", *drill]
-    launcher += ["--nproc-per-node", "2", "--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint"]
-    launcher += [f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
-    launchers = [
-        subprocess.Popen(
-            launcher,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for _ in range(2)
-    ]
-    outputs = [launcher.communicate(timeout=2 * START_AND_END) for launcher in launchers]
-    (verdict,) = [json.loads(stdout) for stdout, _ in outputs if stdout]  # rank 0's host prints it
-    assert (verdict["verdict"], verdict["ranks"]) == (found, [3] if drill else []), outputs
-    assert [launcher.returncode for launcher in launchers] == [1 if drill else 0] * 2
+    options = ["--quick", "--json", "--tp", "2", *drill]
+    options += ["--nproc-per-node", "2", "--nnodes", "2", "--rdzv-backend", "c10d"]
+    options += ["--rdzv-endpoint", "127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
+    ended = run_netcheck(*options, processes=2)
+    (verdict,) = [json.loads(stdout) for _, stdout, _ in ended if stdout]  # rank 0's host prints it
+    assert (verdict["verdict"], verdict["ranks"]) == (found, [3] if drill else []), ended
+    assert [code for code, _, _ in ended] == [1 if drill else 0] * 2
 
 
 # --- output ------------------------------------------------------------------------------------------
@@ -258,17 +244,11 @@ def test_a_verdict_that_cannot_be_written_is_still_printed_and_the_folder_named(
 
 
 def test_a_full_disk_loses_no_verdict():
-    with open("/dev/full", "w") as full:
-        run = subprocess.run(
-            [*OWN_LAUNCHER, "--quick", "--json", "--nproc-per-node", "2"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=START_AND_END,
-        )
-    assert run.returncode == 1
-    assert '"verdict": "healthy"' in run.stderr
-    assert "cannot write to standard output: No space left on device" in run.stderr
+    options = ["--quick", "--json", "--nproc-per-node", "2"]
+    ((code, _, said),) = run_netcheck(*options, stdout=Path("/dev/full"))
+    assert code == 1
+    assert '"verdict": "healthy"' in said
+    assert "cannot write to standard output: No space left on device" in said
 
 
 def test_the_verdict_is_written_where_the_user_wants_it(tmp_path):
@@ -281,19 +261,16 @@ def test_the_verdict_is_written_where_the_user_wants_it(tmp_path):
 
 
 def test_a_start_without_a_number_of_ranks_says_what_to_type():
-    run = alone()
-    assert run.returncode == 2
-    assert "nanlocator netcheck --nproc-per-node 8" in run.stderr
-    assert "torchrun --nproc-per-node 8 -m nanlocator.netcheck" in run.stderr
+    code, _, said = alone()
+    assert code == 2
+    assert "nanlocator netcheck --nproc-per-node 8" in said
+    assert "torchrun --nproc-per-node 8 -m nanlocator.netcheck" in said
 
 
-def test_half_of_a_launchers_environment_says_what_is_missing(monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    run = subprocess.run(
-        OWN_LAUNCHER, capture_output=True, text=True, timeout=START_AND_END, env={**os.environ, "RANK": "0"}
-    )
-    assert run.returncode == 2
-    assert "WORLD_SIZE, MASTER_PORT not" in run.stderr
+def test_half_of_a_launchers_environment_says_what_is_missing():
+    code, _, said = alone(RANK="0", MASTER_ADDR="127.0.0.1")
+    assert code == 2
+    assert "WORLD_SIZE, MASTER_PORT not" in said
 
 
 @pytest.mark.parametrize(
@@ -312,7 +289,10 @@ def test_half_of_a_launchers_environment_says_what_is_missing(monkeypatch):
 )
 @pytest.mark.parametrize("under_torchrun", [False, True])
 def test_wrong_use_is_said_once(world_size, options, message, under_torchrun):
-    outcome = netcheck(world_size, *options, under_torchrun=under_torchrun)
+    if under_torchrun:
+        outcome = outcome_of(*run_torchrun(world_size, *QUICK, *options), 0.0)
+    else:
+        outcome = netcheck(world_size, *options)
     assert outcome.code == (1 if under_torchrun else 2)
     assert outcome.verdict is None
     assert outcome.text.count(message) == 1, outcome.text
@@ -333,13 +313,13 @@ def test_wrong_use_is_said_once(world_size, options, message, under_torchrun):
     ],
 )
 def test_options_that_cannot_be_meant_end_with_2(options):
-    run = alone(*options)
-    assert run.returncode == 2
-    assert options[0] in run.stderr
+    code, _, said = alone(*options)
+    assert code == 2
+    assert options[0] in said
 
 
 def test_the_template_for_slurm_needs_no_ranks():
-    run = alone("--slurm-template", "--tp", "4")
-    assert run.returncode == 0
-    assert run.stdout.startswith("#!")
-    assert "--tp 4" in run.stdout
+    code, script, _ = alone("--slurm-template", "--tp", "4")
+    assert code == 0
+    assert script.startswith("#!")
+    assert "--tp 4" in script

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import RankServer, run_python
 
 import nanlocator
 from nanlocator import _C
@@ -16,6 +17,7 @@ from nanlocator.kernel_calls import KernelCallRecord, _import_kernel
 
 BUILD = Path(_C.__file__).parents[2]
 KINDS = ["custom_op", "Library", "define"]
+_without_triton = RankServer("torch")  # whose import reads the environment, of which a bundle has its own
 
 # A registration gives `planted`, which is NaN for negative numbers, and what a caller imports.
 CUSTOM_OP = """
@@ -155,27 +157,13 @@ except nanlocator.NonFiniteGradientError as error:
 """
 
 
-def run(*command, cwd=None, knows_us=True, **variables):
-    environment = os.environ | variables
-    if not knows_us:
-        environment = {key: value for key, value in environment.items() if key != "PYTHONPATH"}
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=cwd,
-        env=environment,
-    )
-
-
 def trained(files, **variables):
     """Runs train.py of ``files`` in a folder of its own; its operator and the bundle."""
     for name, text in files.items():
         path = Path("project", name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    done = run("train.py", cwd="project", **variables)
+    done = run_python("train.py", cwd="project", **variables)
     assert done.returncode == 0, done.stderr
     (bundle,) = Path("project").glob("nanlocator_run/*/bundles/*")
     return done.stdout.split()[-1], bundle.absolute()
@@ -188,19 +176,26 @@ def registrations(bundle):
 def replayed(bundle, *options, **variables):
     """In a folder that has nothing."""
     Path("elsewhere").mkdir(exist_ok=True)
-    return run("-m", "nanlocator.replay", bundle, *options, cwd="elsewhere", **variables)
+    return _without_triton.run_python(
+        "-m", "nanlocator.replay", bundle, *options, cwd="elsewhere", **variables
+    )
 
 
-def exported(bundle, argument, **variables):
+def interpreter(*command, cwd, **variables):
+    command, environment = [sys.executable, *map(str, command)], os.environ | variables
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd, env=environment)
+
+
+def exported(bundle, argument, *, start=run_python, **variables):
     """Runs the exported script where there is no nanlocator."""
     Path("alone").mkdir(exist_ok=True)
     Path("alone/script.py").write_text(_C.export_python(bundle))
     Path("alone/nanlocator.py").write_text("raise ImportError('a script needs no nanlocator')")
-    return run("script.py", argument, cwd="alone", knows_us=False, **variables)
+    return start("script.py", argument, cwd="alone", PYTHONPATH="", **variables)
 
 
-def exported_operator(bundle):
-    done = exported(bundle, bundle / "tensors.safetensors")
+def exported_operator(bundle, start=run_python):
+    done = exported(bundle, bundle / "tensors.safetensors", start=start)
     assert done.returncode == 0 and "nan" in done.stdout, done.stderr
 
 
@@ -319,7 +314,7 @@ def test_what_a_bundle_says_of_files_is_not_trusted_beyond_an_import():
     assert of_the_command.returncode == 2
     (bundle / "json.py").unlink()
     changed(bundle, module="evil", file=None)
-    in_the_bundle = run("-m", "nanlocator.replay", bundle, cwd=bundle)
+    in_the_bundle = run_python("-m", "nanlocator.replay", bundle, cwd=bundle)
     assert in_the_bundle.returncode == 2 and "among the bundle's own files" in in_the_bundle.stderr
     assert not list(Path().rglob("executed"))
 
@@ -333,7 +328,7 @@ def test_a_script_holds_nothing_of_a_bundle_as_code():
     content["versions"]["torch"] = '2\n"""\nopen("executed", "w")\n"""'
     content["settings"]["autocast"] = 'cpu bfloat16), open("executed", "w'
     path.write_text(json.dumps(content))
-    exported_operator(bundle)
+    exported_operator(bundle, interpreter)
     assert not list(Path().rglob("executed"))
     content["operator_call"]["operator"] = 'planted::root, open("executed", "w")'
     path.write_text(json.dumps(content))

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import run_programs
+from ranks import run_programs, run_python
 
 PROGRAM = """
 import math, sys
@@ -40,17 +40,21 @@ ENDS = {
 }
 
 
-def run(end, *, is_bad=True, before_backward=True, extra=""):
+def interpreter(*command):
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100)
+
+
+def run(end, *, is_bad=True, before_backward=True, extra="", start=run_python):
     text = PROGRAM.format(stop=end, is_bad=is_bad, before_backward=before_backward)
     Path("train.py").write_text(text + extra)
-    done = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, timeout=100)
+    done = start("train.py")
     found = sorted(Path().glob("nanlocator_run/*/verdict.json"))
     return done, [json.loads(path.read_text()) for path in found]
 
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_loss_that_the_program_finds_bad_is_explained_before_it_ends(end):
-    done, verdicts = run(ENDS[end])
+    done, verdicts = run(ENDS[end], start=interpreter)
     assert done.returncode == 1
     (origin,) = verdicts[0]["origins"]
     assert (origin["operator"], origin["cause"]) == ("aten::log", "operator_undefined")
@@ -80,7 +84,7 @@ def test_gradients_that_nobody_has_looked_at_are_looked_at_before_the_end():
 def test_after_remove_and_an_interrupt_nothing_is_looked_at():
     _, verdicts = run(f"watch.remove(); {ENDS['raises']}")
     assert verdicts == []
-    _, verdicts = run("raise KeyboardInterrupt")
+    _, verdicts = run("raise KeyboardInterrupt", start=interpreter)
     assert verdicts == []
 
 
@@ -177,7 +181,7 @@ CHECKS = {
 def leave(loop, *, is_bad=True):
     """What the program prints, and its verdict, if any."""
     Path("train.py").write_text(LEAVES.format(loop=loop, is_bad=is_bad))
-    done = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, timeout=100)
+    done = run_python("train.py")
     assert done.returncode == 0, done.stderr
     found = [json.loads(path.read_text()) for path in Path().glob("nanlocator_run/*/verdict.json")]
     return done.stdout, found

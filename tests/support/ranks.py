@@ -9,17 +9,22 @@ import contextlib
 import ctypes
 import datetime
 import importlib
+import importlib.util
 import itertools
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.process
 import os
 import random
 import re
+import runpy
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -77,6 +82,16 @@ class RankServer:
                 for process, (out, err) in zip(processes, texts, strict=True)
             ]
 
+    def run_python(
+        self, *command: str | Path, cwd: str | Path = ".", **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """`python command...` in `cwd`, with `variables` beside the environment's: a script, or -m and a
+        module, and arguments. As an interpreter it has PYTHONPATH for its import path, reads sitecustomize.py
+        there, and its end is one."""
+        words = [str(word) for word in command]
+        ((code, out, err),) = self.run_programs(1, _run_python, words, str(cwd), variables)
+        return subprocess.CompletedProcess(words, code, out, err)
+
     def _start(self, target: Callable[..., None], *arguments: Any) -> BaseProcess:
         # The ranks are gloo's. A GPU that the server has asked after could not be used in its forks.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -94,6 +109,7 @@ class RankServer:
 
 _server = RankServer("torch._dynamo", "nanlocator.transformers", "transformers.trainer")
 run_ranks, run_programs = _server.run_ranks, _server.run_programs
+run_python = RankServer("torch._dynamo").run_python
 
 
 def _without_gloos(text: str) -> str:
@@ -214,8 +230,36 @@ def _run_program(out: Path, err: Path, program: Callable[..., None], arguments: 
     code = 0
     try:
         program(*arguments)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except Exception as error:
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
     ctypes.pythonapi.Py_Exit(code)
+
+
+def _run_python(
+    _rank: int, _processes: int, _port: int, words: list[str], cwd: str, variables: dict[str, str]
+) -> None:
+    multiprocessing.process._parent_process = None  # as where a shell has started it
+    multiprocessing.process.current_process()._config["daemon"] = False
+    os.chdir(cwd)
+    os.environ |= variables
+    installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
+    sys.path = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *installed]
+    if importlib.util.find_spec("sitecustomize"):
+        importlib.import_module("sitecustomize")
+    if words[0] == "-m":
+        sys.argv, sys.path = words[1:], [os.getcwd(), *sys.path]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv, sys.path = words, [os.path.dirname(os.path.abspath(words[0])), *sys.path]
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    main.__file__ = words[0]
+    try:
+        exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), main.__dict__)
+    except Exception as error:
+        raise error.with_traceback(error.__traceback__.tb_next) from None
