@@ -6,10 +6,14 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
+#include "nanlocator/error.hpp"
+#include "nanlocator/files/names.hpp"
 #include "nanlocator/gradients/gradient_scanner.hpp"
 #include "nanlocator/trace/module_scope.hpp"
+#include "nanlocator/trace/operator_trace.hpp"
 #include "nanlocator/trace/program_code.hpp"
 #include "path.hpp"
 
@@ -37,8 +41,19 @@ struct PathHandle {
 /// The lines of Python programs; takes the GIL. One for the process.
 std::shared_ptr<ProgramCode> python_code();
 
-/// Throws UsageError for a name that is none.
-Phase phase_of(std::string_view name);
+/// The value of the argument `what`. Throws UsageError for a name that is none.
+template <HasNames Enum>
+Enum choice(const std::string& what, const std::string& name) {
+  if (const auto value = value_named<Enum>(name)) return *value;
+  std::string names;
+  for (const auto each : kNames<Enum>)
+    names.append(names.empty() ? "'" : ", '").append(each) += '\'';
+  throw UsageError(what + " is '" + name + "'; expected one of " + names);
+}
+
+using NamedPairs = std::vector<std::pair<std::string, at::Tensor>>;
+std::vector<NamedTensor> named_tensors(const NamedPairs& pairs);
+
 /// Parallel lists; `offsets` may be empty. Throws UsageError where their lengths differ.
 std::vector<GradientView> gradient_views(const std::vector<std::int64_t>& parameters,
                                          const std::vector<at::Tensor>& tensors,

@@ -127,10 +127,7 @@ void bind_coverage(py::module_& m) {
                              [](const CrossingCoverage& self) { return self.members.ranks(); })
       .def_readonly("peer", &CrossingCoverage::peer)
       .def_property_readonly("role", [](const CrossingCoverage& c) { return c.role.text(); })
-      .def_readonly("count", &CrossingCoverage::count)
-      .def_readonly("has_unwatched", &CrossingCoverage::has_unwatched)
-      .def_property_readonly(
-          "not_looked_at", [](const CrossingCoverage& self) { return self.not_looked_at.ranks(); });
+      .def_readonly("count", &CrossingCoverage::count);
   py::class_<Crossing>(m, "Crossing")
       .def_readonly("group", &Crossing::group)
       .def_property_readonly("members", [](const Crossing& self) { return self.members.ranks(); })

@@ -23,7 +23,6 @@ using py::literals::operator""_a;
 namespace nanlocator {
 namespace {
 
-using Named = std::vector<std::pair<std::string, at::Tensor>>;
 using OptimizerTensors =
     std::vector<std::tuple<std::int64_t, std::string, at::Tensor, std::int64_t>>;
 using Views = std::pair<std::vector<std::int64_t>, std::vector<at::Tensor>>;
@@ -34,12 +33,6 @@ using Scale = std::optional<std::tuple<double, bool, bool>>;
 struct Interrupted {
   py::error_already_set error;
 };
-
-std::vector<NamedTensor> named_tensors(const Named& pairs) {
-  std::vector<NamedTensor> tensors;
-  for (const auto& [name, tensor] : pairs) tensors.push_back({name, tensor});
-  return tensors;
-}
 
 std::vector<GradientView> views_of(const Views& views) {
   return gradient_views(views.first, views.second, {});
@@ -155,9 +148,10 @@ StepAdapter adapter_of(const py::object& from) {
         }
         return tensors;
       };
-  step.gradient_phase = phase_of(from.attr("gradient_phase").cast<std::string>());
-  step.parameters = named_tensors(from.attr("parameters").cast<Named>());
-  step.buffers = named_tensors(from.attr("buffers").cast<Named>());
+  step.gradient_phase =
+      choice<Phase>("gradient_phase", from.attr("gradient_phase").cast<std::string>());
+  step.parameters = named_tensors(from.attr("parameters").cast<NamedPairs>());
+  step.buffers = named_tensors(from.attr("buffers").cast<NamedPairs>());
   step.program_code = python_code();
   step.why_no_pass = from.attr("why_no_pass").cast<std::string>();
   step.can_trace_later_steps = from.attr("can_trace_later_steps").cast<bool>();
@@ -197,7 +191,7 @@ StepAdapter adapter_of(const py::object& from) {
     return f.call<bool>();
   };
   step.model = [f = Function(from.attr("model_tensors"))] {
-    const auto [parameters, buffers] = f.call<std::pair<Named, Named>>();
+    const auto [parameters, buffers] = f.call<std::pair<NamedPairs, NamedPairs>>();
     return ModelTensors{named_tensors(parameters), named_tensors(buffers)};
   };
   step.on_verdict = [f = Function(from.attr("on_verdict"))](const Verdict& verdict) {
@@ -209,7 +203,7 @@ StepAdapter adapter_of(const py::object& from) {
 /// From an object with the methods of nanlocator.driver.Pass.
 StepPass pass_of(const py::object& from) {
   StepPass pass;
-  pass.run = [f = Function(from.attr("run_again"))] { return named_tensors(f.call<Named>()); };
+  pass.run = [f = Function(from.attr("run_again"))] { return named_tensors(f.call<NamedPairs>()); };
   pass.clear_gradients = [f = Function(from.attr("clear_gradients"))] { f.call<py::object>(); };
   pass.changed_data = [f = Function(from.attr("changed_data"))] {
     return f.call<std::vector<std::string>>();
@@ -262,7 +256,7 @@ void bind_step(py::class_<StepDriver, OwnedDriver>& driver) {
              const std::vector<std::int64_t>& parameters, const std::vector<at::Tensor>& tensors,
              const std::vector<std::int64_t>& offsets) {
             const auto views = gradient_views(parameters, tensors, offsets);
-            released([&] { d.scan(phase_of(phase), group, role, views); });
+            released([&] { d.scan(choice<Phase>("phase", phase), group, role, views); });
           },
           "phase"_a, "group"_a, "role"_a, "parameters"_a, "tensors"_a,
           "offsets"_a = std::vector<std::int64_t>())

@@ -32,35 +32,12 @@ namespace {
 
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
-Policy policy_of(const std::string& name) {
-  for (const auto policy : {Policy::report, Policy::stop, Policy::skip, Policy::recover}) {
-    if (name == name_of(policy)) return policy;
-  }
-  throw UsageError("on_bad is '" + name + "'; it must be 'stop', 'report', 'skip' or 'recover'");
-}
-
-Level level_of(const std::string& name) {
-  for (const auto level : {Level::grads, Level::boundaries, Level::modules, Level::operators}) {
-    if (name == name_of(level)) return level;
-  }
-  throw UsageError("level is '" + name +
-                   "'; it must be 'grads', 'boundaries', 'modules' or "
-                   "'operators'");
-}
-
 Activity activity_of(const std::string& name) {
   for (const auto activity : {Activity::training, Activity::forward_backward, Activity::agreement,
                               Activity::rerun, Activity::gathering, Activity::stopped}) {
     if (name == name_of(activity)) return activity;
   }
   throw UsageError("unknown activity '" + name + "'");
-}
-
-RerunPolicy rerun_policy_of(const std::string& name) {
-  for (const auto policy : {RerunPolicy::never, RerunPolicy::on_bad, RerunPolicy::always}) {
-    if (name == name_of(policy)) return policy;
-  }
-  throw UsageError("rerun is '" + name + "'; it must be 'never', 'on_bad' or 'always'");
 }
 
 void bind_errors(py::module_& m) {
@@ -222,14 +199,20 @@ void bind_gradients(py::module_& m) {
       .def(py::init<>())
       .def_property(
           "on_bad", [](const LocatorOptions& o) { return std::string(name_of(o.on_bad)); },
-          [](LocatorOptions& o, const std::string& name) { o.on_bad = policy_of(name); })
+          [](LocatorOptions& o, const std::string& name) {
+            o.on_bad = choice<Policy>("on_bad", name);
+          })
       .def_readwrite("output_dir", &LocatorOptions::output_dir)
       .def_property(
           "level", [](const LocatorOptions& o) { return std::string(name_of(o.level)); },
-          [](LocatorOptions& o, const std::string& name) { o.level = level_of(name); })
+          [](LocatorOptions& o, const std::string& name) {
+            o.level = choice<Level>("level", name);
+          })
       .def_property(
           "rerun", [](const LocatorOptions& o) { return std::string(name_of(o.rerun)); },
-          [](LocatorOptions& o, const std::string& name) { o.rerun = rerun_policy_of(name); })
+          [](LocatorOptions& o, const std::string& name) {
+            o.rerun = choice<RerunPolicy>("rerun", name);
+          })
       .def_property(
           "bundle_bytes", [](const LocatorOptions& o) { return o.bundles.bytes; },
           [](LocatorOptions& o, std::uint64_t bytes) { o.bundles.bytes = bytes; })
@@ -293,7 +276,7 @@ void bind_gradients(py::module_& m) {
       "outcome_of",
       [](const std::string& on_bad, const std::string& verdict_json) {
         const auto verdict = verdict_from_json(verdict_json, "verdict");
-        return std::string(outcome_of(policy_of(on_bad), verdict.rerun));
+        return std::string(outcome_of(choice<Policy>("on_bad", on_bad), verdict.rerun));
       },
       "on_bad"_a, "verdict_json"_a, "'stopped', 'reported', 'skipped' or 'recovered'.");
   m.def(
@@ -326,11 +309,6 @@ std::function<at::Tensor()> dequantize_of(const at::Tensor& tensor) {
 }
 
 }  // namespace
-
-Phase phase_of(std::string_view name) {
-  if (const auto phase = value_named<Phase>(name)) return *phase;
-  throw UsageError("unknown phase '" + std::string(name) + "'");
-}
 
 std::vector<GradientView> gradient_views(const std::vector<std::int64_t>& parameters,
                                          const std::vector<at::Tensor>& tensors,

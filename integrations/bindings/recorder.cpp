@@ -66,7 +66,6 @@ void bind_recorder(py::module_& m) {
       .def_property_readonly("payload", &object_of)
       .def_property_readonly("backwards_before", &RecordedEvent::backwards_before);
   py::class_<RecordedValue>(m, "RecordedValue");
-  m.def("steady_copy", &steady_copy, "tensor"_a, ReleaseGil());
   m.def("content_sample", &content_sample, "tensor"_a, ReleaseGil());
   m.def("has_content", &has_content, "tensor"_a, "sample"_a, ReleaseGil());
   m.def(

@@ -72,6 +72,12 @@ class PythonValues {
     return list;
   }
 
+  py::dict values(const std::vector<std::pair<std::string, BundleValue>>& named) const {
+    py::dict dict;
+    for (const auto& [name, each] : named) dict[py::str(name)] = value(each);
+    return dict;
+  }
+
  private:
   py::dict fields(const BundleValue& value) const {
     py::dict dict;
@@ -102,9 +108,7 @@ py::dict module_call_of(const std::filesystem::path& path, const std::string& de
   result["class_name"] = call->class_name;
   result["is_training"] = call->is_training;
   result["arguments"] = py::tuple(python.values(call->arguments));
-  py::dict keywords;
-  for (const auto& [name, value] : call->keywords) keywords[py::str(name)] = python.value(value);
-  result["keywords"] = keywords;
+  result["keywords"] = python.values(call->keywords);
   result["outputs"] = python.value(call->outputs);
   py::dict weights;
   for (const auto& [name, weight] : call->weights) {
@@ -137,9 +141,7 @@ py::dict kernel_call_of(const std::filesystem::path& path, const std::string& de
   result["why_not_replayed"] = call->why_not_replayed;
   result["names"] = call->names;
   result["arguments"] = python.values(call->arguments);
-  py::dict keywords;
-  for (const auto& [name, value] : call->keywords) keywords[py::str(name)] = python.value(value);
-  result["keywords"] = keywords;
+  result["keywords"] = python.values(call->keywords);
   result["launch"] = python.values(call->launch);
   result["arguments_after"] = python.values(call->arguments_after);
   std::vector<std::string> beside;

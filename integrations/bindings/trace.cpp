@@ -23,13 +23,6 @@ namespace nanlocator {
 namespace {
 
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
-using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
-
-std::vector<NamedTensor> named(const NamedTensors& pairs) {
-  std::vector<NamedTensor> tensors;
-  for (const auto& [name, tensor] : pairs) tensors.push_back({name, tensor});
-  return tensors;
-}
 
 DeclaredAs declared_as(const std::string& name) {
   if (name == "parameter") return DeclaredAs::parameter;
@@ -73,7 +66,7 @@ class ClosableTrace {
 /// A context manager would cost two calls of Python more.
 class PythonKernelCall {
  public:
-  PythonKernelCall(const std::string& name, const NamedTensors& arguments) {
+  PythonKernelCall(const std::string& name, const NamedPairs& arguments) {
     std::vector<KernelArgument> tensors;
     tensors.reserve(arguments.size());
     for (const auto& [argument, tensor] : arguments) tensors.push_back({argument, tensor});
@@ -91,6 +84,12 @@ class PythonKernelCall {
 
 }  // namespace
 
+std::vector<NamedTensor> named_tensors(const NamedPairs& pairs) {
+  std::vector<NamedTensor> tensors;
+  for (const auto& [name, tensor] : pairs) tensors.push_back({name, tensor});
+  return tensors;
+}
+
 void bind_trace(py::module_& m) {
   m.def(
       "set_current_microbatch",
@@ -100,8 +99,7 @@ void bind_trace(py::module_& m) {
       "microbatch"_a, "chunk"_a, "What every observer writes beside a module's name.");
   py::class_<PythonKernelCall>(m, "KernelCall",
                                "nanlocator::KernelCall; `close` it on the thread that made it.")
-      .def(py::init<const std::string&, const NamedTensors&>(), "name"_a, "arguments"_a,
-           ReleaseGil())
+      .def(py::init<const std::string&, const NamedPairs&>(), "name"_a, "arguments"_a, ReleaseGil())
       .def("end", &PythonKernelCall::end, "results"_a, ReleaseGil())
       .def("close", &PythonKernelCall::close, ReleaseGil())
       .def_property_readonly("number", &PythonKernelCall::number);
@@ -139,15 +137,14 @@ void bind_trace(py::module_& m) {
           "enter_phase",
           [](ClosableTrace& t, const std::optional<std::string>& name) {
             std::optional<Phase> phase;
-            if (name) phase = value_named<Phase>(*name);
-            if (name && !phase) throw UsageError("unknown phase '" + *name + "'");
+            if (name) phase = choice<Phase>("phase", *name);
             t.get().enter_phase(phase);
           },
           "phase"_a, ReleaseGil())
       .def(
           "explain",
-          [](ClosableTrace& t, const NamedTensors& losses, const NamedTensors& gradients) {
-            return t.get().explain(named(losses), named(gradients));
+          [](ClosableTrace& t, const NamedPairs& losses, const NamedPairs& gradients) {
+            return t.get().explain(named_tensors(losses), named_tensors(gradients));
           },
           "losses"_a, "gradients"_a, ReleaseGil(), "Both: pairs of name and tensor.")
       .def("pause", [](ClosableTrace& t) { t.get().pause(); })

@@ -243,15 +243,10 @@ void bind_module_watch(py::module_& m) {
       .def("abandon", &ModuleWatch::abandon, "call"_a)
       .def(
           "collect",
-          [](ModuleWatch& watch, std::int64_t iteration,
-             const std::vector<std::pair<std::string, at::Tensor>>& parameters,
-             const std::vector<std::pair<std::string, at::Tensor>>& buffers) {
-            const auto named = [](const auto& pairs) {
-              std::vector<NamedTensor> tensors;
-              for (const auto& [name, tensor] : pairs) tensors.push_back({name, tensor});
-              return tensors;
-            };
-            const auto of_parameters = named(parameters), of_buffers = named(buffers);
+          [](ModuleWatch& watch, std::int64_t iteration, const NamedPairs& parameters,
+             const NamedPairs& buffers) {
+            const auto of_parameters = named_tensors(parameters);
+            const auto of_buffers = named_tensors(buffers);
             ModuleWatch::Collected collected;
             {
               const py::gil_scoped_release release;

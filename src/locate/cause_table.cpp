@@ -4,6 +4,8 @@
 #include <array>
 #include <cstddef>
 
+#include "locate/unordered_facts.hpp"
+
 namespace nanlocator {
 namespace {
 
@@ -14,6 +16,11 @@ bool always(const Origin&) {
 template <FactKind... kinds>
 bool has(const Origin& origin) {
   return (has_fact(origin.facts, kinds) || ...);
+}
+
+template <Concurrent other>
+bool is_beside(const Origin& origin) {
+  return find_unordered(origin.facts, other) != nullptr;
 }
 
 template <Detail... details>
@@ -209,8 +216,8 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        Confidence::low,
        true,
        {memory, race, kernel},
-       {{wait_for_transfer, has<F::wrote_during_transfer, F::read_during_transfer>},
-        {wait_for_stream, has<F::wrote_beside_stream, F::read_beside_stream>},
+       {{wait_for_transfer, is_beside<Concurrent::transfer>},
+        {wait_for_stream, is_beside<Concurrent::stream>},
         {find_race, has<F::control_bad, F::ran_beside>},
         {test_device, always}}},
       {Cause::race,
@@ -219,9 +226,9 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        Confidence::medium,
        false,
        {memory, kernel},
-       {{wait_for_thread, has<F::wrote_beside_thread, F::read_beside_thread>},
-        {wait_for_transfer, has<F::wrote_during_transfer, F::read_during_transfer>},
-        {wait_for_stream, has<F::wrote_beside_stream, F::read_beside_stream>},
+       {{wait_for_thread, is_beside<Concurrent::thread>},
+        {wait_for_transfer, is_beside<Concurrent::transfer>},
+        {wait_for_stream, is_beside<Concurrent::stream>},
         {find_race, always}}},
       {Cause::collective_result,
        Owner::cluster_operator,
@@ -415,8 +422,7 @@ Confidence cause_confidence_of(const Origin& origin, const CauseRow& row) {
   }
   if (origin.detail == Detail::custom_code) return Confidence::medium;
   if (origin.cause == Cause::race && is_of_timing(origin) &&
-      has<FactKind::wrote_during_transfer, FactKind::read_during_transfer,
-          FactKind::wrote_beside_thread, FactKind::read_beside_thread>(origin)) {
+      (is_beside<Concurrent::transfer>(origin) || is_beside<Concurrent::thread>(origin))) {
     return Confidence::high;
   }
   if (origin.action == Action::compare_peers) return Confidence::medium;

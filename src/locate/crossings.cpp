@@ -132,7 +132,7 @@ void Crossings::take(const RankEvidence& rank) {
                           coverage.peer.value_or(-1)}];
     looked.first = coverage.first;
     looked.count = std::max(looked.count, coverage.count);
-    looked.unseen = &coverage.not_looked_at;
+    looked.unseen = &coverage.not_scanned;
   }
   for (const Sighting& sighting : rank.ledger().sightings) {
     const auto role = role_of(sighting);
@@ -293,7 +293,7 @@ UnseenReceipt Crossings::unseen_before(const BoundaryEvent& event) const {
     const bool is_same_lane = crossing && !crossing->peer && !lane->peer &&
                               lane->group == crossing->group && lane->members == crossing->members;
     if (is_same_lane && !lane->has_unwatched &&
-        lane->not_looked_at.runs().front().first >= crossing->sequence) {
+        lane->not_scanned.runs().front().first >= crossing->sequence) {
       continue;
     }
     const auto givers =

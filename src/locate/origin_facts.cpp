@@ -4,25 +4,16 @@
 #include <limits>
 #include <set>
 #include <string>
-#include <string_view>
 #include <utility>
+
+#include "nanlocator/scan/dtype.hpp"
 
 namespace nanlocator {
 namespace {
 
-/// The largest finite number of a dtype; empty for an unknown one.
-std::optional<double> largest_of(std::string_view dtype) {
-  if (dtype == "float64") return std::numeric_limits<double>::max();
-  if (dtype == "float32" || dtype == "complex64") return std::numeric_limits<float>::max();
-  if (dtype == "bfloat16") return 3.3895313892515355e38;  // 0x7f7f
-  if (dtype == "float16") return 65504.0;
-  if (dtype == "float8_e5m2") return 57344.0;
-  return std::nullopt;
-}
-
 /// Inf without NaN, next to finite elements within a factor `reach` of the dtype's largest.
 bool is_near_overflow(const Sighting& sighting, double reach) {
-  const auto largest = largest_of(sighting.dtype);
+  const auto largest = largest_finite(sighting.dtype);
   const TensorStats& stats = sighting.stats;
   return largest && stats.nan == 0 && stats.has_finite() && stats.absmax > *largest / reach;
 }

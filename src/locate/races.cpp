@@ -5,6 +5,8 @@
 #include <set>
 #include <utility>
 
+#include "locate/unordered_facts.hpp"
+
 namespace nanlocator {
 namespace {
 
@@ -30,19 +32,6 @@ std::vector<Access> accesses_of(const Incident& incident) {
   return accesses;
 }
 
-FactKind kind_of(const UnorderedAccess& access) {
-  using enum FactKind;
-  switch (access.other) {
-    case Concurrent::transfer:
-      return access.is_write ? wrote_during_transfer : read_during_transfer;
-    case Concurrent::thread:
-      return access.is_write ? wrote_beside_thread : read_beside_thread;
-    case Concurrent::stream:
-      return access.is_write ? wrote_beside_stream : read_beside_stream;
-  }
-  return wrote_during_transfer;
-}
-
 std::vector<Access> with(const std::vector<Access>& accesses, Concurrent other) {
   std::vector<Access> some;
   std::ranges::copy_if(accesses, std::back_inserter(some),
@@ -64,7 +53,7 @@ Facts facts_of(const std::vector<Access>& accesses) {
     }
     if (known.size() == kMostAccesses) continue;
     known.push_back(access);
-    facts.push_back({.kind = kind_of(*access),
+    facts.push_back({.kind = unordered_kind(access->other, access->is_write),
                      .ranks = {rank},
                      .phase = access->phase,
                      .microbatch = access->microbatch,

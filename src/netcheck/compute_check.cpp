@@ -340,13 +340,8 @@ constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kBFloat16, at::kHalf, at::
 
 // --- comparing results -------------------------------------------------------------------------
 
-std::string index_text(std::int64_t flat, at::IntArrayRef shape) {
-  std::vector<std::int64_t> index(shape.size());
-  for (auto axis = static_cast<std::int64_t>(shape.size()) - 1; axis >= 0; --axis) {
-    index[axis] = flat % shape[axis];
-    flat /= shape[axis];
-  }
-  return describe_shape(index);
+std::string index_text(std::int64_t flat, const at::Tensor& tensor) {
+  return describe_shape(unravel_index(flat, tensor.sizes().vec()));
 }
 
 std::string title(const Case& checked) {
@@ -385,10 +380,10 @@ std::optional<std::string> compare(const Case& checked, const at::Tensor& result
   if (first < 0) return std::nullopt;
   const auto place = worst % expected.size();
   return title(checked) + ": " + std::to_string(count) + " of " + std::to_string(found.size()) +
-         " elements are wrong, the first at " + index_text(first, result.sizes()) +
-         "; the worst at " + index_text(worst, result.sizes()) + " is " +
-         number_text(found[worst], 9) + " instead of " + number_text(expected[place], 9) +
-         ", off by " + number_text(std::abs(found[worst] - expected[place]), 9) + " where " +
+         " elements are wrong, the first at " + index_text(first, result) + "; the worst at " +
+         index_text(worst, result) + " is " + number_text(found[worst], 9) + " instead of " +
+         number_text(expected[place], 9) + ", off by " +
+         number_text(std::abs(found[worst] - expected[place]), 9) + " where " +
          number_text(slack * bounds[place], 9) + " is allowed";
 }
 
@@ -409,8 +404,8 @@ std::optional<std::string> differs_in_rerun(const Case& checked, const at::Tenso
     return number_text(tensor.flatten()[place].to(at::kDouble).item<double>(), 9);
   };
   return title(checked) + ": differs from its first result in re-run " + std::to_string(rerun) +
-         " at " + index_text(place, first.sizes()) + ": " + value_at(first) + ", then " +
-         value_at(again) + " (" + std::to_string(count) + " of " + std::to_string(first.numel()) +
+         " at " + index_text(place, first) + ": " + value_at(first) + ", then " + value_at(again) +
+         " (" + std::to_string(count) + " of " + std::to_string(first.numel()) +
          " elements differ)";
 }
 

@@ -50,7 +50,7 @@ constexpr auto json_fields(const CrossingCoverage*) {
   return std::tuple(JsonField("group", &C::group), JsonField("members", &C::members),
                     JsonField("peer", &C::peer), JsonField("role", &C::role),
                     JsonAdded(JsonField("first", &C::first)), JsonField("count", &C::count),
-                    JsonAdded(JsonField("not_looked_at", &C::not_looked_at)),
+                    JsonAdded(JsonField("not_looked_at", &C::not_scanned)),
                     JsonAdded(JsonField("is_unseen_by_member", &C::is_unseen_by_member)),
                     JsonAdded(JsonField("has_unwatched", &C::has_unwatched)),
                     JsonRare("watches_weights", &C::watches_weights));

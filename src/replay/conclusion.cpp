@@ -1,47 +1,18 @@
 #include "replay/conclusion.hpp"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
-#include <cstdio>
 #include <limits>
 #include <string>
-#include <string_view>
 #include <utility>
+
+#include "nanlocator/scan/dtype.hpp"
 
 namespace nanlocator {
 namespace {
 
-/// The largest finite value of a dtype's (real) elements; infinity for what is not known.
-double largest_of(std::string_view dtype) {
-  constexpr std::array<std::pair<std::string_view, double>, 9> kLargest = {{
-      {"float64", std::numeric_limits<double>::max()},
-      {"complex128", std::numeric_limits<double>::max()},
-      {"float32", std::numeric_limits<float>::max()},
-      {"complex64", std::numeric_limits<float>::max()},
-      {"bfloat16", 0x1.FEp127},
-      {"float16", 65504},
-      {"complex32", 65504},
-      {"float8_e4m3fn", 448},
-      {"float8_e5m2", 57344},
-  }};
-  for (const auto& [name, largest] : kLargest) {
-    if (name == dtype) return largest;
-  }
-  return std::numeric_limits<double>::infinity();
-}
-
-std::string text_of(double value) {
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%.4g", value);
-  return text.data();
-}
-
-bool is_bad(const ReplayedOutput& output) {
-  return !output.stats.is_finite();
-}
-bool is_bad(const std::vector<ReplayedOutput>& outputs) {
-  return std::any_of(outputs.begin(), outputs.end(), [](const auto& o) { return is_bad(o); });
+double largest_of(const std::string& dtype) {
+  return largest_finite(dtype).value_or(std::numeric_limits<double>::infinity());
 }
 
 /// The same bad elements, as far as the stats tell.
@@ -61,6 +32,8 @@ bool has_recorded_bits(const ReplayRun& run) {
 }
 
 class Conclusion {
+  using enum ReplayEvidence;
+
  public:
   Conclusion(ReplayReport& report, const ConclusionEvidence& evidence)
       : report_(report), evidence_(evidence) {
@@ -71,145 +44,81 @@ class Conclusion {
 
   void draw() {
     report_.conclusion = ReplayConclusion::not_replayed;
-    const auto failed = std::find_if(recorded_runs_.begin(), recorded_runs_.end(),
-                                     [](const ReplayRun* run) { return !run->problem.empty(); });
-    if (failed != recorded_runs_.end()) {
-      say("It could not be executed as recorded: " + (*failed)->problem);
+    if (std::ranges::any_of(recorded_runs_,
+                            [](const auto* run) { return !run->problem.empty(); })) {
+      add(not_executed);
       return;
     }
-    report_.is_bit_exact =
-        std::all_of(recorded_runs_.begin(), recorded_runs_.end(),
-                    [](const ReplayRun* run) { return has_recorded_bits(*run); });
-    if (!repeats()) {
+    report_.is_bit_exact = std::ranges::all_of(
+        recorded_runs_, [](const ReplayRun* run) { return has_recorded_bits(*run); });
+    const bool is_repeated = std::ranges::all_of(recorded_runs_, [&](const ReplayRun* run) {
+      return are_bad_alike(run->outputs, report_.recorded);
+    });
+    add(is_repeated ? repeated : not_repeated);
+    const auto* poisoned = good_run(ReplayVariant::poisoned);
+    const bool reads_unwritten =
+        poisoned != nullptr && !are_bad_alike(poisoned->outputs, recorded_runs_[0]->outputs);
+    if (reads_unwritten) add(reads_unwritten_memory);
+    if (!is_repeated || reads_unwritten) {
       report_.conclusion = ReplayConclusion::varies;
-      return;
+    } else if (!is_bad(report_.recorded)) {
+      add(nothing_bad);
+    } else {
+      report_.conclusion = of_deterministic();
     }
-    if (reads_unwritten_memory()) {
-      report_.conclusion = ReplayConclusion::varies;
-      return;
-    }
-    if (!is_bad(report_.recorded)) {
-      say("Nothing bad was recorded and nothing bad came out: there is no fault to conclude on.");
-      return;
-    }
-    report_.conclusion = of_deterministic();
   }
 
  private:
-  void say(std::string sentence) { report_.sentences.push_back(std::move(sentence)); }
+  void add(ReplayEvidence evidence) { report_.evidence.push_back(evidence); }
 
-  std::string times() const {
-    const auto n = recorded_runs_.size();
-    return n == 1 ? "once" : std::to_string(n) + " times";
-  }
-
-  /// Every recorded run has the recorded bad elements.
-  bool repeats() {
-    const auto alike = static_cast<std::size_t>(std::count_if(
-        recorded_runs_.begin(), recorded_runs_.end(),
-        [&](const ReplayRun* run) { return are_bad_alike(run->outputs, report_.recorded); }));
-    const bool was_bad = is_bad(report_.recorded);
-    if (alike == recorded_runs_.size()) {
-      std::string sentence = "Executed " + times() + " as recorded: ";
-      sentence += was_bad ? "bad at the same elements every time" : "finite every time";
-      say(sentence + (report_.is_bit_exact ? ", with the recorded bits."
-                                           : ", but not with the recorded bits everywhere: another "
-                                             "device or thread count, or an order of addition "
-                                             "that changes from call to call."));
-      return true;
-    }
-    const auto bad = std::count_if(recorded_runs_.begin(), recorded_runs_.end(),
-                                   [](const ReplayRun* run) { return is_bad(run->outputs); });
-    const auto of_runs = std::to_string(bad) + " of " + std::to_string(recorded_runs_.size());
-    if (!was_bad) {
-      say("Recorded finite, but bad in " + of_runs + " executions of the same inputs.");
-    } else if (bad == 0) {
-      say("Recorded bad, but finite " + times() +
-          " when executed again from the same inputs: they do not explain it.");
-    } else {
-      say("Recorded bad; executed again from the same inputs it is bad in " + of_runs +
-          " runs, not at the same elements in all of them.");
-    }
-    say("What is left is hardware, a race with another stream or thread, or memory that was read "
-        "before it was written.");
-    reads_unwritten_memory();
-    return false;
-  }
-
-  const ReplayRun* run(ReplayVariant variant) const {
-    for (const auto& run : report_.runs) {
-      if (run.variant == variant) return &run;
-    }
-    return nullptr;
-  }
   /// The run of a variant that was executed.
   const ReplayRun* good_run(ReplayVariant variant) const {
-    const auto* found = run(variant);
+    const auto* found = find_run(report_, variant);
     return found != nullptr && found->problem.empty() ? found : nullptr;
-  }
-
-  bool reads_unwritten_memory() {
-    const auto* poisoned = good_run(ReplayVariant::poisoned);
-    if (poisoned == nullptr || are_bad_alike(poisoned->outputs, recorded_runs_[0]->outputs)) {
-      return false;
-    }
-    say("With new memory filled with NaN first the result is another: the operator reads memory "
-        "that nobody has written.");
-    return true;
   }
 
   ReplayConclusion of_deterministic() {
     const auto bad = static_cast<std::size_t>(
-        std::find_if(report_.recorded.begin(), report_.recorded.end(),
-                     [](const ReplayedOutput& output) { return is_bad(output); }) -
+        std::ranges::find_if(report_.recorded, [](const auto& each) { return is_bad(each); }) -
         report_.recorded.begin());
     const auto& recorded = report_.recorded[bad];
+    report_.judged = bad;
     const auto* wide = good_run(ReplayVariant::float64);
-    const char* wide_name = "float64";
-    if (wide == nullptr && run(ReplayVariant::float64) != nullptr) {
-      say("It could not be executed in float64: " + run(ReplayVariant::float64)->problem);
+    if (wide == nullptr && find_run(report_, ReplayVariant::float64) != nullptr) {
+      add(no_float64);
       wide = good_run(ReplayVariant::float32);
-      wide_name = "float32";
     }
     // Another output may be bad in wide precision only where this one is; one is judged, the first.
     const auto* wide_output =
         wide != nullptr && bad < wide->outputs.size() ? &wide->outputs[bad] : nullptr;
+    if (wide_output != nullptr) report_.wider = wide->variant;
     if (wide_output != nullptr && !is_bad(*wide_output)) {
-      return of_finite_in(wide_name, *wide_output, recorded);
+      return of_finite_in(*wide_output, recorded);
     }
     if (const auto* host = good_run(ReplayVariant::on_cpu);
         host != nullptr && bad < host->outputs.size() && !is_bad(host->outputs[bad])) {
-      say("The CPU's kernel gives a finite result in the same dtype: it is the device's kernel.");
+      report_.wider.reset();
+      add(finite_on_cpu);
       return ReplayConclusion::deterministic_kernel;
     }
-    return of_bad_everywhere(wide_output != nullptr ? *wide_output : recorded,
-                             wide_output != nullptr ? wide_name : "");
+    return of_bad_everywhere(wide_output != nullptr ? *wide_output : recorded);
   }
 
-  ReplayConclusion of_finite_in(const std::string& wide_name, const ReplayedOutput& wide,
-                                const ReplayedOutput& recorded) {
-    const auto largest = largest_of(recorded.dtype);
-    const auto reached = text_of(wide.stats.absmax);
-    if (wide.stats.absmax > largest) {
-      say("In " + wide_name + " the result is finite and reaches " + reached + ", more than " +
-          recorded.dtype + "'s largest value, " + text_of(largest) + ": it overflowed.");
+  ReplayConclusion of_finite_in(const ReplayedOutput& wide, const ReplayedOutput& recorded) {
+    if (wide.stats.absmax > largest_of(recorded.dtype)) {
+      add(exceeds_dtype);
       return ReplayConclusion::deterministic_overflow;
     }
     if (const auto* host = good_run(ReplayVariant::on_cpu);
         host != nullptr && !is_bad(host->outputs)) {
-      say("In " + wide_name + " the result is finite (at most " + reached +
-          ") and so it is in the same dtype on the CPU: it is the device's kernel.");
+      add(finite_on_cpu);
       return ReplayConclusion::deterministic_kernel;
     }
     if (may_overflow_inside(recorded.dtype)) {
-      say("In " + wide_name + " the result is finite (at most " + reached + ") and would fit " +
-          recorded.dtype +
-          ", but products or sums of these inputs do not: an intermediate value overflowed.");
+      add(overflows_inside);
       return ReplayConclusion::deterministic_overflow;
     }
-    say("In " + wide_name + " the result is finite (at most " + reached + ") and fits " +
-        recorded.dtype +
-        ", and the inputs are far from its range: the kernel for this dtype makes it bad.");
+    add(wrong_for_dtype);
     return ReplayConclusion::deterministic_kernel;
   }
 
@@ -229,30 +138,19 @@ class Conclusion {
     return std::pow(absmax, kMostFactors) * count > largest_of(dtype);
   }
 
-  ReplayConclusion of_bad_everywhere(const ReplayedOutput& output, const std::string& wide_name) {
-    const std::string where =
-        wide_name.empty() ? "In the recorded dtype" : "In " + wide_name + " too";
-    const bool have_bad_input =
-        std::any_of(evidence_.inputs.begin(), evidence_.inputs.end(),
-                    [](const TensorStats& input) { return !input.is_finite(); });
-    if (have_bad_input) say("An input is not finite already.");
+  ReplayConclusion of_bad_everywhere(const ReplayedOutput& output) {
+    const bool have_bad_input = std::ranges::any_of(
+        evidence_.inputs, [](const TensorStats& input) { return !input.is_finite(); });
+    if (have_bad_input) add(input_not_finite);
     if (evidence_.is_custom) {
-      say(where +
-          " the result is not finite. The operator is not PyTorch's: whether its mathematics "
-          "or its code makes it so, only its authors know.");
+      add(custom);
       return ReplayConclusion::deterministic_custom;
     }
-    if (output.stats.nan > 0) {
-      say(where + " the result is NaN: it is the mathematics of these inputs.");
+    if (output.stats.nan > 0 || have_bad_input || is_at_pole()) {
+      add(output.stats.nan > 0 ? undefined : have_bad_input ? infinite : infinite_at_zero);
       return ReplayConclusion::deterministic_undefined;
     }
-    if (have_bad_input || is_at_pole()) {
-      say(where + " the result is infinite" +
-          (have_bad_input ? "." : ", and an input is an exact zero: a pole of the function."));
-      return ReplayConclusion::deterministic_undefined;
-    }
-    say(where + " the result is infinite, of finite inputs away from zero: it exceeds " +
-        (wide_name.empty() ? output.dtype : wide_name) + "'s range.");
+    add(exceeds_range);
     return ReplayConclusion::deterministic_overflow;
   }
 

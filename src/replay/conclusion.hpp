@@ -1,6 +1,8 @@
 // From the runs of a replay to what they mean. The rules and their limits are in docs/replay.md.
 #pragma once
 
+#include <algorithm>
+#include <string>
 #include <vector>
 
 #include "nanlocator/replay/replay.hpp"
@@ -14,7 +16,22 @@ struct ConclusionEvidence {
   bool is_pointwise = false;  // each output element is of one element of each input
 };
 
-/// Fills `conclusion`, `is_bit_exact` and `sentences` from the recorded outputs and the runs.
+/// Fills `conclusion`, `is_bit_exact` and the evidence from the recorded outputs and the runs.
 void conclude(ReplayReport& report, const ConclusionEvidence& evidence);
+
+/// The evidence in words.
+[[nodiscard]] std::vector<std::string> sentences_of(const ReplayReport& report);
+
+[[nodiscard]] inline bool is_bad(const ReplayedOutput& output) {
+  return !output.stats.is_finite();
+}
+[[nodiscard]] inline bool is_bad(const std::vector<ReplayedOutput>& outputs) {
+  return std::ranges::any_of(outputs, [](const auto& output) { return is_bad(output); });
+}
+/// The run of a variant, whether it could be executed or not; null where there is none.
+[[nodiscard]] inline const ReplayRun* find_run(const ReplayReport& report, ReplayVariant variant) {
+  const auto found = std::ranges::find(report.runs, variant, &ReplayRun::variant);
+  return found == report.runs.end() ? nullptr : &*found;
+}
 
 }  // namespace nanlocator

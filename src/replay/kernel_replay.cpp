@@ -9,22 +9,23 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
-#include <cstdio>
 #include <initializer_list>
 #include <limits>
 #include <set>
 #include <utility>
 
 #include "files/checksum.hpp"
+#include "files/text.hpp"
 #include "nanlocator/error.hpp"
+#include "nanlocator/scan/dtype.hpp"
 #include "replay/host_memory.hpp"
 #include "replay/poison.hpp"
 #include "replay/reference_work.hpp"
 #include "replay/settings.hpp"
 #include "replay/storage_ranges.hpp"
 #include "replay/values.hpp"
+#include "tensor/dtypes.hpp"
 #include "tensor/extent.hpp"
 #include "tensor/observed_tensor.hpp"
 #include "tensor/own_work.hpp"
@@ -117,21 +118,7 @@ void fill_elements(const at::Tensor& tensor, std::uint8_t byte) {
 }
 
 double largest_of(at::ScalarType type) {
-  switch (type) {
-    case at::kHalf:
-      return 65504;
-    case at::kBFloat16:
-      return 3.3895313892515355e38;
-    case at::kFloat8_e4m3fn:
-      return 448;
-    case at::kFloat8_e5m2:
-      return 57344;
-    case at::kDouble:
-    case at::kComplexDouble:
-      return std::numeric_limits<double>::max();
-    default:
-      return std::numeric_limits<float>::max();
-  }
+  return largest_finite(torch_name(type)).value_or(std::numeric_limits<float>::max());
 }
 
 /// How far a kernel in this dtype may be from a float64 reference, relative to a value or to the
@@ -342,11 +329,9 @@ class Replay {
     const bool is_known = executed_ >= 2 && options_.seconds;
     const double most = options_.seconds.value_or(0);
     if (!is_known || seconds() + latest_seconds_ * (planned() - executed_) <= most) return "";
-    std::array<char, 160> text{};
-    std::snprintf(text.data(), text.size(),
-                  "one execution takes %.2g s, %d are needed, and at most %.2g s are spent on them",
-                  latest_seconds_, planned(), most);
-    return text.data();
+    return "one execution takes " + number_text(latest_seconds_, 2) + " s, " +
+           std::to_string(planned()) + " are needed, and at most " + number_text(most, 2) +
+           " s are spent on them";
   }
   /// As recorded, and with memory filled.
   [[nodiscard]] int planned() const { return options_.repeats + 6; }
@@ -507,10 +492,8 @@ class Replay {
     const auto& limit = *options_.reference_limit;
     const Work work = work_of_reference(reference, before_);
     const auto exceeds = [&](double amount, double most, const char* verb, const char* unit) {
-      std::array<char, 128> text{};
-      std::snprintf(text.data(), text.size(), " would %s %.2g %s, and at most %.2g are tried", verb,
-                    amount, unit, most);
-      return reference.family + text.data();
+      return reference.family + " would " + verb + " " + number_text(amount, 2) + " " + unit +
+             ", and at most " + number_text(most, 2) + " are tried";
     };
     const double most_flops = device_.is_cpu() ? limit.flops_on_host : limit.flops_on_device;
     if (work.flops > most_flops) return exceeds(work.flops, most_flops, "compute", "FLOPs");

@@ -5,9 +5,9 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
 #include <cstring>
 
+#include "files/text.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/record/sighting.hpp"
 #include "nanlocator/tensor/scan_tensor.hpp"
@@ -192,10 +192,8 @@ std::string why_too_large(const Work& work, const ReplayOptions& options) {
   const double most_bytes =
       std::min(options.cpu_limit->bytes, static_cast<double>(free_host_memory()) / 6);
   const auto exceeds = [](double amount, double most, const char* unit) {
-    std::array<char, 96> text{};
-    std::snprintf(text.data(), text.size(), "too large for the CPU: %.2g %s, and %.2g are tried.",
-                  amount, unit, most);
-    return std::string(text.data());
+    return "too large for the CPU: " + number_text(amount, 2) + " " + unit + ", and " +
+           number_text(most, 2) + " are tried.";
   };
   if (work.flops > options.cpu_limit->flops) {
     return exceeds(work.flops, options.cpu_limit->flops, "FLOPs");
@@ -277,6 +275,7 @@ ReplayReport replay(const OperatorCall& recorded_call, const ReplayOptions& opti
   evidence.is_custom = !name.starts_with("aten::") && !name.starts_with("prims::");
   evidence.is_pointwise = facts.handle.hasTag(at::Tag::pointwise);
   conclude(report, evidence);
+  report.sentences = sentences_of(report);
   report.sentences.insert(report.sentences.end(), problems.begin(), problems.end());
   return report;
 }

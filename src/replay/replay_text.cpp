@@ -1,7 +1,6 @@
 // A replay's report for people and for programs.
 #include <algorithm>
 #include <array>
-#include <cstdio>
 #include <nlohmann/json.hpp>
 
 #include "files/json_fields.hpp"
@@ -38,12 +37,6 @@ Json outputs_to_json(const std::vector<ReplayedOutput>& outputs) {
   return json;
 }
 
-std::string number_text(double value, const char* format) {
-  std::array<char, 40> text{};
-  std::snprintf(text.data(), text.size(), format, value);
-  return text.data();
-}
-
 using Row = std::array<std::string, 8>;
 
 Row row_of(const std::string& run, const ReplayedOutput& output) {
@@ -54,7 +47,7 @@ Row row_of(const std::string& run, const ReplayedOutput& output) {
           std::to_string(stats.nan),
           std::to_string(stats.pos_inf + stats.neg_inf),
           stats.first_bad < 0 ? "-" : describe_shape(unravel_index(stats.first_bad, output.shape)),
-          number_text(stats.absmax, "%.4g"),
+          number_text(stats.absmax),
           !output.equals_recorded   ? "-"
           : *output.equals_recorded ? "yes"
                                     : "no"};
@@ -155,7 +148,7 @@ std::string format_replay(const ReplayReport& report, const ReplayTextStyle& sty
   std::string text = bold(printable(report.op)) + "\n\n" + table(rows) + '\n';
   for (const auto& input : report.inputs_at_first_bad) {
     text += "  " + printable(input.name) + describe_shape(input.index) + " = " +
-            number_text(input.value, "%.9g") + " (" + input.dtype + ")\n";
+            number_text(input.value, 9) + " (" + input.dtype + ")\n";
   }
   if (!report.inputs_at_first_bad.empty()) text += '\n';
   text += "conclusion: " + bold(std::string(name_of(report.conclusion))) + '\n';

@@ -3,6 +3,7 @@
 #include <set>
 #include <string>
 
+#include "files/text.hpp"
 #include "nanlocator/replay/operator_call.hpp"
 #include "replay/storage_ranges.hpp"
 #include "replay/values.hpp"
@@ -26,11 +27,7 @@ BundleValue unsupported(std::string what) {
 std::string described(const at::Tensor& tensor) {
   std::string text = "tensor " + std::string(torch_name(tensor.scalar_type()));
   if (tensor.is_nested()) return text;
-  text += " [";
-  for (std::int64_t d = 0; d < tensor.dim(); ++d) {
-    text += (d == 0 ? "" : ", ") + std::to_string(tensor.size(d));
-  }
-  return text + "]";
+  return text + " " + describe_shape(tensor.sizes());
 }
 
 bool is_row_major_range(const at::Tensor& tensor, const ByteRange& range) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "locate/unordered_facts.hpp"
 #include "nanlocator/locate/cause_table.hpp"
 #include "nanlocator/report/sentences.hpp"
 #include "report/words.hpp"
@@ -328,39 +329,32 @@ std::string weight_of(const Origin& origin) {
   return fact == nullptr ? "the weight" : fact->parameter;
 }
 
-std::vector<std::string> wait_steps(const Origin& origin) {
-  const Fact* fact = find_fact(origin.facts, FactKind::wrote_during_transfer);
-  if (fact == nullptr) fact = find_fact(origin.facts, FactKind::read_during_transfer);
-  if (fact == nullptr) return {"wait for each transfer before its memory is used"};
-  const std::string begun =
-      fact->transfer_code ? ", begun at " + code_place(*fact->transfer_code) + "," : "";
-  const std::string used = fact->code ? code_place(*fact->code) : fact->op;
-  return {"wait for " + fact->transfer + begun + " before " + used +
-          (fact->kind == FactKind::wrote_during_transfer ? " writes to its memory"
-                                                         : " reads what it brings")};
-}
-
-std::vector<std::string> thread_steps(const Origin& origin) {
-  const Fact* fact = find_fact(origin.facts, FactKind::wrote_beside_thread);
-  if (fact == nullptr) fact = find_fact(origin.facts, FactKind::read_beside_thread);
-  if (fact == nullptr) return {"wait for the thread before its memory is used"};
-  const std::string threads =
-      fact->transfer_code ? code_place(*fact->transfer_code) : fact->transfer;
-  const std::string steps = fact->code ? code_place(*fact->code) : fact->op;
-  return {"let the step and the thread take turns: an event, a queue or a join between " + threads +
-              " (in the thread) and " + steps,
-          "or give the thread memory that the step does not use"};
-}
-
-std::vector<std::string> stream_steps(const Origin& origin) {
-  const Fact* fact = find_fact(origin.facts, FactKind::wrote_beside_stream);
-  if (fact == nullptr) fact = find_fact(origin.facts, FactKind::read_beside_stream);
-  if (fact == nullptr) return {"let the streams wait for each other"};
-  const std::string other = fact->transfer_code ? code_place(*fact->transfer_code) : fact->transfer;
-  const std::string used = fact->code ? code_place(*fact->code) : fact->op;
-  return {"let the stream of " + used + " wait for that of " + other +
-              " (wait_stream, or an event), and record_stream memory that both use",
-          "run with TORCH_CUDA_SANITIZER=1 to see both accesses with their stacks"};
+std::vector<std::string> ordering_steps(const Origin& origin, Concurrent other) {
+  const Fact* const fact = find_unordered(origin.facts, other);
+  const auto place = [](const std::optional<CodeLine>& code, const std::string& op) {
+    return code ? code_place(*code) : op;
+  };
+  const std::string own = fact == nullptr ? "" : place(fact->code, fact->op);
+  const std::string others = fact == nullptr ? "" : place(fact->transfer_code, fact->transfer);
+  switch (other) {
+    case Concurrent::transfer:
+      if (fact == nullptr) return {"wait for each transfer before its memory is used"};
+      return {"wait for " + fact->transfer +
+              (fact->transfer_code ? ", begun at " + others + "," : "") + " before " + own +
+              (fact->kind == FactKind::wrote_during_transfer ? " writes to its memory"
+                                                             : " reads what it brings")};
+    case Concurrent::thread:
+      if (fact == nullptr) return {"wait for the thread before its memory is used"};
+      return {"let the step and the thread take turns: an event, a queue or a join between " +
+                  others + " (in the thread) and " + own,
+              "or give the thread memory that the step does not use"};
+    case Concurrent::stream:
+      if (fact == nullptr) return {"let the streams wait for each other"};
+      return {"let the stream of " + own + " wait for that of " + others +
+                  " (wait_stream, or an event), and record_stream memory that both use",
+              "run with TORCH_CUDA_SANITIZER=1 to see both accesses with their stacks"};
+  }
+  return {};
 }
 
 /// What the labels say of themselves.
@@ -661,11 +655,11 @@ std::vector<std::string> steps_text(const Origin& origin) {
               "if it is found on another device, look for a race or a kernel that is not "
               "deterministic"};
     case Action::wait_for_transfer:
-      return wait_steps(origin);
+      return ordering_steps(origin, Concurrent::transfer);
     case Action::wait_for_thread:
-      return thread_steps(origin);
+      return ordering_steps(origin, Concurrent::thread);
     case Action::wait_for_stream:
-      return stream_steps(origin);
+      return ordering_steps(origin, Concurrent::stream);
     case Action::find_race:
       if (find_fact(origin.facts, FactKind::control_bad) == nullptr) {
         return {

@@ -4,8 +4,8 @@
 #include <cmath>
 #include <functional>
 
+#include "locate/unordered_facts.hpp"
 #include "nanlocator/record/collective_kind.hpp"
-#include "nanlocator/record/unordered_access.hpp"
 #include "report/words.hpp"
 
 namespace nanlocator {
@@ -114,15 +114,27 @@ std::string times_text(const Fact& fact) {
   return fact.count.value_or(1) < 2 ? "" : ", " + counted(*fact.count, "time");
 }
 
-/// "c10d::allreduce_, begun at train.py:12 in average: work = ...,".
-std::string transfer_text(const Fact& fact) {
-  return fact.transfer +
-         (fact.transfer_code ? ", begun at " + code_text(*fact.transfer_code) + "," : "");
-}
-
-/// "aten::copy_ at loader.py:31 in fill: ...", of another thread or stream.
-std::string other_text(const Fact& fact) {
-  return fact.transfer + (fact.transfer_code ? " at " + code_text(*fact.transfer_code) : "");
+std::string unordered_text(const Fact& fact, Concurrent other) {
+  const bool is_write = fact.kind == unordered_kind(other, true);
+  const std::string beside = fact.transfer_code ? " at " + code_text(*fact.transfer_code) : "";
+  const std::string user = fact.transfer + beside;
+  const std::string uses = is_write ? " uses" : " writes";
+  const std::string on_ranks = ", on " + ranks_text(fact.ranks) + ": ";
+  const std::string text =
+      who_of(fact) + at_line(fact) + (is_write ? " wrote to" : " read") + " memory that ";
+  switch (other) {
+    case Concurrent::transfer:
+      return text + fact.transfer + (beside.empty() ? "" : ", begun" + beside + ",") +
+             " was still " + (is_write ? "using" : "writing") + on_ranks +
+             "nobody had waited for it";
+    case Concurrent::thread:
+      return text + "another thread (" + user + ")" + uses + on_ranks +
+             "neither waits for the other";
+    case Concurrent::stream:
+      return text + user + uses + " on another stream" + on_ranks +
+             "PyTorch's stream sanitizer saw neither wait for the other";
+  }
+  return text;
 }
 
 /// "transfers between ranks used the memory of what was bad, and another thread used the same
@@ -491,27 +503,14 @@ std::string plain_text(const Fact& fact) {
                   ? ", so no operator read uninitialised memory"
                   : "");
     case wrote_during_transfer:
-      return who_of(fact) + at_line(fact) + " wrote to memory that " + transfer_text(fact) +
-             " was still using, on " + ranks_text(fact.ranks) + ": nobody had waited for it";
     case read_during_transfer:
-      return who_of(fact) + at_line(fact) + " read memory that " + transfer_text(fact) +
-             " was still writing, on " + ranks_text(fact.ranks) + ": nobody had waited for it";
+      return unordered_text(fact, Concurrent::transfer);
     case wrote_beside_thread:
-      return who_of(fact) + at_line(fact) + " wrote to memory that " + "another thread (" +
-             other_text(fact) + ")" + " uses, on " + ranks_text(fact.ranks) +
-             ": neither waits for the other";
     case read_beside_thread:
-      return who_of(fact) + at_line(fact) + " read memory that " + "another thread (" +
-             other_text(fact) + ")" + " writes, on " + ranks_text(fact.ranks) +
-             ": neither waits for the other";
+      return unordered_text(fact, Concurrent::thread);
     case wrote_beside_stream:
-      return who_of(fact) + at_line(fact) + " wrote to memory that " + other_text(fact) +
-             " uses on another stream, on " + ranks_text(fact.ranks) +
-             ": PyTorch's stream sanitizer saw neither wait for the other";
     case read_beside_stream:
-      return who_of(fact) + at_line(fact) + " read memory that " + other_text(fact) +
-             " writes on another stream, on " + ranks_text(fact.ranks) +
-             ": PyTorch's stream sanitizer saw neither wait for the other";
+      return unordered_text(fact, Concurrent::stream);
     case ran_beside:
       return "while the operators of the step ran, " + beside_text(fact) + ": a race is possible";
     case control_bad:

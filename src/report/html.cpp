@@ -2,7 +2,6 @@
 #include "files/text.hpp"
 
 #include <algorithm>
-#include <cstdio>
 #include <functional>
 #include <limits>
 #include <map>
@@ -63,9 +62,7 @@ std::string where_in(const OriginTensor& tensor) {
   if (!tensor.first_bad_index.empty())
     text = "first bad element " + describe_shape(tensor.first_bad_index);
   if (tensor.absmax_finite) {
-    char number[40];
-    std::snprintf(number, sizeof number, "%.4g", *tensor.absmax_finite);
-    text += (text.empty() ? "" : "; ") + ("largest finite magnitude " + std::string(number));
+    append_item(text, "largest finite magnitude " + number_text(*tensor.absmax_finite), "; ");
   }
   return text;
 }

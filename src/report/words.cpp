@@ -1,7 +1,5 @@
 #include "report/words.hpp"
 
-#include <cstdio>
-
 #include "files/text.hpp"
 
 namespace nanlocator {
@@ -25,9 +23,7 @@ std::string counted(std::int64_t number, const std::string& noun) {
 }
 
 std::string short_number(double number) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.3g", number);
-  return text;
+  return number_text(number, 3);
 }
 
 std::string bad_text(const BadCount& bad) {

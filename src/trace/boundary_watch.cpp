@@ -53,14 +53,14 @@ struct Count {
   std::int64_t first = 0;     // of the pass
   std::int64_t finished = 0;  // all below
   std::set<std::int64_t> finished_early;
-  std::vector<int> not_looked_at;  // sequences of those
+  std::vector<int> not_scanned;  // sequences of those
   bool is_unseen_by_member = false;
   bool watches_weights = false;
 
   void begin_pass() {
     first = finished = begun;
     finished_early.clear();
-    not_looked_at.clear();
+    not_scanned.clear();
   }
 
   void finish(std::int64_t sequence) {
@@ -223,7 +223,7 @@ struct BoundaryWatch::Impl {
     auto& count = counts[record.lane];
     count.finish(record.sequence);
     if (record.was_looked_at) return;
-    count.not_looked_at.push_back(static_cast<int>(record.sequence));
+    count.not_scanned.push_back(static_cast<int>(record.sequence));
     count.is_unseen_by_member |=
         !gives_all_the_same(collective_kind_of(*record.op).value_or(CollectiveKind::exchange));
   }
@@ -351,8 +351,8 @@ struct BoundaryWatch::Impl {
 
   [[nodiscard]] CrossingCoverage coverage_of(const Lane& lane, const Count& count) const {
     const Group& group = groups[lane.group];
-    std::vector<int> not_looked_at;  // of what is covered
-    std::ranges::copy_if(count.not_looked_at, std::back_inserter(not_looked_at),
+    std::vector<int> not_scanned;  // of what is covered
+    std::ranges::copy_if(count.not_scanned, std::back_inserter(not_scanned),
                          [&](int sequence) { return sequence < count.finished; });
     return {group.name,
             group.members,
@@ -360,7 +360,7 @@ struct BoundaryWatch::Impl {
             role_of(lane.direction == Direction::received),
             count.first,
             count.finished,
-            std::move(not_looked_at),
+            std::move(not_scanned),
             count.is_unseen_by_member,
             lane.direction == Direction::collective && group.has_unwatched,
             count.watches_weights};

@@ -1,18 +1,14 @@
 #include "nanlocator/trace/step_recorder.hpp"
 
 #include <ATen/Context.h>
-#include <ATen/autocast_mode.h>
-#include <ATen/core/Generator.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <algorithm>
-#include <array>
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
@@ -22,7 +18,7 @@
 #include "tensor/steady_copy.hpp"
 #include "trace/operator_info.hpp"
 #include "trace/operator_trace_impl.hpp"
-#include "trace/recorded_caller.hpp"
+#include "trace/recorded_event.hpp"
 
 namespace nanlocator {
 namespace {
@@ -35,57 +31,13 @@ constexpr std::uint64_t kMostCopiedOnDevice = std::uint64_t{32} << 20;
 /// Of one that an operator reads: larger ones are frozen weights rather than data.
 constexpr std::uint64_t kMostOfAnOperator = std::uint64_t{1} << 20;
 
-using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
-
-std::uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : tensor._version();
-}
 
 bool is_wrapped_by_a_transform(const at::Tensor& tensor) {
   return tensor.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::FuncTorchBatched,
                                                        c10::DispatchKey::FuncTorchGradWrapper,
                                                        c10::DispatchKey::Functionalize}));
 }
-
-/// Autocast of the devices that training runs on.
-struct Autocast {
-  struct Of {
-    at::DeviceType device;
-    bool is_enabled;
-    at::ScalarType dtype;
-  };
-  static constexpr auto kDevices = std::to_array({at::kCPU, at::kCUDA});
-  std::array<Of, kDevices.size()> states;
-
-  static Autocast now() {
-    Autocast autocast;
-    for (std::size_t i = 0; i < kDevices.size(); ++i) {
-      autocast.states[i] = {kDevices[i], at::autocast::is_autocast_enabled(kDevices[i]),
-                            at::autocast::get_autocast_dtype(kDevices[i])};
-    }
-    return autocast;
-  }
-  void set() const {
-    for (const auto& of : states) {
-      at::autocast::set_autocast_enabled(of.device, of.is_enabled);
-      at::autocast::set_autocast_dtype(of.device, of.dtype);
-    }
-  }
-};
-
-class ScopedAutocast {
- public:
-  explicit ScopedAutocast(const Autocast& autocast) : before_(Autocast::now()) { autocast.set(); }
-  ~ScopedAutocast() { before_.set(); }
-  ScopedAutocast(const ScopedAutocast&) = delete;  // strictly nested
-  ScopedAutocast& operator=(const ScopedAutocast&) = delete;
-
- private:
-  Autocast before_;
-};
-
-using GeneratorStates = std::vector<std::pair<at::Generator, at::Tensor>>;
 
 GeneratorStates generator_states(const std::vector<c10::IValue>& arguments) {
   std::vector<at::Device> devices = {at::Device(at::kCPU)};
@@ -105,95 +57,7 @@ GeneratorStates generator_states(const std::vector<c10::IValue>& arguments) {
   return states;
 }
 
-void set_generator_states(const GeneratorStates& states) {
-  for (auto [generator, state] : states) {
-    const std::lock_guard lock(generator.mutex());
-    generator.set_state(state);
-  }
-}
-
-/// A tensor among the arguments of an operator: made by an event, a parameter's gradient, or kept.
-struct Input {
-  std::size_t argument = 0;
-  int element = -1;
-  std::optional<RecordedValue> value;
-  at::Tensor gradient_of;  // the parameter
-  at::Tensor kept;
-  std::uint32_t version = 0;  // of `kept`, when it was read
-  at::Tensor sample;          // of its content then, where it is no copy
-  bool is_read = true;        // its values, and not only its memory (views)
-
-  [[nodiscard]] bool is_overwritten() const {
-    return kept.defined() && is_read && (version_of(kept) != version || !has_content(kept, sample));
-  }
-};
-
-struct Output {
-  int index = 0;
-  WeakTensor tensor;
-  std::uint32_t version = 0;
-};
-
 }  // namespace
-
-struct RecordedEvent::Data {
-  std::uint64_t number = 0;
-  int backwards_before = 0;
-  std::shared_ptr<void> payload;
-  /// Events that must come before: makers of inputs, and whoever has written to their memory.
-  std::vector<std::shared_ptr<const RecordedEvent>> needs;
-  std::vector<RecordedValue> inputs;  // read by it
-  /// Makers of those inputs through which gradients flow.
-  std::vector<std::shared_ptr<const RecordedEvent>> differentiated;
-  std::string problem;   // why it cannot be executed again
-  bool is_used = false;  // a backward of a step that is over has gone through it
-
-  // An operator:
-  std::optional<c10::OperatorHandle> handle;
-  std::vector<c10::IValue> arguments;  // without the tensors that have a name
-  std::vector<Input> tensors;
-  std::vector<Output> outputs;  // new tensors
-  /// The same, kept where data that was read is not: they stand for it once it is overwritten.
-  std::vector<at::Tensor> held;
-  /// Gradients flow through what it makes, or it writes to something: its first outputs cannot
-  /// stand for it.
-  bool is_indispensable = false;
-  bool grad_mode = true;
-  ModulePath module = nullptr;  // that is no call of its own: a loss
-  Autocast autocast = {};
-  GeneratorStates generators;
-  ProgramCode::Caller caller;
-};
-
-RecordedEvent::RecordedEvent() : data_(std::make_unique<Data>()) {}
-
-RecordedEvent::~RecordedEvent() {
-  // A long chain ends here event by event, not call in call.
-  auto needs = std::move(data_->needs);
-  data_->inputs.clear();
-  data_->differentiated.clear();
-  data_->tensors.clear();
-  while (!needs.empty()) {
-    const auto last = std::const_pointer_cast<RecordedEvent>(std::move(needs.back()));
-    needs.pop_back();
-    if (last.use_count() > 1 || !last) continue;
-    auto& data = last->data();
-    std::ranges::move(data.needs, std::back_inserter(needs));
-    data.needs.clear();
-  }
-}
-
-bool RecordedEvent::is_operator() const noexcept {
-  return data_->handle.has_value();
-}
-const std::shared_ptr<void>& RecordedEvent::payload() const noexcept {
-  return data_->payload;
-}
-int RecordedEvent::backwards_before() const noexcept {
-  return data_->backwards_before;
-}
-
-// ---- recording
 
 struct StepRecorder::Impl {
   explicit Impl(RecorderOptions recorder_options) : options(std::move(recorder_options)) {}
@@ -207,7 +71,7 @@ struct StepRecorder::Impl {
   /// Memory that an event has made: what an operator writes there it writes again.
   struct OwnMemory {
     WeakStorage storage;
-    std::vector<std::shared_ptr<const RecordedEvent>> writers;
+    RecordedEvents writers;
     std::uint32_t version = 0;  // after the last of them
   };
 
@@ -226,7 +90,7 @@ struct StepRecorder::Impl {
   std::unordered_map<const c10::TensorImpl*, std::size_t> gradients;  // to the parameter
   bool are_gradients_new = false;
   std::size_t sweep_at = 1024;
-  std::vector<std::shared_ptr<const RecordedEvent>> roots;
+  RecordedEvents roots;
   struct Function {
     std::shared_ptr<RecordedEvent> event;
     std::string node;  // "SquareBackward"
@@ -381,7 +245,7 @@ struct StepRecorder::Impl {
   std::unique_ptr<Context> start(const at::RecordFunction& call, const OperatorInfo& info);
   void finish(const at::RecordFunction& call, Context& context);
   std::unique_ptr<Context> start_function(const at::RecordFunction& call);
-  [[nodiscard]] Input input_of(const at::Tensor& tensor, std::uint32_t version);
+  [[nodiscard]] RecordedInput input_of(const at::Tensor& tensor, std::uint32_t version);
   [[nodiscard]] static std::uint64_t bytes_kept_for(const at::Tensor& tensor);
   void take_inputs(const std::shared_ptr<RecordedEvent>& event, std::span<const at::Tensor> inputs);
   static void note_obstacle(RecordedEvent::Data& data, const at::Tensor& tensor);
@@ -528,8 +392,8 @@ void StepRecorder::Impl::take_inputs(const std::shared_ptr<RecordedEvent>& event
   }
 }
 
-Input StepRecorder::Impl::input_of(const at::Tensor& tensor, std::uint32_t version) {
-  Input input;
+RecordedInput StepRecorder::Impl::input_of(const at::Tensor& tensor, std::uint32_t version) {
+  RecordedInput input;
   input.version = version;
   if (const auto* found = find(tensor)) {
     input.value = name_of(*found, tensor);
@@ -579,7 +443,7 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
     for_each_tensor_at(context.arguments[i], [&](const at::Tensor& tensor, int element) {
       const std::uint32_t version = context.versions[next++];
       if (!tensor.defined()) return;
-      Input input = input_of(tensor, version);
+      RecordedInput input = input_of(tensor, version);
       input.argument = i;
       input.element = element;
       input.is_read = !info.is_view && info.arguments[i] != ArgumentUse::overwritten;
@@ -617,8 +481,8 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
   }
   if (made_now.empty() && !writes_own) return;
   // A view of data: whoever reads it keeps what is there then.
-  const bool is_of_data =
-      std::ranges::all_of(data.tensors, [](const Input& each) { return each.kept.defined(); });
+  const bool is_of_data = std::ranges::all_of(
+      data.tensors, [](const RecordedInput& each) { return each.kept.defined(); });
   if (info.is_view && !data.is_indispensable && is_of_data) return;
   const bool is_too_much = kept_bytes + bytes > options.most_bytes;
   if (!data.is_indispensable && (context.draws || is_too_much)) return;
@@ -633,7 +497,7 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
     if (data.tensors[i].value) depend_on(data, *data.tensors[i].value, given[i]);
     if (data.tensors[i].kept.defined()) note_obstacle(data, given[i]);
   }
-  for (Input& input : data.tensors) {
+  for (RecordedInput& input : data.tensors) {
     if (!input.kept.defined() || !input.is_read) continue;
     if (version_of(input.kept) != input.version) continue;  // by a thread, meanwhile
     if (may_copy_for_an_operator(input.kept)) {
@@ -746,19 +610,13 @@ void StepRecorder::forget() {
 
 void StepRecorder::begin_step() {
   auto& impl = *impl_;
-  std::unordered_set<const RecordedEvent*> used;  // by a backward: their graphs are gone
-  auto open = std::exchange(impl.roots, {});
-  while (!open.empty()) {
-    const auto event = std::move(open.back());
-    open.pop_back();
-    if (!used.insert(event.get()).second) continue;
+  const auto used =  // by a backward: their graphs are gone
+      reached_from(std::exchange(impl.roots, {}), &RecordedEvent::Data::differentiated);
+  for (const auto& event : used)
     std::const_pointer_cast<RecordedEvent>(event)->data().is_used = true;
-    const auto& more = event->data().differentiated;
-    open.insert(open.end(), more.begin(), more.end());
-  }
-  std::erase_if(impl.known, [&](const auto& entry) {
+  std::erase_if(impl.known, [](const auto& entry) {
     const auto& known = entry.second;
-    return known.tensor.expired() || !known.required_grad || used.contains(known.event.get());
+    return known.tensor.expired() || !known.required_grad || known.event->data().is_used;
   });
   impl.memory.clear();
   impl.functions.clear();
@@ -824,18 +682,8 @@ int StepRecorder::backwards() const noexcept {
   return impl_->backwards;
 }
 
-std::vector<std::shared_ptr<const RecordedEvent>> StepRecorder::needed() const {
-  std::unordered_set<const RecordedEvent*> seen;
-  std::vector<std::shared_ptr<const RecordedEvent>> events;
-  std::vector<std::shared_ptr<const RecordedEvent>> open = impl_->roots;
-  while (!open.empty()) {
-    auto event = std::move(open.back());
-    open.pop_back();
-    if (!seen.insert(event.get()).second) continue;
-    const auto& needs = event->data().needs;
-    open.insert(open.end(), needs.begin(), needs.end());
-    events.push_back(std::move(event));
-  }
+RecordedEvents StepRecorder::needed() const {
+  auto events = reached_from(impl_->roots, &RecordedEvent::Data::needs);
   std::ranges::sort(events, {}, [](const auto& event) { return event->data().number; });
   return events;
 }
@@ -844,34 +692,30 @@ std::vector<at::Tensor> StepRecorder::take_looked_at() noexcept {
   return std::exchange(impl_->looked_at, {});
 }
 
-/// All that `tensors` were computed from; nullopt where something of it is not known.
-static std::optional<std::unordered_set<const RecordedEvent*>> events_behind(
+/// The calls that `tensors` were computed from; nullopt where something behind them is not known.
+static std::optional<std::unordered_set<const RecordedEvent*>> calls_behind(
     StepRecorder::Impl& recorder, std::span<const at::Tensor> tensors) {
-  std::unordered_set<const RecordedEvent*> seen;
-  std::vector<const RecordedEvent*> open;
+  RecordedEvents makers;
   for (const auto& tensor : tensors) {
     const auto* const found = recorder.find(tensor);
     if (found == nullptr) return std::nullopt;
-    open.push_back(found->event.get());
+    makers.push_back(found->event);
   }
-  while (!open.empty()) {
-    const RecordedEvent* const event = open.back();
-    open.pop_back();
-    if (!seen.insert(event).second) continue;
+  std::unordered_set<const RecordedEvent*> calls;
+  for (const auto& event : reached_from(std::move(makers), &RecordedEvent::Data::needs)) {
     if (!event->data().problem.empty()) return std::nullopt;
-    for (const auto& need : event->data().needs) open.push_back(need.get());
+    if (event->payload() != nullptr) calls.insert(event.get());
   }
-  return seen;
+  return calls;
 }
 
 bool StepRecorder::have_common_calls(std::span<const at::Tensor> some,
                                      std::span<const at::Tensor> others) {
-  const auto behind_some = events_behind(*impl_, some);
-  const auto behind_others = events_behind(*impl_, others);
-  if (!behind_some || !behind_others) return true;
-  return std::ranges::any_of(*behind_some, [&](const RecordedEvent* event) {
-    return event->payload() != nullptr && behind_others->contains(event);
-  });
+  const auto of_some = calls_behind(*impl_, some);
+  const auto of_others = calls_behind(*impl_, others);
+  if (!of_some || !of_others) return true;
+  return std::ranges::any_of(*of_some,
+                             [&](const RecordedEvent* call) { return of_others->contains(call); });
 }
 
 std::vector<at::Tensor> StepRecorder::unfinished() const {
@@ -891,24 +735,12 @@ std::vector<at::Tensor> StepRecorder::unfinished() const {
   return tensors;
 }
 
-/// With their numbers; empty where one of them is gone or has been written to.
-static std::optional<std::vector<std::pair<int, at::Tensor>>> first_outputs(
-    const RecordedEvent::Data& operation) {
-  std::vector<std::pair<int, at::Tensor>> found;
-  for (const auto& output : operation.outputs) {
-    at::Tensor tensor(output.tensor.lock());
-    if (!tensor.defined() || version_of(tensor) != output.version) return std::nullopt;
-    found.emplace_back(output.index, std::move(tensor));
-  }
-  return found;
-}
-
 std::string StepRecorder::problem() const {
   if (!impl_->standing_problem.empty()) return impl_->standing_problem;
   for (const auto& event : needed()) {
     const auto& data = event->data();
     if (!data.problem.empty()) return data.problem;
-    const bool is_overwritten = std::ranges::any_of(data.tensors, &Input::is_overwritten);
+    const bool is_overwritten = std::ranges::any_of(data.tensors, &RecordedInput::is_overwritten);
     if (is_overwritten && (data.is_indispensable || !first_outputs(data))) {
       return "what " + data.handle->schema().name() + " has read was overwritten later in the step";
     }
@@ -920,118 +752,6 @@ std::pair<std::size_t, std::size_t> StepRecorder::size() const {
   const auto live = std::ranges::count_if(
       impl_->known, [](const auto& entry) { return !entry.second.tensor.expired(); });
   return {static_cast<std::size_t>(live), needed().size()};
-}
-
-// ---- executing
-
-struct StepReplay::Impl {
-  using Key = std::pair<const RecordedEvent*, int>;
-  std::vector<std::shared_ptr<const RecordedEvent>> events;
-  std::map<Key, at::Tensor> values;
-  std::map<Key, std::uint64_t> last_read;  // the number of the event
-
-  [[nodiscard]] at::Tensor get(const RecordedValue& value) const {
-    const auto found = values.find({value.event.get(), value.index});
-    if (found == values.end()) {
-      throw Error("a tensor that this step computes was not computed when it was executed again");
-    }
-    if (value.became_leaf && !found->second.requires_grad()) found->second.requires_grad_();
-    return found->second;
-  }
-
-  void set(const RecordedEvent& event, int index, const at::Tensor& tensor) {
-    if (last_read.contains({&event, index})) values[{&event, index}] = tensor;
-  }
-
-  /// Its tensors as they were computed the first time: where something that it reads is gone.
-  bool take_first_outputs(const RecordedEvent& operation) {
-    const auto& data = operation.data();
-    if (data.is_indispensable) return false;
-    const auto found = first_outputs(data);
-    if (!found) return false;
-    for (const auto& [index, tensor] : *found) set(operation, index, tensor);
-    return true;
-  }
-};
-
-StepReplay::StepReplay(std::vector<std::shared_ptr<const RecordedEvent>> events)
-    : impl_(std::make_unique<Impl>()) {
-  impl_->events = std::move(events);
-  for (const auto& event : impl_->events) {
-    for (const auto& [maker, index, _] : event->data().inputs) {
-      impl_->last_read[{maker.get(), index}] = event->data().number;
-    }
-  }
-}
-
-StepReplay::~StepReplay() = default;
-
-const std::vector<std::shared_ptr<const RecordedEvent>>& StepReplay::events() const noexcept {
-  return impl_->events;
-}
-
-at::Tensor StepReplay::tensor(const RecordedValue& value) const {
-  return impl_->get(value);
-}
-
-void StepReplay::run(const RecordedEvent& call, const std::function<void()>& work) {
-  const RecordedCaller caller(call.data().caller);
-  work();
-}
-
-void StepReplay::set_outputs(const RecordedEvent& call, std::span<const at::Tensor> outputs) {
-  int index = 0;
-  for (const auto& tensor : outputs) {
-    const int position = index++;
-    if (tensor.defined()) impl_->set(call, position, tensor);
-  }
-}
-
-void StepReplay::execute(const RecordedEvent& operation) {
-  const auto& data = operation.data();
-  auto arguments = data.arguments;
-  for (auto& argument : arguments) {
-    if (argument.isList()) argument = argument.toList().copy();  // filled below
-  }
-  for (const auto& input : data.tensors) {
-    at::Tensor tensor = input.kept;
-    if (input.value) tensor = impl_->get(*input.value);
-    if (input.gradient_of.defined()) tensor = input.gradient_of.grad();
-    if (input.is_overwritten()) {
-      if (impl_->take_first_outputs(operation)) return;
-      throw Error("what " + data.handle->schema().name() +
-                  " has read was overwritten later in the step");
-    }
-    auto& argument = arguments[input.argument];
-    if (input.element < 0) {
-      argument = tensor;
-    } else {
-      argument.toList().set(static_cast<std::size_t>(input.element), tensor);
-    }
-  }
-  const at::AutoGradMode grad_mode(data.grad_mode);
-  const ScopedAutocast autocast(data.autocast);
-  const RecordedCaller caller(data.caller);
-  std::optional<ModuleScope> module;
-  if (data.module != nullptr) module.emplace(*data.module);
-  set_generator_states(data.generators);
-  auto stack = std::move(arguments);
-  data.handle->callBoxed(stack);
-  int index = 0;
-  for (const auto& value : stack) {
-    if (value.isCustomClass() && data.handle->schema().name().starts_with("c10d::")) {
-      value.toCustomClass<c10d::Work>()->wait();
-    }
-    for_each_tensor_at(
-        value, [&](const at::Tensor& tensor, int) { impl_->set(operation, index++, tensor); });
-  }
-}
-
-void StepReplay::leave(const RecordedEvent& event) {
-  const auto number = event.data().number;
-  for (const auto& [maker, index, _] : event.data().inputs) {
-    if (impl_->last_read[{maker.get(), index}] <= number) impl_->values.erase({maker.get(), index});
-  }
 }
 
 }  // namespace nanlocator

@@ -47,16 +47,14 @@ std::vector<std::size_t> ThreadAccesses::add(const at::Tensor& tensor,
   const std::lock_guard lock(mutex_);
   auto found = memory_.find(storage);
   if (found == memory_.end()) {
-    found = memory_.emplace(storage, Memory{tensor.storage().getWeakStorageImpl(), {}}).first;
+    found =
+        memory_.emplace(storage, Memory{tensor.storage().getWeakStorageImpl(), {}, {}, {}}).first;
   }
-  auto& accesses = found->second.accesses;
-  bool is_known = false;
-  for (const Access& before : accesses) {
-    is_known = is_known || (before.place.is_write == place.is_write &&
-                            is_same(before.place, place) && before.range.contains(range));
-    if (before.place.is_steps == place.is_steps || !before.range.overlaps(range)) continue;
+  Memory& memory = found->second;
+  for (const Access& before : place.is_steps ? memory.of_others : memory.of_step) {
+    if (!before.range.overlaps(range)) continue;
     if (!(place.is_steps ? before.place : place).is_write) continue;  // what a thread reads
-    if (orders_.size() == kMostOrders) continue;
+    if (orders_.size() == kMostOrders) break;
     const bool is_new = std::ranges::none_of(orders_, [&](const ThreadOrder& order) {
       return is_same(order.first, before.place) && is_same(order.second, place) &&
              order.first.execution == before.place.execution;
@@ -65,13 +63,20 @@ std::vector<std::size_t> ThreadAccesses::add(const at::Tensor& tensor,
     seen.push_back(orders_.size());
     orders_.push_back({.first = before.place, .second = place, .access = {}});
   }
-  if (!is_known) accesses.push_back({place, range});
+  auto& known = memory.known[{key_of(place), place.is_write}];
+  if (std::ranges::any_of(known, [&](ByteRange each) { return each.contains(range); })) return seen;
+  known.push_back(range);
+  (place.is_steps ? memory.of_step : memory.of_others).push_back({place, range});
   return seen;
+}
+
+ThreadAccesses::PlaceKey ThreadAccesses::key_of(const ThreadOrder::Place& place) {
+  return {place.is_steps, place.line.code, place.line.line, place.op};
 }
 
 int ThreadAccesses::count(const ThreadOrder::Place& place) {
   const std::lock_guard lock(mutex_);
-  return executions_[{place.is_steps, place.line.code, place.line.line, place.op}]++;
+  return executions_[key_of(place)]++;
 }
 
 std::vector<ThreadOrder> ThreadAccesses::orders() const {

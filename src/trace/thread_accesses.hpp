@@ -16,6 +16,7 @@
 #include <string>
 #include <tuple>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "nanlocator/trace/operator_trace.hpp"
@@ -43,15 +44,19 @@ class ThreadAccesses {
     ThreadOrder::Place place;
     ByteRange range;
   };
+  using PlaceKey = std::tuple<bool, const void*, int, std::string>;
   struct Memory {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // its address gets nobody else
-    std::vector<Access> accesses;                       // of each place and range the first
+    std::vector<Access> of_step, of_others;             // of each place and range the first
+    std::map<std::pair<PlaceKey, bool>, std::vector<ByteRange>> known;  // by place and is_write
   };
+
+  static PlaceKey key_of(const ThreadOrder::Place& place);
 
   mutable std::mutex mutex_;
   std::uint64_t step_thread_ = 0;
   std::unordered_map<const c10::StorageImpl*, Memory> memory_;
-  std::map<std::tuple<bool, const void*, int, std::string>, int> executions_;
+  std::map<PlaceKey, int> executions_;
   std::vector<ThreadOrder> orders_;
 };
 

@@ -461,7 +461,7 @@ Verdict locate_unseen(std::int64_t before_the_bad_one, bool is_by_member,
   const auto sequence = first_sent_by(ledgers, 3) - before_the_bad_one;
   for (const int rank : {2, 3}) {
     auto& coverage = tensor_parallel(ledgers[rank]);
-    if (!has_unwatched) coverage.not_looked_at = {static_cast<int>(sequence)};
+    if (!has_unwatched) coverage.not_scanned = {static_cast<int>(sequence)};
     coverage.is_unseen_by_member = is_by_member;
     coverage.has_unwatched = has_unwatched;
   }
@@ -506,7 +506,7 @@ TEST(Crossings, AMessageThatItsSenderCouldNotLookAtProvesNoFaultOfTheTransfer) {
   std::vector<Ledger> ledgers =
       Pass(layout, {{.plant = Plant::transfer_forward, .tp = 1, .dp = 1, .stage = 1}}, 1).ledgers();
   for (CrossingCoverage& coverage : ledgers[3].crossings) {
-    if (coverage.peer == 7 && coverage.role == "sent") coverage.not_looked_at = {0, 1, 2};
+    if (coverage.peer == 7 && coverage.role == "sent") coverage.not_scanned = {0, 1, 2};
   }
   const Verdict verdict = locate(ledgers, layout.world());
   ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);

@@ -295,7 +295,7 @@ def test_what_is_kept_of_data_computes_the_same_bits():
         storage[7:39].view(1, 32).expand(8, 32),
         storage[:1024].view(32, 32).t(),
     ):
-        copy = _C.steady_copy(view)
+        copy = _C.steady_copies([view])[0]
         assert copy.data_ptr() != view.data_ptr()
         assert copy.data_ptr() % 64 == view.data_ptr() % 64
         assert (copy.shape, copy.stride()) == (view.shape, view.stride())
@@ -307,7 +307,7 @@ def test_weights_and_what_is_no_plain_memory_are_not_copied():
 
     with torch.inference_mode():
         of_inference = torch.ones(3)
-    assert torch.equal(_C.steady_copy(of_inference), of_inference)
+    assert torch.equal(_C.steady_copies([of_inference])[0], of_inference)
     for tensor in (
         nn.Parameter(torch.ones(3)),
         torch.empty(3, device="meta"),
@@ -315,7 +315,7 @@ def test_weights_and_what_is_no_plain_memory_are_not_copied():
         torch.empty(0),
         torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     ):
-        assert _C.steady_copy(tensor) is tensor
+        assert _C.steady_copies([tensor])[0] is tensor
 
 
 def batches():

@@ -58,7 +58,7 @@ Ledger example_ledger() {
   ledger.coverage.insert(ledger.coverage.begin(), {Phase::params_before, {0, 1}, {0.1F, 3.4e38F}});
   ledger.crossings = {{"tp", {0, 2, 4, 6, 7}, std::nullopt, "sent", 12},
                       {"pp", {1, 5}, 1, "received", 3}};
-  ledger.crossings[0].not_looked_at = {1, 4, 7, 9};
+  ledger.crossings[0].not_scanned = {1, 4, 7, 9};
   ledger.crossings[0].is_unseen_by_member = true;
   ledger.crossings[1].has_unwatched = true;
   ledger.microbatches = {{2, 1, {"tokens: int64 [2, 16]"}}, {3, std::nullopt, {}}};

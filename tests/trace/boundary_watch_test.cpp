@@ -115,7 +115,7 @@ TEST_F(BoundaryWatchTest, CountsWhatItCannotLookAtAsNotLookedAtAndNotAsFinite) {
   const auto coverage = watch_.collect(7).coverage;
   ASSERT_EQ(coverage.size(), 1U);
   EXPECT_EQ(coverage[0].count, 5);
-  EXPECT_EQ(coverage[0].not_looked_at, RankList({1, 3}));
+  EXPECT_EQ(coverage[0].not_scanned, RankList({1, 3}));
   EXPECT_FALSE(coverage[0].is_unseen_by_member);  // a gather, a sum: all got the same
   EXPECT_FALSE(coverage[0].is_whole());
 }
@@ -201,7 +201,7 @@ TEST_F(BoundaryWatchTest, KnowsWhereEachMemberGotSomethingElseUnseen) {
   const auto coverage = watch_.collect(7).coverage;
   ASSERT_EQ(coverage.size(), 2U);
   for (const auto& each : coverage) {
-    EXPECT_EQ(each.not_looked_at, RankList({0}));
+    EXPECT_EQ(each.not_scanned, RankList({0}));
     EXPECT_TRUE(each.is_unseen_by_member);
   }
 }

@@ -69,7 +69,7 @@ std::string indexed(const std::string& name, std::size_t index) {
 
 // ---- values in words ----
 
-std::string number_text(double number) {
+std::string shortest_text(double number) {
   std::array<char, 32> text{};
   const auto end = std::to_chars(text.data(), text.data() + text.size(), number).ptr;
   return {text.data(), end};
@@ -86,9 +86,9 @@ std::string text_of(const BundleValue& value) {
     case BundleValueKind::integer:
       return std::to_string(value.integer);
     case BundleValueKind::real:
-      return number_text(value.real);
+      return shortest_text(value.real);
     case BundleValueKind::complex:
-      return "complex(" + number_text(value.real) + ", " + number_text(value.imaginary) + ")";
+      return "complex(" + shortest_text(value.real) + ", " + shortest_text(value.imaginary) + ")";
     case BundleValueKind::text:
       return '"' + value.text + '"';
     case BundleValueKind::device:
@@ -211,7 +211,7 @@ template <DType dtype>
 std::string float_text(const std::byte* element) {
   ElementWord<dtype> bits{};
   std::memcpy(&bits, element, sizeof bits);
-  return number_text(value_as_double<dtype>(bits));
+  return shortest_text(value_as_double<dtype>(bits));
 }
 
 std::string float_text(DType dtype, const std::byte* element) {

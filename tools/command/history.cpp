@@ -1,7 +1,6 @@
 // `nanlocator history`: how the gradients of a run grew until its finding.
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <filesystem>
 #include <iostream>
 #include <limits>
@@ -15,6 +14,7 @@
 #include "command.hpp"
 #include "console.hpp"
 #include "files/printable.hpp"
+#include "files/text.hpp"
 #include "map/coordinates_json.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/map/map_query.hpp"
@@ -75,16 +75,10 @@ std::vector<Curve> find_curves(const std::vector<History>& histories,
 
 // --- text ---------------------------------------------------------------------------------------
 
-std::string short_number(double number) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.3g", number);
-  return text;
-}
-
 std::string title_of(const Curve& curve, const HistoryOptions& options) {
   std::string title = printable(curve.parameter->name) + "  " +
                       printable(curve.history->coordinates.describe()) + "  " + options.metric;
-  if (curve.growth) title += ", last over first " + short_number(*curve.growth);
+  if (curve.growth) title += ", last over first " + number_text(*curve.growth, 3);
   return title;
 }
 
@@ -126,8 +120,8 @@ void print_curve(const Curve& curve, const HistoryOptions& options) {
   }();
   for (std::size_t row = 0; row < rows; ++row) {
     std::string label;
-    if (row == 0) label = short_number(high);
-    if (row + 1 == rows) label = short_number(low);
+    if (row == 0) label = number_text(high, 3);
+    if (row + 1 == rows) label = number_text(low, 3);
     std::cout << padded_left(label, kLabel) << " |" << lines[row] << '\n';
   }
   const auto& iterations = curve.history->iterations;

@@ -44,7 +44,7 @@ struct CrossingCoverage {
   std::int64_t count = 0;   // sequences first to count - 1 were looked at, but for
   /// these, written as ranks are: bytes of a quantised tensor, a subclass that hides its memory, a
   /// stream that was being captured. They are neither finite nor bad.
-  RankList not_looked_at;
+  RankList not_scanned;
   /// One of these gave each member something else: no all-gather, all-reduce or broadcast.
   bool is_unseen_by_member = false;
   /// The members also exchange activations by a way that is not watched (userbuffers of
@@ -53,7 +53,7 @@ struct CrossingCoverage {
   /// Weights that were gathered here were looked at where they arrived.
   bool watches_weights = false;
   /// All that crossed here was looked at, as far as `count` says.
-  [[nodiscard]] bool is_whole() const { return not_looked_at == RankList() && !has_unwatched; }
+  [[nodiscard]] bool is_whole() const { return not_scanned == RankList() && !has_unwatched; }
   friend bool operator==(const CrossingCoverage&, const CrossingCoverage&) = default;
 };
 

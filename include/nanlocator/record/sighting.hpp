@@ -68,8 +68,4 @@ struct Sighting {
   friend bool operator==(const Sighting&, const Sighting&) = default;
 };
 
-/// Row-major multi-dimensional index of a flat index; empty for a scalar.
-[[nodiscard]] std::vector<std::int64_t> unravel_index(std::int64_t flat,
-                                                      const std::vector<std::int64_t>& shape);
-
 }  // namespace nanlocator

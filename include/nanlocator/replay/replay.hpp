@@ -68,6 +68,28 @@ struct ReplayedInput {
   double value = 0;
 };
 
+/// What a replay has shown, for its conclusion.
+enum class ReplayEvidence : std::uint8_t {
+  not_executed,  // as it was recorded
+  repeated,      // every recorded run has the recorded bad elements, or none
+  not_repeated,  // one has others
+  reads_unwritten_memory,
+  nothing_bad,  // neither recorded nor in a run
+  no_float64,   // it could not be executed in float64
+  // Of the first bad output. Finite in wider precision:
+  exceeds_dtype,     // it is larger there than its dtype's largest value
+  overflows_inside,  // it would fit, but not what it is computed from
+  finite_on_cpu,     // in its own dtype
+  wrong_for_dtype,   // it fits, and these inputs are far from the dtype's range
+  // Not finite wherever it was executed:
+  input_not_finite,
+  custom,            // an operator that is not PyTorch's
+  undefined,         // NaN
+  infinite,          // where an input is not finite
+  infinite_at_zero,  // a pole
+  exceeds_range,     // of finite inputs, away from zero
+};
+
 struct ReplayReport {
   std::string op;
   std::vector<ReplayedOutput> recorded;  // what the bundle holds
@@ -76,8 +98,11 @@ struct ReplayReport {
   /// not_replayed also where nothing bad was recorded and nothing bad came out, and where it is too
   /// large for the CPU or for the device it was recorded on; a sentence says which.
   ReplayConclusion conclusion = ReplayConclusion::not_replayed;
-  bool is_bit_exact = false;           // every `recorded` run gave the recorded bits
-  std::vector<std::string> sentences;  // the conclusion for people, with its evidence
+  bool is_bit_exact = false;  // every `recorded` run gave the recorded bits
+  std::vector<ReplayEvidence> evidence;
+  std::size_t judged = 0;                // which output it is about
+  std::optional<ReplayVariant> wider{};  // the execution in wider precision that judges it
+  std::vector<std::string> sentences;    // the evidence for people
 };
 
 /// Throws UnsupportedError where the operator is not registered, UsageError for fewer than one

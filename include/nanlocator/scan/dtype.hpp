@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string_view>
 
 namespace nanlocator {
@@ -52,5 +53,9 @@ inline constexpr int kDTypeCount = 6;
   }
   return "unknown";
 }
+
+/// The largest finite number of a dtype that has this spelling, of a complex one's parts; empty for
+/// integers and what is not known.
+[[nodiscard]] std::optional<double> largest_finite(std::string_view dtype) noexcept;
 
 }  // namespace nanlocator

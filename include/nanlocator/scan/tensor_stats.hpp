@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <vector>
 
 namespace nanlocator {
 
@@ -34,5 +35,9 @@ struct TensorStats {
 
   friend bool operator==(const TensorStats&, const TensorStats&) = default;
 };
+
+/// Row-major multi-dimensional index of a flat index; empty for a scalar.
+[[nodiscard]] std::vector<std::int64_t> unravel_index(std::int64_t flat,
+                                                      const std::vector<std::int64_t>& shape);
 
 }  // namespace nanlocator

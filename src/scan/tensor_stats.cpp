@@ -1,4 +1,4 @@
-#include "nanlocator/record/sighting.hpp"
+#include "nanlocator/scan/tensor_stats.hpp"
 
 namespace nanlocator {
 

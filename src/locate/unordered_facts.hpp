@@ -1,0 +1,26 @@
+// The facts on an operator that used memory beside something else: in the file a kind for each.
+#pragma once
+
+#include "nanlocator/locate/fact.hpp"
+#include "nanlocator/record/unordered_access.hpp"
+
+namespace nanlocator {
+
+/// Of a write and of a read, by what used the memory, too.
+inline constexpr FactKind kUnordered[kNames<Concurrent>.size()][2] = {
+    {FactKind::wrote_during_transfer, FactKind::read_during_transfer},
+    {FactKind::wrote_beside_thread, FactKind::read_beside_thread},
+    {FactKind::wrote_beside_stream, FactKind::read_beside_stream},
+};
+
+[[nodiscard]] constexpr FactKind unordered_kind(Concurrent other, bool is_write) {
+  return kUnordered[static_cast<std::size_t>(other)][is_write ? 0 : 1];
+}
+
+/// A write where there is one.
+[[nodiscard]] inline const Fact* find_unordered(const Facts& facts, Concurrent other) noexcept {
+  const Fact* const write = find_fact(facts, unordered_kind(other, true));
+  return write != nullptr ? write : find_fact(facts, unordered_kind(other, false));
+}
+
+}  // namespace nanlocator
