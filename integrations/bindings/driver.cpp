@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "bindings.hpp"
+#include "interrupted.hpp"
 #include "kernel_call.hpp"
 #include "module_call.hpp"
 #include "nanlocator/report/terminal.hpp"
@@ -29,11 +30,6 @@ using OptimizerTensors =
 using Views = std::pair<std::vector<std::int64_t>, std::vector<at::Tensor>>;
 using Microbatches = std::vector<std::tuple<int, std::optional<int>, std::vector<std::string>>>;
 using Scale = std::optional<std::tuple<double, bool, bool>>;
-
-/// KeyboardInterrupt and SystemExit end a re-run at once; the engine catches std::exception only.
-struct Interrupted {
-  py::error_already_set error;
-};
 
 std::vector<NamedTensor> named_tensors(const Named& pairs) {
   std::vector<NamedTensor> tensors;
@@ -73,17 +69,6 @@ class Function {
  private:
   std::shared_ptr<py::function> function_;
 };
-
-/// `work` without the GIL.
-template <typename Work>
-auto released(const Work& work) {
-  try {
-    const py::gil_scoped_release no_gil;
-    return work();
-  } catch (Interrupted& interrupted) {
-    throw std::move(interrupted.error);
-  }
-}
 
 std::optional<Function> if_callable(const py::object& adapter, const char* name) {
   const auto found = adapter.attr(name);

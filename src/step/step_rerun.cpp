@@ -572,8 +572,16 @@ struct StepRerun::Impl {
   /// Replays take their time: the other ranks know the births before.
   void keep(const Explanation& explanation) {
     publish(explanation);
-    auto births = keep_births(explanation, locator, locator.iteration(), step.add_module_call,
-                              step.take_kernel_call);
+    std::vector<Birth> births;
+    try {
+      births = keep_births(explanation, locator, locator.iteration(), step.add_module_call,
+                           step.take_kernel_call);
+    } catch (const std::exception&) {
+      throw;
+    } catch (...) {  // an interrupt, in a kernel that is executed again
+      locator.rerun_has_failed("it was interrupted");
+      throw;
+    }
     if (!births.empty()) locator.set_births(std::move(births));
   }
 };

@@ -405,6 +405,32 @@ def test_an_operator_that_reads_memory_that_nobody_wrote(garbage):
     assert origin["operator"].startswith(("aten::mean", "aten::sum"))  # the one inside the other
 
 
+@pytest.mark.parametrize("what", ["kernel", "reference"])
+def test_an_interrupt_while_a_kernel_is_executed_again_ends_it_at_once(what, garbage, tmp_path, monkeypatch):
+    calls = []
+
+    def interrupt(*_):
+        calls.append(what)
+        raise KeyboardInterrupt
+
+    def faulty():
+        return around(FAULTS["tail"].make())
+
+    (origin,) = verdict_of(faulty(), output_dir=tmp_path)["origins"]
+    assert origin["bundle"]
+    if what == "kernel":
+        monkeypatch.setattr(KernelCallRecord, "execute", interrupt)
+    else:
+        monkeypatch.setattr(KernelCallRecord, "references", lambda _: [("interrupted", interrupt)])
+    with pytest.raises(KeyboardInterrupt):
+        verdict_of(faulty())
+    assert calls == [what]
+    (bundle,) = tmp_path.glob("*/bundles/*/bundle.json")
+    with pytest.raises(KeyboardInterrupt):
+        nanlocator.replay.run(bundle)
+    assert calls == [what] * 2
+
+
 def grown(x):
     rows = x.clone()
     return rows.resize_(x.shape[0] + 1, x.shape[1])
