@@ -17,7 +17,7 @@ import torch
 
 from nanlocator import _C, stream_sanitizer
 from nanlocator.boundaries import Boundaries
-from nanlocator.cuda_graphs import ReplayedGraphs, without_graphs
+from nanlocator.cuda_graphs import OwnReplays, ReplayedGraphs, without_graphs
 from nanlocator.errors import NonFiniteGradientError
 from nanlocator.kernel_calls import KeptKernelCalls, KernelCallRecord
 from nanlocator.kernels import KernelCalls
@@ -204,7 +204,7 @@ class Driver:
         self.add_state("CUDA graphs", ReplayedGraphs(adapter.models))
         self.add_state("the modules' attributes", ModuleAttributes(adapter.models))
         self._looking = contextlib.ExitStack()  # at what crosses in a pass
-        self._watch_hooks: list[ModuleHooks] = []
+        self._watch_hooks: list[ModuleHooks | OwnReplays] = [OwnReplays(self.locator.add_standing_note)]
         self._trace_hooks: list[ModuleHooks | KernelCalls | ShownTransfers] = []
         # A driver that is dropped without `remove` leaves no hook behind.
         weakref.finalize(self, _remove_all, self._watch_hooks, self._trace_hooks)
