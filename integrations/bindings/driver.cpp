@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "bindings.hpp"
+#include "interrupted.hpp"
 #include "kernel_call.hpp"
 #include "module_call.hpp"
 #include "nanlocator/report/terminal.hpp"
@@ -29,10 +30,6 @@ using Views = std::pair<std::vector<std::int64_t>, std::vector<at::Tensor>>;
 using Microbatches = std::vector<std::tuple<int, std::optional<int>, std::vector<std::string>>>;
 using Scale = std::optional<std::tuple<double, bool, bool>>;
 
-/// KeyboardInterrupt and SystemExit end a re-run at once; the engine catches std::exception only.
-struct Interrupted {
-  py::error_already_set error;
-};
 
 std::vector<GradientView> views_of(const Views& views) {
   return gradient_views(views.first, views.second, {});
@@ -66,17 +63,6 @@ class Function {
  private:
   std::shared_ptr<py::function> function_;
 };
-
-/// `work` without the GIL.
-template <typename Work>
-auto released(const Work& work) {
-  try {
-    const py::gil_scoped_release no_gil;
-    return work();
-  } catch (Interrupted& interrupted) {
-    throw std::move(interrupted.error);
-  }
-}
 
 std::optional<Function> if_callable(const py::object& adapter, const char* name) {
   const auto found = adapter.attr(name);

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "bindings.hpp"
+#include "interrupted.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/replay/export_python.hpp"
 #include "nanlocator/report/kernel_replay_text.hpp"
@@ -30,13 +31,13 @@ std::shared_ptr<py::object> shared(const py::object& object) {
           }};
 }
 
-/// What Python raises ends an execution with its sentence.
+/// What Python raises ends an execution with its sentence; an interrupt ends the re-run.
 Tensors call_with(const std::shared_ptr<py::object>& function, const Tensors& tensors) {
   const py::gil_scoped_acquire gil;
   try {
     return (*function)(tensors).cast<Tensors>();
-  } catch (const py::error_already_set& error) {
-    if (!error.matches(PyExc_Exception)) throw;
+  } catch (py::error_already_set& error) {
+    if (!error.matches(PyExc_Exception)) throw Interrupted{std::move(error)};
     const std::string text = error.what();
     throw Error(text.substr(0, text.find('\n')));
   }
@@ -136,10 +137,11 @@ std::pair<Tensors, std::vector<std::pair<at::Tensor, std::string>>> copies_on_ho
 KernelReplay replay_record(const py::object& record, int repeats, const std::string& role) {
   const KeptKernelCall kept = kept_kernel_call(record);
   if (!kept.why_not_replayed.empty()) throw UnsupportedError(kept.why_not_replayed);
-  const py::gil_scoped_release no_gil;
-  return replay_kernel(
-      kept.recorded, kept.execute, kept.references,
-      {.repeats = repeats, .role = role, .seconds = std::nullopt, .bytes = std::nullopt});
+  return released([&] {
+    return replay_kernel(
+        kept.recorded, kept.execute, kept.references,
+        {.repeats = repeats, .role = role, .seconds = std::nullopt, .bytes = std::nullopt});
+  });
 }
 
 }  // namespace

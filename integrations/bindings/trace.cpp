@@ -14,6 +14,7 @@
 #include "nanlocator/trace/kernel_call.hpp"
 #include "nanlocator/trace/microbatch_scope.hpp"
 #include "nanlocator/trace/operator_trace.hpp"
+#include "nanlocator/trace/serialised_operators.hpp"
 #include "nanlocator/trace/transfer.hpp"
 
 namespace py = pybind11;
@@ -109,6 +110,8 @@ void bind_trace(py::module_& m) {
            "op"_a, "read"_a, "written"_a, ReleaseGil())
       .def("begin_wait", &Transfer::begin_wait, ReleaseGil())
       .def("end", &Transfer::end, ReleaseGil());
+  py::class_<SerialisedOperators>(m, "SerialisedOperators", "nanlocator::SerialisedOperators.")
+      .def(py::init<>(), ReleaseGil());
   m.def("name_process_group", &name_process_group, "nanlocator::name_process_group.", "group"_a,
         "name"_a, "members"_a, ReleaseGil());
   m.def("note_received", &note_received, "nanlocator::note_received.", "tensors"_a, ReleaseGil());

@@ -4,7 +4,8 @@ writes the memory of its capture. In a re-run such a module is executed by its o
 Known are ``torch.cuda.make_graphed_callables`` of modules and TransformerEngine's function of that name,
 which put a function in place of the module's ``forward`` (torch/cuda/graphs.py, make_graphed_forward;
 transformer_engine/pytorch/graph.py), and Megatron-Core's graphs of layers (core/transformer/module.py and
-cuda_graphs.py). Those of torch.compile are gone where compiled code is executed eagerly.
+cuda_graphs.py). Those of torch.compile are gone where compiled code is executed eagerly. What else
+is replayed, by the program itself or by a graphed function that is no module's, stays as it is, and is named.
 """
 
 import contextlib
@@ -13,7 +14,9 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
+import torch
 from torch import nn
 
 from nanlocator.patches import replace
@@ -22,16 +25,64 @@ Undo = Callable[[], None]
 
 _LOCAL = "cudagraph_manager"  # Megatron-Core 0.12 to 0.16: a layer that has one is replayed
 _BY_ENGINE = "cuda_graphs"  # the same: graphs that TransformerEngine has captured, one a microbatch
+# Whose replays are left out where their module is, or where compiled code is executed eagerly.
+_OF_MODULES = ("torch/cuda/graphs.py", "megatron/core/transformer/cuda_graphs.py", "pytorch/graph.py")
+_COMPILED = "/torch/_inductor/"
+
+_depth = 0  # of blocks without graphs: a re-run
 
 
 @contextlib.contextmanager
 def without_graphs(models: Iterable[nn.Module]) -> Iterator[None]:
     """The modules in ``models`` are executed by their operators."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_in_rerun())
         for module in _modules_of(models):
             for leave_out in list(_graphs_of(module)):
                 stack.callback(leave_out())
         yield
+
+
+@contextlib.contextmanager
+def _in_rerun() -> Iterator[None]:
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+class OwnReplays:
+    """Names graphs that a program replays in its steps by itself, each place once, from the beginning until
+    ``remove``: ``say`` gets the sentence. A replay costs a look-up more."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._said: set[tuple[str, int]] = set()
+        replay = torch.cuda.CUDAGraph.replay
+
+        @functools.wraps(replay)
+        def named(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            self._name(sys._getframe(1))
+            return replay(graph, *args, **kwargs)
+
+        self._undo: Undo = replace(torch.cuda.CUDAGraph, "replay", named)
+
+    def remove(self) -> None:
+        self._undo()
+
+    def _name(self, caller: types.FrameType) -> None:
+        place = (caller.f_code.co_filename, caller.f_lineno)
+        if place in self._said or _COMPILED in place[0]:
+            return
+        is_own = torch.is_grad_enabled() and not place[0].endswith(_OF_MODULES)  # no evaluation's
+        if is_own or _depth > 0:
+            self._said.add(place)
+            self._say(
+                f"A CUDA graph is replayed at {place[0]}:{place[1]}, in re-runs, too: no operator inside of "
+                "it is seen, and what it makes bad looks as if it had been bad before."
+            )
 
 
 class ReplayedGraphs:

@@ -17,7 +17,7 @@ import torch
 
 from nanlocator import _C, stream_sanitizer
 from nanlocator.boundaries import Boundaries
-from nanlocator.cuda_graphs import ReplayedGraphs, without_graphs
+from nanlocator.cuda_graphs import OwnReplays, ReplayedGraphs, without_graphs
 from nanlocator.errors import NonFiniteGradientError
 from nanlocator.kernel_calls import KeptKernelCalls, KernelCallRecord
 from nanlocator.kernels import KernelCalls
@@ -59,7 +59,7 @@ class Adapter:
         self._module_calls = KeptModuleCalls()  # around the origins of a bad step
         self._kernel_calls = KeptKernelCalls()  # that are origins
         self._eager = contextlib.ExitStack()
-        self._serialised: SerialisedTransfers | None = None
+        self._serialised: tuple[SerialisedTransfers, _C.SerialisedOperators] | None = None
 
     def parameter_map(self) -> "_C.ParameterMap":
         raise NotImplementedError
@@ -121,10 +121,11 @@ class Adapter:
             self._eager.enter_context(torch.compiler.set_stance("force_eager"))
 
     def set_serialised(self, is_serialised: bool) -> None:
-        """Each transfer between ranks is waited for where it begins from now on, or no more."""
+        """Each transfer between ranks is waited for where it begins, and each operator on a GPU where it
+        ends, from now on, or no more."""
         if self._serialised is not None:
-            self._serialised.remove()
-        self._serialised = SerialisedTransfers() if is_serialised else None
+            self._serialised[0].remove()
+        self._serialised = (SerialisedTransfers(), _C.SerialisedOperators()) if is_serialised else None
 
     def has_streams(self) -> bool:
         return stream_sanitizer.is_available()
@@ -204,7 +205,7 @@ class Driver:
         self.add_state("the modules' attributes", ModuleAttributes(adapter.models))
         self._looking = contextlib.ExitStack()  # at what crosses in a pass
         self._step_pass: Callable[[], Pass | None] = lambda: None
-        self._watch_hooks: list[ModuleHooks] = []
+        self._watch_hooks: list[ModuleHooks | OwnReplays] = [OwnReplays(self.locator.add_standing_note)]
         self._trace_hooks: list[ModuleHooks | KernelCalls | ShownTransfers] = []
         # A driver that is dropped without `remove` leaves no hook behind.
         weakref.finalize(self, _remove_all, self._watch_hooks, self._trace_hooks)

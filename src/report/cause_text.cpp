@@ -489,7 +489,9 @@ std::string refutation_of(const Origin& origin) {
       return "the same element bad in a further re-run with the same data, weights and random "
              "numbers: then it is not the machine";
     case Refutation::bad_when_serialised:
-      return "the fault again with every transfer between ranks waited for where it begins";
+      return "the fault again with every transfer between ranks and every operator on a GPU waited "
+             "for "
+             "at once";
     case Refutation::bad_in_either_order:
       return "the same outcome whichever of the two lines runs first";
     case Refutation::bad_part:

@@ -101,7 +101,8 @@ std::string variant_text(const Fact& fact) {
     case RerunVariant::nan_memory:
       return "re-run with uninitialised memory filled with NaN";
     case RerunVariant::serialised:
-      return "re-run with every transfer between ranks waited for where it begins";
+      return "re-run with every transfer between ranks and every operator on a GPU waited for at "
+             "once";
     case RerunVariant::reordered:
       return "re-run with the other thread's use of the memory and the step's in the other order";
     case RerunVariant::sanitised:

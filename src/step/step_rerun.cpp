@@ -278,8 +278,8 @@ struct StepRerun::Impl {
     return step.set_serialised && locator.is_true_anywhere(is_seen_here);
   }
 
-  /// Passes in which nothing is done while a transfer runs: what is bad otherwise and finite in all
-  /// of them was a race. False where one of them has ended early.
+  /// Passes in which nothing is done while a transfer or a kernel runs: what is bad otherwise and
+  /// finite in all of them was a race. False where one of them has ended early.
   bool run_serialised(Rerun& rerun) {
     constexpr int kPasses = 2;
     const Switched serialised(step.set_serialised);
@@ -572,8 +572,16 @@ struct StepRerun::Impl {
   /// Replays take their time: the other ranks know the births before.
   void keep(const Explanation& explanation) {
     publish(explanation);
-    auto births = keep_births(explanation, locator, locator.iteration(), step.add_module_call,
-                              step.take_kernel_call);
+    std::vector<Birth> births;
+    try {
+      births = keep_births(explanation, locator, locator.iteration(), step.add_module_call,
+                           step.take_kernel_call);
+    } catch (const std::exception&) {
+      throw;
+    } catch (...) {  // an interrupt, in a kernel that is executed again
+      locator.rerun_has_failed("it was interrupted");
+      throw;
+    }
     if (!births.empty()) locator.set_births(std::move(births));
   }
 };
@@ -727,8 +735,9 @@ bool StepRerun::run_again() {
       } else {
         rerun.control_reproduced = locator.is_true_anywhere(control.is_bad);
         rerun.not_restored = impl.not_restored;  // what moves from re-run to re-run is seen by now
+        const bool has_streams = impl.step.has_streams && impl.step.has_streams();
         const bool has_overlap =
-            rerun.control_reproduced == true && impl.may_be_race(traced.has_overlap);
+            rerun.control_reproduced == true && impl.may_be_race(traced.has_overlap || has_streams);
         are_gradients_finite = (!has_overlap || impl.run_serialised(rerun)) &&
                                impl.run_sanitised(rerun) && !*rerun.control_reproduced;
       }

@@ -32,6 +32,7 @@ void Frame::reset() {
   is_ignored = has_arguments = is_captured = records = is_custom = node_has_run = false;
   arguments.clear();
   before_write.clear();
+  resized = {};
   bytes_not_captured = 0;
   start = 0;
   nested.clear();

@@ -48,6 +48,12 @@ struct UnclearArgument {
   std::uint64_t fingerprint = 0;
 };
 
+/// What resize_ and set_ were given.
+struct ResizedStorage {
+  const c10::StorageImpl* storage = nullptr;
+  std::size_t bytes = 0;
+};
+
 struct Frame {
   FrameKind kind = FrameKind::operation;
   const OperatorInfo* info = nullptr;
@@ -57,6 +63,7 @@ struct Frame {
   bool has_arguments = false;
   std::vector<c10::IValue> arguments;  // as many as the schema has
   std::vector<BeforeWrite> before_write;
+  ResizedStorage resized;
   bool is_captured = false;
   std::uint64_t bytes_not_captured = 0;  // that a capture would have taken
   CallCapture capture;

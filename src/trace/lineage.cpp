@@ -138,6 +138,15 @@ void Lineage::note_allocation(const at::Tensor& tensor, std::uint64_t clock,
   record.writes.clear();
 }
 
+void Lineage::note_growth(const at::Tensor& tensor, const std::string* writer,
+                          const std::shared_ptr<const Place>& place) {
+  StorageRecord& record = record_of(tensor);
+  record.allocator = writer;
+  const bool is_own =
+      record.state == StorageState::allocated || record.state == StorageState::written;
+  if (is_own) record.place = place;
+}
+
 void Lineage::note_finite_write(const at::Tensor& tensor, std::uint64_t clock,
                                 const std::string* writer, bool is_filler) {
   StorageRecord& record = record_of(tensor);

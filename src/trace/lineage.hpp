@@ -133,6 +133,9 @@ class Lineage {
 
   void note_allocation(const at::Tensor& tensor, std::uint64_t clock, const std::string* writer,
                        const std::shared_ptr<const Place>& place);
+  /// A known storage has become larger: nobody has written what was added.
+  void note_growth(const at::Tensor& tensor, const std::string* writer,
+                   const std::shared_ptr<const Place>& place);
   void note_finite_write(const at::Tensor& tensor, std::uint64_t clock, const std::string* writer,
                          bool is_filler);
   void note_bad_write(const at::Tensor& tensor, std::uint64_t clock, const std::string* writer,

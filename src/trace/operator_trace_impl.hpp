@@ -74,6 +74,7 @@ struct OperatorTrace::Impl {
   void look_at_what_is_sent(Frame& frame, ThreadFrames& frames);
   void note_allocation(const at::RecordFunction& call, ThreadFrames& frames);
   void fill_fresh_memory(const at::Tensor& tensor) const;
+  void fill_growth(const at::Tensor& tensor, std::size_t bytes_before) const;
   [[nodiscard]] bool is_fresh_memory_nan() const {
     return options.fresh_memory && std::isnan(*options.fresh_memory);
   }

@@ -92,6 +92,11 @@ void OperatorTrace::Impl::start(const at::RecordFunction& call, ThreadFrames& fr
   start_operation(call, frame, frames);
 }
 
+static ResizedStorage resized_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.has_storage()) return {};
+  return {tensor.storage().unsafeGetStorageImpl(), tensor.storage().nbytes()};
+}
+
 void OperatorTrace::Impl::start_operation(const at::RecordFunction& call, Frame& frame,
                                           ThreadFrames& frames) {
   const OperatorInfo& info = *frame.info;
@@ -101,6 +106,10 @@ void OperatorTrace::Impl::start_operation(const at::RecordFunction& call, Frame&
   if (frame.module != nullptr) {
     modules_are_entered.store(true, std::memory_order_relaxed);
     frames.microbatch_of_modules = microbatch;
+  }
+  if (info.is_allocator && info.writes) {
+    const auto inputs = last_values(call.inputs(), info.arguments.size());
+    if (!inputs.empty() && inputs[0].isTensor()) frame.resized = resized_of(inputs[0].toTensor());
   }
   if (!info.is_allocator && !info.is_view) {
     const auto inputs = last_values(call.inputs(), info.arguments.size());
@@ -576,11 +585,21 @@ bool OperatorTrace::Impl::inner_operators_wrote(const std::vector<TensorAt>& out
 /// Versions stay as they are: for autograd nothing has happened.
 void OperatorTrace::Impl::fill_fresh_memory(const at::Tensor& tensor) const {
   const at::Tensor values = values_of(tensor);
-  if (!values.defined() || values.numel() == 0 || at::isFloat8Type(values.scalar_type())) return;
+  if (!values.defined() || values.numel() == 0) return;
   const OwnWork own_work;
-  const at::NoGradGuard no_grad;
-  const at::AutoDispatchBelowADInplaceOrView below;
   (void)values.fill_(*options.fresh_memory);
+}
+
+/// What a resize_ has added to the storage, whole elements.
+void OperatorTrace::Impl::fill_growth(const at::Tensor& tensor, std::size_t bytes_before) const {
+  const std::size_t element = tensor.element_size();
+  const auto begin = static_cast<std::int64_t>((bytes_before + element - 1) / element);
+  const auto end = static_cast<std::int64_t>(tensor.storage().nbytes() / element);
+  if (begin >= end) return;
+  const OwnWork own_work;
+  const at::Tensor growth =
+      at::empty({0}, tensor.options()).set_(tensor.storage(), begin, {end - begin}, {1});
+  (void)growth.fill_(*options.fresh_memory);
 }
 
 void OperatorTrace::Impl::note_allocation(const at::RecordFunction& call, ThreadFrames& frames) {
@@ -592,19 +611,33 @@ void OperatorTrace::Impl::note_allocation(const at::RecordFunction& call, Thread
   const bool is_inside_operator = parent != nullptr && parent->kind == FrameKind::operation;
   std::shared_ptr<Place> place;
   if (!is_inside_operator) place = std::make_shared<Place>(current_place(frames));
-  if (options.fresh_memory && !info.writes) {
+  // resize_ and set_ leave what is there as it was.
+  const auto has_grown = [&](const at::Tensor& tensor) {
+    const auto& [storage, bytes] = frame.resized;
+    return is_plainly_observable(tensor) && tensor.storage().unsafeGetStorageImpl() == storage &&
+           tensor.storage().nbytes() > bytes;
+  };
+  if (options.fresh_memory) {
     if (place != nullptr) place->allocated_at = caller_now();
     for (const auto& value : returned) {
-      for_each_tensor_at(value, [&](const at::Tensor& tensor, int) { fill_fresh_memory(tensor); });
+      for_each_tensor_at(value, [&](const at::Tensor& tensor, int) {
+        if (!info.writes) {
+          fill_fresh_memory(tensor);
+        } else if (has_grown(tensor)) {
+          fill_growth(tensor, frame.resized.bytes);
+        }
+      });
     }
   }
   const std::lock_guard lock(mutex);
   for (const auto& value : returned) {
     for_each_tensor_at(value, [&](const at::Tensor& tensor, int) {
-      // resize_ and set_ leave what is there as it was.
-      if (is_plainly_observable(tensor) && !(info.writes && lineage.find(tensor) != nullptr)) {
+      if (!is_plainly_observable(tensor)) return;
+      if (!info.writes || lineage.find(tensor) == nullptr) {
         lineage.note_allocation(tensor, clock.load(std::memory_order_relaxed), &info.full_name,
                                 place);
+      } else if (has_grown(tensor)) {
+        lineage.note_growth(tensor, &info.full_name, place);
       }
     });
   }

@@ -22,7 +22,7 @@ NO_LABEL = -100
 def gpt():
     torch.manual_seed(0)
     return GPT2LMHeadModel(
-        GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=VOCABULARY, n_positions=16, use_cache=False)
+        GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=VOCABULARY, n_positions=16, use_cache=False)
     )
 
 
@@ -77,9 +77,93 @@ class MaskedWhole(nn.Module):
         return x * torch.softmax(torch.full_like(x, -torch.inf), -1)
 
 
+class SoftmaxOfNothing(nn.Module):
+    """One row is masked altogether."""
+
+    def forward(self, x):
+        masked = torch.zeros_like(x)
+        masked[0, 3] = -torch.inf
+        return x * torch.softmax(masked, -1)
+
+
+class LogOfZero(nn.Module):
+    def forward(self, x):
+        return x + torch.log((x - x)[..., :1])
+
+
+class Power(nn.Module):
+    def forward(self, x):
+        return torch.pow(x - 100.0, 0.5)
+
+
+class ZeroOverZero(torch.autograd.Function):
+    """The identity, with 0/0 in its backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        nothing = torch.zeros_like(gradient)
+        return gradient * (nothing / nothing)
+
+
+class OwnBackward(nn.Module):
+    def forward(self, x):
+        return ZeroOverZero.apply(x)
+
+
+class ExpertWithoutTokens(nn.Module):
+    """The mean over the tokens that were sent to nobody."""
+
+    def forward(self, x):
+        is_sent = (x > 1e9).to(x.dtype)
+        return x + (x * is_sent).sum() / is_sent.sum()
+
+
+class PaddingTimesZero(nn.Module):
+    def forward(self, x):
+        padded = torch.cat((x, torch.full_like(x[:, :1], torch.inf)), 1)
+        is_token = torch.ones_like(padded[..., :1])
+        is_token[:, -1] = 0
+        return (padded * is_token)[:, 1:].contiguous()
+
+
+class HalfPrecision(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(128, 128)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.float16):
+            return self.linear(x.abs() * 1e4 + 6e4).float()
+
+
+class Recomputed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Exponential()
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+
+class Table(nn.Module):
+    """A plain attribute, which is bad."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.ones(128)
+        self.table[5] = torch.nan
+
+    def forward(self, x):
+        return x * self.table
+
+
 def activation(guilty):
     def plant(model):
-        model.transformer.h[1].mlp.act = guilty()
+        model.transformer.h[0].mlp.act = guilty()
 
     return plant
 
@@ -98,8 +182,13 @@ def bad_weight(model):
 
 
 @torch.no_grad()
+def embedding_row(model):
+    model.transformer.wte.weight[7] = torch.inf
+
+
+@torch.no_grad()
 def large_weight(model):
-    model.transformer.h[1].mlp.c_fc.weight.fill_(3e38)
+    model.transformer.h[0].mlp.c_fc.weight.fill_(3e38)
 
 
 def nothing(model):
@@ -116,6 +205,16 @@ FAULTS = {
     "head": head,
     "bad weight": bad_weight,
     "large weight": large_weight,
+    "softmax": activation(SoftmaxOfNothing),
+    "log of zero": activation(LogOfZero),
+    "power": activation(Power),
+    "own backward": activation(OwnBackward),
+    "expert without tokens": activation(ExpertWithoutTokens),
+    "padding": activation(PaddingTimesZero),
+    "autocast": activation(HalfPrecision),
+    "recomputed": activation(Recomputed),
+    "table": activation(Table),
+    "embedding row": embedding_row,
     "no label": nothing,
 }
 WAYS = {

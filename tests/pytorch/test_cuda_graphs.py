@@ -6,15 +6,17 @@ torch/cuda/graphs.py) makes it.
 """
 
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from fixtures import run_in_tmp_path  # noqa: F401
 from torch import nn
-from watched_steps import verdict_of_steps
+from watched_steps import line_of, verdict_of_steps
 
 import nanlocator
-from nanlocator.cuda_graphs import ReplayedGraphs, without_graphs
+from nanlocator.cuda_graphs import OwnReplays, ReplayedGraphs, without_graphs
 
 
 class Logarithm(nn.Module):
@@ -227,3 +229,60 @@ def test_a_graph_of_training_is_no_business_of_an_evaluation(model):
     make_graphed_callables(model.log)
     model.eval()
     ReplayedGraphs([model]).restore()
+
+
+class Graph:
+    """Stands for torch.cuda.CUDAGraph: reads and writes the memory of its capture."""
+
+    def __init__(self, given, result):
+        self.given, self.result = given.numpy(), result.numpy()
+
+    def replay(self):
+        with np.errstate(invalid="ignore"):
+            np.log(self.given, out=self.result)
+
+
+class ReplaysByItself(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.given, self.result = torch.ones(3, 4), torch.ones(3, 4)
+        self.graph = torch.cuda.CUDAGraph(self.given, self.result)
+        self.shift = 0.0
+
+    def forward(self, x):
+        self.given.copy_(self.first(x).detach().abs() + 1 - self.shift)
+        self.graph.replay()  # its own
+        return self.last(self.first(x) + self.result).mean()
+
+
+def test_a_graph_that_the_program_replays_by_itself_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    replay = Graph.replay
+    torch.manual_seed(0)
+    model = ReplaysByItself()
+    model.shift = 50.0
+    verdict = train(model)
+    line = line_of(Path(__file__), "replay()  # its " + "own")
+    (note,) = (note for note in verdict["notes"] if "CUDA graph" in note)
+    assert f"replayed at {__file__}:{line}, in re-runs, too" in note
+    assert Graph.replay is replay
+
+
+def test_replays_of_an_evaluation_and_of_modules_that_run_without_are_not_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    said = []
+    replays = OwnReplays(said.append)
+    graph = Graph(torch.ones(3), torch.ones(3))
+    with torch.no_grad():
+        graph.replay()
+    of_modules = compile("graph.replay()", "/site-packages/torch/cuda/graphs.py", "exec")
+    exec(of_modules, {"graph": graph})
+    assert said == []
+    with without_graphs([]):  # still replayed there: by a function that is no module's
+        exec(of_modules, {"graph": graph})
+    assert len(said) == 1 and "torch/cuda/graphs.py:1" in said[0]
+    for _ in range(2):
+        graph.replay()
+    assert len(said) == 2
+    replays.remove()

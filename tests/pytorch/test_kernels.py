@@ -405,6 +405,82 @@ def test_an_operator_that_reads_memory_that_nobody_wrote(garbage):
     assert origin["operator"].startswith(("aten::mean", "aten::sum"))  # the one inside the other
 
 
+@pytest.mark.parametrize("what", ["kernel", "reference"])
+def test_an_interrupt_while_a_kernel_is_executed_again_ends_it_at_once(what, garbage, tmp_path, monkeypatch):
+    calls = []
+
+    def interrupt(*_):
+        calls.append(what)
+        raise KeyboardInterrupt
+
+    def faulty():
+        return around(FAULTS["tail"].make())
+
+    (origin,) = verdict_of(faulty(), output_dir=tmp_path)["origins"]
+    assert origin["bundle"]
+    if what == "kernel":
+        monkeypatch.setattr(KernelCallRecord, "execute", interrupt)
+    else:
+        monkeypatch.setattr(KernelCallRecord, "references", lambda _: [("interrupted", interrupt)])
+    with pytest.raises(KeyboardInterrupt):
+        verdict_of(faulty())
+    assert calls == [what]
+    (bundle,) = tmp_path.glob("*/bundles/*/bundle.json")
+    with pytest.raises(KeyboardInterrupt):
+        nanlocator.replay.run(bundle)
+    assert calls == [what] * 2
+
+
+def grown(x):
+    rows = x.clone()
+    return rows.resize_(x.shape[0] + 1, x.shape[1])
+
+
+ALLOCATIONS = {
+    "empty": lambda x: torch.empty(x.shape[0] + 1, x.shape[1]),
+    "new_empty": lambda x: x.new_empty(x.shape[0] + 1, x.shape[1]),
+    "empty_like": lambda x: torch.empty_like(torch.cat((x, x[:1]))),
+    "empty_strided": lambda x: torch.empty_strided((x.shape[0] + 1, x.shape[1]), (x.shape[1], 1)),
+    "resize_": grown,
+    "8 bits, e4m3fn": lambda x: torch.empty(x.shape[0] + 1, x.shape[1], dtype=torch.float8_e4m3fn),
+    "8 bits, e5m2": lambda x: torch.empty(x.shape[0] + 1, x.shape[1], dtype=torch.float8_e5m2),
+}
+
+
+class OneRowMore(nn.Module):
+    """Reads a row that nobody has written; `is_filled`: it has been."""
+
+    def __init__(self, allocate, is_filled):
+        super().__init__()
+        self.allocate, self.is_filled = allocate, is_filled
+
+    def forward(self, x):
+        rows = self.allocate(x.detach())
+        rows[: x.shape[0]].copy_(x.detach())
+        if self.is_filled:
+            rows[x.shape[0] :].copy_(torch.zeros(1, x.shape[1]))
+        return x + rows.float().mean(dim=0)
+
+
+@pytest.mark.parametrize("case", ALLOCATIONS)
+def test_memory_that_nobody_wrote_is_told_with_the_line_that_allocated_it(case, garbage):
+    allocate = ALLOCATIONS[case]
+    verdict = verdict_of(around(OneRowMore(allocate, is_filled=False)))
+    (origin,) = verdict["origins"]
+    assert (origin["cause"], origin["module"]) == ("uninitialised_memory", "2")
+    fact = next(fact for fact in origin["facts"] if fact["kind"] == "read_unwritten_memory")
+    name = "empty" if case.startswith("8 bits") else case
+    assert fact["writer"].partition(".")[0] == f"aten::{name}"
+    assert fact["code"]["line"] == max(line for *_, line in allocate.__code__.co_lines() if line)
+    assert origin["tensor"]["extent"]["dimensions"][0] == {"first": 6, "last": 6, "count": 1}
+
+
+@pytest.mark.parametrize("case", ALLOCATIONS)
+def test_memory_that_is_written_before_it_is_read_is_no_finding(case, garbage, capfd):
+    assert verdict_of(around(OneRowMore(ALLOCATIONS[case], is_filled=True)), rerun="always") is None
+    assert "other bits" not in capfd.readouterr().err
+
+
 KERNELS = (
     "silu_into",
     "tanh_scaled",

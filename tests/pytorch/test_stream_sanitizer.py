@@ -12,7 +12,7 @@ from torch import nn
 from torch.cuda import _gpu_trace
 
 import nanlocator
-from nanlocator import stream_sanitizer
+from nanlocator import _C, stream_sanitizer
 from nanlocator.driver import Adapter
 
 MAIN, SIDE = 1, 2
@@ -131,3 +131,57 @@ def test_a_fault_that_is_gone_in_the_rerun_is_no_machines_where_streams_race(
     (fact,) = facts
     assert fact["code"]["text"] == "return self.linear(batch * 3)"
     assert fact["transfer_code"]["text"] == "batch.copy_(filling)"
+
+
+class Waits:
+    """In place of what waits for a GPU: how many of them there are."""
+
+    alive = 0
+
+    def __init__(self, *_):
+        type(self).alive += 1
+
+    def __del__(self):
+        type(self).alive -= 1
+
+
+TRACED = (1, 2)  # of the passes of a bad step: as it is, and with NaN in fresh memory
+
+
+class Early(nn.Module):
+    """Its output is bad where nobody waits for a device. A trace waits at each operator."""
+
+    def __init__(self, passes, is_race):
+        super().__init__()
+        self.linear, self.passes, self.is_race = nn.Linear(4, 4), passes, is_race
+
+    def forward(self):
+        is_waited_for = next(self.passes) in TRACED or (self.is_race and Waits.alive)
+        return self.linear(torch.ones(3, 4)) * (1.0 if is_waited_for else math.nan)
+
+
+@pytest.mark.parametrize("is_race", [True, False])
+def test_what_is_finite_only_where_each_operator_is_waited_for_is_a_race(
+    is_race, device, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Adapter, "has_streams", lambda self: True)
+    monkeypatch.setattr(_C, "SerialisedOperators", Waits)
+    model = Early(itertools.count(), is_race)
+    optimizer = nanlocator.LocatingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model=model, output_dir=tmp_path
+    )
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model().square().mean()
+        loss.backward()
+        return loss
+
+    with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
+        optimizer.step(closure)
+    verdict = raised.value.verdict
+    (origin,) = verdict["origins"]
+    serialised = [each["bad"] for each in verdict["rerun"]["variants"] if each["variant"] == "serialised"]
+    assert serialised == ([False, False] if is_race else [True])
+    assert (origin["cause"] == "race") is is_race
+    assert Waits.alive == 0

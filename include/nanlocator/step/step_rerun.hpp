@@ -64,8 +64,8 @@ struct RerunnableStep {
   /// by their operators from now on, or no more; both may be empty.
   std::function<bool()> has_compiled_parts;
   std::function<void(bool is_eager)> set_eager;
-  /// Has each transfer between ranks waited for where it begins, from now on or no more; may be
-  /// empty.
+  /// Has each transfer between ranks waited for where it begins, and each operator on a GPU where
+  /// it ends, from now on or no more; may be empty.
   std::function<void(bool is_serialised)> set_serialised;
   /// Whether a GPU with streams is in use; calls `run`, a pass, under PyTorch's stream sanitizer
   /// and gives what it has found. Both may be empty.

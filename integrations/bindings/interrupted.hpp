@@ -1,0 +1,26 @@
+// KeyboardInterrupt and SystemExit on their way through the engine, which catches std::exception
+// only: they end a re-run at once.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <utility>
+
+namespace nanlocator {
+
+struct Interrupted {
+  pybind11::error_already_set error;
+};
+
+/// `work` without the GIL.
+template <typename Work>
+auto released(const Work& work) {
+  try {
+    const pybind11::gil_scoped_release no_gil;
+    return work();
+  } catch (Interrupted& interrupted) {
+    throw std::move(interrupted.error);
+  }
+}
+
+}  // namespace nanlocator
