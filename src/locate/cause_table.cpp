@@ -380,6 +380,9 @@ std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) 
   if (origin.cause == Cause::bad_weight && has<FactKind::optimizer_state_bad>(origin)) {
     return {Suspect::last_update, Suspect::checkpoint};
   }
+  if (origin.cause == Cause::bad_weight && has<FactKind::every_copy_bad>(origin)) {
+    return {Suspect::checkpoint, Suspect::last_update};
+  }
   if (origin.cause == Cause::bad_weight && has<FactKind::owner_is_left>(origin)) {
     return {Suspect::memory, Suspect::last_update, Suspect::checkpoint};
   }
