@@ -104,6 +104,7 @@ bool has_own_memory(const at::Tensor& tensor) noexcept {
   const auto keys = tensor.key_set();
   if (keys.has_any(wrapper_keys()) || keys.has(c10::DispatchKey::Meta)) return false;
   if (tensor.layout() != at::kStrided || !tensor.has_storage()) return false;
+  if (tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return false;  // has no numbers
   if (is_captured(tensor.device())) return false;  // a look would wait
   return tensor.numel() != 0 && tensor.storage().data() != nullptr;
 }

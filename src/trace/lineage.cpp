@@ -50,7 +50,7 @@ void note_write(StorageRecord& record, const RangeWrite& write) {
 
 bool has_bytes(const at::Tensor& tensor) noexcept {
   return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
-         tensor.numel() > 0;
+         !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && tensor.numel() > 0;
 }
 
 void unite(BirthIds& ids, const BirthIds& more) {
