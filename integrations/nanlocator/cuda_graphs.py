@@ -59,7 +59,7 @@ class OwnReplays:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._said: set[tuple[str, int]] = set()
+        self.places: set[tuple[str, int]] = set()
         replay = torch.cuda.CUDAGraph.replay
 
         @functools.wraps(replay)
@@ -74,11 +74,11 @@ class OwnReplays:
 
     def _name(self, caller: types.FrameType) -> None:
         place = (caller.f_code.co_filename, caller.f_lineno)
-        if place in self._said or _COMPILED in place[0]:
+        if place in self.places or _COMPILED in place[0]:
             return
         is_own = torch.is_grad_enabled() and not place[0].endswith(_OF_MODULES)  # no evaluation's
         if is_own or _depth > 0:
-            self._said.add(place)
+            self.places.add(place)
             self._say(
                 f"A CUDA graph is replayed at {place[0]}:{place[1]}, in re-runs, too: no operator inside of "
                 "it is seen, and what it makes bad looks as if it had been bad before."
@@ -88,8 +88,8 @@ class OwnReplays:
 class ReplayedGraphs:
     """What a step had that is not restored: with ``save`` and ``restore``, as the state of a step is."""
 
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._models = list(models)
+    def __init__(self, models: Iterable[nn.Module], own: "OwnReplays | None" = None) -> None:
+        self._models, self._own = list(models), own
 
     def save(self) -> None:
         pass
@@ -99,6 +99,9 @@ class ReplayedGraphs:
         if number:
             modules = "1 module" if number == 1 else f"{number} modules"
             raise RuntimeError(f"{modules} ran from them, and by operators in the re-run")
+        if self._own is not None and self._own.places:
+            places = ", ".join(f"{file}:{line}" for file, line in sorted(self._own.places))
+            raise RuntimeError(f"what the replay at {places} has written is there again in the re-run")
 
 
 def _modules_of(models: Iterable[nn.Module]) -> Iterator[nn.Module]:

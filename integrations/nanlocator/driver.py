@@ -201,11 +201,12 @@ class Driver:
         self.locator: _C.GradientLocator = self._engine.locator
         self.add_state("the generators of Python and numpy", GeneratorStates())
         self.add_state("TransformerEngine's fp8 scales", Fp8Scales())
-        self.add_state("CUDA graphs", ReplayedGraphs(adapter.models))
+        own_replays = OwnReplays(self.locator.add_standing_note)
+        self.add_state("CUDA graphs", ReplayedGraphs(adapter.models, own_replays))
         self.add_state("the modules' attributes", ModuleAttributes(adapter.models))
         self._looking = contextlib.ExitStack()  # at what crosses in a pass
         self._step_pass: Callable[[], Pass | None] = lambda: None
-        self._watch_hooks: list[ModuleHooks | OwnReplays] = [OwnReplays(self.locator.add_standing_note)]
+        self._watch_hooks: list[ModuleHooks | OwnReplays] = [own_replays]
         self._trace_hooks: list[ModuleHooks | KernelCalls | ShownTransfers] = []
         # A driver that is dropped without `remove` leaves no hook behind.
         weakref.finalize(self, _remove_all, self._watch_hooks, self._trace_hooks)

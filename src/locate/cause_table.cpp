@@ -429,6 +429,9 @@ Confidence cause_confidence_of(const Origin& origin, const CauseRow& row) {
     return Confidence::high;
   }
   if (origin.action == Action::compare_peers) return Confidence::medium;
+  // It may have been left by the first pass.
+  const bool is_of_before = origin.cause == Cause::bad_buffer || origin.cause == Cause::bad_input;
+  if (is_of_before && has<FactKind::not_restored>(origin)) return Confidence::low;
   if (origin.cause == Cause::operator_overflow && has_jumped(origin)) return Confidence::medium;
   // The replay has executed the call in float64 too.
   if (origin.cause == Cause::operator_overflow &&

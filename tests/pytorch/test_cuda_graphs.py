@@ -266,6 +266,10 @@ def test_a_graph_that_the_program_replays_by_itself_is_named(monkeypatch):
     line = line_of(Path(__file__), "replay()  # its " + "own")
     (note,) = (note for note in verdict["notes"] if "CUDA graph" in note)
     assert f"replayed at {__file__}:{line}, in re-runs, too" in note
+    (origin,) = verdict["origins"]
+    assert (origin["cause"], origin["cause_confidence"]) == ("bad_buffer", "low")
+    (left,) = verdict["rerun"]["not_restored"]
+    assert left.startswith("CUDA graphs: what the replay at ")
     assert Graph.replay is replay
 
 
