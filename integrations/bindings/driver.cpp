@@ -30,7 +30,6 @@ using Views = std::pair<std::vector<std::int64_t>, std::vector<at::Tensor>>;
 using Microbatches = std::vector<std::tuple<int, std::optional<int>, std::vector<std::string>>>;
 using Scale = std::optional<std::tuple<double, bool, bool>>;
 
-
 std::vector<GradientView> views_of(const Views& views) {
   return gradient_views(views.first, views.second, {});
 }
