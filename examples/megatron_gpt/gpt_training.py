@@ -91,6 +91,7 @@ class TrainingConfig:
     initial_loss_scale: float = 65536.0
     tied_embeddings: bool = False
     dropout: float = 0.0
+    bias_fusions: bool = False  # of bias and gelu, and of bias, dropout and addition
     recompute: str | None = None  # full (each layer again in backward) or selective (the core attention)
     # The interleaved schedule computes while it sends and receives: megatron.training's default.
     overlap_p2p_comm: bool = False
@@ -287,8 +288,8 @@ class Trainer:
             use_cpu_initialization=True,
             gradient_accumulation_fusion=False,  # these need CUDA kernels
             masked_softmax_fusion=False,
-            bias_dropout_fusion=False,
-            bias_activation_fusion=False,
+            bias_dropout_fusion=config.bias_fusions,
+            bias_activation_fusion=config.bias_fusions,
             persist_layer_norm=False,
             deallocate_pipeline_outputs=config.deallocate_pipeline_outputs,
             calculate_per_token_loss=config.calculate_per_token_loss,

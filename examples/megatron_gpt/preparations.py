@@ -51,6 +51,20 @@ def opaque_engine(folder: str) -> None:
     importlib.import_module("opaque_engine").replace_megatrons()
 
 
+@_preparation
+def compiled_fusions() -> None:
+    """What Megatron's `jit_fuser` decorates, compiled, as it is on GPUs (cpu_platform imports it as it is)."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # its workers would be forks of ranks with threads
+    from megatron.core.fusions import fused_bias_dropout, fused_bias_gelu
+
+    for module, names in (
+        (fused_bias_gelu, ("bias_gelu", "bias_gelu_back")),
+        (fused_bias_dropout, ("bias_dropout_add_fused_train",)),
+    ):
+        for name in names:
+            setattr(module, name, torch.compile(getattr(module, name)))
+
+
 # ---- the step ----------------------------------------------------------------------------------------
 
 

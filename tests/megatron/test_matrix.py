@@ -170,7 +170,8 @@ def test_with_parameters_checked_the_update_and_the_weight_are_named(pool, confi
 
 def run_incidents(
     pool, name: str, layout: Layout, incidents: list[list[dict]], preparations: list[dict] = (), **options
-) -> None:
+) -> list[dict]:
+    """The verdicts of a run in which each incident has a step of its own."""
     faults = [
         [fault | {"iteration": FIRST + number} for fault in incident]
         for number, incident in enumerate(incidents)
@@ -205,6 +206,7 @@ def run_incidents(
     assert not verdicts  # healthy steps
     for verdict in ranks[0]["verdicts"]:
         assert verdict_of_files(ranks[0]["run_dir"], verdict["iteration"])["origins"] == verdict["origins"]
+    return ranks[0]["verdicts"]
 
 
 def verdict_of_files(run_dir: str, iteration: int) -> dict:
