@@ -112,7 +112,10 @@ class Adapter:
     def has_compiled_parts(self) -> bool:
         """Whether torch.compile has compiled anything in this process."""
         dynamo = sys.modules.get("torch._dynamo.utils")
-        return dynamo is not None and dynamo.counters["frames"]["ok"] > 0
+        # Frames with fullgraph=True are counted by their graphs only.
+        return dynamo is not None and (
+            dynamo.counters["frames"]["ok"] > 0 or dynamo.counters["stats"]["unique_graphs"] > 0
+        )
 
     def set_eager(self, is_eager: bool) -> None:
         """Compiled parts are executed by their operators from now on, or no more."""

@@ -38,6 +38,13 @@ class ActiveTrace {
   OperatorTrace::Impl* trace_;
 };
 
+/// c10's errors go on with a stack after their first line.
+void note_failure(OperatorTrace::Impl& trace, std::string_view name, const std::exception& error) {
+  const std::string_view text = error.what();
+  trace.note("could not scan " + std::string(name) + ": " +
+             std::string(text.substr(0, text.find('\n'))));
+}
+
 /// at::RecordFunction would only warn of an exception.
 template <class Work>
 void observe(OperatorTrace::Impl& trace, const at::RecordFunction& call,
@@ -46,7 +53,7 @@ void observe(OperatorTrace::Impl& trace, const at::RecordFunction& call,
     work();
   } catch (const std::exception& error) {
     try {
-      trace.note("could not look at " + std::string(call.name()) + ": " + error.what());
+      note_failure(trace, call.name(), error);
     } catch (...) {
     }
   } catch (...) {
@@ -123,7 +130,7 @@ KernelCall::KernelCall(const std::string& name, std::vector<KernelArgument> argu
     depth_ = frames.depth();
   } catch (const std::exception& error) {
     while (frames.depth() > outside) frames.pop();
-    trace.get()->note("could not look at " + name + ": " + error.what());
+    note_failure(*trace.get(), name, error);
   }
 }
 
@@ -139,7 +146,7 @@ void KernelCall::end(std::span<const at::Tensor> results) {
   try {
     trace.get()->finish_kernel(arguments_, results, frames);
   } catch (const std::exception& error) {
-    trace.get()->note("could not look at " + frames.top()->name + ": " + error.what());
+    note_failure(*trace.get(), frames.top()->name, error);
   }
 }
 

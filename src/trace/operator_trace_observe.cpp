@@ -94,7 +94,9 @@ void OperatorTrace::Impl::start(const at::RecordFunction& call, ThreadFrames& fr
 
 static ResizedStorage resized_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage()) return {};
-  return {tensor.storage().unsafeGetStorageImpl(), tensor.storage().nbytes()};
+  const auto bytes = tensor.storage().sym_nbytes().maybe_as_int();
+  if (!bytes) return {};  // a size that torch.compile traces
+  return {tensor.storage().unsafeGetStorageImpl(), static_cast<std::size_t>(*bytes)};
 }
 
 void OperatorTrace::Impl::start_operation(const at::RecordFunction& call, Frame& frame,

@@ -1,6 +1,7 @@
 """Compiled modules: a fault is named by its operator, as in eager code; one of the compiler's is told so."""
 
 import ctypes
+import itertools
 
 import pytest
 import torch
@@ -13,6 +14,11 @@ import nanlocator.inductor_kernels
 import nanlocator.kernels
 
 WIDTH = 8
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_compiled_before():
+    torch._dynamo.utils.counters.clear()
 
 
 class Root(nn.Module):
@@ -72,6 +78,43 @@ def test_a_fault_is_named_by_its_operator_as_in_eager_code(fault, options):
     for key in ("operator", "module", "cause", "detail", "phase", "code"):
         assert compiled[key] == eager[key]
     assert verdict["rerun"]["variants"][0] == {"variant": "eager", "bad": True}
+
+
+class Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.tensor(2.0))
+
+    def forward(self, x):
+        return torch.log(x + self.shift)
+
+
+def test_a_fault_in_a_batch_of_another_length_is_named_as_in_eager_code():
+    def verdict_of_lengths(model):
+        lengths, updates = iter(range(3, 9)), itertools.count(1)
+
+        def corrupt():
+            if next(updates) == 4:
+                model[1].guilty.shift.zero_()
+
+        def loss():
+            return model(torch.randn(next(lengths), WIDTH)).square().mean()
+
+        try:
+            return verdict_of_steps(model, loss, corrupt=corrupt, steps=6)
+        finally:
+            torch._dynamo.reset()
+
+    eager = verdict_of_lengths(model_of(Shifted()))
+    model = model_of(Shifted())
+    model[1].compile(dynamic=True, fullgraph=True)
+    compiled = verdict_of_lengths(model)
+    for verdict in (eager, compiled):
+        (origin,) = verdict["origins"]
+        assert (verdict["iteration"], origin["operator"], origin["module"]) == (5, "aten::log", "1.guilty")
+        assert origin["tensor"]["shape"] == [7, WIDTH]
+    assert compiled["rerun"]["variants"][0] == {"variant": "eager", "bad": True}
+    assert compiled["notes"] == []
 
 
 def miscompiling(module, inputs):
