@@ -406,7 +406,7 @@ void GradientLocator::Impl::write_page(const Verdict& verdict, std::vector<Ledge
   try {
     RunReport report;
     report.verdict = verdict;
-    report.run_dir = directory.string();
+    report.run_dir = std::filesystem::absolute(directory).string();
     report.ledgers = std::move(ledgers);
     add_details(report, directory);
     write_file_atomically(path, format_html(report));
