@@ -9,7 +9,12 @@ from test_matrix import Layout, run_incidents
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
 
 LAYOUT = Layout(2, {"tp": 2, "bias_fusions": True})
-AT = {"rank": 1, "layer": 2, "microbatch": 1, "region": "attention"}  # a fault in the MLP takes the fusion's place
+AT = {
+    "rank": 1,
+    "layer": 2,
+    "microbatch": 1,
+    "region": "attention",
+}  # a fault in the MLP takes the fusion's place
 FAULTS = [
     {"name": "forward_operator", "kind": "softmax"} | AT,
     {"name": "backward_operator", "kind": "function"} | AT,

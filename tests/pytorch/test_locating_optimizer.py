@@ -274,7 +274,7 @@ def test_what_the_update_before_has_to_do_with_a_bad_weight(damaged):
         was_checked = damaged == "after a checked update"
         assert ("finite_after_update" in facts) == was_checked
         assert origin["alternatives"] == (
-            ["memory", "writer"] if was_checked else ["checkpoint", "last_update"]
+            ["memory", "writer"] if was_checked else ["memory", "checkpoint", "last_update"]
         )
 
 

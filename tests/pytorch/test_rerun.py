@@ -511,7 +511,7 @@ def test_an_unknown_rerun_option_is_refused(value):
 
 
 def test_an_unknown_level_is_refused_with_the_known_ones():
-    with pytest.raises(nanlocator.UsageError, match="'grads', 'boundaries', 'modules' or 'operators'"):
+    with pytest.raises(nanlocator.UsageError, match="'grads', 'boundaries', 'modules', 'operators'"):
         make(level="everything")
 
 
