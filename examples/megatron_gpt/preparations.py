@@ -53,7 +53,7 @@ def opaque_engine(folder: str) -> None:
 
 @_preparation
 def compiled_fusions() -> None:
-    """What Megatron's `jit_fuser` decorates, compiled, as it is on GPUs (cpu_platform imports it as it is)."""
+    """What Megatron's `jit_fuser` decorates, compiled as on GPUs; cpu_platform imports it uncompiled."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # its workers would be forks of ranks with threads
     from megatron.core.fusions import fused_bias_dropout, fused_bias_gelu
 
