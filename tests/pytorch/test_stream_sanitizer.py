@@ -100,6 +100,24 @@ class Shared(nn.Module):
         return self.linear(batch * 3)
 
 
+def verdict_of_step(model, output_dir, corrupt=lambda: None):
+    """``corrupt`` runs behind each backward, those of the re-run too."""
+    optimizer = nanlocator.LocatingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model=model, output_dir=output_dir
+    )
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model().square().mean()
+        loss.backward()
+        corrupt()
+        return loss
+
+    with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
+        optimizer.step(closure)
+    return raised.value.verdict
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_fault_that_is_gone_in_the_rerun_is_no_machines_where_streams_race(
     device, waits, tmp_path, monkeypatch
@@ -107,22 +125,14 @@ def test_a_fault_that_is_gone_in_the_rerun_is_no_machines_where_streams_race(
     monkeypatch.setattr(Adapter, "has_streams", lambda self: True)
     model = Shared(device, waits)
     calls = itertools.count()
-    optimizer = nanlocator.LocatingOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model=model, output_dir=tmp_path
-    )
 
-    def closure():
-        optimizer.zero_grad()
-        loss = model().square().mean()
-        loss.backward()
+    def corrupt():
         if next(calls) == 0:
             model.linear.bias.grad.numpy()[2] = math.nan
-        return loss
 
-    with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
-        optimizer.step(closure)
-    (origin,) = raised.value.verdict["origins"]
-    assert {"variant": "sanitised", "bad": False} in raised.value.verdict["rerun"]["variants"]
+    verdict = verdict_of_step(model, tmp_path, corrupt)
+    (origin,) = verdict["origins"]
+    assert {"variant": "sanitised", "bad": False} in verdict["rerun"]["variants"]
     facts = [fact for fact in origin["facts"] if fact["kind"] == "read_beside_stream"]
     if waits:
         assert facts == [] and origin["action_kind"] == "test_device"
@@ -166,20 +176,7 @@ def test_what_is_finite_only_where_each_operator_is_waited_for_is_a_race(
 ):
     monkeypatch.setattr(Adapter, "has_streams", lambda self: True)
     monkeypatch.setattr(_C, "SerialisedOperators", Waits)
-    model = Early(itertools.count(), is_race)
-    optimizer = nanlocator.LocatingOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model=model, output_dir=tmp_path
-    )
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model().square().mean()
-        loss.backward()
-        return loss
-
-    with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
-        optimizer.step(closure)
-    verdict = raised.value.verdict
+    verdict = verdict_of_step(Early(itertools.count(), is_race), tmp_path)
     (origin,) = verdict["origins"]
     serialised = [each["bad"] for each in verdict["rerun"]["variants"] if each["variant"] == "serialised"]
     assert serialised == ([False, False] if is_race else [True])

@@ -261,7 +261,20 @@ class HuggingFace(Loop):
             self.note_findings()
 
 
-class Megatron(Loop):
+class OfLocator(Loop):
+    """``locator`` is what the framework's ``install`` returns."""
+
+    def remove(self):
+        self.locator.remove()
+
+    def verdicts(self):
+        return self.locator.verdicts
+
+    def dismissed(self):
+        return self.locator.dismissed
+
+
+class Megatron(OfLocator):
     """In a process of its own: Megatron-Core on the CPU changes it for good."""
 
     def build(self):
@@ -306,15 +319,6 @@ class Megatron(Loop):
     def is_installed(self):
         return not isinstance(self.locator, SimpleNamespace)
 
-    def remove(self):
-        self.locator.remove()
-
-    def verdicts(self):
-        return self.locator.verdicts
-
-    def dismissed(self):
-        return self.locator.dismissed
-
     def gradient(self):
         return self.trainer.parameters["decoder.layers.1.mlp.linear_fc2.weight"].main_grad
 
@@ -326,7 +330,7 @@ class Megatron(Loop):
             self.note_findings()
 
 
-class DeepSpeed(Loop):
+class DeepSpeed(OfLocator):
     """In a process of its own, as its packages are on no other's path. The loop itself is not executed again,
     so what goes wrong goes wrong in backward."""
 
@@ -382,15 +386,6 @@ class DeepSpeed(Loop):
 
         with deepspeed.zero.GatheredParameters(list(self.model.parameters())):
             return super().weights()
-
-    def remove(self):
-        self.locator.remove()
-
-    def verdicts(self):
-        return self.locator.verdicts
-
-    def dismissed(self):
-        return self.locator.dismissed
 
 
 class DeepSpeedInParts(DeepSpeed):
