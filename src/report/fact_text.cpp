@@ -855,7 +855,10 @@ int place_of(const Fact& fact) {
   if (fact.kind == stated_action) return 6;  // no evidence
   if (fact.source != FactSource::origin) return 4;
   if (fact.kind == members_got_the_same || fact.kind == peers_finite) return 2;
-  if (fact.kind == variant_bad) return 4;  // that made no difference
+  const bool made_no_difference =
+      fact.kind == variant_bad && (fact.variant == name_of(RerunVariant::constant_memory) ||
+                                   fact.variant == name_of(RerunVariant::eager));
+  if (made_no_difference) return 4;
   if (fact.kind >= copies_clean && fact.kind <= finite_after_update) return 1;
   if (fact.kind >= rerun_not_completed && fact.kind <= rerun_clean) return 1;
   if (fact.kind == unseen_before) return 2;
