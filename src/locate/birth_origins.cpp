@@ -12,6 +12,7 @@
 #include "locate/detail.hpp"
 #include "locate/kernel_facts.hpp"
 #include "locate/origin_facts.hpp"
+#include "nanlocator/record/collective_kind.hpp"
 
 namespace nanlocator {
 namespace {

@@ -146,18 +146,18 @@ void judge_races(const Incident& incident, const RerunOutcome& rerun,
   const bool is_gone = rerun.reproduced == false;
   for (Origin& origin : origins) {
     std::vector<Access> own = of(origin, of_transfers);
+    std::ranges::copy(of(origin, of_streams), std::back_inserter(own));
+    const bool is_touched = !own.empty();
+    if (!is_touched) own = of_transfers.empty() ? of_streams : of_transfers;
     if (!of_threads.empty()) {
       own = of_threads;
       make_race(origin, own);
     } else if (is_finite_serialised(rerun)) {
-      if (own.empty()) own = of_transfers;
       make_race(origin, own);
     } else if (!is_open(origin)) {
       continue;
-    } else {
-      std::ranges::copy(of(origin, of_streams), std::back_inserter(own));
-      if (is_gone && !own.empty()) make_race(origin, own);
-      if (own.empty()) own = of_transfers.empty() ? of_streams : of_transfers;
+    } else if (is_gone && is_touched) {
+      make_race(origin, own);
     }
     Facts facts = facts_of(own);
     origin.facts.insert(origin.facts.begin() + (origin.facts.empty() ? 0 : 1),

@@ -51,11 +51,6 @@ c10::OperatorName operator_name_of(const std::string& op) {
   return {op.substr(0, dot), op.substr(dot + 1)};
 }
 
-at::Tensor clone_with_strides(const at::Tensor& tensor) {
-  if (!tensor.defined()) return tensor;
-  return copy_together({tensor}).front();
-}
-
 void add_to_bundle(const OperatorCall& call, Bundle& bundle, StorageCollector& storages) {
   const auto& facts = call_facts(call.name);
   const auto& schema = facts.handle.schema();

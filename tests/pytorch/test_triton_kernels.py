@@ -1,4 +1,4 @@
-"""Triton's kernels, under its interpreter on the CPU: our own, Liger's and flash-linear-attention's."""
+"""Triton's kernels, on the GPU or under its interpreter: our own, Liger's and flash-linear-attention's."""
 
 import json
 import os
@@ -122,7 +122,8 @@ def outcome(tmp_path_factory):
 
 def environment_of_script():
     path = filter(None, [os.environ.get("PYTHONPATH"), str(PACKAGES), str(SCRIPT.parent)])
-    return os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path)}
+    interpreted = {} if os.environ.get("NANLOCATOR_TEST_DEVICE") == "cuda" else {"TRITON_INTERPRET": "1"}
+    return os.environ | interpreted | {"PYTHONPATH": os.pathsep.join(path)}
 
 
 def launch_in(file, text):

@@ -1,7 +1,7 @@
-"""One training step of a model with Triton kernels, under the interpreter, for each case: the verdict, or
-null, in CASE.json, and what was said in CASE.err.
+"""One training step of a model with Triton kernels, on the GPU or under the interpreter, for each case: the
+verdict, or null, in CASE.json, and what was said in CASE.err.
 
-TRITON_INTERPRET=1 python triton_training.py CASE...
+[TRITON_INTERPRET=1] python triton_training.py CASE...
 """
 
 import functools
@@ -26,6 +26,7 @@ from nanlocator.kernels import KernelCalls
 
 WIDTH = 9
 BLOCK = 8
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @triton.jit
@@ -193,9 +194,10 @@ def tanh(x):
     return 2 * tl.sigmoid(2 * x) - 1
 
 
-interpreter._implicit_cvt = float_as_compiled
-interpreter._patch_lang_tensor = tensors_with_an_index
-libdevice.rsqrt, libdevice.tanh = rsqrt, tanh  # there they give None
+if IS_INTERPRETED:
+    interpreter._implicit_cvt = float_as_compiled
+    interpreter._patch_lang_tensor = tensors_with_an_index
+    libdevice.rsqrt, libdevice.tanh = rsqrt, tanh  # there they give None
 
 
 def library(case):
@@ -274,8 +276,19 @@ CASES = {
 }
 
 
+def spoil_memory():
+    """What is allocated from here on holds NaN."""
+    if IS_INTERPRETED:
+        kernels.spoil_memory(True)
+        return
+    torch.set_default_device("cuda")
+    sizes = [2**exponent for exponent in range(7, 20) for _ in range(32)]
+    kept = [torch.full((size,), torch.nan) for size in sizes]  # the allocator's free blocks of tomorrow
+    del kept
+
+
 def verdict_of(case):
-    kernels.spoil_memory(True)
+    spoil_memory()
     torch.manual_seed(0)
     guilty = CASES[case]()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Scale(), guilty, Scale(), nn.Linear(WIDTH, 1))

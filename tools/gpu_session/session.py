@@ -147,6 +147,8 @@ STEPS = [
     Step("megatron", "a Megatron-Core step: same bits, ratio, host waits, work", megatron),
     Step("rerun", "a bad step on a full device: its time and peak over a healthy one's", worker("rerun")),
     Step("rank-failure", "two ranks, one out of memory in the re-run", worker("rank-failure")),
+    Step("look-cost", "a scan of one tensor: host, device, rate", worker("look-cost")),
+    Step("overhead", "a healthy step of GPT-2 at every level over one without", worker("overhead")),
     Step("graph", "forward and backward captured in one CUDA graph", worker("graph"), needs_gpu=True),
 ]
 

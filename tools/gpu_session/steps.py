@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cost_steps import look_cost, overhead
 from nanlocator import _C, LocatingOptimizer, NonFiniteGradientError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -499,7 +500,7 @@ def graph(device: str) -> dict[str, Any]:
 def main() -> None:
     steps: dict[str, Callable[..., dict[str, Any]]] = {
         "looks": looks, "streams": streams, "faults": faults, "megatron": megatron,
-        "rerun": rerun, "rank-failure": rank_failure, "graph": graph,
+        "rerun": rerun, "rank-failure": rank_failure, "graph": graph, "overhead": overhead, "look-cost": look_cost,
     }  # fmt: skip
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -45,10 +45,6 @@ struct OperatorCall {
 /// Versions of torch, CUDA, cuDNN, nanlocator, and the CPU's capability.
 [[nodiscard]] std::map<std::string, std::string> current_versions();
 
-/// A copy of `tensor` with the same sizes, strides and storage order, however it overlaps itself:
-/// what `clone` loses. Of the range that the view can reach, no more. Its offset is 0.
-[[nodiscard]] at::Tensor clone_with_strides(const at::Tensor& tensor);
-
 /// Gathers tensors of one bundle: every byte of a storage that any of them can reach, once.
 class StorageCollector {
  public:

@@ -1,0 +1,151 @@
+"""What a healthy step costs on the device, and a single scan; steps of tools/gpu."""
+
+import contextlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nanlocator
+from nanlocator import _C
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import turns
+
+NO_TOOL = "no tool"
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+# ---- overhead: plain PyTorch --------------------
+
+
+def overhead(device: str) -> dict[str, Any]:
+    """A step of GPT-2 in bf16, where the GPU is busy all the time, and where it waits for the host."""
+    if device == "cpu":
+        return {"tiny": _overhead(device, layers=1, hidden=32, batch=1, sequence=16, rounds=1)}
+    return {
+        "350 M, batch 8 x 1024": _overhead(device, layers=24, hidden=1024, batch=8, sequence=1024, rounds=3),
+        "85 M, batch 1 x 128": _overhead(device, layers=12, hidden=768, batch=1, sequence=128, rounds=5),
+    }
+
+
+def _overhead(
+    device: str, layers: int, hidden: int, batch: int, sequence: int, rounds: int
+) -> dict[str, Any]:
+    import transformers
+
+    torch.manual_seed(0)
+    vocabulary = 32000
+    config = transformers.GPT2Config(
+        n_embd=hidden,
+        n_layer=layers,
+        n_head=max(hidden // 64, 1),
+        n_positions=sequence,
+        vocab_size=vocabulary,
+        use_cache=False,
+    )
+    model = transformers.GPT2LMHeadModel(config).to(device, torch.bfloat16).train()
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
+    tokens = torch.randint(0, vocabulary, (batch, sequence), device=device)
+    steps = 5
+
+    def run(variant: str) -> float:
+        with variants[variant]() as optimizer:
+
+            def step() -> None:
+                optimizer.zero_grad()
+                model(tokens, labels=tokens).loss.backward()
+                optimizer.step()
+
+            step()  # makes plans
+            step()
+            synchronize(device)
+            started = time.perf_counter()
+            for _ in range(steps):
+                step()
+            synchronize(device)
+            return (time.perf_counter() - started) / steps
+
+    @contextlib.contextmanager
+    def located(level: str) -> Iterator[torch.optim.Optimizer]:
+        with tempfile.TemporaryDirectory() as directory:
+            optimizer = nanlocator.LocatingOptimizer(inner, model, level=level, output_dir=directory)
+            try:
+                yield optimizer
+            finally:
+                optimizer.remove()
+
+    @contextlib.contextmanager
+    def watched() -> Iterator[torch.optim.Optimizer]:
+        with tempfile.TemporaryDirectory() as directory:
+            watch = nanlocator.watch(model, inner, output_dir=directory)
+            try:
+                yield inner
+            finally:
+                watch.remove()
+
+    variants: dict[str, Callable[[], Any]] = {
+        NO_TOOL: lambda: contextlib.nullcontext(inner),
+        "watch": watched,
+        "grads": lambda: located("grads"),
+        "modules": lambda: located("modules"),
+        "operators": lambda: located("operators"),
+    }
+    times = turns.take_turns(variants, run, rounds)
+    ratios = {
+        name: round(turns.ratio(seconds, times[NO_TOOL])["median"], 4) for name, seconds in times.items()
+    }
+    return {"milliseconds": round(statistics.median(times[NO_TOOL]) * 1e3, 2), "ratios": ratios}
+
+
+# ---- look-cost: a single tensor --------------------
+
+
+def look_cost(device: str) -> dict[str, Any]:
+    """Of one scan outside of a plan: microseconds of the host and of the device, and the rate, beside what
+    torch.isfinite(x).all() takes on the device."""
+    figures = {}
+    for size in (2**12, 2**20, 2**24, 2**28, 2**31) if device == "cuda" else (2**12, 2**20):
+        tensor = torch.randn(size // 2, device=device).to(torch.bfloat16)
+        looks = _C.TensorLooks()
+        looks.enqueue(tensor)
+        looks.read()
+        count = 200 if size < 2**26 else 20
+        host, on_device = _times(device, lambda: looks.enqueue(tensor), count)  # noqa: B023
+        looks.read()
+        _, of_torch = _times(device, lambda: torch.isfinite(tensor).all(), count)  # noqa: B023
+        figures[size] = {
+            "host_us": round(host, 2),
+            "device_us": round(on_device, 2),
+            "GB/s": round(size / on_device / 1e3, 1),
+            "isfinite_device_us": round(of_torch, 2),
+        }
+    return figures
+
+
+def _times(device: str, call: Callable[[], Any], count: int) -> tuple[float, float]:
+    """Microseconds of a call: the host's until it returns, and the device's (on the CPU: both alike)."""
+    call()
+    synchronize(device)
+    if device == "cuda":
+        torch.cuda._sleep(20_000_000)  # some 10 ms, so that the device is never waiting for the host
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+    started = time.perf_counter()
+    for _ in range(count):
+        call()
+    host = (time.perf_counter() - started) / count * 1e6
+    if device != "cuda":
+        return host, host
+    end.record()
+    torch.cuda.synchronize()
+    return host, begin.elapsed_time(end) / count * 1e3
