@@ -147,6 +147,9 @@ STEPS = [
     Step("megatron", "a Megatron-Core step: same bits, ratio, host waits, work", megatron),
     Step("rerun", "a bad step on a full device: its time and peak over a healthy one's", worker("rerun")),
     Step("rank-failure", "two ranks, one out of memory in the re-run", worker("rank-failure")),
+    Step("kernel-faults", "a fault each in kernels of many kinds", worker("kernel-faults")),
+    Step("streams-races", "streams that do not wait, and some that do", worker("streams-races"), True),
+    Step("transparency", "GPT-2: same bits at each level; its peak and host waits", worker("transparency")),
     Step("graph", "forward and backward captured in one CUDA graph", worker("graph"), needs_gpu=True),
 ]
 
