@@ -19,7 +19,7 @@ from torch import nn
 
 import nanlocator
 
-SECONDS = 100  # in which the cases of a step may begin
+SECONDS = 60  # in which the cases of a step may begin
 WIDTH, ROWS = 64, 64
 Compute = Callable[[torch.Tensor], torch.Tensor]
 

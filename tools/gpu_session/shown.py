@@ -1,5 +1,6 @@
 """What steps of tools/gpu share: many cases, each with its outcome, and how often the host waits."""
 
+import faulthandler
 import json
 import time
 import traceback
@@ -18,6 +19,7 @@ class NotShown(Exception):
         self.figures = figures
 
 
+HANGS = 90  # seconds after which a case is taken to hang: the process ends, with the stacks of its threads
 Case = tuple[str, Callable[[], tuple[dict[str, Any], list[str]]]]
 
 
@@ -30,11 +32,14 @@ def outcomes_of(cases: Iterable[Case], seconds: float) -> dict[str, Any]:
         if started - began > seconds:
             outcomes[name] = {"outcome": "not run: no time was left"}
             continue
+        faulthandler.dump_traceback_later(HANGS, exit=True)
         try:
             found, wrong = run()
         except Exception as error:
             found = {"traceback": traceback.format_exc()[-2500:]}
             wrong = [f"{type(error).__name__}: {error}"[:1000]]
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         outcome = {"outcome": "failed" if wrong else "shown", "wrong": wrong} | found
         outcomes[name] = outcome | {"seconds": round(time.monotonic() - started, 2)}
         print(json.dumps({name: outcomes[name]}, default=str), flush=True)
