@@ -1,5 +1,4 @@
-"""The whole suite on another device: NANLOCATOR_TEST_DEVICE=cuda (tools/gpu, step suite). Only tests that stay in
-their own process are then on it; ranks that are forks have none."""
+"""Tests on another device: NANLOCATOR_TEST_DEVICE=cuda. What they fork or start has none of it."""
 
 import os
 

@@ -99,6 +99,21 @@ TEST(Races, WhatIsFiniteOnceTransfersAreWaitedForWasARaceWhateverOperatorItWasBo
               HasFact(FactKind::wrote_during_transfer, Field(&Fact::ranks, ElementsAre(0, 1))));
 }
 
+TEST(Races, WhatIsFiniteOnceOperatorsAreWaitedForNamesTheStreamsThatDidNotWait) {
+  auto ledgers = ledgers_of(bad_again(false));
+  ledgers[0].births = {birth_of(BirthKind::nan, "aten::log")};
+  ledgers[0].rerun->bad_parameters = {0};
+  UnorderedAccess access = access_of("aten::mul");
+  access.other = Concurrent::stream;
+  access.transfer = "aten::copy_";
+  ledgers[0].rerun->unordered = {access};
+  const Origin origin = locate(ledgers, 2).origins.at(0);
+  EXPECT_EQ(origin.cause, Cause::race);
+  EXPECT_EQ(origin.action, Action::wait_for_stream);
+  EXPECT_EQ(origin.code->line, 12);
+  EXPECT_THAT(origin.facts, HasFact(FactKind::wrote_beside_stream, Field(&Fact::op, "aten::mul")));
+}
+
 UnorderedAccess access_of_thread(const std::string& op) {
   UnorderedAccess access = access_of(op);
   access.is_write = false;

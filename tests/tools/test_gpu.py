@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NEEDS_GPU = {"sanitizer", "graph"}
-ON_CPU = ["build", "looks", "streams", "faults", "rerun"]
+NEEDS_GPU = {"sanitizer", "streams-races", "graph"}
+ON_CPU = ["build", "looks", "streams", "faults", "rerun", "kernel-faults", "transparency"]
 
 
 def gpu(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
@@ -34,7 +34,7 @@ def test_an_unknown_step_is_wrong_use(tmp_path):
 
 
 def test_what_needs_a_gpu_is_skipped_without_one(tmp_path):
-    done = gpu("--cpu", "--only", "graph", "sanitizer", folder=tmp_path)
+    done = gpu("--cpu", "--only", *NEEDS_GPU, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     steps = json.loads((tmp_path / "gpu_session.json").read_text())["steps"]
     assert {step["name"]: step["status"] for step in steps} == dict.fromkeys(NEEDS_GPU, "skipped")

@@ -149,6 +149,9 @@ STEPS = [
     Step("rank-failure", "two ranks, one out of memory in the re-run", worker("rank-failure")),
     Step("look-cost", "a scan of one tensor: host, device, rate", worker("look-cost")),
     Step("overhead", "a healthy step of GPT-2 at every level over one without", worker("overhead")),
+    Step("kernel-faults", "a fault each in kernels of many kinds", worker("kernel-faults")),
+    Step("streams-races", "streams that do not wait, and some that do", worker("streams-races"), True),
+    Step("transparency", "GPT-2: same bits at each level; its peak and host waits", worker("transparency")),
     Step("graph", "forward and backward captured in one CUDA graph", worker("graph"), needs_gpu=True),
 ]
 

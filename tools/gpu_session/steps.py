@@ -15,28 +15,21 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cost_steps
+import device_steps
 import torch
+from shown import NotShown, host_waits
 from torch import nn
 
-from cost_steps import look_cost, overhead
 from nanlocator import _C, LocatingOptimizer, NonFiniteGradientError
 
 ROOT = Path(__file__).resolve().parents[2]
 EXACT = ("numel", "nan", "pos_inf", "neg_inf", "zeros", "first_bad", "fingerprint")
 EXACT += ("finite_min", "finite_max", "absmin", "absmax")
-
-
-class NotShown(Exception):
-    """A step that did not show what it should; with the figures that there are."""
-
-    def __init__(self, why: str, figures: dict[str, Any]) -> None:
-        super().__init__(why)
-        self.figures = figures
 
 
 def synchronize(device: str) -> None:
@@ -299,20 +292,6 @@ def megatron(device: str, without: bool) -> dict[str, Any]:
     }
 
 
-def host_waits(device: str, step: Callable[[], Any]) -> int | None:
-    """Calls of Torch that wait for the GPU, as set_sync_debug_mode sees them."""
-    if device != "cuda":
-        return None
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(each.message) for each in seen)
-
-
 # ---- rerun: time, and memory that is nearly full --------------------
 
 
@@ -500,7 +479,10 @@ def graph(device: str) -> dict[str, Any]:
 def main() -> None:
     steps: dict[str, Callable[..., dict[str, Any]]] = {
         "looks": looks, "streams": streams, "faults": faults, "megatron": megatron,
-        "rerun": rerun, "rank-failure": rank_failure, "graph": graph, "overhead": overhead, "look-cost": look_cost,
+        "rerun": rerun, "rank-failure": rank_failure, "graph": graph,
+        "look-cost": cost_steps.look_cost, "overhead": cost_steps.overhead,
+        "kernel-faults": device_steps.kernel_faults, "streams-races": device_steps.stream_races,
+        "transparency": device_steps.transparency,
     }  # fmt: skip
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
