@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from outcomes import NotShown
+from parallel_steps import ddp_faults, fsdp_faults, megatron_faults
 from torch import nn
 
 from nanlocator import _C, LocatingOptimizer, NonFiniteGradientError
@@ -28,14 +30,6 @@ from nanlocator import _C, LocatingOptimizer, NonFiniteGradientError
 ROOT = Path(__file__).resolve().parents[2]
 EXACT = ("numel", "nan", "pos_inf", "neg_inf", "zeros", "first_bad", "fingerprint")
 EXACT += ("finite_min", "finite_max", "absmin", "absmax")
-
-
-class NotShown(Exception):
-    """A step that did not show what it should; with the figures that there are."""
-
-    def __init__(self, why: str, figures: dict[str, Any]) -> None:
-        super().__init__(why)
-        self.figures = figures
 
 
 def synchronize(device: str) -> None:
@@ -499,6 +493,7 @@ def graph(device: str) -> dict[str, Any]:
 def main() -> None:
     steps: dict[str, Callable[..., dict[str, Any]]] = {
         "looks": looks, "streams": streams, "faults": faults, "megatron": megatron,
+        "megatron-faults": megatron_faults, "ddp-faults": ddp_faults, "fsdp-faults": fsdp_faults,
         "rerun": rerun, "rank-failure": rank_failure, "graph": graph,
     }  # fmt: skip
     parser = argparse.ArgumentParser(
