@@ -512,8 +512,8 @@ def main() -> None:
         figures = steps[arguments.step](arguments.device, **extra)
     except NotShown as reason:
         print(reason)
-        print(json.dumps({"figures": reason.figures}))
-        sys.exit(1)
+        print(json.dumps({"figures": reason.figures}), flush=True)
+        os._exit(1)
     print(json.dumps({"figures": figures}), flush=True)
     os._exit(0)  # process groups are left to the operating system
 
