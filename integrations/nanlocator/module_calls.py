@@ -134,6 +134,8 @@ class _Call:
         self._is_forgotten = False
 
     def finish(self, output: Any) -> None:
+        if self._is_forgotten:  # for a call within it of the same name: FSDP1's wrapper has its module's
+            return
         self._outputs = _Values(output)
         differentiable = [t for t in tensors_in(output) if t.requires_grad]
         if any(map(_is_bad, tensors_in(output))):

@@ -2,6 +2,7 @@
 
 import pytest
 import sharded_runs
+import torch
 from fsdp1_training import VARIANTS, Fsdp1
 from ranks import run_ranks
 from sharded_runs import healthy, recovered
@@ -49,6 +50,26 @@ def test_a_birth_in_forward_on_one_rank_names_operator_and_module():
     (origin,) = located("plain", "forward")["origins"]
     assert (origin["coordinates"]["rank"], origin["phase"]) == (1, "forward")
     assert (origin["operator"], origin["module"]) == ("aten::sqrt", "scale")
+
+
+def log_in_a_wrapped_module(rank, world_size):
+    training = Fsdp1(rank, "plain")
+    linear = training.net.middle.module
+    forward = linear.forward
+    linear.forward = lambda x: torch.log(-forward(x).abs() - 1)
+    nanlocator.watch(training.model, training.optimizer)
+    try:
+        training.step()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+
+
+def test_a_module_that_shares_its_name_with_its_wrapper_is_in_the_bundle():
+    verdict = run_ranks(2, log_in_a_wrapped_module)[0]
+    assert not [note for note in verdict["notes"] if "could not be made" in note]
+    for origin in verdict["origins"]:
+        assert (origin["operator"], origin["module"]) == ("aten::log", "middle")
+        assert origin["bundle"]
 
 
 def test_a_mean_over_nothing_on_one_rank_is_that_ranks():

@@ -69,6 +69,18 @@ def test_a_step_of_megatron_has_the_same_bits_with_and_without(tmp_path):
     assert step["figures"]["bits_are_equal"] and step["figures"]["work"]["launches"] > 0
 
 
+@pytest.mark.megatron
+@pytest.mark.parametrize("name", ["megatron-faults", "ddp-faults", "fsdp-faults"])
+def test_faults_in_parallel_training_are_named(name, tmp_path):
+    done = gpu("--cpu", "--only", name, folder=tmp_path)
+    assert done.returncode == 0, (tmp_path / "gpu_session.logs" / f"{name}.log").read_text()[-5000:]
+    (step,) = json.loads((tmp_path / "gpu_session.json").read_text())["steps"]
+    cases = step["figures"]["cases"]
+    assert cases["healthy"]["different_tensors"] == 0
+    assert cases["log of a negative"]["found"]["operator"] == "aten::log"
+    assert [replay["status"] for replay in cases["log of a negative"]["replays"]] == [1]
+
+
 def test_what_a_machine_without_network_lacks_is_packed(tmp_path):
     done = gpu("--pack", "brought", folder=tmp_path)
     assert done.returncode == 0, done.stderr

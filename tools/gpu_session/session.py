@@ -145,6 +145,9 @@ STEPS = [
     Step("streams", "a look sees the tensor as it was when it was asked for", worker("streams")),
     Step("faults", "plain PyTorch: planted faults, verdicts, bundles that replay", worker("faults")),
     Step("megatron", "a Megatron-Core step: same bits, ratio, host waits, work", megatron),
+    Step("megatron-faults", "Megatron-Core: planted faults, verdicts, bundles", worker("megatron-faults")),
+    Step("ddp-faults", "DistributedDataParallel, one rank and two: the same", worker("ddp-faults")),
+    Step("fsdp-faults", "FSDP: the same", worker("fsdp-faults")),
     Step("rerun", "a bad step on a full device: its time and peak over a healthy one's", worker("rerun")),
     Step("rank-failure", "two ranks, one out of memory in the re-run", worker("rank-failure")),
     Step("look-cost", "a scan of one tensor: host, device, rate", worker("look-cost")),
@@ -307,7 +310,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.list:
         for step in STEPS:
-            print(f"{step.name:13} {'GPU' if step.needs_gpu else '   '}  {step.shows}")
+            print(f"{step.name:15} {'GPU' if step.needs_gpu else '   '}  {step.shows}")
         return 0
     if arguments.pack:
         pack(arguments.pack.absolute())
@@ -321,11 +324,11 @@ def main() -> int:
     for step in STEPS:
         if arguments.only and step.name not in arguments.only:
             continue
-        print(f"{step.name:13} {step.shows} ...", flush=True)
+        print(f"{step.name:15} {step.shows} ...", flush=True)
         result = run(step, machine)
         results.append(result)
         shown = result.get("why") or f"{result['seconds']} s  {json.dumps(result['figures'])[:300]}"
-        print(f"{'':13} {result['status']}: {shown}", flush=True)
+        print(f"{'':15} {result['status']}: {shown}", flush=True)
         # After each step: a machine that is taken away leaves what was found until then.
         output.write_text(json.dumps({"machine": describe_machine(device), "steps": results}, indent=1))
     bad = [result["name"] for result in results if result["status"] in ("failed", "timed out")]

@@ -22,6 +22,7 @@ from typing import Any
 import cost_steps
 import device_steps
 import torch
+from parallel_steps import ddp_faults, fsdp_faults, megatron_faults
 from shown import NotShown, host_waits
 from torch import nn
 
@@ -479,6 +480,7 @@ def graph(device: str) -> dict[str, Any]:
 def main() -> None:
     steps: dict[str, Callable[..., dict[str, Any]]] = {
         "looks": looks, "streams": streams, "faults": faults, "megatron": megatron,
+        "megatron-faults": megatron_faults, "ddp-faults": ddp_faults, "fsdp-faults": fsdp_faults,
         "rerun": rerun, "rank-failure": rank_failure, "graph": graph,
         "look-cost": cost_steps.look_cost, "overhead": cost_steps.overhead,
         "kernel-faults": device_steps.kernel_faults, "streams-races": device_steps.stream_races,
@@ -500,8 +502,8 @@ def main() -> None:
         figures = steps[arguments.step](arguments.device, **extra)
     except NotShown as reason:
         print(reason)
-        print(json.dumps({"figures": reason.figures}))
-        sys.exit(1)
+        print(json.dumps({"figures": reason.figures}), flush=True)
+        os._exit(1)
     print(json.dumps({"figures": figures}), flush=True)
     os._exit(0)  # process groups are left to the operating system
 
