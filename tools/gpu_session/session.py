@@ -320,7 +320,7 @@ def main() -> int:
     logs = output.with_suffix(".logs")
     logs.mkdir(parents=True, exist_ok=True)
     machine = Machine(device, ROOT / "build" / ("gpu" if device == "cuda" else "release"), logs)
-    results = []
+    described, results = describe_machine(device), []
     for step in STEPS:
         if arguments.only and step.name not in arguments.only:
             continue
@@ -330,7 +330,7 @@ def main() -> int:
         shown = result.get("why") or f"{result['seconds']} s  {json.dumps(result['figures'])[:300]}"
         print(f"{'':15} {result['status']}: {shown}", flush=True)
         # After each step: a machine that is taken away leaves what was found until then.
-        output.write_text(json.dumps({"machine": describe_machine(device), "steps": results}, indent=1))
+        output.write_text(json.dumps({"machine": described, "steps": results}, indent=1))
     bad = [result["name"] for result in results if result["status"] in ("failed", "timed out")]
     print(f"figures in {output}" + (f"; failed: {', '.join(bad)}" if bad else ""))
     return 1 if bad else 0
