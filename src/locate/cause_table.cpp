@@ -353,13 +353,12 @@ Owner owner_of(const Origin& origin, const CauseRow& row) {
     case Action::find_writer:
       return Owner::model_author;
     case Action::find_weight_writer:
+    case Action::find_race:
       return Owner::unknown;
     case Action::wait_for_thread:
     case Action::wait_for_transfer:
     case Action::wait_for_stream:
       return is_in_program(origin) ? Owner::model_author : Owner::framework;
-    case Action::find_race:
-      return has<FactKind::control_bad>(origin) ? Owner::framework : Owner::unknown;
     case Action::compare_peers:
       return Owner::unknown;  // the author's where the peers have it, too, else the machine's
     default:
@@ -425,7 +424,8 @@ Confidence cause_confidence_of(const Origin& origin, const CauseRow& row) {
   }
   if (origin.detail == Detail::custom_code) return Confidence::medium;
   if (origin.cause == Cause::race && is_of_timing(origin) &&
-      (is_beside<Concurrent::transfer>(origin) || is_beside<Concurrent::thread>(origin))) {
+      (is_beside<Concurrent::transfer>(origin) || is_beside<Concurrent::thread>(origin) ||
+       is_beside<Concurrent::stream>(origin))) {
     return Confidence::high;
   }
   if (origin.action == Action::compare_peers) return Confidence::medium;

@@ -160,8 +160,7 @@ void judge_races(const Incident& incident, const RerunOutcome& rerun,
       make_race(origin, own);
     }
     Facts facts = facts_of(own);
-    origin.facts.insert(origin.facts.begin() + (origin.facts.empty() ? 0 : 1),
-                        std::make_move_iterator(facts.begin()),
+    origin.facts.insert(origin.facts.begin(), std::make_move_iterator(facts.begin()),
                         std::make_move_iterator(facts.end()));
     if (origin.cause == Cause::not_reproduced && is_gone) add_concurrent(incident, origin);
   }

@@ -247,6 +247,11 @@ bool has_overflow(const Verdict& verdict) {
   });
 }
 
+bool has_race(const Verdict& verdict) {
+  return std::ranges::any_of(verdict.origins,
+                             [](const Origin& origin) { return origin.cause == Cause::race; });
+}
+
 bool has_bad_gradients(const Verdict& verdict) {
   return !verdict.spread.parameters.empty();
 }
@@ -436,6 +441,11 @@ std::string restart_of(const Verdict& verdict) {
     case Restart::latest:
       return "from the latest checkpoint: " + finite + "the fault did not come again";
     case Restart::unknown:
+      if (has_race(verdict)) {
+        return "from the latest checkpoint: " + finite +
+               "the fault comes and goes with the timing, so it may come again until the race is "
+               "mended";
+      }
       return "from the latest checkpoint: " + finite +
              (verdict.rerun.reproduced == false
                   ? "the fault did not come again in the re-run, which may not have executed all"

@@ -88,6 +88,7 @@ struct OperatorTrace::Impl {
   void look_before_write(Frame& frame, ThreadFrames& frames);
   void use_declared_module(const Frame& frame, ThreadFrames& frames);
   [[nodiscard]] bool is_fresh_constant(const at::Tensor& values);
+  void note_constant_of_device(const at::Tensor& values, const OperatorInfo& info);
   [[nodiscard]] bool inner_operators_wrote(const std::vector<TensorAt>& outputs,
                                            const Frame& frame);
 

@@ -542,7 +542,9 @@ void OperatorTrace::Impl::finish_operation(const at::RecordFunction& call, Frame
     }
     return;
   }
-  if (info.is_lift_fresh && !is_fresh_constant(outputs.front().values)) return;
+  if (info.is_lift_fresh && !is_fresh_constant(outputs.front().values)) {
+    return note_constant_of_device(outputs.front().values, info);
+  }
   if (info.is_composite && !info.owns_its_copy && inner_operators_wrote(outputs, frame)) return;
 
   thread_local std::vector<const at::Tensor*> looked_at;
@@ -572,6 +574,22 @@ bool OperatorTrace::Impl::is_fresh_constant(const at::Tensor& values) {
   const std::lock_guard lock(mutex);
   const StorageRecord* record = lineage.find(values);
   return record != nullptr && record->state == StorageState::allocated;
+}
+
+/// torch.tensor(..., device="cuda") fills memory of the host and copies it, before lift_fresh: what
+/// that copy has just read, and nobody had written, was a constant as well.
+void OperatorTrace::Impl::note_constant_of_device(const at::Tensor& values,
+                                                  const OperatorInfo& info) {
+  const std::lock_guard lock(mutex);
+  const BirthIds ids = lineage.births_in(values);
+  if (ids.size() != 1 || static_cast<std::size_t>(ids.front()) + 1 != births.size()) return;
+  Birth& birth = births.back().birth;
+  if (birth.kind != BirthKind::opaque || birth.last_seen != LastSeen::allocated) return;
+  birth.kind = BirthKind::literal;
+  birth.sighting.op = info.full_name;
+  birth.last_seen = LastSeen::unknown;
+  birth.writer.clear();
+  birth.inside.clear();
 }
 
 bool OperatorTrace::Impl::inner_operators_wrote(const std::vector<TensorAt>& outputs,

@@ -83,7 +83,8 @@ def looks(device: str) -> dict[str, Any]:
                         getattr(b, name),
                     )
                 error = abs(a.sum_of_squares - b.sum_of_squares)
-                assert error <= 1e-12 * abs(a.sum_of_squares), (dtype, size, number, "sum_of_squares")
+                most = 1e-12 if dtype in (torch.float32, torch.float64) else 1e-6  # sums of eight are in fp32
+                assert error <= most * abs(a.sum_of_squares), (dtype, size, number, "sum_of_squares")
                 compared += 1
             as_floats = host.float()
             assert expected[0].nan == int(as_floats[:size].isnan().sum()), (dtype, size)

@@ -63,6 +63,17 @@ void load(const std::string& library) {
   throw UsageError("--load " + library + ": " + ::dlerror());
 }
 
+/// Torch's operators on a GPU. They take a second to load, so nothing here is linked with them; and
+/// they have to be there before Torch is first asked about a GPU: it remembers the answer.
+void load_operators_of(at::Device device) {
+  if (!device.is_cuda()) return;
+  for (const auto* library : {"libtorch_cuda.so", "libtorch_hip.so"}) {
+    if (::dlopen(library, RTLD_NOW | RTLD_GLOBAL) != nullptr) return;
+  }
+  throw UsageError("Torch cannot load its operators on " + device.str() + ": " + ::dlerror() +
+                   "; on the CPU: --device cpu");
+}
+
 int write_script(const OpenBundle& bundle, const std::string& file) {
   const auto script = python_script(bundle);
   if (file == "-") {
@@ -97,10 +108,12 @@ int run(const Arguments& arguments) {
   for (const auto& library : arguments.libraries) load(library);
   const OpenBundle bundle(arguments.bundle);
   if (arguments.script) return write_script(bundle, *arguments.script);
-  const auto report = replay(operator_call_of(bundle, device_for(arguments, bundle)),
-                             {.repeats = arguments.repeats,
-                              .other_devices = !arguments.only_this_device,
-                              .cpu_limit = std::nullopt});
+  const at::Device device = device_for(arguments, bundle);
+  load_operators_of(device);
+  const auto report =
+      replay(operator_call_of(bundle, device), {.repeats = arguments.repeats,
+                                                .other_devices = !arguments.only_this_device,
+                                                .cpu_limit = std::nullopt});
   if (arguments.as_json) {
     std::cout << to_json(report) << '\n';
   } else {
