@@ -183,6 +183,18 @@ def test_the_command_refuses_wrong_use_with_2(bundles: dict[str, Path], tmp_path
     assert refused.returncode == 2 and "at least 1" in refused.stderr
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to execute it on")
+def test_the_command_says_how_to_execute_a_call_of_a_gpu_where_there_is_none(
+    bundles: dict[str, Path], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(bundles["aten::log"], tmp_path / "bundle")
+    recorded = json.loads((copy / "bundle.json").read_text())
+    (copy / "bundle.json").write_text(json.dumps(recorded).replace('"cpu"', '"cuda:1"'))
+    refused = program(copy)
+    assert refused.returncode == 2 and refused.stderr.endswith("on the CPU: --device cpu\n")
+    assert program(copy, "--device", "cpu").returncode == 1
+
+
 def test_the_command_without_its_program_says_what_to_install(
     bundles: dict[str, Path], tmp_path: Path
 ) -> None:

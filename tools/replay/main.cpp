@@ -5,6 +5,8 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
+#include <ATen/detail/CUDAHooksInterface.h>
+
 #include <CLI/App.hpp>
 #include <CLI/Config.hpp>
 #include <CLI/Formatter.hpp>
@@ -67,11 +69,12 @@ void load(const std::string& library) {
 /// they have to be there before Torch is first asked about a GPU: it remembers the answer.
 void load_operators_of(at::Device device) {
   if (!device.is_cuda()) return;
-  for (const auto* library : {"libtorch_cuda.so", "libtorch_hip.so"}) {
-    if (::dlopen(library, RTLD_NOW | RTLD_GLOBAL) != nullptr) return;
+  const bool are_loaded = ::dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) != nullptr ||
+                          ::dlopen("libtorch_hip.so", RTLD_NOW | RTLD_GLOBAL) != nullptr;
+  if (!are_loaded || at::detail::getCUDAHooks().deviceCount() == 0) {
+    throw UsageError("the call is to be executed on " + device.str() +
+                     ", and Torch finds no GPU here; on the CPU: --device cpu");
   }
-  throw UsageError("Torch cannot load its operators on " + device.str() + ": " + ::dlerror() +
-                   "; on the CPU: --device cpu");
 }
 
 int write_script(const OpenBundle& bundle, const std::string& file) {
