@@ -279,10 +279,9 @@ class StaticParts {
   }
 
   [[nodiscard]] std::string replay(const Origin& origin, std::size_t index) const {
-    const std::string folder = report_.run_dir.empty() ? "" : report_.run_dir + "/";
     return "<div class=\"replay\"><h3>See it again</h3>" +
            command("replay-" + std::to_string(index),
-                   "nanlocator replay " + shell_word(folder + origin.bundle)) +
+                   replay_command(report_.run_dir, origin.bundle)) +
            "</div>";
   }
 

@@ -2,7 +2,6 @@
 #include "files/text.hpp"
 
 #include <algorithm>
-#include <filesystem>
 #include <limits>
 #include <string_view>
 #include <utility>
@@ -164,12 +163,7 @@ void add_origin(Page& page, const Verdict& verdict, const Origin& origin, const 
     page.row("link", link, indent);
   }
   add_steps(page, steps_of(verdict, origin), most.steps, indent);
-  if (!origin.bundle.empty()) {
-    const std::string bundle = run_dir.empty()
-                                   ? origin.bundle
-                                   : (std::filesystem::absolute(run_dir) / origin.bundle).string();
-    page.line("replay", "nanlocator replay " + shell_word(bundle), indent);
-  }
+  if (!origin.bundle.empty()) page.line("replay", replay_command(run_dir, origin.bundle), indent);
   page.row("certainty", certainty_of(origin), indent);
   const std::vector<std::string> evidence = evidence_of(verdict, origin);
   for (std::size_t i = 0; i < std::min(most.evidence, evidence.size()); ++i) {

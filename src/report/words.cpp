@@ -1,5 +1,6 @@
 #include "report/words.hpp"
 
+#include "files/printable.hpp"
 #include "files/text.hpp"
 
 namespace nanlocator {
@@ -133,6 +134,12 @@ std::string code_text(const CodeLine& code) {
   if (!code.function.empty()) text += " in " + code.function;
   if (!code.text.empty()) text += ": " + code.text;
   return text;
+}
+
+std::string replay_command(const std::filesystem::path& run_dir, const std::string& bundle) {
+  const auto folder =
+      run_dir.empty() ? std::filesystem::path() : std::filesystem::absolute(run_dir);
+  return "nanlocator replay " + shell_word((folder / bundle).string());
 }
 
 }  // namespace nanlocator

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -38,5 +39,9 @@ namespace nanlocator {
 [[nodiscard]] std::string code_place(const CodeLine& code);
 /// "model.py:412 in forward: torch.sqrt(var)".
 [[nodiscard]] std::string code_text(const CodeLine& code);
+/// "nanlocator replay /runs/a0/bundles/step12-forward-rank0-mlp": from any folder, where the run's
+/// is known.
+[[nodiscard]] std::string replay_command(const std::filesystem::path& run_dir,
+                                         const std::string& bundle);
 
 }  // namespace nanlocator
