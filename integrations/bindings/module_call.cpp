@@ -8,6 +8,15 @@ namespace nanlocator {
 namespace {
 
 constexpr const char* kPickleFile = "module.pickle";
+/// One with more is rather the model than the place of the fault, and takes the operator's own call
+/// out of the budget with it.
+constexpr std::size_t kMostWeightBytes = 512UL << 20;
+
+std::size_t bytes_of(const py::dict& weights) {
+  std::size_t bytes = 0;
+  for (const auto& [name, weight] : weights) bytes += py::cast<at::Tensor>(weight).nbytes();
+  return bytes;
+}
 
 }  // namespace
 
@@ -18,6 +27,11 @@ void PythonModuleCall::add_to(Bundle& bundle, StorageCollector& storages,
     return;
   }
   const py::gil_scoped_acquire gil;
+  if (const auto bytes = bytes_of(weights); bytes > kMostWeightBytes) {
+    bundle.notes.push_back("The call of the module " + name + " was not kept: its weights take " +
+                           std::to_string(bytes >> 20) + " MiB");
+    return;
+  }
   for (const auto& [copy, device] : came_from) {
     storages.note({{copy.storage().unsafeGetStorageImpl(), at::Device(device)}});
   }

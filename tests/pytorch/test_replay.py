@@ -117,6 +117,15 @@ def test_a_module_that_cannot_be_pickled_says_why(tmp_path: Path) -> None:
         loaded()
 
 
+def test_a_module_with_the_weights_of_a_whole_model_stays_out_of_the_bundle(tmp_path: Path) -> None:
+    module = Block()
+    module.large = nn.Parameter(torch.zeros(1).expand(2**28))
+    call = module_calls.module_call("model", module, (torch.ones(2, 4),), {}, None)
+    bundle = json.loads((tmp_path / call.write(tmp_path) / "bundle.json").read_text())
+    assert bundle["module_call"] is None
+    assert bundle["notes"] == ["The call of the module model was not kept: its weights take 1024 MiB"]
+
+
 def test_run_says_that_a_module_bundle_holds_no_operator_call(tmp_path: Path) -> None:
     path, _, _ = recorded_call(tmp_path)
     with pytest.raises(nanlocator.UsageError, match=r"replay\.load"):
