@@ -106,6 +106,7 @@ def rank_with_an_unwritable_folder(rank, size, folder):
     return err.getvalue()
 
 
+@pytest.mark.host
 def test_a_rank_whose_file_cannot_be_written_says_so_and_keeps_its_text(tmp_path):
     (tmp_path / "run").write_text("")
     of_0, of_1 = run_ranks(2, rank_with_an_unwritable_folder, str(tmp_path / "run"))
@@ -184,6 +185,7 @@ def look_at_a_dtensor(rank, size, folder):
     return is_bad, out.getvalue()
 
 
+@pytest.mark.host
 def test_of_a_dtensor_each_rank_looks_at_its_own_part(tmp_path):
     of_0, of_1 = run_ranks(2, look_at_a_dtensor, str(tmp_path))
     assert of_0 == (False, "min= 1.00e+00 max= 2.00e+00\n")

@@ -106,7 +106,7 @@ def spoilt_memory():
 def verdict_of(name, spoilt=lambda loss: loss, corrupt=lambda model: None, **options):
     make, draw = MODELS[name]
     torch.manual_seed(0)
-    model = make().train()
+    model = make().train().to(torch.get_default_device())
     return verdict_of_steps(
         model, lambda: spoilt(model(**draw()).loss), corrupt=lambda: corrupt(model), **options
     )
@@ -125,6 +125,7 @@ def test_an_overflow_is_no_memory_that_nobody_wrote(name):
     assert (origin["operator"], origin["cause"]) == ("aten::exp", "operator_overflow")
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_gone_is_no_memory_that_nobody_wrote(name):
     """The step is executed again with NaN in fresh memory."""

@@ -199,6 +199,7 @@ def test_keyword_and_dictionary_inputs_reach_the_trace():
     assert (birth.sighting.module, birth.sighting.stats.first_bad) == ("inner", 1)
 
 
+@pytest.mark.host
 def test_a_gradient_element_that_is_written_behind_torchs_back_is_memory():
     model = nn.Linear(3, 3)
     with _C.OperatorTrace() as trace:
@@ -215,6 +216,7 @@ def test_a_gradient_element_that_is_written_behind_torchs_back_is_memory():
     assert traced.birth.sighting.stats.first_bad == 4
 
 
+@pytest.mark.host
 def test_a_gradient_that_is_written_behind_torchs_back_inside_backward_is_memory():
     def corrupt(gradient):
         ctypes.c_float.from_address(gradient.data_ptr()).value = INF
@@ -348,6 +350,7 @@ class NumpyFunction(torch.autograd.Function):
         return torch.from_numpy(g)
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_kernel_off_the_dispatcher_is_said_to_have_borne_it(direction, monkeypatch):
     monkeypatch.setattr(NumpyFunction, "plant", direction)
@@ -360,6 +363,7 @@ def test_a_kernel_off_the_dispatcher_is_said_to_have_borne_it(direction, monkeyp
     assert birth.sighting.stats.first_bad == 1
 
 
+@pytest.mark.host
 def test_a_kernel_that_writes_into_memory_of_torch_is_opaque_too():
     class IntoEmpty(torch.autograd.Function):
         @staticmethod
@@ -476,7 +480,9 @@ def test_a_healthy_language_model_has_no_origins(kind, attention, mode, filled_m
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
     def step():
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode == "autocast"):
+        with torch.autocast(
+            torch.get_default_device().type, dtype=torch.bfloat16, enabled=mode == "autocast"
+        ):
             loss = model(**batch()).loss
         loss.backward()
         return loss
@@ -496,7 +502,9 @@ def test_a_healthy_convolutional_net_with_batch_norm_has_no_origins(mode, filled
     images, labels = torch.randn(4, 3, 8, 8), torch.arange(4)
 
     def step():
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode == "autocast"):
+        with torch.autocast(
+            torch.get_default_device().type, dtype=torch.bfloat16, enabled=mode == "autocast"
+        ):
             loss = functional.cross_entropy(model(images), labels)
         loss.backward()
         return loss
@@ -541,6 +549,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("twice", &twice); }
 """
 
 
+@pytest.mark.host
 @pytest.mark.slow
 def test_a_pybind_kernel_is_said_to_have_borne_it(tmp_path):
     from torch.utils import cpp_extension
@@ -575,7 +584,8 @@ def test_a_batch_that_numpy_makes_within_the_step_is_data():
     model = Block(lambda x: x)
 
     def step():
-        loss = model(torch.from_numpy(numpy.array([[1, 2, NAN, 4]], dtype="float32")))
+        made = torch.from_numpy(numpy.array([[1, 2, NAN, 4]], dtype="float32"))
+        loss = model(made.to(torch.get_default_device()))
         loss.backward()
         return loss
 
@@ -596,6 +606,7 @@ def one_rank(tmp_path):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.host
 def test_what_a_collective_leaves_bad_was_received_and_what_went_in_bad_was_not(one_rank):
     def all_reduce(x, is_broken):
         y = x.detach() * 2
@@ -644,6 +655,7 @@ def test_what_was_handed_to_other_ranks_is_an_origin_where_this_rank_has_no_loss
     assert explanation.masked == 1
 
 
+@pytest.mark.host
 def test_what_came_back_bad_from_other_ranks_does_not_hide_what_was_handed_to_them(one_rank):
     """An expert's tokens leave in one exchange and come back in another, on other memory."""
     with _C.OperatorTrace() as trace:
@@ -821,6 +833,7 @@ def test_a_module_inside_a_checkpoint_is_no_custom_functions_code():
     assert only_birth(run(plant, with_zero(0, 0))).custom_function == ""
 
 
+@pytest.mark.host
 def test_a_custom_operator_is_marked_as_one():
     with torch.library._scoped_library("nanlocator_test", "DEF") as library:
         library.define("reciprocal(Tensor x) -> Tensor")

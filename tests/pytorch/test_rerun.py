@@ -466,6 +466,7 @@ def one_rank_divides_by_zero(rank, world_size):
     return verdict_of_a_step(model, rank, divides_by_zero=rank == 1)
 
 
+@pytest.mark.host
 def test_over_ranks_the_repeat_accuses_the_rank_where_it_was_born():
     verdicts = run_ranks(2, one_rank_divides_by_zero)
     assert verdicts[0] == verdicts[1]
@@ -490,6 +491,7 @@ def sharded_model_fails(rank, world_size, what):
     return verdict_of_a_step(model, rank, divides_by_zero=rank == 1 and what == "loss")
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("what", ["weight", "loss"])
 def test_a_model_in_shards_is_looked_at_where_the_shards_are(what):
     verdicts = run_ranks(2, sharded_model_fails, what)
