@@ -27,6 +27,17 @@ GOOD, BAD = torch.ones(1, 2), torch.tensor([[1.0, NAN]])
 _TensorLooks = _C.TensorLooks
 
 
+class AtOnce:
+    """_C.TensorLooks as it is for tensors in host memory, wherever they are."""
+
+    def __init__(self):
+        self._true = _TensorLooks()
+
+    def enqueue(self, tensor):
+        seen = self._true.enqueue(tensor)
+        return self._true.read()[seen] if isinstance(seen, int) else seen
+
+
 class OfADevice:
     """_C.TensorLooks as it is for tensors that are not in host memory."""
 
@@ -52,7 +63,8 @@ class OfADevice:
 
 @pytest.fixture
 def deferred(monkeypatch):
-    """Calls of this make the looks of debuggers to come wait; it counts the reads."""
+    """The looks of debuggers wait for nothing until this is called; it counts the reads from then on."""
+    monkeypatch.setattr(_C, "TensorLooks", AtOnce)
 
     def start():
         monkeypatch.setattr(_C, "TensorLooks", OfADevice)
