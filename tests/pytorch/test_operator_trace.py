@@ -1,9 +1,8 @@
 """The operator trace from Python: planted causes, opaque kernels, hooks, recomputation, healthy models."""
 
-import ctypes
-
 import pytest
 import torch
+from behind_torch import write_behind
 from tiny_models import ConvolutionalNet, batch, language_model
 from torch import nn
 from torch.nn import functional
@@ -199,7 +198,6 @@ def test_keyword_and_dictionary_inputs_reach_the_trace():
     assert (birth.sighting.module, birth.sighting.stats.first_bad) == ("inner", 1)
 
 
-@pytest.mark.host
 def test_a_gradient_element_that_is_written_behind_torchs_back_is_memory():
     model = nn.Linear(3, 3)
     with _C.OperatorTrace() as trace:
@@ -207,8 +205,7 @@ def test_a_gradient_element_that_is_written_behind_torchs_back_is_memory():
         trace.begin_pass()
         loss = model(torch.ones(2, 3)).sum()
         loss.backward()
-        address = model.weight.grad.data_ptr() + 4 * model.weight.grad.element_size()
-        ctypes.c_float.from_address(address).value = NAN
+        write_behind(model.weight.grad, 4, NAN)
         explanation = trace.explain([("loss", loss)], gradients(model))
     (traced,) = explanation.births
     assert traced.birth.kind == "memory"
@@ -216,10 +213,9 @@ def test_a_gradient_element_that_is_written_behind_torchs_back_is_memory():
     assert traced.birth.sighting.stats.first_bad == 4
 
 
-@pytest.mark.host
 def test_a_gradient_that_is_written_behind_torchs_back_inside_backward_is_memory():
     def corrupt(gradient):
-        ctypes.c_float.from_address(gradient.data_ptr()).value = INF
+        write_behind(gradient, 0, INF)
 
     def plant(x):
         y = x * 2
@@ -606,14 +602,13 @@ def one_rank(tmp_path):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.host
 def test_what_a_collective_leaves_bad_was_received_and_what_went_in_bad_was_not(one_rank):
     def all_reduce(x, is_broken):
         y = x.detach() * 2
         work = torch.distributed.all_reduce(y, async_op=True)
         work.wait()
         if is_broken:  # as a link or a reduction kernel would
-            ctypes.c_float.from_address(y.data_ptr() + 4).value = NAN
+            write_behind(y, 1, NAN)
         return y
 
     (traced,) = run(lambda x: x * all_reduce(x, True)).births
@@ -655,14 +650,13 @@ def test_what_was_handed_to_other_ranks_is_an_origin_where_this_rank_has_no_loss
     assert explanation.masked == 1
 
 
-@pytest.mark.host
 def test_what_came_back_bad_from_other_ranks_does_not_hide_what_was_handed_to_them(one_rank):
     """An expert's tokens leave in one exchange and come back in another, on other memory."""
     with _C.OperatorTrace() as trace:
         torch.distributed.all_reduce(torch.log(torch.zeros(1)))
         received = torch.ones(1)
         torch.distributed.all_reduce(received, async_op=True).wait()
-        ctypes.c_float.from_address(received.data_ptr()).value = NAN  # from a rank that does not exist
+        write_behind(received, 0, NAN)  # from a rank that does not exist
         births = trace.explain([("loss", received.sum())], []).births
     assert [(t.birth.kind, t.birth.reached) for t in births] == [
         ("inf", [("other_ranks", "")]),

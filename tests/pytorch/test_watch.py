@@ -450,7 +450,7 @@ def test_a_report_says_whether_the_loss_scaler_leaves_the_update_out(is_scaled):
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cpu", enabled=is_scaled)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, enabled=is_scaled)
     watch = nanlocator.watch(model, optimizer, on_bad="report")
     scaler.scale(model(torch.full((3, 4), math.nan)).mean()).backward()
     scaler.step(optimizer)
