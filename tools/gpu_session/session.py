@@ -164,8 +164,7 @@ def triton(machine: Machine) -> Commands:
 
 
 def trainer(machine: Machine) -> Commands:
-    """Transformers' Trainer chooses the GPU itself."""
-    return [pytest(TRAINER)]
+    return [pytest(TRAINER, default_device(machine))]
 
 
 def default_device(machine: Machine) -> str:
