@@ -389,8 +389,9 @@ def test_a_bool_mask_does_not_end_the_run(name):
         step = lambda: model(input_ids=tokens, labels=tokens, attention_mask=mask)  # noqa: E731
         return watched_by(tool, model, step, step, trace_batch_nums=[0, 1])
 
-    error = run(original)[1]  # a RuntimeError up to torch 2.6
-    assert error is not None and error.endswith("Error: \"abs_cpu\" not implemented for 'Bool'")
+    if torch.get_default_device().type == "cpu":
+        error = run(original)[1]  # a RuntimeError up to torch 2.6
+        assert error is not None and error.endswith("Error: \"abs_cpu\" not implemented for 'Bool'")
     text, error = run(ours)
     assert error is None and "*** Starting batch number=1 ***" in text
 
@@ -415,8 +416,9 @@ ODD_TENSORS = {
 @pytest.mark.parametrize("kind", ODD_TENSORS)
 def test_tensors_that_the_original_cannot_print(kind):
     make, expected = ODD_TENSORS[kind]
-    with pytest.raises((RuntimeError, NotImplementedError, TypeError)):
-        original.get_abs_min_max(make(), "x")
+    if kind != "bool" or torch.get_default_device().type == "cpu":
+        with pytest.raises((RuntimeError, NotImplementedError, TypeError)):
+            original.get_abs_min_max(make(), "x")
     assert ours.get_abs_min_max(make(), "x") == expected
     text, error = printed_by(lambda: ours.detect_overflow(make(), "x"))
     assert (text, error) == ("x has nans\n" if "nan" in kind else "", None)

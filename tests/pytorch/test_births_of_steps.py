@@ -131,6 +131,7 @@ def every_weight_of_a_model_in_shards_is_bad(rank, world_size):
         return error.verdict
 
 
+@pytest.mark.host
 def test_of_a_model_in_shards_with_every_weight_bad_the_first_is_named():
     verdicts = run_ranks(2, every_weight_of_a_model_in_shards_is_bad)
     (origin,) = verdicts[0]["origins"]

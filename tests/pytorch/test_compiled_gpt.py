@@ -136,7 +136,7 @@ class HalfPrecision(nn.Module):
         self.linear = nn.Linear(128, 128)
 
     def forward(self, x):
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast(torch.get_default_device().type, torch.float16):
             return self.linear(x.abs() * 1e4 + 6e4).float()
 
 
@@ -267,12 +267,12 @@ def test_a_wrong_kernel_is_told_with_its_generated_source(tmp_path):
     assert outcomes[:2] == [("eager", False), ("compiled", True)]
     (origin,) = verdict["origins"]
     assert (origin["cause"], origin["owner"]) == ("compiled_region", "vendor")
-    assert re.match(r"inductor::cpp_fused_.*tripled", origin["operator"])
+    assert re.match(r"(inductor::cpp|triton::triton_\w+?)_fused_.*tripled", origin["operator"])
     assert re.match(r"(in_)?out_ptr", origin["tensor"]["role"])
     (bundle,) = Path("nanlocator_run").glob(f"*/{origin['bundle']}")
     source = (bundle / "kernel.py").read_text()
     assert origin["operator"].rpartition("::")[2] in source
-    assert ".log()" in source  # what the lowering makes of it
+    assert re.search(r"\.log\(", source)  # what the lowering makes of it
 
     def printed(*command):
         """As on a machine that has not compiled it."""

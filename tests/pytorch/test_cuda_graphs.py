@@ -256,6 +256,7 @@ class ReplaysByItself(nn.Module):
         return self.last(self.first(x) + self.result).mean()
 
 
+@pytest.mark.host
 def test_a_graph_that_the_program_replays_by_itself_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     replay = Graph.replay

@@ -183,7 +183,7 @@ def test_it_is_an_optimizer_for_schedulers_state_dicts_and_new_groups():
 
 def test_a_grad_scalers_routine_overflow_is_no_finding():
     model = make_model()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=2.0**127)
     optimizer = LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, grad_scaler=scaler)
     skipped = 0
     for _ in range(20):
@@ -201,7 +201,7 @@ def test_a_grad_scalers_routine_overflow_is_no_finding():
 
 def test_a_bad_gradient_under_a_grad_scaler_is_found_when_the_scale_is_not_to_blame():
     model = make_model()
-    scaler = torch.amp.GradScaler("cpu", init_scale=0.5)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=0.5)
     optimizer = LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, grad_scaler=scaler)
     scaler.scale(model(torch.randn(8, 6)).square().mean()).backward()
     model[0].bias.grad[3] = float("nan")

@@ -436,6 +436,7 @@ def test_a_fault_in_a_backward_through_an_in_place_module_is_its_callers():
     def between(module, arguments, output):
         return PlantInBackward.apply(output, NAN)
 
+    nn.init.constant_(model.layers[1].up.bias, 10.0)  # all is positive: no gradient is masked
     model.layers[1].act.register_forward_hook(between)
     births = births_of(model, lambda: model(torch.randn(3, 8)).sum().backward())
     assert places(births) == [("nan", "backward", "layers.1.act", "grad_input[0]")]
@@ -623,7 +624,7 @@ def train(model, steps=3, autocast=False, after=lambda i: None, before=lambda: N
         mask = torch.ones_like(ids)
         mask[1, 7:] = 0
         before()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16, enabled=autocast):
             losses.append(
                 model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
             )
@@ -681,10 +682,10 @@ def test_detect_prints_one_line_where_something_is_bad(capfd):
     with ModuleHooks(model):
         model(x)
     assert capfd.readouterr().err == (
-        "nanlocator: hidden (in 0) bfloat16 [2, 3] on cpu: 1 NaN, 1 -Inf of 6; first bad element [1, 0]; "
-        "finite |x| <= 1\n"
+        f"nanlocator: hidden (in 0) bfloat16 [2, 3] on {x.device}: 1 NaN, 1 -Inf of 6; "
+        "first bad element [1, 0]; finite |x| <= 1\n"
     )
-    with pytest.raises(FloatingPointError, match=r"all float32 \[2\] on cpu: 2 NaN of 2"):
+    with pytest.raises(FloatingPointError, match=rf"all float32 \[2\] on {x.device}: 2 NaN of 2"):
         nanlocator.detect(torch.full((2,), NAN), "all", raise_error=True)
 
 
@@ -695,6 +696,6 @@ def test_detect_looks_at_the_gradient_too(capfd, is_leaf):
     assert not nanlocator.detect(h, "h", backward=True)
     (h * torch.tensor([1.0, INF, 1.0])).sum().backward()
     error = capfd.readouterr().err
-    assert "gradient of h float32 [3] on cpu: 1 +Inf of 3; first bad element [1]" in error
+    assert f"gradient of h float32 [3] on {x.device}: 1 +Inf of 3; first bad element [1]" in error
     assert error.count("\n") == 1
     assert x.grad[0] == (1 if is_leaf else 2)

@@ -12,6 +12,8 @@ from traced_models import declare
 from nanlocator import _C
 from nanlocator.modules import ModuleHooks
 
+pytestmark = pytest.mark.host  # its kernels are the CPU's
+
 WIDTH = 4
 OPAQUE = {"linear": lambda: Linear(WIDTH, WIDTH), "norm": lambda: LayerNorm(WIDTH), "attention": Attention}
 CHAINS = [1, 2, 3, 6]

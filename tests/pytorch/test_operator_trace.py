@@ -1,9 +1,8 @@
 """The operator trace from Python: planted causes, opaque kernels, hooks, recomputation, healthy models."""
 
-import ctypes
-
 import pytest
 import torch
+from behind_torch import write_behind
 from tiny_models import ConvolutionalNet, batch, language_model
 from torch import nn
 from torch.nn import functional
@@ -206,8 +205,7 @@ def test_a_gradient_element_that_is_written_behind_torchs_back_is_memory():
         trace.begin_pass()
         loss = model(torch.ones(2, 3)).sum()
         loss.backward()
-        address = model.weight.grad.data_ptr() + 4 * model.weight.grad.element_size()
-        ctypes.c_float.from_address(address).value = NAN
+        write_behind(model.weight.grad, 4, NAN)
         explanation = trace.explain([("loss", loss)], gradients(model))
     (traced,) = explanation.births
     assert traced.birth.kind == "memory"
@@ -217,7 +215,7 @@ def test_a_gradient_element_that_is_written_behind_torchs_back_is_memory():
 
 def test_a_gradient_that_is_written_behind_torchs_back_inside_backward_is_memory():
     def corrupt(gradient):
-        ctypes.c_float.from_address(gradient.data_ptr()).value = INF
+        write_behind(gradient, 0, INF)
 
     def plant(x):
         y = x * 2
@@ -348,6 +346,7 @@ class NumpyFunction(torch.autograd.Function):
         return torch.from_numpy(g)
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_kernel_off_the_dispatcher_is_said_to_have_borne_it(direction, monkeypatch):
     monkeypatch.setattr(NumpyFunction, "plant", direction)
@@ -360,6 +359,7 @@ def test_a_kernel_off_the_dispatcher_is_said_to_have_borne_it(direction, monkeyp
     assert birth.sighting.stats.first_bad == 1
 
 
+@pytest.mark.host
 def test_a_kernel_that_writes_into_memory_of_torch_is_opaque_too():
     class IntoEmpty(torch.autograd.Function):
         @staticmethod
@@ -476,7 +476,9 @@ def test_a_healthy_language_model_has_no_origins(kind, attention, mode, filled_m
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
     def step():
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode == "autocast"):
+        with torch.autocast(
+            torch.get_default_device().type, dtype=torch.bfloat16, enabled=mode == "autocast"
+        ):
             loss = model(**batch()).loss
         loss.backward()
         return loss
@@ -496,7 +498,9 @@ def test_a_healthy_convolutional_net_with_batch_norm_has_no_origins(mode, filled
     images, labels = torch.randn(4, 3, 8, 8), torch.arange(4)
 
     def step():
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode == "autocast"):
+        with torch.autocast(
+            torch.get_default_device().type, dtype=torch.bfloat16, enabled=mode == "autocast"
+        ):
             loss = functional.cross_entropy(model(images), labels)
         loss.backward()
         return loss
@@ -541,6 +545,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("twice", &twice); }
 """
 
 
+@pytest.mark.host
 @pytest.mark.slow
 def test_a_pybind_kernel_is_said_to_have_borne_it(tmp_path):
     from torch.utils import cpp_extension
@@ -575,7 +580,8 @@ def test_a_batch_that_numpy_makes_within_the_step_is_data():
     model = Block(lambda x: x)
 
     def step():
-        loss = model(torch.from_numpy(numpy.array([[1, 2, NAN, 4]], dtype="float32")))
+        made = torch.from_numpy(numpy.array([[1, 2, NAN, 4]], dtype="float32"))
+        loss = model(made.to(torch.get_default_device()))
         loss.backward()
         return loss
 
@@ -602,7 +608,7 @@ def test_what_a_collective_leaves_bad_was_received_and_what_went_in_bad_was_not(
         work = torch.distributed.all_reduce(y, async_op=True)
         work.wait()
         if is_broken:  # as a link or a reduction kernel would
-            ctypes.c_float.from_address(y.data_ptr() + 4).value = NAN
+            write_behind(y, 1, NAN)
         return y
 
     (traced,) = run(lambda x: x * all_reduce(x, True)).births
@@ -650,7 +656,7 @@ def test_what_came_back_bad_from_other_ranks_does_not_hide_what_was_handed_to_th
         torch.distributed.all_reduce(torch.log(torch.zeros(1)))
         received = torch.ones(1)
         torch.distributed.all_reduce(received, async_op=True).wait()
-        ctypes.c_float.from_address(received.data_ptr()).value = NAN  # from a rank that does not exist
+        write_behind(received, 0, NAN)  # from a rank that does not exist
         births = trace.explain([("loss", received.sum())], []).births
     assert [(t.birth.kind, t.birth.reached) for t in births] == [
         ("inf", [("other_ranks", "")]),
@@ -821,6 +827,7 @@ def test_a_module_inside_a_checkpoint_is_no_custom_functions_code():
     assert only_birth(run(plant, with_zero(0, 0))).custom_function == ""
 
 
+@pytest.mark.host
 def test_a_custom_operator_is_marked_as_one():
     with torch.library._scoped_library("nanlocator_test", "DEF") as library:
         library.define("reciprocal(Tensor x) -> Tensor")

@@ -51,6 +51,7 @@ WHEN = {
     "before backward, unseen by autograd": ("early", overwrite_without_a_version),
     "by numpy": ("early", overwrite_by_numpy),
 }
+EACH_TIME = [pytest.param(when, marks=[pytest.mark.host] * (when == "by numpy")) for when in WHEN]
 
 
 def model_of(width):
@@ -102,7 +103,7 @@ def verdict_of_loop(models, compute, steps=3):
     return raised.value.verdict
 
 
-@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("when", EACH_TIME)
 @pytest.mark.parametrize("how", READ)
 def test_a_bad_batch_whose_memory_holds_the_next_one_is_bad_data(how, when):
     verdict = train(READ[how], *WHEN[when], spoil)
@@ -112,7 +113,7 @@ def test_a_bad_batch_whose_memory_holds_the_next_one_is_bad_data(how, when):
     assert verdict["rerun"]["not_restored"] == []
 
 
-@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("when", EACH_TIME)
 def test_an_operator_on_data_outside_of_the_model_is_named_with_its_line(when):
     def read(buffer):
         return torch.log(buffer.abs())  # here
@@ -244,6 +245,8 @@ def test_no_object_of_the_program_is_written_to_or_asked():
     x = torch.ones(2)
     cycle = []
     cycle.append(cycle)
+    with torch.device("cpu"):  # where lengths have to be
+        packed = torch.nn.utils.rnn.pack_sequence([x])
     for value in (
         *(kind(x) for kind in (Batch, Packed, Validated, PlainBatch, Slotted, CopiesToItself)),
         Items(x=x),
@@ -252,7 +255,7 @@ def test_no_object_of_the_program_is_written_to_or_asked():
         weakref.ref(x),
         torch.strided,
         torch.finfo(torch.float32),
-        torch.nn.utils.rnn.pack_sequence([x]),
+        packed,
         collections.ChainMap({"x": x}),
         cycle,
     ):
@@ -509,6 +512,7 @@ def verdict_of_large_data(rows, read, spoil, overwrite):
 ROWS = (1 << 20) // 16  # of a MiB
 
 
+@pytest.mark.host
 def test_large_data_that_operators_read_may_be_overwritten():
     verdict = verdict_of_large_data(2 * ROWS, lambda b: (b - 0.5) / 2, spoil, overwrite_by_numpy)
     [origin] = verdict["origins"]
@@ -524,6 +528,7 @@ def test_an_operator_on_large_data_is_named_where_nobody_overwrites_it():
     assert (origin["cause"], origin["operator"]) == ("operator_undefined", "aten::log")
 
 
+@pytest.mark.host
 def test_data_too_large_for_a_copy_that_is_overwritten_accuses_no_machine():
     verdict = verdict_of_large_data(65 * ROWS, lambda b: b, spoil, overwrite_by_numpy)
     [origin] = verdict["origins"]
@@ -546,6 +551,7 @@ def test_data_that_needs_a_gradient_is_kept_as_it_is():
     assert origin["cause"] == "bad_input"
 
 
+@pytest.mark.host
 def test_a_module_that_remembers_its_result_hides_no_transient_fault():
     torch.manual_seed(0)
     calls = iter([1.0, math.nan] + [1.0] * 9)

@@ -1,6 +1,5 @@
 """A bad step is executed again: what repeats, what is gone, and that nothing else has moved."""
 
-import ctypes
 import json
 import math
 import random
@@ -12,6 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from behind_torch import write_behind
 from ranks import run_ranks
 from torch import nn
 
@@ -75,8 +75,7 @@ def kinds(origin):
 
 def corrupt(tensor, index, value=float("nan")):
     """A bit error: no operator writes it."""
-    address = tensor.data_ptr() + 4 * index
-    ctypes.c_float.from_address(address).value = value
+    write_behind(tensor, index, value)
 
 
 def test_a_fault_that_repeats_names_operator_module_and_bundle():
@@ -246,7 +245,8 @@ def test_a_nan_loss_with_finite_gradients_is_found():
 def test_a_loss_scaler_is_put_back_before_the_repeat():
     torch.manual_seed(1)
     model = Net()
-    scaler = torch.amp.GradScaler("cpu", init_scale=0.5)  # below 1: no routine overflow any more
+    # Below 1: no routine overflow any more.
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=0.5)
     optimizer = LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, grad_scaler=scaler)
     batch = torch.randn(6, 4)
 
@@ -466,6 +466,7 @@ def one_rank_divides_by_zero(rank, world_size):
     return verdict_of_a_step(model, rank, divides_by_zero=rank == 1)
 
 
+@pytest.mark.host
 def test_over_ranks_the_repeat_accuses_the_rank_where_it_was_born():
     verdicts = run_ranks(2, one_rank_divides_by_zero)
     assert verdicts[0] == verdicts[1]
@@ -490,6 +491,7 @@ def sharded_model_fails(rank, world_size, what):
     return verdict_of_a_step(model, rank, divides_by_zero=rank == 1 and what == "loss")
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("what", ["weight", "loss"])
 def test_a_model_in_shards_is_looked_at_where_the_shards_are(what):
     verdicts = run_ranks(2, sharded_model_fails, what)

@@ -10,7 +10,10 @@ from torch import nn
 
 from nanlocator import LocatingOptimizer, replay
 
-pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason=f"{LIBRARY.name} is built with the C++ tests")
+pytestmark = [
+    pytest.mark.host,
+    pytest.mark.skipif(not LIBRARY.exists(), reason=f"{LIBRARY.name} is built with the C++ tests"),
+]
 
 MIB = 2**20
 

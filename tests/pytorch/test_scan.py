@@ -5,6 +5,8 @@ import torch
 
 from nanlocator import _C
 
+pytestmark = pytest.mark.host  # `scan` takes tensors of host memory
+
 DTYPES = [
     torch.float64,
     torch.float32,

@@ -108,7 +108,7 @@ def described(verdict):
 def test_a_loop_without_a_closure_gets_the_verdict_of_one_with_a_closure(fault):
     make, plant, loss_of = FAULTS[fault]
     loss_of = loss_of or (lambda out: out.square().mean())
-    batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    batch = torch.randn(6, 4, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
 
     def bad_step(optimizer, model):
         optimizer.zero_grad()
@@ -357,6 +357,7 @@ def test_what_cannot_be_watched_is_refused():
         nanlocator.watch(model, optimizer)
 
 
+@pytest.mark.host
 @pytest.mark.skipif(not LIBRARY.exists(), reason=f"{LIBRARY.name} is built with the C++ tests")
 @pytest.mark.parametrize("loss_is_inside", [True, False])
 def test_a_healthy_step_takes_no_more_memory(loss_is_inside):
@@ -449,7 +450,7 @@ def test_a_report_says_whether_the_loss_scaler_leaves_the_update_out(is_scaled):
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cpu", enabled=is_scaled)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, enabled=is_scaled)
     watch = nanlocator.watch(model, optimizer, on_bad="report")
     scaler.scale(model(torch.full((3, 4), math.nan)).mean()).backward()
     scaler.step(optimizer)
@@ -524,6 +525,7 @@ def test_parameters_that_are_added_between_clip_and_step_take_no_decision_back()
     assert [verdict["iteration"] for verdict in watch.verdicts] == [1]
 
 
+@pytest.mark.host
 def test_a_forked_worker_of_a_data_loader_records_nothing():
     class Data(torch.utils.data.Dataset):
         def __len__(self):

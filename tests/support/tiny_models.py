@@ -70,7 +70,7 @@ def language_model(kind: str, attention: str = "eager", dropout: float = 0.1) ->
 
 
 def batch(padded: bool = True) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
     tokens = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=generator)
     mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
     labels = tokens.clone()

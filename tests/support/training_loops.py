@@ -146,7 +146,7 @@ def accumulation(watch):
         for _ in range(3):
             for _ in range(3):
                 tokens, labels = draw()
-                with torch.autocast("cpu", dtype=torch.bfloat16):
+                with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
                     loss = cross_entropy(model(tokens), labels)
                 loss.backward()
             for parameter in model.parameters():
@@ -290,12 +290,12 @@ def frozen_parts(watch):
 def loss_scaler(watch):
     model = Gpt()
     optimizer = torch.optim.AdamW(model.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=8.0)
     watch(model, optimizer)
 
     def steps():
         for _ in range(3):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
                 loss = cross_entropy_of(model, *draw())
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)

@@ -12,14 +12,11 @@ import os
 import sys
 from pathlib import Path
 
-import numpy
 import torch
 import triton
 import triton.language as tl
-from planted_kernels import kernels
 from torch import nn
 from triton.language.extra import libdevice
-from triton.runtime import interpreter
 
 import nanlocator
 from nanlocator.kernels import KernelCalls
@@ -27,6 +24,11 @@ from nanlocator.kernels import KernelCalls
 WIDTH = 9
 BLOCK = 8
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if IS_INTERPRETED:
+    import numpy
+    from planted_kernels import kernels
+    from triton.runtime import interpreter
 
 
 @triton.jit
@@ -170,31 +172,26 @@ PLANTED = {
 
 
 # What Triton 3.6's interpreter does not do, and these kernels need.
-
-
-def float_as_compiled(argument, convert=interpreter._implicit_cvt):
-    """A tensor, whose ``to`` Liger calls."""
-    if type(argument) is not float:
-        return convert(argument)
-    handle = interpreter.TensorHandle(numpy.array([argument], numpy.float32), tl.float32)
-    return tl.tensor(handle, tl.float32)
-
-
-def tensors_with_an_index(tensor, scope, patch=interpreter._patch_lang_tensor):
-    """From arrays of one element, which NumPy 2.4 no longer takes for a number."""
-    patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-
-def rsqrt(x):
-    return tl.rsqrt(x)
-
-
-def tanh(x):
-    return 2 * tl.sigmoid(2 * x) - 1
-
-
 if IS_INTERPRETED:
+
+    def float_as_compiled(argument, convert=interpreter._implicit_cvt):
+        """A tensor, whose ``to`` Liger calls."""
+        if type(argument) is not float:
+            return convert(argument)
+        handle = interpreter.TensorHandle(numpy.array([argument], numpy.float32), tl.float32)
+        return tl.tensor(handle, tl.float32)
+
+    def tensors_with_an_index(tensor, scope, patch=interpreter._patch_lang_tensor):
+        """From arrays of one element, which NumPy 2.4 no longer takes for a number."""
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def rsqrt(x):
+        return tl.rsqrt(x)
+
+    def tanh(x):
+        return 2 * tl.sigmoid(2 * x) - 1
+
     interpreter._implicit_cvt = float_as_compiled
     interpreter._patch_lang_tensor = tensors_with_an_index
     libdevice.rsqrt, libdevice.tanh = rsqrt, tanh  # there they give None
@@ -203,6 +200,7 @@ if IS_INTERPRETED:
 def library(case):
     """The module of ``case``, healthy, or from a file with the bug in it; the same lines in both."""
     name, healthy, bug = PLANTED[case.removesuffix(" healthy")]
+    importlib.import_module(name)
     if not case.endswith("healthy"):
         source = Path(sys.modules[name].__file__).read_text()
         assert healthy in source
@@ -305,21 +303,29 @@ def verdict_of(case):
 
 
 def main() -> None:
-    """Each case in a process of its own, which has what is imported and looked for here."""
+    """Each case in a process of its own. Interpreted, one after another, each with what is imported and
+    looked for here; on a GPU all at one time: the libraries' imports use it, and then none may fork."""
     cases = sys.argv[1:]
-    for planted in PLANTED if "libraries healthy" in cases else [case for case in cases if case in PLANTED]:
-        importlib.import_module(PLANTED[planted][0])
-    KernelCalls().remove()
+    if IS_INTERPRETED:
+        for planted in PLANTED if "libraries healthy" in cases else [c for c in cases if c in PLANTED]:
+            importlib.import_module(PLANTED[planted][0])
+        KernelCalls().remove()
+    running, failed = {}, []
     for case in cases:
-        if os.fork():
-            _, status = os.wait()
+        child = os.fork()
+        if not child:
+            with open(f"{case}.err", "w") as errors:
+                os.dup2(errors.fileno(), 2)
+            Path(f"{case}.json").write_text(json.dumps(verdict_of(case)))
+            return
+        running[child] = case
+        while running and (IS_INTERPRETED or case is cases[-1]):
+            child, status = os.wait()
+            ended = running.pop(child)
             if status:
-                sys.exit(f"{case}: exit status {status}")
-            continue
-        with open(f"{case}.err", "w") as errors:
-            os.dup2(errors.fileno(), 2)
-        Path(f"{case}.json").write_text(json.dumps(verdict_of(case)))
-        return
+                failed.append(f"{ended}: exit status {status}\n{Path(f'{ended}.err').read_text()[-3000:]}")
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 if __name__ == "__main__":

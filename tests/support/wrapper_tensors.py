@@ -10,7 +10,9 @@ class Quantized(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> "Quantized":
-        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, values.shape, dtype=values.dtype, device=values.device
+        )
 
     def __init__(self, values: torch.Tensor) -> None:
         self.payload = values.detach().to(torch.float8_e5m2)
@@ -33,7 +35,7 @@ class Quantized(torch.Tensor):
             return value._values() if isinstance(value, Quantized) else value
 
         if func == torch.ops.aten.detach.default:
-            same = cls(torch.empty(args[0].shape, dtype=args[0].dtype))
+            same = cls(torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device))
             same.payload = args[0].payload
             return same
         given = tree_map(plain, args)

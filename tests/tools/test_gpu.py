@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NEEDS_GPU = {"sanitizer", "streams-races", "graph"}
+NEEDS_GPU = {"sanitizer", "streams-races", "graph", "suite", "triton", "trainer"}
 ON_CPU = ["build", "looks", "streams", "faults", "rerun", "kernel-faults", "transparency"]
 
 
@@ -25,7 +25,7 @@ def test_the_steps_are_listed_in_order(tmp_path):
     done = gpu("--list", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     names = [line.split()[0] for line in done.stdout.splitlines()]
-    assert names[:2] == ["build", "kernels"] and names[-1] == "graph"
+    assert names[:2] == ["build", "kernels"] and names[-1] == "trainer"
     assert {line.split()[0] for line in done.stdout.splitlines() if " GPU " in line} == NEEDS_GPU
 
 

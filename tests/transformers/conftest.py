@@ -2,7 +2,20 @@ import os
 from unittest import mock
 
 import pytest
+import torch
 from fixtures import run_in_tmp_path, same_seed, without_leftovers  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def made_in_host_memory():
+    """Models and data, whatever the default device is: a Trainer moves them to its own."""
+    device = torch.get_default_device()
+    if device.type == "cpu":
+        yield
+        return
+    torch.set_default_device(None)
+    yield
+    torch.set_default_device(device)
 
 
 @pytest.fixture(autouse=True)

@@ -31,6 +31,7 @@ from nanlocator.transformers import NanLocatorCallback
 from nanlocator.transformers.trainer import _check as check
 
 NAN, INF = float("nan"), float("inf")
+USES_CPU = torch.get_default_device().type == "cpu"
 
 
 def gpt2(**changes):
@@ -61,7 +62,7 @@ def sentences(count=24):
 
 def trainer_of(model, *callbacks, data=None, cls=Trainer, optimizers=(None, None), **arguments):
     fixed = {"per_device_train_batch_size": 2, "max_steps": 4, "logging_steps": 1, "learning_rate": 1e-2}
-    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    quiet = {"use_cpu": USES_CPU, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
     return cls(
         model,
         TrainingArguments("out", **{**fixed, **quiet, **arguments}),
@@ -413,7 +414,9 @@ def test_report_writes_every_verdict_and_goes_on():
 def with_loss_scaler(trainer, scale):
     """accelerate makes one on CUDA only; what it does with one on the CPU is the same."""
     accelerator = trainer.accelerator
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
+    accelerator.scaler = torch.amp.GradScaler(
+        "cpu" if USES_CPU else "cuda", init_scale=scale, growth_interval=1000
+    )
     accelerator.unscale_gradients = lambda: accelerator.scaler.unscale_(trainer.optimizer.optimizer)
     return accelerator.scaler
 

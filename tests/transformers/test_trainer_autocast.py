@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from test_trainer import USES_CPU
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -237,7 +238,13 @@ def test_a_whole_model_trains_in_fp32_in_a_trainer_with_mixed_precision():
         model = GPT2LMHeadModel(config)
         if is_cured:
             no_autocast(model)
-        options = {"max_steps": 2, "logging_steps": 1, "use_cpu": True, "report_to": [], "disable_tqdm": True}
+        options = {
+            "max_steps": 2,
+            "logging_steps": 1,
+            "use_cpu": USES_CPU,
+            "report_to": [],
+            "disable_tqdm": True,
+        }
         args = TrainingArguments("out", save_strategy="no", **options, **precision)
         trainer = Trainer(model, args, train_dataset=data)
         trainer.train()

@@ -136,6 +136,49 @@ def megatron(machine: Machine) -> Commands:
     return [[*common, "--without"], common]
 
 
+# Worth it on a GPU: the others are about the host, processes of their own, or installed packages.
+SUITE = [
+    *(
+        f"pytorch/test_{name}.py"
+        for name in (
+            "births_of_steps", "compiled", "compiled_gpt", "cuda_graphs", "fp8_scales", "gradients_by_hand",
+            "kernel_references", "locating_optimizer", "loop_reading", "memory_of_models", "modules",
+            "opaque_calls", "operator_trace", "overwritten_data", "rerun", "stream_sanitizer",
+            "tensors_without_memory", "thread_races", "watch",
+        )
+    ),
+    *(f"debugger/test_debugger{name}.py" for name in ("", "_backward", "_looks", "_output")),
+]  # fmt: skip
+TRAINER = [f"transformers/test_trainer{name}.py" for name in ("", "_autocast", "_patch")]
+
+
+def suite(machine: Machine) -> Commands:
+    targets = ["planted_kernels", "opaque_kernels", "counting_allocator"]
+    built = ["cmake", "--build", str(machine.build), "-j", "4", "--target"]
+    return [built + [f"nanlocator_{name}" for name in targets], pytest(SUITE, default_device(machine))]
+
+
+def triton(machine: Machine) -> Commands:
+    """By one process: what its cases share starts nineteen at one time."""
+    return [pytest(["pytorch/test_triton_kernels.py"], default_device(machine), processes=0)]
+
+
+def trainer(machine: Machine) -> Commands:
+    return [pytest(TRAINER, default_device(machine))]
+
+
+def default_device(machine: Machine) -> str:
+    return f"NANLOCATOR_TEST_DEVICE={machine.device}"
+
+
+def pytest(files: list[str], *variables: str, processes: int | None = None) -> list[str]:
+    if processes is None:
+        processes = max(1, min(14, (os.cpu_count() or 1) - 2))
+    command = ["env", "OMP_NUM_THREADS=1", *variables, sys.executable, "-m", "pytest"]
+    command += ["-n", str(processes), "--dist", "worksteal", "-q", "--tb=short"]
+    return command + [str(ROOT / "tests" / file) for file in files]
+
+
 STEPS = [
     Step("build", "the extension, the kernels' tests and their benchmark", build),
     Step("kernels", "the kernels' tests", kernels),
@@ -156,6 +199,9 @@ STEPS = [
     Step("streams-races", "streams that do not wait, and some that do", worker("streams-races"), True),
     Step("transparency", "GPT-2: same bits at each level; its peak and host waits", worker("transparency")),
     Step("graph", "forward and backward captured in one CUDA graph", worker("graph"), needs_gpu=True),
+    Step("suite", "pytest's tests of one process, with the GPU as default device", suite, needs_gpu=True),
+    Step("triton", "verdicts of Triton kernels, ours and libraries', compiled", triton, needs_gpu=True),
+    Step("trainer", "pytest's tests of transformers' Trainer", trainer, needs_gpu=True),
 ]
 
 
@@ -216,13 +262,15 @@ def execute(command: list[str], machine: Machine, output: Any, seconds: float) -
 
 
 def figures_of(log: str) -> dict[str, Any]:
-    """What a worker prints in its last line, GoogleTest's count, or a benchmark's JSON."""
+    """What a worker prints in its last line, GoogleTest's or pytest's count, or a benchmark's JSON."""
     for line in reversed(log.splitlines()):
         if line.startswith('{"figures":'):
             return json.loads(line)["figures"]
     if passed := re.findall(r"\[  PASSED  \] (\d+) tests?", log):
         failed = re.findall(r"\[  FAILED  \] (\d+) tests?", log)
         return {"passed": int(passed[-1]), "failed": int(failed[-1]) if failed else 0}
+    if counts := re.findall(r"^((?:\d+ \w+(?:, )?)+) in \d+\.\d+s", log, re.MULTILINE):
+        return {outcome: int(count) for count, outcome in re.findall(r"(\d+) (\w+)", counts[-1])}
     begin = min((log.find(c) for c in "[{" if c in log), default=-1)
     try:
         content = json.loads(log[begin:]) if begin >= 0 else None
