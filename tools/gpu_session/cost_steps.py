@@ -56,7 +56,7 @@ def _overhead(
     model = transformers.GPT2LMHeadModel(config).to(device, torch.bfloat16).train()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
     tokens = torch.randint(0, vocabulary, (batch, sequence), device=device)
-    steps = 5
+    steps = 3
 
     def run(variant: str) -> float:
         gc.collect()  # of what the variant before has left
