@@ -4,6 +4,11 @@ same memory on two streams of a GPU, neither of which waited for the other.
 It sees each operator from Python, and events, streams and allocations through callbacks that cannot be taken
 off once they are on (torch/cuda/_gpu_trace.py): each allocation then asks Python, until the process ends. So
 it is for runs that stop. By itself the sanitizer ends a program at what it finds; here the pass goes on.
+
+Those callbacks import a module, which fails while an exception is on its way through C++: "SystemError: ...
+returned NULL without setting an exception" (seen with torch 2.11 on an H100). Checkpointed regions end their
+second computation by an exception (torch/utils/checkpoint.py) that lets go of tensors,
+so from here on they are computed to their end.
 """
 
 import contextlib
@@ -16,6 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils import checkpoint
 
 _OWN = tuple(os.path.join(os.path.dirname(file), "") for file in (torch.__file__, __file__))
 _PYTHONS = os.path.join(sysconfig.get_path("stdlib"), "")
@@ -60,6 +66,7 @@ def sanitised_streams() -> Iterator[list[StreamAccess]]:
 
     found: dict[tuple[Any, ...], StreamAccess] = {}
     operators = itertools.count()
+    checkpoint._enable_checkpoint_early_stop = False
     torch.cuda.synchronize()
     mode = CUDASanitizerDispatchMode()
     handle = mode.event_handler._handle_kernel_launch

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.cuda import _gpu_trace
+from torch.utils import checkpoint
 
 import nanlocator
 from nanlocator import _C, stream_sanitizer
@@ -46,6 +47,8 @@ def device(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    # It stays changed where there is a GPU: here it does not.
+    monkeypatch.setattr(checkpoint, "_enable_checkpoint_early_stop", checkpoint._enable_checkpoint_early_stop)
     return device
 
 
@@ -79,6 +82,27 @@ def test_the_callbacks_are_taken_off_again(device):
         raise RuntimeError("the program's")
     assert len(registries) >= 10
     assert [list(registry.callback_list) for registry in registries] == before
+
+
+def test_no_exception_ends_a_second_computation_from_then_on(device):
+    """While it lets go of tensors, torch's callbacks cannot import what they need."""
+    ends = []
+
+    def region(x):
+        y = x.exp()
+        ends.append(x)
+        return y
+
+    def train():
+        x = torch.ones(3, requires_grad=True)
+        checkpoint.checkpoint(region, x, use_reentrant=False).sum().backward()
+
+    train()
+    assert len(ends) == 1  # of the first computation
+    with stream_sanitizer.sanitised_streams():
+        train()
+    train()
+    assert len(ends) == 5
 
 
 class Shared(nn.Module):
