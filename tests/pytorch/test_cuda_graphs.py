@@ -274,6 +274,7 @@ def test_a_graph_that_the_program_replays_by_itself_is_named(monkeypatch):
     assert Graph.replay is replay
 
 
+@pytest.mark.host
 def test_replays_of_an_evaluation_and_of_modules_that_run_without_are_not_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     said = []

@@ -162,7 +162,8 @@ def test_a_fault_that_is_gone_is_not_reproduced_and_accuses_nothing_with_high_co
     assert (origin["parameter"], origin["cause"]) == ("head.weight", "not_reproduced")
     assert origin["confidence"] != "high"
     assert verdict["rerun"]["reproduced"] is False
-    assert training.calls == 4  # first, traced, with fresh memory filled, control
+    # First, traced, with fresh memory filled, control; on a GPU one under the stream sanitizer.
+    assert training.calls == (4 if torch.get_default_device().type == "cpu" else 5)
     assert kinds(origin) >= {"rerun_clean", "control_clean"}
 
 

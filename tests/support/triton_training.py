@@ -280,9 +280,7 @@ def spoil_memory():
         kernels.spoil_memory(True)
         return
     torch.set_default_device("cuda")
-    sizes = [2**exponent for exponent in range(7, 20) for _ in range(32)]
-    kept = [torch.full((size,), torch.nan) for size in sizes]  # the allocator's free blocks of tomorrow
-    del kept
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def verdict_of(case):

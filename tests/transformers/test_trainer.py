@@ -170,7 +170,7 @@ def test_a_nan_from_a_gradient_hook_names_parameter_hook_and_step(accumulation):
     parameter = model.transformer.h[0].attn.c_attn.weight
 
     def plant():
-        parameter.register_hook(lambda g: g.index_fill(0, torch.tensor([3]), NAN))
+        parameter.register_hook(lambda g: g.index_fill(0, torch.tensor([3], device=g.device), NAN))
 
     before = {}
     remember = AtStep(3, lambda: before.update({n: p.clone() for n, p in model.named_parameters()}))

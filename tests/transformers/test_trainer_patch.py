@@ -1,6 +1,7 @@
 """patch(): the stock --debug underflow_overflow with this package's debugger, through real Trainers."""
 
 import gc
+import re
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def test_an_overflow_ends_training_with_the_frames(capsys):
     text = capsys.readouterr().out
     assert "Detected inf/nan during batch_number=0" in text
     assert "bert.encoder.layer.1.intermediate.dense Linear" in text
-    assert "     inf output" in text
+    assert re.search(r" (inf|nan) output\n", text)  # the sum of a row: kernels add in an order of their own
 
 
 def test_patching_is_idempotent_and_reversible():
