@@ -24,6 +24,7 @@ from nanlocator.kernels import KernelCalls
 from nanlocator.module_attributes import ModuleAttributes
 from nanlocator.module_calls import KeptModuleCalls
 from nanlocator.modules import ModuleHooks, local_part
+from nanlocator.patches import weakly
 from nanlocator.rerun import Fp8Scales, GeneratorStates
 from nanlocator.session import (
     RankConnection,
@@ -204,7 +205,7 @@ class Driver:
         self.locator: _C.GradientLocator = self._engine.locator
         self.add_state("the generators of Python and numpy", GeneratorStates())
         self.add_state("TransformerEngine's fp8 scales", Fp8Scales())
-        own_replays = OwnReplays(_weakly(self.locator.add_standing_note))
+        own_replays = OwnReplays(weakly(self.locator.add_standing_note))
         self.add_state("CUDA graphs", ReplayedGraphs(adapter.models, own_replays))
         self.add_state("the modules' attributes", ModuleAttributes(adapter.models))
         self._looking = contextlib.ExitStack()  # at what crosses in a pass
@@ -336,17 +337,6 @@ def _remove_all(*lists: list[Any]) -> None:
     for hooks in lists:
         while hooks:
             hooks.pop().remove()
-
-
-def _weakly(method: Callable[..., Any]) -> Callable[..., None]:
-    """Calls a bound method while its owner lives, and does not keep it alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> None:
-        if (living := reference()) is not None:
-            living(*arguments)
-
-    return call
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Named:

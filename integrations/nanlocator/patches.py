@@ -1,6 +1,7 @@
 """Wrapping of functions and methods of others, and the way back."""
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,18 @@ def replace(target: Any, name: str, replacement: Any) -> Callable[[], None]:
             getattr(_function_of(own), "_nanlocator_undo", _nothing)()
 
     return undo
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a bound method while its owner lives, None afterwards, and does not keep it alive: for the engine,
+    whose references Python's garbage collector does not see."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        living = reference()
+        return living(*args) if living is not None else None
+
+    return call
 
 
 def _function_of(method: Any) -> Any:

@@ -28,7 +28,7 @@ from nanlocator.containers import mapped, tensors_beside, tensors_of
 from nanlocator.driver import Named
 from nanlocator.evaluation import Evaluation, is_bad
 from nanlocator.modules import class_name
-from nanlocator.patches import replace
+from nanlocator.patches import replace, weakly
 from nanlocator.pipelining import Pipeline
 from nanlocator.plain import PlainAdapter, PlainPass, held_parameters
 from nanlocator.rerun import GeneratorStates
@@ -77,9 +77,9 @@ class StepRecorder:
                 "this process records a training step already: hand all models and optimizers to one "
                 "nanlocator.watch, or remove() the other one first"
             )
-        self._engine = _C.StepRecorder(_weakly(self._function_call), most_bytes)
+        self._engine = _C.StepRecorder(weakly(self._function_call), most_bytes)
         self._thread = threading.get_ident()
-        self._follower = follower
+        self._follower = weakref.proxy(follower)  # its own wrappers keep it until it is removed
         self._depth = 0  # calls and backwards that are running
         self._is_in_module = False  # the outermost of them is a module's
         self.is_in_backward = False  # one into the leaves' gradients is running
@@ -716,17 +716,6 @@ def _given(kept: Any, replay: "_C.StepReplay", by_reference: set[int]) -> Any:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and not vars(tensor)
-
-
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """For the engine, which its owner must not wait for."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        found = reference()
-        return found(*args) if found is not None else None
-
-    return call
 
 
 def _module_call(original: Callable[..., Any], recorder: StepRecorder) -> Callable[..., Any]:

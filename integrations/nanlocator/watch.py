@@ -23,7 +23,7 @@ from nanlocator.evaluation import Evaluation
 from nanlocator.loop_reading import LoopReading
 from nanlocator.modules import named_by_class
 from nanlocator.optimizer import LocatingOptimizer
-from nanlocator.patches import replace
+from nanlocator.patches import replace, weakly
 from nanlocator.pipelining import follow_steps, stages_of
 from nanlocator.plain import PlainAdapter, plain_driver, scale_in_gradients
 from nanlocator.recorder import RecordedPass, StepRecorder, WeightsState
@@ -96,7 +96,7 @@ class Watch:
         self._models, self._optimizers, self._options = models, optimizers, options
         self._adapter = PlainAdapter(optimizers, models)
         self._adapter.why_no_pass = "no call of a watched model was seen in it"
-        self._adapter.loss_scale = self._loss_scale
+        self._adapter.loss_scale = weakly(self._loss_scale)
         self._scaler: torch.amp.GradScaler | None = None
         self._driver = plain_driver(self._adapter, resolved, None, scale_in_gradients)
         self._recorder = StepRecorder(self._adapter.tensors, self, recorded_bytes())

@@ -41,6 +41,7 @@ std::uint32_t crc32_of(std::span<const std::byte> bytes) {
     std::memcpy(words.data(), bytes.data(), kStep);
     words[0] ^= checksum;
     checksum = 0;
+#pragma GCC unroll 16
     for (std::size_t at = 0; at < kStep; ++at) {
       checksum ^= kTables[kStep - 1 - at][(words[at / 4] >> (8 * (at % 4))) & 0xFF];
     }

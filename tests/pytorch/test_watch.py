@@ -2,6 +2,7 @@
 
 import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -523,6 +524,24 @@ def test_parameters_that_are_added_between_clip_and_step_take_no_decision_back()
         optimizer.zero_grad()
         assert torch.equal(model[1].weight, before) == (not batch.isfinite().all())
     assert [verdict["iteration"] for verdict in watch.verdicts] == [1]
+
+
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_nothing_keeps_the_model_of_a_watch_that_was_removed(is_bad):
+    def of_a_run():
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        watch = nanlocator.watch(model, optimizer, on_bad="report")
+        for _ in range(2):
+            (model(torch.randn(2, 4)).sum() * (math.nan if is_bad else 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        watch.remove()
+        return weakref.ref(model), weakref.ref(optimizer)
+
+    model, optimizer = of_a_run()
+    gc.collect()
+    assert model() is None and optimizer() is None
 
 
 @pytest.mark.host
