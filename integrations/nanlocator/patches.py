@@ -31,8 +31,8 @@ def replace(target: Any, name: str, replacement: Any) -> Callable[[], None]:
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls a bound method while its owner lives, None afterwards, and does not keep it alive: for the engine,
-    whose references Python's garbage collector does not see."""
+    """Calls a bound method while its owner lives, None afterwards, and does not keep it alive: for the
+    engine, whose references Python's garbage collector does not see."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:

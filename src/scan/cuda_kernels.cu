@@ -15,8 +15,8 @@
 //     sm_90     11.7      9.3     12.0      12.2    25.7  22.7
 // A multiprocessor issues 128 lanes' instructions per clock. At 4.3 TB/s and 1.7 GHz one of an H200
 // is fed 4.8 words per clock, so 26 instructions per word are the limit; at 2.0 TB/s and 1.4 GHz
-// one of an A100 is fed 3.3 words, so 39 are. By this count, not by a measurement, memory is the
-// slower part everywhere, for fp8 only just.
+// one of an A100 is fed 3.3 words, so 39 are. Measured on an H100 (docs/benchmarks.md): the rate of
+// a copy but for bfloat16 (0.93) and fp8 (0.74, 0.79).
 #include <cuda_runtime.h>
 
 #include "scan/cuda_kernels.hpp"
