@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from shown import Case, host_waits, outcomes_of
+from outcomes import Case, host_waits, outcomes_of
 from torch import nn
 
 import nanlocator

@@ -1,17 +1,30 @@
 """What a step of tools/gpu has shown: of each of its cases, whether or not those before it went well."""
 
 import contextlib
+import faulthandler
 import os
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shown import NotShown
+import torch
+
+HANGS = 90  # seconds after which a case is taken to hang: the process ends, with the stacks of its threads
+Case = tuple[str, Callable[[], tuple[dict[str, Any], list[str]]]]
+
+
+class NotShown(Exception):
+    """A step that did not show what it should; with the figures that there are."""
+
+    def __init__(self, why: str, figures: dict[str, Any]) -> None:
+        super().__init__(why)
+        self.figures = figures
 
 
 class Cases:
@@ -26,11 +39,14 @@ class Cases:
         """Gives the dictionary for the case's figures."""
         outcome = self.outcomes[name] = {"shown": True}
         started = time.perf_counter()
+        faulthandler.dump_traceback_later(HANGS, exit=True)
         try:
             yield outcome
         except Exception as error:
             traceback.print_exc()
             self._not_shown(name, f"{type(error).__name__}: {error}")
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         outcome["seconds"] = round(time.perf_counter() - started, 2)
         print(name, outcome, flush=True)
 
@@ -66,6 +82,35 @@ class Cases:
         outcome = self.outcomes[name]
         outcome["shown"] = False
         outcome["why"] = "; ".join(filter(None, [outcome.get("why"), why]))
+
+
+def outcomes_of(cases: Iterable[Case], seconds: float) -> dict[str, Any]:
+    """The figures of cases that give what they found, and what of it is wrong. None begins when the seconds
+    are over: those were not run."""
+    outcomes, began = Cases(), time.monotonic()
+    for name, run in cases:
+        if time.monotonic() - began > seconds:
+            outcomes.outcomes[name] = {"shown": True, "not run": "no time was left"}
+            continue
+        with outcomes.case(name) as outcome:
+            found, wrong = run()
+            outcome |= found
+            assert not wrong, "; ".join(wrong)
+    return outcomes.figures()
+
+
+def host_waits(device: str, step: Callable[[], Any]) -> int | None:
+    """Calls of Torch that wait for the GPU, as set_sync_debug_mode sees them."""
+    if device != "cuda":
+        return None
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(each.message) for each in seen)
 
 
 @contextlib.contextmanager

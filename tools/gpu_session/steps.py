@@ -22,8 +22,8 @@ from typing import Any
 import cost_steps
 import device_steps
 import torch
+from outcomes import NotShown, host_waits
 from parallel_steps import ddp_faults, fsdp_faults, megatron_faults
-from shown import NotShown, host_waits
 from torch import nn
 
 from nanlocator import _C, LocatingOptimizer, NonFiniteGradientError
