@@ -66,7 +66,8 @@ class Words {
                " the result is not finite. The operator is not PyTorch's: whether its mathematics "
                "or its code makes it so, only its authors know.";
       case undefined:
-        return everywhere() + " the result is NaN: it is the mathematics of these inputs.";
+        return everywhere() +
+               " the result is NaN: it is undefined for these inputs, whatever the precision.";
       case infinite:
         return everywhere() + " the result is infinite.";
       case infinite_at_zero:

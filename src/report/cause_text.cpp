@@ -259,10 +259,20 @@ std::string maxima_before_of(const Origin& origin) {
   return "";
 }
 
+/// A cast, or a copy into another dtype: it computes nothing.
+bool is_conversion(const Origin& origin) {
+  return origin.op.starts_with("aten::_to_copy") || origin.op.starts_with("aten::copy_");
+}
+
 std::vector<std::string> widen_steps(const Origin& origin) {
+  const std::string large = " so large" + magnitudes_of(origin) + maxima_before_of(origin);
+  if (is_conversion(origin)) {
+    return {"find what makes the values that are converted to " + dtype_of(origin) + large,
+            "if values this large are intended, leave them in fp32"};
+  }
   std::vector<std::string> steps = {"find what makes the inputs of " + operation_of(origin) +
-                                    " so large" + magnitudes_of(origin) + maxima_before_of(origin)};
-  std::string widen = "if this size is meant, run " + module_of(origin) + " in fp32";
+                                    large};
+  std::string widen = "if values this large are intended, run " + module_of(origin) + " in fp32";
   if (origin.tensor && origin.tensor->dtype == "float16" && !origin.module.empty()) {
     widen += "; under autocast: nanlocator.transformers.no_autocast(model.get_submodule(\"" +
              origin.module + "\"))";
@@ -577,34 +587,39 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::scale_inputs:
       return {"find what makes the inputs of " + operation + " so large" + magnitudes_of(origin) +
                   maxima_before_of(origin),
-              "if this size is meant, scale them down: " + dtype_of(origin) + " ends at 3.4e38"};
+              "if values this large are intended, scale them down: the largest " +
+                  dtype_of(origin) + " is 3.4e38"};
     case Action::compare_peers:
       return {"compare the input of " + operation + with_operands(origin) +
                   " with that of the tensor-parallel peers: a zero on one rank alone comes from "
                   "what produced or reduced it",
               "do not add an epsilon before that: it would hide the fault"};
     case Action::correct_expression:
-      return {
-          "correct what makes the argument of " + operation + ": it is outside the domain" +
-              with_operands(origin) + "; an epsilon will not help",
-          "where values at the edge of the domain are right, clamp it to a small positive number: "
-          "at exactly zero the slope is infinite"};
+      return {"correct what makes the argument of " + operation + ": it is outside the domain" +
+                  with_operands(origin) + "; an epsilon will not help",
+              "where it may legitimately reach the edge of the domain, clamp it to a small "
+              "positive number: "
+              "at exactly zero the slope is infinite"};
     case Action::find_source_of_zero:
       return {"find what made " + zero_of(origin) + with_operands(origin),
               "if a zero may occur there, replace it before " + operation +
-                  " (torch.where behind it still gives NaN in backward); if it may not, add no "
-                  "guard: it would hide the fault"};
+                  " (torch.where after it still gives NaN in backward); if not, a guard would only "
+                  "hide "
+                  "the fault"};
     case Action::guard_slope:  // the operands are those of backward
-      return {"look at the input of " + operation + ", where its slope is infinite" +
-                  where_in_bundle(origin) +
-                  (first_bad_call_of(origin).empty()
-                       ? ""
-                       : "; its derivative computed " + first_bad_call_of(origin)),
-              "if such an input is right, keep it away from there in forward (clamp it, or add an "
-              "epsilon inside); if not, find what made it"};
+      return {
+          "look at the input of " + operation + ", where its slope is infinite" +
+              where_in_bundle(origin) +
+              (first_bad_call_of(origin).empty()
+                   ? ""
+                   : "; its derivative computed " + first_bad_call_of(origin)),
+          "if this input is legitimate, keep it away from there in forward (clamp it, or add an "
+          "epsilon inside); if not, find what made it"};
     case Action::guard_masked_row:
-      return {"check the mask of this batch: a row with nothing left has no softmax",
-              "leave such rows out, or unmask one position"};
+      return {
+          "check the mask of this batch: the softmax of a row that is masked altogether is "
+          "undefined",
+          "leave such rows out, or unmask one position"};
     case Action::correct_custom_code:
       return {"correct " + operation + ": it makes NaN or Inf from finite inputs" +
                   with_operands(origin),
@@ -653,7 +668,7 @@ std::vector<std::string> steps_text(const Origin& origin) {
           "it was written between " + writer_of(origin)};
     case Action::test_device:
       return {"read the error counters of the device of " + ranks +
-                  " (ECC, Xid), and take it out if it is found there again",
+                  " (ECC, Xid): new errors there mean that it is to be replaced",
               "if it is found on another device, look for a race or a kernel that is not "
               "deterministic"};
     case Action::wait_for_transfer:
@@ -675,10 +690,11 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::compare_members:
       return {"look at the ledgers of the other members of the collective"};
     case Action::test_links:
-      return {
-          "read the error counters of the device and the links of " + ranks + " (ECC, Xid)",
-          "if the network check fails, take that machine out; if it passes and this is found on " +
-              ranks + " again, suspect the machine first; on other ranks, the code"};
+      return {"read the error counters of the device and the links of " + ranks + " (ECC, Xid)",
+              "if the network check fails, take that machine out of service; if it passes and this "
+              "is found "
+              "on " +
+                  ranks + " again, suspect the machine first; if on other ranks, the code"};
     case Action::compare_sums:
       return {
           "look at how large the gradient was before the reduction on each member (nanlocator "

@@ -252,6 +252,19 @@ bool has_race(const Verdict& verdict) {
                              [](const Origin& origin) { return origin.cause == Cause::race; });
 }
 
+std::string checkpoint_before(std::int64_t step) {
+  return step > 1 ? "a checkpoint of step " + std::to_string(step - 1) + " or earlier"
+                  : "the weights before the first step";
+}
+
+/// "layers.3.weight", or what else a checkpoint holds of an origin.
+std::string bad_weights_of(const Verdict& verdict) {
+  for (const Origin& origin : verdict.origins) {
+    if (!origin.parameter.empty()) return origin.parameter;
+  }
+  return "what is bad here";
+}
+
 bool has_bad_gradients(const Verdict& verdict) {
   return !verdict.spread.parameters.empty();
 }
@@ -361,7 +374,7 @@ std::string scan_of(Phase phase) {
     case Phase::params_after:
       return "the weights after the update";
     default:
-      return "what crossed between modules or ranks in " + std::string(name_of(phase));
+      return "outputs of modules and messages between ranks in " + std::string(name_of(phase));
   }
 }
 
@@ -402,7 +415,9 @@ std::string job_of(const Verdict& verdict) {
   if (course == Course::unknown) return "";
   if (verdict.status == VerdictStatus::benign) return "goes on: the scaler skips this step";
   if (course == Course::goes_on_damaged) {
-    return "still running, on bad weights: stop it now, and let it save no checkpoint" + policy;
+    return "still running, on bad weights: stop it now without a last checkpoint (SIGKILL, where "
+           "SIGTERM makes it save one)" +
+           policy;
   }
   if (course != Course::stops && job.are_weights_updated == true) {
     return "goes on; the weights have the update of " + step + policy;
@@ -431,11 +446,11 @@ std::string restart_of(const Verdict& verdict) {
   const std::string finite =
       job.are_weights_finite == true ? "every weight was finite before step " + step + "; " : "";
   if (course == Course::goes_on_damaged && job.restart < Restart::before_step) {
-    return "needed, from a checkpoint saved before step " + step +
-           ": the weights are bad from this update on" +
-           (job.restart == Restart::repeats
-                ? "; without a fix step " + step + " fails again with the same data"
-                : "");
+    return "needed, from " + checkpoint_before(verdict.iteration) +
+           ": the weights are bad from the update of step " + step + " on" +
+           (job.restart == Restart::repeats ? "; the same batch will make it bad again: correct "
+                                              "the cause first, or leave it out"
+                                            : "");
   }
   switch (job.restart) {
     case Restart::latest:
@@ -452,16 +467,15 @@ std::string restart_of(const Verdict& verdict) {
                   : "whether the fault comes again is not known");
     case Restart::repeats:
       return "not yet: step " + step +
-             " is bad again with the same data and weights; when that is fixed, from " +
+             " will be bad again with the same data and weights; when that is fixed, from " +
              (has_overflow(verdict) ? "a checkpoint whose weights have their usual size"
                                     : "the latest checkpoint");
     case Restart::before_step:
-      return "only a checkpoint saved before step " +
-             std::to_string(job.restart_before.value_or(verdict.iteration)) +
-             " is safe; save none of these weights";
+      return "only from " + checkpoint_before(job.restart_before.value_or(verdict.iteration)) +
+             "; do not save these weights";
     case Restart::check_first:
-      return "only from a checkpoint in which what is bad here is finite: check that first; save "
-             "nothing of this state";
+      return "only from a checkpoint in which " + bad_weights_of(verdict) +
+             " is finite: check that first; do not save this state";
   }
   return "";
 }

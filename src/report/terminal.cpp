@@ -135,7 +135,9 @@ void add_origin(Page& page, const Verdict& verdict, const Origin& origin, const 
   if (const std::string code = code_of(origin); !code.empty()) page.row("code", code, indent);
   std::string operation = origin.op;
   if (!origin.forward_op.empty() && origin.forward_op != origin.op) {
-    operation += " (derivative of " + origin.forward_op + ")";
+    const bool is_operator = origin.forward_op.find("::") != std::string::npos;
+    operation +=
+        (is_operator ? " (derivative of " : " (in the backward of ") + origin.forward_op + ")";
   }
   if (!origin.module.empty()) {
     operation += (operation.empty() ? "" : "   ") + ("module " + origin.module);
@@ -190,6 +192,9 @@ std::string format(const Verdict& verdict, const TerminalStyle& style, const Amo
   if (const std::string restart = restart_of(verdict); !restart.empty()) {
     page.row("restart", restart, 2);
   }
+  if (const std::string common = common_cause_of(verdict); !common.empty()) {
+    page.row("common", common, 2);
+  }
   if (verdict.origins.size() == 1) {
     add_origin(page, verdict, verdict.origins.front(), most, 2, style.run_dir);
   } else {
@@ -211,9 +216,6 @@ std::string format(const Verdict& verdict, const TerminalStyle& style, const Amo
                count_text(verdict.origins.size() - named, "further origin") + " in verdict.json",
                2);
     }
-  }
-  if (const std::string common = common_cause_of(verdict); !common.empty()) {
-    page.row("common", common, 2);
   }
   if (const std::string ranks = mentioned_ranks_of(verdict, most.evidence); !ranks.empty()) {
     page.row("ranks", ranks, 2);

@@ -219,12 +219,12 @@ TEST(Sentences, ARestartIsAdvisedFromTheJobsState) {
   verdict.job.are_weights_finite.reset();
   EXPECT_THAT(restart_of(verdict), Not(HasSubstr("finite")));
   verdict.job.restart = Restart::repeats;
-  EXPECT_THAT(restart_of(verdict), HasSubstr("step 1284 is bad again"));
+  EXPECT_THAT(restart_of(verdict), HasSubstr("step 1284 will be bad again"));
   verdict.job.restart = Restart::before_step;
   verdict.job.restart_before = 1280;
-  EXPECT_THAT(restart_of(verdict), StartsWith("only a checkpoint saved before step 1280"));
+  EXPECT_THAT(restart_of(verdict), StartsWith("only from a checkpoint of step 1279 or earlier"));
   verdict.job.on_bad = "skip";  // bad weights stay bad
-  EXPECT_THAT(restart_of(verdict), HasSubstr("before step 1280"));
+  EXPECT_THAT(restart_of(verdict), HasSubstr("step 1279 or earlier"));
 }
 
 TEST(Sentences, WhereGradientsThatAreBadAreAppliedTheWeightsAreBadFromThatStepOn) {
@@ -235,13 +235,14 @@ TEST(Sentences, WhereGradientsThatAreBadAreAppliedTheWeightsAreBadFromThatStepOn
   EXPECT_EQ(restart_of(verdict), "not needed: nothing bad of this step was applied")
       << "a loss that is bad, and finite gradients";
   verdict.spread.parameters = {"w"};
-  EXPECT_THAT(restart_of(verdict), HasSubstr("saved before step 12"));
+  EXPECT_THAT(restart_of(verdict), HasSubstr("from a checkpoint of step 11 or earlier"));
   verdict.job.framework_skips_update = true;
   EXPECT_EQ(restart_of(verdict), "not needed: nothing bad of this step was applied");
   EXPECT_EQ(job_of(verdict),
             "goes on; the framework leaves out the update of step 12 (on_bad=report)");
   verdict.job.restart = Restart::before_step;
-  EXPECT_THAT(restart_of(verdict), HasSubstr("saved before step 12")) << "the weights were bad";
+  EXPECT_THAT(restart_of(verdict), HasSubstr("from a checkpoint of step 11 or earlier"))
+      << "the weights were bad";
   verdict.job = {.on_bad = "report", .framework_skips_update = true, .restart = Restart::repeats};
   verdict.rerun = {.done = true, .reproduced = false, .not_restored = {}};
   EXPECT_EQ(restart_of(verdict), "not needed: nothing bad of this step was applied")
