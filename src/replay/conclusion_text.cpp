@@ -66,8 +66,11 @@ class Words {
                " the result is not finite. The operator is not PyTorch's: whether its mathematics "
                "or its code makes it so, only its authors know.";
       case undefined:
-        return everywhere() +
-               " the result is NaN: it is undefined for these inputs, whatever the precision.";
+        return everywhere() + " the result is NaN: it is " +
+               (report_.wider || dtype() == "float64"
+                    ? "undefined for these inputs, whatever the precision."
+                    : "undefined for them, or too large in between: no wider dtype was "
+                      "tried.");
       case infinite:
         return everywhere() + " the result is infinite.";
       case infinite_at_zero:

@@ -11,6 +11,7 @@
 #include "nanlocator/error.hpp"
 #include "nanlocator/record/sighting.hpp"
 #include "nanlocator/tensor/scan_tensor.hpp"
+#include "replay/attention.hpp"
 #include "replay/conclusion.hpp"
 #include "replay/execute.hpp"
 #include "replay/first_bad.hpp"
@@ -260,8 +261,12 @@ ReplayReport replay(const OperatorCall& recorded_call, const ReplayOptions& opti
     run(ReplayVariant::poisoned, 0, poisoned);
   }
   if (const auto widths = widths_of(call); widths.has_floating) {
-    if (widths.narrowest < 4) run(ReplayVariant::float32, 0, with_precision(call, at::kFloat));
-    if (widths.narrowest < 8) run(ReplayVariant::float64, 0, with_precision(call, at::kDouble));
+    const auto formula = !report.recorded.empty() && !report.recorded[0].stats.is_finite()
+                             ? attention_by_formula(call)
+                             : std::nullopt;
+    const OperatorCall& wide = formula ? *formula : call;
+    if (widths.narrowest < 4) run(ReplayVariant::float32, 0, with_precision(wide, at::kFloat));
+    if (widths.narrowest < 8) run(ReplayVariant::float64, 0, with_precision(wide, at::kDouble));
   }
   if (options.other_devices && !device.is_cpu()) {
     if (too_large.empty()) {

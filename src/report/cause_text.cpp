@@ -630,8 +630,7 @@ std::vector<std::string> steps_text(const Origin& origin) {
                 with_operands(origin) + where_in_bundle(origin)};
       }
       return {"look at the inputs of " + operation + with_operands(origin) +
-              where_in_bundle(origin) +
-              ": they are finite, and float64 gives no finite result either"};
+              where_in_bundle(origin) + ": they are finite, and its result is not"};
     case Action::report_kernel:
       return {
           "send the kernel's authors the bundle as a script: the replay command with "
