@@ -460,8 +460,9 @@ def attention_faults(device: str) -> dict[str, Plant]:
     for name in names:
         backend, operators = BACKENDS[name]
         own = Expected(operators, UNDEFINED_OR_OVERFLOW, line="F.scaled_dot_product_attention")
+        too_large = Expected(operators, OVERFLOW, line="F.scaled_dot_product_attention")
         plants[f"attention, {name}: q and k overflow in bf16"] = Plant(
-            functools.partial(overflow, backend=backend), own, dtype=torch.bfloat16
+            functools.partial(overflow, backend=backend), too_large, dtype=torch.bfloat16
         )
         for dtype in (torch.float16, torch.bfloat16):
             short = str(dtype).removeprefix("torch.")
