@@ -31,7 +31,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 LAYERS = 4  # so that 1, 2 or 4 pipeline stages divide it, and 1, 2 or 4 tensor-parallel ranks the heads
 
 # The faults of examples/megatron_gpt/faults.py: what each one does here, in the demonstration's words, and
-# whether it needs nanlocator to look at parameters as well.
+# whether it needs nanlocator to scan parameters as well.
 FAULTS = {
     "forward_operator": "log of a negative number in an MLP, in forward, on one tensor-parallel rank",
     "backward_operator": "the derivative of a square root at zero, in an MLP's backward",

@@ -2,9 +2,9 @@
 
 A fault is attached to a Trainer on every rank and acts on one of them. What it did, with exact coordinates,
 is appended to `trainer.planted`: that record is what tests compare a verdict with. Import this module before
-nanlocator is installed (what arrives over the wire is spoiled below everything that looks at it) and attach
+nanlocator is installed (what arrives over the wire is spoiled below everything that scans it) and attach
 faults after (they wrap the instances that are in place then, so that the value is there before nanlocator
-looks).
+scans).
 
 A step may be executed more than once: by Megatron's rerun state machine, by nanlocator. `repeats` says in how
 many of these passes a fault acts: corrupted memory and transfers once, what a program computes in all.
@@ -181,7 +181,7 @@ class _SpoiledTransfer(dist.Work):
 
 
 def _tap_the_wire() -> None:
-    """In the methods of ProcessGroup: torch.distributed's functions end there, and nanlocator looks there."""
+    """In the methods of ProcessGroup: torch.distributed's functions end there, and nanlocator scans there."""
 
     def tap(name: str, received: Callable[[tuple], torch.Tensor]) -> None:
         inner = getattr(dist.ProcessGroup, name, None)

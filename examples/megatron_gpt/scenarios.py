@@ -70,7 +70,7 @@ def run_rank(scenario: Scenario, directory: pathlib.Path) -> dict:
             options = {"output_dir": str(directory / "nanlocator_run"), **scenario.nanlocator}
             trainer.run_directory = pathlib.Path(options["output_dir"])
             locator = nanlocator.megatron.install(trainer.model_chunks, trainer.optimizer, **options)
-        # After nanlocator: a fault must be there before nanlocator looks.
+        # After nanlocator: a fault must be there before nanlocator scans.
         attach([make_fault(**fault) for fault in scenario.faults], trainer)
         seconds["set_up"] = time.perf_counter() - started
         started = time.perf_counter()

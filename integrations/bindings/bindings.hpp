@@ -26,7 +26,7 @@ void bind_replay(pybind11::module_& m);    // bundles and replay
 void bind_operator_registration(pybind11::module_& m);
 void bind_kernel_calls(pybind11::module_& m);  // calls of kernels, executed again
 void bind_boundary(pybind11::module_& m);      // the boundary watch
-void bind_looks(pybind11::module_& m);         // looks at many tensors that are read together
+void bind_scans(pybind11::module_& m);         // scans of many tensors that are read together
 
 void bind_netcheck(pybind11::module_& m);  // the network check between ranks
 void bind_driver(pybind11::module_& m);    // the driver of a step

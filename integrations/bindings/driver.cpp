@@ -267,7 +267,7 @@ void bind_step(py::class_<StepDriver, OwnedDriver>& driver) {
             return released([&] { return d.finish_agreement(loss_scale_of(overflow)); });
           },
           "overflow"_a = std::nullopt)
-      .def("look", without_gil<&StepDriver::look>())
+      .def("scan_and_agree", without_gil<&StepDriver::scan_and_agree>())
       .def("begin_update", &StepDriver::begin_update)
       .def("end_update", &StepDriver::end_update)
       .def("end_step", without_gil<&StepDriver::end_step>())

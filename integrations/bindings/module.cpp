@@ -340,7 +340,7 @@ PYBIND11_MODULE(_C, m) {
   bind_recorder(m);
   bind_watch(m);
   bind_boundary(m);
-  bind_looks(m);
+  bind_scans(m);
   bind_replay(m);
   bind_operator_registration(m);
   bind_kernel_calls(m);

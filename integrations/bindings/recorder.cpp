@@ -118,7 +118,7 @@ void bind_recorder(py::module_& m) {
           "payload"_a, "roots"_a)
       .def_property_readonly("backwards", &StepRecorder::backwards)
       .def("unfinished", &StepRecorder::unfinished)
-      .def("take_looked_at", &StepRecorder::take_looked_at)
+      .def("take_read", &StepRecorder::take_read)
       .def(
           "have_common_calls",
           [](StepRecorder& r, const std::vector<at::Tensor>& some,

@@ -1,4 +1,4 @@
-// The module stack, the module watch, and the one-line look at a tensor.
+// The module stack, the module watch, and the one-line scan of a tensor.
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "bindings.hpp"
-#include "nanlocator/tensor/look.hpp"
+#include "nanlocator/tensor/scan_one.hpp"
 #include "nanlocator/trace/module_scope.hpp"
 #include "nanlocator/trace/module_watch.hpp"
 
@@ -257,12 +257,12 @@ void bind_module_watch(py::module_& m) {
           "iteration"_a, "parameters"_a, "buffers"_a, "(sightings, births)");
 }
 
-void bind_look(py::module_& m) {
+void bind_scan_one(py::module_& m) {
   m.def(
-      "look",
+      "scan_one",
       [](const at::Tensor& tensor) -> std::optional<TensorStats> {
         const py::gil_scoped_release release;
-        return look(tensor);
+        return scan_one(tensor);
       },
       "tensor"_a, "Its stats, wherever it is; None for what cannot hold a NaN or Inf.");
 }
@@ -273,7 +273,7 @@ void bind_watch(py::module_& m) {
   bind_module_scope(m);
   bind_records(m);
   bind_module_watch(m);
-  bind_look(m);
+  bind_scan_one(m);
 }
 
 }  // namespace nanlocator

@@ -102,7 +102,7 @@ class Attachment:
         while self._undo:
             self._undo.pop()()
         if Driver.number_made > (self.watch is not None):
-            return False  # the script looks by itself
+            return False  # the script scans by itself
         if self.watch is not None:  # an optimizer was made since
             self.watch.remove()
         models = _roots_of(trained)

@@ -41,7 +41,7 @@ class Boundaries:
             enter it at different places.
         modules: that are named as the place of what crosses in them, by these names.
         unwatched: names of groups whose members exchange activations without ProcessGroup, too.
-        reads_gathered: what is gathered is looked at where it arrives, too, which costs as many reads as
+        reads_gathered: what is gathered is scanned where it arrives, too, which costs as many reads as
             the group has members; where it is sent it always is.
         threads: for the scan of a bad tensor in host memory.
     """
@@ -58,7 +58,7 @@ class Boundaries:
         self.watch = _C.BoundaryWatch(threads or torch.get_num_threads())
         self._follows_all = groups is None
         self._reads_gathered = reads_gathered
-        self._is_looking = False
+        self._is_scanning = False
         self._groups: dict[int, _WatchedGroup | None] = {}  # by id, which nobody else's is meanwhile
         self._stand_ins: dict[int, _WatchedGroup] = {}  # of messages
         self._unwatched: list[ProcessGroup] = []  # that were found, and are kept as the others are
@@ -95,16 +95,16 @@ class Boundaries:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watches this process's crossings inside it."""
-        if self._is_removed or self._is_looking:
+        if self._is_removed or self._is_scanning:
             yield
             return
-        self._is_looking = True
+        self._is_scanning = True
         if not self._follows_all:
             self._install()
         try:
             yield
         finally:
-            self._is_looking = False
+            self._is_scanning = False
             if self._functional is not None:
                 self._functional.forget()
             if not self._follows_all:
@@ -121,7 +121,7 @@ class Boundaries:
             self.watch.leave_transfer()
 
     def collect(self, iteration: int) -> "tuple[list[_C.Sighting], list[_C.CrossingCoverage]]":
-        """What was bad since ``begin_step``, in execution order, and how much was looked at. Waits for the
+        """What was bad since ``begin_step``, in execution order, and how much was scanned. Waits for the
         devices."""
         return self.watch.collect(iteration)
 
@@ -166,7 +166,7 @@ class Boundaries:
             self.watch.has_unwatched(watched.number)
 
     def missed_a_pass(self) -> None:
-        """What crossed in a step was counted only: nothing of it was looked at."""
+        """What crossed in a step was counted only: nothing of it was scanned."""
         for watched in self._groups.values():
             if watched is not None:
                 self.has_unseen(watched.group)
@@ -189,7 +189,7 @@ class Boundaries:
             return None
         if has_unseen_backward:
             self.has_unseen(group)
-        if self._is_looking:
+        if self._is_scanning:
             return self.watch.begin_collective(watched.number, operator, sent)
         self.watch.skip_collective(watched.number)
         return None
@@ -259,13 +259,13 @@ class Boundaries:
         watch = self.watch
         op, sent, received, root = collective.op, collective.sent, collective.received, collective.root
         needed = max(sent, received, root or 0)
-        is_looked_at_on_arrival = self._reads_gathered or not collective.is_gather
+        is_scanned_on_arrival = self._reads_gathered or not collective.is_gather
 
         def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             watched = self._watched(group)
             if watched is None:
                 return inner(group, *args, **kwargs)
-            if not self._is_looking:
+            if not self._is_scanning:
                 watch.skip_collective(watched.number)
                 return inner(group, *args, **kwargs)
             if len(args) <= needed:
@@ -273,7 +273,7 @@ class Boundaries:
                 # unfinished, so that the coverage does not claim it.
                 watch.begin_collective(watched.number, op, None)
                 return inner(group, *args, **kwargs)
-            inputs, outputs = args[sent], args[received] if is_looked_at_on_arrival else None
+            inputs, outputs = args[sent], args[received] if is_scanned_on_arrival else None
             if root is not None and not watched.is_root(args[root]):
                 inputs = None if collective.only_root_sends else inputs
                 outputs = None if collective.only_root_receives else outputs
@@ -288,7 +288,7 @@ class Boundaries:
         def send(group: ProcessGroup, tensors: Tensors, to: int, *args: Any, **kwargs: Any) -> Any:
             watched = self._watched_by_messages(group)
             if watched is not None and (peer := watched.peer(to)) is not None:
-                if self._is_looking:
+                if self._is_scanning:
                     watch.send(watched.number, peer, tensors)
                 else:
                     watch.skip_message(watched.number, peer, is_received=False)
@@ -303,7 +303,7 @@ class Boundaries:
             watched = self._watched_by_messages(group)
             if watched is None or watched.loses_messages or (peer := watched.peer(source)) is None:
                 return inner(group, tensors, source, *args, **kwargs)
-            if not self._is_looking:
+            if not self._is_scanning:
                 watch.skip_message(watched.number, peer, is_received=True)
                 return inner(group, tensors, source, *args, **kwargs)
             crossing = watch.begin_receive(watched.number, peer)
@@ -325,7 +325,7 @@ class Boundaries:
     def _watched_start(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def start(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             result = inner(group, *args, **kwargs)
-            if self._is_looking and (watched := self._watched_by_messages(group)) is not None:
+            if self._is_scanning and (watched := self._watched_by_messages(group)) is not None:
                 watched.coalesced = []
             return result
 
@@ -395,11 +395,11 @@ _Crossings = list[tuple[int, Any]]  # with the tensors that are received
 
 
 def _observed(work: Any, crossings: _Crossings, watch: "_C.BoundaryWatch") -> Any:
-    """Looks at what has arrived once it has been waited for."""
-    look = functools.partial(_finish, crossings, watch)
+    """Scans what has arrived once it has been waited for."""
+    scan = functools.partial(_finish, crossings, watch)
     if work is not None:
-        return FollowedWork(work, look)
-    look()  # complete already, as far as the current stream can see
+        return FollowedWork(work, scan)
+    scan()  # complete already, as far as the current stream can see
     return None
 
 

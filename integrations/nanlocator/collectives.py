@@ -22,7 +22,7 @@ class Collective:
     root: int | None = None  # the options, or the root's rank in the group
     only_root_sends: bool = False
     only_root_receives: bool = False
-    # What arrives is what the members put in, as large as all of it together: it is looked at where it
+    # What arrives is what the members put in, as large as all of it together: it is scanned where it
     # leaves, and what was bad there has arrived everywhere (src/locate/crossings.cpp). To read it on arrival
     # took 2 % of a step of Llama-3 70B at TP4 (tools/bench plan).
     is_gather: bool = False

@@ -49,15 +49,15 @@ def _wrap_initialize(deepspeed: ModuleType) -> None:
     deepspeed.initialize = initialize
 
 
-_looked_at: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers
+_followed: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers
 
 
 def keep_from_deepspeed(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """DeepSpeed takes an optimizer that is looked at, and asks it to step with partitions of its own: nothing
+    """DeepSpeed takes an optimizer that is followed, and asks it to step with partitions of its own: nothing
     would ever be found. From now on it raises UsageError; returns what ends that."""
-    _looked_at.add(optimizer)
+    _followed.add(optimizer)
     _check_optimizers()
-    return lambda: _looked_at.discard(optimizer)
+    return lambda: _followed.discard(optimizer)
 
 
 @functools.cache
@@ -71,9 +71,9 @@ def _wrap_check(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def check(self: Any, basic_optimizer: Any) -> Any:
-        if basic_optimizer in _looked_at:
+        if basic_optimizer in _followed:
             raise _C.UsageError(
-                "deepspeed.initialize was given an optimizer that nanlocator looks at already "
+                "deepspeed.initialize was given an optimizer that nanlocator follows already "
                 f"({type(basic_optimizer).__name__}): DeepSpeed steps it with partitions that it does not "
                 f"know, and nothing would be found; {_WHAT_TO_DO}"
             )

@@ -22,18 +22,18 @@ def detect(
     Args:
         name: printed with the finding.
         raise_error: raise FloatingPointError with that line in place of printing it.
-        backward: also look at the gradient of ``tensor`` when backward computes it (the gradient of the
+        backward: also scan the gradient of ``tensor`` when backward computes it (the gradient of the
             whole loss, summed over everything that uses ``tensor``).
     """
     if tensor is None:
         return False
     if backward and tensor.requires_grad:
-        _look_at_gradient(tensor, name, raise_error)
-    return _look(tensor, name, raise_error)
+        _scan_gradient(tensor, name, raise_error)
+    return _scan(tensor, name, raise_error)
 
 
-def _look(tensor: torch.Tensor, name: str, raise_error: bool, module: str | None = None) -> bool:
-    stats = _C.look(tensor)
+def _scan(tensor: torch.Tensor, name: str, raise_error: bool, module: str | None = None) -> bool:
+    stats = _C.scan_one(tensor)
     if stats is None or stats.is_finite:
         return False
     text = _describe(tensor, stats, name, module or _C.current_module())
@@ -43,20 +43,20 @@ def _look(tensor: torch.Tensor, name: str, raise_error: bool, module: str | None
     return True
 
 
-def _look_at_gradient(tensor: torch.Tensor, name: str, raise_error: bool) -> None:
+def _scan_gradient(tensor: torch.Tensor, name: str, raise_error: bool) -> None:
     module = _C.current_module()  # of the forward: backward runs outside any
 
-    def look(gradients: tuple[torch.Tensor | None, ...]) -> None:
+    def scan(gradients: tuple[torch.Tensor | None, ...]) -> None:
         gradient = gradients[output]
         if gradient is not None:
-            _look(gradient, f"gradient of {name}", raise_error, module)
+            _scan(gradient, f"gradient of {name}", raise_error, module)
 
     if tensor.grad_fn is None:  # a leaf: its node is made when it is first used
-        tensor.register_hook(lambda g: look((g,)))
+        tensor.register_hook(lambda g: scan((g,)))
         output = 0
     else:
         output = tensor.output_nr
-        tensor.grad_fn.register_prehook(look)
+        tensor.grad_fn.register_prehook(scan)
 
 
 def _describe(tensor: torch.Tensor, stats: "_C.TensorStats", name: str, module: str | None) -> str:

@@ -208,7 +208,7 @@ class Driver:
         own_replays = OwnReplays(weakly(self.locator.add_standing_note))
         self.add_state("CUDA graphs", ReplayedGraphs(adapter.models, own_replays))
         self.add_state("the modules' attributes", ModuleAttributes(adapter.models))
-        self._looking = contextlib.ExitStack()  # at what crosses in a pass
+        self._scanning = contextlib.ExitStack()  # what crosses in a pass
         self._step_pass: Callable[[], Pass | None] = lambda: None
         self._watch_hooks: list[ModuleHooks | OwnReplays] = [own_replays]
         self._trace_hooks: list[ModuleHooks | KernelCalls | ShownTransfers] = []
@@ -235,7 +235,7 @@ class Driver:
         return self.adapter.boundaries
 
     def follow_boundaries(self, boundaries: Boundaries) -> None:
-        """What crosses them is looked at in each pass from now on, until ``remove``."""
+        """What crosses them is scanned in each pass from now on, until ``remove``."""
         self.adapter.boundaries = boundaries
         self._engine.watch(boundaries.watch)
 
@@ -248,7 +248,7 @@ class Driver:
     def remove(self) -> None:
         """Takes the hooks of every level but ``grads`` off; gradients are still scanned."""
         self._engine.stop_observing()
-        self._looking.close()
+        self._scanning.close()
         if self.adapter.boundaries is not None:
             self.adapter.boundaries.remove()
         _remove_all(self._watch_hooks, self._trace_hooks)
@@ -272,7 +272,7 @@ class Driver:
         try:
             yield
         except BaseException:
-            self._looking.close()
+            self._scanning.close()
             self._engine.abandon()
             raise
 
@@ -298,10 +298,10 @@ class Driver:
         self._step_pass = weakref.ref(step_pass)  # the engine keeps it
         self._engine.begin_pass(step_pass, iteration)
         if self.boundaries is not None:
-            self._looking.enter_context(self.boundaries.watching())
+            self._scanning.enter_context(self.boundaries.watching())
 
     def end_pass(self, losses: "list[_C.LossView]") -> "_C.Decision":
-        self._looking.close()
+        self._scanning.close()
         return self._act_on(self._engine.end_pass(losses))
 
     def agree(self) -> "_C.Decision":
@@ -313,8 +313,8 @@ class Driver:
     def set_gradient_norm(self, norm: float) -> "_C.Decision":
         return self._act_on(self._engine.set_gradient_norm(norm))
 
-    def look(self) -> "_C.Decision":
-        return self._act_on(self._engine.look())
+    def scan_and_agree(self) -> "_C.Decision":
+        return self._act_on(self._engine.scan_and_agree())
 
     def end_step(self) -> "_C.Decision":
         return self._act_on(self._engine.end_step())

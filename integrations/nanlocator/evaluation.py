@@ -14,7 +14,7 @@ from nanlocator.session import Options, is_distributed, resolve_options
 
 
 class Evaluation:
-    """Looks at what each call returns, and executes a call whose result holds a NaN or +Inf again, with every
+    """Scans what each call returns, and executes a call whose result holds a NaN or +Inf again, with every
     operator traced. A -Inf is meant: a token that must not be chosen.
 
     Each rank looks for itself, as ranks evaluate and generate unequally often: its verdicts go to a folder of
@@ -85,5 +85,5 @@ class _Execution(Pass):
 
 def is_bad(tensor: torch.Tensor) -> bool:
     """A -Inf alone is meant."""
-    stats = _C.look(tensor)
+    stats = _C.scan_one(tensor)
     return stats is not None and (stats.nan > 0 or stats.pos_inf > 0)

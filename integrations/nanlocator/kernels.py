@@ -5,7 +5,7 @@
 
 Functions of extension modules are found wherever a module has bound them, and methods of their classes;
 Inductor's kernels for CPUs in the modules that it has generated; launches of Triton's kernels, compiled by
-Inductor or run by the interpreter, where all of them pass. Each is looked at on both sides
+Inductor or run by the interpreter, where all of them pass. Each is scanned on both sides
 (nanlocator/trace/kernel_call.hpp). Nothing is replaced outside of the block.
 """
 

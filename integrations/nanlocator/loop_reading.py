@@ -16,7 +16,7 @@ class LoopReading:
 
     Attributes:
         decision: on the gradients that are there, which outlive the step that the first optimizer has ended.
-        zeroed: parameters whose gradients are there, and have been zeroed since gradients were looked at.
+        zeroed: parameters whose gradients are there, and have been zeroed since gradients were scanned.
     """
 
     def __init__(self) -> None:
@@ -31,13 +31,13 @@ class LoopReading:
 
     def begin_forward(
         self,
-        looked_at: list[torch.Tensor],
+        read: list[torch.Tensor],
         bad_among: Callable[[list[torch.Tensor]], list[torch.Tensor]],
     ) -> None:
-        """``looked_at``: values that the program has read since the forward before. Where it has zeroed its
+        """``read``: values that the program has read since the forward before. Where it has zeroed its
         gradients after them, it has left their step."""
-        if looked_at and self._is_left and not self._left_losses:
-            self._left_losses = bad_among(looked_at)
+        if read and self._is_left and not self._left_losses:
+            self._left_losses = bad_among(read)
 
     def begin_computation(self) -> None:
         """A forward or a backward, of whatever step this is."""
@@ -51,8 +51,8 @@ class LoopReading:
     def write_gradients(self) -> None:
         self.decision = _C.Decision.PROCEED
 
-    def look(self) -> None:
-        """At gradients that something was added to."""
+    def scan_gradients(self) -> None:
+        """Those that something was added to."""
         self.zeroed.clear()
 
     def zero_gradients(self, parameters: Iterable[torch.Tensor], *, had_backward: bool) -> None:

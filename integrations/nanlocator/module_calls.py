@@ -18,7 +18,7 @@ class ModuleCalls:
     the gradients of its inputs; where none does, the first call. Kept are arguments as they were before the
     call, outputs, and the gradients that belong to this call alone, in host memory.
 
-    Changes nothing that is computed. Looks at values, so it waits for the device. Until a module's bad call
+    Changes nothing that is computed. Scans values, so it waits for the device. Until a module's bad call
     is known, its later calls hold their arguments and outputs by reference.
     """
 
@@ -287,7 +287,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _is_bad(tensor: torch.Tensor) -> bool:
-    stats = _C.look(tensor)
+    stats = _C.scan_one(tensor)
     return stats is not None and not stats.is_finite
 
 

@@ -290,7 +290,7 @@ class WatchedModules:
     def collect(self, iteration: int) -> "tuple[list[_C.Sighting], list[_C.Birth]]":
         """What was bad since ``begin_step``, in execution order, and where it was born.
 
-        Call it before a weight moves: weights and buffers are looked at now.
+        Call it before a weight moves: weights and buffers are scanned now.
         """
         return self._watch.collect(
             iteration,

@@ -110,7 +110,7 @@ class LocatingOptimizer(Optimizer):
         return result
 
     def _update(self) -> Any:
-        if self._driver.look() == _C.Decision.SKIP:
+        if self._driver.scan_and_agree() == _C.Decision.SKIP:
             return None
         self._driver.begin_update()
         return self.inner.step()
@@ -173,7 +173,7 @@ class LocatingOptimizer(Optimizer):
         if name == "inner":
             raise AttributeError(name)
         if name == "_step_supports_amp_scaling":
-            # GradScaler must unscale and judge before step(): gradients are looked at unscaled.
+            # GradScaler must unscale and judge before step(): gradients are scanned unscaled.
             raise AttributeError(name)
         return getattr(self.inner, name)
 

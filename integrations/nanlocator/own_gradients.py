@@ -22,7 +22,7 @@ class LocalScans:
     """Scans of phase ``grad_local``.
 
     Args:
-        driver: its ``scan``, in a pass; not kept alive. Without a pass a clip may come before anybody looks
+        driver: its ``scan``, in a pass; not kept alive. Without a pass a clip may come before anybody scans
             at the reduced gradients, and what it makes of them would be the reduction's fault.
         on_uncovered: called with what is not seen, once for each.
     """

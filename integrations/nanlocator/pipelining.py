@@ -106,7 +106,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """What crosses in the passes inside it is looked at."""
+        """What crosses in the passes inside it is scanned."""
         self._is_watching = True
         try:
             with self.boundaries.watching():

@@ -275,12 +275,12 @@ class PlainDriver(Driver):
         self._begin_gradients()
         super().begin_pass(step_pass, iteration)
 
-    def look(self) -> "_C.Decision":
+    def scan_and_agree(self) -> "_C.Decision":
         self.adapter.check_parameters()
         if self.boundaries is not None and not self.is_in_pass:
             self.boundaries.missed_a_pass()
             self._scans.say_uncovered("what ranks send to each other: step() gets no closure")
-        return super().look()
+        return super().scan_and_agree()
 
     def forget_gradients(self) -> None:
         self._begin_gradients()

@@ -2,7 +2,7 @@
 
 Calls of the watched modules and of ``backward`` are kept with their arguments, data as copies; the operators
 between them are recorded by the engine (nanlocator/trace/step_recorder.hpp). Nothing else is copied but the
-generators' states before each call, nothing is looked at, and no value, result or random number changes.
+generators' states before each call, nothing is scanned, and no value, result or random number changes.
 
 One recorder at a time, for the thread that has made it: it wraps ``torch.nn.Module.__call__`` and autograd's
 entry of ``torch.autograd``, for as long as it lives.
@@ -187,11 +187,11 @@ class StepRecorder:
         if not self.trains(module):
             return self._call_by_operators(original, module, args, kwargs)
         if self.evaluation is not None:
-            self._engine.take_looked_at()
+            self._engine.take_read()
             with self.suspended():
                 return self.evaluation.call(functools.partial(original, module, *args, **kwargs))
         if not torch.is_grad_enabled():
-            self._engine.take_looked_at()
+            self._engine.take_read()
             with self.suspended():
                 return original(module, *args, **kwargs)
         self._follower.before_forward()
@@ -295,7 +295,7 @@ class StepRecorder:
             return original(*args, **kwargs)
 
     def run_backward_in_module(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Its gradients are looked at; the step is not executed again."""
+        """Its gradients are scanned; the step is not executed again."""
         self._follower.before_backward(_C.tensors_in(args[0]))
         with self._writing_gradients(None, [], self._losses_in(args)):
             return original(*args, **kwargs)
@@ -347,10 +347,10 @@ class StepRecorder:
         """Those that the program has written to in this pass, by itself."""
         return self._engine.changed_weights()
 
-    def take_looked_at(self) -> list[torch.Tensor]:
-        """What waits for a backward and the program has looked at; where a call begins that may be another
+    def take_read(self) -> list[torch.Tensor]:
+        """What waits for a backward and the program has read; where a call begins that may be another
         step's."""
-        return self._engine.take_looked_at()
+        return self._engine.take_read()
 
     def unfinished(self) -> list[torch.Tensor]:
         """What waits for a backward."""
@@ -365,8 +365,8 @@ class StepRecorder:
         """Whether some of both was computed from the same call; true where it is not known."""
         return self._engine.have_common_calls(some, others)
 
-    def look_at(self, waiting: list[torch.Tensor]) -> bool:
-        """At what waits for a backward that will not come; waits for the device. What holds a NaN or +Inf is
+    def scan(self, waiting: list[torch.Tensor]) -> bool:
+        """What waits for a backward that will not come; waits for the device. What holds a NaN or +Inf is
         a loss of this step then. Whether there is such a one."""
         bad = self.bad_among(waiting)
         for tensor in bad:

@@ -59,7 +59,7 @@ def watch(model: Models, optimizer: Optimizer | Iterable[Optimizer], **options: 
     A bad step is executed again where it stands, with every operator traced: the models' calls with the
     same inputs and random numbers, what was computed between them, and the backwards, however many.
 
-    Gradients are looked at where the loop first could: when their norm is asked for
+    Gradients are scanned where the loop first could: when their norm is asked for
     (``torch.nn.utils.clip_grad_norm_``, ``get_total_norm``, ``clip_grads_with_norm_``), when a GradScaler
     unscales them, when an optimizer steps, and when they are thrown away unseen (``zero_grad``).
 
@@ -69,7 +69,7 @@ def watch(model: Models, optimizer: Optimizer | Iterable[Optimizer], **options: 
         optimizer: the optimizer, or several.
         options: see :class:`nanlocator.session.Options`.
 
-    With torch.distributed initialised, every rank must call it, and look equally often.
+    With torch.distributed initialised, every rank must call it, and scan equally often.
 
     Raises:
         nanlocator.UsageError: where something is watched already, or there is nothing to watch.
@@ -90,7 +90,7 @@ class Watch:
         if not models or not optimizers:
             raise _C.UsageError("nanlocator.watch needs a model and an optimizer")
         if any(isinstance(each, LocatingOptimizer) for each in optimizers):
-            raise _C.UsageError("a LocatingOptimizer looks by itself: give watch the optimizer inside")
+            raise _C.UsageError("a LocatingOptimizer scans by itself: give watch the optimizer inside")
         refuse_owned(models.values(), optimizers)
         resolved = resolve_options(options, integration="pytorch")
         self._models, self._optimizers, self._options = models, optimizers, options
@@ -123,7 +123,7 @@ class Watch:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[list[dict[str, Any]]]:
         """For evaluation and generation: calls of the models in this block are no steps. What each of them
-        returns is looked at (which waits for the device), and one that holds a NaN or +Inf is executed again
+        returns is scanned (which waits for the device), and one that holds a NaN or +Inf is executed again
         with every operator traced. Gives the verdicts. Under ``stop`` it raises in the call; among several
         ranks it reports.
 
@@ -152,7 +152,7 @@ class Watch:
         self._adapter.check_parameters()
 
     def before_forward(self) -> None:
-        self._loop.begin_forward(self._recorder.take_looked_at(), self._recorder.bad_among)
+        self._loop.begin_forward(self._recorder.take_read(), self._recorder.bad_among)
         self._begin()
 
     def _begin(self) -> None:
@@ -165,7 +165,7 @@ class Watch:
     def before_backward(self, roots: list[torch.Tensor]) -> None:
         left = self._loop.take_left_losses()
         if left and not self._recorder.have_common_calls(left, roots):
-            self._look_at_left_step(left)
+            self._scan_left_step(left)
         self._begin()
         self._take_gradients()
 
@@ -179,14 +179,14 @@ class Watch:
         if not self._driver.is_in_pass:  # the engine is off while a CUDA graph is captured
             self._recorder.begin_step()
         elif self._recorder.has_update:  # nothing comes after it
-            self._look()
+            self._scan_gradients()
             with self._abandoning():
                 self._end_step()
 
-    # --- where gradients are looked at ---------------------------------------------------------------
+    # --- where gradients are scanned -----------------------------------------------------------------
 
-    def _look(self, used: Iterable[torch.Tensor] = ()) -> "_C.Decision":
-        """At gradients that nobody has looked at; else what was decided. ``used``: parameters whose gradients
+    def _scan_gradients(self, used: Iterable[torch.Tensor] = ()) -> "_C.Decision":
+        """Gradients that nobody has scanned; else what was decided. ``used``: parameters whose gradients
         the program asks for now."""
         if self._recorder.is_suspended:
             return self._loop.decision
@@ -198,11 +198,11 @@ class Watch:
 
     @property
     def _is_unseen(self) -> bool:
-        """Gradients were written, and nobody has looked at them."""
+        """Gradients were written, and nobody has scanned them."""
         return self._driver.is_in_pass and self._recorder.has_gradients
 
     def _end_pass(self, used: Iterable[torch.Tensor] = ()) -> None:
-        self._loop.look()
+        self._loop.scan_gradients()
         others = GeneratorStates()  # which a re-run begins with as they were when the step began
         others.save()
         with self._abandoning(), self._recorder.suspended(), self._driver.step_pass.leaving_out(used):
@@ -234,16 +234,16 @@ class Watch:
     def _follow_end(self) -> None:
         """Programs that check their loss by themselves raise, leave their loop or call ``sys.exit``, and no
         backward or update comes."""
-        at_exit = functools.partial(_look_at_exit, weakref.ref(self))
+        at_exit = functools.partial(_scan_at_exit, weakref.ref(self))
         atexit.register(at_exit)
         self._undo.append(functools.partial(atexit.unregister, at_exit))
         self._replace(sys, "exit", self._exit)
 
     def _exit(self, original: Callable[..., Any], *args: Any) -> Any:
-        self.look_at_end()
+        self.scan_at_end()
         return original(*args)
 
-    def look_at_end(self) -> None:
+    def scan_at_end(self) -> None:
         """Reports what is bad in a step that the program does not end. Nothing is raised."""
         error = ending_error()
         is_told_otherwise = isinstance(error, NonFiniteGradientError | KeyboardInterrupt) or (
@@ -255,22 +255,22 @@ class Watch:
             if not (self._has_bad_loss(self._recorder.unfinished()) or self._is_unseen):
                 return
             if self._driver.connection is not None:  # the others may not have come here
-                self._look_alone("the program ended" if error is None else first_line(error))
+                self._scan_alone("the program ended" if error is None else first_line(error))
             else:
                 self._end_pass()
         except NonFiniteGradientError:
             pass  # which was printed
         except Exception as failure:  # a device that has failed, as the program knows
-            print(f"nanlocator: the last step could not be looked at: {failure}", file=sys.stderr, flush=True)
+            print(f"nanlocator: the last step could not be scanned: {failure}", file=sys.stderr, flush=True)
 
     def _has_bad_loss(self, waiting: list[torch.Tensor]) -> bool:
         self._take_gradients()
         is_training = any(model.training for model in self._models.values())  # else it evaluates
-        return is_training and self._recorder.look_at(waiting)
+        return is_training and self._recorder.scan(waiting)
 
-    def _look_at_left_step(self, looked_at: list[torch.Tensor]) -> None:
-        """The program has looked at its loss, and goes on to another one's backward."""
-        if not self._driver.is_in_pass or not self._has_bad_loss(looked_at):
+    def _scan_left_step(self, read: list[torch.Tensor]) -> None:
+        """The program has read its loss, and goes on to another one's backward."""
+        if not self._driver.is_in_pass or not self._has_bad_loss(read):
             return
         if self._driver.connection is None:
             self._end_pass()
@@ -286,7 +286,7 @@ class Watch:
         self._driver.abandon()
         self._forget()
 
-    def _look_alone(self, reason: str) -> None:
+    def _scan_alone(self, reason: str) -> None:
         self._driver.scan_gradients()
         self._driver.locator.scan_losses(self._loss_views())
         why_not = "ranks execute a step again together: one that goes on to its backward is explained"
@@ -340,7 +340,7 @@ class Watch:
             owners = {id(p.grad): p for p in self._adapter.tensors if p.grad is not None}
             used = [owners[id(each)] for each in tensors if id(each) in owners]
             if used:
-                self._look(used)
+                self._scan_gradients(used)
                 # A re-run makes gradients anew.
                 tensors = [owners[id(each)].grad if id(each) in owners else each for each in tensors]
         with self._recorder.suspended():
@@ -349,14 +349,14 @@ class Watch:
     def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not self._driver.has_ended_pass and not set(self._adapter.tensors).isdisjoint(parameters):
-            self._look(parameters)
+            self._scan_gradients(parameters)
         with self._recorder.suspended():
             return original(parameters, *args, **kwargs)
 
     def _clip_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """FullyShardedDataParallel clips by itself."""
         if not self._driver.has_ended_pass:
-            self._look(fsdp1.sharded_parameters(module))
+            self._scan_gradients(fsdp1.sharded_parameters(module))
         with self._recorder.suspended():
             return original(module, *args, **kwargs)
 
@@ -383,7 +383,7 @@ class Watch:
         self, original: Callable[..., Any], scaler: "torch.amp.GradScaler", optimizer: Optimizer
     ) -> Any:
         self._scaler = scaler
-        self._look(_parameters_of(optimizer))
+        self._scan_gradients(_parameters_of(optimizer))
         with self._recorder.suspended():
             return original(scaler, optimizer)
 
@@ -435,7 +435,7 @@ class Watch:
         self._end_step()
 
     def _update(self, optimizer: Optimizer, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._look(_parameters_of(optimizer)) == _C.Decision.SKIP:
+        if self._scan_gradients(_parameters_of(optimizer)) == _C.Decision.SKIP:
             return None
         self._driver.begin_update()
         with self._recorder.suspended():
@@ -443,7 +443,7 @@ class Watch:
 
     def _evaluate(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
         loss = closure()
-        if self._look(_parameters_of(optimizer)) == _C.Decision.SKIP:
+        if self._scan_gradients(_parameters_of(optimizer)) == _C.Decision.SKIP:
             raise SkippedUpdate
         return loss
 
@@ -479,7 +479,7 @@ class Watch:
             return zero()
         ours = set(self._adapter.tensors).intersection(parameters)
         if ours:
-            self._look(ours)
+            self._scan_gradients(ours)
             with self._abandoning():
                 self._end_step()
         had_backward = self._recorder.backwards > 0
@@ -490,9 +490,9 @@ class Watch:
         return result
 
 
-def _look_at_exit(watch: "weakref.ref[Watch]") -> None:
+def _scan_at_exit(watch: "weakref.ref[Watch]") -> None:
     if (found := watch()) is not None:
-        found.look_at_end()
+        found.scan_at_end()
 
 
 def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:

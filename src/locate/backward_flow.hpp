@@ -31,7 +31,7 @@ struct Step {
 struct Cell {
   int tp = 0;
   std::vector<int> ranks;     // ascending
-  bool has_evidence = false;  // some rank looked at the phase
+  bool has_evidence = false;  // some rank scanned the phase
   std::vector<Step> steps;    // in backward order
 };
 

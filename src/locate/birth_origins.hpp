@@ -27,7 +27,7 @@ struct BornOrigin {
 
 /// In the order of the ranks' ledgers; empty where no ledger has a birth. What came out of a
 /// collective is an origin only where no rank saw anything else being born and `has_crossings` is
-/// false: where crossings were looked at, they say more of a collective than its receivers do.
+/// false: where crossings were scanned, they say more of a collective than its receivers do.
 [[nodiscard]] std::vector<BornOrigin> origins_of_births(const Incident& incident,
                                                         bool has_crossings);
 

@@ -88,7 +88,7 @@ class Finder {
         continue;
       }
       if (!crossings_.has_bad_activations(place.rank)) continue;
-      is_harmful[replica] |= !place.evidence->looked_at(Phase::grad_local) ||
+      is_harmful[replica] |= !place.evidence->scanned(Phase::grad_local) ||
                              !place.evidence->bad(Phase::grad_local).empty();
     }
     for (const BoundaryEvent& event : crossings_.events()) {
@@ -177,7 +177,7 @@ class Finder {
     add(std::move(origin), is_whole ? FoundIn::sent : FoundIn::unseen, sighting, replica);
   }
 
-  /// Of what these ranks, bad at the same point, had received. Where not all of it was looked at,
+  /// Of what these ranks, bad at the same point, had received. Where not all of it was scanned,
   /// another rank may have sent it (`other_ranks`), unless some rank got the same and is clean
   /// here.
   Fact received_before(const std::vector<const BoundaryEvent*>& events,
@@ -206,7 +206,7 @@ class Finder {
   }
 
   /// What these ranks sent, or their loss, may be what another one had put into something that
-  /// nobody could look at.
+  /// nobody could scan.
   void add_maybe_received(const BoundaryEvent& first, const std::set<int>& ranks,
                           const Fact& received) {
     const Sighting& sighting = *first.sighting;
@@ -223,8 +223,8 @@ class Finder {
     add(std::move(origin), FoundIn::unseen, sighting, replica_of(first.rank->rank()));
   }
 
-  /// What these ranks sent may have come to them from a silent one: what is gathered is not looked
-  /// at where it arrives.
+  /// What these ranks sent may have come to them from a silent one: what is gathered is not
+  /// scanned where it arrives.
   void add_maybe_gathered(const BoundaryEvent& first, const std::set<int>& ranks,
                           const std::set<int>& silent) {
     std::set<int> candidates = ranks;
@@ -315,7 +315,7 @@ class Finder {
   void add_weights(Origin& origin, const std::set<int>& ranks) const {
     const bool are_clean = std::ranges::all_of(ranks, [&](int each) {
       const RankEvidence* rank = incident_.find(each);
-      return rank != nullptr && rank->looked_at(Phase::params_before) &&
+      return rank != nullptr && rank->scanned(Phase::params_before) &&
              rank->bad(Phase::params_before).empty();
     });
     if (are_clean) {

@@ -17,7 +17,7 @@ struct BoundaryOrigins {
   Facts facts;                  // of the verdict as a whole
 };
 
-/// Empty where no rank looked at what crosses.
+/// Empty where no rank scanned what crosses.
 [[nodiscard]] BoundaryOrigins find_boundary_origins(const Incident& incident,
                                                     const Crossings& crossings);
 

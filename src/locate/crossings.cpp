@@ -17,7 +17,7 @@ bool has_number(const RankList& list, std::int64_t number) {
   });
 }
 
-/// Any level that has looked at crossings, also where there was none to look at: one GPU alone.
+/// Any level that has scanned crossings, also where there was none to scan: one GPU alone.
 bool has_boundaries(const Ledger& ledger) {
   return ledger.level == "boundaries" || !ledger.crossings.empty() ||
          std::ranges::any_of(ledger.sightings,
@@ -128,11 +128,11 @@ void Crossings::take(const RankEvidence& rank) {
     const bool is_only_sent = coverage.peer && coverage.role.kind() == RoleKind::sent;
     if (!coverage.is_whole() && !is_only_sent) unseen_[rank.rank()].push_back(&coverage);
     if (coverage.role.kind() != RoleKind::sent || !rank.ledger().is_complete) continue;
-    auto& looked = sent_[{rank.rank(), group_of(coverage.group, coverage.members),
-                          coverage.peer.value_or(-1)}];
-    looked.first = coverage.first;
-    looked.count = std::max(looked.count, coverage.count);
-    looked.unseen = &coverage.not_scanned;
+    auto& scanned = sent_[{rank.rank(), group_of(coverage.group, coverage.members),
+                           coverage.peer.value_or(-1)}];
+    scanned.first = coverage.first;
+    scanned.count = std::max(scanned.count, coverage.count);
+    scanned.unseen = &coverage.not_scanned;
   }
   for (const Sighting& sighting : rank.ledger().sightings) {
     const auto role = role_of(sighting);
@@ -185,7 +185,7 @@ bool are_weights(const BoundaryEvent& event) {
   return event.role == RoleKind::received && crossing && crossing->carries_weights;
 }
 
-/// Program order on one rank. Crossings are in execution order; a loss, which is looked at when the
+/// Program order on one rank. Crossings are in execution order; a loss, which is scanned when the
 /// pass has ended, stands between the forward and the backward of its microbatch. Weights that were
 /// gathered may be used in later microbatches, too.
 void Crossings::explain_on(std::span<BoundaryEvent> events_of_rank) {
@@ -226,7 +226,7 @@ void Crossings::explain_received() {
   }
 }
 
-/// What a member puts into an all-gather arrives on all of them, where nobody looks at it: it
+/// What a member puts into an all-gather arrives on all of them, where nobody scans it: it
 /// explains what they put into the group's later collectives, and their losses.
 void Crossings::explain_by_gathers() {
   std::map<std::pair<std::size_t, int>, std::int64_t> first;  // by group and microbatch
@@ -271,12 +271,12 @@ Given Crossings::given_by(int rank, const Meeting& meeting) const {
   if (std::ranges::binary_search(meeting.sent, rank, {}, rank_of)) return Given::bad;
   const std::size_t group =
       group_of_meeting_[static_cast<std::size_t>(&meeting - meetings_.data())];
-  const auto looked = sent_.find({rank, group, meeting.receiver.value_or(-1)});
+  const auto scanned = sent_.find({rank, group, meeting.receiver.value_or(-1)});
   const auto sequence = meeting.crossing->sequence;
-  const bool has_looked = looked != sent_.end() && looked->second.first <= sequence &&
-                          looked->second.count > sequence &&
-                          !has_number(*looked->second.unseen, sequence);
-  return has_looked ? Given::finite : Given::unknown;
+  const bool has_scanned = scanned != sent_.end() && scanned->second.first <= sequence &&
+                           scanned->second.count > sequence &&
+                           !has_number(*scanned->second.unseen, sequence);
+  return has_scanned ? Given::finite : Given::unknown;
 }
 
 /// Nothing says in which order a rank's crossings of different groups were: those of the event's

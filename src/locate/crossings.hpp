@@ -1,7 +1,7 @@
 // What went bad where it crossed from rank to rank, and which of it nothing explains.
 //
 // In: the bad sightings of level `boundaries` (what was put into collectives and pipeline messages,
-// what came out, the losses) and how many crossings each rank looked at. Out: these events joined
+// what came out, the losses) and how many crossings each rank scanned. Out: these events joined
 // over the ranks by collective and message, each with whether an earlier one explains it.
 // docs/causes.md has the rules. Cost: n log n in the ledgers' size.
 #pragma once
@@ -42,10 +42,10 @@ struct BoundaryEvent {
 };
 
 /// What a rank put into a meeting. `unknown`: it did not answer, its ledger is cut off, or it did
-/// not look.
+/// not scan it.
 enum class Given : std::uint8_t { finite, bad, unknown };
 
-/// What a rank had received and nobody could look at.
+/// What a rank had received and nobody could scan.
 struct UnseenReceipt {
   std::set<int> from;  // who may have put something bad in
   /// All of these ranks got the same; empty where something else went to each.
@@ -63,13 +63,13 @@ class Crossings {
   [[nodiscard]] std::span<const BoundaryEvent> events() const noexcept { return events_; }
   [[nodiscard]] std::span<const Meeting> meetings() const noexcept { return meetings_; }
   [[nodiscard]] Given given_by(int rank, const Meeting& meeting) const;
-  /// The members also gather from each other, which is looked at only where it leaves.
+  /// The members also gather from each other, which is scanned only where it leaves.
   [[nodiscard]] bool may_have_gathered(const Meeting& meeting) const;
   /// Of what `event`'s rank may have received before it; in doubt, it was before. Empty `from`:
-  /// all of that was looked at.
+  /// all of that was scanned.
   [[nodiscard]] UnseenReceipt unseen_before(const BoundaryEvent& event) const;
   [[nodiscard]] bool has_unseen(int rank) const { return unseen_.contains(rank); }
-  /// The rank looked at what crosses, and its ledger is whole.
+  /// The rank scanned what crosses, and its ledger is whole.
   [[nodiscard]] static bool is_watching(const RankEvidence& rank) noexcept;
   /// Something bad crossed on the rank, or its loss was bad, before its gradients were reduced.
   [[nodiscard]] bool has_bad_activations(int rank) const { return bad_ranks_.contains(rank); }
@@ -106,12 +106,12 @@ class Crossings {
   std::vector<Meeting> meetings_;
   std::vector<std::size_t> group_of_meeting_;
   std::unordered_set<std::size_t> gathering_groups_;
-  struct Looked {
+  struct Scanned {
     std::int64_t first = 0;
     std::int64_t count = 0;
     const RankList* unseen = nullptr;  // sequences
   };
-  std::map<CoverageKey, Looked> sent_;
+  std::map<CoverageKey, Scanned> sent_;
   std::map<int, std::vector<const CrossingCoverage*>> unseen_;  // by rank
   std::vector<BoundaryEvent> events_;
   std::unordered_set<int> bad_ranks_;

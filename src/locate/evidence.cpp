@@ -69,7 +69,7 @@ std::optional<std::size_t> RankEvidence::position_of(const Sighting& sighting) c
   return found->second;
 }
 
-bool RankEvidence::looked_at(Phase phase) const noexcept {
+bool RankEvidence::scanned(Phase phase) const noexcept {
   return ledger_->is_complete &&
          std::ranges::find(ledger_->coverage, phase, &Coverage::phase) != ledger_->coverage.end();
 }

@@ -18,7 +18,7 @@
 
 namespace nanlocator {
 
-/// What a rank says of a parameter in a phase. `unknown`: it did not look, or its answer was cut
+/// What a rank says of a parameter in a phase. `unknown`: it did not scan, or its answer was cut
 /// off.
 enum class Status : std::uint8_t { unknown, clean, bad };
 
@@ -44,7 +44,7 @@ class RankEvidence {
   }
   [[nodiscard]] std::optional<std::size_t> position_of(std::string_view name) const;
   /// The phase was scanned and the ledger is whole: what is not reported bad was clean.
-  [[nodiscard]] bool looked_at(Phase phase) const noexcept;
+  [[nodiscard]] bool scanned(Phase phase) const noexcept;
   [[nodiscard]] Status status(Phase phase, std::size_t position) const;
   [[nodiscard]] Status status(Phase phase, std::string_view name) const;
   /// The largest finite magnitude of the parameter before the step; empty where it was not scanned.

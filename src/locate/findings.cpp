@@ -134,7 +134,7 @@ Places Findings::holders_of(const ParameterKey& key) const {
 }
 
 bool Findings::is_blind(const Place& place, Phase phase) {
-  return place.evidence == nullptr || !place.evidence->looked_at(phase);
+  return place.evidence == nullptr || !place.evidence->scanned(phase);
 }
 
 std::set<int> Findings::blind_holders(const ParameterKey& key, Phase phase) const {

@@ -66,9 +66,9 @@ class Findings {
   [[nodiscard]] bool has_bad_weights(int replica) const {
     return replicas_with_bad_weights_.contains(replica);
   }
-  /// Every one of the ranks looked at what crossed, and in forward and backward all of it was
+  /// Every one of the ranks scanned what crossed, and in forward and backward all of it was
   /// finite: what is bad on one of them came from no other. Context-parallel attention exchanges
-  /// off the collectives that are looked at.
+  /// off the collectives that are scanned.
   [[nodiscard]] bool have_only_finite_crossings(const Places& places) const;
   [[nodiscard]] std::vector<std::pair<const ParameterKey*, const std::vector<BadOnRank>*>>
   in_backward_order(const BadByKey& keys) const;

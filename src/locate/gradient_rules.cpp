@@ -178,18 +178,18 @@ class GradientRules {
     }
   }
 
-  /// One of the ranks looked at the losses of the step, and none saw a bad one.
+  /// One of the ranks scanned the losses of the step, and none saw a bad one.
   static bool has_finite_loss(const Places& places) {
-    bool has_looked = false;
+    bool has_scanned = false;
     for (const Place* place : places) {
       if (place->evidence == nullptr) continue;
-      has_looked = has_looked || place->evidence->looked_at(Phase::loss);
+      has_scanned = has_scanned || place->evidence->scanned(Phase::loss);
       const auto& sightings = place->evidence->ledger().sightings;
       if (std::ranges::find(sightings, Phase::loss, &Sighting::phase) != sightings.end()) {
         return false;
       }
     }
-    return has_looked;
+    return has_scanned;
   }
 
   void add_flow_origin(const Lane& lane, const Flow& flow, const Places& places, Phase phase,
@@ -487,7 +487,7 @@ class GradientRules {
     std::set<int> seen, bad, ranks;
     std::int64_t bad_values = 0;
     for (const Place& place : findings_.incident().places()) {
-      if (place.evidence == nullptr || !place.evidence->looked_at(Phase::loss)) continue;
+      if (place.evidence == nullptr || !place.evidence->scanned(Phase::loss)) continue;
       const int replica = findings_.incident().replica_of(place);
       seen.insert(replica);
       for (const Sighting* loss : place.evidence->bad_losses()) {

@@ -85,7 +85,7 @@ std::optional<bool> are_weights_finite(const Incident& incident) {
   if (std::ranges::any_of(ranks, has_bad)) return false;
   const bool is_known =
       incident.silent().empty() && std::ranges::all_of(ranks, [](const RankEvidence& rank) {
-        return rank.looked_at(Phase::params_before);
+        return rank.scanned(Phase::params_before);
       });
   return is_known ? std::optional(true) : std::nullopt;
 }
@@ -101,7 +101,7 @@ JobState job_state_of(const Incident& incident, const std::vector<Origin>& origi
   job.on_bad = first.on_bad;
   job.framework_skips_update = first.framework_skips_update;
   job.are_weights_updated = std::ranges::any_of(ranks, [](const RankEvidence& rank) {
-    return rank.looked_at(Phase::params_after) || !rank.bad(Phase::params_after).empty();
+    return rank.scanned(Phase::params_after) || !rank.bad(Phase::params_after).empty();
   });
   job.are_weights_finite = are_weights_finite(incident);
   if (origins.empty()) return job;

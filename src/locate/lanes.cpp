@@ -46,7 +46,7 @@ class CellFiller {
     for (const Place* place : places) {
       cell.ranks.push_back(place->rank);
       if (place->evidence == nullptr) continue;
-      cell.has_evidence |= place->evidence->looked_at(phase_);
+      cell.has_evidence |= place->evidence->scanned(phase_);
       if (cell.steps.empty()) {
         start(cell, *place->evidence);
       } else {

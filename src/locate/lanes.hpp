@@ -10,7 +10,7 @@
 
 namespace nanlocator {
 
-/// Which bad parameters a lane shall hold; the others count as not looked at.
+/// Which bad parameters a lane shall hold; the others count as not scanned.
 using BadFilter = std::function<bool(const RankEvidence&, const BadParameter&)>;
 
 /// One lane per (dp, cp) among `places`, ascending. The places must outlive the lanes.
@@ -18,7 +18,7 @@ using BadFilter = std::function<bool(const RankEvidence&, const BadParameter&)>;
                                            std::span<const Place* const> places, Phase phase);
 
 /// All `places` as one lane: a parameter is bad where it is bad on some data-parallel rank, clean
-/// where one that looked found it clean.
+/// where one that scanned it found it clean.
 [[nodiscard]] Lane make_merged_lane(const Incident& incident, std::span<const Place* const> places,
                                     Phase phase, const BadFilter& keep);
 

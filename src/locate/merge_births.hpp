@@ -1,7 +1,7 @@
 // Two scans of one step become one answer: what its first pass showed, and what its re-run (or the
 // same pass, traced) saw being born.
 //
-// A birth is the sharper look and takes the place of what it explains. What it does not explain
+// A birth is the sharper scan and takes the place of what it explains. What it does not explain
 // stays: a second, independent fault, or one that happened once and was gone in the re-run.
 #pragma once
 

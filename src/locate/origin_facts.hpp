@@ -23,7 +23,7 @@ namespace nanlocator {
 /// The sum of `members` finite addends may have overflowed.
 [[nodiscard]] std::optional<Fact> sum_near_overflow(const Sighting& sighting, std::size_t members);
 
-/// These ranks gather weights for each use of them, and not all of that was looked at.
+/// These ranks gather weights for each use of them, and not all of that was scanned.
 [[nodiscard]] std::optional<Fact> weights_gathered_unseen(const Incident& incident,
                                                           const std::vector<int>& ranks);
 

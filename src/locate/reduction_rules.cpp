@@ -80,7 +80,7 @@ class ReductionRules {
     if (findings_.bad(Phase::params_before).empty()) judge_merged_gradients(findings_, keys, phase);
   }
 
-  /// Every rank that may hold the parameter looked at it in `phase`, and found it clean.
+  /// Every rank that may hold the parameter scanned it in `phase`, and found it clean.
   bool is_clean_on_all_holders(const ParameterKey& key, const std::vector<BadOnRank>& bad,
                                Phase phase) const {
     if (!findings_.incident().unplaced().empty()) return false;

@@ -216,8 +216,8 @@ class StepRules {
   std::set<int> ranks_without_gradients() const {
     std::set<int> ranks(findings_.incident().silent().begin(), findings_.incident().silent().end());
     for (const RankEvidence& rank : findings_.incident().ranks()) {
-      if (!rank.looked_at(Phase::grad_local) && !rank.looked_at(Phase::grad_reduced) &&
-          !rank.looked_at(Phase::grad_norm)) {
+      if (!rank.scanned(Phase::grad_local) && !rank.scanned(Phase::grad_reduced) &&
+          !rank.scanned(Phase::grad_norm)) {
         ranks.insert(rank.rank());
       }
     }

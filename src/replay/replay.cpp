@@ -75,7 +75,7 @@ bool is_comparable(const at::Tensor& tensor) {
   return tensor.defined() && has_plain_memory(tensor);
 }
 
-ReplayedOutput looked_at(const NamedOutput& output) {
+ReplayedOutput scanned(const NamedOutput& output) {
   ReplayedOutput result;
   result.name = output.name;
   if (!output.tensor.defined()) {
@@ -120,7 +120,7 @@ ReplayRun run_of(ReplayVariant variant, int repeat, const OperatorCall& call,
     const OwnWork guard;
     const auto outputs = named_outputs(values, call_facts(call.name));
     for (std::size_t i = 0; i < outputs.size(); ++i) {
-      auto output = looked_at(outputs[i]);
+      auto output = scanned(outputs[i]);
       if (i < recorded.size() && !returns_unwritten_memory(call)) {
         output.equals_recorded = compared(outputs[i], recorded[i]);
       }
@@ -225,7 +225,7 @@ ReplayReport replay(const OperatorCall& recorded_call, const ReplayOptions& opti
   {
     const OwnWork guard;
     recorded = named_outputs(call.outputs, facts);
-    for (const auto& output : recorded) report.recorded.push_back(looked_at(output));
+    for (const auto& output : recorded) report.recorded.push_back(scanned(output));
     report.inputs_at_first_bad = inputs_at_first_bad(call, facts, report.recorded);
   }
   const auto device = device_of(call);

@@ -22,7 +22,7 @@ struct PageParameter {
   int chunk = 0;
   std::vector<std::int64_t> shape;                     // on the lowest rank that has it
   std::array<int, kParameterPhases.size()> bad{};      // on so many ranks
-  std::array<int, kParameterPhases.size()> covered{};  // looked at on so many ranks; bad ones too
+  std::array<int, kParameterPhases.size()> covered{};  // scanned on so many ranks; bad ones too
   [[nodiscard]] bool is_bad() const {
     for (const int ranks : bad) {
       if (ranks > 0) return true;

@@ -100,9 +100,9 @@ class Picture {
     }
     if (is_bad && !is_early) return RankState::reduced;
     if (is_bad || received_.contains(rank.rank)) return RankState::received;
-    const bool has_looked =
+    const bool has_scanned =
         !rank.ledger || !rank.ledger->coverage.empty() || !rank.ledger->crossings.empty();
-    if (rank.ledger && (!rank.ledger->is_complete || !has_looked)) return RankState::unknown;
+    if (rank.ledger && (!rank.ledger->is_complete || !has_scanned)) return RankState::unknown;
     return RankState::clean;
   }
 

@@ -19,7 +19,7 @@ enum class RankState : std::uint8_t {
   silent,     // no ledger arrived
   received,   // saw something bad, and is no origin
   reduced,    // the same, but not before gradients were reduced: all of a data-parallel group do
-  unknown,    // nothing bad told, and its ledger is cut off or looked at nothing
+  unknown,    // nothing bad told, and its ledger is cut off or scanned nothing
   clean,
 };
 inline constexpr std::array<std::string_view, 7> kRankStateNames = {

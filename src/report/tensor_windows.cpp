@@ -22,7 +22,7 @@ constexpr std::int64_t kMostColumns = 48;
 constexpr std::size_t kMostOutputs = 2;
 constexpr std::size_t kMostInputs = 4;
 
-/// A view of a few bytes may claim 2^62 elements; such an expanded one is looked at no further.
+/// A view of a few bytes may claim 2^62 elements; such an expanded one is scanned no further.
 constexpr std::int64_t kMostElements = std::int64_t{1} << 32;
 
 using Index = std::vector<std::int64_t>;

@@ -34,7 +34,7 @@ struct TimelineMark {
 struct TimelineRow {
   std::size_t rank = 0;  // index into RankPicture::ranks
   std::vector<TimelineMark> marks;
-  std::vector<bool> is_covered;  // by column: something was looked at there
+  std::vector<bool> is_covered;  // by column: something was scanned there
 };
 
 /// A bad value that one rank received; of those that were put in, the earliest of another rank.

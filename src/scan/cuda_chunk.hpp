@@ -2,7 +2,7 @@
 // cuda_word.hpp for nvcc and for the host compiler, C++17; no thread waits for another here.
 //
 // A chunk is up to 65536 consecutive elements of one tensor. In the middle of it, threads read
-// 16-byte vectors, four each before they look at any; the words before the first and after the last
+// 16-byte vectors, four each before they scan any; the words before the first and after the last
 // aligned vector, chunks that are not aligned to 4 bytes and strided tensors are assembled element
 // by element. The order of the sum of squares depends on numel, on the layout and on the address
 // modulo 16, never on the GPU or on timing.
@@ -168,7 +168,7 @@ NANLOCATOR_HOST_DEVICE inline void add_batch(const Vector* vectors, std::uint32_
 
   const auto base_word = static_cast<std::uint32_t>(
       (chunk.first_element / kElementsPerUnit<dtype> + first_unit) * words_per_unit);
-  QuickLook<dtype> look;
+  QuickScan<dtype> scan;
   double squares = 0.0;
 #pragma unroll
   for (int i = 0; i < count; ++i) {
@@ -177,12 +177,12 @@ NANLOCATOR_HOST_DEVICE inline void add_batch(const Vector* vectors, std::uint32_
 #pragma unroll
     for (std::uint32_t k = 0; k < units; ++k) {
       const Unit<dtype> unit = unit_of<dtype>(batch[i], k);
-      look.add(unit);
+      scan.add(unit);
       sum = add_squares<dtype>(unit, sum);
     }
     squares += sum;
   }
-  const Extremes<Unit<dtype>> extremes = look.settle();
+  const Extremes<Unit<dtype>> extremes = scan.settle();
 
   if (needs_care<dtype>(extremes)) {
     const ContiguousElements<dtype> elements{static_cast<const ElementWord<dtype>*>(chunk.data)};

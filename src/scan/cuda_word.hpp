@@ -3,9 +3,9 @@
 //
 // Memory is read in 16-byte vectors of four little-endian 32-bit words; a word holds one fp32, two
 // 16-bit or four fp8 elements, and float64 is read in units of two words. A batch of vectors gets a
-// quick look of three integer reductions over raw bits (the largest as unsigned, the largest as
+// quick scan of three integer reductions over raw bits (the largest as unsigned, the largest as
 // signed, the smallest magnitude): they hold minimum, maximum, absmin, absmax, "is there a zero"
-// and "is there a NaN or Inf". Only a batch that fails the quick look is read again, element by
+// and "is there a NaN or Inf". Only a batch that fails the quick scan is read again, element by
 // element.
 //
 // Squares. float32 and float64 are squared and summed in fp64, where a product of two fp32 values
@@ -16,7 +16,7 @@
 // 8 or 16 squares of one vector are summed in fp32, each exact, and then widened: a relative error
 // below 1e-6 in the worst case, in practice near 1e-8 and falling with the tensor's size. Only bf16
 // has squares outside fp32's range; batches that have them (above 2^60, or nothing but zeros and
-// values below 2^-55) fail the quick look on purpose and are summed in fp64.
+// values below 2^-55) fail the quick scan on purpose and are summed in fp64.
 #pragma once
 
 #include <cstdint>
@@ -192,12 +192,12 @@ NANLOCATOR_HOST_DEVICE inline void add_unit_to_fingerprint(Unit<dtype> unit,
 }
 
 // ---------------------------------------------------------------------------------------------
-// The quick look.
+// The quick scan.
 
 /// Any GPU. Each element is moved to the top of a register, where an integer comparison does not
 /// mind the neighbours that stand below it: a shift, an AND and three comparisons per element.
 template <DType dtype>
-class SplitLook {
+class SplitScan {
  public:
   NANLOCATOR_HOST_DEVICE void add(Unit<dtype> unit) {
     using Bits = Unit<dtype>;
@@ -252,7 +252,7 @@ inline std::uint32_t min_u16x2(std::uint32_t a, std::uint32_t b) {
 /// (before sm_90 the compiler spends four on it). fp8 elements stand in the upper bytes of two such
 /// words.
 template <DType dtype>
-class PackedLook {
+class PackedScan {
  public:
   NANLOCATOR_HOST_DEVICE void add(std::uint32_t word) {
     add_lanes(word);
@@ -284,11 +284,11 @@ class PackedLook {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 template <DType dtype>
-using QuickLook =
-    std::conditional_t<(kElementBits<dtype> <= 16), PackedLook<dtype>, SplitLook<dtype>>;
+using QuickScan =
+    std::conditional_t<(kElementBits<dtype> <= 16), PackedScan<dtype>, SplitScan<dtype>>;
 #else
 template <DType dtype>
-using QuickLook = SplitLook<dtype>;
+using QuickScan = SplitScan<dtype>;
 #endif
 
 /// True if a batch must be read again element by element: it holds a NaN or Inf, or it is bf16 and
@@ -329,7 +329,7 @@ template <DType dtype>
 }
 
 // ---------------------------------------------------------------------------------------------
-// Squares of units that passed the quick look.
+// Squares of units that passed the quick scan.
 
 /// The type in which the squares of one vector are summed.
 template <DType dtype>
@@ -395,7 +395,7 @@ template <DType dtype>
 }
 
 // ---------------------------------------------------------------------------------------------
-// The careful look.
+// The careful scan.
 
 /// One element; `index` counts from the chunk's first element.
 template <DType dtype>

@@ -250,7 +250,7 @@ at::Tensor LocatingOptimizer::update(const torch::optim::Optimizer::LossClosure&
       return {};
     }
   }
-  if (or_throw(driver_->look()) == Decision::skip) return {};
+  if (or_throw(driver_->scan_and_agree()) == Decision::skip) return {};
   driver_->begin_update();
   return inner_->step();
 }

@@ -9,7 +9,7 @@
 #include <map>
 #include <utility>
 
-#include "nanlocator/tensor/look.hpp"
+#include "nanlocator/tensor/scan_one.hpp"
 #include "nanlocator/trace/boundary_watch.hpp"
 #include "nanlocator/trace/module_watch.hpp"
 #include "tensor/tensor_access.hpp"
@@ -108,7 +108,7 @@ struct StepDriver::Impl {
       if (bad.empty()) return;
       std::vector<OptimizerState> states;
       for (const auto& [parameter, name, tensor, offset] : adapter.optimizer_state(bad)) {
-        auto stats = nanlocator::look(tensor);
+        auto stats = nanlocator::scan_one(tensor);
         if (!stats) continue;
         if (stats->first_bad >= 0) stats->first_bad += offset;
         states.push_back({parameter, name, *stats});
@@ -550,7 +550,7 @@ Decision StepDriver::finish_agreement(const std::optional<LossScale>& overflow) 
   return impl.finish_agreement([&] { return overflow && impl.is_routine_overflow(overflow); });
 }
 
-Decision StepDriver::look() {
+Decision StepDriver::scan_and_agree() {
   auto& impl = *impl_;
   if (impl.is_off() || impl.step.is_agreed) return impl.step.decision;
   impl.scan_gradients();

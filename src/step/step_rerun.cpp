@@ -166,7 +166,7 @@ struct StepRerun::Impl {
     }
   }
 
-  /// Ids, ascending. Of gradients that were reduced before anyone could look, those.
+  /// Ids, ascending. Of gradients that were reduced before anyone could scan them, those.
   std::vector<std::int64_t> bad_local_gradients() {
     const Phase phase =
         scanned_by_owner.contains(Phase::grad_local) ? Phase::grad_local : step.gradient_phase;

@@ -1,4 +1,4 @@
-// A tensor's elements, some at a time: for looks that must not allocate in proportion to it.
+// A tensor's elements, some at a time: for scans that must not allocate in proportion to it.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -13,7 +13,7 @@
 namespace nanlocator {
 namespace {
 
-/// Elements that are looked at together: masks and copies of them take some 2 MB.
+/// Elements that are scanned together: masks and copies of them take some 2 MB.
 constexpr std::int64_t kSlice = std::int64_t{1} << 18;
 /// Beyond it nothing is computed: about a tenth of a second on one core.
 constexpr std::int64_t kLargest = std::int64_t{1} << 26;

@@ -12,7 +12,7 @@
 #include "nanlocator/tensor/scan_tensor.hpp"
 #include "tensor/aten_scan.hpp"
 #include "tensor/chunks.hpp"
-#include "tensor/deferred_looks.hpp"
+#include "tensor/deferred_scans.hpp"
 #include "tensor/extent.hpp"
 #include "tensor/own_work.hpp"
 #include "tensor/tensor_access.hpp"
@@ -63,33 +63,33 @@ TensorView host_view(const at::Tensor& tensor) {
 }
 
 /// Slots on one device, for one thread at a time.
-struct DeviceLooks {
+struct DeviceScans {
   std::mutex mutex;
-  DeferredLooks looks{1};
+  DeferredScans scans{1};
 };
 
 /// Of the process, and never destroyed: CUDA may be gone before the process ends. One per device,
 /// because a thread that waits for one device must not keep others from launching on another.
-DeviceLooks& looks_on(at::Device device) {
+DeviceScans& scans_on(at::Device device) {
   static auto& mutex = *new std::mutex;
-  static auto& devices = *new std::map<std::string, DeviceLooks>;
+  static auto& devices = *new std::map<std::string, DeviceScans>;
   const std::lock_guard lock(mutex);
   return devices[device.str()];
 }
 
 /// Of tensors on one device, with one wait for all.
 std::vector<TensorStats> stats_on_device(std::span<const at::Tensor* const> tensors) {
-  DeviceLooks& on = looks_on(tensors.front()->device());
+  DeviceScans& on = scans_on(tensors.front()->device());
   const std::lock_guard lock(on.mutex);
   struct Forget {
-    ~Forget() { looks.clear(); }
-    DeferredLooks& looks;
-  } const forget{on.looks};
-  std::vector<DeferredLooks::Id> ids;
-  for (const at::Tensor* tensor : tensors) ids.push_back(on.looks.look_afresh(*tensor));
-  on.looks.read();
+    ~Forget() { scans.clear(); }
+    DeferredScans& scans;
+  } const forget{on.scans};
+  std::vector<DeferredScans::Id> ids;
+  for (const at::Tensor* tensor : tensors) ids.push_back(on.scans.scan_afresh(*tensor));
+  on.scans.read();
   std::vector<TensorStats> stats;
-  for (const auto id : ids) stats.push_back(on.looks.stats(id));
+  for (const auto id : ids) stats.push_back(on.scans.stats(id));
   return stats;
 }
 
@@ -105,7 +105,7 @@ bool has_own_memory(const at::Tensor& tensor) noexcept {
   if (keys.has_any(wrapper_keys()) || keys.has(c10::DispatchKey::Meta)) return false;
   if (tensor.layout() != at::kStrided || !tensor.has_storage()) return false;
   if (tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return false;  // has no numbers
-  if (is_captured(tensor.device())) return false;  // a look would wait
+  if (is_captured(tensor.device())) return false;  // a scan would wait
   return tensor.numel() != 0 && tensor.storage().data() != nullptr;
 }
 

@@ -1,4 +1,4 @@
-// Looking at a tensor between two operators: is anything in it NaN or Inf, and where does it lie?
+// Scanning a tensor between two operators: is anything in it NaN or Inf, and where does it lie?
 //
 // Every function runs on the caller's thread, as work of our own (no observer sees it), and waits
 // for the device where the tensor is on one. None allocates in proportion to the tensor.
@@ -17,13 +17,13 @@
 namespace nanlocator {
 
 /// The tensor whose memory holds the values: itself, or the values of a sparse COO tensor.
-/// Undefined where there is nothing to look at: integers, empty, meta, nested, quantised, and
+/// Undefined where there is nothing to scan: integers, empty, meta, nested, quantised, and
 /// wrappers whose inner operators are seen themselves (functorch, Python subclasses,
 /// functionalisation).
 [[nodiscard]] at::Tensor values_of(const at::Tensor& tensor);
 
 /// The same without a copy of the handle, for the common case: true if `tensor` is strided and
-/// holds values to look at.
+/// holds values to scan.
 [[nodiscard]] bool is_plainly_observable(const at::Tensor& tensor) noexcept;
 
 /// The same for tensors of whatever dtype.

@@ -28,7 +28,7 @@ namespace nanlocator {
     const std::function<at::Tensor(const at::Tensor&)>& copy);
 
 /// Some of its elements, in memory of their own, for `has_content`: of what is too large for a
-/// copy. Undefined where there is nothing to look at. Does not wait for the device.
+/// copy. Undefined where there is nothing to scan. Does not wait for the device.
 [[nodiscard]] at::Tensor content_sample(const at::Tensor& tensor);
 /// Whether these elements still hold the same bits; true where there is no sample.
 [[nodiscard]] bool has_content(const at::Tensor& tensor, const at::Tensor& sample);

@@ -25,8 +25,8 @@
 
 #include "nanlocator/error.hpp"
 #include "nanlocator/record/collective_kind.hpp"
-#include "nanlocator/tensor/look.hpp"
-#include "tensor/deferred_looks.hpp"
+#include "nanlocator/tensor/scan_one.hpp"
+#include "tensor/deferred_scans.hpp"
 #include "tensor/tensor_access.hpp"
 
 namespace nanlocator {
@@ -81,14 +81,14 @@ struct CrossingRecord {
   std::int64_t sequence;
   ModulePath op;  // interned, as paths are
   CrossingPlace place;
-  bool was_looked_at = true;
+  bool was_scanned = true;
   bool awaits_step = false;  // received between two steps of the schedule, for a later one
 };
 
 struct Event {
   std::size_t crossing;  // of this step
   bool is_received;
-  DeferredLooks::Id look;
+  DeferredScans::Id scan;
   at::ScalarType type;
   std::vector<std::int64_t> shape;
 };
@@ -153,11 +153,11 @@ bool cannot_be_bad(const at::Tensor& tensor) {
 }  // namespace
 
 struct BoundaryWatch::Impl {
-  explicit Impl(int threads) : looks(threads) {}
+  explicit Impl(int threads) : scans(threads) {}
 
   std::mutex mutex;
   std::vector<Group> groups;
-  DeferredLooks looks;
+  DeferredScans scans;
   std::vector<CrossingRecord> crossings;  // of this step
   CrossingId first_crossing = 0;
   std::vector<Event> events;
@@ -182,13 +182,13 @@ struct BoundaryWatch::Impl {
   void see(CrossingId crossing, bool is_received, std::span<const at::Tensor> tensors) {
     for (const auto& tensor : tensors) {
       if (cannot_be_bad(tensor)) continue;
-      if (!DeferredLooks::can_look(tensor) || is_captured(tensor.device())) {
-        record_of(crossing).was_looked_at = false;
+      if (!DeferredScans::can_scan(tensor) || is_captured(tensor.device())) {
+        record_of(crossing).was_scanned = false;
         continue;
       }
-      const auto look = looks.look_afresh(tensor);
-      if (look == DeferredLooks::kFinite) continue;
-      events.push_back({static_cast<std::size_t>(crossing - first_crossing), is_received, look,
+      const auto scan = scans.scan_afresh(tensor);
+      if (scan == DeferredScans::kFinite) continue;
+      events.push_back({static_cast<std::size_t>(crossing - first_crossing), is_received, scan,
                         tensor.scalar_type(), tensor.sizes().vec()});
     }
   }
@@ -208,7 +208,7 @@ struct BoundaryWatch::Impl {
     if (crossing.place.module) result.module = *crossing.place.module;
     for (const auto& tensor : received) {
       if (cannot_be_bad(tensor)) continue;
-      const auto stats = is_captured(tensor.device()) ? std::nullopt : nanlocator::look(tensor);
+      const auto stats = is_captured(tensor.device()) ? std::nullopt : nanlocator::scan_one(tensor);
       if (!stats || !stats->is_finite()) return;
       result.fingerprint = std::rotl(result.fingerprint, 1) ^ stats->fingerprint;
       result.absmax = std::max(result.absmax, stats->absmax);
@@ -222,7 +222,7 @@ struct BoundaryWatch::Impl {
     const auto& record = record_of(crossing);
     auto& count = counts[record.lane];
     count.finish(record.sequence);
-    if (record.was_looked_at) return;
+    if (record.was_scanned) return;
     count.not_scanned.push_back(static_cast<int>(record.sequence));
     count.is_unseen_by_member |=
         !gives_all_the_same(collective_kind_of(*record.op).value_or(CollectiveKind::exchange));
@@ -323,7 +323,7 @@ struct BoundaryWatch::Impl {
     sighting.role = role_of(event.is_received);
     sighting.dtype = dtype_name(event.type);
     sighting.shape = event.shape;
-    sighting.stats = looks.stats(event.look);
+    sighting.stats = scans.stats(event.scan);
     sighting.crossing = Crossing{group.name, group.members, peer_of(crossing.lane),
                                  crossing.sequence, crossing.place.carries_weights};
     return sighting;
@@ -342,7 +342,7 @@ struct BoundaryWatch::Impl {
     first_crossing += static_cast<CrossingId>(crossings.size());
     crossings.clear();
     events.clear();
-    looks.clear();
+    scans.clear();
     for (auto& [thread, timeline] : timelines) timeline.marks.clear();
     step = Step::before_first;
     computed.clear();
@@ -510,10 +510,10 @@ std::vector<CollectiveResult> BoundaryWatch::take_results() {
 
 BoundaryWatch::Collected BoundaryWatch::collect(std::int64_t iteration) {
   const std::lock_guard lock(impl_->mutex);
-  impl_->looks.read();
+  impl_->scans.read();
   Collected collected;
   for (const Event& event : impl_->events) {
-    if (impl_->looks.stats(event.look).is_finite()) continue;  // on a device, known only now
+    if (impl_->scans.stats(event.scan).is_finite()) continue;  // on a device, known only now
     collected.sightings.push_back(impl_->sighting_of(event, iteration));
   }
   for (CrossingGroup group = 0; group < impl_->groups.size(); ++group) {

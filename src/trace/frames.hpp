@@ -58,7 +58,7 @@ struct Frame {
   FrameKind kind = FrameKind::operation;
   const OperatorInfo* info = nullptr;
   /// In an allocator, which may fill its memory with NaN on purpose; or in a copy that the frame
-  /// above answers for. Nothing here is looked at.
+  /// above answers for. Nothing here is scanned.
   bool is_ignored = false;
   bool has_arguments = false;
   std::vector<c10::IValue> arguments;  // as many as the schema has
@@ -76,7 +76,7 @@ struct Frame {
   /// Containers and custom nodes: what went in, and what operators inside made bad since. The
   /// trace's lock guards what it points to.
   std::shared_ptr<Given> given;
-  std::vector<at::Tensor> received;  // by collectives inside; looked at when it ends
+  std::vector<at::Tensor> received;  // by collectives inside; scanned when it ends
   /// Of a KernelCall: what it is; null otherwise.
   std::shared_ptr<const Place> kernel;
   std::int64_t kernel_call = 0;    // of a KernelCall: its number

@@ -84,7 +84,7 @@ struct Place {
 enum class StorageState : std::uint8_t {
   allocated,  // by an operator; no operator has written it
   written,    // by operators, finite in `finite_range` at their time
-  received,   // by a collective; not looked at yet
+  received,   // by a collective; not scanned yet
   foreign,    // appeared as a gradient that no operator has written
 };
 

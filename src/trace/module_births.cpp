@@ -56,11 +56,11 @@ std::vector<Event> from_outside_in(std::vector<Event> events) {
 
 class Explainer {
  public:
-  Explainer(const std::vector<Call>& calls, std::vector<Event> events, const DeferredLooks& looks,
+  Explainer(const std::vector<Call>& calls, std::vector<Event> events, const DeferredScans& scans,
             std::int64_t iteration, std::span<const NamedTensor> parameters)
       : calls_(calls),
         events_(from_outside_in(std::move(events))),
-        looks_(looks),
+        scans_(scans),
         iteration_(iteration),
         forward_(calls.size()),
         backward_(calls.size()) {
@@ -80,7 +80,7 @@ class Explainer {
       std::size_t end = begin;
       Badness badness;
       while (end < events_.size() && belong_together(events_[begin], events_[end])) {
-        badness.add(badness_of(looks_.stats(events_[end].look)));
+        badness.add(badness_of(scans_.stats(events_[end].scan)));
         ++end;
       }
       if (badness.any()) observe(begin, end, badness);
@@ -92,7 +92,7 @@ class Explainer {
  private:
   void observe(std::size_t begin, std::size_t end, Badness badness) {
     for (std::size_t i = begin; i < end; ++i) {
-      if (badness_of(looks_.stats(events_[i].look)).any()) {
+      if (badness_of(scans_.stats(events_[i].scan)).any()) {
         collected_.sightings.push_back(sighting_of(events_[i]));
       }
     }
@@ -163,7 +163,7 @@ class Explainer {
   const Event& worst(std::size_t begin, std::size_t end, Badness badness) const {
     const Event* found = nullptr;
     for (std::size_t i = begin; i < end; ++i) {
-      const Badness b = badness_of(looks_.stats(events_[i].look));
+      const Badness b = badness_of(scans_.stats(events_[i].scan));
       if (!(badness.nan ? b.nan : b.inf)) continue;
       if (events_[i].place != TensorPlace::weight_gradient) return events_[i];
       if (!found) found = &events_[i];
@@ -249,7 +249,7 @@ class Explainer {
     }
     sighting.dtype = dtype_name(event.type);
     sighting.shape.assign(event.shape.begin(), event.shape.end());
-    sighting.stats = looks_.stats(event.look);
+    sighting.stats = scans_.stats(event.scan);
     return sighting;
   }
 
@@ -264,7 +264,7 @@ class Explainer {
       operand.name = role_of(event);
       operand.dtype = dtype_name(event.type);
       operand.shape.assign(event.shape.begin(), event.shape.end());
-      operand.stats = looks_.stats(event.look);
+      operand.stats = scans_.stats(event.scan);
       operands.push_back(std::move(operand));
     }
     return operands;
@@ -272,7 +272,7 @@ class Explainer {
 
   const std::vector<Call>& calls_;
   std::vector<Event> events_;
-  const DeferredLooks& looks_;
+  const DeferredScans& scans_;
   std::int64_t iteration_;
   std::vector<Found> forward_, backward_;  // by call
   Badness outside_forward_, outside_backward_;
@@ -298,7 +298,7 @@ void blame(State& state, Explainer::Result& result, std::span<const NamedTensor>
   for (const Call& call : state.calls) called.insert(*call.path);
   auto& births = result.collected.births;
   for (const auto& [name, tensor] : tensors) {
-    if (!DeferredLooks::can_look(tensor)) continue;
+    if (!DeferredScans::can_scan(tensor)) continue;
     const auto owner = owner_of(name, called);
     for (std::size_t i = 0; i < births.size(); ++i) {
       Birth& birth = births[i];
@@ -312,9 +312,9 @@ void blame(State& state, Explainer::Result& result, std::span<const NamedTensor>
           std::ranges::find(used, tensor.unsafeGetTensorImpl()) == used.end()) {
         continue;
       }
-      const auto look = state.looks.look(tensor);
-      state.looks.read();
-      const TensorStats stats = state.looks.stats(look);
+      const auto scan = state.scans.scan(tensor);
+      state.scans.read();
+      const TensorStats stats = state.scans.stats(scan);
       if (!badness_of(stats).any()) break;
       birth.kind = kind;
       birth.parent.reset();
@@ -332,7 +332,7 @@ void blame(State& state, Explainer::Result& result, std::span<const NamedTensor>
 ModuleWatch::Collected explain(State& state, std::int64_t iteration,
                                std::span<const NamedTensor> parameters,
                                std::span<const NamedTensor> buffers) {
-  auto result = Explainer(state.calls, state.events, state.looks, iteration, parameters).run();
+  auto result = Explainer(state.calls, state.events, state.scans, iteration, parameters).run();
   blame(state, result, parameters, BirthKind::weight);
   blame(state, result, buffers, BirthKind::buffer);
   return std::move(result.collected);

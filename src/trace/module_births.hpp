@@ -13,7 +13,7 @@
 
 namespace nanlocator::module_watch {
 
-/// Births and sightings of the step that `state` holds. Its looks have been read; its mutex is
+/// Births and sightings of the step that `state` holds. Its scans have been read; its mutex is
 /// held. A birth in a module that owns, or computes with, a bad parameter or buffer is that
 /// tensor's.
 [[nodiscard]] ModuleWatch::Collected explain(State& state, std::int64_t iteration,

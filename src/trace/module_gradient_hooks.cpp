@@ -18,8 +18,8 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-/// What a hook of a node looks at for a call: some of the gradients that pass the node.
-class NodeLook {
+/// What a hook of a node scans for a call: some of the gradients that pass the node.
+class NodeScan {
  public:
   struct Part {
     std::uint32_t number;  // of the gradient
@@ -28,7 +28,7 @@ class NodeLook {
     const c10::TensorImpl* parameter;  // weight_gradient
   };
 
-  NodeLook(std::shared_ptr<State> state, ModuleCallId call, std::string node,
+  NodeScan(std::shared_ptr<State> state, ModuleCallId call, std::string node,
            std::vector<Part> parts = {})
       : state_(std::move(state)),
         step_(state_->step),
@@ -58,30 +58,30 @@ class NodeLook {
 /// Of a node whose outputs belong to a call: sees the gradients of these outputs.
 class GradOutputHook : public LeftOutOfCompiledAutograd<autograd::FunctionPreHook> {
  public:
-  explicit GradOutputHook(NodeLook look) : look_(std::move(look)) {}
+  explicit GradOutputHook(NodeScan scan) : scan_(std::move(scan)) {}
 
   autograd::variable_list operator()(const autograd::variable_list& gradients) override {
-    look_.see(gradients);
+    scan_.see(gradients);
     return gradients;
   }
 
  private:
-  NodeLook look_;
+  NodeScan scan_;
 };
 
 /// Of a node at a call's boundary: sees what it hands to the call's inputs and to parameters.
 class ContributionHook : public LeftOutOfCompiledAutograd<autograd::FunctionPostHook> {
  public:
-  explicit ContributionHook(NodeLook look) : look_(std::move(look)) {}
+  explicit ContributionHook(NodeScan scan) : scan_(std::move(scan)) {}
 
   autograd::variable_list operator()(const autograd::variable_list& outputs,
                                      const autograd::variable_list& /*inputs*/) override {
-    look_.see(outputs);
+    scan_.see(outputs);
     return outputs;
   }
 
  private:
-  NodeLook look_;
+  NodeScan scan_;
 };
 
 bool was_made_during(const Call& call, const autograd::Node& node) {
@@ -123,9 +123,9 @@ void hook_gradients(const std::shared_ptr<State>& state, ModuleCallId id,
     }
   }
   std::vector<autograd::Node*> to_visit;
-  std::vector<std::pair<autograd::Node*, NodeLook>> of_outputs;
+  std::vector<std::pair<autograd::Node*, NodeScan>> of_outputs;
   for (const auto& [role, tensor] : outputs) {
-    if (!DeferredLooks::can_look(tensor) || !tensor.requires_grad() || tensor.is_leaf()) continue;
+    if (!DeferredScans::can_scan(tensor) || !tensor.requires_grad() || tensor.is_leaf()) continue;
     const autograd::Edge edge = edge_of(tensor);
     // An output that the call did not compute: an input passed through, or a cached value.
     if (!edge.is_valid() || !was_made_during(call, *edge.function) || input_at(call, edge)) {
@@ -134,18 +134,18 @@ void hook_gradients(const std::shared_ptr<State>& state, ModuleCallId id,
     auto* const node = edge.function.get();
     auto found = std::ranges::find(of_outputs, node, [](const auto& n) { return n.first; });
     if (found == of_outputs.end()) {
-      of_outputs.emplace_back(node, NodeLook(state, id, node->name()));
+      of_outputs.emplace_back(node, NodeScan(state, id, node->name()));
       found = of_outputs.end() - 1;
       to_visit.push_back(node);
     }
     found->second.add({edge.input_nr, TensorPlace::grad_output, role, nullptr});
   }
-  for (auto& [node, look] : of_outputs) {
-    node->add_pre_hook(std::make_unique<GradOutputHook>(std::move(look)));
+  for (auto& [node, scan] : of_outputs) {
+    node->add_pre_hook(std::make_unique<GradOutputHook>(std::move(scan)));
   }
 
   std::unordered_set<autograd::Node*> visited(to_visit.begin(), to_visit.end());
-  std::vector<NodeLook::Part> contributions;
+  std::vector<NodeScan::Part> contributions;
   while (!to_visit.empty()) {
     autograd::Node* const node = to_visit.back();
     to_visit.pop_back();
@@ -167,7 +167,7 @@ void hook_gradients(const std::shared_ptr<State>& state, ModuleCallId id,
     }
     if (!contributions.empty()) {
       node->add_post_hook(
-          std::make_unique<ContributionHook>(NodeLook(state, id, node->name(), contributions)));
+          std::make_unique<ContributionHook>(NodeScan(state, id, node->name(), contributions)));
     }
   }
 }

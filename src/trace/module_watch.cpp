@@ -29,7 +29,7 @@ constexpr std::size_t kMostCalls = std::size_t{1} << 17;
 /// A subclass or wrapper that hides its memory: what is in it is not known.
 bool is_hidden(const at::Tensor& tensor) {
   return tensor.defined() && (tensor.is_floating_point() || tensor.is_complex()) &&
-         !DeferredLooks::can_look(tensor);
+         !DeferredScans::can_scan(tensor);
 }
 
 }  // namespace
@@ -76,7 +76,7 @@ ModuleCallId ModuleWatch::enter(ModulePath path, std::span<const NamedTensor> in
   for (const auto& [role, tensor] : inputs) {
     state.see(id, TensorPlace::input, tensor, role, "", nullptr);
     call.has_hidden_input |= is_hidden(tensor);
-    if (!has_graph || !DeferredLooks::can_look(tensor) || !tensor.requires_grad()) continue;
+    if (!has_graph || !DeferredScans::can_scan(tensor) || !tensor.requires_grad()) continue;
     if (tensor.is_leaf()) {
       call.inputs.push_back({{}, tensor, role});
     } else {
@@ -118,7 +118,7 @@ ModuleWatch::Collected ModuleWatch::collect(std::int64_t iteration,
                                             std::span<const NamedTensor> buffers) {
   State& state = *impl_->state;
   const std::lock_guard lock(state.mutex);
-  state.looks.read();
+  state.scans.read();
   return module_watch::explain(state, iteration, parameters, buffers);
 }
 

@@ -18,7 +18,7 @@
 
 #include "nanlocator/trace/microbatch_scope.hpp"
 #include "nanlocator/trace/module_watch.hpp"
-#include "tensor/deferred_looks.hpp"
+#include "tensor/deferred_scans.hpp"
 
 namespace nanlocator::module_watch {
 
@@ -38,7 +38,7 @@ inline bool is_incoming(TensorPlace place) {
 struct Event {
   ModuleCallId call;
   TensorPlace place;
-  DeferredLooks::Id look;
+  DeferredScans::Id scan;
   at::ScalarType type;
   c10::SmallVector<std::int64_t, 4> shape;
   std::string role;                            // of the input or output; gradients add "grad_"
@@ -61,17 +61,17 @@ struct Call {
   std::vector<InputEdge> inputs;
   // That its outputs were computed from; only to compare.
   std::vector<const c10::TensorImpl*> parameters;
-  bool has_hidden_input = false;  // floating point, and nobody could look at it
+  bool has_hidden_input = false;  // floating point, and nobody could scan it
 };
 
 /// What the hooks share with the watch, which may be gone before autograd's graph is.
 struct State {
-  explicit State(int threads) : looks(threads) {}
+  explicit State(int threads) : scans(threads) {}
 
   std::mutex mutex;
   bool is_alive = true;
   std::uint64_t step = 0;  // hooks of another step do nothing
-  DeferredLooks looks;
+  DeferredScans scans;
   std::vector<Call> calls;
   std::vector<Event> events;
   std::map<std::thread::id, std::vector<ModuleCallId>> running;  // by thread, innermost last
@@ -79,8 +79,8 @@ struct State {
 
   void see(ModuleCallId call, TensorPlace place, const at::Tensor& tensor, const std::string& role,
            const std::string& node, const c10::TensorImpl* parameter) {
-    if (!DeferredLooks::can_look(tensor)) return;
-    Event event{call, place, looks.look(tensor), tensor.scalar_type(),  {},
+    if (!DeferredScans::can_scan(tensor)) return;
+    Event event{call, place, scans.scan(tensor), tensor.scalar_type(),  {},
                 role, node,  parameter,          tensor.requires_grad()};
     event.shape.assign(tensor.sizes().begin(), tensor.sizes().end());
     events.push_back(std::move(event));
@@ -88,7 +88,7 @@ struct State {
 
   void forget() {
     ++step;
-    looks.clear();
+    scans.clear();
     calls.clear();
     events.clear();
     running.clear();

@@ -326,7 +326,7 @@ BirthIds OperatorTrace::Impl::passed_through(const Root& root, const at::Tensor&
   if (!root.inside) return {};
   if (root.inside->given != nullptr) {
     for (std::size_t i = 0; Frame* running = frames.above(i); ++i) {
-      if (running->given == root.inside->given) look_at_received(*running, frames);
+      if (running->given == root.inside->given) scan_received(*running, frames);
     }
     const Content content = content_of(values);
     if (auto before = passed_through(*root.inside, content); !before.empty()) return before;
@@ -410,7 +410,7 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
         state = StorageState::received;
         root.writer = *last.writer;
       }
-      // Looked at when that frame was entered. Many parameters' gradients lie in one storage:
+      // Scanned when that frame was entered. Many parameters' gradients lie in one storage:
       // whoever had others in hand has not written these.
       touched_by = lineage.last_touch_of(values);
     }

@@ -1,13 +1,13 @@
 // The trace's state and the steps from a finished operator to a birth; inside the trace room only.
 //
-//   observe.cpp     callbacks of at::RecordFunction: frames in, looks at outputs, the healthy path
+//   observe.cpp     callbacks of at::RecordFunction: frames in, scans outputs, the healthy path
 //   births.cpp      an output is bad: whose fault? rules b to d, roots
 //   kernels.cpp     the same of calls that the dispatcher does not see (KernelCall)
 //   transfers.cpp   operators that use memory of a transfer that nobody has waited for
 //   threads.cpp     operators that use memory which another thread of the program uses, too
 //   explain.cpp     rule e: what reached a loss or a gradient
 //
-// Thread-safe: `mutex` guards all but the atomics; it is never held while a tensor is looked at or
+// Thread-safe: `mutex` guards all but the atomics; it is never held while a tensor is scanned or
 // Python is called.
 #pragma once
 
@@ -35,7 +35,7 @@ struct TensorAt {
   at::Tensor values;  // observable
   int index = 0;
   int element = -1;
-  Content content = Content::finite;  // of an output, once it has been looked at
+  Content content = Content::finite;  // of an output, once it has been scanned
 };
 
 /// Where something that was bad when it was read comes from.
@@ -66,12 +66,12 @@ struct OperatorTrace::Impl {
   void start_container(std::string_view name, const at::RecordFunction& call, Frame& frame,
                        ThreadFrames& frames);
   void start_node(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
-  void look_at_given(c10::ArrayRef<const c10::IValue> inputs, const Place& place, Frame& frame,
-                     ThreadFrames& frames);
-  void look_at_received(Frame& frame, ThreadFrames& frames);
+  void scan_given(c10::ArrayRef<const c10::IValue> inputs, const Place& place, Frame& frame,
+                  ThreadFrames& frames);
+  void scan_received(Frame& frame, ThreadFrames& frames);
   void finish_operation(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
   void finish_node(Frame& frame, ThreadFrames& frames);
-  void look_at_what_is_sent(Frame& frame, ThreadFrames& frames);
+  void scan_what_is_sent(Frame& frame, ThreadFrames& frames);
   void note_allocation(const at::RecordFunction& call, ThreadFrames& frames);
   void fill_fresh_memory(const at::Tensor& tensor) const;
   void fill_growth(const at::Tensor& tensor, std::size_t bytes_before) const;
@@ -85,7 +85,7 @@ struct OperatorTrace::Impl {
   void note_received(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
   [[nodiscard]] std::shared_ptr<const Place> place_of_collective(const Frame& collective,
                                                                  ThreadFrames& frames);
-  void look_before_write(Frame& frame, ThreadFrames& frames);
+  void scan_before_write(Frame& frame, ThreadFrames& frames);
   void use_declared_module(const Frame& frame, ThreadFrames& frames);
   [[nodiscard]] bool is_fresh_constant(const at::Tensor& values);
   void note_constant_of_device(const at::Tensor& values, const OperatorInfo& info);

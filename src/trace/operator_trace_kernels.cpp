@@ -28,7 +28,7 @@ void OperatorTrace::Impl::start_kernel(const std::string& name, std::int64_t num
   frame.kernel_call = number;
   std::vector<c10::IValue> given;
   for (const auto& argument : arguments) given.emplace_back(argument.tensor);
-  look_at_given(c10::ArrayRef<const c10::IValue>(given.data(), given.size()), here, frame, frames);
+  scan_given(c10::ArrayRef<const c10::IValue>(given.data(), given.size()), here, frame, frames);
 }
 
 namespace {
@@ -91,7 +91,7 @@ void OperatorTrace::Impl::finish_kernel(std::span<const KernelArgument> argument
   const std::string* const name = intern_name(frame.name);
   auto outputs = outputs_of(arguments, results);
   wait_for_devices_of(outputs);
-  look_at_received(frame, frames);
+  scan_received(frame, frames);
   settle_unclear(frame, frames);
   std::vector<const KernelOutput*> made;
   Content worst = Content::finite;

@@ -127,7 +127,7 @@ void OperatorTrace::Impl::start_operation(const at::RecordFunction& call, Frame&
     note_forward_call(frame, frames, &info.full_name, caller, info.is_view);
   }
   if (!frame.has_arguments) return;
-  if (info.collective) return look_at_what_is_sent(frame, frames);
+  if (info.collective) return scan_what_is_sent(frame, frames);
   if (are_transfers_in_flight.load(std::memory_order_relaxed)) {
     note_unordered_accesses(frame, frames);
   }
@@ -135,7 +135,7 @@ void OperatorTrace::Impl::start_operation(const at::RecordFunction& call, Frame&
   // An optimizer writes all weights and states in place: too much to copy at every call.
   const bool is_optimizers = info.writes && is_in_optimizer.load(std::memory_order_relaxed);
   if (options.keep_calls && info.facts != nullptr && !is_optimizers) capture(call, frame);
-  if (info.writes) look_before_write(frame, frames);
+  if (info.writes) scan_before_write(frame, frames);
 }
 
 bool OperatorTrace::Impl::has_known_nan(const Frame& operation) {
@@ -188,9 +188,9 @@ static std::shared_ptr<const NamedGroup> group_of(const Frame& collective) {
 }
 
 /// What goes into a collective or a send: c10d's operators have it last of their tensors
-/// (torch/csrc/distributed/c10d/Ops.cpp); recv_ has none. Looked at now, because most write in
+/// (torch/csrc/distributed/c10d/Ops.cpp); recv_ has none. Scanned now, because most write in
 /// place, on threads of their own.
-void OperatorTrace::Impl::look_at_what_is_sent(Frame& frame, ThreadFrames& frames) {
+void OperatorTrace::Impl::scan_what_is_sent(Frame& frame, ThreadFrames& frames) {
   if (frame.info->collective == CollectiveKind::receive || frame.arguments.empty()) return;
   if (is_only_written(frame)) return;
   const auto holds_tensors = [](const c10::IValue& value) {
@@ -234,7 +234,7 @@ static bool is_unwritten(const StorageRecord* record) {
   return record != nullptr && record->state == StorageState::allocated && record->touches.empty();
 }
 
-void OperatorTrace::Impl::look_before_write(Frame& frame, ThreadFrames& frames) {
+void OperatorTrace::Impl::scan_before_write(Frame& frame, ThreadFrames& frames) {
   const OperatorInfo& info = *frame.info;
   std::vector<const c10::StorageImpl*> written;
   for (std::size_t i = 0; i < info.arguments.size(); ++i) {
@@ -295,7 +295,7 @@ void OperatorTrace::Impl::start_container(std::string_view name, const at::Recor
   if (here.is_called_by_program) here.caller = caller_now();
   here.custom_function = custom_function_of(frame.name);
   const std::string* interned = intern_name(frame.name);
-  look_at_given(call.inputs(), here, frame, frames);
+  scan_given(call.inputs(), here, frame, frames);
   const std::lock_guard lock(mutex);
   if (frame.sequence >= 0) note_forward_call(frame, frames, interned, here.caller, false);
 }
@@ -309,10 +309,10 @@ static bool is_to_be_filled(const StorageRecord* record, const Place& frame) {
   return around.empty() || frame.module == around || frame.module.starts_with(around + ".");
 }
 
-/// What goes into a frame off the dispatcher is looked at when it is entered: nobody sees it read,
+/// What goes into a frame off the dispatcher is scanned when it is entered: nobody sees it read,
 /// and afterwards it may be overwritten.
-void OperatorTrace::Impl::look_at_given(c10::ArrayRef<const c10::IValue> inputs, const Place& place,
-                                        Frame& frame, ThreadFrames& frames) {
+void OperatorTrace::Impl::scan_given(c10::ArrayRef<const c10::IValue> inputs, const Place& place,
+                                     Frame& frame, ThreadFrames& frames) {
   std::vector<at::Tensor> given, unwritten;
   for (const auto& input : inputs) {
     for_each_tensor_at(input, [&](const at::Tensor& tensor, int) {
@@ -338,9 +338,9 @@ void OperatorTrace::Impl::look_at_given(c10::ArrayRef<const c10::IValue> inputs,
   for (const auto& each : unwritten) {
     frame.has_bad_unwritten = frame.has_bad_unwritten || is_bad(each);
   }
-  std::vector<const at::Tensor*> looked_at;
-  for (const auto& tensor : given) looked_at.push_back(&tensor);
-  if (any_is_bad(looked_at)) {
+  std::vector<const at::Tensor*> scanned;
+  for (const auto& tensor : given) scanned.push_back(&tensor);
+  if (any_is_bad(scanned)) {
     for (const auto& tensor : given) {
       const Content content = content_of(tensor);
       if (content == Content::finite) continue;
@@ -443,7 +443,7 @@ void OperatorTrace::Impl::start_node(const at::RecordFunction& call, Frame& fram
       frame.given->with_any = forward.given->with_any;
       frame.given->parameters = forward.given->parameters;
     }
-    look_at_given(call.inputs(), current_place(frames), frame, frames);
+    scan_given(call.inputs(), current_place(frames), frame, frames);
   }
   if (!is_engines || evaluate->hooks.empty()) return;
   const std::lock_guard lock(mutex);
@@ -459,7 +459,7 @@ void OperatorTrace::Impl::start_node(const at::RecordFunction& call, Frame& fram
 void OperatorTrace::Impl::finish(const at::RecordFunction& call, ThreadFrames& frames) {
   Frame& frame = *frames.top();
   if (frame.is_ignored) return;
-  if (frame.given != nullptr) look_at_received(frame, frames);
+  if (frame.given != nullptr) scan_received(frame, frames);
   if (frame.kind == FrameKind::node) return finish_node(frame, frames);
   if (frame.kind != FrameKind::operation) return;
   finish_operation(call, frame, frames);
@@ -468,7 +468,7 @@ void OperatorTrace::Impl::finish(const at::RecordFunction& call, ThreadFrames& f
 
 /// Its kernels read what collectives inside brought: a part of its input that the frame gathered.
 /// When it ends, or something reads what a kernel has made of them, they have been waited for.
-void OperatorTrace::Impl::look_at_received(Frame& frame, ThreadFrames& frames) {
+void OperatorTrace::Impl::scan_received(Frame& frame, ThreadFrames& frames) {
   const std::vector<at::Tensor> received = std::exchange(frame.received, {});
   for (const at::Tensor& tensor : received) {
     const at::Tensor values = values_of(tensor);
@@ -547,10 +547,10 @@ void OperatorTrace::Impl::finish_operation(const at::RecordFunction& call, Frame
   }
   if (info.is_composite && !info.owns_its_copy && inner_operators_wrote(outputs, frame)) return;
 
-  thread_local std::vector<const at::Tensor*> looked_at;
-  looked_at.clear();
-  for (const auto& output : outputs) looked_at.push_back(&output.values);
-  if (any_is_bad(looked_at)) {
+  thread_local std::vector<const at::Tensor*> scanned;
+  scanned.clear();
+  for (const auto& output : outputs) scanned.push_back(&output.values);
+  if (any_is_bad(scanned)) {
     // Its births may call Python, whose operators come back here: it needs a list of its own.
     return explain_bad_outputs(call, frame, frames, std::exchange(outputs, {}));
   }

@@ -98,7 +98,7 @@ struct StepRecorder::Impl {
   std::unordered_map<std::uint64_t, Function> functions;  // by their nodes' sequence numbers
   std::string standing_problem;
   ModulePath module = nullptr;
-  std::vector<at::Tensor> looked_at;  // by the program, while they waited for a backward
+  std::vector<at::Tensor> read;  // by the program, while they waited for a backward
 
   Known* find(const at::Tensor& tensor) {
     if (!tensor.defined()) return nullptr;
@@ -166,7 +166,7 @@ struct StepRecorder::Impl {
     functions.clear();
     gradients.clear();
     roots.clear();
-    looked_at.clear();
+    read.clear();
     received.clear();
     kept_bytes = copied_on_host = copied_on_device = 0;
     are_gradients_new = true;
@@ -239,7 +239,7 @@ struct StepRecorder::Impl {
     bool draws = false;
   };
 
-  void note_look(const at::RecordFunction& call);
+  void note_read(const at::RecordFunction& call);
   [[nodiscard]] std::vector<const RecordedEvent*> differentiable_behind(
       const std::shared_ptr<const RecordedEvent>& event) const;
   std::unique_ptr<Context> start(const at::RecordFunction& call, const OperatorInfo& info);
@@ -290,7 +290,7 @@ void when_ended(const at::RecordFunction& call, at::ObserverContext* context) {
 
 std::unique_ptr<StepRecorder::Impl::Context> StepRecorder::Impl::start(
     const at::RecordFunction& call, const OperatorInfo& info) {
-  if (info.tells_host) note_look(call);
+  if (info.tells_host) note_read(call);
   if (info.is_allocator || c10::InferenceMode::is_enabled()) return nullptr;
   const bool is_recorded = at::GradMode::is_enabled() || info.writes;
   if (!is_recorded) return nullptr;
@@ -317,7 +317,7 @@ std::unique_ptr<StepRecorder::Impl::Context> StepRecorder::Impl::start(
 
 /// The program learns a number: the losses that it was computed from stay until they are used or
 /// left. Numbers of a step that is over, or beside a loss that has had its backward, are none.
-void StepRecorder::Impl::note_look(const at::RecordFunction& call) {
+void StepRecorder::Impl::note_read(const at::RecordFunction& call) {
   if (backwards > 0) return;
   std::vector<const RecordedEvent*> makers;
   for (const auto& argument : call.inputs()) {
@@ -333,7 +333,7 @@ void StepRecorder::Impl::note_look(const at::RecordFunction& call) {
     if (!each.required_grad || std::ranges::find(makers, each.event.get()) == makers.end())
       continue;
     at::Tensor tensor(each.tensor.lock());
-    if (tensor.defined() && tensor.numel() == 1) looked_at.push_back(std::move(tensor));
+    if (tensor.defined() && tensor.numel() == 1) read.push_back(std::move(tensor));
   }
 }
 
@@ -414,7 +414,7 @@ std::uint64_t StepRecorder::Impl::bytes_kept_for(const at::Tensor& tensor) {
 void StepRecorder::Impl::note_obstacle(RecordedEvent::Data& data, const at::Tensor& tensor) {
   if (tensor.requires_grad() && !tensor.is_leaf()) {
     data.problem = "a tensor of " + tensor.grad_fn()->name() +
-                   " is used that was computed where nobody looked";
+                   " is used that was computed where nobody watched";
   } else if (is_wrapped_by_a_transform(tensor)) {
     data.problem = "a transform of torch.func runs outside of modules";
   }
@@ -620,7 +620,7 @@ void StepRecorder::begin_step() {
   });
   impl.memory.clear();
   impl.functions.clear();
-  impl.looked_at.clear();
+  impl.read.clear();
   impl.backwards = 0;
   impl.received.clear();
   impl.kept_bytes = impl.copied_on_host = impl.copied_on_device = 0;
@@ -674,7 +674,7 @@ std::shared_ptr<const RecordedEvent> StepRecorder::add_call(std::shared_ptr<void
 void StepRecorder::add_backward(std::shared_ptr<void> payload, std::span<const at::Tensor> roots) {
   impl_->roots.push_back(add_call(std::move(payload), roots, {}));
   impl_->are_gradients_new = true;
-  impl_->looked_at.clear();
+  impl_->read.clear();
   ++impl_->backwards;
 }
 
@@ -688,8 +688,8 @@ RecordedEvents StepRecorder::needed() const {
   return events;
 }
 
-std::vector<at::Tensor> StepRecorder::take_looked_at() noexcept {
-  return std::exchange(impl_->looked_at, {});
+std::vector<at::Tensor> StepRecorder::take_read() noexcept {
+  return std::exchange(impl_->read, {});
 }
 
 /// The calls that `tensors` were computed from; nullopt where something behind them is not known.

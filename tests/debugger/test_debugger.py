@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import debug_utils as original
 
 import nanlocator.transformers as ours
-from nanlocator.debugger.looks import Looks
+from nanlocator.debugger.scans import Scans
 
 NAN, INF = float("nan"), float("inf")
 MODELS = ("bert", "gpt2", "t5", "llama")
@@ -315,7 +315,7 @@ class Pair:
 
 
 class Carrier(nn.Module):
-    """Puts a bad tensor where the original does not look; the loss is finite."""
+    """Puts a bad tensor where the original does not scan; the loss is finite."""
 
     def __init__(self, how):
         super().__init__()
@@ -362,7 +362,7 @@ class Taker(nn.Module):
         ("ModelOutput", "output.last_hidden_state"),
     ],
 )
-def test_keyword_and_nested_values_are_looked_at(how, context):
+def test_keyword_and_nested_values_are_scanned(how, context):
     model = Carrier(how)
     x, bad = torch.ones(1, 2), torch.tensor([1.0, NAN])
 
@@ -586,7 +586,7 @@ class Grows(nn.Module):
         return x if self.later is None else torch.nan_to_num(self.later(x))
 
 
-def test_a_module_added_later_is_looked_at():
+def test_a_module_added_later_is_scanned():
     def run(tool):
         torch.manual_seed(1)
         model = Grows()
@@ -755,18 +755,18 @@ def test_a_healthy_tensor_costs_one_scan_and_no_operator_of_torch():
     assert operators_of(ours) == alone
 
 
-def looks_at_weights(tool, monkeypatch, steps):
+def scans_of_weights(tool, monkeypatch, steps):
     """How often each parameter of a model is scanned while `steps(model)` runs."""
     model = five_layers()
     counts = collections.Counter()
     if tool is ours:
-        true_look = Looks.look
+        true_scan = Scans.scan
 
-        def look(self, tensor):
+        def scan(self, tensor):
             counts["weight"] += isinstance(tensor, nn.Parameter)
-            return true_look(self, tensor)
+            return true_scan(self, tensor)
 
-        monkeypatch.setattr(Looks, "look", look)
+        monkeypatch.setattr(Scans, "scan", scan)
     else:
         true_detect = original.detect_overflow
 
@@ -790,8 +790,8 @@ def test_weights_are_scanned_once_per_optimizer_step(monkeypatch):
                 model(GOOD).sum().backward()
             optimizer.step()
 
-    assert looks_at_weights(original, monkeypatch, accumulate) == 12
-    assert looks_at_weights(ours, monkeypatch, accumulate) == 3
+    assert scans_of_weights(original, monkeypatch, accumulate) == 12
+    assert scans_of_weights(ours, monkeypatch, accumulate) == 3
 
 
 def spoil_in_place(model):
@@ -963,7 +963,7 @@ def test_the_variance_of_large_fp16_values_does_not_overflow():
     assert text == "min=-6.00e+04 max= 6.00e+04 var= 7.20e+09 mean= 0.00e+00 (x)\n"
 
 
-def test_a_gradient_is_looked_at_in_backward():
+def test_a_gradient_is_scanned_in_backward():
     def hooked(tool):
         x = torch.zeros(2, requires_grad=True)
         x.sqrt().sum().register_hook(lambda g: None)

@@ -174,7 +174,7 @@ def test_bundles_do_not_fill_the_disk(tmp_path, capsys):
     assert capsys.readouterr().out.count("no more are written") == 1
 
 
-def look_at_a_dtensor(rank, size, folder):
+def scan_a_dtensor(rank, size, folder):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -188,8 +188,8 @@ def look_at_a_dtensor(rank, size, folder):
 
 
 @pytest.mark.host
-def test_of_a_dtensor_each_rank_looks_at_its_own_part(tmp_path):
-    of_0, of_1 = run_ranks(2, look_at_a_dtensor, str(tmp_path))
+def test_of_a_dtensor_each_rank_scans_its_own_part(tmp_path):
+    of_0, of_1 = run_ranks(2, scan_a_dtensor, str(tmp_path))
     assert of_0 == (False, "min= 1.00e+00 max= 2.00e+00\n")
     assert of_1[0] and of_1[1].startswith("shard has infs\nshard: the tensor is in ")
     (bundle,) = (tmp_path / "bundles").iterdir()

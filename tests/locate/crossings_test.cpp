@@ -432,7 +432,7 @@ TEST(Crossings, WhatCameFromASilentRankNamesItAmongTheCandidates) {
               HasFact(FactKind::received_from_unknown, Field(&Fact::peers, ElementsAre(1))));
 }
 
-// ---- what nobody could look at ----
+// ---- what nobody could scan ----
 
 constexpr Fault kOnRank3 = {
     .plant = Plant::operator_forward, .tp = 1, .dp = 1, .layer = 1, .microbatch = 2};
@@ -501,7 +501,7 @@ TEST(Crossings, WhatCameInUnseenAfterwardsChangesNothing) {
   EXPECT_TRUE(has_fact(verdict.origins[0].facts, FactKind::received_finite_before));
 }
 
-TEST(Crossings, AMessageThatItsSenderCouldNotLookAtProvesNoFaultOfTheTransfer) {
+TEST(Crossings, AMessageThatItsSenderCouldNotScanProvesNoFaultOfTheTransfer) {
   const Layout layout = four_by_two();
   std::vector<Ledger> ledgers =
       Pass(layout, {{.plant = Plant::transfer_forward, .tp = 1, .dp = 1, .stage = 1}}, 1).ledgers();

@@ -216,7 +216,7 @@ BadPlaces bad_places_of(const std::vector<Ledger>& ledgers) {
   for (const Ledger& ledger : ledgers) {
     for (const Sighting& each : ledger.sightings) {
       if (each.phase > Phase::grad_local) continue;  // left out of some recorded files
-      // The files are older than the rule that gathers are looked at where they leave alone.
+      // The files are older than the rule that gathers are scanned where they leave alone.
       if (each.role == "received" && each.op.find("allgather") != std::string::npos) continue;
       places.emplace(ledger.coordinates.rank, name_of(each.phase), each.microbatch.value_or(-1),
                      each.chunk.value_or(-1), each.module + each.parameter, each.op,
@@ -226,24 +226,24 @@ BadPlaces bad_places_of(const std::vector<Ledger>& ledgers) {
   return places;
 }
 
-using Looked = std::set<std::tuple<int, std::string, std::string>>;
+using Scanned = std::set<std::tuple<int, std::string, std::string>>;
 
-/// What each rank looked at: its gradients, and how often each collective and message.
-Looked looked_at(const std::vector<Ledger>& ledgers) {
-  Looked looked;
+/// What each rank scanned: its gradients, and how often each collective and message.
+Scanned scanned(const std::vector<Ledger>& ledgers) {
+  Scanned found;
   for (const Ledger& ledger : ledgers) {
     for (const ParameterRecord& each : ledger.backward_order) {
-      looked.emplace(ledger.coordinates.rank, each.name,
-                     each.is_tp_duplicate ? "duplicated" : "chunk " + std::to_string(each.chunk));
+      found.emplace(ledger.coordinates.rank, each.name,
+                    each.is_tp_duplicate ? "duplicated" : "chunk " + std::to_string(each.chunk));
     }
     for (const CrossingCoverage& each : ledger.crossings) {
       const std::string peer = each.peer ? " " + std::to_string(*each.peer) : "";
-      looked.emplace(ledger.coordinates.rank,
-                     each.group + " " + describe_ranks(each.members.ranks()),
-                     each.role.text() + peer + ": " + std::to_string(each.count));
+      found.emplace(ledger.coordinates.rank,
+                    each.group + " " + describe_ranks(each.members.ranks()),
+                    each.role.text() + peer + ": " + std::to_string(each.count));
     }
   }
-  return looked;
+  return found;
 }
 
 template <typename Set>
@@ -272,8 +272,8 @@ TEST_P(SimulatedSteps, AreBadWhereTheRecordedOnesAre) {
   EXPECT_EQ(difference_of(found, expected), "") << "is bad in the simulated step alone";
 }
 
-TEST_P(SimulatedSteps, LookAtWhatTheRecordedOnesLookedAt) {
-  const Looked expected = looked_at(recorded_), found = looked_at(simulated_);
+TEST_P(SimulatedSteps, ScanWhatTheRecordedOnesScanned) {
+  const Scanned expected = scanned(recorded_), found = scanned(simulated_);
   EXPECT_EQ(difference_of(expected, found), "") << "is in the recorded ledgers alone";
   EXPECT_EQ(difference_of(found, expected), "") << "is in the simulated ledgers alone";
 }

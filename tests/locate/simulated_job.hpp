@@ -143,7 +143,7 @@ inline std::int64_t numel_of(const ParameterRecord& parameter) {
   return numel;
 }
 
-/// The phase's coverage, and a sighting for each parameter that is bad where this rank looks: with
+/// The phase's coverage, and a sighting for each parameter that is bad where this rank scans: with
 /// a distributed optimizer only at its own shard once gradients are reduced.
 inline void add_phase(Ledger& ledger, Phase phase, const BadParameters& bad) {
   Coverage coverage{phase, {}};

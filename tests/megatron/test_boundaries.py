@@ -373,7 +373,7 @@ def test_a_message_that_is_corrupted_on_arrival_was_sent_finite(runs, name, phas
     assert received["peer"] == sender
     assert (received["phase"], received["microbatch"], received["chunk"]) == (phase, microbatch, chunk)
     assert received["module"] == ""
-    # The sender looked at that very message, and found nothing.
+    # The sender scanned that very message, and found nothing.
     sent = _count(run[sender], group="pp", peer=fault["rank"], role="sent")
     assert sent > received["sequence"]
     for sighting in run[sender]["crossings"][1]:
@@ -411,7 +411,7 @@ def test_an_asynchronous_collective_is_seen_when_it_is_known_to_be_complete_and_
         # A forward pre-hook of linear_fc2 made it: before the module's own forward.
         assert {s["module"] for s in first} == {"decoder.layers.0"}
         assert _count(rank, step=1, group="tp") == per_microbatch * MICROBATCHES + 1
-        # Nobody waited for the second one. What came after it was looked at, but the count stops there.
+        # Nobody waited for the second one. What came after it was scanned, but the count stops there.
         assert [s["role"] for s in second] == ["sent"]
         backward = per_microbatch - (2 * LAYERS + 1 + 3)  # of microbatch 0, which comes before
         assert second[0]["sequence"] == before + backward

@@ -1,4 +1,4 @@
-"""What nanlocator cannot look at, on real Megatron-Core and gloo: parameters without memory of their own,
+"""What nanlocator cannot scan, on real Megatron-Core and gloo: parameters without memory of their own,
 bytes that cross ranks, exchanges by other ways, a graph of the whole iteration. Two ranks."""
 
 import json
@@ -85,7 +85,7 @@ def test_a_weight_that_nothing_can_dequantise_is_no_error_and_not_covered():
         assert any("not scanned" in note and WEIGHT in note for note in notes)
 
 
-# ---- what crosses and cannot be looked at ----
+# ---- what crosses and cannot be scanned ----
 
 
 def gather_bytes(x, group):
@@ -131,7 +131,7 @@ def with_bytes_that_cross(rank, world_size, how, is_overlapped):
         ("nothing", True, [0, 1], "low", "received_unseen_before"),  # userbuffers
     ],
 )
-def test_a_rank_is_accused_only_as_far_as_what_it_received_was_looked_at(
+def test_a_rank_is_accused_only_as_far_as_what_it_received_was_scanned(
     how, is_overlapped, candidates, certainty, received
 ):
     first, second = run_ranks(2, with_bytes_that_cross, how, is_overlapped)

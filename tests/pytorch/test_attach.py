@@ -143,7 +143,7 @@ def test_without_the_variable_nothing_is_imported(value):
     assert done.stdout == "[]\n"
 
 
-def test_a_script_that_looks_by_itself_is_left_alone(script):
+def test_a_script_that_scans_by_itself_is_left_alone(script):
     text = Path(script).read_text()
     Path(script).write_text(
         text.replace("for step", "import nanlocator\nnanlocator.watch(model, optimizer)\nfor step")

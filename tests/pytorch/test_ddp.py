@@ -261,7 +261,7 @@ def test_of_two_wrappers_each_goes_by_its_own_synchronisation(wrong):
 
 
 def backward_before_the_closure(rank, world_size):
-    """Of a warm-up, which nobody looks at: the steps that follow are seen all the same."""
+    """Of a warm-up, which nobody scans: the steps that follow are seen all the same."""
     calls = []
 
     def corrupt(gradient):

@@ -42,7 +42,7 @@ def project_gradients(model, losses):
         p.grad = a + b
 
 
-def sum_gradients_where_nobody_looks(model, losses):
+def sum_gradients_where_nobody_scans(model, losses):
     parameters = list(model.parameters())
     first, second = (torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses)
     with torch.no_grad():
@@ -77,7 +77,7 @@ def train(way, fault, watches=True, clips=False):
     ],
 )
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_that_the_program_has_set_are_looked_at_and_their_step_is_explained(
+def test_gradients_that_the_program_has_set_are_scanned_and_their_step_is_explained(
     way, fault, operator, line, clips
 ):
     watch, weights = train(way, fault, clips=clips)
@@ -93,14 +93,14 @@ def test_gradients_that_the_program_has_set_are_looked_at_and_their_step_is_expl
     assert all(weight.isfinite().all() for weight in weights)  # on_bad="skip"
 
 
-@pytest.mark.parametrize("way", [*WAYS, sum_gradients_where_nobody_looks])
+@pytest.mark.parametrize("way", [*WAYS, sum_gradients_where_nobody_scans])
 def test_healthy_steps_are_the_same_bit_for_bit(way):
     watch, watched = train(way, "")
     assert watch.verdicts == []
     assert all(map(torch.equal, watched, train(way, "", watches=False)[1]))
 
 
-def test_a_step_of_which_each_optimizer_uses_a_part_is_looked_at_once():
+def test_a_step_of_which_each_optimizer_uses_a_part_is_scanned_once():
     """As an actor's and its critic's: a clip between the two updates changes gradients that were seen."""
     torch.manual_seed(0)
     actor, critic = nn.Linear(4, 1), nn.Linear(4, 1)
@@ -120,7 +120,7 @@ def test_a_step_of_which_each_optimizer_uses_a_part_is_looked_at_once():
     assert all(p.isfinite().all() for model in (actor, critic) for p in model.parameters())
 
 
-def test_gradients_of_two_optimizers_that_come_of_one_call_are_looked_at_together():
+def test_gradients_of_two_optimizers_that_come_of_one_call_are_scanned_together():
     torch.manual_seed(0)
     models = [nn.Linear(4, 1), nn.Linear(4, 1)]
     optimizers = [torch.optim.SGD(each.parameters(), 1e-2) for each in models]
@@ -220,7 +220,7 @@ def test_weights_that_the_program_moves_between_passes_are_not_blamed():
     assert not_restored.startswith("the weights: the program has changed them")
 
 
-def test_weights_that_a_bad_gradient_has_spoilt_before_it_was_looked_at_are_not_blamed():
+def test_weights_that_a_bad_gradient_has_spoilt_before_it_was_scanned_are_not_blamed():
     verdict = sharpness_aware("first")["first", BAD_STEP][0]
     assert [origin["cause"] for origin in verdict["origins"]] == ["unknown"]
     assert any("weights were changed after it had used them" in note for note in verdict["notes"])
@@ -247,7 +247,7 @@ def update_in_backward(fault, watches=True, on_bad="report"):
     return watch, [p.detach().clone() for p in model.parameters()]
 
 
-def test_optimizers_that_step_within_backward_are_looked_at_where_they_use_their_gradients():
+def test_optimizers_that_step_within_backward_are_scanned_where_they_use_their_gradients():
     watch, _ = update_in_backward("gradient")
     (verdict,) = watch.verdicts
     assert verdict["iteration"] == BAD_STEP and verdict["rerun"]["done"] is False

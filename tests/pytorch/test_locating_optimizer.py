@@ -210,7 +210,7 @@ def test_a_bad_gradient_under_a_grad_scaler_is_found_when_the_scale_is_not_to_bl
         optimizer.clip_grad_norm(1.0)
 
 
-def test_lbfgs_closures_are_looked_at_before_lbfgs_uses_them():
+def test_lbfgs_closures_are_scanned_before_lbfgs_uses_them():
     model = make_model()
     optimizer = LocatingOptimizer(torch.optim.LBFGS(model.parameters(), max_iter=3), model)
     before = copy.deepcopy(model.state_dict())

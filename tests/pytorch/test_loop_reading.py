@@ -52,14 +52,14 @@ def test_a_loss_whose_step_goes_on_is_not_left(loop, had_backward):
 
 def test_nothing_is_looked_for_where_the_program_has_read_nothing(loop):
     loop.zero_gradients([], had_backward=False)
-    loop.begin_forward([], lambda _: pytest.fail("looked"))
+    loop.begin_forward([], lambda _: pytest.fail("scanned"))
 
 
-def test_gradients_count_as_zero_until_they_are_looked_at(loop):
+def test_gradients_count_as_zero_until_they_are_scanned(loop):
     zero, none = gradient_of_zeros(), torch.nn.Parameter(torch.ones(2))
     loop.zero_gradients([zero, none], had_backward=False)
     assert loop.zeroed == {zero}
-    loop.look()
+    loop.scan_gradients()
     assert loop.zeroed == set()
 
 

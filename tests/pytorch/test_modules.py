@@ -690,7 +690,7 @@ def test_detect_prints_one_line_where_something_is_bad(capfd):
 
 
 @pytest.mark.parametrize("is_leaf", [True, False])
-def test_detect_looks_at_the_gradient_too(capfd, is_leaf):
+def test_detect_scans_the_gradient_too(capfd, is_leaf):
     x = torch.ones(3, requires_grad=True)
     h = x if is_leaf else x * 2
     assert not nanlocator.detect(h, "h", backward=True)

@@ -61,7 +61,7 @@ def test_a_loss_that_the_program_finds_bad_is_explained_before_it_ends(end):
     assert origin["code"]["text"].startswith("return torch.log(output - 100)")
     assert verdicts[0]["iteration"] == 3 and verdicts[0]["rerun"]["reproduced"] is True
     assert done.stderr.count("step 3: NaN born in the loss") == 1
-    assert "could not be looked at" not in done.stderr
+    assert "could not be scanned" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -71,17 +71,17 @@ def test_a_program_that_ends_in_a_healthy_step_is_told_nothing(end, before_backw
     end = ENDS[end].replace("torch.isfinite(loss)", "False")
     done, verdicts = run(end, is_bad=False, before_backward=before_backward)
     assert (done.returncode, verdicts) == (1, [])
-    assert "step 3" not in done.stderr and "could not be looked at" not in done.stderr
+    assert "step 3" not in done.stderr and "could not be scanned" not in done.stderr
 
 
-def test_gradients_that_nobody_has_looked_at_are_looked_at_before_the_end():
+def test_gradients_that_nobody_has_scanned_are_scanned_before_the_end():
     done, verdicts = run(ENDS["raises"], before_backward=False)
     assert done.returncode == 1
     (origin,) = verdicts[0]["origins"]
     assert (origin["operator"], verdicts[0]["iteration"]) == ("aten::log", 3)
 
 
-def test_after_remove_and_an_interrupt_nothing_is_looked_at():
+def test_after_remove_and_an_interrupt_nothing_is_scanned():
     _, verdicts = run(f"watch.remove(); {ENDS['raises']}")
     assert verdicts == []
     _, verdicts = run("raise KeyboardInterrupt", start=interpreter)

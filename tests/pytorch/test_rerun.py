@@ -494,7 +494,7 @@ def sharded_model_fails(rank, world_size, what):
 
 @pytest.mark.host
 @pytest.mark.parametrize("what", ["weight", "loss"])
-def test_a_model_in_shards_is_looked_at_where_the_shards_are(what):
+def test_a_model_in_shards_is_scanned_where_the_shards_are(what):
     verdicts = run_ranks(2, sharded_model_fails, what)
     assert verdicts[0] == verdicts[1]
     (origin,) = verdicts[0]["origins"]

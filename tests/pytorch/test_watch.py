@@ -351,7 +351,7 @@ def test_what_cannot_be_watched_is_refused():
         nanlocator.watch([], optimizer)
     with pytest.raises(nanlocator.UsageError, match="not a str"):
         nanlocator.watch(model, "adam")
-    with pytest.raises(nanlocator.UsageError, match="looks by itself"):
+    with pytest.raises(nanlocator.UsageError, match="scans by itself"):
         nanlocator.watch(model, LocatingOptimizer(optimizer, model))
     nanlocator.watch(model, optimizer)
     with pytest.raises(nanlocator.UsageError, match="hand all models"):
@@ -401,7 +401,7 @@ def test_a_healthy_step_takes_no_more_memory(loss_is_inside):
 
 
 @pytest.mark.parametrize(("clips", "iteration"), [(True, 3), (False, 2)])
-def test_a_step_that_had_begun_before_is_counted_and_never_looked_at_too_late(clips, iteration):
+def test_a_step_that_had_begun_before_is_counted_and_never_scanned_too_late(clips, iteration):
     """Lightning's optimizers step around the first forward, which is when a script is attached to."""
     model = Gpt()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -577,7 +577,7 @@ TEST(CpuScan, AnEmptyTensorHasEmptyStats) {
   }
 }
 
-TEST(CpuScan, TheLastElementOfManyBlocksIsLookedAtToo) {
+TEST(CpuScan, TheLastElementOfManyBlocksIsScannedToo) {
   Random random(29);
   for (const DType dtype : kAllDTypes) {
     const std::size_t numel = 3 * (kChunkBytes / size_of(dtype)) + 77;

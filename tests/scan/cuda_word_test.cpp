@@ -77,11 +77,11 @@ Range range_of(const Extremes<Unit<dtype>>& extremes) {
   return range;
 }
 
-template <DType dtype, class Look>
+template <DType dtype, class Scan>
 void expect_the_range_of(const std::vector<Unit<dtype>>& units) {
-  Look look;
-  for (const Unit<dtype> unit : units) look.add(unit);
-  const Range found = range_of<dtype>(look.settle());
+  Scan scan;
+  for (const Unit<dtype> unit : units) scan.add(unit);
+  const Range found = range_of<dtype>(scan.settle());
   const Range expected = range_of<dtype>(units);
   ASSERT_EQ(found.minimum, expected.minimum) << std::hex << units[0];
   ASSERT_EQ(found.maximum, expected.maximum) << std::hex << units[0];
@@ -90,7 +90,7 @@ void expect_the_range_of(const std::vector<Unit<dtype>>& units) {
 
 /// Every finite pattern of a narrow format in every position of the first of two words whose other
 /// elements are random finite ones, all positive, all negative or mixed.
-template <DType dtype, class Look>
+template <DType dtype, class Scan>
 void expect_the_range_of_every_pattern() {
   std::mt19937_64 random(1);
   const std::uint64_t sign = std::uint64_t{1} << (kElementBits<dtype> - 1);
@@ -115,7 +115,7 @@ void expect_the_range_of_every_pattern() {
       for (int kind = 0; kind < 3; ++kind) {
         std::vector<Unit<dtype>> units = random_units(kind);
         units[0] = with_element<dtype>(units[0], k, bits);
-        ASSERT_NO_FATAL_FAILURE((expect_the_range_of<dtype, Look>(units)));
+        ASSERT_NO_FATAL_FAILURE((expect_the_range_of<dtype, Scan>(units)));
       }
     }
   }
@@ -129,15 +129,15 @@ template <class T>
 class CudaWord : public ::testing::Test {};
 TYPED_TEST_SUITE(CudaWord, AllTypes);
 
-TYPED_TEST(CudaWordNarrow, TheSplitLookFindsTheRangeForEveryPatternInEveryPosition) {
-  expect_the_range_of_every_pattern<TypeParam::dtype, SplitLook<TypeParam::dtype>>();
+TYPED_TEST(CudaWordNarrow, TheSplitScanFindsTheRangeForEveryPatternInEveryPosition) {
+  expect_the_range_of_every_pattern<TypeParam::dtype, SplitScan<TypeParam::dtype>>();
 }
 
-TYPED_TEST(CudaWordNarrow, ThePackedLookFindsTheRangeForEveryPatternInEveryPosition) {
-  expect_the_range_of_every_pattern<TypeParam::dtype, PackedLook<TypeParam::dtype>>();
+TYPED_TEST(CudaWordNarrow, ThePackedScanFindsTheRangeForEveryPatternInEveryPosition) {
+  expect_the_range_of_every_pattern<TypeParam::dtype, PackedScan<TypeParam::dtype>>();
 }
 
-TYPED_TEST(CudaWord, TheSplitLookFindsTheRangeOfRandomFiniteNumbers) {
+TYPED_TEST(CudaWord, TheSplitScanFindsTheRangeOfRandomFiniteNumbers) {
   constexpr DType dtype = TypeParam::dtype;
   std::mt19937_64 random(2);
   for (int repeat = 0; repeat < 2000; ++repeat) {
@@ -149,21 +149,21 @@ TYPED_TEST(CudaWord, TheSplitLookFindsTheRangeOfRandomFiniteNumbers) {
         } while (!std::isfinite(decode<dtype>(element_of<dtype>(unit, k))));
       }
     }
-    ASSERT_NO_FATAL_FAILURE((expect_the_range_of<dtype, SplitLook<dtype>>(units)));
+    ASSERT_NO_FATAL_FAILURE((expect_the_range_of<dtype, SplitScan<dtype>>(units)));
   }
 }
 
-/// True if the look at one unit of ordinary elements with `bits` in position k asks for care.
-template <DType dtype, class Look>
+/// True if the scan of one unit of ordinary elements with `bits` in position k asks for care.
+template <DType dtype, class Scan>
 bool asks_for_care(std::uint64_t bits, std::uint32_t position) {
   Unit<dtype> unit = 0;
   for (std::uint32_t k = 0; k < kElementsPerUnit<dtype>; ++k) {
     unit = with_element<dtype>(unit, k, testing::named_bits(dtype).one);
   }
-  Look look;
-  look.add(unit);
-  look.add(with_element<dtype>(unit, position, bits));
-  return needs_care<dtype>(look.settle());
+  Scan scan;
+  scan.add(unit);
+  scan.add(with_element<dtype>(unit, position, bits));
+  return needs_care<dtype>(scan.settle());
 }
 
 TYPED_TEST(CudaWordNarrow, CareIsAskedForExactlyWhenAPatternIsNotFiniteOrTooLargeToSquare) {
@@ -173,8 +173,8 @@ TYPED_TEST(CudaWordNarrow, CareIsAskedForExactlyWhenAPatternIsNotFiniteOrTooLarg
     const bool too_large = dtype == DType::bfloat16 && std::abs(value) >= 0x1p60;
     const bool expected = !std::isfinite(value) || too_large;
     for (std::uint32_t k = 0; k < kElementsPerUnit<dtype>; ++k) {
-      ASSERT_EQ((asks_for_care<dtype, SplitLook<dtype>>(bits, k)), expected) << std::hex << bits;
-      ASSERT_EQ((asks_for_care<dtype, PackedLook<dtype>>(bits, k)), expected) << std::hex << bits;
+      ASSERT_EQ((asks_for_care<dtype, SplitScan<dtype>>(bits, k)), expected) << std::hex << bits;
+      ASSERT_EQ((asks_for_care<dtype, PackedScan<dtype>>(bits, k)), expected) << std::hex << bits;
     }
   }
 }
@@ -185,11 +185,11 @@ TYPED_TEST(CudaWord, CareIsAskedForAtTheEdgesOfTheFiniteRange) {
   const std::uint64_t sign = std::uint64_t{1} << (kElementBits<dtype> - 1);
   for (const std::uint64_t bad : {bits.quiet_nan, bits.negative_nan, bits.largest + 1,
                                   (bits.largest + 1) | sign, (2 * sign - 1), sign - 1}) {
-    EXPECT_TRUE((asks_for_care<dtype, SplitLook<dtype>>(bad, 0))) << std::hex << bad;
+    EXPECT_TRUE((asks_for_care<dtype, SplitScan<dtype>>(bad, 0))) << std::hex << bad;
   }
   if (dtype == DType::bfloat16) return;
   for (const std::uint64_t good : {bits.largest, bits.largest | sign, std::uint64_t{0}, sign}) {
-    EXPECT_FALSE((asks_for_care<dtype, SplitLook<dtype>>(good, 0))) << std::hex << good;
+    EXPECT_FALSE((asks_for_care<dtype, SplitScan<dtype>>(good, 0))) << std::hex << good;
   }
 }
 
@@ -199,8 +199,8 @@ TEST(CudaWordBfloat16, CareIsAskedForWhenNothingIsLargeEnoughForFp32Squares) {
     const double value = std::abs(decode<dtype>(bits));
     const bool tiny = value > 0 && value < 0x1p-55;
     if (!std::isfinite(value) || value >= 0x1p60) continue;
-    SplitLook<dtype> split;
-    PackedLook<dtype> packed;
+    SplitScan<dtype> split;
+    PackedScan<dtype> packed;
     for (const std::uint32_t unit : {bits, bits << 16, 0x80000000u}) {  // with zeros of both signs
       split.add(unit);
       packed.add(unit);
@@ -258,7 +258,7 @@ TYPED_TEST(CudaWordNarrow, AVectorOfTheLargestElementsHasAFiniteSumOfSquares) {
   double largest = 0;
   for (std::uint64_t bits = 0; bits < std::uint64_t{1} << kElementBits<dtype>; ++bits) {
     const double value = decode<dtype>(bits);
-    if (std::isfinite(value) && !asks_for_care<dtype, SplitLook<dtype>>(bits, 0)) {
+    if (std::isfinite(value) && !asks_for_care<dtype, SplitScan<dtype>>(bits, 0)) {
       largest = std::max(largest, value);
     }
   }
@@ -317,7 +317,7 @@ TYPED_TEST(CudaWord, AVectorAddsTheFingerprintOfItsFourWords) {
   }
 }
 
-TYPED_TEST(CudaWordNarrow, TheCarefulLookClassifiesEveryPattern) {
+TYPED_TEST(CudaWordNarrow, TheCarefulScanClassifiesEveryPattern) {
   constexpr DType dtype = TypeParam::dtype;
   for (std::uint64_t bits = 0; bits < std::uint64_t{1} << kElementBits<dtype>; ++bits) {
     const double value = decode<dtype>(bits);
@@ -341,7 +341,7 @@ TYPED_TEST(CudaWordNarrow, TheCarefulLookClassifiesEveryPattern) {
   }
 }
 
-TYPED_TEST(CudaWord, TheCarefulLookAtAPartOfAUnitLeavesTheRestAlone) {
+TYPED_TEST(CudaWord, TheCarefulScanOfAPartOfAUnitLeavesTheRestAlone) {
   constexpr DType dtype = TypeParam::dtype;
   Unit<dtype> unit = 0;
   for (std::uint32_t k = 0; k < kElementsPerUnit<dtype>; ++k) {

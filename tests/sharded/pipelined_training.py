@@ -109,7 +109,7 @@ class Pipelined(Training):
         return part
 
     def spoil_messages(self):
-        """Below whatever looks at them."""
+        """Below whatever scans them."""
         training, recv = self, ProcessGroup.recv
 
         class Spoiled:

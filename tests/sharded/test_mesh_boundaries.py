@@ -1,4 +1,4 @@
-"""Level boundaries on device meshes: what crosses each process group is looked at in every step, so that what
+"""Level boundaries on device meshes: what crosses each process group is scanned in every step, so that what
 a collective damages once is that collective's, with the group's name."""
 
 import functools

@@ -319,7 +319,7 @@ TEST_F(LocatingOptimizerTest, GoesOnInTheNextStepWhereTheErrorIsCaught) {
   EXPECT_EQ(optimizer.locator().verdicts().at(1).iteration, 3);
 }
 
-TEST_F(LocatingOptimizerTest, LooksAgainAtGradientsThatWereComputedAfterTheClip) {
+TEST_F(LocatingOptimizerTest, ScansAgainGradientsThatWereComputedAfterTheClip) {
   LocatingOptimizer optimizer(sgd(), *model_, options());
   backward(0);
   (void)optimizer.clip_grad_norm(1.0);

@@ -37,7 +37,7 @@ std::vector<at::Tensor> large_tensors(at::ScalarType dtype) {
 
 class LargeTensor : public ::testing::TestWithParam<at::ScalarType> {};
 
-TEST_P(LargeTensor, IsLookedAtWithoutMemoryInProportionToIt) {
+TEST_P(LargeTensor, IsScannedWithoutMemoryInProportionToIt) {
   for (const auto& tensor : large_tensors(GetParam())) {
     for (const float bad : {1.0F, kNan}) {  // nothing bad, then the last element
       if (GetParam() != at::kLong && GetParam() != at::kBool) tensor[-1][-1] = bad;

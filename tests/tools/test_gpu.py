@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS_GPU = {"sanitizer", "streams-races", "graph", "suite", "triton", "trainer"}
-ON_CPU = ["build", "looks", "streams", "faults", "rerun", "kernel-faults", "transparency"]
+ON_CPU = ["build", "scan-stats", "streams", "faults", "rerun", "kernel-faults", "transparency"]
 
 
 def gpu(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
@@ -48,7 +48,7 @@ def test_on_the_cpu_every_step_passes_and_leaves_its_figures(tmp_path):
     assert session["machine"]["device"] == "cpu"
     figures = {step["name"]: step["figures"] for step in session["steps"]}
     assert [step["status"] for step in session["steps"]] == ["passed"] * len(ON_CPU)
-    assert figures["looks"]["compared"] > 100
+    assert figures["scan-stats"]["compared"] > 100
     assert figures["faults"]["log of a negative number"]["operator"] == "aten::log"
     assert figures["rerun"]["time_over_step"] > 1
 

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "nanlocator/error.hpp"
-#include "nanlocator/tensor/look.hpp"
+#include "nanlocator/tensor/scan_one.hpp"
 
 namespace nanlocator {
 namespace {
@@ -103,7 +103,7 @@ TEST_F(BoundaryWatchTest, TellsWhatWasPutInFromWhatCameOutOfACollective) {
   EXPECT_EQ(sighting.crossing, (Crossing{"tp", {0, 1}, std::nullopt, 1}));
 }
 
-TEST_F(BoundaryWatchTest, CountsWhatItCannotLookAtAsNotLookedAtAndNotAsFinite) {
+TEST_F(BoundaryWatchTest, CountsWhatItCannotScanAsNotScannedAndNotAsFinite) {
   all_reduce(at::ones({4}));
   const auto payload = at::zeros({16}, at::kByte);  // a quantised tensor's
   const auto all = at::zeros({32}, at::kByte);
@@ -120,7 +120,7 @@ TEST_F(BoundaryWatchTest, CountsWhatItCannotLookAtAsNotLookedAtAndNotAsFinite) {
   EXPECT_FALSE(coverage[0].is_whole());
 }
 
-TEST_F(BoundaryWatchTest, CountsWhatCrossesBetweenPassesAndLooksAtNoneOfIt) {
+TEST_F(BoundaryWatchTest, CountsWhatCrossesBetweenPassesAndScansNoneOfIt) {
   watch_.skip_collective(tp_);
   watch_.skip_message(pp_, 4, /*is_received=*/true);
   watch_.begin_pass();
@@ -189,7 +189,7 @@ TEST_F(BoundaryWatchTest, KeepsWhatEveryMemberGetsAlikeWhereARankAsks) {
   EXPECT_EQ(results[0].absmax, 4);
   EXPECT_EQ(results[0].sum_of_squares, 25);
   EXPECT_EQ(results[0].zeros, 1);
-  EXPECT_EQ(results[0].fingerprint, look(at::tensor({3.0F, -4.0F, 0.0F}))->fingerprint);
+  EXPECT_EQ(results[0].fingerprint, scan_one(at::tensor({3.0F, -4.0F, 0.0F}))->fingerprint);
   finish(tp_, kAllReduce, at::ones({4}));
   EXPECT_TRUE(watch_.take_results().empty());
 }
@@ -217,7 +217,7 @@ TEST_F(BoundaryWatchTest, SaysInEachStepThatAGroupHasUnwatchedExchanges) {
   }
 }
 
-TEST_F(BoundaryWatchTest, LooksAgainAtMemoryThatWasSeenBad) {
+TEST_F(BoundaryWatchTest, ScansAgainMemoryThatWasSeenBad) {
   const auto tensor = bad();
   const auto crossing = watch_.begin_collective(tp_, kAllReduce, Tensors{tensor});
   for (std::int64_t i = 0; i < tensor.numel(); ++i) static_cast<float*>(tensor.data_ptr())[i] = 1;

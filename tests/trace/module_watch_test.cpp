@@ -145,7 +145,7 @@ TEST(ModuleWatch, BlamesABadWeightByItsName) {
   EXPECT_EQ(collected.births.at(0).sighting.stats.first_bad, 7);
 }
 
-TEST(ModuleWatch, SeesWhatIsWrittenIntoATensorThatItHasLookedAt) {
+TEST(ModuleWatch, SeesWhatIsWrittenIntoATensorThatItHasScanned) {
   ModuleWatch watch;
   auto x = at::ones({5});
   (void)call(watch, "a", x, twice);

@@ -109,7 +109,7 @@ def test_what_a_skipped_step_has_logged_is_no_more_logged_afterwards():
     assert returned == logged and [loss is None for loss in returned] == [False, False, False, True, False]
 
 
-def test_manual_optimization_inside_of_a_wrapper_is_looked_at_and_says_that_it_is_not_executed_again():
+def test_manual_optimization_inside_of_a_wrapper_is_scanned_and_says_that_it_is_not_executed_again():
     arguments = ("lightning_strategies", "ddp", "manual")
     verdict = located(*arguments, fault="norm")
     assert {origin["coordinates"]["rank"] for origin in verdict["origins"]} == {1}

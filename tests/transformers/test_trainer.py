@@ -584,7 +584,7 @@ def test_options_that_cannot_work_are_refused(options, text):
         ("NO", 1, "galore_adamw_layerwise", "updates weights during backward"),
     ],
 )
-def test_gradients_that_cannot_be_looked_at_are_refused(kind, n_gpu, optim, text):
+def test_gradients_that_cannot_be_scanned_are_refused(kind, n_gpu, optim, text):
     trainer = SimpleNamespace(
         accelerator=SimpleNamespace(distributed_type=DistributedType(kind)),
         args=SimpleNamespace(n_gpu=n_gpu, optim=OptimizerNames(optim)),
@@ -593,7 +593,7 @@ def test_gradients_that_cannot_be_looked_at_are_refused(kind, n_gpu, optim, text
         check(trainer)
 
 
-def test_an_optimizer_that_looks_itself_is_refused():
+def test_an_optimizer_that_scans_itself_is_refused():
     model = gpt2()
     optimizer = nanlocator.LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     trainer = trainer_of(model, NanLocatorCallback(), optimizers=(optimizer, None))

@@ -21,7 +21,7 @@ DEEPSPEED = Path(__file__).resolve().parents[2] / ".setup" / "deepspeed"
 
 
 class Training:
-    """``step`` trains once; ``watched`` is a context in which nanlocator looks."""
+    """``step`` trains once; ``watched`` is a context in which nanlocator scans."""
 
     def __init__(self, step: Callable[[], None], watched: Callable[[], Any], parameters: int) -> None:
         self.step, self.watched, self.parameters = step, watched, parameters

@@ -32,7 +32,7 @@ from typing import Any
 from plan_configurations import CONFIGURATIONS, Configuration
 
 # H100 SXM5 data sheet; the part of it that a scan of bfloat16 reaches, and what one of 4 KB takes there
-# (tools/gpu, steps scan and look-cost, 2026-11-26).
+# (tools/gpu, steps scan and scan-cost, 2026-11-26).
 BANDWIDTH, REACHED = 3.35e12, 0.82
 SHORTEST_KERNEL = 4.9e-6
 # Of the host, in seconds: together the 9 us that a scan from Python takes there; their parts are assumptions.

@@ -109,8 +109,8 @@ class Counts:
             launches=1, tensors=len(tensors), bytes=sum(tensor.nbytes for tensor in tensors)
         )
 
-    def look(self, place: str, value: Any) -> None:
-        """One launch for each tensor that can hold a NaN (deferred_looks.cpp, look_afresh)."""
+    def scan_each(self, place: str, value: Any) -> None:
+        """One launch for each tensor that can hold a NaN (deferred_scans.cpp, scan_afresh)."""
         for tensor in _tensors_in(value):
             if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
                 self.scan(place, [tensor])
@@ -128,7 +128,7 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 class CountingWatch:
-    """In the place of _C.BoundaryWatch (boundary_watch.cpp): what it would look at."""
+    """In the place of _C.BoundaryWatch (boundary_watch.cpp): what it would scan."""
 
     def __init__(self, threads: int) -> None:
         self._groups: list[str] = []
@@ -141,13 +141,13 @@ class CountingWatch:
     def begin_collective(self, group: int, op: str, sent: Any) -> int:
         COUNTS.engine_calls += 1
         name = f"{self._groups[group]} {op.removeprefix('c10d::').strip('_')}"
-        COUNTS.look(f"{name} sent", sent)
+        COUNTS.scan_each(f"{name} sent", sent)
         self._crossings.append(name)
         return len(self._crossings) - 1
 
     def send(self, group: int, peer: int, sent: Any) -> None:
         COUNTS.engine_calls += 1
-        COUNTS.look(f"{self._groups[group]} send", sent)
+        COUNTS.scan_each(f"{self._groups[group]} send", sent)
 
     def begin_receive(self, group: int, peer: int) -> int:
         COUNTS.engine_calls += 1
@@ -156,10 +156,10 @@ class CountingWatch:
 
     def finish(self, crossing: int, received: Any) -> None:
         COUNTS.engine_calls += 1
-        COUNTS.look(f"{self._crossings[crossing]} received", received)
+        COUNTS.scan_each(f"{self._crossings[crossing]} received", received)
 
     def __getattr__(self, name: str) -> Any:
-        """enter, leave, and what the schedule does: nothing is looked at."""
+        """enter, leave, and what the schedule does: nothing is scanned."""
 
         def call(*args: Any) -> None:
             COUNTS.engine_calls += 1
@@ -177,14 +177,14 @@ class CountingDriver:
     def __init__(self, *args: Any) -> None:
         self._plans: dict[tuple[str, int], tuple] = {}
         self.locator = SimpleNamespace(now_in=_engine_call, gradient_is_ready=_engine_call)
-        self._looking = contextlib.ExitStack()
+        self._scanning = contextlib.ExitStack()
 
     def follow_boundaries(self, boundaries: Any) -> None:
         self._boundaries = boundaries
 
     def begin_pass(self, *args: Any) -> None:
         COUNTS.engine_calls += 1
-        self._looking.enter_context(self._boundaries.watching())
+        self._scanning.enter_context(self._boundaries.watching())
 
     def scan(
         self,
@@ -203,7 +203,7 @@ class CountingDriver:
 
     def end_pass(self, losses: list[Any]) -> Any:
         """StepDriver::end_pass: the losses, the flag's launch, and the wait for it."""
-        self._looking.close()
+        self._scanning.close()
         COUNTS.engine_calls += 1
         COUNTS.waits += 1
         if losses:  # at new addresses

@@ -1,4 +1,4 @@
-"""The CPU scan of a GPT's gradients beside what else could look at them, interleaved in one run.
+"""The CPU scan of a GPT's gradients beside what else could scan them, interleaved in one run.
 
     tools/bench scan [--rounds 9] [--dtypes float32 bfloat16 float16] [--threads 1 2] [--json]
 

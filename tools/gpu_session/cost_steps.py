@@ -109,21 +109,21 @@ def _overhead(
     return {"ratios": ratios, "milliseconds": milliseconds}
 
 
-# ---- look-cost: a single tensor --------------------
+# ---- scan-cost: a single tensor --------------------
 
 
-def look_cost(device: str) -> dict[str, Any]:
+def scan_cost(device: str) -> dict[str, Any]:
     """Of one scan outside of a plan: microseconds of the host and of the device, and the rate, beside what
     torch.isfinite(x).all() takes on the device."""
     figures = {}
     for size in (2**12, 2**20, 2**24, 2**28, 2**31) if device == "cuda" else (2**12, 2**20):
         tensor = torch.randn(size // 2, device=device).to(torch.bfloat16)
-        looks = _C.TensorLooks()
-        looks.enqueue(tensor)
-        looks.read()
+        scans = _C.TensorScans()
+        scans.enqueue(tensor)
+        scans.read()
         count = 200 if size < 2**26 else 20
-        host, on_device = _times(device, lambda: looks.enqueue(tensor), count)  # noqa: B023
-        looks.read()
+        host, on_device = _times(device, lambda: scans.enqueue(tensor), count)  # noqa: B023
+        scans.read()
         _, of_torch = _times(device, lambda: torch.isfinite(tensor).all(), count)  # noqa: B023
         figures[size] = {
             "host_us": round(host, 2),

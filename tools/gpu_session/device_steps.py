@@ -199,8 +199,8 @@ class Plant:
         optimizer.zero_grad()
 
     def run(self, device: str) -> tuple[dict[str, Any], list[str]]:
-        needs_look = self.spoil_state is Plant.spoil_state and self.compiled is None
-        is_bad = self.is_bad_without(device) if needs_look else True
+        needs_scan = self.spoil_state is Plant.spoil_state and self.compiled is None
+        is_bad = self.is_bad_without(device) if needs_scan else True
         if not is_bad and not self.may_be_finite:
             return {}, ["the planted fault makes no gradient bad"]
         found, wrong = judged(self.verdict(device), self.expected if is_bad else None)

@@ -2,7 +2,7 @@
 
     tools/gpu                        every step, in order; figures into gpu_session.json
     tools/gpu --list                 the steps, and what each needs
-    tools/gpu --only looks faults    these alone
+    tools/gpu --only scan-stats faults    these alone
     tools/gpu --cpu                  on the CPU and at smaller size; what needs a GPU is skipped
     tools/gpu --pack .gpu            on a machine that has them: what a machine without network lacks
 
@@ -147,7 +147,7 @@ SUITE = [
             "tensors_without_memory", "thread_races", "watch",
         )
     ),
-    *(f"debugger/test_debugger{name}.py" for name in ("", "_backward", "_looks", "_output")),
+    *(f"debugger/test_debugger{name}.py" for name in ("", "_backward", "_scans", "_output")),
 ]  # fmt: skip
 TRAINER = [f"transformers/test_trainer{name}.py" for name in ("", "_autocast", "_patch")]
 
@@ -184,8 +184,10 @@ STEPS = [
     Step("kernels", "the kernels' tests", kernels),
     Step("sanitizer", "the same under memcheck, racecheck and initcheck", sanitizer, needs_gpu=True),
     Step("scan", "the scan's rate beside a copy of the same bytes", scan),
-    Step("looks", "the device's stats equal the CPU's: dtypes, strides, alignments", worker("looks")),
-    Step("streams", "a look sees the tensor as it was when it was asked for", worker("streams")),
+    Step(
+        "scan-stats", "the device's stats equal the CPU's: dtypes, strides, alignments", worker("scan-stats")
+    ),
+    Step("streams", "a scan sees the tensor as it was when it was asked for", worker("streams")),
     Step("faults", "plain PyTorch: planted faults, verdicts, bundles that replay", worker("faults")),
     Step("megatron", "a Megatron-Core step: same bits, ratio, host waits, work", megatron),
     Step("megatron-faults", "Megatron-Core: planted faults, verdicts, bundles", worker("megatron-faults")),
@@ -193,7 +195,7 @@ STEPS = [
     Step("fsdp-faults", "FSDP: the same", worker("fsdp-faults")),
     Step("rerun", "a bad step on a full device: its time and peak over a healthy one's", worker("rerun")),
     Step("rank-failure", "two ranks, one out of memory in the re-run", worker("rank-failure")),
-    Step("look-cost", "a scan of one tensor: host, device, rate", worker("look-cost")),
+    Step("scan-cost", "a scan of one tensor: host, device, rate", worker("scan-cost")),
     Step("overhead", "a healthy step of GPT-2 at every level over one without", worker("overhead")),
     Step("kernel-faults", "a fault each in kernels of many kinds", worker("kernel-faults")),
     Step("streams-races", "streams that do not wait, and some that do", worker("streams-races"), True),

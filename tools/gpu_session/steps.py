@@ -1,6 +1,6 @@
 """The steps of tools/gpu that need Torch, each in a process of its own.
 
-    python steps.py looks --device cuda
+    python steps.py scan-stats --device cuda
 
 Prints its figures as JSON in its last line; fails where what it shows is not so. On the CPU sizes are
 smaller, and what only a GPU has (streams, memory limits, host waits) is left out of the figures.
@@ -38,17 +38,17 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def look_at(tensors: list[torch.Tensor]) -> list[Any]:
-    looks = _C.TensorLooks()
-    numbers = [looks.enqueue(tensor) for tensor in tensors]
-    read = looks.read()
+def scan_each(tensors: list[torch.Tensor]) -> list[Any]:
+    scans = _C.TensorScans()
+    numbers = [scans.enqueue(tensor) for tensor in tensors]
+    read = scans.read()
     return [read[number] if isinstance(number, int) else number for number in numbers]
 
 
-# ---- looks: the device's stats are the CPU's --------------------
+# ---- scan-stats: the device's stats are the CPU's --------------------
 
 
-def looks(device: str) -> dict[str, Any]:
+def scan_stats(device: str) -> dict[str, Any]:
     torch.manual_seed(0)
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
     dtypes += [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -68,7 +68,7 @@ def looks(device: str) -> dict[str, Any]:
                 return [*shifted, t[::2], t[: size // 4 * 4].view(4, -1).t(), t[:0]]
 
             expected = [_C.scan([view])[0] for view in views(host)]
-            found = look_at(views(whole))
+            found = scan_each(views(whole))
             for number, (a, b) in enumerate(zip(expected, found, strict=True)):
                 if a.numel == 0 and b is None:
                     continue
@@ -91,13 +91,13 @@ def looks(device: str) -> dict[str, Any]:
     return {"compared": compared, "dtypes": [str(d).removeprefix("torch.") for d in dtypes]}
 
 
-# ---- streams: a look sees the tensor as it was when it was asked for --------------------
+# ---- streams: a scan sees the tensor as it was when it was asked for --------------------
 
 
 def streams(device: str) -> dict[str, Any]:
     rounds = 200 if device == "cuda" else 20
     tensor = torch.zeros(2**22 if device == "cuda" else 2**12, device=device)
-    looks, numbers = _C.TensorLooks(), []
+    scans, numbers = _C.TensorScans(), []
     others = [torch.cuda.Stream() for _ in range(4)] if device == "cuda" else []
     for number in range(rounds):
         with contextlib.ExitStack() as stack:
@@ -107,11 +107,11 @@ def streams(device: str) -> dict[str, Any]:
                 stack.enter_context(torch.cuda.stream(stream))
                 torch.cuda._sleep(100_000)  # what is enqueued too early would see the round before
             tensor.fill_(float("nan") if number % 2 else float(number))
-            numbers.append(looks.enqueue(tensor))
+            numbers.append(scans.enqueue(tensor))
             tensor.zero_()
         if others:
             torch.cuda.current_stream().wait_stream(stream)
-    read = looks.read()
+    read = scans.read()
     stats = [read[number] if isinstance(number, int) else number for number in numbers]
     for number, each in enumerate(stats):
         if number % 2:
@@ -480,10 +480,10 @@ def graph(device: str) -> dict[str, Any]:
 
 def main() -> None:
     steps: dict[str, Callable[..., dict[str, Any]]] = {
-        "looks": looks, "streams": streams, "faults": faults, "megatron": megatron,
+        "scan-stats": scan_stats, "streams": streams, "faults": faults, "megatron": megatron,
         "megatron-faults": megatron_faults, "ddp-faults": ddp_faults, "fsdp-faults": fsdp_faults,
         "rerun": rerun, "rank-failure": rank_failure, "graph": graph,
-        "look-cost": cost_steps.look_cost, "overhead": cost_steps.overhead,
+        "scan-cost": cost_steps.scan_cost, "overhead": cost_steps.overhead,
         "kernel-faults": device_steps.kernel_faults, "streams-races": device_steps.stream_races,
         "transparency": device_steps.transparency,
     }  # fmt: skip

@@ -29,7 +29,7 @@ enum class BirthKind : std::uint8_t {
   memory,        // finite when last written, bad when read, and no operator wrote in between
   opaque,        // computed off the dispatcher: a pybind kernel, a compiled region
   unwritten,     // memory that nobody had written: a re-run filled it with NaN, which was read here
-  kernel,  // the same as opaque, by a call that was looked at on both sides; `last_seen`: allocated
+  kernel,  // the same as opaque, by a call that was scanned on both sides; `last_seen`: allocated
            // where memory that nobody had written was bad before it, else finite
   user_hook,   // a hook that the user registered on a tensor or a node
   collective,  // came out of a collective

@@ -23,8 +23,8 @@
 
 namespace nanlocator {
 
-/// That a phase was scanned, and which parameters it covered: without it "clean" and "never looked"
-/// would be the same.
+/// That a phase was scanned, and which parameters it covered: without it "clean" and "never
+/// scanned" would be the same.
 struct Coverage {
   Phase phase = Phase::grad_local;
   std::vector<std::int64_t> parameters;  // ids scanned, ascending
@@ -34,14 +34,14 @@ struct Coverage {
   friend bool operator==(const Coverage&, const Coverage&) = default;
 };
 
-/// How many crossings of one kind this rank looked at: tells "sent finite" from "not seen".
+/// How many crossings of one kind this rank scanned: tells "sent finite" from "not seen".
 struct CrossingCoverage {
   std::string group;
   RankList members;         // global ranks
   std::optional<int> peer;  // of sends and receives
   TensorRole role;          // sent or received; a collective counts once, as sent
-  std::int64_t first = 0;   // the first in the pass; those before it nobody looked at
-  std::int64_t count = 0;   // sequences first to count - 1 were looked at, but for
+  std::int64_t first = 0;   // the first in the pass; those before it nobody scanned
+  std::int64_t count = 0;   // sequences first to count - 1 were scanned, but for
   /// these, written as ranks are: bytes of a quantised tensor, a subclass that hides its memory, a
   /// stream that was being captured. They are neither finite nor bad.
   RankList not_scanned;
@@ -50,9 +50,9 @@ struct CrossingCoverage {
   /// The members also exchange activations by a way that is not watched (userbuffers of
   /// TransformerEngine, DeepEP, symmetric memory).
   bool has_unwatched = false;
-  /// Weights that were gathered here were looked at where they arrived.
+  /// Weights that were gathered here were scanned where they arrived.
   bool watches_weights = false;
-  /// All that crossed here was looked at, as far as `count` says.
+  /// All that crossed here was scanned, as far as `count` says.
   [[nodiscard]] bool is_whole() const { return not_scanned == RankList() && !has_unwatched; }
   friend bool operator==(const CrossingCoverage&, const CrossingCoverage&) = default;
 };

@@ -28,7 +28,7 @@ enum class InstructionSet { plain, avx2, avx512 };
 [[nodiscard]] TensorStats scan_cpu(const TensorView& tensor, int threads = 1);
 
 /// True if the tensor holds a NaN or Inf. One read of the memory on the calling thread and nothing
-/// else, for observers that look at every value and rarely find anything; stops at the first block
+/// else, for observers that scan every value and rarely find anything; stops at the first block
 /// of 16 KiB that holds one. Throws UsageError or UnsupportedError for a view that cannot be used.
 [[nodiscard]] bool has_nonfinite(const TensorView& tensor);
 

@@ -9,9 +9,9 @@
 //     begin_pass(pass)                                  (forward, backward)
 //       (forward, backward; scan, where the owner
 //        sees gradients earlier than at the end)
-//     end_pass(losses)   -> Decision                    look()       -> Decision
+//     end_pass(losses)   -> Decision                    scan_and_agree() -> Decision
 //     begin_update, (the optimizer), end_update         the same
-//     end_step()         -> Decision                    end_step()   -> Decision
+//     end_step()         -> Decision                    end_step()       -> Decision
 //
 // Exceptions: whatever ends a step early destroys a Scope or calls `abandon`, and the next step is
 // a fresh one. Healthy steps cost what GradientLocator and StepState cost. Thread: the training
@@ -188,7 +188,7 @@ class StepDriver {
   /// Between the two.
   [[nodiscard]] bool is_agreeing() const noexcept;
   /// Scans and agrees where this step has not; else what was decided.
-  Decision look();
+  Decision scan_and_agree();
   /// This step's findings are reported: it needs no further agreement.
   [[nodiscard]] bool is_judged() const noexcept;
   /// The latest Decision of this step was `skip`.

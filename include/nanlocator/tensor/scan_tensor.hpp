@@ -1,4 +1,4 @@
-// Stats of Torch tensors in host memory, now. For tests, benchmarks and one-off looks; training
+// Stats of Torch tensors in host memory, now. For tests, benchmarks and one-off scans; training
 // goes through GradientScanner, which does not wait.
 #pragma once
 

@@ -3,11 +3,11 @@
 //
 // In: each crossing with its tensors, before and after; the modules as they run; the schedule's
 // microbatches. Out, when the step ends: sightings of bad tensors in execution order, and how many
-// crossings were looked at. A crossing is named by (group, sequence number), which all its members
+// crossings were scanned. A crossing is named by (group, sequence number), which all its members
 // count alike; a message by (group, sender, receiver, sequence number).
 //
-// What cannot be looked at (bytes of a quantised tensor, a subclass that hides its memory, a stream
-// that is being captured) is counted as not looked at: it is never taken to be finite.
+// What cannot be scanned (bytes of a quantised tensor, a subclass that hides its memory, a stream
+// that is being captured) is counted as not scanned: it is never taken to be finite.
 //
 // Cost: one read of each tensor (host memory), or one launch (CUDA; current stream); only `collect`
 // waits. Nothing is cached by address: a collective writes its result over its input without a new
@@ -51,7 +51,7 @@ class BoundaryWatch {
   /// Forgets the step before; counting starts at 0. All members call it at the same place among
   /// their crossings.
   void begin_step();
-  /// Forgets what crossed in this step so far, but for its number: nobody has looked at it.
+  /// Forgets what crossed in this step so far, but for its number: nobody has scanned it.
   void begin_pass();
 
   // ---- Crossings ----

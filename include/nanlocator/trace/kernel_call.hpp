@@ -5,7 +5,7 @@
 //     auto result = fwd(q, k, out);
 //     call.end({result});
 //
-// The trace of the process looks at the tensors before and after; what is bad afterwards, though
+// The trace of the process scans the tensors before and after; what is bad afterwards, though
 // everything before was finite, was born in this call. Where there is no trace it does nothing.
 #pragma once
 
@@ -46,7 +46,7 @@ class KernelCall {
  private:
   std::vector<KernelArgument> arguments_;
   std::int64_t number_ = 0;
-  std::size_t depth_ = 0;  // of the thread's calls while this one runs; 0 where nobody looks
+  std::size_t depth_ = 0;  // of the thread's calls while this one runs; 0 where nobody scans
 };
 
 }  // namespace nanlocator

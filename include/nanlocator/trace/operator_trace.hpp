@@ -7,7 +7,7 @@
 //     loss.backward();
 //     for (const auto& birth : trace.explain({loss}, gradients).births) ...
 //
-// While one lives it looks at values between operators (on a device: it waits), so it is armed for
+// While one lives it scans values between operators (on a device: it waits), so it is armed for
 // a re-run or on request (`level="operators"`). It changes no value. Outputs are scanned always,
 // inputs only where an output is bad. The rules of a birth are in docs/causes.md.
 #pragma once

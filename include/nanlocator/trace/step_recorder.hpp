@@ -6,7 +6,7 @@
 // hears of the operators by itself, on the thread that has made it, and keeps for each its
 // arguments: a tensor that an event has made is kept by name, data as a copy, as programs load the
 // next batch into the same memory, and the rest, weights and what is too large, by reference.
-// Nothing is looked at, so a step without a fault costs the host some microseconds for each
+// Nothing is scanned, so a step without a fault costs the host some microseconds for each
 // operator that is outside of calls. What no later event needs is forgotten as soon as its tensors
 // are gone.
 //
@@ -141,10 +141,10 @@ class StepRecorder {
   /// What was computed and waits for a backward: live tensors with a gradient function that nothing
   /// else which has one was computed from.
   [[nodiscard]] std::vector<at::Tensor> unfinished() const;
-  /// Those of them with one element that the program has looked at, by asking for a number that was
+  /// Those of them with one element that the program has read, by asking for a number that was
   /// computed from them (`item`) or whether something is true; kept alive for it until a backward
   /// or the next step begins.
-  [[nodiscard]] std::vector<at::Tensor> take_looked_at() noexcept;
+  [[nodiscard]] std::vector<at::Tensor> take_read() noexcept;
   /// Whether some of both was computed from the same call; true where it is not known.
   [[nodiscard]] bool have_common_calls(std::span<const at::Tensor> some,
                                        std::span<const at::Tensor> others);

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from nanlocator.debugger.frames import Role, Row
-from nanlocator.debugger.looks import Looks
 from nanlocator.debugger.places import input_places, output_places
+from nanlocator.debugger.scans import Scans
 
 _ACCUMULATOR = "AccumulateGrad"  # the node of a leaf, as it is called in Python
 _AFTER_OUTPUTS = 1 << 20  # places in a frame; no call has so many outputs
@@ -78,16 +78,16 @@ class BackwardFrames:
     ``is_traced(batch)``: later gradients follow from it.
 
     ``take`` may raise: backward then ends with that error. It runs in autograd's hooks, on whatever thread
-    runs these; where the looks wait for a device, of a batch that is not traced at the end of the pass.
+    runs these; where the scans wait for a device, of a batch that is not traced at the end of the pass.
     """
 
     def __init__(
         self,
-        looks: Looks,
+        scans: Scans,
         take: Callable[[BackwardCall, list[Row]], None],
         is_traced: Callable[[int], bool],
     ) -> None:
-        self._looks = looks
+        self._scans = scans
         self._take = take
         self._is_traced = is_traced
         self._is_active = True
@@ -131,9 +131,9 @@ class BackwardFrames:
                 self._batch = call.batch
                 number = self._this_pass()
                 rows = [(place.order, self._row(place, gradients[place.position])) for place in places]
-                self._looks.then(lambda: self._add(number, call, rows))
-                if self._looks.are_many or self._is_traced(call.batch):
-                    self._looks.settle()
+                self._scans.then(lambda: self._add(number, call, rows))
+                if self._scans.are_many or self._is_traced(call.batch):
+                    self._scans.settle()
 
         return see
 
@@ -148,7 +148,7 @@ class BackwardFrames:
     def _row(self, place: _GradientPlace, gradient: torch.Tensor | None) -> Row:
         if gradient is None:
             return Row(place.role, place.context, None, "NoneType")
-        return Row(place.role, place.context, self._looks.look(gradient))
+        return Row(place.role, place.context, self._scans.scan(gradient))
 
     def _add(self, number: int, call: BackwardCall, rows: list[tuple[int, Row]]) -> None:
         frames = self._open.setdefault(number, {})
@@ -163,8 +163,8 @@ class BackwardFrames:
     def _end_pass(self, number: int) -> None:
         with self._lock:
             self._passes.discard(number)
-            self._looks.then(lambda: self._take_incomplete(number))
-            self._looks.settle()
+            self._scans.then(lambda: self._take_incomplete(number))
+            self._scans.settle()
 
     def _take_incomplete(self, number: int) -> None:
         for call, frame in self._open.pop(number, {}).items():

@@ -1,6 +1,6 @@
 """``DebugUnderflowOverflow``: hooks on every module call, and the rule of what is reported.
 
-The scans of a call's values start when it returns (looks.py); they are judged in the order of the calls
+The scans of a call's values start when it returns (scans.py); they are judged in the order of the calls
 once the results are known: host memory's at once, an accelerator's when the batch's forward ends. One frame
 per call, kept as numbers; text is made (frames.py) only where it is printed. Everything that is remembered is
 an attribute of the object, and ``remove()`` removes every hook.
@@ -23,12 +23,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nanlocator.debugger.backward import BackwardCall, BackwardFrames, StartedCall, is_in_backward
 from nanlocator.debugger.frames import Frame, Role, Row, finding_lines, frame_text, report_text
-from nanlocator.debugger.looks import Looks
 from nanlocator.debugger.masks import IntendedMasks
 from nanlocator.debugger.output import Output, describe_rank
 from nanlocator.debugger.places import Place, input_places, output_places
 from nanlocator.debugger.process_hooks import ProcessHooks
 from nanlocator.debugger.ranks import Finding, PeerRanks, next_number
+from nanlocator.debugger.scans import Scans
 from nanlocator.debugger.values import Values
 from nanlocator.modules import nearest_path
 from nanlocator.python_versions import add_note
@@ -130,17 +130,17 @@ class DebugUnderflowOverflow:
         self._frames: deque[Frame] = deque(maxlen=_frame_count(max_frames_to_save))
         self._is_batch_start = True
         self._running = _Running()
-        self._looks = Looks()
-        self._weights = _WeightLooks(self._looks)
+        self._scans = Scans()
+        self._weights = _WeightScans(self._scans)
         self._judged_at_once: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # for their −Inf
-        self._pass_to_settle: int | None = None  # the backward pass at whose end the looks are read
+        self._pass_to_settle: int | None = None  # the backward pass at whose end the scans are read
         self._masks = IntendedMasks()
         self._output = Output(output_dir)
         self._number = next_number()
         self._peers: PeerRanks | None = None
         self._has_heard = False  # that another rank has found something
         self._backward = (
-            BackwardFrames(self._looks, self._take_backward, lambda batch: batch in self.trace_batch_nums)
+            BackwardFrames(self._scans, self._take_backward, lambda batch: batch in self.trace_batch_nums)
             if backward
             else None
         )
@@ -163,13 +163,13 @@ class DebugUnderflowOverflow:
     @property
     def frames(self) -> list[str]:
         """The text of the frames kept so far, oldest first. Waits for what has not been judged."""
-        self._looks.settle()
+        self._scans.settle()
         return [frame_text(frame, self.verbose) for frame in self._frames]
 
     def remove(self) -> None:
         """Judges what has not been, and takes every hook away. May be called twice."""
         try:
-            self._looks.settle()
+            self._scans.settle()
         finally:
             self._remove_hooks()
 
@@ -242,10 +242,10 @@ class DebugUnderflowOverflow:
     def _before_outermost_call(self) -> None:
         if self._peers is None and is_distributed():
             self._peers = PeerRanks(self._number, self._hear)
-        self._looks.forget_passing()
+        self._scans.forget_passing()
         if is_in_backward():
             return
-        self._looks.settle()  # what a forward or backward that raised has left
+        self._scans.settle()  # what a forward or backward that raised has left
         if self._backward is not None:
             self._backward.forget_open()
             self._raise_after_last_batch()
@@ -270,18 +270,18 @@ class DebugUnderflowOverflow:
             outputs=[(place, self._row_of(place)) for place in output_places(output)],
             weights=self._weights.rows(module),
         )
-        self._looks.then(lambda: self._judge(ended))
-        if self._looks.are_waiting:
+        self._scans.then(lambda: self._judge(ended))
+        if self._scans.are_waiting:
             self._settle_where_due(module)
             ended.let_tensors_go()
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
         """Runs also where the forward raises, without an output."""
         error = sys.exc_info()[1]
-        if module is self.model and self._looks.are_waiting and error is not None:
+        if module is self.model and self._scans.are_waiting and error is not None:
             self._settle_before(error)
 
-    # ---- When looks are read --------------------------------------------------------------------
+    # ---- When scans are read --------------------------------------------------------------------
 
     def _settle_where_due(self, module: nn.Module) -> None:
         is_outermost = module is self.model or not self._running.stack
@@ -289,23 +289,23 @@ class DebugUnderflowOverflow:
             (is_outermost and not is_in_backward())
             or self.batch_number in self.trace_batch_nums
             or module in self._judged_at_once
-            or self._looks.are_many
+            or self._scans.are_many
         ):
-            self._looks.settle()
+            self._scans.settle()
         elif is_in_backward():
             self._settle_after_pass()
 
     def _settle_after_pass(self) -> None:
-        """The second forward of a checkpoint, part by part: its looks are read together, too."""
+        """The second forward of a checkpoint, part by part: its scans are read together, too."""
         number = torch._C._current_graph_task_id()
         if number != self._pass_to_settle:
             self._pass_to_settle = number
-            torch.autograd.Variable._execution_engine.queue_callback(self._looks.settle)
+            torch.autograd.Variable._execution_engine.queue_callback(self._scans.settle)
 
     def _settle_before(self, error: BaseException) -> None:
         """What was seen before ``error`` may be its reason: the report is printed, the error gets a note."""
         try:
-            self._looks.settle()
+            self._scans.settle()
         except ValueError as finding:
             add_note(error, f"nanlocator: before this, {finding}")
 
@@ -316,7 +316,7 @@ class DebugUnderflowOverflow:
             row for place, row in call.values() if row.is_bad and not self._is_meant(place, row, call)
         ]
         if bad_values:
-            call.weights = self._weights.look_again(call.module)
+            call.weights = self._weights.scan_again(call.module)
         overflows = [*(row for row in call.weights if row.is_bad), *bad_values]
         if call.is_late and not (self.verbose or overflows):
             return  # the original has no frame for it
@@ -422,7 +422,7 @@ class DebugUnderflowOverflow:
         if self._peers is None or not self._has_heard:
             return
         self._has_heard = False
-        self._looks.settle()  # raises where this rank has seen something, too
+        self._scans.settle()  # raises where this rank has seen something, too
         if (finding := self._peers.take_finding()) is None:
             return
         self._write_last_frames(f"Stopped during batch_number={self.batch_number}: {finding}")
@@ -435,7 +435,7 @@ class DebugUnderflowOverflow:
     def _row_of(self, place: Place) -> Row:
         value = place.value
         if isinstance(value, torch.Tensor):
-            return Row(place.role, place.context, self._looks.look_in_passing(value), is_extra=place.is_extra)
+            return Row(place.role, place.context, self._scans.scan_in_passing(value), is_extra=place.is_extra)
         return Row(place.role, place.context, None, type(value).__name__)
 
 
@@ -489,11 +489,11 @@ class _Running(threading.local):
         return any(call.module is module for call in self.stack)
 
 
-class _WeightLooks:
+class _WeightScans:
     """What was seen of each parameter, for as long as it cannot have changed."""
 
-    def __init__(self, looks: Looks) -> None:
-        self._looks = looks
+    def __init__(self, scans: Scans) -> None:
+        self._scans = scans
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> (state, Values)
         self._steps = 0
 
@@ -503,12 +503,12 @@ class _WeightLooks:
     def rows(self, module: nn.Module) -> list[Row]:
         return [Row(Role.WEIGHT, name, self._values(p)) for name, p in module.named_parameters(recurse=False)]
 
-    def look_again(self, module: nn.Module) -> list[Row]:
+    def scan_again(self, module: nn.Module) -> list[Row]:
         """A write through ``.data`` leaves no trace: where it matters the memory is read again, now."""
         for parameter in module.parameters(recurse=False):
             self._seen.pop(parameter, None)
         rows = self.rows(module)
-        self._looks.settle()
+        self._scans.settle()
         return rows
 
     def forget_all(self) -> None:
@@ -516,12 +516,12 @@ class _WeightLooks:
 
     def _values(self, parameter: torch.Tensor) -> Values:
         if parameter.is_inference() or type(parameter) is not nn.Parameter:
-            return self._looks.look(parameter)  # writes are not counted, or the memory is hidden
+            return self._scans.scan(parameter)  # writes are not counted, or the memory is hidden
         # The address: `parameter.data = other` and `model.half()` are not counted as writes.
         state = (self._steps, parameter._version, parameter.data_ptr())
         seen = self._seen.get(parameter)
         if seen is None or seen[0] != state:
-            seen = self._seen[parameter] = (state, self._looks.look(parameter))
+            seen = self._seen[parameter] = (state, self._scans.scan(parameter))
         return seen[1]
 
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from nanlocator import _C
 from nanlocator.debugger.frames import finding_lines, values_text
-from nanlocator.debugger.looks import local_part, measure, plain_values
 from nanlocator.debugger.output import say
+from nanlocator.debugger.scans import local_part, measure, plain_values
 from nanlocator.debugger.values import Values
 from nanlocator.session import is_distributed
 
@@ -48,7 +48,7 @@ def detect_overflow(
         n100, n1000, n10000: print how many elements have that magnitude or more, if any has.
         min_max: print the minimum and maximum.
         mean_var: print minimum, maximum, variance and mean; computed in fp64.
-        backward: also look at the gradient of ``var`` when backward computes it (as "gradient of ctx",
+        backward: also scan the gradient of ``var`` when backward computes it (as "gradient of ctx",
             with the same options). Nothing to see where ``var`` needs no gradient.
         bundle: a folder. Where something bad is found, the tensor is written below it as a bundle
             (``bundles/step0-...``, docs/formats.md), whose path is printed: ``nanlocator bundle show`` reads
@@ -64,7 +64,7 @@ def detect_overflow(
         raise TypeError(f"detect_overflow({ctx!r}): expected a tensor, got {type(var).__name__}")
     thresholds = [n for n, is_wanted in ((100, n100), (1000, n1000), (10000, n10000)) if is_wanted]
 
-    def look(tensor: torch.Tensor, context: str) -> bool:
+    def scan(tensor: torch.Tensor, context: str) -> bool:
         values = measure(tensor)
         for line in finding_lines(values, context):
             say(line)
@@ -76,8 +76,8 @@ def detect_overflow(
         return values.is_bad
 
     if backward and var.requires_grad:
-        var.register_hook(lambda gradient: (look(gradient, f"gradient of {ctx}"), None)[1])
-    return look(var, ctx)
+        var.register_hook(lambda gradient: (scan(gradient, f"gradient of {ctx}"), None)[1])
+    return scan(var, ctx)
 
 
 def _write_bundle(tensor: torch.Tensor, ctx: str, folder: str | os.PathLike[str]) -> None:

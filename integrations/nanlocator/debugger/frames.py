@@ -1,7 +1,7 @@
 """The text: rows, frames, the header of a batch and the report. Nothing else in this package formats.
 
 Without ``verbose`` it is the text of transformers' ``debug_utils`` (5.17), byte for byte, as long as
-nothing is bad that the original does not look at.
+nothing is bad that the original does not scan.
 """
 
 from collections.abc import Iterable

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Values:
-    """Of one tensor, on any device. Keeps no tensor. Filled in by a look (looks.py): at once for host memory,
-    else when the look is read."""
+    """Of one tensor, on any device. Keeps no tensor. Filled in by a scan (scans.py): at once for host memory,
+    else when the scan is read."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

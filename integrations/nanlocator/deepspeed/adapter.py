@@ -77,7 +77,7 @@ class DeepSpeedAdapter(Adapter):
         for number, gradient in parts:
             if len(self._kept) >= _MOST_KEPT:
                 return
-            stats = _C.look(gradient)
+            stats = _C.scan_one(gradient)
             if stats is not None and not stats.is_finite:
                 self._kept.append((number, gradient.detach().to("cpu", copy=True)))
 

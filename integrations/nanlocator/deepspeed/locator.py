@@ -227,7 +227,7 @@ class DeepSpeedLocator:
         self._driver.scan(phase, group, "grad", [i for i, _ in parts], [tensor for _, tensor in parts])
 
     def _around_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Of gradients that were looked at. One that is not finite, or -1 in its place (runtime/utils.py,
+        """Of gradients that were scanned. One that is not finite, or -1 in its place (runtime/utils.py,
         mask_nan_or_inf_with_val_inplace), makes DeepSpeed leave the update out."""
         norms = original(*args, **kwargs)
         listed = norms if isinstance(norms, list) else [norms]
@@ -260,7 +260,7 @@ class DeepSpeedLocator:
             return update(*args, **kwargs)
         with self._ending_with("the step failed on this rank"), self._recorder.suspended():
             try:
-                if self._look() == _C.Decision.SKIP:
+                if self._scan_and_agree() == _C.Decision.SKIP:
                     raise SkippedUpdate
                 self._driver.begin_update()
                 result = update(*args, **kwargs)
@@ -271,9 +271,9 @@ class DeepSpeedLocator:
         self._recorder.begin_step()
         return result
 
-    def _look(self) -> "_C.Decision":
+    def _scan_and_agree(self) -> "_C.Decision":
         if not self._driver.is_in_pass:
-            return self._driver.look()
+            return self._driver.scan_and_agree()
         others = GeneratorStates()  # which a re-run begins with as they were when the step began
         others.save()
         self._scan_reduced()

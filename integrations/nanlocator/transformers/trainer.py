@@ -5,7 +5,7 @@ One step, in the order of transformers 5.17 (trainer.py, ``_run_epoch``):
     training_step, once per microbatch     kept, with its arguments
       ... the last one, in which accelerate synchronises: gradients and losses are scanned, all ranks agree;
           a bad step is executed again through ``training_step`` and judged here
-    _clip_grad_norm                        unscales and clips: too late to look
+    _clip_grad_norm                        unscales and clips: too late to scan
     on_pre_optimizer_step
     optimizer.step                         left out under ``on_bad="skip"``
 
@@ -69,7 +69,7 @@ class NanLocatorCallback(TrainerCallback):
 
     Raises:
         nanlocator.UsageError: from ``train``, for options that cannot work and for Trainers whose gradients
-            cannot be looked at (DeepSpeed, FSDP, DataParallel, optimizers that step in backward).
+            cannot be scanned (DeepSpeed, FSDP, DataParallel, optimizers that step in backward).
     """
 
     def __init__(self, **options: Unpack[Options]) -> None:
@@ -164,7 +164,7 @@ def _check(trainer: Trainer) -> None:
         )
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise _C.UsageError(
-            f"NanLocatorCallback looks at parameter.grad, which {kind} keeps elsewhere or in shards; it "
+            f"NanLocatorCallback scans parameter.grad, which {kind} keeps elsewhere or in shards; it "
             "works with one process and with DistributedDataParallel"
         )
     if trainer.args.n_gpu > 1:
@@ -241,6 +241,6 @@ def _innermost(optimizer: Optimizer) -> Optimizer:
     if isinstance(optimizer, LocatingOptimizer):
         raise _C.UsageError(
             "this Trainer's optimizer is a LocatingOptimizer: give it the optimizer itself, "
-            "NanLocatorCallback does the looking"
+            "NanLocatorCallback does the scanning"
         )
     return optimizer

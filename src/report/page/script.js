@@ -545,8 +545,8 @@ const timeline = {
       make('li', {}, icon(draw('rect', {class: 'm2', x: -4, y: -4, width: 8, height: 8})), 'received bad'),
       make('li', {}, icon(draw('rect', {class: 'many', x: -9, y: -6, width: 18, height: 12, rx: 3})), 'several, counted'),
       make('li', {}, icon(draw('path', {class: 'arrow first', d: 'M-7,-7 L6,6'})), 'how a rank first met it'),
-      make('li', {}, icon(draw('rect', {class: 'covered', x: -8, y: -7, width: 16, height: 14})), 'looked at'),
-      make('li', {}, icon(draw('rect', {class: 'uncovered', x: -8, y: -7, width: 16, height: 14})), 'not looked at'));
+      make('li', {}, icon(draw('rect', {class: 'covered', x: -8, y: -7, width: 16, height: 14})), 'scanned'),
+      make('li', {}, icon(draw('rect', {class: 'uncovered', x: -8, y: -7, width: 16, height: 14})), 'not scanned'));
   },
   asTable() {
     const {columns, rows} = data.timeline;

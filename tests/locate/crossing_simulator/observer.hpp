@@ -1,5 +1,5 @@
 // What an observer of the simulated ranks writes down: collectives and messages with their
-// sequence numbers, how many of each kind a rank looked at, and what of it was bad.
+// sequence numbers, how many of each kind a rank scanned, and what of it was bad.
 //
 // Collectives after backward are those that reduce gradients further, on every replica; before,
 // only simulated replicas are seen, of which the first stands for all that are not.

@@ -27,7 +27,7 @@ namespace nanlocator::pipeline {
 /// One pass over forward and backward, and the step to its end.
 ///
 /// Until the data-parallel reduction a replica computes alone, so that only replicas with a fault
-/// are simulated, and the first one: what the others looked at, and found finite, is a copy of its.
+/// are simulated, and the first one: what the others scanned, and found finite, is a copy of its.
 class Pass {
  public:
   /// `seed`: of the order in which stages run. Throws std::invalid_argument where a replica has

@@ -1,24 +1,24 @@
-// Looks at many tensors that are read together.
+// Scans of many tensors that are read together.
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "bindings.hpp"
-#include "nanlocator/tensor/tensor_looks.hpp"
+#include "nanlocator/tensor/tensor_scans.hpp"
 
 namespace py = pybind11;
 using py::literals::operator""_a;
 
 namespace nanlocator {
 
-void bind_looks(py::module_& m) {
+void bind_scans(py::module_& m) {
   using ReleaseGil = py::call_guard<py::gil_scoped_release>;
-  py::class_<TensorLooks>(m, "TensorLooks")
+  py::class_<TensorScans>(m, "TensorScans")
       .def(py::init<>())
-      .def("enqueue", &TensorLooks::enqueue, "tensor"_a, ReleaseGil(),
+      .def("enqueue", &TensorScans::enqueue, "tensor"_a, ReleaseGil(),
            "Its TensorStats where they are there at once, else the number that `read` resolves; "
            "None "
            "for what cannot be read.")
-      .def("read", &TensorLooks::read, ReleaseGil(),
+      .def("read", &TensorScans::read, ReleaseGil(),
            "The TensorStats by number; waits for the devices, and forgets the numbers.");
 }
 

@@ -1,8 +1,8 @@
-"""Looks at tensors as they pass, and the decisions that wait for them.
+"""Scans of tensors as they pass, and the decisions that wait for them.
 
 In: tensors of any dtype, layout and device. Out: ``Values``, filled in at once for host memory. On another
-device a look is put on the current stream (on CUDA one launch into a slot of its own), and nothing waits
-until all looks are read together. Nothing that is computed changes, and autograd sees nothing.
+device a scan is put on the current stream (on CUDA one launch into a slot of its own), and nothing waits
+until all scans are read together. Nothing that is computed changes, and autograd sees nothing.
 """
 
 import sys
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from nanlocator import _C
 from nanlocator.debugger.values import Values
 
-_MOST_WAITING = 1 << 13  # looks; their slots take about a megabyte of the device's memory
+_MOST_WAITING = 1 << 13  # scans; their slots take about a megabyte of the device's memory
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc, torch.jagged)
 _WITHOUT_A_SCAN = tuple(
@@ -26,11 +26,11 @@ _WITHOUT_A_SCAN = tuple(
 )
 
 
-class Looks:
-    """Looks, and in their order what is decided once they are known. One thread at a time."""
+class Scans:
+    """Scans, and in their order what is decided once they are known. One thread at a time."""
 
     def __init__(self) -> None:
-        self._scans = _C.TensorLooks()
+        self._scans = _C.TensorScans()
         self._waiting: dict[int, Callable[[_C.TensorStats], None]] = {}  # by the scans' numbers
         self._decisions: list[Callable[[], None]] = []
         self._passing: dict[int, _Passing] = {}  # by the tensors' id
@@ -45,7 +45,7 @@ class Looks:
         """Time to settle."""
         return len(self._waiting) >= _MOST_WAITING
 
-    def look(self, tensor: torch.Tensor) -> Values:
+    def scan(self, tensor: torch.Tensor) -> Values:
         """Any tensor, as it is now in the order of the current stream; it is not kept. Of a DTensor this
         rank's part. What cannot be read has no values."""
         tensor = local_part(tensor)
@@ -55,33 +55,33 @@ class Looks:
                 self._scan(tensor, values.take_both)
             else:
                 with torch.no_grad():
-                    self._look_at_converted(tensor.detach(), values)
+                    self._scan_converted(tensor.detach(), values)
         except (_C.UnsupportedError, NotImplementedError):
             pass
         return values
 
-    def look_in_passing(self, tensor: torch.Tensor) -> Values:
-        """As `look`; but a tensor that was read since `forget_passing`, and not written since, as far as
+    def scan_in_passing(self, tensor: torch.Tensor) -> Values:
+        """As `scan`; but a tensor that was read since `forget_passing`, and not written since, as far as
         autograd counts writes, is not read again: what one module passes to the next."""
         if tensor.is_inference() or type(tensor) is not torch.Tensor:
-            return self.look(tensor)  # writes are not counted, or the memory is hidden
+            return self.scan(tensor)  # writes are not counted, or the memory is hidden
         passing = self._passing.get(id(tensor))
         if passing is None or not passing.is_still(tensor):
-            passing = self._passing[id(tensor)] = _Passing(tensor, self.look(tensor))
+            passing = self._passing[id(tensor)] = _Passing(tensor, self.scan(tensor))
         return passing.values
 
     def forget_passing(self) -> None:
         self._passing.clear()
 
     def then(self, decide: Callable[[], None]) -> None:
-        """Calls ``decide`` when all looks so far are known, after the decisions before it: now, or in
+        """Calls ``decide`` when all scans so far are known, after the decisions before it: now, or in
         `settle`."""
         self._decisions.append(decide)
         if not self._waiting:
             self.settle()
 
     def settle(self) -> None:
-        """Waits for the looks, and decides. Where a decision raises, those after it are dropped."""
+        """Waits for the scans, and decides. Where a decision raises, those after it are dropped."""
         waiting, self._waiting = self._waiting, {}
         decisions, self._decisions = self._decisions, []
         if waiting:
@@ -97,13 +97,13 @@ class Looks:
         elif seen is not None and seen.numel > 0:
             take(seen)
 
-    def _look_at_converted(self, tensor: torch.Tensor, values: Values) -> None:
+    def _scan_converted(self, tensor: torch.Tensor, values: Values) -> None:
         if tensor.device.type == "meta" or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return
         values.has_positions = tensor.layout in (torch.strided, torch._mkldnn)
         plain = plain_values(tensor)
         if plain.dtype.is_complex:
-            # The scan takes the parts; the magnitudes need a second look, at a tensor of half the size.
+            # The scan takes the parts; the magnitudes need a second scan, of a tensor of half the size.
             self._scan(plain, values.take_stats)
             self._scan(plain.abs(), values.take_magnitudes)
         elif plain.dtype.is_floating_point:
@@ -135,14 +135,14 @@ def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
         return tensor._version, 0
 
 
-_now = Looks()
+_now = Scans()
 _now_lock = threading.RLock()
 
 
 def measure(tensor: torch.Tensor) -> Values:
-    """One look, known at once: waits for the tensor's device. From any thread."""
+    """One scan, known at once: waits for the tensor's device. From any thread."""
     with _now_lock:
-        values = _now.look(tensor)
+        values = _now.scan(tensor)
         _now.settle()
         return values
 

@@ -1,4 +1,4 @@
-#include "tensor/deferred_looks.hpp"
+#include "tensor/deferred_scans.hpp"
 
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -30,7 +30,7 @@ namespace nanlocator {
 namespace {
 
 // Wrappers of vmap and grad, fake and subclass tensors: their memory is not theirs, or none.
-// Sparse ones are looked at by their values.
+// Sparse ones are scanned by their values.
 constexpr auto kHidesItsMemory =
     at::kFunctorchWrappedTensors |
     c10::DispatchKeySet({c10::DispatchKey::Batched, c10::DispatchKey::Python}) |
@@ -43,8 +43,8 @@ bool is_plain(const at::Tensor& tensor) {
 
 }  // namespace
 
-/// A run of memory that was looked at.
-struct DeferredLooks::Region {
+/// A run of memory that was scanned.
+struct DeferredScans::Region {
   const char* begin;
   const char* end;
   at::ScalarType type;
@@ -67,7 +67,7 @@ struct DeferredLooks::Region {
     end = begin + (end_in_storage(tensor) - offset);
   }
 
-  /// Whether this look answers for `other`, too: the same elements in the same order, or some of
+  /// Whether this scan answers for `other`, too: the same elements in the same order, or some of
   /// those that are known to be finite.
   [[nodiscard]] bool answers(const Region& other) const {
     if (type != other.type || version != other.version) return false;
@@ -77,7 +77,7 @@ struct DeferredLooks::Region {
   }
 };
 
-struct DeferredLooks::StorageLooks {
+struct DeferredScans::StorageScans {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   c10::SmallVector<Region, 2> regions;
 };
@@ -85,7 +85,7 @@ struct DeferredLooks::StorageLooks {
 #ifdef NANLOCATOR_CUDA
 
 /// The slots of one CUDA device.
-struct DeferredLooks::Device {
+struct DeferredScans::Device {
   explicit Device(at::Device of) : device(of), scanner(make_torch_cuda_scanner(of)) {}
 
   /// False for more dimensions than the kernel walks.
@@ -133,50 +133,50 @@ struct DeferredLooks::Device {
 
 #else
 
-struct DeferredLooks::Device {
+struct DeferredScans::Device {
   void read(std::vector<TensorStats>&) {}
   void clear() {}
 };
 
 #endif
 
-DeferredLooks::DeferredLooks(int threads) : threads_(threads), stats_(1) {}
-DeferredLooks::~DeferredLooks() = default;
+DeferredScans::DeferredScans(int threads) : threads_(threads), stats_(1) {}
+DeferredScans::~DeferredScans() = default;
 
-DeferredLooks::Id DeferredLooks::new_id() {
+DeferredScans::Id DeferredScans::new_id() {
   stats_.emplace_back();
   return static_cast<Id>(stats_.size() - 1);
 }
 
-bool DeferredLooks::can_look(const at::Tensor& tensor) {
+bool DeferredScans::can_scan(const at::Tensor& tensor) {
   if (!tensor.defined()) return false;
   if (!(tensor.unsafeGetTensorImpl()->key_set() & kHidesItsMemory).empty()) return false;
   return why_not_scannable(tensor) == nullptr;
 }
 
-DeferredLooks::Id DeferredLooks::look_afresh(const at::Tensor& tensor) {
-  if (!can_look(tensor) || tensor.numel() == 0) return kFinite;
-  if (is_plain(tensor)) return scan(tensor);
+DeferredScans::Id DeferredScans::scan_afresh(const at::Tensor& tensor) {
+  if (!can_scan(tensor) || tensor.numel() == 0) return kFinite;
+  if (is_plain(tensor)) return scan_real(tensor);
   const at::RecordFunctionGuard unrecorded(false);
   const at::NoGradGuard no_grad;
   const at::Tensor values = tensor.layout() == at::kStrided ? tensor : tensor._values();
   if (values.is_neg() || values.is_conj()) return scan_in_chunks(values);
-  return scan(as_real(values));
+  return scan_real(as_real(values));
 }
 
-DeferredLooks::Id DeferredLooks::look(const at::Tensor& tensor) {
-  if (!can_look(tensor) || tensor.numel() == 0) return kFinite;
+DeferredScans::Id DeferredScans::scan(const at::Tensor& tensor) {
+  if (!can_scan(tensor) || tensor.numel() == 0) return kFinite;
   // Nobody counts the writes to an inference tensor.
-  if (!is_plain(tensor) || tensor.is_inference()) return look_afresh(tensor);
+  if (!is_plain(tensor) || tensor.is_inference()) return scan_afresh(tensor);
   Region region(tensor, tensor.unsafeGetTensorImpl()->version_counter().current_version());
   auto* const storage = tensor.storage().unsafeGetStorageImpl();
   const auto entry =
-      seen_.try_emplace(storage, StorageLooks{tensor.storage().getWeakStorageImpl(), {}}).first;
+      seen_.try_emplace(storage, StorageScans{tensor.storage().getWeakStorageImpl(), {}}).first;
   auto& regions = entry->second.regions;
   for (const Region& known : regions) {
     if (known.answers(region)) return known.id;
   }
-  region.id = scan(tensor);
+  region.id = scan_real(tensor);
   const Id id = region.id;
   // What was written since is of no use any more.
   if (!regions.empty() && regions.back().version != region.version) regions.clear();
@@ -184,7 +184,7 @@ DeferredLooks::Id DeferredLooks::look(const at::Tensor& tensor) {
   return id;
 }
 
-DeferredLooks::Id DeferredLooks::scan(const at::Tensor& real) {
+DeferredScans::Id DeferredScans::scan_real(const at::Tensor& real) {
   count_scan(1, static_cast<std::int64_t>(real.nbytes()));
   if (real.device().is_cpu()) {
     const TensorView view = view_of(real);
@@ -205,7 +205,7 @@ DeferredLooks::Id DeferredLooks::scan(const at::Tensor& real) {
     try {
       if (device_of(real).scan(real, id)) return id;
     } catch (const CudaError& error) {  // no memory for slots
-      TORCH_WARN_ONCE("nanlocator: tensors are looked at by ATen's operators, slowly: ",
+      TORCH_WARN_ONCE("nanlocator: tensors are scanned by ATen's operators, slowly: ",
                       error.what());
     }
   }
@@ -214,7 +214,7 @@ DeferredLooks::Id DeferredLooks::scan(const at::Tensor& real) {
 }
 
 #ifdef NANLOCATOR_CUDA
-DeferredLooks::Device& DeferredLooks::device_of(const at::Tensor& tensor) {
+DeferredScans::Device& DeferredScans::device_of(const at::Tensor& tensor) {
   for (const auto& device : devices_) {
     if (device->device == tensor.device()) return *device;
   }
@@ -222,7 +222,7 @@ DeferredLooks::Device& DeferredLooks::device_of(const at::Tensor& tensor) {
 }
 #endif
 
-DeferredLooks::Id DeferredLooks::scan_in_chunks(const at::Tensor& tensor) {
+DeferredScans::Id DeferredScans::scan_in_chunks(const at::Tensor& tensor) {
   const at::RecordFunctionGuard unrecorded(false);
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -231,14 +231,14 @@ DeferredLooks::Id DeferredLooks::scan_in_chunks(const at::Tensor& tensor) {
   return id;
 }
 
-void DeferredLooks::read() {
+void DeferredScans::read() {
   const at::RecordFunctionGuard unrecorded(false);
   for (const auto& device : devices_) device->read(stats_);
   for (const auto& pending : pending_) stats_[pending.id] = read_stats(pending.stats);
   pending_.clear();
 }
 
-void DeferredLooks::clear() {
+void DeferredScans::clear() {
   stats_.assign(1, TensorStats{});
   seen_.clear();
   pending_.clear();

@@ -1,6 +1,6 @@
-"""Looks that wait for a device: the same text as where they do not, and one wait for all of a batch.
+"""Scans that wait for a device: the same text as where they do not, and one wait for all of a batch.
 
-The engine's looks are held back here until they are read, as an accelerator's are; the last test has a GPU.
+The engine's scans are held back here until they are read, as an accelerator's are; the last test has a GPU.
 """
 
 import contextlib
@@ -19,19 +19,19 @@ from torch.utils.checkpoint import checkpoint
 
 import nanlocator.transformers as ours
 from nanlocator import _C, _build_info
-from nanlocator.debugger import looks
+from nanlocator.debugger import scans
 from nanlocator.debugger.ranks import Finding
 
 NAN, INF = float("nan"), float("inf")
 GOOD, BAD = torch.ones(1, 2), torch.tensor([[1.0, NAN]])
-_TensorLooks = _C.TensorLooks
+_TensorScans = _C.TensorScans
 
 
 class AtOnce:
-    """_C.TensorLooks as it is for tensors in host memory, wherever they are."""
+    """_C.TensorScans as it is for tensors in host memory, wherever they are."""
 
     def __init__(self):
-        self._true = _TensorLooks()
+        self._true = _TensorScans()
 
     def enqueue(self, tensor):
         seen = self._true.enqueue(tensor)
@@ -39,12 +39,12 @@ class AtOnce:
 
 
 class OfADevice:
-    """_C.TensorLooks as it is for tensors that are not in host memory."""
+    """_C.TensorScans as it is for tensors that are not in host memory."""
 
     reads = 0
 
     def __init__(self):
-        self._true = _TensorLooks()
+        self._true = _TensorScans()
         self._seen = []  # stats, or where the tensor is on a device, their true number
 
     def enqueue(self, tensor):
@@ -63,11 +63,11 @@ class OfADevice:
 
 @pytest.fixture
 def deferred(monkeypatch):
-    """The looks of debuggers wait for nothing until this is called; it counts the reads from then on."""
-    monkeypatch.setattr(_C, "TensorLooks", AtOnce)
+    """The scans of debuggers wait for nothing until this is called; it counts the reads from then on."""
+    monkeypatch.setattr(_C, "TensorScans", AtOnce)
 
     def start():
-        monkeypatch.setattr(_C, "TensorLooks", OfADevice)
+        monkeypatch.setattr(_C, "TensorScans", OfADevice)
         OfADevice.reads = 0
 
     return start
@@ -81,7 +81,7 @@ def reads():
 
 
 @over_all_cases
-def test_the_text_and_the_error_are_those_of_looks_that_do_not_wait(deferred, name, fault, dtype, mode):
+def test_the_text_and_the_error_are_those_of_scans_that_do_not_wait(deferred, name, fault, dtype, mode):
     at_once = train_two_batches(ours, name, dtype, mode, fault)
     assert ("inf/nan detected" in str(at_once[1])) == (fault != "healthy")
     deferred()
@@ -144,10 +144,10 @@ def test_what_follows_from_the_first_bad_value_is_not_reported_as_well(deferred)
     assert at_once[0][0].startswith("bias has infs\noutput has infs\n\nDetected") and at_once[2:4] == [2, 4]
     deferred()
     assert run() == at_once
-    assert reads() == 2 + 2  # the weights of the module to be reported are looked at again
+    assert reads() == 2 + 2  # the weights of the module to be reported are scanned again
 
 
-# ---- When looks are read ------------------------------------------------------------------------
+# ---- When scans are read ------------------------------------------------------------------------
 
 
 def gpt2(checkpointing=None):
@@ -233,12 +233,12 @@ def test_a_traced_batch_is_printed_call_by_call(deferred):
 
 
 @pytest.mark.parametrize("most", [1, 7])
-def test_more_looks_than_slots_change_nothing_but_the_number_of_reads(deferred, monkeypatch, most):
+def test_more_scans_than_slots_change_nothing_but_the_number_of_reads(deferred, monkeypatch, most):
     at_once = train_two_batches(ours, "gpt2", torch.float16, "training", "overflow")
     deferred()
     assert train_two_batches(ours, "gpt2", torch.float16, "training", "overflow") == at_once
     few = reads()
-    monkeypatch.setattr(looks, "_MOST_WAITING", most)
+    monkeypatch.setattr(scans, "_MOST_WAITING", most)
     assert train_two_batches(ours, "gpt2", torch.float16, "training", "overflow") == at_once
     assert reads() > few + 10
 
@@ -412,7 +412,7 @@ def test_an_additive_mask_is_known_as_such_without_its_elements(deferred):
 def run_until_notified(rank, size, folder, bad_ranks):
     import time
 
-    _C.TensorLooks = OfADevice
+    _C.TensorScans = OfADevice
     model = five_layers()
     x = BAD if rank in bad_ranks else GOOD
     end = time.monotonic() + 30
@@ -521,9 +521,9 @@ class Swapped(nn.Module):
 
 def test_what_one_module_hands_to_the_next_is_read_once(monkeypatch):
     read = []
-    look = looks.Looks.look
+    scan = scans.Scans.scan
     monkeypatch.setattr(
-        looks.Looks, "look", lambda self, tensor: (read.append(tensor), look(self, tensor))[1]
+        scans.Scans, "scan", lambda self, tensor: (read.append(tensor), scan(self, tensor))[1]
     )
     model = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Tanh(), nn.Sigmoid()), nn.Linear(3, 2))
     x = torch.randn(2, 3)

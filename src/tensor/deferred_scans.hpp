@@ -1,8 +1,8 @@
-// Looks at tensors while a step runs, and tells when it has ended what was in them.
+// Scans tensors while a step runs, and tells when it has ended what was in them.
 //
 // In: any tensor. Out: an id, resolved by `read`. In host memory a finite tensor costs one read of
 // the fast predicate, and a bad one a scan at once; on CUDA a launch into a slot of its own, on the
-// current stream; elsewhere a few ATen operators. Only `read` waits. Memory that was looked at and
+// current stream; elsewhere a few ATen operators. Only `read` waits. Memory that was scanned and
 // not written since (by its version counter) is not read again, nor is a view of it.
 // One thread at a time.
 #pragma once
@@ -21,24 +21,24 @@
 
 namespace nanlocator {
 
-class DeferredLooks {
+class DeferredScans {
  public:
   using Id = std::uint32_t;
   /// Finite, known at once.
   static constexpr Id kFinite = 0;
 
-  explicit DeferredLooks(int threads);
-  ~DeferredLooks();
-  DeferredLooks(const DeferredLooks&) = delete;  // owns device memory
-  DeferredLooks& operator=(const DeferredLooks&) = delete;
+  explicit DeferredScans(int threads);
+  ~DeferredScans();
+  DeferredScans(const DeferredScans&) = delete;  // owns device memory
+  DeferredScans& operator=(const DeferredScans&) = delete;
 
   /// False for integers, for what has no memory, and for subclasses and wrappers that hide it.
-  [[nodiscard]] static bool can_look(const at::Tensor& tensor);
-  /// kFinite for what cannot be looked at.
-  [[nodiscard]] Id look(const at::Tensor& tensor);
+  [[nodiscard]] static bool can_scan(const at::Tensor& tensor);
+  /// kFinite for what cannot be scanned.
+  [[nodiscard]] Id scan(const at::Tensor& tensor);
   /// Reads the memory whatever was seen of it before: for what is written without a new version
   /// (collectives do).
-  [[nodiscard]] Id look_afresh(const at::Tensor& tensor);
+  [[nodiscard]] Id scan_afresh(const at::Tensor& tensor);
   /// Waits for what was enqueued; then `stats` are right.
   void read();
   [[nodiscard]] const TensorStats& stats(Id id) const { return stats_[id]; }
@@ -48,13 +48,13 @@ class DeferredLooks {
  private:
   struct Device;
   struct Region;
-  struct StorageLooks;
+  struct StorageScans;
   struct Pending {
     Id id;
     AtenStats stats;
   };
 
-  [[nodiscard]] Id scan(const at::Tensor& real);
+  [[nodiscard]] Id scan_real(const at::Tensor& real);
   [[nodiscard]] Device& device_of(const at::Tensor& tensor);
   /// By ATen's operators, for what no kernel reads where it lies.
   [[nodiscard]] Id scan_in_chunks(const at::Tensor& tensor);
@@ -63,7 +63,7 @@ class DeferredLooks {
   int threads_;
   std::vector<TensorStats> stats_;  // by id
   // The weak pointers keep the addresses, not the memory.
-  std::unordered_map<c10::StorageImpl*, StorageLooks> seen_;
+  std::unordered_map<c10::StorageImpl*, StorageScans> seen_;
   std::vector<Pending> pending_;  // ATen's scans
   std::vector<std::unique_ptr<Device>> devices_;
 };

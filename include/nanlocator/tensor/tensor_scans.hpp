@@ -16,22 +16,22 @@
 
 namespace nanlocator {
 
-class TensorLooks {
+class TensorScans {
  public:
   /// Counted from 0 since the last `read`.
   using Number = std::uint32_t;
   /// Neither: a tensor without memory of its own to read (meta, fake, freed, under vmap), of a
   /// dtype or layout that the scan does not know, or on a stream that is being captured.
-  using Look = std::variant<std::monostate, TensorStats, Number>;
+  using Scan = std::variant<std::monostate, TensorStats, Number>;
 
-  TensorLooks();
-  ~TensorLooks();
-  TensorLooks(const TensorLooks&) = delete;  // owns device slots
-  TensorLooks& operator=(const TensorLooks&) = delete;
+  TensorScans();
+  ~TensorScans();
+  TensorScans(const TensorScans&) = delete;  // owns device slots
+  TensorScans& operator=(const TensorScans&) = delete;
 
   /// Strided, of floating point or complex (the parts, counted singly), on any device. The tensor
   /// is not kept: it may be written or freed afterwards, in the order of the current stream.
-  [[nodiscard]] Look enqueue(const at::Tensor& tensor);
+  [[nodiscard]] Scan enqueue(const at::Tensor& tensor);
   /// Stats by number. Waits for the devices; then all numbers are forgotten.
   [[nodiscard]] std::vector<TensorStats> read();
 

@@ -1,4 +1,4 @@
-// One look at one tensor, now: the check a person drops into a forward.
+// A scan of one tensor, now: the check a person drops into a forward.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,6 +13,6 @@ namespace nanlocator {
 /// twice: use scan_tensors where every tensor's stats are wanted. Empty for what cannot hold a NaN
 /// or Inf or cannot be read: integers, undefined tensors, subclasses that hide their memory, all
 /// while a CUDA graph is captured. Of a sparse tensor, its values. From any thread.
-[[nodiscard]] std::optional<TensorStats> look(const at::Tensor& tensor);
+[[nodiscard]] std::optional<TensorStats> scan_one(const at::Tensor& tensor);
 
 }  // namespace nanlocator
