@@ -257,10 +257,11 @@ std::string checkpoint_before(std::int64_t step) {
                   : "the weights before the first step";
 }
 
-/// "layers.3.weight", or what else a checkpoint holds of an origin.
+/// "layers.3.weight": what a checkpoint has to be asked for. Of other causes it is not the
+/// parameter that is bad.
 std::string bad_weights_of(const Verdict& verdict) {
   for (const Origin& origin : verdict.origins) {
-    if (!origin.parameter.empty()) return origin.parameter;
+    if (origin.cause == Cause::bad_weight && !origin.parameter.empty()) return origin.parameter;
   }
   return "what is bad here";
 }

@@ -34,12 +34,36 @@ def gpt2(hidden: int, sequence: int) -> Any:
     return transformers.GPT2LMHeadModel(config).train()
 
 
+@contextlib.contextmanager
+def located(inner: Any, model: Any, level: str) -> Iterator[Any]:
+    """The optimizer inside of a LocatingOptimizer, whose files go with the block."""
+    import nanlocator
+
+    with tempfile.TemporaryDirectory() as directory:
+        optimizer = nanlocator.LocatingOptimizer(inner, model, level=level, output_dir=directory)
+        try:
+            yield optimizer
+        finally:
+            optimizer.remove()
+
+
+@contextlib.contextmanager
+def watched(inner: Any, model: Any) -> Iterator[Any]:
+    """The optimizer itself, under nanlocator.watch."""
+    import nanlocator
+
+    with tempfile.TemporaryDirectory() as directory:
+        watch = nanlocator.watch(model, inner, output_dir=directory)
+        try:
+            yield inner
+        finally:
+            watch.remove()
+
+
 def work(arguments: argparse.Namespace) -> None:
     """One start of the process."""
     import torch
     from transformers.debug_utils import DebugUnderflowOverflow
-
-    import nanlocator
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -61,24 +85,6 @@ def work(arguments: argparse.Namespace) -> None:
         return time.perf_counter() - start
 
     @contextlib.contextmanager
-    def located(level: str) -> Iterator[torch.optim.Optimizer]:
-        with tempfile.TemporaryDirectory() as directory:
-            optimizer = nanlocator.LocatingOptimizer(inner, model, level=level, output_dir=directory)
-            try:
-                yield optimizer
-            finally:
-                optimizer.remove()
-
-    @contextlib.contextmanager
-    def watched() -> Iterator[torch.optim.Optimizer]:
-        with tempfile.TemporaryDirectory() as directory:
-            watch = nanlocator.watch(model, inner, output_dir=directory)
-            try:
-                yield inner
-            finally:
-                watch.remove()
-
-    @contextlib.contextmanager
     def debugged() -> Iterator[torch.optim.Optimizer]:
         hooks = {module: set(module._forward_hooks) for module in model.modules()}
         DebugUnderflowOverflow(model)
@@ -96,10 +102,10 @@ def work(arguments: argparse.Namespace) -> None:
 
     variants: dict[str, Callable[[], Any]] = {
         NO_TOOL: lambda: contextlib.nullcontext(inner),
-        "nanlocator.watch": watched,
-        "nanlocator, level grads": lambda: located("grads"),
-        "nanlocator, level modules": lambda: located("modules"),
-        "nanlocator, level operators": lambda: located("operators"),
+        "nanlocator.watch": lambda: watched(inner, model),
+        "nanlocator, level grads": lambda: located(inner, model, "grads"),
+        "nanlocator, level modules": lambda: located(inner, model, "modules"),
+        "nanlocator, level operators": lambda: located(inner, model, "operators"),
         "transformers DebugUnderflowOverflow": debugged,
         "torch anomaly mode": anomaly_mode,
     }

@@ -3,19 +3,18 @@
 import contextlib
 import gc
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import nanlocator
 from nanlocator import _C
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import turns
+from overhead_pytorch import located, watched
 
 NO_TOOL = "no tool"
 
@@ -76,30 +75,12 @@ def _overhead(
             synchronize(device)
             return (time.perf_counter() - started) / steps
 
-    @contextlib.contextmanager
-    def located(level: str) -> Iterator[torch.optim.Optimizer]:
-        with tempfile.TemporaryDirectory() as directory:
-            optimizer = nanlocator.LocatingOptimizer(inner, model, level=level, output_dir=directory)
-            try:
-                yield optimizer
-            finally:
-                optimizer.remove()
-
-    @contextlib.contextmanager
-    def watched() -> Iterator[torch.optim.Optimizer]:
-        with tempfile.TemporaryDirectory() as directory:
-            watch = nanlocator.watch(model, inner, output_dir=directory)
-            try:
-                yield inner
-            finally:
-                watch.remove()
-
     variants: dict[str, Callable[[], Any]] = {
         NO_TOOL: lambda: contextlib.nullcontext(inner),
-        "watch": watched,
-        "grads": lambda: located("grads"),
-        "modules": lambda: located("modules"),
-        "operators": lambda: located("operators"),
+        "watch": lambda: watched(inner, model),
+        "grads": lambda: located(inner, model, "grads"),
+        "modules": lambda: located(inner, model, "modules"),
+        "operators": lambda: located(inner, model, "operators"),
     }
     times = turns.take_turns(variants, run, rounds)
     ratios = {
