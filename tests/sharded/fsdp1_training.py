@@ -1,5 +1,7 @@
 """``Training`` with ``FullyShardedDataParallel``, in its variants."""
 
+from unittest import mock
+
 import torch
 from sharded_training import Training, mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, _runtime_utils
@@ -33,11 +35,13 @@ class Fsdp1(Training):
     def __init__(self, rank, variant, fault=None, culprits=(1,)):
         super().__init__(rank, shard, variant, fault, culprits)
 
-    def plant(self):
-        for name in ("_reduce_grad", "_reduce_grad_no_shard"):
-            self._plant(name, getattr(_runtime_utils, name))
+    def planted(self):
+        names = ("_reduce_grad", "_reduce_grad_no_shard")
+        return mock.patch.multiple(
+            _runtime_utils, **{name: self._damaging(getattr(_runtime_utils, name)) for name in names}
+        )
 
-    def _plant(self, name, original):
+    def _damaging(self, original):
         def reduce(state, handle):
             is_heads = handle is self.net.head._handle
             if is_heads:  # 3 rows of 8, then the bias
@@ -47,7 +51,7 @@ class Fsdp1(Training):
                 shard = handle.sharded_grad if handle.uses_sharded_strategy else handle.flat_param.grad
                 self.corrupt_once(shard, "after", 1)
 
-        setattr(_runtime_utils, name, reduce)
+        return reduce
 
     def backwards(self):
         if self.variant == "accumulation":

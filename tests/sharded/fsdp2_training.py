@@ -1,5 +1,7 @@
 """``Training`` with ``fully_shard``, in its variants."""
 
+from unittest import mock
+
 import torch
 from sharded_training import Training, mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -48,7 +50,7 @@ class Fsdp2(Training):
         self.parameter = parameter
         self.sharded = dict(self.net.named_parameters())[parameter]
 
-    def plant(self):
+    def planted(self):
         original = _fsdp_param_group.foreach_reduce
 
         def foreach_reduce(params, gradients, *args, **kwargs):
@@ -61,7 +63,7 @@ class Fsdp2(Training):
                 self.corrupt_once(gradient.to_local(), "after")
             return result
 
-        _fsdp_param_group.foreach_reduce = foreach_reduce
+        return mock.patch.object(_fsdp_param_group, "foreach_reduce", foreach_reduce)
 
     def backwards(self):
         if self.variant == "accumulation":

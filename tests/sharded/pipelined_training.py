@@ -1,5 +1,8 @@
 """``Training`` over the stages of torch.distributed.pipelining, in its schedules."""
 
+import contextlib
+from unittest import mock
+
 import torch
 from sharded_training import BAD_STEP, Scale, Training, corrupt, mesh
 from torch import distributed as dist
@@ -76,8 +79,6 @@ class Pipelined(Training):
         place, ranks = self.mesh["pp"].get_local_rank(), 2
         count = stages_here * ranks
         own = range(place, count, ranks) if variant != "v" else (place, count - 1 - place)
-        if fault == "message" and self.is_culprit:
-            self.spoil_messages()
         self.parts, stages = [], []
         for index in own:
             torch.manual_seed(index)
@@ -108,8 +109,7 @@ class Pipelined(Training):
             return fully_shard(part, mesh=self.mesh["dp"])
         return part
 
-    def spoil_messages(self):
-        """Below whatever scans them."""
+    def planted_below(self):
         training, recv = self, ProcessGroup.recv
 
         class Spoiled:
@@ -124,7 +124,13 @@ class Pipelined(Training):
             def __getattr__(self, name):
                 return getattr(self.work, name)
 
-        ProcessGroup.recv = lambda group, tensors, *args: Spoiled(recv(group, tensors, *args), tensors[0])
+        if self.fault != "message" or not self.is_culprit:
+            return contextlib.nullcontext()
+        return mock.patch.object(
+            ProcessGroup,
+            "recv",
+            lambda group, tensors, *args: Spoiled(recv(group, tensors, *args), tensors[0]),
+        )
 
     def evaluate(self):
         """Forward and backward of all microbatches; the losses, on the rank that has the last stage."""

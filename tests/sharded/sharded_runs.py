@@ -1,5 +1,6 @@
 """What each kind of ``Training`` is put through; ``kind(rank, variant, fault, culprits)`` makes a rank's."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import torch
 from damaged_collectives import methods_of
-from ranks import excuse, run_ranks, standard_error
+from ranks import excuse, run_kept_ranks, run_ranks, standard_error
 from sharded_training import Scale
 from torch._C._distributed_c10d import ProcessGroup
 
@@ -33,20 +34,27 @@ def healthy(rank, world_size, kind, variant, options=None):
 
 
 def watched(rank, world_size, kind, variant, fault, culprits=(1,), options=None):
-    training = kind(rank, variant, fault, culprits)
-    watch = nanlocator.watch(training.model, training.optimizer, **(options or {}))
-    training.plant()
-    try:
-        for _ in range(3):
-            training.step()
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
-    return watch.verdicts
+    return verdict_of(kind(rank, variant, fault, culprits), **(options or {}))
+
+
+def verdict_of(training, **options):
+    """With which three steps end, or those that ``watch`` has where nothing stops them."""
+    with contextlib.ExitStack() as undone:
+        undone.enter_context(training.planted_below())
+        watch = nanlocator.watch(training.model, training.optimizer, **options)
+        undone.callback(watch.remove)
+        undone.enter_context(training.planted())
+        try:
+            for _ in range(3):
+                training.step()
+        except nanlocator.NonFiniteGradientError as error:
+            return error.verdict
+        return watch.verdicts
 
 
 def located(ranks, kind, variant, fault, *arguments):
     """The verdict of all ranks."""
-    verdicts = run_ranks(ranks, watched, kind, variant, fault, *arguments)
+    verdicts = run_kept_ranks(ranks, watched, kind, variant, fault, *arguments)
     assert all(verdict == verdicts[0] for verdict in verdicts), verdicts
     assert verdicts[0]["iteration"] == 2
     return verdicts[0]
@@ -59,12 +67,9 @@ def recovered(rank, world_size, kind, variant, fault):
         alone.step()
     expected = alone.state()
     training = kind(rank, variant, fault)
-    watch = nanlocator.watch(training.model, training.optimizer, on_bad="recover")
-    training.plant()
-    for _ in range(3):
-        training.step()
+    verdicts = verdict_of(training, on_bad="recover")
     assert all(torch.equal(a, b) for a, b in zip(expected, training.state(), strict=True))
-    return [verdict["iteration"] for verdict in watch.verdicts]
+    return [verdict["iteration"] for verdict in verdicts]
 
 
 def assert_that_a_killed_rank_is_named(ranks, kind, variant, phase):
@@ -97,7 +102,11 @@ def _killed(rank, world_size, kind, variant, phase):
             training.step()
     except Exception:  # the transfers' own
         seconds = time.monotonic() - began
-        time.sleep(2 * DEADLINE)  # the monitor's time to write
+        written = Path("nanlocator_run/a0/verdict_rank0.json")
+        while time.monotonic() < began + seconds + 2 * DEADLINE:  # the monitor's time to write
+            if phase != "repeat" and written.exists():
+                break
+            time.sleep(0.1)
         if rank == 0:  # a rank that waits for one that has no connection to the victim ends when it does
             excuse(*range(1, world_size))
         return seconds

@@ -4,11 +4,9 @@ import pytest
 import sharded_runs
 import torch
 from fsdp1_training import VARIANTS, Fsdp1
-from ranks import run_ranks
-from sharded_runs import healthy, recovered
+from ranks import run_kept_ranks
+from sharded_runs import healthy, recovered, verdict_of
 from sharded_training import corrupt
-
-import nanlocator
 
 
 def ranks_of(variant):
@@ -17,7 +15,7 @@ def ranks_of(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_training_is_bit_identical_and_every_step_is_executed_again_alike(variant):
-    assert run_ranks(ranks_of(variant), healthy, Fsdp1, variant) == [[]] * ranks_of(variant)
+    assert run_kept_ranks(ranks_of(variant), healthy, Fsdp1, variant) == [[]] * ranks_of(variant)
 
 
 def located(variant, fault):
@@ -57,15 +55,11 @@ def log_in_a_wrapped_module(rank, world_size):
     linear = training.net.middle.module
     forward = linear.forward
     linear.forward = lambda x: torch.log(-forward(x).abs() - 1)
-    nanlocator.watch(training.model, training.optimizer)
-    try:
-        training.step()
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
+    return verdict_of(training)
 
 
 def test_a_module_that_shares_its_name_with_its_wrapper_is_in_the_bundle():
-    verdict = run_ranks(2, log_in_a_wrapped_module)[0]
+    verdict = run_kept_ranks(2, log_in_a_wrapped_module)[0]
     assert not [note for note in verdict["notes"] if "could not be made" in note]
     for origin in verdict["origins"]:
         assert (origin["operator"], origin["module"]) == ("aten::log", "middle")
@@ -79,23 +73,19 @@ def test_a_mean_over_nothing_on_one_rank_is_that_ranks():
 
 def bad_shard(rank, world_size, variant):
     training = Fsdp1(rank, variant)
-    nanlocator.watch(training.model, training.optimizer)
-    training.step()
     if rank == 1:
-        corrupt(training.net.middle._handle.flat_param._local_shard, 2)
-    try:
-        training.step()
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
+        weights = training.net.middle._handle.flat_param
+        training.optimizer.register_step_post_hook(lambda *_: corrupt(weights._local_shard, 2))
+    return verdict_of(training)
 
 
 @pytest.mark.parametrize("variant", ["plain", "flat"])
 def test_a_bad_shard_of_a_weight_is_that_of_the_rank_that_keeps_it(variant):
-    (origin,) = run_ranks(2, bad_shard, variant)[0]["origins"]
+    (origin,) = run_kept_ranks(2, bad_shard, variant)[0]["origins"]
     assert (origin["cause"], origin["parameter"]) == ("bad_weight", "middle.weight")
     assert origin["candidates"] == [1] and origin["tensor"]["shape"] == [8, 7]
     assert origin["tensor"]["first_bad"] == 34  # of 56 and 8 elements rank 1 keeps from 32 on
 
 
 def test_after_a_transient_fault_training_goes_on_as_if_it_had_not_been():
-    assert run_ranks(2, recovered, Fsdp1, "plain", "before") == [[2]] * 2
+    assert run_kept_ranks(2, recovered, Fsdp1, "plain", "before") == [[2]] * 2

@@ -7,8 +7,8 @@ import pytest
 import sharded_runs
 import torch
 from fsdp2_training import VARIANTS, Fsdp2
-from ranks import run_ranks
-from sharded_runs import healthy, recovered
+from ranks import run_kept_ranks, run_ranks
+from sharded_runs import healthy, recovered, verdict_of
 from sharded_training import corrupt
 
 import nanlocator
@@ -22,7 +22,7 @@ def ranks_of(variant):
 
 @pytest.mark.parametrize("variant", (*VARIANTS, *HSDP))
 def test_training_is_bit_identical_and_every_step_is_executed_again_alike(variant):
-    assert run_ranks(ranks_of(variant), healthy, Fsdp2, variant) == [[]] * ranks_of(variant)
+    assert run_kept_ranks(ranks_of(variant), healthy, Fsdp2, variant) == [[]] * ranks_of(variant)
 
 
 def located(variant, fault, *arguments):
@@ -94,39 +94,28 @@ def test_a_mean_over_nothing_on_one_rank_is_that_ranks(variant):
 
 
 def test_two_ranks_faults_at_once_are_two_origins():
-    verdicts = run_ranks(2, two_at_once)
+    verdicts = run_kept_ranks(2, two_at_once)
     found = {(o["coordinates"]["rank"], o["parameter"], o["cause"]) for o in verdicts[0]["origins"]}
     assert found == {(0, "middle.weight", "not_reproduced"), (1, "head.weight", "not_reproduced")}
 
 
 def two_at_once(rank, world_size):
     parameter = ("middle.weight", "head.weight")[rank]
-    training = Fsdp2(rank, "plain", "before", culprits=(0, 1), parameter=parameter)
-    nanlocator.watch(training.model, training.optimizer)
-    training.plant()
-    try:
-        for _ in range(2):
-            training.step()
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
+    return verdict_of(Fsdp2(rank, "plain", "before", culprits=(0, 1), parameter=parameter))
 
 
 @pytest.mark.parametrize("variant", ["plain", "accumulation", "hsdp"])
 def test_after_a_transient_fault_training_goes_on_as_if_it_had_not_been(variant):
     ranks = ranks_of(variant)
-    assert run_ranks(ranks, recovered, Fsdp2, variant, "before") == [[2]] * ranks
+    assert run_kept_ranks(ranks, recovered, Fsdp2, variant, "before") == [[2]] * ranks
 
 
 def bad_shard(rank, world_size, variant, parameter, keepers):
     training = Fsdp2(rank, variant)
-    nanlocator.watch(training.model, training.optimizer)
-    training.step()
     if rank in keepers:
-        corrupt(training.net.get_parameter(parameter).to_local().detach())
-    try:
-        training.step()
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
+        weight = training.net.get_parameter(parameter)
+        training.optimizer.register_step_post_hook(lambda *_: corrupt(weight.to_local().detach()))
+    return verdict_of(training)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +130,7 @@ def bad_shard(rank, world_size, variant, parameter, keepers):
 def test_a_bad_shard_of_a_weight_is_that_of_the_ranks_that_keep_it(
     variant, parameter, keepers, shape, bad_index
 ):
-    verdict = run_ranks(ranks_of(variant), bad_shard, variant, parameter, keepers)[0]
+    verdict = run_kept_ranks(ranks_of(variant), bad_shard, variant, parameter, keepers)[0]
     (origin,) = verdict["origins"]
     assert (origin["cause"], origin["parameter"]) == ("bad_weight", parameter)
     assert origin["candidates"] == keepers
@@ -180,7 +169,6 @@ def test_a_shard_that_was_never_initialised_is_named_with_a_closure_too():
 def in_closure(rank, world_size, fault):
     training = Fsdp2(rank, "plain", fault)
     optimizer = nanlocator.LocatingOptimizer(training.optimizer, training.model)
-    training.plant()
 
     def closure():
         optimizer.zero_grad()
@@ -188,12 +176,13 @@ def in_closure(rank, world_size, fault):
         loss.backward()
         return loss
 
-    try:
-        for _ in range(2):
-            training.number += 1
-            optimizer.step(closure)
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
+    with training.planted():
+        try:
+            for _ in range(2):
+                training.number += 1
+                optimizer.step(closure)
+        except nanlocator.NonFiniteGradientError as error:
+            return error.verdict
 
 
 def test_a_closure_is_executed_again_alike():
@@ -218,21 +207,21 @@ def test_a_step_without_a_closure_says_that_own_gradients_are_not_seen():
 def manifest(rank, world_size, variant):
     training = Fsdp2(rank, variant)
     watch = nanlocator.watch(training.model, training.optimizer)
-    run = Path(watch.run_dir)
-    (path,) = run.glob(f"param_manifest_*dp{rank}.json")
+    watch.remove()
+    (path,) = Path(watch.run_dir).glob(f"param_manifest_*dp{rank}.json")
     parameters = {p["name"]: p for p in json.loads(path.read_text())["parameters"]}
     return parameters["head.weight"]
 
 
 def test_the_manifest_says_which_shard_a_rank_keeps_and_who_keeps_the_others():
-    one, other = run_ranks(2, manifest, "plain")
+    one, other = run_kept_ranks(2, manifest, "plain")
     assert (one["shape"], one["shard"]) == ([3, 8], {"begin": 0, "end": 16})
     assert other["shard"] == {"begin": 16, "end": 24}
     assert other["shard_group"] == [0, 1]
     assert other["placements"] == ["dimension 0: Shard(dim=0)"]
-    one, other = run_ranks(2, manifest, "columns")
+    one, other = run_kept_ranks(2, manifest, "columns")
     assert other["shard"] == {"begin": 4, "end": 8, "row": 8}
-    hybrid = run_ranks(4, manifest, "hsdp")
+    hybrid = run_kept_ranks(4, manifest, "hsdp")
     assert [p["shard_group"] for p in hybrid] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert hybrid[3]["placements"] == ["dp_replicate: Replicate()", "dp_shard: Shard(dim=0)"]
 
@@ -247,8 +236,9 @@ def evaluated(rank, world_size):
             training.loss()
     training.number = 0
     training.step()
+    watch.remove()
     return [verdict["rerun"]["done"] for verdict in verdicts], watch.verdicts
 
 
 def test_an_evaluation_that_is_bad_on_one_rank_alone_waits_for_no_other():
-    assert run_ranks(2, evaluated) == [([], []), ([False, False], [])]
+    assert run_kept_ranks(2, evaluated) == [([], []), ([False, False], [])]

@@ -1,9 +1,11 @@
 """Level boundaries on device meshes: what crosses each process group is scanned in every step, so that what
 a collective damages once is that collective's, with the group's name."""
 
+import contextlib
 import functools
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +14,8 @@ from damaged_collectives import damaged
 from fsdp1_training import Fsdp1
 from fsdp2_training import Fsdp2
 from pipelined_training import Pipelined
-from ranks import run_ranks
-from sharded_runs import healthy, located
+from ranks import run_kept_ranks, run_ranks
+from sharded_runs import healthy, located, verdict_of
 from sharded_training import corrupt
 from test_tensor_parallel import TensorParallel
 from torch._C._distributed_c10d import ProcessGroup
@@ -26,14 +28,11 @@ LEVEL = {"level": "boundaries"}
 class Damaging:
     """Fault: the method of ProcessGroup whose result changes on a culprit, once, below what is watched."""
 
-    def __init__(self, rank, variant, fault=None, culprits=(1,)):
-        super().__init__(rank, variant, fault, culprits)
-        if fault is not None:
-            self.planted = damaged((fault,), lambda: self.plants(fault), corrupt, once=True)
-            self.planted.__enter__()
+    def planted_below(self):
+        return damaged((self.fault,), lambda: self.plants(self.fault), corrupt, once=True)
 
-    def plant(self):
-        pass
+    def planted(self):
+        return contextlib.nullcontext()
 
 
 class DamagingFsdp2(Damaging, Fsdp2):
@@ -89,19 +88,18 @@ def test_gradients_that_are_reduced_wrongly_once_are_their_reductions(
 class DamagingTensorParallel(TensorParallel):
     """Fault: what a culprit gets out of a functional collective, once."""
 
-    def __init__(self, rank, variant, fault=None, culprits=(1,)):
-        super().__init__(rank, variant, fault, culprits)
+    def planted_below(self):
         operators, left = torch.ops._c10d_functional, [None]
         inner = operators.wait_tensor
 
         def wait_tensor(tensor):
             result = inner(tensor)
-            if left and tensor.numel() > 8 and self.plants(fault):
+            if left and tensor.numel() > 8 and self.plants(self.fault):
                 left.pop()
                 corrupt(tensor)
             return result
 
-        operators.wait_tensor = wait_tensor
+        return mock.patch.object(operators, "wait_tensor", wait_tensor)
 
 
 def test_what_dtensor_gets_out_of_a_collective_wrongly_once_is_that_collectives():
@@ -139,23 +137,19 @@ def test_other_faults_are_told_as_without_it(ranks, kind, variant, fault, expect
     ],
 )
 def test_training_is_bit_identical(ranks, kind, variant):
-    assert run_ranks(ranks, healthy, kind, variant, LEVEL) == [[]] * ranks
+    assert run_kept_ranks(ranks, healthy, kind, variant, LEVEL) == [[]] * ranks
 
 
 def bad_shard(rank, world_size):
     training = Fsdp2(rank, "plain")
-    nanlocator.watch(training.model, training.optimizer, **LEVEL)
-    training.step()
     if rank == 1:
-        corrupt(training.net.middle.weight.to_local().detach())
-    try:
-        training.step()
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
+        weight = training.net.middle.weight
+        training.optimizer.register_step_post_hook(lambda *_: corrupt(weight.to_local().detach()))
+    return verdict_of(training, **LEVEL)
 
 
 def test_a_bad_shard_accuses_no_gather():
-    (origin,) = run_ranks(2, bad_shard)[0]["origins"]
+    (origin,) = run_kept_ranks(2, bad_shard)[0]["origins"]
     assert (origin["cause"], origin["candidates"]) == ("bad_weight", [1])
     assert origin["parameter"] == "middle.weight"
 
@@ -204,7 +198,7 @@ def left_as_it_was(rank, world_size):
 
 
 def test_it_leaves_the_process_as_it_was():
-    assert run_ranks(2, left_as_it_was) == [(True, [])] * 2
+    assert run_kept_ranks(2, left_as_it_was) == [(True, [])] * 2
 
 
 def without_closure(rank, world_size):

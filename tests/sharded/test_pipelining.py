@@ -9,7 +9,7 @@ import pytest
 import sharded_runs
 import torch
 from pipelined_training import SECOND_AXIS, VARIANTS, Block, Pipelined
-from ranks import run_programs, run_ranks
+from ranks import run_kept_ranks, run_programs, run_ranks
 from sharded_runs import DEADLINE, die_in, healthy, recovered
 from torch import distributed as dist
 
@@ -23,7 +23,7 @@ def ranks_of(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_training_is_bit_identical_and_every_step_is_executed_again_alike(variant):
-    assert run_ranks(ranks_of(variant), healthy, Pipelined, variant) == [[]] * ranks_of(variant)
+    assert run_kept_ranks(ranks_of(variant), healthy, Pipelined, variant) == [[]] * ranks_of(variant)
 
 
 def located(variant, fault, culprits=(1,)):
@@ -128,20 +128,22 @@ def test_two_stages_faults_at_once_are_two_origins():
 
 @pytest.mark.parametrize("variant", ["1f1b", "zero_bubble", "fsdp"])
 def test_after_a_transient_fault_training_goes_on_as_if_it_had_not_been(variant):
-    assert run_ranks(ranks_of(variant), recovered, Pipelined, variant, "memory") == [[2]] * ranks_of(variant)
+    assert run_kept_ranks(ranks_of(variant), recovered, Pipelined, variant, "memory") == [[2]] * ranks_of(
+        variant
+    )
 
 
 def in_closure(rank, world_size, fault):
     training = Pipelined(rank, "1f1b", fault)
     optimizer = nanlocator.LocatingOptimizer(training.optimizer, training.parts[0])
-    training.optimizer = optimizer
-    try:
-        for _ in range(2):
-            training.number += 1
-            optimizer.step(training.evaluate)
-            optimizer.zero_grad()
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
+    with training.planted_below():
+        try:
+            for _ in range(2):
+                training.number += 1
+                optimizer.step(training.evaluate)
+                optimizer.zero_grad()
+        except nanlocator.NonFiniteGradientError as error:
+            return error.verdict
 
 
 @pytest.mark.parametrize("fault", ["forward", "message"])
@@ -160,11 +162,13 @@ def evaluated(rank, world_size):
         training.run_schedule(torch.randn(8, 8), torch.zeros(8, 1), target=torch.ones(8, 1))
     training.schedule._has_backward = True
     training.step()
-    return watch.verdicts, watch._driver.is_in_pass
+    is_in_pass = watch._driver.is_in_pass
+    watch.remove()
+    return watch.verdicts, is_in_pass
 
 
 def test_a_step_without_a_backward_is_no_step():
-    assert run_ranks(2, evaluated) == [([], False)] * 2
+    assert run_kept_ranks(2, evaluated) == [([], False)] * 2
 
 
 def by_hand(rank, world_size, fault, culprit):
@@ -172,7 +176,7 @@ def by_hand(rank, world_size, fault, culprit):
     torch.manual_seed(rank)
     model = Block()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    nanlocator.watch(model, optimizer)
+    watch = nanlocator.watch(model, optimizer)
     offset = torch.zeros(4, 1)
     if rank == culprit:
         offset[1] = {"forward": -3.0, "backward": -1.0}[fault]
@@ -192,12 +196,14 @@ def by_hand(rank, world_size, fault, culprit):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     except nanlocator.NonFiniteGradientError as error:
         return error.verdict
+    finally:
+        watch.remove()
 
 
 @pytest.mark.parametrize("fault", ["forward", "backward"])
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_what_a_loop_receives_by_itself_is_no_data_of_its_rank(fault, culprit):
-    (origin,) = run_ranks(2, by_hand, fault, culprit)[0]["origins"]
+    (origin,) = run_kept_ranks(2, by_hand, fault, culprit)[0]["origins"]
     assert (origin["phase"], origin["coordinates"]["rank"]) == (fault, culprit)
     assert origin["cause"] == "operator_undefined"
 
@@ -224,13 +230,14 @@ def mapped(rank, world_size, variant):
     training = Pipelined(rank, variant)
     watch = nanlocator.watch(training.model, training.optimizer)
     training.step()
+    watch.remove()
     return sorted(path.name for path in Path(watch.run_dir).glob("param_manifest_*"))
 
 
 @pytest.mark.parametrize(("variant", "replicas"), [("1f1b", 1), ("fsdp", 2)])
 def test_the_maps_say_where_a_rank_stands_in_the_pipeline(variant, replicas):
     names = [f"param_manifest_tp0pp{pp}dp{dp}.json" for pp in (0, 1) for dp in range(replicas)]
-    assert run_ranks(ranks_of(variant), mapped, variant)[0] == names
+    assert run_kept_ranks(ranks_of(variant), mapped, variant)[0] == names
 
 
 def killed(rank, world_size, port, variant):
@@ -246,7 +253,7 @@ def killed(rank, world_size, port, variant):
         training.step()
 
 
-@pytest.mark.parametrize("variant", ["fsdp", "interleaved_fsdp"])
+@pytest.mark.parametrize("variant", ["fsdp", pytest.param("interleaved_fsdp", marks=pytest.mark.exhaustive)])
 def test_a_rank_that_is_killed_while_its_stage_reduces_is_the_one_that_is_named(variant):
     """Rank 3, which reduces with it, ends with gloo's error; the other stage, with nanlocator's."""
     codes = [code for code, _, _ in run_programs(4, killed, variant)]

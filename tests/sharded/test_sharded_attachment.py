@@ -10,7 +10,8 @@ import fsdp1_training
 import pytest
 import torch
 from fsdp2_training import Fsdp2, shard
-from ranks import run_ranks
+from ranks import run_kept_ranks, run_ranks
+from sharded_runs import verdict_of
 from sharded_training import Net, mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -82,17 +83,11 @@ def watched_while_whole(rank, world_size):
     training = Fsdp2(rank, "one_group", "before")
     with torch.no_grad():
         training.loss()
-    nanlocator.watch(training.model, training.optimizer)
-    training.plant()
-    try:
-        for _ in range(2):
-            training.step()
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
+    return verdict_of(training)
 
 
 def test_a_model_that_holds_whole_parameters_at_the_moment_is_followed_all_the_same():
-    (origin,) = run_ranks(2, watched_while_whole)[0]["origins"]
+    (origin,) = run_kept_ranks(2, watched_while_whole)[0]["origins"]
     assert (origin["coordinates"]["rank"], origin["parameter"]) == (1, "head.weight")
 
 
@@ -102,9 +97,8 @@ def unedited(rank, world_size, fault):
         attach.follow_process()
         training = Fsdp2(rank, "plain", fault)
         try:
-            for number in range(2):
-                if number == 1:
-                    training.plant()
+            training.step()
+            with training.planted():
                 training.step()
         except nanlocator.NonFiniteGradientError as error:
             return error.verdict, said.getvalue()

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
-from sharded_runs import healthy, located
+from ranks import run_kept_ranks
+from sharded_runs import healthy, located, verdict_of
 from sharded_training import Training, corrupt, mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -56,7 +56,7 @@ class TensorParallel(Training):
 @pytest.mark.parametrize("variant", ["tp", "dp_tp"])
 def test_training_is_bit_identical_and_every_step_is_executed_again_alike(variant):
     ranks = 2 if variant == "tp" else 4
-    assert run_ranks(ranks, healthy, TensorParallel, variant) == [[]] * ranks
+    assert run_kept_ranks(ranks, healthy, TensorParallel, variant) == [[]] * ranks
 
 
 @pytest.mark.parametrize(("variant", "culprit"), [("tp", 1), ("dp_tp", 3)])
@@ -79,18 +79,14 @@ def test_bad_data_of_a_tensor_parallel_group_is_that_groups():
 
 def bad_shard(rank, world_size):
     training = TensorParallel(rank, "dp_tp")
-    nanlocator.watch(training.model, training.optimizer)
-    training.step()
     if rank == 3:
-        corrupt(training.net.middle.weight.to_local().detach(), 0)
-    try:
-        training.step()
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
+        weight = training.net.middle.weight
+        training.optimizer.register_step_post_hook(lambda *_: corrupt(weight.to_local().detach(), 0))
+    return verdict_of(training)
 
 
 def test_a_bad_shard_of_a_tensor_parallel_weight_is_that_of_the_rank_that_keeps_it():
-    (origin,) = run_ranks(4, bad_shard)[0]["origins"]
+    (origin,) = run_kept_ranks(4, bad_shard)[0]["origins"]
     assert (origin["cause"], origin["candidates"]) == ("bad_weight", [3])
     assert origin["tensor"]["shape"] == [8, 3] and origin["tensor"]["first_bad_index"] == [4, 0]
 
@@ -98,6 +94,7 @@ def test_a_bad_shard_of_a_tensor_parallel_weight_is_that_of_the_rank_that_keeps_
 def coordinates(rank, world_size, variant):
     training = TensorParallel(rank, variant)
     watch = nanlocator.watch(training.model, training.optimizer)
+    watch.remove()
     run = Path(watch.run_dir)
     own = [json.loads(p.read_text()) for p in run.glob("param_manifest_*.json")]
     at = next(m["coordinates"] for m in own if m["coordinates"]["rank"] == rank)
@@ -106,8 +103,8 @@ def coordinates(rank, world_size, variant):
 
 
 def test_ranks_are_placed_by_the_names_of_the_mesh_or_not_at_all():
-    placed = run_ranks(4, coordinates, "dp_tp")
+    placed = run_kept_ranks(4, coordinates, "dp_tp")
     assert [(tp, dp) for tp, dp, _ in placed] == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    unknown = run_ranks(4, coordinates, "unnamed")
+    unknown = run_kept_ranks(4, coordinates, "unnamed")
     assert [(tp, dp) for tp, dp, _ in unknown] == [(0, 0), (0, 1), (0, 2), (0, 3)]
     assert any("(rows=2, columns=2)" in text for text in unknown[0][2])

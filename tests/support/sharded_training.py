@@ -4,6 +4,7 @@ A ``Training`` is one rank's; ``fault`` names what goes wrong in step 2, ``culpr
 faults are true ones: bits in memory that no operator writes, data that a formula has no value for.
 """
 
+import contextlib
 import ctypes
 import functools
 import math
@@ -68,8 +69,13 @@ class Training:
         self.optimizer = torch.optim.AdamW((p for p in self.model.parameters() if p.requires_grad), lr=0.05)
         torch.manual_seed(rank)
 
-    def plant(self):
-        """Faults that belong below what is watched, or outside of it: after ``watch``."""
+    def planted_below(self):
+        """While this context lasts: faults that belong below what ``watch`` puts around it."""
+        return contextlib.nullcontext()
+
+    def planted(self):
+        """Faults that belong outside of that."""
+        return contextlib.nullcontext()
 
     def plants(self, fault):
         return self.fault == fault and self.is_culprit and self.number == BAD_STEP
