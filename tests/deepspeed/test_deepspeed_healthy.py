@@ -1,7 +1,7 @@
 """Training under DeepSpeed is bit-identical with nanlocator, also where every step is executed again."""
 
 import pytest
-from on_cpu import run_ranks
+from on_cpu import run_kept_ranks
 from ranks import standard_error
 
 VARIANTS = {
@@ -35,5 +35,5 @@ def healthy(rank, world_size, variants):
 
 @pytest.mark.parametrize("stage", VARIANTS)
 def test_training_is_bit_identical_and_every_step_is_executed_again_alike(stage):
-    for result in run_ranks(2, healthy, VARIANTS[stage]):
+    for result in run_kept_ranks(2, healthy, VARIANTS[stage]):
         assert result == [(variant, True, []) for variant in VARIANTS[stage]]

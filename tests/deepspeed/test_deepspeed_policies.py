@@ -1,7 +1,7 @@
 """What follows from a finding under DeepSpeed: recover, skip, report, and overflows of a loss scale."""
 
 import pytest
-from on_cpu import run_ranks
+from on_cpu import run_kept_ranks
 
 VARIANTS = ["zero0", "zero1_fp32_sums", "zero2_accumulation", "zero2_offload", "zero3_partitioned"]
 
@@ -22,7 +22,7 @@ def recovered(rank, world_size, variants):
 
 
 def test_after_a_transient_fault_training_equals_the_run_that_never_had_it():
-    for result in run_ranks(2, recovered, VARIANTS):
+    for result in run_kept_ranks(2, recovered, VARIANTS):
         assert result == [(variant, True, ["not_reproduced"]) for variant in VARIANTS]
 
 
@@ -51,7 +51,7 @@ def skipped(rank, world_size, variants):
 
 
 def test_a_skipped_step_leaves_the_update_out_as_deepspeed_does_after_an_overflow():
-    for result in run_ranks(2, skipped, VARIANTS):
+    for result in run_kept_ranks(2, skipped, VARIANTS):
         assert result == [(variant, True, True, True, (1, 4, True), 1) for variant in VARIANTS]
 
 
@@ -71,12 +71,13 @@ def stopped_twice(rank, world_size, variant):
             found.append(error.verdict["iteration"])
         else:
             assert not all(map(lambda a, b: a.equal(b), before, training.masters()))
+    training.locator.remove()
     return found
 
 
 @pytest.mark.parametrize("variant", ["zero1", "zero2_accumulation", "zero3"])
 def test_a_caller_that_goes_on_after_the_error_is_in_a_fresh_step(variant):
-    assert run_ranks(2, stopped_twice, variant) == [[2], [2]]
+    assert run_kept_ranks(2, stopped_twice, variant) == [[2], [2]]
 
 
 def routine_overflows(rank, world_size, variants):
@@ -94,7 +95,7 @@ def routine_overflows(rank, world_size, variants):
 
 def test_overflows_with_which_fp16_looks_for_its_loss_scale_are_no_findings():
     variants = ["zero1_fp16", "zero2_fp16", "zero3_fp16"]
-    for result in run_ranks(2, routine_overflows, variants):
+    for result in run_kept_ranks(2, routine_overflows, variants):
         assert result == [(variant, [], True, True) for variant in variants]
 
 
@@ -105,7 +106,7 @@ def bad_under_fp16(rank, world_size, variants):
 
 
 def test_a_bad_loss_under_fp16_is_no_overflow_of_the_scale():
-    for verdicts in run_ranks(2, bad_under_fp16, ["zero2_fp16", "zero3_fp16"]):
+    for verdicts in run_kept_ranks(2, bad_under_fp16, ["zero2_fp16", "zero3_fp16"]):
         for verdict in verdicts:
             (origin,) = verdict["origins"]
             assert (origin["cause"], origin["module"]) == ("operator_undefined", "divide")
@@ -136,7 +137,7 @@ def test_a_step_whose_norm_alone_overflows_is_reported():
     left_out = ["zero0_bf16", "zero1_fp32_sums", "zero1", "zero2_bf16", "zero2_offload", "zero3_offload"]
     expected = {variant: ([(2, "grad_norm", "head.weight")], 1) for variant in left_out}
     expected |= {"zero0": ([(2, "grad_norm", "head.weight")], 0), "zero3": ([], 0)}
-    assert run_ranks(2, norm_overflows, list(expected)) == [expected] * 2
+    assert run_kept_ranks(2, norm_overflows, list(expected)) == [expected] * 2
 
 
 def norm_overflows_under(rank, world_size, on_bad, variants):
@@ -168,7 +169,7 @@ def test_a_step_whose_norm_alone_overflows_ends_as_the_policy_says(on_bad):
     """Forward and backward are over: there is nothing to recover."""
     variants = ["zero0", "zero0_bf16", "zero1_fp32_sums", "zero1", "zero2_bf16", "zero2_offload"]
     expected = dict.fromkeys(variants, (on_bad != "skip", True, True))
-    assert run_ranks(2, norm_overflows_under, on_bad, variants) == [expected] * 2
+    assert run_kept_ranks(2, norm_overflows_under, on_bad, variants) == [expected] * 2
 
 
 def bad_gradients(rank, world_size, variants):
@@ -190,7 +191,7 @@ def test_a_report_says_whether_deepspeed_leaves_the_update_out():
     applied = {"zero0": ([False], 0), "zero2_bf16_unchecked": ([False], 0)}
     left_out = ["zero0_bf16", "zero1", "zero1_fp32_sums", "zero2_bf16", "zero2_offload"]
     expected = applied | {variant: ([True], 1) for variant in [*left_out, "zero3", "zero3_bf16"]}
-    assert run_ranks(2, bad_gradients, list(expected)) == [expected] * 2
+    assert run_kept_ranks(2, bad_gradients, list(expected)) == [expected] * 2
 
 
 def overflow_at_the_smallest_scale(rank, world_size):
@@ -209,10 +210,12 @@ def overflow_at_the_smallest_scale(rank, world_size):
             (origin["cause"], origin["parameter"]),
             verdict["job"]["framework_skips_update"],
         )
+    finally:
+        training.locator.remove()
     return None
 
 
 def test_an_overflow_at_the_smallest_loss_scale_is_a_finding_before_deepspeed_ends_the_run():
-    said, found, is_skipped = run_ranks(2, overflow_at_the_smallest_scale)[0]
+    said, found, is_skipped = run_kept_ranks(2, overflow_at_the_smallest_scale)[0]
     assert said == "Current loss scale already at minimum" and is_skipped
     assert found == ("user_hook", "head.weight")
