@@ -1,9 +1,9 @@
 """A package without its debugger, as NANLOCATOR_DEBUGGER=OFF builds it."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+from ranks import run_python
 
 import nanlocator
 
@@ -24,11 +24,7 @@ def test_the_callback_works_and_the_debuggers_names_say_that_it_is_not_built(tmp
         if entry.name != "debugger":
             (tmp_path / "nanlocator" / entry.name).symlink_to(entry)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", CODE],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    Path("script.py").write_text(CODE)
+    done = run_python("script.py", PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     assert "without its debugger, which has DebugUnderflowOverflow" in done.stdout
