@@ -107,7 +107,8 @@ class RankServer:
         return process
 
 
-_server = RankServer("torch._dynamo", "nanlocator.transformers", "transformers.trainer")
+# pytest: the modules of the tests import it.
+_server = RankServer("pytest", "torch._dynamo", "nanlocator.transformers", "transformers.trainer")
 run_ranks, run_programs = _server.run_ranks, _server.run_programs
 run_python = RankServer("torch._dynamo").run_python
 
