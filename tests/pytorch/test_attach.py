@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import run_python
 
 PACKAGE = Path(__import__("nanlocator").__file__).parents[1]  # where nanlocator.pth is, too
 
@@ -40,18 +41,21 @@ def script():
     return "train.py"
 
 
-def run(*command, as_installed=False, **variables):
+def interpreter(*command, **variables):
+    environment = {key: value for key, value in os.environ.items() if key != "NANLOCATOR"} | variables
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=120, env=environment
+    )
+
+
+def run(*command, as_installed=False, start=run_python, **variables):
     """``as_installed``: with the folder of nanlocator.pth as a site directory."""
     paths = [str(PACKAGE)]
     if as_installed:
         Path("site").mkdir(exist_ok=True)
         Path("site/sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(PACKAGE)!r})\n")
         paths.insert(0, str(Path("site").absolute()))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
-    environment.pop("NANLOCATOR", None) if "NANLOCATOR" not in variables else None
-    return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=120, env=environment
-    )
+    return start(*command, PYTHONPATH=os.pathsep.join(paths), **variables)
 
 
 LOADED = """
@@ -76,16 +80,17 @@ def test_a_package_that_is_being_loaded_is_acted_on_when_its_import_has_ended():
         Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_text(text)
     script = "import package\ntry:\n    import broken\nexcept ImportError:\n    print('broken')\n"
-    done = run("-c", script + "import package, importlib\nimportlib.reload(package)\n")
+    Path("script.py").write_text(script + "import package, importlib\nimportlib.reload(package)\n")
+    done = run("script.py")
     assert done.stdout.split("\n") == ["package.inside 2", "package 1", "broken", ""], done.stderr
 
 
 def how_it_is_started(script, how, *arguments):
     if how == "launcher":
-        return run("-m", "nanlocator", script, *arguments)
+        return run("-m", "nanlocator", script, *arguments, start=interpreter)
     if how == "module":
         return run("-m", "nanlocator", "-m", Path(script).stem, *arguments)
-    return run(script, *arguments, as_installed=True, NANLOCATOR="1")
+    return run(script, *arguments, as_installed=True, start=interpreter, NANLOCATOR="1")
 
 
 @pytest.mark.parametrize("how", ["launcher", "module", "variable"])
@@ -111,7 +116,7 @@ def test_the_variable_is_inherited_by_what_a_launched_script_starts(script):
     Path("starter.py").write_text(
         "import subprocess, sys\nsys.exit(subprocess.call([sys.executable, 'train.py', 'bad']))\n"
     )
-    done = run("-m", "nanlocator", "starter.py", as_installed=True)
+    done = run("-m", "nanlocator", "starter.py", as_installed=True, start=interpreter)
     assert done.returncode == 1 and "aten::log" in done.stderr
 
 
@@ -126,7 +131,8 @@ def test_the_variable_is_inherited_by_what_a_launched_script_starts(script):
     ],
 )
 def test_a_script_with_nothing_to_attach_to_says_so_in_one_line(code, said):
-    done = run("-c", code + "; print(1)", as_installed=True, NANLOCATOR="1")
+    Path("script.py").write_text(code + "; print(1)")
+    done = run("script.py", as_installed=True, NANLOCATOR="1")
     assert (done.returncode, done.stdout) == (0, "1\n")
     assert done.stderr == f"nanlocator: attached to nothing: {said}\n"
 
@@ -138,6 +144,7 @@ def test_without_the_variable_nothing_is_imported(value):
         "-c",
         "import sys; print([m for m in sys.modules if m.startswith(('nanlocator', 'torch'))])",
         as_installed=True,
+        start=interpreter,
         **variables,
     )
     assert done.stdout == "[]\n"

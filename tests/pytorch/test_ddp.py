@@ -399,8 +399,13 @@ def train(training, level):
         return error.verdict
 
 
-@pytest.mark.parametrize("level", ["operators", "boundaries"])
-@pytest.mark.parametrize("always", [False, True])
+def each_way(*usual, others):
+    """Whether the damage comes again, and the level of the watch: each once, then the rest."""
+    marked = [pytest.param(*case, marks=pytest.mark.exhaustive) for case in others]
+    return pytest.mark.parametrize(("always", "level"), [*usual, *marked])
+
+
+@each_way((False, "operators"), (True, "boundaries"), others=[(False, "boundaries"), (True, "operators")])
 def test_a_bucket_that_arrives_wrong_is_the_reductions(always, level):
     for verdict in run_ranks(2, damaged_bucket, always, level):
         (origin,) = verdict["origins"]
@@ -411,9 +416,7 @@ def test_a_bucket_that_arrives_wrong_is_the_reductions(always, level):
         assert verdict["rerun"]["reproduced"] is always
 
 
-@pytest.mark.parametrize(
-    ("always", "level"), [(False, "boundaries"), (True, "operators"), (True, "boundaries")]
-)
+@each_way((False, "boundaries"), (True, "operators"), others=[(True, "boundaries")])
 def test_a_buffer_that_arrives_wrong_is_the_broadcasts(always, level):
     for verdict in run_ranks(2, damaged_broadcast, always, level):
         (origin,) = verdict["origins"]

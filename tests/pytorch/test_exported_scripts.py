@@ -16,7 +16,6 @@ from nanlocator import _C
 from nanlocator.kernel_calls import KernelCallRecord, _import_kernel
 
 BUILD = Path(_C.__file__).parents[2]
-KINDS = ["custom_op", "Library", "define"]
 _without_triton = RankServer("torch")  # whose import reads the environment, of which a bundle has its own
 
 # A registration gives `planted`, which is NaN for negative numbers, and what a caller imports.
@@ -157,6 +156,16 @@ except nanlocator.NonFiniteGradientError as error:
 """
 
 
+REGISTRATIONS = {"custom_op": CUSTOM_OP, "Library": DEFINED, "define": DEFINED_BY_FUNCTIONS}
+
+
+def registered_by(*usual):
+    """Each way; those beside the `usual` are combinations of what other tests run."""
+    marks = {kind: [] if kind in usual else pytest.mark.exhaustive for kind in REGISTRATIONS}
+    cases = [pytest.param(text, id=kind, marks=marks[kind]) for kind, text in REGISTRATIONS.items()]
+    return pytest.mark.parametrize("text", cases)
+
+
 def trained(files, **variables):
     """Runs train.py of ``files`` in a folder of its own; its operator and the bundle."""
     for name, text in files.items():
@@ -217,7 +226,7 @@ def needs(text):
         pytest.skip("planted_operators.so is built with the C++ tests")
 
 
-@pytest.mark.parametrize("text", [CUSTOM_OP, DEFINED, DEFINED_BY_FUNCTIONS], ids=KINDS)
+@registered_by("custom_op")
 def test_an_operator_of_a_module_is_replayed_and_exported_by_that_module(text):
     operator, bundle = trained(
         {"my_ops.py": text, "train.py": "import torch\nfrom my_ops import planted\n" + TRAINING}
@@ -230,7 +239,7 @@ def test_an_operator_of_a_module_is_replayed_and_exported_by_that_module(text):
     assert "registered by the module my_ops, which must be importable" in Path("alone/script.py").read_text()
 
 
-@pytest.mark.parametrize("text", [CUSTOM_OP, DEFINED, DEFINED_BY_FUNCTIONS], ids=KINDS)
+@registered_by("define")
 def test_elsewhere_the_statements_that_register_it_are_run_where_that_is_allowed(text):
     """The module that holds them is gone, and so is all else of it."""
     files = {"pkg/__init__.py": "", "pkg/helpers.py": "", "pkg/my_ops.py": f"from . import helpers\n{text}"}
@@ -243,7 +252,7 @@ def test_elsewhere_the_statements_that_register_it_are_run_where_that_is_allowed
     exported_operator(bundle)
 
 
-@pytest.mark.parametrize("text", [CUSTOM_OP, DEFINED, DEFINED_BY_FUNCTIONS], ids=KINDS)
+@registered_by("custom_op", "Library", "define")
 def test_of_a_program_only_what_registers_the_operator_runs_again(text):
     operator, bundle = trained({"train.py": text + TRAINING})
     assert operator == "planted::root"
@@ -432,7 +441,13 @@ def trained_with_kernel(name, **variables):
     return bundle
 
 
-@pytest.mark.parametrize("name", KERNELS)
+# One of each launcher, one with and one without its source.
+USUAL = ("autotuned", "plain without source")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in USUAL else pytest.mark.exhaustive) for name in KERNELS]
+)
 def test_a_kernel_of_triton_runs_by_the_exported_script(name):
     bundle = trained_with_kernel(name)
     call = json.loads((bundle / "bundle.json").read_text())["kernel_call"]

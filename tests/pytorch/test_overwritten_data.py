@@ -103,8 +103,16 @@ def verdict_of_loop(models, compute, steps=3):
     return raised.value.verdict
 
 
-@pytest.mark.parametrize("when", EACH_TIME)
-@pytest.mark.parametrize("how", READ)
+def marked(how, when):
+    """Each way to read runs where autograd sees no write; the other times with one that copies and one that
+    does not."""
+    marks = [pytest.mark.host] if when == "by numpy" else []
+    if when != "before backward, unseen by autograd" and how not in ("itself", "scaled"):
+        marks.append(pytest.mark.exhaustive)
+    return pytest.param(how, when, marks=marks)
+
+
+@pytest.mark.parametrize(("how", "when"), itertools.starmap(marked, itertools.product(READ, WHEN)))
 def test_a_bad_batch_whose_memory_holds_the_next_one_is_bad_data(how, when):
     verdict = train(READ[how], *WHEN[when], spoil)
     [origin] = verdict["origins"]

@@ -1,10 +1,9 @@
 """Frames of the user's code are known by where the packages are, whatever folders are called."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from ranks import run_python
 
 SCRIPT = """
 import torch
@@ -29,9 +28,7 @@ optimizer.step(closure)
 def test_a_script_in_a_folder_named_like_a_package_keeps_its_frames(tmp_path, folder):
     (tmp_path / folder).mkdir()
     (tmp_path / folder / "train.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / folder / "train.py")], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = run_python(tmp_path / folder / "train.py")
     assert done.returncode == 0, done.stderr
     (ledger,) = (tmp_path / "nanlocator_run" / "a0").glob("ledger_*.jsonl")
     births = [json.loads(line) for line in ledger.read_text().splitlines() if '"birth"' in line]

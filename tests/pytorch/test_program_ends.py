@@ -52,9 +52,11 @@ def run(end, *, is_bad=True, before_backward=True, extra="", start=run_python):
     return done, [json.loads(path.read_text()) for path in found]
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_a_loss_that_the_program_finds_bad_is_explained_before_it_ends(end):
-    done, verdicts = run(ENDS[end], start=interpreter)
+@pytest.mark.parametrize(
+    ("end", "start"), [("raises", interpreter), ("asserts", run_python), ("exits", run_python)]
+)
+def test_a_loss_that_the_program_finds_bad_is_explained_before_it_ends(end, start):
+    done, verdicts = run(ENDS[end], start=start)
     assert done.returncode == 1
     (origin,) = verdicts[0]["origins"]
     assert (origin["operator"], origin["cause"]) == ("aten::log", "operator_undefined")
@@ -188,7 +190,8 @@ def leave(loop, *, is_bad=True):
 
 
 @pytest.mark.parametrize(
-    ("loop", "check"), [*((loop, "item") for loop in LOOPS), *(("returns", check) for check in CHECKS)]
+    ("loop", "check"),
+    [*((loop, "item") for loop in LOOPS), *(("returns", check) for check in list(CHECKS)[1:])],
 )
 def test_a_loss_that_the_program_finds_bad_is_explained_though_it_leaves_the_step(loop, check):
     printed, (verdict,) = leave(LOOPS[loop].format(check=CHECKS[check]))
@@ -289,7 +292,7 @@ def one_of_two(rank, world_size, port, ranks_with_bad_loss):
     model, optimizer = watched_on_ranks(rank, world_size, port, gather_deadline=4)
     for step in range(1, 4):
         if step == 2:
-            time.sleep(4)  # every monitor is connected
+            time.sleep(2)  # every monitor is connected
         output = model(torch.randn(8, 4))
         is_bad = step == 2 and rank in ranks_with_bad_loss
         loss = torch.log(output - 100).mean() if is_bad else output.mean()
@@ -324,7 +327,7 @@ def killed(rank, world_size, port):
     model, optimizer = watched_on_ranks(rank, world_size, port, gather_deadline=2)
     for step in range(1, 4):
         if step == 2:
-            time.sleep(4)  # every monitor is connected
+            time.sleep(2)  # every monitor is connected
         if rank == 1 and step == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         model(torch.randn(8, 4)).mean().backward()

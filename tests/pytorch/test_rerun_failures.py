@@ -189,10 +189,16 @@ def failures() -> list:
     slow = [*itertools.product(BACKENDS, HANGS, PASSES, range(3))]
     if REPETITIONS:
         return (quick + slow) * REPETITIONS
-    # Each kind of pass that a program's code can hang in differently: a hang takes ten deadlines to be known.
+    # Each kind of pass that a program's code can end or hang in differently.
     places = ("rerun", "constant_memory", "modules", "control", "serialised", "reordered")
-    hangs = zip(itertools.cycle(BACKENDS), itertools.cycle(HANGS), places, (0, 1, 2, 1, 2, 0), strict=False)
-    return [*pairwise(quick), *hangs]
+    victims = (0, 1, 2, 1, 2, 0, 2, 0, 1)
+    errors, deaths, hangs = (
+        [*zip(itertools.cycle(BACKENDS), itertools.cycle(kinds), of, victims, strict=False)]
+        for kinds, of in ((ERRORS, PASSES), (["killed"], places), (HANGS, places))
+    )
+    usual = [*errors, *deaths, *hangs[: len(HANGS)]]  # a hang takes ten deadlines to be known
+    others = [case for case in (*pairwise(quick), *hangs) if case not in usual]
+    return usual + [pytest.param(*case, marks=pytest.mark.exhaustive) for case in others]
 
 
 def verdicts_on_disk():

@@ -152,7 +152,8 @@ class KeptRanks:
             pipe.close()
 
 
-_server = RankServer("torch._dynamo", "nanlocator.transformers", "transformers.trainer")
+# pytest: the modules of the tests import it.
+_server = RankServer("pytest", "torch._dynamo", "nanlocator.transformers", "transformers.trainer")
 run_ranks, run_programs = _server.run_ranks, _server.run_programs
 kept = KeptRanks(_server)
 run_kept_ranks = kept.run_ranks

@@ -307,6 +307,7 @@ def main() -> None:
     if IS_INTERPRETED:
         for planted in PLANTED if "libraries healthy" in cases else [c for c in cases if c in PLANTED]:
             importlib.import_module(PLANTED[planted][0])
+        importlib.import_module("torch._dynamo")  # which an optimizer imports
         KernelCalls().remove()
     running, failed = {}, []
     for case in cases:
