@@ -30,7 +30,7 @@ def setup_model_and_optimizer(config):
 
 def pretrain(steps, faults, rank_1_raises):
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    config = TrainingConfig(hidden=32, sequence=16, num_microbatches=2)
+    config = TrainingConfig(hidden=32, sequence=16, num_microbatches=2, layers=2)
     _, optimizer, trainer = setup_model_and_optimizer(config)
     attach([make_fault(**fault) for fault in faults], trainer)
     if rank_1_raises and dist.get_rank() == 1:
