@@ -56,7 +56,10 @@ def compiled_fusions() -> None:
     """What Megatron's `jit_fuser` decorates, compiled as on GPUs; cpu_platform imports it uncompiled."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # its workers would be forks of ranks with threads
     from megatron.core.fusions import fused_bias_dropout, fused_bias_gelu
+    from torch._inductor import config
 
+    # Scalar code: to try an instruction set, each rank imports torch in an interpreter of its own.
+    config.cpp.vec_isa_ok = False
     for module, names in (
         (fused_bias_gelu, ("bias_gelu", "bias_gelu_back")),
         (fused_bias_dropout, ("bias_dropout_add_fused_train",)),

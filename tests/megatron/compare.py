@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-STEPS = 12
+STEPS = 4
 
 _references: dict[str, list[dict]] = {}
 
@@ -26,13 +26,13 @@ def train(pool, name, layout, preparations=(), faults=(), steps=STEPS, **nanloca
     )
 
 
-def without_nanlocator(pool, layout) -> list[dict]:
-    """The ranks of STEPS healthy steps with dropout, trained once for all tests of a session. `layout`: a
+def without_nanlocator(pool, layout, steps=STEPS, preparations=()) -> list[dict]:
+    """The ranks of healthy steps with dropout, trained once for all tests of a session. `layout`: a
     test_matrix.Layout."""
-    training = layout.training | {"dropout": 0.1}
-    key = json.dumps([layout.ranks, training], sort_keys=True)
+    key = json.dumps([layout.ranks, layout.training, steps, preparations], sort_keys=True)
     if key not in _references:
-        _references[key] = train(pool, f"reference_{len(_references)}", layout).require_success()
+        name = f"reference_{len(_references)}"
+        _references[key] = train(pool, name, layout, preparations, steps=steps).require_success()
     return _references[key]
 
 
@@ -53,3 +53,14 @@ def differences(ours: list[dict], reference: list[dict]) -> dict[str, list[str]]
         for field, fingerprint in other["fingerprints"].items():
             compare(field, f"{rank}, at the end", one["fingerprints"][field], fingerprint)
     return found
+
+
+def passes_of(rank, layout):
+    """How often each step of the run was executed (preparation note_each_forward)."""
+    forwards = layout.training["num_microbatches"] * (layout.training.get("vp") or 1)
+    passes = []
+    for record in rank["records"]:
+        count = sum(fact["iteration"] == record["iteration"] for fact in rank["planted"])
+        assert count % forwards == 0
+        passes.append(count // forwards)
+    return passes

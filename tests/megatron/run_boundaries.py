@@ -3,7 +3,7 @@
     export PYTHONPATH=$PYTHONPATH:examples/megatron_gpt OMP_NUM_THREADS=1
     python tests/megatron/run_boundaries.py scenarios.json --output DIR
 
-As run_scenarios.py, but `nanlocator` of a scenario is null or {}, its `faults` are the plants below, and each
+As run_scenarios.py, but a scenario's `nanlocator` is not read, its `faults` are the plants below, and each
 rank{N}.json also has `crossings` and `coverage` (one list per iteration) and `is_restored`.
 """
 
@@ -223,20 +223,17 @@ def run_rank(scenario: Scenario, directory: pathlib.Path) -> dict:
     result = {"scenario": scenario.name, "rank": dist.get_rank(), "error": None}
     trainer = Trainer(TrainingConfig(**scenario.training))
     methods = _methods_of_process_group()
-    schedule = gpt_training.get_forward_backward_func()
-    watched = None
-    if scenario.nanlocator is not None:
-        schedule = watched = WatchedSchedule(trainer, schedule)
-    gpt_training.get_forward_backward_func = lambda: schedule
+    watched = WatchedSchedule(trainer, gpt_training.get_forward_backward_func())
+    gpt_training.get_forward_backward_func = lambda: watched
     for fault in scenario.faults:
         if fault["rank"] in (None, dist.get_rank()):  # None: every rank
             PLANTS[fault["plant"]](trainer, fault)
     trainer.train(scenario.steps)
     trainer.finish()
-    if watched is not None:
-        watched.remove()
-        result |= {"crossings": watched.crossings, "coverage": watched.coverage}
+    watched.remove()
     result |= {
+        "crossings": watched.crossings,
+        "coverage": watched.coverage,
         "coordinates": trainer.coordinates,
         "records": [dataclasses.asdict(record) for record in trainer.records],
         "fingerprints": trainer.fingerprints(),

@@ -1,5 +1,5 @@
-"""What crosses ranks in real Megatron-Core: nothing is changed, everything is counted alike on both sides,
-and a NaN is seen first where it left a rank, in the right module and microbatch.
+"""What crosses ranks in real Megatron-Core: everything is counted alike on both sides, and a NaN is seen
+first where it left a rank, in the right module and microbatch. (test_healthy.py: that nothing is changed.)
 
 All scenarios run `boundaries` alone (run_boundaries.py), in one process that forks their ranks.
 """
@@ -18,11 +18,10 @@ pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built
 
 HERE = pathlib.Path(__file__).resolve().parent
 EXAMPLE = HERE.parents[1] / "examples" / "megatron_gpt"
-STEPS = 3
+STEPS = 2
 LAYERS = 4
 MICROBATCHES = 4
 SMALL = {"hidden": 32, "sequence": 16, "dropout": 0.1, "layers": LAYERS, "num_microbatches": MICROBATCHES}
-EXACT = ("loss", "grad_norm", "gradients_sha256", "weights_sha256")
 
 HEALTHY = {
     "tp2": (2, {"tp": 2}),
@@ -148,10 +147,9 @@ def runs(pool, tmp_path_factory):
     directory = tmp_path_factory.mktemp("boundaries")
     scenarios = []
     for name, (ranks, training) in HEALTHY.items():
-        for suffix, observed in (("", {}), ("_without", None)):
-            scenarios.append(_scenario(name + suffix, ranks, training, observed, []))
+        scenarios.append(_scenario(name, ranks, training, []))
     for name, (ranks, training, *faults) in FAULTS.items():
-        scenarios.append(_scenario(name, ranks, training, {}, [{"iteration": 2, **f} for f in faults]))
+        scenarios.append(_scenario(name, ranks, training, [{"iteration": 2, **f} for f in faults]))
     (directory / "scenarios.json").write_text(json.dumps(scenarios))
     environment = {**os.environ, **pool.environment, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -177,13 +175,12 @@ def runs(pool, tmp_path_factory):
     }
 
 
-def _scenario(name, ranks, training, observed, faults):
+def _scenario(name, ranks, training, faults):
     return {
         "name": name,
         "ranks": ranks,
-        "steps": STEPS,
+        "steps": STEPS + (name == "collectives_of_its_own"),
         "training": SMALL | training,
-        "nanlocator": observed,
         "faults": faults,
     }
 
@@ -192,13 +189,10 @@ def _scenario(name, ranks, training, observed, faults):
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_a_watched_run_is_bit_identical_and_nothing_is_seen(runs, name):
-    for ours, reference in zip(runs[name], runs[name + "_without"], strict=True):
-        for step, expected in zip(ours["records"], reference["records"], strict=True):
-            assert {key: step[key] for key in EXACT} == {key: expected[key] for key in EXACT}
-        assert ours["fingerprints"] == reference["fingerprints"]
-        assert ours["crossings"] == [[]] * STEPS
-        assert ours["is_restored"]
+def test_nothing_is_seen_in_a_healthy_run_and_torchs_methods_are_restored(runs, name):
+    for rank in runs[name]:
+        assert rank["crossings"] == [[]] * STEPS
+        assert rank["is_restored"]
 
 
 @pytest.mark.parametrize("name", HEALTHY)

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built
 
 LAYOUT = Layout(2, {"tp": 2, "bias_fusions": True})
 # A fault in the MLP would take the fusion's place.
-AT = {"rank": 1, "layer": 2, "microbatch": 1, "region": "attention"}
+AT = {"rank": 1, "layer": 1, "microbatch": 1, "region": "attention"}
 FAULTS = [
     {"name": "forward_operator", "kind": "softmax"} | AT,
     {"name": "backward_operator", "kind": "function"} | AT,

@@ -5,6 +5,7 @@ NANLOCATOR_TEST_REPETITIONS (default 1): how often each place is tried.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
@@ -19,7 +20,7 @@ DEADLINE = 4.0  # gather_deadline
 # A silent rank is noticed after half the deadline; rank 0's verdict is waited for one and a half, and the
 # barrier before the error leaves for one. The rest is for the start and for a busy machine.
 PATIENCE = 3 * DEADLINE + 14.0
-ITERATION = 3
+ITERATION = 2
 REPETITIONS = int(os.environ.get("NANLOCATOR_TEST_REPETITIONS", "1"))
 LAYOUTS = {  # ranks, training, who is killed, who plants the fault
     "pp2": (2, {"pp": 2}, 1, 0),
@@ -29,9 +30,23 @@ LAYOUTS = {  # ranks, training, who is killed, who plants the fault
 }
 
 
+PLACES = ["forward", "before_flag", "repeat", "gathering"]
+USUAL = {("pp2", where) for where in PLACES} | {
+    ("tp2_pp2", "forward"),  # of the rank that merges
+    ("tp2_pp2", "gathering"),
+    ("megatron_fsdp", "before_flag"),
+    ("context_parallel", "repeat"),
+}
+
+
 @pytest.mark.parametrize("repetition", range(REPETITIONS))
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("where", ["forward", "before_flag", "repeat", "gathering"])
+@pytest.mark.parametrize(
+    ("layout", "where"),
+    [
+        pytest.param(*case, marks=[] if case in USUAL else pytest.mark.exhaustive)
+        for case in itertools.product(LAYOUTS, PLACES)
+    ],
+)
 def test_the_survivors_of_a_killed_rank_name_it_on_disk(pool, where, layout, repetition):
     ranks, training, victim, other = LAYOUTS[layout]
     faults = [{"name": "killed", "rank": victim, "iteration": ITERATION, "where": where}]
@@ -41,8 +56,8 @@ def test_the_survivors_of_a_killed_rank_name_it_on_disk(pool, where, layout, rep
         {
             "name": f"death_{where}_{layout}_{repetition}",
             "ranks": ranks,
-            "steps": 5,
-            "training": SMALL | training,
+            "steps": 3,
+            "training": SMALL | {"layers": 2} | training,
             "nanlocator": {"on_bad": "stop", "gather_deadline": DEADLINE},
             "faults": faults,
             "timeout": PATIENCE,
@@ -70,6 +85,6 @@ def test_the_survivors_of_a_killed_rank_name_it_on_disk(pool, where, layout, rep
 
 
 def bad_gradient(rank: int) -> dict:
-    layer = 0 if rank == 0 else 3  # of four, on the first or on the last stage
+    layer = 0 if rank == 0 else 1  # on the first or on the last stage
     weight = f"decoder.layers.{layer}.mlp.linear_fc1.weight"
     return {"name": "main_grad_element", "rank": rank, "iteration": ITERATION, "parameter": weight}

@@ -28,7 +28,7 @@ def demo(*arguments, directory, pool):
 
 
 def test_the_demonstration_names_rank_module_and_operator_and_executes_it_again(pool, tmp_path):
-    result = demo("--steps", "5", directory=tmp_path, pool=pool)
+    result = demo("--steps", "4", directory=tmp_path, pool=pool)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "conclusion: deterministic_undefined" in result.stdout
     assert "\033" not in result.stdout  # colours only on a terminal
@@ -36,15 +36,16 @@ def test_the_demonstration_names_rank_module_and_operator_and_executes_it_again(
 
 
 def test_the_demonstration_names_the_fault_that_escapes_megatrons_norm(pool, tmp_path):
+    two_ranks = ("--pp", "1", "--dp", "1")
     result = demo(
-        "--fault", "tp_duplicated_layernorm", "--steps", "5", "--pp", "1", directory=tmp_path, pool=pool
+        *("--fault", "tp_duplicated_layernorm", "--steps", "4", *two_ranks), directory=tmp_path, pool=pool
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "Nothing to see." in result.stdout
 
 
 def test_the_healthy_demonstration_is_bit_identical(pool, tmp_path):
-    result = demo("--healthy", "--steps", "4", "--pp", "1", directory=tmp_path, pool=pool)
+    result = demo("--healthy", "--steps", "4", "--pp", "1", "--tp", "1", directory=tmp_path, pool=pool)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "NO " not in result.stdout
 

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import ProcessGroup
 
 # gpt_training redirects Megatron's CUDA to the CPU before it imports it.
 run_ranks = RankServer("torch._dynamo", "gpt_training").run_ranks
-SMALL = {"hidden": 32, "sequence": 16, "num_microbatches": 2, "layers": 4}
+SMALL = {"hidden": 32, "sequence": 16, "num_microbatches": 2, "layers": 2}
 SAID = "not seen in the first step, though it must have happened"
 
 
@@ -73,7 +73,7 @@ HEALTHY = {
     "sequence_parallel_recomputed": (2, {"tp": 2, "sequence_parallel": True, "recompute": "full"}),
     "context_parallel": (2, {"cp": 2, "rope": True, "cp_comm_type": "p2p"}),
     "megatron_fsdp": (2, {"use_distributed_optimizer": True, "megatron_fsdp": "optim_grads_params"}),
-    "interleaved_pipeline": (2, {"pp": 2, "vp": 2}),
+    "interleaved_pipeline": (2, {"pp": 2, "vp": 2, "layers": 4}),
     "experts_alltoall": (2, {"num_experts": 4, "ep": 2}),
     "experts_allgather": (
         4,

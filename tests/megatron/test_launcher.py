@@ -13,6 +13,7 @@ import subprocess
 import sys
 
 import pytest
+from ranks import run_python
 
 EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / "examples" / "megatron_gpt"
 pytestmark = pytest.mark.megatron
@@ -30,7 +31,7 @@ def setup_model_and_optimizer(config):
 
 def pretrain(steps, faults, rank_1_raises):
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    config = TrainingConfig(hidden=32, sequence=16, num_microbatches=2)
+    config = TrainingConfig(hidden=32, sequence=16, num_microbatches=2, layers=2)
     _, optimizer, trainer = setup_model_and_optimizer(config)
     attach([make_fault(**fault) for fault in faults], trainer)
     if rank_1_raises and dist.get_rank() == 1:
@@ -70,24 +71,21 @@ def launch(pool, tmp_path):
     """Runs the launcher in an empty folder; `ranks`: under torchrun."""
 
     def run(*arguments, ranks=None, launched_by="nanlocator.megatron", **environment):
-        launcher = [sys.executable]
-        if ranks is not None:
-            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         folder = tmp_path / "elsewhere"
         recorded = tmp_path / "recorded"
         for each in (folder, recorded):
             each.mkdir(exist_ok=True)
+        command = ["-m", launched_by, *map(str, arguments)]
+        variables = {**pool.environment, "OMP_NUM_THREADS": "1", **environment}
+        if ranks is None:
+            return run_python(*command, cwd=folder, **variables)
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        # torchrun copies the error file of the root cause to its own.
+        variables["TORCHELASTIC_ERROR_FILE"] = str(recorded / "error.json")
         return subprocess.run(
-            [*launcher, "-m", launched_by, *map(str, arguments)],
+            [sys.executable, *launcher, *command],
             cwd=folder,
-            env={
-                **os.environ,
-                **pool.environment,
-                "OMP_NUM_THREADS": "1",
-                # torchrun copies the error file of the root cause to its own.
-                "TORCHELASTIC_ERROR_FILE": str(recorded / "error.json"),
-                **environment,
-            },
+            env={**os.environ, **variables},
             capture_output=True,
             text=True,
             timeout=180,

@@ -1,53 +1,13 @@
-"""The repeat of a step has the bits of its first pass, because every state is put back: shown by repeating
-every step of healthy runs, and by runs in which one state is not put back and that therefore differ."""
+"""The repeat of a step has the bits of its first pass, because every state is put back: shown by runs in
+which one state is not put back and that therefore differ. (test_healthy.py repeats every healthy step.)"""
 
 from __future__ import annotations
 
 import pytest
-from compare import STEPS, differences, train, without_nanlocator
-from test_matrix import EXPERTS, LAYOUTS, OVERLAPPED, Layout
+from compare import STEPS, differences, passes_of, train, without_nanlocator
+from test_matrix import EXPERTS, Layout
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
-
-MEGATRONS_CHECKS = {
-    "check_for_nan_in_grad": True,
-    "check_for_nan_in_loss": True,
-    "rerun_state_machine": "validate_results",
-}
-CONFIGURATIONS = LAYOUTS | {
-    "fp16_searching_its_scale": Layout(2, {"tp": 2, "precision": "fp16", "initial_loss_scale": 2.0**20}),
-    "megatrons_checks": Layout(2, OVERLAPPED | MEGATRONS_CHECKS),
-    "megatrons_checks_interleaved": Layout(2, {"pp": 2, "vp": 2} | MEGATRONS_CHECKS),
-}
-
-
-def passes_of(rank, layout):
-    """How often each step of the run was executed (preparation note_each_forward)."""
-    forwards = layout.training["num_microbatches"] * (layout.training.get("vp") or 1)
-    passes = []
-    for record in rank["records"]:
-        count = sum(fact["iteration"] == record["iteration"] for fact in rank["planted"])
-        assert count % forwards == 0
-        passes.append(count // forwards)
-    return passes
-
-
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
-def test_a_run_that_repeats_every_step_is_the_run_without_nanlocator(pool, configuration):
-    layout = CONFIGURATIONS[configuration]
-    reference = without_nanlocator(pool, layout)
-    noted = [{"name": "note_each_forward"}]
-    outcome = train(pool, f"repeat_{configuration}_always", layout, noted, rerun="always")
-    ranks = outcome.require_success()
-    assert not differences(ranks, reference)
-    assert "other bits" not in outcome.logs(last_lines=10_000)
-    for rank in ranks:
-        assert rank["verdicts"] == []
-        # An overflow of the loss scale ends the step, which then is not worth a repeat.
-        assert passes_of(rank, layout) == [1 + record["successful"] for record in rank["records"]]
-    if configuration == "fp16_searching_its_scale":
-        assert 0 < sum(record["successful"] for record in ranks[0]["records"]) < STEPS
-
 
 OWN_DATA = [{"name": "data_drawn_in_forward_step"}]
 DRAWING_DATA = [{"name": "data_from_the_global_generators"}]
@@ -73,7 +33,7 @@ def test_a_repeat_that_forgets_a_state_makes_another_training(pool, state):
             pool, f"repeat_{state}_{name}", layout, preparations, steps=3, **nanlocator
         ).require_success()
 
-    reference = trained("without", preparations)
+    reference = without_nanlocator(pool, layout, 3, preparations)
     restored = trained("restored", preparations, rerun="always")
     assert not differences(restored, reference)
     omitted = [{"name": "leave_as_moved", "state": state}, *preparations]
@@ -89,7 +49,7 @@ ONE_OFF = {"name": "main_grad_element", "rank": 1, "iteration": 3}
 @pytest.mark.parametrize("preparations", [OWN_DATA, DRAWING_DATA], ids=["in_forward_step", "in_the_iterator"])
 def test_data_that_are_drawn_in_the_step_are_the_same_in_its_repeat(pool, preparations):
     layout, name = Layout(2, {}), preparations[0]["name"]
-    reference = train(pool, f"repeat_{name}_healthy", layout, preparations).require_success()
+    reference = without_nanlocator(pool, layout, preparations=preparations)
     ranks = train(
         pool, f"{name}_recovered", layout, preparations, faults=[ONE_OFF], on_bad="recover"
     ).require_success()
