@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launchers import run_netcheck
 
 from nanlocator.netcheck import run
 
@@ -26,19 +27,6 @@ def netcheck(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_without_arguments_it_asks_for_the_number_of_ranks():
-    run = netcheck()
-    assert (run.returncode, run.stdout) == (2, "")
-    assert "how many ranks?" in run.stderr
-
-
-def test_a_wrong_option_ends_with_2_before_any_rank_starts():
-    run = netcheck("--nproc-per-node", "2", "--tensor-parallel", "2")
-    assert (run.returncode, run.stdout) == (2, "")
-    assert "unrecognized arguments: --tensor-parallel" in run.stderr
-    assert "netcheck: start" not in run.stderr
-
-
 def test_help_is_the_checks_and_has_an_example():
     run = netcheck("--help")
     assert run.returncode == 0
@@ -46,11 +34,11 @@ def test_help_is_the_checks_and_has_an_example():
 
 
 def test_healthy_ranks_end_with_0_and_the_familiar_lines():
-    run = netcheck("--nproc-per-node", "2", "--quick")
-    assert run.returncode == 0, run.stderr
-    assert "is OK (global rank: 0/2)" in run.stdout
-    assert "is OK (global rank: 1/2)" in run.stdout
-    assert "verdict: healthy (2 ranks, gloo" in run.stdout
+    ((code, said, errors),) = run_netcheck("--nproc-per-node", "2", "--quick")
+    assert code == 0, errors
+    assert "is OK (global rank: 0/2)" in said
+    assert "is OK (global rank: 1/2)" in said
+    assert "verdict: healthy (2 ranks, gloo" in said
 
 
 def test_a_finding_ends_with_1_and_json_is_one_object():
