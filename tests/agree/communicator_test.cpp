@@ -1,6 +1,5 @@
 #include "nanlocator/agree/communicator.hpp"
 
-#include <ATen/ops/full.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -339,10 +338,6 @@ TEST(Communicator, ABrokenStoreGivesNothingAndThrowsNothingButFromTheHandshake) 
 }
 
 // ---------------------------------------------------------------------------------------- the flag
-
-at::Tensor flag_of(int value) {
-  return at::full({1}, value, at::kInt);
-}
 
 TEST(Communicator, OneRanksFlagIsEveryRanksFlag) {
   run_ranks(3, one_hash_store(), [](const auto& communicator) {

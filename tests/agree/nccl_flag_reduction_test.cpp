@@ -1,6 +1,5 @@
 #include "nanlocator/agree/nccl_flag_reduction.hpp"
 
-#include <ATen/ops/full.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -71,10 +70,6 @@ namespace nanlocator::testing {
 namespace {
 
 using ::testing::HasSubstr;
-
-at::Tensor flag_of(int value) {
-  return at::full({1}, value, at::kInt);
-}
 
 /// One communicator for each rank, as ncclCommInitRank makes them.
 std::vector<std::unique_ptr<ncclComm>> communicators(int size, milliseconds timeout = kLong) {

@@ -4,6 +4,8 @@
 // is used by the tests in Python.
 #pragma once
 
+#include <ATen/ops/full.h>
+
 #include <chrono>
 #include <condition_variable>
 #include <exception>
@@ -32,6 +34,10 @@ inline Deadline after(milliseconds time) {
 inline constexpr milliseconds kLong{60'000};
 /// For what never comes.
 inline constexpr milliseconds kShort{1'000};
+
+inline at::Tensor flag_of(int value) {
+  return at::full({1}, value, at::kInt);
+}
 
 /// MAX all-reduces between threads; the n-th call of each rank belongs together.
 class MaxReduction {

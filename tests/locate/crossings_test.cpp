@@ -7,6 +7,7 @@
 #include <random>
 
 #include "locate/crossing_simulator/pass.hpp"
+#include "locate/text_of_verdict.hpp"
 #include "nanlocator/locate/locate.hpp"
 #include "nanlocator/report/verdict_json.hpp"
 #include "support/fact_matchers.hpp"
@@ -27,17 +28,6 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
 const auto kOfFirstPass = Field(&Fact::source, FactSource::first_pass);
-
-std::string text_of(const Verdict& verdict) {
-  std::string text;
-  for (const Origin& origin : verdict.origins) {
-    text += "\n  " + std::string(name_of(origin.phase)) + " " + std::string(name_of(origin.cause)) +
-            " mb " + std::to_string(origin.microbatch.value_or(-1)) + " " + origin.module + " " +
-            describe_ranks(origin.candidates);
-    for (const Fact& fact : origin.facts) text += "\n    " + std::string(name_of(fact.kind));
-  }
-  return text;
-}
 
 Layout four_by_two() {
   return {.tp = 2, .pp = 2, .dp = 2, .microbatches = 3};
@@ -574,11 +564,6 @@ TEST(Crossings, HostileLedgersNeitherCrashNorTakeLong) {
 }
 
 // ---- many incidents ----
-
-struct Incident {
-  Layout layout;
-  Fault fault;
-};
 
 Layout random_layout(std::mt19937& random) {
   Layout layout = simulator::random_layout(random);

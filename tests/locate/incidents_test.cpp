@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "locate/crossing_simulator/pass.hpp"
+#include "locate/text_of_verdict.hpp"
 #include "nanlocator/locate/locate.hpp"
 #include "nanlocator/report/verdict_json.hpp"
 
@@ -28,7 +29,7 @@ using simulator::Layout;
 
 enum class Level { grads, boundaries, repeat };  // repeat: boundaries, and the step traced again
 
-struct Incident {
+struct PlantedIncident {
   Layout layout;
   std::vector<Fault> faults;
   Level level = Level::boundaries;
@@ -55,9 +56,9 @@ class Draw {
  public:
   explicit Draw(unsigned seed) : seed_(seed), random_(seed) {}
 
-  Incident incident() {
+  PlantedIncident incident() {
     for (;;) {
-      Incident incident{.layout = layout(), .faults = {}, .level = level(), .seed = seed_};
+      PlantedIncident incident{.layout = layout(), .faults = {}, .level = level(), .seed = seed_};
       const int count = 1 + choose(3);
       for (int attempts = 0; std::ssize(incident.faults) < count && attempts < 20; ++attempts) {
         add_fault(incident);
@@ -92,7 +93,7 @@ class Draw {
     return layout;
   }
 
-  void add_fault(Incident& incident) {
+  void add_fault(PlantedIncident& incident) {
     const Layout& layout = incident.layout;
     Fault fault{.plant = static_cast<Plant>(choose(15)),
                 .tp = choose(layout.tp),
@@ -139,7 +140,7 @@ class Draw {
   }
 
   /// Such a fault can happen in this layout, and shows at this level.
-  bool is_possible(const Incident& incident, const Fault& fault) const {
+  bool is_possible(const PlantedIncident& incident, const Fault& fault) const {
     const Layout& layout = incident.layout;
     const bool is_after_backward = fault.plant > Plant::weight;
     switch (fault.plant) {
@@ -161,7 +162,7 @@ class Draw {
   }
 
   /// It leaves evidence of its own beside that of the others.
-  bool can_be_told(const Incident& incident, const Fault& fault) const {
+  bool can_be_told(const PlantedIncident& incident, const Fault& fault) const {
     const Layout& layout = incident.layout;
     const auto is_alone = [](const Fault& each) {
       return each.plant == Plant::update || each.plant == Plant::norm_value ||
@@ -191,7 +192,7 @@ class Draw {
     return true;
   }
 
-  static bool are_separate(const Incident& incident, const Fault& a, const Fault& b) {
+  static bool are_separate(const PlantedIncident& incident, const Fault& a, const Fault& b) {
     const Layout& layout = incident.layout;
     const bool is_same_part =
         a.tp == b.tp && a.stage % layout.pp == b.stage % layout.pp && a.stage == b.stage;
@@ -267,7 +268,7 @@ Cause cause_of(const TracedBirth& birth) {
 
 class TruthOf {
  public:
-  TruthOf(const Incident& incident, const Pass& pass, const Fault& fault)
+  TruthOf(const PlantedIncident& incident, const Pass& pass, const Fault& fault)
       : incident_(incident), layout_(incident.layout), pass_(pass), fault_(fault) {}
 
   Truth truth() {
@@ -405,14 +406,14 @@ class TruthOf {
     }
   }
 
-  const Incident& incident_;
+  const PlantedIncident& incident_;
   const Layout& layout_;
   const Pass& pass_;
   const Fault& fault_;
   Truth truth_;
 };
 
-std::vector<Truth> truths_of(const Incident& incident) {
+std::vector<Truth> truths_of(const PlantedIncident& incident) {
   std::vector<Truth> truths;
   for (const Fault& fault : incident.faults) {
     // Alone: what another fault lets cross must not count as this one's.
@@ -424,7 +425,7 @@ std::vector<Truth> truths_of(const Incident& incident) {
 
 // ---- in words ----
 
-std::string text_of(const Incident& incident) {
+std::string text_of(const PlantedIncident& incident) {
   constexpr const char* kLevels[] = {"grads", "boundaries", "repeat"};
   std::string text = "seed " + std::to_string(incident.seed) + " " + incident.layout.describe() +
                      kLevels[static_cast<int>(incident.level)];
@@ -438,18 +439,6 @@ std::string text_of(const Incident& incident) {
             " everywhere " + std::to_string(fault.is_on_every_replica);
   }
   return text;
-}
-
-std::string text_of(const Verdict& verdict) {
-  std::string text = "\nverdict " + std::string(name_of(verdict.status));
-  for (const Origin& origin : verdict.origins) {
-    text += "\n  " + std::string(name_of(origin.phase)) + " " + std::string(name_of(origin.cause)) +
-            " " + std::string(name_of(origin.place_confidence)) + " mb " +
-            std::to_string(origin.microbatch.value_or(-1)) + " " + origin.module + " " +
-            origin.parameter + " ranks " + describe_ranks(origin.candidates) + ": " +
-            std::string(name_of(origin.facts.front().kind));
-  }
-  return text + "\n";
 }
 
 bool is_told_by(const Truth& truth, const Origin& origin) {
@@ -492,7 +481,7 @@ class Incidents : public testing::TestWithParam<unsigned> {
   template <typename Check>
   static void for_each_incident(Check check) {
     for (unsigned seed = GetParam(); seed < incident_count(); seed += kShares) {
-      const Incident incident = Draw(seed).incident();
+      const PlantedIncident incident = Draw(seed).incident();
       SCOPED_TRACE(text_of(incident));
       check(incident);
     }
@@ -500,7 +489,7 @@ class Incidents : public testing::TestWithParam<unsigned> {
 };
 
 TEST_P(Incidents, WithEveryLedgerRanksPhaseAndCauseAreRightInAnyOrderOfReading) {
-  for_each_incident([](const Incident& incident) {
+  for_each_incident([](const PlantedIncident& incident) {
     std::vector<Ledger> ledgers = incident.ledgers();
     const int world = incident.layout.world();
     const Verdict verdict = locate(ledgers, world);
@@ -517,7 +506,7 @@ TEST_P(Incidents, WithEveryLedgerRanksPhaseAndCauseAreRightInAnyOrderOfReading) 
 }
 
 /// Loses some ledgers and cuts others off in the middle of a line, guilty ranks' more often.
-std::vector<Ledger> with_losses(const Incident& incident, const std::vector<Truth>& truths,
+std::vector<Ledger> with_losses(const PlantedIncident& incident, const std::vector<Truth>& truths,
                                 std::mt19937& random) {
   std::vector<Ledger> ledgers = incident.ledgers();
   std::set<int> hit;
@@ -542,7 +531,7 @@ std::vector<Ledger> with_losses(const Incident& incident, const std::vector<Trut
 }
 
 TEST_P(Incidents, WithLostAndCutOffLedgersNoWrongRankIsNamedWithHighConfidence) {
-  for_each_incident([](const Incident& incident) {
+  for_each_incident([](const PlantedIncident& incident) {
     std::mt19937 random(incident.seed + 1);
     const std::vector<Truth> truths = truths_of(incident);
     std::vector<Ledger> ledgers = with_losses(incident, truths, random);
@@ -573,7 +562,7 @@ TEST_P(Incidents, WithLostAndCutOffLedgersNoWrongRankIsNamedWithHighConfidence) 
 // ---- what the evidence can separate, asked of the simulator ----
 
 /// The ledgers of one replica's ranks.
-std::vector<Ledger> evidence_of(const Incident& incident, int dp) {
+std::vector<Ledger> evidence_of(const PlantedIncident& incident, int dp) {
   const std::vector<Ledger> all = incident.ledgers();
   std::vector<Ledger> evidence;
   for (const int rank : incident.layout.replica_of(dp)) {
@@ -583,12 +572,12 @@ std::vector<Ledger> evidence_of(const Incident& incident, int dp) {
 }
 
 /// Ranks on which some fault, whichever, leaves the same ledgers.
-std::set<int> inseparable_ranks(const Incident& incident) {
+std::set<int> inseparable_ranks(const PlantedIncident& incident) {
   const Layout& layout = incident.layout;
   const Fault& planted = incident.faults.front();
   const std::vector<Ledger> evidence = evidence_of(incident, planted.dp);
   std::set<int> ranks;
-  Incident other = incident;
+  PlantedIncident other = incident;
   Fault& fault = other.faults.front();
   const int first = planted.dp / layout.ep * layout.ep;
   for (int plant = 0; plant < static_cast<int>(Plant::gradient); ++plant) {
@@ -622,7 +611,7 @@ TEST_P(Incidents, EveryRankThatTheEvidenceCannotSeparateIsACandidate) {
   int incidents = 0;
   for (unsigned seed = 1000 + GetParam(); incidents < 8; seed += kShares) {
     Draw draw(seed);
-    Incident incident = draw.incident();
+    PlantedIncident incident = draw.incident();
     const Layout& layout = incident.layout;
     incident.faults.resize(1);
     if (incident.level == Level::repeat) incident.level = Level::grads;
@@ -652,7 +641,7 @@ TEST(DrawnIncidents, HaveEveryFaultAtEveryLevelAndAllSizes) {
   std::map<std::size_t, int> counts;
   int large = 0, largest = 0, smallest = 4096;
   for (unsigned seed = 0; seed < kDrawn; ++seed) {
-    const Incident incident = Draw(seed).incident();
+    const PlantedIncident incident = Draw(seed).incident();
     for (const Fault& fault : incident.faults) ++plants[fault.plant];
     ++levels[incident.level];
     ++counts[incident.faults.size()];

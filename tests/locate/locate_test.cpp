@@ -15,7 +15,6 @@ namespace nanlocator {
 namespace {
 
 using simulator::Block;
-using simulator::Fault;
 using simulator::Layout;
 using simulator::Point;
 using simulator::TrainingStep;
@@ -660,12 +659,12 @@ TEST(Locate, NoLedgerAtAllIsNoCleanBillOfHealth) {
 
 // ---- many incidents ----
 
-struct Incident {
+struct StepIncident {
   Layout layout;
-  Fault fault;
+  simulator::Fault fault;
 };
 
-Incident random_incident(unsigned seed) {
+StepIncident random_incident(unsigned seed) {
   std::mt19937 random(seed);
   const auto choose = [&](int count) { return static_cast<int>(random() % count); };
   const Layout layout = simulator::random_layout(random);
@@ -673,21 +672,21 @@ Incident random_incident(unsigned seed) {
       Point::forward_hidden,    Point::forward_region, Point::loss_gradient,
       Point::residual_gradient, Point::row_gradient,   Point::region_gradient,
       Point::partial_gradient,  Point::norm_gradient,  Point::sent_gradient};
-  Fault fault{.point = kPoints[choose(9)],
-              .lane = choose(layout.lanes()),
-              .tp = choose(layout.tp),
-              .layer = choose(layout.layers()),
-              .block = choose(2) == 0 ? Block::attention : Block::mlp,
-              .token = choose(8)};
+  simulator::Fault fault{.point = kPoints[choose(9)],
+                         .lane = choose(layout.lanes()),
+                         .tp = choose(layout.tp),
+                         .layer = choose(layout.layers()),
+                         .block = choose(2) == 0 ? Block::attention : Block::mlp,
+                         .token = choose(8)};
   if (fault.point == Point::sent_gradient) fault.layer -= fault.layer % layout.layers_per_stage;
   fault.source_lane = fault.lane;
   if (layout.ep > 1 && choose(2) == 0) fault.source_lane = fault.lane / 2 * 2 + choose(2);
   return {layout, fault};
 }
 
-std::string describe(const Incident& incident, unsigned seed) {
+std::string describe(const StepIncident& incident, unsigned seed) {
   const Layout& layout = incident.layout;
-  const Fault& fault = incident.fault;
+  const simulator::Fault& fault = incident.fault;
   return "seed " + std::to_string(seed) + ": " + layout.describe() + "; point " +
          std::to_string(static_cast<int>(fault.point)) + " lane " + std::to_string(fault.lane) +
          " tp " + std::to_string(fault.tp) + " layer " + std::to_string(fault.layer) + " block " +
@@ -699,7 +698,7 @@ class RandomIncidents : public testing::TestWithParam<unsigned> {};
 TEST_P(RandomIncidents, TheGuiltyRankIsAmongTheCandidatesOfTheOneOrigin) {
   int incidents = 0;
   for (unsigned seed = GetParam() * 100; seed < GetParam() * 100 + 100; ++seed) {
-    const Incident incident = random_incident(seed);
+    const StepIncident incident = random_incident(seed);
     const TrainingStep step(incident.layout, incident.fault);
     SCOPED_TRACE(describe(incident, seed) + "; first bad " + step.first_bad());
     const Verdict verdict = locate_all(step);
@@ -731,7 +730,7 @@ TEST_P(RandomIncidents, TheGuiltyRankIsAmongTheCandidatesOfTheOneOrigin) {
 
 TEST_P(RandomIncidents, AnIsolatedElementIsNamedWithItsRank) {
   for (unsigned seed = GetParam() * 100; seed < GetParam() * 100 + 100; ++seed) {
-    Incident incident = random_incident(seed);
+    StepIncident incident = random_incident(seed);
     incident.fault = {};
     std::mt19937 random(seed);
     TrainingStep step(incident.layout, incident.fault);
@@ -760,7 +759,7 @@ TEST_P(RandomIncidents, AnIsolatedElementIsNamedWithItsRank) {
 
 TEST_P(RandomIncidents, FaultsInTwoReplicasAreTwoOrigins) {
   for (unsigned seed = GetParam() * 100; seed < GetParam() * 100 + 50; ++seed) {
-    Incident incident = random_incident(seed);
+    StepIncident incident = random_incident(seed);
     incident.layout.dp = 4;  // replicas of one or two dp ranks: lane 0 and the last are strangers
     incident.fault.lane = 0;
     incident.fault.source_lane = 0;
@@ -781,7 +780,7 @@ TEST_P(RandomIncidents, FaultsInTwoReplicasAreTwoOrigins) {
 
 TEST_P(RandomIncidents, MissingRanksNeverMakeAWrongRankCertain) {
   for (unsigned seed = GetParam() * 100; seed < GetParam() * 100 + 100; ++seed) {
-    const Incident incident = random_incident(seed);
+    const StepIncident incident = random_incident(seed);
     const TrainingStep step(incident.layout, incident.fault);
     SCOPED_TRACE(describe(incident, seed) + "; first bad " + step.first_bad());
     if (!step.has_bad_gradients()) continue;
@@ -816,7 +815,7 @@ TEST_P(RandomIncidents, MissingRanksNeverMakeAWrongRankCertain) {
 
 TEST_P(RandomIncidents, TheVerdictDoesNotDependOnTheOrderOfTheLedgers) {
   for (unsigned seed = GetParam() * 100; seed < GetParam() * 100 + 20; ++seed) {
-    const Incident incident = random_incident(seed);
+    const StepIncident incident = random_incident(seed);
     std::vector<Ledger> ledgers = TrainingStep(incident.layout, incident.fault).ledgers();
     const std::string expected = to_json(locate(ledgers, incident.layout.world()));
     std::mt19937 random(seed);

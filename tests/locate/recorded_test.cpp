@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "locate/crossing_simulator/pass.hpp"
+#include "locate/text_of_verdict.hpp"
 #include "nanlocator/locate/locate.hpp"
 #include "nanlocator/report/verdict_json.hpp"
 
@@ -78,17 +79,6 @@ int world_of(const std::vector<Ledger>& ledgers) {
 const nlohmann::json& facts_of(const std::string& file) {
   static const nlohmann::json kPlanted = nlohmann::json::parse(text_in("planted.json"));
   return kPlanted.at(file);
-}
-
-std::string text_of(const Verdict& verdict) {
-  std::string text;
-  for (const Origin& origin : verdict.origins) {
-    text += "\n  " + std::string(name_of(origin.phase)) + " " + std::string(name_of(origin.cause)) +
-            " " + std::string(name_of(origin.place_confidence)) + " ranks " +
-            describe_ranks(origin.candidates) + ": " +
-            std::string(name_of(origin.facts.front().kind));
-  }
-  return text;
 }
 
 class RecordedLedgers : public testing::TestWithParam<std::size_t> {

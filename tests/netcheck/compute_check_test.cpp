@@ -17,8 +17,6 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-const at::Device kHost(at::kCPU);
-
 /// Changes element `index` of one result to what `change` makes of it.
 AfterOperator changed(const std::string& name, const std::string& dtype, int in_repeat,
                       std::int64_t index, double (*change)(double)) {
@@ -31,8 +29,8 @@ AfterOperator changed(const std::string& name, const std::string& dtype, int in_
 }
 
 TEST(ComputeCheck, FindsNothingOnThisMachineAndTheSameFingerprintsTwice) {
-  const auto first = check_compute(kHost);
-  const auto second = check_compute(kHost);
+  const auto first = check_compute(at::kCPU);
+  const auto second = check_compute(at::kCPU);
   EXPECT_THAT(first.failures, ElementsAre());
   ASSERT_EQ(first.operators.size(), 9u * 4u);
   std::set<std::uint64_t> distinct;
@@ -48,7 +46,7 @@ TEST(ComputeCheck, FindsNothingOnThisMachineAndTheSameFingerprintsTwice) {
 TEST(ComputeCheck, ItsBoundsAreNotSoWideThatTheErrorsOfTheFormatVanishInThem) {
   // The last rounding alone uses up to one unit roundoff: half a bound is reached somewhere in
   // every operator whose bound is little more than that rounding.
-  for (const auto& checked : check_compute(kHost).operators) {
+  for (const auto& checked : check_compute(at::kCPU).operators) {
     if (checked.dtype != "bfloat16" || checked.name == "max") continue;
     EXPECT_GT(checked.worst, 0.4) << checked.name;
   }
@@ -56,7 +54,7 @@ TEST(ComputeCheck, ItsBoundsAreNotSoWideThatTheErrorsOfTheFormatVanishInThem) {
 
 TEST(ComputeCheck, NamesTheOperatorTheFormatTheElementAndTheBound) {
   const auto outcome = check_compute(
-      kHost, changed("gemm", "float32", 0, 2 * 128 + 5, [](double x) { return x + 0.01; }));
+      at::kCPU, changed("gemm", "float32", 0, 2 * 128 + 5, [](double x) { return x + 0.01; }));
   // The repeats are right, so that the first result also differs from them.
   ASSERT_EQ(outcome.failures.size(), 2u);
   EXPECT_THAT(outcome.failures[0],
@@ -69,7 +67,7 @@ TEST(ComputeCheck, NamesTheOperatorTheFormatTheElementAndTheBound) {
 
 TEST(ComputeCheck, FindsOneUnitInTheLastPlaceThatARepeatHasMore) {
   const auto outcome = check_compute(
-      kHost, changed("tanh", "float32", 3, 17, [](double x) { return x * (1 + 0x1p-23); }));
+      at::kCPU, changed("tanh", "float32", 3, 17, [](double x) { return x * (1 + 0x1p-23); }));
   ASSERT_EQ(outcome.failures.size(), 1u);
   EXPECT_THAT(outcome.failures[0],
               HasSubstr("tanh in float32: differs from its first result in re-run 3 at [17]"));
@@ -78,7 +76,8 @@ TEST(ComputeCheck, FindsOneUnitInTheLastPlaceThatARepeatHasMore) {
 TEST(ComputeCheck, FindsAWrongElementInEachOperatorAndFormat) {
   std::set<std::pair<std::string, std::string>> planted;
   const auto outcome = check_compute(
-      kHost, [&](const std::string& name, const std::string& dtype, int, const at::Tensor& result) {
+      at::kCPU,
+      [&](const std::string& name, const std::string& dtype, int, const at::Tensor& result) {
         planted.emplace(name, dtype);
         auto element = result.flatten()[result.numel() - 1];
         element.fill_(element.item<double>() * 1.25);  // in all repeats: only the reference tells
@@ -88,7 +87,7 @@ TEST(ComputeCheck, FindsAWrongElementInEachOperatorAndFormat) {
 }
 
 TEST(ComputeCheck, ANanIsWrong) {
-  const auto outcome = check_compute(kHost, changed("max", "float16", 0, 3, [](double) {
+  const auto outcome = check_compute(at::kCPU, changed("max", "float16", 0, 3, [](double) {
                                        return std::numeric_limits<double>::quiet_NaN();
                                      }));
   ASSERT_FALSE(outcome.is_right());
@@ -102,7 +101,7 @@ TEST(ComputeCheck, TurnsReducedPrecisionOffMeanwhileAndOnAgain) {
   set_float32_precision(kUse, "bf16");
   std::string meanwhile;
   const auto outcome =
-      check_compute(kHost, [&](const std::string&, const std::string&, int, const at::Tensor&) {
+      check_compute(at::kCPU, [&](const std::string&, const std::string&, int, const at::Tensor&) {
         meanwhile = float32_precision(kUse);
       });
   const auto after = float32_precision(kUse);
@@ -113,8 +112,8 @@ TEST(ComputeCheck, TurnsReducedPrecisionOffMeanwhileAndOnAgain) {
 }
 
 TEST(ComputeCheck, WhatTheDeviceThrowsIsTheLastFailure) {
-  const auto outcome =
-      check_compute(kHost, [](const std::string& name, const std::string&, int, const at::Tensor&) {
+  const auto outcome = check_compute(
+      at::kCPU, [](const std::string& name, const std::string&, int, const at::Tensor&) {
         if (name == "norm") throw Error("an illegal memory access was encountered\nand more");
       });
   EXPECT_THAT(outcome.failures,

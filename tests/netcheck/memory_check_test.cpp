@@ -12,7 +12,6 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-const at::Device kHost(at::kCPU);
 constexpr double kLong = 600;  // seconds; a check that is through does not wait for them
 
 /// Flips bit 41 of word 12345 of the first chunk before `test` reads it.
@@ -26,7 +25,7 @@ TEST(MemoryCheck, RunsEveryTestOverAllOfItOnThisMachine) {
   std::vector<std::string> ran;
   std::int64_t words = 0;
   const auto outcome = check_memory(
-      kHost, 0, kLong, [&](const std::string& test, const std::vector<at::Tensor>& chunks) {
+      at::kCPU, 0, kLong, [&](const std::string& test, const std::vector<at::Tensor>& chunks) {
         ran.push_back(test);
         words = chunks.front().numel();
       });
@@ -38,7 +37,7 @@ TEST(MemoryCheck, RunsEveryTestOverAllOfItOnThisMachine) {
 }
 
 TEST(MemoryCheck, NamesTheWordThatWasFlipped) {
-  const auto outcome = check_memory(kHost, 0, kLong, flipped("pattern 0x55"));
+  const auto outcome = check_memory(at::kCPU, 0, kLong, flipped("pattern 0x55"));
   EXPECT_THAT(outcome.failures,
               ElementsAre("memory, pattern 0x55: chunk 0, byte 98760: written 0x5555555555555555, "
                           "read 0x5555575555555555, XOR 0x0000020000000000; 1 of the 524288 words "
@@ -50,7 +49,7 @@ TEST(MemoryCheck, FindsTheFlipInEveryTest) {
   for (const auto* test :
        {"own address", "own address, inverted", "pattern 0x00", "pattern 0xff", "pattern 0xaa",
         "moving inversions, ones and zeros", "moving inversions, 8-bit pattern"}) {
-    const auto outcome = check_memory(kHost, 0, kLong, flipped(test));
+    const auto outcome = check_memory(at::kCPU, 0, kLong, flipped(test));
     ASSERT_EQ(outcome.failures.size(), 1u) << test;
     EXPECT_THAT(outcome.failures.front(),
                 AllOf(HasSubstr(std::string("memory, ") + test + ": chunk 0, byte 98760: written"),
@@ -60,7 +59,7 @@ TEST(MemoryCheck, FindsTheFlipInEveryTest) {
 
 TEST(MemoryCheck, FindsTwoAddressesThatShareACell) {
   const auto outcome = check_memory(
-      kHost, 0, kLong, [](const std::string& test, const std::vector<at::Tensor>& chunks) {
+      at::kCPU, 0, kLong, [](const std::string& test, const std::vector<at::Tensor>& chunks) {
         if (test == "own address") chunks.front()[7].copy_(chunks.front()[4096 + 7]);
       });
   ASSERT_EQ(outcome.failures.size(), 1u);
@@ -70,7 +69,7 @@ TEST(MemoryCheck, FindsTwoAddressesThatShareACell) {
 }
 
 TEST(MemoryCheck, StopsInTimeAndSaysHowFarItCame) {
-  const auto outcome = check_memory(kHost, 0, 0.001);
+  const auto outcome = check_memory(at::kCPU, 0, 0.001);
   EXPECT_TRUE(outcome.is_right());
   EXPECT_THAT(outcome.completed, ElementsAre());
   EXPECT_LT(outcome.bytes, 64u << 20);
@@ -78,7 +77,7 @@ TEST(MemoryCheck, StopsInTimeAndSaysHowFarItCame) {
 
 TEST(MemoryCheck, WhatTheDeviceThrowsIsAFailure) {
   const auto outcome =
-      check_memory(kHost, 0, kLong, [](const std::string&, const std::vector<at::Tensor>&) {
+      check_memory(at::kCPU, 0, kLong, [](const std::string&, const std::vector<at::Tensor>&) {
         throw Error("uncorrectable ECC error encountered\nand more");
       });
   EXPECT_THAT(outcome.failures, ElementsAre("memory, checking 64 MiB of cpu failed: uncorrectable "
@@ -86,9 +85,9 @@ TEST(MemoryCheck, WhatTheDeviceThrowsIsAFailure) {
 }
 
 TEST(MemoryCheck, RefusesWhatCannotBeMeant) {
-  EXPECT_THROW((void)check_memory(kHost, -0.1, kLong), UsageError);
-  EXPECT_THROW((void)check_memory(kHost, 0.96, kLong), UsageError);
-  EXPECT_THROW((void)check_memory(kHost, 0, 0), UsageError);
+  EXPECT_THROW((void)check_memory(at::kCPU, -0.1, kLong), UsageError);
+  EXPECT_THROW((void)check_memory(at::kCPU, 0.96, kLong), UsageError);
+  EXPECT_THROW((void)check_memory(at::kCPU, 0, 0), UsageError);
   EXPECT_THROW((void)check_memory(at::Device(at::kMeta), 0, kLong), UsageError);
 }
 

@@ -15,10 +15,10 @@
 namespace nanlocator {
 namespace {
 
-using testing::Contains;
-using testing::ElementsAre;
-using testing::HasSubstr;
-using testing::IsEmpty;
+using ::testing::Contains;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 Ledger example_ledger() {
   Ledger ledger;
@@ -350,10 +350,10 @@ TEST(Ledger, NamesThatAreNotUtf8AreKeptReadable) {
   EXPECT_TRUE(ledgers.front().is_complete);
 }
 
-class LedgerFile : public testing::Test {
+class LedgerFile : public ::testing::Test {
  protected:
   void SetUp() override {
-    std::string name = testing::TempDir() + "ledger_XXXXXX";
+    std::string name = ::testing::TempDir() + "ledger_XXXXXX";
     ASSERT_NE(::mkdtemp(name.data()), nullptr);
     directory_ = name;
   }

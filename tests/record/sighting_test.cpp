@@ -6,8 +6,8 @@
 namespace nanlocator {
 namespace {
 
-using testing::ElementsAre;
-using testing::IsEmpty;
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
 
 TEST(Phase, NamesAreReadBackAndOthersAreNot) {
   for (const Phase phase :

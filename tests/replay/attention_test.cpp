@@ -21,7 +21,7 @@ OperatorCall call_of(const char* name, std::vector<IValue> arguments) {
   return call;
 }
 
-struct Tensors {  // heads before the sequence, as scaled_dot_product_attention has them
+struct AttentionTensors {  // heads before the sequence, as scaled_dot_product_attention has them
   at::Tensor query = at::randn({kBatch, kHeads, kLength, kWidth}, at::kHalf);
   at::Tensor key = at::randn({kBatch, kHeads, kLength, kWidth}, at::kHalf);
   at::Tensor value = at::randn({kBatch, kHeads, kLength, kWidth}, at::kHalf);
@@ -55,7 +55,7 @@ at::Tensor in_float64(const OperatorCall& call) {
 }
 
 TEST(AttentionByFormula, IsThatOfEachKernelInFloat64) {
-  const Tensors t;
+  const AttentionTensors t;
   EXPECT_TRUE(in_float64(t.flash(0.0, false)).allclose(t.expected({}, false, 0.3)));
   EXPECT_TRUE(in_float64(t.flash(0.0, true)).allclose(t.expected({}, true, 0.3)));
   EXPECT_TRUE(in_float64(t.efficient(IValue(), 1)).allclose(t.expected({}, true, {})));
@@ -67,14 +67,14 @@ TEST(AttentionByFormula, IsThatOfEachKernelInFloat64) {
 }
 
 TEST(AttentionByFormula, IsFiniteWhereProductsExceedTheKernelsDtype) {
-  Tensors t;
+  AttentionTensors t;
   t.query.fill_(60000.0);
   t.key.fill_(60000.0);
   EXPECT_TRUE(in_float64(t.flash(0.0, false)).isfinite().all().item<bool>());
 }
 
 TEST(AttentionByFormula, IsLeftOutWhereTheCallAsksForMore) {
-  const Tensors t;
+  const AttentionTensors t;
   EXPECT_FALSE(attention_by_formula(t.flash(0.1, false)));
   EXPECT_FALSE(attention_by_formula(t.efficient(t.bias, 1)));
   auto packed = t.flash(0.0, false);

@@ -36,18 +36,17 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 // Operators with planted faults.
 at::Tensor kernel_bug(const at::Tensor& x) {
   auto result = x.clone();
-  if (x.scalar_type() == at::kFloat) result.view(-1)[1] = kNan;  // in this dtype's kernel only
+  if (x.scalar_type() == at::kFloat) result.view(-1)[1] = NAN;  // in this dtype's kernel only
   return result;
 }
 int flaky_calls = 0;
 at::Tensor flaky(const at::Tensor& x) {
   auto result = x.clone();
-  if (flaky_calls++ == 0) result.view(-1)[0] = kNan;
+  if (flaky_calls++ == 0) result.view(-1)[0] = NAN;
   return result;
 }
 // Larger than any block that malloc reuses: fresh pages, which the kernel gives filled with zeros.
@@ -192,7 +191,7 @@ TEST(Replay, FindsAnOperatorThatReadsWhatNobodyWrote) {
 }
 
 TEST(Replay, LeavesOutWhatTheCpuWouldTakeTooLongFor) {
-  auto x = at::full({300, 200}, kNan);
+  auto x = at::full({300, 200}, NAN);
   const auto y = at::ones({200, 100});
   const auto call = captured("aten::mm", [&] { (void)at::mm(x, y); });
   const double flops = 2.0 * 300 * 200 * 100;

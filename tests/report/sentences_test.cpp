@@ -10,10 +10,10 @@
 namespace nanlocator {
 namespace {
 
-using testing::EndsWith;
-using testing::HasSubstr;
-using testing::Not;
-using testing::StartsWith;
+using ::testing::EndsWith;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::StartsWith;
 
 /// Hosts of `per_host` ranks each, tp fastest.
 std::vector<RankCoordinates> ranks_of(int world, int per_host, int tp = 1, int pp = 1, int ep = 1) {

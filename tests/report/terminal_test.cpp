@@ -11,9 +11,9 @@
 namespace nanlocator {
 namespace {
 
-using testing::HasSubstr;
-using testing::Not;
-using testing::StartsWith;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::StartsWith;
 
 Verdict one_origin() {
   Verdict verdict;

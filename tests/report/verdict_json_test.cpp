@@ -13,8 +13,8 @@
 namespace nanlocator {
 namespace {
 
-using testing::ElementsAre;
-using testing::HasSubstr;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 
 /// No kind has all of them; the JSON does not care.
 Fact every_argument() {

@@ -15,8 +15,6 @@ using testing::expect_stats;
 using testing::reference_scan;
 using testing::same_bits;
 
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-
 TensorView view_of(const std::vector<float>& values) {
   return {values.data(), static_cast<std::int64_t>(values.size()), DType::float32, {}, {}};
 }
@@ -57,7 +55,7 @@ TEST(CpuSlotScanner, ReadsBackSomeSlotsAndLeavesTheOthersAsTheyWereReadBefore) {
 }
 
 TEST(CpuSlotScanner, OverwritesASlotWhenItsPlanRunsAgain) {
-  std::vector<float> values = {1, kNan, 3};
+  std::vector<float> values = {1, NAN, 3};
   const auto scanner = make_cpu_slot_scanner(1);
   const auto plan = scanner->plan({view_of(values)}, 0);
   scanner->enqueue(*plan, {});
@@ -73,7 +71,7 @@ TEST(CpuSlotScanner, OverwritesASlotWhenItsPlanRunsAgain) {
 
 TEST(CpuSlotScanner, RaisesTheFlagAtABadValueAndKeepsItUntilItIsCleared) {
   const std::vector<float> good = {1, 2};
-  const std::vector<float> with_nan = {1, kNan};
+  const std::vector<float> with_nan = {1, NAN};
   const std::vector<float> with_inf = {-std::numeric_limits<float>::infinity()};
   const auto scanner = make_cpu_slot_scanner(2);
   const auto good_plan = scanner->plan({view_of(good)}, 0);
@@ -110,7 +108,7 @@ TEST(CpuSlotScanner, RefusesViewsThreadCountsAndPlansThatItCannotUse) {
 }
 
 TEST(CpuSlotScanner, ScansOneTensorWithoutAPlanIntoAReservedSlot) {
-  const std::vector<float> good = {1, -2, 0}, bad = {1, kNan, 3, kNan};
+  const std::vector<float> good = {1, -2, 0}, bad = {1, NAN, 3, NAN};
   const auto scanner = make_cpu_slot_scanner(1);
   scanner->reserve(3);
   scanner->reserve(2);  // keeps what is there

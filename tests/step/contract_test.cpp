@@ -32,7 +32,7 @@ struct Linear : torch::nn::Module {
   at::Tensor weight, bias;
 };
 
-at::Tensor batch(int number) {
+at::Tensor batch_of_eight(int number) {
   at::manual_seed(1000 + number);
   return at::randn({8, 4});
 }
@@ -63,7 +63,7 @@ class Loop {
       optimizer ? optimizer->zero_grad() : inner_->zero_grad();
       at::Tensor total = at::zeros({});
       for (int i = 0; i < microbatches; ++i) {
-        const auto input = batch(100 * number + i);
+        const auto input = batch_of_eight(100 * number + i);
         auto loss = (input.matmul(model->weight.t()) + model->bias - input.sum(1, true)).square();
         auto mean = loss.mean();
         mean.backward();

@@ -9,15 +9,13 @@
 namespace nanlocator {
 namespace {
 
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-
 std::int64_t count_bad(const at::Tensor& values) {
   return at::isfinite(values).logical_not().sum().item<std::int64_t>();
 }
 
 TEST(Extent, OfOneRowIsABlockOfThatRow) {
   const at::Tensor values = at::ones({4, 6});
-  values.select(0, 2).fill_(kNan);
+  values.select(0, 2).fill_(NAN);
   const auto extent = extent_of(values, 6);
   ASSERT_TRUE(extent);
   EXPECT_EQ(extent->dimensions, std::vector<BadExtent::Indices>({{2, 2, 1}, {0, 5, 6}}));
@@ -26,7 +24,7 @@ TEST(Extent, OfOneRowIsABlockOfThatRow) {
 
 TEST(Extent, OfScatteredElementsIsNoBlock) {
   const at::Tensor values = at::ones({4, 6}).t();  // strides of another order
-  values[0][0] = kNan;
+  values[0][0] = NAN;
   values[5][3] = -std::numeric_limits<float>::infinity();
   const auto extent = extent_of(values, 2);
   ASSERT_TRUE(extent);
@@ -35,7 +33,7 @@ TEST(Extent, OfScatteredElementsIsNoBlock) {
 }
 
 TEST(Extent, OfAScalarAndOfFiniteTensors) {
-  const auto scalar = extent_of(at::scalar_tensor(kNan), 1);
+  const auto scalar = extent_of(at::scalar_tensor(NAN), 1);
   ASSERT_TRUE(scalar);
   EXPECT_TRUE(scalar->dimensions.empty());
   EXPECT_TRUE(scalar->is_block);
@@ -44,8 +42,8 @@ TEST(Extent, OfAScalarAndOfFiniteTensors) {
 
 TEST(Extent, GoesThroughALargeTensorInSlices) {
   const at::Tensor values = at::zeros({3, 5'000'000}, at::kBFloat16);
-  values[1][4'999'999] = kNan;
-  values[2][17] = kNan;
+  values[1][4'999'999] = NAN;
+  values[2][17] = NAN;
   const auto extent = extent_of(values, count_bad(values));
   ASSERT_TRUE(extent);
   EXPECT_EQ(extent->dimensions, std::vector<BadExtent::Indices>({{1, 2, 2}, {17, 4'999'999, 2}}));

@@ -16,7 +16,6 @@ namespace nanlocator {
 namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr std::int64_t kMiB = std::int64_t{1} << 20;
 
 /// What `work` has of Torch's memory at once, beyond what is there already.
@@ -39,7 +38,7 @@ class LargeTensor : public ::testing::TestWithParam<at::ScalarType> {};
 
 TEST_P(LargeTensor, IsScannedWithoutMemoryInProportionToIt) {
   for (const auto& tensor : large_tensors(GetParam())) {
-    for (const float bad : {1.0F, kNan}) {  // nothing bad, then the last element
+    for (const float bad : {1.0F, NAN}) {  // nothing bad, then the last element
       if (GetParam() != at::kLong && GetParam() != at::kBool) tensor[-1][-1] = bad;
       SCOPED_TRACE(tensor.is_contiguous() ? "contiguous" : "strided");
       const bool is_observable = values_of(tensor).defined();
@@ -103,7 +102,7 @@ TEST(Content, IsTheWorstOfATensorWhereverItLies) {
   EXPECT_EQ(content_of(values), Content::finite);
   values[7] = -kInf;
   EXPECT_EQ(content_of(values), Content::inf);
-  values[several_chunks - 1] = kNan;
+  values[several_chunks - 1] = NAN;
   EXPECT_EQ(content_of(values), Content::nan);
   EXPECT_EQ(content_of(values.slice(0, 0, several_chunks, 2)), Content::finite);
   EXPECT_EQ(content_of(values.slice(0, 1, several_chunks, 2)), Content::nan);

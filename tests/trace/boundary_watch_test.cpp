@@ -21,13 +21,12 @@
 namespace nanlocator {
 namespace {
 
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr const char* kAllReduce = "c10d::allreduce_";
 
 using Tensors = std::vector<at::Tensor>;
 
 at::Tensor bad() {
-  return at::full({2, 3}, kNan);
+  return at::full({2, 3}, NAN);
 }
 
 /// As a collective writes: no operator, no new version.
@@ -90,7 +89,7 @@ TEST_F(BoundaryWatchTest, TellsWhatWasPutInFromWhatCameOutOfACollective) {
   all_reduce(at::ones({4}));
   const auto tensor = at::ones({2, 3});
   const auto crossing = watch_.begin_collective(tp_, kAllReduce, Tensors{tensor});
-  overwrite(tensor, kNan);
+  overwrite(tensor, NAN);
   watch_.finish(crossing, Tensors{tensor});
 
   const auto sighting = only_sighting();
@@ -178,7 +177,7 @@ TEST_F(BoundaryWatchTest, KeepsWhatEveryMemberGetsAlikeWhereARankAsks) {
   watch_.keep_results({.rank = 1, .microbatch = 0});
   forward({0, {}}, [&] { finish(tp_, kAllReduce, at::tensor({3.0F, -4.0F, 0.0F})); });
   forward({0, {}}, [&] { finish(tp_, "c10d::_reduce_scatter_base_", at::ones({4})); });
-  forward({0, {}}, [&] { finish(tp_, kAllReduce, at::full({4}, kNan)); });
+  forward({0, {}}, [&] { finish(tp_, kAllReduce, at::full({4}, NAN)); });
   forward({1, {}}, [&] { finish(tp_, kAllReduce, at::ones({4})); });
   forward({0, {}}, [&] { finish(pp_, kAllReduce, at::ones({4})); });  // rank 1 is no member
   const auto results = watch_.take_results();

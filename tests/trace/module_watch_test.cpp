@@ -17,7 +17,6 @@
 namespace nanlocator {
 namespace {
 
-constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 using Forward = std::function<at::Tensor(const at::Tensor&)>;
@@ -54,7 +53,7 @@ TEST(ModuleWatch, BlamesTheModuleThatMadeNanOfFiniteInputsAndNoneThatReceivedIt)
     const auto a = call(watch, "model.a", x, twice);
     const auto b = call(watch, "model.b", a, [](const at::Tensor& y) {
       auto bad = y.clone();
-      bad[1][2] = kNan;
+      bad[1][2] = NAN;
       return bad;
     });
     return call(watch, "model.c", b, twice);
@@ -83,7 +82,7 @@ TEST(ModuleWatch, BlamesNoModuleWhoseInputWasHiddenButTheCodeAroundIt) {
     return call(watch, "model.block", x, [&](const at::Tensor& y) {
       (void)call(watch, "model.block.norm", y, [&](const at::Tensor&) { return hidden; });
       return call(watch, "model.block.linear", hidden, [](const at::Tensor&) {
-        return at::ones({2, 3}) * kNan;
+        return at::ones({2, 3}) * NAN;
       });
     });
   });
@@ -96,7 +95,7 @@ TEST(ModuleWatch, BlamesTheOutermostModuleWhereAllInputsWereHidden) {
   watch.begin_step();
   const auto hidden = at::empty({2, 3}, at::TensorOptions().device(at::kMeta));
   (void)call(watch, "model", hidden, [&](const at::Tensor& x) {
-    return call(watch, "model.a", x, [](const at::Tensor&) { return at::ones({2}) * kNan; });
+    return call(watch, "model.a", x, [](const at::Tensor&) { return at::ones({2}) * NAN; });
   });
   EXPECT_EQ(places(watch.collect(7, {}, {})), Lines({"nan forward model model.a output[0]"}));
 }
@@ -134,7 +133,7 @@ TEST(ModuleWatch, BlamesInBackwardTheSiblingWhoseNodesMadeTheGradientBad) {
 TEST(ModuleWatch, BlamesABadWeightByItsName) {
   ModuleWatch watch;
   auto weight = at::ones({3, 3});
-  weight[2][1] = kNan;
+  weight[2][1] = NAN;
   (void)call(watch, "layer", at::ones({2, 3}),
              [&](const at::Tensor& x) { return at::matmul(x, weight); });
   const std::vector<NamedTensor> parameters = {{"layer.bias", at::ones({3})},
@@ -149,7 +148,7 @@ TEST(ModuleWatch, SeesWhatIsWrittenIntoATensorThatItHasScanned) {
   ModuleWatch watch;
   auto x = at::ones({5});
   (void)call(watch, "a", x, twice);
-  x[3] = kNan;
+  x[3] = NAN;
   (void)call(watch, "b", x, [](const at::Tensor& y) { return y; });
   const auto collected = watch.collect(1, {}, {});
   ASSERT_EQ(collected.sightings.size(), 2u);
@@ -160,7 +159,7 @@ TEST(ModuleWatch, SeesWhatIsWrittenIntoATensorThatItHasScanned) {
 TEST(ModuleWatch, FindsABadElementInAViewAndNoneInAViewThatLeavesItOut) {
   ModuleWatch watch;
   auto base = at::ones({4, 4});
-  base[1][2] = kNan;
+  base[1][2] = NAN;
   (void)call(watch, "without", base.select(0, 0), twice);
   EXPECT_TRUE(watch.collect(1, {}, {}).sightings.empty());
   (void)call(watch, "transposed", base.t(), twice);
@@ -183,7 +182,7 @@ TEST(ModuleWatch, GoesOnAfterACallThatRaised) {
   const auto outer = watch.enter(intern_module_path("outer"), inputs);
   (void)watch.enter(intern_module_path("inner"), inputs);  // never left
   watch.abandon(outer);
-  (void)call(watch, "next", at::ones({2}), [](const at::Tensor& x) { return x * kNan; });
+  (void)call(watch, "next", at::ones({2}), [](const at::Tensor& x) { return x * NAN; });
   const auto collected = watch.collect(1, {}, {});
   EXPECT_EQ(places(collected), Lines({"nan forward next output[0]"}));
   EXPECT_TRUE(collected.births.at(0).reached.empty());

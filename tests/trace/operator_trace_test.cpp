@@ -30,7 +30,6 @@ using ::testing::SizeIs;
 using ::testing::StartsWith;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 at::Tensor leaf(at::Tensor values) {
   return values.detach().clone().requires_grad_(true);
@@ -76,7 +75,7 @@ Birth only_birth(const Explanation& explanation) {
   return explanation.births.empty() ? Birth{} : explanation.births.front().birth;
 }
 
-struct Cause {
+struct TracedCase {
   const char* name;
   std::function<at::Tensor(const at::Tensor& x)> compute;  // within module "block.guilty"
   at::Tensor input;                                        // of the block, without gradient history
@@ -86,7 +85,7 @@ struct Cause {
   std::int64_t first_bad;
 };
 
-void PrintTo(const Cause& cause, std::ostream* out) {
+void PrintTo(const TracedCase& cause, std::ostream* out) {
   *out << cause.name;
 }
 
@@ -98,7 +97,7 @@ at::Tensor clone_half(const at::Tensor& x) {
   return x.to(at::kHalf);
 }
 
-std::vector<Cause> causes() {
+std::vector<TracedCase> causes() {
   return {
       {"log_of_zero", [](const at::Tensor& x) { return at::log(x); }, floats({1, 0, 2}),
        "aten::log", BirthKind::inf, Phase::forward, 1},
@@ -134,13 +133,13 @@ std::vector<Cause> causes() {
   };
 }
 
-class Causes : public ::testing::TestWithParam<Cause> {};
+class Causes : public ::testing::TestWithParam<TracedCase> {};
 
 INSTANTIATE_TEST_SUITE_P(Planted, Causes, ::testing::ValuesIn(causes()),
                          [](const auto& info) { return std::string(info.param.name); });
 
 TEST_P(Causes, AreNamedWithOperatorModuleDirectionAndElement) {
-  const Cause& cause = GetParam();
+  const TracedCase& cause = GetParam();
   Step step;
   const at::Tensor before = step.parameter("block.before.weight", at::ones({1}));
   const at::Tensor weight = step.parameter("block.guilty.weight", at::ones({1}));
@@ -245,7 +244,7 @@ TEST(OperatorTrace, HealthyMasksAndHealedNansAreNoOrigins) {
 TEST(OperatorTrace, ALiteralThatReachesTheLossAloneIsTold) {
   Step step;
   const at::Tensor weight = step.parameter("w", floats({1, 2}));
-  const auto explanation = step.run([&] { return (weight * kNan).sum(); });
+  const auto explanation = step.run([&] { return (weight * NAN).sum(); });
   const Birth birth = only_birth(explanation);
   EXPECT_EQ(birth.kind, BirthKind::literal);
   EXPECT_EQ(birth.sighting.op, "aten::mul.Scalar") << "as the program wrote it";
@@ -290,7 +289,7 @@ TEST(OperatorTrace, ABadWeightABadBufferAndABadBatchAreNamed) {
 
 TEST(OperatorTrace, OfTheParametersInAFlatBufferTheBadOneIsNamed) {
   Step step;
-  const at::Tensor buffer = floats({1, 1, 1, kNan, 1, 1});
+  const at::Tensor buffer = floats({1, 1, 1, NAN, 1, 1});
   for (int i = 0; i < 3; ++i) {
     step.parameters.emplace_back("layer." + std::to_string(i) + ".weight",
                                  buffer.slice(0, 2 * i, 2 * i + 2).detach().requires_grad_());
@@ -305,7 +304,7 @@ TEST(OperatorTrace, OfTheParametersInAFlatBufferTheBadOneIsNamed) {
 TEST(OperatorTrace, AnUndeclaredTensorFromBeforeThePassIsData) {
   Step step;
   const at::Tensor weight = step.parameter("w", at::ones({2}));
-  const at::Tensor batch = floats({1, kNan});
+  const at::Tensor batch = floats({1, NAN});
   const Birth birth = only_birth(step.run([&] { return (weight * batch).sum(); }));
   EXPECT_EQ(birth.kind, BirthKind::data);
   EXPECT_EQ(birth.sighting.stats.first_bad, 1);
@@ -374,7 +373,7 @@ TEST(OperatorTrace, WhatPreparesALaterMicrobatchIsNotTheLossOfTheOneBefore) {
 TEST(OperatorTrace, AModuleIsDeclaredWithTheNamesOfItsParametersAndBuffers) {
   struct Leaf : torch::nn::Module {
     at::Tensor weight = register_parameter("weight", at::ones({2}));
-    at::Tensor scale = register_buffer("scale", floats({1, kNan}));
+    at::Tensor scale = register_buffer("scale", floats({1, NAN}));
   };
   struct Root : torch::nn::Module {
     std::shared_ptr<Leaf> leaf = register_module("leaf", std::make_shared<Leaf>());
@@ -419,7 +418,7 @@ template <bool in_backward>
 struct HandKernel : torch::autograd::Function<HandKernel<in_backward>> {
   static at::Tensor compute(const at::Tensor& x, bool is_bad) {
     auto* memory = new float[static_cast<std::size_t>(x.numel())];
-    for (std::int64_t i = 0; i < x.numel(); ++i) memory[i] = is_bad && i == 1 ? kNan : 1.0F;
+    for (std::int64_t i = 0; i < x.numel(); ++i) memory[i] = is_bad && i == 1 ? NAN : 1.0F;
     return at::from_blob(
         memory, x.sizes(), [](void* p) { delete[] static_cast<float*>(p); }, at::kFloat);
   }
@@ -488,7 +487,7 @@ TEST(OperatorTrace, AnElementThatChangesBetweenTwoOperatorsIsMemory) {
     const at::Tensor weight = step.parameter("w", at::ones({4}));
     const Birth birth = only_birth(step.run([&] {
       at::Tensor x = weight * 2;
-      x.mutable_data_ptr<float>()[2] = kNan;
+      x.mutable_data_ptr<float>()[2] = NAN;
       return (is_in_place ? x.mul_(2) : x + 1).sum();
     }));
     EXPECT_EQ(birth.kind, BirthKind::memory) << name_of(birth.kind);
@@ -521,7 +520,7 @@ TEST(OperatorTrace, AHookOfTheUserIsBlamedForItsOwnOperators) {
       const ModuleScope scope("layer");
       const at::Tensor y = weight * 2;
       y.register_hook([&](const at::Tensor& gradient) {
-        return multiplies ? gradient * kNan : gradient / weight.detach();
+        return multiplies ? gradient * NAN : gradient / weight.detach();
       });
       return y.sum();
     }));
