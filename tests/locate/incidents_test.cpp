@@ -596,8 +596,7 @@ std::set<int> inseparable_ranks(const PlantedIncident& incident) {
                    .is_overflow = planted.is_overflow};
           const bool is_at_loss = fault.stage == layout.stages() - 1;
           if (fault.plant == Plant::empty_loss && !is_at_loss) continue;
-          const Pass pass = other.pass();
-          if (!pass.has_struck(fault) || ranks.contains(rank)) continue;
+          if (ranks.contains(rank) || !other.pass().has_struck(fault)) continue;
           if (evidence_of(other, first) == evidence) ranks.insert(rank);
         }
       }

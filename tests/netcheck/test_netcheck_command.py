@@ -27,6 +27,13 @@ def netcheck(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_a_wrong_option_ends_with_2_before_any_rank_starts():
+    run = netcheck("--nproc-per-node", "2", "--tensor-parallel", "2")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "unrecognized arguments: --tensor-parallel" in run.stderr
+    assert "netcheck: start" not in run.stderr
+
+
 def test_help_is_the_checks_and_has_an_example():
     run = netcheck("--help")
     assert run.returncode == 0

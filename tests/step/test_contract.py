@@ -8,11 +8,11 @@ import loops
 import on_cpu
 import pytest
 import torch
-from ranks import RankServer
+from ranks import KeptRanks, RankServer
 
 from nanlocator.recorder import StepRecorder
 
-_megatron = RankServer("gpt_training", "nanlocator.megatron", "loops", "contract")
+_megatron = KeptRanks(RankServer("gpt_training", "nanlocator.megatron", "loops", "contract"))
 
 
 def in_process(case, adapter):
@@ -21,7 +21,10 @@ def in_process(case, adapter):
 
 def on_rank(rank, world_size, case, adapter):
     torch.manual_seed(0)
-    case(loops.LOOPS[adapter])
+    try:
+        case(loops.LOOPS[adapter])
+    finally:
+        stop_watching()
 
 
 @pytest.mark.parametrize("adapter", loops.LOOPS)
@@ -35,14 +38,25 @@ def test_contract(case, adapter):
     elif adapter.startswith("deepspeed"):
         if not on_cpu.PACKAGES.is_dir():
             pytest.skip("needs what tools/setup fetches into .setup/deepspeed")
-        assert on_cpu.run_ranks(1, on_rank, case, adapter) == [None]
+        assert on_cpu.run_kept_ranks(1, on_rank, case, adapter) == [None]
     else:
         in_process(case, adapter)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_end():
+    yield
+    _megatron.end()
+    on_cpu.kept.end()
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_watched():
     yield
+    stop_watching()
+
+
+def stop_watching():
     if (recorder := StepRecorder._active) is not None:
         recorder._follower.remove()  # the Watch, with the hooks of its trace
 

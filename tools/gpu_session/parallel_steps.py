@@ -31,7 +31,7 @@ import nanlocator
 from nanlocator import LocatingOptimizer, NonFiniteGradientError
 
 ROOT = Path(__file__).resolve().parents[2]
-HEALTHY_STEPS = 20
+HEALTHY_STEPS = {"cuda": 20, "cpu": 6}
 ELEMENT = 3
 BAD_ELEMENT = 11  # of a weight
 SECONDS_OF_TWO_RANKS = 60
@@ -161,7 +161,7 @@ def check_healthy(
     """Differences in bits are told apart: between the two trainings, and between a step and its repeat."""
     complaints = [line for line in said.splitlines() if re.search(r"nanlocator: step|other bits", line)]
     different = sum(not torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
-    outcome |= {"steps": HEALTHY_STEPS, "different_tensors": different, "complaints": complaints[:5]}
+    outcome |= {"different_tensors": different, "complaints": complaints[:5]}
     assert not verdicts, f"false alarm: {[origin_of(verdict) for verdict in verdicts]}"
     assert not complaints, f"{len(complaints)} complaints of the re-run, the first: {complaints[0]}"
     assert not different, f"{different} of {len(alone)} tensors have other bits than without nanlocator"
@@ -222,15 +222,21 @@ class MegatronPlaces:
         return model(tokens, tokens, None, labels=tokens), loss_of
 
 
-def megatron_faults(device: str) -> dict[str, Any]:
+def import_megatron_training(device: str) -> tuple[Any, Any]:
+    """The benchmarks' Configuration and Training."""
     sys.path.insert(0, str(ROOT / "tools" / "benchmarks"))
     os.environ.setdefault("MEGATRON_ON", device)
-    from plan_configurations import Configuration
-
     try:
         from megatron_training import Training
     except ImportError as error:
         raise SystemExit(f"Megatron-Core is not here ({error}); tools/gpu --pack brings it along") from None
+    from plan_configurations import Configuration
+
+    return Configuration, Training
+
+
+def megatron_faults(device: str) -> dict[str, Any]:
+    Configuration, Training = import_megatron_training(device)
     from megatron.core import parallel_state
 
     import nanlocator.megatron
@@ -262,13 +268,14 @@ def megatron_faults(device: str) -> dict[str, Any]:
             )
 
         with cases.case("healthy") as outcome:
+            outcome["steps"] = steps = HEALTHY_STEPS[device]
             alone = make()
-            for _ in range(HEALTHY_STEPS):
+            for _ in range(steps):
                 alone.training.step()
             watched = make()
             locator = install(watched, "healthy", rerun="always", on_bad="report")
             with standard_error() as printed:
-                for _ in range(HEALTHY_STEPS):
+                for _ in range(steps):
                     watched.training.step()
                 said = printed()
             locator.remove()
@@ -550,7 +557,8 @@ def locate(
 def healthy(cases: Cases, name: str, make: Callable[[], Loop], folder: Path) -> None:
     with cases.case(name) as outcome:
         alone = make()
-        for _ in range(HEALTHY_STEPS):
+        outcome["steps"] = steps = HEALTHY_STEPS[alone.device]
+        for _ in range(steps):
             alone.step()
         expected = alone.state()
         loop = make()
@@ -559,7 +567,7 @@ def healthy(cases: Cases, name: str, make: Callable[[], Loop], folder: Path) -> 
         )
         try:
             with standard_error() as printed:
-                for _ in range(HEALTHY_STEPS):
+                for _ in range(steps):
                     loop.step()
                 said = printed()
         finally:

@@ -23,12 +23,11 @@ import cost_steps
 import device_steps
 import torch
 from outcomes import NotShown, host_waits
-from parallel_steps import ddp_faults, fsdp_faults, megatron_faults
+from parallel_steps import ddp_faults, fsdp_faults, import_megatron_training, megatron_faults
 from torch import nn
 
 from nanlocator import _C, LocatingOptimizer, NonFiniteGradientError
 
-ROOT = Path(__file__).resolve().parents[2]
 EXACT = ("numel", "nan", "pos_inf", "neg_inf", "zeros", "first_bad", "fingerprint")
 EXACT += ("finite_min", "finite_max", "absmin", "absmax")
 
@@ -225,14 +224,7 @@ def _sha256(tensors: Any) -> str:
 def megatron(device: str, without: bool) -> dict[str, Any]:
     """About 1 B parameters on the GPU; steps without nanlocator first, in a process of its own, whose bits
     are kept in the folder for the one with it."""
-    sys.path.insert(0, str(ROOT / "tools" / "benchmarks"))
-    os.environ.setdefault("MEGATRON_ON", device)
-    from plan_configurations import Configuration
-
-    try:
-        from megatron_training import Training
-    except ImportError as error:
-        raise SystemExit(f"Megatron-Core is not here ({error}); tools/gpu --pack brings it along") from None
+    Configuration, Training = import_megatron_training(device)
     import torch.distributed as dist
 
     import nanlocator.megatron
