@@ -656,7 +656,7 @@ void expect_told(const Layout& layout, const Fault& fault, const Origin& origin)
   (void)layout;
 }
 
-class RandomCrossings : public testing::TestWithParam<unsigned> {};
+class RandomCrossings : public ::testing::TestWithParam<unsigned> {};
 
 TEST_P(RandomCrossings, TheFaultIsPinnedToItsRankDirectionAndMicrobatch) {
   int crossed = 0;
@@ -676,11 +676,12 @@ TEST_P(RandomCrossings, TheFaultIsPinnedToItsRankDirectionAndMicrobatch) {
     const Origin& origin = verdict.origins[0];
     const std::vector<int> guilty = guilty_of(layout, fault);
     if (!has_crossing(layout, fault, seed) && fault.plant != Plant::weight) {
-      EXPECT_THAT(origin.candidates, testing::IsSupersetOf(guilty));  // gradients are all there is
+      EXPECT_THAT(origin.candidates,
+                  ::testing::IsSupersetOf(guilty));  // gradients are all there is
       continue;
     }
     ++crossed;
-    EXPECT_THAT(origin.candidates, testing::ElementsAreArray(guilty));
+    EXPECT_THAT(origin.candidates, ::testing::ElementsAreArray(guilty));
     expect_told(layout, fault, origin);
   }
   EXPECT_GT(crossed, 40);
@@ -699,13 +700,13 @@ TEST_P(RandomCrossings, TheRepeatSharpensOrClearsEachFault) {
                  text_of(verdict));
     ASSERT_EQ(verdict.origins.size(), 1u);
     const Origin& origin = verdict.origins[0];
-    EXPECT_THAT(origin.candidates, testing::IsSupersetOf(guilty_of(layout, fault)));
+    EXPECT_THAT(origin.candidates, ::testing::IsSupersetOf(guilty_of(layout, fault)));
     const bool is_traced =
         fault.plant == Plant::operator_forward || fault.plant == Plant::operator_backward;
     const bool is_witnessed = cause_of(fault.plant) == Cause::pipeline_transfer ||
                               cause_of(fault.plant) == Cause::collective_result;
     if (fault.is_repeated && is_traced) {
-      EXPECT_THAT(origin.candidates, testing::ElementsAreArray(guilty_of(layout, fault)));
+      EXPECT_THAT(origin.candidates, ::testing::ElementsAreArray(guilty_of(layout, fault)));
       EXPECT_EQ(origin.cause, Cause::operator_undefined);
       EXPECT_EQ(origin.module, module_of(layout, fault));
       expect_told(layout, fault, origin);
@@ -824,7 +825,7 @@ TEST_P(RandomCrossings, TheVerdictDoesNotDependOnTheOrderOfTheLedgers) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Seeds, RandomCrossings, testing::Range(0u, 6u));
+INSTANTIATE_TEST_SUITE_P(Seeds, RandomCrossings, ::testing::Range(0u, 6u));
 
 }  // namespace
 }  // namespace nanlocator

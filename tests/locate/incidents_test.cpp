@@ -476,7 +476,7 @@ unsigned incident_count() {
 }
 constexpr unsigned kShares = 6;  // so that a runner with several cores is faster
 
-class Incidents : public testing::TestWithParam<unsigned> {
+class Incidents : public ::testing::TestWithParam<unsigned> {
  protected:
   template <typename Check>
   static void for_each_incident(Check check) {
@@ -627,7 +627,7 @@ TEST_P(Incidents, EveryRankThatTheEvidenceCannotSeparateIsACandidate) {
         << "the same ledgers can come from ranks "
         << describe_ranks({inseparable.begin(), inseparable.end()});
     if (incident.level == Level::boundaries) {
-      EXPECT_THAT(candidates, testing::ElementsAreArray(inseparable));
+      EXPECT_THAT(candidates, ::testing::ElementsAreArray(inseparable));
     }
   }
 }
@@ -661,7 +661,7 @@ TEST(DrawnIncidents, HaveEveryFaultAtEveryLevelAndAllSizes) {
   EXPECT_EQ(smallest, 1);
 }
 
-INSTANTIATE_TEST_SUITE_P(Shares, Incidents, testing::Range(0u, kShares));
+INSTANTIATE_TEST_SUITE_P(Shares, Incidents, ::testing::Range(0u, kShares));
 
 }  // namespace
 }  // namespace nanlocator

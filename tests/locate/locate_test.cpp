@@ -693,7 +693,7 @@ std::string describe(const StepIncident& incident, unsigned seed) {
          std::to_string(static_cast<int>(fault.block));
 }
 
-class RandomIncidents : public testing::TestWithParam<unsigned> {};
+class RandomIncidents : public ::testing::TestWithParam<unsigned> {};
 
 TEST_P(RandomIncidents, TheGuiltyRankIsAmongTheCandidatesOfTheOneOrigin) {
   int incidents = 0;
@@ -828,7 +828,7 @@ TEST_P(RandomIncidents, TheVerdictDoesNotDependOnTheOrderOfTheLedgers) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Seeds, RandomIncidents, testing::Range(0u, 6u));
+INSTANTIATE_TEST_SUITE_P(Seeds, RandomIncidents, ::testing::Range(0u, 6u));
 
 }  // namespace
 }  // namespace nanlocator

@@ -81,7 +81,7 @@ const nlohmann::json& facts_of(const std::string& file) {
   return kPlanted.at(file);
 }
 
-class RecordedLedgers : public testing::TestWithParam<std::size_t> {
+class RecordedLedgers : public ::testing::TestWithParam<std::size_t> {
  protected:
   [[nodiscard]] static const Recorded& incident() { return recorded()[GetParam()]; }
 };
@@ -101,7 +101,7 @@ TEST_P(RecordedLedgers, AreToldAsPlantedInAnyOrderOfReading) {
     EXPECT_EQ(origin->cause, incident().causes[i]);
     const bool is_on_every_stage = fact.at("fault") == "loss_zero_over_zero";  // as they each write
     if (!is_on_every_stage) {
-      EXPECT_THAT(origin->candidates, testing::Contains(fact.at("rank").get<int>()));
+      EXPECT_THAT(origin->candidates, ::testing::Contains(fact.at("rank").get<int>()));
     }
     if (fact.contains("microbatch")) {
       EXPECT_EQ(origin->microbatch, fact.at("microbatch").get<int>());
@@ -145,7 +145,7 @@ TEST_P(RecordedLedgers, WithOneLostOrCutOffNeverNameAWrongRankWithHighConfidence
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, RecordedLedgers, testing::Range(std::size_t{0}, recorded().size()),
+INSTANTIATE_TEST_SUITE_P(All, RecordedLedgers, ::testing::Range(std::size_t{0}, recorded().size()),
                          [](const auto& info) {
                            const std::string file = recorded()[info.param].file;
                            return file.substr(0, file.find('.'));
@@ -241,11 +241,11 @@ std::string difference_of(const Set& left, const Set& right) {
   Set only;
   std::ranges::set_difference(left, right, std::inserter(only, only.end()));
   std::string text;
-  for (const auto& each : only) text += "\n  " + testing::PrintToString(each);
+  for (const auto& each : only) text += "\n  " + ::testing::PrintToString(each);
   return text;
 }
 
-class SimulatedSteps : public testing::TestWithParam<std::size_t> {
+class SimulatedSteps : public ::testing::TestWithParam<std::size_t> {
  protected:
   void SetUp() override {
     const Simulated& incident = simulated()[GetParam()];
@@ -268,7 +268,7 @@ TEST_P(SimulatedSteps, ScanWhatTheRecordedOnesScanned) {
   EXPECT_EQ(difference_of(found, expected), "") << "is in the simulated ledgers alone";
 }
 
-INSTANTIATE_TEST_SUITE_P(All, SimulatedSteps, testing::Range(std::size_t{0}, simulated().size()),
+INSTANTIATE_TEST_SUITE_P(All, SimulatedSteps, ::testing::Range(std::size_t{0}, simulated().size()),
                          [](const auto& info) {
                            const std::string file = simulated()[info.param].file;
                            return file.substr(0, file.find('.'));

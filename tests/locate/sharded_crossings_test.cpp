@@ -14,9 +14,9 @@
 namespace nanlocator {
 namespace {
 
-using testing::ElementsAre;
-using testing::Field;
-using testing::SizeIs;
+using ::testing::ElementsAre;
+using ::testing::Field;
+using ::testing::SizeIs;
 
 constexpr const char* kGather = "c10d::_allgather_base_";
 constexpr const char* kScatter = "c10d::_reduce_scatter_base_";
@@ -41,7 +41,7 @@ Sighting bad(Phase phase, TensorRole role) {
   return sighting;
 }
 
-class ShardedCrossings : public testing::Test {
+class ShardedCrossings : public ::testing::Test {
  protected:
   explicit ShardedCrossings() {
     for (int rank = 0; rank < layout_.world(); ++rank) {

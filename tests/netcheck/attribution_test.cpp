@@ -6,8 +6,8 @@
 namespace nanlocator::netcheck {
 namespace {
 
-using testing::ElementsAre;
-using testing::IsEmpty;
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
 
 Position at(int rank, int sequence, State state, std::vector<int> group) {
   return {rank, {"collectives", "all_reduce", "", std::move(group), sequence, state, 0}, true};

@@ -12,8 +12,8 @@ namespace nanlocator::netcheck {
 namespace {
 
 using Json = nlohmann::ordered_json;
-using testing::HasSubstr;
-using testing::Not;
+using ::testing::HasSubstr;
+using ::testing::Not;
 
 Json rank_result(int rank) {
   return {{"rank", rank},           {"host", "a" + std::to_string(rank / 4)},

@@ -14,9 +14,9 @@
 namespace nanlocator {
 namespace {
 
-using testing::ElementsAre;
-using testing::HasSubstr;
-using testing::IsEmpty;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 TEST(StepState, TheSameRandomNumbersComeAgain) {
   StepState state;
