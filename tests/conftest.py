@@ -1,4 +1,4 @@
-"""Which tests run (--tenth), and on which device (NANLOCATOR_TEST_DEVICE=cuda), which what they fork has not."""
+"""Which tests run (--tenth), and on which device: NANLOCATOR_TEST_DEVICE=cuda, for this process alone."""
 
 import os
 import zlib
