@@ -248,7 +248,8 @@ def tested(cell: Cell, environment: environments.Environment, arguments: argpars
     report, log = environment.logs / f"{name}.xml", fresh(environment.logs / f"{name}.log")
     report.unlink(missing_ok=True)
     tests = (SMOKE_TESTS if arguments.smoke else TESTS)[cell.framework]
-    command = [environment.python, "-m", "pytest", "-q", "-m", "not slow and not exhaustive", "-p", "no:cacheprovider"]
+    command = [environment.python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-m", "not slow and not exhaustive"]
     if not arguments.smoke:
         command += ["-n", str(arguments.jobs), "--dist", "loadfile"]
     command += [f"--junitxml={report}", "--rootdir", ROOT]
