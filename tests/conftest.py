@@ -19,10 +19,18 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     tenth = config.getoption("--tenth")
     if tenth is not None:
-        left = [item for item in items if zlib.crc32(item.nodeid.encode()) % 10 != tenth]
-        left = [item for item in left if item.get_closest_marker("exhaustive")]
+        chosen, left = [], []
+        for item in items:
+            is_left = item.get_closest_marker("exhaustive") and zlib.crc32(item.nodeid.encode()) % 10 != tenth
+            (left if is_left else chosen).append(item)
         config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in left]
+        items[:] = chosen
+    if " " in torch.__file__:
+        for item in items:
+            if item.get_closest_marker("compiles"):
+                item.add_marker(
+                    pytest.mark.skip(reason="torch gives ld its folder without quotes: a space ends it")
+                )
     if DEVICE == "cpu":
         return
     for item in items:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from test_matrix import Layout, run_incidents
 
-pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
+pytestmark = [pytest.mark.megatron, pytest.mark.compiles, pytest.mark.usefixtures("nanlocator_is_built")]
 
 LAYOUT = Layout(2, {"tp": 2, "bias_fusions": True})
 # A fault in the MLP would take the fusion's place.

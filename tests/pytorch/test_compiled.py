@@ -13,6 +13,7 @@ import nanlocator
 import nanlocator.inductor_kernels
 import nanlocator.kernels
 
+pytestmark = pytest.mark.compiles
 WIDTH = 8
 
 

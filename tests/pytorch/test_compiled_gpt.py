@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from watched_steps import verdict_of_steps
 from wrong_lowering import lowered_to_logarithm
 
+pytestmark = pytest.mark.compiles
 VOCABULARY = 64
 NO_LABEL = -100
 

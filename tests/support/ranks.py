@@ -317,6 +317,7 @@ def _run_python(
     os.environ |= variables
     installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
     sys.path = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *installed]
+    sys.modules.pop("sitecustomize", None)  # the server's: Debian's Python has one
     if importlib.util.find_spec("sitecustomize"):
         importlib.import_module("sitecustomize")
     if words[0] == "-m":

@@ -65,6 +65,7 @@ def test_what_needs_a_gpu_is_skipped_without_one(session):
     assert {session.steps[name]["status"] for name in NEEDS_GPU} == {"skipped"}
 
 
+@pytest.mark.compiles
 def test_on_the_cpu_every_step_passes_and_leaves_its_figures(session):
     figures = {name: session.figures(name) for name in ON_CPU}
     assert session.machine["device"] == "cpu"
