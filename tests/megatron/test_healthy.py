@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 from compare import STEPS, differences, passes_of, train, without_nanlocator
-from test_matrix import EXPERTS, LAYOUTS, OVERLAPPED, SHARDED, Layout
+from test_matrix import COMBINATIONS, EXPERTS, LAYOUTS, OVERLAPPED, SHARDED, Layout
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
 
@@ -40,10 +40,8 @@ FOLLOWED = {
     "context_parallel_p2p_dp2",
     "megatron_fsdp_hybrid",
 }
-# Others have each of their axes.
-COMBINATIONS = {
+COMBINED = COMBINATIONS | {
     "sequence_parallel",
-    "tp2_pp2_dp2",
     "megatron_fsdp_tp2_bf16",
     "megatron_fsdp_hybrid",
     "context_parallel_p2p_pp2",
@@ -82,7 +80,7 @@ def test_a_healthy_run_is_bit_identical_at_every_level(pool, level):
     is_the_same_and_nothing_is_found(pool, f"level_{level}", layout, level=level)
 
 
-@pytest.mark.parametrize(("name", "layout"), usually(TWICE, LAYOUTS.keys() - COMBINATIONS))
+@pytest.mark.parametrize(("name", "layout"), usually(TWICE, LAYOUTS.keys() - COMBINED))
 def test_a_run_that_repeats_every_step_is_the_run_without_nanlocator(pool, name, layout):
     is_searching = name == "fp16_searching_its_scale"
     steps, noted = 6 if is_searching else STEPS, [{"name": "note_each_forward"}]

@@ -98,6 +98,16 @@ LAYOUTS = {
     "tp2_pp2_dp2_sharded_overlapped": Layout(
         8, {"tp": 2, "pp": 2, "overlap_param_gather": True} | SHARDED | OVERLAPPED
     ),
+    "sequence_parallel_dp2": Layout(4, {"tp": 2, "sequence_parallel": True}),
+    "full_recompute_tp2_pp2": Layout(4, {"tp": 2, "pp": 2, "recompute": "full"}),
+    "multi_token_prediction_tp2_pp2": Layout(4, {"tp": 2, "pp": 2, "mtp_layers": 1}),
+}
+# Others have each of their axes.
+COMBINATIONS = {
+    "tp2_pp2_dp2",
+    "sequence_parallel_dp2",
+    "full_recompute_tp2_pp2",
+    "multi_token_prediction_tp2_pp2",
 }
 
 
@@ -192,7 +202,7 @@ def usual_and_rest(layouts: dict[str, Layout], combinations: set[str]) -> list:
     return parts
 
 
-@pytest.mark.parametrize(("configuration", "incidents"), usual_and_rest(LAYOUTS, {"tp2_pp2_dp2"}))
+@pytest.mark.parametrize(("configuration", "incidents"), usual_and_rest(LAYOUTS, COMBINATIONS))
 def test_every_fault_is_named(pool, request, configuration, incidents):
     run_incidents(pool, f"matrix_{request.node.callspec.id}", LAYOUTS[configuration], incidents)
 
