@@ -5,11 +5,18 @@ import zlib
 
 import pytest
 import torch
+from ranks import KeptRanks
 
 DEVICE = os.environ.get("NANLOCATOR_TEST_DEVICE", "cpu")
 
 if DEVICE != "cpu":
     torch.set_default_device(DEVICE)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_kept_ranks():
+    yield
+    KeptRanks.end_all()
 
 
 def pytest_addoption(parser):

@@ -7,9 +7,3 @@ from fixtures import run_in_tmp_path, same_seed, without_leftovers  # noqa: F401
 def needs_deepspeed():
     if not (on_cpu.PACKAGES / "deepspeed").is_dir():
         pytest.skip("needs what tools/setup fetches into .setup/deepspeed")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_kept_ranks():
-    yield
-    on_cpu.kept.end()

@@ -11,8 +11,7 @@ PACKAGES = Path(__file__).parents[2] / ".setup" / "deepspeed"
 
 _server = RankServer("engine_training", "torch._dynamo")
 run_ranks, run_programs = _server.run_ranks, _server.run_programs
-kept = KeptRanks(_server)
-run_kept_ranks = kept.run_ranks
+run_kept_ranks = KeptRanks(_server).run_ranks
 
 
 def use() -> None:

@@ -1,14 +1,5 @@
-import pytest
-import ranks
 import torch
 from fixtures import run_in_tmp_path, same_seed, without_leftovers  # noqa: F401
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_kept_ranks():
-    yield
-    ranks.kept.end()
-
 
 # On CPUs, over gloo, without nanlocator: torch 2.6's fully_shard ends in an error, its Schedule1F1B hangs.
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):

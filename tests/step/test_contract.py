@@ -43,13 +43,6 @@ def test_contract(case, adapter):
         in_process(case, adapter)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ranks_end():
-    yield
-    _megatron.end()
-    on_cpu.kept.end()
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_watched():
     yield

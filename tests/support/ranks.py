@@ -28,7 +28,7 @@ import types
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 TIMEOUT = 120.0  # seconds for all ranks together; a hung rank is a failed test
@@ -108,12 +108,16 @@ class RankServer:
 
 
 class KeptRanks:
-    """Ranks that live from one call to the next, for functions that leave their process as they found it.
+    """Ranks that live from one call to the next, for functions that leave their process as they found it;
+    tests/conftest.py ends them with their module.
 
     What happens for the first time in a process (a process group, DTensor's rules, torch's lazy imports)
     costs a rank three times what the training of a small model does."""
 
+    _all: ClassVar[list["KeptRanks"]] = []
+
     def __init__(self, server: RankServer) -> None:
+        self._all.append(self)
         self._server = server
         self._ranks: dict[int, list[tuple[BaseProcess, Any]]] = {}
 
@@ -133,9 +137,11 @@ class KeptRanks:
             raise TimeoutError(f"ranks {silent} of {world_size} still ran after {TIMEOUT} s")
         return [result and result[1] for result in results]
 
-    def end(self) -> None:
-        for world_size in list(self._ranks):
-            self._end(world_size)
+    @classmethod
+    def end_all(cls) -> None:
+        for kept in cls._all:
+            for world_size in list(kept._ranks):
+                kept._end(world_size)
 
     def _start(self, world_size: int) -> list[tuple[BaseProcess, Any]]:
         port, ranks = free_port(), []
@@ -155,8 +161,7 @@ class KeptRanks:
 # pytest: the modules of the tests import it.
 _server = RankServer("pytest", "torch._dynamo", "nanlocator.transformers", "transformers.trainer")
 run_ranks, run_programs = _server.run_ranks, _server.run_programs
-kept = KeptRanks(_server)
-run_kept_ranks = kept.run_ranks
+run_kept_ranks = KeptRanks(_server).run_ranks
 run_python = RankServer("torch._dynamo").run_python
 
 
