@@ -135,7 +135,9 @@ StepAdapter adapter_of(const py::object& from) {
       };
   step.gradient_phase =
       choice<Phase>("gradient_phase", from.attr("gradient_phase").cast<std::string>());
-  step.parameters = named_tensors(from.attr("parameters").cast<NamedPairs>());
+  step.parameters = [f = Function(from.attr("parameters_now"))] {
+    return named_tensors(f.call<NamedPairs>());
+  };
   step.buffers = named_tensors(from.attr("buffers").cast<NamedPairs>());
   step.program_code = python_code();
   step.why_no_pass = from.attr("why_no_pass").cast<std::string>();

@@ -79,6 +79,10 @@ class Adapter:
         """Whether the framework itself leaves out an update whose gradients are bad; on all ranks alike."""
         return False
 
+    def parameters_now(self) -> Named:
+        """``parameters``, where a framework may have replaced some since."""
+        return self.parameters
+
     def model_tensors(self) -> tuple[Named, Named]:
         """Parameters, and buffers with what modules hold as plain attributes, as they are now."""
         raise NotImplementedError

@@ -188,6 +188,15 @@ class PlainAdapter(Adapter):
     def _in_flat_parameters(self) -> set[torch.Tensor]:
         return {p for model in self.models for p in fsdp1.sharded_parameters(model)}
 
+    def parameters_now(self) -> Named:
+        """FSDP2 may replace a shard's tensor (reset_sharded_param), as torch before 2.10 does in the first
+        forward where ranks have shards of different sizes. FSDP1 puts whole weights into its tensors while
+        a step runs: of these as they were when the map was made."""
+        return [
+            (name, part.view(part.tensor) if part.tensor in self.by_fsdp2 else tensor)
+            for (name, tensor), part in zip(self.parameters, self.parts, strict=True)
+        ]
+
     def model_tensors(self) -> tuple[Named, Named]:
         attributes = [
             (_below(model, name), tensor)

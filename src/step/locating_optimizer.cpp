@@ -178,10 +178,14 @@ StepAdapter LocatingOptimizer::make_adapter(const ParameterMap& map) const {
     return tensors;
   };
   adapter.gradient_phase = gradient_phase_;
-  const auto all = parameters();
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    adapter.parameters.push_back({map.at(static_cast<std::int64_t>(i)).name, all[i]});
-  }
+  adapter.parameters = [this, map] {
+    const auto all = parameters();
+    std::vector<NamedTensor> named;
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      named.push_back({map.at(static_cast<std::int64_t>(i)).name, all[i]});
+    }
+    return named;
+  };
   adapter.buffers = buffers_;
   adapter.why_no_pass = "step() was called without a closure";
   return adapter;

@@ -358,7 +358,7 @@ StepDriver::~StepDriver() = default;
 // The pass is that of the step that runs; everything else is the adapter's.
 RerunnableStep StepDriver::rerunnable_step() {
   auto& impl = *impl_;
-  impl.is_on_device = std::ranges::any_of(impl.adapter.parameters,
+  impl.is_on_device = std::ranges::any_of(impl.adapter.parameters(),
                                           [](const auto& each) { return each.tensor.is_cuda(); });
   RerunnableStep step;
   step.run = [&impl] { return impl.step.pass.value().run(); };

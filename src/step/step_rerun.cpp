@@ -205,7 +205,7 @@ struct StepRerun::Impl {
       locator.add_note(std::string("Operators are not traced: ") + error.what());
       return nullptr;
     }
-    for (const auto& [name, tensor] : step.parameters) {
+    for (const auto& [name, tensor] : step.parameters()) {
       trace->declare(tensor, DeclaredAs::parameter, name);
     }
     for (const auto& [name, tensor] : step.buffers) {
@@ -544,7 +544,7 @@ struct StepRerun::Impl {
     if (step.take_results) results = step.take_results();
     std::vector<WeightValue> weights;
     try {
-      for (const auto& [name, tensor] : step.parameters) {
+      for (const auto& [name, tensor] : step.parameters()) {
         const bool is_asked_for = name == question.parameter && !name.empty() &&
                                   why_not_scannable(tensor) == nullptr && is_whole(name) &&
                                   question.element < tensor.numel();

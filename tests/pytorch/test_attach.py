@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_python
+from watched_steps import as_code_says
 
 PACKAGE = Path(__import__("nanlocator").__file__).parents[1]  # where nanlocator.pth is, too
 
@@ -100,7 +101,7 @@ def test_a_fault_in_an_unedited_script_is_located(script, how):
     assert "nanlocator: attached to SGD and Sequential (2 parameters); findings go to" in done.stderr
     said = " ".join(done.stderr.split())  # lines may be folded
     assert "step 3: -Inf born in forward" in said
-    assert "aten::log module 1" in said and "train.py:8 in Log.forward" in said
+    assert "aten::log module 1" in said and f"train.py:8 in {as_code_says('Log.forward')}" in said
     assert len(done.stdout.split()) == 2
 
 

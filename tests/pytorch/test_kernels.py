@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import planted_kernels
+import kernel_models
 import pytest
 import torch
-from planted_kernels import (
+from kernel_models import (
     ApexLayerNorm,
     Called,
     Experts,
@@ -33,7 +33,7 @@ from nanlocator import _C, kernel_signatures
 from nanlocator.kernel_calls import KernelCallRecord, _kept
 from nanlocator.kernels import Entry, KernelCalls, _argument_names, named_tensors
 
-PLANTED = Path(planted_kernels.__file__)
+PLANTED = Path(kernel_models.__file__)
 # Kernels of DEFINITIONS, and the references that know them.
 FUSED = {
     **{name: name for name in ("relu", "sigmoid", "exp", "gelu", "log_softmax", "geglu")},
@@ -293,7 +293,7 @@ def marked(case):
     return pytest.param(case, marks=pytest.mark.exhaustive if is_another else [])
 
 
-@pytest.mark.parametrize("case", map(marked, FAULTS))
+@pytest.mark.parametrize("case", list(map(marked, FAULTS)))
 def test_a_kernel_with_a_bug_is_named_and_its_call_shows_the_bug_alone(case, garbage, plant, tmp_path):
     fault = FAULTS[case]
     plant(fault.planted)
@@ -324,13 +324,15 @@ def test_the_report_names_the_argument_and_the_rows_that_a_library_left_unwritte
     assert any(each.startswith(left) for each in origin["evidence"])
 
 
-library = planted_kernels.flash_attn
+library = kernel_models.flash_attn
 
 
-@torch.library.custom_op("planted::flash_backward", mutates_args=("dq", "dk", "dv"))
-def flash_backward(
-    tensors: list[torch.Tensor], dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, ends: torch.Tensor
-) -> torch.Tensor:
+@torch.library.custom_op(
+    "planted::flash_backward",
+    mutates_args=("dq", "dk", "dv"),
+    schema="(Tensor[] tensors, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor ends) -> Tensor",
+)
+def flash_backward(tensors, dq, dk, dv, ends):
     numbers = (9, 9, 0.0, 3**-0.5, False, True, -1, -1, 0.0, False, None, None)
     return library.varlen_bwd(*tensors, dq, dk, dv, ends, ends, None, *numbers)[3]
 
@@ -350,7 +352,7 @@ def test_inside_a_custom_operator_it_is_the_kernel_that_is_named(
         def varlen_bwd(*args):
             flash_backward(list(args[:6]), *args[6:10])
 
-    monkeypatch.setattr(planted_kernels, "flash_attn", Wrapped)
+    monkeypatch.setattr(kernel_models, "flash_attn", Wrapped)
     plant(fault)
     verdict = verdict_of(around(FlashAttention()), 16, rerun=True if fault else "always")
     if not fault:

@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 from behind_torch import write_behind
-from planted_kernels import kernels
+from kernel_models import kernels
 from tiny_models import BATCH, VOCABULARY, batch, language_model
 from watched_steps import verdict_of_steps
 

@@ -533,7 +533,7 @@ class SpoiltAllocator final : public c10::Allocator {
 
 void spoil_memory(bool on) {
   static auto& allocator = *new SpoiltAllocator;
-  if (on) allocator.stand_before(c10::GetCPUAllocator());
+  if (on && c10::GetCPUAllocator() != &allocator) allocator.stand_before(c10::GetCPUAllocator());
   c10::SetCPUAllocator(on ? &allocator : allocator.base());
 }
 

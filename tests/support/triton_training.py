@@ -27,7 +27,7 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if IS_INTERPRETED:
     import numpy
-    from planted_kernels import kernels
+    from kernel_models import kernels
     from triton.runtime import interpreter
 
 

@@ -1,5 +1,6 @@
 """Steps of a training loop under nanlocator.watch."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,11 @@ def verdict_of_steps(
     finally:
         watch.remove()
     return None
+
+
+def as_code_says(name: str) -> str:
+    """Of a function with this qualified name: Python 3.10 keeps the last part only."""
+    return name if sys.version_info >= (3, 11) else name.rpartition(".")[2]
 
 
 def line_of(file: Path, text: str) -> int:

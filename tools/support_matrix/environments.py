@@ -130,11 +130,11 @@ def separate(cell: Cell, python: Path) -> Environment:
 
 
 def requirements_of(cell: Cell) -> list[str]:
-    """What the build and the tests need beside the framework. NumPy is the newest for this Python."""
+    """What the build and the tests need beside the framework. NumPy and safetensors are the newest for it."""
     fixed = pins()
     torch = cell.torch if cell.torch.count(".") == 2 else f"{cell.torch}.*"
     names = ("ninja", "nlohmann_json", "pytest", "pytest-xdist", "jsonschema")
-    return [f"torch=={torch}", "numpy", *(f"{name}=={fixed[name]}" for name in names)]
+    return [f"torch=={torch}", "numpy", "safetensors", *(f"{name}=={fixed[name]}" for name in names)]
 
 
 def install(environment: Environment, python: Path, requirements: list[str]) -> None:
