@@ -25,6 +25,11 @@ _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "ran
 _is_installed = False
 
 
+def _version() -> tuple[int, ...]:
+    """Major and minor."""
+    return tuple(int(part) for part in importlib.metadata.version("megatron-core").split(".")[:2])
+
+
 def install() -> None:
     """Redirects CUDA to the CPU. A second call does nothing.
 
@@ -34,8 +39,8 @@ def install() -> None:
     global _is_installed
     if _is_installed:
         return
-    version = importlib.metadata.version("megatron-core")
-    if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) <= NEWEST:
+    if not OLDEST <= _version() <= NEWEST:
+        version = importlib.metadata.version("megatron-core")
         raise RuntimeError(
             f"cpu_platform knows megatron-core 0.12 to 0.20, but {version} is installed: install a version "
             f"between these or check each replacement in {__file__}"
@@ -193,13 +198,14 @@ class HostEvent:
 
 def _prepare_megatron_fsdp() -> None:
     # It issues its collectives on streams of its own, lays out its meshes over CUDA devices, and compares the
-    # device that it is given with the current one, whose number it expects. Other versions differ inside.
-    if not importlib.metadata.version("megatron-core").startswith("0.16."):
+    # device that it is given with the current one, whose number it expects. Before 0.15 it differs inside.
+    if _version() < (0, 15):
         return
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
     from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp, param_and_grad_buffer
 
-    if not isinstance(mcore_fsdp_adapter.TELinear, type):  # a mock, without TransformerEngine
+    # Without TransformerEngine a mock, or nothing.
+    if not isinstance(getattr(mcore_fsdp_adapter, "TELinear", None), type):
         mcore_fsdp_adapter.TELinear = type("TELinear", (), {})
     logging.getLogger(megatron_fsdp.__name__).addFilter(
         lambda record: "instead of the current device" not in record.getMessage()

@@ -472,7 +472,10 @@ class Trainer:
             "position_ids": positions.expand(config.micro_batch, -1),
             "attention_mask": (positions[:, None] < positions[None, :])[None, None],  # True: hidden
         }
-        return {"microbatch": microbatch, **get_batch_on_this_cp_rank(batch)}
+        # From 0.18 on it takes the group of all ranks where it is given none.
+        group = parallel_state.get_context_parallel_group()
+        own = _with_known(get_batch_on_this_cp_rank, batch, cp_group=group, is_hybrid_cp=False)
+        return {"microbatch": microbatch, **own}
 
     def _data_iterator(self) -> Iterator[dict]:
         batches = (self.draw_batch(self.iteration, k) for k in range(self.config.num_microbatches))

@@ -118,6 +118,8 @@ _OTHER_BITS = "a pipeline's first step under DistributedDataParallel has other b
 _TO_ITSELF = "its V schedule sends what stays on a rank, too, which gloo does not"
 _INNERMOST = "its tensor parallelism has to be the innermost dimension of a mesh"
 _NO_EVALUATION = "its pipelines cannot leave out the backward"
+_NO_FSDP = "it has no Megatron-FSDP"
+_OLD_MESHES = "its Megatron-FSDP uses what meshes of torch 2.11 no longer have"
 IMPOSSIBLE = {
     ("torch", "2.6.0", "model_in_shards"): "its fully_shard does not run on CPUs",
     ("torch", "2.8.0", "[v]"): _TO_ITSELF,
@@ -126,6 +128,9 @@ IMPOSSIBLE = {
     ("torch", "2.8.0", "[tensor-"): _INNERMOST,
     ("torch", "2.8.0", "a_step_without_a_backward_is_no_step"): _NO_EVALUATION,
     ("torch", "2.15.0", "every_step_is_executed_again_alike[ddp]"): _OTHER_BITS,
+    ("megatron-core", "0.12.3", "[megatron_fsdp]"): _NO_FSDP,
+    ("megatron-core", "0.13.1", "[megatron_fsdp]"): _NO_FSDP,
+    ("megatron-core", "0.14.0", "[megatron_fsdp]"): _OLD_MESHES,
     ("transformers", "4.57.6", "no_origins[-t5-sdpa"): _EAGER,
     ("transformers", "4.57.6", "no_origins[memory filled with NaN-t5-sdpa"): _EAGER,
     ("transformers", "4.57.6", "a_bool_mask_does_not_end_the_run[t5]"): _EAGER,
