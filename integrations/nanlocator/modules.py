@@ -341,12 +341,9 @@ def _key(key: Any) -> str:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor: the tensor that it holds, no view of it, which the engine may remember
-    weakly. Any other tensor as it is."""
-    if not hasattr(tensor, "to_local"):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local()
+    """This rank's part of a DTensor: the tensor that it holds, which the engine may remember weakly. Of a
+    Parameter to_local() gives a view of it from torch 2.13 on. Any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def shown(path: str) -> str:
