@@ -80,7 +80,7 @@ struct StepAdapter {
   /// Of the parameters with these ids, between updates; may be empty.
   std::function<std::vector<OptimizerTensor>(const std::vector<std::int64_t>& ids)> optimizer_state;
   Phase gradient_phase = Phase::grad_local;  // that `gradients` are of, when a pass has ended
-  std::function<std::vector<NamedTensor>()> parameters;  // by id, as they are now
+  std::function<std::vector<NamedTensor>()> parameters;  // as they are now; held by others
   std::vector<NamedTensor> buffers;
   /// See TraceOptions; may be empty.
   std::shared_ptr<ProgramCode> program_code;

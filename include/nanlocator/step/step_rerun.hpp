@@ -41,7 +41,7 @@ struct RerunnableStep {
   Phase gradient_phase = Phase::grad_local;
   /// Puts the gradients where they were before the first pass: undefined, or zero.
   std::function<void()> clear_gradients;
-  std::function<std::vector<NamedTensor>()> parameters;  // as they are now
+  std::function<std::vector<NamedTensor>()> parameters;  // as they are now; held by others
   std::vector<NamedTensor> buffers;
   /// Tensors that the model holds otherwise, as they are when a trace is armed; may be empty.
   std::function<std::vector<NamedTensor>()> attributes;
