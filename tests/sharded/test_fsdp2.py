@@ -76,9 +76,8 @@ def test_a_birth_in_forward_on_one_rank_names_operator_module_and_line(variant):
     (origin,) = verdict["origins"]
     assert (origin["phase"], origin["coordinates"]["rank"]) == ("forward", 1)
     assert (origin["operator"], origin["module"]) == ("aten::sqrt", "scale")
-    assert origin["cause"] == "operator_undefined" and origin["code"]["function"] == as_code_says(
-        "Scale.forward"
-    )
+    assert origin["cause"] == "operator_undefined"
+    assert origin["code"]["function"] == as_code_says("Scale.forward")
     assert verdict["rerun"]["reproduced"] is True and verdict["rerun"]["not_restored"] == []
     assert any("bit-identical" in line for line in origin["evidence"])
 

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from nanlocator import _C
 from nanlocator.debugger.frames import finding_lines, values_text
 from nanlocator.debugger.output import say
-from nanlocator.debugger.scans import local_part, measure, plain_values
+from nanlocator.debugger.scans import measure, plain_values
 from nanlocator.debugger.values import Values
+from nanlocator.modules import local_part
 from nanlocator.session import is_distributed
 
 _MOST_BUNDLES = 16  # of one process in one folder: a loop may find something bad in every step

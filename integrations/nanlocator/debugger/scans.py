@@ -5,16 +5,15 @@ device a scan is put on the current stream (on CUDA one launch into a slot of it
 until all scans are read together. Nothing that is computed changes, and autograd sees nothing.
 """
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from nanlocator import _C
 from nanlocator.debugger.values import Values
+from nanlocator.modules import local_part
 
 _MOST_WAITING = 1 << 13  # scans; their slots take about a megabyte of the device's memory
 
@@ -145,15 +144,6 @@ def measure(tensor: torch.Tensor) -> Values:
         values = _now.scan(tensor)
         _now.settle()
         return values
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a DTensor; every other tensor itself. No communication."""
-    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter or not dist.is_available():
-        return tensor
-    # Who has not imported it has no DTensor; importing it takes a second.
-    module = sys.modules.get("torch.distributed.tensor")
-    return tensor._local_tensor if module is not None and isinstance(tensor, module.DTensor) else tensor
 
 
 def plain_values(tensor: torch.Tensor) -> torch.Tensor:
