@@ -37,7 +37,7 @@ py::object object_of(const RecordedEvent& event) {
 }
 
 /// Of the custom function whose `apply` (torch/autograd/function.py) calls Torch now: what
-/// `describe(cls, args)` makes of it, and its arguments' tensors.
+/// `describe(cls, args, kwargs)` makes of it, and its arguments' tensors.
 std::pair<std::shared_ptr<void>, std::vector<at::Tensor>> function_call(
     const py::object& describe) {
   const py::gil_scoped_acquire gil;
@@ -48,8 +48,10 @@ std::pair<std::shared_ptr<void>, std::vector<at::Tensor>> function_call(
     const auto name = frame.attr("f_code").attr("co_name").cast<std::string>();
     if (name != "apply") return {};
     const py::object locals = frame.attr("f_locals");
-    if (!locals.contains("cls") || !locals.contains("args")) return {};
-    const auto described = describe(locals["cls"], locals["args"]);
+    for (const auto* each : {"cls", "args", "kwargs"}) {
+      if (!locals.contains(each)) return {};
+    }
+    const auto described = describe(locals["cls"], locals["args"], locals["kwargs"]);
     const auto [payload, tensors] =
         described.cast<std::pair<py::object, std::vector<at::Tensor>>>();
     return {payload_of(payload), tensors};

@@ -102,6 +102,7 @@ class StepRecorder:
                 "_engine_run_backward",
                 _engine_call(torch.autograd._engine_run_backward, self),
             ),
+            *_frames_of_custom_functions(),
             *(
                 replace(ProcessGroup, name, _receive(getattr(ProcessGroup, name), self))
                 for name in ("recv", "recv_anysource")
@@ -377,9 +378,11 @@ class StepRecorder:
     def _losses_in(self, args: Any) -> list[torch.Tensor]:
         return [self.unscaled.get(t, t).detach() for t in _C.tensors_in(args[0]) if t.numel() == 1]
 
-    def _function_call(self, function: type, args: Any) -> "tuple[_FunctionCall, list[torch.Tensor]]":
-        named = self._named(args)
-        return _FunctionCall(function, named, self._by_reference), _C.tensors_in(args)
+    def _function_call(
+        self, function: type, args: Any, kwargs: Any
+    ) -> "tuple[_FunctionCall, list[torch.Tensor]]":
+        given = (args, kwargs)
+        return _FunctionCall(function, self._named(given), self._by_reference), _C.tensors_in(given)
 
     def _named(self, value: Any, tensors: list[torch.Tensor] | None = None) -> Any:
         """``value`` with a name in place of each tensor that the step has computed, and a copy of each that
@@ -536,19 +539,17 @@ class _PipelineCall(_Call):
 class _FunctionCall:
     """A custom autograd function that is applied outside of modules."""
 
-    def __init__(self, function: type, args: Any, by_reference: "_ByReference") -> None:
+    def __init__(self, function: type, given: Any, by_reference: "_ByReference") -> None:
         self._function = function
-        self._args = args
+        self._named = given
         self._by_reference = {id(tensor) for tensor, _ in by_reference}
         self._generators = _Generators()
 
     def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> "list[torch.Tensor | None]":
         self._generators.restore()
-        recorded = [
-            t
-            for t in _C.tensors_in(self._function.apply(*_given(self._args, replay, self._by_reference)))
-            if t.grad_fn is not None
-        ]
+        args, kwargs = _given(self._named, replay, self._by_reference)
+        result = self._function.apply(*args, **kwargs)
+        recorded = [tensor for tensor in _C.tensors_in(result) if tensor.grad_fn is not None]
         outputs: list[torch.Tensor | None] = [None] * (1 + max((t.output_nr for t in recorded), default=-1))
         for tensor in recorded:
             outputs[tensor.output_nr] = tensor
@@ -737,6 +738,20 @@ def _engine_call(original: Callable[..., Any], recorder: StepRecorder) -> Callab
         return original(*args, **kwargs)
 
     return call
+
+
+def _frames_of_custom_functions() -> list[Callable[[], None]]:
+    """The engine reads what a custom function is applied to from the frame of ``Function.apply``
+    (torch/autograd/function.py), which is no Python function from torch 2.15 on: there it becomes one. An
+    ``apply`` that the program has taken from its class before is not seen."""
+    original = vars(torch.autograd.Function)["apply"]
+    if isinstance(original, classmethod):
+        return []
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    return [replace(torch.autograd.Function, "apply", classmethod(apply))]
 
 
 def _receive(original: Callable[..., Any], recorder: StepRecorder) -> Callable[..., Any]:

@@ -5,9 +5,11 @@ of Python's multiprocessing pays it once for all tests of a pytest process; it h
 process group, and each rank gets the environment, the folder and the import path of its test.
 """
 
+import atexit
 import contextlib
 import ctypes
 import datetime
+import gc
 import importlib
 import importlib.util
 import itertools
@@ -25,6 +27,7 @@ import tempfile
 import time
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -299,6 +302,8 @@ def _run_program(out: Path, err: Path, program: Callable[..., None], arguments: 
     for stream, path in ((sys.stdout, out), (sys.stderr, err)):
         with open(path, "wb") as file:
             os.dup2(file.fileno(), stream.fileno())
+    # From Python 3.13 on a process of multiprocessing has forgotten what its server would do at its end.
+    atexit.register(weakref.finalize._exitfunc)
     code = 0
     try:
         program(*arguments)
@@ -310,6 +315,7 @@ def _run_program(out: Path, err: Path, program: Callable[..., None], arguments: 
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
+    gc.unfreeze()  # what the server has imported ends, too
     ctypes.pythonapi.Py_Exit(code)
 
 

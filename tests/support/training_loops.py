@@ -90,7 +90,9 @@ def hidden_states_in_the_loss(model, tokens, labels):
 
 
 def custom_function(model, tokens, labels):
-    value, _ = Scaled.apply(model(tokens)["logits"], 0.5)
+    logits = model(tokens)["logits"]
+    takes_keywords = torch.__version__ >= (2, 13)
+    value, _ = Scaled.apply(logits, factor=0.5) if takes_keywords else Scaled.apply(logits, 0.5)
     return F.dropout(value, 0.2).mean()
 
 
