@@ -64,7 +64,8 @@ TEST(FormatHtml, TellsTheVerdictWithoutTheScript) {
   EXPECT_THAT(html, HasSubstr("<li>look at the input of aten::sqrt of module "));
   const auto bundle =
       std::filesystem::absolute("nanlocator_run/a0/bundles/step1284-backward-rank5-q_layernorm");
-  EXPECT_THAT(html, HasSubstr("nanlocator replay " + shell_word(bundle.string()) + "</code>"));
+  EXPECT_THAT(html, HasSubstr("nanlocator replay " + html_escaped(shell_word(bundle.string())) +
+                              "</code>"));
   EXPECT_THAT(html, HasSubstr("place high"));
   EXPECT_THAT(html, HasSubstr("born<small>"));
   EXPECT_THAT(html, HasSubstr("<dt>torch</dt><dd>2.11.0</dd>"));
