@@ -1,7 +1,8 @@
-"""Which tests run (--tenth), and on which device: NANLOCATOR_TEST_DEVICE=cuda, for this process alone."""
+"""Which tests run (--tenth), their order, and the device of this process: NANLOCATOR_TEST_DEVICE=cuda."""
 
 import os
 import zlib
+from collections import Counter
 
 import pytest
 import torch
@@ -23,6 +24,13 @@ def pytest_addoption(parser):
     parser.addoption("--tenth", type=int, choices=range(10), help="of the exhaustive tests only this tenth")
 
 
+def start_long_files_first(items):
+    """Else one worker is still in a file when the others have none left."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    tests_of = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path not in slow, -tests_of[item.path]))
+
+
 def pytest_collection_modifyitems(config, items):
     tenth = config.getoption("--tenth")
     if tenth is not None:
@@ -32,6 +40,7 @@ def pytest_collection_modifyitems(config, items):
             (left if is_left else chosen).append(item)
         config.hook.pytest_deselected(items=left)
         items[:] = chosen
+    start_long_files_first(items)
     if " " in torch.__file__:
         for item in items:
             if item.get_closest_marker("compiles"):

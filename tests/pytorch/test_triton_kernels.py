@@ -96,6 +96,8 @@ PLANTED = {
     ),
 }
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):

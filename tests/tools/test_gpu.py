@@ -15,6 +15,8 @@ NEEDS_GPU = {"sanitizer", "streams-races", "graph", "suite", "triton", "trainer"
 ON_CPU = ["build", "scan-stats", "streams", "faults", "rerun", "kernel-faults", "transparency"]
 PARALLEL_FAULTS = ["megatron-faults", "ddp-faults", "fsdp-faults"]
 
+pytestmark = pytest.mark.slow
+
 
 def gpu(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
     command = [ROOT / "tools" / "gpu", *arguments]
