@@ -7,9 +7,7 @@ process group, and each rank gets the environment, the folder and the import pat
 
 import atexit
 import contextlib
-import ctypes
 import datetime
-import gc
 import importlib
 import importlib.util
 import itertools
@@ -24,6 +22,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import types
@@ -315,8 +314,11 @@ def _run_program(out: Path, err: Path, program: Callable[..., None], arguments: 
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
-    gc.unfreeze()  # what the server has imported ends, too
-    ctypes.pythonapi.Py_Exit(code)
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _run_python(
