@@ -264,14 +264,14 @@ TEST(KernelReplay, AKernelThatWouldTakeTooLongIsLeftAfterTheExecutionThatShowsIt
   int calls = 0;
   const ExecuteKernel slow = [&](const Tensors& arguments) {
     ++calls;
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    std::this_thread::sleep_for(std::chrono::milliseconds(400));
     return silu_but(8)(arguments);
   };
   const auto call = recorded(slow, {input(), at::full({40}, kNaN)});
   calls = 0;
-  const auto replay = replay_kernel(call, slow, {}, {.role = "out", .seconds = 0.5});
+  const auto replay = replay_kernel(call, slow, {}, {.role = "out", .seconds = 3});
   EXPECT_EQ(replay.conclusion, KernelConclusion::not_replayed);
-  EXPECT_NE(replay.problem.find("9 are needed, and at most 0.5 s are spent on them"),
+  EXPECT_NE(replay.problem.find("9 are needed, and at most 3 s are spent on them"),
             std::string::npos)
       << replay.problem;
   EXPECT_EQ(calls, 2);
