@@ -314,6 +314,7 @@ def _run_program(out: Path, err: Path, program: Callable[..., None], arguments: 
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
+    # As an interpreter ends, except that it would free all that the server has imported, for a second.
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
