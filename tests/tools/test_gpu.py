@@ -105,6 +105,7 @@ def test_faults_in_parallel_training_are_named(name, parallel_session):
 def test_what_a_machine_without_network_lacks_is_packed(tmp_path):
     done = gpu("--pack", "brought", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    headers = tmp_path / "brought" / "dev" / "usr" / "include"
-    assert (headers / "nlohmann" / "json.hpp").exists() and (headers / "gtest").exists()
+    brought = tmp_path / "brought"
+    assert (brought / "dev" / "usr" / "include" / "gtest").exists()
+    assert (brought / "site" / "nlohmann_json" / "include" / "nlohmann" / "json.hpp").exists()
     assert "MiB" in done.stdout

@@ -307,16 +307,16 @@ def describe_machine(device: str) -> dict[str, Any]:
 
 
 def pack(folder: Path) -> None:
-    """Headers, CMake packages and static libraries of this system, and Megatron-Core of this Python."""
+    """Headers, CMake packages and static libraries of this system; nlohmann_json and Megatron-Core of this
+    Python."""
     include, site = folder / "dev" / "usr" / "include", folder / "site"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".gitignore").write_text("*\n")
     library = Path("/usr/lib") / sysconfig.get_config_var("MULTIARCH")
     found = {
-        include: ["nlohmann", "gtest", "gmock", "benchmark"],
+        include: ["gtest", "gmock", "benchmark"],
         folder / "dev" / library.relative_to("/"): ["libgtest*.a", "libgmock*.a", "libbenchmark*"],
         folder / "dev" / library.relative_to("/") / "cmake": ["GTest", "benchmark"],
-        folder / "dev" / "usr" / "share" / "cmake": ["nlohmann_json"],
     }
     for target, patterns in found.items():
         source = Path("/") / target.relative_to(folder / "dev")
@@ -328,7 +328,7 @@ def pack(folder: Path) -> None:
             for thing in things:
                 copy(thing, target / thing.name)
     packages = Path(sysconfig.get_paths()["purelib"])
-    for name in ("megatron", *(p.name for p in packages.glob("megatron_core-*"))):
+    for name in ("nlohmann_json", "megatron", *(p.name for p in packages.glob("megatron_core-*"))):
         if (packages / name).exists():
             copy(packages / name, site / name)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
