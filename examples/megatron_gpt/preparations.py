@@ -188,7 +188,7 @@ def _torch_generator() -> None:
 
 def _buffers() -> None:
     def capture(adapter) -> Callable[[], None]:
-        moved = [(buffer, buffer.clone()) for _, buffer in adapter.buffers]
+        moved = [(buffer, buffer.clone()) for _, buffer in adapter.buffers.now()]
 
         @torch.no_grad()
         def put_back() -> None:

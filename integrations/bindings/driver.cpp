@@ -138,7 +138,9 @@ StepAdapter adapter_of(const py::object& from) {
   step.parameters = [f = Function(from.attr("parameters_now"))] {
     return named_tensors(f.call<NamedPairs>());
   };
-  step.buffers = named_tensors(from.attr("buffers").cast<NamedPairs>());
+  step.buffers = [f = Function(from.attr("buffers").attr("now"))] {
+    return named_tensors(f.call<NamedPairs>());
+  };
   step.program_code = python_code();
   step.why_no_pass = from.attr("why_no_pass").cast<std::string>();
   step.can_trace_later_steps = from.attr("can_trace_later_steps").cast<bool>();

@@ -17,6 +17,7 @@ import torch
 
 from nanlocator import _C, stream_sanitizer
 from nanlocator.boundaries import Boundaries
+from nanlocator.buffers import Buffers
 from nanlocator.cuda_graphs import OwnReplays, ReplayedGraphs, without_graphs
 from nanlocator.errors import NonFiniteGradientError
 from nanlocator.kernel_calls import KeptKernelCalls, KernelCallRecord
@@ -52,9 +53,9 @@ class Adapter:
     loss_scale: Any = None  # or a function: None where no overflow was seen, else a LossScale
     models: Iterable[torch.nn.Module]  # the roots, with all that they hold
     parameters: Named
-    buffers: Named
 
     def __init__(self) -> None:
+        self.buffers = Buffers()
         self.verdicts: list[dict[str, Any]] = []
         self.boundaries: Boundaries | None = None  # of level boundaries, once they are watched
         self._module_calls = KeptModuleCalls()  # around the origins of a bad step
@@ -211,6 +212,7 @@ class Driver:
         self.add_state("TransformerEngine's fp8 scales", Fp8Scales())
         own_replays = OwnReplays(weakly(self.locator.add_standing_note))
         self.add_state("CUDA graphs", ReplayedGraphs(adapter.models, own_replays))
+        self.add_state("the models' buffers", adapter.buffers)
         self.add_state("the modules' attributes", ModuleAttributes(adapter.models))
         self._scanning = contextlib.ExitStack()  # what crosses in a pass
         self._step_pass: Callable[[], Pass | None] = lambda: None

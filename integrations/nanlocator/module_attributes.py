@@ -1,12 +1,14 @@
-"""What modules keep beside tensors and a pass moves: a counter, a temperature that falls, a list that grows.
+"""What modules keep beside buffers and a pass moves: a counter, a temperature that falls, a list that grows.
 
 Nobody saves it at the start of a step. But what one re-run has moved the first pass has moved, too: a fault
 that is gone then may have gone with it."""
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from nanlocator.closures import iterators_of
@@ -80,7 +82,24 @@ def _content(value: Any) -> Any:
         elements = list(value.items() if isinstance(value, dict) else value) if len(value) <= _MOST else []
         simple = [repr(each) for each in elements if _is_simple(each)]
         return len(value), sorted(simple) if isinstance(value, set | frozenset) else simple
+    if type(value) is torch.Tensor and value.device.type in ("cpu", "cuda") and not value.is_sparse:
+        return _WrittenTo(id(value), repr(value.detach().flatten()[:_MOST].tolist()))
     return None
+
+
+@dataclass(frozen=True, eq=False)
+class _WrittenTo:
+    """A tensor whose place has another one afterwards may be a result."""
+
+    identity: int
+    content: str
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            not isinstance(other, _WrittenTo)
+            or self.identity != other.identity
+            or self.content == other.content
+        )
 
 
 def _is_simple(value: Any) -> bool:

@@ -94,7 +94,7 @@ class PlainAdapter(Adapter):
             part.describe(info)
             infos.append(info)
         self.parameters = [(i.name, p.view(p.tensor)) for i, p in zip(infos, self.parts, strict=True)]
-        self.buffers = _local(self._named("named_buffers"))
+        self.buffers.follow((shown_module(path), module) for path, module in self._named("named_modules"))
         is_reduced = coordinates.dp.size * coordinates.cp.size > 1
         self.gradient_phase = "grad_reduced" if is_reduced else "grad_local"
         return _C.ParameterMap(coordinates, infos)
@@ -211,10 +211,10 @@ class PlainAdapter(Adapter):
             for name, model in self._models.items()
         ]
 
-    def _named(self, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def _named(self, kind: str) -> Iterator[tuple[str, Any]]:
         for model, module in self._models.items():
-            for name, tensor in getattr(module, kind)():
-                yield _below(model, name), tensor
+            for name, each in getattr(module, kind)():
+                yield _below(model, name), each
 
 
 class PlainDriver(Driver):

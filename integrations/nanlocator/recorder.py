@@ -155,7 +155,6 @@ class StepRecorder:
         self._received.clear()
         self._by_reference: _ByReference = []  # of what was named last
         self._obstacle = ""
-        self._by_reference = []
         self._has_asked = self.has_update = self.has_gradients = False
 
     @contextlib.contextmanager
@@ -381,8 +380,8 @@ class StepRecorder:
     def _function_call(
         self, function: type, args: Any, kwargs: Any
     ) -> "tuple[_FunctionCall, list[torch.Tensor]]":
-        given = (args, kwargs)
-        return _FunctionCall(function, self._named(given), self._by_reference), _C.tensors_in(given)
+        call = _FunctionCall(function, *self._named((args, kwargs)), self._by_reference)
+        return call, _C.tensors_in((args, kwargs))
 
     def _named(self, value: Any, tensors: list[torch.Tensor] | None = None) -> Any:
         """``value`` with a name in place of each tensor that the step has computed, and a copy of each that
@@ -539,15 +538,15 @@ class _PipelineCall(_Call):
 class _FunctionCall:
     """A custom autograd function that is applied outside of modules."""
 
-    def __init__(self, function: type, given: Any, by_reference: "_ByReference") -> None:
+    def __init__(self, function: type, args: Any, kwargs: Any, by_reference: "_ByReference") -> None:
         self._function = function
-        self._named = given
+        self._args, self._kwargs = args, kwargs
         self._by_reference = {id(tensor) for tensor, _ in by_reference}
         self._generators = _Generators()
 
     def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> "list[torch.Tensor | None]":
         self._generators.restore()
-        args, kwargs = _given(self._named, replay, self._by_reference)
+        args, kwargs = _given((self._args, self._kwargs), replay, self._by_reference)
         result = self._function.apply(*args, **kwargs)
         recorded = [tensor for tensor in _C.tensors_in(result) if tensor.grad_fn is not None]
         outputs: list[torch.Tensor | None] = [None] * (1 + max((t.output_nr for t in recorded), default=-1))

@@ -186,7 +186,7 @@ StepAdapter LocatingOptimizer::make_adapter(const ParameterMap& map) const {
     }
     return named;
   };
-  adapter.buffers = buffers_;
+  adapter.buffers = [this] { return buffers_; };
   adapter.why_no_pass = "step() was called without a closure";
   return adapter;
 }

@@ -208,13 +208,9 @@ struct StepRerun::Impl {
     for (const auto& [name, tensor] : step.parameters()) {
       trace->declare(tensor, DeclaredAs::parameter, name);
     }
-    for (const auto& [name, tensor] : step.buffers) {
-      trace->declare(tensor, DeclaredAs::buffer, name);
-    }
-    if (step.attributes) {
-      for (const auto& [name, tensor] : step.attributes()) {
-        trace->declare(tensor, DeclaredAs::buffer, name);
-      }
+    for (const auto& held : {step.buffers, step.attributes}) {
+      if (!held) continue;
+      for (const auto& [name, tensor] : held()) trace->declare(tensor, DeclaredAs::buffer, name);
     }
     for (const auto& [name, tensor] : named(step.gradients())) {
       trace->declare(tensor, DeclaredAs::gradient, name);
@@ -596,9 +592,7 @@ StepState& StepRerun::state() noexcept {
 
 void StepRerun::set_step(RerunnableStep step) {
   impl_->step = std::move(step);
-  std::vector<std::pair<std::string, at::Tensor>> buffers;
-  for (const auto& [name, tensor] : impl_->step.buffers) buffers.emplace_back(name, tensor);
-  impl_->state.set_buffers(std::move(buffers));
+  impl_->state.set_buffers(impl_->step.buffers);
   if (is_tracing()) {
     stop_tracing();
     trace_from_now_on();

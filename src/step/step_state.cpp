@@ -12,6 +12,7 @@
 #include <exception>
 #include <mutex>
 #include <optional>
+#include <utility>
 
 #include "nanlocator/error.hpp"
 
@@ -56,10 +57,20 @@ at::Generator generator_of(const std::string& device) {
 
 }  // namespace
 
-void StepState::set_buffers(std::vector<std::pair<std::string, at::Tensor>> buffers) {
+void StepState::set_buffers(std::function<std::vector<NamedTensor>()> buffers) {
+  buffers_now_ = std::move(buffers);
   buffers_.clear();
-  for (auto& [name, tensor] : buffers) {
-    if (tensor.defined()) buffers_.push_back({std::move(name), std::move(tensor), {}, 0});
+}
+
+/// The program may have put another tensor in the place of one; copies of the others stay.
+void StepState::find_buffers() {
+  if (!buffers_now_) return;
+  auto now = buffers_now_();
+  std::erase_if(now, [](const NamedTensor& each) { return !each.tensor.defined(); });
+  buffers_.resize(now.size());
+  for (std::size_t i = 0; i < now.size(); ++i) {
+    if (buffers_[i].tensor.is_same(now[i].tensor)) continue;
+    buffers_[i] = {std::move(now[i].name), std::move(now[i].tensor), {}, {}};
   }
 }
 
@@ -71,6 +82,7 @@ void StepState::save() {
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard unobserved(false);
   generators_ = generator_states();
+  find_buffers();
   for (auto& buffer : buffers_) {
     // A module may give its buffer another dtype (`buffer.data = ...`, Megatron's expert bias).
     const bool fits = buffer.copy.defined() &&

@@ -414,13 +414,15 @@ class Moves(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 1)
         self.how, self.calls, self.rows, self.counts = how, 0, [], {"calls": 0}
+        self.total = torch.zeros(())
 
     def forward(self, x):
         self.calls += self.how == "calls"
         self.counts["calls"] += self.how == "counts"
         self.rows += [1] * (self.how == "rows")
-        calls = {"calls": self.calls, "counts": self.counts["calls"], "rows": len(self.rows)}[self.how]
-        return self.linear(x) / (0 if calls == 3 else 1)
+        self.total += self.how == "total"
+        counted = {"calls": self.calls, "counts": self.counts["calls"], "rows": len(self.rows)}
+        return self.linear(x) / (0 if counted.get(self.how, self.total) == 3 else 1)
 
 
 class Draws(nn.Module):
@@ -442,7 +444,7 @@ class DrawsFromItself(nn.Module):
         return self.linear(x + next(self.numbers))
 
 
-@pytest.mark.parametrize("name", ["calls", "counts", "rows", "numbers", "self.numbers"])
+@pytest.mark.parametrize("name", ["calls", "counts", "rows", "total", "numbers", "self.numbers"])
 def test_what_moves_with_each_pass_accuses_no_machine(name):
     torch.manual_seed(0)
     drawing = {"numbers": Draws, "self.numbers": DrawsFromItself}
@@ -455,6 +457,36 @@ def test_what_moves_with_each_pass_accuses_no_machine(name):
     [origin] = verdict["origins"]
     assert origin["cause"] == "unknown"
     assert any(f"'{name}'" in each for each in verdict["rerun"]["not_restored"])
+
+
+class Replaces(nn.Module):
+    """Puts another tensor in the place of one in each call."""
+
+    def __init__(self, *, is_buffer):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        if is_buffer:
+            self.register_buffer("calls", torch.zeros(()))
+        else:
+            self.calls = torch.zeros(())
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self.linear(x) / (self.calls != 3)
+
+
+@pytest.mark.parametrize("is_buffer", [True, False])
+def test_a_tensor_in_whose_place_a_forward_puts_another_is_put_back(is_buffer):
+    torch.manual_seed(0)
+    model = Replaces(is_buffer=is_buffer)
+
+    def compute(_):
+        model(torch.randn(8, 4)).square().mean().backward()
+
+    verdict = verdict_of_loop(model, compute, 4)
+    [origin] = verdict["origins"]
+    assert (origin["operator"], verdict["rerun"]["not_restored"]) == ("aten::div.Tensor", [])
+    assert model.calls == 3
 
 
 class Raises:
@@ -578,11 +610,12 @@ def test_a_module_that_remembers_its_result_hides_no_transient_fault():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.linear, self.last = nn.Linear(4, 1), 0.0
+            self.linear, self.last, self.output = nn.Linear(4, 1), 0.0, torch.zeros(8, 1)
 
         def forward(self, x):
             y = Once.apply(self.linear(x))
             self.last = float(y.detach().abs().max())
+            self.output = y.detach()
             return y
 
     model = Model()

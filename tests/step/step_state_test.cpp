@@ -32,7 +32,7 @@ TEST(StepState, TheSameRandomNumbersComeAgain) {
 TEST(StepState, SmallBuffersComeBackThoughTheirVersionDoesNotTell) {
   auto running_mean = at::ones({4});
   StepState state;
-  state.set_buffers({{"running_mean", running_mean}});
+  state.set_buffers([&] { return std::vector<NamedTensor>{{"running_mean", running_mean}}; });
   state.save();
   running_mean.data_ptr<float>()[2] = 7;  // as a kernel writes that moves no version counter
   EXPECT_THAT(state.restore(), IsEmpty());
@@ -43,7 +43,7 @@ TEST(StepState, LargeBuffersComeBackToTheirContentsOfTheLatestSave) {
   auto table = at::arange(1 << 17).to(at::kFloat);
   const auto before = table.clone();
   StepState state;
-  state.set_buffers({{"table", table}});
+  state.set_buffers([&] { return std::vector<NamedTensor>{{"table", table}}; });
   state.save();
   table.add_(1);
   state.save();  // a step that was good: this is the state to come back to
@@ -57,13 +57,30 @@ TEST(StepState, LargeBuffersComeBackToTheirContentsOfTheLatestSave) {
 TEST(StepState, ABufferThatWasGivenAnotherDtypeKeepsItsPrecision) {
   auto buffer = at::zeros({2}, at::kBFloat16);
   StepState state;
-  state.set_buffers({{std::string("expert_bias"), buffer}});
+  state.set_buffers([&] { return std::vector<NamedTensor>{{"expert_bias", buffer}}; });
   state.save();
   buffer.set_data(at::full({2}, 1.0 / 3.0, at::kFloat));  // as a module does in its first forward
   state.save();
   buffer.zero_();
   EXPECT_TRUE(state.restore().empty());
   EXPECT_TRUE(at::equal(buffer, at::full({2}, 1.0 / 3.0, at::kFloat)));
+}
+
+TEST(StepState, OfABufferThatWasReplacedTheOneOfTheLastSaveIsPutBack) {
+  auto average = at::ones({4});
+  const auto scale = at::ones({4});
+  StepState state;
+  state.set_buffers([&] {
+    return std::vector<NamedTensor>{{"nobody's", {}}, {"average", average}, {"scale", scale}};
+  });
+  state.save();
+  average = average * 3;
+  state.save();
+  average.zero_();
+  scale.zero_();
+  EXPECT_THAT(state.restore(), IsEmpty());
+  EXPECT_TRUE(at::equal(average, at::full({4}, 3.0)));
+  EXPECT_TRUE(at::equal(scale, at::ones({4})));
 }
 
 TEST(StepState, WhatCannotBePutBackIsNamedAndTheRestIsPutBack) {

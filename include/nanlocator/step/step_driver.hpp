@@ -81,7 +81,7 @@ struct StepAdapter {
   std::function<std::vector<OptimizerTensor>(const std::vector<std::int64_t>& ids)> optimizer_state;
   Phase gradient_phase = Phase::grad_local;  // that `gradients` are of, when a pass has ended
   std::function<std::vector<NamedTensor>()> parameters;  // as they are now; held by others
-  std::vector<NamedTensor> buffers;
+  std::function<std::vector<NamedTensor>()> buffers;     // as they are now; may be empty
   /// See TraceOptions; may be empty.
   std::shared_ptr<ProgramCode> program_code;
   /// See RerunnableStep; both may be empty.

@@ -42,7 +42,7 @@ struct RerunnableStep {
   /// Puts the gradients where they were before the first pass: undefined, or zero.
   std::function<void()> clear_gradients;
   std::function<std::vector<NamedTensor>()> parameters;  // as they are now; held by others
-  std::vector<NamedTensor> buffers;
+  std::function<std::vector<NamedTensor>()> buffers;     // as they are now; may be empty
   /// Tensors that the model holds otherwise, as they are when a trace is armed; may be empty.
   std::function<std::vector<NamedTensor>()> attributes;
   /// See TraceOptions; may be empty.

@@ -14,8 +14,9 @@
 #include <map>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
+
+#include "nanlocator/trace/operator_trace.hpp"
 
 namespace nanlocator {
 
@@ -25,8 +26,9 @@ class StepState {
   StepState(const StepState&) = delete;  // registered functions belong to one owner
   StepState& operator=(const StepState&) = delete;
 
-  /// The model's buffers: name and tensor; kept alive.
-  void set_buffers(std::vector<std::pair<std::string, at::Tensor>> buffers);
+  /// The model's buffers as they are now, asked by each `save`; the latest ones are kept alive. May
+  /// be empty.
+  void set_buffers(std::function<std::vector<NamedTensor>()> buffers);
   /// Further state. `save` is called by `save`; `restore` restores that and may be called more
   /// than once; it throws where it cannot.
   void add(std::string name, std::function<void()> save, std::function<void()> restore);
@@ -58,10 +60,12 @@ class StepState {
     std::string problem;  // why it could not be saved
   };
 
+  void find_buffers();
   [[nodiscard]] static std::map<std::string, at::Tensor> generator_states();
   static void set_generator_states(const std::map<std::string, at::Tensor>& states);
 
   std::map<std::string, at::Tensor> generators_;
+  std::function<std::vector<NamedTensor>()> buffers_now_;
   std::vector<Buffer> buffers_;
   std::vector<Entry> entries_;
 };

@@ -32,7 +32,7 @@ class DeepSpeedAdapter(Adapter):
         names = {p: name for name, p in self._module.named_parameters()}
         self._names = [names.get(p, f"parameter{i}") for i, p in enumerate(layout.parameters)]
         self.parameters = [(self._names[i], tensor) for i, tensor in layout.named_by_id()]
-        self.buffers = list(self._module.named_buffers())
+        self.buffers.follow(self._module.named_modules())
         if engine.fp16_enabled():
             self.loss_scale = self._loss_scale
 

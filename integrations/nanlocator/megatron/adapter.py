@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -23,6 +23,8 @@ from nanlocator.megatron.layout import (
 from nanlocator.megatron.microbatches import Microbatches
 from nanlocator.megatron.step_data import StepData
 from nanlocator.modules import ModuleHooks, local_part, tensor_attributes
+
+T = TypeVar("T")
 
 
 class MegatronAdapter(Adapter):
@@ -53,7 +55,7 @@ class MegatronAdapter(Adapter):
             for entry in self.named
             if self.data_parallel[entry.chunk].ranks_that_gather(entry.parameter)
         ]
-        self.buffers = self._named(torch.nn.Module.named_buffers)
+        self.buffers.follow(self._named(torch.nn.Module.named_modules))
         if self._dynamic_scalers():
             self.loss_scale = self.loss_scale_now
 
@@ -129,11 +131,9 @@ class MegatronAdapter(Adapter):
     def _dynamic_scalers(self) -> list[Any]:
         return [scaler for scaler in self._scalers() if hasattr(scaler, "min_scale")]
 
-    def _named(self, tensors_of: Callable[[torch.nn.Module], Iterable[tuple[str, torch.Tensor]]]) -> Named:
+    def _named(self, each_of: Callable[[torch.nn.Module], Iterable[tuple[str, T]]]) -> list[tuple[str, T]]:
         """With global numbers of layers and experts."""
-        return [
-            (module_names(chunk)(name), tensor) for chunk in self.models for name, tensor in tensors_of(chunk)
-        ]
+        return [(module_names(chunk)(name), each) for chunk in self.models for name, each in each_of(chunk)]
 
     def _weight(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         (chunk,) = {entry.chunk for entry in self.named if entry.parameter is parameter}
