@@ -32,9 +32,9 @@ constexpr std::array kWithoutFormula = {
 constexpr const char* kFormula = "aten::_scaled_dot_product_attention_math";
 
 /// By the schema's names.
-class Arguments {
+class AttentionArguments {
  public:
-  explicit Arguments(const OperatorCall& call)
+  explicit AttentionArguments(const OperatorCall& call)
       : call_(call), schema_(call_facts(call.name).handle.schema()) {}
 
   /// None where the operator has no such argument.
@@ -51,14 +51,14 @@ class Arguments {
   const c10::FunctionSchema& schema_;
 };
 
-bool has_formula(const Arguments& arguments) {
+bool has_formula(const AttentionArguments& arguments) {
   const auto is_given = [&](const char* name) { return !arguments[name].isNone(); };
   if (std::ranges::any_of(kWithoutFormula, is_given)) return false;
   const auto dropout = arguments["dropout_p"];
   return dropout.isNone() || dropout.toDouble() == 0.0;
 }
 
-bool is_causal(const Arguments& arguments) {
+bool is_causal(const AttentionArguments& arguments) {
   const auto causal = arguments["is_causal"];
   const auto mask = arguments["custom_mask_type"];  // 0: none, 1 and 2: causal from either corner
   return (causal.isBool() && causal.toBool()) || (mask.isInt() && mask.toInt() != 0);
@@ -69,7 +69,7 @@ bool is_causal(const Arguments& arguments) {
 std::optional<OperatorCall> attention_by_formula(const OperatorCall& call) {
   const auto kernel = std::ranges::find(kKernels, std::string_view(call.name.name), &Kernel::op);
   if (kernel == kKernels.end()) return std::nullopt;
-  const Arguments arguments(call);
+  const AttentionArguments arguments(call);
   if (!has_formula(arguments)) return std::nullopt;
   const auto heads_first = [&](std::string_view name) {
     const at::Tensor tensor = arguments[name].toTensor();

@@ -143,10 +143,10 @@ double tolerance_of(at::ScalarType type) {
 // ---- one execution ----
 
 /// Copies of the arguments on their devices, each range of memory between guards.
-class Arguments {
+class KernelArguments {
  public:
-  Arguments(const RecordedKernelCall& call, const std::vector<at::Tensor>& before,
-            const Variation& variation, const std::vector<bool>& is_written)
+  KernelArguments(const RecordedKernelCall& call, const std::vector<at::Tensor>& before,
+                  const Variation& variation, const std::vector<bool>& is_written)
       : call_(call), tensors_(before) {
     const OwnWork guard;
     ranges_ = storage_ranges(before);
@@ -350,7 +350,7 @@ class Replay {
 
   std::optional<Execution> executed(const Variation& variation) {
     try {
-      const Arguments arguments(call_, before_, variation, is_written_);
+      const KernelArguments arguments(call_, before_, variation, is_written_);
       std::vector<at::Tensor> results;
       {
         const Unobserved unobserved;
@@ -592,7 +592,7 @@ class Replay {
         }
         if (!chosen) {  // nearly all of it is bad: how it computes smaller inputs is left
           if (!scaled_inputs) {
-            const Arguments arguments(call_, before_, {.is_scaled = true}, is_written_);
+            const KernelArguments arguments(call_, before_, {.is_scaled = true}, is_written_);
             scaled_inputs = arguments.tensors();
             for (auto& tensor : *scaled_inputs) tensor = tensor.clone();
             scaled = execute({.is_scaled = true});

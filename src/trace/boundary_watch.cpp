@@ -101,14 +101,14 @@ struct Mark {
 };
 
 /// A framework's own collective: of which module's weights or gradients.
-struct Transfer {
+struct OwnTransfer {
   ModulePath owner;
   bool reduces_gradients;
 };
 
 /// What one thread has run.
 struct Timeline {
-  std::optional<Transfer> transfer;
+  std::optional<OwnTransfer> transfer;
   std::vector<ModulePath> running;  // outermost first
   std::vector<Mark> marks;          // numbers ascending
 
