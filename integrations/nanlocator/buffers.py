@@ -29,25 +29,30 @@ class Buffers:
         self._registered, self._attributes, self._kept = [], [], []
         for path, module in modules:
             buffers, attributes = module._buffers, vars(module)
-            self._registered += [(f"{path}.{key}" if path else key, buffers, key) for key in buffers]
+            self._registered += [(f"{path}.{key}" if path else key, buffers, key) for key in buffers.keys()]
             self._attributes += [(attributes, key) for key in attributes if _is_state(attributes[key])]
 
     def now(self) -> list[tuple[str, torch.Tensor]]:
         return [
             (name, local_part(tensor))
             for name, held, key in self._registered
-            if (tensor := held.get(key)) is not None
+            if (tensor := _held(held, key)) is not None
         ]
 
     def save(self) -> None:
-        self._kept = [
-            (held, key, tensor) for _, held, key in self._registered if (tensor := held.get(key)) is not None
+        places = [(held, key) for _, held, key in self._registered]
+        self._kept = [(held, key, tensor) for held, key in places if (tensor := _held(held, key)) is not None]
+        self._kept += [
+            (held, key, tensor) for held, key in self._attributes if _is_state(tensor := _held(held, key))
         ]
-        self._kept += [(held, key, held[key]) for held, key in self._attributes if _is_state(held.get(key))]
 
     def restore(self) -> None:
         for held, key, tensor in self._kept:
             held[key] = tensor
+
+
+def _held(held: dict[str, Any], key: str) -> Any:
+    return held[key] if key in held else None  # a ScriptModule's has no get
 
 
 def _is_state(value: Any) -> bool:

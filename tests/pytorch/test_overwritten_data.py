@@ -489,6 +489,30 @@ def test_a_tensor_in_whose_place_a_forward_puts_another_is_put_back(is_buffer):
     assert model.calls == 3
 
 
+class ReplacesInScript(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return x / (self.calls != 3)
+
+
+def test_a_scripted_module_is_put_back_as_well():
+    torch.manual_seed(0)
+    script = torch.jit.script(ReplacesInScript())
+    model = nn.Sequential(nn.Linear(4, 1), script)
+
+    def compute(_):
+        model(torch.randn(8, 4)).square().mean().backward()
+
+    verdict = verdict_of_loop(model, compute, 4)
+    [origin] = verdict["origins"]
+    assert (origin["cause"], verdict["rerun"]["not_restored"]) == ("operator_undefined", [])
+    assert script.calls == 3
+
+
 class Raises:
     """As the proxy of a context that is over."""
 
