@@ -30,7 +30,7 @@ class Buffers:
         for path, module in modules:
             buffers, attributes = module._buffers, vars(module)
             self._registered += [(f"{path}.{key}" if path else key, buffers, key) for key in buffers.keys()]
-            self._attributes += [(attributes, key) for key in attributes if _is_state(attributes[key])]
+            self._attributes += [(attributes, key) for key in attributes if is_kept_state(attributes[key])]
 
     def now(self) -> list[tuple[str, torch.Tensor]]:
         return [
@@ -43,7 +43,7 @@ class Buffers:
         places = [(held, key) for _, held, key in self._registered]
         self._kept = [(held, key, tensor) for held, key in places if (tensor := _held(held, key)) is not None]
         self._kept += [
-            (held, key, tensor) for held, key in self._attributes if _is_state(tensor := _held(held, key))
+            (held, key, tensor) for held, key in self._attributes if is_kept_state(tensor := _held(held, key))
         ]
 
     def restore(self) -> None:
@@ -55,5 +55,12 @@ def _held(held: dict[str, Any], key: str) -> Any:
     return held[key] if key in held else None  # a ScriptModule's has no get
 
 
-def _is_state(value: Any) -> bool:
-    return type(value) is torch.Tensor and not value.requires_grad and value.nbytes <= _MOST_BYTES
+def is_kept_state(value: Any) -> bool:
+    """Not a view: FullyShardedDataParallel lets modules hold views of memory that comes and goes."""
+    return (
+        type(value) is torch.Tensor
+        and not value.requires_grad
+        and value.device.type in ("cpu", "cuda")
+        and value.layout is torch.strided
+        and value.nbytes == value.untyped_storage().nbytes() <= _MOST_BYTES
+    )

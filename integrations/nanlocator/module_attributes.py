@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
+from nanlocator.buffers import is_kept_state
 from nanlocator.closures import iterators_of
 
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -82,8 +82,8 @@ def _content(value: Any) -> Any:
         elements = list(value.items() if isinstance(value, dict) else value) if len(value) <= _MOST else []
         simple = [repr(each) for each in elements if _is_simple(each)]
         return len(value), sorted(simple) if isinstance(value, set | frozenset) else simple
-    if type(value) is torch.Tensor and value.device.type in ("cpu", "cuda") and not value.is_sparse:
-        return _WrittenTo(id(value), repr(value.detach().flatten()[:_MOST].tolist()))
+    if is_kept_state(value):
+        return _WrittenTo(id(value), repr(value.flatten()[:_MOST].tolist()))
     return None
 
 
