@@ -647,6 +647,20 @@ void OperatorTrace::Impl::describe_operands(Birth& birth, const OperatorInfo& in
   }
 }
 
+BirthIds OperatorTrace::Impl::origins_of_numbers(ThreadFrames& frames) {
+  BirthIds ids;
+  for (std::size_t i = 1; const Frame* operation = frames.above(i); ++i) {
+    if (operation->kind != FrameKind::operation) break;
+    for (const c10::IValue& argument : operation->arguments) {
+      if (!argument.isTensor() || is_wrapped_number(argument.toTensor())) continue;
+      const at::Tensor values = values_of(argument.toTensor());
+      if (!values.defined() || values.numel() != 1 || !is_bad(values)) continue;
+      unite(ids, origins_of(values, frames, operation->info->full_name));
+    }
+  }
+  return ids;
+}
+
 void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Frame& frame,
                                               ThreadFrames& frames, std::vector<TensorAt> outputs) {
   const OperatorInfo& info = *frame.info;
@@ -752,6 +766,13 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
   if (inputs.tensors == Content::finite && !frame.nested.empty())
     return pass_on(BirthIds(frame.nested));
   if (info.is_lift_fresh) inputs.literals = made;
+
+  // A kernel may have read its literal from a tensor of one element that it was given (_scaled_mm's
+  // scales on CPUs without fp8).
+  if (inputs.tensors == Content::finite && inputs.literals != Content::finite) {
+    const BirthIds ids = origins_of_numbers(frames);
+    if (!ids.empty()) return pass_on(ids);
+  }
 
   // A constant that a kernel writes on its own account is the kernel's result: std of one element
   // fills with NaN. In a composite it is a mask.

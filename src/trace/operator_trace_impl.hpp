@@ -123,6 +123,8 @@ struct OperatorTrace::Impl {
                            std::vector<TensorAt> outputs);
   /// The births of what is bad in `values`, a root's if nothing is known of it.
   BirthIds origins_of(const at::Tensor& values, ThreadFrames& frames, const std::string& reader);
+  /// Of bad tensors of one element that the operators around this one were given.
+  BirthIds origins_of_numbers(ThreadFrames& frames);
   BirthIds roots_of(const at::Tensor& values, ThreadFrames& frames, const std::string& reader);
   /// Of a bad gradient that a kernel off the dispatcher may have written; empty where none may.
   BirthIds fused_origins_of(const NamedTensor& gradient, const Root& root, ThreadFrames& frames);

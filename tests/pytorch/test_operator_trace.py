@@ -826,6 +826,23 @@ def test_a_module_inside_a_checkpoint_is_no_custom_functions_code():
     assert only_birth(run(plant, with_zero(0, 0))).custom_function == ""
 
 
+def test_a_number_that_an_operator_reads_from_a_tensor_has_that_tensors_birth():
+    """As _scaled_mm does with its scales on a CPU without fp8."""
+
+    def scaled(x, scale):
+        product = torch.ops.aten.mul.Scalar(x, scale.item())
+        return product - product
+
+    with torch.library._scoped_library("nanlocator_test", "DEF") as library:
+        library.define("scaled(Tensor x, Tensor scale) -> Tensor")
+        library.impl("scaled", scaled, "CPU")
+        births = run(
+            lambda x: x + torch.ops.nanlocator_test.scaled(x.detach(), 448 / x.detach().new_zeros(()))
+        ).births
+    roots = [t.birth for t in births if t.birth.parent is None]
+    assert [(b.kind, b.sighting.op) for b in roots] == [("inf", "aten::reciprocal")]
+
+
 @pytest.mark.host
 def test_a_custom_operator_is_marked_as_one():
     with torch.library._scoped_library("nanlocator_test", "DEF") as library:
