@@ -4,6 +4,7 @@
 not import torch, nor nanlocator, which does: most of the processes that inherit the variable train nothing.
 """
 
+import functools
 import importlib.abc
 import importlib.machinery
 import sys
@@ -18,6 +19,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
     def __init__(self, actions: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._actions = dict(actions)
+        self._asked = ""  # what the other finders are asked for: another one of these asks this one
         for name in [name for name in self._actions if name in sys.modules]:
             _when_loaded(sys.modules[name], self._actions.pop(name))
         sys.meta_path.insert(0, self)
@@ -25,9 +27,13 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name not in self._actions:
+        if name not in self._actions or name == self._asked:
             return None
-        spec = self._find_by_others(name, path, target)
+        self._asked = name
+        try:
+            spec = self._find_by_others(name, path, target)
+        finally:
+            self._asked = ""
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
@@ -75,8 +81,10 @@ def _when_loaded(module: ModuleType, action: Callable[[ModuleType], None]) -> No
     spec.__class__ = Loading
 
 
+@functools.cache
 def follow() -> None:
-    """Whatever this process trains."""
+    """Whatever this process trains. Once: in a virtual environment Python reads each .pth twice (site.venv,
+    then site.main)."""
     AfterImport({"torch": _attach})
 
 

@@ -50,11 +50,13 @@ def interpreter(*command, **variables):
 
 
 def run(*command, as_installed=False, start=run_python, **variables):
-    """``as_installed``: with the folder of nanlocator.pth as a site directory."""
+    """``as_installed``: with the folder of nanlocator.pth as a site directory, read twice as in a virtual
+    environment (site.venv, then site.main)."""
     paths = [str(PACKAGE)]
     if as_installed:
         Path("site").mkdir(exist_ok=True)
-        Path("site/sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(PACKAGE)!r})\n")
+        add = f"site.addsitedir({str(PACKAGE)!r})\n"
+        Path("site/sitecustomize.py").write_text(f"import site\n{add}{add}")
         paths.insert(0, str(Path("site").absolute()))
     return start(*command, PYTHONPATH=os.pathsep.join(paths), **variables)
 
@@ -66,6 +68,8 @@ def say(module):
     print(module.__name__, module.last)
 
 nanlocator_autoload.AfterImport({"package": say, "package.inside": say})
+nanlocator_autoload.AfterImport({"package.later": say})
+nanlocator_autoload.AfterImport({"package.later": say})
 """
 
 
@@ -74,6 +78,7 @@ def test_a_package_that_is_being_loaded_is_acted_on_when_its_import_has_ended():
     for path, text in {
         "package/__init__.py": "import follows\nimport package.inside\nlast = 1\n",
         "package/inside.py": "last = 2\n",
+        "package/later.py": "last = 3\n",
         "follows.py": LOADED,
         "broken/__init__.py": "import follow_broken\nraise ImportError\n",
         "follow_broken.py": LOADED.replace("package", "broken"),
@@ -81,9 +86,11 @@ def test_a_package_that_is_being_loaded_is_acted_on_when_its_import_has_ended():
         Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_text(text)
     script = "import package\ntry:\n    import broken\nexcept ImportError:\n    print('broken')\n"
-    Path("script.py").write_text(script + "import package, importlib\nimportlib.reload(package)\n")
+    script += "import package, importlib\nimportlib.reload(package)\nimport package.later\n"
+    Path("script.py").write_text(script)
     done = run("script.py")
-    assert done.stdout.split("\n") == ["package.inside 2", "package 1", "broken", ""], done.stderr
+    said = ["package.inside 2", "package 1", "broken", *["package.later 3"] * 2, ""]
+    assert done.stdout.split("\n") == said, done.stderr
 
 
 def how_it_is_started(script, how, *arguments):
