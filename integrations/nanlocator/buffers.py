@@ -18,9 +18,8 @@ class Buffers:
     these stays."""
 
     def __init__(self) -> None:
-        self._registered: list[
-            tuple[str, dict[str, Any], str]
-        ] = []  # shown name, where it is, under which key
+        # Shown name, where it is held, under which key.
+        self._registered: list[tuple[str, dict[str, Any], str]] = []
         self._attributes: list[tuple[dict[str, Any], str]] = []
         self._kept: list[tuple[dict[str, Any], str, torch.Tensor]] = []
 

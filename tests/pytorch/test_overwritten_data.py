@@ -103,6 +103,13 @@ def verdict_of_loop(models, compute, steps=3):
     return raised.value.verdict
 
 
+def verdict_of_random_data(model):
+    def compute(_):
+        model(torch.randn(8, 4)).square().mean().backward()
+
+    return verdict_of_loop(model, compute, 4)
+
+
 def marked(how, when):
     """Each way to read runs where autograd sees no write; the other times with one that copies and one that
     does not."""
@@ -449,11 +456,7 @@ def test_what_moves_with_each_pass_accuses_no_machine(name):
     torch.manual_seed(0)
     drawing = {"numbers": Draws, "self.numbers": DrawsFromItself}
     model = drawing[name]() if name in drawing else Moves(name)
-
-    def compute(_):
-        model(torch.randn(8, 4)).square().mean().backward()
-
-    verdict = verdict_of_loop(model, compute, 4)
+    verdict = verdict_of_random_data(model)
     [origin] = verdict["origins"]
     assert origin["cause"] == "unknown"
     assert any(f"'{name}'" in each for each in verdict["rerun"]["not_restored"])
@@ -479,11 +482,7 @@ class Replaces(nn.Module):
 def test_a_tensor_in_whose_place_a_forward_puts_another_is_put_back(is_buffer):
     torch.manual_seed(0)
     model = Replaces(is_buffer=is_buffer)
-
-    def compute(_):
-        model(torch.randn(8, 4)).square().mean().backward()
-
-    verdict = verdict_of_loop(model, compute, 4)
+    verdict = verdict_of_random_data(model)
     [origin] = verdict["origins"]
     assert (origin["operator"], verdict["rerun"]["not_restored"]) == ("aten::div.Tensor", [])
     assert model.calls == 3
@@ -503,11 +502,7 @@ def test_a_scripted_module_is_put_back_as_well():
     torch.manual_seed(0)
     script = torch.jit.script(ReplacesInScript())
     model = nn.Sequential(nn.Linear(4, 1), script)
-
-    def compute(_):
-        model(torch.randn(8, 4)).square().mean().backward()
-
-    verdict = verdict_of_loop(model, compute, 4)
+    verdict = verdict_of_random_data(model)
     [origin] = verdict["origins"]
     assert (origin["cause"], verdict["rerun"]["not_restored"]) == ("operator_undefined", [])
     assert script.calls == 3
