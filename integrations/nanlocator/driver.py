@@ -213,7 +213,8 @@ class Driver:
         own_replays = OwnReplays(weakly(self.locator.add_standing_note))
         self.add_state("CUDA graphs", ReplayedGraphs(adapter.models, own_replays))
         self.add_state("the models' buffers", adapter.buffers)
-        self.add_state("the modules' attributes", ModuleAttributes(adapter.models))
+        self._attributes = ModuleAttributes(adapter.models)
+        self.add_state("the modules' attributes", self._attributes)
         self._scanning = contextlib.ExitStack()  # what crosses in a pass
         self._step_pass: Callable[[], Pass | None] = lambda: None
         self._watch_hooks: list[ModuleHooks | OwnReplays] = [own_replays]
@@ -250,6 +251,7 @@ class Driver:
 
     def take_parameters_again(self) -> None:
         self._engine.set_parameters(self.adapter.parameter_map(), self.adapter)
+        self._attributes.follow()
 
     def remove(self) -> None:
         """Takes the hooks of every level but ``grads`` off; gradients are still scanned."""
@@ -326,6 +328,7 @@ class Driver:
         return self._act_on(self._engine.end_step())
 
     def _act_on(self, decision: "_C.Decision") -> "_C.Decision":
+        self._attributes.leave()
         self._follow_trace()
         if decision == _C.Decision.STOP:
             raise_for(self.adapter.verdicts[-1], self.run_dir)

@@ -420,15 +420,14 @@ class Moves(nn.Module):
     def __init__(self, how):
         super().__init__()
         self.linear = nn.Linear(4, 1)
-        self.how, self.calls, self.rows, self.counts = how, 0, [], {"calls": 0}
+        self.how, self.rows, self.counts = how, [], {"calls": 0}
         self.total = torch.zeros(())
 
     def forward(self, x):
-        self.calls += self.how == "calls"
         self.counts["calls"] += self.how == "counts"
         self.rows += [1] * (self.how == "rows")
         self.total += self.how == "total"
-        counted = {"calls": self.calls, "counts": self.counts["calls"], "rows": len(self.rows)}
+        counted = {"counts": self.counts["calls"], "rows": len(self.rows)}
         return self.linear(x) / (0 if counted.get(self.how, self.total) == 3 else 1)
 
 
@@ -451,7 +450,7 @@ class DrawsFromItself(nn.Module):
         return self.linear(x + next(self.numbers))
 
 
-@pytest.mark.parametrize("name", ["calls", "counts", "rows", "total", "numbers", "self.numbers"])
+@pytest.mark.parametrize("name", ["counts", "rows", "total", "numbers", "self.numbers"])
 def test_what_moves_with_each_pass_accuses_no_machine(name):
     torch.manual_seed(0)
     drawing = {"numbers": Draws, "self.numbers": DrawsFromItself}
@@ -463,29 +462,120 @@ def test_what_moves_with_each_pass_accuses_no_machine(name):
 
 
 class Replaces(nn.Module):
-    """Puts another tensor in the place of one in each call."""
+    """Puts another value in the place of one in each call."""
 
-    def __init__(self, *, is_buffer):
+    def __init__(self, calls, *, is_buffer):
         super().__init__()
         self.linear = nn.Linear(4, 1)
         if is_buffer:
-            self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("calls", calls)
         else:
-            self.calls = torch.zeros(())
+            self.calls = calls
 
     def forward(self, x):
         self.calls = self.calls + 1
         return self.linear(x) / (self.calls != 3)
 
 
-@pytest.mark.parametrize("is_buffer", [True, False])
-def test_a_tensor_in_whose_place_a_forward_puts_another_is_put_back(is_buffer):
+@pytest.mark.parametrize(
+    ("calls", "is_buffer"), [(torch.zeros(()), True), (torch.zeros(()), False), (0, False), (0.0, False)]
+)
+def test_in_whose_place_a_forward_puts_another_is_put_back(calls, is_buffer):
     torch.manual_seed(0)
-    model = Replaces(is_buffer=is_buffer)
+    model = Replaces(calls, is_buffer=is_buffer)
     verdict = verdict_of_random_data(model)
     [origin] = verdict["origins"]
     assert (origin["operator"], verdict["rerun"]["not_restored"]) == ("aten::div.Tensor", [])
     assert model.calls == 3
+
+
+class BeginsOtherwise(nn.Module):
+    """Its first pass, and one after a reset, take another way."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.how = how
+        if how == "buffer":
+            self.register_buffer("state", None)
+        elif how != "made later":
+            self.reset()
+
+    def reset(self):
+        if self.how == "made later":
+            del self.state
+        else:
+            self.state = {"flag": False, "text": "new"}.get(self.how)
+
+    def forward(self, x):
+        state = getattr(self, "state", None)
+        if state is None or state is False or state == "new":
+            x = x / self.divisor
+        self.state = {"flag": True, "text": "used"}.get(self.how, torch.ones(()))
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("how", "bad_step"), [*itertools.product(["attribute", "buffer", "flag", "text", "made later"], [0, 3])]
+)
+def test_what_a_pass_fills_in_is_empty_again_when_it_is_executed_again(how, bad_step):
+    torch.manual_seed(0)
+    model = BeginsOtherwise(how)
+
+    def compute(step):
+        model.divisor = float(step != bad_step)
+        if step:
+            model.reset()
+        model(torch.ones(8, 4)).square().mean().backward()
+
+    verdict = verdict_of_loop(model, compute, 5)
+    [origin] = verdict["origins"]
+    assert (origin["operator"], verdict["rerun"]["not_restored"]) == ("aten::div.Tensor", [])
+
+
+class TwoModes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.mode, self.hidden, self.steps = "plain", None, 0
+
+    def forward(self, x):
+        return self.linear(x) / (self.mode == "plain")
+
+
+def test_a_mode_that_the_loop_sets_between_two_calls_accuses_no_machine():
+    torch.manual_seed(0)
+    model = TwoModes()
+
+    def compute(step):
+        model.mode = "plain"
+        first = model(torch.randn(8, 4))
+        model.mode = "strange" if step else "plain"
+        (first + model(torch.randn(8, 4))).square().mean().backward()
+
+    verdict = verdict_of_loop(model, compute, 2)
+    [origin] = verdict["origins"]
+    assert origin["cause"] == "unknown"
+    assert verdict["rerun"]["not_restored"] == [
+        "the modules' attributes: 'mode' was set in the step, and is not in its re-run"
+    ]
+
+
+def test_what_the_loop_keeps_on_a_module_is_as_it_had_set_it_after_a_re_run():
+    torch.manual_seed(0)
+    model = TwoModes()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = nanlocator.watch(model, optimizer, on_bad="report")
+    for step in range(2):
+        out = model(torch.randn(8, 4))
+        model.hidden, model.steps = out.detach(), step + 1
+        (out.square().mean() * (math.nan if step == 1 else 1.0)).backward()
+        optimizer.step()
+        assert (model.hidden.data_ptr(), model.steps) == (out.data_ptr(), step + 1)
+        optimizer.zero_grad()
+    watch.remove()
+    [verdict] = watch.verdicts
+    assert (verdict["origins"][0]["cause"], verdict["rerun"]["reproduced"]) == ("bad_scalar", True)
 
 
 class ReplacesInScript(nn.Module):
