@@ -3,6 +3,7 @@
 The thread comes a little later than the step, or a little earlier, wherever the program does not wait.
 """
 
+import itertools
 import math
 import queue
 import threading
@@ -27,7 +28,7 @@ class Filled(nn.Module):
     def __init__(self, waits, late=lambda call: True):
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.waits, self.late, self.calls = waits, late, 0
+        self.waits, self.late, self.calls = waits, late, itertools.count(1)
         self.batch = torch.empty(3, 4)
 
     def fill(self, is_late):
@@ -36,9 +37,8 @@ class Filled(nn.Module):
         self.batch.copy_(torch.randn(3, 4))
 
     def forward(self, logarithm=False):
-        self.calls += 1
         self.batch = torch.full((3, 4), math.nan)  # until the thread has been here
-        is_late = self.late(self.calls)
+        is_late = self.late(next(self.calls))
         thread = threading.Thread(target=self.fill, args=[is_late])
         thread.start()
         if self.waits:
@@ -60,7 +60,7 @@ class Emptied(nn.Module):
     def __init__(self, waits, early=lambda call: True):
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.waits, self.early, self.calls = waits, early, 0
+        self.waits, self.early, self.calls = waits, early, itertools.count(1)
         self.has_read = threading.Event()
 
     def empty(self, is_early):
@@ -71,10 +71,9 @@ class Emptied(nn.Module):
         self.batch.fill_(math.nan)
 
     def forward(self, logarithm=False):
-        self.calls += 1
         self.batch = torch.randn(3, 4)
         self.has_read.clear()
-        is_early = self.early(self.calls)
+        is_early = self.early(next(self.calls))
         thread = threading.Thread(target=self.empty, args=[is_early])
         thread.start()
         if is_early and not self.waits:
