@@ -19,7 +19,9 @@ from nanlocator import buffer_broadcasts as broadcasts
 from nanlocator.collectives import COLLECTIVES, Collective, FollowedWork, name_of
 from nanlocator.patches import replace
 
-_LONGEST_WAIT = 3.0  # seconds, of one transfer: a peer may begin its own only after something of ours
+# Seconds: a peer may begin its own transfer only after one of ours, as where messages cross.
+_LONGEST_WAIT = 3.0  # for one
+_LONGEST_IN_VAIN = 12.0  # for all that were not over then
 _MESSAGES = {  # method, operator: what is sent, what is received
     "send": ("c10d::send", True),
     "recv": ("c10d::recv_", False),
@@ -172,11 +174,13 @@ def _end_all(transfers: "list[_C.Transfer]") -> None:
 
 class SerialisedTransfers:
     """Waits for each where it begins, from the beginning until ``remove``: at most three seconds for one, and
-    without an error where it takes longer."""
+    without an error where it takes longer. Where four did, it waits for none any more: with the messages of a
+    pipeline that cross, a pass would take minutes."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
         self._coalescing: set[int] = set()  # groups
+        self._patience = _LONGEST_IN_VAIN
         for name in (*COLLECTIVES, *_MESSAGES, "_start_coalescing", "_end_coalescing"):
             inner = getattr(ProcessGroup, name, None)
             if inner is not None:
@@ -194,9 +198,16 @@ class SerialisedTransfers:
                 self._coalescing.discard(id(group))
             work = inner(group, *args, **kwargs)
             if work is not None and id(group) not in self._coalescing:
-                end = time.monotonic() + _LONGEST_WAIT
-                while not work.is_completed() and time.monotonic() < end:
-                    time.sleep(1e-4)
+                self._wait_for(work)
             return work
 
         return method
+
+    def _wait_for(self, work: Any) -> None:
+        longest = min(_LONGEST_WAIT, self._patience)
+        end = time.monotonic() + longest
+        while not work.is_completed():
+            if time.monotonic() >= end:
+                self._patience -= longest
+                return
+            time.sleep(1e-4)

@@ -15,6 +15,7 @@ from ranks import run_ranks
 from torch import nn
 
 import nanlocator
+from nanlocator import transfers
 
 
 def gathered(parts, own, is_late):
@@ -200,3 +201,29 @@ def test_a_device_is_suspected_after_a_race_only_where_a_transfer_used_that_memo
     assert [fact["names"] for fact in origin["facts"] if fact["kind"] == "ran_beside"] == (
         [["transfer"]] if is_own else []
     )
+
+
+class NeverOver:
+    """A transfer that the peer begins only after something that this rank has not begun yet."""
+
+    def __init__(self):
+        self.looks = 0
+
+    def is_completed(self):
+        self.looks += 1
+        return False
+
+
+def test_transfers_that_cross_are_not_waited_for_without_end(monkeypatch):
+    monkeypatch.setattr(transfers, "_LONGEST_WAIT", 0.03)
+    monkeypatch.setattr(transfers, "_LONGEST_IN_VAIN", 0.12)
+    begun = [NeverOver() for _ in range(8)]
+    remaining = iter(begun)
+    monkeypatch.setattr(dist.ProcessGroup, "recv", lambda *_: next(remaining))
+    serialised = transfers.SerialisedTransfers()
+    try:
+        for _ in begun:
+            dist.ProcessGroup.recv(None, [], 0, 0)
+    finally:
+        serialised.remove()
+    assert [work.looks > 1 for work in begun] == [True] * 4 + [False] * 4
