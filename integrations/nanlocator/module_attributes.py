@@ -80,9 +80,8 @@ class ModuleAttributes:
         self._models = list(models)
         self._places: list[tuple[dict[str, Any], str, str]] = []
         self._began: list[Any] = []  # of each place
-        self._own: list[
-            tuple[dict[str, Any], str]
-        ] = []  # attributes of modules of the program, and their path
+        # The attributes of each module of the program, and its path.
+        self._own: list[tuple[dict[str, Any], str]] = []
         self._numbers: list[int] = []  # of attributes in each of them
         self._kept: list[_Kept] = []
         self._restored = 0  # times in this step
@@ -104,11 +103,13 @@ class ModuleAttributes:
         self._seen, self._moved = {}, []
 
     def restore(self) -> None:
-        if self._restored == 0:
+        self._restored += 1
+        if self._restored == 1:
             self._kept = [*self._moved_places(), *self._made_places()]
             for kept in self._kept:
                 kept.left = kept.now
-        elif self._restored == 1:
+            self._moved = [f"'{name}' is an iterator" for name in self._iterators()]
+        elif self._restored == 2:
             self._moved += [
                 f"{_shown(kept.path, kept.name)} was set in the step, and is not in its re-run"
                 for kept in self._kept
@@ -116,24 +117,13 @@ class ModuleAttributes:
             ]
         for kept in self._kept:
             kept.put(kept.began)
-        now = {
-            (number, path, name): content
-            for number, model in enumerate(self._models)
-            for path, module in model.named_modules()
-            for name, value in list(vars(module).items())
-            if name not in _OF_TORCH and (content := _content(value)) is not None
-        }
-        self._restored += 1
-        if self._restored == 1:
-            self._moved = [f"'{name}' is an iterator" for name in self._iterators()]
-        elif self._restored > 2:
-            before = self._seen
+        before, self._seen = self._seen, self._contents()
+        if self._restored > 2:
             self._moved += [
                 f"{_shown(*place[1:])} changes with each pass"
-                for place in now
-                if now[place] != before.get(place, now[place])
+                for place, content in self._seen.items()
+                if content != before.get(place, content)
             ]
-        self._seen = now
         if self._moved:
             raise RuntimeError(", ".join(list(dict.fromkeys(self._moved))[:_MOST_NAMED]))
 
@@ -153,7 +143,7 @@ class ModuleAttributes:
         for model in self._models:
             for path, module in model.named_modules():
                 held, is_own = vars(module), not _is_of_library(module)
-                may_keep = _is_kept if is_own else is_kept_state
+                may_keep = _is_kept if is_own else _is_kept_state
                 self._places += [
                     (held, name, path)
                     for name, value in held.items()
@@ -174,6 +164,16 @@ class ModuleAttributes:
                 if name not in _OF_TORCH and _is_kept(held[name]):
                     yield _Kept(held, name, path, _ABSENT)
 
+    def _contents(self) -> dict[tuple[int, str, str], Any]:
+        """By number of the model, path and name."""
+        return {
+            (number, path, name): content
+            for number, model in enumerate(self._models)
+            for path, module in model.named_modules()
+            for name, value in list(vars(module).items())
+            if name not in _OF_TORCH and (content := _content(value)) is not None
+        }
+
     def _iterators(self) -> list[str]:
         """That the forwards of the program's own modules draw from."""
         modules = (module for model in self._models for module in model.modules())
@@ -192,10 +192,10 @@ def _shown(path: str, name: str) -> str:
 
 
 def _is_kept(value: Any) -> bool:
-    return _is_simple_value(value) or is_kept_state(value)
+    return _is_simple_value(value) or _is_kept_state(value)
 
 
-def is_kept_state(value: Any) -> bool:
+def _is_kept_state(value: Any) -> bool:
     """Not a view: FullyShardedDataParallel lets modules hold views of memory that comes and goes."""
     return (
         type(value) is torch.Tensor
@@ -222,7 +222,7 @@ def _content(value: Any) -> Any:
         elements = list(value.items() if isinstance(value, dict) else value) if len(value) <= _MOST else []
         simple = [repr(each) for each in elements if _is_simple(each)]
         return len(value), sorted(simple) if isinstance(value, set | frozenset) else simple
-    if is_kept_state(value):
+    if _is_kept_state(value):
         return _WrittenTo(id(value), repr(value.flatten()[:_MOST].tolist()))
     return None
 
