@@ -79,7 +79,7 @@ class ModuleAttributes:
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._models = list(models)
         self._places: list[tuple[dict[str, Any], str, str]] = []
-        self._began: list[Any] = []  # of each place
+        self._began: list[Any] = []  # of each place; a result is held by nobody but its module
         # The attributes of each module of the program, and its path.
         self._own: list[tuple[dict[str, Any], str]] = []
         self._numbers: list[int] = []  # of attributes in each of them
@@ -98,7 +98,10 @@ class ModuleAttributes:
             self._looks_left -= 1
             self._look()
         self._numbers = [len(held) for held, _ in self._own]
-        self._began = [held.get(name, _ABSENT) for held, name, _ in self._places]
+        now = (held.get(name, _ABSENT) for held, name, _ in self._places)
+        self._began = [
+            value if type(value) is not torch.Tensor or _is_kept_state(value) else _ABSENT for value in now
+        ]
         self._restored = 0
         self._seen, self._moved = {}, []
 

@@ -578,6 +578,37 @@ def test_what_the_loop_keeps_on_a_module_is_as_it_had_set_it_after_a_re_run():
     assert (verdict["origins"][0]["cause"], verdict["rerun"]["reproduced"]) == ("bad_scalar", True)
 
 
+class KeepsItsResult(nn.Module):
+    """From its third call on."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.result, self.calls = None, 0
+
+    def forward(self, x):
+        self.calls += 1
+        result = self.linear(x)
+        if self.calls > 2:
+            self.result = result
+        return result
+
+
+def test_a_result_that_a_module_keeps_is_freed_when_the_next_one_takes_its_place():
+    model = KeepsItsResult()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = nanlocator.watch(model, optimizer)
+    for _ in range(5):
+        before = weakref.ref(model.result) if model.result is not None else None
+        loss = model(torch.randn(8, 4)).square().mean()
+        assert before is None or before() is None
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss
+    watch.remove()
+
+
 class ReplacesInScript(nn.Module):
     def __init__(self):
         super().__init__()
