@@ -391,6 +391,7 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
   Root root;
   std::optional<StorageState> state;
   bool was_finite = false;
+  bool is_left_alone = false;  // in this pass
   std::shared_ptr<const Place> touched_by;
   std::string allocator;
   std::vector<Declarations::Declared> sharing;
@@ -406,6 +407,7 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
       if (record->allocator != nullptr) allocator = *record->allocator;
       // Of gradients in one buffer some are written after all have been reduced.
       const RangeWrite last = lineage.last_write_of(values);
+      is_left_alone = record->allocator == nullptr && last.clock == 0;
       if (state == StorageState::written && last.is_received) {
         state = StorageState::received;
         root.writer = *last.writer;
@@ -415,6 +417,11 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
       touched_by = lineage.last_touch_of(values);
     }
     for (const auto* declared : declarations.find_all(values)) sharing.push_back(*declared);
+    // The padding between weights is written, or another of them: that says nothing of this one.
+    if (is_left_alone && state == StorageState::written && !sharing.empty()) {
+      state.reset();
+      root.writer.clear();
+    }
   }
   root.declared = declared_behind(sharing);
   const auto born_inside = [&](Place place) {

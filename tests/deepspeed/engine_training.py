@@ -49,6 +49,7 @@ VARIANTS = {
     "zero3_bf16": {"stage": 3, "dtype": "bf16"},
     "zero3_fp16": {"stage": 3, "dtype": "fp16"},
     "zero3_partitioned": {"stage": 3, "stage3_param_persistence_threshold": 0, "dtype": "bf16"},
+    "zero3_fp16_partitioned": {"stage": 3, "stage3_param_persistence_threshold": 0, "dtype": "fp16"},
     "zero3_accumulation": {"stage": 3, "accumulation": 3},
     "zero3_offload": {"stage": 3, "dtype": "bf16", "offload_optimizer": {"device": "cpu"}},
 }

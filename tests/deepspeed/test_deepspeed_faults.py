@@ -92,13 +92,15 @@ def test_a_bucket_that_is_overwritten_while_it_is_reduced_is_a_race_at_that_line
     assert (fact["operator"], fact["transfer"]) == ("aten::fill_.Scalar", "c10d::allreduce_")
 
 
-def fault_beside_garbage(rank, world_size, variant):
+def beside_garbage(rank, world_size, variant, fault):
+    """What ZeRO-3 allocates and does not write, of buckets and of weights, is NaN."""
     import ctypes
     import types
     from unittest import mock
 
     from deepspeed.runtime.comm import coalesced_collectives
-    from engine_training import torch, verdict_of
+    from deepspeed.runtime.zero import partition_parameters
+    from engine_training import GATHERS, torch, verdict_of, verdict_of_damage
 
     def empty(*args, **kwargs):
         mallopt = ctypes.CDLL(None).mallopt
@@ -109,16 +111,29 @@ def fault_beside_garbage(rank, world_size, variant):
         return padding
 
     with_garbage = types.SimpleNamespace(**vars(torch) | {"empty": empty})
-    with mock.patch.object(coalesced_collectives, "torch", with_garbage):
-        return verdict_of(rank, variant, "forward")
+    with (
+        mock.patch.object(coalesced_collectives, "torch", with_garbage),
+        mock.patch.object(partition_parameters, "torch", with_garbage),
+    ):
+        if fault == "gather once":
+            return verdict_of_damage(rank, variant, GATHERS)
+        return verdict_of(rank, variant, fault)
 
 
-def test_what_zero_3_leaves_in_the_padding_of_its_buckets_is_no_origin():
-    """It sends memory that it has not written (coalesced_collectives.py, reduce_scatter_coalesced), which
-    nobody reads."""
-    for verdict in run_kept_ranks(2, fault_beside_garbage, "zero3_fp16"):
+@pytest.mark.parametrize(
+    ("variant", "fault", "cause"),
+    [
+        ("zero3_fp16", "forward", "operator_undefined"),
+        ("zero3_fp16_partitioned", "gather", "collective_result"),
+        ("zero3_fp16_partitioned", "gather once", "collective_result"),
+    ],
+)
+def test_what_zero_3_leaves_in_padding_is_no_origin(variant, fault, cause):
+    """It sends memory that it has not written, which nobody reads: of buckets (coalesced_collectives.py,
+    reduce_scatter_coalesced) and of weights (partition_parameters.py, _partition_param)."""
+    for verdict in run_kept_ranks(2, beside_garbage, variant, fault):
         found = [(origin["cause"], origin["candidates"]) for origin in verdict["origins"]]
-        assert found == [("operator_undefined", [1])]
+        assert found == [(cause, [1])]
 
 
 def two_at_once(rank, world_size, variants):

@@ -301,6 +301,22 @@ TEST(OperatorTrace, OfTheParametersInAFlatBufferTheBadOneIsNamed) {
   EXPECT_EQ(birth.sighting.stats.first_bad, 1);
 }
 
+TEST(OperatorTrace, ABadWeightBesidePaddingThatIsWrittenInThePassIsAWeight) {
+  Step step;
+  const at::Tensor buffer = floats({1, 1, NAN, 1, 1, 1});
+  for (int i = 0; i < 2; ++i) {
+    step.parameters.emplace_back("layer." + std::to_string(i) + ".weight",
+                                 buffer.slice(0, 2 * i, 2 * i + 2).detach().requires_grad_());
+  }
+  const Birth birth = only_birth(step.run([&] {
+    buffer.slice(0, 4, 6).zero_();
+    return (step.parameters[0].second * step.parameters[1].second).sum();
+  }));
+  EXPECT_EQ(birth.kind, BirthKind::weight);
+  EXPECT_EQ(birth.sighting.parameter, "layer.1.weight");
+  EXPECT_TRUE(birth.writer.empty());
+}
+
 TEST(OperatorTrace, AnUndeclaredTensorFromBeforeThePassIsData) {
   Step step;
   const at::Tensor weight = step.parameter("w", at::ones({2}));

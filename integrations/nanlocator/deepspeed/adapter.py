@@ -137,6 +137,7 @@ class EnginePass(Pass):
         self.problem = ""  # why it cannot be executed again
 
     def run_again(self) -> Named:
+        self._layout.clear_padding_of_weights()
         with self._adapter.naming_modules():
             losses = self._recorder.run_again()
         if scan_reduced := self._scan_reduced():

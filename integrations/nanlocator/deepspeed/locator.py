@@ -146,6 +146,8 @@ class DeepSpeedLocator:
             step_pass = EnginePass(self._adapter, self._layout, self._recorder, self._scan_reduced)
             if self._is_in_accumulation():
                 step_pass.problem = "its first microbatches were not seen"
+            if self._driver.boundaries is not None:
+                self._layout.clear_padding_of_weights()
             self._driver.begin_pass(step_pass, self._engine.global_steps + self._steps_of_optimizer + 1)
 
     def before_backward(self, roots: list[torch.Tensor]) -> None:

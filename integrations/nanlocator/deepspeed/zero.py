@@ -101,6 +101,7 @@ class Stage3(Layout):
             count = min(size, parameter.ds_numel - begin)
             if count > 0:
                 self.pieces.append(Piece(self.ids[parameter], group, begin, at, count))
+        self._padding = list(self._padded_parts())
 
     def about_to_be_reduced(self, comm_dtype: torch.dtype) -> list[Part]:
         return [(self.ids[p], p.grad) for p in self.optimizer.ipg_buckets[comm_dtype].params]
@@ -127,6 +128,19 @@ class Stage3(Layout):
         ]
         whole = [(i, p.detach()) for i, p in enumerate(self.parameters) if p.numel() == p.ds_numel]
         return parts + whole
+
+    def _padded_parts(self) -> Iterator[tuple[torch.nn.Parameter, int]]:
+        """Parameters, frozen ones as well, of which this rank's part is longer than what it has of them; and
+        how many elements these are (partition_parameters.py, _partition_param)."""
+        for parameter in self.engine.module.parameters():
+            size = parameter.ds_tensor.ds_numel
+            left = parameter.ds_numel - self.optimizer._get_param_partition_rank(parameter) * size
+            if left < size:
+                yield parameter, max(left, 0)
+
+    def clear_padding_of_weights(self) -> None:
+        for parameter, count in self._padding:
+            parameter.ds_tensor.detach()[count:].zero_()
 
     def named_by_id(self) -> list[Part]:
         return [(i, p.ds_tensor) for i, p in enumerate(self.parameters)] + super().named_by_id()
