@@ -96,12 +96,19 @@ class Stage3(Layout):
         super().__init__(engine, optimizer.fp16_groups)
         self.norms = [(optimizer, "_get_norm_groups")]
         for parameter in self.parameters:
-            group, at, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-            begin = optimizer._get_param_partition_rank(parameter) * size
-            count = min(size, parameter.ds_numel - begin)
+            group, at, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            begin, count = self._own_elements(parameter)
             if count > 0:
                 self.pieces.append(Piece(self.ids[parameter], group, begin, at, count))
-        self._padding = list(self._padded_parts())
+        counts = [(p, self._own_elements(p)[1]) for p in engine.module.parameters()]  # frozen ones as well
+        self._padded = [(p, count) for p, count in counts if count < p.ds_tensor.ds_numel]
+
+    def _own_elements(self, parameter: torch.nn.Parameter) -> tuple[int, int]:
+        """Of the whole parameter the first one in this rank's part, and how many are in it: all parts are as
+        long as the first (partition_parameters.py, _partition_param)."""
+        size = parameter.ds_tensor.ds_numel
+        begin = self.optimizer._get_param_partition_rank(parameter) * size
+        return begin, max(min(size, parameter.ds_numel - begin), 0)
 
     def about_to_be_reduced(self, comm_dtype: torch.dtype) -> list[Part]:
         return [(self.ids[p], p.grad) for p in self.optimizer.ipg_buckets[comm_dtype].params]
@@ -129,17 +136,8 @@ class Stage3(Layout):
         whole = [(i, p.detach()) for i, p in enumerate(self.parameters) if p.numel() == p.ds_numel]
         return parts + whole
 
-    def _padded_parts(self) -> Iterator[tuple[torch.nn.Parameter, int]]:
-        """Parameters, frozen ones as well, of which this rank's part is longer than what it has of them; and
-        how many elements these are (partition_parameters.py, _partition_param)."""
-        for parameter in self.engine.module.parameters():
-            size = parameter.ds_tensor.ds_numel
-            left = parameter.ds_numel - self.optimizer._get_param_partition_rank(parameter) * size
-            if left < size:
-                yield parameter, max(left, 0)
-
     def clear_padding_of_weights(self) -> None:
-        for parameter, count in self._padding:
+        for parameter, count in self._padded:
             parameter.ds_tensor.detach()[count:].zero_()
 
     def named_by_id(self) -> list[Part]:
