@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -35,6 +36,32 @@ def verdict_of_steps(
     finally:
         watch.remove()
     return None
+
+
+def verdict_of_loop(
+    models: nn.Module | list[nn.Module], compute: Callable[[int], None], steps: int = 3
+) -> dict[str, Any]:
+    """Of steps in which ``compute(step)`` runs forward and backward: the bad one's, which there is."""
+    held = [p for each in (models if isinstance(models, list) else [models]) for p in each.parameters()]
+    optimizer = torch.optim.SGD(held, lr=0.1)
+    watch = nanlocator.watch(models, optimizer)
+    try:
+        with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
+            for step in range(steps):
+                compute(step)
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        watch.remove()
+    return raised.value.verdict
+
+
+class Raises:
+    """When it is looked at, as the proxy of a context that is over."""
+
+    @property
+    def __class__(self) -> type:
+        raise RuntimeError("out of context")
 
 
 def as_code_says(name: str) -> str:
