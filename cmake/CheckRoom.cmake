@@ -1,5 +1,7 @@
 # cmake -DROOM=record -DBELOW=files,scan,map -DSOURCE=. -DSTAMP=file -P CheckRoom.cmake
-# Fails where a file of the room includes a header of a room that is not below it.
+# Fails where a file of the room includes a header of a room that is not below it, or declares names outside of the
+# room's own namespace: the linker would merge two types of one name (nanlocator::inline record_room; the names are
+# used without it).
 cmake_minimum_required(VERSION 3.25)
 string(REPLACE "," ";" allowed "${BELOW}")
 list(APPEND allowed ${ROOM})
@@ -7,17 +9,26 @@ file(GLOB rooms RELATIVE ${SOURCE}/src ${SOURCE}/src/*)
 file(GLOB_RECURSE files ${SOURCE}/src/${ROOM}/* ${SOURCE}/include/nanlocator/${ROOM}/*)
 list(FILTER files INCLUDE REGEX "\\.(hpp|cpp|cu|inc)$")
 set(found)
+set(outside)
 foreach(file IN LISTS files)
+  file(RELATIVE_PATH name ${SOURCE} ${file})
   file(STRINGS ${file} includes REGEX "^[ \t]*#[ \t]*include[ \t]*[\"<]")
   foreach(line IN LISTS includes)
     string(REGEX REPLACE "^[^\"<]*[\"<]([./]*/)?(nanlocator/)?([a-z_]+)/.*$" "\\3" room "${line}")
     if(room IN_LIST rooms AND NOT room IN_LIST allowed)
-      file(RELATIVE_PATH name ${SOURCE} ${file})
       string(APPEND found "\n  ${name}: ${line}")
     endif()
   endforeach()
+  file(READ ${file} text)
+  string(REPLACE "namespace nanlocator {\ninline namespace ${ROOM}_room {" "" text "${text}")  # C++17, for nvcc
+  if(text MATCHES "(^|\n)namespace nanlocator {")
+    string(APPEND outside "\n  ${name}")
+  endif()
 endforeach()
 if(found)
   message(FATAL_ERROR "The room ${ROOM} may include only ${BELOW} (docs/concepts.md, Rooms):${found}")
+endif()
+if(outside)
+  message(FATAL_ERROR "Files of the room ${ROOM} open \"namespace nanlocator::inline ${ROOM}_room {\":${outside}")
 endif()
 file(TOUCH ${STAMP})

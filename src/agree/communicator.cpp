@@ -20,7 +20,7 @@
 #include "nanlocator/error.hpp"
 #include "nanlocator/map/rank_coordinates.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline agree_room {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -455,4 +455,4 @@ bool Communicator::has_come_but_for(std::string_view key, const std::vector<int>
   return (!absent.empty() || !lost().empty()) && missing(key, absent).empty();
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline agree_room

@@ -10,7 +10,7 @@
 #include "agree/torch_versions.hpp"
 #include "nanlocator/error.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline agree_room {
 namespace {
 
 class ProcessGroupReduction : public FlagReduction {
@@ -64,4 +64,4 @@ std::unique_ptr<FlagReduction> flag_reduction_over(c10::intrusive_ptr<c10d::Proc
   return std::make_unique<ProcessGroupReduction>(std::move(group));
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline agree_room

@@ -14,7 +14,7 @@
 
 #include "nanlocator/error.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline agree_room {
 namespace {
 
 /// Of a communicator that does not block: until NCCL has taken the launch.
@@ -117,4 +117,4 @@ std::unique_ptr<FlagReduction> flag_reduction_over_nccl(ncclComm* communicator,
   }
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline agree_room

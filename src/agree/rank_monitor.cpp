@@ -13,7 +13,7 @@
 #include "agree/store_client.hpp"
 #include "nanlocator/error.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline agree_room {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -419,4 +419,4 @@ std::vector<LostRank> RankMonitor::wait_for_loss(Deadline deadline) const {
   return shared_->lost_in_order();
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline agree_room

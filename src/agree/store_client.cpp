@@ -13,7 +13,7 @@
 
 #include "agree/torch_versions.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline agree_room {
 namespace {
 
 // TCPStore's libuv server, the default one, closes the connection on a value of more than 8 MiB
@@ -195,4 +195,4 @@ std::optional<std::string> StoreClient::get(const std::string& key, Deadline dea
       deadline);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline agree_room

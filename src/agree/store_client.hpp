@@ -18,7 +18,7 @@ namespace c10d {
 class Store;
 }
 
-namespace nanlocator {
+namespace nanlocator::inline agree_room {
 
 using Deadline = std::chrono::steady_clock::time_point;
 
@@ -59,4 +59,4 @@ class StoreClient {
   std::shared_ptr<Shared> shared_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline agree_room

@@ -9,7 +9,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-namespace nanlocator {
+namespace nanlocator::inline agree_room {
 namespace {
 
 class Prefix : public c10d::PrefixStore {
@@ -40,11 +40,11 @@ void abort_group(c10d::ProcessGroup& /*group*/) {
   throw UnsupportedError("Torch before 2.7 aborts no process group");
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline agree_room
 
 #else
 
-namespace nanlocator {
+namespace nanlocator::inline agree_room {
 
 c10::intrusive_ptr<c10d::Store> clone_of(const c10::intrusive_ptr<c10d::Store>& store) {
   return store->clone();
@@ -54,6 +54,6 @@ void abort_group(c10d::ProcessGroup& group) {
   group.abort();
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline agree_room
 
 #endif

@@ -6,7 +6,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-namespace nanlocator {
+namespace nanlocator::inline agree_room {
 
 /// A second connection to what `store` connects to. Throws where this kind of Store has none.
 /// Before 2.7 no Store is cloned; a TCPStore, below any prefixes, is connected to once more.
@@ -16,4 +16,4 @@ namespace nanlocator {
 /// Ends what waits in `group`. Throws where its backend cannot: before 2.7 none can.
 void abort_group(c10d::ProcessGroup& group);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline agree_room

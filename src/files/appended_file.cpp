@@ -10,7 +10,7 @@
 
 #include "nanlocator/error.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline files_room {
 
 AppendedFile::AppendedFile(std::filesystem::path path)
     : path_(std::move(path)),
@@ -50,4 +50,4 @@ void AppendedFile::undo_and_throw(const char* attempt) {
   throw_io_error(std::string("cannot ") + attempt, path_, error);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline files_room

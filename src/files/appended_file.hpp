@@ -8,7 +8,7 @@
 
 #include "files/posix_file.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline files_room {
 
 class AppendedFile {
  public:
@@ -29,4 +29,4 @@ class AppendedFile {
   off_t size_ = 0;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline files_room

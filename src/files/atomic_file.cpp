@@ -11,7 +11,7 @@
 #include "files/posix_file.hpp"
 #include "nanlocator/error.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline files_room {
 namespace {
 
 /// Removes the temporary file unless it has been renamed away.
@@ -93,4 +93,4 @@ std::string read_file(const std::filesystem::path& path, std::uint64_t limit) {
   return bytes;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline files_room

@@ -4,7 +4,7 @@
 #include <bit>
 #include <cstring>
 
-namespace nanlocator {
+namespace nanlocator::inline files_room {
 namespace {
 
 // Bytes of a step. Each has a table, so that their look-ups do not wait for each other (slicing by
@@ -54,4 +54,4 @@ std::uint32_t crc32_of(std::span<const std::byte> bytes) {
   return ~checksum;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline files_room

@@ -6,7 +6,7 @@
 #include <span>
 #include <string_view>
 
-namespace nanlocator {
+namespace nanlocator::inline files_room {
 
 [[nodiscard]] std::uint32_t crc32_of(std::span<const std::byte> bytes);
 
@@ -14,4 +14,4 @@ namespace nanlocator {
   return crc32_of(std::as_bytes(std::span(text)));
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline files_room

@@ -6,7 +6,7 @@
 #include <system_error>
 #include <utility>
 
-namespace nanlocator {
+namespace nanlocator::inline files_room {
 
 nlohmann::ordered_json number_to_json(double number) {
   if (std::isnan(number)) return "nan";
@@ -47,4 +47,4 @@ std::string one_line(const nlohmann::ordered_json& json) {
   return json.dump(-1, ' ', true, nlohmann::ordered_json::error_handler_t::replace);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline files_room

@@ -34,7 +34,7 @@
 #include "files/strict_json.hpp"
 #include "nanlocator/files/names.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline files_room {
 
 /// Of an integer, or of each in a list.
 struct JsonRange {
@@ -315,4 +315,4 @@ void read_value(const JsonMember& from, JsonRange range, std::pair<std::string, 
   read_value(JsonMember(object, "value"), range, named.second);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline files_room

@@ -8,7 +8,7 @@
 
 #include "files/strict_json.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline files_room {
 namespace {
 
 using nlohmann::json;
@@ -171,4 +171,4 @@ std::optional<json> parse_plain_json(std::string_view text) {
   return value;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline files_room

@@ -6,11 +6,11 @@
 #include <optional>
 #include <string_view>
 
-namespace nanlocator {
+namespace nanlocator::inline files_room {
 
 /// What parse_json (strict_json.hpp) gives for `text`, or empty where it is not plain: strings with
 /// escapes or beyond ASCII, numbers beyond 64 bits, and all that is not valid. Empty says nothing
 /// about the text; parse_json then reads it or says what is wrong.
 [[nodiscard]] std::optional<nlohmann::json> parse_plain_json(std::string_view text);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline files_room

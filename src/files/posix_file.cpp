@@ -8,7 +8,7 @@
 
 #include "nanlocator/error.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline files_room {
 
 void throw_io_error(const std::string& attempt, const std::filesystem::path& path, int error) {
   throw IoError(attempt + " " + path.string() + ": " + std::generic_category().message(error));
@@ -67,4 +67,4 @@ std::filesystem::path folder_of(const std::filesystem::path& path) {
   return folder.empty() ? std::filesystem::path(".") : folder;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline files_room

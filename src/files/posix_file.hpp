@@ -10,7 +10,7 @@
 #include <string_view>
 #include <utility>
 
-namespace nanlocator {
+namespace nanlocator::inline files_room {
 
 /// "cannot write /run/x.json: No space left on device" for `error`, a value of errno.
 [[noreturn]] void throw_io_error(const std::string& attempt, const std::filesystem::path& path,
@@ -54,4 +54,4 @@ void sync_folder(const std::filesystem::path& folder);
 /// "." for a path that names no folder.
 [[nodiscard]] std::filesystem::path folder_of(const std::filesystem::path& path);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline files_room

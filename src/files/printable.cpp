@@ -7,7 +7,7 @@
 
 #include "files/utf8.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline files_room {
 namespace {
 
 struct CodePoints {
@@ -95,4 +95,4 @@ std::string count_text(std::size_t count, std::string_view noun) {
   return std::to_string(count) + " " + std::string(noun) + (count == 1 ? "" : "s");
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline files_room

@@ -6,7 +6,7 @@
 #include <string>
 #include <string_view>
 
-namespace nanlocator {
+namespace nanlocator::inline files_room {
 
 /// `text` with everything escaped ("\x1b", "\u202e") that could move the cursor, change colours or
 /// reorder the line: control characters, bidirectional and invisible format characters, and bytes
@@ -23,4 +23,4 @@ namespace nanlocator {
 /// "3 ranks", "1 rank".
 [[nodiscard]] std::string count_text(std::size_t count, std::string_view noun);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline files_room

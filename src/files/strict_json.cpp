@@ -7,7 +7,7 @@
 #include "files/plain_json.hpp"
 #include "nanlocator/error.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline files_room {
 namespace {
 
 /// The text of a parse error without nlohmann's own prefix and position, and not too long: it
@@ -239,4 +239,4 @@ void require_version(const JsonObject& object, int version) {
   }
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline files_room

@@ -12,7 +12,7 @@
 #include <string>
 #include <string_view>
 
-namespace nanlocator {
+namespace nanlocator::inline files_room {
 
 /// No file of this project nests deeper than ten levels; each level costs the reader memory.
 inline constexpr int kDeepestJson = 32;
@@ -114,4 +114,4 @@ class JsonMember {
 /// Throws FormatError unless the object's "version" is `version`.
 void require_version(const JsonObject& object, int version);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline files_room

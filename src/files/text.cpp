@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdio>
 
-namespace nanlocator {
+namespace nanlocator::inline files_room {
 
 std::string describe_shape(std::span<const std::int64_t> shape) {
   std::string text;
@@ -29,4 +29,4 @@ std::string size_text(double bytes) {
   return number_text(bytes) + " " + unit;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline files_room

@@ -6,7 +6,7 @@
 #include <string>
 #include <string_view>
 
-namespace nanlocator {
+namespace nanlocator::inline files_room {
 
 /// Appends `item` to `list`, after a separator unless it is the first.
 inline void append_item(std::string& list, std::string_view item,
@@ -24,4 +24,4 @@ inline void append_item(std::string& list, std::string_view item,
 /// "17 B", "1.5 KiB", "2 GiB".
 [[nodiscard]] std::string size_text(double bytes);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline files_room

@@ -4,7 +4,7 @@
 #include <optional>
 #include <string_view>
 
-namespace nanlocator {
+namespace nanlocator::inline files_room {
 
 /// Takes the first code point off `text`. Empty, with `text` untouched, where the bytes are not
 /// UTF-8: cut off, overlong, a surrogate, or beyond U+10FFFF (RFC 3629). `text` must not be empty.
@@ -37,4 +37,4 @@ namespace nanlocator {
   return true;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline files_room

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace nanlocator {
+namespace nanlocator::inline gradients_room {
 
 void BackwardOrder::record(std::int64_t parameter) {
   const std::lock_guard lock(mutex_);
@@ -43,4 +43,4 @@ std::optional<std::vector<std::int64_t>> BackwardOrder::observed() const {
   return order;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline gradients_room

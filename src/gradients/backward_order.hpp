@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-namespace nanlocator {
+namespace nanlocator::inline gradients_room {
 
 class BackwardOrder {
  public:
@@ -31,4 +31,4 @@ class BackwardOrder {
   std::vector<std::int64_t> latest_complete_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline gradients_room

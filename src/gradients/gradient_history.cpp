@@ -4,7 +4,7 @@
 #include <cmath>
 #include <limits>
 
-namespace nanlocator {
+namespace nanlocator::inline gradients_room {
 namespace {
 
 constexpr float kUnseen = std::numeric_limits<float>::quiet_NaN();
@@ -73,4 +73,4 @@ History GradientHistory::to_history(const ParameterMap& map) const {
   return history;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline gradients_room

@@ -13,7 +13,7 @@
 #include "nanlocator/record/sighting.hpp"
 #include "nanlocator/scan/tensor_stats.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline gradients_room {
 
 /// What no float can hold is the largest one: sums of squares in fp64 reach beyond.
 [[nodiscard]] float to_float(double number) noexcept;
@@ -57,4 +57,4 @@ class GradientHistory {
   std::vector<Sample> samples_;           // place by place
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline gradients_room

@@ -15,7 +15,7 @@
 #include "tensor/device_slots.hpp"
 #include "tensor/tensor_access.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline gradients_room {
 namespace {
 
 // Where the first bad value of a sparse tensor lies in the dense one.
@@ -594,4 +594,4 @@ std::vector<GradientScanner::Scanned> GradientScanner::scanned_gradients() {
   return scanned;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline gradients_room

@@ -4,7 +4,7 @@
 #include <set>
 #include <unordered_map>
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 namespace {
 
 /// The steps of one tensor-parallel rank through all stages, in backward order.
@@ -319,4 +319,4 @@ std::string_view layer_of(std::string_view parameter) {
   return {};
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -16,7 +16,7 @@
 
 #include "locate/evidence.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 /// A parameter at its place in backward.
 struct Step {
@@ -98,4 +98,4 @@ struct Flow {
 /// Empty where there is none: what stands outside the layers.
 [[nodiscard]] std::string_view layer_of(std::string_view parameter);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

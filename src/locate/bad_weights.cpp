@@ -5,7 +5,7 @@
 #include <set>
 #include <string>
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 namespace {
 
 bool is_known(const Origin& origin) {
@@ -159,4 +159,4 @@ void judge_bad_weights(const Findings& findings, std::vector<Origin>& origins) {
   }
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -6,11 +6,11 @@
 
 #include "locate/findings.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 /// Adds to each origin that is a bad weight whether the copies (data-parallel ones, tensor-parallel
 /// duplicates, tied embeddings) are clean, bad or not scanned, unless that is known already; and
 /// what the update before it has to do with it.
 void judge_bad_weights(const Findings& findings, std::vector<Origin>& origins);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -14,7 +14,7 @@
 #include "locate/origin_facts.hpp"
 #include "nanlocator/record/collective_kind.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 namespace {
 
 /// Inputs of an operator that the evidence lists; the rest is in the ledger.
@@ -798,4 +798,4 @@ Facts facts_of_rerun(const Incident& incident, const RerunOutcome& outcome) {
   return facts;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -13,7 +13,7 @@
 #include "locate/evidence.hpp"
 #include "nanlocator/locate/verdict.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 /// An origin that was seen being born, with what decides which others it explains.
 struct BornOrigin {
@@ -37,4 +37,4 @@ struct BornOrigin {
 /// For every origin; `outcome` is rerun_of(incident).
 [[nodiscard]] Facts facts_of_rerun(const Incident& incident, const RerunOutcome& outcome);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

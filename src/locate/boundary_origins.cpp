@@ -8,7 +8,7 @@
 
 #include "locate/origin_facts.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 namespace {
 
 /// Facts of origins that were folded into one, beyond its own.
@@ -615,4 +615,4 @@ BoundaryOrigins find_boundary_origins(const Incident& incident, const Crossings&
   return Finder(incident, crossings).run();
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -7,7 +7,7 @@
 #include "locate/crossings.hpp"
 #include "locate/found_origin.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 struct BoundaryOrigins {
   std::vector<FoundOrigin> origins;  // in the order of phase, microbatch and rank
@@ -21,4 +21,4 @@ struct BoundaryOrigins {
 [[nodiscard]] BoundaryOrigins find_boundary_origins(const Incident& incident,
                                                     const Crossings& crossings);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -6,7 +6,7 @@
 
 #include "locate/unordered_facts.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 namespace {
 
 bool always(const Origin&) {
@@ -461,4 +461,4 @@ void complete(Origin& origin) {
   origin.alternatives = alternatives_of(origin, row);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

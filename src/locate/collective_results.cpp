@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 namespace {
 
 using ResultOf = std::map<int, const CollectiveResult*>;  // by rank
@@ -145,4 +145,4 @@ void compare_collective_results(const Incident& incident, std::vector<Origin>& o
   }
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

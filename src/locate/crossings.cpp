@@ -6,7 +6,7 @@
 #include <set>
 #include <utility>
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 namespace {
 
 constexpr std::size_t kMostUnseenLanes = 64;
@@ -307,4 +307,4 @@ UnseenReceipt Crossings::unseen_before(const BoundaryEvent& event) const {
   return unseen;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -20,7 +20,7 @@
 #include "locate/evidence.hpp"
 #include "nanlocator/record/collective_kind.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 /// One collective, or one message from a rank to another. Indices are into Crossings::events().
 struct Meeting {
@@ -119,4 +119,4 @@ class Crossings {
   std::set<std::pair<std::size_t, std::int64_t>> bad_gathers_;  // group, sequence
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -6,7 +6,7 @@
 #include <optional>
 #include <string_view>
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 namespace {
 
 constexpr std::string_view kAten = "aten::";
@@ -117,4 +117,4 @@ Detail detail_of(const Birth& birth) {
   return of_operator(birth);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -5,9 +5,9 @@
 #include "nanlocator/locate/verdict.hpp"
 #include "nanlocator/record/birth.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 /// Detail::none where the operands at the first bad element were not recorded, or explain nothing.
 [[nodiscard]] Detail detail_of(const Birth& birth);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

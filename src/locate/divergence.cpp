@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 namespace {
 
 // docs/causes.md, "Divergence", derives these numbers.
@@ -202,4 +202,4 @@ void judge_divergence(const Incident& incident, std::vector<Origin>& origins) {
   for (Origin& origin : origins) rule.judge(origin);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

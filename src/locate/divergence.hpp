@@ -6,11 +6,11 @@
 #include "locate/evidence.hpp"
 #include "nanlocator/locate/verdict.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 /// Last pass over the origins: an overflow before which the largest gradients had climbed for
 /// several steps becomes `divergence`, with its place and its confidence; of one that came in a
 /// single jump the evidence says so. docs/causes.md, "Divergence".
 void judge_divergence(const Incident& incident, std::vector<Origin>& origins);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

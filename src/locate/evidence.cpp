@@ -7,7 +7,7 @@
 #include "map/rank_order.hpp"
 #include "nanlocator/error.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 namespace {
 
@@ -206,4 +206,4 @@ const RankEvidence* Incident::find(int rank) const {
   return found != ranks_.end() && found->rank() == rank ? &*found : nullptr;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

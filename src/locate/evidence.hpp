@@ -16,7 +16,7 @@
 
 #include "nanlocator/record/ledger.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 /// What a rank says of a parameter in a phase. `unknown`: it did not scan, or its answer was cut
 /// off.
@@ -119,4 +119,4 @@ class Incident {
   bool is_order_observed_ = true;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

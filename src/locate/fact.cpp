@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 BadCount bad_count(const TensorStats& stats) noexcept {
   return {stats.nan, stats.pos_inf, stats.neg_inf, stats.numel};
@@ -17,4 +17,4 @@ bool has_fact(const Facts& facts, FactKind kind) noexcept {
   return find_fact(facts, kind) != nullptr;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

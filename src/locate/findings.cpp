@@ -7,7 +7,7 @@
 
 #include "locate/origin_facts.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 ParameterKey key_of(const RankEvidence& rank, const BadParameter& bad) {
   ParameterKey key{bad.name, rank.coordinates().tp.rank, rank.coordinates().pp.rank};
@@ -235,4 +235,4 @@ void set_parameter(Origin& origin, const std::string& name, const Sighting& sigh
   origin.tensor = tensor_of(sighting);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

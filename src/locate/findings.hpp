@@ -16,7 +16,7 @@
 #include "locate/evidence.hpp"
 #include "locate/found_origin.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 /// What the ranks hold in common: tensor-parallel duplicates over tp, tied parameters over the
 /// pipeline (their gradients are reduced there, parallel to the data-parallel reduction).
@@ -156,4 +156,4 @@ void set_parameter(Origin& origin, const std::string& name, const Sighting& sigh
 /// Where ranks could have said more, the evidence names them.
 void add_blind_evidence(Origin& origin, const std::set<int>& blind);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -2,7 +2,7 @@
 
 #include <optional>
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 namespace {
 
 std::optional<int> shared_replica(const Incident& incident, const std::vector<int>& candidates) {
@@ -39,4 +39,4 @@ void set_candidates(Origin& origin, const Incident& incident, const std::vector<
   origin.data_parallel_replica = shared_replica(incident, candidates);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -9,7 +9,7 @@
 #include "locate/evidence.hpp"
 #include "nanlocator/locate/verdict.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 /// What the origin was seen in: decides what may explain it or take its place.
 enum class FoundIn : std::uint8_t {
@@ -38,4 +38,4 @@ struct FoundOrigin {
 /// Replaces the candidates, and what follows from them.
 void set_candidates(Origin& origin, const Incident& incident, const std::vector<int>& candidates);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -13,7 +13,7 @@
 #include "locate/lanes.hpp"
 #include "locate/origin_facts.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 namespace {
 
 /// More bad parameters by themselves on one rank than this are no single element's corruption, and
@@ -545,4 +545,4 @@ void judge_merged_gradients(Findings& findings, const std::set<ParameterKey>& ke
   GradientRules(findings).judge_merged(keys, phase);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -6,7 +6,7 @@
 
 #include "locate/findings.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 /// Replica by replica, phase grad_local.
 void judge_local_gradients(Findings& findings);
@@ -15,4 +15,4 @@ void judge_local_gradients(Findings& findings);
 /// same is looked for in what all ranks have in common, with less confidence.
 void judge_merged_gradients(Findings& findings, const std::set<ParameterKey>& keys, Phase phase);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

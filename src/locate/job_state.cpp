@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 namespace {
 
 /// Of one origin; `before`: of Restart::before_step.
@@ -118,4 +118,4 @@ JobState job_state_of(const Incident& incident, const std::vector<Origin>& origi
   return job;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -6,10 +6,10 @@
 #include "locate/evidence.hpp"
 #include "nanlocator/locate/verdict.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 /// Of origins that are complete: cause and facts are final.
 [[nodiscard]] JobState job_state_of(const Incident& incident, const std::vector<Origin>& origins,
                                     const RerunOutcome& rerun);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

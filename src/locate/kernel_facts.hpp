@@ -6,9 +6,9 @@
 #include "nanlocator/locate/fact.hpp"
 #include "nanlocator/record/birth.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 /// `kernel`: its name.
 void append_kernel_facts(Facts& facts, const KernelReplay& replay, const std::string& kernel);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -5,7 +5,7 @@
 #include <set>
 #include <utility>
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 namespace {
 
 /// The stages of a lane while it is filled: backward visits the highest index first.
@@ -193,4 +193,4 @@ Lane make_merged_lane(const Incident& incident, std::span<const Place* const> pl
   return make_lane(incident, places, phase, keep);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -8,7 +8,7 @@
 #include "locate/backward_flow.hpp"
 #include "locate/evidence.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 /// Which bad parameters a lane shall hold; the others count as not scanned.
 using BadFilter = std::function<bool(const RankEvidence&, const BadParameter&)>;
@@ -22,4 +22,4 @@ using BadFilter = std::function<bool(const RankEvidence&, const BadParameter&)>;
 [[nodiscard]] Lane make_merged_lane(const Incident& incident, std::span<const Place* const> places,
                                     Phase phase, const BadFilter& keep);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -22,7 +22,7 @@
 #include "locate/step_rules.hpp"
 #include "nanlocator/locate/cause_table.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 namespace {
 
 constexpr std::size_t kMostOrigins = 256;
@@ -195,4 +195,4 @@ Verdict locate(std::span<const Ledger> ledgers, int world_size) {
   return Locator(ledgers, world_size).run();
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -13,7 +13,7 @@
 #include "locate/origin_facts.hpp"
 #include "nanlocator/record/collective_kind.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 namespace {
 
 /// Facts about its way over the ranks' boundaries that a birth takes from the first pass.
@@ -420,4 +420,4 @@ std::vector<Origin> merge_births(const Incident& incident, std::vector<FoundOrig
   return Merge(incident, std::move(found), std::move(born), rerun).run();
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

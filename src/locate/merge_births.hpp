@@ -10,7 +10,7 @@
 #include "locate/birth_origins.hpp"
 #include "locate/found_origin.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 /// Earliest phase first, births before what they do not explain; each with what the re-run says of
 /// it. `rerun` is rerun_of(incident).
@@ -19,4 +19,4 @@ namespace nanlocator {
                                                std::vector<BornOrigin> born,
                                                const RerunOutcome& rerun);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -8,7 +8,7 @@
 
 #include "nanlocator/scan/dtype.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 namespace {
 
 /// Inf without NaN, next to finite elements within a factor `reach` of the dtype's largest.
@@ -119,4 +119,4 @@ void add_elsewhere(Origin& first, FactKind kind, std::string where) {
   elsewhere.names.push_back(std::move(where));
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

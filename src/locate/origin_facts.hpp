@@ -11,7 +11,7 @@
 #include "nanlocator/locate/verdict.hpp"
 #include "nanlocator/record/sighting.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 /// The number of elements; at most INT64_MAX.
 [[nodiscard]] std::int64_t numel_of(const std::vector<std::int64_t>& shape);
@@ -32,4 +32,4 @@ namespace nanlocator {
 /// Of a fault in several places: what `first` says of the others, in one fact of this kind.
 void add_elsewhere(Origin& first, FactKind kind, std::string where);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -7,7 +7,7 @@
 
 #include "locate/unordered_facts.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 namespace {
 
 constexpr std::size_t kMostAccesses = 4;  // facts of one origin
@@ -166,4 +166,4 @@ void judge_races(const Incident& incident, const RerunOutcome& rerun,
   }
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

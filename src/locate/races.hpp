@@ -7,7 +7,7 @@
 #include "locate/evidence.hpp"
 #include "nanlocator/locate/verdict.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 /// Bad in every re-run but those in which each transfer was waited for where it began: all origins
 /// are of a race. The same where the outcome changed, twice, with the order in which the step and a
@@ -16,4 +16,4 @@ namespace nanlocator {
 /// accesses are added as facts.
 void judge_races(const Incident& incident, const RerunOutcome& rerun, std::vector<Origin>& origins);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

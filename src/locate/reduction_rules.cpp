@@ -12,7 +12,7 @@
 #include "locate/gradient_rules.hpp"
 #include "locate/origin_facts.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 namespace {
 
 class ReductionRules {
@@ -253,4 +253,4 @@ void judge_norm_gradients(Findings& findings) {
   ReductionRules(findings).judge_norm();
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -4,11 +4,11 @@
 
 #include "locate/findings.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 /// Phase grad_reduced; after judge_local_gradients.
 void judge_reduced_gradients(Findings& findings);
 /// Phase grad_norm; after judge_reduced_gradients.
 void judge_norm_gradients(Findings& findings);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -9,7 +9,7 @@
 
 #include "locate/origin_facts.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 namespace {
 
 class StepRules {
@@ -245,4 +245,4 @@ void judge_losses(Findings& findings) {
   StepRules(findings).judge_losses();
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -4,7 +4,7 @@
 
 #include "locate/findings.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 /// Phase params_before.
 void judge_weights(Findings& findings);
@@ -15,4 +15,4 @@ void judge_norm_value(Findings& findings);
 /// A loss that is bad though no gradient is; last, where nothing else was found.
 void judge_losses(Findings& findings);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

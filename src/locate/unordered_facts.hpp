@@ -4,7 +4,7 @@
 #include "nanlocator/locate/fact.hpp"
 #include "nanlocator/record/unordered_access.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 /// Of a write and of a read, by what used the memory, too.
 inline constexpr FactKind kUnordered[kNames<Concurrent>.size()][2] = {
@@ -23,4 +23,4 @@ inline constexpr FactKind kUnordered[kNames<Concurrent>.size()][2] = {
   return write != nullptr ? write : find_fact(facts, unordered_kind(other, false));
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -6,7 +6,7 @@
 #include "files/utf8.hpp"
 #include "nanlocator/error.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline map_room {
 namespace {
 
 constexpr std::array<std::pair<const char*, AxisCoordinate RankCoordinates::*>, 5> kAxes = {
@@ -50,4 +50,4 @@ void check_coordinates(const RankCoordinates& coordinates) {
   if (!is_utf8(coordinates.device)) throw UsageError("the device name is not UTF-8");
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline map_room

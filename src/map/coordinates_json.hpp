@@ -6,7 +6,7 @@
 #include "files/json_fields.hpp"
 #include "nanlocator/map/rank_coordinates.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline map_room {
 
 constexpr auto json_fields(const AxisCoordinate*) {
   return std::tuple(JsonField("rank", &AxisCoordinate::rank),
@@ -28,4 +28,4 @@ void read_fields(const JsonObject& object, RankCoordinates& coordinates);
 /// text that is not UTF-8. Throws UsageError.
 void check_coordinates(const RankCoordinates& coordinates);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline map_room

@@ -14,7 +14,7 @@
 #include "nanlocator/files/atomic_file.hpp"
 #include "nanlocator/map/parameter_map.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline map_room {
 namespace {
 
 namespace fs = std::filesystem;
@@ -383,4 +383,4 @@ MapDirectory read_map_directory(const std::filesystem::path& directory) {
   return DirectoryReader(directory).read();
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline map_room

@@ -10,7 +10,7 @@
 
 #include "files/text.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline map_room {
 namespace {
 
 /// `name` as a whole. Wildcards without backtracking into earlier stars: at most name.size() *
@@ -187,4 +187,4 @@ std::string describe_flags(const ParameterInfo& parameter) {
   return flags;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline map_room

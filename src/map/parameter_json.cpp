@@ -11,7 +11,7 @@
 #include "map/rank_list_json.hpp"
 #include "nanlocator/error.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline map_room {
 namespace {
 
 /// The product of the sizes, or an empty optional where it is beyond 2^63 - 1.
@@ -178,4 +178,4 @@ std::vector<std::string> names_from_id_name_json(std::string_view text, const st
   return names;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline map_room

@@ -11,7 +11,7 @@
 #include "files/json_fields.hpp"
 #include "nanlocator/map/parameter_map.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline map_room {
 
 constexpr auto json_fields(const ElementRange*) {
   return std::tuple(JsonField("begin", &ElementRange::begin), JsonField("end", &ElementRange::end),
@@ -38,4 +38,4 @@ void check_parameter(const ParameterInfo& parameter);
 [[nodiscard]] std::vector<std::string> names_from_id_name_json(std::string_view text,
                                                                const std::string& source);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline map_room

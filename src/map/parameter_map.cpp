@@ -12,7 +12,7 @@
 #include "nanlocator/error.hpp"
 #include "nanlocator/files/atomic_file.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline map_room {
 namespace {
 
 constexpr int kManifestVersion = 1;
@@ -123,4 +123,4 @@ void ParameterMap::write(const std::filesystem::path& directory) const {
   write_file_atomically(directory / ("param_manifest_" + suffix), to_manifest_json());
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline map_room

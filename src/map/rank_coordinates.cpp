@@ -12,7 +12,7 @@
 #include "files/text.hpp"
 #include "nanlocator/error.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline map_room {
 namespace {
 
 /// POSIX allows longer names; Linux has none (HOST_NAME_MAX is 64).
@@ -97,4 +97,4 @@ std::string ranks_text(const std::vector<int>& ranks) {
   return (ranks.size() == 1 ? "rank " : "ranks ") + describe_ranks(ranks);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline map_room

@@ -6,7 +6,7 @@
 
 #include "nanlocator/error.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline map_room {
 namespace {
 
 /// The longest progression that begins at `begin`.
@@ -71,4 +71,4 @@ std::vector<int> RankList::ranks_below(int below) const {
   return ranks;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline map_room

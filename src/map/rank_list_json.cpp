@@ -6,7 +6,7 @@
 
 #include "nanlocator/error.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline map_room {
 
 nlohmann::ordered_json value_to_json(const RankList& list) {
   auto json = nlohmann::ordered_json::array();
@@ -51,4 +51,4 @@ void read_value(const JsonMember& from, JsonRange /*range*/, RankList& list) {
   }
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline map_room

@@ -7,10 +7,10 @@
 #include "files/json_fields.hpp"
 #include "nanlocator/map/rank_list.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline map_room {
 
 [[nodiscard]] nlohmann::ordered_json value_to_json(const RankList& list);
 /// Throws FormatError where it is none.
 void read_value(const JsonMember& from, JsonRange range, RankList& list);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline map_room

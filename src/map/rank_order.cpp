@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <utility>
 
-namespace nanlocator {
+namespace nanlocator::inline map_room {
 namespace {
 
 using C = RankCoordinates;
@@ -58,4 +58,4 @@ RankCoordinates RankOrder::numbered(const Order& order, int rank) const {
   return place;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline map_room

@@ -11,7 +11,7 @@
 
 #include "nanlocator/map/rank_coordinates.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline map_room {
 
 class RankOrder {
  public:
@@ -34,4 +34,4 @@ class RankOrder {
   std::vector<const Order*> fitting_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline map_room

@@ -5,7 +5,7 @@
 
 #include "nanlocator/error.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline record_room {
 namespace {
 
 /// A birth as it was written before it had operands: these by name and value.
@@ -77,4 +77,4 @@ void read_fields(const JsonObject& object, Birth& birth) {
   read_fields(object, birth, json_fields(&birth));
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline record_room

@@ -8,7 +8,7 @@
 #include "record/history_json.hpp"
 #include "record/sighting_json.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline record_room {
 
 constexpr auto json_fields(const CodeLine*) {
   using C = CodeLine;
@@ -85,4 +85,4 @@ constexpr auto json_fields(const Birth*) {
 /// Reads also births that were written before births had operands.
 void read_fields(const JsonObject& object, Birth& birth);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline record_room

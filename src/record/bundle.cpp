@@ -9,7 +9,7 @@
 #include "nanlocator/files/atomic_file.hpp"
 #include "record/bundle_json.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline record_room {
 namespace {
 
 /// Reading bundle.json takes some twenty times its size in memory.
@@ -76,4 +76,4 @@ std::vector<std::string> OpenBundle::verify() const {
   return mismatches;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline record_room

@@ -19,7 +19,7 @@
 #include "record/birth_json.hpp"
 #include "record/element_types.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline record_room {
 
 using nlohmann::ordered_json;
 
@@ -108,10 +108,11 @@ struct TensorField {
 
 }  // namespace
 
-template <>
-inline constexpr auto kNames<BundleValueKind> = std::to_array<std::string_view>(
-    {"none", "undefined_tensor", "tensor", "boolean", "integer", "real", "complex", "text",
-     "device", "generator", "list", "tuple", "dictionary", "object", "unsupported"});
+[[nodiscard]] constexpr auto names_of(BundleValueKind) {
+  return std::to_array<std::string_view>(
+      {"none", "undefined_tensor", "tensor", "boolean", "integer", "real", "complex", "text",
+       "device", "generator", "list", "tuple", "dictionary", "object", "unsupported"});
+}
 
 ordered_json value_to_json(const BundleValue& value);
 void read_value(const JsonMember& from, JsonRange range, BundleValue& value);
@@ -602,4 +603,4 @@ bool is_plain_file_name(std::string_view name) noexcept {
          });
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline record_room

@@ -13,7 +13,7 @@
 #include "nanlocator/record/bundle.hpp"
 #include "nanlocator/record/safetensors.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline record_room {
 
 /// In a bundle's folder. The metadata of the tensors hold the checksum of bundle.json, below its
 /// name.
@@ -43,4 +43,4 @@ struct BundleText {
 /// control characters.
 [[nodiscard]] bool is_plain_file_name(std::string_view name) noexcept;
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline record_room

@@ -13,7 +13,7 @@
 #include "nanlocator/record/bundle.hpp"
 #include "record/bundle_json.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline record_room {
 namespace {
 
 constexpr const char* kBundles = "bundles";
@@ -172,4 +172,4 @@ const std::vector<std::string>& BundleStore::dropped() const noexcept {
   return dropped_;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline record_room

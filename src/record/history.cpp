@@ -19,7 +19,7 @@
 #include "record/history_json.hpp"
 #include "record/line_notes.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline record_room {
 namespace {
 
 namespace fs = std::filesystem;
@@ -342,4 +342,4 @@ std::vector<History> read_histories(const fs::path& directory, std::int64_t iter
   return histories;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline record_room

@@ -9,7 +9,7 @@
 #include "files/json_fields.hpp"
 #include "nanlocator/record/history.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline record_room {
 
 /// As short as a float is printed; NaN becomes null.
 [[nodiscard]] nlohmann::ordered_json floats_to_json(std::span<const float> numbers);
@@ -51,4 +51,4 @@ constexpr auto json_fields(const HistorySummary*) {
 /// Throws FormatError also for lists that are not of the same length, and for null in them.
 void read_fields(const JsonObject& object, HistorySummary& summary);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline record_room

@@ -15,7 +15,7 @@
 #include "record/line_notes.hpp"
 #include "record/rerun_variant_json.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline record_room {
 
 /// No pipeline is interleaved more finely; the reader's memory grows with chunks times ranks.
 constexpr int kMostChunks = 1024;
@@ -334,9 +334,10 @@ std::string to_jsonl(const Ledger& ledger) {
   for (const auto& note : ledger.notes) add({{"record", "note"}, {"text", note}});
   // A ledger that was read from a cut-off text stays recognisable as one.
   if (ledger.is_complete) {
-    text +=
-        one_line({{"record", "end"}, {"lines", lines}, {"crc32", value_to_json(crc32_of(text))}}) +
-        "\n";
+    text += one_line({{"record", "end"},
+                      {"lines", lines},
+                      {"crc32", nanlocator::value_to_json(crc32_of(text))}}) +
+            "\n";
   }
   return text;
 }
@@ -357,4 +358,4 @@ void append_ledger(const std::filesystem::path& directory, const Ledger& ledger)
   file.append_lines(to_jsonl(ledger));
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline record_room

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-namespace nanlocator {
+namespace nanlocator::inline record_room {
 
 /// A file of garbage must not fill the memory with remarks about its lines: `add` keeps the first
 /// `kMost`, and then says once that there are more.
@@ -29,4 +29,4 @@ class LineNotes {
   std::size_t added_ = 0;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline record_room

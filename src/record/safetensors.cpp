@@ -19,7 +19,7 @@
 #include "nanlocator/error.hpp"
 #include "record/element_types.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline record_room {
 namespace {
 
 constexpr std::uint64_t kLargestHeader = 100'000'000;  // the Rust implementation's limit
@@ -369,4 +369,4 @@ void write_safetensors(const std::filesystem::path& path, std::span<const Safete
   }
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline record_room

@@ -4,7 +4,7 @@
 
 #include "nanlocator/error.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline record_room {
 
 nlohmann::ordered_json value_to_json(const TensorRole& role) {
   return role.text();
@@ -24,4 +24,4 @@ void read_fields(const JsonObject& object, TensorStats& stats) {
   }
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline record_room

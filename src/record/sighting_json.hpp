@@ -7,7 +7,7 @@
 #include "map/rank_list_json.hpp"
 #include "nanlocator/record/sighting.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline record_room {
 
 constexpr auto json_fields(const TensorStats*) {
   using S = TensorStats;
@@ -44,4 +44,4 @@ constexpr auto json_fields(const Sighting*) {
       JsonField("crossing", &S::crossing), JsonField("valid_labels", &S::valid_labels));
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline record_room

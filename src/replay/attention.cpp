@@ -10,7 +10,7 @@
 
 #include "nanlocator/replay/capture.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 namespace {
 
 struct Kernel {
@@ -104,4 +104,4 @@ std::optional<OperatorCall> attention_by_formula(const OperatorCall& call) {
   return formula;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

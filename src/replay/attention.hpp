@@ -5,7 +5,7 @@
 
 #include "nanlocator/replay/operator_call.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 
 /// PyTorch's flash, memory-efficient and cuDNN kernels of attention take 16 and at most 32 bits:
 /// the call of `aten::_scaled_dot_product_attention_math` on the same tensors, whose first output
@@ -14,4 +14,4 @@ namespace nanlocator {
 /// ALiBi.
 [[nodiscard]] std::optional<OperatorCall> attention_by_formula(const OperatorCall& call);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

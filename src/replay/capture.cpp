@@ -13,7 +13,7 @@
 #include "replay/values.hpp"
 #include "tensor/own_work.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 namespace {
 
 /// batch_norm, native_batch_norm, cudnn_batch_norm, instance_norm, ... write their running
@@ -195,4 +195,4 @@ OperatorCall CallCapture::end(const at::RecordFunction& call) {
   return kept;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

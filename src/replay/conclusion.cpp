@@ -8,7 +8,7 @@
 
 #include "nanlocator/scan/dtype.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 namespace {
 
 double largest_of(const std::string& dtype) {
@@ -173,4 +173,4 @@ void conclude(ReplayReport& report, const ConclusionEvidence& evidence) {
   Conclusion(report, evidence).draw();
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

@@ -7,7 +7,7 @@
 
 #include "nanlocator/replay/replay.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 
 /// What is known beside the report itself.
 struct ConclusionEvidence {
@@ -34,4 +34,4 @@ void conclude(ReplayReport& report, const ConclusionEvidence& evidence);
   return found == report.runs.end() ? nullptr : &*found;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

@@ -5,7 +5,7 @@
 #include "nanlocator/scan/dtype.hpp"
 #include "replay/conclusion.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 namespace {
 
 class Words {
@@ -138,4 +138,4 @@ std::vector<std::string> sentences_of(const ReplayReport& report) {
   return sentences;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

@@ -15,7 +15,7 @@
 #include "tensor/dtypes.hpp"
 #include "tensor/own_work.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 namespace {
 
 at::ScalarType converted(at::ScalarType from, at::ScalarType to) {
@@ -158,4 +158,4 @@ std::vector<c10::IValue> execute(const OperatorCall& call, std::vector<std::stri
   return stack;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

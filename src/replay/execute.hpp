@@ -10,7 +10,7 @@
 #include "nanlocator/replay/capture.hpp"
 #include "nanlocator/replay/operator_call.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 
 /// The call with floating-point and complex tensors, dtype arguments and out= tensors of `dtype`'s
 /// kind (kFloat, kDouble; complex: twice that), without autocast. Tensors keep their strides where
@@ -30,4 +30,4 @@ namespace nanlocator {
 [[nodiscard]] std::vector<c10::IValue> execute(const OperatorCall& call,
                                                std::vector<std::string>& problems);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

@@ -16,7 +16,7 @@
 #include "nanlocator/replay/capture.hpp"
 #include "tensor/dtypes.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 namespace {
 
 constexpr std::size_t kMostArgumentLines = 6;
@@ -431,4 +431,4 @@ std::string python_script(const OpenBundle& bundle) {
   return script + (autocast.empty() ? call : "with " + autocast + ":\n    " + call);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

@@ -5,7 +5,7 @@
 #include "nanlocator/record/sighting.hpp"
 #include "tensor/observed_tensor.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 namespace {
 
 /// The index that broadcasts to `bad`; empty optional where the shapes do not.
@@ -42,4 +42,4 @@ std::optional<InputElement> element_at_first_bad(const at::Tensor& input, const 
   return InputElement{std::move(*index), element.to(at::kDouble).item<double>()};
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 
 struct FirstBad {
   std::vector<std::int64_t> index;  // in the output, row-major
@@ -26,4 +26,4 @@ struct InputElement {
 [[nodiscard]] std::optional<InputElement> element_at_first_bad(const at::Tensor& input,
                                                                const FirstBad& bad);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

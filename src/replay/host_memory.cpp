@@ -6,7 +6,7 @@
 #include <optional>
 #include <string>
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 namespace {
 
 constexpr std::uint64_t kUnknown = std::numeric_limits<std::uint64_t>::max();
@@ -47,4 +47,4 @@ std::uint64_t free_host_memory() {
                               "/sys/fs/cgroup/memory/memory.stat")});
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

@@ -31,7 +31,7 @@
 #include "tensor/own_work.hpp"
 #include "tensor/tensor_access.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 namespace {
 
 /// On both sides of every range of memory. A multiple of any alignment that allocators keep.
@@ -705,4 +705,4 @@ KernelReplay replay_kernel(const RecordedKernelCall& call, const ExecuteKernel& 
   return Replay(call, execute, references, options).run();
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

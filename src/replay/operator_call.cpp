@@ -17,7 +17,7 @@
 #include "tensor/dtypes.hpp"
 #include "tensor/own_work.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 namespace {
 
 std::string schema_text(const c10::FunctionSchema& schema) {
@@ -313,4 +313,4 @@ OperatorCall operator_call_of(const OpenBundle& bundle, at::Device device) {
   return call;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

@@ -5,7 +5,7 @@
 
 #include <cstring>
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 namespace {
 
 /// Stands before the CPU allocator while a poisoned run lasts. Lives as long as the process:
@@ -62,4 +62,4 @@ PoisonedAllocations::~PoisonedAllocations() {
   }
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <optional>
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 
 inline constexpr std::uint8_t kNanByte = 0xFF;
 
@@ -32,4 +32,4 @@ class PoisonedAllocations {
   std::optional<DeterministicState> before_;  // on CUDA
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

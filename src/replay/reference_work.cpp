@@ -11,7 +11,7 @@
 
 #include "replay/values.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 namespace {
 
 /// A reference of which no more is known: its arguments, a gradient of each, and what lies between.
@@ -111,4 +111,4 @@ Work work_of_reference(const KernelReference& reference, const std::vector<at::T
   }
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

@@ -8,7 +8,7 @@
 #include "nanlocator/replay/kernel_replay.hpp"
 #include "replay/work.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 
 /// Of one execution in float64, within a factor of a few. `bytes`: the most that it has at once,
 /// with its copies of the arguments. It is executed on tensors without memory (meta), whose
@@ -17,4 +17,4 @@ namespace nanlocator {
 [[nodiscard]] Work work_of_reference(const KernelReference& reference,
                                      const std::vector<at::Tensor>& arguments);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

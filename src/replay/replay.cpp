@@ -23,7 +23,7 @@
 #include "tensor/own_work.hpp"
 #include "tensor/tensor_access.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 namespace {
 
 struct NamedOutput {
@@ -285,4 +285,4 @@ ReplayReport replay(const OperatorCall& recorded_call, const ReplayOptions& opti
   return report;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

@@ -9,7 +9,7 @@
 #include "nanlocator/record/sighting.hpp"
 #include "nanlocator/replay/replay.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 namespace {
 
 using Json = nlohmann::ordered_json;
@@ -157,4 +157,4 @@ std::string format_replay(const ReplayReport& report, const ReplayTextStyle& sty
   return text;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

@@ -17,7 +17,7 @@
 #include "replay/torch_versions.hpp"
 #include "tensor/dtypes.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 namespace {
 
 at::Context& context() {
@@ -267,4 +267,4 @@ ScopedSettings::~ScopedSettings() {
   }
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

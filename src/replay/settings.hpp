@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 
 /// Brings this thread and process to `settings` (replay/operator_call.hpp's current_settings),
 /// changing only what differs, and back in the destructor.
@@ -29,4 +29,4 @@ class ScopedSettings {
   std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

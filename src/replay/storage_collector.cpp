@@ -11,7 +11,7 @@
 #include "tensor/own_work.hpp"
 #include "tensor/tensor_access.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 namespace {
 
 // Until `finish` knows the ranges, a BundleTensor names its tensor by its position.
@@ -223,4 +223,4 @@ void for_each_bundle_tensor(Bundle& bundle, const std::function<void(BundleTenso
   }
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

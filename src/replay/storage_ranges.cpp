@@ -13,7 +13,7 @@
 #include "tensor/own_work.hpp"
 #include "tensor/tensor_access.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 namespace {
 
 at::Tensor over_storage(const c10::Storage& storage, at::Device device, at::ScalarType dtype,
@@ -193,4 +193,4 @@ void copy_written(std::vector<c10::IValue>& values, const std::vector<std::size_
   }
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

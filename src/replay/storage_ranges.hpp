@@ -12,7 +12,7 @@
 #include "nanlocator/replay/operator_call.hpp"
 #include "tensor/observed_tensor.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 
 /// Empty (begin == end) for a tensor without elements.
 [[nodiscard]] ByteRange reach_of(const at::Tensor& tensor);
@@ -63,4 +63,4 @@ struct StorageRanges {
 void copy_written(std::vector<c10::IValue>& values, const std::vector<std::size_t>& positions,
                   CameFrom* came_from = nullptr);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

@@ -4,7 +4,7 @@
 
 #include "nanlocator/error.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 
 #if NANLOCATOR_TORCH_BEFORE(2, 9)
 
@@ -177,4 +177,4 @@ void set_accumulates_in_fp16(bool accumulates) {
 
 #endif
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

@@ -6,7 +6,7 @@
 
 #include "tensor/torch_versions.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 
 /// How float32 is computed: "none" (nothing was chosen), "ieee", "tf32" or "bf16".
 ///
@@ -31,4 +31,4 @@ void set_fp16_cublas_reduction(CublasReduction reduction);
 [[nodiscard]] bool accumulates_in_fp16();
 void set_accumulates_in_fp16(bool accumulates);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

@@ -6,7 +6,7 @@
 
 #include <sstream>
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 
 std::string why_not_plain(const at::Tensor& tensor) {
   const auto keys = tensor.key_set();
@@ -79,4 +79,4 @@ std::vector<at::Tensor> tensors_of(const std::vector<c10::IValue>& values) {
   return tensors;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

@@ -8,7 +8,7 @@
 #include <functional>
 #include <vector>
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 
 /// A strided tensor with memory of its own kind: what can be copied byte for byte. Others are
 /// sparse, quantised, nested, meta, functional, or computed by a Python subclass.
@@ -32,4 +32,4 @@ void for_each_tensor(const c10::IValue& value, const std::function<void(const at
 /// Every defined tensor of `values`, in order.
 [[nodiscard]] std::vector<at::Tensor> tensors_of(const std::vector<c10::IValue>& values);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

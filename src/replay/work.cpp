@@ -10,7 +10,7 @@
 #include "nanlocator/replay/capture.hpp"
 #include "replay/values.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 namespace {
 
 template <std::size_t n>
@@ -101,4 +101,4 @@ Work work_of(const OperatorCall& call) {
   return work;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

@@ -4,7 +4,7 @@
 
 #include "nanlocator/replay/operator_call.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 
 struct Work {
   double flops = 0;  // of products of matrices, convolutions, attention, linear algebra; else 0
@@ -15,4 +15,4 @@ struct Work {
 /// its tensors once.
 [[nodiscard]] Work work_of(const OperatorCall& call);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

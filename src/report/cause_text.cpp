@@ -7,7 +7,7 @@
 #include "nanlocator/report/sentences.hpp"
 #include "report/words.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 namespace {
 
 std::string title_of(Detail detail) {
@@ -773,4 +773,4 @@ std::vector<std::string> steps_text(const Origin& origin) {
   return {};
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

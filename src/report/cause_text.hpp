@@ -6,11 +6,11 @@
 
 #include "nanlocator/locate/verdict.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 /// "aten::log of module encoder.norm", the parameter, or "this operation".
 [[nodiscard]] std::string operation_of(const Origin& origin);
 /// What to do next, in this order, without the check of the machines.
 [[nodiscard]] std::vector<std::string> steps_text(const Origin& origin);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

@@ -2,7 +2,7 @@
 
 #include "record/birth_json.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 constexpr auto json_fields(const BadCount*) {
   using B = BadCount;
@@ -14,7 +14,7 @@ nlohmann::ordered_json value_to_json(const Fact& fact) {
   nlohmann::ordered_json json = {{"kind", name_of(fact.kind)}};
   if (fact.source != FactSource::origin) json["source"] = name_of(fact.source);
   visit_arguments(fact, [&]<typename Value>(const char* key, const Value& value) {
-    if (value != Value()) json[key] = value_to_json(value);
+    if (value != Value()) json[key] = nanlocator::value_to_json(value);
   });
   return json;
 }
@@ -37,4 +37,4 @@ void read_value(const JsonMember& from, JsonRange range, Fact& fact) {
   visit_arguments(fact, read_if_there);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

@@ -7,10 +7,10 @@
 #include "files/json_fields.hpp"
 #include "nanlocator/locate/fact.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 [[nodiscard]] nlohmann::ordered_json value_to_json(const Fact& fact);
 /// Throws FormatError. Arguments that are not there are empty.
 void read_value(const JsonMember& from, JsonRange range, Fact& fact);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

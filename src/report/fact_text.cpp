@@ -8,7 +8,7 @@
 #include "nanlocator/record/collective_kind.hpp"
 #include "report/words.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 namespace {
 
 /// "aten::log of module encoder.norm".
@@ -870,4 +870,4 @@ int place_of(const Fact& fact) {
   return fact.kind >= order_not_observed && fact.kind <= missing_largest ? 5 : 4;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

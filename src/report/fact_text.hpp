@@ -4,7 +4,7 @@
 
 #include "nanlocator/locate/verdict.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 /// One sentence, without a capital and a full stop, of a fact of the origin or, where there is
 /// none, of the verdict as a whole.
@@ -14,4 +14,4 @@ namespace nanlocator {
 /// supports it 3, what is missing 4.
 [[nodiscard]] int place_of(const Fact& fact);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

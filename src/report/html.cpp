@@ -16,7 +16,7 @@
 #include "report/page_text.hpp"
 #include "report/words.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 namespace {
 
 // Chosen so that texts that consist of quotes (six bytes each when escaped) still fit kLargestPage.
@@ -400,4 +400,4 @@ std::string format_html(const RunReport& report) {
   return page;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

@@ -5,7 +5,7 @@
 #include "record/birth_json.hpp"
 #include "report/fact_text.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 std::vector<std::string> sentences_of(const KernelReplay& replay, const std::string& kernel) {
   Facts facts;
@@ -19,4 +19,4 @@ std::string to_json(const KernelReplay& replay) {
   return one_line(fields_to_json(replay));
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

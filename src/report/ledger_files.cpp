@@ -13,7 +13,7 @@
 #include "nanlocator/error.hpp"
 #include "nanlocator/files/atomic_file.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 namespace {
 
 namespace fs = std::filesystem;
@@ -198,4 +198,4 @@ std::vector<ReadLedger> read_ledgers(const LedgerFiles& files, const std::string
   return result;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

@@ -9,7 +9,7 @@
 
 #include "nanlocator/record/ledger.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 /// One ledger of a file, known by its first line.
 struct LedgerPlace {
@@ -46,4 +46,4 @@ struct ReadLedger {
                                                    std::int64_t iteration,
                                                    std::vector<std::string>& notes);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

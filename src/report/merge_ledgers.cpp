@@ -7,7 +7,7 @@
 #include <string_view>
 #include <utility>
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 namespace {
 
 /// More ranks than any cluster has; a ledger may claim two thousand million, and each that is
@@ -235,4 +235,4 @@ MergedLedgers merge_ledgers(std::vector<ReadLedger> read,
   return Merger(std::move(read), paths, notes).merge(described_world_size);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

@@ -8,7 +8,7 @@
 #include "nanlocator/record/ledger.hpp"
 #include "report/ledger_files.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 struct MergedLedgers {
   std::vector<Ledger> ledgers;  // by rank: what `locate` takes
@@ -25,4 +25,4 @@ struct MergedLedgers {
                                           int described_world_size,
                                           std::vector<std::string>& notes);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

@@ -14,7 +14,7 @@
 #include "report/page_text.hpp"
 #include "report/words.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 namespace {
 
 using nlohmann::ordered_json;
@@ -517,4 +517,4 @@ ordered_json page_data(const RunReport& report, const PagePictures& pictures,
   return PageData(report, pictures, limits).json();
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

@@ -8,7 +8,7 @@
 #include "report/rank_picture.hpp"
 #include "report/timeline_picture.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 /// How much of the ledgers the page holds.
 struct PageLimits {
@@ -37,4 +37,4 @@ struct PagePictures {
                                                const PagePictures& pictures,
                                                const PageLimits& limits);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

@@ -4,7 +4,7 @@
 
 #include "files/printable.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 std::string page_text(std::string_view raw, std::size_t most_bytes) {
   // Escapes make a byte at most six; what lies beyond would be cut anyway.
@@ -65,4 +65,4 @@ std::string script_json(const nlohmann::ordered_json& json) {
   return out;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

@@ -6,7 +6,7 @@
 #include <string>
 #include <string_view>
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 /// Printable (printable.hpp) and at most `most_bytes`, cut between characters and ending in "...".
 [[nodiscard]] std::string page_text(std::string_view raw, std::size_t most_bytes = 600);
@@ -18,4 +18,4 @@ namespace nanlocator {
 /// no text in it can end the element.
 [[nodiscard]] std::string script_json(const nlohmann::ordered_json& json);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

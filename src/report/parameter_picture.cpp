@@ -7,7 +7,7 @@
 #include <unordered_map>
 #include <utility>
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 namespace {
 
 /// Ranks of one stage tell the same order, but for experts: each has others. A name that is new is
@@ -105,4 +105,4 @@ ParameterPicture picture_parameters(std::span<const PageRank> ranks) {
   return picture;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

@@ -9,7 +9,7 @@
 
 #include "report/rank_picture.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 /// The phases in which parameters or their gradients are scanned.
 inline constexpr std::array kParameterPhases = {Phase::params_before, Phase::grad_local,
@@ -38,4 +38,4 @@ struct ParameterPicture {
 
 [[nodiscard]] ParameterPicture picture_parameters(std::span<const PageRank> ranks);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

@@ -7,7 +7,7 @@
 
 #include "map/rank_order.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 namespace {
 
 class Picture {
@@ -133,4 +133,4 @@ RankPicture picture_ranks(const RunReport& report) {
   return Picture(report).draw();
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

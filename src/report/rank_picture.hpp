@@ -10,7 +10,7 @@
 
 #include "nanlocator/report/run_report.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 /// What a rank is to this step, the most telling first.
 enum class RankState : std::uint8_t {
@@ -46,4 +46,4 @@ inline constexpr int kMostRanksDrawn = 32'768;
 
 [[nodiscard]] RankPicture picture_ranks(const RunReport& report);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

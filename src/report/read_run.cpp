@@ -20,7 +20,7 @@
 #include "report/merge_ledgers.hpp"
 #include "report/tensor_windows.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 namespace {
 
 namespace fs = std::filesystem;
@@ -484,4 +484,4 @@ std::optional<Verdict> read_recorded_verdict(const fs::path& attempt, std::int64
   return RecordedVerdicts(attempt, ignored).of_step(iteration);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

@@ -12,7 +12,7 @@
 #include "report/fact_text.hpp"
 #include "report/words.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 namespace {
 
 constexpr const char* kPort = "29400";  // torchrun's own choice
@@ -487,4 +487,4 @@ std::vector<std::string> notes_of(const Verdict& verdict) {
   return notes;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

@@ -14,7 +14,7 @@
 #include "nanlocator/scan/element_bits.hpp"
 #include "record/element_types.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 namespace {
 
 constexpr std::int64_t kMostRows = 32;
@@ -243,4 +243,4 @@ std::vector<TensorWindow> windows_of(const OpenBundle& open) {
   return windows;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

@@ -6,7 +6,7 @@
 #include "nanlocator/record/bundle.hpp"
 #include "nanlocator/report/run_report.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 /// Of the operator call (where none was kept, of the module call): its first outputs with a bad
 /// element, and the inputs it may come from, each a cut of at most 32 x 48 around that element. An
@@ -15,4 +15,4 @@ namespace nanlocator {
 /// tensors without elements and types whose values are not known here.
 [[nodiscard]] std::vector<TensorWindow> windows_of(const OpenBundle& bundle);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

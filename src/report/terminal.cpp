@@ -12,7 +12,7 @@
 #include "nanlocator/report/sentences.hpp"
 #include "report/words.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 namespace {
 
 // What does not fit is in verdict.json.
@@ -248,4 +248,4 @@ std::string format_verdict(const Verdict& verdict, const TerminalStyle& style) {
   return text;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

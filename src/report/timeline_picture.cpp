@@ -8,7 +8,7 @@
 #include <tuple>
 #include <unordered_map>
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 namespace {
 
 constexpr std::size_t kNone = std::numeric_limits<std::size_t>::max();
@@ -298,4 +298,4 @@ TimelinePicture picture_timeline(const RunReport& report, const RankPicture& ran
   return Timeline(report, ranks).draw();
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

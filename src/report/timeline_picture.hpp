@@ -11,7 +11,7 @@
 
 #include "report/rank_picture.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 /// A column: a phase, and of forward, loss and backward a microbatch.
 struct TimelineColumn {
@@ -58,4 +58,4 @@ inline constexpr int kMostMicrobatchesShown = 12;  // of each phase; the earlies
 
 [[nodiscard]] TimelinePicture picture_timeline(const RunReport& report, const RankPicture& ranks);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

@@ -16,7 +16,7 @@
 #include "record/sighting_json.hpp"
 #include "report/fact_json.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 constexpr auto json_fields(const OriginTensor*) {
   using T = OriginTensor;
@@ -163,4 +163,4 @@ Verdict verdict_from_json(std::string_view text, const std::string& source) {
   return verdict;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

@@ -3,7 +3,7 @@
 #include "files/printable.hpp"
 #include "files/text.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 std::string short_list(const std::vector<int>& ranks) {
   constexpr std::size_t kMostColumns = 100;
@@ -142,4 +142,4 @@ std::string replay_command(const std::filesystem::path& run_dir, const std::stri
   return "nanlocator replay " + shell_word((folder / bundle).string());
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

@@ -9,7 +9,7 @@
 #include "nanlocator/locate/verdict.hpp"
 #include "nanlocator/map/rank_coordinates.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 /// "0-3, 9", cut where it is long.
 [[nodiscard]] std::string short_list(const std::vector<int>& ranks);
@@ -44,4 +44,4 @@ namespace nanlocator {
 [[nodiscard]] std::string replay_command(const std::filesystem::path& run_dir,
                                          const std::string& bundle);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

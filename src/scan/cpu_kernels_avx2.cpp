@@ -5,15 +5,15 @@
 #define NANLOCATOR_VECTOR_BYTES 32
 #include "scan/cpu_kernels.inc"
 
-namespace nanlocator {
+namespace nanlocator::inline scan_room {
 const CpuKernels* avx2_kernels() noexcept {
   return &kKernels;
 }
-}  // namespace nanlocator
+}  // namespace nanlocator::inline scan_room
 #else
-namespace nanlocator {
+namespace nanlocator::inline scan_room {
 const CpuKernels* avx2_kernels() noexcept {
   return nullptr;
 }
-}  // namespace nanlocator
+}  // namespace nanlocator::inline scan_room
 #endif

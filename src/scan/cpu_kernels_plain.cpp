@@ -5,8 +5,8 @@
 #define NANLOCATOR_VECTOR_BYTES 16
 #include "scan/cpu_kernels.inc"
 
-namespace nanlocator {
+namespace nanlocator::inline scan_room {
 const CpuKernels* plain_kernels() noexcept {
   return &kKernels;
 }
-}  // namespace nanlocator
+}  // namespace nanlocator::inline scan_room

@@ -25,7 +25,7 @@
 #include "scan/tensor_view_check.hpp"
 #include "scan/worker_pool.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline scan_room {
 namespace {
 
 /// Below this, waking a thread costs more than it saves.
@@ -523,4 +523,4 @@ void scan_cpu_with(const CpuKernels& kernels, std::span<const TensorView> tensor
   for (std::size_t i = 0; i < tensors.size(); ++i) results[i] = scan_alone(tensors[i], kernels);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline scan_room

@@ -7,7 +7,7 @@
 #include "nanlocator/scan/slot_scanner.hpp"
 #include "scan/tensor_view_check.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline scan_room {
 namespace {
 
 /// Fills the slots inside `enqueue`; a readback is a copy, so that the host reads the slots as they
@@ -96,4 +96,4 @@ std::unique_ptr<SlotScanner> make_cpu_slot_scanner(int threads) {
   return std::make_unique<CpuSlotScanner>(threads);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline scan_room

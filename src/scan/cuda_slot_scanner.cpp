@@ -20,8 +20,7 @@
 #include "scan/chunk_table.hpp"
 #include "scan/cuda_kernels.hpp"
 
-namespace nanlocator {
-namespace cuda {
+namespace nanlocator::cuda {
 namespace {
 
 void check(cudaError_t status, const char* call, int device) {
@@ -396,7 +395,9 @@ class CudaSlotScanner final : public SlotScanner {
 };
 
 }  // namespace
-}  // namespace cuda
+}  // namespace nanlocator::cuda
+
+namespace nanlocator::inline scan_room {
 
 std::shared_ptr<DeviceMemory> make_cuda_memory() {
   return std::make_shared<cuda::CudaMemory>();
@@ -407,4 +408,4 @@ std::unique_ptr<SlotScanner> make_cuda_slot_scanner(int device,
   return std::make_unique<cuda::CudaSlotScanner>(device, std::move(memory));
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline scan_room

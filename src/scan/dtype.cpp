@@ -3,7 +3,7 @@
 #include <limits>
 #include <utility>
 
-namespace nanlocator {
+namespace nanlocator::inline scan_room {
 
 std::optional<double> largest_finite(std::string_view dtype) noexcept {
   constexpr std::pair<std::string_view, double> kLargest[] = {
@@ -23,4 +23,4 @@ std::optional<double> largest_finite(std::string_view dtype) noexcept {
   return std::nullopt;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline scan_room

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
-namespace nanlocator {
+namespace nanlocator::inline scan_room {
 
 bool ScanPlan::matches(std::span<const TensorView> tensors) const noexcept {
   return std::ranges::equal(tensors_, tensors);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline scan_room

@@ -1,6 +1,6 @@
 #include "nanlocator/scan/tensor_stats.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline scan_room {
 
 std::vector<std::int64_t> unravel_index(std::int64_t flat, const std::vector<std::int64_t>& shape) {
   std::vector<std::int64_t> index(shape.size(), 0);
@@ -13,4 +13,4 @@ std::vector<std::int64_t> unravel_index(std::int64_t flat, const std::vector<std
   return index;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline scan_room

@@ -5,7 +5,7 @@
 
 #include "nanlocator/error.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline scan_room {
 namespace {
 
 [[noreturn]] void refuse(const std::string& what) {
@@ -67,4 +67,4 @@ void check_view(const TensorView& view) {
   }
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline scan_room

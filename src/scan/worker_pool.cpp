@@ -8,7 +8,7 @@
 #include <system_error>
 #include <thread>
 
-namespace nanlocator {
+namespace nanlocator::inline scan_room {
 namespace {
 
 class WorkerPool {
@@ -93,4 +93,4 @@ void run_shared(int more, const std::function<void()>& work) {
   this_process_pool().run(more, work);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline scan_room

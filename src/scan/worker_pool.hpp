@@ -6,7 +6,7 @@
 
 #include <functional>
 
-namespace nanlocator {
+namespace nanlocator::inline scan_room {
 
 /// Runs `work` on this thread and, at the same time, on up to `more` others; returns when all of
 /// them have come back. Late threads are not waited for: one that wakes up after the caller has
@@ -18,4 +18,4 @@ namespace nanlocator {
 /// thread, `work` runs on this thread alone.
 void run_shared(int more, const std::function<void()>& work);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline scan_room

@@ -7,7 +7,7 @@
 
 #include "nanlocator/replay/replay.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline step_room {
 namespace {
 
 /// What a kernel does to the same inputs is asked of computations only: data, weights and memory
@@ -127,4 +127,4 @@ std::vector<Birth> keep_births(const Explanation& explanation, GradientLocator& 
   return births;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

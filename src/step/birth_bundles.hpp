@@ -10,7 +10,7 @@
 #include "nanlocator/step/gradient_locator.hpp"
 #include "nanlocator/trace/operator_trace.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline step_room {
 
 /// Adds what the integration kept of the module call around a birth.
 using AddModuleCall =
@@ -33,4 +33,4 @@ using TakeKernelCall = std::function<std::optional<KeptKernelCall>(const Birth&)
                                              const AddModuleCall& add_module_call,
                                              const TakeKernelCall& take_kernel_call);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

@@ -13,7 +13,7 @@
 #include "nanlocator/tensor/scan_work.hpp"
 #include "step/gradient_locator_impl.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline step_room {
 namespace {
 
 /// Of ranks whose pass has ended.
@@ -466,4 +466,4 @@ void GradientLocator::dismiss() {
   impl_->now_in(Activity::training);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

@@ -10,7 +10,7 @@
 #include "nanlocator/report/read_run.hpp"
 #include "nanlocator/report/verdict_json.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline step_room {
 namespace {
 
 /// gather_deadlines, for ranks that answer: a replay or a bundle may take that long.
@@ -495,4 +495,4 @@ void GradientLocator::Impl::go_on_or_stop(const Verdict& verdict, const std::str
   if (communicator->monitor()) communicator->monitor()->stop(iteration);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

@@ -27,7 +27,7 @@
 #include "step/run_directory.hpp"
 #include "step/verdict_files.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline step_room {
 
 using Clock = std::chrono::steady_clock;
 
@@ -179,4 +179,4 @@ struct GradientLocator::Impl {
   void go_on_or_stop(const Verdict& verdict, const std::string& key);
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

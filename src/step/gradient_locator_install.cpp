@@ -4,7 +4,7 @@
 
 #include "nanlocator/files/atomic_file.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline step_room {
 
 at::DeviceType choose_flag_device(const RankCoordinates& coordinates,
                                   const Communicator* communicator) {
@@ -99,4 +99,4 @@ void GradientLocator::Impl::watch_ranks() {
   last_words.emplace([this] { write_last_words(); });
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

@@ -10,7 +10,7 @@
 #include <thread>
 #include <utility>
 
-namespace nanlocator {
+namespace nanlocator::inline step_room {
 namespace {
 
 constexpr std::chrono::seconds kPatience{5};
@@ -88,4 +88,4 @@ LastWords::~LastWords() {
   registered().writes.erase(key_);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

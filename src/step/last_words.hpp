@@ -9,7 +9,7 @@
 
 #include <functional>
 
-namespace nanlocator {
+namespace nanlocator::inline step_room {
 
 class LastWords {
  public:
@@ -24,4 +24,4 @@ class LastWords {
   int key_ = 0;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

@@ -10,7 +10,7 @@
 
 #include "tensor/tensor_access.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline step_room {
 namespace {
 
 // "torch::nn::EmbeddingImpl", "torch::nn::EmbeddingBagImpl": a batch touches only some of their
@@ -281,4 +281,4 @@ void LocatingOptimizer::add_param_group(const torch::optim::OptimizerParamGroup&
   observe_backward();
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

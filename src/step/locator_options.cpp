@@ -1,6 +1,6 @@
 #include "step/gradient_locator_impl.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline step_room {
 
 void check_options(const LocatorOptions& options) {
   if (options.gather_deadline.count() <= 0) {
@@ -30,4 +30,4 @@ std::string_view outcome_of(Policy policy, const RerunOutcome& rerun) noexcept {
   return kStopped;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

@@ -7,7 +7,7 @@
 
 #include "nanlocator/map/rank_coordinates.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline step_room {
 namespace {
 
 using std::chrono::milliseconds;
@@ -147,4 +147,4 @@ std::string RerunGuard::why_it_cannot_end() {
              : "";
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

@@ -19,7 +19,7 @@
 #include "nanlocator/agree/communicator.hpp"
 #include "trace/operator_progress.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline step_room {
 
 class RerunGuard {
  public:
@@ -72,4 +72,4 @@ class RerunGuard {
   std::thread thread_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

@@ -13,7 +13,7 @@
 
 #include "nanlocator/error.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline step_room {
 namespace {
 
 constexpr int kRunVersion = 1;
@@ -119,4 +119,4 @@ std::string agreed_options_json(const LocatorOptions& options, std::string_view 
   return dump(json, -1);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

@@ -7,7 +7,7 @@
 #include "nanlocator/map/rank_coordinates.hpp"
 #include "nanlocator/step/gradient_locator.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline step_room {
 
 struct Run {
   std::string id;  // UTC time and six random hexadecimal digits: "20250131T093000Z-5f3a9c"
@@ -37,4 +37,4 @@ void ensure_directory(const std::filesystem::path& directory);
 [[nodiscard]] std::string agreed_options_json(const LocatorOptions& options,
                                               std::string_view flag_device);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

@@ -14,7 +14,7 @@
 #include "nanlocator/trace/module_watch.hpp"
 #include "tensor/tensor_access.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline step_room {
 namespace {
 
 // Groups of scans: parameters need no buckets. Weights that are scanned because
@@ -606,4 +606,4 @@ void StepDriver::forget_observations() {
   if (!is_in_pass()) impl_->forget_observations();
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

@@ -16,7 +16,7 @@
 #include "step/rerun_guard.hpp"
 #include "tensor/tensor_access.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline step_room {
 namespace {
 
 constexpr std::uint64_t kOnlyGroup = 0;
@@ -850,4 +850,4 @@ std::int64_t StepRerun::compare() {
   return count_changed(first, second.scanned);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

@@ -16,7 +16,7 @@
 
 #include "nanlocator/error.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline step_room {
 namespace {
 
 /// Elements up to which a buffer is copied at every save, whatever its version says: batch norm's
@@ -184,4 +184,4 @@ void StepState::set_generator_states(const std::map<std::string, at::Tensor>& st
   }
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

@@ -11,7 +11,7 @@
 #include "nanlocator/report/sentences.hpp"
 #include "nanlocator/report/verdict_json.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline step_room {
 namespace {
 
 constexpr int kStatusVersion = 1;
@@ -220,4 +220,4 @@ std::string VerdictFiles::own_place() const {
          " of iteration " + std::to_string(iteration_) + ".";
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

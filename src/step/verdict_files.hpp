@@ -18,7 +18,7 @@
 #include "nanlocator/map/rank_coordinates.hpp"
 #include "step/run_directory.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline step_room {
 
 /// The state of a run that ranks are missing from, in status.json; others are `outcome_of`'s.
 inline constexpr std::string_view kRankLost = "rank_lost";
@@ -96,4 +96,4 @@ class VerdictFiles {
   std::optional<Reported> reported_;  // of the current step
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

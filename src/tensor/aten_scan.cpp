@@ -17,7 +17,7 @@
 #include "nanlocator/scan/fingerprint.hpp"
 #include "tensor/chunks.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 namespace {
 
 // A multiple of four, so that chunks of 1-byte elements begin at a whole fingerprint word too.
@@ -143,4 +143,4 @@ TensorStats read_stats(const AtenStats& stats) {
   return total;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

@@ -11,7 +11,7 @@
 
 #include "nanlocator/scan/tensor_stats.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 
 /// The unread statistics of one tensor; one row for each chunk of 2^20 elements.
 struct AtenStats {
@@ -41,4 +41,4 @@ void warn_of_slow_path(at::Device device);
 /// Waits for the device.
 [[nodiscard]] TensorStats read_stats(const AtenStats& stats);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

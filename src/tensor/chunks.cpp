@@ -8,7 +8,7 @@
 #include "nanlocator/scan/fingerprint.hpp"
 #include "tensor/tensor_access.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 namespace {
 
 /// Calls `visit(run)` for views that follow each other in row-major order, of `most` elements at
@@ -102,4 +102,4 @@ void add_part(TensorStats& total, const TensorStats& part, std::int64_t first,
       add_fingerprints(total.fingerprint, shift_fingerprint(part.fingerprint, first_word));
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

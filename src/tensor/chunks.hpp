@@ -8,7 +8,7 @@
 
 #include "nanlocator/scan/tensor_stats.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 
 /// Calls `visit(chunk, first)` for the elements of a strided tensor, as real numbers
 /// (tensor_access: as_real) and in row-major order: 1-D, contiguous, `most` at a time and fewer at
@@ -22,4 +22,4 @@ void for_each_chunk(const at::Tensor& tensor, std::int64_t most,
 void add_part(TensorStats& total, const TensorStats& part, std::int64_t first,
               std::size_t element_bytes);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

@@ -9,7 +9,7 @@
 
 #include "nanlocator/error.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 namespace {
 
 class TorchMemory final : public DeviceMemory {
@@ -42,6 +42,6 @@ std::unique_ptr<SlotScanner> make_torch_cuda_scanner(at::Device device) {
   return make_cuda_slot_scanner(device.index(), std::make_shared<TorchMemory>());
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room
 
 #endif

@@ -9,13 +9,13 @@
 
 #include "nanlocator/scan/slot_scanner.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 
 /// Its memory comes from Torch's caching allocator, which gives back to the device what it holds
 /// unused and tries again before it refuses; so a card that Torch fills has room for a scanner, and
 /// limits that the program sets for Torch hold. Throws as make_cuda_slot_scanner.
 [[nodiscard]] std::unique_ptr<SlotScanner> make_torch_cuda_scanner(at::Device device);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room
 
 #endif

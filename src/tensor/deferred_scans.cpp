@@ -26,7 +26,7 @@
 #include <c10/cuda/CUDAStream.h>
 #endif
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 namespace {
 
 // Wrappers of vmap and grad, fake and subclass tensors: their memory is not theirs, or none.
@@ -245,4 +245,4 @@ void DeferredScans::clear() {
   for (const auto& device : devices_) device->clear();
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

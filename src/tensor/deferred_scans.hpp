@@ -19,7 +19,7 @@
 #include "nanlocator/scan/tensor_stats.hpp"
 #include "tensor/aten_scan.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 
 class DeferredScans {
  public:
@@ -68,4 +68,4 @@ class DeferredScans {
   std::vector<std::unique_ptr<Device>> devices_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

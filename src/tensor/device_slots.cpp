@@ -18,7 +18,7 @@
 #include <c10/cuda/CUDAStream.h>
 #endif
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 namespace {
 
 void count_scan_of(std::span<const at::Tensor> tensors) {
@@ -211,4 +211,4 @@ std::unique_ptr<DeviceSlots> make_aten_slots(at::Device device) {
   return std::make_unique<AtenSlots>(device);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

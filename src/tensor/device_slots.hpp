@@ -15,7 +15,7 @@
 #include "nanlocator/scan/slot_scanner.hpp"
 #include "nanlocator/scan/tensor_stats.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 
 /// Tensors that are scanned together, and the slots that they fill.
 struct SlotBatch {
@@ -51,4 +51,4 @@ class DeviceSlots {
 [[nodiscard]] std::unique_ptr<DeviceSlots> make_device_slots(at::Device device, int threads);
 [[nodiscard]] std::unique_ptr<DeviceSlots> make_aten_slots(at::Device device);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

@@ -4,7 +4,7 @@
 
 #include "tensor/torch_versions.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 namespace {
 
 constexpr std::pair<at::ScalarType, std::string_view> kDtypeNames[] = {
@@ -49,4 +49,4 @@ std::optional<at::ScalarType> scalar_type_from(std::string_view name) noexcept {
   return std::nullopt;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

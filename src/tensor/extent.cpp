@@ -10,7 +10,7 @@
 #include "tensor/own_work.hpp"
 #include "tensor/tensor_access.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 namespace {
 
 /// Elements that are scanned together: masks and copies of them take some 2 MB.
@@ -93,4 +93,4 @@ std::optional<std::int64_t> count_negatives(const at::Tensor& observable) {
   return negatives;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

@@ -10,7 +10,7 @@
 
 #include "nanlocator/record/birth.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 
 /// Of an observable tensor with `bad` bad elements; a complex one has a last dimension of 2. Empty
 /// where nothing is bad, and of tensors so large that it would take seconds.
@@ -19,4 +19,4 @@ namespace nanlocator {
 /// Elements below zero; empty of complex and of very large tensors.
 [[nodiscard]] std::optional<std::int64_t> count_negatives(const at::Tensor& observable);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

@@ -17,7 +17,7 @@
 #include "tensor/own_work.hpp"
 #include "tensor/tensor_access.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 namespace {
 
 /// Tensors with one of these keys are wrappers: the operators on what they wrap are seen, too.
@@ -212,4 +212,4 @@ ByteRange range_of(const at::Tensor& observable) noexcept {
   return range;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

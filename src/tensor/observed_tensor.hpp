@@ -14,7 +14,7 @@
 #include "nanlocator/scan/content.hpp"
 #include "nanlocator/scan/tensor_stats.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 
 /// The tensor whose memory holds the values: itself, or the values of a sparse COO tensor.
 /// Undefined where there is nothing to scan: integers, empty, meta, nested, quantised, and
@@ -56,4 +56,4 @@ struct ByteRange {
 };
 [[nodiscard]] ByteRange range_of(const at::Tensor& observable) noexcept;
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

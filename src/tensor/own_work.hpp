@@ -6,7 +6,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 
 /// While one lives, operators on this thread are seen by no observer, no autograd, no autocast and
 /// no dispatch mode of Python.
@@ -21,4 +21,4 @@ struct OwnWork {
   c10::impl::ExcludeDispatchKeyGuard excluded;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

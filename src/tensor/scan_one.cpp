@@ -8,7 +8,7 @@
 #include "tensor/deferred_scans.hpp"
 #include "tensor/tensor_access.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 
 std::optional<TensorStats> scan_one(const at::Tensor& tensor) {
   if (!DeferredScans::can_scan(tensor) || is_captured(tensor.device())) return std::nullopt;
@@ -28,4 +28,4 @@ std::optional<TensorStats> scan_one(const at::Tensor& tensor) {
   return scan_tensors({is_sparse ? tensor.detach()._values() : tensor.detach()}).front();
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

@@ -14,7 +14,7 @@
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #endif
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 namespace {
 
 bool has_pending_operation(const at::Tensor& tensor) {
@@ -147,4 +147,4 @@ std::vector<TensorStats> scan_tensors(const std::vector<at::Tensor>& tensors, in
   return results;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

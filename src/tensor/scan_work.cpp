@@ -2,7 +2,7 @@
 
 #include <atomic>
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 namespace {
 
 struct {
@@ -32,4 +32,4 @@ void count_wait() noexcept {
   add(work.waits, 1);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

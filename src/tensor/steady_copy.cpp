@@ -15,7 +15,7 @@
 #include "tensor/own_work.hpp"
 #include "tensor/tensor_access.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 namespace {
 
 constexpr std::int64_t kAlignment = 64;  // of what Torch's allocators hand out, at least
@@ -126,4 +126,4 @@ std::vector<at::Tensor> steady_together(const std::vector<at::Tensor>& tensors,
   return copies;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

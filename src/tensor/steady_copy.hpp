@@ -7,7 +7,7 @@
 #include <functional>
 #include <vector>
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 
 /// Bytes of its storage that a steady copy of `tensor` takes; 0 for what is not copied: weights and
 /// whatever needs a gradient, wrappers, tensors without memory of their own, numbers of the
@@ -33,4 +33,4 @@ namespace nanlocator {
 /// Whether these elements still hold the same bits; true where there is no sample.
 [[nodiscard]] bool has_content(const at::Tensor& tensor, const at::Tensor& sample);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

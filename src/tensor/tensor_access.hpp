@@ -10,7 +10,7 @@
 
 #include "nanlocator/scan/dtype.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 
 /// The kernels' element type; empty for integers and floating-point types that they do not know.
 [[nodiscard]] std::optional<DType> scanned_dtype(at::ScalarType type) noexcept;
@@ -45,4 +45,4 @@ namespace nanlocator {
 /// memory, but for a pending conjugation or negation, which is carried out on a copy.
 [[nodiscard]] at::Tensor as_real(const at::Tensor& tensor);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

@@ -7,7 +7,7 @@
 #include "nanlocator/tensor/scan_tensor.hpp"
 #include "tensor/deferred_scans.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 namespace {
 
 bool can_be_read(const at::Tensor& tensor) {
@@ -49,4 +49,4 @@ std::vector<TensorStats> TensorScans::read() {
   return stats;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

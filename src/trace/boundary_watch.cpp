@@ -29,7 +29,7 @@
 #include "tensor/deferred_scans.hpp"
 #include "tensor/tensor_access.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 namespace {
 
 struct Group {
@@ -525,4 +525,4 @@ BoundaryWatch::Collected BoundaryWatch::collect(std::int64_t iteration) {
   return collected;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

@@ -4,7 +4,7 @@
 #include <array>
 #include <string_view>
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 namespace {
 
 bool is_accumulate_grad(std::string_view node) {
@@ -142,4 +142,4 @@ const Frame* collective_around(ThreadFrames& frames) {
   return nullptr;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

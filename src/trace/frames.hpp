@@ -23,7 +23,7 @@
 #include "trace/operator_info.hpp"
 #include "trace/torch_versions.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 enum class FrameKind : std::uint8_t {
   operation,  // has a schema
@@ -152,4 +152,4 @@ struct Location {
 /// The collective that the innermost frame runs inside of; null where it does not.
 [[nodiscard]] const Frame* collective_around(ThreadFrames& frames);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

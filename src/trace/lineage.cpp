@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 namespace {
 
 const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
@@ -320,4 +320,4 @@ at::Tensor Declarations::tensor_of(const Declared& declared) {
   return at::Tensor(std::move(strong));
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

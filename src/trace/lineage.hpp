@@ -22,7 +22,7 @@
 #include "nanlocator/trace/program_code.hpp"
 #include "tensor/observed_tensor.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 /// Position in the trace's births.
 using BirthId = std::int32_t;
@@ -214,4 +214,4 @@ class Declarations {
   std::unordered_multimap<const c10::StorageImpl*, std::size_t> by_storage_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

@@ -3,7 +3,7 @@
 #include <atomic>
 #include <cstdint>
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 namespace {
 
 // Both numbers in one word, each plus one; zero: unknown.
@@ -31,4 +31,4 @@ MicrobatchPlace current_microbatch() noexcept {
   return {unpacked(word >> kBits), unpacked(word & 0xffffffffU)};
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

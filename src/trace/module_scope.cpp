@@ -4,7 +4,7 @@
 #include <unordered_set>
 #include <vector>
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 namespace {
 
 std::vector<ModulePath>& stack() {
@@ -40,4 +40,4 @@ ModulePath current_module() noexcept {
   return stack().empty() ? nullptr : stack().back();
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

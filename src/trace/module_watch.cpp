@@ -13,7 +13,7 @@
 #include "trace/module_gradient_hooks.hpp"
 #include "trace/module_watch_state.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 using module_watch::Call;
 using module_watch::kNoCall;
@@ -122,4 +122,4 @@ ModuleWatch::Collected ModuleWatch::collect(std::int64_t iteration,
   return module_watch::explain(state, iteration, parameters, buffers);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <unordered_map>
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 namespace {
 
 template <std::size_t count>
@@ -159,4 +159,4 @@ bool is_read(const OperatorInfo& info, c10::ArrayRef<c10::IValue> arguments, std
   return !(beta.isDouble() && beta.toDouble() == 0) && !(beta.isInt() && beta.toInt() == 0);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

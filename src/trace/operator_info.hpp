@@ -13,7 +13,7 @@
 #include "nanlocator/record/collective_kind.hpp"
 #include "nanlocator/replay/capture.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 /// How an argument takes part.
 enum class ArgumentUse : std::uint8_t {
@@ -66,4 +66,4 @@ struct OperatorInfo {
 [[nodiscard]] bool is_read(const OperatorInfo& info, c10::ArrayRef<c10::IValue> arguments,
                            std::size_t i);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

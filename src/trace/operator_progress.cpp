@@ -3,7 +3,7 @@
 #include <mutex>
 #include <utility>
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 namespace {
 
 // Of the process: a callback may still run on another thread when its owner has gone.
@@ -44,4 +44,4 @@ OperatorProgress::Latest OperatorProgress::latest() const {
   return noted().latest;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

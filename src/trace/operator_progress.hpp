@@ -9,7 +9,7 @@
 #include <chrono>
 #include <string>
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 class OperatorProgress {
  public:
@@ -30,4 +30,4 @@ class OperatorProgress {
   at::CallbackHandle callback_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

@@ -11,7 +11,7 @@
 #include "nanlocator/trace/transfer.hpp"
 #include "trace/operator_trace_impl.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 namespace {
 
 std::atomic<OperatorTrace::Impl*> active_trace = nullptr;
@@ -333,4 +333,4 @@ void OperatorTrace::resume() noexcept {
   impl_->is_paused = false;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

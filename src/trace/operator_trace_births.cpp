@@ -16,7 +16,7 @@
 #include "torch/csrc/autograd/variable.h"
 #include "trace/operator_trace_impl.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 namespace {
 
 /// Beyond this many, births are kept without their calls.
@@ -868,4 +868,4 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
   pass_on({id});
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

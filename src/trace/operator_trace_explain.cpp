@@ -4,7 +4,7 @@
 
 #include "trace/operator_trace_impl.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 namespace {
 
 /// "aten::div.Tensor" is a call of "aten::div".
@@ -190,4 +190,4 @@ Explanation OperatorTrace::Impl::explanation_of(ReachedByBirth reached, bool are
   return explanation;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

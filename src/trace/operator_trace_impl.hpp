@@ -28,7 +28,7 @@
 #include "trace/thread_accesses.hpp"
 #include "trace/transfers_in_flight.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 /// A tensor in a call's values: `element` counts in a list, -1 outside of one.
 struct TensorAt {
@@ -234,4 +234,4 @@ void for_each_tensor_at(const c10::IValue& value, const Visit& visit) {
 
 [[nodiscard]] const std::string* intern_name(const std::string& name);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

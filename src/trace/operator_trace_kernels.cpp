@@ -9,7 +9,7 @@
 #include "tensor/extent.hpp"
 #include "trace/operator_trace_impl.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 void OperatorTrace::Impl::start_kernel(const std::string& name, std::int64_t number,
                                        std::span<const KernelArgument> arguments,
@@ -164,4 +164,4 @@ BirthId OperatorTrace::Impl::add_kernel_birth(const Frame& frame,
   return id;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

@@ -3,7 +3,7 @@
 
 #include "nanlocator/trace/operator_trace.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 void OperatorTrace::declare(const torch::nn::Module& model) {
   for (const auto& parameter : model.named_parameters()) {
@@ -14,4 +14,4 @@ void OperatorTrace::declare(const torch::nn::Module& model) {
   }
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

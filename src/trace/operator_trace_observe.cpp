@@ -16,7 +16,7 @@
 #include "torch/csrc/autograd/graph_task.h"
 #include "trace/operator_trace_impl.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 namespace {
 
 constexpr std::string_view kEvaluate = "autograd::engine::evaluate_function: ";
@@ -702,4 +702,4 @@ void OperatorTrace::Impl::note_received(const at::RecordFunction& call, Frame& f
   if (!is_returned && !frame.arguments.empty()) receive_all(frame.arguments[0]);
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

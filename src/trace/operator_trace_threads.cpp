@@ -2,7 +2,7 @@
 
 #include "trace/operator_trace_impl.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 namespace {
 
 /// Composites are left to the operators that they are made of, collectives to TransfersInFlight.
@@ -92,4 +92,4 @@ void OperatorTrace::Impl::describe_thread_order(std::size_t order, const at::Ten
   threads.set_access(order, std::move(access));
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

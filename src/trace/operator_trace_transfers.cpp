@@ -3,7 +3,7 @@
 
 #include "trace/operator_trace_impl.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 namespace {
 
 /// A race is one line of the program; what follows from it would fill the ledger.
@@ -77,4 +77,4 @@ std::string OperatorTrace::Impl::parameter_in(const at::Tensor& tensor) const {
   return declared == nullptr ? "" : declared->name;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

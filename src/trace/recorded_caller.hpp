@@ -4,7 +4,7 @@
 
 #include "nanlocator/trace/program_code.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 class RecordedCaller {
  public:
@@ -23,4 +23,4 @@ class RecordedCaller {
   const ProgramCode::Caller* before_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

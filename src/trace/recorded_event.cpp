@@ -5,7 +5,7 @@
 
 #include "tensor/steady_copy.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 bool RecordedInput::is_overwritten() const {
   return kept.defined() && is_read && (version_of(kept) != version || !has_content(kept, sample));
@@ -64,4 +64,4 @@ std::optional<std::vector<std::pair<int, at::Tensor>>> first_outputs(
   return found;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

@@ -17,7 +17,7 @@
 
 #include "nanlocator/trace/step_recorder.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 using RecordedEvents = std::vector<std::shared_ptr<const RecordedEvent>>;
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
@@ -112,4 +112,4 @@ struct RecordedEvent::Data {
 [[nodiscard]] std::optional<std::vector<std::pair<int, at::Tensor>>> first_outputs(
     const RecordedEvent::Data& operation);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

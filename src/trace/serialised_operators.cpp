@@ -8,7 +8,7 @@
 
 #include "tensor/tensor_access.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 namespace {
 
 using Wait = std::function<void()>;
@@ -63,4 +63,4 @@ SerialisedOperators::~SerialisedOperators() {
   set_wait(nullptr);  // callbacks of other threads may still be running
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

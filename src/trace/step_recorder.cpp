@@ -20,7 +20,7 @@
 #include "trace/operator_trace_impl.hpp"
 #include "trace/recorded_event.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 namespace {
 
 /// More than this many events that something still needs are no training step's.
@@ -754,4 +754,4 @@ std::pair<std::size_t, std::size_t> StepRecorder::size() const {
   return {static_cast<std::size_t>(live), needed().size()};
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

@@ -9,7 +9,7 @@
 #include "trace/recorded_caller.hpp"
 #include "trace/recorded_event.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 namespace {
 
 class ScopedAutocast {
@@ -141,4 +141,4 @@ void StepReplay::leave(const RecordedEvent& event) {
   }
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

@@ -6,7 +6,7 @@
 #include <chrono>
 #include <utility>
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 namespace {
 
 constexpr std::size_t kMostOrders = 16;
@@ -131,4 +131,4 @@ bool Turn::has_come() const {
   return state_ == State::has_come;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

@@ -22,7 +22,7 @@
 #include "nanlocator/trace/operator_trace.hpp"
 #include "tensor/observed_tensor.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 class ThreadAccesses {
  public:
@@ -87,4 +87,4 @@ class Turn {
   std::vector<Memory> memory_;  // of what is awaited
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

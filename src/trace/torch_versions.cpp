@@ -11,7 +11,7 @@
 #include <pthread.h>
 #endif
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 #if NANLOCATOR_TORCH_BEFORE(2, 11)
 
@@ -36,4 +36,4 @@ bool is_thread_of_gloo() noexcept {
 
 #endif
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

@@ -5,7 +5,7 @@
 
 #include "tensor/torch_versions.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 /// A hook of autograd's nodes that compiled autograd leaves out: it calls none of ours, and need
 /// not know of them. Before 2.7 its question is not const.
@@ -27,4 +27,4 @@ inline constexpr bool kPythonSubclassHasAFrame = !NANLOCATOR_TORCH_BEFORE(2, 10)
 /// thread has no name, and a backtrace is asked (0.1 ms).
 [[nodiscard]] bool is_thread_of_gloo() noexcept;
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

@@ -5,7 +5,7 @@
 
 #include "nanlocator/trace/module_scope.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 void TransfersInFlight::begin(std::uint64_t number, Started transfer,
                               const std::vector<at::Tensor>& read,
@@ -76,4 +76,4 @@ std::shared_ptr<const TransfersInFlight::Started> TransfersInFlight::in_the_way_
   return nullptr;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

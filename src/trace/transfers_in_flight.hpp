@@ -15,7 +15,7 @@
 #include "tensor/observed_tensor.hpp"
 #include "trace/lineage.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 class TransfersInFlight {
  public:
@@ -63,4 +63,4 @@ class TransfersInFlight {
   std::vector<Memory> overlapped_;            // of all that were
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

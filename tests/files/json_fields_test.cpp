@@ -31,15 +31,9 @@ struct Bicycle {
   friend bool operator==(const Bicycle&, const Bicycle&) = default;
 };
 
-}  // namespace nanlocator::fields_test
-
-namespace nanlocator {
-template <>
-inline constexpr auto kNames<fields_test::Brake> = std::to_array<std::string_view>({"none", "rim",
-                                                                                    "disc"});
-}  // namespace nanlocator
-
-namespace nanlocator::fields_test {
+[[nodiscard]] constexpr auto names_of(Brake) {
+  return std::to_array<std::string_view>({"none", "rim", "disc"});
+}
 
 constexpr auto json_fields(const Wheel*) {
   return std::tuple(JsonField("spokes", &Wheel::spokes, 1));

@@ -35,6 +35,17 @@ endforeach()
 plant("" "#include \"nanlocator/report/page.hpp\"")
 expect("include/nanlocator/record/ledger\\.hpp: #include" ${check_record})
 
+# A room's names are in its own namespace.
+foreach(way "namespace nanlocator::inline record_room {" "namespace nanlocator::record {"
+            "namespace nanlocator {\ninline namespace record_room {")
+  plant("${way}")
+  expect(OK ${check_record})
+endforeach()
+foreach(way "namespace nanlocator {" "namespace nanlocator {\ninline namespace files_room {")
+  plant("${way}")
+  expect("record_room.*src/record/ledger\\.cpp" ${check_record})
+endforeach()
+
 # plant_table(<rows>): a table of rooms.
 function(plant_table rows)
   file(WRITE ${WORK}/docs/concepts.md "| room | question | may include |\n|---|---|---|\n${rows}")

@@ -30,7 +30,7 @@ class ProcessGroup;
 class Store;
 }  // namespace c10d
 
-namespace nanlocator {
+namespace nanlocator::inline agree_room {
 
 /// What arrived by the deadline: one entry per rank, empty where a rank stayed silent.
 using Gathered = std::vector<std::optional<std::string>>;
@@ -140,4 +140,4 @@ class Communicator {
   int agreements_ = 0;  // handshakes and broadcasts so far: the same number on every rank
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline agree_room

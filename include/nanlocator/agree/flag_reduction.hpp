@@ -16,7 +16,7 @@ namespace c10d {
 class ProcessGroup;
 }
 
-namespace nanlocator {
+namespace nanlocator::inline agree_room {
 
 class FlagReduction {
  public:
@@ -47,4 +47,4 @@ class FlagReduction {
 [[nodiscard]] std::unique_ptr<FlagReduction> flag_reduction_over(
     c10::intrusive_ptr<c10d::ProcessGroup> group);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline agree_room

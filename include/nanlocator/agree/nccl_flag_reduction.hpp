@@ -13,7 +13,7 @@
 struct ncclComm;     // *: ncclComm_t
 struct CUstream_st;  // *: cudaStream_t
 
-namespace nanlocator {
+namespace nanlocator::inline agree_room {
 
 /// `communicator`: of the ranks that train together, in their order, blocking or not; the caller's:
 /// it must outlive the reduction, and is neither destroyed nor aborted here. NCCL wants all ranks
@@ -26,4 +26,4 @@ namespace nanlocator {
 [[nodiscard]] std::unique_ptr<FlagReduction> flag_reduction_over_nccl(
     ncclComm* communicator, CUstream_st* stream = nullptr);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline agree_room

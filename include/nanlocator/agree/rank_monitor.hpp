@@ -21,7 +21,7 @@
 #include <string_view>
 #include <vector>
 
-namespace nanlocator {
+namespace nanlocator::inline agree_room {
 
 using Deadline = std::chrono::steady_clock::time_point;
 
@@ -105,4 +105,4 @@ class RankMonitor {
   std::shared_ptr<Shared> shared_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline agree_room

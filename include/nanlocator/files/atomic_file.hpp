@@ -11,7 +11,7 @@
 #include <string>
 #include <string_view>
 
-namespace nanlocator {
+namespace nanlocator::inline files_room {
 
 /// Maps, verdicts and reports: what the umask leaves of 0666.
 inline constexpr std::filesystem::perms kSharedFile =
@@ -36,4 +36,4 @@ void write_file_atomically(const std::filesystem::path& path, std::string_view b
 [[nodiscard]] std::string read_file(const std::filesystem::path& path,
                                     std::uint64_t limit = kLargestWholeFile);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline files_room

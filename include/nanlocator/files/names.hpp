@@ -1,8 +1,9 @@
 // The names of an enumeration's values in files and text: one table for both ways.
 //
 //   enum class Phase { forward, loss };
-//   template <>
-//   inline constexpr auto kNames<Phase> = std::to_array<std::string_view>({"forward", "loss"});
+//   constexpr auto names_of(Phase) {
+//     return std::to_array<std::string_view>({"forward", "loss"});
+//   }
 //
 //   name_of(Phase::loss);        value_named<Phase>("loss");
 #pragma once
@@ -12,14 +13,16 @@
 #include <optional>
 #include <string_view>
 
-namespace nanlocator {
+namespace nanlocator::inline files_room {
+
+template <typename Enum>
+concept HasNames = requires {
+  names_of(Enum{});  // in the namespace of the enumeration
+};
 
 /// In the order of the values, which count from 0.
-template <typename Enum>
-inline constexpr std::array<std::string_view, 0> kNames = {};
-
-template <typename Enum>
-concept HasNames = (kNames<Enum>.size() > 0);
+template <HasNames Enum>
+inline constexpr auto kNames = names_of(Enum{});
 
 template <HasNames Enum>
 [[nodiscard]] constexpr std::string_view name_of(Enum value) noexcept {
@@ -34,4 +37,4 @@ template <HasNames Enum>
   return std::nullopt;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline files_room

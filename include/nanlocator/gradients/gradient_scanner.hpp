@@ -23,7 +23,7 @@
 #include "nanlocator/record/history.hpp"
 #include "nanlocator/record/ledger.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline gradients_room {
 
 /// A tensor that is scanned on behalf of a parameter. Floating-point or complex; dense with any
 /// strides, or sparse COO (its values are scanned).
@@ -127,4 +127,4 @@ class GradientScanner {
   std::unique_ptr<Impl> impl_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline gradients_room

@@ -7,7 +7,7 @@
 
 #include "nanlocator/files/names.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 enum class Cause {
   bad_weight,
@@ -35,31 +35,32 @@ enum class Cause {
   loss_scale,
   unknown,
 };
-template <>
-inline constexpr auto kNames<Cause> = std::to_array<std::string_view>({"bad_weight",
-                                                                       "bad_buffer",
-                                                                       "bad_input",
-                                                                       "empty_loss_mask",
-                                                                       "operator_overflow",
-                                                                       "operator_undefined",
-                                                                       "operator_bug",
-                                                                       "kernel_bug",
-                                                                       "uninitialised_memory",
-                                                                       "compiled_region",
-                                                                       "memory_corruption",
-                                                                       "not_reproduced",
-                                                                       "race",
-                                                                       "collective_result",
-                                                                       "collective_sum",
-                                                                       "pipeline_transfer",
-                                                                       "recompute_mismatch",
-                                                                       "optimizer_update",
-                                                                       "optimizer_state",
-                                                                       "divergence",
-                                                                       "user_hook",
-                                                                       "bad_scalar",
-                                                                       "loss_scale",
-                                                                       "unknown"});
+[[nodiscard]] constexpr auto names_of(Cause) {
+  return std::to_array<std::string_view>({"bad_weight",
+                                          "bad_buffer",
+                                          "bad_input",
+                                          "empty_loss_mask",
+                                          "operator_overflow",
+                                          "operator_undefined",
+                                          "operator_bug",
+                                          "kernel_bug",
+                                          "uninitialised_memory",
+                                          "compiled_region",
+                                          "memory_corruption",
+                                          "not_reproduced",
+                                          "race",
+                                          "collective_result",
+                                          "collective_sum",
+                                          "pipeline_transfer",
+                                          "recompute_mismatch",
+                                          "optimizer_update",
+                                          "optimizer_state",
+                                          "divergence",
+                                          "user_hook",
+                                          "bad_scalar",
+                                          "loss_scale",
+                                          "unknown"});
+}
 
 /// Which rule of an operator's mathematics was broken, or which limit was passed.
 enum class Detail {
@@ -78,11 +79,12 @@ enum class Detail {
   exceeds_range,  // the true result does not fit the dtype
   custom_code,    // an operator or autograd Function that is no part of PyTorch
 };
-template <>
-inline constexpr auto kNames<Detail> = std::to_array<std::string_view>(
-    {"none", "sqrt_of_negative", "log_of_zero", "log_of_negative", "division_by_zero",
-     "zero_over_zero", "power_of_zero", "power_of_negative", "outside_domain", "derivative_at_pole",
-     "masked_row", "mean_of_nothing", "exceeds_range", "custom_code"});
+[[nodiscard]] constexpr auto names_of(Detail) {
+  return std::to_array<std::string_view>(
+      {"none", "sqrt_of_negative", "log_of_zero", "log_of_negative", "division_by_zero",
+       "zero_over_zero", "power_of_zero", "power_of_negative", "outside_domain",
+       "derivative_at_pole", "masked_row", "mean_of_nothing", "exceeds_range", "custom_code"});
+}
 
 /// Who can act.
 enum class Owner {
@@ -94,9 +96,10 @@ enum class Owner {
   vendor,     // whoever wrote the kernel or the custom operator
   nobody,     // nothing is to be done
 };
-template <>
-inline constexpr auto kNames<Owner> = std::to_array<std::string_view>(
-    {"unknown", "model_author", "data", "cluster_operator", "framework", "vendor", "nobody"});
+[[nodiscard]] constexpr auto names_of(Owner) {
+  return std::to_array<std::string_view>(
+      {"unknown", "model_author", "data", "cluster_operator", "framework", "vendor", "nobody"});
+}
 
 /// What the evidence leaves open besides, or instead of, the cause.
 enum class Suspect {
@@ -114,10 +117,11 @@ enum class Suspect {
   mathematics,  // the operator's result may be undefined for these inputs
   hook,
 };
-template <>
-inline constexpr auto kNames<Suspect> = std::to_array<std::string_view>(
-    {"link", "memory", "gather", "early_reuse", "collective", "kernel", "race", "checkpoint",
-     "last_update", "upstream", "writer", "mathematics", "hook"});
+[[nodiscard]] constexpr auto names_of(Suspect) {
+  return std::to_array<std::string_view>({"link", "memory", "gather", "early_reuse", "collective",
+                                          "kernel", "race", "checkpoint", "last_update", "upstream",
+                                          "writer", "mathematics", "hook"});
+}
 
 /// What to do next.
 enum class Action {
@@ -182,61 +186,62 @@ enum class Action {
   inspect_loss,
   check_after_backward,
 };
-template <>
-inline constexpr auto kNames<Action> = std::to_array<std::string_view>({"none",
-                                                                        "stated",
-                                                                        "wait",
-                                                                        "restore_copy",
-                                                                        "check_owner_of_shard",
-                                                                        "reset_optimizer_state",
-                                                                        "check_checkpoint",
-                                                                        "check_buffer",
-                                                                        "inspect_samples",
-                                                                        "guard_empty_loss",
-                                                                        "widen_or_scale",
-                                                                        "scale_inputs",
-                                                                        "compare_peers",
-                                                                        "correct_expression",
-                                                                        "find_source_of_zero",
-                                                                        "find_weight_writer",
-                                                                        "guard_slope",
-                                                                        "guard_masked_row",
-                                                                        "correct_custom_code",
-                                                                        "inspect_undefined",
-                                                                        "report_kernel",
-                                                                        "write_memory",
-                                                                        "report_compiler",
-                                                                        "inspect_bundle",
-                                                                        "inspect_operator",
-                                                                        "check_hook",
-                                                                        "correct_scalar",
-                                                                        "compare_executions",
-                                                                        "test_memory",
-                                                                        "find_writer",
-                                                                        "test_device",
-                                                                        "find_race",
-                                                                        "wait_for_transfer",
-                                                                        "wait_for_thread",
-                                                                        "wait_for_stream",
-                                                                        "compare_members",
-                                                                        "test_links",
-                                                                        "compare_sums",
-                                                                        "check_copy",
-                                                                        "check_collective_code",
-                                                                        "find_overwrite",
-                                                                        "test_transfer",
-                                                                        "ask_silent_ranks",
-                                                                        "check_update",
-                                                                        "lower_learning_rate",
-                                                                        "inspect_norm",
-                                                                        "trace_operators",
-                                                                        "inspect_batch",
-                                                                        "check_clip",
-                                                                        "inspect_backward",
-                                                                        "inspect_gradient",
-                                                                        "inspect_unordered",
-                                                                        "inspect_loss",
-                                                                        "check_after_backward"});
+[[nodiscard]] constexpr auto names_of(Action) {
+  return std::to_array<std::string_view>({"none",
+                                          "stated",
+                                          "wait",
+                                          "restore_copy",
+                                          "check_owner_of_shard",
+                                          "reset_optimizer_state",
+                                          "check_checkpoint",
+                                          "check_buffer",
+                                          "inspect_samples",
+                                          "guard_empty_loss",
+                                          "widen_or_scale",
+                                          "scale_inputs",
+                                          "compare_peers",
+                                          "correct_expression",
+                                          "find_source_of_zero",
+                                          "find_weight_writer",
+                                          "guard_slope",
+                                          "guard_masked_row",
+                                          "correct_custom_code",
+                                          "inspect_undefined",
+                                          "report_kernel",
+                                          "write_memory",
+                                          "report_compiler",
+                                          "inspect_bundle",
+                                          "inspect_operator",
+                                          "check_hook",
+                                          "correct_scalar",
+                                          "compare_executions",
+                                          "test_memory",
+                                          "find_writer",
+                                          "test_device",
+                                          "find_race",
+                                          "wait_for_transfer",
+                                          "wait_for_thread",
+                                          "wait_for_stream",
+                                          "compare_members",
+                                          "test_links",
+                                          "compare_sums",
+                                          "check_copy",
+                                          "check_collective_code",
+                                          "find_overwrite",
+                                          "test_transfer",
+                                          "ask_silent_ranks",
+                                          "check_update",
+                                          "lower_learning_rate",
+                                          "inspect_norm",
+                                          "trace_operators",
+                                          "inspect_batch",
+                                          "check_clip",
+                                          "inspect_backward",
+                                          "inspect_gradient",
+                                          "inspect_unordered",
+                                          "inspect_loss",
+                                          "check_after_backward"});
+}
 
 /// The observation that would refute the cause, or the place where the cause is not known.
 enum class Refutation {
@@ -268,16 +273,17 @@ enum class Refutation {
   earlier_in_step,
   earlier_phase,
 };
-template <>
-inline constexpr auto kNames<Refutation> = std::to_array<std::string_view>(
-    {"finite_checkpoint",   "finite_buffer",       "finite_samples",
-     "valid_label",         "finite_call",         "finite_in_float64",
-     "bad_in_float64",      "kernel_contract",     "bad_with_written_memory",
-     "bad_when_eager",      "unseen_writer",       "bad_in_further_rerun",
-     "bad_when_serialised", "bad_in_either_order", "bad_part",
-     "sum_in_range",        "sender_changed",      "bad_first_forward",
-     "bad_state_before",    "finite_state_before", "no_growth",
-     "bad_before_hook",     "finite_scalar",       "overflow_at_smallest_scale",
-     "unwatched_receipt",   "earlier_in_step",     "earlier_phase"});
+[[nodiscard]] constexpr auto names_of(Refutation) {
+  return std::to_array<std::string_view>(
+      {"finite_checkpoint",   "finite_buffer",       "finite_samples",
+       "valid_label",         "finite_call",         "finite_in_float64",
+       "bad_in_float64",      "kernel_contract",     "bad_with_written_memory",
+       "bad_when_eager",      "unseen_writer",       "bad_in_further_rerun",
+       "bad_when_serialised", "bad_in_either_order", "bad_part",
+       "sum_in_range",        "sender_changed",      "bad_first_forward",
+       "bad_state_before",    "finite_state_before", "no_growth",
+       "bad_before_hook",     "finite_scalar",       "overflow_at_smallest_scale",
+       "unwatched_receipt",   "earlier_in_step",     "earlier_phase"});
+}
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

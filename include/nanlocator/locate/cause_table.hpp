@@ -6,7 +6,7 @@
 
 #include "nanlocator/locate/verdict.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 struct ActionRule {
   Action action;
@@ -29,4 +29,4 @@ struct CauseRow {
 /// confidence in the cause, alternatives. The last pass over an origin.
 void complete(Origin& origin);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -16,7 +16,7 @@
 #include "nanlocator/record/birth.hpp"
 #include "nanlocator/record/sighting.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 /// One list for the enumerators and their names in JSON. docs/formats.md has the arguments of each.
 #define NANLOCATOR_FACT_KINDS(FACT)                                           \
@@ -194,9 +194,9 @@ enum class FactKind : std::uint8_t {
 #undef NANLOCATOR_ENUMERATOR
 };
 #define NANLOCATOR_NAME(kind) #kind,
-template <>
-inline constexpr auto kNames<FactKind> =
-    std::to_array<std::string_view>({NANLOCATOR_FACT_KINDS(NANLOCATOR_NAME)});
+[[nodiscard]] constexpr auto names_of(FactKind) {
+  return std::to_array<std::string_view>({NANLOCATOR_FACT_KINDS(NANLOCATOR_NAME)});
+}
 #undef NANLOCATOR_NAME
 
 /// Which pass or place a fact is from.
@@ -205,9 +205,9 @@ enum class FactSource : std::uint8_t {
   first_pass,  // of what the first pass showed of it; the origin was seen in the re-run
   folded,      // of another finding that is counted as the same
 };
-template <>
-inline constexpr auto kNames<FactSource> = std::to_array<std::string_view>({"origin", "first_pass",
-                                                                            "folded"});
+[[nodiscard]] constexpr auto names_of(FactSource) {
+  return std::to_array<std::string_view>({"origin", "first_pass", "folded"});
+}
 
 /// How many elements of a tensor are bad.
 struct BadCount {
@@ -305,4 +305,4 @@ using Facts = std::vector<Fact>;
 [[nodiscard]] const Fact* find_fact(const Facts& facts, FactKind kind) noexcept;
 [[nodiscard]] bool has_fact(const Facts& facts, FactKind kind) noexcept;
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -13,7 +13,7 @@
 #include "nanlocator/locate/verdict.hpp"
 #include "nanlocator/record/ledger.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 /// `ledgers`: at most one per rank, all of one iteration, in any order; ranks without one are
 /// silent. `world_size`: how many ranks there should be. The result does not depend on the ledgers'
@@ -21,4 +21,4 @@ namespace nanlocator {
 /// for ledgers of different runs, iterations or parallel sizes.
 [[nodiscard]] Verdict locate(std::span<const Ledger> ledgers, int world_size);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

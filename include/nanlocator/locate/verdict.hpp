@@ -13,7 +13,7 @@
 #include "nanlocator/record/rerun_variant.hpp"
 #include "nanlocator/record/sighting.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline locate_room {
 
 enum class VerdictStatus {
   clean,    // nothing bad
@@ -21,19 +21,19 @@ enum class VerdictStatus {
   located,  // every origin below is supported by complete evidence
   partial,  // ranks are silent or ledgers cut off: origins hold for what was seen
 };
-template <>
-inline constexpr auto kNames<VerdictStatus> =
-    std::to_array<std::string_view>({"clean", "benign", "located", "partial"});
+[[nodiscard]] constexpr auto names_of(VerdictStatus) {
+  return std::to_array<std::string_view>({"clean", "benign", "located", "partial"});
+}
 
 enum class Confidence { low, medium, high };
-template <>
-inline constexpr auto kNames<Confidence> = std::to_array<std::string_view>({"low", "medium",
-                                                                            "high"});
+[[nodiscard]] constexpr auto names_of(Confidence) {
+  return std::to_array<std::string_view>({"low", "medium", "high"});
+}
 
 enum class Direction { forward, backward, none };
-template <>
-inline constexpr auto kNames<Direction> = std::to_array<std::string_view>({"forward", "backward",
-                                                                           "none"});
+[[nodiscard]] constexpr auto names_of(Direction) {
+  return std::to_array<std::string_view>({"forward", "backward", "none"});
+}
 
 struct OriginTensor {
   TensorRole role;
@@ -110,9 +110,10 @@ enum class Restart : std::uint8_t {
   before_step,  // only one that was saved before step `restart_before`
   check_first,  // one in which what is bad here was found finite
 };
-template <>
-inline constexpr auto kNames<Restart> =
-    std::to_array<std::string_view>({"latest", "unknown", "repeats", "before_step", "check_first"});
+[[nodiscard]] constexpr auto names_of(Restart) {
+  return std::to_array<std::string_view>(
+      {"latest", "unknown", "repeats", "before_step", "check_first"});
+}
 
 /// What has become of the job, as far as the ledgers tell.
 struct JobState {
@@ -151,4 +152,4 @@ struct Verdict {
   Facts facts;                     // of the verdict as a whole
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline locate_room

@@ -15,7 +15,7 @@
 #include "nanlocator/files/names.hpp"
 #include "nanlocator/map/parameter_map.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline map_room {
 
 /// True where `pattern` is a part of `name`; or, with a * (any text) or ? (one byte) in it, the
 /// whole name or its end from a dot on: "layers.3.*" finds "decoder.layers.3.mlp.weight". Nothing
@@ -54,9 +54,10 @@ enum class MapDifferenceKind : std::uint8_t {
   chunk,
   flags,  // expert, shared, tp-duplicate, tied, may-be-untouched
 };
-template <>
-inline constexpr auto kNames<MapDifferenceKind> = std::to_array<std::string_view>(
-    {"only_left", "only_right", "order", "id", "shape", "dtype", "layer", "chunk", "flags"});
+[[nodiscard]] constexpr auto names_of(MapDifferenceKind) {
+  return std::to_array<std::string_view>(
+      {"only_left", "only_right", "order", "id", "shape", "dtype", "layer", "chunk", "flags"});
+}
 
 struct MapDifference {
   MapDifferenceKind kind = MapDifferenceKind::id;
@@ -78,4 +79,4 @@ struct MapDifference {
 /// "expert, tp-duplicate": the flags that are set; empty where none is.
 [[nodiscard]] std::string describe_flags(const ParameterInfo& parameter);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline map_room

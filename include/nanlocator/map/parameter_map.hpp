@@ -17,7 +17,7 @@
 #include "nanlocator/map/rank_coordinates.hpp"
 #include "nanlocator/map/rank_list.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline map_room {
 
 /// The elements [begin, end) of a flattened parameter; or, of a shard of columns, those of each of
 /// its rows.
@@ -125,4 +125,4 @@ struct MapDirectory {
 /// all; a single bad file is a note.
 [[nodiscard]] MapDirectory read_map_directory(const std::filesystem::path& directory);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline map_room

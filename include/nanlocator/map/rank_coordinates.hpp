@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-namespace nanlocator {
+namespace nanlocator::inline map_room {
 
 /// One axis of the parallel layout: this process's rank in it and the number of ranks along it.
 struct AxisCoordinate {
@@ -47,4 +47,4 @@ struct RankCoordinates {
 /// "rank 7", "ranks 0-3, 7".
 [[nodiscard]] std::string ranks_text(const std::vector<int>& ranks);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline map_room

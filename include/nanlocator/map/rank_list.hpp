@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace nanlocator {
+namespace nanlocator::inline map_room {
 
 /// Ranks first, first + step, ..., last.
 struct RankRun {
@@ -37,4 +37,4 @@ class RankList {
   std::vector<RankRun> runs_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline map_room

@@ -15,7 +15,7 @@
 #include "nanlocator/record/sighting.hpp"
 #include "nanlocator/scan/tensor_stats.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline record_room {
 
 enum class BirthKind : std::uint8_t {
   nan,           // an operator or module made NaN of finite inputs
@@ -34,10 +34,11 @@ enum class BirthKind : std::uint8_t {
   user_hook,   // a hook that the user registered on a tensor or a node
   collective,  // came out of a collective
 };
-template <>
-inline constexpr auto kNames<BirthKind> = std::to_array<std::string_view>(
-    {"nan", "nan_from_inf", "inf", "literal", "weight", "buffer", "data", "memory", "opaque",
-     "unwritten", "kernel", "user_hook", "collective"});
+[[nodiscard]] constexpr auto names_of(BirthKind) {
+  return std::to_array<std::string_view>({"nan", "nan_from_inf", "inf", "literal", "weight",
+                                          "buffer", "data", "memory", "opaque", "unwritten",
+                                          "kernel", "user_hook", "collective"});
+}
 
 /// What replaying the recorded operator call in this process said (replay/replay.hpp).
 enum class ReplayConclusion : std::uint8_t {
@@ -50,10 +51,11 @@ enum class ReplayConclusion : std::uint8_t {
   varies,  // clean, or other bits from call to call: hardware, race, uninitialised memory
   not_replayed,
 };
-template <>
-inline constexpr auto kNames<ReplayConclusion> = std::to_array<std::string_view>(
-    {"deterministic_overflow", "deterministic_undefined", "deterministic_custom",
-     "deterministic_kernel", "varies", "not_replayed"});
+[[nodiscard]] constexpr auto names_of(ReplayConclusion) {
+  return std::to_array<std::string_view>({"deterministic_overflow", "deterministic_undefined",
+                                          "deterministic_custom", "deterministic_kernel", "varies",
+                                          "not_replayed"});
+}
 
 /// What executing the recorded call of a kernel again said (replay/kernel_replay.hpp).
 enum class KernelConclusion : std::uint8_t {
@@ -70,11 +72,12 @@ enum class KernelConclusion : std::uint8_t {
   given_bad,         // bad again, and something that it read was bad before it
   bad_again,         // of finite inputs; no reference is known that its finite elements agree with
 };
-template <>
-inline constexpr auto kNames<KernelConclusion> = std::to_array<std::string_view>(
-    {"not_replayed", "not_bad_again", "varies", "leaves_unwritten", "reads_unwritten",
-     "reads_outside", "writes_outside", "wrong_values", "overflows", "undefined", "given_bad",
-     "bad_again"});
+[[nodiscard]] constexpr auto names_of(KernelConclusion) {
+  return std::to_array<std::string_view>({"not_replayed", "not_bad_again", "varies",
+                                          "leaves_unwritten", "reads_unwritten", "reads_outside",
+                                          "writes_outside", "wrong_values", "overflows",
+                                          "undefined", "given_bad", "bad_again"});
+}
 
 /// A line of source code, as Python names it.
 struct CodeLine {
@@ -153,9 +156,9 @@ enum class ReachedKind : std::uint8_t {
   parameter,    // the gradient of the parameter `name`
   module,       // from the watch: the module `name`, the last one that met something bad
 };
-template <>
-inline constexpr auto kNames<ReachedKind> =
-    std::to_array<std::string_view>({"loss", "other_ranks", "parameter", "module"});
+[[nodiscard]] constexpr auto names_of(ReachedKind) {
+  return std::to_array<std::string_view>({"loss", "other_ranks", "parameter", "module"});
+}
 
 struct Reached {
   ReachedKind kind = ReachedKind::loss;
@@ -169,9 +172,9 @@ enum class LastSeen : std::uint8_t {
   allocated,  // Birth::writer allocated it, and no operator has written it
   finite,     // finite when Birth::writer wrote it, the last operator that did
 };
-template <>
-inline constexpr auto kNames<LastSeen> = std::to_array<std::string_view>({"unknown", "allocated",
-                                                                          "finite"});
+[[nodiscard]] constexpr auto names_of(LastSeen) {
+  return std::to_array<std::string_view>({"unknown", "allocated", "finite"});
+}
 
 struct Birth {
   BirthKind kind = BirthKind::nan;
@@ -226,4 +229,4 @@ void add_maxima_before(std::vector<Birth>& births, const History& gradients, con
 /// Of a call with more, the rest is in the bundle.
 inline constexpr std::size_t kMostOperands = 32;
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline record_room

@@ -22,7 +22,7 @@
 #include "nanlocator/record/birth.hpp"
 #include "nanlocator/record/safetensors.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline record_room {
 
 /// A tensor as it lay in memory: a strided view of one stored range.
 struct BundleTensor {
@@ -120,9 +120,9 @@ enum class Beside : std::uint8_t {
   finite,   // also what cannot be scanned: other parts of packed tensors
   bad,      // NaN or Inf
 };
-template <>
-inline constexpr auto kNames<Beside> = std::to_array<std::string_view>({"nothing", "finite",
-                                                                        "bad"});
+[[nodiscard]] constexpr auto names_of(Beside) {
+  return std::to_array<std::string_view>({"nothing", "finite", "bad"});
+}
 
 /// A call of a kernel that the dispatcher does not see. Python alone can execute it: `module` is
 /// imported, which runs its code, and `entry` called. Reading a bundle does neither.
@@ -238,4 +238,4 @@ class BundleStore {
   std::vector<std::string> dropped_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline record_room

@@ -7,7 +7,7 @@
 #include <string_view>
 #include <utility>
 
-namespace nanlocator {
+namespace nanlocator::inline record_room {
 
 enum class CollectiveKind : std::uint8_t {
   all_reduce,
@@ -64,4 +64,4 @@ enum class CollectiveKind : std::uint8_t {
          kind == CollectiveKind::broadcast;
 }
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline record_room

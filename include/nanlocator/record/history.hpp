@@ -12,7 +12,7 @@
 
 #include "nanlocator/map/rank_coordinates.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline record_room {
 
 /// A rank remembers so many steps; a file may hold no more of one finding.
 inline constexpr std::size_t kHistorySteps = 64;
@@ -73,4 +73,4 @@ void append_history(const std::filesystem::path& directory, const History& histo
                                                   std::vector<std::string>& notes,
                                                   std::optional<int> rank = std::nullopt);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline record_room

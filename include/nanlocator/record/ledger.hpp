@@ -21,7 +21,7 @@
 #include "nanlocator/record/sighting.hpp"
 #include "nanlocator/record/unordered_access.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline record_room {
 
 /// That a phase was scanned, and which parameters it covered: without it "clean" and "never
 /// scanned" would be the same.
@@ -199,4 +199,4 @@ struct Ledger {
 /// IoError; what was in the file before stays readable.
 void append_ledger(const std::filesystem::path& directory, const Ledger& ledger);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline record_room

@@ -7,7 +7,7 @@
 
 #include "nanlocator/files/names.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline record_room {
 
 /// What a re-run changed on purpose.
 enum class RerunVariant : std::uint8_t {
@@ -19,9 +19,10 @@ enum class RerunVariant : std::uint8_t {
   reordered,        // an operator came after the one of another thread that it had come before
   sanitised,        // under PyTorch's stream sanitizer, which looks at each operator from Python
 };
-template <>
-inline constexpr auto kNames<RerunVariant> = std::to_array<std::string_view>(
-    {"eager", "compiled", "constant_memory", "nan_memory", "serialised", "reordered", "sanitised"});
+[[nodiscard]] constexpr auto names_of(RerunVariant) {
+  return std::to_array<std::string_view>({"eager", "compiled", "constant_memory", "nan_memory",
+                                          "serialised", "reordered", "sanitised"});
+}
 
 struct VariantOutcome {
   RerunVariant variant = RerunVariant::eager;
@@ -29,4 +30,4 @@ struct VariantOutcome {
   friend bool operator==(const VariantOutcome&, const VariantOutcome&) = default;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline record_room

@@ -18,7 +18,7 @@
 
 #include "nanlocator/files/atomic_file.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline record_room {
 
 /// One tensor. `dtype` is safetensors' spelling: "F32", "BF16", "F8_E4M3", "C64", "I64", "BOOL",
 /// "U8", ...; row-major without gaps.
@@ -67,4 +67,4 @@ void write_safetensors(const std::filesystem::path& path, std::span<const Safete
                        const std::map<std::string, std::string>& metadata = {},
                        std::filesystem::perms permissions = kPrivateFile);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline record_room

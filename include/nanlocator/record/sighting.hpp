@@ -13,7 +13,7 @@
 #include "nanlocator/record/tensor_role.hpp"
 #include "nanlocator/scan/tensor_stats.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline record_room {
 
 /// Where in a training step, in execution order.
 enum class Phase : std::uint8_t {
@@ -26,10 +26,11 @@ enum class Phase : std::uint8_t {
   grad_norm,     // the optimizer's own gradients (unscaled, copied, sharded), before the clip
   params_after,  // parameters after the optimizer step
 };
-template <>
-inline constexpr auto kNames<Phase> =
-    std::to_array<std::string_view>({"params_before", "forward", "loss", "backward", "grad_local",
-                                     "grad_reduced", "grad_norm", "params_after"});
+[[nodiscard]] constexpr auto names_of(Phase) {
+  return std::to_array<std::string_view>({"params_before", "forward", "loss", "backward",
+                                          "grad_local", "grad_reduced", "grad_norm",
+                                          "params_after"});
+}
 
 /// How a tensor went from rank to rank: a collective among `members`, or a send to `peer` and the
 /// receive at its other end.
@@ -68,4 +69,4 @@ struct Sighting {
   friend bool operator==(const Sighting&, const Sighting&) = default;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline record_room

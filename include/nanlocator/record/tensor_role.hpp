@@ -6,7 +6,7 @@
 #include <string_view>
 #include <utility>
 
-namespace nanlocator {
+namespace nanlocator::inline record_room {
 
 /// The roles that locating decides by; every other one only describes a tensor to a reader.
 enum class RoleKind : std::uint8_t {
@@ -45,4 +45,4 @@ class TensorRole {
   RoleKind kind_ = RoleKind::described;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline record_room

@@ -13,7 +13,7 @@
 #include "nanlocator/record/birth.hpp"
 #include "nanlocator/record/sighting.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline record_room {
 
 /// What else uses memory while the operators of a step run.
 enum class Concurrent : std::uint8_t {
@@ -21,9 +21,9 @@ enum class Concurrent : std::uint8_t {
   thread,    // of the program
   stream,    // of the device
 };
-template <>
-inline constexpr auto kNames<Concurrent> = std::to_array<std::string_view>({"transfer", "thread",
-                                                                            "stream"});
+[[nodiscard]] constexpr auto names_of(Concurrent) {
+  return std::to_array<std::string_view>({"transfer", "thread", "stream"});
+}
 
 struct UnorderedAccess {
   bool is_write = false;  // by the operator; else it read what the other was to bring
@@ -42,4 +42,4 @@ struct UnorderedAccess {
   friend bool operator==(const UnorderedAccess&, const UnorderedAccess&) = default;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline record_room

@@ -25,7 +25,7 @@
 
 #include "nanlocator/replay/operator_call.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 
 /// What the schema says about keeping and repeating a call.
 struct CallFacts {
@@ -78,4 +78,4 @@ class CallCapture {
   std::vector<std::pair<std::string, at::Generator>> generators_;  // copies from before the call
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

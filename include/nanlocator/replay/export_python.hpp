@@ -8,11 +8,11 @@
 
 #include "nanlocator/record/bundle.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 
 /// The script reads the bundle's tensors.safetensors, by its absolute path or the one given as its
 /// argument (of a kernel the bundle's folder). Throws UsageError for a bundle without such a call,
 /// UnsupportedError for values that could not be kept.
 [[nodiscard]] std::string python_script(const OpenBundle& bundle);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

@@ -21,7 +21,7 @@
 #include "nanlocator/record/bundle.hpp"
 #include "nanlocator/replay/operator_call.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 
 struct RecordedKernelCall {
   std::string name;
@@ -93,4 +93,4 @@ struct KeptKernelCall {
   std::function<void(Bundle&, StorageCollector&, BundleContents&)> add_to_bundle;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

@@ -18,7 +18,7 @@
 
 #include "nanlocator/record/bundle.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 
 /// Where the bytes of storages in host memory were copied from, for those that were elsewhere. The
 /// storages' identities; never followed.
@@ -105,4 +105,4 @@ class BundleTensors {
 /// value could not be kept; UsageError for a bundle without an operator call.
 [[nodiscard]] OperatorCall operator_call_of(const OpenBundle& bundle, at::Device device);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

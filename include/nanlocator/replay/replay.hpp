@@ -16,7 +16,7 @@
 #include "nanlocator/replay/operator_call.hpp"
 #include "nanlocator/scan/tensor_stats.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
 
 /// What one execution on the CPU may compute and pass over, so that all of them together end within
 /// seconds on one core: about 10 GFLOP/s and 1 GB/s. Memory that the host has not free is no limit
@@ -40,9 +40,9 @@ enum class ReplayVariant : std::uint8_t {
   float64,
   on_cpu,  // the recorded dtype with the CPU's kernel, where it was recorded on CUDA
 };
-template <>
-inline constexpr auto kNames<ReplayVariant> =
-    std::to_array<std::string_view>({"recorded", "poisoned", "float32", "float64", "on_cpu"});
+[[nodiscard]] constexpr auto names_of(ReplayVariant) {
+  return std::to_array<std::string_view>({"recorded", "poisoned", "float32", "float64", "on_cpu"});
+}
 
 struct ReplayedOutput {
   std::string name;  // "output[0]"; "running_mean after" for what is written and not returned
@@ -119,4 +119,4 @@ struct ReplayTextStyle {
 [[nodiscard]] std::string format_replay(const ReplayReport& report,
                                         const ReplayTextStyle& style = {});
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline replay_room

@@ -11,7 +11,7 @@
 
 #include "nanlocator/report/run_report.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 /// No page is larger. What does not fit is left out, the latest sightings of each rank first, and
 /// the page says how much.
@@ -23,4 +23,4 @@ inline constexpr std::size_t kLargestPage = 1'950'000;  // bytes
 /// and nothing else.
 [[nodiscard]] std::string format_html(const RunReport& report);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

@@ -6,7 +6,7 @@
 
 #include "nanlocator/record/birth.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 /// As the evidence of a verdict has them; `kernel`: its name.
 [[nodiscard]] std::vector<std::string> sentences_of(const KernelReplay& replay,
@@ -14,4 +14,4 @@ namespace nanlocator {
 /// As a birth has it (docs/formats.md).
 [[nodiscard]] std::string to_json(const KernelReplay& replay);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

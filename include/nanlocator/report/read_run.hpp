@@ -16,7 +16,7 @@
 
 #include "nanlocator/report/run_report.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 enum class RunDetail {
   verdict,     // run.json, ledgers and the verdict
@@ -63,4 +63,4 @@ struct StepVerdicts {
 [[nodiscard]] std::optional<Verdict> read_recorded_verdict(const std::filesystem::path& attempt,
                                                            std::int64_t iteration);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

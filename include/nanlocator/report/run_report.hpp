@@ -10,7 +10,7 @@
 #include "nanlocator/record/history.hpp"
 #include "nanlocator/record/ledger.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 /// run.json, for people: values as they are printed.
 struct RunDescription {
@@ -57,4 +57,4 @@ struct RunReport {
   std::vector<std::string> notes;  // what could not be read
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

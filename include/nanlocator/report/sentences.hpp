@@ -11,7 +11,7 @@
 
 #include "nanlocator/locate/verdict.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 /// "NaN born in backward of aten::sqrt on rank 5 (tp1 pp0 dp1, host a17)".
 [[nodiscard]] std::string headline_of(const Verdict& verdict, const Origin& origin);
@@ -65,4 +65,4 @@ struct Step {
 /// What ranks and tools wrote, then a sentence for each fact of the verdict as a whole.
 [[nodiscard]] std::vector<std::string> notes_of(const Verdict& verdict);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

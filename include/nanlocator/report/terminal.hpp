@@ -6,7 +6,7 @@
 
 #include "nanlocator/locate/verdict.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 struct TerminalStyle {
   int width = 100;      // columns, at least 40; lines are wrapped on words, and names never cut
@@ -19,4 +19,4 @@ struct TerminalStyle {
 /// module or host name can write to the terminal.
 [[nodiscard]] std::string format_verdict(const Verdict& verdict, const TerminalStyle& style = {});
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

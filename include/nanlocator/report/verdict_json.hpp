@@ -6,7 +6,7 @@
 
 #include "nanlocator/locate/verdict.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline report_room {
 
 /// Version 2. Sentences ("evidence", "action", "refuted_by", "notes") stand under the keys that
 /// they had in version 1, `evidence[i]` being that of `facts[i]`.
@@ -17,4 +17,4 @@ namespace nanlocator {
 /// message calls the text.
 [[nodiscard]] Verdict verdict_from_json(std::string_view text, const std::string& source);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline report_room

@@ -6,7 +6,7 @@
 #include "nanlocator/scan/tensor_stats.hpp"
 #include "nanlocator/scan/tensor_view.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline scan_room {
 
 /// The worst that a tensor holds; `inf` is of either sign. Ordered: std::max is of both together.
 enum class Content : std::uint8_t { finite, inf, nan };
@@ -20,4 +20,4 @@ enum class Content : std::uint8_t { finite, inf, nan };
 /// Throws UsageError or UnsupportedError for a view that cannot be used.
 [[nodiscard]] Content content_of(const TensorView& tensor);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline scan_room

@@ -11,7 +11,7 @@
 #include "nanlocator/scan/tensor_stats.hpp"
 #include "nanlocator/scan/tensor_view.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline scan_room {
 
 enum class InstructionSet { plain, avx2, avx512 };
 
@@ -36,4 +36,4 @@ enum class InstructionSet { plain, avx2, avx512 };
 /// `tensors[i]`. Throws UsageError if the spans' sizes differ.
 void scan_cpu(std::span<const TensorView> tensors, std::span<TensorStats> results, int threads);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline scan_room

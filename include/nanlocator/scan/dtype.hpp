@@ -6,7 +6,7 @@
 #include <optional>
 #include <string_view>
 
-namespace nanlocator {
+namespace nanlocator::inline scan_room {
 
 enum class DType : std::uint8_t {
   float64,
@@ -58,4 +58,4 @@ inline constexpr int kDTypeCount = 6;
 /// integers and what is not known.
 [[nodiscard]] std::optional<double> largest_finite(std::string_view dtype) noexcept;
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline scan_room

@@ -19,6 +19,7 @@
 #endif
 
 namespace nanlocator {
+inline namespace scan_room {
 
 enum class ElementClass : std::uint8_t { finite, nan, pos_inf, neg_inf };
 
@@ -129,4 +130,5 @@ template <DType dtype>
   return __builtin_bit_cast(double, sign | result);
 }
 
+}  // namespace scan_room
 }  // namespace nanlocator

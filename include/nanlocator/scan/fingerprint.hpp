@@ -12,6 +12,7 @@
 #include <cstdint>
 
 namespace nanlocator {
+inline namespace scan_room {
 
 /// m(w): the word that is summed.
 [[nodiscard]] constexpr std::uint32_t mix_word(std::uint32_t word) noexcept {
@@ -38,4 +39,5 @@ namespace nanlocator {
       static_cast<std::uint32_t>(a >> 32) + static_cast<std::uint32_t>(b >> 32));
 }
 
+}  // namespace scan_room
 }  // namespace nanlocator

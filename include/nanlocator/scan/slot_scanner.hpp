@@ -20,7 +20,7 @@
 #include "nanlocator/scan/tensor_stats.hpp"
 #include "nanlocator/scan/tensor_view.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline scan_room {
 
 /// A cudaStream_t for the CUDA backend (nullptr: the default stream); ignored by the CPU backend.
 struct StreamHandle {
@@ -122,4 +122,4 @@ class DeviceMemory {
 [[nodiscard]] std::unique_ptr<SlotScanner> make_cuda_slot_scanner(
     int device, std::shared_ptr<DeviceMemory> memory);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline scan_room

@@ -5,7 +5,7 @@
 #include <limits>
 #include <vector>
 
-namespace nanlocator {
+namespace nanlocator::inline scan_room {
 
 /// Statistics of one tensor. Additive: the stats of a tensor are `merge`d from those of its parts.
 ///
@@ -40,4 +40,4 @@ struct TensorStats {
 [[nodiscard]] std::vector<std::int64_t> unravel_index(std::int64_t flat,
                                                       const std::vector<std::int64_t>& shape);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline scan_room

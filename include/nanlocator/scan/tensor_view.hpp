@@ -6,7 +6,7 @@
 
 #include "nanlocator/scan/dtype.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline scan_room {
 
 /// A tensor that someone else owns and keeps alive until its scan has run (on CUDA: until the work
 /// enqueued on the scan's stream is done). A complex tensor is described as its real view (twice
@@ -26,4 +26,4 @@ struct TensorView {
   friend bool operator==(const TensorView&, const TensorView&) = default;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline scan_room

@@ -22,7 +22,11 @@
 #include "nanlocator/map/parameter_map.hpp"
 #include "nanlocator/record/bundle.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline replay_room {
+class StorageCollector;
+}  // namespace nanlocator::inline replay_room
+
+namespace nanlocator::inline step_room {
 
 /// What to do on a bad step, the same on every rank.
 enum class Policy {
@@ -31,9 +35,9 @@ enum class Policy {
   skip,     // no optimizer step on any rank, go on with the next
   recover,  // where the re-run of the step is clean, go on with its gradients; else stop
 };
-template <>
-inline constexpr auto kNames<Policy> = std::to_array<std::string_view>({"report", "stop", "skip",
-                                                                        "recover"});
+[[nodiscard]] constexpr auto names_of(Policy) {
+  return std::to_array<std::string_view>({"report", "stop", "skip", "recover"});
+}
 
 /// What is watched in every step; see docs/concepts.md.
 enum class Level {
@@ -42,9 +46,9 @@ enum class Level {
   modules,     // and every module's inputs and outputs, forward and backward
   operators,   // and every operator, synchronously
 };
-template <>
-inline constexpr auto kNames<Level> = std::to_array<std::string_view>({"grads", "boundaries",
-                                                                       "modules", "operators"});
+[[nodiscard]] constexpr auto names_of(Level) {
+  return std::to_array<std::string_view>({"grads", "boundaries", "modules", "operators"});
+}
 
 /// When a step whose forward and backward can be executed again is re-run, operators traced.
 enum class RerunPolicy {
@@ -52,9 +56,9 @@ enum class RerunPolicy {
   on_bad,  // where its gradients are bad
   always,  // every step: also finds a step whose re-run has other bits
 };
-template <>
-inline constexpr auto kNames<RerunPolicy> = std::to_array<std::string_view>({"never", "on_bad",
-                                                                             "always"});
+[[nodiscard]] constexpr auto names_of(RerunPolicy) {
+  return std::to_array<std::string_view>({"never", "on_bad", "always"});
+}
 
 struct LocatorOptions {
   Policy on_bad = Policy::stop;
@@ -95,7 +99,6 @@ class NonFiniteGradientError : public Error {
 };
 
 class RerunGuard;
-class StorageCollector;
 
 class GradientLocator {
  public:
@@ -247,4 +250,4 @@ class GradientLocator {
   std::unique_ptr<Impl> impl_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

@@ -25,7 +25,7 @@
 
 #include "nanlocator/step/step_driver.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline step_room {
 
 class LocatingOptimizer {
  public:
@@ -102,4 +102,4 @@ class LocatingOptimizer {
   std::vector<BackwardHook> hooks_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

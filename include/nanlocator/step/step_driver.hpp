@@ -32,10 +32,12 @@
 #include "nanlocator/step/step_rerun.hpp"
 #include "nanlocator/step/step_state.hpp"
 
-namespace nanlocator {
-
+namespace nanlocator::inline trace_room {
 class BoundaryWatch;
 class ModuleWatch;
+}  // namespace nanlocator::inline trace_room
+
+namespace nanlocator::inline step_room {
 
 /// What the owner of the loop does next, the same on every rank.
 enum class Decision {
@@ -44,9 +46,9 @@ enum class Decision {
   skip,       // leave this step's update out
   stop,       // throw NonFiniteGradientError with `verdict()`; the step is over
 };
-template <>
-inline constexpr auto kNames<Decision> = std::to_array<std::string_view>({"proceed", "recovered",
-                                                                          "skip", "stop"});
+[[nodiscard]] constexpr auto names_of(Decision) {
+  return std::to_array<std::string_view>({"proceed", "recovered", "skip", "stop"});
+}
 
 /// A loss scaler that will leave this step's update out, as it has seen an overflow.
 struct LossScale {
@@ -232,4 +234,4 @@ class StepDriver {
   std::unique_ptr<Impl> impl_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

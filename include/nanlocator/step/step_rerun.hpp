@@ -28,7 +28,7 @@
 #include "nanlocator/step/step_state.hpp"
 #include "nanlocator/trace/operator_trace.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline step_room {
 
 /// How the owner of a training step executes it.
 struct RerunnableStep {
@@ -147,4 +147,4 @@ class StepRerun {
   std::unique_ptr<Impl> impl_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

@@ -18,7 +18,7 @@
 
 #include "nanlocator/trace/operator_trace.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline step_room {
 
 class StepState {
  public:
@@ -70,4 +70,4 @@ class StepState {
   std::vector<Entry> entries_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline step_room

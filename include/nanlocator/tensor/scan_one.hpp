@@ -7,7 +7,7 @@
 
 #include "nanlocator/scan/tensor_stats.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 
 /// Stats of a tensor on any device; waits for the device. In host memory a finite tensor is read
 /// twice: use scan_tensors where every tensor's stats are wanted. Empty for what cannot hold a NaN
@@ -15,4 +15,4 @@ namespace nanlocator {
 /// while a CUDA graph is captured. Of a sparse tensor, its values. From any thread.
 [[nodiscard]] std::optional<TensorStats> scan_one(const at::Tensor& tensor);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

@@ -9,7 +9,7 @@
 #include "nanlocator/scan/tensor_stats.hpp"
 #include "nanlocator/scan/tensor_view.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 
 /// The view that the scan room takes of `tensor` (floating-point or complex, strided layout, any
 /// strides): complex as its real view. Throws UnsupportedError for other dtypes and layouts. The
@@ -21,4 +21,4 @@ namespace nanlocator {
 [[nodiscard]] std::vector<TensorStats> scan_tensors(const std::vector<at::Tensor>& tensors,
                                                     int threads = 1);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

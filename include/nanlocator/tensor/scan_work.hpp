@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 
 struct ScanWork {
   std::int64_t launches = 0;  // one kernel each on CUDA
@@ -21,4 +21,4 @@ void count_scan(std::int64_t tensors, std::int64_t bytes) noexcept;  // by one l
 void count_plan() noexcept;
 void count_wait() noexcept;
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

@@ -14,7 +14,7 @@
 
 #include "nanlocator/scan/tensor_stats.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline tensor_room {
 
 class TensorScans {
  public:
@@ -40,4 +40,4 @@ class TensorScans {
   std::unique_ptr<Impl> impl_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline tensor_room

@@ -28,7 +28,7 @@
 #include "nanlocator/trace/microbatch_scope.hpp"
 #include "nanlocator/trace/module_scope.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 /// One collective or message. Unique for the life of the watch.
 using CrossingId = std::int64_t;
@@ -112,4 +112,4 @@ class BoundaryWatch {
   std::unique_ptr<Impl> impl_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 struct KernelArgument {
   std::string name;
@@ -49,4 +49,4 @@ class KernelCall {
   std::size_t depth_ = 0;  // of the thread's calls while this one runs; 0 where nobody scans
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

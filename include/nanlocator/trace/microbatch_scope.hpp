@@ -7,7 +7,7 @@
 
 #include <optional>
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 struct MicrobatchPlace {
   std::optional<int> microbatch;  // counted from 0
@@ -18,4 +18,4 @@ struct MicrobatchPlace {
 void set_current_microbatch(MicrobatchPlace place) noexcept;
 [[nodiscard]] MicrobatchPlace current_microbatch() noexcept;
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

@@ -10,7 +10,7 @@
 #include <string>
 #include <string_view>
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 /// An interned path; valid for the life of the process. Two equal paths have one address.
 using ModulePath = const std::string*;
@@ -35,4 +35,4 @@ class ModuleScope {
   std::size_t depth_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

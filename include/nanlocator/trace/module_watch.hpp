@@ -21,7 +21,7 @@
 #include "nanlocator/trace/module_scope.hpp"
 #include "nanlocator/trace/operator_trace.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 /// Identifies one call of one module within a step.
 using ModuleCallId = std::int64_t;
@@ -61,4 +61,4 @@ class ModuleWatch {
   std::unique_ptr<Impl> impl_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

@@ -31,7 +31,7 @@ namespace torch::nn {
 class Module;
 }
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 /// Two operators that used the same memory in a pass, one of the step and one of another thread of
 /// the program, which wrote it.
@@ -147,4 +147,4 @@ class OperatorTrace {
   std::unique_ptr<Impl> impl_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

@@ -7,7 +7,7 @@
 
 #include "nanlocator/record/birth.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 /// Called on any thread, with no lock of the trace held.
 class ProgramCode {
@@ -34,4 +34,4 @@ class ProgramCode {
   [[nodiscard]] virtual std::vector<std::string> stack() = 0;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

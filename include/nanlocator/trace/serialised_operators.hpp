@@ -6,7 +6,7 @@
 
 #include <functional>
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 /// Waits for the CUDA device that is current on the thread of the operator; nothing where there is
 /// none, or where its stream is being captured into a graph.
@@ -24,4 +24,4 @@ class SerialisedOperators {
   at::CallbackHandle callback_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

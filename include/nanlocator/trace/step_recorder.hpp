@@ -36,7 +36,7 @@
 #include "nanlocator/trace/module_scope.hpp"
 #include "nanlocator/trace/program_code.hpp"
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 class RecordedEvent;
 
@@ -187,4 +187,4 @@ class StepReplay {
   std::unique_ptr<Impl> impl_;
 };
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room

@@ -19,7 +19,7 @@
 #include <string>
 #include <vector>
 
-namespace nanlocator {
+namespace nanlocator::inline trace_room {
 
 class Transfer {
  public:
@@ -49,4 +49,4 @@ void note_received(const std::vector<at::Tensor>& tensors);
 void name_process_group(const std::string& group, const std::string& name,
                         std::vector<int> members);
 
-}  // namespace nanlocator
+}  // namespace nanlocator::inline trace_room
