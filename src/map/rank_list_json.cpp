@@ -1,12 +1,18 @@
 #include "map/rank_list_json.hpp"
 
-#include <limits>
+#include <cstdint>
 #include <utility>
 #include <vector>
 
 #include "nanlocator/error.hpp"
 
 namespace nanlocator::inline map_room {
+namespace {
+
+/// A list of a few bytes may stand for as many ranks as a number can count.
+constexpr int kLargestRank = (1 << 24) - 1;
+
+}  // namespace
 
 nlohmann::ordered_json value_to_json(const RankList& list) {
   auto json = nlohmann::ordered_json::array();
@@ -14,7 +20,7 @@ nlohmann::ordered_json value_to_json(const RankList& list) {
     if ((last - first) / step >= 3) {
       json.push_back({first, last, step});
     } else {
-      for (int rank = first; rank <= last; rank += step) json.push_back(rank);
+      for (std::int64_t rank = first; rank <= last; rank += step) json.push_back(rank);
     }
   }
   return json;
@@ -31,7 +37,7 @@ void read_value(const JsonMember& from, JsonRange /*range*/, RankList& list) {
   for (std::size_t i = 0; i < from.value().size(); ++i) {
     const JsonMember item = from.element(i);
     const auto rank_in = [](const JsonMember& member) {
-      return static_cast<int>(member.integer(0, std::numeric_limits<int>::max()));
+      return static_cast<int>(member.integer(0, kLargestRank));
     };
     if (item.value().is_number()) {
       singles.push_back(rank_in(item));

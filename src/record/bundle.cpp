@@ -34,8 +34,8 @@ bool operator==(const BundleValue& left, const BundleValue& right) {
          left.names == right.names && left.items == right.items;
 }
 
-OpenBundle::OpenBundle(const std::filesystem::path& path)
-    : path_(folder_of_bundle(path)), tensors_(path_ / kTensorsFile) {
+OpenBundle::OpenBundle(const std::filesystem::path& path, FileAccess access)
+    : path_(folder_of_bundle(path)), tensors_(path_ / kTensorsFile, access) {
   const auto file = path_ / kBundleFile;
   BundleText text = read_bundle_json(read_file(file, kLargestBundleJson), file.string(), tensors_);
   bundle_ = std::move(text.bundle);

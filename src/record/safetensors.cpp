@@ -203,11 +203,27 @@ Tensors read_tensors(std::span<const std::byte> bytes, const std::string& source
   return tensors;
 }
 
-/// A file's bytes in memory, read when they are touched.
-class Mapping {
+class FileBytes {
  public:
-  Mapping() = default;
-  explicit Mapping(const std::filesystem::path& path) {
+  FileBytes() = default;
+  FileBytes(const std::filesystem::path& path, FileAccess access) {
+    if (access == FileAccess::copy) {
+      copy_ = read_file(path, kLargestCopy);
+    } else {
+      map(path);
+    }
+  }
+  FileBytes(const FileBytes&) = delete;  // one owner unmaps
+  FileBytes& operator=(const FileBytes&) = delete;
+  ~FileBytes() {
+    if (!mapped_.empty()) ::munmap(const_cast<std::byte*>(mapped_.data()), mapped_.size());
+  }
+  [[nodiscard]] std::span<const std::byte> bytes() const {
+    return mapped_.empty() ? std::as_bytes(std::span(copy_)) : mapped_;
+  }
+
+ private:
+  void map(const std::filesystem::path& path) {
     const Descriptor file(open_regular_file(path));
     struct stat status {};
     if (::fstat(file.get(), &status) != 0) throw_io_error("cannot read", path, errno);
@@ -215,17 +231,11 @@ class Mapping {
     const auto size = static_cast<std::size_t>(status.st_size);
     void* const address = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file.get(), 0);
     if (address == MAP_FAILED) throw_io_error("cannot map", path, errno);
-    bytes_ = {static_cast<const std::byte*>(address), size};
+    mapped_ = {static_cast<const std::byte*>(address), size};
   }
-  Mapping(const Mapping&) = delete;  // one owner unmaps
-  Mapping& operator=(const Mapping&) = delete;
-  ~Mapping() {
-    if (!bytes_.empty()) ::munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());
-  }
-  [[nodiscard]] std::span<const std::byte> bytes() const { return bytes_; }
 
- private:
-  std::span<const std::byte> bytes_;
+  std::span<const std::byte> mapped_;
+  std::string copy_;
 };
 
 void check_entries(std::span<const SafetensorsEntry> entries, const std::filesystem::path& path) {
@@ -314,18 +324,18 @@ std::size_t torch_element_size(std::string_view torch_dtype) noexcept {
 }
 
 struct SafetensorsFile::Impl {
-  Impl(const std::filesystem::path& path)
-      : mapping(path), source(path.string()), tensors(read_tensors(mapping.bytes(), source)) {}
+  Impl(const std::filesystem::path& path, FileAccess access)
+      : file(path, access), source(path.string()), tensors(read_tensors(file.bytes(), source)) {}
   Impl(std::span<const std::byte> bytes, std::string name)
       : source(std::move(name)), tensors(read_tensors(bytes, source)) {}
 
-  Mapping mapping;
+  FileBytes file;
   std::string source;
   Tensors tensors;
 };
 
-SafetensorsFile::SafetensorsFile(const std::filesystem::path& path)
-    : impl_(std::make_unique<Impl>(path)) {}
+SafetensorsFile::SafetensorsFile(const std::filesystem::path& path, FileAccess access)
+    : impl_(std::make_unique<Impl>(path, access)) {}
 SafetensorsFile::SafetensorsFile(std::span<const std::byte> bytes, const std::string& source)
     : impl_(std::make_unique<Impl>(bytes, source)) {}
 SafetensorsFile::~SafetensorsFile() = default;

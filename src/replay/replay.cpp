@@ -72,7 +72,7 @@ bool have_equal_bits(const at::Tensor& a, const at::Tensor& b) {
 }
 
 bool is_comparable(const at::Tensor& tensor) {
-  return tensor.defined() && has_plain_memory(tensor);
+  return tensor.defined() && has_plain_memory(tensor) && is_backed(tensor);
 }
 
 ReplayedOutput scanned(const NamedOutput& output) {

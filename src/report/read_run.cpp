@@ -119,7 +119,8 @@ std::vector<OriginWindows> read_windows(const std::vector<Origin>& origins, cons
   for (std::size_t i = 0; i < origins.size() && all.size() < kMostOriginsWithWindows; ++i) {
     if (origins[i].bundle.empty()) continue;
     try {
-      auto windows = windows_of(OpenBundle(bundle_folder(attempt, origins[i].bundle)));
+      const OpenBundle bundle(bundle_folder(attempt, origins[i].bundle), FileAccess::copy);
+      auto windows = windows_of(bundle);
       if (!windows.empty()) all.push_back({i, std::move(windows)});
     } catch (const Error& error) {
       notes.push_back(error.what());

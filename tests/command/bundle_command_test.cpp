@@ -180,6 +180,14 @@ TEST_F(BundleCommand, AViewThatClaimsMoreElementsThanAnyoneCouldCountIsNotScanne
   EXPECT_EQ(run_command({"bundle", "show", path}).exit_code, 0);
 }
 
+TEST_F(BundleCommand, ShowsAComplexTensorWhateverTheStrideOfAnAxisWithOneElement) {
+  planted_.bundle.operator_call->arguments[0].tensor =
+      planted_tensor("argument.0.self", {1, 4}, {std::int64_t{1} << 62, 1}, 0, "complex64");
+  const auto values =
+      json_of(run_command({"bundle", "show", write(), "--json"}))["operator_values"];
+  EXPECT_EQ(named(values, "argument[0]")["stats"]["pos_inf"], 1);
+}
+
 TEST_F(BundleCommand, WhatIsNoBundleIsWrongUse) {
   for (const std::string path : {std::string("missing"), folder_.path().string()}) {
     const auto result = run_command({"bundle", "show", path});

@@ -252,11 +252,18 @@ TEST(Ledger, GroupsOfManyRanksTakeALineOfFewBytes) {
   EXPECT_EQ(ledgers_from_jsonl(text, "x").at(0).crossings.at(0).members.ranks(), stage);
 }
 
+TEST(Ledger, RanksUpToTheLargestNumberAreWritten) {
+  Ledger ledger = example_ledger();
+  constexpr int kLargest = std::numeric_limits<int>::max();
+  ledger.crossings = {{"tp", RankList({kLargest - 1, kLargest}), std::nullopt, "sent", 1}};
+  EXPECT_THAT(to_jsonl(ledger), HasSubstr(R"("members":[2147483646,2147483647])"));
+}
+
 TEST(Ledger, MembersThatAreNoAscendingProgressionsAreRefused) {
   for (const std::string members :
        {"[[5,1,1]]", "[[0,8,3]]", "[[0,8,0]]", "[[0,8,-1]]", "[[0,8]]", "[[0,8,1,2]]",
         "[[0,9,1],4]", "[[0,9,1],[8,20,4]]", "[[-4,8,4]]", "[[0,99999999999,1]]", "[\"0-8\"]",
-        "[[0,8,1.5]]"}) {
+        "[[0,8,1.5]]", "[2147483646,2147483647]", "[[0,16777216,1]]"}) {
     auto lines = lines_of(to_jsonl(example_ledger()));
     const std::string crossings = R"({"record":"crossings","group":"tp","members":)" + members +
                                   R"(,"peer":null,"role":"sent","count":1})";

@@ -411,6 +411,20 @@ TEST(SafetensorsReader, RandomDamageNeverDoesMoreThanAFormatError) {
   EXPECT_GT(refused, 2000);  // what is left changed a name or an element only
 }
 
+TEST(SafetensorsReader, ACopiedFileMayBeTruncatedAfterItWasOpened) {
+  const TemporaryFolder folder;
+  const auto path = folder / "tensors.safetensors";
+  const std::vector<float> values(1 << 14, 2.5F);  // more than a page
+  write_safetensors(path, std::vector<SafetensorsEntry>{
+                              {"values", "F32", {1 << 14}, std::as_bytes(std::span(values))}});
+  const SafetensorsFile file(path, FileAccess::copy);
+  std::filesystem::resize_file(path, 16);  // a mapping would end the process at the next access
+  const auto bytes = file.at("values").bytes;
+  EXPECT_EQ(std::memcmp(bytes.data(), values.data(), bytes.size()), 0);
+  EXPECT_THAT(message_of<FormatError>([&] { SafetensorsFile(path, FileAccess::copy); }),
+              HasSubstr("cut off"));
+}
+
 TEST(SafetensorsReader, FilesThatAreNoRegularFilesAreIoErrors) {
   const TemporaryFolder folder;
   EXPECT_THROW((void)SafetensorsFile(folder / "missing"), IoError);

@@ -55,12 +55,24 @@ at::Tensor forgets_to_write(const at::Tensor& x) {
   return at::empty({kFreshElements}, x.options()).narrow(0, 0, x.numel()).add(x);
 }
 
+/// From its second call on the result's storage holds one element, as with
+/// inductor::_reinterpret_tensor, which checks nothing.
+int shrinking_calls = 0;
+at::Tensor shrinks_its_storage(const at::Tensor& x) {
+  auto result = x.clone();
+  if (shrinking_calls++ > 0) {
+    result.unsafeGetTensorImpl()->set_storage_keep_dtype(at::ones({1}, x.options()).storage());
+  }
+  return result;
+}
+
 at::Tensor reciprocal(const at::Tensor& x) {
   return 1 / x;
 }
 
 TORCH_LIBRARY(nanlocator_replay_test, m) {
   m.def("reciprocal(Tensor x) -> Tensor", &reciprocal);
+  m.def("shrinks_its_storage(Tensor x) -> Tensor", &shrinks_its_storage);
   m.def("kernel_bug(Tensor x) -> Tensor", &kernel_bug);
   m.def("flaky(Tensor x) -> Tensor", &flaky);
   m.def("forgets_to_write(Tensor x) -> Tensor", &forgets_to_write);
@@ -270,6 +282,17 @@ TEST(Replay, SaysWhichSettingsItCouldNotRestore) {
   const auto report = replay(call);
   EXPECT_THAT(report.sentences, Contains(HasSubstr("colour_of_the_kernel")));
   EXPECT_THAT(report.sentences, Contains(HasSubstr("'many'")));
+}
+
+TEST(Replay, ReadsNothingBeyondTheStorageOfAResult) {
+  const auto x = at::ones({4096});
+  const auto call = captured("nanlocator_replay_test::shrinks_its_storage", [&] {
+    (void)call_operator("nanlocator_replay_test::shrinks_its_storage", x);
+  });
+  const auto report = replay(call);
+  ASSERT_FALSE(report.runs.empty());
+  EXPECT_EQ(report.runs[0].outputs.at(0).shape, std::vector<std::int64_t>{4096});
+  EXPECT_EQ(report.runs[0].outputs.at(0).equals_recorded, std::nullopt);
 }
 
 TEST(Replay, ReportsWhatTheOperatorRaises) {

@@ -317,7 +317,10 @@ std::optional<TensorStats> scan(const OpenBundle& bundle, const BundleTensor& te
                   .strides = tensor.strides};
   if (layout->is_complex) {
     view.numel *= 2;
-    for (auto& stride : view.strides) stride *= 2;
+    for (std::size_t axis = 0; axis < view.strides.size(); ++axis) {
+      // The stride of an axis with one element may be anything, up to 2^63 - 1.
+      view.strides[axis] = view.sizes[axis] > 1 ? 2 * view.strides[axis] : 0;
+    }
     view.sizes.push_back(2);
     view.strides.push_back(1);
   }

@@ -1,9 +1,13 @@
 // The `nanlocator` command: reads what a run left behind. Exit code 0: clean, 1: findings, 2: wrong
 // use or input that cannot be read, with one line on stderr that says what and where.
+#include <signal.h>
+#include <unistd.h>
+
 #include <exception>
 #include <iostream>
 #include <new>
 #include <string>
+#include <string_view>
 
 #include "command.hpp"
 #include "console.hpp"
@@ -29,6 +33,17 @@ std::string name_as_typed(const CLI::App& app) {
   return name;
 }
 
+/// Bundles are mapped: one that another program truncates meanwhile ends in SIGBUS.
+void report_truncated_files() {
+  struct sigaction action {};
+  action.sa_handler = [](int) {
+    constexpr std::string_view kMessage = "nanlocator: a file was truncated while it was read\n";
+    (void)!::write(STDERR_FILENO, kMessage.data(), kMessage.size());
+    ::_exit(kWrongUse);
+  };
+  ::sigaction(SIGBUS, &action, nullptr);
+}
+
 int run(int argument_count, char** arguments) {
   CLI::App app("Finds where a NaN or Inf of a distributed training run was born", "nanlocator");
   app.footer(
@@ -37,6 +52,7 @@ int run(int argument_count, char** arguments) {
   // With at most one, a folder or a pattern that is called as a subcommand stays an argument.
   app.require_subcommand(1);
 
+  report_truncated_files();
   Action action;
   for (const auto add_command :
        {add_bundle_command, add_history_command, add_map_command, add_netcheck_command,

@@ -175,7 +175,7 @@ struct BundleContents {
 class OpenBundle {
  public:
   /// `path`: the folder, or the bundle.json in it. Throws IoError, FormatError (file and field).
-  explicit OpenBundle(const std::filesystem::path& path);
+  explicit OpenBundle(const std::filesystem::path& path, FileAccess access = FileAccess::map);
 
   [[nodiscard]] const std::filesystem::path& path() const noexcept { return path_; }
   [[nodiscard]] const Bundle& bundle() const noexcept { return bundle_; }

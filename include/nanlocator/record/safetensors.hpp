@@ -2,8 +2,7 @@
 //
 // Layout (github.com/huggingface/safetensors): u64 little-endian header size, JSON header
 // {"name": {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {text: text}}, data.
-// Reading maps the file and checks every offset before a byte of data is touched. A file that is
-// cut off while it is mapped ends the process at the next look at it (SIGBUS), as any mapping does.
+// Reading checks every offset before a byte of data is touched.
 #pragma once
 
 #include <cstddef>
@@ -35,18 +34,27 @@ struct SafetensorsEntry {
 /// Bytes of one element of a safetensors dtype; 0 where unknown.
 [[nodiscard]] std::size_t safetensors_element_size(std::string_view safetensors_dtype) noexcept;
 
+/// How the bytes of a file come into memory.
+enum class FileAccess : std::uint8_t {
+  map,   // page by page; a file that is truncated meanwhile ends the process at the next access
+         // (SIGBUS), so never in a training process
+  copy,  // all at once, at most kLargestCopy bytes
+};
+inline constexpr std::uint64_t kLargestCopy = std::uint64_t{1} << 30;
+
 class SafetensorsFile {
  public:
-  /// Throws IoError where the file cannot be opened, FormatError (file, field) for a header that is
-  /// truncated, huge (over 100 MB), not strict JSON, has an unknown dtype, a shape whose product
-  /// overflows or does not match its offsets, offsets out of range, overlapping or leaving gaps.
-  explicit SafetensorsFile(const std::filesystem::path& path);
+  /// Throws IoError where the file cannot be opened or is too large to be copied, FormatError
+  /// (file, field) for a header that is truncated, huge (over 100 MB), not strict JSON, has an
+  /// unknown dtype, a shape whose product overflows or does not match its offsets, offsets out of
+  /// range, overlapping or leaving gaps.
+  explicit SafetensorsFile(const std::filesystem::path& path, FileAccess access = FileAccess::map);
   /// The same for bytes in memory, which must outlive it; `source` is what messages call them.
   SafetensorsFile(std::span<const std::byte> bytes, const std::string& source);
   ~SafetensorsFile();
   SafetensorsFile(SafetensorsFile&&) noexcept;
   SafetensorsFile& operator=(SafetensorsFile&&) noexcept;
-  SafetensorsFile(const SafetensorsFile&) = delete;  // owns the mapping
+  SafetensorsFile(const SafetensorsFile&) = delete;  // owns the bytes
   SafetensorsFile& operator=(const SafetensorsFile&) = delete;
 
   [[nodiscard]] const std::vector<SafetensorsEntry>& entries() const noexcept;  // in offset order
