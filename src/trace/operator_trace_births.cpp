@@ -380,6 +380,26 @@ static bool is_inside_kernel(ThreadFrames& frames) {
          !outer->info->is_custom;
 }
 
+/// Whether `values` are memory of an operator around the one that reads them, which was not given
+/// it: a kernel fills such memory off the dispatcher, too (mse_loss with a mean:
+/// aten/src/ATen/native/Loss.cpp).
+static bool is_memory_of_outer_operator(const at::Tensor& values, ThreadFrames& frames) {
+  bool is_nested = false;
+  for (std::size_t i = 1; const Frame* outer = frames.above(i); ++i) {
+    if (outer->kind == FrameKind::passage) continue;
+    if (outer->kind != FrameKind::operation) break;
+    is_nested = true;
+    bool is_given = false;
+    for (const c10::IValue& argument : outer->arguments) {
+      for_each_tensor_at(argument, [&](const at::Tensor& tensor, int) {
+        is_given |= tensor.defined() && tensor.has_storage() && tensor.is_alias_of(values);
+      });
+    }
+    if (is_given) return false;
+  }
+  return is_nested;
+}
+
 /// `tensor * float("nan")`, `tensor[i] = float("nan")`: Python makes the tensor of a number without
 /// the dispatcher (torch/csrc/autograd/python_variable_indexing.cpp). An element of a larger tensor
 /// is none.
@@ -439,6 +459,9 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
     root.last_seen = LastSeen::finite;
   } else if (state == StorageState::received) {
     root.kind = BirthKind::collective;
+  } else if (state == StorageState::written && was_finite &&
+             is_memory_of_outer_operator(values, frames)) {
+    root.is_temporary = true;
   } else if (state == StorageState::written && was_finite) {
     root.kind = BirthKind::memory;
     root.last_seen = LastSeen::finite;

@@ -6,6 +6,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from nanlocator import LocatingOptimizer, NonFiniteGradientError
@@ -25,6 +26,25 @@ def origin_of_a_step(model, forward, **options):
         optimizer.step(closure)
     (origin,) = raised.value.verdict["origins"]
     return origin
+
+
+@pytest.mark.parametrize("loss", [functional.mse_loss, functional.smooth_l1_loss, functional.huber_loss])
+@pytest.mark.parametrize("scale", [math.nan, 1e30])
+def test_memory_that_a_loss_fills_inside_its_kernel_is_no_origin(loss, scale):
+    """With a mean these kernels write their elements to memory of their own without the dispatcher, which an
+    operator inside then reads."""
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            return torch.log(super().forward(x) * 0 - 1) if math.isnan(scale) else super().forward(x) * scale
+
+    model = Layer(4, 4)
+    model.weight.data.fill_(scale if math.isfinite(scale) else 1)
+    origin = origin_of_a_step(model, lambda: loss(model(torch.ones(2, 4)), torch.zeros(2, 4)))
+    if math.isnan(scale):
+        assert (origin["cause"], origin["operator"]) == ("operator_undefined", "aten::log")
+    else:
+        assert (origin["cause"], origin["operator"]) == ("operator_overflow", "aten::mul.Tensor")
 
 
 class Rotary(nn.Module):
