@@ -380,24 +380,24 @@ static bool is_inside_kernel(ThreadFrames& frames) {
          !outer->info->is_custom;
 }
 
-/// Whether `values` are memory of an operator around the one that reads them, which was not given
-/// it: a kernel fills such memory off the dispatcher, too (mse_loss with a mean:
+/// Whether `values` are memory of the outermost operator around the one that reads them: it was not
+/// given them, and its kernel fills such memory off the dispatcher, too (mse_loss with a mean:
 /// aten/src/ATen/native/Loss.cpp).
 static bool is_memory_of_outer_operator(const at::Tensor& values, ThreadFrames& frames) {
-  bool is_nested = false;
+  const Frame* outermost = nullptr;
   for (std::size_t i = 1; const Frame* outer = frames.above(i); ++i) {
     if (outer->kind == FrameKind::passage) continue;
     if (outer->kind != FrameKind::operation) break;
-    is_nested = true;
-    bool is_given = false;
-    for (const c10::IValue& argument : outer->arguments) {
-      for_each_tensor_at(argument, [&](const at::Tensor& tensor, int) {
-        is_given |= tensor.defined() && tensor.has_storage() && tensor.is_alias_of(values);
-      });
-    }
-    if (is_given) return false;
+    outermost = outer;
   }
-  return is_nested;
+  if (outermost == nullptr) return false;
+  bool is_given = false;
+  for (const c10::IValue& argument : outermost->arguments) {
+    for_each_tensor_at(argument, [&](const at::Tensor& tensor, int) {
+      is_given |= tensor.defined() && tensor.has_storage() && tensor.is_alias_of(values);
+    });
+  }
+  return !is_given;
 }
 
 /// `tensor * float("nan")`, `tensor[i] = float("nan")`: Python makes the tensor of a number without
