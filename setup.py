@@ -87,7 +87,7 @@ setup(
         exclude=[f"nanlocator.{room.lower()}*" for room in left_out],
     ),
     package_dir={"": "integrations"},
-    py_modules=["nanlocator_autoload"],
+    py_modules=["nanlocator_autoload", "nanlocator_after_import"],
     package_data={"nanlocator": ["py.typed"]},
     ext_modules=[Extension("nanlocator._C", sources=[])],  # makes the wheel one for this platform
     distclass=Project,

@@ -106,7 +106,7 @@ std::optional<CodeLine> code_line(const py::handle& from) {
   return CodeLine{file, line, function, text};
 }
 
-/// From a nanlocator.stream_sanitizer.StreamAccess.
+/// From a nanlocator.exchange.stream_sanitizer.StreamAccess.
 UnorderedAccess stream_access(const py::handle& from) {
   UnorderedAccess access;
   access.is_write = from.attr("is_write").cast<bool>();
@@ -120,7 +120,7 @@ UnorderedAccess stream_access(const py::handle& from) {
   return access;
 }
 
-/// From an object with the attributes of nanlocator.driver.Adapter.
+/// From an object with the attributes of nanlocator.engine.driver.Adapter.
 StepAdapter adapter_of(const py::object& from) {
   StepAdapter step;
   step.gradients = [f = Function(from.attr("gradients"))] { return views_of(f.call<Views>()); };
@@ -189,7 +189,7 @@ StepAdapter adapter_of(const py::object& from) {
   return step;
 }
 
-/// From an object with the methods of nanlocator.driver.Pass.
+/// From an object with the methods of nanlocator.engine.driver.Pass.
 StepPass pass_of(const py::object& from) {
   StepPass pass;
   pass.run = [f = Function(from.attr("run_again"))] { return named_tensors(f.call<NamedPairs>()); };

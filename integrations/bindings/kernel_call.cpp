@@ -176,7 +176,7 @@ void bind_kernel_calls(py::module_& m) {
           [](const KernelReplay& replay) { return std::string(name_of(replay.conclusion)); })
       .def("sentences", &sentences_of, "kernel"_a);
   m.def("replay_kernel_record", &replay_record, "record"_a, "repeats"_a, "role"_a,
-        "Executes a nanlocator.kernel_calls.KernelCallRecord again, without limits.");
+        "Executes a nanlocator.calls.kernel_calls.KernelCallRecord again, without limits.");
 }
 
 }  // namespace nanlocator

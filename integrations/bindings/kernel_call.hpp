@@ -7,8 +7,8 @@
 
 namespace nanlocator {
 
-/// From an object with the attributes of nanlocator.kernel_calls.KernelCallRecord. With the GIL
-/// held; the result may be used and dropped without it.
+/// From an object with the attributes of nanlocator.calls.kernel_calls.KernelCallRecord. With the
+/// GIL held; the result may be used and dropped without it.
 [[nodiscard]] KeptKernelCall kept_kernel_call(const pybind11::object& record);
 
 }  // namespace nanlocator

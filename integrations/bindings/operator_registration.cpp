@@ -45,7 +45,7 @@ void add_registration(Bundle& bundle, BundleContents& contents) {
   auto& call = *bundle.operator_call;
   if (call.op.starts_with("aten::") || call.op.starts_with("prims::")) return;
   try {
-    const auto found = py::module_::import("nanlocator.operator_registration")
+    const auto found = py::module_::import("nanlocator.calls.operator_registration")
                            .attr("registered_by")(call.op)
                            .cast<Registrations>();
     for (const auto& [module, file, source] : found) {

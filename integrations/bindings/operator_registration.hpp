@@ -7,8 +7,9 @@
 
 namespace nanlocator {
 
-/// Asks nanlocator.operator_registration what registered the operator of `bundle`, where it has the
-/// call of one that is not Torch's own. What it cannot say is a note of the bundle. Needs the GIL.
+/// Asks nanlocator.calls.operator_registration what registered the operator of `bundle`, where it
+/// has the call of one that is not Torch's own. What it cannot say is a note of the bundle. Needs
+/// the GIL.
 void add_registration(Bundle& bundle, BundleContents& contents);
 
 }  // namespace nanlocator

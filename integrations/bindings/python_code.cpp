@@ -169,7 +169,7 @@ class PythonCode final : public ProgramCode {
     }
     const auto file =
         py::handle(reinterpret_cast<PyObject*>(code)).attr("co_filename").cast<std::string>();
-    if (file == own_ + "recorder.py") {
+    if (file == own_ + "loops/recorder.py") {
       const auto name = py::handle(reinterpret_cast<PyObject*>(code)).attr("co_name");
       if (name.cast<std::string>() == "run_again") return Owner::recorded;
     }

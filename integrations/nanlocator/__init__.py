@@ -13,7 +13,8 @@ import platform
 
 import torch
 
-from nanlocator import _build_info, python_versions, torch_versions
+from nanlocator import _build_info
+from nanlocator.engine import python_versions, torch_versions
 
 if problem := python_versions.misfit(
     _build_info.PYTHON_VERSION, platform.python_version()
@@ -32,9 +33,9 @@ from nanlocator._C import (
     UsageError,
 )
 from nanlocator.detect import detect
-from nanlocator.errors import NonFiniteGradientError
-from nanlocator.optimizer import LocatingOptimizer
-from nanlocator.watch import Watch, watch
+from nanlocator.engine.errors import NonFiniteGradientError
+from nanlocator.loops.optimizer import LocatingOptimizer
+from nanlocator.loops.watch import Watch, watch
 
 __version__ = _build_info.VERSION
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from nanlocator.attach import follow_process
-from nanlocator.launcher import check_script, make_parser, run_module, run_script, set_variables
+from nanlocator.engine.launcher import check_script, make_parser, run_module, run_script, set_variables
 
 _EXAMPLES = """\
 examples:

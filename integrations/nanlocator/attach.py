@@ -21,15 +21,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nanlocator import _C, deepspeed_scripts, megatron_scripts
-from nanlocator.driver import Driver
-from nanlocator.modules import class_name, named_by_class
-from nanlocator.optimizer import LocatingOptimizer
-from nanlocator.patches import replace
-from nanlocator.pipelining import follow_steps, stages_of
-from nanlocator.plain import held_parameters
-from nanlocator.session import rank_prefix
-from nanlocator.watch import Watch
+from nanlocator import _C, deepspeed_scripts
+from nanlocator.calls.modules import class_name, named_by_class
+from nanlocator.engine.driver import Driver
+from nanlocator.engine.this_rank import rank_prefix
+from nanlocator.hooks.patches import replace
+from nanlocator.loops.optimizer import LocatingOptimizer
+from nanlocator.loops.plain import held_parameters
+from nanlocator.loops.watch import Watch
+from nanlocator.megatron import scripts as megatron_scripts
+from nanlocator.sharding.pipelining import follow_steps, stages_of
 
 # Programs that start others, which inherit the variable.
 _STARTERS = ("torch.distributed", "accelerate.", "lightning.fabric", "ray.", "deepspeed.")

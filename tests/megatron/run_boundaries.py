@@ -173,9 +173,9 @@ class WatchedSchedule:
     """Stands for the schedule's function of each step."""
 
     def __init__(self, trainer: Trainer, schedule) -> None:
+        from nanlocator.hooks.patches import Patches
         from nanlocator.megatron.boundaries import boundaries_of
         from nanlocator.megatron.microbatches import Microbatches
-        from nanlocator.patches import Patches
 
         self.crossings: list[list[dict]] = []
         self.coverage: list[list[dict]] = []

@@ -33,7 +33,7 @@ CONFIGURATIONS = {
     "sharded_overlapped": SHARDED_OVERLAPPED,
 }
 GRADIENTS_ALONE = {"level": "grads", "rerun": False}
-STOPPED = "nanlocator.errors.NonFiniteGradientError"
+STOPPED = "nanlocator.NonFiniteGradientError"
 _numbers = itertools.count()
 
 

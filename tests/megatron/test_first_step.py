@@ -93,7 +93,7 @@ def test_in_a_healthy_step_nothing_is_missed_and_the_process_is_left_as_it_was(l
 
 def hide(names, trainer):
     """As a torch whose distributed functions call other methods of ProcessGroup than those that are known."""
-    from nanlocator import boundaries
+    from nanlocator.exchange import boundaries
 
     for name in names:
         boundaries.COLLECTIVES.pop(name, None)

@@ -127,7 +127,7 @@ def test_a_nan_in_an_unedited_script_stops_it_with_one_verdict(project, launch, 
     assert result.stderr.count("  certainty  ") == 1, result.stderr
     assert headline in root_cause(result), result.stderr
     for rank in (0, 1):
-        assert f"[rank{rank}]: nanlocator.errors.{headline}" in result.stderr, result.stderr
+        assert f"[rank{rank}]: nanlocator.{headline}" in result.stderr, result.stderr
     recorded = json.loads((tmp_path / "recorded" / "error.json").read_text())
     assert "  certainty  " in recorded["message"]["message"]
     assert "trained 3 steps" not in result.stdout

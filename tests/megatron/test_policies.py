@@ -14,7 +14,7 @@ from test_matrix import EXPERTS, LAYOUTS, Layout
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
 
-STOPPED = "nanlocator.errors.NonFiniteGradientError"
+STOPPED = "nanlocator.NonFiniteGradientError"
 
 
 def train(pool, name, layout, steps=6, **options):

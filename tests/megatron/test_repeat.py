@@ -72,7 +72,7 @@ def test_a_microbatch_that_the_step_writes_in_place_is_named(pool):
 
 # ---- beside Megatron's own checks ----------------------------------------------------------------------
 
-STOPPED = "nanlocator.errors.NonFiniteGradientError"
+STOPPED = "nanlocator.NonFiniteGradientError"
 MACHINES = ["disabled", "validate_results"]
 GRADIENT = ONE_OFF  # Megatron's check of the bucket sees it
 COMPUTED = {"name": "forward_operator", "rank": 1, "iteration": 3}  # ... and of the loss

@@ -62,14 +62,14 @@ def run(*command, as_installed=False, start=run_python, **variables):
 
 
 LOADED = """
-import nanlocator_autoload
+import nanlocator_after_import
 
 def say(module):
     print(module.__name__, module.last)
 
-nanlocator_autoload.AfterImport({"package": say, "package.inside": say})
-nanlocator_autoload.AfterImport({"package.later": say})
-nanlocator_autoload.AfterImport({"package.later": say})
+nanlocator_after_import.AfterImport({"package": say, "package.inside": say})
+nanlocator_after_import.AfterImport({"package.later": say})
+nanlocator_after_import.AfterImport({"package.later": say})
 """
 
 

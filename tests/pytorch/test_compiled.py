@@ -10,8 +10,8 @@ from watched_steps import verdict_of_steps
 from wrong_lowering import lowered_to_logarithm
 
 import nanlocator
-import nanlocator.inductor_kernels
-import nanlocator.kernels
+import nanlocator.calls.inductor_kernels
+import nanlocator.calls.kernels
 
 pytestmark = pytest.mark.compiles
 WIDTH = 8
@@ -179,8 +179,8 @@ def test_a_wrong_lowering_of_inductor_is_the_compilers(kernels, memory, monkeypa
     is_on_cpu = torch.get_default_device().type == "cpu"
     is_seen = kernels == "seen" or not is_on_cpu  # Triton's kernels are
     if kernels == "unseen":  # as where C++ calls them
-        monkeypatch.setattr(nanlocator.inductor_kernels, "is_generated", lambda _: False)
-        monkeypatch.setattr(nanlocator.kernels, "_is_extension", lambda _: False)
+        monkeypatch.setattr(nanlocator.calls.inductor_kernels, "is_generated", lambda _: False)
+        monkeypatch.setattr(nanlocator.calls.kernels, "_is_extension", lambda _: False)
     with lowered_to_logarithm(torch.ops.nanlocator_test.half.default):
         model = model_of(Half())
         model[1].compile()

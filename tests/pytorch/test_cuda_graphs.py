@@ -16,7 +16,7 @@ from torch import nn
 from watched_steps import line_of, verdict_of_steps
 
 import nanlocator
-from nanlocator.cuda_graphs import OwnReplays, ReplayedGraphs, without_graphs
+from nanlocator.state.cuda_graphs import OwnReplays, ReplayedGraphs, without_graphs
 
 
 class Logarithm(nn.Module):

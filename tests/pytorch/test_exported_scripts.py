@@ -13,7 +13,7 @@ from ranks import RankServer, run_python
 
 import nanlocator
 from nanlocator import _C
-from nanlocator.kernel_calls import KernelCallRecord, _import_kernel
+from nanlocator.calls.kernel_calls import KernelCallRecord, _import_kernel
 
 BUILD = Path(_C.__file__).parents[2]
 _without_triton = RankServer("torch")  # whose import reads the environment, of which a bundle has its own

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanlocator.kernel_references import _TABLE, references_of
-from nanlocator.kernel_signatures import _SIGNATURES, argument_names
+from nanlocator.calls.kernel_references import _TABLE, references_of
+from nanlocator.calls.kernel_signatures import _SIGNATURES, argument_names
 
 ROWS, WIDTH, HEADS = 6, 8, 2
 

@@ -29,9 +29,10 @@ from torch import nn
 from watched_steps import line_of, verdict_of_steps
 
 import nanlocator
-from nanlocator import _C, kernel_signatures
-from nanlocator.kernel_calls import KernelCallRecord, _kept
-from nanlocator.kernels import Entry, KernelCalls, _argument_names, named_tensors
+from nanlocator import _C
+from nanlocator.calls import kernel_signatures
+from nanlocator.calls.kernel_calls import KernelCallRecord, _kept
+from nanlocator.calls.kernels import Entry, KernelCalls, _argument_names, named_tensors
 
 PLANTED = Path(kernel_models.__file__)
 # Kernels of DEFINITIONS, and the references that know them.

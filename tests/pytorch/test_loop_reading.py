@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanlocator import _C
-from nanlocator.loop_reading import LoopReading
+from nanlocator.loops.loop_reading import LoopReading
 
 LOSS = torch.tensor(float("nan"))
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nanlocator
 from nanlocator import _C
-from nanlocator.modules import ModuleHooks, WatchedModules
+from nanlocator.calls.modules import ModuleHooks, WatchedModules
 
 NAN, INF = float("nan"), float("inf")
 

@@ -314,7 +314,7 @@ def test_a_scripted_module_is_put_back_as_well():
 
 
 def test_what_a_function_does_not_draw_from_is_not_named():
-    from nanlocator.closures import iterators_of
+    from nanlocator.state.closures import iterators_of
 
     data, proxy = iter(()), Raises()
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from traced_models import declare
 
 from nanlocator import _C
-from nanlocator.modules import ModuleHooks
+from nanlocator.calls.modules import ModuleHooks
 
 pytestmark = pytest.mark.host  # its kernels are the CPU's
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from traced_models import declare, gradients, traced_step
 
 from nanlocator import _C
-from nanlocator.modules import ModuleHooks, tensor_attributes
+from nanlocator.calls.modules import ModuleHooks, tensor_attributes
 
 INF, NAN = float("inf"), float("nan")
 

@@ -232,7 +232,7 @@ def test_an_object_that_is_not_copied_is_looked_at_and_accuses_no_machine(kind):
 
 
 def test_no_object_of_the_program_is_written_to_or_asked():
-    from nanlocator.containers import mapped, tensors_beside
+    from nanlocator.state.containers import mapped, tensors_beside
 
     x = torch.ones(2)
     cycle = []

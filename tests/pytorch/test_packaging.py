@@ -24,7 +24,7 @@ def test_pip_install_gives_the_package_and_the_command(tmp_path):
     (packages,) = prefix.glob("lib*/python*/site-packages")
     environment = {**os.environ, "PYTHONPATH": str(packages)}
     code = (
-        "import nanlocator, nanlocator.session, torch; p = torch.nn.Linear(2, 2); "
+        "import nanlocator, nanlocator.engine.options, torch; p = torch.nn.Linear(2, 2); "
         "o = nanlocator.LocatingOptimizer(torch.optim.SGD(p.parameters(), 0.1), p); "
         "p(torch.ones(1, 2)).sum().backward(); o.step(); print(nanlocator.__file__, nanlocator.__version__)"
     )

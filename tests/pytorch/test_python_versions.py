@@ -5,7 +5,7 @@ import platform
 import pytest
 
 from nanlocator import _build_info
-from nanlocator.python_versions import misfit
+from nanlocator.engine.python_versions import misfit
 
 
 @pytest.mark.parametrize("installed", ["3.11.7", "3.11.0rc2", "3.11.2+"])

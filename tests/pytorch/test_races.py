@@ -15,7 +15,7 @@ from ranks import run_ranks
 from torch import nn
 
 import nanlocator
-from nanlocator import transfers
+from nanlocator.exchange import transfers
 
 
 def gathered(parts, own, is_late):

@@ -15,7 +15,8 @@ from ranks import run_python
 from torch import nn
 
 import nanlocator
-from nanlocator import _C, module_calls, replay
+from nanlocator import _C, replay
+from nanlocator.calls import module_calls
 
 BIN = Path(_C.__file__).parents[2] / "bin"
 HERE = Path(__file__).parent

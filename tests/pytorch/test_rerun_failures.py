@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ranks import excuse, run_ranks
 
 from nanlocator import LocatingOptimizer, NonFiniteGradientError
-from nanlocator.driver import Adapter
+from nanlocator.engine.driver import Adapter
 
 DEADLINE = 0.5
 GUILTY = 1

@@ -199,7 +199,7 @@ def test_an_argument_that_its_module_overwrites_is_kept_as_it_was():
 
 
 def test_only_the_calls_of_origins_are_kept(monkeypatch):
-    from nanlocator.module_calls import KeptModuleCalls
+    from nanlocator.calls.module_calls import KeptModuleCalls
 
     wanted = []
     begin = KeptModuleCalls.begin

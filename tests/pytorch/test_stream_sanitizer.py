@@ -13,8 +13,9 @@ from torch.cuda import _gpu_trace
 from torch.utils import checkpoint
 
 import nanlocator
-from nanlocator import _C, stream_sanitizer
-from nanlocator.driver import Adapter
+from nanlocator import _C
+from nanlocator.engine.driver import Adapter
+from nanlocator.exchange import stream_sanitizer
 
 MAIN, SIDE = 1, 2
 KEPT = []  # nobody tells the sanitizer that memory of the host is free, and somebody else's

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanlocator import _build_info
-from nanlocator.torch_versions import misfit
+from nanlocator.engine.torch_versions import misfit
 
 
 @pytest.mark.parametrize(

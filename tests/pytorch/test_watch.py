@@ -13,8 +13,8 @@ from training_loops import LOOPS, Gpt, cross_entropy, cross_entropy_of, draw
 
 import nanlocator
 from nanlocator import LocatingOptimizer, NonFiniteGradientError
-from nanlocator.modules import ModuleHooks
-from nanlocator.recorder import StepRecorder
+from nanlocator.calls.modules import ModuleHooks
+from nanlocator.loops.recorder import StepRecorder
 
 
 @pytest.fixture(autouse=True)

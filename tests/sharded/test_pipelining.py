@@ -15,7 +15,7 @@ from torch import distributed as dist
 from watched_steps import as_code_says
 
 import nanlocator
-from nanlocator import pipelining
+from nanlocator.sharding import pipelining
 
 
 def ranks_of(variant):

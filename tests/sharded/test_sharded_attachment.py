@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import nanlocator
-from nanlocator import attach, fsdp2
+from nanlocator import attach
+from nanlocator.sharding import fsdp2
 
 
 def optimizer_made_first(rank, world_size, attach):

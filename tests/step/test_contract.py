@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import KeptRanks, RankServer
 
-from nanlocator.recorder import StepRecorder
+from nanlocator.loops.recorder import StepRecorder
 
 _megatron = KeptRanks(RankServer("gpt_training", "nanlocator.megatron", "loops", "contract"))
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from nanlocator.plain import PlainAdapter, PlainPass, plain_driver
-from nanlocator.session import resolve_options
+from nanlocator.engine.options import resolve_options
+from nanlocator.loops.plain import PlainAdapter, PlainPass, plain_driver
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nanlocator import _C
-from nanlocator.modules import ModuleHooks
+from nanlocator.calls.modules import ModuleHooks
 
 
 def traced_step(

@@ -19,7 +19,7 @@ from torch import nn
 from triton.language.extra import libdevice
 
 import nanlocator
-from nanlocator.kernels import KernelCalls
+from nanlocator.calls.kernels import KernelCalls
 
 WIDTH = 9
 BLOCK = 8

@@ -32,8 +32,9 @@ from torch._C._distributed_c10d import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import nanlocator.megatron
-from nanlocator import _C, boundaries
-from nanlocator.collectives import COLLECTIVES
+from nanlocator import _C
+from nanlocator.exchange import boundaries
+from nanlocator.exchange.collectives import COLLECTIVES
 from nanlocator.megatron import locator, microbatches
 
 PACKAGE = os.path.dirname(nanlocator.__file__)
@@ -168,7 +169,7 @@ class CountingWatch:
 
 
 class CountingDriver:
-    """In the place of nanlocator.driver.Driver: what a healthy step hands to the engine."""
+    """In the place of nanlocator.engine.driver.Driver: what a healthy step hands to the engine."""
 
     is_closed = is_rerunning = is_judged = skips_update = False
     is_agreeing = True

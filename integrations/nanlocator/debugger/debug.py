@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nanlocator.calls.modules import nearest_path
 from nanlocator.debugger.backward import BackwardCall, BackwardFrames, StartedCall, is_in_backward
 from nanlocator.debugger.frames import Frame, Role, Row, finding_lines, frame_text, report_text
 from nanlocator.debugger.masks import IntendedMasks
@@ -30,9 +31,9 @@ from nanlocator.debugger.process_hooks import ProcessHooks
 from nanlocator.debugger.ranks import Finding, PeerRanks, next_number
 from nanlocator.debugger.scans import Scans
 from nanlocator.debugger.values import Values
-from nanlocator.modules import nearest_path
-from nanlocator.python_versions import add_note
-from nanlocator.session import is_distributed, record_for_torchrun
+from nanlocator.engine.endings import record_for_torchrun
+from nanlocator.engine.python_versions import add_note
+from nanlocator.engine.this_rank import is_distributed
 
 
 class DebugOption(str, Enum):

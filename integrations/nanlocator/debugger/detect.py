@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from nanlocator import _C
+from nanlocator.calls.modules import local_part
 from nanlocator.debugger.frames import finding_lines, values_text
 from nanlocator.debugger.output import say
 from nanlocator.debugger.scans import measure, plain_values
 from nanlocator.debugger.values import Values
-from nanlocator.modules import local_part
-from nanlocator.session import is_distributed
+from nanlocator.engine.this_rank import is_distributed
 
 _MOST_BUNDLES = 16  # of one process in one folder: a loop may find something bad in every step
 _bundles_written: dict[str, int] = {}  # by folder

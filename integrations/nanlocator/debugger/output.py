@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from nanlocator.session import is_distributed
+from nanlocator.engine.this_rank import is_distributed
 
 
 def say(text: str) -> None:

@@ -22,7 +22,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from nanlocator import _C
-from nanlocator.python_versions import add_note
+from nanlocator.engine.python_versions import add_note
 
 _LONGEST_REPORT = 1 << 20  # characters that travel; the finding rank's file has the whole
 _STORE_TIMEOUT = timedelta(seconds=10)

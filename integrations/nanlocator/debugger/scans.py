@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 
 from nanlocator import _C
+from nanlocator.calls.modules import local_part
 from nanlocator.debugger.values import Values
-from nanlocator.modules import local_part
 
 _MOST_WAITING = 1 << 13  # scans; their slots take about a megabyte of the device's memory
 

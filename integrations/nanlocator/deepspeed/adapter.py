@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from nanlocator import _C
+from nanlocator.calls.modules import ModuleHooks, tensor_attributes
 from nanlocator.deepspeed.layout import Layout, Part
-from nanlocator.driver import Adapter, LossScale, Named, OptimizerTensors, Pass, Views
-from nanlocator.modules import ModuleHooks, tensor_attributes
-from nanlocator.recorder import StepRecorder
-from nanlocator.session import device_description, dtype_name, is_distributed
-from nanlocator.switches import switches_of
+from nanlocator.engine.driver import Adapter, LossScale, Named, OptimizerTensors, Pass, Views
+from nanlocator.engine.this_rank import device_description, dtype_name, is_distributed
+from nanlocator.loops.recorder import StepRecorder
+from nanlocator.state.switches import switches_of
 
 _MOST_KEPT = 8  # bad gradients of a re-run, the first ones in backward order
 

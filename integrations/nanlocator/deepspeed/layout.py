@@ -12,7 +12,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.fp16 import unfused_optimizer
 
-from nanlocator.driver import state_tensors
+from nanlocator.engine.driver import state_tensors
 
 Parameter = torch.nn.Parameter
 

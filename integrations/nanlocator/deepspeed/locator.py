@@ -25,22 +25,18 @@ from deepspeed.runtime.zero import partition_parameters
 from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
 
 from nanlocator import _C
-from nanlocator.backward_order import BackwardOrder
-from nanlocator.boundaries import Boundaries
 from nanlocator.deepspeed.adapter import DeepSpeedAdapter, EnginePass, EngineRecorder
 from nanlocator.deepspeed.configuration import check, not_covered
 from nanlocator.deepspeed.zero import layout_of
-from nanlocator.driver import Driver, SkippedUpdate
-from nanlocator.errors import NonFiniteGradientError
-from nanlocator.patches import Patches, replace
-from nanlocator.rerun import GeneratorStates, ObjectState, Stateful
-from nanlocator.session import (
-    Options,
-    connect,
-    log_once,
-    recorded_bytes,
-    resolve_options,
-)
+from nanlocator.engine.backward_order import BackwardOrder
+from nanlocator.engine.connection import connect
+from nanlocator.engine.driver import Driver, SkippedUpdate
+from nanlocator.engine.errors import NonFiniteGradientError
+from nanlocator.engine.options import Options, recorded_bytes, resolve_options
+from nanlocator.engine.this_rank import log_once
+from nanlocator.exchange.boundaries import Boundaries
+from nanlocator.hooks.patches import Patches, replace
+from nanlocator.state.rerun import GeneratorStates, ObjectState, Stateful
 
 _INSTALLED = "_nanlocator"  # attribute of the engine that holds the installed locator
 
@@ -58,7 +54,7 @@ def install(engine: Any, **options: Unpack[Options]) -> "DeepSpeedLocator":
 
     Args:
         engine: of ZeRO stage 0 to 3, in fp32, bf16 or fp16.
-        options: see :class:`nanlocator.session.Options`.
+        options: see :class:`nanlocator.engine.options.Options`.
 
     Raises ``nanlocator.UsageError`` for an engine that cannot be watched, with the reason, and
     ``nanlocator.AgreementError``, on every rank alike, where ranks differ in versions or options.

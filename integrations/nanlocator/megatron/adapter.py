@@ -9,7 +9,8 @@ import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from nanlocator import _C
-from nanlocator.driver import Adapter, LossScale, Named, OptimizerTensors, Pass, Views, state_tensors
+from nanlocator.calls.modules import ModuleHooks, local_part, tensor_attributes
+from nanlocator.engine.driver import Adapter, LossScale, Named, OptimizerTensors, Pass, Views, state_tensors
 from nanlocator.megatron import state
 from nanlocator.megatron.data_parallel import data_parallel_chunk
 from nanlocator.megatron.layout import (
@@ -22,7 +23,6 @@ from nanlocator.megatron.layout import (
 )
 from nanlocator.megatron.microbatches import Microbatches
 from nanlocator.megatron.step_data import StepData
-from nanlocator.modules import ModuleHooks, local_part, tensor_attributes
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch._C._distributed_c10d import ProcessGroup
 
-from nanlocator.boundaries import Boundaries
-from nanlocator.collectives import name_of
+from nanlocator.exchange.boundaries import Boundaries
+from nanlocator.exchange.collectives import name_of
 from nanlocator.megatron.configuration import unwatched_groups
 from nanlocator.megatron.layout import exchanging_modules
 from nanlocator.megatron.versions import process_groups

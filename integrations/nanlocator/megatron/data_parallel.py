@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 
+from nanlocator.hooks.patches import Patches
 from nanlocator.megatron.versions import is_sent_already
-from nanlocator.patches import Patches
 
 Parameter = torch.nn.Parameter
 Range = tuple[int, int]

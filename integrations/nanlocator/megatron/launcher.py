@@ -11,8 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from nanlocator.launcher import check_script, make_parser, run_script, set_variables
-from nanlocator.megatron_scripts import follow
+from nanlocator.engine.launcher import check_script, make_parser, run_script, set_variables
+from nanlocator.megatron.scripts import follow
 
 _EXAMPLES = """\
 examples:

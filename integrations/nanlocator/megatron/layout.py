@@ -27,9 +27,9 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from nanlocator import _C
+from nanlocator.calls.modules import local_part
+from nanlocator.engine.this_rank import device_description, dtype_name
 from nanlocator.megatron.data_parallel import DataParallelChunk, Range, whole_parameter
-from nanlocator.modules import local_part
-from nanlocator.session import device_description, dtype_name
 
 Parameter = torch.nn.Parameter
 

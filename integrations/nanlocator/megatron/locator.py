@@ -28,9 +28,14 @@ from megatron.core.pipeline_parallel import schedules
 from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
 
 from nanlocator import _C
-from nanlocator.backward_order import BackwardOrder
-from nanlocator.boundaries import Boundaries
-from nanlocator.driver import Driver, SkippedUpdate
+from nanlocator.calls.modules import common_module
+from nanlocator.engine.backward_order import BackwardOrder
+from nanlocator.engine.connection import RankConnection
+from nanlocator.engine.driver import Driver, SkippedUpdate
+from nanlocator.engine.options import Options, resolve_options
+from nanlocator.engine.this_rank import log_once
+from nanlocator.exchange.boundaries import Boundaries
+from nanlocator.hooks.patches import Patches
 from nanlocator.megatron import state
 from nanlocator.megatron.adapter import MegatronAdapter, MegatronPass
 from nanlocator.megatron.boundaries import boundaries_of
@@ -39,9 +44,6 @@ from nanlocator.megatron.data_parallel import DataParallelChunk
 from nanlocator.megatron.first_step import FirstStep
 from nanlocator.megatron.layout import optimizer_gradients, rank_coordinates
 from nanlocator.megatron.microbatches import Microbatches
-from nanlocator.modules import common_module
-from nanlocator.patches import Patches
-from nanlocator.session import Options, RankConnection, log_once, resolve_options
 
 _INSTALLED = "_nanlocator"  # attribute of the optimizer that holds the installed locator
 _SCHEDULES = (
@@ -63,7 +65,7 @@ def install(
         model_chunks: the DistributedDataParallel-wrapped chunks of this rank (one, or one per virtual
             pipeline stage), as given to ``get_megatron_optimizer``.
         optimizer: what ``get_megatron_optimizer`` returned.
-        options: see :class:`nanlocator.session.Options`. Level is ``"boundaries"`` by default, and
+        options: see :class:`nanlocator.engine.options.Options`. Level is ``"boundaries"`` by default, and
             ``"modules"`` watches boundaries, too. A re-run is of forward-backward, on all ranks.
 
     Raises ``nanlocator.UsageError`` for a wrong call and ``nanlocator.AgreementError``, on every rank

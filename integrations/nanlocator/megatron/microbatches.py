@@ -13,7 +13,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 from nanlocator import _C
-from nanlocator.patches import Patches
+from nanlocator.hooks.patches import Patches
 
 Tensors = list[torch.Tensor]
 

@@ -18,7 +18,7 @@ from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machin
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from nanlocator.megatron import versions
-from nanlocator.rerun import ObjectState
+from nanlocator.state.rerun import ObjectState
 
 
 class RngTracker:

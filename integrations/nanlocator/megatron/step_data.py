@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nanlocator.batches import KeptBatch, named_tensors
+from nanlocator.state.batches import KeptBatch, named_tensors
 
 
 class StepData:

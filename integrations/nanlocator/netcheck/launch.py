@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 
-from nanlocator.session import first_line
+from nanlocator.engine.endings import first_line
 
 _FORWARDED = ("nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "master_addr",
               "master_port", "local_addr")  # fmt: skip

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from nanlocator import _C
+from nanlocator.engine.endings import first_line, is_failure_of_peers
 from nanlocator.netcheck import facts, launch, layout, slurm
 from nanlocator.netcheck.options import check_place, check_ranks, parse
-from nanlocator.session import first_line, is_failure_of_peers
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _QUICK_MEMORY_SECONDS = 0.5

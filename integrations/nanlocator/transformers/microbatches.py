@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanlocator import _C
-from nanlocator.batches import KeptBatch
-from nanlocator.driver import Named
-from nanlocator.plain import PlainAdapter, PlainPass
-from nanlocator.rerun import losses_of
+from nanlocator.engine.driver import Named
+from nanlocator.loops.plain import PlainAdapter, PlainPass
+from nanlocator.state.batches import KeptBatch
+from nanlocator.state.rerun import losses_of
 from nanlocator.transformers.versions import summed_loss
 
 if TYPE_CHECKING:

@@ -27,11 +27,11 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
 
 from nanlocator import _C
-from nanlocator.optimizer import LocatingOptimizer
-from nanlocator.patches import Patches
-from nanlocator.plain import PlainAdapter, plain_driver, scale_in_gradients
-from nanlocator.rerun import ObjectState, Stateful
-from nanlocator.session import Options, check_names, resolve_options
+from nanlocator.engine.options import Options, check_names, resolve_options
+from nanlocator.hooks.patches import Patches
+from nanlocator.loops.optimizer import LocatingOptimizer
+from nanlocator.loops.plain import PlainAdapter, plain_driver, scale_in_gradients
+from nanlocator.state.rerun import ObjectState, Stateful
 from nanlocator.transformers.microbatches import TrainerPass
 
 try:
@@ -55,7 +55,7 @@ class NanLocatorCallback(TrainerCallback):
     ``training_step``, from the same random numbers and buffers. Each ``train()`` is a run of its own.
 
     Args:
-        options: see :class:`nanlocator.session.Options`. Default are level ``"modules"`` and, as
+        options: see :class:`nanlocator.engine.options.Options`. Default are level ``"modules"`` and, as
             ``output_dir``, ``nanlocator_run`` in the Trainer's. Under ``on_bad="skip"`` the learning-rate
             schedule advances; an error is raised out of ``train``.
 

@@ -1,0 +1,392 @@
+"""What registered a custom operator: found for its bundle, and imported or loaded where that is replayed.
+
+PyTorch keeps no way from an operator back to the module or library that registered it. What it keeps is the
+place of each registration (``torch._C._dispatch_dump``): a line of C++, whose file's name is in the library
+that was compiled from it; a line of Python, where a ``torch.library.Library`` was made; or a line of
+torch.library itself. Of the last, the modules' own texts tell which of them named the operator.
+"""
+
+import ast
+import functools
+import importlib
+import importlib.util
+import mmap
+import os
+import re
+import symtable
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch._library.custom_ops import OPDEFS
+
+from nanlocator import _C
+
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_PLACE = re.compile(r"registered at (.+?):\d+(?: ::|$)", re.MULTILINE)
+_DEFINES = re.compile(r"custom_op|triton_op|define")
+_REGISTERS = re.compile(
+    rf"{_DEFINES.pattern}|impl|impl_abstract|register_(?:kernel|autograd|fake|autocast|vmap|torch_dispatch)"
+)
+_PROGRAM = "nanlocator_program"  # what no module's name stands for: not "__main__", so that it does not run
+
+
+def registered_by(operator: str) -> list[tuple[str, str, str]]:
+    """Module, file and source of what registered ``operator``, in the order in which they are to be loaded.
+
+    Of a shared library the module is "", or the package that it lies in. The source is Python that registers
+    the operator by itself, "" where the module's statements cannot stand alone.
+    """
+    places = set(_PLACE.findall(torch._C._dispatch_dump(operator)))
+    in_python = {place for place in places if place.endswith(".py")}
+    found = [(_module_of_library(file), file, "") for file in _libraries(places - in_python)]
+    for module, text in _modules(operator, in_python) if in_python else ():
+        file, name = str(module.__file__), module.__name__
+        if not all(part.isidentifier() for part in name.split(".")):
+            name = _PROGRAM
+        package = getattr(module, "__package__", None) or ""
+        found.append((name, _absolute(file), source_of(operator, text, package)))
+    return found
+
+
+def _absolute(file: str) -> str:
+    return os.path.normpath(os.path.abspath(file))
+
+
+# --- shared libraries ---
+
+
+def _libraries(places: set[str]) -> list[str]:
+    """The mapped libraries, but for Torch's own, that were compiled from the files ``places``."""
+    marks = tuple(os.fsencode(place) + b"\0" for place in sorted(places))
+    return [file for file in _mapped_libraries() if _holds_one_of(file, marks)] if marks else []
+
+
+def _mapped_libraries() -> list[str]:
+    files = dict.fromkeys(_absolute(file) for file in torch.ops.loaded_libraries)
+    try:
+        lines = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
+    except OSError:  # another system
+        lines = []
+    for line in lines:
+        file = line.split(maxsplit=5)[-1]
+        is_left_out = file.startswith(_TORCH) or "/nvidia/" in file  # gigabytes without operators
+        if ".so" in os.path.basename(file) and not is_left_out and os.path.isfile(file):
+            files[file] = None
+    return list(files)
+
+
+@functools.cache
+def _holds_one_of(file: str, marks: tuple[bytes, ...]) -> bool:
+    try:
+        with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return any(content.find(mark) >= 0 for mark in marks)
+    except (OSError, ValueError):  # not readable, empty
+        return False
+
+
+def _module_of_library(file: str) -> str:
+    """The extension module that ``file`` is, else the innermost package that it lies in, or ""."""
+    innermost = ("", "")
+    for name, module in list(sys.modules.items()):
+        own = getattr(module, "__file__", None)
+        if isinstance(own, str) and own.endswith(".so") and _absolute(own) == file:
+            return name
+        for folder in _folders_of(module):
+            if file.startswith(f"{folder}{os.sep}"):
+                innermost = max(innermost, (folder, name), key=lambda found: len(found[0]))
+    return innermost[1]
+
+
+def _folders_of(module: types.ModuleType) -> list[str]:
+    try:
+        return [_absolute(folder) for folder in getattr(module, "__path__", ())]
+    except Exception:  # modules that stand for others answer everything
+        return []
+
+
+# --- modules of Python ---
+
+
+def _modules(operator: str, places: set[str]) -> list[tuple[types.ModuleType, str]]:
+    """The loaded modules that registered ``operator``, with their texts; those that define it first."""
+    loaded = _loaded_modules()
+    wanted = {_absolute(place) for place in places if not place.startswith(_TORCH)}
+    if any(place.startswith(_TORCH) for place in places):
+        wanted |= {file for file in loaded if _registers(operator, _text(file))}
+    if not wanted:  # its name is made up by code: where its function is
+        function = getattr(OPDEFS.get(operator.partition(".")[0]), "_init_fn", None)
+        wanted = {_absolute(getattr(getattr(function, "__code__", None), "co_filename", ""))}
+    found = [(loaded[file], _text(file)) for file in loaded if file in wanted]
+    return sorted(found, key=lambda module: not _registers(operator, module[1], _DEFINES))
+
+
+def _loaded_modules() -> dict[str, types.ModuleType]:
+    """Modules of Python by file; Torch's and ours aside."""
+    own = f"{Path(__file__).parents[1]}{os.sep}"
+    files: dict[str, types.ModuleType] = {}
+    for module in list(sys.modules.values()):
+        file = module.__dict__.get("__file__") if isinstance(module, types.ModuleType) else None
+        if isinstance(file, str) and file.endswith(".py") and not file.startswith((_TORCH, own)):
+            files.setdefault(_absolute(file), module)
+    return files
+
+
+def _text(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _registers(operator: str, text: str, by: re.Pattern[str] = _REGISTERS) -> bool:
+    if "torch" not in text or _short_name(operator) not in text:
+        return False
+    if not re.search(rf"\b(?:{by.pattern})\(", text):  # before the slow part
+        return False
+    try:
+        return any(_is_registration(node, operator, by) for node in ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError, RecursionError):
+        return False
+
+
+def _short_name(operator: str) -> str:
+    """Of "mylib::scale.out": "scale"."""
+    return operator.partition("::")[2].partition(".")[0]
+
+
+def _is_registration(node: ast.AST, operator: str, by: re.Pattern[str] = _REGISTERS) -> bool:
+    """Whether it calls a function of torch.library's, or a Library's method, with the operator's name."""
+    if not isinstance(node, ast.Call):
+        return False
+    function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    if not by.fullmatch(function):
+        return False
+    pattern = re.compile(rf"(?:^|::){re.escape(_short_name(operator))}(?:$|[.(\s])")
+    texts = (text for argument in [*node.args, *node.keywords] for text in ast.walk(argument))
+    return any(
+        isinstance(t, ast.Constant) and isinstance(t.value, str) and pattern.search(t.value) for t in texts
+    )
+
+
+# --- the statements of a module that register an operator ---
+
+
+def source_of(operator: str, text: str, package: str) -> str:
+    """Of a module's ``text`` the statements that register ``operator``, outside of functions, and what these
+    need; "" where there are none, or where they need the place of the file."""
+    try:
+        body = [s for s in ast.parse(text).body if not _is_only_for_the_program(s)]
+        kept = _needed(body, {i for i, s in enumerate(body) if _is_statement_of(s, operator)})
+    except (SyntaxError, ValueError, RecursionError):
+        return ""
+    if not kept or "__file__" in {name for i in kept for name in _uses(body[i])}:
+        return ""
+    lines = text.splitlines()
+    future = {i for i, s in enumerate(body) if isinstance(s, ast.ImportFrom) and s.module == "__future__"}
+    source, after = "", "\n"
+    for i in sorted(kept | future):
+        around = "\n\n\n" if isinstance(body[i], ast.FunctionDef | ast.ClassDef) else "\n"
+        source += (max(after, around) if source else "") + _written(body[i], lines, package)
+        after = around
+    return source + "\n"
+
+
+def _is_only_for_the_program(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.If) and any(
+        isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(statement.test)
+    )
+
+
+def _is_statement_of(statement: ast.stmt, operator: str) -> bool:
+    return any(_is_registration(node, operator) for node in _of_this_scope(statement))
+
+
+def _needed(body: list[ast.stmt], kept: set[int]) -> set[int]:
+    """With what adds to the registration (``scale.register_autograd``), and all that they use."""
+    bound = [_binds(statement) for statement in body]
+    registering = {name for i in kept for name in bound[i]}
+    for i, statement in enumerate(body):
+        if any(_goes_on(node, registering) for node in _of_this_scope(statement)):
+            kept.add(i)
+    waiting = list(kept)
+    while waiting:
+        names = _uses(body[waiting.pop()])
+        for i in range(len(body)):
+            if i not in kept and bound[i] & names:
+                kept.add(i)
+                waiting.append(i)
+    return kept
+
+
+def _goes_on(node: ast.AST, names: set[str]) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in names
+        and _REGISTERS.fullmatch(node.attr) is not None
+    )
+
+
+def _uses(statement: ast.stmt) -> set[str]:
+    """Names of the module that ``statement`` reads, its functions' included."""
+    module = symtable.symtable(ast.unparse(statement), "", "exec")
+    names = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_referenced()}
+    waiting = module.get_children()
+    while waiting:
+        scope = waiting.pop()
+        names |= {symbol.get_name() for symbol in scope.get_symbols() if symbol.is_global()}
+        waiting += scope.get_children()
+    return names
+
+
+def _binds(statement: ast.stmt) -> set[str]:
+    """Names of the module that ``statement`` gives a value."""
+    names: set[str] = set()
+    for node in _of_this_scope(statement):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def _of_this_scope(node: ast.AST) -> Iterator[ast.AST]:
+    """Without the inside of functions, but for their decorators."""
+    yield node
+    is_scope = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda)
+    children = getattr(node, "decorator_list", []) if is_scope else ast.iter_child_nodes(node)
+    for child in children:
+        yield from _of_this_scope(child)
+
+
+def _written(statement: ast.stmt, lines: list[str], package: str) -> str:
+    if isinstance(statement, ast.ImportFrom) and statement.level:
+        base = package.rsplit(".", statement.level - 1)[0]
+        module = f"{base}.{statement.module}" if statement.module else base
+        return ast.unparse(ast.ImportFrom(module, statement.names, 0))
+    decorators = getattr(statement, "decorator_list", [])
+    begin = min(node.lineno for node in [statement, *decorators])
+    return "\n".join(lines[begin - 1 : statement.end_lineno])
+
+
+# --- in another process ---
+
+
+def register(bundle: Path, allow_source: bool = False) -> None:
+    """Imports or loads what registered the operator of ``bundle``, where it is not registered yet: that runs
+    its code, as every import does. The source in the bundle is run only with ``allow_source``."""
+    found = _C.registration_of(bundle)
+    if found is None or _C.is_registered(found[0]):
+        return
+    operator, registrations, folder = found
+    problems: list[str] = []
+    hints = [Path(source).name for _, _, source in registrations if source and not allow_source]
+    for module, file, source in registrations:
+        try:
+            _load(operator, module, file, source if allow_source else "", Path(folder))
+        except Exception as error:  # whatever the module's code raises
+            problems.append(f"{module or file} registered it and cannot be loaded: {_line(error)}")
+    if registrations and not _C.is_registered(operator):
+        raise _C.UnsupportedError(
+            f"{operator} is not registered here. "
+            + ("; ".join(problems) or "What registered it in training does not do so here")
+            + (
+                f". The bundle holds its source, {', '.join(hints)}: if you trust where the bundle is from, "
+                "--allow-source executes that"
+                if hints
+                else ""
+            )
+        )
+    for problem in problems:
+        warnings.warn(f"nanlocator.replay: of {operator}: {problem}", stacklevel=2)
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def _load(operator: str, module: str, file: str, source: str, bundle: Path) -> None:
+    if source:
+        _execute(Path(source).read_text(encoding="utf-8"), source)
+    elif file and lies_beside(file, bundle):
+        raise ImportError(f"{file} is a file of the bundle")
+    elif module.startswith("__"):
+        _load_program(operator, file)
+    elif not module:
+        if not os.path.isfile(file):
+            raise ImportError(f"{file} is not here")
+        torch.ops.load_library(file)
+    else:
+        _import(operator, module, file, bundle)
+
+
+def _execute(text: str, file: str) -> None:
+    made = sys.modules[_PROGRAM] = types.ModuleType(_PROGRAM)
+    made.__file__ = file
+    exec(compile(text, file, "exec"), made.__dict__)
+
+
+def _load_program(operator: str, file: str) -> None:
+    """The program that was run: of its file, where that is here, the statements that register the operator,
+    as the others would train again."""
+    if not file or not os.path.isfile(file):
+        raise ImportError(f"it is the program that was run, and {file or 'its file'} is not here")
+    sys.path.append(search_path("__main__", file))
+    text = source_of(operator, _text(file), "")
+    if not text:
+        raise ImportError(f"{file} has no statements of its own for it")
+    _execute(text, file)
+
+
+def _import(operator: str, module: str, file: str, bundle: Path) -> None:
+    """By its name, also from where its file is; of a library in a package, or where another module has that
+    name here, by its file."""
+    place = search_path(module, file)
+    if place and os.path.isfile(file):
+        sys.path.append(place)
+    if is_found_beside(module, bundle):
+        raise ImportError(f"{module} is found among the bundle's own files")
+    try:
+        importlib.import_module(module)
+        if _C.is_registered(operator):
+            return
+        problem = f"the module {module} that is found here does not register it"
+    except ImportError as error:
+        problem = _line(error)
+    if not os.path.isfile(file):
+        raise ImportError(f"{problem}, and {file or 'its file'} is not here")
+    if file.endswith(".py"):
+        _execute(_text(file), file)
+    else:
+        torch.ops.load_library(file)
+
+
+def search_path(module: str, file: str) -> str:
+    """Where Python has to look to find ``module`` in ``file``, and what lies beside it; "" where that is no
+    place for it, as of a library in a package."""
+    path = Path(file)
+    if not file or module.startswith("__"):
+        return file and str(path.parent)
+    path = path.parent if path.name.startswith("__init__.") else path.with_name(path.name.partition(".")[0])
+    parts = module.split(".")
+    return str(path.parents[len(parts) - 1]) if path.parts[-len(parts) :] == tuple(parts) else ""
+
+
+def is_found_beside(module: str, bundle: Path) -> bool:
+    """Whether importing ``module`` would run a file that came with the bundle."""
+    root = importlib.util.find_spec(module.partition(".")[0])
+    origins = [root.origin or "", *(root.submodule_search_locations or [])] if root else []
+    return any(os.path.isabs(origin) and lies_beside(origin, bundle) for origin in origins)
+
+
+def lies_beside(file: str, bundle: Path) -> bool:
+    """In the folder of this bundle or of another, or in the one that holds them."""
+    path, bundle = Path(file).resolve(), bundle.resolve()
+    store = bundle.parent if bundle.parent.name == "bundles" else bundle
+    return path.is_relative_to(store) or any((folder / "bundle.json").exists() for folder in path.parents)

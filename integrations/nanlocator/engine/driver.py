@@ -1,0 +1,354 @@
+"""Driver: the engine's StepDriver for adapters that are written in Python.
+
+The engine owns the step: agreement, re-run, policy, what is left of a step that ends early. An ``Adapter``
+says what a framework is, a ``Pass`` how one forward and backward is executed again. Neither holds a state of
+the step, and neither refers to the driver, which keeps them alive.
+"""
+
+import contextlib
+import dataclasses
+import json
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from nanlocator import _C
+from nanlocator.calls.kernel_calls import KeptKernelCalls, KernelCallRecord
+from nanlocator.calls.kernels import KernelCalls
+from nanlocator.calls.module_calls import KeptModuleCalls
+from nanlocator.calls.modules import ModuleHooks, local_part
+from nanlocator.engine.connection import RankConnection
+from nanlocator.engine.endings import abort_collectives, first_line, is_failure_of_peers, raise_for
+from nanlocator.engine.errors import NonFiniteGradientError
+from nanlocator.exchange import stream_sanitizer
+from nanlocator.exchange.boundaries import Boundaries
+from nanlocator.exchange.transfers import SerialisedTransfers, ShownTransfers
+from nanlocator.hooks.patches import weakly
+from nanlocator.state.buffers import Buffers
+from nanlocator.state.cuda_graphs import OwnReplays, ReplayedGraphs, without_graphs
+from nanlocator.state.module_attributes import ModuleAttributes
+from nanlocator.state.rerun import Fp8Scales, GeneratorStates
+
+Views = tuple[list[int], list[torch.Tensor]]  # parameter ids, tensors
+Named = list[tuple[str, torch.Tensor]]
+OptimizerTensors = list[
+    tuple[int, str, torch.Tensor, int]
+]  # id, name, tensor, its first element in the parameter
+LossScale = tuple[float, bool, bool]  # scale, falls on overflow, is in the gradients
+
+
+class Adapter:
+    """What a framework is to the engine (nanlocator/step/step_driver.hpp, StepAdapter)."""
+
+    gradient_phase = "grad_local"  # that `gradients` are of
+    why_no_pass = ""  # of a step whose forward and backward nobody showed the driver
+    can_trace_later_steps = True  # ... whether a later one is traced for it
+    loss_scale: Any = None  # or a function: None where no overflow was seen, else a LossScale
+    models: Iterable[torch.nn.Module]  # the roots, with all that they hold
+    parameters: Named
+
+    def __init__(self) -> None:
+        self.buffers = Buffers()
+        self.verdicts: list[dict[str, Any]] = []
+        self.boundaries: Boundaries | None = None  # of level boundaries, once they are watched
+        self._module_calls = KeptModuleCalls()  # around the origins of a bad step
+        self._kernel_calls = KeptKernelCalls()  # that are origins
+        self._eager = contextlib.ExitStack()
+        self._serialised: tuple[SerialisedTransfers, _C.SerialisedOperators] | None = None
+
+    def parameter_map(self) -> "_C.ParameterMap":
+        raise NotImplementedError
+
+    def gradients(self) -> Views:
+        raise NotImplementedError
+
+    def weights(self) -> Views:
+        raise NotImplementedError
+
+    def optimizer_state(self, ids: list[int]) -> OptimizerTensors:
+        """What the optimizer keeps of these parameters (moments, its own copy of the weight)."""
+        return []
+
+    def skips_bad_updates(self) -> bool:
+        """Whether the framework itself leaves out an update whose gradients are bad; on all ranks alike."""
+        return False
+
+    def parameters_now(self) -> Named:
+        """``parameters``, where a framework may have replaced some since."""
+        return self.parameters
+
+    def model_tensors(self) -> tuple[Named, Named]:
+        """Parameters, and buffers with what modules hold as plain attributes, as they are now."""
+        raise NotImplementedError
+
+    def module_hooks(self, watch: Any) -> list[ModuleHooks]:
+        """Installs hooks that name the modules that run, and show their calls to ``watch``."""
+        raise NotImplementedError
+
+    # --- what the engine calls beside these ----------------------------------------------------------
+
+    def keep_module_calls(self, modules: list[str], run: Any) -> None:
+        """Crossings are watched, too: members compare what the same collective gave them."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(without_graphs(self.models))
+            if self.boundaries is not None:
+                stack.enter_context(self.boundaries.watching())
+            for hooks in self.module_hooks(self._module_calls.begin(modules)):
+                stack.enter_context(hooks)
+            stack.enter_context(self._kernel_calls.keeping())
+            run()
+
+    def want_kernel_calls(self, calls: list[tuple[str, int]]) -> None:
+        """Those that the next ``keep_module_calls`` keeps: kernel, and which of its calls in a pass."""
+        self._kernel_calls.want(calls)
+
+    def kernel_call(self, name: str, number: int) -> KernelCallRecord | None:
+        return self._kernel_calls.of(name, number)
+
+    def module_call(self, name: str) -> "_C.ModuleCall | None":
+        return self._module_calls.of(name)
+
+    def has_compiled_parts(self) -> bool:
+        """Whether torch.compile has compiled anything in this process."""
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        # Frames with fullgraph=True are counted by their graphs only.
+        return dynamo is not None and (
+            dynamo.counters["frames"]["ok"] > 0 or dynamo.counters["stats"]["unique_graphs"] > 0
+        )
+
+    def set_eager(self, is_eager: bool) -> None:
+        """Compiled parts are executed by their operators from now on, or no more."""
+        self._eager.close()
+        if is_eager:
+            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def set_serialised(self, is_serialised: bool) -> None:
+        """Each transfer between ranks is waited for where it begins, and each operator on a GPU where it
+        ends, from now on, or no more."""
+        if self._serialised is not None:
+            self._serialised[0].remove()
+        self._serialised = (SerialisedTransfers(), _C.SerialisedOperators()) if is_serialised else None
+
+    def has_streams(self) -> bool:
+        return stream_sanitizer.is_available()
+
+    def sanitise_streams(self, run: Any) -> list[stream_sanitizer.StreamAccess]:
+        """Calls ``run``, a pass of the step, under PyTorch's stream sanitizer."""
+        with stream_sanitizer.sanitised_streams() as accesses:
+            run()
+        names = {}
+        for name, parameter in self.parameters:
+            for tensor in (parameter, parameter.grad, getattr(parameter, "main_grad", None)):
+                if isinstance(tensor, torch.Tensor):
+                    names[tensor.data_ptr()] = name
+        return [dataclasses.replace(each, parameter=names.get(each.address, "")) for each in accesses]
+
+    def abort_collectives(self) -> None:
+        abort_collectives()
+
+    def on_verdict(self, text: str) -> None:
+        self._module_calls.forget()
+        self._kernel_calls.want([])
+        self.verdicts.append(json.loads(text))
+
+    @contextlib.contextmanager
+    def naming_modules(self, watch: Any = None) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(without_graphs(self.models))
+            for hooks in (*self.module_hooks(watch), KernelCalls(), ShownTransfers()):
+                stack.enter_context(hooks)
+            yield
+
+
+class Pass:
+    """Forward and backward of one step, as they can be executed again."""
+
+    obstacle: Any = None  # or a function: why they cannot, a clause; "" where they can
+
+    def run_again(self) -> Named:
+        """From the same data; returns the losses."""
+        raise NotImplementedError
+
+    def clear_gradients(self) -> None:
+        """To what they were before the first time: none, or zero."""
+        raise NotImplementedError
+
+    def changed_data(self) -> list[str]:
+        """Sentences about data that the pass has written to: a re-run finds them changed."""
+        return []
+
+    def microbatches(self) -> list[tuple[int, int | None, list[str]]]:
+        """Of each that the pass has drawn: number, chunk, a line per tensor."""
+        return []
+
+
+class SkippedUpdate(Exception):
+    """Raised out of a framework's own step: its update is left out."""
+
+
+class Driver:
+    """One ``_C.StepDriver`` and the hooks and the connection that belong to it. ``stop`` becomes an error."""
+
+    number_made = 0  # in this process: who looks at it already
+
+    def __init__(
+        self, adapter: Adapter, options: "_C.LocatorOptions", connection: RankConnection | None
+    ) -> None:
+        Driver.number_made += 1
+        self.adapter = adapter
+        self.connection = connection
+        self._engine = _C.StepDriver(
+            adapter.parameter_map(), options, connection.communicator if connection else None, adapter
+        )
+        self.locator: _C.GradientLocator = self._engine.locator
+        self.add_state("the generators of Python and numpy", GeneratorStates())
+        self.add_state("TransformerEngine's fp8 scales", Fp8Scales())
+        own_replays = OwnReplays(weakly(self.locator.add_standing_note))
+        self.add_state("CUDA graphs", ReplayedGraphs(adapter.models, own_replays))
+        self.add_state("the models' buffers", adapter.buffers)
+        self._attributes = ModuleAttributes(adapter.models)
+        self.add_state("the modules' attributes", self._attributes)
+        self._scanning = contextlib.ExitStack()  # what crosses in a pass
+        self._step_pass: Callable[[], Pass | None] = lambda: None
+        self._watch_hooks: list[ModuleHooks | OwnReplays] = [own_replays]
+        self._trace_hooks: list[ModuleHooks | KernelCalls | ShownTransfers] = []
+        # A driver that is dropped without `remove` leaves no hook behind.
+        weakref.finalize(self, _remove_all, self._watch_hooks, self._trace_hooks)
+        if options.level == "modules":
+            watch = _C.ModuleWatch(torch.get_num_threads())
+            self._engine.watch(watch)
+            self._watch_hooks += adapter.module_hooks(watch)
+        self._follow_trace()
+
+    def __getattr__(self, name: str) -> Any:
+        """The engine's own."""
+        if name == "_engine":  # not made yet
+            raise AttributeError(name)
+        return getattr(self._engine, name)
+
+    @property
+    def run_dir(self) -> str:
+        return self.locator.run_dir
+
+    @property
+    def boundaries(self) -> Boundaries | None:
+        return self.adapter.boundaries
+
+    def follow_boundaries(self, boundaries: Boundaries) -> None:
+        """What crosses them is scanned in each pass from now on, until ``remove``."""
+        self.adapter.boundaries = boundaries
+        self._engine.watch(boundaries.watch)
+
+    def add_state(self, name: str, state: Any) -> None:
+        self._engine.add_state(name, state.save, state.restore)
+
+    def take_parameters_again(self) -> None:
+        self._engine.set_parameters(self.adapter.parameter_map(), self.adapter)
+        self._attributes.follow()
+
+    def remove(self) -> None:
+        """Takes the hooks of every level but ``grads`` off; gradients are still scanned."""
+        self._engine.stop_observing()
+        self._scanning.close()
+        if self.adapter.boundaries is not None:
+            self.adapter.boundaries.remove()
+        _remove_all(self._watch_hooks, self._trace_hooks)
+
+    def stop_following(self) -> None:
+        """Nothing is scanned any more; the connection stays, to say at exit why this rank ends."""
+        self._engine.close()
+        self.remove()
+
+    def close(self) -> None:
+        """Collective."""
+        self.stop_following()
+        if self.connection is not None:
+            self.connection.close()
+
+    # --- a step --------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def abandoning(self) -> Iterator[None]:
+        """What leaves this block early leaves nothing of its step behind."""
+        try:
+            yield
+        except BaseException:
+            self._scanning.close()
+            self._engine.abandon()
+            raise
+
+    @contextlib.contextmanager
+    def concluding(self, reason: str) -> Iterator[None]:
+        """An exception on its way through one rank must not take its findings with it: the other ranks
+        will not come to the agreement, so this rank's ledger is written now and the error goes on."""
+        try:
+            yield
+        except (SkippedUpdate, NonFiniteGradientError):
+            raise
+        except Exception as error:
+            if not self._engine.is_rerunning:  # a re-run's errors are the engine's to report
+                self._engine.conclude_alone(f"{reason}: {first_line(error)}", is_failure_of_peers(error))
+            raise
+
+    @property
+    def step_pass(self) -> Any:
+        """What ``begin_pass`` was given, while the engine is in that pass; else None."""
+        return self._step_pass() if self._engine.is_in_pass else None
+
+    def begin_pass(self, step_pass: Pass, iteration: int | None = None) -> None:
+        self._step_pass = weakref.ref(step_pass)  # the engine keeps it
+        self._engine.begin_pass(step_pass, iteration)
+        if self.boundaries is not None:
+            self._scanning.enter_context(self.boundaries.watching())
+
+    def end_pass(self, losses: "list[_C.LossView]") -> "_C.Decision":
+        self._scanning.close()
+        return self._act_on(self._engine.end_pass(losses))
+
+    def agree(self) -> "_C.Decision":
+        return self._act_on(self._engine.agree())
+
+    def finish_agreement(self, overflow: LossScale | None = None) -> "_C.Decision":
+        return self._act_on(self._engine.finish_agreement(overflow))
+
+    def set_gradient_norm(self, norm: float) -> "_C.Decision":
+        return self._act_on(self._engine.set_gradient_norm(norm))
+
+    def scan_and_agree(self) -> "_C.Decision":
+        return self._act_on(self._engine.scan_and_agree())
+
+    def end_step(self) -> "_C.Decision":
+        return self._act_on(self._engine.end_step())
+
+    def _act_on(self, decision: "_C.Decision") -> "_C.Decision":
+        self._attributes.leave()
+        self._follow_trace()
+        if decision == _C.Decision.STOP:
+            raise_for(self.adapter.verdicts[-1], self.run_dir)
+        return decision
+
+    def _follow_trace(self) -> None:
+        """Module names for the trace, as long as there is one."""
+        if self._engine.is_tracing and not self._trace_hooks:
+            self._trace_hooks += [*self.adapter.module_hooks(None), KernelCalls(), ShownTransfers()]
+        elif not self._engine.is_tracing and self._trace_hooks:
+            _remove_all(self._trace_hooks)
+
+
+def _remove_all(*lists: list[Any]) -> None:
+    for hooks in lists:
+        while hooks:
+            hooks.pop().remove()
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Named:
+    """What ``optimizer`` keeps per element of ``parameter``: "exp_avg", "momentum_buffer"."""
+    state = optimizer.state.get(parameter, {})
+    return [
+        (name, local_part(value))
+        for name, value in state.items()
+        if name != "step" and isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    ]

@@ -1,0 +1,39 @@
+"""This rank, its device and its messages."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+
+def is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def device_description(device: torch.device) -> str:
+    """``cpu``, or on CUDA the index, UUID and PCI address: what a hardware team asks for."""
+    if device.type != "cuda":
+        return str(device)
+    properties = torch.cuda.get_device_properties(device)
+    uuid = getattr(properties, "uuid", None)
+    address = "{:04x}:{:02x}:{:02x}.0".format(
+        getattr(properties, "pci_domain_id", 0),
+        getattr(properties, "pci_bus_id", 0),
+        getattr(properties, "pci_device_id", 0),
+    )
+    return f"cuda:{device.index} GPU-{uuid} {address}"
+
+
+def rank_prefix() -> str:
+    """ "rank 3: " where there are several."""
+    return f"rank {dist.get_rank()}: " if is_distributed() else ""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def log_once(message: str) -> None:
+    """One line on rank 0's stderr."""
+    if not is_distributed() or dist.get_rank() == 0:
+        print(f"nanlocator: {message}", file=sys.stderr, flush=True)

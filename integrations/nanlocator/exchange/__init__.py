@@ -1,0 +1,1 @@
+"""What do ranks pass to each other?"""

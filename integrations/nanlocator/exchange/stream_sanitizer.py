@@ -1,0 +1,124 @@
+"""PyTorch's stream sanitizer (torch/cuda/_sanitizer.py) over one pass of a re-run: operators that used the
+same memory on two streams of a GPU, neither of which waited for the other.
+
+It sees each operator from Python, and events, streams and allocations through callbacks that cannot be taken
+off once they are on (torch/cuda/_gpu_trace.py): each allocation then asks Python, until the process ends. So
+it is for runs that stop. By itself the sanitizer ends a program at what it finds; here the pass goes on.
+
+Those callbacks import a module, which fails while an exception is on its way through C++: "SystemError: ...
+returned NULL without setting an exception" (seen with torch 2.11 on an H100). Checkpointed regions end their
+second computation by an exception (torch/utils/checkpoint.py) that lets go of tensors,
+so from here on they are computed to their end.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import checkpoint
+
+_OWN = tuple(os.path.join(folder, "") for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+_PYTHONS = os.path.join(sysconfig.get_path("stdlib"), "")
+_MOST_OPERATORS = 50_000  # each keeps the stack that called it: some 100 us and 4 KB
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+
+Line = tuple[str, int, str, str]  # file, line, function, text
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamAccess:
+    """An operator that used memory which another one uses on another stream."""
+
+    is_write: bool
+    operator: str
+    line: Line | None  # of the program; None in backward
+    other_operator: str
+    other_line: Line | None
+    is_backward: bool
+    address: int  # of the tensor's first element
+    parameter: str = ""  # whose weight or gradient begins there
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        return (self.is_write, self.operator, self.line, self.other_operator, self.other_line)
+
+
+def is_available() -> bool:
+    """Whether there is a GPU in use in this process."""
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+@contextlib.contextmanager
+def sanitised_streams() -> Iterator[list[StreamAccess]]:
+    """What is found until the block ends, each place of the program once. Waits for the device first: what
+    ran before is in order."""
+    from torch.cuda import _gpu_trace
+
+    registries = [each for each in vars(_gpu_trace).values() if hasattr(each, "callback_list")]
+    callbacks = [list(registry.callback_list) for registry in registries]
+    from torch.cuda._sanitizer import CUDASanitizerDispatchMode
+
+    found: dict[tuple[Any, ...], StreamAccess] = {}
+    operators = itertools.count()
+    checkpoint._enable_checkpoint_early_stop = False
+    torch.cuda.synchronize()
+    mode = CUDASanitizerDispatchMode()
+    handle = mode.event_handler._handle_kernel_launch
+
+    def collect(*arguments: Any) -> list[Any]:
+        if next(operators) >= _MOST_OPERATORS:
+            return []
+        is_backward = torch._C._current_graph_task_id() != -1
+        for error in handle(*arguments):
+            access = _access_of(error, is_backward)
+            found.setdefault(access.place, access)
+        return []  # no error: the pass goes on
+
+    mode.event_handler._handle_kernel_launch = collect
+    accesses: list[StreamAccess] = []
+    try:
+        with mode:
+            yield accesses
+    finally:
+        accesses += found.values()
+        for registry, known in zip(registries, callbacks, strict=True):
+            registry.callback_list[:] = known
+
+
+def _access_of(error: Any, is_backward: bool) -> StreamAccess:
+    current, previous = error.current_access, error.previous_access
+    return StreamAccess(
+        is_write=current.type.name == "WRITE",
+        operator=_name_of(current.operator),
+        line=_line_of(current.stack_trace),
+        other_operator=_name_of(previous.operator),
+        other_line=_line_of(previous.stack_trace),
+        is_backward=is_backward,
+        address=error.data_ptr,
+    )
+
+
+def _name_of(schema: Any) -> str:
+    """ "aten::add.Tensor" of a schema, or of its text."""
+    return str(schema).split("(", 1)[0]
+
+
+def _line_of(stack: traceback.StackSummary) -> Line | None:
+    """The innermost one of the program, else of an installed package."""
+    framework = None
+    for frame in reversed(stack):
+        is_installed = any(folder in frame.filename for folder in _INSTALLED)  # below Python's own, too
+        if frame.filename.startswith((*_OWN, "<") if is_installed else (*_OWN, _PYTHONS, "<")):
+            continue
+        line = (frame.filename, frame.lineno or 0, frame.name, (frame.line or "").strip())
+        if not is_installed:
+            return line
+        framework = framework or line
+    return framework

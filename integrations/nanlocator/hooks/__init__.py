@@ -1,0 +1,1 @@
+"""How is foreign code changed, and changed back?"""

@@ -1,0 +1,1 @@
+"""Where does a step of a plain PyTorch loop begin and end?"""

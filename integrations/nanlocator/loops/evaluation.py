@@ -1,0 +1,90 @@
+"""Calls of a model that no backward follows: evaluation and generation."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanlocator import _C
+from nanlocator.engine.driver import Driver, Named, Pass
+from nanlocator.engine.options import Options, resolve_options
+from nanlocator.engine.this_rank import is_distributed
+from nanlocator.loops.plain import PlainAdapter, are_in_shards
+
+
+class Evaluation:
+    """Scans what each call returns, and executes a call whose result holds a NaN or +Inf again, with every
+    operator traced. A -Inf is meant: a token that must not be chosen.
+
+    Each rank looks for itself, as ranks evaluate and generate unequally often: its verdicts go to a folder of
+    its own, and where there are several ranks none of them stops. A call in which ranks exchange data, as
+    those of a model in shards do, one rank alone cannot execute again: the following ones are traced.
+    """
+
+    def __init__(self, models: dict[str, nn.Module], output_dir: str, options: Options) -> None:
+        several = is_distributed()
+        place = os.path.join(output_dir, "evaluation")
+        if several:
+            place = os.path.join(place, f"rank{torch.distributed.get_rank()}")
+        options = {**options, "output_dir": place}
+        if several:
+            options["on_bad"] = "report"
+        self._adapter = PlainAdapter([], models)
+        resolved = resolve_options(options, integration="pytorch")
+        if resolved.level == "boundaries":  # what crosses is told by all ranks together
+            resolved.level = "grads"
+        self._driver = Driver(self._adapter, resolved, None)
+        self._calls = 0
+
+    @property
+    def verdicts(self) -> list[dict[str, Any]]:
+        return self._adapter.verdicts
+
+    def call(self, call: Callable[[], Any]) -> Any:
+        self._calls += 1
+        with self._driver.abandoning():
+            execution = _Execution(self._adapter, call)
+            self._driver.begin_pass(execution, self._calls)
+            output = call()
+            execution.bad = [i for i, t in enumerate(_C.tensors_in(output)) if is_bad(t)]
+            if execution.bad:
+                self._driver.end_pass([_C.LossView(tensor) for _, tensor in execution.results(output)])
+                self._driver.end_step()
+            else:
+                self._driver.abandon()
+        return output
+
+    def close(self) -> None:
+        self._driver.close()
+
+
+class _Execution(Pass):
+    """One call; what counts as its losses are its bad results."""
+
+    def __init__(self, adapter: PlainAdapter, call: Callable[[], Any]) -> None:
+        self._adapter = adapter
+        self._call = call
+        self.bad: list[int] = []  # which of the tensors in its result
+
+    def results(self, output: Any) -> Named:
+        tensors = _C.tensors_in(output)
+        return [(f"output[{i}]", tensors[i]) for i in self.bad if i < len(tensors)]
+
+    def obstacle(self) -> str:
+        is_alone = not are_in_shards(self._adapter.models)
+        return "" if is_alone else "the ranks that keep the model's shards would have to do it together"
+
+    def run_again(self) -> Named:
+        with torch.no_grad(), self._adapter.naming_modules():
+            return self.results(self._call())
+
+    def clear_gradients(self) -> None:
+        """There are none."""
+
+
+def is_bad(tensor: torch.Tensor) -> bool:
+    """A -Inf alone is meant."""
+    stats = _C.scan_one(tensor)
+    return stats is not None and (stats.nan > 0 or stats.pos_inf > 0)

@@ -1,0 +1,254 @@
+"""LocatingOptimizer: wraps any torch.optim.Optimizer and finds bad gradients before it steps."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
+
+from nanlocator import _C
+from nanlocator.engine.driver import Named, SkippedUpdate
+from nanlocator.engine.options import Options, resolve_options
+from nanlocator.loops.ownership import keep_from_deepspeed, refuse_owned
+from nanlocator.loops.plain import PlainAdapter, PlainPass, held_parameters, overflow_seen, plain_driver
+from nanlocator.sharding import fsdp1
+from nanlocator.sharding.pipelining import follow_steps, stages_of
+from nanlocator.state.closures import iterators_of
+from nanlocator.state.rerun import ObjectState, Stateful, losses_of
+
+
+class LocatingOptimizer(Optimizer):
+    """Looks for NaN and Inf in the gradients before ``optimizer`` uses them, and says where they are.
+
+    It is a ``torch.optim.Optimizer`` that shares ``param_groups`` and ``state`` with the wrapped one, so
+    learning-rate schedulers, GradScaler, checkpoints and hooks work on either. What it computes is what
+    the wrapped optimizer computes, bit for bit.
+
+    Args:
+        optimizer: the optimizer to wrap; ``inner`` gives it back.
+        model: its ``named_parameters()`` name the parameters.
+        grad_scaler: the ``GradScaler`` of this optimizer, if there is one. Its routine overflows are
+            then no findings, until the scale has fallen below 1.
+        options: see :class:`nanlocator.engine.options.Options`. ``step`` returns None where a policy leaves
+            the update out. A re-run takes ``step(closure)``; without one the next bad step is traced.
+
+    With torch.distributed initialised, every rank must build it, and call ``clip_grad_norm`` and ``step``
+    equally often. Without a closure gradients are seen after DistributedDataParallel has reduced them only.
+
+    A closure that is executed again must compute the same loss from the same data. Generators (torch,
+    Python, numpy), the model's buffers and the ``grad_scaler`` are restored before; what else it moves
+    can be named with ``register_state``. ``remove`` takes the hooks of levels modules and operators off.
+
+    Cost: one read of the gradients per step, and a wait of the host for a four-byte flag (with
+    ``clip_grad_norm`` for the norm, too).
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: torch.nn.Module,
+        *,
+        grad_scaler: "torch.amp.GradScaler | None" = None,
+        **options: Unpack[Options],
+    ) -> None:
+        refuse_owned([model], [optimizer])
+        if not isinstance(optimizer, Optimizer):
+            raise _C.UsageError(
+                f"LocatingOptimizer wraps a torch.optim.Optimizer, not a {type(optimizer).__name__}"
+            )
+        if isinstance(optimizer, LocatingOptimizer):
+            raise _C.UsageError("this optimizer is a LocatingOptimizer already; wrap it once")
+        resolved = resolve_options(options, integration="pytorch")
+        # Optimizer.__init__ is not called: it would make groups and state of its own.
+        self.inner = optimizer
+        keep_from_deepspeed(self)
+        self._adapter = PlainAdapter([optimizer], {"": model})
+        overflow = functools.partial(overflow_seen, optimizer_id=id(self))
+        self._driver = plain_driver(self._adapter, resolved, grad_scaler, overflow)
+
+    @property
+    def verdicts(self) -> list[dict[str, Any]]:
+        """The findings so far, oldest first."""
+        return self._adapter.verdicts
+
+    # --- finding -------------------------------------------------------------------------------------
+
+    def clip_grad_norm(
+        self, max_norm: float, norm_type: float = 2.0, *, foreach: bool | None = None
+    ) -> torch.Tensor:
+        """Scans the gradients, then clips them as ``torch.nn.utils.clip_grad_norm_`` does.
+
+        Returns torch's total norm. Raises NonFiniteGradientError (``on_bad="stop"``) before anything is
+        clipped; also for a norm that overflows though every gradient is finite. Inside a closure they are
+        clipped, and judged as they were before when it has returned.
+        """
+        with self._driver.abandoning():
+            self._driver.scan_gradients()
+            parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            # The two halves of clip_grad_norm_ (torch/nn/utils/clip_grad.py), with the verdict between them.
+            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], norm_type, foreach=foreach)
+            self._driver.set_gradient_norm(float(norm))
+            if self._driver.agree() != _C.Decision.SKIP:
+                torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=foreach)
+        return norm
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The wrapped optimizer's step. Gradients that ``clip_grad_norm`` has not scanned in this step
+        are scanned first; those that a closure computes, after each of its calls."""
+        with self._driver.abandoning():
+            try:
+                if closure is None:
+                    result = self._update()
+                else:
+                    result = self.inner.step(lambda: self._evaluate(closure))
+            except SkippedUpdate:
+                result = None
+            self._driver.end_step()
+        return result
+
+    def _update(self) -> Any:
+        if self._driver.scan_and_agree() == _C.Decision.SKIP:
+            return None
+        self._driver.begin_update()
+        return self.inner.step()
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        evaluation = _Evaluation(self._adapter, self._driver, closure)
+        self._driver.begin_pass(evaluation)
+        loss = evaluation.run()
+        decision = self._driver.end_pass([_C.LossView(tensor) for _, tensor in losses_of(loss)])
+        if decision == _C.Decision.SKIP:
+            raise SkippedUpdate
+        return evaluation.latest if decision == _C.Decision.RECOVERED else loss
+
+    def register_state(self, name: str, owner: Stateful) -> None:
+        """Something with ``state_dict`` and ``load_state_dict`` that the closure moves, such as the sampler
+        that it draws its batch from: saved before each closure, restored before it is executed again.
+        What cannot be restored is named in the verdict."""
+        self._driver.add_state(name, ObjectState(owner))
+        self._adapter.has_own_state = True
+
+    def remove(self) -> None:
+        """Takes all hooks off; the gradients are still scanned."""
+        self._driver.remove()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+        self._driver.forget_gradients()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.inner.add_param_group(param_group)
+        if "_driver" in vars(self):
+            self._driver.take_parameters_again()
+
+    # --- the wrapped optimizer's own -----------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = value
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.inner.state = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for what this class lacks: defaults, register_step_pre_hook's tables, fused flags, ...
+        if name == "inner":
+            raise AttributeError(name)
+        if name == "_step_supports_amp_scaling":
+            # GradScaler must unscale and judge before step(): gradients are scanned unscaled.
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __repr__(self) -> str:
+        return f"LocatingOptimizer({self.inner!r})"
+
+
+class _Evaluation(PlainPass):
+    """One call of a closure."""
+
+    def __init__(self, adapter: PlainAdapter, driver: Any, closure: Callable[[], Any]) -> None:
+        super().__init__(adapter)
+        self._driver = driver
+        self._closure = closure
+        self.latest: Any = None  # what it returned last
+
+    def run(self) -> Any:
+        with torch.enable_grad(), self._before_clips(), self._following_pipeline():
+            self.latest = self._closure()
+        return self.latest
+
+    def run_again(self) -> Named:
+        with self._adapter.naming_modules():
+            return losses_of(self.run())
+
+    def changed_data(self) -> list[str]:
+        if self._adapter.has_own_state:  # the program says what its closure moves
+            return []
+        return [f"the closure draws from the iterator '{name}'" for name in iterators_of(self._closure)]
+
+    @contextlib.contextmanager
+    def _following_pipeline(self) -> Iterator[None]:
+        def step(original: Callable[..., Any], schedule: Any, *args: Any, **kwargs: Any) -> Any:
+            held = held_parameters(stage.submod for stage in stages_of(schedule))
+            pipeline = None
+            if not held.isdisjoint(self._adapter.tensors):
+                pipeline = self._driver.pipeline_of(schedule)
+            if pipeline is None:
+                return original(schedule, *args, **kwargs)
+            is_first = not self._driver.is_rerunning
+            with pipeline.watching() if is_first else contextlib.nullcontext():
+                return pipeline.run(original, args, kwargs)
+
+        undo = follow_steps(step)
+        try:
+            yield
+        finally:
+            while undo:
+                undo.pop()()
+
+    @contextlib.contextmanager
+    def _before_clips(self) -> Iterator[None]:
+        """``torch.nn.utils.clip_grad_norm_`` makes every gradient NaN where one is: scans them before."""
+
+        original = clip_grad._clip_grads_with_norm_
+
+        def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            if not set(self._adapter.tensors).isdisjoint(parameters):
+                self._driver.scan_gradients()
+            original(parameters, *args, **kwargs)
+
+        def clip_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if not set(self._adapter.tensors).isdisjoint(fsdp1.sharded_parameters(module)):
+                self._driver.scan_gradients()
+            return of_module(module, *args, **kwargs)
+
+        clip_grad._clip_grads_with_norm_ = clip
+        if (fully_sharded := fsdp1.wrapper_class()) is not None:
+            of_module = fully_sharded.clip_grad_norm_
+            fully_sharded.clip_grad_norm_ = clip_module
+        try:
+            yield
+        finally:
+            clip_grad._clip_grads_with_norm_ = original
+            if fully_sharded is not None:
+                fully_sharded.clip_grad_norm_ = of_module

@@ -1,0 +1,70 @@
+"""Refuses models and optimizers that an engine of DeepSpeed trains, or is about to: their gradients
+are the engine's, and nothing would be found.
+
+Nothing of DeepSpeed is imported here: most programs have none.
+"""
+
+import functools
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from nanlocator import _C
+from nanlocator_after_import import AfterImport
+
+_WHAT_TO_DO = (
+    "call nanlocator.deepspeed.install(engine) after deepspeed.initialize, and give DeepSpeed the optimizer "
+    "itself"
+)
+_followed: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers
+
+
+def keep_from_deepspeed(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """DeepSpeed takes an optimizer that is followed, and asks it to step with partitions of its own: nothing
+    would ever be found. From now on it raises UsageError; returns what ends that."""
+    _followed.add(optimizer)
+    _check_optimizers()
+    return lambda: _followed.discard(optimizer)
+
+
+@functools.cache
+def _check_optimizers() -> None:
+    AfterImport({"deepspeed.runtime.engine": _wrap_check})
+
+
+def _wrap_check(module: ModuleType) -> None:
+    engine = module.DeepSpeedEngine
+    original: Callable[..., Any] = engine._do_optimizer_sanity_check  # of every optimizer that it will wrap
+
+    @functools.wraps(original)
+    def check(self: Any, basic_optimizer: Any) -> Any:
+        if basic_optimizer in _followed:
+            raise _C.UsageError(
+                "deepspeed.initialize was given an optimizer that nanlocator follows already "
+                f"({type(basic_optimizer).__name__}): DeepSpeed steps it with partitions that it does not "
+                f"know, and nothing would be found; {_WHAT_TO_DO}"
+            )
+        return original(self, basic_optimizer)
+
+    engine._do_optimizer_sanity_check = check
+
+
+def refuse_owned(models: Iterable[torch.nn.Module], optimizers: Iterable[Any]) -> None:
+    """Raises UsageError for what an engine of DeepSpeed trains: its gradients are elsewhere, and its own."""
+    engine_module = sys.modules.get("deepspeed.runtime.engine")
+    if engine_module is None:
+        return
+    others = [each for each in optimizers if not isinstance(each, torch.optim.Optimizer)]
+    if any(type(each).__module__.startswith("deepspeed.") for each in others):
+        raise _C.UsageError(f"this optimizer is DeepSpeed's: {_WHAT_TO_DO}")
+    parameters = {p for model in models for p in model.parameters()}
+    for each in gc.get_objects():
+        if not issubclass(type(each), engine_module.DeepSpeedEngine) or "optimizer" not in vars(each):
+            continue
+        if each.optimizer is not None and not parameters.isdisjoint(each.parameters()):
+            raise _C.UsageError(f"DeepSpeed trains this model: {_WHAT_TO_DO}")

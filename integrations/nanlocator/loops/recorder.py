@@ -1,0 +1,764 @@
+"""A step as it can be executed again, though nobody has handed over a closure.
+
+Calls of the watched modules and of ``backward`` are kept with their arguments, data as copies; the operators
+between them are recorded by the engine (nanlocator/trace/step_recorder.hpp). Nothing else is copied but the
+generators' states before each call, nothing is scanned, and no value, result or random number changes.
+
+One recorder at a time, for the thread that has made it: it wraps ``torch.nn.Module.__call__`` and autograd's
+entry of ``torch.autograd``, for as long as it lives.
+"""
+
+import contextlib
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._C._distributed_c10d import ProcessGroup
+from torch.utils.weak import WeakIdKeyDictionary
+
+from nanlocator import _C
+from nanlocator.calls.modules import class_name
+from nanlocator.engine.driver import Named
+from nanlocator.engine.this_rank import is_distributed
+from nanlocator.hooks.patches import replace, weakly
+from nanlocator.loops.evaluation import Evaluation, is_bad
+from nanlocator.loops.plain import PlainAdapter, PlainPass, held_parameters
+from nanlocator.sharding import fsdp2
+from nanlocator.sharding.pipelining import Pipeline
+from nanlocator.state import lightning_steps
+from nanlocator.state.batches import KeptBatch
+from nanlocator.state.containers import mapped, tensors_beside, tensors_of
+from nanlocator.state.rerun import GeneratorStates
+from nanlocator.state.switches import Switches, switches_of
+
+# Data that is not copied, and samples of its content; None where nobody looks at it.
+_ByReference = list[tuple[torch.Tensor, torch.Tensor | None]]
+
+
+class Follower(Protocol):
+    def before_other_forward(self) -> None:
+        """A call of a module without a watched parameter begins, for the first time."""
+
+    def before_forward(self) -> None:
+        """A call of a module that has parameters begins."""
+
+    def before_backward(self, roots: list[torch.Tensor]) -> None:
+        """Of these; none of a pipeline's, which has its own."""
+
+    def after_backward(self) -> None:
+        """Gradients have been written."""
+
+
+class StepRecorder:
+    """Records the steps of whoever trains ``parameters``.
+
+    Args:
+        parameters: a module that has one of them below it is kept as a call, every other one as the operators
+            that it executes.
+        follower: hears of what the program does.
+        most_bytes: memory that may be kept for operators outside of modules; a step that needs more is not
+            executed again, and says so.
+    """
+
+    _active: "StepRecorder | None" = None
+
+    def __init__(
+        self,
+        parameters: list[torch.Tensor],
+        follower: Follower,
+        most_bytes: int,
+    ) -> None:
+        if StepRecorder._active is not None:
+            raise _C.UsageError(
+                "this process records a training step already: hand all models and optimizers to one "
+                "nanlocator.watch, or remove() the other one first"
+            )
+        self._engine = _C.StepRecorder(weakly(self._function_call), most_bytes)
+        self._thread = threading.get_ident()
+        self._follower = weakref.proxy(follower)  # its own wrappers keep it until it is removed
+        self._depth = 0  # calls and backwards that are running
+        self._is_in_module = False  # the outermost of them is a module's
+        self.is_in_backward = False  # one into the leaves' gradients is running
+        self.has_update = False  # within it, or the last one, an optimizer has used some of them
+        self.has_gradients = False  # were written in this step
+        self._obstacle = ""  # to executing this step again
+        self._ours: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._switches: weakref.WeakKeyDictionary[nn.Module, Switches] = weakref.WeakKeyDictionary()
+        self.evaluation: Evaluation | None = None  # in place of a step, which a call then is no part of
+        self.losses: list[torch.Tensor] = []  # of the backwards of this step, detached
+        self._has_asked = False  # for gradients as values (torch.autograd.grad), in this step
+        self._received: list[torch.Tensor] = []  # messages of other ranks, in this step
+        self.unscaled = WeakIdKeyDictionary()  # what a loss scaler has multiplied
+        self.set_parameters(parameters)
+        StepRecorder._active = self
+        self._undo = [
+            replace(nn.Module, "__call__", _module_call(nn.Module.__call__, self)),
+            replace(
+                torch.autograd,
+                "_engine_run_backward",
+                _engine_call(torch.autograd._engine_run_backward, self),
+            ),
+            *_frames_of_custom_functions(),
+            *(
+                replace(ProcessGroup, name, _receive(getattr(ProcessGroup, name), self))
+                for name in ("recv", "recv_anysource")
+                if is_distributed()
+            ),
+        ]
+
+    def set_parameters(self, parameters: list[torch.Tensor]) -> None:
+        self._parameters = set(parameters)
+        self._engine.set_parameters(parameters)
+        self._sharded = [p for p in parameters if hasattr(p, "_local_tensor")]  # DTensors
+        self._ours.clear()
+
+    def remove(self) -> None:
+        """Takes the wrappers off, and forgets what was recorded. May be called twice."""
+        while self._undo:
+            self._undo.pop()()
+        if StepRecorder._active is self:
+            StepRecorder._active = None
+            self._depth = 1  # where someone has wrapped our wrapper it stays, and passes on
+            self._engine.close()
+        self.losses.clear()
+        self._received.clear()
+
+    @property
+    def backwards(self) -> int:
+        """Of this step, so far."""
+        return self._engine.backwards
+
+    @property
+    def problem(self) -> str:
+        """Why this step cannot be executed again, a clause; "" where it can."""
+        return self._obstacle or self._engine.problem()
+
+    def give_up(self, obstacle: str) -> None:
+        """This step is not executed again, as ``obstacle``."""
+        self._obstacle = obstacle
+
+    def begin_step(self) -> None:
+        """The update is done. What has been computed and waits for a backward stays."""
+        self._engine.begin_step()
+        self._leave_step()
+
+    def forget(self) -> None:
+        self._engine.forget()
+        self._leave_step()
+
+    def _leave_step(self) -> None:
+        self.losses.clear()
+        self._received.clear()
+        self._by_reference: _ByReference = []  # of what was named last
+        self._obstacle = ""
+        self._has_asked = self.has_update = self.has_gradients = False
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """For what is no part of a step: an update, a re-run."""
+        self._depth += 1
+        self._engine.pause()
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            self._engine.resume()
+
+    @property
+    def is_suspended(self) -> bool:
+        """What happens now is no part of a step. In a module's call a program may well take its steps."""
+        return self._depth > 0 and not self.is_in_module
+
+    @property
+    def is_in_module(self) -> bool:
+        return self._is_in_module and self._depth == 1 and threading.get_ident() == self._thread
+
+    # --- what is recorded ----------------------------------------------------------------------------
+
+    def is_outside(self) -> bool:
+        """Whether a call that begins now is one of the step's own, and not inside of one."""
+        return self._depth == 0 and threading.get_ident() == self._thread
+
+    def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self.trains(module):
+            return self._call_by_operators(original, module, args, kwargs)
+        if self.evaluation is not None:
+            self._engine.take_read()
+            with self.suspended():
+                return self.evaluation.call(functools.partial(original, module, *args, **kwargs))
+        if not torch.is_grad_enabled():
+            self._engine.take_read()
+            with self.suspended():
+                return original(module, *args, **kwargs)
+        self._follower.before_forward()
+        self._follow_switches(module)
+        try:
+            given = tensors_of((args, kwargs))
+            call = _ModuleCall(module, *self._named((args, kwargs), given), self._now())
+            call.by_reference = self._by_reference
+        except Exception:  # what a class of the program raises when it is looked at
+            self.give_up(f"what {class_name(module)} was given cannot be kept")
+            call = None
+        with self.suspended(), self._in_module():
+            output = original(module, *args, **kwargs)
+        self._engine.note_weights()  # a forward may write to its own (Embedding's max_norm)
+        if call is not None:
+            self._engine.add_call(call, given, _C.tensors_in(output))
+        return output
+
+    @contextlib.contextmanager
+    def _in_module(self) -> Iterator[None]:
+        self._is_in_module = True
+        try:
+            yield
+        finally:
+            self._is_in_module = False
+
+    def trains(self, module: nn.Module) -> bool:
+        """Whether it holds a watched parameter."""
+        is_ours = self._ours.get(module)
+        if is_ours is None:
+            is_ours = self._ours[module] = not self._parameters.isdisjoint(held_parameters([module]))
+            if not is_ours:
+                self._follower.before_other_forward()
+        return is_ours
+
+    def _state_of_gradients(self) -> tuple[int, int]:
+        """Changes when one is written. FSDP2 adds to the tensor inside of a DTensor."""
+        inner = (p.grad._local_tensor for p in self._sharded if p.grad is not None)
+        return self._engine.state_of_gradients(), sum(tensor._version for tensor in inner)
+
+    def _has_unreduced(self) -> bool:
+        return any(map(fsdp2.has_unreduced, self._switches))
+
+    def _follow_switches(self, module: nn.Module) -> None:
+        if module not in self._switches:
+            self._switches[module] = switches_of(module)
+
+    def _now(self) -> "_SwitchesNow":
+        return _SwitchesNow([(each, each.now()) for each in self._switches.values()])
+
+    def _call_by_operators(
+        self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        self._engine.enter_module(_C.ModulePath(class_name(module)))
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            self._engine.enter_module(None)
+
+    def run_backward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Autograd's entry: a backward, or ``torch.autograd.grad``."""
+        if kwargs.get("accumulate_grad", False):
+            return self.record_backward(original, args, kwargs)
+        given = _C.tensors_in((args, kwargs))
+        call = _EngineCall(original, *self._named((args, kwargs)), self._now(), accumulates=False)
+        with self.suspended():
+            gradients = original(*args, **kwargs)
+        self._engine.add_call(call, given, _C.tensors_in(gradients))
+        call.losses = self._losses_in(args)
+        self._has_asked = True
+        return gradients
+
+    def take_assigned(self) -> list[torch.Tensor]:
+        """Parameters whose gradients the program has set to what it has computed by itself in this step, from
+        what ``torch.autograd.grad`` gave it. They stand for a backward then."""
+        if not self._has_asked:
+            return []
+        values = {
+            p: value
+            for p in self._parameters
+            if p.grad is not None and (value := self._engine.value_of(p.grad)) is not None
+        }
+        if not values:
+            return []
+        gradients = [p.grad for p in values]
+        self._follower.before_backward(gradients)
+        self._engine.add_backward(_Assigned(values), gradients)
+        for event in self._engine.needed():
+            if isinstance(event.payload, _EngineCall) and not event.payload.has_losses:
+                event.payload.has_losses = True
+                self.losses += event.payload.losses
+        self.has_gradients = True
+        self._follower.after_backward()
+        return list(values)
+
+    def record_backward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """``original`` writes the gradients of leaves; the losses are in its first argument."""
+        self._follower.before_backward(_C.tensors_in(args[0]))
+        call = _EngineCall(original, *self._named((args, kwargs)), self._now(), accumulates=True)
+        with self._writing_gradients(call, _C.tensors_in((args, kwargs)), self._losses_in(args)):
+            return original(*args, **kwargs)
+
+    def run_backward_in_module(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Its gradients are scanned; the step is not executed again."""
+        self._follower.before_backward(_C.tensors_in(args[0]))
+        with self._writing_gradients(None, [], self._losses_in(args)):
+            return original(*args, **kwargs)
+
+    def record_pass(self, pipeline: Pipeline, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A step of the pipeline's schedule: all its forwards and backwards."""
+        self._follower.before_backward([])
+        for module in pipeline.modules:
+            self._follow_switches(module)
+        call = _PipelineCall(pipeline, step, *self._named((args, kwargs)), self._now())
+        call.by_reference = self._by_reference
+        given = _C.tensors_in((args, kwargs))
+        with self._writing_gradients(call, given, pipeline.losses), pipeline.watching():
+            return pipeline.run(step, args, kwargs, call.take_generators)
+
+    @contextlib.contextmanager
+    def _writing_gradients(
+        self,
+        call: "_EngineCall | _PipelineCall | None",
+        given: list[torch.Tensor],
+        losses: list[torch.Tensor],
+    ) -> Iterator[None]:
+        """Around ``call``, where it happens; None: one that is not executed again. ``losses``: as they are
+        after it."""
+        before = self._state_of_gradients()
+        self.is_in_backward, self.has_update = True, False
+        try:
+            with self.suspended():
+                yield
+        finally:
+            self.is_in_backward = False
+        if self._state_of_gradients() == before and not self._has_unreduced() and not self.has_update:
+            return  # nobody watches them
+        if self.has_update:
+            self.give_up("an optimizer steps within its backward, and would again")
+        self.losses += losses
+        if call is None:
+            self.give_up("a backward ran inside of a module's forward (in Lightning: manual optimization)")
+        else:
+            self._engine.add_backward(call, given)
+        self.has_gradients = True
+        self._follower.after_backward()
+
+    def note_weights(self) -> None:
+        """What they are now a pass begins with."""
+        self._engine.note_weights()
+
+    def changed_weights(self) -> list[torch.Tensor]:
+        """Those that the program has written to in this pass, by itself."""
+        return self._engine.changed_weights()
+
+    def take_read(self) -> list[torch.Tensor]:
+        """What waits for a backward and the program has read; where a call begins that may be another
+        step's."""
+        return self._engine.take_read()
+
+    def unfinished(self) -> list[torch.Tensor]:
+        """What waits for a backward."""
+        return self._engine.unfinished()
+
+    def bad_among(self, waiting: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Waits for the device."""
+        with self.suspended():
+            return [tensor for tensor in waiting if is_bad(tensor)]
+
+    def have_common_calls(self, some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+        """Whether some of both was computed from the same call; true where it is not known."""
+        return self._engine.have_common_calls(some, others)
+
+    def scan(self, waiting: list[torch.Tensor]) -> bool:
+        """What waits for a backward that will not come; waits for the device. What holds a NaN or +Inf is
+        a loss of this step then. Whether there is such a one."""
+        bad = self.bad_among(waiting)
+        for tensor in bad:
+            self._engine.add_backward(_Unfinished(self._named([tensor])), [tensor])
+            self.losses.append(tensor.detach())
+        return bool(bad)
+
+    def _losses_in(self, args: Any) -> list[torch.Tensor]:
+        return [self.unscaled.get(t, t).detach() for t in _C.tensors_in(args[0]) if t.numel() == 1]
+
+    def _function_call(
+        self, function: type, args: Any, kwargs: Any
+    ) -> "tuple[_FunctionCall, list[torch.Tensor]]":
+        call = _FunctionCall(function, *self._named((args, kwargs)), self._by_reference)
+        return call, _C.tensors_in((args, kwargs))
+
+    def _named(self, value: Any, tensors: list[torch.Tensor] | None = None) -> Any:
+        """``value`` with a name in place of each tensor that the step has computed, and a copy of each that
+        the program may load the next batch into. ``tensors``: those in it, where they are known."""
+        tensors = tensors_of(value) if tensors is None else tensors
+        stand_ins: dict[int, Any] = {id(each): self._engine.value_of(each) or each for each in tensors}
+        data = [each for each in tensors if stand_ins[id(each)] is each and _is_plain(each)]
+        copies = self._engine.steady(data) if data else []
+        stand_ins.update(zip(map(id, data), copies, strict=True))
+        by_reference = [tensor for tensor, copy in zip(data, copies, strict=True) if copy is tensor]
+        by_reference += filter(_is_plain, tensors_beside(value))
+        self._by_reference = [(tensor, _C.content_sample(tensor)) for tensor in by_reference]
+        return mapped(value, lambda each: stand_ins.get(id(each), each))
+
+    def note_received(self, tensors: list[torch.Tensor]) -> None:
+        self._received += tensors
+        self._engine.note_received(tensors)
+
+    # --- execution -----------------------------------------------------------------------------------
+
+    def run_again(self) -> Named:
+        """The losses."""
+        replay = _C.StepReplay(events := self._engine.needed())
+        losses: list[torch.Tensor] = []
+        numbered = self._are_microbatches(events)
+        _C.note_received(self._received)
+        switches = self._now()
+        try:
+            with self.suspended(), lightning_steps.without_logging():
+                while events:
+                    event = events.pop(0)
+                    _C.set_current_microbatch(event.backwards_before if numbered else None, None)
+                    if event.is_operator:
+                        replay.execute(event)
+                    else:
+                        run = functools.partial(event.payload.run_again, replay, losses)
+                        replay.set_outputs(event, replay.run(event, run))
+                    replay.leave(event)
+        finally:
+            _C.set_current_microbatch(None, None)
+            switches.set()
+        if len(losses) == 1:
+            return [("loss", losses[0])]
+        return [(f"loss[{i}]", loss) for i, loss in enumerate(losses)]
+
+    def _are_microbatches(self, events: "list[_C.RecordedEvent]") -> bool:
+        """Whether each backward follows calls of the same modules: gradients are accumulated."""
+        called: list[list[int]] = [[]]
+        for event in events:
+            if isinstance(event.payload, _ModuleCall):
+                called[-1].append(id(event.payload.module))
+            elif isinstance(event.payload, _EngineCall) and event.payload.accumulates:
+                called.append([])
+        called.pop()
+        return len(called) > 1 and all(each == called[0] for each in called)
+
+    @property
+    def number_of_microbatches(self) -> int | None:
+        events = self._engine.needed()
+        pipelines = [each.payload.pipeline for each in events if isinstance(each.payload, _PipelineCall)]
+        if len(pipelines) == 1:
+            return pipelines[0].number_of_microbatches
+        return self.backwards if self._are_microbatches(events) else None
+
+    def changed_data(self) -> list[str]:
+        payloads = [event.payload for event in self._engine.needed()]
+        changed = [text for each in payloads if isinstance(each, _Call) for text in each.kept.changed(None)]
+        changed += [text for each in payloads if isinstance(each, _Call) for text in each.overwritten()]
+        return changed + ([self.problem] if self.problem else [])
+
+
+def _stop_in_child() -> None:
+    """A forked worker of a data loader trains nothing."""
+    if (recorder := StepRecorder._active) is not None:
+        recorder.remove()
+
+
+os.register_at_fork(after_in_child=_stop_in_child)
+
+
+@dataclass(frozen=True)
+class _SwitchesNow:
+    """Of the modules that were called, and torch's, as they are now."""
+
+    values: list[tuple[Switches, list[Any]]]
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+
+    def set(self) -> None:
+        torch.set_default_dtype(self.default_dtype)
+        for switches, values in self.values:
+            switches.set(values)
+
+
+class _Call:
+    """A call of what computes by itself, and what it depends on beside its arguments."""
+
+    def __init__(self, run: Callable[..., Any], args: Any, kwargs: Any, switches: _SwitchesNow) -> None:
+        self._run = run
+        self._switches = switches
+        self.kept = KeptBatch([args, kwargs])
+        self.by_reference: _ByReference = []
+        self._generators = _Generators()
+        self._autocast = [
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in ("cpu", "cuda")
+        ]
+
+    def overwritten(self) -> list[str]:
+        return [
+            f"a tensor of shape {list(tensor.shape)} has been written to since"
+            for tensor, sample in self.by_reference
+            if sample is not None and not _C.has_content(tensor, sample)
+        ]
+
+    def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        args, kwargs = _given(self.kept.item, replay, {id(tensor) for tensor, _ in self.by_reference})
+        self._generators.restore()
+        self._switches.set()
+        with contextlib.ExitStack() as stack:
+            for device, is_enabled, dtype in self._autocast:
+                if is_enabled or torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, dtype=dtype, enabled=is_enabled))
+            return _C.tensors_in(self._run(*args, **kwargs))
+
+
+class _ModuleCall(_Call):
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any, switches: _SwitchesNow) -> None:
+        super().__init__(module, args, kwargs, switches)
+        self.module = module
+
+
+class _PipelineCall(_Call):
+    """A pass over this rank's stages."""
+
+    def __init__(
+        self, pipeline: Pipeline, step: Callable[..., Any], args: Any, kwargs: Any, switches: _SwitchesNow
+    ) -> None:
+        super().__init__(self._execute, args, kwargs, switches)
+        self.pipeline = pipeline
+        self._step = step
+
+    def take_generators(self) -> None:
+        self._generators = _Generators()
+
+    def _execute(self, *args: Any, **kwargs: Any) -> Any:
+        return self.pipeline.run(self._step, args, kwargs, self._generators.restore)
+
+    def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        outputs = super().run_again(replay, losses)
+        losses += self.pipeline.losses
+        return outputs
+
+
+class _FunctionCall:
+    """A custom autograd function that is applied outside of modules."""
+
+    def __init__(self, function: type, args: Any, kwargs: Any, by_reference: "_ByReference") -> None:
+        self._function = function
+        self._args, self._kwargs = args, kwargs
+        self._by_reference = {id(tensor) for tensor, _ in by_reference}
+        self._generators = _Generators()
+
+    def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> "list[torch.Tensor | None]":
+        self._generators.restore()
+        args, kwargs = _given((self._args, self._kwargs), replay, self._by_reference)
+        result = self._function.apply(*args, **kwargs)
+        recorded = [tensor for tensor in _C.tensors_in(result) if tensor.grad_fn is not None]
+        outputs: list[torch.Tensor | None] = [None] * (1 + max((t.output_nr for t in recorded), default=-1))
+        for tensor in recorded:
+            outputs[tensor.output_nr] = tensor
+        return outputs
+
+
+class _EngineCall:
+    """A backward, or ``torch.autograd.grad``."""
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        switches: _SwitchesNow,
+        *,
+        accumulates: bool,
+    ) -> None:
+        self._run = run
+        self._switches = switches
+        self._args, self._kwargs = args, kwargs
+        self.accumulates = self.has_losses = accumulates
+        self.losses: list[torch.Tensor] = []  # of torch.autograd.grad
+
+    def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        args, kwargs = mapped((self._args, self._kwargs), _Now(replay))
+        self._switches.set()
+        if self.has_losses:
+            losses += [t for t in _C.tensors_in(args[0]) if t.numel() == 1]
+        return _C.tensors_in(self._run(*args, **kwargs))
+
+
+class _Generators:
+    """Torch's, Python's and numpy's, as they are now."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        self._others = GeneratorStates()
+        self._others.save()
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+        self._others.restore()
+
+
+class WeightsState:
+    """They are not copied: where the program itself has changed them within a step, they stay so."""
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        self._recorder = recorder
+
+    def save(self) -> None:
+        self._recorder.note_weights()
+
+    def restore(self) -> None:
+        if self._recorder.changed_weights():
+            raise RuntimeError("the program has changed them after the step had used them")
+
+
+class RecordedPass(PlainPass):
+    """What a recorder holds, for the driver."""
+
+    def __init__(self, adapter: PlainAdapter, recorder: StepRecorder) -> None:
+        super().__init__(adapter)
+        self._recorder = recorder
+        self._leftovers: dict[torch.Tensor, int] = {}
+
+    def take_gradients(self, zeroed: set[torch.Tensor]) -> None:
+        """Before the first backward. Gradients that are there and not among ``zeroed`` are another step's."""
+        self._had_gradient = [p.grad is not None for p in self._adapter.tensors]
+        self._leftovers = {
+            p: _version_of(p.grad) for p in self._adapter.tensors if p.grad is not None and p not in zeroed
+        }
+
+    @contextlib.contextmanager
+    def leaving_out(self, used: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Another step's gradients are no business of this one, unless it uses them: those of a
+        discriminator, while its generator is trained. They are as they were afterwards. Weights that the
+        program has changed since say nothing of those that were used."""
+        left_out = self._leftovers.keys() - set(used)
+        gradients = [(parameter, parameter.grad) for parameter in left_out]
+        self._adapter.left_out = left_out
+        self._adapter.has_changed_weights = bool(self._recorder.changed_weights())
+        try:
+            yield
+        finally:
+            self._adapter.left_out = set()
+            self._adapter.has_changed_weights = False
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+    def clear_gradients(self) -> None:
+        super().clear_gradients()
+        for parameter in self._adapter.left_out:
+            parameter.grad = None
+
+    def run_again(self) -> Named:
+        with self._adapter.naming_modules():
+            return self._recorder.run_again()
+
+    def obstacle(self) -> str:
+        if any(
+            p not in self._adapter.left_out and (p.grad is None or _version_of(p.grad) != version)
+            for p, version in self._leftovers.items()
+        ):
+            return "it has added to gradients that were there before"
+        if problem := self._recorder.problem:
+            return problem
+        if any(is_bad(weight.detach()) for weight in self._recorder.changed_weights()):
+            return "weights were changed after it had used them, and are NaN or Inf now"
+        return ""
+
+    def changed_data(self) -> list[str]:
+        return self._recorder.changed_data()
+
+
+def _version_of(gradient: torch.Tensor) -> int:
+    return getattr(gradient, "_local_tensor", gradient)._version
+
+
+class _Assigned:
+    """In place of a backward: the program has set these gradients."""
+
+    def __init__(self, gradients: dict[torch.Tensor, Any]) -> None:
+        self._gradients = gradients
+
+    def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        for parameter, value in self._gradients.items():
+            parameter.grad = _Now(replay)(value)
+        return []
+
+
+class _Unfinished:
+    """In place of the backward of these values."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+
+    def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        losses += mapped(self._values, _Now(replay))
+        return []
+
+
+class _Now:
+    """What stands for a name in a re-run."""
+
+    def __init__(self, replay: "_C.StepReplay") -> None:
+        self._replay = replay
+
+    def __call__(self, value: Any) -> Any:
+        return self._replay.tensor(value) if isinstance(value, _C.RecordedValue) else value
+
+
+def _given(kept: Any, replay: "_C.StepReplay", by_reference: set[int]) -> Any:
+    """What stands for the arguments ``kept`` of a call that may write to its data. What was not copied the
+    first time is not copied now."""
+    tensors = [each for each in tensors_of(kept) if _is_plain(each) and id(each) not in by_reference]
+    copies = dict(zip(map(id, tensors), _C.steady_copies(tensors), strict=True))
+    now = _Now(replay)
+    return mapped(kept, lambda each: copies.get(id(each), each) if torch.is_tensor(each) else now(each))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and not vars(tensor)
+
+
+def _module_call(original: Callable[..., Any], recorder: StepRecorder) -> Callable[..., Any]:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Compilers see a plain call: torch.compile folds is_compiling() into a constant.
+        if torch.compiler.is_compiling() or not recorder.is_outside():
+            return original(self, *args, **kwargs)
+        return recorder.call_module(original, self, args, kwargs)
+
+    return call
+
+
+def _engine_call(original: Callable[..., Any], recorder: StepRecorder) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if recorder.is_outside():
+            return recorder.run_backward(original, args, kwargs)
+        if recorder.is_in_module and kwargs.get("accumulate_grad", False):
+            return recorder.run_backward_in_module(original, args, kwargs)
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _frames_of_custom_functions() -> list[Callable[[], None]]:
+    """The engine reads what a custom function is applied to from the frame of ``Function.apply``
+    (torch/autograd/function.py), which is no Python function from torch 2.15 on: there it becomes one. An
+    ``apply`` that the program has taken from its class before is not seen."""
+    original = vars(torch.autograd.Function)["apply"]
+    if isinstance(original, classmethod):
+        return []
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    return [replace(torch.autograd.Function, "apply", classmethod(apply))]
+
+
+def _receive(original: Callable[..., Any], recorder: StepRecorder) -> Callable[..., Any]:
+    def call(group: ProcessGroup, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        if recorder.is_outside():  # what a module receives, it receives again
+            recorder.note_received(tensors)
+        return original(group, tensors, *args, **kwargs)
+
+    return call

@@ -1,0 +1,528 @@
+"""``watch``: one line for a training loop as it is."""
+
+import atexit
+import contextlib
+import functools
+import os
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
+
+from nanlocator import _C
+from nanlocator.calls.modules import named_by_class
+from nanlocator.engine.driver import LossScale, SkippedUpdate
+from nanlocator.engine.endings import ending_error, first_line, is_failure_of_peers
+from nanlocator.engine.errors import NonFiniteGradientError
+from nanlocator.engine.options import Options, recorded_bytes, resolve_options
+from nanlocator.hooks.patches import replace, weakly
+from nanlocator.loops.evaluation import Evaluation
+from nanlocator.loops.loop_reading import LoopReading
+from nanlocator.loops.optimizer import LocatingOptimizer
+from nanlocator.loops.ownership import keep_from_deepspeed, refuse_owned
+from nanlocator.loops.plain import PlainAdapter, plain_driver, scale_in_gradients
+from nanlocator.loops.recorder import RecordedPass, StepRecorder, WeightsState
+from nanlocator.sharding import fsdp1
+from nanlocator.sharding.pipelining import follow_steps, stages_of
+from nanlocator.state.rerun import GeneratorStates, ObjectState, Stateful
+
+_USED_IN_BACKWARD = 1 << 24  # groups of scans: of each optimizer
+_UPDATED = 1 << 25
+
+Models = nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module]
+
+
+def watch(model: Models, optimizer: Optimizer | Iterable[Optimizer], **options: Unpack[Options]) -> "Watch":
+    """Finds NaN and Inf in the gradients of a training loop before they are clipped or used, and says where
+    they were born. The loop stays as it is:
+
+        nanlocator.watch(model, optimizer)
+        for batch in data:
+            loss = loss_function(model(batch.x), batch.y)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    A bad step is executed again where it stands, with every operator traced: the models' calls with the
+    same inputs and random numbers, what was computed between them, and the backwards, however many.
+
+    Gradients are scanned where the loop first could: when their norm is asked for
+    (``torch.nn.utils.clip_grad_norm_``, ``get_total_norm``, ``clip_grads_with_norm_``), when a GradScaler
+    unscales them, when an optimizer steps, and when they are thrown away unseen (``zero_grad``).
+
+    Args:
+        model: the model, or several (a GAN's two, a policy and its critic): a list, or a dictionary whose
+            keys go before the parameters' names. Wrapped or not (DistributedDataParallel, torch.compile).
+        optimizer: the optimizer, or several.
+        options: see :class:`nanlocator.engine.options.Options`.
+
+    With torch.distributed initialised, every rank must call it, and scan equally often.
+
+    Raises:
+        nanlocator.UsageError: where something is watched already, or there is nothing to watch.
+    """
+    refuse_owned([], [optimizer])  # DeepSpeed's are none of torch's
+    return Watch(_named_models(model), _listed(optimizer, Optimizer), options)
+
+
+class Watch:
+    """What ``watch`` returns.
+
+    Attributes:
+        verdicts: the findings so far, oldest first.
+        run_dir: the folder of the run.
+    """
+
+    def __init__(self, models: dict[str, nn.Module], optimizers: list[Optimizer], options: Options) -> None:
+        if not models or not optimizers:
+            raise _C.UsageError("nanlocator.watch needs a model and an optimizer")
+        if any(isinstance(each, LocatingOptimizer) for each in optimizers):
+            raise _C.UsageError("a LocatingOptimizer scans by itself: give watch the optimizer inside")
+        refuse_owned(models.values(), optimizers)
+        resolved = resolve_options(options, integration="pytorch")
+        self._models, self._optimizers, self._options = models, optimizers, options
+        self._adapter = PlainAdapter(optimizers, models)
+        self._adapter.why_no_pass = "no call of a watched model was seen in it"
+        self._adapter.loss_scale = weakly(self._loss_scale)
+        self._scaler: torch.amp.GradScaler | None = None
+        self._driver = plain_driver(self._adapter, resolved, None, scale_in_gradients)
+        self._recorder = StepRecorder(self._adapter.tensors, self, recorded_bytes())
+        self._driver.add_state("the weights", WeightsState(self._recorder))
+        self._loop = LoopReading()
+        self._used_in_backward: dict[Optimizer, tuple[int, list[int]]] = {}  # group, and numbers of parts
+        self._undo: list[Callable[[], None]] = [keep_from_deepspeed(each) for each in optimizers]
+        self._follow_loop()
+        self._follow_end()
+
+    @property
+    def verdicts(self) -> list[dict[str, Any]]:
+        return self._adapter.verdicts
+
+    @property
+    def run_dir(self) -> str:
+        return self._driver.run_dir
+
+    def register_state(self, name: str, owner: Stateful) -> None:
+        """Something with ``state_dict`` and ``load_state_dict`` that a model's forward moves: restored before
+        a bad step is executed again. What cannot be restored is named in the verdict."""
+        self._driver.add_state(name, ObjectState(owner))
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[list[dict[str, Any]]]:
+        """For evaluation and generation: calls of the models in this block are no steps. What each of them
+        returns is scanned (which waits for the device), and one that holds a NaN or +Inf is executed again
+        with every operator traced. Gives the verdicts. Under ``stop`` it raises in the call; among several
+        ranks it reports.
+
+            with watch.evaluating():
+                logits = model(batch)
+        """
+        evaluation = Evaluation(self._models, os.path.dirname(self.run_dir), self._options)
+        self._recorder.evaluation = evaluation
+        try:
+            yield evaluation.verdicts
+        finally:
+            self._recorder.evaluation = None
+            evaluation.close()
+
+    def remove(self) -> None:
+        """Takes everything off; the loop is as it was. May be called twice."""
+        while self._undo:
+            self._undo.pop()()
+        self._recorder.remove()
+        self._driver.stop_following()
+        self._loop.forget()
+
+    # --- what the recorder tells ---------------------------------------------------------------------
+
+    def before_other_forward(self) -> None:
+        self._adapter.check_parameters()
+
+    def before_forward(self) -> None:
+        self._loop.begin_forward(self._recorder.take_read(), self._recorder.bad_among)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._loop.begin_computation()
+        if self._driver.has_ended_pass:  # LBFGS, and loops that clip after each microbatch
+            self._recorder.begin_step()
+        if not self._driver.is_in_pass:
+            self._driver.begin_pass(RecordedPass(self._adapter, self._recorder))
+
+    def before_backward(self, roots: list[torch.Tensor]) -> None:
+        left = self._loop.take_left_losses()
+        if left and not self._recorder.have_common_calls(left, roots):
+            self._scan_left_step(left)
+        self._begin()
+        self._take_gradients()
+
+    def _take_gradients(self) -> None:
+        step_pass = self._driver.step_pass
+        if self._recorder.backwards == 0 and step_pass is not None:
+            step_pass.take_gradients(self._loop.zeroed)
+
+    def after_backward(self) -> None:
+        self._loop.write_gradients()
+        if not self._driver.is_in_pass:  # the engine is off while a CUDA graph is captured
+            self._recorder.begin_step()
+        elif self._recorder.has_update:  # nothing comes after it
+            self._scan_gradients()
+            with self._abandoning():
+                self._end_step()
+
+    # --- where gradients are scanned -----------------------------------------------------------------
+
+    def _scan_gradients(self, used: Iterable[torch.Tensor] = ()) -> "_C.Decision":
+        """Gradients that nobody has scanned; else what was decided. ``used``: parameters whose gradients
+        the program asks for now."""
+        if self._recorder.is_suspended:
+            return self._loop.decision
+        if not (self._is_unseen or self._driver.has_ended_pass):
+            used = [*used, *self._recorder.take_assigned()]
+        if self._is_unseen:
+            self._end_pass(used)
+        return self._loop.decision
+
+    @property
+    def _is_unseen(self) -> bool:
+        """Gradients were written, and nobody has scanned them."""
+        return self._driver.is_in_pass and self._recorder.has_gradients
+
+    def _end_pass(self, used: Iterable[torch.Tensor] = ()) -> None:
+        self._loop.scan_gradients()
+        others = GeneratorStates()  # which a re-run begins with as they were when the step began
+        others.save()
+        with self._abandoning(), self._recorder.suspended(), self._driver.step_pass.leaving_out(used):
+            if self._recorder.has_update:
+                self._driver.scan("params_after", _UPDATED, "weight", *self._adapter.weights_now())
+            self._loop.decision = self._driver.end_pass(self._loss_views())
+        others.restore()
+
+    def _loss_views(self) -> "list[_C.LossView]":
+        losses = self._recorder.losses
+        is_numbered = len(losses) > 1 and self._recorder.number_of_microbatches == len(losses)
+        return [_C.LossView(loss, i if is_numbered else None) for i, loss in enumerate(losses)]
+
+    @contextlib.contextmanager
+    def _abandoning(self) -> Any:
+        try:
+            with self._driver.abandoning():
+                yield
+        except BaseException:
+            self._forget()
+            raise
+
+    def _forget(self) -> None:
+        self._recorder.forget()
+        self._loop.forget()
+
+    # --- where the program ends in a step ------------------------------------------------------------
+
+    def _follow_end(self) -> None:
+        """Programs that check their loss by themselves raise, leave their loop or call ``sys.exit``, and no
+        backward or update comes."""
+        at_exit = functools.partial(_scan_at_exit, weakref.ref(self))
+        atexit.register(at_exit)
+        self._undo.append(functools.partial(atexit.unregister, at_exit))
+        self._replace(sys, "exit", self._exit)
+
+    def _exit(self, original: Callable[..., Any], *args: Any) -> Any:
+        self.scan_at_end()
+        return original(*args)
+
+    def scan_at_end(self) -> None:
+        """Reports what is bad in a step that the program does not end. Nothing is raised."""
+        error = ending_error()
+        is_told_otherwise = isinstance(error, NonFiniteGradientError | KeyboardInterrupt) or (
+            error is not None and is_failure_of_peers(error)
+        )
+        if is_told_otherwise or not self._driver.is_in_pass or not self._recorder.is_outside():
+            return
+        try:
+            if not (self._has_bad_loss(self._recorder.unfinished()) or self._is_unseen):
+                return
+            if self._driver.connection is not None:  # the others may not have come here
+                self._scan_alone("the program ended" if error is None else first_line(error))
+            else:
+                self._end_pass()
+        except NonFiniteGradientError:
+            pass  # which was printed
+        except Exception as failure:  # a device that has failed, as the program knows
+            print(f"nanlocator: the last step could not be scanned: {failure}", file=sys.stderr, flush=True)
+
+    def _has_bad_loss(self, waiting: list[torch.Tensor]) -> bool:
+        self._take_gradients()
+        is_training = any(model.training for model in self._models.values())  # else it evaluates
+        return is_training and self._recorder.scan(waiting)
+
+    def _scan_left_step(self, read: list[torch.Tensor]) -> None:
+        """The program has read its loss, and goes on to another one's backward."""
+        if not self._driver.is_in_pass or not self._has_bad_loss(read):
+            return
+        if self._driver.connection is None:
+            self._end_pass()
+            with self._abandoning():
+                self._end_step()
+            return
+        print(  # the others may be anywhere
+            f"nanlocator: a loss of rank {torch.distributed.get_rank()} is NaN or Inf, and the program has "
+            "left the step: among several ranks it is explained where they go on to their backwards",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._driver.abandon()
+        self._forget()
+
+    def _scan_alone(self, reason: str) -> None:
+        self._driver.scan_gradients()
+        self._driver.locator.scan_losses(self._loss_views())
+        why_not = "ranks execute a step again together: one that goes on to its backward is explained"
+        self._driver.conclude_alone(f"{reason} ({why_not})", False)
+
+    def _loss_scale(self) -> LossScale | None:
+        is_scaled = self._scaler is not None and self._scaler.is_enabled()
+        return scale_in_gradients(self._scaler) if is_scaled else None
+
+    def _follow_loop(self) -> None:
+        self._replace_everywhere(clip_grad._get_total_norm, self._total_norm)
+        self._replace_everywhere(clip_grad._clip_grads_with_norm_, self._clip)
+        self._replace(torch.amp.GradScaler, "scale", self._scale)
+        self._replace(torch.amp.GradScaler, "unscale_", self._unscale)
+        self._replace(nn.Module, "zero_grad", self._zero_module)
+        self._undo += follow_steps(self._schedule_step)
+        if (fully_sharded := fsdp1.wrapper_class()) is not None:
+            self._replace(fully_sharded, "clip_grad_norm_", self._clip_module)
+        for optimizer in self._optimizers:
+            self._undo.append(optimizer.register_step_post_hook(self._after_update).remove)
+            # Bound methods, as learning-rate schedulers expect (LRScheduler._initial_step).
+            for name, wrapper in (
+                ("step", self._step),
+                ("zero_grad", self._zero_optimizer),
+                ("add_param_group", self._add_parameters),
+            ):
+                original = getattr(optimizer, name)
+                wrapped = _wrapped(
+                    functools.partial(wrapper, optimizer),
+                    original,
+                    getattr(original, "__func__", original),
+                    is_method=True,
+                )
+                self._undo.append(replace(optimizer, name, types.MethodType(wrapped, optimizer)))
+
+    def _replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        original = vars(owner)[name]
+        self._undo.append(replace(owner, name, _wrapped(wrapper, original, original)))
+
+    def _replace_everywhere(self, function: Any, wrapper: Callable[..., Any]) -> None:
+        """Where modules have bound it: by ``from torch.nn.utils import get_total_norm``."""
+        wrapped = _wrapped(wrapper, function, function)
+        for name in (function.__name__, function.__name__.lstrip("_")):
+            for module in list(sys.modules.values()):
+                if vars(module).get(name) is function:
+                    self._undo.append(replace(module, name, wrapped))
+
+    def _total_norm(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if not self._driver.has_ended_pass:
+            owners = {id(p.grad): p for p in self._adapter.tensors if p.grad is not None}
+            used = [owners[id(each)] for each in tensors if id(each) in owners]
+            if used:
+                self._scan_gradients(used)
+                # A re-run makes gradients anew.
+                tensors = [owners[id(each)].grad if id(each) in owners else each for each in tensors]
+        with self._recorder.suspended():
+            return original(tensors, *args, **kwargs)
+
+    def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not self._driver.has_ended_pass and not set(self._adapter.tensors).isdisjoint(parameters):
+            self._scan_gradients(parameters)
+        with self._recorder.suspended():
+            return original(parameters, *args, **kwargs)
+
+    def _clip_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """FullyShardedDataParallel clips by itself."""
+        if not self._driver.has_ended_pass:
+            self._scan_gradients(fsdp1.sharded_parameters(module))
+        with self._recorder.suspended():
+            return original(module, *args, **kwargs)
+
+    def _schedule_step(self, original: Callable[..., Any], schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        pipeline = None
+        if self._recorder.is_outside() and any(
+            self._recorder.trains(stage.submod) for stage in stages_of(schedule)
+        ):
+            pipeline = self._driver.pipeline_of(schedule)
+            if pipeline is None:
+                self._recorder.give_up("this torch does a step of a pipeline's schedule in another way")
+        if pipeline is None or not schedule._has_backward:
+            return original(schedule, *args, **kwargs)
+        return self._recorder.record_pass(pipeline, original, args, kwargs)
+
+    def _scale(self, original: Callable[..., Any], scaler: "torch.amp.GradScaler", outputs: Any) -> Any:
+        self._scaler = scaler
+        scaled = original(scaler, outputs)
+        if isinstance(outputs, torch.Tensor):  # its overflow is the scaler's business, not the loss's
+            self._recorder.unscaled[scaled] = outputs.detach()
+        return scaled
+
+    def _unscale(
+        self, original: Callable[..., Any], scaler: "torch.amp.GradScaler", optimizer: Optimizer
+    ) -> Any:
+        self._scaler = scaler
+        self._scan_gradients(_parameters_of(optimizer))
+        with self._recorder.suspended():
+            return original(scaler, optimizer)
+
+    def _step(
+        self,
+        optimizer: Optimizer,
+        original: Callable[..., Any],
+        closure: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if self._recorder.is_suspended:
+            if self._recorder.is_in_backward:
+                self._use_in_backward(optimizer)
+            return original(closure, *args, **kwargs) if closure is not None else original(*args, **kwargs)
+        with self._abandoning():
+            try:
+                if closure is not None:
+                    evaluate = functools.partial(self._evaluate, closure, optimizer)
+                    result = original(evaluate, *args, **kwargs)
+                else:
+                    result = self._update(optimizer, original, args, kwargs)
+            except SkippedUpdate:
+                result = None
+            self._end_step()
+        return result
+
+    def _use_in_backward(self, optimizer: Optimizer) -> None:
+        """From a hook: the optimizer uses its gradients as soon as they are there, and they are gone then."""
+        self._recorder.has_update = True
+        parts = self._adapter.parts
+        if optimizer not in self._used_in_backward:
+            held = set(_parameters_of(optimizer))
+            numbers = [i for i, part in enumerate(parts) if part.tensor in held]
+            group = _USED_IN_BACKWARD + len(self._used_in_backward)
+            self._used_in_backward[optimizer] = group, numbers
+        group, numbers = self._used_in_backward[optimizer]
+        numbers = [i for i in numbers if parts[i].tensor.grad is not None]
+        gradients = [parts[i].view(parts[i].tensor.grad) for i in numbers]
+        self._driver.scan(self._adapter.gradient_phase, group, "grad", numbers, gradients)
+
+    def _after_update(self, *_: Any) -> None:
+        """Of a step that has not come through ``_step``: it had begun before the optimizer was watched."""
+        if self._recorder.is_suspended:
+            return
+        if self._is_unseen:  # too late: the weights have moved
+            self._driver.abandon()
+            self._forget()
+        self._end_step()
+
+    def _update(self, optimizer: Optimizer, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._scan_gradients(_parameters_of(optimizer)) == _C.Decision.SKIP:
+            return None
+        self._driver.begin_update()
+        with self._recorder.suspended():
+            return original(*args, **kwargs)
+
+    def _evaluate(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
+        loss = closure()
+        if self._scan_gradients(_parameters_of(optimizer)) == _C.Decision.SKIP:
+            raise SkippedUpdate
+        return loss
+
+    def _end_step(self) -> None:
+        """Of several optimizers that use the same gradients the first one ends it."""
+        if self._driver.has_ended_pass:
+            self._driver.end_step()
+            self._recorder.begin_step()
+
+    def _add_parameters(self, _: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        self._driver.take_parameters_again()
+        self._recorder.set_parameters(self._adapter.tensors)
+        self._used_in_backward.clear()
+
+    def _zero_optimizer(
+        self,
+        optimizer: Optimizer,
+        original: Callable[..., Any],
+        set_to_none: bool = True,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        zero = functools.partial(original, set_to_none, *args, **kwargs)
+        return self._zero(zero, _parameters_of(optimizer))
+
+    def _zero_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self._zero(functools.partial(original, module, *args, **kwargs), module.parameters())
+
+    def _zero(self, zero: Callable[[], Any], parameters: Iterable[torch.Tensor]) -> Any:
+        """Gradients that nobody has used are thrown away: the loop has left the update out."""
+        if self._recorder.is_suspended:
+            return zero()
+        ours = set(self._adapter.tensors).intersection(parameters)
+        if ours:
+            self._scan_gradients(ours)
+            with self._abandoning():
+                self._end_step()
+        had_backward = self._recorder.backwards > 0
+        with self._recorder.suspended():
+            result = zero()
+        if ours:
+            self._loop.zero_gradients(ours, had_backward=had_backward)
+        return result
+
+
+def _scan_at_exit(watch: "weakref.ref[Watch]") -> None:
+    if (found := watch()) is not None:
+        found.scan_at_end()
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _wrapped(
+    wrapper: Callable[..., Any], original: Callable[..., Any], looks_like: Any, *, is_method: bool = False
+) -> Callable[..., Any]:
+    """A function that calls ``wrapper(original, ...)``. ``is_method``: its self is bound in ``original``."""
+
+    @functools.wraps(looks_like)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *(args[1:] if is_method else args), **kwargs)
+
+    return wrapped
+
+
+def _named_models(model: Models) -> dict[str, nn.Module]:
+    if isinstance(model, nn.Module):
+        return {"": model}
+    if isinstance(model, Mapping):
+        return dict(model)
+    return named_by_class(_listed(model, nn.Module))
+
+
+def _listed(value: Any, kind: type) -> list[Any]:
+    values = [value] if isinstance(value, kind) else value
+    values = list(values) if isinstance(values, Iterable) else [values]
+    for each in values:
+        if not isinstance(each, kind):
+            is_megatrons = type(each).__module__.startswith("megatron.")
+            instead = ", which nanlocator.megatron.install(model_chunks, optimizer) takes"
+            raise _C.UsageError(
+                f"nanlocator.watch takes a torch {kind.__name__}, not a {type(each).__name__}"
+                + (instead if is_megatrons else "")
+            )
+    return values

@@ -1,0 +1,1 @@
+"""Where are a rank's own gradients and its parts of the weights?"""

@@ -1,0 +1,192 @@
+"""FSDP1 (``FullyShardedDataParallel``): a rank's parts of the original parameters, and its own gradients.
+
+A flat parameter holds several parameters, one behind the other; a rank keeps a stretch of it
+(torch/distributed/fsdp/_flat_param.py, FlatParamHandle). With ``use_orig_params`` the optimizer has the
+original ones, whose memory is this rank's stretch of them, else it has the flat ones. The whole gradient of
+a flat parameter is in its ``.grad`` when ``_post_backward_hook`` hands it to ``_reduce_grad``, which it looks
+up in its module (_runtime_utils.py).
+"""
+
+import functools
+import importlib
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nanlocator.calls.modules import shown
+from nanlocator.hooks.patches import replace
+from nanlocator.sharding.own_gradients import LocalScans
+from nanlocator.sharding.shards import Part
+
+# Groups of scans; others number theirs from 0.
+_GROUPS = 1 << 23
+
+
+def wrapper_class() -> type[nn.Module] | None:
+    """FullyShardedDataParallel, where the program has imported it."""
+    api = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    return api.FullyShardedDataParallel if api is not None else None
+
+
+def handles_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The FlatParamHandle of each FullyShardedDataParallel in it, with the path of what it holds."""
+    if (fully_sharded := wrapper_class()) is None:
+        return
+    for path, each in module.named_modules():
+        if isinstance(each, fully_sharded) and each._handle is not None:
+            yield path, each._handle
+
+
+def sharded_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
+    """What an optimizer may hold, also while ``module`` holds whole parameters in place of it."""
+    for _, handle in handles_of(module):
+        yield handle.flat_param
+        yield from handle.flat_param._params or ()
+
+
+def parts_of(module: nn.Module) -> Iterator[Part]:
+    """Under ``use_orig_params`` one for each of the optimizer's tensors, else several for each."""
+    for path, handle in handles_of(module):
+        yield from _parts_of(path, handle)
+
+
+def switches_of(module: nn.Module) -> list[tuple[Callable[[], Any], tuple[str, ...]]]:
+    """See ``nanlocator.state.switches``."""
+    if (fully_sharded := wrapper_class()) is None:
+        return []
+    return [
+        (functools.partial(_this, each), ("_sync_gradients",))
+        for each in module.modules()
+        if isinstance(each, fully_sharded)
+    ]
+
+
+class WholeGradients:
+    """Scans each rank's gradients before FullyShardedDataParallel reduces them.
+
+    Args:
+        numbers: ids of the parameters that it manages, by what the optimizer holds of each (with several in
+            one tensor, in their order).
+        modules: the models.
+    """
+
+    def __init__(
+        self, numbers: dict[torch.Tensor, list[int]], modules: Iterable[nn.Module], scans: LocalScans
+    ) -> None:
+        self._scans = scans
+        self._numbers: weakref.WeakKeyDictionary[Any, list[int | None]] = weakref.WeakKeyDictionary()
+        for module in modules:
+            for _, handle in handles_of(module):
+                flat = handle.flat_param
+                of_originals = [numbers.get(p, [None])[0] for p in flat._params or ()]
+                self._numbers[handle] = of_originals or numbers.get(flat, [None] * flat._num_params)
+        self._undo: list[Callable[[], None]] = []
+        owner = importlib.import_module("torch.distributed.fsdp._runtime_utils")
+        for name in ("_reduce_grad", "_reduce_grad_no_shard"):
+            if hasattr(owner, name):
+                self._follow(owner, name)
+            else:
+                scans.say_uncovered(
+                    "gradients before FullyShardedDataParallel reduces them: this torch does it elsewhere"
+                )
+        self._follow_gathers()
+
+    def _follow(self, owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+        this = weakref.ref(self)  # the wrapper may outlive it, inside of someone else's
+
+        @functools.wraps(original)
+        def reduce(state: Any, handle: Any) -> Any:
+            found = this()
+            if found is None:
+                return original(state, handle)
+            found._scan(handle)
+            with found._exchanging(handle, reduces_gradients=True):
+                return original(state, handle)
+
+        self._undo.append(replace(owner, name, reduce))
+
+    def _follow_gathers(self) -> None:
+        owner = importlib.import_module("torch.distributed.fsdp._flat_param").FlatParamHandle
+        original = getattr(owner, "_all_gather_flat_param", None)
+        if original is None:  # crossings have no module's name then
+            return
+        this = weakref.ref(self)
+
+        @functools.wraps(original)
+        def gather(handle: Any, *args: Any, **kwargs: Any) -> Any:
+            found = this()
+            if found is None:
+                return original(handle, *args, **kwargs)
+            with found._exchanging(handle, reduces_gradients=False):
+                return original(handle, *args, **kwargs)
+
+        self._undo.append(replace(owner, "_all_gather_flat_param", gather))
+
+    def remove(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        self._numbers.clear()
+
+    def begin_step(self) -> None:
+        pass
+
+    def _exchanging(self, handle: Any, *, reduces_gradients: bool) -> Any:
+        ids = (number for number in self._numbers.get(handle, ()) if number is not None)
+        return self._scans.exchanging(ids, reduces_gradients=reduces_gradients)
+
+    def _scan(self, handle: Any) -> None:
+        numbers = self._numbers.get(handle)
+        if numbers is None or not self._scans.are_on("FullyShardedDataParallel"):
+            return
+        flat = handle.flat_param
+        gradient = flat.grad.detach()
+        found = [
+            (number, gradient[begin : begin + numel])
+            for number, begin, numel in zip(numbers, _offsets_of(flat), flat._numels, strict=True)
+            if number is not None
+        ]
+        if found:
+            self._scans.scan(_GROUPS + found[0][0], found)
+
+
+def _offsets_of(flat: Any) -> list[int]:
+    """Of each original parameter in the whole flat one, which has padding between them."""
+    ends = itertools.accumulate(flat._numels_with_padding)
+    begins = [end - numel for end, numel in zip(ends, flat._numels_with_padding, strict=True)]
+    return [b for b, is_padding in zip(begins, flat._is_padding_mask, strict=True) if not is_padding]
+
+
+def _names_of(path: str, handle: Any) -> list[str]:
+    return [shown(f"{path}.{name}" if path else name) for name in handle.flat_param._fqns]
+
+
+def _parts_of(path: str, handle: Any) -> Iterator[Part]:
+    flat = handle.flat_param
+    is_sharded = handle.uses_sharded_strategy
+    group = dist.get_process_group_ranks(handle.process_group) if is_sharded else []
+    for index, (name, shape) in enumerate(zip(_names_of(path, handle), flat._shapes, strict=True)):
+        part = Part(flat if flat._params is None else flat._params[index], list(shape), name=name)
+        info = flat._shard_param_infos[index]
+        if is_sharded and len(group) > 1:
+            part.shard_group = group
+            first, last = info.intra_param_start_idx, info.intra_param_end_idx
+            part.shard = (first, last + 1) if info.in_shard else (0, 0)
+        if flat._params is None:
+            begin = info.offset_in_shard if info.in_shard else 0
+            part.view = functools.partial(_stretch, begin, info.numel_in_shard if info.in_shard else 0)
+        yield part
+
+
+def _stretch(begin: int, numel: int, flat: torch.Tensor) -> torch.Tensor:
+    return flat.detach()[begin : begin + numel]
+
+
+def _this(owner: Any) -> Any:
+    return owner

@@ -1,0 +1,68 @@
+"""What those have in common that show each rank's own gradients before a framework reduces them over its
+ranks, and the weights that it gathers: ``ddp``, ``fsdp2``, ``fsdp1``."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+from nanlocator.calls.modules import common_module
+
+
+class OwnGradients(Protocol):
+    def begin_step(self) -> None:
+        """The gradients are zero, or gone."""
+
+    def remove(self) -> None: ...
+
+
+class LocalScans:
+    """Scans of phase ``grad_local``.
+
+    Args:
+        driver: its ``scan``, in a pass; not kept alive. Without a pass a clip may come before anybody scans
+            at the reduced gradients, and what it makes of them would be the reduction's fault.
+        on_uncovered: called with what is not seen, once for each.
+    """
+
+    def __init__(self, driver: Any, on_uncovered: Callable[[str], None]) -> None:
+        self._driver = weakref.ref(driver)
+        self._on_uncovered = on_uncovered
+        self._uncovered: set[str] = set()
+
+    def say_uncovered(self, uncovered: str) -> None:
+        if uncovered not in self._uncovered:
+            self._uncovered.add(uncovered)
+            self._on_uncovered(uncovered)
+
+    def are_on(self, framework: str) -> bool:
+        """Whether there is a pass. Without one it says that ``framework`` reduces gradients unseen."""
+        driver = self._driver()
+        if driver is not None and driver.is_in_pass:
+            return True
+        self.say_uncovered(f"gradients before {framework} reduces them: step() gets no closure")
+        return False
+
+    def scan(self, group: int, gradients: list[tuple[int, torch.Tensor]]) -> None:
+        """``gradients``: ids of their parameters, and what they are on this rank."""
+        driver = self._driver()
+        if driver is not None and driver.is_in_pass and gradients:
+            driver.scan("grad_local", group, "grad", [n for n, _ in gradients], [g for _, g in gradients])
+
+    def exchanging(self, ids: Iterable[int], *, reduces_gradients: bool) -> Any:
+        """A context: around the collectives that gather these parameters, or reduce their gradients. At other
+        levels than boundaries nobody asks for ``ids``."""
+        driver = self._driver()
+        boundaries = driver.boundaries if driver is not None else None
+        if boundaries is None:
+            return contextlib.nullcontext()
+        names = [driver.adapter.parameters[i][0] for i in ids]
+        return boundaries.transferring(common_module(names), reduces_gradients=reduces_gradients)
+
+    def exchange_unseen(self, group: Any) -> None:
+        """The members of this process group exchange something that boundaries do not see."""
+        driver = self._driver()
+        if driver is not None and driver.boundaries is not None:
+            driver.boundaries.has_unseen(group)

@@ -1,0 +1,222 @@
+"""Pipelines of ``torch.distributed.pipelining``: a step of a schedule is a pass over this rank's stages.
+
+A schedule calls its stages' modules and autograd by itself, for each microbatch, and exchanges what they
+compute between ranks (torch/distributed/pipelining/schedules.py and stage.py; the same names from torch 2.6
+to 2.15). So its step is executed again as a whole, by all ranks of the pipeline.
+"""
+
+import contextlib
+import gc
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nanlocator import _C
+from nanlocator.exchange.boundaries import Boundaries
+from nanlocator.hooks.patches import Patches, replace
+
+_SCHEDULES = "torch.distributed.pipelining.schedules"
+_OF_SCHEDULE = ("_has_backward", "_internal_losses", "_maybe_compute_loss", "_n_microbatches")
+_OF_STAGE = (
+    "_retrieve_recv_activations",
+    "_retrieve_recv_grads",
+    "backward_one_chunk",
+    "backward_weight_one_chunk",
+    "bwd_cache",
+    "forward_one_chunk",
+)
+
+
+def follow_steps(wrapper: Callable[..., Any]) -> list[Callable[[], None]]:
+    """``wrapper(original, schedule, ...)`` is called in place of every schedule's ``step``, where the program
+    has imported one (which takes seconds). What is returned takes it off."""
+    schedules = sys.modules.get(_SCHEDULES)
+    if schedules is None:
+        return []
+    return [
+        replace(owner, "step", _wrapped(wrapper, vars(owner)["step"]))
+        for owner in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti)
+    ]
+
+
+def group_of(modules: Iterable[nn.Module]) -> "dist.ProcessGroup | None":
+    """Of the ranks that have the other stages, where one of these modules is a stage that exists already."""
+    stage = sys.modules.get("torch.distributed.pipelining.stage")
+    if stage is None or not dist.is_initialized():
+        return None
+    ours = {id(module) for module in modules}
+    for each in gc.get_objects():
+        if issubclass(type(each), stage._PipelineStageBase) and id(getattr(each, "submod", None)) in ours:
+            return each.group or dist.group.WORLD
+    return None
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """This rank's."""
+    return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
+
+
+def is_known(schedule: Any) -> bool:
+    """Whether it has what is followed here, most of which a release of torch may rename."""
+    return all(hasattr(schedule, name) for name in _OF_SCHEDULE) and all(
+        hasattr(stage, name) for stage in stages_of(schedule) for name in _OF_STAGE
+    )
+
+
+class Pipeline:
+    """What this rank has of the pipeline that ``schedule`` drives.
+
+    Attributes:
+        modules: of its stages; a microbatch's place is its number and the index of its stage here.
+        group: of the ranks that have the other stages.
+        boundaries: what it sends and receives.
+        losses: of the microbatches of the last pass, where this rank has the last stage.
+    """
+
+    def __init__(self, schedule: Any, boundaries: Boundaries | None = None) -> None:
+        """``boundaries``: that watch other groups, too, and outlive it."""
+        self.schedule = schedule
+        stages = stages_of(schedule)
+        self.modules: list[nn.Module] = [stage.submod for stage in stages]
+        self.group: dist.ProcessGroup = stages[0].group or dist.group.WORLD
+        self.boundaries = boundaries or Boundaries([])
+        self.boundaries.add_group("pp", self.group)
+        self._owns_boundaries = boundaries is None
+        self.losses: list[torch.Tensor] = []
+        self._is_watching = False
+        self._is_in_pass = False
+        self._before_first: Callable[[], None] | None = None
+        self._patches = Patches()
+        for chunk, stage in enumerate(stages):
+            self._follow(stage, chunk)
+        self._patches.wrap(schedule, "_maybe_compute_loss", self._compute_loss)
+
+    def remove(self) -> None:
+        self._patches.remove()
+        if self._owns_boundaries:
+            self.boundaries.remove()
+
+    @property
+    def number_of_microbatches(self) -> int:
+        return self.schedule._n_microbatches
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """What crosses in the passes inside it is scanned."""
+        self._is_watching = True
+        try:
+            with self.boundaries.watching():
+                yield
+        finally:
+            self._is_watching = False
+
+    def run(
+        self,
+        step: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        before_first: Callable[[], None] | None = None,
+    ) -> Any:
+        """A pass; ``step``: the schedule's own. ``before_first`` is called before the first forward; in a
+        schedule's first step others precede it, to learn shapes."""
+        self.losses.clear()
+        self._before_first = before_first
+        self._is_in_pass = True
+        try:
+            return step(self.schedule, *args, **kwargs)
+        finally:
+            self._is_in_pass = False
+            self._before_first = None
+            _C.set_current_microbatch(None, None)
+
+    def _follow(self, stage: Any, chunk: int) -> None:
+        listener = self.boundaries
+
+        def forward(original: Callable[..., Any], microbatch: int, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_in_pass:
+                return original(microbatch, *args, **kwargs)
+            if self._before_first is not None:
+                self._before_first()
+                self._before_first = None
+            if self._is_watching and stage.is_first:
+                listener.begin_forward(microbatch, chunk, [])
+            with _at(microbatch, chunk):
+                output = original(microbatch, *args, **kwargs)
+            if self._is_watching:
+                listener.end_forward(microbatch, chunk, _C.tensors_in(output))
+            return output
+
+        def backward(original: Callable[..., Any], microbatch: int, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_in_pass:
+                return original(microbatch, *args, **kwargs)
+            if self._is_watching and stage.is_last:
+                listener.begin_backward(microbatch, chunk, [])
+            with _at(microbatch, chunk):
+                result = original(microbatch, *args, **kwargs)
+            if self._is_watching:
+                listener.end_backward(microbatch, chunk, _C.tensors_in(stage.bwd_cache.get(microbatch, ())))
+            return result
+
+        def backward_of_weights(
+            original: Callable[..., Any], microbatch: int, *args: Any, **kwargs: Any
+        ) -> Any:
+            if not self._is_in_pass:
+                return original(microbatch, *args, **kwargs)
+            with _at(microbatch, chunk):
+                return original(microbatch, *args, **kwargs)
+
+        def begins(begin: Callable[..., None]) -> Callable[..., Any]:
+            """A forward or backward takes what was received before anything else (from torch 2.15 on it can
+            be taken once only)."""
+
+            def retrieve(original: Callable[..., Any], microbatch: int, *args: Any, **kwargs: Any) -> Any:
+                received = original(microbatch, *args, **kwargs)
+                if self._is_in_pass and self._is_watching:
+                    begin(microbatch, chunk, _C.tensors_in(received))
+                return received
+
+            return retrieve
+
+        self._patches.wrap(stage, "_retrieve_recv_activations", begins(listener.begin_forward))
+        self._patches.wrap(stage, "_retrieve_recv_grads", begins(listener.begin_backward))
+        self._patches.wrap(stage, "forward_one_chunk", forward)
+        self._patches.wrap(stage, "backward_one_chunk", backward)
+        self._patches.wrap(stage, "backward_weight_one_chunk", backward_of_weights)
+
+    def _compute_loss(
+        self,
+        original: Callable[..., Any],
+        stage: Any,
+        output: Any,
+        targets: Any,
+        microbatch: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not self._is_in_pass:
+            return original(stage, output, targets, microbatch, *args, **kwargs)
+        computed = len(self.schedule._internal_losses)
+        with _at(microbatch, self.modules.index(stage.submod)):
+            result = original(stage, output, targets, microbatch, *args, **kwargs)
+        self.losses += [loss.detach() for loss in self.schedule._internal_losses[computed:]]
+        return result
+
+
+@contextlib.contextmanager
+def _at(microbatch: int, chunk: int) -> Iterator[None]:
+    _C.set_current_microbatch(microbatch, chunk)
+    try:
+        yield
+    finally:
+        _C.set_current_microbatch(None, None)
+
+
+def _wrapped(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, schedule, *args, **kwargs)
+
+    return step

@@ -1,0 +1,1 @@
+"""What does a re-run restore beside the weights?"""

@@ -1,0 +1,71 @@
+"""What a program tells parallel modules beside their arguments: whether gradients are reduced in this
+backward (``no_sync``, ``set_requires_gradient_sync``), whether parameters are kept whole after it, which
+method of the module inside is to run (Lightning's strategies: ``training_step`` takes the place of
+``forward`` for a call), whether a backward is the framework's own. A step that is executed again finds them
+as they were."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from nanlocator.sharding import fsdp1, fsdp2
+from nanlocator.state import lightning_steps
+
+# Whose, and the names of their attributes. A function, as some are shared only from the first forward on.
+Places = list[tuple[Callable[[], Any], tuple[str, ...]]]
+
+_ABSENT = object()  # its owner has no attribute of this name
+
+
+class Switches:
+    """``now`` reads them, ``set`` sets them again."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+
+    def add(self, owner: Any, names: tuple[str, ...]) -> None:
+        """What a framework keeps elsewhere, too."""
+        self._places.append((_itself(owner), names))
+
+    def now(self) -> list[Any]:
+        return [vars(owner()).get(name, _ABSENT) for owner, names in self._places for name in names]
+
+    def set(self, values: list[Any]) -> None:
+        remaining = iter(values)
+        for owner, names in self._places:
+            for name in names:
+                value = next(remaining)
+                if vars(owner()).get(name, _ABSENT) is value:
+                    continue
+                if value is _ABSENT:
+                    delattr(owner(), name)
+                else:
+                    setattr(owner(), name, value)
+
+
+def switches_of(module: nn.Module) -> Switches:
+    """Of all modules in it."""
+    places = [(_itself(each), ("forward",)) for each in _wrapped_by(module)]
+    places += [
+        (_itself(each), ("_in_fabric_backward",)) for each in lightning_steps.modules_that_know_of_backward()
+    ]
+    places += [
+        (_itself(each), ("require_backward_grad_sync",))
+        for each in module.modules()
+        if isinstance(each, DistributedDataParallel)
+    ]
+    return Switches(places + fsdp2.switches_of(module) + fsdp1.switches_of(module))
+
+
+def _itself(owner: Any) -> Callable[[], Any]:
+    return lambda: owner
+
+
+def _wrapped_by(module: nn.Module) -> Iterator[nn.Module]:
+    """It, and the modules that it, and each of them, holds as the only one."""
+    children = [module]
+    while len(children) == 1:
+        yield children[0]
+        children = list(children[0].children())
