@@ -22,6 +22,9 @@ def test_pip_install_gives_the_package_and_the_command(tmp_path):
     pip = (sys.executable, "-m", "pip", "install", "--disable-pip-version-check")
     run(*pip, "--no-build-isolation", "--no-deps", "--ignore-installed", "--prefix", prefix, ROOT)
     (packages,) = prefix.glob("lib*/python*/site-packages")
+    source = ROOT / "integrations"
+    files = [file.relative_to(source) for file in source.rglob("*.py")]
+    assert [str(file) for file in files if not (packages / file).is_file()] == []
     environment = {**os.environ, "PYTHONPATH": str(packages)}
     code = (
         "import nanlocator, nanlocator.engine.options, torch; p = torch.nn.Linear(2, 2); "
