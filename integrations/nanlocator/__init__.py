@@ -8,20 +8,20 @@
 See README.md for both, docs/ for everything else.
 """
 
-import importlib
-import platform
+import platform as _platform
 
-import torch
+import torch as _torch
 
 from nanlocator import _build_info
-from nanlocator.engine import python_versions, torch_versions
+from nanlocator.engine import python_versions as _python_versions
+from nanlocator.engine import torch_versions as _torch_versions
 
-if problem := python_versions.misfit(
-    _build_info.PYTHON_VERSION, platform.python_version()
-) or torch_versions.misfit(
-    _build_info.TORCH_VERSION, _build_info.CXX11_ABI, torch.__version__, torch.compiled_with_cxx11_abi()
+if _problem := _python_versions.misfit(
+    _build_info.PYTHON_VERSION, _platform.python_version()
+) or _torch_versions.misfit(
+    _build_info.TORCH_VERSION, _build_info.CXX11_ABI, _torch.__version__, _torch.compiled_with_cxx11_abi()
 ):
-    raise ImportError(problem)
+    raise ImportError(_problem)
 
 from nanlocator._C import (
     AgreementError,
@@ -57,5 +57,12 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name == "replay":  # a command by itself: python -m imports it under another name
-        return importlib.import_module("nanlocator.replay")
+        import nanlocator.replay as module
+
+        return module
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The names that programs use. Rooms and the frameworks' packages are imported by their paths."""
+    return [*__all__, "__version__", "replay"]
