@@ -1,6 +1,7 @@
 """The rooms of the Python package: imports follow docs/concepts.md, and no chain of them is a circle."""
 
 import ast
+import functools
 import shutil
 from pathlib import Path
 
@@ -42,26 +43,34 @@ def room_of(module):
     return room if (SOURCE / "nanlocator" / room).is_dir() and room else TOP
 
 
-def imports_of(module, file, modules):
-    """Modules of ours that it names in an import: at its top, in a function, for type checkers only, or in
-    the text that import_module is given. Raises where there is no such module."""
-    package = module if file.stem == "__init__" else module.rpartition(".")[0]
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+@functools.cache  # the planted trees below differ in one file
+def named_in(text, package):
+    """[(module, name that is imported from it, or None)]: at the top, in a function, for type checkers only,
+    or in the text that import_module is given."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            found += [(alias.name, None) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
             base = ".".join([*above, *filter(None, [node.module])])
-            inside = {f"{base}.{alias.name}" for alias in node.names}
-            found |= {name if name in modules or name in GENERATED else base for name in inside}
+            found += [(base, alias.name) for alias in node.names]
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
             path = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
-            found.add(path.value.rstrip(".") if isinstance(path, ast.Constant) else "")
-    ours = {name for name in found if name.partition(".")[0].startswith("nanlocator")} - {*GENERATED, module}
-    missing = ours - modules.keys()
+            found += [(path.value.rstrip("."), None)] if isinstance(path, ast.Constant) else []
+    return [(base, name) for base, name in found if base.startswith("nanlocator")]
+
+
+def imports_of(module, file, modules):
+    """The modules of ours that it imports. Raises where there is no such module."""
+    package = module if file.stem == "__init__" else module.rpartition(".")[0]
+    found = set()
+    for base, name in named_in(file.read_text(encoding="utf-8"), package):
+        inside = f"{base}.{name}"
+        found.add(inside if inside in modules or inside in GENERATED else base)
+    missing = found - {*GENERATED} - modules.keys()
     assert not missing, f"{file} imports {missing}, which nobody has"
-    return ours
+    return found - {*GENERATED, module}
 
 
 def circle_in(imports):
