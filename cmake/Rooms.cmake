@@ -5,6 +5,8 @@
 #     nanlocator_room_<room>: the objects of src/<room>, compiled only after the room's includes have been held
 #     against the table. Without SOURCES: all of src/<room>/*.cpp. ONLY_ON_FINDINGS: nothing
 #     of it runs in a healthy step, so it is compiled quickly rather than well.
+#   nanlocator_link_room(<target> <room>)
+#     Links the room and the rooms below it, and no other.
 set(rooms_table ${PROJECT_SOURCE_DIR}/docs/concepts.md)
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${rooms_table})
 file(STRINGS ${rooms_table} room_rows REGEX "^\\| (room|`[a-z]+`) \\|.*\\|.*\\|$")
@@ -62,4 +64,22 @@ function(nanlocator_add_room room)
   target_compile_definitions(nanlocator_room_${room} PRIVATE NANLOCATOR_VERSION="${PROJECT_VERSION}")
   target_include_directories(nanlocator_room_${room} PRIVATE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src)
   target_link_libraries(nanlocator_room_${room} PRIVATE nlohmann_json::nlohmann_json ${arg_LIBRARIES})
+endfunction()
+
+function(nanlocator_link_room target room)
+  set(needed ${room})
+  set(downwards ${NANLOCATOR_ROOMS})
+  list(REVERSE downwards)  # the linker takes from an archive what those before it have asked for
+  foreach(each IN LISTS downwards)
+    if(NOT each IN_LIST needed)
+      continue()
+    endif()
+    list(APPEND needed ${NANLOCATOR_BELOW_${each}})
+    if(NOT TARGET nanlocator_archive_${each})
+      add_library(nanlocator_archive_${each} STATIC EXCLUDE_FROM_ALL $<TARGET_OBJECTS:nanlocator_room_${each}>)
+      set_target_properties(nanlocator_archive_${each} PROPERTIES LINKER_LANGUAGE CXX)
+    endif()
+    target_link_libraries(${target} PRIVATE nanlocator_archive_${each})
+  endforeach()
+  target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/include)
 endfunction()

@@ -8,9 +8,9 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
-#include "command/run_command.hpp"
 #include "limited_file_size.hpp"
 #include "nanlocator/error.hpp"
+#include "run_program.hpp"
 #include "temporary_folder.hpp"
 
 namespace nanlocator {

@@ -102,7 +102,7 @@ def build(machine: Machine) -> Commands:
 def kernels(machine: Machine) -> Commands:
     if machine.device == "cuda":
         return [[binary(machine, "nanlocator_cuda_tests")]]
-    return [[binary(machine, "nanlocator_core_tests"), "--gtest_filter=*Scan*:*Cuda*", "--gtest_brief=1"]]
+    return [[binary(machine, "nanlocator_scan_tests"), "--gtest_brief=1"]]
 
 
 def sanitizer(machine: Machine) -> Commands:
