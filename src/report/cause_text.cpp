@@ -623,7 +623,7 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::correct_custom_code:
       return {"correct " + operation + ": it makes NaN or Inf from finite inputs" +
                   with_operands(origin),
-              "its author can run the bundle alone: the replay command with --export-python"};
+              "its author can run the bundle alone: the replay command with --export-python FILE"};
     case Action::inspect_undefined:
       if (has_fact(origin.facts, FactKind::made_from_inf)) {
         return {"find where the Inf among the inputs of " + operation + " is from" +
@@ -634,7 +634,7 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::report_kernel:
       return {
           "send the kernel's authors the bundle as a script: the replay command with "
-          "--export-python"};
+          "--export-python FILE"};
     case Action::write_memory:
       return {"write every element of that memory before it is read, or allocate it with zeros",
               "if it is a kernel's output, tell its authors which elements stay unwritten"};

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "command/run_command.hpp"
 #include "map/planted_maps.hpp"
@@ -199,8 +200,8 @@ TEST_F(MapCommand, DiffSaysWhereOnlyIdsAndNamesWereCompared) {
 }
 
 TEST_F(MapCommand, WrongUseIsOneLineAndExitCodeTwo) {
-  expect_one_clear_line(run_command({}), "subcommand is required");
-  expect_one_clear_line(run_command({"mop"}), "\"mop\"");
+  expect_one_clear_line(run_command({}), "a command is required: bundle, ");
+  expect_one_clear_line(run_command({"mop"}), "\"mop\" (did you mean map?); see nanlocator --help");
   expect_one_clear_line(run_command({"map"}), "nanlocator map --help");
   expect_one_clear_line(run_command({"map", "show"}), "DIR is required; see nanlocator map show");
   expect_one_clear_line(run_command({"map", "find", directory()}), "PATTERN is required");
@@ -241,15 +242,43 @@ TEST_F(MapCommand, AFullDiskUnderStdoutIsAnError) {
   EXPECT_EQ(result.err, "nanlocator: cannot write the output\n");
 }
 
-TEST(NanlocatorCommand, HelpOfEverySubcommandHasAnExample) {
-  const std::vector<std::vector<std::string>> subcommands = {
-      {}, {"map"}, {"map", "show"}, {"map", "find"}, {"map", "diff"}, {"version"}};
-  for (auto arguments : subcommands) {
-    arguments.push_back("--help");
-    const auto result = run_command(arguments);
-    EXPECT_EQ(result.exit_code, 0);
-    EXPECT_THAT(result.out, AllOf(HasSubstr("Example"), HasSubstr("  nanlocator ")));
+/// The commands that the help of `arguments` lists.
+std::vector<std::string> commands_below(const std::vector<std::string>& arguments) {
+  std::istringstream help(run_command(arguments).out);
+  std::vector<std::string> commands;
+  bool is_list = false;
+  for (std::string line; std::getline(help, line);) {
+    if (line.empty()) is_list = false;
+    if (is_list && line[2] != ' ') commands.push_back(line.substr(2, line.find(' ', 2) - 2));
+    is_list = is_list || line == "Commands:";
   }
+  return commands;
+}
+
+void expect_help_below(std::vector<std::string> arguments, int& seen) {
+  arguments.push_back("--help");
+  const auto result = run_command(arguments);
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_EQ(result.err, "");
+  EXPECT_THAT(result.out, AllOf(StartsWith("Usage: nanlocator"), HasSubstr("\nExamples:\n"),
+                                HasSubstr("  nanlocator ")));
+  ++seen;
+  for (const auto& command : commands_below(arguments)) {
+    arguments.back() = command;
+    expect_help_below(arguments, seen);
+  }
+}
+
+// With nothing in the environment: neither Python nor nanlocator-replay is asked.
+TEST(NanlocatorCommand, HelpOfEveryCommandHasAnExample) {
+  int seen = 0;
+  expect_help_below({}, seen);
+  EXPECT_EQ(seen, 1 + 7 + 4 + 3);  // of bundle four, of map three
+}
+
+TEST(NanlocatorCommand, HelpOfReplayShowsTheOptionsThatPythonObeys) {
+  EXPECT_THAT(run_command({"replay", "--help"}).out,
+              AllOf(HasSubstr("--reference MODULE:FUNCTION"), HasSubstr("--allow-source")));
 }
 
 TEST(NanlocatorCommand, TellsItsVersion) {

@@ -158,11 +158,11 @@ TEST_F(ReportCommand, WritesThePage) {
   EXPECT_EQ(beside.exit_code, 1);
   EXPECT_EQ(beside.out, (folder_ / "report.html").string() + "\n");
   EXPECT_GT(std::filesystem::file_size(folder_ / "report.html"), 100U);
-  const auto elsewhere = report({"--html", (folder_ / "other.html").string()});
+  const auto elsewhere = report({"--html=" + (folder_ / "other.html").string()});
   EXPECT_EQ(elsewhere.out, (folder_ / "other.html").string() + "\n");
-  EXPECT_THAT(report({"--html", "-"}).out, HasSubstr("<html"));
+  EXPECT_THAT(report({"--html=-"}).out, HasSubstr("<html"));
   EXPECT_EQ(run_command({"report", "--html", folder_.path()}).out, beside.out);
-  expect_wrong_use(report({"--html", "/no/folder/x.html"}), "name a file elsewhere: --html FILE");
+  expect_wrong_use(report({"--html=/no/folder/x.html"}), "name a file elsewhere: --html=FILE");
 }
 
 TEST_F(ReportCommand, NamesOfAHostileLedgerReachNoTerminal) {
@@ -175,7 +175,7 @@ TEST_F(ReportCommand, NamesOfAHostileLedgerReachNoTerminal) {
     EXPECT_THAT(result.out + result.err, AllOf(Not(HasSubstr("\x1b")), Not(HasSubstr("\x07")),
                                                Not(HasSubstr("\xe2\x80\xae"))));
   }
-  EXPECT_THAT(report({"--html", "-"}).out, Not(HasSubstr("<script>alert(1)")));
+  EXPECT_THAT(report({"--html=-"}).out, Not(HasSubstr("<script>alert(1)")));
 }
 
 TEST_F(ReportCommand, WrongUseIsOneClearLine) {
@@ -183,15 +183,28 @@ TEST_F(ReportCommand, WrongUseIsOneClearLine) {
   expect_wrong_use(run_command({"report", "/no/such/folder"}), "there is no folder");
   expect_wrong_use(report({"--step", "8"}), "those with findings: 7");
   expect_wrong_use(report({"--rank", "x"}), "expected global ranks such as 3, 4-7 or 1,2");
-  expect_wrong_use(report({"--watch", "soon"}), "expected seconds");
+  expect_wrong_use(report({"--watch=soon"}), "expected seconds");
   expect_wrong_use(report({"--html", "--json"}), "do not go together");
   const TemporaryFolder empty;
   expect_wrong_use(run_command({"report", empty.path()}), "is not the folder of a run");
 }
 
+// Until 0.1 a value could follow the option: `--html FILE`.
+TEST_F(ReportCommand, AnOptionalValueWithoutItsEqualsSignIsRefusedWithWhatToType) {
+  plant();
+  expect_wrong_use(report({"--html", "page.html"}), "(did you mean --html=page.html?)");
+  expect_wrong_use(run_command({"report", "--html", "page.html", folder_.path()}),
+                   "(did you mean --html=page.html?)");
+  expect_wrong_use(run_command({"report", "--html", "/no/page.html"}), "--html=/no/page.html");
+  expect_wrong_use(report({"--watch", "1"}), "(did you mean --watch=1?)");
+  expect_wrong_use(run_command({"report", "--watch", "1", folder_.path()}),
+                   "(did you mean --watch=1?)");
+  expect_wrong_use(run_command({"report", "--watch", "1"}), "(did you mean --watch=1?)");
+}
+
 TEST_F(ReportCommand, WatchTellsTheVerdictOfARunThatStopped) {
   record(7, "stopped");
-  for (const auto& result : {report({"--watch"}), report({"--watch", "0.1"}),
+  for (const auto& result : {report({"--watch"}), report({"--watch=0.1"}),
                              run_command({"report", "--watch", folder_.path()})}) {
     EXPECT_EQ(result.exit_code, 1) << result.err;
     EXPECT_THAT(result.out, AllOf(StartsWith("step 7: NaN"),
@@ -202,7 +215,7 @@ TEST_F(ReportCommand, WatchTellsTheVerdictOfARunThatStopped) {
 TEST_F(ReportCommand, WatchWaitsForTheFolderAndTellsEachVerdictOnce) {
   std::filesystem::remove(folder_.path());
   CommandResult result;
-  std::thread watching([&] { result = report({"--watch", "0.02"}); });
+  std::thread watching([&] { result = report({"--watch=0.02"}); });
   const auto pause = [] { std::this_thread::sleep_for(std::chrono::milliseconds(400)); };
   pause();
   std::filesystem::create_directory(folder_.path());

@@ -308,5 +308,5 @@ def test_a_wrong_kernel_is_told_with_its_generated_source(tmp_path):
     bad = origin["tensor"]["nan"]
     assert (report["kernel"], report["conclusion"], report["bad"]) == (origin["operator"], "bad_again", bad)
     script = tmp_path / "script.py"
-    script.write_text(printed("-m", "nanlocator.replay", bundle, "--export-python"))
+    script.write_text(printed("-m", "nanlocator.replay", bundle, "--export-python", "-"))
     assert f"{origin['tensor']['role']} (2, 16, 128) {bad} NaN or Inf" in printed(script, bundle.absolute())

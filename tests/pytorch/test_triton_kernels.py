@@ -178,7 +178,7 @@ def test_its_bundle_is_executed_where_the_program_is_not_by_its_source_and_by_th
     by_source = replayed("--allow-source")
     assert by_source.returncode == 1 and "conclusion: wrong_values" in by_source.stdout
     Path("alone").mkdir()
-    Path("alone/script.py").write_text(replayed("--export-python").stdout)
+    Path("alone/script.py").write_text(replayed("--export-python", "-").stdout)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     alone = subprocess.run(
         [sys.executable, "script.py", bundle.absolute()],

@@ -3,7 +3,6 @@
 #include <filesystem>
 #include <iostream>
 #include <map>
-#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
@@ -53,7 +52,7 @@ std::string module_of(const Bundle& bundle) {
   return module.empty() && bundle.module_call ? bundle.module_call->name : module;
 }
 
-std::string replay_command(const fs::path& bundle) {
+std::string replay_line(const fs::path& bundle) {
   return std::string("nanlocator replay ").append(shell_word(bundle.string()));
 }
 
@@ -69,11 +68,6 @@ bool can_be_replayed(const Bundle& bundle) {
 }
 
 // --- ls -----------------------------------------------------------------------------------------
-
-struct BundleListOptions {
-  std::string directory = "nanlocator_run";
-  bool json = false;
-};
 
 struct FoundBundles {
   std::vector<fs::path> folders;
@@ -113,13 +107,14 @@ Json listed_to_json(const OpenBundle& open) {
           {"operator", operator_of(bundle)},    {"bytes", bytes_of_folder(open.path())}};
 }
 
-int list(const BundleListOptions& options) {
+int list(const Arguments& given) {
+  const std::string directory = given.text("DIR");
   std::error_code error;
-  if (!fs::is_directory(options.directory, error)) {
-    throw IoError("there is no folder " + options.directory + "; give a run's folder");
+  if (!fs::is_directory(directory, error)) {
+    throw IoError("there is no folder " + directory + "; give a run's folder");
   }
   FoundBundles found;
-  find_bundles(options.directory, 3, found);
+  find_bundles(directory, 3, found);
   std::ranges::sort(found.folders);
   std::vector<OpenBundle> opened;
   bool is_clean = true;
@@ -135,18 +130,18 @@ int list(const BundleListOptions& options) {
     return std::pair(open.bundle().birth.sighting.iteration, open.bundle().coordinates.rank);
   });
 
-  if (options.json) {
+  if (given.has("--json")) {
     Json bundles = Json::array();
     for (const auto& open : opened) bundles.push_back(listed_to_json(open));
     print_json({{"version", kBundleOutputVersion},
-                {"directory", options.directory},
+                {"directory", directory},
                 {"bundles", std::move(bundles)},
                 {"notes", found.notes}});
     return is_clean ? kClean : kFindings;
   }
   print_notes(found.notes);
   if (opened.empty()) {
-    std::cout << "no readable bundle in " << printable(options.directory) << "\n";
+    std::cout << "no readable bundle in " << printable(directory) << "\n";
     return is_clean ? kClean : kFindings;
   }
   Table table({{"step", Alignment::right},
@@ -173,11 +168,6 @@ int list(const BundleListOptions& options) {
 }
 
 // --- show ---------------------------------------------------------------------------------------
-
-struct BundleShowOptions {
-  std::string bundle;
-  bool json = false;
-};
 
 void print_values(const OpenBundle& open, const std::vector<NamedValue>& values) {
   Table table({{"value"},
@@ -295,7 +285,7 @@ void print_bundle(const OpenBundle& open) {
   print_lines("Python stack", bundle.birth.stack);
   print_lines("C++ stack", bundle.cpp_stack);
   print_lines("notes", bundle.notes);
-  if (can_be_replayed(bundle)) print_lines("run it again", {replay_command(open.path())});
+  if (can_be_replayed(bundle)) print_lines("run it again", {replay_line(open.path())});
 }
 
 Json values_to_json(const OpenBundle& open, const std::vector<NamedValue>& values) {
@@ -317,9 +307,9 @@ Json values_to_json(const OpenBundle& open, const std::vector<NamedValue>& value
   return out;
 }
 
-int show(const BundleShowOptions& options) {
-  const OpenBundle open(options.bundle);
-  if (!options.json) {
+int show(const Arguments& given) {
+  const OpenBundle open(given.text("BUNDLE"));
+  if (!given.has("--json")) {
     print_bundle(open);
     return kClean;
   }
@@ -334,16 +324,11 @@ int show(const BundleShowOptions& options) {
         bundle.kernel_call ? values_to_json(open, values_of(*bundle.kernel_call)) : Json()},
        {"module_values",
         bundle.module_call ? values_to_json(open, values_of(*bundle.module_call)) : Json()},
-       {"replay", replay_command(open.path())}});
+       {"replay", replay_line(open.path())}});
   return kClean;
 }
 
 // --- verify -------------------------------------------------------------------------------------
-
-struct BundleVerifyOptions {
-  std::vector<std::string> bundles;
-  bool json = false;
-};
 
 /// What is wrong with the bundle, sentences. Only a path that is not there is wrong use.
 std::vector<std::string> problems_of(const std::string& path) {
@@ -357,13 +342,14 @@ std::vector<std::string> problems_of(const std::string& path) {
   }
 }
 
-int verify(const BundleVerifyOptions& options) {
+int verify(const Arguments& given) {
+  const bool is_json = given.has("--json");
   Json results = Json::array();
   bool is_clean = true;
-  for (const auto& path : options.bundles) {
+  for (const auto& path : given.texts("BUNDLE")) {
     const auto problems = problems_of(path);
     is_clean = is_clean && problems.empty();
-    if (options.json) {
+    if (is_json) {
       results.push_back({{"path", path}, {"ok", problems.empty()}, {"problems", problems}});
     } else if (problems.empty()) {
       std::cout << printable(path) << ": intact\n";
@@ -371,17 +357,11 @@ int verify(const BundleVerifyOptions& options) {
       for (const auto& problem : problems) std::cout << printable(problem) << '\n';
     }
   }
-  if (options.json)
-    print_json({{"version", kBundleOutputVersion}, {"bundles", std::move(results)}});
+  if (is_json) print_json({{"version", kBundleOutputVersion}, {"bundles", std::move(results)}});
   return is_clean ? kClean : kFindings;
 }
 
 // --- diff ---------------------------------------------------------------------------------------
-
-struct BundleDiffOptions {
-  std::vector<std::string> bundles;
-  bool json = false;
-};
 
 /// A line of the comparison: a setting, a version, an argument. Text of both sides; "" where a side
 /// has no such thing.
@@ -506,12 +486,13 @@ Json difference_to_json(const BundleDifference& difference) {
   return json;
 }
 
-int diff(const BundleDiffOptions& options) {
-  const OpenBundle left(options.bundles.front());
-  const OpenBundle right(options.bundles.back());
+int diff(const Arguments& given) {
+  const auto bundles = given.texts("BUNDLE");
+  const OpenBundle left(bundles.front());
+  const OpenBundle right(bundles.back());
   const auto differences = compare_bundles(left, right);
   const int code = differences.empty() ? kClean : kFindings;
-  if (options.json) {
+  if (given.has("--json")) {
     Json list = Json::array();
     for (const auto& difference : differences) list.push_back(difference_to_json(difference));
     print_json({{"version", kBundleOutputVersion},
@@ -536,51 +517,63 @@ int diff(const BundleDiffOptions& options) {
   return code;
 }
 
-constexpr const char* kBundleHelp = "A bundle's folder, or the bundle.json in it";
+/// BUNDLE, from `least` to `most` times.
+constexpr Option bundles(int least, int most) {
+  return {.name = "BUNDLE",
+          .least = least,
+          .most = most,
+          .help = "A bundle's folder, or the bundle.json in it"};
+}
+
+constexpr Option kListBundleOptions[] = {
+    {.name = "DIR",
+     .default_value = "nanlocator_run",
+     .help = "A run's folder, or one with bundles in it, up to three levels down"},
+    kJsonOption,
+};
+constexpr Option kShowBundleOptions[] = {bundles(1, 1), kJsonOption};
+constexpr Option kVerifyBundleOptions[] = {bundles(1, kMany), kJsonOption};
+constexpr Option kDiffBundleOptions[] = {bundles(2, 2), kJsonOption};
+
+constexpr Command kBundleCommands[] = {
+    {.name = "ls",
+     .summary = "List the bundles of a run",
+     .options = kListBundleOptions,
+     .exit_codes = "0 listed, 1 a bundle cannot be read, 2 wrong use",
+     .examples = "nanlocator bundle ls nanlocator_run/a0",
+     .run = list},
+    {.name = "show",
+     .summary = "Show what was called, with which values, and where",
+     .options = kShowBundleOptions,
+     .details = "NaN and Inf are counted now, in floating-point and complex tensors; those without "
+                "counts hold integers, or a type that is not scanned.",
+     .examples = "nanlocator bundle show nanlocator_run/a0/bundles/step12-backward-rank0-lm_head",
+     .run = show},
+    {.name = "verify",
+     .summary = "Check bundles against their checksums",
+     .options = kVerifyBundleOptions,
+     .details = "Each line names the file and the part that has changed or cannot be read.",
+     .exit_codes = "0 intact, 1 something has changed or cannot be read, 2 wrong use",
+     .examples = "nanlocator bundle verify nanlocator_run/a0/bundles/*",
+     .run = verify},
+    {.name = "diff",
+     .summary = "Show in which values, settings and versions two calls differ",
+     .options = kDiffBundleOptions,
+     .details = "Tensors are compared bit for bit, in the order of their elements: left and right "
+                "are the first elements that differ.",
+     .exit_codes = "0 no difference, 1 something differs, 2 wrong use or unreadable input",
+     .examples = "nanlocator bundle diff run_a/bundles/step12-forward-rank0-lm_head \\\n"
+                 "                       run_b/bundles/step12-forward-rank0-lm_head",
+     .run = diff},
+};
 
 }  // namespace
 
-void add_bundle_command(CLI::App& app, Action& action) {
-  CLI::App* const bundle =
-      app.add_subcommand("bundle", "Folders from which a faulty call can be replayed");
-  bundle->require_subcommand(1);
-  bundle->footer("Example:\n  nanlocator bundle ls nanlocator_run/a0");
-
-  const auto [list_command, list_options] =
-      add_action<BundleListOptions>(*bundle, "ls", "List the bundles of a run", action, list);
-  list_command
-      ->add_option("DIR", list_options->directory,
-                   "A run's folder, or one with bundles in it, up to three levels down")
-      ->capture_default_str();
-  list_command->footer(
-      "Exit code 1: a bundle cannot be read.\nExample:\n  nanlocator bundle ls nanlocator_run/a0");
-
-  const auto [show_command, show_options] = add_action<BundleShowOptions>(
-      *bundle, "show", "Show what was called, with which values, and where", action, show);
-  show_command->add_option("BUNDLE", show_options->bundle, kBundleHelp)->required();
-  show_command->footer(
-      "NaN and Inf are counted now, in floating-point and complex tensors; those without counts "
-      "hold\nintegers, or a type that is not scanned.\n"
-      "Example:\n  nanlocator bundle show nanlocator_run/a0/bundles/step12-backward-rank0-lm_head");
-
-  const auto [verify_command, verify_options] = add_action<BundleVerifyOptions>(
-      *bundle, "verify", "Check bundles against their checksums", action, verify);
-  verify_command->add_option("BUNDLE", verify_options->bundles, kBundleHelp)
-      ->required()
-      ->expected(1, -1);
-  verify_command->footer(
-      "Exit code 1: something has changed or cannot be read; each line names the file and the "
-      "part.\nExample:\n  nanlocator bundle verify nanlocator_run/a0/bundles/*");
-
-  const auto [diff_command, diff_options] = add_action<BundleDiffOptions>(
-      *bundle, "diff", "Show in which values, settings and versions two calls differ", action,
-      diff);
-  diff_command->add_option("BUNDLE", diff_options->bundles, kBundleHelp)->required()->expected(2);
-  diff_command->footer(
-      "Tensors are compared bit for bit, in the order of their elements: left and right are the "
-      "first\nelements that differ. Exit code 1: something differs.\nExample:\n"
-      "  nanlocator bundle diff run_a/bundles/step12-forward-rank0-lm_head \\\n"
-      "                         run_b/bundles/step12-forward-rank0-lm_head");
+Command bundle_command() {
+  return {.name = "bundle",
+          .summary = "Folders from which a faulty call can be replayed",
+          .examples = "nanlocator bundle ls nanlocator_run/a0",
+          .commands = kBundleCommands};
 }
 
 }  // namespace nanlocator::command

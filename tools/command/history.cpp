@@ -35,9 +35,8 @@ struct HistoryOptions {
   std::string pattern;  // empty: all
   std::optional<int> rank;
   std::optional<std::int64_t> step;
-  std::string metric = "absmax";
-  std::size_t top = 10;
-  bool json = false;
+  std::string metric;  // "absmax", "norm"
+  std::size_t top = 0;
 };
 
 /// A parameter of one rank.
@@ -162,14 +161,20 @@ Json curve_to_json(const Curve& curve) {
           {"nonfinite", curve.parameter->nonfinite}};
 }
 
-int history(const HistoryOptions& options) {
+int history(const Arguments& given) {
+  const HistoryOptions options = {.directory = given.text("DIR"),
+                                  .pattern = given.text("--param"),
+                                  .rank = given.integer("--rank"),
+                                  .step = given.integer("--step"),
+                                  .metric = given.text("--metric"),
+                                  .top = static_cast<std::size_t>(*given.integer("--top"))};
   std::vector<std::string> notes;
   const auto histories = read_histories(find_attempt(options.directory), options.step.value_or(-1),
                                         notes, options.rank);
   const auto curves = find_curves(histories, options);
   const std::size_t shown = std::min(options.top, curves.size());
   const int code = curves.empty() ? kFindings : kClean;
-  if (options.json) {
+  if (given.has("--json")) {
     Json matches = Json::array();
     for (std::size_t i = 0; i < shown; ++i) matches.push_back(curve_to_json(curves[i]));
     print_json({{"version", kHistoryOutputVersion},
@@ -195,30 +200,46 @@ int history(const HistoryOptions& options) {
   return code;
 }
 
+constexpr Option kHistoryOptions[] = {
+    {.name = "DIR",
+     .least = 1,
+     .help = "Folder of a run (nanlocator_run), of one attempt, or with history files"},
+    kJsonOption,
+    {.name = "--param",
+     .value = "NAME",
+     .help = "A part of a name, or a pattern with * and ? (default: all)"},
+    {.name = "--rank", .value = "N", .type = Type::integer, .help = "Only this global rank"},
+    {.name = "--step",
+     .value = "N",
+     .type = Type::integer,
+     .high = kLargestStep,
+     .help = "The finding of this step (default: the latest)"},
+    {.name = "--metric",
+     .default_value = "absmax",
+     .choices = "absmax|norm",
+     .help = "The largest absolute value of a gradient, or its norm"},
+    {.name = "--top",
+     .value = "N",
+     .type = Type::integer,
+     .default_value = "10",
+     .help = "Show the N that grew most"},
+};
+
 }  // namespace
 
-void add_history_command(CLI::App& app, Action& action) {
-  const auto [command, options] = add_action<HistoryOptions>(
-      app, "history", "How the gradients grew over the steps before a finding", action, history);
-  command
-      ->add_option("DIR", options->directory,
-                   "Folder of a run (nanlocator_run), of one attempt, or with history files")
-      ->required();
-  command->add_option("--param", options->pattern,
-                      "A part of a name, or a pattern with * and ?; default: all");
-  command->add_option("--rank", options->rank, "Only this global rank");
-  command->add_option("--step", options->step, "The finding of this step; default: the latest")
-      ->check(CLI::NonNegativeNumber);
-  command->add_option("--metric", options->metric, "absmax (default) or norm")
-      ->check(CLI::IsMember({"absmax", "norm"}));
-  command->add_option("--top", options->top, "Show the N that grew most (default 10)");
-  command->footer(
-      "Values are those of the finite elements of the rank's own gradient, on a logarithmic axis; "
-      "a "
-      "step\nthat was not seen is a gap. Exit code 1: nothing to show.\n"
-      "Examples:\n  nanlocator history nanlocator_run/a0\n"
-      "  nanlocator history nanlocator_run/a0 --param 'layers.3.*' --rank 5 --metric norm\n"
-      "  nanlocator history nanlocator_run/a0 --param output_layer --step 1284 --json");
+Command history_command() {
+  return {.name = "history",
+          .summary = "How the gradients grew over the steps before a finding",
+          .options = kHistoryOptions,
+          .details =
+              "Values are those of the finite elements of the rank's own gradient, on a "
+              "logarithmic axis; a step that was not seen is a gap.",
+          .exit_codes = "0 shown, 1 nothing to show, 2 wrong use or unreadable input",
+          .examples =
+              "nanlocator history nanlocator_run/a0\n"
+              "nanlocator history nanlocator_run/a0 --param 'layers.3.*' --rank 5 --metric norm\n"
+              "nanlocator history nanlocator_run/a0 --param output_layer --step 1284 --json",
+          .run = history};
 }
 
 }  // namespace nanlocator::command

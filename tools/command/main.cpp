@@ -3,16 +3,17 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <exception>
 #include <iostream>
 #include <new>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "command.hpp"
 #include "console.hpp"
 #include "files/printable.hpp"
-#include "nanlocator/error.hpp"
 
 namespace nanlocator::command {
 namespace {
@@ -20,17 +21,6 @@ namespace {
 int fail(const std::string& message) {
   std::cerr << "nanlocator: " << printable(message) << '\n';
   return kWrongUse;
-}
-
-/// "nanlocator map show", as far as the command line got.
-std::string name_as_typed(const CLI::App& app) {
-  std::string name = "nanlocator";
-  const CLI::App* innermost = &app;
-  while (!innermost->get_subcommands().empty()) {
-    innermost = innermost->get_subcommands().front();
-    name += " " + innermost->get_name();
-  }
-  return name;
 }
 
 /// Bundles are mapped: one that another program truncates meanwhile ends in SIGBUS.
@@ -44,34 +34,29 @@ void report_truncated_files() {
   ::sigaction(SIGBUS, &action, nullptr);
 }
 
-int run(int argument_count, char** arguments) {
-  CLI::App app("Finds where a NaN or Inf of a distributed training run was born", "nanlocator");
-  app.footer(
-      "Exit codes: 0 clean, 1 findings, 2 wrong use or unreadable input.\n"
-      "Example:\n  nanlocator map show nanlocator_run/a0 --rank 0");
-  // With at most one, a folder or a pattern that is called as a subcommand stays an argument.
-  app.require_subcommand(1);
-
+int run(const std::vector<std::string>& words) {
   report_truncated_files();
-  Action action;
-  for (const auto add_command :
-       {add_bundle_command, add_history_command, add_map_command, add_netcheck_command,
-        add_replay_command, add_report_command, add_version_command})
-    add_command(app, action);
-
+  const Command commands[] = {bundle_command(),   history_command(), map_command(),
+                              netcheck_command(), replay_command(),  report_command(),
+                              version_command()};
+  const Command nanlocator = {
+      .name = "nanlocator",
+      .summary = "Finds where a NaN or Inf of a distributed training run was born",
+      .exit_codes = "0 clean, 1 findings, 2 wrong use or unreadable input",
+      .examples =
+          "nanlocator report nanlocator_run\n"
+          "nanlocator map show nanlocator_run/a0 --rank 0\n"
+          "nanlocator report --help",
+      .commands = commands};
   try {
-    app.parse(argument_count, arguments);
-  } catch (const CLI::Success& success) {  // --help
-    return app.exit(success);
-  } catch (const CLI::ParseError& error) {
-    std::string message = error.what();
-    if (const auto unknown = app.remaining(true); !unknown.empty()) {
-      message = "unknown argument \"" + unknown.front() + "\"";
+    const Arguments given = parse(nanlocator, "nanlocator", words);
+    int code = kClean;
+    if (given.asks_for_help) {
+      std::cout << help_of(*given.command, given.name,
+                           std::min(terminal_width().value_or(kLogWidth), kLogWidth));
+    } else {
+      code = given.command->run(given);
     }
-    return fail(message + "; see " + name_as_typed(app) + " --help");
-  }
-  try {
-    const int code = action();
     std::cout.flush();
     return std::cout ? code : fail("cannot write the output");
   } catch (const std::bad_alloc&) {
@@ -85,5 +70,6 @@ int run(int argument_count, char** arguments) {
 }  // namespace nanlocator::command
 
 int main(int argument_count, char** arguments) {
-  return nanlocator::command::run(argument_count, arguments);
+  return nanlocator::command::run(
+      {arguments + std::min(argument_count, 1), arguments + argument_count});
 }

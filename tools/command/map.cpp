@@ -3,7 +3,6 @@
 #include <charconv>
 #include <iostream>
 #include <map>
-#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -54,12 +53,6 @@ std::string place_of(const RankCoordinates& coordinates) {
 
 // --- show ---------------------------------------------------------------------------------------
 
-struct MapShowOptions {
-  std::string directory;
-  std::optional<int> rank;
-  bool json = false;
-};
-
 std::string shape_of(const ParameterInfo& parameter) {
   return parameter.dtype.empty() ? "?" : describe_shape(parameter.shape);
 }
@@ -104,19 +97,20 @@ Json map_to_json(const ParameterMap& map) {
           {"parameters", std::move(parameters)}};
 }
 
-int show(const MapShowOptions& options) {
-  const MapDirectory read = read_map_directory(options.directory);
+int show_maps(const Arguments& given) {
+  const std::string directory = given.text("DIR");
+  const MapDirectory read = read_map_directory(directory);
   std::vector<const ParameterMap*> shown;
-  if (options.rank) {
-    shown.push_back(&map_of_rank(read, options.directory, *options.rank));
+  if (const auto rank = given.integer("--rank")) {
+    shown.push_back(&map_of_rank(read, directory, static_cast<int>(*rank)));
   } else {
     for (const auto& map : read.maps) shown.push_back(&map);
   }
-  if (options.json) {
+  if (given.has("--json")) {
     Json maps = Json::array();
     for (const auto* map : shown) maps.push_back(map_to_json(*map));
     print_json({{"version", kMapOutputVersion},
-                {"directory", options.directory},
+                {"directory", directory},
                 {"maps", std::move(maps)},
                 {"notes", read.notes}});
     return kClean;
@@ -130,12 +124,6 @@ int show(const MapShowOptions& options) {
 }
 
 // --- find ---------------------------------------------------------------------------------------
-
-struct MapFindOptions {
-  std::string directory;
-  std::string pattern;
-  bool json = false;
-};
 
 /// The pattern as an id, where it is a number and nothing else.
 std::optional<std::int64_t> id_from_pattern(const std::string& pattern) {
@@ -195,14 +183,16 @@ void print_found(const FoundParameter& found) {
   table.print(std::cout);
 }
 
-int find(const MapFindOptions& options) {
-  if (options.pattern.empty()) throw UsageError("the pattern is empty; give an id or a name");
-  const MapDirectory read = read_map_directory(options.directory);
-  const auto id = id_from_pattern(options.pattern);
-  const auto found = id ? find_parameters(read.maps, *id)
-                        : find_parameters(read.maps, std::string_view(options.pattern));
+int find_in_maps(const Arguments& given) {
+  const std::string directory = given.text("DIR");
+  const std::string pattern = given.text("PATTERN");
+  if (pattern.empty()) throw UsageError("the pattern is empty; give an id or a name");
+  const MapDirectory read = read_map_directory(directory);
+  const auto id = id_from_pattern(pattern);
+  const auto found =
+      id ? find_parameters(read.maps, *id) : find_parameters(read.maps, std::string_view(pattern));
   const int code = found.empty() ? kFindings : kClean;
-  if (options.json) {
+  if (given.has("--json")) {
     Json matches = Json::array();
     for (const auto& parameter : found) {
       Json holders = Json::array();
@@ -210,8 +200,8 @@ int find(const MapFindOptions& options) {
       matches.push_back({{"name", parameter.name}, {"holders", std::move(holders)}});
     }
     print_json({{"version", kMapOutputVersion},
-                {"directory", options.directory},
-                {"pattern", options.pattern},
+                {"directory", directory},
+                {"pattern", pattern},
                 {"matches", std::move(matches)},
                 {"notes", read.notes}});
     return code;
@@ -223,18 +213,12 @@ int find(const MapFindOptions& options) {
   }
   if (found.empty()) {
     std::cout << "no parameter " << (id ? "with the id " : "whose name matches ")
-              << printable(options.pattern) << " on any of " << read.maps.size() << " ranks\n";
+              << printable(pattern) << " on any of " << read.maps.size() << " ranks\n";
   }
   return code;
 }
 
 // --- diff ---------------------------------------------------------------------------------------
-
-struct MapDiffOptions {
-  std::vector<std::string> directories;
-  std::string ranks;  // "A,B"; empty: two directories
-  bool json = false;
-};
 
 struct ComparedPair {
   const ParameterMap* left = nullptr;
@@ -420,28 +404,26 @@ Json comparison_to_json(const Comparison& comparison) {
 }
 
 /// Both ranks of "A,B".
-std::pair<int, int> rank_pair_from(const std::string& text) {
-  std::pair<int, int> ranks;
-  const char* const end = text.data() + text.size();
-  const auto first = std::from_chars(text.data(), end, ranks.first);
-  if (first.ec == std::errc() && first.ptr != end && *first.ptr == ',') {
-    const auto second = std::from_chars(first.ptr + 1, end, ranks.second);
-    if (second.ec == std::errc() && second.ptr == end) return ranks;
-  }
-  throw UsageError("--ranks is \"" + text + "\", expected two ranks such as 0,4");
+std::optional<std::pair<int, int>> rank_pair_from(std::string_view text) {
+  const std::size_t comma = std::min(text.find(','), text.size());
+  const auto first = integer_from(text.substr(0, comma));
+  const auto second = integer_from(text.substr(std::min(comma + 1, text.size())));
+  if (!first || !second) return std::nullopt;
+  return std::pair(static_cast<int>(*first), static_cast<int>(*second));
 }
 
-int diff(const MapDiffOptions& options) {
-  const bool compares_ranks = !options.ranks.empty();
-  if (compares_ranks && options.directories.size() != 1) {
+int compare(const Arguments& given) {
+  const auto directories = given.texts("DIR");
+  const bool compares_ranks = given.has("--ranks");
+  if (compares_ranks && directories.size() != 1) {
     throw UsageError("--ranks compares two ranks of one directory; give one directory, not " +
-                     std::to_string(options.directories.size()));
+                     std::to_string(directories.size()));
   }
-  if (!compares_ranks && options.directories.size() != 2) {
+  if (!compares_ranks && directories.size() != 2) {
     throw UsageError("give two directories, or one and --ranks A,B");
   }
-  const std::string& left_name = options.directories.front();
-  const std::string& right_name = options.directories.back();
+  const std::string& left_name = directories.front();
+  const std::string& right_name = directories.back();
   const MapDirectory left = read_map_directory(left_name);
   const std::optional<MapDirectory> other =
       compares_ranks ? std::nullopt : std::optional(read_map_directory(right_name));
@@ -449,7 +431,7 @@ int diff(const MapDiffOptions& options) {
   if (other) {
     comparison = compare_runs(left, *other);
   } else {
-    const auto ranks = rank_pair_from(options.ranks);
+    const auto ranks = *rank_pair_from(given.text("--ranks"));
     const auto& first = map_of_rank(left, left_name, ranks.first);
     const auto& second = map_of_rank(left, left_name, ranks.second);
     comparison.pairs.push_back({&first, &second, compare_maps(first, second)});
@@ -463,7 +445,7 @@ int diff(const MapDiffOptions& options) {
   if (other) add_notes(right_name, other->notes);
   note_pairs_without_shapes(comparison, notes);
 
-  if (options.json) {
+  if (given.has("--json")) {
     Json json = {{"version", kMapOutputVersion}, {"left", left_name}, {"right", right_name}};
     json.update(comparison_to_json(comparison));
     json["notes"] = notes;
@@ -477,50 +459,69 @@ int diff(const MapDiffOptions& options) {
 
 // --- options ------------------------------------------------------------------------------------
 
-constexpr const char* kDirectoryHelp =
-    "Folder with param_manifest_*.json or param_id_name_map_*.json files";
+constexpr Option kDirectoryOfMaps = {
+    .name = "DIR",
+    .least = 1,
+    .help = "Folder with param_manifest_*.json or param_id_name_map_*.json files"};
+
+constexpr Option kShowMapOptions[] = {
+    kDirectoryOfMaps,
+    kJsonOption,
+    {.name = "--rank", .value = "N", .type = Type::integer, .help = "Only this global rank"},
+};
+
+constexpr Option kFindMapOptions[] = {
+    kDirectoryOfMaps,
+    {.name = "PATTERN",
+     .least = 1,
+     .help = "An id, a part of a name, or a pattern with * and ? for the name from some dot on"},
+    kJsonOption,
+};
+
+constexpr Option kDiffMapOptions[] = {
+    {.name = kDirectoryOfMaps.name, .least = 1, .most = 2, .help = kDirectoryOfMaps.help},
+    kJsonOption,
+    {.name = "--ranks",
+     .value = "A,B",
+     .accepts = [](std::string_view text) { return rank_pair_from(text).has_value(); },
+     .expected = "two ranks such as 0,4",
+     .help = "Two global ranks of one DIR"},
+};
+
+constexpr Command kMapCommands[] = {
+    {.name = "show",
+     .summary = "List every rank's parameters",
+     .options = kShowMapOptions,
+     .examples = "nanlocator map show nanlocator_run/a0 --rank 0",
+     .run = show_maps},
+    {.name = "find",
+     .summary = "Show which ranks hold a parameter, and which part of it",
+     .options = kFindMapOptions,
+     .details =
+         "A number is an id; to match it in names add a *. Quote patterns, so that the shell "
+         "does not read them. Elements a..b are those from a on and before b, of the "
+         "flattened parameter.",
+     .exit_codes = "0 found, 1 nothing was found, 2 wrong use or unreadable input",
+     .examples = "nanlocator map find nanlocator_run/a0 'layers.3.*layernorm*'",
+     .run = find_in_maps},
+    {.name = "diff",
+     .summary = "Compare the maps of two runs, or of two ranks",
+     .options = kDiffMapOptions,
+     .details = "Two runs are compared rank by rank where tp, pp, dp and cp are the same. Raw "
+                "names, buckets and shards are not compared: they differ by design.",
+     .exit_codes = "0 no difference, 1 something differs, 2 wrong use or unreadable input",
+     .examples = "nanlocator map diff run_of_monday/a0 run_of_tuesday/a0\n"
+                 "nanlocator map diff nanlocator_run/a0 --ranks 0,4",
+     .run = compare},
+};
 
 }  // namespace
 
-void add_map_command(CLI::App& app, Action& action) {
-  CLI::App* const map =
-      app.add_subcommand("map", "Parameter ids, names and the ranks that hold them");
-  map->require_subcommand(1);
-  map->footer("Example:\n  nanlocator map show nanlocator_run/a0 --rank 0");
-
-  const auto [show_command, show_options] =
-      add_action<MapShowOptions>(*map, "show", "List every rank's parameters", action, show);
-  show_command->add_option("DIR", show_options->directory, kDirectoryHelp)->required();
-  show_command->add_option("--rank", show_options->rank, "Only this global rank");
-  show_command->footer("Example:\n  nanlocator map show nanlocator_run/a0 --rank 0");
-
-  const auto [find_command, find_options] = add_action<MapFindOptions>(
-      *map, "find", "Show which ranks hold a parameter, and which part of it", action, find);
-  find_command->add_option("DIR", find_options->directory, kDirectoryHelp)->required();
-  find_command
-      ->add_option(
-          "PATTERN", find_options->pattern,
-          "An id, a part of a name, or a pattern with * and ? for the name from some dot on")
-      ->required();
-  find_command->footer(
-      "A number is an id; to match it in names add a *. Quote patterns, so that the "
-      "shell\n"
-      "does not read them. Elements a..b are those from a on and before b, of the flattened "
-      "parameter.\nExit code 1: nothing was found.\n"
-      "Example:\n  nanlocator map find nanlocator_run/a0 'layers.3.*layernorm*'");
-
-  const auto [diff_command, diff_options] = add_action<MapDiffOptions>(
-      *map, "diff", "Compare the maps of two runs, or of two ranks", action, diff);
-  diff_command->add_option("DIR", diff_options->directories, kDirectoryHelp)
-      ->required()
-      ->expected(1, 2);
-  diff_command->add_option("--ranks", diff_options->ranks, "Two global ranks of one DIR: A,B");
-  diff_command->footer(
-      "Two runs are compared rank by rank where tp, pp, dp and cp are the same. Raw names, "
-      "buckets\n"
-      "and shards are not compared: they differ by design. Exit code 1: something differs.\n"
-      "Examples:\n  nanlocator map diff run_of_monday/a0 run_of_tuesday/a0\n"
-      "  nanlocator map diff nanlocator_run/a0 --ranks 0,4");
+Command map_command() {
+  return {.name = "map",
+          .summary = "Parameter ids, names and the ranks that hold them",
+          .examples = "nanlocator map show nanlocator_run/a0 --rank 0",
+          .commands = kMapCommands};
 }
 
 }  // namespace nanlocator::command

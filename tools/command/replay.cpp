@@ -1,6 +1,6 @@
-// `nanlocator replay`: runs nanlocator-replay with its arguments, which links Torch; of a bundle
-// with the call of a kernel, which only Python can execute, or of a custom operator, which Python
-// registers, `python -m nanlocator.replay`.
+// `nanlocator replay`: runs nanlocator-replay, which links Torch, with the same arguments. For the
+// call of a kernel, which only Python can execute, or of a custom operator, which Python registers,
+// it runs `python -m nanlocator.replay`.
 #include <unistd.h>
 
 #include <cerrno>
@@ -15,6 +15,7 @@
 #include "nanlocator/error.hpp"
 #include "nanlocator/record/bundle.hpp"
 #include "record/bundle_json.hpp"
+#include "replay_options.hpp"
 
 namespace nanlocator::command {
 namespace {
@@ -48,23 +49,20 @@ bool needs_python(const Bundle& bundle) {
          (bundle.operator_call && !bundle.operator_call->registered_by.empty());
 }
 
-/// Whether one of them is a bundle whose call only Python can execute, to be executed.
-bool asks_for_python(const std::vector<std::string>& arguments) {
-  bool is_found = false;
-  for (const auto& argument : arguments) {
-    if (argument.starts_with("--export-python")) return false;
-    std::error_code unreadable;
-    const std::filesystem::path path(argument);
-    const bool is_bundle = path.filename() == kBundleFile
-                               ? std::filesystem::is_regular_file(path, unreadable)
-                               : std::filesystem::exists(path / kBundleFile, unreadable);
-    if (is_bundle) is_found = is_found || needs_python(OpenBundle(path).bundle());
-  }
-  return is_found;
+/// Whether only Python can execute the call, or obey the options.
+bool asks_for_python(const Arguments& given) {
+  if (!option_of_python(given).empty()) return true;
+  if (given.has("--export-python")) return false;
+  std::error_code unreadable;
+  const std::filesystem::path path = given.text("BUNDLE");
+  const bool is_bundle = path.filename() == kBundleFile
+                             ? std::filesystem::is_regular_file(path, unreadable)
+                             : std::filesystem::exists(path / kBundleFile, unreadable);
+  return is_bundle && needs_python(OpenBundle(path).bundle());
 }
 
-int run_program(const std::vector<std::string>& arguments) {
-  if (asks_for_python(arguments)) run_python_module("nanlocator.replay", arguments);
+int start_replay(const Arguments& given) {
+  if (asks_for_python(given)) run_python_module("nanlocator.replay", given.words);
   const auto program = find_program();
   if (program.empty()) {
     throw UsageError(std::string(kProgram) +
@@ -72,10 +70,10 @@ int run_program(const std::vector<std::string>& arguments) {
                      "built with Torch (-DNANLOCATOR_TORCH=ON, or pip install). In Python, "
                      "`python -m nanlocator.replay BUNDLE` does the same.");
   }
-  auto texts = arguments;
-  texts.insert(texts.begin(), program.string());
+  auto words = given.words;
+  words.insert(words.begin(), program.string());
   std::vector<char*> pointers;
-  for (auto& text : texts) pointers.push_back(text.data());
+  for (auto& word : words) pointers.push_back(word.data());
   pointers.push_back(nullptr);
   ::execv(program.c_str(), pointers.data());
   throw UsageError("cannot start " + program.string() + ": " + std::strerror(errno));
@@ -83,14 +81,10 @@ int run_program(const std::vector<std::string>& arguments) {
 
 }  // namespace
 
-void add_replay_command(CLI::App& app, Action& action) {
-  CLI::App* const replay = app.add_subcommand(
-      "replay", "Execute a bundle's operator or kernel call again: does the fault come back?");
-  replay->set_help_flag();  // --help is nanlocator-replay's
-  replay->prefix_command();
-  replay->callback([&action, replay] {
-    action = [arguments = replay->remaining()] { return run_program(arguments); };
-  });
+Command replay_command() {
+  Command command = kReplay;
+  command.run = start_replay;
+  return command;
 }
 
 }  // namespace nanlocator::command

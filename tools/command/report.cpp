@@ -1,6 +1,5 @@
 // `nanlocator report`: the verdict on a bad step, offline or of a running job.
 #include <algorithm>
-#include <charconv>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -37,48 +36,7 @@ using Json = nlohmann::ordered_json;
 namespace fs = std::filesystem;
 
 constexpr int kReportOutputVersion = 1;
-constexpr const char* kDefaultDirectory = "nanlocator_run";
-constexpr double kUsualInterval = 2;  // seconds between two looks
-
-struct ReportOptions {
-  std::string directory;
-  std::vector<std::string> html;   // given: FILE, or nothing
-  std::vector<std::string> ranks;  // "3", "4-7", "1,2"
-  std::vector<std::string> watch;  // given: SECONDS, or nothing
-  std::optional<std::int64_t> step;
-  bool json = false;
-  bool list = false;
-  // They may be given without a value, which leaves nothing in the lists above.
-  const CLI::Option* html_option = nullptr;
-  const CLI::Option* watch_option = nullptr;
-
-  [[nodiscard]] bool is_html() const { return html_option->count() > 0; }
-  [[nodiscard]] bool is_watch() const { return watch_option->count() > 0; }
-};
-
 // --- the command line ---------------------------------------------------------------------------
-
-template <typename Number>
-std::optional<Number> number_from(std::string_view text) {
-  Number number{};
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (text.empty() || error != std::errc() || end != text.data() + text.size()) return std::nullopt;
-  return number;
-}
-
-/// An option whose value may be left out takes DIR for it where DIR follows: `--watch DIR`. Gives
-/// back to DIR what is no value of the option.
-template <typename IsValue>
-std::optional<std::string> value_of(std::vector<std::string> given, std::string& directory,
-                                    const IsValue& is_value) {
-  std::erase(given, std::string());
-  if (given.empty()) return std::nullopt;
-  if (directory.empty() && !is_value(given.back())) {
-    directory = given.back();
-    return std::nullopt;
-  }
-  return given.back();
-}
 
 /// "1,4-7" as ranks; empty where it is no such list.
 std::optional<std::set<int>> ranks_from(std::string_view text) {
@@ -90,36 +48,28 @@ std::optional<std::set<int>> ranks_from(std::string_view text) {
     const std::string_view item = text.substr(0, comma);
     if (!is_last) text.remove_prefix(comma + 1);
     const std::size_t dash = item.find('-');
-    const auto first = number_from<int>(item.substr(0, dash));
-    const auto last =
-        dash == std::string_view::npos ? first : number_from<int>(item.substr(dash + 1));
+    const auto first = integer_from(item.substr(0, dash));
+    const auto last = dash == std::string_view::npos ? first : integer_from(item.substr(dash + 1));
     if (!first || !last || *first < 0 || *last < *first || *last >= kMostRanks) return std::nullopt;
-    for (int rank = *first; rank <= *last; ++rank) ranks.insert(rank);
+    for (auto rank = *first; rank <= *last; ++rank) ranks.insert(static_cast<int>(rank));
   }
   return ranks;
 }
 
-std::set<int> ranks_of(std::vector<std::string> texts, std::string& directory) {
-  if (directory.empty() && texts.size() > 1 && !ranks_from(texts.back())) {
-    directory = texts.back();
-    texts.pop_back();
-  }
+std::set<int> ranks_of(const Arguments& given) {
   std::set<int> ranks;
-  for (const auto& text : texts) {
-    const auto some = ranks_from(text);
-    if (!some) throw UsageError("--rank " + text + ": expected global ranks such as 3, 4-7 or 1,2");
-    ranks.insert(some->begin(), some->end());
-  }
+  for (const auto& text : given.texts("--rank")) ranks.merge(*ranks_from(text));
   return ranks;
 }
 
-std::chrono::milliseconds interval_from(const std::optional<std::string>& text) {
-  const auto seconds = text ? number_from<double>(*text) : kUsualInterval;
-  if (!seconds || !(*seconds >= 0.01 && *seconds <= 86400)) {
-    throw UsageError("--watch " + text.value_or("") +
-                     ": expected seconds between two looks, from 0.01 to 86400");
+/// An optional value follows "=": what stands behind `--html` is the folder.
+std::string directory_of(const Arguments& given) {
+  std::string directory = given.text("DIR");
+  if (given.has("--html") && !fs::is_directory(directory)) {
+    throw UsageError("there is no folder " + directory +
+                     "; to name the page's file, write --html=" + directory);
   }
-  return std::chrono::milliseconds(std::lround(*seconds * 1000));
+  return directory;
 }
 
 // --- what is printed ----------------------------------------------------------------------------
@@ -151,17 +101,18 @@ void print_verdict_as_json(RunReport report) {
   std::cout << to_json(report.verdict);
 }
 
-int write_page(const RunReport& report, const std::optional<std::string>& file) {
+/// `file`: "-" for stdout, "" for report.html beside the verdict.
+int write_page(const RunReport& report, const std::string& file) {
   const std::string page = format_html(report);
   print_notes(report.notes);
   if (file == "-") {
     std::cout << page;
   } else {
-    const fs::path path = file ? fs::path(*file) : fs::path(report.run_dir) / "report.html";
+    const fs::path path = file.empty() ? fs::path(report.run_dir) / "report.html" : fs::path(file);
     try {
       write_file_atomically(path, page);
     } catch (const IoError& error) {
-      throw IoError(std::string(error.what()) + "; name a file elsewhere: --html FILE");
+      throw IoError(std::string(error.what()) + "; name a file elsewhere: --html=FILE");
     }
     std::cout << printable(path.string()) << '\n';
   }
@@ -352,37 +303,33 @@ int list_steps(const std::string& directory, bool is_json) {
 
 // --- the choice ---------------------------------------------------------------------------------
 
-void check_together(const ReportOptions& options) {
-  std::vector<std::string> given;
-  if (options.is_watch()) given.emplace_back("--watch");
-  if (options.list) given.emplace_back("--list");
-  if (options.is_html()) given.emplace_back("--html");
-  if (!options.ranks.empty()) given.emplace_back("--rank");
-  if (options.json && (options.is_watch() || options.is_html())) given.emplace_back("--json");
-  if (options.step && (options.is_watch() || options.list)) given.emplace_back("--step");
-  if (given.size() > 1) throw UsageError(given[0] + " and " + given[1] + " do not go together");
+void check_together(const Arguments& given) {
+  std::vector<std::string> chosen;
+  const auto choose = [&](const char* option) {
+    if (given.has(option)) chosen.emplace_back(option);
+  };
+  for (const char* each : {"--watch", "--list", "--html", "--rank"}) choose(each);
+  if (given.has("--watch") || given.has("--html")) choose("--json");
+  if (given.has("--watch") || given.has("--list")) choose("--step");
+  if (chosen.size() > 1) throw UsageError(chosen[0] + " and " + chosen[1] + " do not go together");
 }
 
-int report(const ReportOptions& options) {
-  check_together(options);
-  std::string directory = options.directory;
-  const auto ranks = ranks_of(options.ranks, directory);
-  const auto seconds = value_of(options.watch, directory, [](const std::string& text) {
-    return number_from<double>(text).has_value();
-  });
-  const auto file = value_of(options.html, directory, [](const std::string& text) {
-    return text == "-" || !fs::is_directory(text);
-  });
-  if (directory.empty()) directory = kDefaultDirectory;
-
-  if (options.is_watch()) return watch(directory, interval_from(seconds));
-  if (options.list) return list_steps(directory, options.json);
-  const auto detail = options.is_html() ? RunDetail::everything : RunDetail::verdict;
-  RunReport read = read_run(directory, options.step, detail);
-  if (options.is_html()) return write_page(read, file);
-  if (!ranks.empty()) return report_ranks(read, ranks, options.json);
+int report(const Arguments& given) {
+  check_together(given);
+  const std::string directory = directory_of(given);
+  const bool is_json = given.has("--json");
+  if (given.has("--watch")) {
+    return watch(directory,
+                 std::chrono::milliseconds(std::lround(*given.number("--watch") * 1000)));
+  }
+  if (given.has("--list")) return list_steps(directory, is_json);
+  const bool is_html = given.has("--html");
+  RunReport read = read_run(directory, given.integer("--step"),
+                            is_html ? RunDetail::everything : RunDetail::verdict);
+  if (is_html) return write_page(read, given.text("--html"));
+  if (given.has("--rank")) return report_ranks(read, ranks_of(given), is_json);
   const int code = code_of(read.verdict);
-  if (options.json) {
+  if (is_json) {
     print_verdict_as_json(std::move(read));
   } else {
     print_verdict(read);
@@ -390,45 +337,56 @@ int report(const ReportOptions& options) {
   return code;
 }
 
+constexpr Option kReportOptions[] = {
+    {.name = "DIR",
+     .default_value = "nanlocator_run",
+     .help = "A run's folder, one of its attempts (a0), or one with ledgers copied together"},
+    kJsonOption,
+    {.name = "--step",
+     .value = "N",
+     .type = Type::integer,
+     .high = kLargestStep,
+     .help = "This step instead of the latest with findings"},
+    {.name = "--list", .help = "List the steps with findings"},
+    {.name = "--rank",
+     .value = "N",
+     .most = kMany,
+     .accepts = [](std::string_view text) { return ranks_from(text).has_value(); },
+     .expected = "global ranks such as 3, 4-7 or 1,2",
+     .help = "What these global ranks saw: 3, 4-7, 1,2"},
+    {.name = "--html",
+     .value = "FILE",
+     .has_optional_value = true,
+     .help = "Write the page: report.html beside the verdict, FILE, or - for stdout"},
+    {.name = "--watch",
+     .value = "SECONDS",
+     .type = Type::number,
+     .default_value = "2",
+     .has_optional_value = true,
+     .low = 0.01,
+     .high = 86400,
+     .expected = "seconds between two looks, from 0.01 to 86400",
+     .help = "Follow a running job until it stops; reads its files every SECONDS"},
+};
+
 }  // namespace
 
-void add_report_command(CLI::App& app, Action& action) {
-  const auto [command, options] = add_action<ReportOptions>(
-      app, "report", "Report where the NaN of a run was born, from the ledgers of its ranks",
-      action, report);
-  command->add_option(
-      "DIR", options->directory,
-      "A run's folder, one of its attempts (a0), or one with ledgers copied together; default: " +
-          std::string(kDefaultDirectory));
-  command->add_option("--step", options->step, "This step instead of the latest with findings");
-  command->add_flag("--list", options->list, "List the steps with findings");
-  command->add_option("--rank", options->ranks, "What these global ranks saw: 3, 4-7, 1,2")
-      ->type_name("N")
-      ->expected(1, -1);
-  const auto* const html = command
-                               ->add_option("--html", options->html,
-                                            "Write the page: report.html beside the verdict, "
-                                            "FILE, or - for stdout")
-                               ->type_name("[FILE]")
-                               ->expected(0, 1);
-  const auto* const watched =
-      command
-          ->add_option(
-              "--watch", options->watch,
-              "Follow a running job until it stops; reads its files every SECONDS (default 2)")
-          ->type_name("[SECONDS]")
-          ->expected(0, 1);
-  options->html_option = html;
-  options->watch_option = watched;
-  command->footer(
-      "The verdict is merged from the ledgers that are here, whatever is missing or cut off: copy "
-      "them\ntogether from the machines' disks into one folder. Exit code 1: findings.\n"
-      "Examples:\n"
-      "  nanlocator report nanlocator_run\n"
-      "  nanlocator report nanlocator_run --html\n"
-      "  nanlocator report nanlocator_run/a0 --step 1284 --rank 5 6\n"
-      "  nanlocator report collected_ledgers --json\n"
-      "  nanlocator report --watch nanlocator_run");
+Command report_command() {
+  return {.name = "report",
+          .summary = "Report where the NaN of a run was born, from the ledgers of its ranks",
+          .options = kReportOptions,
+          .details =
+              "Merges all ledgers found and says which are missing or cut off: copy them "
+              "together from the machines' disks into one folder.",
+          .exit_codes = "0 clean, 1 findings, 2 wrong use or nothing that can be read",
+          .examples =
+              "nanlocator report nanlocator_run\n"
+              "nanlocator report nanlocator_run --html\n"
+              "nanlocator report nanlocator_run --html=page.html\n"
+              "nanlocator report nanlocator_run/a0 --step 1284 --rank 5 6\n"
+              "nanlocator report collected_ledgers --json\n"
+              "nanlocator report --watch nanlocator_run",
+          .run = report};
 }
 
 }  // namespace nanlocator::command

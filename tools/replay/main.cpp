@@ -7,9 +7,6 @@
 
 #include <ATen/detail/CUDAHooksInterface.h>
 
-#include <CLI/App.hpp>
-#include <CLI/Config.hpp>
-#include <CLI/Formatter.hpp>
 #include <cstdlib>
 #include <exception>
 #include <fstream>
@@ -18,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "command/replay_options.hpp"
 #include "files/printable.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/replay/export_python.hpp"
@@ -30,15 +28,7 @@ constexpr int kClean = 0;
 constexpr int kBadAgain = 1;
 constexpr int kWrongUse = 2;
 
-struct Arguments {
-  std::string bundle;
-  std::string device;
-  int repeats = ReplayOptions().repeats;
-  bool as_json = false;
-  bool only_this_device = false;
-  std::vector<std::string> libraries;
-  std::optional<std::string> script;  // "-": standard output
-};
+using command::Arguments;
 
 /// Where the call ran: the first device that is not the host, without its number.
 at::Device recorded_device(const OpenBundle& bundle) {
@@ -51,12 +41,13 @@ at::Device recorded_device(const OpenBundle& bundle) {
   return device.is_cpu() ? device : at::Device(device.type(), 0);
 }
 
-at::Device device_for(const Arguments& arguments, const OpenBundle& bundle) {
-  if (arguments.device.empty()) return recorded_device(bundle);
+at::Device device_for(const Arguments& given, const OpenBundle& bundle) {
+  const std::string device = given.text("--device");
+  if (device.empty()) return recorded_device(bundle);
   try {
-    return at::Device(arguments.device);
+    return at::Device(device);
   } catch (const c10::Error&) {
-    throw UsageError("--device " + arguments.device + ": expected cpu, cuda or cuda:N");
+    throw UsageError("--device " + device + ": expected cpu, cuda or cuda:N");
   }
 }
 
@@ -107,17 +98,21 @@ ReplayTextStyle style_of_terminal() {
   return style;
 }
 
-int run(const Arguments& arguments) {
-  for (const auto& library : arguments.libraries) load(library);
-  const OpenBundle bundle(arguments.bundle);
-  if (arguments.script) return write_script(bundle, *arguments.script);
-  const at::Device device = device_for(arguments, bundle);
+int run(const Arguments& given) {
+  if (const auto option = command::option_of_python(given); !option.empty()) {
+    throw UsageError(std::string(option) +
+                     " needs Python: use nanlocator replay, or python -m nanlocator.replay");
+  }
+  for (const auto& library : given.texts("--load")) load(library);
+  const OpenBundle bundle(given.text("BUNDLE"));
+  if (given.has("--export-python")) return write_script(bundle, given.text("--export-python"));
+  const at::Device device = device_for(given, bundle);
   load_operators_of(device);
-  const auto report =
-      replay(operator_call_of(bundle, device), {.repeats = arguments.repeats,
-                                                .other_devices = !arguments.only_this_device,
-                                                .cpu_limit = std::nullopt});
-  if (arguments.as_json) {
+  const auto report = replay(operator_call_of(bundle, device),
+                             {.repeats = static_cast<int>(*given.integer("--repeats")),
+                              .other_devices = !given.has("--this-device-only"),
+                              .cpu_limit = std::nullopt});
+  if (given.has("--json")) {
     std::cout << to_json(report) << '\n';
   } else {
     std::cout << format_replay(report, style_of_terminal());
@@ -135,47 +130,13 @@ int fail(const std::string& message) {
   return kWrongUse;
 }
 
-int parse_and_run(int argument_count, char** argument_values) {
-  CLI::App app("Executes the operator call of a bundle again: does the fault come back?",
-               "nanlocator replay");
-  app.footer(
-      "Exit codes: 0 not bad this time, 1 bad again, 2 wrong use or a call that cannot be "
-      "executed.\n"
-      "Examples:\n"
-      "  nanlocator replay nanlocator_run/a0/bundles/step12-backward-rank0-layers.3\n"
-      "  nanlocator replay BUNDLE --repeats 20 --json\n"
-      "  nanlocator replay BUNDLE --export-python bug.py");
-  Arguments arguments;
-  app.add_option("BUNDLE", arguments.bundle, "The bundle's folder, or the bundle.json in it")
-      ->required();
-  app.add_option("--device", arguments.device,
-                 "Execute it there: cpu, cuda, cuda:1 (default: the recorded type of device)");
-  app.add_option("--repeats", arguments.repeats, "Executions as recorded")->capture_default_str();
-  app.add_flag("--this-device-only", arguments.only_this_device,
-               "Do not compare with the CPU's kernel");
-  app.add_option("--load", arguments.libraries,
-                 "A shared library that registers operators; may be given more than once")
-      ->expected(1)
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
-  app.add_flag("--json", arguments.as_json, "Print JSON");
-  auto* const script = app.add_option(
-      "--export-python", arguments.script,
-      "Execute nothing; write a short Python script that does, to FILE or standard output");
-  script->expected(0, 1)->type_name("FILE")->default_str("-");
+int parse_and_run(const std::vector<std::string>& words) {
   try {
-    app.parse(argument_count, argument_values);
-  } catch (const CLI::Success& success) {  // --help
-    return app.exit(success);
-  } catch (const CLI::ParseError& error) {
-    return fail(std::string(error.what()) + "; see nanlocator replay --help");
-  }
-  if (script->count() > 0 && (!arguments.script || arguments.script->empty())) {
-    arguments.script = "-";
-  } else if (script->count() == 0) {
-    arguments.script.reset();
-  }
-  try {
-    return run(arguments);
+    const std::string name = "nanlocator replay";
+    const Arguments given = command::parse(command::kReplay, name, words);
+    if (!given.asks_for_help) return run(given);
+    std::cout << command::help_of(command::kReplay, name, ReplayTextStyle().width);
+    return kClean;
   } catch (const c10::Error& error) {
     return fail(error.what_without_backtrace());
   } catch (const std::exception& error) {
@@ -187,5 +148,5 @@ int parse_and_run(int argument_count, char** argument_values) {
 }  // namespace nanlocator
 
 int main(int argument_count, char** arguments) {
-  return nanlocator::parse_and_run(argument_count, arguments);
+  return nanlocator::parse_and_run({arguments + 1, arguments + argument_count});
 }
