@@ -336,6 +336,7 @@ PYBIND11_MODULE(_C, m) {
   bind_agree(m);
   bind_gradients(m);
   bind_driver(m);
+  bind_arguments(m);
   bind_trace(m);
   bind_recorder(m);
   bind_watch(m);

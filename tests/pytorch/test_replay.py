@@ -194,6 +194,34 @@ def test_the_command_refuses_wrong_use_with_2(bundles: dict[str, Path], tmp_path
     assert refused.returncode == 2 and "at least 1" in refused.stderr
 
 
+def test_the_command_takes_what_only_python_can_obey_to_python(bundles: dict[str, Path]) -> None:
+    refused = program(bundles["aten::log"], "--reference", "math:log")
+    assert refused.returncode == 2 and "an operator has no reference but itself" in refused.stderr
+    assert program(bundles["aten::log"], "--allow-source").returncode == 1
+    alone = subprocess.run(
+        [BIN / "nanlocator-replay", bundles["aten::log"], "--allow-source"], capture_output=True, text=True
+    )
+    assert alone.returncode == 2 and "--allow-source needs Python: use nanlocator replay" in alone.stderr
+
+
+def test_the_three_programs_have_one_help(bundles: dict[str, Path]) -> None:
+    programs = [[BIN / "nanlocator", "replay"], [BIN / "nanlocator-replay"]]
+    programs.append([sys.executable, "-m", "nanlocator.replay"])
+    wide = os.environ | {"COLUMNS": "100"}
+    said = [
+        subprocess.run([*command, "--help"], capture_output=True, text=True, env=wide) for command in programs
+    ]
+    assert {(each.returncode, each.stderr) for each in said} == {(0, "")}
+    assert len({each.stdout for each in said}) == 1
+    assert "--reference MODULE:FUNCTION" in said[0].stdout and "--load FILE.so" in said[0].stdout
+
+
+def test_a_script_is_exported_to_a_file_that_is_named(bundles: dict[str, Path]) -> None:
+    refused = program(bundles["aten::log"], "--export-python")
+    assert refused.returncode == 2 and "--export-python needs a value: --export-python FILE" in refused.stderr
+    assert program(bundles["aten::log"], "--export-python", "-").stdout.count("\n") <= 20
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to execute it on")
 def test_the_command_says_how_to_execute_a_call_of_a_gpu_where_there_is_none(
     bundles: dict[str, Path], tmp_path: Path

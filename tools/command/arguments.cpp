@@ -1,10 +1,11 @@
 #include "arguments.hpp"
 
 #include <getopt.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
-#include <cstddef>
 #include <numeric>
 #include <stdexcept>
 #include <utility>
@@ -283,6 +284,13 @@ std::string usage_of(const Option& positional) {
 }
 
 }  // namespace
+
+std::size_t help_width() {
+  constexpr std::size_t kWidest = 100;
+  winsize size{};
+  if (::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return kWidest;
+  return std::min<std::size_t>(size.ws_col, kWidest);
+}
 
 std::string help_of(const Command& command, const std::string& name, std::size_t width) {
   std::string out = "Usage: " + name;

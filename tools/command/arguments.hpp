@@ -13,6 +13,7 @@
 // getopt_long keeps its state in globals: one thread at a time.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -97,6 +98,8 @@ struct Arguments {
 [[nodiscard]] Arguments parse(const Command& root, std::string name,
                               std::span<const std::string> words);
 
+/// Columns of the terminal that stdout is, and 100 at most.
+[[nodiscard]] std::size_t help_width();
 /// --help, in lines of `width` columns.
 [[nodiscard]] std::string help_of(const Command& command, const std::string& name,
                                   std::size_t width);

@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "command.hpp"
-#include "console.hpp"
 #include "files/printable.hpp"
 
 namespace nanlocator::command {
@@ -52,8 +51,7 @@ int run(const std::vector<std::string>& words) {
     const Arguments given = parse(nanlocator, "nanlocator", words);
     int code = kClean;
     if (given.asks_for_help) {
-      std::cout << help_of(*given.command, given.name,
-                           std::min(terminal_width().value_or(kLogWidth), kLogWidth));
+      std::cout << help_of(*given.command, given.name, help_width());
     } else {
       code = given.command->run(given);
     }

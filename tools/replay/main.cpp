@@ -135,7 +135,7 @@ int parse_and_run(const std::vector<std::string>& words) {
     const std::string name = "nanlocator replay";
     const Arguments given = command::parse(command::kReplay, name, words);
     if (!given.asks_for_help) return run(given);
-    std::cout << command::help_of(command::kReplay, name, ReplayTextStyle().width);
+    std::cout << command::help_of(command::kReplay, name, command::help_width());
     return kClean;
   } catch (const c10::Error& error) {
     return fail(error.what_without_backtrace());

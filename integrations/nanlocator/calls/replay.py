@@ -39,8 +39,12 @@ def run(
     if _C.has_kernel_call(Path(bundle)):
         return _kernel_report(bundle, device, repeats, reference, allow_source)
     if reference is not None:
-        raise _C.UsageError(f"{bundle} holds no kernel call: an operator has no reference but itself")
+        raise _no_reference(bundle)
     return json.loads(_report(bundle, device, repeats, other_devices, allow_source).to_json())
+
+
+def _no_reference(bundle: str | os.PathLike[str]) -> _C.UsageError:
+    return _C.UsageError(f"{bundle} holds no kernel call: an operator has no reference but itself")
 
 
 def _kernel_report(
@@ -259,44 +263,7 @@ def _recorded_autocast(settings: dict[str, str]) -> torch.autocast:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m nanlocator.replay", description="Executes the operator call of a bundle again."
-    )
-    parser.add_argument("bundle", metavar="BUNDLE", help="the bundle's folder, or the bundle.json in it")
-    parser.add_argument("--device", help="execute it there: cpu, cuda, cuda:1 (default: the recorded type)")
-    parser.add_argument("--repeats", type=int, default=3, help="executions as recorded (default: 3)")
-    parser.add_argument(
-        "--this-device-only", action="store_true", help="do not compare an operator with the CPU's kernel"
-    )
-    parser.add_argument(
-        "--load",
-        metavar="FILE.so",
-        action="append",
-        default=[],
-        help="a shared library that registers operators; may be given more than once",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--export-python",
-        metavar="FILE",
-        nargs="?",
-        const="-",
-        help="execute nothing; write a short script that does, to FILE or standard output",
-    )
-    foreign = parser.add_argument_group(
-        "of a kernel or custom operator, whose module is imported by its name in the bundle"
-    )
-    foreign.add_argument(
-        "--reference",
-        metavar="MODULE:FUNCTION",
-        help="what the kernel should give, for its arguments in float64",
-    )
-    foreign.add_argument(
-        "--allow-source",
-        action="store_true",
-        help="execute the source in the bundle instead: only where you trust the bundle",
-    )
-    options = parser.parse_args(argv)
+    options = _C.parse_replay(sys.argv[1:] if argv is None else argv)
     try:
         for library in options.load:
             torch.ops.load_library(library)
@@ -304,6 +271,8 @@ def main(argv: list[str] | None = None) -> int:
             return _export(options.bundle, options.export_python)
         if _C.has_kernel_call(Path(options.bundle)):
             return _replay_kernel(options)
+        if options.reference:
+            raise _no_reference(options.bundle)
         report = _report(
             options.bundle,
             options.device,

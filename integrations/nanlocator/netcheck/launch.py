@@ -18,41 +18,25 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 
+from nanlocator._C import UsageError
 from nanlocator.engine.endings import first_line
 
 _FORWARDED = ("nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "master_addr",
               "master_port", "local_addr")  # fmt: skip
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """torchrun's own, with its meaning and its defaults."""
-    group = parser.add_argument_group("starting the ranks without torchrun (its options)")
-
-    def add(name: str, **keywords) -> None:
-        group.add_argument(f"--{name}", f"--{name.replace('-', '_')}", **keywords)
-
-    add("nproc-per-node", type=_ranks_of_host, metavar="N",
-        help="ranks of this host: one for each GPU (or auto, gpu, cpu)")  # fmt: skip
-    add("nnodes", metavar="N", help="hosts (default 1)")
-    add("node-rank", metavar="R", help="number of this host")
-    for name in ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf"):
-        add(name, metavar="X", help=argparse.SUPPRESS if name == "rdzv-conf" else "where the hosts meet")
-    for name in ("master-addr", "master-port", "local-addr"):
-        add(name, metavar="X", help="address of the first host" if name != "local-addr" else "of this host")
-
-
-def _ranks_of_host(text: str) -> int:
+def ranks_of_host(text: str) -> int:
     try:
         return torchrun.determine_local_world_size(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number, auto, gpu or cpu: {error}") from None
+        raise UsageError(f"--nproc-per-node {text}: expected a number, auto, gpu or cpu ({error})") from None
 
 
 def launch(options: argparse.Namespace, check: Callable[[], int]) -> int:
     """Runs `check` on every rank. 0: all of them returned 0, 2: wrong use, 1: anything else."""
     arguments = [f"--nproc-per-node={options.nproc_per_node}"]
     for name in _FORWARDED:
-        if (value := getattr(options, name)) is not None:
+        if value := getattr(options, name):
             arguments.append(f"--{name.replace('_', '-')}={value}")
     if len(arguments) == 1:
         arguments += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]  # torchrun's --standalone

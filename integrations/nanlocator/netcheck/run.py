@@ -81,7 +81,7 @@ def _launch(options: argparse.Namespace) -> int:
             )
         if options.nproc_per_node < 1:
             raise _C.UsageError(f"--nproc-per-node {options.nproc_per_node}: at least one rank of each host")
-        if options.nnodes is not None and not options.nnodes.isdigit():
+        if options.nnodes and not options.nnodes.isdigit():
             raise _C.UsageError(f"--nnodes {options.nnodes}: the number of hosts that the training has")
         world_size = options.nproc_per_node * int(options.nnodes or 1)
         check_ranks(options, world_size)
