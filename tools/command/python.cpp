@@ -15,6 +15,25 @@
 namespace nanlocator::command {
 namespace {
 
+/// `python -m`, whose own message where nanlocator or Torch is missing would be an import error.
+/// The folder that the command was called in is no source of modules: a bundle may come from
+/// anywhere.
+constexpr const char* kRunModule = R"(
+import sys
+sys.path[:] = filter(None, sys.path)
+import importlib.util, runpy
+module = sys.argv.pop(1)
+try:
+    found, problem = importlib.util.find_spec(module), f"it has no {module}"
+except (ImportError, OSError) as error:
+    found, problem = None, str(error).strip().partition("\n")[0]
+if not found:
+    print(f"nanlocator: this needs the Python package nanlocator, with Torch, in {sys.executable} ({problem}): "
+          "install it there with pip (docs/install.md), or put another Python first on PATH", file=sys.stderr)
+    sys.exit(2)
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+)";
+
 std::string python() {
   std::error_code unreadable;
   const auto self = std::filesystem::read_symlink("/proc/self/exe", unreadable);
@@ -25,13 +44,12 @@ std::string python() {
 }  // namespace
 
 void run_python_module(const std::string& module, const std::vector<std::string>& arguments) {
-  std::vector<std::string> command = {python(), "-m", module};
+  std::vector<std::string> command = {python(), "-c", kRunModule, module};
   command.insert(command.end(), arguments.begin(), arguments.end());
   std::vector<char*> pointers;
   for (auto& text : command) pointers.push_back(text.data());
   pointers.push_back(nullptr);
-  // Not from the folder that the command was called in: a bundle may come from anywhere.
-  ::setenv("PYTHONSAFEPATH", "1", /*overwrite=*/1);
+  ::setenv("PYTHONSAFEPATH", "1", /*overwrite=*/1);  // for the processes that it starts, too
   ::execvp(pointers[0], pointers.data());
   throw UsageError("cannot start " + command[0] + ": " + std::strerror(errno) +
                    ". Put the Python that has Torch and nanlocator on PATH.");
