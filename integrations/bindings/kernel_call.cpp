@@ -12,6 +12,7 @@
 #include "nanlocator/report/kernel_replay_text.hpp"
 #include "nanlocator/trace/kernel_call.hpp"
 #include "python_values.hpp"
+#include "record/bundle_json.hpp"
 #include "replay/host_memory.hpp"
 #include "replay/storage_ranges.hpp"
 
@@ -84,7 +85,7 @@ void add_to_bundle(const py::object& record, Bundle& bundle, StorageCollector& s
   call.launcher = text("launcher");
   call.module = text("module");
   call.entry = text("entry");
-  call.file = text("file");
+  call.file = plain_path_or_none(text("file"));
   call.why_not_replayed = text("why_not_replayed");
   call.names = record.attr("names").cast<std::vector<std::string>>();
   call.arguments = converter.values(record.attr("arguments"), "kernel.argument");
@@ -163,6 +164,9 @@ KeptKernelCall kept_kernel_call(const py::object& record) {
 }
 
 void bind_kernel_calls(py::module_& m) {
+  py::list variables;
+  for (const auto name : kKernelVariables) variables.append(name);
+  m.attr("KERNEL_VARIABLES") = py::tuple(variables);
   m.def("count_kernel_calls_from_zero", &count_kernel_calls_from_zero);
   m.def("copies_on_host", &copies_on_host, "tensors"_a, "most_bytes"_a);
   m.def(

@@ -10,6 +10,7 @@
 #include "bindings.hpp"
 #include "nanlocator/replay/operator_call.hpp"
 #include "path.hpp"
+#include "record/bundle_json.hpp"
 
 namespace py = pybind11;
 using py::literals::operator""_a;
@@ -49,8 +50,12 @@ void add_registration(Bundle& bundle, BundleContents& contents) {
                            .attr("registered_by")(call.op)
                            .cast<Registrations>();
     for (const auto& [module, file, source] : found) {
-      BundleRegistration each{module, file,
+      BundleRegistration each{module, plain_path_or_none(file),
                               source.empty() ? "" : source_file(contents.files.size())};
+      if (each.module.empty() && each.file.empty()) {
+        bundle.notes.push_back(file + ", which registered " + call.op + ", cannot be named");
+        continue;
+      }
       if (!source.empty()) contents.files.emplace_back(each.source, source);
       call.registered_by.push_back(std::move(each));
     }

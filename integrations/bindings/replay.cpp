@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "bindings.hpp"
+#include "files/printable.hpp"
 #include "module_call.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/replay/export_python.hpp"
@@ -194,6 +195,12 @@ void bind_replay(py::module_& m) {
       "export_python",
       [](const std::filesystem::path& path) { return python_script(OpenBundle(path)); }, "path"_a);
   m.def("has_kernel_call", &has_kernel_call, "path"_a);
+  m.def(
+      "printable",
+      [](const py::str& text) {  // with what UTF-8 lacks: surrogates
+        return printable(text.attr("encode")("utf-8", "backslashreplace").cast<std::string>());
+      },
+      "text"_a, "Safe for a terminal: a bundle's texts may hold its control characters.");
   m.def("kernel_call_of", &kernel_call_of, "path"_a, "device"_a, "make_object"_a,
         "make_unsupported"_a);
   m.def("module_call_of", &module_call_of, "path"_a, "device"_a, "make_object"_a,

@@ -8,6 +8,14 @@
 See README.md for both, docs/ for everything else.
 """
 
+import sys as _sys
+
+from nanlocator.calls.import_path import leave_out_current_folder as _leave_out_current_folder
+
+# `python -m` has put the current folder first on the import path, and that may have come with a bundle.
+if _sys.argv[:1] == ["-m"] and _sys.orig_argv[-len(_sys.argv)].endswith("nanlocator.replay"):
+    _leave_out_current_folder()
+
 import platform as _platform
 
 import torch as _torch

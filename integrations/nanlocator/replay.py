@@ -12,6 +12,11 @@ On the command line ``python -m nanlocator.replay BUNDLE`` does what ``nanlocato
 
 import sys
 
+from nanlocator.calls.import_path import leave_out_current_folder
+
+if __name__ == "__main__":  # the package does it for python -m, unless something has imported that before
+    leave_out_current_folder()
+
 from nanlocator.calls.replay import (
     NotKept,
     RecordedModuleCall,

@@ -13,6 +13,7 @@
 
 #include "files/checksum.hpp"
 #include "files/json_fields.hpp"
+#include "files/printable.hpp"
 #include "files/utf8.hpp"
 #include "map/coordinates_json.hpp"
 #include "nanlocator/error.hpp"
@@ -426,7 +427,7 @@ class ValueCheck {
   std::map<std::string, std::uint64_t> sizes_;  // of the storages, in bytes
 };
 
-/// "pkg.module": what an import of Python takes.
+/// "pkg.module": what an import of Python takes, and what a terminal shows as it is.
 bool is_module_name(std::string_view name) {
   bool begins = true;  // a part
   for (const char byte : name) {
@@ -437,19 +438,13 @@ bool is_module_name(std::string_view name) {
     if (begins ? !is_letter : !is_letter && !is_digit && code != '.') return false;
     begins = code == '.';
   }
-  return !begins;
+  return !begins && printable(name) == name;
 }
 
-/// Absolute, and what it seems: no "..", no control characters.
-bool is_plain_path(std::string_view path) {
-  if (!path.starts_with('/') || !is_utf8(path)) return false;
-  if (std::ranges::any_of(path, [](char byte) {
-        return static_cast<unsigned char>(byte) < 0x20 || byte == 0x7f;
-      })) {
-    return false;
-  }
-  const std::filesystem::path parts(path);
-  return std::ranges::none_of(parts, [](const auto& part) { return part == ".."; });
+void check_file(const std::string& file, const std::string& where) {
+  if (file.empty() || is_plain_path(file)) return;
+  throw FormatError(where + ": " + in_quotes(file) +
+                    ", expected an absolute path outside of /dev, /proc and /sys");
 }
 
 /// Throws FormatError for a registration that names what it may not.
@@ -462,12 +457,24 @@ void check_registrations(const Bundle& bundle) {
     if (!module.empty() && !is_module_name(module)) {
       throw FormatError(where + ".module: " + in_quotes(module) + " is no name of a module");
     }
-    if (!file.empty() && !is_plain_path(file)) {
-      throw FormatError(where + ".file: " + in_quotes(file) + ", expected an absolute path");
-    }
+    check_file(file, where + ".file");
     if (module.empty() && file.empty()) {
       throw FormatError(where + ": neither a module nor a file");
     }
+  }
+}
+
+/// The same for a kernel: LD_PRELOAD, too, is a variable that changes what is executed.
+void check_kernel(const Bundle& bundle) {
+  if (!bundle.kernel_call) return;
+  check_file(bundle.kernel_call->file, "kernel_call.file");
+  for (const auto& [name, value] : bundle.kernel_call->environment) {
+    const auto begins = [&name = name](std::string_view prefix) {
+      return name.starts_with(prefix);
+    };
+    if (std::ranges::any_of(kKernelVariables, begins)) continue;
+    throw FormatError("kernel_call.environment: " + in_quotes(name) +
+                      " is no variable of a library of kernels");
   }
 }
 
@@ -555,6 +562,7 @@ std::string bundle_to_json(const Bundle& bundle, const BundleContents& contents)
   try {
     ValueCheck(contents.storages).check(bundle);
     check_registrations(bundle);
+    check_kernel(bundle);
   } catch (const FormatError& error) {
     refuse(error.what());
   }
@@ -584,6 +592,7 @@ BundleText read_bundle_json(std::string_view text, const std::string& source,
   try {
     ValueCheck(tensors.entries()).check(out.bundle);
     check_registrations(out.bundle);
+    check_kernel(out.bundle);
   } catch (const FormatError& error) {
     throw FormatError(source + ": " + error.what());
   }
@@ -593,6 +602,20 @@ BundleText read_bundle_json(std::string_view text, const std::string& source,
                       " is not among the bundle's files");
   });
   return out;
+}
+
+bool is_plain_path(std::string_view path) {
+  if (!path.starts_with('/') || !is_utf8(path)) return false;
+  if (std::ranges::any_of(path, [](char byte) {
+        return static_cast<unsigned char>(byte) < 0x20 || byte == 0x7f;
+      })) {
+    return false;
+  }
+  const std::filesystem::path parts(path);
+  if (std::ranges::any_of(parts, [](const auto& part) { return part == ".."; })) return false;
+  const auto normal = parts.lexically_normal().relative_path();  // "//proc", "/./proc"
+  const std::string first = normal.empty() ? "" : normal.begin()->string();
+  return first != "dev" && first != "proc" && first != "sys";
 }
 
 bool is_plain_file_name(std::string_view name) noexcept {

@@ -43,4 +43,13 @@ struct BundleText {
 /// control characters.
 [[nodiscard]] bool is_plain_file_name(std::string_view name) noexcept;
 
+/// Names one file wherever it is read: absolute, no "..", no control characters, and not in /dev,
+/// /proc or /sys, where a path leads elsewhere in each process ("/proc/self/cwd/kernel.py").
+[[nodiscard]] bool is_plain_path(std::string_view path);
+
+/// A program may well have run from /dev/shm: its bundle goes without that name.
+[[nodiscard]] inline std::string plain_path_or_none(const std::string& path) {
+  return is_plain_path(path) ? path : "";
+}
+
 }  // namespace nanlocator::inline record_room

@@ -12,6 +12,7 @@
 #include <set>
 #include <string_view>
 
+#include "files/printable.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/replay/capture.hpp"
 #include "tensor/dtypes.hpp"
@@ -20,8 +21,6 @@ namespace nanlocator::inline replay_room {
 namespace {
 
 constexpr std::size_t kMostArgumentLines = 6;
-/// The program that was run, imported: not "__main__", so that it does not run again.
-constexpr const char* kProgramModule = "nanlocator_program";
 
 std::string python_text(const std::string& text) {  // JSON's escapes are Python's
   return nlohmann::json(text).dump(-1, ' ', true, nlohmann::json::error_handler_t::replace);
@@ -141,43 +140,48 @@ c10::FunctionSchema schema_of(const BundleOperatorCall& call) {
                          call.schema + ", cannot be read");
 }
 
-// ---- what registers a custom operator ----
+// ---- code that the bundle names ----
 
-/// Imports a module by its name, else from the first of the files that is there.
+/// A script that needs more than Torch begins so. As replay does, it imports by name, and what the
+/// bundle brings runs where whoever starts the script says that they trust it; `argument` is a
+/// variable for its other argument.
+std::string foreign_start(const std::string& argument, const std::string& usual) {
+  return "import importlib\nimport importlib.util\nimport os\nimport sys\n\n"
+         "trust = \"--trust\" in sys.argv  # to load files and execute source that the bundle "
+         "names\n" +
+         argument + " = next((each for each in sys.argv[1:] if each != \"--trust\"), " +
+         python_text(usual) + ")\n";
+}
+
 constexpr const char* kModuleFunction =
-    "\n\ndef module(name, *files):\n"
-    "    try:\n        return importlib.import_module(name)\n"
-    "    except ImportError:\n"
-    "        file = next(filter(os.path.isfile, files), None)\n"
-    "        if file is None:\n            raise\n"
-    "        spec = importlib.util.spec_from_file_location(name, file)\n"
-    "        made = sys.modules[name] = importlib.util.module_from_spec(spec)\n"
-    "        spec.loader.exec_module(made)\n        return made\n\n\n";
+    "\n\ndef module(name, file, source=\"\"):\n"
+    "    \"\"\"By its name. With --trust as the bundle's source, else by its file.\"\"\"\n"
+    "    problem = \"it has no name to import it by\"\n"
+    "    if name and not (trust and source):\n"
+    "        try:\n            return importlib.import_module(name)\n"
+    "        except ImportError as error:\n            problem = error\n"
+    "    file = source or file\n"
+    "    if not trust or not os.path.isfile(file):\n"
+    "        way = f\"--trust loads {file!r}: if you trust where it is from\"\n"
+    "        sys.exit(f\"{problem}. {way if file else ''}\")\n"
+    "    name = name or \"nanlocator_program\"\n"
+    "    spec = importlib.util.spec_from_file_location(name, file)\n"
+    "    made = sys.modules[name] = importlib.util.module_from_spec(spec)\n"
+    "    spec.loader.exec_module(made)\n    return made\n\n\n";
 
 /// Whether `module` is the program that was run: "__main__".
 bool is_program(const std::string& module) {
   return module.starts_with("__");
 }
 
-/// A line that lets Python find `module` in `file`, and what lies beside it: of "a.b" and
-/// "/x/a/b.py" for "/x". Empty where that is no place for it: of a library in a package.
-std::string search_path(const std::string& module, const std::filesystem::path& file) {
-  if (module.empty() || file.empty()) return {};
-  auto place = file.parent_path();
-  if (!is_program(module)) {
-    auto name = file.filename().string();
-    name.resize(std::min(name.find('.'), name.size()));  // b.cpython-311-x86_64-linux-gnu.so
-    if (name != "__init__") place /= name;
-    std::string rest = module;
-    while (!rest.empty()) {
-      const auto begin = rest.rfind('.') + 1;  // npos + 1: 0
-      if (place.filename() != rest.substr(begin)) return {};
-      place = place.parent_path();
-      rest.resize(begin == 0 ? 0 : begin - 1);
-    }
-  }
-  return "sys.path.append(" + python_text(place.string()) + ")\n";
+/// The arguments of `module`; `folder` is a variable of the script.
+std::string module_arguments(const std::string& module, const std::string& file,
+                             const std::string& source) {
+  return "(" + python_text(is_program(module) ? "" : module) + ", " + python_text(file) +
+         (source.empty() ? "" : ", os.path.join(folder, " + python_text(source) + ")") + ")";
 }
+
+// ---- what registers a custom operator ----
 
 /// For the script's docstring: what has to be there when it runs.
 std::string needed(const BundleOperatorCall& call) {
@@ -186,50 +190,47 @@ std::string needed(const BundleOperatorCall& call) {
     text += "\n" + call.op + " is registered by ";
     const bool has_module = !each.module.empty() && !is_program(each.module);
     if (is_program(each.module)) {
-      text += within_text(each.source) + " of the bundle, from the program that was run.";
+      text += within_text(each.source) +
+              " of the bundle, from the program that was run: with --trust alone.";
     } else if (has_module) {
       text += "the module " + each.module + ", which must be importable";
       if (!each.file.empty()) text += ": it was " + within_text(each.file);
-      if (!each.source.empty()) text += ". Else by " + within_text(each.source) + " of the bundle";
+      if (!each.source.empty()) {
+        text += ". With --trust by " + within_text(each.source) + " of the bundle";
+      }
       text += ".";
     } else {
-      text += "the library " + within_text(each.file) + ", which must be there.";
+      text += "the library " + within_text(each.file) + ", which is loaded with --trust alone.";
     }
   }
   return text;
 }
 
-/// The lines that make the operator known to Torch; `folder` is a variable of the script.
-std::string registration(const BundleOperatorCall& call) {
+/// The lines that make the operator known to Torch.
+std::string registration(const BundleOperatorCall& call, const std::string& packet) {
   std::string script = kModuleFunction;
   for (const auto& each : call.registered_by) {
-    const auto file = ", " + python_text(each.file);
-    const auto source = each.source.empty()
-                            ? std::string()
-                            : ", os.path.join(folder, " + python_text(each.source) + ")";
     const auto library = "torch.ops.load_library(" + python_text(each.file) + ")\n";
-    const auto path = search_path(each.module, each.file);
-    script += path;
-    const auto imported = "module(" + python_text(each.module);
-    if (is_program(each.module)) {
-      if (each.source.empty()) {
-        throw UnsupportedError(call.op + " was registered by the program that was run, " +
-                               each.file +
-                               ", by statements that do not stand alone: move its "
-                               "registration into a module");
-      }
-      script += "module(" + python_text(kProgramModule) + source + ")\n";
-    } else if (each.module.empty()) {
-      script += library;
-    } else if (each.file.empty() || each.file.ends_with(".py")) {
-      script += imported + (path.empty() && !each.file.empty() ? file : "") + source + ")\n";
-    } else if (!path.empty()) {
-      script += imported + file + ")\n";
-    } else {
-      script += "try:\n    " + imported + ")\nexcept ImportError:\n    " + library;
+    if (is_program(each.module) && each.source.empty()) {
+      throw UnsupportedError(call.op + " was registered by the program that was run, " + each.file +
+                             ", by statements that do not stand alone: move its "
+                             "registration into a module");
+    }
+    if (each.module.empty()) {
+      script += "if trust:\n    " + library;
+    } else if (each.file.empty() || each.file.ends_with(".py") || !each.source.empty()) {
+      script += "module" + module_arguments(each.module, each.file, each.source) + "\n";
+    } else {  // an extension module, or the package that the library lies in
+      script += "try:\n    importlib.import_module(" + python_text(each.module) +
+                ")\nexcept ImportError:\n    if trust:\n        " + library;
     }
   }
-  return script;
+  return script + "if not hasattr(torch.ops." + packet.substr(0, packet.find("::")) + ", " +
+         python_text(packet.substr(packet.find("::") + 2)) + "):\n    sys.exit(" +
+         python_text(call.op +
+                     " is not registered. --trust loads what registered it: if you trust where "
+                     "the bundle is from") +
+         ")\n";
 }
 
 // ---- calls of kernels ----
@@ -287,32 +288,67 @@ std::string storages_on_device(Bundle bundle) {
   return text.empty() ? "" : "{" + text + "}";
 }
 
+/// The lines that set `kernel`, once it is clear that it is one: the bundle may name any function.
+std::string kernel_lines(const BundleKernelCall& call) {
+  const std::string last = call.entry.substr(call.entry.rfind('.') + 1);
+  const std::string of_source = call.source.empty() ? "" : python_text(last) + " if trust else ";
+  const std::string is_foreign = call.source.empty() ? "" : "not trust and ";
+  std::string script = "owner = module" + module_arguments(call.module, call.file, call.source) +
+                       "\nkernel = attribute(owner, " + of_source + python_text(call.entry) + ")\n";
+  std::string kind;
+  if (call.launcher == "triton") {  // autotuners and heuristics stand before what was launched
+    kind = "kernel of Triton";
+    script +=
+        "kinds = (\"JITFunction\", \"InterpretedFunction\")\n"
+        "while type(kernel).__name__ not in kinds and hasattr(kernel, \"fn\"):\n"
+        "    kernel = kernel.fn\n"
+        "if type(kernel).__name__ not in kinds or not "
+        "type(kernel).__module__.startswith(\"triton.\"):\n";
+  } else {  // as kernels.py of nanlocator knows them
+    kind = "function of an extension module of PyTorch's";
+    script +=
+        "file, root = str(getattr(owner, \"__file__\", \"\")), owner.__name__.split(\".\")[0]\n"
+        "content = open(file, \"rb\").read() if file.endswith(\".so\") else b\"\"\n"
+        "is_linked = b\"libc10.\" in content or b\"libtorch\" in content\n"
+        "is_known = is_linked or content and root in (\"cudnn\", \"nvfuser\", \"cupy_backends\")\n"
+        "is_known = is_known and root not in (\"torch\", \"functorch\", \"nanlocator\")\n"
+        "if " +
+        is_foreign + "not (is_known and kernel is vars(owner).get(" + python_text(call.entry) +
+        ") and type(kernel) is type(len)):\n";
+  }
+  return script + "    sys.exit(" +
+         python_text(printable(call.module + "." + call.entry) + " is no " + kind +
+                     ": it was not called") +
+         ")\n";
+}
+
 std::string kernel_script(const OpenBundle& bundle) {
   const BundleKernelCall& call = *bundle.bundle().kernel_call;
   if (!call.why_not_replayed.empty()) {
     throw UnsupportedError(call.name + " cannot be called again: " + call.why_not_replayed);
   }
   const auto folder = std::filesystem::absolute(bundle.path());
-  const bool is_from_source = !call.source.empty();
-  const std::string entry = call.entry.substr(is_from_source ? call.entry.rfind('.') + 1 : 0);
   std::string title = call.name + " as it was called in training";
   for (const auto& [package, version] : bundle.bundle().versions) {
     if (package == "torch" || package == "triton" || package == call.module) {
       title += ", " + package + " " + version;
     }
   }
-  std::string script = "# " + within_text(title);
-  script +=
-      "; written by nanlocator.\nimport importlib\nimport importlib.util\nimport os\n"
-      "import sys\n\n";
+  std::string script = "# " + within_text(title) + "; written by nanlocator.\n" +
+                       foreign_start("folder", folder.string());
+  std::string of_files;  // programs and folders, too, are named by variables
   for (const auto& [name, value] : call.environment) {
-    script += "os.environ.setdefault(" + python_text(name) + ", " + python_text(value) + ")\n";
+    const auto line =
+        "os.environ.setdefault(" + python_text(name) + ", " + python_text(value) + ")\n";
+    if (name == "TRITON_INTERPRET") {
+      script += line;
+    } else {
+      of_files += "    " + line;
+    }
   }
+  if (!of_files.empty()) script += "if trust:\n" + of_files;
   script +=
-      "import torch\nfrom safetensors.torch import load_file\n\n"
-      "folder = sys.argv[1] if len(sys.argv) > 1 else " +
-      python_text(folder.string()) +
-      "\n"
+      "\nimport torch\nfrom safetensors.torch import load_file\n\n"
       "memory = {n: t.reshape(-1).view(torch.uint8).clone() for n, t in\n"
       "          load_file(os.path.join(folder, \"tensors.safetensors\")).items()}\n";
   if (const auto names = storages_on_device(bundle.bundle()); !names.empty()) {
@@ -324,14 +360,7 @@ std::string kernel_script(const OpenBundle& bundle) {
       "def attribute(owner, path):\n"
       "    for name in path.split(\".\"):\n        owner = getattr(owner, name)\n"
       "    return owner\n";
-  script += kModuleFunction;
-  if (!is_from_source) script += search_path(call.module, call.file);
-  script += is_from_source
-                ? "kernel = attribute(module(\"nanlocator_kernel\", os.path.join(folder, " +
-                      python_text(call.source) + ")), " + python_text(entry) + ")\n"
-                : "kernel = attribute(module(" +
-                      python_text(is_program(call.module) ? kProgramModule : call.module) + ", " +
-                      python_text(call.file) + "), " + python_text(entry) + ")\n";
+  script += kModuleFunction + kernel_lines(call);
   script += "arguments = {\n";
   for (std::size_t i = 0; i < call.arguments.size(); ++i) {
     const std::string name =
@@ -344,11 +373,6 @@ std::string kernel_script(const OpenBundle& bundle) {
   }
   script += "}\n";
   if (call.launcher == "triton") {
-    if (!is_from_source) {  // autotuners and heuristics stand before what was launched
-      script +=
-          "while type(kernel).__name__ not in (\"JITFunction\", \"InterpretedFunction\"):\n"
-          "    kernel = kernel.fn\n";
-    }
     std::string grid;
     for (const auto& size : call.launch) grid += kernel_value(size, "the grid") + ", ";
     script += "result = kernel[(" + grid + ")](*arguments.values(), **keywords)\n";
@@ -361,7 +385,8 @@ std::string kernel_script(const OpenBundle& bundle) {
          "                    *((f\"output[{i}]\", r) for i, r in enumerate(results))]:\n"
          "    if isinstance(value, torch.Tensor) and value.is_floating_point():\n"
          "        bad = (~torch.isfinite(value.float())).nonzero().tolist()\n"
-         "        print(name, tuple(value.shape), len(bad), \"NaN or Inf, first at\", bad[:1])\n";
+         "        print(repr(name)[1:-1], tuple(value.shape), len(bad), \"NaN or Inf, first at\", "
+         "bad[:1])\n";
 }
 
 }  // namespace
@@ -373,7 +398,7 @@ std::string python_script(const OpenBundle& bundle) {
     throw UsageError(bundle.path().string() + " holds no operator or kernel call to export");
   }
   const auto folder = std::filesystem::absolute(bundle.path());
-  const auto tensors = python_text((folder / "tensors.safetensors").string());
+  const auto tensors = folder / "tensors.safetensors";
   const auto torch = bundle.bundle().versions.find("torch");
   const auto schema = schema_of(*recorded);
   const std::string title =
@@ -386,14 +411,13 @@ std::string python_script(const OpenBundle& bundle) {
     script = "# " + title +
              "import sys\nimport torch\nfrom safetensors.torch import load_file\n\n"
              "tensors = load_file(sys.argv[1] if len(sys.argv) > 1 else " +
-             tensors + ")\n";
+             python_text(tensors.string()) + ")\n";
   } else {
-    script = "\"\"\"" + title + needed(*recorded) +
-             "\n\"\"\"\n\nimport importlib\nimport importlib.util\nimport os\nimport sys\n\n"
-             "import torch\nfrom safetensors.torch import load_file\n\n"
-             "path = sys.argv[1] if len(sys.argv) > 1 else " +
-             tensors + "\nfolder = os.path.dirname(path)\ntensors = load_file(path)\n" +
-             registration(*recorded) + "\n\n";
+    script = "\"\"\"" + title + needed(*recorded) + "\n\"\"\"\n\n" +
+             foreign_start("path", tensors.string()) +
+             "\nimport torch\nfrom safetensors.torch import load_file\n\n"
+             "folder = os.path.dirname(path)\ntensors = load_file(path)\n" +
+             registration(*recorded, operator_name_of(recorded->op).name) + "\n\n";
   }
   script +=
       "def view(name, dtype, sizes, strides, offset):\n"

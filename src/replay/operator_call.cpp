@@ -257,7 +257,9 @@ OperatorCall operator_call_of(const OpenBundle& bundle, at::Device device) {
     const auto& [module, library, source] = by.front();
     throw UnsupportedError(file + ": " + recorded->op + " is not registered in this process. " +
                            (module.empty() ? library : module) +
-                           " registered it: `python -m nanlocator.replay` imports that.");
+                           " registered it: `python -m nanlocator.replay` " +
+                           (module.empty() || module.starts_with("__") ? "loads that with --trust."
+                                                                       : "imports that."));
   }
   const auto& facts = call_facts(call.name);
   const auto& schema = facts.handle.schema();

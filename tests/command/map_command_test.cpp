@@ -278,7 +278,7 @@ TEST(NanlocatorCommand, HelpOfEveryCommandHasAnExample) {
 
 TEST(NanlocatorCommand, HelpOfReplayShowsTheOptionsThatPythonObeys) {
   EXPECT_THAT(run_command({"replay", "--help"}).out,
-              AllOf(HasSubstr("--reference MODULE:FUNCTION"), HasSubstr("--allow-source")));
+              AllOf(HasSubstr("--reference MODULE:FUNCTION"), HasSubstr("--trust")));
 }
 
 TEST(NanlocatorCommand, TellsItsVersion) {

@@ -44,7 +44,7 @@ def test_help_is_the_checks_and_has_an_example():
     assert "nanlocator netcheck --nproc-per-node 8" in run.stdout
 
 
-@pytest.mark.parametrize("command", [["netcheck", "--quick"], ["replay", "BUNDLE", "--allow-source"]])
+@pytest.mark.parametrize("command", [["netcheck", "--quick"], ["replay", "BUNDLE", "--trust"]])
 def test_without_the_package_one_line_says_what_to_install_and_help_is_help(command, tmp_path):
     def done(*words, **variables):
         return subprocess.run(

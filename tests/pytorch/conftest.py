@@ -1,1 +1,1 @@
-from fixtures import run_in_tmp_path, same_seed, without_leftovers  # noqa: F401
+from fixtures import own_folder, run_in_tmp_path, same_seed, without_leftovers  # noqa: F401

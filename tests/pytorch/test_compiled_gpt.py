@@ -281,7 +281,7 @@ class Tripled(nn.Module):
         return torch.ops.nanlocator_gpt.tripled(x)
 
 
-def test_a_wrong_kernel_is_told_with_its_generated_source(tmp_path):
+def test_a_wrong_kernel_is_told_with_its_generated_source(tmp_path, own_folder):
     with lowered_to_logarithm(torch.ops.nanlocator_gpt.tripled.default):
         model = gpt()
         activation(Tripled)(model)
@@ -304,9 +304,10 @@ def test_a_wrong_kernel_is_told_with_its_generated_source(tmp_path):
             [sys.executable, *command], env=elsewhere, stdout=subprocess.PIPE, text=True
         ).stdout
 
-    report = json.loads(printed("-m", "nanlocator.replay", bundle, "--allow-source", "--json"))
+    report = json.loads(printed("-m", "nanlocator.replay", bundle, "--trust", "--json"))
     bad = origin["tensor"]["nan"]
     assert (report["kernel"], report["conclusion"], report["bad"]) == (origin["operator"], "bad_again", bad)
     script = tmp_path / "script.py"
     script.write_text(printed("-m", "nanlocator.replay", bundle, "--export-python", "-"))
-    assert f"{origin['tensor']['role']} (2, 16, 128) {bad} NaN or Inf" in printed(script, bundle.absolute())
+    said = printed(script, bundle.absolute(), "--trust")
+    assert f"{origin['tensor']['role']} (2, 16, 128) {bad} NaN or Inf" in said

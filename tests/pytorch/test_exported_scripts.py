@@ -3,54 +3,16 @@ model nor, of the exported script, nanlocator."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from ranks import RankServer, run_python
+from replayed_bundles import BUILD, CUSTOM_OP, TRAINING, edited, exported, interpreter, replayed, trained
 
 import nanlocator
 from nanlocator import _C
-from nanlocator.calls.kernel_calls import KernelCallRecord, _import_kernel
-
-BUILD = Path(_C.__file__).parents[2]
-_without_triton = RankServer("torch")  # whose import reads the environment, of which a bundle has its own
-
-# A registration gives `planted`, which is NaN for negative numbers, and what a caller imports.
-CUSTOM_OP = """
-import numpy
-import torch
-
-FLOOR = 0.0
-
-
-@torch.library.custom_op("planted::root", mutates_args=())
-def root(x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
-    return torch.from_numpy(numpy.sqrt(x.detach().numpy() * by) + FLOOR)
-
-
-@root.register_fake
-def _(x, by=1.0):
-    return torch.empty_like(x)
-
-
-def _setup(ctx, inputs, output):
-    ctx.save_for_backward(output)
-
-
-def _backward(ctx, gradient):
-    (output,) = ctx.saved_tensors
-    return gradient / (2 * output), None
-
-
-root.register_autograd(_backward, setup_context=_setup)
-
-
-def planted(x):
-    return root(x, by=2.0)
-"""
 
 DEFINED = """
 import numpy
@@ -89,21 +51,19 @@ def planted(x):
     return x + torch.ops.planted.root(x.detach())
 """
 
-LOADED = f"""
+LOADED = """
+import os
 import torch
 
-torch.ops.load_library({str(BUILD / "tests" / "planted_operators.so")!r})
+torch.ops.load_library(os.path.abspath("planted_operators.so"))
 
 
 def planted(x):
     return x + torch.ops.planted_operators.root(x.detach())
 """
 
-IMPORTED = f"""
-import sys
+IMPORTED = """
 import torch
-
-sys.path.append({str(BUILD / "tests")!r})
 import planted_operators
 
 
@@ -111,10 +71,11 @@ def planted(x):
     return x + torch.ops.planted_operators.root(x.detach())
 """
 
-DERIVED = f"""
+DERIVED = """
+import os
 import torch
 
-torch.ops.load_library({str(BUILD / "tests" / "planted_operators.so")!r})
+torch.ops.load_library(os.path.join(os.path.dirname(os.path.abspath(__file__)), "planted_operators.so"))
 
 
 def _setup(ctx, inputs, output):
@@ -132,30 +93,6 @@ def planted(x):
     return torch.ops.planted_operators.root(x)
 """
 
-TRAINING = """
-import nanlocator
-from torch import nn
-
-
-class Planted(nn.Module):
-    def forward(self, x):
-        return planted(x)
-
-
-torch.manual_seed(0)
-x = torch.randn(3, 4)
-model = nn.Sequential(nn.Linear(4, 4), Planted(), nn.Linear(4, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-nanlocator.watch(model, optimizer)
-model(x).square().mean().backward()
-try:
-    optimizer.step()
-    raise SystemExit("nothing was found")
-except nanlocator.NonFiniteGradientError as error:
-    print(error.verdict["origins"][0]["operator"])
-"""
-
-
 REGISTRATIONS = {"custom_op": CUSTOM_OP, "Library": DEFINED, "define": DEFINED_BY_FUNCTIONS}
 
 
@@ -166,46 +103,21 @@ def registered_by(*usual):
     return pytest.mark.parametrize("text", cases)
 
 
-def trained(files, **variables):
-    """Runs train.py of ``files`` in a folder of its own; its operator and the bundle."""
-    for name, text in files.items():
-        path = Path("project", name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    done = run_python("train.py", cwd="project", **variables)
-    assert done.returncode == 0, done.stderr
-    (bundle,) = Path("project").glob("nanlocator_run/*/bundles/*")
-    return done.stdout.split()[-1], bundle.absolute()
-
-
 def registrations(bundle):
     return json.loads((bundle / "bundle.json").read_text())["operator_call"]["registered_by"]
 
 
-def replayed(bundle, *options, **variables):
-    """In a folder that has nothing."""
-    Path("elsewhere").mkdir(exist_ok=True)
-    return _without_triton.run_python(
-        "-m", "nanlocator.replay", bundle, *options, cwd="elsewhere", **variables
-    )
-
-
-def interpreter(*command, cwd, **variables):
-    command, environment = [sys.executable, *map(str, command)], os.environ | variables
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd, env=environment)
-
-
-def exported(bundle, argument, *, start=run_python, **variables):
-    """Runs the exported script where there is no nanlocator."""
-    Path("alone").mkdir(exist_ok=True)
-    Path("alone/script.py").write_text(_C.export_python(bundle))
-    Path("alone/nanlocator.py").write_text("raise ImportError('a script needs no nanlocator')")
-    return start("script.py", argument, cwd="alone", PYTHONPATH="", **variables)
-
-
-def exported_operator(bundle, start=run_python):
-    done = exported(bundle, bundle / "tensors.safetensors", start=start)
+def exported_operator(bundle, *options, **where):
+    tensors = bundle / "tensors.safetensors"
+    done = exported(bundle, tensors, *options, **where)
     assert done.returncode == 0 and "nan" in done.stdout, done.stderr
+
+
+def refused_export(bundle):
+    """What the script says that would have had to load what the bundle names."""
+    done = exported(bundle, bundle / "tensors.safetensors")
+    assert done.returncode == 1 and "nan" not in done.stdout
+    return done.stderr
 
 
 def refusal(bundle):
@@ -221,67 +133,96 @@ def is_bad_again(done):
     return report["recorded"][0]["nan"] > 0 and report["is_bit_exact"]
 
 
-def needs(text):
-    if "planted_operators" in text and not (BUILD / "tests" / "planted_operators.so").exists():
+@pytest.fixture
+def planted_operators():
+    """In the folder of the program."""
+    built = BUILD / "tests" / "planted_operators.so"
+    if not built.exists():
         pytest.skip("planted_operators.so is built with the C++ tests")
+    Path("project").mkdir()
+    shutil.copy(built, "project")
 
 
 @registered_by("custom_op")
-def test_an_operator_of_a_module_is_replayed_and_exported_by_that_module(text):
+def test_an_operator_of_a_module_is_replayed_and_exported_by_the_modules_name(text):
     operator, bundle = trained(
         {"my_ops.py": text, "train.py": "import torch\nfrom my_ops import planted\n" + TRAINING}
     )
     assert operator == "planted::root"
     (found,) = registrations(bundle)
     assert (found["module"], found["file"]) == ("my_ops", str(Path("project/my_ops.py").absolute()))
-    assert is_bad_again(replayed(bundle, "--json"))
-    exported_operator(bundle)
+    assert is_bad_again(replayed(bundle, "--json", importing_from="project"))
+    exported_operator(bundle, importing_from="project")
     assert "registered by the module my_ops, which must be importable" in Path("alone/script.py").read_text()
 
 
 @registered_by("define")
-def test_elsewhere_the_statements_that_register_it_are_run_where_that_is_allowed(text):
+def test_elsewhere_the_statements_that_register_it_are_run_where_that_is_allowed(text, own_folder):
     """The module that holds them is gone, and so is all else of it."""
     files = {"pkg/__init__.py": "", "pkg/helpers.py": "", "pkg/my_ops.py": f"from . import helpers\n{text}"}
     _, bundle = trained(files | {"train.py": "import torch\nfrom pkg.my_ops import planted\n" + TRAINING})
     shutil.rmtree("project/pkg")
-    said = refusal(bundle)
-    assert said.startswith("planted::root is not registered here. pkg.my_ops registered it and cannot be")
-    assert "registration.py: if you trust where the bundle is from, --allow-source executes that" in said
-    assert is_bad_again(replayed(bundle, "--json", "--allow-source"))
-    exported_operator(bundle)
+    assert refusal(bundle) == (
+        "planted::root is not registered here. pkg.my_ops registered it and was not loaded: "
+        "ModuleNotFoundError: No module named 'pkg' (the current folder is left out), and "
+        f"{own_folder}/project/pkg/my_ops.py is not here. The bundle holds registration.py: nothing of that "
+        "was loaded. Install the package that has pkg; or if you trust where the bundle is from: "
+        f"nanlocator replay {bundle} --trust (in Python: trust=True)"
+    )
+    assert is_bad_again(replayed(bundle, "--json", "--trust"))
+    assert f"--trust loads '{bundle}/registration.py'" in refused_export(bundle)
+    exported_operator(bundle, "--trust")
 
 
 @registered_by("custom_op", "Library", "define")
-def test_of_a_program_only_what_registers_the_operator_runs_again(text):
+def test_of_a_program_only_what_registers_the_operator_runs_again(text, own_folder):
     operator, bundle = trained({"train.py": text + TRAINING})
     assert operator == "planted::root"
     (found,) = registrations(bundle)
     assert found["module"] == "__main__"
     source = (bundle / found["source"]).read_text()
     assert "sqrt" in source and "Linear" not in source and "randn" not in source
-    assert is_bad_again(replayed(bundle, "--json"))
+    assert "it is the program that was run. The bundle names" in refusal(bundle)
+    assert is_bad_again(replayed(bundle, "--json", "--trust"))
+    exported_operator(bundle, "--trust")
+    (bundle / found["source"]).unlink()
+    edited(bundle, without_source)
+    assert is_bad_again(replayed(bundle, "--json", "--trust"))
     Path("project/train.py").unlink()
     assert "it is the program that was run, and" in refusal(bundle)
-    assert is_bad_again(replayed(bundle, "--json", "--allow-source"))
-    exported_operator(bundle)
+
+
+def without_source(content):
+    (registration,) = content["operator_call"]["registered_by"]
+    del content["files"][registration["source"]]
+    registration["source"] = None
 
 
 @pytest.mark.parametrize(
     ("text", "module"), [(LOADED, None), (IMPORTED, "planted_operators")], ids=["loaded", "imported"]
 )
-def test_an_operator_of_a_library_is_replayed_and_exported_by_that_library(text, module):
-    needs(text)
+def test_an_operator_of_a_library_is_replayed_and_exported_by_that_library(
+    text, module, own_folder, planted_operators
+):
     operator, bundle = trained({"train.py": text + TRAINING})
     assert operator == "planted_operators::root"
     (found,) = registrations(bundle)
     assert (found["module"], Path(found["file"]).name) == (module, "planted_operators.so")
-    assert is_bad_again(replayed(bundle, "--json"))
-    exported_operator(bundle)
+    if module:
+        assert is_bad_again(replayed(bundle, "--json", importing_from="project"))
+        exported_operator(bundle, importing_from="project")
+    else:
+        said = refusal(bundle)
+        assert "it is known by its file alone. The bundle names" in said and "--load FILE.so" in said
+        assert is_bad_again(replayed(bundle, "--json", "--load", found["file"]))
+    assert is_bad_again(replayed(bundle, "--json", "--trust"))
+    assert "planted_operators::root is not registered. --trust loads" in refused_export(bundle)
+    exported_operator(bundle, "--trust")
 
 
-def test_a_derivative_in_python_is_registered_beside_the_library_of_its_operator():
-    needs(DERIVED)
+def test_a_derivative_in_python_is_registered_beside_the_library_of_its_operator(
+    own_folder, planted_operators
+):
     _, bundle = trained(
         {"my_ops.py": DERIVED, "train.py": "import torch\nfrom my_ops import planted\n" + TRAINING}
     )
@@ -289,43 +230,11 @@ def test_a_derivative_in_python_is_registered_beside_the_library_of_its_operator
     assert (Path(library["file"]).name, module["module"]) == ("planted_operators.so", "my_ops")
     source = (bundle / module["source"]).read_text()
     assert "register_autograd" in source and "load_library" not in source
-    assert is_bad_again(replayed(bundle, "--json"))
-    exported_operator(bundle)
-
-
-def changed(bundle, **registration):
-    path = bundle / "bundle.json"
-    content = json.loads(path.read_text())
-    content["operator_call"]["registered_by"][0] |= registration
-    path.write_text(json.dumps(content))
-
-
-def test_what_a_bundle_says_of_files_is_not_trusted_beyond_an_import():
-    _, bundle = trained(
-        {"my_ops.py": DEFINED, "train.py": "import torch\nfrom my_ops import planted\n" + TRAINING}
-    )
-    planted = "open('executed', 'w').close()"
-    (bundle / "evil.py").write_text(planted)
-    (bundle / "registration.py").write_text(planted)
-
-    def said_of(**registration):
-        changed(bundle, **registration)
-        return refusal(bundle)
-
-    assert "evil.py is a file of the bundle" in said_of(module="evil", file=f"{bundle}/evil.py")
-    assert "evil.py is a file of the bundle" in said_of(module="__main__", file=f"{bundle}/evil.py")
-    assert "No module named 'nowhere_ops'" in said_of(module="nowhere_ops", file="/nowhere/nowhere_ops.py")
-    assert "/nowhere/libops.so is not here" in said_of(module=None, file="/nowhere/libops.so")
-    assert "expected an absolute path" in said_of(module="evil", file="../evil.py")
-    assert "is no name of a module" in said_of(module="evil; import os", file=None)
-    (bundle / "json.py").write_text(planted)
-    of_the_command = subprocess.run(["nanlocator", "replay", "."], cwd=bundle, capture_output=True, text=True)
-    assert of_the_command.returncode == 2
-    (bundle / "json.py").unlink()
-    changed(bundle, module="evil", file=None)
-    in_the_bundle = run_python("-m", "nanlocator.replay", bundle, cwd=bundle)
-    assert in_the_bundle.returncode == 2 and "among the bundle's own files" in in_the_bundle.stderr
-    assert not list(Path().rglob("executed"))
+    by_name = replayed(bundle, "--json", importing_from="project")
+    assert is_bad_again(by_name) and by_name.stderr == ""  # the module has loaded the library
+    assert is_bad_again(replayed(bundle, "--json", "--trust"))
+    exported_operator(bundle, importing_from="project")
+    exported_operator(bundle, "--trust")
 
 
 def test_a_script_holds_nothing_of_a_bundle_as_code():
@@ -337,7 +246,7 @@ def test_a_script_holds_nothing_of_a_bundle_as_code():
     content["versions"]["torch"] = '2\n"""\nopen("executed", "w")\n"""'
     content["settings"]["autocast"] = 'cpu bfloat16), open("executed", "w'
     path.write_text(json.dumps(content))
-    exported_operator(bundle, interpreter)
+    exported_operator(bundle, start=interpreter, importing_from="project")
     assert not list(Path().rglob("executed"))
     content["operator_call"]["operator"] = 'planted::root, open("executed", "w")'
     path.write_text(json.dumps(content))
@@ -352,7 +261,8 @@ def test_the_command_takes_a_custom_operator_to_python_and_says_what_is_missing_
         {"my_ops.py": DEFINED, "train.py": "import torch\nfrom my_ops import planted\n" + TRAINING}
     )
     command = [BUILD / "bin" / "nanlocator", "replay", bundle, "--this-device-only"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd="/")
+    environment = os.environ | {"PYTHONPATH": f"{os.environ['PYTHONPATH']}:{Path('project').absolute()}"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment)
     assert done.returncode == 1 and "conclusion:" in done.stdout, done.stderr
     alone = subprocess.run([BUILD / "bin" / "nanlocator-replay", bundle], capture_output=True, text=True)
     assert alone.returncode == 2
@@ -456,70 +366,39 @@ def test_a_kernel_of_triton_runs_by_the_exported_script(name):
         "triton",
         None if "without" in name else "kernel.py",
     )
-    done = exported(bundle, bundle, TRITON_INTERPRET="1")
+    done = exported(bundle, bundle, importing_from="project", TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
     counted = {line.split()[0]: int(line.split(") ")[1].split()[0]) for line in done.stdout.splitlines()}
     assert counted["x"] == 0 and counted["y"] > 0, done.stdout
 
 
 @pytest.mark.parametrize("name", ["plain", "autotuned"])
-def test_the_source_in_a_bundle_is_executed_where_that_is_allowed_and_nowhere_else(name):
+def test_the_source_in_a_bundle_is_executed_where_that_is_allowed_and_nowhere_else(name, own_folder):
     """The module is mended after the run: what replays is the module, or with consent what ran then."""
     bundle = trained_with_kernel(name, TRITON_PLANTED="then")
     path = Path("project/my_kernels.py")
     path.write_text(
         path.read_text().replace("root(tl.load(x + at, mask=mask), LEAST)", "tl.load(x + at, mask=mask)")
     )
-    mended = replayed(
-        bundle, TRITON_PLANTED="then", PYTHONPATH=f"{os.environ.get('PYTHONPATH')}:{path.parent.absolute()}"
-    )
+    mended = replayed(bundle, importing_from="project", TRITON_PLANTED="then")
     assert (mended.returncode, "not_bad_again" in mended.stdout) == (0, True), mended.stderr
     assert "the environment's" not in mended.stdout
-    allowed = replayed(bundle, "--allow-source", "--json", TRITON_OTHER="1")
+    allowed = replayed(bundle, "--trust", "--json", TRITON_OTHER="1")
     report = json.loads(allowed.stdout)
     assert allowed.returncode == 1 and report["conclusion"] not in ("not_bad_again", "not_replayed")
     assert report["environment"] == [
         {"name": "TRITON_OTHER", "recorded": None, "here": "1"},
         {"name": "TRITON_PLANTED", "recorded": "then", "here": None},
     ]
+    for argument, has_bad in (((), False), (("--trust",), True)):
+        script = exported(bundle, bundle, *argument, importing_from="project", TRITON_INTERPRET="1")
+        assert (re.search(r"^y .* [1-9]\d* NaN", script.stdout, re.M) is not None) == has_bad, script.stderr
     shutil.rmtree("project/__pycache__", ignore_errors=True)
     for file in ("my_kernels.py", "helpers.py"):
         Path("project", file).unlink()
     refused = replayed(bundle)
-    assert refused.returncode == 2 and "--allow-source executes that" in refused.stderr
-    said = replayed(bundle, "--allow-source", TRITON_PLANTED="now")
+    assert refused.returncode == 2 and "The bundle holds kernel.py: nothing of that was" in refused.stderr
+    script = exported(bundle, bundle, TRITON_INTERPRET="1")
+    assert script.returncode == 1 and f"--trust loads '{bundle}/kernel.py'" in script.stderr
+    said = replayed(bundle, "--trust", TRITON_PLANTED="now")
     assert "the environment's TRITON_PLANTED was 'then' in training and is 'now' here" in said.stdout
-
-
-@pytest.mark.parametrize(
-    ("module", "entry", "launcher"),
-    [
-        ("os", "system", "function"),
-        ("posix", "system", "function"),
-        ("subprocess", "run", "function"),
-        ("torch", "load", "function"),
-        ("torch._C", "_cuda_synchronize", "function"),
-        ("subprocess", "os", "triton"),
-        ("os", "system", "triton"),
-    ],
-)
-def test_what_a_bundle_calls_a_kernel_is_executed_only_where_it_is_one(module, entry, launcher, tmp_path):
-    record = KernelCallRecord("planted::kernel", launcher, module, entry, "")
-    with pytest.raises(nanlocator.UnsupportedError, match=r"is no (function of an ext|kernel of Triton)"):
-        _import_kernel(record, tmp_path, None)
-
-
-def test_no_file_from_beside_a_bundle_is_imported_as_a_kernel(tmp_path, monkeypatch):
-    bundle = tmp_path / "bundles" / "step1-forward-rank0"
-    other = tmp_path / "bundles" / "step2-forward-rank0"
-    for folder in (bundle, other):
-        folder.mkdir(parents=True)
-        (folder / "bundle.json").write_text("{}")
-        (folder / "kernel.py").write_text("raise SystemExit('executed')")
-    for file in (bundle / "kernel.py", other / "kernel.py", "kernel.py", "bundles/../kernel.py"):
-        record = KernelCallRecord("planted::kernel", "triton", "nowhere", "kernel", str(file))
-        with pytest.raises(nanlocator.UnsupportedError, match="lies beside the bundle"):
-            _import_kernel(record, bundle, None)
-    monkeypatch.syspath_prepend(bundle)
-    with pytest.raises(nanlocator.UnsupportedError, match="among the bundle's own files"):
-        _import_kernel(KernelCallRecord("planted::kernel", "triton", "kernel", "kernel", ""), bundle, None)

@@ -35,6 +35,7 @@ from nanlocator.calls.kernel_calls import KernelCallRecord, _kept
 from nanlocator.calls.kernels import Entry, KernelCalls, _argument_names, named_tensors
 
 PLANTED = Path(kernel_models.__file__)
+BUILT = str(Path(kernels.__file__).parent)
 # Kernels of DEFINITIONS, and the references that know them.
 FUSED = {
     **{name: name for name in ("relu", "sigmoid", "exp", "gelu", "log_softmax", "geglu")},
@@ -552,7 +553,10 @@ def test_in_a_fresh_process_the_conclusion_is_the_same(fault, tmp_path, garbage)
     bundle = bundle_of(Silu(forward=fault), tmp_path)
     expected = {"element": "wrong_values", "tail": "leaves_unwritten"}[fault]
     program = [sys.executable, "-m", "nanlocator.replay", str(bundle)]
-    result = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    path = {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), BUILT])}
+    result = subprocess.run(
+        program, env=os.environ | path, capture_output=True, text=True, timeout=120, check=False
+    )
     assert result.returncode == 1, result.stderr
     assert f"conclusion: {expected}" in result.stdout and "agrees with" in result.stdout
 
@@ -561,7 +565,7 @@ def test_the_exported_script_needs_neither_the_model_nor_nanlocator(tmp_path):
     bundle = bundle_of(Silu(forward="element"), tmp_path)
     script = tmp_path / "bug.py"
     script.write_text(_C.export_python(bundle))
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment = os.environ | {"PYTHONPATH": BUILT}
     result = subprocess.run(
         [sys.executable, str(script)],
         env=environment,

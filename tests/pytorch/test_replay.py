@@ -197,11 +197,11 @@ def test_the_command_refuses_wrong_use_with_2(bundles: dict[str, Path], tmp_path
 def test_the_command_takes_what_only_python_can_obey_to_python(bundles: dict[str, Path]) -> None:
     refused = program(bundles["aten::log"], "--reference", "math:log")
     assert refused.returncode == 2 and "an operator has no reference but itself" in refused.stderr
-    assert program(bundles["aten::log"], "--allow-source").returncode == 1
+    assert program(bundles["aten::log"], "--trust").returncode == 1
     alone = subprocess.run(
-        [BIN / "nanlocator-replay", bundles["aten::log"], "--allow-source"], capture_output=True, text=True
+        [BIN / "nanlocator-replay", bundles["aten::log"], "--trust"], capture_output=True, text=True
     )
-    assert alone.returncode == 2 and "--allow-source needs Python: use nanlocator replay" in alone.stderr
+    assert alone.returncode == 2 and "--trust needs Python: use nanlocator replay" in alone.stderr
 
 
 def test_the_three_programs_have_one_help(bundles: dict[str, Path]) -> None:

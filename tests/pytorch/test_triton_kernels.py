@@ -161,7 +161,9 @@ def test_without_a_bug_nothing_is_found_and_every_step_comes_again_alike(case, o
     assert verdict is None and "other bits" not in errors
 
 
-def test_its_bundle_is_executed_where_the_program_is_not_by_its_source_and_by_the_exported_script():
+def test_its_bundle_is_executed_where_the_program_is_not_by_its_source_and_by_the_exported_script(
+    own_folder,
+):
     """The script needs neither nanlocator nor, after the first time, the interpreter's variable."""
     Path("train.py").write_text(SCRIPT.read_text())
     subprocess.run([sys.executable, "train.py", "no maximum"], env=environment_of_script(), check=True)
@@ -173,15 +175,15 @@ def test_its_bundle_is_executed_where_the_program_is_not_by_its_source_and_by_th
         return subprocess.run(command, capture_output=True, text=True)
 
     refused = replayed()
-    assert refused.returncode == 2 and "--allow-source executes that" in refused.stderr
+    assert refused.returncode == 2 and "it is of the program that was run" in refused.stderr
     assert "RuntimeWarning: 'nanlocator.replay'" not in refused.stderr
-    by_source = replayed("--allow-source")
+    by_source = replayed("--trust")
     assert by_source.returncode == 1 and "conclusion: wrong_values" in by_source.stdout
     Path("alone").mkdir()
     Path("alone/script.py").write_text(replayed("--export-python", "-").stdout)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     alone = subprocess.run(
-        [sys.executable, "script.py", bundle.absolute()],
+        [sys.executable, "script.py", bundle.absolute(), "--trust"],
         cwd="alone",
         env=environment,
         capture_output=True,

@@ -101,6 +101,37 @@ TEST_F(BundleFolder, OfAKernelsCallIsReadBack) {
               HasSubstr("kernel_call.arguments[0]: the view does not fit"));
 }
 
+// Relative, or another file in each process that reads them.
+constexpr const char* kForeignFiles[] = {
+    "ops.py",           "../ops.py",         "/home/../ops.py", "/home/ops\n.py",
+    "/proc/self/cwd/x", "//proc/self/cwd/x", "/./proc/1/cwd/x", "/proc",
+    "/dev/fd/3",        "/dev/shm/ops.py",   "/sys/ops.py",     "/dev//shm/ops.py"};
+
+TEST_F(BundleFolder, OfAKernelNamesNoVariableAndNoFileThatOthersChoose) {
+  planted_.bundle.operator_call.reset();
+  planted_.bundle.kernel_call = planted_kernel_call();
+  planted_.bundle.kernel_call->environment = {{"NVTE_FLASH_ATTN", "1"},
+                                              {"CUBLAS_WORKSPACE_CONFIG", ":4096:8"}};
+  const auto path = write();
+  EXPECT_EQ(OpenBundle(path).bundle(), planted_.bundle);
+  const auto json = nlohmann::json::parse(bytes_of(path / "bundle.json"));
+  const auto refusal = [&](const char* key, const nlohmann::json& value) {
+    auto changed = json;
+    changed["kernel_call"][key] = value;
+    replace_bytes(path / "bundle.json", changed.dump());
+    return message_of<FormatError>([&] { OpenBundle{path}; });
+  };
+  for (const char* name :
+       {"LD_PRELOAD", "PATH", "PYTHONPATH", "triton_interpret", "", "XTRITON_"}) {
+    EXPECT_THAT(refusal("environment", {{name, "1"}}),
+                HasSubstr("kernel_call.environment: \"" + std::string(name) +
+                          "\" is no variable of a library of kernels"));
+  }
+  for (const char* file : kForeignFiles) {
+    EXPECT_THAT(refusal("file", file), HasSubstr("kernel_call.file: "));
+  }
+}
+
 TEST_F(BundleFolder, OfACustomOperatorSaysWhatRegisteredIt) {
   planted_.bundle.operator_call->registered_by = {
       {.module = "", .file = "/home/me/libops.so", .source = ""},
@@ -119,8 +150,18 @@ TEST_F(BundleFolder, OfACustomOperatorSaysWhatRegisteredIt) {
     EXPECT_THAT(refusal("module", name),
                 HasSubstr("registered_by[1].module: \"" + std::string(name) + "\" is no name"));
   }
-  for (const char* file : {"ops.py", "../ops.py", "/home/../ops.py", "/home/ops\n.py"}) {
+  // C1 control characters, which terminals obey, and one that reorders the line.
+  for (const char* name : {"a\u009b31m", "a\u0080", "\u009f", "a\u202eb"}) {
+    EXPECT_THAT(refusal("module", name), HasSubstr("is no name"));
+  }
+  for (const char* file : kForeignFiles) {
     EXPECT_THAT(refusal("file", file), HasSubstr("registered_by[1].file"));
+  }
+  for (const char* file : {"/home/proc/ops.py", "/process/ops.py", "/home/dev/ops.py"}) {
+    auto changed = json;
+    changed["operator_call"]["registered_by"][1]["file"] = file;
+    replace_bytes(path / "bundle.json", changed.dump());
+    EXPECT_EQ(OpenBundle(path).bundle().operator_call->registered_by[1].file, file);
   }
   EXPECT_THAT(refusal("source", "../module.pickle"), HasSubstr("is not among the bundle's files"));
   auto nobody = json;

@@ -1,7 +1,11 @@
-"""Fixtures that the Python tests of several rooms share; every file of a test goes below its own tmp_path."""
+"""Fixtures that the Python tests of several rooms share; every file of a test goes below its own tmp_path, or
+below own_folder."""
 
 import gc
+import os
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +14,16 @@ import torch
 @pytest.fixture(autouse=True)
 def run_in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def own_folder(run_in_tmp_path, monkeypatch):
+    """To be in; only this user can write it and what is above it. Everybody can write /tmp."""
+    usual = os.umask(0o022)
+    with tempfile.TemporaryDirectory(prefix=".nanlocator-test-", dir=Path.home()) as folder:
+        monkeypatch.chdir(folder)
+        yield Path(folder)
+    os.umask(usual)
 
 
 @pytest.fixture(autouse=True)

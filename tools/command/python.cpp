@@ -41,6 +41,22 @@ std::string python() {
   return !unreadable && ::access(beside.c_str(), X_OK) == 0 ? beside.string() : "python";
 }
 
+/// PYTHONPATH without the current folder, which an empty entry names, too.
+std::string import_path() {
+  const char* variable = std::getenv("PYTHONPATH");
+  std::string rest = variable == nullptr ? "" : variable;
+  std::string kept;
+  while (!rest.empty()) {
+    const auto entry = rest.substr(0, rest.find(':'));
+    std::error_code missing;
+    if (!entry.empty() && !std::filesystem::equivalent(entry, ".", missing)) {
+      kept += (kept.empty() ? "" : ":") + entry;
+    }
+    rest.erase(0, entry.size() + 1);
+  }
+  return kept;
+}
+
 }  // namespace
 
 void run_python_module(const std::string& module, const std::vector<std::string>& arguments) {
@@ -49,7 +65,8 @@ void run_python_module(const std::string& module, const std::vector<std::string>
   std::vector<char*> pointers;
   for (auto& text : command) pointers.push_back(text.data());
   pointers.push_back(nullptr);
-  ::setenv("PYTHONSAFEPATH", "1", /*overwrite=*/1);  // for the processes that it starts, too
+  ::setenv("PYTHONPATH", import_path().c_str(), /*overwrite=*/1);
+  ::setenv("PYTHONSAFEPATH", "1", /*overwrite=*/1);  // for the processes that it starts; from 3.11 on
   ::execvp(pointers[0], pointers.data());
   throw UsageError("cannot start " + command[0] + ": " + std::strerror(errno) +
                    ". Put the Python that has Torch and nanlocator on PATH.");

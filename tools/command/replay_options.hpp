@@ -34,8 +34,9 @@ inline constexpr Option kReplayOptions[] = {
      .help = "What the kernel should give, for its arguments in float64",
      .heading =
          "A kernel or custom operator, whose module Python imports by its name in the bundle"},
-    {.name = "--allow-source",
-     .help = "Execute the source in the bundle instead: only where you trust the bundle"},
+    {.name = "--trust",
+     .help = "Load files and execute source that the bundle names: only if you trust where it is "
+             "from"},
 };
 
 inline constexpr Command kReplay = {
@@ -50,7 +51,7 @@ inline constexpr Command kReplay = {
 
 /// Only Python can obey some options. The first that was given, or "".
 inline std::string_view option_of_python(const Arguments& given) {
-  for (const std::string_view option : {"--reference", "--allow-source"}) {
+  for (const std::string_view option : {"--reference", "--trust"}) {
     if (given.has(option)) return option;
   }
   return {};

@@ -8,6 +8,7 @@
 // Both files are private (0600): they hold weights and data. docs/formats.md has every key.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <filesystem>
 #include <map>
@@ -124,6 +125,11 @@ enum class Beside : std::uint8_t {
   return std::to_array<std::string_view>({"nothing", "finite", "bad"});
 }
 
+/// How the variables begin by which libraries of kernels choose what they execute. A bundle has no
+/// others.
+inline constexpr auto kKernelVariables = std::to_array<std::string_view>(
+    {"TRITON_", "TORCHINDUCTOR_", "NVTE_", "FLASH_ATTENTION_", "CUBLAS_WORKSPACE_CONFIG"});
+
 /// A call of a kernel that the dispatcher does not see. Python alone can execute it: `module` is
 /// imported, which runs its code, and `entry` called. Reading a bundle does neither.
 struct BundleKernelCall {
@@ -142,7 +148,7 @@ struct BundleKernelCall {
   std::vector<BundleValue> arguments_after;
   std::vector<Beside> beside;                      // of the same tensors, before the call
   std::vector<BundleValue> results;                // tensors that it returned
-  std::map<std::string, std::string> environment;  // variables that change what is executed
+  std::map<std::string, std::string> environment;  // of kKernelVariables
   friend bool operator==(const BundleKernelCall&, const BundleKernelCall&) = default;
 };
 

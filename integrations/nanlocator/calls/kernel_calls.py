@@ -22,12 +22,10 @@ import torch
 
 from nanlocator import _C
 from nanlocator.calls import inductor_kernels, kernels
+from nanlocator.calls.bundle_code import consent, execute, find_named, import_named, line_of, require_own
 from nanlocator.calls.kernel_references import references_of
 from nanlocator.calls.kernel_source import source_of
-from nanlocator.calls.operator_registration import is_found_beside, lies_beside
 
-# Variables by which libraries of kernels choose what they execute.
-ENVIRONMENT = ("TRITON_", "TORCHINDUCTOR_", "NVTE_", "FLASH_ATTENTION_", "CUBLAS_WORKSPACE_CONFIG")
 _MOST_BYTES = 4 << 30  # of copies, of all calls of a pass together
 
 
@@ -216,15 +214,18 @@ def _describe(
     record.positional = tuple(_kept(value, name, record, tensors, problems) for name, value in positional)
     record.named = {key: _kept(value, key, record, tensors, problems) for key, value in kwargs.items()}
     record.settings = _C.current_settings()
-    record.environment = {name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)}
+    record.environment = {
+        name: value for name, value in os.environ.items() if name.startswith(_C.KERNEL_VARIABLES)
+    }
     record.live = entry.live
     if entry.module is not None:
         record.module, record.entry = entry.module.__name__, entry.name
-        record.file = str(getattr(entry.module, "__file__", "") or "")
+        record.file = getattr(entry.module, "__file__", "") or ""
         if inductor_kernels.is_generated(entry.live):
             record.source = inductor_kernels.source_of(entry.module, entry.name)
     else:
         _describe_launch(record, entry.live)
+    record.file = record.file and os.path.abspath(record.file)
     root = record.module.partition(".")[0]
     record.versions = {name: version for name in (root, "triton") if (version := _version(name))}
     if problems:
@@ -351,9 +352,9 @@ def _grid_of(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, An
 # --- in another process ---
 
 
-def load_record(bundle: Path, device: str, allow_source: bool = False) -> KernelCallRecord:
-    """Of a bundle, with its kernel imported: that runs the module's code, as every import does. The source
-    in the bundle is code from the bundle: it is run only with ``allow_source``."""
+def load_record(bundle: Path, device: str, trust: bool = False) -> KernelCallRecord:
+    """Of a bundle, with its kernel imported by name: that runs the module's code, as every import does. With
+    ``trust`` the source in the bundle runs in its place, or the file that the bundle names is loaded."""
     kept = _C.kernel_call_of(bundle, device, lambda class_name, fields: (class_name, fields), _NotKept)
     record = KernelCallRecord(
         kept["name"],
@@ -389,8 +390,14 @@ def load_record(bundle: Path, device: str, allow_source: bool = False) -> Kernel
         record.why_not_replayed = "; ".join(problems)
     if not record.why_not_replayed:
         folder = bundle if bundle.is_dir() else bundle.parent
-        source = folder / kept["source_file"] if kept["source_file"] and allow_source else None
-        record.live = _import_kernel(record, folder, source)
+        record.live = _import_kernel(record, folder, trust, kept["source_file"])
+        for each in _imported_in((record.positional, record.named)):
+            try:
+                import_named(each.module, folder)
+            except (Exception, SystemExit) as error:
+                raise _C.UnsupportedError(
+                    f"{each.module}.{each.name}, an argument, cannot be imported: {line_of(error)}"
+                ) from error
     return record
 
 
@@ -408,7 +415,8 @@ def _loaded(value: Any, name: str, record: KernelCallRecord, problems: list[str]
         problems.append(f"its argument {name} could not be kept: {value.description}")
         return None
     if type(value) is tuple and len(value) == 2 and isinstance(value[1], dict):
-        if value[0] == f"{Imported.__module__}.{Imported.__qualname__}":
+        class_name = f"{Imported.__module__}.{Imported.__qualname__}"
+        if value[0] == class_name and value[1].keys() == {"module", "name"}:
             return Imported(str(value[1]["module"]), str(value[1]["name"]))
         problems.append(f"its argument {name} is a {value[0]}")
         return None
@@ -419,80 +427,89 @@ def _loaded(value: Any, name: str, record: KernelCallRecord, problems: list[str]
     return value
 
 
-def _import_kernel(record: KernelCallRecord, bundle: Path, source: Path | None) -> Any:
-    """A bundle may come from anywhere: what it names is executed only where it is a kernel, and no file from
-    beside it is imported unless that was allowed."""
+def _imported_in(value: Any) -> Iterator[Imported]:
+    if isinstance(value, Imported):
+        yield value
+    elif type(value) in (list, tuple, dict):
+        for item in value.values() if type(value) is dict else value:
+            yield from _imported_in(item)
+
+
+def _import_kernel(record: KernelCallRecord, bundle: Path, trust: bool, source: str = "") -> Any:
+    """A bundle may come from anywhere: what is called is a kernel, and what the bundle brings runs only with
+    ``trust``."""
     for name, value in record.environment.items():
         if name == "TRITON_INTERPRET" and "triton" not in sys.modules:
             os.environ.setdefault(name, value)
-    if source is not None:
-        module = _module_from(source, f"nanlocator_kernel_{source.parent.name.replace('.', '_')}")
+    if trust and source:
+        module = execute(bundle / source, f"nanlocator_kernel_{bundle.name.replace('.', '_')}")
         found = attribute(module, record.entry.rpartition(".")[2])
-    else:
-        module, found = _import_entry(record, bundle)
+        return _triton_kernel(record, found) if record.launcher == "triton" else found
+    try:
+        return _kernel_in(_module_by_name(record, bundle), record)
+    except (Exception, SystemExit) as error:  # whatever the module's code raises
+        problem = f"{record.entry} of {record.module} cannot be imported: {line_of(error)}"
+    if record.file and not os.path.isfile(record.file):
+        problem += f", and {record.file} is not here"
+    elif record.file and trust:
+        try:
+            return _kernel_in(_module_by_file(record), record)
+        except (Exception, SystemExit) as error:
+            problem += f"; nor loaded from {record.file}: {line_of(error)}"
+    advice = "" if trust else consent(bundle, [(record.module, record.file, source)])
+    raise _C.UnsupportedError(problem + advice)
+
+
+def _module_by_name(record: KernelCallRecord, bundle: Path) -> types.ModuleType:
+    if record.module.startswith("__"):
+        raise _C.UnsupportedError("it is of the program that was run")
+    if record.module not in sys.modules:
+        _require_module_of_kernels(record, str(find_named(record.module, bundle).origin))
+    return importlib.import_module(record.module)
+
+
+def _module_by_file(record: KernelCallRecord) -> types.ModuleType:
+    _require_module_of_kernels(record, record.file)
+    name = "nanlocator_program" if record.module.startswith("__") else record.module
     if record.launcher == "triton":
-        # Autotuners and heuristics stand before the kernel that was launched.
-        while not kernels.is_triton_kernel(found) and hasattr(found, "fn"):
-            found = found.fn
-        if not kernels.is_triton_kernel(found):
-            raise _C.UnsupportedError(
-                f"{record.module}.{record.entry} is no kernel of Triton here" + _source_hint(record)
-            )
-    elif source is None and not kernels.is_function_of_extension(found, module):
-        raise _C.UnsupportedError(
-            f"{record.module}.{record.entry} is no function of an extension module of PyTorch's here"
-        )
+        return execute(Path(record.file), f"nanlocator_{name}" if name in sys.modules else name)
+    require_own(record.file)
+    spec = importlib.util.spec_from_file_location(name, record.file)
+    assert spec is not None and spec.loader is not None  # by its suffix
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _require_module_of_kernels(record: KernelCallRecord, file: str) -> None:
+    """Before anything of it runs."""
+    is_one = (
+        file.endswith(".py") if record.launcher == "triton" else kernels.is_extension(record.module, file)
+    )
+    if not is_one:
+        raise _no_kernel(record)
+
+
+def _kernel_in(module: types.ModuleType, record: KernelCallRecord) -> Any:
+    if record.launcher == "triton":
+        return _triton_kernel(record, attribute(module, record.entry))
+    found = vars(module).get(record.entry)
+    if not kernels.is_function_of_extension(found, module):
+        raise _no_kernel(record)
     return found
 
 
-def _source_hint(record: KernelCallRecord) -> str:
-    return (
-        f". The bundle holds its source, {record.source_file}: if you trust where the bundle is from, "
-        "--allow-source executes that"
-        if record.source_file
-        else ""
+def _triton_kernel(record: KernelCallRecord, found: Any) -> Any:
+    """Without the autotuners and heuristics before the kernel that was launched."""
+    while not kernels.is_triton_kernel(found) and hasattr(found, "fn"):
+        found = found.fn
+    if not kernels.is_triton_kernel(found):
+        raise _no_kernel(record)
+    return found
+
+
+def _no_kernel(record: KernelCallRecord) -> _C.UnsupportedError:
+    kind = (
+        "kernel of Triton" if record.launcher == "triton" else "function of an extension module of PyTorch's"
     )
-
-
-def _import_entry(record: KernelCallRecord, bundle: Path) -> tuple[types.ModuleType, Any]:
-    """From its module by name, else from the file that the module came from."""
-    if record.file and (not Path(record.file).is_absolute() or lies_beside(record.file, bundle)):
-        raise _C.UnsupportedError(
-            f"{record.file} lies beside the bundle: nothing of it is run" + _source_hint(record)
-        )
-    try:
-        if record.module.startswith("__"):  # the program that was run
-            raise ImportError(f"{record.module} is the program that was run")
-        if is_found_beside(record.module, bundle):
-            raise ImportError(f"{record.module} is found among the bundle's own files")
-        module = importlib.import_module(record.module)
-        return module, attribute(module, record.entry)
-    except (ImportError, AttributeError) as error:
-        problem = _line(error)
-    if not record.file or not Path(record.file).is_file():
-        raise _C.UnsupportedError(
-            f"{record.entry} of {record.module} cannot be imported ({problem}), and "
-            f"{record.file or 'its file'} is not here" + _source_hint(record)
-        )
-    name = "nanlocator_program" if record.module.startswith("__") else record.module
-    try:
-        module = _module_from(Path(record.file), name)
-        return module, attribute(module, record.entry)
-    except (ImportError, AttributeError) as error:
-        raise _C.UnsupportedError(
-            f"{record.file} has no {record.entry} here ({_line(error)})" + _source_hint(record)
-        ) from error
-
-
-def _module_from(file: Path, name: str) -> types.ModuleType:
-    is_source = file.suffix == ".py"
-    if is_source and name in sys.modules:
-        name = f"nanlocator_{name}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise _C.UnsupportedError(f"{file} is no module of Python")
-    module = importlib.util.module_from_spec(spec)
-    if is_source:  # decorators look there
-        sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    return _C.UnsupportedError(f"{record.module}.{record.entry} is no {kind} here")

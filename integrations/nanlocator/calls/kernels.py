@@ -155,23 +155,26 @@ def is_triton_kernel(found: Any) -> bool:
 
 
 def is_function_of_extension(found: Any, module: types.ModuleType) -> bool:
-    """Of an extension module with kernels, as they are watched."""
     return type(found) is types.BuiltinFunctionType and _is_extension(module)
 
 
+def is_extension(name: str, file: str) -> bool:
+    """Whether the module ``name`` in ``file`` is one with kernels, as they are watched."""
+    root = name.partition(".")[0]
+    if not file.endswith(_SUFFIXES) or root in _LEFT_OUT:
+        return False
+    return root in _WITHOUT_TORCH or _is_linked_with_torch(file)
+
+
 def _is_extension(module: types.ModuleType) -> bool:
-    """Of others, with kernels in it."""
     try:
         file = vars(module).get("__file__") or ""
         name = str(module.__name__)
     except (AttributeError, TypeError):
         return False
-    root = name.partition(".")[0]
     if inductor_kernels.is_extension(module):  # followed where it has been generated
         return False
-    if not isinstance(file, str) or not file.endswith(_SUFFIXES) or root in _LEFT_OUT:
-        return False
-    return root in _WITHOUT_TORCH or _is_linked_with_torch(file)
+    return isinstance(file, str) and is_extension(name, file)
 
 
 @functools.cache

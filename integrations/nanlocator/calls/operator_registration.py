@@ -8,8 +8,6 @@ torch.library itself. Of the last, the modules' own texts tell which of them nam
 
 import ast
 import functools
-import importlib
-import importlib.util
 import mmap
 import os
 import re
@@ -24,6 +22,7 @@ import torch
 from torch._library.custom_ops import OPDEFS
 
 from nanlocator import _C
+from nanlocator.calls.bundle_code import consent, execute, import_named, line_of, require_own
 
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _PLACE = re.compile(r"registered at (.+?):\d+(?: ::|$)", re.MULTILINE)
@@ -278,115 +277,56 @@ def _written(statement: ast.stmt, lines: list[str], package: str) -> str:
 # --- in another process ---
 
 
-def register(bundle: Path, allow_source: bool = False) -> None:
-    """Imports or loads what registered the operator of ``bundle``, where it is not registered yet: that runs
-    its code, as every import does. The source in the bundle is run only with ``allow_source``."""
+def register(bundle: Path, trust: bool = False) -> None:
+    """Imports by its name what registered the operator of ``bundle``, where it is not registered yet. With
+    ``trust`` executes the source in the bundle, or loads the file that it names."""
     found = _C.registration_of(bundle)
     if found is None or _C.is_registered(found[0]):
         return
     operator, registrations, folder = found
-    problems: list[str] = []
-    hints = [Path(source).name for _, _, source in registrations if source and not allow_source]
+    failed, problems = [], []
     for module, file, source in registrations:
         try:
-            _load(operator, module, file, source if allow_source else "", Path(folder))
-        except Exception as error:  # whatever the module's code raises
-            problems.append(f"{module or file} registered it and cannot be loaded: {_line(error)}")
+            problem = _load(operator, module, file, source if trust else "", Path(folder), trust)
+        except (Exception, SystemExit) as error:  # whatever the module's code raises
+            problem = line_of(error)
+        if problem:
+            failed.append((module, file, source))
+            problems.append(f"{module or file} registered it and was not loaded: {problem}")
     if registrations and not _C.is_registered(operator):
-        raise _C.UnsupportedError(
-            f"{operator} is not registered here. "
-            + ("; ".join(problems) or "What registered it in training does not do so here")
-            + (
-                f". The bundle holds its source, {', '.join(hints)}: if you trust where the bundle is from, "
-                "--allow-source executes that"
-                if hints
-                else ""
-            )
-        )
-    for problem in problems:
-        warnings.warn(f"nanlocator.replay: of {operator}: {problem}", stacklevel=2)
+        said = "; ".join(problems) or "What registered it in training does not do so here"
+        advice = "" if trust else consent(Path(folder), failed)
+        raise _C.UnsupportedError(f"{operator} is not registered here. {said}{advice}")
+    for (_, file, _), problem in zip(failed, problems, strict=True):
+        if file not in _mapped_libraries():  # brought by a module
+            warnings.warn(_C.printable(f"nanlocator.replay: of {operator}: {problem}"), stacklevel=2)
 
 
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
-
-
-def _load(operator: str, module: str, file: str, source: str, bundle: Path) -> None:
+def _load(operator: str, module: str, file: str, source: str, bundle: Path, trust: bool) -> str:
+    """Why it was not loaded, or ""."""
     if source:
-        _execute(Path(source).read_text(encoding="utf-8"), source)
-    elif file and lies_beside(file, bundle):
-        raise ImportError(f"{file} is a file of the bundle")
-    elif module.startswith("__"):
-        _load_program(operator, file)
-    elif not module:
-        if not os.path.isfile(file):
-            raise ImportError(f"{file} is not here")
+        execute(Path(source), _PROGRAM)
+        return ""
+    is_program = module.startswith("__")
+    problem = "it is the program that was run" if is_program else "it is known by its file alone"
+    if module and not is_program:
+        try:
+            import_named(module, bundle)
+            if _C.is_registered(operator):
+                return ""
+            problem = f"the module {module} that is found here does not register it"
+        except (Exception, SystemExit) as error:
+            problem = line_of(error)
+    if file and not os.path.isfile(file):
+        return f"{problem}, and {file} is not here"
+    if not file or not trust:
+        return problem
+    if not is_program and not file.endswith(".py"):
+        require_own(file)
         torch.ops.load_library(file)
-    else:
-        _import(operator, module, file, bundle)
-
-
-def _execute(text: str, file: str) -> None:
-    made = sys.modules[_PROGRAM] = types.ModuleType(_PROGRAM)
-    made.__file__ = file
-    exec(compile(text, file, "exec"), made.__dict__)
-
-
-def _load_program(operator: str, file: str) -> None:
-    """The program that was run: of its file, where that is here, the statements that register the operator,
-    as the others would train again."""
-    if not file or not os.path.isfile(file):
-        raise ImportError(f"it is the program that was run, and {file or 'its file'} is not here")
-    sys.path.append(search_path("__main__", file))
-    text = source_of(operator, _text(file), "")
-    if not text:
-        raise ImportError(f"{file} has no statements of its own for it")
-    _execute(text, file)
-
-
-def _import(operator: str, module: str, file: str, bundle: Path) -> None:
-    """By its name, also from where its file is; of a library in a package, or where another module has that
-    name here, by its file."""
-    place = search_path(module, file)
-    if place and os.path.isfile(file):
-        sys.path.append(place)
-    if is_found_beside(module, bundle):
-        raise ImportError(f"{module} is found among the bundle's own files")
-    try:
-        importlib.import_module(module)
-        if _C.is_registered(operator):
-            return
-        problem = f"the module {module} that is found here does not register it"
-    except ImportError as error:
-        problem = _line(error)
-    if not os.path.isfile(file):
-        raise ImportError(f"{problem}, and {file or 'its file'} is not here")
-    if file.endswith(".py"):
-        _execute(_text(file), file)
-    else:
-        torch.ops.load_library(file)
-
-
-def search_path(module: str, file: str) -> str:
-    """Where Python has to look to find ``module`` in ``file``, and what lies beside it; "" where that is no
-    place for it, as of a library in a package."""
-    path = Path(file)
-    if not file or module.startswith("__"):
-        return file and str(path.parent)
-    path = path.parent if path.name.startswith("__init__.") else path.with_name(path.name.partition(".")[0])
-    parts = module.split(".")
-    return str(path.parents[len(parts) - 1]) if path.parts[-len(parts) :] == tuple(parts) else ""
-
-
-def is_found_beside(module: str, bundle: Path) -> bool:
-    """Whether importing ``module`` would run a file that came with the bundle."""
-    root = importlib.util.find_spec(module.partition(".")[0])
-    origins = [root.origin or "", *(root.submodule_search_locations or [])] if root else []
-    return any(os.path.isabs(origin) and lies_beside(origin, bundle) for origin in origins)
-
-
-def lies_beside(file: str, bundle: Path) -> bool:
-    """In the folder of this bundle or of another, or in the one that holds them."""
-    path, bundle = Path(file).resolve(), bundle.resolve()
-    store = bundle.parent if bundle.parent.name == "bundles" else bundle
-    return path.is_relative_to(store) or any((folder / "bundle.json").exists() for folder in path.parents)
+        return ""
+    text = source_of(operator, _text(file), "") if is_program else None  # the rest would train again
+    if text == "":
+        return f"{file} has no statements of its own for it"
+    execute(Path(file), _PROGRAM, text)
+    return ""

@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from nanlocator import _C
-from nanlocator.calls.kernel_calls import ENVIRONMENT, attribute, load_record
+from nanlocator.calls.kernel_calls import attribute, load_record
 from nanlocator.calls.module_calls import tensors_in
 from nanlocator.calls.operator_registration import register
 from nanlocator.calls.pickled_modules import unpickled
@@ -26,21 +27,21 @@ def run(
     repeats: int = 3,
     other_devices: bool = True,
     reference: Callable[..., Any] | None = None,
-    allow_source: bool = False,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Executes the operator call of ``bundle`` again and returns the report (docs/replay.md); of a bundle
-    with a kernel's call that call. **That imports the module of the kernel or custom operator, by its name in
-    the bundle, or loads the library that registered it.**
+    with a kernel's call that call. That imports the module of the kernel or custom operator, by its name.
 
     ``reference``: what the kernel should give: called with the arguments of the call, floating-point tensors
-    in float64, it returns the tensors that the kernel returns or writes, in any order. ``allow_source``: the
-    source in the bundle is executed in place of an import; it is the bundle's code, as a pickle is.
+    in float64, it returns the tensors that the kernel returns or writes, in any order. ``trust``: loads the
+    files and executes the source that the bundle names. **They can do all that you can: only where you trust
+    where the bundle is from** (docs/security.md).
     """
     if _C.has_kernel_call(Path(bundle)):
-        return _kernel_report(bundle, device, repeats, reference, allow_source)
+        return _kernel_report(bundle, device, repeats, reference, trust)
     if reference is not None:
         raise _no_reference(bundle)
-    return json.loads(_report(bundle, device, repeats, other_devices, allow_source).to_json())
+    return json.loads(_report(bundle, device, repeats, other_devices, trust).to_json())
 
 
 def _no_reference(bundle: str | os.PathLike[str]) -> _C.UsageError:
@@ -52,9 +53,9 @@ def _kernel_report(
     device: str | None,
     repeats: int,
     reference: Callable[..., Any] | None,
-    allow_source: bool,
+    trust: bool,
 ) -> dict[str, Any]:
-    record = load_record(Path(bundle), device or _recorded_device(bundle), allow_source)
+    record = load_record(Path(bundle), device or _recorded_device(bundle), trust)
     if reference is not None:
         record.user_references = [(getattr(reference, "__qualname__", "the given one"), reference)]
     replayed = _C.replay_kernel_record(record, repeats, record.role)
@@ -71,7 +72,7 @@ def _kernel_report(
 def _environment_changes(recorded: dict[str, str]) -> list[dict[str, str | None]]:
     """The variables by which libraries of kernels choose what they execute that are not as they were; where
     they keep it, which Torch sets by itself, does not matter."""
-    here = {name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)}
+    here = {name: value for name, value in os.environ.items() if name.startswith(_C.KERNEL_VARIABLES)}
     return [
         {"name": name, "recorded": recorded.get(name), "here": here.get(name)}
         for name in sorted(recorded.keys() | here.keys())
@@ -84,9 +85,9 @@ def _report(
     device: str | None,
     repeats: int,
     other_devices: bool,
-    allow_source: bool,
+    trust: bool,
 ) -> Any:
-    register(Path(bundle), allow_source)
+    register(Path(bundle), trust)
     return _C.replay_bundle(Path(bundle), device or _recorded_device(bundle), repeats, other_devices)
 
 
@@ -278,10 +279,13 @@ def main(argv: list[str] | None = None) -> int:
             options.device,
             options.repeats,
             not options.this_device_only,
-            options.allow_source,
+            options.trust,
         )
     except (_C.Error, OSError, RuntimeError, ImportError) as error:
-        print(f"nanlocator.replay: {error}", file=sys.stderr)
+        print(f"nanlocator.replay: {_printable(error)}", file=sys.stderr)
+        return 2
+    except Exception:  # of a module that was imported, or ours: 1 is "bad again"
+        print(_printable(traceback.format_exc()), file=sys.stderr)
         return 2
     content = json.loads(report.to_json())
     print(json.dumps(content) if options.json else report.format(colour=sys.stdout.isatty()), end="")
@@ -292,25 +296,30 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if bad else 0
 
 
+def _printable(text: object) -> str:
+    """Line by line. Further lines are indented: none passes for one of the program's own."""
+    return "\n  ".join(map(_C.printable, str(text).split("\n")))
+
+
 def _export(bundle: str, file: str) -> int:
     script = _C.export_python(Path(bundle))
     if file == "-":
         print(script, end="")
     else:
         Path(file).write_text(script, encoding="utf-8")
-        print(f"wrote {file}", file=sys.stderr)
+        print(f"wrote {_printable(file)}", file=sys.stderr)
     return 0
 
 
 def _replay_kernel(options: argparse.Namespace) -> int:
     reference = _function_named(options.reference) if options.reference else None
-    report = _kernel_report(options.bundle, options.device, options.repeats, reference, options.allow_source)
+    report = _kernel_report(options.bundle, options.device, options.repeats, reference, options.trust)
     if options.json:
         print(json.dumps(report))
     else:
-        print(f"{report['kernel']}\n\nconclusion: {report['conclusion']}")
+        print(f"{_C.printable(report['kernel'])}\n\nconclusion: {report['conclusion']}")
         sentences = [*report["sentences"], *map(_sentence, report["environment"])]
-        print(*(f"  - {sentence}" for sentence in sentences), sep="\n")
+        print(*(f"  - {_C.printable(sentence)}" for sentence in sentences), sep="\n")
     if report["conclusion"] == "not_replayed":
         return 2
     return 0 if report["conclusion"] == "not_bad_again" else 1
@@ -327,8 +336,11 @@ def _function_named(path: str) -> Callable[..., Any]:
     module, colon, name = path.partition(":")
     if not colon:
         raise _C.UsageError(f"--reference {path}: expected MODULE:FUNCTION")
-    sys.path.insert(0, os.getcwd())
+    here = os.getcwd()
+    sys.path.append(here)  # the caller's own module; last, so that it replaces none of Python's
     try:
         return attribute(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise _C.UsageError(f"--reference {path}: {error}") from error
+    finally:
+        sys.path[:] = [entry for entry in sys.path if entry is not here]

@@ -1,0 +1,182 @@
+"""Code that a bundle names: what of it may run (docs/security.md).
+
+A module is imported by its name, with the import path as it is. What would come from the current folder or
+from the folder of the run is refused: both may have come with the bundle. A file runs with consent alone
+(``--trust``), and only where nobody but root and the user could have written it.
+"""
+
+import functools
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shlex
+import site
+import stat
+import sys
+import sysconfig
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from nanlocator import _C
+
+_MOST_LINKS = 40  # in one path, as Linux has it
+
+# --- modules, by name ---
+
+
+def import_named(name: str, bundle: Path) -> types.ModuleType:
+    """Raises ModuleNotFoundError where there is none, UnsupportedError for one that may have come with
+    ``bundle``, and what its own code raises."""
+    if name not in sys.modules:
+        find_named(name, bundle)
+    return importlib.import_module(name)
+
+
+def find_named(name: str, bundle: Path) -> importlib.machinery.ModuleSpec:
+    """What importing it would load. Imports the packages that it lies in, and not the module."""
+    parts = name.split(".")
+    if not all(part.isidentifier() for part in parts):
+        raise _C.UnsupportedError(f"{name!r} is no name of a module")
+    for depth in range(len(parts)):
+        named = ".".join(parts[: depth + 1])
+        found = importlib.util.find_spec(named)  # imports what it lies in, which was looked at before
+        if found is None:
+            raise ModuleNotFoundError(f"No module named {named!r} (the current folder is left out)")
+        for place in found.submodule_search_locations or [str(found.origin)]:
+            if os.path.isabs(place) and not _is_installed(place):  # else built in, or of no file system
+                _require_elsewhere(named, place, depth, bundle)
+    return found
+
+
+def _require_elsewhere(name: str, place: str, depth: int, bundle: Path) -> None:
+    for path in (Path(place), Path(os.path.realpath(place))):
+        folder = path.parents[depth]  # of the import path
+        if _came_with(path, folder, bundle):
+            raise _C.UnsupportedError(
+                f"{name} is found at {path}, which may have come with the bundle: "
+                f"take {folder} off the import path (PYTHONPATH)"
+            )
+        if folder.resolve() == Path.cwd() and not _is_editable(Path.cwd()):
+            raise _C.UnsupportedError(
+                f"{name} is found in the current folder, from which nothing is imported: "
+                "go to another folder, or in Python import it first"
+            )
+
+
+def _came_with(path: Path, folder: Path, bundle: Path) -> bool:
+    """In the folder of the run (nanlocator_run of nanlocator_run/a0/bundles/NAME); of a bundle that was taken
+    out of one, in the bundle or beside it."""
+    bundle = Path(os.path.realpath(bundle))
+    if bundle.parent.name != "bundles":
+        return path.is_relative_to(bundle) or folder == bundle.parent
+    run = bundle.parent.parent
+    return path.is_relative_to(run.parent if re.fullmatch(r"a\d+", run.name) else run)
+
+
+@functools.cache
+def _folders_of_python() -> tuple[str, ...]:
+    own = sysconfig.get_paths()
+    named = [own[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders = [*named, *site.getsitepackages(), site.getusersitepackages()]
+    return tuple(os.path.realpath(folder) + os.sep for folder in folders)
+
+
+def _is_installed(place: str) -> bool:
+    """Also where the environment lies in the current folder."""
+    return os.path.realpath(place).startswith(_folders_of_python())
+
+
+def _is_editable(folder: Path) -> bool:
+    """Whether `pip install -e` has made it, or what it lies in, a place to import from. It is not asked."""
+    elsewhere = [entry for entry in sys.path if entry and Path(entry).resolve() != folder]
+    for installed in importlib.metadata.distributions(path=elsewhere):
+        origin = json.loads(installed.read_text("direct_url.json") or "{}")
+        is_editable = origin.get("dir_info", {}).get("editable")
+        if is_editable and f"{folder.as_uri()}/".startswith(f"{origin.get('url')}/"):
+            return True
+    return False
+
+
+# --- files, with consent ---
+
+
+def execute(file: Path, name: str, text: str | None = None) -> types.ModuleType:
+    """The module ``name`` that the Python in ``file`` makes, or ``text`` of it; never what lies compiled
+    beside it."""
+    file = Path.cwd() / file
+    require_own(file)
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None:
+        raise _C.UnsupportedError(f"{file} is no module of Python")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # decorators look there
+    exec(compile(file.read_bytes() if text is None else text, str(file), "exec"), module.__dict__)
+    return module
+
+
+def require_own(file: str | Path) -> None:
+    """Raises UnsupportedError where somebody other than root and the user could have written the file, or
+    could put another in its place."""
+    own = os.geteuid()
+    for place in _way_to(Path.cwd() / file):
+        status = os.lstat(place)
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            said = f"group or others can write {place}"
+        elif status.st_uid not in (0, own):
+            said = f"{place} is user {status.st_uid}'s"
+        else:
+            continue
+        if status.st_uid == own and not status.st_mode & stat.S_ISVTX:
+            advice = f"Read it, then: chmod go-w {shlex.quote(place)}"
+        else:
+            advice = (
+                "Read it, and copy it to a folder that only you can write, as those above it: of a source "
+                "the bundle; a module to where PYTHONPATH finds it; a library for --load FILE.so"
+            )
+        raise _C.UnsupportedError(f"{file} was not loaded, in spite of --trust: {said}. {advice}")
+
+
+def _way_to(file: Path) -> Iterator[str]:
+    """Every folder that the path leads through, and the file; links are followed, step by step."""
+    waiting, place, links = list(reversed(file.parts)), "", 0
+    while waiting:
+        part = waiting.pop()
+        path = os.path.dirname(place) if part == ".." else os.path.join(place, part)
+        if os.path.islink(path):
+            links += 1
+            if links > _MOST_LINKS:
+                raise _C.UnsupportedError(f"{file} leads through too many links")
+            waiting += reversed(Path(os.readlink(path)).parts)
+        else:
+            place = path
+            yield place
+
+
+def consent(bundle: Path, named: Sequence[tuple[str, str, str]]) -> str:
+    """What the bundle has that was not loaded, of (module, file, source), and how to have it loaded: after
+    a sentence that says what is missing."""
+    roots = {module.partition(".")[0] for module, _, _ in named if not module.startswith("__")}
+    missing = sorted(root for root in roots if root.isidentifier() and importlib.util.find_spec(root) is None)
+    files = [file for _, file, _ in named if file and os.path.isfile(file)]
+    sources = [Path(source).name for _, _, source in named if source]
+    held = [f"names {', '.join(files)}"] * bool(files) + [f"holds {', '.join(sources)}"] * bool(sources)
+    ways = [f"install the package that has {', '.join(missing)}"] * bool(missing)
+    if any(".so" in Path(file).name for file in files):
+        ways.append("give your own copy of the library: --load FILE.so")
+    if held:
+        command = f"nanlocator replay {shlex.quote(str(bundle))} --trust"
+        ways.append(f"if you trust where the bundle is from: {command} (in Python: trust=True)")
+    if not ways:
+        return ""
+    said = f" The bundle {' and '.join(held)}: nothing of that was loaded." if held else ""
+    advice = "; or ".join(ways)
+    return f".{said} {advice[0].upper()}{advice[1:]}"
+
+
+def line_of(error: BaseException) -> str:
+    """Without the lines that follow; the type's name only where the sentence is not ours."""
+    line = str(error).partition("\n")[0]
+    return line if isinstance(error, _C.Error) else f"{type(error).__name__}: {line}"
