@@ -530,7 +530,6 @@ TEST(Locate, ABadShardExplainsOnlyThoseThatGatherIt) {
 
 TEST(Locate, AReducedShardThatIsCleanOnItsOtherKeeperWentBadWhereItLies) {
   std::vector<Ledger> ledgers = ledgers_with_weights_in_shards({});
-  for (Ledger& ledger : ledgers) cover(ledger, Phase::grad_reduced);
   make_bad(*ledger_of(ledgers, 1), Phase::grad_reduced, kQkv).stats.numel = 32;
   const Verdict verdict = locate(ledgers, 4);
   ASSERT_EQ(verdict.origins.size(), 1u);

@@ -1,0 +1,88 @@
+// Keeps what every verdict of a program was made of: linked in front of locate() by CMakeLists.txt.
+//
+// Where the environment variable NANLOCATOR_CORPUS names a folder, each set of ledgers leaves a
+// file there, under the name of its content: a line {"test", "ranks", "facts"}, then the ledgers in
+// ascending order of their ranks. tools/corpus makes cases of them.
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <exception>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <iostream>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "corpus/locate_symbol.hpp"
+#include "corpus/verdict_facts.hpp"
+#include "nanlocator/locate/locate.hpp"
+#include "nanlocator/record/ledger.hpp"
+
+namespace nanlocator::corpus {
+
+Verdict locate_itself(std::span<const Ledger>, int) __asm__("__real_" NANLOCATOR_LOCATE_SYMBOL);
+Verdict locate_and_keep(std::span<const Ledger>, int) __asm__("__wrap_" NANLOCATOR_LOCATE_SYMBOL);
+
+namespace {
+
+/// The simulators' jobs of hundreds of ranks take megabytes each, and have no rules of their own.
+constexpr std::size_t kLongest = 1'000'000;
+
+/// The test that runs: of gtest (collect_tests.cpp) or of pytest. Its child processes inherit it.
+std::string current_test() {
+  for (const char* name : {"NANLOCATOR_CORPUS_TEST", "PYTEST_CURRENT_TEST"}) {
+    if (const char* const test = std::getenv(name)) return test;
+  }
+  return "";
+}
+
+/// Ends early where it is longer than it may be.
+std::string text_of(std::span<const Ledger> ledgers) {
+  std::vector<const Ledger*> in_order;
+  for (const Ledger& ledger : ledgers) in_order.push_back(&ledger);
+  std::ranges::sort(in_order, {}, [](const Ledger* each) { return each->coordinates.rank; });
+  std::string text;
+  for (const Ledger* const ledger : in_order) {
+    if (text.size() <= kLongest) text += to_jsonl(*ledger);
+  }
+  return text;
+}
+
+void keep(std::span<const Ledger> ledgers, int world_size, const Verdict& verdict,
+          const std::filesystem::path& folder) {
+  const std::string text = text_of(ledgers);
+  if (text.size() > kLongest) return;
+  const std::size_t content = std::hash<std::string>()(text + std::to_string(world_size));
+  const std::filesystem::path path = folder / std::to_string(content);
+  if (std::filesystem::exists(path)) return;
+  const nlohmann::ordered_json header = {
+      {"test", current_test()}, {"ranks", world_size}, {"facts", facts_of(verdict)}};
+  // Ranks and threads may keep the same at one time.
+  static std::atomic<int> files = 0;
+  const std::filesystem::path partial =
+      folder / (".partial-" + std::to_string(getpid()) + "-" + std::to_string(files++));
+  std::ofstream(partial, std::ios::binary)
+      << header.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) << '\n'
+      << text;
+  std::filesystem::rename(partial, path);
+}
+
+}  // namespace
+
+Verdict locate_and_keep(std::span<const Ledger> ledgers, int world_size) {
+  Verdict verdict = locate_itself(ledgers, world_size);
+  if (const char* const folder = std::getenv("NANLOCATOR_CORPUS")) {
+    try {
+      keep(ledgers, world_size, verdict, folder);
+    } catch (const std::exception& error) {
+      std::cerr << "nanlocator: a case of the corpus is not kept: " << error.what() << '\n';
+    }
+  }
+  return verdict;
+}
+
+}  // namespace nanlocator::corpus
