@@ -10,6 +10,7 @@
 #include <ATen/ops/sin.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <limits>
@@ -305,22 +306,28 @@ TEST(KernelReplay, AReferenceThatIsTooLargeIsLeftOutAndSaysWhy) {
 }
 
 TEST(KernelReplay, NoReferenceIsExecutedWhenTheTimeIsUp) {
-  bool is_executed = false;
-  const KernelReference slow{"slow", [](const Tensors& in) {
-                               std::this_thread::sleep_for(std::chrono::seconds(2));
-                               return Tensors{at::sin(in[0])};
-                             }};
-  const KernelReference late{"late", [&](const Tensors& in) {
-                               is_executed = true;
-                               return Tensors{at::silu(in[0])};
-                             }};
   const ExecuteKernel kernel = [](const Tensors& arguments) {
     (void)silu_but(0)(arguments);
     data_of(arguments[1])[5] = kNaN;
     return Tensors{};
   };
   const auto call = recorded(kernel, {input(), at::full({40}, 0.0F)});
-  const auto replay = replay_kernel(call, kernel, {slow, late}, {.role = "out", .seconds = 2});
+  const auto began = std::chrono::steady_clock::now();
+  (void)replay_kernel(call, kernel, {}, {.role = "out"});
+  const std::chrono::duration<double> without = std::chrono::steady_clock::now() - began;
+  const double seconds = std::max(1.0, 10 * without.count());  // enough on a busy machine, too
+
+  bool is_executed = false;
+  const KernelReference slow{"slow", [&](const Tensors& in) {
+                               std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+                               return Tensors{at::sin(in[0])};
+                             }};
+  const KernelReference late{"late", [&](const Tensors& in) {
+                               is_executed = true;
+                               return Tensors{at::silu(in[0])};
+                             }};
+  const auto replay =
+      replay_kernel(call, kernel, {slow, late}, {.role = "out", .seconds = seconds});
   EXPECT_EQ(replay.conclusion, KernelConclusion::bad_again);
   EXPECT_EQ(replay.problem, "no time was left for late");
   EXPECT_FALSE(is_executed);
