@@ -89,6 +89,10 @@ void expect_wrong_use(const CommandResult& result, const std::string& part) {
   EXPECT_EQ(std::ranges::count(result.err, '\n'), 1) << result.err;
 }
 
+TEST_F(ReportCommand, SwappedLettersAreOneSlip) {
+  EXPECT_THAT(run_command({"report", "--htlm"}).err, HasSubstr("did you mean --html?"));
+}
+
 TEST_F(ReportCommand, TellsTheVerdictWithoutColoursInAPipe) {
   plant();
   const auto result = report({});

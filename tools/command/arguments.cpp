@@ -54,19 +54,24 @@ std::string joined(const std::vector<std::string>& parts, std::string_view last_
   throw UsageError(message + "; see " + name + " --help");
 }
 
-/// Letters to add, remove or replace (Levenshtein's distance).
+/// Letters to add, remove, replace or swap with their neighbour (optimal string alignment).
 std::size_t edits_between(std::string_view from, std::string_view to) {
-  std::vector<std::size_t> row(to.size() + 1);
-  std::iota(row.begin(), row.end(), 0);
+  std::vector<std::size_t> before;
+  std::vector<std::size_t> last(to.size() + 1);
+  std::iota(last.begin(), last.end(), 0);
   for (std::size_t i = 0; i < from.size(); ++i) {
-    std::size_t diagonal = std::exchange(row[0], i + 1);
+    std::vector<std::size_t> row = {i + 1};
     for (std::size_t j = 0; j < to.size(); ++j) {
-      const std::size_t replaced = diagonal + (from[i] == to[j] ? 0 : 1);
-      diagonal = row[j + 1];
-      row[j + 1] = std::min({replaced, row[j] + 1, row[j + 1] + 1});
+      const std::size_t replaced = last[j] + (from[i] == to[j] ? 0 : 1);
+      std::size_t edits = std::min({replaced, last[j + 1] + 1, row[j] + 1});
+      if (i > 0 && j > 0 && from[i] == to[j - 1] && from[i - 1] == to[j]) {
+        edits = std::min(edits, before[j - 1] + 1);
+      }
+      row.push_back(edits);
     }
+    before = std::exchange(last, std::move(row));
   }
-  return row.back();
+  return last.back();
 }
 
 /// " (did you mean --list?)"; "" where no name is near.
