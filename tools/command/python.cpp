@@ -66,7 +66,8 @@ void run_python_module(const std::string& module, const std::vector<std::string>
   for (auto& text : command) pointers.push_back(text.data());
   pointers.push_back(nullptr);
   ::setenv("PYTHONPATH", import_path().c_str(), /*overwrite=*/1);
-  ::setenv("PYTHONSAFEPATH", "1", /*overwrite=*/1);  // for the processes that it starts; from 3.11 on
+  ::setenv("PYTHONSAFEPATH", "1",
+           /*overwrite=*/1);  // for the processes that it starts; from 3.11 on
   ::execvp(pointers[0], pointers.data());
   throw UsageError("cannot start " + command[0] + ": " + std::strerror(errno) +
                    ". Put the Python that has Torch and nanlocator on PATH.");
