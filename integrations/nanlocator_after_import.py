@@ -39,7 +39,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
             if (action := self._actions.pop(name, None)) is not None:
                 action(module)
 
-        spec.loader.exec_module = exec_module  # of this one loader object
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one loader object
         return spec
 
     def _find_by_others(
@@ -60,7 +60,7 @@ def _when_loaded(module: ModuleType, action: Callable[[ModuleType], None]) -> No
         return
     kind = type(spec)
 
-    class Loading(kind):  # type: ignore[misc, valid-type]
+    class Loading(kind):  # type: ignore[misc, valid-type]  # a class that is known here only
         """The import system's last word on a module (importlib/_bootstrap.py, _load_unlocked)."""
 
         @property
@@ -69,7 +69,7 @@ def _when_loaded(module: ModuleType, action: Callable[[ModuleType], None]) -> No
 
         @_initializing.setter
         def _initializing(self, value: bool) -> None:
-            self.__class__ = kind
+            self.__class__ = kind  # type: ignore[assignment]  # what it was
             self._initializing = value
             if sys.modules.get(module.__name__) is module:  # else its import has failed
                 action(module)

@@ -68,7 +68,7 @@ class Attachment:
             self._has_seen_optimizer = True
             self._wait_for_call()
 
-        Optimizer.__init__ = init  # type: ignore[method-assign]
+        replace(Optimizer, "__init__", init)
 
     def _wait_for_call(self) -> None:
         """Until a module is called that an optimizer trains."""

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from nanlocator import _C
+from nanlocator.hooks.patches import replace
 from nanlocator_after_import import AfterImport
 
 
@@ -35,4 +36,4 @@ def _wrap_initialize(deepspeed: ModuleType) -> None:
             print(f"nanlocator: not attached: {error}", file=sys.stderr, flush=True)
         return made
 
-    deepspeed.initialize = initialize
+    replace(deepspeed, "initialize", initialize)

@@ -59,7 +59,7 @@ def _scan_gradient(tensor: torch.Tensor, name: str, raise_error: bool) -> None:
         tensor.grad_fn.register_prehook(scan)
 
 
-def _describe(tensor: torch.Tensor, stats: "_C.TensorStats", name: str, module: str | None) -> str:
+def _describe(tensor: torch.Tensor, stats: _C.TensorStats, name: str, module: str | None) -> str:
     counts = {"NaN": stats.nan, "+Inf": stats.pos_inf, "-Inf": stats.neg_inf}
     counted = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     shape = list(tensor.shape)

@@ -43,9 +43,10 @@ def find_named(name: str, bundle: Path) -> importlib.machinery.ModuleSpec:
         raise _C.UnsupportedError(f"{name!r} is no name of a module")
     for depth in range(len(parts)):
         named = ".".join(parts[: depth + 1])
-        found = importlib.util.find_spec(named)  # imports what it lies in, which was looked at before
-        if found is None:
+        spec = importlib.util.find_spec(named)  # imports what it lies in, which was looked at before
+        if spec is None:
             raise ModuleNotFoundError(f"No module named {named!r} (the current folder is left out)")
+        found = spec
         for place in found.submodule_search_locations or [str(found.origin)]:
             if os.path.isabs(place) and not _is_installed(place):  # else built in, or of no file system
                 _require_elsewhere(named, place, depth, bundle)

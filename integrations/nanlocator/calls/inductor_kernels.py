@@ -51,7 +51,7 @@ def _definitions(file: str) -> dict[str, tuple[list[str], str]]:
         tree = ast.parse(Path(file).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return {}
-    found = {}
+    found: dict[str, tuple[list[str], str]] = {}
     for statement in tree.body:
         match statement:
             case ast.Assign(
@@ -61,5 +61,6 @@ def _definitions(file: str) -> dict[str, tuple[list[str], str]]:
                     args=[ast.List(elts=elements), ast.Constant(value=str(source))],
                 ),
             ):
-                found[name] = ([each.value for each in elements if isinstance(each, ast.Constant)], source)
+                kinds = [each.value for each in elements if isinstance(each, ast.Constant)]
+                found[name] = ([kind for kind in kinds if isinstance(kind, str)], source)
     return found

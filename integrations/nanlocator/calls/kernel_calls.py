@@ -102,7 +102,7 @@ class KernelCallRecord:
         for family, reference in self.user_references or _registered.get(self.name, []):
             bound.append((family, self._bound(reference)))
         named = dict(zip(self.names, self.positional, strict=False))
-        numbers = bool | int | float | list | tuple
+        numbers = (bool, int, float, list, tuple)
         scalars = {k: v for k, v in (named | self.named).items() if isinstance(v, numbers)}
         return bound + references_of(self.name, self.tensor_names, scalars)
 

@@ -409,6 +409,7 @@ def _table() -> Iterator[tuple[str, str, tuple[str, ...], Values]]:
         forward = _pointwise(function)
         yield pattern, family, ("x",), forward
         yield pattern, f"{family} backward", ("grad", "x"), _gradients(forward, "x")
+    roles: tuple[str, ...]
     of_silu, of_gelu = r"swiglu|silu_and_mul|silu_mul", r"geglu|gelu_and_mul|gelu_mul"
     for pattern, family, two, one in (
         (of_silu, "swiglu", _swiglu, _halves(_silu)),

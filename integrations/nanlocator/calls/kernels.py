@@ -224,7 +224,7 @@ def _shown_launch(run: Callable[..., Any], launcher: str) -> Callable[..., Any]:
         with _shown_call(name, list(arguments.items()), entry, names, args, kwargs):
             return run(kernel, *args, **kwargs)
 
-    launch.is_shown = True  # type: ignore[attr-defined]
+    vars(launch)["is_shown"] = True
     return launch
 
 
@@ -282,7 +282,7 @@ def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _argument_names(entry: Entry) -> list[str]:
     """From Inductor's source, else from the first line of the documentation that pybind11 writes."""
-    if inductor_kernels.is_generated(entry.live):
+    if entry.module is not None and inductor_kernels.is_generated(entry.live):
         return inductor_kernels.argument_names(entry.module, entry.name)
     signature = (getattr(entry.live, "__doc__", None) or "").partition("\n")[0]
     inside = re.search(r"\((.*)\)", signature)

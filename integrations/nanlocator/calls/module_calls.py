@@ -31,13 +31,13 @@ class ModuleCalls:
         with ModuleHooks(model, self):
             forward_backward()
 
-    def of(self, name: str) -> "_C.ModuleCall | None":
+    def of(self, name: str) -> _C.ModuleCall | None:
         module = self._modules.get(name)
         return module.kept_call(name) if module is not None else None
 
-    # What ModuleHooks calls, as it calls a _C.ModuleWatch.
+    # As an observer of ModuleHooks.
 
-    def enter(self, path: "_C.ModulePath", args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Call | None":
+    def enter(self, path: _C.ModulePath, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Call | None":
         name = str(path)
         running = running_module()
         if name not in self._wanted or running is None:
@@ -64,7 +64,7 @@ class KeptModuleCalls:
         self._latest = ModuleCalls(set(wanted))
         return self._latest
 
-    def of(self, name: str) -> "_C.ModuleCall | None":
+    def of(self, name: str) -> _C.ModuleCall | None:
         return self._latest.of(name)
 
     def forget(self) -> None:
@@ -111,7 +111,7 @@ class _Module:
         if self._kept is call:
             self._kept = None
 
-    def kept_call(self, name: str) -> "_C.ModuleCall | None":
+    def kept_call(self, name: str) -> _C.ModuleCall | None:
         if self._kept is not None:
             return self._kept.as_module_call(name)
         return _C.ModuleCall.left_out(name, self._problem) if self._problem else None
@@ -214,7 +214,7 @@ class _Call:
                 else:
                     waiting.append(next_node)
 
-    def as_module_call(self, name: str) -> "_C.ModuleCall":
+    def as_module_call(self, name: str) -> _C.ModuleCall:
         args, kwargs = self._arguments.now
         grad_outputs = tuple(values.now for values in self._grad_outputs)
         grad_inputs = tuple(values.now for values in self._grad_inputs)
@@ -303,7 +303,7 @@ def module_call(
     outputs: Any,
     grad_outputs: tuple[torch.Tensor | None, ...] = (),
     grad_inputs: tuple[torch.Tensor | None, ...] = (),
-) -> "_C.ModuleCall":
+) -> _C.ModuleCall:
     """The call of ``module`` in the form that goes into a bundle: tensors by reference, the module itself
     as a pickle without its tensors."""
     weights = dict(module.named_parameters(remove_duplicate=False))

@@ -11,7 +11,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,6 +22,19 @@ from nanlocator.hooks.patches import replace
 # Holders that are not called themselves: their children belong to the module that holds them.
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+class ModuleObserver(Protocol):
+    """What a ``_C.ModuleWatch`` is to hooks."""
+
+    def enter(self, path: _C.ModulePath, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call begins; returns what names it."""
+
+    def leave(self, call: Any, output: Any) -> None:
+        """It has returned."""
+
+    def abandon(self, call: Any) -> None:
+        """It has raised."""
 
 
 class ModuleHooks:
@@ -35,8 +48,7 @@ class ModuleHooks:
 
     Args:
         model: the model as it is called; wrapped or not.
-        watch: also hands each call's inputs and outputs to this ``_C.ModuleWatch`` (or to what has its
-            ``enter``, ``leave`` and ``abandon``).
+        watch: also hands each call's inputs and outputs to this ``_C.ModuleWatch``, or what is like it.
         name_of: from the path in ``model.named_modules()`` to the name that is shown; "" gives the class
             name. It names this model's modules for every hook, until the last one is removed; the latest
             one given counts.
@@ -45,7 +57,7 @@ class ModuleHooks:
     def __init__(
         self,
         model: nn.Module,
-        watch: "_C.ModuleWatch | None" = None,
+        watch: ModuleObserver | None = None,
         name_of: Callable[[str], str] | None = None,
     ) -> None:
         self.model = model
@@ -90,7 +102,7 @@ class _Tree:
         self.model = model
         self.name_of: Callable[[str], str] = shown_module
         self.hooks: list[ModuleHooks] = []
-        self.watches: list[_C.ModuleWatch] = []
+        self.watches: list[ModuleObserver] = []
         self.named: dict[int, _Named] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             self.named.setdefault(id(module), _Named(module)).paths.append(path)
@@ -135,7 +147,7 @@ class _Thread(threading.local):
 _lock = threading.RLock()  # a finalizer may call `remove` in the middle of anything
 _threads = _Thread()
 _trees: list[_Tree] = []  # replaced, never changed: other threads read it without the lock
-_all_watches: list["_C.ModuleWatch"] = []
+_all_watches: list[ModuleObserver] = []
 _wrapper: Callable[..., Any] | None = None  # that is installed
 _undo: Callable[[], None] | None = None
 
@@ -188,7 +200,7 @@ def _call(original: Callable[..., Any], self: nn.Module, args: Any, kwargs: Any)
     frame = _frame_of(self, stack[-1] if depth else None)
     watches = frame.tree.watches if frame.tree is not None else _all_watches
     scope = _C.module_depth()
-    calls: list[int] = []
+    calls: list[Any] = []  # as `enter` names them
     # KeyboardInterrupt may come after any call below. Whatever was pushed by then is taken off: the
     # Python stack first, by a statement that nothing interrupts, then the C++ stack, by one call.
     try:
@@ -287,7 +299,7 @@ class WatchedModules:
         """Forgets the step before."""
         self._watch.begin_step()
 
-    def collect(self, iteration: int) -> "tuple[list[_C.Sighting], list[_C.Birth]]":
+    def collect(self, iteration: int) -> tuple[list[_C.Sighting], list[_C.Birth]]:
         """What was bad since ``begin_step``, in execution order, and where it was born.
 
         Call it before a weight moves: weights and buffers are scanned now.

@@ -206,7 +206,7 @@ def load(
 
 
 def _copy_weights(call: RecordedModuleCall, module: torch.nn.Module) -> None:
-    own = dict(module.named_parameters(remove_duplicate=False))
+    own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     own.update(module.named_buffers(remove_duplicate=False))
     missing = sorted(call.weights.keys() - own.keys())
     unknown = sorted(own.keys() - call.weights.keys())

@@ -57,14 +57,14 @@ class NoAutocast:
         # Not a bound method: accelerate would bind its function to the module. The signature is kept:
         # Trainer removes the columns that are not in it.
         forward = functools.update_wrapper(functools.partial(NoAutocast._forward, self), self._original)
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
 
     def remove(self) -> None:
         """The module runs as before. May be called twice. Where someone has wrapped ``forward`` since, this
         one stays inside theirs and passes calls on."""
         if self._is_on and _handle_of(self._module) is self:
             if self._had_own:
-                self._module.forward = self._original  # type: ignore[method-assign]
+                self._module.forward = self._original
             else:
                 del self._module.forward
         self._is_on = False
@@ -98,8 +98,9 @@ class NoAutocast:
 def _handle_of(module: nn.Module) -> NoAutocast | None:
     """Of a module whose ``forward`` is ours."""
     forward = vars(module).get("forward")
-    is_ours = isinstance(forward, functools.partial) and forward.func is NoAutocast._forward
-    return forward.args[0] if is_ours else None
+    if isinstance(forward, functools.partial) and forward.func is NoAutocast._forward:
+        return forward.args[0]
+    return None
 
 
 def _in_fp32(leaf: Any) -> Any:
@@ -115,7 +116,7 @@ def _weights_in_fp32(module: nn.Module) -> Iterator[None]:
     """Converted copies in the place of parameters and buffers in half precision; autograd leads from a copy
     to its parameter. What forward writes to a buffer is kept."""
     converted: dict[torch.Tensor, torch.Tensor] = {}  # tied ones stay tied
-    places = [
+    places: list[tuple[nn.Module, dict[str, Any], str, torch.Tensor]] = [
         (owner, table, name, tensor)
         for owner in module.modules()
         for table in (owner._parameters, owner._buffers)

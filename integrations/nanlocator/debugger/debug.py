@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nanlocator.calls.modules import nearest_path
 from nanlocator.debugger.backward import BackwardCall, BackwardFrames, StartedCall, is_in_backward
-from nanlocator.debugger.frames import Frame, Role, Row, finding_lines, frame_text, report_text
+from nanlocator.debugger.frames import Frame, Role, Row, frame_text, overflow_lines, report_text
 from nanlocator.debugger.masks import IntendedMasks
 from nanlocator.debugger.output import Output, describe_rank
 from nanlocator.debugger.places import Place, input_places, output_places
@@ -256,9 +256,12 @@ class DebugUnderflowOverflow:
             return
         names = self._names.get(module)
         call = self._running.leave(module)
-        if call is None and names is None:
+        if call is not None:
+            called_as = call.name
+        elif names is not None:
+            called_as = names[0]
+        else:
             return  # a copy of a watched module, outside the model
-        called_as = call.name if call is not None else names[0]  # type: ignore[index]
         name = called_as if self.verbose or names is None else names[0]
         if self._backward is not None and call is not None and call.started is not None:
             self._backward.follow(call.started, module, output, name, self.batch_number)
@@ -331,9 +334,9 @@ class DebugUnderflowOverflow:
         self._take(frame, overflows, call)
 
     def _is_meant(self, place: Place, row: Row, call: "_EndedCall") -> bool:
-        if self.count_masks:
+        if self.count_masks or row.values is None:
             return False
-        is_meant = self._masks.is_meant(place, row.values, [(p, r.values) for p, r in call.inputs])  # type: ignore[arg-type]
+        is_meant = self._masks.is_meant(place, row.values, [(p, r.values) for p, r in call.inputs])
         if is_meant is None:
             self._judged_at_once.add(call.module)
         return is_meant is not False
@@ -355,7 +358,7 @@ class DebugUnderflowOverflow:
 
     def _keep(self, frame: Frame, overflows: list[Row], batch: int) -> None:
         for row in overflows:
-            self._output.write("\n".join(finding_lines(row.values, row.context)))  # type: ignore[arg-type]
+            self._output.write("\n".join(overflow_lines([row])))
         self._frames.append(frame)
         if batch in self.trace_batch_nums:
             self._output.write(frame_text(frame, self.verbose))
@@ -391,8 +394,7 @@ class DebugUnderflowOverflow:
             "Please scroll up above this traceback to see the activation values prior to this event."
         )
         if self._peers is not None:
-            lines = [line for row in overflows for line in finding_lines(row.values, row.context)]  # type: ignore[arg-type]
-            what = f"{frame.name} {frame.module_class}: {', '.join(lines)}".strip()
+            what = f"{frame.name} {frame.module_class}: {', '.join(overflow_lines(overflows))}".strip()
             file = str(self._output.path)
             self._peers.publish(batch, what, text, file)
             message += f" This is {describe_rank()}, {when}: {what}. Its frames are in {file}"

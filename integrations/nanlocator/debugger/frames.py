@@ -89,6 +89,10 @@ def finding_lines(values: Values, context: str) -> list[str]:
     return found
 
 
+def overflow_lines(rows: Iterable[Row]) -> list[str]:
+    return [line for row in rows if row.values is not None for line in finding_lines(row.values, row.context)]
+
+
 def _row_text(row: Row, verbose: bool) -> str:
     if row.values is not None:
         text = values_text(row.values, row.context)

@@ -5,6 +5,7 @@ import socket
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TextIO
 
 import torch.distributed as dist
 
@@ -99,12 +100,12 @@ def _rank() -> int:
     return dist.get_rank() if is_distributed() else 0
 
 
-def _print_to(stream: object, text: str) -> Exception | None:
+def _print_to(stream: TextIO | None, text: str) -> Exception | None:
     """ValueError: the stream is closed. None where the text has been taken."""
     if stream is None:  # a process without a console
         return OSError("there is none")
     try:
-        print(text, file=stream, flush=True)  # type: ignore[call-overload]
+        print(text, file=stream, flush=True)
     except (OSError, ValueError) as error:
         return error
     return None

@@ -17,6 +17,7 @@ from nanlocator.debugger.values import Values
 
 _MOST_WAITING = 1 << 13  # scans; their slots take about a megabyte of the device's memory
 
+_MKLDNN: torch.layout = vars(torch)["_mkldnn"]  # torch's types lack it
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc, torch.jagged)
 _WITHOUT_A_SCAN = tuple(
     getattr(torch, name)
@@ -89,7 +90,7 @@ class Scans:
         for decide in decisions:
             decide()
 
-    def _scan(self, tensor: torch.Tensor, take: "Callable[[_C.TensorStats], None]") -> None:
+    def _scan(self, tensor: torch.Tensor, take: Callable[[_C.TensorStats], None]) -> None:
         seen = self._scans.enqueue(tensor)
         if isinstance(seen, int):
             self._waiting[seen] = take
@@ -99,7 +100,7 @@ class Scans:
     def _scan_converted(self, tensor: torch.Tensor, values: Values) -> None:
         if tensor.device.type == "meta" or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return
-        values.has_positions = tensor.layout in (torch.strided, torch._mkldnn)
+        values.has_positions = tensor.layout in (torch.strided, _MKLDNN)
         plain = plain_values(tensor)
         if plain.dtype.is_complex:
             # The scan takes the parts; the magnitudes need a second scan, of a tensor of half the size.
@@ -154,7 +155,7 @@ def plain_values(tensor: torch.Tensor) -> torch.Tensor:
         return plain_values(tensor.coalesce().values())
     if tensor.layout in _COMPRESSED:
         return plain_values(tensor.values())
-    if tensor.layout is torch._mkldnn:
+    if tensor.layout is _MKLDNN:
         return plain_values(tensor.to_dense())
     if tensor.dtype in _WITHOUT_A_SCAN:
         return tensor.float()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from nanlocator import _C
-from nanlocator.calls.modules import ModuleHooks, tensor_attributes
+from nanlocator.calls.modules import ModuleHooks, ModuleObserver, tensor_attributes
 from nanlocator.deepspeed.layout import Layout, Part
 from nanlocator.engine.driver import Adapter, LossScale, Named, OptimizerTensors, Pass, Views
 from nanlocator.engine.this_rank import device_description, dtype_name, is_distributed
@@ -36,7 +36,7 @@ class DeepSpeedAdapter(Adapter):
         if engine.fp16_enabled():
             self.loss_scale = self._loss_scale
 
-    def parameter_map(self) -> "_C.ParameterMap":
+    def parameter_map(self) -> _C.ParameterMap:
         shards = self._layout.shards()
         infos = []
         rank, world = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
@@ -68,7 +68,7 @@ class DeepSpeedAdapter(Adapter):
         module = self._module
         return list(module.named_parameters()), [*module.named_buffers(), *tensor_attributes(module)]
 
-    def module_hooks(self, watch: "_C.ModuleWatch | None") -> list[ModuleHooks]:
+    def module_hooks(self, watch: ModuleObserver | None) -> list[ModuleHooks]:
         return [ModuleHooks(self._module, watch)]
 
     def keep_bad(self, parts: list[Part]) -> None:

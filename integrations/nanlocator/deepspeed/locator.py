@@ -78,7 +78,7 @@ class DeepSpeedLocator:
         dismissed: routine overflows of fp16's dynamic loss scale.
     """
 
-    def __init__(self, engine: Any, options: "_C.LocatorOptions") -> None:
+    def __init__(self, engine: Any, options: _C.LocatorOptions) -> None:
         self._engine = engine
         self._layout = layout_of(engine)
         self._adapter = DeepSpeedAdapter(engine, self._layout)
@@ -175,7 +175,8 @@ class DeepSpeedLocator:
         for owner, name in self._layout.norms:
             wrap(owner, name, self._around_norm)
         if self._driver.boundaries is not None and self._layout.gathers_weights:
-            wrap(partition_parameters, "_dist_allgather_fn", self._around_gather)
+            gather = functools.partial(self._around_gather, self._driver.boundaries)
+            wrap(partition_parameters, "_dist_allgather_fn", gather)
 
     def _follow_optimizer(self) -> None:
         """By a bound method, as learning-rate schedulers expect."""
@@ -217,8 +218,10 @@ class DeepSpeedLocator:
         with self._driver.boundaries.transferring("", reduces_gradients=True):
             return original(*args, **kwargs)
 
-    def _around_gather(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._driver.boundaries.transferring("", reduces_gradients=False):
+    def _around_gather(
+        self, boundaries: Boundaries, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        with boundaries.transferring("", reduces_gradients=False):
             return original(*args, **kwargs)
 
     def _scan(self, phase: str, group: int, parts: Any) -> None:
@@ -269,7 +272,7 @@ class DeepSpeedLocator:
         self._recorder.begin_step()
         return result
 
-    def _scan_and_agree(self) -> "_C.Decision":
+    def _scan_and_agree(self) -> _C.Decision:
         if not self._driver.is_in_pass:
             return self._driver.scan_and_agree()
         others = GeneratorStates()  # which a re-run begins with as they were when the step began

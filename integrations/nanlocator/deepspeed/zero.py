@@ -46,7 +46,7 @@ class Stage1And2(Layout):
     def reduced(self) -> list[Part]:
         if self.optimizer.cpu_offload:
             flat = [master.grad for master in self.masters()]
-            return [(p.id, p.of(flat[p.group])) for p in self.pieces if flat[p.group] is not None]
+            return [(p.id, p.of(g)) for p in self.pieces if (g := flat[p.group]) is not None]
         of_group: dict[int, Iterator[torch.Tensor]] = {}
         parts = []
         for piece in self.pieces:  # one after the other, as in get_flat_partition; padding between them
@@ -90,6 +90,7 @@ class Stage3(Layout):
 
     reduction = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
     gathers_weights = True
+    parameters: list[Any]  # with DeepSpeed's attributes ds_...
 
     def __init__(self, engine: Any) -> None:
         optimizer = engine.optimizer
@@ -103,7 +104,7 @@ class Stage3(Layout):
         counts = [(p, self._own_elements(p)[1]) for p in engine.module.parameters()]  # frozen ones as well
         self._padded = [(p, count) for p, count in counts if count < p.ds_tensor.ds_numel]
 
-    def _own_elements(self, parameter: torch.nn.Parameter) -> tuple[int, int]:
+    def _own_elements(self, parameter: Any) -> tuple[int, int]:
         """Of the whole parameter the first one in this rank's part, and how many are in it: all parts are as
         long as the first (partition_parameters.py, _partition_param)."""
         size = parameter.ds_tensor.ds_numel
@@ -116,7 +117,7 @@ class Stage3(Layout):
     def reduced(self) -> list[Part]:
         if self.optimizer.offload_optimizer:
             flat = [master.grad for master in self.masters()]
-            return [(p.id, p.of(flat[p.group])) for p in self.pieces if flat[p.group] is not None]
+            return [(p.id, p.of(g)) for p in self.pieces if (g := flat[p.group]) is not None]
         gradients = {
             self.ids[parameter]: gradient
             for group, found in self.optimizer.averaged_gradients.items()

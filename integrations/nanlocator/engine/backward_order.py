@@ -12,7 +12,7 @@ class BackwardOrder:
     execution (linear_proj is registered before linear_qkv). After a step in which every gradient became ready
     it is known. Where some never does (an expert without tokens), a few steps are enough to wait for it."""
 
-    def __init__(self, ids: "dict[torch.nn.Parameter, int]", locator: "_C.GradientLocator") -> None:
+    def __init__(self, ids: "dict[torch.nn.Parameter, int]", locator: _C.GradientLocator) -> None:
         self._ids, self._locator = ids, locator
         self._not_yet_ready = set(self._ids)
         self._steps = 0

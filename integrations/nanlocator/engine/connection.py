@@ -4,6 +4,7 @@ import atexit
 import datetime
 import os
 import weakref
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,7 +26,9 @@ class RankConnection:
 
     def __init__(self, gather_deadline: datetime.timedelta) -> None:
         RankConnection._installed += 1
-        self._group = dist.new_group(timeout=_timeout_of(dist.group.WORLD))
+        self._group: dist.ProcessGroup | None = dist.new_group(
+            timeout=_timeout_of(dist.distributed_c10d._get_default_group())
+        )
         store = dist.distributed_c10d._get_default_store()
         self.communicator = _C.Communicator(
             group=self._group, store=store, prefix=f"nanlocator/{RankConnection._installed}"
@@ -43,7 +46,7 @@ class RankConnection:
         self._group = None
 
 
-def connect(options: "_C.LocatorOptions") -> RankConnection | None:
+def connect(options: _C.LocatorOptions) -> RankConnection | None:
     """None for a process by itself. Collective."""
     return RankConnection(options.gather_deadline) if is_distributed() else None
 
@@ -51,7 +54,7 @@ def connect(options: "_C.LocatorOptions") -> RankConnection | None:
 def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
     """None, the backend's default, where no backend of the group says."""
     backends = [group._get_backend(device) for device in group._device_types]
-    options = [getattr(backend, "options", None) for backend in backends]
+    options: list[Any] = [getattr(backend, "options", None) for backend in backends]
     return max((each._timeout for each in options if hasattr(each, "_timeout")), default=None)
 
 
@@ -63,8 +66,7 @@ def _say_goodbye(communicator: _C.Communicator, gather_deadline: datetime.timede
     if os.getpid() != process:
         return  # a forked worker, which has none of our threads
     error = ending_error()
-    is_orderly = error is None or isinstance(error, NonFiniteGradientError | KeyboardInterrupt)
-    if is_orderly:
+    if error is None or isinstance(error, NonFiniteGradientError | KeyboardInterrupt):
         communicator.leave()
     elif is_failure_of_peers(error):
         communicator.wait_for_loss(gather_deadline)

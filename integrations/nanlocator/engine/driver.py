@@ -10,8 +10,8 @@ import dataclasses
 import json
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -19,7 +19,7 @@ from nanlocator import _C
 from nanlocator.calls.kernel_calls import KeptKernelCalls, KernelCallRecord
 from nanlocator.calls.kernels import KernelCalls
 from nanlocator.calls.module_calls import KeptModuleCalls
-from nanlocator.calls.modules import ModuleHooks, local_part
+from nanlocator.calls.modules import ModuleHooks, ModuleObserver, local_part
 from nanlocator.engine.connection import RankConnection
 from nanlocator.engine.endings import abort_collectives, first_line, is_failure_of_peers, raise_for
 from nanlocator.engine.errors import NonFiniteGradientError
@@ -38,6 +38,7 @@ OptimizerTensors = list[
     tuple[int, str, torch.Tensor, int]
 ]  # id, name, tensor, its first element in the parameter
 LossScale = tuple[float, bool, bool]  # scale, falls on overflow, is in the gradients
+TraceHooks = ModuleHooks | KernelCalls | ShownTransfers
 
 
 class Adapter:
@@ -46,7 +47,7 @@ class Adapter:
     gradient_phase = "grad_local"  # that `gradients` are of
     why_no_pass = ""  # of a step whose forward and backward nobody showed the driver
     can_trace_later_steps = True  # ... whether a later one is traced for it
-    loss_scale: Any = None  # or a function: None where no overflow was seen, else a LossScale
+    loss_scale: Callable[[], LossScale | None] | None = None  # gives None where no overflow was seen
     models: Iterable[torch.nn.Module]  # the roots, with all that they hold
     parameters: Named
 
@@ -59,7 +60,7 @@ class Adapter:
         self._eager = contextlib.ExitStack()
         self._serialised: tuple[SerialisedTransfers, _C.SerialisedOperators] | None = None
 
-    def parameter_map(self) -> "_C.ParameterMap":
+    def parameter_map(self) -> _C.ParameterMap:
         raise NotImplementedError
 
     def gradients(self) -> Views:
@@ -84,13 +85,13 @@ class Adapter:
         """Parameters, and buffers with what modules hold as plain attributes, as they are now."""
         raise NotImplementedError
 
-    def module_hooks(self, watch: Any) -> list[ModuleHooks]:
+    def module_hooks(self, watch: ModuleObserver | None) -> list[ModuleHooks]:
         """Installs hooks that name the modules that run, and show their calls to ``watch``."""
         raise NotImplementedError
 
     # --- what the engine calls beside these ----------------------------------------------------------
 
-    def keep_module_calls(self, modules: list[str], run: Any) -> None:
+    def keep_module_calls(self, modules: list[str], run: Callable[[], None]) -> None:
         """Crossings are watched, too: members compare what the same collective gave them."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(without_graphs(self.models))
@@ -108,7 +109,7 @@ class Adapter:
     def kernel_call(self, name: str, number: int) -> KernelCallRecord | None:
         return self._kernel_calls.of(name, number)
 
-    def module_call(self, name: str) -> "_C.ModuleCall | None":
+    def module_call(self, name: str) -> _C.ModuleCall | None:
         return self._module_calls.of(name)
 
     def has_compiled_parts(self) -> bool:
@@ -135,7 +136,7 @@ class Adapter:
     def has_streams(self) -> bool:
         return stream_sanitizer.is_available()
 
-    def sanitise_streams(self, run: Any) -> list[stream_sanitizer.StreamAccess]:
+    def sanitise_streams(self, run: Callable[[], None]) -> list[stream_sanitizer.StreamAccess]:
         """Calls ``run``, a pass of the step, under PyTorch's stream sanitizer."""
         with stream_sanitizer.sanitised_streams() as accesses:
             run()
@@ -154,11 +155,15 @@ class Adapter:
         self._kernel_calls.want([])
         self.verdicts.append(json.loads(text))
 
+    def trace_hooks(self, watch: ModuleObserver | None = None) -> list[TraceHooks]:
+        """For names of modules, and what the dispatcher does not see."""
+        return [*self.module_hooks(watch), KernelCalls(), ShownTransfers()]
+
     @contextlib.contextmanager
-    def naming_modules(self, watch: Any = None) -> Iterator[None]:
+    def naming_modules(self, watch: ModuleObserver | None = None) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(without_graphs(self.models))
-            for hooks in (*self.module_hooks(watch), KernelCalls(), ShownTransfers()):
+            for hooks in self.trace_hooks(watch):
                 stack.enter_context(hooks)
             yield
 
@@ -166,7 +171,7 @@ class Adapter:
 class Pass:
     """Forward and backward of one step, as they can be executed again."""
 
-    obstacle: Any = None  # or a function: why they cannot, a clause; "" where they can
+    obstacle: Callable[[], str] | None = None  # why they cannot, a clause; "" where they can
 
     def run_again(self) -> Named:
         """From the same data; returns the losses."""
@@ -189,13 +194,27 @@ class SkippedUpdate(Exception):
     """Raised out of a framework's own step: its update is left out."""
 
 
-class Driver:
+class StepState(Protocol):
+    """Something that a re-run restores; ``restore`` raises a RuntimeError that says what it cannot."""
+
+    def save(self) -> None: ...
+
+    def restore(self) -> None: ...
+
+
+if TYPE_CHECKING:
+    _EngineDriver = _C.StepDriver  # what Driver.__getattr__ gives
+else:
+    _EngineDriver = object
+
+
+class Driver(_EngineDriver):
     """One ``_C.StepDriver`` and the hooks and the connection that belong to it. ``stop`` becomes an error."""
 
     number_made = 0  # in this process: who looks at it already
 
     def __init__(
-        self, adapter: Adapter, options: "_C.LocatorOptions", connection: RankConnection | None
+        self, adapter: Adapter, options: _C.LocatorOptions, connection: RankConnection | None
     ) -> None:
         Driver.number_made += 1
         self.adapter = adapter
@@ -203,7 +222,7 @@ class Driver:
         self._engine = _C.StepDriver(
             adapter.parameter_map(), options, connection.communicator if connection else None, adapter
         )
-        self.locator: _C.GradientLocator = self._engine.locator
+        self._locator = self._engine.locator  # one object, which `weakly` refers to
         self.add_state("the generators of Python and numpy", GeneratorStates())
         self.add_state("TransformerEngine's fp8 scales", Fp8Scales())
         own_replays = OwnReplays(weakly(self.locator.add_standing_note))
@@ -214,7 +233,7 @@ class Driver:
         self._scanning = contextlib.ExitStack()  # what crosses in a pass
         self._step_pass: Callable[[], Pass | None] = lambda: None
         self._watch_hooks: list[ModuleHooks | OwnReplays] = [own_replays]
-        self._trace_hooks: list[ModuleHooks | KernelCalls | ShownTransfers] = []
+        self._trace_hooks: list[TraceHooks] = []
         # A driver that is dropped without `remove` leaves no hook behind.
         weakref.finalize(self, _remove_all, self._watch_hooks, self._trace_hooks)
         if options.level == "modules":
@@ -223,11 +242,17 @@ class Driver:
             self._watch_hooks += adapter.module_hooks(watch)
         self._follow_trace()
 
-    def __getattr__(self, name: str) -> Any:
-        """The engine's own."""
-        if name == "_engine":  # not made yet
-            raise AttributeError(name)
-        return getattr(self._engine, name)
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The engine's own."""
+            if name == "_engine":  # not made yet
+                raise AttributeError(name)
+            return getattr(self._engine, name)
+
+    @property
+    def locator(self) -> _C.GradientLocator:
+        return self._locator
 
     @property
     def run_dir(self) -> str:
@@ -242,7 +267,7 @@ class Driver:
         self.adapter.boundaries = boundaries
         self._engine.watch(boundaries.watch)
 
-    def add_state(self, name: str, state: Any) -> None:
+    def add_state(self, name: str, state: StepState) -> None:  # type: ignore[override]  # both in one object
         self._engine.add_state(name, state.save, state.restore)
 
     def take_parameters_again(self) -> None:
@@ -304,26 +329,26 @@ class Driver:
         if self.boundaries is not None:
             self._scanning.enter_context(self.boundaries.watching())
 
-    def end_pass(self, losses: "list[_C.LossView]") -> "_C.Decision":
+    def end_pass(self, losses: Sequence[_C.LossView]) -> _C.Decision:
         self._scanning.close()
         return self._act_on(self._engine.end_pass(losses))
 
-    def agree(self) -> "_C.Decision":
+    def agree(self) -> _C.Decision:
         return self._act_on(self._engine.agree())
 
-    def finish_agreement(self, overflow: LossScale | None = None) -> "_C.Decision":
+    def finish_agreement(self, overflow: LossScale | None = None) -> _C.Decision:
         return self._act_on(self._engine.finish_agreement(overflow))
 
-    def set_gradient_norm(self, norm: float) -> "_C.Decision":
+    def set_gradient_norm(self, norm: float) -> _C.Decision:
         return self._act_on(self._engine.set_gradient_norm(norm))
 
-    def scan_and_agree(self) -> "_C.Decision":
+    def scan_and_agree(self) -> _C.Decision:
         return self._act_on(self._engine.scan_and_agree())
 
-    def end_step(self) -> "_C.Decision":
+    def end_step(self) -> _C.Decision:
         return self._act_on(self._engine.end_step())
 
-    def _act_on(self, decision: "_C.Decision") -> "_C.Decision":
+    def _act_on(self, decision: _C.Decision) -> _C.Decision:
         self._attributes.leave()
         self._follow_trace()
         if decision == _C.Decision.STOP:
@@ -333,7 +358,7 @@ class Driver:
     def _follow_trace(self) -> None:
         """Module names for the trace, as long as there is one."""
         if self._engine.is_tracing and not self._trace_hooks:
-            self._trace_hooks += [*self.adapter.module_hooks(None), KernelCalls(), ShownTransfers()]
+            self._trace_hooks += self.adapter.trace_hooks()
         elif not self._engine.is_tracing and self._trace_hooks:
             _remove_all(self._trace_hooks)
 

@@ -57,14 +57,15 @@ def resolve_options(
     """Option, else NANLOCATOR_<NAME>, else default. A variable that cannot be read is a UsageError.
     bundle_bytes, bundle_count and max_incidents have variables only."""
     check_names(options)
-    given = options.get
     resolved = _C.LocatorOptions()
-    resolved.on_bad = _choose("on_bad", given("on_bad"), str, "stop")
-    resolved.output_dir = str(_choose("output_dir", given("output_dir"), str, default_output_dir))
-    resolved.level = _choose("level", given("level"), str, default_level)
-    resolved.rerun = _rerun_policy(_choose("rerun", given("rerun"), str, True))
-    resolved.check_params = _choose("check_params", given("check_params"), _parse_bool, False)
-    seconds = _choose("gather_deadline", given("gather_deadline"), float, 30.0)
+    resolved.on_bad = _choose("on_bad", options.get("on_bad"), str, "stop")
+    resolved.output_dir = str(_choose("output_dir", options.get("output_dir"), str, default_output_dir))
+    resolved.level = _choose("level", options.get("level"), str, default_level)
+    rerun = options.get("rerun")
+    policy = None if rerun is None else _rerun_policy(rerun)
+    resolved.rerun = _choose("rerun", policy, _rerun_policy, "on_bad")
+    resolved.check_params = _choose("check_params", options.get("check_params"), _parse_bool, False)
+    seconds = _choose("gather_deadline", options.get("gather_deadline"), float, 30.0)
     if not 0 < seconds < 86_400:
         raise _C.UsageError(f"gather_deadline is {seconds}; it must be between 0 and 86400 seconds")
     resolved.gather_deadline = datetime.timedelta(seconds=seconds)

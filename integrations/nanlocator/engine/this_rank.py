@@ -16,12 +16,8 @@ def device_description(device: torch.device) -> str:
         return str(device)
     properties = torch.cuda.get_device_properties(device)
     uuid = getattr(properties, "uuid", None)
-    address = "{:04x}:{:02x}:{:02x}.0".format(
-        getattr(properties, "pci_domain_id", 0),
-        getattr(properties, "pci_bus_id", 0),
-        getattr(properties, "pci_device_id", 0),
-    )
-    return f"cuda:{device.index} GPU-{uuid} {address}"
+    domain, bus, number = (getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
+    return f"cuda:{device.index} GPU-{uuid} {domain:04x}:{bus:02x}:{number:02x}.0"
 
 
 def rank_prefix() -> str:

@@ -120,7 +120,7 @@ class Boundaries:
         finally:
             self.watch.leave_transfer()
 
-    def collect(self, iteration: int) -> "tuple[list[_C.Sighting], list[_C.CrossingCoverage]]":
+    def collect(self, iteration: int) -> tuple[list[_C.Sighting], list[_C.CrossingCoverage]]:
         """What was bad since ``begin_step``, in execution order, and how much was scanned. Waits for the
         devices."""
         return self.watch.collect(iteration)
@@ -233,7 +233,7 @@ class Boundaries:
         }
         for name, collective in COLLECTIVES.items():
             operators[name] = collective.op
-            makers[name] = lambda inner, collective=collective: self._watched_collective(collective, inner)
+            makers[name] = functools.partial(self._watched_collective, collective)
         for name, make in makers.items():
             inner = getattr(ProcessGroup, name, None)
             if inner is not None:
@@ -356,7 +356,7 @@ def _stand_ins(watched: "_WatchedGroup") -> "dict[int, _WatchedGroup]":
 class _WatchedGroup:
     """A process group, and what the engine calls it."""
 
-    def __init__(self, name: str, group: ProcessGroup, watch: "_C.BoundaryWatch") -> None:
+    def __init__(self, name: str, group: ProcessGroup, watch: _C.BoundaryWatch) -> None:
         self.name = name
         self.group = group  # keeps its id from being another's
         self.watch = watch
@@ -394,7 +394,7 @@ class _WatchedGroup:
 _Crossings = list[tuple[int, Any]]  # with the tensors that are received
 
 
-def _observed(work: Any, crossings: _Crossings, watch: "_C.BoundaryWatch") -> Any:
+def _observed(work: Any, crossings: _Crossings, watch: _C.BoundaryWatch) -> Any:
     """Scans what has arrived once it has been waited for."""
     scan = functools.partial(_finish, crossings, watch)
     if work is not None:
@@ -403,6 +403,6 @@ def _observed(work: Any, crossings: _Crossings, watch: "_C.BoundaryWatch") -> An
     return None
 
 
-def _finish(crossings: _Crossings, watch: "_C.BoundaryWatch") -> None:
+def _finish(crossings: _Crossings, watch: _C.BoundaryWatch) -> None:
     for crossing, received in crossings:
         watch.finish(crossing, received)

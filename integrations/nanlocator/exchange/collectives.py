@@ -85,8 +85,8 @@ class FollowedWork:
         self._work = work
         self._on_end: Callable[[], None] | None = on_end
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]  # nobody sets it
+    def __class__(self) -> type:
         return type(self._work)
 
     def __getattr__(self, name: str) -> Any:
@@ -97,15 +97,13 @@ class FollowedWork:
         self._end()
         return result
 
-    def synchronize(self) -> Any:
-        result = self._work.synchronize()
+    def synchronize(self) -> None:
+        self._work.synchronize()
         self._end()
-        return result
 
-    def block_current_stream(self) -> Any:
-        result = self._work.block_current_stream()
+    def block_current_stream(self) -> None:
+        self._work.block_current_stream()
         self._end()
-        return result
 
     def is_completed(self) -> bool:
         is_completed = self._work.is_completed()

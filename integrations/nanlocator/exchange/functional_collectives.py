@@ -76,8 +76,9 @@ class FunctionalCollectives:
         def call(*args: Any, **kwargs: Any) -> Any:
             crossing = None
             if args and isinstance(args[-1], str):
+                name_of_group: Any = args[-1]  # in new versions of torch a type of its own
                 crossing = self._follower.begin_collective(
-                    _distributed_c10d._resolve_process_group(args[-1]),
+                    _distributed_c10d._resolve_process_group(name_of_group),
                     f"{namespace}::{name}",
                     args[0],
                     has_unseen_backward=namespace.endswith("_autograd"),

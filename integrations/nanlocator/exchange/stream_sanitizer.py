@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch.utils import checkpoint
 
+from nanlocator.hooks.patches import replace
+
 _OWN = tuple(os.path.join(folder, "") for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _PYTHONS = os.path.join(sysconfig.get_path("stdlib"), "")
 _MOST_OPERATORS = 50_000  # each keeps the stack that called it: some 100 us and 4 KB
@@ -81,7 +83,7 @@ def sanitised_streams() -> Iterator[list[StreamAccess]]:
             found.setdefault(access.place, access)
         return []  # no error: the pass goes on
 
-    mode.event_handler._handle_kernel_launch = collect
+    replace(mode.event_handler, "_handle_kernel_launch", collect)
     accesses: list[StreamAccess] = []
     try:
         with mode:

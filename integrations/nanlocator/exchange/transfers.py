@@ -6,6 +6,7 @@ operations"). Of what C++ issues by itself DistributedDataParallel's buffers are
 not: it waits there, too.
 """
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -37,9 +38,9 @@ class ShownTransfers:
         self._under_way: list[_C.Transfer] = []  # of this thread's program, ended or not
         self._named: dict[int, ProcessGroup] = {}  # by id, which nobody else's is meanwhile
         for name, collective in COLLECTIVES.items():
-            self._replace(name, lambda inner, collective=collective: self._collective(collective, inner))
-        for name in _MESSAGES:
-            self._replace(name, lambda inner, name=name: self._message(*_MESSAGES[name], inner))
+            self._replace(name, functools.partial(self._collective, collective))
+        for name, message in _MESSAGES.items():
+            self._replace(name, functools.partial(self._message, *message))
         self._replace("_start_coalescing", self._start)
         self._replace("_end_coalescing", self._end)
         for name in ("barrier", "monitored_barrier"):
@@ -103,13 +104,13 @@ class ShownTransfers:
 
         return method
 
-    def _followed(self, group: ProcessGroup, work: Any, transfer: "_C.Transfer") -> Any:
+    def _followed(self, group: ProcessGroup, work: Any, transfer: _C.Transfer) -> Any:
         if (coalesced := self._coalesced.get(id(group))) is not None:
             coalesced.append(transfer)  # only the work of _end_coalescing can be waited for
             return work
         return self._until_waited_for(work, [transfer])
 
-    def _until_waited_for(self, work: Any, transfers: "list[_C.Transfer]") -> Any:
+    def _until_waited_for(self, work: Any, transfers: list[_C.Transfer]) -> Any:
         if work is None:  # complete, as far as the current stream can see
             _end_all(transfers)
             return None
@@ -145,7 +146,7 @@ class ShownTransfers:
 class _ShownWork(FollowedWork):
     __slots__ = ("_transfers",)
 
-    def __init__(self, work: Any, transfers: "list[_C.Transfer]") -> None:
+    def __init__(self, work: Any, transfers: list[_C.Transfer]) -> None:
         super().__init__(work, lambda: _end_all(transfers))
         self._transfers = transfers
 
@@ -153,9 +154,9 @@ class _ShownWork(FollowedWork):
         self._begin_wait()
         return super().wait(*args, **kwargs)
 
-    def synchronize(self) -> Any:
+    def synchronize(self) -> None:
         self._begin_wait()
-        return super().synchronize()
+        super().synchronize()
 
     def _begin_wait(self) -> None:
         for transfer in self._transfers:
@@ -167,7 +168,7 @@ class _ShownWork(FollowedWork):
         return self._work.get_future()
 
 
-def _end_all(transfers: "list[_C.Transfer]") -> None:
+def _end_all(transfers: list[_C.Transfer]) -> None:
     for transfer in transfers:
         transfer.end()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
@@ -14,7 +15,14 @@ from nanlocator import _C
 from nanlocator.engine.driver import Named, SkippedUpdate
 from nanlocator.engine.options import Options, resolve_options
 from nanlocator.loops.ownership import keep_from_deepspeed, refuse_owned
-from nanlocator.loops.plain import PlainAdapter, PlainPass, held_parameters, overflow_seen, plain_driver
+from nanlocator.loops.plain import (
+    PlainAdapter,
+    PlainDriver,
+    PlainPass,
+    held_parameters,
+    overflow_seen,
+    plain_driver,
+)
 from nanlocator.sharding import fsdp1
 from nanlocator.sharding.pipelining import follow_steps, stages_of
 from nanlocator.state.closures import iterators_of
@@ -52,7 +60,7 @@ class LocatingOptimizer(Optimizer):
         optimizer: Optimizer,
         model: torch.nn.Module,
         *,
-        grad_scaler: "torch.amp.GradScaler | None" = None,
+        grad_scaler: GradScaler | None = None,
         **options: Unpack[Options],
     ) -> None:
         refuse_owned([model], [optimizer])
@@ -148,7 +156,7 @@ class LocatingOptimizer(Optimizer):
     # --- the wrapped optimizer's own -----------------------------------------------------------------
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups
 
     @param_groups.setter
@@ -156,7 +164,7 @@ class LocatingOptimizer(Optimizer):
         self.inner.param_groups = value
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         return self.inner.state
 
     @state.setter
@@ -185,7 +193,7 @@ class LocatingOptimizer(Optimizer):
 class _Evaluation(PlainPass):
     """One call of a closure."""
 
-    def __init__(self, adapter: PlainAdapter, driver: Any, closure: Callable[[], Any]) -> None:
+    def __init__(self, adapter: PlainAdapter, driver: PlainDriver, closure: Callable[[], Any]) -> None:
         super().__init__(adapter)
         self._driver = driver
         self._closure = closure

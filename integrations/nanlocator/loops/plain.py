@@ -7,10 +7,18 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from nanlocator import _C
-from nanlocator.calls.modules import ModuleHooks, local_part, shown, shown_module, tensor_attributes
+from nanlocator.calls.modules import (
+    ModuleHooks,
+    ModuleObserver,
+    local_part,
+    shown,
+    shown_module,
+    tensor_attributes,
+)
 from nanlocator.engine.connection import RankConnection, connect
 from nanlocator.engine.driver import (
     Adapter,
@@ -51,6 +59,7 @@ class PlainAdapter(Adapter):
         super().__init__()
         self._optimizers = optimizers
         self._models = models
+        self.models = models.values()
         self.own_gradients: list[OwnGradients] = []
         self.not_covered: list[str] = []
         self.pipeline_group = group_of(models.values())
@@ -61,10 +70,10 @@ class PlainAdapter(Adapter):
         self._names = {kept.get(p, p): n for n, p in self._named("named_parameters")}
         self._are_in_place = False  # the parameters, as far as was looked
 
-    def parameter_map(self) -> "_C.ParameterMap":
+    def parameter_map(self) -> _C.ParameterMap:
         """Of the concatenated groups as they are now; position = parameter id."""
         groups = [list(group["params"]) for each in self._optimizers for group in each.param_groups]
-        self.tensors: list[torch.nn.Parameter] = list(dict.fromkeys(p for group in groups for p in group))
+        self.tensors: list[torch.Tensor] = list(dict.fromkeys(p for group in groups for p in group))
         if self.tensors and self._names and self._names.keys().isdisjoint(self.tensors):
             raise _C.UsageError(
                 "the optimizer holds none of the model's parameters: it was made before they were replaced "
@@ -116,7 +125,7 @@ class PlainAdapter(Adapter):
             return {}
         return parts
 
-    def _coordinates(self) -> "_C.RankCoordinates":
+    def _coordinates(self) -> _C.RankCoordinates:
         if is_distributed():
             coordinates, unknown = coordinates_of(self.tensors, self.pipeline_group)
             self.not_covered += [unknown] if unknown else []
@@ -125,10 +134,6 @@ class PlainAdapter(Adapter):
         if self.tensors:
             coordinates.device = device_description(self.tensors[0].device)
         return coordinates
-
-    @property
-    def models(self) -> Iterable[torch.nn.Module]:
-        return self._models.values()
 
     def gradients(self) -> Views:
         found = [
@@ -207,7 +212,7 @@ class PlainAdapter(Adapter):
         ]
         return _local(self._named("named_parameters")), _local([*self._named("named_buffers"), *attributes])
 
-    def module_hooks(self, watch: "_C.ModuleWatch | None") -> list[ModuleHooks]:
+    def module_hooks(self, watch: ModuleObserver | None) -> list[ModuleHooks]:
         return [
             ModuleHooks(model, watch, functools.partial(_below, name) if name else None)
             for name, model in self._models.items()
@@ -225,7 +230,7 @@ class PlainDriver(Driver):
     adapter: PlainAdapter
 
     def __init__(
-        self, adapter: PlainAdapter, options: "_C.LocatorOptions", connection: RankConnection | None
+        self, adapter: PlainAdapter, options: _C.LocatorOptions, connection: RankConnection | None
     ) -> None:
         super().__init__(adapter, options, connection)
         self._pipeline: Pipeline | None = None
@@ -286,7 +291,7 @@ class PlainDriver(Driver):
         self._begin_gradients()
         super().begin_pass(step_pass, iteration)
 
-    def scan_and_agree(self) -> "_C.Decision":
+    def scan_and_agree(self) -> _C.Decision:
         self.adapter.check_parameters()
         if self.boundaries is not None and not self.is_in_pass:
             self.boundaries.missed_a_pass()
@@ -297,7 +302,7 @@ class PlainDriver(Driver):
         self._begin_gradients()
         self._engine.forget_gradients()
 
-    def end_step(self) -> "_C.Decision":
+    def end_step(self) -> _C.Decision:
         self._begin_gradients()
         return super().end_step()
 
@@ -328,10 +333,10 @@ class PlainPass(Pass):
 
 def plain_driver(
     adapter: PlainAdapter,
-    options: "_C.LocatorOptions",
-    grad_scaler: "torch.amp.GradScaler | None",
-    loss_scale: Callable[["torch.amp.GradScaler"], LossScale | None],
-) -> Driver:
+    options: _C.LocatorOptions,
+    grad_scaler: GradScaler | None,
+    loss_scale: Callable[[GradScaler], LossScale | None],
+) -> PlainDriver:
     """``loss_scale`` is asked of a scaler that is enabled."""
     if grad_scaler is not None and grad_scaler.is_enabled():
         adapter.loss_scale = functools.partial(loss_scale, grad_scaler)
@@ -341,14 +346,14 @@ def plain_driver(
     return driver
 
 
-def scale_in_gradients(scaler: "torch.amp.GradScaler") -> LossScale:
+def scale_in_gradients(scaler: GradScaler) -> LossScale:
     """It has not unscaled these gradients. Dividing by a scale of 1 or more makes no Inf of a finite value;
     below 1 they are not too large because of it."""
     scale = scaler.get_scale()
     return scale, scale >= 1.0, True
 
 
-def overflow_seen(scaler: "torch.amp.GradScaler", *, optimizer_id: int) -> LossScale | None:
+def overflow_seen(scaler: GradScaler, *, optimizer_id: int) -> LossScale | None:
     """The loss scale, where the scaler has found Inf in the gradients of the optimizer with this id, will
     leave its step out and lower the scale. Below 1 the gradients are not too large because of it. Gradients
     are scanned unscaled."""

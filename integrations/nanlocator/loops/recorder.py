@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -36,6 +36,8 @@ from nanlocator.state.batches import KeptBatch
 from nanlocator.state.containers import mapped, tensors_beside, tensors_of
 from nanlocator.state.rerun import GeneratorStates
 from nanlocator.state.switches import Switches, switches_of
+
+T = TypeVar("T")
 
 # Data that is not copied, and samples of its content; None where nobody looks at it.
 _ByReference = list[tuple[torch.Tensor, torch.Tensor | None]]
@@ -115,7 +117,7 @@ class StepRecorder:
     def set_parameters(self, parameters: list[torch.Tensor]) -> None:
         self._parameters = set(parameters)
         self._engine.set_parameters(parameters)
-        self._sharded = [p for p in parameters if hasattr(p, "_local_tensor")]  # DTensors
+        self._sharded: list[Any] = [p for p in parameters if hasattr(p, "_local_tensor")]  # DTensors
         self._ours.clear()
 
     def remove(self) -> None:
@@ -278,7 +280,7 @@ class StepRecorder:
         }
         if not values:
             return []
-        gradients = [p.grad for p in values]
+        gradients = [p.grad for p in values if p.grad is not None]
         self._follower.before_backward(gradients)
         self._engine.add_backward(_Assigned(values), gradients)
         for event in self._engine.needed():
@@ -380,12 +382,12 @@ class StepRecorder:
         return [self.unscaled.get(t, t).detach() for t in _C.tensors_in(args[0]) if t.numel() == 1]
 
     def _function_call(
-        self, function: type, args: Any, kwargs: Any
+        self, function: type[torch.autograd.Function], args: Any, kwargs: Any
     ) -> "tuple[_FunctionCall, list[torch.Tensor]]":
         call = _FunctionCall(function, *self._named((args, kwargs)), self._by_reference)
         return call, _C.tensors_in((args, kwargs))
 
-    def _named(self, value: Any, tensors: list[torch.Tensor] | None = None) -> Any:
+    def _named(self, value: T, tensors: list[torch.Tensor] | None = None) -> T:
         """``value`` with a name in place of each tensor that the step has computed, and a copy of each that
         the program may load the next batch into. ``tensors``: those in it, where they are known."""
         tensors = tensors_of(value) if tensors is None else tensors
@@ -429,7 +431,7 @@ class StepRecorder:
             return [("loss", losses[0])]
         return [(f"loss[{i}]", loss) for i, loss in enumerate(losses)]
 
-    def _are_microbatches(self, events: "list[_C.RecordedEvent]") -> bool:
+    def _are_microbatches(self, events: list[_C.RecordedEvent]) -> bool:
         """Whether each backward follows calls of the same modules: gradients are accumulated."""
         called: list[list[int]] = [[]]
         for event in events:
@@ -498,7 +500,7 @@ class _Call:
             if sample is not None and not _C.has_content(tensor, sample)
         ]
 
-    def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
+    def run_again(self, replay: _C.StepReplay, losses: list[torch.Tensor]) -> list[torch.Tensor]:
         args, kwargs = _given(self.kept.item, replay, {id(tensor) for tensor, _ in self.by_reference})
         self._generators.restore()
         self._switches.set()
@@ -531,7 +533,7 @@ class _PipelineCall(_Call):
     def _execute(self, *args: Any, **kwargs: Any) -> Any:
         return self.pipeline.run(self._step, args, kwargs, self._generators.restore)
 
-    def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
+    def run_again(self, replay: _C.StepReplay, losses: list[torch.Tensor]) -> list[torch.Tensor]:
         outputs = super().run_again(replay, losses)
         losses += self.pipeline.losses
         return outputs
@@ -540,13 +542,15 @@ class _PipelineCall(_Call):
 class _FunctionCall:
     """A custom autograd function that is applied outside of modules."""
 
-    def __init__(self, function: type, args: Any, kwargs: Any, by_reference: "_ByReference") -> None:
+    def __init__(
+        self, function: type[torch.autograd.Function], args: Any, kwargs: Any, by_reference: _ByReference
+    ) -> None:
         self._function = function
         self._args, self._kwargs = args, kwargs
         self._by_reference = {id(tensor) for tensor, _ in by_reference}
         self._generators = _Generators()
 
-    def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> "list[torch.Tensor | None]":
+    def run_again(self, replay: _C.StepReplay, losses: list[torch.Tensor]) -> list[torch.Tensor | None]:
         self._generators.restore()
         args, kwargs = _given((self._args, self._kwargs), replay, self._by_reference)
         result = self._function.apply(*args, **kwargs)
@@ -575,7 +579,7 @@ class _EngineCall:
         self.accumulates = self.has_losses = accumulates
         self.losses: list[torch.Tensor] = []  # of torch.autograd.grad
 
-    def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
+    def run_again(self, replay: _C.StepReplay, losses: list[torch.Tensor]) -> list[torch.Tensor]:
         args, kwargs = mapped((self._args, self._kwargs), _Now(replay))
         self._switches.set()
         if self.has_losses:
@@ -680,7 +684,7 @@ class _Assigned:
     def __init__(self, gradients: dict[torch.Tensor, Any]) -> None:
         self._gradients = gradients
 
-    def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
+    def run_again(self, replay: _C.StepReplay, losses: list[torch.Tensor]) -> list[torch.Tensor]:
         for parameter, value in self._gradients.items():
             parameter.grad = _Now(replay)(value)
         return []
@@ -692,7 +696,7 @@ class _Unfinished:
     def __init__(self, values: Any) -> None:
         self._values = values
 
-    def run_again(self, replay: "_C.StepReplay", losses: list[torch.Tensor]) -> list[torch.Tensor]:
+    def run_again(self, replay: _C.StepReplay, losses: list[torch.Tensor]) -> list[torch.Tensor]:
         losses += mapped(self._values, _Now(replay))
         return []
 
@@ -700,14 +704,14 @@ class _Unfinished:
 class _Now:
     """What stands for a name in a re-run."""
 
-    def __init__(self, replay: "_C.StepReplay") -> None:
+    def __init__(self, replay: _C.StepReplay) -> None:
         self._replay = replay
 
     def __call__(self, value: Any) -> Any:
         return self._replay.tensor(value) if isinstance(value, _C.RecordedValue) else value
 
 
-def _given(kept: Any, replay: "_C.StepReplay", by_reference: set[int]) -> Any:
+def _given(kept: Any, replay: _C.StepReplay, by_reference: set[int]) -> Any:
     """What stands for the arguments ``kept`` of a call that may write to its data. What was not copied the
     first time is not copied now."""
     tensors = [each for each in tensors_of(kept) if _is_plain(each) and id(each) not in by_reference]

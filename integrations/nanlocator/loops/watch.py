@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
@@ -92,7 +93,7 @@ class Watch:
         self._adapter = PlainAdapter(optimizers, models)
         self._adapter.why_no_pass = "no call of a watched model was seen in it"
         self._adapter.loss_scale = weakly(self._loss_scale)
-        self._scaler: torch.amp.GradScaler | None = None
+        self._scaler: GradScaler | None = None
         self._driver = plain_driver(self._adapter, resolved, None, scale_in_gradients)
         self._recorder = StepRecorder(self._adapter.tensors, self, recorded_bytes())
         self._driver.add_state("the weights", WeightsState(self._recorder))
@@ -180,7 +181,7 @@ class Watch:
 
     # --- where gradients are scanned -----------------------------------------------------------------
 
-    def _scan_gradients(self, used: Iterable[torch.Tensor] = ()) -> "_C.Decision":
+    def _scan_gradients(self, used: Iterable[torch.Tensor] = ()) -> _C.Decision:
         """Gradients that nobody has scanned; else what was decided. ``used``: parameters whose gradients
         the program asks for now."""
         if self._recorder.is_suspended:
@@ -206,7 +207,7 @@ class Watch:
             self._loop.decision = self._driver.end_pass(self._loss_views())
         others.restore()
 
-    def _loss_views(self) -> "list[_C.LossView]":
+    def _loss_views(self) -> list[_C.LossView]:
         losses = self._recorder.losses
         is_numbered = len(losses) > 1 and self._recorder.number_of_microbatches == len(losses)
         return [_C.LossView(loss, i if is_numbered else None) for i, loss in enumerate(losses)]
@@ -288,14 +289,15 @@ class Watch:
         self._driver.conclude_alone(f"{reason} ({why_not})", False)
 
     def _loss_scale(self) -> LossScale | None:
-        is_scaled = self._scaler is not None and self._scaler.is_enabled()
-        return scale_in_gradients(self._scaler) if is_scaled else None
+        if self._scaler is None or not self._scaler.is_enabled():
+            return None
+        return scale_in_gradients(self._scaler)
 
     def _follow_loop(self) -> None:
         self._replace_everywhere(clip_grad._get_total_norm, self._total_norm)
         self._replace_everywhere(clip_grad._clip_grads_with_norm_, self._clip)
-        self._replace(torch.amp.GradScaler, "scale", self._scale)
-        self._replace(torch.amp.GradScaler, "unscale_", self._unscale)
+        self._replace(GradScaler, "scale", self._scale)
+        self._replace(GradScaler, "unscale_", self._unscale)
         self._replace(nn.Module, "zero_grad", self._zero_module)
         self._undo += follow_steps(self._schedule_step)
         if (fully_sharded := fsdp1.wrapper_class()) is not None:
@@ -367,16 +369,14 @@ class Watch:
             return original(schedule, *args, **kwargs)
         return self._recorder.record_pass(pipeline, original, args, kwargs)
 
-    def _scale(self, original: Callable[..., Any], scaler: "torch.amp.GradScaler", outputs: Any) -> Any:
+    def _scale(self, original: Callable[..., Any], scaler: GradScaler, outputs: Any) -> Any:
         self._scaler = scaler
         scaled = original(scaler, outputs)
         if isinstance(outputs, torch.Tensor):  # its overflow is the scaler's business, not the loss's
             self._recorder.unscaled[scaled] = outputs.detach()
         return scaled
 
-    def _unscale(
-        self, original: Callable[..., Any], scaler: "torch.amp.GradScaler", optimizer: Optimizer
-    ) -> Any:
+    def _unscale(self, original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer) -> Any:
         self._scaler = scaler
         self._scan_gradients(_parameters_of(optimizer))
         with self._recorder.suspended():
@@ -416,9 +416,9 @@ class Watch:
             group = _USED_IN_BACKWARD + len(self._used_in_backward)
             self._used_in_backward[optimizer] = group, numbers
         group, numbers = self._used_in_backward[optimizer]
-        numbers = [i for i in numbers if parts[i].tensor.grad is not None]
-        gradients = [parts[i].view(parts[i].tensor.grad) for i in numbers]
-        self._driver.scan(self._adapter.gradient_phase, group, "grad", numbers, gradients)
+        found = [(i, gradient) for i in numbers if (gradient := parts[i].tensor.grad) is not None]
+        gradients = [parts[i].view(gradient) for i, gradient in found]
+        self._driver.scan(self._adapter.gradient_phase, group, "grad", [i for i, _ in found], gradients)
 
     def _after_update(self, *_: Any) -> None:
         """Of a step that has not come through ``_step``: it had begun before the optimizer was watched."""

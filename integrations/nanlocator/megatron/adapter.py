@@ -9,7 +9,7 @@ import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from nanlocator import _C
-from nanlocator.calls.modules import ModuleHooks, local_part, tensor_attributes
+from nanlocator.calls.modules import ModuleHooks, ModuleObserver, local_part, tensor_attributes
 from nanlocator.engine.driver import Adapter, LossScale, Named, OptimizerTensors, Pass, Views, state_tensors
 from nanlocator.megatron import state
 from nanlocator.megatron.data_parallel import data_parallel_chunk
@@ -37,9 +37,9 @@ class MegatronAdapter(Adapter):
     )
     can_trace_later_steps = False
 
-    def __init__(self, chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
+    def __init__(self, chunks: list[Any], optimizer: MegatronOptimizer) -> None:
         super().__init__()
-        self.models = chunks
+        self.models = self._chunks = chunks
         self._optimizer = optimizer
         # Of a single chunk with Megatron-FSDP nothing is chained.
         self.optimizers: list[MegatronOptimizer] = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -59,7 +59,7 @@ class MegatronAdapter(Adapter):
         if self._dynamic_scalers():
             self.loss_scale = self.loss_scale_now
 
-    def parameter_map(self) -> "_C.ParameterMap":
+    def parameter_map(self) -> _C.ParameterMap:
         device = self.named[0].parameter.device if self.named else torch.device("cpu")
         return _C.ParameterMap(rank_coordinates(device), sorted(self._infos, key=lambda info: info.id))
 
@@ -100,7 +100,7 @@ class MegatronAdapter(Adapter):
         return ids, tensors, offsets
 
     def clear_gradients(self) -> None:
-        for chunk in self.models:
+        for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 
@@ -108,8 +108,8 @@ class MegatronAdapter(Adapter):
         state = self._named(torch.nn.Module.named_buffers) + self._named(tensor_attributes)
         return self.parameters, state
 
-    def module_hooks(self, watch: Any) -> list[ModuleHooks]:
-        return [ModuleHooks(chunk, watch, name_of=module_names(chunk)) for chunk in self.models]
+    def module_hooks(self, watch: ModuleObserver | None) -> list[ModuleHooks]:
+        return [ModuleHooks(chunk, watch, name_of=module_names(chunk)) for chunk in self._chunks]
 
     def loss_scale_now(self) -> LossScale | None:
         """What this step's gradients are multiplied by; None where that is not dynamic. At its smallest an
@@ -133,7 +133,7 @@ class MegatronAdapter(Adapter):
 
     def _named(self, each_of: Callable[[torch.nn.Module], Iterable[tuple[str, T]]]) -> list[tuple[str, T]]:
         """With global numbers of layers and experts."""
-        return [(module_names(chunk)(name), each) for chunk in self.models for name, each in each_of(chunk)]
+        return [(module_names(chunk)(name), each) for chunk in self._chunks for name, each in each_of(chunk)]
 
     def _weight(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         (chunk,) = {entry.chunk for entry in self.named if entry.parameter is parameter}

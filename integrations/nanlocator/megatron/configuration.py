@@ -73,9 +73,7 @@ def unwatched_groups(chunks: list[torch.nn.Module]) -> dict[str, str]:
     return groups
 
 
-def not_covered(
-    chunks: list[torch.nn.Module], optimizer: MegatronOptimizer, options: _C.LocatorOptions
-) -> list[str]:
+def not_covered(chunks: list[Any], optimizer: MegatronOptimizer, options: _C.LocatorOptions) -> list[str]:
     """Phrases for run.json and the log about this very configuration."""
     config, ddp = get_model_config(chunks[0]), chunks[0].ddp_config
     modules = {type(module).__module__.split(".")[0] for chunk in chunks for module in chunk.modules()}

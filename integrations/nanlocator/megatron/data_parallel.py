@@ -89,7 +89,7 @@ def is_sharded(chunk: torch.nn.Module) -> bool:
 class ReplicatedChunk:
     """In a DistributedDataParallel: ``main_grad`` is a part of a bucket, whole on every rank."""
 
-    def __init__(self, chunk: torch.nn.Module) -> None:
+    def __init__(self, chunk: Any) -> None:
         self._groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
         self.parameters = [(name, p) for name, p in chunk.named_parameters() if p.requires_grad]
         self.groups = [[p for bucket in group.buckets for p in bucket.params_list] for group in self._groups]
@@ -104,7 +104,7 @@ class ReplicatedChunk:
         def start_grad_sync(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if is_sent_already(group):
                 return original(*args, **kwargs)
-            with reducing(number, parameters, [p.main_grad for p in parameters]):
+            with reducing(number, parameters, list(map(_main_gradient, parameters))):
                 return original(*args, **kwargs)
 
         return start_grad_sync
@@ -126,15 +126,16 @@ class ReplicatedChunk:
         positions = {}
         for number, bucket in enumerate(bucket for group in self._groups for bucket in group.buckets):
             for p in bucket.params_list:
-                bytes_before = p.main_grad.data_ptr() - bucket.grad_data.data_ptr()
-                positions[p] = (number, bytes_before // p.main_grad.element_size())
+                gradient = _main_gradient(p)
+                bytes_before = gradient.data_ptr() - bucket.grad_data.data_ptr()
+                positions[p] = (number, bytes_before // gradient.element_size())
         return positions
 
     def kept(self, parameter: Parameter) -> Range | None:
         return None
 
     def reduced_gradient(self, parameter: Parameter, kept: Range) -> torch.Tensor:
-        gradient = parameter.main_grad
+        gradient = _main_gradient(parameter)
         return gradient if kept == (0, gradient.numel()) else gradient.view(-1)[slice(*kept)]
 
     def weight(self, parameter: Parameter) -> torch.Tensor:
@@ -144,6 +145,10 @@ class ReplicatedChunk:
         return []
 
 
+def _main_gradient(parameter: Any) -> torch.Tensor:
+    return parameter.main_grad
+
+
 class ShardedChunk:
     """In Megatron-FSDP. A parameter is the one that forward and backward use, whose memory comes and goes;
     the module has it only between forward and the reduction of gradients, and DTensors of shards otherwise.
@@ -151,7 +156,7 @@ class ShardedChunk:
     Where gradients are sharded, each microbatch's are reduced and added to the shards that the ranks keep.
     """
 
-    def __init__(self, chunk: torch.nn.Module) -> None:
+    def __init__(self, chunk: Any) -> None:
         self._pipeline = chunk.module.grad_reduce_pipeline
         self._gather_pipeline = chunk.module.all_gather_pipeline
         self._gather: contextlib.ExitStack | None = None  # while several buckets are gathered at once

@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -274,9 +275,7 @@ def updated_tensors(
             (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
         )
         return [
-            (model, main, optimizer._get_model_param_range_map(model)["param"].start)
-            for model, main in pairs
-            if main is not None
+            (model, main, optimizer._get_model_param_range_map(model)["param"].start) for model, main in pairs
         ]
     if isinstance(optimizer, Float16OptimizerWithFloat16Params):
         pairs = _zip_groups(
@@ -299,12 +298,14 @@ def optimizer_gradients(
     ]
 
 
-def _zip_groups(*kinds: tuple[list, list]) -> list[tuple[Parameter, torch.Tensor | None]]:
+def _zip_groups(*kinds: tuple[list[Any], list[Any]]) -> list[tuple[Parameter, torch.Tensor]]:
+    """Of the parameters of which this rank updates something."""
     return [
-        pair
+        (model, main)
         for models, mains in kinds
         for model_group, main_group in zip(models, mains, strict=True)
-        for pair in zip(model_group, main_group, strict=True)
+        for model, main in zip(model_group, main_group, strict=True)
+        if main is not None
     ]
 
 

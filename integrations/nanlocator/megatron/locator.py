@@ -172,8 +172,8 @@ class MegatronLocator:
         for chunk in self._adapter.data_parallel:
             chunk.watch_reductions(self._patches, functools.partial(self._reducing, chunk, first))
             first += len(chunk.groups)
-        for number, chunk in enumerate(self._chunks):
-            wrap(chunk, "finish_grad_sync", self._after_collective(number))
+        for number, wrapper in enumerate(self._chunks):
+            wrap(wrapper, "finish_grad_sync", self._after_collective(number))
         if check_params:
             wrap(self._chunks[0], "zero_grad_buffer", self._before_forward)
         wrap(self._optimizer, "prepare_grads", self._around_prepare_grads)

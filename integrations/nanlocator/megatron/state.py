@@ -71,7 +71,7 @@ def _copied(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
-    if dataclasses.is_dataclass(value):  # MetricEntry of Megatron-Core 0.18
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # MetricEntry of Megatron-Core 0.18
         return dataclasses.replace(
             value, **{field.name: _copied(getattr(value, field.name)) for field in dataclasses.fields(value)}
         )

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -81,7 +82,7 @@ def computes_with(device: torch.device | str) -> str:
     return ", ".join([*parts, f"torch {own['torch']}", f"{torch.get_num_threads()} threads"])
 
 
-def differences(facts_of_ranks: Sequence[Facts]) -> list[dict]:
+def differences(facts_of_ranks: Sequence[Facts]) -> list[dict[str, Any]]:
     """What differs though it must be equal: [{"what": "torch", "values": {"2.11.0": [0, 1], "2.10.0": [2]}}],
     `facts_of_ranks` in the order of ranks. A rank without a fact that others have is under "not known", or
     "not set" for an environment variable. Clocks are compared with the median's and listed where one is more
@@ -103,7 +104,7 @@ def _variables_to_compare(facts_of_ranks: Sequence[Facts]) -> list[str]:
     return sorted(name for name in names if not name.startswith(own))
 
 
-def _clock_differences(facts_of_ranks: Sequence[Facts]) -> list[dict]:
+def _clock_differences(facts_of_ranks: Sequence[Facts]) -> list[dict[str, Any]]:
     clocks = {rank: float(facts["clock"]) for rank, facts in enumerate(facts_of_ranks) if "clock" in facts}
     if not clocks:
         return []

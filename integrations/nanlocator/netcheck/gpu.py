@@ -274,7 +274,7 @@ def _place(address: str) -> tuple[int, ...] | None:
 
 
 def _address_by_torch(device: torch.device) -> str:
-    p = torch.cuda.get_device_properties(device)
+    p: Any = torch.cuda.get_device_properties(device)  # torch's types lack these three
     return f"{p.pci_domain_id:08X}:{p.pci_bus_id:02X}:{p.pci_device_id:02X}.0"
 
 

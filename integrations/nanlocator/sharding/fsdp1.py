@@ -28,7 +28,7 @@ from nanlocator.sharding.shards import Part
 _GROUPS = 1 << 23
 
 
-def wrapper_class() -> type[nn.Module] | None:
+def wrapper_class() -> type[Any] | None:
     """FullyShardedDataParallel, where the program has imported it."""
     api = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     return api.FullyShardedDataParallel if api is not None else None
@@ -61,10 +61,12 @@ def switches_of(module: nn.Module) -> list[tuple[Callable[[], Any], tuple[str, .
     if (fully_sharded := wrapper_class()) is None:
         return []
     return [
-        (functools.partial(_this, each), ("_sync_gradients",))
-        for each in module.modules()
-        if isinstance(each, fully_sharded)
+        (itself(each), ("_sync_gradients",)) for each in module.modules() if isinstance(each, fully_sharded)
     ]
+
+
+def itself(owner: Any) -> Callable[[], Any]:
+    return lambda: owner
 
 
 class WholeGradients:
@@ -85,7 +87,8 @@ class WholeGradients:
             for _, handle in handles_of(module):
                 flat = handle.flat_param
                 of_originals = [numbers.get(p, [None])[0] for p in flat._params or ()]
-                self._numbers[handle] = of_originals or numbers.get(flat, [None] * flat._num_params)
+                unknown: list[int | None] = [None] * flat._num_params
+                self._numbers[handle] = of_originals or list(numbers.get(flat, unknown))
         self._undo: list[Callable[[], None]] = []
         owner = importlib.import_module("torch.distributed.fsdp._runtime_utils")
         for name in ("_reduce_grad", "_reduce_grad_no_shard"):
@@ -186,7 +189,3 @@ def _parts_of(path: str, handle: Any) -> Iterator[Part]:
 
 def _stretch(begin: int, numel: int, flat: torch.Tensor) -> torch.Tensor:
     return flat.detach()[begin : begin + numel]
-
-
-def _this(owner: Any) -> Any:
-    return owner

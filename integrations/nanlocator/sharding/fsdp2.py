@@ -6,6 +6,7 @@ _fsdp_param_group.py, 2.6 to 2.15). What is in ``unsharded_grads`` there is this
 over its microbatches since the last reduction, in the data type that it is reduced from.
 """
 
+import functools
 import importlib
 import math
 import sys
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nanlocator.hooks.patches import replace
+from nanlocator.sharding.fsdp1 import itself
 from nanlocator.sharding.own_gradients import LocalScans
 from nanlocator.sharding.shards import Part, is_sharded_over_tp, placements_of
 
@@ -81,8 +83,8 @@ def switches_of(module: nn.Module) -> list[tuple[Callable[[], Any], tuple[str, .
     places: list[tuple[Callable[[], Any], tuple[str, ...]]] = []
     for state in _states_of(module):
         # The first forward gives all states of a model the same one.
-        places.append((lambda state=state: state._state_ctx, ("is_last_backward",)))
-        places += [(lambda group=group: group, _OF_GROUP) for group in _groups_of(state)]
+        places.append((functools.partial(getattr, state, "_state_ctx"), ("is_last_backward",)))
+        places += [(itself(group), _OF_GROUP) for group in _groups_of(state)]
     return places
 
 
@@ -113,7 +115,10 @@ class WholeGradients:
             with found._exchanging(params, reduces_gradients=True):
                 return original(params, gradients, *args, **kwargs)
 
-        gather = getattr(owner, "foreach_all_gather", None)  # without it crossings have no module's name
+        self._undo.append(replace(owner, "foreach_reduce", foreach_reduce))
+        gather = getattr(owner, "foreach_all_gather", None)
+        if gather is None:  # crossings have no module's name then
+            return
 
         def foreach_all_gather(params: Any, *args: Any, **kwargs: Any) -> Any:
             found = this()
@@ -122,9 +127,7 @@ class WholeGradients:
             with found._exchanging(params, reduces_gradients=False):
                 return gather(params, *args, **kwargs)
 
-        self._undo.append(replace(owner, "foreach_reduce", foreach_reduce))
-        if gather is not None:
-            self._undo.append(replace(owner, "foreach_all_gather", foreach_all_gather))
+        self._undo.append(replace(owner, "foreach_all_gather", foreach_all_gather))
 
     def remove(self) -> None:
         while self._undo:

@@ -4,11 +4,13 @@ ranks, and the weights that it gathers: ``ddp``, ``fsdp2``, ``fsdp1``."""
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+from torch._C._distributed_c10d import ProcessGroup
 
 from nanlocator.calls.modules import common_module
+from nanlocator.exchange.boundaries import Boundaries
 
 
 class OwnGradients(Protocol):
@@ -16,6 +18,27 @@ class OwnGradients(Protocol):
         """The gradients are zero, or gone."""
 
     def remove(self) -> None: ...
+
+
+class _HasParameters(Protocol):
+    parameters: list[tuple[str, torch.Tensor]]
+
+
+class ScanningDriver(Protocol):
+    """What is used of a Driver (nanlocator.engine.driver), whose room is above this one."""
+
+    @property
+    def adapter(self) -> _HasParameters: ...
+
+    @property
+    def boundaries(self) -> Boundaries | None: ...
+
+    @property
+    def is_in_pass(self) -> bool: ...
+
+    def scan(
+        self, phase: str, group: int, role: str, parameters: list[int], tensors: list[torch.Tensor]
+    ) -> None: ...
 
 
 class LocalScans:
@@ -27,7 +50,7 @@ class LocalScans:
         on_uncovered: called with what is not seen, once for each.
     """
 
-    def __init__(self, driver: Any, on_uncovered: Callable[[str], None]) -> None:
+    def __init__(self, driver: ScanningDriver, on_uncovered: Callable[[str], None]) -> None:
         self._driver = weakref.ref(driver)
         self._on_uncovered = on_uncovered
         self._uncovered: set[str] = set()
@@ -51,17 +74,18 @@ class LocalScans:
         if driver is not None and driver.is_in_pass and gradients:
             driver.scan("grad_local", group, "grad", [n for n, _ in gradients], [g for _, g in gradients])
 
-    def exchanging(self, ids: Iterable[int], *, reduces_gradients: bool) -> Any:
+    def exchanging(
+        self, ids: Iterable[int], *, reduces_gradients: bool
+    ) -> contextlib.AbstractContextManager[None]:
         """A context: around the collectives that gather these parameters, or reduce their gradients. At other
         levels than boundaries nobody asks for ``ids``."""
         driver = self._driver()
-        boundaries = driver.boundaries if driver is not None else None
-        if boundaries is None:
+        if driver is None or driver.boundaries is None:
             return contextlib.nullcontext()
         names = [driver.adapter.parameters[i][0] for i in ids]
-        return boundaries.transferring(common_module(names), reduces_gradients=reduces_gradients)
+        return driver.boundaries.transferring(common_module(names), reduces_gradients=reduces_gradients)
 
-    def exchange_unseen(self, group: Any) -> None:
+    def exchange_unseen(self, group: ProcessGroup) -> None:
         """The members of this process group exchange something that boundaries do not see."""
         driver = self._driver()
         if driver is not None and driver.boundaries is not None:

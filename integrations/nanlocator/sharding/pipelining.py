@@ -82,7 +82,7 @@ class Pipeline:
         self.schedule = schedule
         stages = stages_of(schedule)
         self.modules: list[nn.Module] = [stage.submod for stage in stages]
-        self.group: dist.ProcessGroup = stages[0].group or dist.group.WORLD
+        self.group: dist.ProcessGroup = stages[0].group or dist.distributed_c10d._get_default_group()
         self.boundaries = boundaries or Boundaries([])
         self.boundaries.add_group("pp", self.group)
         self._owns_boundaries = boundaries is None

@@ -52,7 +52,7 @@ class Part:
     def begin(self) -> int:
         return self.shard[0] if self.shard is not None else 0
 
-    def describe(self, info: "_C.ParameterInfo") -> None:
+    def describe(self, info: _C.ParameterInfo) -> None:
         info.shape = self.shape
         info.shard = self.shard
         if self.shard_row:
@@ -76,7 +76,7 @@ def placements_of(tensor: torch.Tensor) -> list[str]:
     if mesh is None:
         return []
     names = mesh.mesh_dim_names or [f"dimension {i}" for i in range(mesh.ndim)]
-    return [f"{name}: {placement!r}" for name, placement in zip(names, tensor.placements, strict=True)]
+    return [f"{name}: {placement!r}" for name, placement in zip(names, _placements(tensor), strict=True)]
 
 
 def is_sharded_over_tp(tensor: torch.Tensor) -> bool:
@@ -84,13 +84,17 @@ def is_sharded_over_tp(tensor: torch.Tensor) -> bool:
     names = mesh.mesh_dim_names or () if mesh is not None else ()
     return any(
         _axis_of(name) == "tp" and placement.is_shard()
-        for name, placement in zip(names, tensor.placements if names else (), strict=True)
+        for name, placement in zip(names, _placements(tensor) if names else (), strict=True)
     )
+
+
+def _placements(dtensor: Any) -> tuple[Any, ...]:
+    return dtensor.placements
 
 
 def coordinates_of(
     tensors: Iterable[torch.Tensor], pipeline: "dist.ProcessGroup | None" = None
-) -> "tuple[_C.RankCoordinates, str]":
+) -> tuple[_C.RankCoordinates, str]:
     """Of this rank, from the mesh that the parameters are laid out on, where it covers all ranks and the
     names of its dimensions say what they are; else every rank is a data-parallel one but for its place in
     ``pipeline``. And a clause that says what is not known; "" where all is."""
@@ -106,14 +110,15 @@ def coordinates_of(
         return plain, ""
     axes = [_axis_of(name) for name in root.mesh_dim_names or [""] * root.ndim]
     place = root.get_coordinate()
-    if None in axes or place is None:
+    known = [axis for axis in axes if axis is not None]
+    if known != axes or place is None:
         return plain, (
             f"where a rank stands in the mesh {_described(root)}: its dimensions' names are not known, and "
             "each rank is taken for a data-parallel one"
         )
     coordinates = _C.data_parallel_coordinates(rank, world)
     coordinates.dp = _C.AxisCoordinate(0, 1)
-    for axis, index, size in zip(axes, place, root.mesh.shape, strict=True):
+    for axis, index, size in zip(known, place, root.mesh.shape, strict=True):
         before = getattr(coordinates, axis)
         setattr(coordinates, axis, _C.AxisCoordinate(before.rank * size + index, before.size * size))
     return coordinates, ""

@@ -1,6 +1,7 @@
 """Arguments with other tensors in place of theirs. No code of a class of the program runs."""
 
 import dataclasses
+import types
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -86,18 +87,11 @@ def _parts_of(value: Any) -> Iterator[Any]:
         yield from list(dict.values(value) if isinstance(value, dict) else value)
     for kind in type(value).__mro__:
         for descriptor in vars(kind).values():
-            if type(descriptor) is _SLOT:
+            if type(descriptor) is types.MemberDescriptorType:  # of __slots__
                 try:
                     yield descriptor.__get__(value)
                 except (AttributeError, TypeError):  # nothing is in it
                     continue
-
-
-class _WithSlot:
-    __slots__ = ("slot",)
-
-
-_SLOT = type(_WithSlot.slot)
 
 
 def _is_named_tuple(value: Any) -> bool:

@@ -143,12 +143,14 @@ class _GraphedForward:
 
 
 def _graphed_forward(module: nn.Module) -> _GraphedForward | None:
-    forward = vars(module).get("forward")
+    forward: Any = vars(module).get("forward")
     if "make_graphed_callables.<locals>" not in getattr(forward, "__qualname__", ""):
         return None
     names = [field.name for field in dataclasses.fields(_GraphedForward)]
     variables = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
-    return _GraphedForward(*map(variables.get, names)) if variables.keys() >= set(names) else None
+    if not variables.keys() >= set(names):
+        return None
+    return _GraphedForward(*(variables[name] for name in names))
 
 
 def _is_replayed_in_inference_only(module: nn.Module) -> bool:

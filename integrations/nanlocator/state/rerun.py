@@ -8,6 +8,7 @@ import sys
 from typing import Any, Protocol
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 
 
 class Stateful(Protocol):
@@ -48,7 +49,7 @@ class ObjectState:
 class ScalerState:
     """A ``torch.amp.GradScaler``: its scale, and what ``unscale_`` has noted of each optimizer."""
 
-    def __init__(self, scaler: "torch.amp.GradScaler") -> None:
+    def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler
 
     def save(self) -> None:

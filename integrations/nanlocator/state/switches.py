@@ -27,7 +27,7 @@ class Switches:
 
     def add(self, owner: Any, names: tuple[str, ...]) -> None:
         """What a framework keeps elsewhere, too."""
-        self._places.append((_itself(owner), names))
+        self._places.append((fsdp1.itself(owner), names))
 
     def now(self) -> list[Any]:
         return [vars(owner()).get(name, _ABSENT) for owner, names in self._places for name in names]
@@ -47,20 +47,17 @@ class Switches:
 
 def switches_of(module: nn.Module) -> Switches:
     """Of all modules in it."""
-    places = [(_itself(each), ("forward",)) for each in _wrapped_by(module)]
+    places = [(fsdp1.itself(each), ("forward",)) for each in _wrapped_by(module)]
     places += [
-        (_itself(each), ("_in_fabric_backward",)) for each in lightning_steps.modules_that_know_of_backward()
+        (fsdp1.itself(each), ("_in_fabric_backward",))
+        for each in lightning_steps.modules_that_know_of_backward()
     ]
     places += [
-        (_itself(each), ("require_backward_grad_sync",))
+        (fsdp1.itself(each), ("require_backward_grad_sync",))
         for each in module.modules()
         if isinstance(each, DistributedDataParallel)
     ]
     return Switches(places + fsdp2.switches_of(module) + fsdp1.switches_of(module))
-
-
-def _itself(owner: Any) -> Callable[[], Any]:
-    return lambda: owner
 
 
 def _wrapped_by(module: nn.Module) -> Iterator[nn.Module]:

@@ -53,7 +53,7 @@ class Microbatch:
         with contextlib.nullcontext() if self.is_reduced else self._accelerator.no_sync(self.model):
             return self.run()
 
-    def loss_view(self, loss: torch.Tensor) -> "_C.LossView":
+    def loss_view(self, loss: torch.Tensor) -> _C.LossView:
         """With the number of labels that the Trainer has counted, of all microbatches and ranks."""
         items = self._keywords.get("num_items_in_batch", next(iter(self._arguments), None))
         is_count = isinstance(items, torch.Tensor) and items.numel() == 1
@@ -90,7 +90,7 @@ class TrainerPass(PlainPass):
         self.losses.append(microbatch.run())
         return microbatch
 
-    def loss_views(self) -> "list[_C.LossView]":
+    def loss_views(self) -> list[_C.LossView]:
         return [each.loss_view(loss) for each, loss in zip(self._all, self.losses, strict=True)]
 
     def run_again(self) -> Named:

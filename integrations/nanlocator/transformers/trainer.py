@@ -28,7 +28,7 @@ from typing_extensions import Unpack  # torch brings it; typing has it from Pyth
 
 from nanlocator import _C
 from nanlocator.engine.options import Options, check_names, resolve_options
-from nanlocator.hooks.patches import Patches
+from nanlocator.hooks.patches import Patches, replace
 from nanlocator.loops.optimizer import LocatingOptimizer
 from nanlocator.loops.plain import PlainAdapter, plain_driver, scale_in_gradients
 from nanlocator.state.rerun import ObjectState, Stateful
@@ -152,7 +152,7 @@ def _follow_trainers() -> None:
         with callbacks[0]._following(self) if callbacks else contextlib.nullcontext():
             return train(self, *args, **kwargs)
 
-    Trainer.train = followed
+    replace(Trainer, "train", followed)
 
 
 def _check(trainer: Trainer) -> None:
@@ -183,11 +183,10 @@ def _check(trainer: Trainer) -> None:
 class _TrainerSteps:
     """The hooks of one call of ``train``."""
 
-    def __init__(
-        self, trainer: Trainer, options: "_C.LocatorOptions", verdicts: list[dict[str, Any]]
-    ) -> None:
+    def __init__(self, trainer: Trainer, options: _C.LocatorOptions, verdicts: list[dict[str, Any]]) -> None:
         self._trainer = trainer
         self._scaler = getattr(trainer.accelerator, "scaler", None)
+        assert trainer.model is not None and trainer.optimizer is not None  # since `train` has begun
         self._adapter = PlainAdapter([_innermost(trainer.optimizer)], {"": trainer.model})
         self._adapter.verdicts = verdicts
         self.driver = plain_driver(self._adapter, options, self._scaler, scale_in_gradients)
