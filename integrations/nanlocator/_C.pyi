@@ -1,5 +1,5 @@
 # The types of the extension, in the order of integrations/bindings: mypy reads them in its place.
-# `python -m mypy.stubtest nanlocator._C` compares the two.
+# tests/tools/test_types.py compares the two.
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from datetime import timedelta
