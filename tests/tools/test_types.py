@@ -1,6 +1,8 @@
-"""The stub of the extension, which is written by hand, against the extension."""
+"""The types that programs are checked with: of the package, and of the extension, whose stub is written by
+hand (integrations/nanlocator/_C.pyi)."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -8,10 +10,71 @@ from pathlib import Path
 
 import pytest
 
+import nanlocator
 from nanlocator import _C
 
 ROOT = Path(__file__).resolve().parents[2]
 STUB = ROOT / "integrations" / "nanlocator" / "_C.pyi"
+SCRIPT = Path(__file__).with_name("typed_user_script.py")
+
+# ---- a program that uses the package ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checked(request, tmp_path_factory):
+    """{file: {line: what mypy --strict says of it}}, of the script, and of others like it with a mistake."""
+    pytest.importorskip("mypy")
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("programs")
+    text = SCRIPT.read_text(encoding="utf-8")
+    programs = {
+        "good.py": text,
+        "misspelt.py": text.replace("on_bad=", "on_bath="),
+        "of_another_type.py": text.replace('"level": None', '"level": 3').replace("=10,", '="soon",'),
+        "misspelt_attribute.py": text.replace("driver.is_rerunning", "driver.is_running_again"),
+    }
+    assert len(set(programs.values())) == len(programs)
+    for name, content in programs.items():
+        (folder / name).write_text(content, encoding="utf-8")
+    cache = request.config.cache.mkdir("mypy")  # cold it takes a minute
+    command = [sys.executable, "-m", "mypy", "--strict", f"--cache-dir={cache}", *programs]
+    path = str(Path(nanlocator.__file__).parents[1])  # as if it were installed there
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = {name: {} for name in programs}
+    for file, line, said in re.findall(r"^([\w./]+):(\d+): error: (.*)$", done.stdout, re.MULTILINE):
+        found[file][int(line)] = said
+    return found
+
+
+def lines_with(words):
+    text = SCRIPT.read_text(encoding="utf-8")
+    return [number for number, line in enumerate(text.splitlines(), 1) if words in line]
+
+
+@pytest.mark.slow
+def test_a_program_that_uses_every_integration_is_clean_under_strict(checked):
+    assert checked["good.py"] == {}
+
+
+@pytest.mark.slow
+def test_a_misspelt_option_is_an_error_in_every_integration(checked):
+    assert checked["misspelt.py"].keys() == {*lines_with("on_bad=")}
+    assert all("on_bath" in said for said in checked["misspelt.py"].values())
+
+
+@pytest.mark.slow
+def test_an_option_of_another_type_is_an_error(checked):
+    assert checked["of_another_type.py"].keys() == {*lines_with('"level": None'), *lines_with("=10,")}
+
+
+@pytest.mark.slow
+def test_a_name_that_a_driver_does_not_have_is_an_error(checked):
+    assert checked["misspelt_attribute.py"].keys() == {*lines_with("driver.is_rerunning")}
+
+
+# ---- the stub of the extension ------------------------------------------------------------------
 
 
 @pytest.mark.slow
