@@ -330,6 +330,11 @@ def test_a_file_is_loaded_where_nobody_else_could_have_written_it(own_folder):
     file.parent.chmod(0o1777)  # as /tmp: others can put files beside it
     assert f"group or others can write {file.parent}. Read it, and copy it to a folder that" in refusal()
     file.parent.chmod(0o755)
+    own_folder.chmod(0o1777)  # but not replace a folder of the user in it
+    require_own(file)
+    own_folder.chmod(0o777)
+    assert f"group or others can write {own_folder}" in refusal()
+    own_folder.chmod(0o755)
     # By a link that others could have set otherwise, though what it leads to now is safe.
     between = own_folder / "between"
     between.mkdir()
@@ -349,6 +354,13 @@ def test_a_file_of_another_user_is_not_loaded(own_folder):
     os.chown(file, 12345, -1)
     with pytest.raises(nanlocator.UnsupportedError, match=f"{file} is user 12345's"):
         require_own(file)
+    os.chown(file, os.geteuid(), -1)
+    link = own_folder / "link.py"
+    link.symlink_to(file)
+    require_own(link)
+    os.chown(link, 12345, -1, follow_symlinks=False)
+    with pytest.raises(nanlocator.UnsupportedError, match=f"{link} is user 12345's"):
+        require_own(link)
 
 
 def test_what_lies_compiled_beside_a_file_is_not_executed(recorded, own_folder):

@@ -120,11 +120,15 @@ def execute(file: Path, name: str, text: str | None = None) -> types.ModuleType:
 
 def require_own(file: str | Path) -> None:
     """Raises UnsupportedError where somebody other than root and the user could have written the file, or
-    could put another in its place."""
+    could put another in its place. In a folder with the sticky bit, as /tmp, others cannot replace what is
+    the user's: it may lie above the file's own folder."""
     own = os.geteuid()
-    for place in _way_to(Path.cwd() / file):
+    way = list(_way_to(Path.cwd() / file))
+    for place in way:
         status = os.lstat(place)
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        is_link = stat.S_ISLNK(status.st_mode)  # its own bits mean nothing
+        is_sticky = status.st_mode & stat.S_ISVTX and place != os.path.dirname(way[-1])
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_link and not is_sticky:
             said = f"group or others can write {place}"
         elif status.st_uid not in (0, own):
             said = f"{place} is user {status.st_uid}'s"
@@ -141,12 +145,13 @@ def require_own(file: str | Path) -> None:
 
 
 def _way_to(file: Path) -> Iterator[str]:
-    """Every folder that the path leads through, and the file; links are followed, step by step."""
+    """Every folder and link that the path leads through, and the file; links are followed, step by step."""
     waiting, place, links = list(reversed(file.parts)), "", 0
     while waiting:
         part = waiting.pop()
         path = os.path.dirname(place) if part == ".." else os.path.join(place, part)
         if os.path.islink(path):
+            yield path
             links += 1
             if links > _MOST_LINKS:
                 raise _C.UnsupportedError(f"{file} leads through too many links")
