@@ -45,7 +45,8 @@ void AppendedFile::append(std::string_view bytes) {
 
 void AppendedFile::undo_and_throw(const char* attempt) {
   const int error = errno;
-  // Half an incident helps nobody. Where this fails too, the reader meets one that was cut off.
+  // Half an incident is useless. If truncating fails too, the reader finds a record that is cut
+  // off.
   if (::ftruncate(descriptor_.get(), size_) != 0) errno = 0;
   throw_io_error(std::string("cannot ") + attempt, path_, error);
 }

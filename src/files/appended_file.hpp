@@ -1,4 +1,4 @@
-// Files of JSON lines that grow by one incident after another.
+// Files of JSON lines to which each incident is appended.
 #pragma once
 
 #include <sys/types.h>
@@ -12,11 +12,11 @@ namespace nanlocator::inline files_room {
 
 class AppendedFile {
  public:
-  /// Opens or creates it, with what the umask leaves of 0666. Throws IoError.
+  /// Opens the file, or creates it with 0666 less the umask. Throws IoError.
   explicit AppendedFile(std::filesystem::path path);
 
-  /// In one write, then fsync. Where a writer before was stopped in the middle of a line, a new one
-  /// begins. Throws IoError; what was in the file before stays as it was.
+  /// One write, then fsync. Starts a new line if an earlier writer was stopped in the middle of
+  /// one. Throws IoError and leaves the earlier content unchanged.
   void append_lines(std::string_view lines);
 
  private:

@@ -31,11 +31,12 @@ class TemporaryName {
   bool renamed_ = false;
 };
 
-/// Several processes, on several hosts of one network file system, and several threads may write
-/// into one folder: a process number alone is not unique, so O_EXCL decides and the count goes on.
+/// Several threads, and several processes on hosts that share a network file system, may write into
+/// one folder. A process id is not unique there, so O_EXCL decides and the caller tries the next
+/// count.
 std::filesystem::path temporary_path_for(const std::filesystem::path& path) {
   static std::atomic<std::uint64_t> count{0};
-  // Its name must not be longer than a name may be (255 bytes) where that of `path` is.
+  // A name may have 255 bytes; the temporary one must fit even if that of `path` uses all of them.
   const std::string stem = path.filename().string().substr(0, 200);
   return folder_of(path) /
          ("." + stem + "." + std::to_string(::getpid()) + "-" + std::to_string(count++) + ".tmp");
@@ -75,10 +76,10 @@ std::string read_file(const std::filesystem::path& path, std::uint64_t limit) {
   };
   const auto size = static_cast<std::uint64_t>(status.st_size);
   if (size > limit) refuse_as_too_large();
-  std::string bytes(size + 1, '\0');  // one more, to see that the file ends
+  std::string bytes(size + 1, '\0');  // one more, to detect the end of the file
   std::size_t filled = 0;
   while (true) {
-    // A file that grows while it is read, or one of /proc that says it has no bytes.
+    // The file grew while it was read, or is one of /proc, which report a size of 0.
     if (filled == bytes.size()) bytes.resize(2 * filled);
     const ssize_t got = ::read(file.get(), bytes.data() + filled, bytes.size() - filled);
     if (got < 0) {

@@ -7,15 +7,15 @@
 namespace nanlocator::inline files_room {
 namespace {
 
-// Bytes of a step. Each has a table, so that their look-ups do not wait for each other (slicing by
-// 16: Kounavis and Berry, "Novel Table Lookup-Based Algorithms for High-Performance CRC
-// Generation", 2008).
+// Bytes per step. Each has its own table, so that the look-ups are independent (slicing by 16:
+// Kounavis and Berry, "Novel Table Lookup-Based Algorithms for High-Performance CRC Generation",
+// 2008).
 constexpr std::size_t kStep = 16;
 using Table = std::array<std::uint32_t, 256>;
 
-// tables[n][byte]: what `byte` makes of the checksum with n bytes of zeros behind it.
+// tables[n][byte]: the CRC of `byte` followed by n zero bytes.
 constexpr std::array<Table, kStep> kTables = [] {
-  constexpr std::uint32_t kPolynomial = 0xEDB88320;  // IEEE 802.3, its lowest bit first
+  constexpr std::uint32_t kPolynomial = 0xEDB88320;  // IEEE 802.3, lowest bit first
   std::array<Table, kStep> tables{};
   for (std::uint32_t byte = 0; byte < 256; ++byte) {
     std::uint32_t rest = byte;

@@ -1,4 +1,4 @@
-// CRC-32 as in zlib, gzip and Python's zlib.crc32, so that anybody can check a bundle.
+// CRC-32 as in zlib, gzip and Python's zlib.crc32, so that any tool can check a bundle.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// A struct as a JSON object, by one table of its members for both ways; reading is as strict as
+// Structs as JSON objects: one table of members serves reading and writing. Reading is as strict as
 // JsonObject (strict_json.hpp).
 //
 //   constexpr auto json_fields(const AxisCoordinate*) {
@@ -12,8 +12,8 @@
 // with a table of its own, and vectors, maps by name, optionals and pairs with a name ({"name",
 // "value"}) of these. An empty optional is null.
 //
-// A table is declared in its struct's namespace, where it is found for a member of another struct
-// (argument-dependent lookup). So are, for what needs more than its table says:
+// A table is declared in its struct's namespace, where argument-dependent lookup finds it for a
+// member of another struct. If a table is not enough, declare there as well:
 //   void read_fields(const JsonObject&, Struct&)            members that must agree, older forms
 //   value_to_json(const Type&), read_value(const JsonMember&, JsonRange, Type&)      no object
 #pragma once
@@ -36,7 +36,7 @@
 
 namespace nanlocator::inline files_room {
 
-/// Of an integer, or of each in a list.
+/// The limits of an integer, or of each integer in a list.
 struct JsonRange {
   std::int64_t least = 0;
   std::int64_t most = std::numeric_limits<std::int64_t>::max();
@@ -47,7 +47,7 @@ concept HasJsonFields = requires(const Struct* null) {
   json_fields(null);
 };
 
-/// Appends the members in `fields` to `json`, in their order.
+/// Appends the members in `fields` to `json`, in order.
 template <class Struct, class... Fields>
 void write_fields(nlohmann::ordered_json& json, const Struct& value,
                   const std::tuple<Fields...>& fields) {
@@ -77,17 +77,17 @@ template <HasJsonFields Struct>
   return value;
 }
 
-// ---- one value ----
+// ---- Single values ----
 
-/// JSON has no NaN and no infinity: those are the strings "nan", "inf" and "-inf".
+/// JSON has no NaN and no infinity; they become the strings "nan", "inf" and "-inf".
 [[nodiscard]] nlohmann::ordered_json number_to_json(double number);
 [[nodiscard]] double number_from_json(const JsonMember& from);
-/// Of exactly so many digits. Bits are written so, as JSON readers that hold numbers as doubles
-/// would lose the low ones.
+/// Exactly `digits` hexadecimal digits. JSON readers that hold numbers as doubles would lose the
+/// low bits.
 [[nodiscard]] std::string hexadecimal_text(std::uint64_t number, int digits);
 [[nodiscard]] std::uint64_t hexadecimal_from_json(const JsonMember& from, int digits);
-/// The value on one line. Bytes that are not UTF-8 become U+FFFD: a strange module name must not
-/// cost the record of a fault.
+/// The value on one line. Bytes that are not UTF-8 become U+FFFD: an odd module name must not cost
+/// the record of a fault.
 [[nodiscard]] std::string one_line(const nlohmann::ordered_json& json);
 
 template <class Value>
@@ -120,7 +120,7 @@ template <class Value>
   return value;
 }
 
-// ---- the rows of a table ----
+// ---- Rows of a table ----
 
 template <class Struct, class Value>
 struct JsonField {
@@ -140,8 +140,8 @@ struct JsonField {
   }
 
  private:
-  /// An optional number that could not be read again (a count below zero) is written as unknown: no
-  /// reason to lose what stands beside it.
+  /// An optional number that the reader would reject (a count below zero) is written as unknown, so
+  /// that the other members are not lost.
   [[nodiscard]] bool is_in_range(const Value& value) const {
     if constexpr (requires {
                     requires std::integral<typename Value::value_type>;
@@ -153,7 +153,7 @@ struct JsonField {
   }
 };
 
-/// A member whose empty value ("", the first of an enumeration) is null.
+/// A member whose empty value ("", the first of an enumeration) is written as null.
 template <class Struct, class Value>
 struct JsonOrNull {
   const char* key;
@@ -171,7 +171,7 @@ struct JsonOrNull {
   }
 };
 
-/// A member that files of earlier versions do not have.
+/// A member that files of earlier versions lack.
 template <class Field>
 struct JsonAdded : Field {
   constexpr explicit JsonAdded(const Field& field) : Field(field) {}
@@ -182,13 +182,13 @@ struct JsonAdded : Field {
   }
 };
 
-/// A member that is left out where it is empty.
+/// A member that is omitted if empty.
 template <class Struct, class Value>
-struct JsonRare {
+struct JsonOmitEmpty {
   const char* key;
   Value Struct::*member;
 
-  constexpr JsonRare(const char* name, Value Struct::*pointer) : key(name), member(pointer) {}
+  constexpr JsonOmitEmpty(const char* name, Value Struct::*pointer) : key(name), member(pointer) {}
 
   void write(nlohmann::ordered_json& json, const Struct& value) const {
     if (value.*member != Value()) json[key] = value_to_json(value.*member);
@@ -198,8 +198,8 @@ struct JsonRare {
   }
 };
 
-/// Text beside the members, for readers other than this one; null where the writer fills it in.
-struct JsonWritten {
+/// Text for other readers, which this one ignores; null if the writer fills it in later.
+struct JsonWriteOnly {
   const char* key;
   const char* text = nullptr;
 
@@ -211,7 +211,7 @@ struct JsonWritten {
   void read(const JsonObject& /*object*/, Struct& /*value*/) const {}
 };
 
-// ---- one value, as it is done ----
+// ---- Single values, implementation ----
 
 template <class Value>
 nlohmann::ordered_json value_to_json(const Value& value) {

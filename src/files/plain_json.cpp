@@ -17,7 +17,8 @@ bool is_digit(char byte) {
   return byte >= '0' && byte <= '9';
 }
 
-/// Recursive descent over RFC 8259. Each take_... moves past what it took; false: not plain.
+/// Recursive descent over RFC 8259. Each take_... consumes what it parsed, or returns false: not
+/// plain.
 class PlainParser {
  public:
   explicit PlainParser(std::string_view text)
@@ -145,11 +146,11 @@ class PlainParser {
       if (!take_digits()) return false;
     }
     if (!is_integer) return convert<double>(begin, value);
-    // As nlohmann's parser holds them: signed where there is a sign.
+    // As in nlohmann's parser: signed if there is a minus sign.
     return is_negative ? convert<std::int64_t>(begin, value) : convert<std::uint64_t>(begin, value);
   }
 
-  /// False beyond the type's range: the other parser says what such a number is.
+  /// False outside the type's range; the strict parser reports such a number.
   template <typename Number>
   bool convert(const char* begin, json& value) {
     Number number{};

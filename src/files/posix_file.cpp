@@ -15,7 +15,7 @@ void throw_io_error(const std::string& attempt, const std::filesystem::path& pat
 }
 
 int open_regular_file(const std::filesystem::path& path) {
-  // O_NONBLOCK: opening a pipe that nobody writes to would wait forever.
+  // O_NONBLOCK: opening a pipe without a writer would block forever.
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (file < 0) throw_io_error("cannot read", path, errno);
   struct stat status {};
@@ -51,12 +51,12 @@ void flush_and_close(Descriptor& file, const std::filesystem::path& path) {
 void sync_folder(const std::filesystem::path& folder) {
   const Descriptor descriptor(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (!descriptor.is_open()) {
-    // A folder that may be written but not read (mode 0300): the rename is done, only its
-    // durability over a power cut is not asked for.
+    // The folder can be written but not read (mode 0300): the rename is done, but cannot be made
+    // durable against a power cut.
     if (errno == EACCES) return;
     throw_io_error("cannot open the folder", folder, errno);
   }
-  // Some network file systems have no fsync for folders and say EINVAL.
+  // Some network file systems have no fsync for folders and return EINVAL.
   if (::fsync(descriptor.get()) != 0 && errno != EINVAL) {
     throw_io_error("cannot flush the folder", folder, errno);
   }

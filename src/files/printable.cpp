@@ -15,13 +15,13 @@ struct CodePoints {
   char32_t last;
 };
 
-// Unicode's categories Cc, Cf (those that are invisible or reorder), Zl and Zp.
+// Unicode categories Cc, Cf (the invisible and reordering ones), Zl and Zp.
 constexpr std::array kUnsafe = {
     CodePoints{0x00, 0x1f},     CodePoints{0x7f, 0x9f},      CodePoints{0xad, 0xad},
     CodePoints{0x061c, 0x061c}, CodePoints{0x180e, 0x180e},  CodePoints{0x200b, 0x200f},
     CodePoints{0x2028, 0x202e}, CodePoints{0x2060, 0x206f},  CodePoints{0xfeff, 0xfeff},
     CodePoints{0xfff0, 0xfffb}, CodePoints{0xe0000, 0xe0fff}};
-// Ranges that UAX #11 calls wide or full-width, and the emoji.
+// Ranges that UAX #11 calls wide or full-width, and emoji.
 constexpr std::array kWide = {
     CodePoints{0x1100, 0x115f}, CodePoints{0x2e80, 0xa4cf},   CodePoints{0xac00, 0xd7a3},
     CodePoints{0xf900, 0xfaff}, CodePoints{0xfe30, 0xfe6f},   CodePoints{0xff00, 0xff60},

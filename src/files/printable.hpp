@@ -1,5 +1,4 @@
-// Text for people: what comes from other programs made safe for a terminal or a shell, its width,
-// counts.
+// Text from other programs made safe for a terminal or a shell; the width of text; counts.
 #pragma once
 
 #include <cstddef>
@@ -10,14 +9,15 @@ namespace nanlocator::inline files_room {
 
 /// `text` with everything escaped ("\x1b", "\u202e") that could move the cursor, change colours or
 /// reorder the line: control characters, bidirectional and invisible format characters, and bytes
-/// that are not UTF-8. Names of modules and hosts reach terminals and job logs unread.
+/// that are not UTF-8. Names of modules and hosts would otherwise reach terminals and logs
+/// unchecked.
 [[nodiscard]] std::string printable(std::string_view text);
 
-/// The columns that printable UTF-8 `text` takes: two for East Asian wide characters and emoji,
+/// The columns that printable UTF-8 `text` occupies: two for East Asian wide characters and emoji,
 /// none for combining marks.
 [[nodiscard]] int columns_of(std::string_view text);
 
-/// One word for a shell, quoted where it has to be.
+/// One word for a shell, quoted if necessary.
 [[nodiscard]] std::string shell_word(std::string_view text);
 
 /// "3 ranks", "1 rank".

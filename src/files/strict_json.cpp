@@ -10,8 +10,8 @@
 namespace nanlocator::inline files_room {
 namespace {
 
-/// The text of a parse error without nlohmann's own prefix and position, and not too long: it
-/// repeats the last token read, which may be megabytes.
+/// The text of a parse error without nlohmann's prefix and position. It repeats the last token,
+/// which may be megabytes, so it is cut.
 std::string reason_of(const nlohmann::json::exception& error) {
   std::string reason = error.what();
   if (const auto end = reason.find("] "); end != std::string::npos) reason.erase(0, end + 2);
@@ -25,7 +25,7 @@ std::string reason_of(const nlohmann::json::exception& error) {
   return reason;
 }
 
-/// Refuses what nlohmann's parser lets pass: deep nesting and repeated keys.
+/// Refuses what nlohmann's parser accepts: deep nesting and repeated keys.
 class ParseGuard {
  public:
   explicit ParseGuard(const std::string& source) : source_(source) {}
@@ -35,7 +35,7 @@ class ParseGuard {
     if (event == Event::object_start || event == Event::array_start) {
       if (depth >= kDeepestJson) {
         throw FormatError(source_ + ": nested deeper than " + std::to_string(kDeepestJson) +
-                          " levels, which no file of nanlocator is");
+                          " levels; no file of nanlocator is");
       }
     }
     if (event == Event::object_start) {
@@ -45,14 +45,14 @@ class ParseGuard {
     } else if (event == Event::key) {
       const auto& key = parsed.get_ref<const std::string&>();
       if (!keys_.back().insert(key).second) {
-        throw FormatError(source_ + ": the key " + in_quotes(key) + " stands twice in one object");
+        throw FormatError(source_ + ": the key " + in_quotes(key) + " occurs twice in one object");
       }
     }
   }
 
  private:
   const std::string& source_;
-  std::vector<std::unordered_set<std::string>> keys_;  // of the objects that are open
+  std::vector<std::unordered_set<std::string>> keys_;  // of the open objects
 };
 
 }  // namespace
@@ -74,7 +74,7 @@ std::string in_quotes(std::string_view name) {
 
 nlohmann::json parse_json(std::string_view text, const std::string& source) {
   if (auto plain = parse_plain_json(text)) return *std::move(plain);
-  // nlohmann's parser takes a NUL for the end of the text and would not look at what follows it.
+  // nlohmann's parser takes a NUL for the end of the text and ignores the rest.
   if (const auto at = text.find('\0'); at != std::string_view::npos) {
     throw FormatError(source + ": byte " + std::to_string(at + 1) + ": a NUL byte, not valid JSON");
   }
@@ -94,7 +94,7 @@ nlohmann::json parse_json(std::string_view text, const std::string& source) {
     }
     throw FormatError(source + ": byte " + std::to_string(error.byte) +
                       ": not valid JSON: " + reason);
-  } catch (const nlohmann::json::exception& error) {  // such as a number beyond a double
+  } catch (const nlohmann::json::exception& error) {  // for example a number beyond a double
     throw FormatError(source + ": not valid JSON: " + reason_of(error));
   }
 }
@@ -120,7 +120,7 @@ void throw_unexpected_json(const std::string& where, const nlohmann::json& found
 std::optional<std::int64_t> integer_within(const nlohmann::json& value, std::int64_t minimum,
                                            std::int64_t maximum) noexcept {
   if (!value.is_number_integer()) return std::nullopt;
-  // What does not fit into a signed integer is held as an unsigned one.
+  // nlohmann holds a number too large for a signed integer as an unsigned one.
   if (value.is_number_unsigned() &&
       *value.get_ptr<const std::uint64_t*>() >
           static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) {

@@ -1,8 +1,8 @@
-// JSON from files that may be cut off, edited or hostile: read it strictly, say what is wrong
-// where.
+// Strict reading of JSON files that may be truncated, edited or hostile, with errors that say what
+// is wrong and where.
 //
-// parse_json gives a tree or a FormatError that names the file and the byte; JsonObject then takes
-// members out of it, and its errors name the file and the key ("x.json: parameters[3].shape").
+// parse_json gives a tree or a FormatError that names the file and the byte. JsonObject takes
+// members out of the tree; its errors name the file and the key ("x.json: parameters[3].shape").
 #pragma once
 
 #include <cstdint>
@@ -17,41 +17,41 @@ namespace nanlocator::inline files_room {
 /// No file of this project nests deeper than ten levels; each level costs the reader memory.
 inline constexpr int kDeepestJson = 32;
 
-/// `name`, which comes from a file, for a message: escaped as in JSON, where a NUL would end the
-/// message, and cut where it is longer than a line.
+/// `name`, which comes from a file, for use in a message: escaped as in JSON (a NUL would end the
+/// message) and cut if it is longer than a line.
 [[nodiscard]] std::string escaped(std::string_view name);
 [[nodiscard]] std::string in_quotes(std::string_view name);
 
-/// Parses one JSON value (RFC 8259). `source` is what errors call it. Throws FormatError where the
-/// text is cut off, malformed, not UTF-8, holds a NUL byte, nested deeper than kDeepestJson, or has
-/// a key twice in one object (of which other readers would silently take one).
+/// Parses one JSON value (RFC 8259). Errors call the text `source`. Throws FormatError if the text
+/// is truncated, malformed, not UTF-8, contains a NUL byte, is nested deeper than kDeepestJson, or
+/// repeats a key in one object (other readers would silently take one of the values).
 [[nodiscard]] nlohmann::json parse_json(std::string_view text, const std::string& source);
 
 /// The error of everything below: "x.json: parameters[3].id: found a string, expected ...".
 [[noreturn]] void throw_unexpected_json(const std::string& where, const nlohmann::json& found,
                                         const std::string& expected);
 
-/// `value` as an integer within [minimum, maximum]; 1.0 is not one. Empty where it is none: costs
-/// nothing where no error needs to say where it stands.
+/// `value` as an integer within [minimum, maximum], else empty; 1.0 is not an integer. Builds no
+/// text for an error.
 [[nodiscard]] std::optional<std::int64_t> integer_within(
     const nlohmann::json& value, std::int64_t minimum,
     std::int64_t maximum = std::numeric_limits<std::int64_t>::max()) noexcept;
-/// The same, or FormatError.
+/// The same, but throws FormatError.
 [[nodiscard]] std::int64_t json_integer(
     const nlohmann::json& value, const std::string& where, std::int64_t minimum,
     std::int64_t maximum = std::numeric_limits<std::int64_t>::max());
 
-/// A view of a JSON object whose accessors throw FormatError where a key is missing or its value
-/// has another type than asked for. Unknown keys are ignored. The value must outlive the view.
+/// A view of a JSON object whose accessors throw FormatError if a key is missing or its value has
+/// another type. Unknown keys are ignored. The value must outlive the view.
 class JsonObject {
  public:
-  /// `source` is the file, `path` the keys to this value: "parameters[3]"; empty for the file's
-  /// own.
+  /// `source` is the file; `path` the keys that lead to this object ("parameters[3]"), empty for
+  /// the top level.
   JsonObject(const nlohmann::json& value, std::string source, std::string path = {});
 
   [[nodiscard]] const nlohmann::json& member(const char* key) const;
-  [[nodiscard]] bool has(const char* key) const;  // for keys that a newer writer has added
-  // The members that are asked for by hand; a struct's are read by its table (json_fields.hpp).
+  [[nodiscard]] bool has(const char* key) const;  // for keys that newer writers added
+  // Members read one by one; a struct's members are read by its table (json_fields.hpp).
   [[nodiscard]] JsonObject object(const char* key) const;
   [[nodiscard]] std::string text(const char* key) const;
   [[nodiscard]] bool boolean(const char* key) const;
@@ -59,13 +59,13 @@ class JsonObject {
   [[nodiscard]] std::int64_t integer(const char* key, std::int64_t minimum) const;
 
   [[nodiscard]] const nlohmann::json& value() const noexcept { return *value_; }
-  /// The file, and the keys to this object and to its member `key`: "coordinates.tp".
+  /// The file, and the keys that lead to this object and to its member `key`: "coordinates.tp".
   [[nodiscard]] const std::string& source() const noexcept { return source_; }
   [[nodiscard]] const std::string& path() const noexcept { return path_; }
   [[nodiscard]] std::string path_to(const char* key) const;
-  /// What errors call this object: "x.json: coordinates".
+  /// The name of this object in errors: "x.json: coordinates".
   [[nodiscard]] std::string where() const;
-  /// What errors call the member `key`: "x.json: coordinates.tp".
+  /// The name of the member `key` in errors: "x.json: coordinates.tp".
   [[nodiscard]] std::string where(const char* key) const;
 
  private:
@@ -74,26 +74,26 @@ class JsonObject {
   std::string path_;
 };
 
-/// One value and, for errors alone, the way to it: most of a ledger are long lists. What it was
-/// taken from must outlive it.
+/// One value, and the path to it for errors, which is built only if needed: a ledger is mostly long
+/// lists. Its parent must outlive it.
 class JsonMember {
  public:
-  /// Throws FormatError where the key is missing.
+  /// Throws FormatError if the key is missing.
   JsonMember(const JsonObject& object, const char* key)
       : value_(&object.member(key)), object_(&object), key_(key) {}
-  /// Of an array, and of an object whose keys are names.
+  /// An element of an array, and an entry of an object whose keys are names.
   [[nodiscard]] JsonMember element(std::size_t index) const;
   [[nodiscard]] JsonMember entry(const std::string& name) const;
 
   [[nodiscard]] const nlohmann::json& value() const noexcept { return *value_; }
-  /// "coordinates.tp", and what errors call it: "x.json: coordinates.tp".
+  /// "coordinates.tp", and its name in errors: "x.json: coordinates.tp".
   [[nodiscard]] std::string path() const;
   [[nodiscard]] std::string where() const { return object_->source() + ": " + path(); }
   [[noreturn]] void throw_unexpected(const std::string& expected) const {
     throw_unexpected_json(where(), *value_, expected);
   }
 
-  // Each throws FormatError where the value has another type.
+  // Each throws FormatError if the value has another type.
   [[nodiscard]] JsonObject object() const { return {*value_, object_->source(), path()}; }
   [[nodiscard]] std::string text() const;
   [[nodiscard]] bool boolean() const;
@@ -106,8 +106,8 @@ class JsonMember {
   const nlohmann::json* value_;
   const JsonObject* object_;
   const char* key_ = nullptr;
-  const JsonMember* above_ = nullptr;  // the array or object that it is in
-  const std::string* name_ = nullptr;  // there
+  const JsonMember* above_ = nullptr;  // the enclosing array or object
+  const std::string* name_ = nullptr;  // its key there
   std::size_t index_ = 0;
 };
 

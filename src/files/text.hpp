@@ -1,4 +1,4 @@
-// Numbers and lists for people. printable.hpp has what comes from other programs.
+// Numbers and lists as text. printable.hpp handles text from other programs.
 #pragma once
 
 #include <cstdint>
@@ -15,10 +15,10 @@ inline void append_item(std::string& list, std::string_view item,
   list += item;
 }
 
-/// A shape or an index: "[4, 8]"; "[]" of a scalar.
+/// A shape or an index: "[4, 8]"; "[]" for a scalar.
 [[nodiscard]] std::string describe_shape(std::span<const std::int64_t> shape);
 
-/// As %g of printf, but "NaN" without a sign.
+/// printf's %g, but "NaN" without a sign.
 [[nodiscard]] std::string number_text(double number, int digits = 4);
 
 /// "17 B", "1.5 KiB", "2 GiB".

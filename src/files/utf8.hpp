@@ -1,4 +1,4 @@
-// UTF-8, strictly: names come from other programs and go into JSON and onto terminals.
+// Strict UTF-8: names come from other programs and go into JSON and onto terminals.
 #pragma once
 
 #include <optional>
@@ -6,8 +6,9 @@
 
 namespace nanlocator::inline files_room {
 
-/// Takes the first code point off `text`. Empty, with `text` untouched, where the bytes are not
-/// UTF-8: cut off, overlong, a surrogate, or beyond U+10FFFF (RFC 3629). `text` must not be empty.
+/// Removes the first code point from `text` and returns it. Empty, with `text` unchanged, if the
+/// bytes are not UTF-8: truncated, overlong, a surrogate, or beyond U+10FFFF (RFC 3629). `text`
+/// must not be empty.
 [[nodiscard]] constexpr std::optional<char32_t> take_code_point(std::string_view& text) noexcept {
   const auto byte = [&](std::size_t index) { return static_cast<unsigned char>(text[index]); };
   const unsigned char first = byte(0);

@@ -15,7 +15,7 @@ namespace nanlocator::inline map_room {
 
 constexpr auto json_fields(const ElementRange*) {
   return std::tuple(JsonField("begin", &ElementRange::begin), JsonField("end", &ElementRange::end),
-                    JsonRare("row", &ElementRange::row));
+                    JsonOmitEmpty("row", &ElementRange::row));
 }
 
 /// One object of the manifest's "parameters"; empty optionals are null.

@@ -120,7 +120,7 @@ void read_value(const JsonMember& from, JsonRange range, BundleValue& value);
 
 constexpr auto json_fields(const BundleTensor*) {
   using T = BundleTensor;
-  return std::tuple(JsonWritten{"kind", "tensor"}, JsonField("storage", &T::storage),
+  return std::tuple(JsonWriteOnly{"kind", "tensor"}, JsonField("storage", &T::storage),
                     JsonField("dtype", &T::dtype), JsonField("sizes", &T::sizes),
                     JsonField("strides", &T::strides), JsonField("offset", &T::offset),
                     JsonField("device", &T::device), FlagsField());

@@ -168,7 +168,7 @@ class HistoryFile {
         }
         auto parameter = parameter_from_json(object, history.iterations.size());
         if (!ids.insert(parameter.id).second) {
-          throw FormatError(object.where("id") + ": stands twice");
+          throw FormatError(object.where("id") + ": occurs twice");
         }
         history.parameters.push_back(std::move(parameter));
         ++count;

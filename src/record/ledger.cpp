@@ -27,7 +27,7 @@ constexpr auto json_fields(const ParameterRecord*) {
       JsonField("chunk", &P::chunk, 0, kMostChunks - 1),
       JsonField("may_be_untouched", &P::may_be_untouched),
       JsonField("is_tp_duplicate", &P::is_tp_duplicate), JsonField("is_tied", &P::is_tied),
-      JsonField("shard", &P::shard), JsonRare("shard_group", &P::shard_group));
+      JsonField("shard", &P::shard), JsonOmitEmpty("shard_group", &P::shard_group));
 }
 
 constexpr auto json_fields(const Coverage*) {
@@ -53,7 +53,7 @@ constexpr auto json_fields(const CrossingCoverage*) {
                     JsonAdded(JsonField("not_looked_at", &C::not_scanned)),
                     JsonAdded(JsonField("is_unseen_by_member", &C::is_unseen_by_member)),
                     JsonAdded(JsonField("has_unwatched", &C::has_unwatched)),
-                    JsonRare("watches_weights", &C::watches_weights));
+                    JsonOmitEmpty("watches_weights", &C::watches_weights));
 }
 
 constexpr auto json_fields(const Microbatch*) {
@@ -262,7 +262,7 @@ class LedgerReader {
       auto record = fields_from_json<Record>(object);
       if constexpr (std::is_same_v<Record, Coverage>) {
         if (std::ranges::find(place, record.phase, &Coverage::phase) != place.end()) {
-          throw FormatError(object.where() + ": the coverage of this phase stands twice");
+          throw FormatError(object.where() + ": the coverage of this phase occurs twice");
         }
       }
       if constexpr (requires { place.push_back(record); }) {

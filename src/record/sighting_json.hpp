@@ -30,7 +30,7 @@ constexpr auto json_fields(const Crossing*) {
   using C = Crossing;
   return std::tuple(JsonField("group", &C::group), JsonField("members", &C::members),
                     JsonField("peer", &C::peer), JsonField("sequence", &C::sequence),
-                    JsonRare("carries_weights", &C::carries_weights));
+                    JsonOmitEmpty("carries_weights", &C::carries_weights));
 }
 
 constexpr auto json_fields(const Sighting*) {

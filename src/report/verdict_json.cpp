@@ -41,14 +41,15 @@ constexpr auto json_fields(const Origin*) {
       JsonOrNull("module", &O::module), JsonOrNull("operator", &O::op),
       JsonOrNull("forward_operator", &O::forward_op), JsonOrNull("parameter", &O::parameter),
       JsonOrNull("custom_function", &O::custom_function), JsonField("code", &O::code),
-      JsonField("tensor", &O::tensor), JsonField("cause", &O::cause), JsonWritten{"title"},
-      JsonOrNull("detail", &O::detail), JsonField("owner", &O::owner), JsonWritten{"confidence"},
+      JsonField("tensor", &O::tensor), JsonField("cause", &O::cause), JsonWriteOnly{"title"},
+      JsonOrNull("detail", &O::detail), JsonField("owner", &O::owner), JsonWriteOnly{"confidence"},
       JsonField("place_confidence", &O::place_confidence),
       JsonField("cause_confidence", &O::cause_confidence),
       JsonField("alternatives", &O::alternatives), JsonField("facts", &O::facts),
-      JsonWritten{"evidence"}, JsonField("refutation", &O::refutation), JsonWritten{"refuted_by"},
-      JsonField("action_kind", &O::action), JsonWritten{"action"}, JsonOrNull("bundle", &O::bundle),
-      JsonOrNull("clean_before", &O::clean_before), JsonOrNull("clean_after", &O::clean_after));
+      JsonWriteOnly{"evidence"}, JsonField("refutation", &O::refutation),
+      JsonWriteOnly{"refuted_by"}, JsonField("action_kind", &O::action), JsonWriteOnly{"action"},
+      JsonOrNull("bundle", &O::bundle), JsonOrNull("clean_before", &O::clean_before),
+      JsonOrNull("clean_after", &O::clean_after));
 }
 
 constexpr auto json_fields(const Spread*) {

@@ -21,7 +21,7 @@ using testing::LimitedFileSize;
 using testing::message_of;
 using testing::TemporaryFolder;
 
-/// Read by other means than the code under test.
+/// Does not use the code under test.
 std::string bytes_of(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(file), {}};
@@ -50,7 +50,7 @@ TEST(AtomicFile, ReplacesAnOldFileAndItsPermissions) {
   EXPECT_EQ(mode_of(folder / "x.json"), 0600U);
 }
 
-TEST(AtomicFile, LeavesToTheUmaskWhatOthersMayRead) {
+TEST(AtomicFile, AppliesTheUmask) {
   const TemporaryFolder folder;
   const mode_t before = ::umask(027);
   write_file_atomically(folder / "x.json", "{}");
@@ -66,7 +66,7 @@ TEST(AtomicFile, KeepsTheOldFileAndLeavesNothingBehindWhereTheDiskIsFull) {
     write_file_atomically(folder / "x.json", std::string(5000, 'n'));
   });
   EXPECT_THAT(message, HasSubstr((folder / "x.json").string()));
-  EXPECT_THAT(message, HasSubstr("File too large"));  // EFBIG, as the limit above gives
+  EXPECT_THAT(message, HasSubstr("File too large"));  // EFBIG, from the limit above
   EXPECT_EQ(bytes_of(folder / "x.json"), "old");
   EXPECT_THAT(folder.names(), ElementsAre("x.json"));
 }

@@ -8,7 +8,7 @@
 namespace nanlocator {
 namespace {
 
-// Bit by bit, as RFC 1952, section 8, has it.
+// Bit by bit, as in RFC 1952, section 8.
 std::uint32_t plain_crc32_of(std::span<const std::byte> bytes) {
   std::uint32_t checksum = 0xFFFFFFFF;
   for (const std::byte byte : bytes) {
@@ -26,7 +26,7 @@ TEST(Checksum, IsTheOneOfZlib) {  // python3 -c 'import zlib; print(hex(zlib.crc
   EXPECT_EQ(crc32_of(std::string_view("The quick brown fox jumps over the lazy dog")), 0x414FA339u);
 }
 
-TEST(Checksum, OfAnyLengthAtAnyAddress) {
+TEST(Checksum, IsRightForAnyLengthAndAddress) {
   std::mt19937 random(7);
   std::vector<std::byte> bytes(200);
   for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());

@@ -75,7 +75,7 @@ Bicycle red_bicycle() {
 Bicycle read(const std::string& text) {
   const auto json = parse_json(text, "x.json");
   Bicycle bicycle;
-  bicycle.gears = 5;  // what was there before is not kept
+  bicycle.gears = 5;  // the old value is not kept
   bicycle.kilometres = 5;
   read_fields(JsonObject(json, "x.json"), bicycle);
   return bicycle;
@@ -98,20 +98,20 @@ TEST(JsonFields, ReadWhatTheyWrote) {
   }
 }
 
-TEST(JsonFields, AMemberThatEarlierFilesDoNotHaveMayBeMissingAndNoOther) {
+TEST(JsonFields, OnlyAMemberThatEarlierFilesLackMayBeMissing) {
   std::string text = kText;
   text.replace(text.find(",\"kilometres\":12"), 16, "");
   EXPECT_EQ(read(text).kilometres, 5);
   EXPECT_EQ(error_of(kText, "\"owner\":null,", ""), "x.json: owner: the key is missing");
 }
 
-TEST(JsonFields, AnOptionalNumberThatCouldNotBeReadAgainIsWrittenAsUnknown) {
+TEST(JsonFields, AnOptionalNumberThatTheReaderWouldRejectIsWrittenAsUnknown) {
   Bicycle bicycle = red_bicycle();
   bicycle.gears = 0;
   EXPECT_TRUE(fields_to_json(bicycle)["gears"].is_null());
 }
 
-TEST(JsonFields, NameTheKeyThatIsMissingOrOfAnotherTypeOrTooSmall) {
+TEST(JsonFields, NameTheKeyThatIsMissingOrTooSmallOrHasAnotherType) {
   EXPECT_EQ(error_of(kText, "\"is_new\":true,", ""), "x.json: is_new: the key is missing");
   EXPECT_EQ(error_of(kText, "null", "\"five\""),
             "x.json: gears: found the string \"five\", expected an integer of at least 1 and at "

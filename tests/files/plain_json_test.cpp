@@ -29,13 +29,13 @@ const char* const kPlain[] = {
     "\"\"",
     "\"\x7f\""};
 
-/// Numbers as they are held, not as they compare: 1 is not 1.0, and 0.0 is not -0.0.
+/// Compares types as well as values: 1 is not 1.0, and 0.0 is not -0.0.
 void expect_same(const json& found, const json& expected, const std::string& text) {
   ASSERT_EQ(found.type(), expected.type()) << text;
   ASSERT_EQ(found.dump(), expected.dump()) << text;
 }
 
-TEST(PlainJson, IsReadAsTheOtherParserReadsIt) {
+TEST(PlainJson, GivesTheValuesOfTheStrictParser) {
   for (const char* text : kPlain) {
     const auto found = parse_plain_json(text);
     ASSERT_TRUE(found) << text;
@@ -43,7 +43,7 @@ TEST(PlainJson, IsReadAsTheOtherParserReadsIt) {
   }
 }
 
-TEST(PlainJson, LeavesToTheOtherParserWhatIsNotPlain) {
+TEST(PlainJson, LeavesTextThatIsNotPlainToTheStrictParser) {
   for (const char* text : {"",
                            " ",
                            "{",
@@ -78,7 +78,7 @@ TEST(PlainJson, LeavesToTheOtherParserWhatIsNotPlain) {
   EXPECT_TRUE(parse_plain_json(std::string(32, '[') + std::string(32, ']')));
 }
 
-TEST(PlainJson, NeverDiffersFromTheOtherParserOnDamagedText) {
+TEST(PlainJson, NeverDiffersFromTheStrictParserOnDamagedText) {
   std::mt19937 random(1);
   const std::string seeds[] = {kPlain[2], kPlain[3]};
   int read = 0;

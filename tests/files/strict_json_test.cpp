@@ -37,7 +37,7 @@ TEST(StrictJson, NamesTheByteOfASyntaxError) {
   EXPECT_THAT(parse_error_of("{} {}"), StartsWith("x.json: byte 4: not valid JSON"));
 }
 
-TEST(StrictJson, RefusesWhatJsonDoesNotHave) {
+TEST(StrictJson, RefusesTextThatIsNotJson) {
   for (const std::string text : {"{'a': 1}", "{\"a\": NaN}", "{\"a\": Infinity}", "[1,]", "// x\n1",
                                  "[01]", "\"a\nb\"", "\"\\ud800\"", "[1e999]"}) {
     EXPECT_THAT(parse_error_of(text), HasSubstr("x.json")) << text;
@@ -49,15 +49,15 @@ TEST(StrictJson, RefusesTextThatIsNotUtf8) {
   EXPECT_THAT(parse_error_of("[\"\xc0\xaf\"]"), StartsWith("x.json: byte "));
 }
 
-TEST(StrictJson, RefusesANulByteBehindWhichAnythingCouldHide) {
+TEST(StrictJson, RefusesANulByteThatCouldHideTheRest) {
   const std::string text("{\"a\": 1}\0{\"a\": 2}", 17);
   EXPECT_THAT(message_of<FormatError>([&] { (void)parse_json(text, "x.json"); }),
               HasSubstr("x.json: byte 9: a NUL byte"));
 }
 
-TEST(StrictJson, RefusesAKeyThatStandsTwiceInOneObjectOnly) {
+TEST(StrictJson, RefusesARepeatedKeyInOneObjectOnly) {
   EXPECT_THAT(parse_error_of(R"({"a": {"k": 1, "b": 2, "k": 3}})"),
-              HasSubstr("\"k\" stands twice"));
+              HasSubstr("\"k\" occurs twice"));
   EXPECT_NO_THROW((void)parse_json(R"({"k": {"k": 1}, "l": [{"k": 1}, {"k": 2}]})", "x.json"));
 }
 
@@ -87,7 +87,7 @@ TEST(JsonObject, NamesTheFileAndThePathOfAWrongMember) {
   EXPECT_EQ(a.integer("big", 0), 3'000'000'000);
 }
 
-TEST(JsonObject, TakesNoFloatNoBooleanAndNoHugeNumberForAnInteger) {
+TEST(JsonObject, AcceptsNoFloatNoBooleanAndNoHugeNumberAsAnInteger) {
   const auto json = parse_json(
       R"({"f": 1.0, "b": true, "u": 9223372036854775808, "m": 9223372036854775807})", "x.json");
   const JsonObject object(json, "x.json");
@@ -106,7 +106,7 @@ TEST(RequireVersion, SaysWhichVersionWasFoundAndWhichIsRead) {
   EXPECT_THAT(message, StartsWith("x.json: version: found 2, this build reads version 1"));
 }
 
-TEST(Utf8, AcceptsTheEdgesOfEveryLengthAndRefusesWhatLiesBeyond) {
+TEST(Utf8, AcceptsTheLimitsOfEveryLengthAndRefusesAllBeyond) {
   for (const char* text :
        {"", "a", "\x7f", "\xc2\x80", "\xdf\xbf", "\xe0\xa0\x80", "\xed\x9f\xbf", "\xee\x80\x80",
         "\xef\xbf\xbf", "\xf0\x90\x80\x80", "\xf4\x8f\xbf\xbf"}) {

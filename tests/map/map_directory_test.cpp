@@ -164,7 +164,7 @@ TEST(MapDirectory, ABadRecipeFileIsToldByItsFault) {
       {R"({"0": "a", "2": "b"})", "the id \"1\" is missing"},
       {R"({"0": "a", "01": "b"})", "the id \"1\" is missing"},
       {R"({"0": "a", "-1": "b"})", "the id \"1\" is missing"},
-      {R"({"0": "a", "0": "b"})", "stands twice"},
+      {R"({"0": "a", "0": "b"})", "occurs twice"},
       {R"({"0": "a", "1": "a"})", "have the same name a"},
       {R"({"0": ""})", "empty name"},
       {R"({"0": 7})", "0: found 7, expected a name"},

@@ -193,7 +193,7 @@ TEST(ParameterManifest, ErrorsNameTheKeyAndWhatWasExpected) {
       {"\"is_expert\":true", "\"is_expert\":1",
        "parameters[1].is_expert: found 1, expected true or false"},
       {"\"layer\":3", "\"layer\":99999999999", "parameters[1].layer"},
-      {"\"is_tied\":false", "\"is_tied\":false,\"is_tied\":true", "\"is_tied\" stands twice"},
+      {"\"is_tied\":false", "\"is_tied\":false,\"is_tied\":true", "\"is_tied\" occurs twice"},
       {"\"tp\":{\"rank\":1,\"size\":2}", "\"tp\":{\"rank\":2,\"size\":2}",
        "coordinates: tp rank 2"},
       {"\"world_size\":2", "\"world_size\":0", "coordinates.world_size: found 0"},

@@ -303,7 +303,7 @@ TEST(SafetensorsReader, RefusesHeadersThatAreNotStrictJson) {
 TEST(SafetensorsReader, RefusesDuplicateNames) {
   const std::string twice = R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},)"
                             R"("a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}})";
-  EXPECT_THAT(refusal_of(file_of(twice, "xy")), HasSubstr("\"a\" stands twice"));
+  EXPECT_THAT(refusal_of(file_of(twice, "xy")), HasSubstr("\"a\" occurs twice"));
 }
 
 TEST(SafetensorsReader, RefusesAnUnknownDtype) {

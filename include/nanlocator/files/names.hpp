@@ -1,4 +1,4 @@
-// The names of an enumeration's values in files and text: one table for both ways.
+// Names of an enumeration's values in files and text, in both directions from one table.
 //
 //   enum class Phase { forward, loss };
 //   constexpr auto names_of(Phase) {
@@ -17,7 +17,7 @@ namespace nanlocator::inline files_room {
 
 template <typename Enum>
 concept HasNames = requires {
-  names_of(Enum{});  // in the namespace of the enumeration
+  names_of(Enum{});  // found in the enumeration's namespace
 };
 
 /// In the order of the values, which count from 0.
