@@ -26,8 +26,8 @@ void check(const TensorView& tensor, std::size_t position) {
   }
 }
 
-/// Fills dims, sizes and strides with as few dimensions as walk the same addresses in the same
-/// order; none where the walk is contiguous.
+/// Fills dims, sizes and strides with the fewest dimensions that give the same addresses in the
+/// same order; with none if the elements are contiguous.
 void collapse(const TensorView& tensor, std::size_t position, TensorEntry& entry) {
   entry.dims = 0;
   if (tensor.is_contiguous() || tensor.numel <= 1) return;
@@ -48,7 +48,7 @@ void collapse(const TensorView& tensor, std::size_t position, TensorEntry& entry
   if (sizes.size() == 1 && strides[0] == 1) return;
   if (sizes.size() > kMaxDims) {
     throw UnsupportedError(describe(tensor, position) + " needs " + std::to_string(sizes.size()) +
-                           " dimensions after adjacent ones are joined; the CUDA scan walks at "
+                           " dimensions after adjacent ones are joined; the CUDA scan supports at "
                            "most " +
                            std::to_string(kMaxDims) + ". Scan a contiguous copy");
   }
@@ -144,8 +144,8 @@ TensorStats stats_of(const RawSlot& slot) {
   const bool any_negative = (bits.unsigned_max & sign) != 0;
   const bool any_non_negative = bits.signed_max >= 0;
   stats.absmin = value_of(dtype, bits.magnitude_min);
-  // Without a negative element the minimum is the smallest magnitude, and likewise the maximum;
-  // adding +0 turns -0 into +0.
+  // If no element is negative, the minimum is the smallest magnitude; likewise the maximum. Adding
+  // +0 turns -0 into +0.
   stats.finite_min = (any_negative ? value_of(dtype, bits.unsigned_max) : stats.absmin) + 0.0;
   stats.finite_max =
       (any_non_negative ? value_of(dtype, static_cast<std::uint64_t>(bits.signed_max))

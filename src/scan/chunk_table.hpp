@@ -1,5 +1,5 @@
-// The tables that a CUDA scan runs from, and the reading of the slots that it fills. Host code
-// without CUDA, so that it is tested where there is no GPU.
+// The tables of a CUDA scan, and the reading of the slots that it fills. Host code without CUDA, so
+// that it can be tested without a GPU.
 //
 // In: the tensors of a plan. Out: one TensorEntry per tensor and one ChunkEntry per chunk, ready to
 // be copied to the device. The chunks of a tensor depend on its numel only.
@@ -17,20 +17,21 @@ namespace nanlocator::cuda {
 
 struct ChunkTable {
   std::vector<TensorEntry> tensors;  // `slot` is left null
-  /// Largest first, so that the last blocks at work have little left; equal ones keep their order.
+  /// Largest first, so that the last blocks to finish have little left; equal ones keep their
+  /// order.
   std::vector<ChunkEntry> chunks;
 };
 
-/// An empty tensor has one empty chunk, so that its slot is filled too. Throws UsageError for a
-/// view that contradicts itself, UnsupportedError for one of more than kMaxDims dimensions that
-/// cannot be walked as fewer.
+/// An empty tensor has one empty chunk, so that its slot is filled too. Throws UsageError for an
+/// inconsistent view, UnsupportedError for one whose dimensions cannot be joined to kMaxDims or
+/// fewer.
 [[nodiscard]] ChunkTable make_chunk_table(std::span<const TensorView> tensors);
 
-/// One tensor without a table (`slot` left null, `first_partial` 0): its chunks are `chunk_of` it.
+/// One tensor without a table (`slot` left null, `first_partial` 0); `chunk_of` gives its chunks.
 /// Throws as make_chunk_table does.
 [[nodiscard]] TensorEntry make_tensor_entry(const TensorView& tensor);
 
-/// Empty stats for a slot that was never filled.
+/// For a slot that was never filled: empty stats.
 [[nodiscard]] TensorStats stats_of(const RawSlot& slot);
 
 }  // namespace nanlocator::cuda

@@ -1,4 +1,4 @@
-// The CPU kernels, one table per instruction set; inside the scan room only.
+// The CPU kernels, one table per instruction set; private to the scan room.
 //
 // In: one chunk of contiguous memory. Out: ChunkStats, raw bits and integers that cpu_scan.cpp
 // merges, in chunk order, into TensorStats. All tables give the same bits for the same chunk.
@@ -14,19 +14,19 @@
 
 namespace nanlocator::inline scan_room {
 
-/// Bytes of a chunk, the unit that threads share out. A kernel reads it as four streams, a quarter
-/// of the chunk apart: with streams 128 KiB apart a Zen 4 core reads 6 to 12 % faster than with one
-/// stream, with streams 4 to 16 KiB apart 30 % slower (the prefetchers see each stream end soon).
+/// Bytes of a chunk, the unit of work of a thread. A kernel reads it as four streams, a quarter of
+/// the chunk apart. With streams 128 KiB apart a Zen 4 core reads 6 to 12 % faster than with one
+/// stream; with streams 4 to 16 KiB apart it reads 30 % slower (the prefetchers soon see each end).
 inline constexpr std::size_t kChunkBytes = std::size_t{512} << 10;
 
-/// The result of one chunk. Extremes are bits of finite elements, zero-extended; with no finite
+/// The result of one chunk. Extremes are bits of finite elements, zero-extended. Without a finite
 /// element they keep their neutral values.
 struct ChunkStats {
   std::int64_t nan;
   std::int64_t pos_inf;
   std::int64_t neg_inf;
   std::int64_t zeros;
-  std::int64_t first_bad;      // index in the chunk, -1: none
+  std::int64_t first_bad;      // index in the chunk, or -1
   std::uint64_t unsigned_max;  // of the bits: the most negative element, if one has a sign bit
   std::uint64_t signed_max;  // of the bits as two's complement: the largest one without a sign bit
   std::uint64_t magnitude_min;  // of the bits without sign
@@ -38,7 +38,8 @@ struct ChunkStats {
 /// default floating-point environment: round to nearest, no flush to zero, exceptions masked.
 using ScanChunk = void (*)(const void* data, std::size_t numel, ChunkStats& stats);
 
-/// Whether any of `numel` elements at `data`, aligned or not, is a NaN or Inf. Any number of them.
+/// Whether any of `numel` elements at `data`, aligned or not, is a NaN or Inf. `numel` is
+/// unlimited.
 using HasNonfinite = bool (*)(const void* data, std::size_t numel);
 
 struct CpuKernels {
@@ -46,12 +47,12 @@ struct CpuKernels {
   HasNonfinite has_nonfinite[kDTypeCount];
 };
 
-/// Null where the compiler could not build them (another processor family).
+/// Null if the compiler could not build them (another processor family).
 [[nodiscard]] const CpuKernels* plain_kernels() noexcept;
 [[nodiscard]] const CpuKernels* avx2_kernels() noexcept;
 [[nodiscard]] const CpuKernels* avx512_kernels() noexcept;
 
-/// The kernels of `isa`, or null where this build or this processor lacks them.
+/// The kernels of `isa`, or null if this build or this processor lacks them.
 [[nodiscard]] const CpuKernels* kernels_for(InstructionSet isa) noexcept;
 
 /// has_nonfinite with the given kernels instead of those of active_instruction_set().

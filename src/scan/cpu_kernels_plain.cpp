@@ -1,4 +1,4 @@
-// The CPU kernels in the instructions that every processor of the family has (SSE2, NEON); see
+// The CPU kernels for the baseline instructions of the processor family (SSE2, NEON); see
 // cpu_kernels.inc.
 #include "scan/cpu_kernels.hpp"
 

@@ -28,13 +28,14 @@
 namespace nanlocator::inline scan_room {
 namespace {
 
-/// Below this, waking a thread costs more than it saves.
+/// For less memory, waking a thread costs more than it saves.
 constexpr std::size_t kBytesWorthThreads = std::size_t{1} << 20;
-/// Chunks taken at once from the common counter, where there are enough: 2 MiB of a large tensor.
+/// Chunks that a thread claims at once from the common counter, if enough are left: 2 MiB of a
+/// large tensor.
 constexpr std::size_t kChunksPerClaim = 4;
 
-/// The floating-point environment that the kernels expect, for as long as this lives. The caller's
-/// may flush subnormals to zero (torch.set_flush_denormal), round another way or trap.
+/// Sets the floating-point environment that the kernels expect, during its lifetime. The caller's
+/// may flush subnormals to zero (torch.set_flush_denormal), round differently or trap.
 class DefaultFloatingPoint {
  public:
 #if defined(__x86_64__)
@@ -81,12 +82,12 @@ InstructionSet choose_instruction_set() {
 
 // ---- A tensor's elements in logical order ------------------------------------------------------
 
-/// Reads a view's elements in row-major order, wherever they lie.
+/// Reads a view's elements in row-major order, whatever their strides.
 class ElementReader {
  public:
   explicit ElementReader(const TensorView& view)
       : data_(static_cast<const char*>(view.data)), element_bytes_(size_of(view.dtype)) {
-    // Neighbouring dimensions that are one in memory become one here; those of size 1 vanish.
+    // Joins neighbouring dimensions that are contiguous in memory, and drops those of size 1.
     for (std::size_t i = view.strides.size(); i-- > 0;) {
       const Dimension next{view.sizes[i], view.strides[i]};
       if (next.size == 1) continue;
@@ -171,7 +172,7 @@ class ElementReader {
     });
   }
 
-  /// Whole rows whose elements lie further apart than the rows do: eight columns at a time, so that
+  /// Whole rows whose elements are further apart than the rows: eight columns at a time, so that
   /// the cache lines of a column serve all rows. Eight, because columns a power of two apart fall
   /// into one set of the L1 cache, which has eight ways.
   void copy_transposed(const char* from, std::int64_t rows, char* out) const {
@@ -209,7 +210,7 @@ class ElementReader {
 
   const char* data_;
   std::size_t element_bytes_;
-  std::vector<Dimension> dimensions_;  // innermost first; none: contiguous
+  std::vector<Dimension> dimensions_;  // innermost first; empty: contiguous
 };
 
 // ---- Chunks into a tensor's stats --------------------------------------------------------------
@@ -231,7 +232,7 @@ void scan_one_chunk(const ElementReader& reader, const TensorView& view, std::in
   scan(reader.read(first, count, buffer), static_cast<std::size_t>(count), stats);
 }
 
-/// Takes a tensor's chunks in order.
+/// Builds a tensor's stats from its chunks, added in order.
 template <DType dtype>
 class StatsBuilder {
   using Bits = ElementBits<dtype>;
@@ -259,14 +260,14 @@ class StatsBuilder {
     if (!stats_.has_finite()) return stats_;
     const Word signed_max = order_of_signed(signed_max_);
     stats_.absmin = value_as_double<dtype>(magnitude_min_);
-    // Where no element has a sign bit the smallest is the one of smallest magnitude; likewise
-    // above.
+    // If no element has a sign bit, the smallest is the one of smallest magnitude; likewise the
+    // largest.
     stats_.finite_min =
         is_negative<dtype>(unsigned_max_) ? value_as_double<dtype>(unsigned_max_) : stats_.absmin;
     stats_.finite_max =
         is_negative<dtype>(signed_max) ? -stats_.absmin : value_as_double<dtype>(signed_max);
     stats_.absmax = std::max(-stats_.finite_min, stats_.finite_max);
-    // -0 becomes 0, so that equal stats are equal in print too.
+    // -0 becomes 0, so that equal stats also print alike.
     for (double* extreme : {&stats_.finite_min, &stats_.finite_max, &stats_.absmax}) {
       if (*extreme == 0) *extreme = 0.0;
     }
@@ -279,12 +280,12 @@ class StatsBuilder {
 
   TensorStats stats_;
   Word unsigned_max_ = 0;
-  Word signed_max_ = 0;  // by order_of_signed
+  Word signed_max_ = 0;  // mapped by order_of_signed
   Word magnitude_min_ = static_cast<Word>(~Word{0});
 };
 
 /// Builds the stats of `view`; `next_chunk(i)` gives the stats of chunk i, for i in order. Not
-/// inlined, so that no addition is moved out of the floating-point environment of the scan.
+/// inlined, so that no addition is moved out of the scan's floating-point environment.
 template <DType dtype, class NextChunk>
 [[gnu::noinline]] TensorStats build_stats_of(const TensorView& view, const NextChunk& next_chunk) {
   StatsBuilder<dtype> builder;
@@ -310,13 +311,12 @@ TensorStats build_stats(const TensorView& view, const NextChunk& next_chunk) {
     case DType::float8_e5m2:
       return build_stats_of<DType::float8_e5m2>(view, next_chunk);
   }
-  throw UnsupportedError("unknown dtype");  // check_view has refused it
+  throw UnsupportedError("unknown dtype");  // unreachable: check_view refused it
 }
 
 // ---- One thread, or many -----------------------------------------------------------------------
 
-/// What a call needs besides its arguments; kept by the calling thread, so that a step's scans
-/// allocate once.
+/// Buffers that the calling thread keeps, so that a step's scans allocate once.
 struct Workspace {
   struct Chunk {
     std::size_t tensor;
@@ -402,7 +402,7 @@ bool has_f16c() noexcept {
 }
 #endif
 
-/// Chosen once: asking the processor (cpuid) takes 2 to 10 us in a virtual machine.
+/// Chosen once: querying the processor (cpuid) takes 2 to 10 us in a virtual machine.
 const CpuKernels& active_kernels() {
   static const CpuKernels& chosen = *kernels_for(active_instruction_set());
   return chosen;

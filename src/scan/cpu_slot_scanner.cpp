@@ -10,8 +10,8 @@
 namespace nanlocator::inline scan_room {
 namespace {
 
-/// Fills the slots inside `enqueue`; a readback is a copy, so that the host reads the slots as they
-/// were then, as with a device.
+/// Fills the slots inside `enqueue`. A readback copies them, so that later scans do not change what
+/// the host reads, as with a device.
 class CpuSlotScanner final : public SlotScanner {
  public:
   explicit CpuSlotScanner(int threads) : threads_(threads) {

@@ -1,11 +1,11 @@
-// What one GPU thread does with its share of a chunk, and the tables that define it. Like
-// cuda_word.hpp for nvcc and for the host compiler, C++17; no thread waits for another here.
+// One GPU thread's share of a chunk, and the tables that define it. Compiled by nvcc and by the
+// host compiler, like cuda_word.hpp; C++17. No thread waits for another here.
 //
-// A chunk is up to 65536 consecutive elements of one tensor. In the middle of it, threads read
-// 16-byte vectors, four each before they scan any; the words before the first and after the last
-// aligned vector, chunks that are not aligned to 4 bytes and strided tensors are assembled element
-// by element. The order of the sum of squares depends on numel, on the layout and on the address
-// modulo 16, never on the GPU or on timing.
+// A chunk is up to 65536 consecutive elements of one tensor. Between its first and last 16-byte
+// boundary, threads read vectors, loading four before they scan any. The words outside, chunks that
+// are not aligned to 4 bytes and strided tensors are assembled element by element. The order of the
+// sum of squares depends on numel, on the layout and on the address modulo 16, never on the GPU or
+// on timing.
 #pragma once
 
 #include <cstdint>
@@ -16,16 +16,16 @@
 namespace nanlocator::cuda {
 
 inline constexpr std::uint32_t kThreads = 256;  // of a block, which scans a chunk
-/// 65536 elements are 64 (fp8) to 512 KiB (float64): enough for a block's reduction (about 150
-/// instructions per warp) to vanish beside the scan (1000 to 4000), few enough for 1e8 elements to
-/// make 1500 chunks, two or three for each block that an H100 holds.
+/// 65536 elements are 64 (fp8) to 512 KiB (float64). That is enough to make a block's reduction
+/// (about 150 instructions per warp) negligible beside the scan (1000 to 4000), and few enough for
+/// 1e8 elements to give 1500 chunks, two or three for each block that an H100 holds.
 inline constexpr std::uint32_t kChunkElements = 65536;
 inline constexpr int kMaxDims = 8;
-/// Vectors a thread has in flight: 64 bytes, times 1024 threads per SM, times 132 SMs = 8.6 MB,
-/// more than the 4.8 TB/s * 0.8 us that an H200 needs.
+/// Vectors that a thread has in flight: 64 bytes, times 1024 threads per SM, times 132 SMs = 8.6
+/// MB, more than the 4.8 TB/s * 0.8 us that an H200 needs.
 inline constexpr int kBatchVectors = 4;
 
-/// A filled slot as it lies in device memory. All zero bytes: never filled.
+/// A filled slot as stored in device memory. All zero bytes: never filled.
 struct RawSlot {
   SlotPartial partial;
   std::uint64_t numel;
@@ -38,7 +38,7 @@ struct TensorEntry {
   std::uint64_t numel;
   std::uint32_t first_partial;
   std::uint32_t chunk_count;
-  std::uint32_t chunks_done;  // counts up during a scan; the last one takes it back to zero
+  std::uint32_t chunks_done;  // counts up during a scan; the last block resets it to zero
   DType dtype;
   std::int32_t dims;  // 0: contiguous
   std::int64_t sizes[kMaxDims];
@@ -49,16 +49,17 @@ struct ChunkEntry {
   const void* data;             // contiguous: the chunk's first element; strided: the tensor's
   std::uint64_t first_element;  // of the chunk, counted in the tensor's logical order
   std::uint32_t numel;
-  std::uint32_t tensor;   // its TensorEntry
-  std::uint32_t partial;  // where its result goes; a tensor's chunks have consecutive ones in order
+  std::uint32_t tensor;  // its TensorEntry
+  std::uint32_t
+      partial;  // index of its result; a tensor's chunks have consecutive indices in order
   std::uint32_t padding;
 };
 
 /// Partials of a tensor that is scanned without a table: chunk i goes to partial i modulo this. Up
-/// to 2^26 elements every chunk has its own, and the sum of squares the bits that a plan gives it.
+/// to 2^26 elements every chunk has its own, and the sum of squares has the bits that a plan gives.
 inline constexpr std::uint32_t kSinglePartials = 1024;
 
-/// Chunk `index` of a tensor, from the tensor's first element: what the table of a plan holds.
+/// Chunk `index` of a tensor, counted from its first element, as in the table of a plan.
 [[nodiscard]] NANLOCATOR_HOST_DEVICE inline ChunkEntry chunk_of(const TensorEntry& tensor,
                                                                 const void* data,
                                                                 std::uint32_t element_bytes,
@@ -74,8 +75,8 @@ inline constexpr std::uint32_t kSinglePartials = 1024;
   return chunk;
 }
 
-// The host compiler may not read floats as integers; the device may, and gains from a typed load.
-// The host traps at an address at which the device would.
+// Aliasing rules forbid the host to read floats as integers; the device may, and gains from a typed
+// load. The host traps on misaligned addresses, as the device would.
 template <class T>
 [[nodiscard]] NANLOCATOR_HOST_DEVICE inline T load(const T* address) {
 #if defined(__CUDA_ARCH__)
@@ -138,7 +139,7 @@ struct StridedElements {
   }
 };
 
-/// Unit `unit` of the chunk, put together from its elements; the chunk's last one may have fewer.
+/// Unit `unit` of the chunk, assembled from its elements; the chunk's last one may have fewer.
 template <DType dtype, class Elements>
 NANLOCATOR_HOST_DEVICE inline void add_loose_unit(const Elements& elements, const ChunkEntry& chunk,
                                                   std::uint32_t unit,
@@ -154,8 +155,8 @@ NANLOCATOR_HOST_DEVICE inline void add_loose_unit(const Elements& elements, cons
   add_unit_carefully<dtype>(bits, count, first, partial);
 }
 
-/// `count` vectors, `kThreads` apart, of which the first is vector `vector` of `vectors`, which
-/// start at the chunk's unit `first_unit`.
+/// `count` vectors, `kThreads` apart, beginning with vector `vector` of `vectors`, which start at
+/// the chunk's unit `first_unit`.
 template <DType dtype, int count>
 NANLOCATOR_HOST_DEVICE inline void add_batch(const Vector* vectors, std::uint32_t vector,
                                              std::uint32_t first_unit, const ChunkEntry& chunk,
@@ -226,8 +227,8 @@ template <DType dtype>
   }
 
   // Loose units before the first aligned vector, vectors, loose units after the last full one. A
-  // chunk that starts between two 4-byte boundaries is all loose: its memory words are not its
-  // logical words.
+  // chunk that starts between two 4-byte boundaries consists of loose units: its memory words are
+  // not its logical words.
   const auto address = reinterpret_cast<std::uintptr_t>(chunk.data);
   const std::uint32_t full_units = chunk.numel / kElementsPerUnit<dtype>;
   std::uint32_t head = units;

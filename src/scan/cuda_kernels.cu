@@ -1,9 +1,9 @@
-// Scans all tensors of a plan in one launch, or one tensor that has no plan.
+// Scans all tensors of a plan in one launch, or one tensor without a plan.
 //
-// Blocks of 256 threads walk the chunk table, largest chunks first; a chunk's result goes to its
-// own place in `partials`. The block that finishes a tensor's last chunk merges that tensor's
-// partials in order and writes the slot, so that the sum of squares has the same bits in every run,
-// which atomicAdd on doubles would not give.
+// Blocks of 256 threads take chunks from the table, largest first; a chunk's result goes to its own
+// place in `partials`. The block that finishes a tensor's last chunk merges that tensor's partials
+// in order and writes the slot. So the sum of squares has the same bits in every run, which
+// atomicAdd on doubles would not give.
 //
 // Memory traffic: one read of every element, 80 bytes written per 65536 elements.
 //
@@ -13,10 +13,10 @@
 //            float64  float32  float16  bfloat16  e4m3fn  e5m2
 //     sm_80     11.8     10.6     18.0      17.1    38.0  35.0
 //     sm_90     11.7      9.3     12.0      12.2    25.7  22.7
-// A multiprocessor issues 128 lanes' instructions per clock. At 4.3 TB/s and 1.7 GHz one of an H200
-// is fed 4.8 words per clock, so 26 instructions per word are the limit; at 2.0 TB/s and 1.4 GHz
-// one of an A100 is fed 3.3 words, so 39 are. Measured on an H100 (docs/benchmarks.md): the rate of
-// a copy but for bfloat16 (0.93) and fp8 (0.74, 0.79).
+// A multiprocessor issues 128 lanes' instructions per clock. At 4.3 TB/s and 1.7 GHz, one of an
+// H200 is fed 4.8 words per clock, so 26 instructions per word are the limit; at 2.0 TB/s and 1.4
+// GHz, one of an A100 is fed 3.3 words, so 39 are. Measured on an H100 (docs/benchmarks.md): the
+// speed of a copy, except for bfloat16 (0.93 of it) and fp8 (0.74, 0.79).
 #include <cuda_runtime.h>
 
 #include "scan/cuda_kernels.hpp"
@@ -40,8 +40,8 @@ __device__ T shuffle_down(const T& value, int lanes) {
   return result;
 }
 
-/// Merges all threads' values in a fixed order; the result is in thread 0. Ends with a barrier
-/// still to come: `shared` may be written again only after the next one.
+/// Merges all threads' values in a fixed order; the result is in thread 0. The caller must pass a
+/// barrier before `shared` is written again.
 template <class T>
 __device__ void reduce_block(T& value, void* shared) {
   T* const of_warp = static_cast<T*>(shared);
@@ -58,7 +58,7 @@ __device__ void reduce_block(T& value, void* shared) {
   }
 }
 
-/// A partial that another block has written: read past the L1 cache, which does not see other
+/// Loads a partial that another block has written, bypassing the L1 cache, which does not see other
 /// multiprocessors' writes.
 __device__ SlotPartial load_partial(const SlotPartial* address) {
   constexpr int words = sizeof(SlotPartial) / 8;
@@ -104,7 +104,8 @@ __device__ SlotPartial scan_chunk(const ChunkEntry& chunk, const TensorEntry& te
   return widen(partial, chunk.first_element);
 }
 
-/// Merges a tensor's partials in order and fills its slot; by one block, the others being done.
+/// Merges a tensor's partials in order and fills its slot. Run by one block after the others are
+/// done.
 __device__ void finish_tensor(const TensorEntry& tensor, const SlotPartial* partials,
                               std::uint32_t count, std::int32_t* bad_flag, void* shared) {
   SlotPartial of_tensor;
@@ -117,7 +118,7 @@ __device__ void finish_tensor(const TensorEntry& tensor, const SlotPartial* part
     slot.partial = of_tensor;
     slot.numel = tensor.numel;
     slot.dtype = static_cast<std::uint32_t>(tensor.dtype);
-    // Atomic, because other tensors' last blocks may do the same at this moment.
+    // Atomic, because other tensors' last blocks may do this at the same time.
     if (of_tensor.nan + of_tensor.pos_inf + of_tensor.neg_inf > 0) atomicExch(bad_flag, 1);
   }
 }
@@ -146,9 +147,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   }
 }
 
-/// The tensor comes with the launch. Group g, a block's unit of work, is the chunks g,
-/// g + kSinglePartials, ..., merged in this order into partial g, so that a scratch of fixed size
-/// serves a tensor of any size and the sum of squares does not depend on the number of blocks.
+/// Scans a tensor that is an argument of the launch. Group g, a block's unit of work, is the chunks
+/// g, g + kSinglePartials, ..., merged in this order into partial g. So scratch of a fixed size
+/// serves a tensor of any size, and the sum of squares does not depend on the number of blocks.
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     single_scan_kernel(const __grid_constant__ TensorEntry tensor, const void* data,
                        std::uint32_t element_bytes, SingleScratch* scratch,
@@ -174,7 +175,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 
     __threadfence();  // the count before the other blocks' partials
     finish_tensor(tensor, scratch->partials, groups, bad_flag, shared);
-    return;  // there is no other group
+    return;  // only one group
   }
 }
 

@@ -1,8 +1,8 @@
-// The CUDA scan's two kernels, seen from the host: of a plan's tensors, and of one tensor.
+// Host interface of the CUDA scan's two kernels: for a plan's tensors, and for one tensor.
 //
 // In: the tables of a plan in device memory, or one tensor's entry by value. Out: every tensor's
-// RawSlot, and the flag set to 1 if a NaN or Inf was met. Nothing is allocated and nothing waits;
-// the launch may be captured in a graph.
+// RawSlot, and the flag, set to 1 if a NaN or Inf was found. Nothing is allocated and nothing
+// waits; the launch may be captured in a graph.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,8 +13,8 @@
 
 namespace nanlocator::cuda {
 
-/// All in device memory. `tensors` and `partials` are scratch of a running scan: two scans from the
-/// same tables must be ordered, by a stream or by events.
+/// All in device memory. A running scan uses `tensors` and `partials` as scratch: two scans with
+/// the same tables must be ordered, by a stream or by events.
 struct ScanTables {
   const ChunkEntry* chunks;
   std::uint32_t chunk_count;
@@ -23,23 +23,23 @@ struct ScanTables {
   std::int32_t* bad_flag;
 };
 
-/// Of one running scan of one tensor, in device memory; all zero bytes before the first. Scans that
-/// share it must be ordered.
+/// Scratch of a running scan of one tensor, in device memory; all zero bytes before the first scan.
+/// Scans that share it must be ordered.
 struct SingleScratch {
   SlotPartial partials[kSinglePartials];
-  std::uint32_t groups_done;  // counts up during a scan; the last one takes it back to zero
+  std::uint32_t groups_done;  // counts up during a scan; the last block resets it to zero
   std::uint32_t padding;
 };
 
-/// The number of blocks that device `device`, which must be current, holds at once; more would only
-/// queue.
+/// The number of blocks that device `device`, which must be current, holds at once. More blocks
+/// would only queue.
 [[nodiscard]] cudaError_t count_resident_blocks(int device, std::uint32_t& blocks);
 
-/// `blocks` at most; `tables.chunk_count` must not be zero.
+/// Launches at most `blocks` blocks; `tables.chunk_count` must not be zero.
 [[nodiscard]] cudaError_t launch_scan(const ScanTables& tables, std::uint32_t blocks,
                                       cudaStream_t stream);
 
-/// `tensor.slot` is filled; `data` is the tensor's first element.
+/// Fills `tensor.slot`; `data` is the tensor's first element.
 [[nodiscard]] cudaError_t launch_single_scan(const TensorEntry& tensor, const void* data,
                                              SingleScratch* scratch, std::int32_t* bad_flag,
                                              std::uint32_t blocks, cudaStream_t stream);

@@ -1,8 +1,8 @@
-// The CUDA backend of SlotScanner. All work of a scan is in cuda_kernels.cu; here are its memory,
-// its readback and its errors.
+// The CUDA backend of SlotScanner: memory, readback and errors. The scan itself is in
+// cuda_kernels.cu.
 //
-// Slots live in segments that are never moved or freed before the scanner is: `plan` may add
-// segments, and graphs captured earlier go on writing into the old ones.
+// Slots live in segments that are neither moved nor freed while the scanner lives: `plan` may add
+// segments, while graphs captured earlier still write into the old ones.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -30,7 +30,7 @@ void check(cudaError_t status, const char* call, int device) {
                   cudaGetErrorName(status) + ", " + cudaGetErrorString(status));
 }
 
-/// Makes a device current and gives the caller's back.
+/// Makes a device current and restores the caller's.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
@@ -64,8 +64,8 @@ class CudaMemory final : public DeviceMemory {
   void free(void* memory) noexcept override { (void)cudaFree(memory); }
 };
 
-/// Frees blocks when the device has ended what it was given to do. Errors are dropped: the context
-/// may be gone.
+/// Frees blocks after the device has finished its work. Errors are dropped: the context may be
+/// gone.
 void free_all(DeviceMemory& memory, int device, std::span<void* const> blocks) noexcept {
   if (blocks.empty()) return;
   try {
@@ -77,8 +77,8 @@ void free_all(DeviceMemory& memory, int device, std::span<void* const> blocks) n
 }
 
 /// Device memory for the plans' tables. Blocks of destroyed plans are kept for later plans, because
-/// taking and freeing memory may stop the whole device, and a training loop whose gradients move
-/// makes a plan every step.
+/// allocating and freeing may stop the whole device, and a training loop whose gradients move makes
+/// a plan every step.
 class TableMemory {
  public:
   TableMemory(int device, std::shared_ptr<DeviceMemory> memory)
@@ -91,7 +91,7 @@ class TableMemory {
   TableMemory(const TableMemory&) = delete;  // owns its blocks
   TableMemory& operator=(const TableMemory&) = delete;
 
-  /// At least `bytes`, rounded up to a power of two, which is stored in `bytes`.
+  /// Returns at least `bytes`, rounded up to a power of two, which is stored in `bytes`.
   void* take(std::size_t& bytes) {
     bytes = std::bit_ceil(std::max<std::size_t>(bytes, 4096));
     if (const auto found = unused_.find(bytes); found != unused_.end()) {
@@ -129,7 +129,7 @@ class CudaScanPlan final : public ScanPlan {
   std::size_t bytes_;
 };
 
-/// Refuses an address that the kernel could not read: it would end the CUDA context.
+/// Refuses an address that the kernel cannot read: that would destroy the CUDA context.
 void check_address(const TensorView& tensor, std::size_t position, int device) {
   if (tensor.numel == 0) return;
   cudaPointerAttributes attributes{};
@@ -179,7 +179,7 @@ class CudaSlotScanner final : public SlotScanner {
                                  std::uint32_t first_slot) override {
     if (tensors.size() > std::numeric_limits<std::uint32_t>::max() - first_slot) {
       throw UsageError("a plan of " + std::to_string(tensors.size()) + " tensors from slot " +
-                       std::to_string(first_slot) + " on needs slot numbers beyond 32 bits");
+                       std::to_string(first_slot) + " needs slot numbers beyond 32 bits");
     }
     ChunkTable table = make_chunk_table(tensors);
     const DeviceGuard guard(device_);
@@ -190,7 +190,8 @@ class CudaSlotScanner final : public SlotScanner {
       table.tensors[i].slot = segments_[slot / kSegmentSlots].device + slot % kSegmentSlots;
     }
 
-    // One block: chunks, then tensors, then room for the partials; all of multiples of 8 bytes.
+    // One block: chunks, then tensors, then room for the partials; all sizes are multiples of 8
+    // bytes.
     const std::size_t chunk_bytes = table.chunks.size() * sizeof(ChunkEntry);
     const std::size_t tensor_bytes = table.tensors.size() * sizeof(TensorEntry);
     std::size_t bytes = chunk_bytes + tensor_bytes + table.chunks.size() * sizeof(SlotPartial);
@@ -266,7 +267,7 @@ class CudaSlotScanner final : public SlotScanner {
             "cudaMemcpyAsync (readback)", device_);
       slot += slots;
     }
-    // In a captured graph the event must be recorded by every launch of the graph, not once here.
+    // In a captured graph every launch must record the event, not this call alone.
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     check(cudaStreamIsCapturing(cuda_stream(stream), &capture), "cudaStreamIsCapturing", device_);
     const unsigned int flags =
@@ -279,7 +280,7 @@ class CudaSlotScanner final : public SlotScanner {
     const DeviceGuard guard(device_);
     const cudaError_t status = cudaEventQuery(readback_done_);
     if (status == cudaErrorNotReady) {
-      (void)cudaGetLastError();  // an answer, but CUDA remembers it as an error
+      (void)cudaGetLastError();  // an answer, but CUDA records it as an error
       return false;
     }
     check(status, "cudaEventQuery (readback)", device_);
@@ -347,7 +348,7 @@ class CudaSlotScanner final : public SlotScanner {
     slot_count_ = std::max(slot_count_, count);
   }
 
-  /// Scans on one stream are ordered by it and share scratch; other streams' scans may overlap.
+  /// A stream orders its scans, so they share scratch; scans on other streams may overlap.
   SingleScratch* scratch_of(cudaStream_t stream) {
     const auto known = scratch_.find(stream);
     if (known != scratch_.end()) return known->second;
@@ -380,7 +381,8 @@ class CudaSlotScanner final : public SlotScanner {
 
   int device_;
   std::uint32_t blocks_ = 0;
-  cudaStream_t upload_stream_ = nullptr;  // so that `plan` does not wait for the training step
+  cudaStream_t upload_stream_ =
+      nullptr;  // separate, so that `plan` does not wait for the training step
   cudaEvent_t readback_done_ = nullptr;
   std::int32_t* bad_flag_ = nullptr;
   std::shared_ptr<DeviceMemory> memory_;

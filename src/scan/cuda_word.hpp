@@ -1,22 +1,22 @@
-// What one GPU thread does with the memory it reads: the arithmetic of the CUDA scan, one word at a
-// time, for nvcc and, so that it can be tested without a GPU, for the host compiler. C++17.
+// The arithmetic of the CUDA scan, one word at a time. Compiled by nvcc and, for tests without a
+// GPU, by the host compiler; C++17.
 //
-// Memory is read in 16-byte vectors of four little-endian 32-bit words; a word holds one fp32, two
-// 16-bit or four fp8 elements, and float64 is read in units of two words. A batch of vectors gets a
+// Memory is read in 16-byte vectors of four little-endian 32-bit words. A word holds one fp32, two
+// 16-bit or four fp8 elements; float64 is read in units of two words. A batch of vectors gets a
 // quick scan of three integer reductions over raw bits (the largest as unsigned, the largest as
-// signed, the smallest magnitude): they hold minimum, maximum, absmin, absmax, "is there a zero"
-// and "is there a NaN or Inf". Only a batch that fails the quick scan is read again, element by
+// signed, the smallest magnitude). They give minimum, maximum, absmin and absmax, and whether there
+// is a zero, a NaN or an Inf. Only a batch that fails the quick scan is read again, element by
 // element.
 //
 // Squares. float32 and float64 are squared and summed in fp64, where a product of two fp32 values
 // is exact and cannot overflow: one conversion and one DFMA per element. An SM of an A100, H100 or
 // H200 converts 16 and multiplies 32 to 64 per clock and is fed less than 5 fp32 elements per clock
-// at 4.3 TB/s, so it is free there; on consumer parts (2 fp64 operations per clock and SM) it costs
-// about what the memory does. The narrow types would need two to four conversions per word, so the
-// 8 or 16 squares of one vector are summed in fp32, each exact, and then widened: a relative error
-// below 1e-6 in the worst case, in practice near 1e-8 and falling with the tensor's size. Only bf16
-// has squares outside fp32's range; batches that have them (above 2^60, or nothing but zeros and
-// values below 2^-55) fail the quick scan on purpose and are summed in fp64.
+// at 4.3 TB/s, so this is free there. On consumer parts (2 fp64 operations per clock and SM) it
+// costs about as much as the memory. The narrow types would need two to four conversions per word,
+// so the 8 or 16 squares of one vector are summed in fp32, each exact, and then widened: a relative
+// error below 1e-6 in the worst case, in practice near 1e-8 and falling with the tensor's size.
+// Only bf16 has squares outside fp32's range. Batches that have them (above 2^60, or nothing but
+// zeros and values below 2^-55) fail the quick scan on purpose and are summed in fp64.
 #pragma once
 
 #include <cstdint>
@@ -43,11 +43,11 @@ template <class T>
 }
 
 // ---------------------------------------------------------------------------------------------
-// What is gathered. Everything but `squares` is an integer and merges exactly in any order.
+// Accumulators. Everything but `squares` is an integer and merges exactly in any order.
 
-/// Over raw bits of finite elements; Bits is uint32_t, or uint64_t for float64 and for slots. Where
-/// a negative element exists, `unsigned_max` is the most negative one; where a non-negative one
-/// exists, `signed_max` is the largest one.
+/// Extremes over raw bits of finite elements; Bits is uint32_t, or uint64_t for float64 and for
+/// slots. If there is a negative element, `unsigned_max` is the most negative one; if there is a
+/// non-negative one, `signed_max` is the largest one.
 template <class Bits>
 struct Extremes {
   using Signed = std::make_signed_t<Bits>;
@@ -68,7 +68,7 @@ inline constexpr std::uint32_t kNoIndex = 0xffffffffu;
 template <class Bits>
 struct ChunkPartial {
   Extremes<Bits> extremes;
-  std::uint32_t s0 = 0;  // the fingerprint's sums, word indexes counted from the tensor's start
+  std::uint32_t s0 = 0;  // the fingerprint's sums; words count from the tensor's start
   std::uint32_t s1 = 0;
   double squares = 0.0;
   std::uint32_t zeros = 0;
@@ -90,7 +90,7 @@ struct ChunkPartial {
   }
 };
 
-/// A chunk as it is kept for the ordered second pass, and a whole tensor.
+/// The result of a chunk, kept for the ordered merge, and that of a whole tensor.
 struct SlotPartial {
   Extremes<std::uint64_t> extremes;
   double squares = 0.0;
@@ -115,7 +115,7 @@ struct SlotPartial {
   }
 };
 
-/// `first_element` is the chunk's first element's index in the tensor.
+/// `first_element` is the index in the tensor of the chunk's first element.
 template <class Bits>
 [[nodiscard]] NANLOCATOR_HOST_DEVICE inline SlotPartial widen(const ChunkPartial<Bits>& chunk,
                                                               std::uint64_t first_element) {
@@ -137,7 +137,7 @@ template <class Bits>
 // ---------------------------------------------------------------------------------------------
 // Units and vectors.
 
-/// What the loops step over: a 32-bit word, or one float64 element.
+/// The step of the loops: a 32-bit word, or one float64 element.
 template <DType dtype>
 using Unit = std::conditional_t<dtype == DType::float64, std::uint64_t, std::uint32_t>;
 
@@ -165,7 +165,7 @@ template <DType dtype>
 // ---------------------------------------------------------------------------------------------
 // The fingerprint.
 
-/// Four consecutive words of which the first is word `first_word` of the tensor (modulo 2^32).
+/// Four consecutive words, beginning with word `first_word` of the tensor (modulo 2^32).
 template <class Partial>
 NANLOCATOR_HOST_DEVICE inline void add_vector_to_fingerprint(const Vector& vector,
                                                              std::uint32_t first_word,
@@ -194,8 +194,8 @@ NANLOCATOR_HOST_DEVICE inline void add_unit_to_fingerprint(Unit<dtype> unit,
 // ---------------------------------------------------------------------------------------------
 // The quick scan.
 
-/// Any GPU. Each element is moved to the top of a register, where an integer comparison does not
-/// mind the neighbours that stand below it: a shift, an AND and three comparisons per element.
+/// For any GPU. Moves each element to the top of a register, where an integer comparison ignores
+/// the neighbours below it: a shift, an AND and three comparisons per element.
 template <DType dtype>
 class SplitScan {
  public:
@@ -248,8 +248,8 @@ inline std::uint32_t min_u16x2(std::uint32_t a, std::uint32_t b) {
 }
 #endif
 
-/// sm_90 and above, for 16- and 8-bit elements: VIMNMX compares two 16-bit lanes in one instruction
-/// (before sm_90 the compiler spends four on it). fp8 elements stand in the upper bytes of two such
+/// For sm_90 and above, 16- and 8-bit elements: VIMNMX compares two 16-bit lanes in one instruction
+/// (before sm_90 the compiler spends four on it). fp8 elements use the upper bytes of two such
 /// words.
 template <DType dtype>
 class PackedScan {
@@ -302,22 +302,23 @@ template <DType dtype>
   if constexpr (dtype == DType::bfloat16) {
     constexpr Signed power_60 = (Bits::exponent_bias + 60) << Bits::mantissa_bits;
     constexpr Signed power_minus_55 = (Bits::exponent_bias - 55) << Bits::mantissa_bits;
-    // 8 squares below 2^120 stay below 2^123. Squares below fp32's normal numbers (of values below
-    // 2^-63) are rounded by at most 2^-150 each: nothing beside an absmax of 2^-55, squared.
+    // 8 squares below 2^120 sum to less than 2^123. Squares below fp32's normal numbers (of values
+    // below 2^-63) are rounded by at most 2^-150 each, negligible beside the square of an absmax of
+    // 2^-55.
     return absmax >= power_60 || (absmax > 0 && absmax < power_minus_55);
   } else {
     return absmax >= static_cast<Signed>(Bits::first_bad);
   }
 }
 
-/// How many elements of a unit are +0 or -0.
+/// The number of elements of a unit that are +0 or -0.
 template <DType dtype>
 [[nodiscard]] NANLOCATOR_HOST_DEVICE inline std::uint32_t count_zeros(Unit<dtype> unit) {
   if constexpr (kElementsPerUnit<dtype> == 1) {
     return static_cast<Unit<dtype>>(unit << 1) == 0 ? 1 : 0;
   } else {
     // Adding abs_mask to a magnitude carries into the sign bit unless the magnitude is zero, and
-    // never past it.
+    // never beyond it.
     constexpr std::uint32_t magnitudes = kElementBits<dtype> == 16 ? 0x7fff7fffu : 0x7f7f7f7fu;
     const std::uint32_t nonzero = ((unit & magnitudes) + magnitudes) & ~magnitudes;
 #if defined(__CUDA_ARCH__)
@@ -336,7 +337,7 @@ template <DType dtype>
 using VectorSum =
     std::conditional_t<dtype == DType::float64 || dtype == DType::float32, double, float>;
 
-/// A vector's sum counts squares in this unit: e4m3fn is squared as the fp16 number of the same
+/// The unit of a vector's sum of squares: e4m3fn is squared as the fp16 number of the same
 /// mantissa, whose exponent bias is 8 larger.
 template <DType dtype>
 inline constexpr double kSquareUnit = dtype == DType::float8_e4m3fn ? 65536.0 : 1.0;

@@ -42,7 +42,7 @@ void check_view(const TensorView& view) {
   }
   if (view.is_contiguous()) return;
   std::int64_t product = 1;
-  std::int64_t last_offset = 0;  // of the element that lies furthest from `data`
+  std::int64_t last_offset = 0;  // of the element furthest from `data`
   for (std::size_t i = 0; i < view.sizes.size(); ++i) {
     const std::int64_t size = view.sizes[i];
     const std::int64_t stride = view.strides[i];

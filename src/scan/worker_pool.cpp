@@ -25,7 +25,7 @@ class WorkerPool {
     wake_.notify_all();
     work();
     std::unique_lock<std::mutex> lock(mutex_);
-    wanted_ = 0;  // who has not begun by now need not
+    wanted_ = 0;  // threads that have not begun are no longer needed
     idle_.wait(lock, [this] { return active_ == 0; });
     work_ = nullptr;
   }
@@ -33,14 +33,14 @@ class WorkerPool {
  private:
   void grow(int threads) {
     if (threads_ >= threads) return;
-    // A signal belongs to the program's own threads: the new ones inherit a mask that blocks all.
+    // Signals belong to the program's own threads: the new ones inherit a mask that blocks all.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
       for (; threads_ < threads; ++threads_) std::thread([this] { serve(); }).detach();
     } catch (const std::system_error&) {
-      // No more threads available; the scan takes longer, with the same result.
+      // No more threads are available; the scan takes longer, with the same result.
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
@@ -74,7 +74,7 @@ std::mutex pool_mutex;
 WorkerPool* pool = nullptr;
 
 // Never destroyed: its threads may be parked in it when the process exits. In a forked child its
-// threads are gone and its mutexes may be locked forever, so the child leaves it behind.
+// threads are gone and its mutexes may be locked forever, so the child abandons it.
 WorkerPool& this_process_pool() {
   const std::lock_guard<std::mutex> lock(pool_mutex);
   [[maybe_unused]] static const int registered =

@@ -10,7 +10,7 @@
 namespace nanlocator::cuda {
 namespace {
 
-// Tables are made from addresses alone, so tensors of any size can be planned without memory.
+// Tables are built from addresses alone, so tensors of any size can be planned without memory.
 const void* at(std::uintptr_t address) {
   return reinterpret_cast<const void*>(address);
 }
@@ -72,7 +72,7 @@ TEST(ChunkTable, AnEmptyTensorHasOneEmptyChunk) {
   EXPECT_EQ(table.tensors[1].dims, 0);
 }
 
-TEST(ChunkTable, DimensionsThatWalkOnWithoutAJumpAreJoined) {
+TEST(ChunkTable, ContiguousDimensionsAreJoined) {
   const auto dims_of = [](const TensorView& view) {
     return make_chunk_table(std::vector{view}).tensors[0];
   };
@@ -106,7 +106,7 @@ TEST(ChunkTable, MoreThanEightDimensionsThatCannotBeJoinedAreUnsupported) {
   EXPECT_THROW((void)make_chunk_table(std::vector{strided(nine, strides)}), UnsupportedError);
 }
 
-TEST(ChunkTable, AViewThatContradictsItselfOrIsNotAlignedToItsElementsIsRefused) {
+TEST(ChunkTable, AnInconsistentOrMisalignedViewIsRefused) {
   const auto make = [](const TensorView& view) {
     (void)make_chunk_table(std::vector{TensorView{}, view});
   };

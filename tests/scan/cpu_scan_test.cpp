@@ -33,7 +33,7 @@ using Random = std::mt19937_64;
 constexpr DType kAllDTypes[] = {DType::float64,  DType::float32,       DType::float16,
                                 DType::bfloat16, DType::float8_e4m3fn, DType::float8_e5m2};
 
-/// Bits of NaN, +Inf, -Inf, +0 and -0, written down from the formats' definitions.
+/// Bits of NaN, +Inf, -Inf, +0 and -0, taken from the formats' definitions.
 struct SpecialBits {
   std::vector<std::uint64_t> nan;
   std::vector<std::uint64_t> pos_inf;
@@ -91,7 +91,7 @@ Tensor random_tensor(DType dtype, std::size_t numel, Content content, Random& ra
     const double value = testing::decode(bits, dtype);
     if (!std::isfinite(value)) bits = 0x25;
     if (content == Content::moderate && !(std::fabs(value) > 0x1p-6 && std::fabs(value) < 64)) {
-      // The exponent of 1, or of 0.5 where the sum of the low bits says so.
+      // The exponent of 1, or of 0.5 if the sum of the low bits says so.
       const std::uint64_t one_and_half = dtype == DType::float64       ? 0x3ff8000000000000u
                                          : dtype == DType::float32     ? 0x3fc00000u
                                          : dtype == DType::float16     ? 0x3e00u
@@ -129,7 +129,7 @@ TensorStats scan_with(const CpuKernels& kernels, const TensorView& view, int thr
   return stats;
 }
 
-/// Asks every instruction set, expects one answer.
+/// Asks every instruction set and expects one answer.
 bool any_is_nonfinite(const TensorView& view) {
   const bool plain = has_nonfinite_with(*plain_kernels(), view);
   for (const auto& [isa, kernels] : available_kernels()) {
@@ -152,7 +152,7 @@ class CpuScanOf : public ::testing::TestWithParam<DType> {};
 INSTANTIATE_TEST_SUITE_P(EveryDType, CpuScanOf, ::testing::ValuesIn(kAllDTypes),
                          [](const auto& test) { return std::string(name_of(test.param)); });
 
-TEST_P(CpuScanOf, RandomLengthsAgreesWithTheReference) {
+TEST_P(CpuScanOf, RandomLengthsAgreeWithTheReference) {
   Random random(11);
   for (int round = 0; round < 120; ++round) {
     const std::size_t numel = round < 40 ? static_cast<std::size_t>(round) : random() % 20001;
@@ -169,7 +169,7 @@ TEST_P(CpuScanOf, RandomLengthsAgreesWithTheReference) {
   }
 }
 
-TEST_P(CpuScanOf, SeveralChunksAgreesWithTheReference) {
+TEST_P(CpuScanOf, SeveralChunksAgreeWithTheReference) {
   Random random(12);
   const std::size_t chunk = kChunkBytes / size_of(GetParam());
   for (const std::size_t numel : {chunk - 1, chunk, chunk + 1, 3 * chunk + 4711}) {
@@ -181,7 +181,7 @@ TEST_P(CpuScanOf, SeveralChunksAgreesWithTheReference) {
   }
 }
 
-TEST_P(CpuScanOf, OneBadElementAnywhereNamesItsIndexAndClass) {
+TEST_P(CpuScanOf, ReportsIndexAndClassOfOneBadElementAnywhere) {
   Random random(13);
   const SpecialBits special = special_bits(GetParam());
   const std::size_t numel = 1500;
@@ -206,8 +206,8 @@ TEST_P(CpuScanOf, OneBadElementAnywhereNamesItsIndexAndClass) {
   }
 }
 
-/// First, middle and last element, and both sides of every place where the scan changes its stride:
-/// rows of 64 bytes, blocks, the four streams of a chunk, chunks.
+/// First, middle and last element, and both sides of every place at which the scan changes its
+/// stride: rows of 64 bytes, blocks, the four streams of a chunk, chunks.
 std::set<std::size_t> telling_positions(DType dtype, std::size_t numel) {
   const std::size_t size = size_of(dtype);
   const std::size_t bytes = numel * size;
@@ -233,7 +233,7 @@ std::set<std::size_t> telling_positions(DType dtype, std::size_t numel) {
   return positions;
 }
 
-TEST_P(CpuScanOf, ABadElementAtEveryBoundaryOfALargeTensorNamesItsIndex) {
+TEST_P(CpuScanOf, ReportsTheIndexOfABadElementAtEveryBoundaryOfALargeTensor) {
   Random random(14);
   const std::size_t size = size_of(GetParam());
   const std::size_t numel = (kChunkBytes + 150000) / size + 3;
@@ -262,7 +262,7 @@ TEST_P(CpuScanOf, ABadElementAtEveryBoundaryOfALargeTensorNamesItsIndex) {
   }
 }
 
-TEST_P(CpuScanOf, TwoBadElementsNamesTheEarlierWhicheverStreamMeetsItFirst) {
+TEST_P(CpuScanOf, ReportsTheEarlierOfTwoBadElementsWhicheverStreamFindsItFirst) {
   Random random(15);
   const std::size_t numel = 200000;
   Tensor tensor = random_tensor(GetParam(), numel, Content::moderate, random);
@@ -283,7 +283,7 @@ TEST_P(CpuScanOf, TwoBadElementsNamesTheEarlierWhicheverStreamMeetsItFirst) {
   }
 }
 
-TEST_P(CpuScanOf, NothingButBadElementsHasNoExtremes) {
+TEST_P(CpuScanOf, OnlyBadElementsGiveNoExtremes) {
   const SpecialBits special = special_bits(GetParam());
   for (const auto* bits : {&special.nan, &special.pos_inf, &special.neg_inf}) {
     for (const std::uint64_t bad : *bits) {
@@ -303,7 +303,7 @@ TEST_P(CpuScanOf, NothingButBadElementsHasNoExtremes) {
   }
 }
 
-TEST_P(CpuScanOf, OneSignOnlyHasItsExtremesOnThatSide) {
+TEST_P(CpuScanOf, ElementsOfOneSignHaveTheirExtremesOnThatSide) {
   Random random(16);
   const std::uint64_t sign = std::uint64_t{1} << (8 * size_of(GetParam()) - 1);
   for (const bool negative : {false, true}) {
@@ -315,7 +315,7 @@ TEST_P(CpuScanOf, OneSignOnlyHasItsExtremesOnThatSide) {
   }
 }
 
-TEST_P(CpuScanOf, MinusZeroCountsAsZeroAndIsNotTold) {
+TEST_P(CpuScanOf, MinusZeroCountsAsZeroAndIsReportedAsZero) {
   const std::uint64_t sign = std::uint64_t{1} << (8 * size_of(GetParam()) - 1);
   Tensor tensor(GetParam(), 777);
   for (std::size_t i = 0; i < tensor.numel(); ++i) tensor.set(i, sign);
@@ -356,7 +356,7 @@ TEST_P(CpuScanOf, MisalignedMemoryGivesTheSameBits) {
 
 // ---- Threads -----------------------------------------------------------------------------------
 
-TEST_P(CpuScanOf, ManyTensorsGivesTheSameBitsForEveryThreadCountAndInstructionSet) {
+TEST_P(CpuScanOf, ManyTensorsGiveTheSameBitsForEveryThreadCountAndInstructionSet) {
   Random random(19);
   std::vector<Tensor> tensors;
   std::vector<TensorView> views;
@@ -410,7 +410,7 @@ TEST(CpuScan, WorksInAForkedChildOfAProcessThatHasScanned) {
   const pid_t child = fork();
   ASSERT_GE(child, 0);
   if (child == 0) {
-    alarm(60);  // a child that waits for threads it does not have is killed
+    alarm(60);  // kills a child that waits for threads that it does not have
     const bool same = same_bits(scan_cpu(tensor.view(), 4), expected) &&
                       same_bits(scan_cpu(tensor.view(), 2), expected);
     _exit(same ? 0 : 1);
@@ -424,7 +424,7 @@ TEST(CpuScan, WorksInAForkedChildOfAProcessThatHasScanned) {
 
 // ---- Values at the edge of the arithmetic ------------------------------------------------------
 
-TEST(CpuScan, Bfloat16SquaresOutsideFp32RangeAreSummedRight) {
+TEST(CpuScan, SumsBfloat16SquaresOutsideFp32Range) {
   Random random(22);
   // Bits of bfloat16: exponent << 7 | mantissa; 2^e has the exponent 127 + e.
   const auto power = [](int e) { return static_cast<std::uint64_t>(127 + e) << 7; };
@@ -446,7 +446,7 @@ TEST(CpuScan, Bfloat16SquaresOutsideFp32RangeAreSummedRight) {
   }
 }
 
-TEST(CpuScan, SubnormalsOfEveryFormatAreSummedRight) {
+TEST(CpuScan, SumsSubnormalsOfEveryFormat) {
   Random random(23);
   for (const DType dtype : kAllDTypes) {
     Tensor tensor(dtype, 3000);
@@ -541,7 +541,7 @@ TEST_P(CpuScanOf, StridedViewsGiveTheBitsOfTheirContiguousCopy) {
   }
 }
 
-TEST_P(CpuScanOf, LargeTransposedSlicedAndExpandedViewsGiveTheBitsOfTheirCopy) {
+TEST_P(CpuScanOf, LargeStridedViewsGiveTheBitsOfTheirContiguousCopy) {
   Random random(26);
   const Tensor memory = random_tensor(GetParam(), 1200 * 1100, Content::finite, random);
   const auto view = [&](std::vector<std::int64_t> sizes, std::vector<std::int64_t> strides) {
@@ -605,7 +605,7 @@ TEST(CpuScan, AZeroDimensionalTensorIsOneElement) {
   EXPECT_EQ(stats.zeros, 0);
 }
 
-TEST(CpuScan, MoreThanTwoToThe31ElementsAreIndexedRightSlow) {
+TEST(CpuScan, IndexesMoreThanTwoToThe31ElementsSlow) {
   // Zero pages that are never written cost no memory.
   constexpr std::int64_t kNumel = (std::int64_t{1} << 31) + 5;
   void* memory = mmap(nullptr, kNumel, PROT_READ | PROT_WRITE,

@@ -1,5 +1,5 @@
-// Whole tensors through the CUDA scan's chunks and thread shares, on the host, against the slow
-// reference.
+// Scans whole tensors by the CUDA scan's chunks and thread shares, on the host, and compares with
+// the slow reference.
 #include "scan/cuda_chunk.hpp"
 
 #include <gtest/gtest.h>
@@ -44,7 +44,7 @@ TEST_P(CudaChunk, AnyBitsOfAnyLengthAtAnyAlignmentGiveTheReferencesStats) {
   }
 }
 
-TEST_P(CudaChunk, OneBadElementIsFoundWhereverItStands) {
+TEST_P(CudaChunk, OneBadElementIsFoundAnywhere) {
   const NamedBits bits = named_bits(GetParam());
   // A full batch of vectors is 256 threads * 64 bytes; this has one, a rest, a head and a tail.
   const std::int64_t numel = 20001 / static_cast<std::int64_t>(size_of(GetParam())) + 7;
@@ -73,7 +73,7 @@ TEST_P(CudaChunk, OneBadElementIsFoundWhereverItStands) {
   }
 }
 
-TEST_P(CudaChunk, SeveralChunksCountIndexesFromTheTensorsStart) {
+TEST_P(CudaChunk, IndicesCountFromTheTensorsStartInEveryChunk) {
   const std::int64_t numel = 3 * cuda::kChunkElements + 12345;
   std::mt19937_64 random(3);
   RawTensor tensor(GetParam(), numel);

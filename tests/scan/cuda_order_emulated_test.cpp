@@ -1,6 +1,5 @@
-// Each barrier and fence of the CUDA kernels is there for a reason: without it the thread sanitizer
-// finds a race, or threads wait for ever. Were one in vain, or the emulation blind, this would
-// fail.
+// Every barrier and fence of the CUDA kernels is needed: without it the thread sanitizer finds a
+// race, or threads wait forever. If one were superfluous, or the emulation blind, this would fail.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
@@ -22,7 +21,8 @@ TensorView view_of(const void* data, std::int64_t numel) {
   return {.data = data, .numel = numel, .dtype = DType::float8_e4m3fn, .sizes = {}, .strides = {}};
 }
 
-/// Tensors of one chunk for a block and of one for each block, with a plan and without, all of NaN.
+/// Scans tensors of NaN with one chunk for a block and with one for each block, with and without a
+/// plan.
 void scan_with_both_kernels() {
   const std::int64_t numel = 4 * cuda::kChunkElements;
   void* memory = nullptr;
@@ -41,7 +41,7 @@ void scan_with_both_kernels() {
   ASSERT_EQ(cudaFree(memory), cudaSuccess);
 }
 
-/// A tensor in which a block has more than one chunk for a partial: one element, again and again.
+/// A tensor of more chunks than partials: one element, repeated.
 void scan_more_chunks_than_partials() {
   void* memory = nullptr;
   ASSERT_EQ(cudaMalloc(&memory, 1), cudaSuccess);
@@ -67,7 +67,7 @@ TEST(CudaOrderDeathTest, EveryBarrierAndFenceIsNeeded) {
     EXPECT_EXIT(
         {
           cuda_emulation::leave_out(line);
-          // Where a fence is missing, the race is seen only if the blocks come in a certain order.
+          // If a fence is missing, the race shows only in certain orders of the blocks.
           for (int repeat = 0; repeat < 200; ++repeat) {
             if (repeat == 10) scan_more_chunks_than_partials();
             scan_with_both_kernels();

@@ -1,5 +1,6 @@
-// The CUDA slot scanner. Built twice: for a device, without which every test is skipped, and for
-// the host with the kernels emulated (cuda_emulation/cuda_emulation.hpp), under the sanitizers.
+// Tests of the CUDA slot scanner. Built twice: for a device, without which every test is skipped,
+// and for the host with the kernels emulated (cuda_emulation/cuda_emulation.hpp), under the
+// sanitizers.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
@@ -17,7 +18,7 @@
 namespace nanlocator::testing {
 namespace {
 
-#ifdef NANLOCATOR_EMULATED_CUDA_ARCH  // where an element takes 100 ns
+#ifdef NANLOCATOR_EMULATED_CUDA_ARCH  // an element takes 100 ns there
 constexpr std::int64_t kLargeNumel = 150'000;
 constexpr int kManyRepeats = 4;
 #else
@@ -335,7 +336,7 @@ TEST_F(CudaScan, ACapturedGraphScansWhatTheMemoryHoldsWhenItIsLaunched) {
   EXPECT_EQ(scanner_->wait()[0].first_bad, 77777);
   EXPECT_EQ(flag(), 1);
 
-  // Slots that a later plan adds do not move the ones in the graph.
+  // Slots that a later plan adds do not move those in the graph.
   const auto later = scanner_->plan({device.view()}, 5000);
   device.write(5, named_bits(DType::bfloat16).neg_inf);
   succeeded(cudaGraphLaunch(executable, stream_));
@@ -440,7 +441,7 @@ TEST_F(CudaScan, AnAddressThatTheKernelCannotReadIsRefused) {
   EXPECT_THROW((void)make_cuda_slot_scanner(-1, make_cuda_memory()), UsageError);
 }
 
-/// Gives as many blocks as the test lets it, and counts those that are out.
+/// Gives as many blocks as the test allows, and counts the ones in use.
 class LimitedMemory final : public DeviceMemory {
  public:
   void* allocate(std::size_t bytes) override {
@@ -461,7 +462,7 @@ class LimitedMemory final : public DeviceMemory {
   std::shared_ptr<DeviceMemory> memory_ = make_cuda_memory();
 };
 
-TEST_F(CudaScan, WhereMemoryIsRefusedTheScannerIsAsItWasAndScansWhenThereIsSomeAgain) {
+TEST_F(CudaScan, FailedAllocationsLeaveTheScannerUnchangedAndUsable) {
   const auto memory = std::make_shared<LimitedMemory>();
   EXPECT_THROW((void)make_cuda_slot_scanner(0, memory), CudaError);
   EXPECT_EQ(memory->out, 0);

@@ -1,5 +1,5 @@
-// The CUDA scan of one tensor without a plan, on the host, against the slow reference and against
-// the scan of a plan.
+// The CUDA scan of one tensor without a plan, on the host, compared with the slow reference and
+// with the scan of a plan.
 #include <gtest/gtest.h>
 
 #include <random>

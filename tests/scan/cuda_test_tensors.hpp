@@ -1,5 +1,5 @@
-// Tensors for the CUDA scan's tests, filled by raw bits, and the kernel's work done on the host:
-// the shares of the 256 threads one after the other, merged as the kernel's shuffles merge them.
+// Tensors for the CUDA scan's tests, filled by raw bits, and the kernel's work on the host: the
+// shares of the 256 threads one after the other, merged as by the kernel's shuffles.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ inline constexpr std::array<DType, kDTypeCount> kAllDTypes = {
     DType::float64,  DType::float32,       DType::float16,
     DType::bfloat16, DType::float8_e4m3fn, DType::float8_e5m2};
 
-/// The bits of a few numbers, per format, written by hand from the formats' definitions.
+/// The bits of a few numbers per format, written by hand from the formats' definitions.
 struct NamedBits {
   std::uint64_t one, minus_two, quiet_nan, negative_nan, pos_inf, neg_inf, largest, smallest;
   bool has_infinity;
@@ -104,7 +104,7 @@ class RawTensor {
   std::vector<cuda::Vector> vectors_;
 };
 
-/// What reduce_block of cuda_kernels.cu leaves in thread 0.
+/// The result of reduce_block (cuda_kernels.cu) in thread 0.
 template <class T>
 T reduce_as_a_block(std::vector<T> threads) {
   std::vector<T> warps;
@@ -150,7 +150,7 @@ inline cuda::SlotPartial scan_any_chunk_on_host(const cuda::ChunkEntry& chunk,
   return {};
 }
 
-/// What finish_tensor of cuda_kernels.cu writes, as stats.
+/// The result of finish_tensor (cuda_kernels.cu), as stats.
 inline TensorStats finish_on_host(const cuda::TensorEntry& tensor,
                                   const cuda::SlotPartial* partials, std::uint32_t count) {
   std::vector<cuda::SlotPartial> threads(cuda::kThreads);

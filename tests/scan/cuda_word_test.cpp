@@ -14,7 +14,7 @@
 namespace nanlocator::cuda {
 namespace {
 
-/// A fixed element of the six, as template parameter of a typed test.
+/// One of the six dtypes as the parameter of a typed test.
 template <DType value>
 struct Of {
   static constexpr DType dtype = value;
@@ -65,7 +65,7 @@ Range range_of(const std::vector<Unit<dtype>>& units) {
   return range;
 }
 
-/// What raw extremes say, by the rule in the comment of `Extremes`.
+/// The range that raw extremes describe, by the rule in the comment of `Extremes`.
 template <DType dtype>
 Range range_of(const Extremes<Unit<dtype>>& extremes) {
   Range range;
@@ -88,8 +88,8 @@ void expect_the_range_of(const std::vector<Unit<dtype>>& units) {
   ASSERT_EQ(found.absmin, expected.absmin) << std::hex << units[0];
 }
 
-/// Every finite pattern of a narrow format in every position of the first of two words whose other
-/// elements are random finite ones, all positive, all negative or mixed.
+/// Tests every finite pattern of a narrow format in every position of the first of two words whose
+/// other elements are random finite ones, all positive, all negative or mixed.
 template <DType dtype, class Scan>
 void expect_the_range_of_every_pattern() {
   std::mt19937_64 random(1);
@@ -166,7 +166,7 @@ bool asks_for_care(std::uint64_t bits, std::uint32_t position) {
   return needs_care<dtype>(scan.settle());
 }
 
-TYPED_TEST(CudaWordNarrow, CareIsAskedForExactlyWhenAPatternIsNotFiniteOrTooLargeToSquare) {
+TYPED_TEST(CudaWordNarrow, NeedsCareExactlyForPatternsThatAreNotFiniteOrTooLargeToSquare) {
   constexpr DType dtype = TypeParam::dtype;
   for (std::uint64_t bits = 0; bits < std::uint64_t{1} << kElementBits<dtype>; ++bits) {
     const double value = decode<dtype>(bits);
@@ -179,7 +179,7 @@ TYPED_TEST(CudaWordNarrow, CareIsAskedForExactlyWhenAPatternIsNotFiniteOrTooLarg
   }
 }
 
-TYPED_TEST(CudaWord, CareIsAskedForAtTheEdgesOfTheFiniteRange) {
+TYPED_TEST(CudaWord, NeedsCareAtTheEdgesOfTheFiniteRange) {
   constexpr DType dtype = TypeParam::dtype;
   const testing::NamedBits bits = testing::named_bits(dtype);
   const std::uint64_t sign = std::uint64_t{1} << (kElementBits<dtype> - 1);
@@ -193,7 +193,7 @@ TYPED_TEST(CudaWord, CareIsAskedForAtTheEdgesOfTheFiniteRange) {
   }
 }
 
-TEST(CudaWordBfloat16, CareIsAskedForWhenNothingIsLargeEnoughForFp32Squares) {
+TEST(CudaWordBfloat16, NeedsCareIfAllSquaresAreTooSmallForFp32) {
   constexpr DType dtype = DType::bfloat16;
   for (std::uint32_t bits = 0; bits < 0x10000; ++bits) {
     const double value = std::abs(decode<dtype>(bits));
@@ -369,7 +369,7 @@ TEST(CudaWordPartials, MergingKeepsTheFirstBadIndexAndWideningAddsTheChunksStart
   const std::uint64_t start = std::uint64_t{1} << 33;
   EXPECT_EQ(widen(clean, start).first_bad, start + 5);
   EXPECT_EQ(widen(ChunkPartial<std::uint32_t>{}, start).first_bad, ~std::uint64_t{0});
-  SlotPartial slot;  // an empty one has seen nothing bad, not element 0
+  SlotPartial slot;  // an empty one has no bad element, not a bad element 0
   slot.merge(widen(clean, start));
   EXPECT_EQ(slot.first_bad, start + 5);
 }

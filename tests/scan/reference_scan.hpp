@@ -1,6 +1,6 @@
-// The plain scan that the fast ones are compared with: element by element, in logical order, values
-// by ldexp from the formats' definitions, squares summed in long double. Host memory only; nothing
-// of the scan room's arithmetic is used.
+// The plain scan against which the fast ones are tested: element by element, in logical order,
+// values by ldexp from the formats' definitions, squares summed in long double. Host memory only;
+// uses none of the scan room's arithmetic.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -133,14 +133,14 @@ inline TensorStats reference_scan(const TensorView& view) {
   return stats;
 }
 
-/// How far a sum of squares may be from the exact one, relatively. Up to 2^13 squares are added
-/// into one fp64 lane of a chunk, each addition rounding by 2^-53 at most; 8- and 16-bit formats
-/// add eight squares in fp32 first (7 roundings of 2^-24).
+/// The largest relative error of a sum of squares. Up to 2^13 squares are added into one fp64 lane
+/// of a chunk, each addition rounding by 2^-53 at most; 8- and 16-bit formats add eight squares in
+/// fp32 first (7 roundings of 2^-24).
 inline double sum_tolerance(DType dtype) {
   return size_of(dtype) >= 4 ? 1e-12 : 7 * 0x1p-24;
 }
 
-/// Everything equal, and the sum of squares within the tolerance.
+/// Expects everything equal, and the sum of squares within the tolerance.
 inline void expect_stats(const TensorStats& found, const TensorStats& expected, DType dtype) {
   EXPECT_EQ(found.numel, expected.numel);
   EXPECT_EQ(found.nan, expected.nan);

@@ -1,4 +1,4 @@
-// What is in a tensor, where its counts are not asked for.
+// The worst value in a tensor, without counts.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,8 @@
 
 namespace nanlocator::inline scan_room {
 
-/// The worst that a tensor holds; `inf` is of either sign. Ordered: std::max is of both together.
+/// The worst class of value in a tensor; `inf` has either sign. Ordered, so that std::max combines
+/// two tensors.
 enum class Content : std::uint8_t { finite, inf, nan };
 
 [[nodiscard]] constexpr Content content_of(const TensorStats& stats) noexcept {
@@ -16,8 +17,8 @@ enum class Content : std::uint8_t { finite, inf, nan };
   return stats.is_finite() ? Content::finite : Content::inf;
 }
 
-/// Of host memory, on the calling thread: as has_nonfinite, but it reads on until it meets a NaN.
-/// Throws UsageError or UnsupportedError for a view that cannot be used.
+/// Scans host memory on the calling thread, like has_nonfinite, but reads on until it finds a NaN.
+/// Throws UsageError or UnsupportedError for an unusable view.
 [[nodiscard]] Content content_of(const TensorView& tensor);
 
 }  // namespace nanlocator::inline scan_room

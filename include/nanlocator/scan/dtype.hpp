@@ -54,8 +54,8 @@ inline constexpr int kDTypeCount = 6;
   return "unknown";
 }
 
-/// The largest finite number of a dtype that has this spelling, of a complex one's parts; empty for
-/// integers and what is not known.
+/// The largest finite number of the dtype with this spelling; for a complex dtype, that of its
+/// parts. Empty for integers and unknown dtypes.
 [[nodiscard]] std::optional<double> largest_finite(std::string_view dtype) noexcept;
 
 }  // namespace nanlocator::inline scan_room

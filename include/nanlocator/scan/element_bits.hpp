@@ -1,11 +1,11 @@
-// One element's bits: what they say, without a floating-point operation.
+// Class and value of one element from its bits, without a floating-point operation.
 //
 // In: the raw bits of an element, as the unsigned integer of its size. Out: its class (finite, NaN,
-// +Inf, -Inf) and its value as a double, exactly. Plain constexpr functions for host and device,
-// C++17, the one definition that the CPU kernels, the CUDA kernels and the reports share.
+// +Inf, -Inf) and its exact value as a double. Plain constexpr functions for host and device,
+// C++17, shared by the CPU kernels, the CUDA kernels and the reports.
 //
-// With m = bits & abs_mask, integers order magnitudes as the values do, so `m >= first_bad` is the
-// whole test "NaN or Inf", and a maximum over m finds it in a block for the price of absmax.
+// With m = bits & abs_mask, integers order magnitudes as the values do. So `m >= first_bad` is the
+// whole test for NaN or Inf, and a maximum over m applies it to a block for the price of absmax.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,8 @@ enum class ElementClass : std::uint8_t { finite, nan, pos_inf, neg_inf };
 
 /// The layout of a sign-exponent-mantissa format in a word of its size.
 ///   abs_mask    all bits but the sign
-///   first_bad   the smallest magnitude that is not finite: Inf where there is one, else NaN
-///   infinity    the magnitude of Inf; above every magnitude where the format has none
+///   first_bad   the smallest non-finite magnitude: Inf if the format has it, else NaN
+///   infinity    the magnitude of Inf; above every magnitude if the format has none
 template <class WordType, int exponent_bits_, int mantissa_bits_, int exponent_bias_,
           bool has_infinity_>
 struct FloatingPointLayout {
@@ -97,10 +97,9 @@ template <DType dtype>
   return is_negative<dtype>(bits) ? ElementClass::neg_inf : ElementClass::pos_inf;
 }
 
-/// The value, exactly: every value of the six formats is a double. -0 stays -0; every NaN becomes
-/// the quiet NaN of its sign.
-/// __builtin_bit_cast is constexpr in GCC 11+, Clang 9+ and nvcc, unlike memcpy; std::bit_cast is
-/// C++20.
+/// The exact value: every value of the six formats is a double. -0 stays -0; every NaN becomes the
+/// quiet NaN of its sign. __builtin_bit_cast is constexpr in GCC 11+, Clang 9+ and nvcc, unlike
+/// memcpy; std::bit_cast is C++20.
 template <DType dtype>
 [[nodiscard]] NANLOCATOR_HOST_DEVICE constexpr double value_as_double(
     ElementWord<dtype> bits) noexcept {
@@ -120,7 +119,7 @@ template <DType dtype>
     result = ((exponent + (Double::exponent_bias - Bits::exponent_bias)) << Double::mantissa_bits) |
              (mantissa << (Double::mantissa_bits - Bits::mantissa_bits));
   } else {
-    // A subnormal is mantissa * 2^(1 - bias - mantissa_bits), a normal number as a double.
+    // mantissa * 2^(1 - bias - mantissa_bits): the value of a subnormal, as a normal double.
     constexpr std::uint64_t unit_exponent =
         Double::exponent_bias + 1 - Bits::exponent_bias - Bits::mantissa_bits;
     constexpr double unit = __builtin_bit_cast(double, unit_exponent << Double::mantissa_bits);

@@ -1,4 +1,4 @@
-// What one pass over a tensor's memory finds: the result of every scan, on every backend.
+// The result of every scan, on every backend: what one pass over a tensor's memory finds.
 #pragma once
 
 #include <cstdint>
@@ -7,18 +7,17 @@
 
 namespace nanlocator::inline scan_room {
 
-/// Statistics of one tensor. Additive: the stats of a tensor are `merge`d from those of its parts.
+/// Statistics of one tensor. Additive: `merge` combines the stats of a tensor's parts.
 ///
-/// Finite minima and maxima are over the finite elements only, zeros included; with no finite
-/// element they keep their empty values (`has_finite()` is false).
+/// Finite minima and maxima cover the finite elements, zeros included. Without a finite element
+/// they keep their empty values (`has_finite()` is false).
 struct TensorStats {
   std::int64_t numel = 0;
   std::int64_t nan = 0;
   std::int64_t pos_inf = 0;
   std::int64_t neg_inf = 0;
-  std::int64_t zeros = 0;  // +0 and -0
-  std::int64_t first_bad =
-      -1;  // flat row-major index of the first NaN or Inf; -1 where there is none
+  std::int64_t zeros = 0;       // +0 and -0
+  std::int64_t first_bad = -1;  // flat row-major index of the first NaN or Inf, or -1
   double finite_min = std::numeric_limits<double>::infinity();
   double finite_max = -std::numeric_limits<double>::infinity();
   double absmin = std::numeric_limits<double>::infinity();  // smallest |finite|

@@ -1,4 +1,4 @@
-// Memory to be scanned, described without Torch.
+// A description, without Torch, of memory to be scanned.
 #pragma once
 
 #include <cstdint>
@@ -8,16 +8,16 @@
 
 namespace nanlocator::inline scan_room {
 
-/// A tensor that someone else owns and keeps alive until its scan has run (on CUDA: until the work
-/// enqueued on the scan's stream is done). A complex tensor is described as its real view (twice
-/// the elements). `data` need only be aligned to the element size.
+/// A view of a tensor. The caller keeps the memory alive until the scan has run (on CUDA: until the
+/// work enqueued on the scan's stream is done). A complex tensor is described by its real view
+/// (twice the elements). `data` must be aligned to the element size.
 struct TensorView {
   const void* data =
       nullptr;  // host memory for the CPU scanner, device memory for the CUDA scanner
   std::int64_t numel = 0;
   DType dtype = DType::float32;
-  // Both empty: contiguous. Otherwise one entry per dimension, strides in elements (zero and
-  // overlapping strides allowed, negative ones not: Torch has none).
+  // Both empty: contiguous. Otherwise one entry per dimension. Strides are in elements; zero and
+  // overlapping strides are allowed, negative ones are not (Torch has none).
   std::vector<std::int64_t> sizes;
   std::vector<std::int64_t> strides;
 

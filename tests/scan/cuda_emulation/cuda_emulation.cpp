@@ -1,4 +1,4 @@
-// Compiled without sanitizers: what the thread sanitizer must know, it is told.
+// Compiled without sanitizers; it announces to the thread sanitizer what that must know.
 #include "cuda_emulation.hpp"
 
 #include <sys/mman.h>
@@ -19,14 +19,14 @@
 #endif
 
 extern "C" {
-// The thread sanitizer's, null without it.
+// The thread sanitizer's functions, null without it.
 [[gnu::weak]] void __tsan_acquire(void* address);
 [[gnu::weak]] void __tsan_release(void* address);
 [[gnu::weak]] void* __tsan_get_current_fiber();
 [[gnu::weak]] void* __tsan_create_fiber(unsigned int flags);
 [[gnu::weak]] void __tsan_switch_to_fiber(void* fiber, unsigned int flags);
 
-/// Goes on with the stack `to`; this one's place goes to `*from`.
+/// Saves this stack's position in `*from` and continues on the stack `to`.
 void cuda_emulation_switch_stacks(void** from, void* to);
 }
 asm(R"(
@@ -67,7 +67,7 @@ constexpr std::size_t kGuardBytes = 4096;  // below each stack
   std::abort();
 }
 
-/// What has happened before, for the thread sanitizer. The object's address names it.
+/// What happened before, for the thread sanitizer, which identifies it by the object's address.
 class Order {
  public:
   void acquire() {
@@ -81,7 +81,7 @@ class Order {
   char here_ = 0;
 };
 
-/// A place to go on from: of a CUDA thread, or of the host's thread that runs its block.
+/// A position to continue from: that of a CUDA thread, or of the host thread that runs its block.
 struct Stack {
   void* pointer = nullptr;
   void* fiber = nullptr;
@@ -93,13 +93,13 @@ struct Stack {
   }
 };
 
-// The CUDA threads meet here without a mutex, in which the thread sanitizer would see an order.
+// The CUDA threads access this without a mutex, in which the thread sanitizer would see an order.
 constexpr int kLines = 10000;
 bool line_was_met[kLines];
 int left_out_line = 0;
 unsigned int fence_count = 0;
 
-/// False if the barrier or fence in this line is left out.
+/// False if `leave_out` disabled the barrier or fence in this line.
 bool enter(int line) {
   __atomic_store_n(&line_was_met[line % kLines], true, __ATOMIC_RELAXED);
   return line != __atomic_load_n(&left_out_line, __ATOMIC_RELAXED);
@@ -112,7 +112,7 @@ struct Launch {
   unsigned int blocks_done = 0;
 };
 
-/// Room for one block on a multiprocessor: it runs one after the other.
+/// Room for one block on a multiprocessor; runs one block after the other.
 class BlockSlot {
  public:
   explicit BlockSlot(unsigned int seed) : random_(seed) {}
@@ -137,7 +137,7 @@ class BlockSlot {
 
   void wait_for_block(int line) {
     if (barrier_.arrived > 0 && barrier_.line != line) {
-      die("threads of a block wait at another barrier, too", line);
+      die("threads of a block wait at different barriers", line);
     }
     barrier_.line = line;
     Order& order = barrier_.order[barrier_.generation % 2];
@@ -160,7 +160,7 @@ class BlockSlot {
   static thread_local BlockSlot* current;
 
  private:
-  /// Where some of the block's threads wait for all of them.
+  /// A point at which some of the block's threads wait for all of them.
   struct Rendezvous {
     std::array<unsigned int, kMaxThreads> waiting;
     unsigned int arrived = 0;
@@ -209,15 +209,15 @@ class BlockSlot {
     if (memory == MAP_FAILED) die("no memory for a stack", 0);
     (void)mprotect(memory, kGuardBytes, PROT_NONE);
     auto* const top = reinterpret_cast<void**>(static_cast<char*>(memory) + bytes);
-    // As cuda_emulation_switch_stacks leaves it: six registers and where to return to. On entry a
-    // function finds its stack 8 bytes below a multiple of 16.
+    // As cuda_emulation_switch_stacks leaves it: six registers and the return address. On entry a
+    // function expects its stack 8 bytes below a multiple of 16.
     top[-2] = reinterpret_cast<void*>(&run_threads);
     Stack& stack = threads_[thread_count_++];
     stack.pointer = top - 8;
     if (__tsan_create_fiber != nullptr) stack.fiber = __tsan_create_fiber(0);
   }
 
-  /// The life of a stack: one CUDA thread after the other.
+  /// The main loop of a stack: runs one CUDA thread after the other.
   static void run_threads() {
     BlockSlot& slot = *current;
     const unsigned int me = slot.running_;
@@ -246,7 +246,7 @@ class BlockSlot {
 };
 thread_local BlockSlot* BlockSlot::current = nullptr;
 
-/// The blocks of all launches, in their order, and the threads that run them.
+/// The blocks of all launches, in order, and the threads that run them.
 class BlockQueue {
  public:
   BlockQueue() {
@@ -314,7 +314,7 @@ void hesitate() {
 }
 
 void run(std::function<void()> kernel, unsigned int grid, unsigned int threads) {
-  static auto& queue = *new BlockQueue;  // its threads outlive every destructor
+  static auto& queue = *new BlockQueue;  // never destroyed: its threads outlive every destructor
   if (threads == 0 || threads > kMaxThreads || threads % kWarp != 0) {
     die("a block must have whole warps and at most 1024 threads", 0);
   }

@@ -17,7 +17,7 @@
 struct EmulatedEvent {
   std::mutex mutex;
   std::condition_variable changed;
-  int pending = 0;  // records that the streams have not come to
+  int pending = 0;  // records that the streams have not reached
 
   void change(int by) {
     const std::lock_guard lock(mutex);
@@ -83,7 +83,7 @@ struct EmulatedStream {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Work> work_;  // the first one is being done
+  std::deque<Work> work_;  // the first one is running
   bool stopped_ = false;
   std::thread thread_;
 };
@@ -91,7 +91,7 @@ struct EmulatedStream {
 namespace {
 
 constexpr int kDevices = 2;
-constexpr std::size_t kDeviceBytes = std::size_t{1} << 28;  // at most, in one allocation
+constexpr std::size_t kDeviceBytes = std::size_t{1} << 28;  // limit of one allocation
 thread_local int current_device = 0;
 
 struct Allocation {
@@ -101,7 +101,8 @@ struct Allocation {
 std::mutex allocations_mutex;
 std::map<const char*, Allocation> allocations;
 
-/// Aligned as CUDA's, of exactly `bytes`, so that the address sanitizer sees one byte too many.
+/// Aligned like CUDA's, of exactly `bytes`, so that the address sanitizer catches an overrun of one
+/// byte.
 cudaError_t allocate(void** memory, std::size_t bytes, cudaMemoryType type) {
   *memory = nullptr;
   if (bytes == 0) return cudaSuccess;
