@@ -21,11 +21,11 @@ constexpr auto json_fields(const RankCoordinates*) {
                     JsonField("local_rank", &C::local_rank), JsonField("device", &C::device));
 }
 
-/// Throws FormatError also for a rank that is not below its size.
+/// Also throws FormatError for a rank that is not below its size.
 void read_fields(const JsonObject& object, RankCoordinates& coordinates);
 
-/// What is wrong with coordinates that were filled in by hand: a rank that is not below its size,
-/// text that is not UTF-8. Throws UsageError.
+/// Checks coordinates that a caller filled in. Throws UsageError for a rank that is not below its
+/// size, or text that is not UTF-8.
 void check_coordinates(const RankCoordinates& coordinates);
 
 }  // namespace nanlocator::inline map_room

@@ -1,4 +1,4 @@
-// read_map_directory: every rank's manifest, or where it left none the recipe's id-name file.
+// read_map_directory: every rank's manifest or, without one, the recipe's id-name file.
 #include <algorithm>
 #include <charconv>
 #include <cstdint>
@@ -22,16 +22,16 @@ namespace fs = std::filesystem;
 constexpr std::string_view kIdNamePrefix = "param_id_name_map_";
 constexpr std::string_view kManifestPrefix = "param_manifest_";
 
-/// 100 000 parameters take some 40 MB; more than this is no map.
+/// 100 000 parameters take about 40 MB; a larger file is not a map.
 constexpr std::uint64_t kLargestMapFile = std::uint64_t{256} << 20;
 
-/// The place in a file's name: "tp1pp0dp1" or "tp1pp0dp1cp0".
+/// The coordinates in a file's name: "tp1pp0dp1" or "tp1pp0dp1cp0".
 struct FilePlace {
   int tp = 0;
   int pp = 0;
   int dp = 0;
   std::optional<int> cp;
-  // Ordered as Megatron numbers global ranks: tp runs fastest, pp slowest.
+  // Ordered as Megatron numbers global ranks: tp varies fastest, pp slowest.
   friend bool operator<(const FilePlace& a, const FilePlace& b) {
     return std::tuple(a.pp, a.dp, a.cp, a.tp) < std::tuple(b.pp, b.dp, b.cp, b.tp);
   }
@@ -42,11 +42,12 @@ struct FilesOfOneRank {
   std::optional<fs::path> id_name;
 };
 
-/// More ranks than any cluster has: keeps sums and products of what a file says within 64 bits.
+/// More ranks than any cluster has: keeps sums and products of numbers from files within 64 bits.
 constexpr int kLargestAxis = 1 << 20;
 constexpr std::int64_t kTooLarge = 1 << 24;
 
-/// Takes "tp12" off `text` and gives 12; without sign or leading zero, and below kLargestAxis.
+/// Removes "tp12" from `text` and returns 12. Accepts neither a sign nor leading zeros, and only
+/// numbers below kLargestAxis.
 std::optional<int> take_axis(std::string_view& text, std::string_view name) {
   if (!text.starts_with(name)) return std::nullopt;
   std::string_view digits = text.substr(name.size());
@@ -71,7 +72,7 @@ std::optional<FilePlace> place_from_suffix(std::string_view suffix) {
   return place;
 }
 
-/// Reads one directory; the members fill as the steps below go.
+/// Reads one directory; the steps below fill the members in order.
 class DirectoryReader {
  public:
   explicit DirectoryReader(const fs::path& directory) : directory_(directory) {}
@@ -130,12 +131,12 @@ class DirectoryReader {
                           "expected files such as param_manifest_tp0pp0dp0.json";
     for (const auto& note : notes_) message += "; " + note;
     if (const auto attempts = attempt_folders(); !attempts.empty()) {
-      message += "; maps lie in the folder of an attempt, here " + attempts;
+      message += "; maps are in the folder of an attempt, here " + attempts;
     }
     throw FormatError(message);
   }
 
-  /// "a0, a1": a run directory has one folder per restart, and the maps are in there.
+  /// "a0, a1": a run directory has one folder per restart, which holds the maps.
   std::string attempt_folders() const {
     std::string found;
     for (int attempt = 0; attempt < 1000; ++attempt) {
@@ -164,7 +165,7 @@ class DirectoryReader {
         const std::string expected =
             std::string(kManifestPrefix) + read.coordinates().file_suffix() + ".json";
         if (file != expected) {
-          throw FormatError(file + ": its coordinates belong into " + expected +
+          throw FormatError(file + ": its coordinates belong in " + expected +
                             "; it was renamed or copied from another rank");
         }
         return read;
@@ -178,7 +179,7 @@ class DirectoryReader {
     if (names) without_manifest_.push_back({place, id_name_file, std::move(*names)});
   }
 
-  /// What `read` gives; where it throws, the reason becomes a note.
+  /// The result of `read`; if it throws, the reason becomes a note.
   template <typename Read>
   auto try_to_read(const std::string& file, const Read& read) -> std::optional<decltype(read())> {
     try {
@@ -215,18 +216,18 @@ class DirectoryReader {
     }
   }
 
-  /// False, with a note, where another file is of the same rank.
+  /// False, with a note, if another file has the same rank.
   bool add(ParameterMap map, const std::string& file) {
     const int rank = map.coordinates().rank;
     const auto [entry, is_new] = maps_.try_emplace(rank, NamedMap{std::move(map), file});
     if (!is_new) {
-      notes_.push_back(file + " was skipped: it says that it is rank " + std::to_string(rank) +
+      notes_.push_back(file + " was skipped: it claims to be rank " + std::to_string(rank) +
                        ", and so does " + entry->second.file);
     }
     return is_new;
   }
 
-  /// Sizes are those that a manifest states, otherwise one more than the largest rank seen.
+  /// Sizes come from a manifest, or else are one more than the largest rank seen.
   void place_ranks_without_manifest() {
     if (without_manifest_.empty()) return;
     RankCoordinates sizes;
@@ -236,7 +237,7 @@ class DirectoryReader {
       sizes.tp.size = std::max(sizes.tp.size, place.tp + 1);
       sizes.pp.size = std::max(sizes.pp.size, place.pp + 1);
       sizes.dp.size = std::max(sizes.dp.size, place.dp + 1);
-      // The suffix has a cp only where there are several.
+      // The suffix has a cp only if there are several.
       if (place.cp) sizes.cp.size = std::max({sizes.cp.size, *place.cp + 1, 2});
     }
     const std::int64_t world = product_of_sizes(sizes);
@@ -248,8 +249,8 @@ class DirectoryReader {
       sizes.world_size = static_cast<int>(world);
     }
     if (world >= kTooLarge) {
-      notes_.push_back("the files' names are those of " + std::to_string(kTooLarge) +
-                       " ranks or more; those without a manifest were skipped");
+      notes_.push_back("the files' names imply " + std::to_string(kTooLarge) +
+                       " ranks or more; files without a manifest were skipped");
       return;
     }
     for (auto& [place, file, names] : without_manifest_) {
@@ -259,15 +260,15 @@ class DirectoryReader {
                                         std::int64_t{sizes.cp.size} *
                                             (place.dp + std::int64_t{sizes.dp.size} * place.pp));
       if (rank >= sizes.world_size) {
-        notes_.push_back(file + " was skipped: its place is beyond the " +
+        notes_.push_back(file + " was skipped: its coordinates are outside the " +
                          std::to_string(sizes.world_size) + " ranks of this run");
         continue;
       }
       const bool is_added = add_names(place, file, std::move(names), sizes, static_cast<int>(rank));
       if (is_added && sizes_are_stated) {
-        notes_.push_back(file + " has no readable manifest beside it: of rank " +
+        notes_.push_back(file + " has no readable manifest beside it; for rank " +
                          std::to_string(rank) +
-                         " (inferred from the name) only ids and names are known");
+                         " (inferred from the name), only ids and names are known");
       }
     }
   }
@@ -312,11 +313,11 @@ class DirectoryReader {
       for (const auto& [run, ranks] : ranks_of_run) {
         append_item(runs, run + " (rank " + describe_ranks(ranks) + ")", "; ");
       }
-      notes_.push_back("the files are of different runs: " + runs);
+      notes_.push_back("the files are from different runs: " + runs);
     }
   }
 
-  /// Works on runs of ranks: a file may claim two thousand million of them.
+  /// Works on runs of ranks, because a file may claim two thousand million ranks.
   void note_missing_ranks(int world_size) {
     std::string missing;
     const auto add_gap = [&](std::int64_t begin, std::int64_t end) {
@@ -331,8 +332,8 @@ class DirectoryReader {
     }
     add_gap(next, world_size);
     if (missing.empty()) return;
-    notes_.push_back("of " + std::to_string(world_size) +
-                     " ranks these left no map that can be read: " + missing);
+    notes_.push_back("no readable map from these of the " + std::to_string(world_size) +
+                     " ranks: " + missing);
   }
 
   void note_other_sizes(const NamedMap& first) {
@@ -347,10 +348,10 @@ class DirectoryReader {
                      " files state other sizes than " + first.file + " (" +
                      describe_sizes(expected) + "), first " + other.file + " (" +
                      describe_sizes(other.map.coordinates()) +
-                     "); they are of different runs or attempts");
+                     "); they are from different runs or attempts");
   }
 
-  /// tp x pp x dp x cp (expert parallelism divides dp x cp), or kTooLarge where it is that or more.
+  /// tp x pp x dp x cp (expert parallelism divides dp x cp), capped at kTooLarge.
   static std::int64_t product_of_sizes(const RankCoordinates& sizes) {
     std::int64_t product = 1;
     for (const int size : {sizes.tp.size, sizes.pp.size, sizes.dp.size, sizes.cp.size}) {

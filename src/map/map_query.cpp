@@ -13,7 +13,7 @@
 namespace nanlocator::inline map_room {
 namespace {
 
-/// `name` as a whole. Wildcards without backtracking into earlier stars: at most name.size() *
+/// Matches the whole `name`. Never backtracks into earlier stars: at most name.size() *
 /// pattern.size() steps.
 bool glob_matches(std::string_view name, std::string_view pattern) noexcept {
   std::size_t at = 0;
@@ -29,7 +29,7 @@ bool glob_matches(std::string_view name, std::string_view pattern) noexcept {
       ++in_pattern;
       ++at;
     } else if (last_star != std::string_view::npos) {
-      in_pattern = last_star + 1;  // let the star take one byte more
+      in_pattern = last_star + 1;  // let the star match one more byte
       at = ++name_at_star;
     } else {
       return false;
@@ -38,14 +38,14 @@ bool glob_matches(std::string_view name, std::string_view pattern) noexcept {
   return pattern.find_first_not_of('*', in_pattern) == std::string_view::npos;
 }
 
-/// The replicas of one parameter in every axis but the tensor-parallel one.
+/// The coordinates that distinguish the replicas of one parameter, all but the tensor-parallel one.
 auto place_without_tp(const RankCoordinates& coordinates) {
   return std::tuple(coordinates.pp.rank, coordinates.dp.rank, coordinates.cp.rank);
 }
 
-/// An expert's weights may be sliced or whole under tensor parallelism
-/// (expert-tensor-parallel-size), and the manifest does not say which: where several tp ranks of
-/// one place hold the same expert, they hold slices.
+/// Under tensor parallelism an expert's weights may be sliced or whole
+/// (expert-tensor-parallel-size), and the manifest does not say which. If several tp ranks with
+/// otherwise equal coordinates hold the same expert, they hold slices.
 bool is_expert_sliced(const FoundParameter& found) {
   std::set<std::tuple<int, int, int>> places;
   return std::ranges::any_of(found.holders, [&](const ParameterHolder& holder) {
@@ -80,11 +80,11 @@ std::vector<FoundParameter> find_where(std::span<const ParameterMap> maps,
   return found;
 }
 
-/// The first parameter of `right` that comes before one which precedes it on the left, as its left
-/// and right values: what it stands after there, and what it stands before here.
+/// The first parameter of `right` that comes before one which precedes it on the left. The values
+/// are the parameter that it follows on the left, and the one that it precedes on the right.
 std::optional<MapDifference> first_out_of_order(const ParameterMap& left,
                                                 const ParameterMap& right) {
-  // Left ids of the common parameters in the right order; sorted where the order is the same.
+  // Left ids of the common parameters in the right order; sorted if the order is the same.
   const ParameterInfo* highest = nullptr;
   for (const auto& parameter : right.parameters()) {
     const ParameterInfo* const same = left.find(parameter.name);

@@ -14,7 +14,7 @@
 namespace nanlocator::inline map_room {
 namespace {
 
-/// The product of the sizes, or an empty optional where it is beyond 2^63 - 1.
+/// The product of the sizes, or empty if it exceeds 2^63 - 1.
 std::optional<std::int64_t> checked_numel(const std::vector<std::int64_t>& shape) {
   std::int64_t product = 1;
   for (const std::int64_t size : shape) {
@@ -30,7 +30,7 @@ void append_escaped_unit(std::string& out, unsigned unit) {
 }
 
 using P = ParameterInfo;
-// Before and after shape and dtype, which are null together where only id and name are known.
+// Before and after shape and dtype, which are null together if only id and name are known.
 constexpr auto kIdentity = std::tuple(JsonField("id", &P::id), JsonField("name", &P::name),
                                       JsonField("raw_name", &P::raw_name));
 constexpr auto kPlace = std::tuple(
@@ -61,7 +61,7 @@ ParameterInfo parameter_from_json(const nlohmann::json& value, const std::string
   if (object.member("dtype").is_null()) {
     if (!object.member("shape").is_null()) {
       throw_unexpected_json(object.where("dtype"), object.member("dtype"),
-                            "a string, as the shape is known");
+                            "a string, because the shape is known");
     }
   } else {
     parameter.dtype = object.text("dtype");
@@ -106,7 +106,7 @@ void check_parameter(const ParameterInfo& parameter) {
                (row > 0 ? " elements per row" : " elements"));
     }
     if (row < 0 || (row > 0 && *numel % row != 0)) {
-      complain("rows of " + std::to_string(row) + " elements, of which it has " +
+      complain("rows of " + std::to_string(row) + " elements, but in all " +
                std::to_string(*numel));
     }
   } else if (parameter.shard_group != RankList()) {
@@ -117,8 +117,8 @@ void check_parameter(const ParameterInfo& parameter) {
 }
 
 std::string to_python_json_string(std::string_view text) {
-  // CPython, Lib/json/encoder.py, ESCAPE_ASCII: what is not from ' ' to '~', a quote or a backslash
-  // is escaped; beyond U+FFFF as two surrogates; hexadecimal digits in lower case.
+  // CPython, Lib/json/encoder.py, ESCAPE_ASCII: quotes, backslashes and everything outside ' ' to
+  // '~' are escaped; beyond U+FFFF as two surrogates; hexadecimal digits in lower case.
   std::string out = "\"";
   while (!text.empty()) {
     const auto point = take_code_point(text);
@@ -163,7 +163,7 @@ std::vector<std::string> names_from_id_name_json(std::string_view text, const st
   const nlohmann::json json = parse_json(text, source);
   if (!json.is_object()) throw_unexpected_json(source, json, "an object of ids and names");
   std::vector<std::string> names(json.size());
-  // As many keys as names, all different: where every id below n is there, nothing else can be.
+  // As many keys as names, all different: if every id below n exists, there can be no other.
   for (std::size_t id = 0; id < names.size(); ++id) {
     const std::string key = std::to_string(id);
     const auto name = json.find(key);

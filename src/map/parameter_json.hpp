@@ -21,20 +21,20 @@ constexpr auto json_fields(const ElementRange*) {
 /// One object of the manifest's "parameters"; empty optionals are null.
 [[nodiscard]] nlohmann::ordered_json parameter_to_json(const ParameterInfo& parameter);
 
-/// Throws FormatError for a missing key, a wrong type or a negative number; check_parameter judges
+/// Throws FormatError for a missing key, a wrong type or a negative number; check_parameter checks
 /// the rest.
 [[nodiscard]] ParameterInfo parameter_from_json(const nlohmann::json& value,
                                                 const std::string& source, std::string path);
 
-/// Throws UsageError where the parameter contradicts itself: an empty name, text that is not UTF-8,
-/// a negative size, more elements than 2^63 - 1, a range outside of the elements.
+/// Throws UsageError if the parameter is inconsistent: an empty name, text that is not UTF-8, a
+/// negative size, more elements than 2^63 - 1, a range outside the elements.
 void check_parameter(const ParameterInfo& parameter);
 
-/// `text` as Python's json.dumps writes a string: in quotes, ASCII alone. `text` must be UTF-8.
+/// `text` as a string of Python's json.dumps: quoted, ASCII only. `text` must be UTF-8.
 [[nodiscard]] std::string to_python_json_string(std::string_view text);
 
 /// The names of a param_id_name_map file in id order. Throws FormatError unless its keys are the
-/// ids 0..n-1 and its values strings.
+/// ids 0..n-1 and its values are strings.
 [[nodiscard]] std::vector<std::string> names_from_id_name_json(std::string_view text,
                                                                const std::string& source);
 

@@ -15,7 +15,7 @@
 namespace nanlocator::inline map_room {
 namespace {
 
-/// POSIX allows longer names; Linux has none (HOST_NAME_MAX is 64).
+/// POSIX allows longer names; Linux does not (HOST_NAME_MAX is 64).
 std::string host_name() {
   std::array<char, 256> name{};
   if (::gethostname(name.data(), name.size() - 1) != 0) return {};

@@ -9,7 +9,7 @@
 namespace nanlocator::inline map_room {
 namespace {
 
-/// A list of a few bytes may stand for as many ranks as a number can count.
+/// A list of a few bytes may describe as many ranks as an int can count.
 constexpr int kLargestRank = (1 << 24) - 1;
 
 }  // namespace
@@ -29,7 +29,7 @@ nlohmann::ordered_json value_to_json(const RankList& list) {
 void read_value(const JsonMember& from, JsonRange /*range*/, RankList& list) {
   if (!from.value().is_array()) from.throw_unexpected("an array of ranks");
   std::vector<RankRun> runs;
-  std::vector<int> singles;  // since the latest progression
+  std::vector<int> singles;  // since the last progression
   const auto close_singles = [&] {
     const RankList list_of_singles(std::exchange(singles, {}));
     runs.insert(runs.end(), list_of_singles.runs().begin(), list_of_singles.runs().end());

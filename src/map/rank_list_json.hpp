@@ -1,5 +1,5 @@
-// RankList as JSON: an array in which a progression of four ranks or more is [first, last, step],
-// and all else single numbers. docs/formats.md, "Ledger".
+// RankList as JSON: an array in which a progression of four or more ranks is [first, last, step],
+// and other ranks are single numbers. docs/formats.md, "Ledger".
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -10,7 +10,7 @@
 namespace nanlocator::inline map_room {
 
 [[nodiscard]] nlohmann::ordered_json value_to_json(const RankList& list);
-/// Throws FormatError where it is none.
+/// Throws FormatError for anything else.
 void read_value(const JsonMember& from, JsonRange range, RankList& list);
 
 }  // namespace nanlocator::inline map_room

@@ -1,7 +1,7 @@
-// Where does a rank stand whose own coordinates are not known? Megatron numbers ranks with the axes
-// in the order tp-cp-ep-dp-pp, tp fastest, or with pp before dp (parallel_state.py,
-// `initialize_model_parallel`, argument `order`; --use-tp-pp-dp-mapping). The ranks that are known
-// show which.
+// Infers the coordinates of a rank that sent none. Megatron numbers ranks with the axes in the
+// order tp-cp-ep-dp-pp, tp fastest, or with pp before dp (parallel_state.py,
+// `initialize_model_parallel`, argument `order`; --use-tp-pp-dp-mapping). The known ranks show
+// which.
 #pragma once
 
 #include <array>
@@ -15,11 +15,11 @@ namespace nanlocator::inline map_room {
 
 class RankOrder {
  public:
-  /// `layout`: the sizes of the axes, those below 1 taken for 1. `known`: at least one rank.
+  /// `layout`: the sizes of the axes; sizes below 1 count as 1. `known`: at least one rank.
   RankOrder(RankCoordinates layout, int world_size, std::span<const RankCoordinates> known);
 
-  /// Without host, local rank and device. Empty where no order fits all known ranks, where the axes
-  /// do not make up the world, or where both orders fit and differ for `rank`.
+  /// Coordinates without host, local rank and device. Empty if no order fits all known ranks, if
+  /// the axes do not multiply to the world size, or if both orders fit and differ for `rank`.
   [[nodiscard]] std::optional<RankCoordinates> place_of(int rank) const;
 
   /// With sizes of at least 1.

@@ -73,7 +73,7 @@ TEST_F(MapCommand, NotesGoToStderrAndIntoTheJson) {
   std::filesystem::remove(folder_ / "param_id_name_map_tp0pp0dp0.json");
   const auto result = run_command({"map", "show", directory(), "--rank", "1"});
   EXPECT_EQ(result.exit_code, 0);
-  EXPECT_EQ(result.err, "note: of 8 ranks these left no map that can be read: 0\n");
+  EXPECT_EQ(result.err, "note: no readable map from these of the 8 ranks: 0\n");
   EXPECT_EQ(json_of(run_command({"map", "find", directory(), "0", "--json"}))["notes"].size(), 1U);
 }
 

@@ -57,7 +57,7 @@ TEST(MapDirectory, NotesMissingRanksInRuns) {
   }
   const auto read = read_map_directory(folder.path());
   EXPECT_THAT(ranks_of(read), ElementsAre(1, 2, 3, 6, 7));
-  EXPECT_THAT(read.notes, ElementsAre("of 8 ranks these left no map that can be read: 0, 4-5"));
+  EXPECT_THAT(read.notes, ElementsAre("no readable map from these of the 8 ranks: 0, 4-5"));
 }
 
 TEST(MapDirectory, AClaimOfTwoThousandMillionRanksCostsNothing) {
@@ -68,7 +68,7 @@ TEST(MapDirectory, AClaimOfTwoThousandMillionRanksCostsNothing) {
   EXPECT_THAT(read.notes, Contains(HasSubstr("do not multiply to the number of ranks")));
 }
 
-TEST(MapDirectory, OneBadManifestIsANoteAndItsIdNameFileStepsIn) {
+TEST(MapDirectory, ABadManifestGivesANoteAndItsIdNameFileReplacesIt) {
   const TemporaryFolder folder;
   plant_eight_ranks(folder);
   folder.plant("param_manifest_tp1pp0dp1.json", R"({"version":1,"run_)");
@@ -79,10 +79,10 @@ TEST(MapDirectory, OneBadManifestIsANoteAndItsIdNameFileStepsIn) {
   EXPECT_THAT(
       read.notes,
       ElementsAre(HasSubstr("param_manifest_tp1pp0dp1.json: cut off: it ends after byte 18"),
-                  HasSubstr("of rank 3 (inferred from the name) only ids and names")));
+                  HasSubstr("for rank 3 (inferred from the name), only ids and names")));
 }
 
-TEST(MapDirectory, OfTheRecipesFilesAloneIdsAndNamesAreKnown) {
+TEST(MapDirectory, TheRecipesFilesAloneGiveIdsAndNames) {
   const TemporaryFolder folder;
   for (int rank = 0; rank < 8; ++rank) {
     const PlantedRank place{rank, 8, rank % 2, 2, rank / 4, 2, rank / 2 % 2, 2};
@@ -98,7 +98,7 @@ TEST(MapDirectory, OfTheRecipesFilesAloneIdsAndNamesAreKnown) {
   EXPECT_THAT(read.notes, ElementsAre(HasSubstr("there are no manifests")));
 }
 
-TEST(MapDirectory, ContextParallelRanksAreToldByTheFileName) {
+TEST(MapDirectory, ContextParallelRanksComeFromTheFileName) {
   const TemporaryFolder folder;
   folder.plant("param_id_name_map_tp0pp0dp0cp0.json", R"({"0": "a"})");
   folder.plant("param_id_name_map_tp0pp0dp0cp1.json", R"({"0": "b"})");
@@ -131,10 +131,10 @@ TEST(MapDirectory, NotesFilesOfDifferentRuns) {
   EXPECT_THAT(
       read_map_directory(folder.path()).notes,
       ElementsAre(AllOf(HasSubstr("1 of 3 files state other sizes"), HasSubstr("tp0pp0dp2.json")),
-                  "the files are of different runs: monday (rank 0-1); tuesday (rank 2)"));
+                  "the files are from different runs: monday (rank 0-1); tuesday (rank 2)"));
 }
 
-TEST(MapDirectory, LeavesOutASecondFileOfTheSameRank) {
+TEST(MapDirectory, SkipsASecondFileOfTheSameRank) {
   const TemporaryFolder folder;
   plant_rank(folder, {.rank = 0, .world = 2, .dp = 0, .dp_size = 2}, {{"a"}});
   plant_rank(folder, {.rank = 0, .world = 2, .dp = 1, .dp_size = 2}, {{"b"}});
@@ -145,7 +145,7 @@ TEST(MapDirectory, LeavesOutASecondFileOfTheSameRank) {
                                          HasSubstr("so does param_manifest_tp0pp0dp0.json"))));
 }
 
-TEST(MapDirectory, ARenamedManifestIsNotBelieved) {
+TEST(MapDirectory, ARenamedManifestIsRefused) {
   const TemporaryFolder folder;
   plant_rank(folder, {.rank = 0, .world = 2, .dp = 0, .dp_size = 2}, {{"a"}});
   std::filesystem::copy(folder / "param_manifest_tp0pp0dp0.json",
@@ -153,10 +153,10 @@ TEST(MapDirectory, ARenamedManifestIsNotBelieved) {
   const auto read = read_map_directory(folder.path());
   EXPECT_THAT(ranks_of(read), ElementsAre(0));
   EXPECT_THAT(read.notes, Contains(HasSubstr("param_manifest_tp0pp0dp1.json: its coordinates "
-                                             "belong into param_manifest_tp0pp0dp0.json")));
+                                             "belong in param_manifest_tp0pp0dp0.json")));
 }
 
-TEST(MapDirectory, ABadRecipeFileIsToldByItsFault) {
+TEST(MapDirectory, ABadRecipeFileIsReportedWithItsFault) {
   const struct {
     const char* text;
     const char* fault;
@@ -180,7 +180,7 @@ TEST(MapDirectory, ABadRecipeFileIsToldByItsFault) {
   }
 }
 
-TEST(MapDirectory, FilesWithOddNamesAreNotedAndNotRead) {
+TEST(MapDirectory, FilesWithOddNamesGiveANoteAndAreNotRead) {
   const TemporaryFolder folder;
   plant_rank(folder, {}, {{"a"}});
   for (const char* name :
@@ -212,7 +212,7 @@ TEST(MapDirectory, APipeOrAFolderInPlaceOfAFileIsANote) {
   EXPECT_THAT(read.notes, Contains(HasSubstr("Is a directory")));
 }
 
-TEST(MapDirectory, WithoutAnyMapItSaysWhereMapsLie) {
+TEST(MapDirectory, WithoutAnyMapItSaysWhereMapsAre) {
   const TemporaryFolder folder;
   EXPECT_THAT(message_of<FormatError>([&] { (void)read_map_directory(folder.path()); }),
               HasSubstr("holds no parameter map"));

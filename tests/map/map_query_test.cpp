@@ -59,7 +59,7 @@ TEST(NameMatches, ManyStarsTakeNoExponentialTime) {
   EXPECT_FALSE(name_matches(std::string(5000, 'a'), pattern + "b"));
 }
 
-TEST(FindParameters, TellsEachRanksSliceAndShard) {
+TEST(FindParameters, GivesEachRanksSliceAndShard) {
   const TemporaryFolder folder;
   plant_eight_ranks(folder);
   const auto read = read_map_directory(folder.path());
@@ -107,7 +107,7 @@ TEST(FindParameters, AnExpertIsSlicedWhereSeveralTpRanksHoldIt) {
   EXPECT_EQ(found[2].holders[0].tp_slice, std::nullopt);
 }
 
-TEST(FindParameters, FindsNothingWhereNothingFits) {
+TEST(FindParameters, FindsNothingIfNothingMatches) {
   const std::vector<ParameterMap> maps = {map_of({parameter("a")})};
   EXPECT_THAT(find_parameters(maps, "b"), IsEmpty());
   EXPECT_THAT(find_parameters(maps, std::int64_t{1}), IsEmpty());
@@ -132,7 +132,7 @@ TEST(CompareMaps, AnInsertedParameterShiftsTheIdsBehindItButNotTheOrder) {
                           MapDifference{Kind::id, "c", 3, 2, "", ""}));
 }
 
-TEST(CompareMaps, TellsAnotherOrderOnce) {
+TEST(CompareMaps, ReportsAnotherOrderOnce) {
   const auto left = map_of({parameter("a"), parameter("b"), parameter("c")});
   const auto right = map_of({parameter("c"), parameter("a"), parameter("b")});
   const auto differences = compare_maps(left, right);
@@ -141,7 +141,7 @@ TEST(CompareMaps, TellsAnotherOrderOnce) {
   for (std::size_t i = 1; i < 4; ++i) EXPECT_EQ(differences[i].kind, Kind::id);
 }
 
-TEST(CompareMaps, TellsEachValueThatDiffers) {
+TEST(CompareMaps, ReportsEachValueThatDiffers) {
   const auto left = map_of({parameter("a", {4, 8})});
   ParameterInfo other = parameter("a", {8, 4});
   other.dtype = "bfloat16";
@@ -165,7 +165,7 @@ TEST(CompareMaps, PlacementThatDiffersByDesignIsNoDifference) {
   EXPECT_THAT(compare_maps(map_of({parameter("a")}), map_of({other})), IsEmpty());
 }
 
-TEST(CompareMaps, WhereOneSideKnowsNamesAloneOnlyIdsAndNamesAreCompared) {
+TEST(CompareMaps, ComparesOnlyIdsAndNamesIfOneSideKnowsNoMore) {
   ParameterInfo name_alone;
   name_alone.name = "a";
   EXPECT_THAT(compare_maps(map_of({parameter("a")}), map_of({name_alone})), IsEmpty());

@@ -67,7 +67,7 @@ ParameterMap monday() {
   return {coordinates(), {parameter(0, "head.weight"), expert()}, "monday"};
 }
 
-/// The manifest above with one part of it replaced; the part must be there.
+/// The manifest above with one part replaced; the part must occur.
 std::string manifest_with(const std::string& old_text, const std::string& new_text) {
   std::string text = kManifest;
   const auto at = text.find(old_text);
@@ -79,7 +79,7 @@ std::string manifest_error(const std::string& text) {
   return message_of<FormatError>([&] { (void)ParameterMap::from_manifest_json(text, "m.json"); });
 }
 
-// The expected strings are what CPython 3.11's json.dumps printed.
+// The expected strings were printed by CPython 3.11's json.dumps.
 TEST(IdNameJson, IsByteForByteWhatPythonWrites) {
   const std::pair<std::string, std::string> expected[] = {
       {std::string("decoder.layers.0.weight", 23), R"py("decoder.layers.0.weight")py"},
@@ -121,7 +121,7 @@ TEST(ParameterManifest, IsReadIntoTheParametersThatItStates) {
   EXPECT_THAT(map.parameters(), ElementsAre(parameter(0, "head.weight"), expert()));
 }
 
-TEST(ParameterManifest, ComesBackWithNamesThatNeedEscapes) {
+TEST(ParameterManifest, RoundTripsNamesThatNeedEscapes) {
   ParameterInfo odd = parameter(0, "\"\\\n\303\251\360\237\230\200");
   odd.dtype.clear();
   odd.shape.clear();
@@ -144,7 +144,7 @@ TEST(ParameterManifest, CutAtAnyByteIsAFormatErrorThatNamesTheFile) {
   }
 }
 
-TEST(ParameterManifest, EveryChangedByteGivesAMapOrAFormatErrorAndNothingElse) {
+TEST(ParameterManifest, EveryChangedByteGivesAMapOrAFormatError) {
   const std::string whole = kManifest;
   std::size_t refused = 0;
   for (std::size_t at = 0; at < whole.size(); ++at) {
@@ -230,7 +230,7 @@ TEST(ParameterMap, FindsParametersByIdAndByName) {
   EXPECT_THROW((void)map.at(-1), UsageError);
 }
 
-/// Of a weight in shards of columns: [4, 8], of which this rank keeps columns 4 to 7.
+/// A weight in shards of columns: [4, 8], of which this rank keeps columns 4 to 7.
 ParameterInfo in_columns() {
   ParameterInfo info = parameter(0, "a");
   info.shard = ElementRange{.begin = 4, .end = 8, .row = 8};
@@ -239,7 +239,7 @@ ParameterInfo in_columns() {
   return info;
 }
 
-TEST(ParameterMap, KeepsWhereAShardLies) {
+TEST(ParameterMap, KeepsThePositionOfAShard) {
   const ParameterMap map({}, {in_columns()});
   EXPECT_EQ(ParameterMap::from_manifest_json(map.to_manifest_json(), "x").at(0), in_columns());
   const ElementRange& shard = *in_columns().shard;
@@ -249,7 +249,7 @@ TEST(ParameterMap, KeepsWhereAShardLies) {
   EXPECT_FALSE(shard.contains(16));
 }
 
-TEST(ParameterMap, RefusesParametersThatContradictThemselves) {
+TEST(ParameterMap, RefusesInconsistentParameters) {
   const auto refused = [](const ParameterInfo& info) {
     EXPECT_THROW((ParameterMap({}, {info})), UsageError);
   };

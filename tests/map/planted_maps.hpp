@@ -1,4 +1,4 @@
-// Map files written by hand, not by ParameterMap::write: what the readers are tested against.
+// Map files written by hand, not by ParameterMap::write, to test the readers.
 #pragma once
 
 #include <string>

@@ -29,7 +29,7 @@ RankCoordinates rank_five() {
           .device = "cuda:3 GPU-6f2e 0000:1b:00.0"};
 }
 
-TEST(RankCoordinates, FileSuffixNamesContextParallelRanksOnlyWhereThereAreSeveral) {
+TEST(RankCoordinates, FileSuffixNamesContextParallelRanksOnlyIfThereAreSeveral) {
   RankCoordinates coordinates = rank_five();
   EXPECT_EQ(coordinates.file_suffix(), "tp1pp0dp2");
   coordinates.cp = {.rank = 3, .size = 4};
@@ -45,7 +45,7 @@ TEST(RankCoordinates, DescriptionLeavesOutAxesOfSizeOne) {
   EXPECT_EQ(alone.describe(), "rank 0 (host laptop, cpu)");
 }
 
-TEST(RankCoordinates, ComeBackFromJsonAsTheyWere) {
+TEST(RankCoordinates, AreReadBackAsTheyWereWritten) {
   const nlohmann::json json = nlohmann::json::parse(fields_to_json(rank_five()).dump());
   EXPECT_EQ(json["tp"]["rank"], 1);
   EXPECT_EQ(json["tp"]["size"], 2);
@@ -91,7 +91,7 @@ TEST_F(DataParallelCoordinates, LocalRankIsZeroWhereTheLauncherSetsNone) {
   EXPECT_EQ(data_parallel_coordinates(0, 1).local_rank, 0);
 }
 
-TEST_F(DataParallelCoordinates, RefuseALocalRankThatIsNoNumber) {
+TEST_F(DataParallelCoordinates, RefuseALocalRankThatIsNotANumber) {
   for (const char* value : {"", "x", "-1", "3 ", "99999999999"}) {
     ::setenv("LOCAL_RANK", value, 1);
     EXPECT_THROW((void)data_parallel_coordinates(0, 1), UsageError) << value;

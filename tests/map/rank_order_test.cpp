@@ -23,7 +23,7 @@ RankCoordinates rank_at(int rank, int tp, int pp, int dp) {
   return place;
 }
 
-TEST(RankOrder, PlacesARankAsTheKnownOnesAreNumbered) {
+TEST(RankOrder, PlacesARankInTheOrderOfTheKnownOnes) {
   const std::vector dp_before_pp = {rank_at(2, 0, 0, 1)};
   EXPECT_EQ(RankOrder(layout(), 8, dp_before_pp).place_of(5), rank_at(5, 1, 1, 0));
   const std::vector pp_before_dp = {rank_at(2, 0, 1, 0)};
@@ -36,7 +36,7 @@ TEST(RankOrder, PlacesOnlyWhereBothOrdersAgreeIfBothFit) {
   EXPECT_EQ(order.place_of(2), std::nullopt);
 }
 
-TEST(RankOrder, PlacesNothingWhereNoOrderFitsOrTheAxesDoNotMakeUpTheWorld) {
+TEST(RankOrder, PlacesNothingIfNoOrderFitsOrTheAxesDoNotMultiplyToTheWorldSize) {
   EXPECT_EQ(RankOrder(layout(), 8, std::vector{rank_at(1, 0, 1, 0)}).place_of(5), std::nullopt);
   EXPECT_EQ(RankOrder(layout(), 16, std::vector{rank_at(0, 0, 0, 0)}).place_of(1), std::nullopt);
 }

@@ -1,6 +1,6 @@
-// Questions to the maps of a run: who holds this parameter, and what differs between two maps.
+// Queries on the maps of a run: who holds this parameter, and how do two maps differ?
 //
-// Plain functions on maps that were read (read_map_directory); nothing here opens a file. Results
+// Plain functions on maps already read (read_map_directory); nothing here opens a file. Results
 // point into the maps, which must outlive them.
 #pragma once
 
@@ -17,16 +17,16 @@
 
 namespace nanlocator::inline map_room {
 
-/// True where `pattern` is a part of `name`; or, with a * (any text) or ? (one byte) in it, the
-/// whole name or its end from a dot on: "layers.3.*" finds "decoder.layers.3.mlp.weight". Nothing
-/// else is special; letter case counts.
+/// True if `pattern` occurs in `name`. A pattern with * (any text) or ? (one byte) must match the
+/// whole name or its end after a dot: "layers.3.*" finds "decoder.layers.3.mlp.weight". No other
+/// character is special; letter case counts.
 [[nodiscard]] bool name_matches(std::string_view name, std::string_view pattern) noexcept;
 
 /// One rank that holds a parameter, and which part of it.
 struct ParameterHolder {
   const ParameterMap* map = nullptr;
   const ParameterInfo* parameter = nullptr;
-  /// Its slice among the tensor-parallel ranks; empty where every rank holds the same.
+  /// Its slice among the tensor-parallel ranks; empty if every rank holds the same.
   std::optional<AxisCoordinate> tp_slice;
 };
 
@@ -36,7 +36,7 @@ struct FoundParameter {
   std::vector<ParameterHolder> holders;
 };
 
-/// The parameters with this id: another one on each pipeline stage, so several names may come back.
+/// The parameters with this id: each pipeline stage has its own, so there may be several names.
 [[nodiscard]] std::vector<FoundParameter> find_parameters(std::span<const ParameterMap> maps,
                                                           std::int64_t id);
 /// The parameters whose name matches, ordered as they appear in the maps.
@@ -46,7 +46,7 @@ struct FoundParameter {
 enum class MapDifferenceKind : std::uint8_t {
   only_left,   // the name is in the left map alone
   only_right,  // the name is in the right map alone
-  order,       // common parameters stand in another order
+  order,       // common parameters are ordered differently
   id,          // the same name has another id
   shape,
   dtype,
@@ -64,19 +64,20 @@ struct MapDifference {
   std::string name;
   std::optional<std::int64_t> left_id;
   std::optional<std::int64_t> right_id;
-  std::string left;  // the value there: "[4, 8]", "bfloat16", "expert, tied"; empty for an id
+  std::string
+      left;  // the value on each side: "[4, 8]", "bfloat16", "expert, tied"; empty for an id
   std::string right;
   friend bool operator==(const MapDifference&, const MapDifference&) = default;
 };
 
-/// What differs between two maps, names matched with names; empty where nothing does. `order` is
-/// listed once, for the first parameter that comes too late on the right. Where one side knows ids
-/// and names alone (empty dtype), only those are compared. Raw names, buckets and shards are not
-/// compared: they differ between data-parallel ranks and wrappers by design.
+/// The differences between two maps, matched by name. `order` is listed once, for the first
+/// parameter that comes too late on the right. If one side knows only ids and names (empty dtype),
+/// only those are compared. Raw names, buckets and shards are not compared: they differ between
+/// data-parallel ranks and wrappers by design.
 [[nodiscard]] std::vector<MapDifference> compare_maps(const ParameterMap& left,
                                                       const ParameterMap& right);
 
-/// "expert, tp-duplicate": the flags that are set; empty where none is.
+/// The flags that are set: "expert, tp-duplicate"; empty if none is.
 [[nodiscard]] std::string describe_flags(const ParameterInfo& parameter);
 
 }  // namespace nanlocator::inline map_room

@@ -1,4 +1,4 @@
-// Parameter id -> name, shape and place, for one rank; and its two files.
+// Parameter id -> name, shape and placement, for one rank; and its two files.
 //
 // Id = position in the optimizer's concatenated parameter groups as they are built over the whole
 // model part of this rank (the published Megatron recipe), before a distributed optimizer shards
@@ -19,20 +19,20 @@
 
 namespace nanlocator::inline map_room {
 
-/// The elements [begin, end) of a flattened parameter; or, of a shard of columns, those of each of
-/// its rows.
+/// The elements [begin, end) of a flattened parameter or, for a shard of columns, of each of its
+/// rows.
 struct ElementRange {
   std::int64_t begin = 0;
   std::int64_t end = 0;
-  /// Elements of a row. 0: there are no rows, the range stands once.
+  /// Elements of a row. 0: no rows; the range applies once.
   std::int64_t row = 0;
 
   [[nodiscard]] bool contains(std::int64_t element) const noexcept {
     const auto place = row > 0 ? element % row : element;
     return element >= 0 && begin <= place && place < end;
   }
-  /// Where the shard's own element number `index` lies in the flattened parameter. The range must
-  /// not be empty.
+  /// The index in the flattened parameter of the shard's element `index`. The range must not be
+  /// empty.
   [[nodiscard]] std::int64_t element_at(std::int64_t index) const noexcept {
     return row > 0 ? index / (end - begin) * row + begin + index % (end - begin) : begin + index;
   }
@@ -41,34 +41,34 @@ struct ElementRange {
 
 struct ParameterInfo {
   std::int64_t id = 0;
-  std::string name;      // unique over pipeline stages and chunks
-  std::string raw_name;  // as named_parameters() of the wrapped chunk says
+  std::string name;      // unique across pipeline stages and chunks
+  std::string raw_name;  // from named_parameters() of the wrapped chunk
   std::vector<std::int64_t> shape;
   /// "bfloat16", see DType; the parameter's, not the gradient's. Empty: only id and name are known,
-  /// all other members are their defaults (a map read from the recipe's file alone).
+  /// and all other members have their defaults (the map was read from the recipe's file alone).
   std::string dtype;
   std::optional<int> layer;                   // global, counted from 0
   int chunk = 0;                              // virtual-pipeline model chunk
-  std::optional<int> bucket;                  // gradient bucket, where there are buckets
+  std::optional<int> bucket;                  // gradient bucket, if there are buckets
   std::optional<std::int64_t> bucket_offset;  // first element within the bucket's buffer
-  /// The part whose reduced gradient and optimizer state this rank owns; empty optional: all of it;
-  /// begin == end: none of it (distributed optimizer).
+  /// The part whose reduced gradient and optimizer state this rank owns (distributed optimizer).
+  /// Empty optional: all of it; begin == end: none of it.
   std::optional<ElementRange> shard;
-  /// The ranks that keep the weight, too, in shards and gather it for each use (FSDP, ZeRO-3).
-  /// Empty: each rank's weight is whole.
+  /// The ranks that shard the weight itself and gather it for each use (FSDP, ZeRO-3). Empty: each
+  /// rank has the whole weight.
   RankList shard_group;
-  /// Of a DTensor, for each dimension of its mesh: "dp: Shard(0)".
+  /// The placement of a DTensor in each dimension of its mesh: "dp: Shard(0)".
   std::vector<std::string> placements;
   bool is_expert = false;
   bool is_shared = false;  // one tensor under several names on this rank
   bool is_tp_duplicate =
       false;             // replicated over tensor-parallel ranks (left out of the norm on tp > 0)
   bool is_tied = false;  // shared with another pipeline stage (tied embeddings)
-  /// A healthy batch may leave it without gradient, or touch only some rows (embeddings, experts,
-  /// routers): clean here proves nothing about what flowed past it.
+  /// A healthy batch may leave it without a gradient, or touch only some rows (embeddings, experts,
+  /// routers), so a clean gradient here proves nothing about what flowed through it.
   bool may_be_untouched = false;
 
-  /// The product of the shape's sizes; 1 for a scalar; 2^63 - 1 where it is beyond that.
+  /// The product of the shape's sizes: 1 for a scalar, at most 2^63 - 1.
   [[nodiscard]] std::int64_t numel() const noexcept;
 
   friend bool operator==(const ParameterInfo&, const ParameterInfo&) = default;
@@ -78,8 +78,8 @@ struct ParameterInfo {
 class ParameterMap {
  public:
   ParameterMap() = default;
-  /// Throws UsageError where ids are not 0..n-1 in order, a name is empty or repeated, a rank, a
-  /// size, a shape or a range is out of bounds, or a string is not UTF-8.
+  /// Throws UsageError if ids are not 0..n-1 in order, a name is empty or repeated, a rank, a size,
+  /// a shape or a range is out of bounds, or a string is not UTF-8.
   ParameterMap(RankCoordinates coordinates, std::vector<ParameterInfo> parameters,
                std::string run_id = {});
 
@@ -89,17 +89,17 @@ class ParameterMap {
   }
   [[nodiscard]] const std::string& run_id() const noexcept { return run_id_; }
   [[nodiscard]] std::size_t size() const noexcept { return parameters_.size(); }
-  /// Throws UsageError for an id that is not there.
+  /// Throws UsageError for an unknown id.
   [[nodiscard]] const ParameterInfo& at(std::int64_t id) const;
-  /// nullptr where there is none of that name. The pointer lives as long as this map.
+  /// nullptr if no parameter has that name. The pointer is valid while this map lives.
   [[nodiscard]] const ParameterInfo* find(std::string_view name) const noexcept;
 
-  /// `{"0": "decoder...weight", "1": ...}`, byte for byte what Python's json.dumps writes
-  /// (ASCII alone; no newline at the end).
+  /// `{"0": "decoder...weight", "1": ...}`, byte for byte what Python's json.dumps writes (ASCII
+  /// only, no newline at the end).
   [[nodiscard]] std::string to_id_name_json() const;
   /// The manifest (version 1), one parameter per line.
   [[nodiscard]] std::string to_manifest_json() const;
-  /// Reads a manifest back; `source` is what errors call it. Throws FormatError.
+  /// Reads a manifest back; errors call the text `source`. Throws FormatError.
   [[nodiscard]] static ParameterMap from_manifest_json(std::string_view text,
                                                        const std::string& source);
 
@@ -113,16 +113,16 @@ class ParameterMap {
   std::string run_id_;
 };
 
-/// All manifests of a run directory, and what was wrong with the others. A rank that left only the
-/// recipe's param_id_name_map file has a map with ids and names alone; its place comes from the
-/// file's name and its global rank is inferred in Megatron's default order (tp, cp, dp, pp).
+/// All manifests of a run directory, and problems with the others. A rank that left only the
+/// recipe's param_id_name_map file has a map with ids and names alone; its coordinates come from
+/// the file's name and its global rank is inferred in Megatron's default order (tp, cp, dp, pp).
 struct MapDirectory {
   std::vector<ParameterMap> maps;  // ordered by global rank
   std::vector<std::string> notes;  // missing ranks, mixed runs, unreadable files: one sentence each
 };
 
-/// Reads `directory`. Throws IoError where it cannot be read, FormatError where it holds no map at
-/// all; a single bad file is a note.
+/// Reads `directory`. Throws IoError if it cannot be read, FormatError if it holds no map at all; a
+/// single bad file only gives a note.
 [[nodiscard]] MapDirectory read_map_directory(const std::filesystem::path& directory);
 
 }  // namespace nanlocator::inline map_room

@@ -1,4 +1,4 @@
-// Where a process stands in the parallel layout, and on which machine.
+// The position of a process in the parallel layout, and its machine.
 #pragma once
 
 #include <string>
@@ -6,7 +6,7 @@
 
 namespace nanlocator::inline map_room {
 
-/// One axis of the parallel layout: this process's rank in it and the number of ranks along it.
+/// One axis of the parallel layout: this process's rank on it and its number of ranks.
 struct AxisCoordinate {
   int rank = 0;
   int size = 1;
@@ -27,9 +27,9 @@ struct RankCoordinates {
   int local_rank = 0;
   std::string device;  // "cpu", or on CUDA "cuda:3 GPU-6f2e... 0000:1b:00.0" (UUID and PCI address)
 
-  /// The suffix of this rank's files: "tp1pp0dp1", with "cp{cp}" appended where cp.size > 1.
+  /// The suffix of this rank's files: "tp1pp0dp1", followed by "cp{cp}" if cp.size > 1.
   [[nodiscard]] std::string file_suffix() const;
-  /// For people: "rank 5 (tp1 pp0 dp1, host a17, cuda:3 ...)"; without axes of size 1.
+  /// Readable: "rank 5 (tp1 pp0 dp1, host a17, cuda:3 ...)"; without axes of size 1.
   [[nodiscard]] std::string describe() const;
   /// "tp1 pp0 dp0": the axes that have more than one rank.
   [[nodiscard]] std::string describe_axes() const;
@@ -38,11 +38,11 @@ struct RankCoordinates {
 };
 
 /// The coordinates of this process in a plain data-parallel job: host name, local rank from the
-/// environment variable LOCAL_RANK (torchrun's; 0 where it is not set), device "cpu". Throws
-/// UsageError for a rank outside 0..world_size-1 or a LOCAL_RANK that is no such number.
+/// environment variable LOCAL_RANK (torchrun's; 0 if unset), device "cpu". Throws UsageError for a
+/// rank outside 0..world_size-1 or an invalid LOCAL_RANK.
 [[nodiscard]] RankCoordinates data_parallel_coordinates(int rank, int world_size);
 
-/// "0-3, 7": ranks in order, runs folded, each once.
+/// "0-3, 7": ascending, without repetitions, runs folded.
 [[nodiscard]] std::string describe_ranks(std::vector<int> ranks);
 /// "rank 7", "ranks 0-3, 7".
 [[nodiscard]] std::string ranks_text(const std::vector<int>& ranks);
