@@ -352,7 +352,7 @@ class Finder {
 
   void add_between_ranks(const Meeting& meeting, const Sighting& sighting,
                          const std::set<int>& receivers, int replica) {
-    auto overflow = !meeting.receiver && meeting.kind && adds_up(*meeting.kind)
+    auto overflow = !meeting.receiver && meeting.kind && is_reduction(*meeting.kind)
                         ? sum_near_overflow(sighting, meeting.givers.size())
                         : std::nullopt;
     std::set<int> clean(meeting.givers.begin(), meeting.givers.end());
@@ -360,8 +360,8 @@ class Finder {
     // Of gradients that are reduced and scattered each member gets a sum of its own, which all of
     // them have worked on.
     const bool is_own_sum = sighting.phase == Phase::grad_reduced && meeting.kind &&
-                            adds_up(*meeting.kind) && !gives_all_the_same(*meeting.kind) &&
-                            !clean.empty();
+                            is_reduction(*meeting.kind) &&
+                            !gives_all_members_the_same(*meeting.kind) && !clean.empty();
     const bool is_own_copy = !meeting.receiver && !clean.empty() && !is_own_sum;
     const std::vector<int> received(receivers.begin(), receivers.end());
     const std::vector<int>& candidates = is_own_sum ? meeting.givers : received;

@@ -8,7 +8,7 @@
 namespace nanlocator::inline record_room {
 namespace {
 
-/// A birth as it was written before it had operands: these by name and value.
+/// Files written before births had operands list them by name and value.
 constexpr const char* kOldOperands = "values";
 
 struct OldOperand {
@@ -28,7 +28,7 @@ Reached reached_from_old_text(const std::string& text) {
   return {ReachedKind::parameter, text};
 }
 
-/// As it is written today: what it did not have yet is empty.
+/// Converts to today's form; members that did not exist yet are empty.
 nlohmann::json upgraded(const JsonObject& old) {
   Birth added;
   for (const auto& operand : member_from_json<std::vector<OldOperand>>(old, kOldOperands)) {

@@ -30,7 +30,7 @@ constexpr auto json_fields(const BadExtent::Indices*) {
   return std::tuple(JsonField("first", &I::first), JsonField("last", &I::last),
                     JsonField("count", &I::count, 1));
 }
-/// Throws FormatError also for more indices than from first to last.
+/// Also throws FormatError for more indices than from first to last.
 void read_fields(const JsonObject& object, BadExtent::Indices& indices);
 
 constexpr auto json_fields(const BadExtent*) {
@@ -82,7 +82,7 @@ constexpr auto json_fields(const Birth*) {
                     JsonAdded(JsonField("kernel_call", &B::kernel_call)),
                     JsonAdded(JsonField("kernel_replay", &B::kernel_replay)));
 }
-/// Reads also births that were written before births had operands.
+/// Also reads births that were written before births had operands.
 void read_fields(const JsonObject& object, Birth& birth);
 
 }  // namespace nanlocator::inline record_room

@@ -12,7 +12,7 @@
 namespace nanlocator::inline record_room {
 namespace {
 
-/// Reading bundle.json takes some twenty times its size in memory.
+/// Parsing bundle.json takes about twenty times its size in memory.
 constexpr std::uint64_t kLargestBundleJson = std::uint64_t{64} << 20;
 
 std::filesystem::path folder_of_bundle(const std::filesystem::path& path) {

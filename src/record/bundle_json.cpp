@@ -30,7 +30,7 @@ namespace {
 
 constexpr int kBundleVersion = 1;
 
-/// Which of a tensor's flags are set, by name.
+/// The set flags of a tensor, by name.
 struct FlagsField {
   static constexpr const char* kKey = "flags";
   static constexpr std::pair<const char*, bool BundleTensor::*> kFlags[] = {
@@ -92,7 +92,7 @@ struct BitsField {
   }
 };
 
-/// The number beside its bits, for people.
+/// The readable number beside its bits.
 struct ShownNumberField {
   void write(ordered_json& json, const BundleValue& value) const {
     ordered_json& shown = json["value"] = number_to_json(value.real);
@@ -175,7 +175,7 @@ constexpr auto json_fields(const Bundle*) {
 
 namespace {
 
-/// What bundle.json says of a storage and of a further file.
+/// What bundle.json says about a storage or a further file.
 struct StorageLine {
   std::string dtype;
   std::vector<std::int64_t> shape;
@@ -201,8 +201,8 @@ void TensorField::read(const JsonObject& object, BundleValue& value) const {
   read_fields(object, value.tensor);
 }
 
-/// Calls `use` with the table of what a value of `kind` has beside its kind. False where JSON has a
-/// word of its own for such a value.
+/// Calls `use` with the table of the members of a value of `kind`. False if JSON itself can express
+/// such a value.
 template <typename Use>
 bool with_fields_of(BundleValueKind kind, Use use) {
   using Kind = BundleValueKind;
@@ -298,16 +298,16 @@ void read_value(const JsonMember& from, JsonRange /*range*/, BundleValue& value)
   }
 }
 
-// ---- the values against what lies beside them ----
+// ---- consistency with the other files ----
 
 namespace {
 
-/// Lists within lists of a value. Each level costs two of JSON's; parse_json allows 32, and the
-/// deepest place of a value (module_call, keywords, its entry, value) takes five.
+/// Nesting of lists in a value. Each level costs two of JSON's; parse_json allows 32, and the
+/// deepest position of a value (module_call, keywords, its entry, value) takes five.
 constexpr int kDeepestValue = 12;
 constexpr std::size_t kMostDimensions = 64;  // torch: at most 64, in most kernels fewer
 
-/// What is wrong with `tensor` as a view of a storage of `storage_bytes`; "" where nothing is.
+/// What is wrong with `tensor` as a view of a storage of `storage_bytes`; "" if nothing.
 std::string problem_of_view(const BundleTensor& tensor, std::uint64_t storage_bytes) {
   const std::size_t element_size = torch_element_size(tensor.dtype);
   if (element_size == 0) return "unknown dtype " + in_quotes(tensor.dtype);
@@ -318,7 +318,7 @@ std::string problem_of_view(const BundleTensor& tensor, std::uint64_t storage_by
   if (tensor.sizes.size() > kMostDimensions) return "more than 64 dimensions";
   if (tensor.offset < 0) return "the offset is negative";
 
-  std::int64_t numel = 1;  // zero sizes left aside, as in any part of the shape
+  std::int64_t numel = 1;  // without zero sizes, to bound every part of the shape
   std::int64_t last = tensor.offset;
   bool is_empty = false;
   bool overflows = false;
@@ -349,9 +349,8 @@ std::string problem_of_view(const BundleTensor& tensor, std::uint64_t storage_by
   return {};
 }
 
-/// Goes through a bundle's values: that each view lies within its storage, each name of a
-/// dictionary has its item, and nothing nests too deeply. Throws FormatError with the keys to the
-/// value.
+/// Checks a bundle's values: each view is within its storage, each name of a dictionary has its
+/// item, and nothing nests too deeply. Throws FormatError with the keys that lead to the value.
 class ValueCheck {
  public:
   explicit ValueCheck(const std::vector<SafetensorsEntry>& storages) {
@@ -427,9 +426,9 @@ class ValueCheck {
   std::map<std::string, std::uint64_t> sizes_;  // of the storages, in bytes
 };
 
-/// "pkg.module": what an import of Python takes, and what a terminal shows as it is.
+/// "pkg.module": accepted by Python's import, and safe on a terminal as it is.
 bool is_module_name(std::string_view name) {
-  bool begins = true;  // a part
+  bool begins = true;  // of a part
   for (const char byte : name) {
     const auto code = static_cast<unsigned char>(byte);
     const bool is_digit = code >= '0' && code <= '9';
@@ -447,7 +446,7 @@ void check_file(const std::string& file, const std::string& where) {
                     ", expected an absolute path outside of /dev, /proc and /sys");
 }
 
-/// Throws FormatError for a registration that names what it may not.
+/// Throws FormatError for a registration with a forbidden name.
 void check_registrations(const Bundle& bundle) {
   if (!bundle.operator_call) return;
   const auto& registrations = bundle.operator_call->registered_by;
@@ -455,7 +454,7 @@ void check_registrations(const Bundle& bundle) {
     const auto& [module, file, source] = registrations[i];
     const auto where = "operator_call.registered_by[" + std::to_string(i) + "]";
     if (!module.empty() && !is_module_name(module)) {
-      throw FormatError(where + ".module: " + in_quotes(module) + " is no name of a module");
+      throw FormatError(where + ".module: " + in_quotes(module) + " is not a module name");
     }
     check_file(file, where + ".file");
     if (module.empty() && file.empty()) {
@@ -474,11 +473,11 @@ void check_kernel(const Bundle& bundle) {
     };
     if (std::ranges::any_of(kKernelVariables, begins)) continue;
     throw FormatError("kernel_call.environment: " + in_quotes(name) +
-                      " is no variable of a library of kernels");
+                      " is not a variable of a kernel library");
   }
 }
 
-/// Calls `require` with the key and the name of every file of the bundle that its calls name.
+/// Calls `require` with the key and name of every file of the bundle that its calls name.
 template <typename Require>
 void for_each_named_file(const Bundle& bundle, Require require) {
   if (const auto& call = bundle.module_call) require("module_call.pickle", call->pickle);
@@ -508,7 +507,7 @@ void check_files(const Bundle& bundle, const BundleContents& contents) {
   });
 }
 
-/// The checksums of the storages, once it is clear that they are those of tensors.safetensors.
+/// The checksums of the storages, after checking that they match tensors.safetensors.
 std::map<std::string, std::uint32_t> storages_from_json(const JsonObject& object,
                                                         const SafetensorsFile& tensors) {
   const auto lines = member_from_json<std::map<std::string, StorageLine>>(object, "storages");
@@ -545,7 +544,7 @@ std::map<std::string, std::uint32_t> files_from_json(const JsonObject& object) {
   return checksums;
 }
 
-/// The file's text: each key of the top level on a line of its own, for grep and diff.
+/// The file's text: each top-level key on its own line, for grep and diff.
 std::string one_key_per_line(const ordered_json& out) {
   std::string text;
   for (const auto& [key, value] : out.items()) {

@@ -18,8 +18,8 @@ namespace {
 
 constexpr const char* kBundles = "bundles";
 
-/// "step12-backward-rank3-decoder.layers.3.q_layernorm": of a long name the end, which tells
-/// modules apart.
+/// "step12-backward-rank3-decoder.layers.3.q_layernorm". A long name keeps its end, which
+/// distinguishes modules.
 std::string folder_name_of(const Bundle& bundle) {
   const Sighting& sighting = bundle.birth.sighting;
   std::string name = "step" + std::to_string(sighting.iteration) + "-" +
@@ -37,11 +37,11 @@ std::string folder_name_of(const Bundle& bundle) {
   return name + "-" + place;
 }
 
-/// A folder that is being filled: private, and gone with all that is in it unless it was renamed.
+/// A folder in progress: private, and removed with its contents unless it was renamed.
 class PartialFolder {
  public:
   explicit PartialFolder(std::filesystem::path path) : path_(std::move(path)) {
-    std::error_code ignored;  // of a process that was killed and had this one's number
+    std::error_code ignored;  // left by a killed process that had the same id
     std::filesystem::remove_all(path_, ignored);
     if (::mkdir(path_.c_str(), 0700) != 0) throw_io_error("cannot create", path_, errno);
   }
@@ -79,7 +79,7 @@ void make_folder(const std::filesystem::path& folder) {
   if (is_new) sync_folder(folder_of(folder));
 }
 
-/// The first of name, name-2, name-3, ... that is free.
+/// The first free one of name, name-2, name-3, ...
 std::string free_folder(const std::filesystem::path& run_dir, const std::string& name,
                         const std::set<std::string>& taken) {
   constexpr int kMostOfOneName = 10'000;
@@ -130,10 +130,11 @@ std::optional<PreparedBundle> BundleStore::prepare(const Bundle& bundle, BundleC
   if (is_too_large || count_ >= budget_.count) {
     dropped_.push_back("the bundle " + name + " (" + std::to_string(bytes) +
                        " bytes) was not written: the budget of " + std::to_string(budget_.bytes) +
-                       " bytes and " + std::to_string(budget_.count) + " bundles per rank has " +
-                       std::to_string(bytes_) + " bytes and " + std::to_string(count_) +
-                       " bundles in it already; one of " + std::to_string(bytes_ + bytes) +
-                       " bytes and " + std::to_string(count_ + 1) + " bundles would keep it");
+                       " bytes and " + std::to_string(budget_.count) +
+                       " bundles per rank already holds " + std::to_string(bytes_) + " bytes and " +
+                       std::to_string(count_) + " bundles; a budget of " +
+                       std::to_string(bytes_ + bytes) + " bytes and " + std::to_string(count_ + 1) +
+                       " bundles would keep it");
     return std::nullopt;
   }
   PreparedBundle prepared;

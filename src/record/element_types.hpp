@@ -1,4 +1,4 @@
-// Torch's element types: their size, and what safetensors calls them.
+// Torch's element types: their sizes and safetensors' names.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 
 namespace nanlocator::inline record_room {
 
-/// Bytes of one element of a Torch dtype ("float32", "complex128", "qint8"); 0 where unknown.
+/// Bytes of one element of a Torch dtype ("float32", "complex128", "qint8"); 0 if unknown.
 [[nodiscard]] std::size_t torch_element_size(std::string_view torch_dtype) noexcept;
 
 }  // namespace nanlocator::inline record_room

@@ -29,10 +29,11 @@ constexpr int kHistoryVersion = 1;
 
 constexpr std::string_view kPrefix = "history_";
 constexpr std::string_view kSuffix = ".jsonl";
-/// What the first line of a history begins with: so it is found without reading the others.
+/// The beginning of a history's first line: finds it without parsing the other lines.
 constexpr std::string_view kHeaderBegins = R"({"record":"history",)";
 
-/// 64 steps of 10 000 parameters take 15 MB, and a run has 16 findings; more than this is none.
+/// 64 steps of 10 000 parameters take 15 MB, and a run has 16 findings; a larger file is not a
+/// history.
 constexpr std::uint64_t kLargestHistoryFile = std::uint64_t{1} << 30;
 
 constexpr float kUnseen = std::numeric_limits<float>::quiet_NaN();
@@ -76,7 +77,7 @@ History history_from_json(const JsonObject& object) {
   (void)member_from_json<Phase>(object, "phase");
   check_iterations(object, history.iterations);
   if (history.iterations.empty()) {
-    throw FormatError(object.where("iterations") + ": empty, expected the finding's at least");
+    throw FormatError(object.where("iterations") + ": empty, expected at least the finding's step");
   }
   return history;
 }
@@ -94,7 +95,7 @@ struct Line {
   std::string_view text;
 };
 
-/// One file: finds the history that is asked for by its header, and reads that one alone.
+/// One file: finds the requested history by its header, and reads only that one.
 class HistoryFile {
  public:
   HistoryFile(std::string source, std::string_view text, std::vector<std::string>& notes)
@@ -121,7 +122,7 @@ class HistoryFile {
       read_parameters(at + 1, *history);
       return history;
     }
-    if (!has_header) note(source_ + ": holds no history that can be read");
+    if (!has_header) note(source_ + ": holds no readable history");
     return std::nullopt;
   }
 
@@ -188,7 +189,7 @@ class HistoryFile {
   LineNotes line_notes_{source_};
 };
 
-/// In the order of their names: that of a directory's entries is not fixed.
+/// Sorted by name, because a directory's entries come in any order.
 std::vector<fs::path> history_files(const fs::path& directory) {
   std::vector<fs::path> files;
   std::error_code error;
@@ -275,10 +276,10 @@ Maxima maxima_before(const History& history, std::string_view name, std::int64_t
   return maxima;
 }
 
-/// A list of steps that were seen has no null.
+/// A list of the steps that were seen contains no null.
 static void check_seen(const JsonObject& object, const std::vector<float>& numbers) {
   if (std::ranges::all_of(numbers, [](float number) { return std::isfinite(number); })) return;
-  throw FormatError(object.where() + ": a summary lists the steps that were seen, without null");
+  throw FormatError(object.where() + ": found null; a summary lists only steps that were seen");
 }
 
 void read_fields(const JsonObject& object, Maxima& maxima) {
@@ -326,10 +327,10 @@ std::vector<History> read_histories(const fs::path& directory, std::int64_t iter
       const auto same = std::ranges::find(histories, history->coordinates.rank,
                                           [](const auto& each) { return each.coordinates.rank; });
       if (same != histories.end()) {
-        notes.push_back(path.string() + ": left out, as rank " +
+        notes.push_back(path.string() + ": skipped, because rank " +
                         std::to_string(history->coordinates.rank) + " has another file");
       } else if (!histories.empty() && is_of_other_run(*history, histories.front())) {
-        notes.push_back(path.string() + ": left out, as it is of another run than " +
+        notes.push_back(path.string() + ": skipped, because it is of another run than " +
                         histories.front().coordinates.describe());
       } else {
         histories.push_back(std::move(*history));

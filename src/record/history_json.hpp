@@ -1,4 +1,4 @@
-// Histories as JSON: docs/formats.md, "History"; their summaries stand in ledgers.
+// Histories as JSON: docs/formats.md, "History"; ledgers contain their summaries.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -11,9 +11,9 @@
 
 namespace nanlocator::inline record_room {
 
-/// As short as a float is printed; NaN becomes null.
+/// As short as a float prints; NaN becomes null.
 [[nodiscard]] nlohmann::ordered_json floats_to_json(std::span<const float> numbers);
-/// Throws FormatError where it is no array of null and numbers that a float holds, 0 or more.
+/// Throws FormatError unless it is an array of null and numbers within a float's range, 0 or more.
 [[nodiscard]] std::vector<float> floats_from_json(const JsonMember& from);
 
 template <class Struct>
@@ -40,7 +40,7 @@ constexpr auto json_fields(const Maxima*) {
   return std::tuple(JsonField("iterations", &Maxima::iterations),
                     FloatsField<Maxima>{"absmax", &Maxima::absmax});
 }
-/// Throws FormatError also for lists that are not of the same length, and for null in them.
+/// Also throws FormatError for lists of different lengths, and for null in them.
 void read_fields(const JsonObject& object, Maxima& maxima);
 
 constexpr auto json_fields(const HistorySummary*) {
@@ -48,7 +48,7 @@ constexpr auto json_fields(const HistorySummary*) {
   return std::tuple(JsonField("iterations", &H::iterations), FloatsField<H>{"absmax", &H::absmax},
                     FloatsField<H>{"norm", &H::norm}, JsonOrNull("parameter", &H::parameter));
 }
-/// Throws FormatError also for lists that are not of the same length, and for null in them.
+/// Also throws FormatError for lists of different lengths, and for null in them.
 void read_fields(const JsonObject& object, HistorySummary& summary);
 
 }  // namespace nanlocator::inline record_room

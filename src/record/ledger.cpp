@@ -126,7 +126,7 @@ using nlohmann::ordered_json;
 
 constexpr int kLedgerVersion = 1;
 
-/// How the header says whether the order of its parameters was observed.
+/// The header's flag for whether the order of its parameters was observed.
 struct BackwardOrderField {
   static constexpr const char* kKey = "backward_order";
   static constexpr std::string_view kObserved = "observed";
@@ -155,8 +155,7 @@ constexpr auto kLedgerFields =
                JsonAdded(JsonField("weights_finite_after", &L::weights_finite_after)),
                JsonAdded(JsonField("framework_skips_update", &L::framework_skips_update)));
 
-/// The lines after the header, in the order in which they are written: what each is called, and
-/// where its values are, a vector or an optional.
+/// The lines after the header, in file order: their names and their members, vectors or optionals.
 constexpr auto kRecords = std::tuple(
     std::pair("parameter", &L::backward_order), std::pair("coverage", &L::coverage),
     std::pair("crossings", &L::crossings), std::pair("microbatch", &L::microbatches),
@@ -174,11 +173,11 @@ Ledger ledger_from_json(const JsonObject& object) {
   require_version(object, kLedgerVersion);
   Ledger ledger;
   read_fields(object, ledger, kLedgerFields);
-  ledger.is_complete = false;  // until its last line is met
+  ledger.is_complete = false;  // until its last line is read
   return ledger;
 }
 
-/// Takes lines one by one and keeps what can be kept.
+/// Takes lines one by one and keeps what it can.
 class LedgerReader {
  public:
   explicit LedgerReader(std::string source) : source_(std::move(source)) {}
@@ -211,7 +210,7 @@ class LedgerReader {
     const std::string record = object.text("record");
     if (record == "ledger") {
       close("line " + std::to_string(number) + " starts another ledger before its last line");
-      is_open_ = false;  // also where this header cannot be read: its lines belong to nobody
+      is_open_ = false;  // even if this header cannot be read: its lines belong to no ledger
       ledgers_.push_back(ledger_from_json(object));
       is_open_ = true;
       begin_ = line_.data();
@@ -221,7 +220,7 @@ class LedgerReader {
       return;
     }
     if (!is_open_) {
-      add_orphan(object.where() + ": skipped, as it belongs to no ledger that could be read");
+      add_orphan(object.where() + ": skipped, because it belongs to no readable ledger");
       return;
     }
     Ledger& ledger = ledgers_.back();
@@ -232,7 +231,7 @@ class LedgerReader {
         ledger.notes.push_back(object.where() + ": the ledger has " + std::to_string(lines_) +
                                " readable lines of " + std::to_string(expected));
       }
-      // A damaged digit makes another number, not a line that cannot be read.
+      // A damaged digit gives another number, not an unreadable line.
       const std::string_view lines(begin_, static_cast<std::size_t>(line_.data() - begin_));
       if (crc32_of(lines) != member_from_json<std::uint32_t>(object, "crc32") && !has_lost_lines_) {
         has_lost_lines_ = true;
@@ -251,7 +250,7 @@ class LedgerReader {
     ++lines_;
   }
 
-  /// False where there is no such record.
+  /// False if there is no such record.
   bool take_record(const std::string& name, const JsonObject& object) {
     bool is_known = false;
     for_each_record([&](const char* known, auto member) {
@@ -283,7 +282,7 @@ class LedgerReader {
     add_note(reason + "; the line is skipped");
   }
 
-  /// A remark about a line that belongs to no ledger: kept by the first one that can be read.
+  /// A note about a line that belongs to no ledger: the first readable ledger keeps it.
   void add_orphan(std::string note) {
     if (orphans_.size() < LineNotes::kMost) orphans_.push_back(std::move(note));
   }
@@ -297,7 +296,7 @@ class LedgerReader {
   }
 
   std::string source_;
-  std::string_view line_;        // the one that is being read
+  std::string_view line_;        // the current line
   const char* begin_ = nullptr;  // of the open ledger; all lines are of one text
   std::vector<Ledger> ledgers_;
   std::vector<std::string> orphans_;
@@ -332,7 +331,7 @@ std::string to_jsonl(const Ledger& ledger) {
     }
   });
   for (const auto& note : ledger.notes) add({{"record", "note"}, {"text", note}});
-  // A ledger that was read from a cut-off text stays recognisable as one.
+  // A ledger that was read from a truncated text is written as truncated again.
   if (ledger.is_complete) {
     text += one_line({{"record", "end"},
                       {"lines", lines},

@@ -1,4 +1,4 @@
-// Remarks about the lines of one file that cannot be read.
+// Notes about unreadable lines of one file.
 #pragma once
 
 #include <cstddef>
@@ -8,8 +8,8 @@
 
 namespace nanlocator::inline record_room {
 
-/// A file of garbage must not fill the memory with remarks about its lines: `add` keeps the first
-/// `kMost`, and then says once that there are more.
+/// Bounds the memory for notes on a file of garbage: `add` keeps the first `kMost`, then says once
+/// that there are more.
 class LineNotes {
  public:
   static constexpr std::size_t kMost = 20;
@@ -19,7 +19,7 @@ class LineNotes {
   void add(std::string note, std::vector<std::string>& to) {
     if (added_ < kMost) to.push_back(std::move(note));
     if (added_ == kMost) {
-      to.push_back(source_ + ": further lines that cannot be read are not listed");
+      to.push_back(source_ + ": further unreadable lines are not listed");
     }
     ++added_;
   }

@@ -1,4 +1,4 @@
-// The members of a VariantOutcome in JSON, of ledgers and of verdicts.
+// The members of a VariantOutcome in the JSON of ledgers and verdicts.
 #pragma once
 
 #include <tuple>

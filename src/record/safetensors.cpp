@@ -23,7 +23,7 @@ namespace nanlocator::inline record_room {
 namespace {
 
 constexpr std::uint64_t kLargestHeader = 100'000'000;  // the Rust implementation's limit
-constexpr std::size_t kSizeBytes = 8;                  // of the header's size, in front of it
+constexpr std::size_t kSizeBytes = 8;                  // of the leading header size
 constexpr const char* kMetadata = "__metadata__";
 constexpr const char* kDtype = "dtype";
 constexpr const char* kShape = "shape";
@@ -35,8 +35,8 @@ struct ElementType {
   std::size_t size;
 };
 
-// torch/_utils_internal and c10/core/ScalarType.h; safetensors/src/tensor.rs. F4 and F6, whose
-// elements are smaller than a byte, are left out: no operator of torch 2.11 computes in them.
+// torch/_utils_internal and c10/core/ScalarType.h; safetensors/src/tensor.rs. Without F4 and F6,
+// whose elements are smaller than a byte: no operator of torch 2.11 computes in them.
 constexpr std::array<ElementType, 25> kElementTypes = {{
     {"float64", "F64", 8},
     {"float32", "F32", 4},
@@ -65,8 +65,8 @@ constexpr std::array<ElementType, 25> kElementTypes = {{
     {"quint8", "", 1},
 }};
 
-/// Bytes of a tensor; empty where the product is beyond 2^63 - 1, zero sizes left aside, so that no
-/// later arithmetic on a part of the shape can overflow.
+/// Bytes of a tensor; empty if the product of the nonzero sizes exceeds 2^63 - 1, so that no later
+/// arithmetic on a part of the shape can overflow.
 std::optional<std::uint64_t> bytes_of_shape(const std::vector<std::int64_t>& shape,
                                             std::size_t element_size) {
   std::int64_t product = static_cast<std::int64_t>(element_size);
@@ -89,7 +89,7 @@ std::uint64_t little_endian_u64(std::span<const std::byte> bytes) {
 
 struct Tensors {
   std::vector<SafetensorsEntry> entries;
-  std::map<std::string, std::size_t, std::less<>> index_of;  // by name, into `entries`
+  std::map<std::string, std::size_t, std::less<>> index_of;  // name to index in `entries`
   std::map<std::string, std::string> metadata;
 };
 
@@ -227,7 +227,7 @@ class FileBytes {
     const Descriptor file(open_regular_file(path));
     struct stat status {};
     if (::fstat(file.get(), &status) != 0) throw_io_error("cannot read", path, errno);
-    if (status.st_size == 0) return;  // mmap refuses it, the reader says why
+    if (status.st_size == 0) return;  // mmap refuses it; the reader reports why
     const auto size = static_cast<std::size_t>(status.st_size);
     void* const address = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file.get(), 0);
     if (address == MAP_FAILED) throw_io_error("cannot map", path, errno);
@@ -243,8 +243,8 @@ void check_entries(std::span<const SafetensorsEntry> entries, const std::filesys
   for (const auto& entry : entries) {
     const std::string what = path.string() + ": tensor " + in_quotes(entry.name);
     if (!is_utf8(entry.name)) throw UsageError(what + ": the name is not UTF-8");
-    if (entry.name == kMetadata) throw UsageError(what + ": the name is the format's own");
-    if (!names.insert(entry.name).second) throw UsageError(what + ": the name is there twice");
+    if (entry.name == kMetadata) throw UsageError(what + ": the name is reserved by the format");
+    if (!names.insert(entry.name).second) throw UsageError(what + ": the name occurs twice");
     const std::size_t element_size = safetensors_element_size(entry.dtype);
     if (element_size == 0) {
       throw UsageError(what + ": the format has no dtype " + in_quotes(entry.dtype) +
@@ -259,9 +259,9 @@ void check_entries(std::span<const SafetensorsEntry> entries, const std::filesys
   }
 }
 
-/// The order of the data: what has the most factors of two in its size first. Then each tensor
-/// begins at a multiple of its element size, which readers of a mapped file rely on, and the format
-/// allows no padding.
+/// The order of the data: sizes with the most factors of two first. Then each tensor begins at a
+/// multiple of its element size, as readers of a mapped file expect, and the format allows no
+/// padding.
 std::vector<const SafetensorsEntry*> aligned_order(std::span<const SafetensorsEntry> entries) {
   std::vector<const SafetensorsEntry*> order;
   for (const auto& entry : entries) order.push_back(&entry);

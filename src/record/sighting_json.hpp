@@ -19,11 +19,11 @@ constexpr auto json_fields(const TensorStats*) {
       JsonField("absmax", &S::absmax), JsonField("sum_of_squares", &S::sum_of_squares),
       JsonField("fingerprint", &S::fingerprint));
 }
-/// Throws FormatError also where the counts exceed the elements.
+/// Also throws FormatError if the counts exceed the elements.
 void read_fields(const JsonObject& object, TensorStats& stats);
 
 [[nodiscard]] nlohmann::ordered_json value_to_json(const TensorRole& role);
-/// Throws FormatError where it is no text.
+/// Throws FormatError if it is not text.
 void read_value(const JsonMember& from, JsonRange range, TensorRole& role);
 
 constexpr auto json_fields(const Crossing*) {

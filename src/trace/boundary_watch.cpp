@@ -196,7 +196,7 @@ struct BoundaryWatch::Impl {
   void keep_result(const CrossingRecord& crossing, std::span<const at::Tensor> received) {
     if (!question || !is_asked[crossing.lane.group] || results.size() == kMostResults) return;
     const auto kind = collective_kind_of(*crossing.op);
-    if (!kind || !gives_all_the_same(*kind)) return;
+    if (!kind || !gives_all_members_the_same(*kind)) return;
     const auto number = crossing.place.microbatch.microbatch;
     if (question->microbatch && number && number != question->microbatch) return;
     const Group& group = groups[crossing.lane.group];
@@ -224,8 +224,8 @@ struct BoundaryWatch::Impl {
     count.finish(record.sequence);
     if (record.was_scanned) return;
     count.not_scanned.push_back(static_cast<int>(record.sequence));
-    count.is_unseen_by_member |=
-        !gives_all_the_same(collective_kind_of(*record.op).value_or(CollectiveKind::exchange));
+    count.is_unseen_by_member |= !gives_all_members_the_same(
+        collective_kind_of(*record.op).value_or(CollectiveKind::exchange));
   }
 
   [[nodiscard]] CrossingRecord& record_of(CrossingId crossing) {

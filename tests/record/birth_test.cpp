@@ -18,7 +18,7 @@ using ::testing::HasSubstr;
 using testing::message_of;
 using testing::planted_birth;
 
-TEST(Birth, EveryKindHasANameOfItsOwnThatReadsBack) {
+TEST(Birth, EveryKindHasAnOwnNameThatReadsBack) {
   std::set<std::string_view> names;
   for (int kind = 0; kind <= static_cast<int>(BirthKind::collective); ++kind) {
     const auto name = name_of(static_cast<BirthKind>(kind));
@@ -30,7 +30,7 @@ TEST(Birth, EveryKindHasANameOfItsOwnThatReadsBack) {
   EXPECT_EQ(value_named<BirthKind>("unknown"), std::nullopt);
 }
 
-TEST(Birth, EveryConclusionHasANameOfItsOwnThatReadsBack) {
+TEST(Birth, EveryConclusionHasAnOwnNameThatReadsBack) {
   std::set<std::string_view> names;
   for (int value = 0; value <= static_cast<int>(ReplayConclusion::not_replayed); ++value) {
     const auto name = name_of(static_cast<ReplayConclusion>(value));
@@ -102,7 +102,7 @@ TEST(Birth, IsReadBackAsItWasWritten) {
   EXPECT_EQ(read_back({}), Birth{});
 }
 
-TEST(Birth, EveryKindOfWhatItReachedHasANameOfItsOwnThatReadsBack) {
+TEST(Birth, EveryReachedKindHasAnOwnNameThatReadsBack) {
   for (int kind = 0; kind <= static_cast<int>(ReachedKind::module); ++kind) {
     const auto name = name_of(static_cast<ReachedKind>(kind));
     EXPECT_EQ(value_named<ReachedKind>(name), static_cast<ReachedKind>(kind)) << name;
@@ -114,7 +114,7 @@ TEST(Birth, EveryKindOfWhatItReachedHasANameOfItsOwnThatReadsBack) {
   EXPECT_EQ(value_named<ReachedKind>("unknown"), std::nullopt);
 }
 
-TEST(Birth, OfTheTimeBeforeOperandsIsStillRead) {
+TEST(Birth, WrittenBeforeOperandsExistedIsStillRead) {
   auto json = parse_json(fields_to_json(planted_birth()).dump(), "x.json");
   for (const char* key :
        {"is_custom_operator", "custom_function", "literal_operator", "code", "framework_code",

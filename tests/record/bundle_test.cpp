@@ -72,7 +72,7 @@ TEST_F(BundleFolder, IsReadBackAsItWasWritten) {
   }
 }
 
-TEST_F(BundleFolder, IsReadBackWhereNothingButTheBirthIsKnown) {
+TEST_F(BundleFolder, IsReadBackIfOnlyTheBirthIsKnown) {
   planted_.bundle = {};
   planted_.contents = {};
   const OpenBundle open(write());
@@ -101,13 +101,13 @@ TEST_F(BundleFolder, OfAKernelsCallIsReadBack) {
               HasSubstr("kernel_call.arguments[0]: the view does not fit"));
 }
 
-// Relative, or another file in each process that reads them.
+// Relative, or a different file in each process that reads them.
 constexpr const char* kForeignFiles[] = {
     "ops.py",           "../ops.py",         "/home/../ops.py", "/home/ops\n.py",
     "/proc/self/cwd/x", "//proc/self/cwd/x", "/./proc/1/cwd/x", "/proc",
     "/dev/fd/3",        "/dev/shm/ops.py",   "/sys/ops.py",     "/dev//shm/ops.py"};
 
-TEST_F(BundleFolder, OfAKernelNamesNoVariableAndNoFileThatOthersChoose) {
+TEST_F(BundleFolder, OfAKernelNamesOnlyAllowedVariablesAndPlainPaths) {
   planted_.bundle.operator_call.reset();
   planted_.bundle.kernel_call = planted_kernel_call();
   planted_.bundle.kernel_call->environment = {{"NVTE_FLASH_ATTN", "1"},
@@ -125,14 +125,14 @@ TEST_F(BundleFolder, OfAKernelNamesNoVariableAndNoFileThatOthersChoose) {
        {"LD_PRELOAD", "PATH", "PYTHONPATH", "triton_interpret", "", "XTRITON_"}) {
     EXPECT_THAT(refusal("environment", {{name, "1"}}),
                 HasSubstr("kernel_call.environment: \"" + std::string(name) +
-                          "\" is no variable of a library of kernels"));
+                          "\" is not a variable of a kernel library"));
   }
   for (const char* file : kForeignFiles) {
     EXPECT_THAT(refusal("file", file), HasSubstr("kernel_call.file: "));
   }
 }
 
-TEST_F(BundleFolder, OfACustomOperatorSaysWhatRegisteredIt) {
+TEST_F(BundleFolder, OfACustomOperatorNamesWhatRegisteredIt) {
   planted_.bundle.operator_call->registered_by = {
       {.module = "", .file = "/home/me/libops.so", .source = ""},
       {.module = "my.ops", .file = "/home/me/my/ops.py", .source = "module.pickle"},
@@ -147,12 +147,12 @@ TEST_F(BundleFolder, OfACustomOperatorSaysWhatRegisteredIt) {
     return message_of<FormatError>([&] { OpenBundle{path}; });
   };
   for (const char* name : {"os;x", "a..b", ".a", "a.", "1a", "a b", "a/b", "__import__('os')"}) {
-    EXPECT_THAT(refusal("module", name),
-                HasSubstr("registered_by[1].module: \"" + std::string(name) + "\" is no name"));
+    EXPECT_THAT(refusal("module", name), HasSubstr("registered_by[1].module: \"" +
+                                                   std::string(name) + "\" is not a module name"));
   }
   // C1 control characters, which terminals obey, and one that reorders the line.
   for (const char* name : {"a\u009b31m", "a\u0080", "\u009f", "a\u202eb"}) {
-    EXPECT_THAT(refusal("module", name), HasSubstr("is no name"));
+    EXPECT_THAT(refusal("module", name), HasSubstr("is not a module name"));
   }
   for (const char* file : kForeignFiles) {
     EXPECT_THAT(refusal("file", file), HasSubstr("registered_by[1].file"));
@@ -171,7 +171,7 @@ TEST_F(BundleFolder, OfACustomOperatorSaysWhatRegisteredIt) {
               HasSubstr("registered_by[2]: neither a module nor a file"));
 }
 
-TEST_F(BundleFolder, OfTheTimeBeforeKernelsIsStillRead) {
+TEST_F(BundleFolder, WrittenBeforeKernelsExistedIsStillRead) {
   const auto path = write();
   auto json = nlohmann::json::parse(bytes_of(path / "bundle.json"));
   ASSERT_EQ(json.erase("kernel_call"), 1U);
@@ -219,16 +219,16 @@ TEST_F(BundleFolder, NamesAreSafeOnEveryFileSystemAndNotTooLong) {
   EXPECT_EQ(write().filename(), "step12-backward-rank3-" + std::string(76, 'm') + ".end");
 }
 
-TEST_F(BundleFolder, ASecondOfTheSameNameIsCounted) {
+TEST_F(BundleFolder, ASecondOneOfTheSameNameGetsANumber) {
   const std::string name = "step12-backward-rank3-decoder.layers.3.q_layernorm";
   EXPECT_EQ(write().filename(), name);
   EXPECT_EQ(write().filename(), name + "-2");
-  std::filesystem::create_directory(folder_ / ("bundles/" + name + "-3"));  // whoever made it
+  std::filesystem::create_directory(folder_ / ("bundles/" + name + "-3"));  // made by someone else
   EXPECT_EQ(write().filename(), name + "-4");
   EXPECT_THAT(OpenBundle(folder_ / ("bundles/" + name)).verify(), IsEmpty());
 }
 
-TEST_F(BundleFolder, AFullDiskLeavesNoHalfFolder) {
+TEST_F(BundleFolder, AFullDiskLeavesNoPartialFolder) {
   const std::vector<float> large(20'000, 1.0F);
   planted_.contents.storages.push_back({"large", "F32", {20'000}, std::as_bytes(std::span(large))});
   BundleStore store(folder_.path(), {});
@@ -239,12 +239,12 @@ TEST_F(BundleFolder, AFullDiskLeavesNoHalfFolder) {
               AllOf(HasSubstr("tensors.safetensors"), HasSubstr("File too large")));
   EXPECT_THAT(names_in(folder_ / "bundles"), IsEmpty());
   EXPECT_EQ(store.bytes_written(), 0U);
-  // Room again: the next one is written as if nothing had happened.
+  // Room again: the next one is written as usual.
   EXPECT_EQ(store.write(planted_.bundle, planted_.contents),
             "bundles/step12-backward-rank3-decoder.layers.3.q_layernorm");
 }
 
-TEST_F(BundleFolder, AFullDiskAtALaterFileLeavesNoHalfFolderEither) {
+TEST_F(BundleFolder, AFullDiskAtALaterFileLeavesNoPartialFolder) {
   planted_.contents.files = {{"module.pickle", std::string(100'000, 'p')}};
   BundleStore store(folder_.path(), {});
   EXPECT_THAT(message_of<IoError>([&] {
@@ -262,7 +262,7 @@ TEST_F(BundleFolder, ARunFolderThatCannotBeMadeIsAnIoError) {
               HasSubstr("file/run/bundles"));
 }
 
-TEST_F(BundleFolder, WhatAKilledProcessLeftIsInNobodysWay) {
+TEST_F(BundleFolder, RemainsOfAKilledProcessDoNoHarm) {
   const auto stale = folder_ / ("bundles/.partial-step12-backward-rank3-decoder.layers.3."
                                 "q_layernorm-" +
                                 std::to_string(::getpid()));
@@ -306,7 +306,7 @@ TEST_F(BundleFolder, ABundleLargerThanTheBudgetIsDroppedAndASmallerOneIsStillWri
 
 // ---- contents that do not belong to the bundle ----
 
-TEST_F(BundleFolder, RefusesToWriteWhatCouldNotBeOpened) {
+TEST_F(BundleFolder, RefusesToWriteABundleThatCouldNotBeOpened) {
   BundleStore store(folder_.path(), {});
   const auto refusal = [&](const std::function<void(PlantedBundle&)>& spoil) {
     PlantedBundle spoilt;
@@ -346,7 +346,7 @@ TEST_F(BundleFolder, ValuesAsDeepAsAllowedCanBeRead) {
   EXPECT_EQ(OpenBundle(write()).bundle(), planted_.bundle);
 }
 
-// ---- what verify notices ----
+// ---- damage that verify detects ----
 
 class BundleVerify : public BundleFolder {
  protected:
@@ -411,7 +411,7 @@ class HostileBundle : public BundleFolder {
  protected:
   HostileBundle() : path_(write()), json_(nlohmann::json::parse(bytes_of(path_ / "bundle.json"))) {}
 
-  /// The error of the bundle whose bundle.json is changed by `change`.
+  /// The error for a bundle whose bundle.json was changed by `change`.
   std::string refusal(const std::function<void(nlohmann::json&)>& change) {
     auto json = json_;
     change(json);
@@ -523,7 +523,7 @@ TEST_F(HostileBundle, ListsNestedTooDeeplyAreRefused) {
 }
 
 TEST_F(HostileBundle, EveryMissingKeyIsNamed) {
-  // What earlier versions do not have.
+  // Keys that earlier versions lack.
   const std::set<std::string> added = {"allocated_at",  "group",   "kernel_call",
                                        "kernel_replay", "members", "registered_by"};
   for (const auto& [key, value] : json_.items()) {

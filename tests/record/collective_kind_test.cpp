@@ -9,7 +9,7 @@ namespace {
 
 using Kind = CollectiveKind;
 
-TEST(CollectiveKind, OfEachFamilyOfOperators) {
+TEST(CollectiveKind, IsKnownForEachFamilyOfOperators) {
   const std::pair<const char*, Kind> known[] = {
       {"c10d::allreduce_", Kind::all_reduce},
       {"_c10d_functional_autograd::all_reduce", Kind::all_reduce},
@@ -29,15 +29,18 @@ TEST(CollectiveKind, OfEachFamilyOfOperators) {
   for (const auto& [op, kind] : known) EXPECT_EQ(collective_kind_of(op), kind) << op;
 }
 
-TEST(CollectiveKind, OnlyWhatAddsUpMayOverflowAndOnlyTheRootsMemoryIsRead) {
-  EXPECT_TRUE(adds_up(Kind::all_reduce) && adds_up(Kind::reduce_scatter) && adds_up(Kind::reduce));
-  EXPECT_FALSE(adds_up(Kind::all_gather) || adds_up(Kind::scatter) || adds_up(Kind::exchange));
+TEST(CollectiveKind, OnlyReductionsMayOverflowAndOnlyTheRootsMemoryIsRead) {
+  EXPECT_TRUE(is_reduction(Kind::all_reduce) && is_reduction(Kind::reduce_scatter) &&
+              is_reduction(Kind::reduce));
+  EXPECT_FALSE(is_reduction(Kind::all_gather) || is_reduction(Kind::scatter) ||
+               is_reduction(Kind::exchange));
   EXPECT_TRUE(is_from_root(Kind::broadcast) && is_from_root(Kind::scatter));
   EXPECT_FALSE(is_from_root(Kind::reduce) || is_from_root(Kind::send));
-  EXPECT_FALSE(gives_all_the_same(Kind::reduce_scatter) || gives_all_the_same(Kind::reduce));
+  EXPECT_FALSE(gives_all_members_the_same(Kind::reduce_scatter) ||
+               gives_all_members_the_same(Kind::reduce));
 }
 
-TEST(CollectiveKind, OfAnythingElseIsNone) {
+TEST(CollectiveKind, IsEmptyForAnythingElse) {
   for (const auto* op : {"aten::scatter_reduce", "", "mylib::allreduce"}) {
     EXPECT_EQ(collective_kind_of(op), std::nullopt) << op;
   }

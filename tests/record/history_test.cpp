@@ -99,7 +99,7 @@ TEST_F(HistoryFiles, AreReadAsTheyWereWrittenToTheLastBit) {
   EXPECT_THAT(notes_, IsEmpty());
 }
 
-TEST_F(HistoryFiles, GiveTheLatestOfEachRankOrThatOfAStep) {
+TEST_F(HistoryFiles, GiveEachRanksLatestHistoryOrThatOfAStep) {
   append_history(folder_.path(), example(2, {10, 11, 12}));
   append_history(folder_.path(), example(2, {11, 12, 13}));
   append_history(folder_.path(), example(1, {10, 11, 12}));
@@ -116,7 +116,7 @@ TEST_F(HistoryFiles, GiveTheLatestOfEachRankOrThatOfAStep) {
   EXPECT_THAT(notes_, IsEmpty());
 }
 
-TEST_F(HistoryFiles, OfAStepThatWasToldTwiceGiveTheLaterOne) {
+TEST_F(HistoryFiles, GiveTheLaterHistoryOfAStepWrittenTwice) {
   auto history = example();
   append_history(folder_.path(), history);
   history.parameters[0].name = "later";
@@ -125,7 +125,7 @@ TEST_F(HistoryFiles, OfAStepThatWasToldTwiceGiveTheLaterOne) {
   EXPECT_EQ(read(1284)[0].parameters[0].name, "later");
 }
 
-TEST_F(HistoryFiles, OnesThatWereCutOffKeepTheirWholeLinesWithANote) {
+TEST_F(HistoryFiles, KeepTheWholeLinesOfATruncatedHistoryWithANote) {
   const auto text = to_jsonl(example());
   for (std::size_t bytes = 0; bytes < text.size(); ++bytes) {
     folder_.plant("history_tp0pp0dp0.jsonl", text.substr(0, bytes));
@@ -142,7 +142,7 @@ TEST_F(HistoryFiles, OnesThatWereCutOffKeepTheirWholeLinesWithANote) {
   EXPECT_THAT(notes_, IsEmpty());
 }
 
-TEST_F(HistoryFiles, AnAppendedOneBeginsALineOfItsOwnAfterACut) {
+TEST_F(HistoryFiles, AppendOnANewLineAfterACut) {
   folder_.plant("history_tp0pp0dp0.jsonl", to_jsonl(example()).substr(0, 300));
   append_history(folder_.path(), example(0, {1285, 1286, 1287}));
   ASSERT_THAT(read(), SizeIs(1));
@@ -199,7 +199,7 @@ TEST_F(HistoryFiles, HeadersThatCannotBeTrueAreSkippedAndNamed) {
   plant_with("[1282,1283,1284]", many + "]");
 }
 
-TEST_F(HistoryFiles, AFileOfGarbageFillsNoMemoryWithNotes) {
+TEST_F(HistoryFiles, LimitTheNotesOnAFileOfGarbage) {
   std::string text = to_jsonl(example()).substr(0, to_jsonl(example()).find('\n') + 1);
   for (int line = 0; line < 1000; ++line) text += "garbage\n";
   folder_.plant("history_tp0pp0dp0.jsonl", text);
@@ -207,7 +207,7 @@ TEST_F(HistoryFiles, AFileOfGarbageFillsNoMemoryWithNotes) {
   EXPECT_THAT(notes_, SizeIs(21));
 }
 
-TEST_F(HistoryFiles, OfAnotherRunAreLeftOut) {
+TEST_F(HistoryFiles, OfAnotherRunAreSkipped) {
   append_history(folder_.path(), example(0));
   auto other = example(1);
   other.run_id = "run-2";
@@ -216,7 +216,7 @@ TEST_F(HistoryFiles, OfAnotherRunAreLeftOut) {
   EXPECT_THAT(notes_, ElementsAre(HasSubstr("of another run")));
 }
 
-TEST_F(HistoryFiles, AFolderThatIsNotThereIsAnErrorAndAnEmptyOneIsNot) {
+TEST_F(HistoryFiles, AMissingFolderIsAnErrorAndAnEmptyOneIsNot) {
   EXPECT_THAT(read(), IsEmpty());
   EXPECT_THAT(notes_, IsEmpty());
   EXPECT_THROW((void)read_histories(folder_ / "nowhere", -1, notes_), IoError);
@@ -227,7 +227,7 @@ TEST_F(HistoryFiles, AFolderThatIsNotThereIsAnErrorAndAnEmptyOneIsNot) {
 
 // ---- the summary in the ledger ----
 
-TEST(HistorySummary, TakesAllParametersTogetherAndLeavesUnseenStepsOut) {
+TEST(HistorySummary, CombinesAllParametersAndOmitsUnseenSteps) {
   History history;
   history.iterations = {5, 6, 7};
   history.parameters = {
@@ -252,7 +252,7 @@ TEST(HistorySummary, StaysWithinAFloat) {
   EXPECT_THAT(summary_of(history).norm, ElementsAre(kLargest));
 }
 
-TEST(MaximaBefore, AreTheLatestFiveStepsThatWereSeenWithoutTheFindings) {
+TEST(MaximaBefore, CoverTheLastFiveStepsSeenBeforeTheFinding) {
   History history;
   history.iterations = {3, 4, 5, 6, 7, 8, 9, 10};
   history.parameters = {{.id = 0, .name = "a", .norm = {}, .absmax = {}, .nonfinite = {}},

@@ -171,7 +171,7 @@ TEST(Ledger, SeveralLedgersFollowOneAnother) {
   EXPECT_THAT(ledgers, ElementsAre(example_ledger(), second));
 }
 
-TEST(Ledger, CutOffAtEveryByteIsNeverTakenForComplete) {
+TEST(Ledger, TruncatedAtAnyByteIsNeverTakenForComplete) {
   const std::string text = to_jsonl(example_ledger());
   const std::size_t header = text.find('\n');
   for (std::size_t length = 0; length < text.size() - 1; ++length) {
@@ -193,7 +193,7 @@ TEST(Ledger, ALineThatCannotBeReadIsSkippedNamedAndMakesTheLedgerIncomplete) {
       "{\"record\":\"sighting\"}",
       "{\"record\":\"sighting\",\"iteration\":1e999}",
       "{\"record\":\"coverage\",\"phase\":\"grad_local\",\"parameters\":[2,1]}",
-      "{\"record\":\"coverage\",\"phase\":\"grad_local\",\"parameters\":[]}",  // stands twice
+      "{\"record\":\"coverage\",\"phase\":\"grad_local\",\"parameters\":[]}",  // occurs twice
       "{\"record\":\"coverage\",\"phase\":\"nowhere\",\"parameters\":[]}",
       "{\"record\":\"coverage\",\"phase\":7,\"parameters\":[]}",
       "{\"record\":\"parameter\",\"id\":99999999999999999999999}",
@@ -221,7 +221,7 @@ TEST(Ledger, ALineThatCannotBeReadIsSkippedNamedAndMakesTheLedgerIncomplete) {
   }
 }
 
-TEST(Ledger, ALostLineIsNoticedByTheCount) {
+TEST(Ledger, TheCountRevealsALostLine) {
   auto lines = lines_of(to_jsonl(example_ledger()));
   lines.erase(lines.begin() + 5);  // a sighting
   const auto ledgers = ledgers_from_jsonl(join(lines), "x");
@@ -399,7 +399,7 @@ TEST_F(LedgerFile, AMissingFolderAndAFullDiskAreIoErrorsThatNameThePath) {
   EXPECT_THROW(append_ledger(directory_, example_ledger()), IoError);
 }
 
-/// A number that a step may well produce, or one at the edge of its type.
+/// Numbers that a step may well produce, or at the limits of their type.
 class EdgeNumbers {
  public:
   explicit EdgeNumbers(unsigned seed) : random_(seed) {}
@@ -422,7 +422,7 @@ class EdgeNumbers {
                                        std::numeric_limits<std::int64_t>::max()};
     return kEdges[random_() % std::size(kEdges)];
   }
-  /// Also what an Inf becomes as an integer.
+  /// Includes the integer that an Inf is converted to.
   std::int64_t anything() {
     constexpr std::int64_t kEdges[] = {0,
                                        -1,

@@ -12,7 +12,7 @@
 
 namespace nanlocator::testing {
 
-/// The bytes of the storages below; lives as long as the contents are used.
+/// The bytes of the storages below; must outlive the use of the contents.
 struct PlantedBundle {
   std::vector<float> self{1, 2, std::numeric_limits<float>::infinity(), 4, 5, 6, 7, 8};
   std::vector<std::uint8_t> generator{1, 2, 3, 4, 5};
@@ -162,7 +162,7 @@ inline BundleModuleCall planted_module_call() {
   call.class_name = "torch.nn.modules.normalization.LayerNorm";
   call.is_training = false;
   call.arguments = {items_value(Kind::tuple, {tensor, value_of_kind(Kind::none)})};
-  // Order matters, and a name may not be text that JSON would accept as a unique key.
+  // Order matters, and a name may be text that JSON would not accept as a unique key.
   call.keywords = {
       {"mask", tensor},
       {"cache", items_value(Kind::dictionary, {tensor, integer_value(3)}, {"z", "a"})}};
@@ -176,7 +176,7 @@ inline BundleModuleCall planted_module_call() {
   return call;
 }
 
-/// Not in the planted bundle: one bundle holds the call of an operator or of a kernel.
+/// Not in the planted bundle: a bundle holds the call of an operator or of a kernel.
 inline BundleKernelCall planted_kernel_call() {
   const BundleValue tensor = tensor_value(planted_tensor("output.0", {4}, {1}));
   BundleKernelCall call;

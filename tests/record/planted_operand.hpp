@@ -1,4 +1,4 @@
-// An operand of which nothing is known but its element at the first bad one.
+// An operand of which only the element at the first bad one is known.
 #pragma once
 
 #include <string>

@@ -26,7 +26,7 @@ using ::testing::Pair;
 using testing::run_program;
 using testing::TemporaryFolder;
 
-/// A tensor written down by hand: its bytes in hexadecimal.
+/// A tensor written by hand: its bytes in hexadecimal.
 struct PlantedTensor {
   std::string name;
   std::string torch_dtype;
@@ -72,7 +72,7 @@ const std::vector<PlantedTensor>& planted_tensors() {
 }
 
 struct WritableTensors {
-  std::vector<std::string> bytes;  // what the entries view
+  std::vector<std::string> bytes;  // the memory that the entries view
   std::vector<SafetensorsEntry> entries;
 };
 
@@ -101,7 +101,7 @@ void expect_planted_tensors(const SafetensorsFile& file) {
   }
 }
 
-/// A file as the specification lays it out, from parts that may be wrong.
+/// A file laid out as in the specification, from parts that may be wrong.
 std::string file_of(const std::string& header, const std::string& data,
                     std::optional<std::uint64_t> stated_size = {}) {
   const std::uint64_t size = stated_size.value_or(header.size());
@@ -118,7 +118,7 @@ std::string refusal_of(const std::string& bytes) {
   return message_of<FormatError>([&] { (void)read_text(bytes); });
 }
 
-// ---- what is written is read ----
+// ---- written files are read back ----
 
 TEST(Safetensors, WritesAndReadsEveryDtype) {
   const TemporaryFolder folder;
@@ -146,7 +146,7 @@ TEST(Safetensors, AFileWithoutTensorsIsAFile) {
   EXPECT_THAT(SafetensorsFile(folder / "x").entries(), IsEmpty());
 }
 
-TEST(Safetensors, IsPrivateUnlessToldOtherwiseAndReplacesNothing) {
+TEST(Safetensors, IsPrivateByDefaultAndReplacesNothing) {
   const TemporaryFolder folder;
   const auto tensors = writable(planted_tensors());
   write_safetensors(folder / "x", tensors.entries);
@@ -171,7 +171,7 @@ TEST(Safetensors, AFullDiskLeavesNoFile) {
   EXPECT_THAT(folder.names(), IsEmpty());
 }
 
-TEST(Safetensors, RefusesToWriteWhatAReaderWouldRefuse) {
+TEST(Safetensors, RefusesToWriteAFileThatAReaderWouldRefuse) {
   const TemporaryFolder folder;
   const std::string four = "1234";
   const auto bytes = std::as_bytes(std::span(four));
@@ -183,7 +183,7 @@ TEST(Safetensors, RefusesToWriteWhatAReaderWouldRefuse) {
   EXPECT_THAT(refusal({{"a", "F32", {std::int64_t{1} << 62, 4}, bytes}}), HasSubstr("2^63"));
   EXPECT_THAT(refusal({{"a", "Q8", {4}, bytes}}), HasSubstr("no dtype \"Q8\""));
   EXPECT_THAT(refusal({{"a", "U8", {4}, bytes}, {"a", "U8", {4}, bytes}}), HasSubstr("twice"));
-  EXPECT_THAT(refusal({{"__metadata__", "U8", {4}, bytes}}), HasSubstr("the format's own"));
+  EXPECT_THAT(refusal({{"__metadata__", "U8", {4}, bytes}}), HasSubstr("reserved by the format"));
   EXPECT_THAT(refusal({{"\xff", "U8", {4}, bytes}}), HasSubstr("not UTF-8"));
   EXPECT_THAT(folder.names(), IsEmpty());
 }
@@ -360,7 +360,7 @@ TEST(SafetensorsReader, RefusesMetadataThatIsNotText) {
               HasSubstr("x.safetensors: __metadata__: found an array"));
 }
 
-TEST(SafetensorsReader, NamesWhatIsMissing) {
+TEST(SafetensorsReader, NamesTheMissingKeyOrTensor) {
   EXPECT_THAT(refusal_of(file_of(R"({"a":{"dtype":"U8","shape":[1]}})", "x")),
               HasSubstr("x.safetensors: \"a\".data_offsets: the key is missing"));
   EXPECT_THAT(message_of<FormatError>([] { (void)read_text(file_of("{}", "")).at("a"); }),
@@ -408,7 +408,7 @@ TEST(SafetensorsReader, RandomDamageNeverDoesMoreThanAFormatError) {
       ++refused;
     }
   }
-  EXPECT_GT(refused, 2000);  // what is left changed a name or an element only
+  EXPECT_GT(refused, 2000);  // the others changed only a name or an element
 }
 
 TEST(SafetensorsReader, ACopiedFileMayBeTruncatedAfterItWasOpened) {
@@ -425,7 +425,7 @@ TEST(SafetensorsReader, ACopiedFileMayBeTruncatedAfterItWasOpened) {
               HasSubstr("cut off"));
 }
 
-TEST(SafetensorsReader, FilesThatAreNoRegularFilesAreIoErrors) {
+TEST(SafetensorsReader, FilesThatAreNotRegularAreIoErrors) {
   const TemporaryFolder folder;
   EXPECT_THROW((void)SafetensorsFile(folder / "missing"), IoError);
   EXPECT_THROW((void)SafetensorsFile(folder.path()), IoError);

@@ -1,5 +1,5 @@
 // A bundle: a folder from which a guilty operator or kernel call, and the module call around it,
-// can be executed again, by this project's replay or by anybody with Python's safetensors.
+// can be executed again, by this project's replay or by anyone with Python's safetensors.
 //
 //     bundles/step12-backward-rank3-decoder.layers.3.q_layernorm/
 //         bundle.json            what was called, with which arguments, where, in which settings
@@ -25,15 +25,16 @@
 
 namespace nanlocator::inline record_room {
 
-/// A tensor as it lay in memory: a strided view of one stored range.
+/// A tensor with its memory layout: a strided view of one stored range.
 struct BundleTensor {
   std::string storage;  // an entry of tensors.safetensors
   std::string dtype;    // Torch's spelling: "float32", "int64", "bool", "complex64"
   std::vector<std::int64_t> sizes;
   std::vector<std::int64_t> strides;  // in elements of `dtype`
-  std::int64_t offset = 0;  // of the first element, in elements of `dtype` from the range's start
-  std::string device;       // where it was: "cpu", "cuda:3"
-  bool is_wrapped_number = false;  // a Python number: does not take part in type promotion
+  std::int64_t offset =
+      0;               // index of the first element, in elements of `dtype` from the range's start
+  std::string device;  // original device: "cpu", "cuda:3"
+  bool is_wrapped_number = false;  // a Python number: takes no part in type promotion
   bool is_conjugate = false;       // lazily conjugated (complex)
   bool is_negative = false;        // lazily negated
   bool requires_grad = false;
@@ -46,19 +47,19 @@ enum class BundleValueKind : std::uint8_t {
   tensor,
   boolean,
   integer,
-  real,     // kept as the 16 hex digits of its bits, so that NaN payloads and -0 survive
+  real,     // stored as the 16 hex digits of its bits, so that NaN payloads and -0 survive
   complex,  // `real` and `imaginary`
   text,
   device,
-  generator,  // a Generator argument: its state is in the call's generator_states
+  generator,  // a Generator argument; its state is in the call's generator_states
   list,       // also tuples of an operator's schema
   tuple,
   dictionary,   // keys in `names`
   object,       // a dataclass or ModelOutput: class in `text`, fields as a dictionary
-  unsupported,  // `text` says what it was; the call cannot be replayed
+  unsupported,  // `text` describes it; the call cannot be replayed
 };
 
-/// A value of an argument list: a tree.
+/// A value in an argument list: a tree.
 struct BundleValue {
   BundleValueKind kind = BundleValueKind::none;
   BundleTensor tensor;
@@ -69,35 +70,37 @@ struct BundleValue {
   std::string text;
   std::vector<std::string> names;
   std::vector<BundleValue> items;
-  friend bool operator==(const BundleValue&, const BundleValue&);  // reals by their bits
+  friend bool operator==(const BundleValue&, const BundleValue&);  // compares reals by their bits
 };
 
-/// What registered a custom operator in the run's process. Importing or loading it runs its code;
-/// reading a bundle does neither.
+/// The module or library that registered a custom operator in the run's process. Importing or
+/// loading it runs its code; reading a bundle does neither.
 struct BundleRegistration {
-  /// "my_ops"; "__main__": the program that was run; of a shared library that is no module of
-  /// Python the package that it lies in, or "".
+  /// "my_ops". "__main__": the program itself. For a shared library that is not a Python module,
+  /// its package, or "".
   std::string module;
-  std::string file;    // the module's or the library's, there; absolute, or "" where there is none
-  std::string source;  // file in the bundle that registers the operator by itself; "" without one
+  std::string
+      file;  // the module's or library's file on the original machine; absolute, or "" without one
+  std::string source;  // file in the bundle that registers the operator on its own; "" without one
   friend bool operator==(const BundleRegistration&, const BundleRegistration&) = default;
 };
 
 /// An operator call as the dispatcher saw it.
 struct BundleOperatorCall {
-  std::string op;                      // "aten::div.Tensor": name, '.', overload where there is one
-  std::string schema;                  // as the dispatcher prints it, to notice another version
+  std::string op;                      // "aten::div.Tensor": name, '.', overload if there is one
+  std::string schema;                  // as the dispatcher prints it, to detect another version
   std::vector<BundleValue> arguments;  // in the schema's order, values before the call
   std::vector<BundleValue> outputs;    // as seen after the call
   /// State of the default generator before the call, per device ("cpu", "cuda:0"), for operators
   /// that draw random numbers: tensors of bytes.
   std::map<std::string, BundleTensor> generator_states;
-  /// In the order in which they are to be loaded; empty for Torch's own operators.
+  /// In loading order; empty for Torch's own operators.
   std::vector<BundleRegistration> registered_by;
   friend bool operator==(const BundleOperatorCall&, const BundleOperatorCall&) = default;
 };
 
-/// The call of the module around it. What was not seen (gradients in a forward fault) is empty.
+/// The call of the enclosing module. Parts that were not seen (gradients in a forward fault) are
+/// empty.
 struct BundleModuleCall {
   std::string name;
   std::string class_name;  // "transformers.models.gpt2.modeling_gpt2.GPT2Attention"
@@ -106,48 +109,48 @@ struct BundleModuleCall {
   std::vector<std::pair<std::string, BundleValue>> keywords;
   BundleValue outputs;
   std::vector<std::pair<std::string, BundleTensor>>
-      weights;  // parameters and buffers, module's own names
+      weights;  // parameters and buffers, by the module's own names
   std::vector<BundleValue> grad_outputs;
   std::vector<BundleValue> grad_inputs;
   std::string pickle;  // file in the bundle that Python can unpickle to the module without its
-                       // tensors; "" where that failed
+                       // tensors; "" if pickling failed
   std::string pickle_problem;  // why it failed
   friend bool operator==(const BundleModuleCall&, const BundleModuleCall&) = default;
 };
 
-/// What the storage of a kernel's argument held beside the argument's own elements.
+/// Contents of a kernel argument's storage outside the argument's own elements.
 enum class Beside : std::uint8_t {
-  nothing,  // the argument is all of it
-  finite,   // also what cannot be scanned: other parts of packed tensors
+  nothing,  // the argument uses all of its storage
+  finite,   // or cannot be scanned: other parts of packed tensors
   bad,      // NaN or Inf
 };
 [[nodiscard]] constexpr auto names_of(Beside) {
   return std::to_array<std::string_view>({"nothing", "finite", "bad"});
 }
 
-/// How the variables begin by which libraries of kernels choose what they execute. A bundle has no
-/// others.
+/// Prefixes of the environment variables by which kernel libraries choose what they execute. A
+/// bundle contains no others.
 inline constexpr auto kKernelVariables = std::to_array<std::string_view>(
     {"TRITON_", "TORCHINDUCTOR_", "NVTE_", "FLASH_ATTENTION_", "CUBLAS_WORKSPACE_CONFIG"});
 
-/// A call of a kernel that the dispatcher does not see. Python alone can execute it: `module` is
-/// imported, which runs its code, and `entry` called. Reading a bundle does neither.
+/// A call of a kernel that the dispatcher does not see. Only Python can execute it: it imports
+/// `module`, which runs its code, and calls `entry`. Reading a bundle does neither.
 struct BundleKernelCall {
-  std::string name;      // as births have it: "flash_attn_2_cuda::fwd", "triton::scale_kernel"
+  std::string name;      // as in births: "flash_attn_2_cuda::fwd", "triton::scale_kernel"
   std::string launcher;  // "function", "triton"
-  std::string module;    // "flash_attn_2_cuda"; "" where it cannot be imported
+  std::string module;    // "flash_attn_2_cuda"; "" if it cannot be imported
   std::string entry;     // in the module: "fwd"
-  std::string file;      // that the module was loaded from, there
+  std::string file;      // the file from which the module was loaded, on the original machine
   std::string source;    // file in the bundle with the kernel's source; "" without one
-  std::string why_not_replayed;        // of a call that cannot be executed again; "" of others
-  std::vector<std::string> names;      // of the positional arguments, as far as they are known
+  std::string why_not_replayed;        // of a call that cannot be executed again; else ""
+  std::vector<std::string> names;      // of the positional arguments, as far as known
   std::vector<BundleValue> arguments;  // positional, before the call
   std::vector<std::pair<std::string, BundleValue>> keywords;
-  std::vector<BundleValue> launch;  // of Triton: the grid
+  std::vector<BundleValue> launch;  // for Triton: the grid
   /// Every tensor among the arguments, in order, when the call had ended.
   std::vector<BundleValue> arguments_after;
-  std::vector<Beside> beside;                      // of the same tensors, before the call
-  std::vector<BundleValue> results;                // tensors that it returned
+  std::vector<Beside> beside;                      // for the same tensors, before the call
+  std::vector<BundleValue> results;                // the returned tensors
   std::map<std::string, std::string> environment;  // of kKernelVariables
   friend bool operator==(const BundleKernelCall&, const BundleKernelCall&) = default;
 };
@@ -155,7 +158,7 @@ struct BundleKernelCall {
 struct Bundle {
   std::string run_id;
   RankCoordinates coordinates;
-  Birth birth;  // bundle, replay and reached are empty in it
+  Birth birth;  // without bundle, replay and reached
   std::optional<BundleOperatorCall> operator_call;
   std::optional<BundleModuleCall> module_call;
   std::optional<BundleKernelCall> kernel_call;
@@ -165,19 +168,18 @@ struct Bundle {
   std::map<std::string, std::string>
       versions;  // "torch": "2.11.0", "cuda", "nanlocator", "cpu", ...
   std::vector<std::string> cpp_stack;
-  std::vector<std::string> notes;  // what could not be kept
+  std::vector<std::string> notes;  // what could not be stored
   friend bool operator==(const Bundle&, const Bundle&) = default;
 };
 
-/// Bytes to go into tensors.safetensors beside bundle.json; further files (the pickle, sources) by
-/// name.
+/// The bytes for tensors.safetensors, and further files (the pickle, sources) by name.
 struct BundleContents {
   std::vector<SafetensorsEntry> storages;
   std::vector<std::pair<std::string, std::string>> files;
 };
 
-/// An opened bundle: bundle.json parsed and checked against the tensors (every view within its
-/// storage, every name a plain file name).
+/// An opened bundle: bundle.json parsed and checked against the tensors (every view is within its
+/// storage, every name is a plain file name).
 class OpenBundle {
  public:
   /// `path`: the folder, or the bundle.json in it. Throws IoError, FormatError (file and field).
@@ -186,8 +188,8 @@ class OpenBundle {
   [[nodiscard]] const std::filesystem::path& path() const noexcept { return path_; }
   [[nodiscard]] const Bundle& bundle() const noexcept { return bundle_; }
   [[nodiscard]] const SafetensorsFile& tensors() const noexcept { return tensors_; }
-  /// Compares every checksum with the bytes; one sentence per mismatch, empty: all is well. Reads
-  /// all of it.
+  /// Compares every checksum with the bytes, which reads all of them. Returns one sentence per
+  /// mismatch; empty if all agree.
   [[nodiscard]] std::vector<std::string> verify() const;
 
  private:
@@ -204,35 +206,34 @@ struct BundleBudget {
   int count = 16;
 };
 
-/// A bundle that has its place, and is not on disk yet.
+/// A bundle with a folder reserved for it, not yet on disk.
 struct PreparedBundle {
   std::string folder;  // relative to the run's ("bundles/step3-...")
   std::string json;
   BundleContents contents;
 };
 
-/// The bundles of one rank's run. The first origins win: what does not fit any more is dropped and
-/// named. One thread at a time.
+/// The bundles of one rank's run. The first origins win: a bundle that exceeds the budget is
+/// dropped and named. One thread at a time.
 class BundleStore {
  public:
-  /// `run_dir`/bundles is made with the first bundle.
+  /// Creates `run_dir`/bundles with the first bundle.
   BundleStore(std::filesystem::path run_dir, BundleBudget budget);
 
-  /// Chooses the bundle's folder and takes its bytes from the budget; nullopt where it was dropped.
-  /// Touches no disk but to see which names are free. Throws UsageError for contents that do not
-  /// belong to the bundle. The bytes behind `contents` must stay as they are until it is written.
+  /// Chooses the bundle's folder and charges its bytes to the budget; nullopt if it was dropped.
+  /// Reads the disk only to find a free name. Throws UsageError for contents that do not belong to
+  /// the bundle. The bytes behind `contents` must stay unchanged until they are written.
   [[nodiscard]] std::optional<PreparedBundle> prepare(const Bundle& bundle,
                                                       BundleContents contents);
-  /// The folder appears whole or not at all: it is written under a temporary name, fsynced and
-  /// renamed. Throws IoError (a full disk: no half folder remains, and the budget has its bytes
-  /// again).
+  /// Writes the folder under a temporary name, fsyncs and renames it, so that it appears whole or
+  /// not at all. Throws IoError (a full disk), leaving no partial folder, and refunds the budget.
   void write(const PreparedBundle& prepared);
-  /// Both at once; the folder, "" where it was dropped.
+  /// Both at once. Returns the folder, "" if it was dropped.
   std::string write(const Bundle& bundle, const BundleContents& contents);
 
-  /// Of what was prepared, and could be written.
+  /// Bytes of bundles that were prepared and not lost to a failed write.
   [[nodiscard]] std::uint64_t bytes_written() const noexcept;
-  /// A sentence for each bundle that was dropped, with its size and what would keep it.
+  /// A sentence for each dropped bundle, with its size and the budget that would keep it.
   [[nodiscard]] const std::vector<std::string>& dropped() const noexcept;
 
  private:

@@ -1,4 +1,4 @@
-// What an operator of a process group does with what the ranks put in, by its name.
+// What an operator of a process group does with the ranks' inputs, by its name.
 #pragma once
 
 #include <array>
@@ -16,15 +16,15 @@ enum class CollectiveKind : std::uint8_t {
   all_gather,
   broadcast,
   scatter,
-  exchange,  // gather, all-to-all: sends what each has to some
+  exchange,  // gather, all-to-all: sends some of each rank's input to some ranks
   send,
   receive,
-  wait,  // for another one's result; moves nothing itself
+  wait,  // for another operator's result; moves nothing itself
 };
 
-/// Of c10d's operators and the functional ones ("c10d::allreduce_",
-/// "_c10d_functional::wait_tensor"; torch/csrc/distributed/c10d/Ops.cpp, Functional.cpp); empty
-/// where `op` is neither's.
+/// For c10d's operators and the functional ones ("c10d::allreduce_",
+/// "_c10d_functional::wait_tensor"; torch/csrc/distributed/c10d/Ops.cpp, Functional.cpp); empty for
+/// any other `op`.
 [[nodiscard]] constexpr std::optional<CollectiveKind> collective_kind_of(
     std::string_view op) noexcept {
   constexpr std::array<std::pair<std::string_view, CollectiveKind>, 11> kParts = {{
@@ -47,19 +47,19 @@ enum class CollectiveKind : std::uint8_t {
   return CollectiveKind::exchange;
 }
 
-/// What comes out may be bad where all that went in is finite.
-[[nodiscard]] constexpr bool adds_up(CollectiveKind kind) noexcept {
+/// Combines inputs, so the result may be bad although all inputs are finite.
+[[nodiscard]] constexpr bool is_reduction(CollectiveKind kind) noexcept {
   return kind == CollectiveKind::all_reduce || kind == CollectiveKind::reduce_scatter ||
          kind == CollectiveKind::reduce;
 }
 
-/// Takes what the root has; memory of other ranks is only written.
+/// Reads only the root's memory; that of other ranks is only written.
 [[nodiscard]] constexpr bool is_from_root(CollectiveKind kind) noexcept {
   return kind == CollectiveKind::broadcast || kind == CollectiveKind::scatter;
 }
 
-/// Every member gets the same out of it.
-[[nodiscard]] constexpr bool gives_all_the_same(CollectiveKind kind) noexcept {
+/// Every member gets the same result.
+[[nodiscard]] constexpr bool gives_all_members_the_same(CollectiveKind kind) noexcept {
   return kind == CollectiveKind::all_reduce || kind == CollectiveKind::all_gather ||
          kind == CollectiveKind::broadcast;
 }

@@ -1,4 +1,4 @@
-// Re-runs of a bad step that change one thing on purpose, and how they came out.
+// Re-runs of a bad step that deliberately change one thing, and their outcomes.
 #pragma once
 
 #include <array>
@@ -9,15 +9,15 @@
 
 namespace nanlocator::inline record_room {
 
-/// What a re-run changed on purpose.
+/// What a re-run deliberately changed.
 enum class RerunVariant : std::uint8_t {
   eager,            // compiled parts were executed operator by operator
-  compiled,         // after that one had come out finite: as in the first pass
-  constant_memory,  // what operators allocate held 1 until it was written
-  nan_memory,       // the same, NaN
-  serialised,       // each transfer between ranks was waited for where it began
-  reordered,        // an operator came after the one of another thread that it had come before
-  sanitised,        // under PyTorch's stream sanitizer, which looks at each operator from Python
+  compiled,         // after `eager` was finite: compiled as in the first pass
+  constant_memory,  // memory that operators allocate was filled with 1
+  nan_memory,       // the same with NaN
+  serialised,       // each transfer between ranks was awaited where it began
+  reordered,        // an operator ran after the one of another thread that it had preceded
+  sanitised,        // under PyTorch's stream sanitizer, which observes each operator from Python
 };
 [[nodiscard]] constexpr auto names_of(RerunVariant) {
   return std::to_array<std::string_view>({"eager", "compiled", "constant_memory", "nan_memory",

@@ -1,8 +1,8 @@
-// The safetensors format, as the Python package `safetensors` reads and writes it.
+// The safetensors format, as read and written by the Python package `safetensors`.
 //
-// Layout (github.com/huggingface/safetensors): u64 little-endian header size, JSON header
-// {"name": {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {text: text}}, data.
-// Reading checks every offset before a byte of data is touched.
+// Layout (github.com/huggingface/safetensors): u64 little-endian header size, JSON header {"name":
+// {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {text: text}}, data. Reading
+// checks every offset before it touches a byte of data.
 #pragma once
 
 #include <cstddef>
@@ -19,24 +19,24 @@
 
 namespace nanlocator::inline record_room {
 
-/// One tensor. `dtype` is safetensors' spelling: "F32", "BF16", "F8_E4M3", "C64", "I64", "BOOL",
-/// "U8", ...; row-major without gaps.
+/// One tensor, row-major without gaps. `dtype` is safetensors' spelling: "F32", "BF16", "F8_E4M3",
+/// "C64", "I64", "BOOL", "U8", ...
 struct SafetensorsEntry {
   std::string name;
   std::string dtype;
   std::vector<std::int64_t> shape;
-  std::span<const std::byte> bytes;  // of a file that was read: valid as long as it is open
+  std::span<const std::byte> bytes;  // if read from a file: valid as long as it is open
 };
 
-/// "float32" -> "F32" and back; "" for what the format lacks (quantised types).
+/// "float32" -> "F32" and back; "" if the format lacks the dtype (quantised types).
 [[nodiscard]] std::string_view safetensors_dtype(std::string_view torch_dtype) noexcept;
 [[nodiscard]] std::string_view torch_dtype(std::string_view safetensors_dtype) noexcept;
-/// Bytes of one element of a safetensors dtype; 0 where unknown.
+/// Bytes of one element of a safetensors dtype; 0 if unknown.
 [[nodiscard]] std::size_t safetensors_element_size(std::string_view safetensors_dtype) noexcept;
 
-/// How the bytes of a file come into memory.
+/// How the bytes of a file get into memory.
 enum class FileAccess : std::uint8_t {
-  map,   // page by page; a file that is truncated meanwhile ends the process at the next access
+  map,   // page by page; if the file is truncated meanwhile, the next access ends the process
          // (SIGBUS), so never in a training process
   copy,  // all at once, at most kLargestCopy bytes
 };
@@ -44,12 +44,12 @@ inline constexpr std::uint64_t kLargestCopy = std::uint64_t{1} << 30;
 
 class SafetensorsFile {
  public:
-  /// Throws IoError where the file cannot be opened or is too large to be copied, FormatError
-  /// (file, field) for a header that is truncated, huge (over 100 MB), not strict JSON, has an
-  /// unknown dtype, a shape whose product overflows or does not match its offsets, offsets out of
-  /// range, overlapping or leaving gaps.
+  /// Throws IoError if the file cannot be opened or is too large to copy. Throws FormatError (file,
+  /// field) for a header that is truncated, huge (over 100 MB), not strict JSON, or has an unknown
+  /// dtype, a shape whose product overflows or does not match its offsets, or offsets that are out
+  /// of range, overlap or leave gaps.
   explicit SafetensorsFile(const std::filesystem::path& path, FileAccess access = FileAccess::map);
-  /// The same for bytes in memory, which must outlive it; `source` is what messages call them.
+  /// The same for bytes in memory, which must outlive it. Messages call them `source`.
   SafetensorsFile(std::span<const std::byte> bytes, const std::string& source);
   ~SafetensorsFile();
   SafetensorsFile(SafetensorsFile&&) noexcept;
@@ -59,7 +59,7 @@ class SafetensorsFile {
 
   [[nodiscard]] const std::vector<SafetensorsEntry>& entries() const noexcept;  // in offset order
   [[nodiscard]] const std::map<std::string, std::string>& metadata() const noexcept;
-  /// Throws FormatError (naming the file and `name`) where there is none.
+  /// Throws FormatError (naming the file and `name`) if there is no such tensor.
   [[nodiscard]] const SafetensorsEntry& at(std::string_view name) const;
 
  private:
@@ -67,10 +67,10 @@ class SafetensorsFile {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Writes a new file (fails where it exists), fsynced; larger-than-memory sums are fine, nothing is
-/// copied. The data is put in an order in which each tensor is aligned to its elements. Throws
-/// UsageError for entries whose bytes do not match dtype and shape or that share a name, IoError
-/// with the system's reason; then no file is left.
+/// Writes a new file (fails if it exists) and fsyncs it. Copies nothing, so the data may be larger
+/// than memory. Orders the data so that each tensor is aligned to its elements. Throws UsageError
+/// for entries whose bytes do not match dtype and shape or that share a name, IoError with the
+/// system's reason; then no file is left.
 void write_safetensors(const std::filesystem::path& path, std::span<const SafetensorsEntry> entries,
                        const std::map<std::string, std::string>& metadata = {},
                        std::filesystem::perms permissions = kPrivateFile);

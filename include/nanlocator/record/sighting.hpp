@@ -1,4 +1,4 @@
-// One tensor's stats at one place of one step: what every observer produces.
+// One tensor's stats at one place of one step, produced by every observer.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@
 
 namespace nanlocator::inline record_room {
 
-/// Where in a training step, in execution order.
+/// Phases of a training step, in execution order.
 enum class Phase : std::uint8_t {
   params_before,  // parameters before forward
   forward,
@@ -32,39 +32,39 @@ enum class Phase : std::uint8_t {
                                           "params_after"});
 }
 
-/// How a tensor went from rank to rank: a collective among `members`, or a send to `peer` and the
-/// receive at its other end.
+/// The transfer of a tensor between ranks: a collective among `members`, or a send to `peer` and
+/// the receive at its other end.
 struct Crossing {
   std::string group;        // the framework's name of the process group: "tp", "pp", "ep"
   RankList members;         // global ranks
-  std::optional<int> peer;  // global rank, of a send or receive
-  /// Counts from 0 in each pass over the step, the same on all ranks that take part: the
-  /// collectives of this group, or the messages from the one rank to the other in it.
+  std::optional<int> peer;  // global rank, for a send or receive
+  /// Counts from 0 in each pass over the step, the same on all participating ranks: the collectives
+  /// of this group, or the messages in it from one rank to the other.
   std::int64_t sequence = 0;
-  /// A framework gathers parameters from their shards: these are scanned by themselves, and what
-  /// pads the shards may be anything.
+  /// A framework gathers parameters from their shards. These are scanned separately, and the
+  /// shards' padding may contain anything.
   bool carries_weights = false;
 
   friend bool operator==(const Crossing&, const Crossing&) = default;
 };
 
-/// A sighting. What the observer's level cannot know is empty, never guessed.
+/// A sighting. A field that the observer's level cannot know is empty, never guessed.
 struct Sighting {
   std::int64_t iteration = 0;     // counted from 1, as Megatron's log prints it
   std::optional<int> microbatch;  // counted from 0
   std::optional<int> chunk;       // virtual-pipeline model chunk
   Phase phase = Phase::grad_local;
-  std::string module;  // "" where unknown
-  std::string op;      // operator, "aten::div"; "" where unknown
-  TensorRole role;     // of one that has a crossing: sent or received
+  std::string module;  // "" if unknown
+  std::string op;      // operator, "aten::div"; "" if unknown
+  TensorRole role;     // with a crossing: sent or received
   std::optional<std::int64_t> parameter_id;
-  std::string parameter;  // its name; "" for what is no parameter
-  std::string dtype;  // of the tensor that was scanned, DType's spelling ("complex64" for complex)
-  std::vector<std::int64_t> shape;  // of the whole parameter, where only a shard was scanned
-  /// `first_bad` counts in the whole parameter (row-major), also where only a shard was scanned.
+  std::string parameter;  // its name; "" if it is not a parameter
+  std::string dtype;      // of the scanned tensor, in DType's spelling ("complex64" for complex)
+  std::vector<std::int64_t> shape;  // of the whole parameter, even if only a shard was scanned
+  /// `first_bad` is a row-major index into the whole parameter, even if only a shard was scanned.
   TensorStats stats;
-  std::optional<Crossing> crossing;          // of what was sent or received
-  std::optional<std::int64_t> valid_labels;  // of a loss: how many labels it counts
+  std::optional<Crossing> crossing;          // for tensors that were sent or received
+  std::optional<std::int64_t> valid_labels;  // for a loss: the number of labels in it
 
   friend bool operator==(const Sighting&, const Sighting&) = default;
 };

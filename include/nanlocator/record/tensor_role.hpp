@@ -1,4 +1,4 @@
-// What a scanned tensor was in its step, in the words of ledgers and verdicts.
+// What a scanned tensor was in its step, in the vocabulary of ledgers and verdicts.
 #pragma once
 
 #include <cstdint>
@@ -8,16 +8,17 @@
 
 namespace nanlocator::inline record_room {
 
-/// The roles that locating decides by; every other one only describes a tensor to a reader.
+/// The roles that matter to locating; every other one only describes a tensor to a reader.
 enum class RoleKind : std::uint8_t {
   described,
-  sent,      // what this rank put into a collective or a message
-  received,  // what it got out
+  sent,      // this rank's input to a collective or a message
+  received,  // its output
   loss,      // one of the step's losses
 };
 
 /// "main_grad", "grad", "weight", "buffer", "input[0]", "output[0]", "grad_input[1]", "sent",
-/// "received", "loss", "loss[2]"; "layers.3 output[0]" is another module's, seen from outside.
+/// "received", "loss", "loss[2]". "layers.3 output[0]" belongs to another module, seen from
+/// outside.
 class TensorRole {
  public:
   TensorRole() = default;

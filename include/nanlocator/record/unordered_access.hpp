@@ -1,6 +1,6 @@
-// An operator that used memory which something else of the program uses at the same time: a
-// transfer between ranks that was still reading or writing it, another thread, another stream of
-// the device. Nobody had waited for it, so what either of them gets depends on who comes first.
+// An unordered access: an operator used memory that another part of the program used at the same
+// time (a transfer between ranks that was still reading or writing, another thread, another stream
+// of the device). Neither waited for the other, so the values depend on timing.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@
 
 namespace nanlocator::inline record_room {
 
-/// What else uses memory while the operators of a step run.
+/// Other users of memory while the operators of a step run.
 enum class Concurrent : std::uint8_t {
   transfer,  // between ranks
   thread,    // of the program
@@ -26,19 +26,19 @@ enum class Concurrent : std::uint8_t {
 }
 
 struct UnorderedAccess {
-  bool is_write = false;  // by the operator; else it read what the other was to bring
-  std::string transfer;   // "c10d::allreduce_"; the operator of the other thread or stream
-  /// A thread's: noted where the order of the two makes the outcome. A stream's: as PyTorch's
-  /// stream sanitizer reports it.
+  bool is_write = false;  // by the operator; otherwise it read memory that the other was writing
+  std::string transfer;   // "c10d::allreduce_"; or the operator of the other thread or stream
+  /// For a thread: noted if the order of the two decides the outcome. For a stream: as reported by
+  /// PyTorch's stream sanitizer.
   Concurrent other = Concurrent::transfer;
   std::string op;
-  std::string module;  // of the operator; "" where unknown
+  std::string module;  // of the operator; "" if unknown
   Phase phase = Phase::forward;
   std::optional<int> microbatch;
-  std::string parameter;                  // whose weight or gradient lies there; "" for none
+  std::string parameter;                  // the owner of that weight or gradient; "" if none
   std::optional<CodeLine> transfer_code;  // the program's line that began the transfer
-  std::optional<CodeLine> code;           // the one that called the operator
-  std::int64_t count = 1;                 // such accesses in the pass
+  std::optional<CodeLine> code;           // the line that called the operator
+  std::int64_t count = 1;                 // number of such accesses in the pass
   friend bool operator==(const UnorderedAccess&, const UnorderedAccess&) = default;
 };
 
