@@ -26,35 +26,34 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// A Store that is alive answers within this time; a deadline that is nearer is not taken to mean
-// that what is there already may not be read.
+// A living Store answers within this time. A nearer deadline does not prevent reading a key that
+// already exists.
 constexpr milliseconds kStoreAnswers{1'000};
 constexpr milliseconds kPublishPatience{10'000};
 constexpr milliseconds kOthersEndInstall{1'000};
-// How much longer than rank 0 the others wait for what rank 0 decides at the deadline.
+// The other ranks wait this much longer than rank 0 for its decision at the deadline.
 constexpr milliseconds kOutcomeGrace{5'000};
-// Polling: quick at first, because ranks usually come within a millisecond of each other, and at
-// most 20 requests a second per rank on a Store that thousands of ranks ask.
+// Polling: fast at first, because ranks usually come within a millisecond of each other, then at
+// most 20 requests a second per rank, because thousands of ranks may share the Store.
 constexpr milliseconds kFirstPause{1};
 constexpr milliseconds kLongestPause{50};
-// How often a waiting rank asks whether whom it waits for is lost.
-constexpr milliseconds kLookForLosses{250};
-// A device that computes: seldom by more than what a step may lose.
+// How often a waiting rank checks whether the rank it waits for is lost.
+constexpr milliseconds kLossCheckInterval{250};
+// Polling of a busy device: adds less than a step may lose.
 constexpr std::chrono::microseconds kFirstFlagPause{10};
 constexpr std::chrono::microseconds kLongestFlagPause{100};
-constexpr const char* kWhole = "whole";  // a barrier that every living rank has come to
-constexpr int kErrorsInARow = 3;         // of the Store, until it is taken to be gone
+constexpr const char* kWhole = "whole";  // every living rank has come to the barrier
+constexpr int kErrorsInARow = 3;         // of the Store, before it counts as gone
 
 Deadline answer_limit(Deadline deadline) {
   return std::max(deadline, Clock::now() + kStoreAnswers);
 }
 
-// True once `key` is there; false at the deadline, where the Store has gone, or where it
-// `is_in_vain` to wait on.
+// True once `key` exists; false at the deadline, if the Store is gone, or if waiting `is_in_vain`.
 bool wait_for_key(StoreClient& store, const std::string& key, Deadline deadline,
                   const std::function<bool()>& is_in_vain) {
   auto pause = kFirstPause;
-  auto next_look = Clock::now() + kLookForLosses;
+  auto next_look = Clock::now() + kLossCheckInterval;
   for (int errors = 0; errors < kErrorsInARow;) {
     try {
       const auto is_there = store.has(key, answer_limit(deadline));
@@ -68,7 +67,7 @@ bool wait_for_key(StoreClient& store, const std::string& key, Deadline deadline,
     if (now >= deadline) return false;
     if (now >= next_look) {
       if (is_in_vain()) return false;
-      next_look = now + kLookForLosses;
+      next_look = now + kLossCheckInterval;
     }
     std::this_thread::sleep_for(std::min<Clock::duration>(pause, deadline - now));
     pause = std::min(pause * 2, kLongestPause);
@@ -82,7 +81,7 @@ nlohmann::json parse_statement(const std::string& text) {
   return statement;
 }
 
-// Empty where all ranks came and state the same.
+// Empty if all ranks came with equal statements.
 std::string disagreement(const Gathered& statements) {
   std::vector<int> missing;
   std::vector<int> unreadable;
@@ -196,10 +195,9 @@ void Communicator::handshake(const std::string& mine, Deadline deadline) {
                          " cannot reach the Store. Is the process that hosts it alive?");
   }
   if (!outcome) {
-    throw AgreementError(
-        "Rank " + std::to_string(rank()) +
-        " got no answer from rank 0 in the handshake. Has rank 0 ended, or does it "
-        "not reach this point?");
+    throw AgreementError("Rank " + std::to_string(rank()) +
+                         " got no answer from rank 0 in the handshake. Has rank 0 ended, or did it "
+                         "not reach this point?");
   }
   if (!outcome->empty()) throw AgreementError(*outcome);
 }
@@ -224,8 +222,7 @@ std::string Communicator::broadcast(std::string_view key, const std::string& val
 
 void Communicator::start_flag(const at::Tensor& flag) {
   if (is_pending_) {
-    throw UsageError(
-        "start_flag: the reduction before has not been finished. Call finish_flag first.");
+    throw UsageError("start_flag: the previous reduction is not finished. Call finish_flag first.");
   }
   if (!is_group_usable_) {
     throw UsageError(
@@ -243,8 +240,8 @@ void Communicator::start_flag(const at::Tensor& flag) {
   }
 }
 
-// NCCL's kernels wait for a peer that has gone until the group's time-out. So the host asks whether
-// the device has come so far, and whether a rank has ended.
+// NCCL's kernels wait for a peer that is gone until the group's timeout. So the host polls whether
+// the device got there, and whether a rank has ended.
 std::int32_t Communicator::read_flag() {
   if (flag_.is_cpu()) return flag_.item<std::int32_t>();
   if (!host_flag_.defined()) {
@@ -254,11 +251,11 @@ std::int32_t Communicator::read_flag() {
   c10::Event is_copied(flag_.device().type());
   is_copied.record(c10::impl::VirtualGuardImpl(flag_.device().type()).getStream(flag_.device()));
   auto pause = kFirstFlagPause;
-  for (auto next_look = Clock::now() + kLookForLosses; !is_copied.query();) {
+  for (auto next_look = Clock::now() + kLossCheckInterval; !is_copied.query();) {
     if (Clock::now() >= next_look) {
       reduction_->check();
       throw_where_a_rank_has_ended();
-      next_look = Clock::now() + kLookForLosses;
+      next_look = Clock::now() + kLossCheckInterval;
     }
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, kLongestFlagPause);
@@ -266,7 +263,7 @@ std::int32_t Communicator::read_flag() {
   return host_flag_.item<std::int32_t>();
 }
 
-/// A silent rank may only be slow; one that has said how it ended does not come.
+/// A silent rank may only be slow; one that said how it ended will not come.
 void Communicator::throw_where_a_rank_has_ended() const {
   if (!monitor_) return;
   for (const auto& each : monitor_->lost()) {
@@ -286,14 +283,14 @@ bool Communicator::finish_flag() {
     return is_set;
   } catch (const std::exception& error) {
     is_group_usable_ = false;
-    if (!flag_.is_cpu()) abort();  // a kernel that waits for a peer would hold up the process's end
+    if (!flag_.is_cpu()) abort();  // a kernel waiting for a peer would delay the process's exit
     throw AgreementError("The flag reduction failed on rank " + std::to_string(rank()) + ": " +
                          first_line(error) + ". A peer has ended or does not answer.");
   }
 }
 
-// Beside the values of N ranks lies a counter; who brings it to N puts a key "all" there, so that a
-// gathering rank asks for one key instead of N.
+// Beside the values of N ranks there is a counter; the rank that raises it to N sets a key "all",
+// so that a gathering rank polls one key instead of N.
 bool Communicator::publish(std::string_view key, const std::string& value) noexcept {
   try {
     const auto deadline = Clock::now() + kPublishPatience;
@@ -313,7 +310,7 @@ Gathered Communicator::gather(std::string_view key, Deadline deadline) noexcept 
   try {
     gathered.resize(size());
     (void)wait_for_key(*store_, prefix_ + "/" + std::string(key) + "/all", deadline,
-                       [&] { return has_come_but_for(key, {}); });
+                       [&] { return has_come_except(key, {}); });
     const auto limit = answer_limit(deadline);
     for (int peer = 0; peer < size(); ++peer) {
       const auto is_there = store_->has(key_of(key, peer), limit);
@@ -321,7 +318,7 @@ Gathered Communicator::gather(std::string_view key, Deadline deadline) noexcept 
       if (*is_there) gathered[peer] = store_->get(key_of(key, peer), limit);
     }
   } catch (...) {
-    // The connection broke: what came before counts.
+    // The connection broke: earlier values count.
   }
   return gathered;
 }
@@ -361,7 +358,7 @@ void Communicator::offer(std::string_view key, const std::string& value) noexcep
     (void)store_->put_if_absent(prefix_ + "/" + std::string(key) + "/offer", value,
                                 Clock::now() + kStoreAnswers);
   } catch (...) {
-    // Nobody will find it.
+    // The value is lost.
   }
 }
 
@@ -384,17 +381,17 @@ bool Communicator::pass_barrier(std::string_view key, const std::vector<int>& ab
     if (rank() != 0) {
       if (std::ranges::find(absent, 0) != absent.end()) return false;
       auto outcome = fetch(opened, 0, deadline + kOutcomeGrace);
-      for (bool goes_on = true; !outcome && goes_on && is_at_work;) {
-        goes_on = is_at_work(0);  // where it is not, it may have opened since the last look
+      for (bool may_come = true; !outcome && may_come && is_at_work;) {
+        may_come = is_at_work(0);  // if not, it may have opened since the last look
         outcome =
-            fetch(opened, 0, Clock::now() + (goes_on ? patience : patience * 0) + kOutcomeGrace);
+            fetch(opened, 0, Clock::now() + (may_come ? patience : patience * 0) + kOutcomeGrace);
       }
       return outcome == kWhole;
     }
     const auto all = prefix_ + "/" + std::string(key) + "/all";
     bool is_whole = false;
     for (Deadline limit = deadline; !is_whole; limit = Clock::now() + patience) {
-      is_whole = wait_for_key(*store_, all, limit, [&] { return has_come_but_for(key, absent); });
+      is_whole = wait_for_key(*store_, all, limit, [&] { return has_come_except(key, absent); });
       if (is_whole) break;
       const auto late = missing(key, absent);
       is_whole = late.empty();
@@ -414,10 +411,10 @@ void Communicator::abort() noexcept {
 
 void Communicator::watch_ranks(std::string place, MonitorTimes times,
                                RankMonitor::OnChange on_change) {
-  if (monitor_) throw UsageError("watch_ranks: the ranks are watched already.");
+  if (monitor_) throw UsageError("watch_ranks: the ranks are already watched.");
   auto monitors_store = store_->another();
-  // The last step of an install. A connection that nobody else uses cannot be held up by a blocking
-  // get of another thread; until then none is made, as all ranks would wait for each of them.
+  // The last part of an install. Its own connection cannot be blocked by another thread's blocking
+  // get. It is made later, because all ranks would wait for each connection.
   monitors_store->connect_in(kOthersEndInstall);
   store_->connect_in(kOthersEndInstall);
   monitor_ = std::make_unique<RankMonitor>(std::move(monitors_store), prefix_ + "/monitor", rank(),
@@ -436,7 +433,7 @@ bool Communicator::is_lost(int rank) const {
   return std::ranges::binary_search(lost(), rank);
 }
 
-// Of the ranks that are neither absent nor lost. It asks the Store for each of them.
+// The missing ranks that are neither absent nor lost. One Store request per rank.
 std::vector<int> Communicator::missing(std::string_view key, std::vector<int> absent) const {
   const auto lost_ranks = lost();
   absent.insert(absent.end(), lost_ranks.begin(), lost_ranks.end());
@@ -450,8 +447,8 @@ std::vector<int> Communicator::missing(std::string_view key, std::vector<int> ab
   return ranks;
 }
 
-// Only where somebody is missing for good: otherwise one key says it of all.
-bool Communicator::has_come_but_for(std::string_view key, const std::vector<int>& absent) const {
+// Checks rank by rank only if some rank is missing for good; otherwise the key "all" suffices.
+bool Communicator::has_come_except(std::string_view key, const std::vector<int>& absent) const {
   return (!absent.empty() || !lost().empty()) && missing(key, absent).empty();
 }
 

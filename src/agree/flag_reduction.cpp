@@ -39,13 +39,13 @@ class ProcessGroupReduction : public FlagReduction {
     }
   }
 
-  void check() override {}  // its backend's watchdog does
+  void check() override {}  // its backend's watchdog does that
 
   void abort() noexcept override {
     try {
       abort_group(*group_);
     } catch (...) {
-      // A backend that cannot; its own time-out ends the wait.
+      // This backend cannot abort; its own timeout ends the wait.
     }
   }
 

@@ -17,7 +17,7 @@
 namespace nanlocator::inline agree_room {
 namespace {
 
-/// Of a communicator that does not block: until NCCL has taken the launch.
+/// For a nonblocking communicator: the time in which NCCL must accept the launch.
 constexpr std::chrono::seconds kLaunchPatience{60};
 constexpr std::chrono::milliseconds kLaunchPause{1};
 
@@ -47,7 +47,7 @@ class NcclReduction : public FlagReduction {
   bool reduces_on(at::DeviceType device) const override { return device == at::kCUDA; }
 
   void start(const at::Tensor& flag) override {
-    if (!flag.is_cuda()) return launch(flag, nullptr);  // NCCL says what it thinks of it
+    if (!flag.is_cuda()) return launch(flag, nullptr);  // NCCL reports the error
     const c10::cuda::CUDAGuard guard(flag.device());
     const auto current = c10::cuda::getCurrentCUDAStream();
     const auto stream = stream_on(flag.device());
@@ -107,12 +107,12 @@ std::unique_ptr<FlagReduction> flag_reduction_over_nccl(ncclComm* communicator,
                                                         CUstream_st* stream) {
   if (communicator == nullptr) {
     throw UsageError(
-        "flag_reduction_over_nccl: the communicator is null. Pass what ncclCommInitRank has made.");
+        "flag_reduction_over_nccl: the communicator is null. Pass one made by ncclCommInitRank.");
   }
   try {
     return std::make_unique<NcclReduction>(communicator, stream);
   } catch (const std::runtime_error& error) {
-    throw UsageError(std::string("flag_reduction_over_nccl: this is no communicator: ") +
+    throw UsageError(std::string("flag_reduction_over_nccl: this is not a communicator: ") +
                      error.what());
   }
 }

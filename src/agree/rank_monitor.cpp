@@ -22,10 +22,11 @@ using std::chrono::milliseconds;
 constexpr milliseconds kShortestInterval{100};
 constexpr milliseconds kLongestInterval{5'000};
 constexpr milliseconds kLeastPatience{1'000};
-constexpr milliseconds kGoodbye{1'000};  // for what is published while others wait
+constexpr milliseconds kGoodbye{1'000};  // for publishing while others wait
 constexpr milliseconds kBetweenAsking{50};
 constexpr int kPatiencesToConnect = 4;
-constexpr int kLateIntervals = 2;  // without a move: the ranks behind are checked, too
+constexpr int kLateIntervals =
+    2;  // a rank without a change for so long is late: the ranks behind it are checked, too
 
 constexpr std::array<std::string_view, 6> kActivities = {
     "training", "forward_backward", "agreement", "rerun", "gathering", "stopped"};
@@ -93,16 +94,16 @@ struct RankMonitor::Shared {
   mutable std::condition_variable changed;
   bool is_leaving = false;
   std::string ended_by;
-  bool has_beaten = false;         // once, so that the others can see its silence
+  bool has_beaten = false;         // set once, from when on the others can see its silence
   bool is_done = false;            // the thread has ended
-  bool is_look_asked_for = false;  // at once, not at the next interval
+  bool is_look_requested = false;  // at once, not at the next interval
   std::map<int, LostRank> lost;
   std::string problem;
 
   std::mutex callback_mutex;  // held while on_change runs
   OnChange on_change;
 
-  // --- of the thread alone ---
+  // --- used by the thread alone ---
   std::unique_ptr<StoreClient> store;
   std::string prefix;
   int rank = 0;
@@ -113,7 +114,7 @@ struct RankMonitor::Shared {
   std::int64_t news_read = 0;
   Clock::time_point last_look = Clock::now();
 
-  // What this rank has seen of another one's heartbeat.
+  // What this rank has seen of another rank's heartbeat.
   struct Watched {
     std::string heartbeat;  // "": none yet
     milliseconds silence{0};
@@ -143,7 +144,7 @@ struct RankMonitor::Shared {
   [[nodiscard]] std::string news_key(std::int64_t number) const {
     return prefix + "/news/" + std::to_string(number);
   }
-  // The others confirm the news of a rank that ends; whoever is the last puts "all" there.
+  // The others confirm the news that a rank ends; the last one sets "all".
   [[nodiscard]] std::string confirmed_key(std::int64_t number, const char* what) const {
     return news_key(number) + "/confirmed/" + what;
   }
@@ -155,7 +156,7 @@ struct RankMonitor::Shared {
     const std::lock_guard lock(mutex);
     return lost_in_order();
   }
-  [[nodiscard]] std::vector<LostRank> lost_in_order() const {  // the mutex is held
+  [[nodiscard]] std::vector<LostRank> lost_in_order() const {  // needs the mutex
     std::vector<LostRank> all;
     for (const auto& [peer, found] : lost) all.push_back(found);
     return all;
@@ -173,14 +174,14 @@ void RankMonitor::Shared::serve() {
     try {
       look();
     } catch (const NoAnswer&) {
-      // A host that is suspended says nothing of the ranks on others.
+      // A suspended host says nothing about the ranks on others.
       for (auto& [peer, seen] : watched) seen.silence = milliseconds(0);
     } catch (const std::exception& error) {
       return end_with("The Store can no longer be reached (" + first_line(error) +
-                      "): whether ranks have fallen silent is not known.");
+                      "): whether ranks have fallen silent is unknown.");
     }
     std::unique_lock lock(mutex);
-    changed.wait_for(lock, times.interval, [&] { return is_leaving || is_look_asked_for; });
+    changed.wait_for(lock, times.interval, [&] { return is_leaving || is_look_requested; });
     if (is_leaving) break;
   }
   say_goodbye();
@@ -193,7 +194,7 @@ void RankMonitor::Shared::look() {
       std::chrono::duration_cast<milliseconds>(now - std::exchange(last_look, now));
   beat(/*has_left=*/false);
   read_news();
-  // Where the whole run stops, so do the heartbeats.
+  // When the whole run stops, so do the heartbeats.
   if (activity != Activity::stopped) {
     watch_ring(std::min(since_last_look, kLateIntervals * times.interval));
   }
@@ -204,7 +205,7 @@ void RankMonitor::Shared::beat(bool has_left) {
   auto heartbeat = here();
   {
     const std::lock_guard lock(mutex);
-    was_asked_for = is_look_asked_for;
+    was_asked_for = is_look_requested;
     if (was_asked_for) heartbeat = here();
   }
   heartbeat[kBeat] = beats++;
@@ -212,7 +213,7 @@ void RankMonitor::Shared::beat(bool has_left) {
   if (!store->set(beat_key(rank), dump(heartbeat), limit())) throw NoAnswer{};
   const std::lock_guard lock(mutex);
   has_beaten = true;
-  if (was_asked_for) is_look_asked_for = false;
+  if (was_asked_for) is_look_requested = false;
   changed.notify_all();
 }
 
@@ -262,7 +263,7 @@ void RankMonitor::Shared::apply(const nlohmann::json& news) {
   }
 }
 
-// Looks at ranks behind this one until as many are on time as are late, and at least one.
+// Checks ranks behind this one until as many are on time as are late, and at least one.
 void RankMonitor::Shared::watch_ring(milliseconds since_last_look) {
   int late = 0;
   int on_time = 0;
@@ -274,7 +275,7 @@ void RankMonitor::Shared::watch_ring(milliseconds since_last_look) {
                                                   : nlohmann::json::parse(seen.heartbeat);
     seen.has_left = heartbeat.value(kHasLeft, false);
     if (seen.has_left || heartbeat.value(kActivity, "") == name_of(Activity::stopped)) continue;
-    // Before its first heartbeat a rank connects to the Store, and may look names up for that.
+    // Before its first heartbeat a rank connects to the Store, which may include name look-ups.
     if (seen.silence >= (seen.is_there ? 1 : kPatiencesToConnect) * times.patience) {
       seen.silence = milliseconds(0);
       publish(heartbeat);
@@ -298,7 +299,7 @@ RankMonitor::Shared::Watched& RankMonitor::Shared::read_heartbeat(int peer,
   return seen;
 }
 
-// At the end of the list; ranks that find something at the same time do not overwrite each other.
+// Appends to the list; ranks that find something at the same time do not overwrite each other.
 std::int64_t RankMonitor::Shared::publish(const nlohmann::json& news) {
   const auto text = dump(news);
   auto number = news_read;
@@ -309,18 +310,18 @@ std::int64_t RankMonitor::Shared::publish(const nlohmann::json& news) {
 void RankMonitor::Shared::say_goodbye() {
   try {
     beat(/*has_left=*/true);
-    // Where others were lost before, the end of this rank follows from theirs.
+    // If others were lost before, this rank's end is their consequence.
     if (ended_by.empty() || !lost_now().empty()) return;
     auto news = here();
     news[kEndedBy] = ended_by;
     wait_until_all_have_read(publish(news));
   } catch (...) {
-    // The Store has gone before this rank.
+    // The Store went before this rank.
   }
 }
 
-// A launcher that sees one process end ends the others at once (torchrun after 0.1 s): what they
-// have to write is on disk by then. They read the news within one interval.
+// A launcher that sees one process end ends the others at once (torchrun after 0.1 s), so this
+// waits until they have written their files. They read the news within one interval.
 void RankMonitor::Shared::wait_until_all_have_read(std::int64_t news_number) {
   const auto deadline = Clock::now() + times.interval + kGoodbye;
   const auto key = confirmed_key(news_number, "all");
@@ -363,10 +364,10 @@ void RankMonitor::now_in(Activity activity, std::int64_t iteration) noexcept {
 void RankMonitor::stop(std::int64_t iteration) noexcept {
   now_in(Activity::stopped, iteration);
   std::unique_lock lock(shared_->mutex);
-  shared_->is_look_asked_for = true;
+  shared_->is_look_requested = true;
   shared_->changed.notify_all();
   shared_->changed.wait_for(lock, kGoodbye,
-                            [&] { return shared_->is_done || !shared_->is_look_asked_for; });
+                            [&] { return shared_->is_done || !shared_->is_look_requested; });
 }
 
 void RankMonitor::leave(const std::string& ended_by) noexcept {
@@ -412,7 +413,7 @@ std::string RankMonitor::problem() const {
 
 std::vector<LostRank> RankMonitor::wait_for_loss(Deadline deadline) const {
   std::unique_lock lock(shared_->mutex);
-  shared_->is_look_asked_for = true;  // there may be news that are not read yet
+  shared_->is_look_requested = true;  // there may be unread news
   shared_->changed.notify_all();
   shared_->changed.wait_until(lock, deadline,
                               [&] { return shared_->is_done || !shared_->lost.empty(); });

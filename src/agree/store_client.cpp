@@ -16,8 +16,8 @@
 namespace nanlocator::inline agree_room {
 namespace {
 
-// TCPStore's libuv server, the default one, closes the connection on a value of more than 8 MiB
-// (tried with torch 2.11: 7 MiB pass, 9 MiB give "Connection reset by peer").
+// TCPStore's libuv server, the default, closes the connection on a value of more than 8 MiB (tried
+// with torch 2.11: 7 MiB pass, 9 MiB give "Connection reset by peer").
 constexpr std::size_t kPartBytes = std::size_t{4} << 20;
 
 using Clock = std::chrono::steady_clock;
@@ -54,7 +54,7 @@ struct StoreClient::Shared {
   std::deque<std::function<void(c10d::Store&)>> calls;
   bool is_closing = false;
   bool is_done = false;
-  Deadline connects_at;  // and never again
+  Deadline connects_at;  // only once
   c10::intrusive_ptr<c10d::Store> given;
 
   void serve() {
@@ -80,7 +80,7 @@ struct StoreClient::Shared {
       calls.pop_front();
       lock.unlock();
       call(*connection);
-      call = nullptr;  // its captures are freed outside the lock
+      call = nullptr;  // frees its captures outside the lock
       lock.lock();
     }
     auto unstarted = std::exchange(calls, {});
@@ -116,8 +116,8 @@ void StoreClient::connect_in(std::chrono::milliseconds delay) {
 }
 
 StoreClient::~StoreClient() {
-  // Long enough for a call in flight to a Store that is alive. Not joined: the thread may be stuck
-  // in recv, or wait for the Python lock (a Store written in Python) that our caller holds.
+  // Long enough for a pending call to a living Store. Not joined: the thread may be stuck in recv,
+  // or wait for the GIL (a Store written in Python) that our caller holds.
   constexpr auto patience = std::chrono::milliseconds(200);
   std::unique_lock lock(shared_->mutex);
   shared_->is_closing = true;
@@ -145,8 +145,9 @@ std::optional<Result> StoreClient::run(std::function<Result(c10d::Store&)> call,
 }
 
 bool StoreClient::set(const std::string& key, const std::string& value, Deadline deadline) {
-  // The value of `key` is the number of parts, a line feed and part 0; it is written last, so that
-  // whoever sees it finds the others. Everything is copied: the call may outlive its caller's wait.
+  // The value of `key` is the number of parts, a line feed and part 0. It is written last, so that
+  // a reader who sees it finds the other parts. Everything is copied: the call may outlive its
+  // caller's wait.
   const auto write = [key, value](c10d::Store& store) {
     const std::size_t parts =
         std::max<std::size_t>(1, (value.size() + kPartBytes - 1) / kPartBytes);
@@ -164,7 +165,8 @@ std::optional<bool> StoreClient::put_if_absent(const std::string& key, const std
                                                Deadline deadline) {
   return run<bool>(
       [key, bytes = "1\n" + value](c10d::Store& store) {
-        // compare_set with nothing expected sets a key that is absent, and returns what is there.
+        // compare_set with an empty expected value sets an absent key, and returns the current
+        // value.
         const std::vector<std::uint8_t> wanted(bytes.begin(), bytes.end());
         if (store.check({key})) return false;
         return store.compareSet(key, {}, wanted) == wanted;

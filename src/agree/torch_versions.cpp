@@ -15,7 +15,7 @@ namespace {
 class Prefix : public c10d::PrefixStore {
  public:
   static const std::string& of(const c10d::PrefixStore& store) {
-    return store.*(&Prefix::prefix_);  // no function of Torch 2.6 gives it
+    return store.*(&Prefix::prefix_);  // Torch 2.6 has no accessor for it
   }
 };
 
@@ -27,7 +27,7 @@ c10::intrusive_ptr<c10d::Store> clone_of(const c10::intrusive_ptr<c10d::Store>& 
                                                   clone_of(prefixed->getUnderlyingStore()));
   }
   const auto* server = dynamic_cast<const c10d::TCPStore*>(store.get());
-  if (server == nullptr) throw UnsupportedError("Torch before 2.7 clones no Store");
+  if (server == nullptr) throw UnsupportedError("Torch before 2.7 cannot clone this Store");
   c10d::TCPStoreOptions options;
   options.port = server->getPort();
   options.waitWorkers = false;
@@ -37,7 +37,7 @@ c10::intrusive_ptr<c10d::Store> clone_of(const c10::intrusive_ptr<c10d::Store>& 
 }
 
 void abort_group(c10d::ProcessGroup& /*group*/) {
-  throw UnsupportedError("Torch before 2.7 aborts no process group");
+  throw UnsupportedError("Torch before 2.7 cannot abort a process group");
 }
 
 }  // namespace nanlocator::inline agree_room

@@ -19,8 +19,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-// ---------------------------------------------------- one contract, every Store that Torch has in
-// C++
+// ---------------------------------------------------- one contract, every C++ Store of Torch
 
 struct StoreKind {
   const char* name;
@@ -69,14 +68,14 @@ class CommunicatorOnEveryStore : public ::testing::TestWithParam<StoreKind> {
   TemporaryFolder folder_;
 };
 
-TEST_P(CommunicatorOnEveryStore, RanksThatStateTheSamePassTheHandshake) {
+TEST_P(CommunicatorOnEveryStore, EqualStatementsPassTheHandshake) {
   run_ranks(4, store(4), [](const auto& communicator) {
     communicator->handshake(R"({"version": "1", "on_bad": "stop"})", after(kLong));
     communicator->handshake(R"({"a second one": 2})", after(kLong));
   });
 }
 
-TEST_P(CommunicatorOnEveryStore, ADifferenceIsNamedWithItsRanksAlikeOnAllRanks) {
+TEST_P(CommunicatorOnEveryStore, EveryRankNamesADifferenceAndItsRanks) {
   const auto errors = try_ranks(4, store(4), [](const auto& communicator) {
     const bool is_odd_one = communicator->rank() == 2;
     communicator->handshake(
@@ -92,7 +91,7 @@ TEST_P(CommunicatorOnEveryStore, ADifferenceIsNamedWithItsRanksAlikeOnAllRanks) 
 TEST_P(CommunicatorOnEveryStore, ARankThatDoesNotComeIsNamedAfterTheDeadline) {
   const auto errors = try_ranks(5, store(5), [](const auto& communicator) {
     if (communicator->rank() >= 2) return;
-    // Both are there and connected before the short deadline runs.
+    // Both have connected before the short deadline begins.
     ASSERT_TRUE(communicator->publish("here", ""));
     ASSERT_TRUE(communicator->fetch("here", 1 - communicator->rank(), after(kLong)));
     communicator->handshake(R"({"version": "1"})", after(kShort));
@@ -102,7 +101,7 @@ TEST_P(CommunicatorOnEveryStore, ARankThatDoesNotComeIsNamedAfterTheDeadline) {
   EXPECT_EQ(text_of<AgreementError>(errors[1]), text);
 }
 
-TEST_P(CommunicatorOnEveryStore, BroadcastHandsOutTheValueOfRankZeroTimeAfterTime) {
+TEST_P(CommunicatorOnEveryStore, RepeatedBroadcastsGiveTheValuesOfRankZero) {
   run_ranks(3, store(3), [](const auto& communicator) {
     const bool is_first = communicator->rank() == 0;
     EXPECT_EQ(communicator->broadcast("run", is_first ? "one" : "mine", after(kLong)), "one");
@@ -124,7 +123,7 @@ TEST_P(CommunicatorOnEveryStore, ASilentRankIsAnEmptyEntry) {
     if (communicator->rank() == 1) return;
     ASSERT_TRUE(communicator->publish("ledger", std::to_string(communicator->rank())));
     if (communicator->rank() == 0) {
-      // Waits for rank 2 first, so that the short deadline below has only rank 1 to miss.
+      // Waits for rank 2 first, so that only rank 1 can miss the short deadline below.
       EXPECT_EQ(communicator->fetch("ledger", 2, after(kLong)), "2");
       EXPECT_THAT(communicator->gather("ledger", after(kShort)),
                   ElementsAre("0", std::nullopt, "2"));
@@ -132,7 +131,7 @@ TEST_P(CommunicatorOnEveryStore, ASilentRankIsAnEmptyEntry) {
   });
 }
 
-TEST_P(CommunicatorOnEveryStore, AValuePublishedAgainReplacesTheFirstAndStandsForNoOtherRank) {
+TEST_P(CommunicatorOnEveryStore, AValuePublishedAgainReplacesTheFirstAndCountsOnce) {
   run_ranks(2, store(2), [](const auto& communicator) {
     if (communicator->rank() == 0) {
       ASSERT_TRUE(communicator->publish("ledger", "first"));
@@ -160,14 +159,14 @@ TEST_P(CommunicatorOnEveryStore, ALedgerLargerThanTheLibuvServersLimitArrivesWho
   });
 }
 
-TEST_P(CommunicatorOnEveryStore, AnEmptyValueAndOneWithLineFeedsArriveAsTheyAre) {
+TEST_P(CommunicatorOnEveryStore, EmptyValuesAndLineFeedsArriveUnchanged) {
   run_ranks(2, store(2), [](const auto& communicator) {
     ASSERT_TRUE(communicator->publish("v", communicator->rank() == 0 ? "" : "3\na\n\nb"));
     EXPECT_THAT(communicator->gather("v", after(kLong)), ElementsAre("", "3\na\n\nb"));
   });
 }
 
-TEST_P(CommunicatorOnEveryStore, NobodyPassesABarrierBeforeTheLastOne) {
+TEST_P(CommunicatorOnEveryStore, NoRankPassesABarrierBeforeTheLastOneComes) {
   std::atomic<bool> has_last_come = false;
   run_ranks(3, store(3), [&](const auto& communicator) {
     if (communicator->rank() == 2) {
@@ -179,7 +178,7 @@ TEST_P(CommunicatorOnEveryStore, NobodyPassesABarrierBeforeTheLastOne) {
   });
 }
 
-TEST_P(CommunicatorOnEveryStore, ABarrierWaitsForNoRankThatIsLostOrAbsent) {
+TEST_P(CommunicatorOnEveryStore, ABarrierDoesNotWaitForLostOrAbsentRanks) {
   run_ranks(4, store(4), [](const auto& communicator) {
     const MonitorTimes quick{milliseconds(100), milliseconds(1'000)};
     communicator->watch_ranks("rank " + std::to_string(communicator->rank()), quick, {});
@@ -208,14 +207,14 @@ TEST_P(CommunicatorOnEveryStore, ABarrierWaitsAsLongAsARankIsAtWork) {
     EXPECT_TRUE(communicator->pass_barrier("on_disk", {}, after(kShort), asked));
     is_at_work = false;
     if (communicator->rank() == 1) return;
-    EXPECT_FALSE(communicator->pass_barrier("nobody is at work", {}, after(kShort), asked));
+    EXPECT_FALSE(communicator->pass_barrier("no rank is at work", {}, after(kShort), asked));
   });
 }
 
 INSTANTIATE_TEST_SUITE_P(Stores, CommunicatorOnEveryStore, ::testing::ValuesIn(kStores),
                          [](const auto& store) { return std::string(store.param.name); });
 
-// --------------------------------------------------------------------------- what does not come
+// --------------------------------------------------------------------------- missing ranks
 
 TEST(Communicator, NamesARankZeroThatDoesNotComeToABroadcast) {
   const auto errors = try_ranks(2, one_hash_store(), [](const auto& communicator) {
@@ -224,14 +223,14 @@ TEST(Communicator, NamesARankZeroThatDoesNotComeToABroadcast) {
   EXPECT_THAT(text_of<AgreementError>(errors[1]), HasSubstr("from rank 0"));
 }
 
-TEST(Communicator, RefusesAStatementThatIsNoObject) {
+TEST(Communicator, RefusesAStatementThatIsNotAnObject) {
   const auto errors = try_ranks(1, one_hash_store(), [](const auto& communicator) {
     communicator->handshake("[1, 2]", after(kLong));
   });
   EXPECT_THAT(text_of<UsageError>(errors[0]), HasSubstr("[1, 2]"));
 }
 
-// A Store whose server neither answers nor closes the connection, until it is let go.
+// A Store whose server neither answers nor closes the connection until it is released.
 class FrozenStore : public c10d::HashStore {
  public:
   c10::intrusive_ptr<c10d::Store> clone() override {
@@ -252,11 +251,11 @@ TEST(Communicator, ReturnsAtTheDeadlineThoughTheStoreHangsInACall) {
         "test");
     EXPECT_EQ(communicator.fetch("key", 1, after(kShort)), std::nullopt);
     EXPECT_THAT(communicator.gather("key", after(kShort)), ElementsAre(std::nullopt, std::nullopt));
-  }  // nor does the destructor wait for it
+  }  // the destructor does not wait for it either
   frozen->is_released = true;
 }
 
-// As where names are looked up slowly, or by a server that is busy.
+// Like a server that is busy, or that looks up names slowly.
 class SlowStore : public c10d::HashStore {
  public:
   c10::intrusive_ptr<c10d::Store> clone() override {
@@ -305,7 +304,7 @@ TEST_F(Watching, MakesItsConnectionsAfterTheInstall) {
   EXPECT_TRUE(communicator_.publish("key", "value"));
 }
 
-TEST_F(Watching, StartsAfterFourPatiencesWhereTheStoreDoesNotTakeTheHeartbeat) {
+TEST_F(Watching, StartsAfterFourPatiencesIfTheStoreDoesNotTakeTheHeartbeat) {
   store_->to_answer = 12 * times_.patience;
   EXPECT_LT(time_to_start(), 8 * times_.patience);
   EXPECT_FALSE(store_->check({"test/monitor/beat/0"}));
@@ -322,7 +321,7 @@ class BrokenStore : public c10d::HashStore {
   [[noreturn]] static void fail() { throw std::runtime_error("Connection reset by peer"); }
 };
 
-TEST(Communicator, ABrokenStoreGivesNothingAndThrowsNothingButFromTheHandshake) {
+TEST(Communicator, ABrokenStoreGivesNothingAndThrowsOnlyFromTheHandshake) {
   const auto errors = try_ranks(
       2, [](int) { return c10::make_intrusive<BrokenStore>(); },
       [](const auto& communicator) {
@@ -357,7 +356,7 @@ TEST(Communicator, FlagCallsOutOfOrderAreUsageErrors) {
   });
 }
 
-TEST(Communicator, AFlagThatAPeerDoesNotReduceIsAnErrorAndTheLastOne) {
+TEST(Communicator, AFlagThatAPeerDoesNotReduceIsAnErrorAndEndsReductions) {
   const auto errors = try_ranks(
       2, one_hash_store(),
       [](const auto& communicator) {

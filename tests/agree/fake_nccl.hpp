@@ -1,5 +1,5 @@
-// NCCL as nccl.h declares it, among threads and on host memory: what flag_reduction_over_nccl calls
-// of it. A reduction is complete when its launch returns.
+// A fake of nccl.h for flag_reduction_over_nccl, among threads and on host memory. A reduction is
+// complete when its launch returns.
 #pragma once
 
 #include <nccl.h>
@@ -15,7 +15,7 @@ struct ncclComm {
   int size = 1;
   std::shared_ptr<nanlocator::testing::MaxReduction> reduction;
   std::size_t launched = 0;
-  std::atomic<ncclResult_t> failure = ncclSuccess;  // as if a peer had gone
-  std::atomic<int> polls_until_taken = 0;           // of a communicator that does not block
+  std::atomic<ncclResult_t> failure = ncclSuccess;  // as if a peer were gone
+  std::atomic<int> polls_until_taken = 0;           // for a nonblocking communicator
   std::atomic<int> ended = 0;                       // aborted or destroyed
 };

@@ -24,7 +24,7 @@ ncclResult_t ncclAllReduce(const void* send, void* receive, std::size_t count, n
   try {
     *static_cast<int*>(receive) = communicator->reduction->wait(call);
   } catch (const std::runtime_error&) {
-    communicator->failure = ncclRemoteError;  // NCCL says so when it is asked
+    communicator->failure = ncclRemoteError;  // NCCL reports it when asked
   }
   return communicator->polls_until_taken > 0 ? ncclInProgress : ncclSuccess;
 }
@@ -71,7 +71,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-/// One communicator for each rank, as ncclCommInitRank makes them.
+/// One communicator per rank, as from ncclCommInitRank.
 std::vector<std::unique_ptr<ncclComm>> communicators(int size, milliseconds timeout = kLong) {
   const auto reduction = std::make_shared<MaxReduction>(size, timeout);
   std::vector<std::unique_ptr<ncclComm>> all;
@@ -94,7 +94,7 @@ void run_threads(int size, const std::function<void(int rank)>& body) {
 
 struct Connection {
   const char* name;
-  /// Of each rank.
+  /// One factory per rank.
   std::function<std::function<std::unique_ptr<FlagReduction>(int rank)>(int size)> make;
 };
 
@@ -155,7 +155,7 @@ INSTANTIATE_TEST_SUITE_P(Connections, FlagReductionOverEveryConnection,
 
 // ---- NCCL alone ----
 
-TEST(NcclFlagReduction, APeerThatHasGoneIsAnAgreementErrorWithWhatNcclSays) {
+TEST(NcclFlagReduction, AMissingPeerIsAnAgreementErrorWithNcclsText) {
   const auto all = communicators(2, kShort);  // the second rank never comes
   Communicator communicator(flag_reduction_over_nccl(all[0].get()),
                             c10::make_intrusive<c10d::HashStore>(), "job");
@@ -170,7 +170,7 @@ TEST(NcclFlagReduction, APeerThatHasGoneIsAnAgreementErrorWithWhatNcclSays) {
   EXPECT_THROW(communicator.start_flag(flag_of(0)), UsageError);
 }
 
-TEST(NcclFlagReduction, AnErrorAfterTheLaunchIsSeenByWhoPolls) {
+TEST(NcclFlagReduction, PollingFindsAnErrorAfterTheLaunch) {
   const auto all = communicators(1);
   const auto reduction = flag_reduction_over_nccl(all[0].get());
   reduction->start(flag_of(1));
@@ -180,7 +180,7 @@ TEST(NcclFlagReduction, AnErrorAfterTheLaunchIsSeenByWhoPolls) {
   EXPECT_THROW(reduction->check(), std::runtime_error);
 }
 
-TEST(NcclFlagReduction, ALaunchThatNcclStillTakesIsWaitedFor) {
+TEST(NcclFlagReduction, WaitsUntilNcclAcceptsTheLaunch) {
   const auto all = communicators(1);
   const auto reduction = flag_reduction_over_nccl(all[0].get());
   all[0]->polls_until_taken = 3;
@@ -202,7 +202,7 @@ TEST(NcclFlagReduction, TheCallersCommunicatorIsNeitherAbortedNorDestroyed) {
   EXPECT_EQ(all[0]->ended, 0);
 }
 
-TEST(NcclFlagReduction, RefusesWhatIsNoCommunicator) {
+TEST(NcclFlagReduction, RefusesAnInvalidCommunicator) {
   EXPECT_THROW((void)flag_reduction_over_nccl(nullptr), UsageError);
   ncclComm none;
   none.size = 0;

@@ -1,5 +1,5 @@
 // Ranks as forked processes around one TCPStore, so that they can be killed and stopped. Each runs
-// a RankMonitor and nothing else; what it finds lost is in a file.
+// only a RankMonitor and writes the lost ranks to a file.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -33,8 +33,8 @@ inline std::string place_of(int rank) {
 
 class ProcessRanks {
  public:
-  /// All processes are forked before the Store's thread is there: a lock that it held in that
-  /// moment would stay locked in the child.
+  /// All processes are forked before the Store's thread exists: a lock that it held at that moment
+  /// would stay locked in the child.
   explicit ProcessRanks(int size) : size_(size) {
     for (int rank = 0; rank < size; ++rank) fork_rank(rank);
     c10d::TCPStoreOptions server;
@@ -54,15 +54,15 @@ class ProcessRanks {
   void start_all() {
     for (int rank = 0; rank < size_; ++rank) start(rank);
   }
-  /// A rank whose heartbeat says `activity` of iteration 7. `spinners`: threads that keep cores
-  /// busy beside it.
+  /// Starts a rank whose heartbeat says `activity` of iteration 7. `spinners`: threads that keep
+  /// cores busy beside it.
   void start(int rank, Activity activity = Activity::forward_backward, int spinners = 0) {
     const Start start{host_->getPort(), activity, spinners};
     ASSERT_EQ(::write(pipes_.at(rank), &start, sizeof start), sizeof start);
     started_.push_back(rank);
   }
   /// Returns when every started rank's heartbeat says iteration 7 and its neighbours have had time
-  /// to see that.
+  /// to see it.
   void wait_until_settled() const {
     const auto deadline = Clock::now() + milliseconds(60'000);
     for (const int rank : started_) {
@@ -78,8 +78,7 @@ class ProcessRanks {
   void leave(int rank) const { send(rank, SIGUSR1); }
   void end_by_value_error(int rank) const { send(rank, SIGUSR2); }
 
-  /// What `rank` has last said of lost ranks, one sentence a line; "never" where nothing has
-  /// changed.
+  /// The lost ranks that `rank` last reported, one sentence a line; "never" if nothing has changed.
   [[nodiscard]] std::string lost_on(int rank) const {
     const auto file = file_of(rank);
     return std::filesystem::exists(file) ? read_file(file) : "never";

@@ -16,13 +16,12 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
-// Until the monitors of threads have seen each other's heartbeats.
+// Time in which the monitors of threads have seen each other's heartbeats.
 constexpr milliseconds kSettled{1'000};
-// Time in which a loss is reported at the latest: on a quiet machine it takes little more than one
-// patience.
-constexpr milliseconds kToldBy = 8 * kQuick.patience;
+// The latest time at which a loss is reported; a quiet machine takes little more than one patience.
+constexpr milliseconds kReportedBy = 8 * kQuick.patience;
 // Time after which a loss would have been reported.
-constexpr milliseconds kNotTold = kQuick.patience + 8 * kQuick.interval;
+constexpr milliseconds kWouldBeReported = kQuick.patience + 8 * kQuick.interval;
 
 std::string silent(int rank, const std::string& activity = "forward_backward") {
   return place_of(rank) + " has not answered since iteration 7, where it was in " + activity + "\n";
@@ -32,13 +31,13 @@ void wait(milliseconds time) {
   std::this_thread::sleep_for(time);
 }
 
-TEST(RankMonitor, AKilledRankIsNamedOnEveryLivingOneWithWhereItWas) {
+TEST(RankMonitor, EveryLivingRankNamesAKilledOneAndWhereItWas) {
   ProcessRanks ranks(4);
   ranks.start_all();
   ranks.wait_until_settled();
   for (int rank = 0; rank < 4; ++rank) EXPECT_EQ(ranks.lost_on(rank), "never");
   ranks.send(2, SIGKILL);
-  for (const int rank : {0, 1, 3}) ranks.expect_lost(rank, silent(2), kToldBy);
+  for (const int rank : {0, 1, 3}) ranks.expect_lost(rank, silent(2), kReportedBy);
 }
 
 TEST(RankMonitor, AHostThatTakesItsRanksWithItIsNoticedInLittleMoreThanOnePatience) {
@@ -51,7 +50,7 @@ TEST(RankMonitor, AHostThatTakesItsRanksWithItIsNoticedInLittleMoreThanOnePatien
     ranks.send(rank, SIGKILL);
     expected += silent(rank);
   }
-  for (const int rank : {0, 10, 11}) ranks.expect_lost(rank, expected, kToldBy);
+  for (const int rank : {0, 10, 11}) ranks.expect_lost(rank, expected, kReportedBy);
   // One after another they would take more than nine times the patience.
   EXPECT_LT(Clock::now() - died, 8 * kQuick.patience);
 }
@@ -61,36 +60,36 @@ TEST(RankMonitor, TwoRanksThatDieApartAreBothNamed) {
   ranks.start_all();
   ranks.wait_until_settled();
   ranks.send(3, SIGKILL);
-  ranks.expect_lost(0, silent(3), kToldBy);
+  ranks.expect_lost(0, silent(3), kReportedBy);
   ranks.send(1, SIGKILL);
-  for (const int rank : {0, 2}) ranks.expect_lost(rank, silent(1) + silent(3), kToldBy);
+  for (const int rank : {0, 2}) ranks.expect_lost(rank, silent(1) + silent(3), kReportedBy);
 }
 
-TEST(RankMonitor, ADebuggerThatStopsARankForLessThanThePatienceIsNoLoss) {
+TEST(RankMonitor, ARankStoppedForLessThanThePatienceIsNotLost) {
   ProcessRanks ranks(3);
   ranks.start_all();
   ranks.wait_until_settled();
   ranks.send(1, SIGSTOP);
   wait(kQuick.patience / 2);
   ranks.send(1, SIGCONT);
-  wait(kNotTold);
+  wait(kWouldBeReported);
   for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(ranks.lost_on(rank), "never") << rank;
 }
 
-TEST(RankMonitor, ARankThatAnswersAgainIsTakenOffTheList) {
+TEST(RankMonitor, ARankThatAnswersAgainIsNoLongerLost) {
   ProcessRanks ranks(3);
   ranks.start_all();
   ranks.wait_until_settled();
   ranks.send(1, SIGSTOP);
-  for (const int rank : {0, 2}) ranks.expect_lost(rank, silent(1), kToldBy);
+  for (const int rank : {0, 2}) ranks.expect_lost(rank, silent(1), kReportedBy);
   ranks.send(1, SIGCONT);
-  for (const int rank : {0, 2}) ranks.expect_lost(rank, "", kToldBy);
+  for (const int rank : {0, 2}) ranks.expect_lost(rank, "", kReportedBy);
   EXPECT_EQ(ranks.lost_on(1), "never");
   ranks.send(1, SIGKILL);  // and can be lost a second time
-  for (const int rank : {0, 2}) ranks.expect_lost(rank, silent(1), kToldBy);
+  for (const int rank : {0, 2}) ranks.expect_lost(rank, silent(1), kReportedBy);
 }
 
-TEST(RankMonitor, RanksThatAreStoppedTogetherAccuseNobodyWhenTheyGoOn) {
+TEST(RankMonitor, RanksThatAreStoppedTogetherReportNoLossWhenTheyContinue) {
   ProcessRanks ranks(3);
   ranks.start_all();
   ranks.wait_until_settled();
@@ -100,43 +99,43 @@ TEST(RankMonitor, RanksThatAreStoppedTogetherAccuseNobodyWhenTheyGoOn) {
     ranks.send(rank, SIGCONT);
     wait(kQuick.interval);  // the first has looked before the next one beats
   }
-  wait(kNotTold);
+  wait(kWouldBeReported);
   for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(ranks.lost_on(rank), "never") << rank;
 }
 
-TEST(RankMonitor, BusyCoresAccuseNobody) {
+TEST(RankMonitor, BusyCoresCauseNoLoss) {
   ProcessRanks ranks(8);
   for (int rank = 0; rank < 8; ++rank) ranks.start(rank, Activity::forward_backward, 2);
   wait(5 * kQuick.patience);
   for (int rank = 0; rank < 8; ++rank) EXPECT_EQ(ranks.lost_on(rank), "never") << rank;
 }
 
-TEST(RankMonitor, ARankThatStartsLaterIsNoLossAndOneThatNeverStartsIs) {
+TEST(RankMonitor, ARankThatStartsLaterIsNotLostAndOneThatNeverStartsIs) {
   ProcessRanks ranks(3);
   ranks.start(0);
   ranks.start(1);
   wait(2 * kQuick.patience);
   ranks.start(2);
-  wait(kNotTold);
+  wait(kWouldBeReported);
   for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(ranks.lost_on(rank), "never") << rank;
 
   ProcessRanks without_one(3);
   without_one.start(0);
   without_one.start(1);
   for (const int rank : {0, 1}) {
-    without_one.expect_lost(rank, "rank 2 has not answered since the install\n", 3 * kToldBy);
+    without_one.expect_lost(rank, "rank 2 has not answered since the install\n", 3 * kReportedBy);
   }
 }
 
-TEST(RankMonitor, ARankThatSaysGoodbyeIsNoLossAndTheOnesBehindItAreWatchedOn) {
+TEST(RankMonitor, ARankThatSaysGoodbyeIsNotLostAndTheNextOnesAreStillWatched) {
   ProcessRanks ranks(4);
   ranks.start_all();
   ranks.wait_until_settled();
   ranks.leave(1);
-  wait(kNotTold);
+  wait(kWouldBeReported);
   for (const int rank : {0, 2, 3}) EXPECT_EQ(ranks.lost_on(rank), "never") << rank;
   ranks.send(2, SIGKILL);  // rank 1 would have noticed
-  for (const int rank : {0, 3}) ranks.expect_lost(rank, silent(2), kToldBy);
+  for (const int rank : {0, 3}) ranks.expect_lost(rank, silent(2), kReportedBy);
 }
 
 TEST(RankMonitor, ARankThatAnExceptionEndsIsLostAtOnceWithItsText) {
@@ -150,14 +149,14 @@ TEST(RankMonitor, ARankThatAnExceptionEndsIsLostAtOnceWithItsText) {
   }
 }
 
-TEST(RankMonitor, ARankThatEndsBecauseAnotherOneDidIsNotAccused) {
+TEST(RankMonitor, ARankThatEndsBecauseAnotherOneDidIsNotBlamed) {
   ProcessRanks ranks(4);
   ranks.start_all();
   ranks.wait_until_settled();
   ranks.send(2, SIGKILL);
-  for (const int rank : {0, 1, 3}) ranks.expect_lost(rank, silent(2), kToldBy);
+  for (const int rank : {0, 1, 3}) ranks.expect_lost(rank, silent(2), kReportedBy);
   ranks.end_by_value_error(1);
-  wait(kNotTold);
+  wait(kWouldBeReported);
   for (const int rank : {0, 3}) EXPECT_EQ(ranks.lost_on(rank), silent(2)) << rank;
 }
 
@@ -168,10 +167,10 @@ TEST(RankMonitor, SilenceAfterTheEndOfTheRunIsExpected) {
   }
   ranks.wait_until_settled();
   ranks.send(1, SIGKILL);
-  wait(kNotTold);
+  wait(kWouldBeReported);
   for (const int rank : {0, 2}) EXPECT_EQ(ranks.lost_on(rank), "never") << rank;
   ranks.send(2, SIGKILL);
-  ranks.expect_lost(0, silent(2, "gathering"), kToldBy);
+  ranks.expect_lost(0, silent(2, "gathering"), kReportedBy);
 }
 
 // --------------------------------------------------------------------------- threads of one
@@ -200,20 +199,20 @@ std::unique_ptr<RankMonitor> monitor_on(const c10::intrusive_ptr<c10d::Store>& s
                                        place_of(rank), kQuick, std::move(on_change));
 }
 
-TEST(RankMonitor, ABrokenStoreEndsItWithAReasonAndNoAccusation) {
+TEST(RankMonitor, ABrokenStoreEndsItWithAReasonAndNoLoss) {
   const auto store = c10::make_intrusive<BreakableStore>();
   std::atomic<int> changes = 0;
   const auto monitor = monitor_on(store, 0, 2, [&](const auto&) { ++changes; });
   EXPECT_EQ(monitor->problem(), "");
   store->is_broken = true;
   const auto before = Clock::now();
-  EXPECT_THAT(monitor->wait_for_loss(before + 10 * kToldBy), IsEmpty());
-  EXPECT_LT(Clock::now() - before, kToldBy);
+  EXPECT_THAT(monitor->wait_for_loss(before + 10 * kReportedBy), IsEmpty());
+  EXPECT_LT(Clock::now() - before, kReportedBy);
   EXPECT_THAT(monitor->problem(), HasSubstr("(Connection reset by peer)"));
   EXPECT_EQ(changes, 0);
 }
 
-TEST(RankMonitor, AStoreThatIsSuspendedIsNoRanksSilence) {
+TEST(RankMonitor, ASuspendedStoreIsNotSilenceOfARank) {
   const auto store = c10::make_intrusive<BreakableStore>();
   const auto first = monitor_on(store, 0, 2);
   const auto second = monitor_on(store, 1, 2);
@@ -221,24 +220,24 @@ TEST(RankMonitor, AStoreThatIsSuspendedIsNoRanksSilence) {
   store->is_frozen = true;
   wait(3 * kQuick.patience);
   store->is_frozen = false;
-  wait(kNotTold);
+  wait(kWouldBeReported);
   EXPECT_THAT(first->lost(), IsEmpty());
   EXPECT_THAT(second->lost(), IsEmpty());
 }
 
-TEST(RankMonitor, WhoeverWaitsForALossLearnsOfItAndWaitsNoLongerThanItsDeadline) {
+TEST(RankMonitor, WaitingForALossEndsWithItOrAtTheDeadline) {
   const auto store = c10::make_intrusive<BreakableStore>();
   const auto first = monitor_on(store, 0, 2);
   auto second = monitor_on(store, 1, 2);
   EXPECT_THAT(first->wait_for_loss(Clock::now() + 2 * kQuick.interval), IsEmpty());
   second->now_in(Activity::rerun, 3);
   second->leave("RuntimeError: device lost");
-  const auto lost = first->wait_for_loss(Clock::now() + 10 * kToldBy);
+  const auto lost = first->wait_for_loss(Clock::now() + 10 * kReportedBy);
   ASSERT_THAT(lost, SizeIs(1));
   EXPECT_EQ(lost[0], (LostRank{1, place_of(1), 3, "rerun", "RuntimeError: device lost"}));
 }
 
-TEST(RankMonitor, ARankThatAnExceptionEndsStaysUntilTheOthersHaveWrittenIt) {
+TEST(RankMonitor, ARankThatAnExceptionEndsWaitsUntilTheOthersHaveWrittenIt) {
   constexpr milliseconds kWriting = kQuick.interval / 2;
   const auto store = c10::make_intrusive<BreakableStore>();
   std::atomic<int> written = 0;
@@ -253,7 +252,7 @@ TEST(RankMonitor, ARankThatAnExceptionEndsStaysUntilTheOthersHaveWrittenIt) {
   EXPECT_EQ(written, 2);
 }
 
-TEST(RankMonitor, WhereNobodyReadsItTheEndWaitsForOneIntervalAndASecondAtMost) {
+TEST(RankMonitor, AnUnreadEndWaitsForOneIntervalAndASecondAtMost) {
   const auto store = c10::make_intrusive<BreakableStore>();
   const auto alone = monitor_on(store, 0, 2);
   const auto before = Clock::now();
@@ -261,7 +260,7 @@ TEST(RankMonitor, WhereNobodyReadsItTheEndWaitsForOneIntervalAndASecondAtMost) {
   EXPECT_LT(Clock::now() - before, 5 * (kQuick.interval + milliseconds(1'000)));
 }
 
-TEST(RankMonitor, WhoeverWaitsForALossReadsTheNewsAtOnce) {
+TEST(RankMonitor, WaitingForALossReadsTheNewsAtOnce) {
   const auto store = c10::make_intrusive<BreakableStore>();
   const MonitorTimes rare{milliseconds(60'000), milliseconds(600'000)};
   const auto first = std::make_unique<RankMonitor>(std::make_unique<StoreClient>(store), "test", 0,
@@ -270,11 +269,11 @@ TEST(RankMonitor, WhoeverWaitsForALossReadsTheNewsAtOnce) {
   const auto second = monitor_on(store, 1, 2);
   std::thread ending([&] { second->leave("ValueError: no data"); });
   wait(kSettled);
-  EXPECT_THAT(first->wait_for_loss(Clock::now() + 2 * kToldBy), SizeIs(1));
+  EXPECT_THAT(first->wait_for_loss(Clock::now() + 2 * kReportedBy), SizeIs(1));
   ending.join();
 }
 
-TEST(RankMonitor, TellsThatItHasStoppedBeforeItReturns) {
+TEST(RankMonitor, AnnouncesItsStopBeforeItReturns) {
   const auto store = c10::make_intrusive<BreakableStore>();
   const auto monitor = monitor_on(store, 0, 2);
   monitor->stop(12);
@@ -282,7 +281,7 @@ TEST(RankMonitor, TellsThatItHasStoppedBeforeItReturns) {
   EXPECT_THAT(std::string(heartbeat.begin(), heartbeat.end()), HasSubstr(R"("stopped")"));
 }
 
-TEST(RankMonitor, CallsNobodyAfterItsEnd) {
+TEST(RankMonitor, MakesNoCallbackAfterItsEnd) {
   const auto store = c10::make_intrusive<BreakableStore>();
   const auto first = monitor_on(store, 0, 3);
   std::atomic<bool> is_over = false;
@@ -293,10 +292,10 @@ TEST(RankMonitor, CallsNobodyAfterItsEnd) {
       was_called_late = was_called_late || is_over;
     });
     first->leave("ValueError: no data");
-    (void)second->wait_for_loss(Clock::now() + kToldBy);
+    (void)second->wait_for_loss(Clock::now() + kReportedBy);
   }
   is_over = true;
-  wait(kNotTold);
+  wait(kWouldBeReported);
   EXPECT_FALSE(was_called_late);
 }
 

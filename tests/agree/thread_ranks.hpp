@@ -1,7 +1,7 @@
-// Ranks as threads of one process: a function runs once per rank, with a Communicator of its own.
+// Ranks as threads of one process: a function runs once per rank, with its own Communicator.
 //
-// The Torch wheel lacks gloo's headers, so the flag's all-reduce is done here by hand; gloo itself
-// is used by the tests in Python.
+// The Torch wheel lacks gloo's headers, so the flag's all-reduce is done here by hand; the tests in
+// Python use gloo itself.
 #pragma once
 
 #include <ATen/ops/full.h>
@@ -30,9 +30,9 @@ inline Deadline after(milliseconds time) {
   return std::chrono::steady_clock::now() + time;
 }
 
-/// For what comes: generous, so that a loaded machine passes and a hang does not.
+/// For events that happen: generous, so that a loaded machine passes and a hang does not.
 inline constexpr milliseconds kLong{60'000};
-/// For what never comes.
+/// For events that never happen.
 inline constexpr milliseconds kShort{1'000};
 
 inline at::Tensor flag_of(int value) {
@@ -141,7 +141,7 @@ inline void run_ranks(int size, const StoreOfRank& store,
   }
 }
 
-/// The text of an exception of exactly this kind; fails on none and on others.
+/// The text of an exception of exactly this type; fails for none and for others.
 template <class Error>
 std::string text_of(const std::exception_ptr& error) {
   if (!error) throw std::logic_error("nothing was thrown");

@@ -1,5 +1,5 @@
-// The flag over a raw NCCL communicator, for C++ programs that have NCCL and no c10d. In builds
-// with CUDA that found nccl.h (NANLOCATOR_NCCL); whoever calls it links NCCL.
+// The flag reduction over a raw NCCL communicator, for C++ programs that have NCCL and no c10d. In
+// CUDA builds that found nccl.h (NANLOCATOR_NCCL); the caller links NCCL.
 //
 //   auto communicator = std::make_shared<nanlocator::Communicator>(
 //       nanlocator::flag_reduction_over_nccl(nccl, stream),
@@ -15,14 +15,14 @@ struct CUstream_st;  // *: cudaStream_t
 
 namespace nanlocator::inline agree_room {
 
-/// `communicator`: of the ranks that train together, in their order, blocking or not; the caller's:
-/// it must outlive the reduction, and is neither destroyed nor aborted here. NCCL wants all ranks
-/// to use it in the same order, so either it has no other use, or the program's own collectives
-/// come at the same points on every rank. `stream`, of the communicator's device: where the
-/// reduction runs; nullptr: a stream of Torch's pool.
+/// `communicator`: contains the ranks that train together, in their order; blocking or not. The
+/// caller owns it: it must outlive the reduction, and is neither destroyed nor aborted here. NCCL
+/// wants all ranks to use it in the same order, so either it has no other use, or the program's own
+/// collectives come at the same points on every rank. `stream`, of the communicator's device: runs
+/// the reduction; nullptr: a stream from Torch's pool.
 ///
-/// Host and device wait for nobody in `start` and `finish`; `check` asks ncclCommGetAsyncError.
-/// Throws UsageError where `communicator` is null or no communicator.
+/// `start` and `finish` block neither host nor device; `check` calls ncclCommGetAsyncError. Throws
+/// UsageError if `communicator` is null or invalid.
 [[nodiscard]] std::unique_ptr<FlagReduction> flag_reduction_over_nccl(
     ncclComm* communicator, CUstream_st* stream = nullptr);
 
