@@ -1,4 +1,4 @@
-// In which order backward finishes the parameters' gradients, as seen in the latest whole step.
+// The order in which backward finished the parameters' gradients in the latest complete step.
 //
 // A parameter may fire many times a step (microbatches); its last time counts. Cost: an append per
 // call. Any thread may call (on CUDA, autograd runs hooks on its own threads).
@@ -17,9 +17,9 @@ class BackwardOrder {
 
   /// `parameter` is below the number of parameters.
   void record(std::int64_t parameter);
-  /// Backward of this step is over.
+  /// The step's backward has ended.
   void end_step();
-  /// All parameters in order; empty where no step has finished the gradient of each of them.
+  /// All parameters in order; empty if no step has finished the gradient of each of them.
   [[nodiscard]] std::optional<std::vector<std::int64_t>> observed() const;
 
  private:

@@ -1,7 +1,7 @@
-// The latest steps of every gradient, or weight: a ring of facts, filled without a wait and read at
-// a finding.
+// The latest steps of every gradient or weight: a ring that is filled without waiting and read at a
+// finding.
 //
-// 12 bytes a parameter and step, allocated once.
+// 12 bytes per parameter and step, allocated once.
 #pragma once
 
 #include <cstddef>
@@ -15,23 +15,23 @@
 
 namespace nanlocator::inline gradients_room {
 
-/// What no float can hold is the largest one: sums of squares in fp64 reach beyond.
+/// Clamps numbers beyond a float's range, which sums of squares in fp64 reach, to its largest.
 [[nodiscard]] float to_float(double number) noexcept;
 
 class GradientHistory {
  public:
-  /// `parameters`: ids are below it.
+  /// `parameters`: an upper bound of the ids.
   explicit GradientHistory(std::size_t parameters);
 
-  /// A row for `iteration`, of which nothing was seen yet; that of kHistorySteps before goes. Rows
-  /// of this iteration and later ones go too: the step is executed again. The gradients are those
-  /// of `phase`; where that comes before the phase of the rows so far, these go, too. False, and no
-  /// row, where it comes after: the numbers would not compare.
+  /// Adds an empty row for `iteration`, replacing that of kHistorySteps before. Also removes rows
+  /// of this and later iterations (the step is executed again), and rows of a later phase than
+  /// `phase`, that of the gradients. False, without a row, if the rows have an earlier phase: the
+  /// numbers would not compare.
   bool begin(Phase phase, std::int64_t iteration);
-  /// Of the latest row. `loss_scale`: what the gradient was multiplied by.
+  /// In the latest row. `loss_scale`: the factor of the gradient.
   void set(std::int64_t parameter, const TensorStats& stats, double loss_scale) noexcept;
 
-  /// Without run and coordinates. Without parameters that were never seen.
+  /// Without run and coordinates, and without parameters that were never seen.
   [[nodiscard]] History to_history(const ParameterMap& map) const;
 
  private:
@@ -53,8 +53,8 @@ class GradientHistory {
   Phase phase_ = Phase::grad_norm;
   std::size_t first_ = 0;
   std::size_t count_ = 0;
-  std::vector<std::int64_t> iterations_;  // by place
-  std::vector<Sample> samples_;           // place by place
+  std::vector<std::int64_t> iterations_;  // by position in the ring
+  std::vector<Sample> samples_;           // one position after another
 };
 
 }  // namespace nanlocator::inline gradients_room

@@ -18,14 +18,14 @@
 namespace nanlocator::inline gradients_room {
 namespace {
 
-// Where the first bad value of a sparse tensor lies in the dense one.
+// Maps the first bad value of a sparse tensor to its index in the dense one.
 struct SparseLayout {
   at::Tensor indices;  // int64 [sparse dimensions, values]
   std::vector<std::int64_t> sizes;
   std::int64_t dense_numel = 1;  // elements of one value
 };
 
-// One view, made ready for the kernels: dense and real.
+// One view, prepared for the kernels: dense and real.
 struct PreparedView {
   at::Tensor tensor;
   std::string_view dtype;  // of the tensor as passed in
@@ -33,7 +33,7 @@ struct PreparedView {
   std::optional<SparseLayout> sparse;
 };
 
-/// Stands for a loss where an id is expected.
+/// The id used for losses.
 constexpr std::int64_t kNoParameter = -1;
 
 struct Entry {
@@ -44,12 +44,12 @@ struct Entry {
   bool is_complex = false;
   std::optional<SparseLayout> sparse;
   DeviceSlots* device = nullptr;
-  std::uint32_t place = 0;            // within the device's batch
+  std::uint32_t place = 0;            // index in the device's batch
   std::vector<std::int64_t> sizes{};  // of a loss
-  std::optional<LossView> loss{};     // its place, without the tensor
+  std::optional<LossView> loss{};     // its description, without the tensor
 };
 
-// The views of one call and what became of them.
+// The views of one call, and their slots.
 struct Group {
   std::string role;
   std::uint64_t sequence = 0;  // 0: not scanned in this step
@@ -74,7 +74,7 @@ PreparedView prepare(const at::Tensor& given, const ParameterInfo& parameter) {
   return view;
 }
 
-// The index of the first bad element within the tensor as passed in.
+// The index of the first bad element in the tensor as passed in.
 std::int64_t first_bad_in_given(const Entry& entry, std::int64_t scanned_index) {
   const auto index = entry.is_complex ? scanned_index / 2 : scanned_index;
   if (!entry.sparse) return index;
@@ -93,10 +93,10 @@ std::int64_t element_in(const ParameterInfo& parameter, const Entry& entry, std:
   return is_shard ? parameter.shard->element_at(index) : entry.element_offset + index;
 }
 
-/// Groups of one view each: what was dequantised for it is freed before the next.
+/// Groups of one view each: its dequantised values are freed before the next one.
 constexpr std::uint64_t kDequantized = std::uint64_t{1} << 32;
 
-/// Parameters whose tensors have no memory of their own, by name, and what became of them.
+/// Parameters whose tensors have no memory of their own, by name: scanned, or left out.
 struct WithoutMemory {
   std::set<std::string> scanned;
   std::map<std::string, std::string> left_out;  // with the reason
@@ -122,14 +122,14 @@ std::vector<std::string> WithoutMemory::notes(Phase phase) const {
   return notes;
 }
 
-/// The values that a view without memory stands for; throws where they cannot be had.
+/// The values of a view without memory; throws if they cannot be computed.
 at::Tensor dequantized(const GradientView& view) {
-  if (!view.dequantize) throw UnsupportedError("nothing makes its values");
+  if (!view.dequantize) throw UnsupportedError("it has no dequantize function");
   auto values = view.dequantize();
   if (!values.defined()) throw UnsupportedError("dequantize returned no tensor");
   if (const char* reason = why_not_scannable(values)) throw UnsupportedError(reason);
   if (values.sizes() != view.tensor.sizes()) {
-    throw UnsupportedError("dequantize returned a tensor of another shape");
+    throw UnsupportedError("dequantize returned a tensor of a different shape");
   }
   return values;
 }
@@ -138,7 +138,7 @@ bool holds_gradients(Phase phase) noexcept {
   return phase == Phase::grad_local || phase == Phase::grad_reduced || phase == Phase::grad_norm;
 }
 
-/// Slots whose readback is under way for the history.
+/// Slots being read back for the history.
 struct RememberedSlots {
   DeviceSlots* device = nullptr;
   std::uint32_t first = 0;
@@ -167,16 +167,16 @@ struct GradientScanner::Impl {
   const ParameterMap& map;
   int threads;
   std::map<std::pair<at::DeviceType, at::DeviceIndex>, std::unique_ptr<DeviceSlots>> devices;
-  // By phase, number and pass: where a framework re-runs a pass within one step (Megatron's rerun
-  // state machine), the second must not overwrite what the first has shown.
+  // Phase, number and pass: if a framework re-runs a pass within one step (Megatron's rerun state
+  // machine), the second pass must not overwrite the first one's results.
   using GroupKey = std::tuple<Phase, std::uint64_t, int>;
   std::map<GroupKey, Group> groups;
   std::uint64_t scans = 0;                          // of this step
   std::map<Phase, WithoutMemory> without_memory{};  // of this step
-  std::map<Phase, std::string> without_slots{};     // of this step: why some was not scanned
+  std::map<Phase, std::string> without_slots{};  // of this step: why some tensors were not scanned
 
   std::optional<GradientHistory> gradient_history{};
-  std::optional<GradientHistory> weight_history{};  // where weights are scanned in each step
+  std::optional<GradientHistory> weight_history{};  // if weights are scanned in every step
   double loss_scale = 1;                            // of this step
   std::optional<Phase> remembered_phase{};          // of this step; empty: not remembered yet
   bool remembers_weights = false;                   // of this step
@@ -184,8 +184,8 @@ struct GradientScanner::Impl {
 
   using Tensors = std::map<DeviceSlots*, std::vector<at::Tensor>>;
 
-  /// Null, and a note, where the device has no memory for them: what lies there is left out, and
-  /// training goes on.
+  /// Null, and a note, if the device has no memory for them: its tensors are not scanned, and
+  /// training continues.
   DeviceSlots* slots_or_none(at::Device device, Phase phase) {
     try {
       return &slots_of(device);
@@ -195,7 +195,7 @@ struct GradientScanner::Impl {
     }
   }
 
-  /// Scans `tensors`, which `entries` describe, as one group.
+  /// Scans `tensors`, described by `entries`, as one group.
   void enqueue(Phase phase, std::uint64_t number, std::string_view role, std::vector<Entry> entries,
                const Tensors& tensors) {
     auto& group = group_for_next_pass(phase, number);
@@ -249,8 +249,8 @@ struct GradientScanner::Impl {
     return std::nullopt;
   }
 
-  // Calls visit(group, history, divisor) for this step's groups of the phase that is remembered,
-  // later passes last, and for those of the weights before the step.
+  // Calls visit(group, history, divisor) for this step's groups of the remembered phase, later
+  // passes last, and for those of the weights before the step.
   template <class Visit>
   void visit_remembered(const Visit& visit) {
     for (const auto& [key, group] : groups) {
@@ -309,7 +309,7 @@ struct GradientScanner::Impl {
     });
   }
 
-  // What was read with a wait needs no other readback.
+  // Slots that were read with a wait need no other readback.
   void remember_now(std::int64_t iteration,
                     const std::map<const DeviceSlots*, std::vector<TensorStats>>& stats) {
     remembered.clear();
@@ -322,7 +322,7 @@ struct GradientScanner::Impl {
     });
   }
 
-  // This step's groups in the order of their scans.
+  // This step's groups in scan order.
   [[nodiscard]] std::vector<std::pair<Phase, const Group*>> in_order() const {
     std::vector<std::pair<Phase, const Group*>> scans_in_order;
     for (const auto& [key, group] : groups) {
@@ -358,7 +358,7 @@ GradientScanner::GradientScanner(const ParameterMap& map, int threads)
     : impl_(std::make_unique<Impl>(Impl{map, threads, {}, {}, 0})) {
   if (threads < 1) {
     throw UsageError("GradientScanner: " + std::to_string(threads) +
-                     " threads were asked for; at least 1 is needed.");
+                     " threads requested; at least 1 is needed.");
   }
 }
 
@@ -375,7 +375,7 @@ void GradientScanner::begin_step() {
   for (auto& [device, slots] : impl_->devices) slots->clear_flag();
   for (auto& [key, group] : impl_->groups) {
     group.sequence = 0;
-    for (auto& entry : group.entries) entry.sparse.reset();  // gives the indices' memory back
+    for (auto& entry : group.entries) entry.sparse.reset();  // frees the indices' memory
   }
   impl_->scans = 0;
   impl_->without_memory.clear();
@@ -385,7 +385,8 @@ void GradientScanner::begin_step() {
 void GradientScanner::scan(Phase phase, std::uint64_t group_number, std::string_view role,
                            std::span<const GradientView> views) {
   const at::NoGradGuard no_grad;
-  const at::RecordFunctionGuard unobserved(false);  // no operator of the program that is observed
+  const at::RecordFunctionGuard unobserved(
+      false);  // hides these operators from the program's observers
   std::vector<Entry> entries;
   entries.reserve(views.size());
   Impl::Tensors tensors;
@@ -394,7 +395,7 @@ void GradientScanner::scan(Phase phase, std::uint64_t group_number, std::string_
     const auto& parameter = impl_->map.at(view.parameter);
     if (!view.tensor.defined()) {
       throw UsageError("The tensor of parameter '" + parameter.name +
-                       "' is undefined. Leave parameters without gradient out of the scan.");
+                       "' is undefined. Leave parameters without a gradient out of the scan.");
     }
     if (!has_memory(view.tensor)) {
       without_memory.push_back(&view);
@@ -421,7 +422,7 @@ void GradientScanner::scan_dequantized(Phase phase, std::string_view role,
     const GradientView values{view.parameter, dequantized(view), view.element_offset};
     scan(phase, kDequantized | static_cast<std::uint64_t>(view.parameter), role, {&values, 1});
     seen.scanned.insert(name);
-  } catch (const std::exception& error) {  // no memory for the values, for one
+  } catch (const std::exception& error) {  // for example no memory for the values
     seen.left_out.emplace(name, first_line(error));
   }
 }
@@ -454,7 +455,7 @@ at::Tensor GradientScanner::flag(at::Device device) {
   if (impl_->devices.size() == 1) return folded;
   folded = folded.clone();
   for (auto& [key, slots] : impl_->devices) {
-    // To the CPU this copy waits, because a collective on host memory reads it at once.
+    // A copy to the CPU waits, because a collective on host memory reads it at once.
     const auto copy =
         slots->flag().to(folded.device(), at::kInt, /*non_blocking=*/!folded.is_cpu());
     folded.bitwise_or_(copy);
@@ -493,9 +494,9 @@ History GradientScanner::weight_history() const {
 
 namespace {
 
-/// A count that is itself NaN, Inf or below zero counts nothing: it is not known.
+/// A count that is NaN, Inf or negative is unknown.
 std::optional<std::int64_t> count_of(const at::Tensor& labels) {
-  constexpr double kLargest = 9007199254740992;  // 2^53: what a float64 counts exactly
+  constexpr double kLargest = 9007199254740992;  // 2^53: float64 counts exactly up to here
   const auto count = labels.item<double>();
   if (!(count >= 0 && count <= kLargest)) return std::nullopt;
   return static_cast<std::int64_t>(count);

@@ -21,10 +21,10 @@ TEST(BackwardOrder, IsUnknownUntilOneStepHasFinishedEveryParameter) {
   record(order, {1});
   order.end_step();
   EXPECT_EQ(order.observed(),
-            std::nullopt);  // 1 fired in another step: before or after 0, who knows
+            std::nullopt);  // 1 fired in another step, so its order relative to 0 is unknown
 }
 
-TEST(BackwardOrder, IsThatOfTheLatestWholeStep) {
+TEST(BackwardOrder, IsThatOfTheLatestCompleteStep) {
   BackwardOrder order(3);
   record(order, {2, 1, 0});
   order.end_step();
@@ -37,7 +37,7 @@ TEST(BackwardOrder, IsThatOfTheLatestWholeStep) {
 }
 
 TEST(BackwardOrder, TakesEachParametersLastMicrobatch) {
-  // Two chunks {2, 3} and {0, 1}, two microbatches, interleaved as a virtual pipeline runs them.
+  // Two chunks {2, 3} and {0, 1}, two microbatches, interleaved as by a virtual pipeline.
   BackwardOrder order(4);
   record(order, {3, 2, 3, 2, 1, 0, 1, 0});
   order.end_step();

@@ -47,7 +47,7 @@ TEST(GradientHistory, KeepsTheLatestSteps) {
   }
 }
 
-TEST(GradientHistory, AStepThatIsExecutedAgainTakesThePlaceOfTheFirstTime) {
+TEST(GradientHistory, ARepeatedStepReplacesItsFirstExecution) {
   GradientHistory history(1);
   for (const std::int64_t step : {5, 6, 7, 6}) {
     ASSERT_TRUE(history.begin(Phase::grad_local, step));
@@ -59,12 +59,13 @@ TEST(GradientHistory, AStepThatIsExecutedAgainTakesThePlaceOfTheFirstTime) {
 TEST(GradientHistory, DoesNotMixPhases) {
   GradientHistory history(1);
   EXPECT_TRUE(history.begin(Phase::grad_norm, 1));
-  EXPECT_TRUE(history.begin(Phase::grad_local, 2)) << "before the reduction says more";
+  EXPECT_TRUE(history.begin(Phase::grad_local, 2))
+      << "the phase before the reduction is worth more";
   EXPECT_FALSE(history.begin(Phase::grad_norm, 3));
   const auto kept = history.to_history(map_of({{4}}));
   EXPECT_EQ(kept.phase, "grad_local");
   EXPECT_THAT(kept.iterations, ElementsAre(2));
-  EXPECT_THAT(kept.parameters, IsEmpty()) << "nothing of any parameter was seen";
+  EXPECT_THAT(kept.parameters, IsEmpty()) << "no parameter was seen";
 }
 
 TEST(GradientHistory, NumbersBeyondAFloatAreItsLargest) {
@@ -80,7 +81,7 @@ TEST(GradientHistory, NumbersBeyondAFloatAreItsLargest) {
 
 class RememberingScanner : public ::testing::Test {
  protected:
-  /// A step with one tensor for each parameter; an undefined one is left out.
+  /// A step with one tensor per parameter; an undefined one is not scanned.
   void step(std::int64_t iteration, const std::vector<at::Tensor>& gradients,
             Phase phase = Phase::grad_local) {
     scanner_.begin_step();
@@ -88,7 +89,7 @@ class RememberingScanner : public ::testing::Test {
     scanner_.remember(iteration);
   }
   void scan(const std::vector<at::Tensor>& gradients, Phase phase) {
-    for (std::size_t i = 0; i < gradients.size(); ++i) {  // a group each, as buckets are
+    for (std::size_t i = 0; i < gradients.size(); ++i) {  // a group each, like buckets
       if (!gradients[i].defined()) continue;
       scanner_.scan(phase, i, "grad",
                     std::vector{GradientView{static_cast<std::int64_t>(i), gradients[i]}});
@@ -99,13 +100,13 @@ class RememberingScanner : public ::testing::Test {
   GradientScanner scanner_{map_};
 };
 
-TEST_F(RememberingScanner, TakesEachStepUpWhenTheNextBegins) {
+TEST_F(RememberingScanner, CollectsEachStepWhenTheNextBegins) {
   step(1, {at::full({4}, 3.0), at::full({9}, -2.0)});
   step(2, {at::full({4}, 5.0), {}});
   auto history = scanner_.history();
   EXPECT_THAT(history.iterations, ElementsAre(1, 2));
   ASSERT_THAT(history.parameters, SizeIs(2));
-  EXPECT_THAT(history.parameters[0].absmax, ElementsAre(3, IsNan())) << "step 2 is under way";
+  EXPECT_THAT(history.parameters[0].absmax, ElementsAre(3, IsNan())) << "step 2 is still running";
   EXPECT_THAT(history.parameters[0].norm, ElementsAre(6, IsNan()));
   EXPECT_EQ(history.parameters[1].name, "p1");
   scanner_.begin_step();
@@ -115,7 +116,7 @@ TEST_F(RememberingScanner, TakesEachStepUpWhenTheNextBegins) {
   EXPECT_EQ(history.phase, "grad_local");
 }
 
-TEST_F(RememberingScanner, CountsWhatIsNotFiniteAndMeasuresTheRest) {
+TEST_F(RememberingScanner, CountsNonFiniteElementsAndMeasuresTheOthers) {
   auto gradient = at::full({9}, 2.0);
   gradient[3] = kNan;
   gradient[4] = kInfinity;
@@ -134,22 +135,22 @@ TEST_F(RememberingScanner, AFindingsOwnReadingAndTheHistorysDoNotDisturbEachOthe
   step(1, {at::full({4}, 1.0), at::full({9}, 1.0)});
   step(2, {at::full({4}, 2.0), at::full({9}, kNan)});
   scan({at::full({4}, 77.0), at::full({9}, 78.0)},
-       Phase::grad_norm);  // new slots after the reading
+       Phase::grad_norm);  // new slots after the readback
   const auto collected = scanner_.collect(2);
   EXPECT_THAT(collected.sightings, SizeIs(1));
   auto history = scanner_.history();
-  EXPECT_THAT(history.iterations, ElementsAre(1, 2)) << "the finding's step is there at once";
+  EXPECT_THAT(history.iterations, ElementsAre(1, 2)) << "the finding's step is available at once";
   EXPECT_THAT(history.parameters[0].absmax, ElementsAre(1, 2));
   EXPECT_THAT(history.parameters[1].nonfinite, ElementsAre(0, 9));
   step(3, {at::full({4}, 3.0), at::full({9}, 3.0)});
-  (void)scanner_.scanned_gradients();  // a third reading, of the step that is under way
+  (void)scanner_.scanned_gradients();  // a third readback, of the running step
   scanner_.begin_step();
   history = scanner_.history();
   EXPECT_THAT(history.iterations, ElementsAre(1, 2, 3));
   EXPECT_THAT(history.parameters[0].absmax, ElementsAre(1, 2, 3));
 }
 
-TEST_F(RememberingScanner, AStepThatIsCollectedBeforeItWasRememberedIsInTheHistory) {
+TEST_F(RememberingScanner, AStepCollectedBeforeItIsRememberedIsInTheHistory) {
   step(1, {at::full({4}, 1.0)});
   scanner_.begin_step();
   scan({at::full({4}, 2.0)}, Phase::grad_local);
@@ -182,7 +183,7 @@ TEST_F(RememberingScanner, DividesByTheLossScaleOfItsStep) {
   EXPECT_THROW(scanner_.set_loss_scale(kNan), UsageError);
 }
 
-TEST_F(RememberingScanner, AStepWithoutGradientsIsNoStepOfTheHistory) {
+TEST_F(RememberingScanner, AStepWithoutGradientsIsNotInTheHistory) {
   scanner_.begin_step();
   scan({at::full({4}, 5.0)}, Phase::params_after);
   scanner_.remember(1);

@@ -35,7 +35,7 @@ bool is_flag_set(GradientScanner& scanner) {
   return scanner.flag(at::kCPU).item<int>() != 0;
 }
 
-// ----------------------------------------------------- every dtype, every kind, every place
+// ----------------------------------------------------- every dtype, kind and position
 
 struct Plant {
   at::ScalarType type;
@@ -127,7 +127,7 @@ TEST(GradientScanner, CountsIndicesOfAStridedTensorInItsOwnRowMajorOrder) {
   EXPECT_EQ(sightings_of(scanner).at(0).stats.first_bad, (2 * 6 + 1) * 5 + 3);
 }
 
-TEST(GradientScanner, ACountOfLabelsThatIsNoCountIsUnknown) {
+TEST(GradientScanner, AnInvalidCountOfLabelsIsUnknown) {
   const auto map = map_of({{1}});
   GradientScanner scanner(map);
   const auto count_of = [&](const at::Tensor& labels) {
@@ -157,7 +157,7 @@ TEST(GradientScanner, CountsAShardsIndicesInTheWholeParameter) {
   EXPECT_THAT(sighting.shape, ElementsAre(8, 5));
 }
 
-TEST(GradientScanner, OfFewerElementsThanItsParameterATensorIsTheShardThatTheMapKnows) {
+TEST(GradientScanner, ATensorWithFewerElementsThanItsParameterIsTheShardInTheMap) {
   const auto index_in = [](ElementRange shard, const at::Tensor& tensor) {
     auto info = map_of({{3, 8}}).at(0);
     info.shard = shard;
@@ -237,10 +237,9 @@ TEST(GradientScanner, TakesEmptyAndZeroDimensionalTensors) {
   EXPECT_THAT(collected.coverage[0].parameters, ElementsAre(0, 1));
 }
 
-// ------------------------------------------------------------------------------------ what is
-// refused
+// ------------------------------------------------------------------------------------ refusals
 
-TEST(GradientScanner, RefusesWhatItCannotScanByNameAndScansNothingOfThatCall) {
+TEST(GradientScanner, NamesATensorThatItCannotScanAndScansNothingOfThatCall) {
   const auto map = map_of({{3}, {3, 3}});
   GradientScanner scanner(map);
   scanner.begin_step();
@@ -257,12 +256,12 @@ TEST(GradientScanner, RefusesWhatItCannotScanByNameAndScansNothingOfThatCall) {
   EXPECT_THAT(scanner.collect(1).coverage, IsEmpty());
 }
 
-/// As a wrapper subclass is to C++: a shape, and no memory.
+/// A wrapper subclass as seen from C++: a shape without memory.
 at::Tensor without_memory() {
   return at::empty({2, 3}, at::TensorOptions().device(at::kMeta));
 }
 
-TEST(GradientScanner, ScansWhatATensorWithoutMemoryStandsForOneAtATime) {
+TEST(GradientScanner, ScansTheDequantisedValuesOfTensorsWithoutMemoryOneAtATime) {
   const auto map = map_of({{2, 3}, {2, 3}, {4}});
   GradientScanner scanner(map);
   int alive = 0;
@@ -297,7 +296,7 @@ TEST(GradientScanner, ScansWhatATensorWithoutMemoryStandsForOneAtATime) {
   EXPECT_EQ(most_alive, 1);
 }
 
-TEST(GradientScanner, LeavesOutWithANoteWhatNothingCanDequantise) {
+TEST(GradientScanner, SkipsTensorsThatCannotBeDequantisedWithANote) {
   const auto map = map_of({{2, 3}, {2, 3}, {2, 3}, {4}});
   GradientScanner scanner(map);
   scanner.begin_step();
@@ -368,7 +367,7 @@ TEST(GradientScanner, RemembersTheWeightsOfStepsInWhichTheyWereScanned) {
   step(3, 88, true);
   (void)scanner.collect(3);
   const auto weights = maxima_before(scanner.weight_history(), "p0", 4);
-  EXPECT_EQ(weights, (Maxima{{1, 3}, {2, 88}}));  // a loss scale is none of theirs
+  EXPECT_EQ(weights, (Maxima{{1, 3}, {2, 88}}));  // the loss scale does not apply to weights
   const auto gradients = maxima_before(scanner.history(), "p0", 4);
   EXPECT_EQ(gradients, (Maxima{{1, 2, 3}, {0.25F, 0.25F, 0.25F}}));
 }
@@ -398,7 +397,7 @@ TEST(GradientScanner, ListsSightingsInTheOrderOfTheScans) {
   EXPECT_THAT(order, ElementsAre("p2", "p1", "p0", "p2"));
 }
 
-TEST(GradientScanner, KeepsWhatTheFirstPassOfAStepHasShownWhenTheSecondIsClean) {
+TEST(GradientScanner, KeepsTheFindingsOfTheFirstPassWhenTheSecondIsClean) {
   const auto map = map_of({{2}});
   GradientScanner scanner(map);
   for (int step = 1; step <= 3; ++step) {  // slots of the second pass are found again
@@ -425,10 +424,10 @@ TEST(GradientScanner, ForgetsFindingsAndFlagWhenAStepBegins) {
   EXPECT_EQ(collected.absmax, std::nullopt);
 }
 
-TEST(GradientScanner, FollowsStorageThatMovesGrowsAndShrinks) {
+TEST(GradientScanner, FollowsStorageThatMovesGrowsOrShrinks) {
   const auto map = map_of({{64}, {64}, {64}, {64}, {64}});
   GradientScanner scanner(map);
-  std::vector<at::Tensor> kept;  // so that no storage comes back to the same address
+  std::vector<at::Tensor> kept;  // so that no storage is reallocated at the same address
   for (int step = 0; step < 20; ++step) {
     const int views_in_step = 1 + (step * 3) % 5;
     const int bad = step % views_in_step;
@@ -447,7 +446,7 @@ TEST(GradientScanner, FollowsStorageThatMovesGrowsAndShrinks) {
   }
 }
 
-TEST(GradientScanner, ReadsAgainWhatWasWrittenInPlace) {
+TEST(GradientScanner, ReadsMemoryAgainAfterAnInPlaceWrite) {
   const auto map = map_of({{8}});
   GradientScanner scanner(map);
   auto gradient = at::ones({8});
