@@ -20,7 +20,7 @@
 namespace nanlocator::inline tensor_room {
 namespace {
 
-// A multiple of four, so that chunks of 1-byte elements begin at a whole fingerprint word too.
+// A multiple of four, so that chunks of 1-byte elements also begin at a whole fingerprint word.
 constexpr std::int64_t kChunk = std::int64_t{1} << 20;
 constexpr std::int64_t kNoIndex = std::numeric_limits<std::int64_t>::max();
 constexpr std::int64_t kLow32 = 0xffffffff;
@@ -40,7 +40,7 @@ PartialFingerprint fingerprint_of(const at::Tensor& chunk) {
   }
   const auto words = bytes.view(at::kInt).to(at::kLong).bitwise_and(kLow32);
   const auto mixed = words.bitwise_xor(words.bitwise_right_shift(16));
-  // Below 2^20 * 2^32: the products fit in int64, and taken modulo 2^32 so do their sums.
+  // Below 2^20 * 2^32: the products fit in int64, and modulo 2^32 so do their sums.
   const auto positions = at::arange(words.numel(), words.options());
   return {mixed.sum().bitwise_and(kLow32),
           mixed.mul(positions).bitwise_and(kLow32).sum().bitwise_and(kLow32)};
@@ -59,9 +59,9 @@ bool has_cuda_kernels() {
 void warn_of_slow_path(at::Device device) {
   if (!device.is_cuda() || has_cuda_kernels()) return;
   TORCH_WARN_ONCE(
-      "nanlocator was built without its CUDA kernels: scans of GPU tensors take the slow path, "
+      "nanlocator was built without its CUDA kernels: scans of GPU tensors take a slow path, "
       "about "
-      "20 operators for each 2^20 elements. Install nvcc (pip install nvidia-cuda-nvcc, or set "
+      "20 operators per 2^20 elements. Install nvcc (pip install nvidia-cuda-nvcc, or set "
       "CUDA_HOME) and build nanlocator again.");
 }
 
@@ -101,7 +101,7 @@ at::Tensor has_nonfinite_with_aten(const at::Tensor& tensor) {
   warn_of_slow_path(tensor.device());
   std::vector<at::Tensor> are_finite;
   for_each_chunk(tensor, kChunk, [&](const at::Tensor& chunk, std::int64_t) {
-    // 8-bit floats have no kernels that compare.
+    // 8-bit floats have no comparison kernels.
     are_finite.push_back(
         at::isfinite(chunk.element_size() == 1 ? chunk.to(at::kFloat) : chunk).all());
   });

@@ -11,8 +11,7 @@
 namespace nanlocator::inline tensor_room {
 namespace {
 
-/// Calls `visit(run)` for views that follow each other in row-major order, of `most` elements at
-/// most.
+/// Calls `visit(run)` for consecutive views in row-major order, of at most `most` elements each.
 template <class Visit>
 void for_each_run(const at::Tensor& tensor, std::int64_t most, const Visit& visit) {
   if (tensor.numel() <= most) return visit(tensor);

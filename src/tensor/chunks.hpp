@@ -1,4 +1,4 @@
-// A tensor's elements, some at a time: for scans that must not allocate in proportion to it.
+// The elements of a tensor in chunks, for scans whose memory must not grow with the tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,8 +12,8 @@ namespace nanlocator::inline tensor_room {
 
 /// Calls `visit(chunk, first)` for the elements of a strided tensor, as real numbers
 /// (tensor_access: as_real) and in row-major order: 1-D, contiguous, `most` at a time and fewer at
-/// the end; `first` counts real elements. In place where the tensor is contiguous and nothing is
-/// pending on it, else in copies of a chunk.
+/// the end; `first` counts real elements. In place if the tensor is contiguous without a pending
+/// conjugation or negation, else in copies of a chunk.
 void for_each_chunk(const at::Tensor& tensor, std::int64_t most,
                     const std::function<void(const at::Tensor&, std::int64_t)>& visit);
 

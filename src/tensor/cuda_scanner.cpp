@@ -19,7 +19,7 @@ class TorchMemory final : public DeviceMemory {
       const auto stream = c10::cuda::getCurrentCUDAStream();
       void* const memory =
           c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(bytes, stream.stream());
-      // It may have been another tensor's, whose kernels still wait on this stream.
+      // The block may have been another tensor's, whose kernels still wait on this stream.
       stream.synchronize();
       return memory;
     } catch (const c10::Error& error) {
@@ -31,7 +31,7 @@ class TorchMemory final : public DeviceMemory {
   void free(void* memory) noexcept override {
     try {
       c10::cuda::CUDACachingAllocator::raw_delete(memory);
-    } catch (const c10::Error&) {  // the process ends, and CUDA before it
+    } catch (const c10::Error&) {  // the process ends, and CUDA ended before it
     }
   }
 };

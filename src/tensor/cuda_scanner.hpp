@@ -1,4 +1,4 @@
-// The CUDA slot scanner over Torch's device memory.
+// The CUDA slot scanner with Torch's device memory.
 #pragma once
 
 #ifdef NANLOCATOR_CUDA
@@ -11,9 +11,9 @@
 
 namespace nanlocator::inline tensor_room {
 
-/// Its memory comes from Torch's caching allocator, which gives back to the device what it holds
-/// unused and tries again before it refuses; so a card that Torch fills has room for a scanner, and
-/// limits that the program sets for Torch hold. Throws as make_cuda_slot_scanner.
+/// Memory comes from Torch's caching allocator, which returns unused blocks to the device and
+/// retries before it refuses. So a card that Torch fills has room for a scanner, and the program's
+/// memory limits for Torch apply. Throws like make_cuda_slot_scanner.
 [[nodiscard]] std::unique_ptr<SlotScanner> make_torch_cuda_scanner(at::Device device);
 
 }  // namespace nanlocator::inline tensor_room

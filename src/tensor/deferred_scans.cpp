@@ -29,21 +29,21 @@
 namespace nanlocator::inline tensor_room {
 namespace {
 
-// Wrappers of vmap and grad, fake and subclass tensors: their memory is not theirs, or none.
-// Sparse ones are scanned by their values.
+// Wrappers of vmap and grad, fake and subclass tensors have no memory or someone else's. Sparse
+// ones are scanned by their values.
 constexpr auto kHidesItsMemory =
     at::kFunctorchWrappedTensors |
     c10::DispatchKeySet({c10::DispatchKey::Batched, c10::DispatchKey::Python}) |
     c10::DispatchKeySet(c10::BackendComponent::MetaBit);
 
-/// What the scan reads where it lies.
+/// Readable in place by the scan.
 bool is_plain(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && !tensor.is_complex() && !tensor.is_neg();
 }
 
 }  // namespace
 
-/// A run of memory that was scanned.
+/// A scanned region of memory.
 struct DeferredScans::Region {
   const char* begin;
   const char* end;
@@ -51,7 +51,7 @@ struct DeferredScans::Region {
   std::uint32_t version;
   bool is_contiguous;
   Id id;
-  c10::SmallVector<std::int64_t, 4> sizes, strides;  // empty where contiguous
+  c10::SmallVector<std::int64_t, 4> sizes, strides;  // empty if contiguous
 
   Region(const at::Tensor& tensor, std::uint32_t at_version)
       : begin(static_cast<const char*>(tensor.const_data_ptr())),
@@ -67,8 +67,8 @@ struct DeferredScans::Region {
     end = begin + (end_in_storage(tensor) - offset);
   }
 
-  /// Whether this scan answers for `other`, too: the same elements in the same order, or some of
-  /// those that are known to be finite.
+  /// Whether this scan also covers `other`: the same elements in the same order, or a subset of
+  /// elements known to be finite.
   [[nodiscard]] bool answers(const Region& other) const {
     if (type != other.type || version != other.version) return false;
     if (id == kFinite && is_contiguous) return begin <= other.begin && other.end <= end;
@@ -88,10 +88,10 @@ struct DeferredScans::StorageScans {
 struct DeferredScans::Device {
   explicit Device(at::Device of) : device(of), scanner(make_torch_cuda_scanner(of)) {}
 
-  /// False for more dimensions than the kernel walks.
+  /// False for more dimensions than the kernel supports.
   [[nodiscard]] bool scan(const at::Tensor& tensor, Id id) {
     const auto stream = c10::cuda::getCurrentCUDAStream(device.index());
-    // Memory that another stream owns is given out again only after the scan has read it.
+    // Memory owned by another stream is reused only after the scan has read it.
     c10::cuda::CUDACachingAllocator::recordStream(tensor.storage().data_ptr(), stream);
     const auto slot = static_cast<std::uint32_t>(ids.size());
     scanner->reserve(slot + 1);
@@ -166,7 +166,7 @@ DeferredScans::Id DeferredScans::scan_afresh(const at::Tensor& tensor) {
 
 DeferredScans::Id DeferredScans::scan(const at::Tensor& tensor) {
   if (!can_scan(tensor) || tensor.numel() == 0) return kFinite;
-  // Nobody counts the writes to an inference tensor.
+  // Inference tensors have no version counter.
   if (!is_plain(tensor) || tensor.is_inference()) return scan_afresh(tensor);
   Region region(tensor, tensor.unsafeGetTensorImpl()->version_counter().current_version());
   auto* const storage = tensor.storage().unsafeGetStorageImpl();
@@ -178,7 +178,7 @@ DeferredScans::Id DeferredScans::scan(const at::Tensor& tensor) {
   }
   region.id = scan_real(tensor);
   const Id id = region.id;
-  // What was written since is of no use any more.
+  // Scans from before a write are useless.
   if (!regions.empty() && regions.back().version != region.version) regions.clear();
   regions.push_back(std::move(region));
   return id;
@@ -195,7 +195,7 @@ DeferredScans::Id DeferredScans::scan_real(const at::Tensor& real) {
   }
 #ifdef NANLOCATOR_CUDA
   if (real.device().is_cuda()) {
-    // A graph would write the slot again at each replay, long after the slot has another meaning.
+    // A graph would write the slot again at each replay, long after the slot has been reassigned.
     if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
       return kFinite;
     }
@@ -205,8 +205,7 @@ DeferredScans::Id DeferredScans::scan_real(const at::Tensor& real) {
     try {
       if (device_of(real).scan(real, id)) return id;
     } catch (const CudaError& error) {  // no memory for slots
-      TORCH_WARN_ONCE("nanlocator: tensors are scanned by ATen's operators, slowly: ",
-                      error.what());
+      TORCH_WARN_ONCE("nanlocator: falls back to slow scans by ATen operators: ", error.what());
     }
   }
 #endif

@@ -1,9 +1,9 @@
-// Scans tensors while a step runs, and tells when it has ended what was in them.
+// Scans tensors while a step runs; their stats are available when it has ended.
 //
 // In: any tensor. Out: an id, resolved by `read`. In host memory a finite tensor costs one read of
-// the fast predicate, and a bad one a scan at once; on CUDA a launch into a slot of its own, on the
-// current stream; elsewhere a few ATen operators. Only `read` waits. Memory that was scanned and
-// not written since (by its version counter) is not read again, nor is a view of it.
+// the fast predicate, and a bad one a full scan at once; on CUDA it costs a launch into its own
+// slot, on the current stream; elsewhere a few ATen operators. Only `read` waits. Memory that was
+// scanned and not written since (by its version counter) is not read again, nor is a view of it.
 // One thread at a time.
 #pragma once
 
@@ -32,17 +32,17 @@ class DeferredScans {
   DeferredScans(const DeferredScans&) = delete;  // owns device memory
   DeferredScans& operator=(const DeferredScans&) = delete;
 
-  /// False for integers, for what has no memory, and for subclasses and wrappers that hide it.
+  /// False for integers, for tensors without memory, and for subclasses and wrappers that hide it.
   [[nodiscard]] static bool can_scan(const at::Tensor& tensor);
-  /// kFinite for what cannot be scanned.
+  /// kFinite for tensors that cannot be scanned.
   [[nodiscard]] Id scan(const at::Tensor& tensor);
-  /// Reads the memory whatever was seen of it before: for what is written without a new version
-  /// (collectives do).
+  /// Reads the memory even if it was scanned before: for writes that do not change the version, as
+  /// by collectives.
   [[nodiscard]] Id scan_afresh(const at::Tensor& tensor);
-  /// Waits for what was enqueued; then `stats` are right.
+  /// Waits for the enqueued scans; then `stats` are valid.
   void read();
   [[nodiscard]] const TensorStats& stats(Id id) const { return stats_[id]; }
-  /// Forgets everything; ids start anew.
+  /// Forgets everything; ids start again.
   void clear();
 
  private:
@@ -56,15 +56,15 @@ class DeferredScans {
 
   [[nodiscard]] Id scan_real(const at::Tensor& real);
   [[nodiscard]] Device& device_of(const at::Tensor& tensor);
-  /// By ATen's operators, for what no kernel reads where it lies.
+  /// Uses ATen's operators, for tensors that no kernel can read in place.
   [[nodiscard]] Id scan_in_chunks(const at::Tensor& tensor);
   [[nodiscard]] Id new_id();
 
   int threads_;
   std::vector<TensorStats> stats_;  // by id
-  // The weak pointers keep the addresses, not the memory.
+  // The weak pointers reserve the addresses, not the memory.
   std::unordered_map<c10::StorageImpl*, StorageScans> seen_;
-  std::vector<Pending> pending_;  // ATen's scans
+  std::vector<Pending> pending_;  // pending ATen scans
   std::vector<std::unique_ptr<Device>> devices_;
 };
 

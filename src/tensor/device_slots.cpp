@@ -27,8 +27,8 @@ void count_scan_of(std::span<const at::Tensor> tensors) {
   count_scan(static_cast<std::int64_t>(tensors.size()), bytes);
 }
 
-// Ranges of slots, given out and never taken back. A batch that outgrows its range gets one of
-// twice the size, so all ranges of a batch together are at most four times its largest size.
+// Ranges of slots that are never reclaimed. A batch that outgrows its range gets one of twice the
+// size, so all ranges of a batch together are at most four times its largest size.
 class SlotRanges {
  public:
   void reserve(SlotBatch& batch, std::size_t tensors) {
@@ -44,8 +44,8 @@ class SlotRanges {
   std::uint32_t next_ = 0;
 };
 
-// The kernels' work on one device, in the order of the calls, whatever streams are current in them:
-// each call waits, on the device, for the work of the one before, and for nothing else.
+// Orders the kernels' work on one device by the calls, whatever streams are current: each call
+// waits, on the device, for the work of the previous one, and for nothing else.
 class StreamOrder {
  public:
   explicit StreamOrder(at::Device device) : device_(device) {}
@@ -63,7 +63,7 @@ class StreamOrder {
   }
 
   /// Tells the caching allocator that the current stream reads memory that another stream may own:
-  /// it may then be freed at once and is given out again only after the read.
+  /// if freed, it is reused only after the read.
   void keep_until_read(std::span<const at::Tensor> tensors) const {
     if (!device_.is_cuda()) return;
     const auto stream = c10::cuda::getCurrentCUDAStream(device_.index());
@@ -98,7 +98,7 @@ class KernelSlots : public DeviceSlots {
     for (const auto& tensor : tensors) views.push_back(view_of(tensor));
     batch.tensors = static_cast<std::uint32_t>(tensors.size());
     if (batch.plan && batch.plan->matches(views)) return;
-    // The device may still read the old plan's tables.
+    // The device may still be reading the old plan's tables.
     if (batch.plan) retired_.push_back({steps_, std::move(batch.plan)});
     ranges_.reserve(batch, views.size());
     batch.plan = scanner_->plan(std::move(views), batch.first_slot);
@@ -113,7 +113,7 @@ class KernelSlots : public DeviceSlots {
 
   void clear_flag() override {
     order_.in_order([&](StreamHandle stream) { scanner_->enqueue_clear_flag(stream); });
-    // Two steps later the host has read a flag that was made after a retired plan's last scan.
+    // Two steps later the host has read a flag from after a retired plan's last scan.
     ++steps_;
     std::erase_if(retired_, [&](const auto& plan) { return plan.step + 2 < steps_; });
   }

@@ -1,4 +1,4 @@
-// The slots of one device and what fills them: nanlocator's kernels, or ATen operators.
+// The slots of one device, filled by nanlocator's kernels or by ATen operators.
 //
 // Tensors here are dense, of real floating point and on the slots' device; scans are enqueued on
 // the device's current stream.
@@ -17,19 +17,19 @@
 
 namespace nanlocator::inline tensor_room {
 
-/// Tensors that are scanned together, and the slots that they fill.
+/// Tensors that are scanned together, and their slots.
 struct SlotBatch {
   std::uint32_t first_slot = 0;
   std::uint32_t capacity = 0;      // slots reserved, from first_slot on
-  std::uint32_t tensors = 0;       // of the latest `prepare`
-  std::unique_ptr<ScanPlan> plan;  // of the kernels, kept for as long as the storages stay
+  std::uint32_t tensors = 0;       // in the latest `prepare`
+  std::unique_ptr<ScanPlan> plan;  // of the kernels, kept while the storages do not move
 };
 
 class DeviceSlots {
  public:
   virtual ~DeviceSlots() = default;
 
-  /// Reserves slots and makes a plan where the batch's does not fit. The only call that may throw.
+  /// Reserves slots, and makes a plan if the batch's does not match. The only call that may throw.
   virtual void prepare(SlotBatch& batch, std::span<const at::Tensor> tensors) = 0;
   /// `batch` and `tensors` are those of the latest `prepare`.
   virtual void scan(SlotBatch& batch, std::span<const at::Tensor> tensors) = 0;
@@ -40,8 +40,9 @@ class DeviceSlots {
   [[nodiscard]] virtual std::vector<TensorStats> read() = 0;
   /// Copies `count` slots from `first` on to the host, asynchronously, after the scans so far.
   virtual void start_reading(std::uint32_t first, std::uint32_t count) = 0;
-  /// What `start_reading` has copied, or a later `read`; empty where it is still under way, and on
-  /// devices where only waiting would tell. Never waits. Valid until the next call.
+  /// The slots that `start_reading`, or a later `read`, has copied; empty if the copy is still
+  /// running, and on devices that offer no query without waiting. Never waits. Valid until the next
+  /// call.
   [[nodiscard]] virtual std::optional<std::span<const TensorStats>> arrived(
       std::uint32_t first, std::uint32_t count) = 0;
 };

@@ -8,7 +8,7 @@
 
 namespace nanlocator::inline tensor_room {
 
-/// "" for what has no Python name.
+/// "" if it has no Python name.
 [[nodiscard]] std::string_view torch_name(at::ScalarType type) noexcept;
 [[nodiscard]] std::optional<at::ScalarType> scalar_type_from(std::string_view name) noexcept;
 

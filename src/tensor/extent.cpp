@@ -13,9 +13,9 @@
 namespace nanlocator::inline tensor_room {
 namespace {
 
-/// Elements that are scanned together: masks and copies of them take some 2 MB.
+/// Elements per slice: masks and copies of them take about 2 MB.
 constexpr std::int64_t kSlice = std::int64_t{1} << 18;
-/// Beyond it nothing is computed: about a tenth of a second on one core.
+/// No extent is computed for larger tensors: this takes about a tenth of a second on one core.
 constexpr std::int64_t kLargest = std::int64_t{1} << 26;
 
 /// Calls `visit(slice, dimension, start)` for slices along the longest dimension.
@@ -36,7 +36,7 @@ at::Tensor comparable(const at::Tensor& values) {
   return values.element_size() == 1 ? values.to(at::kFloat) : values;
 }
 
-/// Along which indices of `dimension` the mask has anything set, in host memory.
+/// The indices of `dimension` at which the mask has anything set, in host memory.
 at::Tensor any_along(const at::Tensor& mask, std::int64_t dimension) {
   std::vector<std::int64_t> others;
   for (std::int64_t d = 0; d < mask.dim(); ++d) {

@@ -20,7 +20,7 @@
 namespace nanlocator::inline tensor_room {
 namespace {
 
-/// Tensors with one of these keys are wrappers: the operators on what they wrap are seen, too.
+/// Tensors with one of these keys are wrappers: operators on the wrapped tensors are also seen.
 const c10::DispatchKeySet& wrapper_keys() {
   static const c10::DispatchKeySet keys({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
                                          c10::DispatchKey::FuncTorchBatched,
@@ -29,7 +29,7 @@ const c10::DispatchKeySet& wrapper_keys() {
   return keys;
 }
 
-/// Complex elements as two real ones; empty for dtypes that the scan does not know.
+/// The dtype of an element's real parts; empty for dtypes that the scan does not know.
 std::optional<DType> real_dtype(at::ScalarType type) noexcept {
   switch (type) {
     case at::kComplexHalf:
@@ -68,8 +68,9 @@ struct DeviceScans {
   DeferredScans scans{1};
 };
 
-/// Of the process, and never destroyed: CUDA may be gone before the process ends. One per device,
-/// because a thread that waits for one device must not keep others from launching on another.
+/// One per device, for the process, and never destroyed: CUDA may be gone before the process ends.
+/// Separate, so that a thread that waits for one device does not keep others from launching on
+/// another.
 DeviceScans& scans_on(at::Device device) {
   static auto& mutex = *new std::mutex;
   static auto& devices = *new std::map<std::string, DeviceScans>;
@@ -77,7 +78,7 @@ DeviceScans& scans_on(at::Device device) {
   return devices[device.str()];
 }
 
-/// Of tensors on one device, with one wait for all.
+/// For tensors on one device, with one wait for all.
 std::vector<TensorStats> stats_on_device(std::span<const at::Tensor* const> tensors) {
   DeviceScans& on = scans_on(tensors.front()->device());
   const std::lock_guard lock(on.mutex);
@@ -104,7 +105,8 @@ bool has_own_memory(const at::Tensor& tensor) noexcept {
   const auto keys = tensor.key_set();
   if (keys.has_any(wrapper_keys()) || keys.has(c10::DispatchKey::Meta)) return false;
   if (tensor.layout() != at::kStrided || !tensor.has_storage()) return false;
-  if (tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return false;  // has no numbers
+  if (tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides())
+    return false;                                  // its sizes are not numbers
   if (is_captured(tensor.device())) return false;  // a scan would wait
   return tensor.numel() != 0 && tensor.storage().data() != nullptr;
 }
@@ -172,7 +174,7 @@ TensorStats stats_of(const at::Tensor& observable, int threads) {
   return read_stats(scan_with_aten(values));
 }
 
-/// Labels, indices and masks are never bad, but what they hold may explain what is.
+/// Labels, indices and masks are never bad, but their values may explain what is.
 static std::optional<TensorStats> stats_of_integers(const at::Tensor& tensor, int threads) {
   constexpr std::int64_t kMostElements = std::int64_t{1} << 22;
   constexpr std::int64_t kChunk = std::int64_t{1} << 18;

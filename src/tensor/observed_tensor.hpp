@@ -1,7 +1,7 @@
-// Scanning a tensor between two operators: is anything in it NaN or Inf, and where does it lie?
+// Scans a tensor between two operators: does it hold a NaN or Inf, and where?
 //
-// Every function runs on the caller's thread, as work of our own (no observer sees it), and waits
-// for the device where the tensor is on one. None allocates in proportion to the tensor.
+// Every function runs on the caller's thread, hidden from observers, and waits for the device if
+// the tensor is on one. None allocates in proportion to the tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,35 +17,34 @@
 namespace nanlocator::inline tensor_room {
 
 /// The tensor whose memory holds the values: itself, or the values of a sparse COO tensor.
-/// Undefined where there is nothing to scan: integers, empty, meta, nested, quantised, and
-/// wrappers whose inner operators are seen themselves (functorch, Python subclasses,
-/// functionalisation).
+/// Undefined if there is nothing to scan: integers, empty, meta, nested, quantised, and wrappers
+/// whose inner operators are seen themselves (functorch, Python subclasses, functionalisation).
 [[nodiscard]] at::Tensor values_of(const at::Tensor& tensor);
 
 /// The same without a copy of the handle, for the common case: true if `tensor` is strided and
 /// holds values to scan.
 [[nodiscard]] bool is_plainly_observable(const at::Tensor& tensor) noexcept;
 
-/// The same for tensors of whatever dtype.
+/// The same for any dtype.
 [[nodiscard]] bool has_own_memory(const at::Tensor& tensor) noexcept;
 
-/// Each of them observable. One wait for all that are on a device.
+/// All must be observable. One wait for all that are on a device.
 [[nodiscard]] bool any_is_bad(const std::vector<const at::Tensor*>& tensors);
 [[nodiscard]] bool is_bad(const at::Tensor& observable);
-/// The same, and which of both. In host memory it stops at the first chunk that holds a NaN.
+/// The worst class of value in it. In host memory it stops at the first chunk that holds a NaN.
 [[nodiscard]] Content content_of(const at::Tensor& observable);
 
-/// Of an observable tensor; complex numbers count as two elements each.
+/// For an observable tensor; complex numbers count as two elements each.
 [[nodiscard]] TensorStats stats_of(const at::Tensor& observable, int threads);
 
-/// Of any defined tensor; of one that is not observable without stats.
+/// For any defined tensor; without stats if it is not observable.
 [[nodiscard]] Operand operand_of(std::string name, const at::Tensor& tensor, int threads);
 
-/// Bytes of a storage that a view can reach, from the storage's start.
+/// The bytes of a storage that a view can reach, counted from the storage's start.
 struct ByteRange {
   std::int64_t begin = 0;
   std::int64_t end = 0;
-  bool is_dense = true;  // every byte between belongs to the view
+  bool is_dense = true;  // every byte in the range belongs to the view
 
   [[nodiscard]] bool overlaps(const ByteRange& other) const noexcept {
     return begin < other.end && other.begin < end;

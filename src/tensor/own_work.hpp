@@ -1,4 +1,4 @@
-// Guards around tensor work that is ours, not training's.
+// Guards around tensor work of nanlocator's own.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -8,8 +8,8 @@
 
 namespace nanlocator::inline tensor_room {
 
-/// While one lives, operators on this thread are seen by no observer, no autograd, no autocast and
-/// no dispatch mode of Python.
+/// While one lives, operators on this thread are hidden from observers, autograd, autocast and
+/// Python's dispatch modes.
 struct OwnWork {
   OwnWork()
       : excluded(

@@ -56,7 +56,7 @@ void refuse(const at::Tensor& tensor, const std::string& what, const char* reaso
   std::ostringstream text;
   text << "Cannot scan " << what << " (" << dtype_name(tensor.scalar_type()) << ", layout "
        << tensor.layout() << ", on " << tensor.device() << "): " << reason
-       << ". Scanned are float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 and "
+       << ". Supported are float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 and "
           "complex "
           "tensors, strided or sparse COO. Leave it out, or pass a copy in one of these forms.";
   throw UnsupportedError(text.str());
@@ -89,7 +89,7 @@ bool is_captured([[maybe_unused]] at::Device device) noexcept {
     return device.is_cuda() &&
            c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
   } catch (const c10::Error&) {
-    // A device that has failed is training's to report.
+    // Training reports a failed device.
   }
 #endif
   return false;

@@ -18,9 +18,9 @@
 namespace nanlocator::inline tensor_room {
 namespace {
 
-constexpr std::int64_t kAlignment = 64;  // of what Torch's allocators hand out, at least
+constexpr std::int64_t kAlignment = 64;  // guaranteed by Torch's allocators
 
-/// Where it lies between two multiples of kAlignment; an own allocation begins at one.
+/// Its offset from a multiple of kAlignment; a separate allocation has offset 0.
 std::int64_t misalignment_of(const at::Tensor& tensor) {
   return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) %
                                    kAlignment);
@@ -77,7 +77,7 @@ at::Tensor steady_copy(const at::Tensor& tensor) {
   }
 }
 
-/// A view of the bytes of `kSampled` elements at most, in equal steps through its memory.
+/// A view of the bytes of at most `kSampled` elements, evenly spaced in its memory.
 static at::Tensor sampled_bytes(const at::Tensor& tensor) {
   constexpr std::int64_t kSampled = 64;
   const auto [begin, end] = span_of(tensor);
@@ -102,7 +102,8 @@ bool has_content(const at::Tensor& tensor, const at::Tensor& sample) {
 
 std::vector<at::Tensor> steady_together(const std::vector<at::Tensor>& tensors,
                                         const std::function<at::Tensor(const at::Tensor&)>& copy) {
-  std::unordered_map<const c10::StorageImpl*, std::size_t> first;  // with this storage
+  std::unordered_map<const c10::StorageImpl*, std::size_t>
+      first;  // the first tensor with this storage
   std::vector<at::Tensor> copies;
   std::unordered_set<const c10::StorageImpl*> shared;
   for (std::size_t i = 0; i < tensors.size(); ++i) {

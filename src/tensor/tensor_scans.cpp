@@ -20,7 +20,7 @@ bool can_be_read(const at::Tensor& tensor) {
 
 struct TensorScans::Impl {
   std::mutex mutex;
-  DeferredScans scans{1};              // of tensors outside of host memory, where it has no threads
+  DeferredScans scans{1};  // for tensors outside host memory, where threads do not matter
   std::vector<DeferredScans::Id> ids;  // by number
 };
 
@@ -33,7 +33,7 @@ TensorScans::Scan TensorScans::enqueue(const at::Tensor& tensor) {
   if (tensor.device().is_cpu()) return scan_tensors({tensor}, at::get_num_threads()).front();
   const std::lock_guard lock(impl_->mutex);
   const auto id = impl_->scans.scan_afresh(tensor);
-  if (id == DeferredScans::kFinite) return {};  // the stream is being captured
+  if (id == DeferredScans::kFinite) return {};  // the stream is in capture
   impl_->ids.push_back(id);
   return static_cast<Number>(impl_->ids.size() - 1);
 }

@@ -1,7 +1,7 @@
 // NANLOCATOR_TORCH_BEFORE(2, 13): whether this is compiled against a Torch older than 2.13.
 //
-// What an older Torch lacks or names otherwise stands in the torch_versions.hpp of the room that
-// uses it, under one name for all versions; no other code asks for the version.
+// Features that an older Torch lacks or names differently are in the torch_versions.hpp of the room
+// that uses them, under one name for all versions; no other code checks the version.
 #pragma once
 
 #include <torch/version.h>

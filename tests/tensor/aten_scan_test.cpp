@@ -12,8 +12,8 @@
 namespace nanlocator::testing {
 namespace {
 
-// The two scans share no code but the fingerprint's arithmetic. Squares are added in another order,
-// and by the kernels in fp32 where the elements are narrow (eight at a time, then in fp64).
+// The two scans share only the fingerprint's arithmetic. They add squares in different orders, and
+// the kernels use fp32 for narrow elements (eight at a time, then fp64).
 void expect_equal_stats(const at::Tensor& tensor) {
   auto with_aten = read_stats(scan_with_aten(tensor));
   const auto with_kernels = scan_tensors({tensor}).at(0);
@@ -35,7 +35,7 @@ class WarningCounter : public c10::WarningHandler {
   int count = 0;
 };
 
-TEST(AtenScanOfCudaTensors, IsWarnedOfOnceInABuildWithoutKernels) {
+TEST(AtenScanOfCudaTensors, WarnsOnceInABuildWithoutKernels) {
   WarningCounter warnings;
   const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
   warn_of_slow_path(at::kCPU);

@@ -22,8 +22,8 @@ TEST(Extent, OfOneRowIsABlockOfThatRow) {
   EXPECT_TRUE(extent->is_block);
 }
 
-TEST(Extent, OfScatteredElementsIsNoBlock) {
-  const at::Tensor values = at::ones({4, 6}).t();  // strides of another order
+TEST(Extent, OfScatteredElementsIsNotABlock) {
+  const at::Tensor values = at::ones({4, 6}).t();  // transposed strides
   values[0][0] = NAN;
   values[5][3] = -std::numeric_limits<float>::infinity();
   const auto extent = extent_of(values, 2);
@@ -40,7 +40,7 @@ TEST(Extent, OfAScalarAndOfFiniteTensors) {
   EXPECT_FALSE(extent_of(at::ones({3}), 0));
 }
 
-TEST(Extent, GoesThroughALargeTensorInSlices) {
+TEST(Extent, ProcessesALargeTensorInSlices) {
   const at::Tensor values = at::zeros({3, 5'000'000}, at::kBFloat16);
   values[1][4'999'999] = NAN;
   values[2][17] = NAN;

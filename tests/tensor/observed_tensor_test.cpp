@@ -18,7 +18,7 @@ namespace {
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr std::int64_t kMiB = std::int64_t{1} << 20;
 
-/// What `work` has of Torch's memory at once, beyond what is there already.
+/// Torch memory that `work` allocates at peak, beyond what is allocated before.
 std::int64_t bytes_taken_by(const std::function<void()>& work) {
   auto& allocator = CountingAllocator::install();
   const std::int64_t before = allocator.current();
@@ -27,7 +27,7 @@ std::int64_t bytes_taken_by(const std::function<void()>& work) {
   return allocator.peak() - before;
 }
 
-/// A tensor of 64 MiB, and one that is every second column of it, transposed.
+/// A tensor of 64 MiB, and the transpose of every second column of it.
 std::vector<at::Tensor> large_tensors(at::ScalarType dtype) {
   const auto columns = std::int64_t{8192} / static_cast<std::int64_t>(c10::elementSize(dtype));
   const auto whole = at::ones({8192, columns}, dtype);
@@ -77,7 +77,7 @@ TEST(LargeIntegers, AreDescribedWithoutACopyInDoublePrecision) {
   }
 }
 
-TEST(LargeTensorElsewhere, IsScannedByAtenInChunksHoweverItLies) {
+TEST(LargeTensorElsewhere, IsScannedByAtenInChunksWhateverItsStrides) {
   const auto small = at::ones({2048, 1024});
   const auto large = at::ones({16384, 1024});  // 64 MiB
   large[16000][3] = -kInf;
@@ -96,7 +96,7 @@ TEST(LargeTensorElsewhere, IsScannedByAtenInChunksHoweverItLies) {
   EXPECT_EQ(of_view.fingerprint, scan_tensors({large.t().contiguous()}).front().fingerprint);
 }
 
-TEST(Content, IsTheWorstOfATensorWhereverItLies) {
+TEST(Content, IsTheWorstValueOfATensorAnywhere) {
   const std::int64_t several_chunks = 3 * kMiB;
   const auto values = at::ones({several_chunks});
   EXPECT_EQ(content_of(values), Content::finite);

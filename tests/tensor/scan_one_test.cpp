@@ -6,7 +6,7 @@
 namespace nanlocator {
 namespace {
 
-TEST(ScanOne, GivesTheStatsOfFiniteTensorsAsOfBadOnes) {
+TEST(ScanOne, GivesTheStatsOfFiniteAndOfBadTensors) {
   const auto finite = scan_one(at::tensor({3.0, -4.0, 0.0}));
   ASSERT_TRUE(finite);
   EXPECT_EQ(finite->numel, 3);
@@ -28,13 +28,13 @@ TEST(ScanOne, ReadsTheValuesOfASparseTensor) {
   EXPECT_EQ(stats->absmax, 5.0);
 }
 
-TEST(ScanOne, OfATensorWithoutElementsThereIsNothing) {
+TEST(ScanOne, GivesNothingForATensorWithoutElements) {
   const auto stats = scan_one(at::empty({0, 3}));
   ASSERT_TRUE(stats);
   EXPECT_EQ(stats->numel, 0);
 }
 
-TEST(ScanOne, SaysNothingOfIntegers) {
+TEST(ScanOne, GivesNothingForIntegers) {
   EXPECT_FALSE(scan_one(at::tensor({1, 2}, at::kLong)));
 }
 

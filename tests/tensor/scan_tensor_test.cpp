@@ -43,7 +43,7 @@ TEST(ViewOf, RefusesAPendingConjugationWhichHasNoMemoryOfItsOwn) {
       HasSubstr("resolve_conj"));
 }
 
-TEST(ScanTensors, CountsTheConjugateWhereOneIsPending) {
+TEST(ScanTensors, CountsThePendingConjugate) {
   auto tensor = at::ones({3}, at::kComplexFloat);
   at::view_as_real(tensor)[1][1] = kInfinity;
   EXPECT_EQ(scan_tensors({tensor}).at(0).pos_inf, 1);

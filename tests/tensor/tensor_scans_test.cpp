@@ -13,7 +13,7 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-TEST(TensorScans, KnowsTensorsOfHostMemoryAtOnce) {
+TEST(TensorScans, GivesStatsOfHostMemoryAtOnce) {
   TensorScans scans;
   const auto finite = std::get<TensorStats>(scans.enqueue(at::tensor({-3.0f, 0.5f})));
   EXPECT_TRUE(finite.is_finite());
@@ -35,12 +35,12 @@ TEST(TensorScans, CountsThePartsOfComplexNumbers) {
   EXPECT_EQ(std::get<TensorStats>(stats).zeros, 3);
 }
 
-TEST(TensorScans, HasNothingToTellOfEmptyTensors) {
+TEST(TensorScans, GivesNothingForEmptyTensors) {
   TensorScans scans;
   EXPECT_EQ(std::get<TensorStats>(scans.enqueue(at::empty({2, 0}))).numel, 0);
 }
 
-TEST(TensorScans, LeavesOutWhatCannotBeRead) {
+TEST(TensorScans, SkipsTensorsThatCannotBeRead) {
   TensorScans scans;
   const auto freed = at::ones({4});
   freed.storage().unsafeGetStorageImpl()->reset();

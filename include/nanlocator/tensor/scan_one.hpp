@@ -1,4 +1,4 @@
-// A scan of one tensor, now: the check a person drops into a forward.
+// A synchronous scan of one tensor, for a check in the middle of a forward.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,9 +10,10 @@
 namespace nanlocator::inline tensor_room {
 
 /// Stats of a tensor on any device; waits for the device. In host memory a finite tensor is read
-/// twice: use scan_tensors where every tensor's stats are wanted. Empty for what cannot hold a NaN
-/// or Inf or cannot be read: integers, undefined tensors, subclasses that hide their memory, all
-/// while a CUDA graph is captured. Of a sparse tensor, its values. From any thread.
+/// twice; use scan_tensors if every tensor's stats are needed. Empty for tensors that cannot hold a
+/// NaN or Inf or cannot be read: integers, undefined tensors, subclasses that hide their memory,
+/// all during capture of a CUDA graph. For a sparse tensor, the stats of its values. From any
+/// thread.
 [[nodiscard]] std::optional<TensorStats> scan_one(const at::Tensor& tensor);
 
 }  // namespace nanlocator::inline tensor_room

@@ -1,8 +1,8 @@
-// The full stats of many tensors, each as it is when it passes.
+// Full stats of many tensors, each at the time of the call.
 //
-// In: tensors, one by one. Out: of host memory the stats at once; on CUDA one launch into a slot of
-// the tensor's own, elsewhere a few ATen operators, both on the current stream, and a number that
-// `read` resolves. Only `read` waits, once for all. From any thread, one at a time inside.
+// In: tensors, one by one. Out: for host memory the stats at once; on CUDA one launch into the
+// tensor's own slot, elsewhere a few ATen operators, both on the current stream, and a number that
+// `read` resolves. Only `read` waits, once for all. From any thread; calls are serialised.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,8 +20,8 @@ class TensorScans {
  public:
   /// Counted from 0 since the last `read`.
   using Number = std::uint32_t;
-  /// Neither: a tensor without memory of its own to read (meta, fake, freed, under vmap), of a
-  /// dtype or layout that the scan does not know, or on a stream that is being captured.
+  /// monostate: a tensor without readable memory of its own (meta, fake, freed, under vmap), with a
+  /// dtype or layout unknown to the scan, or on a stream in capture.
   using Scan = std::variant<std::monostate, TensorStats, Number>;
 
   TensorScans();
@@ -29,10 +29,10 @@ class TensorScans {
   TensorScans(const TensorScans&) = delete;  // owns device slots
   TensorScans& operator=(const TensorScans&) = delete;
 
-  /// Strided, of floating point or complex (the parts, counted singly), on any device. The tensor
-  /// is not kept: it may be written or freed afterwards, in the order of the current stream.
+  /// A strided tensor, floating-point or complex (its parts count as elements), on any device. The
+  /// tensor is not kept: it may be written or freed afterwards, in the order of the current stream.
   [[nodiscard]] Scan enqueue(const at::Tensor& tensor);
-  /// Stats by number. Waits for the devices; then all numbers are forgotten.
+  /// Stats by number. Waits for the devices; afterwards all numbers are invalid.
   [[nodiscard]] std::vector<TensorStats> read();
 
  private:
