@@ -16,7 +16,7 @@ namespace {
 struct Kernel {
   std::string_view op;
   bool is_sequence_first;  // (batch, sequence, heads, head dimension)
-  std::string_view bias;   // its argument, "" where there is none
+  std::string_view bias;   // name of the argument, "" if it has none
 };
 constexpr std::array kKernels = {
     Kernel{"aten::_flash_attention_forward", true, ""},
@@ -31,13 +31,13 @@ constexpr std::array kWithoutFormula = {
     "window_size", "seqused_k", "window_size_right", "seqlen_k",     "alibi_slopes"};
 constexpr const char* kFormula = "aten::_scaled_dot_product_attention_math";
 
-/// By the schema's names.
+/// Arguments by their names in the schema.
 class AttentionArguments {
  public:
   explicit AttentionArguments(const OperatorCall& call)
       : call_(call), schema_(call_facts(call.name).handle.schema()) {}
 
-  /// None where the operator has no such argument.
+  /// None if the operator has no such argument.
   [[nodiscard]] c10::IValue operator[](std::string_view name) const {
     const auto& known = schema_.arguments();
     for (std::size_t i = 0; i < std::min(known.size(), call_.arguments.size()); ++i) {
@@ -60,7 +60,8 @@ bool has_formula(const AttentionArguments& arguments) {
 
 bool is_causal(const AttentionArguments& arguments) {
   const auto causal = arguments["is_causal"];
-  const auto mask = arguments["custom_mask_type"];  // 0: none, 1 and 2: causal from either corner
+  const auto mask = arguments["custom_mask_type"];  // 0: none; 1 and 2: causal, aligned to one or
+                                                    // the other corner
   return (causal.isBool() && causal.toBool()) || (mask.isInt() && mask.toInt() != 0);
 }
 
@@ -80,7 +81,7 @@ std::optional<OperatorCall> attention_by_formula(const OperatorCall& call) {
   if (query.dim() != 4 || key.dim() != 4) return std::nullopt;
   const bool causal = is_causal(arguments);
   const auto bias = kernel->bias.empty() ? c10::IValue() : arguments[kernel->bias];
-  // Kernels begin the triangle of a rectangle in different corners.
+  // For a rectangle, kernels differ in the corner at which the triangle begins.
   if (causal && (query.size(2) != key.size(2) || !bias.isNone())) return std::nullopt;
 
   OperatorCall formula = call;

@@ -1,4 +1,4 @@
-// The same attention in precisions that GPU kernels of attention do not have.
+// Attention in precisions that GPU attention kernels lack.
 #pragma once
 
 #include <optional>
@@ -7,11 +7,10 @@
 
 namespace nanlocator::inline replay_room {
 
-/// PyTorch's flash, memory-efficient and cuDNN kernels of attention take 16 and at most 32 bits:
-/// the call of `aten::_scaled_dot_product_attention_math` on the same tensors, whose first output
-/// holds the same elements as theirs (batch, heads, sequence, head dimension). Empty for other
-/// operators, and where that has not what the call asks for: dropout, packed sequences, windows,
-/// ALiBi.
+/// PyTorch's flash, memory-efficient and cuDNN attention kernels support 16 and at most 32 bits.
+/// This is the call of `aten::_scaled_dot_product_attention_math` on the same tensors, whose first
+/// output has the same elements (batch, heads, sequence, head dimension). Empty for other
+/// operators, and if the call needs what it lacks: dropout, packed sequences, windows, ALiBi.
 [[nodiscard]] std::optional<OperatorCall> attention_by_formula(const OperatorCall& call);
 
 }  // namespace nanlocator::inline replay_room

@@ -17,13 +17,13 @@ namespace nanlocator::inline replay_room {
 namespace {
 
 /// batch_norm, native_batch_norm, cudnn_batch_norm, instance_norm, ... write their running
-/// statistics while training though native_functions.yaml does not mark them.
+/// statistics during training although native_functions.yaml does not mark them.
 bool is_unmarked_statistic(const c10::Argument& argument) {
   return argument.name() == "running_mean" || argument.name() == "running_var";
 }
 
-/// Operators that draw random numbers are tagged nondeterministic_seeded, except for composite ones
-/// that hand a dropout on, of which the schema shows the probability.
+/// Operators that draw random numbers are tagged nondeterministic_seeded. Composite ones that
+/// forward a dropout are not; their schema shows the probability.
 bool draws_random_numbers(const c10::OperatorHandle& handle) {
   if (handle.hasTag(at::Tag::nondeterministic_seeded)) return true;
   const auto& arguments = handle.schema().arguments();
@@ -60,11 +60,11 @@ c10::ArrayRef<c10::IValue> last(const Values& values, std::size_t count) {
   return all.slice(all.size() - std::min(count, all.size()));
 }
 
-/// Copies of what the operator writes up to this size lie on its device: a copy to the host before
-/// every operator in place would take longer than the step.
+/// Copies of written tensors up to this size stay on their device: a copy to the host before every
+/// in-place operator would take longer than the step.
 constexpr std::uint64_t kMostOnDevice = std::uint64_t{256} << 20;
 
-/// Devices whose default generators a call may draw from: the CPU, and those of its tensors.
+/// Devices whose default generators a call may use: the CPU, and those of its tensors.
 std::vector<at::Device> generator_devices(const std::vector<c10::IValue>& arguments) {
   std::vector<at::Device> devices = {at::Device(at::kCPU)};
   const auto add = [&](const at::Device& device) {
@@ -148,8 +148,8 @@ void CallCapture::begin(const at::RecordFunction& call) {
   const auto name = call.operator_name();
   if (!name) throw UsageError(std::string("Not an operator with a schema: ") + call.name());
   if (!begin(call, call_facts(*name), [](std::uint64_t) { return true; })) {
-    throw UnsupportedError("There is no memory for copies of what " + c10::toString(*name) +
-                           " writes.");
+    throw UnsupportedError("There is no memory for copies of the tensors that " +
+                           c10::toString(*name) + " writes.");
   }
 }
 

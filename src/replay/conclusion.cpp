@@ -15,7 +15,7 @@ double largest_of(const std::string& dtype) {
   return largest_finite(dtype).value_or(std::numeric_limits<double>::infinity());
 }
 
-/// The same bad elements, as far as the stats tell.
+/// The same bad elements, as far as the stats show.
 bool are_bad_alike(const std::vector<ReplayedOutput>& a, const std::vector<ReplayedOutput>& b) {
   return std::equal(
       a.begin(), a.end(), b.begin(), b.end(), [](const ReplayedOutput& x, const ReplayedOutput& y) {
@@ -71,7 +71,7 @@ class Conclusion {
  private:
   void add(ReplayEvidence evidence) { report_.evidence.push_back(evidence); }
 
-  /// The run of a variant that was executed.
+  /// The run of a variant, if it was executed.
   const ReplayRun* good_run(ReplayVariant variant) const {
     const auto* found = find_run(report_, variant);
     return found != nullptr && found->problem.empty() ? found : nullptr;
@@ -88,7 +88,7 @@ class Conclusion {
       add(no_float64);
       wide = good_run(ReplayVariant::float32);
     }
-    // Another output may be bad in wide precision only where this one is; one is judged, the first.
+    // Another output may be bad in wide precision only where this one is; the first one is judged.
     const auto* wide_output =
         wide != nullptr && bad < wide->outputs.size() ? &wide->outputs[bad] : nullptr;
     if (wide_output != nullptr) report_.wider = wide->variant;
@@ -122,11 +122,11 @@ class Conclusion {
     return ReplayConclusion::deterministic_kernel;
   }
 
-  /// A product of input elements, summed over all of them, may not fit. Squares of a norm and
-  /// matrix products multiply two; the derivative of a layer norm multiplies six, the gradient, the
-  /// weight, the input and the cube of rstd (aten/src/ATen/native/cpu/layer_norm_kernel.cpp). A
-  /// kernel is accused only where not even these come near. Kernels for 16-bit types accumulate in
-  /// float32, but may store in between.
+  /// Whether a product of input elements, summed over all of them, may not fit. Squares of a norm
+  /// and matrix products multiply two; the derivative of a layer norm multiplies six: the gradient,
+  /// the weight, the input and the cube of rstd (aten/src/ATen/native/cpu/layer_norm_kernel.cpp). A
+  /// kernel is blamed only if not even these come near. Kernels for 16-bit types accumulate in
+  /// float32, but may store intermediate values in 16 bits.
   bool may_overflow_inside(const std::string& dtype) const {
     constexpr double kMostFactors = 6;
     double absmax = 0;
@@ -154,8 +154,8 @@ class Conclusion {
     return ReplayConclusion::deterministic_overflow;
   }
 
-  /// log 0, 1/0, rsqrt 0, 0 to a negative power: of pointwise functions the poles that training
-  /// meets are at zero (others, atanh 1, are taken for an overflow).
+  /// log 0, 1/0, rsqrt 0, 0 to a negative power: the poles of pointwise functions that training
+  /// meets are at zero (others, such as atanh 1, are reported as an overflow).
   bool is_at_pole() const {
     return evidence_.is_pointwise &&
            std::any_of(report_.inputs_at_first_bad.begin(), report_.inputs_at_first_bad.end(),

@@ -1,4 +1,4 @@
-// From the runs of a replay to what they mean. The rules and their limits are in docs/replay.md.
+// Concludes from the runs of a replay. docs/replay.md has the rules and their limits.
 #pragma once
 
 #include <algorithm>
@@ -9,11 +9,11 @@
 
 namespace nanlocator::inline replay_room {
 
-/// What is known beside the report itself.
+/// Facts beyond the report itself.
 struct ConclusionEvidence {
   std::vector<TensorStats> inputs;  // of every floating-point tensor among the arguments
-  bool is_custom = false;     // the operator is not PyTorch's: what it should compute is not known
-  bool is_pointwise = false;  // each output element is of one element of each input
+  bool is_custom = false;     // the operator is not PyTorch's, so its correct result is unknown
+  bool is_pointwise = false;  // each output element depends on one element of each input
 };
 
 /// Fills `conclusion`, `is_bit_exact` and the evidence from the recorded outputs and the runs.
@@ -28,7 +28,7 @@ void conclude(ReplayReport& report, const ConclusionEvidence& evidence);
 [[nodiscard]] inline bool is_bad(const std::vector<ReplayedOutput>& outputs) {
   return std::ranges::any_of(outputs, [](const auto& output) { return is_bad(output); });
 }
-/// The run of a variant, whether it could be executed or not; null where there is none.
+/// The run of a variant, executed or not; null if there is none.
 [[nodiscard]] inline const ReplayRun* find_run(const ReplayReport& report, ReplayVariant variant) {
   const auto found = std::ranges::find(report.runs, variant, &ReplayRun::variant);
   return found == report.runs.end() ? nullptr : &*found;

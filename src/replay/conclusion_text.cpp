@@ -32,11 +32,10 @@ class Words {
       case not_repeated:
         return what_varies();
       case reads_unwritten_memory:
-        return "With new memory filled with NaN first the result is another: the operator reads "
-               "memory that nobody has written.";
+        return "If new memory is first filled with NaN, the result differs: the operator reads "
+               "memory that was never written.";
       case nothing_bad:
-        return "Nothing bad was recorded and nothing bad came out: there is no fault to conclude "
-               "on.";
+        return "Neither the recording nor any execution is bad: there is no fault to explain.";
       case no_float64:
         return "It could not be executed in float64: " +
                find_run(report_, ReplayVariant::float64)->problem;
@@ -49,28 +48,28 @@ class Words {
       case finite_on_cpu:
         return report_.wider
                    ? wide() + " the result is finite (at most " + reached() +
-                         ") and so it is in the same dtype on the CPU: it is the device's kernel."
-                   : "The CPU's kernel gives a finite result in the same dtype: it is the "
-                     "device's kernel.";
+                         "), also in the same dtype on the CPU: the device's kernel is at fault."
+                   : "The CPU's kernel gives a finite result in the same dtype: the device's "
+                     "kernel is at fault.";
       case overflows_inside:
         return wide() + " the result is finite (at most " + reached() + ") and would fit " +
                dtype() +
                ", but products or sums of these inputs do not: an intermediate value overflowed.";
       case wrong_for_dtype:
         return wide() + " the result is finite (at most " + reached() + ") and fits " + dtype() +
-               ", and the inputs are far from its range: the kernel for this dtype makes it bad.";
+               ", and the inputs are far from its range: the kernel for this dtype is at fault.";
       case input_not_finite:
-        return "An input is not finite already.";
+        return "An input is already not finite.";
       case custom:
         return everywhere() +
                " the result is not finite. The operator is not PyTorch's: whether its mathematics "
-               "or its code makes it so, only its authors know.";
+               "or its code causes this, only its authors know.";
       case undefined:
         return everywhere() + " the result is NaN: it is " +
                (report_.wider || dtype() == "float64"
                     ? "undefined for these inputs, whatever the precision."
-                    : "undefined for them, or too large in between: no wider dtype was "
-                      "tried.");
+                    : "undefined for them, or an intermediate value overflowed: no wider "
+                      "dtype was tried.");
       case infinite:
         return everywhere() + " the result is infinite.";
       case infinite_at_zero:
@@ -78,7 +77,7 @@ class Words {
                " the result is infinite, and an input is an exact zero: a pole of the function.";
       case exceeds_range:
         return everywhere() +
-               " the result is infinite, of finite inputs away from zero: it exceeds " +
+               " the result is infinite for finite inputs away from zero: it exceeds " +
                (report_.wider ? std::string(name_of(*report_.wider)) : dtype()) + "'s range.";
     }
     return "";
@@ -103,7 +102,7 @@ class Words {
     }
     if (bad == 0) {
       return "Recorded bad, but finite " + times() +
-             " when executed again from the same inputs: they do not explain it.";
+             " when executed again from the same inputs, which do not explain it.";
     }
     return "Recorded bad; executed again from the same inputs it is bad in " + of_runs +
            " runs, not at the same elements in all of them.";
@@ -131,8 +130,8 @@ std::vector<std::string> sentences_of(const ReplayReport& report) {
     sentences.push_back(words.of(evidence));
     if (evidence == ReplayEvidence::not_repeated) {
       sentences.emplace_back(
-          "What is left is hardware, a race with another stream or thread, or memory that was read "
-          "before it was written.");
+          "Remaining causes: hardware, a race with another stream or thread, or memory that was "
+          "read before it was written.");
     }
   }
   return sentences;

@@ -32,7 +32,7 @@ at::Tensor converted(const at::Tensor& tensor, at::ScalarType to) {
   return copy;
 }
 
-/// Generators of `states`' devices, set to them, and back.
+/// Sets the generators of `states`' devices, and restores them.
 class ScopedGenerators {
  public:
   explicit ScopedGenerators(const std::map<std::string, at::Tensor>& states) {
@@ -56,7 +56,8 @@ class ScopedGenerators {
   std::vector<std::pair<at::Generator, at::Tensor>> before_;
 };
 
-/// Autocast caches its casts of weights by address: ours must neither be found nor stay there.
+/// Autocast caches its casts of weights by address; a replay's casts must neither hit that cache
+/// nor stay in it.
 class WithoutAutocastCache {
  public:
   WithoutAutocastCache() : was_on_(at::autocast::is_autocast_cache_enabled()) {
@@ -74,12 +75,13 @@ class Silence final : public c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
-/// Copies of what the operator writes, and of what shares memory with it.
+/// Arguments with copies of the tensors that the operator writes, and of tensors that share memory
+/// with them.
 std::vector<c10::IValue> fresh_arguments(const OperatorCall& call, const CallFacts& facts) {
   auto arguments = call.arguments;
   copy_written(arguments, facts.written);
   for (const auto i : facts.written) {
-    // A leaf that requires a gradient cannot be written; what was recorded was not a leaf.
+    // A leaf that requires a gradient cannot be written; the recorded tensor was not a leaf.
     for_each_tensor(arguments[i], [](const at::Tensor& tensor) {
       if (tensor.requires_grad() && tensor.is_leaf()) tensor.set_requires_grad(false);
     });

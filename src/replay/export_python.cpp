@@ -26,7 +26,7 @@ std::string python_text(const std::string& text) {  // JSON's escapes are Python
   return nlohmann::json(text).dump(-1, ' ', true, nlohmann::json::error_handler_t::replace);
 }
 
-/// In a comment or a longer text: one line, without quotes that could end it.
+/// For a comment or a longer text: one line, without quotes that could end it.
 std::string within_text(const std::string& text) {
   const auto quoted = python_text(text);
   return quoted.substr(1, quoted.size() - 2);
@@ -59,7 +59,7 @@ std::string view_of(const BundleTensor& tensor) {
   return was_on_device ? text + ".cuda()" : text;
 }
 
-/// A value that is no tensor, no text and holds no others; nullopt for those that are or do.
+/// A value that is neither a tensor nor text and contains no others; nullopt otherwise.
 std::optional<std::string> plain_value(const BundleValue& value) {
   switch (value.kind) {
     case BundleValueKind::none:
@@ -84,7 +84,7 @@ std::string argument(const BundleOperatorCall& call, const BundleValue& value, s
     case BundleValueKind::tensor:
       return view_of(value.tensor);
     case BundleValueKind::text:
-      // A dtype is kept by its name; no operator of Torch takes such a word as a text.
+      // A dtype is stored by its name; no operator of Torch takes such a word as text.
       return scalar_type_from(value.text) ? "torch." + value.text : python_text(value.text);
     case BundleValueKind::device:
       return "torch.device(" + python_text(value.text) + ")";
@@ -108,7 +108,7 @@ std::string python_name(const c10::OperatorName& name) {
   const auto colons = name.name.find("::");
   const auto packet =
       "torch.ops." + name.name.substr(0, colons) + "." + name.name.substr(colons + 2);
-  // The one overload of Torch that is a word of Python: aten::random_.from.
+  // The one overload of Torch whose name is a Python keyword: aten::random_.from.
   if (name.overload_name == "from") return "getattr(" + packet + ", \"from\")";
   return packet + "." + (name.overload_name.empty() ? "default" : name.overload_name);
 }
@@ -126,15 +126,16 @@ std::string autocast_of(const Bundle& bundle) {
          dtype + ")";
 }
 
-/// Its name is what `op` says and made of identifiers: the script has both as code.
+/// Checks that the name equals `op` and consists of identifiers: the script uses both as code.
 c10::FunctionSchema schema_of(const BundleOperatorCall& call) {
   const auto name = operator_name_of(call.op);
   if (const auto handle = c10::Dispatcher::singleton().findSchema(name)) return handle->schema();
-  if (call.registered_by.empty()) return call_facts(name).handle.schema();  // which says so
+  if (call.registered_by.empty())
+    return call_facts(name).handle.schema();  // throws if it is not registered
   try {
     auto schema = torch::jit::parseSchema(call.schema);
     if (schema.operator_name() == name) return schema;
-  } catch (const c10::Error&) {  // said below
+  } catch (const c10::Error&) {  // reported below
   }
   throw UnsupportedError(call.op + " is not registered here, and its recorded schema, " +
                          call.schema + ", cannot be read");
@@ -142,9 +143,9 @@ c10::FunctionSchema schema_of(const BundleOperatorCall& call) {
 
 // ---- code that the bundle names ----
 
-/// A script that needs more than Torch begins so. As replay does, it imports by name, and what the
-/// bundle brings runs where whoever starts the script says that they trust it; `argument` is a
-/// variable for its other argument.
+/// The beginning of a script that needs more than Torch. Like replay, it imports by name, and runs
+/// code from the bundle only if the user says that they trust it. `argument` is the variable for
+/// the script's other argument.
 std::string foreign_start(const std::string& argument, const std::string& usual) {
   return "import importlib\nimport importlib.util\nimport os\nimport sys\n\n"
          "trust = \"--trust\" in sys.argv  # to load files and execute source that the bundle "
@@ -169,7 +170,7 @@ constexpr const char* kModuleFunction =
     "    made = sys.modules[name] = importlib.util.module_from_spec(spec)\n"
     "    spec.loader.exec_module(made)\n    return made\n\n\n";
 
-/// Whether `module` is the program that was run: "__main__".
+/// Whether `module` is the program itself: "__main__".
 bool is_program(const std::string& module) {
   return module.starts_with("__");
 }
@@ -183,15 +184,15 @@ std::string module_arguments(const std::string& module, const std::string& file,
 
 // ---- what registers a custom operator ----
 
-/// For the script's docstring: what has to be there when it runs.
+/// For the script's docstring: its requirements.
 std::string needed(const BundleOperatorCall& call) {
   std::string text;
   for (const auto& each : call.registered_by) {
     text += "\n" + call.op + " is registered by ";
     const bool has_module = !each.module.empty() && !is_program(each.module);
     if (is_program(each.module)) {
-      text += within_text(each.source) +
-              " of the bundle, from the program that was run: with --trust alone.";
+      text +=
+          within_text(each.source) + " of the bundle, from the program itself: only with --trust.";
     } else if (has_module) {
       text += "the module " + each.module + ", which must be importable";
       if (!each.file.empty()) text += ": it was " + within_text(each.file);
@@ -200,27 +201,27 @@ std::string needed(const BundleOperatorCall& call) {
       }
       text += ".";
     } else {
-      text += "the library " + within_text(each.file) + ", which is loaded with --trust alone.";
+      text += "the library " + within_text(each.file) + ", which is loaded only with --trust.";
     }
   }
   return text;
 }
 
-/// The lines that make the operator known to Torch.
+/// The lines that register the operator with Torch.
 std::string registration(const BundleOperatorCall& call, const std::string& packet) {
   std::string script = kModuleFunction;
   for (const auto& each : call.registered_by) {
     const auto library = "torch.ops.load_library(" + python_text(each.file) + ")\n";
     if (is_program(each.module) && each.source.empty()) {
-      throw UnsupportedError(call.op + " was registered by the program that was run, " + each.file +
-                             ", by statements that do not stand alone: move its "
+      throw UnsupportedError(call.op + " was registered by the program itself, " + each.file +
+                             ", by statements that depend on the rest of it: move its "
                              "registration into a module");
     }
     if (each.module.empty()) {
       script += "if trust:\n    " + library;
     } else if (each.file.empty() || each.file.ends_with(".py") || !each.source.empty()) {
       script += "module" + module_arguments(each.module, each.file, each.source) + "\n";
-    } else {  // an extension module, or the package that the library lies in
+    } else {  // an extension module, or the package that contains the library
       script += "try:\n    importlib.import_module(" + python_text(each.module) +
                 ")\nexcept ImportError:\n    if trust:\n        " + library;
     }
@@ -235,7 +236,7 @@ std::string registration(const BundleOperatorCall& call, const std::string& pack
 
 // ---- calls of kernels ----
 
-/// As Python writes it; `where` for the error.
+/// The value as Python source; `where` for the error.
 std::string kernel_value(const BundleValue& value, const std::string& where) {
   const auto items = [&](const char* begin, const char* end) {
     std::string text = begin;
@@ -245,7 +246,7 @@ std::string kernel_value(const BundleValue& value, const std::string& where) {
   if (const auto plain = plain_value(value)) return *plain;
   switch (value.kind) {
     case BundleValueKind::tensor: {
-      BundleTensor on_host = value.tensor;  // `memory` lies on the device already
+      BundleTensor on_host = value.tensor;  // `memory` is already on the device
       on_host.device = "cpu";
       return view_of(on_host);
     }
@@ -288,7 +289,7 @@ std::string storages_on_device(Bundle bundle) {
   return text.empty() ? "" : "{" + text + "}";
 }
 
-/// The lines that set `kernel`, once it is clear that it is one: the bundle may name any function.
+/// The lines that set `kernel` after checking that it is one: the bundle may name any function.
 std::string kernel_lines(const BundleKernelCall& call) {
   const std::string last = call.entry.substr(call.entry.rfind('.') + 1);
   const std::string of_source = call.source.empty() ? "" : python_text(last) + " if trust else ";
@@ -296,7 +297,7 @@ std::string kernel_lines(const BundleKernelCall& call) {
   std::string script = "owner = module" + module_arguments(call.module, call.file, call.source) +
                        "\nkernel = attribute(owner, " + of_source + python_text(call.entry) + ")\n";
   std::string kind;
-  if (call.launcher == "triton") {  // autotuners and heuristics stand before what was launched
+  if (call.launcher == "triton") {  // autotuners and heuristics wrap the launched kernel
     kind = "kernel of Triton";
     script +=
         "kinds = (\"JITFunction\", \"InterpretedFunction\")\n"
@@ -304,7 +305,7 @@ std::string kernel_lines(const BundleKernelCall& call) {
         "    kernel = kernel.fn\n"
         "if type(kernel).__name__ not in kinds or not "
         "type(kernel).__module__.startswith(\"triton.\"):\n";
-  } else {  // as kernels.py of nanlocator knows them
+  } else {  // the same check as in nanlocator's kernels.py
     kind = "function of an extension module of PyTorch's";
     script +=
         "file, root = str(getattr(owner, \"__file__\", \"\")), owner.__name__.split(\".\")[0]\n"
@@ -336,7 +337,7 @@ std::string kernel_script(const OpenBundle& bundle) {
   }
   std::string script = "# " + within_text(title) + "; written by nanlocator.\n" +
                        foreign_start("folder", folder.string());
-  std::string of_files;  // programs and folders, too, are named by variables
+  std::string of_files;  // variables may name programs and folders, too
   for (const auto& [name, value] : call.environment) {
     const auto line =
         "os.environ.setdefault(" + python_text(name) + ", " + python_text(value) + ")\n";
@@ -424,7 +425,8 @@ std::string python_script(const OpenBundle& bundle) {
       "    data = tensors[name].reshape(-1).view(torch.uint8).clone().view(dtype)\n"
       "    return data.as_strided(sizes, strides, offset)\n";
   if (schema.arguments().size() != recorded->arguments.size()) {
-    throw UnsupportedError(recorded->op + " takes other arguments here than where it was recorded");
+    throw UnsupportedError(recorded->op +
+                           " takes different arguments here than when it was recorded");
   }
   std::vector<std::string> positional;
   std::string keywords;

@@ -8,7 +8,7 @@
 namespace nanlocator::inline replay_room {
 namespace {
 
-/// The index that broadcasts to `bad`; empty optional where the shapes do not.
+/// The index that broadcasts to `bad`; empty if the shapes do not broadcast.
 std::optional<std::vector<std::int64_t>> broadcast_index(const at::Tensor& input,
                                                          const FirstBad& bad) {
   const auto dimensions = static_cast<std::size_t>(input.dim());

@@ -1,4 +1,4 @@
-// Which input element the first bad output element was computed from.
+// Finds the input element from which the first bad output element was computed.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,8 +20,8 @@ struct InputElement {
   double value = 0;
 };
 
-/// Of a pointwise operator the element that broadcasts to the first bad one; of another the first
-/// element that is not finite. Empty where there is none, and of complex inputs. `input` has plain
+/// For a pointwise operator, the element that broadcasts to the first bad one; for others, the
+/// first non-finite element. Empty if there is none, and for complex inputs. `input` has plain
 /// memory; runs on the caller's thread and waits for the device.
 [[nodiscard]] std::optional<InputElement> element_at_first_bad(const at::Tensor& input,
                                                                const FirstBad& bad);

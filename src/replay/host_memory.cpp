@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::uint64_t kUnknown = std::numeric_limits<std::uint64_t>::max();
 
-/// The number after `key` in a file of lines "key number ..."; "" for a file that is one number.
+/// The number after `key` in a file of lines "key number ..."; with `key` "", a file of one number.
 std::optional<std::uint64_t> number_in(const char* path, const std::string& key) {
   std::ifstream file(path);
   std::string word;
@@ -25,7 +25,7 @@ std::optional<std::uint64_t> number_in(const char* path, const std::string& key)
   return std::nullopt;
 }
 
-/// Pages of files are given back when memory is asked for.
+/// The kernel reclaims file pages when memory is needed.
 std::uint64_t left_below(const char* limit, const char* usage, const char* stat) {
   const auto most = number_in(limit, "");
   const auto used = number_in(usage, "");

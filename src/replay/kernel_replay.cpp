@@ -34,19 +34,19 @@
 namespace nanlocator::inline replay_room {
 namespace {
 
-/// On both sides of every range of memory. A multiple of any alignment that allocators keep.
+/// Bytes on both sides of every range of memory. A multiple of any alignment that allocators keep.
 constexpr std::int64_t kGuard = std::int64_t{64} << 10;
 constexpr std::int64_t kAlignment = 512;
-/// In float32 and bfloat16 0.0115, in float16 1.06: a finite number that no kernel computes in all
+/// 0.0115 in float32 and bfloat16, 1.06 in float16: a finite number that no kernel computes in all
 /// its bytes.
 constexpr std::uint8_t kConstantByte = 0x3C;
 
-/// What one execution changes on purpose: the byte that it fills memory with.
+/// Deliberate changes in one execution: the byte with which it fills memory.
 struct Variation {
-  std::optional<std::uint8_t> allocated{};  // by the kernel, through Torch
+  std::optional<std::uint8_t> allocated{};  // memory that the kernel allocates through Torch
   std::optional<std::uint8_t> written{};    // arguments that the kernel writes
-  std::optional<std::uint8_t> outside{};    // beside the arguments' elements
-  bool is_scaled = false;                   // the inputs: to magnitudes of at most 1
+  std::optional<std::uint8_t> outside{};    // memory outside the arguments' elements
+  bool is_scaled = false;                   // scales the inputs to magnitudes of at most 1
 };
 
 // ---- tensors ----
@@ -59,7 +59,7 @@ bool is_float(const at::Tensor& tensor) {
   return tensor.is_floating_point() || tensor.is_complex();
 }
 
-/// Its elements without what an expand repeats.
+/// Its elements without the repetitions of an expand.
 at::Tensor once_of(at::Tensor tensor) {
   for (std::int64_t d = 0; d < tensor.dim(); ++d) {
     if (tensor.size(d) > 1 && tensor.stride(d) == 0) tensor = tensor.narrow(d, 0, 1);
@@ -67,7 +67,7 @@ at::Tensor once_of(at::Tensor tensor) {
   return tensor;
 }
 
-/// In order, as real numbers that have kernels to compare them.
+/// The elements in order, as real numbers of a dtype with comparison kernels.
 at::Tensor comparable(const at::Tensor& tensor) {
   const at::Tensor real = as_real(tensor);
   return real.element_size() == 1 ? real.to(at::kFloat) : real;
@@ -77,7 +77,7 @@ at::Tensor bad_in(const at::Tensor& tensor) {
   return at::isfinite(comparable(tensor)).logical_not();
 }
 
-/// Elements all of whose bytes are `byte`, in the shape of `bad_in`.
+/// Marks elements all of whose bytes are `byte`, in the shape of `bad_in`.
 at::Tensor filled_with(const at::Tensor& tensor, std::uint8_t byte) {
   const at::Tensor real = as_real(tensor);
   return real.reshape({-1})
@@ -121,8 +121,8 @@ double largest_of(at::ScalarType type) {
   return largest_finite(torch_name(type)).value_or(std::numeric_limits<float>::max());
 }
 
-/// How far a kernel in this dtype may be from a float64 reference, relative to a value or to the
-/// root of the mean square of all.
+/// How far a kernel in this dtype may differ from a float64 reference, relative to a value or to
+/// the root of the mean square of all.
 double tolerance_of(at::ScalarType type) {
   switch (type) {
     case at::kDouble:
@@ -142,7 +142,7 @@ double tolerance_of(at::ScalarType type) {
 
 // ---- one execution ----
 
-/// Copies of the arguments on their devices, each range of memory between guards.
+/// Copies of the arguments on their devices, each range of memory between guard zones.
 class KernelArguments {
  public:
   KernelArguments(const RecordedKernelCall& call, const std::vector<at::Tensor>& before,
@@ -153,7 +153,7 @@ class KernelArguments {
     for (const auto& range : ranges_.ranges) {
       const auto bytes = bytes_of(range);
       const std::int64_t front = front_of(range);
-      // What lies beside parts of packed tensors is nobody's fault.
+      // Memory beside parts of packed tensors belongs to other tensors and proves nothing.
       const bool fills_gaps = variation.outside && is_own(range);
       fills_.push_back(fills_gaps ? *variation.outside : kConstantByte);
       const auto memory =
@@ -177,7 +177,7 @@ class KernelArguments {
 
   [[nodiscard]] const std::vector<at::Tensor>& tensors() const { return tensors_; }
 
-  /// An argument beside which, out of its storage, the kernel has written.
+  /// The argument whose guard zone, outside its storage, the kernel has written.
   [[nodiscard]] std::optional<std::size_t> written_outside() const {
     const OwnWork guard;
     for (std::size_t r = 0; r < memories_.size(); ++r) {
@@ -207,7 +207,7 @@ class KernelArguments {
     const auto largest = as_real(tensor).to(at::kDouble).abs().max().item<double>();
     if (largest > 1) tensor.copy_(tensor.div(largest));
   }
-  /// What lies beside these arguments is no part of a packed tensor.
+  /// The memory beside these arguments is not part of a packed tensor.
   [[nodiscard]] bool is_own(const StorageRange& range) const {
     return std::ranges::none_of(range.tensors,
                                 [&](std::size_t i) { return call_.beside[i] == Beside::finite; });
@@ -217,17 +217,17 @@ class KernelArguments {
   StorageRanges ranges_;
   std::vector<at::Tensor> tensors_;
   std::vector<at::Tensor> memories_;
-  std::vector<std::uint8_t> fills_;  // of the memories, beside what was copied
+  std::vector<std::uint8_t> fills_;  // of the memory outside the copies
 };
 
-/// Every output of one execution by its checksum, and the one that is judged.
+/// Checksums of every output of one execution, and the judged output.
 struct Execution {
   std::vector<std::uint32_t> checksums;
   at::Tensor judged;  // in host memory
   std::optional<std::size_t> written_outside;
 };
 
-/// The kernel's own operators: seen by no observer, and not recorded by autograd.
+/// Hides the kernel's own operators from observers and autograd.
 struct Unobserved {
   at::RecordFunctionGuard observers{false};
   at::NoGradGuard no_grad;
@@ -250,7 +250,7 @@ class Replay {
   }
 
  private:
-  // ---- before anything is executed ----
+  // ---- preparation ----
 
   void prepare() {
     const OwnWork guard;
@@ -267,7 +267,7 @@ class Replay {
                                free_host_memory() / 6);
     if (bytes > most) {
       report_.problem = "its arguments and results take " + std::to_string(bytes) +
-                        " bytes, and at most " + std::to_string(most) + " are executed again";
+                        " bytes, more than the limit of " + std::to_string(most);
       return;
     }
     before_ = bring_back(call_.before, call_.came_from);
@@ -279,7 +279,8 @@ class Replay {
     seen.insert(seen.end(), call_.results.begin(), call_.results.end());
     choose_output(seen);
     if (judged_ < 0) {
-      report_.problem = "none of its outputs was bad, nor is the one that was known";
+      report_.problem =
+          "none of its outputs was bad, and the bad one of the record is not among them";
       return;
     }
     trained_ = on_host(seen[static_cast<std::size_t>(judged_)]);
@@ -322,16 +323,16 @@ class Replay {
     return options_.seconds && seconds() > *options_.seconds;
   }
 
-  /// Before an execution. The first of all may have compiled its kernel: a second one tells how
-  /// long one takes.
+  /// Checked before an execution. The first one may have compiled its kernel; the second one shows
+  /// how long one takes.
   [[nodiscard]] std::string why_no_time() const {
     if (is_out_of_time()) return "no time was left for further executions";
     const bool is_known = executed_ >= 2 && options_.seconds;
     const double most = options_.seconds.value_or(0);
     if (!is_known || seconds() + latest_seconds_ * (planned() - executed_) <= most) return "";
     return "one execution takes " + number_text(latest_seconds_, 2) + " s, " +
-           std::to_string(planned()) + " are needed, and at most " + number_text(most, 2) +
-           " s are spent on them";
+           std::to_string(planned()) + " are needed, and the limit is " + number_text(most, 2) +
+           " s";
   }
   /// As recorded, and with memory filled.
   [[nodiscard]] int planned() const { return options_.repeats + 6; }
@@ -373,7 +374,7 @@ class Replay {
       }
       if (!execution.judged.defined() || execution.judged.sizes() != trained_.sizes() ||
           execution.judged.scalar_type() != trained_.scalar_type()) {
-        report_.problem = "it gave another " + report_.output + " than in training";
+        report_.problem = "its " + report_.output + " has another shape or dtype than in training";
         return std::nullopt;
       }
       return execution;
@@ -408,8 +409,8 @@ class Replay {
     if (!nan_allocated) return;
     const auto constant_allocated = run({.allocated = kConstantByte});
     if (!constant_allocated) return;
-    // What it allocates may be memory that held NaN before: it is filled, for the difference to be
-    // what lies outside.
+    // The kernel may allocate memory that held NaN before. It is filled, so that any difference
+    // comes from memory outside.
     const auto nan_outside = run({.allocated = kConstantByte, .outside = kNanByte});
     if (!nan_outside) return;
     const auto constant_outside = run({.allocated = kConstantByte, .outside = kConstantByte});
@@ -419,7 +420,7 @@ class Replay {
     first_ = recorded.front().judged;
     unwritten_ = filled_with(nan_written->judged, kNanByte)
                      .logical_and(filled_with(constant_written->judged, kConstantByte));
-    if (count_of(bad_) == 0) {  // what lay in memory that nobody had written was finite in training
+    if (count_of(bad_) == 0) {  // the values in never-written memory were finite in training
       bad_ = unwritten_;
       if (count_of(bad_) == 0) {
         bad_ = bad_in(nan_allocated->judged)
@@ -442,7 +443,7 @@ class Replay {
     };
     if (is_subset(bad_, unwritten_)) {
       bad_ = unwritten_;
-      hold_against_references();
+      judge_by_references();
       return conclude(KernelConclusion::leaves_unwritten);
     }
     if (is_bad_in(*nan_outside) && is_finite_in(*constant_outside)) {
@@ -460,7 +461,7 @@ class Replay {
           recorded, [&](const Execution& each) { return count_of(bad_in(each.judged)) == 0; });
       return conclude(is_never ? KernelConclusion::not_bad_again : KernelConclusion::varies);
     }
-    if (const auto by_reference = hold_against_references()) return conclude(*by_reference);
+    if (const auto by_reference = judge_by_references()) return conclude(*by_reference);
     for (std::size_t i = 0; i < before_.size(); ++i) {
       const bool is_read = !is_written_[i] || are_written_read_;
       if (!is_read || !is_float(before_[i]) || count_of(bad_in(on_host(before_[i]))) == 0) continue;
@@ -485,7 +486,7 @@ class Replay {
     return "no time was left for " + reference.family;
   }
 
-  /// "" where one execution is within the limits.
+  /// "" if one execution is within the limits.
   [[nodiscard]] std::string why_left_out(const KernelReference& reference) const {
     if (is_out_of_time()) return no_time_for(reference);
     if (!options_.reference_limit) return "";
@@ -493,11 +494,11 @@ class Replay {
     const Work work = work_of_reference(reference, before_);
     const auto exceeds = [&](double amount, double most, const char* verb, const char* unit) {
       return reference.family + " would " + verb + " " + number_text(amount, 2) + " " + unit +
-             ", and at most " + number_text(most, 2) + " are tried";
+             ", more than the limit of " + number_text(most, 2);
     };
     const double most_flops = device_.is_cpu() ? limit.flops_on_host : limit.flops_on_device;
     if (work.flops > most_flops) return exceeds(work.flops, most_flops, "compute", "FLOPs");
-    // On the host: both outputs, their masks, what they agree in.
+    // On the host: both outputs, their masks, the elements in which they agree.
     constexpr double kCompared = 6;
     const double compared = kCompared * 8 * static_cast<double>(bad_.numel());
     const double most_bytes = std::min(limit.bytes, static_cast<double>(free_host_memory()) / 2);
@@ -532,7 +533,8 @@ class Replay {
   struct Agreement {
     std::int64_t compared = 0;
     std::int64_t agreeing = 0;
-    /// On nearly all of a fair share of the elements, which are not all alike.
+    /// A proof needs agreement on nearly all of a sufficient share of the elements, which must
+    /// differ.
     bool is_proof = false;
   };
 
@@ -561,14 +563,14 @@ class Replay {
     return result;
   }
 
-  /// Whether what this value is at every bad element fits the output's dtype.
+  /// Whether this value fits the output's dtype at every bad element.
   [[nodiscard]] bool fits_at_bad(const at::Tensor& value) const {
     const at::Tensor at_bad = value.masked_select(bad_);
     return at_bad.abs().le(largest_of(trained_.scalar_type())).all().item<bool>();
   }
 
-  /// Which of the references judges, and what it says of the bad elements.
-  std::optional<KernelConclusion> hold_against_references() {
+  /// Chooses the reference that judges, and applies it to the bad elements.
+  std::optional<KernelConclusion> judge_by_references() {
     const std::vector<at::Tensor>& inputs = before_;
     const at::Tensor left_out = bad_.logical_or(unwritten_);
     std::optional<std::vector<at::Tensor>> scaled_inputs;
@@ -590,7 +592,7 @@ class Replay {
             chosen = i;
           }
         }
-        if (!chosen) {  // nearly all of it is bad: how it computes smaller inputs is left
+        if (!chosen) {  // nearly all of it is bad: compares smaller inputs instead
           if (!scaled_inputs) {
             const KernelArguments arguments(call_, before_, {.is_scaled = true}, is_written_);
             scaled_inputs = arguments.tensors();
@@ -616,7 +618,7 @@ class Replay {
         report_.agreeing = best.agreeing;
         return judged_by(reference, inputs, *chosen, values[*chosen]);
       } catch (const std::exception&) {
-        // It does not take these arguments: it is no reference for them.
+        // The reference does not accept these arguments.
       }
     }
     report_.problem.clear();
@@ -638,7 +640,7 @@ class Replay {
       try {
         const at::Tensor value = values_of(reference, inputs, type).at(which);
         if (!fits_at_bad(value)) return KernelConclusion::overflows;
-        // Infinity in between may end in a zero.
+        // An intermediate infinity may become zero.
         const at::Tensor difference = value.masked_select(bad_).sub(at_bad).abs();
         const double scale = at_bad.square().mean().sqrt().item<double>();
         const at::Tensor bound = at_bad.abs().add(scale).mul(kFarOff);
@@ -658,19 +660,19 @@ class Replay {
   const std::vector<KernelReference>& references_;
   const KernelReplayOptions& options_;
   const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
-  std::string reference_left_out_;  // which, and why
+  std::string reference_left_out_;  // which one, and why
   int executed_ = 0;
   double latest_seconds_ = 0;  // of one execution
   KernelReplay report_;
-  std::vector<at::Tensor> before_;  // on the devices where they were
+  std::vector<at::Tensor> before_;  // on their original devices
   std::vector<std::uint32_t> before_checksums_;
   at::Device device_ = at::kCPU;
   std::vector<bool> is_written_;  // of the arguments
   bool are_written_read_ = false;
-  int judged_ = -1;     // among arguments, then results
+  int judged_ = -1;     // index among arguments, then results
   at::Tensor trained_;  // the judged output in training, in host memory
   at::Tensor first_;    // of the first execution
-  at::Tensor bad_;      // what the conclusion is about, in the shape of real numbers
+  at::Tensor bad_;      // the elements that the conclusion is about, in the shape of real numbers
   at::Tensor unwritten_;
 };
 

@@ -127,7 +127,7 @@ at::Tensor BundleTensors::tensor(const BundleTensor& tensor) {
   const auto place = place_of(tensor.device);
   const auto& bytes = impl_->range(tensor.storage, place);
   auto view = at::empty({0}, at::TensorOptions().device(place).dtype(*dtype));
-  // What set_ would make larger, the bundle does not hold.
+  // The bundle lacks bytes by which set_ would enlarge the storage.
   std::int64_t last = tensor.offset;
   bool is_empty = false;
   for (std::size_t d = 0; d < tensor.sizes.size(); ++d) {
@@ -148,7 +148,7 @@ at::Tensor BundleTensors::tensor(const BundleTensor& tensor) {
 
 namespace {
 
-/// Values of the bundle as the schema wants them.
+/// Converts the bundle's values to the schema's types.
 class ValueReader {
  public:
   ValueReader(const OpenBundle& bundle, at::Device device)
@@ -187,7 +187,7 @@ class ValueReader {
         throw UnsupportedError(where + " could not be kept (" + value.text +
                                "): this call cannot be executed again.");
       default:
-        throw UnsupportedError(where + " is a value that no operator takes.");
+        throw UnsupportedError(where + " is not a value that an operator accepts.");
     }
   }
 
@@ -200,7 +200,7 @@ class ValueReader {
     return static_cast<std::int64_t>(*type);
   }
 
-  /// "": a device whose generator cannot be used here.
+  /// "" for a device whose generator cannot be used here.
   std::string generator_device(const std::string& recorded) const {
     if (recorded == "cpu") return recorded;
     return device_.is_cuda() ? device_.str() : "";
@@ -243,12 +243,12 @@ OperatorCall operator_call_of(const OpenBundle& bundle, at::Device device) {
   const auto file = bundle.path().string();
   if (!recorded) {
     throw UsageError(
-        file + " holds no operator call: there is nothing to execute. " +
+        file + " holds no operator call, so there is nothing to execute. " +
         (bundle.bundle().kernel_call
              ? "It holds the call of a kernel: `python -m nanlocator.replay` executes it."
          : bundle.bundle().module_call
-             ? "It holds a module call: nanlocator.replay.load in Python gives it."
-             : "`nanlocator bundle show` prints what it holds."));
+             ? "It holds a module call: nanlocator.replay.load in Python returns it."
+             : "`nanlocator bundle show` prints its contents."));
   }
   OperatorCall call;
   call.name = operator_name_of(recorded->op);
@@ -265,8 +265,8 @@ OperatorCall operator_call_of(const OpenBundle& bundle, at::Device device) {
   const auto& schema = facts.handle.schema();
   if (schema_text(schema) != recorded->schema) {
     throw UnsupportedError(file + ": " + recorded->op + " was recorded with the schema\n  " +
-                           recorded->schema + "\nand is here\n  " + schema_text(schema) +
-                           "\nReplay it with the Torch that recorded it.");
+                           recorded->schema + "\nand is registered here with\n  " +
+                           schema_text(schema) + "\nReplay it with the Torch that recorded it.");
   }
   if (recorded->arguments.size() != schema.arguments().size()) {
     throw FormatError(file + ": operator_call.arguments has " +
@@ -298,7 +298,7 @@ OperatorCall operator_call_of(const OpenBundle& bundle, at::Device device) {
                           ? schema.arguments()[facts.written_unreturned[written]].type()
                           : c10::TypePtr(c10::AnyType::get());
     const auto& output = recorded->outputs[i];
-    // An output that could not be kept cannot be compared; the call can be executed.
+    // An output that could not be kept cannot be compared; the call can still be executed.
     call.outputs.push_back(
         output.kind == BundleValueKind::unsupported
             ? c10::IValue()

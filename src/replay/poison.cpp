@@ -8,8 +8,8 @@
 namespace nanlocator::inline replay_room {
 namespace {
 
-/// Stands before the CPU allocator while a poisoned run lasts. Lives as long as the process:
-/// tensors allocated through it keep pointing to it.
+/// Wraps the CPU allocator during a poisoned run. Lives as long as the process: tensors allocated
+/// through it keep a pointer to it.
 class PoisoningAllocator final : public at::Allocator {
  public:
   void stand_before(at::Allocator* base, std::uint8_t byte) noexcept {

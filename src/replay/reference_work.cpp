@@ -14,10 +14,11 @@
 namespace nanlocator::inline replay_room {
 namespace {
 
-/// A reference of which no more is known: its arguments, a gradient of each, and what lies between.
+/// Assumed for a reference that cannot be counted: its arguments, a gradient of each, and
+/// intermediates.
 constexpr double kUnknownCopies = 6;
 
-/// Adds up the operators of this thread while it lives.
+/// Counts the operators of this thread while it lives.
 class Counted {
  public:
   explicit Counted(const std::vector<at::Tensor>& arguments) {
@@ -84,7 +85,7 @@ class Counted {
 
   at::CallbackHandle callback_{};
   int depth_ = 0;
-  double bytes_ = 0;  // of what is alive; an address is nobody else's while it stands here
+  double bytes_ = 0;  // live allocations; an address is unique while its entry exists
   std::map<const void*, c10::weak_intrusive_ptr<c10::StorageImpl>> alive_;
   Work work_;
 };

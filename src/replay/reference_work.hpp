@@ -1,4 +1,4 @@
-// How much a kernel's reference computes, and how much memory it takes, before it is executed.
+// The work and memory of a kernel's reference, estimated before it is executed.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,10 +10,10 @@
 
 namespace nanlocator::inline replay_room {
 
-/// Of one execution in float64, within a factor of a few. `bytes`: the most that it has at once,
-/// with its copies of the arguments. It is executed on tensors without memory (meta), whose
-/// operators are counted; where it asks for a value, it is taken for one that passes over its
-/// arguments a few times. Nothing is computed or allocated in proportion to the arguments.
+/// For one execution in float64, within a factor of a few. `bytes`: the peak, including its copies
+/// of the arguments. Executes the reference on tensors without memory (meta) and counts the
+/// operators. If it asks for a value, it is assumed to pass over its arguments a few times.
+/// Computes and allocates nothing in proportion to the arguments.
 [[nodiscard]] Work work_of_reference(const KernelReference& reference,
                                      const std::vector<at::Tensor>& arguments);
 

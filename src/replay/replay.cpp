@@ -28,7 +28,7 @@ namespace {
 
 struct NamedOutput {
   std::string name;
-  at::Tensor tensor;  // undefined where it could not be kept
+  at::Tensor tensor;  // undefined if it could not be kept
 };
 
 void append(const std::string& name, const c10::IValue& value, std::vector<NamedOutput>& outputs) {
@@ -42,7 +42,7 @@ void append(const std::string& name, const c10::IValue& value, std::vector<Named
   }
 }
 
-/// "output[0]" for what is returned, "running_mean after" for what is only written.
+/// "output[0]" for returned values, "running_mean after" for arguments that are only written.
 std::vector<NamedOutput> named_outputs(const std::vector<c10::IValue>& values,
                                        const CallFacts& facts) {
   const auto& schema = facts.handle.schema();
@@ -59,7 +59,7 @@ std::vector<NamedOutput> named_outputs(const std::vector<c10::IValue>& values,
   return outputs;
 }
 
-/// The elements in row-major order in host memory, bits as they count.
+/// The elements in row-major order in host memory, conjugation and negation resolved.
 at::Tensor on_host_in_order(const at::Tensor& tensor) {
   return tensor.detach().resolve_neg().resolve_conj().cpu().contiguous();
 }
@@ -102,7 +102,7 @@ std::optional<bool> compared(const NamedOutput& again, const NamedOutput& record
   return have_equal_bits(again.tensor, recorded.tensor);
 }
 
-/// Allocators: what their result holds is chance, and no two calls need agree.
+/// Allocators: their results contain chance values, and no two calls need to agree.
 bool returns_unwritten_memory(const OperatorCall& call) {
   const auto& name = call.name.name;
   return name.starts_with("aten::empty") || name.starts_with("aten::new_empty") ||
@@ -161,8 +161,8 @@ Widths widths_of(const OperatorCall& call) {
   return widths;
 }
 
-/// The elements that a pointwise operator made the first bad element of; of other operators, the
-/// first non-finite element of each input that has one.
+/// For a pointwise operator, the elements from which it computed the first bad element; for others,
+/// the first non-finite element of each input that has one.
 std::vector<ReplayedInput> inputs_at_first_bad(const OperatorCall& call, const CallFacts& facts,
                                                const std::vector<ReplayedOutput>& recorded) {
   const auto bad = std::find_if(recorded.begin(), recorded.end(), [](const ReplayedOutput& output) {
@@ -186,15 +186,15 @@ std::vector<ReplayedInput> inputs_at_first_bad(const OperatorCall& call, const C
   return inputs;
 }
 
-/// "" where an execution on the CPU is within the limit.
+/// "" if an execution on the CPU is within the limit.
 std::string why_too_large(const Work& work, const ReplayOptions& options) {
   if (!options.cpu_limit) return "";
-  // Double the width of a copy of the arguments and of the outputs, beside the recorded ones.
+  // Copies of the arguments and of the outputs with twice the width, beside the recorded ones.
   const double most_bytes =
       std::min(options.cpu_limit->bytes, static_cast<double>(free_host_memory()) / 6);
   const auto exceeds = [](double amount, double most, const char* unit) {
-    return "too large for the CPU: " + number_text(amount, 2) + " " + unit + ", and " +
-           number_text(most, 2) + " are tried.";
+    return "too large for the CPU: " + number_text(amount, 2) + " " + unit + "; the limit is " +
+           number_text(most, 2) + ".";
   };
   if (work.flops > options.cpu_limit->flops) {
     return exceeds(work.flops, options.cpu_limit->flops, "FLOPs");

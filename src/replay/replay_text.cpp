@@ -1,4 +1,4 @@
-// A replay's report for people and for programs.
+// A replay's report as text and as JSON.
 #include <algorithm>
 #include <array>
 #include <nlohmann/json.hpp>

@@ -45,9 +45,9 @@ std::vector<std::string> words_of(const std::string& text) {
   return words;
 }
 
-// Autocast is off for a device type exactly where its dispatch key is excluded on this thread. It
-// is excluded, too, while autocast's own kernel runs the operator that it wraps: the call that is
-// then recorded has its inputs cast already and is to be repeated without.
+// Autocast is off for a device type exactly if its dispatch key is excluded on this thread. The key
+// is also excluded while autocast's own kernel runs the operator that it wraps: the recorded call
+// then has cast inputs and is repeated without autocast.
 constexpr std::array kAutocastDevices = {at::kCPU, at::kCUDA};
 
 std::string autocast() {
@@ -122,7 +122,7 @@ void set_attention_kernels(const std::string& text) {
   context().setSDPUseMath(has("math"));
 }
 
-// Torch sets the processor's flags without a function that tells them, so the processor is asked.
+// Torch sets the processor's flags but has no function to read them, so this asks the processor.
 bool flushes_denormals() {
   volatile float denormal = std::numeric_limits<float>::denorm_min();
   volatile float one = 1;
@@ -143,7 +143,7 @@ struct Setting {
   void (*set)(const std::string&);
 };
 
-// In alphabetical order; docs/replay.md lists them.
+// In alphabetical order, as in docs/replay.md.
 const Setting kSettings[] = {
     {"attention_kernels", attention_kernels, set_attention_kernels},
     {"autocast", autocast, set_autocast},

@@ -1,4 +1,4 @@
-// Recorded settings in force, for as long as one lives.
+// Applies recorded settings during its lifetime.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -11,8 +11,8 @@
 
 namespace nanlocator::inline replay_room {
 
-/// Brings this thread and process to `settings` (replay/operator_call.hpp's current_settings),
-/// changing only what differs, and back in the destructor.
+/// Applies `settings` (replay/operator_call.hpp's current_settings) to this thread and process,
+/// changing only those that differ; the destructor restores them.
 class ScopedSettings {
  public:
   explicit ScopedSettings(const std::map<std::string, std::string>& settings);
@@ -20,7 +20,7 @@ class ScopedSettings {
   ScopedSettings(const ScopedSettings&) = delete;  // strictly nested
   ScopedSettings& operator=(const ScopedSettings&) = delete;
 
-  /// Sentences: settings that this build does not know or cannot bring about.
+  /// Sentences about settings that this build does not know or cannot apply.
   [[nodiscard]] const std::vector<std::string>& problems() const noexcept { return problems_; }
 
  private:

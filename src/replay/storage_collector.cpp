@@ -1,4 +1,4 @@
-// StorageCollector: which bytes go into tensors.safetensors, under which names.
+// StorageCollector: which bytes go into tensors.safetensors, and their names.
 
 #include <set>
 #include <string>
@@ -43,7 +43,7 @@ struct StorageCollector::Impl {
   std::vector<std::string> names;
   std::vector<at::Tensor> host_copies;  // bytes of device memory
   CameFrom came_from;
-  std::vector<StorageRange> ranges;  // keep the host memory alive that the contents point to
+  std::vector<StorageRange> ranges;  // keep alive the host memory of the contents
 
   BundleTensor placeholder(const at::Tensor& tensor, std::string_view name) {
     BundleTensor result;
@@ -185,7 +185,7 @@ BundleContents StorageCollector::finish(Bundle& bundle) {
   };
   for_each_bundle_tensor(bundle, complete);
   impl_->ranges = std::move(ranges);
-  // Of a device the bytes are in the host's memory now.
+  // A device's bytes are now in host memory.
   std::erase_if(impl_->ranges,
                 [](const StorageRange& range) { return !range.storage.device().is_cpu(); });
   impl_->tensors.clear();

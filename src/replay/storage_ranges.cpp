@@ -38,7 +38,7 @@ StorageRanges storage_ranges(const std::vector<at::Tensor>& tensors) {
   StorageRanges result;
   for (auto& [_, members] : by_storage) {
     // A range begins at a multiple of every member's element size (powers of two), so that each
-    // member lies at a whole offset in it.
+    // member has a whole offset in it.
     std::int64_t alignment = 1;
     for (const auto i : members) {
       alignment = std::max(alignment, static_cast<std::int64_t>(tensors[i].element_size()));
@@ -111,7 +111,7 @@ std::uint64_t bytes_of(const std::vector<at::Tensor>& tensors) {
 
 namespace {
 
-/// `place(range)`: the device of a range's copy. `made(range, copy)` sees each.
+/// `place(range)`: the device of a range's copy. `made(range, copy)` is called for each.
 template <class Place, class Made>
 std::vector<at::Tensor> copied(const std::vector<at::Tensor>& tensors, const Place& place,
                                const Made& made) {

@@ -1,5 +1,5 @@
-// Which bytes of which storages a group of tensors can reach: the unit in which memory is copied
-// and kept, so that tensors that shared memory share it again.
+// The byte ranges of storages that a group of tensors can reach: the unit in which memory is
+// copied, so that tensors that shared memory share it again.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,7 +25,7 @@ struct StorageRange {
   std::vector<std::size_t> tensors;  // positions in the group
 };
 
-/// Ranges of one storage that overlap are one. `range_of[i]` is tensor i's range. Every tensor
+/// Overlapping ranges of one storage are joined. `range_of[i]` is tensor i's range. Every tensor
 /// must have plain memory (values.hpp).
 struct StorageRanges {
   std::vector<StorageRange> ranges;  // in the order of their first tensors
@@ -41,16 +41,16 @@ struct StorageRanges {
 [[nodiscard]] at::Tensor view_like(const at::Tensor& like, const at::Tensor& bytes,
                                    const ByteRange& range);
 
-/// Bytes of the ranges of the tensors with plain memory: what copying them together takes.
+/// The size of the ranges of the tensors with plain memory, which a joint copy needs.
 [[nodiscard]] std::uint64_t bytes_of(const std::vector<at::Tensor>& tensors);
 
-/// Copies of the tensors that share among themselves what the originals share; tensors without
-/// plain memory and empty storages that lost their memory come back as they are. On the originals'
-/// devices; where `came_from` is given in host memory, and what was elsewhere is noted there.
+/// Copies of the tensors that share memory exactly as the originals do. Tensors without plain
+/// memory and empty storages that lost their memory are returned unchanged. Copies are on the
+/// originals' devices; with `came_from`, in host memory, and it receives the original devices.
 [[nodiscard]] std::vector<at::Tensor> copy_together(const std::vector<at::Tensor>& tensors,
                                                     CameFrom* came_from = nullptr);
 
-/// Copies back on the devices that their storages came from.
+/// Copies on the original devices of their storages.
 [[nodiscard]] std::vector<at::Tensor> bring_back(const std::vector<at::Tensor>& tensors,
                                                  const CameFrom& came_from);
 
@@ -58,8 +58,8 @@ struct StorageRanges {
 [[nodiscard]] std::vector<at::Tensor> sharing_with(const std::vector<c10::IValue>& values,
                                                    const std::vector<std::size_t>& positions);
 
-/// Replaces the tensors of `sharing_with` by copies that share the same among themselves;
-/// `came_from`: as for copy_together.
+/// Replaces the tensors of `sharing_with` by copies that share memory as they did; `came_from`: as
+/// for copy_together.
 void copy_written(std::vector<c10::IValue>& values, const std::vector<std::size_t>& positions,
                   CameFrom* came_from = nullptr);
 

@@ -35,7 +35,7 @@ void set_float32_precision(Float32Use use, const std::string& text) {
                                       : (text == "bf16") ? at::Float32MatmulPrecision::MEDIUM
                                                          : at::Float32MatmulPrecision::HIGHEST);
   } else {
-    throw UsageError("Torch before 2.9 chooses none of its own for it");
+    throw UsageError("Torch before 2.9 has no separate setting for it");
   }
 }
 
@@ -68,7 +68,7 @@ BackendAndOperator names_of(Float32Use use) {
 
 }  // namespace
 
-#if NANLOCATOR_TORCH_BEFORE(2, 10)  // they are texts
+#if NANLOCATOR_TORCH_BEFORE(2, 10)  // they are strings
 
 std::string float32_precision(Float32Use use) {
   const auto [backend, op] = names_of(use);

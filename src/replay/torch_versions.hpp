@@ -1,5 +1,5 @@
-// Where versions of Torch differ for the room `replay` (src/tensor/torch_versions.hpp): settings of
-// the process. A setter throws UsageError where this Torch has no such setting to change.
+// Differences between versions of Torch for the room `replay` (src/tensor/torch_versions.hpp):
+// settings of the process. A setter throws UsageError if this Torch has no such setting.
 #pragma once
 
 #include <string>
@@ -8,11 +8,12 @@
 
 namespace nanlocator::inline replay_room {
 
-/// How float32 is computed: "none" (nothing was chosen), "ieee", "tf32" or "bf16".
+/// How float32 is computed: "none" (no choice was made), "ieee", "tf32" or "bf16".
 ///
-/// Before 2.9 there are two choices, set as cuda_conv ("none" or "tf32": all of cuDNN, so cuda_rnn
+/// Before 2.9 there are two settings: cuda_conv ("none" or "tf32" for all of cuDNN, so cuda_rnn
 /// reads the same) and cuda_matmul ("none", "tf32" or "bf16": "highest", "high" and "medium" of
-/// torch.set_float32_matmul_precision, which the CPU follows, too). The others read "none" there.
+/// torch.set_float32_matmul_precision, which also applies to the CPU). The others read "none"
+/// there.
 enum class Float32Use { cuda_conv, cuda_matmul, cuda_rnn, mkldnn_conv, mkldnn_matmul, mkldnn_rnn };
 [[nodiscard]] std::string float32_precision(Float32Use use);
 void set_float32_precision(Float32Use use, const std::string& text);

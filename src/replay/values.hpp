@@ -1,4 +1,4 @@
-// The tensors inside an operator's arguments: alone, in lists, optional.
+// The tensors in an operator's arguments: single, in lists, optional.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,10 +10,10 @@
 
 namespace nanlocator::inline replay_room {
 
-/// A strided tensor with memory of its own kind: what can be copied byte for byte. Others are
-/// sparse, quantised, nested, meta, functional, or computed by a Python subclass.
+/// A strided tensor with ordinary memory, which can be copied byte for byte. Others are sparse,
+/// quantised, nested, meta, functional, or computed by a Python subclass.
 [[nodiscard]] bool has_plain_memory(const at::Tensor& tensor);
-/// Why it is not: "its layout is Sparse"; "" where it has.
+/// Why it has none: "its layout is Sparse"; "" if it has.
 [[nodiscard]] std::string why_not_plain(const at::Tensor& tensor);
 
 /// Calls `visit` for every defined tensor in `value`, in order.
@@ -23,7 +23,7 @@ void for_each_tensor(const c10::IValue& value, const std::function<void(const at
 [[nodiscard]] c10::IValue map_tensors(const c10::IValue& value,
                                       const std::function<at::Tensor(const at::Tensor&)>& replace);
 
-/// Without the Optional around it.
+/// The type without its Optional.
 [[nodiscard]] c10::TypePtr without_optional(const c10::TypePtr& type);
 
 /// The dispatcher passes a dtype as a plain integer; `real_type` still knows.

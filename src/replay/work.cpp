@@ -26,14 +26,14 @@ double last_size(const at::Tensor& tensor, std::int64_t from_last) {
   return tensor.dim() >= from_last ? static_cast<double>(tensor.size(-from_last)) : 1;
 }
 
-/// Matrices in it.
+/// The number of matrices in it.
 double batch_of(const at::Tensor& tensor) {
   return elements(tensor) / std::max(1.0, last_size(tensor, 1) * last_size(tensor, 2));
 }
 
 /// Two for each element of the product of every row of one with every column of the other: with
-/// sizes m*k, k*n and m*n, m*k*n is the root of their product; of b products side by side, which
-/// each of the three has, the root is too large by that of b.
+/// sizes m*k, k*n and m*n, m*k*n is the root of their product. For b products side by side, each of
+/// the three contains b, and the root is too large by that of b.
 double flops_of_product(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> matrices;
   for (const auto& tensor : tensors) {
@@ -49,7 +49,7 @@ double flops_of_product(const std::vector<at::Tensor>& tensors) {
   return 2 * std::sqrt(product / std::max(1.0, batch));
 }
 
-/// Elements of a convolution's weight that one element of the output is made of.
+/// Elements of a convolution's weight that contribute to one output element.
 double filter_size(const OperatorCall& call) {
   const auto& arguments = call_facts(call.name).handle.schema().arguments();
   for (std::size_t i = 0; i < arguments.size() && i < call.arguments.size(); ++i) {

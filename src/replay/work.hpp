@@ -1,5 +1,5 @@
-// How much an operator call computes, from the shapes of its tensors, which may be without memory:
-// enough to know that a replay on the CPU would take minutes.
+// The work of an operator call, from the shapes of its tensors, which may be without memory: enough
+// to know that a replay on the CPU would take minutes.
 #pragma once
 
 #include "nanlocator/replay/operator_call.hpp"
@@ -7,12 +7,11 @@
 namespace nanlocator::inline replay_room {
 
 struct Work {
-  double flops = 0;  // of products of matrices, convolutions, attention, linear algebra; else 0
-  double bytes = 0;  // of the tensors that it is given and returns
+  double flops = 0;  // of matrix products, convolutions, attention, linear algebra; otherwise 0
+  double bytes = 0;  // of the arguments' and results' tensors
 };
 
-/// Within a factor of a few; an operator that it does not know is taken for one that passes over
-/// its tensors once.
+/// Within a factor of a few; an unknown operator is assumed to read its tensors once.
 [[nodiscard]] Work work_of(const OperatorCall& call);
 
 }  // namespace nanlocator::inline replay_room

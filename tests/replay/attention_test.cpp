@@ -21,7 +21,7 @@ OperatorCall call_of(const char* name, std::vector<IValue> arguments) {
   return call;
 }
 
-struct AttentionTensors {  // heads before the sequence, as scaled_dot_product_attention has them
+struct AttentionTensors {  // heads before the sequence, as in scaled_dot_product_attention
   at::Tensor query = at::randn({kBatch, kHeads, kLength, kWidth}, at::kHalf);
   at::Tensor key = at::randn({kBatch, kHeads, kLength, kWidth}, at::kHalf);
   at::Tensor value = at::randn({kBatch, kHeads, kLength, kWidth}, at::kHalf);
@@ -54,7 +54,7 @@ at::Tensor in_float64(const OperatorCall& call) {
   return execute(with_precision(*formula, at::kDouble), problems).at(0).toTensor();
 }
 
-TEST(AttentionByFormula, IsThatOfEachKernelInFloat64) {
+TEST(AttentionByFormula, EqualsEachKernelInFloat64) {
   const AttentionTensors t;
   EXPECT_TRUE(in_float64(t.flash(0.0, false)).allclose(t.expected({}, false, 0.3)));
   EXPECT_TRUE(in_float64(t.flash(0.0, true)).allclose(t.expected({}, true, 0.3)));
@@ -66,14 +66,14 @@ TEST(AttentionByFormula, IsThatOfEachKernelInFloat64) {
   EXPECT_TRUE(in_float64(cudnn).allclose(t.expected({}, true, {})));
 }
 
-TEST(AttentionByFormula, IsFiniteWhereProductsExceedTheKernelsDtype) {
+TEST(AttentionByFormula, IsFiniteIfProductsExceedTheKernelsDtype) {
   AttentionTensors t;
   t.query.fill_(60000.0);
   t.key.fill_(60000.0);
   EXPECT_TRUE(in_float64(t.flash(0.0, false)).isfinite().all().item<bool>());
 }
 
-TEST(AttentionByFormula, IsLeftOutWhereTheCallAsksForMore) {
+TEST(AttentionByFormula, IsEmptyIfTheCallNeedsMore) {
   const AttentionTensors t;
   EXPECT_FALSE(attention_by_formula(t.flash(0.1, false)));
   EXPECT_FALSE(attention_by_formula(t.efficient(t.bias, 1)));

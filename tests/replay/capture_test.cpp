@@ -44,7 +44,7 @@ TEST(CallFacts, ListsTheArgumentsThatAnOperatorWrites) {
   EXPECT_EQ(call_facts({"aten::_foreach_add_", "List"}).written_unreturned, Positions({0}));
 }
 
-TEST(CallFacts, KnowsThatBatchNormWritesItsRunningStatisticsThoughItsSchemaDoesNotSay) {
+TEST(CallFacts, KnowsThatBatchNormWritesItsRunningStatisticsWithoutAMarkInTheSchema) {
   using Positions = std::vector<std::size_t>;
   EXPECT_EQ(written("aten::native_batch_norm", ""), Positions({3, 4}));
   EXPECT_EQ(call_facts({"aten::native_batch_norm", ""}).written_unreturned, Positions({3, 4}));
@@ -67,7 +67,7 @@ TEST(CallCapture, KeepsWhatAnInPlaceOperatorOverwrites) {
   EXPECT_EQ(call.outputs[0].toTensor()[0].item<double>(), 9.0);
 }
 
-TEST(CallCapture, KeepsTheValuesOfTheCallThoughTrainingGoesOnWithTheTensors) {
+TEST(CallCapture, KeepsTheValuesOfTheCallWhileTrainingReusesTheTensors) {
   auto input = at::full({4}, 3.0);
   at::Tensor output;
   const auto call = captured("aten::add.Tensor", [&] { output = input.add(input); });
@@ -77,7 +77,7 @@ TEST(CallCapture, KeepsTheValuesOfTheCallThoughTrainingGoesOnWithTheTensors) {
   EXPECT_EQ(call.outputs[0].toTensor()[0].item<double>(), 6.0);
 }
 
-TEST(CallCapture, CopiesOnceWhatAnInPlaceOperatorOverwrites) {
+TEST(CallCapture, CopiesTheTargetOfAnInPlaceOperatorOnce) {
   auto& allocator = CountingAllocator::install();
   const auto tensor = at::full({1 << 20}, 3.0, at::kFloat);
   const std::int64_t before = allocator.current();
@@ -115,7 +115,7 @@ TEST(CallCapture, RepeatsTheRandomNumbersOfTheCall) {
   at::Tensor dropped;
   const auto call = captured("aten::native_dropout",
                              [&] { dropped = std::get<0>(at::native_dropout(input, 0.5, true)); });
-  (void)at::randn({77});  // the default generator moves on
+  (void)at::randn({77});  // advances the default generator
   EXPECT_TRUE(at::equal(execute(call)[0].toTensor(), dropped));
 }
 
@@ -136,7 +136,7 @@ TEST(Execute, LeavesTheRunningStatisticsOfBatchNormAlone) {
   auto call = captured("aten::native_batch_norm", [&] {
     (void)at::native_batch_norm(input, {}, {}, mean, variance, true, 0.1, 1e-5);
   });
-  call.arguments[3] = mean;  // as in a process where the model lives on
+  call.arguments[3] = mean;  // as in a process in which the model lives on
   const auto before = mean.clone();
   const auto outputs = execute(call);
   EXPECT_TRUE(at::equal(mean, before));

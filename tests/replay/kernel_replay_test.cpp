@@ -1,4 +1,4 @@
-// Kernels written here, each with a bug of its own: what executing their calls again says.
+// Replays of kernels written here, each with its own bug.
 #include "nanlocator/replay/kernel_replay.hpp"
 
 #include <ATen/Functions.h>
@@ -32,7 +32,7 @@ at::Tensor input() {
   return at::linspace(-3, 3, 40);
 }
 
-/// Of `kernel` as it was called with `arguments`, the last of which it writes.
+/// The recorded call of `kernel` with `arguments`, the last of which it writes.
 RecordedKernelCall recorded(const ExecuteKernel& kernel, Tensors arguments) {
   RecordedKernelCall call;
   call.name = "test::kernel";
@@ -56,7 +56,7 @@ float* data_of(const at::Tensor& tensor) {
 }
 
 /// silu of all but the last `left_out` elements.
-ExecuteKernel silu_but(std::int64_t left_out) {
+ExecuteKernel silu_except(std::int64_t left_out) {
   return [left_out](const Tensors& arguments) {
     const auto count = arguments[0].numel() - left_out;
     arguments[1].narrow(0, 0, count).copy_(at::silu(arguments[0].narrow(0, 0, count)));
@@ -66,9 +66,9 @@ ExecuteKernel silu_but(std::int64_t left_out) {
 
 const KernelReference kSilu{"silu", [](const Tensors& in) { return Tensors{at::silu(in[0])}; }};
 
-TEST(KernelReplay, WhatAKernelComputesWrongIsToldWhereItsReferenceIsFinite) {
+TEST(KernelReplay, WrongValuesAreReportedIfTheReferenceIsFinite) {
   const ExecuteKernel kernel = [](const Tensors& arguments) {
-    (void)silu_but(0)(arguments);
+    (void)silu_except(0)(arguments);
     data_of(arguments[1])[5] = kNaN;
     return Tensors{};
   };
@@ -81,9 +81,9 @@ TEST(KernelReplay, WhatAKernelComputesWrongIsToldWhereItsReferenceIsFinite) {
   EXPECT_EQ(replay.agreeing, 39);
 }
 
-TEST(KernelReplay, AReferenceOfSomethingElseIsNoJudge) {
+TEST(KernelReplay, AReferenceThatDisagreesElsewhereIsNotUsed) {
   const ExecuteKernel kernel = [](const Tensors& arguments) {
-    (void)silu_but(0)(arguments);
+    (void)silu_except(0)(arguments);
     data_of(arguments[1])[5] = kNaN;
     return Tensors{};
   };
@@ -95,7 +95,7 @@ TEST(KernelReplay, AReferenceOfSomethingElseIsNoJudge) {
 }
 
 TEST(KernelReplay, ElementsThatHoldBothPatternsAfterwardsAreUnwritten) {
-  const auto replay = replayed(silu_but(8), {input(), at::full({40}, kNaN)}, {kSilu});
+  const auto replay = replayed(silu_except(8), {input(), at::full({40}, kNaN)}, {kSilu});
   EXPECT_EQ(replay.conclusion, KernelConclusion::leaves_unwritten);
   EXPECT_EQ(replay.bad, 8);
   ASSERT_TRUE(replay.extent);
@@ -103,17 +103,17 @@ TEST(KernelReplay, ElementsThatHoldBothPatternsAfterwardsAreUnwritten) {
   EXPECT_TRUE(replay.is_reference_finite);
 }
 
-TEST(KernelReplay, WithoutAReferenceNobodyKnowsWhetherTheyShouldBeWritten) {
-  const auto replay = replayed(silu_but(8), {input(), at::full({40}, kNaN)});
+TEST(KernelReplay, WithoutAReferenceTheyMayBeLeftUnwrittenOnPurpose) {
+  const auto replay = replayed(silu_except(8), {input(), at::full({40}, kNaN)});
   EXPECT_EQ(replay.conclusion, KernelConclusion::leaves_unwritten);
   EXPECT_FALSE(replay.is_reference_finite);
 }
 
-TEST(KernelReplay, WhatWritesBeyondItsArgumentIsSeenAtTheGuard) {
-  auto call = recorded(silu_but(0), {input(), at::full({40}, 0.0F)});
+TEST(KernelReplay, AWriteBeyondAnArgumentIsSeenInTheGuardZone) {
+  auto call = recorded(silu_except(0), {input(), at::full({40}, 0.0F)});
   data_of(call.after[1])[3] = kNaN;
   const ExecuteKernel beyond = [](const Tensors& arguments) {
-    (void)silu_but(0)(arguments);
+    (void)silu_except(0)(arguments);
     data_of(arguments[1])[40] = 1;
     return Tensors{};
   };
@@ -133,25 +133,25 @@ Tensors sums_beyond(const Tensors& arguments) {
   return {};
 }
 
-TEST(KernelReplay, WhatReadsBesideItsArgumentIsToldWhereThatWasBad) {
+TEST(KernelReplay, AReadOutsideAnArgumentIsReportedIfThatMemoryWasBad) {
   const auto wide = at::full({10, 5}, kNaN);
   wide.narrow(1, 0, 4).fill_(1);
   const at::Tensor left = wide.narrow(1, 0, 4);
   EXPECT_EQ(beside_of(left), Beside::bad);
   RecordedKernelCall call = recorded(sums_beyond, {left, at::full({10}, 0.0F)});
-  call.before[0] = left;  // with what lies between its rows
+  call.before[0] = left;  // including the memory between its rows
   const auto replay = replay_kernel(call, sums_beyond, {}, {.role = "out"});
   EXPECT_EQ(replay.conclusion, KernelConclusion::reads_outside);
   EXPECT_EQ(replay.bad, 10);
 }
 
-TEST(KernelReplay, OtherPartsOfAPackedTensorAreNoSecret) {
+TEST(KernelReplay, OtherPartsOfAPackedTensorMayBeRead) {
   const auto packed = at::full({10, 5}, 1e30F);
   const at::Tensor left = packed.narrow(1, 0, 4);
   EXPECT_EQ(beside_of(left), Beside::finite);
   const ExecuteKernel kernel = [](const Tensors& arguments) {
     (void)sums_beyond(arguments);
-    arguments[1].mul_(arguments[1]);  // an overflow of what it has read
+    arguments[1].mul_(arguments[1]);  // an overflow of the memory that it has read
     return Tensors{};
   };
   RecordedKernelCall call = recorded(kernel, {left, at::full({10}, 0.0F)});
@@ -160,22 +160,22 @@ TEST(KernelReplay, OtherPartsOfAPackedTensorAreNoSecret) {
   EXPECT_EQ(replay.conclusion, KernelConclusion::bad_again);
 }
 
-TEST(KernelReplay, MemoryOfItsOwnThatItReadsBeforeItWritesIsTold) {
+TEST(KernelReplay, AReadOfItsOwnUnwrittenMemoryIsReported) {
   const ExecuteKernel kernel = [](const Tensors& arguments) {
     arguments[1].copy_(arguments[0]);
     data_of(arguments[1])[7] += data_of(at::empty_like(arguments[0]))[7];
     return Tensors{};
   };
   auto call = recorded(kernel, {input(), at::full({40}, 0.0F)});
-  data_of(call.after[1])[7] = kNaN;  // what lay there in training
+  data_of(call.after[1])[7] = kNaN;  // the value in that memory in training
   const auto replay = replay_kernel(call, kernel, {}, {.role = "out"});
   EXPECT_EQ(replay.conclusion, KernelConclusion::reads_unwritten);
 }
 
-TEST(KernelReplay, WhatIsBadElsewhereEachTimeVaries) {
+TEST(KernelReplay, DifferentBadElementsEachTimeVary) {
   std::int64_t calls = 0;
   const ExecuteKernel kernel = [&](const Tensors& arguments) {
-    (void)silu_but(0)(arguments);
+    (void)silu_except(0)(arguments);
     data_of(arguments[1])[calls++] = kNaN;
     return Tensors{};
   };
@@ -184,7 +184,7 @@ TEST(KernelReplay, WhatIsBadElsewhereEachTimeVaries) {
   EXPECT_EQ(replay.has_same_bits, false);
 }
 
-/// In float32: x / sqrt(mean(x^2)), and NaN where the mean is infinite.
+/// In float32: x / sqrt(mean(x^2)), and NaN if the mean is infinite.
 Tensors norm(const Tensors& arguments) {
   const at::Tensor& x = arguments[0];
   const float mean = x.square().mean().item<float>();
@@ -195,13 +195,13 @@ Tensors norm(const Tensors& arguments) {
 const KernelReference kNorm{
     "norm", [](const Tensors& in) { return Tensors{in[0] / in[0].square().mean().sqrt()}; }};
 
-TEST(KernelReplay, InputsThatOverflowFloat32OnTheWayAreNotTheKernels) {
+TEST(KernelReplay, AnIntermediateOverflowOfFloat32IsNotTheKernelsFault) {
   const auto replay = replayed(norm, {input() * 1e25F, at::full({40}, 0.0F)}, {kNorm});
   EXPECT_EQ(replay.conclusion, KernelConclusion::overflows);
   EXPECT_TRUE(replay.is_compared_scaled);
 }
 
-TEST(KernelReplay, WhatExceedsTheOutputsRangeIsNotTheKernels) {
+TEST(KernelReplay, AResultBeyondTheOutputsRangeIsNotTheKernelsFault) {
   const ExecuteKernel square = [](const Tensors& arguments) {
     arguments[1].copy_(arguments[0].square());
     return Tensors{};
@@ -214,36 +214,36 @@ TEST(KernelReplay, WhatExceedsTheOutputsRangeIsNotTheKernels) {
   EXPECT_EQ(replay.conclusion, KernelConclusion::overflows);
 }
 
-TEST(KernelReplay, WhatItWasGivenBadIsNamed) {
+TEST(KernelReplay, ABadInputIsNamed) {
   auto x = input();
   data_of(x)[3] = kNaN;
-  const auto replay = replayed(silu_but(0), {x, at::full({40}, 0.0F)});
+  const auto replay = replayed(silu_except(0), {x, at::full({40}, 0.0F)});
   EXPECT_EQ(replay.conclusion, KernelConclusion::given_bad);
   EXPECT_EQ(replay.argument, "x");
 }
 
-TEST(KernelReplay, NothingThatWasGivenIsChanged) {
+TEST(KernelReplay, TheArgumentsAreNotChanged) {
   const auto x = input();
-  const auto call = recorded(silu_but(8), {x, at::full({40}, kNaN)});
+  const auto call = recorded(silu_except(8), {x, at::full({40}, kNaN)});
   const auto before = call.before[0].clone();
-  (void)replay_kernel(call, silu_but(8), {kSilu}, {.role = "out"});
+  (void)replay_kernel(call, silu_except(8), {kSilu}, {.role = "out"});
   EXPECT_TRUE(call.before[0].equal(before));
   EXPECT_TRUE(call.before[1].isnan().all().item<bool>());
 }
 
-TEST(KernelReplay, WhatRaisesOrIsTooLargeIsNotReplayedAndSaysWhy) {
+TEST(KernelReplay, ACallThatRaisesOrIsTooLargeIsNotReplayedAndSaysWhy) {
   const ExecuteKernel raising = [](const Tensors&) -> Tensors { throw Error("no such device"); };
-  const auto call = recorded(silu_but(8), {input(), at::full({40}, kNaN)});
+  const auto call = recorded(silu_except(8), {input(), at::full({40}, kNaN)});
   const auto raised = replay_kernel(call, raising, {}, {.role = "out"});
   EXPECT_EQ(raised.conclusion, KernelConclusion::not_replayed);
   EXPECT_EQ(raised.problem, "no such device");
-  const auto large = replay_kernel(call, silu_but(8), {}, {.role = "out", .bytes = 100});
+  const auto large = replay_kernel(call, silu_except(8), {}, {.role = "out", .bytes = 100});
   EXPECT_EQ(large.conclusion, KernelConclusion::not_replayed);
   EXPECT_NE(large.problem.find("take 320 bytes"), std::string::npos) << large.problem;
-  EXPECT_THROW((void)replay_kernel(call, silu_but(8), {}, {.repeats = 0}), UsageError);
+  EXPECT_THROW((void)replay_kernel(call, silu_except(8), {}, {.repeats = 0}), UsageError);
 }
 
-TEST(KernelReplay, WhatLiesBesideAPartOfALargeBufferIsCountedWithoutMemoryInProportion) {
+TEST(KernelReplay, ScansTheRestOfALargeBufferInBoundedMemory) {
   constexpr std::int64_t kMiB = std::int64_t{1} << 20;
   const at::Tensor buffer = at::full({16 * kMiB}, 0.0F);
   const at::Tensor part = buffer.narrow(0, 1000, 8 * kMiB).view({2048, 4096}).narrow(1, 0, 4000);
@@ -261,24 +261,23 @@ TEST(KernelReplay, WhatLiesBesideAPartOfALargeBufferIsCountedWithoutMemoryInProp
   EXPECT_LE(allocator.peak() - before, kMiB);
 }
 
-TEST(KernelReplay, AKernelThatWouldTakeTooLongIsLeftAfterTheExecutionThatShowsIt) {
+TEST(KernelReplay, StopsAfterTheExecutionThatShowsThatAKernelIsTooSlow) {
   int calls = 0;
   const ExecuteKernel slow = [&](const Tensors& arguments) {
     ++calls;
     std::this_thread::sleep_for(std::chrono::milliseconds(400));
-    return silu_but(8)(arguments);
+    return silu_except(8)(arguments);
   };
   const auto call = recorded(slow, {input(), at::full({40}, kNaN)});
   calls = 0;
   const auto replay = replay_kernel(call, slow, {}, {.role = "out", .seconds = 3});
   EXPECT_EQ(replay.conclusion, KernelConclusion::not_replayed);
-  EXPECT_NE(replay.problem.find("9 are needed, and at most 3 s are spent on them"),
-            std::string::npos)
+  EXPECT_NE(replay.problem.find("9 are needed, and the limit is 3 s"), std::string::npos)
       << replay.problem;
   EXPECT_EQ(calls, 2);
 }
 
-/// Writes NaN, where the product of its first two arguments is `kProduct`'s.
+/// Writes NaN where the product of its first two arguments is `kProduct`'s.
 Tensors bad_product(const Tensors& arguments) {
   arguments[2].copy_(at::matmul(arguments[0], arguments[1]));
   data_of(arguments[2])[3] = kNaN;
@@ -294,20 +293,20 @@ KernelReplay replayed_within(const ReferenceLimit& limit) {
   return replay_kernel(call, bad_product, {kProduct}, {.role = "out", .reference_limit = limit});
 }
 
-TEST(KernelReplay, AReferenceThatIsTooLargeIsLeftOutAndSaysWhy) {
+TEST(KernelReplay, AReferenceThatIsTooLargeIsSkippedAndSaysWhy) {
   EXPECT_EQ(replayed_within({}).conclusion, KernelConclusion::wrong_values);
   const auto slow = replayed_within({.flops_on_host = 15'000});
   EXPECT_EQ(slow.conclusion, KernelConclusion::bad_again);
   EXPECT_EQ(slow.reference, "");
-  EXPECT_EQ(slow.problem, "gemm would compute 1.6e+04 FLOPs, and at most 1.5e+04 are tried");
-  const auto large = replayed_within({.bytes = 10'000});  // four matrices, and what is compared
+  EXPECT_EQ(slow.problem, "gemm would compute 1.6e+04 FLOPs, more than the limit of 1.5e+04");
+  const auto large = replayed_within({.bytes = 10'000});  // four matrices, and the comparison
   EXPECT_EQ(large.conclusion, KernelConclusion::bad_again);
-  EXPECT_EQ(large.problem, "gemm would take 3.2e+04 bytes, and at most 1e+04 are tried");
+  EXPECT_EQ(large.problem, "gemm would take 3.2e+04 bytes, more than the limit of 1e+04");
 }
 
 TEST(KernelReplay, NoReferenceIsExecutedWhenTheTimeIsUp) {
   const ExecuteKernel kernel = [](const Tensors& arguments) {
-    (void)silu_but(0)(arguments);
+    (void)silu_except(0)(arguments);
     data_of(arguments[1])[5] = kNaN;
     return Tensors{};
   };
@@ -315,7 +314,7 @@ TEST(KernelReplay, NoReferenceIsExecutedWhenTheTimeIsUp) {
   const auto began = std::chrono::steady_clock::now();
   (void)replay_kernel(call, kernel, {}, {.role = "out"});
   const std::chrono::duration<double> without = std::chrono::steady_clock::now() - began;
-  const double seconds = std::max(1.0, 10 * without.count());  // enough on a busy machine, too
+  const double seconds = std::max(1.0, 10 * without.count());  // enough even on a busy machine
 
   bool is_executed = false;
   const KernelReference slow{"slow", [&](const Tensors& in) {

@@ -33,7 +33,7 @@ using testing::captured;
 using ::testing::HasSubstr;
 using testing::TemporaryFolder;
 
-/// Writes `call` as a bundle in a folder of its own.
+/// Writes `call` as a bundle in its own folder.
 class Written {
  public:
   explicit Written(const OperatorCall& call) {
@@ -53,7 +53,7 @@ class Written {
   std::optional<OpenBundle> opened_;
 };
 
-TEST(Bundle, NamesTheDeviceThatACopyInHostMemoryCameFrom) {
+TEST(Bundle, NamesTheOriginalDeviceOfACopyInHostMemory) {
   const auto x = at::ones({4});
   auto call = captured("aten::add.Tensor", [&] { (void)x.add(x); });
   EXPECT_TRUE(call.came_from.empty());
@@ -83,7 +83,7 @@ TEST(Bundle, KeepsADenseTensorUnderItsNameWithItsShape) {
   EXPECT_EQ(entry.shape, std::vector<std::int64_t>({2, 3}));
 }
 
-TEST(Bundle, StoresWhatArgumentsShareOnceAndLetsThemShareItAgain) {
+TEST(Bundle, StoresSharedMemoryOnceAndSharesItAgain) {
   const auto buffer = at::arange(6, at::kFloat);
   const auto head = buffer.narrow(0, 0, 4);
   const auto tail = buffer.narrow(0, 2, 4);
@@ -107,7 +107,7 @@ TEST(Bundle, KeepsTheBitsOfNanAndMinusZeroInNumbersAndTensors) {
   EXPECT_TRUE(std::signbit(again.arguments.at(0).toTensor().item<float>()));
 }
 
-TEST(Bundle, KeepsAPythonNumberOneThatTakesNoPartInTypePromotion) {
+TEST(Bundle, KeepsPythonNumbersOutOfTypePromotion) {
   const auto x = at::full({2}, 1.0, at::kHalf);
   const auto call = captured("aten::mul.Tensor", [&] { (void)x.mul(3.0); });
   const auto again = Written(call).call();
@@ -137,7 +137,7 @@ TEST(Bundle, GivesBackLazyConjugation) {
   EXPECT_TRUE(replay(again).is_bit_exact);
 }
 
-TEST(Bundle, RepeatsRandomNumbersOfTheDefaultAndOfAnOwnGenerator) {
+TEST(Bundle, RepeatsRandomNumbersOfTheDefaultAndOfOtherGenerators) {
   const auto x = at::ones({500});
   const auto dropout =
       captured("aten::native_dropout", [&] { (void)at::native_dropout(x, 0.5, true); });
@@ -161,7 +161,7 @@ TEST(Bundle, ReplaysAnOperatorThatWritesAListAndReturnsNothing) {
   EXPECT_EQ(report.recorded[1].name, "self after[1]");
 }
 
-TEST(Bundle, RefusesWhatCouldNotBeKept) {
+TEST(Bundle, RefusesAnArgumentThatCouldNotBeKept) {
   auto call = captured("aten::neg", [&] { (void)at::ones({2, 2}).neg(); });
   call.arguments[0] = at::ones({2, 2}).to_sparse();
   const Written written(call);

@@ -96,7 +96,7 @@ __attribute__((visibility("default"))) int operator_sampler_write(const char* ru
     try {
       Bundle bundle;
       bundle.birth.sighting.op = op;
-      bundle.birth.sighting.module = op;  // so that the folder is named by it
+      bundle.birth.sighting.module = op;  // the folder is named after it
       StorageCollector storages;
       add_to_bundle(call, bundle, storages);
       const auto contents = storages.finish(bundle);

@@ -21,7 +21,7 @@ const KernelReference kAttention{"attention", [](const Tensors& in) {
                                    return Tensors{at::matmul(at::softmax(scores, -1), in[2])};
                                  }};
 
-TEST(ReferenceWork, OfAttentionHoldsItsScores) {
+TEST(ReferenceWork, OfAttentionIncludesItsScores) {
   const double heads = 2 * 4, rows = 512, columns = 1024, width = 64;
   const Tensors arguments{at::zeros({2, 4, 512, 64}, at::kBFloat16),
                           at::zeros({2, 4, 1024, 64}, at::kBFloat16),
@@ -37,7 +37,7 @@ TEST(ReferenceWork, OfAttentionHoldsItsScores) {
   EXPECT_LT(work.bytes, 4 * scores);
 }
 
-TEST(ReferenceWork, OfABackwardCountsWhatItKeepsAndComputes) {
+TEST(ReferenceWork, OfABackwardIncludesSavedTensorsAndComputation) {
   const KernelReference backward{"gemm backward", [](const Tensors& in) {
                                    const c10::AutoGradMode with_gradients(true);
                                    const at::Tensor x = in[0].detach().requires_grad_();
@@ -50,7 +50,7 @@ TEST(ReferenceWork, OfABackwardCountsWhatItKeepsAndComputes) {
   EXPECT_GE(work.bytes, 4 * 8e4);
 }
 
-TEST(ReferenceWork, OfOneThatAsksForValuesIsAFewTimesItsArguments) {
+TEST(ReferenceWork, OfAReferenceThatAsksForValuesIsAFewTimesItsArguments) {
   const KernelReference asking{
       "asking", [](const Tensors& in) { return Tensors{in[0] * in[0].max().item<double>()}; }};
   const Work work = work_of_reference(asking, {at::zeros({1000}), at::zeros({10}, at::kLong)});

@@ -40,7 +40,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 // Operators with planted faults.
 at::Tensor kernel_bug(const at::Tensor& x) {
   auto result = x.clone();
-  if (x.scalar_type() == at::kFloat) result.view(-1)[1] = NAN;  // in this dtype's kernel only
+  if (x.scalar_type() == at::kFloat) result.view(-1)[1] = NAN;  // only in this dtype's kernel
   return result;
 }
 int flaky_calls = 0;
@@ -49,13 +49,14 @@ at::Tensor flaky(const at::Tensor& x) {
   if (flaky_calls++ == 0) result.view(-1)[0] = NAN;
   return result;
 }
-// Larger than any block that malloc reuses: fresh pages, which the kernel gives filled with zeros.
+// Larger than any block that malloc reuses: fresh pages, which the operating system fills with
+// zeros.
 constexpr std::int64_t kFreshElements = std::int64_t{1} << 24;
 at::Tensor forgets_to_write(const at::Tensor& x) {
   return at::empty({kFreshElements}, x.options()).narrow(0, 0, x.numel()).add(x);
 }
 
-/// From its second call on the result's storage holds one element, as with
+/// From its second call on, the result's storage holds one element, as with
 /// inductor::_reinterpret_tensor, which checks nothing.
 int shrinking_calls = 0;
 at::Tensor shrinks_its_storage(const at::Tensor& x) {
@@ -107,7 +108,7 @@ TEST(Replay, FindsTheLogarithmOfZeroUndefinedInEveryPrecision) {
   EXPECT_EQ(report.inputs_at_first_bad[0].value, 0.0);
 }
 
-TEST(Replay, SaysNothingOfTheMathematicsOfAnOperatorThatIsNotTorchs) {
+TEST(Replay, DoesNotJudgeTheMathematicsOfACustomOperator) {
   const auto x = at::tensor({1.0F, 0.0F, 4.0F});
   const auto report = replayed("nanlocator_replay_test::reciprocal", [&] {
     (void)call_operator("nanlocator_replay_test::reciprocal", x);
@@ -116,7 +117,7 @@ TEST(Replay, SaysNothingOfTheMathematicsOfAnOperatorThatIsNotTorchs) {
   EXPECT_THAT(report.sentences, Contains(HasSubstr("not PyTorch's")));
 }
 
-TEST(Replay, ShowsBothOperandsOfZeroByZeroWhereTheyBroadcast) {
+TEST(Replay, ShowsBothBroadcastOperandsOfZeroByZero) {
   auto numerator = at::ones({3, 4});
   auto denominator = at::ones({4});
   numerator[2][1] = 0;
@@ -142,7 +143,7 @@ TEST(Replay, CallsTheExponentialOfAHundredAnOverflowOfFloat32) {
   EXPECT_FALSE(wide.equals_recorded.has_value());
 }
 
-TEST(Replay, CallsTheExponentialOfTenThousandAnOverflowThoughFloat64OverflowsToo) {
+TEST(Replay, CallsTheExponentialOfTenThousandAnOverflowAlthoughFloat64OverflowsToo) {
   const auto x = at::tensor({1.0F, 1e4F});
   const auto report = replayed("aten::exp", [&] { (void)x.exp(); });
   EXPECT_EQ(report.conclusion, ReplayConclusion::deterministic_overflow);
@@ -155,7 +156,7 @@ TEST(Replay, CallsAMatrixProductBeyondFloat16AnOverflow) {
   EXPECT_EQ(run_of(report, ReplayVariant::float32).outputs.at(0).stats.absmax, 320000);
 }
 
-TEST(Replay, CallsANormWhoseSquaresOverflowAnOverflowThoughTheNormFits) {
+TEST(Replay, CallsANormWhoseSquaresOverflowAnOverflowAlthoughTheNormFits) {
   const auto x = at::full({16}, 1e30F);
   const auto report =
       replayed("aten::linalg_vector_norm", [&] { (void)at::linalg_vector_norm(x, 2); });
@@ -173,7 +174,7 @@ TEST(Replay, FindsARowOfMinusInfinityUndefinedInSoftmaxAndShowsTheBadInput) {
   EXPECT_EQ(report.inputs_at_first_bad[0].value, -kInfinity);
 }
 
-TEST(Replay, BlamesTheKernelWhereTheResultFitsAndOneDtypeAloneIsBad) {
+TEST(Replay, BlamesTheKernelIfTheResultFitsAndOnlyOneDtypeIsBad) {
   const auto x = at::tensor({1.0F, 2.0F, 3.0F});
   const auto report = replayed("nanlocator_replay_test::kernel_bug", [&] {
     (void)call_operator("nanlocator_replay_test::kernel_bug", x);
@@ -182,7 +183,7 @@ TEST(Replay, BlamesTheKernelWhereTheResultFitsAndOneDtypeAloneIsBad) {
   EXPECT_EQ(report.conclusion, ReplayConclusion::deterministic_kernel);
 }
 
-TEST(Replay, SaysVariesWhereTheFaultDoesNotComeBack) {
+TEST(Replay, SaysVariesIfTheFaultDoesNotRecur) {
   flaky_calls = 0;
   const auto x = at::tensor({1.0F, 2.0F, 3.0F});
   const auto report = replayed("nanlocator_replay_test::flaky",
@@ -192,17 +193,17 @@ TEST(Replay, SaysVariesWhereTheFaultDoesNotComeBack) {
   EXPECT_THAT(report.sentences, Contains(HasSubstr("finite 3 times when executed again")));
 }
 
-TEST(Replay, FindsAnOperatorThatReadsWhatNobodyWrote) {
+TEST(Replay, FindsAnOperatorThatReadsUnwrittenMemory) {
   const auto x = at::ones({8});
   const auto report = replayed("nanlocator_replay_test::forgets_to_write", [&] {
     (void)call_operator("nanlocator_replay_test::forgets_to_write", x);
   });
   EXPECT_EQ(run_of(report, ReplayVariant::poisoned).outputs.at(0).stats.nan, 8);
   EXPECT_EQ(report.conclusion, ReplayConclusion::varies);
-  EXPECT_THAT(report.sentences, Contains(HasSubstr("memory that nobody has written")));
+  EXPECT_THAT(report.sentences, Contains(HasSubstr("memory that was never written")));
 }
 
-TEST(Replay, LeavesOutWhatTheCpuWouldTakeTooLongFor) {
+TEST(Replay, SkipsWorkThatWouldTakeTheCpuTooLong) {
   auto x = at::full({300, 200}, NAN);
   const auto y = at::ones({200, 100});
   const auto call = captured("aten::mm", [&] { (void)at::mm(x, y); });
@@ -230,15 +231,15 @@ TEST(Work, OfAConvolutionCountsTheFilterForEachElement) {
   EXPECT_LE(work_of(call).flops, 4 * exact);
 }
 
-TEST(Replay, ConcludesNothingOfAHealthyCall) {
+TEST(Replay, ConcludesNothingFromAHealthyCall) {
   const auto x = at::randn({16, 16});
   const auto report = replayed("aten::mm", [&] { (void)at::mm(x, x); });
   EXPECT_TRUE(report.is_bit_exact);
   EXPECT_EQ(report.conclusion, ReplayConclusion::not_replayed);
 }
 
-TEST(Replay, CastsAsAutocastDidWhereTheCallWasMadeUnderIt) {
-  const auto a = at::full({2, 2}, 1.00390625F);  // 1 + 2^-8 is no bfloat16
+TEST(Replay, CastsLikeAutocastIfTheCallWasMadeUnderIt) {
+  const auto a = at::full({2, 2}, 1.00390625F);  // 1 + 2^-8 is not a bfloat16
   at::autocast::set_autocast_enabled(at::kCPU, true);
   at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
   const auto outer = captured("aten::matmul", [&] { (void)at::Tensor(a).matmul(a); });
@@ -251,7 +252,7 @@ TEST(Replay, CastsAsAutocastDidWhereTheCallWasMadeUnderIt) {
   EXPECT_EQ(run_of(report, ReplayVariant::float64).outputs.at(0).dtype, "float64");
 }
 
-TEST(Replay, CastsNothingWhereAutocastHadCastAlready) {
+TEST(Replay, CastsNothingIfAutocastHadCastAlready) {
   const auto a = at::full({2, 2}, 1.5F);
   at::autocast::set_autocast_enabled(at::kCPU, true);
   const auto inner = captured("aten::mm", [&] { (void)at::Tensor(a).matmul(a); });
@@ -295,7 +296,7 @@ TEST(Replay, ReadsNothingBeyondTheStorageOfAResult) {
   EXPECT_EQ(report.runs[0].outputs.at(0).equals_recorded, std::nullopt);
 }
 
-TEST(Replay, ReportsWhatTheOperatorRaises) {
+TEST(Replay, ReportsTheOperatorsError) {
   const auto x = at::ones({2, 3});
   auto call = captured("aten::mm", [&] { (void)at::mm(x, x.t()); });
   call.arguments[1] = x;
@@ -304,7 +305,7 @@ TEST(Replay, ReportsWhatTheOperatorRaises) {
   EXPECT_THAT(report.runs[0].problem, HasSubstr("cannot be multiplied"));
 }
 
-TEST(Replay, RefusesNoRepeats) {
+TEST(Replay, RefusesZeroRepeats) {
   const auto x = at::ones({2, 2});
   const auto call = captured("aten::mm", [&] { (void)at::mm(x, x); });
   EXPECT_THROW((void)replay(call, {.repeats = 0}), UsageError);

@@ -1,14 +1,15 @@
-// Keeps an operator call while it runs, so that it can be executed again.
+// Captures an operator call while it runs, so that it can be executed again.
 //
 //     start callback:   capture.begin(call, facts);
 //     finish callback:  if (something is wrong) kept = capture.end(call);
 //
 // In: at::RecordFunction's start and finish of one operator. Out: an OperatorCall with the values
-// of the arguments before the call and of the outputs after it. Cheap where nothing goes wrong:
-// `begin` takes references, and copies only what the operator writes and, for operators that draw
-// random numbers, the generators' states: on their device where they are small, else to the host.
-// `end` copies everything to the host, because training goes on with the tensors and needs its
-// device. Runs on the thread of the callbacks, on the current streams; copies to the host wait.
+// of the arguments before the call and of the outputs after it. Cheap if nothing is wrong: `begin`
+// takes references, and copies only the tensors that the operator writes and, for operators that
+// draw random numbers, the generators' states. Small copies stay on their device, others go to the
+// host. `end` copies everything to the host, because training continues to use the tensors and the
+// device's memory. Runs on the thread of the callbacks, on the current streams; copies to the host
+// wait.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -27,51 +28,50 @@
 
 namespace nanlocator::inline replay_room {
 
-/// What the schema says about keeping and repeating a call.
+/// Facts from the schema for keeping and repeating a call.
 struct CallFacts {
   c10::OperatorHandle handle;
-  /// Arguments that the operator writes, by position: those that the schema marks, and the running
-  /// statistics of batch norm, which it does not.
+  /// Positions of the arguments that the operator writes: those that the schema marks, and the
+  /// running statistics of batch norm, which it does not.
   std::vector<std::size_t> written;
-  /// Of these, the ones that are not returned: their values after the call follow the returned
-  /// values in OperatorCall::outputs.
+  /// Those of `written` that are not returned; in OperatorCall::outputs their values after the call
+  /// follow the returned values.
   std::vector<std::size_t> written_unreturned;
   bool draws_random_numbers = false;
 };
 
-/// Throws UnsupportedError where no operator of this name is registered. The reference is valid for
+/// Throws UnsupportedError if no operator of this name is registered. The reference is valid for
 /// the life of the process; any thread.
 [[nodiscard]] const CallFacts& call_facts(const c10::OperatorName& name);
 
 class CallCapture {
  public:
-  /// Whether copies may take so many bytes.
+  /// Whether copies may take this many bytes.
   using MayTake = std::function<bool(std::uint64_t bytes)>;
 
-  /// In the start callback, which must have asked for inputs. False, and nothing is captured, where
-  /// copies of what the operator writes may not be taken or there is no memory for them.
+  /// For the start callback, which must have asked for inputs. False, without a capture, if copies
+  /// of the written tensors are not allowed or there is no memory for them.
   [[nodiscard]] bool begin(const at::RecordFunction& call, const CallFacts& facts,
                            const MayTake& may_take);
-  /// The same for a call with a schema, without a limit; looks the facts up (slower: copies the
-  /// name). Throws UnsupportedError where there is no memory.
+  /// The same for a call with a schema, without a limit; looks up the facts (slower: copies the
+  /// name). Throws UnsupportedError if there is no memory.
   void begin(const at::RecordFunction& call);
 
-  /// Bytes that are copied when `end` has run.
+  /// The bytes that `end` will have copied.
   [[nodiscard]] std::uint64_t bytes(const at::RecordFunction& call) const;
 
-  /// In the finish callback, which must have asked for outputs. Tensors of the result belong to
-  /// it alone and are in host memory. Leaves the capture empty. Throws what Torch throws where
-  /// there is no memory.
+  /// For the finish callback, which must have asked for outputs. The result owns its tensors, in
+  /// host memory. Leaves the capture empty. Throws Torch's error if there is no memory.
   [[nodiscard]] OperatorCall end(const at::RecordFunction& call);
 
  private:
   [[nodiscard]] bool copy_what_is_written(const MayTake& may_take);
-  /// But for what is in `own_` and there.
+  /// Copies everything except storages in `own_` that are already on the host.
   void copy_to_host(std::vector<c10::IValue>& values);
 
   const CallFacts* facts_ = nullptr;
-  std::vector<c10::IValue> arguments_;  // before the call: `written` and what shares with it
-                                        // are copies, in the storages `own_`
+  std::vector<c10::IValue> arguments_;  // before the call; `written` and tensors that share memory
+                                        // with it are copies, in the storages `own_`
   std::set<const c10::StorageImpl*> own_;
   CameFrom came_from_;
   std::vector<c10::IValue> live_written_;  // the tensors of `written_unreturned` themselves

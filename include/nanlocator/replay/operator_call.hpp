@@ -1,8 +1,8 @@
-// An operator call with its live tensors, and the way between it and a bundle.
+// An operator call with its live tensors, and its conversion to and from a bundle.
 //
-// The trace makes one while the operator runs; `to_bundle` brings its values to the host and names
-// each storage range once; `from_bundle` makes tensors again in another process. Nothing here
-// depends on Python.
+// The trace creates one while the operator runs; `to_bundle` copies its values to the host and
+// names each storage range once; `from_bundle` recreates the tensors in another process. Nothing
+// here depends on Python.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,32 +20,32 @@
 
 namespace nanlocator::inline replay_room {
 
-/// Where the bytes of storages in host memory were copied from, for those that were elsewhere. The
-/// storages' identities; never followed.
+/// The original devices of storages that were copied to host memory. Keys are identities, never
+/// dereferenced.
 using CameFrom = std::map<const c10::StorageImpl*, at::Device>;
 
-/// A call as the dispatcher saw it. Tensors are shared with whoever owns them, except those that
-/// the operator writes: the trace puts clones of them here, of the same strides, from before the
-/// call.
+/// A call as seen by the dispatcher. Tensors are shared with their owners, except those that the
+/// operator writes: these are clones with the same strides, from before the call.
 struct OperatorCall {
   c10::OperatorName name{"", ""};
-  std::vector<c10::IValue> arguments;  // the schema's number of them
-  /// The returned values, then the arguments that it writes without returning them (the running
-  /// statistics of batch norm, the list of `_foreach_add_`), after the call.
+  std::vector<c10::IValue> arguments;  // one for each in the schema
+  /// After the call: the returned values, then the arguments that the operator writes without
+  /// returning them (the running statistics of batch norm, the list of `_foreach_add_`).
   std::vector<c10::IValue> outputs;
   std::map<std::string, at::Tensor> generator_states;  // by device; see BundleOperatorCall
   std::map<std::string, std::string> settings;         // see current_settings
-  CameFrom came_from;  // of the storages of arguments and outputs; one not in it is where it was
+  CameFrom came_from;  // of the storages of arguments and outputs; those not listed are on their
+                       // original device
 };
 
-/// The settings of this thread that a result may depend on: autocast (where it is active for this
-/// call), grad mode, deterministic algorithms, TF32 and reduced-precision reductions, oneDNN,
-/// threads, flush-denormal. Cheap: called once per kept call.
+/// The settings of this thread that may affect a result: autocast (if active for this call), grad
+/// mode, deterministic algorithms, TF32 and reduced-precision reductions, oneDNN, threads,
+/// flush-denormal. Cheap: called once per kept call.
 [[nodiscard]] std::map<std::string, std::string> current_settings();
 /// Versions of torch, CUDA, cuDNN, nanlocator, and the CPU's capability.
 [[nodiscard]] std::map<std::string, std::string> current_versions();
 
-/// Gathers tensors of one bundle: every byte of a storage that any of them can reach, once.
+/// Gathers the tensors of one bundle: every storage byte that any of them can reach, once.
 class StorageCollector {
  public:
   StorageCollector();
@@ -53,17 +53,17 @@ class StorageCollector {
   StorageCollector(const StorageCollector&) = delete;  // holds the tensors
   StorageCollector& operator=(const StorageCollector&) = delete;
 
-  /// The value to be written into bundle.json once `finish` has fixed names and offsets. `name`:
-  /// what a person sees in tensors.safetensors ("argument.0.self", "module.weight"). Sparse,
-  /// quantised, meta, nested and subclass tensors become `unsupported`, with the reason.
+  /// The value for bundle.json, once `finish` has fixed names and offsets. `name`: the name shown
+  /// in tensors.safetensors ("argument.0.self", "module.weight"). Sparse, quantised, meta, nested
+  /// and subclass tensors become `unsupported`, with the reason.
   [[nodiscard]] BundleValue add(const c10::IValue& value, std::string_view name);
   [[nodiscard]] BundleValue add(const at::Tensor& tensor, std::string_view name);
-  /// Tensors of these storages are recorded on the devices that they came from; before their `add`.
+  /// Records tensors of these storages on their original devices; call it before their `add`.
   void note(const CameFrom& came_from);
 
-  /// Copies device memory to the host, names the ranges and completes every BundleTensor made by
-  /// this collector within `bundle`. The contents' bytes live as long as this object. A tensor that
-  /// lies dense in its own range keeps its shape and dtype in tensors.safetensors; a range that
+  /// Copies device memory to the host, names the ranges and completes every BundleTensor that this
+  /// collector made within `bundle`. The contents' bytes live as long as this object. A tensor that
+  /// is dense in its own range keeps its shape and dtype in tensors.safetensors; a range that
   /// several views share is one-dimensional.
   [[nodiscard]] BundleContents finish(Bundle& bundle);
 
@@ -76,11 +76,11 @@ class StorageCollector {
 void for_each_bundle_tensor(BundleValue& value, const std::function<void(BundleTensor&)>& visit);
 void for_each_bundle_tensor(Bundle& bundle, const std::function<void(BundleTensor&)>& visit);
 
-/// Puts `call` into `bundle.operator_call`, its settings and versions.
+/// Sets `bundle.operator_call`, its settings and versions from `call`.
 void add_to_bundle(const OperatorCall& call, Bundle& bundle, StorageCollector& storages);
 
-/// The tensor that `tensor` describes, in fresh memory on `device`; views of one range share it.
-/// Throws UnsupportedError for a dtype or device that this build of Torch lacks.
+/// Creates tensors from their descriptions, in fresh memory on `device`; views of one range share
+/// it. Throws UnsupportedError for a dtype or device that this build of Torch lacks.
 class BundleTensors {
  public:
   BundleTensors(const OpenBundle& bundle, at::Device device);
@@ -88,8 +88,8 @@ class BundleTensors {
   BundleTensors(const BundleTensors&) = delete;  // caches the ranges
   BundleTensors& operator=(const BundleTensors&) = delete;
   [[nodiscard]] at::Tensor tensor(const BundleTensor& tensor);
-  /// Where what was on `recorded` ("cuda:3") goes: to `device`; but what was in host memory while
-  /// other tensors were not (numbers, indices) stays there.
+  /// The device for tensors that were on `recorded` ("cuda:3"): `device`. But if only some tensors
+  /// were in host memory (numbers, indices), those stay there.
   [[nodiscard]] at::Device place_of(const std::string& recorded) const;
 
  private:
@@ -100,9 +100,9 @@ class BundleTensors {
 /// "aten::div.Tensor" -> {"aten::div", "Tensor"}.
 [[nodiscard]] c10::OperatorName operator_name_of(const std::string& op);
 
-/// The recorded operator call with fresh tensors. `device`: where it is to run. Throws
-/// UnsupportedError where the operator is not registered in this process, its schema differs, or a
-/// value could not be kept; UsageError for a bundle without an operator call.
+/// The recorded operator call with fresh tensors on `device`. Throws UnsupportedError if the
+/// operator is not registered in this process, its schema differs, or a value could not be kept;
+/// UsageError for a bundle without an operator call.
 [[nodiscard]] OperatorCall operator_call_of(const OpenBundle& bundle, at::Device device);
 
 }  // namespace nanlocator::inline replay_room
