@@ -9,7 +9,7 @@ namespace {
 
 using ByRank = std::map<int, const Position*>;
 
-// Has not launched the step that `place` waits in.
+// True if the rank has not launched the step in which `place` waits.
 bool is_missing_in(const Place& place, int rank, const ByRank& positions) {
   const auto found = positions.find(rank);
   if (found == positions.end()) return false;  // it has finished everything
@@ -29,7 +29,7 @@ std::vector<int> waits_for(const Position& position, const ByRank& positions) {
   return missing;
 }
 
-// Everybody who waits for one of `culprits`, directly or through others.
+// All ranks that wait for one of `culprits`, directly or through others.
 std::vector<int> waiting_for(const std::vector<int>& culprits,
                              const std::map<int, std::vector<int>>& waits) {
   std::set<int> reached(culprits.begin(), culprits.end());
@@ -52,7 +52,7 @@ std::vector<Holdup> find_holdups(const std::vector<Position>& positions) {
   for (const auto& position : positions) by_rank[position.rank] = &position;
   std::map<int, std::vector<int>> waits;
   std::vector<Holdup> holdups;
-  std::map<int, Holdup> stuck_together;  // by the sequence of the step
+  std::map<int, Holdup> stuck_together;  // by the step's sequence number
   for (const auto& position : positions) {
     const auto missing = waits_for(position, by_rank);
     if (!position.is_alive) {
@@ -66,7 +66,7 @@ std::vector<Holdup> find_holdups(const std::vector<Position>& positions) {
     }
   }
   for (auto& [sequence, holdup] : stuck_together) {
-    // One that is gone explains those that launched the same step and did not return.
+    // A dead rank explains the members that launched the same step and did not return.
     const auto& members = by_rank.at(holdup.ranks.front())->place.ranks;
     const auto gone = std::ranges::find_if(members, [&](int rank) {
       const auto found = by_rank.find(rank);
@@ -95,7 +95,7 @@ std::vector<Candidates> explain(const std::vector<Candidates>& observations) {
     const int best =
         std::ranges::max_element(explained, {}, [](const auto& e) { return e.second; })->second;
     Candidates fault;
-    // Of those that explain most, the ones that explain the same observations as the first.
+    // Of the ranks that explain most, those that explain the same observations as the first.
     const int first =
         std::ranges::find_if(explained, [&](const auto& e) { return e.second == best; })->first;
     for (const auto& candidates : open) {

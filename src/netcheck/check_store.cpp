@@ -11,7 +11,7 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kConnects{60'000};
-// A connection that was reset is opened again; a Store that is gone refuses that.
+// A connection that was reset is reopened; a Store that is gone refuses that.
 constexpr int kAttempts = 3;
 constexpr milliseconds kBetweenAttempts{500};
 

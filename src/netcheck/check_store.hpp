@@ -1,7 +1,7 @@
-// What the ranks of a network check exchange, below "nanlocator/netcheck/" of a c10d Store.
+// Data that the ranks of a network check exchange, under "nanlocator/netcheck/" in a c10d Store.
 //
-// A Store that answers late is not gone. One is gone that refuses several connections, or gives no
-// answer for as long as a step may take: StoreLost, and the rank is left to itself.
+// A slow Store is not gone. It is gone if it refuses several connections, or gives no answer for as
+// long as a step may take: then StoreLost is thrown, and the rank is on its own.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -22,7 +22,7 @@ struct StoreLost : Error {
   using Error::Error;
 };
 
-/// The name of something that each rank has one of.
+/// The key of a value that each rank has.
 [[nodiscard]] inline std::string of_rank(const std::string& name, int rank) {
   return name + "/" + std::to_string(rank);
 }
@@ -32,16 +32,16 @@ class CheckStore {
  public:
   /// Shares `store`. `patience`: how long a call waits for its answer.
   CheckStore(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds patience);
-  /// A connection of its own, for another thread.
+  /// A separate connection, for another thread.
   [[nodiscard]] CheckStore another() const;
 
-  /// Opens the connection, which takes seconds where name lookup does.
+  /// Opens the connection, which takes seconds if name lookup does.
   void connect();
   [[nodiscard]] bool has(const std::string& name);
-  /// The value of a name that `has` said is there.
+  /// The value of a key that exists according to `has`.
   [[nodiscard]] std::string get(const std::string& name);
   void put(const std::string& name, const std::string& value);
-  /// Whether nobody has written `name` before.
+  /// Whether this is the first write of `name`.
   [[nodiscard]] bool is_first_to_put(const std::string& name);
   /// Adds one to the counter `name`, and returns it.
   [[nodiscard]] std::int64_t count(const std::string& name);

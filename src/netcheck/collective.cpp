@@ -16,8 +16,8 @@ namespace {
 
 using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
 
-constexpr double kPoison = -1;  // no value of a case
-constexpr int kValues = 120;    // two of them stay below 256
+constexpr double kPoison = -1;  // not a value of any case
+constexpr int kValues = 120;    // the sum of two is below 256
 
 int value_of(const CollectiveCase& c, int sender, std::int64_t index) {
   return 1 + static_cast<int>((index * 7 + sender * 31 + c.seed * 13) % kValues);
@@ -31,7 +31,7 @@ bool is_in_place(const CollectiveCase& c) {
   return c.collective == Collective::all_reduce || c.collective == Collective::broadcast;
 }
 
-// The contributors of an element of a reduction: the first alone in every other round of ranks.
+// The first contributor to an element of a reduction; in every other round of ranks the only one.
 int first_contributor(const CollectiveCase& c, std::int64_t element) {
   return static_cast<int>(element % c.size);
 }
@@ -58,10 +58,10 @@ int next(const CollectiveCase& c) {
   return (c.rank + step) % c.size;
 }
 
-// One element of this rank's output: its number in the whole, and who sent it.
+// One element of this rank's output: its sender, and its index there.
 struct Source {
   std::int64_t element = 0;
-  int sender = 0;          // where it is not a reduction
+  int sender = 0;          // unless it is a reduction
   std::int64_t index = 0;  // in that sender's input
 };
 
@@ -86,7 +86,7 @@ Source source_of(const CollectiveCase& c, std::int64_t index) {
   return {};
 }
 
-// Where the case's one NaN is: (sender, index in its input). In a reduction the first
+// The place of the case's one NaN: (sender, index in its input); in a reduction, the first
 // contributor's.
 Source nan_source(const CollectiveCase& c) {
   const auto element = nan_element(c);
@@ -215,7 +215,7 @@ Works launch(const CollectiveCase& c, c10d::ProcessGroup& group, at::Tensor& inp
     case Collective::send_recv_reverse:
       break;
   }
-  // NCCL runs a send and a receive of one rank at the same time only in one group call.
+  // NCCL runs a rank's send and receive concurrently only within one group call.
   const bool is_coalesced = !input.is_cpu();
   if (is_coalesced) group.startCoalescing(input.device().type());
   Works works{group.recv(outputs, previous(c), 0), group.send(inputs, next(c), 0)};

@@ -36,10 +36,11 @@ constexpr int kRuns = 4;
 // fp32 (they need 14 + 10 bits).
 constexpr std::int64_t kRows = 64;
 constexpr std::int64_t kColumns = 1024;
-constexpr std::int64_t kNormColumns = 256;  // softmax and layer norm: keeps their bounds narrow
+constexpr std::int64_t kNormColumns =
+    256;  // softmax and layer norm; small, so that their bounds are narrow
 constexpr double kLayerNormEpsilon = 1e-5;
 
-/// Multiplied on every streaming multiprocessor: 16 products of 16 tiles of 128 x 128 each.
+/// Uses every streaming multiprocessor: 16 products of 16 tiles of 128 x 128 each.
 struct GemmSize {
   std::int64_t batch, m, n, k;
 };
@@ -76,12 +77,12 @@ double smallest_positive(at::ScalarType dtype) {
   }
 }
 
-/// What bf16 and fp16 are accumulated in: fp32, with reduced-precision reductions off.
+/// The accumulator of bf16 and fp16: fp32, with reduced-precision reductions off.
 double accumulator_roundoff(at::ScalarType dtype) {
   return dtype == at::kDouble ? 0x1p-53 : 0x1p-24;
 }
 
-/// gamma_n = n u / (1 - n u): the error of n operations, whatever their order (Higham, Lemma 3.1).
+/// gamma_n = n u / (1 - n u): the error of n operations in any order (Higham, Lemma 3.1).
 double gamma(double n, double roundoff) {
   return n * roundoff / (1 - n * roundoff);
 }
@@ -92,7 +93,7 @@ class FixedNumbers {
   explicit FixedNumbers(std::uint64_t seed) : state_(seed) {}
   /// In [-1, 1), all 53 bits in use.
   double next() { return static_cast<double>(bits() >> 11) * 0x1p-52 - 1; }
-  /// A multiple of 2^-7 in [-1, 1): exact in every format, and so are short sums of them.
+  /// A multiple of 2^-7 in [-1, 1): exact in every format, as are short sums of them.
   double next_on_grid() { return static_cast<double>(bits() >> 56) * 0x1p-7 - 1; }
 
  private:
@@ -130,8 +131,8 @@ Values values_of(const at::Tensor& tensor) {
   return {data, data + wide.numel()};
 }
 
-/// What must come out, and how far from it each element may be. Shorter than the result where that
-/// holds the same product several times.
+/// The expected values, and the allowed error of each. Shorter than the result if that repeats the
+/// same product.
 struct Reference {
   Values values;
   Values bounds;
@@ -163,9 +164,9 @@ struct Case {
 // --- the operators ------------------------------------------------------------------------------
 
 /// |C - C'| <= gamma_k |A||B| (Higham, 3.13), in whatever order the products are summed, and one
-/// rounding to the format. Tensor cores do not round their sums but cut them off and keep few extra
-/// bits (Fasi, Higham, Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor cores, PeerJ CS 7
-/// (2021) e330): four times the roundoff for what they accumulate.
+/// rounding to the format. Tensor cores do not round their sums; they truncate them and keep few
+/// extra bits (Fasi, Higham, Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor cores, PeerJ CS
+/// 7 (2021) e330): four times the accumulator's roundoff.
 Case gemm(at::Device device, at::ScalarType dtype) {
   const auto& size = device.is_cpu() ? kGemmOnHost : kGemmOnDevice;
   const auto left = rounded(full_precision(size.m * size.k, 1), {size.m, size.k}, dtype);
@@ -244,10 +245,10 @@ Case norm(at::Device device, at::ScalarType dtype) {
           std::move(reference)};
 }
 
-/// Of positive terms the sum is within gamma_n relatively, so the softmax is within (n + c) u
-/// (Blanchard, Higham, Higham, Accurately computing the log-sum-exp and softmax functions, IMA J.
-/// Numer. Anal. 41 (2021), theorem 4.3); c = 64 leaves room for exp within 20 units in the last
-/// place, which is what Torch's kernels for the CPU ask of SLEEF.
+/// A sum of positive terms has a relative error of at most gamma_n, so the softmax is within (n +
+/// c) u (Blanchard, Higham, Higham, Accurately computing the log-sum-exp and softmax functions, IMA
+/// J. Numer. Anal. 41 (2021), theorem 4.3). c = 64 leaves room for exp within 20 units in the last
+/// place, which Torch's CPU kernels demand of SLEEF.
 Case softmax(at::Device device, at::ScalarType dtype) {
   auto values = on_grid(kRows * kNormColumns, 6);
   for (auto& value : values) value *= 4;
@@ -271,7 +272,7 @@ Case softmax(at::Device device, at::ScalarType dtype) {
 
 /// A variance computed in one pass or by updating is within about n u kappa, kappa^2 = 1 + mean^2 /
 /// variance, near 1 here (Chan, Golub, LeVeque, Algorithms for computing the sample variance, The
-/// American Statistician 37 (1983)); the mean within n u. With a factor for either: 4 n u.
+/// American Statistician 37 (1983)); the mean is within n u. With a factor of two for each: 4 n u.
 Case layer_norm(at::Device device, at::ScalarType dtype) {
   const auto values = on_grid(kRows * kNormColumns, 7);
   const auto input = rounded(values, {kRows, kNormColumns}, dtype);
@@ -298,7 +299,7 @@ Case layer_norm(at::Device device, at::ScalarType dtype) {
 }
 
 /// exp, log and tanh are within 2 units in the last place (CUDA C++ Programming Guide, Mathematical
-/// Functions; SLEEF's u10 on the CPU); 4 are allowed, of what they are computed in.
+/// Functions; SLEEF's u10 on the CPU); 4 units of the computing format are allowed.
 Case elementwise(const char* name, double (*function)(double), at::Tensor (*run)(const at::Tensor&),
                  const Values& values, at::Device device, at::ScalarType dtype) {
   const auto input = rounded(values, {static_cast<std::int64_t>(values.size())}, dtype);
@@ -348,7 +349,7 @@ std::string title(const Case& checked) {
   return checked.name + " in " + std::string(torch_name(checked.dtype));
 }
 
-/// |error| / bound, above 1 where wrong; a NaN is infinitely wrong.
+/// |error| / bound, above 1 if wrong; infinite for a NaN.
 double excess(double found, double expected, double bound) {
   const double error = std::abs(found - expected);
   if (std::isnan(error)) return std::numeric_limits<double>::infinity();
@@ -356,10 +357,10 @@ double excess(double found, double expected, double bound) {
   return bound == 0 ? std::numeric_limits<double>::infinity() : error / bound;
 }
 
-/// Fills in `worst`; the sentence where an element is outside its bound.
+/// Fills in `worst`; returns a sentence if an element is outside its bound.
 std::optional<std::string> compare(const Case& checked, const at::Tensor& result,
                                    OperatorCheck& outcome) {
-  // The doubles of the reference have the same roundoff as an fp64 result: both may err.
+  // The reference's doubles have the same roundoff as an fp64 result: both may err.
   const double slack = checked.dtype == at::kDouble ? 2 : 1;
   const auto found = values_of(result);
   const auto& [expected, bounds] = checked.reference;
@@ -428,8 +429,8 @@ void check(const Case& checked, const AfterOperator& after, ComputeCheck& outcom
   outcome.operators.push_back(summary);
 }
 
-/// What a user may have turned on that would make a result less exact than its format. Only those
-/// that this device knows: a build without CUDA refuses the others.
+/// Turns off user settings that would make a result less exact than its format. Only those that
+/// this device knows: a build without CUDA refuses the others.
 std::map<std::string, std::string> exact_settings(at::Device device) {
   if (device.is_cpu()) return {{"float32_precision.mkldnn_matmul", "ieee"}, {"autocast", "off"}};
   return {{"autocast", "off"},
@@ -443,7 +444,7 @@ std::map<std::string, std::string> exact_settings(at::Device device) {
 
 ComputeCheck check_compute(at::Device device, const AfterOperator& after) {
   if (!device.is_cpu() && !device.is_cuda()) {
-    throw UsageError("check_compute knows CPU and CUDA devices, not " + device.str());
+    throw UsageError("check_compute supports CPU and CUDA devices, not " + device.str());
   }
   const auto start = std::chrono::steady_clock::now();
   ComputeCheck outcome;

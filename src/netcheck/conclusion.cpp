@@ -21,10 +21,11 @@ using Json = nlohmann::ordered_json;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kPeersLook{50};
-// From the first request for the end on: what the surviving ranks need to write their results, on
-// a busy machine. With the report it stays far below the 30 s that torchrun gives after SIGTERM.
+// The time, from the first request for the end, in which the surviving ranks write their results,
+// even on a busy machine. With the report it is far below the 30 s that torchrun allows after
+// SIGTERM.
 constexpr milliseconds kGrace{6'000};
-constexpr milliseconds kUntilDeathIsSure{600};  // a result may be under way
+constexpr milliseconds kConfirmDeath{600};  // a result may be on its way
 constexpr milliseconds kUntilAllHaveLeft{10'000};
 
 Json to_json(const Report& report) {
@@ -47,26 +48,26 @@ Conclusion::Conclusion(CheckStore& store, const RankCheckOptions& options,
                        const std::atomic<int>& signal)
     : store_(store), options_(options), signal_(signal) {}
 
-void Conclusion::state_place(const Json& place) {
+void Conclusion::put_place(const Json& place) {
   store_.put(of_rank("place", options_.rank), dump(place));
 }
 
-void Conclusion::call_the_end() {
+void Conclusion::request_end() {
   store_.put("end", "");
 }
 
-bool Conclusion::is_called() {
-  if (called_ == Clock::time_point::max() && store_.has("end")) called_ = Clock::now();
-  return called_ != Clock::time_point::max();
+bool Conclusion::is_end_requested() {
+  if (requested_ == Clock::time_point::max() && store_.has("end")) requested_ = Clock::now();
+  return requested_ != Clock::time_point::max();
 }
 
-bool Conclusion::has_been_called_for(Clock::duration time) {
-  return is_called() && Clock::now() > called_ + time;
+bool Conclusion::has_been_requested_for(Clock::duration time) {
+  return is_end_requested() && Clock::now() > requested_ + time;
 }
 
-Report Conclusion::conclude(const std::string& result, bool calls_the_end) {
+Report Conclusion::conclude(const std::string& result, bool requests_end) {
   store_.put(of_rank("result", options_.rank), result);
-  if (calls_the_end) call_the_end();
+  if (requests_end) request_end();
   bool has_lost_the_turn = false;
   for (;; std::this_thread::sleep_for(kPeersLook)) {
     if (store_.has("report")) return report_from(store_.get("report"));
@@ -74,17 +75,17 @@ Report Conclusion::conclude(const std::string& result, bool calls_the_end) {
       if (store_.is_first_to_put("reporter")) return report(gather_results());
       has_lost_the_turn = true;
     }
-    if (has_lost_the_turn && has_been_called_for(3 * kGrace)) {
-      throw Error("the rank whose turn it was has put down no report");
+    if (has_lost_the_turn && has_been_requested_for(3 * kGrace)) {
+      throw Error("the reporting rank wrote no report");
     }
   }
 }
 
-// The lowest surviving rank: those below it are gone, or had time enough.
+// True for the lowest surviving rank: lower ones are gone, or had time enough.
 bool Conclusion::is_my_turn() {
   if (options_.rank == 0) return true;
-  if (!is_called()) return false;
-  if (has_been_called_for(2 * kGrace)) return true;
+  if (!is_end_requested()) return false;
+  if (has_been_requested_for(2 * kGrace)) return true;
   std::set<int> below;
   for (int rank = 0; rank < options_.rank; ++rank) {
     if (store_.has(of_rank("result", rank))) return false;
@@ -93,7 +94,7 @@ bool Conclusion::is_my_turn() {
   return gone_ranks(below) == below;
 }
 
-// Of these, the ones whose process on this host has ended or is stopped.
+// The members of `missing` whose process on this host has ended or is stopped.
 std::set<int> Conclusion::gone_ranks(const std::set<int>& missing) {
   std::set<int> gone;
   for (const int rank : missing) {
@@ -108,7 +109,7 @@ Json Conclusion::result_of_missing(int rank) {
   const auto known = Json::parse(store_.get(of_rank("place", rank)));
   for (const char* name : {"host", "local_rank", "place"}) known_of[name] = known.at(name);
   if (known.at("host") == options_.host) {
-    known_of["process"] = look_at_process(known.at("process")).what_became();
+    known_of["process"] = read_process(known.at("process")).fate();
   }
   return known_of;
 }
@@ -123,9 +124,9 @@ Json Conclusion::gather_results() {
       results[rank] = Json::parse(store_.get(of_rank("result", rank)));
       return true;
     });
-    if (!is_called() && signal_ != 0) call_the_end();
-    if (has_been_called_for(kGrace)) break;
-    if (has_been_called_for(kUntilDeathIsSure) && gone_ranks(missing) == missing) break;
+    if (!is_end_requested() && signal_ != 0) request_end();
+    if (has_been_requested_for(kGrace)) break;
+    if (has_been_requested_for(kConfirmDeath) && gone_ranks(missing) == missing) break;
   }
   for (const int rank : missing) results[rank] = result_of_missing(rank);
   Json all = {{"world_size", options_.world_size}, {"backend", options_.backend}};
@@ -156,7 +157,7 @@ Report Conclusion::report(const Json& results) {
   return report;
 }
 
-// What could not be written, or "". The verdict is not lost with its file or standard output.
+// What could not be written, or "". The verdict survives the loss of its file or standard output.
 std::string Conclusion::write(const std::string& verdict) const {
   std::string lost;
   const auto text =
@@ -174,7 +175,7 @@ std::string Conclusion::write(const std::string& verdict) const {
   return lost;
 }
 
-// The Store may live in this process, so it exits last of those that still answer.
+// The Store may live in this process, so it exits after all ranks that still answer.
 void Conclusion::wait_until_all_have_left() {
   const auto until = Clock::now() + kUntilAllHaveLeft;
   for (int rank = 0; rank < options_.world_size; ++rank) {
@@ -190,18 +191,18 @@ void Conclusion::leave(const Report& report) {
     for (const int rank : report.missing) end_if_stopped(rank);
     store_.put(of_rank("left", options_.rank), "");
   } catch (const StoreLost&) {
-    // The rank that keeps the Store may have left first. The report has been read.
+    // The rank that hosts the Store may have left first. The report has been read.
   }
 }
 
-// torchrun waits 30 s for a process that is stopped and so does not hear SIGTERM. Only a sibling
-// that the same launcher has started is ended.
+// torchrun waits 30 s for a stopped process, which cannot receive SIGTERM. Only ends siblings,
+// which the same launcher started.
 void Conclusion::end_if_stopped(int rank) {
   if (!store_.has(of_rank("place", rank))) return;
   const auto known = Json::parse(store_.get(of_rank("place", rank)));
   if (known.at("host") != options_.host) return;
   const int process = known.at("process");
-  const auto found = look_at_process(process);
+  const auto found = read_process(process);
   if (found.is_stopped() && found.parent == ::getppid()) ::kill(process, SIGKILL);
 }
 

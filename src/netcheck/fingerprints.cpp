@@ -11,7 +11,7 @@ namespace {
 using Ranks = std::vector<int>;
 using RanksByFingerprint = std::map<std::string, Ranks>;
 
-// {those that differ, the majority} of one operator.
+// {the ranks that differ, the majority} for one operator.
 std::pair<Ranks, Ranks> split(const RanksByFingerprint& holders) {
   const auto& most = std::ranges::max_element(holders, {}, [](const auto& holder) {
                        return holder.second.size();

@@ -1,5 +1,5 @@
-// Equal devices with equal versions give equal bits. Who differs from the majority is faulty;
-// without a majority nobody is accused alone.
+// Equal devices with equal versions give equal bits. A rank that differs from the majority is
+// faulty; without a majority no single rank is blamed.
 #pragma once
 
 #include <string>
@@ -9,15 +9,15 @@
 
 namespace nanlocator::netcheck {
 
-/// Operators whose results have other bits on some ranks than on others that compute with the same.
+/// Operators whose results differ between ranks that compute with the same device and versions.
 struct OtherBits {
   std::string computes_with;
-  std::vector<int> ranks;  // that differ from most; all of them where there is no majority
-  std::vector<int> most;   // that agree with each other; empty: no majority
+  std::vector<int> ranks;  // that differ from most; all of them if there is no majority
+  std::vector<int> most;   // that agree with each other; empty without a majority
   std::vector<std::string> operators;
 };
 
-/// One entry for the operators with the same finding on the same ranks.
+/// One entry for all operators with the same finding on the same ranks.
 [[nodiscard]] std::vector<OtherBits> compare_bits(const std::vector<RankResult>& ranks);
 
 }  // namespace nanlocator::netcheck

@@ -24,11 +24,11 @@ using Clock = std::chrono::steady_clock;
 constexpr std::uint64_t kMebibyte = 1 << 20;
 constexpr std::uint64_t kDefaultBytes = 64 * kMebibyte;
 constexpr std::int64_t kWordsPerChunk = 256 * kMebibyte / 8;
-// Compared at once: what a comparison allocates beside the memory under test is about this.
+// Compared at once: a comparison allocates about this much beside the memory under test.
 constexpr std::int64_t kWordsPerSlice = 4 * kMebibyte / 8;
 constexpr double kLargestFraction = 0.95;
 
-// --- how much is free ---------------------------------------------------------------------------
+// --- free memory ---------------------------------------------------------------------------
 
 std::optional<std::uint64_t> number_in(const std::filesystem::path& path) {
   std::ifstream file(path);
@@ -37,7 +37,7 @@ std::optional<std::uint64_t> number_in(const std::filesystem::path& path) {
   return std::nullopt;  // no such file, or "max"
 }
 
-/// What the limits of this process's cgroup and of those around it leave.
+/// The memory left by the limits of this process's cgroup and of the enclosing ones.
 std::uint64_t left_in_cgroup() {
   auto left = std::numeric_limits<std::uint64_t>::max();
   std::ifstream groups("/proc/self/cgroup");
@@ -91,7 +91,7 @@ struct Slice {
 class Memory {
  public:
   explicit Memory(at::Device device) : device_(device) {}
-  /// Not in the constructor: where it throws, the destructor frees what it had got.
+  /// Not in the constructor, because the destructor must free earlier chunks if it throws.
   void allocate(std::uint64_t bytes) {
     auto words = static_cast<std::int64_t>(bytes / 8);
     for (std::int64_t first = 0; words > 0;) {
@@ -111,12 +111,12 @@ class Memory {
     slices_.clear();
     chunks_.clear();
     if (device_.is_cpu()) return;
-    try {  // or the cache keeps it from the training that follows
+    try {  // otherwise the cache keeps it from the training that follows
       empty_device_cache(device_);
-    } catch (const std::exception&) {  // the device has failed, which is reported already
+    } catch (const std::exception&) {  // the device has failed, which is already reported
     }
   }
-  Memory(const Memory&) = delete;  // as large as the memory of the device
+  Memory(const Memory&) = delete;  // as large as the device's memory
   Memory& operator=(const Memory&) = delete;
 
   [[nodiscard]] const std::vector<at::Tensor>& chunks() const { return chunks_; }
@@ -130,7 +130,7 @@ class Memory {
 
 // --- patterns -----------------------------------------------------------------------------------
 
-/// What a word holds: `value`, or its own number where `is_address`; then inverted, or not.
+/// The content of a word: `value`, or its own index if `is_address`; possibly inverted.
 struct Pattern {
   std::uint64_t value = 0;
   bool is_address = false;
@@ -175,11 +175,11 @@ std::optional<std::string> compare(const Pattern& pattern, const Slice& slice) {
   const auto expected = pattern.at(slice.first + place);
   const auto found = static_cast<std::uint64_t>(slice.words[place].item<std::int64_t>());
   const auto offset = static_cast<std::uint64_t>(slice.offset + place) * 8;
-  // A second read separates a cell that has lost its value from a read that went wrong.
+  // A second read distinguishes a cell that lost its value from a read error.
   const auto changed = found ^ expected;
   return "chunk " + std::to_string(slice.chunk) + ", byte " + std::to_string(offset) +
          ": written " + hexadecimal(expected) + ", read " +
-         (changed == 0 ? "wrong once and right when read again"
+         (changed == 0 ? "wrong once, right when read again"
                        : hexadecimal(found) + ", XOR " + hexadecimal(changed)) +
          "; " + std::to_string(places.size(0)) + " of the " + std::to_string(slice.words.numel()) +
          " words around it are wrong";
@@ -207,8 +207,8 @@ const std::vector<Test>& tests() {
   return all;
 }
 
-/// Gives every test the same share of the time. Where that is too short for all of the memory, a
-/// test continues after the part of the one before it.
+/// Gives every test the same share of the time. If that is too short for all of the memory, a test
+/// continues after the part that the previous one covered.
 class Checker {
  public:
   Checker(const Memory& memory, Clock::time_point end, const AfterWrite& after,
@@ -231,13 +231,14 @@ class Checker {
     if (after_) after_(test.name, memory_.chunks());
     bool is_through = sweep(test, test.pattern, written, end);
     if (test.is_moving && is_through) {
-      // Back again: a cell that its neighbour disturbs may show it in one direction only.
+      // Backwards, because a cell that is disturbed by its neighbour may show it in one direction
+      // only.
       is_through = sweep(test, test.pattern.inverse(), {written.rbegin(), written.rend()}, end);
     }
     if (is_through && written.size() == slices().size()) outcome_.completed.push_back(test.name);
   }
 
-  /// The slices that it has written.
+  /// Returns the slices that it has written.
   std::vector<std::size_t> fill(const Test& test, Clock::time_point end) {
     std::vector<std::size_t> written;
     while (written.size() < slices().size() && Clock::now() < end) {
@@ -248,7 +249,7 @@ class Checker {
     return written;
   }
 
-  /// Compares and, in moving inversions, leaves the inverse behind. False where it stopped early.
+  /// Compares and, in moving inversions, leaves the inverse behind. False if it stopped early.
   bool sweep(const Test& test, const Pattern& pattern, const std::vector<std::size_t>& written,
              Clock::time_point end) {
     for (const auto index : written) {
@@ -277,11 +278,11 @@ class Checker {
 
 void check_usage(at::Device device, double fraction, double seconds) {
   if (!device.is_cpu() && !device.is_cuda()) {
-    throw UsageError("check_memory knows CPU and CUDA devices, not " + device.str());
+    throw UsageError("check_memory supports CPU and CUDA devices, not " + device.str());
   }
   if (!(fraction >= 0 && fraction <= kLargestFraction)) {
     throw UsageError("the fraction of memory is " + std::to_string(fraction) +
-                     "; it must be from 0 to 0.95: the rest is for what runs beside the check");
+                     "; it must be from 0 to 0.95: the rest is left for other programs");
   }
   if (!(seconds > 0)) {
     throw UsageError("the time for the memory is " + std::to_string(seconds) +

@@ -26,8 +26,8 @@ using Clock = std::chrono::steady_clock;
 using Json = nlohmann::ordered_json;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kLook{50};             // between two looks of the supervisor at its rank
-constexpr milliseconds kLookForOthers{300};   // and at whether another rank has ended the check
+constexpr milliseconds kRankInterval{50};     // between two checks of the rank by its supervisor
+constexpr milliseconds kPeersInterval{300};   // and of whether another rank has ended the check
 constexpr milliseconds kUntilPublished{300};  // the drill waits for the supervisor
 constexpr std::size_t kMostEntries = 2'000;   // of one list of a result; the first ones matter most
 
@@ -44,9 +44,9 @@ void handle_signals() {
   for (const int number : {SIGTERM, SIGINT, SIGHUP}) ::sigaction(number, &action, nullptr);
 }
 
-// torchrun shows the message of this file in its summary (torch/distributed/elastic/multiprocessing
-// /errors/error_handler.py has its form).
-void tell_torchrun(const std::string& message) {
+// torchrun shows the message of this file in its summary
+// (torch/distributed/elastic/multiprocessing/errors/error_handler.py has its form).
+void report_to_torchrun(const std::string& message) {
   const char* const file = std::getenv("TORCHELASTIC_ERROR_FILE");
   if (file == nullptr) return;
   const Json extra = {{"py_callstack", message}, {"timestamp", std::to_string(std::time(nullptr))}};
@@ -82,13 +82,13 @@ struct RankCheck::Shared {
   std::string end_reason;  // the worker's: "finished", "error", "failed"
   Json result = Json::object();
   std::string shown_stage;
-  bool is_healthy = false;  // the supervisor's last word; else it ends the process
+  bool is_healthy = false;  // set last by the supervisor; otherwise it ends the process
 
-  // --- of the supervisor alone ---
+  // --- used by the supervisor alone ---
   CheckStore store;
   Conclusion conclusion;
   Clock::time_point next_look_for_others;
-  // --- of the worker alone ---
+  // --- used by the worker alone ---
   CheckStore worker_store;
   bool was_injected = false;
 
@@ -101,7 +101,7 @@ struct RankCheck::Shared {
   [[nodiscard]] std::string dump_result(const std::string& reason);
   [[nodiscard]] Json who_and_where();
   void leave(const Report& report);
-  [[noreturn]] void tell_alone(const std::string& why);
+  [[noreturn]] void report_alone(const std::string& why);
 };
 
 // --- the supervisor ---------------------------------------------------------------------------
@@ -112,18 +112,18 @@ void RankCheck::Shared::serve() {
     while (reason.empty()) {
       {
         std::unique_lock lock(mutex);
-        changed.wait_for(lock, kLook, [&] { return is_place_new || !end_reason.empty(); });
+        changed.wait_for(lock, kRankInterval, [&] { return is_place_new || !end_reason.empty(); });
       }
       publish_place();
       reason = reason_to_end();
     }
     leave(conclusion.conclude(dump_result(reason), reason != "finished"));
   } catch (const StoreLost& error) {
-    tell_alone(std::string("has lost the Store: ") + error.what() +
-               ". The process that keeps it (under torchrun that of the first host, else rank 0) "
-               "has ended, or its host does not answer.");
+    report_alone(std::string("has lost the Store: ") + error.what() +
+                 ". The process that hosts it (under torchrun on the first host, else rank 0) "
+                 "has ended, or its host does not answer.");
   } catch (const std::exception& error) {
-    tell_alone("could not conclude: " + first_line(error));
+    report_alone("could not conclude: " + first_line(error));
   }
 }
 
@@ -134,10 +134,10 @@ void RankCheck::Shared::publish_place() {
     if (!std::exchange(is_place_new, false)) return;
     here = who_and_where();
   }
-  conclusion.state_place(here);
+  conclusion.put_place(here);
 }
 
-Json RankCheck::Shared::who_and_where() {  // the mutex is held
+Json RankCheck::Shared::who_and_where() {  // needs the mutex
   return {{"rank", options.rank},
           {"host", options.host},
           {"local_rank", options.local_rank},
@@ -153,8 +153,8 @@ std::string RankCheck::Shared::reason_to_end() {
   }
   if (received_signal != 0) return "signal";
   if (Clock::now() < next_look_for_others) return "";
-  next_look_for_others = Clock::now() + kLookForOthers;
-  return conclusion.is_called() ? "stopped" : "";
+  next_look_for_others = Clock::now() + kPeersInterval;
+  return conclusion.is_end_requested() ? "stopped" : "";
 }
 
 std::string RankCheck::Shared::dump_result(const std::string& reason) {
@@ -171,7 +171,7 @@ std::string RankCheck::Shared::dump_result(const std::string& reason) {
 void RankCheck::Shared::leave(const Report& report) {
   conclusion.leave(report);
   if (report.exit_code != kHealthy) {
-    tell_torchrun(report.headline);
+    report_to_torchrun(report.headline);
     ::_exit(report.exit_code);
   }
   const std::lock_guard lock(mutex);
@@ -179,7 +179,7 @@ void RankCheck::Shared::leave(const Report& report) {
   changed.notify_all();
 }
 
-void RankCheck::Shared::tell_alone(const std::string& why) {
+void RankCheck::Shared::report_alone(const std::string& why) {
   auto text = "rank " + std::to_string(options.rank) + " on host " + options.host + " " + why;
   {
     const std::lock_guard lock(mutex);
@@ -189,7 +189,7 @@ void RankCheck::Shared::tell_alone(const std::string& why) {
     if (result.contains("error")) text += " " + result["error"].get<std::string>();
   }
   write_all(STDERR_FILENO, "netcheck: " + text + "\n");
-  tell_torchrun(text);
+  report_to_torchrun(text);
   ::_exit(kFindings);
 }
 
@@ -213,13 +213,13 @@ RankCheck::Shared::Shared(c10::intrusive_ptr<c10d::Store> c10d_store, RankCheckO
       conclusion(store, options, received_signal),
       worker_store(store.another()) {}
 
-// Both connections are opened before any deadline starts.
+// Opens both connections before any deadline starts.
 void RankCheck::Shared::connect() {
   try {
     store.connect();
     worker_store.connect();
   } catch (const StoreLost& error) {
-    tell_alone(std::string("cannot use the Store: ") + error.what());
+    report_alone(std::string("cannot use the Store: ") + error.what());
   }
 }
 
@@ -249,12 +249,12 @@ void RankCheck::skip() {
 }
 
 int RankCheck::sequence() const noexcept {
-  return shared_->place.sequence;  // written by the worker alone
+  return shared_->place.sequence;  // written only by the worker
 }
 
 void RankCheck::launched() {
   {
-    // The supervisor is not woken: it would disturb what is being timed.
+    // Does not wake the supervisor, which would disturb the timing.
     const std::lock_guard lock(shared_->mutex);
     shared_->place.state = State::launched;
     ++shared_->place.launches;
@@ -324,7 +324,7 @@ std::vector<std::string> RankCheck::collect(const std::string& name) {
   std::vector<std::string> texts;
   auto& store = shared_->worker_store;
   for (int rank = 0; rank < shared_->options.world_size; ++rank) {
-    while (!store.has(of_rank(name, rank))) std::this_thread::sleep_for(kLook);
+    while (!store.has(of_rank(name, rank))) std::this_thread::sleep_for(kRankInterval);
     texts.push_back(store.get(of_rank(name, rank)));
   }
   return texts;
@@ -333,7 +333,7 @@ std::vector<std::string> RankCheck::collect(const std::string& name) {
 void RankCheck::meet() {
   auto& store = shared_->worker_store;
   if (store.count("came") == shared_->options.world_size) store.put("all_came", "");
-  while (!store.has("all_came")) std::this_thread::sleep_for(kLook);
+  while (!store.has("all_came")) std::this_thread::sleep_for(kRankInterval);
 }
 
 void RankCheck::finish() {
@@ -342,12 +342,12 @@ void RankCheck::finish() {
 
 void RankCheck::end_by_error(const std::string& error) {
   shared_->end_worker("error", error);
-  std::abort();  // not reached: only a rank that has finished returns
+  std::abort();  // unreachable: only a rank that has finished returns
 }
 
 void RankCheck::end_by_failure(const std::string& error) {
   shared_->end_worker("failed", error);
-  std::abort();  // not reached
+  std::abort();  // unreachable
 }
 
 // Waits for the supervisor, which ends the process unless all is well.

@@ -1,4 +1,4 @@
-// What one rank wrote at the end of a network check.
+// The result that one rank wrote at the end of a network check.
 #pragma once
 
 #include <map>
@@ -16,18 +16,18 @@ struct RankResult {
   std::string host;
   int local_rank = 0;
   bool has_answered = false;
-  std::string process;  // where it has not: "ended", "stopped", or "" (not known)
+  std::string process;  // if it wrote none: "ended", "stopped", or "" (unknown)
   std::string ended;
   std::string error;
   std::optional<Place> place;
   std::vector<std::string> device_failures;
-  int memory_tests_cut = 0;   // that did not go through all of the memory in their time
-  std::string computes_with;  // device and versions; equal: equal results
+  int memory_tests_cut = 0;                         // that did not cover all of the memory in time
+  std::string computes_with;                        // device and versions; equal: equal results
   std::map<std::string, std::string> fingerprints;  // of the self-test's results, by operator
   std::optional<double> own_seconds;
 };
 
-/// Of an entry of "ranks" (verdict.hpp). Throws what nlohmann::json throws, and std::out_of_range.
+/// From an entry of "ranks" (verdict.hpp). Throws nlohmann::json's errors, and std::out_of_range.
 [[nodiscard]] RankResult rank_result_of(const nlohmann::ordered_json& json);
 
 }  // namespace nanlocator::netcheck

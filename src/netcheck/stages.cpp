@@ -21,7 +21,7 @@ using Clock = std::chrono::steady_clock;
 using Json = nlohmann::ordered_json;
 
 constexpr int kTimedExchanges = 8;
-constexpr std::int64_t kSizeStep = 8;  // from one size to the next
+constexpr std::int64_t kSizeStep = 8;  // ratio of consecutive sizes
 constexpr std::int64_t kSmallest = 8;  // bytes
 
 double seconds_since(Clock::time_point start) {
@@ -41,8 +41,8 @@ std::string name_of(at::ScalarType dtype) {
   }
 }
 
-// What c10d throws where a backend lacks an operation or a dtype.
-bool says_unsupported(const std::string& error) {
+// Whether c10d's error says that a backend lacks an operation or a dtype.
+bool is_unsupported_error(const std::string& error) {
   for (const char* words : {"does not support", "not supported", "unsupported", "Unsupported",
                             "not implemented", "Invalid scalar type", "No backend type"}) {
     if (error.find(words) != std::string::npos) return true;
@@ -50,7 +50,7 @@ bool says_unsupported(const std::string& error) {
   return false;
 }
 
-// Of the whole message, in elements: at least one per rank, and a multiple of the ranks.
+// Elements of the whole message: at least one per rank, and a multiple of the ranks.
 std::int64_t numel_for(std::int64_t bytes, at::ScalarType dtype, int size) {
   const auto numel = bytes / static_cast<std::int64_t>(c10::elementSize(dtype));
   return std::max<std::int64_t>(1, numel / size) * size;
@@ -63,7 +63,7 @@ std::vector<std::int64_t> sizes_up_to(std::int64_t max_bytes) {
   return sizes;
 }
 
-// The drill: one element that is another number.
+// The drill: changes one element.
 void corrupt(at::Tensor& tensor, std::int64_t index) {
   auto element = tensor.flatten()[index % tensor.numel()];
   element.copy_(at::full({}, 123, tensor.options()) + element.nan_to_num());
@@ -73,7 +73,7 @@ std::string bytes_text(const CollectiveCase& c) {
   return size_text(static_cast<double>(c.numel) * static_cast<double>(c10::elementSize(c.dtype)));
 }
 
-// Puts a wrong element into the rank's result. `ranks`: the members of the case, global.
+// Adds a wrong element to the rank's result. `ranks`: the members of the case, global.
 void report(RankCheck& check, const WrongElement& wrong, const std::string& step,
             const std::string& group, const std::vector<int>& ranks) {
   const auto global = [&](const std::set<int>& members) {
@@ -115,7 +115,7 @@ class GroupCheck {
     const auto sizes = sizes_up_to(plan_.max_bytes);
     const int size = static_cast<int>(group_.ranks.size());
     for (std::size_t i = 0; i < sizes.size(); ++i) {
-      // Every root of a broadcast, in turn over the sizes; all of them with the smallest.
+      // The roots of a broadcast take turns over the sizes; with the smallest size, all of them.
       const int roots = collective == Collective::broadcast && i == 0 ? size : 1;
       for (int root = 0; root < roots; ++root) {
         CollectiveCase c{.collective = collective, .dtype = dtype};
@@ -147,7 +147,7 @@ class GroupCheck {
       if (is_timed) add_timing(c, seconds);
     } catch (const std::exception& error) {
       const auto text = first_line(error);
-      if (!says_unsupported(text)) check_.end_by_error(text);
+      if (!is_unsupported_error(text)) check_.end_by_error(text);
       check_.add("unsupported", std::string(netcheck::name_of(c.collective)) + " " +
                                     name_of(c.dtype) + " by " + check_.options().backend + " (" +
                                     text + ")");
@@ -155,14 +155,15 @@ class GroupCheck {
     check_.finished();
   }
 
-  // The best time of the repetitions; every one of them is compared.
+  // The best time of the repetitions; each one is compared.
   double exchange(const CollectiveCase& c, const std::string& name, int repetitions) {
     auto input = make_input(c).to(device_);
     const auto expected = make_expected(c);
     const auto* corruption = check_.corruption();
     if (corruption != nullptr && corruption->in_contribution) corrupt(input, c.rank);
     double best = std::numeric_limits<double>::infinity();
-    bool is_told = false;  // a wrong element does not end the case: the others count on this rank
+    bool is_reported =
+        false;  // a wrong element does not end the case: the other ranks need this one
     for (int repetition = 0; repetition < repetitions; ++repetition) {
       auto output = make_output(c, input);
       check_.before_launch();
@@ -173,7 +174,7 @@ class GroupCheck {
       if (repetition > 0) best = std::min(best, seconds_since(start));
       if (corruption != nullptr && !corruption->in_contribution) corrupt(output, c.seed);
       const auto wrong = find_wrong(c, output, expected);
-      if (wrong && !std::exchange(is_told, true)) {
+      if (wrong && !std::exchange(is_reported, true)) {
         report(check_, *wrong, name, group_.name(), group_.ranks);
       }
     }
@@ -205,7 +206,7 @@ void barrier(const CheckGroup& world, at::Device device) {
   finish({world.group->barrier(options)}, device);
 }
 
-// The time between the end of a barrier and the launch: a rank's own, nobody is waited for.
+// The time from the end of a barrier to the launch: the rank's own, without waiting for others.
 double own_seconds(RankCheck& check, const CheckGroup& world, at::Device device) {
   CollectiveCase c{
       .numel = numel_for(std::int64_t{1} << 16, at::kFloat, static_cast<int>(world.ranks.size()))};
@@ -225,8 +226,8 @@ double own_seconds(RankCheck& check, const CheckGroup& world, at::Device device)
   return best;
 }
 
-// Two ranks send to each other while the others wait at the barrier that follows: there and back,
-// as a send_recv of a group of two. The best time; every exchange is compared.
+// Two ranks send to each other while the others wait at the following barrier: there and back, as a
+// send_recv in a group of two. The best time; every exchange is compared.
 double exchange_seconds(RankCheck& check, const CheckGroup& world, const std::vector<int>& ends,
                         std::int64_t bytes, at::Device device) {
   CollectiveCase c{.collective = Collective::send_recv, .seed = check.sequence()};
@@ -239,7 +240,7 @@ double exchange_seconds(RankCheck& check, const CheckGroup& world, const std::ve
   std::vector<at::Tensor> sent{make_input(c).to(device)};
   if (corruption != nullptr && corruption->in_contribution) corrupt(sent[0], c.rank);
   double best = std::numeric_limits<double>::infinity();
-  bool is_told = false;
+  bool is_reported = false;
   for (int repetition = 0; repetition <= kTimedExchanges; ++repetition) {
     std::vector<at::Tensor> received{make_output(c, sent[0])};
     const auto start = Clock::now();
@@ -254,7 +255,7 @@ double exchange_seconds(RankCheck& check, const CheckGroup& world, const std::ve
     if (repetition > 0) best = std::min(best, seconds_since(start));
     if (corruption != nullptr && !corruption->in_contribution) corrupt(received[0], c.seed);
     const auto wrong = find_wrong(c, received[0], expected);
-    if (wrong && !std::exchange(is_told, true)) {
+    if (wrong && !std::exchange(is_reported, true)) {
       report(check, *wrong, "exchange fp32 " + bytes_text(c), "WORLD", ends);
     }
   }
@@ -273,7 +274,7 @@ std::vector<std::pair<int, int>> edges_of(Neighbours neighbours, int size) {
   return edges;
 }
 
-// A step that ends the check where it throws.
+// A step whose error ends the check.
 template <typename Work>
 void run_step(RankCheck& check, const Step& step, const Work& work) {
   check.enter(step);

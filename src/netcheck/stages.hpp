@@ -17,7 +17,7 @@ namespace nanlocator::netcheck {
 struct CheckGroup {
   std::string kind;                              // "WORLD", "tp"
   std::vector<int> ranks;                        // global
-  c10::intrusive_ptr<c10d::ProcessGroup> group;  // null where this rank is not a member
+  c10::intrusive_ptr<c10d::ProcessGroup> group;  // null if this rank is not a member
 
   [[nodiscard]] std::string name() const;  // "tp[4,5]", "WORLD"
 };
@@ -32,7 +32,7 @@ enum class Neighbours : std::uint8_t { ring, every_pair };
 
 void run_barrier(RankCheck& check, const CheckGroup& world, at::Device device);
 /// Every collective on one group, dtype by dtype, from 8 B to max_bytes; wrong elements and times
-/// go into the rank's result. Where this rank is no member, its steps are counted and skipped.
+/// go into the rank's result. If this rank is not a member, its steps are counted and skipped.
 void run_collectives(RankCheck& check, const CheckGroup& group, const CollectivePlan& plan,
                      at::Device device);
 /// Each rank's own time until it launches, and the exchange of two ranks while the others wait.

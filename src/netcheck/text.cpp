@@ -37,7 +37,7 @@ std::string rate_text(double bytes_per_second) {
                                  : format("%.3g MB/s", bytes_per_second / 1e6);
 }
 
-// The lines of torch-distributed-gpu-test.py, which people's scripts look for.
+// The lines of torch-distributed-gpu-test.py, which existing scripts parse.
 std::string rank_lines(const Json& verdict, const TextStyle& style) {
   std::string text;
   for (const auto& rank : verdict.at("per_rank")) {
@@ -57,7 +57,7 @@ std::string rank_lines(const Json& verdict, const TextStyle& style) {
 std::string collectives_table(const Json& verdict) {
   const auto& rows = verdict.at("collectives");
   if (rows.empty()) return "";
-  const auto& dtype = rows.front().at("dtype");  // the first one; all are in the JSON
+  const auto& dtype = rows.front().at("dtype");  // only the first dtype; all are in the JSON
   std::string text = "\n" +
                      format("%-17s %-8s %-6s %10s %12s %13s", "collective", "group", "dtype",
                             "latency", "size", "bus bandwidth") +

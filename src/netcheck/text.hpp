@@ -1,4 +1,4 @@
-// The verdict for people: one line per rank, the table of collectives, what was found, what to do.
+// The verdict as text: one line per rank, the table of collectives, the findings, the actions.
 #pragma once
 
 #include <string>
@@ -7,10 +7,10 @@
 namespace nanlocator::netcheck {
 
 struct TextStyle {
-  bool colour = false;  // ANSI colours: for a terminal only
+  bool colour = false;  // ANSI colours, for a terminal only
 };
 
-/// `verdict`: what make_verdict gave. Names of hosts and texts of errors are made printable.
+/// `verdict`: from make_verdict. Host names and error texts are made printable.
 [[nodiscard]] std::string format_verdict(std::string_view verdict, const TextStyle& style = {});
 
 }  // namespace nanlocator::netcheck

@@ -11,8 +11,8 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// A rank or an edge is slow where its best time is beyond both: what a busy host adds to a best
-// time of many is far less.
+// A rank or an edge is slow if its best time exceeds both limits; a busy host adds far less to a
+// best time of many.
 constexpr double kSlowFactor = 5;
 constexpr double kSlowSeconds = 0.010;
 

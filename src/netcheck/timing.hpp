@@ -1,4 +1,4 @@
-// How long things took, and what is far from the others.
+// Times, and outliers among them.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -6,15 +6,15 @@
 
 namespace nanlocator::netcheck {
 
-/// The lower one of two in the middle: a slow rank makes two edges slow. 0 of nothing.
+/// The lower of the two in the middle, because a slow rank makes two edges slow. 0 if empty.
 [[nodiscard]] double median_of(std::vector<double> values);
 
-/// `seconds`, the best of several, is far above the median of the others.
+/// Whether `seconds`, the best of several, is far above the median of the others.
 [[nodiscard]] bool is_slow(double seconds, double median);
 
 /// "collectives" of the verdict, from the "timings" of `ranks`: one row per collective, kind of
 /// group and dtype, with the latency of its smallest size and the bus bandwidth of its largest,
-/// medians over all ranks and groups, and who is far from them.
+/// medians over all ranks and groups, and the outliers.
 [[nodiscard]] nlohmann::ordered_json timing_table(const nlohmann::ordered_json& ranks);
 
 }  // namespace nanlocator::netcheck

@@ -44,8 +44,9 @@ void empty_device_cache(at::Device /*device*/) {
 #else
 
 std::uint64_t free_device_bytes(at::Device device) {
-  throw UnsupportedError("how much memory of " + device.str() +
-                         " is free is known with Torch 2.11 or newer, or in a build with CUDA");
+  throw UnsupportedError(
+      "how much memory of " + device.str() +
+      " is free is known only with Torch 2.11 or newer, or in a build with CUDA");
 }
 
 void empty_device_cache(at::Device /*device*/) {}

@@ -1,4 +1,4 @@
-// Where versions of Torch differ for the room `netcheck` (src/tensor/torch_versions.hpp).
+// Differences between versions of Torch for the room `netcheck` (src/tensor/torch_versions.hpp).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,21 +11,21 @@
 
 namespace nanlocator::netcheck {
 
-/// Of a device that is not the CPU. Throws UnsupportedError where this Torch, older than 2.11, is
-/// asked for another device's than CUDA's, or by a build without CUDA.
+/// For a device other than the CPU. Throws UnsupportedError with a Torch older than 2.11 for other
+/// devices than CUDA's, or in a build without CUDA.
 [[nodiscard]] std::uint64_t free_device_bytes(at::Device device);
-/// Gives what Torch's allocator keeps back to the device; does nothing where `free_device_bytes`
-/// throws.
+/// Returns the unused memory of Torch's allocator to the device; does nothing if
+/// `free_device_bytes` throws.
 void empty_device_cache(at::Device device);
 
-/// One tensor holds what all members bring or get, one behind the other: named *_single from 2.13
+/// One tensor holds all members' inputs or outputs, one after the other. Named *_single from 2.13
 /// on.
 using GroupWork = c10::intrusive_ptr<c10d::Work>;
 [[nodiscard]] GroupWork all_gather_single(c10d::ProcessGroup& group, at::Tensor& output,
                                           at::Tensor& input);
 [[nodiscard]] GroupWork reduce_scatter_single(c10d::ProcessGroup& group, at::Tensor& output,
                                               at::Tensor& input);
-/// Every member gets the same share of each other.
+/// Every member gets an equal share from each other member.
 [[nodiscard]] GroupWork all_to_all_single(c10d::ProcessGroup& group, at::Tensor& output,
                                           at::Tensor& input);
 

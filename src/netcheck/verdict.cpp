@@ -21,13 +21,13 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// Clocks further apart have broken runs: certificates, time stamps of checkpoints, logs in order.
+// Clocks further apart have broken runs: certificates, time stamps of checkpoints, order of logs.
 constexpr double kClockSeconds = 60;
 
 struct Finding {
   std::string kind;
   std::vector<int> ranks{};
-  bool is_separated = true;  // false: one of the ranks, or what lies between them
+  bool is_separated = true;  // false: one of the ranks, or the network between them
   std::vector<std::string> evidence{};
   std::string action{};
 };
@@ -117,7 +117,7 @@ class Explanation {
     });
     if (is_whole) return;
     if (blame_the_lost()) return;
-    if (blame_errors_of_their_own()) return;
+    if (blame_own_errors()) return;
     std::vector<Position> positions;
     for (const auto& rank : ranks_) {
       if (rank.ended == "finished" || !rank.place) continue;
@@ -134,7 +134,7 @@ class Explanation {
     return std::ranges::any_of(ranks, [&](int r) { return ranks_[r].ended == "deadline"; });
   }
 
-  // Those that no longer answer: everybody else's errors and waits follow from their end.
+  // Ranks that no longer answer: all other errors and waits are their consequence.
   bool blame_the_lost() {
     std::vector<int> waiting;
     for (const auto& rank : ranks_) {
@@ -169,7 +169,7 @@ class Explanation {
   }
 
   // An exception that is not about a peer: that rank left, and the others wait for it.
-  bool blame_errors_of_their_own() {
+  bool blame_own_errors() {
     bool is_any = false;
     for (const auto& rank : ranks_) {
       if (rank.ended != "failed") continue;
@@ -298,7 +298,7 @@ class Explanation {
     return difference.at("what") == "clock" && difference.value("seconds", 0.0) <= kClockSeconds;
   }
 
-  // What differs without being a fault.
+  // Differences that are no fault.
   [[nodiscard]] std::vector<std::string> notes() const {
     std::vector<std::string> notes;
     for (const auto& difference : results_.value("differences", Json::array())) {
@@ -329,7 +329,7 @@ class Explanation {
         most = std::max(most, holders.size());
       }
       for (const auto& [value, holders] : difference.at("values").items()) {
-        if (holders.size() == most && with_most == 1) continue;  // what most have
+        if (holders.size() == most && with_most == 1) continue;  // the majority's value
         for (const int rank : holders) ranks.insert(rank);
       }
       finding.evidence.push_back(text_of(difference));
@@ -405,7 +405,7 @@ class Explanation {
     for (const auto& finding : findings_) {
       for (const int rank : finding.ranks) {
         const auto& host = ranks_.at(rank).host;
-        if (finding.kind == "version skew") continue;  // its host wants another installation only
+        if (finding.kind == "version skew") continue;  // its host only needs another installation
         if (!host.empty() && hosts.insert(host).second) verdict["hosts"].push_back(host);
       }
       verdict["findings"].push_back({{"kind", finding.kind},
@@ -435,7 +435,7 @@ class Explanation {
     return verdict;
   }
 
-  // What NCCL's own documentation (Environment Variables) offers to find out more.
+  // Suggestions from NCCL's documentation (Environment Variables) for further diagnosis.
   [[nodiscard]] std::vector<std::string> hints() const {
     const bool is_nccl_error = std::ranges::any_of(ranks_, [](const RankResult& rank) {
       return rank.error.find("NCCL") != std::string::npos;

@@ -1,4 +1,4 @@
-// In: what all ranks saw. Out: one verdict. No Torch, no process: JSON to JSON, so that the
+// In: the results of all ranks. Out: one verdict. No Torch, no process: JSON to JSON, so that the
 // reporting rank, the tests and a person with a file can do the same.
 //
 // In:  {"world_size": 8, "backend": "gloo", "seconds": 6.1,
@@ -17,10 +17,10 @@
 
 namespace nanlocator::netcheck {
 
-/// Throws FormatError where `results` are not in the form above.
+/// Throws FormatError if `results` are not in the form above.
 [[nodiscard]] std::string make_verdict(std::string_view results);
 
-/// "hang: rank 5 on host a17 reached ...", of what make_verdict gave.
+/// "hang: rank 5 on host a17 reached ...", for a verdict of make_verdict.
 [[nodiscard]] std::string headline_of(std::string_view verdict);
 
 }  // namespace nanlocator::netcheck

@@ -1,4 +1,4 @@
-// Text to an open file, bypassing the buffers of stdio: the process may end by _exit.
+// Writes text to an open file, bypassing the buffers of stdio: the process may end by _exit.
 #pragma once
 
 #include <unistd.h>
@@ -8,7 +8,7 @@
 
 namespace nanlocator::netcheck {
 
-/// False, and errno, where the rest cannot be written.
+/// False, with errno, if the rest cannot be written.
 inline bool write_all(int file, std::string_view text) {
   while (!text.empty()) {
     const auto written = ::write(file, text.data(), text.size());

@@ -13,7 +13,7 @@ Position at(int rank, int sequence, State state, std::vector<int> group) {
   return {rank, {"collectives", "all_reduce", "", std::move(group), sequence, state, 0}, true};
 }
 
-TEST(FindHoldups, BlamesTheRankThatNeverLaunchedWhatTheOthersWaitIn) {
+TEST(FindHoldups, BlamesTheRankThatNeverLaunchedTheOthersStep) {
   const std::vector<int> world = {0, 1, 2};
   const auto holdups =
       find_holdups({at(0, 4, State::launched, world), at(1, 4, State::entered, world),
@@ -33,7 +33,7 @@ TEST(FindHoldups, FollowsAChainOfWaitsOverTwoGroupsToItsEnd) {
   EXPECT_THAT(holdups[0].waiting, ElementsAre(0, 1));
 }
 
-TEST(FindHoldups, BlamesTheOneThatDidNotReturnWhereTheOthersWentOn) {
+TEST(FindHoldups, BlamesTheOneThatDidNotReturnIfTheOthersContinued) {
   const std::vector<int> pair = {4, 5};
   const auto holdups =
       find_holdups({at(4, 8, State::launched, pair), at(5, 7, State::launched, pair)});
@@ -64,7 +64,7 @@ TEST(FindHoldups, DoesNotChooseAmongRanksThatAllLaunchedAndNeverReturned) {
   EXPECT_THAT(holdups[0].waiting, IsEmpty());
 }
 
-TEST(FindHoldups, BlamesTheRankThatIsGoneForThoseThatLaunchedWithIt) {
+TEST(FindHoldups, BlamesADeadRankForThoseThatLaunchedWithIt) {
   const std::vector<int> world = {0, 1, 2};
   auto gone = at(2, 7, State::launched, world);
   gone.is_alive = false;
@@ -93,11 +93,11 @@ TEST(SuspectsOf, SeveralReceiversThatAllSeeItBlameTheSenders) {
   EXPECT_THAT(suspects_of({1, 2}, {0, 1, 2}, {0, 1, 2}), ElementsAre(Candidates{1, 2}));
 }
 
-TEST(SuspectsOf, AReceiverAmongOthersThatGotItRightStandsForItself) {
+TEST(SuspectsOf, AReceiverAmongOthersThatGotItRightIsItsOwnSuspect) {
   EXPECT_THAT(suspects_of({3}, {0, 1, 2, 3}, {1}), ElementsAre(Candidates{1}));
 }
 
-TEST(SuspectsOf, TheOnlyReceiverCannotBeToldFromItsSender) {
+TEST(SuspectsOf, TheOnlyReceiverCannotBeSeparatedFromItsSender) {
   EXPECT_THAT(suspects_of({3}, {1}, {1}), ElementsAre(Candidates{1, 3}));
   EXPECT_THAT(suspects_of({1}, {1}, {1}), ElementsAre(Candidates{1}));  // to itself
 }

@@ -17,7 +17,7 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-/// Changes element `index` of one result to what `change` makes of it.
+/// Applies `change` to element `index` of one result.
 AfterOperator changed(const std::string& name, const std::string& dtype, int in_repeat,
                       std::int64_t index, double (*change)(double)) {
   return [=](const std::string& now, const std::string& now_dtype, int repeat,
@@ -43,7 +43,7 @@ TEST(ComputeCheck, FindsNothingOnThisMachineAndTheSameFingerprintsTwice) {
   EXPECT_EQ(distinct.size(), first.operators.size());
 }
 
-TEST(ComputeCheck, ItsBoundsAreNotSoWideThatTheErrorsOfTheFormatVanishInThem) {
+TEST(ComputeCheck, ItsBoundsAreNarrowEnoughToShowTheFormatsErrors) {
   // The last rounding alone uses up to one unit roundoff: half a bound is reached somewhere in
   // every operator whose bound is little more than that rounding.
   for (const auto& checked : check_compute(at::kCPU).operators) {
@@ -55,7 +55,7 @@ TEST(ComputeCheck, ItsBoundsAreNotSoWideThatTheErrorsOfTheFormatVanishInThem) {
 TEST(ComputeCheck, NamesTheOperatorTheFormatTheElementAndTheBound) {
   const auto outcome = check_compute(
       at::kCPU, changed("gemm", "float32", 0, 2 * 128 + 5, [](double x) { return x + 0.01; }));
-  // The repeats are right, so that the first result also differs from them.
+  // The repetitions are right, so the first result also differs from them.
   ASSERT_EQ(outcome.failures.size(), 2u);
   EXPECT_THAT(outcome.failures[0],
               AllOf(HasSubstr("gemm in float32: 1 of 12288 elements are wrong, the first at "
@@ -65,7 +65,7 @@ TEST(ComputeCheck, NamesTheOperatorTheFormatTheElementAndTheBound) {
               HasSubstr("differs from its first result in re-run 1 at [0, 2, 5]"));
 }
 
-TEST(ComputeCheck, FindsOneUnitInTheLastPlaceThatARepeatHasMore) {
+TEST(ComputeCheck, FindsARepetitionThatDiffersByOneUnitInTheLastPlace) {
   const auto outcome = check_compute(
       at::kCPU, changed("tanh", "float32", 3, 17, [](double x) { return x * (1 + 0x1p-23); }));
   ASSERT_EQ(outcome.failures.size(), 1u);
@@ -80,7 +80,8 @@ TEST(ComputeCheck, FindsAWrongElementInEachOperatorAndFormat) {
       [&](const std::string& name, const std::string& dtype, int, const at::Tensor& result) {
         planted.emplace(name, dtype);
         auto element = result.flatten()[result.numel() - 1];
-        element.fill_(element.item<double>() * 1.25);  // in all repeats: only the reference tells
+        element.fill_(element.item<double>() *
+                      1.25);  // in all repetitions: only the reference shows it
       });
   EXPECT_EQ(planted.size(), 9u * 4u);
   EXPECT_EQ(outcome.failures.size(), planted.size());
@@ -95,7 +96,7 @@ TEST(ComputeCheck, ANanIsWrong) {
                                          HasSubstr("is NaN instead of")));
 }
 
-TEST(ComputeCheck, TurnsReducedPrecisionOffMeanwhileAndOnAgain) {
+TEST(ComputeCheck, TurnsReducedPrecisionOffAndRestoresIt) {
   constexpr auto kUse = Float32Use::mkldnn_matmul;
   const auto before = float32_precision(kUse);
   set_float32_precision(kUse, "bf16");
@@ -111,7 +112,7 @@ TEST(ComputeCheck, TurnsReducedPrecisionOffMeanwhileAndOnAgain) {
   EXPECT_TRUE(outcome.is_right());
 }
 
-TEST(ComputeCheck, WhatTheDeviceThrowsIsTheLastFailure) {
+TEST(ComputeCheck, AnErrorOfTheDeviceIsTheLastFailure) {
   const auto outcome = check_compute(
       at::kCPU, [](const std::string& name, const std::string&, int, const at::Tensor&) {
         if (name == "norm") throw Error("an illegal memory access was encountered\nand more");
@@ -121,7 +122,7 @@ TEST(ComputeCheck, WhatTheDeviceThrowsIsTheLastFailure) {
   EXPECT_EQ(outcome.operators.size(), 3u * 4u);
 }
 
-TEST(ComputeCheck, RefusesADeviceThatItDoesNotKnow) {
+TEST(ComputeCheck, RefusesAnUnsupportedDevice) {
   EXPECT_THROW((void)check_compute(at::Device(at::kMeta)), UsageError);
 }
 

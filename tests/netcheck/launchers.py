@@ -1,5 +1,5 @@
-"""Processes that `python -m nanlocator.netcheck` and torchrun would have started, forked from one that has
-imported what these import. Their own fork server, too, is forked."""
+"""Processes that `python -m nanlocator.netcheck` and torchrun would start, forked from one that has done
+their imports. Their own fork server is forked, too."""
 
 import multiprocessing.forkserver
 import multiprocessing.process
@@ -19,18 +19,18 @@ _server = RankServer("nanlocator.netcheck.run", "torch.distributed.run")
 def run_netcheck(
     *options: str, processes: int = 1, stdout: Path | None = None, **variables: str
 ) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of each of `processes` that start with the same command line, in which
-    `{port}` is a free one."""
+    """(exit code, stdout, stderr) of each of `processes` with the same command line, in which `{port}` is
+    replaced by a free one."""
     return _server.run_programs(processes, _netcheck, options, stdout, variables)
 
 
 def run_ranks_by_hand(world_size: int, *options: str) -> list[tuple[int, str, str]]:
-    """Nobody but the environment has launched them: the Store is in rank 0."""
+    """Ranks without a launcher, described by the environment: the Store is in rank 0."""
     return _server.run_programs(world_size, _rank_by_hand, options)
 
 
 def run_torchrun(world_size: int, *options: str) -> tuple[int, str, str]:
-    """torchrun, whose ranks are forks and no interpreters of their own."""
+    """torchrun, whose ranks are forks instead of separate interpreters."""
     (ended,) = _server.run_programs(1, _torchrun, world_size, options)
     return ended
 
@@ -80,9 +80,9 @@ def _run_module(options: list[str] | tuple[str, ...]) -> None:
 
 
 def _start_fork_server() -> None:
-    """The one of multiprocessing in this process, which has no threads yet: a fork of it."""
+    """Starts multiprocessing's fork server as a fork of this process, which has no threads yet."""
     multiprocessing.process.current_process()._config["daemon"] = False  # it may start processes
-    multiprocessing.process._parent_process = None  # as where a shell has started it
+    multiprocessing.process._parent_process = None  # as if started by a shell
 
     def fork(_executable: bytes, arguments: list[str], kept: list[int]) -> int:
         if pid := os.fork():

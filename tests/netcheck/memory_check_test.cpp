@@ -12,7 +12,7 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-constexpr double kLong = 600;  // seconds; a check that is through does not wait for them
+constexpr double kLong = 600;  // seconds; a check that is done does not wait for them
 
 /// Flips bit 41 of word 12345 of the first chunk before `test` reads it.
 AfterWrite flipped(const std::string& test) {
@@ -21,7 +21,7 @@ AfterWrite flipped(const std::string& test) {
   };
 }
 
-TEST(MemoryCheck, RunsEveryTestOverAllOfItOnThisMachine) {
+TEST(MemoryCheck, RunsEveryTestOverTheWholeMemoryOnThisMachine) {
   std::vector<std::string> ran;
   std::int64_t words = 0;
   const auto outcome = check_memory(
@@ -68,14 +68,14 @@ TEST(MemoryCheck, FindsTwoAddressesThatShareACell) {
                         "0x0000000000001000"));
 }
 
-TEST(MemoryCheck, StopsInTimeAndSaysHowFarItCame) {
+TEST(MemoryCheck, StopsInTimeAndSaysHowFarItGot) {
   const auto outcome = check_memory(at::kCPU, 0, 0.001);
   EXPECT_TRUE(outcome.is_right());
   EXPECT_THAT(outcome.completed, ElementsAre());
   EXPECT_LT(outcome.bytes, 64u << 20);
 }
 
-TEST(MemoryCheck, WhatTheDeviceThrowsIsAFailure) {
+TEST(MemoryCheck, AnErrorOfTheDeviceIsAFailure) {
   const auto outcome =
       check_memory(at::kCPU, 0, kLong, [](const std::string&, const std::vector<at::Tensor>&) {
         throw Error("uncorrectable ECC error encountered\nand more");
@@ -84,7 +84,7 @@ TEST(MemoryCheck, WhatTheDeviceThrowsIsAFailure) {
                                             "ECC error encountered"));
 }
 
-TEST(MemoryCheck, RefusesWhatCannotBeMeant) {
+TEST(MemoryCheck, RefusesInvalidArguments) {
   EXPECT_THROW((void)check_memory(at::kCPU, -0.1, kLong), UsageError);
   EXPECT_THROW((void)check_memory(at::kCPU, 0.96, kLong), UsageError);
   EXPECT_THROW((void)check_memory(at::kCPU, 0, 0), UsageError);

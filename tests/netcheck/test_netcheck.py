@@ -1,6 +1,6 @@
 """The network check on gloo processes: healthy machines, and every fault of the drill.
 
-tools/bench drill tells how often each is found.
+tools/bench drill measures how often each is found.
 """
 
 import itertools
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import pytest
 from launchers import run_netcheck, run_ranks_by_hand, run_torchrun
 
-DEADLINE = 6  # seconds, of a step
-DEADLINE_OF_HANGS = 3  # that are waited for
+DEADLINE = 6  # seconds per step
+DEADLINE_OF_HANGS = 3  # for steps that hang
 START_AND_END = 60  # seconds: processes that import torch on a busy machine, and torchrun's end
 COLLECTIVES = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send_recv"]
 
@@ -41,7 +41,7 @@ def netcheck(world_size: int, *options: str) -> Outcome:
 
 
 def under_torchrun(world_size: int, *options: str) -> Outcome:
-    """Its ranks are interpreters of their own."""
+    """Each rank is a separate interpreter."""
     command = [*TORCHRUN, "--nproc-per-node", str(world_size), "-m", "nanlocator.netcheck", *QUICK]
     start = time.monotonic()
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=2 * START_AND_END)
@@ -63,12 +63,12 @@ def alone(*options: str, **variables: str) -> tuple[int, str, str]:
 
 
 def hung_netcheck(world_size: int, *options: str) -> Outcome:
-    """The last --deadline counts."""
+    """Of several --deadline options the last one counts."""
     return netcheck(world_size, "--inject", "hang", "--deadline", str(DEADLINE_OF_HANGS), *options)
 
 
 def require(outcome: Outcome, verdict: str, rank: int) -> dict[str, Any]:
-    """The fault is found, on that rank alone; its finding."""
+    """Requires that the fault is found on that rank alone; returns the finding."""
     assert outcome.verdict is not None, outcome.text
     assert (outcome.verdict["verdict"], outcome.verdict["ranks"]) == (verdict, [rank]), outcome.text
     broken = [line["rank"] for line in outcome.verdict["per_rank"] if not line["is_ok"]]
@@ -107,7 +107,7 @@ def test_every_dtype_and_every_pair_can_be_checked_on_odd_numbers_of_ranks():
 # --- the drill ---------------------------------------------------------------------------------------
 
 
-# A wrong contribution is seen by all ranks after a sum, and by the receivers after a copy.
+# After a sum all ranks see a wrong contribution; after a copy, the receivers do.
 WRONG_IN_USUAL_RUN = {
     *[("result", collective) for collective in ("all_reduce", "reduce_scatter", "all_gather", "broadcast")],
     *[("contribution", collective) for collective in ("all_reduce", "all_to_all", "send_recv")],

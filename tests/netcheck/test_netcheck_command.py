@@ -1,4 +1,4 @@
-"""`nanlocator netcheck`, the command: what a person types, sees and gets as exit status."""
+"""The command `nanlocator netcheck`: its arguments, output and exit status."""
 
 import contextlib
 import io

@@ -196,7 +196,7 @@ def test_nvlink_errors_are_read_by_link():
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Commands of the test's own, and the GPU that Torch would describe."""
+    """The test's own commands, and the GPU that Torch would describe."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     properties = SimpleNamespace(
         uuid=FIRST_GPU.removeprefix("GPU-"), pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0
@@ -313,7 +313,7 @@ def test_the_slurm_script_is_valid_and_hands_the_arguments_on_whole(tmp_path):
 
 
 def run_with_stand_ins(script, folder):
-    """The words that Python would have been given on a node."""
+    """The words that Python would receive on a node."""
     for name, body in {
         "srun": 'shift; exec "$@"',
         "scontrol": "printf 'a17\\na18\\n'",

@@ -46,7 +46,7 @@ TEST(NetcheckVerdict, RanksThatAllFinishedAreHealthy) {
   EXPECT_TRUE(verdict["hosts"].empty());
 }
 
-TEST(NetcheckVerdict, AHangNamesTheRankItsHostTheGroupAndWhoWaits) {
+TEST(NetcheckVerdict, AHangNamesTheRankItsHostTheGroupAndTheWaitingRanks) {
   auto results = run_of(8);
   for (const int rank : {4, 5}) {
     auto& each = results["ranks"][rank];
@@ -79,13 +79,13 @@ TEST(NetcheckVerdict, ADeadRankExplainsTheErrorsOfTheOthers) {
   EXPECT_THAT(verdict["findings"][0]["evidence"][0], HasSubstr("has ended inside all_reduce"));
 }
 
-TEST(NetcheckVerdict, ARankThatWasOnlyToldToStopIsNotBlamed) {
+TEST(NetcheckVerdict, ARankThatOnlyReceivedASignalIsNotBlamed) {
   auto results = run_of(4);
   for (const int rank : {0, 1}) {
     results["ranks"][rank]["ended"] = "deadline";
     results["ranks"][rank]["place"] = place("tp[0,1]", {0, 1}, rank == 0 ? "launched" : "entered");
   }
-  for (const int rank : {2, 3}) {  // busy with a step of their own when the end was called for
+  for (const int rank : {2, 3}) {  // busy with a step of their own when the end was requested
     results["ranks"][rank]["ended"] = "stopped";
     results["ranks"][rank]["place"] = place("tp[2,3]", {2, 3}, "launched");
   }
@@ -94,7 +94,7 @@ TEST(NetcheckVerdict, ARankThatWasOnlyToldToStopIsNotBlamed) {
   EXPECT_EQ(verdict["findings"].size(), 1U);
 }
 
-TEST(NetcheckVerdict, ARunThatASignalEndedIsInterruptedAndNobodyIsBlamed) {
+TEST(NetcheckVerdict, ARunThatASignalEndedIsInterruptedWithoutBlame) {
   auto results = run_of(2);
   for (auto& rank : results["ranks"]) {
     rank["ended"] = "signal";
@@ -119,17 +119,17 @@ TEST(NetcheckVerdict, AWrongElementThatAllReceiversSeeBlamesItsSender) {
   EXPECT_EQ(verdict["ranks"], Json({2}));
 }
 
-TEST(NetcheckVerdict, TheVersionThatFewHaveIsTheSkew) {
+TEST(NetcheckVerdict, TheRareVersionIsTheSkew) {
   auto results = run_of(4);
   results["differences"].push_back(
       {{"what", "torch"}, {"values", {{"2.11.0", {0, 1, 2}}, {"2.10.0", {3}}}}});
   const auto verdict = verdict_of(results);
   EXPECT_EQ(verdict["verdict"], "version skew");
   EXPECT_EQ(verdict["ranks"], Json({3}));
-  EXPECT_TRUE(verdict["hosts"].empty());  // it wants another installation, not another host
+  EXPECT_TRUE(verdict["hosts"].empty());  // it needs another installation, not another host
 }
 
-TEST(NetcheckVerdict, TwoVersionsThatEquallyManyHaveAccuseNobodyAlone) {
+TEST(NetcheckVerdict, TwoEquallyCommonVersionsBlameNoSingleRank) {
   auto results = run_of(2);
   results["differences"].push_back(
       {{"what", "torch"}, {"values", {{"2.11.0", {0}}, {"2.10.0", {1}}}}});
@@ -159,7 +159,7 @@ TEST(NetcheckVerdict, OneSlowEdgeNamesBothEnds) {
   EXPECT_EQ(verdict["findings"][0]["separated"], false);
 }
 
-TEST(NetcheckVerdict, SomeMillisecondsOfABusyHostAreNoFinding) {
+TEST(NetcheckVerdict, SomeMillisecondsOfABusyHostAreNotAFinding) {
   auto results = run_of(4);
   results["ranks"][1]["own_seconds"] = 0.009;
   EXPECT_EQ(verdict_of(results)["verdict"], "healthy");
@@ -189,7 +189,7 @@ Json run_with_fingerprints(const std::vector<std::string>& fingerprints) {
   return results;
 }
 
-TEST(NetcheckVerdict, ADeviceWithOtherBitsThanMostOfItsKindIsFaulty) {
+TEST(NetcheckVerdict, ADeviceThatDiffersFromMostOfItsKindIsFaulty) {
   const auto verdict = verdict_of(run_with_fingerprints({"a", "a", "b", "a"}));
   EXPECT_EQ(verdict["verdict"], "faulty device");
   EXPECT_EQ(verdict["ranks"], Json({2}));
@@ -197,14 +197,14 @@ TEST(NetcheckVerdict, ADeviceWithOtherBitsThanMostOfItsKindIsFaulty) {
               HasSubstr("gemm in float32 gives other bits than on ranks 0-1, 3"));
 }
 
-TEST(NetcheckVerdict, TwoDevicesWithDifferentBitsAccuseNobodyAlone) {
+TEST(NetcheckVerdict, TwoDevicesWithDifferentBitsBlameNoSingleRank) {
   const auto verdict = verdict_of(run_with_fingerprints({"a", "b"}));
   EXPECT_EQ(verdict["ranks"], Json({0, 1}));
   EXPECT_EQ(verdict["findings"][0]["separated"], false);
   EXPECT_THAT(verdict["findings"][0]["action"], HasSubstr("may be faulty"));
 }
 
-TEST(NetcheckVerdict, OperatorsThatTellTheSameAreOneLineOfEvidence) {
+TEST(NetcheckVerdict, OperatorsWithTheSameFindingAreOneLineOfEvidence) {
   auto results = run_with_fingerprints({"a", "b"});
   for (const int rank : {0, 1}) {
     auto& fingerprints = results["ranks"][rank]["fingerprints"];
@@ -218,7 +218,7 @@ TEST(NetcheckVerdict, OperatorsThatTellTheSameAreOneLineOfEvidence) {
                   "0-1, though all compute with H100, torch 2.11"}));
 }
 
-TEST(NetcheckVerdict, MemoryThatThereWasNoTimeForIsANote) {
+TEST(NetcheckVerdict, MemoryThatTheTimeDidNotCoverIsANote) {
   auto results = run_of(3);
   for (const int rank : {0, 1}) results["ranks"][rank]["memory_tests_cut"] = 3 - rank;
   const auto verdict = verdict_of(results);
@@ -264,7 +264,7 @@ TEST(NetcheckVerdict, NcclErrorsComeWithHints) {
   EXPECT_TRUE(verdict_of(run_of(2))["hints"].empty());
 }
 
-TEST(NetcheckVerdict, WhatIsNoResultIsAFormatError) {
+TEST(NetcheckVerdict, AnInvalidResultIsAFormatError) {
   EXPECT_THROW((void)make_verdict("{"), FormatError);
   EXPECT_THROW((void)make_verdict(R"({"ranks": [{"rank": 0}]})"), FormatError);
 }
