@@ -82,7 +82,7 @@ Arguments search(std::vector<std::string> words) {
   return read(words);
 }
 
-/// The message, without the end that each has.
+/// The message, without the end that all have.
 std::string refusal(const std::function<Arguments()>& call, const std::string& name) {
   try {
     (void)call();
@@ -137,7 +137,7 @@ TEST(ArgumentsOfACommand, HelpIsAskedForAtEveryLevel) {
 
 // --- options ------------------------------------------------------------------------------------
 
-TEST(ArgumentsOfACommand, OptionsStandBeforeBetweenAndBehindPositionals) {
+TEST(ArgumentsOfACommand, OptionsMayComeBeforeBetweenAndAfterPositionals) {
   for (const auto& given :
        {search({"--all", "--label", "x", "a", "b"}), search({"a", "--label=x", "b", "--all"}),
         search({"a", "b", "--all", "--label", "x"})}) {
@@ -190,8 +190,8 @@ TEST(ArgumentsOfACommand, AWrongOptionIsNamedWithTheNearestOne) {
   EXPECT_EQ(refusal_of_search({"-3"}), "unknown option -3");
 }
 
-// getopt_long by itself takes an abbreviation that only one option begins with.
-TEST(ArgumentsOfACommand, AnAbbreviationIsRefusedThoughOnlyOneOptionBeginsWithIt) {
+// getopt_long itself accepts an unambiguous abbreviation.
+TEST(ArgumentsOfACommand, AnAbbreviationIsRefusedEvenIfItIsUnambiguous) {
   EXPECT_EQ(refusal_of_search({"a", "--al"}), "unknown option --al (did you mean --all?)");
   EXPECT_EQ(refusal_of_search({"a", "--col=red"}), "unknown option --col (did you mean --colour?)");
   EXPECT_EQ(refusal_of_search({"--he"}), "unknown option --he (did you mean --help?)");
@@ -235,7 +235,7 @@ TEST(ArgumentsOfACommand, AChoiceIsOneOfItsWords) {
             "--colour octarine: expected red, green or blue");
 }
 
-TEST(ArgumentsOfACommand, AnOptionalValueStandsBehindAnEqualsSign) {
+TEST(ArgumentsOfACommand, AnOptionalValueFollowsAnEqualsSign) {
   const auto bare = search({"--page", "a"});
   EXPECT_TRUE(bare.has("--page"));
   EXPECT_EQ(bare.text("--page"), "");
@@ -250,14 +250,14 @@ TEST(ArgumentsOfACommand, AnOptionalValueWithoutTheSignIsRefusedWithWhatToType) 
             "unexpected argument \"b\" (did you mean --page=x.html?)");
   EXPECT_EQ(refusal_of_search({"a", "b", "--page", "x.html"}),
             "unexpected argument \"x.html\" (did you mean --page=x.html?)");
-  // A number is no folder, though it is the only argument.
+  // A number is not a folder, even if it is the only argument.
   EXPECT_EQ(refusal_of_search({"--every", "1"}),
             "unexpected argument \"1\" (did you mean --every=1?)");
   EXPECT_EQ(search({"--every", "--", "1"}).text("FROM"), "1");
   EXPECT_EQ(search({"--page=y", "a", "b"}).text("TO"), "b");
 }
 
-TEST(ArgumentsOfACommand, ARepeatedOptionTakesTheWordsBehindItThatHaveItsForm) {
+TEST(ArgumentsOfACommand, ARepeatedOptionTakesTheFollowingValidWords) {
   const auto given = search({"a", "--even", "2", "4", "b", "--even=6", "8"});
   EXPECT_THAT(given.texts("--even"), ElementsAre("2", "4", "6", "8"));
   EXPECT_EQ(given.text("TO"), "b");
@@ -287,7 +287,7 @@ TEST(ArgumentsOfACommand, ACommandLineLeavesNothingBehindForTheNext) {
   EXPECT_EQ(search({"d"}).text("FROM"), "d");
 }
 
-TEST(ArgumentsOfACommand, ANameThatIsNotInTheTableIsAMistakeOfTheProgram) {
+TEST(ArgumentsOfACommand, ANameThatIsNotInTheTableIsALogicError) {
   EXPECT_THROW((void)search({"a"}).has("--none"), std::logic_error);
   EXPECT_THROW((void)search({"a"}).text("--none"), std::logic_error);
 }

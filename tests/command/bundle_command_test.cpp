@@ -66,7 +66,7 @@ TEST_F(BundleCommand, ListsTheBundlesOfARunInTheOrderOfTheSteps) {
   EXPECT_EQ(json["bundles"][1]["kind"], "nan_from_inf");
 }
 
-TEST_F(BundleCommand, ListsWhatItCanReadAndNamesTheRest) {
+TEST_F(BundleCommand, ListsReadableBundlesAndNamesTheOthers) {
   const std::string good = write();
   const std::string bad = write();
   std::ofstream(bad + "/bundle.json") << "{";
@@ -78,7 +78,7 @@ TEST_F(BundleCommand, ListsWhatItCanReadAndNamesTheRest) {
                                 HasSubstr(".partial-step1-7: left behind")));
 }
 
-TEST_F(BundleCommand, ListsNothingWhereNothingIs) {
+TEST_F(BundleCommand, ListsNothingInAnEmptyFolder) {
   const auto result = run_command({"bundle", "ls", folder_.path()});
   EXPECT_EQ(result.exit_code, 0);
   EXPECT_THAT(result.out, StartsWith("no readable bundle in "));
@@ -171,7 +171,7 @@ TEST_F(BundleCommand, ATextInABundleCannotSteerTheTerminal) {
   }
 }
 
-TEST_F(BundleCommand, AViewThatClaimsMoreElementsThanAnyoneCouldCountIsNotScanned) {
+TEST_F(BundleCommand, AViewThatClaimsTooManyElementsIsNotScanned) {
   planted_.bundle.operator_call->arguments = {
       tensor_value(planted_tensor("output.0", {std::int64_t{1} << 40, 4}, {0, 1}))};
   const std::string path = write();
@@ -188,7 +188,7 @@ TEST_F(BundleCommand, ShowsAComplexTensorWhateverTheStrideOfAnAxisWithOneElement
   EXPECT_EQ(named(values, "argument[0]")["stats"]["pos_inf"], 1);
 }
 
-TEST_F(BundleCommand, WhatIsNoBundleIsWrongUse) {
+TEST_F(BundleCommand, AFolderWithoutABundleIsWrongUse) {
   for (const std::string path : {std::string("missing"), folder_.path().string()}) {
     const auto result = run_command({"bundle", "show", path});
     EXPECT_EQ(result.exit_code, 2);
@@ -203,7 +203,7 @@ TEST_F(BundleCommand, WhatIsNoBundleIsWrongUse) {
 
 // ---- verify ----
 
-TEST_F(BundleCommand, VerifyTellsGoodBundlesFromDamagedOnes) {
+TEST_F(BundleCommand, VerifyDistinguishesGoodFromDamagedBundles) {
   const std::string good = write();
   EXPECT_EQ(run_command({"bundle", "verify", good}).out, good + ": intact\n");
   const std::string bad = write();
@@ -247,7 +247,7 @@ TEST_F(BundleCommand, DiffCountsDifferingElementsAndShowsTheFirst) {
 }
 
 TEST_F(BundleCommand, DiffSeesThroughStridesButNamesThem) {
-  PlantedBundle dense;  // the same [Inf 7; 4 8], row after row
+  PlantedBundle dense;  // the same [Inf 7; 4 8], row by row
   dense.self[2] = std::numeric_limits<float>::infinity();
   dense.self[3] = 7;
   dense.self[4] = 4;
@@ -262,7 +262,7 @@ TEST_F(BundleCommand, DiffSeesThroughStridesButNamesThem) {
   EXPECT_EQ(differences[0]["left"], "[1, 4]");
 }
 
-TEST_F(BundleCommand, DiffTellsOneNanFromAnother) {
+TEST_F(BundleCommand, DiffDistinguishesNanPayloads) {
   PlantedBundle other;
   other.output[1] = std::bit_cast<float>(0x7fc00001U);
   const auto result = run_command({"bundle", "diff", write(), write(other)});

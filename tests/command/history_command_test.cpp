@@ -24,7 +24,7 @@ using ::testing::StartsWith;
 
 constexpr float kUnseen = std::numeric_limits<float>::quiet_NaN();
 
-/// Three parameters over some steps: one grows by seven decades, one stays, one falls.
+/// Three parameters over some steps: one grows by seven decades, one is constant, one falls.
 History planted(int rank, std::int64_t last = 108, int steps = 8) {
   History history;
   history.run_id = "monday";
@@ -63,7 +63,7 @@ class HistoryCommand : public ::testing::Test {
   TemporaryFolder folder_;
 };
 
-TEST_F(HistoryCommand, PlotsAParameterInPlainTextWhereStdoutIsNoTerminal) {
+TEST_F(HistoryCommand, PlotsAParameterInPlainTextIfStdoutIsNotATerminal) {
   const auto result = run({"--param", "grows", "--rank", "1"});
   EXPECT_EQ(result.exit_code, 0);
   EXPECT_EQ(result.err, "");
@@ -79,7 +79,7 @@ TEST_F(HistoryCommand, PlotsAParameterInPlainTextWhereStdoutIsNoTerminal) {
             "            step 101 to 108\n");
 }
 
-TEST_F(HistoryCommand, ShowsWhatGrewMostFirstAndSaysWhatIsLeftOut) {
+TEST_F(HistoryCommand, ShowsTheFastestGrowingFirstAndCountsTheOthers) {
   const auto result = run({"--rank", "0", "--top", "2"});
   const auto grows = result.out.find("layers.0.grows");
   const auto stays = result.out.find("layers.0.stays");
@@ -123,7 +123,7 @@ TEST_F(HistoryCommand, ShowsTheFindingOfAStep) {
   EXPECT_THAT(run({"--rank", "0", "--step", "108"}).out, HasSubstr("step 101 to 108"));
 }
 
-TEST_F(HistoryCommand, SaysWhatToDoWhereThereIsNothing) {
+TEST_F(HistoryCommand, SaysWhatToDoIfThereIsNothing) {
   const auto no_name = run({"--param", "nothing"});
   EXPECT_EQ(no_name.exit_code, 1);
   EXPECT_THAT(no_name.out, AllOf(HasSubstr("nothing"), HasSubstr("nanlocator map find")));

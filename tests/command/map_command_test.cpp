@@ -77,7 +77,7 @@ TEST_F(MapCommand, NotesGoToStderrAndIntoTheJson) {
   EXPECT_EQ(json_of(run_command({"map", "find", directory(), "0", "--json"}))["notes"].size(), 1U);
 }
 
-TEST_F(MapCommand, FindTellsWhichPartEachRankHolds) {
+TEST_F(MapCommand, FindShowsWhichPartEachRankHolds) {
   const auto result = run_command({"map", "find", directory(), "layers.0.*"});
   EXPECT_EQ(result.exit_code, 0);
   EXPECT_EQ(
@@ -98,7 +98,7 @@ TEST_F(MapCommand, FindTellsWhichPartEachRankHolds) {
       "     3  tp1 pp0 dp1   1  [8]    float32  no elements         tp-duplicate\n");
 }
 
-TEST_F(MapCommand, FindTakesANumberForAnId) {
+TEST_F(MapCommand, FindTakesANumberAsAnId) {
   const auto json = json_of(run_command({"map", "find", directory(), "1", "--json"}));
   ASSERT_EQ(json["matches"].size(), 2U);
   EXPECT_EQ(json["matches"][1]["name"], "decoder.layers.1.norm.weight");
@@ -109,7 +109,7 @@ TEST_F(MapCommand, FindTakesANumberForAnId) {
   EXPECT_EQ(holder["parameter"]["shard"], (nlohmann::json{{"begin", 8}, {"end", 8}}));
 }
 
-TEST_F(MapCommand, FindExitsWithOneWhereNothingIsFound) {
+TEST_F(MapCommand, FindExitsWithOneIfNothingIsFound) {
   for (const char* pattern : {"nothing", "2", "9223372036854775807", "qkv?", "'; rm -rf $HOME"}) {
     const auto result = run_command({"map", "find", directory(), pattern});
     EXPECT_EQ(result.exit_code, 1) << pattern;
@@ -135,7 +135,7 @@ TEST_F(MapCommand, DiffOfEqualRunsIsClean) {
   EXPECT_EQ(result.out, "no difference: 8 pairs of maps compared\n");
 }
 
-TEST_F(MapCommand, DiffTellsWhatDiffersAndOnWhichRanks) {
+TEST_F(MapCommand, DiffShowsWhatDiffersAndOnWhichRanks) {
   const TemporaryFolder other;
   plant_eight_ranks(other);
   plant_rank(other, {2, 8, 0, 2, 0, 2, 1, 2},
@@ -163,7 +163,7 @@ TEST_F(MapCommand, DiffTellsWhatDiffersAndOnWhichRanks) {
   EXPECT_EQ(json["pairs"][0]["differences"], nlohmann::json::array());
 }
 
-TEST_F(MapCommand, DiffFoldsALongShiftOfIdsAndTellsEqualRanksTogether) {
+TEST_F(MapCommand, DiffFoldsALongShiftOfIdsAndGroupsEqualRanks) {
   std::vector<PlantedParameter> left;
   for (int i = 0; i < 10; ++i) left.push_back({"p" + std::to_string(i)});
   std::vector<PlantedParameter> right = left;
@@ -190,7 +190,7 @@ TEST_F(MapCommand, DiffComparesTwoRanksOfOneDirectory) {
   EXPECT_EQ(json["pairs"][0]["right_rank"], 0);
 }
 
-TEST_F(MapCommand, DiffSaysWhereOnlyIdsAndNamesWereCompared) {
+TEST_F(MapCommand, DiffNamesRanksOfWhichOnlyIdsAndNamesWereCompared) {
   const TemporaryFolder other;
   plant_eight_ranks(other);
   std::filesystem::remove(other / "param_manifest_tp1pp0dp0.json");
@@ -269,19 +269,19 @@ void expect_help_below(std::vector<std::string> arguments, int& seen) {
   }
 }
 
-// With nothing in the environment: neither Python nor nanlocator-replay is asked.
+// With an empty environment: runs neither Python nor nanlocator-replay.
 TEST(NanlocatorCommand, HelpOfEveryCommandHasAnExample) {
   int seen = 0;
   expect_help_below({}, seen);
   EXPECT_EQ(seen, 1 + 7 + 4 + 3);  // of bundle four, of map three
 }
 
-TEST(NanlocatorCommand, HelpOfReplayShowsTheOptionsThatPythonObeys) {
+TEST(NanlocatorCommand, HelpOfReplayShowsTheOptionsOfPython) {
   EXPECT_THAT(run_command({"replay", "--help"}).out,
               AllOf(HasSubstr("--reference MODULE:FUNCTION"), HasSubstr("--trust")));
 }
 
-TEST(NanlocatorCommand, TellsItsVersion) {
+TEST(NanlocatorCommand, PrintsItsVersion) {
   const auto text = run_command({"version"});
   EXPECT_EQ(text.exit_code, 0);
   const std::string version = json_of(run_command({"version", "--json"}))["version"];

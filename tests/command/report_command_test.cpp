@@ -93,7 +93,7 @@ TEST_F(ReportCommand, SwappedLettersAreOneSlip) {
   EXPECT_THAT(run_command({"report", "--htlm"}).err, HasSubstr("did you mean --html?"));
 }
 
-TEST_F(ReportCommand, TellsTheVerdictWithoutColoursInAPipe) {
+TEST_F(ReportCommand, PrintsTheVerdictWithoutColoursInAPipe) {
   plant();
   const auto result = report({});
   EXPECT_EQ(result.exit_code, 1);
@@ -124,7 +124,7 @@ TEST_F(ReportCommand, AHealthyRunIsCleanAndExitsWithZero) {
   EXPECT_EQ(report({"--json"}).exit_code, 0);
 }
 
-TEST_F(ReportCommand, ListsTheStepsAndTellsTheOneThatIsNamed) {
+TEST_F(ReportCommand, ListsTheStepsAndReportsTheNamedOne) {
   plant(7);
   plant(12);
   const auto result = report({"--list"});
@@ -139,7 +139,7 @@ TEST_F(ReportCommand, ListsTheStepsAndTellsTheOneThatIsNamed) {
   EXPECT_THAT(report({}).out, StartsWith("step 12: "));
 }
 
-TEST_F(ReportCommand, TellsWhatRanksSaw) {
+TEST_F(ReportCommand, ShowsWhatRanksSaw) {
   plant();
   const auto result = report({"--rank", "0", "1"});
   EXPECT_EQ(result.exit_code, 1);
@@ -152,7 +152,7 @@ TEST_F(ReportCommand, TellsWhatRanksSaw) {
   ASSERT_EQ(json["ranks"].size(), 2U);
   EXPECT_EQ(json["ranks"][1]["records"][0]["record"], "ledger");
   EXPECT_EQ(json["ranks"][1]["records"].back()["record"], "end");
-  // The folder may stand last, too.
+  // The folder may also come last.
   EXPECT_EQ(run_command({"report", "--rank", "1", folder_.path()}).exit_code, 1);
 }
 

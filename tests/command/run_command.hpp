@@ -1,4 +1,4 @@
-// Runs the `nanlocator` command as a person's shell would.
+// Runs the `nanlocator` command as from a shell.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -16,7 +16,7 @@ inline CommandResult run_command(std::vector<std::string> arguments,
   return run_program(NANLOCATOR_COMMAND, std::move(arguments), std::move(environment), stdout_path);
 }
 
-/// What `--json` printed.
+/// The output of `--json`.
 inline nlohmann::json json_of(const CommandResult& result) {
   return nlohmann::json::parse(result.out);
 }

@@ -48,7 +48,7 @@ std::string joined(const std::vector<std::string>& parts, std::string_view last_
   return text;
 }
 
-// --- wrong use ----------------------------------------------------------------------------------
+// --- errors -------------------------------------------------------------------------------------
 
 [[noreturn]] void refuse(const std::string& name, const std::string& message) {
   throw UsageError(message + "; see " + name + " --help");
@@ -74,9 +74,9 @@ std::size_t edits_between(std::string_view from, std::string_view to) {
   return last.back();
 }
 
-/// " (did you mean --list?)"; "" where no name is near.
+/// " (did you mean --list?)"; "" if no name is close.
 std::string suggestion(std::string_view typed, const std::vector<std::string>& names) {
-  std::size_t fewest = (typed.size() + 2) / 3 + 1;  // and no more edits than a third of it
+  std::size_t fewest = (typed.size() + 2) / 3 + 1;  // at most a third of its letters may differ
   std::string nearest;
   for (const auto& name : names) {
     const bool is_abbreviation = !typed.empty() && name.starts_with(typed);
@@ -126,11 +126,12 @@ class Reader {
     for (auto& word : words) pointers.push_back(word.data());
     pointers.push_back(nullptr);
     const auto long_options = take_names();
-    ::optind = 0;  // begin anew
+    ::optind = 0;  // restart
     ::opterr = 0;  // print nothing
     while (!arguments_.asks_for_help) {
       const auto at = static_cast<std::size_t>(std::max(::optind, 1));
-      // "-": positional arguments come in their place; ":": a missing value is no unknown option.
+      // "-": positional arguments are returned in order; ":": distinguishes a missing value from an
+      // unknown option.
       const int code = ::getopt_long(static_cast<int>(words.size()), pointers.data(), "-:h",
                                      long_options.data(), nullptr);
       if (code == -1) break;
@@ -160,7 +161,7 @@ class Reader {
     return long_options;
   }
 
-  /// A positional argument, or one more value of the option before it.
+  /// A positional argument, or another value of the preceding option.
   void take_word(const std::string& word) {
     const Option* const owner = std::exchange(before_, nullptr);
     if (owner != nullptr && owner->most > 1 && owner->accepts != nullptr && owner->accepts(word)) {
@@ -218,13 +219,14 @@ class Reader {
   std::span<const Option> rows_;
   std::vector<std::string> names_ = {"--help"};  // of options
   std::vector<std::string> positionals_;
-  const Option* before_ = nullptr;  // the option that the word before belongs to
-  std::string meant_;               // what a word behind an optional value may have meant
+  const Option* before_ = nullptr;  // the option to which the previous word belongs
+  std::string meant_;               // what a word after an optional value may have meant
 };
 
 // --- help ---------------------------------------------------------------------------------------
 
-/// Appends `text` and a line break. The open line has `indent` columns, which further ones repeat.
+/// Appends `text` and a line break. The current line already has `indent` columns; further lines
+/// are indented by as much.
 void append_wrapped(std::string& out, std::string_view text, std::size_t indent,
                     std::size_t width) {
   std::size_t column = indent;

@@ -1,14 +1,13 @@
-// The command line of `nanlocator`, of `nanlocator-replay` and of their counterparts in Python:
-// each command has one table of options, which getopt_long reads and from which --help is made.
+// The command line of `nanlocator`, `nanlocator-replay` and their counterparts in Python. Each
+// command has one table of options, for getopt_long and for --help.
 //
-// - Options may stand before and behind positional arguments; "--" ends them.
-// - A value follows its option or stands behind "=": --step 3, --step=3. One that may be left out
-//   needs the "=", so that `--html DIR` names the folder. So does one that begins with "--": more
-//   often a value was forgotten.
-// - Names are typed in full. getopt_long would take `--st` for --step, but only until another
-// option
-//   begins with it, and scripts live longer. "_" stands for "-", as in torchrun.
-// - Of an option given twice the last one counts, unless it may be repeated.
+// - Options may come before and after positional arguments; "--" ends them.
+// - A value follows its option, or comes after "=": --step 3, --step=3. An optional value needs the
+//   "=", so that `--html DIR` names the folder. So does a value that begins with "--", because more
+//   often the value was forgotten.
+// - Names must be complete. getopt_long would accept `--st` for --step, but only until another
+//   option begins with it, which would break scripts. "_" may replace "-", as in torchrun.
+// - If an option is given twice, the last one counts, unless it may be repeated.
 //
 // getopt_long keeps its state in globals: one thread at a time.
 #pragma once
@@ -28,26 +27,25 @@ enum class Type { text, integer, number };
 inline constexpr int kMany = 1 << 20;
 inline constexpr double kLargestStep = 9e18;  // of 64 bits; other integers have 32
 
-/// A row of a table: a positional argument, whose name has no dashes, an option with a value, or a
+/// A row of a table: a positional argument (its name has no dashes), an option with a value, or a
 /// flag.
 struct Option {
   std::string_view name;        // "--step", "DIR"
-  std::string_view value = {};  // as --help calls it: "N"
+  std::string_view value = {};  // its name in --help: "N"
   Type type = Type::text;
-  /// Counts where the option, or its optional value, is not given.
+  /// Used if the option, or its optional value, is not given.
   std::string_view default_value = {};
   bool has_optional_value = false;
-  int least = 0;  // how many of a positional argument are required; options never are
+  int least = 0;  // how many of a positional argument are required; options are never required
   int most = 1;   // more: the option may be repeated
   double low = 0;
   double high = 2147483647;
-  std::string_view choices = {};  // "absmax|norm": only these
-  /// Whether a value can be read. A repeated option also takes the words behind it that can be:
-  /// --rank 5 6.
+  std::string_view choices = {};  // "absmax|norm": the only valid values
+  /// Whether a value is valid. A repeated option also takes the following valid words: --rank 5 6.
   bool (*accepts)(std::string_view) = nullptr;
-  std::string_view expected = {};  // "global ranks such as 3, 4-7 or 1,2": for messages
+  std::string_view expected = {};  // "global ranks such as 3, 4-7 or 1,2", for messages
   std::string_view help = {};
-  std::string_view heading = {};  // above this row in --help
+  std::string_view heading = {};  // printed above this row in --help
 
   [[nodiscard]] constexpr bool is_positional() const { return !name.starts_with('-'); }
   [[nodiscard]] constexpr bool is_flag() const {
@@ -59,7 +57,7 @@ inline constexpr Option kJsonOption = {.name = "--json", .help = "Print JSON (do
 
 struct Arguments;
 
-/// A command runs, or has commands below it.
+/// A command that runs, or has commands below it.
 struct Command {
   std::string_view name;          // "show"
   std::string_view summary = {};  // a sentence, without its full stop
@@ -71,8 +69,8 @@ struct Command {
   std::span<const Command> commands = {};
 };
 
-/// What was typed, checked against the table. The accessors throw std::logic_error for a name that
-/// is not in the table.
+/// Command-line arguments, checked against the table. The accessors throw std::logic_error for a
+/// name that is not in the table.
 struct Arguments {
   struct Given {
     const Option* option;
@@ -81,7 +79,7 @@ struct Arguments {
 
   const Command* command = nullptr;
   std::string name;                // "nanlocator map show"
-  std::vector<std::string> words;  // behind the name
+  std::vector<std::string> words;  // after the name
   std::vector<Given> given;
   bool asks_for_help = false;
 
@@ -93,18 +91,18 @@ struct Arguments {
   [[nodiscard]] std::optional<double> number(std::string_view option) const;
 };
 
-/// Finds the command below `root` that `words` name, and reads its arguments. `name` is what a
-/// person types for `root`. Throws UsageError, whose text ends with "; see NAME --help".
+/// Finds the command below `root` that `words` name, and reads its arguments. `name` is what a user
+/// types for `root`. Throws UsageError, whose text ends with "; see NAME --help".
 [[nodiscard]] Arguments parse(const Command& root, std::string name,
                               std::span<const std::string> words);
 
-/// Columns of the terminal that stdout is, and 100 at most.
+/// The columns of the terminal on stdout, at most 100.
 [[nodiscard]] std::size_t help_width();
 /// --help, in lines of `width` columns.
 [[nodiscard]] std::string help_of(const Command& command, const std::string& name,
                                   std::size_t width);
 
-/// The number that `text` is, from its first to its last character.
+/// The number that all of `text` spells.
 [[nodiscard]] std::optional<std::int64_t> integer_from(std::string_view text);
 [[nodiscard]] std::optional<double> number_from(std::string_view text);
 

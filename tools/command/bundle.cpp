@@ -31,7 +31,7 @@ namespace fs = std::filesystem;
 
 constexpr int kBundleOutputVersion = 1;
 
-/// Of the files in a bundle; what cannot be read counts nothing.
+/// The size of the files in a bundle, without unreadable ones.
 std::uint64_t bytes_of_folder(const fs::path& folder) {
   std::uint64_t bytes = 0;
   std::error_code error;
@@ -56,9 +56,9 @@ std::string replay_line(const fs::path& bundle) {
   return std::string("nanlocator replay ").append(shell_word(bundle.string()));
 }
 
-/// False for what was kept by hand (`detect_overflow`, `ModuleCall.write`): nobody has traced where
-/// its values come from.
-bool tells_a_birth(const Bundle& bundle) {
+/// False for a call that was kept by hand (`detect_overflow`, `ModuleCall.write`): the origin of
+/// its values was not traced.
+bool has_birth(const Bundle& bundle) {
   return !bundle.birth.sighting.role.text().empty();
 }
 bool can_be_replayed(const Bundle& bundle) {
@@ -74,7 +74,7 @@ struct FoundBundles {
   std::vector<std::string> notes;
 };
 
-/// Folders with a bundle.json in `folder` and up to three levels below: a run folder holds
+/// Folders with a bundle.json in `folder` and up to three levels below: a run folder contains
 /// a0/bundles/step12-...
 void find_bundles(const fs::path& folder, int levels, FoundBundles& found) {
   if (fs::exists(folder / kBundleFile)) {
@@ -158,7 +158,7 @@ int list(const Arguments& given) {
     const Sighting& sighting = bundle.birth.sighting;
     table.add_row({std::to_string(sighting.iteration), std::string(name_of(sighting.phase)),
                    std::to_string(bundle.coordinates.rank),
-                   tells_a_birth(bundle) ? std::string(name_of(bundle.birth.kind)) : "",
+                   has_birth(bundle) ? std::string(name_of(bundle.birth.kind)) : "",
                    operator_of(bundle), module_of(bundle),
                    size_text(static_cast<double>(bytes_of_folder(open.path()))),
                    open.path().string()});
@@ -231,7 +231,7 @@ std::string birth_text(const Birth& birth) {
   return text;
 }
 
-/// The backward operator's forward one, where there is one.
+/// For a backward operator, its forward operator.
 std::string origin_of_operator(const Birth& birth) {
   std::string text;
   if (!birth.node.empty()) text += " in " + birth.node;
@@ -245,7 +245,7 @@ void print_bundle(const OpenBundle& open) {
             << printable(bundle.coordinates.describe());
   if (!bundle.run_id.empty()) std::cout << ", run " << printable(bundle.run_id);
   std::cout << '\n';
-  if (tells_a_birth(bundle)) std::cout << printable(birth_text(bundle.birth)) << '\n';
+  if (has_birth(bundle)) std::cout << printable(birth_text(bundle.birth)) << '\n';
   if (const std::string module = module_of(bundle); !module.empty()) {
     std::cout << "module " << printable(module)
               << (bundle.birth.is_module_inferred ? " (inferred from its parameters)" : "") << '\n';
@@ -330,7 +330,7 @@ int show(const Arguments& given) {
 
 // --- verify -------------------------------------------------------------------------------------
 
-/// What is wrong with the bundle, sentences. Only a path that is not there is wrong use.
+/// What is wrong with the bundle, as sentences. Only a missing path is wrong use.
 std::vector<std::string> problems_of(const std::string& path) {
   if (std::error_code error; !fs::exists(path, error)) {
     throw IoError("there is no bundle " + path);
@@ -363,13 +363,12 @@ int verify(const Arguments& given) {
 
 // --- diff ---------------------------------------------------------------------------------------
 
-/// A line of the comparison: a setting, a version, an argument. Text of both sides; "" where a side
-/// has no such thing.
+/// A difference: a setting, a version, an argument. The text of each side; "" if a side lacks it.
 struct BundleDifference {
   std::string what;
   std::string left;
   std::string right;
-  std::optional<ElementDifference> elements;  // tensors of one dtype and shape
+  std::optional<ElementDifference> elements;  // for tensors of the same dtype and shape
 };
 
 void compare_texts(const std::string& what, const std::string& left, const std::string& right,
@@ -517,7 +516,7 @@ int diff(const Arguments& given) {
   return code;
 }
 
-/// BUNDLE, from `least` to `most` times.
+/// The argument BUNDLE, from `least` to `most` times.
 constexpr Option bundles(int least, int most) {
   return {.name = "BUNDLE",
           .least = least,

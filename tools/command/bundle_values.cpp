@@ -17,7 +17,7 @@
 namespace nanlocator::command {
 namespace {
 
-/// A view of a few bytes may claim 2^62 elements (an expanded tensor); looking at each would take
+/// A view of a few bytes may claim 2^62 elements (an expanded tensor); reading each would take
 /// forever.
 constexpr std::int64_t kMostRepeatedElements = std::int64_t{1} << 30;
 
@@ -67,7 +67,7 @@ std::string indexed(const std::string& name, std::size_t index) {
   return name + "[" + std::to_string(index) + "]";
 }
 
-// ---- values in words ----
+// ---- values as text ----
 
 std::string shortest_text(double number) {
   std::array<char, 32> text{};
@@ -182,7 +182,7 @@ class ElementWalk {
  public:
   explicit ElementWalk(const BundleTensor& tensor)
       : tensor_(tensor), index_(tensor.sizes.size(), 0) {}
-  /// Of the present element, in elements from the view's first.
+  /// Of the current element, in elements from the view's first.
   [[nodiscard]] std::int64_t position() const { return position_; }
   [[nodiscard]] const std::vector<std::int64_t>& index() const { return index_; }
   void advance() {
@@ -318,7 +318,7 @@ std::optional<TensorStats> scan(const OpenBundle& bundle, const BundleTensor& te
   if (layout->is_complex) {
     view.numel *= 2;
     for (std::size_t axis = 0; axis < view.strides.size(); ++axis) {
-      // The stride of an axis with one element may be anything, up to 2^63 - 1.
+      // The stride of an axis with one element may be anything up to 2^63 - 1.
       view.strides[axis] = view.sizes[axis] > 1 ? 2 * view.strides[axis] : 0;
     }
     view.sizes.push_back(2);
@@ -361,7 +361,7 @@ std::optional<ElementDifference> compare_elements(const OpenBundle& left,
     difference.first = left_walk.index();
     difference.left = element_text(left_tensor.dtype, left_element);
     difference.right = element_text(right_tensor.dtype, right_element);
-    if (difference.left == difference.right) {  // a NaN of another payload
+    if (difference.left == difference.right) {  // NaNs with different payloads
       difference.left.append(" ").append(bits_text(left_element, size));
       difference.right.append(" ").append(bits_text(right_element, size));
     }

@@ -1,4 +1,4 @@
-// The values of a bundle, one by one and by name: what `bundle show` and `bundle diff` walk over.
+// The values of a bundle one by one, with names, for `bundle show` and `bundle diff`.
 #pragma once
 
 #include <cstdint>
@@ -14,19 +14,19 @@ namespace nanlocator::command {
 /// A leaf of the tree of arguments and outputs.
 struct NamedValue {
   std::string name;                      // "self", "tensors[1]", "weight bias", "output[0]"
-  const BundleTensor* tensor = nullptr;  // in the bundle; null for what is no tensor
-  std::string text;  // what is no tensor, in words: "3", "\"ij,jk->ik\"", "none"
+  const BundleTensor* tensor = nullptr;  // in the bundle; null if it is not a tensor
+  std::string text;  // a value that is not a tensor, as text: "3", "\"ij,jk->ik\"", "none"
 };
 
 /// Arguments by the schema's names, outputs and generator states.
 [[nodiscard]] std::vector<NamedValue> values_of(const BundleOperatorCall& call);
 /// Arguments, keywords, outputs, weights and gradients.
 [[nodiscard]] std::vector<NamedValue> values_of(const BundleModuleCall& call);
-/// Arguments by name, keywords, what the tensors among them held after the call, results.
+/// Arguments by name, keywords, the tensors among them after the call, results.
 [[nodiscard]] std::vector<NamedValue> values_of(const BundleKernelCall& call);
 
-/// Stats of the elements that the view shows. Empty for integers and for floating-point types that
-/// the scan does not know, and for a view that repeats its storage more than 2^30 times over.
+/// Stats of the view's elements. Empty for integers, for floating-point types that the scan does
+/// not know, and for a view that repeats its storage more than 2^30 times.
 [[nodiscard]] std::optional<TensorStats> scan(const OpenBundle& bundle, const BundleTensor& tensor);
 
 struct ElementDifference {
@@ -36,8 +36,9 @@ struct ElementDifference {
   std::string right;
 };
 
-/// Where two tensors of one dtype and one shape differ, bit for bit, strides aside. Empty: nowhere.
-/// Views that repeat their storage are compared up to 2^30 elements.
+/// The first difference and the number of differences between two tensors of the same dtype and
+/// shape, bit for bit, whatever their strides. Empty if they are equal. Views that repeat their
+/// storage are compared up to 2^30 elements.
 [[nodiscard]] std::optional<ElementDifference> compare_elements(const OpenBundle& left,
                                                                 const BundleTensor& left_tensor,
                                                                 const OpenBundle& right,

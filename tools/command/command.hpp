@@ -1,5 +1,5 @@
-// The commands of `nanlocator`. One file each: its table of options with its help, and what it
-// does. A new one is a file here and a line in main.cpp.
+// The commands of `nanlocator`, one file each with its table of options, its help and its code. A
+// new one is a file here and a line in main.cpp.
 #pragma once
 
 #include <string>
@@ -10,17 +10,17 @@
 namespace nanlocator::command {
 
 inline constexpr int kClean = 0;
-inline constexpr int kFindings = 1;  // something was found that a script should stop for
-inline constexpr int kWrongUse = 2;  // wrong arguments, or input that cannot be read
+inline constexpr int kFindings = 1;  // findings for which a script should stop
+inline constexpr int kWrongUse = 2;  // wrong arguments, or unreadable input
 
 /// Becomes `python -m module arguments...`, with the Python beside this program (an environment's
-/// bin/), else the one on PATH. Throws UsageError where there is none. Where that Python cannot
-/// import the module, it says what to install and exits with kWrongUse.
+/// bin/), else the one on PATH. Throws UsageError if there is none. If that Python cannot import
+/// the module, it says what to install and exits with kWrongUse.
 [[noreturn]] void run_python_module(const std::string& module,
                                     const std::vector<std::string>& arguments);
 
-/// What they run returns the exit code and throws nanlocator::Error; main turns that into one line
-/// on stderr and kWrongUse.
+/// Each command's `run` returns the exit code and throws nanlocator::Error, which main turns into
+/// one line on stderr and kWrongUse.
 Command bundle_command();
 Command history_command();
 Command map_command();

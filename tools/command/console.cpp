@@ -14,7 +14,7 @@
 namespace nanlocator::command {
 namespace {
 
-/// Code points; names of parameters hold no wide or combining characters worth a table of them.
+/// Counts code points: names of parameters contain hardly any wide or combining characters.
 std::size_t width_of(std::string_view text) {
   return static_cast<std::size_t>(
       std::ranges::count_if(text, [](char byte) { return (byte & 0xc0) != 0x80; }));
@@ -31,8 +31,7 @@ std::string_view head(std::string_view text, std::size_t count) {
   return text.substr(0, bytes);
 }
 
-/// `text` with a part replaced by an ellipsis. More is kept of the end, in which
-/// parameters differ.
+/// `text` with a part replaced by an ellipsis. Keeps more of the end, in which parameters differ.
 std::string shorten(std::string_view text, std::size_t width) {
   const std::size_t points = width_of(text);
   if (points <= width) return std::string(text);
@@ -93,7 +92,7 @@ void Table::print(std::ostream& out, std::optional<std::size_t> width) const {
     total += kIndent.size() + widest;
   }
   if (width && total > *width) {
-    constexpr std::size_t kShortest = 36;  // holds layer number and kind
+    constexpr std::size_t kShortest = 36;  // contains layer number and kind
     const std::size_t excess = total - *width;
     auto& elastic = widths[elastic_];
     elastic = std::max(elastic > excess ? elastic - excess : 0, std::min(elastic, kShortest));

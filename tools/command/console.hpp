@@ -1,5 +1,5 @@
-// How the subcommands print: tables that fit a terminal, colours on a terminal alone, nothing that
-// a file's content could use to steer the terminal.
+// Output of the subcommands: tables that fit a terminal, colours only on a terminal, and nothing
+// that lets a file's content control the terminal.
 #pragma once
 
 #include <cstddef>
@@ -12,16 +12,16 @@
 
 namespace nanlocator::command {
 
-/// Columns of the terminal that stdout is; empty where stdout is a pipe or a file.
+/// The columns of the terminal on stdout; empty if stdout is a pipe or a file.
 [[nodiscard]] std::optional<std::size_t> terminal_width();
 
-/// True where stdout is a terminal that knows colours and NO_COLOR is not set.
+/// True if stdout is a terminal with colours and NO_COLOR is not set.
 [[nodiscard]] bool has_colour();
 
-/// `text` in bold where there are colours.
+/// `text` in bold if colours are available.
 [[nodiscard]] std::string bold(const std::string& text);
 
-/// Columns of wrapped text where stdout is no terminal: a job log.
+/// Columns of wrapped text if stdout is not a terminal: a job log.
 inline constexpr std::size_t kLogWidth = 100;
 
 /// Indented, on stdout. Paths and patterns come from the command line and need not be UTF-8.
@@ -37,13 +37,13 @@ struct Column {
   Alignment alignment = Alignment::left;
 };
 
-/// Rows under titles, columns as wide as their widest cell. On a terminal that is too narrow the
-/// cells of the one column `elastic` lose their middle; in a pipe nothing is ever cut.
+/// Rows under titles, columns as wide as their widest cell. On a terminal that is too narrow, cells
+/// of the column `elastic` lose their middle; in a pipe nothing is cut.
 class Table {
  public:
   Table(std::vector<Column> columns, std::size_t elastic);
 
-  /// As many cells as columns; they are made printable.
+  /// As many cells as columns; makes them printable.
   void add_row(const std::vector<std::string>& cells);
   void print(std::ostream& out, std::optional<std::size_t> width = terminal_width()) const;
 

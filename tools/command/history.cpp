@@ -1,4 +1,4 @@
-// `nanlocator history`: how the gradients of a run grew until its finding.
+// `nanlocator history`: the gradients of a run before its finding.
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
@@ -44,7 +44,7 @@ struct Curve {
   const History* history = nullptr;
   const ParameterHistory* parameter = nullptr;
   const std::vector<float>* values = nullptr;
-  std::optional<double> growth;  // the last value that was seen over the first, above zero both
+  std::optional<double> growth;  // the last known value over the first, both above zero
 };
 
 std::optional<double> growth_of(const std::vector<float>& values) {
@@ -81,7 +81,7 @@ std::string title_of(const Curve& curve, const HistoryOptions& options) {
   return title;
 }
 
-/// "x" below the columns whose steps had NaN or Inf; empty where none had.
+/// "x" below the columns whose steps had NaN or Inf; empty if none had.
 std::string marks_of_bad_steps(const std::vector<std::int64_t>& nonfinite, std::size_t columns) {
   std::string marks;
   const std::size_t drawn = std::min(columns, nonfinite.size());
@@ -131,8 +131,8 @@ void print_curve(const Curve& curve, const HistoryOptions& options) {
   std::cout << std::string(kLabel + 2, ' ') << axis << '\n';
 }
 
-/// What to do where there is nothing to show.
-std::string describe_nothing(const std::vector<History>& histories, const HistoryOptions& options) {
+/// The message if there is nothing to show.
+std::string explain_nothing(const std::vector<History>& histories, const HistoryOptions& options) {
   const std::string directory = printable(options.directory);
   if (!histories.empty()) {
     return "no parameter whose name matches " + printable(options.pattern) + " on any of " +
@@ -187,7 +187,7 @@ int history(const Arguments& given) {
     return code;
   }
   print_notes(notes);
-  if (curves.empty()) std::cout << describe_nothing(histories, options) << '\n';
+  if (curves.empty()) std::cout << explain_nothing(histories, options) << '\n';
   for (std::size_t i = 0; i < shown; ++i) {
     if (i > 0) std::cout << '\n';
     print_curve(curves[i], options);

@@ -1,5 +1,5 @@
-// The `nanlocator` command: reads what a run left behind. Exit code 0: clean, 1: findings, 2: wrong
-// use or input that cannot be read, with one line on stderr that says what and where.
+// The `nanlocator` command: reads the files of a run. Exit code 0: clean, 1: findings, 2: wrong use
+// or unreadable input, with one line on stderr that says what and where.
 #include <signal.h>
 #include <unistd.h>
 
@@ -22,7 +22,7 @@ int fail(const std::string& message) {
   return kWrongUse;
 }
 
-/// Bundles are mapped: one that another program truncates meanwhile ends in SIGBUS.
+/// Bundles are mapped: if another program truncates one meanwhile, this process gets SIGBUS.
 void report_truncated_files() {
   struct sigaction action {};
   action.sa_handler = [](int) {

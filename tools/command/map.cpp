@@ -41,7 +41,7 @@ std::string range_of(const ElementRange& range) {
   return range.row > 0 ? text + " of each " + std::to_string(range.row) : text;
 }
 
-/// "tp0 pp1 dp0": the name of this rank's files in words.
+/// "tp0 pp1 dp0": the coordinates in the name of this rank's files.
 std::string place_of(const RankCoordinates& coordinates) {
   std::string place = "tp" + std::to_string(coordinates.tp.rank) + " pp" +
                       std::to_string(coordinates.pp.rank) + " dp" +
@@ -61,7 +61,7 @@ std::string dtype_of(const ParameterInfo& parameter) {
   return parameter.dtype.empty() ? "?" : parameter.dtype;
 }
 
-/// The flags, and the model chunk and shard where they are not the usual ones.
+/// The flags, and the model chunk and shard if they are not the usual ones.
 std::string remarks_on(const ParameterInfo& parameter) {
   std::string remarks = describe_flags(parameter);
   const auto add = [&](const std::string& remark) { append_item(remarks, remark); };
@@ -125,7 +125,7 @@ int show_maps(const Arguments& given) {
 
 // --- find ---------------------------------------------------------------------------------------
 
-/// The pattern as an id, where it is a number and nothing else.
+/// The pattern as an id, if it is a number and nothing else.
 std::optional<std::int64_t> id_from_pattern(const std::string& pattern) {
   if (pattern.empty() || pattern.find_first_not_of("0123456789") != std::string::npos) {
     return std::nullopt;
@@ -136,7 +136,7 @@ std::optional<std::int64_t> id_from_pattern(const std::string& pattern) {
   return id;
 }
 
-/// Which part of the parameter this rank has, in words.
+/// Which part of the parameter this rank has.
 std::string part_of(const ParameterHolder& holder) {
   const auto& parameter = *holder.parameter;
   if (parameter.dtype.empty()) return "unknown";
@@ -228,7 +228,7 @@ struct ComparedPair {
 
 struct Comparison {
   std::vector<ComparedPair> pairs;
-  std::vector<const ParameterMap*> only_left;  // ranks whose place the other side does not have
+  std::vector<const ParameterMap*> only_left;  // ranks without a counterpart on the other side
   std::vector<const ParameterMap*> only_right;
 
   [[nodiscard]] bool is_clean() const {
@@ -237,7 +237,7 @@ struct Comparison {
   }
 };
 
-/// Ranks of two runs belong together where their places (tp, pp, dp, cp) are the same.
+/// Compares ranks of two runs with the same coordinates (tp, pp, dp, cp).
 Comparison compare_runs(const MapDirectory& left, const MapDirectory& right) {
   std::map<std::string, const ParameterMap*> right_at;
   for (const auto& map : right.maps) right_at[map.coordinates().file_suffix()] = &map;
@@ -263,8 +263,8 @@ std::string id_or_nothing(const std::optional<std::int64_t>& id) {
   return id ? std::to_string(*id) : "";
 }
 
-/// How many differences from `begin` on are one shift: the same distance between the ids of
-/// parameters that follow each other. One parameter more or less shifts all behind it.
+/// The number of differences, from `begin` on, that form one shift: consecutive parameters whose
+/// ids differ by the same amount. One parameter more or less shifts all later ones.
 std::size_t length_of_shift(const std::vector<MapDifference>& differences, std::size_t begin) {
   const auto follows = [](const MapDifference& previous, const MapDifference& next) {
     return next.kind == MapDifferenceKind::id && *next.left_id == *previous.left_id + 1 &&
@@ -312,7 +312,7 @@ std::string describe_ranks_of(const std::vector<const ParameterMap*>& maps) {
   return (ranks.size() == 1 ? "rank " : "ranks ") + describe_ranks(ranks);
 }
 
-/// Pairs with the same differences are listed together: data-parallel replicas differ alike.
+/// Pairs with the same differences are listed together: data-parallel replicas have the same.
 void print_comparison(const Comparison& comparison, const std::string& left,
                       const std::string& right) {
   std::vector<std::vector<const ComparedPair*>> groups;
@@ -353,7 +353,7 @@ void print_comparison(const Comparison& comparison, const std::string& left,
   }
 }
 
-/// Where one side of a pair has no manifest, "no difference" says less.
+/// Notes pairs in which one side has no manifest, for which "no difference" means less.
 void note_pairs_without_shapes(const Comparison& comparison, std::vector<std::string>& notes) {
   const auto knows_names_alone = [](const ParameterMap& map) {
     return std::ranges::any_of(map.parameters(), [](const auto& p) { return p.dtype.empty(); });
@@ -366,7 +366,7 @@ void note_pairs_without_shapes(const Comparison& comparison, std::vector<std::st
   }
   if (affected.empty()) return;
   notes.push_back(describe_ranks_of(affected) +
-                  ": only ids and names were compared, as one side has no manifest");
+                  ": only ids and names were compared, because one side has no manifest");
 }
 
 Json difference_to_json(const MapDifference& difference) {
@@ -474,7 +474,8 @@ constexpr Option kFindMapOptions[] = {
     kDirectoryOfMaps,
     {.name = "PATTERN",
      .least = 1,
-     .help = "An id, a part of a name, or a pattern with * and ? for the name from some dot on"},
+     .help =
+         "An id, a part of a name, or a pattern with * and ? for a name or its end after a dot"},
     kJsonOption,
 };
 
@@ -498,9 +499,8 @@ constexpr Command kMapCommands[] = {
      .summary = "Show which ranks hold a parameter, and which part of it",
      .options = kFindMapOptions,
      .details =
-         "A number is an id; to match it in names add a *. Quote patterns, so that the shell "
-         "does not read them. Elements a..b are those from a on and before b, of the "
-         "flattened parameter.",
+         "A number is an id; to match it in names add a *. Quote patterns to protect them from "
+         "the shell. Elements a..b of the flattened parameter begin with a and end before b.",
      .exit_codes = "0 found, 1 nothing was found, 2 wrong use or unreadable input",
      .examples = "nanlocator map find nanlocator_run/a0 'layers.3.*layernorm*'",
      .run = find_in_maps},

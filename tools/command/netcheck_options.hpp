@@ -1,4 +1,4 @@
-// The options of the network check: for `nanlocator netcheck`, and through the extension for
+// The options of the network check, for `nanlocator netcheck` and, through the extension, for
 // `python -m nanlocator.netcheck` (integrations/nanlocator/netcheck/options.py).
 #pragma once
 
@@ -37,7 +37,7 @@ inline constexpr Option kNetcheckOptions[] = {
      .help = "Largest message, such as 512, 64K or 16M (default: 64M, with --quick 64K)"},
     {.name = "--dtypes",
      .value = "LIST",
-     .help = "Of fp32,bf16,fp16,int64 (default: all, with --quick the first two)"},
+     .help = "Some of fp32,bf16,fp16,int64 (default: all, with --quick the first two)"},
     {.name = "--pairs", .help = "Exchange between every pair of ranks, not only neighbours"},
     {.name = "--deadline",
      .value = "SECONDS",
@@ -46,31 +46,31 @@ inline constexpr Option kNetcheckOptions[] = {
      .low = 1,
      .high = 3600,
      .expected = "seconds from 1 to 3600",
-     .help = "Of each step"},
+     .help = "Time limit of each step"},
     {.name = "--memory-fraction",
      .value = "PART",
      .type = Type::number,
      .default_value = "0",
      .high = 0.95,
      .expected = "a part from 0 to 0.95",
-     .help = "Of the free device memory to test, 0 to 0.95; 0 is a small part"},
+     .help = "Part of the free device memory to test, 0 to 0.95; 0 is a small part"},
     {.name = "--backend",
      .value = "NAME",
-     .help = "gloo or nccl (default: nccl where there are GPUs)"},
+     .help = "gloo or nccl (default: nccl if there are GPUs)"},
     {.name = "--json", .help = "Print one JSON object"},
     {.name = "--output", .value = "FILE", .help = "Also write the JSON to this file"},
     {.name = "--slurm-template", .help = "Print a job script for SLURM and exit"},
 
     {.name = "--nproc-per-node",
      .value = "N",
-     .help = "Ranks of this host: one for each GPU (or auto, gpu, cpu)",
+     .help = "Ranks on this host: one for each GPU (or auto, gpu, cpu)",
      .heading = "Starting the ranks without torchrun (its options)"},
     {.name = "--nnodes", .value = "N", .help = "Hosts (default: 1)"},
     {.name = "--node-rank", .value = "R", .help = "Number of this host"},
-    {.name = "--rdzv-backend", .value = "NAME", .help = "How the hosts meet: c10d"},
-    {.name = "--rdzv-endpoint", .value = "HOST:PORT", .help = "Where the hosts meet"},
-    {.name = "--rdzv-id", .value = "ID", .help = "The job, the same on each host"},
-    {.name = "--rdzv-conf", .value = "LIST", .help = "Further settings of the meeting"},
+    {.name = "--rdzv-backend", .value = "NAME", .help = "Rendezvous backend: c10d"},
+    {.name = "--rdzv-endpoint", .value = "HOST:PORT", .help = "Address of the rendezvous"},
+    {.name = "--rdzv-id", .value = "ID", .help = "Id of the job, the same on each host"},
+    {.name = "--rdzv-conf", .value = "LIST", .help = "Further settings of the rendezvous"},
     {.name = "--master-addr", .value = "HOST", .help = "Address of the first host"},
     {.name = "--master-port", .value = "PORT", .help = "Its port"},
     {.name = "--local-addr", .value = "HOST", .help = "Address of this host"},
@@ -80,7 +80,7 @@ inline constexpr Option kNetcheckOptions[] = {
      .help = "A wrong element, a pause before each launch, a thread that sleeps forever, SIGSTOP, "
              "another torch version, SIGKILL",
      .heading = "Drill: plant a fault and see it found"},
-    {.name = "--rank", .value = "R", .type = Type::integer, .help = "The rank that gets it"},
+    {.name = "--rank", .value = "R", .type = Type::integer, .help = "The rank with the fault"},
     {.name = "--at",
      .value = "NAME",
      .help = "A stage (device, groups, barrier, collectives, timing), a collective (all_gather) or "
@@ -88,8 +88,9 @@ inline constexpr Option kNetcheckOptions[] = {
     {.name = "--moment",
      .default_value = "before",
      .choices = "before|inside|after",
-     .help = "hang, stop, die: when, relative to that step"},
-    {.name = "--in-contribution", .help = "corrupt: what is sent, not what was received"},
+     .help = "For hang, stop, die: when, relative to that step"},
+    {.name = "--in-contribution",
+     .help = "For corrupt: change the data sent, not the data received"},
 };
 
 inline constexpr Command kNetcheck = {

@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t kDotsPerRow = 4;  // of a braille character
 
-/// Logarithms of the finite values above zero: the ends of the axis.
+/// Logarithms of the finite values above zero: the limits of the axis.
 struct LogAxis {
   double low = std::numeric_limits<double>::infinity();
   double high = -std::numeric_limits<double>::infinity();
@@ -82,7 +82,7 @@ std::vector<std::string> draw_ascii(std::span<const float> curve, std::size_t ro
   return without_trailing_spaces(std::move(lines));
 }
 
-/// The left dot of a character is its value, the right one half the way to the next.
+/// The left dot of a character is its value, the right one the midpoint to the next.
 std::vector<std::string> draw_braille(std::span<const float> curve, std::size_t rows,
                                       const LogAxis& axis) {
   const std::size_t levels = rows * kDotsPerRow;

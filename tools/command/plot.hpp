@@ -13,9 +13,9 @@ enum class PlotGlyphs {
   ascii,    // for files and pipes
 };
 
-/// `rows` lines of at most `columns` characters, top line first; without trailing spaces. A
-/// character is a value; where there are more values than columns, the largest of several. Zero
-/// lies at the bottom, NaN leaves a gap. A curve of equal values lies in the middle.
+/// `rows` lines of at most `columns` characters, top line first, without trailing spaces. One
+/// character per value; if there are more values than columns, the largest of several. Zero is at
+/// the bottom, NaN leaves a gap. A curve of equal values is in the middle.
 [[nodiscard]] std::vector<std::string> plot_curve(std::span<const float> values,
                                                   std::size_t columns, std::size_t rows,
                                                   PlotGlyphs glyphs);

@@ -1,4 +1,4 @@
-// Python where a command needs it.
+// Starts Python for commands that need it.
 #include <unistd.h>
 
 #include <cerrno>
@@ -15,9 +15,8 @@
 namespace nanlocator::command {
 namespace {
 
-/// `python -m`, whose own message where nanlocator or Torch is missing would be an import error.
-/// The folder that the command was called in is no source of modules: a bundle may come from
-/// anywhere.
+/// `python -m`, but with a clear message if nanlocator or Torch is missing. The current folder is
+/// removed from the module path: a bundle may come from anywhere.
 constexpr const char* kRunModule = R"(
 import sys
 sys.path[:] = filter(None, sys.path)
@@ -41,7 +40,7 @@ std::string python() {
   return !unreadable && ::access(beside.c_str(), X_OK) == 0 ? beside.string() : "python";
 }
 
-/// PYTHONPATH without the current folder, which an empty entry names, too.
+/// PYTHONPATH without the current folder, which an empty entry also means.
 std::string import_path() {
   const char* variable = std::getenv("PYTHONPATH");
   std::string rest = variable == nullptr ? "" : variable;

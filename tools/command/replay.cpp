@@ -1,6 +1,6 @@
-// `nanlocator replay`: runs nanlocator-replay, which links Torch, with the same arguments. For the
-// call of a kernel, which only Python can execute, or of a custom operator, which Python registers,
-// it runs `python -m nanlocator.replay`.
+// `nanlocator replay`: runs nanlocator-replay, which links Torch, with the same arguments. For a
+// kernel's call, which only Python can execute, or a custom operator, which Python registers, runs
+// `python -m nanlocator.replay`.
 #include <unistd.h>
 
 #include <cerrno>
@@ -26,7 +26,7 @@ bool is_program(const std::filesystem::path& path) {
   return ::access(path.c_str(), X_OK) == 0 && std::filesystem::is_regular_file(path);
 }
 
-/// Beside this program, else on PATH; empty where there is none.
+/// Beside this program, else on PATH; empty if there is none.
 std::filesystem::path find_program() {
   std::error_code unreadable;
   const auto self = std::filesystem::read_symlink("/proc/self/exe", unreadable);
@@ -49,9 +49,9 @@ bool needs_python(const Bundle& bundle) {
          (bundle.operator_call && !bundle.operator_call->registered_by.empty());
 }
 
-/// Whether only Python can execute the call, or obey the options.
+/// Whether only Python can execute the call or implements the options.
 bool asks_for_python(const Arguments& given) {
-  if (!option_of_python(given).empty()) return true;
+  if (!python_option(given).empty()) return true;
   if (given.has("--export-python")) return false;
   std::error_code unreadable;
   const std::filesystem::path path = given.text("BUNDLE");

@@ -1,4 +1,4 @@
-// `nanlocator report`: the verdict on a bad step, offline or of a running job.
+// `nanlocator report`: the verdict on a bad step, offline or for a running job.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -38,7 +38,7 @@ namespace fs = std::filesystem;
 constexpr int kReportOutputVersion = 1;
 // --- the command line ---------------------------------------------------------------------------
 
-/// "1,4-7" as ranks; empty where it is no such list.
+/// "1,4-7" as ranks; empty if it is not such a list.
 std::optional<std::set<int>> ranks_from(std::string_view text) {
   constexpr int kMostRanks = 1 << 20;
   std::set<int> ranks;
@@ -62,7 +62,7 @@ std::set<int> ranks_of(const Arguments& given) {
   return ranks;
 }
 
-/// An optional value follows "=": what stands behind `--html` is the folder.
+/// An optional value follows "=": the word after `--html` is the folder.
 std::string directory_of(const Arguments& given) {
   std::string directory = given.text("DIR");
   if (given.has("--html") && !fs::is_directory(directory)) {
@@ -72,7 +72,7 @@ std::string directory_of(const Arguments& given) {
   return directory;
 }
 
-// --- what is printed ----------------------------------------------------------------------------
+// --- output -------------------------------------------------------------------------------------
 
 int code_of(const Verdict& verdict) {
   const bool is_quiet =
@@ -121,7 +121,7 @@ int write_page(const RunReport& report, const std::string& file) {
 
 // --- --rank -------------------------------------------------------------------------------------
 
-std::string number_or_nothing(const std::optional<int>& number) {
+std::string number_or_empty(const std::optional<int>& number) {
   return number ? std::to_string(*number) : "";
 }
 
@@ -146,7 +146,7 @@ std::string operation_of(const Sighting& sighting) {
 
 std::vector<std::string> row_of(const Sighting& sighting) {
   return {std::string(name_of(sighting.phase)),
-          number_or_nothing(sighting.microbatch),
+          number_or_empty(sighting.microbatch),
           what_of(sighting),
           operation_of(sighting),
           sighting.role.text(),
@@ -214,7 +214,7 @@ void print_ledger(const Ledger& ledger) {
   for (const auto& note : ledger.notes) std::cout << "  " << printable(note) << '\n';
 }
 
-/// The ledgers of these ranks; null for one without.
+/// The ledgers of these ranks; null for a rank without one.
 std::vector<std::pair<int, const Ledger*>> ledgers_of(const RunReport& report,
                                                       const std::set<int>& ranks) {
   std::vector<std::pair<int, const Ledger*>> found;
@@ -301,7 +301,7 @@ int list_steps(const std::string& directory, bool is_json) {
   return has_bad ? kFindings : kClean;
 }
 
-// --- the choice ---------------------------------------------------------------------------------
+// --- selection ---------------------------------------------------------------------------------
 
 void check_together(const Arguments& given) {
   std::vector<std::string> chosen;
@@ -353,7 +353,7 @@ constexpr Option kReportOptions[] = {
      .most = kMany,
      .accepts = [](std::string_view text) { return ranks_from(text).has_value(); },
      .expected = "global ranks such as 3, 4-7 or 1,2",
-     .help = "What these global ranks saw: 3, 4-7, 1,2"},
+     .help = "Show what these global ranks saw: 3, 4-7, 1,2"},
     {.name = "--html",
      .value = "FILE",
      .has_optional_value = true,
@@ -365,7 +365,7 @@ constexpr Option kReportOptions[] = {
      .has_optional_value = true,
      .low = 0.01,
      .high = 86400,
-     .expected = "seconds between two looks, from 0.01 to 86400",
+     .expected = "seconds between two readings, from 0.01 to 86400",
      .help = "Follow a running job until it stops; reads its files every SECONDS"},
 };
 
@@ -378,7 +378,7 @@ Command report_command() {
           .details =
               "Merges all ledgers found and says which are missing or cut off: copy them "
               "together from the machines' disks into one folder.",
-          .exit_codes = "0 clean, 1 findings, 2 wrong use or nothing that can be read",
+          .exit_codes = "0 clean, 1 findings, 2 wrong use or unreadable input",
           .examples =
               "nanlocator report nanlocator_run\n"
               "nanlocator report nanlocator_run --html\n"

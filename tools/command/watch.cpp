@@ -33,7 +33,7 @@ constexpr std::string_view kStopped = "stopped";
 
 volatile std::sig_atomic_t was_interrupted = 0;
 
-/// Ctrl-C ends the watch cleanly: the exit code says whether something was found.
+/// Ctrl-C ends the watch cleanly: the exit code says whether there were findings.
 void end_on_signals() {
   struct sigaction action {};
   action.sa_handler = [](int) { was_interrupted = 1; };  // without SA_RESTART: it ends the sleep
@@ -48,7 +48,7 @@ void sleep_for(std::chrono::milliseconds interval) {
   ::nanosleep(&time, nullptr);
 }
 
-/// status.json, as far as it is shown here.
+/// The fields of status.json that are shown here.
 struct RunStatus {
   std::string state;
   std::int64_t iteration = 0;
@@ -72,8 +72,7 @@ RunStatus status_from_json(const std::string& text) {
           .silent_ranks = member_from_json<std::vector<int>>(object, "silent_ranks")};
 }
 
-/// The last line of the output. On a terminal it is written over; elsewhere it is printed where it
-/// says something new.
+/// The last line of the output. A terminal overwrites it; elsewhere it is printed when it changes.
 class StatusLine {
  public:
   void show(const std::string& text) {
@@ -117,9 +116,9 @@ class Watch {
     }
     enter(latest_attempt(directory_));
     const auto status = changed_status();
-    if (status) tell_verdicts();
+    if (status) print_new_verdicts();
     if (status) status_ = status;
-    has_findings_ |= status_.has_value();  // it is written at findings only
+    has_findings_ |= status_.has_value();  // status.json is written only at findings
     if (!status_) {
       line_.show(attempt_.string() + ": no findings so far");
       return true;
@@ -140,10 +139,10 @@ class Watch {
     attempt_ = attempt;
     status_text_.clear();
     status_.reset();
-    told_.clear();
+    printed_.clear();
   }
 
-  /// Written after the verdict that it is about. Empty: as it was at the last check, or missing.
+  /// The status, which is written after its verdict. Empty if it is unchanged or missing.
   std::optional<RunStatus> changed_status() {
     const fs::path path = attempt_ / "status.json";
     std::error_code error;
@@ -160,18 +159,18 @@ class Watch {
     }
   }
 
-  /// Of an attempt that was met with findings only the latest; a verdict that has changed since, as
-  /// when ranks fell silent, again.
-  void tell_verdicts() {
+  /// Prints each new verdict, and a changed one again, as when ranks fell silent. For an attempt
+  /// that already had findings, prints only the latest.
+  void print_new_verdicts() {
     const auto steps = recorded_steps(attempt_);
     for (const std::int64_t step : steps) {
       const bool is_latest = step == steps.back();
-      if (!is_latest && (told_.empty() || step <= told_.rbegin()->first)) continue;
+      if (!is_latest && (printed_.empty() || step <= printed_.rbegin()->first)) continue;
       const auto verdict = read_recorded_verdict(attempt_, step);
       if (!verdict) continue;
       std::string text = to_json(*verdict);
-      if (told_[step] == text) continue;
-      told_[step] = std::move(text);
+      if (printed_[step] == text) continue;
+      printed_[step] = std::move(text);
       line_.clear();
       std::cout << format_verdict(*verdict,
                                   {.width = static_cast<int>(terminal_width().value_or(kLogWidth)),
@@ -185,7 +184,7 @@ class Watch {
   fs::path attempt_;
   std::string status_text_;
   std::optional<RunStatus> status_;
-  std::map<std::int64_t, std::string> told_;  // verdicts of this attempt, by step
+  std::map<std::int64_t, std::string> printed_;  // printed verdicts of this attempt, by step
   StatusLine line_;
   bool has_findings_ = false;
 };

@@ -1,4 +1,4 @@
-// `nanlocator report --watch`: a running job's verdicts, as they come.
+// `nanlocator report --watch`: prints a running job's verdicts as they appear.
 #pragma once
 
 #include <chrono>
@@ -6,10 +6,10 @@
 
 namespace nanlocator::command {
 
-/// Looks at the run's folder every `interval`, also before it is there, and prints each new verdict
-/// once and one line on how the run stands, which a terminal refreshes in place. Returns kFindings
-/// or kClean when the run has stopped, or on SIGINT and SIGTERM. Reads what the run records
-/// (status.json, verdicts), not the ledgers: it costs the shared disk next to nothing.
+/// Reads the run's folder every `interval`, even before it exists. Prints each new verdict once,
+/// and one line with the run's status, which a terminal refreshes in place. Returns kFindings or
+/// kClean when the run has stopped, or on SIGINT and SIGTERM. Reads the run's records (status.json,
+/// verdicts), not the ledgers, so it hardly loads the shared disk.
 [[nodiscard]] int watch(const std::filesystem::path& directory, std::chrono::milliseconds interval);
 
 }  // namespace nanlocator::command

@@ -99,7 +99,7 @@ ReplayTextStyle style_of_terminal() {
 }
 
 int run(const Arguments& given) {
-  if (const auto option = command::option_of_python(given); !option.empty()) {
+  if (const auto option = command::python_option(given); !option.empty()) {
     throw UsageError(std::string(option) +
                      " needs Python: use nanlocator replay, or python -m nanlocator.replay");
   }
