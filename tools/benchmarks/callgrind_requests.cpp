@@ -1,5 +1,4 @@
-// For tools/bench overhead --instructions, which loads it with ctypes: what callgrind counts, and
-// when.
+// Loaded with ctypes by tools/bench overhead --instructions: starts and stops callgrind's counting.
 #include <valgrind/callgrind.h>
 
 extern "C" {

@@ -1,11 +1,11 @@
-// The CUDA scan against the memory that it reads: 1e9 elements in 400 tensors, per dtype, beside
-// cudaMemcpy with as much traffic.
+// Compares the CUDA scan with memory bandwidth: 1e9 elements in 400 tensors, per dtype, beside a
+// cudaMemcpy with the same traffic.
 //
 //   cuda_scan_benchmark [--benchmark_filter=bfloat16]
 //
-// "bytes_per_second" counts bytes read for the scan and bytes read plus bytes written for the copy:
-// both are memory traffic, and a scan at the rate of the copy is as fast as the memory allows.
-// Times are of CUDA events around one plan.
+// "bytes_per_second" counts bytes read for the scan, and bytes read plus bytes written for the
+// copy: both are memory traffic, and a scan at the rate of the copy is as fast as the memory
+// allows. Times are from CUDA events around one plan.
 #include <benchmark/benchmark.h>
 #include <cuda_runtime_api.h>
 
@@ -86,7 +86,7 @@ void measure(benchmark::State& state, std::int64_t traffic, Work work) {
   state.SetBytesProcessed(static_cast<std::int64_t>(state.iterations()) * traffic);
 }
 
-/// Tensors of equal parts of the buffer, each starting at a multiple of 256 bytes as Torch's do.
+/// Tensors that divide the buffer equally, each starting at a multiple of 256 bytes, as Torch's do.
 std::vector<nanlocator::TensorView> divide(const DeviceBuffer& buffer, DType dtype) {
   const std::size_t size = nanlocator::size_of(dtype);
   const std::size_t bytes = buffer.bytes() / kTensors / 256 * 256;
@@ -99,7 +99,7 @@ std::vector<nanlocator::TensorView> divide(const DeviceBuffer& buffer, DType dty
   return views;
 }
 
-/// Random bytes below 0x40, which in all six formats make finite numbers below two.
+/// Random bytes below 0x40, which are finite numbers below two in all six formats.
 void fill_with_numbers(const DeviceBuffer& buffer) {
   std::vector<std::uint32_t> words(1 << 20);
   std::mt19937 generator(0);

@@ -1,8 +1,8 @@
-"""Instructions of a healthy step with nanlocator and without, per integration: overhead.py --instructions.
+"""Instructions of a healthy step with and without nanlocator, per integration: overhead.py --instructions.
 
-Callgrind counts them, on a processor that it simulates (up to AVX2), so other work on the machine changes
-nothing and a difference of 0.1 % is one. Each integration runs in a process of its own, once for each build
-that is compared; Megatron-Core has a second rank, which runs outside of callgrind.
+Callgrind counts them on a simulated processor (up to AVX2), so other load on the machine does not matter and
+a difference of 0.1 % is significant. Each integration runs in its own process, once for each compared build;
+Megatron-Core has a second rank, which runs outside callgrind.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def count(integration: str, python_path: str, arguments: argparse.Namespace) -> tuple[float, float]:
-    """Instructions of a step without nanlocator and with that build of it."""
+    """Instructions of a step without nanlocator and with the build in ``python_path``."""
     print(f"counting {integration} with {python_path} ...", file=sys.stderr)
     with tempfile.TemporaryDirectory() as directory, socket.socket() as port:
         port.bind(("127.0.0.1", 0))
@@ -101,7 +101,7 @@ def count(integration: str, python_path: str, arguments: argparse.Namespace) -> 
 
 
 class Counter:
-    """Counts on rank 0; elsewhere it does nothing."""
+    """Counts on rank 0; does nothing on other ranks."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -110,7 +110,7 @@ class Counter:
 
     def start(self) -> None:
         gc.collect()
-        gc.disable()  # when it runs depends on everything that was allocated before
+        gc.disable()  # its timing depends on all earlier allocations
         if self._requests:
             self._requests.start_counting()
 

@@ -1,12 +1,11 @@
-// How long a verdict over many ranks takes, and how much memory: `tools/bench locate`.
+// Measures time and memory of a verdict over many ranks: `tools/bench locate`.
 //
-// Full-spread incidents at level boundaries from the simulator of the tests, tp 8 x pp 16 x dp:
+// Full-spread incidents at level boundaries from the tests' simulator, tp 8 x pp 16 x dp:
 //   one fault       a NaN born in forward on one rank: its replica passed it on, and every rank got
 //                   it out of the reduction of gradients
 //   every replica   the loss of each replica is 0/0: as many origins as replicas
-// Each size runs in a process of its own, so that memory is its own. Ledgers are written as text,
-// rank by rank, and read back: what is timed and measured are the reader and locate(), not the
-// simulator.
+// Each size runs in its own process, so that memory is separate. Ledgers are written as text, rank
+// by rank, and read back: the measurements cover the reader and locate(), not the simulator.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -49,14 +48,14 @@ std::vector<Fault> faults_of(const Layout& layout, bool is_everywhere) {
   return faults;
 }
 
-/// CPU time of this process, which has one thread: what else runs on the machine does not count.
+/// CPU time of this process, which has one thread, so that other load does not count.
 double cpu_seconds() {
   timespec now{};
   clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
-/// Of this process, in MiB: "VmRSS:" now, "VmHWM:" at its peak since `forget_peak`.
+/// Memory of this process, in MiB: "VmRSS:" now, "VmHWM:" at its peak since `forget_peak`.
 double memory(const char* field) {
   std::ifstream status("/proc/self/status");
   for (std::string line; std::getline(status, line);) {
@@ -65,7 +64,7 @@ double memory(const char* field) {
   return 0;
 }
 void forget_peak() {
-  std::ofstream("/proc/self/clear_refs") << "5";  // proc(5): resets the peak to what it is now
+  std::ofstream("/proc/self/clear_refs") << "5";  // proc(5): resets the peak to the current value
 }
 
 struct Reading {
@@ -114,7 +113,7 @@ void measure(int world, bool is_everywhere) {
               std::ranges::count(text, '\n'), static_cast<double>(to_json(verdict).size()) / 1e3);
 }
 
-/// True where the process ended well.
+/// True if the process succeeded.
 bool measure_in_own_process(int world, bool is_everywhere) {
   std::fflush(stdout);
   const pid_t child = fork();

@@ -1,7 +1,7 @@
 """A step of a published configuration on Megatron-Core: model, gradient buckets, optimizer, schedule.
 
-On the CPU and the meta device (examples/megatron_gpt/cpu_platform.py), or, where the environment has
-MEGATRON_ON=cuda, on the GPU. torch.distributed must be initialised.
+On the CPU and the meta device (examples/megatron_gpt/cpu_platform.py) or, with MEGATRON_ON=cuda in the
+environment, on the GPU. torch.distributed must be initialised.
 """
 
 import os
@@ -34,7 +34,7 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 
 class Training:
-    """Model, buckets and optimizer of this rank; bf16, distributed optimizer, sequence parallelism where
+    """Model, buckets and optimizer of this rank; bf16, distributed optimizer, sequence parallelism if
     there is tensor parallelism. Tokens are distributed evenly among the experts."""
 
     def __init__(self, c: Configuration) -> None:

@@ -1,4 +1,4 @@
-// A read of memory and nothing else: what tools/bench scan compares with. Called through ctypes,
+// Reads memory and does nothing else, as a reference for tools/bench scan. Called through ctypes,
 // which lets several Python threads run it at once.
 #include <cstddef>
 #include <cstdint>

@@ -1,14 +1,13 @@
-"""What `python -m nanlocator.netcheck` and the steps of the well-known torch-distributed-gpu-test.py see of
-the same faults, on gloo processes of this machine.
+"""Compares `python -m nanlocator.netcheck` with the steps of the well-known torch-distributed-gpu-test.py on
+the same faults, with gloo processes on this machine.
 
     tools/bench netcheck                    every fault, 4 ranks, rank 1 faulty
     tools/bench netcheck --only hang,die    some of them
 
 The classic steps are our own minimal equivalent: one float is reduced over all ranks, a barrier, one float is
 allocated, "is OK" or "is broken", a barrier, versions by rank 0. Both get the fault in the same rank and at
-the same place: netcheck by its drill (or a self-test that is tampered with), the classic steps by another
-function in the place of torch.distributed's. A fault in something that they never call leaves them as they
-are.
+the same place: netcheck by its drill (or a manipulated self-test), the classic steps by a replacement for
+torch.distributed's function. A fault in a function that they never call does not affect them.
 """
 
 import argparse
@@ -32,8 +31,8 @@ _FAULT = "NETCHECK_COMPARISON_FAULT"
 
 class Fault(NamedTuple):
     text: str
-    netcheck: tuple[str, ...] = ()  # its drill's options; none: a self-test is tampered with, or no fault
-    verdict: str = "healthy"  # that netcheck must come to
+    netcheck: tuple[str, ...] = ()  # its drill's options; none: a manipulated self-test, or no fault
+    verdict: str = "healthy"  # expected of netcheck
 
 
 FAULTS = {
@@ -66,7 +65,7 @@ def main() -> int:
         "--deadline", type=float, default=10.0, help="seconds for a step of netcheck (default 10)"
     )
     parser.add_argument(
-        "--patience", type=float, default=40.0, help="seconds until a run counts as hung (default 40)"
+        "--patience", type=float, default=40.0, help="seconds after which a run counts as hung (default 40)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     arguments = parser.parse_args()
@@ -110,7 +109,7 @@ class Run(NamedTuple):
 
 
 def run(fault: str, program: list[str], arguments: argparse.Namespace) -> Run:
-    """This file's `program` on all ranks under torchrun, which is ended with them where it does not end."""
+    """Runs this file's `program` on all ranks under torchrun; ends a run that hangs."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(arguments.ranks), __file__, *program]
     environment = {**os.environ, _FAULT: fault, _FAULTY_RANK: str(arguments.rank), "OMP_NUM_THREADS": "1"}
@@ -134,7 +133,7 @@ def run(fault: str, program: list[str], arguments: argparse.Namespace) -> Run:
 
 
 def describe_classic(outcome: Run, arguments: argparse.Namespace) -> str:
-    """What a person reads from the output of the classic steps and of torchrun."""
+    """What the output of the classic steps and of torchrun tells a user."""
     broken = sorted({int(rank) for rank in re.findall(r"-(\d+)\] is broken", outcome.text)})
     fine = len(set(re.findall(r"-(\d+)\] is OK", outcome.text)))
     if outcome.code == 0:
@@ -195,7 +194,7 @@ def print_in_turn(text: str) -> None:
 
 
 def plant_in_torch(fault: str) -> None:
-    """Replaces what this rank will call; the classic steps call no other collectives."""
+    """Replaces functions that this rank will call; the classic steps call no other collectives."""
     import torch
     import torch.distributed as dist
 
@@ -229,7 +228,7 @@ def plant_in_torch(fault: str) -> None:
 
 
 def netcheck(options: list[str]) -> None:
-    """netcheck, whose self-test of this rank's device is tampered with where the fault is in the device."""
+    """netcheck; if the fault is in this rank's device, with a manipulated self-test of it."""
     from nanlocator import _C
 
     check_compute, check_memory = _C.check_compute, _C.check_memory

@@ -1,11 +1,11 @@
-"""How often the network check is right: each fault of its drill, many times, on gloo processes of this
-machine, over several numbers of ranks and with every rank in turn as the faulty one; and healthy runs.
+"""Measures how often the network check is right: each fault of its drill, many times, with gloo processes on
+this machine, for several numbers of ranks and each rank in turn as the faulty one; and healthy runs.
 
     tools/bench drill                              every fault 20 times, 50 healthy runs; about an hour
     tools/bench drill --only healthy,die_inside --repetitions 3 --ranks 2,8
 
-A run is right where verdict, ranks and exit code are those of the fault (of two ranks both, for a wrong
-exchange and for versions). What a wrong one printed is kept.
+A run is right if verdict, ranks and exit code match the fault (of two ranks both, for a wrong exchange and
+for versions). The output of wrong runs is kept.
 """
 
 import argparse
@@ -116,7 +116,7 @@ def run(fault: Fault, world_size: int, rank: int, deadline: float) -> Outcome:
         found = (verdict["verdict"], verdict["ranks"], process.returncode)
     except ValueError:
         found = None
-    # Of two ranks, sender and receiver of a wrong exchange cannot be separated, nor which version is wanted.
+    # With two ranks, sender and receiver of a wrong exchange cannot be separated, nor the wanted version.
     is_told_apart = world_size > 2 or not {"send_recv", "skew"} & set(fault.options)
     named = [rank] if is_told_apart else [0, 1]
     must_be = (fault.verdict, named, 1) if fault.options else ("healthy", [], 0)

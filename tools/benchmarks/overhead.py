@@ -1,4 +1,4 @@
-"""A healthy step with nanlocator over one without, beside other tools.
+"""Time of a healthy step with nanlocator relative to one without, and of other tools.
 
     tools/bench overhead [--hidden 256] [--sequence 128] [--ranks 2] [--tp 2] [--rounds 30] [--json]
     tools/bench overhead --integration pytorch [--batch 4] [--starts 10]
@@ -11,9 +11,9 @@ PyTorch (GPT-2 of transformers, one CPU thread): no tool, nanlocator's levels, t
 DebugUnderflowOverflow, torch's anomaly mode. The same GPT-2 in shards (fully_shard; DeepSpeed's ZeRO-2) and
 in a pipeline (torch.distributed.pipelining): no tool, nanlocator's defaults. A step is zero_grad, forward,
 backward and optimizer.step; the figures are medians over rounds of this round's variant over this round's
-bare step, with a 95 % interval; with --starts medians over starts of the processes, of each start's median.
+bare step, with a 95 % interval; with --starts, medians over process starts of each start's median.
 
-With --instructions: how many instructions a step executes without nanlocator and with its defaults, for each
+With --instructions: the instructions of a step without nanlocator and with its defaults, for each
 integration, counted by callgrind; and the same with another build of nanlocator.
 """
 

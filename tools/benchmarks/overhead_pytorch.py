@@ -1,4 +1,4 @@
-"""A healthy step of a plain PyTorch GPT with each tool over one without; see overhead.py."""
+"""Time of a healthy step of a plain PyTorch GPT with each tool relative to one without; see overhead.py."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any
 import turns
 
 NO_TOOL = "no tool"
-VOCABULARY = 1024  # an embedding of 50257 rows would be most of such a small step, and hide the tools
+VOCABULARY = 1024  # an embedding of 50257 rows would dominate such a small step and hide the tools
 LAYERS = 4
 
 
@@ -36,7 +36,7 @@ def gpt2(hidden: int, sequence: int) -> Any:
 
 @contextlib.contextmanager
 def located(inner: Any, model: Any, level: str) -> Iterator[Any]:
-    """The optimizer inside of a LocatingOptimizer, whose files go with the block."""
+    """The optimizer inside a LocatingOptimizer, whose files are removed with the block."""
     import nanlocator
 
     with tempfile.TemporaryDirectory() as directory:
@@ -90,7 +90,7 @@ def work(arguments: argparse.Namespace) -> None:
         DebugUnderflowOverflow(model)
         try:
             yield inner
-        finally:  # it has no way to take its hooks off
+        finally:  # it cannot remove its hooks
             for module, before in hooks.items():
                 for key in set(module._forward_hooks) - before:
                     del module._forward_hooks[key]

@@ -1,4 +1,4 @@
-"""A healthy step in shards, or in a pipeline, with nanlocator over one without; see overhead.py."""
+"""Time of a healthy sharded or pipelined step with nanlocator relative to one without; see overhead.py."""
 
 import argparse
 import contextlib
@@ -57,7 +57,7 @@ def zero2(arguments: argparse.Namespace) -> Training:
 
     import nanlocator.deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise it compiles this
     model = gpt2(arguments.hidden, arguments.sequence)
     engine, *_ = deepspeed.initialize(
         model=model,

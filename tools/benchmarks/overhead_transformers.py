@@ -1,10 +1,10 @@
-"""A healthy training step of GPT-2 under each DebugUnderflowOverflow over one without.
+"""Time of a healthy GPT-2 training step under each DebugUnderflowOverflow relative to one without.
 
     tools/bench transformers [--hidden 256] [--sequence 128] [--batch 4] [--clock cpu] [--rounds 30] [--json]
 
 All variants take turns in one process with one CPU thread, on the same model: no tool, nanlocator's class
 (detection; and with frames of backward), transformers' class (detection). Attention is eager and gets no
-padding mask, because transformers' class raises on the bool mask that sdpa is given. A step is zero_grad,
+padding mask, because transformers' class raises on the bool mask of sdpa. A step is zero_grad,
 forward, backward and optimizer.step; the figures are medians over rounds of this round's variant over this
 round's bare step, with a 95 % interval.
 """
@@ -26,7 +26,7 @@ from nanlocator.transformers import DebugUnderflowOverflow
 
 @contextlib.contextmanager
 def transformers_debugger(model: torch.nn.Module) -> Iterator[None]:
-    """It has no way to take its hooks off."""
+    """Removes its hooks, which it cannot do itself."""
     before = {module: set(module._forward_hooks) for module in model.modules()}
     TransformersDebugger(model)
     try:

@@ -1,24 +1,24 @@
-"""What nanlocator costs where it cannot be measured: published configurations, counted on the meta device.
+"""The cost of nanlocator where it cannot be measured: published configurations, counted on the meta device.
 
     tools/bench plan                          every configuration, one rank of a middle and of the last stage
     tools/bench plan --only "Llama-3 70B"     one of them (about a minute)
-    tools/bench plan --by-place               also what is read where
+    tools/bench plan --by-place               also the bytes read at each place
     tools/bench plan --json > plan.json
 
 Megatron-Core's own model, gradient buckets, distributed optimizer and schedule are built for one rank of the
-job, with the groups of all its ranks, on the meta device; nanlocator is installed with its defaults, and what
-its hooks hand to the engine in one healthy step is counted (plan_counting.py; a test compares the counts of
-small configurations with what the engine counts itself on real ranks). Derived from the counts:
+job, with the groups of all its ranks, on the meta device. nanlocator is installed with its defaults, and the
+calls of its hooks into the engine in one healthy step are counted (plan_counting.py; a test compares the
+counts of small configurations with the engine's own counts on real ranks). Derived from the counts:
 
     scan time    bytes / (nominal memory bandwidth x fraction) + launches x the shortest kernel; all of it
-                 counts as lost, though a scan may run beside a collective that waits for the network
-    host time    Python calls, calls into the engine and launches, at a time each; hidden as long as the host
+                 counts as lost, although a scan may overlap a collective that waits for the network
+    host time    Python calls, calls into the engine and launches, with a time for each; hidden while the host
                  is ahead of the device
-    ledger       bytes where one microbatch is bad on the rank from its first crossing on, with every gradient
-    Store        requests a second of the heartbeats; and of one bad step, by rank 0 and by all others
+    ledger       bytes if one microbatch is bad on the rank from its first crossing on, with every gradient
+    Store        requests per second of the heartbeats, and of one bad step by rank 0 and by all others
 
-over the step time that was published for the layout. Local layer specification; TransformerEngine's layers
-start the same collectives, but for --tp-comm-overlap, which does not pass through ProcessGroup.
+relative to the published step time of the layout. Local layer specification; TransformerEngine's layers start
+the same collectives, except for --tp-comm-overlap, which does not pass through ProcessGroup.
 """
 
 import argparse
@@ -31,11 +31,11 @@ from typing import Any
 
 from plan_configurations import CONFIGURATIONS, Configuration
 
-# H100 SXM5 data sheet; the part of it that a scan of bfloat16 reaches, and what one of 4 KB takes there
+# H100 SXM5 data sheet; the fraction that a scan of bfloat16 reaches, and the time of one of 4 KB there
 # (tools/gpu, steps scan and scan-cost, 2026-11-26).
 BANDWIDTH, REACHED = 3.35e12, 0.82
 SHORTEST_KERNEL = 4.9e-6
-# Of the host, in seconds: together the 9 us that a scan from Python takes there; their parts are assumptions.
+# Host times in seconds: together the 9 us of a scan from Python there; the split is an assumption.
 PYTHON_CALL, ENGINE_CALL, LAUNCH = 0.3e-6, 1.5e-6, 7.2e-6
 SIGHTING_BYTES = 600  # of a ledger, per sighting: 489 MB over 16,384 ranks of 49 (tools/bench locate)
 # src/agree: a rank's thread asks four times in 2.5 s (rank_monitor.hpp). In a bad step every rank writes its
@@ -134,7 +134,7 @@ def main() -> None:
     )
     names = [c.name for c in CONFIGURATIONS]
     parser.add_argument("--only", metavar="NAME", choices=names, help=f"one of: {', '.join(names)}")
-    parser.add_argument("--by-place", action="store_true", help="what is read in which collective or scan")
+    parser.add_argument("--by-place", action="store_true", help="also the bytes read at each place")
     parser.add_argument("--jobs", type=int, default=2, help="configurations counted at a time (default 2)")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Published training configurations: model, layout of ranks, and how long a step took.
+"""Published training configurations: model, layout of ranks, and step time.
 
 Shapes of Llama 3: "The Llama 3 Herd of Models" (arXiv 2407.21783, table 3); Mixtral 8x22B: config.json.
 """
@@ -56,7 +56,7 @@ def _seconds_by_tokens(configuration: Configuration, tokens_per_second_and_gpu: 
 
 def _seconds_by_flops(configuration: Configuration, flops_per_second: float, parameters: float) -> float:
     """6 floating-point operations per active parameter and token, and 12 layers hidden sequence of them for
-    attention, halved as it is causal: how both papers count."""
+    attention, halved because it is causal, as both papers count."""
     c = configuration
     per_token = 6 * parameters + 6 * c.layers * c.hidden * c.sequence
     return c.dp * c.microbatches * c.sequence * per_token / c.ranks / flops_per_second
@@ -70,7 +70,7 @@ def _published() -> list[Configuration]:
     llama_70b = Configuration(
         "Llama-3 70B", 80, 8192, 28672, 64, 8, 128256, 8192, ranks=64, tp=4, pp=8, vp=5, microbatches=64
     )
-    # As the issue's question has it, and as Megatron trains 70B at larger scale; its step time is that of the
+    # A layout with which Megatron trains 70B at larger scale; its step time follows from the
     # published throughput.
     llama_70b_tp8 = dataclasses.replace(llama_70b, tp=8, ranks=1024, vp=None, microbatches=64)
     llama_405b = Configuration(
@@ -138,7 +138,7 @@ def _published() -> list[Configuration]:
 
 CONFIGURATIONS = _published()
 
-# Two gloo ranks train it in a second: what is counted on the meta device must be what is measured on them.
+# Two gloo ranks train it in a second: the counts on the meta device must equal the measurements on them.
 SMALL = Configuration(
     "small", 4, 64, 128, 4, 2, 256, 32, ranks=2, tp=2, pp=1, microbatches=2, step_seconds=1.0, source="none"
 )

@@ -1,12 +1,12 @@
-"""What nanlocator does in one healthy step of one rank: counted on the meta device, or measured.
+"""The work of nanlocator in one healthy step of one rank: counted on the meta device, or measured.
 
-    python plan_counting.py NAME RANK             counted: one process stands for that rank of all ranks
+    python plan_counting.py NAME RANK             counted: one process simulates that rank
     torchrun ... plan_counting.py NAME --measured the small configurations, on real ranks over gloo
 
 Both build Megatron-Core's own model, gradient buckets, distributed optimizer and schedule, install nanlocator
-and take two steps. On the meta device tensors have shapes and no memory, collectives return at once, and what
-nanlocator's hooks hand to the engine is counted in the engine's place. Measured, the engine counts itself
-(nanlocator/tensor/scan_work.hpp). Prints JSON.
+and take two steps. On the meta device tensors have shapes and no memory, collectives return at once, and a
+stand-in for the engine counts the calls of nanlocator's hooks. With --measured, the engine counts its own
+work (nanlocator/tensor/scan_work.hpp). Prints JSON.
 """
 
 import argparse
@@ -44,7 +44,7 @@ PACKAGE = os.path.dirname(nanlocator.__file__)
 
 
 class DoneWork:
-    """Of a collective that moves nothing."""
+    """The Work of a collective that moves nothing."""
 
     def wait(self, *args: Any) -> bool:
         return True
@@ -54,11 +54,11 @@ class DoneWork:
 
 
 def stay_on_meta() -> None:
-    """Everything that Megatron-Core allocates, and every collective that it starts: shapes only."""
+    """Reduces everything that Megatron-Core allocates, and every collective that it starts, to shapes."""
     meta = torch.device("meta")
     torch.set_default_device(meta)
     torch.cuda.current_device = lambda: meta
-    # torch.full: the numbers of tokens per expert, which are read.
+    # torch.full: the numbers of tokens per expert, whose values are needed.
     for name in set(cpu_platform._FACTORIES) - {"full"}:
         factory = getattr(torch, name)
 
@@ -74,7 +74,7 @@ def stay_on_meta() -> None:
     set_item = torch.Tensor.__setitem__
 
     def set_item_of_shape(tensor: torch.Tensor, index: Any, value: Any) -> None:
-        if not (torch.is_tensor(index) and index.dtype == torch.bool):  # how many is not known
+        if not (torch.is_tensor(index) and index.dtype == torch.bool):  # their number is unknown
             set_item(tensor, index, value)
 
     torch.Tensor.__setitem__ = set_item_of_shape
@@ -86,13 +86,13 @@ def stay_on_meta() -> None:
     dist.all_gather_object = lambda objects, mine, group=None: objects.__setitem__(
         slice(None), [mine] * len(objects)
     )
-    # What reads values: the norm and the update. nanlocator's hooks lie around both.
+    # These read values: the norm and the update. nanlocator's hooks are around both.
     megatron_optimizer.get_grad_norm_fp32 = lambda *args, **kwargs: 1.0
     megatron_optimizer.clip_grad_by_total_norm_fp32 = lambda *args, **kwargs: None
     torch.optim.AdamW.step = lambda *args, **kwargs: None
 
 
-# ---- counting in the engine's place ------------------------------------------------------------------------
+# ---- counting instead of the engine ------------------------------------------------------------------------
 
 
 class Counts:
@@ -129,7 +129,7 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 class CountingWatch:
-    """In the place of _C.BoundaryWatch (boundary_watch.cpp): what it would scan."""
+    """Replaces _C.BoundaryWatch (boundary_watch.cpp) and counts what it would scan."""
 
     def __init__(self, threads: int) -> None:
         self._groups: list[str] = []
@@ -160,7 +160,7 @@ class CountingWatch:
         COUNTS.scan_each(f"{self._crossings[crossing]} received", received)
 
     def __getattr__(self, name: str) -> Any:
-        """enter, leave, and what the schedule does: nothing is scanned."""
+        """enter, leave, and calls of the schedule: nothing is scanned."""
 
         def call(*args: Any) -> None:
             COUNTS.engine_calls += 1
@@ -169,7 +169,7 @@ class CountingWatch:
 
 
 class CountingDriver:
-    """In the place of nanlocator.engine.driver.Driver: what a healthy step hands to the engine."""
+    """Replaces nanlocator.engine.driver.Driver and counts the calls of a healthy step into the engine."""
 
     is_closed = is_rerunning = is_judged = skips_update = False
     is_agreeing = True
@@ -244,7 +244,7 @@ def count_instead_of_scanning() -> None:
 
 @contextlib.contextmanager
 def counting_python_calls() -> Any:
-    """Of functions of nanlocator's package, on this thread, which runs the backward of meta tensors, too."""
+    """Counts calls in nanlocator's package on this thread, which also runs the backward of meta tensors."""
 
     def profile(frame: Any, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
@@ -261,7 +261,7 @@ def counting_python_calls() -> Any:
 
 
 def count(c: Configuration, rank: int) -> dict[str, Any]:
-    """Of the second step: in the first, Megatron knows no order of buckets yet."""
+    """Counts the second step: in the first, Megatron does not know the order of buckets yet."""
     dist.init_process_group("fake", rank=rank, world_size=c.ranks, store=FakeStore())
     stay_on_meta()
     count_instead_of_scanning()
@@ -317,7 +317,7 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("rank", type=int, nargs="?", default=0)
     parser.add_argument(
-        "--measured", type=Path, metavar="FOLDER", help="where each rank writes what it measured"
+        "--measured", type=Path, metavar="FOLDER", help="where each rank writes its measurements"
     )
     arguments = parser.parse_args()
     c = configuration_of(arguments.name)
@@ -328,7 +328,7 @@ def main() -> None:
     else:
         print(json.dumps(count(c, arguments.rank)))
         sys.stdout.flush()
-        os._exit(0)  # groups without a network are not to be taken down
+        os._exit(0)  # groups without a network cannot be destroyed
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""What the re-run of a bad step takes: its time over a step's, its peak of memory over a step's.
+"""Cost of the re-run of a bad step: its time and its peak memory, relative to a step's.
 
     tools/bench rerun [--layers 8 --width 256 --rows 1024 --vocabulary 8192] [--rounds 5] [--json]
 
 Each fault is planted in a step of a plain PyTorch model on the CPU, one thread:
 
     first layer   NaN from the first layer on: every tensor after it is bad, forward and backward
-    in place      born where the largest tensor of the step, the logits, is written in place
+    in place      born in an in-place write to the largest tensor of the step, the logits
 
-The re-run is all that a bad step does after its first pass: the traced pass, the pass that keeps module
-calls, and what is made of them (explanation, replays, bundles, verdict). Time: the processor's, median over
-the rounds. Memory: what Torch's allocator has given out at most, parameters and gradients included, and the
-resident size of the process; "kept" is what the bundle holds of copies and weights.
+The re-run is everything after the first pass of a bad step: the traced pass, the pass that keeps module
+calls, and their evaluation (explanation, replays, bundles, verdict). Time: CPU time, median over the rounds.
+Memory: the peak of Torch's allocator, parameters and gradients included, and the resident size of the
+process; "kept" is the size of copies and weights in the bundle.
 """
 
 import argparse
@@ -50,8 +50,8 @@ class Layers(nn.Module):
             for _ in range(arguments.layers)
         )
         self.head = nn.Linear(width, arguments.vocabulary, bias=False)
-        self.log_of = ""  # where a logarithm is taken, of numbers above zero
-        self.is_bad = False  # of numbers below zero
+        self.log_of = ""  # where a logarithm is taken: of positive numbers,
+        self.is_bad = False  # or of negative ones
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
@@ -113,7 +113,7 @@ def measure(arguments: argparse.Namespace, fault: str, allocated: Allocated) -> 
         return {
             "seconds": end - start,
             "passes": [b - a for a, b in zip([start, *ends], [*ends, end], strict=True)],
-            "peaks": [*peaks, allocated.peak()],  # before a pass and in it, by turns; after the last
+            "peaks": [*peaks, allocated.peak()],  # alternately before and in a pass; after the last
             "resident": resident.peak(),
         }
 

@@ -1,10 +1,10 @@
-"""The CPU scan of a GPT's gradients beside what else could scan them, interleaved in one run.
+"""Compares the CPU scan of a GPT's gradients with other ways to scan them, interleaved in one run.
 
     tools/bench scan [--rounds 9] [--dtypes float32 bfloat16 float16] [--threads 1 2] [--json]
 
-Peers, over the same list of tensors: a plain read of the memory; torch._foreach_norm (what a norm costs
-anyway); tensor.isnan().any() for each. A ratio is the median of this round's scan over this round's peer:
-below 1.00 the scan is faster.
+Peers, over the same list of tensors: a plain read of the memory; torch._foreach_norm (the cost of a norm,
+which training needs anyway); tensor.isnan().any() for each. A ratio is the median of this round's scan over
+this round's peer: below 1.00 the scan is faster.
 """
 
 import argparse

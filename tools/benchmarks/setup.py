@@ -1,7 +1,7 @@
-"""How long a newcomer waits: from a fresh clone of this checkout's last commit, with nothing cached, to the
-demonstration's verdict; for a rebuild after one file of `locate` was touched; with --test for tools/test.
+"""Measures how long a newcomer waits: from a fresh clone of this checkout's last commit, with nothing cached,
+to the demonstration's verdict; for a rebuild after one file of `locate` was touched; with --test, tools/test.
 
-Compiler caches and pip's cache are off. What the system's package manager has installed stays installed."""
+Compiler caches and pip's cache are off. Packages of the system's package manager remain installed."""
 
 import argparse
 import os
@@ -21,7 +21,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Examples:\n  tools/bench setup\n  tools/bench setup --test --in /fast/disk",
     )
-    parser.add_argument("--test", action="store_true", help="tools/test, too, in a clone of its own")
+    parser.add_argument("--test", action="store_true", help="also tools/test, in a separate clone")
     parser.add_argument("--in", dest="folder", metavar="FOLDER", help="where the clones are made")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
@@ -42,7 +42,7 @@ def fresh_clone(path: Path) -> Path:
 
 
 def timed(command: list[str | Path], clone: Path) -> tuple[float, str]:
-    """Seconds, and what it wrote. Ends the program where the command fails."""
+    """Seconds and output of the command. Ends the program if it fails."""
     print(f"timing {' '.join(map(str, command))} ...", file=sys.stderr)
     left_out = ("PYTHONPATH", "VIRTUAL_ENV")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def results_of_starts(script: str, ranks: int, starts: int) -> list[dict[str, Any]]:
-    """``result_of_ranks`` as often as ``starts`` says, with a line of progress on a terminal."""
+    """``starts`` results of ``result_of_ranks``, with a line of progress on a terminal."""
     results = []
     for number in range(1, starts + 1):
         if sys.stderr.isatty() and starts > 1:

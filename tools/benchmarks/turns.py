@@ -1,4 +1,4 @@
-"""Variants of a step that take turns on a noisy machine, and what one costs over another."""
+"""Variants of a step that take turns on a noisy machine, and their relative cost."""
 
 import json
 import math
@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 
 
 def take_turns(variants: Iterable[str], run: Callable[[str], float], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each variant in each round. Each round begins with another variant, so that no one always
-    follows the same."""
+    """Seconds of each variant in each round. Each round begins with a different variant, so that none always
+    follows the same one."""
     order = list(variants)
     times: dict[str, list[float]] = {variant: [] for variant in order}
     for variant in order:
@@ -21,13 +21,13 @@ def take_turns(variants: Iterable[str], run: Callable[[str], float], rounds: int
 
 
 def ratio(seconds: list[float], base: list[float]) -> dict[str, float]:
-    """Of seconds / base of each round; see ``_middle``."""
+    """Median of seconds / base over the rounds; see ``_middle``."""
     return _middle([a / b for a, b in zip(seconds, base, strict=True)])
 
 
 def ratio_of_starts(starts: list[dict[str, list[float]]], variant: str, base: str) -> dict[str, float]:
-    """Of the median of variant / base in each start of the processes. Where a process happens to have its
-    memory moves all of its rounds: these are not independent of each other, starts are."""
+    """Median over process starts of the median of variant / base. The addresses that a process happens to get
+    affect all of its rounds, so rounds are not independent of each other; starts are."""
     return _middle([ratio(times[variant], times[base])["median"] for times in starts])
 
 
@@ -51,8 +51,8 @@ def print_table(times: dict[str, list[float]], ratios: dict[str, dict[str, float
 def print_result(
     heading: str, starts: list[dict[str, list[float]]], base: str, *, as_json: bool, **facts: object
 ) -> None:
-    """Everything over the variant ``base``: a table below the heading, or JSON with the facts. Of one
-    start of the processes the ratios are over its rounds."""
+    """Prints everything relative to the variant ``base``: a table below the heading, or JSON with the facts.
+    With a single process start, the ratios are over its rounds."""
     times = {variant: [each for start in starts for each in start[variant]] for variant in starts[0]}
     if len(starts) > 1:
         ratios = {variant: ratio_of_starts(starts, variant, base) for variant in times}
