@@ -1,5 +1,5 @@
 // A small training loop in C++. In step 7 one element of one gradient goes bad, as from a faulty
-// chip: the optimizer says which one before a weight has moved.
+// chip: the optimizer names it before a weight has changed.
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>

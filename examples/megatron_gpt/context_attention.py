@@ -1,4 +1,4 @@
-"""A core attention for context parallelism that runs on CPU and gloo, in the place of TransformerEngine's.
+"""A core attention for context parallelism on CPU and gloo, instead of TransformerEngine's.
 
 Megatron-Core's own DotProductAttention refuses context_parallel_size > 1. `ContextParallelAttention` takes
 the arguments of TEDotProductAttention and computes causal attention over the tokens of all context-parallel
@@ -37,7 +37,7 @@ def tokens_of_rank(length: int, rank: int, size: int) -> torch.Tensor:
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
 
 
-# ---- the exchanges: functions of this module, so that a fault can stand in the place of one ----------
+# ---- the exchanges: functions of this module, so that a fault can replace one ------------------------
 
 
 def all_gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -116,7 +116,7 @@ class _PassOn(torch.autograd.Function):
 
 class ContextParallelAttention(MegatronModule):
     """softmax(q k^T / sqrt(d)) v, causal, over all cp ranks' tokens. As many heads of keys as of
-    queries; no attention bias, no packed sequences. The mask is the causal one, whatever is passed."""
+    queries; no attention bias, no packed sequences. The mask is always the causal one."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class ContextParallelAttention(MegatronModule):
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
-        **unused,  # the groups: parallel_state's, under a name that differs between versions
+        **unused,  # the groups, under names that differ between versions; parallel_state's are used
     ) -> None:
         super().__init__(config=config)
         self.group = parallel_state.get_context_parallel_group()

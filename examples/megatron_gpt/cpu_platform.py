@@ -3,8 +3,8 @@
 Megatron-Core names CUDA in its sources: `device="cuda"`, `torch.cuda.current_device()`, type strings such
 as "torch.cuda.FloatTensor". `install()` redirects exactly those names to the CPU; schedules, gradient
 buckets, optimizers, tensor-parallel layers and collectives stay Megatron's own. Call it once per process,
-before anything of `megatron.core` is imported. It changes the process for good, so it is for tests,
-demonstrations and the like, where no GPU is used beside it.
+before anything of `megatron.core` is imported. It changes the process permanently, so it is for tests and
+demonstrations that use no GPU.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def _version() -> tuple[int, ...]:
 def install() -> None:
     """Redirects CUDA to the CPU. A second call does nothing.
 
-    Raises RuntimeError where nobody has checked these replacements against the version of megatron-core, or
-    where it was imported already (its `jit_fuser` is bound while it is imported).
+    Raises RuntimeError if these replacements were not checked against the version of megatron-core, or if it
+    was already imported (its `jit_fuser` is bound during import).
     """
     global _is_installed
     if _is_installed:
@@ -42,8 +42,8 @@ def install() -> None:
     if not OLDEST <= _version() <= NEWEST:
         version = importlib.metadata.version("megatron-core")
         raise RuntimeError(
-            f"cpu_platform knows megatron-core 0.12 to 0.20, but {version} is installed: install a version "
-            f"between these or check each replacement in {__file__}"
+            f"cpu_platform supports megatron-core 0.12 to 0.20, but {version} is installed: install one "
+            f"of these or check each replacement in {__file__}"
         )
     if "megatron.core" in sys.modules:
         raise RuntimeError("call cpu_platform.install() before anything of megatron.core is imported")
@@ -85,7 +85,7 @@ def _redirect_allocations() -> None:
         def allocate(*args, **kwargs):
             if str(kwargs.get("device", "")).startswith("cuda"):
                 kwargs["device"] = "cpu"
-            # rope_utils.py pins what it moves to the device, which needs one.
+            # rope_utils.py pins tensors that it moves to the device, which needs a GPU.
             kwargs.pop("pin_memory", None)
             return factory(*args, **kwargs)
 
@@ -112,7 +112,7 @@ def _redirect_type_names() -> None:
 
 
 def _redirect_random_state() -> None:
-    # Dropout on CPU tensors draws from the CPU's generator: it takes the place of the device's.
+    # Dropout on CPU tensors draws from the CPU's generator, which replaces the device's.
     torch.cuda.manual_seed = torch.manual_seed
     torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
@@ -154,7 +154,7 @@ def _allow_torch_norm_with_sequence_parallel() -> None:
 
 def _allow_distributed_optimizer_without_fp8() -> None:
     # 0.12 quantizes its fp8 parameters with TransformerEngine after each step, and raises without it even
-    # where there are none.
+    # if there are none.
     from megatron.core.optimizer import distrib_optimizer
 
     original = getattr(distrib_optimizer, "quantize_param_shard", None)
@@ -168,7 +168,7 @@ def _allow_distributed_optimizer_without_fp8() -> None:
 
 
 class HostStream:
-    """In the place of a torch.cuda.Stream: on the CPU whatever was issued is done, nothing is waited for."""
+    """Replaces torch.cuda.Stream: on the CPU everything issued is done, so nothing waits."""
 
     def __init__(self, device: object = None) -> None:
         pass
@@ -187,7 +187,7 @@ class HostStream:
 
 
 class HostEvent:
-    """In the place of a torch.cuda.Event."""
+    """Replaces torch.cuda.Event."""
 
     def wait(self, stream: HostStream | None = None) -> None:
         pass

@@ -1,13 +1,12 @@
 """Planted faults: each really computes or writes a NaN or Inf at one known place of a training step.
 
-A fault is attached to a Trainer on every rank and acts on one of them. What it did, with exact coordinates,
-is appended to `trainer.planted`: that record is what tests compare a verdict with. Import this module before
-nanlocator is installed (what arrives over the wire is spoiled below everything that scans it) and attach
-faults after (they wrap the instances that are in place then, so that the value is there before nanlocator
-scans).
+A fault is attached to a Trainer on every rank and acts on one of them. It appends its effect, with exact
+coordinates, to `trainer.planted`; tests compare verdicts with that record. Import this module before
+nanlocator is installed (received data is corrupted below everything that scans it) and attach faults
+afterwards (they wrap the instances that exist then, so that the value is there before nanlocator scans).
 
-A step may be executed more than once: by Megatron's rerun state machine, by nanlocator. `repeats` says in how
-many of these passes a fault acts: corrupted memory and transfers once, what a program computes in all.
+A step may be executed more than once, by Megatron's rerun state machine or by nanlocator. `repeats` is the
+number of passes in which a fault acts: corrupted memory and transfers once, computations in all.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ FAULTS: dict[str, type[Fault]] = {}
 
 
 def make_fault(name: str, **options) -> Fault:
-    """`make_fault("bad_weight", rank=3, element=7)`. Raises ValueError with the names or fields there are."""
+    """`make_fault("bad_weight", rank=3, element=7)`. Raises ValueError, which lists valid names or fields."""
     if name not in FAULTS:
         raise ValueError(f"no fault is called {name!r}; there are: {', '.join(FAULTS)}")
     fields = {field.name for field in dataclasses.fields(FAULTS[name])}
@@ -49,7 +48,7 @@ def make_fault(name: str, **options) -> Fault:
 
 
 def attach(faults: list[Fault], trainer: Trainer) -> None:
-    """Attaches all; where one cannot be, every rank raises the same ValueError instead of waiting for it."""
+    """Attaches all. If one cannot be attached, every rank raises the same ValueError instead of waiting."""
     problem = ""
     try:
         for fault in faults:
@@ -65,7 +64,7 @@ def attach(faults: list[Fault], trainer: Trainer) -> None:
 
 @dataclasses.dataclass
 class Fault:
-    """What all faults have: the global rank they act on and the iteration (from 1)."""
+    """Common to all faults: the global rank on which they act and the iteration (from 1)."""
 
     rank: int = 0
     iteration: int = 3
@@ -81,7 +80,7 @@ class Fault:
         return self.rank == dist.get_rank()
 
     def attach(self, trainer: Trainer) -> None:
-        """Called where `concerns`. Raises ValueError where the fault does not fit this model or rank."""
+        """Called if `concerns`. Raises ValueError if the fault does not fit this model or rank."""
         raise NotImplementedError
 
     def _record(self, trainer: Trainer, **facts) -> None:
@@ -114,8 +113,8 @@ class _InPass(Fault):
         self._reached: collections.Counter = collections.Counter()
 
     def _pass_to_act_in(self, trainer: Trainer, place: object = None) -> int | None:
-        """To be called whenever the fault's place is reached, once per pass: the number of this pass (from 1)
-        where the fault acts now, otherwise None. A fault with several places counts each of them."""
+        """Call this whenever the fault's place is reached, once per pass. Returns the number of this pass
+        (from 1) if the fault acts now, otherwise None. A fault with several places counts each of them."""
         if trainer.iteration != self.iteration:
             return None
         self._reached[place] += 1
@@ -131,7 +130,7 @@ def _element(parameter: torch.Tensor, element: int) -> int:
 
 def overwrite(tensor: torch.Tensor, element: int, value: float) -> None:
     """Writes over one element of a contiguous CPU tensor behind PyTorch's back: no operator runs, no version
-    counter moves. That is what broken memory or a broken link leaves."""
+    counter changes, as with broken memory or a broken link."""
     if not tensor.is_contiguous():
         raise ValueError("only a contiguous tensor can be overwritten in memory")
     bits = {
@@ -146,8 +145,8 @@ def overwrite(tensor: torch.Tensor, element: int, value: float) -> None:
 
 
 class _Wire:
-    """What this process receives. While it is set, `spoil` is called with the tensor of each transfer at the
-    moment the transfer is complete, before anyone who waits for it sees it."""
+    """Data that this process receives. While it is set, `spoil` is called with the tensor of each transfer
+    when the transfer is complete, before any waiting code sees it."""
 
     spoil: Callable[[torch.Tensor], None] | None = None
 
@@ -162,7 +161,7 @@ class _Wire:
 
 
 class _SpoiledTransfer(dist.Work):
-    """A transfer under way whose tensor is spoiled when its wait() is over."""
+    """A running transfer whose tensor is spoiled when its wait() returns."""
 
     def __init__(self, work: dist.Work, spoil: Callable[[], None]) -> None:
         super().__init__()
@@ -181,7 +180,7 @@ class _SpoiledTransfer(dist.Work):
 
 
 def _tap_the_wire() -> None:
-    """In the methods of ProcessGroup: torch.distributed's functions end there, and nanlocator scans there."""
+    """Wraps the methods of ProcessGroup, where torch.distributed's functions end and nanlocator scans."""
 
     def tap(name: str, received: Callable[[tuple], torch.Tensor]) -> None:
         inner = getattr(dist.ProcessGroup, name, None)
@@ -222,7 +221,7 @@ def before_gradient_reduction(trainer: Trainer, action: Callable[[Gradients], No
 
     One place serves all configurations: start_grad_sync is called from finish_grad_sync (no overlap; first
     iteration) or from the hook of the group's last gradient (overlap), always through the instance. A
-    function set on the instance therefore runs before whatever a tool put on the class or the instance.
+    function set on the instance therefore runs before wrappers that a tool put on the class or the instance.
     """
     if trainer.config.megatron_fsdp:
         return _before_sharded_reduction(trainer, action)
@@ -241,7 +240,7 @@ def before_gradient_reduction(trainer: Trainer, action: Callable[[Gradients], No
 
 
 def _before_sharded_reduction(trainer: Trainer, action: Callable[[Gradients], None]) -> None:
-    """Of Megatron-FSDP: where gradients are sharded, once for each microbatch, whose gradients they are."""
+    """For Megatron-FSDP: before gradients are sharded, once for each microbatch, with its gradients."""
     name_of = {parameter.orig_param: name for name, parameter in trainer.parameters.items()}
     for chunk in trainer.model_chunks:
         pipeline, groups = chunk.module.grad_reduce_pipeline, chunk.param_and_grad_buffer.parameter_groups
@@ -255,8 +254,8 @@ def _before_sharded_reduction(trainer: Trainer, action: Callable[[Gradients], No
 
 
 def after_gradient_reduction(trainer: Trainer, action: Callable[[Gradients], None]) -> None:
-    """Calls `action` with gradients on this rank when their collective has ended and been waited for: with
-    Megatron-FSDP with its shards of them."""
+    """Calls `action` with this rank's gradients after waiting for their collective; with Megatron-FSDP, with
+    its shards of them."""
     if trainer.config.megatron_fsdp:
         return _after_sharded_reduction(trainer, action)
     name_of = {parameter: name for name, parameter in trainer.parameters.items()}
@@ -337,9 +336,8 @@ class TpDuplicatedLayernorm(MainGradElement):
 
 @dataclasses.dataclass
 class _OnOwner(Fault):
-    """Acts where the optimizer updates `element` of `parameter`: on `rank`, or where gradients are sharded on
-    the one of its data-parallel peers that owns the element; of several replicas of the shards in that of
-    `rank`."""
+    """Acts on the rank whose optimizer updates `element` of `parameter`: `rank` or, if gradients are sharded,
+    the data-parallel peer of it that owns the element, in the same replica of the shards as `rank`."""
 
     name = ""  # abstract: not in the registry
 
@@ -352,7 +350,7 @@ class _OnOwner(Fault):
 
     def attach(self, trainer: Trainer) -> None:
         if self.rank != dist.get_rank() and self.parameter not in trainer.parameters:
-            return  # an expert, which this peer has not got
+            return  # an expert that this peer does not have
         parameter = self._parameter(trainer, self.parameter)
         element = _element(parameter, self.element)
         if trainer.config.use_distributed_optimizer:
@@ -401,7 +399,7 @@ class AfterReduction(_OnOwner, _InPass):
 class _InRegion(_InPass):
     """On the output of an operator inside a tensor-parallel region of one layer, for one microbatch.
 
-    Where layers are recomputed, a pass reaches the place twice; `only_in` leaves the fault to one of both.
+    If layers are recomputed, a pass reaches the place twice; `only_in` restricts the fault to one of them.
     """
 
     name = ""  # abstract: not in the registry
@@ -413,7 +411,7 @@ class _InRegion(_InPass):
     # expert of a layer of experts; mtp: as mlp, in the first layer of multi-token prediction
     region: str = "mlp"
     expert: int | None = None  # global number, for region expert
-    element: int = 3  # of what this rank's operator puts out; counted round where an expert gets few tokens
+    element: int = 3  # in this rank's output of the operator; wraps around if an expert gets few tokens
     only_in: str | None = None  # forward or recompute
 
     def attach(self, trainer: Trainer) -> None:
@@ -448,7 +446,7 @@ class _InRegion(_InPass):
         setattr(holder, attribute, computed)
 
     def _place(self, trainer: Trainer) -> tuple[torch.nn.Module, str, str]:
-        """Whose attribute is the function whose output is spoiled, and the module's name."""
+        """The owner and name of the function whose output is spoiled, and the module's name."""
         if self.region == "mtp":
             mtp = trainer.model_chunks[-1].get_submodule("module.mtp.layers.0")
             # The second name is Megatron-Core's from 0.17 on.
@@ -470,7 +468,7 @@ class _InRegion(_InPass):
         )
 
     def facts(self) -> dict:
-        """What is recorded beside the place."""
+        """Facts to record beside the place."""
         raise NotImplementedError
 
     def spoil(self, output: torch.Tensor, element: int) -> torch.Tensor:
@@ -1129,7 +1127,7 @@ class Killed(Fault):
         places[self.where](trainer)
 
     def _die(self, trainer: Trainer) -> None:
-        # No result file is written after this: the log keeps what is known.
+        # No result file is written after this, so the log records it.
         place = f"iteration {trainer.iteration}, microbatch {trainer.microbatch}"
         os.write(2, f"killed: {self.where}, {place}\n".encode())
         os.kill(os.getpid(), signal.SIGKILL)
@@ -1151,7 +1149,7 @@ class Killed(Fault):
         self._before_forward(trainer, reached)
 
     def _before_forward(self, trainer: Trainer, reached: Callable[[int], bool]) -> None:
-        """Dies before the first chunk's forward of a microbatch for which `reached` says so."""
+        """Dies before the first chunk's forward of a microbatch for which `reached` is true."""
         chunk = trainer.model_chunks[0]
         inner = chunk.forward
 
@@ -1167,7 +1165,7 @@ class Killed(Fault):
         chunk.forward = forward
 
     def _after_forward_backward(self, trainer: Trainer) -> None:
-        # The last thing that each of the three schedules does.
+        # The last call of each of the three schedules.
         inner = trainer.transformer_config.finalize_model_grads_func
 
         def finalize(*args, **kwargs):

@@ -1,7 +1,7 @@
 """A small GPT trained by real Megatron-Core on CPU and gloo, for tests and the demonstration.
 
 In: a `TrainingConfig` and an initialised torch.distributed (gloo, 1 to 8 ranks). Out: a record per step and
-fingerprints of everything that training moves, so that two runs can be compared bit for bit. The loop is
+fingerprints of everything that training changes, so that two runs can be compared bit for bit. The loop is
 train_step of Megatron-LM's megatron/training/training.py without its command-line arguments; the data are
 the bytes of Python's own standard library.
 Everything is deterministic in `seed`.
@@ -64,13 +64,13 @@ _RECOMPUTE = {
 
 @dataclasses.dataclass
 class TrainingConfig:
-    """What is trained and how. The data-parallel size follows from the number of processes."""
+    """Model and training. The data-parallel size follows from the number of processes."""
 
     tp: int = 1
     pp: int = 1
     vp: int | None = None  # model chunks per pipeline stage (interleaved schedule)
     cp: int = 1  # context-parallel ranks: each holds a part of every sequence
-    cp_comm_type: str = "all_gather"  # how attention reaches the others' tokens: all_gather, a2a or p2p
+    cp_comm_type: str = "all_gather"  # how attention gets the other ranks' tokens: all_gather, a2a or p2p
     rope: bool = False  # rotary position embedding instead of a learned absolute one
     sequence_parallel: bool = False
     num_experts: int | None = None  # of all ranks; None: dense layers. tp then needs sequence_parallel
@@ -79,7 +79,7 @@ class TrainingConfig:
     token_dispatcher: str = "alltoall"  # or allgather
     router_topk: int = 2
     aux_loss_coeff: float = 0.01  # of the load-balancing loss; 0: none
-    expert_bias: bool = False  # sigmoid scores and a bias per expert, moved once per step without a gradient
+    expert_bias: bool = False  # sigmoid scores and a bias per expert, updated every step without a gradient
     layers: int = 4
     mtp_layers: int | None = None  # of multi-token prediction, on the last stage
     hidden: int = 128
@@ -107,7 +107,7 @@ class TrainingConfig:
     # Megatron-FSDP instead of DistributedDataParallel, and what it shards: optim, optim_grads or
     # optim_grads_params (a unit is a transformer layer). Needs use_distributed_optimizer.
     megatron_fsdp: str | None = None
-    # Replicas of what is sharded: with 2 of 4 data-parallel ranks each pair keeps the whole.
+    # Replicas of the shards: with 2 of 4 data-parallel ranks each pair keeps the whole.
     distributed_optimizer_instances: int = 1
     outer_dp_sharding_strategy: str = "no_shard"  # "optim": Megatron-FSDP shards the state over the replicas
     overlap_grad_reduce: bool = False
@@ -151,11 +151,11 @@ class TrainingConfig:
 
 @dataclasses.dataclass
 class StepRecord:
-    """One optimizer step as Megatron reported it, the same on every rank but for the fingerprints."""
+    """One optimizer step as reported by Megatron, the same on every rank except for the fingerprints."""
 
     iteration: int  # counted from 1
     loss: float  # mean over microbatches and data-parallel ranks
-    grad_norm: float | None  # None: the step was left before the norm (loss scale overflow)
+    grad_norm: float | None  # None: the step was skipped before the norm (loss scale overflow)
     successful: bool
     zeros: float | None
     loss_scale: float
@@ -178,8 +178,8 @@ def standard_library_bytes() -> torch.Tensor:
 
 
 class MegatronExit(RuntimeError):
-    """Megatron's rerun state machine ends the training, on every rank: the place where train_step saves a
-    checkpoint and pretrain() leaves with `exit_code`."""
+    """Megatron's rerun state machine ends the training, on every rank: train_step would save a checkpoint
+    here and pretrain() exit with `exit_code`."""
 
     def __init__(self, exit_code: int, should_checkpoint: bool) -> None:
         super().__init__(f"the rerun state machine exits with code {exit_code}")
@@ -188,7 +188,7 @@ class MegatronExit(RuntimeError):
 
 
 def _with_known(function: Callable, *args, **options):
-    """Calls `function` with those of the options that this version of Megatron-Core has."""
+    """Calls `function` with the options that this version of Megatron-Core has."""
     known = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     return function(*args, **{name: value for name, value in options.items() if takes_any or name in known})
@@ -197,11 +197,11 @@ def _with_known(function: Callable, *args, **options):
 class Trainer:
     """Builds model, gradient buckets and optimizer; trains. torch.distributed must be initialised.
 
-    `model_chunks` (one DistributedDataParallel per virtual pipeline chunk) and `optimizer` are what a
-    training script hands to `nanlocator.megatron.install`. `iteration` (from 1), `microbatch` (from 0),
-    `chunk` and `direction` tell where training stands, in recomputed forwards too: there `direction` is
-    "backward". `parameters` maps global names (layer and expert numbers counted over all ranks) to this
-    rank's parameters.
+    A training script passes `model_chunks` (one DistributedDataParallel per virtual pipeline chunk) and
+    `optimizer` to `nanlocator.megatron.install`. `iteration` (from 1), `microbatch` (from 0), `chunk` and
+    `direction` describe the current position, in recomputed forwards too: there `direction` is "backward".
+    `parameters` maps global names (layer and expert numbers counted over all ranks) to this rank's
+    parameters.
     """
 
     def __init__(self, config: TrainingConfig) -> None:
@@ -212,7 +212,7 @@ class Trainer:
         self.direction: str | None = None
         self.run_directory: pathlib.Path | None = None  # where nanlocator writes, for faults that watch it
         self.at_iteration_start: list[Callable[[], None]] = []
-        self.planted: list[dict] = []  # what faults did on this rank: a test's truth
+        self.planted: list[dict] = []  # effects of faults on this rank: a test's ground truth
         self.records: list[StepRecord] = []
         self._initialise_parallel_state()
         self._build_model()
@@ -338,7 +338,7 @@ class Trainer:
                 ),
                 share_embeddings_and_output_weights=config.tied_embeddings,
                 position_embedding_type="rope" if config.rope else "learned_absolute",
-                mtp_block_spec=_with_known(  # None where it does not belong
+                mtp_block_spec=_with_known(  # None if there is none
                     get_gpt_mtp_block_spec,
                     self.transformer_config,
                     layer,
@@ -360,7 +360,7 @@ class Trainer:
         }
 
     def _sharing_data(self, ddp_config, model: torch.nn.Module, disable_bucketing: bool) -> torch.nn.Module:
-        """`model`, wrapped by what reduces its gradients over the data-parallel ranks."""
+        """`model` in the wrapper that reduces its gradients over the data-parallel ranks."""
         if self.config.megatron_fsdp is None:
             wrap, options = DistributedDataParallel, {}
         else:
@@ -432,9 +432,9 @@ class Trainer:
             self.model_chunks,
             use_gloo_process_groups=False,
         )
-        # Of a single chunk with Megatron-FSDP nothing is chained.
+        # With Megatron-FSDP and a single chunk nothing is chained.
         self.optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        # What megatron.training sets between building and training.
+        # megatron.training sets these between building and training.
         self.transformer_config.finalize_model_grads_func = finalize_model_grads
         self.transformer_config.grad_scale_func = self.optimizer.scale_loss
         if config.overlap_grad_reduce:
@@ -454,8 +454,8 @@ class Trainer:
     # ---- training -------------------------------------------------------------------------------------
 
     def draw_batch(self, iteration: int, microbatch: int) -> dict:
-        """One microbatch of this data-parallel rank, of its sequences this context-parallel rank's tokens; a
-        function of its arguments, not of the global RNG."""
+        """One microbatch of this data-parallel rank: this context-parallel rank's tokens of its sequences.
+        A function of its arguments, not of the global RNG."""
         config = self.config
         data = standard_library_bytes()
         seed = config.seed
@@ -472,7 +472,7 @@ class Trainer:
             "position_ids": positions.expand(config.micro_batch, -1),
             "attention_mask": (positions[:, None] < positions[None, :])[None, None],  # True: hidden
         }
-        # From 0.18 on it takes the group of all ranks where it is given none.
+        # From 0.18 on it uses the group of all ranks if none is given.
         group = parallel_state.get_context_parallel_group()
         own = _with_known(get_batch_on_this_cp_rank, batch, cp_group=group, is_hybrid_cp=False)
         return {"microbatch": microbatch, **own}
@@ -500,8 +500,8 @@ class Trainer:
         self.direction, self.microbatch, self.chunk = direction, microbatch, chunk
 
     def _loss_function(self, mask: torch.Tensor, losses: torch.Tensor):
-        """What the schedule divides, and what it hands back: {"loss": [sum, weight]}, a copy, because the
-        schedule divides in place."""
+        """The loss, which the schedule divides, and {"loss": [sum, weight]}, a copy, because the schedule
+        divides in place."""
         loss = (losses.float() * mask).sum()
         if self.config.loss_counts_tokens:
             self._validate_loss(loss)
@@ -630,10 +630,10 @@ class Trainer:
             MTPLossLoggingHelper.clean_loss_in_tracker()
         return total
 
-    # ---- what faults and tests look at -------------------------------------------------------------------
+    # ---- for faults and tests ----------------------------------------------------------------------------
 
     def layer(self, number: int) -> TransformerLayer | None:
-        """Layer `number` (from 0, over all stages) where this rank holds it."""
+        """Layer `number` (from 0, over all stages), or None if this rank does not hold it."""
         for chunk in self.model_chunks:
             for module in chunk.modules():
                 if isinstance(module, TransformerLayer) and module.layer_number == number + 1:
@@ -641,7 +641,7 @@ class Trainer:
         return None
 
     def expert(self, layer: int, expert: int) -> torch.nn.Module | None:
-        """The MLP of expert `expert` (from 0, over all ranks) of a layer, where this rank holds it."""
+        """The MLP of expert `expert` (from 0, over all ranks) of a layer, or None if not on this rank."""
         mlp = getattr(self.layer(layer), "mlp", None)
         if not isinstance(mlp, MoELayer) or expert not in mlp.local_expert_indices:
             return None
@@ -660,7 +660,7 @@ class Trainer:
         return [(microbatch, chunk) for microbatch, chunk in table if (stage, chunk) != edge]
 
     def bucket_groups(self) -> list:
-        """Of the dense and of the expert parameters, which have a data-parallel group of their own."""
+        """The bucket groups of dense and of expert parameters, which have separate data-parallel groups."""
         return [
             group
             for chunk in self.model_chunks
@@ -702,8 +702,8 @@ class Trainer:
         return owned.start, owned.end
 
     def stored_weight(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, int]:
-        """What forward uses or, where weights are sharded, gathers, on this rank; and its first element in
-        the flattened parameter."""
+        """The tensor that forward uses or, if weights are sharded, gathers on this rank; and the index of its
+        first element in the flattened parameter."""
         if not self.config.megatron_fsdp:
             return parameter.data, 0
         group, item = self._sharded_group_of(parameter)
@@ -739,12 +739,12 @@ class Trainer:
                 chunk.enable_forward_pre_hook()
 
     def buffers(self) -> list[torch.Tensor]:
-        """Of the model; DistributedDataParallel calls its gradient buckets `buffers`."""
+        """The model's buffers; DistributedDataParallel calls its gradient buckets `buffers`."""
         return [buffer for chunk in self.model_chunks for buffer in chunk.module.buffers()]
 
     def fingerprints(self) -> dict[str, str]:
-        """sha256 of what this rank's training has moved: weights, buffers (expert bias), optimizer state,
-        random states."""
+        """sha256 of everything that this rank's training changes: weights, buffers (expert bias), optimizer
+        state, random states."""
         states: list[torch.Tensor] = []
         for optimizer in self.optimizers:
             for tensor in _adam_parameters(optimizer):
@@ -774,12 +774,12 @@ class Trainer:
 
 
 class _Snapshot:
-    """Weights, buffers, Adam's state and the loss scale before a step, and the way back."""
+    """Saves weights, buffers, Adam's state and the loss scale before a step, and restores them."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         moved = [*trainer.parameters.values(), *trainer.buffers()]
-        if trainer.config.megatron_fsdp:  # beside their shards the weights that were gathered of them
+        if trainer.config.megatron_fsdp:  # the gathered weights beside their shards
             moved = trainer.buffers() + [
                 buffer.data
                 for chunk in trainer.model_chunks
@@ -803,7 +803,7 @@ class _Snapshot:
     def restore(self) -> None:
         if self._trainer.config.megatron_fsdp:
             for chunk in self._trainer.model_chunks:
-                chunk.stop_communication()  # what is being gathered for the next forward
+                chunk.stop_communication()  # gathering for the next forward
         for tensor, copy in self._tensors:
             tensor.copy_(copy)
         for parameter, copy, states, saved in self._adam:

@@ -1,8 +1,8 @@
-"""Starts the ranks of a scenario, waits with a hard time-out and collects what they wrote.
+"""Starts the ranks of a scenario, waits with a hard timeout and collects their results.
 
 `ScenarioPool` keeps one run_scenarios.py alive: 8 ranks of TP2 x PP2 x DP2 start in 0.4 s instead of the
-20 s of 8 fresh interpreters on 2 cores. `run_torchrun` is the real launcher, for what depends on it. In
-both, ranks that still live when time is up dump their Python stacks into their logs and are killed.
+20 s of 8 fresh interpreters on 2 cores. `run_torchrun` is the real launcher, for tests that depend on it. In
+both, ranks that are still alive at the timeout dump their Python stacks into their logs and are killed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STARTUP_SECONDS = 120.0
 
 @dataclasses.dataclass
 class Outcome:
-    """What is known after a run. `ranks[r]` is rank{r}.json, None where rank r did not get to write it."""
+    """The outcome of a run. `ranks[r]` is rank{r}.json, or None if rank r did not write it."""
 
     directory: pathlib.Path
     ranks: list[dict | None]
@@ -52,7 +52,7 @@ class Outcome:
         return survivors  # type: ignore[return-value]
 
     def require_results(self) -> list[dict]:
-        """`ranks`, or AssertionError with the logs where the run hung, or a rank died without a result."""
+        """`ranks`, or AssertionError with the logs if the run hung or a rank died without a result."""
         missing = [rank for rank, result in enumerate(self.ranks) if result is None]
         if self.timed_out or missing:
             what = "timed out" if self.timed_out else f"ranks {missing} left no result"
@@ -97,7 +97,7 @@ class ScenarioPool:
         return self._directory / scenario["name"]
 
     def start(self, scenario: dict) -> None:
-        """Sends a scenario (fields of scenarios.Scenario) on its way; `wait` gives its outcome."""
+        """Starts a scenario (fields of scenarios.Scenario); `wait` returns its outcome."""
         if not self._is_ready:
             self._read_line(_STARTUP_SECONDS)
             self._is_ready = True
@@ -107,7 +107,7 @@ class ScenarioPool:
         self._running = scenario
 
     def wait(self, poll=None) -> Outcome:
-        """Waits for the scenario that was started; calls `poll()` ten times a second meanwhile."""
+        """Waits for the started scenario and calls `poll()` ten times a second."""
         scenario = self._running
         answer = self._read_line(scenario.get("timeout", 120.0) + 60.0, poll)
         directory = self.directory(scenario)
@@ -133,7 +133,7 @@ class ScenarioPool:
         self._log.close()
 
     def _read_line(self, seconds: float, poll=None) -> dict:
-        # The answer is one line, written at once; nothing is buffered before it, so select() may be trusted.
+        # The answer is one line, written at once; nothing is buffered before it, so select() is reliable.
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             readable, _, _ = select.select([self._process.stdout], [], [], 0.1)
@@ -155,8 +155,8 @@ class ScenarioPool:
 def run_torchrun(
     ranks: int, arguments: list[str], directory: pathlib.Path, timeout: float = 180.0
 ) -> Outcome:
-    """run_training.py under torchrun with a free port of its own. `arguments`: its command line without
-    --output, which is `directory`."""
+    """run_training.py under torchrun on a free port. `arguments`: its command line without --output, which is
+    `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with open(directory / "torchrun.log", "w") as log:

@@ -1,8 +1,8 @@
-"""What a test changes in a rank's process before the rank builds and trains: data that are drawn elsewhere,
-and a nanlocator whose repeat of a step leaves one state as the first pass has moved it.
+"""Changes by a test in a rank's process before the rank builds and trains: data drawn elsewhere, and a
+nanlocator whose re-run does not restore one state after the first pass.
 
-The latter is the control of "the repeat has the same bits": a state whose omission changed nothing would not
-have been tested. nanlocator's own names are replaced for it; one that has gone is an error.
+The latter is the control of "the re-run has the same bits": a state whose omission changed nothing would not
+have been tested. It replaces names inside nanlocator; a missing name is an error.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def _preparation(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _replace(owner: object, name: str, make: Callable[[Callable], Callable]) -> None:
-    """Puts `make(what is there)` in the place of an attribute that must exist."""
+    """Replaces an attribute, which must exist, by `make(attribute)`."""
     inner = getattr(owner, name)
     setattr(owner, name, functools.wraps(inner)(make(inner)))
 
 
 @_preparation
 def environment(**variables: str) -> None:
-    """For options of nanlocator that have a variable only."""
+    """For options of nanlocator that exist only as environment variables."""
     os.environ.update(variables)
 
 
@@ -53,7 +53,8 @@ def opaque_engine(folder: str) -> None:
 
 @_preparation
 def compiled_fusions() -> None:
-    """What Megatron's `jit_fuser` decorates, compiled as on GPUs; cpu_platform imports it uncompiled."""
+    """Compiles the functions that Megatron's `jit_fuser` decorates, as on GPUs; cpu_platform imports them
+    uncompiled."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # its workers would be forks of ranks with threads
     from megatron.core.fusions import fused_bias_dropout, fused_bias_gelu
     from torch._inductor import config
@@ -73,7 +74,7 @@ def compiled_fusions() -> None:
 
 @_preparation
 def note_each_forward() -> None:
-    """A line in `planted` for each forward of a microbatch: how often a step was executed."""
+    """Adds a line to `planted` for each forward of a microbatch: how often a step was executed."""
 
     def make(inner):
         def forward_step(trainer: Trainer, data_iterator, model):
@@ -128,7 +129,7 @@ def data_drawn_in_forward_step() -> None:
 
 @_preparation
 def loss_mask_written_in_place(microbatch: int) -> None:
-    """forward_step halves the mask of one microbatch where it lies: the mean loss stays, the bits do not."""
+    """forward_step halves the mask of one microbatch in place: the mean loss is equal, its bits are not."""
 
     def make(inner):
         def forward_step(trainer: Trainer, data_iterator, model):
@@ -142,12 +143,12 @@ def loss_mask_written_in_place(microbatch: int) -> None:
     _replace(Trainer, "forward_step", make)
 
 
-# ---- a repeat that forgets a state --------------------------------------------------------------------
+# ---- a re-run that does not restore a state -----------------------------------------------------------
 
 
 @_preparation
 def leave_as_moved(state: str) -> None:
-    """The repeat of a step finds `state`, one of MOVED_STATES, as the first pass has left it."""
+    """The re-run of a step finds `state`, one of MOVED_STATES, as the first pass left it."""
     MOVED_STATES[state]()
 
 
@@ -156,7 +157,7 @@ def _not_restored(owner: object, name: str) -> None:
 
 
 def _put_back_after_the_restoring(capture: Callable[[object], Callable[[], None]]) -> None:
-    """For what the engine restores: `capture(adapter)` after the first pass gives the way back."""
+    """For states that the engine restores: `capture(adapter)` after the first pass returns the undo."""
     from nanlocator.megatron.adapter import MegatronPass
     from nanlocator.rerun import GeneratorStates
 

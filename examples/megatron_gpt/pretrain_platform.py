@@ -7,9 +7,9 @@ As Python itself, it takes a script or a module, and puts the script's folder on
     torchrun --standalone --nproc-per-node 4 examples/megatron_gpt/pretrain_platform.py \\
         -m nanlocator.megatron [options] MEGATRON_LM/pretrain_gpt.py --distributed-backend gloo ...
 
-MEGATRON_LM is a checkout of the tag core_v0.16.1, whose training package also needs `six`. Beside
-cpu_platform.py, which is what Megatron-Core needs, only the questions that megatron.training asks about the
-device are answered here. The script is not touched, its arguments must name no fused CUDA kernel:
+MEGATRON_LM is a checkout of the tag core_v0.16.1, whose training package also needs `six`. cpu_platform.py
+does what Megatron-Core needs; this file only answers megatron.training's questions about the device. The
+script is not changed. Its arguments must name no fused CUDA kernel:
 
     --distributed-backend gloo --use-cpu-initialization --transformer-impl local --no-masked-softmax-fusion
     --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
@@ -29,8 +29,8 @@ import torch
 
 
 def install() -> None:
-    """cpu_platform.install() and what megatron.training needs beside it. Once per process, before anything
-    of `megatron` is imported."""
+    """cpu_platform.install() and further replacements for megatron.training. Once per process, before
+    anything of `megatron` is imported."""
     cpu_platform.install()
     _answer_device_queries()
     _use_compiled_helpers()
@@ -46,9 +46,9 @@ def _answer_device_queries() -> None:
     # arguments.py asks for the architecture: from Blackwell (10) on it checks fewer environment variables.
     cuda.get_device_properties = lambda *device: types.SimpleNamespace(major=10, minor=0, name="CPU")
     cuda.get_device_capability = lambda *device: (10, 0)
-    # torch.optim asks, now that a GPU is said to be there, whether a CUDA graph is being captured.
+    # Now that a GPU seems to exist, torch.optim asks whether a CUDA graph is being captured.
     cuda.is_current_stream_capturing = lambda: False
-    # training.py logs the memory after the first iterations and empties caches where it is told to.
+    # training.py logs the memory after the first iterations and empties caches on request.
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         setattr(cuda, name, lambda *device: 0)
     cuda.empty_cache = lambda: None
@@ -72,7 +72,7 @@ def main() -> None:
         print(__doc__, file=sys.stderr)
         sys.exit(2)
     install()
-    # What Python itself does with sys.argv and sys.path for the same words on its command line.
+    # Sets sys.argv and sys.path as Python does for the same words on its command line.
     if sys.argv[1] == "-m":
         module, sys.argv = sys.argv[2], sys.argv[2:]
         sys.path[0] = os.getcwd()

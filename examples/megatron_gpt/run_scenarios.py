@@ -5,7 +5,7 @@
 
 Importing torch and Megatron-Core costs each process 3 s of CPU: 20 s until 8 ranks train on 2 cores. Here
 it is paid once: this process imports, starts no thread and touches no process group; each scenario's ranks
-are forked from it. A scenario can therefore leave nothing behind for the next one, not even by crashing.
+are forked from it. So a scenario cannot affect the next one, not even by crashing.
 
 Each request is a line {"scenario": {...}, "directory": "..."}; each answer a line
 {"name", "directory", "seconds", "exit_codes", "timed_out"}. A rank writes rank{N}.json and rank{N}.log.
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def _serve() -> int:
-    # Answers go to the original stdout; whatever a library prints goes to stderr.
+    # Answers go to the original stdout; output of libraries goes to stderr.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     answers.write(json.dumps({"ready": True}) + "\n")

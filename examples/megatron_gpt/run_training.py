@@ -4,9 +4,9 @@
         --precision bf16 --distributed-optimizer --nanlocator --on-bad report \\
         --fault main_grad_element rank=5 iteration=4 value=nan --output results
 
-Each rank writes `rank{N}.json` into --output (scenarios.py says what is in it). A rank that ends by an
-exception writes it there, prints it, and exits 0 all the same: torchrun would otherwise terminate the other
-ranks before they have written theirs. Look at "error" in the results, not at the exit code.
+Each rank writes `rank{N}.json` into --output (scenarios.py describes it). A rank that ends by an exception
+writes it there, prints it, and still exits with 0: torchrun would otherwise terminate the other ranks before
+they have written theirs. Look at "error" in the results, not at the exit code.
 """
 
 from __future__ import annotations

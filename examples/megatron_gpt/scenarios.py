@@ -1,7 +1,7 @@
-"""A scenario: one training run with or without nanlocator and faults, and what each rank reports of it.
+"""A scenario: one training run with or without nanlocator and faults, and each rank's report of it.
 
-`run_rank` is the whole life of one rank after its process group exists. Whatever happens, an exception
-included, but for SIGKILL, it ends by writing `rank{N}.json` into the scenario's directory:
+`run_rank` is the whole life of one rank after its process group exists. Except after
+SIGKILL, it always ends by writing `rank{N}.json` into the scenario's directory, even after an exception:
 
     scenario, coordinates, error (null or {type, text, verdict, report: its text}), records (one per
     finished step),
@@ -42,7 +42,7 @@ class Scenario:
     training: dict = dataclasses.field(default_factory=dict)  # fields of TrainingConfig
     nanlocator: dict | None = None  # keyword arguments of nanlocator.megatron.install; None: not installed
     faults: list[dict] = dataclasses.field(default_factory=list)  # {"name": ..., fields of the fault}
-    undo_faults: bool = False  # put weights and optimizer back after each iteration with a fault
+    undo_faults: bool = False  # restore weights and optimizer after each iteration with a fault
     # {"name": a function of preparations.py, its keyword arguments}: called on each rank before it builds
     preparations: list[dict] = dataclasses.field(default_factory=list)
     timeout: float = 120.0  # seconds, for all ranks together
