@@ -88,7 +88,7 @@ setup(
     ),
     package_dir={"": "integrations"},
     py_modules=["nanlocator_autoload", "nanlocator_after_import"],
-    package_data={"nanlocator": ["py.typed", "*.pyi"]},
+    package_data={"nanlocator": ["py.typed", "*.pyi", "calls/kernel_signatures.txt"]},
     ext_modules=[Extension("nanlocator._C", sources=[])],  # makes the wheel one for this platform
     distclass=Project,
     cmdclass={"build_ext": CMakeBuild},

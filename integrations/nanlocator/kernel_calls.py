@@ -1,5 +1,5 @@
 """The documented path of ``nanlocator.calls.kernel_calls``."""
 
-from nanlocator.calls.kernel_calls import Imported, register_reference
+from nanlocator.calls.kernel_calls import Imported, register_reference, register_signature
 
-__all__ = ["Imported", "register_reference"]
+__all__ = ["Imported", "register_reference", "register_signature"]

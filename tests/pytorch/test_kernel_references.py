@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from nanlocator.calls.kernel_references import _TABLE, references_of
-from nanlocator.calls.kernel_signatures import _SIGNATURES, argument_names
+from nanlocator.calls.kernel_signatures import argument_names, rows_of_the_table
+from nanlocator.kernel_calls import register_signature
 
 ROWS, WIDTH, HEADS = 6, 8, 2
 
@@ -429,12 +430,23 @@ def test_tokens_of_no_sequence_have_no_value():
     assert [torch.isnan(each).all(2).all(1).sum().item() for each in found] == [3, 6, 6]
 
 
-@pytest.mark.parametrize("kernel", _SIGNATURES)
+@pytest.mark.parametrize("kernel", dict.fromkeys(kernel for kernel, _, _ in rows_of_the_table()))
 def test_the_number_of_arguments_tells_the_release(kernel):
-    rows = [row.split() for row in _SIGNATURES[kernel]]
+    rows = [names.split() for name, _, names in rows_of_the_table() if name == kernel]
     assert len({len(row) for row in rows}) == len(rows)
     assert all(len(set(row)) == len(row) for row in rows)
     assert argument_names(kernel, 99) == []
+
+
+def test_a_program_adds_the_signature_of_its_own_kernel():
+    """Without it the second tensor of this norm could be a weight or anything else."""
+    x, weight = randn(ROWS, WIDTH), randn(WIDTH)
+    register_signature("my_extension::rms_norm", "out input weight epsilon")
+    names = argument_names("my_extension::rms_norm", 4)
+    offered = dict(references_of("my_extension::rms_norm", names[:3], {"epsilon": 1e-3}))
+    (found,) = offered["rms_norm"]([torch.empty_like(x), x, weight])
+    torch.testing.assert_close(found, F.rms_norm(x, [WIDTH], weight, 1e-3))
+    assert references_of("my_extension::rms_norm", ["arg0", "arg1", "arg2"], {}) == []
 
 
 def test_the_names_of_a_call_are_those_of_the_signature():

@@ -371,7 +371,7 @@ def test_a_release_whose_arguments_nobody_has_read_is_judged_by_no_reference(
 ):
     """Whether a mask was to be causal, its call no longer says."""
     entry = {"mask": "varlen_fwd", "row": "varlen_bwd"}[fault]
-    monkeypatch.setitem(kernel_signatures._ROWS, f"flash_attn_2_cuda::{entry}", {})
+    monkeypatch.setitem(kernel_signatures._names, f"flash_attn_2_cuda::{entry}", {})
     plant(fault)
     (origin,) = verdict_of(around(FlashAttention()), 16)["origins"]
     assert (origin["cause"], origin["operator"]) == ("unknown", f"flash_attn_2_cuda::{entry}")

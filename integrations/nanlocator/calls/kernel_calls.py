@@ -24,6 +24,7 @@ from nanlocator import _C
 from nanlocator.calls import inductor_kernels, kernels
 from nanlocator.calls.bundle_code import consent, execute, find_named, import_named, line_of, require_own
 from nanlocator.calls.kernel_references import references_of
+from nanlocator.calls.kernel_signatures import register_signature as register_signature
 from nanlocator.calls.kernel_source import source_of
 
 _MOST_BYTES = 4 << 30  # of copies, of all calls of a pass together
