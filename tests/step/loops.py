@@ -101,7 +101,7 @@ class Plain(Loop):
         return self.optimizer.verdicts if self.is_watched and self.optimizer is not self.inner else []
 
     def dismissed(self):
-        return self.optimizer._driver.locator.dismissed
+        return self.optimizer.dismissed
 
     def gradient(self):
         return self.model.head.weight.grad
@@ -186,7 +186,7 @@ class Watched(PlainWithoutClosure):
         return self.watcher.verdicts if self.watcher is not None else []
 
     def dismissed(self):
-        return self.watcher._driver.locator.dismissed
+        return self.watcher.dismissed
 
 
 class HuggingFace(Loop):

@@ -32,13 +32,11 @@ from nanlocator.engine.backward_order import BackwardOrder
 from nanlocator.engine.connection import connect
 from nanlocator.engine.driver import Driver, SkippedUpdate
 from nanlocator.engine.errors import NonFiniteGradientError
+from nanlocator.engine.locator import InstalledLocator
 from nanlocator.engine.options import Options, recorded_bytes, resolve_options
-from nanlocator.engine.this_rank import log_once
 from nanlocator.exchange.boundaries import Boundaries
 from nanlocator.hooks.patches import Patches, replace
-from nanlocator.state.rerun import GeneratorStates, ObjectState, Stateful
-
-_INSTALLED = "_nanlocator"  # attribute of the engine that holds the installed locator
+from nanlocator.state.rerun import GeneratorStates
 
 
 def install(engine: Any, **options: Unpack[Options]) -> "DeepSpeedLocator":
@@ -60,23 +58,13 @@ def install(engine: Any, **options: Unpack[Options]) -> "DeepSpeedLocator":
     ``nanlocator.AgreementError``, on every rank alike, where ranks differ in versions or options.
     """
     check(engine)
-    if hasattr(engine, _INSTALLED):
-        raise _C.UsageError(
-            "nanlocator is installed on this engine already; call locator.remove() first to install it with "
-            "other options"
-        )
+    DeepSpeedLocator.check_owner(engine, "engine")
     resolved = resolve_options(options, integration="deepspeed", not_covered=not_covered(engine))
     return DeepSpeedLocator(engine, resolved)
 
 
-class DeepSpeedLocator:
-    """What ``install`` returns.
-
-    Attributes:
-        verdicts: the findings so far, oldest first.
-        run_dir: the folder of the run.
-        dismissed: routine overflows of fp16's dynamic loss scale.
-    """
+class DeepSpeedLocator(InstalledLocator):
+    """What ``install`` returns."""
 
     def __init__(self, engine: Any, options: _C.LocatorOptions) -> None:
         self._engine = engine
@@ -96,41 +84,13 @@ class DeepSpeedLocator:
         self._steps_of_optimizer = 0  # that were not the engine's
         self._patches = Patches()
         self._install_hooks()
-        setattr(engine, _INSTALLED, self)
-        log_once(
-            f"watching {len(self._layout.parameters)} parameters of a DeepSpeed engine, ZeRO stage "
-            f"{int(engine.zero_optimization_stage())}, level {options.level}, on_bad={options.on_bad}; "
-            f"files of a finding go to {self.run_dir}"
-        )
-        if options.not_covered:
-            log_once("not seen in this configuration: " + "; ".join(options.not_covered))
+        count, stage = len(self._layout.parameters), int(engine.zero_optimization_stage())
+        self._install_on(engine, f"{count} parameters of a DeepSpeed engine, ZeRO stage {stage}", options)
 
-    @property
-    def verdicts(self) -> list[dict[str, Any]]:
-        return self._adapter.verdicts
-
-    @property
-    def run_dir(self) -> str:
-        return self._driver.run_dir
-
-    @property
-    def dismissed(self) -> int:
-        return self._driver.locator.dismissed
-
-    def register_state(self, name: str, owner: Stateful) -> None:
-        """Something with ``state_dict`` and ``load_state_dict`` that a forward moves: restored before a bad
-        step is executed again."""
-        self._driver.add_state(name, ObjectState(owner))
-
-    def remove(self) -> None:
-        """Takes every hook off and closes the connection. Collective; call it on every rank."""
-        if getattr(self._engine, _INSTALLED, None) is not self:
-            return
+    def _remove_hooks(self) -> None:
         self._patches.remove()
         self._order.remove()
         self._recorder.remove()
-        delattr(self._engine, _INSTALLED)
-        self._driver.close()
 
     # --- what the recorder tells ---------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing_extensions import Unpack  # torch brings it; typing has it from Pyth
 
 from nanlocator import _C
 from nanlocator.engine.driver import Named, SkippedUpdate
+from nanlocator.engine.locator import Locator
 from nanlocator.engine.options import Options, resolve_options
 from nanlocator.loops.ownership import keep_from_deepspeed, refuse_owned
 from nanlocator.loops.plain import (
@@ -26,10 +27,10 @@ from nanlocator.loops.plain import (
 from nanlocator.sharding import fsdp1
 from nanlocator.sharding.pipelining import follow_steps, stages_of
 from nanlocator.state.closures import iterators_of
-from nanlocator.state.rerun import ObjectState, Stateful, losses_of
+from nanlocator.state.rerun import Stateful, losses_of
 
 
-class LocatingOptimizer(Optimizer):
+class LocatingOptimizer(Locator, Optimizer):
     """Looks for NaN and Inf in the gradients before ``optimizer`` uses them, and says where they are.
 
     It is a ``torch.optim.Optimizer`` that shares ``param_groups`` and ``state`` with the wrapped one, so
@@ -55,6 +56,8 @@ class LocatingOptimizer(Optimizer):
     ``clip_grad_norm`` for the norm, too).
     """
 
+    _driver: PlainDriver
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -77,11 +80,6 @@ class LocatingOptimizer(Optimizer):
         self._adapter = PlainAdapter([optimizer], {"": model})
         overflow = functools.partial(overflow_seen, optimizer_id=id(self))
         self._driver = plain_driver(self._adapter, resolved, grad_scaler, overflow)
-
-    @property
-    def verdicts(self) -> list[dict[str, Any]]:
-        """The findings so far, oldest first."""
-        return self._adapter.verdicts
 
     # --- finding -------------------------------------------------------------------------------------
 
@@ -134,10 +132,7 @@ class LocatingOptimizer(Optimizer):
         return evaluation.latest if decision == _C.Decision.RECOVERED else loss
 
     def register_state(self, name: str, owner: Stateful) -> None:
-        """Something with ``state_dict`` and ``load_state_dict`` that the closure moves, such as the sampler
-        that it draws its batch from: saved before each closure, restored before it is executed again.
-        What cannot be restored is named in the verdict."""
-        self._driver.add_state(name, ObjectState(owner))
+        super().register_state(name, owner)
         self._adapter.has_own_state = True
 
     def remove(self) -> None:

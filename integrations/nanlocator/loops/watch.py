@@ -22,17 +22,18 @@ from nanlocator.calls.modules import named_by_class
 from nanlocator.engine.driver import LossScale, SkippedUpdate
 from nanlocator.engine.endings import ending_error, first_line, is_failure_of_peers
 from nanlocator.engine.errors import NonFiniteGradientError
+from nanlocator.engine.locator import Locator
 from nanlocator.engine.options import Options, recorded_bytes, resolve_options
 from nanlocator.hooks.patches import replace, weakly
 from nanlocator.loops.evaluation import Evaluation
 from nanlocator.loops.loop_reading import LoopReading
 from nanlocator.loops.optimizer import LocatingOptimizer
 from nanlocator.loops.ownership import keep_from_deepspeed, refuse_owned
-from nanlocator.loops.plain import PlainAdapter, plain_driver, scale_in_gradients
+from nanlocator.loops.plain import PlainAdapter, PlainDriver, plain_driver, scale_in_gradients
 from nanlocator.loops.recorder import RecordedPass, StepRecorder, WeightsState
 from nanlocator.sharding import fsdp1
 from nanlocator.sharding.pipelining import follow_steps, stages_of
-from nanlocator.state.rerun import GeneratorStates, ObjectState, Stateful
+from nanlocator.state.rerun import GeneratorStates
 
 _USED_IN_BACKWARD = 1 << 24  # groups of scans: of each optimizer
 _UPDATED = 1 << 25
@@ -74,13 +75,10 @@ def watch(model: Models, optimizer: Optimizer | Iterable[Optimizer], **options: 
     return Watch(_named_models(model), _listed(optimizer, Optimizer), options)
 
 
-class Watch:
-    """What ``watch`` returns.
+class Watch(Locator):
+    """What ``watch`` returns."""
 
-    Attributes:
-        verdicts: the findings so far, oldest first.
-        run_dir: the folder of the run.
-    """
+    _driver: PlainDriver
 
     def __init__(self, models: dict[str, nn.Module], optimizers: list[Optimizer], options: Options) -> None:
         if not models or not optimizers:
@@ -102,19 +100,6 @@ class Watch:
         self._undo: list[Callable[[], None]] = [keep_from_deepspeed(each) for each in optimizers]
         self._follow_loop()
         self._follow_end()
-
-    @property
-    def verdicts(self) -> list[dict[str, Any]]:
-        return self._adapter.verdicts
-
-    @property
-    def run_dir(self) -> str:
-        return self._driver.run_dir
-
-    def register_state(self, name: str, owner: Stateful) -> None:
-        """Something with ``state_dict`` and ``load_state_dict`` that a model's forward moves: restored before
-        a bad step is executed again. What cannot be restored is named in the verdict."""
-        self._driver.add_state(name, ObjectState(owner))
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[list[dict[str, Any]]]:

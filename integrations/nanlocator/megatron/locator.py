@@ -32,8 +32,8 @@ from nanlocator.calls.modules import common_module
 from nanlocator.engine.backward_order import BackwardOrder
 from nanlocator.engine.connection import RankConnection
 from nanlocator.engine.driver import Driver, SkippedUpdate
+from nanlocator.engine.locator import InstalledLocator
 from nanlocator.engine.options import Options, resolve_options
-from nanlocator.engine.this_rank import log_once
 from nanlocator.exchange.boundaries import Boundaries
 from nanlocator.hooks.patches import Patches
 from nanlocator.megatron import state
@@ -45,7 +45,6 @@ from nanlocator.megatron.first_step import FirstStep
 from nanlocator.megatron.layout import optimizer_gradients, rank_coordinates
 from nanlocator.megatron.microbatches import Microbatches
 
-_INSTALLED = "_nanlocator"  # attribute of the optimizer that holds the installed locator
 _SCHEDULES = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_without_interleaving",
@@ -73,11 +72,7 @@ def install(
     """
     chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
     check_call(chunks, optimizer)
-    if hasattr(optimizer, _INSTALLED):
-        raise _C.UsageError(
-            "nanlocator is installed on this optimizer already; call locator.remove() first to install "
-            "it with other options"
-        )
+    MegatronLocator.check_owner(optimizer, "optimizer")
     resolved = resolve_options(options, integration="megatron", default_level="boundaries")
     if resolved.on_bad == "recover" and resolved.rerun == "never":
         raise _C.UsageError("on_bad 'recover' goes on with a re-run of the step: it needs rerun=True")
@@ -85,9 +80,8 @@ def install(
     return MegatronLocator(chunks, optimizer, resolved)
 
 
-class MegatronLocator:
-    """What ``install`` returns. ``verdicts`` are the findings so far, ``dismissed`` counts routine
-    overflows of a dynamic loss scale, ``run_dir`` is where the files are."""
+class MegatronLocator(InstalledLocator):
+    """What ``install`` returns."""
 
     def __init__(
         self, chunks: list[torch.nn.Module], optimizer: MegatronOptimizer, options: _C.LocatorOptions
@@ -117,33 +111,10 @@ class MegatronLocator:
         for name, owner in state.states_of(self._adapter.optimizers, self._machine).items():
             self._driver.add_state(name, owner)
         self._install_hooks(options.check_params)
-        setattr(optimizer, _INSTALLED, self)
-        log_once(
-            f"watching {len(self._adapter.named)} parameters (rank 0), level {options.level}, "
-            f"on_bad={options.on_bad}; files of a finding go to {self.run_dir}"
-        )
-        if options.not_covered:
-            log_once("not seen in this configuration: " + "; ".join(options.not_covered))
+        self._install_on(optimizer, f"{len(self._adapter.named)} parameters (rank 0)", options)
 
-    @property
-    def verdicts(self) -> list[dict[str, Any]]:
-        return self._adapter.verdicts
-
-    @property
-    def run_dir(self) -> str:
-        return self._driver.run_dir
-
-    @property
-    def dismissed(self) -> int:
-        return self._driver.locator.dismissed
-
-    def remove(self) -> None:
-        """Takes every hook off and closes the connection. Collective; call it on every rank."""
-        if getattr(self._optimizer, _INSTALLED, None) is not self:
-            return
+    def _remove_hooks(self) -> None:
         self._patches.remove()
-        delattr(self._optimizer, _INSTALLED)
-        self._driver.close()
 
     def _whole_boundaries(self) -> Boundaries:
         """With what is gathered where it arrives, weights too."""

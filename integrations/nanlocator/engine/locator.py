@@ -1,0 +1,76 @@
+"""What a program holds of the integration that watches it: one face for all of them."""
+
+from typing import Any
+
+from nanlocator import _C
+from nanlocator.engine.driver import Driver
+from nanlocator.engine.this_rank import log_once
+from nanlocator.state.rerun import ObjectState, Stateful
+
+_INSTALLED = "_nanlocator"  # attribute of a framework's object that holds the installed locator
+
+
+class Locator:
+    """The findings of one ``Driver``, and what a program may say about its own state.
+
+    Attributes:
+        verdicts: the findings so far, oldest first.
+        run_dir: the folder of the run.
+        dismissed: how many routine overflows of a dynamic loss scale were no findings.
+    """
+
+    _driver: Driver
+
+    @property
+    def verdicts(self) -> list[dict[str, Any]]:
+        return self._driver.adapter.verdicts
+
+    @property
+    def run_dir(self) -> str:
+        return self._driver.run_dir
+
+    @property
+    def dismissed(self) -> int:
+        return self._driver.locator.dismissed
+
+    def register_state(self, name: str, owner: Stateful) -> None:
+        """Something with ``state_dict`` and ``load_state_dict`` that the program's forward moves, such as a
+        sampler: restored before a bad step is executed again. What cannot be restored is named in the
+        verdict."""
+        self._driver.add_state(name, ObjectState(owner))
+
+
+class InstalledLocator(Locator):
+    """Is installed on one object of a framework, the ``owner``, and no second one beside it."""
+
+    _owner: Any
+
+    @staticmethod
+    def check_owner(owner: Any, kind: str) -> None:
+        """Raises ``nanlocator.UsageError`` if ``owner``, an ``"engine"`` for example, has a locator."""
+        if hasattr(owner, _INSTALLED):
+            raise _C.UsageError(
+                f"nanlocator is installed on this {kind} already; call locator.remove() first to install it "
+                "with other options"
+            )
+
+    def remove(self) -> None:
+        """Takes every hook off and closes the connection. Collective; call it on every rank."""
+        if getattr(self._owner, _INSTALLED, None) is not self:
+            return
+        self._remove_hooks()
+        delattr(self._owner, _INSTALLED)
+        self._driver.close()
+
+    def _remove_hooks(self) -> None:
+        raise NotImplementedError
+
+    def _install_on(self, owner: Any, watched: str, options: _C.LocatorOptions) -> None:
+        self._owner = owner
+        setattr(owner, _INSTALLED, self)
+        log_once(
+            f"watching {watched}, level {options.level}, on_bad={options.on_bad}; files of a finding go to "
+            f"{self.run_dir}"
+        )
+        if options.not_covered:
+            log_once("not seen in this configuration: " + "; ".join(options.not_covered))
