@@ -9,16 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import collecting
 import pytest
+from storage import CORPUS, Case, Corpus
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = ROOT / "tools" / "verdict_corpus" / "corpus.py"
+COMMAND = Path(__file__).with_name("corpus.py")
 PROGRAM = shutil.which("nanlocator_corpus") or ROOT / "build" / "release" / "bin" / "nanlocator_corpus"
 SOURCE = "locate/races_test"
-
-sys.path.append(str(COMMAND.parent))
-import collecting  # noqa: E402
-from storage import CORPUS, Case, Corpus  # noqa: E402
 
 
 @pytest.fixture

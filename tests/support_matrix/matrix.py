@@ -1,7 +1,7 @@
 """Runs nanlocator's fault tests with other versions of torch, Python, transformers and Megatron-Core.
 
 examples:
-  tools/test --matrix                         every cell of tools/support_matrix/cells.py (hours, 50 GB)
+  tools/test --matrix                         every cell of tests/support_matrix/cells.py (hours, 50 GB)
   tools/test --matrix --torch 2.8             those of torch 2.8; --python, --transformers and --megatron
                                               choose likewise
   tools/test --matrix --list                  the cells, their last results, and which can run here

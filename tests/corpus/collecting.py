@@ -34,7 +34,7 @@ from pathlib import Path
 from comparing import changes_between, judge
 from storage import ROOT, Case, Corpus, Facts
 
-sys.path.append(str(ROOT / "tools" / "support_matrix"))
+sys.path.append(str(ROOT / "tests" / "support_matrix"))
 from work import CommandFailed, fresh, last_lines, work
 
 BUILD = ROOT / "build" / "corpus"

@@ -10,25 +10,23 @@ import sys
 import time
 from pathlib import Path
 
+import cells
+import environments
+import matrix
 import pytest
+import results
+from cells import CELLS, Cell
+from results import Row
+from work import CommandFailed, work
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools" / "support_matrix"))
-
-import cells  # noqa: E402
-import environments  # noqa: E402
-import matrix  # noqa: E402
-import results  # noqa: E402
-from cells import CELLS, Cell  # noqa: E402
-from results import Row  # noqa: E402
-from work import CommandFailed, work  # noqa: E402
 
 PLAIN = Cell("2.8.0", "3.10", "pytorch")
 OLD_MEGATRON = Cell("2.11.0", "3.11", "megatron-core", "0.12.3")
 
 
 def tools_test(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "tools" / "support_matrix" / "matrix.py", *arguments]
+    command = [sys.executable, Path(__file__).with_name("matrix.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
@@ -358,7 +356,7 @@ def test_two_runs_in_one_checkout_wait_for_each_other(tmp_path):
         "with environments.alone('tools/test'):\n"
         "    print('begins', flush=True); time.sleep(0.5); print('ends', flush=True)\n"
     )
-    folder = ROOT / "tools" / "support_matrix"
+    folder = Path(__file__).parent
     command = [sys.executable, "-c", code, str(tmp_path)]
     with (tmp_path / "out").open("w") as out:
         both = [

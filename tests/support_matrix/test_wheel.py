@@ -2,15 +2,12 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import wheel
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools" / "support_matrix"))
-
-import wheel  # noqa: E402
 
 
 @pytest.fixture
