@@ -11,9 +11,34 @@ from torch.utils.checkpoint import checkpoint
 
 import nanlocator
 from nanlocator import _C
-from nanlocator.calls.modules import ModuleHooks, WatchedModules
+from nanlocator.calls.modules import ModuleHooks, local_part, shown, tensor_attributes
 
 NAN, INF = float("nan"), float("inf")
+
+
+class WatchedModules:
+    """The `modules` level for one model, as a driver has it."""
+
+    def __init__(self, model):
+        self._model = model
+        self._watch = _C.ModuleWatch(torch.get_num_threads())
+        self._hooks = ModuleHooks(model, self._watch)
+
+    def begin_step(self):
+        self._watch.begin_step()
+
+    def collect(self, iteration):
+        """What was bad since `begin_step`, in execution order, and where it was born."""
+        return self._watch.collect(
+            iteration,
+            [(shown(name), local_part(p)) for name, p in self._model.named_parameters()],
+            [(shown(name), local_part(b)) for name, b in self._model.named_buffers()]
+            + [(shown(name), t) for name, t in tensor_attributes(self._model)],
+        )
+
+    def remove(self):
+        self._hooks.remove()
+        self._watch.begin_step()
 
 
 class Named(nn.Module):

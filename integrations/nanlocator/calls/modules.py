@@ -280,43 +280,6 @@ def _name_in(parent: nn.Module, module: nn.Module) -> str | None:
     return None
 
 
-class WatchedModules:
-    """The ``modules`` level for one model: what every module takes in and gives out, forward and backward.
-
-        watched = WatchedModules(model)
-        watched.begin_step(); loss = model(batch); loss.backward()
-        sightings, births = watched.collect(iteration)
-
-    Nothing waits before ``collect``. Keeps no tensor alive.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._watch = _C.ModuleWatch(torch.get_num_threads())
-        self._hooks = ModuleHooks(model, self._watch)
-
-    def begin_step(self) -> None:
-        """Forgets the step before."""
-        self._watch.begin_step()
-
-    def collect(self, iteration: int) -> tuple[list[_C.Sighting], list[_C.Birth]]:
-        """What was bad since ``begin_step``, in execution order, and where it was born.
-
-        Call it before a weight moves: weights and buffers are scanned now.
-        """
-        return self._watch.collect(
-            iteration,
-            [(shown(name), local_part(p)) for name, p in self._model.named_parameters()],
-            [(shown(name), local_part(b)) for name, b in self._model.named_buffers()]
-            + [(shown(name), t) for name, t in tensor_attributes(self._model)],
-        )
-
-    def remove(self) -> None:
-        """Stops watching; hooks that are left in autograd's graph do nothing any more."""
-        self._hooks.remove()
-        self._watch.begin_step()
-
-
 def tensor_attributes(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Tensors that modules hold as plain attributes, such as rotary tables and masks: neither parameters nor
     buffers, and state of the model all the same. By name, "decoder.rotary.cos"; in lists and dictionaries
