@@ -1,14 +1,13 @@
 """The microbatches of one step, kept by reference so that the step can be executed again."""
 
 import hashlib
-import random
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from nanlocator.state.batches import KeptBatch, named_tensors
+from nanlocator.state.rerun import GeneratorStates
 
 
 class StepData:
@@ -64,7 +63,8 @@ class _Recorder:
     def __init__(self, iterator: Any) -> None:
         self._iterator = iterator
         self.batches: list[KeptBatch] = []
-        self.generators: list[Any] = []  # a data pipeline may draw from the global ones
+        # After each item: a data pipeline may draw from the global generators.
+        self.generators: list[tuple[torch.Tensor, GeneratorStates]] = []
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -72,7 +72,9 @@ class _Recorder:
     def __next__(self) -> Any:
         item = next(self._iterator)
         self.batches.append(KeptBatch(item))
-        self.generators.append(_generator_states())
+        others = GeneratorStates()
+        others.save()
+        self.generators.append((torch.get_rng_state(), others))
         return item
 
     def __getattr__(self, name: str) -> Any:
@@ -96,25 +98,14 @@ class _Replay:
                 f"the re-run of the step asks for more than the first pass's {self._position} microbatches"
             )
         item = self._recorder.batches[self._position].copy()
-        _set_generator_states(self._recorder.generators[self._position])
+        of_torch, others = self._recorder.generators[self._position]
+        torch.set_rng_state(of_torch)
+        others.restore()
         self._position += 1
         return item
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._recorder, name)
-
-
-def _generator_states() -> Any:
-    numpy = sys.modules.get("numpy")
-    return torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
-
-
-def _set_generator_states(states: Any) -> None:
-    of_torch, of_python, of_numpy = states
-    torch.set_rng_state(of_torch)
-    random.setstate(of_python)
-    if of_numpy is not None:
-        sys.modules["numpy"].random.set_state(of_numpy)
 
 
 def _line(name: str, tensor: torch.Tensor) -> str:
