@@ -1,6 +1,6 @@
 // Keeps what every verdict of a program was made of: linked in front of locate() by CMakeLists.txt.
 //
-// Where the environment variable NANLOCATOR_CORPUS names a folder, each set of ledgers leaves a
+// Where the environment variable VERDICT_CORPUS names a folder, each set of ledgers leaves a
 // file there, under the name of its content: a line {"test", "ranks", "facts"}, then the ledgers in
 // ascending order of their ranks. tools/corpus makes cases of them.
 #include <unistd.h>
@@ -34,7 +34,7 @@ constexpr std::size_t kLongest = 1'000'000;
 
 /// The test that runs: of gtest (collect_tests.cpp) or of pytest. Its child processes inherit it.
 std::string current_test() {
-  for (const char* name : {"NANLOCATOR_CORPUS_TEST", "PYTEST_CURRENT_TEST"}) {
+  for (const char* name : {"VERDICT_CORPUS_TEST", "PYTEST_CURRENT_TEST"}) {
     if (const char* const test = std::getenv(name)) return test;
   }
   return "";
@@ -65,17 +65,18 @@ void keep(std::span<const Ledger> ledgers, int world_size, const Verdict& verdic
   static std::atomic<int> files = 0;
   const std::filesystem::path partial =
       folder / (".partial-" + std::to_string(getpid()) + "-" + std::to_string(files++));
-  std::ofstream(partial, std::ios::binary)
-      << header.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) << '\n'
-      << text;
-  std::filesystem::rename(partial, path);
+  std::ofstream file(partial, std::ios::binary);
+  file << header.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) << '\n'
+       << text;
+  file.close();
+  if (file) std::filesystem::rename(partial, path);  // not with tests that limit the size of files
 }
 
 }  // namespace
 
 Verdict locate_and_keep(std::span<const Ledger> ledgers, int world_size) {
   Verdict verdict = locate_itself(ledgers, world_size);
-  if (const char* const folder = std::getenv("NANLOCATOR_CORPUS")) {
+  if (const char* const folder = std::getenv("VERDICT_CORPUS")) {
     try {
       keep(ledgers, world_size, verdict, folder);
     } catch (const std::exception& error) {

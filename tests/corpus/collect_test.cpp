@@ -39,8 +39,8 @@ std::string content_of(const std::filesystem::path& path) {
 
 class Collecting : public ::testing::Test {
  protected:
-  void SetUp() override { setenv("NANLOCATOR_CORPUS", folder_.path().c_str(), 1); }
-  void TearDown() override { unsetenv("NANLOCATOR_CORPUS"); }
+  void SetUp() override { setenv("VERDICT_CORPUS", folder_.path().c_str(), 1); }
+  void TearDown() override { unsetenv("VERDICT_CORPUS"); }
   testing::TemporaryFolder folder_;
 };
 
@@ -70,7 +70,7 @@ TEST_F(Collecting, KeepsTheSameOnce) {
 }
 
 TEST_F(Collecting, GivesTheVerdictWhereNothingCanBeKept) {
-  setenv("NANLOCATOR_CORPUS", "/nowhere", 1);
+  setenv("VERDICT_CORPUS", "/nowhere", 1);
   EXPECT_EQ(locate(ledgers_with_birth(), 2).origins.size(), 1u);
 }
 

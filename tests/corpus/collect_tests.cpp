@@ -10,7 +10,7 @@ class CurrentTest : public ::testing::EmptyTestEventListener {
   void OnTestStart(const ::testing::TestInfo& test) override {
     const std::string name =
         std::string(test.file()) + "::" + test.test_suite_name() + "." + test.name();
-    setenv("NANLOCATOR_CORPUS_TEST", name.c_str(), 1);
+    setenv("VERDICT_CORPUS_TEST", name.c_str(), 1);
   }
 };
 

@@ -82,13 +82,13 @@ def run_suites(suites: Iterable[str], pytest_arguments: list[str], folder: Path)
     """Leaves in `folder` what was kept. Returns which suites failed: what they made counts all the same."""
     kept, runs = folder / "kept", folder / "runs"
     kept.mkdir()
-    variables = _environment() | {"NANLOCATOR_CORPUS": str(kept), "OMP_NUM_THREADS": "1"}
+    variables = _environment() | {"VERDICT_CORPUS": str(kept), "OMP_NUM_THREADS": "1"}
     commands = {
         "cpp": ["ctest", "--test-dir", BUILD, "-L", "cpu", "-j", str(_cores()), "--timeout", "900"],
         "pytest": [
             *(sys.executable, "-m", "pytest", "-q", "-n", str(_cores()), "--dist", "loadfile"),
             *("--no-loadscope-reorder", "-m", "not exhaustive"),
-            *(f"--basetemp={runs}", "-p", "no:cacheprovider"),
+            f"--basetemp={runs}",
             *(pytest_arguments or ["tests"]),
         ],
     }
@@ -117,7 +117,7 @@ def _read_runs(folders: Iterable[Path], kept: Path, variables: dict[str, str]) -
         if test:
             subprocess.run(
                 [BUILD / "bin" / "nanlocator", "report", "--json", path],
-                env=variables | {"NANLOCATOR_CORPUS_TEST": test},
+                env=variables | {"VERDICT_CORPUS_TEST": test},
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )

@@ -28,6 +28,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -71,6 +72,9 @@ def parse(words: list[str], for_pytest: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--collect", nargs="*", choices=collecting.SUITES, metavar="SUITE", help="cpp, pytest; default: both"
     )
+    parser.add_argument(
+        "--kept", type=Path, metavar="DIR", help="with --collect: what a run left that could not be stored"
+    )
     parser.add_argument("--renew", action="store_true", help="with --collect: drop older cases of its tests")
     parser.add_argument("--json", action="store_true", help="the result as JSON on stdout")
     parser.add_argument(
@@ -84,8 +88,8 @@ def parse(words: list[str], for_pytest: list[str]) -> argparse.Namespace:
         parser.error("--collect adds cases; --accept changes the facts of those that are there")
     if for_pytest and "pytest" not in (arguments.collect or []):
         parser.error("arguments after -- are pytest's: --collect pytest -- ...")
-    if arguments.renew and arguments.collect is None:
-        parser.error("--renew belongs to --collect")
+    if (arguments.renew or arguments.kept) and arguments.collect is None:
+        parser.error("--renew and --kept belong to --collect")
     return arguments
 
 
@@ -174,16 +178,19 @@ def collect(corpus: Corpus, suites: list[str], for_pytest: list[str], arguments:
     if problem := collecting.build():
         print(problem, file=sys.stderr)
         return 1
-    with tempfile.TemporaryDirectory(prefix="nanlocator-corpus-") as temporary:
-        folder = Path(temporary)
+    folder, failures = arguments.kept, []
+    if folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="nanlocator-corpus-"))
+        print(f"collecting into {folder}, which --kept reads if storing fails", file=sys.stderr)
         failures = collecting.run_suites(suites, for_pytest, folder)
-        collection = collecting.pack(
-            corpus,
-            arguments.program or collecting.BUILD / "bin" / "nanlocator_corpus",
-            collecting.read_kept(folder / "kept"),
-            collecting.places_of_this_machine(folder),
-            arguments.renew,
-        )
+    collection = collecting.pack(
+        corpus,
+        arguments.program or collecting.BUILD / "bin" / "nanlocator_corpus",
+        collecting.read_kept(folder / "kept"),
+        collecting.places_of_this_machine(folder),
+        arguments.renew,
+    )
+    shutil.rmtree(folder)
     if arguments.json:
         fields = dataclasses.asdict(collection) | {"added": [case.header for case in collection.added]}
         print(json.dumps(fields | {"failures": failures}))

@@ -295,7 +295,7 @@ def test_of_the_variables_only_those_of_libraries_of_kernels_are_read(tmp_path):
     for variable in ("LD_PRELOAD", "PYTHONPATH", "PATH", "triton_interpret"):
         call = {"name": "k::k", "module": "m", "entry": "e", "environment": {variable: ""}}
         bundle = kernel_bundle(tmp_path / variable, **call)
-        with pytest.raises(nanlocator.FormatError, match=f'"{variable}" is not a variable of a kernel library'):
+        with pytest.raises(nanlocator.FormatError, match=f'"{variable}" is not a variable of a kernel'):
             _C.export_python(bundle)
 
 
