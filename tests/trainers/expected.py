@@ -1,6 +1,6 @@
 """Which faults each script has, and where they are born: the operator, the phase and the module (None:
-outside of the model). The guilty line is the one in the script that ends with ``# the fault: KIND``. "once"
-has no operator."""
+outside of the model). The guilty line, in the script or in tiny_llama.py, ends with ``# the fault: KIND``.
+"once" has no operator."""
 
 from typing import NamedTuple
 

@@ -83,7 +83,7 @@ def test_a_birth_in_forward_on_one_rank_is_located(script, strategy):
     assert (origin["coordinates"]["rank"], origin["phase"]) == (1, "forward")
     assert origin["operator"].startswith("aten::div")
     module, function = {
-        "hf_trainer_strategies": ("model.layers.1.mlp", "UnitMLP.forward"),
+        "hf_trainer_strategies": ("model.layers.1.mlp", "NormMLP.forward"),
     }.get(script, ("blocks.1.norm", "UnitNorm.forward"))
     assert origin["module"].endswith(module) and origin["code"]["function"] == function
     assert verdict["rerun"]["reproduced"] is True

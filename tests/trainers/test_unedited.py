@@ -117,9 +117,7 @@ def test_the_fault_of_a_script_is_located(script, fault):
     assert expected.operator in (origin["operator"].split(".")[0], origin.get("forward_operator"))
     assert origin["phase"] == expected.phase
     assert (origin["module"] or "").endswith(expected.module or "")
-    guilty = [
-        number
-        for number, line in enumerate((SCRIPTS / f"{script}.py").read_text().splitlines(), 1)
-        if line.endswith(f"# the fault: {fault}")
-    ]
-    assert origin["code"]["line"] in guilty
+    file = SCRIPTS / Path(origin["code"]["file"]).name
+    assert file.stem in (script, "tiny_llama")
+    guilty = file.read_text().splitlines()[origin["code"]["line"] - 1]
+    assert guilty.endswith(f"# the fault: {fault}")

@@ -7,9 +7,9 @@
     loss    the loss, outside of the model, is the mean of nothing: 0 / 0         aten::div (gan: aten::log)
     once    one number in memory becomes NaN once, and never again                no operator
 
-The first four are bugs in the line of the script that ends with ``# the fault: KIND``. They sleep until the
-data of the step, the same whenever it is executed again, wakes them; where gradients are accumulated, that of
-its last micro-batch, and where there are several ranks, of the last.
+The first four are bugs in the line of the script, or of tiny_llama.py, that ends with ``# the fault: KIND``.
+They sleep until the data of the step, the same whenever it is executed again, wakes them; where gradients are
+accumulated, that of its last micro-batch, and where there are several ranks, of the last.
 """
 
 import ctypes

@@ -1,44 +1,19 @@
 """transformers.Trainer on a small Llama with an MLP and a loss function of the author's own."""
 
-import tempfile
+import functools
 
 import faults
+import tiny_llama
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
-from transformers.models.llama.modeling_llama import LlamaMLP
+from tiny_llama import VOCABULARY
+from transformers import Trainer, TrainingArguments, set_seed
 
-VOCABULARY, LENGTH, BATCH, ACCUMULATED, STEPS = 128, 8, 2, 2, 5
-
-
-class UnitMLP(LlamaMLP):
-    """Takes every vector at length one."""
-
-    def forward(self, x):
-        x = faults.flip_activation(x, calls_per_step=ACCUMULATED)
-        return super().forward(x / x.norm(dim=-1, keepdim=True))  # the fault: norm
+LENGTH, BATCH, ACCUMULATED, STEPS = 8, 2, 2, 5
 
 
-class LogMLP(LlamaMLP):
-    """Gates every vector with its own magnitude."""
-
-    def forward(self, x):
-        return super().forward(x * torch.log(x.abs().mean(-1, keepdim=True)))  # the fault: log
-
-
-def make_model():
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        pad_token_id=faults.BLANK,
-    )
-    model = LlamaForCausalLM(config)
-    model.model.layers[1].mlp = (LogMLP if faults.KIND == "log" else UnitMLP)(config)
-    return model
+class UnitMLP(tiny_llama.NormMLP):
+    calls_per_step = ACCUMULATED
 
 
 def make_data():
@@ -64,25 +39,16 @@ def masked_loss(outputs, labels, num_items_in_batch=None):
 
 def main():
     set_seed(0)
-    model = make_model()
-    with tempfile.TemporaryDirectory() as output_dir:
-        arguments = TrainingArguments(
-            output_dir=output_dir,
-            per_device_train_batch_size=BATCH,
-            gradient_accumulation_steps=ACCUMULATED,
-            max_steps=STEPS,
-            learning_rate=1e-3,
-            train_sampling_strategy="sequential",
-            logging_steps=1,
-            logging_nan_inf_filter=False,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-        )
-        trainer = Trainer(model, arguments, train_dataset=make_data(), compute_loss_func=masked_loss)
-        trainer.train()
-    faults.report([entry["loss"] for entry in trainer.state.log_history if "loss" in entry], model)
+    model = tiny_llama.make_model(UnitMLP)
+    losses = tiny_llama.train(
+        functools.partial(Trainer, model, train_dataset=make_data(), compute_loss_func=masked_loss),
+        TrainingArguments,
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=ACCUMULATED,
+        max_steps=STEPS,
+        train_sampling_strategy="sequential",
+    )
+    faults.report(losses, model)
 
 
 if __name__ == "__main__":

@@ -1,45 +1,19 @@
 """LoRA adapters by peft on a frozen Llama that has a block of the author's own."""
 
 import faults
+import tiny_llama
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaMLP
+from tiny_llama import VOCABULARY
 
-VOCABULARY, LENGTH, BATCH, STEPS = 128, 8, 4, 5
-
-
-class UnitMLP(LlamaMLP):
-    """Takes every vector at length one."""
-
-    def forward(self, x):
-        x = faults.flip_activation(x)
-        return super().forward(x / x.norm(dim=-1, keepdim=True))  # the fault: norm
-
-
-class LogMLP(LlamaMLP):
-    """Gates every vector with its own magnitude."""
-
-    def forward(self, x):
-        return super().forward(x * torch.log(x.abs().mean(-1, keepdim=True)))  # the fault: log
+LENGTH, BATCH, STEPS = 8, 4, 5
 
 
 def make_model():
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        pad_token_id=faults.BLANK,
-    )
-    base = LlamaForCausalLM(config)
-    base.model.layers[0].mlp = (LogMLP if faults.KIND == "log" else UnitMLP)(config)
     targets = ["q_proj", "v_proj", "down_proj"]
     adapters = LoraConfig(r=4, lora_dropout=0.1, target_modules=targets, task_type="CAUSAL_LM")
-    return get_peft_model(base, adapters)
+    return get_peft_model(tiny_llama.make_model(layer=0), adapters)
 
 
 def draw_batch(step):
