@@ -8,6 +8,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from watched_steps import verdict_of_closure
 
 from nanlocator import LocatingOptimizer, NonFiniteGradientError
 
@@ -138,17 +139,7 @@ def every_weight_of_a_model_in_shards_is_bad(rank, world_size):
         for parameter in model.parameters():
             parameter.to_local().fill_(math.nan)
     optimizer = LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(torch.ones(3, 4)).square().sum()
-        loss.backward()
-        return loss
-
-    try:
-        optimizer.step(closure)
-    except NonFiniteGradientError as error:
-        return error.verdict
+    return verdict_of_closure(optimizer, lambda: model(torch.ones(3, 4)).square().sum())
 
 
 @pytest.mark.host

@@ -12,6 +12,7 @@ from ranks import run_ranks, standard_error
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from watched_steps import verdict_of_closure
 
 import nanlocator
 
@@ -140,17 +141,7 @@ def once_in_a_closure(rank, world_size):
 
     training = Training(rank, "plain", corrupt)
     optimizer = nanlocator.LocatingOptimizer(training.optimizer, training.model)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = training.ddp(torch.ones(6, 4))
-        loss.backward()
-        return loss
-
-    try:
-        optimizer.step(closure)
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
+    return verdict_of_closure(optimizer, lambda: training.ddp(torch.ones(6, 4)))
 
 
 def test_the_rank_is_named_with_a_closure_too():
@@ -272,19 +263,10 @@ def backward_before_the_closure(rank, world_size):
     training = Training(rank, "plain", corrupt)
     optimizer = nanlocator.LocatingOptimizer(training.optimizer, training.model)
     training.backward()
-
-    def closure():
-        optimizer.zero_grad()
-        loss = training.ddp(torch.ones(6, 4))
-        loss.backward()
-        return loss
-
-    try:
-        optimizer.step(closure)
-    except nanlocator.NonFiniteGradientError as error:
-        optimizer.remove()
-        assert not training.model.head.bias._post_accumulate_grad_hooks
-        return error.verdict
+    verdict = verdict_of_closure(optimizer, lambda: training.ddp(torch.ones(6, 4)))
+    optimizer.remove()
+    assert not training.model.head.bias._post_accumulate_grad_hooks
+    return verdict
 
 
 def test_a_backward_outside_of_every_closure_does_not_end_the_watch():

@@ -14,6 +14,7 @@ import torch
 from behind_torch import write_behind
 from ranks import run_ranks
 from torch import nn
+from watched_steps import verdict_of_closure
 
 import nanlocator
 from nanlocator import LocatingOptimizer, NonFiniteGradientError
@@ -447,18 +448,12 @@ def test_lbfgs_repeats_the_evaluation_that_was_bad():
 def verdict_of_a_step(model, rank, divides_by_zero):
     optimizer = LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
-    def closure():
-        optimizer.zero_grad()
+    def loss():
         torch.manual_seed(rank)
-        loss = model(torch.randn(3, 4)).square().sum()
-        loss = loss / (0.0 * loss.detach() if divides_by_zero else 3.0)
-        loss.backward()
-        return loss
+        total = model(torch.randn(3, 4)).square().sum()
+        return total / (0.0 * total.detach() if divides_by_zero else 3.0)
 
-    try:
-        optimizer.step(closure)
-    except NonFiniteGradientError as error:
-        return error.verdict
+    return verdict_of_closure(optimizer, loss)
 
 
 def one_rank_divides_by_zero(rank, world_size):

@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 from torch import nn
+from watched_steps import verdict_of_closure
 
 import nanlocator
 
@@ -87,19 +88,7 @@ class Emptied(nn.Module):
 def verdict_of(model, logarithm=False, batches=None):
     torch.manual_seed(0)
     optimizer = nanlocator.LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(logarithm).square().mean()
-        loss.backward()
-        return loss
-
-    try:
-        for _ in range(3):
-            optimizer.step(closure)
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
-    return None
+    return verdict_of_closure(optimizer, lambda: model(logarithm).square().mean(), steps=3)
 
 
 def line_of(text):

@@ -318,27 +318,22 @@ def test_hooks_that_outlive_the_watch_below_them_leave_nothing_either():
 
 
 def test_removed_it_leaves_everything_as_it_was():
-    before = (
-        nn.Module.__call__,
-        nn.Module.zero_grad,
-        torch.autograd._engine_run_backward,
-        vars(nn.utils.clip_grad)["_get_total_norm"],
-        nn.utils.get_total_norm,
-        torch.amp.GradScaler.unscale_,
-        torch.amp.GradScaler.scale,
-    )
+    def patched():
+        return (
+            nn.Module.__call__,
+            nn.Module.zero_grad,
+            torch.autograd._engine_run_backward,
+            vars(nn.utils.clip_grad)["_get_total_norm"],
+            nn.utils.get_total_norm,
+            torch.amp.GradScaler.unscale_,
+            torch.amp.GradScaler.scale,
+        )
+
+    before = patched()
     model, optimizer, watch = watched_gpt()
     watch.remove()
     watch.remove()
-    assert before == (
-        nn.Module.__call__,
-        nn.Module.zero_grad,
-        torch.autograd._engine_run_backward,
-        vars(nn.utils.clip_grad)["_get_total_norm"],
-        nn.utils.get_total_norm,
-        torch.amp.GradScaler.unscale_,
-        torch.amp.GradScaler.scale,
-    )
+    assert patched() == before
     assert "step" not in vars(optimizer) and "zero_grad" not in vars(optimizer)
     empty_batch_loss(model).backward()
     optimizer.step()

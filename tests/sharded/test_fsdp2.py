@@ -10,7 +10,7 @@ from fsdp2_training import VARIANTS, Fsdp2
 from ranks import run_kept_ranks, run_ranks
 from sharded_runs import healthy, recovered, verdict_of
 from sharded_training import corrupt
-from watched_steps import as_code_says
+from watched_steps import as_code_says, verdict_of_closure
 
 import nanlocator
 
@@ -149,17 +149,7 @@ def never_initialised(rank, world_size):
             for parameter in training.net.middle.parameters():
                 parameter.to_local().fill_(float("nan"))
     optimizer = nanlocator.LocatingOptimizer(training.optimizer, training.model)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = training.loss()
-        loss.backward()
-        return loss
-
-    try:
-        optimizer.step(closure)
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
+    return verdict_of_closure(optimizer, training.loss)
 
 
 def test_a_shard_that_was_never_initialised_is_named_with_a_closure_too():

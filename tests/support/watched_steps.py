@@ -56,6 +56,25 @@ def verdict_of_loop(
     return raised.value.verdict
 
 
+def verdict_of_closure(
+    optimizer: nanlocator.LocatingOptimizer, loss: Callable[[], torch.Tensor], steps: int = 1
+) -> dict[str, Any] | None:
+    """The first bad step's, of steps whose closure computes ``loss()``; None where all are healthy."""
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        computed = loss()
+        computed.backward()
+        return computed
+
+    try:
+        for _ in range(steps):
+            optimizer.step(closure)
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+    return None
+
+
 class Raises:
     """When it is looked at, as the proxy of a context that is over."""
 
