@@ -170,7 +170,7 @@ std::string module_of(const Origin& origin) {
   return origin.module.empty() ? "the operator" : "module " + origin.module;
 }
 
-/// What the forward called it: of a fault in backward the code to change is in forward.
+/// The forward's operator, because the code to change for a fault in backward is in forward.
 std::string forward_operation_of(const Origin& origin) {
   if (origin.forward_op.empty() || !origin.custom_function.empty()) return operation_of(origin);
   return origin.forward_op + (origin.module.empty() ? "" : " of module " + origin.module);
@@ -187,7 +187,7 @@ std::string function_of(const std::string& op) {
   return op.substr(begin, op.find('.', begin) - begin);
 }
 
-/// What was computed at the first bad element: "sqrt(-0.131)", "0 / 0".
+/// The call at the first bad element: "sqrt(-0.131)", "0 / 0".
 std::string first_bad_call_of(const Origin& origin) {
   const Fact* const fact = find_fact(origin.facts, FactKind::values_at_first_bad);
   if (fact == nullptr) return "";
@@ -203,7 +203,7 @@ std::string with_operands(const Origin& origin) {
   return call.empty() ? "" : " (here " + call + ")";
 }
 
-/// " (|self| <= 5.8e+20, |mat2| <= 6.1e+20)": of the inputs that are floating-point tensors.
+/// " (|self| <= 5.8e+20, |mat2| <= 6.1e+20)": the floating-point inputs.
 std::string magnitudes_of(const Origin& origin) {
   std::vector<std::string> parts;
   for (const Fact& fact : origin.facts) {
@@ -217,7 +217,7 @@ std::string magnitudes_of(const Origin& origin) {
   return parts.empty() ? "" : " (" + joined(parts, ", ") + ")";
 }
 
-/// What was zero, by the operation's name for it.
+/// The zero operand, by the operation's name for it.
 std::string zero_of(const Origin& origin) {
   switch (origin.detail) {
     case Detail::division_by_zero:
@@ -244,7 +244,7 @@ std::string ranks_or(const std::vector<int>& ranks, const char* otherwise) {
   return ranks.empty() ? otherwise : ranks_text(ranks);
 }
 
-/// " (the weight x: 3e+24 now, 0.11 in step 11)": to compare with the step before.
+/// " (the weight x: 3e+24 now, 0.11 in step 11)": the maxima, to compare with the step before.
 std::string maxima_before_of(const Origin& origin) {
   for (const FactKind kind : {FactKind::weight_maxima, FactKind::gradient_maxima}) {
     const Fact* const fact = find_fact(origin.facts, kind);
@@ -259,7 +259,7 @@ std::string maxima_before_of(const Origin& origin) {
   return "";
 }
 
-/// A cast, or a copy into another dtype: it computes nothing.
+/// True for a cast or a copy into another dtype, which compute nothing.
 bool is_conversion(const Origin& origin) {
   return origin.op.starts_with("aten::_to_copy") || origin.op.starts_with("aten::copy_");
 }
@@ -367,7 +367,7 @@ std::vector<std::string> ordering_steps(const Origin& origin, Concurrent other) 
   return {};
 }
 
-/// What the labels say of themselves.
+/// Whether all labels equal ignore_index.
 const char* ignored_of(const Origin& origin) {
   const bool are_ignored = std::ranges::any_of(origin.facts, [](const Fact& fact) {
     return fact.operand && fact.operand->ignored && fact.operand->stats &&
@@ -387,7 +387,7 @@ std::string operation_of(const Origin& origin) {
   return origin.op + (origin.module.empty() ? "" : " of module " + origin.module);
 }
 
-/// What its replay has shown.
+/// The title by the conclusion of the kernel's replay; "" without one.
 std::string title_of_kernel(const Origin& origin) {
   const Fact* const fact = find_fact(origin.facts, FactKind::kernel_replayed);
   const auto conclusion =
@@ -423,7 +423,7 @@ std::string title_of(const Origin& origin) {
   if (title.empty()) title = title_of(origin.cause);
   const bool is_made_there =
       origin.cause == Cause::operator_undefined || origin.cause == Cause::operator_overflow ||
-      origin.cause == Cause::operator_bug;  // a bad weight was only read there
+      origin.cause == Cause::operator_bug;  // for a bad weight, the operator only read it
   return origin.custom_function.empty() || !is_made_there
              ? title
              : title + ", in the code of " + origin.custom_function;
@@ -438,7 +438,7 @@ std::string certainty_of(const Origin& origin) {
   if (open.empty() || is_open) {
     return place + ", cause " + cause + (open.empty() ? "" : ": " + joined(open, " or "));
   }
-  // How it came about is known; what was behind it is another question.
+  // The mechanism is known, its root cause is not.
   return place + ", mechanism " + cause + "; root cause open: " + joined(open, " or ");
 }
 
@@ -606,7 +606,7 @@ std::vector<std::string> steps_text(const Origin& origin) {
                   " (torch.where after it still gives NaN in backward); if not, a guard would only "
                   "hide "
                   "the fault"};
-    case Action::guard_slope:  // the operands are those of backward
+    case Action::guard_slope:  // the operands are those of the backward operator
       return {
           "look at the input of " + operation + ", where its slope is infinite" +
               where_in_bundle(origin) +

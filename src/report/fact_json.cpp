@@ -28,7 +28,7 @@ void read_value(const JsonMember& from, JsonRange range, Fact& fact) {
                     value.emplace();
                     *value;
                   }) {
-      read_value(JsonMember(object, key), range, value.emplace());  // null is no argument
+      read_value(JsonMember(object, key), range, value.emplace());  // null: not an argument
     } else {
       read_value(JsonMember(object, key), range, value);
     }

@@ -1,5 +1,4 @@
-// A Fact as JSON: {"kind", "source", and the arguments that are not empty}. docs/formats.md,
-// "Facts".
+// A Fact as JSON: {"kind", "source", and the non-empty arguments}. docs/formats.md, "Facts".
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -10,7 +9,7 @@
 namespace nanlocator::inline report_room {
 
 [[nodiscard]] nlohmann::ordered_json value_to_json(const Fact& fact);
-/// Throws FormatError. Arguments that are not there are empty.
+/// Absent arguments are left empty. Throws FormatError.
 void read_value(const JsonMember& from, JsonRange range, Fact& fact);
 
 }  // namespace nanlocator::inline report_room

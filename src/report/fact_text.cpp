@@ -18,7 +18,7 @@ std::string who_of(const Fact& fact) {
   return fact.op + (fact.module.empty() ? "" : " of module " + fact.module);
 }
 
-/// "; aten::mm of module body only read it first"; "" where that is not known.
+/// "; aten::mm of module body only read it first"; "" if the reader is unknown.
 std::string reader_of(const Fact& fact) {
   if (fact.op.empty() && fact.module.empty()) return "";
   return "; " + who_of(fact) + " was the first to read it";
@@ -158,7 +158,7 @@ std::string beside_text(const Fact& fact) {
   return joined(texts, ", and ");
 }
 
-/// What is sent from rank to rank in the phase; what is gathered may be weights.
+/// The contents of transfers in the phase; an all-gather may carry weights.
 std::string contents_of(const Fact& fact) {
   if (collective_kind_of(fact.op) == CollectiveKind::all_gather) return "values";
   switch (fact.phase.value_or(Phase::params_after)) {
@@ -219,7 +219,7 @@ std::string loss_text(const Fact& fact) {
 }
 
 std::string reached_text(const Fact& fact) {
-  // An update makes weights bad, everything before it gradients.
+  // Bad values before the update are in gradients, after it in weights.
   const bool is_weight = fact.phase == Phase::params_after;
   std::vector<std::string> parts;
   if (fact.loss) parts.push_back(fact.role.empty() ? "the loss" : "the model's " + fact.role);
@@ -317,7 +317,7 @@ std::string clean_before_text(const Fact& fact) {
   return fact.names.empty() ? "" : "; " + fact.names.front() + ", just before it, is clean";
 }
 
-/// Of an origin that spoiled several gradients, of which the fact is about the first.
+/// For an origin that spoiled several gradients; the fact names the first.
 std::string more_gradients_text(const Fact& fact) {
   const std::int64_t more = count_of(fact) - 1;
   return more < 1 ? "" : ", as " + counted(more, "further gradient") + " there";
@@ -329,7 +329,7 @@ std::string origins_not_listed_text(const Fact& fact) {
          " not listed";
 }
 
-/// `peers`: those whose shards of weights are gathered unseen.
+/// `peers`: the ranks whose shards of weights are gathered without being scanned.
 std::string received_finite_text(const Fact& fact) {
   const bool has_unseen = !fact.peers.empty();
   return std::string(has_unseen ? "everything but gathered weights that " : "everything that ") +
@@ -852,7 +852,7 @@ std::string fact_text(const Fact& fact) {
 
 int place_of(const Fact& fact) {
   using enum FactKind;
-  if (fact.kind == stated_action) return 6;  // no evidence
+  if (fact.kind == stated_action) return 6;  // not evidence
   if (fact.source != FactSource::origin) return 4;
   if (fact.kind == members_got_the_same || fact.kind == peers_finite) return 2;
   const bool made_no_difference =

@@ -6,12 +6,13 @@
 
 namespace nanlocator::inline report_room {
 
-/// One sentence, without a capital and a full stop, of a fact of the origin or, where there is
-/// none, of the verdict as a whole.
+/// One sentence, without a capital and a full stop, for a fact of an origin or of the whole
+/// verdict.
 [[nodiscard]] std::string fact_text(const Fact& fact);
 
-/// Where a fact stands among the others: what was seen 0, how far it goes 1, the re-run 2, what
-/// supports it 3, what is missing 4.
+/// The fact's place in the evidence: 0 observation, 1 outcome of the re-run and state of copies, 2
+/// spread and comparisons, 3 details of the re-run, 4 support, 5 missing data, 6 an action stated
+/// by a verdict of version 1.
 [[nodiscard]] int place_of(const Fact& fact);
 
 }  // namespace nanlocator::inline report_room

@@ -19,7 +19,8 @@
 namespace nanlocator::inline report_room {
 namespace {
 
-// Chosen so that texts that consist of quotes (six bytes each when escaped) still fit kLargestPage.
+// These limits keep the page below kLargestPage even if all texts consist of quotes (six bytes each
+// when escaped).
 constexpr std::size_t kMostOriginsShown = 16;
 constexpr std::size_t kMostEvidenceOfOne = 30;
 constexpr std::size_t kMostEvidenceOfSeveral = 10;
@@ -31,7 +32,7 @@ std::string escaped(std::string_view raw) {
   return html_escaped(page_text(raw, kLongText));
 }
 
-/// "<tag attributes>text</tag>"; `attributes` are the page's own.
+/// "<tag attributes>text</tag>"; `attributes` come from the page, not from the run.
 std::string element(std::string_view tag, std::string_view attributes, std::string_view raw) {
   std::string html = "<" + std::string(tag);
   if (!attributes.empty()) html += " " + std::string(attributes);
@@ -39,7 +40,7 @@ std::string element(std::string_view tag, std::string_view attributes, std::stri
 }
 
 struct StatusText {
-  std::string_view mark;  // beside its colour
+  std::string_view mark;  // shown beside the colour
   std::string_view text;
 };
 
@@ -78,7 +79,7 @@ std::string place_in_step(const Origin& origin) {
   return text;
 }
 
-/// "rank 5 (tp1 pp0 dp1)", or the candidates; host and device stand below.
+/// "rank 5 (tp1 pp0 dp1)", or the candidates; the page shows host and device below.
 std::string place_of_birth(Origin origin) {
   if (origin.coordinates) {
     origin.coordinates->host.clear();
@@ -95,7 +96,7 @@ std::string machine_of(const Origin& origin) {
   return text;
 }
 
-/// Names may break after their dots, "3.21" may not.
+/// Allows line breaks after the dots of names, but not within "3.21".
 std::string breakable(std::string_view raw) {
   const std::string plain = escaped(raw);
   std::string html;
@@ -152,7 +153,7 @@ class StaticParts {
     return html + spread() + as_text();
   }
 
-  /// How many ranks are what, and which: the grid for those who do not see it.
+  /// The number and list of ranks in each state: the grid as text for screen readers.
   [[nodiscard]] std::string rank_summary() const {
     static constexpr std::array<std::string_view, 7> kMeanings = {
         "an origin's rank",
@@ -265,7 +266,7 @@ class StaticParts {
     return html + "</ol></div>";
   }
 
-  /// With a button that copies it.
+  /// The command with a button that copies it.
   static std::string command(const std::string& id, const std::string& text) {
     return "<div class=\"command\">" + element("code", "id=\"" + id + "\" tabindex=\"0\"", text) +
            "<button type=\"button\" data-copy=\"" + id + "\" hidden>Copy</button></div>";
@@ -310,7 +311,7 @@ class StaticParts {
 
   [[nodiscard]] std::string as_text() const {
     const std::string text = format_verdict(verdict_, {.run_dir = report_.run_dir});
-    // format_verdict has made it printable, line by line.
+    // format_verdict has made each line printable.
     return "<details class=\"as-text\"><summary>The verdict as text</summary><pre id=\"as-text\" "
            "tabindex=\"0\">" +
            html_escaped(text.substr(0, 20'000)) +
@@ -354,7 +355,7 @@ class StaticParts {
   const PagePictures& pictures_;
 };
 
-/// One pass: what is filled in is not looked through again.
+/// Fills in the names in one pass: filled-in text is not searched again.
 std::string filled(std::string_view page,
                    const std::function<std::string(std::string_view)>& value_of) {
   std::string out;

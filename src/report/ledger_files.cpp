@@ -18,17 +18,17 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// A rank with 10,000 parameters and as many sightings writes some 10 MB per incident.
+/// A rank with 10,000 parameters and as many sightings writes about 10 MB per incident.
 constexpr std::uint64_t kLargestLedgerFile = std::uint64_t{1} << 30;
 
-/// Reading is parsing: more threads than this wait for memory.
+/// Reading is mostly parsing; more threads would wait for memory.
 constexpr unsigned kMostThreads = 8;
 
-/// How a ledger's first line begins as this project writes it. Others are found too, by parsing all
-/// that stands before the first such line.
+/// The start of a ledger's first line as this project writes it. Other spellings are found by
+/// parsing all lines before the first such line.
 constexpr std::string_view kHeader = R"({"record":"ledger",)";
 
-/// Calls `work(0)` to `work(count - 1)` on several threads; the first exception is thrown again.
+/// Calls `work(0)` to `work(count - 1)` on several threads and rethrows the first exception.
 template <typename Work>
 void in_parallel(std::size_t count, const Work& work) {
   std::atomic<std::size_t> next{0};
@@ -43,7 +43,7 @@ void in_parallel(std::size_t count, const Work& work) {
       next = count;
     }
   };
-  // A thread costs more than a few small files.
+  // A thread costs more than reading a few small files.
   constexpr std::size_t kFilesPerThread = 8;
   const std::size_t most = std::clamp(std::thread::hardware_concurrency(), 1U, kMostThreads);
   std::vector<std::jthread> threads;
@@ -65,7 +65,7 @@ bool is_blank(std::string_view text) {
   return text.find_first_not_of(" \t\r\n") == std::string_view::npos;
 }
 
-/// `text` cut before each line that begins as a ledger's first.
+/// Splits `text` before each first line of a ledger.
 std::vector<TextRange> ranges_of(std::string_view text) {
   std::vector<TextRange> ranges;
   std::size_t begin = 0;
@@ -92,7 +92,7 @@ std::vector<TextRange> ranges_of(std::string_view text) {
   return ranges;
 }
 
-/// What messages call a range of a file; their lines count from its first.
+/// The name of a range of a file in messages; their line numbers count from the range's first line.
 std::string source_of(const fs::path& path, std::size_t line) {
   const std::string name = path.filename().string();
   return line == 1 ? name : name + " from line " + std::to_string(line) + " on";
@@ -159,7 +159,7 @@ LedgerFiles find_ledgers(const fs::path& directory) {
 
 std::vector<ReadLedger> read_ledgers(const LedgerFiles& files, const std::string& run_id,
                                      std::int64_t iteration, std::vector<std::string>& notes) {
-  // The ranges of one file are read together; two ledgers may share one.
+  // The ranges of one file are read together, because two ledgers may share a file.
   std::vector<std::vector<TextRange>> ranges(files.paths.size());
   for (const LedgerPlace& place : files.places) {
     if (place.run_id != run_id || place.iteration != iteration) continue;
@@ -176,7 +176,7 @@ std::vector<ReadLedger> read_ledgers(const LedgerFiles& files, const std::string
     try {
       const std::string text = read_file(files.paths[file], kLargestLedgerFile);
       for (const auto& [begin, end, line] : ranges[file]) {
-        if (begin >= text.size()) continue;  // it was cut since it was indexed
+        if (begin >= text.size()) continue;  // the file was truncated after it was indexed
         auto ledgers = ledgers_from_jsonl(std::string_view(text).substr(begin, end - begin),
                                           source_of(files.paths[file], line));
         for (auto& ledger : ledgers) {

@@ -1,4 +1,4 @@
-// The ledger files of a folder: which steps they tell of, and the ledgers of one step.
+// The ledger files of a folder: the steps that they cover, and the ledgers of one step.
 #pragma once
 
 #include <cstddef>
@@ -11,12 +11,12 @@
 
 namespace nanlocator::inline report_room {
 
-/// One ledger of a file, known by its first line.
+/// One ledger in a file, found by its first line.
 struct LedgerPlace {
   std::size_t file = 0;   // index into LedgerFiles::paths
   std::size_t begin = 0;  // bytes of the file
   std::size_t end = 0;
-  std::size_t line = 1;  // that `begin` stands on
+  std::size_t line = 1;  // line number at `begin`
   std::string run_id;
   std::int64_t iteration = 0;
   int rank = 0;
@@ -25,13 +25,13 @@ struct LedgerPlace {
 struct LedgerFiles {
   std::vector<std::filesystem::path> paths;  // ascending
   std::vector<LedgerPlace> places;           // in the order of the files
-  std::vector<std::string> notes;            // files and first lines that cannot be read
+  std::vector<std::string> notes;            // unreadable files and first lines
 };
 
-/// "ledger_*.jsonl", also with something before it ("a17-ledger_tp0pp0dp0.jsonl").
+/// "ledger_*.jsonl", also with a prefix ("a17-ledger_tp0pp0dp0.jsonl").
 [[nodiscard]] bool is_ledger_file(const std::filesystem::path& path);
 
-/// Finds every ledger of the folder, in parallel. Throws IoError where the folder cannot be read.
+/// Finds every ledger of the folder, in parallel. Throws IoError if the folder cannot be read.
 [[nodiscard]] LedgerFiles find_ledgers(const std::filesystem::path& directory);
 
 struct ReadLedger {
@@ -39,8 +39,8 @@ struct ReadLedger {
   std::size_t file = 0;
 };
 
-/// The ledgers of one run's step, in the order of the files, read in parallel. What cannot be read
-/// is a note.
+/// The ledgers of one run's step, in the order of the files, read in parallel. Unreadable ones
+/// become notes.
 [[nodiscard]] std::vector<ReadLedger> read_ledgers(const LedgerFiles& files,
                                                    const std::string& run_id,
                                                    std::int64_t iteration,

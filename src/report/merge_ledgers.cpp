@@ -10,8 +10,8 @@
 namespace nanlocator::inline report_room {
 namespace {
 
-/// More ranks than any cluster has; a ledger may claim two thousand million, and each that is
-/// silent is listed.
+/// More ranks than any cluster has. A damaged ledger may claim two thousand million, and each
+/// silent rank is listed.
 constexpr int kLargestWorld = 1 << 20;
 
 using Sizes = std::array<int, 6>;
@@ -29,7 +29,7 @@ std::string describe(const Sizes& sizes) {
   return text;
 }
 
-/// "tp1pp0dp1" of "a17-ledger_tp1pp0dp1.jsonl"; "" where the file was given another name.
+/// "tp1pp0dp1" of "a17-ledger_tp1pp0dp1.jsonl"; "" if the file was renamed.
 std::string_view place_in_name(std::string_view name) {
   constexpr std::string_view kPrefix = "ledger_";
   constexpr std::string_view kSuffix = ".jsonl";
@@ -42,7 +42,7 @@ std::string_view place_in_name(std::string_view name) {
   return is_place ? name : std::string_view{};
 }
 
-/// The rank of a place in Megatron's default order: tp runs fastest, then cp, dp, pp
+/// The rank of a place in Megatron's default order: tp varies fastest, then cp, dp, pp
 /// (megatron/core/parallel_state.py, order "tp-cp-ep-dp-pp").
 std::int64_t rank_in_default_order(const RankCoordinates& at) {
   return at.tp.rank + std::int64_t{at.tp.size} *
@@ -54,14 +54,13 @@ bool keeps_default_order(const RankCoordinates& at) {
   return rank_in_default_order(at) == at.rank;
 }
 
-/// What a ledger says about its rank's step. One with nothing but notes is written when other ranks
-/// fall silent.
+/// The amount of evidence. A ledger with nothing but notes is written when other ranks fall silent.
 std::size_t evidence_in(const Ledger& ledger) {
   return ledger.sightings.size() + ledger.births.size() + ledger.coverage.size() +
          ledger.crossings.size() + ledger.backward_order.size() + (ledger.rerun ? 1 : 0);
 }
 
-/// Of a sighting with a crossing: it was sent or received, and the ledger counts such crossings.
+/// True if the sighting's crossing was sent or received and the ledger counts it, if it counts any.
 bool is_possible(const Sighting& sighting, const Ledger& ledger) {
   const Crossing& crossing = *sighting.crossing;
   const auto counts = [&](const CrossingCoverage& covered) {
@@ -107,8 +106,8 @@ class Merger {
     std::erase_if(read_, is_wrong);
   }
 
-  /// A byte that changed on the disk may leave valid JSON. What a sighting says twice must agree:
-  /// else it would accuse a parameter that is not there.
+  /// A byte that changed on disk may leave valid JSON. Redundant fields of a sighting must agree,
+  /// or it would accuse the wrong parameter.
   void drop_damaged_sightings(ReadLedger& each) {
     Ledger& ledger = each.ledger;
     std::map<std::int64_t, std::string_view> names;
@@ -159,8 +158,8 @@ class Merger {
               });
   }
 
-  /// A job may number its ranks in another order, but then more than half of them have another rank
-  /// than in the default one.
+  /// A job may number its ranks in another order, but then more than half of them differ from the
+  /// default order.
   void leave_out_other_orders() {
     const auto keeps_order = [](const ReadLedger& each) {
       return keeps_default_order(each.ledger.coordinates);
@@ -202,9 +201,9 @@ class Merger {
     return ledgers;
   }
 
-  /// The one that saw more stays, with the notes of both.
+  /// Keeps the ledger with more evidence, with the notes of both.
   void join(ReadLedger& known, ReadLedger other) {
-    if (known.ledger == other.ledger) return;  // a file that was copied twice
+    if (known.ledger == other.ledger) return;  // the file was copied twice
     const auto weight = [](const Ledger& ledger) {
       return std::pair(evidence_in(ledger) > 0 && ledger.is_complete, evidence_in(ledger));
     };

@@ -5,10 +5,10 @@
 
 namespace nanlocator::page_assets {
 
-extern const std::string_view kTemplate;  // page.html; {{name}} is filled in for each report
+extern const std::string_view kTemplate;  // page.html; {{name}} is replaced in each report
 extern const std::string_view kStyle;     // style.css
 extern const std::string_view kScript;    // script.js
-// For the Content-Security-Policy: "sha256-...", of the two as they stand in the page.
+// "sha256-..." of style and script, for the Content-Security-Policy.
 extern const std::string_view kStyleHash;
 extern const std::string_view kScriptHash;
 

@@ -19,7 +19,7 @@ namespace {
 
 using nlohmann::ordered_json;
 
-/// Numbers are looked at, not computed with: four digits, and NaN and infinities as texts.
+/// Numbers are for reading, not for computing: four digits; NaN and infinities are texts.
 ordered_json page_number(double number, const char* format = "%.4g") {
   if (std::isnan(number)) return "nan";
   if (std::isinf(number)) return number > 0 ? "inf" : "-inf";
@@ -48,7 +48,7 @@ class Strings {
   ordered_json strings_ = ordered_json::array();
 };
 
-/// What sightings of many ranks have in common, once.
+/// The places that sightings of many ranks share, each stored once.
 class Places {
  public:
   explicit Places(Strings& strings) : strings_(strings) {}
@@ -87,7 +87,7 @@ class Places {
   ordered_json columns_ = ordered_json::object();
 };
 
-/// The largest share so that all ranks' shares together are at most `most`.
+/// The largest per-rank limit with which all ranks together stay within `most`.
 std::size_t fair_share(const std::vector<PageRank>& ranks, std::size_t most) {
   std::vector<std::size_t> sizes;
   for (const PageRank& rank : ranks) {
@@ -171,7 +171,7 @@ class PageData {
             {"local_rank", local}, {"seen", seen},   {"notes", notes}};
   }
 
-  /// Where there are many ranks, "cuda:3" without its UUID, but for the origins'.
+  /// In a report of many ranks, "cuda:3" without the UUID, except for the origins' ranks.
   [[nodiscard]] std::string device_of(const PageRank& entry, const RankCoordinates& at) const {
     constexpr std::size_t kMostFullNames = 4'096;
     if (entry.state == RankState::born) return at.device;
@@ -232,7 +232,7 @@ class PageData {
         first.push_back(sighting.stats.first_bad);
         absmax.push_back(sighting.stats.has_finite() ? page_number(sighting.stats.absmax)
                                                      : ordered_json(-1));
-        // Relative to the rank: the same number on all ranks of a stage.
+        // Relative to the rank, so that all ranks of a stage have the same number.
         const bool has_peer = sighting.crossing && sighting.crossing->peer;
         peer.push_back(has_peer ? ordered_json(std::int64_t{*sighting.crossing->peer} - rank.rank)
                                 : ordered_json(0));
@@ -251,7 +251,7 @@ class PageData {
     }
     for (const TimelineRow& row : picture.rows) {
       ordered_json marks = ordered_json::array(), covered = marks;
-      for (const TimelineMark& mark : row.marks) {  // four numbers each
+      for (const TimelineMark& mark : row.marks) {  // four numbers per mark
         marks.push_back(mark.column);
         marks.push_back(mark.clock);
         marks.push_back(static_cast<int>(mark.kind));
@@ -270,7 +270,7 @@ class PageData {
     return {{"columns", columns}, {"rows", rows}, {"arrows", arrows}, {"further", further}};
   }
 
-  /// Bad ones and their neighbours in backward order before the others.
+  /// Chooses bad parameters and their neighbours in backward order before the others.
   [[nodiscard]] std::vector<bool> chosen_parameters() const {
     const auto& all = pictures_.parameters.parameters;
     std::vector<bool> is_chosen(all.size(), false);
@@ -282,7 +282,8 @@ class PageData {
     };
     for (std::size_t i = 0; i < all.size(); ++i) {
       if (!all[i].is_bad()) continue;
-      for (const std::size_t near : {i - 1, i, i + 1}) choose(near);  // i - 1 may wrap: no index
+      for (const std::size_t near : {i - 1, i, i + 1})
+        choose(near);  // i - 1 may wrap to an invalid index
     }
     for (std::size_t i = 0; i < all.size(); ++i) choose(i);
     return is_chosen;
@@ -321,7 +322,7 @@ class PageData {
             {"phases", phases},    {"is_order_observed", pictures_.parameters.is_order_observed}};
   }
 
-  /// Origins' ranks first, each rank's in execution order.
+  /// All ranks, the origins' first.
   [[nodiscard]] std::vector<const PageRank*> origins_first() const {
     std::vector<const PageRank*> ranks;
     for (const PageRank& rank : pictures_.ranks.ranks) ranks.push_back(&rank);
@@ -373,7 +374,7 @@ class PageData {
     return {{"count", count}, {"shown", all}};
   }
 
-  /// What the origins' ranks drew from their data.
+  /// The data that the origins' ranks drew.
   ordered_json microbatches() {
     ordered_json all = ordered_json::array();
     for (const PageRank* rank : origins_first()) {
@@ -394,7 +395,7 @@ class PageData {
     const History* history = nullptr;
     const ParameterHistory* parameter = nullptr;
     bool is_origin = false;
-    double growth = 0;  // of absmax: the last finite one over the median
+    double growth = 0;  // of absmax: the last finite value over the median
   };
 
   static double growth_of(const ParameterHistory& parameter) {
@@ -418,7 +419,8 @@ class PageData {
     });
   }
 
-  /// The origins' parameters, then those that grew most; of each name the rank where it grew most.
+  /// The origins' parameters, then those that grew most; for each name, the rank where it grew
+  /// most.
   [[nodiscard]] std::vector<Curve> chosen_curves() const {
     std::vector<Curve> curves;
     for (const History& history : report_.histories) {

@@ -7,7 +7,8 @@
 namespace nanlocator::inline report_room {
 
 std::string page_text(std::string_view raw, std::size_t most_bytes) {
-  // Escapes make a byte at most six; what lies beyond would be cut anyway.
+  // Escapes only lengthen the text, by at most six bytes for one; bytes beyond these would be cut
+  // anyway.
   std::string text = printable(raw.substr(0, std::min(raw.size(), most_bytes + 4)));
   if (raw.size() <= most_bytes && text.size() <= most_bytes) return text;
   std::size_t end = std::min(text.size(), most_bytes - 3);

@@ -1,4 +1,4 @@
-// Text from other programs made safe for the page: in HTML and in its JSON element.
+// Makes text from other programs safe for the page's HTML and for its JSON element.
 #pragma once
 
 #include <cstddef>
@@ -11,11 +11,11 @@ namespace nanlocator::inline report_room {
 /// Printable (printable.hpp) and at most `most_bytes`, cut between characters and ending in "...".
 [[nodiscard]] std::string page_text(std::string_view raw, std::size_t most_bytes = 600);
 
-/// `text` as the content of an element or of a quoted attribute.
+/// `text` escaped for the content of an element or for a quoted attribute.
 [[nodiscard]] std::string html_escaped(std::string_view text);
 
-/// JSON for a script element: without '<', '>', '&' and the line separators of JavaScript, so that
-/// no text in it can end the element.
+/// JSON for a script element: '<', '>', '&' and JavaScript's line separators are escaped, so that
+/// no text can end the element.
 [[nodiscard]] std::string script_json(const nlohmann::ordered_json& json);
 
 }  // namespace nanlocator::inline report_room

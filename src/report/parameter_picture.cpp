@@ -10,8 +10,8 @@
 namespace nanlocator::inline report_room {
 namespace {
 
-/// Ranks of one stage tell the same order, but for experts: each has others. A name that is new is
-/// put behind the one that came before it on its rank.
+/// Merges the ranks' backward orders. Ranks of one stage have the same order except for experts,
+/// which differ by rank. A new name is inserted after its predecessor on its rank.
 class Merge {
  public:
   using Entries = std::list<PageParameter>;
@@ -19,7 +19,8 @@ class Merge {
   /// The entries of this rank's parameters, in its order.
   std::vector<PageParameter*> take(const Ledger& ledger) {
     std::vector<PageParameter*> entries;
-    // Backward visits (chunk, stage) in descending order; within one of them a rank's order counts.
+    // Backward visits (chunk, stage) in descending order; within one of them the rank's order
+    // counts.
     std::map<int, Entries::iterator> next;  // by chunk
     for (const ParameterRecord& parameter : ledger.backward_order) {
       const std::pair place(-parameter.chunk, -ledger.coordinates.pp.rank);
@@ -56,7 +57,7 @@ class Merge {
     Entries::iterator entry;
   };
   std::map<Place, Entries> places_;
-  std::unordered_map<std::string_view, Position> by_name_;  // views into the entries
+  std::unordered_map<std::string_view, Position> by_name_;  // keys are views into the entries
 };
 
 std::size_t index_of(Phase phase) {
@@ -84,7 +85,7 @@ void count(const Ledger& ledger, const std::vector<PageParameter*>& entries) {
     if (const auto entry = by_id.find(*sighting.parameter_id); entry != by_id.end())
       bad.emplace_back(phase, entry->second);
   }
-  std::ranges::sort(bad);  // a parameter that was seen twice in a phase counts once
+  std::ranges::sort(bad);  // a parameter seen twice in a phase counts once
   const auto repeats = std::ranges::unique(bad);
   bad.erase(repeats.begin(), repeats.end());
   for (const auto& [phase, entry] : bad) ++entry->bad[phase];

@@ -1,4 +1,4 @@
-// The model's parameters in backward order with what each phase says of them: the list of the page.
+// The model's parameters in backward order with their state in each phase: the page's list.
 #pragma once
 
 #include <array>
@@ -20,9 +20,10 @@ struct PageParameter {
   std::string name;
   int stage = 0;  // pipeline rank
   int chunk = 0;
-  std::vector<std::int64_t> shape;                     // on the lowest rank that has it
-  std::array<int, kParameterPhases.size()> bad{};      // on so many ranks
-  std::array<int, kParameterPhases.size()> covered{};  // scanned on so many ranks; bad ones too
+  std::vector<std::int64_t> shape;                 // on the lowest rank that has it
+  std::array<int, kParameterPhases.size()> bad{};  // number of ranks
+  std::array<int, kParameterPhases.size()>
+      covered{};  // number of ranks that scanned it, bad ones included
   [[nodiscard]] bool is_bad() const {
     for (const int ranks : bad) {
       if (ranks > 0) return true;

@@ -24,7 +24,7 @@ class Picture {
 
  private:
   void take_ledgers() {
-    // Sorted by content where a rank has two, so that their order does not matter.
+    // Sorted by content if a rank has two, so that their order does not matter.
     std::vector<const Ledger*> ledgers;
     for (const Ledger& ledger : report_.ledgers) ledgers.push_back(&ledger);
     std::ranges::stable_sort(ledgers, [](const Ledger* a, const Ledger* b) {

@@ -1,4 +1,4 @@
-// Every rank of the run with its place and what the verdict says of it: the grid of the page.
+// Every rank of the run with its place and its state in the verdict: the page's grid.
 #pragma once
 
 #include <array>
@@ -12,14 +12,15 @@
 
 namespace nanlocator::inline report_room {
 
-/// What a rank is to this step, the most telling first.
+/// A rank's state in this step, the most telling first.
 enum class RankState : std::uint8_t {
   born,       // an origin's only rank
-  candidate,  // one of several that the evidence cannot separate
+  candidate,  // one of several ranks that the evidence cannot separate
   silent,     // no ledger arrived
-  received,   // saw something bad, and is no origin
-  reduced,    // the same, but not before gradients were reduced: all of a data-parallel group do
-  unknown,    // nothing bad told, and its ledger is cut off or scanned nothing
+  received,   // saw something bad and is not an origin
+  reduced,  // the same, but only after the reduction of gradients, as all of a data-parallel group
+            // do
+  unknown,  // reported nothing bad, but its ledger is cut off or scanned nothing
   clean,
 };
 inline constexpr std::array<std::string_view, 7> kRankStateNames = {
@@ -28,20 +29,20 @@ inline constexpr std::array<std::string_view, 7> kRankStateNames = {
 struct PageRank {
   int rank = 0;
   RankState state = RankState::clean;
-  bool is_silent = false;  // also of a candidate
-  /// Of a silent rank: where it follows from the others' places; then without host and device.
+  bool is_silent = false;  // may be set for a candidate, too
+  /// For a silent rank: inferred from the other ranks' places if possible, without host and device.
   std::optional<RankCoordinates> coordinates;
   const Ledger* ledger = nullptr;  // null: not in this folder
 };
 
 /// Points into the report.
 struct RankPicture {
-  RankCoordinates layout;       // the sizes of the axes; of the lowest rank that is known
+  RankCoordinates layout;       // sizes of the axes, from the lowest known rank
   std::vector<PageRank> ranks;  // ascending
   std::vector<std::string> notes;
 };
 
-/// More ranks than this are not drawn: only those are listed that something is known of.
+/// Above this number only ranks with data are listed.
 inline constexpr int kMostRanksDrawn = 32'768;
 
 [[nodiscard]] RankPicture picture_ranks(const RunReport& report);

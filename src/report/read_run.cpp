@@ -30,10 +30,10 @@ constexpr const char* kVerdictFile = "verdict.json";
 constexpr const char* kVerdictsFolder = "verdicts";
 constexpr int kRunVersion = 1;
 
-/// JSON of a run or a verdict; a verdict on 16,384 ranks takes some 2 MB.
+/// JSON of a run or a verdict; a verdict on 16,384 ranks takes about 2 MB.
 constexpr std::uint64_t kLargestJsonFile = std::uint64_t{256} << 20;
 
-/// What a page can show, and a person look at.
+/// Limits for a readable page.
 constexpr std::size_t kMostOriginsWithWindows = 16;
 constexpr std::size_t kMostNotes = 64;
 
@@ -59,7 +59,7 @@ std::optional<std::int64_t> number_in(std::string_view name, std::string_view pr
   return number;
 }
 
-/// Entries of a folder that are named prefix, number, suffix; by number.
+/// The entries of a folder that are named prefix, number, suffix; by number.
 std::map<std::int64_t, fs::path> numbered_entries(const fs::path& folder, std::string_view prefix,
                                                   std::string_view suffix) {
   std::map<std::int64_t, fs::path> entries;
@@ -95,14 +95,15 @@ bool is_run(const fs::path& folder) {
   for (fs::directory_iterator entry(folder, error), end; !error && entry != end;
        entry.increment(error)) {
     const std::string name = entry->path().filename().string();
-    if (name.starts_with("param_")) return true;  // a rank's map: an install that found nothing
+    if (name.starts_with("param_"))
+      return true;  // a rank's parameter map: installed, without findings
   }
   return false;
 }
 
 // ---- tensors around the first bad element ----
 
-/// A ledger may come from anywhere: its bundles lie below the run's folder or are not opened.
+/// A ledger is untrusted: its bundles must lie below the run's folder, or they are not opened.
 fs::path bundle_folder(const fs::path& attempt, const fs::path& named) {
   const bool leads_outside =
       named.is_absolute() || std::ranges::find(named, fs::path("..")) != named.end();
@@ -169,8 +170,8 @@ std::optional<RunDescription> read_description(const fs::path& folder,
 
 // ---- recorded verdicts ----
 
-/// Files with the verdicts that the run recorded, by step; verdict.json's counts where it is of
-/// the same step as one in verdicts/.
+/// The verdict files that the run recorded, by step. verdict.json takes precedence over the file of
+/// the same step in verdicts/.
 class RecordedVerdicts {
  public:
   RecordedVerdicts(const fs::path& folder, std::vector<std::string>& notes) : notes_(notes) {
@@ -187,7 +188,7 @@ class RecordedVerdicts {
     return steps;
   }
 
-  /// Empty where there is none that can be read.
+  /// Empty if there is no readable one.
   [[nodiscard]] std::optional<Verdict> of_step(std::int64_t step) const {
     if (latest_ && latest_->iteration == step) return latest_;
     const auto found = files_.find(step);
@@ -235,8 +236,8 @@ std::string describe(const std::set<int>& ranks) {
   return ranks_text({ranks.begin(), ranks.end()});
 }
 
-/// The run that is reported: run.json's, else that of most ranks, the later of two by its name (an
-/// id begins with the time).
+/// The run to report: run.json's, else the one with most ranks, of two the later by name (an id
+/// begins with the time).
 std::string choose_run(const std::map<std::string, RunSteps>& runs, const std::string& described) {
   if (runs.empty() || runs.contains(described)) return described;
   return std::ranges::max_element(
@@ -253,7 +254,7 @@ std::string list_of(const std::set<std::int64_t>& steps) {
   return text;
 }
 
-// ---- what two verdicts on one step have in common ----
+// ---- comparison of two verdicts on one step ----
 
 auto place_of(const Origin& origin) {
   return std::tie(origin.phase, origin.candidates, origin.module, origin.op, origin.parameter,
@@ -266,7 +267,7 @@ bool names_the_same_origins(const Verdict& a, const Verdict& b) {
   });
 }
 
-/// Each note once, as a file may have been looked at twice, and not too many.
+/// Keeps each note once, because a file may have been read twice, and limits their number.
 void tidy(std::vector<std::string>& notes) {
   std::set<std::string> seen;
   std::erase_if(notes, [&](const std::string& note) { return !seen.insert(note).second; });
@@ -294,7 +295,7 @@ class RunReader {
                               " are skipped; reporting run " + run_id_);
     }
   }
-  RunReader(const RunReader&) = delete;  // recorded_ writes into the notes of report_
+  RunReader(const RunReader&) = delete;  // recorded_ refers to the notes of report_
   RunReader& operator=(const RunReader&) = delete;
 
   [[nodiscard]] std::set<std::int64_t> steps() const {
@@ -305,7 +306,7 @@ class RunReader {
 
   [[nodiscard]] std::vector<std::string> notes() && { return std::move(report_.notes); }
 
-  /// The run's own, else the ledgers'.
+  /// The recorded verdict, else one located from the ledgers.
   Verdict verdict_of(std::int64_t step) {
     if (auto verdict = recorded_->of_step(step)) return *std::move(verdict);
     return merge(step).second;
@@ -373,7 +374,8 @@ class RunReader {
     compare_with(*std::move(recorded), merged.world_size);
   }
 
-  /// The verdict that rests on more, with the other's notes where both say the same.
+  /// Keeps the verdict that rests on more ledgers, with the other's notes if both name the same
+  /// origins.
   void compare_with(Verdict recorded, int world_size) {
     const auto whole = std::ranges::count_if(report_.ledgers, &Ledger::is_complete);
     const std::size_t missing_here =
@@ -395,14 +397,15 @@ class RunReader {
           " ranks, this one on those of " + std::to_string(report_.ledgers.size()));
       return;
     }
-    // What only the live run knew: ranks that no longer answered, files that could not be written.
+    // Only the live run knew about ranks that stopped answering and files that could not be
+    // written.
     for (auto& note : recorded.notes) {
       auto& notes = report_.verdict.notes;
       if (std::ranges::find(notes, note) == notes.end()) notes.push_back(std::move(note));
     }
   }
 
-  /// The latest step may be that of a rank that went on alone.
+  /// The latest step may come from a rank that continued alone.
   void note_a_fuller_step(std::int64_t step) {
     const auto reported = steps_.find(step);
     if (reported == steps_.end()) return;
@@ -421,7 +424,7 @@ class RunReader {
   std::optional<RecordedVerdicts> recorded_;
   LedgerFiles files_;
   std::string run_id_;
-  RunSteps steps_;  // of that run
+  RunSteps steps_;  // of run_id_
 };
 
 }  // namespace

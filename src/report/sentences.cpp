@@ -15,10 +15,10 @@
 namespace nanlocator::inline report_room {
 namespace {
 
-constexpr const char* kPort = "29400";  // torchrun's own choice
+constexpr const char* kPort = "29400";  // torchrun's default
 constexpr std::size_t kMostCleanNames = 4;
 
-/// "NaN", "Inf", "-Inf", or "NaN and Inf": what the tensor held.
+/// The tensor's bad values: "NaN", "Inf", "-Inf", or "NaN and Inf".
 std::string what_of(const Origin& origin) {
   if (!origin.tensor)
     return origin.phase == Phase::grad_norm ? "a bad gradient norm" : "NaN or Inf";
@@ -31,7 +31,7 @@ std::string what_of(const Origin& origin) {
   return has_inf ? inf : "NaN or Inf";
 }
 
-/// Bad before any code of the step ran: what the step does with it is no cause.
+/// Bad before any code of the step ran, so that the step's operations are not the cause.
 bool was_there_before(const Origin& origin) {
   return origin.cause == Cause::bad_weight || origin.cause == Cause::bad_buffer ||
          origin.cause == Cause::bad_input;
@@ -55,7 +55,7 @@ std::string who_of(const Origin& origin) {
 
 namespace {
 
-/// In backward the forward operator is what the reader knows.
+/// In backward, readers know the forward operator.
 std::string born_in_backward(const Origin& origin) {
   const std::string& of =
       origin.custom_function.empty() ? origin.forward_op : origin.custom_function;
@@ -67,7 +67,7 @@ std::string born_in_backward(const Origin& origin) {
 std::string headline_of(const Verdict&, const Origin& origin) {
   const std::string what = what_of(origin);
   const std::string who = who_of(origin);
-  switch (origin.cause) {  // what was there before the step was not born in the phase that met it
+  switch (origin.cause) {  // a value from before the step was not born in the phase that met it
     case Cause::bad_weight:
       return what + " in the parameters of " + who + " before forward";
     case Cause::bad_buffer:
@@ -144,7 +144,7 @@ std::string headline_of(const Verdict& verdict) {
 }
 
 std::string code_of(const Origin& origin) {
-  // Of what no operator of the program computed there is no line.
+  // A value that no operator of the program computed has no code line.
   const bool is_computed = !origin.op.empty() && origin.tensor &&
                            origin.tensor->role.kind() != RoleKind::sent &&
                            origin.tensor->role.kind() != RoleKind::received;
@@ -257,8 +257,8 @@ std::string checkpoint_before(std::int64_t step) {
                   : "the weights before the first step";
 }
 
-/// "layers.3.weight": what a checkpoint has to be asked for. Of other causes it is not the
-/// parameter that is bad.
+/// "layers.3.weight": the weight to look for in a checkpoint. With other causes the parameter
+/// itself is not bad.
 std::string bad_weights_of(const Verdict& verdict) {
   for (const Origin& origin : verdict.origins) {
     if (origin.cause == Cause::bad_weight && !origin.parameter.empty()) return origin.parameter;
@@ -270,7 +270,7 @@ bool has_bad_gradients(const Verdict& verdict) {
   return !verdict.spread.parameters.empty();
 }
 
-/// What the policy makes of the finding.
+/// How the policy continues the job after the finding.
 Course course_of(const Verdict& verdict) {
   const std::string& on_bad = verdict.job.on_bad;
   if (on_bad.empty() || verdict.status == VerdictStatus::clean) return Course::unknown;
@@ -321,7 +321,7 @@ std::string action_of(const Verdict& verdict, const Origin& origin) {
 
 namespace {
 
-/// Host and device of each, where they are known.
+/// The known hosts and devices of `ranks`.
 std::string places_text(const Verdict& verdict, const std::vector<int>& ranks) {
   constexpr std::size_t kMost = 4;
   std::vector<std::string> places;
@@ -348,7 +348,7 @@ std::string link_of(const Verdict& verdict, const Origin& origin) {
     std::vector<int> others;
     std::ranges::set_difference(fact->peers, fact->ranks, std::back_inserter(others));
     if (others.empty()) return "between " + places_text(verdict, fact->ranks);
-    if (kind != FactKind::message_changed) {  // no sender is known
+    if (kind != FactKind::message_changed) {  // the sender is unknown
       return "between " + places_text(verdict, fact->ranks) + " and " +
              places_text(verdict, others);
     }
@@ -359,7 +359,7 @@ std::string link_of(const Verdict& verdict, const Origin& origin) {
 
 namespace {
 
-/// What was scanned in a phase.
+/// The tensors that are scanned in a phase.
 std::string scan_of(Phase phase) {
   switch (phase) {
     case Phase::params_before:
@@ -379,7 +379,7 @@ std::string scan_of(Phase phase) {
   }
 }
 
-/// Of the parameters that something bad has reached.
+/// True if only the gradients of the affected parameters are bad.
 bool are_only_gradients(const Verdict& verdict) {
   return verdict.job.are_weights_finite == true && verdict.job.are_weights_updated != true;
 }

@@ -22,7 +22,7 @@ constexpr std::int64_t kMostColumns = 48;
 constexpr std::size_t kMostOutputs = 2;
 constexpr std::size_t kMostInputs = 4;
 
-/// A view of a few bytes may claim 2^62 elements; such an expanded one is scanned no further.
+/// A view of a few bytes may claim 2^62 elements; larger expanded views are not scanned.
 constexpr std::int64_t kMostElements = std::int64_t{1} << 32;
 
 using Index = std::vector<std::int64_t>;
@@ -92,7 +92,7 @@ std::optional<DType> scanned_dtype(std::string_view dtype) {
   return std::nullopt;
 }
 
-/// A tensor of an opened bundle, whose views were checked against their storage.
+/// A tensor of an opened bundle, whose views have been checked against their storage.
 class StoredTensor {
  public:
   StoredTensor(const OpenBundle& bundle, const BundleTensor& tensor)
@@ -127,12 +127,12 @@ class StoredTensor {
     return tensor_.is_negative ? -value : value;
   }
 
-  /// Empty: every element is finite.
+  /// Empty if every element is finite.
   [[nodiscard]] std::optional<Index> first_bad() const {
     const auto dtype = scanned_dtype(tensor_.dtype);
     if (!dtype || !can_be_shown()) return std::nullopt;
     std::span<const std::byte> bytes = bytes_;
-    std::vector<std::byte> aligned;  // a range of mixed types may begin anywhere in the file
+    std::vector<std::byte> aligned;  // a range of mixed types may begin at any byte of the file
     if (reinterpret_cast<std::uintptr_t>(bytes.data()) % size_of(*dtype) != 0) {
       aligned.assign(bytes.begin(), bytes.end());
       bytes = aligned;
@@ -151,7 +151,7 @@ class StoredTensor {
   ReadElement read_;
   std::size_t element_size_;
   std::int64_t numel_ = 1;
-  std::span<const std::byte> bytes_;  // from the first element on
+  std::span<const std::byte> bytes_;  // beginning at the first element
 };
 
 struct Cut {
@@ -159,7 +159,7 @@ struct Cut {
   std::int64_t length = 1;
 };
 
-/// At most `most` of `size` elements, with `centre` in the middle where the edges allow it.
+/// At most `most` of `size` elements, centred on `centre` where the edges allow it.
 Cut cut_around(std::int64_t centre, std::int64_t size, std::int64_t most) {
   const std::int64_t length = std::min(size, most);
   return {std::clamp<std::int64_t>(centre - length / 2, 0, size - length), length};

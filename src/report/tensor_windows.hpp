@@ -1,4 +1,4 @@
-// The tensors of an origin around its first bad element, out of its bundle.
+// The tensors of an origin around its first bad element, read from its bundle.
 #pragma once
 
 #include <vector>
@@ -8,11 +8,11 @@
 
 namespace nanlocator::inline report_room {
 
-/// Of the operator call (where none was kept, of the module call): its first outputs with a bad
-/// element, and the inputs it may come from, each a cut of at most 32 x 48 around that element. An
-/// input that is finite, of the output's shape, is cut at the output's element: it is what that
-/// was made of. Tensors of integers are not outputs that can be bad, but inputs. Left out are
-/// tensors without elements and types whose values are not known here.
+/// Cuts of at most 32 x 48 around the first bad element, from the operator call, or from the module
+/// call if no operator call was kept: the first outputs with a bad element, and the inputs that it
+/// may come from. A finite input of the output's shape is cut at the output's bad element, because
+/// that was computed from it. Integer tensors count as inputs, never as bad outputs. Tensors
+/// without elements and of types whose values cannot be read here are left out.
 [[nodiscard]] std::vector<TensorWindow> windows_of(const OpenBundle& bundle);
 
 }  // namespace nanlocator::inline report_room

@@ -15,7 +15,7 @@
 namespace nanlocator::inline report_room {
 namespace {
 
-// What does not fit is in verdict.json.
+// verdict.json has what does not fit.
 constexpr std::ptrdiff_t kMostLines = 25;
 constexpr int kLabelColumns = 11;
 constexpr int kNarrowest = 40;
@@ -26,7 +26,7 @@ constexpr std::string_view kYellow = "\033[1;33m";
 constexpr std::string_view kGreen = "\033[1;32m";
 constexpr std::string_view kCyan = "\033[36m";
 
-/// Lines of words. Everything that is passed in is made printable here, so nothing gets past it.
+/// Lines of words. All text is made printable here.
 class Page {
  public:
   explicit Page(const TerminalStyle& style)
@@ -36,7 +36,7 @@ class Page {
   void row(std::string_view label, std::string_view text, int indent) {
     add(label, text, indent, indent + kLabelColumns, kCyan);
   }
-  /// To be copied and pasted: on one line, however long.
+  /// A line for copying: not wrapped, whatever its length.
   void line(std::string_view label, std::string_view text, int indent) {
     const int width = std::exchange(width_, std::numeric_limits<int>::max() / 2);
     row(label, text, indent);
@@ -45,8 +45,9 @@ class Page {
   [[nodiscard]] std::string text() && { return std::move(text_); }
 
  private:
-  /// `label` is padded to its column; further lines begin at column `hanging`. `colour` is the
-  /// label's, or where there is none the text's. Words are never cut: names are there to be copied.
+  /// `label` is padded to its column; further lines begin at column `hanging`. `colour` applies to
+  /// the label, or to the text if there is no label. Words are never cut, so that names can be
+  /// copied.
   void add(std::string_view label, std::string_view raw, int indent, int hanging,
            std::string_view colour) {
     std::string line(static_cast<std::size_t>(indent), ' ');
@@ -104,20 +105,20 @@ std::string tensor_text(const OriginTensor& tensor) {
   return extent.empty() ? text : text + ": " + extent;
 }
 
-/// The name in verdict.json beside the plain title, where it says something else.
+/// The plain title, with the name in verdict.json if that says something else.
 std::string cause_text(const Origin& origin) {
   std::string text = title_of(origin);
   if (origin.cause != Cause::unknown) text += " (" + std::string(name_of(origin.cause)) + ")";
   return text;
 }
 
-/// How much of a verdict is shown; where the lines do not suffice, less.
+/// How much of a verdict is shown; reduced until it fits the lines.
 struct Amounts {
   std::size_t origins;
-  std::size_t evidence;  // of each origin
+  std::size_t evidence;  // per origin
   std::size_t notes;
-  std::size_t steps;      // of each origin
-  std::size_t named = 0;  // further origins, of which only headline and cause are shown
+  std::size_t steps;      // per origin
+  std::size_t named = 0;  // further origins, shown with headline and cause only
 };
 
 void add_steps(Page& page, const std::vector<Step>& steps, std::size_t most, int indent) {
@@ -147,7 +148,7 @@ void add_origin(Page& page, const Verdict& verdict, const Origin& origin, const 
         (operation.empty() ? "" : "   ") + ("microbatch " + std::to_string(*origin.microbatch));
   }
   if (!operation.empty()) page.row(origin.op.empty() ? "place" : "operator", operation, indent);
-  // A gradient is listed with its parameter; what an operator made is a tensor of its own.
+  // A gradient is listed with its parameter; an operator's output is a separate tensor.
   const bool is_computed = !operation.empty() && origin.tensor;
   if (is_computed)
     page.row("tensor", origin.tensor->role.text() + "   " + tensor_text(*origin.tensor), indent);
@@ -155,7 +156,7 @@ void add_origin(Page& page, const Verdict& verdict, const Origin& origin, const 
   if (origin.tensor && !is_computed) {
     parameter += (parameter.empty() ? "" : "   ") + tensor_text(*origin.tensor);
   }
-  // What an operator made is no fault of the parameter whose gradient it reached first.
+  // An operator's bad output is not a fault of the parameter whose gradient it reached first.
   const bool is_consequence =
       is_computed && !parameter.empty() && origin.direction == Direction::backward;
   if (is_consequence) parameter += " (the first gradient that it reached)";

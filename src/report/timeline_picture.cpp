@@ -13,15 +13,15 @@ namespace {
 
 constexpr std::size_t kNone = std::numeric_limits<std::size_t>::max();
 
-/// One collective, or one message. Groups are told by a hash of name and members: two that collide
-/// cost an arrow in a picture.
+/// One collective or one message. Groups are compared by a hash of name and members; a collision
+/// costs only an arrow in the picture.
 struct Meeting {
   std::uint64_t group = 0;
   int sender = -1;  // -1: a collective
   int receiver = -1;
   std::int64_t sequence = 0;
-  Phase phase = Phase::forward;  // sequences count over forward and backward, but another pass may
-                                 // count again
+  /// One sequence covers forward and backward, but another pass may count again.
+  Phase phase = Phase::forward;
   friend auto operator<=>(const Meeting&, const Meeting&) = default;
 };
 
@@ -65,15 +65,15 @@ struct Event {
   int clock = 0;
 };
 
-struct Train {  // of one rank, in execution order
+struct Train {  // one rank's events in execution order
   std::vector<Event> events;
   std::size_t done = 0;
 };
 
 struct Gathering {
   std::vector<std::pair<std::size_t, std::size_t>> sent;  // (train, event)
-  std::size_t awaited = 0;                                // of these without a clock
-  int clock = 0;                                          // the latest of them
+  std::size_t awaited = 0;                                // sends that have no clock yet
+  int clock = 0;                                          // the latest clock of the sends
 };
 
 class Timeline {
@@ -115,10 +115,10 @@ class Timeline {
     }
   }
 
-  /// Each rank goes on until it receives what has not been sent yet. Ledgers of real steps never
-  /// wait for each other in a circle; where broken ones do, a rank goes on without.
+  /// Advances each rank until it receives something that has not been sent yet. Ledgers of real
+  /// steps have no cyclic waits; if damaged ones do, a rank advances without waiting.
   void set_clocks() {
-    constexpr int kMostPasses = 2'000;  // then nobody waits any more: such ledgers are made up
+    constexpr int kMostPasses = 2'000;  // then no rank waits: only forged ledgers need more
     bool is_forced = false;
     bool is_left = true;
     for (int pass = 0; is_left; ++pass) {
@@ -160,7 +160,7 @@ class Timeline {
     for (const Origin& origin : report_.verdict.origins) {
       used.insert({origin.phase, std::max(-1, origin.microbatch.value_or(-1))});
     }
-    int microbatches = 0;  // that some rank drew: the step's frame, also where all was clean
+    int microbatches = 0;  // drawn by any rank: the step's extent, even if all were clean
     for (const PageRank& rank : ranks_.ranks) {
       if (!rank.ledger) continue;
       for (const Microbatch& microbatch : rank.ledger->microbatches) {
@@ -190,7 +190,7 @@ class Timeline {
   }
 
   void choose_rows() {
-    // (class, first column, clock, rank): class 0 origins, 1 ranks that met it, 2 the others
+    // (class, first column, clock, rank): class 0 origins, 1 ranks that met the fault, 2 the others
     std::vector<std::tuple<int, std::size_t, int, std::size_t>> order;
     for (std::size_t rank = 0; rank < trains_.size(); ++rank) {
       const PageRank& entry = ranks_.ranks[rank];
@@ -236,8 +236,8 @@ class Timeline {
     picture_.rows.push_back(std::move(row));
   }
 
-  /// Between rows that are shown. The first bad value that a rank met says how the fault came to
-  /// it, so those come first.
+  /// Adds arrows between shown rows. The first bad value that a rank received shows how the fault
+  /// reached it, so those arrows come first.
   void add_arrows() {
     struct Way {
       bool is_later = false;
@@ -265,7 +265,7 @@ class Timeline {
     for (const Way& way : ways) picture_.arrows.push_back(way.arrow);
   }
 
-  /// Row and mark of the earliest that another rank put in.
+  /// Row and mark of the earliest send by another rank.
   [[nodiscard]] std::optional<std::pair<std::size_t, std::size_t>> first_to_send(
       const Event& received, std::size_t to_row) const {
     std::optional<std::pair<std::size_t, std::size_t>> first;
@@ -288,7 +288,7 @@ class Timeline {
   std::vector<Train> trains_;  // by index of RankPicture::ranks
   std::vector<Gathering> gatherings_;
   std::unordered_map<std::size_t, std::size_t> row_of_;    // by index of RankPicture::ranks
-  std::unordered_map<const Event*, std::size_t> mark_of_;  // of the events that are shown
+  std::unordered_map<const Event*, std::size_t> mark_of_;  // of the shown events
   TimelinePicture picture_;
 };
 

@@ -95,13 +95,13 @@ namespace {
 
 constexpr int kVersion = 2;
 
-/// Makes version 1 version 2: what it did not have is empty, and its confidence was in the place.
+/// Upgrades version 1 to version 2: new fields are empty, and its confidence was about the place.
 void upgrade(nlohmann::json& verdict) {
   const nlohmann::json empty = fields_to_json(Verdict());
   for (const char* key : {"job", "layout", "facts"}) verdict[key] = empty[key];
   const nlohmann::json empty_origin = fields_to_json(Origin());
   const auto origins = verdict.find("origins");
-  if (origins == verdict.end() || !origins->is_array()) return;  // its reader says so
+  if (origins == verdict.end() || !origins->is_array()) return;  // the reader reports it
   for (auto& origin : *origins) {
     if (!origin.is_object()) continue;
     for (const char* key :
@@ -113,7 +113,7 @@ void upgrade(nlohmann::json& verdict) {
   }
 }
 
-/// Version 1 has sentences where version 2 has facts.
+/// Version 1 has sentences instead of facts.
 void read_sentences(const JsonObject& object, Origin& origin) {
   for (auto& sentence : member_from_json<std::vector<std::string>>(object, "evidence")) {
     origin.facts.push_back({.kind = FactKind::stated, .text = std::move(sentence)});
@@ -135,7 +135,7 @@ std::string to_json(const Verdict& verdict) {
     const Origin& origin = verdict.origins[i];
     auto& written = json["origins"][i];
     written["title"] = title_of(origin);
-    written["confidence"] = name_of(origin.place_confidence);  // its only one in version 1
+    written["confidence"] = name_of(origin.place_confidence);  // version 1's only confidence
     written["evidence"] = evidence_of(verdict, origin);
     written["refuted_by"] = refutation_of(origin);
     written["action"] = action_of(verdict, origin);
@@ -159,7 +159,7 @@ Verdict verdict_from_json(std::string_view text, const std::string& source) {
       read_sentences(origins.element(i).object(), verdict.origins[i]);
     }
   }
-  // The sentences of its facts are the last notes.
+  // The last notes are the sentences of the verdict's facts.
   verdict.notes.resize(verdict.notes.size() - std::min(verdict.notes.size(), verdict.facts.size()));
   return verdict;
 }

@@ -121,7 +121,7 @@ std::string extent_text(const std::vector<std::int64_t>& shape, std::int64_t bad
     parts.push_back(which + " of dimension " + std::to_string(i));
   }
   if (parts.empty()) return extent->is_block ? "every element" : "scattered over the whole tensor";
-  if (bad == 1) return "";  // the first bad element says it
+  if (bad == 1) return "";  // the first bad element already gives it
   return (extent->is_block ? "everything at " : "scattered over ") + joined(parts, ", ");
 }
 

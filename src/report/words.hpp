@@ -1,4 +1,4 @@
-// Small words that every sentence needs: ranks, numbers, counts of bad elements.
+// Words and phrases for sentences: ranks, numbers, counts of bad elements.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace nanlocator::inline report_room {
 
-/// "0-3, 9", cut where it is long.
+/// "0-3, 9", cut if long.
 [[nodiscard]] std::string short_list(const std::vector<int>& ranks);
 /// "8,192".
 [[nodiscard]] std::string counted(std::int64_t number);
@@ -30,17 +30,17 @@ namespace nanlocator::inline report_room {
 [[nodiscard]] std::string operand_text(const Operand& operand);
 /// "loss", "other ranks", "module a.b", a parameter's name.
 [[nodiscard]] std::string reached_text(const Reached& reached);
-/// "all of it", "index 1 of dimension 0"; "" where nothing is known or nothing tells.
+/// "all of it", "index 1 of dimension 0"; "" if nothing informative is known.
 [[nodiscard]] std::string extent_text(const OriginTensor& tensor);
-/// Of `bad` elements of a tensor; "" where it is not known, or one element.
+/// For `bad` elements of a tensor; "" if the extent is unknown or one element.
 [[nodiscard]] std::string extent_text(const std::vector<std::int64_t>& shape, std::int64_t bad,
                                       const std::optional<BadExtent>& extent);
 /// "model.py:412".
 [[nodiscard]] std::string code_place(const CodeLine& code);
 /// "model.py:412 in forward: torch.sqrt(var)".
 [[nodiscard]] std::string code_text(const CodeLine& code);
-/// "nanlocator replay /runs/a0/bundles/step12-forward-rank0-mlp": from any folder, where the run's
-/// is known.
+/// "nanlocator replay /runs/a0/bundles/step12-forward-rank0-mlp": works from any folder if the
+/// run's folder is known.
 [[nodiscard]] std::string replay_command(const std::filesystem::path& run_dir,
                                          const std::string& bundle);
 

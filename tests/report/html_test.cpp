@@ -80,7 +80,7 @@ TEST(FormatHtml, LetsNoNameIntoTheMarkup) {
   EXPECT_TRUE(is_utf8(page));
   EXPECT_THAT(page, Not(HasSubstr("\xe2\x80\xa8")));    // a line separator
   EXPECT_THAT(page, Not(HasSubstr("\xe2\x80\xae")));    // turns the reading direction
-  EXPECT_THAT(page, HasSubstr("{{data}} {{script}}"));  // a name, and not filled in
+  EXPECT_THAT(page, HasSubstr("{{data}} {{script}}"));  // a name, left unfilled
   const auto strings = data_of(page).at("strings").get<std::vector<std::string>>();
   EXPECT_THAT(strings, ::testing::Contains("</script><script>document.title='owned'</script>"));
 }
@@ -185,7 +185,7 @@ TEST(FormatHtml, PlotsWhatWasSeenAndLeavesGaps) {
   EXPECT_TRUE(curves[0].at("is_origin"));
   EXPECT_TRUE(curves[0].at("norm")[20].is_null());
   EXPECT_EQ(curves[0].at("bad").back(), 17);
-  // The one that climbs, by exp(0.25 * 23) against the median.
+  // The climbing one: exp(0.25 * 23) over the median.
   const auto strings = data_of(format_html(testing::located_report())).at("strings");
   EXPECT_EQ(strings[curves[1].at("parameter").get<std::size_t>()],
             "decoder.layers.3.pre_mlp_layernorm.weight");
@@ -215,7 +215,7 @@ TEST(FormatHtml, SurvivesNumbersThatNoRunHas) {
   ledger.sightings.front().microbatch = std::numeric_limits<int>::max();
   ledger.sightings.front().stats.absmax = std::numeric_limits<double>::infinity();
   report.verdict.silent_ranks = {-5, 3};
-  report.ledgers.push_back(report.ledgers[1]);  // two of one rank
+  report.ledgers.push_back(report.ledgers[1]);  // two ledgers of one rank
   const std::string page = format_html(report);
   EXPECT_LE(page.size(), kLargestPage);
   EXPECT_THAT(page, HasSubstr("rank 1 has two ledgers"));
@@ -233,7 +233,7 @@ TEST(RankPicture, TellsReceiversBeforeTheReductionFromThoseAfterIt) {
 
 TEST(RankPicture, TellsSilentCutOffAndCandidateRanks) {
   const auto states = states_of(testing::partial_report());
-  EXPECT_EQ(states.at(5), RankState::candidate);  // and silent
+  EXPECT_EQ(states.at(5), RankState::candidate);  // and it is silent
   EXPECT_EQ(states.at(4), RankState::candidate);
   EXPECT_EQ(states.at(7), RankState::silent);
   EXPECT_EQ(states.at(2), RankState::unknown);
@@ -249,14 +249,14 @@ TEST(RankPicture, PlacesSilentRanksWhereTheOthersLeaveNoDoubt) {
 
 TEST(RankPicture, LeavesSilentRanksUnplacedWhereTwoNumberingsFit) {
   RunReport report = testing::partial_report();
-  // Ranks 2 to 5 are those that tell dp before pp from pp before dp.
+  // Without ranks 2 to 5, dp before pp cannot be told from pp before dp.
   std::erase_if(report.ledgers, [](const Ledger& ledger) {
     return ledger.coordinates.rank >= 2 && ledger.coordinates.rank <= 5;
   });
   const RankPicture picture = picture_ranks(report);
   ASSERT_EQ(picture.ranks.size(), 8U);
   EXPECT_FALSE(picture.ranks[3].coordinates);
-  EXPECT_TRUE(picture.ranks[7].coordinates);  // the same in both
+  EXPECT_TRUE(picture.ranks[7].coordinates);  // the same in both orders
 }
 
 TEST(ParameterPicture, CountsRanksByPhaseInBackwardOrderOfTheWholeModel) {
@@ -267,7 +267,7 @@ TEST(ParameterPicture, CountsRanksByPhaseInBackwardOrderOfTheWholeModel) {
   EXPECT_EQ(parameters[23].name, "decoder.layers.0.input_layernorm.weight");
   const PageParameter& origin = parameters[4];
   EXPECT_EQ(origin.name, "decoder.layers.3.self_attention.linear_qkv.weight");
-  EXPECT_THAT(origin.bad, ElementsAre(0, 2, 4, 0, 0));  // both tp ranks of the replica; then all
+  EXPECT_THAT(origin.bad, ElementsAre(0, 2, 4, 0, 0));  // the replica's tp ranks, then all ranks
   EXPECT_THAT(origin.covered, ElementsAre(0, 4, 4, 0, 0));
   EXPECT_FALSE(parameters[3].is_bad());
 }

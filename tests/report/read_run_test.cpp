@@ -28,8 +28,8 @@ using ::testing::IsEmpty;
 
 constexpr int kRanks = 4;
 
-/// Four data-parallel ranks. Rank 2's gradient of layer1.weight is NaN before the reduction, on the
-/// others it is clean; after the reduction it is bad everywhere.
+/// Four data-parallel ranks. Before the reduction only rank 2's gradient of layer1.weight is NaN;
+/// after it, the gradient is bad on all ranks.
 Ledger ledger_of(int rank, std::int64_t iteration = 7, const std::string& run = "monday") {
   Ledger ledger;
   ledger.run_id = run;
@@ -85,7 +85,7 @@ class RunFolder : public ::testing::Test {
   TemporaryFolder folder_;
 };
 
-// ---- which folder, which step ----
+// ---- choice of folder and step ----
 
 TEST_F(RunFolder, LedgersCopiedTogetherAreMerged) {
   plant_all();
@@ -140,7 +140,7 @@ TEST_F(RunFolder, WhatIsNoRunIsRefusedAndAHealthyRunIsClean) {
   EXPECT_THAT(read().ledgers, IsEmpty());
 }
 
-// ---- what is missing, twice or of something else ----
+// ---- missing, duplicate and foreign ledgers ----
 
 TEST_F(RunFolder, AMissingRankIsSilentAndTheVerdictPartial) {
   plant_all();
@@ -156,7 +156,7 @@ TEST_F(RunFolder, OfTwoLedgersOfOneRankTheOneThatSawMoreCounts) {
   Ledger less = ledger_of(2);
   less.sightings.pop_back();
   append(less);
-  Ledger lost;  // as it is written when other ranks fall silent
+  Ledger lost;  // as written when other ranks fall silent
   lost.run_id = "monday";
   lost.iteration = 7;
   lost.coordinates = ledger_of(0).coordinates;
@@ -382,7 +382,7 @@ TEST_F(RunFolder, ABundleOutsideOfTheFolderIsNotOpened) {
 
 // ---- damage ----
 
-/// A wrong rank is never named with high confidence; what cannot be told is an Error.
+/// Expects that no wrong rank is named with high confidence; unreadable data may throw Error.
 void expect_no_wrong_rank(const std::filesystem::path& directory, const std::string& what,
                           int right = 2) {
   try {
@@ -426,8 +426,7 @@ TEST_F(RunFolder, FlippedBytesNeverAccuseAWrongRank) {
   }
 }
 
-/// Ledgers of a real run of eight ranks, and the rank whose gradient was overwritten
-/// (planted.json).
+/// Ledgers of a real run of eight ranks, and the rank with the overwritten gradient (planted.json).
 TEST(RecordedRun, ALedgerThatIsCutAnywhereNeverAccusesAWrongRank) {
   constexpr int kPlantedRank = 7;
   const std::string source = "gradient_element.jsonl";

@@ -1,6 +1,6 @@
-// Reports of made-up incidents: what the page is tested and looked at with. One NaN is born in
-// backward on one rank and goes the way that it would go in training: through tensor-parallel
-// all-reduces, down the pipeline, into the gradients, and with their reduction everywhere.
+// Reports of synthetic incidents, for the page's tests and for viewing. One NaN is born in backward
+// on one rank and spreads as in training: through tensor-parallel all-reduces, down the pipeline,
+// into the gradients, and to all ranks by their reduction.
 #pragma once
 
 #include <algorithm>
@@ -58,7 +58,8 @@ class SampleIncident {
                       std::to_string(1000 + rank) + "-77aa-4c1d-9e0b-1f2e3d4c5b6a 0000:1b:00.0"};
   }
 
-  /// Born in backward of `layer` (of the stage, from its top) of `rank`, in `microbatch`.
+  /// Plants the birth: in backward of `layer` (of the stage, counted from its top) of `rank`, in
+  /// `microbatch`.
   void bear(int rank, int microbatch, int layer) {
     const RankCoordinates born = at(rank);
     for (int pp = born.pp.rank; pp >= 0; --pp) {
@@ -91,7 +92,7 @@ class SampleIncident {
     }
   }
 
-  /// With one located origin on `rank`.
+  /// A report with one located origin on `rank`.
   [[nodiscard]] RunReport report(int rank, int microbatch, int layer) {
     bear(rank, microbatch, layer);
     RunReport report;
@@ -347,7 +348,7 @@ inline RunReport clean_report() {
   return report;
 }
 
-/// Ranks 5 and 7 did not answer; ledger 2 is cut off; what is left points to two ranks.
+/// Ranks 5 and 7 did not answer and ledger 2 is cut off; the evidence leaves two ranks.
 inline RunReport partial_report() {
   RunReport report = located_report();
   report.verdict.status = VerdictStatus::partial;
@@ -406,7 +407,7 @@ inline RunReport several_origins_report() {
   return report;
 }
 
-/// Every text is an attack: on the page, on its JSON, on a reader's eyes, on a shell.
+/// Every text is an attack on the page, its JSON, a reader's eyes or a shell.
 inline RunReport hostile_report() {
   const std::string attack = "</script><script>document.title='owned'</script>";
   const std::string image = "<img src=x onerror=\"document.title='owned'\">";
@@ -460,7 +461,7 @@ inline RunReport large_report(int tp, int pp, int dp) {
   RunReport report = incident.report(rank, 3, 0);
   std::size_t most = 0;
   for (const Ledger& ledger : report.ledgers) most = std::max(most, ledger.sightings.size());
-  // Fault and reduction made fewer on some ranks: fill up, so that all have the same.
+  // Fault and reduction left fewer sightings on some ranks: fill up to the same number.
   for (Ledger& ledger : report.ledgers) {
     for (std::size_t i = 0; ledger.sightings.size() < 50; ++i) {
       Sighting seen = ledger.sightings.empty() ? Sighting{} : ledger.sightings[i % most];

@@ -32,7 +32,7 @@ std::vector<RankCoordinates> ranks_of(int world, int per_host, int tp = 1, int p
   return ranks;
 }
 
-/// Of a job with these ranks, where one has seen something.
+/// The command for a job with these ranks, one of which has seen something bad.
 std::string machine_check_command(const std::vector<RankCoordinates>& ranks) {
   std::vector<Ledger> ledgers;
   for (const RankCoordinates& at : ranks) {
@@ -65,7 +65,7 @@ TEST(MachineCheck, OneRankHasNobodyToTalkTo) {
   EXPECT_EQ(machine_check_command(ranks_of(1, 1)), "");
 }
 
-/// Of a rank that has seen one birth of this kind, and nothing else.
+/// The action for a rank that has seen one birth of this kind and nothing else.
 std::string action_after(BirthKind kind) {
   Birth birth;
   birth.kind = kind;

@@ -161,7 +161,7 @@ TEST(FormatVerdict, WrapsOnWordsAtTheWidth) {
     }
   }
   EXPECT_THAT(text, HasSubstr("  evidence   a long"));
-  EXPECT_THAT(text, HasSubstr("\n             "));  // further lines hang under the first
+  EXPECT_THAT(text, HasSubstr("\n             "));  // further lines are indented to the first
 }
 
 TEST(FormatVerdict, ColoursOnlyOnRequest) {

@@ -1,4 +1,5 @@
-"""report.html in a browser: what its script draws, what links select, and that every name stays text."""
+"""report.html in a browser: the script's drawings, the selections of links, and that every name remains
+text."""
 
 import base64
 import functools
@@ -95,7 +96,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
     subprocess.run([WRITE_PAGES, folder], check=True, timeout=120)
     html = (folder / "located.html").read_text(encoding="utf-8")
-    changed = html.replace("'use strict';", "'use strict' ;")  # no longer what the policy's hash allows
+    changed = html.replace("'use strict';", "'use strict' ;")  # not the text of the policy's hash
     assert changed != html
     (folder / "changed_script.html").write_text(changed, encoding="utf-8")
     return folder

@@ -16,7 +16,7 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-/// No kind has all of them; the JSON does not care.
+/// A fact with all arguments at once. No kind has them all, but the JSON does not depend on that.
 Fact every_argument() {
   return {.kind = FactKind::became,
           .source = FactSource::first_pass,
@@ -141,7 +141,7 @@ TEST(Verdict, EachFactStandsBesideItsSentence) {
   const auto origin = nlohmann::json::parse(to_json(example_verdict()))["origins"][0];
   ASSERT_EQ(origin["facts"].size(), 2u);
   ASSERT_EQ(origin["evidence"].size(), 2u);
-  EXPECT_EQ(origin["facts"][0]["kind"], "rerun_identical");  // in the order in which it is told
+  EXPECT_EQ(origin["facts"][0]["kind"], "rerun_identical");  // in the report's order
   EXPECT_EQ(origin["evidence"][0],
             "the step was re-run and came out bit-identical (212 gradients): it repeats with the "
             "same data, weights and random numbers");
@@ -174,7 +174,7 @@ TEST(Verdict, OfVersion1TheSentencesAreKeptAsTheyStand) {
   EXPECT_THAT(evidence_of(verdict, origin), ElementsAre("one", "two"));
   EXPECT_EQ(action_of(verdict, origin), "add an epsilon");
   EXPECT_THAT(verdict.notes, ElementsAre("a note"));
-  // Written again it is version 2 and says the same.
+  // Writing it again gives version 2 with the same content.
   const Verdict again = verdict_from_json(to_json(verdict), "verdict.json");
   EXPECT_THAT(evidence_of(again, again.origins[0]), ElementsAre("one", "two"));
   EXPECT_EQ(action_of(again, again.origins[0]), "add an epsilon");

@@ -1,5 +1,5 @@
-// write_sample_pages FOLDER: the pages of sample_reports.hpp, for tests/report/test_report_page.py
-// and for people who work on the page.
+// write_sample_pages FOLDER: writes the pages of sample_reports.hpp, for
+// tests/report/test_report_page.py and for work on the page.
 #include <filesystem>
 #include <fstream>
 #include <iostream>

@@ -1,4 +1,4 @@
-// A kernel's replay for people and for programs, where no verdict is around it.
+// A kernel's replay as sentences and as JSON, outside a verdict.
 #pragma once
 
 #include <string>
@@ -8,10 +8,10 @@
 
 namespace nanlocator::inline report_room {
 
-/// As the evidence of a verdict has them; `kernel`: its name.
+/// The sentences that a verdict's evidence has for this replay of the kernel named `kernel`.
 [[nodiscard]] std::vector<std::string> sentences_of(const KernelReplay& replay,
                                                     const std::string& kernel);
-/// As a birth has it (docs/formats.md).
+/// The JSON that a birth has for it (docs/formats.md).
 [[nodiscard]] std::string to_json(const KernelReplay& replay);
 
 }  // namespace nanlocator::inline report_room

@@ -1,10 +1,10 @@
-// A run's folder in, RunReport out: ledgers of all ranks merged offline, on any machine.
+// Reads a run's folder into a RunReport: merges the ledgers of all ranks offline, on any machine.
 //
-// The folder may be the run's (nanlocator_run: the latest attempt with findings is read), that of
-// one attempt (a0), or any with ledgers copied together, also incomplete, cut off in mid-line, of
-// several files per rank or of several runs. What cannot be read or does not belong is left out and
-// named in the notes; nothing in a file ends the reading. Only the ledgers of the wanted step are
-// parsed. Cost: every ledger file is read twice, by up to 8 threads; memory holds the step's
+// The folder may be a run's (nanlocator_run: the latest attempt with findings is read), one
+// attempt's (a0), or any folder of copied ledgers, even if ledgers are missing, end in mid-line,
+// fill several files per rank or come from several runs. Unreadable or foreign files are left out
+// and named in the notes; no file content stops the reading. Only the ledgers of the requested step
+// are parsed. Cost: every ledger file is read twice, by up to 8 threads; memory holds the step's
 // ledgers.
 #pragma once
 
@@ -20,30 +20,30 @@ namespace nanlocator::inline report_room {
 
 enum class RunDetail {
   verdict,     // run.json, ledgers and the verdict
-  everything,  // and what the page shows: histories, tensors around the first bad element
+  everything,  // also what the page shows: histories, tensors around the first bad element
 };
 
-/// The folder that read_run reads for `directory`: the latest a{attempt} with findings; where none
-/// has any, the latest; `directory` itself where it has no attempts, or findings of its own. Throws
-/// IoError where `directory` is not there or cannot be read.
+/// The folder that read_run reads for `directory`: the latest a{attempt} with findings, or the
+/// latest if none has findings; `directory` itself if it has no attempts or has findings of its
+/// own. Throws IoError if `directory` is missing or unreadable.
 [[nodiscard]] std::filesystem::path find_attempt(const std::filesystem::path& directory);
 
-/// The latest a{attempt}, with findings or without; `directory` itself where it has none: what a
-/// job that runs now writes into.
+/// The latest a{attempt}, with or without findings, or `directory` itself if it has no attempts:
+/// the folder into which a running job writes.
 [[nodiscard]] std::filesystem::path latest_attempt(const std::filesystem::path& directory);
 
-/// `iteration`: of a step with findings; empty: the latest. The verdict is `locate`'s, of the
-/// ledgers that are here; where the one that the run recorded rests on more ranks' whole ledgers,
-/// that one, and a note says so, as it does where both differ. Where nothing was found (healthy
-/// steps write nothing): no ledgers, a clean verdict, iteration 0. Throws IoError where the folder
-/// cannot be read, FormatError where it is no run's and where none of its ledgers can be read,
-/// UsageError for a step without findings.
+/// `iteration`: a step with findings; empty: the latest one. The verdict is computed by `locate`
+/// from the ledgers in the folder. If the run recorded a verdict that rests on complete ledgers of
+/// more ranks, that verdict is returned instead, with a note; another note says if the two differ.
+/// Without findings (healthy steps write nothing) the report has no ledgers, a clean verdict and
+/// iteration 0. Throws IoError if the folder cannot be read, FormatError if it is not a run's or if
+/// none of its ledgers can be read, UsageError for a step without findings.
 [[nodiscard]] RunReport read_run(const std::filesystem::path& directory,
                                  std::optional<std::int64_t> iteration = std::nullopt,
                                  RunDetail detail = RunDetail::everything);
 
-/// For a verdict and ledgers at hand: what else `attempt`, the folder of one attempt, has on their
-/// step. Sets `run`, `histories` and `windows`; what cannot be read is a note.
+/// Sets `run`, `histories` and `windows` of a report that has its verdict and ledgers, from
+/// `attempt`, the folder of one attempt. Unreadable files become notes.
 void add_details(RunReport& report, const std::filesystem::path& attempt);
 
 struct StepVerdicts {
@@ -51,15 +51,15 @@ struct StepVerdicts {
   std::vector<std::string> notes;
 };
 
-/// Of every step with findings: as the run recorded it, else merged from the ledgers. Throws as
-/// read_run does.
+/// The verdict of every step with findings: the recorded one, else one merged from the ledgers.
+/// Throws like read_run.
 [[nodiscard]] StepVerdicts read_verdicts(const std::filesystem::path& directory);
 
-/// The steps on which the run itself recorded a verdict in `attempt`, the folder of one attempt,
-/// ascending; what cannot be read is left out.
+/// The steps, ascending, for which the run recorded a verdict in `attempt`, the folder of one
+/// attempt. Unreadable files are left out.
 [[nodiscard]] std::vector<std::int64_t> recorded_steps(const std::filesystem::path& attempt);
 
-/// Empty: there is none that can be read.
+/// Empty if there is no readable one.
 [[nodiscard]] std::optional<Verdict> read_recorded_verdict(const std::filesystem::path& attempt,
                                                            std::int64_t iteration);
 

@@ -1,4 +1,4 @@
-// What a run left behind about one bad step, as far as it could be read: the input of the page.
+// Everything readable that a run wrote about one bad step: the input of the page.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace nanlocator::inline report_room {
 
-/// run.json, for people: values as they are printed.
+/// run.json for display: values as printed text.
 struct RunDescription {
   std::string run_id;
   int attempt = 0;
@@ -33,15 +33,15 @@ struct TensorWindow {
   std::string dtype;
   std::vector<std::int64_t> shape;  // of the whole tensor
   std::vector<std::int64_t> fixed;  // indices of the leading dimensions that the cut fixes
-  std::int64_t first_row = 0;       // of the window, in the last two dimensions
+  std::int64_t first_row = 0;       // of the window's first element, in the last two dimensions
   std::int64_t first_column = 0;
   std::int64_t rows = 0;
   std::int64_t columns = 0;
-  std::vector<double> values;           // row-major, rows * columns; NaN and Inf as they are
+  std::vector<double> values;           // row-major, rows * columns; NaN and Inf included
   std::vector<std::int64_t> first_bad;  // index per dimension
 };
 
-/// The windows of an origin: `origin` is its position in the verdict.
+/// The windows of the origin at position `origin` of the verdict.
 struct OriginWindows {
   std::size_t origin = 0;
   std::vector<TensorWindow> windows;
@@ -49,12 +49,12 @@ struct OriginWindows {
 
 struct RunReport {
   Verdict verdict;
-  std::string run_dir;  // as the user named it; commands to be pasted are relative to it
+  std::string run_dir;  // as the user named it; printed commands are relative to it
   std::optional<RunDescription> run;
-  std::vector<Ledger> ledgers;  // of the verdict's iteration, by rank; may be a part of the ranks
+  std::vector<Ledger> ledgers;     // of the verdict's iteration, by rank; ranks may be missing
   std::vector<History> histories;  // by rank; may be empty
   std::vector<OriginWindows> windows;
-  std::vector<std::string> notes;  // what could not be read
+  std::vector<std::string> notes;  // files and records that could not be read
 };
 
 }  // namespace nanlocator::inline report_room

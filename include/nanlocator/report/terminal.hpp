@@ -1,5 +1,5 @@
-// The verdict as text for people, in 25 lines of the usual width: at most four origins, and as much
-// of their evidence as fits; the rest is in verdict.json.
+// The verdict as text in 25 lines of the usual width: at most four origins, with as much of their
+// evidence as fits. verdict.json has the rest.
 #pragma once
 
 #include <string>
@@ -9,14 +9,13 @@
 namespace nanlocator::inline report_room {
 
 struct TerminalStyle {
-  int width = 100;      // columns, at least 40; lines are wrapped on words, and names never cut
+  int width = 100;      // columns, at least 40; lines are wrapped at words, and names are never cut
   bool colour = false;  // ANSI colours
-  std::string
-      run_dir;  // bundles are below it, in commands to be pasted; "": paths as in the verdict
+  std::string run_dir;  // prefix of bundles' paths in printed commands; "": paths as in the verdict
 };
 
-/// UTF-8, lines ending in '\n'. Control and direction characters in names are escaped ("\x1b"): no
-/// module or host name can write to the terminal.
+/// UTF-8, lines ending in '\n'. Control and direction characters in names are escaped ("\x1b"), so
+/// that no module or host name can control the terminal.
 [[nodiscard]] std::string format_verdict(const Verdict& verdict, const TerminalStyle& style = {});
 
 }  // namespace nanlocator::inline report_room

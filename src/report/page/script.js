@@ -1,12 +1,12 @@
-// Draws what page_data.cpp wrote into the element #data. Text from the run becomes text nodes and
-// attributes only, never HTML. State that can be linked to is in the address: #rank=5&search=qkv.
+// Draws the data that page_data.cpp wrote into the element #data. Text from the run only becomes text nodes and
+// attributes, never HTML. Linkable state is in the address: #rank=5&search=qkv.
 'use strict';
 (() => {
 const data = JSON.parse(document.getElementById('data').textContent);
 const text = index => (index < 0 ? '' : data.strings[index]);
 const STATES = ['born', 'candidate', 'silent', 'received', 'reduced', 'unknown', 'clean'];
 const LETTERS = ['B', '?', 'S', 'R', 'r', '\u2013', 'C'];
-/// Only there a later place in a column means a later time.
+/// Only in these phases does a later place in a column mean a later time.
 const CROSSING_PHASES = ['forward', 'loss', 'backward'];
 const AXES = ['tp', 'cp', 'dp', 'pp', 'ep'];  // the order of ranks.places
 
@@ -34,7 +34,7 @@ function show(section) {
   if (link) link.hidden = false;
 }
 
-/// Names may break after their dots.
+/// Allows line breaks after the dots of names.
 const breakable = name => name.split(/(?<=\.)(?=[^\d])/).flatMap((part, i) => i > 0 ? [make('wbr'), part] : [part]);
 
 let announcement = 0;
@@ -54,7 +54,7 @@ function numberText(value) {
   return digits.replace('-', '\u2212');
 }
 
-/// "[17, 3]" of a flat index and "[192, 128]".
+/// "[17, 3]" from a flat index and "[192, 128]".
 function elementText(flat, shapeText) {
   if (flat < 0) return '';
   const shape = shapeText.slice(1, -1).split(', ').filter(Boolean).map(Number);
@@ -68,7 +68,7 @@ function elementText(flat, shapeText) {
   return rest > 0 ? `[${flat}]` : `[${index.join(', ')}]`;
 }
 
-// ---- what is linked to ----
+// ---- state in the address ----
 
 const address = {
   values: new URLSearchParams(),
@@ -106,7 +106,7 @@ const ranks = {
     return `rank ${this.number[index]}${place}: ${STATES[this.state(index)]}`;
   },
 };
-// Where a rank's sightings begin among all that the page holds.
+// The index of each rank's first sighting among all sightings in the page.
 const firstSighting = [];
 data.sightings.shown.reduce((sum, shown, index) => (firstSighting[index] = sum) + shown, 0);
 
@@ -176,7 +176,7 @@ function placeText(place) {
   return `${data.phases[places.phase[place]]}${microbatch}: ${what}`;
 }
 
-/// Which axes make rows and which columns, both from the slowest to the fastest.
+/// The axes of rows and of columns, both from the slowest to the fastest.
 const LAYOUTS = [
   {name: 'pp by dp, tp', rows: ['pp'], columns: ['dp', 'cp', 'tp']},
   {name: 'dp by pp, tp', rows: ['dp', 'cp'], columns: ['pp', 'tp']},
@@ -192,7 +192,7 @@ const cellOf = layout => cellSize(product(layout.rows), product(layout.columns))
 
 const grid = {
   cells: [],  // by index of the rank
-  rows: [],   // of indices, -1 where there is no rank
+  rows: [],   // indices; -1 without a rank
   draw() {
     if (ranks.size === 0) return;
     const isGrid = AXES.slice(0, 4).reduce((size, axis) => size * data.axes[axis], 1) <= 4 * ranks.size &&
@@ -291,7 +291,7 @@ const grid = {
       body.append(line);
     });
     table.append(body);
-    // A small grid stands beside the selected rank.
+    // A small grid is placed beside the selected rank.
     const isSmall = width * (cell + 3) < 560;
     if (isSmall) byId('rank-summary').append(byId('rank-grid'));
     else byId('ranks').append(byId('rank-grid'));
@@ -304,7 +304,7 @@ const grid = {
   choose(node) {
     if (node.dataset && node.dataset.index) selectRank(Number(node.dataset.index));
   },
-  enter(node) {  // the one cell that Tab reaches
+  enter(node) {  // the only cell in the Tab order
     if (this.current) this.current.tabIndex = -1;
     this.current = node;
     if (node) node.tabIndex = 0;
@@ -401,7 +401,7 @@ const timeline = {
     const room = 1140 - this.left;
     const sumOf = numbers => numbers.reduce((a, b) => a + b, 0);
     const excess = sumOf(weights) - room;
-    if (excess > 0) {  // the widest give
+    if (excess > 0) {  // the widest columns shrink
       const spare = weights.map(weight => Math.max(0, weight - 100));
       const part = Math.min(1, excess / Math.max(1, sumOf(spare)));
       weights.forEach((weight, i) => { weights[i] = weight - part * spare[i]; });
@@ -470,13 +470,13 @@ const timeline = {
         byColumn.get(column).push({mark: i / 4, kind, place});
       }
       for (const [column, marks] of byColumn) {
-        // Nothing that crosses is recorded in the later phases: there the order is the rank's own.
+        // The later phases record no crossings: there the order is the rank's own.
         if (!this.hasTime[column])
           marks.forEach(({mark}, i) => { ends[r][mark] = this.x[column] + 24 + 12 * i; });
       }
       for (const [column, marks] of byColumn) this.drawCell(r, column, marks, ends[r]);
     });
-    // Those by which a rank first met it on top; the others only where there are few.
+    // Arrows by which a rank first met the fault are on top; others are drawn only if they are few.
     const arrows = data.timeline.arrows;
     const later = arrows.filter(arrow => !arrow[4]);
     for (const [fromRow, fromMark, toRow, toMark, isFirst] of [...(later.length <= 24 ? later : []), ...arrows.filter(arrow => arrow[4])]) {
@@ -487,7 +487,7 @@ const timeline = {
     const y = this.y(row);
     const right = this.x[column] + this.columnWidth[column] - 10;
     const room = Math.max(1, Math.floor((this.columnWidth[column] - 30) / 12));
-    const spread = [];  // so that marks do not cover each other
+    const spread = [];  // keeps marks from covering each other
     marks.forEach(({mark}, i) => {
       const least = i > 0 ? spread[i - 1] + 12 : -Infinity;
       spread.push(Math.min(Math.max(ends[mark], least), right - 12 * (marks.length - 1 - i)));
@@ -565,7 +565,7 @@ const timeline = {
   },
 };
 
-// ---- tables with pages ----
+// ---- paged tables ----
 
 /// `columns`: [{name, number}]; `rowOf(item)`: cells, or a row element; `describe(shown, all)`.
 function pagedTable(holder, caption, columns, pageSize, rowOf) {
@@ -950,7 +950,7 @@ async function copy(button) {
   const source = byId(button.dataset.copy);
   try {
     await navigator.clipboard.writeText(source.textContent);
-  } catch {  // not granted, or a browser that does not give it to files
+  } catch {  // permission denied, or a browser without a clipboard for local files
     const range = document.createRange();
     range.selectNodeContents(source);
     const selection = getSelection();
@@ -968,7 +968,7 @@ for (const button of document.querySelectorAll('[data-copy]')) {
   button.addEventListener('click', () => copy(button));
 }
 
-// ---- all of it ----
+// ---- start ----
 
 function applyAddress() {
   if (!address.read()) return;
@@ -1009,7 +1009,7 @@ if (start !== undefined) {
 }
 applyAddress();
 addEventListener('hashchange', applyAddress);
-addEventListener('beforeprint', () => {  // paper cannot be opened
+addEventListener('beforeprint', () => {  // paper cannot be expanded
   for (const closed of document.querySelectorAll('details.origin')) closed.open = true;
 });
 document.documentElement.dataset.drawn = 'yes';
