@@ -11,9 +11,9 @@ namespace {
 struct Chain {
   int tp = 0;
   std::vector<StepPlace> places;
-  // The bad stretch at the end of backward, if `bad_steps` > 0: places[strict_start..] hold no
-  // witness that is clean; places[start..] may hold some, in the start's own layer (a parallel
-  // branch: q's gradient is bad, k's is not, all before them is).
+  // The bad stretch at the end of backward, if `bad_steps` > 0. places[strict_start..] hold no
+  // clean witness. places[start..] may hold some within the start's own layer, on a parallel
+  // branch: q's gradient is bad, k's is clean, and all that backward visits after them are bad.
   std::size_t strict_start = 0;
   std::size_t start = 0;
   std::size_t bad_steps = 0;
@@ -32,8 +32,8 @@ class FlowFinder {
       bad_steps += chain.bad_steps;
     }
     if (bad_steps == 0) return std::nullopt;
-    // One bad parameter at the very end of backward has spread nowhere that could be seen, unless
-    // nobody can say what came before it or went on after it.
+    // One bad parameter at the very end of backward has not visibly spread, unless no rank can say
+    // what came before it or after it.
     if (bad_steps == 1 && std::ranges::none_of(chains_, [&](const Chain& chain) {
           return chain.bad_steps > 0 && (!chain.has_clean_witness || is_end_unseen(chain));
         })) {
@@ -87,7 +87,7 @@ class FlowFinder {
     chain.start = chain.strict_start;
   }
 
-  /// Some stage that backward visits after the chain's stretch has not answered.
+  /// True if a stage that backward visits after the chain's stretch has not answered.
   bool is_end_unseen(const Chain& chain) const {
     if (!lane_.has_all_stages) return true;
     for (std::size_t s = chain.places[chain.strict_start].stage + 1; s < lane_.stages.size(); ++s) {
@@ -99,9 +99,9 @@ class FlowFinder {
     return false;
   }
 
-  /// Moves `start` back to the first bad parameter of the start's layer. Where the order within a
-  /// layer was not observed, a layer is all that the order can tell; and if the stretch takes up
-  /// its layer from the top, the layer before it may hold the start behind clean ones.
+  /// Moves `start` back to the first bad parameter of the start's layer. If the order within layers
+  /// was not observed, only layers can be ordered. If the stretch then begins at the top of its
+  /// layer, the layer before it may hold the start behind clean parameters.
   void extend_over_layer(Chain& chain) {
     const auto group_of = [&](std::size_t i) {
       return std::pair(chain.places[i].stage, layer_of(step(chain.places[i]).parameter->name));
@@ -162,7 +162,7 @@ class FlowFinder {
            std::ranges::any_of(found->second, [&](std::size_t c) { return c != place.cell; });
   }
 
-  /// The tensor-parallel rank that has the start to itself; empty where several may have it.
+  /// The only tensor-parallel rank that can hold the start; empty if several can.
   std::optional<int> find_one_tp_rank() {
     const auto strict =
         chains_with_own_fault([](const Chain& chain) { return chain.strict_start; });
@@ -184,7 +184,7 @@ class FlowFinder {
     return std::pair(at.stage, at.step) < std::pair(other.stage, other.step);
   }
 
-  /// `a` has a bad parameter in its stretch that is not bad in `b`'s.
+  /// True if `a`'s stretch has a bad parameter that is not bad in `b`'s.
   bool has_bad_that_lacks(const Chain& a, const Chain& b) {
     std::set<std::pair<std::size_t, std::string_view>> of_b;
     for (std::size_t i = b.start; i < b.places.size(); ++i) {
@@ -217,8 +217,8 @@ class FlowFinder {
     flow.is_one_tp_rank = one_tp.has_value();
     flow.reached_other_tp_ranks = std::ranges::any_of(
         chains_, [&](const Chain& chain) { return &chain != first && chain.bad_steps > 0; });
-    // A forward birth reaches the loss and from there every parameter of every rank. One chain
-    // without a clean witness is enough to keep it possible: with a vocabulary-parallel loss the
+    // A forward birth reaches the loss and through it every parameter of every rank. One chain
+    // without a clean witness suffices to keep it possible: with a vocabulary-parallel loss, the
     // last layer's shards need not all be bad.
     flow.may_come_from_forward = std::ranges::any_of(chains_, [](const Chain& chain) {
       return chain.bad_steps > 0 && !chain.has_clean_witness;
@@ -228,13 +228,13 @@ class FlowFinder {
     return flow;
   }
 
-  /// No clean witness of the start's stage stands before the start in backward.
+  /// True if no clean witness of the start's stage precedes the start in backward.
   bool is_at_stage_boundary(const Chain& chain) {
     const StepPlace start = chain.places[chain.start];
     const auto layer = layer_of(step(start).parameter->name);
     for (std::size_t i = 0; i < chain.start; ++i) {
       if (chain.places[i].stage != start.stage || !is_clean(chain.places[i])) continue;
-      // Within a layer whose order was not observed, "before" says nothing.
+      // If the order within a layer was not observed, parameters of one layer cannot be ordered.
       if (lane_.is_order_observed || layer_of(step(chain.places[i]).parameter->name) != layer) {
         return false;
       }
@@ -255,14 +255,15 @@ class FlowFinder {
       for (std::size_t s = 0; s < lane_.stages.size(); ++s) add(s, false);
     } else {
       add(flow.start.stage, flow.is_one_tp_rank);
-      // Upwards over stages that say nothing, to the first that has a clean witness: its last
-      // backward may have sent what arrived bad.
+      // Goes up through stages without evidence to the first with a clean witness: its last
+      // backward may have sent the bad value.
       for (std::size_t s = flow.start.stage; flow.is_at_stage_boundary && s-- > 0;) {
         add(s, flow.is_one_tp_rank);
         if (has_clean_witness(lane_.stages[s])) break;
       }
     }
-    // A rank that did not answer may have received it from above and passed it on in a sum.
+    // A rank that did not answer may have received the bad value from above and passed it on in a
+    // sum.
     if (!flow.is_one_tp_rank) {
       for (const Cell& each : lane_.stages[flow.start.stage].cells) {
         bool is_unseen = !each.has_evidence;
@@ -290,7 +291,7 @@ class FlowFinder {
 
   Lane& lane_;
   std::vector<Chain> chains_;
-  // Per stage: the cells in which a parameter is a clean witness.
+  // By stage: the cells in which a parameter is a clean witness.
   std::unordered_map<std::size_t, std::unordered_map<std::string_view, std::vector<std::size_t>>>
       clean_cells_;
 };

@@ -49,12 +49,13 @@ void add_copies(const Findings& findings, Origin& origin) {
   if (is_known(origin)) return;
   const RankEvidence* const rank = findings.incident().find(origin.candidates.front());
   const auto position = rank == nullptr ? std::nullopt : rank->position_of(origin.parameter);
-  // Of a parameter in shards the others hold other elements.
+  // For a sharded parameter, the other ranks hold other elements.
   if (!position || rank->parameter(*position).shard) return;
   origin.facts.push_back(fact_of_copies(findings, *rank, origin, *position));
 }
 
-/// What the clean copies hold where this one is bad, as far as they were asked in a re-run.
+/// Adds the values of the clean copies at the bad element, if ranks were asked for them in a
+/// re-run.
 void add_value_of_copies(const Incident& incident, Origin& origin) {
   const Fact* const clean = find_fact(origin.facts, FactKind::copies_clean);
   if (clean == nullptr || !origin.tensor || !origin.tensor->first_bad) return;
@@ -71,7 +72,7 @@ void add_value_of_copies(const Incident& incident, Origin& origin) {
   if (!fact.peers.empty()) origin.facts.push_back(std::move(fact));
 }
 
-/// The largest magnitude in the clean copies, beside that of the finite elements of the bad one.
+/// Adds the largest magnitude of the clean copies and that of the bad copy's finite elements.
 void add_magnitude_of_copies(const Incident& incident, Origin& origin) {
   const Fact* const clean = find_fact(origin.facts, FactKind::copies_clean);
   if (clean == nullptr) return;
@@ -88,8 +89,8 @@ void add_magnitude_of_copies(const Incident& incident, Origin& origin) {
   origin.facts.push_back(std::move(fact));
 }
 
-/// What the optimizers of the candidates keep of the weight: its bad element is in some of it, or
-/// in none. A finite copy that the weight was made from is told apart from finite moments.
+/// The candidates' optimizer states for the weight: bad ones, finite moments, and finite copies
+/// from which the weight was made.
 struct Kept {
   struct Of {
     std::set<int> ranks;
@@ -106,7 +107,7 @@ struct Kept {
 
 void add_kept(const RankEvidence& rank, const ParameterRecord& parameter, const TensorStats& weight,
               Kept& kept) {
-  // A shard says nothing of elements that are not in it.
+  // A shard says nothing about elements outside it.
   if (parameter.shard && !parameter.shard->contains(weight.first_bad)) return;
   for (const OptimizerState& state : rank.ledger().optimizer_states) {
     if (state.parameter != parameter.id) continue;

@@ -17,20 +17,20 @@
 namespace nanlocator::inline locate_room {
 namespace {
 
-/// Inputs of an operator that the evidence lists; the rest is in the ledger.
+/// Inputs of an operator that the evidence lists; the ledger has the rest.
 constexpr std::size_t kMostInputs = 4;
 /// Further bad weights that the evidence names.
 constexpr std::size_t kMostNames = 4;
 
-/// A birth that made the step bad, with what it became on the way.
+/// A birth that made the step bad, with the births that descend from it.
 struct Root {
   const RankEvidence* rank = nullptr;
   const Birth* birth = nullptr;
   std::vector<const Birth*> descendants;  // in execution order
 };
 
-/// What makes births on several ranks, and in several microbatches, the same: 0/0 in one of them
-/// and 1/0 in the other are one division by zero.
+/// Identifies a birth across ranks and microbatches: 0/0 in one of them and 1/0 in another are one
+/// division by zero.
 using BirthIdentity =
     std::tuple<BirthKind, Phase, std::string, std::string, std::string, std::string>;
 
@@ -47,11 +47,11 @@ const Birth* parent_of(const Ledger& ledger, const Birth& birth) {
   return &ledger.births[static_cast<std::size_t>(*birth.parent)];
 }
 
-/// The first of `birth`'s ancestors that is a fault of its own: an intended infinity is none, and
-/// what made NaN of it is.
+/// The earliest ancestor of `birth` that is a fault. An intended infinity is not one; an operator
+/// that made NaN from it is.
 const Birth& root_of(const Ledger& ledger, const Birth& birth) {
   const Birth* root = &birth;
-  // A ledger may come from a file: a circle of parents must not hang the reader.
+  // A ledger may come from a file: cyclic parents must not hang the reader.
   for (std::size_t steps = 0; steps < ledger.births.size(); ++steps) {
     const Birth* parent = parent_of(ledger, *root);
     if (parent == nullptr || parent->kind == BirthKind::literal) break;
@@ -60,7 +60,7 @@ const Birth& root_of(const Ledger& ledger, const Birth& birth) {
   return *root;
 }
 
-/// In the order in which they were born: of several bad weights the one that was read first leads.
+/// In order of birth: of several bad weights, the one read first comes first.
 std::vector<Root> roots_of(const RankEvidence& rank) {
   std::vector<Root> roots;
   std::map<const Birth*, std::size_t> known;
@@ -71,7 +71,7 @@ std::vector<Root> roots_of(const RankEvidence& rank) {
     if (is_new) roots.push_back({&rank, root, {}});
     if (&birth != root) roots[entry->second].descendants.push_back(&birth);
   }
-  std::ranges::sort(roots, {}, &Root::birth);  // all of one ledger's list
+  std::ranges::sort(roots, {}, &Root::birth);  // pointers into one ledger's list
   return roots;
 }
 
@@ -80,7 +80,7 @@ bool has_reached_a_loss(const Birth& birth) {
       birth.reached, [](const Reached& reached) { return reached.kind == ReachedKind::loss; });
 }
 
-/// Whether the elements that the first bad one was computed from are known.
+/// True if the elements from which the first bad one was computed are known.
 bool has_values(const Birth& birth) {
   return std::ranges::any_of(
       birth.operands, [](const Operand& operand) { return operand.at_first_bad.has_value(); });
@@ -91,11 +91,12 @@ bool has_value(const Birth& birth, double value) {
                              [&](const Operand& operand) { return operand.at_first_bad == value; });
 }
 
-/// Mean over no labels: the loss divides zero by zero, or torch's own loss counts none.
+/// True for a mean over no labels: the loss divides zero by zero, or torch's own loss counts no
+/// label.
 bool is_empty_loss(const Birth& birth) {
   const std::string& op = birth.sighting.op;
-  // aten/src/ATen/native/LossNLL.cpp: the mean of finite inputs is NaN only where the total weight
-  // of the labels is zero (all of them ignore_index).
+  // aten/src/ATen/native/LossNLL.cpp: the mean of finite inputs is NaN only if the labels' total
+  // weight is zero (all of them ignore_index).
   if (op.starts_with("aten::nll_loss")) return true;
   if (birth.sighting.phase != Phase::loss) return false;
   const bool is_quotient = op.starts_with("aten::div") && has_values(birth) &&
@@ -105,8 +106,8 @@ bool is_empty_loss(const Birth& birth) {
   return is_quotient || detail_of(birth) == Detail::mean_of_nothing;
 }
 
-/// The autograd Function in whose own code it was born, by its class, or the custom operator, by
-/// its dispatcher's name, which has a namespace. Compiled regions have none.
+/// The class of the autograd Function whose own code produced the value, or the custom operator's
+/// dispatcher name, which has a namespace. Compiled regions have none.
 std::string custom_code_of(const Birth& birth) {
   if (!birth.custom_function.empty()) return birth.custom_function;
   const bool is_in_custom_operator =
@@ -115,13 +116,13 @@ std::string custom_code_of(const Birth& birth) {
 }
 
 Cause cause_of_optimizer_birth(const Birth& birth) {
-  // What was bad before the update began is what the optimizer keeps: its moments.
+  // Values that were bad before the update began are the optimizer's state: its moments.
   const bool was_there = birth.kind == BirthKind::data || birth.kind == BirthKind::buffer;
   return was_there ? Cause::optimizer_state : Cause::optimizer_update;
 }
 
-/// Computed in backward by a forward that runs again, and reached no loss: the first execution,
-/// whose result the loss was made from, was finite.
+/// True if the birth happened only while backward recomputed a forward, and reached no loss: the
+/// first execution, from which the loss was computed, was finite.
 bool is_of_recomputation_only(const Birth& birth) {
   return birth.sighting.phase == Phase::forward && !birth.node.empty() &&
          !has_reached_a_loss(birth);
@@ -135,7 +136,7 @@ Cause cause_of_computation(const Birth& birth) {
       return Cause::operator_overflow;
     case ReplayConclusion::deterministic_undefined:
     case ReplayConclusion::deterministic_custom:
-      // What another library's operator should give for these inputs, its author knows.
+      // Only its author knows the correct result of another library's operator for these inputs.
       return birth.is_custom_operator ? Cause::operator_bug : Cause::operator_undefined;
     case ReplayConclusion::deterministic_kernel:
       return Cause::operator_bug;
@@ -144,8 +145,8 @@ Cause cause_of_computation(const Birth& birth) {
     case ReplayConclusion::not_replayed:
       break;
   }
-  // Not replayed: only the operator's kind is left. Infinity of finite inputs without a zero among
-  // them is an overflow; of NaN nothing is known but that no input had it.
+  // Without a replay, only the birth's kind is known. Infinity from finite inputs without a zero is
+  // an overflow; of NaN it is only known that no input had it.
   if (birth.sighting.op.empty()) return Cause::unknown;
   if (birth.kind == BirthKind::inf && has_values(birth) && !has_value(birth, 0)) {
     return Cause::operator_overflow;
@@ -153,7 +154,7 @@ Cause cause_of_computation(const Birth& birth) {
   return Cause::unknown;
 }
 
-/// What its replay has proven, else `otherwise`.
+/// The cause that its replay has proven, else `otherwise`.
 Cause cause_of_kernel(const Birth& birth, Cause otherwise) {
   if (!birth.kernel_replay) return otherwise;
   switch (birth.kernel_replay->conclusion) {
@@ -163,7 +164,7 @@ Cause cause_of_kernel(const Birth& birth, Cause otherwise) {
     case KernelConclusion::writes_outside:
       return Cause::kernel_bug;
     case KernelConclusion::leaves_unwritten:
-      // Whether these elements should be written, only a reference knows.
+      // Only a reference shows whether these elements should have been written.
       return birth.kernel_replay->is_reference_finite ? Cause::kernel_bug
                                                       : Cause::uninitialised_memory;
     case KernelConclusion::overflows:
@@ -213,15 +214,15 @@ Cause cause_of(const Birth& birth) {
   return Cause::unknown;
 }
 
-/// fp16 gradients that do not fit because a scaler has multiplied them.
+/// True for fp16 gradients that overflow because a scaler multiplied them.
 bool is_of_loss_scale(const Root& root) {
   const Birth& birth = *root.birth;
   return root.rank->ledger().loss_scale && birth.sighting.phase == Phase::backward &&
          birth.sighting.dtype == "float16" && cause_of(birth) == Cause::operator_overflow;
 }
 
-/// A model that makes its loss itself divides inside a module; that no label was counted, the loss
-/// tells.
+/// True if the loss of the same microbatch counted no label. A model that computes its own loss
+/// divides inside a module, so the division does not show it.
 bool is_of_empty_loss(const Root& root) {
   const Birth& birth = *root.birth;
   const Cause cause = cause_of(birth);
@@ -238,14 +239,14 @@ bool has_come_out(const Root& root, VariantOutcome outcome) {
   return rerun && std::ranges::count(rerun->variants, outcome) > 0;
 }
 
-/// Nothing was seen to write the memory that was bad. Compiled code may have: not all of its
-/// kernels are seen.
+/// True if no operator was seen to write the bad memory. Compiled code may have written it, because
+/// not all of its kernels are seen.
 bool is_of_unseen_writer(const Birth& birth) {
   return (birth.kind == BirthKind::data || birth.kind == BirthKind::memory) &&
          birth.sighting.phase != Phase::params_after;
 }
 
-/// What it made is gone where its operators are executed one by one, and comes again where not.
+/// True if the fault disappears when the region's operators run eagerly, and recurs when compiled.
 bool is_of_compiled_region(const Root& root) {
   const BirthKind kind = root.birth->kind;
   const bool is_made = kind == BirthKind::opaque || kind == BirthKind::kernel ||
@@ -257,7 +258,7 @@ bool is_of_compiled_region(const Root& root) {
          !has_come_out(root, {RerunVariant::compiled, false});
 }
 
-/// What looked as if it had been left unwritten was computed, as its replay shows.
+/// True if the replay shows that memory that seemed unwritten was computed.
 bool has_computed_itself(const Birth& birth) {
   if (!birth.kernel_replay) return false;
   const KernelConclusion conclusion = birth.kernel_replay->conclusion;
@@ -308,7 +309,7 @@ FactKind kind_of(BirthKind kind) {
   return FactKind::made_from_finite;
 }
 
-/// What the birth and its descendants reached.
+/// Everything that the birth and its descendants reached.
 std::vector<Reached> reached_by(const Root& root) {
   std::vector<Reached> all;
   std::set<std::pair<ReachedKind, std::string_view>> known;
@@ -323,7 +324,7 @@ std::vector<Reached> reached_by(const Root& root) {
 }
 
 Fact reached_fact(const Root& root) {
-  // The watch follows modules, not values: it knows the last one that met the bad one.
+  // The watch follows modules, not values: it knows the last module that saw a bad value.
   const auto& own = root.birth->reached;
   if (!own.empty() && own.front().kind == ReachedKind::module) {
     return {.kind = FactKind::last_seen_in, .module = own.front().name};
@@ -334,7 +335,7 @@ Fact reached_fact(const Root& root) {
   for (const Reached& reached : reached_by(root)) {
     switch (reached.kind) {
       case ReachedKind::loss:
-        fact.loss = true;  // or what a model has returned, where nothing follows
+        fact.loss = true;  // or the model's output, if nothing follows it
         if (reached.name.starts_with("output")) fact.role = reached.name;
         break;
       case ReachedKind::other_ranks:
@@ -351,7 +352,7 @@ Fact reached_fact(const Root& root) {
   return fact;
 }
 
-/// Where memory that was bad when it was read is from; empty of what an operator computed.
+/// The origin of memory that was bad when read; empty for an operator's result.
 std::optional<Fact> history_of_memory(const Birth& birth) {
   if (birth.reader.empty()) return std::nullopt;
   const FactKind kind = birth.last_seen == LastSeen::finite      ? FactKind::finite_when_written
@@ -378,7 +379,7 @@ Fact maxima_fact(FactKind kind, const Magnitude& weight, const Maxima& maxima) {
   return fact;
 }
 
-/// Of the largest weight: how it became so large.
+/// Adds how the largest weight grew.
 void add_maxima(Facts& facts, const Birth& birth) {
   const Magnitude& largest = *std::ranges::max_element(
       birth.weights, {}, [](const Magnitude& each) { return each.absmax; });
@@ -406,7 +407,7 @@ Origin origin_of(const Root& root) {
   origin.module = place.module;
   origin.op = place.op;
   origin.parameter = place.parameter;
-  // What reached gradients and no loss is listed under the first of them.
+  // A birth that reached gradients but no loss is listed under the first of them.
   if (origin.parameter.empty() && !birth.reached.empty() &&
       birth.reached.front().kind == ReachedKind::parameter) {
     origin.parameter = birth.reached.front().name;
@@ -425,7 +426,7 @@ Origin origin_of(const Root& root) {
   origin.detail = detail_of(birth);
   const bool accuses_machine =
       origin.cause == Cause::not_reproduced || origin.cause == Cause::memory_corruption;
-  // How large the gradient is without the loss scale, an infinity does not tell.
+  // An infinity does not show how large the gradient is without the loss scale.
   const bool may_be_of_memory = birth.last_seen == LastSeen::allocated &&
                                 !has_come_out(root, {RerunVariant::constant_memory, true});
   const bool is_seen = birth.kind == BirthKind::kernel
@@ -514,8 +515,8 @@ void add_rank(Origin& origin, const RankEvidence& rank) {
   }
 }
 
-/// A step after which every weight is NaN has one fault, not one per weight: the first that was
-/// read is named, and how many others there are on the same ranks.
+/// After a bad step every weight may be NaN, which is one fault, not one per weight: names the
+/// first that was read, and counts the others on the same ranks.
 void merge_bad_weights(std::vector<BornOrigin>& born) {
   std::map<std::vector<int>, std::size_t> first_by_ranks;
   std::vector<BornOrigin> kept;
@@ -542,8 +543,8 @@ bool is_of_kernel(const Origin& origin) {
                                 has_fact(origin.facts, FactKind::left_unwritten));
 }
 
-/// Of a kernel, or of what ranks get out of the same operator on the same group, the fact that says
-/// where else it was; empty of others.
+/// The kind of fact that lists further places of the same kernel, or of the same operator on the
+/// same group whose results were bad; empty for other origins.
 std::optional<FactKind> elsewhere_of(const Origin& origin) {
   if (is_of_kernel(origin)) return FactKind::same_kernel_elsewhere;
   if (has_fact(origin.facts, FactKind::came_from_collective)) {
@@ -552,7 +553,7 @@ std::optional<FactKind> elsewhere_of(const Origin& origin) {
   return std::nullopt;
 }
 
-/// What is broken is so in every layer that uses it: the first one leads.
+/// A broken kernel or collective fails in every layer that uses it: the first place leads.
 void merge_repeated(std::vector<BornOrigin>& born) {
   using Key = std::tuple<std::string, std::string, Cause, std::vector<int>>;
   std::map<Key, std::size_t> first_by_key;
@@ -589,7 +590,8 @@ bool is_same_call(const Birth& birth, const Origin& origin) {
   return place.op == origin.op && place.module == origin.module && place.phase == origin.phase;
 }
 
-/// The tensor-parallel peers execute the same calls on the same tensor or on other parts of it.
+/// Adds the tensor-parallel peers that were finite: they execute the same call on the same tensor
+/// or on other parts of it.
 void add_peers(const Incident& incident, Origin& origin) {
   if (origin.op.empty() || !has_fact(origin.facts, FactKind::made_from_finite)) return;
   const Place* const own = incident.place_of(origin.candidates.front());
@@ -618,9 +620,9 @@ bool has_sent(const Root& root) {
   });
 }
 
-/// Whether another member of the collective can have made bad what this rank got out of it: it had
-/// received something bad itself, in an earlier phase, or in this one while this rank has sent
-/// nothing bad, and has sent it on.
+/// True if another member of the collective can have made this rank's result bad: it received
+/// something bad itself and sent it on, in an earlier phase, or in the same phase while this rank
+/// sent nothing bad.
 bool is_passed_on(const Root& root, const std::vector<Root>& roots) {
   const auto members = root.birth->members.ranks_below(root.rank->coordinates().world_size);
   const bool has_sent_itself = has_sent(root);
@@ -632,7 +634,7 @@ bool is_passed_on(const Root& root, const std::vector<Root>& roots) {
   });
 }
 
-/// Of those that were all received, the ones that are nobody else's.
+/// The received births that no other rank passed on.
 std::vector<Root> first_received(const std::vector<Root>& roots) {
   std::vector<Root> first;
   std::ranges::copy_if(roots, std::back_inserter(first),
@@ -640,8 +642,8 @@ std::vector<Root> first_received(const std::vector<Root>& roots) {
   return first;
 }
 
-/// What this rank got out of a broadcast was bad where the origin's rank put it in: the first pass
-/// has seen it.
+/// True if the first pass saw a broadcast whose input on the origin's rank was bad, and whose
+/// result this rank received.
 bool was_broadcast_by(const Incident& incident, const Origin& origin, const Root& receipt) {
   const std::string& op = receipt.birth->sighting.op;
   if (collective_kind_of(op) != CollectiveKind::broadcast) return false;
@@ -655,7 +657,7 @@ bool was_broadcast_by(const Incident& incident, const Origin& origin, const Root
   });
 }
 
-/// What came out of it the first pass has seen on both sides; in doubt.
+/// True if the first pass scanned crossings of the collective's group, or if the group is unknown.
 bool is_of_watched_group(const Root& root) {
   const RankList& members = root.birth->members;
   return members == RankList() ||
@@ -704,8 +706,8 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
       if (reached.kind == ReachedKind::parameter) each.reached.insert(std::move(reached.name));
     }
   }
-  // What DistributedDataParallel broadcasts has no name: it lies in one buffer with others. Where
-  // crossings are watched they tell who has sent what.
+  // A buffer that DistributedDataParallel broadcasts has no name, because it is packed with others.
+  // Watched crossings show the sender.
   for (const Root& root : received) {
     const auto& name = root.birth->sighting.parameter;
     const auto is_from = [&](const Origin& origin) {
@@ -746,7 +748,7 @@ RerunOutcome rerun_of(const Incident& incident) {
       outcome.reproduced = outcome.reproduced.value_or(false) || *rerun->reproduced;
     }
   }
-  // "Gone" needs every rank's word.
+  // Only all ranks together can say that the fault was gone.
   if (!is_known_everywhere && outcome.reproduced == false) outcome.reproduced.reset();
   outcome.not_restored.assign(not_restored.begin(), not_restored.end());
   return outcome;
@@ -772,7 +774,8 @@ Facts facts_of_rerun(const Incident& incident, const RerunOutcome& outcome) {
   if (!outcome.reproduced) {
     facts.push_back({.kind = FactKind::rerun_not_completed});
   } else if (*outcome.reproduced && !is_of_same_pass) {
-    // What the first pass computed, another one did not.
+    // The re-run executed the step in another way than the first pass: its results are not
+    // compared.
   } else if (*outcome.reproduced && changed == 0) {
     facts.push_back({.kind = FactKind::rerun_identical, .count = gradients});
   } else if (*outcome.reproduced) {

@@ -11,16 +11,16 @@
 namespace nanlocator::inline locate_room {
 namespace {
 
-/// Facts of origins that were folded into one, beyond its own.
+/// Limit on the facts that an origin takes from origins folded into it.
 constexpr std::ptrdiff_t kMostFolded = 10;
 
-/// Ranks that hold the same place but for tensor parallelism, at one point of the program: without
-/// sequence parallelism they compute the same from the same, so where all of them are bad at once
-/// nothing tells them apart.
+/// Identifies ranks that differ only in tensor parallelism, at one point of the program. Without
+/// sequence parallelism they compute the same from the same inputs, so if all of them are bad at
+/// once, they cannot be separated.
 using Lockstep =
     std::tuple<int, int, int, Phase, int, int, std::string, std::string, std::string, std::int64_t>;
 
-/// What makes the same fault of several microbatches one.
+/// Identifies the same fault across microbatches.
 using CrossingIdentity =
     std::tuple<std::vector<int>, FoundIn, Phase, Cause, int, std::string, std::string, std::string>;
 
@@ -66,7 +66,7 @@ class Finder {
     return place.evidence == nullptr || !Crossings::is_watching(*place.evidence);
   }
 
-  /// Ranks of the replica, and ranks of unknown place, that did not say what they sent.
+  /// The replica's ranks, and ranks of unknown place, that did not report their sends.
   std::set<int> blind_in(int replica) const {
     std::set<int> blind(incident_.unplaced().begin(), incident_.unplaced().end());
     const auto found = blind_by_replica_.find(replica);
@@ -74,10 +74,10 @@ class Finder {
     return blind;
   }
 
-  // ---- what was bad and did no harm ----
+  // ---- masked bad values ----
 
-  /// A bad value that reached neither a loss nor a gradient was masked, and meant or harmless: it
-  /// explains nothing. Said only where every rank of the replica answered.
+  /// A bad value that reached neither a loss nor a gradient was masked, so it was intended or
+  /// harmless and explains nothing. Concluded only if every rank of the replica answered.
   void find_masked_replicas() {
     std::map<int, bool> is_harmful;
     for (const Place& place : incident_.places()) {
@@ -107,7 +107,7 @@ class Finder {
         {.kind = FactKind::masked_values, .ranks = {masked.begin(), masked.end()}});
   }
 
-  // ---- born on a rank: sent, or a loss, with nothing before it ----
+  // ---- births on a rank: a bad send or loss with no bad value before it ----
 
   void find_births_on_ranks() {
     std::map<Lockstep, std::vector<const BoundaryEvent*>> groups;
@@ -177,9 +177,8 @@ class Finder {
     add(std::move(origin), is_whole ? FoundIn::sent : FoundIn::unseen, sighting, replica);
   }
 
-  /// Of what these ranks, bad at the same point, had received. Where not all of it was scanned,
-  /// another rank may have sent it (`other_ranks`), unless some rank got the same and is clean
-  /// here.
+  /// What these ranks, bad at the same point, had received. If not all of it was scanned, another
+  /// rank may have sent it (`other_ranks`), unless a rank that received the same is clean here.
   Fact received_before(const std::vector<const BoundaryEvent*>& events,
                        const std::set<int>& ranks) const {
     const bool is_loss = events.front()->role == RoleKind::loss;
@@ -205,8 +204,8 @@ class Finder {
     return fact;
   }
 
-  /// What these ranks sent, or their loss, may be what another one had put into something that
-  /// nobody could scan.
+  /// Adds an origin for a bad send or loss that may come from another rank's input to an unscanned
+  /// transfer.
   void add_maybe_received(const BoundaryEvent& first, const std::set<int>& ranks,
                           const Fact& received) {
     const Sighting& sighting = *first.sighting;
@@ -223,8 +222,8 @@ class Finder {
     add(std::move(origin), FoundIn::unseen, sighting, replica_of(first.rank->rank()));
   }
 
-  /// What these ranks sent may have come to them from a silent one: what is gathered is not
-  /// scanned where it arrives.
+  /// Adds an origin for a bad send that may come from a silent rank: gathered values are not
+  /// scanned on the receivers.
   void add_maybe_gathered(const BoundaryEvent& first, const std::set<int>& ranks,
                           const std::set<int>& silent) {
     std::set<int> candidates = ranks;
@@ -275,7 +274,7 @@ class Finder {
     fact.peers = meeting.givers;
   }
 
-  /// Members that did not say what they put into the collective.
+  /// Members that did not report their input to the collective.
   std::set<int> silent_mates(const BoundaryEvent& event) const {
     std::set<int> silent;
     if (event.role != RoleKind::sent) return silent;
@@ -299,7 +298,7 @@ class Finder {
           unknown.insert(rank);
           break;
         case Given::bad:
-          break;  // an origin of its own, or explained by something earlier
+          break;  // an origin of its own, or explained by an earlier one
       }
     }
     if (!finite.empty()) {
@@ -340,7 +339,7 @@ class Finder {
       const int replica = replica_of(*receivers.begin());
       if (sighting.phase <= Phase::backward && masked_.contains(replica)) continue;
       if (meeting.givers.empty() || !unknown.empty()) {
-        // Where gradients are reduced, the gradient rules know what silent ranks leave open.
+        // For reduced gradients, the gradient rules handle what silent ranks leave open.
         if (sighting.phase <= Phase::backward) {
           add_from_unknown(meeting, sighting, receivers, unknown, replica);
         }
@@ -357,8 +356,8 @@ class Finder {
                         : std::nullopt;
     std::set<int> clean(meeting.givers.begin(), meeting.givers.end());
     for (const int rank : receivers) clean.erase(rank);
-    // Of gradients that are reduced and scattered each member gets a sum of its own, which all of
-    // them have worked on.
+    // A reduce-scatter of gradients gives each member a sum of its own, to which all members
+    // contribute.
     const bool is_own_sum = sighting.phase == Phase::grad_reduced && meeting.kind &&
                             is_reduction(*meeting.kind) &&
                             !gives_all_members_the_same(*meeting.kind) && !clean.empty();
@@ -392,8 +391,8 @@ class Finder {
     add(std::move(origin), FoundIn::received, sighting, replica);
   }
 
-  /// Whose gradient a reduction returned, where one of that shape alone is bad after it (tied
-  /// embeddings are reduced one by one), or one of that module's.
+  /// The parameter whose gradient a reduction returned: the only bad one of that shape after it
+  /// (tied embeddings are reduced one by one), or the only one of that module.
   std::string reduced_parameter(const Sighting& sighting, int receiver) const {
     if (!sighting.parameter.empty()) return sighting.parameter;
     const RankEvidence* const rank = incident_.find(receiver);
@@ -426,8 +425,9 @@ class Finder {
 
   // ---- silent ranks ----
 
-  /// What a silent rank sent it may have received. Where the replica has a certain origin that
-  /// is not later, it was that; otherwise all of it is one origin, as nothing puts it in order.
+  /// A silent rank may have received what it sent. If the replica has a certain origin that is not
+  /// later, that origin is the source; otherwise all such values are one origin, because nothing
+  /// orders them.
   void settle_what_silent_ranks_sent() {
     std::vector<Draft> certain, unseen;
     for (Draft& draft : drafts_) {
@@ -459,7 +459,7 @@ class Finder {
     }
   }
 
-  /// Of each replica and microbatch, the origin of the earliest phase.
+  /// The origin of the earliest phase for each replica and microbatch.
   class EarliestOrigins {
    public:
     explicit EarliestOrigins(const std::vector<Draft>& drafts) : drafts_(drafts) {
@@ -472,7 +472,7 @@ class Finder {
       }
     }
 
-    /// Which of the origins may be what `draft` sent.
+    /// The origin that may be the source of what `draft` sent.
     [[nodiscard]] std::optional<std::size_t> source_of(const Draft& draft) const {
       const auto microbatch = draft.found.origin.microbatch;
       for (const int each : {microbatch.value_or(kAny), kUnknown}) {
@@ -503,8 +503,7 @@ class Finder {
 
   // ---- microbatches ----
 
-  /// A deterministic operator is bad in each microbatch: one origin, listed under the first of
-  /// them.
+  /// A deterministic operator fails in each microbatch: one origin, listed under the first of them.
   void fold_microbatches() {
     std::vector<Draft> folded;
     std::map<CrossingIdentity, std::size_t> known;
@@ -533,7 +532,8 @@ class Finder {
 
   // ---- collectives ----
 
-  /// What some ranks alone get out of the same collective, again and again: the first one leads.
+  /// Some ranks alone receive bad results of the same collective again and again: the first one
+  /// leads.
   void fold_repeated() {
     std::map<std::tuple<std::vector<int>, Cause, std::string, std::string>, std::size_t> known;
     std::vector<FoundOrigin> kept;
@@ -554,7 +554,7 @@ class Finder {
     found_.origins = std::move(kept);
   }
 
-  /// What a rank got out of a reduction that went wrong it puts into the next one.
+  /// A rank puts the bad result of a reduction into the next one.
   void follow_bad_reductions() {
     for (const FoundOrigin& each : found_.origins) {
       if (each.found_in != FoundIn::received || each.origin.phase != Phase::grad_reduced) continue;
@@ -578,14 +578,14 @@ class Finder {
     }
   }
 
-  // ---- both ----
+  // ---- shared ----
 
   static void set_place(Origin& origin, const Sighting& sighting) {
     origin.direction = direction_of(sighting.phase);
     origin.microbatch = sighting.microbatch;
     origin.chunk = sighting.chunk;
     origin.module = sighting.module;
-    // Of what was sent it is only where it was seen first: it was born before.
+    // A send is only where the bad value was first seen; its birth was earlier.
     if (sighting.role.kind() != RoleKind::sent) origin.op = sighting.op;
     origin.tensor = tensor_of(sighting);
   }

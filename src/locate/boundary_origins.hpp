@@ -1,4 +1,4 @@
-// Origins out of what crossed between ranks: the bad values that no earlier one explains.
+// Origins from transfers between ranks: the bad values that no earlier one explains.
 #pragma once
 
 #include <set>
@@ -10,14 +10,14 @@
 namespace nanlocator::inline locate_room {
 
 struct BoundaryOrigins {
-  std::vector<FoundOrigin> origins;  // in the order of phase, microbatch and rank
+  std::vector<FoundOrigin> origins;  // ordered by phase, microbatch and rank
   /// Replicas (Incident::replica_of) whose bad gradients these origins explain.
   std::set<int> replicas;
-  std::set<int> badly_reduced;  // ranks whose gradients a reduction among the origins has spoiled
-  Facts facts;                  // of the verdict as a whole
+  std::set<int> badly_reduced;  // ranks whose gradients a reduction among the origins spoiled
+  Facts facts;                  // about the whole verdict
 };
 
-/// Empty where no rank scanned what crosses.
+/// Empty if no rank scanned crossings.
 [[nodiscard]] BoundaryOrigins find_boundary_origins(const Incident& incident,
                                                     const Crossings& crossings);
 

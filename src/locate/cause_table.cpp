@@ -28,20 +28,20 @@ bool is(const Origin& origin) {
   return ((origin.detail == details) || ...);
 }
 
-/// The tensor-parallel ranks compute parts of one result: a zero on one of them is explained only
-/// by what its peers have.
+/// Tensor-parallel ranks compute parts of one result: only their peers' values can explain a zero
+/// on one of them.
 bool is_zero_among_peers(const Origin& origin) {
   return !has<FactKind::members_got_the_same>(origin) &&
          is<Detail::log_of_zero, Detail::division_by_zero, Detail::zero_over_zero>(origin) &&
          origin.coordinates && origin.coordinates->tp.size > 1;
 }
 
-/// Only fp16 has less range than fp32: what overflows in bf16 overflows in fp32.
+/// Only fp16 has a smaller range than fp32: an overflow in bf16 would also occur in fp32.
 bool has_full_range(const Origin& origin) {
   return origin.tensor && (origin.tensor->dtype == "bfloat16" || origin.tensor->dtype == "float32");
 }
 
-/// Something that was executed again with finite inputs and came out bad again is no accident.
+/// A call that was executed again with finite inputs and failed again is no accident.
 bool is_bad_again(const Origin& origin) {
   return has<FactKind::transfer_bad_again, FactKind::members_got_other_values>(origin);
 }
@@ -51,7 +51,8 @@ bool computes_wrong_values(const Origin& origin) {
   return fact != nullptr && fact->conclusion == name_of(KernelConclusion::wrong_values);
 }
 
-/// A kernel whose call, alone and on the same arguments, comes out otherwise each time.
+/// True if the kernel's call, alone and with the same arguments, gives a different result each
+/// time.
 bool varies_alone(const Origin& origin) {
   const Fact* const fact = find_fact(origin.facts, FactKind::kernel_replayed);
   return fact != nullptr && fact->conclusion == name_of(KernelConclusion::varies);
@@ -62,25 +63,26 @@ bool in(const Origin& origin) {
   return ((origin.phase == phases) || ...);
 }
 
-/// Its author wrote the arithmetic: what it makes of finite inputs is to be corrected there.
+/// The author of the Function wrote the arithmetic, so bad results from finite inputs are corrected
+/// there.
 bool is_in_custom_function(const Origin& origin) {
   return !origin.custom_function.empty();
 }
 
-/// A weight that the update before left finite. The cast of the optimizer's own copy to the model's
-/// dtype may make Inf, but no NaN.
+/// True if the preceding update left the weight finite. The cast of the optimizer's own copy to the
+/// model's dtype may make Inf, but no NaN.
 bool was_damaged_later(const Origin& origin) {
   return has<FactKind::copies_clean, FactKind::finite_after_update>(origin) ||
          (has<FactKind::optimizer_copy_finite>(origin) && origin.tensor && origin.tensor->nan > 0);
 }
 
-/// Came again with the same data: no accident of a machine.
+/// True if the fault recurred with the same data: no accident of a machine.
 bool is_repeated(const Origin& origin) {
   return has<FactKind::rerun_identical, FactKind::rerun_differs>(origin) &&
          !has<FactKind::gone_in_rerun>(origin);
 }
 
-/// A weight became so large from one step to the next as no update makes it.
+/// True if a weight grew from one step to the next more than any update makes it grow.
 bool has_jumped(const Origin& origin) {
   constexpr double kMostGrowth = 1e4;
   const Fact* const maxima = find_fact(origin.facts, FactKind::weight_maxima);
@@ -88,13 +90,12 @@ bool has_jumped(const Origin& origin) {
          *maxima->value > kMostGrowth * maxima->values.back().second;
 }
 
-/// An optimizer's sum of squares is negative: its own update makes none of it.
+/// True if an optimizer's sum of squares is negative, which its own update cannot cause.
 bool has_negative_moment(const Origin& origin) {
   return origin.cause == Cause::optimizer_update && origin.detail == Detail::sqrt_of_negative;
 }
 
-/// Bad whenever the program went on beside its transfers, or another thread came first; or only
-/// then.
+/// True if the outcome depends on whether transfers are waited for, or on the order of threads.
 bool is_of_timing(const Origin& origin) {
   return std::ranges::any_of(origin.facts, [](const Fact& fact) {
     return (fact.kind == FactKind::variant_finite &&
@@ -103,7 +104,7 @@ bool is_of_timing(const Origin& origin) {
   });
 }
 
-/// The line that used memory of a transfer is known.
+/// True if the line that used a transfer's memory is known.
 bool is_in_program(const Origin& origin) {
   return std::ranges::any_of(origin.facts, [](const Fact& fact) {
     return fact.transfer_code.has_value() && fact.code.has_value();
@@ -345,10 +346,10 @@ Owner owner_of(const Origin& origin, const CauseRow& row) {
   switch (origin.action) {
     case Action::check_collective_code:
     case Action::find_overwrite:
-      return Owner::framework;  // what fails again with the same values is no machine
+      return Owner::framework;  // a failure that repeats with the same values is not the machine's
     case Action::correct_custom_code:
       return origin.code ? Owner::model_author : Owner::vendor;
-    case Action::restore_copy:  // where it is one copy of several, no code did it
+    case Action::restore_copy:  // one bad copy of several was not made by code
       return has<FactKind::copies_clean>(origin) ? Owner::cluster_operator : Owner::unknown;
     case Action::find_writer:
       return Owner::model_author;
@@ -360,13 +361,13 @@ Owner owner_of(const Origin& origin, const CauseRow& row) {
     case Action::wait_for_stream:
       return is_in_program(origin) ? Owner::model_author : Owner::framework;
     case Action::compare_peers:
-      return Owner::unknown;  // the author's where the peers have it, too, else the machine's
+      return Owner::unknown;  // the author's if the peers have it too, else the machine's
     default:
       return row.owner;
   }
 }
 
-/// What the facts say of the suspects that a cause leaves open.
+/// The suspects of the cause that the facts leave open, and those that facts add.
 std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) {
   std::vector<Suspect> left = row.suspects;
   const auto drop = [&](auto... suspects) { (std::erase(left, suspects), ...); };
@@ -429,11 +430,11 @@ Confidence cause_confidence_of(const Origin& origin, const CauseRow& row) {
     return Confidence::high;
   }
   if (origin.action == Action::compare_peers) return Confidence::medium;
-  // It may have been left by the first pass.
+  // The first pass may have left it behind.
   const bool is_of_before = origin.cause == Cause::bad_buffer || origin.cause == Cause::bad_input;
   if (is_of_before && has<FactKind::not_restored>(origin)) return Confidence::low;
   if (origin.cause == Cause::operator_overflow && has_jumped(origin)) return Confidence::medium;
-  // The replay has executed the call in float64 too.
+  // The replay also executed the call in float64.
   if (origin.cause == Cause::operator_overflow &&
       has<FactKind::replayed, FactKind::kernel_reference>(origin)) {
     return Confidence::high;

@@ -14,8 +14,8 @@ namespace {
 
 using ResultOf = std::map<int, const CollectiveResult*>;  // by rank
 
-/// How far members' results may be apart by rounding alone: some collectives add in an order of
-/// each member's own.
+/// The largest relative difference of members' results from rounding alone: some collectives add in
+/// a different order on each member.
 constexpr double kRounding = 0.01;
 
 bool are_apart(double a, double b) {
@@ -27,15 +27,15 @@ bool are_apart(const CollectiveResult& a, const CollectiveResult& b) {
          are_apart(a.sum_of_squares, b.sum_of_squares);
 }
 
-/// The first collective of a group in which the rank got something else than another member, and
-/// how many were compared up to it.
+/// The first collective of a group whose result on the rank differed from another member's, and the
+/// number of collectives compared up to it.
 struct Comparison {
   std::int64_t compared = 0;
-  std::vector<int> peers;  // with whom; ascending
+  std::vector<int> peers;  // compared with; ascending
   ResultOf first_different;
 };
 
-/// What the members of each group say, by the sequences of its collectives.
+/// The members' results of each group, by the sequence numbers of its collectives.
 class MemberResults {
  public:
   explicit MemberResults(const Incident& incident) {
@@ -47,8 +47,8 @@ class MemberResults {
     }
   }
 
-  /// Of the groups in which `rank` can be compared, by their names. Where `microbatch` is known,
-  /// only its collectives count, and those of no microbatch.
+  /// By name, the groups in which `rank` can be compared. If `microbatch` is known, only its
+  /// collectives and those without a microbatch count.
   [[nodiscard]] std::vector<std::pair<std::string, Comparison>> compared_with(
       int rank, std::optional<int> microbatch) const {
     std::vector<std::pair<std::string, Comparison>> all;

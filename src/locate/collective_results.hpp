@@ -1,5 +1,5 @@
-// Whether collectives that give every member the same did, where something was born: in a pass of
-// the re-run the members report what they got (PeerQuestion).
+// Checks collectives that should give every member the same result: in a pass of the re-run the
+// members report their results (PeerQuestion).
 #pragma once
 
 #include <vector>
@@ -9,9 +9,10 @@
 
 namespace nanlocator::inline locate_room {
 
-/// Adds to origins on one rank whether that rank got the same as the other members of its groups,
-/// or the first collective of the microbatch in which it did not: where that one's values are far
-/// apart it is the cause, and the operator only the first that its result made bad.
+/// Adds to origins on one rank whether that rank received the same as the other members of its
+/// groups, or else the first collective of the microbatch whose result differed. If the values of
+/// that one are far apart, it is the cause, and the operator was only the first that its result
+/// made bad.
 void compare_collective_results(const Incident& incident, std::vector<Origin>& origins);
 
 }  // namespace nanlocator::inline locate_room

@@ -17,14 +17,14 @@ bool has_number(const RankList& list, std::int64_t number) {
   });
 }
 
-/// Any level that has scanned crossings, also where there was none to scan: one GPU alone.
+/// True for any level that scans crossings, even if there were none, as on a single GPU.
 bool has_boundaries(const Ledger& ledger) {
   return ledger.level == "boundaries" || !ledger.crossings.empty() ||
          std::ranges::any_of(ledger.sightings,
                              [](const Sighting& each) { return each.crossing.has_value(); });
 }
 
-/// The phases in which something crosses: reductions of gradients are the last.
+/// Phases with crossings; reductions of gradients are the last.
 bool is_crossing_phase(Phase phase) {
   return phase == Phase::forward || phase == Phase::loss || phase == Phase::backward ||
          phase == Phase::grad_reduced;
@@ -41,14 +41,14 @@ std::optional<RoleKind> role_of(const Sighting& sighting) {
   return is_loss ? std::optional(RoleKind::loss) : std::nullopt;
 }
 
-/// Sequence parallelism gathers before each layer what it scatters after it.
+/// Sequence parallelism gathers before each layer and scatters after it.
 bool is_of_sequence_parallelism(std::optional<CollectiveKind> kind) {
   return kind == CollectiveKind::all_gather || kind == CollectiveKind::reduce_scatter;
 }
 
 constexpr int kAnyMicrobatch = -1;
 
-/// Which microbatches had something bad: a sighting without a number may be any.
+/// The microbatches that had bad values; a sighting without a number may belong to any.
 class SeenMicrobatches {
  public:
   void add(const Sighting& sighting) {
@@ -59,7 +59,7 @@ class SeenMicrobatches {
       has_unknown_ = true;
     }
   }
-  /// Its microbatch and all behind it.
+  /// Adds its microbatch and all later ones.
   void add_from(const Sighting& sighting) {
     is_any_ = true;
     first_of_all_ = std::min(first_of_all_, sighting.microbatch.value_or(0));
@@ -99,7 +99,7 @@ bool Crossings::is_watching(const RankEvidence& rank) noexcept {
          (rank.ledger().level == "boundaries" || !rank.ledger().crossings.empty());
 }
 
-/// A shard that is bad is bad on every rank that gathers it.
+/// A bad shard is bad on every rank that gathers it.
 void Crossings::remember_bad_weights(const RankEvidence& rank) {
   for (const BadParameter& bad : rank.bad(Phase::params_before)) {
     ranks_with_bad_weights_.insert(rank.rank());
@@ -109,7 +109,8 @@ void Crossings::remember_bad_weights(const RankEvidence& rank) {
   }
 }
 
-/// Of weights: what is bad in a shard, or pads it, arrives bad and says nothing of the gather.
+/// For weights: bad values in a shard or in its padding arrive bad and are no evidence about the
+/// gather.
 void Crossings::remember_bad_gathers(const RankEvidence& rank) {
   for (const Sighting& sighting : rank.ledger().sightings) {
     const auto& crossing = sighting.crossing;
@@ -124,7 +125,7 @@ std::size_t Crossings::group_of(const std::string& name, const RankList& members
 
 void Crossings::take(const RankEvidence& rank) {
   for (const CrossingCoverage& coverage : rank.ledger().crossings) {
-    // What a cut-off ledger does not tell was not finite, it is unknown.
+    // Values missing from a cut-off ledger are unknown, not finite.
     const bool is_only_sent = coverage.peer && coverage.role.kind() == RoleKind::sent;
     if (!coverage.is_whole() && !is_only_sent) unseen_[rank.rank()].push_back(&coverage);
     if (coverage.role.kind() != RoleKind::sent || !rank.ledger().is_complete) continue;
@@ -185,9 +186,9 @@ bool are_weights(const BoundaryEvent& event) {
   return event.role == RoleKind::received && crossing && crossing->carries_weights;
 }
 
-/// Program order on one rank. Crossings are in execution order; a loss, which is scanned when the
-/// pass has ended, stands between the forward and the backward of its microbatch. Weights that were
-/// gathered may be used in later microbatches, too.
+/// Applies program order on one rank. Crossings are in execution order. A loss, which is scanned
+/// after the pass, is placed between the forward and the backward of its microbatch. Gathered
+/// weights may also be used in later microbatches.
 void Crossings::explain_on(std::span<BoundaryEvent> events_of_rank) {
   if (events_of_rank.empty()) return;
   const RankEvidence& rank = *events_of_rank.front().rank;
@@ -212,9 +213,9 @@ void Crossings::explain_on(std::span<BoundaryEvent> events_of_rank) {
         break;
       case RoleKind::received:
       case RoleKind::described:
-        break;  // by what was put in: explain_received
+        break;  // explain_received does it, by the senders
     }
-    // Weights: in whatever order the schedule uses them.
+    // Weights count for any microbatch, because the schedule may use them in any order.
     if (event.role != RoleKind::loss) before.add(are_weights(event) ? Sighting{} : sighting);
   }
 }
@@ -226,11 +227,11 @@ void Crossings::explain_received() {
   }
 }
 
-/// What a member puts into an all-gather arrives on all of them, where nobody scans it: it
-/// explains what they put into the group's later collectives, and their losses.
+/// A member's input to an all-gather arrives on all members, where it is not scanned: it explains
+/// their inputs to the group's later collectives, and their losses.
 void Crossings::explain_by_gathers() {
   std::map<std::pair<std::size_t, int>, std::int64_t> first;  // by group and microbatch
-  std::set<std::pair<std::size_t, int>> told;                 // those of them before a loss
+  std::set<std::pair<std::size_t, int>> told;                 // those before a loss
   std::map<int, SeenMicrobatches> before_loss;                // by rank
   for (std::size_t i = 0; i < meetings_.size(); ++i) {
     for (const std::size_t event : meetings_[i].sent) {
@@ -279,8 +280,8 @@ Given Crossings::given_by(int rank, const Meeting& meeting) const {
   return has_scanned ? Given::finite : Given::unknown;
 }
 
-/// Nothing says in which order a rank's crossings of different groups were: those of the event's
-/// own group have numbers.
+/// The order of a rank's crossings in different groups is unknown; those of the event's own group
+/// are numbered.
 UnseenReceipt Crossings::unseen_before(const BoundaryEvent& event) const {
   UnseenReceipt unseen;
   const auto lanes = unseen_.find(event.rank->rank());

@@ -1,8 +1,8 @@
-// What went bad where it crossed from rank to rank, and which of it nothing explains.
+// Bad values that crossed between ranks, and which of them no earlier one explains.
 //
-// In: the bad sightings of level `boundaries` (what was put into collectives and pipeline messages,
-// what came out, the losses) and how many crossings each rank scanned. Out: these events joined
-// over the ranks by collective and message, each with whether an earlier one explains it.
+// In: the bad sightings of level `boundaries` (inputs and results of collectives and pipeline
+// messages, losses) and the number of crossings that each rank scanned. Out: these events joined
+// over the ranks by collective and message, each marked if an earlier one explains it.
 // docs/causes.md has the rules. Cost: n log n in the ledgers' size.
 #pragma once
 
@@ -22,14 +22,14 @@
 
 namespace nanlocator::inline locate_room {
 
-/// One collective, or one message from a rank to another. Indices are into Crossings::events().
+/// One collective, or one message between two ranks. Indices are into Crossings::events().
 struct Meeting {
-  const Crossing* crossing = nullptr;  // as the first of its events has it
-  std::optional<CollectiveKind> kind;  // of its operator, where that is known
-  std::vector<int> givers;        // who puts something in: the members, or the sender; ascending
-  std::optional<int> receiver;    // of a message
-  std::vector<std::size_t> sent;  // bad, by rank
-  std::vector<std::size_t> received;  // bad, by rank
+  const Crossing* crossing = nullptr;  // that of its first event
+  std::optional<CollectiveKind> kind;  // from its operator, if known
+  std::vector<int> givers;             // ranks with an input: the members, or the sender; ascending
+  std::optional<int> receiver;         // only for a message
+  std::vector<std::size_t> sent;       // bad, by rank
+  std::vector<std::size_t> received;   // bad, by rank
 };
 
 /// A bad value at a rank's boundary.
@@ -37,18 +37,18 @@ struct BoundaryEvent {
   const RankEvidence* rank = nullptr;
   const Sighting* sighting = nullptr;
   RoleKind role = RoleKind::sent;  // sent, received or loss
-  std::size_t meeting = 0;         // into Crossings::meetings(); of a loss: of no meaning
+  std::size_t meeting = 0;         // into Crossings::meetings(); meaningless for a loss
   bool is_explained = false;
 };
 
-/// What a rank put into a meeting. `unknown`: it did not answer, its ledger is cut off, or it did
-/// not scan it.
+/// A rank's input to a meeting. `unknown`: the rank did not answer, its ledger is cut off, or it
+/// did not scan the input.
 enum class Given : std::uint8_t { finite, bad, unknown };
 
-/// What a rank had received and nobody could scan.
+/// Something that a rank received and no rank could scan.
 struct UnseenReceipt {
-  std::set<int> from;  // who may have put something bad in
-  /// All of these ranks got the same; empty where something else went to each.
+  std::set<int> from;  // ranks whose input may have been bad
+  /// All of these ranks received the same; empty if each received something different.
   std::set<int> shared_by;
 };
 
@@ -59,19 +59,20 @@ class Crossings {
   Crossings(const Crossings&) = delete;
   Crossings& operator=(const Crossings&) = delete;
 
-  /// By rank, in execution order.
+  /// Ordered by rank, then by execution.
   [[nodiscard]] std::span<const BoundaryEvent> events() const noexcept { return events_; }
   [[nodiscard]] std::span<const Meeting> meetings() const noexcept { return meetings_; }
   [[nodiscard]] Given given_by(int rank, const Meeting& meeting) const;
-  /// The members also gather from each other, which is scanned only where it leaves.
+  /// True if the members also gather from each other, which is scanned only on the sender.
   [[nodiscard]] bool may_have_gathered(const Meeting& meeting) const;
-  /// Of what `event`'s rank may have received before it; in doubt, it was before. Empty `from`:
-  /// all of that was scanned.
+  /// What `event`'s rank may have received unscanned before it; if the order is unknown, it counts
+  /// as before. Empty `from`: everything was scanned.
   [[nodiscard]] UnseenReceipt unseen_before(const BoundaryEvent& event) const;
   [[nodiscard]] bool has_unseen(int rank) const { return unseen_.contains(rank); }
-  /// The rank scanned what crosses, and its ledger is whole.
+  /// True if the rank scanned crossings and its ledger is complete.
   [[nodiscard]] static bool is_watching(const RankEvidence& rank) noexcept;
-  /// Something bad crossed on the rank, or its loss was bad, before its gradients were reduced.
+  /// True if something bad crossed on the rank, or its loss was bad, before its gradients were
+  /// reduced.
   [[nodiscard]] bool has_bad_activations(int rank) const { return bad_ranks_.contains(rank); }
 
  private:

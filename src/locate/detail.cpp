@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::string_view kAten = "aten::";
 
-/// "sqrt" of "aten::sqrt_.out"; "" of another library's operator.
+/// "sqrt" of "aten::sqrt_.out"; "" for another library's operator.
 std::string_view base_name(std::string_view op) {
   if (!op.starts_with(kAten)) return {};
   op.remove_prefix(kAten.size());
@@ -85,7 +85,8 @@ Detail of_operator(const Birth& birth) {
   return Detail::none;
 }
 
-/// Finite in forward, and its slope is not: sqrt and norms at 0, acos at 1.
+/// True for operators that are finite in forward but whose slope is not: sqrt and norms at 0, acos
+/// at 1.
 bool has_pole_in_slope(std::string_view forward_op) {
   static constexpr std::array<std::string_view, 13> kPoles = {"sqrt",
                                                               "norm",

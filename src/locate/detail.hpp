@@ -1,5 +1,5 @@
-// What is wrong with an operator's result, read off the operator and its operands at the first bad
-// element.
+// Derives what is wrong with an operator's result from the operator and its operands at the first
+// bad element.
 #pragma once
 
 #include "nanlocator/locate/verdict.hpp"
@@ -7,7 +7,7 @@
 
 namespace nanlocator::inline locate_room {
 
-/// Detail::none where the operands at the first bad element were not recorded, or explain nothing.
+/// Detail::none if those operands were not recorded or explain nothing.
 [[nodiscard]] Detail detail_of(const Birth& birth);
 
 }  // namespace nanlocator::inline locate_room

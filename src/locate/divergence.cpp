@@ -12,12 +12,12 @@ namespace nanlocator::inline locate_room {
 namespace {
 
 // docs/causes.md, "Divergence", derives these numbers.
-constexpr std::size_t kFewestSteps = 5;         // that a climb is read from
+constexpr std::size_t kFewestSteps = 5;         // for a climb
 constexpr double kLeastGrowth = 1e3;            // over all its steps
-constexpr double kLeastGrowthBesideJump = 1e2;  // without its largest step
+constexpr double kLeastGrowthBesideJump = 1e2;  // without its largest rise
 constexpr double kLeastTop = 1.0;
-constexpr std::int64_t kLargestGap = 4;  // steps between the last one seen and the finding
-/// fp32 cannot hold the sum of so large gradients' squares: step_rules.cpp derives it.
+constexpr std::int64_t kLargestGap = 4;  // steps between the last recorded one and the finding
+/// fp32 cannot hold the sum of squares of gradients this large; step_rules.cpp derives the limit.
 constexpr double kTooLarge = 1e15;
 
 struct Maximum {
@@ -25,7 +25,7 @@ struct Maximum {
   double value = 0;
 };
 
-/// How the largest gradient of a rank went up.
+/// A rise of a rank's largest gradient.
 struct Climb {
   const RankEvidence* rank = nullptr;
   Maximum first;
@@ -35,14 +35,14 @@ struct Climb {
   [[nodiscard]] double growth() const { return last.value / first.value; }
 };
 
-/// True where this step's own gradients belong to its history: none was bad on the rank.
+/// True if this step's own gradients belong to its history: none was bad on the rank.
 bool is_finite_step(const RankEvidence& rank) {
   return rank.bad(Phase::grad_local).empty() && rank.bad(Phase::grad_reduced).empty() &&
          rank.bad(Phase::grad_norm).empty();
 }
 
-/// Up to the step before the finding; with it, where its gradients are finite. Steps in which every
-/// gradient was zero say nothing.
+/// Maxima up to the step before the finding, or including it if its gradients are finite. Steps
+/// whose gradients were all zero are skipped.
 std::vector<Maximum> maxima_of(const RankEvidence& rank) {
   std::vector<Maximum> maxima;
   const auto& ledger = rank.ledger();
@@ -75,7 +75,7 @@ std::optional<Climb> climb_of(const RankEvidence& rank) {
     largest_step = std::max(largest_step, step);
     if (steps + 1 < kFewestSteps) continue;
     if (4 * rises < 3 * steps) {
-      if (steps + 1 == kFewestSteps) return std::nullopt;  // it was over before the finding
+      if (steps + 1 == kFewestSteps) return std::nullopt;  // the climb ended before the finding
       continue;
     }
     const Climb climb{&rank, first, last, rises, steps};
@@ -110,16 +110,16 @@ class DivergenceRule {
   }
 
  private:
-  /// Where gradients of a healthy size could not have made it: parameters that are bad before the
-  /// step or after it have rules of their own.
+  /// False if no size of gradients could cause the origin: parameters that are bad before or after
+  /// the step have rules of their own.
   static bool may_be_overflow(const Origin& origin) {
     if (origin.cause == Cause::operator_overflow) return true;
     return origin.cause == Cause::unknown && origin.phase >= Phase::forward &&
            origin.phase <= Phase::grad_norm;
   }
 
-  /// An Inf; or a norm that is not finite though every gradient is, where one is so large that the
-  /// sum of squares has overflowed.
+  /// True for an Inf, or for a non-finite norm of finite gradients of which one is so large that
+  /// the sum of squares overflowed.
   bool is_overflow(const Origin& origin) const {
     if (origin.cause == Cause::operator_overflow) return true;
     if (origin.tensor) return origin.tensor->pos_inf + origin.tensor->neg_inf > 0;
@@ -130,8 +130,8 @@ class DivergenceRule {
            });
   }
 
-  /// The steepest one of the candidates; where none of them left a history, of those that did, if
-  /// most of them climbed.
+  /// The steepest climb of the candidates. If no candidate left a history, the steepest of the
+  /// other ranks, if most of them climbed.
   const Climb* climb_before(const Origin& origin) const {
     const bool is_of_candidates = has_known_candidate(origin);
     if (!is_of_candidates && 2 * climbs_.size() <= known_.size()) return nullptr;
@@ -165,7 +165,7 @@ class DivergenceRule {
             .parameter = climb.rank->ledger().history->parameter};
   }
 
-  /// What speaks against a divergence.
+  /// Adds the evidence against a divergence.
   void add_jump(Origin& origin) const {
     if (!has_known_candidate(origin)) return;
     const RankEvidence* largest = nullptr;
@@ -190,7 +190,7 @@ class DivergenceRule {
   }
 
   const Incident& incident_;
-  std::set<int> known_;  // who kept a history of the steps before
+  std::set<int> known_;  // ranks with a history of the steps before
   std::vector<Climb> climbs_;
 };
 

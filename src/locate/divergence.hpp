@@ -1,4 +1,4 @@
-// Training that diverges overflows in the end; the place of the overflow is not its cause.
+// Diverging training eventually overflows; the place of the overflow is not its cause.
 #pragma once
 
 #include <vector>
@@ -8,9 +8,9 @@
 
 namespace nanlocator::inline locate_room {
 
-/// Last pass over the origins: an overflow before which the largest gradients had climbed for
-/// several steps becomes `divergence`, with its place and its confidence; of one that came in a
-/// single jump the evidence says so. docs/causes.md, "Divergence".
+/// Last pass over the origins. An overflow after several steps of climbing maxima of the gradients
+/// becomes `divergence`, with its place and confidence. For an overflow after a single jump, the
+/// evidence says so. docs/causes.md, "Divergence".
 void judge_divergence(const Incident& incident, std::vector<Origin>& origins);
 
 }  // namespace nanlocator::inline locate_room

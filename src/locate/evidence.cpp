@@ -11,7 +11,7 @@ namespace nanlocator::inline locate_room {
 
 namespace {
 
-/// As far as the first bad element and the count of bad elements tell.
+/// True as far as the first bad element and the count of bad elements show.
 bool is_within(const TensorStats& stats, const std::optional<ElementRange>& shard) {
   return shard && shard->contains(stats.first_bad) &&
          (shard->row > 0 || stats.nonfinite() <= shard->end - stats.first_bad);
@@ -22,7 +22,7 @@ bool is_within(const TensorStats& stats, const std::optional<ElementRange>& shar
 RankEvidence::RankEvidence(const Ledger& ledger) : ledger_(&ledger) {
   std::map<Phase, std::unordered_set<std::string>> seen;
   for (const Sighting& sighting : ledger.sightings) {
-    if (sighting.stats.is_finite() || sighting.crossing) continue;  // crossings.hpp has those
+    if (sighting.stats.is_finite() || sighting.crossing) continue;  // crossings.hpp handles those
     if (sighting.phase == Phase::loss) bad_losses_.push_back(&sighting);
     BadParameter bad;
     bad.position = position_of(sighting);
@@ -35,7 +35,7 @@ RankEvidence::RankEvidence(const Ledger& ledger) : ledger_(&ledger) {
     } else if (sighting.parameter_id) {
       bad.name = "parameter " + std::to_string(*sighting.parameter_id);
     } else {
-      continue;  // a tensor that is no parameter: no rule of this level speaks of it
+      continue;  // not a parameter: no rule of this level uses it
     }
     if (!seen[sighting.phase].insert(bad.name).second) continue;
     auto& list = bad_[sighting.phase];
@@ -119,7 +119,7 @@ Incident::Incident(std::span<const Ledger> ledgers, int world_size) : world_size
   for (const Ledger& ledger : ledgers) ordered.push_back(&ledger);
   std::ranges::stable_sort(ordered, {}, [](const Ledger* each) { return each->coordinates.rank; });
 
-  ranks_.reserve(ordered.size());  // places point at its elements
+  ranks_.reserve(ordered.size());  // places point to its elements
   for (const Ledger* ledger : ordered) {
     const auto& coordinates = ledger->coordinates;
     const std::string name = "the ledger of rank " + std::to_string(coordinates.rank);
@@ -170,7 +170,8 @@ Incident::Incident(std::span<const Ledger> ledgers, int world_size) : world_size
   if (!silent_.empty()) place_silent_ranks(world_size);
 }
 
-/// The order of the ranks that answered places the others, where it is one (map/rank_order.hpp).
+/// Places silent ranks by the numbering of those that answered, if that is unambiguous
+/// (map/rank_order.hpp).
 void Incident::place_silent_ranks(int world_size) {
   std::vector<RankCoordinates> known;
   for (const RankEvidence& rank : ranks_) known.push_back(rank.coordinates());
@@ -187,9 +188,9 @@ void Incident::place_silent_ranks(int world_size) {
 }
 
 /// Expert-parallel groups are consecutive blocks of `ep` ranks of the data-parallel group with its
-/// context-parallel ranks (parallel_state.py, RankGenerator). A replica holds whole dp ranks: those
-/// of one block. Where ep does not divide evenly, all of them: too large a replica costs precision,
-/// too small a one would blame the wrong rank.
+/// context-parallel ranks (parallel_state.py, RankGenerator). A replica holds the whole dp ranks of
+/// one block. If ep does not divide evenly, it holds all of them: too large a replica costs
+/// precision, too small a one would blame the wrong rank.
 int Incident::replica_of(const Place& place) const noexcept {
   const int ep = layout_.ep.size, cp = layout_.cp.size;
   if (ep <= cp) return cp % ep == 0 ? place.dp : 0;

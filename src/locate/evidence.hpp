@@ -1,7 +1,7 @@
-// What the ledgers say, made askable: rank by rank, phase by phase, parameter by parameter.
+// The ledgers' content, indexed by rank, phase and parameter.
 //
-// In: ledgers in any order. Out: the same facts by rank, with the ranks that did not answer placed
-// in the layout where their place follows from the others'. No rule about faults lives here.
+// In: ledgers in any order. Out: the same facts by rank. Ranks that did not answer are placed in
+// the layout if their place follows from the others'. Rules about faults are elsewhere.
 #pragma once
 
 #include <cstddef>
@@ -18,19 +18,18 @@
 
 namespace nanlocator::inline locate_room {
 
-/// What a rank says of a parameter in a phase. `unknown`: it did not scan, or its answer was cut
-/// off.
+/// A rank's finding on a parameter in a phase. `unknown`: not scanned, or the ledger was cut off.
 enum class Status : std::uint8_t { unknown, clean, bad };
 
 /// A bad parameter of one rank in one phase.
 struct BadParameter {
-  std::string name;                     // of the sighting or of its id; never empty
-  std::optional<std::size_t> position;  // in the rank's backward order; empty where it is not in it
+  std::string name;                     // from the sighting or its id; never empty
+  std::optional<std::size_t> position;  // in the rank's backward order; empty if not in it
   const Sighting* sighting = nullptr;
-  bool is_owned = false;  // its bad elements are in the shard that the rank's optimizer updates
+  bool is_owned = false;  // the bad elements are in the shard that the rank's optimizer updates
 };
 
-/// A ledger by position in its backward order. The ledger must outlive it.
+/// A ledger indexed by position in its backward order. The ledger must outlive it.
 class RankEvidence {
  public:
   explicit RankEvidence(const Ledger& ledger);
@@ -43,16 +42,17 @@ class RankEvidence {
     return ledger_->backward_order[position];
   }
   [[nodiscard]] std::optional<std::size_t> position_of(std::string_view name) const;
-  /// The phase was scanned and the ledger is whole: what is not reported bad was clean.
+  /// True if the phase was scanned and the ledger is complete, so that parameters not reported bad
+  /// were clean.
   [[nodiscard]] bool scanned(Phase phase) const noexcept;
   [[nodiscard]] Status status(Phase phase, std::size_t position) const;
   [[nodiscard]] Status status(Phase phase, std::string_view name) const;
-  /// The largest finite magnitude of the parameter before the step; empty where it was not scanned.
+  /// The largest finite magnitude of the parameter before the step; empty if not scanned.
   [[nodiscard]] std::optional<double> weight_absmax(std::string_view name) const;
   /// In the order of the sightings, each parameter once.
   [[nodiscard]] std::span<const BadParameter> bad(Phase phase) const;
   [[nodiscard]] const BadParameter* find_bad(Phase phase, std::size_t position) const;
-  /// What the rank's own pass gave as its losses; as its ledger lists them.
+  /// Bad losses of the rank's own pass, in the ledger's order.
   [[nodiscard]] std::span<const Sighting* const> bad_losses() const noexcept { return bad_losses_; }
 
  private:
@@ -60,7 +60,7 @@ class RankEvidence {
   void index_positions() const;
 
   const Ledger* ledger_;
-  // Most ranks of most incidents are never asked: positions are indexed at the first question.
+  // Most ranks are never queried: positions are indexed at the first query.
   mutable std::unordered_map<std::string_view, std::size_t> position_by_name_;
   mutable std::unordered_map<std::int64_t, std::size_t> position_by_id_;
   mutable bool is_indexed_ = false;
@@ -90,19 +90,19 @@ class Incident {
   [[nodiscard]] std::span<const RankEvidence> ranks() const noexcept {
     return ranks_;
   }  // ascending
-  /// Every rank whose place is known, silent ones too; ascending.
+  /// Every rank with a known place, including silent ones; ascending.
   [[nodiscard]] std::span<const Place> places() const noexcept { return places_; }
   [[nodiscard]] const std::vector<int>& silent() const noexcept { return silent_; }
-  /// Silent ranks whose place in the layout does not follow from the others': they may be anywhere.
+  /// Silent ranks whose place in the layout cannot be inferred: they may be anywhere.
   [[nodiscard]] const std::vector<int>& unplaced() const noexcept { return unplaced_; }
   [[nodiscard]] bool has_cut_off_ledgers() const noexcept { return has_cut_off_ledgers_; }
-  /// Every rank's backward order was observed.
+  /// True if every rank's backward order was observed.
   [[nodiscard]] bool is_order_observed() const noexcept { return is_order_observed_; }
   [[nodiscard]] int pipeline_size() const noexcept { return layout_.pp.size; }
   [[nodiscard]] int world_size() const noexcept { return world_size_; }
   /// Null for a rank that is unplaced or outside the world.
   [[nodiscard]] const Place* place_of(int rank) const;
-  /// Which ranks exchange data before the data-parallel collective: equal numbers do.
+  /// Equal for ranks that exchange data before the data-parallel collective.
   [[nodiscard]] int replica_of(const Place& place) const noexcept;
   [[nodiscard]] const RankEvidence* find(int rank) const;
 

@@ -40,7 +40,7 @@ Findings::Findings(std::span<const Ledger> ledgers, int world_size)
   }
 }
 
-/// A shard that is bad is bad on every rank that gathers it.
+/// A bad shard is bad on every rank that gathers it.
 void Findings::remember_bad_weights(const Place& place) {
   for (const BadParameter& bad : place.evidence->bad(Phase::params_before)) {
     replicas_with_bad_weights_.insert(incident_.replica_of(place));

@@ -1,4 +1,4 @@
-// An origin as the first pass over the step shows it, before the births of a re-run are merged in.
+// An origin as found in the step's first pass, before a re-run's births are merged in.
 #pragma once
 
 #include <cstdint>
@@ -11,31 +11,32 @@
 
 namespace nanlocator::inline locate_room {
 
-/// What the origin was seen in: decides what may explain it or take its place.
+/// Where the origin was seen: decides which origins may explain or replace it.
 enum class FoundIn : std::uint8_t {
   weight,    // a parameter before the pass
-  sent,      // what a rank put into a collective or message, or its loss
-  received,  // what came out of one, though everything put in was finite
-  unseen,    // what came out of one into which a rank put what nobody knows
+  sent,      // a rank's input to a collective or message, or its loss
+  received,  // the bad result of one with finite inputs
+  unseen,    // the bad result of one with an unknown input
   flow,      // a stretch of gradients
-  isolated,  // a gradient by itself
-  late,      // a gradient that was clean on every holder when backward had ended
+  isolated,  // a single gradient
+  late,      // a gradient that was clean on every holder at the end of backward
   other,     // the norm's value, the update, a loss
 };
 
 struct FoundOrigin {
   Origin origin;
   FoundIn found_in = FoundIn::other;
-  std::set<int> microbatches;  // in which it was seen; empty: not known
+  std::set<int> microbatches;  // those of the sightings; empty: unknown
   std::string
-      first_bad_gradient;  // in backward order, of a fault in backward that was seen crossing
+      first_bad_gradient;  // in backward order, for a fault in backward that was seen in a crossing
 };
 
-/// `candidates`: ascending. Sets the coordinates where there is one, and the replica they share.
+/// `candidates`: ascending. Sets the coordinates if there is only one, and the replica if all share
+/// it.
 [[nodiscard]] Origin make_origin(const Incident& incident, Phase phase, Cause cause,
                                  Confidence confidence, const std::vector<int>& candidates);
 
-/// Replaces the candidates, and what follows from them.
+/// Replaces the candidates and everything derived from them.
 void set_candidates(Origin& origin, const Incident& incident, const std::vector<int>& candidates);
 
 }  // namespace nanlocator::inline locate_room

@@ -16,8 +16,8 @@
 namespace nanlocator::inline locate_room {
 namespace {
 
-/// More bad parameters by themselves on one rank than this are no single element's corruption, and
-/// may be a flow through a model whose structure the rules misread: not a sure thing any more.
+/// More isolated bad parameters on one rank than this are not the corruption of a single element.
+/// They may be a flow through a model whose structure the rules misread, so the confidence drops.
 constexpr std::size_t kFewIsolated = 4;
 
 class GradientRules {
@@ -42,8 +42,8 @@ class GradientRules {
     }
   }
 
-  /// The parameters of `keys` are bad in `phase`, and not every rank said what it saw before: the
-  /// flow through backward is looked for in what all ranks have in common.
+  /// `keys` are bad in `phase`, and not every rank reported the phase before: looks for a flow
+  /// through backward in the state common to all ranks.
   void judge_merged(const std::set<ParameterKey>& keys, Phase phase) {
     if (keys.empty()) return;
     Places places;
@@ -94,8 +94,8 @@ class GradientRules {
                                [&](int rank) { return findings_.is_explained_by_crossings(rank); });
   }
 
-  /// What gradients know of a fault in backward that was seen crossing: the clean parameter before
-  /// it and the first bad one.
+  /// Adds gradients' evidence to a fault in backward that was seen in a crossing: the first bad
+  /// parameter and the clean one before it.
   void hand_to_boundary_origin(const Stage& stage, const Cell& cell, std::size_t step) {
     for (FoundOrigin& found : findings_.found()) {
       Origin& origin = found.origin;
@@ -112,8 +112,8 @@ class GradientRules {
     }
   }
 
-  /// One flow for all lanes: a NaN may have crossed between them (context-parallel attention,
-  /// expert dispatch). Marks other lanes' experts as explained.
+  /// Finds one flow for all lanes, because a NaN may have crossed between them (context-parallel
+  /// attention, expert dispatch). Marks other lanes' experts as explained.
   std::optional<Flow> judge_flow(std::vector<Lane>& lanes, const Places& places, Phase phase) {
     std::vector<std::optional<Flow>> flows;
     for (Lane& lane : lanes) flows.push_back(find_flow(lane));
@@ -155,7 +155,7 @@ class GradientRules {
     return flow;
   }
 
-  /// With expert parallelism a lane's token gradients pass through other lanes' experts: those are
+  /// With expert parallelism, a lane's token gradients pass through other lanes' experts: those are
   /// bad although their own lane's dense parameters are clean.
   static void explain_crossings(std::vector<Lane>& lanes, const Lane& first, const Flow& flow) {
     const Stage& start_stage = first.stages[flow.start.stage];
@@ -178,7 +178,7 @@ class GradientRules {
     }
   }
 
-  /// One of the ranks scanned the losses of the step, and none saw a bad one.
+  /// True if one of the ranks scanned the step's losses and no rank saw a bad one.
   static bool has_finite_loss(const Places& places) {
     bool has_scanned = false;
     for (const Place* place : places) {
@@ -225,8 +225,8 @@ class GradientRules {
     const std::int64_t count = flow.bad_steps;
     Facts& facts = origin.facts;
     if (flow.may_come_from_forward) {
-      // What changes all gradients after backward hides the one that was bad first, but for an only
-      // one.
+      // An operation that changes all gradients after backward hides which was bad first, unless
+      // only one is bad.
       const bool is_loss_finite = has_finite_loss(places);
       if (is_one_rank && (!is_loss_finite || count == 1)) {
         set_parameter(origin, name, *start.sighting);
@@ -239,8 +239,7 @@ class GradientRules {
     } else {
       set_parameter(origin, name, *start.sighting);
       set_neighbours(origin, stage, cell, flow.start.step);
-      // A stretch that stayed on one tensor-parallel rank did not travel with activations'
-      // gradients.
+      // A stretch confined to one tensor-parallel rank did not travel with activations' gradients.
       const bool has_travelled = flow.reached_other_tp_ranks || stage.cells.size() == 1;
       if (has_travelled) origin.direction = Direction::backward;
       Fact seen{.kind = FactKind::gradients_bad_to_the_end, .count = count, .parameter = name};
@@ -268,7 +267,7 @@ class GradientRules {
     findings_.add_origin(std::move(origin), FoundIn::flow);
   }
 
-  // ---- bad, and spread nowhere ----
+  // ---- isolated bad gradients ----
 
   struct Isolated {
     StepPlace place;
@@ -283,7 +282,7 @@ class GradientRules {
     const std::size_t first_new = findings_.found().size();
     for (std::size_t s = 0; s < lane.stages.size(); ++s) {
       const Stage& stage = lane.stages[s];
-      std::set<std::string_view> done;  // duplicates that are bad on all ranks: one origin
+      std::set<std::string_view> done;  // duplicates that are bad on all ranks: one origin each
       for (std::size_t c = 0; c < stage.cells.size(); ++c) {
         for (std::size_t i = 0; i < stage.cells[c].steps.size(); ++i) {
           const Step& step = stage.cells[c].steps[i];
@@ -347,8 +346,8 @@ class GradientRules {
     } else if ((is_duplicate || step.parameter->may_be_untouched) &&
                !has_clean_witness_after(lane, at) &&
                (phase != Phase::grad_local || !findings_.have_only_finite_crossings(places))) {
-      // Nothing that backward visits later vouches for the activations' gradients: with sequence
-      // parallelism another rank's partial sum could have put it here.
+      // No later gradient of backward shows that activations' gradients were clean: with sequence
+      // parallelism, another rank's partial sum could have put the bad value here.
       isolated.ranks = all;
       isolated.may_have_arrived = true;
     }
@@ -356,9 +355,9 @@ class GradientRules {
   }
 
   // Embeddings are added before their sum is scattered over the sequence, and backward gathers it
-  // first (language_model_embedding.py): a bad value that came from the layers is in the position
-  // embeddings' gradient on every tensor-parallel rank. Where one of those copies is clean, it did
-  // not come from there.
+  // first (language_model_embedding.py). A bad value from the layers is therefore in the position
+  // embeddings' gradient on every tensor-parallel rank; if one of those copies is clean, it came
+  // from elsewhere.
   static bool is_embedding(const ParameterRecord& parameter) {
     return parameter.name.starts_with("embedding.");
   }
@@ -375,7 +374,7 @@ class GradientRules {
     const auto& own = lane.stages[at.stage].cells[at.cell].steps;
     const std::string_view layer = layer_of(own[at.step].parameter->name);
     for (std::size_t i = at.step + 1; i < own.size(); ++i) {
-      // Where the order was not observed, only other layers are known to come after.
+      // If the order was not observed, only other layers are known to come after.
       const bool is_after = lane.is_order_observed || layer_of(own[i].parameter->name) != layer;
       if (is_after && is_clean_witness(lane.stages[at.stage], own[i])) return true;
     }
@@ -467,7 +466,8 @@ class GradientRules {
         continue;
       }
       std::set<int> ranks(entry.ranks.begin(), entry.ranks.end());
-      // Without an order nothing says what it received: everyone who exchanges with this rank.
+      // Without an order, the gradient may have been received from any rank that exchanges with
+      // this one.
       for (const Place* place : places) {
         if (place->dp == lane.dp || phase != Phase::grad_local) ranks.insert(place->rank);
       }
@@ -481,8 +481,8 @@ class GradientRules {
     }
   }
 
-  /// A bad loss makes every gradient of its replica bad, before replicas exchange anything. Where
-  /// the losses of the others are finite, it is the one.
+  /// A bad loss makes every gradient of its replica bad before replicas exchange anything. If the
+  /// other replicas' losses are finite, only the replicas with a bad loss remain candidates.
   void keep_replicas_with_bad_loss(Origin& origin) const {
     std::set<int> seen, bad, ranks;
     std::int64_t bad_values = 0;
@@ -511,8 +511,8 @@ class GradientRules {
         {.kind = FactKind::other_losses_finite, .ranks = sorted(ranks), .count = bad_values});
   }
 
-  /// A stretch of many parameters was not made by a collective: some replica had it before. One
-  /// whose ranks all said that their gradients were clean did not.
+  /// A stretch of many parameters was not made by a collective: some replica had it before.
+  /// Replicas whose ranks all reported clean gradients are excluded.
   void keep_unseen_replicas(Origin& origin) const {
     if (!findings_.incident().unplaced().empty()) return;
     std::set<int> unseen;

@@ -1,5 +1,5 @@
-// Gradients before any data-parallel collective: a stretch that flowed through backward, or a bad
-// gradient by itself. docs/causes.md has the rules.
+// Rules for gradients before any data-parallel collective: a stretch that flowed through backward,
+// or an isolated bad gradient. docs/causes.md has them.
 #pragma once
 
 #include <set>
@@ -8,11 +8,11 @@
 
 namespace nanlocator::inline locate_room {
 
-/// Replica by replica, phase grad_local.
+/// Judges phase grad_local, replica by replica.
 void judge_local_gradients(Findings& findings);
 
-/// `keys` are bad in `phase`, after the reduction, and not every rank said what it saw before: the
-/// same is looked for in what all ranks have in common, with less confidence.
+/// `keys` are bad in `phase`, after the reduction, and not every rank reported the phase before.
+/// Looks for the same in the state common to all ranks, with less confidence.
 void judge_merged_gradients(Findings& findings, const std::set<ParameterKey>& keys, Phase phase);
 
 }  // namespace nanlocator::inline locate_room

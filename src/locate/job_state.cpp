@@ -5,7 +5,7 @@
 namespace nanlocator::inline locate_room {
 namespace {
 
-/// Of one origin; `before`: of Restart::before_step.
+/// The advice from one origin; `before` belongs to Restart::before_step.
 struct Advice {
   Restart restart = Restart::unknown;
   std::optional<std::int64_t> before{};
@@ -13,7 +13,7 @@ struct Advice {
 
 Advice advice_on_stored_value(const Origin& origin,
                               std::optional<std::int64_t> weights_finite_after) {
-  // The optimizer's state may have been bad before its weights were.
+  // The optimizer's state may have been bad before its weights.
   if (origin.cause != Cause::bad_weight || !weights_finite_after) return {Restart::check_first};
   return {Restart::before_step, *weights_finite_after + 1};
 }
@@ -23,7 +23,7 @@ bool was_bad_in_replay(const Fact& fact) {
          fact.conclusion != name_of(ReplayConclusion::not_replayed);
 }
 
-/// The same data, weights and random numbers give it again.
+/// True if the same data, weights and random numbers reproduce the fault.
 bool is_deterministic(const Origin& origin) {
   switch (origin.cause) {
     case Cause::bad_input:
@@ -51,11 +51,12 @@ Advice advice_on(const Origin& origin, const RerunOutcome& rerun,
     }
     case Cause::not_reproduced:
       return {Restart::latest};
-    case Cause::uninitialised_memory:  // that held what happened to lie there
-    case Cause::race:                  // who comes first
+    case Cause::uninitialised_memory:  // the memory held leftover data
+    case Cause::race:                  // depends on which access came first
       return {Restart::unknown};
     case Cause::optimizer_update:
-      if (origin.detail == Detail::sqrt_of_negative) return {Restart::check_first};  // its moments
+      if (origin.detail == Detail::sqrt_of_negative)
+        return {Restart::check_first};  // its moments are bad
       break;
     case Cause::memory_corruption:
       return {rerun.reproduced == true && !has_fact(origin.facts, FactKind::gone_in_rerun)
@@ -69,14 +70,14 @@ Advice advice_on(const Origin& origin, const RerunOutcome& rerun,
   }
   if (origin.phase == Phase::params_after) return {Restart::before_step, origin.iteration};
   if (is_deterministic(origin)) return {Restart::repeats};
-  // The re-run ends with backward: what came after it was not executed again.
+  // The re-run ends with backward: later phases were not executed again.
   if (!rerun.reproduced || origin.phase > Phase::grad_local) return {Restart::unknown};
   if (!*rerun.reproduced && !rerun.not_restored.empty()) return {Restart::unknown};
   const bool is_gone = !*rerun.reproduced || has_fact(origin.facts, FactKind::gone_in_rerun);
   return {is_gone ? Restart::latest : Restart::repeats};
 }
 
-/// Empty where a rank did not say.
+/// Empty if a rank did not report it.
 std::optional<bool> are_weights_finite(const Incident& incident) {
   const auto ranks = incident.ranks();
   const auto has_bad = [](const RankEvidence& rank) {

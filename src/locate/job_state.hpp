@@ -1,4 +1,4 @@
-// What has become of the job, and from which checkpoint it can go on.
+// The job's state after a finding, and the checkpoint from which it can continue.
 #pragma once
 
 #include <vector>
@@ -8,7 +8,7 @@
 
 namespace nanlocator::inline locate_room {
 
-/// Of origins that are complete: cause and facts are final.
+/// The origins must be complete: cause and facts are final.
 [[nodiscard]] JobState job_state_of(const Incident& incident, const std::vector<Origin>& origins,
                                     const RerunOutcome& rerun);
 

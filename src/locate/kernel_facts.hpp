@@ -1,4 +1,4 @@
-// What executing a kernel's call again has shown, as facts.
+// The results of executing a kernel's call again, as facts.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace nanlocator::inline locate_room {
 
-/// `kernel`: its name.
+/// `kernel`: the kernel's name.
 void append_kernel_facts(Facts& facts, const KernelReplay& replay, const std::string& kernel);
 
 }  // namespace nanlocator::inline locate_room

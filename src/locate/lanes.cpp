@@ -8,11 +8,11 @@
 namespace nanlocator::inline locate_room {
 namespace {
 
-/// The stages of a lane while it is filled: backward visits the highest index first.
+/// A lane's stages while it is filled: backward visits the highest index first.
 using Stages = std::map<std::int64_t, std::map<int, std::vector<const Place*>>, std::greater<>>;
 
-/// Which ranks stand where. A rank that did not answer, or knows no parameters, stands in every
-/// stage of its pipeline rank that the others know of.
+/// Assigns ranks to stages. A rank that did not answer, or knows no parameters, is in every stage
+/// of its pipeline rank that the others know.
 Stages lay_out(std::span<const Place* const> places, int pipeline_size) {
   std::set<std::int64_t> indices;
   std::set<int> pipeline_ranks;
@@ -110,7 +110,8 @@ bool have_one_order(const Stage& stage) {
   return true;
 }
 
-/// What is bad, but stands in no cell: unknown names, and other ranks' experts in a merged lane.
+/// Adds bad parameters that are in no cell: unknown names, and other ranks' experts in a merged
+/// lane.
 void add_unplaced(Lane& lane, std::span<const Place* const> places, Phase phase,
                   const BadFilter& keep) {
   std::set<std::string_view> placed_names;
@@ -166,7 +167,7 @@ Lane make_lane(const Incident& incident, std::span<const Place* const> places, P
         }
       }
     }
-    // Positions of different orders cannot be compared: then only layers can.
+    // Positions in different orders cannot be compared; only layers can.
     if (!have_one_order(stage)) lane.is_order_observed = false;
     lane.stages.push_back(std::move(stage));
   }

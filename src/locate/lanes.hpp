@@ -1,4 +1,4 @@
-// Lays ranks out as lanes: what backward visits one after the other (backward_flow.hpp).
+// Arranges ranks as lanes: the stages that backward visits in sequence (backward_flow.hpp).
 #pragma once
 
 #include <functional>
@@ -10,15 +10,15 @@
 
 namespace nanlocator::inline locate_room {
 
-/// Which bad parameters a lane shall hold; the others count as not scanned.
+/// Selects the bad parameters of a lane; the others count as not scanned.
 using BadFilter = std::function<bool(const RankEvidence&, const BadParameter&)>;
 
 /// One lane per (dp, cp) among `places`, ascending. The places must outlive the lanes.
 [[nodiscard]] std::vector<Lane> make_lanes(const Incident& incident,
                                            std::span<const Place* const> places, Phase phase);
 
-/// All `places` as one lane: a parameter is bad where it is bad on some data-parallel rank, clean
-/// where one that scanned it found it clean.
+/// All `places` as one lane. A parameter is bad if it is bad on some data-parallel rank, clean if a
+/// rank that scanned it found it clean.
 [[nodiscard]] Lane make_merged_lane(const Incident& incident, std::span<const Place* const> places,
                                     Phase phase, const BadFilter& keep);
 

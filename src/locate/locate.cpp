@@ -49,7 +49,7 @@ class Locator {
     judge_local_gradients(findings_);
     judge_reduced_gradients(findings_);
     judge_norm_gradients(findings_);
-    // A bad weight explains everything that its own replica made in the step.
+    // A bad weight explains everything that its own replica computed in the step.
     if (findings_.bad(Phase::params_before).empty()) {
       judge_updated_parameters(findings_);
       judge_norm_value(findings_);
@@ -158,7 +158,7 @@ class Locator {
     verdict_.job = job_state_of(findings_.incident(), verdict_.origins, verdict_.rerun);
     JobLayout layout;
     layout.first_rank = ranks.front().coordinates();
-    // Silent ranks are not listed, so that a host has as many as its last one's number says.
+    // Silent ranks are not listed, so the size of a host follows from its highest local rank.
     for (const RankEvidence& rank : ranks) {
       layout.ranks_per_host = std::max(layout.ranks_per_host, rank.coordinates().local_rank + 1);
     }

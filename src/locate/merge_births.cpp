@@ -16,7 +16,7 @@
 namespace nanlocator::inline locate_room {
 namespace {
 
-/// Facts about its way over the ranks' boundaries that a birth takes from the first pass.
+/// Limit on facts about crossings that a birth takes from the first pass.
 constexpr std::size_t kMostAdopted = 2;
 
 bool have_common(const std::vector<int>& a, const std::vector<int>& b) {
@@ -41,8 +41,8 @@ class Merge {
       : incident_(incident), found_(std::move(found)), rerun_(rerun) {
     for (BornOrigin& each : born) {
       std::set<int> replicas = replicas_of(each.origin.candidates);
-      replicas.merge(
-          replicas_of(each.receivers));  // a buffer that DistributedDataParallel broadcasts
+      // Receivers of a buffer that DistributedDataParallel broadcasts.
+      replicas.merge(replicas_of(each.receivers));
       born_.push_back({std::move(each), std::move(replicas), 0});
     }
   }
@@ -99,9 +99,9 @@ class Merge {
     return replicas;
   }
 
-  /// Where the first pass shows a collective that made something bad of finite parts, the trace's
-  /// "came out of a collective" says less: neither the parts nor the phase. A weight that was bad
-  /// before is what is gathered.
+  /// Drops births that only came out of a collective if the first pass shows a collective that made
+  /// something bad from finite inputs, because that finding also has the inputs and the phase. A
+  /// weight that was bad before the step is what was gathered.
   void drop_receipts() {
     std::erase_if(born_, [&](const Traced& each) {
       return each.born.is_received && std::ranges::any_of(found_, [&](const FoundOrigin& found) {
@@ -113,9 +113,9 @@ class Merge {
     });
   }
 
-  /// What crossings prove (this rank sent it bad, and all it had received was finite), a call that
-  /// the trace could not look into never disproves: a birth there that is on further ranks, or
-  /// behind the crossing, has been received by a way that the trace did not see.
+  /// Crossings can prove that this rank sent a bad value although it had received only finite ones.
+  /// A birth in a call that the trace could not follow does not disprove that: if it is on further
+  /// ranks or behind the crossing, it was received in a way that the trace did not see.
   void drop_opaque_receipts() {
     std::erase_if(born_, [&](const Traced& each) {
       if (!each.born.is_opaque) return false;
@@ -133,8 +133,8 @@ class Merge {
     });
   }
 
-  /// Its module's weights are among a call's inputs, also where the trace does not know their
-  /// memory (wrapper subclasses). What is gathered for several modules holds weights of all of
+  /// True if a bad weight of the birth's module was among the call's inputs, even if the trace does
+  /// not know its memory (wrapper subclasses). A gather for several modules holds weights of all of
   /// them.
   bool has_bad_weight(const Origin& born) const {
     const bool is_gathered = std::ranges::any_of(born.facts, [](const Fact& fact) {
@@ -155,7 +155,7 @@ class Merge {
            have_common(birth.origin.candidates, found.origin.candidates);
   }
 
-  /// In a later layer of forward, an earlier one of backward; false where that cannot be told.
+  /// True in a later layer of forward or an earlier one of backward; false if unknown.
   static bool is_behind(const Origin& born, const Origin& seen) {
     const auto at = number_of_layer(born.module), crossed_at = number_of_layer(seen.module);
     if (!at || !crossed_at) return false;
@@ -165,7 +165,7 @@ class Merge {
   static std::optional<int> number_of_layer(std::string_view module) {
     const std::string_view layer = layer_of(module);
     int number = 0;
-    const char* const begin = layer.data() + layer.rfind('.') + 1;  // from 0 without a dot
+    const char* const begin = layer.data() + layer.rfind('.') + 1;  // 0 if there is no dot
     const auto [end, error] = std::from_chars(begin, layer.data() + layer.size(), number);
     if (layer.empty() || error != std::errc{}) return std::nullopt;
     return number;
@@ -189,8 +189,8 @@ class Merge {
     const auto has_common_replica = [&] {
       return std::ranges::any_of(replicas, [&](int each) { return birth.replicas.contains(each); });
     };
-    // Of a forward birth backward may be the first that sends something bad: where it runs again
-    // in backward, or where only gradients depend on its result (an auxiliary loss).
+    // A forward birth may first be sent in backward: if it recurs in the recomputed forward, or if
+    // only gradients depend on its result (an auxiliary loss).
     const bool may_reach =
         born.direction == seen.direction ||
         (born.direction == Direction::forward && seen.direction == Direction::backward);
@@ -205,7 +205,7 @@ class Merge {
       case FoundIn::unseen:
         return has_common_replica() && (is_same_pass() || born.cause == Cause::bad_weight);
       case FoundIn::received:
-        return false;  // whatever is computed later, what was sent was finite
+        return false;  // later computations do not matter: what was sent was finite
       case FoundIn::flow:
         return seen.phase == Phase::grad_local ? has_common_replica() : has_common_rank;
       case FoundIn::isolated:
@@ -221,7 +221,7 @@ class Merge {
     return false;
   }
 
-  /// The clean parameters that bracket the fault, and the first gradient that it made bad, which
+  /// Takes the clean parameters around the fault and the first gradient that it made bad, which
   /// only the first pass shows.
   void adopt_neighbours(Origin& born) const {
     for (const FoundOrigin& found : found_) {
@@ -230,7 +230,8 @@ class Merge {
       const std::string& first_bad =
           seen.parameter.empty() ? found.first_bad_gradient : seen.parameter;
       if (first_bad.empty() && seen.clean_before.empty() && seen.clean_after.empty()) continue;
-      // In backward it is the first gradient that the birth made bad; a forward birth has none.
+      // In backward, the parameter is that of the first gradient that the birth made bad; a forward
+      // birth has none.
       if (born.parameter.empty() && born.direction != Direction::forward) {
         born.parameter = first_bad;
       }
@@ -240,7 +241,7 @@ class Merge {
     }
   }
 
-  /// The trace sees a division of zero by zero; that no label was counted only the loss tells.
+  /// The trace sees a division of zero by zero; only the loss shows that no label was counted.
   static void adopt_empty_loss(Origin& born, const Origin& seen) {
     const bool is_quotient = born.phase == Phase::loss || born.op.starts_with("aten::div");
     const bool is_open = born.cause == Cause::unknown || born.cause == Cause::operator_undefined;
@@ -259,7 +260,7 @@ class Merge {
     born.facts.push_back(std::move(seen));
   }
 
-  /// A weight whose bad elements one rank updates: the others have read what it has sent them.
+  /// One rank updates a weight's bad elements; the other ranks read what it sent them.
   static void leave_to_owners(Origin& born, const Origin& seen) {
     if (!std::ranges::includes(born.candidates, seen.candidates)) return;
     born.candidates = seen.candidates;
@@ -271,10 +272,10 @@ class Merge {
     });
   }
 
-  /// What the other copies of a weight are like, only the scan of all parameters tells.
+  /// Takes facts about other copies of a weight, which only the scan of all parameters has.
   static void adopt_copies(Origin& born, const Origin& seen) {
     if (born.parameter != seen.parameter) return;
-    // Of a shard the trace knows no more than its own elements.
+    // For a shard, the trace knows only its own elements.
     if (seen.tensor && born.tensor && born.tensor->shape != seen.tensor->shape) {
       born.tensor = seen.tensor;
     }
@@ -288,7 +289,7 @@ class Merge {
     }
   }
 
-  // ---- what the re-run says ----
+  // ---- the re-run ----
 
   const Rerun* finished_rerun_of(int rank) const {
     const RankEvidence* evidence = incident_.find(rank);
@@ -297,8 +298,8 @@ class Merge {
     return rerun && rerun->reproduced ? &*rerun : nullptr;
   }
 
-  /// Whether the gradient, or any of the candidates', was bad in the re-run, too; empty where some
-  /// candidate cannot say, or the first pass made none bad.
+  /// Whether the gradient, or any of the candidates' gradients, was bad in the re-run, too; empty
+  /// if a candidate cannot say, or if the first pass made none bad.
   std::optional<bool> is_bad_in_rerun(const FoundOrigin& found) const {
     if (found.origin.phase > Phase::grad_local || !had_bad_gradients(found)) return std::nullopt;
     const std::string& parameter = found.origin.parameter;
@@ -325,7 +326,7 @@ class Merge {
     });
   }
 
-  /// What was bad in the re-run of the replica has an origin of its own.
+  /// True if a birth explains the bad values in the replica's re-run.
   bool has_birth_in_replica(const FoundOrigin& found) const {
     const std::set<int> replicas = replicas_of(found.origin.candidates);
     return std::ranges::any_of(born_, [&](const Traced& each) {
@@ -338,7 +339,8 @@ class Merge {
     return std::ranges::all_of(ranks, [&](int rank) { return finished_rerun_of(rank) != nullptr; });
   }
 
-  /// `found` has no birth that explains it, and the step was bad again or not.
+  /// True if the fault did not recur. `found` has no birth that explains it; the step as a whole
+  /// may have been bad again.
   bool is_gone_in_rerun(const FoundOrigin& found) const {
     if (rerun_.reproduced == false) return true;
     if (rerun_.reproduced != true) return false;
@@ -348,7 +350,7 @@ class Merge {
         return is_bad_in_rerun(found) == false;
       case FoundIn::sent:
       case FoundIn::received:
-        // Gradients that were bad again say nothing of it where another birth made them bad.
+        // Gradients that were bad again are no evidence about it if another birth made them bad.
         return has_finished_everywhere(found.origin.candidates) &&
                (is_bad_in_rerun(found) == false || has_birth_in_replica(found));
       default:
@@ -356,7 +358,7 @@ class Merge {
     }
   }
 
-  /// What went wrong in a gather of weights is bad in all that is computed from them.
+  /// A fault in a gather of weights is in everything computed from them.
   void add_unseen_gathers(FoundOrigin& found) const {
     Facts& facts = found.origin.facts;
     if (found.found_in != FoundIn::flow || has_fact(facts, FactKind::weights_gathered_unseen))
@@ -366,8 +368,8 @@ class Merge {
     }
   }
 
-  /// Finite when it was sent and bad when it arrived: that is known without a re-run. A sum that
-  /// overflowed is computed again in it, unless it is that of the data-parallel reduction.
+  /// Finite when sent and bad on arrival: known without a re-run. The re-run computes an overflowed
+  /// sum again, except that of the data-parallel reduction.
   static bool is_witnessed(const Origin& origin) {
     return origin.cause == Cause::pipeline_transfer || origin.cause == Cause::collective_result ||
            (origin.cause == Cause::collective_sum && origin.phase > Phase::backward);
@@ -384,13 +386,13 @@ class Merge {
       }
       return;
     }
-    // From another state another outcome is no evidence against a machine.
+    // A different outcome from a different state is no evidence against a machine.
     if (rerun_.not_restored.empty()) origin.cause = Cause::not_reproduced;
     origin.place_confidence = std::min(origin.place_confidence, Confidence::medium);
   }
 
-  /// Whether what was received bad was sent once more in the re-run, and how it came out then. The
-  /// re-run ends with backward: gradients are not reduced again in it.
+  /// Adds whether the re-run repeated the bad transfer, and its outcome. The re-run ends with
+  /// backward, so gradients are not reduced again.
   void add_transfer(FoundOrigin& found, bool is_gone) const {
     const bool is_transfer = found.found_in == FoundIn::received ||
                              found.origin.cause == Cause::collective_result ||

@@ -1,8 +1,8 @@
-// Two scans of one step become one answer: what its first pass showed, and what its re-run (or the
-// same pass, traced) saw being born.
+// Merges two scans of one step: the findings of its first pass, and the births seen in its re-run
+// (or in the same pass, if traced).
 //
-// A birth is the sharper scan and takes the place of what it explains. What it does not explain
-// stays: a second, independent fault, or one that happened once and was gone in the re-run.
+// A birth is the more precise finding and replaces the findings that it explains. Others remain: a
+// second, independent fault, or one that happened once and was gone in the re-run.
 #pragma once
 
 #include <vector>
@@ -12,8 +12,8 @@
 
 namespace nanlocator::inline locate_room {
 
-/// Earliest phase first, births before what they do not explain; each with what the re-run says of
-/// it. `rerun` is rerun_of(incident).
+/// Earliest phase first, births before findings that they do not explain; each with the re-run's
+/// evidence. `rerun` is rerun_of(incident).
 [[nodiscard]] std::vector<Origin> merge_births(const Incident& incident,
                                                std::vector<FoundOrigin> found,
                                                std::vector<BornOrigin> born,

@@ -11,7 +11,7 @@
 namespace nanlocator::inline locate_room {
 namespace {
 
-/// Inf without NaN, next to finite elements within a factor `reach` of the dtype's largest.
+/// True for Inf without NaN beside finite elements within a factor `reach` of the dtype's largest.
 bool is_near_overflow(const Sighting& sighting, double reach) {
   const auto largest = largest_finite(sighting.dtype);
   const TensorStats& stats = sighting.stats;
@@ -54,7 +54,7 @@ OriginTensor tensor_of(const Sighting& sighting) {
 }
 
 std::optional<Fact> near_overflow(const Sighting& sighting) {
-  // 16: four binary orders; healthy gradients of any dtype stay far below.
+  // 16 is four binary orders; healthy gradients of any dtype stay far below.
   if (!is_near_overflow(sighting, 16)) return std::nullopt;
   return Fact{
       .kind = FactKind::near_overflow, .value = sighting.stats.absmax, .dtype = sighting.dtype};
@@ -87,7 +87,7 @@ std::optional<Fact> weights_gathered_unseen(const Incident& incident,
   for (const int each : ranks) {
     const RankEvidence* const rank = incident.find(each);
     if (rank == nullptr) continue;
-    const RankList* last = nullptr;  // neighbours are gathered from the same
+    const RankList* last = nullptr;  // neighbouring parameters have the same group
     for (const ParameterRecord& parameter : rank->ledger().backward_order) {
       const RankList& members = parameter.shard_group;
       if (members == RankList() || (last != nullptr && members == *last)) continue;

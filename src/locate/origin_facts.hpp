@@ -1,4 +1,4 @@
-// What several rules say of an origin's tensor.
+// Facts about an origin's tensor that several rules use.
 #pragma once
 
 #include <cstddef>
@@ -16,20 +16,20 @@ namespace nanlocator::inline locate_room {
 /// The number of elements; at most INT64_MAX.
 [[nodiscard]] std::int64_t numel_of(const std::vector<std::int64_t>& shape);
 [[nodiscard]] OriginTensor tensor_of(const Sighting& sighting);
-/// Forward and loss, backward, or none: what a phase is part of.
+/// The pass that a phase belongs to: forward (also for loss), backward, or none.
 [[nodiscard]] Direction direction_of(Phase phase) noexcept;
-/// A tensor with Inf and no NaN whose finite elements come close to its dtype's largest.
+/// For a tensor with Inf and no NaN whose finite elements come close to its dtype's largest.
 [[nodiscard]] std::optional<Fact> near_overflow(const Sighting& sighting);
 /// The sum of `members` finite addends may have overflowed.
 [[nodiscard]] std::optional<Fact> sum_near_overflow(const Sighting& sighting, std::size_t members);
 
-/// These ranks gather weights for each use of them, and not all of that was scanned.
+/// For ranks that gather weights at each use, if not all of the gathers were scanned.
 [[nodiscard]] std::optional<Fact> weights_gathered_unseen(const Incident& incident,
                                                           const std::vector<int>& ranks);
 
 /// "layers.3.norm in backward".
 [[nodiscard]] std::string place_of(const Origin& origin);
-/// Of a fault in several places: what `first` says of the others, in one fact of this kind.
+/// For a fault in several places: adds `where` to `first`'s one fact of this kind, or creates it.
 void add_elsewhere(Origin& first, FactKind kind, std::string where);
 
 }  // namespace nanlocator::inline locate_room

@@ -39,7 +39,7 @@ std::vector<Access> with(const std::vector<Access>& accesses, Concurrent other) 
   return some;
 }
 
-/// One for each place in the program, with the ranks that were there.
+/// One fact per place in the program, with its ranks.
 Facts facts_of(const std::vector<Access>& accesses) {
   Facts facts;
   std::vector<const UnorderedAccess*> known;
@@ -80,8 +80,8 @@ std::vector<Access> of(const Origin& origin, const std::vector<Access>& accesses
   return own;
 }
 
-/// What the candidates saw beside the step. A transfer that used the memory of a gradient made
-/// nothing of what came before it.
+/// Adds concurrent work that the candidates saw. A transfer that used a gradient's memory cannot
+/// have caused anything earlier.
 void add_concurrent(const Incident& incident, Origin& origin) {
   std::set<Concurrent> concurrent;
   for (const RankEvidence& rank : incident.ranks()) {
@@ -97,20 +97,21 @@ void add_concurrent(const Incident& incident, Origin& origin) {
   for (const auto each : concurrent) beside.names.emplace_back(name_of(each));
 }
 
-/// What may be a race as well as a fault of a machine.
+/// True if the cause may be a race as well as a machine fault.
 bool is_open(const Origin& origin) {
   return origin.cause == Cause::not_reproduced || origin.cause == Cause::memory_corruption ||
          origin.cause == Cause::collective_result || origin.cause == Cause::pipeline_transfer;
 }
 
-/// Those that used the memory too early; where it was seen on some of them, these.
+/// Replaces the candidates by the ranks that used the memory too early, unless some are candidates
+/// already.
 void narrow_to(const std::vector<Access>& accesses, Origin& origin) {
   std::vector<int> ranks;
   for (const auto& access : accesses) ranks.push_back(access.rank);
   ranks.erase(std::ranges::unique(ranks).begin(), ranks.end());
   std::vector<int> common;
   std::ranges::set_intersection(ranks, origin.candidates, std::back_inserter(common));
-  if (!common.empty() || ranks.empty()) return;  // what was seen stays
+  if (!common.empty() || ranks.empty()) return;  // the observed ranks remain
   origin.is_on_every_candidate = true;
   origin.coordinates.reset();
   origin.data_parallel_replica.reset();
@@ -139,8 +140,8 @@ bool is_finite_serialised(const RerunOutcome& rerun) {
 void judge_races(const Incident& incident, const RerunOutcome& rerun,
                  std::vector<Origin>& origins) {
   const auto accesses = accesses_of(incident);
-  const auto of_threads = with(accesses, Concurrent::thread);  // noted only where their order
-                                                               // makes the outcome
+  // Accesses of threads are recorded only if their order decides the outcome.
+  const auto of_threads = with(accesses, Concurrent::thread);
   const auto of_transfers = with(accesses, Concurrent::transfer);
   const auto of_streams = with(accesses, Concurrent::stream);
   const bool is_gone = rerun.reproduced == false;

@@ -62,25 +62,25 @@ class ReductionRules {
   }
 
  private:
-  /// Parameters whose gradients are bad on the same ranks, while others hold clean copies.
+  /// Parameters whose gradients are bad on the same ranks, while other ranks hold clean copies.
   struct OwnCopies {
     const std::vector<BadOnRank>* first = nullptr;  // in backward order
     std::int64_t parameters = 0;
   };
 
-  /// What these ranks got out of a reduction is an origin already.
+  /// True if the result of a reduction on these ranks is an origin already.
   bool is_of_bad_reduction(const std::vector<BadOnRank>& bad) const {
     return std::ranges::all_of(
         bad, [&](const BadOnRank& each) { return findings_.has_bad_reduction(each.rank->rank()); });
   }
 
-  /// Not every rank said what these were before. Where a rank had bad weights they are taken for
-  /// what those made.
+  /// Not every rank reported these in the phase before. If a rank had bad weights, those are taken
+  /// as the cause.
   void judge_unseen_before(const std::set<ParameterKey>& keys, Phase phase) {
     if (findings_.bad(Phase::params_before).empty()) judge_merged_gradients(findings_, keys, phase);
   }
 
-  /// Every rank that may hold the parameter scanned it in `phase`, and found it clean.
+  /// True if every rank that may hold the parameter scanned it in `phase` and found it clean.
   bool is_clean_on_all_holders(const ParameterKey& key, const std::vector<BadOnRank>& bad,
                                Phase phase) const {
     if (!findings_.incident().unplaced().empty()) return false;
@@ -95,8 +95,8 @@ class ReductionRules {
     });
   }
 
-  /// Another data-parallel rank of a bad rank's group holds the same elements, and clean: an
-  /// all-reduce gives all of them the same result, so the bad copy went bad where it lies.
+  /// True if another data-parallel rank of a bad rank's group holds the same elements, clean. An
+  /// all-reduce gives all of them the same result, so the bad copy was damaged after it.
   bool has_clean_copy(const std::vector<BadOnRank>& bad) const {
     return std::ranges::all_of(bad, [&](const BadOnRank& each) {
       const RankCoordinates& own = each.rank->coordinates();
@@ -124,8 +124,7 @@ class ReductionRules {
     findings_.add_origin(std::move(origin));
   }
 
-  /// What goes wrong between the same ranks does so with every gradient that they reduce: the first
-  /// one leads.
+  /// A fault between the same ranks affects every gradient that they reduce: the first one leads.
   void add_collective_origin(const std::vector<BadOnRank>& bad) {
     Origin origin = collective_origin_of(bad);
     const auto known = std::ranges::find_if(collective_origins_, [&](const Origin& each) {
@@ -151,7 +150,7 @@ class ReductionRules {
     std::set<int> members, clean;
     for (const auto& group : groups) {
       for (const Place* place : findings_.groups().at(group)) {
-        // Of tied parameters each stage knows its own name.
+        // Tied parameters have a different name on each stage.
         const auto holds = [&](std::string_view each) {
           return place->evidence->position_of(each).has_value();
         };
@@ -199,7 +198,7 @@ class ReductionRules {
     return origin;
   }
 
-  /// Clean after the reduction; or before it, where there is nobody to reduce with.
+  /// True if clean after the reduction, or before it if there is no rank to reduce with.
   bool was_clean_before_norm(const RankEvidence& rank, const std::string& name) const {
     if (rank.status(Phase::grad_reduced, name) == Status::clean) return true;
     const auto& at = rank.coordinates();
@@ -213,7 +212,7 @@ class ReductionRules {
     const bool is_shared_further = key.tp == -1 || key.pp == -1;
     std::set<int> blind;
     if (is_shared_further) blind = findings_.blind_holders(key, Phase::grad_norm);
-    // What a rank that said nothing sent may have come from anywhere in its replica.
+    // What a silent rank sent may have come from anywhere in its replica.
     for (const Place& place : findings_.incident().places()) {
       if (!blind.contains(place.rank)) continue;
       for (const Place* mate : findings_.replicas().at(findings_.incident().replica_of(place))) {

@@ -66,7 +66,8 @@ class StepRules {
 
   void judge_updates() {
     if (findings_.bad(Phase::params_after).empty() || findings_.is_any_gradient_bad()) return;
-    if (rank_with_bad_norm() != nullptr) return;  // the norm explains it; judge_norm_value names it
+    if (rank_with_bad_norm() != nullptr)
+      return;  // the norm explains it, and judge_norm_value reports it
     const std::set<int> unseen = ranks_without_gradients();
     for (const auto& [key, bad] : findings_.in_backward_order(findings_.bad(Phase::params_after))) {
       if (findings_.is_full(Phase::params_after)) continue;
@@ -111,8 +112,8 @@ class StepRules {
     std::set<int> candidates = ranks;
     const std::set<int> unseen = ranks_without_gradients();
     candidates.insert(unseen.begin(), unseen.end());
-    // The square of one fp32 number above sqrt(FLT_MAX) = 1.8e19 overflows; with many elements
-    // smaller ones do, but not below 1e15: FLT_MAX / 1e30 is 3e8 elements of that size.
+    // The square of one fp32 number above sqrt(FLT_MAX) = 1.8e19 overflows. With many elements,
+    // smaller ones do too, but not below 1e15: FLT_MAX / 1e30 is 3e8 elements of that size.
     const bool can_overflow = largest > 1e15;
     Origin origin = findings_.make_origin(Phase::grad_norm, Cause::unknown, Confidence::low,
                                           sorted(candidates));
@@ -134,8 +135,8 @@ class StepRules {
     findings_.add_origin(std::move(origin));
   }
 
-  /// A loss that is bad though no gradient is: zero times NaN on a masked token, a mean over no
-  /// labels, whose derivative autograd takes as zero.
+  /// A bad loss with finite gradients: zero times NaN on a masked token, or a mean over no labels,
+  /// whose derivative autograd takes as zero.
   void judge_losses() {
     if (findings_.is_any_gradient_bad() || !findings_.found().empty()) return;
     std::set<int> ranks;
@@ -157,12 +158,12 @@ class StepRules {
   }
 
  private:
-  /// Each rank keeps other elements: bad ones are those of the ranks that keep them, whoever
-  /// gathers them.
+  /// Each rank keeps other elements: bad ones belong to the ranks that keep them, whichever ranks
+  /// gather them.
   void judge_weight_in_shards(const std::vector<BadOnRank>& bad) {
     const Sighting& sighting = *bad.front().bad->sighting;
     const std::string& name = bad.front().bad->name;
-    // What others have gathered and keep (ZeRO-3's persistent parameters) is as bad.
+    // Gathered weights that other ranks keep (ZeRO-3's persistent parameters) are bad, too.
     const std::set<int> kept = owners_of(bad);
     const std::set<int> owners = kept.empty() ? ranks_of(bad) : kept;
     std::set<int> gathering, clean;
@@ -211,8 +212,8 @@ class StepRules {
     return nullptr;
   }
 
-  /// Ranks whose gradients were not seen at any phase: theirs may have been bad, and through the
-  /// norm every rank's parameters would be.
+  /// Ranks whose gradients were not seen in any phase. If theirs were bad, the norm would make
+  /// every rank's parameters bad.
   std::set<int> ranks_without_gradients() const {
     std::set<int> ranks(findings_.incident().silent().begin(), findings_.incident().silent().end());
     for (const RankEvidence& rank : findings_.incident().ranks()) {

@@ -1,18 +1,18 @@
-// What stands at a step's ends: parameters before it and after it, the norm, the loss.
-// docs/causes.md has the rules.
+// Rules for a step's ends: parameters before and after it, the norm, the loss. docs/causes.md has
+// them.
 #pragma once
 
 #include "locate/findings.hpp"
 
 namespace nanlocator::inline locate_room {
 
-/// Phase params_before.
+/// Judges phase params_before.
 void judge_weights(Findings& findings);
-/// Phase params_after, where every gradient is finite.
+/// Judges phase params_after, if every gradient is finite.
 void judge_updated_parameters(Findings& findings);
-/// A norm that is not finite, where every gradient is.
+/// Judges a non-finite norm of finite gradients.
 void judge_norm_value(Findings& findings);
-/// A loss that is bad though no gradient is; last, where nothing else was found.
+/// Judges a bad loss with finite gradients; runs last, if nothing else was found.
 void judge_losses(Findings& findings);
 
 }  // namespace nanlocator::inline locate_room

@@ -1,4 +1,4 @@
-// The facts on an operator that used memory beside something else: in the file a kind for each.
+// The kinds of facts about an operator that used memory concurrently with something else.
 #pragma once
 
 #include "nanlocator/locate/fact.hpp"
@@ -6,7 +6,7 @@
 
 namespace nanlocator::inline locate_room {
 
-/// Of a write and of a read, by what used the memory, too.
+/// For a write and for a read, by the concurrent user of the memory.
 inline constexpr FactKind kUnordered[kNames<Concurrent>.size()][2] = {
     {FactKind::wrote_during_transfer, FactKind::read_during_transfer},
     {FactKind::wrote_beside_thread, FactKind::read_beside_thread},
@@ -17,7 +17,7 @@ inline constexpr FactKind kUnordered[kNames<Concurrent>.size()][2] = {
   return kUnordered[static_cast<std::size_t>(other)][is_write ? 0 : 1];
 }
 
-/// A write where there is one.
+/// The write, if there is one, else the read.
 [[nodiscard]] inline const Fact* find_unordered(const Facts& facts, Concurrent other) noexcept {
   const Fact* const write = find_fact(facts, unordered_kind(other, true));
   return write != nullptr ? write : find_fact(facts, unordered_kind(other, false));

@@ -224,7 +224,7 @@ TEST(BirthOrigins, WhatAMemberHadReceivedBeforeAndPassedOnIsItsOriginAlone) {
   Verdict verdict = locate(ledgers, 2);
   ASSERT_EQ(verdict.origins.size(), 1u);
   EXPECT_EQ(verdict.origins[0].candidates, std::vector<int>{1});
-  ledgers[0].births[0].members = {0};  // of a group that rank 1 is not in
+  ledgers[0].births[0].members = {0};  // a group without rank 1
   EXPECT_EQ(locate(ledgers, 2).origins.size(), 2u);
   ledgers[0].births[0].members = {};
   ledgers[0].births[0].sighting.phase = Phase::forward;
@@ -421,7 +421,7 @@ TEST(BirthOrigins, AFaultThatIsGoneInTheRepeatAccusesNoMachineWithHighConfidence
 TEST(BirthOrigins, GoneNeedsEveryRanksWord) {
   std::vector<Ledger> ledgers = {ledger_of(0, 2), ledger_of(1, 2)};
   ledgers[0].rerun = Rerun{.reproduced = false};
-  ledgers[1].rerun = Rerun{};  // its repeat came to no end
+  ledgers[1].rerun = Rerun{};  // its re-run did not complete
   const Verdict verdict = locate(ledgers, 2);
   EXPECT_TRUE(verdict.rerun.done);
   EXPECT_FALSE(verdict.rerun.reproduced.has_value());
@@ -469,7 +469,7 @@ TEST(BirthOrigins, TheFirstOfManyBadWeightsLeadsWhicheverReachedALossFirst) {
     weight.sighting.module = name.substr(0, 4);
     ledger.births.push_back(weight);
   }
-  // The first weight's damage is seen through a descendant that comes after the second weight.
+  // The first weight's damage is seen in a descendant that comes after the second weight.
   ledger.births[0].reached.clear();
   Birth descendant = birth_of(BirthKind::nan_from_inf, Phase::forward, "aten::sub.Tensor");
   descendant.parent = 0;
@@ -507,7 +507,7 @@ TEST(BirthOrigins, OfABadWeightItIsSaidHowLargeTheCleanCopiesAre) {
   ledgers[0].births = {weight};
   for (const int peer : {1, 2}) ledgers[peer].sightings.clear();
   ledgers[1].coverage.push_back({Phase::params_before, {0, 1}, {0.5F, 8}});
-  ledgers[2].coverage.push_back({Phase::params_before, {1}, {9}});  // not of this weight
+  ledgers[2].coverage.push_back({Phase::params_before, {1}, {9}});  // another weight
   EXPECT_THAT(
       locate(ledgers, 3).origins.at(0).facts,
       HasFact(FactKind::copies_magnitude, OnRanks({0}), Field(&Fact::peers, ElementsAre(1)),
@@ -525,13 +525,14 @@ TEST(BirthOrigins, OfABadWeightItIsSaidWhatTheCleanCopiesHoldAtItsFirstBadElemen
     ledgers[peer].coverage.push_back({Phase::params_before, {0, 1}});
   }
   ledgers[1].weight_values = {{"body.weight", 4, 0.5}};
-  ledgers[2].weight_values = {{"body.weight", 3, 9}, {"body.bias", 4, 9}};  // asked for other ones
+  ledgers[2].weight_values = {{"body.weight", 3, 9},
+                              {"body.bias", 4, 9}};  // values of other elements
   EXPECT_THAT(locate(ledgers, 3).origins.at(0).facts,
               HasFact(FactKind::copies_value, OnRanks({0}), Field(&Fact::peers, ElementsAre(1)),
                       Field(&Fact::values, ElementsAre(Pair("1", 0.5)))));
 }
 
-/// Two tensor-parallel ranks, log(0) on rank 0 in microbatch 1, and a third rank that shares no
+/// Two tensor-parallel ranks with log(0) on rank 0 in microbatch 1, and a third rank that shares no
 /// group with it.
 std::vector<Ledger> ledgers_with_results() {
   std::vector<Ledger> ledgers;
@@ -574,7 +575,7 @@ TEST(BirthOrigins, ACollectiveThatGaveARankAnotherSumIsSuspectedBeforeTheOperato
   auto ledgers = ledgers_with_results();
   ledgers[0].collective_results[1].fingerprint = 1234;
   ledgers[0].collective_results[1].zeros = 1;
-  ledgers[0].collective_results[2].fingerprint = 5678;  // follows from it
+  ledgers[0].collective_results[2].fingerprint = 5678;  // a consequence
   const Origin origin = locate(ledgers, 3).origins.at(0);
   EXPECT_THAT(origin.facts,
               HasFact(FactKind::members_got_other_values, OnRanks({0}),
@@ -622,7 +623,7 @@ TEST(BirthOrigins, BesideAnOverflowStandsHowItsLargestWeightGrew) {
       facts, HasFact(FactKind::gradient_maxima, Field(&Fact::values, ElementsAre(Pair("6", 4.0)))));
 }
 
-// ---- what the update before has to do with a bad weight ----
+// ---- bad weights and the preceding update ----
 
 Ledger ledger_with_bad_weight() {
   Ledger ledger = ledger_of(0, 1);
@@ -664,7 +665,7 @@ TEST(BirthOrigins, AWeightThatTheUpdateLeftFiniteWasDamagedLaterByCodeOrMemory) 
   EXPECT_EQ(origin.action, Action::restore_copy);
   EXPECT_EQ(origin.owner, Owner::unknown);
 
-  ledger.weights_finite_after = ledger.iteration - 2;  // the step between was not scanned
+  ledger.weights_finite_after = ledger.iteration - 2;  // the step in between was not scanned
   origin = locate_one(ledger).origins.at(0);
   EXPECT_THAT(origin.facts, Not(HasFact(FactKind::finite_after_update)));
   EXPECT_EQ(origin.action, Action::check_checkpoint);
@@ -674,7 +675,7 @@ TEST(BirthOrigins, TheOptimizersFiniteCopyProvesDamageForNaNOnly) {
   Ledger ledger = ledger_with_bad_weight();
   ledger.optimizer_states = {{0, "main_param", {.numel = 4, .first_bad = -1}}};
   EXPECT_EQ(locate_one(ledger).origins.at(0).action, Action::restore_copy);
-  // The cast to half precision makes Inf of what is finite.
+  // The cast to half precision makes Inf from finite values.
   ledger.sightings[0].stats = {.numel = 4, .pos_inf = 1, .first_bad = 2};
   EXPECT_EQ(locate_one(ledger).origins.at(0).action, Action::check_checkpoint);
 }

@@ -1,4 +1,4 @@
-// What crosses between ranks, from a planted fault to the verdict.
+// Faults in transfers between ranks, from the planted fault to the verdict.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -55,7 +55,7 @@ TEST(Crossings, AnOperatorInForwardIsPinnedToItsRankMicrobatchAndModule) {
   EXPECT_EQ(origin.direction, Direction::forward);
   EXPECT_EQ(origin.microbatch, 2);
   EXPECT_EQ(origin.module, "decoder.layers.1.self_attention.linear_proj");
-  EXPECT_EQ(origin.op, "");  // born before it: the operator is not known
+  EXPECT_EQ(origin.op, "");  // it was born before the send: the operator is unknown
   EXPECT_EQ(origin.parameter, "");
   EXPECT_EQ(origin.place_confidence, Confidence::high);
   EXPECT_THAT(origin.facts,
@@ -165,7 +165,7 @@ TEST(Crossings, ABadWeightHidesNoFaultOfAnotherReplica) {
 }
 
 TEST(Crossings, WhereNothingBadCrossedAStretchOfGradientsIsItsOwnRanks) {
-  // The last that backward computes: the stage above sent nothing bad, so it is not possible.
+  // The last parameter of backward: the stage above sent nothing bad, so it is excluded.
   const Layout layout{.pp = 2, .dp = 2, .layers_per_stage = 1};
   const Verdict verdict = locate_all(layout, {{.plant = Plant::operator_backward, .is_mlp = true}});
   ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
@@ -206,7 +206,7 @@ TEST(Crossings, TwoFaultsOfTwoMicrobatchesInOneReplicaAreTwoOrigins) {
   EXPECT_EQ(verdict.origins[1].microbatch, 2);
 }
 
-// ---- the repeat ----
+// ---- the re-run ----
 
 TEST(Crossings, AOneOffGradientAndARepeatedOperatorAreTwoOriginsEachWithItsCause) {
   const Layout layout = four_by_two();
@@ -280,7 +280,7 @@ TEST(Crossings, AOneOffGradientStandsBesideABirthOfItsOwnReplica) {
   EXPECT_EQ(verdict.origins[1].cause, Cause::not_reproduced);
 }
 
-/// Rank 5 hands on something bad in backward; in the repeat it is traced to `birth`.
+/// Rank 5 sends something bad in backward; the re-run traces it to `birth`.
 Verdict locate_backward_fault(const TracedBirth& birth) {
   const Layout layout = four_by_two();
   const Fault fault{
@@ -306,7 +306,7 @@ TEST(Crossings, ABirthInAnAuxiliaryLossExplainsTheGradientsThatWereSent) {
 }
 
 TEST(Crossings, ABirthExplainsNoGradientThatWasCleanWhenBackwardHadEnded) {
-  const Layout layout{.tp = 2, .pp = 2};  // nobody to reduce with: it went bad on its rank
+  const Layout layout{.tp = 2, .pp = 2};  // no rank to reduce with: it went bad on its own rank
   const std::vector<Fault> faults = {
       {.plant = Plant::operator_backward, .tp = 1, .is_repeated = true},
       {.plant = Plant::reduced, .tp = 1, .stage = 0}};
@@ -317,8 +317,8 @@ TEST(Crossings, ABirthExplainsNoGradientThatWasCleanWhenBackwardHadEnded) {
   EXPECT_THAT(verdict.origins[1].candidates, ElementsAre(1));
 }
 
-/// Rank 1 sends something bad in forward, in layer 0; the trace calls a call off the dispatcher in
-/// `module` the birth, on `ranks`.
+/// Rank 1 sends something bad in forward, in layer 0. The trace names an undispatched call in
+/// `module` as the birth, on `ranks`.
 Verdict locate_with_opaque_birth(const std::string& module, const std::vector<int>& ranks) {
   const Layout layout = four_by_two();
   std::vector<Ledger> ledgers = ledgers_with_repeat(
@@ -362,7 +362,8 @@ TEST(Crossings, WhatIsBadAgainWithoutABirthIsNotCalledGone) {
        {.plant = Plant::operator_forward, .tp = 1, .dp = 1, .layer = 1, .is_repeated = true}},
       1);
   for (Ledger& ledger : ledgers) {
-    if (ledger.coordinates.dp.rank == 1) ledger.births.clear();  // the trace met a pybind kernel
+    if (ledger.coordinates.dp.rank == 1)
+      ledger.births.clear();  // the trace reached a pybind kernel
   }
   const Verdict verdict = locate(ledgers, layout.world());
   ASSERT_EQ(verdict.origins.size(), 2u) << text_of(verdict);
@@ -383,7 +384,7 @@ TEST(Crossings, ALossThatIsBadWithFiniteGradientsIsNotCalledGoneBecauseOfThem) {
   EXPECT_EQ(verdict.origins[0].phase, Phase::loss);
 }
 
-// ---- what did no harm, what is not known, what lies ----
+// ---- harmless values, unknown values, misleading ledgers ----
 
 TEST(Crossings, WhatReachedNeitherALossNorAGradientIsNoOrigin) {
   const Layout layout = four_by_two();
@@ -401,7 +402,7 @@ TEST(Crossings, WhatReachedNeitherALossNorAGradientIsNoOrigin) {
   Verdict verdict = locate(ledgers, layout.world());
   EXPECT_THAT(verdict.origins, IsEmpty()) << text_of(verdict);
   EXPECT_THAT(verdict.facts, HasFact(FactKind::masked_values));
-  // Where a rank of the replica did not answer, nobody knows what it reached.
+  // If a rank of the replica did not answer, it is unknown what the value reached.
   std::erase_if(ledgers, [](const Ledger& each) { return each.coordinates.rank == 5; });
   verdict = locate(ledgers, layout.world());
   ASSERT_EQ(verdict.origins.size(), 1u);
@@ -422,12 +423,12 @@ TEST(Crossings, WhatCameFromASilentRankNamesItAmongTheCandidates) {
               HasFact(FactKind::received_from_unknown, Field(&Fact::peers, ElementsAre(1))));
 }
 
-// ---- what nobody could scan ----
+// ---- unscanned transfers ----
 
 constexpr Fault kOnRank3 = {
     .plant = Plant::operator_forward, .tp = 1, .dp = 1, .layer = 1, .microbatch = 2};
 
-/// The sequence, in the tensor-parallel group, of the first bad thing that the rank sent.
+/// The sequence number, in the tensor-parallel group, of the rank's first bad send.
 std::int64_t first_sent_by(const std::vector<Ledger>& ledgers, int rank) {
   for (const Sighting& sighting : ledgers[rank].sightings) {
     if (sighting.crossing && sighting.crossing->group == "tp" && sighting.role == "sent") {
@@ -443,7 +444,7 @@ CrossingCoverage& tensor_parallel(Ledger& ledger) {
   });
 }
 
-/// Of both ranks of the group, ranks 2 and 3.
+/// A transfer on both ranks of the group, ranks 2 and 3, is not scanned.
 Verdict locate_unseen(std::int64_t before_the_bad_one, bool is_by_member,
                       bool has_unwatched = false) {
   const Layout layout = four_by_two();
@@ -598,7 +599,7 @@ std::string describe(const Layout& layout, const Fault& fault, unsigned seed) {
          text("mlp ", fault.is_mlp) + text("microbatch ", fault.microbatch);
 }
 
-/// The ranks that a whole answer must name.
+/// The ranks that a complete answer must name.
 std::vector<int> guilty_of(const Layout& layout, const Fault& fault) {
   std::vector<int> ranks;
   const bool is_everyone = fault.plant == Plant::sum_everywhere || fault.plant == Plant::empty_loss;
@@ -677,7 +678,7 @@ TEST_P(RandomCrossings, TheFaultIsPinnedToItsRankDirectionAndMicrobatch) {
     const std::vector<int> guilty = guilty_of(layout, fault);
     if (!has_crossing(layout, fault, seed) && fault.plant != Plant::weight) {
       EXPECT_THAT(origin.candidates,
-                  ::testing::IsSupersetOf(guilty));  // gradients are all there is
+                  ::testing::IsSupersetOf(guilty));  // only gradients are seen
       continue;
     }
     ++crossed;
@@ -727,14 +728,14 @@ TEST_P(RandomCrossings, TwoFaultsInTwoReplicasAreTwoOrigins) {
     layout.dp = 4;
     Fault first = random_fault(layout, random), second = random_fault(layout, random);
     first.dp = 0;
-    second.dp = 3;  // of another expert-parallel group
+    second.dp = 3;  // in another expert-parallel group
     first.is_repeated = random() % 2 == 0;
     second.is_repeated = random() % 2 == 0;
-    // Every rank's bad weights hide what its gradients say: docs/causes.md.
+    // Bad weights on all ranks hide the evidence in their gradients: docs/causes.md.
     if (first.plant == Plant::weight || second.plant == Plant::weight) continue;
     const Pass pass(layout, {first, second}, seed);
     if (!pass.has_struck(first) || !pass.has_struck(second)) continue;
-    // The same operator in two replicas is told as one, with a common cause.
+    // The same operator in two replicas is reported as one origin with a common cause.
     if (first.plant == Plant::empty_loss && second.plant == Plant::empty_loss) continue;
     if (first.plant == second.plant &&
         (module_of(layout, first) == module_of(layout, second) ||

@@ -39,7 +39,7 @@ TEST(Detail, IsNoneWhereTheOperandsExplainNothing) {
   EXPECT_EQ(detail_of(birth_of("aten::div.Tensor", {{"self", 1}, {"other", 2}})), Detail::none);
   EXPECT_EQ(detail_of(birth_of("aten::mm", {{"self", 0}})), Detail::none);
   Birth weight = birth_of("aten::log", {{"self", 0}});
-  weight.kind = BirthKind::weight;  // it only read it
+  weight.kind = BirthKind::weight;  // the operator only read the weight
   EXPECT_EQ(detail_of(weight), Detail::none);
 }
 

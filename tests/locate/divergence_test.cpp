@@ -24,7 +24,7 @@ using ::testing::Optional;
 
 constexpr std::int64_t kFinding = 1284;
 
-/// Of the steps that end just before the finding.
+/// The history of the steps just before the finding.
 HistorySummary history_of(const std::vector<double>& maxima) {
   HistorySummary history;
   history.parameter = "decoder.layers.2.mlp.linear_fc2.weight";
@@ -36,7 +36,7 @@ HistorySummary history_of(const std::vector<double>& maxima) {
   return history;
 }
 
-/// A rank of a data-parallel job in which an addmm has overflowed, as the repeat has shown.
+/// A rank of a data-parallel job in which an addmm overflowed, according to the re-run.
 Ledger overflowed(int rank = 0, int world = 1) {
   Ledger ledger;
   ledger.run_id = "run";
@@ -118,9 +118,9 @@ TEST(Divergence, ASlowClimbOfManyStepsWithSomeSetbacksIsOneToo) {
 
 TEST(Divergence, ASingleJumpIsNone) {
   for (const auto& maxima : std::vector<std::vector<double>>{
-           {1, 1.1, 0.9, 1.2, 1.0, 1.1},           // from a healthy size straight to the overflow
-           {1, 1.01, 1.02, 1.03, 1.04, 1e12},      // the jump is one step before it
-           {1, 1, 1, 1, 1e9, 1e9, 1e9, 1e9, 1e9},  // and has stayed up
+           {1, 1.1, 0.9, 1.2, 1.0, 1.1},           // from a healthy size directly to the overflow
+           {1, 1.01, 1.02, 1.03, 1.04, 1e12},      // the jump is in the step before it
+           {1, 1, 1, 1, 1e9, 1e9, 1e9, 1e9, 1e9},  // a jump to a lasting plateau
            {1, 1.1, 1.2, 1.4, 1.8, 2.5, 4e5},      // a little growth before a jump is no climb
        }) {
     const auto origin = origin_after(maxima);
@@ -133,9 +133,9 @@ TEST(Divergence, WhatIsHealthyIsNone) {
   for (const auto& maxima : std::vector<std::vector<double>>{
            {50, 20, 8, 5, 3, 2, 2, 1.5},                   // warm-up
            {1, 2, 1, 2, 1, 2, 1, 2, 1, 2},                 // noise
-           {1, 3, 9, 27, 81, 243},                         // a climb below three decades
-           {1, 1e3, 1e6, 1e9, 1e9, 1e7, 1e5, 1e3, 10, 1},  // over before the finding
-           {1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4},           // and far from any overflow
+           {1, 3, 9, 27, 81, 243},                         // a climb of less than three decades
+           {1, 1e3, 1e6, 1e9, 1e9, 1e7, 1e5, 1e3, 10, 1},  // ended before the finding
+           {1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4},           // far from any overflow
            {1e-30, 1e-20, 1e-10, 1},                       // too few steps to tell
        }) {
     EXPECT_EQ(origin_after(maxima).cause, Cause::operator_overflow) << maxima.front();
@@ -163,7 +163,7 @@ TEST(Divergence, OtherCausesKeepTheirs) {
   EXPECT_EQ(only_origin({ledger}, 1).cause, Cause::not_reproduced);
 }
 
-/// Without a repeat: a bad gradient of which nothing else is known.
+/// Without a re-run: a bad gradient and no other evidence.
 Ledger without_birth(std::int64_t nan, std::int64_t inf) {
   auto ledger = overflowed();
   ledger.births.clear();
@@ -190,7 +190,7 @@ TEST(Divergence, ANormThatOverflowsAfterAClimbIsOneAndAfterAJumpIsNot) {
   ledger.gradient_norm = std::numeric_limits<double>::infinity();
   ledger.absmax = 1e25;
   ledger.absmax_parameter = "body.weight";
-  // The step's own gradients are finite: they are the last of the history.
+  // The step's own gradients are finite: they end the history.
   ledger.history = history_of({1, 1e4, 1e8, 1e12, 1e16});
   ledger.history->iterations.push_back(kFinding);
   ledger.history->absmax.push_back(1e25F);
@@ -225,7 +225,7 @@ std::vector<Ledger> ranks_with(int world, const std::function<void(Ledger&)>& ch
   std::vector<Ledger> ledgers;
   for (int rank = 0; rank < world; ++rank) {
     ledgers.push_back(overflowed(rank, world));
-    if (rank != 1) {  // rank 1 alone has overflowed
+    if (rank != 1) {  // only rank 1 has overflowed
       ledgers.back().births.clear();
       ledgers.back().sightings.clear();
       ledgers.back().rerun->bad_parameters = {};

@@ -1,5 +1,5 @@
-// 300 incidents on 1 to 4,096 ranks, from planted faults to the verdict: all causes that a level
-// can state, one to three at once, with every ledger and with some lost or cut off.
+// 300 incidents on 1 to 4,096 ranks, from planted faults to the verdict: every cause that a level
+// can name, one to three at once, with all ledgers and with some lost or cut off.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -27,7 +27,11 @@ using pipeline::Plant;
 using pipeline::TracedBirth;
 using simulator::Layout;
 
-enum class Level { grads, boundaries, repeat };  // repeat: boundaries, and the step traced again
+enum class Level {
+  grads,
+  boundaries,
+  repeat
+};  // repeat: level boundaries, with the step re-run and traced
 
 struct PlantedIncident {
   Layout layout;
@@ -50,7 +54,7 @@ struct PlantedIncident {
   }
 };
 
-// ---- what happens ----
+// ---- the incidents ----
 
 class Draw {
  public:
@@ -79,7 +83,7 @@ class Draw {
     Layout layout = simulator::random_layout(random_);
     layout.cp = 1;
     layout.is_order_observed = true;
-    if (seed_ % 10 == 0) {  // a large job: 128 to 512 ranks, and every third time 1,024 to 4,096
+    if (seed_ % 10 == 0) {  // a large job: 128 to 512 ranks, for every third one 1,024 to 4,096
       const int world = (seed_ % 30 == 0 ? 1024 : 128) << choose(3);
       layout.tp = 1 << choose(4);
       layout.pp = 1 << choose(5);
@@ -139,7 +143,7 @@ class Draw {
     return {};
   }
 
-  /// Such a fault can happen in this layout, and shows at this level.
+  /// True if the fault can happen in this layout and is visible at this level.
   bool is_possible(const PlantedIncident& incident, const Fault& fault) const {
     const Layout& layout = incident.layout;
     const bool is_after_backward = fault.plant > Plant::weight;
@@ -153,7 +157,7 @@ class Draw {
       case Plant::norm_gradient:
       case Plant::update:
       case Plant::norm_value:
-        if (incident.level == Level::repeat) return false;  // after the step: nothing to repeat
+        if (incident.level == Level::repeat) return false;  // after the step: no re-run
         break;
       default:
         break;
@@ -161,7 +165,7 @@ class Draw {
     return is_after_backward || Pass(layout, {fault}, incident.seed).has_struck(fault);
   }
 
-  /// It leaves evidence of its own beside that of the others.
+  /// True if the fault leaves evidence of its own beside the others'.
   bool can_be_told(const PlantedIncident& incident, const Fault& fault) const {
     const Layout& layout = incident.layout;
     const auto is_alone = [](const Fault& each) {
@@ -169,13 +173,13 @@ class Draw {
              each.is_on_every_replica;
     };
     if (incident.faults.empty()) return true;
-    if (is_alone(fault)) return false;  // it, or what it makes of the step, hides the others
+    if (is_alone(fault)) return false;  // it, or its effect on the step, hides the others
     std::vector<Fault> all = incident.faults;
     all.push_back(fault);
     for (const Fault& each : incident.faults) {
       if (is_alone(each) || !are_separate(incident, each, fault)) return false;
     }
-    // What the sum is given bad by any replica is bad whatever else befalls it.
+    // A sum with a bad input from any replica is bad, whatever the other inputs are.
     for (const Fault& each : all) {
       if (each.is_in_pass() || each.plant == Plant::gradient) continue;
       std::vector<Fault> others;
@@ -201,10 +205,10 @@ class Draw {
     if (!is_a_local && !is_b_local) return !is_same_part;
     if (!is_a_local || !is_b_local) return true;
     if (a.dp / layout.ep != b.dp / layout.ep) {
-      // The same operator born in two replicas is told as one, with a common cause.
+      // The same operator in two replicas is reported as one origin with a common cause.
       return incident.level != Level::repeat || a.plant != b.plant || a.stage != b.stage;
     }
-    // In one replica: two microbatches, each seen where it crossed.
+    // In one replica: two microbatches, each seen at its own crossing.
     if (incident.level != Level::boundaries || a.plant >= Plant::gradient ||
         b.plant >= Plant::gradient) {
       return false;
@@ -213,7 +217,7 @@ class Draw {
       const Pass pass(layout, {fault}, incident.seed);
       return pass.has_crossed(rank_of(layout, fault));
     };
-    // The same fault of two microbatches is told as one.
+    // The same fault in two microbatches is reported as one.
     const bool is_of_stage = a.plant == Plant::empty_loss || a.plant == Plant::sum_everywhere;
     const bool is_same =
         a.plant == b.plant && (is_same_part || (is_of_stage && a.stage == b.stage));
@@ -225,11 +229,11 @@ class Draw {
   std::mt19937 random_;
 };
 
-// ---- what must be told ----
+// ---- the expected verdict ----
 
 struct Truth {
-  std::vector<int> ranks;   // that the origin must name
-  bool is_exact = true;     // and no other; false: other ranks of `within`
+  std::vector<int> ranks;   // must be named by the origin
+  bool is_exact = true;     // no other rank may be named; false: other ranks of `within` may be
   std::vector<int> within;  // ascending
   std::set<Phase> phases;
   std::set<Cause> causes;
@@ -282,7 +286,7 @@ class TruthOf {
     } else if (fault_.plant == Plant::gradient) {
       tell_gradient();
     } else if (incident_.level == Level::grads) {
-      truth_.is_exact = false;  // gradients tell the replica
+      truth_.is_exact = false;  // gradients identify the replica
       truth_.phases = {Phase::grad_local};
     } else {
       tell_crossing();
@@ -329,7 +333,7 @@ class TruthOf {
         truth_.causes = {Cause::collective_result};
         return;
       case Plant::sum_everywhere:
-        // That it was gone speaks against an overflow.
+        // A sum that is finite in the re-run did not overflow.
         truth_.causes = {!fault_.is_overflow ? Cause::collective_result
                          : is_gone()         ? Cause::not_reproduced
                                              : Cause::collective_sum};
@@ -416,14 +420,14 @@ class TruthOf {
 std::vector<Truth> truths_of(const PlantedIncident& incident) {
   std::vector<Truth> truths;
   for (const Fault& fault : incident.faults) {
-    // Alone: what another fault lets cross must not count as this one's.
+    // Each fault alone, so that crossings of another fault do not count as its own.
     const Pass pass(incident.layout, {fault}, incident.seed);
     truths.push_back(TruthOf(incident, pass, fault).truth());
   }
   return truths;
 }
 
-// ---- in words ----
+// ---- texts ----
 
 std::string text_of(const PlantedIncident& incident) {
   constexpr const char* kLevels[] = {"grads", "boundaries", "repeat"};
@@ -469,12 +473,12 @@ void expect_told(const Truth& truth, const Verdict& verdict) {
 
 constexpr unsigned kDrawn = 300;
 
-/// NANLOCATOR_INCIDENTS=10000 searches longer.
+/// NANLOCATOR_INCIDENTS=10000 runs more.
 unsigned incident_count() {
   const char* const count = std::getenv("NANLOCATOR_INCIDENTS");
   return count != nullptr ? static_cast<unsigned>(std::atoi(count)) : kDrawn;
 }
-constexpr unsigned kShares = 6;  // so that a runner with several cores is faster
+constexpr unsigned kShares = 6;  // lets a runner with several cores finish sooner
 
 class Incidents : public ::testing::TestWithParam<unsigned> {
  protected:
@@ -505,7 +509,7 @@ TEST_P(Incidents, WithEveryLedgerRanksPhaseAndCauseAreRightInAnyOrderOfReading) 
   });
 }
 
-/// Loses some ledgers and cuts others off in the middle of a line, guilty ranks' more often.
+/// Drops some ledgers and truncates others in mid-line, those of guilty ranks more often.
 std::vector<Ledger> with_losses(const PlantedIncident& incident, const std::vector<Truth>& truths,
                                 std::mt19937& random) {
   std::vector<Ledger> ledgers = incident.ledgers();
@@ -559,7 +563,7 @@ TEST_P(Incidents, WithLostAndCutOffLedgersNoWrongRankIsNamedWithHighConfidence) 
   });
 }
 
-// ---- what the evidence can separate, asked of the simulator ----
+// ---- the limits of the evidence, computed by the simulator ----
 
 /// The ledgers of one replica's ranks.
 std::vector<Ledger> evidence_of(const PlantedIncident& incident, int dp) {
@@ -571,7 +575,7 @@ std::vector<Ledger> evidence_of(const PlantedIncident& incident, int dp) {
   return evidence;
 }
 
-/// Ranks on which some fault, whichever, leaves the same ledgers.
+/// Ranks on which some fault, of any kind, leaves the same ledgers.
 std::set<int> inseparable_ranks(const PlantedIncident& incident) {
   const Layout& layout = incident.layout;
   const Fault& planted = incident.faults.front();
@@ -605,7 +609,8 @@ std::set<int> inseparable_ranks(const PlantedIncident& incident) {
   return ranks;
 }
 
-/// At level boundaries no other is; gradients alone leave more open than these plants can make.
+/// At level boundaries there are no other candidates. Gradients alone leave more ranks open than
+/// these plants can separate.
 TEST_P(Incidents, EveryRankThatTheEvidenceCannotSeparateIsACandidate) {
   int incidents = 0;
   for (unsigned seed = 1000 + GetParam(); incidents < 8; seed += kShares) {
@@ -632,7 +637,7 @@ TEST_P(Incidents, EveryRankThatTheEvidenceCannotSeparateIsACandidate) {
   }
 }
 
-// ---- the draw ----
+// ---- the drawn set ----
 
 TEST(DrawnIncidents, HaveEveryFaultAtEveryLevelAndAllSizes) {
   std::map<Plant, int> plants;

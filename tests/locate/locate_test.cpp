@@ -182,7 +182,7 @@ TEST(Locate, ABadElementThatSpreadNowhereIsItsRanksOwn) {
               HasFact(FactKind::other_replicas, Counts(1), Field(&Fact::of, Optional(1))));
   ASSERT_TRUE(origin.tensor);
   EXPECT_THAT(origin.tensor->first_bad_index, ElementsAre(0, 5));
-  EXPECT_THAT(verdict.spread.ranks, ElementsAre(4, 6));  // both replicas after the reduction
+  EXPECT_THAT(verdict.spread.ranks, ElementsAre(4, 6));  // both replicas, after the reduction
 }
 
 TEST(Locate, ANormWeightOnTheSecondTensorParallelRankIsReportedThoughTheNormOmitsIt) {
@@ -471,8 +471,8 @@ TEST(Locate, AShardThatOnlyTheReceiverHasBadIsTheReceivers) {
   EXPECT_THAT(verdict.origins.front().candidates, ElementsAre(1));
 }
 
-/// Four data-parallel ranks; each weight is in shards on ranks 0 and 1, and again on 2 and 3. What
-/// `bad` keep of kQkv is NaN, and with it every gradient of those that gather it.
+/// Four data-parallel ranks. Each weight is sharded over ranks 0 and 1, and again over 2 and 3. The
+/// shards of kQkv on `bad` are NaN, and so is every gradient on ranks that gather them.
 std::vector<Ledger> ledgers_with_weights_in_shards(std::initializer_list<int> bad) {
   std::vector<Ledger> ledgers = TrainingStep({.dp = 4}, {}).ledgers();
   for (Ledger& ledger : ledgers) {
@@ -580,7 +580,7 @@ TEST(Locate, AnInfiniteNormOfFiniteGradientsNamesTheLargest) {
   const Verdict verdict = locate(ledgers, 8);
   ASSERT_EQ(verdict.origins.size(), 1u);
   const Origin& origin = verdict.origins.front();
-  EXPECT_EQ(origin.cause, Cause::unknown);  // divergence_test.cpp has the cause
+  EXPECT_EQ(origin.cause, Cause::unknown);  // divergence_test.cpp checks the cause
   EXPECT_EQ(origin.place_confidence, Confidence::low);
   EXPECT_EQ(origin.parameter, "output_layer.weight");
   EXPECT_THAT(origin.candidates, ElementsAre(4));
@@ -598,7 +598,7 @@ TEST(Locate, ANonFiniteNormOfSmallGradientsIsNoDivergence) {
   EXPECT_EQ(verdict.origins.front().cause, Cause::unknown);
 }
 
-// ---- what is missing ----
+// ---- missing data ----
 
 TEST(Locate, ASilentGuiltyRankStaysAmongTheCandidates) {
   const TrainingStep step(
@@ -717,14 +717,14 @@ TEST_P(RandomIncidents, TheGuiltyRankIsAmongTheCandidatesOfTheOneOrigin) {
         incident.layout.cp == 1) {
       EXPECT_EQ(origin.parameter, step.first_bad());
     }
-    // What happens between the two GEMMs of a tensor-parallel block is one rank's, and visible.
+    // A fault between the two GEMMs of a tensor-parallel block is on one rank, and visible.
     const Layout& layout = incident.layout;
     if (incident.fault.point == Point::region_gradient && layout.tp > 1 && layout.cp == 1 &&
         !layout.has_experts && layout.is_order_observed) {
       EXPECT_THAT(origin.candidates, ElementsAre(*step.guilty_rank()));
     }
   }
-  EXPECT_GT(incidents, 50);  // most plants show in some gradient
+  EXPECT_GT(incidents, 50);  // most plants affect some gradient
 }
 
 TEST_P(RandomIncidents, AnIsolatedElementIsNamedWithItsRank) {
@@ -744,8 +744,8 @@ TEST_P(RandomIncidents, AnIsolatedElementIsNamedWithItsRank) {
     const Origin& origin = verdict.origins.front();
     EXPECT_EQ(origin.parameter, parameter.name);
     EXPECT_THAT(origin.candidates, Contains(rank));
-    // What later parameters of backward vouch for is one rank's; the embedding and the last norm
-    // have no sharded parameter behind them.
+    // Later clean parameters of backward leave one rank; the embedding and the last norm have no
+    // sharded parameter after them.
     const bool is_last =
         parameter.name.starts_with("embedding") || parameter.name.starts_with("decoder.layers.0.");
     if (!is_last) {
@@ -759,7 +759,7 @@ TEST_P(RandomIncidents, AnIsolatedElementIsNamedWithItsRank) {
 TEST_P(RandomIncidents, FaultsInTwoReplicasAreTwoOrigins) {
   for (unsigned seed = GetParam() * 100; seed < GetParam() * 100 + 50; ++seed) {
     StepIncident incident = random_incident(seed);
-    incident.layout.dp = 4;  // replicas of one or two dp ranks: lane 0 and the last are strangers
+    incident.layout.dp = 4;  // one or two dp ranks per replica: lane 0 and the last differ in it
     incident.fault.lane = 0;
     incident.fault.source_lane = 0;
     const TrainingStep step(incident.layout, incident.fault);
@@ -768,7 +768,8 @@ TEST_P(RandomIncidents, FaultsInTwoReplicasAreTwoOrigins) {
     const int other =
         incident.layout.rank_at(incident.layout.lanes() - 1, 0, incident.layout.stages() - 1);
     both.spoil(other, "output_layer.weight");
-    if (incident.layout.has_tied_embeddings && incident.layout.pp == 1) continue;  // no such weight
+    if (incident.layout.has_tied_embeddings && incident.layout.pp == 1)
+      continue;  // there is no such weight
     SCOPED_TRACE(describe(incident, seed));
     const Verdict verdict = locate_all(both);
     ASSERT_EQ(verdict.origins.size(), 2u);

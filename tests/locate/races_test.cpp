@@ -1,4 +1,4 @@
-// Which accesses of memory that a transfer or a thread still used make a fault a race, and which do
+// Which accesses of memory still in use by a transfer or a thread make a fault a race, and which do
 // not.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -93,7 +93,7 @@ TEST(Races, WhatIsFiniteOnceTransfersAreWaitedForWasARaceWhateverOperatorItWasBo
   EXPECT_EQ(origin.cause_confidence, Confidence::high);
   EXPECT_EQ(origin.owner, Owner::model_author);
   EXPECT_EQ(origin.action, Action::wait_for_transfer);
-  EXPECT_THAT(origin.candidates, ElementsAre(0));  // where it was seen
+  EXPECT_THAT(origin.candidates, ElementsAre(0));  // where it was observed
   EXPECT_EQ(origin.code->line, 12);
   EXPECT_THAT(origin.facts,
               HasFact(FactKind::wrote_during_transfer, Field(&Fact::ranks, ElementsAre(0, 1))));
@@ -161,7 +161,7 @@ TEST(Races, StreamsThatDoNotWaitAreLookedForBeforeADevice) {
   ledgers[0].rerun->unordered = {access};
   ledgers[0].rerun->concurrent = {Concurrent::stream};
   const Origin origin = locate(ledgers, 2).origins.at(0);
-  EXPECT_EQ(origin.cause, Cause::not_reproduced);  // nobody saw it use what was bad
+  EXPECT_EQ(origin.cause, Cause::not_reproduced);  // no rank saw an operator use the bad memory
   EXPECT_EQ(origin.action, Action::wait_for_stream);
   EXPECT_THAT(origin.facts, HasFact(FactKind::wrote_beside_stream, Field(&Fact::op, "aten::mul")));
 }

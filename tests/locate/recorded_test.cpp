@@ -1,5 +1,5 @@
-// Ledgers that Megatron-Core's own steps left behind (tests/locate/recorded): the verdict on them,
-// and whether the simulator tells the same of the same faults.
+// Ledgers of real Megatron-Core steps (tests/locate/recorded): their verdicts, and whether the
+// simulator gives the same for the same faults.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -40,12 +40,12 @@ std::string text_in(const std::string& name) {
 
 struct Recorded {
   const char* file;
-  std::vector<std::vector<int>> ranks;  // of each origin, in the order of planted.json
+  std::vector<std::vector<int>> ranks;  // per origin, in the order of planted.json
   std::vector<Cause> causes;
 };
 
-/// Ranks: where one cannot be named, those that the evidence cannot separate. What a fault did that
-/// acted once was gone when the step was repeated.
+/// The ranks that the evidence cannot separate, if no single one can be named. The effect of a
+/// fault that acted once was gone in the re-run.
 const std::vector<Recorded>& recorded() {
   static const std::vector<Recorded> kRecorded = {
       {"gradient_element.jsonl", {{7}}, {Cause::not_reproduced}},
@@ -99,7 +99,7 @@ TEST_P(RecordedLedgers, AreToldAsPlantedInAnyOrderOfReading) {
         std::ranges::find(verdict.origins, incident().ranks[i], &Origin::candidates);
     ASSERT_NE(origin, verdict.origins.end());
     EXPECT_EQ(origin->cause, incident().causes[i]);
-    const bool is_on_every_stage = fact.at("fault") == "loss_zero_over_zero";  // as they each write
+    const bool is_on_every_stage = fact.at("fault") == "loss_zero_over_zero";  // written by each
     if (!is_on_every_stage) {
       EXPECT_THAT(origin->candidates, ::testing::Contains(fact.at("rank").get<int>()));
     }
@@ -160,7 +160,7 @@ struct Simulated {
 };
 
 const std::vector<Simulated>& simulated() {
-  // The model of tests/megatron: biases, words of the first half of the vocabulary.
+  // The model of tests/megatron: biases, and words from the first half of the vocabulary.
   static const Layout kPlain{
       .tp = 2, .pp = 2, .dp = 2, .has_biases = true, .has_words_on_first_rank_only = true};
   static const Layout kSequenceParallel{.tp = 2,
@@ -205,8 +205,8 @@ BadPlaces bad_places_of(const std::vector<Ledger>& ledgers) {
   BadPlaces places;
   for (const Ledger& ledger : ledgers) {
     for (const Sighting& each : ledger.sightings) {
-      if (each.phase > Phase::grad_local) continue;  // left out of some recorded files
-      // The files are older than the rule that gathers are scanned where they leave alone.
+      if (each.phase > Phase::grad_local) continue;  // missing from some recorded files
+      // The files predate the rule that gathers are scanned only on the sender.
       if (each.role == "received" && each.op.find("allgather") != std::string::npos) continue;
       places.emplace(ledger.coordinates.rank, name_of(each.phase), each.microbatch.value_or(-1),
                      each.chunk.value_or(-1), each.module + each.parameter, each.op,
@@ -218,7 +218,7 @@ BadPlaces bad_places_of(const std::vector<Ledger>& ledgers) {
 
 using Scanned = std::set<std::tuple<int, std::string, std::string>>;
 
-/// What each rank scanned: its gradients, and how often each collective and message.
+/// What each rank scanned: its gradients, and the count of each collective and message.
 Scanned scanned(const std::vector<Ledger>& ledgers) {
   Scanned found;
   for (const Ledger& ledger : ledgers) {

@@ -1,5 +1,5 @@
-// What crosses where weights lie in shards: gathers of weights, and gradients that are reduced in
-// two stages.
+// Transfers between ranks with sharded weights: gathers of weights, and gradients that are reduced
+// in two stages.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -175,14 +175,14 @@ TEST_F(ShardedCrossings, WhatAWrongSumBecomesInTheNextReductionIsNoSecondOrigin)
   const Verdict found = verdict();
   ASSERT_THAT(found.origins, SizeIs(1));
   EXPECT_EQ(found.origins[0].cause, Cause::collective_result);
-  EXPECT_THAT(found.origins[0].candidates, ElementsAre(0, 1));  // both have worked on that sum
+  EXPECT_THAT(found.origins[0].candidates, ElementsAre(0, 1));  // both contributed to that sum
   EXPECT_EQ(found.origins[0].parameter, "head.weight");
   EXPECT_THAT(found.origins[0].facts, HasFact(FactKind::only_owner_keeps_sum, OnRanks({1})));
 }
 
 TEST_F(ShardedCrossings, WhatAMemberPutInBeforeItsPassIsNotSaidToBeFinite) {
   crossed(shard_, 2);
-  ledgers_[0].crossings.back().first = 1;  // it entered the first one before
+  ledgers_[0].crossings.back().first = 1;  // it put its input to the first one in before its pass
   see(1, Phase::forward, "received", kReduce, shard_, 0);
   scan_gradients(Phase::grad_local, {1});
   const Verdict found = verdict();

@@ -1,5 +1,5 @@
-// A job whose training is simulated: its layout, who stands where, and how a ledger is written.
-// Both simulators build on it, so that a layout means the same in each.
+// A job with simulated training: its layout, its ranks' coordinates, and its ledgers. Both
+// simulators use it, so that a layout means the same in both.
 #pragma once
 
 #include <algorithm>
@@ -27,15 +27,15 @@ struct Layout {
   bool has_biases = false;
   bool has_distributed_optimizer = false;
   bool is_order_observed = true;
-  bool has_fused_attention = false;  // that leaves masked tokens out
-  /// Every word of the data is in the part of the vocabulary that the first tp rank holds.
+  bool has_fused_attention = false;  // which leaves masked tokens out
+  /// Every word of the data is in the first tp rank's part of the vocabulary.
   bool has_words_on_first_rank_only = false;
 
   [[nodiscard]] int world() const { return tp * pp * dp * cp; }
   [[nodiscard]] int lanes() const { return dp * cp; }
   [[nodiscard]] int stages() const { return pp * chunks; }
   [[nodiscard]] int layers() const { return stages() * layers_per_stage; }
-  /// Input and output embedding are one parameter, not two that are kept alike.
+  /// True if input and output embedding are one parameter, not two synchronised copies.
   [[nodiscard]] bool has_one_embedding() const { return has_tied_embeddings && pp == 1; }
   [[nodiscard]] int rank(int tp_rank, int stage, int dp_rank, int cp_rank = 0) const {
     return tp_rank + tp * (cp_rank + cp * (dp_rank + dp * (stage % pp)));
@@ -104,7 +104,7 @@ inline Layout random_layout(std::mt19937& random) {
   return layout;
 }
 
-/// What of a parameter is bad: one element, or, where empty, all of it.
+/// The bad part of a parameter: one element, or all of it if empty.
 using Extent = std::optional<std::int64_t>;
 using BadParameters = std::map<std::string, Extent>;
 
@@ -115,7 +115,7 @@ inline void add_bad(BadParameters& bad, const std::string& name, Extent extent) 
 
 using BadByRank = std::map<int, BadParameters>;
 
-/// What `by_rank` has of the rank; a rank that it does not have has nothing.
+/// The rank's value in `by_rank`, or an empty one.
 template <typename Value>
 [[nodiscard]] const Value& found_or_empty(const std::map<int, Value>& by_rank, int rank) {
   static const Value kNone;
@@ -123,7 +123,7 @@ template <typename Value>
   return found == by_rank.end() ? kNone : found->second;
 }
 
-/// Of a parameter that a distributed optimizer deals out: what the rank with this number owns.
+/// The shard of a parameter that a distributed optimizer gives to rank `number` of `ranks`.
 [[nodiscard]] inline ElementRange shard_of(std::int64_t numel, int number, int ranks) {
   return {number * numel / ranks, (number + 1) * numel / ranks};
 }
@@ -143,8 +143,8 @@ inline std::int64_t numel_of(const ParameterRecord& parameter) {
   return numel;
 }
 
-/// The phase's coverage, and a sighting for each parameter that is bad where this rank scans: with
-/// a distributed optimizer only at its own shard once gradients are reduced.
+/// Adds the phase's coverage, and a sighting for each parameter that is bad in the part that this
+/// rank scans: after the reduction, with a distributed optimizer, only its own shard.
 inline void add_phase(Ledger& ledger, Phase phase, const BadParameters& bad) {
   Coverage coverage{phase, {}};
   for (const ParameterRecord& parameter : ledger.backward_order) {

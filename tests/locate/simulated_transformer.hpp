@@ -1,5 +1,5 @@
-// What both simulators know of a transformer: its tokens as bits that say which are NaN, how tokens
-// reach one another, and Megatron-Core's names of what has parameters.
+// The transformer of both simulators: its tokens as bits that mark NaN, the flow between tokens,
+// and Megatron-Core's names of modules with parameters.
 #pragma once
 
 #include <bit>
@@ -10,7 +10,7 @@
 
 namespace nanlocator::simulator {
 
-/// Bit n: the token with number n is NaN. Numbers follow the sequence.
+/// Bit n: token number n is NaN. Numbers follow the sequence.
 using Tokens = std::uint64_t;
 using Grid = std::vector<std::vector<Tokens>>;  // [lane][tp]
 
@@ -18,21 +18,21 @@ using Grid = std::vector<std::vector<Tokens>>;  // [lane][tp]
   return Tokens{1} << number;
 }
 
-/// A sum of tensors.
+/// Adds `from` to `to`: a sum is NaN at the tokens of either.
 inline void add(Grid& to, const Grid& from) {
   for (std::size_t lane = 0; lane < to.size(); ++lane) {
     for (std::size_t tp = 0; tp < to[lane].size(); ++tp) to[lane][tp] |= from[lane][tp];
   }
 }
 
-/// What causal attention makes bad: in forward the later tokens, in backward the earlier ones.
+/// Tokens made bad by causal attention: the later ones in forward, the earlier ones in backward.
 [[nodiscard]] inline Tokens attended_from(Tokens tokens, bool is_backward) {
   if (tokens == 0) return 0;
   return is_backward ? ~Tokens{0} >> std::countl_zero(tokens)
                      : ~Tokens{0} << std::countr_zero(tokens);
 }
 
-/// Tokens that are words of the part of the vocabulary that one of `tp` ranks holds.
+/// Tokens whose words are in the part of the vocabulary of one of `tp` ranks.
 [[nodiscard]] inline Tokens with_words_of(int tp_rank, int tp) {
   Tokens words = 0;
   for (int number = 0; number < 64; ++number) {
@@ -57,11 +57,11 @@ inline constexpr const char* kFinalNorm = "decoder.final_layernorm";
 [[nodiscard]] inline std::string norm_name(int layer, bool is_mlp) {
   return layer_name(layer) + (is_mlp ? ".pre_mlp_layernorm" : ".input_layernorm");
 }
-/// The column-parallel layer that a block begins with.
+/// The column-parallel layer at the start of a block.
 [[nodiscard]] inline std::string column_name(int layer, bool is_mlp) {
   return block_name(layer, is_mlp) + (is_mlp ? ".linear_fc1" : ".linear_qkv");
 }
-/// The row-parallel layer that it ends with.
+/// The row-parallel layer at its end.
 [[nodiscard]] inline std::string row_name(int layer, bool is_mlp) {
   return block_name(layer, is_mlp) + (is_mlp ? ".linear_fc2" : ".linear_proj");
 }

@@ -1,4 +1,4 @@
-// What a failed expectation prints of a verdict.
+// The text of a verdict in a failed expectation.
 #pragma once
 
 #include <string>

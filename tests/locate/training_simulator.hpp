@@ -1,9 +1,9 @@
-// A transformer's training step in which only one thing is computed: which tokens are NaN, where.
+// Simulates a transformer's training step by computing only which tokens are NaN.
 //
-// It plants one fault, lets it flow through forward and backward of a tp x pp x cp x dp x ep job as
-// the operators of a transformer do (a GEMM makes a token's row bad, attention mixes tokens
-// causally, all-reduces, reduce-scatters and sends carry masks), and writes what each rank's scan
-// would have seen. It knows nothing of the rules in src/locate: its truth is what it planted.
+// It plants one fault and propagates it through forward and backward of a tp x pp x cp x dp x ep
+// job as a transformer's operators would (a GEMM makes a token's row bad, attention mixes tokens
+// causally, all-reduces, reduce-scatters and sends carry masks). Then it writes what each rank's
+// scan would have seen. It does not use the rules in src/locate: the truth is what it planted.
 #pragma once
 
 #include <algorithm>
@@ -19,18 +19,18 @@
 
 namespace nanlocator::simulator {
 
-/// Where the one fault of a step sits.
+/// The place of a step's only fault.
 enum class Point {
   none,
   forward_hidden,     // the layer's input
   forward_region,     // between the column- and the row-parallel GEMM, on one tp rank
   loss_gradient,      // the logits' gradient on one tp rank
-  residual_gradient,  // what enters the block in backward
+  residual_gradient,  // the block's input in backward
   row_gradient,       // the row-parallel layer's own copy of it
   region_gradient,    // between row- and column-parallel GEMM
   partial_gradient,  // the column-parallel layer's part of the input gradient, before its reduction
-  norm_gradient,     // what the block's norm hands on
-  sent_gradient,     // leaves a stage bad
+  norm_gradient,     // the output of the block's norm in backward
+  sent_gradient,     // the gradient that a stage sends
 };
 enum class Block { attention, mlp };
 
@@ -41,7 +41,7 @@ struct Fault {
   int layer = 0;
   Block block = Block::mlp;
   int token = 0;        // index into the lane's tokens
-  int source_lane = 0;  // whose token an expert spoils
+  int source_lane = 0;  // the lane whose token an expert spoils
 };
 
 class TrainingStep {
@@ -53,7 +53,7 @@ class TrainingStep {
   }
 
   [[nodiscard]] const Layout& layout() const { return layout_; }
-  /// The rank on which the fault sits; empty where there is none.
+  /// The rank with the fault; empty without a fault.
   [[nodiscard]] std::optional<int> guilty_rank() const {
     if (fault_.point == Point::none) return std::nullopt;
     int stage = fault_.layer / layout_.layers_per_stage;
@@ -61,22 +61,22 @@ class TrainingStep {
     return layout_.rank_at(fault_.lane, fault_.tp, stage);
   }
   [[nodiscard]] bool has_bad_gradients() const { return !first_bad_.empty(); }
-  /// The parameter whose gradient turned bad first in time.
+  /// The parameter whose gradient became bad first.
   [[nodiscard]] const std::string& first_bad() const { return first_bad_; }
   [[nodiscard]] const BadParameters& bad_on(int rank) const { return found_or_empty(bad_, rank); }
-  /// A gradient element that is overwritten after backward.
+  /// Overwrites a gradient element after backward.
   void spoil(int rank, const std::string& name) {
-    // One of the shard of any lane: which one does not depend on the rank that is spoiled.
+    // An element of some lane's shard, chosen independently of the spoiled rank.
     const std::int64_t element =
         layout_.has_distributed_optimizer
             ? shard_of_lane(static_cast<int>(name.size()) % layout_.lanes()).begin
             : 5;
     add_bad(bad_[rank], name, element);
   }
-  /// What the rank holds, in the order in which backward finished it.
+  /// The rank's parameters, in the order in which backward finished them.
   [[nodiscard]] const std::vector<ParameterRecord>& order_on(int rank) { return order_[rank]; }
 
-  /// What every rank's scan saw: local, reduced, and as the optimizer reads it.
+  /// The scans of every rank: local, reduced, and as the optimizer reads the gradients.
   [[nodiscard]] std::vector<Ledger> ledgers() const {
     std::vector<Ledger> ledgers;
     const BadByRank reduced = reduce();
@@ -103,7 +103,7 @@ class TrainingStep {
 
   // ---- tokens ----
 
-  /// Global token numbers: each dp rank has a sequence of cp * 8 tokens, dealt out in zigzag.
+  /// Global token numbers: each dp rank has a sequence of cp * 8 tokens, distributed in zigzag.
   [[nodiscard]] int token(int lane, int index) const {
     const int cp = lane % layout_.cp, half = tokens_per_lane_ / 2;
     const int piece = index < half ? cp : 2 * layout_.cp - 1 - cp;
@@ -126,14 +126,14 @@ class TrainingStep {
     for (const Tokens part : parts) all |= part;
     return all;
   }
-  /// What enters the tensor-parallel region: all-gathered, or each rank's own copy.
+  /// The input of the tensor-parallel region: all-gathered, or each rank's own copy.
   [[nodiscard]] Grid gather(const Grid& hidden) const {
     Grid out = hidden;
     if (!layout_.has_sequence_parallel) return out;
     for (auto& lane : out) std::ranges::fill(lane, any_of(lane));
     return out;
   }
-  /// What leaves it: the sum on every rank, or each rank's tokens of the sum.
+  /// The output of the region: the sum on every rank, or each rank's tokens of the sum.
   [[nodiscard]] Grid reduce_region(const Grid& partial) const {
     Grid out = partial;
     for (int lane = 0; lane < layout_.lanes(); ++lane) {
@@ -186,7 +186,8 @@ class TrainingStep {
   // ---- the step ----
 
   struct Saved {
-    Grid hidden, input, region;  // of the block: before its norm, at its first GEMM, at its second
+    Grid hidden, input,
+        region;  // of the block: at its norm's input, at its first GEMM, at its second
   };
 
   void forward() {
@@ -235,7 +236,8 @@ class TrainingStep {
     const int last = layout_.stages() - 1;
     const Grid input = gather(hidden_);
     Grid logits = input;
-    for (auto& lane : logits) std::ranges::fill(lane, any_of(lane));  // the vocabulary's softmax
+    for (auto& lane : logits)
+      std::ranges::fill(lane, any_of(lane));  // the softmax over the vocabulary
     if (fault_.point == Point::loss_gradient) set_bad(logits, fault_.lane, false);
     const Grid logits_gradient = logits;
     const auto is_output_bad = [&](int lane, int tp) {
@@ -312,7 +314,8 @@ class TrainingStep {
     strike(gradient_, Point::norm_gradient, layer, block, true);
   }
 
-  /// Tokens go to the lane that owns their expert and come back; its weights see them all.
+  /// Tokens are sent to the lane that owns their expert and back; the expert's weights see them
+  /// all.
   void backward_experts(Grid& region, const Saved& saved, int layer, int stage) {
     const std::string block = block_name(layer, true);
     const Grid incoming = region;
@@ -406,7 +409,7 @@ class TrainingStep {
     if (const auto found = from.find(source); found != from.end()) add_bad(to, name, found->second);
   }
 
-  /// Megatron registers a layer's parts in another order than forward runs them.
+  /// Megatron registers a layer's parts in a different order than forward runs them.
   [[nodiscard]] static std::vector<ParameterRecord> reverse_registration(
       std::vector<ParameterRecord> order) {
     const auto place = [](const std::string& name) {

@@ -1,4 +1,4 @@
-// The vocabulary of an origin's cause. What belongs to which cause is in cause_table.hpp.
+// The vocabulary of an origin's cause. cause_table.hpp has what belongs to each cause.
 #pragma once
 
 #include <array>
@@ -62,22 +62,22 @@ enum class Cause {
                                           "unknown"});
 }
 
-/// Which rule of an operator's mathematics was broken, or which limit was passed.
+/// The violated rule of an operator's mathematics, or the exceeded limit.
 enum class Detail {
-  none,  // not known
+  none,  // unknown
   sqrt_of_negative,
   log_of_zero,
   log_of_negative,
   division_by_zero,
   zero_over_zero,
   power_of_zero,       // 0 to a negative power
-  power_of_negative,   // a negative number to a broken power
+  power_of_negative,   // a negative number to a fractional power
   outside_domain,      // acos, asin, acosh, atanh
-  derivative_at_pole,  // of sqrt at 0, of a norm at 0: defined in forward, its slope is not
-  masked_row,          // a softmax over nothing but -Inf
+  derivative_at_pole,  // sqrt at 0, a norm at 0: defined in forward, its slope is not
+  masked_row,          // a softmax over -Inf only
   mean_of_nothing,
   exceeds_range,  // the true result does not fit the dtype
-  custom_code,    // an operator or autograd Function that is no part of PyTorch
+  custom_code,    // an operator or autograd Function from outside PyTorch
 };
 [[nodiscard]] constexpr auto names_of(Detail) {
   return std::to_array<std::string_view>(
@@ -86,33 +86,33 @@ enum class Detail {
        "derivative_at_pole", "masked_row", "mean_of_nothing", "exceeds_range", "custom_code"});
 }
 
-/// Who can act.
+/// The party that can act.
 enum class Owner {
   unknown,
   model_author,
   data,
   cluster_operator,
   framework,  // PyTorch, Megatron-Core
-  vendor,     // whoever wrote the kernel or the custom operator
-  nobody,     // nothing is to be done
+  vendor,     // the author of the kernel or of the custom operator
+  nobody,     // no action is needed
 };
 [[nodiscard]] constexpr auto names_of(Owner) {
   return std::to_array<std::string_view>(
       {"unknown", "model_author", "data", "cluster_operator", "framework", "vendor", "nobody"});
 }
 
-/// What the evidence leaves open besides, or instead of, the cause.
+/// Open suspects, in addition to the cause or instead of it.
 enum class Suspect {
   link,
   memory,       // of the candidates' devices
-  gather,       // of weights that ranks keep in shards, for each use
+  gather,       // of weights that ranks keep in shards, at each use
   early_reuse,  // code that frees or overwrites a buffer before a transfer has ended
   collective,   // the collective's own code
-  kernel,       // one that is not deterministic, or writes out of bounds
+  kernel,       // a kernel that is not deterministic, or writes out of bounds
   race,
   checkpoint,
-  last_update,  // the optimizer's, in the step before
-  upstream,     // something computed before it that was not seen
+  last_update,  // the optimizer's update in the step before
+  upstream,     // an earlier computation that was not seen
   writer,       // code outside the step
   mathematics,  // the operator's result may be undefined for these inputs
   hook,
@@ -123,10 +123,10 @@ enum class Suspect {
                                           "writer", "mathematics", "hook"});
 }
 
-/// What to do next.
+/// The next step.
 enum class Action {
   none,
-  stated,  // a sentence of a verdict of version 1
+  stated,  // from a sentence of a verdict of version 1
   wait,
   // weights, buffers, data
   restore_copy,
@@ -176,7 +176,7 @@ enum class Action {
   check_update,
   lower_learning_rate,
   inspect_norm,
-  // what this level does not see
+  // missing observations
   trace_operators,
   inspect_batch,
   check_clip,
@@ -243,7 +243,7 @@ enum class Action {
                                           "check_after_backward"});
 }
 
-/// The observation that would refute the cause, or the place where the cause is not known.
+/// The observation that would refute the cause, or the place if the cause is unknown.
 enum class Refutation {
   finite_checkpoint,
   finite_buffer,

@@ -1,5 +1,5 @@
-// One row per cause: who can act, what would refute it, what it leaves open, and which action fits
-// which facts. Titles and sentences are in `report`.
+// One row per cause: owner, refutation, open suspects, and which action fits which facts. `report`
+// has the titles and sentences.
 #pragma once
 
 #include <vector>
@@ -17,16 +17,16 @@ struct CauseRow {
   Cause cause;
   Owner owner;
   Refutation refutation;
-  Confidence confidence;            // in the cause, where no fact says otherwise
-  bool may_be_machine;              // then the action ends with the check of the machines
-  std::vector<Suspect> suspects;    // what stays open
-  std::vector<ActionRule> actions;  // the first that fits
+  Confidence confidence;            // in the cause, unless a fact changes it
+  bool may_be_machine;              // if so, the action ends with a check of the machines
+  std::vector<Suspect> suspects;    // left open by the cause
+  std::vector<ActionRule> actions;  // the first that fits is chosen
 };
 
 [[nodiscard]] const CauseRow& row_of(Cause cause);
 
 /// Sets what follows from an origin's cause, detail and facts: owner, action, refutation,
-/// confidence in the cause, alternatives. The last pass over an origin.
+/// confidence in the cause, alternatives. Runs last on an origin.
 void complete(Origin& origin);
 
 }  // namespace nanlocator::inline locate_room

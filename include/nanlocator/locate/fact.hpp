@@ -1,8 +1,8 @@
-// The evidence of a verdict as data: what was observed, and its arguments.
+// The evidence of a verdict as data: kinds of observations and their arguments.
 //
-// `locate` emits facts and never a sentence; `report` alone words them (report/sentences.hpp). A
-// fact says nothing that its arguments do not: whoever reads verdict.json may decide by `kind` and
-// arguments, and nobody has to parse English.
+// `locate` emits facts and no sentences; only `report` words them (report/sentences.hpp). A fact
+// says nothing beyond its arguments, so programs that read verdict.json can decide by `kind` and
+// arguments and need not parse English.
 #pragma once
 
 #include <cstdint>
@@ -18,9 +18,9 @@
 
 namespace nanlocator::inline locate_room {
 
-/// One list for the enumerators and their names in JSON. docs/formats.md has the arguments of each.
+/// One list for the enumerators and their names in JSON. docs/formats.md has each kind's arguments.
 #define NANLOCATOR_FACT_KINDS(FACT)                                           \
-  /* what was seen being born (an operator, a hook, a tensor from outside) */ \
+  /* births (in an operator, in a hook, in a tensor from outside the step) */ \
   FACT(made_from_finite)                                                      \
   FACT(made_from_inf)                                                         \
   FACT(wrote_literal)                                                         \
@@ -35,7 +35,7 @@ namespace nanlocator::inline locate_room {
   FACT(left_unwritten)                                                        \
   FACT(made_by_hook)                                                          \
   FACT(came_from_collective)                                                  \
-  /* what was seen where ranks exchange data, and in losses */                \
+  /* transfers between ranks, and losses */                                   \
   FACT(sent_bad)                                                              \
   FACT(gave_bad)                                                              \
   FACT(loss_bad)                                                              \
@@ -43,7 +43,7 @@ namespace nanlocator::inline locate_room {
   FACT(collective_changed)                                                    \
   FACT(received_from_unknown)                                                 \
   FACT(gathered_from_unknown)                                                 \
-  /* what was seen in parameters and gradients */                             \
+  /* parameters and gradients */                                              \
   FACT(parameter_bad_before)                                                  \
   FACT(parameter_bad_after)                                                   \
   FACT(gradient_bad)                                                          \
@@ -56,7 +56,7 @@ namespace nanlocator::inline locate_room {
   FACT(clean_after_reduction)                                                 \
   FACT(norm_bad)                                                              \
   FACT(loss_bad_gradients_finite)                                             \
-  /* how far it goes */                                                       \
+  /* spread */                                                                \
   FACT(same_on_ranks)                                                         \
   FACT(same_in_microbatches)                                                  \
   FACT(same_kernel_elsewhere)                                                 \
@@ -86,7 +86,7 @@ namespace nanlocator::inline locate_room {
   /* maxima of the steps before */                                            \
   FACT(climbed)                                                               \
   FACT(did_not_climb)                                                         \
-  /* more on a birth */                                                       \
+  /* details of a birth */                                                    \
   FACT(values_at_first_bad)                                                   \
   FACT(input)                                                                 \
   FACT(derivative_of)                                                         \
@@ -113,7 +113,7 @@ namespace nanlocator::inline locate_room {
   FACT(made_before_pass)                                                      \
   FACT(scaled_by_loss_scale)                                                  \
   FACT(other_writers_possible)                                                \
-  /* what others have */                                                      \
+  /* other ranks, copies and phases */                                        \
   FACT(copies_clean)                                                          \
   FACT(copies_magnitude)                                                      \
   FACT(copies_value)                                                          \
@@ -164,7 +164,7 @@ namespace nanlocator::inline locate_room {
   FACT(norm_fits)                                                             \
   FACT(only_unseen_replicas_left)                                             \
   FACT(other_losses_finite)                                                   \
-  /* what is missing */                                                       \
+  /* missing data */                                                          \
   FACT(unseen_before)                                                         \
   FACT(order_not_observed)                                                    \
   FACT(no_whole_answer)                                                       \
@@ -176,7 +176,7 @@ namespace nanlocator::inline locate_room {
   FACT(missing_gradient_inputs)                                               \
   FACT(missing_history)                                                       \
   FACT(missing_largest)                                                       \
-  /* of the verdict as a whole */                                             \
+  /* the whole verdict */                                                     \
   FACT(masked_values)                                                         \
   FACT(all_replicas_bad)                                                      \
   FACT(parameters_without_order)                                              \
@@ -199,17 +199,17 @@ enum class FactKind : std::uint8_t {
 }
 #undef NANLOCATOR_NAME
 
-/// Which pass or place a fact is from.
+/// The pass or finding that a fact comes from.
 enum class FactSource : std::uint8_t {
-  origin,      // of the origin itself
-  first_pass,  // of what the first pass showed of it; the origin was seen in the re-run
-  folded,      // of another finding that is counted as the same
+  origin,      // the origin itself
+  first_pass,  // the first pass, for an origin that was seen in the re-run
+  folded,      // another finding that is counted as the same
 };
 [[nodiscard]] constexpr auto names_of(FactSource) {
   return std::to_array<std::string_view>({"origin", "first_pass", "folded"});
 }
 
-/// How many elements of a tensor are bad.
+/// Numbers of bad elements of a tensor.
 struct BadCount {
   std::int64_t nan = 0;
   std::int64_t pos_inf = 0;
@@ -219,49 +219,49 @@ struct BadCount {
 };
 [[nodiscard]] BadCount bad_count(const TensorStats& stats) noexcept;
 
-/// What is empty is no argument of the kind, or not known.
+/// An empty member is not an argument of the kind, or is unknown.
 struct Fact {
   FactKind kind = FactKind::stated;
   FactSource source = FactSource::origin;
-  std::vector<int> ranks{};  // whom it is about; global, ascending
-  std::vector<int> peers{};  // those on the other side: members, receivers, who holds a copy
+  std::vector<int> ranks{};  // the fact's subject; global, ascending
+  std::vector<int> peers{};  // the other side: members, receivers, holders of copies
   std::optional<Phase> phase{};
   std::optional<int> microbatch{};
-  std::optional<std::int64_t> step{};  // iteration; with `last_step` the first of a stretch
+  std::optional<std::int64_t> step{};  // iteration; with `last_step` the first of a range
   std::optional<std::int64_t> last_step{};
   std::optional<std::int64_t> count{};
-  std::optional<std::int64_t> of{};          // `count` of how many
-  std::optional<std::int64_t> climbed_on{};  // of `histories` ranks
+  std::optional<std::int64_t> of{};          // the total for `count`
+  std::optional<std::int64_t> climbed_on{};  // number of ranks, of `histories` ranks
   std::optional<std::int64_t> histories{};
   std::optional<double> value{};
   std::optional<double> last_value{};
   std::optional<BadCount> bad{};
-  bool loss = false;         // it reached the loss
-  bool other_ranks = false;  // it was sent to other ranks
+  bool loss = false;         // the bad value reached the loss
+  bool other_ranks = false;  // the bad value was sent to other ranks
   std::string parameter{};
   std::string module{};
   std::string op{};
-  std::string writer{};  // operator that wrote or allocated it last
+  std::string writer{};  // the last operator that wrote or allocated the memory
   std::string inside{};  // custom Function or compiled region around it
-  std::string node{};    // autograd's
+  std::string node{};    // autograd node
   std::string role{};
   std::string dtype{};
   std::string group{};               // process group
-  std::string transfer{};            // operator of a collective or message: "c10d::allreduce_"
-  std::string conclusion{};          // of a replay: ReplayConclusion's or KernelConclusion's name
-  std::string variant{};             // of a re-run: RerunVariant's name
-  std::string text{};                // what another program or the user wrote
+  std::string transfer{};            // operator of the collective or message: "c10d::allreduce_"
+  std::string conclusion{};          // name of a replay's ReplayConclusion or KernelConclusion
+  std::string variant{};             // name of a re-run's RerunVariant
+  std::string text{};                // text from another program or the user
   std::vector<std::string> names{};  // parameters, states
   std::vector<std::pair<std::string, double>> values{};
   std::optional<Operand> operand{};
-  std::optional<CodeLine> transfer_code{};  // that began the transfer
-  std::optional<BadExtent> extent{};        // in the operand
+  std::optional<CodeLine> transfer_code{};  // line that began the transfer
+  std::optional<BadExtent> extent{};        // of bad elements in the operand
   std::optional<CodeLine> code{};
 
   friend bool operator==(const Fact&, const Fact&) = default;
 };
 
-/// Each argument with its key in JSON: both directions and every test go through this table.
+/// Each argument with its JSON key. Reading, writing and every test use this table.
 template <typename AnyFact, typename Visit>
 void visit_arguments(AnyFact& fact, Visit&& visit) {
   visit("ranks", fact.ranks);

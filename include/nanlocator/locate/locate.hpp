@@ -1,10 +1,11 @@
-// Ledgers of one step in, one verdict out. Pure: no file, no clock, no order of arrival.
+// Merges the ledgers of one step into one verdict. Pure: reads no file and no clock, and ignores
+// order of arrival.
 //
 // The gradients of a data-parallel replica (all tensor- and pipeline-parallel ranks of one dp rank,
 // joined over an expert-parallel group) are computed without the other replicas until the
-// data-parallel collective, so the earliest phase that is bad separates a replica's own fault from
-// one in the collective or after it. Within a replica, backward order tells a gradient that is bad
-// by itself from one that received its NaN from the layers after it. docs/causes.md has each rule.
+// data-parallel collective. So the earliest bad phase separates a fault within a replica from one
+// in the collective or after it. Within a replica, backward order separates a gradient that is bad
+// on its own from one that received its NaN from the layers after it. docs/causes.md has the rules.
 // Cost: linear in the ledgers' total size.
 #pragma once
 
@@ -16,7 +17,7 @@
 namespace nanlocator::inline locate_room {
 
 /// `ledgers`: at most one per rank, all of one iteration, in any order; ranks without one are
-/// silent. `world_size`: how many ranks there should be. The result does not depend on the ledgers'
+/// silent. `world_size`: the job's number of ranks. The result does not depend on the ledgers'
 /// order. Throws UsageError for two ledgers of one rank or a rank outside the world, AgreementError
 /// for ledgers of different runs, iterations or parallel sizes.
 [[nodiscard]] Verdict locate(std::span<const Ledger> ledgers, int world_size);

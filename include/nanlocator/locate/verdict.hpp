@@ -1,4 +1,5 @@
-// The one answer of all ranks, as data. `report` words it, and writes and reads verdict.json.
+// The verdict on one step, for all ranks, as data. `report` words it, and writes and reads
+// verdict.json.
 #pragma once
 
 #include <cstdint>
@@ -43,33 +44,34 @@ struct OriginTensor {
   std::int64_t pos_inf = 0;
   std::int64_t neg_inf = 0;
   std::optional<std::int64_t> first_bad;      // flat, row-major
-  std::vector<std::int64_t> first_bad_index;  // the same, per dimension
+  std::vector<std::int64_t> first_bad_index;  // first_bad per dimension
   std::optional<double> absmax_finite;
-  std::optional<BadExtent> extent;  // how the bad elements lie in it
+  std::optional<BadExtent> extent;  // distribution of the bad elements
 };
 
-/// A place where something bad was born. Empty optionals: this level cannot know.
+/// A place where a bad value was born. Empty optionals: this level cannot know.
 struct Origin {
   Phase phase = Phase::grad_local;
   std::optional<Direction> direction;
   std::int64_t iteration = 0;
   std::optional<int> microbatch;
   std::optional<int> chunk;
-  /// The rank where the evidence points to one rank; otherwise empty, and `candidates` has several.
+  /// Set if the evidence points to one rank; otherwise empty, and `candidates` has several.
   std::optional<RankCoordinates> coordinates;
-  /// Global ranks, ascending. One: that rank. Several: the evidence cannot separate them, or, where
-  /// `is_on_every_candidate`, it was seen on each of them.
+  /// Global ranks, ascending. Several: the evidence cannot separate them, or, if
+  /// `is_on_every_candidate`, each of them has it.
   std::vector<int> candidates;
   bool is_on_every_candidate = false;
-  std::optional<int> data_parallel_replica;  // dp rank, where all candidates share it
+  std::optional<int> data_parallel_replica;  // dp rank, if all candidates share it
   std::string module;
   std::string op;
-  std::string forward_op;  // of a fault in backward: the operator whose derivative it is
+  std::string forward_op;  // for a fault in backward: the operator whose derivative failed
   std::string parameter;
-  /// The autograd Function in whose own code it was born, or the custom operator ("mylib::scale").
+  /// The autograd Function whose own code produced the bad value, or the custom operator
+  /// ("mylib::scale").
   std::string custom_function;
-  /// The user's line that called the guilty operator in forward, of a fault in backward too; empty:
-  /// not recorded.
+  /// The user's line that called the faulty operator in forward, also for a fault in backward;
+  /// empty: not recorded.
   std::optional<CodeLine> code;
   std::optional<OriginTensor> tensor;
   Cause cause = Cause::unknown;
@@ -77,63 +79,62 @@ struct Origin {
   Owner owner = Owner::unknown;
   Confidence place_confidence = Confidence::low;  // in phase, ranks, module, operator, parameter
   Confidence cause_confidence = Confidence::low;
-  std::vector<Suspect> alternatives;  // what the evidence leaves open
-  Facts facts;                        // the first one is what was seen
+  std::vector<Suspect> alternatives;  // suspects that the evidence leaves open
+  Facts facts;                        // the first one is the observation
   Refutation refutation = Refutation::earlier_phase;
   Action action = Action::none;
   std::string bundle;
-  /// Clean neighbours of `parameter` on that rank in backward order ("" at either end).
+  /// The clean parameters next to `parameter` on that rank in backward order ("" at either end).
   std::string clean_before;
   std::string clean_after;
 };
 
 struct Spread {
-  std::vector<int> ranks;               // that saw something bad
+  std::vector<int> ranks;               // ranks that saw something bad
   std::vector<std::string> parameters;  // bad anywhere, in backward order
   std::optional<Phase> first_seen;
 };
 
-/// The re-run of the step, over all ranks.
+/// The step's re-run, over all ranks.
 struct RerunOutcome {
   bool done = false;
-  std::optional<bool> reproduced;  // empty: not done, or the re-run of some rank did not complete
+  std::optional<bool> reproduced;  // empty: no re-run, or some rank did not complete it
   std::vector<std::string> not_restored;
-  std::vector<VariantOutcome> variants;  // what re-runs changed on purpose, and how they came out
+  std::vector<VariantOutcome> variants;  // deliberate changes in re-runs, and their outcomes
 };
 
-/// Whether the job can be restarted from its latest checkpoint; of several origins the last in this
-/// order.
+/// Whether the job can be restarted from its latest checkpoint. Of several origins' answers, the
+/// last one in this order counts.
 enum class Restart : std::uint8_t {
   latest,       // yes: nothing bad was applied, and it happened once
-  unknown,      // nothing bad was applied; whether it comes again is not known
-  repeats,      // nothing bad was applied, but the same data and weights give it again
-  before_step,  // only one that was saved before step `restart_before`
-  check_first,  // one in which what is bad here was found finite
+  unknown,      // nothing bad was applied; whether it recurs is unknown
+  repeats,      // nothing bad was applied, but the same data and weights reproduce it
+  before_step,  // only from one saved before step `restart_before`
+  check_first,  // only from one in which the values that are bad here are checked to be finite
 };
 [[nodiscard]] constexpr auto names_of(Restart) {
   return std::to_array<std::string_view>(
       {"latest", "unknown", "repeats", "before_step", "check_first"});
 }
 
-/// What has become of the job, as far as the ledgers tell.
+/// The job's state after the finding, as far as the ledgers show.
 struct JobState {
-  std::string on_bad;  // the policy: "stop", "skip", "recover", "report"; "" where not known
-  /// The optimizer had updated the weights in this step when the finding was made.
+  std::string on_bad;  // the policy: "stop", "skip", "recover", "report"; "" if unknown
+  /// The optimizer had already updated the weights in this step when the finding was made.
   std::optional<bool> are_weights_updated;
-  /// The framework leaves the update of a step with bad gradients out by itself, as loss scalers
-  /// do.
+  /// The framework itself skips the update of a step with bad gradients, as loss scalers do.
   bool framework_skips_update = false;
-  /// Every weight of every rank, before the step.
+  /// Of every weight on every rank, before the step.
   std::optional<bool> are_weights_finite;
   Restart restart = Restart::unknown;
   std::optional<std::int64_t> restart_before;  // step
 };
 
-/// How the job lies on its machines, for a command that checks them.
+/// The ranks' layout on machines, for a command that checks them.
 struct JobLayout {
-  RankCoordinates first_rank;  // of the lowest rank that answered: sizes of the axes, host
+  RankCoordinates first_rank;  // the lowest rank that answered: sizes of the axes, host
   int ranks_per_host = 1;
-  /// Of the ranks that origins and their facts name, ascending; the first kMostMentioned.
+  /// The ranks that origins and their facts name, ascending; the first kMostMentioned.
   std::vector<RankCoordinates> mentioned;
 };
 
@@ -148,8 +149,8 @@ struct Verdict {
   JobState job;
   std::optional<JobLayout> layout;
   std::vector<int> silent_ranks;   // no ledger arrived
-  std::vector<std::string> notes;  // what ranks and tools wrote
-  Facts facts;                     // of the verdict as a whole
+  std::vector<std::string> notes;  // written by ranks and tools
+  Facts facts;                     // about the whole verdict
 };
 
 }  // namespace nanlocator::inline locate_room

@@ -22,7 +22,7 @@ bool is_traced_on(const Layout& layout, const Fault& fault, int rank) {
     case Plant::empty_loss:
       return at.dp.rank == fault.dp && at.pp.rank == layout.pp - 1;
     default:
-      return false;  // not seen by operators
+      return false;  // not visible to the operator trace
   }
 }
 

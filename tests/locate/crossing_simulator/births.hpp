@@ -1,4 +1,4 @@
-// What a trace of a repeated pass would tell of the faults in it.
+// The births that a trace of a re-run would record for the faults in it.
 #pragma once
 
 #include <vector>
@@ -8,11 +8,11 @@
 
 namespace nanlocator::pipeline {
 
-/// What the fault's operator made on this rank, in each microbatch. Empty on ranks that only got
-/// it from others, and of faults that no operator sees.
+/// The births from the fault's operator on this rank, one per microbatch. Empty on ranks that only
+/// received bad values, and for faults that no operator shows.
 [[nodiscard]] std::vector<Birth> births_of(const Layout& layout, const Fault& fault, int rank);
 
-/// What a rank writes that got its first bad tensor from another one.
+/// The birth recorded by a rank that received its first bad tensor from another one.
 [[nodiscard]] Birth receipt();
 
 }  // namespace nanlocator::pipeline

@@ -54,7 +54,7 @@ void Exchange::leave_row(Grid& region, const Place& place) {
   over_tp(region, is_dealt_out ? "c10d::_reduce_scatter_base_" : "c10d::allreduce_", place,
           [&](int lane, int tp, Tokens sum) {
             const Tokens held = tokens_.held_by(lane, tp);
-            Received out;  // a group of one rank has no sum to go wrong
+            Received out;  // a group of one rank has no sum that can fail
             if (layout_.tp > 1) out = strikes_.at_sum(place, first_dp_ + lane, tp, held);
             out.tokens |= sum & held;
             return out;

@@ -1,6 +1,6 @@
-// How the ranks of one replica exchange tokens in a pass: reductions over tp, the all-to-alls of
-// expert parallelism, messages between pipeline stages. Faults strike in what comes out, and the
-// observer sees it all.
+// Exchange of tokens among the ranks of one replica: reductions over tp, the all-to-alls of expert
+// parallelism, messages between pipeline stages. Faults strike the results, and the observer sees
+// everything.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ namespace nanlocator::pipeline {
 
 class Exchange {
  public:
-  /// Of the replica whose first dp rank is `first_dp`. Keeps references to what it is given.
+  /// For the replica whose first dp rank is `first_dp`. Keeps references to its arguments.
   Exchange(const Layout& layout, int first_dp, const ReplicaTokens& tokens, Strikes& strikes,
            Observer& observer)
       : layout_(layout),
@@ -29,9 +29,9 @@ class Exchange {
         observer_(observer) {}
 
   void all_reduce(Grid& values, const Place& place);
-  /// Into a column-parallel layer: all-gathered where tokens are dealt out.
+  /// The input of a column-parallel layer: all-gathered if tokens are distributed.
   void enter_column(Grid& hidden, const Place& place);
-  /// Out of a row-parallel layer: the sum, or each rank's tokens of it.
+  /// The output of a row-parallel layer: the sum, or each rank's tokens of it.
   void leave_row(Grid& region, const Place& place);
   /// A column-parallel layer's backward: with sequence parallelism its input is gathered again for
   /// the weight's gradient; then the parts of the input's gradient are summed.
@@ -50,7 +50,8 @@ class Exchange {
 
  private:
   using Cell = std::pair<int, int>;  // lane, tp
-  /// Among the cells' ranks; `result(lane, tp, sum)`: what one gets out of what all put in.
+  /// Runs a collective among the cells' ranks; `result(lane, tp, sum)` is one cell's result for the
+  /// sum of all inputs.
   template <typename Result>
   void collective(const std::string& group, const std::vector<Cell>& cells, const std::string& op,
                   Grid& values, const Place& place, Result result);

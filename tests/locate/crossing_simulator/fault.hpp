@@ -1,4 +1,4 @@
-// What goes wrong in a simulated step: the kinds of fault, where each sits, and what it concerns.
+// The faults of a simulated step: kind, place and extent.
 #pragma once
 
 #include <cstdint>
@@ -14,29 +14,29 @@ using simulator::Layout;
 enum class Plant {
   operator_forward,   // between the GEMMs of a block, on one tp rank
   operator_backward,  // the same in backward
-  transfer_forward,   // what the stage receives from the one before
-  transfer_backward,  // what the stage receives from the one after
-  sum_forward,        // what one tp rank gets out of the block's reduction
+  transfer_forward,   // received by the stage from the one before
+  transfer_backward,  // received by the stage from the one after
+  sum_forward,        // one tp rank's result of the block's reduction
   sum_backward,
-  sum_everywhere,      // what every tp rank gets out of it, in forward
+  sum_everywhere,      // every tp rank's result, in forward
   empty_loss,          // 0/0
   gradient,            // one element of a gradient, after backward
   weight,              // before the step
   reduced,             // one rank's result of the data-parallel reduction
   reduced_everywhere,  // every member's result
-  norm_gradient,       // one element where the optimizer reads it
-  update,              // one element of a parameter that the optimizer has updated
-  norm_value,          // the sum of squares of finite gradients, the largest of which is here
+  norm_gradient,       // one element as the optimizer reads it
+  update,              // one element of an updated parameter
+  norm_value,          // the sum of squares of finite gradients, of which the largest is here
 };
 
 constexpr int kEveryMicrobatch = -1;
 
-/// What a trace of the fault's operator would write.
+/// The birth that a trace of the fault's operator would record.
 struct TracedBirth {
   BirthKind kind = BirthKind::nan;
   ReplayConclusion replay = ReplayConclusion::deterministic_undefined;
-  bool is_of_recomputation = false;   // a forward that runs again in backward
-  bool is_of_auxiliary_loss = false;  // a forward on which gradients depend, and no output
+  bool is_of_recomputation = false;   // a forward that backward recomputes
+  bool is_of_auxiliary_loss = false;  // a forward that only gradients depend on
 };
 
 struct Fault {
@@ -46,37 +46,38 @@ struct Fault {
   int layer = 0;  // in the stage
   bool is_mlp = false;
   int microbatch = 0;
-  bool is_repeated = false;          // in the repeat of the step, too
-  int token = 0;                     // which of the tokens that are there
-  bool is_overflow = false;          // of a sum: Inf, beside numbers close to the dtype's largest
-  bool is_on_every_replica = false;  // of a weight: a checkpoint's, or an all-gather's
-  bool is_climb = false;  // of the norm: the largest gradient climbed over the steps before
+  bool is_repeated = false;          // in the re-run of the step, too
+  int token = 0;                     // index among the tokens present
+  bool is_overflow = false;          // for a sum: Inf, beside numbers close to the dtype's largest
+  bool is_on_every_replica = false;  // for a weight: from a checkpoint or an all-gather
+  bool is_climb = false;  // for the norm: the largest gradient climbed over the steps before
   TracedBirth birth;
 
   [[nodiscard]] bool is_in(int of_microbatch) const {
     return microbatch == kEveryMicrobatch || microbatch == of_microbatch;
   }
   [[nodiscard]] bool is_of_dp(int rank) const { return dp == rank || is_on_every_replica; }
-  /// Of this rank's part of the model, on whichever dp rank.
+  /// True for this rank's part of the model, on any dp rank.
   [[nodiscard]] bool is_of_part(const RankCoordinates& at) const {
     return tp == at.tp.rank && stage % at.pp.size == at.pp.rank;
   }
   [[nodiscard]] bool is_on(const RankCoordinates& at) const {
     return is_of_part(at) && is_of_dp(at.dp.rank);
   }
-  /// It strikes while forward or backward runs.
+  /// True if the fault strikes during forward or backward.
   [[nodiscard]] bool is_in_pass() const {
     return plant < Plant::gradient || plant == Plant::weight;
   }
 };
 
 [[nodiscard]] int rank_of(const Layout& layout, const Fault& fault);
-/// The module that hands on what the fault spoiled.
+/// The module that sends the bad value.
 [[nodiscard]] std::string module_of(const Layout& layout, const Fault& fault);
-/// A sharded weight in the middle of a stage: others after it vouch for what flowed past.
+/// A sharded weight in the middle of a stage: clean parameters after it show that the activations'
+/// gradients were clean.
 [[nodiscard]] std::string gradient_of(const Layout& layout, const Fault& fault);
 [[nodiscard]] std::string weight_of(const Layout& layout, const Fault& fault);
-/// The element that is spoiled; with a distributed optimizer one that this rank owns.
+/// The spoiled element; with a distributed optimizer, one that this rank owns.
 [[nodiscard]] std::int64_t element_of(const Layout& layout, const Fault& fault);
 
 }  // namespace nanlocator::pipeline

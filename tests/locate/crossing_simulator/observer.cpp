@@ -46,7 +46,7 @@ void Observer::collective(const Place& place, const std::string& group,
   for (std::size_t i = 0; i < members.size(); ++i) {
     write(place, members[i], op, "sent", crossing, sent[i]);
   }
-  if (op.find("allgather") != std::string::npos) return;  // scanned where it leaves
+  if (op.find("allgather") != std::string::npos) return;  // scanned on the sender
   for (std::size_t i = 0; i < members.size(); ++i) {
     Sighting* bad = write(place, members[i], op, "received", crossing, received[i].tokens);
     if (bad != nullptr && received[i].is_overflow) turn_into_overflow(*bad);

@@ -1,8 +1,9 @@
-// What an observer of the simulated ranks writes down: collectives and messages with their
-// sequence numbers, how many of each kind a rank scanned, and what of it was bad.
+// Records what the simulated ranks' observers see: collectives and messages with their sequence
+// numbers, the number of each kind that a rank scanned, and the bad ones.
 //
-// Collectives after backward are those that reduce gradients further, on every replica; before,
-// only simulated replicas are seen, of which the first stands for all that are not.
+// Collectives after backward reduce gradients further and are recorded for every replica. Earlier
+// ones are recorded only for simulated replicas; the first replica's counts also apply to those
+// that are not simulated.
 #pragma once
 
 #include <compare>
@@ -29,25 +30,26 @@ class Observer {
  public:
   explicit Observer(const Layout& layout) : layout_(layout) {}
 
-  /// By member: what it put in, and what it got. A group of one is not seen.
+  /// By member: its input and its result. A group of one is not recorded.
   void collective(const Place& place, const std::string& group, const std::vector<int>& members,
                   const std::string& op, const std::vector<Tokens>& sent,
                   const std::vector<Received>& received);
   /// Returns the message's sequence number.
   std::int64_t send(const Place& place, const Link& link, Tokens tokens);
   void receive(const Place& place, const Link& link, std::int64_t sequence, Tokens tokens);
-  /// A loss that is NaN; empty: of a microbatch without valid labels.
+  /// A NaN loss; empty: of a microbatch without valid labels.
   void loss(const Place& place, int rank, bool is_empty);
 
-  /// In the order in which a ledger has them.
+  /// In a ledger's order.
   [[nodiscard]] std::vector<Sighting> sightings_on(int rank) const;
   [[nodiscard]] std::vector<CrossingCoverage> crossings_on(int rank) const;
   [[nodiscard]] bool has_bad_loss() const { return !losses_.empty(); }
-  /// Something bad went to or came from another rank, or into a loss, in forward or backward.
+  /// True if something bad was sent to or received from another rank, or reached a loss, in forward
+  /// or backward.
   [[nodiscard]] bool has_crossed(int rank) const;
 
  private:
-  /// Crossings that are numbered together.
+  /// Crossings with a common numbering.
   struct Kind {
     std::string group;
     std::vector<int> members;
@@ -58,9 +60,9 @@ class Observer {
   using Counts = std::map<Kind, std::int64_t>;
 
   [[nodiscard]] static Kind moved(Kind kind, int offset);
-  /// How far a rank's number is from that of its counterpart in the first replica.
+  /// The difference between a rank's number and that of its counterpart in the first replica.
   [[nodiscard]] int offset_of(int rank) const;
-  /// Of the first replica's ranks: what every replica's pass counts, as all run alike.
+  /// Counts of the first replica's rank, which apply to every replica because all run alike.
   [[nodiscard]] const Counts& counts_of_pass(int rank) const;
 
   /// Counts one more of the kind, and returns its sequence number.
@@ -69,12 +71,12 @@ class Observer {
                   const Crossing& crossing, Tokens bad);
 
   Layout layout_;
-  std::map<int, Counts> counts_, late_counts_;  // by rank; of passes, and after them
+  std::map<int, Counts> counts_, late_counts_;  // by rank; during passes, and after them
   std::map<int, std::vector<Sighting>> bad_crossings_, losses_;
 };
 
 [[nodiscard]] Sighting sighting_of(Phase phase, int microbatch, int chunk, int nan);
-/// What was NaN is Inf, beside numbers close to the dtype's largest.
+/// Turns NaN into Inf, beside numbers close to the dtype's largest.
 void turn_into_overflow(Sighting& sighting);
 
 }  // namespace nanlocator::pipeline

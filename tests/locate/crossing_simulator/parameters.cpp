@@ -12,7 +12,7 @@ using namespace simulator;
 
 constexpr std::int64_t kRows = 64, kColumns = 64;
 
-/// Puts down one stage's parameters, behind those of the pipeline rank's later stages.
+/// Appends one stage's parameters after those of the pipeline rank's later stages.
 class Stage {
  public:
   Stage(const Layout& layout, int stage, std::vector<ParameterRecord>& order)

@@ -1,4 +1,4 @@
-// The parameters of each pipeline rank, as a Megatron-Core GPT model holds them.
+// The parameters of each pipeline rank of a Megatron-Core GPT model.
 #pragma once
 
 #include <vector>
@@ -14,7 +14,7 @@ using simulator::Layout;
 using BackwardOrders = std::vector<std::vector<ParameterRecord>>;
 [[nodiscard]] BackwardOrders backward_orders(const Layout& layout);
 
-/// What of each parameter a dp rank's distributed optimizer owns.
+/// The part of each parameter that a dp rank's distributed optimizer owns.
 [[nodiscard]] ElementRange shard_of(const Layout& layout, int dp);
 
 }  // namespace nanlocator::pipeline

@@ -17,7 +17,7 @@ using namespace simulator;
 
 namespace {
 
-/// Those with a fault, by their first dp rank, and the first one.
+/// The first replica and those with a fault, by first dp rank.
 std::set<int> simulated_replicas(const Layout& layout, const std::vector<Fault>& faults) {
   std::set<int> replicas = {0};
   for (const Fault& fault : faults) {
@@ -29,7 +29,7 @@ std::set<int> simulated_replicas(const Layout& layout, const std::vector<Fault>&
   return replicas;
 }
 
-/// The largest gradient of six steps: climbing to `last`, or there at once.
+/// The largest gradient of six steps: climbing to `last`, or jumping to it.
 HistorySummary history_of(bool is_climb, double last) {
   HistorySummary history;
   for (int step = 2; step <= 7; ++step) {
@@ -155,7 +155,7 @@ void Pass::mark_overflow(Ledger& ledger) const {
   }
 }
 
-// ---- the repeat ----
+// ---- the re-run ----
 
 std::vector<Birth> Pass::births_on(int rank) const {
   std::vector<Birth> births;

@@ -1,14 +1,14 @@
-// A pipelined training step in which only one thing is computed: which tokens are NaN on which
-// rank, and what of it crosses from rank to rank.
+// Simulates a pipelined training step by computing only which tokens are NaN on which rank, and
+// which of them cross between ranks.
 //
-// It plants faults, lets them flow through the microbatches of a tp x pp (x chunks) x dp x ep job
-// as a transformer's operators do, in a random order that pipeline dependencies allow, and writes
-// what an observer of the crossings and of the gradients would have seen. It knows nothing of the
-// rules in src/locate: its truth is what it planted. tests/locate/recorded holds it to what
-// Megatron-Core's own steps left in their ledgers.
+// It plants faults and propagates them through the microbatches of a tp x pp (x chunks) x dp x ep
+// job as a transformer's operators would, in a random order that pipeline dependencies allow. Then
+// it writes what observers of the crossings and of the gradients would have seen. It does not use
+// the rules in src/locate: the truth is what it planted. tests/locate/recorded compares it with
+// ledgers of real Megatron-Core steps.
 //
-// fault -> strikes -> replica (forward and backward on tokens, by way of exchange) -> reduction;
-// what observer and births write of it goes into the ledgers here.
+// fault -> strikes -> replica (forward and backward on tokens, through exchange) -> reduction; the
+// records of observer and births go into the ledgers here.
 #pragma once
 
 #include <cstdint>
@@ -24,20 +24,22 @@
 
 namespace nanlocator::pipeline {
 
-/// One pass over forward and backward, and the step to its end.
+/// One pass of forward and backward, and the rest of the step.
 ///
-/// Until the data-parallel reduction a replica computes alone, so that only replicas with a fault
-/// are simulated, and the first one: what the others scanned, and found finite, is a copy of its.
+/// Until the data-parallel reduction replicas compute independently, so only the first one and
+/// those with a fault are simulated. The others scanned the same as the first one, and found it
+/// finite.
 class Pass {
  public:
-  /// `seed`: of the order in which stages run. Throws std::invalid_argument where a replica has
-  /// more than 64 (tp, ep) ranks.
+  /// `seed` sets the order in which stages run. Throws std::invalid_argument if a replica has more
+  /// than 64 (tp, ep) ranks.
   Pass(const Layout& layout, std::vector<Fault> faults, unsigned seed);
 
   [[nodiscard]] bool has_bad_loss_or_gradient() const;
-  /// Something bad went to or came from another rank, or into a loss, in forward or backward.
+  /// True if something bad was sent to or received from another rank, or reached a loss, in forward
+  /// or backward.
   [[nodiscard]] bool has_crossed(int rank) const { return observer_.has_crossed(rank); }
-  /// Whether the fault did what it was planted for (an expert's may have met no token).
+  /// True if the fault had an effect (an expert's may have met no token).
   [[nodiscard]] bool has_struck(const Fault& fault) const {
     return fault.plant >= Plant::gradient || strikes_.have_come_of(fault);
   }
@@ -49,7 +51,8 @@ class Pass {
 
   [[nodiscard]] std::vector<Ledger> ledgers() const;
   [[nodiscard]] Ledger ledger_of(int rank) const;
-  /// What a trace of this pass would tell: each operator's birth, and on other ranks receipts.
+  /// The births that a trace of this pass would record: one per operator, and receipts on other
+  /// ranks.
   [[nodiscard]] std::vector<Birth> births_on(int rank) const;
 
  private:
@@ -68,8 +71,8 @@ class Pass {
   BadGradients gradients_;
 };
 
-/// The ledgers of a step that was repeated with its operators traced: only repeated faults are in
-/// the second pass.
+/// The ledgers of a step that was re-run with its operators traced; the second pass has only the
+/// repeated faults.
 [[nodiscard]] std::vector<Ledger> ledgers_with_repeat(const Layout& layout,
                                                       const std::vector<Fault>& faults,
                                                       unsigned seed);

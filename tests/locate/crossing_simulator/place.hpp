@@ -1,4 +1,4 @@
-// Where in a pipelined step something is computed or crosses between ranks.
+// A place in a pipelined step: of a computation or of a crossing between ranks.
 #pragma once
 
 #include <compare>

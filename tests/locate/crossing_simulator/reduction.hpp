@@ -1,5 +1,5 @@
-// What becomes of gradients after backward: summed over dp; then, with sequence parallelism, what
-// is duplicated over tp, and tied embeddings over the pipeline's ends (finalize_model_grads.py).
+// Reductions of gradients after backward: over dp; then, with sequence parallelism, of duplicates
+// over tp, and of tied embeddings over the pipeline's ends (finalize_model_grads.py).
 #pragma once
 
 #include <vector>
@@ -19,7 +19,8 @@ struct BadGradients {
   BadByRank read;     // by the optimizer
 };
 
-/// From what is bad locally to the rest. Faults of the reduction, and after it, strike.
+/// Derives the rest from the locally bad gradients. Faults in the reduction and after it strike
+/// here.
 [[nodiscard]] BadGradients reduce(const Layout& layout, const BackwardOrders& orders,
                                   const std::vector<Fault>& faults, BadByRank local,
                                   Observer& observer);

@@ -51,7 +51,7 @@ void Replica::forward(int stage, int microbatch) {
   if (stage > 0) {
     hidden = exchange_.receive(place, stage - 1);
   } else {
-    exchange_.all_reduce(hidden, place);  // the embeddings of a vocabulary that is dealt out
+    exchange_.all_reduce(hidden, place);  // the embeddings of a sharded vocabulary
   }
   for (int layer = 0; layer < layout_.layers_per_stage; ++layer) {
     for (const bool is_mlp : {false, true}) forward_block(hidden, place, {layer, is_mlp});
@@ -70,7 +70,7 @@ void Replica::forward_block(Grid& hidden, const Place& stage, const Block& block
   Grid region = hidden;
   if (has_experts(block)) {
     const Place experts = stage.in(block, block_name(number, true));
-    Grid weights = region;  // that the router gives the tokens
+    Grid weights = region;  // the router's weights for the tokens
     exchange_.to_experts(region, experts);
     exchange_.to_experts(weights, experts);
     saved.input = region;
@@ -89,8 +89,8 @@ void Replica::forward_block(Grid& hidden, const Place& stage, const Block& block
   add(hidden, region);
 }
 
-/// The vocabulary is dealt out over tp: the largest logit, the label's own, and the sum are reduced
-/// (cross_entropy.py). The label's own logit is known to one tp rank.
+/// The vocabulary is sharded over tp: the largest logit, the label's own, and the sum are reduced
+/// (cross_entropy.py). Only one tp rank knows the label's own logit.
 void Replica::compute_loss(const Grid& hidden, const Place& stage) {
   final_hidden_[stage.microbatch] = hidden;
   Grid logits = hidden;
@@ -183,7 +183,7 @@ void Replica::backward_experts(Grid& region, const Saved& saved, const Place& ex
   spoil(experts, block + ".router.weight", sum_of(combined, saved.hidden));
 }
 
-// ---- what is bad ----
+// ---- bad values ----
 
 void Replica::strike(Grid& region, const Place& place) {
   const Grid here = has_experts(*place.block) ? tokens_.routed() : tokens_.gathered();

@@ -1,5 +1,5 @@
 // One replica's forward and backward over all microbatches: which tokens are NaN after each
-// operator, and so which gradients are.
+// operator, and therefore which gradients are.
 #pragma once
 
 #include <map>
@@ -17,7 +17,7 @@ namespace nanlocator::pipeline {
 
 class Replica {
  public:
-  /// The replica whose first dp rank is `first_dp`. Keeps references to what it is given.
+  /// The replica whose first dp rank is `first_dp`. Keeps references to its arguments.
   Replica(const Layout& layout, int first_dp, Strikes& strikes, Observer& observer)
       : layout_(layout),
         first_dp_(first_dp),
@@ -28,12 +28,12 @@ class Replica {
   Replica(const Replica&) = delete;  // its exchange refers to its tokens
   Replica& operator=(const Replica&) = delete;
 
-  /// In any order that the pipeline's dependencies allow; the same on all ranks of a stage.
+  /// Runs in any order that the pipeline's dependencies allow, the same on all ranks of a stage.
   /// Returns the bad gradients by rank.
   simulator::BadByRank run(unsigned seed);
 
  private:
-  /// What a block keeps for backward: before its norm, at its first GEMM, at its second.
+  /// Values that a block saves for backward: at its norm's input, at its first GEMM, at its second.
   struct Saved {
     Grid hidden, input, region;
   };
@@ -55,12 +55,13 @@ class Replica {
   [[nodiscard]] bool has_experts(const Block& block) const {
     return block.is_mlp && layout_.has_experts;
   }
-  /// Faults of the block's operators, at the tokens that each rank works on.
+  /// Applies faults of the block's operators to the tokens that each rank works on.
   void strike(Grid& region, const Place& place);
 
-  /// The gradient of a parameter is bad where any of `tokens` is NaN.
+  /// Marks the gradient of a parameter as bad on ranks where any of `tokens` is NaN.
   void spoil(const Place& place, const std::string& parameter, const Grid& tokens);
-  /// A weight's gradient is made of its output's gradient and of its input, a bias's of the former.
+  /// A weight's gradient depends on its output's gradient and on its input, a bias's only on the
+  /// former.
   void spoil_layer(const Place& place, const std::string& layer, const Grid& gradient,
                    const Grid& input, const Grid& bias_gradient);
 

@@ -5,7 +5,7 @@
 namespace nanlocator::pipeline {
 namespace {
 
-/// Not none.
+/// `tokens` must not be empty.
 Tokens nth_of(Tokens tokens, int n) {
   for (n %= std::popcount(tokens); n > 0; --n) tokens &= tokens - 1;
   return tokens & (~tokens + 1);

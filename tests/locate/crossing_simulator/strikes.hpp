@@ -1,5 +1,5 @@
-// When and at what the faults of a step strike while forward and backward run. Each question says
-// which tokens become bad, and remembers whose fault it was.
+// Applies the faults of a step during forward and backward. Each call returns the tokens that
+// become bad, and records which fault struck.
 #pragma once
 
 #include <set>
@@ -16,16 +16,16 @@ class Strikes {
  public:
   explicit Strikes(const std::vector<Fault>& faults) : faults_(faults) {}
 
-  /// Between the GEMMs of a block, of the tokens that the rank works on there.
+  /// Between the GEMMs of a block; `here`: the tokens that the rank works on there.
   Tokens at_operators(const Place& place, int dp, int tp, Tokens here);
-  /// In what the rank gets out of the block's reduction, of the tokens that it then holds.
+  /// The rank's result of the block's reduction; `held`: the tokens that it then holds.
   Received at_sum(const Place& place, int dp, int tp, Tokens held);
-  /// In what the rank receives from another stage.
+  /// The rank's receipt from another stage.
   Tokens at_transfer(const Place& place, int dp, int tp, Tokens held);
-  /// The microbatch has no valid labels there.
+  /// True if the microbatch has no valid labels on dp rank `dp`.
   bool at_loss(int microbatch, int dp);
 
-  /// Whether the fault did anything; only of those that strike in a pass.
+  /// True if the fault had any effect; only for faults that strike in a pass.
   [[nodiscard]] bool have_come_of(const Fault& fault) const {
     return struck_.contains(key_of(fault));
   }

@@ -1,6 +1,6 @@
-// The tokens of one replica: who holds which, and which others attention and experts take them to.
-// Token lane * tp + shard stands at that place in its sequence; a lane is one dp rank of the
-// replica, and has a sequence of its own.
+// The tokens of one replica: their holders, and their flow through attention and experts. Token
+// lane * tp + shard is at that place in its sequence; a lane is one dp rank of the replica, with a
+// sequence of its own.
 #pragma once
 
 #include "locate/simulated_job.hpp"
@@ -12,7 +12,7 @@ using simulator::Grid;
 using simulator::Layout;
 using simulator::Tokens;
 
-/// What a rank gets out of a collective. Overflow: what is bad is Inf, not NaN.
+/// A rank's result of a collective. Overflow: bad values are Inf, not NaN.
 struct Received {
   Tokens tokens = 0;
   bool is_overflow = false;
@@ -20,7 +20,7 @@ struct Received {
 
 class ReplicaTokens {
  public:
-  /// Throws std::invalid_argument where the replica has more tokens than `Tokens` has bits.
+  /// Throws std::invalid_argument if the replica has more tokens than `Tokens` has bits.
   explicit ReplicaTokens(const Layout& layout);
 
   [[nodiscard]] int lanes() const { return layout_.ep; }
@@ -33,16 +33,16 @@ class ReplicaTokens {
   }
 
   [[nodiscard]] Tokens of_lane(int lane) const;
-  /// Outside of the tensor-parallel regions: dealt out with sequence parallelism.
+  /// Outside the tensor-parallel regions: distributed with sequence parallelism.
   [[nodiscard]] Tokens held_by(int lane, int tp) const;
   [[nodiscard]] Tokens with_words_of(int tp) const;
 
-  /// Causal attention within each lane's sequence; or, where masked scores are multiplied by zero
-  /// and not left out, to all of it.
+  /// Causal attention within each lane's sequence, or over all of it if masked scores are
+  /// multiplied by zero instead of left out.
   void attend(Grid& region, bool is_backward) const;
-  /// What the ranks work on between a block's GEMMs: all tokens of their lane.
+  /// The ranks' tokens between a block's GEMMs: all tokens of their lane.
   [[nodiscard]] Grid gathered() const;
-  /// What a lane's experts work on: tokens of the whole replica, dealt out by number.
+  /// A lane's experts' tokens: those of the whole replica, distributed by number.
   [[nodiscard]] Grid routed() const;
 
  private:

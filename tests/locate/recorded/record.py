@@ -3,10 +3,10 @@
     python -m pytest tests/megatron/test_matrix.py -k every_fault --basetemp RUNS
     python tests/locate/recorded/record.py RUNS
 
-A file has the ledgers of all ranks of one step, one after another, as the run wrote them but for what says
-where it ran (hosts, devices, stacks, the run's id), the samples' digests, the blanks and the digits of
-numbers. Of the longer ones the phase after the data-parallel reduction is left out. planted.json has, by
-file, what the faults wrote down when they acted: the truth that no verdict had a part in.
+A file has the ledgers of all ranks of one step, one after another, as the run wrote them, but without what
+identifies the machine or run (hosts, devices, stacks, the run's id), the samples' digests, blanks and
+superfluous digits. The longer ones omit the phase after the data-parallel reduction. planted.json has, by
+file, what the faults recorded when they acted: a truth that does not depend on any verdict.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import zlib
 
 HERE = pathlib.Path(__file__).resolve().parent
 
-# Configuration of the matrix, and by iteration the name of the file. All are small: 1 MB for the folder.
+# By configuration of the matrix and iteration: the name of the file. All are small: 1 MB for the folder.
 RECORDED = {
     "matrix_tp2_pp2_dp2": {
         2: "gradient_element",
@@ -41,7 +41,7 @@ RECORDED = {
     },
     "matrix_experts_alltoall": {5: "experts_activation_element"},
 }
-MOST_CHARACTERS = 90_000  # of a file that keeps the phase after the reduction
+MOST_CHARACTERS = 90_000  # in a file that keeps the phase after the reduction
 FACTS = ("fault", "iteration", "rank", "phase", "microbatch", "chunk", "module", "parameter", "element")
 
 
@@ -107,7 +107,8 @@ def shorten(stats: dict) -> None:
 
 
 def facts_of(folder: pathlib.Path, iteration: int) -> list[dict]:
-    """Of each fault and rank the first pass: a fault that is there in every pass writes down all of them."""
+    """The record of each fault and rank from its first pass; a fault that acts in every pass records each
+    one."""
     facts = {}
     for path in sorted(folder.glob("rank*.json")):
         for fact in json.loads(path.read_text())["planted"]:
