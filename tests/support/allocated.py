@@ -1,4 +1,4 @@
-"""What Torch takes of host memory, by an allocator that counts (counting_allocator.hpp)."""
+"""Torch's use of host memory, measured by a counting allocator (counting_allocator.hpp)."""
 
 import contextlib
 import ctypes
@@ -11,7 +11,7 @@ LIBRARY = Path(_C.__file__).parents[2] / "tests" / "counting_allocator.so"
 
 
 class Allocated:
-    """In use from the first one on, to the end of the process."""
+    """The allocator is in use from the first instance to the end of the process."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(str(LIBRARY))
@@ -21,11 +21,11 @@ class Allocated:
         self._library.counting_allocator_install()
 
     def current(self) -> int:
-        """Bytes that were taken since and are not freed."""
+        """Bytes allocated since then and not freed."""
         return self._library.counting_allocator_current()
 
     def peak(self) -> int:
-        """The most of ``current()`` since ``restart_peak()``."""
+        """The maximum of ``current()`` since ``restart_peak()``."""
         return self._library.counting_allocator_peak()
 
     def restart_peak(self) -> None:
@@ -33,7 +33,7 @@ class Allocated:
 
     @contextlib.contextmanager
     def at_most(self, bytes_: int) -> Iterator[None]:
-        """A single allocation of more raises torch.OutOfMemoryError."""
+        """A larger single allocation raises torch.OutOfMemoryError."""
         self._library.counting_allocator_set_limit(bytes_)
         try:
             yield

@@ -1,4 +1,4 @@
-// CountingAllocator for Python, by ctypes: tools/bench rerun, and tests of what a re-run may take.
+// CountingAllocator for Python through ctypes: tools/bench rerun, and tests of a re-run's memory.
 #include "support/counting_allocator.hpp"
 
 using nanlocator::CountingAllocator;
@@ -16,7 +16,7 @@ std::int64_t counting_allocator_peak() {
 void counting_allocator_restart_peak() {
   CountingAllocator::instance().restart_peak();
 }
-/// Below zero: none.
+/// Negative: no limit.
 void counting_allocator_set_limit(std::int64_t bytes) {
   if (bytes < 0) {
     CountingAllocator::instance().remove_limit();

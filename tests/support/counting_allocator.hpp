@@ -1,5 +1,5 @@
-// Torch's host memory, counted, and refused beyond a limit: what a test or benchmark puts in the
-// place of c10's CPU allocator. Any thread.
+// Counts Torch's host memory and refuses allocations beyond a limit. Tests and benchmarks install
+// it in place of c10's CPU allocator. Any thread.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -15,12 +15,12 @@ namespace nanlocator {
 
 class CountingAllocator final : public c10::Allocator {
  public:
-  /// Lives as long as the process: what it has given out may be freed at any time.
+  /// Lives as long as the process, because its memory may be freed at any time.
   static CountingAllocator& instance() {
     static auto& allocator = *new CountingAllocator;
     return allocator;
   }
-  /// In use from now on, until another one is set.
+  /// In use until another allocator is set.
   static CountingAllocator& install() {
     c10::SetCPUAllocator(&instance());
     return instance();
@@ -43,14 +43,13 @@ class CountingAllocator final : public c10::Allocator {
     default_copy_data(to, from, bytes);
   }
 
-  /// Bytes that were given out since `install` and are not freed.
+  /// Bytes allocated since `install` and not freed.
   [[nodiscard]] std::int64_t current() const noexcept { return current_; }
-  /// The most that `current` has been since `restart_peak`.
+  /// The maximum of `current` since `restart_peak`.
   [[nodiscard]] std::int64_t peak() const noexcept { return peak_; }
   void restart_peak() noexcept { peak_ = current_.load(); }
-  /// Throws c10::OutOfMemoryError for an allocation of more than `bytes`. (A limit of what is in
-  /// use would give way whenever something else is freed, by another thread or the garbage
-  /// collector.)
+  /// A single allocation of more than `bytes` throws c10::OutOfMemoryError. (A limit on the total
+  /// would depend on when another thread or the garbage collector frees memory.)
   void set_limit(std::int64_t bytes) noexcept { limit_ = bytes; }
   void remove_limit() noexcept { limit_ = kNoLimit; }
 

@@ -1,4 +1,4 @@
-"""Collectives of which a rank gets something else than its peers have put in."""
+"""Collectives whose result on one rank differs from the inputs' correct result."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup, _create_work_from_future
 from torch.futures import Future
 
-# What torch.distributed calls instead, from torch 2.13 on.
+# Methods that torch.distributed calls instead, from torch 2.13 on.
 _NEWER = {
     "_allgather_base": "all_gather_single",
     "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
@@ -18,7 +18,7 @@ _NEWER = {
 
 
 def methods_of(*names: str) -> list[str]:
-    """Those of ProcessGroup that this torch has, under both of their names."""
+    """The names of ProcessGroup's methods in this torch, which may have either of two."""
     both = [each for name in names for each in (name, _NEWER.get(name, name))]
     return [name for name in dict.fromkeys(both) if hasattr(ProcessGroup, name)]
 
@@ -32,9 +32,9 @@ def damaged(
     once: bool = False,
     more_than: int = 8,
 ) -> Iterator[None]:
-    """`spoil` is called with the first tensor that comes out of these methods of ProcessGroup, where it has
-    `more_than` elements, each time while `is_now()`, or `once`. A rank's wrappers that are there already see
-    what it was before; later ones, what it is then."""
+    """Calls `spoil` with the first tensor that these methods of ProcessGroup return, if it has more than
+    `more_than` elements: each time while `is_now()`, or only `once`. Wrappers that a rank has already
+    installed see the undamaged result; later ones see the damaged one."""
     left = [None]
 
     def through(inner: Callable[..., object]) -> Callable[..., object]:
@@ -51,7 +51,7 @@ def damaged(
             if work is not None:
                 work.wait()
             spoil(first)
-            return _done()  # a second wait of gloo's would copy the result again
+            return _done()  # a second wait of gloo would copy the result again
 
         return method
 

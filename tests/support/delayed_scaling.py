@@ -1,5 +1,5 @@
-"""Delayed scaling as TransformerEngine does it, on the CPU: per tensor a scale and a history of maxima, in
-plain attributes of the modules, listed by FP8GlobalStateManager and moved by every forward.
+"""Delayed scaling like TransformerEngine's, on the CPU: per tensor a scale and a history of maxima, in plain
+attributes of the modules, listed by FP8GlobalStateManager and updated by every forward.
 
 ``install(layout, patch)`` puts the manager under the name and with the attributes of that release:
 "2.5" (transformer_engine.pytorch.fp8, class attributes), "head" (transformer_engine.pytorch.quantization,
@@ -12,7 +12,7 @@ import types
 import torch
 from torch import nn
 
-FP8_MAX = 448.0  # of float8_e4m3fn, whose overflow is NaN
+FP8_MAX = 448.0  # the largest float8_e4m3fn; an overflow gives NaN
 
 
 class _State:
@@ -23,7 +23,7 @@ class _State:
 
 
 def install(layout, monkeypatch):
-    """The state, as the modules below register with it."""
+    """Returns the state with which the modules below register."""
     state = _State()
     if layout == "head":
         name, manager = "quantization", type("FP8GlobalStateManager", (), {"quantization_state": state})
@@ -42,7 +42,7 @@ class _Meta:
 
 
 class ScaledLinear(nn.Linear):
-    """Its input is cast with the scale that the steps before have left."""
+    """Casts its input with the scale from the preceding steps."""
 
     def __init__(self, inputs: int, outputs: int, state: _State) -> None:
         super().__init__(inputs, outputs)
@@ -64,7 +64,7 @@ class ScaledLinear(nn.Linear):
 
     @staticmethod
     def _update(meta: _Meta) -> None:
-        """_amax_and_scale_update: in place."""
+        """Like _amax_and_scale_update: in place."""
         meta.scale.copy_(FP8_MAX / meta.amax_history.max())
         meta.amax_history.copy_(torch.roll(meta.amax_history, -1, 0))
         meta.amax_history[0].zero_()

@@ -1,4 +1,4 @@
-// Facts of a verdict, by kind and arguments.
+// Matchers for a verdict's facts, by kind and arguments.
 #pragma once
 
 #include <gmock/gmock.h>
@@ -22,7 +22,7 @@ inline auto OnRanks(std::vector<int> ranks) {
 inline auto Counts(std::int64_t count) {
   return ::testing::Field(&Fact::count, ::testing::Optional(count));
 }
-/// To six digits: maxima are kept as float.
+/// To six digits, because maxima are kept as float.
 inline auto Near(double value) {
   return ::testing::Optional(::testing::DoubleNear(value, 1e-6 * value));
 }

@@ -1,5 +1,5 @@
-"""Fixtures that the Python tests of several rooms share; every file of a test goes below its own tmp_path, or
-below own_folder."""
+"""Fixtures for the Python tests of several rooms. Every test writes its files below its own tmp_path or
+own_folder."""
 
 import gc
 import os
@@ -18,7 +18,7 @@ def run_in_tmp_path(tmp_path, monkeypatch):
 
 @pytest.fixture
 def own_folder(run_in_tmp_path, monkeypatch):
-    """To be in; only this user can write it and what is above it. Everybody can write /tmp."""
+    """Changes to a folder that only this user can write, parents included; everybody can write /tmp."""
     usual = os.umask(0o022)
     with tempfile.TemporaryDirectory(prefix=".nanlocator-test-", dir=Path.home()) as folder:
         monkeypatch.chdir(folder)
@@ -33,8 +33,8 @@ def same_seed():
 
 @pytest.fixture(autouse=True, scope="module")
 def without_leftovers():
-    """An optimizer that has raised waits for the next bad step, hooks and all, until it is collected. And a
-    re-run asks what Torch counts for the whole process: has anything been compiled?"""
+    """Collects optimizers that have raised, which otherwise keep their hooks and wait for the next bad step,
+    and clears Torch's process-wide counters, which tell a re-run whether anything was compiled."""
     gc.collect()
     if dynamo := sys.modules.get("torch._dynamo.utils"):
         dynamo.counters.clear()

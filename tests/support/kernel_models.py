@@ -16,7 +16,7 @@ _file = next(_built.glob("planted_kernels*.so"), _built / "planted_kernels.so")
 
 def _module(name):
     spec = importlib.util.spec_from_file_location(name, _file)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # as if it were installed
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # as if installed
     spec.loader.exec_module(module)
     return module
 
@@ -25,7 +25,7 @@ kernels = _module("planted_kernels")
 flash_attn, grouped_gemm, apex = map(
     _module, ("flash_attn_2_cuda", "grouped_gemm_backend", "fused_layer_norm_cuda")
 )
-from_elsewhere = kernels.row_sums  # bound by another name, as `from flash_attn_2_cuda import fwd` does
+from_elsewhere = kernels.row_sums  # another name, as after `from flash_attn_2_cuda import fwd`
 
 
 class _Silu(torch.autograd.Function):
@@ -69,7 +69,7 @@ class _Experts(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """Of the rows the first half is the first expert's, the rest the third's; the second has none."""
+    """The first expert has the first half of the rows, the third the rest, and the second none."""
 
     def __init__(self, width, fault=""):
         super().__init__()
@@ -82,7 +82,7 @@ class Experts(nn.Module):
 
 
 class RowSums(nn.Module):
-    """Of the left columns of a wider buffer, whose others nobody has asked for."""
+    """Sums the left columns of a wider buffer, which must not depend on the others."""
 
     def __init__(self, fault="", beside=0.0):
         super().__init__()
@@ -95,7 +95,7 @@ class RowSums(nn.Module):
 
 
 class Scaled(nn.Module):
-    """By a method of a class of the extension, in place."""
+    """Scales in place by a method of a class of the extension."""
 
     def __init__(self, by=0.5):
         super().__init__()
@@ -108,7 +108,7 @@ class Scaled(nn.Module):
 
 
 class _Called(torch.autograd.Function):
-    """A kernel forward, PyTorch's own derivative of the same in backward."""
+    """Runs a kernel in forward, and PyTorch's derivative of the same function in backward."""
 
     @staticmethod
     def forward(ctx, kernel, definition, *tensors):
@@ -127,7 +127,7 @@ class _Called(torch.autograd.Function):
 
 
 class Called(nn.Module):
-    """``kernel`` with ``fault``, of an input of (rows, width); ``scale``: of the input."""
+    """Runs ``kernel`` with ``fault`` on an input of (rows, width), multiplied by ``scale``."""
 
     def __init__(self, kernel, fault="", width=9, scale=1.0):
         super().__init__()
@@ -159,7 +159,7 @@ class Called(nn.Module):
         return _Called.apply(lambda x: kernels.softmax(x, self.fault), lambda x: torch.softmax(x, -1), x)
 
     def rms_norm(self, x):
-        def definition(x, weight):  # of backward, where nothing is to overflow
+        def definition(x, weight):  # for backward, which must not overflow
             return x * weight
 
         def kernel(x, weight):
@@ -168,7 +168,7 @@ class Called(nn.Module):
         return _Called.apply(kernel, definition, x, self.weight)
 
     def layer_norm(self, x):
-        """Of the left columns of a wider buffer, with NaN in the last; the first row holds one value."""
+        """Normalises the left columns of a wider buffer with NaN in the last; the first row is constant."""
         wide = torch.cat([torch.cat([x[:1] * 0 + 1, x[1:]]), torch.full_like(x[:, :1], torch.nan)], dim=1)
         bias = torch.zeros(x.shape[1])
 
@@ -187,7 +187,7 @@ class Called(nn.Module):
         return _Called.apply(lambda x: kernels.swiglu(x, torch.flip(x, [0]), self.fault), definition, x)
 
     def rope(self, x):
-        """Of all columns but the last."""
+        """Rotates all columns but the last."""
         even = x[:, : x.shape[1] // 2 * 2].contiguous()
         cos, sin = rotations(even)
         rotated = _Called.apply(
@@ -288,7 +288,7 @@ class _Fused(torch.autograd.Function):
 
 
 class Fused(nn.Module):
-    """``kernel`` ("gelu", "gelu_backward") with ``fault``; what it leaves to do, PyTorch does."""
+    """Runs ``kernel`` ("gelu", "gelu_backward") with ``fault``; PyTorch runs the rest."""
 
     def __init__(self, kernel, fault="", width=9):
         super().__init__()
@@ -339,8 +339,8 @@ class _FlashAttention(torch.autograd.Function):
 
 
 class FlashAttention(nn.Module):
-    """Causal, of two packed sequences. The last key of the first is nearly as large as a number can be; none
-    but its own query, which is zero, may see it."""
+    """Causal attention over two packed sequences. The last key of the first one is nearly the largest number;
+    only its own query, which is zero, may attend to it."""
 
     def __init__(self, width=9, heads=3, dropout=0.0):
         super().__init__()
@@ -378,7 +378,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 class GroupedProduct(nn.Module):
-    """Of three experts, of which the second has no tokens."""
+    """A grouped product with three experts; the second has no tokens."""
 
     def __init__(self, width=9):
         super().__init__()
@@ -410,7 +410,7 @@ class _ApexLayerNorm(torch.autograd.Function):
 
 
 class ApexLayerNorm(nn.Module):
-    """Of rows of which the first holds one value."""
+    """Normalises rows; the first one is constant."""
 
     def __init__(self, width=9):
         super().__init__()

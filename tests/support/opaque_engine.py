@@ -1,8 +1,8 @@
-"""Stand-ins for TransformerEngine: autograd Functions of its shape around kernels that PyTorch's dispatcher
-does not see (opaque_kernels.cpp). A linear layer adds its weight's gradient to ``main_grad`` by itself where
-there is one, and gives autograd memory that nobody has written, as TransformerEngine's does.
+"""Stand-ins for TransformerEngine: autograd Functions of the same structure around kernels that PyTorch's
+dispatcher does not see (opaque_kernels.cpp). Like TransformerEngine's, a linear layer adds its weight's
+gradient to ``main_grad`` itself, if there is one, and then returns unwritten memory to autograd.
 
-``replace_megatrons`` puts them into Megatron-Core wherever TransformerEngine would be.
+``replace_megatrons`` puts them into Megatron-Core in place of TransformerEngine's.
 """
 
 import functools
@@ -77,7 +77,7 @@ class _LayerNorm(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """Of [length, batch, heads, width], causal."""
+    """Causal attention over [length, batch, heads, width]."""
 
     @staticmethod
     def forward(ctx, query, key, value):
@@ -105,7 +105,7 @@ def _heads_last(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Of logits [..., vocabulary], each rank of `group` having a part of the vocabulary."""
+    """For logits [..., vocabulary]; the vocabulary is sharded over the ranks of `group`."""
 
     @staticmethod
     def forward(ctx, logits, labels, group):
@@ -134,8 +134,8 @@ class _NoContext:
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: object) -> torch.Tensor:
-    """As TransformerEngine's modules: where nothing is recorded, as in the first pass of a recomputed region,
-    the kernels are called without the Function."""
+    """Calls the kernels without the Function if autograd is not recording, as in the first pass of a
+    recomputed region, like TransformerEngine's modules."""
     if torch.is_grad_enabled():
         return function.apply(*arguments)
     return function.forward(_NoContext(), *arguments)
@@ -160,7 +160,7 @@ class LayerNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Of itself, one head, one batch: [length, width]."""
+    """Self-attention with one head and one batch: [length, width]."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x[:, None, None]
@@ -168,7 +168,7 @@ class Attention(nn.Module):
 
 
 def replace_megatrons() -> None:
-    """Megatron-Core's layers, attention and cross entropy; call it before the model is built."""
+    """Replaces Megatron-Core's layers, attention and cross entropy; call it before the model is built."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 

@@ -1,6 +1,6 @@
-// Kernels as TransformerEngine has them: pybind functions that ask Torch for memory and fill it by
-// themselves, so that the dispatcher sees an allocation and nothing else. Contiguous fp32 in host
-// memory; plain loops.
+// Kernels like TransformerEngine's: pybind functions that allocate memory through Torch and fill it
+// themselves, so that the dispatcher sees only an allocation. Contiguous fp32 in host memory; plain
+// loops.
 #include <ATen/Functions.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -61,7 +61,7 @@ void add_weight_gradient(const at::Tensor& gradient, const at::Tensor& input,
   }
 }
 
-/// Layer norm of rows: the result, the rows' means, their inverse deviations.
+/// Layer norm of rows: the result, the rows' means and their inverse deviations.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> norm(const at::Tensor& input,
                                                     const at::Tensor& weight,
                                                     const at::Tensor& bias, double epsilon) {
@@ -125,8 +125,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_gradients(const at::Tensor& 
   return {output, of_weight, of_bias};
 }
 
-/// Causal attention of one head after the other, [heads, length, width]: the result and the
-/// probabilities [heads, length, length].
+/// Causal attention, head by head, [heads, length, width]: the result and the probabilities [heads,
+/// length, length].
 std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& query, const at::Tensor& key,
                                              const at::Tensor& value) {
   const auto heads = query.size(0), length = query.size(1), width = query.size(2);
@@ -221,8 +221,8 @@ at::Tensor largest(const at::Tensor& logits) {
   return output;
 }
 
-/// exp(logits - largest), and per row: the label's logit above the largest, where this rank has the
-/// label, else 0; and the sum of the exponentials.
+/// exp(logits - largest). Per row also the label's logit minus the largest, or 0 if another rank
+/// has the label, and the sum of the exponentials.
 std::tuple<at::Tensor, at::Tensor> exponentials(const at::Tensor& logits, const at::Tensor& most,
                                                 const at::Tensor& labels, std::int64_t first) {
   const auto rows = logits.size(0), width = logits.size(1);
@@ -244,7 +244,7 @@ std::tuple<at::Tensor, at::Tensor> exponentials(const at::Tensor& logits, const 
   return {output, sums};
 }
 
-/// The loss of each row, of what `exponentials` gave, summed over ranks.
+/// The loss of each row, from `exponentials`' results summed over ranks.
 at::Tensor losses(const at::Tensor& sums) {
   const auto rows = sums.size(1);
   const auto* values = sums.const_data_ptr<float>();

@@ -1,4 +1,4 @@
-"""Backend "patient" of torch.distributed: gloo that waits as NCCL does (patient_group.cpp)."""
+"""Backend "patient" of torch.distributed: gloo that waits like NCCL (patient_group.cpp)."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,6 @@
-// A process group that waits as NCCL's does: where a peer has gone, its collectives neither return
-// nor fail until the group is aborted. gloo does the work. A process can be made to die when it
-// comes to an agreement of nanlocator's, between two passes.
+// A process group that waits like NCCL: if a peer is gone, its collectives neither return nor fail
+// until the group is aborted. Runs on gloo. A process can be made to die at one of nanlocator's
+// flag reductions, between two passes.
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -14,7 +14,8 @@
 
 namespace {
 
-/// Flags of nanlocator's that were reduced so far, and the one at which this process dies; 0: none.
+/// The number of nanlocator's flags reduced so far, and the number at which this process dies; 0:
+/// never.
 std::atomic<int> flags = 0, last_flag = 0;
 
 class PatientWork : public c10d::Work {

@@ -1,4 +1,4 @@
-// Kernels that PyTorch's dispatcher does not see, each with bugs that can be planted in it.
+// Kernels that PyTorch's dispatcher does not see, each with bugs that tests can plant.
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
@@ -17,21 +17,21 @@ namespace {
 
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-/// y = x * sigmoid(x), elementwise, into memory that it allocates.
+/// y = x * sigmoid(x), elementwise, into memory that the kernel allocates.
 at::Tensor silu(const at::Tensor& x, const std::string& fault) {
   const auto in = x.contiguous();
   auto out = at::empty_like(in);
   const float* from = in.data_ptr<float>();
   float* to = out.data_ptr<float>();
   const auto size = in.numel();
-  const auto end = fault == "tail" ? size / 8 * 8 : size;  // the last vector's worth and no more
+  const auto end = fault == "tail" ? size / 8 * 8 : size;  // whole vectors only
   for (std::int64_t i = 0; i < end; ++i) to[i] = from[i] / (1 + std::exp(-from[i]));
   if (fault == "element") to[5] = kNaN;
   if (fault == "shape" && in.size(0) == 7) to[0] = std::numeric_limits<float>::infinity();
   return out;
 }
 
-/// In place, as the callers of fused kernels hand over their outputs.
+/// In place: callers of fused kernels pass the output.
 void silu_gradient(const at::Tensor& gradient, const at::Tensor& x, const at::Tensor& of_x,
                    const std::string& fault) {
   const auto grad = gradient.contiguous(), in = x.contiguous();
@@ -58,8 +58,8 @@ at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up, const std::strin
   return out;
 }
 
-/// Rotated halves: x cos + (-second half, first half) sin, of rows of an even width; "row" leaves
-/// the last row out.
+/// Rotated halves: x cos + (-second half, first half) sin, for rows of an even width; "row" leaves
+/// out the last row.
 at::Tensor rope(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
                 const std::string& fault) {
   auto out = at::empty_like(x);
@@ -89,8 +89,8 @@ at::Tensor grouped_gemm(const at::Tensor& x, const at::Tensor& w,
   return out;
 }
 
-/// Of each expert's weight, into `of_w`; by hand, off the dispatcher. "expert": one without tokens
-/// keeps what was there.
+/// The gradient of each expert's weight, written into `of_w` off the dispatcher. "expert": an
+/// expert without tokens keeps its old values.
 void grouped_gemm_gradient(const at::Tensor& gradient, const at::Tensor& x, const at::Tensor& of_w,
                            const std::vector<int64_t>& counts, const std::string& fault) {
   const auto g = gradient.contiguous(), in = x.contiguous();
@@ -111,7 +111,7 @@ void grouped_gemm_gradient(const at::Tensor& gradient, const at::Tensor& x, cons
   }
 }
 
-/// Sums of rows; "beyond" reads one element after the last row, which belongs to somebody else.
+/// Sums of rows; "beyond" reads one element after the last row, outside the argument.
 at::Tensor row_sums(const at::Tensor& x, const std::string& fault) {
   auto out = at::zeros({x.size(0)}, x.options());
   const float* from = x.data_ptr<float>();
@@ -130,8 +130,8 @@ void silu_into(const at::Tensor& x, const at::Tensor& out, const std::string& fa
   for (std::int64_t i = 0; i < end; ++i) to[i] = from[i] / (1 + std::exp(-from[i]));
 }
 
-/// "scratch" adds what an allocation of its own held; "counter" makes another element bad each
-/// time.
+/// "scratch" adds the old contents of its own allocation; "counter" makes a different element bad
+/// each time.
 at::Tensor tanh_scaled(const at::Tensor& x, const std::string& fault) {
   auto out = at::empty_like(x);
   const float* from = x.data_ptr<float>();
@@ -146,7 +146,7 @@ at::Tensor tanh_scaled(const at::Tensor& x, const std::string& fault) {
   return out;
 }
 
-/// "naive" does without the row's maximum; "row" leaves the last row out.
+/// "naive" does not subtract the row's maximum; "row" leaves out the last row.
 at::Tensor softmax(const at::Tensor& x, const std::string& fault) {
   auto out = at::empty_like(x);
   const auto width = x.size(1);
@@ -162,7 +162,7 @@ at::Tensor softmax(const at::Tensor& x, const std::string& fault) {
   return out;
 }
 
-/// "no_eps" adds nothing to the variance; "beyond" takes the element after each row for one of it.
+/// "no_eps" adds nothing to the variance; "beyond" counts the element after each row as part of it.
 at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
                       double eps, const std::string& fault) {
   auto out = at::empty(x.sizes(), x.options());
@@ -183,7 +183,7 @@ at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::T
   return out;
 }
 
-/// In float32, as its callers expect; "row" leaves row 2 out.
+/// In float32, as its callers expect; "row" leaves out row 2.
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
                     const std::string& fault) {
   auto out = at::empty_like(x);
@@ -203,7 +203,7 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
   return out;
 }
 
-/// weight[ids]; "last" leaves the last id out.
+/// weight[ids]; "last" leaves out the last id.
 void embedding(const at::Tensor& weight, const at::Tensor& ids, const at::Tensor& out,
                const std::string& fault) {
   const auto width = weight.size(1);
@@ -215,7 +215,7 @@ void embedding(const at::Tensor& weight, const at::Tensor& ids, const at::Tensor
   if (fault == "element") out.data_ptr<float>()[5] = kNaN;
 }
 
-/// Of each row; "ignored" divides by the number of valid labels in the row.
+/// The loss of each row; "ignored" divides by the number of valid labels in the row.
 at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& labels,
                          std::int64_t ignore_index, const std::string& fault) {
   auto out = at::empty({logits.size(0)}, logits.options());
@@ -234,7 +234,7 @@ at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& labels,
   return out;
 }
 
-/// x w^T; "column" leaves the last column out, "element" makes one element bad where there are more
+/// x w^T; "column" leaves out the last column, "element" makes one element bad if there are more
 /// than 4 rows.
 at::Tensor gemm(const at::Tensor& x, const at::Tensor& weight, const std::string& fault) {
   auto out = at::empty({x.size(0), weight.size(0)}, x.options());
@@ -251,7 +251,8 @@ at::Tensor gemm(const at::Tensor& x, const at::Tensor& weight, const std::string
   return out;
 }
 
-/// (tokens, heads, width) of packed sequences; "rows" leaves the last two tokens of the last out.
+/// (tokens, heads, width) of packed sequences; "rows" leaves out the last two tokens of the last
+/// one.
 void attention_varlen(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                       const at::Tensor& out, const at::Tensor& cu_seqlens, double softmax_scale,
                       bool causal, const std::string& fault) {
@@ -287,7 +288,7 @@ void attention_varlen(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   }
 }
 
-/// What PyTorch computes, written by hand: "row" leaves the last of the rows out.
+/// Copies PyTorch's result by hand: "row" leaves out the last row.
 at::Tensor written(const at::Tensor& healthy, const std::string& fault) {
   const auto from = healthy.contiguous();
   auto out = at::empty_like(from);
@@ -315,14 +316,15 @@ std::vector<at::Tensor> rms_norm_backward(const at::Tensor& dy, const at::Tensor
   return {written(dx, fault), written((dy * normed).sum(0), "")};
 }
 
-// ---- stand-ins for libraries that bind without names: no argument is left to say the fault ----
+// ---- stand-ins for libraries that bind arguments without names, so that `planted` names the fault
+// ----
 
 std::string& planted() {
   static std::string fault;
   return fault;
 }
 
-/// flash-attn's packed sequences: tokens x heads x width, the ends of the sequences in int32.
+/// flash-attn's packed sequences: tokens x heads x width, with the sequences' ends in int32.
 struct PackedAttention {
   PackedAttention(const at::Tensor& q_, const at::Tensor& k_, const at::Tensor& v_,
                   const at::Tensor& ends_q_, const at::Tensor& ends_k_, float scale_,
@@ -343,7 +345,8 @@ struct PackedAttention {
     return of.data_ptr<float>() + (row * of.size(1) + h / (heads / of.size(1))) * width;
   }
 
-  /// What row `t` of sequence `s` attends to each of its keys with. "mask": row 2 sees them all.
+  /// The attention weights of row `t` of sequence `s`, one per key. "mask": row 2 attends to all
+  /// keys.
   [[nodiscard]] std::vector<float> probabilities(std::int64_t s, std::int64_t t,
                                                  std::int64_t h) const {
     std::int64_t end = ends_k[s + 1];
@@ -377,7 +380,7 @@ struct PackedAttention {
   bool is_causal;
 };
 
-/// The signature is that of mha_varlen_fwd in csrc/flash_attn/flash_api.cpp, v2.6.1 to v2.8.3.
+/// Has the signature of mha_varlen_fwd in csrc/flash_attn/flash_api.cpp, v2.6.1 to v2.8.3.
 std::vector<at::Tensor> varlen_fwd(
     at::Tensor& q, const at::Tensor& k, const at::Tensor& v, std::optional<at::Tensor>& out_,
     const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
@@ -402,8 +405,8 @@ std::vector<at::Tensor> varlen_fwd(
   return {out, lse, at::empty({0}, q.options()), at::zeros({2}, at::kLong)};
 }
 
-/// That of mha_varlen_bwd, v2.6.0 to v2.8.3. "rows" leaves dq of the last four tokens unwritten;
-/// "row" makes dv of token 5 bad.
+/// Has the signature of mha_varlen_bwd, v2.6.0 to v2.8.3. "rows" leaves dq of the last four tokens
+/// unwritten; "row" makes dv of token 5 bad.
 std::vector<at::Tensor> varlen_bwd(
     const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     const at::Tensor& /*out*/, const at::Tensor& /*softmax_lse*/, std::optional<at::Tensor>& dq_,
@@ -448,13 +451,14 @@ std::vector<at::Tensor> varlen_bwd(
     std::copy_n(sums[i].data(), rows * row, of[i].data_ptr<float>());
     if (planted() == "row" && i == 2) std::fill_n(of[i].data_ptr<float>() + 5 * row, row, kNaN);
   }
-  // Of which flash-attn, too, leaves the padding of each sequence as it was.
+  // flash-attn, too, does not write the padding of each sequence in softmax_d.
   auto softmax_d = at::empty({q.size(1), q.size(0) + 128 * attention.sequences}, q.options());
   return {of[0], of[1], of[2], softmax_d};
 }
 
-/// That of GroupedGemm in grouped_gemm's csrc/grouped_gemm.h, v1.0 to v1.1.4. "expert": the
-/// gradient of one without tokens stays as it was; "tail": so does the last row of a product.
+/// Has the signature of GroupedGemm in grouped_gemm's csrc/grouped_gemm.h, v1.0 to v1.1.4.
+/// "expert": the gradient of an expert without tokens is not written; "tail": nor is the last row
+/// of a product.
 void gmm(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c,
          const at::Tensor& batch_sizes, bool trans_a, bool trans_b) {
   std::int64_t begin = 0;
@@ -474,7 +478,7 @@ void gmm(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c,
   }
 }
 
-/// That of layer_norm_affine in Apex's csrc/layer_norm_cuda.cpp. "no_eps" adds none.
+/// Has the signature of layer_norm_affine in Apex's csrc/layer_norm_cuda.cpp. "no_eps" adds none.
 std::vector<at::Tensor> layer_norm_affine(const at::Tensor& input,
                                           std::vector<std::int64_t> normalized_shape,
                                           const at::Tensor& gamma, const at::Tensor& beta,
@@ -493,7 +497,8 @@ std::vector<at::Tensor> layer_norm_affine(const at::Tensor& input,
   return {layer_norm(input.contiguous(), gamma, beta, added, ""), mean, invvar};
 }
 
-/// That of layer_norm_gradient_affine since 23.11. "row" leaves the last row of dx unwritten.
+/// Has the signature of layer_norm_gradient_affine since 23.11. "row" leaves the last row of dx
+/// unwritten.
 std::vector<at::Tensor> layer_norm_gradient_affine(
     const at::Tensor& dout, std::optional<at::Tensor> mean, const at::Tensor& invvar,
     const at::Tensor& input_or_output, std::vector<std::int64_t> /*normalized_shape*/,
@@ -511,8 +516,8 @@ std::vector<at::Tensor> layer_norm_gradient_affine(
   return {dx, (dout * normed).sum(0), dout.sum(0)};
 }
 
-/// What it hands out holds NaN, as memory does that a bad step has used before. Lives as long as
-/// the process: tensors allocated through it keep pointing to it.
+/// Its memory holds NaN, like memory that a bad step used before. Lives as long as the process,
+/// because tensors keep pointing to it.
 class SpoiltAllocator final : public c10::Allocator {
  public:
   at::DataPtr allocate(std::size_t bytes) override {
@@ -638,7 +643,7 @@ PYBIND11_MODULE(planted_kernels, m) {
   py::class_<Workspace>(m, "Workspace").def(py::init<>()).def("scale", &Workspace::scale);
 }
 
-// Bound as the libraries bind theirs, in modules of their names, which this file is loaded by.
+// Bound as in the libraries, in modules of their names, for which this file is loaded.
 PYBIND11_MODULE(flash_attn_2_cuda, m) {
   m.def("varlen_fwd", &varlen_fwd, "Forward pass (variable length)");
   m.def("varlen_bwd", &varlen_bwd, "Backward pass (variable length)");

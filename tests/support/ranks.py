@@ -1,8 +1,8 @@
 """Starts ranks in processes of their own, forked from one that has imported torch.
 
-A fresh interpreter that imports torch and what is tested costs each rank 3 to 10 s of CPU. Here a fork server
-of Python's multiprocessing pays it once for all tests of a pytest process; it has one thread, touches no
-process group, and each rank gets the environment, the folder and the import path of its test.
+A fresh interpreter that imports torch and the tested code costs each rank 3 to 10 s of CPU. Here a fork
+server of Python's multiprocessing imports them once for all tests of a pytest process. It has one thread and
+uses no process group; each rank gets the environment, the folder and the import path of its test.
 """
 
 import atexit
@@ -33,21 +33,21 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
-TIMEOUT = 120.0  # seconds for all ranks together; a hung rank is a failed test
+TIMEOUT = 120.0  # seconds for all ranks together; a rank that hangs fails the test
 
 
 class RankServer:
-    """Ranks of one kind: they start with `modules` imported, whatever these change in the process."""
+    """Ranks of one kind: they start with `modules` imported, whatever those change in the process."""
 
     def __init__(self, *modules: str) -> None:
-        """Nothing is imported before the first rank is started. The server ends with this process."""
+        """The server starts, and imports, with the first rank, and ends with this process."""
         self._server = multiprocessing.forkserver.ForkServer()
         self._server.set_forkserver_preload([*modules, "before_fork"])
 
     def run_ranks(
         self, world_size: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo"
     ) -> list[Any]:
-        """`function(rank, world_size, *arguments)` on each rank, torch.distributed initialised with
+        """Runs `function(rank, world_size, *arguments)` on each rank, with torch.distributed initialised with
         `backend`: gloo, or a module that registers the backend of its name.
 
         The result of a rank that raised is the exception's (type name, text); of one that died, None.
@@ -68,8 +68,8 @@ class RankServer:
     ) -> list[tuple[int, str, str]]:
         """(exit code, stdout, stderr) of `program(rank, world_size, port, *arguments)` on each rank.
 
-        For what depends on how a process ends: an uncaught Exception goes to sys.excepthook and the
-        interpreter is finalised, as in a script. `port` is free, nothing of torch.distributed is initialised.
+        For tests of how a process ends: an uncaught Exception goes to sys.excepthook and the interpreter is
+        finalised, as in a script. `port` is free; torch.distributed is not initialised.
         """
         port = free_port()
         with tempfile.TemporaryDirectory() as folder:
@@ -87,22 +87,22 @@ class RankServer:
     def run_python(
         self, *command: str | Path, cwd: str | Path = ".", **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """`python command...` in `cwd`, with `variables` beside the environment's: a script, or -m and a
-        module, and arguments. As an interpreter it has PYTHONPATH for its import path, reads sitecustomize.py
-        there, and its end is one."""
+        """Runs `python command...` in `cwd`, with `variables` added to the environment: a script, or -m and a
+        module, and arguments. As in an interpreter, PYTHONPATH is on the import path, sitecustomize.py is
+        imported, and the process ends in the same way."""
         words = [str(word) for word in command]
         ((code, out, err),) = self.run_programs(1, _run_python, words, str(cwd), variables)
         return subprocess.CompletedProcess(words, code, out, err)
 
     def _start(self, target: Callable[..., None], *arguments: Any) -> BaseProcess:
-        # The ranks are gloo's. A GPU that the server has asked after could not be used in its forks.
+        # Ranks use gloo. A fork could not use a GPU that the server has queried.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        # The server's own import path is made of this variable: Python before 3.13 tells it no other.
+        # The server takes its import path from this variable; before Python 3.13 it has no other source.
         with mock.patch.dict(os.environ, environment, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
             self._server.ensure_running()
         context = multiprocessing.get_context("forkserver")
         process = context.Process(target=_in_environment, args=(environment, target, *arguments), daemon=True)
-        # multiprocessing has one server; here there is one for each kind of rank.
+        # multiprocessing has one server; here there is one per kind of rank.
         connect = self._server.connect_to_new_process
         with mock.patch.object(multiprocessing.forkserver, "connect_to_new_process", connect):
             process.start()
@@ -110,11 +110,11 @@ class RankServer:
 
 
 class KeptRanks:
-    """Ranks that live from one call to the next, for functions that leave their process as they found it;
+    """Ranks that are reused by later calls, for functions that leave their process unchanged;
     tests/conftest.py ends them with their module.
 
-    What happens for the first time in a process (a process group, DTensor's rules, torch's lazy imports)
-    costs a rank three times what the training of a small model does."""
+    The first use of things in a process (a process group, DTensor's rules, torch's lazy imports) costs a rank
+    three times as much as training a small model."""
 
     _all: ClassVar[list["KeptRanks"]] = []
 
@@ -124,7 +124,7 @@ class KeptRanks:
         self._ranks: dict[int, list[tuple[BaseProcess, Any]]] = {}
 
     def run_ranks(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """As RankServer's, with gloo. Where a rank raises or dies the next call gets new ones."""
+        """Like RankServer's, with gloo. After a rank raised or died, the next call starts new ones."""
         if world_size not in self._ranks:
             self._ranks[world_size] = self._start(world_size)
         pipes = [pipe for _, pipe in self._ranks[world_size]]
@@ -160,7 +160,7 @@ class KeptRanks:
             pipe.close()
 
 
-# pytest: the modules of the tests import it.
+# pytest: test modules import it.
 _server = RankServer("pytest", "torch._dynamo", "nanlocator.transformers", "transformers.trainer")
 run_ranks, run_programs = _server.run_ranks, _server.run_programs
 run_kept_ranks = KeptRanks(_server).run_ranks
@@ -168,7 +168,7 @@ run_python = RankServer("torch._dynamo").run_python
 
 
 def _without_gloos(text: str) -> str:
-    """Before torch 2.11 gloo prints a line when it connects."""
+    """Removes the line that gloo prints on connecting, before torch 2.11."""
     return re.sub(r"^\[Gloo\] Rank .*\n", "", text, flags=re.M)
 
 
@@ -192,10 +192,11 @@ def _received(pipe) -> Any:
 
 
 def free_port() -> int:
-    """A port that nobody takes before the rank that listens there does.
+    """A port that no other program takes before the rank listens on it.
 
-    One that the system chooses is of the range that it gives to whoever asks for any port, or connects, and
-    may be given again before a rank has started. These lie below that range (Linux: from 32768).
+    The system chooses ports from a range that it also uses for other programs' requests and for outgoing
+    connections, and may hand one out again before a rank has started. These lie below that range (Linux: from
+    32768).
     """
     while True:
         port = next(_ports)
@@ -207,7 +208,7 @@ def free_port() -> int:
         return port
 
 
-# Processes that run tests at one time start far from each other.
+# Concurrent test processes start far from each other.
 _ports = itertools.cycle(random.Random(os.getpid()).sample(range(12000, 32000), 20000))
 
 
@@ -216,8 +217,8 @@ _ports = itertools.cycle(random.Random(os.getpid()).sample(range(12000, 32000), 
 
 @contextlib.contextmanager
 def standard_error() -> Iterator[Callable[[], str]]:
-    """Gives what this rank, C++ included, has printed there since the block began: pytest's own capture does
-    not see it."""
+    """Yields this rank's output to stderr, C++ included, since the block began; pytest's own capture does not
+    see it."""
     with tempfile.TemporaryFile() as file:
 
         def printed() -> str:
@@ -238,7 +239,7 @@ def standard_error() -> Iterator[Callable[[], str]]:
 
 
 def excuse(*ranks: int) -> None:
-    """run_ranks' rank 0, which hosts the Store, ends without waiting for these."""
+    """Lets run_ranks' rank 0, which hosts the Store, end without waiting for these."""
     import torch.distributed as dist
 
     for rank in ranks:
@@ -255,7 +256,7 @@ def _in_environment(environment: dict[str, str], target: Callable[..., None], *a
 
 
 def _join_group(rank: int, world_size: int, port: int, backend: str) -> Any:
-    """Its Store."""
+    """Returns the group's Store."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, datetime.timedelta(seconds=60))
@@ -287,21 +288,21 @@ def _run_rank(sender, rank: int, world_size: int, port: int, backend: str, funct
     except Exception as error:
         traceback.print_exc()
         sender.send((type(error).__name__, str(error)))
-    # The Store lives in rank 0: it leaves last.
+    # The Store is in rank 0, which ends last.
     store.set(f"done/{rank}", "1")
     if rank == 0:
         for other in range(world_size):
             try:
                 store.wait([f"done/{other}"], datetime.timedelta(seconds=20))
             except Exception:
-                pass  # a rank that was killed on purpose
+                pass  # a rank that was killed deliberately
 
 
 def _run_program(out: Path, err: Path, program: Callable[..., None], arguments: tuple) -> None:
     for stream, path in ((sys.stdout, out), (sys.stderr, err)):
         with open(path, "wb") as file:
             os.dup2(file.fileno(), stream.fileno())
-    # From Python 3.13 on a process of multiprocessing has forgotten what its server would do at its end.
+    # From Python 3.13 on, a process of multiprocessing forgets its server's exit functions.
     atexit.register(weakref.finalize._exitfunc)
     code = 0
     try:
@@ -314,7 +315,7 @@ def _run_program(out: Path, err: Path, program: Callable[..., None], arguments: 
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
-    # As an interpreter ends, except that it would free all that the server has imported, for a second.
+    # Ends like an interpreter, but without freeing the server's imports, which takes a second.
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -325,7 +326,7 @@ def _run_program(out: Path, err: Path, program: Callable[..., None], arguments: 
 def _run_python(
     _rank: int, _processes: int, _port: int, words: list[str], cwd: str, variables: dict[str, str]
 ) -> None:
-    multiprocessing.process._parent_process = None  # as where a shell has started it
+    multiprocessing.process._parent_process = None  # as if started by a shell
     multiprocessing.process.current_process()._config["daemon"] = False
     os.chdir(cwd)
     os.environ |= variables

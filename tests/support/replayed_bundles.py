@@ -1,5 +1,5 @@
-"""Runs that leave a bundle of a custom operator or a kernel; and its replay where the model is not, nor, of
-the exported script, nanlocator."""
+"""Runs that leave a bundle of a custom operator or a kernel, and replays of the bundle without the model, or,
+for the exported script, without nanlocator."""
 
 import json
 import os
@@ -12,9 +12,9 @@ from ranks import RankServer, run_python
 from nanlocator import _C
 
 BUILD = Path(_C.__file__).parents[2]
-_without_triton = RankServer("torch")  # whose import reads the environment, of which a bundle has its own
+_without_triton = RankServer("torch")  # its import reads the environment, and a bundle has its own
 
-# A registration gives `planted`, which is NaN for negative numbers, and what a caller imports.
+# A registration of `planted`, which returns NaN for negative numbers, and the import of a caller.
 CUSTOM_OP = """
 import numpy
 import torch
@@ -73,7 +73,7 @@ except nanlocator.NonFiniteGradientError as error:
 
 
 def trained(files, folder="project", **variables):
-    """Runs train.py of ``files`` in a folder of its own; its operator and the bundle."""
+    """Runs train.py of ``files`` in ``folder``; returns its operator and the bundle."""
     for name, text in files.items():
         path = Path(folder, name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,13 +81,13 @@ def trained(files, folder="project", **variables):
     done = run_python("train.py", cwd=folder, **variables)
     assert done.returncode == 0, done.stderr
     for path in [Path(folder), *Path(folder).rglob("*")]:
-        path.chmod(path.stat().st_mode & ~0o022)  # whatever the umask: --trust looks at it
+        path.chmod(path.stat().st_mode & ~0o022)  # whatever the umask, because --trust checks it
     (bundle,) = Path(folder).glob("nanlocator_run/*/bundles/*")
     return done.stdout.split()[-1], bundle.absolute()
 
 
 def edited(bundle, edit):
-    """``edit`` changes what bundle.json says; returns the bundle."""
+    """Lets ``edit`` change the content of bundle.json; returns the bundle."""
     path = bundle / "bundle.json"
     content = json.loads(path.read_text())
     edit(content)
@@ -96,7 +96,7 @@ def edited(bundle, edit):
 
 
 def replayed(bundle, *options, importing_from="", cwd="elsewhere", **variables):
-    """In a folder that has nothing, or in ``cwd``."""
+    """Replays the bundle in an empty folder, or in ``cwd``."""
     Path(cwd).mkdir(exist_ok=True)
     path = f"{os.environ.get('PYTHONPATH', '')}:{importing_from and Path(importing_from).absolute()}"
     return _without_triton.run_python(
@@ -110,7 +110,7 @@ def interpreter(*command, cwd, **variables):
 
 
 def exported(bundle, *arguments, importing_from="", start=run_python, **variables):
-    """Runs the exported script where there is no nanlocator."""
+    """Runs the exported script without nanlocator."""
     Path("alone").mkdir(exist_ok=True)
     Path("alone/script.py").write_text(_C.export_python(bundle))
     Path("alone/nanlocator.py").write_text("raise ImportError('a script needs no nanlocator')")

@@ -1,4 +1,4 @@
-"""Calls every distinct operator of six tiny models and writes each call as a bundle. A program of
+"""Calls every distinct operator of six tiny models and writes each call as a bundle, for
 test_replay_coverage.py: python sample_operators.py SAMPLER.so RUN_DIR"""
 
 import ctypes

@@ -1,7 +1,7 @@
-"""Training of a small model in shards, with faults that can be planted in one rank's step.
+"""Training of a small sharded model, with faults that can be planted in one rank's step.
 
-A ``Training`` is one rank's; ``fault`` names what goes wrong in step 2, ``culprits`` on which ranks. The
-faults are true ones: bits in memory that no operator writes, data that a formula has no value for.
+A ``Training`` is one rank's; ``fault`` names the fault in step 2, ``culprits`` its ranks. The faults are
+real: bits in memory that no operator writes, or data outside a formula's domain.
 """
 
 import contextlib
@@ -18,14 +18,15 @@ BAD_STEP = 2
 
 
 class Scale(nn.Module):
-    """A root of data: negative below -1, and with an infinite derivative at -1."""
+    """Takes a square root whose argument is negative for offsets below -1 and whose derivative is infinite at
+    -1."""
 
     def forward(self, hidden, offset):
         return hidden + torch.sqrt(hidden.square() * (1 + offset.clamp(max=0)) + 1 + offset)
 
 
 class Net(nn.Module):
-    """7 and 3 rows are no multiple of the number of ranks."""
+    """Has 7 and 3 rows, not multiples of the number of ranks."""
 
     def __init__(self, width=7, is_checkpointed=False):
         super().__init__()
@@ -46,14 +47,14 @@ class Net(nn.Module):
 
 
 def corrupt(tensor, element=2):
-    """A bit error: no operator writes it."""
+    """Writes like a bit error, without an operator."""
     assert tensor.dtype == torch.float32 and tensor.is_contiguous()
     ctypes.c_float.from_address(tensor.data_ptr() + 4 * element).value = math.nan
 
 
 class Training:
     """Args:
-    shard: ``shard(model, variant)`` gives the model as it is called.
+    shard: ``shard(model, variant)`` returns the model to call.
     """
 
     def __init__(self, rank, shard, variant, fault=None, culprits=(1,), width=7):
@@ -70,11 +71,11 @@ class Training:
         torch.manual_seed(rank)
 
     def planted_below(self):
-        """While this context lasts: faults that belong below what ``watch`` puts around it."""
+        """A context with the faults that belong below ``watch``'s wrappers."""
         return contextlib.nullcontext()
 
     def planted(self):
-        """Faults that belong outside of that."""
+        """A context with the faults that belong outside those wrappers."""
         return contextlib.nullcontext()
 
     def plants(self, fault):
@@ -97,7 +98,8 @@ class Training:
             corrupt(gradient, element)
 
     def corrupt_moment(self):
-        """Of the first weight that this rank keeps a part of: the update makes the weight bad."""
+        """Corrupts a moment of the first weight of which this rank has a part: the update makes the weight
+        bad."""
         if self.plants("moment"):
             moments = (self.optimizer.state[p]["exp_avg"] for p in self.model.parameters())
             local = (m.to_local() if hasattr(m, "to_local") else m for m in moments)
@@ -118,7 +120,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def state(self):
-        """Weights, as this rank has them, and a random number."""
+        """This rank's weights, and a random number."""
         weights = [p.to_local() if hasattr(p, "to_local") else p for p in self.model.parameters()]
         return [*(w.detach().clone() for w in weights), torch.rand(1)]
 

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, and what they are trained on."""
+"""Tiny models with random weights, and their training data."""
 
 import torch
 import transformers
@@ -76,7 +76,7 @@ def batch(padded: bool = True) -> dict[str, torch.Tensor]:
     labels = tokens.clone()
     if padded:
         mask[0, LENGTH // 2 :] = 0
-        mask[1, :3] = 0  # padding on the left: whole rows of causal attention are masked
+        mask[1, :3] = 0  # left padding: whole rows of causal attention are masked
         labels[mask == 0] = -100
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 

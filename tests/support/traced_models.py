@@ -13,7 +13,7 @@ from nanlocator.calls.modules import ModuleHooks
 def traced_step(
     model: nn.Module, step: Callable[[], torch.Tensor], *, with_modules: bool = True, **options: Any
 ) -> Any:
-    """Runs ``step`` (forward and backward; returns the loss) under a trace; gives its Explanation."""
+    """Runs ``step`` (forward and backward; returns the loss) under a trace; returns its Explanation."""
     with _C.OperatorTrace(**options) as trace:
         declare(trace, model)
         trace.begin_pass()

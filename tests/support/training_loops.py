@@ -1,7 +1,7 @@
-"""Training loops as people write them, for ``nanlocator.watch``: each yields a loss per step.
+"""Typical training loops for ``nanlocator.watch``: each yields a loss per step.
 
-A loop is a function of ``watch(models, optimizers)``, which it calls once; it returns the modules whose state
-is compared, and the generator of its steps."""
+A loop is a function of ``watch(models, optimizers)``, which it calls once; it returns the modules whose
+states are compared, and the generator of its steps."""
 
 import torch
 import torch.nn.functional as F
@@ -248,7 +248,7 @@ def lbfgs(watch):
 
 
 class Third(nn.Module):
-    """Adds a third, in the data type that new tensors get."""
+    """Adds a third in the default dtype."""
 
     def __init__(self):
         super().__init__()

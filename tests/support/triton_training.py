@@ -1,5 +1,5 @@
-"""One training step of a model with Triton kernels, on the GPU or under the interpreter, for each case: the
-verdict, or null, in CASE.json, and what was said in CASE.err.
+"""One training step of a model with Triton kernels, on the GPU or under the interpreter, for each case.
+Writes the verdict, or null, to CASE.json, and stderr to CASE.err.
 
 [TRITON_INTERPRET=1] python triton_training.py CASE...
 """
@@ -86,7 +86,7 @@ class Scale(nn.Module):
 
 
 class RowSums(nn.Module):
-    """Of the left columns of a buffer that is as wide as a block, and NaN where nobody has asked."""
+    """Sums the left columns of a buffer as wide as a block, whose other columns are NaN."""
 
     def __init__(self, has_mask=True):
         super().__init__()
@@ -111,10 +111,10 @@ class Softmax(nn.Module):
         return x + y
 
 
-# --- libraries' own kernels ---
+# --- kernels of libraries ---
 
-# Case -> module, what is replaced in its source (once), by what: a launch with one program less, which leaves
-# the last row out, or a kernel that adds NaN in one row.
+# Case -> module, the replaced source (once), the replacement: a launch with one program less, which leaves
+# out the last row, or a kernel that adds NaN in one row.
 _NAN_IN_ROW_3 = ' + tl.where({} == 3, float("nan"), 0.0)'
 PLANTED = {
     "liger softmax": (
@@ -171,18 +171,18 @@ PLANTED = {
 }
 
 
-# What Triton 3.6's interpreter does not do, and these kernels need.
+# What these kernels need and Triton 3.6's interpreter lacks.
 if IS_INTERPRETED:
 
     def float_as_compiled(argument, convert=interpreter._implicit_cvt):
-        """A tensor, whose ``to`` Liger calls."""
+        """Converts a float to a tensor, on which Liger calls ``to``."""
         if type(argument) is not float:
             return convert(argument)
         handle = interpreter.TensorHandle(numpy.array([argument], numpy.float32), tl.float32)
         return tl.tensor(handle, tl.float32)
 
     def tensors_with_an_index(tensor, scope, patch=interpreter._patch_lang_tensor):
-        """From arrays of one element, which NumPy 2.4 no longer takes for a number."""
+        """Makes an index from an array of one element, which NumPy 2.4 no longer converts."""
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
@@ -194,11 +194,11 @@ if IS_INTERPRETED:
 
     interpreter._implicit_cvt = float_as_compiled
     interpreter._patch_lang_tensor = tensors_with_an_index
-    libdevice.rsqrt, libdevice.tanh = rsqrt, tanh  # there they give None
+    libdevice.rsqrt, libdevice.tanh = rsqrt, tanh  # the interpreter's return None
 
 
 def library(case):
-    """The module of ``case``, healthy, or from a file with the bug in it; the same lines in both."""
+    """The module of ``case``: healthy, or loaded from a file with the bug on the same line."""
     name, healthy, bug = PLANTED[case.removesuffix(" healthy")]
     importlib.import_module(name)
     if not case.endswith("healthy"):
@@ -213,7 +213,7 @@ def library(case):
 
 
 class LibraryKernel(nn.Module):
-    """One of PLANTED; ``case``: with " healthy" after it the library's own."""
+    """A kernel of PLANTED; with " healthy" after the ``case``, without its bug."""
 
     def __init__(self, case):
         super().__init__()
@@ -239,7 +239,7 @@ class LibraryKernel(nn.Module):
         return self.module.LigerGELUMulFunction.apply(x, x.flip(0))
 
     def rope(self, x):
-        """Of two heads of four, in the first eight columns."""
+        """Rotates two heads of four, in the first eight columns."""
         q = x[:, :8].reshape(1, len(x), 2, 4).transpose(1, 2)
         angles = torch.outer(torch.arange(len(x)), torch.tensor([1.0, 0.1])).repeat(1, 2)[None]
         q, k = self.module.LigerRopeFunction.apply(q, q.flip(2), angles.cos(), angles.sin())
@@ -253,7 +253,7 @@ class LibraryKernel(nn.Module):
         return x + loss
 
     def l2norm(self, x):
-        """Of thirds of the rows: three programs of eight. Autotuning would time them on a GPU."""
+        """Normalises thirds of the rows in three programs of eight. Autotuning would time them on a GPU."""
         for kernel in (self.module.l2norm_fwd_kernel, self.module.l2norm_bwd_kernel):
             kernel.configs = [config for config in kernel.configs if config.kwargs["BT"] == 8][:1]
         return self.module.l2norm(x.reshape(-1, 3)).reshape(x.shape)
@@ -275,7 +275,7 @@ CASES = {
 
 
 def spoil_memory():
-    """What is allocated from here on holds NaN."""
+    """Fills later allocations with NaN."""
     if IS_INTERPRETED:
         kernels.spoil_memory(True)
         return
@@ -301,13 +301,14 @@ def verdict_of(case):
 
 
 def main() -> None:
-    """Each case in a process of its own. Interpreted, one after another, each with what is imported and
-    looked for here; on a GPU all at one time: the libraries' imports use it, and then none may fork."""
+    """Runs each case in a process of its own. Interpreted cases run one after another and inherit imports and
+    look-ups from this process. On a GPU all run at once, and nothing is imported here: the libraries' imports
+    use the GPU, and then no process may fork."""
     cases = sys.argv[1:]
     if IS_INTERPRETED:
         for planted in PLANTED if "libraries healthy" in cases else [c for c in cases if c in PLANTED]:
             importlib.import_module(PLANTED[planted][0])
-        importlib.import_module("torch._dynamo")  # which an optimizer imports
+        importlib.import_module("torch._dynamo")  # an optimizer imports it
         KernelCalls().remove()
     running, failed = {}, []
     for case in cases:

@@ -20,8 +20,8 @@ def verdict_of_steps(
     steps: int = 2,
     **options: Any,
 ) -> dict[str, Any] | None:
-    """The first bad step's; None where all are healthy. ``loss()`` makes a step's, with the step's number as
-    seed; ``corrupt()`` runs before each update. Nothing of nanlocator is left."""
+    """The verdict on the first bad step, or None if all are healthy. ``loss()`` computes a step's loss,
+    seeded with the step's number; ``corrupt()`` runs before each update. nanlocator is removed afterwards."""
     optimizer = torch.optim.AdamW(watched.parameters(), lr=1e-3)
     watch = nanlocator.watch(watched, optimizer, **options)
     try:
@@ -41,7 +41,7 @@ def verdict_of_steps(
 def verdict_of_loop(
     models: nn.Module | list[nn.Module], compute: Callable[[int], None], steps: int = 3
 ) -> dict[str, Any]:
-    """Of steps in which ``compute(step)`` runs forward and backward: the bad one's, which there is."""
+    """The verdict on the bad step, which must occur; ``compute(step)`` runs forward and backward."""
     held = [p for each in (models if isinstance(models, list) else [models]) for p in each.parameters()]
     optimizer = torch.optim.SGD(held, lr=0.1)
     watch = nanlocator.watch(models, optimizer)
@@ -59,7 +59,7 @@ def verdict_of_loop(
 def verdict_of_closure(
     optimizer: nanlocator.LocatingOptimizer, loss: Callable[[], torch.Tensor], steps: int = 1
 ) -> dict[str, Any] | None:
-    """The first bad step's, of steps whose closure computes ``loss()``; None where all are healthy."""
+    """The verdict on the first bad step, or None; each step's closure computes ``loss()``."""
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -76,7 +76,7 @@ def verdict_of_closure(
 
 
 class Raises:
-    """When it is looked at, as the proxy of a context that is over."""
+    """Raises when its class is read, like the proxy of a context that has ended."""
 
     @property
     def __class__(self) -> type:
@@ -84,11 +84,12 @@ class Raises:
 
 
 def as_code_says(name: str) -> str:
-    """Of a function with this qualified name: Python 3.10 keeps the last part only."""
+    """The name in code objects of a function with this qualified name: Python 3.10 keeps only the last
+    part."""
     return name if sys.version_info >= (3, 11) else name.rpartition(".")[2]
 
 
 def line_of(file: Path, text: str) -> int:
-    """The number of the only line of ``file`` that holds ``text``."""
+    """The number of the only line of ``file`` that contains ``text``."""
     (number,) = (i for i, line in enumerate(file.read_text().splitlines(), 1) if text in line)
     return number

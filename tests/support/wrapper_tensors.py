@@ -1,12 +1,12 @@
-"""Parameters without memory of their own, as TransformerEngine's QuantizedTensor: a wrapper subclass that
-holds its values in fp8 elsewhere, computes with what they stand for, and is written by quantising."""
+"""Parameters without memory of their own, like TransformerEngine's QuantizedTensor: a wrapper subclass that
+keeps its values in fp8 elsewhere, computes with the dequantised values, and quantises writes."""
 
 import torch
 from torch.utils._pytree import tree_map
 
 
 class Quantized(torch.Tensor):
-    """Its values can be had: ``dequantize()``, as with TransformerEngine."""
+    """Gives access to its values through ``dequantize()``, like TransformerEngine's."""
 
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> "Quantized":
@@ -47,14 +47,14 @@ class Quantized(torch.Tensor):
 
 
 class Sealed(Quantized):
-    """... that nothing outside can dequantise."""
+    """Cannot be dequantised from outside."""
 
     def dequantize(self) -> torch.Tensor:
         raise NotImplementedError("Sealed does not implement dequantize")
 
 
 def replace_weight(module: torch.nn.Module, kind: type[Quantized]) -> torch.nn.Parameter:
-    """``module.weight`` becomes one of these."""
+    """Replaces ``module.weight`` by a tensor of this kind."""
     weight = torch.nn.Parameter(kind(module.weight))
     module.weight = weight
     return weight

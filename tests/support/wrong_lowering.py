@@ -8,8 +8,8 @@ import torch
 
 @contextlib.contextmanager
 def lowered_to_logarithm(operator: torch._ops.OpOverload) -> Iterator[None]:
-    """What is compiled in this block computes the logarithm in place of ``operator``, which must have no
-    lowering of its own."""
+    """Code compiled in this block computes the logarithm instead of ``operator``, which must have no lowering
+    of its own."""
     from torch._inductor import lowering
     from torch._inductor.virtualized import ops
 
