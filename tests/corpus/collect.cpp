@@ -1,8 +1,9 @@
-// Keeps what every verdict of a program was made of: linked in front of locate() by CMakeLists.txt.
+// Keeps the ledgers of every verdict of a program, in which CMakeLists.txt links it in front of
+// locate().
 //
-// Where the environment variable VERDICT_CORPUS names a folder, each set of ledgers leaves a
-// file there, under the name of its content: a line {"test", "ranks", "facts"}, then the ledgers in
-// ascending order of their ranks. tools/corpus makes cases of them.
+// If the environment variable VERDICT_CORPUS names a folder, each set of ledgers is written to a
+// file there, named after its content: a line {"test", "ranks", "facts"}, then the ledgers in
+// ascending order of rank. tools/corpus makes cases from them.
 #include <unistd.h>
 
 #include <algorithm>
@@ -29,10 +30,11 @@ Verdict locate_and_keep(std::span<const Ledger>, int) __asm__("__wrap_" NANLOCAT
 
 namespace {
 
-/// The simulators' jobs of hundreds of ranks take megabytes each, and have no rules of their own.
+/// Ledgers of the simulators' jobs of hundreds of ranks take megabytes, and no rule is specific to
+/// them.
 constexpr std::size_t kLongest = 1'000'000;
 
-/// The test that runs: of gtest (collect_tests.cpp) or of pytest. Its child processes inherit it.
+/// The running test: of gtest (collect_tests.cpp) or of pytest. Its child processes inherit it.
 std::string current_test() {
   for (const char* name : {"VERDICT_CORPUS_TEST", "PYTEST_CURRENT_TEST"}) {
     if (const char* const test = std::getenv(name)) return test;
@@ -40,7 +42,7 @@ std::string current_test() {
   return "";
 }
 
-/// Ends early where it is longer than it may be.
+/// Stops when the text exceeds kLongest.
 std::string text_of(std::span<const Ledger> ledgers) {
   std::vector<const Ledger*> in_order;
   for (const Ledger& ledger : ledgers) in_order.push_back(&ledger);
@@ -61,7 +63,7 @@ void keep(std::span<const Ledger> ledgers, int world_size, const Verdict& verdic
   if (std::filesystem::exists(path)) return;
   const nlohmann::ordered_json header = {
       {"test", current_test()}, {"ranks", world_size}, {"facts", facts_of(verdict)}};
-  // Ranks and threads may keep the same at one time.
+  // Ranks and threads may write the same set concurrently.
   static std::atomic<int> files = 0;
   const std::filesystem::path partial =
       folder / (".partial-" + std::to_string(getpid()) + "-" + std::to_string(files++));
@@ -69,7 +71,7 @@ void keep(std::span<const Ledger> ledgers, int world_size, const Verdict& verdic
   file << header.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) << '\n'
        << text;
   file.close();
-  if (file) std::filesystem::rename(partial, path);  // not with tests that limit the size of files
+  if (file) std::filesystem::rename(partial, path);  // fails in tests that limit the size of files
 }
 
 }  // namespace

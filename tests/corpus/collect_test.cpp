@@ -1,4 +1,4 @@
-// This program is linked as tools/corpus --collect links those that it runs.
+// This program is linked like the ones that tools/corpus --collect runs.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -16,7 +16,7 @@
 namespace nanlocator {
 namespace {
 
-/// Of two ranks; on rank 0 the logarithm of a negative number has reached the loss.
+/// Ledgers of two ranks; on rank 0 the logarithm of a negative number has reached the loss.
 std::vector<Ledger> ledgers_with_birth() {
   Birth birth;
   birth.kind = BirthKind::nan;

@@ -1,4 +1,5 @@
-// Says which test of gtest runs, for collect.cpp in this process and in those that the test starts.
+// Names the running gtest test for collect.cpp, in this process and in the processes that the test
+// starts.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -15,7 +16,7 @@ class CurrentTest : public ::testing::EmptyTestEventListener {
 };
 
 const bool kIsListening = [] {
-  ::testing::UnitTest::GetInstance()->listeners().Append(new CurrentTest);  // which owns it
+  ::testing::UnitTest::GetInstance()->listeners().Append(new CurrentTest);  // the list owns it
   return true;
 }();
 

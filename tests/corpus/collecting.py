@@ -1,18 +1,18 @@
-"""Makes cases of what the suites give to locate().
+"""Makes cases from the ledgers that the suites pass to locate().
 
-A build in build/corpus keeps every set of ledgers of which a verdict is made (tests/corpus/collect.cpp). The
-suites run with it, and of what they leave the corpus takes what it does not show yet:
+A build in build/corpus keeps every set of ledgers on which a verdict is made (tests/corpus/collect.cpp). The
+suites run with it, and the corpus takes the sets that show something new:
 
-  1. What names this machine or this run (paths, host, run, fingerprints) is written alike each time, and the
-     ledgers are sorted by rank: what then is the same is one case.
-  2. The verdict on the text that is stored has to be the one that the test got. Where it is another, the set
-     is left out and named: a ledger has changed when it was written and read, or the order has counted.
-  3. A test that draws its incidents makes thousands. Of each test and each of these, MOST_ALIKE cases are
-     kept, the shortest first: an origin's cause, owner, confidences, action and kinds of facts, and which of
-     its fields are known; the verdict's status, number of origins, facts, re-run and restart; which records,
-     keys and process groups the ledgers have.
+  1. Values specific to this machine or run (paths, host, run, fingerprints) are replaced by fixed ones, and
+     the ledgers are sorted by rank. Sets that are then equal are one case.
+  2. The verdict on the stored text must equal the test's. A set with another verdict is left out and named:
+     a ledger has changed when it was written and read, or the order has mattered.
+  3. A test that draws its incidents makes thousands of sets. For each test and each of these features,
+     MOST_ALIKE cases are kept, the shortest first: an origin's cause, owner, confidences, action and kinds of
+     facts, and which of its fields are known; the verdict's status, number of origins, facts, re-run and
+     restart; which records, keys and process groups the ledgers have.
 
-Sets whose text is longer than a megabyte are not kept (collect.cpp): jobs of hundreds of ranks.
+Sets whose text is longer than a megabyte (jobs of hundreds of ranks) are not kept (collect.cpp).
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ MOST_ALIKE = 2
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """A set of ledgers as a suite left it."""
+    """A set of ledgers as written by a suite."""
 
     test: str  # "tests/locate/races_test.cpp::Races.AreFound", "tests/pytorch/test_races.py::test_x[1]"
     ranks: int
-    facts: Facts  # of the verdict that the test got
+    facts: Facts  # of the test's verdict
     ledgers: str
 
 
 @dataclasses.dataclass
 class Collection:
-    made: int = 0  # sets that the suites made
-    known: int = 0  # cases already
-    alike: int = 0  # show nothing new
+    made: int = 0  # sets from the suites
+    known: int = 0  # already cases
+    alike: int = 0  # with nothing new
     added: list[Case] = dataclasses.field(default_factory=list)
-    changed: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # test, how: see 2. above
+    changed: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # test, difference: see 2. above
 
 
 # ---- the suites -----------------------------------------------------------------------------------------
 
 
 def build() -> str | None:
-    """Why there is no build, if there is none."""
+    """The reason if the build fails, else None."""
     configure = ["cmake", "--preset", "release", "-B", BUILD, "-DNANLOCATOR_COLLECT_CORPUS=ON"]
     configure += ["-DNANLOCATOR_BENCHMARKS=OFF", f"-DPython3_EXECUTABLE={ROOT}/.venv/bin/python"]
     log = fresh(LOGS / "build.log")
@@ -79,7 +79,7 @@ def build() -> str | None:
 
 
 def run_suites(suites: Iterable[str], pytest_arguments: list[str], folder: Path) -> list[str]:
-    """Leaves in `folder` what was kept. Returns which suites failed: what they made counts all the same."""
+    """Writes the kept sets to `folder`. Returns the failed suites; their sets count, too."""
     kept, runs = folder / "kept", folder / "runs"
     kept.mkdir()
     variables = _environment() | {"VERDICT_CORPUS": str(kept), "OMP_NUM_THREADS": "1"}
@@ -103,7 +103,7 @@ def run_suites(suites: Iterable[str], pytest_arguments: list[str], folder: Path)
 
 
 def _read_runs(folders: Iterable[Path], kept: Path, variables: dict[str, str]) -> None:
-    """The runs that tests have left on disk, as the command reads them afterwards."""
+    """Keeps the ledgers of runs that tests left on disk, by reading them with the command."""
     test_of_run = {}
     for each in read_kept(kept):
         if found := re.search(r'"run":"([^"]*)"', each.ledgers):
@@ -135,12 +135,12 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-# ---- what they leave ------------------------------------------------------------------------------------
+# ---- the sets that they leave ---------------------------------------------------------------------------
 
 
 def read_kept(folder: Path) -> Iterator[Kept]:
     for path in sorted(folder.iterdir()):
-        if path.name.startswith("."):  # half written by a process that was killed
+        if path.name.startswith("."):  # incomplete, of a process that was killed
             continue
         header, _, ledgers = path.read_text(errors="replace").partition("\n")
         fields = json.loads(header)
@@ -148,7 +148,7 @@ def read_kept(folder: Path) -> Iterator[Kept]:
 
 
 def case_of(kept: Kept, places: dict[str, str]) -> Case:
-    """`places`: folders of this machine, and what stands for them."""
+    """`places`: folders of this machine and their replacements."""
     file, _, test = kept.test.partition("::")
     source = Path(file).with_suffix("").as_posix().rpartition("tests/")[2]
     ledgers = neutral(kept.ledgers, places)
@@ -165,7 +165,7 @@ def places_of_this_machine(folder: Path) -> dict[str, str]:
 
 
 def neutral(ledgers: str, places: dict[str, str]) -> str:
-    """Without what names this machine or this run, and with the checksums of what is left."""
+    """The ledgers without values specific to this machine or run, and with checksums of the result."""
     for folder, stands_for in places.items():
         ledgers = ledgers.replace(folder, stands_for)
     ledgers = re.sub(rf'"host":"{re.escape(platform.node())}"', '"host":"host"', ledgers)
@@ -195,7 +195,7 @@ def _with_checksum(ledger: str) -> str:
 def pack(
     corpus: Corpus, program: Path, kept: Iterable[Kept], places: dict[str, str], renews: bool
 ) -> Collection:
-    """Adds what shows something new. `renews`: older cases of the tests that ran are removed first."""
+    """Adds the sets that show something new. `renews`: first removes older cases of the tests that ran."""
     collection = Collection()
     by_source: dict[str, dict[str, tuple[Case, Facts]]] = collections.defaultdict(dict)
     for each in kept:
@@ -256,7 +256,7 @@ def drawn(test: str) -> str:
 
 
 def features(case: Case, facts: Facts) -> set[tuple]:
-    """What a case shows, each with its test: see the head of this file."""
+    """The features of a case, each with its test: see the top of this file."""
     of_origins = {
         (
             *(str(origin.get(key)) for key in _WORDS),

@@ -1,9 +1,10 @@
-// The verdicts on stored ledgers, as facts: what tools/corpus compares.
+// Locates stored ledgers and writes the verdicts as facts, which tools/corpus compares.
 //
 //   xzcat tests/corpus/cases/locate/*.xz | nanlocator_corpus
 //
 // In: {"case": id, "ranks": n, ...} on a line, then the ledgers of that case, as in a ledger file.
-// Out: {"case": id, "facts": {...}} or {"case": id, "error": text}, a line for each, in that order.
+// Out: {"case": id, "facts": {...}} or {"case": id, "error": text}, one line per case, in the same
+// order.
 #include <exception>
 #include <iostream>
 #include <string>
@@ -27,7 +28,7 @@ std::vector<nanlocator::Ledger> ledgers_of(const Case& each) {
   if (each.ledgers.empty()) return {};
   auto ledgers = nanlocator::ledgers_from_jsonl(each.ledgers, "case " + each.id);
   for (nanlocator::Ledger& ledger : ledgers) {
-    // One that was cut off before it was stored has a note that says so; the reader adds another.
+    // A ledger that was cut off before it was stored has a note about it; the reader adds another.
     if (!ledger.is_complete) ledger.notes.pop_back();
   }
   return ledgers;

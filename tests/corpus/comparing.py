@@ -1,4 +1,4 @@
-"""Judges cases with nanlocator_corpus (tests/corpus/compare_verdicts.cpp) and says what differs."""
+"""Judges cases with nanlocator_corpus (tests/corpus/compare_verdicts.cpp) and lists the differences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Change:
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """The same in several cases, whichever origin it is of."""
+        """Equal for the same change in several cases, in any origin."""
         return re.sub(r"\[\d+\]", "[]", self.where), self.was, self.now
 
 
@@ -35,7 +35,7 @@ class Difference:
     test: str
     ranks: int
     changes: list[Change]
-    now: Facts | None  # None: there are no ledgers, or no verdict on them
+    now: Facts | None  # None: without ledgers, or without a verdict on them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ def judge(program: Path, cases: list[Case]) -> dict[str, dict[str, Any]]:
 
 
 def compare(corpus: Corpus, program: Path, show_progress: Callable[[int, int], None]) -> Comparison:
-    """The stored facts with those of today; files of cases are judged beside one another."""
+    """Compares the stored facts with today's; files of cases are judged in parallel."""
     sources = corpus.sources()
     found: list[tuple[int, list[Difference]]] = []
     with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -81,7 +81,7 @@ def _compare_source(corpus: Corpus, program: Path, source: str) -> tuple[int, li
         was, judged = stored.get(name), now.get(name)
         if was and judged and was["facts"] == judged.get("facts"):
             continue
-        if was is None:  # only then the ledgers are looked through
+        if was is None:  # the only reason to read the ledgers
             tests = tests or {case.name: case for case in corpus.cases(source)}
         test, ranks = (was["test"], was["ranks"]) if was else (tests[name].test, tests[name].ranks)
         changes = list(_changes(was, judged))
@@ -126,6 +126,6 @@ def _is_list_of_objects(value: Any) -> bool:
 def _text(value: Any) -> str:
     if value is None:
         return "-"
-    if isinstance(value, dict) and "cause" in value:  # an origin that is there or not
+    if isinstance(value, dict) and "cause" in value:  # an origin that exists on one side only
         return f"{value['cause']} in {value['phase']} on {value.get('candidates', 'no rank')}"
     return value if isinstance(value, str) else json.dumps(value)

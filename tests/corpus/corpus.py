@@ -1,21 +1,22 @@
-"""Holds every verdict still while code is moved around.
+"""Detects changes of verdicts while code is moved around.
 
-tests/corpus has the ledgers of which tests, simulators, recorded files and examples make verdicts, and the
+tests/corpus has the ledgers on which tests, simulators, recorded files and examples make verdicts, and the
 facts of each verdict: place, cause, confidences, action, kinds of evidence, and no sentence. After a change
-that should leave verdicts alone all are as stored; after another this shows what it has changed.
+that should leave verdicts alone, all facts are as stored; after any other change, this command shows the
+differences.
 
 examples:
-  tools/corpus                              compares all; a table of what differs
+  tools/corpus                              compares all; a table of the differences
   tools/corpus --json                       the same for programs
   tools/corpus show 3f2a9c01e2              one case: its ledgers in short, and its facts
   tools/corpus show 3f2a9c01e2 --ledgers    its ledgers, as in a run's file, for nanlocator report
-  tools/corpus --accept                     what differs is right: writes it into tests/corpus/facts
-  tools/corpus --accept 3f2a9c01e2          the same of these cases alone
-  tools/corpus --collect                    runs both suites, stores what they show that no case does
-  tools/corpus --collect cpp                those of C++ alone
+  tools/corpus --accept                     the differences are right: writes them into tests/corpus/facts
+  tools/corpus --accept 3f2a9c01e2          the same for these cases only
+  tools/corpus --collect                    runs both suites, stores cases that show something new
+  tools/corpus --collect cpp                only the C++ suite
   tools/corpus --collect pytest -- tests/pytorch -k races
-  tools/corpus --collect cpp --renew        stores anew what the tests that run have made: after a change of
-                                            what ledgers hold
+  tools/corpus --collect cpp --renew        replaces the cases of the tests that ran: after a change of the
+                                            ledgers' content
 
 Exit status: 0 all facts are as stored, 1 some are not, 2 wrong use.
 """
@@ -54,7 +55,7 @@ def main() -> int:
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """What stands after -- is pytest's."""
+    """Words after -- are pytest's arguments."""
     end = words.index("--") if "--" in words else len(words)
     return words[:end], words[end + 1 :]
 
@@ -94,7 +95,8 @@ def parse(words: list[str], for_pytest: list[str]) -> argparse.Namespace:
 
 
 def built(program: Path | None) -> Path:
-    """Of this checkout, or the one that was named. A build without tests has none: it is made whole."""
+    """The named program, or this checkout's, built if needed. A build without tests has none and is
+    completed."""
     if program:
         return program
     configured = ROOT / "build" / "release" / "configured"
@@ -246,7 +248,7 @@ def find(corpus: Corpus, name: str) -> tuple[str | None, dict]:
 
 
 def print_ledgers(case: Case) -> None:
-    """A line for each ledger: whose, how many records of each kind, and whether it was cut off."""
+    """One line per ledger: its rank, its records of each kind, and whether it was cut off."""
     for text in re.split(r'^(?={"record":"ledger")', case.ledgers, flags=re.MULTILINE)[1:]:
         records = [json.loads(each) for each in text.splitlines()]
         header, kinds = records[0], collections.Counter(record["record"] for record in records[1:])

@@ -1,6 +1,5 @@
-// What is left undefined here is nanlocator::locate, by the name that the linker has for it: that
-// name has the namespaces and types of its declaration, so name_locate.cmake reads what the
-// compiler made of it.
+// The only undefined symbol here is nanlocator::locate. Its linker name includes the namespaces and
+// types of its declaration, so name_locate.cmake reads it from the compiler's output.
 #include "nanlocator/locate/locate.hpp"
 
 extern nanlocator::Verdict (*const nanlocator_locate)(std::span<const nanlocator::Ledger>, int);

@@ -1,5 +1,5 @@
 # cmake -DNM=nm -DOBJECT=locate_symbol.cpp.o -DFOLDER=folder -P name_locate.cmake
-# Writes the linker's name of locate() as a macro, and the option by which calls of it go to collect.cpp.
+# Writes the linker's name of locate() as a macro, and the linker option that redirects its calls to collect.cpp.
 execute_process(COMMAND ${NM} --undefined-only --format=posix ${OBJECT} OUTPUT_VARIABLE symbols
                 COMMAND_ERROR_IS_FATAL ANY)
 string(REGEX MATCHALL "_Z[A-Za-z0-9_]*locate[A-Za-z0-9_]*" names "${symbols}")

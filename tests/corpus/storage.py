@@ -1,13 +1,13 @@
 """The corpus on disk: sets of ledgers, and the facts of the verdict on each.
 
-For each file of tests, say tests/locate/races_test.cpp, there are two:
+Each file of tests, for example tests/locate/races_test.cpp, has two:
 
   tests/corpus/cases/locate/races_test.jsonl.xz   the ledgers, compressed: a line {"case", "test", "ranks"},
                                                   then the ledgers of that case, as in a ledger file
   tests/corpus/facts/locate/races_test.jsonl      a line {"case", "test", "ranks", "facts"} for each
 
-Both are in the order of the cases' names, which are digests of the ledgers: what is collected again and is
-the same leaves both files as they are.
+Both are in the order of the cases' names, which are digests of the ledgers, so that collecting the same cases
+again leaves both files unchanged.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Facts = dict[str, Any]
 @dataclasses.dataclass(frozen=True)
 class Case:
     name: str
-    source: str  # "locate/races_test": the file of tests, without its ending
-    test: str  # the first one that made these ledgers
-    ranks: int  # of the job: fewer may have a ledger
+    source: str  # "locate/races_test": the file of tests, without its suffix
+    test: str  # the first test with these ledgers
+    ranks: int  # of the job; ledgers of some may be missing
     ledgers: str  # JSON lines
 
     @property
@@ -42,7 +42,7 @@ class Case:
 
     @property
     def text(self) -> str:
-        """As nanlocator_corpus reads it."""
+        """The input of nanlocator_corpus."""
         return line(self.header) + self.ledgers
 
 
@@ -51,19 +51,20 @@ def line(value: Any) -> str:
 
 
 class Corpus:
-    """A folder as tests/corpus. Nothing that was read is kept."""
+    """A folder like tests/corpus. It is read again at each use."""
 
     def __init__(self, folder: Path = CORPUS) -> None:
         self.folder = folder
 
     def sources(self) -> list[str]:
-        """Those with cases, or with facts alone, the largest first: so that no core waits for another."""
+        """Files of tests with cases, or with facts only; the largest first, so that the cores finish
+        together."""
         sizes = {self._source(path, ".jsonl.xz"): path.stat().st_size for path in self._files("cases", "xz")}
         rest = {self._source(path, ".jsonl") for path in self._files("facts", "jsonl")} - sizes.keys()
         return [*sorted(sizes, key=lambda source: (-sizes[source], source)), *sorted(rest)]
 
     def text(self, source: str) -> str:
-        """All cases, one after the other."""
+        """All cases, one after another."""
         path = self._cases(source)
         return lzma.decompress(path.read_bytes()).decode() if path.exists() else ""
 
@@ -115,7 +116,7 @@ class Corpus:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """As a whole or not at all; nothing to write is no file."""
+    """Replaces the file atomically; without content, removes it."""
     if not content or content == lzma.compress(b""):
         path.unlink(missing_ok=True)
         return

@@ -1,4 +1,4 @@
-"""tools/corpus: that it sees a change, what it says of it, and what it takes into the corpus."""
+"""tools/corpus: which changes it sees, what it reports, and what it adds to the corpus."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def run(corpus: Corpus, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def plant(corpus: Corpus, **facts: str) -> dict:
-    """These into the first origin of the first case that has one. The record as it was."""
+    """Changes these facts of the first origin of the first case that has one; returns the record as it
+    was."""
     records = corpus.facts(SOURCE)
     record = next(record for record in records.values() if record["facts"]["origins"])
     before = json.loads(json.dumps(record))
@@ -130,11 +131,11 @@ def test_a_case_is_shown_with_its_ledgers_and_facts(corpus):
     assert f"cause: {record['facts']['origins'][0]['cause']}" in done.stdout
 
 
-# ---- what is taken into the corpus ----
+# ---- additions to the corpus ----
 
 
 def kept(corpus: Corpus, **changed: str) -> collecting.Kept:
-    """What a test would leave that made the ledgers of the first case, with other text in these keys."""
+    """The output of a test that made the first case's ledgers, with other text in these keys."""
     case = next(corpus.cases(SOURCE))
     ledgers = case.ledgers
     for key, value in changed.items():

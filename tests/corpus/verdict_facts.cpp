@@ -22,7 +22,7 @@ void add(ordered_json& json, const char* key, const Value& value) {
   }
 }
 
-/// One that is known is written, false and 0 too.
+/// A known value is written, even false or 0.
 template <typename Value>
 void add(ordered_json& json, const char* key, const std::optional<Value>& value) {
   if (!value) return;

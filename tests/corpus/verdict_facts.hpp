@@ -1,4 +1,4 @@
-// What a verdict says, without a sentence: what tests/corpus/facts holds of each case.
+// A verdict without its sentences, as tests/corpus/facts stores it for each case.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -7,8 +7,8 @@
 
 namespace nanlocator::corpus {
 
-/// What is empty or not known is left out. Facts are their kinds alone, sorted; of lists of names
-/// that the ledgers give (parameters, notes, states) only the length is kept.
+/// Leaves out empty and unknown values. Facts are reduced to their kinds, sorted; lists of names
+/// from the ledgers (parameters, notes, states) to their lengths.
 [[nodiscard]] nlohmann::ordered_json facts_of(const Verdict& verdict);
 
 }  // namespace nanlocator::corpus
