@@ -1,7 +1,7 @@
 # cmake -DROOM=record -DBELOW=files,scan,map -DSOURCE=. -DSTAMP=file -P CheckRoom.cmake
-# Fails where a file of the room includes a header of a room that is not below it, or declares names outside of the
-# room's own namespace: the linker would merge two types of one name (nanlocator::inline record_room; the names are
-# used without it).
+# Fails if a file of the room includes a header of a room that is not below it, or declares names outside the room's own
+# namespace, because the linker would merge two types of one name (nanlocator::inline record_room; the names are used
+# without it).
 cmake_minimum_required(VERSION 3.25)
 string(REPLACE "," ";" allowed "${BELOW}")
 list(APPEND allowed ${ROOM})

@@ -1,8 +1,8 @@
-# Finds a CUDA compiler, also where nvcc is not on PATH, and says what a build without one means.
+# Finds a CUDA compiler, even if nvcc is not on PATH, and reports the consequences of a build without one.
 
 # nanlocator_find_nvcc(<result> <site-packages> <root>): the first nvcc of $CUDA_HOME, $CUDA_PATH, PATH, the Python
 # packages (pip install nvidia-cuda-nvcc), and below <root> usr/local/cuda, the newest usr/local/cuda-* and opt/cuda.
-# Empty where there is none.
+# Empty if there is none.
 function(nanlocator_find_nvcc result site_packages root)
   file(GLOB packages ${site_packages}/nvidia/cu[0-9]*)
   file(GLOB versions ${root}/usr/local/cuda-*)
@@ -19,7 +19,7 @@ function(nanlocator_find_nvcc result site_packages root)
   set(${result} "${nvcc}" PARENT_SCOPE)
 endfunction()
 
-# Sets CMAKE_CUDA_COMPILER to a compiler that works, or to a false value.
+# Sets CMAKE_CUDA_COMPILER to a working compiler, or to a false value.
 macro(nanlocator_find_cuda_compiler)
   if(NOT CMAKE_CUDA_COMPILER)
     unset(CMAKE_CUDA_COMPILER CACHE)  # installed since the last configuration?
@@ -42,7 +42,7 @@ macro(nanlocator_find_cuda_compiler)
   endif()
 endmacro()
 
-# The packages hold libcudart.so.13, but no libcudart.so, which is what find_package(CUDAToolkit) looks for.
+# The packages have libcudart.so.13 but no libcudart.so, which find_package(CUDAToolkit) looks for.
 macro(nanlocator_help_to_find_cudart)
   get_filename_component(cuda_root ${CMAKE_CUDA_COMPILER} DIRECTORY)
   get_filename_component(cuda_root ${cuda_root} DIRECTORY)
@@ -54,8 +54,8 @@ macro(nanlocator_help_to_find_cudart)
   endif()
 endmacro()
 
-# NANLOCATOR_NCCL_INCLUDE: the folder of nccl.h, in Torch's Python packages (nvidia-nccl) or the system; without it
-# there is no flag over a raw NCCL communicator.
+# NANLOCATOR_NCCL_INCLUDE: the folder of nccl.h, in Torch's Python packages (nvidia-nccl) or the system. Without it,
+# flags cannot be reduced over a raw NCCL communicator.
 function(nanlocator_find_nccl)
   get_filename_component(site_packages ${TORCH_ROOT} DIRECTORY)
   find_path(NANLOCATOR_NCCL_INCLUDE nccl.h HINTS ${site_packages}/nvidia/nccl/include ${CUDAToolkit_INCLUDE_DIRS}
@@ -63,8 +63,8 @@ function(nanlocator_find_nccl)
   mark_as_advanced(NANLOCATOR_NCCL_INCLUDE)
 endfunction()
 
-# nanlocator_find_cuda_misfit(<result> <libc10_cuda.so> <version>): why kernels that CUDA's compiler of this version makes
-# cannot run beside this Torch; empty where they can. Both have to load one CUDA runtime, whose library is named by its
+# nanlocator_find_cuda_misfit(<result> <libc10_cuda.so> <version>): the reason if kernels from CUDA's compiler of this
+# version cannot run beside this Torch, else empty. Both must load the same CUDA runtime, whose library name has its
 # major version.
 function(nanlocator_find_cuda_misfit result library version)
   set(${result} "" PARENT_SCOPE)
@@ -80,7 +80,7 @@ function(nanlocator_find_cuda_misfit result library version)
   endif()
 endfunction()
 
-# Asked for and impossible is an error, left to us is a build without kernels. Sets NANLOCATOR_CUDA.
+# Without usable CUDA, an explicit request is an error; otherwise the build has no kernels. Sets NANLOCATOR_CUDA.
 macro(nanlocator_fit_cuda_to_torch was_left_to_us)
   set(cuda_misfit)
   if(NANLOCATOR_CUDA)

@@ -1,4 +1,4 @@
-# Installs the libraries so that another project can find_package(nanlocator).
+# Installs the libraries so that other projects can find_package(nanlocator).
 include(CMakePackageConfigHelpers)
 set(config_dir ${CMAKE_INSTALL_LIBDIR}/cmake/nanlocator)
 set(targets nanlocator_core)

@@ -1,5 +1,5 @@
-# nlohmann_json::nlohmann_json, of the system or of the Python package `nlohmann_json` (headers only, without a
-# CMake package of its own) beside Torch.
+# nlohmann_json::nlohmann_json, from the system or from the Python package `nlohmann_json` (headers only, without a
+# CMake package) beside Torch.
 find_package(nlohmann_json 3.10 CONFIG QUIET)
 if(NOT TARGET nlohmann_json::nlohmann_json)
   find_package(Python3 QUIET COMPONENTS Interpreter)

@@ -1,5 +1,5 @@
-# nanlocator_find_python_package(<package> <variable>): the folder of a package that ${Python3_EXECUTABLE} would
-# import, without importing it; empty where there is none.
+# nanlocator_find_python_package(<package> <variable>): the folder of a package that ${Python3_EXECUTABLE} would import,
+# found without importing it; empty if there is none.
 function(nanlocator_find_python_package package variable)
   execute_process(
     COMMAND ${Python3_EXECUTABLE} -c

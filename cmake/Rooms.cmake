@@ -1,8 +1,8 @@
-# The rooms, and which room may include which: read from the table in docs/concepts.md, so that the map that
-# people read is the one that the build holds to.
+# The rooms and their permitted includes, read from the table in docs/concepts.md, so that the documented map is the
+# enforced one.
 #
 #   nanlocator_add_room(<room> [ONLY_ON_FINDINGS] [SOURCES <file>...] [LIBRARIES <target>...])
-#     nanlocator_room_<room>: the objects of src/<room>, compiled only after the room's includes have been held
+#     nanlocator_room_<room>: the objects of src/<room>, compiled only after the room's includes have been checked
 #     against the table. Without SOURCES: all of src/<room>/*.cpp. ONLY_ON_FINDINGS: nothing
 #     of it runs in a healthy step, so it is compiled quickly rather than well.
 #   nanlocator_link_room(<target> <room>)
@@ -12,7 +12,7 @@ set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${rooms_table})
 file(STRINGS ${rooms_table} room_rows REGEX "^\\| (room|`[a-z]+`) \\|.*\\|.*\\|$")
 set(is_in_table OFF)
 foreach(row IN LISTS room_rows)
-  if(row MATCHES "^\\| room ")  # rows of other tables stand before this header
+  if(row MATCHES "^\\| room ")  # other tables precede this header
     set(is_in_table ON)
     continue()
   elseif(NOT is_in_table)
@@ -24,7 +24,7 @@ foreach(row IN LISTS room_rows)
   string(REGEX MATCHALL "[a-z]+" below "${below}")
   list(REMOVE_ITEM below nothing)
   foreach(other IN LISTS below)
-    if(NOT other IN_LIST NANLOCATOR_ROOMS)  # rows stand from the ground upwards, so that no arrow can point up
+    if(NOT other IN_LIST NANLOCATOR_ROOMS)  # rows are ordered from the ground up, so that no dependency points up
       message(FATAL_ERROR "docs/concepts.md: the room ${room} depends on ${other}, which has no row above it.")
     endif()
   endforeach()
@@ -69,7 +69,7 @@ endfunction()
 function(nanlocator_link_room target room)
   set(needed ${room})
   set(downwards ${NANLOCATOR_ROOMS})
-  list(REVERSE downwards)  # the linker takes from an archive what those before it have asked for
+  list(REVERSE downwards)  # the linker takes from an archive only what earlier ones need
   foreach(each IN LISTS downwards)
     if(NOT each IN_LIST needed)
       continue()

@@ -1,9 +1,9 @@
 # Imported targets for the libtorch inside the pip Torch (or any libtorch: -DTORCH_ROOT=...).
 #
-# Not find_package(Torch): with the CUDA wheel it enables CUDA even for a C++-only project, stops
-# without a toolkit, and fails in architecture detection on CMake 3.25.
+# find_package(Torch) is not used: with the CUDA wheel it enables CUDA even for a C++-only project, stops without a
+# toolkit, and fails in architecture detection on CMake 3.25.
 #   nanlocator::libtorch       c10, torch_cpu, torch
-#   nanlocator::libtorch_cuda  c10_cuda, torch_cuda (where the libtorch has them)
+#   nanlocator::libtorch_cuda  c10_cuda, torch_cuda (if the libtorch has them)
 #   nanlocator::torch_python   the Python half, for extensions only
 if(NOT TORCH_ROOT)
   find_package(Python3 REQUIRED COMPONENTS Interpreter)
@@ -26,7 +26,7 @@ if(NANLOCATOR_TORCH_VERSION VERSION_LESS 2.6 OR NANLOCATOR_TORCH_VERSION VERSION
   message(WARNING "nanlocator is made for Torch 2.6 to 2.15 (docs/support.md), not for "
                   "${NANLOCATOR_TORCH_VERSION}.")
 endif()
-# Up to 2.6 there are wheels with libstdc++'s older std::string, which say so in their TorchConfig.cmake.
+# Some wheels up to 2.6 use libstdc++'s older std::string, and say so in their TorchConfig.cmake.
 set(NANLOCATOR_TORCH_CXX11_ABI 1)
 set(torch_config ${TORCH_ROOT}/share/cmake/Torch/TorchConfig.cmake)
 if(EXISTS ${torch_config})
@@ -57,9 +57,9 @@ foreach(name c10 torch_cpu torch)
 endforeach()
 
 add_library(nanlocator::libtorch INTERFACE IMPORTED GLOBAL)
-# libtorch.so and libtorch_cpu.so of the wheel export parts of an older std::filesystem (64 and 142
-# symbols in torch 2.11). Found before libstdc++'s, they mix two implementations: remove_all crashes.
-# The loader searches in link order, so libstdc++ comes first.
+# libtorch.so and libtorch_cpu.so of the wheel export parts of an older std::filesystem (64 and 142 symbols in torch
+# 2.11). If they are found before libstdc++'s, two implementations mix and remove_all crashes. The loader searches in
+# link order, so libstdc++ comes first.
 if(UNIX AND NOT APPLE)
   set(standard_library stdc++)
 endif()
@@ -73,9 +73,8 @@ endif()
 if(TARGET nanlocator::torch_python_library)
   add_library(nanlocator::torch_python INTERFACE IMPORTED GLOBAL)
   target_link_libraries(nanlocator::torch_python INTERFACE nanlocator::torch_python_library)
-  # The pybind11 of Torch up to 2.8 shares types only between extensions whose compilers give the same ABI
-  # number: with another one ProcessGroup and Store are unknown classes. That of Torch is taken, as
-  # torch.utils.cpp_extension does.
+  # The pybind11 of Torch up to 2.8 shares types only between extensions whose compilers give the same ABI number; with
+  # another number, ProcessGroup and Store are unknown classes. Torch's number is used, as in torch.utils.cpp_extension.
   file(STRINGS ${NANLOCATOR_LIB_torch_python} pybind11_internals LIMIT_COUNT 1
        REGEX "__pybind11_internals_v[0-9]+_gcc_libstdcpp_cxxabi[0-9]+")
   if(pybind11_internals MATCHES "_cxxabi[0-9]+")
