@@ -1,5 +1,5 @@
-"""Trains a small GPT on real Megatron-Core with several gloo processes on this machine's CPU, plants a NaN
-on one rank and shows what Megatron reports, and what nanlocator does.
+"""Trains a small GPT on real Megatron-Core with several gloo processes on this machine's CPU, plants a NaN on
+one rank, and shows the reports of Megatron and of nanlocator.
 
 examples:
   tools/demo                                  an operator's fault in forward that spreads over all ranks
@@ -7,8 +7,8 @@ examples:
   tools/demo --fault tp_duplicated_layernorm  a gradient that Megatron's norm leaves out
   tools/demo --healthy                        a run with and without nanlocator, compared bit for bit
 
-Exits with 0 when nanlocator found the fault as expected, with 1 when it did not, with 2 on wrong use.
-nanlocator's files go to ./nanlocator_run, as in any run.
+Exit status: 0 nanlocator found the fault as expected, 1 it did not, 2 wrong use. nanlocator's files go to
+./nanlocator_run, as in any run.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ import time
 from importlib.metadata import version
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-LAYERS = 4  # so that 1, 2 or 4 pipeline stages divide it, and 1, 2 or 4 tensor-parallel ranks the heads
+LAYERS = 4  # divisible into 1, 2 or 4 pipeline stages, as the heads are among tensor-parallel ranks
 
-# The faults of examples/megatron_gpt/faults.py: what each one does here, in the demonstration's words, and
-# whether it needs nanlocator to scan parameters as well.
+# The faults of examples/megatron_gpt/faults.py as the demonstration describes them, and whether nanlocator
+# must also scan parameters to find them.
 FAULTS = {
     "forward_operator": "log of a negative number in an MLP, in forward, on one tensor-parallel rank",
     "backward_operator": "the derivative of a square root at zero, in an MLP's backward",
     "activation_element": "one element of an activation is overwritten in memory, once: gone in a re-run",
-    "pipeline_receive": "one element of what a pipeline stage receives, once: the sender's was finite",
+    "pipeline_receive": "one element that a pipeline stage receives, once: the sender's was finite",
     "loss_zero_over_zero": "a microbatch without a valid label: its loss is 0/0",
     "tp_duplicated_layernorm": "a layer norm's weight gradient that Megatron's norm leaves out (tp rank > 0)",
     "main_grad_element": "one element of a gradient bucket, just before the data-parallel reduction",
@@ -79,13 +79,13 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--fault", choices=FAULTS, default="forward_operator", metavar="NAME")
-    parser.add_argument("--rank", type=int, help="whose fault (default: last replica, last tp rank, stage 0)")
+    parser.add_argument("--rank", type=int, help="faulty rank (default: last replica, last tp rank, stage 0)")
     parser.add_argument("--healthy", action="store_true", help="no fault: compare with and without")
     parser.add_argument("--tp", type=int, choices=[1, 2, 4], default=2, help="tensor-parallel size (2)")
     parser.add_argument("--pp", type=int, choices=[1, 2, 4], default=2, help="pipeline-parallel size (2)")
     parser.add_argument("--dp", type=int, choices=range(1, 9), default=2, metavar="1..8", help="replicas (2)")
     parser.add_argument(
-        "--steps", type=int, default=20, help="steps (20); the fault is planted in the last but one"
+        "--steps", type=int, default=20, help="steps (20); the fault is planted in the second to last"
     )
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("nanlocator_run"))
     parser.add_argument("--keep", action="store_true", help="keep the ranks' logs in OUTPUT/demo_ranks")
@@ -123,7 +123,7 @@ class Demonstration:
         )
 
     def healthy(self) -> bool:
-        """Twice the same run. True: not one bit differs, and nothing was found."""
+        """Runs the same training twice. True: all bits are equal and nothing was found."""
         print(self.screen.title("\nWithout nanlocator"))
         without = self.train("without", self.arguments.steps)
         print(self.screen.title("\nWith nanlocator"))
@@ -180,7 +180,7 @@ class Demonstration:
         return is_as_promised
 
     def replay(self, ranks: list[dict]) -> None:
-        """Executes the origin's operator again, alone, from what the failing step left on disk."""
+        """Executes the origin's operator again on its own, from the failing step's bundle on disk."""
         bundles = [origin["bundle"] for origin in ranks[0]["error"]["verdict"]["origins"] if origin["bundle"]]
         if not bundles:
             return
@@ -189,7 +189,7 @@ class Demonstration:
         subprocess.run([ROOT / "build" / "release" / "bin" / "nanlocator", "replay", bundle], check=False)
 
     def place(self) -> dict:
-        """The first layer of the pipeline stage that the chosen rank belongs to."""
+        """The first layer of the chosen rank's pipeline stage."""
         arguments = self.arguments
         stage = arguments.rank // (arguments.tp * arguments.dp)
         layer = stage * LAYERS // arguments.pp
@@ -205,7 +205,8 @@ class Demonstration:
         return {"parameter": f"decoder.layers.{layer}.mlp.linear_fc1.weight"}
 
     def train(self, name: str, steps: int, faults=(), nanlocator=None) -> list[dict]:
-        """Runs one scenario with a line of progress; its per-rank results. No fault: all must succeed."""
+        """Runs one scenario with a line of progress and returns its per-rank results. Without faults, all
+        must succeed."""
         scenario = {
             "name": name,
             "ranks": self.ranks,
@@ -216,7 +217,7 @@ class Demonstration:
             "timeout": 300.0,
         }
         directory = self.pool.directory(scenario)
-        for old in directory.glob("*"):  # of an earlier --keep
+        for old in directory.glob("*"):  # from an earlier --keep
             if old.is_file():
                 old.unlink()
         self.screen.begin(directory / "progress.jsonl", steps)
@@ -241,7 +242,7 @@ class Demonstration:
         )
 
     def check(self, without: list[dict], with_it: list[dict], step: int, planted: list[dict]) -> bool:
-        """Compares the verdict with what was really planted, and the weights with those before the step."""
+        """Compares the verdict with the planted fault, and the weights with those before the step."""
         print(self.screen.title("Is that so?"))
         verdict = with_it[0]["error"]["verdict"]
         kinds = {(rank["error"] or {}).get("type") for rank in with_it}
@@ -290,7 +291,7 @@ class Demonstration:
 
 
 class Screen:
-    """Progress in place on a terminal, every fifth step elsewhere; colours only on a terminal."""
+    """Progress in place on a terminal, otherwise every fifth step; colours only on a terminal."""
 
     def __init__(self) -> None:
         self.is_terminal = sys.stdout.isatty()
@@ -317,7 +318,7 @@ class Screen:
         for line in lines[self.shown :]:
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:  # half written
+            except json.JSONDecodeError:  # incomplete
                 return
             self.shown += 1
             norm = record["grad_norm"]

@@ -74,7 +74,7 @@ def parse(words: list[str], for_pytest: list[str]) -> argparse.Namespace:
         "--collect", nargs="*", choices=collecting.SUITES, metavar="SUITE", help="cpp, pytest; default: both"
     )
     parser.add_argument(
-        "--kept", type=Path, metavar="DIR", help="with --collect: what a run left that could not be stored"
+        "--kept", type=Path, metavar="DIR", help="with --collect: sets that an earlier run could not store"
     )
     parser.add_argument("--renew", action="store_true", help="with --collect: drop older cases of its tests")
     parser.add_argument("--json", action="store_true", help="the result as JSON on stdout")

@@ -16,7 +16,7 @@ default torch and Python use those of tools/setup. Python 3.X is looked for as p
 pyenv's. pip's own variables say what it installs from: with PIP_EXTRA_INDEX_URL=
 https://download.pytorch.org/whl/cpu it takes the wheels without CUDA, a tenth of the size.
 
-The results of cells of the table are written into docs/support.md, those of smoke tests are not. A cell whose
+Results of the table's cells are written into docs/support.md, those of smoke tests are not. A cell whose
 Python is not on this machine is not run, and keeps its last result.
 
 Exit status: 0 all that ran passed, 1 something failed or nothing could run, 2 wrong use.
@@ -115,7 +115,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--transformers", metavar="Z", help="a release of transformers")
     parser.add_argument("--megatron", metavar="Y", help="a release of Megatron-Core, or a branch or tag")
     parser.add_argument("--smoke", action="store_true", help="one fault of each cell only; keeps no result")
-    parser.add_argument("--list", action="store_true", help="say what would run, and run nothing")
+    parser.add_argument("--list", action="store_true", help="list what would run, and run nothing")
     parser.add_argument(
         "--megatron-repository",
         metavar="PATH_OR_URL",

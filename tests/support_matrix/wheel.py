@@ -3,20 +3,20 @@
 examples:
   tools/wheel                          for the torch and Python of tools/setup, into dist/
   tools/wheel --torch 2.8 --python 3.10
-  tools/wheel --check                  then installs it into a bare virtual environment, with no compiler on
-                                       PATH, and has a fault named, replayed and reported there
+  tools/wheel --check                  then installs it into a bare virtual environment without a compiler on
+                                       PATH, and locates, replays and reports a fault there
   tools/wheel --architectures 90       kernels for Hopper only
   tools/wheel --cuda none              no kernels: GPU tensors take the slow path
 
   pip install dist/nanlocator-*+torch2.11-cp311-*.whl     in any environment: no compiler, no root
 
-The kernels are for sm_80 and sm_90, from CUDA 12.8 on for sm_100 and sm_120, too, with PTX of the newest for
-what comes after. Their nvcc has to be of torch's major version of CUDA. --cuda auto takes that of CUDA_HOME,
-PATH or /usr/local/cuda, else, from CUDA 13 on, pip's packages (--cuda packages takes these in any case).
-Where none fits, the wheel has no kernels, and a line says so. The wheel fits systems whose glibc and
-libstdc++ are as new as here.
+The kernels are for sm_80 and sm_90, from CUDA 12.8 on also for sm_100 and sm_120, with PTX of the newest for
+later GPUs. Their nvcc must have torch's major version of CUDA. --cuda auto uses that of CUDA_HOME, PATH or
+/usr/local/cuda, else, from CUDA 13 on, pip's packages (--cuda packages always uses these). If none fits, the
+wheel has no kernels, and a line says so. The wheel fits systems whose glibc and libstdc++ are at least as new
+as this machine's.
 
-Exit status: 0 it is there, 1 something failed, 2 wrong use.
+Exit status: 0 the wheel is there, 1 something failed, 2 wrong use.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--output", metavar="FOLDER", type=Path, default=ROOT / "dist", help="default: dist")
     parser.add_argument(
-        "--check", action="store_true", help="try it in a bare environment (fetches torch anew)"
+        "--check", action="store_true", help="try it in a bare environment (downloads torch again)"
     )
     return parser.parse_args()
 

@@ -1,18 +1,17 @@
-"""What a first hour on a GPU should show, in one command.
+"""Runs the checks and benchmarks of a first hour on a GPU, in one command.
 
     tools/gpu                        every step, in order; figures into gpu_session.json
     tools/gpu --list                 the steps, and what each needs
-    tools/gpu --only scan-stats faults    these alone
-    tools/gpu --cpu                  on the CPU and at smaller size; what needs a GPU is skipped
-    tools/gpu --pack .gpu            on a machine that has them: what a machine without network lacks
+    tools/gpu --only scan-stats faults    only these
+    tools/gpu --cpu                  on the CPU and at smaller size; skips steps that need a GPU
+    tools/gpu --pack .gpu            copies what a machine without network lacks from one that has it
 
-Works from a checkout without network, where Torch, nvcc, CMake and a C++20 compiler are. What else the
-build needs (headers of nlohmann-json, GoogleTest and benchmark; Megatron-Core) is taken from the
-folder .gpu, where --pack has put it, else from the system. Without a GPU it does what --cpu does, and uses
-build/release.
+Works from a checkout without network, if Torch, nvcc, CMake and a C++20 compiler are installed. The build's
+other dependencies (headers of nlohmann-json, GoogleTest and benchmark; Megatron-Core) come from the folder
+.gpu, which --pack fills, or from the system. Without a GPU it does the same as --cpu, and uses build/release.
 
-Each step is stopped after ten minutes; a step that fails does not keep the next one from running. The log of
-each is beside the figures. Exit status: 0 where nothing failed, 1 where something did, 2 on wrong use.
+Each step is stopped after ten minutes; the steps after a failed one still run. Each step's log is beside the
+figures. Exit status: 0 nothing failed, 1 something failed, 2 wrong use.
 """
 
 import argparse
@@ -352,11 +351,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="tools/gpu"
     )
     names = [step.name for step in STEPS]
-    parser.add_argument("--list", action="store_true", help="the steps")
+    parser.add_argument("--list", action="store_true", help="list the steps")
     parser.add_argument("--only", nargs="+", metavar="STEP", choices=names, help=", ".join(names))
-    parser.add_argument("--cpu", action="store_true", help="also where a GPU is")
-    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="make that folder; run nothing")
-    parser.add_argument("--output", type=Path, default=Path("gpu_session.json"), help="the figures")
+    parser.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
+    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="fill this folder; run nothing")
+    parser.add_argument("--output", type=Path, default=Path("gpu_session.json"), help="file for the figures")
     arguments = parser.parse_args()
     if arguments.list:
         for step in STEPS:
