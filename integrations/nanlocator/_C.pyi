@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import ProcessGroup, Store
 from typing_extensions import Self
 
 from nanlocator.calls.kernel_calls import KernelCallRecord
-from nanlocator.engine.driver import Adapter, Pass
+from nanlocator.engine.driver import Adapter, Pass, StepState
 
 _T = TypeVar("_T")
 
@@ -204,12 +204,12 @@ class Decision(_Bound):
 
 class StepDriver(_Bound):
     def __init__(
-        self, map: ParameterMap, options: LocatorOptions, communicator: Communicator | None, adapter: Adapter
+        self, adapter: Adapter, options: LocatorOptions, communicator: Communicator | None
     ) -> None: ...
     @property
     def locator(self) -> GradientLocator: ...
-    def add_state(self, name: str, save: Callable[[], object], restore: Callable[[], object]) -> None: ...
-    def set_parameters(self, map: ParameterMap, adapter: Adapter) -> None: ...
+    def add_state(self, name: str, state: StepState) -> None: ...
+    def take_parameters_again(self) -> None: ...
     @overload
     def watch(self, modules: ModuleWatch) -> None: ...
     @overload

@@ -90,8 +90,7 @@ std::vector<Birth> births_of_kernels(const Explanation& explanation) {
 }
 
 std::vector<Birth> keep_births(const Explanation& explanation, GradientLocator& locator,
-                               std::int64_t iteration, const AddModuleCall& add_module_call,
-                               const TakeKernelCall& take_kernel_call) {
+                               std::int64_t iteration, Framework& framework) {
   std::vector<Birth> births;
   std::set<std::tuple<BirthKind, Phase, std::string, std::string, std::string>> kept;
   for (const auto& [traced, call, cpp_stack] : explanation.births) {
@@ -103,7 +102,7 @@ std::vector<Birth> keep_births(const Explanation& explanation, GradientLocator& 
         is_root(explanation, birth) &&
         kept.emplace(birth.kind, place.phase, place.module, place.op, place.parameter).second;
     const auto kernel =
-        is_new && birth.kernel_call && take_kernel_call ? take_kernel_call(birth) : std::nullopt;
+        is_new && birth.kernel_call ? framework.take_kernel_call(birth) : std::nullopt;
     if (is_new && call && is_computed(birth.kind)) add_replay(*call, birth);
     if (kernel) add_kernel_replay(*kernel, birth);
     if (is_new && (call || kernel)) {
@@ -113,7 +112,7 @@ std::vector<Birth> keep_births(const Explanation& explanation, GradientLocator& 
         BundleContents further;
         if (call) add_to_bundle(*call, bundle, *storages);
         if (kernel) kernel->add_to_bundle(bundle, *storages, further);
-        if (add_module_call) add_module_call(birth, bundle, *storages, further);
+        framework.add_module_call(birth, bundle, *storages, further);
         auto contents = storages->finish(bundle);
         contents.files = std::move(further.files);
         birth.bundle = locator.keep_bundle(bundle, std::move(contents), storages);

@@ -6,6 +6,8 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
+#include <string>
+#include <unordered_map>
 #include <utility>
 
 #include "tensor/tensor_access.hpp"
@@ -38,23 +40,45 @@ std::vector<NamedTensor> moments_of(torch::optim::OptimizerParamState& state) {
 
 }  // namespace
 
-LocatingOptimizer::LocatingOptimizer(std::shared_ptr<torch::optim::Optimizer> inner,
-                                     const torch::nn::Module& model, LocatorOptions options,
-                                     std::shared_ptr<Communicator> communicator)
+/// The groups of an optimizer and the names of a model.
+class LocatingOptimizer::LibtorchFramework final : public Framework {
+ public:
+  LibtorchFramework(std::shared_ptr<torch::optim::Optimizer> inner, const torch::nn::Module& model,
+                    const Communicator* communicator);
+
+  [[nodiscard]] std::vector<at::Tensor> tensors() const;
+
+  ParameterMap parameter_map() override;
+  Phase gradient_phase() override { return gradient_phase_; }
+  std::vector<GradientView> gradients() override;
+  std::vector<GradientView> weights() override;
+  std::vector<NamedTensor> parameters() override;
+  std::vector<NamedTensor> buffers() override { return buffers_; }
+  std::vector<OptimizerTensor> optimizer_state(const std::vector<std::int64_t>& ids) override;
+  std::string why_no_pass() override { return "step() was called without a closure"; }
+
+ private:
+  struct Name {
+    std::string name;
+    bool is_shared = false;         // the model registers it under several names
+    bool may_be_untouched = false;  // an embedding's
+  };
+
+  std::shared_ptr<torch::optim::Optimizer> inner_;
+  std::unordered_map<const at::TensorImpl*, Name>
+      names_;  // of the model, which `model_` keeps alive
+  std::vector<at::Tensor> model_;
+  std::vector<NamedTensor> buffers_;    // of the model
+  std::vector<std::string> by_number_;  // names, in the order of the optimizer's groups
+  RankCoordinates coordinates_;
+  Phase gradient_phase_;
+};
+
+LocatingOptimizer::LibtorchFramework::LibtorchFramework(
+    std::shared_ptr<torch::optim::Optimizer> inner, const torch::nn::Module& model,
+    const Communicator* communicator)
     : inner_(std::move(inner)),
-      gradient_phase_(communicator ? Phase::grad_reduced : Phase::grad_local) {
-  if (!inner_) throw UsageError("LocatingOptimizer: the inner optimizer is null.");
-  if (options.level == Level::modules) {
-    throw UsageError(
-        "LocatingOptimizer: libtorch has no hooks around modules, so level modules is not there in "
-        "C++. Use Level::grads or Level::operators, or a ModuleWatch by hand.");
-  }
-  if (options.level == Level::boundaries) {
-    throw UsageError(
-        "LocatingOptimizer: level boundaries watches what Megatron-Core's ranks hand to each "
-        "other. "
-        "Use Level::grads or Level::operators.");
-  }
+      gradient_phase_(communicator != nullptr ? Phase::grad_reduced : Phase::grad_local) {
   for (const auto& parameter : model.named_parameters()) {
     const auto [place, is_new] =
         names_.try_emplace(parameter.value().unsafeGetTensorImpl(), Name{parameter.key()});
@@ -70,27 +94,26 @@ LocatingOptimizer::LocatingOptimizer(std::shared_ptr<torch::optim::Optimizer> in
   mark_embedding(model);
   for (const auto& child : model.modules(/*include_self=*/false)) mark_embedding(*child);
 
-  coordinates_ = communicator
+  coordinates_ = communicator != nullptr
                      ? data_parallel_coordinates(communicator->rank(), communicator->size())
                      : data_parallel_coordinates(0, 1);
-  if (const auto all = parameters(); !all.empty()) coordinates_.device = all.front().device().str();
+  if (const auto all = tensors(); !all.empty()) coordinates_.device = all.front().device().str();
   for (const auto& buffer : model.named_buffers()) {
     buffers_.push_back({buffer.key(), buffer.value()});
   }
-  options.integration = "cpp";
-  auto map = make_map();
-  auto adapter = make_adapter(map);
-  driver_ = std::make_unique<StepDriver>(std::move(map), std::move(options),
-                                         std::move(communicator), std::move(adapter));
-  observe_backward();
 }
 
-LocatingOptimizer::~LocatingOptimizer() {
-  stop_observing();
+std::vector<at::Tensor> LocatingOptimizer::LibtorchFramework::tensors() const {
+  std::vector<at::Tensor> all;
+  for (const auto& group : inner_->param_groups()) {
+    all.insert(all.end(), group.params().begin(), group.params().end());
+  }
+  return all;
 }
 
-ParameterMap LocatingOptimizer::make_map() const {
+ParameterMap LocatingOptimizer::LibtorchFramework::parameter_map() {
   std::vector<ParameterInfo> infos;
+  by_number_.clear();
   const auto& groups = inner_->param_groups();
   for (std::size_t group = 0; group < groups.size(); ++group) {
     const auto& parameters = groups[group].params();
@@ -108,23 +131,118 @@ ParameterMap LocatingOptimizer::make_map() const {
         info.name = "group" + std::to_string(group) + "." + std::to_string(i);
       }
       info.raw_name = info.name;
+      by_number_.push_back(info.name);
       infos.push_back(std::move(info));
     }
   }
   return {coordinates_, std::move(infos)};
 }
 
-std::vector<at::Tensor> LocatingOptimizer::parameters() const {
-  std::vector<at::Tensor> all;
-  for (const auto& group : inner_->param_groups()) {
-    all.insert(all.end(), group.params().begin(), group.params().end());
+std::vector<GradientView> LocatingOptimizer::LibtorchFramework::gradients() {
+  const auto all = tensors();
+  std::vector<GradientView> views;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    if (const auto& gradient = all[i].grad(); gradient.defined()) {
+      views.push_back({static_cast<std::int64_t>(i), gradient, 0});
+    }
   }
-  return all;
+  return views;
+}
+
+std::vector<GradientView> LocatingOptimizer::LibtorchFramework::weights() {
+  const auto all = tensors();
+  std::vector<GradientView> views;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    views.push_back({static_cast<std::int64_t>(i), all[i], 0});
+  }
+  return views;
+}
+
+std::vector<NamedTensor> LocatingOptimizer::LibtorchFramework::parameters() {
+  const auto all = tensors();
+  std::vector<NamedTensor> named;
+  for (std::size_t i = 0; i < all.size(); ++i) named.push_back({by_number_.at(i), all[i]});
+  return named;
+}
+
+std::vector<OptimizerTensor> LocatingOptimizer::LibtorchFramework::optimizer_state(
+    const std::vector<std::int64_t>& ids) {
+  const auto all = tensors();
+  std::vector<OptimizerTensor> found;
+  for (const auto id : ids) {
+    const auto state = inner_->state().find(all.at(id).unsafeGetTensorImpl());
+    if (state == inner_->state().end()) continue;
+    for (auto& [name, tensor] : moments_of(*state->second)) {
+      if (tensor.defined()) found.push_back({id, name, tensor});
+    }
+  }
+  return found;
+}
+
+namespace {
+
+/// One evaluation of a closure, over gradients that may have been there before it.
+class ClosurePass final : public StepPass {
+ public:
+  /// `closure` must outlive it. `loss`: where each execution puts what the closure returns.
+  ClosurePass(const torch::optim::Optimizer::LossClosure& closure,
+              std::vector<at::Tensor> parameters, at::Tensor& loss)
+      : closure_(closure), parameters_(std::move(parameters)), loss_(loss) {
+    for (const auto& each : parameters_) had_gradient_.push_back(each.grad().defined());
+  }
+
+  std::vector<NamedTensor> run() override {
+    loss_ = closure_();
+    return {{"loss", loss_}};
+  }
+
+  void clear_gradients() override {
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      auto& gradient = parameters_[i].mutable_grad();
+      if (!gradient.defined()) continue;
+      // The tensor of the first pass may be shared.
+      gradient = had_gradient_[i] ? at::zeros_like(gradient) : at::Tensor();
+    }
+  }
+
+ private:
+  const torch::optim::Optimizer::LossClosure& closure_;
+  std::vector<at::Tensor> parameters_;
+  std::vector<bool> had_gradient_;
+  at::Tensor& loss_;
+};
+
+}  // namespace
+
+LocatingOptimizer::LocatingOptimizer(std::shared_ptr<torch::optim::Optimizer> inner,
+                                     const torch::nn::Module& model, LocatorOptions options,
+                                     std::shared_ptr<Communicator> communicator)
+    : inner_(std::move(inner)) {
+  if (!inner_) throw UsageError("LocatingOptimizer: the inner optimizer is null.");
+  if (options.level == Level::modules) {
+    throw UsageError(
+        "LocatingOptimizer: libtorch has no hooks around modules, so level modules is not there in "
+        "C++. Use Level::grads or Level::operators, or a ModuleWatch by hand.");
+  }
+  if (options.level == Level::boundaries) {
+    throw UsageError(
+        "LocatingOptimizer: level boundaries watches what Megatron-Core's ranks hand to each "
+        "other. "
+        "Use Level::grads or Level::operators.");
+  }
+  options.integration = "cpp";
+  framework_ = std::make_shared<LibtorchFramework>(inner_, model, communicator.get());
+  driver_ = std::make_unique<StepDriver>(framework_, std::move(options), std::move(communicator));
+  observe_backward();
+}
+
+LocatingOptimizer::~LocatingOptimizer() {
+  stop_observing();
 }
 
 // A hook that returns nothing leaves the gradient as it is; it tells only when it was made.
 void LocatingOptimizer::observe_backward() {
-  const auto all = parameters();
+  const auto all = framework_->tensors();
   for (std::size_t id = 0; id < all.size(); ++id) {
     if (!all[id].requires_grad()) continue;
     const auto note = [locator = &driver_->locator(), id](const at::Tensor&) {
@@ -145,77 +263,6 @@ void LocatingOptimizer::stop_observing() noexcept {
   hooks_.clear();
 }
 
-StepAdapter LocatingOptimizer::make_adapter(const ParameterMap& map) const {
-  StepAdapter adapter;
-  adapter.gradients = [this] {
-    const auto all = parameters();
-    std::vector<GradientView> views;
-    for (std::size_t i = 0; i < all.size(); ++i) {
-      if (const auto& gradient = all[i].grad(); gradient.defined()) {
-        views.push_back({static_cast<std::int64_t>(i), gradient, 0});
-      }
-    }
-    return views;
-  };
-  adapter.weights = [this] {
-    const auto all = parameters();
-    std::vector<GradientView> views;
-    for (std::size_t i = 0; i < all.size(); ++i) {
-      views.push_back({static_cast<std::int64_t>(i), all[i], 0});
-    }
-    return views;
-  };
-  adapter.optimizer_state = [this](const std::vector<std::int64_t>& ids) {
-    const auto all = parameters();
-    std::vector<OptimizerTensor> tensors;
-    for (const auto id : ids) {
-      const auto state = inner_->state().find(all.at(id).unsafeGetTensorImpl());
-      if (state == inner_->state().end()) continue;
-      for (auto& [name, tensor] : moments_of(*state->second)) {
-        if (tensor.defined()) tensors.push_back({id, name, tensor});
-      }
-    }
-    return tensors;
-  };
-  adapter.gradient_phase = gradient_phase_;
-  adapter.parameters = [this, map] {
-    const auto all = parameters();
-    std::vector<NamedTensor> named;
-    for (std::size_t i = 0; i < all.size(); ++i) {
-      named.push_back({map.at(static_cast<std::int64_t>(i)).name, all[i]});
-    }
-    return named;
-  };
-  adapter.buffers = [this] { return buffers_; };
-  adapter.why_no_pass = "step() was called without a closure";
-  return adapter;
-}
-
-// `loss`: where each execution puts what the closure returns.
-StepPass LocatingOptimizer::pass_of(const torch::optim::Optimizer::LossClosure& closure,
-                                    at::Tensor& loss) const {
-  std::vector<bool> had_gradient;
-  for (const auto& parameter : parameters()) had_gradient.push_back(parameter.grad().defined());
-  StepPass pass;
-  pass.run = [&closure, &loss] {
-    loss = closure();
-    return std::vector<NamedTensor>{{"loss", loss}};
-  };
-  pass.clear_gradients = [this, had_gradient = std::move(had_gradient)] {
-    const auto all = parameters();
-    for (std::size_t i = 0; i < all.size(); ++i) {
-      auto& gradient = all[i].mutable_grad();
-      if (!gradient.defined()) continue;
-      if (i < had_gradient.size() && had_gradient[i]) {
-        gradient = at::zeros_like(gradient);  // the tensor of the first pass may be shared
-      } else {
-        gradient = at::Tensor();
-      }
-    }
-  };
-  return pass;
-}
-
 Decision LocatingOptimizer::or_throw(Decision decision) const {
   if (decision != Decision::stop) return decision;
   throw NonFiniteGradientError(driver_->verdict(), driver_->locator().run_dir());
@@ -225,7 +272,7 @@ double LocatingOptimizer::clip_grad_norm(double max_norm, double norm_type) {
   StepDriver::Scope scope(*driver_);
   driver_->scan_gradients();
   or_throw(driver_->agree());
-  const double norm = torch::nn::utils::clip_grad_norm_(parameters(), max_norm, norm_type);
+  const double norm = torch::nn::utils::clip_grad_norm_(framework_->tensors(), max_norm, norm_type);
   or_throw(driver_->set_gradient_norm(norm));
   scope.complete();
   return norm;
@@ -233,7 +280,7 @@ double LocatingOptimizer::clip_grad_norm(double max_norm, double norm_type) {
 
 at::Tensor LocatingOptimizer::evaluate(const torch::optim::Optimizer::LossClosure& closure) {
   at::Tensor rerun_loss;
-  driver_->begin_pass(pass_of(closure, rerun_loss));
+  driver_->begin_pass(std::make_shared<ClosurePass>(closure, framework_->tensors(), rerun_loss));
   auto loss = closure();
   const LossView view{.tensor = loss, .microbatch = {}, .chunk = {}, .valid_labels = {}};
   switch (or_throw(driver_->end_pass({&view, 1}))) {
@@ -275,9 +322,7 @@ void LocatingOptimizer::zero_grad(bool set_to_none) {
 void LocatingOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& group) {
   inner_->add_param_group(group);
   stop_observing();
-  auto map = make_map();
-  auto adapter = make_adapter(map);
-  driver_->set_parameters(std::move(map), std::move(adapter));
+  driver_->take_parameters_again();
   observe_backward();
 }
 

@@ -9,6 +9,7 @@
 #include <map>
 #include <utility>
 
+#include "nanlocator/step/step_rerun.hpp"
 #include "nanlocator/tensor/scan_one.hpp"
 #include "nanlocator/trace/boundary_watch.hpp"
 #include "nanlocator/trace/module_watch.hpp"
@@ -43,12 +44,18 @@ bool are_finite(std::span<const LossView> losses) {
 }  // namespace
 
 struct StepDriver::Impl {
-  Impl(ParameterMap map, LocatorOptions options, std::shared_ptr<Communicator> communicator)
-      : locator(std::move(map), std::move(options), std::move(communicator)), rerun(locator) {}
+  Impl(std::shared_ptr<Framework> framework_, LocatorOptions options,
+       std::shared_ptr<Communicator> communicator)
+      : framework(std::move(framework_)),
+        locator(framework->parameter_map(), std::move(options), std::move(communicator)),
+        rerun(locator) {
+    follow_parameters();
+  }
 
+  std::shared_ptr<Framework> framework;
   GradientLocator locator;
   StepRerun rerun;
-  StepAdapter adapter;
+  Phase gradient_phase = Phase::grad_local;
   std::shared_ptr<ModuleWatch> modules;
   std::shared_ptr<BoundaryWatch> boundaries;
   bool is_closed = false;
@@ -57,7 +64,15 @@ struct StepDriver::Impl {
   std::int64_t completed = 0;  // steps
   bool has_had_pass = false;   // in any step
   const Verdict* verdict = nullptr;
-  std::size_t reported = 0;  // verdicts of the locator that the adapter has got
+  std::size_t reported = 0;  // verdicts of the locator that the framework has got
+
+  /// Of the map that the locator has got.
+  void follow_parameters() {
+    gradient_phase = framework->gradient_phase();
+    is_on_device = std::ranges::any_of(framework->parameters(),
+                                       [](const auto& each) { return each.tensor.is_cuda(); });
+    rerun.set_framework(framework);
+  }
 
   /// All that belongs to one step: assigned anew where one ends.
   struct Step {
@@ -70,7 +85,7 @@ struct StepDriver::Impl {
     bool is_update_running = false;
     bool has_ended_pass = false;
     Decision decision = Decision::proceed;
-    std::optional<StepPass> pass;  // that can be executed again now
+    std::shared_ptr<StepPass> pass;  // that can be executed again now
     std::vector<LossView> losses;
   };
   Step step;
@@ -91,23 +106,22 @@ struct StepDriver::Impl {
       crossed = std::move(collected.sightings);
       locator.set_crossings(crossed, std::move(collected.coverage));
     }
-    if (modules && adapter.model) {
-      const auto model = adapter.model();
+    if (modules) {
+      const auto model = framework->model_tensors();
       auto births = modules->collect(iteration, model.parameters, model.buffers).births;
       drop_receipts(births, crossed);
       locator.set_births(std::move(births));
     }
-    if (step.pass && step.pass->microbatches) locator.set_microbatches(step.pass->microbatches());
+    if (step.pass) locator.set_microbatches(step.pass->microbatches());
   }
 
   /// Of weights that were bad before the step: tells whether the update before made them bad.
   void keep_optimizer_states() {
-    if (!adapter.optimizer_state) return;
     try {
       const auto bad = locator.bad_weights();
       if (bad.empty()) return;
       std::vector<OptimizerState> states;
-      for (const auto& [parameter, name, tensor, offset] : adapter.optimizer_state(bad)) {
+      for (const auto& [parameter, name, tensor, offset] : framework->optimizer_state(bad)) {
         auto stats = nanlocator::scan_one(tensor);
         if (!stats) continue;
         if (stats->first_bad >= 0) stats->first_bad += offset;
@@ -126,18 +140,18 @@ struct StepDriver::Impl {
     locator.begin_step(step.iteration.value_or(completed + 1));
     step.is_open = true;
     if (options().check_params) {
-      locator.scan(Phase::params_before, kWeights, "weight", adapter.weights());
+      locator.scan(Phase::params_before, kWeights, "weight", framework->weights());
     }
   }
 
   void scan_gradients() {
     if (rerun.is_running()) {
-      rerun.scan_before_change(adapter.gradients());
+      rerun.scan_before_change(framework->gradients());
       return;
     }
     if (!step.pass && step.is_scanned) step = {};  // of gradients that are no longer there
     open({});
-    locator.scan(adapter.gradient_phase, kGradients, "grad", adapter.gradients());
+    locator.scan(gradient_phase, kGradients, "grad", framework->gradients());
     step.is_scanned = true;
   }
 
@@ -164,10 +178,10 @@ struct StepDriver::Impl {
     return !locator.is_true_anywhere(!is_routine);
   }
 
-  /// Of gradients that the adapter knows best; the same on all ranks.
+  /// Of gradients that the framework knows best; the same on all ranks.
   bool is_routine_overflow() {
-    if (!adapter.loss_scale) return false;
-    const auto scale = adapter.loss_scale();
+    if (!framework->has_loss_scaler()) return false;
+    const auto scale = framework->loss_scale();
     if (scale && scale->is_in_gradients) {
       locator.set_loss_scale(scale->scale, scale->falls_on_overflow);
     }
@@ -184,13 +198,12 @@ struct StepDriver::Impl {
   Rerunnable can_rerun() {
     if (!step.pass) {
       return {step.has_ended_pass ? CanRerun::pass_has_ended : CanRerun::no_pass,
-              adapter.why_no_pass};
+              framework->why_no_pass()};
     }
-    if (!step.pass->obstacle) return {CanRerun::yes, {}};
-    const std::string obstacle = step.pass->obstacle();
-    if (!locator.is_true_anywhere(!obstacle.empty())) return {CanRerun::yes, {}};
+    const auto obstacle = step.pass->obstacle();
+    if (!obstacle || !locator.is_true_anywhere(!obstacle->empty())) return {CanRerun::yes, {}};
     return {CanRerun::no_pass,
-            obstacle.empty() ? "another rank could not execute it again" : obstacle};
+            obstacle->empty() ? "another rank could not execute it again" : *obstacle};
   }
 
   /// `results`: what was found to be bad, as all ranks know.
@@ -199,21 +212,21 @@ struct StepDriver::Impl {
     const bool are_gradients = can != CanRerun::weights_have_moved;
     step.is_judged = true;
     if (are_gradients) {  // the optimizer has not touched the weights since
-      const auto weights = adapter.weights();
+      const auto weights = framework->weights();
       if (!weights.empty()) {
         locator.scan(Phase::params_before, kWeightsOfABadStep, "weight", weights);
       }
       keep_optimizer_states();
-      const bool is_skipped = adapter.skips_bad_updates && adapter.skips_bad_updates();
-      locator.set_framework_skips_update(is_skipped);
+      locator.set_framework_skips_update(framework->skips_bad_updates());
     }
     collect_observations();
     bool is_clean_now = false;
-    if (can == CanRerun::no_pass && !has_had_pass && !adapter.can_trace_later_steps) {
+    if (can == CanRerun::no_pass && !has_had_pass && !framework->can_trace_later_steps()) {
       locator.add_note("This step could not be executed again: " + why_not);
-    } else if (can == CanRerun::yes || adapter.can_trace_later_steps) {
+    } else if (can == CanRerun::yes || framework->can_trace_later_steps()) {
       locator.now_in(Activity::rerun);
-      is_clean_now = rerun.rerun_or_trace(can, std::move(results), why_not);
+      is_clean_now = rerun.rerun_or_trace({can, can == CanRerun::yes ? step.pass : nullptr, why_not,
+                                           std::move(results), boundaries});
     }
     report(&locator.conclude());
     return decide(are_gradients, is_clean_now);
@@ -240,7 +253,7 @@ struct StepDriver::Impl {
   void report(const Verdict* latest) {
     verdict = latest;
     reported = locator.verdicts().size();
-    if (adapter.on_verdict) adapter.on_verdict(*latest);
+    framework->on_verdict(*latest);
   }
 
   void conclude_alone(const std::string& reason, Failure failure) {
@@ -289,7 +302,7 @@ struct StepDriver::Impl {
         forget_observations();  // the scaler leaves the update out: no end_step may follow
         return Decision::proceed;
       }
-      return judge(can_rerun(), adapter.gradients());
+      return judge(can_rerun(), framework->gradients());
     });
   }
 
@@ -304,7 +317,7 @@ struct StepDriver::Impl {
                 << std::flush;
       return;
     }
-    if (const auto changed = rerun.compare(); changed > 0) {
+    if (const auto changed = rerun.compare(step.pass); changed > 0) {
       std::cerr << "nanlocator: step " + std::to_string(locator.iteration()) +
                        ": executed again from the same state, " + std::to_string(changed) +
                        " gradients have other bits\n"
@@ -315,7 +328,7 @@ struct StepDriver::Impl {
   Decision scan_updated_weights() {
     return agreed([&] {
       open({});
-      const auto weights = adapter.weights();
+      const auto weights = framework->weights();
       locator.scan(Phase::params_after, kWeights, "weight", weights);
       locator.start_agreement();
       if (!locator.finish_agreement()) {
@@ -336,14 +349,13 @@ struct StepDriver::Impl {
   }
 };
 
-StepDriver::StepDriver(ParameterMap map, LocatorOptions options,
-                       std::shared_ptr<Communicator> communicator, StepAdapter adapter)
-    : impl_(std::make_unique<Impl>(std::move(map), std::move(options), std::move(communicator))) {
+StepDriver::StepDriver(std::shared_ptr<Framework> framework, LocatorOptions options,
+                       std::shared_ptr<Communicator> communicator)
+    : impl_(std::make_unique<Impl>(std::move(framework), std::move(options),
+                                   std::move(communicator))) {
   auto& impl = *impl_;
-  impl.adapter = std::move(adapter);
-  impl.rerun.set_step(rerunnable_step());
   const bool traces =
-      impl.options().level == Level::operators && impl.adapter.can_trace_later_steps;
+      impl.options().level == Level::operators && impl.framework->can_trace_later_steps();
   if (!traces) return;
   impl.rerun.trace_from_now_on();
   if (!impl.rerun.is_tracing()) {
@@ -354,45 +366,6 @@ StepDriver::StepDriver(ParameterMap map, LocatorOptions options,
 }
 
 StepDriver::~StepDriver() = default;
-
-// The pass is that of the step that runs; everything else is the adapter's.
-RerunnableStep StepDriver::rerunnable_step() {
-  auto& impl = *impl_;
-  impl.is_on_device = std::ranges::any_of(impl.adapter.parameters(),
-                                          [](const auto& each) { return each.tensor.is_cuda(); });
-  RerunnableStep step;
-  step.run = [&impl] { return impl.step.pass.value().run(); };
-  step.clear_gradients = [&impl] { impl.step.pass.value().clear_gradients(); };
-  step.changed_data = [&impl]() -> std::vector<std::string> {
-    const auto& pass = impl.step.pass.value();
-    return pass.changed_data ? pass.changed_data() : std::vector<std::string>{};
-  };
-  step.gradients = impl.adapter.gradients;
-  step.gradient_phase = impl.adapter.gradient_phase;
-  step.parameters = impl.adapter.parameters;
-  step.buffers = impl.adapter.buffers;
-  if (impl.adapter.model) step.attributes = [&impl] { return impl.adapter.model().buffers; };
-  step.program_code = impl.adapter.program_code;
-  step.keep_module_calls = impl.adapter.keep_module_calls;
-  step.has_compiled_parts = impl.adapter.has_compiled_parts;
-  step.set_eager = impl.adapter.set_eager;
-  step.set_serialised = impl.adapter.set_serialised;
-  step.has_streams = impl.adapter.has_streams;
-  step.sanitise_streams = impl.adapter.sanitise_streams;
-  step.add_module_call = impl.adapter.add_module_call;
-  step.take_kernel_call = impl.adapter.take_kernel_call;
-  step.abort_collectives = impl.adapter.abort_collectives;
-  step.keep_results = [&impl](const PeerQuestion& question) {
-    if (!impl.boundaries) return;
-    // A pass of its own: what was seen in the first one is in the ledger.
-    impl.boundaries->begin_step();
-    impl.boundaries->keep_results(question);
-  };
-  step.take_results = [&impl] {
-    return impl.boundaries ? impl.boundaries->take_results() : std::vector<CollectiveResult>{};
-  };
-  return step;
-}
 
 GradientLocator& StepDriver::locator() noexcept {
   return impl_->locator;
@@ -411,10 +384,9 @@ bool StepDriver::is_tracing() const noexcept {
   return impl_->rerun.is_tracing();
 }
 
-void StepDriver::set_parameters(ParameterMap map, StepAdapter adapter) {
-  impl_->locator.set_map(std::move(map));
-  impl_->adapter = std::move(adapter);
-  impl_->rerun.set_step(rerunnable_step());
+void StepDriver::take_parameters_again() {
+  impl_->locator.set_map(impl_->framework->parameter_map());
+  impl_->follow_parameters();
   const bool had_ended_pass = has_ended_pass();
   forget_gradients();
   impl_->step.has_ended_pass = had_ended_pass;
@@ -448,7 +420,7 @@ void StepDriver::begin(std::optional<std::int64_t> iteration) {
   if (!impl_->is_off()) impl_->open(iteration);
 }
 
-void StepDriver::begin_pass(StepPass pass, std::optional<std::int64_t> iteration) {
+void StepDriver::begin_pass(std::shared_ptr<StepPass> pass, std::optional<std::int64_t> iteration) {
   auto& impl = *impl_;
   if (impl.is_off()) return;
   if (impl.step.pass || impl.step.has_ended_pass || impl.step.is_agreed) impl.step = {};
@@ -462,7 +434,7 @@ void StepDriver::begin_pass(StepPass pass, std::optional<std::int64_t> iteration
 }
 
 bool StepDriver::is_in_pass() const noexcept {
-  return impl_->step.pass.has_value();
+  return impl_->step.pass != nullptr;
 }
 bool StepDriver::has_ended_pass() const noexcept {
   return impl_->step.has_ended_pass;
@@ -478,7 +450,7 @@ void StepDriver::scan(Phase phase, std::uint64_t group, std::string_view role,
   if (impl.rerun.is_running()) return impl.rerun.scan(phase, group, role, views);
   impl.open({});
   impl.locator.scan(phase, group, role, views);
-  if (phase == impl.adapter.gradient_phase) impl.step.is_scanned = true;
+  if (phase == impl.gradient_phase) impl.step.is_scanned = true;
 }
 
 void StepDriver::scan_gradients() {
@@ -502,7 +474,7 @@ Decision StepDriver::set_gradient_norm(double norm) {
   if (impl.step.is_judged) return impl.step.decision;
   impl.locator.set_gradient_norm(norm);
   if (!impl.step.is_agreed || std::isfinite(norm)) return Decision::proceed;
-  return impl.agreed([&] { return impl.judge(impl.can_rerun(), impl.adapter.gradients()); });
+  return impl.agreed([&] { return impl.judge(impl.can_rerun(), impl.framework->gradients()); });
 }
 
 Decision StepDriver::end_pass(std::span<const LossView> losses) {

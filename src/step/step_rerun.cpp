@@ -12,6 +12,7 @@
 #include <set>
 #include <utility>
 
+#include "nanlocator/trace/boundary_watch.hpp"
 #include "step/birth_bundles.hpp"
 #include "step/rerun_guard.hpp"
 #include "tensor/tensor_access.hpp"
@@ -44,13 +45,14 @@ struct ResetAtExit {
 /// On while it lives; an interrupt ends a pass, too.
 class Switched {
  public:
-  /// `set` may be empty.
-  explicit Switched(std::function<void(bool)> set) : set_(std::move(set)) {
-    if (set_) set_(true);
+  using Set = void (Framework::*)(bool);
+  /// `framework` null: nothing is switched.
+  Switched(Framework* framework, Set set) : framework_(framework), set_(set) {
+    if (framework_ != nullptr) (framework_->*set_)(true);
   }
   ~Switched() {
     try {
-      if (set_) set_(false);
+      if (framework_ != nullptr) (framework_->*set_)(false);
     } catch (...) {
     }
   }
@@ -58,7 +60,8 @@ class Switched {
   Switched& operator=(const Switched&) = delete;
 
  private:
-  std::function<void(bool)> set_;
+  Framework* framework_;
+  Set set_;
 };
 
 std::int64_t count_changed(const std::vector<GradientScanner::Scanned>& first,
@@ -81,7 +84,9 @@ struct StepRerun::Impl {
 
   GradientLocator& locator;
   int threads;
-  RerunnableStep step;
+  std::shared_ptr<Framework> framework;
+  std::shared_ptr<StepPass> step;             // that is executed again
+  std::shared_ptr<BoundaryWatch> boundaries;  // that it crosses; may be null
   StepState state;
   std::unique_ptr<GradientScanner> scanner;  // of the pass that runs now
   std::set<Phase> scanned_by_owner;
@@ -96,23 +101,23 @@ struct StepRerun::Impl {
 
   /// The step once more, from where it began, then what is to be asked of its gradients. Does not
   /// throw for what the step throws, nor for a device that fails.
-  Pass run(const std::function<std::vector<NamedTensor>()>& forward_backward,
+  Pass run(const std::function<std::vector<NamedTensor>(StepPass&)>& forward_backward,
            const std::function<void(const Pass&)>& when_bad = {}) {
     Pass pass;
     const ResetAtExit<GradientScanner> is_over(scanner);  // also where an interrupt ends the pass
     scanned_by_owner.clear();
     are_gradients_changed = false;
     gradient_norm.reset();
-    auto guard = locator.guard_rerun(step.abort_collectives);
+    auto guard = locator.guard_rerun([aborting = framework] { aborting->abort_collectives(); });
     try {
       scanner = std::make_unique<GradientScanner>(locator.map(), threads);
       scanner->begin_step();
       not_restored = state.restore();
       if (auto changed = changed_data(); !changed.empty()) not_restored.push_back(changed);
-      step.clear_gradients();
+      step->clear_gradients();
       {
         const at::AutoGradMode with_gradients(true);
-        pass.losses = forward_backward();
+        pass.losses = forward_backward(*step);
       }
       scan_results(pass);
       if (pass.is_bad && when_bad) when_bad(pass);
@@ -135,8 +140,8 @@ struct StepRerun::Impl {
 
   /// A kernel that has failed is heard of here, where its device is first waited for.
   void scan_results(Pass& pass) {
-    if (!scanned_by_owner.contains(step.gradient_phase)) {
-      scanner->scan(step.gradient_phase, kOnlyGroup, "grad", step.gradients());
+    if (const Phase phase = framework->gradient_phase(); !scanned_by_owner.contains(phase)) {
+      scanner->scan(phase, kOnlyGroup, "grad", framework->gradients());
     }
     std::vector<LossView> losses;
     for (const auto& loss : pass.losses) losses.push_back({loss.tensor, {}, {}, {}});
@@ -149,9 +154,8 @@ struct StepRerun::Impl {
 
   std::string changed_data() const {
     constexpr std::size_t kMostNamed = 4;
-    if (!step.changed_data) return {};
     std::string text;
-    const auto sentences = step.changed_data();
+    const auto sentences = step->changed_data();
     for (std::size_t i = 0; i < std::min(sentences.size(), kMostNamed); ++i) {
       text += (i == 0 ? "the data: " : "; ") + sentences[i];
     }
@@ -168,8 +172,8 @@ struct StepRerun::Impl {
 
   /// Ids, ascending. Of gradients that were reduced before anyone could scan them, those.
   std::vector<std::int64_t> bad_local_gradients() {
-    const Phase phase =
-        scanned_by_owner.contains(Phase::grad_local) ? Phase::grad_local : step.gradient_phase;
+    const Phase phase = scanned_by_owner.contains(Phase::grad_local) ? Phase::grad_local
+                                                                     : framework->gradient_phase();
     std::set<std::int64_t> bad;
     for (const auto& sighting : scanner->collect(locator.iteration()).sightings) {
       if (sighting.phase == phase && sighting.parameter_id) {
@@ -195,7 +199,7 @@ struct StepRerun::Impl {
     if (waiting != nullptr && waiting->locator.options().level != Level::operators) {
       waiting->stop_tracing();
     }
-    options.program_code = step.program_code;
+    options.program_code = framework->program_code();
     options.threads = threads;
     options.keep_calls = options.keep_calls && !options.fresh_memory;
     std::unique_ptr<OperatorTrace> trace;
@@ -205,14 +209,13 @@ struct StepRerun::Impl {
       locator.add_note(std::string("Operators are not traced: ") + error.what());
       return nullptr;
     }
-    for (const auto& [name, tensor] : step.parameters()) {
+    for (const auto& [name, tensor] : framework->parameters()) {
       trace->declare(tensor, DeclaredAs::parameter, name);
     }
-    for (const auto& held : {step.buffers, step.attributes}) {
-      if (!held) continue;
-      for (const auto& [name, tensor] : held()) trace->declare(tensor, DeclaredAs::buffer, name);
+    for (const auto& held : {framework->buffers(), framework->model_tensors().buffers}) {
+      for (const auto& [name, tensor] : held) trace->declare(tensor, DeclaredAs::buffer, name);
     }
-    for (const auto& [name, tensor] : named(step.gradients())) {
+    for (const auto& [name, tensor] : named(framework->gradients())) {
       trace->declare(tensor, DeclaredAs::gradient, name);
     }
     trace->begin_pass();
@@ -235,9 +238,9 @@ struct StepRerun::Impl {
     options.fresh_memory = fresh_memory;
     options.follows_threads = true;
     const auto trace = make_trace(std::move(options));
-    traced.pass = run(step.run, [&](const Pass& pass) {
+    traced.pass = run(&StepPass::run, [&](const Pass& pass) {
       if (!trace) return;
-      auto bad = step.gradients();
+      auto bad = framework->gradients();
       if (are_gradients_changed) {
         std::erase_if(bad, [&](const GradientView& view) {
           return !std::ranges::binary_search(pass.bad_parameters, view.parameter);
@@ -249,7 +252,7 @@ struct StepRerun::Impl {
       traced.unordered = trace->unordered_accesses();
       traced.has_overlap = trace->has_overlap();
       traced.thread_orders = trace->thread_orders();
-      const auto gradients = step.gradients();
+      const auto gradients = framework->gradients();
       if (std::ranges::any_of(gradients, [&](const GradientView& view) {
             return bad_at_first.contains(view.parameter) && trace->was_in_transfer(view.tensor);
           })) {
@@ -265,22 +268,22 @@ struct StepRerun::Impl {
   Rerun known;
 
   Traced run_eagerly() {
-    const Switched eager(step.set_eager);
+    const Switched eager(framework.get(), &Framework::set_eager);
     return run_traced();
   }
 
   /// On all ranks alike.
   bool may_be_race(bool is_seen_here) {
-    return step.set_serialised && locator.is_true_anywhere(is_seen_here);
+    return framework->can_serialise() && locator.is_true_anywhere(is_seen_here);
   }
 
   /// Passes in which nothing is done while a transfer or a kernel runs: what is bad otherwise and
   /// finite in all of them was a race. False where one of them has ended early.
   bool run_serialised(Rerun& rerun) {
     constexpr int kPasses = 2;
-    const Switched serialised(step.set_serialised);
+    const Switched serialised(framework.get(), &Framework::set_serialised);
     for (int i = 0; i < kPasses; ++i) {
-      const Pass pass = run(step.run);
+      const Pass pass = run(&StepPass::run);
       if (has_ended_early(pass)) {
         give_up();
         return false;
@@ -296,18 +299,13 @@ struct StepRerun::Impl {
   /// step's.
   /// False where it has not left finite gradients.
   bool run_sanitised(Rerun& rerun) {
-    const bool has_streams = locator.options().on_bad == Policy::stop && step.sanitise_streams &&
-                             step.has_streams && step.has_streams();
+    const bool has_streams = locator.options().on_bad == Policy::stop && framework->has_streams();
     if (!locator.is_true_anywhere(has_streams)) return true;
     std::vector<UnorderedAccess> accesses;
-    Pass pass = run([&] {
+    Pass pass = run([&](StepPass& again) {
+      if (!has_streams) return again.run();
       std::vector<NamedTensor> losses;
-      const auto forward_backward = [&] { losses = step.run(); };
-      if (has_streams) {
-        accesses = step.sanitise_streams(forward_backward);
-      } else {
-        forward_backward();
-      }
+      accesses = framework->sanitise_streams([&] { losses = again.run(); });
       return losses;
     });
     if (!pass.problem.empty()) pass.problem = "under the stream sanitizer: " + pass.problem;
@@ -337,7 +335,7 @@ struct StepRerun::Impl {
     options.fresh_memory = fresh_memory;
     if (order != nullptr) options.reordered = *order;
     const auto trace = make_trace(std::move(options));
-    const Pass pass = run(step.run);
+    const Pass pass = run(&StepPass::run);
     if (has_ended_early(pass)) {
       give_up();
       return std::nullopt;
@@ -419,7 +417,7 @@ struct StepRerun::Impl {
     if (variant == RerunVariant::nan_memory) {
       is_explained = locator.is_true_anywhere(has_unwritten(further.explanation));
     } else if (variant == RerunVariant::compiled) {  // what comes and goes is not the compiler's
-      const Pass once_more = run(step.run);
+      const Pass once_more = run(&StepPass::run);
       if (has_ended_early(once_more)) {
         give_up();
         return Outcome::ended_early;
@@ -501,7 +499,7 @@ struct StepRerun::Impl {
   /// Half a pass's gradients are nobody's.
   void give_up() {
     try {
-      step.clear_gradients();
+      step->clear_gradients();
       locator.add_note("The gradients were cleared, as the re-run did not complete.");
     } catch (const std::exception& error) {
       locator.add_note(std::string("The gradients could not be cleared: ") + error.what());
@@ -537,10 +535,10 @@ struct StepRerun::Impl {
 
   void answer(const PeerQuestion& question) {
     std::vector<CollectiveResult> results;
-    if (step.take_results) results = step.take_results();
+    if (boundaries) results = boundaries->take_results();
     std::vector<WeightValue> weights;
     try {
-      for (const auto& [name, tensor] : step.parameters()) {
+      for (const auto& [name, tensor] : framework->parameters()) {
         const bool is_asked_for = name == question.parameter && !name.empty() &&
                                   why_not_scannable(tensor) == nullptr && is_whole(name) &&
                                   question.element < tensor.numel();
@@ -570,8 +568,7 @@ struct StepRerun::Impl {
     publish(explanation);
     std::vector<Birth> births;
     try {
-      births = keep_births(explanation, locator, locator.iteration(), step.add_module_call,
-                           step.take_kernel_call);
+      births = keep_births(explanation, locator, locator.iteration(), *framework);
     } catch (const std::exception&) {
       throw;
     } catch (...) {  // an interrupt, in a kernel that is executed again
@@ -590,9 +587,9 @@ StepState& StepRerun::state() noexcept {
   return impl_->state;
 }
 
-void StepRerun::set_step(RerunnableStep step) {
-  impl_->step = std::move(step);
-  impl_->state.set_buffers(impl_->step.buffers);
+void StepRerun::set_framework(std::shared_ptr<Framework> framework) {
+  impl_->framework = std::move(framework);
+  impl_->state.set_buffers([asked = impl_->framework] { return asked->buffers(); });
   if (is_tracing()) {
     stop_tracing();
     trace_from_now_on();
@@ -623,7 +620,7 @@ void StepRerun::set_gradient_norm(double norm) {
 }
 
 void StepRerun::scan_before_change(std::span<const GradientView> views) {
-  scan(impl_->step.gradient_phase, kOnlyGroup, "grad", views);
+  scan(impl_->framework->gradient_phase(), kOnlyGroup, "grad", views);
   impl_->are_gradients_changed = true;
 }
 
@@ -654,8 +651,7 @@ bool StepRerun::run_again() {
   });
   impl.stop_tracing();  // one trace at a time
   // Every rank takes the same way from here: a pass may hold collectives.
-  const bool is_eager =
-      locator.is_true_anywhere(impl.step.has_compiled_parts && impl.step.has_compiled_parts());
+  const bool is_eager = locator.is_true_anywhere(impl.framework->has_compiled_parts());
   Impl::Traced& traced = impl.latest = is_eager ? impl.run_eagerly() : impl.run_traced();
   rerun.changed = count_changed(first, traced.pass.scanned);
   bool has_ended_early = impl.has_ended_early(traced.pass);
@@ -691,7 +687,7 @@ bool StepRerun::run_again() {
   }
   if (!has_ended_early) {
     const bool is_run_eagerly = is_eager && !is_of_compiled_code;
-    const Switched eager(is_run_eagerly ? impl.step.set_eager : std::function<void(bool)>());
+    const Switched eager(is_run_eagerly ? impl.framework.get() : nullptr, &Framework::set_eager);
     has_ended_early = !impl.run_reordered(
         traced.thread_orders,
         is_memory_unwritten ? std::optional(std::numeric_limits<double>::quiet_NaN())
@@ -704,10 +700,14 @@ bool StepRerun::run_again() {
   const auto keep_calls = [&](const std::vector<Birth>& births,
                               const std::optional<PeerQuestion>& question) {
     const bool is_kept_eagerly = is_eager && !is_of_compiled_code;
-    const Switched eager(is_kept_eagerly ? impl.step.set_eager : std::function<void(bool)>());
-    const auto kept = impl.run([&] {
-      if (question && impl.step.keep_results) impl.step.keep_results(*question);
-      impl.step.keep_module_calls(births, [&] { (void)impl.step.run(); });
+    const Switched eager(is_kept_eagerly ? impl.framework.get() : nullptr, &Framework::set_eager);
+    const auto kept = impl.run([&](StepPass& again) {
+      if (question && impl.boundaries) {
+        // A pass of its own: what was seen in the first one is in the ledger.
+        impl.boundaries->begin_step();
+        impl.boundaries->keep_results(*question);
+      }
+      impl.framework->keep_calls(births, [&] { (void)again.run(); });
       return std::vector<NamedTensor>{};
     });
     const bool has_ended = impl.has_ended_early(kept);
@@ -715,21 +715,21 @@ bool StepRerun::run_again() {
     return !has_ended;
   };
   std::vector<Birth> births;
-  if (explanation && impl.step.keep_module_calls) births = births_of_kernels(*explanation);
+  if (explanation && impl.framework->keeps_calls()) births = births_of_kernels(*explanation);
 
   if (!has_ended_early && !is_bad_again) {
-    const bool has_kernel = impl.step.keep_module_calls && is_memory_unwritten &&
+    const bool has_kernel = impl.framework->keeps_calls() && is_memory_unwritten &&
                             locator.is_true_anywhere(!births.empty());
     if (has_kernel) has_ended_early = !keep_calls(births, std::nullopt);
     bool are_gradients_finite = false;
     if (!has_ended_early) {
-      const auto control = impl.run(impl.step.run);
+      const auto control = impl.run(&StepPass::run);
       if (impl.has_ended_early(control)) {
         impl.give_up();
       } else {
         rerun.control_reproduced = locator.is_true_anywhere(control.is_bad);
         rerun.not_restored = impl.not_restored;  // what moves from re-run to re-run is seen by now
-        const bool has_streams = impl.step.has_streams && impl.step.has_streams();
+        const bool has_streams = impl.framework->has_streams();
         const bool has_overlap =
             rerun.control_reproduced == true && impl.may_be_race(traced.has_overlap || has_streams);
         are_gradients_finite = (!has_overlap || impl.run_serialised(rerun)) &&
@@ -739,7 +739,7 @@ bool StepRerun::run_again() {
     if (are_gradients_finite) {
       locator.add_note("The gradients in memory are now the finite ones of the re-run.");
     }
-  } else if (!has_ended_early && impl.step.keep_module_calls) {
+  } else if (!has_ended_early && impl.framework->keeps_calls()) {
     if (explanation && !is_memory_unwritten) {
       impl.ask_peers(*explanation);
       const auto computed = births_with_calls(*explanation);
@@ -756,15 +756,20 @@ bool StepRerun::run_again() {
   return is_clean_now;
 }
 
-bool StepRerun::rerun_or_trace(CanRerun can_rerun, std::vector<GradientView> results,
-                               std::string_view why_no_pass) {
+bool StepRerun::rerun_or_trace(BadStep bad) {
   auto& impl = *impl_;
   const auto& options = impl.locator.options();
   const bool is_past_limit = impl.locator.incidents() >= options.max_incidents;
   if (is_past_limit && options.on_bad != Policy::recover) return false;
-  if (options.rerun != RerunPolicy::never && can_rerun == CanRerun::yes) {
-    results.clear();  // the first pass's gradients make room for the second's
-    const auto forget = c10::make_scope_exit([&] { impl.latest = {}; });
+  if (options.rerun != RerunPolicy::never && bad.can_rerun == CanRerun::yes) {
+    bad.results.clear();  // the first pass's gradients make room for the second's
+    impl.step = std::move(bad.pass);
+    impl.boundaries = std::move(bad.boundaries);
+    const auto forget = c10::make_scope_exit([&] {
+      impl.latest = {};
+      impl.boundaries.reset();
+      impl.step.reset();
+    });
     try {
       return run_again();
     } catch (const AgreementError& error) {  // a rank was lost between two passes
@@ -781,7 +786,7 @@ bool StepRerun::rerun_or_trace(CanRerun can_rerun, std::vector<GradientView> res
     return false;
   }
   if (impl.standing) {
-    impl.keep(impl.standing->explain({}, impl.named(results)));
+    impl.keep(impl.standing->explain({}, impl.named(bad.results)));
     if (options.level != Level::operators) impl.stop_tracing();
     return false;
   }
@@ -789,9 +794,9 @@ bool StepRerun::rerun_or_trace(CanRerun can_rerun, std::vector<GradientView> res
   trace_from_now_on();
   if (!impl.standing) return false;
   const std::string reason =
-      can_rerun == CanRerun::weights_have_moved ? "its optimizer has changed the weights"
-      : can_rerun == CanRerun::pass_has_ended   ? "its forward and backward had ended"
-                                                : std::string(why_no_pass);
+      bad.can_rerun == CanRerun::weights_have_moved ? "its optimizer has changed the weights"
+      : bad.can_rerun == CanRerun::pass_has_ended   ? "its forward and backward had ended"
+                                                    : bad.why_no_pass;
   impl.locator.add_note("This step cannot be executed again, as " + reason +
                         ": operators are traced for the next " + std::to_string(kMostTracedSteps) +
                         " steps, and a bad one will name its operator.");
@@ -834,14 +839,16 @@ void StepRerun::end_update() {
   impl_->standing->resume();
 }
 
-std::int64_t StepRerun::compare() {
+std::int64_t StepRerun::compare(std::shared_ptr<StepPass> pass) {
   auto& impl = *impl_;
+  impl.step = std::move(pass);
+  const auto forget = c10::make_scope_exit([&] { impl.step.reset(); });
   const auto first = impl.locator.scanned_gradients();
   const auto end = impl.state.end();
   Pass second;
   {
     const auto trace = impl.standing ? nullptr : impl.make_trace();  // as a bad step is re-run
-    second = impl.run(impl.step.run);
+    second = impl.run(&StepPass::run);
   }
   if (!second.problem.empty()) {
     throw Error("The re-run of the step ended with an error: " + second.problem);

@@ -9,7 +9,7 @@
 //
 // With step(closure) a bad step is executed again with every operator traced (StepRerun), and the
 // verdict names the operator. Without a closure the next bad step is traced, and the verdict says
-// so. An adapter of StepDriver: nothing of a step is kept here.
+// so. StepDriver owns the step: nothing of it is kept here.
 //
 // Cost: one extra read of the gradients per step and one host wait (the flag). Thread: the
 // caller's.
@@ -19,8 +19,6 @@
 #include <torch/optim/optimizer.h>
 
 #include <memory>
-#include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "nanlocator/step/step_driver.hpp"
@@ -70,34 +68,21 @@ class LocatingOptimizer {
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
  private:
-  [[nodiscard]] ParameterMap make_map() const;
-  [[nodiscard]] StepAdapter make_adapter(const ParameterMap& map) const;
-  [[nodiscard]] std::vector<at::Tensor> parameters() const;
+  class LibtorchFramework;
+
   void observe_backward();
   void stop_observing() noexcept;
-  [[nodiscard]] StepPass pass_of(const torch::optim::Optimizer::LossClosure& closure,
-                                 at::Tensor& loss) const;
   Decision or_throw(Decision decision) const;
   at::Tensor evaluate(const torch::optim::Optimizer::LossClosure& closure);
   at::Tensor update(const torch::optim::Optimizer::LossClosure& closure);
 
-  struct Name {
-    std::string name;
-    bool is_shared = false;         // the model registers it under several names
-    bool may_be_untouched = false;  // an embedding's
-  };
   struct BackwardHook {
     at::Tensor parameter;
     unsigned position;
   };
 
   std::shared_ptr<torch::optim::Optimizer> inner_;
-  std::unordered_map<const at::TensorImpl*, Name>
-      names_;  // of the model, which `model_` keeps alive
-  std::vector<at::Tensor> model_;
-  std::vector<NamedTensor> buffers_;  // of the model
-  RankCoordinates coordinates_;
-  Phase gradient_phase_;
+  std::shared_ptr<LibtorchFramework> framework_;
   std::unique_ptr<StepDriver> driver_;
   std::vector<BackwardHook> hooks_;
 };

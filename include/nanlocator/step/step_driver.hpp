@@ -2,8 +2,8 @@
 // state.
 //
 // In: what the framework does, in the order in which it does it, on every rank alike. Out: a
-// Decision at each point where the ranks agree. A framework is described by a StepAdapter, which
-// holds nothing of a step; two ways through a step:
+// Decision at each point where the ranks agree. A Framework (step/framework.hpp) says what is
+// scanned and executed again; two ways through a step:
 //
 //   forward and backward can be executed again        they cannot
 //     begin_pass(pass)                                  (forward, backward)
@@ -19,7 +19,6 @@
 #pragma once
 
 #include <array>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -28,8 +27,8 @@
 #include <vector>
 
 #include "nanlocator/files/names.hpp"
+#include "nanlocator/step/framework.hpp"
 #include "nanlocator/step/gradient_locator.hpp"
-#include "nanlocator/step/step_rerun.hpp"
 #include "nanlocator/step/step_state.hpp"
 
 namespace nanlocator::inline trace_room {
@@ -50,103 +49,22 @@ enum class Decision {
   return std::to_array<std::string_view>({"proceed", "recovered", "skip", "stop"});
 }
 
-/// A loss scaler that will leave this step's update out, as it has seen an overflow.
-struct LossScale {
-  double scale = 1;
-  bool falls_on_overflow =
-      false;                    // it will be lower afterwards: then the overflow was a routine one
-  bool is_in_gradients = true;  // the gradients that are scanned are multiplied by it
-};
-
-/// The model as it is now, for a ModuleWatch's births and for a trace that is armed.
-struct ModelTensors {
-  std::vector<NamedTensor> parameters;
-  std::vector<NamedTensor> buffers;  // and what modules hold as plain attributes
-};
-
-/// What an optimizer keeps of a parameter, as it is now.
-struct OptimizerTensor {
-  std::int64_t parameter = 0;  // id
-  std::string name;            // "exp_avg"; "main_param": its own copy of the weight
-  at::Tensor tensor;
-  std::int64_t element_offset = 0;  // of tensor's first element in the flattened parameter (shards)
-};
-
-/// What a framework is to the driver. Functions are called on the training thread; those that are
-/// marked may be empty.
-struct StepAdapter {
-  /// The gradients as they are now, and the weights of the same ids: none where they are no longer
-  /// those that the step has used.
-  std::function<std::vector<GradientView>()> gradients;
-  std::function<std::vector<GradientView>()> weights;
-  /// Of the parameters with these ids, between updates; may be empty.
-  std::function<std::vector<OptimizerTensor>(const std::vector<std::int64_t>& ids)> optimizer_state;
-  Phase gradient_phase = Phase::grad_local;  // that `gradients` are of, when a pass has ended
-  std::function<std::vector<NamedTensor>()> parameters;  // as they are now; held by others
-  std::function<std::vector<NamedTensor>()> buffers;     // as they are now; may be empty
-  /// See TraceOptions; may be empty.
-  std::shared_ptr<ProgramCode> program_code;
-  /// See RerunnableStep; both may be empty.
-  std::function<void(const std::vector<Birth>&, const std::function<void()>& run)>
-      keep_module_calls;
-  std::function<void(const Birth&, Bundle&, StorageCollector&, BundleContents&)> add_module_call;
-  std::function<std::optional<KeptKernelCall>(const Birth&)> take_kernel_call;
-  /// See RerunnableStep; all may be empty.
-  std::function<void()> abort_collectives;
-  std::function<bool()> has_compiled_parts;
-  std::function<void(bool is_eager)> set_eager;
-  std::function<void(bool is_serialised)> set_serialised;
-  std::function<bool()> has_streams;
-  std::function<std::vector<UnorderedAccess>(const std::function<void()>& run)> sanitise_streams;
-  /// Empty where there is no loss scaler, on all ranks alike; nullopt where it has seen no
-  /// overflow.
-  std::function<std::optional<LossScale>()> loss_scale;
-  /// Whether the framework itself leaves out an update whose gradients are bad, the same on all
-  /// ranks; empty where it never does.
-  std::function<bool()> skips_bad_updates;
-  /// May be empty without a ModuleWatch.
-  std::function<ModelTensors()> model;
-  /// Of a step without a pass: "step() was called without a closure".
-  std::string why_no_pass;
-  /// Whether a later step may be traced where one has no pass.
-  bool can_trace_later_steps = true;
-  /// Each verdict as it comes, partial ones of this rank alone, too; may be empty.
-  std::function<void(const Verdict&)> on_verdict;
-};
-
-/// Forward and backward of one step, as they can be executed again. Kept until the pass has been
-/// judged.
-struct StepPass {
-  /// From the same data; returns the losses. May throw.
-  std::function<std::vector<NamedTensor>()> run;
-  /// Sets the gradients to what they were before the first time: undefined, or zero.
-  std::function<void()> clear_gradients;
-  /// Sentences about its data that it has written to, so that a re-run finds them changed; may be
-  /// empty.
-  std::function<std::vector<std::string>()> changed_data;
-  /// Why it cannot be executed again, a clause ("a tensor ... was overwritten"); "" where it can.
-  /// Asked where the pass is bad; may be empty.
-  std::function<std::string()> obstacle;
-  /// What the pass has drawn; may be empty.
-  std::function<std::vector<Microbatch>()> microbatches;
-};
-
 class StepDriver {
  public:
   /// Throws what GradientLocator's constructor throws, and UsageError for level operators where
   /// another optimizer of this process has it.
-  StepDriver(ParameterMap map, LocatorOptions options, std::shared_ptr<Communicator> communicator,
-             StepAdapter adapter);
+  StepDriver(std::shared_ptr<Framework> framework, LocatorOptions options,
+             std::shared_ptr<Communicator> communicator);
   ~StepDriver();
-  StepDriver(const StepDriver&) = delete;  // the adapter's functions belong to one owner
+  StepDriver(const StepDriver&) = delete;  // a step has one owner
   StepDriver& operator=(const StepDriver&) = delete;
 
   [[nodiscard]] GradientLocator& locator() noexcept;
   [[nodiscard]] const LocatorOptions& options() const noexcept;
-  /// What a re-run finds as it was: generators and the adapter's buffers; add more.
+  /// What a re-run finds as it was: generators and the framework's buffers; add more.
   [[nodiscard]] StepState& state() noexcept;
-  /// The parameters are others now; between steps.
-  void set_parameters(ParameterMap map, StepAdapter adapter);
+  /// The framework's parameters are others now; between steps.
+  void take_parameters_again();
   /// What these see in a pass goes into the ledger of a bad one.
   void watch(std::shared_ptr<ModuleWatch> modules);
   void watch(std::shared_ptr<BoundaryWatch> boundaries);
@@ -162,7 +80,7 @@ class StepDriver {
   /// framework counts; without it steps are counted here, from 1.
   void begin(std::optional<std::int64_t> iteration = {});
   /// Forward begins. LBFGS has many passes in a step; each is judged on its own.
-  void begin_pass(StepPass pass, std::optional<std::int64_t> iteration = {});
+  void begin_pass(std::shared_ptr<StepPass> pass, std::optional<std::int64_t> iteration = {});
   [[nodiscard]] bool is_in_pass() const noexcept;
   /// The pass has been judged, and the step is not over.
   [[nodiscard]] bool has_ended_pass() const noexcept;
@@ -170,8 +88,8 @@ class StepDriver {
   /// Of the pass that runs now: the step's own, or one of its re-run.
   void scan(Phase phase, std::uint64_t group, std::string_view role,
             std::span<const GradientView> views);
-  /// The adapter's gradients, before something changes them (a clip). Inside a pass they are judged
-  /// at its end, and not scanned again.
+  /// The framework's gradients, before something changes them (a clip). Inside a pass they are
+  /// judged at its end, and not scanned again.
   void scan_gradients();
   /// Scanned gradients are no longer those that the update will use (zero_grad).
   void forget_gradients() noexcept;
@@ -228,8 +146,6 @@ class StepDriver {
   };
 
  private:
-  [[nodiscard]] RerunnableStep rerunnable_step();
-
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

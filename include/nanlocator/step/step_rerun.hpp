@@ -15,7 +15,6 @@
 #pragma once
 
 #include <exception>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -23,59 +22,16 @@
 #include <string_view>
 #include <vector>
 
-#include "nanlocator/replay/kernel_replay.hpp"
+#include "nanlocator/step/framework.hpp"
 #include "nanlocator/step/gradient_locator.hpp"
 #include "nanlocator/step/step_state.hpp"
 #include "nanlocator/trace/operator_trace.hpp"
 
-namespace nanlocator::inline step_room {
+namespace nanlocator::inline trace_room {
+class BoundaryWatch;
+}  // namespace nanlocator::inline trace_room
 
-/// How the owner of a training step executes it.
-struct RerunnableStep {
-  /// Forward and backward once more, from the same data; returns the losses. May throw.
-  std::function<std::vector<NamedTensor>()> run;
-  /// Sentences about data that a pass finds changed by the one before; may be empty.
-  std::function<std::vector<std::string>()> changed_data;
-  /// The gradients as they are now, and their phase when a pass has ended.
-  std::function<std::vector<GradientView>()> gradients;
-  Phase gradient_phase = Phase::grad_local;
-  /// Puts the gradients where they were before the first pass: undefined, or zero.
-  std::function<void()> clear_gradients;
-  std::function<std::vector<NamedTensor>()> parameters;  // as they are now; held by others
-  std::function<std::vector<NamedTensor>()> buffers;     // as they are now; may be empty
-  /// Tensors that the model holds otherwise, as they are when a trace is armed; may be empty.
-  std::function<std::vector<NamedTensor>()> attributes;
-  /// See TraceOptions; may be empty.
-  std::shared_ptr<ProgramCode> program_code;
-  /// Calls `run`, which executes the step once more, and keeps for each of these births, made by
-  /// operators or hooks, the call of the module around it; afterwards `add_module_call` puts it
-  /// into a bundle. Both empty where the integration cannot (C++ programs have no module calls).
-  std::function<void(const std::vector<Birth>&, const std::function<void()>& run)>
-      keep_module_calls;
-  std::function<void(const Birth&, Bundle&, StorageCollector&, BundleContents&)> add_module_call;
-  /// The same of the kernels' calls among these births (BirthKind::kernel, or left unwritten); may
-  /// be empty.
-  std::function<std::optional<KeptKernelCall>(const Birth&)> take_kernel_call;
-  /// Before and after that pass: keeps and gives what collectives give this rank, as the question
-  /// asks. Empty where no crossings are watched.
-  std::function<void(const PeerQuestion&)> keep_results;
-  std::function<std::vector<CollectiveResult>()> take_results;
-  /// Whether the program has parts that torch.compile has compiled, and how to have them executed
-  /// by their operators from now on, or no more; both may be empty.
-  std::function<bool()> has_compiled_parts;
-  std::function<void(bool is_eager)> set_eager;
-  /// Has each transfer between ranks waited for where it begins, and each operator on a GPU where
-  /// it ends, from now on or no more; may be empty.
-  std::function<void(bool is_serialised)> set_serialised;
-  /// Whether a GPU with streams is in use; calls `run`, a pass, under PyTorch's stream sanitizer
-  /// and gives what it has found. Both may be empty.
-  std::function<bool()> has_streams;
-  std::function<std::vector<UnorderedAccess>(const std::function<void()>& run)> sanitise_streams;
-  /// Ends the collectives in which this process waits, on whichever thread and in whichever groups;
-  /// called on another one, where a re-run cannot be completed. Empty: only the communicator's
-  /// group is aborted.
-  std::function<void()> abort_collectives;
-};
+namespace nanlocator::inline step_room {
 
 enum class CanRerun {
   yes,
@@ -84,27 +40,35 @@ enum class CanRerun {
   weights_have_moved,  // what is bad are the weights after the update
 };
 
+/// A step that is bad, as all ranks know.
+struct BadStep {
+  CanRerun can_rerun = CanRerun::yes;  // the same on every rank
+  std::shared_ptr<StepPass> pass;      // that can be executed again; else null
+  std::string why_no_pass;             // for the note that says so
+  std::vector<GradientView> results;   // what is bad, gradients or updated parameters
+  /// What collectives give this rank is kept by it, if a peer asks; null where no crossings are
+  /// watched.
+  std::shared_ptr<BoundaryWatch> boundaries;
+};
+
 class StepRerun {
  public:
   /// `locator` must outlive it.
   explicit StepRerun(GradientLocator& locator);
   ~StepRerun();
-  StepRerun(const StepRerun&) = delete;  // the step's functions belong to one owner
+  StepRerun(const StepRerun&) = delete;  // a step has one owner
   StepRerun& operator=(const StepRerun&) = delete;
 
   [[nodiscard]] StepState& state() noexcept;
   /// Before anything else, and again where the parameters change; registered state stays.
-  void set_step(RerunnableStep step);
+  void set_framework(std::shared_ptr<Framework> framework);
 
   /// Before a step that can be executed again. Does nothing under RerunPolicy::never.
   void save();
-  /// The step is bad, as all ranks know: finds what was being computed, as far as the locator's
-  /// options allow and `can_rerun` says, the same on every rank. `results`: what is bad, gradients
-  /// or updated parameters. `why_no_pass`: for the note that says so. Every rank calls it, before
-  /// `conclude`. True, on all ranks alike, where the step was executed again and came out clean:
-  /// the gradients are those of the last pass, which ran untraced.
-  bool rerun_or_trace(CanRerun can_rerun, std::vector<GradientView> results,
-                      std::string_view why_no_pass);
+  /// Finds what was being computed, as far as the locator's options and the step allow. Every rank
+  /// calls it, before `conclude`. True, on all ranks alike, where the step was executed again and
+  /// came out clean: the gradients are those of the last pass, which ran untraced.
+  bool rerun_or_trace(BadStep step);
 
   /// What ended this rank's latest re-run, where it was no failure of another rank; null otherwise,
   /// and when it was taken.
@@ -113,7 +77,7 @@ class StepRerun {
   /// A pass of the re-run runs now.
   [[nodiscard]] bool is_running() const noexcept;
   /// Gradients of the pass that runs now, where its owner sees them at more than one phase (before
-  /// and after a collective); where none is of `RerunnableStep::gradient_phase`, its `gradients`
+  /// and after a collective); where none is of the framework's `gradient_phase`, its `gradients`
   /// are scanned when the pass has ended. Only while `is_running`.
   void scan(Phase phase, std::uint64_t group, std::string_view role,
             std::span<const GradientView> views);
@@ -138,7 +102,7 @@ class StepRerun {
 
   /// Repeats a step that was good (RerunPolicy::always): the number of its gradients that come out
   /// with other bits on this rank. Every rank calls it equally often.
-  [[nodiscard]] std::int64_t compare();
+  [[nodiscard]] std::int64_t compare(std::shared_ptr<StepPass> pass);
 
  private:
   [[nodiscard]] bool run_again();

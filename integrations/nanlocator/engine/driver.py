@@ -42,12 +42,13 @@ TraceHooks = ModuleHooks | KernelCalls | ShownTransfers
 
 
 class Adapter:
-    """What a framework is to the engine (nanlocator/step/step_driver.hpp, StepAdapter)."""
+    """What a framework is to the engine. nanlocator/step/framework.hpp is the contract; the engine calls what
+    is here by these names, on the training thread unless a method says otherwise."""
 
-    gradient_phase = "grad_local"  # that `gradients` are of
+    gradient_phase = "grad_local"  # of `gradients`, when a pass has ended
     why_no_pass = ""  # of a step whose forward and backward nobody showed the driver
     can_trace_later_steps = True  # ... whether a later one is traced for it
-    loss_scale: Callable[[], LossScale | None] | None = None  # gives None where no overflow was seen
+    loss_scale: Callable[[], LossScale | None] | None = None  # None: there is no loss scaler
     models: Iterable[torch.nn.Module]  # the roots, with all that they hold
     parameters: Named
 
@@ -59,6 +60,8 @@ class Adapter:
         self._kernel_calls = KeptKernelCalls()  # that are origins
         self._eager = contextlib.ExitStack()
         self._serialised: tuple[SerialisedTransfers, _C.SerialisedOperators] | None = None
+
+    # --- for each framework to say -------------------------------------------------------------------
 
     def parameter_map(self) -> _C.ParameterMap:
         raise NotImplementedError
@@ -89,10 +92,15 @@ class Adapter:
         """Installs hooks that name the modules that run, and show their calls to ``watch``."""
         raise NotImplementedError
 
-    # --- what the engine calls beside these ----------------------------------------------------------
+    # --- the same for each framework ------------------------------------------------------------------
 
-    def keep_module_calls(self, modules: list[str], run: Callable[[], None]) -> None:
-        """Crossings are watched, too: members compare what the same collective gave them."""
+    def buffers_now(self) -> Named:
+        return self.buffers.now()
+
+    def keep_calls(self, modules: list[str], kernels: list[tuple[str, int]], run: Callable[[], None]) -> None:
+        """Of a kernel, which of its calls in a pass. Crossings are watched, too: members compare what the
+        same collective gave them."""
+        self._kernel_calls.want(kernels)
         with contextlib.ExitStack() as stack:
             stack.enter_context(without_graphs(self.models))
             if self.boundaries is not None:
@@ -101,10 +109,6 @@ class Adapter:
                 stack.enter_context(hooks)
             stack.enter_context(self._kernel_calls.keeping())
             run()
-
-    def want_kernel_calls(self, calls: list[tuple[str, int]]) -> None:
-        """Those that the next ``keep_module_calls`` keeps: kernel, and which of its calls in a pass."""
-        self._kernel_calls.want(calls)
 
     def kernel_call(self, name: str, number: int) -> KernelCallRecord | None:
         return self._kernel_calls.of(name, number)
@@ -121,14 +125,11 @@ class Adapter:
         )
 
     def set_eager(self, is_eager: bool) -> None:
-        """Compiled parts are executed by their operators from now on, or no more."""
         self._eager.close()
         if is_eager:
             self._eager.enter_context(torch.compiler.set_stance("force_eager"))
 
     def set_serialised(self, is_serialised: bool) -> None:
-        """Each transfer between ranks is waited for where it begins, and each operator on a GPU where it
-        ends, from now on, or no more."""
         if self._serialised is not None:
             self._serialised[0].remove()
         self._serialised = (SerialisedTransfers(), _C.SerialisedOperators()) if is_serialised else None
@@ -137,7 +138,6 @@ class Adapter:
         return stream_sanitizer.is_available()
 
     def sanitise_streams(self, run: Callable[[], None]) -> list[stream_sanitizer.StreamAccess]:
-        """Calls ``run``, a pass of the step, under PyTorch's stream sanitizer."""
         with stream_sanitizer.sanitised_streams() as accesses:
             run()
         names = {}
@@ -148,6 +148,7 @@ class Adapter:
         return [dataclasses.replace(each, parameter=names.get(each.address, "")) for each in accesses]
 
     def abort_collectives(self) -> None:
+        """On a thread of its own, which may never come back."""
         abort_collectives()
 
     def on_verdict(self, text: str) -> None:
@@ -171,8 +172,6 @@ class Adapter:
 class Pass:
     """Forward and backward of one step, as they can be executed again."""
 
-    obstacle: Callable[[], str] | None = None  # why they cannot, a clause; "" where they can
-
     def run_again(self) -> Named:
         """From the same data; returns the losses."""
         raise NotImplementedError
@@ -184,6 +183,10 @@ class Pass:
     def changed_data(self) -> list[str]:
         """Sentences about data that the pass has written to: a re-run finds them changed."""
         return []
+
+    def obstacle(self) -> str | None:
+        """Why they cannot, a clause; "" where they can, None where they always can, on all ranks alike."""
+        return None
 
     def microbatches(self) -> list[tuple[int, int | None, list[str]]]:
         """Of each that the pass has drawn: number, chunk, a line per tensor."""
@@ -219,9 +222,7 @@ class Driver(_EngineDriver):
         Driver.number_made += 1
         self.adapter = adapter
         self.connection = connection
-        self._engine = _C.StepDriver(
-            adapter.parameter_map(), options, connection.communicator if connection else None, adapter
-        )
+        self._engine = _C.StepDriver(adapter, options, connection.communicator if connection else None)
         self._locator = self._engine.locator  # one object, which `weakly` refers to
         self.add_state("the generators of Python and numpy", GeneratorStates())
         self.add_state("TransformerEngine's fp8 scales", Fp8Scales())
@@ -267,11 +268,8 @@ class Driver(_EngineDriver):
         self.adapter.boundaries = boundaries
         self._engine.watch(boundaries.watch)
 
-    def add_state(self, name: str, state: StepState) -> None:  # type: ignore[override]  # both in one object
-        self._engine.add_state(name, state.save, state.restore)
-
     def take_parameters_again(self) -> None:
-        self._engine.set_parameters(self.adapter.parameter_map(), self.adapter)
+        self._engine.take_parameters_again()
         self._attributes.follow()
 
     def remove(self) -> None:
