@@ -25,7 +25,8 @@ from nanlocator import _C, deepspeed_scripts
 from nanlocator.calls.modules import class_name, named_by_class
 from nanlocator.engine.driver import Driver
 from nanlocator.engine.this_rank import rank_prefix
-from nanlocator.hooks.patches import replace
+from nanlocator.hooks import points
+from nanlocator.hooks.patches import Patches
 from nanlocator.loops.optimizer import LocatingOptimizer
 from nanlocator.loops.plain import held_parameters
 from nanlocator.loops.watch import Watch
@@ -52,44 +53,46 @@ class Attachment:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._others: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that have none of their parameters
         self._has_seen_optimizer = False
-        self._undo: list[Any] = []
+        self._patches = Patches(__name__)
+        self._waiting = Patches(__name__)  # for a call of a module that an optimizer trains
+        self._is_waiting = False
         self._follow_new_optimizers()
         megatron_scripts.follow()
         deepspeed_scripts.follow()
         atexit.register(self._say_if_nothing)
 
     def _follow_new_optimizers(self) -> None:
-        original = Optimizer.__init__
-
-        @functools.wraps(original)
-        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        def init(original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             self._optimizers.add(optimizer)
             self._has_seen_optimizer = True
             self._wait_for_call()
 
-        replace(Optimizer, "__init__", init)
+        self._patches.wrap(points.OPTIMIZER_INIT, init)
 
     def _wait_for_call(self) -> None:
         """Until a module is called that an optimizer trains."""
-        if self._undo:
+        if self._is_waiting:
             return
-        original = nn.Module.__call__
+        self._is_waiting = True
 
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            is_waiting = not torch.compiler.is_compiling() and self._undo and torch.is_grad_enabled()
-            if is_waiting and self._attach_to(module):
-                return nn.Module.__call__(module, *args, **kwargs)  # the recorder's wrapper
-            return original(module, *args, **kwargs)
+        def around(original: Any) -> Any:
+            def call(module: nn.Module, args: Any, kwargs: Any) -> Any:
+                if self._is_waiting and torch.is_grad_enabled() and self._attach_to(module):
+                    return nn.Module.__call__(module, *args, **kwargs)  # which the recorder follows now
+                return original(module, *args, **kwargs)
+
+            return call
 
         def step(original: Any, schedule: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._undo and torch.is_grad_enabled():
+            if self._is_waiting and torch.is_grad_enabled():
                 for stage in stages_of(schedule):
                     if self._attach_to(stage.submod):
-                        return schedule.step(*args, **kwargs)  # the watch's wrapper
+                        return schedule.step(*args, **kwargs)  # which the watch follows now
             return original(schedule, *args, **kwargs)
 
-        self._undo += [replace(nn.Module, "__call__", call), *follow_steps(step)]
+        self._waiting.wrap(points.MODULE_CALL, around)
+        follow_steps(self._waiting, step)
 
     def _attach_to(self, module: nn.Module) -> bool:
         """Whether it is watched from now on."""
@@ -100,8 +103,8 @@ class Attachment:
         if trained.isdisjoint(held_parameters([module])):
             self._others.add(module)
             return False
-        while self._undo:
-            self._undo.pop()()
+        self._is_waiting = False
+        self._waiting.remove()
         if Driver.number_made > (self.watch is not None):
             return False  # the script scans by itself
         if self.watch is not None:  # an optimizer was made since

@@ -9,7 +9,8 @@ from types import ModuleType
 from typing import Any
 
 from nanlocator import _C
-from nanlocator.hooks.patches import replace
+from nanlocator.hooks import points
+from nanlocator.hooks.patches import Patches
 from nanlocator_after_import import AfterImport
 
 
@@ -20,10 +21,7 @@ def follow() -> None:
 
 
 def _wrap_initialize(deepspeed: ModuleType) -> None:
-    original = deepspeed.initialize
-
-    @functools.wraps(original)
-    def initialize(*args: Any, **kwargs: Any) -> Any:
+    def initialize(original: Any, *args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
         engine = made[0]
         if getattr(engine, "optimizer", None) is None:  # inference
@@ -36,4 +34,4 @@ def _wrap_initialize(deepspeed: ModuleType) -> None:
             print(f"nanlocator: not attached: {error}", file=sys.stderr, flush=True)
         return made
 
-    replace(deepspeed, "initialize", initialize)
+    Patches(__name__).wrap(points.INITIALIZE, initialize, of=deepspeed)

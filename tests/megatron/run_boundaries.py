@@ -181,7 +181,7 @@ class WatchedSchedule:
         self.coverage: list[list[dict]] = []
         self._trainer = trainer
         self._schedule = schedule
-        self._patches = Patches()
+        self._patches = Patches("nanlocator.megatron.locator")
         self._boundaries = boundaries_of(trainer.model_chunks)
         self._microbatches = Microbatches(trainer.model_chunks, self._patches)
         self._microbatches.listeners.append(self._boundaries)

@@ -25,7 +25,8 @@ import torch
 
 from nanlocator import _C
 from nanlocator.calls import inductor_kernels, kernel_signatures
-from nanlocator.hooks.patches import replace
+from nanlocator.hooks import points
+from nanlocator.hooks.patches import Patches
 
 # Extension modules that take tensors and are not linked with Torch.
 _WITHOUT_TORCH = ("cudnn", "nvfuser", "cupy_backends")
@@ -73,7 +74,7 @@ class KernelCalls:
     """Follows them from ``__enter__``, or from the beginning, until ``remove``."""
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._patches = Patches(__name__)
         modules = [each for each in gc.get_objects() if type(each) is types.ModuleType]
         self._follow_extensions(modules)
         self._follow_inductor(modules)
@@ -86,8 +87,7 @@ class KernelCalls:
         self.remove()
 
     def remove(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._patches.remove()
 
     def _follow_extensions(self, modules: list[types.ModuleType]) -> None:
         extensions = [each for each in modules if _is_extension(each)]
@@ -104,7 +104,7 @@ class KernelCalls:
         for module in modules:
             for name, value in list(vars(module).items()):
                 if type(value) is types.BuiltinFunctionType and id(value) in wrapped:
-                    self._undo.append(replace(module, name, wrapped[id(value)]))
+                    self._show(module, name, wrapped[id(value)])
 
     def _follow_inductor(self, modules: list[types.ModuleType]) -> None:
         """Kernels for CPUs: in the modules that are there, and in those that come by a compilation."""
@@ -119,7 +119,7 @@ class KernelCalls:
             self._follow_generated(module)
             return module
 
-        self._undo.append(replace(cache, "load_by_key_path", classmethod(load_by_key_path)))
+        self._patches.put(points.INDUCTOR_MODULES, classmethod(load_by_key_path))
         for each in modules:
             self._follow_generated(each)
 
@@ -129,24 +129,25 @@ class KernelCalls:
                 continue
             if inductor_kernels.is_generated(value):
                 entry = Entry("function", module, name, value)
-                self._undo.append(replace(module, name, _shown(entry, f"inductor::{name}")))
+                self._show(module, name, _shown(entry, f"inductor::{name}"))
 
     def _follow_methods(self, kind: type, extension: types.ModuleType) -> None:
         for name, value in list(vars(kind).items()):
             if type(value).__name__ == "instancemethod" and not name.startswith("__"):
                 entry = Entry("function", extension, f"{kind.__name__}.{name}", value.__func__)
                 shown = _shown(entry, f"{_short_name(extension)}::{entry.name}")
-                self._undo.append(replace(kind, name, shown))
+                self._show(kind, name, shown)
 
     def _follow_triton(self) -> None:
-        for module, kind, launcher in (
-            ("triton.runtime.jit", "JITFunction", "triton"),
-            ("triton.runtime.interpreter", "InterpretedFunction", "triton"),
-            ("torch._inductor.runtime.triton_heuristics", "CachingAutotuner", "inductor"),
-        ):
+        for point in points.KERNEL_LAUNCHES:
+            module, _, kind = point.owner.partition(":")
             kernels = getattr(sys.modules.get(module), kind, None)
             if kernels is not None and not hasattr(kernels.run, "is_shown"):  # by one around this
-                self._undo.append(replace(kernels, "run", _shown_launch(kernels.run, launcher)))
+                launcher = "inductor" if point.package == "torch" else "triton"
+                self._patches.put(point, _shown_launch(kernels.run, launcher))
+
+    def _show(self, owner: Any, name: str, shown: Callable[..., Any]) -> None:
+        self._patches.put(points.EXTENSION_FUNCTION, shown, of=owner, name=name)
 
 
 def is_triton_kernel(found: Any) -> bool:

@@ -3,10 +3,11 @@
     with nanlocator.calls.modules.ModuleHooks(model):      # the C++ module stack, for the operator trace
         model(batch)
 
-One wrapper serves the process, however many models are watched; it goes with the last ``remove()``. It
+One subscriber serves the process, however many models are watched; it goes with the last ``remove()``. It
 changes no argument, no result and no random state.
 """
 
+import functools
 import itertools
 import threading
 import weakref
@@ -17,7 +18,8 @@ import torch
 from torch import nn
 
 from nanlocator import _C
-from nanlocator.hooks.patches import replace
+from nanlocator.hooks import points
+from nanlocator.hooks.patches import Patches, lock
 
 # Holders that are not called themselves: their children belong to the module that holds them.
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
@@ -64,7 +66,7 @@ class ModuleHooks:
         self.watch = watch
         self._is_active = True
         new_tree = _Tree(model)  # before the lock: making it may collect garbage, and run a `remove`
-        with _lock:
+        with lock:
             tree = next((t for t in _trees if t.model is model), None)
             if tree is None:
                 _set_trees([*_trees, tree := new_tree])
@@ -72,12 +74,13 @@ class ModuleHooks:
             if name_of is not None:
                 tree.show_as(name_of)
             _refresh_watches()
-            _install()
+            if not _patches.are_on:
+                _patches.wrap(points.MODULE_CALL, _around)
         self._tree = tree
 
     def remove(self) -> None:
         """Stops. Calls that are under way end as they began. May be called twice."""
-        with _lock:
+        with lock:
             if not self._is_active:
                 return
             self._is_active = False
@@ -86,7 +89,7 @@ class ModuleHooks:
                 _set_trees([t for t in _trees if t is not self._tree])
             _refresh_watches()
             if not _trees:
-                _uninstall()
+                _patches.remove()
 
     def __enter__(self) -> "ModuleHooks":
         return self
@@ -144,12 +147,10 @@ class _Thread(threading.local):
         self.stack: list[_Frame] = []
 
 
-_lock = threading.RLock()  # a finalizer may call `remove` in the middle of anything
 _threads = _Thread()
 _trees: list[_Tree] = []  # replaced, never changed: other threads read it without the lock
 _all_watches: list[ModuleObserver] = []
-_wrapper: Callable[..., Any] | None = None  # that is installed
-_undo: Callable[[], None] | None = None
+_patches = Patches(__name__)
 
 
 def running_module() -> nn.Module | None:
@@ -170,28 +171,8 @@ def _refresh_watches() -> None:
     _all_watches = [watch for tree in _trees for watch in tree.watches]
 
 
-def _install() -> None:
-    global _wrapper, _undo
-    if _undo is None:
-        _wrapper = _around(nn.Module.__call__)
-        _undo = replace(nn.Module, "__call__", _wrapper)
-
-
-def _uninstall() -> None:
-    global _wrapper, _undo
-    if _undo is not None:
-        undo, _wrapper, _undo = _undo, None, None
-        undo()
-
-
 def _around(original: Callable[..., Any]) -> Callable[..., Any]:
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Compilers see a plain call: torch.compile folds is_compiling() into a constant.
-        if torch.compiler.is_compiling() or _wrapper is not call:
-            return original(self, *args, **kwargs)
-        return _call(original, self, args, kwargs)
-
-    return call
+    return functools.partial(_call, original)
 
 
 def _call(original: Callable[..., Any], self: nn.Module, args: Any, kwargs: Any) -> Any:

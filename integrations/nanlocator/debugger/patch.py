@@ -7,6 +7,8 @@ from torch import nn
 
 from nanlocator.debugger.debug import DebugUnderflowOverflow
 from nanlocator.debugger.detect import detect_overflow, get_abs_min_max
+from nanlocator.hooks import points
+from nanlocator.hooks.patches import Patches
 
 _active: "Patch | None" = None
 
@@ -36,22 +38,17 @@ class Patch:
 
     def __init__(self) -> None:
         try:
-            trainer = importlib.import_module("transformers.trainer")
-            debug_utils = importlib.import_module("transformers.debug_utils")
+            importlib.import_module("transformers.trainer")
         except ImportError as error:
             raise ImportError(
                 f"patch() changes transformers' Trainer, which cannot be imported ({error}): "
                 "pip install transformers accelerate"
             ) from error
         self._debuggers: dict[nn.Module, DebugUnderflowOverflow] = {}
-        self._replaced: list[tuple[Any, str, Any, Any]] = []  # module, name, original, ours
-        self._replace(trainer, "DebugUnderflowOverflow", self._debug_trained_model)
+        self._patches = Patches(__name__)
+        self._patches.put(points.DEBUGGER["trainer.DebugUnderflowOverflow"], self._debug_trained_model)
         for ours in (DebugUnderflowOverflow, detect_overflow, get_abs_min_max):
-            self._replace(debug_utils, ours.__name__, ours)
-
-    def _replace(self, module: Any, name: str, ours: Any) -> None:
-        self._replaced.append((module, name, getattr(module, name), ours))
-        setattr(module, name, ours)
+            self._patches.put(points.DEBUGGER[f"debug_utils.{ours.__name__}"], ours)
 
     def _debug_trained_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> DebugUnderflowOverflow:
         """``Trainer.train`` makes a debugger each time it is called, and keeps none: one per model."""
@@ -63,10 +60,7 @@ class Patch:
     def remove(self) -> None:
         """May be called twice. A name that someone has replaced since stays as it is."""
         global _active
-        while self._replaced:
-            module, name, original, ours = self._replaced.pop()
-            if getattr(module, name) == ours:
-                setattr(module, name, original)
+        self._patches.remove()
         for debugger in self._debuggers.values():
             debugger.remove()
         self._debuggers.clear()

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import json
 import socket
-import sys
 import threading
 import time
 import weakref
@@ -18,11 +17,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
 from nanlocator import _C
 from nanlocator.engine.python_versions import add_note
+from nanlocator.hooks import points
+from nanlocator.hooks.patches import Patches
 
 _LONGEST_REPORT = 1 << 20  # characters that travel; the finding rank's file has the whole
 _STORE_TIMEOUT = timedelta(seconds=10)
@@ -160,19 +162,23 @@ class _ExceptHook:
 
     def __init__(self, state: _State) -> None:
         self._state = state
-        self._previous = sys.excepthook
-        self._installed = self._call
-        sys.excepthook = self._installed
+        self._patches = Patches(__name__)
+        self._patches.wrap(points.EXCEPT_HOOK, self._call)
 
-    def _call(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    def _call(
+        self,
+        previous: Callable[..., Any],
+        kind: type[BaseException],
+        error: BaseException,
+        traceback: TracebackType | None,
+    ) -> None:
         finding = self._state.finding
         if finding is not None and str(finding) not in str(error):
             add_note(error, f"nanlocator: DebugUnderflowOverflow: {finding}")
-        self._previous(kind, error, traceback)
+        previous(kind, error, traceback)
 
     def remove(self) -> None:
-        if sys.excepthook is self._installed:  # else someone has wrapped it, and it passes on
-            sys.excepthook = self._previous
+        self._patches.remove()
 
 
 def _stop(state: _State, thread: threading.Thread, hook: _ExceptHook) -> None:

@@ -16,12 +16,10 @@ The engine's StepDriver owns the step. Hooks replace methods of the instances; `
 import contextlib
 import functools
 import math
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero import partition_parameters
 from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
 
 from nanlocator import _C
@@ -35,7 +33,8 @@ from nanlocator.engine.errors import NonFiniteGradientError
 from nanlocator.engine.locator import InstalledLocator
 from nanlocator.engine.options import Options, recorded_bytes, resolve_options
 from nanlocator.exchange.boundaries import Boundaries
-from nanlocator.hooks.patches import Patches, replace
+from nanlocator.hooks import points
+from nanlocator.hooks.patches import Patches
 from nanlocator.state.rerun import GeneratorStates
 
 
@@ -82,7 +81,7 @@ class DeepSpeedLocator(InstalledLocator):
         self._bucket = 0  # of the backward that runs
         self._is_stepping = False  # in the engine's own step, which calls the optimizer's
         self._steps_of_optimizer = 0  # that were not the engine's
-        self._patches = Patches()
+        self._patches = Patches(__name__)
         self._install_hooks()
         count, stage = len(self._layout.parameters), int(engine.zero_optimization_stage())
         self._install_on(engine, f"{count} parameters of a DeepSpeed engine, ZeRO stage {stage}", options)
@@ -126,28 +125,22 @@ class DeepSpeedLocator(InstalledLocator):
 
     def _install_hooks(self) -> None:
         wrap = self._patches.wrap
-        wrap(self._engine, "backward", self._around_backward)
-        wrap(self._engine, "scale", self._around_scale)
-        wrap(self._engine, "_backward_prologue", self._before_backward)
-        wrap(self._engine, "_take_model_step", self._around_step)
-        self._follow_optimizer()
-        wrap(self._layout.reducer, self._layout.reduction, self._before_reduction)
+        for name, wrapper in (
+            ("backward", self._around_backward),
+            ("scale", self._around_scale),
+            ("_backward_prologue", self._before_backward),
+            ("_take_model_step", self._around_step),
+        ):
+            wrap(points.ENGINE[name], wrapper, of=self._engine)
+        wrap(points.OPTIMIZER_STEP, self._around_optimizer_step, of=self._engine.optimizer)
+        reduction = points.ZERO_REDUCE[self._layout.reduction]
+        wrap(reduction, self._before_reduction, of=self._layout.reducer)
         for owner, name in self._layout.norms:
-            wrap(owner, name, self._around_norm)
+            wrap(points.ZERO_NORM[name], self._around_norm, of=owner)
         if self._driver.boundaries is not None and self._layout.gathers_weights:
             gather = functools.partial(self._around_gather, self._driver.boundaries)
-            wrap(partition_parameters, "_dist_allgather_fn", gather)
-
-    def _follow_optimizer(self) -> None:
-        """By a bound method, as learning-rate schedulers expect."""
-        optimizer = self._engine.optimizer
-        original = optimizer.step
-
-        @functools.wraps(getattr(original, "__func__", original))
-        def step(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._around_optimizer_step(original, *args, **kwargs)
-
-        self._patches.on_removal(replace(optimizer, "step", types.MethodType(step, optimizer)))
+            wrap(points.ZERO_GATHER, gather)
+        self._driver.locator.add_not_covered([*self._recorder.lost, *self._patches.lost])
 
     def _around_backward(
         self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any
@@ -256,11 +249,11 @@ class DeepSpeedLocator(InstalledLocator):
             self._layout.clear_gradients()
             optimizer.overflow = True
 
-        undo = replace(optimizer, "step", leave_out)
         try:
-            return original(*args, **kwargs)
+            with Patches(__name__) as patches:
+                patches.wrap(points.OPTIMIZER_STEP, leave_out, of=optimizer)
+                return original(*args, **kwargs)
         finally:
-            undo()
             if not had_overflow:
                 del optimizer.overflow
 

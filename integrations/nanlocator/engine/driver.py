@@ -267,6 +267,7 @@ class Driver(_EngineDriver):
         """What crosses them is scanned in each pass from now on, until ``remove``."""
         self.adapter.boundaries = boundaries
         self._engine.watch(boundaries.watch)
+        self.locator.add_not_covered(boundaries.lost)
 
     def take_parameters_again(self) -> None:
         self._engine.take_parameters_again()

@@ -1,6 +1,6 @@
 """What ranks hand to each other: crossings of process groups, shown to the engine before and after.
 
-The methods of ``ProcessGroup`` are replaced on the class while a forward-backward pass is watched. That also
+The methods of ``ProcessGroup`` are wrapped on the class while a forward-backward pass is watched. That also
 covers functions which others bound when they were imported (Megatron-Core 0.16.1, tensor_parallel/layers.py
 and mappings.py). Calls of groups that are not watched pay one look-up.
 """
@@ -18,9 +18,11 @@ from nanlocator import _C
 from nanlocator.exchange import buffer_broadcasts as broadcasts
 from nanlocator.exchange.collectives import COLLECTIVES, Collective, FollowedWork, name_of
 from nanlocator.exchange.functional_collectives import FunctionalCollectives
-from nanlocator.hooks.patches import Patches, replace
+from nanlocator.hooks import points
+from nanlocator.hooks.patches import Layer, Maker, Patches
 
 Tensors = list[torch.Tensor]
+Arguments = tuple[Any, ...]
 
 
 class Boundaries:
@@ -66,19 +68,19 @@ class Boundaries:
             self.add_group(name, group)
             if name in unwatched:
                 self.has_unseen(group)
-        self._replaced: list[Callable[[], None]] = []  # what takes each off
+        self._crossings = Patches(__name__)  # of the passes that are watched
         # Where a set is given: the (group, operator) of what is seen in the passes that begin from then on.
         self.exchanges: set[tuple[str, str]] | None = None
         self._is_removed = False
         self._functional: FunctionalCollectives | None = None
-        self._patches = Patches()
+        self._patches = Patches(__name__)
         for name, module in modules:
-            self._patches.wrap(module, "forward", self._named_forward(name))
+            self._patches.wrap(points.MODULE_FORWARD, self._named_forward(name), of=module)
         if self._follows_all:
             self._install()
             self._functional = FunctionalCollectives(self)
             self._patches.on_removal(self._functional.remove)
-            self._patches.on_removal(broadcasts.follow_broadcasts(self._begin_broadcast))
+            broadcasts.follow_broadcasts(self._patches, self._begin_broadcast)
 
     def add_group(self, name: str, group: ProcessGroup) -> "_WatchedGroup":
         """Unless it is watched already."""
@@ -224,7 +226,7 @@ class Boundaries:
 
     def _install(self) -> None:
         operators = {"send": "send", "recv": "recv"}
-        makers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+        makers: dict[str, Maker] = {
             "send": self._watched_send,
             "recv": self._watched_receive,
             "recv_anysource": self._lost_receive,
@@ -235,34 +237,46 @@ class Boundaries:
             operators[name] = collective.op
             makers[name] = functools.partial(self._watched_collective, collective)
         for name, make in makers.items():
-            inner = getattr(ProcessGroup, name, None)
-            if inner is not None:
-                if self.exchanges is not None and name in operators:
-                    inner = self._noted(operators[name], self.exchanges, inner)
-                self._replaced.append(replace(ProcessGroup, name, make(inner)))
+            if self.exchanges is not None and name in operators:
+                make = self._noting(operators[name], self.exchanges, make)
+            self._crossings.wrap(points.PROCESS_GROUP[name], make)
 
-    def _noted(
-        self, operator: str, exchanges: set[tuple[str, str]], inner: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        def noted(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            if (watched := self._watched_by_messages(group)) is not None:
-                exchanges.add((watched.name, operator))
-            return inner(group, *args, **kwargs)
+    @property
+    def lost(self) -> list[str]:
+        """What is not seen with this torch, for a verdict's coverage."""
+        functional = self._functional.lost if self._functional is not None else []
+        methods = [
+            point.note()
+            for point in points.PROCESS_GROUP.values()
+            if "exchange.boundaries" in point.needed_by and point.state() is points.State.LOST
+        ]
+        return [*dict.fromkeys([*methods, *self._patches.lost, *functional])]
 
-        return noted
+    def _noting(self, operator: str, exchanges: set[tuple[str, str]], make: Maker) -> Maker:
+        def noting(inner: Callable[..., Any]) -> Layer:
+            layer = make(inner)
+
+            def noted(group: ProcessGroup, args: Arguments, kwargs: Any) -> Any:
+                if (watched := self._watched_by_messages(group)) is not None:
+                    exchanges.add((watched.name, operator))
+                return layer(group, args, kwargs)
+
+            return noted
+
+        return noting
 
     def _uninstall(self) -> None:
-        while self._replaced:
-            self._replaced.pop()()
+        self._crossings.remove()
 
-    def _watched_collective(self, collective: Collective, inner: Callable[..., Any]) -> Callable[..., Any]:
-        watch = self.watch
+    def _watched_collective(self, collective: Collective, inner: Callable[..., Any]) -> Layer:
+        watch, groups = self.watch, self._groups
         op, sent, received, root = collective.op, collective.sent, collective.received, collective.root
         needed = max(sent, received, root or 0)
         is_scanned_on_arrival = self._reads_gathered or not collective.is_gather
 
-        def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            watched = self._watched(group)
+        def method(group: ProcessGroup, args: Arguments, kwargs: Any) -> Any:
+            key = id(group)
+            watched = groups[key] if key in groups else self._watched(group)
             if watched is None:
                 return inner(group, *args, **kwargs)
             if not self._is_scanning:
@@ -282,39 +296,41 @@ class Boundaries:
 
         return method
 
-    def _watched_send(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched_send(self, inner: Callable[..., Any]) -> Layer:
         watch = self.watch
 
-        def send(group: ProcessGroup, tensors: Tensors, to: int, *args: Any, **kwargs: Any) -> Any:
+        def send(group: ProcessGroup, args: Arguments, kwargs: Any) -> Any:
+            tensors, to, *_ = args
             watched = self._watched_by_messages(group)
             if watched is not None and (peer := watched.peer(to)) is not None:
                 if self._is_scanning:
                     watch.send(watched.number, peer, tensors)
                 else:
                     watch.skip_message(watched.number, peer, is_received=False)
-            return inner(group, tensors, to, *args, **kwargs)
+            return inner(group, *args, **kwargs)
 
         return send
 
-    def _watched_receive(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched_receive(self, inner: Callable[..., Any]) -> Layer:
         watch = self.watch
 
-        def recv(group: ProcessGroup, tensors: Tensors, source: int, *args: Any, **kwargs: Any) -> Any:
+        def recv(group: ProcessGroup, args: Arguments, kwargs: Any) -> Any:
+            tensors, source, *_ = args
             watched = self._watched_by_messages(group)
             if watched is None or watched.loses_messages or (peer := watched.peer(source)) is None:
-                return inner(group, tensors, source, *args, **kwargs)
+                return inner(group, *args, **kwargs)
             if not self._is_scanning:
                 watch.skip_message(watched.number, peer, is_received=True)
-                return inner(group, tensors, source, *args, **kwargs)
+                return inner(group, *args, **kwargs)
             crossing = watch.begin_receive(watched.number, peer)
-            return watched.observed(inner(group, tensors, source, *args, **kwargs), crossing, tensors)
+            return watched.observed(inner(group, *args, **kwargs), crossing, tensors)
 
         return recv
 
-    def _lost_receive(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def _lost_receive(self, inner: Callable[..., Any]) -> Layer:
         """Whose message it was is not known: the next ones of each sender cannot be numbered any more."""
 
-        def recv_anysource(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        def recv_anysource(group: ProcessGroup, args: Arguments, kwargs: Any) -> Any:
             if (watched := self._watched_by_messages(group)) is not None:
                 watched.loses_messages = True
                 self.has_unseen(group)
@@ -322,8 +338,8 @@ class Boundaries:
 
         return recv_anysource
 
-    def _watched_start(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def start(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+    def _watched_start(self, inner: Callable[..., Any]) -> Layer:
+        def start(group: ProcessGroup, args: Arguments, kwargs: Any) -> Any:
             result = inner(group, *args, **kwargs)
             if self._is_scanning and (watched := self._watched_by_messages(group)) is not None:
                 watched.coalesced = []
@@ -331,8 +347,8 @@ class Boundaries:
 
         return start
 
-    def _watched_end(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def end(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+    def _watched_end(self, inner: Callable[..., Any]) -> Layer:
+        def end(group: ProcessGroup, args: Arguments, kwargs: Any) -> Any:
             work = inner(group, *args, **kwargs)
             watched = self._watched_by_messages(group)
             if watched is None or watched.coalesced is None:

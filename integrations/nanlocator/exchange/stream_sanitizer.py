@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import checkpoint
 
-from nanlocator.hooks.patches import replace
+from nanlocator.hooks import points
+from nanlocator.hooks.patches import Patches
 
 _OWN = tuple(os.path.join(folder, "") for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _PYTHONS = os.path.join(sysconfig.get_path("stdlib"), "")
@@ -69,12 +69,11 @@ def sanitised_streams() -> Iterator[list[StreamAccess]]:
 
     found: dict[tuple[Any, ...], StreamAccess] = {}
     operators = itertools.count()
-    checkpoint._enable_checkpoint_early_stop = False
+    Patches(__name__).put(points.CHECKPOINT_EARLY_STOP, False)  # for good
     torch.cuda.synchronize()
     mode = CUDASanitizerDispatchMode()
-    handle = mode.event_handler._handle_kernel_launch
 
-    def collect(*arguments: Any) -> list[Any]:
+    def collect(handle: Any, *arguments: Any) -> list[Any]:
         if next(operators) >= _MOST_OPERATORS:
             return []
         is_backward = torch._C._current_graph_task_id() != -1
@@ -83,7 +82,7 @@ def sanitised_streams() -> Iterator[list[StreamAccess]]:
             found.setdefault(access.place, access)
         return []  # no error: the pass goes on
 
-    replace(mode.event_handler, "_handle_kernel_launch", collect)
+    Patches(__name__).wrap(points.STREAM_SANITIZER, collect, of=mode.event_handler)
     accesses: list[StreamAccess] = []
     try:
         with mode:

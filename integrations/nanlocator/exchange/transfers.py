@@ -18,7 +18,8 @@ from torch._C._distributed_c10d import ProcessGroup
 from nanlocator import _C
 from nanlocator.exchange import buffer_broadcasts as broadcasts
 from nanlocator.exchange.collectives import COLLECTIVES, Collective, FollowedWork, name_of
-from nanlocator.hooks.patches import replace
+from nanlocator.hooks import points
+from nanlocator.hooks.patches import Layer, Maker, Patches
 
 # Seconds: a peer may begin its own transfer only after one of ours, as where messages cross.
 _LONGEST_WAIT = 3.0  # for one
@@ -33,19 +34,19 @@ class ShownTransfers:
     """Shows them to the trace from the beginning until ``remove``."""
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._patches = Patches(__name__)
         self._coalesced: dict[int, list[_C.Transfer]] = {}  # by group, between _start_ and _end_coalescing
         self._under_way: list[_C.Transfer] = []  # of this thread's program, ended or not
         self._named: dict[int, ProcessGroup] = {}  # by id, which nobody else's is meanwhile
         for name, collective in COLLECTIVES.items():
-            self._replace(name, functools.partial(self._collective, collective))
+            self._wrap(name, functools.partial(self._collective, collective))
         for name, message in _MESSAGES.items():
-            self._replace(name, functools.partial(self._message, *message))
-        self._replace("_start_coalescing", self._start)
-        self._replace("_end_coalescing", self._end)
+            self._wrap(name, functools.partial(self._message, *message))
+        self._wrap("_start_coalescing", self._start)
+        self._wrap("_end_coalescing", self._end)
         for name in ("barrier", "monitored_barrier"):
-            self._replace(name, self._barrier)
-        self._undo.append(broadcasts.follow_broadcasts(self._broadcast))
+            self._wrap(name, self._barrier)
+        broadcasts.follow_broadcasts(self._patches, self._broadcast)
 
     def __enter__(self) -> "ShownTransfers":
         return self
@@ -54,19 +55,16 @@ class ShownTransfers:
         self.remove()
 
     def remove(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._patches.remove()
         self._under_way.clear()
 
-    def _replace(self, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        inner = getattr(ProcessGroup, name, None)
-        if inner is not None:
-            self._undo.append(replace(ProcessGroup, name, make(inner)))
+    def _wrap(self, name: str, make: Maker) -> None:
+        self._patches.wrap(points.PROCESS_GROUP[name], make)
 
-    def _collective(self, collective: Collective, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def _collective(self, collective: Collective, inner: Callable[..., Any]) -> Layer:
         needed = max(collective.sent, collective.received)
 
-        def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        def method(group: ProcessGroup, args: Any, kwargs: Any) -> Any:
             if len(args) <= needed:  # tensors by keyword, as nobody passes them
                 return inner(group, *args, **kwargs)
             self._name(group)
@@ -96,11 +94,11 @@ class ShownTransfers:
         if name := name_of(group):
             _C.name_process_group(group.group_name, name, dist.get_process_group_ranks(group))
 
-    def _message(self, op: str, is_sent: bool, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def method(group: ProcessGroup, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            found = _C.tensors_in(tensors)
+    def _message(self, op: str, is_sent: bool, inner: Callable[..., Any]) -> Layer:
+        def method(group: ProcessGroup, args: Any, kwargs: Any) -> Any:
+            found = _C.tensors_in(args[0])
             transfer = _C.Transfer(op, found if is_sent else [], [] if is_sent else found)
-            return self._followed(group, inner(group, tensors, *args, **kwargs), transfer)
+            return self._followed(group, inner(group, *args, **kwargs), transfer)
 
         return method
 
@@ -117,24 +115,24 @@ class ShownTransfers:
         self._under_way += transfers
         return _ShownWork(work, transfers)
 
-    def _start(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def start(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+    def _start(self, inner: Callable[..., Any]) -> Layer:
+        def start(group: ProcessGroup, args: Any, kwargs: Any) -> Any:
             self._coalesced[id(group)] = []
             return inner(group, *args, **kwargs)
 
         return start
 
-    def _end(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def end(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+    def _end(self, inner: Callable[..., Any]) -> Layer:
+        def end(group: ProcessGroup, args: Any, kwargs: Any) -> Any:
             transfers = self._coalesced.pop(id(group), [])
             return self._until_waited_for(inner(group, *args, **kwargs), transfers)
 
         return end
 
-    def _barrier(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def _barrier(self, inner: Callable[..., Any]) -> Layer:
         """Programs that wait so wait for all that was under way."""
 
-        def barrier(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        def barrier(group: ProcessGroup, args: Any, kwargs: Any) -> Any:
             result = inner(group, *args, **kwargs)
             _end_all(self._under_way)
             self._under_way.clear()
@@ -179,20 +177,17 @@ class SerialisedTransfers:
     pipeline that cross, a pass would take minutes."""
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._patches = Patches(__name__)
         self._coalescing: set[int] = set()  # groups
         self._patience = _LONGEST_IN_VAIN
         for name in (*COLLECTIVES, *_MESSAGES, "_start_coalescing", "_end_coalescing"):
-            inner = getattr(ProcessGroup, name, None)
-            if inner is not None:
-                self._undo.append(replace(ProcessGroup, name, self._waiting(name, inner)))
+            self._patches.wrap(points.PROCESS_GROUP[name], functools.partial(self._waiting, name))
 
     def remove(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._patches.remove()
 
-    def _waiting(self, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+    def _waiting(self, name: str, inner: Callable[..., Any]) -> Layer:
+        def method(group: ProcessGroup, args: Any, kwargs: Any) -> Any:
             if name == "_start_coalescing":
                 self._coalescing.add(id(group))
             elif name == "_end_coalescing":

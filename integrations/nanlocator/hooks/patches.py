@@ -1,31 +1,126 @@
-"""Wrapping of functions and methods of others, and the way back."""
+"""How code of others is wrapped, and restored: one wrapper at each point, and those who subscribe to it.
+
+    patches = Patches(__name__)
+    patches.wrap(points.UNSCALE, self._unscale)                    # _unscale(original, *args, **kwargs)
+    patches.wrap(points.OPTIMIZER_STEP, self._step, of=optimizer)  # the step of this one alone
+    patches.remove()
+
+The first subscriber installs the wrapper, and the removal of the last one restores the very object that was
+there. In between, subscribers come and go inside of it; a call that is under way ends with those that it
+began with. A call passes them in the order of the point's row in ``points``, whoever came first; of several
+from one module it passes the latest first. If someone else has wrapped our wrapper since, it stays inside
+theirs and passes calls on; a later subscriber then gets a wrapper around theirs.
+
+Any thread may call, subscribe and remove. Nothing is pushed here that KeyboardInterrupt could leave behind: a
+subscriber that pushes something takes it off in a ``finally``.
+"""
 
 import functools
+import inspect
+import os
+import threading
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from nanlocator.hooks.points import Point
+
 _NOTHING = object()
+# A finalizer may remove subscribers in the middle of anything. Shared with those who hold a lock when they
+# subscribe: with two, each thread could wait for the other's.
+lock = threading.RLock()
+os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+
+Wrapper = Callable[..., Any]
+# Of a point that ``is_hot``: is given what it is to call, and returns what is called with the object, its
+# arguments as a tuple and as a dictionary. That spares each call of a module or collective one more packing.
+Layer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Maker = Callable[[Callable[..., Any]], Layer]
 
 
-def replace(target: Any, name: str, replacement: Any) -> Callable[[], None]:
-    """Sets ``target.name``, of an instance, a module or a class. What it returns leaves ``target`` as it was:
-    with the very object that it held, which for a class is not what ``getattr`` gives (in torch 2.15 a method
-    of ProcessGroup would lose its self); without one where it had inherited it. Where someone has wrapped the
-    replacement since, it stays inside theirs and has to pass calls on; of replacements made here it goes with
-    the outer one."""
+class Patches:
+    """The points to which one module of ours subscribes, until ``remove``.
+
+    Args:
+        module: its ``__name__``; the rows of its points name it.
+
+    Attributes:
+        lost: notes for a verdict's coverage, one for each point that this version of its owner lacks.
+    """
+
+    def __init__(self, module: str) -> None:
+        self.lost: list[str] = []
+        self._module = module.removeprefix("nanlocator.")
+        self._undo: list[Callable[[], None]] = []
+
+    def wrap(self, point: Point, wrapper: Wrapper | Maker, *, of: Any = None, name: str = "") -> None:
+        """Subscribes ``wrapper``, which is called with the original and the call's arguments.
+
+        Args:
+            of: the object whose attribute it is; by default the point's owner, which is imported.
+            name: of the attribute, where it is bound under another one.
+        """
+        target, name = self._place(point, of, name)
+        if target is None:
+            return
+        subscriber = _Subscriber(wrapper, point.needed_by.index(self._module))
+        with lock:
+            wrapped = _wrapped_now(target, name) or _Wrapped(point, target, name)
+            self._undo.append(functools.partial(wrapped.remove, subscriber))
+            wrapped.add(subscriber)
+
+    def put(self, point: Point, value: Any, *, of: Any = None, name: str = "") -> None:
+        """Sets the attribute to ``value``, whatever it is. For what one subscriber has for itself."""
+        target, name = self._place(point, of, name)
+        if target is not None:
+            self._undo.append(replace(target, name, value))
+
+    @property
+    def are_on(self) -> bool:
+        return bool(self._undo)
+
+    def on_removal(self, undo: Callable[[], None]) -> None:
+        self._undo.append(undo)
+
+    def remove(self) -> None:
+        """Last one first. May be called twice."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> "Patches":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def _place(self, point: Point, of: Any, name: str) -> tuple[Any, str]:
+        """None where there is nothing to patch."""
+        name = name or point.attribute
+        target = point.find_owner() if of is None else of
+        if target is not None and hasattr(target, name):
+            return target, name
+        if point.is_due() and (note := point.note()) not in self.lost:
+            self.lost.append(note)
+        return None, name
+
+
+def replace(target: Any, name: str, value: Any) -> Callable[[], None]:
+    """Sets ``target.name``. What it returns leaves ``target`` as it was: with the very object that it held,
+    which for a class is not what ``getattr`` gives (in torch 2.15 a method of ProcessGroup would lose its
+    self); without one where it had inherited it. Where someone has set another one since, that stays."""
     own = vars(target).get(name, _NOTHING)
-    setattr(target, name, replacement)
+    setattr(target, name, value)
 
     def undo() -> None:
-        if vars(target).get(name) is not replacement:
-            _function_of(replacement)._nanlocator_undo = undo
+        if vars(target).get(name) is not value:
             return
         if own is _NOTHING:
             delattr(target, name)
         else:
             setattr(target, name, own)
-            getattr(_function_of(own), "_nanlocator_undo", _nothing)()
 
     return undo
 
@@ -42,29 +137,175 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _function_of(method: Any) -> Any:
-    return getattr(method, "__func__", method)
+class Operator:
+    """Replaces an operator of torch in its namespace. Compilers see the operator."""
+
+    def __init__(self, wrapped: "_Wrapped") -> None:
+        self._wrapped = wrapped
+        self._operator = wrapped.original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._operator(*args, **kwargs)
+        outer, inner = self._wrapped.calls
+        return outer(inner, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._operator, name)
 
 
-def _nothing() -> None:
-    pass
+class _Subscriber:
+    __slots__ = ("is_on", "place", "wrapper")
+
+    def __init__(self, wrapper: Wrapper | Maker, place: int) -> None:
+        self.wrapper = wrapper
+        self.place = place  # its module's in the point's row, outermost 0
+        self.is_on = True
 
 
-class Patches:
-    """Each ``wrap`` replaces ``target.name``, of an instance or a module, by
-    ``wrapper(original, *args, **kwargs)``; ``remove`` takes them off, last one first."""
+class _Wrapped:
+    """A point of one object that is wrapped.
 
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+    Attributes:
+        original: what is called innermost.
+        calls: the outermost subscriber and what it is to call; every call reads both at once.
+    """
 
-    def wrap(self, target: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        original = getattr(target, name)
-        wrapped = functools.wraps(original)(functools.partial(wrapper, original))
-        self._undo.append(replace(target, name, wrapped))
+    def __init__(self, point: Point, target: Any, name: str) -> None:
+        self.original: Callable[..., Any] = getattr(target, name)
+        self.calls: tuple[Callable[..., Any], Callable[..., Any]] = (_call, self.original)
+        self._set_layer: Callable[[Layer], None] | None = None
+        self._point, self._target, self._name = point, target, name
+        self._subscribers: list[_Subscriber] = []
+        if point.is_hot:
+            make = _traced_entry if point.is_traced else _hot_entry
+            self._entry, self._set_layer = make(self.original)
+            self._entry.wrapped = self  # lives as long as it
+        else:
+            self._entry = _entry_of(self, point, target)
+        self._undo: Callable[[], None] | None = None
+        _all[id(self._entry)] = self
 
-    def on_removal(self, undo: Callable[[], None]) -> None:
-        self._undo.append(undo)
+    @property
+    def is_installed(self) -> bool:
+        return vars(self._target).get(self._name) is self._entry
 
-    def remove(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+    def add(self, subscriber: _Subscriber) -> None:
+        outer = [each for each in self._subscribers if each.place < subscriber.place]
+        self._subscribers.insert(len(outer), subscriber)
+        self._settle()
+        if not self.is_installed:
+            self._undo = replace(self._target, self._name, self._entry)
+
+    def remove(self, subscriber: _Subscriber) -> None:
+        subscriber.is_on = False
+        with lock:
+            self._settle()
+            if not self._subscribers and self._undo is not None:
+                self._undo()
+
+    def _settle(self) -> None:
+        """Calls pass those who are subscribed now. Again where a finalizer has removed one meanwhile."""
+        while True:
+            subscribers = [each for each in self._subscribers if each.is_on]
+            wrappers = [each.wrapper for each in subscribers]
+            if self._set_layer is not None:
+                self._set_layer(_layer_of(wrappers, self.original))
+            else:
+                outer, *inner = wrappers or [_call]
+                self.calls = outer, functools.reduce(_around, reversed(inner), self.original)
+            self._subscribers = subscribers
+            if all(each.is_on for each in subscribers):
+                return
+
+
+# By the id of the entry, which holds the value.
+_all: "weakref.WeakValueDictionary[int, _Wrapped]" = weakref.WeakValueDictionary()
+
+
+def _wrapped_now(target: Any, name: str) -> _Wrapped | None:
+    found = _all.get(id(vars(target).get(name)))
+    return found if found is not None and found.is_installed else None
+
+
+def _hot_entry(original: Callable[..., Any]) -> tuple[Any, Callable[[Layer], None]]:
+    layer = _packed(original)  # in a cell, which is read faster than an attribute
+
+    def entry(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        return layer(owner, args, kwargs)
+
+    def set_layer(new: Layer) -> None:
+        nonlocal layer
+        layer = new
+
+    return entry, set_layer
+
+
+def _traced_entry(original: Callable[..., Any]) -> tuple[Any, Callable[[Layer], None]]:
+    layer = _packed(original)
+    is_compiling = torch.compiler.is_compiling
+
+    def entry(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        # Compilers see a plain call: torch.compile folds is_compiling() into a constant.
+        if is_compiling():
+            return original(owner, *args, **kwargs)
+        return layer(owner, args, kwargs)
+
+    def set_layer(new: Layer) -> None:
+        nonlocal layer
+        layer = new
+
+    return entry, set_layer
+
+
+def _entry_of(wrapped: _Wrapped, point: Point, target: Any) -> Any:
+    """What is set in place of the original."""
+    original = wrapped.original
+    if point.is_operator:
+        return Operator(wrapped)
+    if not isinstance(target, type | types.ModuleType):
+        is_bound = inspect.ismethod(original)
+        function: Callable[..., Any] = getattr(original, "__func__", original)
+
+        # Bound, as learning-rate schedulers expect of an optimizer's step. A copy of the object has the
+        # attribute, too, and is not followed.
+        @functools.wraps(function)
+        def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            if owner is not target and is_bound:
+                return function(owner, *args, **kwargs)
+            outer, inner = wrapped.calls
+            return outer(inner, *args, **kwargs)
+
+        return types.MethodType(method, target)
+
+    @functools.wraps(original)
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        outer, inner = wrapped.calls
+        return outer(inner, *args, **kwargs)
+
+    return entry
+
+
+def _call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs)
+
+
+def _around(inner: Callable[..., Any], wrapper: Wrapper) -> Callable[..., Any]:
+    return functools.partial(wrapper, inner)
+
+
+def _layer_of(makers: list[Maker], original: Callable[..., Any]) -> Layer:
+    layer = _packed(original)
+    called = original
+    for make in reversed(makers):
+        layer = make(called)
+        called = _unpacked(layer)
+    return layer
+
+
+def _packed(function: Callable[..., Any]) -> Layer:
+    return lambda owner, args, kwargs: function(owner, *args, **kwargs)
+
+
+def _unpacked(layer: Layer) -> Callable[..., Any]:
+    return lambda owner, *args, **kwargs: layer(owner, args, kwargs)

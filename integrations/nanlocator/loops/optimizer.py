@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
 
@@ -15,6 +14,8 @@ from nanlocator import _C
 from nanlocator.engine.driver import Named, SkippedUpdate
 from nanlocator.engine.locator import Locator
 from nanlocator.engine.options import Options, resolve_options
+from nanlocator.hooks import points
+from nanlocator.hooks.patches import Patches
 from nanlocator.loops.ownership import keep_from_deepspeed, refuse_owned
 from nanlocator.loops.plain import (
     PlainAdapter,
@@ -221,37 +222,27 @@ class _Evaluation(PlainPass):
             with pipeline.watching() if is_first else contextlib.nullcontext():
                 return pipeline.run(original, args, kwargs)
 
-        undo = follow_steps(step)
-        try:
+        with Patches(__name__) as patches:
+            follow_steps(patches, step)
             yield
-        finally:
-            while undo:
-                undo.pop()()
 
     @contextlib.contextmanager
     def _before_clips(self) -> Iterator[None]:
         """``torch.nn.utils.clip_grad_norm_`` makes every gradient NaN where one is: scans them before."""
 
-        original = clip_grad._clip_grads_with_norm_
-
-        def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        def clip(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> None:
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             if not set(self._adapter.tensors).isdisjoint(parameters):
                 self._driver.scan_gradients()
             original(parameters, *args, **kwargs)
 
-        def clip_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def clip_module(original: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
             if not set(self._adapter.tensors).isdisjoint(fsdp1.sharded_parameters(module)):
                 self._driver.scan_gradients()
-            return of_module(module, *args, **kwargs)
+            return original(module, *args, **kwargs)
 
-        clip_grad._clip_grads_with_norm_ = clip
-        if (fully_sharded := fsdp1.wrapper_class()) is not None:
-            of_module = fully_sharded.clip_grad_norm_
-            fully_sharded.clip_grad_norm_ = clip_module
-        try:
+        with Patches(__name__) as patches:
+            patches.wrap(points.CLIP, clip)
+            if fsdp1.wrapper_class() is not None:
+                patches.wrap(points.FSDP1_CLIP, clip_module)
             yield
-        finally:
-            clip_grad._clip_grads_with_norm_ = original
-            if fully_sharded is not None:
-                fully_sharded.clip_grad_norm_ = of_module

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from nanlocator import _C
+from nanlocator.hooks import points
+from nanlocator.hooks.patches import Patches
 from nanlocator_after_import import AfterImport
 
 _WHAT_TO_DO = (
@@ -38,20 +40,17 @@ def _check_optimizers() -> None:
 
 
 def _wrap_check(module: ModuleType) -> None:
-    engine = module.DeepSpeedEngine
-    original: Callable[..., Any] = engine._do_optimizer_sanity_check  # of every optimizer that it will wrap
-
-    @functools.wraps(original)
-    def check(self: Any, basic_optimizer: Any) -> Any:
+    def check(original: Callable[..., Any], engine: Any, basic_optimizer: Any) -> Any:
+        """Of every optimizer that it will wrap."""
         if basic_optimizer in _followed:
             raise _C.UsageError(
                 "deepspeed.initialize was given an optimizer that nanlocator follows already "
                 f"({type(basic_optimizer).__name__}): DeepSpeed steps it with partitions that it does not "
                 f"know, and nothing would be found; {_WHAT_TO_DO}"
             )
-        return original(self, basic_optimizer)
+        return original(engine, basic_optimizer)
 
-    engine._do_optimizer_sanity_check = check
+    Patches(__name__).wrap(points.SANITY_CHECK, check, of=module.DeepSpeedEngine)
 
 
 def refuse_owned(models: Iterable[torch.nn.Module], optimizers: Iterable[Any]) -> None:

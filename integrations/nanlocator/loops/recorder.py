@@ -26,7 +26,8 @@ from nanlocator import _C
 from nanlocator.calls.modules import class_name
 from nanlocator.engine.driver import Named
 from nanlocator.engine.this_rank import is_distributed
-from nanlocator.hooks.patches import replace, weakly
+from nanlocator.hooks import points
+from nanlocator.hooks.patches import Patches, weakly
 from nanlocator.loops.evaluation import Evaluation, is_bad
 from nanlocator.loops.plain import PlainAdapter, PlainPass, held_parameters
 from nanlocator.sharding import fsdp2
@@ -99,20 +100,19 @@ class StepRecorder:
         self.unscaled = WeakIdKeyDictionary()  # what a loss scaler has multiplied
         self.set_parameters(parameters)
         StepRecorder._active = self
-        self._undo = [
-            replace(nn.Module, "__call__", _module_call(nn.Module.__call__, self)),
-            replace(
-                torch.autograd,
-                "_engine_run_backward",
-                _engine_call(torch.autograd._engine_run_backward, self),
-            ),
-            *_frames_of_custom_functions(),
-            *(
-                replace(ProcessGroup, name, _receive(getattr(ProcessGroup, name), self))
-                for name in ("recv", "recv_anysource")
-                if is_distributed()
-            ),
-        ]
+        self._patches = Patches(__name__)
+        self._patches.wrap(points.MODULE_CALL, self._around_call)
+        self._patches.wrap(points.RUN_BACKWARD, self._around_backward)
+        if is_distributed():
+            for name in ("recv", "recv_anysource"):
+                self._patches.wrap(points.PROCESS_GROUP[name], self._around_receive)
+        if points.FUNCTION_APPLY.is_due():
+            _show_frames_of_custom_functions(self._patches)
+
+    @property
+    def lost(self) -> list[str]:
+        """What is not seen with this torch, for a verdict's coverage."""
+        return self._patches.lost
 
     def set_parameters(self, parameters: list[torch.Tensor]) -> None:
         self._parameters = set(parameters)
@@ -122,11 +122,10 @@ class StepRecorder:
 
     def remove(self) -> None:
         """Takes the wrappers off, and forgets what was recorded. May be called twice."""
-        while self._undo:
-            self._undo.pop()()
+        self._patches.remove()
         if StepRecorder._active is self:
             StepRecorder._active = None
-            self._depth = 1  # where someone has wrapped our wrapper it stays, and passes on
+            self._depth = 1  # calls that are under way record nothing more
             self._engine.close()
         self.losses.clear()
         self._received.clear()
@@ -182,6 +181,29 @@ class StepRecorder:
         return self._is_in_module and self._depth == 1 and threading.get_ident() == self._thread
 
     # --- what is recorded ----------------------------------------------------------------------------
+
+    def _around_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if self._depth != 0 or threading.get_ident() != self._thread:  # not is_outside: this is hot
+                return original(module, *args, **kwargs)
+            return self.call_module(original, module, args, kwargs)
+
+        return call
+
+    def _around_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.is_outside():
+            return self.run_backward(original, args, kwargs)
+        if self.is_in_module and kwargs.get("accumulate_grad", False):
+            return self.run_backward_in_module(original, args, kwargs)
+        return original(*args, **kwargs)
+
+    def _around_receive(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def receive(group: ProcessGroup, args: Any, kwargs: Any) -> Any:
+            if self.is_outside():  # what a module receives, it receives again
+                self.note_received(args[0] if args else kwargs["tensors"])
+            return original(group, *args, **kwargs)
+
+        return receive
 
     def is_outside(self) -> bool:
         """Whether a call that begins now is one of the step's own, and not inside of one."""
@@ -724,45 +746,15 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and not vars(tensor)
 
 
-def _module_call(original: Callable[..., Any], recorder: StepRecorder) -> Callable[..., Any]:
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Compilers see a plain call: torch.compile folds is_compiling() into a constant.
-        if torch.compiler.is_compiling() or not recorder.is_outside():
-            return original(self, *args, **kwargs)
-        return recorder.call_module(original, self, args, kwargs)
-
-    return call
-
-
-def _engine_call(original: Callable[..., Any], recorder: StepRecorder) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if recorder.is_outside():
-            return recorder.run_backward(original, args, kwargs)
-        if recorder.is_in_module and kwargs.get("accumulate_grad", False):
-            return recorder.run_backward_in_module(original, args, kwargs)
-        return original(*args, **kwargs)
-
-    return call
-
-
-def _frames_of_custom_functions() -> list[Callable[[], None]]:
+def _show_frames_of_custom_functions(patches: Patches) -> None:
     """The engine reads what a custom function is applied to from the frame of ``Function.apply``
     (torch/autograd/function.py), which is no Python function from torch 2.15 on: there it becomes one. An
     ``apply`` that the program has taken from its class before is not seen."""
     original = vars(torch.autograd.Function)["apply"]
     if isinstance(original, classmethod):
-        return []
+        return
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         return original.__get__(None, cls)(*args, **kwargs)
 
-    return [replace(torch.autograd.Function, "apply", classmethod(apply))]
-
-
-def _receive(original: Callable[..., Any], recorder: StepRecorder) -> Callable[..., Any]:
-    def call(group: ProcessGroup, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        if recorder.is_outside():  # what a module receives, it receives again
-            recorder.note_received(tensors)
-        return original(group, tensors, *args, **kwargs)
-
-    return call
+    patches.put(points.FUNCTION_APPLY, classmethod(apply))

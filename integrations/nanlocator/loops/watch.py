@@ -5,7 +5,6 @@ import contextlib
 import functools
 import os
 import sys
-import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
 
@@ -24,7 +22,9 @@ from nanlocator.engine.endings import ending_error, first_line, is_failure_of_pe
 from nanlocator.engine.errors import NonFiniteGradientError
 from nanlocator.engine.locator import Locator
 from nanlocator.engine.options import Options, recorded_bytes, resolve_options
-from nanlocator.hooks.patches import replace, weakly
+from nanlocator.hooks import points
+from nanlocator.hooks.patches import Patches, weakly
+from nanlocator.hooks.points import Point
 from nanlocator.loops.evaluation import Evaluation
 from nanlocator.loops.loop_reading import LoopReading
 from nanlocator.loops.optimizer import LocatingOptimizer
@@ -97,9 +97,12 @@ class Watch(Locator):
         self._driver.add_state("the weights", WeightsState(self._recorder))
         self._loop = LoopReading()
         self._used_in_backward: dict[Optimizer, tuple[int, list[int]]] = {}  # group, and numbers of parts
-        self._undo: list[Callable[[], None]] = [keep_from_deepspeed(each) for each in optimizers]
+        self._patches = Patches(__name__)
+        for each in optimizers:
+            self._patches.on_removal(keep_from_deepspeed(each))
         self._follow_loop()
         self._follow_end()
+        self._driver.locator.add_not_covered([*self._recorder.lost, *self._patches.lost])
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[list[dict[str, Any]]]:
@@ -121,8 +124,7 @@ class Watch(Locator):
 
     def remove(self) -> None:
         """Takes everything off; the loop is as it was. May be called twice."""
-        while self._undo:
-            self._undo.pop()()
+        self._patches.remove()
         self._recorder.remove()
         self._driver.stop_following()
         self._loop.forget()
@@ -217,8 +219,8 @@ class Watch(Locator):
         backward or update comes."""
         at_exit = functools.partial(_scan_at_exit, weakref.ref(self))
         atexit.register(at_exit)
-        self._undo.append(functools.partial(atexit.unregister, at_exit))
-        self._replace(sys, "exit", self._exit)
+        self._patches.on_removal(functools.partial(atexit.unregister, at_exit))
+        self._patches.wrap(points.EXIT, self._exit)
 
     def _exit(self, original: Callable[..., Any], *args: Any) -> Any:
         self.scan_at_end()
@@ -279,42 +281,35 @@ class Watch(Locator):
         return scale_in_gradients(self._scaler)
 
     def _follow_loop(self) -> None:
-        self._replace_everywhere(clip_grad._get_total_norm, self._total_norm)
-        self._replace_everywhere(clip_grad._clip_grads_with_norm_, self._clip)
-        self._replace(GradScaler, "scale", self._scale)
-        self._replace(GradScaler, "unscale_", self._unscale)
-        self._replace(nn.Module, "zero_grad", self._zero_module)
-        self._undo += follow_steps(self._schedule_step)
-        if (fully_sharded := fsdp1.wrapper_class()) is not None:
-            self._replace(fully_sharded, "clip_grad_norm_", self._clip_module)
+        wrap = self._patches.wrap
+        self._wrap_everywhere(points.TOTAL_NORM, self._total_norm)
+        self._wrap_everywhere(points.CLIP, self._clip)
+        wrap(points.SCALE, self._scale)
+        wrap(points.UNSCALE, self._unscale)
+        wrap(points.MODULE_ZERO_GRAD, self._zero_module)
+        follow_steps(self._patches, self._schedule_step)
+        if fsdp1.wrapper_class() is not None:
+            wrap(points.FSDP1_CLIP, self._clip_module)
         for optimizer in self._optimizers:
-            self._undo.append(optimizer.register_step_post_hook(self._after_update).remove)
-            # Bound methods, as learning-rate schedulers expect (LRScheduler._initial_step).
-            for name, wrapper in (
-                ("step", self._step),
-                ("zero_grad", self._zero_optimizer),
-                ("add_param_group", self._add_parameters),
+            self._patches.on_removal(optimizer.register_step_post_hook(self._after_update).remove)
+            for point, wrapper in (
+                (points.OPTIMIZER_STEP, self._step),
+                (points.OPTIMIZER_ZERO_GRAD, self._zero_optimizer),
+                (points.OPTIMIZER_ADD_GROUP, self._add_parameters),
             ):
-                original = getattr(optimizer, name)
-                wrapped = _wrapped(
-                    functools.partial(wrapper, optimizer),
-                    original,
-                    getattr(original, "__func__", original),
-                    is_method=True,
-                )
-                self._undo.append(replace(optimizer, name, types.MethodType(wrapped, optimizer)))
+                wrap(point, functools.partial(wrapper, optimizer), of=optimizer)
 
-    def _replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        original = vars(owner)[name]
-        self._undo.append(replace(owner, name, _wrapped(wrapper, original, original)))
-
-    def _replace_everywhere(self, function: Any, wrapper: Callable[..., Any]) -> None:
-        """Where modules have bound it: by ``from torch.nn.utils import get_total_norm``."""
-        wrapped = _wrapped(wrapper, function, function)
-        for name in (function.__name__, function.__name__.lstrip("_")):
-            for module in list(sys.modules.values()):
-                if vars(module).get(name) is function:
-                    self._undo.append(replace(module, name, wrapped))
+    def _wrap_everywhere(self, point: Point, wrapper: Callable[..., Any]) -> None:
+        """Where modules have bound the function: by ``from torch.nn.utils import get_total_norm``."""
+        function = getattr(point.find_owner(), point.attribute, None)
+        bound: list[tuple[Any, str]] = [
+            (module, name)
+            for name in (point.attribute, point.attribute.lstrip("_"))
+            for module in list(sys.modules.values())
+            if function is not None and vars(module).get(name) is function
+        ]
+        for module, name in bound or [(None, "")]:
+            self._patches.wrap(point, wrapper, of=module, name=name)
 
     def _total_norm(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
@@ -477,18 +472,6 @@ def _scan_at_exit(watch: "weakref.ref[Watch]") -> None:
 
 def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _wrapped(
-    wrapper: Callable[..., Any], original: Callable[..., Any], looks_like: Any, *, is_method: bool = False
-) -> Callable[..., Any]:
-    """A function that calls ``wrapper(original, ...)``. ``is_method``: its self is bound in ``original``."""
-
-    @functools.wraps(looks_like)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *(args[1:] if is_method else args), **kwargs)
-
-    return wrapped
 
 
 def _named_models(model: Models) -> dict[str, nn.Module]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 
+from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches
 from nanlocator.megatron.versions import is_sent_already
 
@@ -96,7 +97,8 @@ class ReplicatedChunk:
 
     def watch_reductions(self, patches: Patches, reducing: Reducing) -> None:
         for number, group in enumerate(self._groups):
-            patches.wrap(group, "start_grad_sync", self._around_start(number, group, reducing))
+            wrapper = self._around_start(number, group, reducing)
+            patches.wrap(points.START_GRAD_SYNC, wrapper, of=group)
 
     def _around_start(self, number: int, group: Any, reducing: Reducing) -> Callable[..., Any]:
         parameters = self.groups[number]
@@ -204,9 +206,9 @@ class ShardedChunk:
             with around(range(len(self.groups))):
                 return original(*args, **kwargs)
 
-        patches.wrap(self._pipeline, "_bucket_group_gradient_reduce", reduce)  # while backward runs
-        for name in ("reduce_scatter_gradients", "all_reduce_gradients"):  # after it
-            patches.wrap(self._buffer, name, reduce_all)
+        patches.wrap(points.FSDP_BUCKET_REDUCE, reduce, of=self._pipeline)  # while backward runs
+        for point in points.FSDP_REDUCE_ALL:  # after it
+            patches.wrap(point, reduce_all, of=self._buffer)
 
     def gathering_groups(self) -> list[ProcessGroup]:
         buffers = [group.model_weight_buffer for group in self._buffer.parameter_groups]
@@ -234,8 +236,8 @@ class ShardedChunk:
         def around(numbers: Iterable[int]) -> AbstractContextManager[None]:
             return transferring([p for n in numbers for p in self.groups[n]], reduces_gradients=True)
 
-        patches.wrap(self._gather_pipeline, "all_gather_params", gather)
-        patches.wrap(self._gather_pipeline, "async_bucket_gather", gather_bucket)
+        patches.wrap(points.FSDP_GATHER, gather, of=self._gather_pipeline)
+        patches.wrap(points.FSDP_GATHER_BUCKET, gather_bucket, of=self._gather_pipeline)
         self._wrap_reductions(patches, around)
 
     def clear_padding_of_gradients(self, number: int) -> None:

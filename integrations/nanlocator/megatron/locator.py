@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
-from megatron.core.pipeline_parallel import schedules
 from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
 
 from nanlocator import _C
@@ -35,6 +34,7 @@ from nanlocator.engine.driver import Driver, SkippedUpdate
 from nanlocator.engine.locator import InstalledLocator
 from nanlocator.engine.options import Options, resolve_options
 from nanlocator.exchange.boundaries import Boundaries
+from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches
 from nanlocator.megatron import state
 from nanlocator.megatron.adapter import MegatronAdapter, MegatronPass
@@ -44,12 +44,6 @@ from nanlocator.megatron.data_parallel import DataParallelChunk
 from nanlocator.megatron.first_step import FirstStep
 from nanlocator.megatron.layout import optimizer_gradients, rank_coordinates
 from nanlocator.megatron.microbatches import Microbatches
-
-_SCHEDULES = (
-    "forward_backward_no_pipelining",
-    "forward_backward_pipelining_without_interleaving",
-    "forward_backward_pipelining_with_interleaving",
-)
 
 
 def install(
@@ -91,7 +85,7 @@ class MegatronLocator(InstalledLocator):
         self._adapter = MegatronAdapter(chunks, optimizer)
         self._driver = Driver(self._adapter, options, RankConnection(options.gather_deadline))
         self._machine = state.RerunMachine()
-        self._patches = Patches()
+        self._patches = Patches(__name__)
         self._microbatches = Microbatches(chunks, self._patches)
         self._first_step = FirstStep(chunks, self._adapter.data_parallel, self._adapter.named)
         self._is_first_step = True
@@ -137,25 +131,26 @@ class MegatronLocator(InstalledLocator):
 
     def _install_hooks(self, check_params: bool) -> None:
         wrap = self._patches.wrap
-        for name in _SCHEDULES:
-            wrap(schedules, name, self._around_forward_backward)
+        for point in points.SCHEDULES:
+            wrap(point, self._around_forward_backward)
         first = 0
         for chunk in self._adapter.data_parallel:
             chunk.watch_reductions(self._patches, functools.partial(self._reducing, chunk, first))
             first += len(chunk.groups)
         for number, wrapper in enumerate(self._chunks):
-            wrap(wrapper, "finish_grad_sync", self._after_collective(number))
+            wrap(points.FINISH_GRAD_SYNC, self._after_collective(number), of=wrapper)
         if check_params:
-            wrap(self._chunks[0], "zero_grad_buffer", self._before_forward)
-        wrap(self._optimizer, "prepare_grads", self._around_prepare_grads)
+            wrap(points.ZERO_GRAD_BUFFER, self._before_forward, of=self._chunks[0])
+        wrap(points.PREPARE_GRADS, self._around_prepare_grads, of=self._optimizer)
         if isinstance(self._optimizer, ChainedOptimizer):
-            wrap(self._optimizer, "get_grad_norm", self._around_get_grad_norm)
+            wrap(points.GRAD_NORM, self._around_get_grad_norm, of=self._optimizer)
         else:  # computes the norm in the clip, and not at all without one
-            wrap(self._optimizer, "clip_grad_norm", self._around_get_grad_norm)
-            wrap(self._optimizer, "step_with_ready_grads", self._around_update)
-        wrap(self._optimizer, "step", self._around_step)
+            wrap(points.CLIP_GRAD_NORM, self._around_get_grad_norm, of=self._optimizer)
+            wrap(points.READY_UPDATE, self._around_update, of=self._optimizer)
+        wrap(points.MEGATRON_STEP, self._around_step, of=self._optimizer)
         self._order = BackwardOrder(self._adapter.ids, self._driver.locator)
         self._patches.on_removal(self._order.remove)
+        self._driver.locator.add_not_covered(self._patches.lost)
 
     def _before_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)

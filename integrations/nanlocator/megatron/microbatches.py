@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from megatron.core.pipeline_parallel import schedules
 
 from nanlocator import _C
+from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches
 
 Tensors = list[torch.Tensor]
@@ -44,8 +44,8 @@ class Microbatches:
         self._chunk_of = {id(chunk): number for number, chunk in enumerate(chunks)}
         self._is_in_pass = False
         self._waiting: dict[int, tuple[int | None, int]] = {}  # forward done, backward not, by id(output)
-        patches.wrap(schedules, "forward_step", self._around_forward_step)
-        patches.wrap(schedules, "backward_step", self._around_backward_step)
+        patches.wrap(points.FORWARD_STEP, self._around_forward_step)
+        patches.wrap(points.BACKWARD_STEP, self._around_backward_step)
 
     def begin_pass(self) -> None:
         self.losses, self.named_losses = [], []

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from nanlocator.hooks import points
+from nanlocator.hooks.patches import Patches
 from nanlocator_after_import import AfterImport
 
 
@@ -26,16 +28,19 @@ class Installer:
     def __init__(self) -> None:
         self.is_installed = False
         self._is_in_setup = False  # of Megatron-LM, which loads the checkpoint after the optimizer is made
-        self._wrappers: dict[str, tuple[str, Callable[..., Any]]] = {
-            "megatron.training.training": ("setup_model_and_optimizer", self._around_setup),
-            "megatron.core.optimizer": ("get_megatron_optimizer", self._around_get_optimizer),
+        self._patches = Patches(__name__)
+        self._wrappers = {
+            point.owner: (point, wrapper)
+            for point, wrapper in (
+                (points.MEGATRON_SETUP, self._around_setup),
+                (points.MEGATRON_OPTIMIZER, self._around_get_optimizer),
+            )
         }
         AfterImport({name: self._wrap for name in self._wrappers})
 
     def _wrap(self, module: ModuleType) -> None:
-        name, wrap = self._wrappers[module.__name__]
-        original = getattr(module, name)
-        setattr(module, name, functools.wraps(original)(functools.partial(wrap, original)))
+        point, wrapper = self._wrappers[module.__name__]
+        self._patches.wrap(point, wrapper, of=module)
 
     def _around_setup(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._is_in_setup = True

@@ -17,6 +17,8 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+from nanlocator.hooks import points
+from nanlocator.hooks.patches import Patches
 from nanlocator.megatron import versions
 from nanlocator.state.rerun import ObjectState
 
@@ -125,33 +127,24 @@ class RerunMachine:
     def errors_held_back() -> Iterator[list[RuntimeError]]:
         """In this block its errors are put into the list that this yields, so that the pass goes on and
         all ranks come to the agreement."""
-        machine = get_rerun_state_machine()
         errors: list[RuntimeError] = []
-        original = machine.validate_result
 
-        def validate_result(*args: Any, **kwargs: Any) -> None:
+        def validate_result(original: Any, *args: Any, **kwargs: Any) -> None:
             try:
                 original(*args, **kwargs)
             except RuntimeError as error:
                 errors.append(error)
 
-        with _instead_of_validate_result(machine, validate_result):
+        with Patches(__name__) as patches:
+            patches.wrap(points.VALIDATE_RESULT, validate_result, of=get_rerun_state_machine())
             yield errors
 
     @staticmethod
     @contextmanager
     def muted() -> Iterator[None]:
-        with _instead_of_validate_result(get_rerun_state_machine(), lambda *_, **__: None):
+        with Patches(__name__) as patches:
+            patches.wrap(points.VALIDATE_RESULT, lambda *_, **__: None, of=get_rerun_state_machine())
             yield
-
-
-@contextmanager
-def _instead_of_validate_result(machine: Any, replacement: Any) -> Iterator[None]:
-    machine.validate_result = replacement
-    try:
-        yield
-    finally:
-        vars(machine).pop("validate_result", None)
 
 
 def states_of(optimizers: "list[MegatronOptimizer]", machine: RerunMachine) -> dict[str, Any]:

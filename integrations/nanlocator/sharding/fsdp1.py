@@ -8,7 +8,6 @@ up in its module (_runtime_utils.py).
 """
 
 import functools
-import importlib
 import itertools
 import sys
 import weakref
@@ -20,7 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from nanlocator.calls.modules import shown
-from nanlocator.hooks.patches import replace
+from nanlocator.hooks import points
+from nanlocator.hooks.patches import Patches
 from nanlocator.sharding.own_gradients import LocalScans
 from nanlocator.sharding.shards import Part
 
@@ -89,23 +89,10 @@ class WholeGradients:
                 of_originals = [numbers.get(p, [None])[0] for p in flat._params or ()]
                 unknown: list[int | None] = [None] * flat._num_params
                 self._numbers[handle] = of_originals or list(numbers.get(flat, unknown))
-        self._undo: list[Callable[[], None]] = []
-        owner = importlib.import_module("torch.distributed.fsdp._runtime_utils")
-        for name in ("_reduce_grad", "_reduce_grad_no_shard"):
-            if hasattr(owner, name):
-                self._follow(owner, name)
-            else:
-                scans.say_uncovered(
-                    "gradients before FullyShardedDataParallel reduces them: this torch does it elsewhere"
-                )
-        self._follow_gathers()
+        self._patches = Patches(__name__)
+        this = weakref.ref(self)  # a driver that is dropped without `remove` leaves the wrapper
 
-    def _follow(self, owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-        this = weakref.ref(self)  # the wrapper may outlive it, inside of someone else's
-
-        @functools.wraps(original)
-        def reduce(state: Any, handle: Any) -> Any:
+        def reduce(original: Callable[..., Any], state: Any, handle: Any) -> Any:
             found = this()
             if found is None:
                 return original(state, handle)
@@ -113,28 +100,21 @@ class WholeGradients:
             with found._exchanging(handle, reduces_gradients=True):
                 return original(state, handle)
 
-        self._undo.append(replace(owner, name, reduce))
-
-    def _follow_gathers(self) -> None:
-        owner = importlib.import_module("torch.distributed.fsdp._flat_param").FlatParamHandle
-        original = getattr(owner, "_all_gather_flat_param", None)
-        if original is None:  # crossings have no module's name then
-            return
-        this = weakref.ref(self)
-
-        @functools.wraps(original)
-        def gather(handle: Any, *args: Any, **kwargs: Any) -> Any:
+        def gather(original: Callable[..., Any], handle: Any, *args: Any, **kwargs: Any) -> Any:
             found = this()
             if found is None:
                 return original(handle, *args, **kwargs)
             with found._exchanging(handle, reduces_gradients=False):
                 return original(handle, *args, **kwargs)
 
-        self._undo.append(replace(owner, "_all_gather_flat_param", gather))
+        self._patches.wrap(points.FSDP1_REDUCE, reduce)
+        self._patches.wrap(points.FSDP1_REDUCE_WHOLE, reduce)
+        self._patches.wrap(points.FSDP1_GATHER, gather)
+        for lost in self._patches.lost:
+            scans.say_uncovered(lost)
 
     def remove(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._patches.remove()
         self._numbers.clear()
 
     def begin_step(self) -> None:

@@ -7,7 +7,6 @@ over its microbatches since the last reduction, in the data type that it is redu
 """
 
 import functools
-import importlib
 import math
 import sys
 import weakref
@@ -18,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanlocator.hooks.patches import replace
+from nanlocator.hooks import points
+from nanlocator.hooks.patches import Patches
 from nanlocator.sharding.fsdp1 import itself
 from nanlocator.sharding.own_gradients import LocalScans
 from nanlocator.sharding.shards import Part, is_sharded_over_tp, placements_of
@@ -98,16 +98,12 @@ class WholeGradients:
     def __init__(self, numbers: dict[torch.Tensor, int], scans: LocalScans) -> None:
         self._numbers = numbers
         self._scans = scans
-        self._undo: list[Callable[[], None]] = []
-        try:
-            owner = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
-            original = owner.foreach_reduce
-        except (ImportError, AttributeError):
-            scans.say_uncovered("gradients before fully_shard reduces them: this torch does it elsewhere")
-            return
-        this = weakref.ref(self)  # the wrapper may outlive it, inside of someone else's
+        self._patches = Patches(__name__)
+        this = weakref.ref(self)  # a driver that is dropped without `remove` leaves the wrapper
 
-        def foreach_reduce(params: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
+        def foreach_reduce(
+            original: Callable[..., Any], params: Any, gradients: Any, *args: Any, **kwargs: Any
+        ) -> Any:
             found = this()
             if found is None:
                 return original(params, gradients, *args, **kwargs)
@@ -115,23 +111,20 @@ class WholeGradients:
             with found._exchanging(params, reduces_gradients=True):
                 return original(params, gradients, *args, **kwargs)
 
-        self._undo.append(replace(owner, "foreach_reduce", foreach_reduce))
-        gather = getattr(owner, "foreach_all_gather", None)
-        if gather is None:  # crossings have no module's name then
-            return
-
-        def foreach_all_gather(params: Any, *args: Any, **kwargs: Any) -> Any:
+        def foreach_all_gather(original: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
             found = this()
             if found is None:
-                return gather(params, *args, **kwargs)
+                return original(params, *args, **kwargs)
             with found._exchanging(params, reduces_gradients=False):
-                return gather(params, *args, **kwargs)
+                return original(params, *args, **kwargs)
 
-        self._undo.append(replace(owner, "foreach_all_gather", foreach_all_gather))
+        self._patches.wrap(points.FSDP2_REDUCE, foreach_reduce)
+        self._patches.wrap(points.FSDP2_GATHER, foreach_all_gather)
+        for lost in self._patches.lost:
+            scans.say_uncovered(lost)
 
     def remove(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._patches.remove()
         self._numbers = {}
 
     def begin_step(self) -> None:

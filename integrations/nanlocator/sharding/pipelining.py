@@ -17,7 +17,8 @@ from torch import nn
 
 from nanlocator import _C
 from nanlocator.exchange.boundaries import Boundaries
-from nanlocator.hooks.patches import Patches, replace
+from nanlocator.hooks import points
+from nanlocator.hooks.patches import Patches
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
 _OF_SCHEDULE = ("_has_backward", "_internal_losses", "_maybe_compute_loss", "_n_microbatches")
@@ -31,16 +32,12 @@ _OF_STAGE = (
 )
 
 
-def follow_steps(wrapper: Callable[..., Any]) -> list[Callable[[], None]]:
+def follow_steps(patches: Patches, wrapper: Callable[..., Any]) -> None:
     """``wrapper(original, schedule, ...)`` is called in place of every schedule's ``step``, where the program
-    has imported one (which takes seconds). What is returned takes it off."""
-    schedules = sys.modules.get(_SCHEDULES)
-    if schedules is None:
-        return []
-    return [
-        replace(owner, "step", _wrapped(wrapper, vars(owner)["step"]))
-        for owner in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti)
-    ]
+    has imported one (which takes seconds)."""
+    if _SCHEDULES in sys.modules:
+        for point in points.SCHEDULE_STEPS:
+            patches.wrap(point, wrapper)
 
 
 def group_of(modules: Iterable[nn.Module]) -> "dist.ProcessGroup | None":
@@ -90,10 +87,10 @@ class Pipeline:
         self._is_watching = False
         self._is_in_pass = False
         self._before_first: Callable[[], None] | None = None
-        self._patches = Patches()
+        self._patches = Patches(__name__)
         for chunk, stage in enumerate(stages):
             self._follow(stage, chunk)
-        self._patches.wrap(schedule, "_maybe_compute_loss", self._compute_loss)
+        self._patches.wrap(points.SCHEDULE_LOSS, self._compute_loss, of=schedule)
 
     def remove(self) -> None:
         self._patches.remove()
@@ -181,11 +178,14 @@ class Pipeline:
 
             return retrieve
 
-        self._patches.wrap(stage, "_retrieve_recv_activations", begins(listener.begin_forward))
-        self._patches.wrap(stage, "_retrieve_recv_grads", begins(listener.begin_backward))
-        self._patches.wrap(stage, "forward_one_chunk", forward)
-        self._patches.wrap(stage, "backward_one_chunk", backward)
-        self._patches.wrap(stage, "backward_weight_one_chunk", backward_of_weights)
+        for name, wrapper in (
+            ("_retrieve_recv_activations", begins(listener.begin_forward)),
+            ("_retrieve_recv_grads", begins(listener.begin_backward)),
+            ("forward_one_chunk", forward),
+            ("backward_one_chunk", backward),
+            ("backward_weight_one_chunk", backward_of_weights),
+        ):
+            self._patches.wrap(points.STAGE[name], wrapper, of=stage)
 
     def _compute_loss(
         self,
@@ -213,10 +213,3 @@ def _at(microbatch: int, chunk: int) -> Iterator[None]:
         yield
     finally:
         _C.set_current_microbatch(None, None)
-
-
-def _wrapped(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    def step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, schedule, *args, **kwargs)
-
-    return step

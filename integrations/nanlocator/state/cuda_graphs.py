@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanlocator.hooks.patches import replace
+from nanlocator.hooks import patches, points
+from nanlocator.hooks.patches import Patches
 
 Undo = Callable[[], None]
 
@@ -28,6 +29,7 @@ _BY_ENGINE = "cuda_graphs"  # the same: graphs that TransformerEngine has captur
 # Whose replays are left out where their module is, or where compiled code is executed eagerly.
 _OF_MODULES = ("torch/cuda/graphs.py", "megatron/core/transformer/cuda_graphs.py", "pytorch/graph.py")
 _COMPILED = "/torch/_inductor/"
+_OWN = (__file__, patches.__file__)
 
 _depth = 0  # of blocks without graphs: a re-run
 
@@ -60,17 +62,19 @@ class OwnReplays:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self.places: set[tuple[str, int]] = set()
-        replay = torch.cuda.CUDAGraph.replay
-
-        @functools.wraps(replay)
-        def named(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            self._name(sys._getframe(1))
-            return replay(graph, *args, **kwargs)
-
-        self._undo: Undo = replace(torch.cuda.CUDAGraph, "replay", named)
+        self._patches = Patches(__name__)
+        self._patches.wrap(points.GRAPH_REPLAY, self._around_replay)
 
     def remove(self) -> None:
-        self._undo()
+        self._patches.remove()
+
+    def _around_replay(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        caller: types.FrameType | None = sys._getframe(1)
+        while caller is not None and caller.f_code.co_filename in _OWN:
+            caller = caller.f_back
+        if caller is not None:
+            self._name(caller)
+        return original(*args, **kwargs)
 
     def _name(self, caller: types.FrameType) -> None:
         place = (caller.f_code.co_filename, caller.f_lineno)
@@ -167,7 +171,9 @@ def _without_graphs_of_engine(module: nn.Module) -> Undo:
     """0.13 would take an empty list for an order to capture: there they stay."""
     names = type(module).__call__.__code__.co_names
     if "_should_call_te_cudagraph" in names or "is_graph_capturing" in names:
-        return replace(module, _BY_ENGINE, [])
+        without = Patches(__name__)
+        without.put(points.ENGINE_GRAPHS, [], of=module)
+        return without.remove
     return lambda: None
 
 

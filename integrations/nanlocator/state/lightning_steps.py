@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterator
 from types import ModuleType
 
-from nanlocator.hooks.patches import replace
+from nanlocator.hooks import points
+from nanlocator.hooks.patches import Patches
 
 
 def modules_that_know_of_backward() -> list[ModuleType]:
@@ -21,9 +22,10 @@ def modules_that_know_of_backward() -> list[ModuleType]:
 @contextlib.contextmanager
 def without_logging() -> Iterator[None]:
     """``LightningModule.log`` does nothing."""
-    with contextlib.ExitStack() as stack:
-        for each in _imported("lightning.pytorch.core.module", "pytorch_lightning.core.module"):
-            stack.callback(replace(each.LightningModule, "log", lambda *_, **__: None))
+    with Patches(__name__) as patches:
+        for module, point in points.LIGHTNING_LOG.items():
+            if module in sys.modules:
+                patches.wrap(point, lambda *_, **__: None)
         yield
 
 

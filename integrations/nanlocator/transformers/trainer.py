@@ -28,7 +28,8 @@ from typing_extensions import Unpack  # torch brings it; typing has it from Pyth
 
 from nanlocator import _C
 from nanlocator.engine.options import Options, check_names, resolve_options
-from nanlocator.hooks.patches import Patches, replace
+from nanlocator.hooks import points
+from nanlocator.hooks.patches import Patches
 from nanlocator.loops.optimizer import LocatingOptimizer
 from nanlocator.loops.plain import PlainAdapter, plain_driver, scale_in_gradients
 from nanlocator.state.rerun import ObjectState, Stateful
@@ -142,17 +143,14 @@ class NanLocatorCallback(TrainerCallback):
 
 @functools.cache
 def _follow_trainers() -> None:
-    train = Trainer.train
-
-    @functools.wraps(train)
-    def followed(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    def followed(train: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
         callbacks = [c for c in self.callback_handler.callbacks if isinstance(c, NanLocatorCallback)]
         if len(callbacks) > 1:
             raise _C.UsageError("this Trainer has more than one NanLocatorCallback: keep one")
         with callbacks[0]._following(self) if callbacks else contextlib.nullcontext():
             return train(self, *args, **kwargs)
 
-    replace(Trainer, "train", followed)
+    Patches(__name__).wrap(points.TRAIN, followed)
 
 
 def _check(trainer: Trainer) -> None:
@@ -190,9 +188,10 @@ class _TrainerSteps:
         self._adapter = PlainAdapter([_innermost(trainer.optimizer)], {"": trainer.model})
         self._adapter.verdicts = verdicts
         self.driver = plain_driver(self._adapter, options, self._scaler, scale_in_gradients)
-        self._patches = Patches()
-        self._patches.wrap(trainer, "training_step", self._around_training_step)
-        self._patches.wrap(trainer.optimizer, "step", self._around_update)
+        self._patches = Patches(__name__)
+        self._patches.wrap(points.TRAINING_STEP, self._around_training_step, of=trainer)
+        self._patches.wrap(points.OPTIMIZER_STEP, self._around_update, of=trainer.optimizer)
+        self.driver.locator.add_not_covered(self._patches.lost)
 
     def remove(self) -> None:
         self.driver.stop_following()

@@ -1,0 +1,584 @@
+"""Every point of other people's code that nanlocator patches, one row each. Data only: nothing is imported
+before a point is looked for.
+
+A version of torch or of a framework that lacks a point raises no error. What is not seen then is a note in
+each verdict's coverage (``Patches.lost``), and ``nanlocator doctor`` prints this table for what is installed.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import re
+import sys
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+# Where nanlocator's tests have run (docs/support.md).
+TESTED = {
+    "torch": "2.6 to 2.15",
+    "megatron-core": "0.12 to 0.20",
+    "deepspeed": "0.19.8",
+    "transformers": "4.57.6 to 5.23.0",
+}
+_DISTRIBUTIONS = {"megatron": "megatron-core"}  # of top-level packages that are called otherwise
+
+
+class State(Enum):
+    """Of a point in this environment."""
+
+    HOLDS = "holds"
+    LOST = "lost"
+    NOT_DUE = "not of this version"  # another point does it here
+    NOT_INSTALLED = "not installed"
+    PER_OBJECT = "known when it is used"  # an attribute of objects; where its class is now is not known
+
+
+@dataclass(frozen=True)
+class Point:
+    """An attribute that is replaced.
+
+    Attributes:
+        owner: the module that has it, and after a colon the class or object in it.
+        attribute: its name.
+        needed_by: the modules of nanlocator that subscribe to it, from the outermost to the innermost.
+        lost: what is not seen without it, as a verdict's coverage says it.
+        since: first version of the owner's package in which it is needed; "" from the oldest one on.
+        until: last one, as "2.12"; "" to this day.
+        on_objects: replaced on single objects; ``owner`` has their class.
+        is_hot: called for every module or collective; see ``patches.Maker``.
+        is_traced: torch.compile traces through it.
+        is_optional: only some versions have it, and those that lack it need none.
+    """
+
+    owner: str
+    attribute: str
+    needed_by: tuple[str, ...]
+    lost: str
+    since: str = ""
+    until: str = ""
+    on_objects: bool = False
+    is_hot: bool = False
+    is_traced: bool = False
+    is_optional: bool = False
+
+    @property
+    def place(self) -> str:
+        return f"{self.owner.replace(':', '.')}.{self.attribute}"
+
+    @property
+    def package(self) -> str:
+        """The distribution that it belongs to; "" for Python's own."""
+        name = self.owner.partition(":")[0].partition(".")[0]
+        return "" if name == "sys" or " " in name else _DISTRIBUTIONS.get(name, name)
+
+    @property
+    def is_operator(self) -> bool:
+        """Called by name through torch.ops, where compilers must find an operator."""
+        return self.owner.startswith("torch:ops.")
+
+    def find_owner(self) -> Any:
+        """Imports it. None where there is none."""
+        module, _, path = self.owner.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+            for name in filter(None, path.split(".")):
+                found = getattr(found, name)
+        except Exception:  # what an import raises where a library of it is broken
+            return None
+        return found
+
+    def is_due(self) -> bool:
+        """Whether the version that is installed needs it."""
+        version = numbers_of(version_of(self.package))
+        if self.is_optional or not version:
+            return not self.is_optional
+        is_new_enough = not self.since or version >= numbers_of(self.since)
+        until = numbers_of(self.until)
+        return is_new_enough and (not until or version[: len(until)] <= until)
+
+    def note(self) -> str:
+        """For a verdict's coverage, where it is due and not there."""
+        version = f"{self.package} {version_of(self.package)}".strip()
+        return f"{self.lost}: {version} has no {self.place}"
+
+    def state(self) -> State:
+        """In this environment. Imports the owner, if its package is installed."""
+        if not version_of(self.package) and self.package:
+            return State.NOT_INSTALLED
+        owner = self.find_owner()
+        if owner is not None and hasattr(owner, self.attribute):
+            return State.HOLDS
+        if not self.is_due():
+            return State.NOT_DUE
+        return State.PER_OBJECT if self.on_objects else State.LOST
+
+
+@functools.cache
+def version_of(package: str) -> str:
+    """Of a distribution; "" where it is not installed. A module that is imported knows best: sources on
+    PYTHONPATH have no metadata."""
+    names = {distribution: name for name, distribution in _DISTRIBUTIONS.items()}
+    module = sys.modules.get("megatron.core" if package == "megatron-core" else names.get(package, package))
+    if version := getattr(module, "__version__", ""):
+        return str(version)
+    try:
+        return importlib.metadata.version(package) if package else ""
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def numbers_of(version: str) -> tuple[int, ...]:
+    """(2, 11, 0) of "2.11.0a0+cu129"."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found.group().split("."))) if found else ()
+
+
+TABLE: list[Point] = []
+
+
+def _row(owner: str, attribute: str, needed_by: str, lost: str, **rest: Any) -> Point:
+    point = Point(owner, attribute, tuple(needed_by.split()), lost, **rest)
+    TABLE.append(point)
+    return point
+
+
+# --- torch: modules, autograd, optimizers ------------------------------------------------------------
+
+# Outermost what waits for a model: once it has attached, the call begins anew, and passes the recorder. Then
+# the recorder, so that a call is kept as the program made it; then the names of modules.
+MODULE_CALL = _row(
+    "torch.nn:Module",
+    "__call__",
+    "attach loops.recorder calls.modules",
+    "calls of modules: no step is recorded, no module is named",
+    is_hot=True,
+    is_traced=True,
+)
+MODULE_FORWARD = _row(
+    "torch.nn:Module",
+    "forward",
+    "exchange.boundaries debugger.autocast",
+    "the modules in which something is exchanged",
+    on_objects=True,
+)
+MODULE_ZERO_GRAD = _row(
+    "torch.nn:Module", "zero_grad", "loops.watch", "gradients that a model throws away unused"
+)
+RUN_BACKWARD = _row(
+    "torch.autograd",
+    "_engine_run_backward",
+    "loops.recorder",
+    "backwards: gradients are scanned when an optimizer steps, and the step cannot be re-run",
+)
+FUNCTION_APPLY = _row(
+    "torch.autograd:Function",
+    "apply",
+    "loops.recorder",
+    "what custom autograd functions outside of modules are applied to",
+    since="2.15",
+)
+OPTIMIZER_INIT = _row(
+    "torch.optim:Optimizer", "__init__", "attach", "optimizers of a script that is to be attached to"
+)
+OPTIMIZER_STEP = _row(
+    "torch.optim:Optimizer",
+    "step",
+    "loops.watch deepspeed.locator transformers.trainer",
+    "the steps of an optimizer",
+    on_objects=True,
+)
+OPTIMIZER_ZERO_GRAD = _row(
+    "torch.optim:Optimizer",
+    "zero_grad",
+    "loops.watch",
+    "gradients that an optimizer throws away unused",
+    on_objects=True,
+)
+OPTIMIZER_ADD_GROUP = _row(
+    "torch.optim:Optimizer",
+    "add_param_group",
+    "loops.watch",
+    "parameters that an optimizer is given later",
+    on_objects=True,
+)
+SCALE = _row("torch.amp.grad_scaler:GradScaler", "scale", "loops.watch", "losses as they are before scaling")
+UNSCALE = _row(
+    "torch.amp.grad_scaler:GradScaler",
+    "unscale_",
+    "loops.watch",
+    "gradients before GradScaler unscales them",
+)
+# A closure's own scan comes before the one of a watch, which has other parameters.
+TOTAL_NORM = _row(
+    "torch.nn.utils.clip_grad", "_get_total_norm", "loops.watch", "gradients before their norm is taken"
+)
+CLIP = _row(
+    "torch.nn.utils.clip_grad",
+    "_clip_grads_with_norm_",
+    "loops.optimizer loops.watch",
+    "gradients before they are clipped",
+)
+EXIT = _row("sys", "exit", "loops.watch", "a bad step after which the program calls sys.exit")
+GRAPH_REPLAY = _row(
+    "torch.cuda:CUDAGraph", "replay", "state.cuda_graphs", "CUDA graphs that the program replays by itself"
+)
+STREAM_SANITIZER = _row(
+    "torch.cuda._sanitizer:EventHandler",
+    "_handle_kernel_launch",
+    "exchange.stream_sanitizer",
+    "memory that two streams use without waiting",
+    on_objects=True,
+)
+CHECKPOINT_EARLY_STOP = _row(
+    "torch.utils.checkpoint",
+    "_enable_checkpoint_early_stop",
+    "exchange.stream_sanitizer",
+    "memory that two streams use without waiting, under activation checkpointing",
+)
+
+# --- torch: what ranks send to each other ------------------------------------------------------------
+
+# A transfer is shown to the trace outside of what only waits for it or scans what has arrived.
+_OF_GROUPS = "exchange.transfers loops.recorder exchange.boundaries"
+
+
+def _of_groups(names: str, lost: str, needed_by: str = _OF_GROUPS, **rest: Any) -> dict[str, Point]:
+    owner = "torch._C._distributed_c10d:ProcessGroup"
+    return {name: _row(owner, name, needed_by, lost, is_hot=True, **rest) for name in names.split()}
+
+
+_TRANSFERRED = "exchange.transfers exchange.boundaries"
+PROCESS_GROUP = {
+    **_of_groups(
+        "allreduce allreduce_coalesced broadcast reduce allgather allgather_coalesced reduce_scatter "
+        "alltoall gather scatter",
+        "what collectives of this kind exchange",
+        _TRANSFERRED,
+    ),
+    # From 2.13 on torch.distributed calls others in their place (docs/adr/0004).
+    **_of_groups(
+        "_allgather_base allgather_into_tensor_coalesced _reduce_scatter_base "
+        "reduce_scatter_tensor_coalesced alltoall_base",
+        "what collectives of this kind exchange",
+        _TRANSFERRED,
+        until="2.12",
+    ),
+    **_of_groups(
+        "all_gather_single all_gather_single_coalesced reduce_scatter_single reduce_scatter_single_coalesced "
+        "all_to_all_single gather_single",
+        "what collectives of this kind exchange",
+        _TRANSFERRED,
+        since="2.13",
+    ),
+    **_of_groups("send", "messages that are sent", _TRANSFERRED),
+    **_of_groups("recv", "messages that are received"),
+    **_of_groups(
+        "recv_anysource", "messages that are received from any rank", "loops.recorder exchange.boundaries"
+    ),
+    **_of_groups("_start_coalescing _end_coalescing", "where coalesced transfers end", _TRANSFERRED),
+    **_of_groups("barrier monitored_barrier", "barriers, which end transfers", "exchange.transfers"),
+}
+_FUNCTIONAL = "what functional collectives (DTensor's) exchange"
+FUNCTIONAL = {
+    f"{namespace}.{name}": _row(
+        f"torch:ops.{namespace}", name, "exchange.functional_collectives", _FUNCTIONAL, **rest
+    )
+    for namespace, names, rest in (
+        (
+            "_c10d_functional",
+            "all_reduce all_reduce_coalesced all_gather_into_tensor all_gather_into_tensor_coalesced "
+            "reduce_scatter_tensor reduce_scatter_tensor_coalesced all_to_all_single broadcast wait_tensor",
+            {},
+        ),
+        (
+            "_c10d_functional_autograd",
+            "all_gather_into_tensor reduce_scatter_tensor all_to_all_single",
+            {},
+        ),
+        (
+            "_c10d_functional_autograd",
+            "all_reduce all_reduce_coalesced all_gather_into_tensor_coalesced "
+            "reduce_scatter_tensor_coalesced broadcast",
+            {"is_optional": True},
+        ),
+    )
+    for name in names.split()
+}
+DDP_BROADCAST = _row(
+    "torch.nn.parallel:DistributedDataParallel",
+    "_default_broadcast_coalesced",
+    "exchange.transfers exchange.boundaries",
+    "buffers that DistributedDataParallel broadcasts",
+)
+
+# --- torch: sharded gradients and pipelines ----------------------------------------------------------
+
+FSDP1_CLIP = _row(
+    "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel",
+    "clip_grad_norm_",
+    "loops.optimizer loops.watch",
+    "gradients before FullyShardedDataParallel clips them",
+)
+_BEFORE_FSDP1 = "gradients before FullyShardedDataParallel reduces them"
+FSDP1_REDUCE = _row("torch.distributed.fsdp._runtime_utils", "_reduce_grad", "sharding.fsdp1", _BEFORE_FSDP1)
+FSDP1_REDUCE_WHOLE = _row(
+    "torch.distributed.fsdp._runtime_utils", "_reduce_grad_no_shard", "sharding.fsdp1", _BEFORE_FSDP1
+)
+FSDP1_GATHER = _row(
+    "torch.distributed.fsdp._flat_param:FlatParamHandle",
+    "_all_gather_flat_param",
+    "sharding.fsdp1",
+    "whose weights FullyShardedDataParallel gathers",
+)
+_FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+FSDP2_REDUCE = _row(_FSDP2, "foreach_reduce", "sharding.fsdp2", "gradients before fully_shard reduces them")
+FSDP2_GATHER = _row(_FSDP2, "foreach_all_gather", "sharding.fsdp2", "whose weights fully_shard gathers")
+
+_PIPELINES = "torch.distributed.pipelining.schedules"
+_SCHEDULED = "attach loops.optimizer loops.watch"  # what attaches, as above
+SCHEDULE_STEPS = (
+    _row(f"{_PIPELINES}:PipelineScheduleSingle", "step", _SCHEDULED, "steps of a pipeline's schedule"),
+    _row(f"{_PIPELINES}:PipelineScheduleMulti", "step", _SCHEDULED, "steps of a pipeline's schedule"),
+)
+SCHEDULE_LOSS = _row(
+    f"{_PIPELINES}:_PipelineSchedule",
+    "_maybe_compute_loss",
+    "sharding.pipelining",
+    "losses of a pipeline's microbatches",
+    on_objects=True,
+)
+STAGE = {
+    name: _row(
+        "torch.distributed.pipelining.stage:_PipelineStageBase",
+        name,
+        "sharding.pipelining",
+        "microbatches of a pipeline's stage, and what it receives",
+        on_objects=True,
+    )
+    for name in (
+        "_retrieve_recv_activations",
+        "_retrieve_recv_grads",
+        "forward_one_chunk",
+        "backward_one_chunk",
+        "backward_weight_one_chunk",
+    )
+}
+
+# --- kernels that the dispatcher does not call -------------------------------------------------------
+
+_KERNELS = "kernels of this kind, by name, and what they are given"
+EXTENSION_FUNCTION = _row("extension modules", "functions", "calls.kernels", _KERNELS, on_objects=True)
+INDUCTOR_MODULES = _row(
+    "torch._inductor.codecache:PyCodeCache", "load_by_key_path", "calls.kernels", _KERNELS
+)
+KERNEL_LAUNCHES = tuple(
+    _row(owner, "run", "calls.kernels", _KERNELS)
+    for owner in (
+        "triton.runtime.jit:JITFunction",
+        "triton.runtime.interpreter:InterpretedFunction",
+        "torch._inductor.runtime.triton_heuristics:CachingAutotuner",
+    )
+)
+
+# --- Megatron-Core -----------------------------------------------------------------------------------
+
+_MEGATRON = "megatron.locator"
+MEGATRON_OPTIMIZER = _row(
+    "megatron.core.optimizer", "get_megatron_optimizer", "megatron.scripts", "models of an unedited script"
+)
+MEGATRON_SETUP = _row(  # of Megatron-LM, which is no package
+    "megatron.training.training",
+    "setup_model_and_optimizer",
+    "megatron.scripts",
+    "models of an unedited script",
+    on_objects=True,
+)
+SCHEDULES = tuple(
+    _row(
+        "megatron.core.pipeline_parallel.schedules",
+        name,
+        _MEGATRON,
+        "forward and backward of this schedule: no step is scanned as a whole, or re-run",
+    )
+    for name in (
+        "forward_backward_no_pipelining",
+        "forward_backward_pipelining_without_interleaving",
+        "forward_backward_pipelining_with_interleaving",
+    )
+)
+FORWARD_STEP = _row(
+    "megatron.core.pipeline_parallel.schedules",
+    "forward_step",
+    _MEGATRON,
+    "microbatches of forward, and losses",
+)
+BACKWARD_STEP = _row(
+    "megatron.core.pipeline_parallel.schedules", "backward_step", _MEGATRON, "microbatches of backward"
+)
+START_GRAD_SYNC = _row(
+    "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup",
+    "start_grad_sync",
+    _MEGATRON,
+    "gradients before their data-parallel reduction",
+    on_objects=True,
+)
+FINISH_GRAD_SYNC = _row(
+    "megatron.core.distributed:DistributedDataParallel",
+    "finish_grad_sync",
+    _MEGATRON,
+    "gradients after their data-parallel reduction",
+    on_objects=True,
+)
+ZERO_GRAD_BUFFER = _row(
+    "megatron.core.distributed:DistributedDataParallel",
+    "zero_grad_buffer",
+    _MEGATRON,
+    "parameters before the step",
+    on_objects=True,
+)
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+PREPARE_GRADS = _row(
+    f"{_OPTIMIZER}:MegatronOptimizer",
+    "prepare_grads",
+    _MEGATRON,
+    "gradients as they are clipped",
+    on_objects=True,
+)
+GRAD_NORM = _row(
+    f"{_OPTIMIZER}:ChainedOptimizer", "get_grad_norm", _MEGATRON, "the norm of gradients", on_objects=True
+)
+CLIP_GRAD_NORM = _row(
+    f"{_OPTIMIZER}:MegatronOptimizer",
+    "clip_grad_norm",
+    _MEGATRON,
+    "the norm of gradients",
+    on_objects=True,
+)
+READY_UPDATE = _row(
+    f"{_OPTIMIZER}:MegatronOptimizer",
+    "step_with_ready_grads",
+    _MEGATRON,
+    "the place before the update",
+    on_objects=True,
+)
+MEGATRON_STEP = _row(
+    f"{_OPTIMIZER}:MegatronOptimizer", "step", _MEGATRON, "where a step ends", on_objects=True
+)
+_MEGATRON_FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"
+_BEFORE_MEGATRON_FSDP = "gradients before Megatron-FSDP reduces them"
+FSDP_BUCKET_REDUCE = _row(
+    f"{_MEGATRON_FSDP}:GradReducePipeline",
+    "_bucket_group_gradient_reduce",
+    _MEGATRON,
+    _BEFORE_MEGATRON_FSDP,
+    on_objects=True,
+)
+FSDP_REDUCE_ALL = tuple(
+    _row(f"{_MEGATRON_FSDP}:ParamAndGradBuffer", name, _MEGATRON, _BEFORE_MEGATRON_FSDP, on_objects=True)
+    for name in ("reduce_scatter_gradients", "all_reduce_gradients")
+)
+FSDP_GATHER = _row(
+    f"{_MEGATRON_FSDP}:AllGatherPipeline",
+    "all_gather_params",
+    _MEGATRON,
+    "whose weights Megatron-FSDP gathers",
+    on_objects=True,
+)
+FSDP_GATHER_BUCKET = _row(
+    f"{_MEGATRON_FSDP}:AllGatherPipeline",
+    "async_bucket_gather",
+    _MEGATRON,
+    "whose weights Megatron-FSDP gathers",
+    on_objects=True,
+)
+VALIDATE_RESULT = _row(
+    "megatron.core.rerun_state_machine:RerunStateMachine",
+    "validate_result",
+    "megatron.state",
+    "errors of Megatron's own checks are raised on one rank before all ranks have agreed",
+    on_objects=True,
+)
+ENGINE_GRAPHS = _row(
+    "megatron.core.transformer.module:GraphableMegatronModule",
+    "cuda_graphs",
+    "state.cuda_graphs",
+    "operators of layers that are replayed from TransformerEngine's CUDA graphs",
+    on_objects=True,
+)
+
+# --- DeepSpeed ---------------------------------------------------------------------------------------
+
+INITIALIZE = _row("deepspeed", "initialize", "deepspeed_scripts", "engines of an unedited script")
+SANITY_CHECK = _row(
+    "deepspeed.runtime.engine:DeepSpeedEngine",
+    "_do_optimizer_sanity_check",
+    "loops.ownership",
+    "a watched optimizer that is given to DeepSpeed: nothing is found then",
+)
+ENGINE = {
+    name: _row("deepspeed.runtime.engine:DeepSpeedEngine", name, "deepspeed.locator", lost, on_objects=True)
+    for name, lost in (
+        ("backward", "backwards of the engine"),
+        ("scale", "losses as they are before scaling"),
+        ("_backward_prologue", "where a backward begins to reduce its buckets"),
+        ("_take_model_step", "the steps of the engine"),
+    )
+}
+_BEFORE_ZERO = "gradients before DeepSpeed reduces them"
+ZERO_REDUCE = {
+    attribute: _row(owner, attribute, "deepspeed.locator", _BEFORE_ZERO, on_objects=True)
+    for owner, attribute in (
+        ("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer", "reduce_ipg_grads"),
+        (
+            "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
+            "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
+        ),
+        ("deepspeed.runtime.engine:DeepSpeedEngine", "buffered_allreduce_fallback"),
+    )
+}
+ZERO_NORM = {
+    attribute: _row(owner, attribute, "deepspeed.locator", "the norm of gradients", on_objects=on_objects)
+    for owner, attribute, on_objects in (
+        ("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer", "scaled_global_norm", True),
+        ("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", "_get_norm_groups", True),
+        ("deepspeed.runtime.bf16_optimizer", "get_global_norm_of_tensors", False),
+    )
+}
+ZERO_GATHER = _row(
+    "deepspeed.runtime.zero.partition_parameters",
+    "_dist_allgather_fn",
+    "deepspeed.locator",
+    "weights that ZeRO stage 3 gathers",
+)
+
+# --- transformers, Lightning -------------------------------------------------------------------------
+
+TRAIN = _row("transformers:Trainer", "train", "transformers.trainer", "Trainers that have the callback")
+TRAINING_STEP = _row(
+    "transformers:Trainer",
+    "training_step",
+    "transformers.trainer",
+    "microbatches of the Trainer",
+    on_objects=True,
+)
+DEBUGGER = {
+    f"{module}.{name}": _row(
+        f"transformers.{module}", name, "debugger.patch", "what --debug underflow_overflow finds"
+    )
+    for module, names in (
+        ("trainer", "DebugUnderflowOverflow"),
+        ("debug_utils", "DebugUnderflowOverflow detect_overflow get_abs_min_max"),
+    )
+    for name in names.split()
+}
+EXCEPT_HOOK = _row("sys", "excepthook", "debugger.ranks", "a debugger's finding in the traceback of a rank")
+LIGHTNING_LOG = {
+    module: _row(
+        f"{module}:LightningModule",
+        "log",
+        "state.lightning_steps",
+        "Lightning logs once more what a re-run step logs",
+    )
+    for module in ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
+}
