@@ -25,7 +25,7 @@ from nanlocator.calls import inductor_kernels, kernels
 from nanlocator.calls.bundle_code import consent, execute, find_named, import_named, line_of, require_own
 from nanlocator.calls.kernel_references import references_of
 from nanlocator.calls.kernel_signatures import register_signature as register_signature
-from nanlocator.calls.kernel_source import source_of
+from nanlocator.calls.kernel_source import python_function, source_of
 
 _MOST_BYTES = 4 << 30  # of copies, of all calls of a pass together
 
@@ -235,7 +235,7 @@ def _describe(
 
 
 def _describe_launch(record: KernelCallRecord, kernel: Any) -> None:
-    function = _python_function(kernel)
+    function = python_function(kernel)
     record.module = str(getattr(function, "__module__", ""))
     record.entry = str(getattr(function, "__qualname__", record.name))
     with contextlib.suppress(TypeError, OSError):
@@ -333,16 +333,10 @@ def _version(package: str) -> str:
         return ""
 
 
-def _python_function(kernel: Any) -> Any:
-    while hasattr(kernel, "fn"):
-        kernel = kernel.fn
-    return kernel
-
-
 def _grid_of(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     """Numbers, also where it is a function of the arguments."""
     if callable(grid):
-        signature = inspect.signature(_python_function(kernel))
+        signature = inspect.signature(python_function(kernel))
         own = {name: value for name, value in kwargs.items() if name in signature.parameters}
         bound = signature.bind_partial(*args, **own)
         bound.apply_defaults()

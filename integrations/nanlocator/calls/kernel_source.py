@@ -39,7 +39,7 @@ class _Module:
         return "\n\n\n".join(filter(None, parts)) + "\n"
 
     def _add(self, function: Any) -> None:
-        python = _python_function(function)
+        python = python_function(function)
         if python.__name__ in self._functions:
             return
         self._functions[python.__name__] = ""  # recursion ends here
@@ -54,7 +54,7 @@ class _Module:
         if isinstance(value, types.ModuleType):
             self._imports.append(f"import {value.__name__} as {name}")
         elif _is_kernel(value):
-            if _python_function(value).__name__ != name:
+            if python_function(value).__name__ != name:
                 raise _NotWritten(name)
             self._add(value)
         elif type(value) in (bool, int, float, str):
@@ -80,11 +80,11 @@ def _is_kernel(value: Any) -> bool:
     return type(value).__name__ in ("JITFunction", "InterpretedFunction")
 
 
-def _python_function(kernel: Any) -> types.FunctionType:
-    function = kernel.fn
-    while not isinstance(function, types.FunctionType):
-        function = function.fn
-    return function
+def python_function(kernel: Any) -> Any:
+    """What it was made of: without autotuners, heuristics and ``triton.jit``."""
+    while hasattr(kernel, "fn"):
+        kernel = kernel.fn
+    return kernel
 
 
 @functools.cache

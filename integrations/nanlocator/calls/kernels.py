@@ -44,6 +44,7 @@ _LEFT_OUT = (
 )
 # Of TransformerEngine: an argument of such a type makes a kernel communicate while it computes.
 _COMMUNICATOR = "CommOverlap"
+_LINKED_WITH_TORCH = (b"libc10.", b"libtorch")
 _SUFFIXES = tuple(importlib.machinery.EXTENSION_SUFFIXES)
 _UNNAMED = re.compile(r"arg\d+")  # where pybind11 was given no name
 
@@ -164,7 +165,7 @@ def is_extension(name: str, file: str) -> bool:
     root = name.partition(".")[0]
     if not file.endswith(_SUFFIXES) or root in _LEFT_OUT:
         return False
-    return root in _WITHOUT_TORCH or _is_linked_with_torch(file)
+    return root in _WITHOUT_TORCH or holds_one_of(file, _LINKED_WITH_TORCH)
 
 
 def _is_extension(module: types.ModuleType) -> bool:
@@ -179,11 +180,12 @@ def _is_extension(module: types.ModuleType) -> bool:
 
 
 @functools.cache
-def _is_linked_with_torch(file: str) -> bool:
+def holds_one_of(file: str, words: tuple[bytes, ...]) -> bool:
+    """False for a file that cannot be read, too."""
     try:
         with open(file, "rb") as library, mmap.mmap(library.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return content.find(b"libc10.") >= 0 or content.find(b"libtorch") >= 0
-    except (OSError, ValueError):
+            return any(content.find(word) >= 0 for word in words)
+    except (OSError, ValueError):  # ValueError: it is empty
         return False
 
 

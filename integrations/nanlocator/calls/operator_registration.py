@@ -7,8 +7,6 @@ torch.library itself. Of the last, the modules' own texts tell which of them nam
 """
 
 import ast
-import functools
-import mmap
 import os
 import re
 import symtable
@@ -23,6 +21,7 @@ from torch._library.custom_ops import OPDEFS
 
 from nanlocator import _C
 from nanlocator.calls.bundle_code import consent, execute, import_named, line_of, require_own
+from nanlocator.calls.kernels import holds_one_of
 
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _PLACE = re.compile(r"registered at (.+?):\d+(?: ::|$)", re.MULTILINE)
@@ -61,7 +60,7 @@ def _absolute(file: str) -> str:
 def _libraries(places: set[str]) -> list[str]:
     """The mapped libraries, but for Torch's own, that were compiled from the files ``places``."""
     marks = tuple(os.fsencode(place) + b"\0" for place in sorted(places))
-    return [file for file in _mapped_libraries() if _holds_one_of(file, marks)] if marks else []
+    return [file for file in _mapped_libraries() if holds_one_of(file, marks)] if marks else []
 
 
 def _mapped_libraries() -> list[str]:
@@ -76,15 +75,6 @@ def _mapped_libraries() -> list[str]:
         if ".so" in os.path.basename(file) and not is_left_out and os.path.isfile(file):
             files[file] = None
     return list(files)
-
-
-@functools.cache
-def _holds_one_of(file: str, marks: tuple[bytes, ...]) -> bool:
-    try:
-        with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return any(content.find(mark) >= 0 for mark in marks)
-    except (OSError, ValueError):  # not readable, empty
-        return False
 
 
 def _module_of_library(file: str) -> str:
