@@ -39,8 +39,13 @@ TIMEOUT = 120.0  # seconds for all ranks together; a rank that hangs fails the t
 class RankServer:
     """Ranks of one kind: they start with `modules` imported, whatever those change in the process."""
 
-    def __init__(self, *modules: str) -> None:
-        """The server starts, and imports, with the first rank, and ends with this process."""
+    def __init__(self, *modules: str, on_gpu: bool = False) -> None:
+        """The server starts, and imports, with the first rank, and ends with this process.
+
+        GPUs are hidden from ranks that are not `on_gpu`. `modules` of those that are must not query one: a
+        fork could not use a GPU that the server has queried.
+        """
+        self._hidden = {} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
         self._server = multiprocessing.forkserver.ForkServer()
         self._server.set_forkserver_preload([*modules, "before_fork"])
 
@@ -95,8 +100,7 @@ class RankServer:
         return subprocess.CompletedProcess(words, code, out, err)
 
     def _start(self, target: Callable[..., None], *arguments: Any) -> BaseProcess:
-        # Ranks use gloo. A fork could not use a GPU that the server has queried.
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **self._hidden, "OMP_NUM_THREADS": "1"}
         # The server takes its import path from this variable; before Python 3.13 it has no other source.
         with mock.patch.dict(os.environ, environment, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
             self._server.ensure_running()
@@ -118,13 +122,14 @@ class KeptRanks:
 
     _all: ClassVar[list["KeptRanks"]] = []
 
-    def __init__(self, server: RankServer) -> None:
+    def __init__(self, server: RankServer, backend: str = "gloo") -> None:
+        """`backend`: gloo or nccl."""
         self._all.append(self)
-        self._server = server
+        self._server, self._backend = server, backend
         self._ranks: dict[int, list[tuple[BaseProcess, Any]]] = {}
 
     def run_ranks(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Like RankServer's, with gloo. After a rank raised or died, the next call starts new ones."""
+        """Like RankServer's. After a rank raised or died, the next call starts new ones."""
         if world_size not in self._ranks:
             self._ranks[world_size] = self._start(world_size)
         pipes = [pipe for _, pipe in self._ranks[world_size]]
@@ -149,7 +154,9 @@ class KeptRanks:
         port, ranks = free_port(), []
         for rank in range(world_size):
             own, theirs = multiprocessing.Pipe()
-            ranks.append((self._server._start(_run_functions, theirs, rank, world_size, port), own))
+            ranks.append(
+                (self._server._start(_run_functions, theirs, rank, world_size, port, self._backend), own)
+            )
             theirs.close()
         return ranks
 
@@ -266,8 +273,8 @@ def _join_group(rank: int, world_size: int, port: int, backend: str) -> Any:
     return store
 
 
-def _run_functions(pipe, rank: int, world_size: int, port: int) -> None:
-    _join_group(rank, world_size, port, "gloo")
+def _run_functions(pipe, rank: int, world_size: int, port: int, backend: str) -> None:
+    _join_group(rank, world_size, port, backend)
     while True:
         folder, function, arguments = pipe.recv()
         os.chdir(folder)

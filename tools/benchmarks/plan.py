@@ -32,7 +32,7 @@ from typing import Any
 from plan_configurations import CONFIGURATIONS, Configuration
 
 # H100 SXM5 data sheet; the fraction that a scan of bfloat16 reaches, and the time of one of 4 KB there
-# (tools/gpu, steps scan and scan-cost, 2026-11-26).
+# (tools/gpu, parts binaries and cost, 2026-11-26).
 BANDWIDTH, REACHED = 3.35e12, 0.82
 SHORTEST_KERNEL = 4.9e-6
 # Host times in seconds: together the 9 us of a scan from Python there; the split is an assumption.

@@ -1,48 +1,42 @@
-"""What a healthy step costs on the device, and a single scan; steps of tools/gpu."""
+"""What a healthy step costs on the device, and a single scan: figures, which docs/benchmarks.md judges."""
 
 import contextlib
 import gc
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from gpu_machine import DEVICE, ROOT, synchronize
 
 from nanlocator import _C
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.insert(0, str(ROOT / "tools" / "benchmarks"))
 import turns
 from overhead_pytorch import located, watched
 
 NO_TOOL = "no tool"
+GPT2 = {
+    "350 M, batch 8 x 1024": {"layers": 24, "hidden": 1024, "batch": 8, "sequence": 1024, "rounds": 3},
+    "85 M, batch 1 x 128": {"layers": 12, "hidden": 768, "batch": 1, "sequence": 128, "rounds": 5},
+}
+TINY = {"tiny": {"layers": 1, "hidden": 32, "batch": 1, "sequence": 16, "rounds": 1}}
+SIZES = {"cuda": (2**12, 2**20, 2**24, 2**28, 2**31), "cpu": (2**12, 2**20)}
 
 
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GPT2 if DEVICE == "cuda" else TINY)
+def test_a_step_of_gpt2_in_bf16_at_each_level(name, device, record_property):
+    """Where the GPU is busy all the time, and where it waits for the host."""
+    for key, figures in overhead(device, **(GPT2 | TINY)[name]).items():
+        record_property(key, figures)
 
 
-# ---- overhead: plain PyTorch --------------------
-
-
-def overhead(device: str) -> dict[str, Any]:
-    """A step of GPT-2 in bf16, where the GPU is busy all the time, and where it waits for the host."""
-    if device == "cpu":
-        return {"tiny": _overhead(device, layers=1, hidden=32, batch=1, sequence=16, rounds=1)}
-    return {
-        "350 M, batch 8 x 1024": _overhead(device, layers=24, hidden=1024, batch=8, sequence=1024, rounds=3),
-        "85 M, batch 1 x 128": _overhead(device, layers=12, hidden=768, batch=1, sequence=128, rounds=5),
-    }
-
-
-def _overhead(
-    device: str, layers: int, hidden: int, batch: int, sequence: int, rounds: int
-) -> dict[str, Any]:
+def overhead(device, layers, hidden, batch, sequence, rounds):
     import transformers
 
-    torch.manual_seed(0)
     vocabulary = 32000
     config = transformers.GPT2Config(
         n_embd=hidden,
@@ -90,29 +84,20 @@ def _overhead(
     return {"ratios": ratios, "milliseconds": milliseconds}
 
 
-# ---- scan-cost: a single tensor --------------------
-
-
-def scan_cost(device: str) -> dict[str, Any]:
-    """Of one scan outside of a plan: microseconds of the host and of the device, and the rate, beside what
-    torch.isfinite(x).all() takes on the device."""
-    figures = {}
-    for size in (2**12, 2**20, 2**24, 2**28, 2**31) if device == "cuda" else (2**12, 2**20):
-        tensor = torch.randn(size // 2, device=device).to(torch.bfloat16)
-        scans = _C.TensorScans()
-        scans.enqueue(tensor)
-        scans.read()
-        count = 200 if size < 2**26 else 20
-        host, on_device = _times(device, lambda: scans.enqueue(tensor), count)  # noqa: B023
-        scans.read()
-        _, of_torch = _times(device, lambda: torch.isfinite(tensor).all(), count)  # noqa: B023
-        figures[size] = {
-            "host_us": round(host, 2),
-            "device_us": round(on_device, 2),
-            "GB/s": round(size / on_device / 1e3, 1),
-            "isfinite_device_us": round(of_torch, 2),
-        }
-    return figures
+@pytest.mark.parametrize("size", SIZES[DEVICE])
+def test_a_scan_of_one_tensor_outside_of_a_plan(size, device, record_property):
+    tensor = torch.randn(size // 2, device=device).to(torch.bfloat16)
+    scans = _C.TensorScans()
+    scans.enqueue(tensor)
+    scans.read()
+    count = 200 if size < 2**26 else 20
+    host, on_device = _times(device, lambda: scans.enqueue(tensor), count)
+    scans.read()
+    _, of_torch = _times(device, lambda: torch.isfinite(tensor).all(), count)
+    record_property("host_us", round(host, 2))
+    record_property("device_us", round(on_device, 2))
+    record_property("GB/s", round(size / on_device / 1e3, 1))
+    record_property("isfinite_device_us", round(of_torch, 2))
 
 
 def _times(device: str, call: Callable[[], Any], count: int) -> tuple[float, float]:
