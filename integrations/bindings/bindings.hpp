@@ -12,9 +12,9 @@
 #include "nanlocator/error.hpp"
 #include "nanlocator/files/names.hpp"
 #include "nanlocator/gradients/gradient_scanner.hpp"
-#include "nanlocator/trace/module_scope.hpp"
-#include "nanlocator/trace/operator_trace.hpp"
-#include "nanlocator/trace/program_code.hpp"
+#include "nanlocator/operators/operator_trace.hpp"
+#include "nanlocator/operators/program_code.hpp"
+#include "nanlocator/watch/module_scope.hpp"
 #include "path.hpp"
 
 namespace nanlocator {

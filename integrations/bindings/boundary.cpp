@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "bindings.hpp"
-#include "nanlocator/trace/boundary_watch.hpp"
+#include "nanlocator/watch/boundary_watch.hpp"
 
 namespace py = pybind11;
 using py::literals::operator""_a;

@@ -9,8 +9,8 @@
 #include "framework.hpp"
 #include "interrupted.hpp"
 #include "nanlocator/step/step_driver.hpp"
-#include "nanlocator/trace/boundary_watch.hpp"
-#include "nanlocator/trace/module_watch.hpp"
+#include "nanlocator/watch/boundary_watch.hpp"
+#include "nanlocator/watch/module_watch.hpp"
 
 namespace py = pybind11;
 using py::literals::operator""_a;

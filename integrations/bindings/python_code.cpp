@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "bindings.hpp"
-#include "trace/recorded_caller.hpp"
+#include "recorder/recorded_caller.hpp"
 
 namespace py = pybind11;
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "bindings.hpp"
-#include "nanlocator/trace/step_recorder.hpp"
+#include "nanlocator/recorder/step_recorder.hpp"
 #include "tensor/steady_copy.hpp"
 
 namespace py = pybind11;

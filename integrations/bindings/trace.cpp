@@ -11,11 +11,11 @@
 
 #include "bindings.hpp"
 #include "nanlocator/error.hpp"
-#include "nanlocator/trace/kernel_call.hpp"
-#include "nanlocator/trace/microbatch_scope.hpp"
-#include "nanlocator/trace/operator_trace.hpp"
-#include "nanlocator/trace/serialised_operators.hpp"
-#include "nanlocator/trace/transfer.hpp"
+#include "nanlocator/operators/kernel_call.hpp"
+#include "nanlocator/operators/operator_trace.hpp"
+#include "nanlocator/operators/serialised_operators.hpp"
+#include "nanlocator/operators/transfer.hpp"
+#include "nanlocator/watch/microbatch_scope.hpp"
 
 namespace py = pybind11;
 using py::literals::operator""_a;

@@ -9,8 +9,8 @@
 
 #include "bindings.hpp"
 #include "nanlocator/tensor/scan_one.hpp"
-#include "nanlocator/trace/module_scope.hpp"
-#include "nanlocator/trace/module_watch.hpp"
+#include "nanlocator/watch/module_scope.hpp"
+#include "nanlocator/watch/module_watch.hpp"
 
 namespace py = pybind11;
 using py::literals::operator""_a;

@@ -5,7 +5,6 @@
 
 #include "nanlocator/step/framework.hpp"
 #include "nanlocator/step/gradient_locator.hpp"
-#include "nanlocator/trace/operator_trace.hpp"
 
 namespace nanlocator::inline step_room {
 

@@ -17,7 +17,7 @@
 #include <thread>
 
 #include "nanlocator/agree/communicator.hpp"
-#include "trace/operator_progress.hpp"
+#include "operators/operator_progress.hpp"
 
 namespace nanlocator::inline step_room {
 

@@ -11,8 +11,8 @@
 
 #include "nanlocator/step/step_rerun.hpp"
 #include "nanlocator/tensor/scan_one.hpp"
-#include "nanlocator/trace/boundary_watch.hpp"
-#include "nanlocator/trace/module_watch.hpp"
+#include "nanlocator/watch/boundary_watch.hpp"
+#include "nanlocator/watch/module_watch.hpp"
 #include "tensor/tensor_access.hpp"
 
 namespace nanlocator::inline step_room {

@@ -12,7 +12,7 @@
 #include <set>
 #include <utility>
 
-#include "nanlocator/trace/boundary_watch.hpp"
+#include "nanlocator/watch/boundary_watch.hpp"
 #include "step/birth_bundles.hpp"
 #include "step/rerun_guard.hpp"
 #include "tensor/tensor_access.hpp"

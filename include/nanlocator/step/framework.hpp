@@ -23,9 +23,9 @@
 #include "nanlocator/gradients/gradient_scanner.hpp"
 #include "nanlocator/locate/verdict.hpp"
 #include "nanlocator/map/parameter_map.hpp"
+#include "nanlocator/operators/operator_trace.hpp"
 #include "nanlocator/record/bundle.hpp"
 #include "nanlocator/replay/kernel_replay.hpp"
-#include "nanlocator/trace/operator_trace.hpp"
 
 namespace nanlocator::inline step_room {
 

@@ -31,10 +31,10 @@
 #include "nanlocator/step/gradient_locator.hpp"
 #include "nanlocator/step/step_state.hpp"
 
-namespace nanlocator::inline trace_room {
+namespace nanlocator::inline watch_room {
 class BoundaryWatch;
 class ModuleWatch;
-}  // namespace nanlocator::inline trace_room
+}  // namespace nanlocator::inline watch_room
 
 namespace nanlocator::inline step_room {
 

@@ -25,11 +25,10 @@
 #include "nanlocator/step/framework.hpp"
 #include "nanlocator/step/gradient_locator.hpp"
 #include "nanlocator/step/step_state.hpp"
-#include "nanlocator/trace/operator_trace.hpp"
 
-namespace nanlocator::inline trace_room {
+namespace nanlocator::inline watch_room {
 class BoundaryWatch;
-}  // namespace nanlocator::inline trace_room
+}  // namespace nanlocator::inline watch_room
 
 namespace nanlocator::inline step_room {
 

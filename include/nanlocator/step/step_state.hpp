@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "nanlocator/trace/operator_trace.hpp"
+#include "nanlocator/operators/operator_trace.hpp"
 
 namespace nanlocator::inline step_room {
 

@@ -6,7 +6,7 @@
 Functions of extension modules are found wherever a module has bound them, and methods of their classes;
 Inductor's kernels for CPUs in the modules that it has generated; launches of Triton's kernels, compiled by
 Inductor or run by the interpreter, where all of them pass. Each is scanned on both sides
-(nanlocator/trace/kernel_call.hpp). Nothing is replaced outside of the block.
+(nanlocator/operators/kernel_call.hpp). Nothing is replaced outside of the block.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Frames of backward: what each call of a module takes from autograd and what it alone passes on.
 
 Hooks sit on autograd's nodes: before the nodes of the call's outputs, and after the nodes that were made
-during the call and pass a gradient to one of its inputs or weights (as src/trace/module_gradient_hooks.cpp
+during the call and pass a gradient to one of its inputs or weights (as src/watch/module_gradient_hooks.cpp
 finds them). A tensor hook would see the sum over all consumers, and ``register_full_backward_hook`` wraps
 outputs in views. Hooks return nothing and keep no tensor, so nothing that is computed changes.
 """

@@ -1,8 +1,8 @@
 """A step as it can be executed again, though nobody has handed over a closure.
 
 Calls of the watched modules and of ``backward`` are kept with their arguments, data as copies; the operators
-between them are recorded by the engine (nanlocator/trace/step_recorder.hpp). Nothing else is copied but the
-generators' states before each call, nothing is scanned, and no value, result or random number changes.
+between them are recorded by the engine (nanlocator/recorder/step_recorder.hpp). Nothing else is copied but
+the generators' states before each call, nothing is scanned, and no value, result or random number changes.
 
 One recorder at a time, for the thread that has made it: it wraps ``torch.nn.Module.__call__`` and autograd's
 entry of ``torch.autograd``, for as long as it lives.

@@ -1,0 +1,31 @@
+// The values of an operator's call, as at::RecordFunction shows them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <cstddef>
+
+namespace nanlocator::inline operators_room {
+
+/// Calls `visit(tensor, element)` for the tensors of one value of a call.
+template <class Visit>
+void for_each_tensor_at(const c10::IValue& value, const Visit& visit) {
+  if (value.isTensor()) {
+    visit(value.toTensor(), -1);
+  } else if (value.isList()) {
+    int element = 0;
+    for (const c10::IValue& each : value.toListRef()) {
+      if (each.isTensor()) visit(each.toTensor(), element);
+      ++element;
+    }
+  }
+}
+
+/// callBoxed shows observers its whole stack: the call's own values are the last ones.
+[[nodiscard]] inline c10::ArrayRef<c10::IValue> last_values(c10::ArrayRef<c10::IValue> values,
+                                                            std::size_t count) {
+  return values.size() > count ? values.slice(values.size() - count) : values;
+}
+
+}  // namespace nanlocator::inline operators_room

@@ -1,0 +1,218 @@
+// The trace's state and the steps from a finished operator to a birth; inside its room only.
+//
+//   observe.cpp     callbacks of at::RecordFunction: frames in, scans outputs, the healthy path
+//   births.cpp      an output is bad: whose fault? rules b to d, roots
+//   kernels.cpp     the same of calls that the dispatcher does not see (KernelCall)
+//   transfers.cpp   operators that use memory of a transfer that nobody has waited for
+//   threads.cpp     operators that use memory which another thread of the program uses, too
+//   explain.cpp     rule e: what reached a loss or a gradient
+//
+// Thread-safe: `mutex` guards all but the atomics; it is never held while a tensor is scanned or
+// Python is called.
+#pragma once
+
+#include <atomic>
+#include <cmath>
+#include <map>
+#include <mutex>
+#include <set>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "nanlocator/operators/kernel_call.hpp"
+#include "nanlocator/operators/operator_trace.hpp"
+#include "operators/call_values.hpp"
+#include "operators/frames.hpp"
+#include "operators/lineage.hpp"
+#include "operators/thread_accesses.hpp"
+#include "operators/transfers_in_flight.hpp"
+
+namespace nanlocator::inline operators_room {
+
+/// A tensor in a call's values: `element` counts in a list, -1 outside of one.
+struct TensorAt {
+  at::Tensor values;  // observable
+  int index = 0;
+  int element = -1;
+  Content content = Content::finite;  // of an output, once it has been scanned
+};
+
+/// Where something that was bad when it was read comes from.
+struct Root {
+  BirthKind kind = BirthKind::data;
+  std::optional<Place> inside;         // opaque
+  std::shared_ptr<const Place> place;  // received: where
+  std::string writer;                  // the last operator that wrote or allocated it
+  bool is_temporary = false;  // of the kernel that runs: what it fills goes into its result
+  LastSeen last_seen = LastSeen::unknown;
+  std::optional<Declarations::Declared> declared;  // the bad one of those that share the memory
+};
+
+/// A custom node of backward that has run, and what its forward was given.
+struct CustomNode {
+  std::shared_ptr<const Place> place;
+  std::vector<std::string> parameters;
+  std::uint64_t start = 0;  // the trace's clock
+};
+
+struct OperatorTrace::Impl {
+  explicit Impl(TraceOptions trace_options) : options(std::move(trace_options)) {}
+
+  // ---- observe.cpp
+  void start(const at::RecordFunction& call, ThreadFrames& frames);
+  void finish(const at::RecordFunction& call, ThreadFrames& frames);
+  void start_operation(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
+  void start_container(std::string_view name, const at::RecordFunction& call, Frame& frame,
+                       ThreadFrames& frames);
+  void start_node(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
+  void scan_given(c10::ArrayRef<const c10::IValue> inputs, const Place& place, Frame& frame,
+                  ThreadFrames& frames);
+  void scan_received(Frame& frame, ThreadFrames& frames);
+  void finish_operation(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
+  void finish_node(Frame& frame, ThreadFrames& frames);
+  void scan_what_is_sent(Frame& frame, ThreadFrames& frames);
+  void note_allocation(const at::RecordFunction& call, ThreadFrames& frames);
+  void fill_fresh_memory(const at::Tensor& tensor) const;
+  void fill_growth(const at::Tensor& tensor, std::size_t bytes_before) const;
+  [[nodiscard]] bool is_fresh_memory_nan() const {
+    return options.fresh_memory && std::isnan(*options.fresh_memory);
+  }
+  void note_roots_of_backward();
+  void note_forward_call(const Frame& frame, const ThreadFrames& frames, const std::string* op,
+                         const ProgramCode::Caller& caller, bool is_view);
+  [[nodiscard]] ModulePath module_used_last(const ThreadFrames& frames) const;
+  void note_received(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames);
+  [[nodiscard]] std::shared_ptr<const Place> place_of_collective(const Frame& collective,
+                                                                 ThreadFrames& frames);
+  void scan_before_write(Frame& frame, ThreadFrames& frames);
+  void use_declared_module(const Frame& frame, ThreadFrames& frames);
+  [[nodiscard]] bool is_fresh_constant(const at::Tensor& values);
+  void note_constant_of_device(const at::Tensor& values, const OperatorInfo& info);
+  [[nodiscard]] bool inner_operators_wrote(const std::vector<TensorAt>& outputs,
+                                           const Frame& frame);
+
+  // ---- kernels.cpp
+  void start_kernel(const std::string& name, std::int64_t number,
+                    std::span<const KernelArgument> arguments, ThreadFrames& frames);
+  /// What the call has left as it was went in. Keeps what it has written.
+  void settle_unclear(Frame& frame, ThreadFrames& frames);
+  void finish_kernel(std::span<const KernelArgument> arguments, std::span<const at::Tensor> results,
+                     ThreadFrames& frames);
+  BirthId add_kernel_birth(const Frame& frame, std::span<const KernelArgument> arguments,
+                           const at::Tensor& values, const std::string& role, ThreadFrames& frames);
+
+  // ---- transfers.cpp
+  void note_unordered_accesses(const Frame& frame, ThreadFrames& frames);
+  void add_unordered(UnorderedAccess access, const at::Tensor& tensor);
+  /// Whose gradient or weight lies there; "" for none. Holds the lock.
+  [[nodiscard]] std::string parameter_in(const at::Tensor& tensor) const;
+
+  // ---- threads.cpp
+  [[nodiscard]] bool follows_threads() const {
+    return options.follows_threads || options.reordered.has_value();
+  }
+  void start_beside_threads(const Frame& frame, ThreadFrames& frames);
+  void finish_beside_threads(const Frame& frame, ThreadFrames& frames);
+  [[nodiscard]] ThreadOrder::Place place_among_threads(const Frame& frame,
+                                                       const ThreadFrames& frames) const;
+  void describe_thread_order(std::size_t order, const at::Tensor& tensor);
+
+  // ---- births.cpp
+  void explain_bad_outputs(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames,
+                           std::vector<TensorAt> outputs);
+  /// The births of what is bad in `values`, a root's if nothing is known of it.
+  BirthIds origins_of(const at::Tensor& values, ThreadFrames& frames, const std::string& reader);
+  /// Of bad tensors of one element that the operators around this one were given.
+  BirthIds origins_of_numbers(ThreadFrames& frames);
+  BirthIds roots_of(const at::Tensor& values, ThreadFrames& frames, const std::string& reader);
+  /// Of a bad gradient that a kernel off the dispatcher may have written; empty where none may.
+  BirthIds fused_origins_of(const NamedTensor& gradient, const Root& root, ThreadFrames& frames);
+  /// Custom nodes that had this parameter, or are of its module, and began after an operator had
+  /// written the gradient for the last time.
+  [[nodiscard]] std::vector<std::shared_ptr<const Place>> fused_writers_of(
+      const NamedTensor& gradient);
+  /// Neither declared nor known to the lineage, nor what autograd records.
+  [[nodiscard]] bool is_seen_first(const at::Tensor& values);
+  [[nodiscard]] Root find_root(const at::Tensor& values, ThreadFrames& frames);
+  BirthId add_root(const Root& root, const at::Tensor& values, ThreadFrames& frames,
+                   const std::string& reader);
+  /// The births of what the frame that `root` was made in was given; empty where it is the origin.
+  BirthIds passed_through(const Root& root, const at::Tensor& values, ThreadFrames& frames);
+  /// What `inside` was given that explains such values; empty where it made them by itself.
+  [[nodiscard]] BirthIds passed_through(const Place& inside, Content content);
+  /// Without those of literals. Holds the lock.
+  [[nodiscard]] BirthIds without_literals(BirthIds ids) const;
+  BirthId add_birth(TracedBirth birth);
+  void locate(Birth& birth, ThreadFrames& frames);
+  [[nodiscard]] Place current_place(ThreadFrames& frames);
+  void read_code(Birth& birth, const ProgramCode::Caller& caller) const;
+  /// Of the arguments in `written` nothing is known but what they are: they hold the result now.
+  void describe_operands(Birth& birth, const OperatorInfo& info,
+                         const std::vector<c10::IValue>& arguments,
+                         const std::vector<BeforeWrite>& written,
+                         const std::vector<std::int64_t>& output_shape) const;
+  [[nodiscard]] ProgramCode::Caller caller_now() const;
+  void describe(Sighting& sighting, const at::Tensor& values) const;
+  void capture(const at::RecordFunction& call, Frame& frame);
+  /// Whether what it reads has a NaN that an operator of this pass has left there.
+  [[nodiscard]] bool has_known_nan(const Frame& operation);
+  void keep_call(TracedBirth& birth, const at::RecordFunction& call, Frame& frame);
+  /// Whether copies of calls may take so much more: of `kept_bytes`, and no more than half of what
+  /// the host has free. Holds the lock.
+  [[nodiscard]] bool has_room_for(std::uint64_t bytes) const;
+  [[nodiscard]] ForwardCall forward_call_of(std::uint64_t thread, std::int64_t sequence);
+  [[nodiscard]] ForwardCall forward_call_locked(std::uint64_t thread, std::int64_t sequence) const;
+
+  // ---- explain.cpp
+  [[nodiscard]] Explanation explain(std::span<const NamedTensor> losses,
+                                    std::span<const NamedTensor> gradients);
+  using ReachedByBirth = std::map<BirthId, std::vector<Reached>>;
+  void blame_forward(ReachedByBirth& reached) const;
+  [[nodiscard]] Explanation explanation_of(ReachedByBirth reached, bool are_losses_unknown);
+  void follow_roots_of_backward(ReachedByBirth& reached);
+  [[nodiscard]] BirthIds without_quiet_literals(BirthIds ids) const;
+  /// Adds the magnitudes of its module's parameters.
+  void weigh(Birth& birth);
+  BirthIds origins_of_result(const NamedTensor& result, const at::Tensor& values, bool is_gradient);
+
+  void note(const std::string& text);
+
+  TraceOptions options;
+  std::atomic<bool> is_paused = false;
+  std::atomic<bool> modules_are_entered = false;
+  std::atomic<bool> microbatches_are_known = false;  // a schedule says which one it works on
+  std::atomic<bool> is_in_optimizer = false;         // entered_phase is params_after
+  std::atomic<std::int64_t> operators = 0;
+  std::atomic<std::uint64_t> pass = 0;
+  std::atomic<int> graph_task = -1;      // autograd's number of the latest outermost backward pass
+  std::atomic<std::uint64_t> clock = 1;  // one tick per operator that wrote something
+  std::atomic<bool> are_transfers_in_flight = false;
+  std::atomic<bool> has_overlap = false;  // an operator has run meanwhile
+
+  std::mutex mutex;
+  std::optional<Phase> entered_phase;
+  Lineage lineage;
+  Declarations declarations;
+  std::unordered_map<std::uint64_t, std::unordered_map<std::int64_t, ForwardCall>> forward_calls;
+  /// What the outputs of forward calls were bad from, by (thread, sequence number).
+  std::map<std::pair<std::uint64_t, std::int64_t>, BirthIds> bad_calls;
+  BirthIds roots_of_backward;  // births that made the roots of a backward pass bad: the losses
+  std::vector<CustomNode> custom_nodes;
+  std::vector<TracedBirth> births;
+  std::set<BirthId> sent_in_forward, sent_in_backward;  // to other ranks
+  TransfersInFlight transfers;
+  std::vector<UnorderedAccess> unordered;
+  ThreadAccesses threads;  // has a lock of its own
+  Turn turn;               // the same
+  std::uint64_t kept_bytes = 0;
+  std::int64_t calls_not_kept = 0;
+  std::string first_not_kept;  // the operator, and what its copies would have taken
+  std::int64_t births_not_kept = 0;
+  std::set<std::string> notes;
+};
+
+[[nodiscard]] const std::string* intern_name(const std::string& name);
+
+}  // namespace nanlocator::inline operators_room

@@ -1,0 +1,705 @@
+#include <ATen/Context.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <string_view>
+#include <unordered_set>
+#include <utility>
+
+#include "nanlocator/watch/microbatch_scope.hpp"
+#include "operators/operator_trace_impl.hpp"
+#include "tensor/own_work.hpp"
+#include "torch/csrc/autograd/function.h"
+#include "torch/csrc/autograd/graph_task.h"
+
+namespace nanlocator::inline operators_room {
+namespace {
+
+constexpr std::string_view kEvaluate = "autograd::engine::evaluate_function: ";
+
+/// torch.use_deterministic_algorithms fills fresh memory with NaN, by fill_ inside the operator
+/// that asked for the memory (structured kernels; ATen/native/TensorFactories.h): no write of a
+/// value.
+bool is_deterministic_fill(const OperatorInfo& info, const at::RecordFunction& call,
+                           const Frame* parent) {
+  if (!info.is_fill || parent == nullptr || parent->info == nullptr) return false;
+  const auto& context = at::globalContext();
+  if (!context.deterministicAlgorithms() || !context.deterministicFillUninitializedMemory()) {
+    return false;
+  }
+  const auto inputs = last_values(call.inputs(), info.arguments.size());
+  return inputs.size() == 2 && inputs[1].isDouble() && std::isnan(inputs[1].toDouble());
+}
+
+/// Handed to the __torch_dispatch__ of a tensor's class, with no frame inside that says so.
+bool is_silently_python(const at::RecordFunction& call) {
+  bool is_python = false;
+  if constexpr (!kPythonSubclassHasAFrame) {
+    for (const auto& input : call.inputs()) {
+      for_each_tensor_at(input, [&](const at::Tensor& tensor, int) {
+        is_python = is_python || tensor.key_set().has(c10::DispatchKey::Python);
+      });
+    }
+  }
+  return is_python;
+}
+
+}  // namespace
+
+const std::string* intern_name(const std::string& name) {
+  static auto& mutex = *new std::mutex;
+  static auto& names = *new std::unordered_set<std::string>;  // its elements never move
+  const std::lock_guard lock(mutex);
+  return &*names.emplace(name).first;
+}
+
+ProgramCode::Caller OperatorTrace::Impl::caller_now() const {
+  return options.program_code ? options.program_code->caller() : ProgramCode::Caller{};
+}
+
+void OperatorTrace::Impl::start(const at::RecordFunction& call, ThreadFrames& frames) {
+  const Frame* parent = frames.top();
+  const bool is_inside_ignored =
+      parent != nullptr &&
+      (parent->is_ignored || (parent->info != nullptr && parent->info->is_allocator));
+  Frame& frame = frames.push();
+  if (is_inside_ignored || frames.is_process_groups || call.isAsync() ||
+      is_paused.load(std::memory_order_relaxed)) {
+    frame.is_ignored = true;
+    return;
+  }
+  if (const auto now = pass.load(std::memory_order_relaxed); frames.pass != now) {
+    frames.pass = now;
+    frames.last_module = nullptr;
+    frames.last_custom_node = nullptr;
+  }
+  frame.start = clock.load(std::memory_order_relaxed);
+  frame.module = current_module();
+  if (call.scope() == at::RecordScope::BACKWARD_FUNCTION) return start_node(call, frame, frames);
+  if (is_silently_python(call)) return start_container("PythonSubclass", call, frame, frames);
+  frame.info = operator_info(call);
+  if (frame.info == nullptr) return start_container(call.name(), call, frame, frames);
+  if (is_deterministic_fill(*frame.info, call, parent) ||
+      (frame.info->is_copy && parent != nullptr && parent->info != nullptr &&
+       parent->info->owns_its_copy)) {
+    frame.is_ignored = true;
+    return;
+  }
+  start_operation(call, frame, frames);
+}
+
+static ResizedStorage resized_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.has_storage()) return {};
+  const auto bytes = tensor.storage().sym_nbytes().maybe_as_int();
+  if (!bytes) return {};  // a size that torch.compile traces
+  return {tensor.storage().unsafeGetStorageImpl(), static_cast<std::size_t>(*bytes)};
+}
+
+void OperatorTrace::Impl::start_operation(const at::RecordFunction& call, Frame& frame,
+                                          ThreadFrames& frames) {
+  const OperatorInfo& info = *frame.info;
+  operators.fetch_add(1, std::memory_order_relaxed);
+  const auto microbatch = current_microbatch().microbatch;
+  if (microbatch) microbatches_are_known.store(true, std::memory_order_relaxed);
+  if (frame.module != nullptr) {
+    modules_are_entered.store(true, std::memory_order_relaxed);
+    frames.microbatch_of_modules = microbatch;
+  }
+  if (info.is_allocator && info.writes) {
+    const auto inputs = last_values(call.inputs(), info.arguments.size());
+    if (!inputs.empty() && inputs[0].isTensor()) frame.resized = resized_of(inputs[0].toTensor());
+  }
+  if (!info.is_allocator && !info.is_view) {
+    const auto inputs = last_values(call.inputs(), info.arguments.size());
+    frame.arguments.assign(inputs.begin(), inputs.end());
+    frame.has_arguments = frame.arguments.size() == info.arguments.size();
+    if (frame.module == nullptr && frames.backward_depth == 0) use_declared_module(frame, frames);
+  }
+  if (call.seqNr() >= 0) {
+    frame.sequence = call.seqNr();
+    frame.forward_thread = at::RecordFunction::currentThreadId();
+    const ProgramCode::Caller caller = caller_now();
+    const std::lock_guard lock(mutex);
+    note_forward_call(frame, frames, &info.full_name, caller, info.is_view);
+  }
+  if (!frame.has_arguments) return;
+  if (info.collective) return scan_what_is_sent(frame, frames);
+  if (are_transfers_in_flight.load(std::memory_order_relaxed)) {
+    note_unordered_accesses(frame, frames);
+  }
+  if (follows_threads()) start_beside_threads(frame, frames);
+  // An optimizer writes all weights and states in place: too much to copy at every call.
+  const bool is_optimizers = info.writes && is_in_optimizer.load(std::memory_order_relaxed);
+  if (options.keep_calls && info.facts != nullptr && !is_optimizers) capture(call, frame);
+  if (info.writes) scan_before_write(frame, frames);
+}
+
+bool OperatorTrace::Impl::has_known_nan(const Frame& operation) {
+  const OperatorInfo& info = *operation.info;
+  bool has = false;
+  const std::lock_guard lock(mutex);
+  for (std::size_t i = 0; i < info.arguments.size(); ++i) {
+    if (!is_read(info, operation.arguments, i)) continue;
+    for_each_tensor_at(operation.arguments[i], [&](const at::Tensor& tensor, int) {
+      has = has || (is_plainly_observable(tensor) && lineage.is_known_to_have_nan(tensor));
+    });
+  }
+  return has;
+}
+
+void OperatorTrace::Impl::capture(const at::RecordFunction& call, Frame& frame) {
+  if (has_known_nan(frame)) return;  // whatever comes out is of that: no birth
+  std::uint64_t wanted = 0;
+  frame.is_captured = frame.capture.begin(call, *frame.info->facts, [&](std::uint64_t bytes) {
+    wanted = bytes;
+    const std::lock_guard lock(mutex);
+    return has_room_for(bytes);
+  });
+  if (!frame.is_captured) frame.bytes_not_captured = wanted;
+}
+
+/// Among its arguments; their number where there is none.
+static std::size_t index_of_group(const Frame& collective) {
+  const auto& names = collective.info->argument_names;
+  const auto count = collective.arguments.size();
+  return std::min<std::size_t>(std::ranges::find(names, "process_group") - names.begin(), count);
+}
+
+static bool is_only_written(const Frame& collective) {
+  if (!is_from_root(*collective.info->collective)) return false;
+  const std::size_t i = index_of_group(collective);
+  if (i + 1 >= collective.arguments.size()) return false;
+  const auto group = collective.arguments[i].toCustomClass<c10d::ProcessGroup>();
+  return collective.arguments[i + 1].toInt() != group->getRank();
+}
+
+static std::shared_ptr<const NamedGroup> group_of(const Frame& collective) {
+  const std::size_t i = index_of_group(collective);
+  if (i >= collective.arguments.size()) return nullptr;
+  try {
+    return named_group(collective.arguments[i].toCustomClass<c10d::ProcessGroup>()->getGroupName());
+  } catch (const std::exception&) {  // one that torch.distributed has not made has no name
+    return nullptr;
+  }
+}
+
+/// What goes into a collective or a send: c10d's operators have it last of their tensors
+/// (torch/csrc/distributed/c10d/Ops.cpp); recv_ has none. Scanned now, because most write in
+/// place, on threads of their own.
+void OperatorTrace::Impl::scan_what_is_sent(Frame& frame, ThreadFrames& frames) {
+  if (frame.info->collective == CollectiveKind::receive || frame.arguments.empty()) return;
+  if (is_only_written(frame)) return;
+  const auto holds_tensors = [](const c10::IValue& value) {
+    return value.isTensor() || value.isTensorList() || value.isList();
+  };
+  const bool has_output_first = frame.arguments.size() > 1 && holds_tensors(frame.arguments[1]);
+  const auto add = [&](const at::Tensor& tensor, int) {
+    if (!is_plainly_observable(tensor) || !is_bad(tensor)) return;
+    unite(frame.sent, origins_of(tensor, frames, frame.info->full_name));
+  };
+  const c10::IValue& input = frame.arguments[has_output_first ? 1 : 0];
+  for_each_tensor_at(input, add);
+  if (input.isList()) {
+    for (const c10::IValue& inner : input.toListRef()) {
+      if (inner.isList()) for_each_tensor_at(inner, add);
+    }
+  }
+  if (frame.sent.empty()) return;
+  const std::lock_guard lock(mutex);
+  auto& sent = locate_frames(frames).is_backward ? sent_in_backward : sent_in_forward;
+  sent.insert(frame.sent.begin(), frame.sent.end());
+}
+
+void OperatorTrace::Impl::use_declared_module(const Frame& frame, ThreadFrames& frames) {
+  if (modules_are_entered.load(std::memory_order_relaxed)) return;
+  const std::lock_guard lock(mutex);
+  if (declarations.empty()) return;
+  for (const auto& argument : frame.arguments) {
+    for_each_tensor_at(argument, [&](const at::Tensor& tensor, int) {
+      if (!is_plainly_observable(tensor)) return;
+      const auto* declared = declarations.find(tensor);
+      if (declared != nullptr && declared->as != DeclaredAs::data) {
+        frames.last_module = intern_module_path(declared->module);
+      }
+    });
+  }
+}
+
+/// What a kernel is given so, the function around it has allocated for it to write.
+static bool is_unwritten(const StorageRecord* record) {
+  return record != nullptr && record->state == StorageState::allocated && record->touches.empty();
+}
+
+void OperatorTrace::Impl::scan_before_write(Frame& frame, ThreadFrames& frames) {
+  const OperatorInfo& info = *frame.info;
+  std::vector<const c10::StorageImpl*> written;
+  for (std::size_t i = 0; i < info.arguments.size(); ++i) {
+    if (info.arguments[i] == ArgumentUse::read) continue;
+    for_each_tensor_at(frame.arguments[i], [&](const at::Tensor& tensor, int) {
+      if (is_plainly_observable(tensor)) {
+        written.push_back(tensor.storage().unsafeGetStorageImpl());
+      }
+    });
+  }
+  for (std::size_t i = 0; i < info.arguments.size(); ++i) {
+    if (!is_read(info, frame.arguments, i)) continue;
+    for_each_tensor_at(frame.arguments[i], [&](const at::Tensor& tensor, int) {
+      if (!is_plainly_observable(tensor)) return;
+      const auto* storage = tensor.storage().unsafeGetStorageImpl();
+      if (std::find(written.begin(), written.end(), storage) == written.end()) return;
+      BeforeWrite before{.tensor = tensor.unsafeGetTensorImpl(), .births = {}};
+      bool is_known_finite = false, is_to_fill = false;
+      {
+        const std::lock_guard lock(mutex);
+        const StorageRecord* record = lineage.find(tensor);
+        is_to_fill = info.is_custom && is_unwritten(record);
+        // A capture holds a copy that tells whether the memory has changed since it was written.
+        is_known_finite = frame.is_captured && record != nullptr &&
+                          record->state == StorageState::written && record->tags.empty() &&
+                          record->finite_range.contains(range_of(tensor));
+      }
+      if (!is_known_finite) before.content = content_of(tensor);
+      if (before.content != Content::finite) {
+        // A library's operator hands it to its kernel: what lies there afterwards says more.
+        if (is_to_fill) return;
+        before.births = origins_of(tensor, frames, info.full_name);
+      }
+      frame.before_write.push_back(std::move(before));
+    });
+  }
+}
+
+void OperatorTrace::Impl::start_container(std::string_view name, const at::RecordFunction& call,
+                                          Frame& frame, ThreadFrames& frames) {
+  if (name.starts_with(kEvaluate)) {
+    name.remove_prefix(kEvaluate.size());
+    frame.kind = FrameKind::evaluate;
+    frame.name = name;
+    ++frames.backward_depth;
+    return;
+  }
+  if (name == "detach" || name == "detach_") {  // VariableTypeManual.cpp
+    frame.kind = FrameKind::passage;
+    return;
+  }
+  frame.kind = FrameKind::container;
+  frame.name = name;
+  frame.sequence = call.seqNr();
+  frame.forward_thread = at::RecordFunction::currentThreadId();
+  frame.given = std::make_shared<Given>();
+  Place here = current_place(frames);
+  if (here.is_called_by_program) here.caller = caller_now();
+  here.custom_function = custom_function_of(frame.name);
+  const std::string* interned = intern_name(frame.name);
+  scan_given(call.inputs(), here, frame, frames);
+  const std::lock_guard lock(mutex);
+  if (frame.sequence >= 0) note_forward_call(frame, frames, interned, here.caller, false);
+}
+
+/// Memory that an operator allocated around the frame, and nobody is known to have written: the
+/// frame is asked to fill it, and what lies there now is no input.
+static bool is_to_be_filled(const StorageRecord* record, const Place& frame) {
+  if (record == nullptr || record->state != StorageState::allocated) return false;
+  if (record->place == nullptr || record->place->given != nullptr) return false;
+  const std::string& around = record->place->module;
+  return around.empty() || frame.module == around || frame.module.starts_with(around + ".");
+}
+
+/// What goes into a frame off the dispatcher is scanned when it is entered: nobody sees it read,
+/// and afterwards it may be overwritten.
+void OperatorTrace::Impl::scan_given(c10::ArrayRef<const c10::IValue> inputs, const Place& place,
+                                     Frame& frame, ThreadFrames& frames) {
+  std::vector<at::Tensor> given, unwritten;
+  for (const auto& input : inputs) {
+    for_each_tensor_at(input, [&](const at::Tensor& tensor, int) {
+      if (at::Tensor values = values_of(tensor); values.defined()) given.push_back(values);
+    });
+  }
+  {
+    const std::lock_guard lock(mutex);
+    for (const auto& tensor : given) {
+      frame.given->inputs.push_back(tensor.storage().getWeakStorageImpl());
+      for (const auto* declared : declarations.find_all(tensor)) {
+        if (declared->as != DeclaredAs::parameter) continue;
+        frame.given->parameters.push_back(declared->name);
+      }
+    }
+    std::erase_if(given, [&](const at::Tensor& each) {
+      const StorageRecord* record = lineage.find(each);
+      if (frame.kernel == nullptr) return is_to_be_filled(record, place);
+      if (is_unwritten(record)) unwritten.push_back(each);
+      return is_unwritten(record);
+    });
+  }
+  for (const auto& each : unwritten) {
+    frame.has_bad_unwritten = frame.has_bad_unwritten || is_bad(each);
+  }
+  std::vector<const at::Tensor*> scanned;
+  for (const auto& tensor : given) scanned.push_back(&tensor);
+  if (any_is_bad(scanned)) {
+    for (const auto& tensor : given) {
+      const Content content = content_of(tensor);
+      if (content == Content::finite) continue;
+      if (frame.kernel != nullptr && is_seen_first(tensor)) {
+        frame.unclear.push_back({tensor, content, stats_of(tensor, options.threads).fingerprint});
+        continue;
+      }
+      const BirthIds births_of_it = origins_of(tensor, frames, frame.name);
+      const std::lock_guard lock(mutex);
+      frame.given->add(content, births_of_it);
+    }
+  }
+  const auto touched_by = std::make_shared<const Place>(place);
+  const std::lock_guard lock(mutex);
+  for (const auto& input : inputs) {
+    for_each_tensor_at(input, [&](const at::Tensor& tensor, int) {
+      if (is_plainly_observable(tensor)) lineage.note_touch(tensor, touched_by);
+    });
+  }
+}
+
+/// Holds the lock.
+void OperatorTrace::Impl::note_forward_call(const Frame& frame, const ThreadFrames& frames,
+                                            const std::string* op,
+                                            const ProgramCode::Caller& caller, bool is_view) {
+  const ModulePath last = frame.module != nullptr ? nullptr : module_used_last(frames);
+  forward_calls[frame.forward_thread][frame.sequence] = {
+      .module = frame.module != nullptr ? frame.module : last,
+      .op = op,
+      .is_module_inferred = last != nullptr,
+      .caller = caller,
+      .given = frame.given,
+      .is_view = is_view};
+}
+
+/// For programs that enter no module; where modules are entered, what runs outside is of none.
+ModulePath OperatorTrace::Impl::module_used_last(const ThreadFrames& frames) const {
+  return modules_are_entered.load(std::memory_order_relaxed) ? nullptr : frames.last_module;
+}
+
+/// The tensors that backward() was called on are losses, though nobody has named them: what made
+/// them bad has reached the loss.
+void OperatorTrace::Impl::note_roots_of_backward() {
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (graph_task.exchange(task, std::memory_order_relaxed) == task) return;
+  const auto first = torch::autograd::get_current_node();
+  if (first == nullptr) return;
+  std::vector<const torch::autograd::Node*> roots = {first.get()};
+  if (first->name().ends_with("GraphRoot")) {  // of several losses
+    roots.clear();
+    for (const auto& edge : first->next_edges()) roots.push_back(edge.function.get());
+  }
+  const std::lock_guard lock(mutex);
+  for (const auto* node : roots) {
+    constexpr int kMostViews = 8;
+    for (int views = 0; node != nullptr && views < kMostViews; ++views) {
+      const auto sequence = static_cast<std::int64_t>(node->sequence_nr());
+      if (const auto bad = bad_calls.find({node->thread_id(), sequence}); bad != bad_calls.end()) {
+        unite(roots_of_backward, bad->second);
+        break;
+      }
+      const bool is_view = forward_call_locked(node->thread_id(), sequence).is_view;
+      node = is_view && node->num_outputs() == 1 ? node->next_edge(0).function.get() : nullptr;
+    }
+  }
+}
+
+void OperatorTrace::Impl::start_node(const at::RecordFunction& call, Frame& frame,
+                                     ThreadFrames& frames) {
+  frame.kind = FrameKind::node;
+  ++frames.backward_depth;
+  frame.name = call.name();
+  frame.sequence = call.seqNr();
+  frame.forward_thread = call.forwardThreadId();
+  frame.records = at::GradMode::is_enabled();
+  frame.is_custom = is_custom_node(frame.name);
+  Frame* evaluate = frames.above(1);
+  const bool is_engines = evaluate != nullptr && evaluate->kind == FrameKind::evaluate;
+  if (is_engines) {
+    evaluate->sequence = frame.sequence;
+    evaluate->forward_thread = frame.forward_thread;
+    evaluate->records = frame.records;
+    constexpr std::size_t kOutermost = 2;  // evaluate_function and the node in it
+    if (frames.backward_depth == kOutermost) note_roots_of_backward();
+  }
+  if (frames.last_custom_node) {
+    const std::lock_guard lock(mutex);
+    for (const auto& input : call.inputs()) {
+      if (!input.isTensor() || !is_plainly_observable(input.toTensor())) continue;
+      lineage.note_foreign(input.toTensor(), frames.last_custom_node);
+    }
+  }
+  if (frame.is_custom) {
+    // What its forward was given is in what that has saved.
+    frame.given = std::make_shared<Given>();
+    const ForwardCall forward = forward_call_of(frame.forward_thread, frame.sequence);
+    if (forward.given != nullptr) {
+      const std::lock_guard lock(mutex);
+      frame.given->with_nan = forward.given->with_nan;
+      frame.given->with_any = forward.given->with_any;
+      frame.given->parameters = forward.given->parameters;
+    }
+    scan_given(call.inputs(), current_place(frames), frame, frames);
+  }
+  if (!is_engines || evaluate->hooks.empty()) return;
+  const std::lock_guard lock(mutex);
+  const ForwardCall forward = forward_call_locked(frame.forward_thread, frame.sequence);
+  for (const BirthId id : evaluate->hooks) {
+    Birth& birth = births[static_cast<std::size_t>(id)].birth;
+    if (forward.module != nullptr) birth.sighting.module = *forward.module;
+    birth.is_module_inferred = forward.is_module_inferred;
+    if (forward.op != nullptr) birth.forward_op = *forward.op;
+  }
+}
+
+void OperatorTrace::Impl::finish(const at::RecordFunction& call, ThreadFrames& frames) {
+  Frame& frame = *frames.top();
+  if (frame.is_ignored) return;
+  if (frame.given != nullptr) scan_received(frame, frames);
+  if (frame.kind == FrameKind::node) return finish_node(frame, frames);
+  if (frame.kind != FrameKind::operation) return;
+  finish_operation(call, frame, frames);
+  if (follows_threads()) finish_beside_threads(frame, frames);
+}
+
+/// Its kernels read what collectives inside brought: a part of its input that the frame gathered.
+/// When it ends, or something reads what a kernel has made of them, they have been waited for.
+void OperatorTrace::Impl::scan_received(Frame& frame, ThreadFrames& frames) {
+  const std::vector<at::Tensor> received = std::exchange(frame.received, {});
+  for (const at::Tensor& tensor : received) {
+    const at::Tensor values = values_of(tensor);
+    const Content content = values.defined() ? content_of(values) : Content::finite;
+    if (content == Content::finite) continue;
+    const BirthIds births_of_it = origins_of(values, frames, frame.name);
+    const std::lock_guard lock(mutex);
+    frame.given->add(content, births_of_it);
+  }
+}
+
+/// The innermost custom function's own frame around a collective, whose kernels may read what
+/// comes; null in what Torch itself makes as such a function, which may gather very much.
+static Frame* custom_frame_around(ThreadFrames& frames) {
+  for (std::size_t i = 1; Frame* each = frames.above(i); ++i) {
+    if (each->given != nullptr) return custom_function_of(each->name).empty() ? nullptr : each;
+    if (each->kind == FrameKind::node || each->kind == FrameKind::evaluate) return nullptr;
+  }
+  return nullptr;
+}
+
+void OperatorTrace::Impl::finish_node(Frame& frame, ThreadFrames& frames) {
+  if (frame.is_custom) {
+    frames.last_custom_node = std::make_shared<const Place>(current_place(frames));
+    const std::lock_guard lock(mutex);
+    custom_nodes.push_back({.place = frames.last_custom_node,
+                            .parameters = frame.given->parameters,
+                            .start = frame.start});
+  }
+  Frame* evaluate = frames.above(1);
+  if (evaluate != nullptr && evaluate->kind == FrameKind::evaluate) evaluate->node_has_run = true;
+}
+
+void OperatorTrace::Impl::finish_operation(const at::RecordFunction& call, Frame& frame,
+                                           ThreadFrames& frames) {
+  const OperatorInfo& info = *frame.info;
+  if (info.is_allocator) return note_allocation(call, frames);
+  if (info.collective) return note_received(call, frame, frames);
+  if (info.is_view && !info.is_lift_fresh) return;
+  thread_local std::vector<TensorAt> outputs;
+  struct LetGo {
+    ~LetGo() { outputs.clear(); }
+  } const let_go;
+  const auto returned = last_values(call.outputs(), info.returns_alias.size());
+  const auto add = [&](const c10::IValue& value, int index) {
+    for_each_tensor_at(value, [&](const at::Tensor& tensor, int element) {
+      if (is_plainly_observable(tensor)) {
+        outputs.push_back({tensor, index, element});
+      } else if (at::Tensor values = values_of(tensor); values.defined()) {
+        outputs.push_back({std::move(values), index, element});
+      }
+    });
+  };
+  for (std::size_t i = 0; i < returned.size(); ++i) {
+    // lift_fresh ends torch.tensor(...), and returns what it has made.
+    if (!info.returns_alias[i] || info.is_lift_fresh) add(returned[i], static_cast<int>(i));
+  }
+  if (outputs.empty() && returned.empty() && info.writes && frame.has_arguments) {
+    for (std::size_t i = 0; i < frame.arguments.size(); ++i) {
+      if (info.arguments[i] != ArgumentUse::read) add(frame.arguments[i], static_cast<int>(i));
+    }
+  }
+  if (outputs.empty()) return;
+  if (const Frame* collective = collective_around(frames)) {
+    // A copy that the process group goes on writing to (ProcessGroupGloo::_reduce_scatter_base).
+    const auto place = place_of_collective(*collective, frames);
+    const std::lock_guard lock(mutex);
+    for (const auto& output : outputs) {
+      lineage.note_received(output.values, clock.load(std::memory_order_relaxed),
+                            &collective->info->full_name, place, collective->sent);
+    }
+    return;
+  }
+  if (info.is_lift_fresh && !is_fresh_constant(outputs.front().values)) {
+    return note_constant_of_device(outputs.front().values, info);
+  }
+  if (info.is_composite && !info.owns_its_copy && inner_operators_wrote(outputs, frame)) return;
+
+  thread_local std::vector<const at::Tensor*> scanned;
+  scanned.clear();
+  for (const auto& output : outputs) scanned.push_back(&output.values);
+  if (any_is_bad(scanned)) {
+    // Its births may call Python, whose operators come back here: it needs a list of its own.
+    return explain_bad_outputs(call, frame, frames, std::exchange(outputs, {}));
+  }
+  // Zeros that a custom function makes are there for its kernels to add to.
+  std::shared_ptr<const Place> adds_to_it;
+  if (info.is_filler) {
+    Place place = current_place(frames);
+    if (place.given != nullptr) adds_to_it = std::make_shared<const Place>(std::move(place));
+  }
+  const std::lock_guard lock(mutex);
+  const std::uint64_t now = clock.fetch_add(1, std::memory_order_relaxed) + 1;
+  for (const auto& output : outputs) {
+    lineage.note_finite_write(output.values, now, &info.full_name, info.is_filler);
+    if (adds_to_it != nullptr) lineage.note_touch(output.values, adds_to_it);
+  }
+}
+
+/// torch.tensor(...) fills memory that an operator has allocated: a constant of the program. What
+/// comes from torch.from_numpy(...) has no such record: it was computed somewhere else.
+bool OperatorTrace::Impl::is_fresh_constant(const at::Tensor& values) {
+  const std::lock_guard lock(mutex);
+  const StorageRecord* record = lineage.find(values);
+  return record != nullptr && record->state == StorageState::allocated;
+}
+
+/// torch.tensor(..., device="cuda") fills memory of the host and copies it, before lift_fresh: what
+/// that copy has just read, and nobody had written, was a constant as well.
+void OperatorTrace::Impl::note_constant_of_device(const at::Tensor& values,
+                                                  const OperatorInfo& info) {
+  const std::lock_guard lock(mutex);
+  const BirthIds ids = lineage.births_in(values);
+  if (ids.size() != 1 || static_cast<std::size_t>(ids.front()) + 1 != births.size()) return;
+  Birth& birth = births.back().birth;
+  if (birth.kind != BirthKind::opaque || birth.last_seen != LastSeen::allocated) return;
+  birth.kind = BirthKind::literal;
+  birth.sighting.op = info.full_name;
+  birth.last_seen = LastSeen::unknown;
+  birth.writer.clear();
+  birth.inside.clear();
+}
+
+bool OperatorTrace::Impl::inner_operators_wrote(const std::vector<TensorAt>& outputs,
+                                                const Frame& frame) {
+  const std::lock_guard lock(mutex);
+  return std::all_of(outputs.begin(), outputs.end(), [&](const TensorAt& output) {
+    const StorageRecord* record = lineage.find(output.values);
+    return record != nullptr && record->state == StorageState::written && !record->is_filled &&
+           record->last_write > frame.start;
+  });
+}
+
+/// Versions stay as they are: for autograd nothing has happened.
+void OperatorTrace::Impl::fill_fresh_memory(const at::Tensor& tensor) const {
+  const at::Tensor values = values_of(tensor);
+  if (!values.defined() || values.numel() == 0) return;
+  const OwnWork own_work;
+  (void)values.fill_(*options.fresh_memory);
+}
+
+/// What a resize_ has added to the storage, whole elements.
+void OperatorTrace::Impl::fill_growth(const at::Tensor& tensor, std::size_t bytes_before) const {
+  const std::size_t element = tensor.element_size();
+  const auto begin = static_cast<std::int64_t>((bytes_before + element - 1) / element);
+  const auto end = static_cast<std::int64_t>(tensor.storage().nbytes() / element);
+  if (begin >= end) return;
+  const OwnWork own_work;
+  const at::Tensor growth =
+      at::empty({0}, tensor.options()).set_(tensor.storage(), begin, {end - begin}, {1});
+  (void)growth.fill_(*options.fresh_memory);
+}
+
+void OperatorTrace::Impl::note_allocation(const at::RecordFunction& call, ThreadFrames& frames) {
+  const Frame& frame = *frames.top();
+  const OperatorInfo& info = *frame.info;
+  const auto returned = last_values(call.outputs(), info.returns_alias.size());
+  // Inside another operator the kernel that asked for the memory writes it next.
+  const Frame* parent = frames.above(1);
+  const bool is_inside_operator = parent != nullptr && parent->kind == FrameKind::operation;
+  std::shared_ptr<Place> place;
+  if (!is_inside_operator) place = std::make_shared<Place>(current_place(frames));
+  // resize_ and set_ leave what is there as it was.
+  const auto has_grown = [&](const at::Tensor& tensor) {
+    const auto& [storage, bytes] = frame.resized;
+    return is_plainly_observable(tensor) && tensor.storage().unsafeGetStorageImpl() == storage &&
+           tensor.storage().nbytes() > bytes;
+  };
+  if (options.fresh_memory) {
+    if (place != nullptr) place->allocated_at = caller_now();
+    for (const auto& value : returned) {
+      for_each_tensor_at(value, [&](const at::Tensor& tensor, int) {
+        if (!info.writes) {
+          fill_fresh_memory(tensor);
+        } else if (has_grown(tensor)) {
+          fill_growth(tensor, frame.resized.bytes);
+        }
+      });
+    }
+  }
+  const std::lock_guard lock(mutex);
+  for (const auto& value : returned) {
+    for_each_tensor_at(value, [&](const at::Tensor& tensor, int) {
+      if (!is_plainly_observable(tensor)) return;
+      if (!info.writes || lineage.find(tensor) == nullptr) {
+        lineage.note_allocation(tensor, clock.load(std::memory_order_relaxed), &info.full_name,
+                                place);
+      } else if (has_grown(tensor)) {
+        lineage.note_growth(tensor, &info.full_name, place);
+      }
+    });
+  }
+}
+
+std::shared_ptr<const Place> OperatorTrace::Impl::place_of_collective(const Frame& collective,
+                                                                      ThreadFrames& frames) {
+  Place place = current_place(frames);
+  place.group = group_of(collective);
+  return std::make_shared<const Place>(std::move(place));
+}
+
+void OperatorTrace::Impl::note_received(const at::RecordFunction& call, Frame& frame,
+                                        ThreadFrames& frames) {
+  const OperatorInfo& info = *frame.info;
+  if (info.collective == CollectiveKind::send || info.collective == CollectiveKind::wait ||
+      !frame.has_arguments) {
+    return;
+  }
+  const auto place = place_of_collective(frame, frames);
+  Frame* reader = custom_frame_around(frames);
+  const std::lock_guard lock(mutex);
+  bool is_returned = false;
+  const auto receive = [&](const at::Tensor& tensor, int) {
+    if (!is_plainly_observable(tensor)) return;
+    is_returned = true;
+    if (reader != nullptr) reader->received.push_back(tensor);
+    lineage.note_received(tensor, clock.load(std::memory_order_relaxed), &info.full_name, place,
+                          frame.sent);
+  };
+  const auto receive_all = [&](const c10::IValue& value) {
+    for_each_tensor_at(value, receive);
+    if (!value.isList()) return;
+    for (const c10::IValue& inner : value.toListRef()) {
+      if (inner.isList()) for_each_tensor_at(inner, receive);
+    }
+  };
+  for (const auto& value : last_values(call.outputs(), info.returns_alias.size())) {
+    receive_all(value);
+  }
+  // recv_, reduce_, alltoall_base_, ... return their Work alone and write their first argument.
+  if (!is_returned && !frame.arguments.empty()) receive_all(frame.arguments[0]);
+}
+
+}  // namespace nanlocator::inline operators_room

@@ -1,0 +1,67 @@
+#include "recorder/recorded_event.hpp"
+
+#include <algorithm>
+#include <iterator>
+
+#include "tensor/steady_copy.hpp"
+
+namespace nanlocator::inline recorder_room {
+
+bool RecordedInput::is_overwritten() const {
+  return kept.defined() && is_read && (version_of(kept) != version || !has_content(kept, sample));
+}
+
+RecordedEvent::RecordedEvent() : data_(std::make_unique<Data>()) {}
+
+RecordedEvent::~RecordedEvent() {
+  // A long chain ends here event by event, not call in call.
+  auto needs = std::move(data_->needs);
+  data_->inputs.clear();
+  data_->differentiated.clear();
+  data_->tensors.clear();
+  while (!needs.empty()) {
+    const auto last = std::const_pointer_cast<RecordedEvent>(std::move(needs.back()));
+    needs.pop_back();
+    if (last.use_count() > 1 || !last) continue;
+    auto& data = last->data();
+    std::ranges::move(data.needs, std::back_inserter(needs));
+    data.needs.clear();
+  }
+}
+
+bool RecordedEvent::is_operator() const noexcept {
+  return data_->handle.has_value();
+}
+const std::shared_ptr<void>& RecordedEvent::payload() const noexcept {
+  return data_->payload;
+}
+int RecordedEvent::backwards_before() const noexcept {
+  return data_->backwards_before;
+}
+
+RecordedEvents reached_from(RecordedEvents events, RecordedEvents RecordedEvent::Data::*links) {
+  std::unordered_set<const RecordedEvent*> seen;
+  RecordedEvents reached;
+  while (!events.empty()) {
+    auto event = std::move(events.back());
+    events.pop_back();
+    if (!seen.insert(event.get()).second) continue;
+    const auto& more = event->data().*links;
+    events.insert(events.end(), more.begin(), more.end());
+    reached.push_back(std::move(event));
+  }
+  return reached;
+}
+
+std::optional<std::vector<std::pair<int, at::Tensor>>> first_outputs(
+    const RecordedEvent::Data& operation) {
+  std::vector<std::pair<int, at::Tensor>> found;
+  for (const auto& output : operation.outputs) {
+    at::Tensor tensor(output.tensor.lock());
+    if (!tensor.defined() || version_of(tensor) != output.version) return std::nullopt;
+    found.emplace_back(output.index, std::move(tensor));
+  }
+  return found;
+}
+
+}  // namespace nanlocator::inline recorder_room

@@ -1,0 +1,757 @@
+#include "nanlocator/recorder/step_recorder.hpp"
+
+#include <ATen/Context.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <c10/core/InferenceMode.h>
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "nanlocator/error.hpp"
+#include "nanlocator/replay/capture.hpp"
+#include "operators/call_values.hpp"
+#include "operators/operator_info.hpp"
+#include "recorder/recorded_event.hpp"
+#include "tensor/steady_copy.hpp"
+
+namespace nanlocator::inline recorder_room {
+namespace {
+
+/// More than this many events that something still needs are no training step's.
+constexpr std::size_t kMostEvents = 20000;
+/// Copies of data in a step: more than the batches of most programs, and little beside a model.
+constexpr std::uint64_t kMostCopiedOnHost = std::uint64_t{64} << 20;
+constexpr std::uint64_t kMostCopiedOnDevice = std::uint64_t{32} << 20;
+/// Of one that an operator reads: larger ones are frozen weights rather than data.
+constexpr std::uint64_t kMostOfAnOperator = std::uint64_t{1} << 20;
+
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
+bool is_wrapped_by_a_transform(const at::Tensor& tensor) {
+  return tensor.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::FuncTorchBatched,
+                                                       c10::DispatchKey::FuncTorchGradWrapper,
+                                                       c10::DispatchKey::Functionalize}));
+}
+
+GeneratorStates generator_states(const std::vector<c10::IValue>& arguments) {
+  std::vector<at::Device> devices = {at::Device(at::kCPU)};
+  for (const auto& argument : arguments) {
+    for_each_tensor_at(argument, [&](const at::Tensor& tensor, int) {
+      if (tensor.is_cuda() && std::ranges::find(devices, tensor.device()) == devices.end()) {
+        devices.push_back(tensor.device());
+      }
+    });
+  }
+  GeneratorStates states;
+  for (const auto& device : devices) {
+    at::Generator generator = at::globalContext().defaultGenerator(device);
+    const std::lock_guard lock(generator.mutex());
+    states.emplace_back(generator, generator.get_state());
+  }
+  return states;
+}
+
+}  // namespace
+
+struct StepRecorder::Impl {
+  explicit Impl(RecorderOptions recorder_options) : options(std::move(recorder_options)) {}
+
+  struct Known {
+    WeakTensor tensor;
+    std::shared_ptr<const RecordedEvent> event;
+    int index = 0;
+    bool required_grad = false;
+  };
+  /// Memory that an event has made: what an operator writes there it writes again.
+  struct OwnMemory {
+    WeakStorage storage;
+    RecordedEvents writers;
+    std::uint32_t version = 0;  // after the last of them
+  };
+
+  RecorderOptions options;
+  std::vector<at::Tensor> parameters;
+  std::vector<std::uint32_t> versions;  // of the parameters, when they were noted
+  int paused = 0;
+  at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
+  std::uint64_t next_number = 0;
+  int backwards = 0;
+  std::uint64_t kept_bytes = 0;
+  std::uint64_t copied_on_host = 0, copied_on_device = 0;  // bytes
+  std::unordered_set<const c10::StorageImpl*> received;
+  std::unordered_map<const c10::TensorImpl*, Known> known;
+  std::unordered_map<const c10::StorageImpl*, OwnMemory> memory;
+  std::unordered_map<const c10::TensorImpl*, std::size_t> gradients;  // to the parameter
+  bool are_gradients_new = false;
+  std::size_t sweep_at = 1024;
+  RecordedEvents roots;
+  struct Function {
+    std::shared_ptr<RecordedEvent> event;
+    std::string node;  // "SquareBackward"
+  };
+  std::unordered_map<std::uint64_t, Function> functions;  // by their nodes' sequence numbers
+  std::string standing_problem;
+  ModulePath module = nullptr;
+  std::vector<at::Tensor> read;  // by the program, while they waited for a backward
+
+  Known* find(const at::Tensor& tensor) {
+    if (!tensor.defined()) return nullptr;
+    if (!functions.empty() && !known.contains(tensor.unsafeGetTensorImpl())) find_maker(tensor);
+    const auto found = known.find(tensor.unsafeGetTensorImpl());
+    return found == known.end() ? nullptr : &found->second;
+  }
+
+  /// The outputs of a custom function are first met where they are used: by the node that made
+  /// them.
+  void find_maker(const at::Tensor& tensor) {
+    if (!tensor.requires_grad() || tensor.is_leaf()) return;
+    const auto& node = tensor.grad_fn();
+    const auto found = functions.find(node->sequence_nr());
+    if (found == functions.end() || node->name() != found->second.node) return;
+    made(found->second.event, tensor, static_cast<int>(tensor.output_nr()), true);
+  }
+
+  [[nodiscard]] static RecordedValue name_of(const Known& known, const at::Tensor& tensor) {
+    return {known.event, known.index,
+            !known.required_grad && tensor.is_leaf() && tensor.requires_grad()};
+  }
+
+  OwnMemory* memory_of(const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.has_storage()) return nullptr;
+    const auto found = memory.find(tensor.storage().unsafeGetStorageImpl());
+    return found == memory.end() ? nullptr : &found->second;
+  }
+
+  /// The parameter whose gradient this is; undefined for none.
+  at::Tensor parameter_of(const at::Tensor& gradient) {
+    if (are_gradients_new) {
+      gradients.clear();
+      for (std::size_t i = 0; i < parameters.size(); ++i) {
+        const auto& grad = parameters[i].grad();
+        if (grad.defined()) gradients.emplace(grad.unsafeGetTensorImpl(), i);
+      }
+      are_gradients_new = false;
+    }
+    const auto found = gradients.find(gradient.unsafeGetTensorImpl());
+    if (found == gradients.end()) return {};
+    const at::Tensor& parameter = parameters[found->second];
+    // A program may have dropped its gradient since (FSDP1 in forward), and the address be
+    // another's.
+    const bool is_its_own =
+        parameter.grad().unsafeGetTensorImpl() == gradient.unsafeGetTensorImpl();
+    return is_its_own ? parameter : at::Tensor();
+  }
+
+  void forget_the_dead() {
+    if (known.size() + memory.size() < sweep_at) return;
+    std::erase_if(known, [](const auto& entry) { return entry.second.tensor.expired(); });
+    std::erase_if(memory, [](const auto& entry) { return entry.second.storage.expired(); });
+    sweep_at = std::max<std::size_t>(1024, 2 * (known.size() + memory.size()));
+    if (known.size() > kMostEvents) {
+      clear();
+      standing_problem =
+          "more than " + std::to_string(kMostEvents) + " tensors were computed outside of modules";
+    }
+  }
+
+  void clear() {
+    known.clear();
+    memory.clear();
+    functions.clear();
+    gradients.clear();
+    roots.clear();
+    read.clear();
+    received.clear();
+    kept_bytes = copied_on_host = copied_on_device = 0;
+    are_gradients_new = true;
+  }
+
+  [[nodiscard]] bool may_copy(const at::Tensor& tensor) const {
+    if (tensor.has_storage() && received.contains(tensor.storage().unsafeGetStorageImpl())) {
+      return false;
+    }
+    const bool is_on_host = tensor.device().is_cpu();
+    return steady_bytes(tensor) + (is_on_host ? copied_on_host : copied_on_device) <=
+           (is_on_host ? kMostCopiedOnHost : kMostCopiedOnDevice);
+  }
+
+  at::Tensor steady(const at::Tensor& tensor) {
+    if (!tensor.defined() || !may_copy(tensor)) return tensor;
+    (tensor.device().is_cpu() ? copied_on_host : copied_on_device) += steady_bytes(tensor);
+    return steady_copy(tensor);
+  }
+
+  [[nodiscard]] bool may_copy_for_an_operator(const at::Tensor& tensor) const {
+    return steady_bytes(tensor) <= kMostOfAnOperator && may_copy(tensor);
+  }
+
+  std::shared_ptr<RecordedEvent> new_event() {
+    auto event = std::make_shared<RecordedEvent>();
+    event->data().number = ++next_number;
+    event->data().backwards_before = backwards;
+    return event;
+  }
+
+  /// Names a value that `data` reads, with everything that has written to it.
+  void depend_on(RecordedEvent::Data& data, const RecordedValue& value, const at::Tensor& tensor) {
+    data.inputs.push_back(value);
+    const auto* found = find(tensor);
+    if (found != nullptr && found->required_grad) data.differentiated.push_back(value.event);
+    data.needs.push_back(value.event);
+    if (const auto* own = memory_of(tensor)) {
+      data.needs.insert(data.needs.end(), own->writers.begin(), own->writers.end());
+    }
+  }
+
+  void made(const std::shared_ptr<RecordedEvent>& event, const at::Tensor& tensor, int index,
+            bool may_be_written) {
+    known.insert_or_assign(
+        tensor.unsafeGetTensorImpl(),
+        Known{WeakTensor(tensor.getIntrusivePtr()), event, index, tensor.requires_grad()});
+    if (!may_be_written || !tensor.has_storage() || memory_of(tensor) != nullptr) return;
+    const auto& storage = tensor.storage();
+    memory.insert_or_assign(
+        storage.unsafeGetStorageImpl(),
+        OwnMemory{WeakStorage(storage.getWeakStorageImpl()), {}, version_of(tensor)});
+  }
+
+  /// An event, which has been recorded, has written to `tensor`, of own memory.
+  void wrote(const std::shared_ptr<const RecordedEvent>& event, const at::Tensor& tensor) {
+    auto* own = memory_of(tensor);
+    own->writers.push_back(event);
+    own->version = version_of(tensor);
+    if (auto* found = find(tensor)) found->required_grad = tensor.requires_grad();
+  }
+
+  // --- operators
+
+  struct Context final : at::ObserverContext {
+    const OperatorInfo* info = nullptr;  // null: a custom function
+    std::vector<c10::IValue> arguments;
+    std::vector<std::uint32_t> versions;  // of the tensors, in their order
+    GeneratorStates generators;
+    bool draws = false;
+  };
+
+  void note_read(const at::RecordFunction& call);
+  [[nodiscard]] std::vector<const RecordedEvent*> differentiable_behind(
+      const std::shared_ptr<const RecordedEvent>& event) const;
+  std::unique_ptr<Context> start(const at::RecordFunction& call, const OperatorInfo& info);
+  void finish(const at::RecordFunction& call, Context& context);
+  std::unique_ptr<Context> start_function(const at::RecordFunction& call);
+  [[nodiscard]] RecordedInput input_of(const at::Tensor& tensor, std::uint32_t version);
+  [[nodiscard]] static std::uint64_t bytes_kept_for(const at::Tensor& tensor);
+  void take_inputs(const std::shared_ptr<RecordedEvent>& event, std::span<const at::Tensor> inputs);
+  static void note_obstacle(RecordedEvent::Data& data, const at::Tensor& tensor);
+};
+
+namespace {
+
+thread_local StepRecorder::Impl* recorder_of_this_thread = nullptr;
+thread_local int depth = 0;  // of frames that this thread's recorder has seen begin
+
+/// Frames without a schema are seen through, but for functions of the program, which are calls.
+std::unique_ptr<at::ObserverContext> when_begun(const at::RecordFunction& call) {
+  auto* const recorder = recorder_of_this_thread;
+  try {
+    const auto* info = operator_info(call);
+    const bool is_outermost = recorder != nullptr && depth == 0;
+    std::unique_ptr<at::ObserverContext> context;
+    if (is_outermost && info != nullptr) context = recorder->start(call, *info);
+    if (is_outermost && info == nullptr) context = recorder->start_function(call);
+    if (info != nullptr || context != nullptr) ++depth;
+    return context;
+  } catch (...) {  // no memory: what it makes has no name
+    if (call.operator_name()) ++depth;
+    return nullptr;
+  }
+}
+
+void when_ended(const at::RecordFunction& call, at::ObserverContext* context) {
+  if (context == nullptr && !call.operator_name()) return;
+  if (--depth > 0 || context == nullptr || recorder_of_this_thread == nullptr) return;
+  auto& begun = static_cast<StepRecorder::Impl::Context&>(*context);
+  if (begun.info == nullptr) return;
+  try {
+    recorder_of_this_thread->finish(call, begun);
+  } catch (const std::exception& error) {
+    recorder_of_this_thread->standing_problem =
+        std::string(call.name()) + " could not be recorded: " + first_line(error);
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<StepRecorder::Impl::Context> StepRecorder::Impl::start(
+    const at::RecordFunction& call, const OperatorInfo& info) {
+  if (info.tells_host) note_read(call);
+  if (info.is_allocator || c10::InferenceMode::is_enabled()) return nullptr;
+  const bool is_recorded = at::GradMode::is_enabled() || info.writes;
+  if (!is_recorded) return nullptr;
+  auto context = std::make_unique<Context>();
+  context->info = &info;
+  const auto inputs = last_values(call.inputs(), info.arguments.size());
+  if (inputs.size() != info.arguments.size()) return nullptr;
+  context->arguments.assign(inputs.begin(), inputs.end());
+  bool requires_grad = false;
+  for (const auto& argument : context->arguments) {
+    for_each_tensor_at(argument, [&](const at::Tensor& tensor, int) {
+      context->versions.push_back(tensor.defined() ? version_of(tensor) : 0);
+      requires_grad = requires_grad || (tensor.defined() && tensor.requires_grad());
+    });
+  }
+  if (!info.is_view) {
+    context->draws = call_facts(*call.operator_name()).draws_random_numbers;
+    if (context->draws && (requires_grad || info.writes)) {
+      context->generators = generator_states(context->arguments);
+    }
+  }
+  return context;
+}
+
+/// The program learns a number: the losses that it was computed from stay until they are used or
+/// left. Numbers of a step that is over, or beside a loss that has had its backward, are none.
+void StepRecorder::Impl::note_read(const at::RecordFunction& call) {
+  if (backwards > 0) return;
+  std::vector<const RecordedEvent*> makers;
+  for (const auto& argument : call.inputs()) {
+    for_each_tensor_at(argument, [&](const at::Tensor& tensor, int) {
+      const Known* const found = find(tensor);
+      if (found == nullptr) return;
+      const auto more = differentiable_behind(found->event);
+      makers.insert(makers.end(), more.begin(), more.end());
+    });
+  }
+  if (makers.empty()) return;
+  for (const auto& [address, each] : known) {
+    if (!each.required_grad || std::ranges::find(makers, each.event.get()) == makers.end())
+      continue;
+    at::Tensor tensor(each.tensor.lock());
+    if (tensor.defined() && tensor.numel() == 1) read.push_back(std::move(tensor));
+  }
+}
+
+/// The nearest events behind `event`, itself included, that gradients flow through, where all that
+/// they have come from is of a call of this step.
+std::vector<const RecordedEvent*> StepRecorder::Impl::differentiable_behind(
+    const std::shared_ptr<const RecordedEvent>& event) const {
+  constexpr std::size_t kMost = 4096;
+  std::vector<const RecordedEvent*> nearest;
+  std::vector<std::pair<const RecordedEvent*, bool>> open = {{event.get(), false}};
+  std::unordered_set<const RecordedEvent*> seen;
+  bool is_of_call = false;
+  while (!open.empty()) {
+    const auto [each, is_behind] = open.back();
+    open.pop_back();
+    if (!seen.insert(each).second) continue;
+    const auto& data = each->data();
+    if (data.is_used || !data.problem.empty() || seen.size() > kMost) return {};
+    is_of_call = is_of_call || data.payload != nullptr;
+    const bool is_differentiated = data.payload != nullptr || data.is_indispensable;
+    if (is_differentiated && !is_behind) nearest.push_back(each);
+    for (const auto& need : data.needs) {
+      open.emplace_back(need.get(), is_behind || is_differentiated);
+    }
+  }
+  if (!is_of_call) return {};
+  return nearest;
+}
+
+std::unique_ptr<StepRecorder::Impl::Context> StepRecorder::Impl::start_function(
+    const at::RecordFunction& call) {
+  if (!options.function_call || call.seqNr() < 0 || !at::GradMode::is_enabled()) return nullptr;
+  auto [payload, inputs] = options.function_call();
+  if (payload == nullptr) return nullptr;
+  auto event = new_event();
+  take_inputs(event, inputs);
+  event->data().payload = std::move(payload);
+  if (options.program_code) event->data().caller = options.program_code->caller();
+  functions.insert_or_assign(static_cast<std::uint64_t>(call.seqNr()),
+                             Function{std::move(event), std::string(call.name()) + "Backward"});
+  return std::make_unique<Context>();
+}
+
+void StepRecorder::Impl::take_inputs(const std::shared_ptr<RecordedEvent>& event,
+                                     std::span<const at::Tensor> inputs) {
+  auto& data = event->data();
+  for (const auto& tensor : inputs) {
+    if (!tensor.defined()) continue;
+    if (const auto* found = find(tensor)) {
+      depend_on(data, name_of(*found, tensor), tensor);
+    } else {
+      note_obstacle(data, tensor);
+    }
+    const auto* own = memory_of(tensor);  // where the call has written, it will again
+    if (own != nullptr && own->version != version_of(tensor)) wrote(event, tensor);
+  }
+}
+
+RecordedInput StepRecorder::Impl::input_of(const at::Tensor& tensor, std::uint32_t version) {
+  RecordedInput input;
+  input.version = version;
+  if (const auto* found = find(tensor)) {
+    input.value = name_of(*found, tensor);
+  } else if (const auto parameter = parameter_of(tensor); parameter.defined()) {
+    input.gradient_of = parameter;
+  } else {
+    input.kept = tensor;
+  }
+  return input;
+}
+
+std::uint64_t StepRecorder::Impl::bytes_kept_for(const at::Tensor& tensor) {
+  const bool is_weight = tensor.is_leaf() && tensor.requires_grad();
+  return is_weight || !tensor.has_storage() ? 0 : tensor.nbytes();
+}
+
+/// Of a tensor that no event has made.
+void StepRecorder::Impl::note_obstacle(RecordedEvent::Data& data, const at::Tensor& tensor) {
+  if (tensor.requires_grad() && !tensor.is_leaf()) {
+    data.problem = "a tensor of " + tensor.grad_fn()->name() +
+                   " is used that was computed where nobody watched";
+  } else if (is_wrapped_by_a_transform(tensor)) {
+    data.problem = "a transform of torch.func runs outside of modules";
+  }
+}
+
+/// Without its tensors, which `Data::tensors` names or keeps.
+static c10::IValue without_tensors(const c10::IValue& argument) {
+  if (argument.isTensor()) return at::Tensor();
+  if (!argument.isList()) return argument;
+  auto copy = argument.toList().copy();
+  for (std::size_t i = 0; i < copy.size(); ++i) {
+    if (c10::IValue(copy.get(i)).isTensor()) copy.set(i, at::Tensor());
+  }
+  return copy;
+}
+
+void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context) {
+  const OperatorInfo& info = *context.info;
+  auto event = new_event();
+  auto& data = event->data();
+  std::vector<at::Tensor> given, written;
+  bool writes_gradients = false, writes_elsewhere = false;
+  std::uint64_t bytes = 0;
+  std::size_t next = 0;
+  for (std::size_t i = 0; i < context.arguments.size(); ++i) {
+    for_each_tensor_at(context.arguments[i], [&](const at::Tensor& tensor, int element) {
+      const std::uint32_t version = context.versions[next++];
+      if (!tensor.defined()) return;
+      RecordedInput input = input_of(tensor, version);
+      input.argument = i;
+      input.element = element;
+      input.is_read = !info.is_view && info.arguments[i] != ArgumentUse::overwritten;
+      const auto* own = memory_of(tensor);
+      if (input.is_read && own != nullptr && own->version != version) {
+        data.problem = "a tensor was written to by something that is not an operator";
+      }
+      if (info.arguments[i] != ArgumentUse::read) {
+        writes_gradients = writes_gradients || input.gradient_of.defined();
+        writes_elsewhere = writes_elsewhere || (own == nullptr && !input.gradient_of.defined());
+        if (own != nullptr) written.push_back(tensor);
+      }
+      if (input.kept.defined()) bytes += bytes_kept_for(input.kept);
+      given.push_back(tensor);
+      data.tensors.push_back(std::move(input));
+    });
+  }
+  // What is written to memory of others is theirs: whoever reads it reads what is there then.
+  const bool writes_own = !written.empty() || writes_gradients;
+  if (writes_elsewhere || (!at::GradMode::is_enabled() && !writes_own)) return;
+
+  data.is_indispensable = writes_own;
+  std::vector<std::pair<int, at::Tensor>> made_now;
+  int index = 0;
+  for (const auto& value : last_values(call.outputs(), info.returns_alias.size())) {
+    for_each_tensor_at(value, [&](const at::Tensor& tensor, int) {
+      const int position = index++;
+      const bool is_new = tensor.defined() && std::ranges::none_of(given, [&](const auto& each) {
+                            return each.is_same(tensor);
+                          });
+      if (!is_new) return;
+      made_now.emplace_back(position, tensor);
+      data.is_indispensable = data.is_indispensable || tensor.requires_grad();
+    });
+  }
+  if (made_now.empty() && !writes_own) return;
+  // A view of data: whoever reads it keeps what is there then.
+  const bool is_of_data = std::ranges::all_of(
+      data.tensors, [](const RecordedInput& each) { return each.kept.defined(); });
+  if (info.is_view && !data.is_indispensable && is_of_data) return;
+  const bool is_too_much = kept_bytes + bytes > options.most_bytes;
+  if (!data.is_indispensable && (context.draws || is_too_much)) return;
+
+  data.handle = call_facts(*call.operator_name()).handle;
+  data.grad_mode = at::GradMode::is_enabled();
+  data.autocast = Autocast::now();
+  data.module = module;
+  data.generators = std::move(context.generators);
+  if (options.program_code) data.caller = options.program_code->caller();
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    if (data.tensors[i].value) depend_on(data, *data.tensors[i].value, given[i]);
+    if (data.tensors[i].kept.defined()) note_obstacle(data, given[i]);
+  }
+  for (RecordedInput& input : data.tensors) {
+    if (!input.kept.defined() || !input.is_read) continue;
+    if (version_of(input.kept) != input.version) continue;  // by a thread, meanwhile
+    if (may_copy_for_an_operator(input.kept)) {
+      input.kept = steady(input.kept);
+      input.version = version_of(input.kept);
+      continue;
+    }
+    input.sample = content_sample(input.kept);
+    if (data.is_indispensable || !data.held.empty()) continue;
+    for (const auto& [_, tensor] : made_now) {
+      if (!may_copy(tensor)) continue;
+      (tensor.device().is_cpu() ? copied_on_host : copied_on_device) += steady_bytes(tensor);
+      data.held.push_back(tensor);
+    }
+  }
+  if (is_too_much) {
+    data.problem = "more than " + std::to_string(options.most_bytes) +
+                   " bytes would have to be kept for " + info.full_name +
+                   " (NANLOCATOR_RECORDED_BYTES)";
+    data.tensors.clear();
+  } else {
+    kept_bytes += bytes;
+  }
+  for (const auto& argument : context.arguments) {
+    data.arguments.push_back(without_tensors(argument));
+  }
+  for (const auto& [position, tensor] : made_now) {
+    data.outputs.push_back({position, WeakTensor(tensor.getIntrusivePtr()), version_of(tensor)});
+    const bool shares_memory = std::ranges::any_of(given, [&](const auto& each) {
+      return each.has_storage() && tensor.has_storage() &&
+             each.storage().is_alias_of(tensor.storage());
+    });
+    made(event, tensor, position, !shares_memory);
+  }
+  for (const auto& tensor : written) wrote(event, tensor);
+  if (writes_gradients) roots.push_back(event);
+  forget_the_dead();
+}
+
+StepRecorder::StepRecorder(RecorderOptions options)
+    : impl_(std::make_unique<Impl>(std::move(options))) {
+  if (recorder_of_this_thread != nullptr) {
+    throw UsageError("this thread's operators are recorded already: one recorder at a time");
+  }
+  recorder_of_this_thread = impl_.get();
+  impl_->paused = 1;
+  resume();
+}
+
+StepRecorder::~StepRecorder() {
+  close();
+}
+
+void StepRecorder::close() noexcept {
+  if (recorder_of_this_thread != impl_.get()) return;
+  pause();
+  recorder_of_this_thread = nullptr;
+  impl_->clear();
+}
+
+void StepRecorder::set_parameters(std::vector<at::Tensor> parameters) {
+  impl_->parameters = std::move(parameters);
+  impl_->are_gradients_new = true;
+  note_weights();
+}
+
+void StepRecorder::note_weights() {
+  impl_->versions.clear();
+  for (const auto& each : impl_->parameters) impl_->versions.push_back(version_of(each));
+}
+
+std::vector<at::Tensor> StepRecorder::changed_weights() const {
+  std::vector<at::Tensor> changed;
+  for (std::size_t i = 0; i < impl_->parameters.size(); ++i) {
+    const auto& parameter = impl_->parameters[i];
+    if (version_of(parameter) != impl_->versions[i]) changed.push_back(parameter);
+  }
+  return changed;
+}
+
+std::uint64_t StepRecorder::state_of_gradients() const {
+  std::uint64_t state = 0;
+  for (const auto& parameter : impl_->parameters) {
+    const auto& gradient = parameter.grad();
+    if (!gradient.defined()) continue;
+    state = state * 31 + reinterpret_cast<std::uintptr_t>(gradient.unsafeGetTensorImpl());
+    state = state * 31 + version_of(gradient);
+  }
+  return state;
+}
+
+void StepRecorder::pause() noexcept {
+  if (impl_->paused++ > 0) return;
+  at::removeCallback(impl_->callback);
+}
+
+void StepRecorder::resume() {
+  if (--impl_->paused > 0) return;
+  impl_->callback = at::addThreadLocalCallback(at::RecordFunctionCallback(&when_begun, &when_ended)
+                                                   .needsInputs(true)
+                                                   .needsOutputs(true)
+                                                   .scopes({at::RecordScope::FUNCTION}));
+}
+
+void StepRecorder::forget() {
+  impl_->clear();
+  impl_->backwards = 0;
+  impl_->standing_problem.clear();
+}
+
+void StepRecorder::begin_step() {
+  auto& impl = *impl_;
+  const auto used =  // by a backward: their graphs are gone
+      reached_from(std::exchange(impl.roots, {}), &RecordedEvent::Data::differentiated);
+  for (const auto& event : used)
+    std::const_pointer_cast<RecordedEvent>(event)->data().is_used = true;
+  std::erase_if(impl.known, [](const auto& entry) {
+    const auto& known = entry.second;
+    return known.tensor.expired() || !known.required_grad || known.event->data().is_used;
+  });
+  impl.memory.clear();
+  impl.functions.clear();
+  impl.read.clear();
+  impl.backwards = 0;
+  impl.received.clear();
+  impl.kept_bytes = impl.copied_on_host = impl.copied_on_device = 0;
+  impl.are_gradients_new = true;
+  impl.standing_problem.clear();
+}
+
+void StepRecorder::enter_module(ModulePath module) noexcept {
+  impl_->module = module;
+}
+
+std::optional<RecordedValue> StepRecorder::value_of(const at::Tensor& tensor) {
+  const auto* found = impl_->find(tensor);
+  if (found == nullptr) return std::nullopt;
+  return Impl::name_of(*found, tensor);
+}
+
+void StepRecorder::note_received(std::span<const at::Tensor> tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.has_storage()) impl_->received.insert(tensor.storage().unsafeGetStorageImpl());
+  }
+}
+
+std::vector<at::Tensor> StepRecorder::steady(const std::vector<at::Tensor>& tensors) {
+  return steady_together(tensors, [&](const at::Tensor& each) { return impl_->steady(each); });
+}
+
+std::shared_ptr<const RecordedEvent> StepRecorder::add_call(std::shared_ptr<void> payload,
+                                                            std::span<const at::Tensor> inputs,
+                                                            std::span<const at::Tensor> outputs) {
+  auto& impl = *impl_;
+  auto event = impl.new_event();
+  auto& data = event->data();
+  data.payload = std::move(payload);
+  if (impl.options.program_code) data.caller = impl.options.program_code->caller();
+  impl.take_inputs(event, inputs);
+  int index = 0;
+  for (const auto& tensor : outputs) {
+    const int position = index++;
+    const bool is_given =
+        std::ranges::any_of(inputs, [&](const auto& given) { return given.is_same(tensor); });
+    if (!tensor.defined() || is_given) continue;
+    const bool is_computed = tensor.requires_grad() && !tensor.is_leaf();
+    // What it only hands out (a buffer, a parameter) is not ours to be written to again.
+    if (is_computed || !tensor.requires_grad()) impl.made(event, tensor, position, is_computed);
+  }
+  impl.forget_the_dead();
+  return event;
+}
+
+void StepRecorder::add_backward(std::shared_ptr<void> payload, std::span<const at::Tensor> roots) {
+  impl_->roots.push_back(add_call(std::move(payload), roots, {}));
+  impl_->are_gradients_new = true;
+  impl_->read.clear();
+  ++impl_->backwards;
+}
+
+int StepRecorder::backwards() const noexcept {
+  return impl_->backwards;
+}
+
+RecordedEvents StepRecorder::needed() const {
+  auto events = reached_from(impl_->roots, &RecordedEvent::Data::needs);
+  std::ranges::sort(events, {}, [](const auto& event) { return event->data().number; });
+  return events;
+}
+
+std::vector<at::Tensor> StepRecorder::take_read() noexcept {
+  return std::exchange(impl_->read, {});
+}
+
+/// The calls that `tensors` were computed from; nullopt where something behind them is not known.
+static std::optional<std::unordered_set<const RecordedEvent*>> calls_behind(
+    StepRecorder::Impl& recorder, std::span<const at::Tensor> tensors) {
+  RecordedEvents makers;
+  for (const auto& tensor : tensors) {
+    const auto* const found = recorder.find(tensor);
+    if (found == nullptr) return std::nullopt;
+    makers.push_back(found->event);
+  }
+  std::unordered_set<const RecordedEvent*> calls;
+  for (const auto& event : reached_from(std::move(makers), &RecordedEvent::Data::needs)) {
+    if (!event->data().problem.empty()) return std::nullopt;
+    if (event->payload() != nullptr) calls.insert(event.get());
+  }
+  return calls;
+}
+
+bool StepRecorder::have_common_calls(std::span<const at::Tensor> some,
+                                     std::span<const at::Tensor> others) {
+  const auto of_some = calls_behind(*impl_, some);
+  const auto of_others = calls_behind(*impl_, others);
+  if (!of_some || !of_others) return true;
+  return std::ranges::any_of(*of_some,
+                             [&](const RecordedEvent* call) { return of_others->contains(call); });
+}
+
+std::vector<at::Tensor> StepRecorder::unfinished() const {
+  std::unordered_set<const RecordedEvent*> used;
+  for (const auto& event : needed()) used.insert(event.get());
+  std::vector<std::pair<at::Tensor, const RecordedEvent*>> waiting;
+  for (const auto& [address, known] : impl_->known) {
+    at::Tensor tensor(known.tensor.lock());
+    if (!tensor.defined() || !tensor.requires_grad() || tensor.is_leaf()) continue;
+    for (const auto& need : known.event->data().needs) used.insert(need.get());
+    waiting.emplace_back(std::move(tensor), known.event.get());
+  }
+  std::erase_if(waiting, [&](const auto& each) { return used.contains(each.second); });
+  std::ranges::sort(waiting, {}, [](const auto& each) { return each.second->data().number; });
+  std::vector<at::Tensor> tensors;
+  for (auto& [tensor, event] : waiting) tensors.push_back(std::move(tensor));
+  return tensors;
+}
+
+std::string StepRecorder::problem() const {
+  if (!impl_->standing_problem.empty()) return impl_->standing_problem;
+  for (const auto& event : needed()) {
+    const auto& data = event->data();
+    if (!data.problem.empty()) return data.problem;
+    const bool is_overwritten = std::ranges::any_of(data.tensors, &RecordedInput::is_overwritten);
+    if (is_overwritten && (data.is_indispensable || !first_outputs(data))) {
+      return "what " + data.handle->schema().name() + " has read was overwritten later in the step";
+    }
+  }
+  return {};
+}
+
+std::pair<std::size_t, std::size_t> StepRecorder::size() const {
+  const auto live = std::ranges::count_if(
+      impl_->known, [](const auto& entry) { return !entry.second.tensor.expired(); });
+  return {static_cast<std::size_t>(live), needed().size()};
+}
+
+}  // namespace nanlocator::inline recorder_room

@@ -1,0 +1,144 @@
+// Executes the events of a recorded step again.
+#include <ATen/core/grad_mode.h>
+
+#include <mutex>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "nanlocator/error.hpp"
+#include "nanlocator/replay/capture.hpp"
+#include "recorder/recorded_caller.hpp"
+#include "recorder/recorded_event.hpp"
+
+namespace nanlocator::inline recorder_room {
+namespace {
+
+class ScopedAutocast {
+ public:
+  explicit ScopedAutocast(const Autocast& autocast) : before_(Autocast::now()) { autocast.set(); }
+  ~ScopedAutocast() { before_.set(); }
+  ScopedAutocast(const ScopedAutocast&) = delete;  // strictly nested
+  ScopedAutocast& operator=(const ScopedAutocast&) = delete;
+
+ private:
+  Autocast before_;
+};
+
+void set_generator_states(const GeneratorStates& states) {
+  for (auto [generator, state] : states) {
+    const std::lock_guard lock(generator.mutex());
+    generator.set_state(state);
+  }
+}
+
+}  // namespace
+
+struct StepReplay::Impl {
+  using Key = std::pair<const RecordedEvent*, int>;
+  RecordedEvents events;
+  std::map<Key, at::Tensor> values;
+  std::map<Key, std::uint64_t> last_read;  // the number of the event
+
+  [[nodiscard]] at::Tensor get(const RecordedValue& value) const {
+    const auto found = values.find({value.event.get(), value.index});
+    if (found == values.end()) {
+      throw Error("a tensor that this step computes was not computed when it was executed again");
+    }
+    if (value.became_leaf && !found->second.requires_grad()) found->second.requires_grad_();
+    return found->second;
+  }
+
+  void set(const RecordedEvent& event, int index, const at::Tensor& tensor) {
+    if (last_read.contains({&event, index})) values[{&event, index}] = tensor;
+  }
+
+  /// Its tensors as they were computed the first time: where something that it reads is gone.
+  bool take_first_outputs(const RecordedEvent& operation) {
+    const auto& data = operation.data();
+    if (data.is_indispensable) return false;
+    const auto found = first_outputs(data);
+    if (!found) return false;
+    for (const auto& [index, tensor] : *found) set(operation, index, tensor);
+    return true;
+  }
+};
+
+StepReplay::StepReplay(RecordedEvents events) : impl_(std::make_unique<Impl>()) {
+  impl_->events = std::move(events);
+  for (const auto& event : impl_->events) {
+    for (const auto& [maker, index, _] : event->data().inputs) {
+      impl_->last_read[{maker.get(), index}] = event->data().number;
+    }
+  }
+}
+
+StepReplay::~StepReplay() = default;
+
+const RecordedEvents& StepReplay::events() const noexcept {
+  return impl_->events;
+}
+
+at::Tensor StepReplay::tensor(const RecordedValue& value) const {
+  return impl_->get(value);
+}
+
+void StepReplay::run(const RecordedEvent& call, const std::function<void()>& work) {
+  const RecordedCaller caller(call.data().caller);
+  work();
+}
+
+void StepReplay::set_outputs(const RecordedEvent& call, std::span<const at::Tensor> outputs) {
+  int index = 0;
+  for (const auto& tensor : outputs) {
+    const int position = index++;
+    if (tensor.defined()) impl_->set(call, position, tensor);
+  }
+}
+
+void StepReplay::execute(const RecordedEvent& operation) {
+  const auto& data = operation.data();
+  auto arguments = data.arguments;
+  for (auto& argument : arguments) {
+    if (argument.isList()) argument = argument.toList().copy();  // filled below
+  }
+  for (const auto& input : data.tensors) {
+    at::Tensor tensor = input.kept;
+    if (input.value) tensor = impl_->get(*input.value);
+    if (input.gradient_of.defined()) tensor = input.gradient_of.grad();
+    if (input.is_overwritten()) {
+      if (impl_->take_first_outputs(operation)) return;
+      throw Error("what " + data.handle->schema().name() +
+                  " has read was overwritten later in the step");
+    }
+    auto& argument = arguments[input.argument];
+    if (input.element < 0) {
+      argument = tensor;
+    } else {
+      argument.toList().set(static_cast<std::size_t>(input.element), tensor);
+    }
+  }
+  const at::AutoGradMode grad_mode(data.grad_mode);
+  const ScopedAutocast autocast(data.autocast);
+  const RecordedCaller caller(data.caller);
+  std::optional<ModuleScope> module;
+  if (data.module != nullptr) module.emplace(*data.module);
+  set_generator_states(data.generators);
+  auto stack = std::move(arguments);
+  data.handle->callBoxed(stack);
+  int index = 0;
+  for (const auto& value : stack) {
+    if (value.isCustomClass() && data.handle->schema().name().starts_with("c10d::")) {
+      value.toCustomClass<c10d::Work>()->wait();
+    }
+    for_each_tensor_at(
+        value, [&](const at::Tensor& tensor, int) { impl_->set(operation, index++, tensor); });
+  }
+}
+
+void StepReplay::leave(const RecordedEvent& event) {
+  const auto number = event.data().number;
+  for (const auto& [maker, index, _] : event.data().inputs) {
+    if (impl_->last_read[{maker.get(), index}] <= number) impl_->values.erase({maker.get(), index});
+  }
+}
+
+}  // namespace nanlocator::inline recorder_room
