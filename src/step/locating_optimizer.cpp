@@ -44,17 +44,112 @@ std::vector<NamedTensor> moments_of(torch::optim::OptimizerParamState& state) {
 class LocatingOptimizer::LibtorchFramework final : public Framework {
  public:
   LibtorchFramework(std::shared_ptr<torch::optim::Optimizer> inner, const torch::nn::Module& model,
-                    const Communicator* communicator);
+                    const Communicator* communicator)
+      : inner_(std::move(inner)),
+        gradient_phase_(communicator != nullptr ? Phase::grad_reduced : Phase::grad_local) {
+    for (const auto& parameter : model.named_parameters()) {
+      const auto [place, is_new] =
+          names_.try_emplace(parameter.value().unsafeGetTensorImpl(), Name{parameter.key()});
+      if (!is_new) place->second.is_shared = true;
+      model_.push_back(parameter.value());
+    }
+    const auto mark_embedding = [this](const torch::nn::Module& module) {
+      if (!is_embedding(module)) return;
+      for (const auto& parameter : module.parameters(/*recurse=*/false)) {
+        names_.at(parameter.unsafeGetTensorImpl()).may_be_untouched = true;
+      }
+    };
+    mark_embedding(model);
+    for (const auto& child : model.modules(/*include_self=*/false)) mark_embedding(*child);
 
-  [[nodiscard]] std::vector<at::Tensor> tensors() const;
+    coordinates_ = communicator != nullptr
+                       ? data_parallel_coordinates(communicator->rank(), communicator->size())
+                       : data_parallel_coordinates(0, 1);
+    if (const auto all = tensors(); !all.empty()) coordinates_.device = all.front().device().str();
+    for (const auto& buffer : model.named_buffers()) {
+      buffers_.push_back({buffer.key(), buffer.value()});
+    }
+  }
 
-  ParameterMap parameter_map() override;
+  [[nodiscard]] std::vector<at::Tensor> tensors() const {
+    std::vector<at::Tensor> all;
+    for (const auto& group : inner_->param_groups()) {
+      all.insert(all.end(), group.params().begin(), group.params().end());
+    }
+    return all;
+  }
+
+  ParameterMap parameter_map() override {
+    std::vector<ParameterInfo> infos;
+    by_number_.clear();
+    const auto& groups = inner_->param_groups();
+    for (std::size_t group = 0; group < groups.size(); ++group) {
+      const auto& parameters = groups[group].params();
+      for (std::size_t i = 0; i < parameters.size(); ++i) {
+        ParameterInfo info;
+        info.id = static_cast<std::int64_t>(infos.size());
+        info.shape = parameters[i].sizes().vec();
+        info.dtype = dtype_name(parameters[i].scalar_type());
+        if (const auto found = names_.find(parameters[i].unsafeGetTensorImpl());
+            found != names_.end()) {
+          info.name = found->second.name;
+          info.is_shared = found->second.is_shared;
+          info.may_be_untouched = found->second.may_be_untouched;
+        } else {
+          info.name = "group" + std::to_string(group) + "." + std::to_string(i);
+        }
+        info.raw_name = info.name;
+        by_number_.push_back(info.name);
+        infos.push_back(std::move(info));
+      }
+    }
+    return {coordinates_, std::move(infos)};
+  }
+
   Phase gradient_phase() override { return gradient_phase_; }
-  std::vector<GradientView> gradients() override;
-  std::vector<GradientView> weights() override;
-  std::vector<NamedTensor> parameters() override;
+
+  std::vector<GradientView> gradients() override {
+    const auto all = tensors();
+    std::vector<GradientView> views;
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      if (const auto& gradient = all[i].grad(); gradient.defined()) {
+        views.push_back({static_cast<std::int64_t>(i), gradient, 0});
+      }
+    }
+    return views;
+  }
+
+  std::vector<GradientView> weights() override {
+    const auto all = tensors();
+    std::vector<GradientView> views;
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      views.push_back({static_cast<std::int64_t>(i), all[i], 0});
+    }
+    return views;
+  }
+
+  std::vector<NamedTensor> parameters() override {
+    const auto all = tensors();
+    std::vector<NamedTensor> named;
+    for (std::size_t i = 0; i < all.size(); ++i) named.push_back({by_number_.at(i), all[i]});
+    return named;
+  }
+
   std::vector<NamedTensor> buffers() override { return buffers_; }
-  std::vector<OptimizerTensor> optimizer_state(const std::vector<std::int64_t>& ids) override;
+
+  std::vector<OptimizerTensor> optimizer_state(const std::vector<std::int64_t>& ids) override {
+    const auto all = tensors();
+    std::vector<OptimizerTensor> found;
+    for (const auto id : ids) {
+      const auto state = inner_->state().find(all.at(id).unsafeGetTensorImpl());
+      if (state == inner_->state().end()) continue;
+      for (auto& [name, tensor] : moments_of(*state->second)) {
+        if (tensor.defined()) found.push_back({id, name, tensor});
+      }
+    }
+    return found;
+  }
+
   std::string why_no_pass() override { return "step() was called without a closure"; }
 
  private:
@@ -73,111 +168,6 @@ class LocatingOptimizer::LibtorchFramework final : public Framework {
   RankCoordinates coordinates_;
   Phase gradient_phase_;
 };
-
-LocatingOptimizer::LibtorchFramework::LibtorchFramework(
-    std::shared_ptr<torch::optim::Optimizer> inner, const torch::nn::Module& model,
-    const Communicator* communicator)
-    : inner_(std::move(inner)),
-      gradient_phase_(communicator != nullptr ? Phase::grad_reduced : Phase::grad_local) {
-  for (const auto& parameter : model.named_parameters()) {
-    const auto [place, is_new] =
-        names_.try_emplace(parameter.value().unsafeGetTensorImpl(), Name{parameter.key()});
-    if (!is_new) place->second.is_shared = true;
-    model_.push_back(parameter.value());
-  }
-  const auto mark_embedding = [this](const torch::nn::Module& module) {
-    if (!is_embedding(module)) return;
-    for (const auto& parameter : module.parameters(/*recurse=*/false)) {
-      names_.at(parameter.unsafeGetTensorImpl()).may_be_untouched = true;
-    }
-  };
-  mark_embedding(model);
-  for (const auto& child : model.modules(/*include_self=*/false)) mark_embedding(*child);
-
-  coordinates_ = communicator != nullptr
-                     ? data_parallel_coordinates(communicator->rank(), communicator->size())
-                     : data_parallel_coordinates(0, 1);
-  if (const auto all = tensors(); !all.empty()) coordinates_.device = all.front().device().str();
-  for (const auto& buffer : model.named_buffers()) {
-    buffers_.push_back({buffer.key(), buffer.value()});
-  }
-}
-
-std::vector<at::Tensor> LocatingOptimizer::LibtorchFramework::tensors() const {
-  std::vector<at::Tensor> all;
-  for (const auto& group : inner_->param_groups()) {
-    all.insert(all.end(), group.params().begin(), group.params().end());
-  }
-  return all;
-}
-
-ParameterMap LocatingOptimizer::LibtorchFramework::parameter_map() {
-  std::vector<ParameterInfo> infos;
-  by_number_.clear();
-  const auto& groups = inner_->param_groups();
-  for (std::size_t group = 0; group < groups.size(); ++group) {
-    const auto& parameters = groups[group].params();
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      ParameterInfo info;
-      info.id = static_cast<std::int64_t>(infos.size());
-      info.shape = parameters[i].sizes().vec();
-      info.dtype = dtype_name(parameters[i].scalar_type());
-      if (const auto found = names_.find(parameters[i].unsafeGetTensorImpl());
-          found != names_.end()) {
-        info.name = found->second.name;
-        info.is_shared = found->second.is_shared;
-        info.may_be_untouched = found->second.may_be_untouched;
-      } else {
-        info.name = "group" + std::to_string(group) + "." + std::to_string(i);
-      }
-      info.raw_name = info.name;
-      by_number_.push_back(info.name);
-      infos.push_back(std::move(info));
-    }
-  }
-  return {coordinates_, std::move(infos)};
-}
-
-std::vector<GradientView> LocatingOptimizer::LibtorchFramework::gradients() {
-  const auto all = tensors();
-  std::vector<GradientView> views;
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    if (const auto& gradient = all[i].grad(); gradient.defined()) {
-      views.push_back({static_cast<std::int64_t>(i), gradient, 0});
-    }
-  }
-  return views;
-}
-
-std::vector<GradientView> LocatingOptimizer::LibtorchFramework::weights() {
-  const auto all = tensors();
-  std::vector<GradientView> views;
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    views.push_back({static_cast<std::int64_t>(i), all[i], 0});
-  }
-  return views;
-}
-
-std::vector<NamedTensor> LocatingOptimizer::LibtorchFramework::parameters() {
-  const auto all = tensors();
-  std::vector<NamedTensor> named;
-  for (std::size_t i = 0; i < all.size(); ++i) named.push_back({by_number_.at(i), all[i]});
-  return named;
-}
-
-std::vector<OptimizerTensor> LocatingOptimizer::LibtorchFramework::optimizer_state(
-    const std::vector<std::int64_t>& ids) {
-  const auto all = tensors();
-  std::vector<OptimizerTensor> found;
-  for (const auto id : ids) {
-    const auto state = inner_->state().find(all.at(id).unsafeGetTensorImpl());
-    if (state == inner_->state().end()) continue;
-    for (auto& [name, tensor] : moments_of(*state->second)) {
-      if (tensor.defined()) found.push_back({id, name, tensor});
-    }
-  }
-  return found;
-}
 
 namespace {
 
