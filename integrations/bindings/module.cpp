@@ -194,38 +194,31 @@ void bind_agree(py::module_& m) {
       .def_property_readonly("size", &Communicator::size);
 }
 
-void bind_gradients(py::module_& m) {
-  py::class_<LocatorOptions>(m, "LocatorOptions")
-      .def(py::init<>())
-      .def_property(
-          "on_bad", [](const LocatorOptions& o) { return std::string(name_of(o.on_bad)); },
-          [](LocatorOptions& o, const std::string& name) {
-            o.on_bad = choice<Policy>("on_bad", name);
-          })
-      .def_readwrite("output_dir", &LocatorOptions::output_dir)
-      .def_property(
-          "level", [](const LocatorOptions& o) { return std::string(name_of(o.level)); },
-          [](LocatorOptions& o, const std::string& name) {
-            o.level = choice<Level>("level", name);
-          })
-      .def_property(
-          "rerun", [](const LocatorOptions& o) { return std::string(name_of(o.rerun)); },
-          [](LocatorOptions& o, const std::string& name) {
-            o.rerun = choice<RerunPolicy>("rerun", name);
-          })
-      .def_property(
-          "bundle_bytes", [](const LocatorOptions& o) { return o.bundles.bytes; },
-          [](LocatorOptions& o, std::uint64_t bytes) { o.bundles.bytes = bytes; })
-      .def_property(
-          "bundle_count", [](const LocatorOptions& o) { return o.bundles.count; },
-          [](LocatorOptions& o, int count) { o.bundles.count = count; })
-      .def_readwrite("check_params", &LocatorOptions::check_params)
-      .def_readwrite("gather_deadline", &LocatorOptions::gather_deadline)
-      .def_readwrite("threads", &LocatorOptions::threads)
-      .def_readwrite("max_incidents", &LocatorOptions::max_incidents)
+/// Each field by the name of its option. An enumeration is its value's name; `choices` has them.
+void bind_options(py::module_& m) {
+  py::class_<LocatorOptions> options(m, "LocatorOptions");
+  options.def(py::init<>())
       .def_readwrite("integration", &LocatorOptions::integration)
       .def_readwrite("not_covered", &LocatorOptions::not_covered);
+  py::dict choices;
+  for_each_option([&]<typename Value>(const OptionField<Value>& option) {
+    if constexpr (HasNames<Value>) {
+      options.def_property(
+          option.name,
+          [option](const LocatorOptions& o) { return std::string(name_of(o.*option.field)); },
+          [option](LocatorOptions& o, const std::string& name) {
+            o.*option.field = choice<Value>(option.name, name);
+          });
+      choices[option.name] = std::vector<std::string>(kNames<Value>.begin(), kNames<Value>.end());
+    } else {
+      options.def_readwrite(option.name, option.field);
+    }
+  });
+  options.attr("choices") = choices;
+}
 
+void bind_gradients(py::module_& m) {
+  bind_options(m);
   py::class_<LossView>(m, "LossView")
       .def(py::init([](at::Tensor tensor, std::optional<int> microbatch, std::optional<int> chunk,
                        std::optional<at::Tensor> valid_labels) {

@@ -140,12 +140,14 @@ class LocatorOptions(_Bound):
     def output_dir(self, value: StrPath) -> None: ...
     level: str
     rerun: str
-    bundle_bytes: int
-    bundle_count: int
     check_params: bool
     gather_deadline: timedelta
     threads: int
     max_incidents: int
+    bundle_bytes: int
+    bundle_count: int
+    recorded_bytes: int
+    choices: ClassVar[dict[str, list[str]]]
     integration: str
     not_covered: list[str]
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from nanlocator.attach import follow_process
 from nanlocator.engine.launcher import check_script, make_parser, run_module, run_script, set_variables
 
+_INTEGRATION = "watch"  # which has all options
 _EXAMPLES = """\
 examples:
   python -m nanlocator train.py --lr 1e-4
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "python -m nanlocator",
         "Runs a training script, unedited, and finds where NaN and Inf in its gradients are born.",
         _EXAMPLES,
-        ["grads", "boundaries", "modules", "operators"],
+        _INTEGRATION,
     )
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as of python -m")
     parser.add_argument("script", help="the training script")
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.module:
         check_script(parser, options.script)
-    set_variables(options)
+    set_variables(options, _INTEGRATION)
     os.environ["NANLOCATOR"] = "1"  # for the workers that the script starts
     follow_process()
     (run_module if options.module else run_script)(options.script, options.arguments)

@@ -48,7 +48,8 @@ void GradientLocator::Impl::open_run(Deadline deadline) {
   }
   run = {opened.at("run").get<std::string>(), opened.at("attempt").get<int>()};
   directory = run_directory(options.output_dir, run.attempt);
-  bundles = std::make_unique<BundleStore>(directory, options.bundles);
+  bundles = std::make_unique<BundleStore>(
+      directory, BundleBudget{.bytes = options.bundle_bytes, .count = options.bundle_count});
 
   // A rank that cannot write tells the others, instead of leaving them in training's first
   // collective.

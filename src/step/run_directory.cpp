@@ -4,12 +4,14 @@
 #include <torch/version.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <ctime>
 #include <iomanip>
 #include <nlohmann/json.hpp>
 #include <random>
 #include <sstream>
+#include <type_traits>
 
 #include "nanlocator/error.hpp"
 
@@ -44,6 +46,21 @@ std::string random_hex() {
 // Invalid UTF-8 (a file name) becomes a replacement character instead of an exception.
 std::string dump(const nlohmann::ordered_json& json, int indent) {
   return json.dump(indent, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
+}
+
+template <typename Value>
+void add(nlohmann::ordered_json& json, const LocatorOptions& options,
+         const OptionField<Value>& option) {
+  const Value& value = options.*option.field;
+  if constexpr (HasNames<Value>) {
+    json[option.name] = name_of(value);
+  } else if constexpr (std::is_same_v<Value, std::filesystem::path>) {
+    json[option.name] = value.string();
+  } else if constexpr (std::is_same_v<Value, std::chrono::milliseconds>) {
+    json[std::string(option.name) + "_ms"] = value.count();
+  } else {
+    json[option.name] = value;
+  }
 }
 
 }  // namespace
@@ -91,15 +108,7 @@ std::string run_json(const Run& run, const std::string& started, const LocatorOp
                     {"cp", coordinates.cp.size},
                     {"ep", coordinates.ep.size}};
   json["host"] = coordinates.host;
-  json["options"] = {{"on_bad", name_of(options.on_bad)},
-                     {"output_dir", options.output_dir.string()},
-                     {"check_params", options.check_params},
-                     {"rerun", name_of(options.rerun)},
-                     {"bundle_bytes", options.bundles.bytes},
-                     {"bundle_count", options.bundles.count},
-                     {"gather_deadline_ms", options.gather_deadline.count()},
-                     {"threads", options.threads},
-                     {"max_incidents", options.max_incidents}};
+  for_each_option([&](const auto& option) { add(json["options"], options, option); });
   json["not_covered"] = options.not_covered;
   return dump(json, 2) + "\n";
 }
@@ -108,13 +117,10 @@ std::string agreed_options_json(const LocatorOptions& options, std::string_view 
   nlohmann::ordered_json json;
   json["nanlocator"] = NANLOCATOR_VERSION;
   json["torch"] = TORCH_VERSION;
-  json["level"] = name_of(options.level);
-  json["rerun"] = name_of(options.rerun);
-  json["on_bad"] = name_of(options.on_bad);
-  json["check_params"] = options.check_params;
   json["integration"] = options.integration;
-  json["max_incidents"] = options.max_incidents;
-  json["output_dir"] = options.output_dir.string();
+  for_each_option([&](const auto& option) {
+    if (option.is_agreed) add(json, options, option);
+  });
   json["flag_device"] = flag_device;
   return dump(json, -1);
 }

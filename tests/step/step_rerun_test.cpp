@@ -175,7 +175,7 @@ TEST_F(StepRerunTest, LevelModulesIsRefusedInCpp) {
 
 TEST_F(StepRerunTest, BundlesStayWithinTheirBudget) {
   auto chosen = options();
-  chosen.bundles.bytes = 8;
+  chosen.bundle_bytes = 8;
   LocatingOptimizer optimizer(sgd(), *model_, chosen);
   model_->gate = 0;
   try {

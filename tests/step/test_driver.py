@@ -15,7 +15,7 @@ def driver():
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     adapter = PlainAdapter([optimizer], {"": model})
-    driver = plain_driver(adapter, resolve_options({}, integration="pytorch"), None, lambda scaler: None)
+    driver = plain_driver(adapter, resolve_options({}, "optimizer"), None, lambda scaler: None)
     model(torch.ones(3, 2)).sum().backward()
     yield driver
     driver.close()

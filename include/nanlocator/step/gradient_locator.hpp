@@ -6,8 +6,6 @@
 // Another order of calls is a UsageError. Thread: the training thread. Streams: the current ones.
 #pragma once
 
-#include <array>
-#include <chrono>
 #include <filesystem>
 #include <functional>
 #include <memory>
@@ -16,70 +14,17 @@
 
 #include "nanlocator/agree/communicator.hpp"
 #include "nanlocator/error.hpp"
-#include "nanlocator/files/names.hpp"
 #include "nanlocator/gradients/gradient_scanner.hpp"
 #include "nanlocator/locate/verdict.hpp"
 #include "nanlocator/map/parameter_map.hpp"
 #include "nanlocator/record/bundle.hpp"
+#include "nanlocator/step/locator_options.hpp"
 
 namespace nanlocator::inline replay_room {
 class StorageCollector;
 }  // namespace nanlocator::inline replay_room
 
 namespace nanlocator::inline step_room {
-
-/// What to do on a bad step, the same on every rank.
-enum class Policy {
-  report,   // print and write the verdict, go on
-  stop,     // raise NonFiniteGradientError on every rank, before the optimizer steps
-  skip,     // no optimizer step on any rank, go on with the next
-  recover,  // where the re-run of the step is clean, go on with its gradients; else stop
-};
-[[nodiscard]] constexpr auto names_of(Policy) {
-  return std::to_array<std::string_view>({"report", "stop", "skip", "recover"});
-}
-
-/// What is watched in every step; see docs/concepts.md.
-enum class Level {
-  grads,       // gradients
-  boundaries,  // and what ranks hand to each other: collectives, pipeline transfers, the loss
-  modules,     // and every module's inputs and outputs, forward and backward
-  operators,   // and every operator, synchronously
-};
-[[nodiscard]] constexpr auto names_of(Level) {
-  return std::to_array<std::string_view>({"grads", "boundaries", "modules", "operators"});
-}
-
-/// When a step whose forward and backward can be executed again is re-run, operators traced.
-enum class RerunPolicy {
-  never,
-  on_bad,  // where its gradients are bad
-  always,  // every step: also finds a step whose re-run has other bits
-};
-[[nodiscard]] constexpr auto names_of(RerunPolicy) {
-  return std::to_array<std::string_view>({"never", "on_bad", "always"});
-}
-
-struct LocatorOptions {
-  Policy on_bad = Policy::stop;
-  Level level = Level::grads;
-  RerunPolicy rerun = RerunPolicy::on_bad;
-  BundleBudget bundles;  // of this rank
-  std::filesystem::path output_dir = "nanlocator_run";
-  bool check_params = false;  // also scan parameters before and after the step
-  std::chrono::milliseconds gather_deadline{30'000};  // for ranks that do not answer
-  int threads = 1;                                    // for gradients in host memory
-  /// After this many findings under a policy that goes on the ranks count on, but gather no more: a
-  /// run whose weights are NaN would otherwise gather at every step.
-  int max_incidents = 16;
-  std::string integration = "pytorch";  // for run.json: "pytorch", "megatron", "cpp"
-  std::vector<std::string>
-      not_covered;  // for run.json: what this configuration cannot see, sentences
-};
-
-/// What a finding leads to under a policy: "stopped", "reported", "skipped" or "recovered" (under
-/// `recover` where the re-run of the step was clean on all ranks; else "stopped").
-[[nodiscard]] std::string_view outcome_of(Policy policy, const RerunOutcome& rerun) noexcept;
 
 /// Why a rank concludes alone.
 enum class Failure {

@@ -31,7 +31,7 @@ from nanlocator.engine.connection import connect
 from nanlocator.engine.driver import Driver, SkippedUpdate
 from nanlocator.engine.errors import NonFiniteGradientError
 from nanlocator.engine.locator import InstalledLocator
-from nanlocator.engine.options import Options, recorded_bytes, resolve_options
+from nanlocator.engine.options import Options, resolve_options
 from nanlocator.exchange.boundaries import Boundaries
 from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches
@@ -58,7 +58,7 @@ def install(engine: Any, **options: Unpack[Options]) -> "DeepSpeedLocator":
     """
     check(engine)
     DeepSpeedLocator.check_owner(engine, "engine")
-    resolved = resolve_options(options, integration="deepspeed", not_covered=not_covered(engine))
+    resolved = resolve_options(options, "deepspeed", not_covered(engine))
     return DeepSpeedLocator(engine, resolved)
 
 
@@ -69,7 +69,7 @@ class DeepSpeedLocator(InstalledLocator):
         self._engine = engine
         self._layout = layout_of(engine)
         self._adapter = DeepSpeedAdapter(engine, self._layout)
-        self._recorder = EngineRecorder(engine, self._layout.parameters, self, recorded_bytes())
+        self._recorder = EngineRecorder(engine, self._layout.parameters, self, options.recorded_bytes)
         try:
             self._driver = Driver(self._adapter, options, connect(options))
         except BaseException:

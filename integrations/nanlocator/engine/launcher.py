@@ -9,10 +9,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from nanlocator import _C
 from nanlocator.engine.endings import record_for_torchrun
+from nanlocator.engine.options import Kind, flag_of, rows, variable_of
 
 
-def make_parser(prog: str, description: str, examples: str, levels: list[str]) -> argparse.ArgumentParser:
+def make_parser(prog: str, description: str, examples: str, integration: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
         description=description,
@@ -20,29 +22,34 @@ def make_parser(prog: str, description: str, examples: str, levels: list[str]) -
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-
-    def add(name: str, text: str, **kind: Any) -> None:
-        variable = f"NANLOCATOR_{name.upper()}"
-        parser.add_argument(f"--{name.replace('_', '-')}", help=f"{text} [{variable}]", **kind)
-
-    add("level", "what is watched at every step", choices=levels)
-    add("on_bad", "what a bad step leads to", choices=["stop", "report", "skip", "recover"])
-    add("output_dir", "folder of the run", metavar="FOLDER")
-    add("rerun", "execute a bad step again, traced; always: every step", choices=["yes", "no", "always"])
-    add("check_params", "scan parameters before and after the step", action=argparse.BooleanOptionalAction)
-    add("gather_deadline", "how long to wait for silent ranks", type=float, metavar="SECONDS")
-    add("bundle_bytes", "most bytes of bundles per rank", type=int, metavar="BYTES")
-    add("bundle_count", "most bundles per rank", type=int, metavar="N")
-    add("max_incidents", "findings to locate; further ones are counted", type=int, metavar="N")
+    for name, option in rows(integration).items():
+        text = f"{option.help.replace('`', '')} [{variable_of(name)}]"
+        parser.add_argument(flag_of(name), help=text, **_values(name, option.kind))
     return parser
 
 
-def set_variables(options: argparse.Namespace) -> None:
+def _values(name: str, kind: Kind) -> dict[str, Any]:
+    if kind.is_switch:
+        return {"action": argparse.BooleanOptionalAction}
+    if choices := kind.choices or _C.LocatorOptions.choices.get(name):
+        return {"choices": choices}
+
+    def checked(text: str) -> str:
+        try:
+            kind.read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+        return text
+
+    return {"type": checked, "metavar": kind.metavar}
+
+
+def set_variables(given: argparse.Namespace, integration: str) -> None:
     """What was given takes the place of its variable, where the integration finds it."""
-    for name, value in vars(options).items():
-        if name not in ("script", "module", "arguments") and value is not None:
-            text = str(int(value)) if isinstance(value, bool) else str(value)
-            os.environ[f"NANLOCATOR_{name.upper()}"] = text
+    for name in rows(integration):
+        value = getattr(given, name)
+        if value is not None:
+            os.environ[variable_of(name)] = str(int(value)) if isinstance(value, bool) else value
 
 
 def check_script(parser: argparse.ArgumentParser, script: str) -> None:

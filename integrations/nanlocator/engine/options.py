@@ -1,120 +1,201 @@
-"""Options: an argument, else its NANLOCATOR_* variable, else the default."""
+"""The options, a row each.
+
+A row is a field of ``Options``, the keyword arguments of every integration. Its name is also that of the
+variable (NANLOCATOR_ON_BAD), of the launchers' flag (--on-bad) and of the engine's field, which has the
+default and is filled by that name (nanlocator/step/locator_options.hpp). Its ``Option`` has the rest.
+``tools/option_table.py`` makes the table in docs/options.md of all this.
+"""
 
 import datetime
 import os
-from collections.abc import Callable
-from typing import TypedDict, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
 
 import torch
 
 from nanlocator import _C
 
-T = TypeVar("T")
+
+class Kind(NamedTuple):
+    """How values are written: in Python, in variables, behind flags."""
+
+    read: Callable[[Any], Any] = str  # the engine's value of one; a ValueError says what was expected
+    show: Callable[[Any], str] = str  # the reverse, for people
+    metavar: str | None = None
+    choices: tuple[str, ...] = ()  # none: those of the engine, if any
+    is_switch: bool = False
+
+
+class Option(NamedTuple):
+    kind: Kind
+    help: str
+    defaults: Mapping[str, str] = {}  # of integrations that have another one than the engine
+    only: tuple[str, ...] = ()  # the integrations that have it; none: all
+
+
+def _switch(value: Any) -> bool:
+    values = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if str(value).lower() not in values:
+        raise ValueError("expected 1 or 0, true or false")
+    return values[str(value).lower()]
+
+
+def _rerun(value: Any) -> str:
+    if value == "always":
+        return "always"
+    try:
+        return "on_bad" if _switch(value) else "never"
+    except ValueError:
+        raise ValueError("expected True, False or 'always'") from None
+
+
+def _seconds(value: Any) -> datetime.timedelta:
+    if not 0 < float(value) < 86_400:
+        raise ValueError("expected seconds between 0 and 86400")
+    return datetime.timedelta(seconds=float(value))
+
+
+def _count(value: Any) -> int:
+    if int(value) < 0:
+        raise ValueError("expected a number that is not negative")
+    return int(value)
+
+
+_RERUNS = {"on_bad": "on", "never": "off", "always": "always"}
+
+CHOICE = Kind()
+FOLDER = Kind(metavar="FOLDER")
+SWITCH = Kind(_switch, lambda is_on: "on" if is_on else "off", is_switch=True)
+RERUN = Kind(_rerun, _RERUNS.__getitem__, choices=("yes", "no", "always"))
+SECONDS = Kind(_seconds, lambda time: f"{time.total_seconds():g} s", "SECONDS")
+BYTES = Kind(_count, lambda count: f"{count / 2**30:g} GiB", "BYTES")
+COUNT = Kind(_count, metavar="N")
 
 
 class Options(TypedDict, total=False):
-    """What every integration can be told. An option that is left out or None is read from NANLOCATOR_<NAME>
-    (NANLOCATOR_ON_BAD, ...), else it has its default.
+    """An argument counts before its variable, and that before the default; None is no argument."""
 
-    on_bad: ``"stop"`` (default) raises ``nanlocator.NonFiniteGradientError`` on every rank, before anything
-        is clipped or a weight moves; ``"report"`` writes the verdict and goes on; ``"skip"`` goes on without
-        the optimizer's step; ``"recover"`` goes on with the gradients and losses of a clean re-run, and
-        stops where there is none.
-    output_dir: folder of the run, default ``nanlocator_run``; nothing but the parameter map is written while
-        all is well.
-    level: what is watched at every step. ``"grads"``: gradients. ``"boundaries"``: also what ranks send
-        to each other. ``"modules"``: also every module's inputs, outputs and their gradients,
-        without waiting. ``"operators"``: every operator, which waits for the device between them.
-    rerun: ``True`` (default) executes a bad step again, with every operator traced, so that the verdict names
-        the operator and says whether the fault repeats. ``False`` does not. ``"always"`` executes every step
-        twice and warns where the two differ in a bit.
-    check_params: scan the parameters before and after each step, too; default False.
-    gather_deadline: seconds to wait for ranks that do not answer when a finding is gathered; default 30.
-    """
+    on_bad: Annotated[
+        str | None,
+        Option(
+            CHOICE,
+            "what a bad step leads to. `stop`: raise `nanlocator.NonFiniteGradientError` on every rank "
+            "before a weight moves; `report`: write the verdict, continue; `skip`: continue without the "
+            "optimizer's step; `recover`: continue with gradients and losses of a clean re-run, bit for bit "
+            "as if the fault had not happened, else stop",
+        ),
+    ]
+    level: Annotated[
+        str | None,
+        Option(
+            CHOICE,
+            "what is watched at every step. `grads`: gradients and losses; `boundaries`: and what ranks "
+            "exchange; `modules`: and every module's inputs and outputs; `operators`: and every operator, "
+            "which waits for the device",
+            {"megatron": "boundaries", "transformers": "modules"},
+        ),
+    ]
+    rerun: Annotated[
+        bool | str | None,
+        Option(
+            RERUN,
+            "re-run a bad step with every operator traced; `always`: re-run every step, and warn if the two "
+            "differ in a bit. `recover` needs it",
+        ),
+    ]
+    output_dir: Annotated[
+        str | os.PathLike[str] | None,
+        Option(FOLDER, "folder of the run; each start gets its own `a0`, `a1`, ... in it"),
+    ]
+    check_params: Annotated[
+        bool | None,
+        Option(
+            SWITCH,
+            "also scan the parameters before and after each step; in a bad step they are scanned anyway",
+        ),
+    ]
+    gather_deadline: Annotated[
+        float | None,
+        Option(
+            SECONDS,
+            "how long a finding waits for ranks that do not answer; half as long for a rank whose heartbeat "
+            "has stopped",
+        ),
+    ]
+    max_incidents: Annotated[
+        int | None,
+        Option(COUNT, "findings to locate under `report`, `skip` and `recover`; later ones are only counted"),
+    ]
+    bundle_count: Annotated[int | None, Option(COUNT, "most bundles per rank; the first origins win")]
+    bundle_bytes: Annotated[int | None, Option(BYTES, "most bytes of bundles per rank")]
+    recorded_bytes: Annotated[
+        int | None,
+        Option(
+            BYTES,
+            "what may be kept of a step for operators outside of modules, to re-run it",
+            only=("watch", "deepspeed"),
+        ),
+    ]
 
-    on_bad: str | None
-    output_dir: str | os.PathLike[str] | None
-    level: str | None
-    rerun: bool | str | None
-    check_params: bool | None
-    gather_deadline: float | None
+
+# Who takes options, and what run.json calls it.
+INTEGRATIONS = {
+    "watch": "pytorch",
+    "optimizer": "pytorch",
+    "megatron": "megatron",
+    "deepspeed": "deepspeed",
+    "transformers": "transformers",
+}
 
 
-def check_names(options: Options) -> None:
+def rows(integration: str) -> dict[str, Option]:
+    """Of the options that it has, by name."""
+    hints = get_type_hints(Options, include_extras=True)
+    every: dict[str, Option] = {name: hint.__metadata__[0] for name, hint in hints.items()}
+    return {name: row for name, row in every.items() if not row.only or integration in row.only}
+
+
+def variable_of(name: str) -> str:
+    return f"NANLOCATOR_{name.upper()}"
+
+
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def check_names(options: Mapping[str, object], integration: str) -> None:
+    names = rows(integration)
     for name in options:
-        if name not in Options.__annotations__:
-            raise TypeError(f"unexpected option {name!r}; there are {', '.join(Options.__annotations__)}")
+        if name not in names:
+            raise TypeError(f"unexpected option {name!r}; there are {', '.join(names)}")
 
 
 def resolve_options(
-    options: Options,
-    *,
-    integration: str,
-    not_covered: list[str] | None = None,
-    default_level: str = "grads",
-    default_output_dir: str = "nanlocator_run",
+    options: Options, integration: str, not_covered: list[str] | None = None, **defaults: str
 ) -> _C.LocatorOptions:
-    """Option, else NANLOCATOR_<NAME>, else default. A variable that cannot be read is a UsageError.
-    bundle_bytes, bundle_count and max_incidents have variables only."""
-    check_names(options)
+    """``defaults`` of this call count before the rows'. A value that cannot be read is a UsageError."""
+    check_names(options, integration)
     resolved = _C.LocatorOptions()
-    resolved.on_bad = _choose("on_bad", options.get("on_bad"), str, "stop")
-    resolved.output_dir = str(_choose("output_dir", options.get("output_dir"), str, default_output_dir))
-    resolved.level = _choose("level", options.get("level"), str, default_level)
-    rerun = options.get("rerun")
-    policy = None if rerun is None else _rerun_policy(rerun)
-    resolved.rerun = _choose("rerun", policy, _rerun_policy, "on_bad")
-    resolved.check_params = _choose("check_params", options.get("check_params"), _parse_bool, False)
-    seconds = _choose("gather_deadline", options.get("gather_deadline"), float, 30.0)
-    if not 0 < seconds < 86_400:
-        raise _C.UsageError(f"gather_deadline is {seconds}; it must be between 0 and 86400 seconds")
-    resolved.gather_deadline = datetime.timedelta(seconds=seconds)
-    resolved.bundle_bytes = _choose("bundle_bytes", None, _parse_count, resolved.bundle_bytes)
-    resolved.bundle_count = _choose("bundle_count", None, _parse_count, resolved.bundle_count)
-    resolved.max_incidents = _choose("max_incidents", None, _parse_count, resolved.max_incidents)
+    for name, option in rows(integration).items():
+        value = _given(name, option, options)
+        if value is None:
+            value = defaults.get(name, option.defaults.get(integration))
+        if value is not None:
+            setattr(resolved, name, value)
     resolved.threads = torch.get_num_threads()
-    resolved.integration = integration
+    resolved.integration = INTEGRATIONS[integration]
     resolved.not_covered = not_covered or []
     return resolved
 
 
-def recorded_bytes() -> int:
-    """NANLOCATOR_RECORDED_BYTES: what may be kept for operators outside of modules."""
-    return _choose("recorded_bytes", None, _parse_count, 256 << 20)
-
-
-def _choose(name: str, argument: T | None, parse: Callable[[str], T], default: T) -> T:
-    if argument is not None:
-        return argument
-    variable = f"NANLOCATOR_{name.upper()}"
-    text = os.environ.get(variable)
-    if text is None:
-        return default
+def _given(name: str, option: Option, options: Mapping[str, object]) -> Any:
+    source, value = name, options.get(name)
+    if value is None:
+        source = variable_of(name)
+        value = os.environ.get(source)
+    if value is None:
+        return None
     try:
-        return parse(text)
-    except ValueError as error:
-        raise _C.UsageError(f"{variable}={text!r} cannot be read: {error}") from None
-
-
-def _rerun_policy(value: bool | str) -> str:
-    if value == "always":
-        return "always"
-    try:
-        is_on = value if isinstance(value, bool) else _parse_bool(str(value))
-    except ValueError:
-        raise _C.UsageError(f"rerun is {value!r}; it must be True, False or 'always'") from None
-    return "on_bad" if is_on else "never"
-
-
-def _parse_count(text: str) -> int:
-    count = int(text)
-    if count < 0:
-        raise ValueError("expected a number that is not negative")
-    return count
-
-
-def _parse_bool(text: str) -> bool:
-    values = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-    if text.lower() not in values:
-        raise ValueError("expected 1 or 0, true or false")
-    return values[text.lower()]
+        return option.kind.read(value)
+    except (TypeError, ValueError) as error:
+        raise _C.UsageError(f"{source}={value!r} cannot be read: {error}") from None

@@ -32,7 +32,7 @@ class Evaluation:
         if several:
             options["on_bad"] = "report"
         self._adapter = PlainAdapter([], models)
-        resolved = resolve_options(options, integration="pytorch")
+        resolved = resolve_options(options, "watch")
         if resolved.level == "boundaries":  # what crosses is told by all ranks together
             resolved.level = "grads"
         self._driver = Driver(self._adapter, resolved, None)

@@ -74,7 +74,7 @@ class LocatingOptimizer(Locator, Optimizer):
             )
         if isinstance(optimizer, LocatingOptimizer):
             raise _C.UsageError("this optimizer is a LocatingOptimizer already; wrap it once")
-        resolved = resolve_options(options, integration="pytorch")
+        resolved = resolve_options(options, "optimizer")
         # Optimizer.__init__ is not called: it would make groups and state of its own.
         self.inner = optimizer
         keep_from_deepspeed(self)

@@ -21,7 +21,7 @@ from nanlocator.engine.driver import LossScale, SkippedUpdate
 from nanlocator.engine.endings import ending_error, first_line, is_failure_of_peers
 from nanlocator.engine.errors import NonFiniteGradientError
 from nanlocator.engine.locator import Locator
-from nanlocator.engine.options import Options, recorded_bytes, resolve_options
+from nanlocator.engine.options import Options, resolve_options
 from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches, weakly
 from nanlocator.hooks.points import Point
@@ -86,14 +86,14 @@ class Watch(Locator):
         if any(isinstance(each, LocatingOptimizer) for each in optimizers):
             raise _C.UsageError("a LocatingOptimizer scans by itself: give watch the optimizer inside")
         refuse_owned(models.values(), optimizers)
-        resolved = resolve_options(options, integration="pytorch")
+        resolved = resolve_options(options, "watch")
         self._models, self._optimizers, self._options = models, optimizers, options
         self._adapter = PlainAdapter(optimizers, models)
         self._adapter.why_no_pass = "no call of a watched model was seen in it"
         self._adapter.loss_scale = weakly(self._loss_scale)
         self._scaler: GradScaler | None = None
         self._driver = plain_driver(self._adapter, resolved, None, scale_in_gradients)
-        self._recorder = StepRecorder(self._adapter.tensors, self, recorded_bytes())
+        self._recorder = StepRecorder(self._adapter.tensors, self, resolved.recorded_bytes)
         self._driver.add_state("the weights", WeightsState(self._recorder))
         self._loop = LoopReading()
         self._used_in_backward: dict[Optimizer, tuple[int, list[int]]] = {}  # group, and numbers of parts

@@ -32,13 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "python -m nanlocator.megatron",
         "Runs a Megatron training script, unedited, with nanlocator installed on its model.",
         _EXAMPLES,
-        ["grads", "boundaries", "modules", "operators"],
+        "megatron",
     )
     parser.add_argument("script", help="the training script, such as pretrain_gpt.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments, untouched")
     options = parser.parse_args(arguments)
     check_script(parser, options.script)
-    set_variables(options)
+    set_variables(options, "megatron")
     installer = follow()
     try:
         run_script(options.script, options.arguments)

@@ -67,7 +67,7 @@ def install(
     chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
     check_call(chunks, optimizer)
     MegatronLocator.check_owner(optimizer, "optimizer")
-    resolved = resolve_options(options, integration="megatron", default_level="boundaries")
+    resolved = resolve_options(options, "megatron")
     if resolved.on_bad == "recover" and resolved.rerun == "never":
         raise _C.UsageError("on_bad 'recover' goes on with a re-run of the step: it needs rerun=True")
     resolved.not_covered = not_covered(chunks, optimizer, resolved)

@@ -74,7 +74,7 @@ class NanLocatorCallback(TrainerCallback):
     """
 
     def __init__(self, **options: Unpack[Options]) -> None:
-        check_names(options)
+        check_names(options, "transformers")
         self._options = options
         self.verdicts: list[dict[str, Any]] = []
         self._states: dict[str, Stateful] = {}
@@ -105,9 +105,8 @@ class NanLocatorCallback(TrainerCallback):
         self._end()
         options = resolve_options(
             self._options,
-            integration="transformers",
-            default_level="modules",
-            default_output_dir=os.path.join(args.output_dir, "nanlocator_run"),
+            "transformers",
+            output_dir=os.path.join(args.output_dir, "nanlocator_run"),
         )
         self._steps = _TrainerSteps(self._trainer, options, self.verdicts)
         for name, owner in self._states.items():
