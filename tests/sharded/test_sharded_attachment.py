@@ -1,6 +1,7 @@
 """A model that is sharded after nanlocator has got it is refused, or followed: never silently unwatched."""
 
 import contextlib
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import nanlocator
 from nanlocator import attach
+from nanlocator.hooks import points
 from nanlocator.sharding import fsdp2
 
 
@@ -122,7 +124,11 @@ def in_another_torch(rank, world_size, renamed):
     if renamed == "attribute":
         fsdp2._part_of = lambda param: param.what_it_had_before
     else:
-        fsdp2.importlib = SimpleNamespace(import_module=lambda name: SimpleNamespace())
+        renamed = {
+            name: dataclasses.replace(getattr(points, name), attribute="foreach_otherwise")
+            for name in ("FSDP2_REDUCE", "FSDP2_GATHER")
+        }
+        fsdp2.points = SimpleNamespace(**renamed)
     watch = nanlocator.watch(training.model, training.optimizer)
     not_covered = json.loads((Path(watch.run_dir) / "run.json").read_text())["not_covered"]
     try:

@@ -99,8 +99,7 @@ class Point:
 
     def note(self) -> str:
         """For a verdict's coverage, where it is due and not there."""
-        version = f"{self.package} {version_of(self.package)}".strip()
-        return f"{self.lost}: {version} has no {self.place}"
+        return f"{self.lost}: this {self.package or 'Python'} does it elsewhere (it has no {self.place})"
 
     def state(self) -> State:
         """In this environment. Imports the owner, if its package is installed."""
@@ -543,6 +542,9 @@ ZERO_NORM = {
         ("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer", "scaled_global_norm", True),
         ("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", "_get_norm_groups", True),
         ("deepspeed.runtime.bf16_optimizer", "get_global_norm_of_tensors", False),
+        ("deepspeed.runtime.engine", "clip_grad_norm_", False),
+        ("deepspeed.runtime.fp16.unfused_optimizer", "get_weight_norm", False),
+        ("deepspeed.runtime.fp16.unfused_optimizer", "get_global_norm", False),
     )
 }
 ZERO_GATHER = _row(
