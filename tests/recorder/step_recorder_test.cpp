@@ -1,6 +1,6 @@
 #include "nanlocator/recorder/step_recorder.hpp"
 
-#include <ATen/Functions.h>
+#include <ATen/ATen.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
