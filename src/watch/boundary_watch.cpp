@@ -1,10 +1,10 @@
-// A crossing's place. In a module's forward (recomputation included) it is the innermost module. In
-// backward no module runs: the autograd node that runs was made by one, and nodes are numbered in
+// A crossing's place. In a module's forward (recomputation included), it is the innermost module.
+// No module runs in backward, but a module made the autograd node that does. Nodes are numbered in
 // the order in which a thread makes them (torch/csrc/autograd/function.h, sequence_nr), so it is
-// the module that was innermost when that number was given. A message that is sent while the
-// schedule executes a microbatch is one of its layers', such as ring attention, and has its place
-// as a collective has. Any other is one between pipeline stages: it belongs to the microbatch whose
-// step computed or consumes it.
+// the module that was innermost when that number was assigned. A message that is sent while the
+// schedule executes a microbatch belongs to a layer, such as ring attention, and gets its place
+// like a collective. Any other message is between pipeline stages and belongs to the microbatch
+// whose step computes or consumes it.
 #include "nanlocator/watch/boundary_watch.hpp"
 
 #include <ATen/SequenceNumber.h>
@@ -50,10 +50,10 @@ struct Lane {
 
 struct Count {
   std::int64_t begun = 0;
-  std::int64_t first = 0;     // of the pass
-  std::int64_t finished = 0;  // all below
+  std::int64_t first = 0;     // sequence number at the start of the pass
+  std::int64_t finished = 0;  // every crossing below has finished
   std::set<std::int64_t> finished_early;
-  std::vector<int> not_scanned;  // sequences of those
+  std::vector<int> not_scanned;  // sequence numbers
   bool is_unseen_by_member = false;
   bool watches_weights = false;
 
@@ -82,40 +82,40 @@ struct CrossingRecord {
   ModulePath op;  // interned, as paths are
   CrossingPlace place;
   bool was_scanned = true;
-  bool awaits_step = false;  // received between two steps of the schedule, for a later one
+  bool awaits_step = false;  // received between two steps of the schedule, for a later step
 };
 
 struct Event {
-  std::size_t crossing;  // of this step
+  std::size_t crossing;  // index in this step
   bool is_received;
   DeferredScans::Id scan;
   at::ScalarType type;
   std::vector<std::int64_t> shape;
 };
 
-/// From here on, up to the next mark, nodes are made by `module`.
+/// `module` makes the nodes from this number up to the next mark.
 struct Mark {
   std::uint64_t first_sequence_number;
   ModulePath module;
   MicrobatchPlace microbatch;
 };
 
-/// A framework's own collective: of which module's weights or gradients.
+/// The framework's own collective, and the module whose weights or gradients it moves.
 struct OwnTransfer {
   ModulePath owner;
   bool reduces_gradients;
 };
 
-/// What one thread has run.
+/// The modules that one thread has run.
 struct Timeline {
   std::optional<OwnTransfer> transfer;
   std::vector<ModulePath> running;  // outermost first
-  std::vector<Mark> marks;          // numbers ascending
+  std::vector<Mark> marks;          // by ascending number
 
   void mark() {
     const auto next = at::sequence_number::peek();
     const auto module = running.empty() ? nullptr : running.back();
-    // A module that has made no node so far has none to be found by.
+    // Drops the mark of a module that has made no node: no node can lead to it.
     if (!marks.empty() && marks.back().first_sequence_number == next) marks.pop_back();
     marks.push_back({next, module, current_microbatch()});
   }
@@ -127,13 +127,13 @@ struct Timeline {
   }
 };
 
-/// What the schedule is doing.
+/// The schedule's current step.
 enum class Step : std::uint8_t {
   before_first,  // no microbatch yet
   forward,       // in a microbatch's forward step, before its model was called
-  loss,          // in the same, once the model was called
+  loss,          // in the same step, after the model's call
   backward,
-  between,  // microbatches, or after the last one
+  between,  // between microbatches, or after the last
 };
 
 constexpr std::size_t kMostResults = 4096;
@@ -142,8 +142,8 @@ const void* address_of(const at::Tensor& tensor) {
   return tensor.defined() && tensor.has_storage() ? tensor.storage().data() : nullptr;
 }
 
-/// Nothing bad can be in it: it has no elements, or integers. Bytes are another matter: quantised
-/// tensors cross ranks as such.
+/// True for a tensor without elements, or of integers. Bytes do not count: quantised tensors cross
+/// ranks as bytes.
 bool cannot_be_bad(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.numel() == 0) return true;
   return at::isIntegralType(tensor.scalar_type(), /*includeBool=*/true) &&
@@ -164,10 +164,10 @@ struct BoundaryWatch::Impl {
   std::map<Lane, Count> counts;
   std::unordered_map<std::uint64_t, Timeline> timelines;  // by at::RecordFunction::currentThreadId
   Step step = Step::before_first;
-  std::unordered_map<const void*, CrossingPlace> computed;  // by schedule steps: what may be sent
-  std::unordered_map<const void*, std::size_t> arrived;  // crossings whose tensors wait for a step
+  std::unordered_map<const void*, CrossingPlace> computed;  // by the schedule's steps, may be sent
+  std::unordered_map<const void*, std::size_t> arrived;     // crossings received for a later step
   std::optional<PeerQuestion> question;
-  std::vector<bool> is_asked;  // by group: the rank that asks is a member
+  std::vector<bool> is_asked;  // by group: the asking rank is a member
   std::vector<CollectiveResult> results;
 
   CrossingId begin(const Lane& lane, std::string_view op, CrossingPlace place) {
@@ -236,7 +236,7 @@ struct BoundaryWatch::Impl {
     return step == Step::forward || step == Step::loss || step == Step::backward;
   }
 
-  /// Of what this thread is about to exchange in a step of the schedule, or collectively.
+  /// The place of an exchange on this thread: a collective, or a message in a step of the schedule.
   [[nodiscard]] CrossingPlace place_here() const {
     const auto microbatch = current_microbatch();
     const auto timeline = timelines.find(at::RecordFunction::currentThreadId());
@@ -281,7 +281,7 @@ struct BoundaryWatch::Impl {
   [[nodiscard]] CrossingPlace place_of_send(std::span<const at::Tensor> sent) const {
     if (is_in_step()) return place_here();
     for (const auto& tensor : sent) {
-      if (!tensor.is_floating_point()) continue;  // shapes, at an address that was a tensor's once
+      if (!tensor.is_floating_point()) continue;  // shapes, at a former tensor's address
       const auto found = computed.find(address_of(tensor));
       if (found != computed.end()) return found->second;
     }
@@ -351,7 +351,7 @@ struct BoundaryWatch::Impl {
 
   [[nodiscard]] CrossingCoverage coverage_of(const Lane& lane, const Count& count) const {
     const Group& group = groups[lane.group];
-    std::vector<int> not_scanned;  // of what is covered
+    std::vector<int> not_scanned;  // within the coverage
     std::ranges::copy_if(count.not_scanned, std::back_inserter(not_scanned),
                          [&](int sequence) { return sequence < count.finished; });
     return {group.name,
@@ -517,7 +517,7 @@ BoundaryWatch::Collected BoundaryWatch::collect(std::int64_t iteration) {
     collected.sightings.push_back(impl_->sighting_of(event, iteration));
   }
   for (CrossingGroup group = 0; group < impl_->groups.size(); ++group) {
-    if (impl_->groups[group].has_unwatched) impl_->counts[{group}];  // also where all of it is
+    if (impl_->groups[group].has_unwatched) impl_->counts[{group}];  // even if nothing else crossed
   }
   for (const auto& [lane, count] : impl_->counts) {
     collected.coverage.push_back(impl_->coverage_of(lane, count));

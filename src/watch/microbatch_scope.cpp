@@ -6,7 +6,7 @@
 namespace nanlocator::inline watch_room {
 namespace {
 
-// Both numbers in one word, each plus one; zero: unknown.
+// Both numbers in one word, each plus one; zero means unknown.
 std::atomic<std::uint64_t> current = 0;
 
 std::uint64_t packed(std::optional<int> number) {

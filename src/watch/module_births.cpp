@@ -13,12 +13,12 @@
 namespace nanlocator::module_watch {
 namespace {
 
-/// 0 where masked and -Inf where not, or the other way round: added to attention scores on purpose.
+/// 0 at one kind of position and -Inf at the other: a mask that is added to attention scores.
 bool is_additive_mask(const TensorStats& stats) {
   return stats.nan == 0 && stats.pos_inf == 0 && stats.absmax == 0 && stats.zeros > 0;
 }
 
-/// Which kinds of badness.
+/// Kinds of non-finite values.
 struct Badness {
   bool nan = false;
   bool inf = false;
@@ -35,14 +35,14 @@ Badness badness_of(const TensorStats& stats) {
   return {stats.nan > 0, stats.pos_inf + stats.neg_inf > 0};
 }
 
-/// What has been found bad about one call so far, in one direction.
+/// The non-finite values found in one call so far, in one direction.
 struct Found {
   Badness incoming;
-  Badness inside;  // of the call's own outgoing tensors and of everything of the calls inside it
+  Badness inside;  // of the call's own outgoing tensors and of everything in the calls inside it
 };
 
-/// Of modules that end in one node the innermost is hooked first, and reported first. What comes in
-/// comes to the outermost first.
+/// If modules end in the same node, the innermost is hooked and reported first. Incoming tensors
+/// must reach the outermost first.
 std::vector<Event> from_outside_in(std::vector<Event> events) {
   const auto is_grad_output = [](const Event& e) { return e.place == TensorPlace::grad_output; };
   for (auto begin = events.begin(); begin != events.end();) {
@@ -71,12 +71,12 @@ class Explainer {
 
   struct Result {
     ModuleWatch::Collected collected;
-    std::vector<ModuleCallId> makers;  // of the births
+    std::vector<ModuleCallId> makers;  // of the births, by index
   };
 
   Result run() {
     for (std::size_t begin = 0; begin < events_.size();) {
-      // What a call takes in at once, or gives out at once, is one observation.
+      // A call's simultaneous inputs, or outputs, are one observation.
       std::size_t end = begin;
       Badness badness;
       while (end < events_.size() && belong_together(events_[begin], events_[end])) {
@@ -99,7 +99,7 @@ class Explainer {
     const Event& event = worst(begin, end, badness);
     const bool backward = is_backward(event.place);
     auto& found = backward ? backward_ : forward_;
-    // Made by the code of `maker`: the call's own, or for what comes in its caller's.
+    // `maker`'s code made it: the call's own code an output, the caller's an input.
     const ModuleCallId maker =
         knows_its_input(is_incoming(event.place) ? calls_[event.call].parent : event.call);
     const bool is_new =
@@ -121,9 +121,8 @@ class Explainer {
     outside.add(badness);
   }
 
-  /// The innermost call from this one outwards of whose input nothing was hidden, or the outermost
-  /// one: what a call took
-  /// in unseen may have been bad, and is then made by the code around it.
+  /// The innermost call, from this one outwards, without hidden inputs; else the outermost one. A
+  /// hidden input may have been bad, in which case the code around the call made it.
   [[nodiscard]] ModuleCallId knows_its_input(ModuleCallId call) const {
     if (call == kNoCall) return call;
     while (calls_[call].has_hidden_input && calls_[call].parent != kNoCall) {
@@ -135,14 +134,14 @@ class Explainer {
   [[nodiscard]] bool is_new_in(ModuleCallId maker, bool backward, Badness badness) const {
     const Found& found = backward ? backward_[maker] : forward_[maker];
     if (backward) {
-      // Backward reads what forward has saved: then it is forward's.
+      // Backward reads what forward has saved, so it may inherit forward's bad values.
       const Found& forward = forward_[maker];
       if (badness_before(forward.incoming, forward.inside, badness)) return false;
     }
     return !badness_before(found.incoming, found.inside, badness);
   }
 
-  /// Whether what was there before accounts for `badness`: NaN for anything, Inf for Inf.
+  /// True if earlier values account for `badness`: NaN accounts for anything, Inf for Inf.
   [[nodiscard]] static bool badness_before(Badness incoming, Badness inside, Badness badness) {
     if (incoming.nan || inside.nan) return true;
     return !badness.nan && (incoming.inf || inside.inf);
@@ -158,8 +157,8 @@ class Explainer {
            is_incoming(a.place) == is_incoming(b.place);
   }
 
-  /// The first one with NaN, where there is NaN; else the first bad one. What goes on to other
-  /// modules tells more than what ends in a parameter.
+  /// The first with NaN if there is one, else the first bad one. Gradients that flow to other
+  /// modules are preferred to parameters' gradients: they say more.
   const Event& worst(std::size_t begin, std::size_t end, Badness badness) const {
     const Event* found = nullptr;
     for (std::size_t i = begin; i < end; ++i) {
@@ -180,7 +179,7 @@ class Explainer {
       birth.sighting.role = *calls_[event.call].path + " " + role_of(event);
       if (backward) {
         birth.sighting.phase = Phase::loss;
-      } else if (!event.requires_grad) {  // nothing that is trained has computed it
+      } else if (!event.requires_grad) {  // no trained module computed it
         birth.kind = BirthKind::data;
         birth.sighting.module = *calls_[event.call].path;
         birth.sighting.role = role_of(event);
@@ -203,7 +202,7 @@ class Explainer {
     makers_.push_back(maker);
   }
 
-  /// Further microbatches, and the second forward of a recomputed module, tell nothing new.
+  /// Further microbatches, and the second forward of a recomputed module, add nothing.
   [[nodiscard]] bool is_known(const Birth& birth) const {
     return std::ranges::any_of(collected_.births, [&](const Birth& other) {
       return other.sighting.module == birth.sighting.module &&
@@ -253,7 +252,7 @@ class Explainer {
     return sighting;
   }
 
-  /// The tensors that came in.
+  /// The call's incoming tensors.
   [[nodiscard]] std::vector<Operand> operands_of(ModuleCallId call, bool backward) const {
     std::vector<Operand> operands;
     const TensorPlace place = backward ? TensorPlace::grad_output : TensorPlace::input;
@@ -278,10 +277,10 @@ class Explainer {
   Badness outside_forward_, outside_backward_;
   std::unordered_map<const c10::TensorImpl*, std::string> parameter_names_;
   ModuleWatch::Collected collected_;
-  std::vector<ModuleCallId> makers_;  // of the births
+  std::vector<ModuleCallId> makers_;  // of the births, by index
 };
 
-/// The module that owns `name`: the longest called path above it, "" for none.
+/// The module that owns `name`: the longest called path above it; "" if none.
 std::string owner_of(const std::string& name, const std::set<std::string>& called) {
   std::string path = name;
   for (auto dot = path.rfind('.'); dot != std::string::npos; dot = path.rfind('.')) {
@@ -291,7 +290,7 @@ std::string owner_of(const std::string& name, const std::set<std::string>& calle
   return "";
 }
 
-/// A birth in a module that owns, or computes with, a bad tensor is that tensor's.
+/// Attributes a birth in a module that owns, or computes with, a bad tensor to that tensor.
 void blame(State& state, Explainer::Result& result, std::span<const NamedTensor> tensors,
            BirthKind kind) {
   std::set<std::string> called;
@@ -307,7 +306,7 @@ void blame(State& state, Explainer::Result& result, std::span<const NamedTensor>
         continue;
       }
       const auto& used = state.calls[result.makers[i]].parameters;
-      // What belongs to no called module belongs to the outermost one, which goes by its class.
+      // Tensors of no called module belong to the outermost one, whose path is its class name.
       if (birth.sighting.module != owner && !(owner.empty() && result.makers[i] == 0) &&
           std::ranges::find(used, tensor.unsafeGetTensorImpl()) == used.end()) {
         continue;

@@ -18,11 +18,11 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-/// What a hook of a node scans for a call: some of the gradients that pass the node.
+/// The gradients at a node that its hook scans for one call.
 class NodeScan {
  public:
   struct Part {
-    std::uint32_t number;  // of the gradient
+    std::uint32_t number;  // the gradient's index
     TensorPlace place;
     std::string role;
     const c10::TensorImpl* parameter;  // weight_gradient
@@ -55,7 +55,7 @@ class NodeScan {
   std::vector<Part> parts_;
 };
 
-/// Of a node whose outputs belong to a call: sees the gradients of these outputs.
+/// On a node that made outputs of a call: scans the gradients of these outputs.
 class GradOutputHook : public LeftOutOfCompiledAutograd<autograd::FunctionPreHook> {
  public:
   explicit GradOutputHook(NodeScan scan) : scan_(std::move(scan)) {}
@@ -69,7 +69,8 @@ class GradOutputHook : public LeftOutOfCompiledAutograd<autograd::FunctionPreHoo
   NodeScan scan_;
 };
 
-/// Of a node at a call's boundary: sees what it hands to the call's inputs and to parameters.
+/// On a node at a call's boundary: scans the gradients that it passes to the call's inputs and to
+/// parameters.
 class ContributionHook : public LeftOutOfCompiledAutograd<autograd::FunctionPostHook> {
  public:
   explicit ContributionHook(NodeScan scan) : scan_(std::move(scan)) {}
@@ -85,7 +86,7 @@ class ContributionHook : public LeftOutOfCompiledAutograd<autograd::FunctionPost
 };
 
 bool was_made_during(const Call& call, const autograd::Node& node) {
-  // AccumulateGrad's number is the largest there is.
+  // AccumulateGrad has the largest possible number.
   return node.sequence_nr() >= call.first_sequence_number &&
          node.sequence_nr() != std::numeric_limits<std::uint64_t>::max();
 }
@@ -127,7 +128,7 @@ void hook_gradients(const std::shared_ptr<State>& state, ModuleCallId id,
   for (const auto& [role, tensor] : outputs) {
     if (!DeferredScans::can_scan(tensor) || !tensor.requires_grad() || tensor.is_leaf()) continue;
     const autograd::Edge edge = edge_of(tensor);
-    // An output that the call did not compute: an input passed through, or a cached value.
+    // The call did not compute this output: it is an input passed through, or a cached value.
     if (!edge.is_valid() || !was_made_during(call, *edge.function) || input_at(call, edge)) {
       continue;
     }

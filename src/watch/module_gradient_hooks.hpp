@@ -1,9 +1,10 @@
-// The gradients at a module call's boundary, seen by hooks of autograd's nodes.
+// Hooks of autograd's nodes that scan the gradients at a module call's boundary.
 //
-// A call's own part of a gradient: from the outputs' nodes autograd's graph is walked to the edges
-// that lead to an input's (node, output number), or to a parameter, through nodes made during the
-// call (their sequence numbers; torch/csrc/autograd/function.h). What a node hands to such an edge
-// is this call's contribution and no other consumer's, unlike what a tensor hook sees.
+// They isolate the call's own part of a gradient. From the outputs' nodes, autograd's graph is
+// walked through nodes made during the call (known by their sequence numbers;
+// torch/csrc/autograd/function.h) to the edges that lead to an input's (node, output number) or to
+// a parameter. A gradient passed along such an edge is this call's contribution alone; a tensor
+// hook would see the sum over all consumers.
 #pragma once
 
 #include <torch/csrc/autograd/edge.h>
@@ -15,11 +16,11 @@
 
 namespace nanlocator::module_watch {
 
-/// Where `tensor` hangs in autograd's graph; invalid where autograd cannot tell (a view whose base
-/// was modified in place behind its back).
+/// The edge of `tensor` in autograd's graph; invalid if autograd does not know it (a view whose
+/// base was modified in place behind its back).
 [[nodiscard]] torch::autograd::Edge edge_of(const at::Tensor& tensor);
 
-/// Hooks the nodes through which the call takes and gives gradients. `state`'s mutex is held.
+/// Hooks the nodes at which gradients enter and leave the call. `state`'s mutex is held.
 void hook_gradients(const std::shared_ptr<State>& state, ModuleCallId id,
                     std::span<const NamedTensor> outputs);
 

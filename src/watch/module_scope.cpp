@@ -15,7 +15,7 @@ std::vector<ModulePath>& stack() {
 }  // namespace
 
 ModulePath intern_module_path(std::string_view path) {
-  // Never destroyed: autograd's threads may still ask for a name while the process ends.
+  // Never destroyed: autograd's threads may ask for a name while the process ends.
   static auto& mutex = *new std::mutex;
   static auto& paths = *new std::unordered_set<std::string>;  // its elements never move
   const std::lock_guard lock(mutex);

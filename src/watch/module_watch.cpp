@@ -23,10 +23,10 @@ using module_watch::TensorPlace;
 namespace {
 
 /// A step of 64 microbatches of 2000 modules. A process that calls modules without ever starting a
-/// step (evaluation) forgets what came before, so that its memory stays bounded.
+/// step (evaluation) forgets earlier calls at this limit, so that its memory stays bounded.
 constexpr std::size_t kMostCalls = std::size_t{1} << 17;
 
-/// A subclass or wrapper that hides its memory: what is in it is not known.
+/// A subclass or wrapper that hides its memory, so that its values are unknown.
 bool is_hidden(const at::Tensor& tensor) {
   return tensor.defined() && (tensor.is_floating_point() || tensor.is_complex()) &&
          !DeferredScans::can_scan(tensor);
@@ -65,7 +65,7 @@ ModuleCallId ModuleWatch::enter(ModulePath path, std::span<const NamedTensor> in
             current_microbatch(),
             {},
             {}};
-  // A module that is recomputed in backward belongs where it was called first.
+  // A module that is recomputed in backward belongs to the parent of its first call.
   if (running.empty() && is_in_backward) {
     if (const auto first = state.latest.find(path); first != state.latest.end()) {
       call.parent = state.calls[first->second].parent;
@@ -94,7 +94,7 @@ void ModuleWatch::leave(ModuleCallId call, std::span<const NamedTensor> outputs)
   const std::lock_guard lock(state->mutex);
   auto& running = state->running[std::this_thread::get_id()];
   const auto frame = std::ranges::find(running, call);
-  if (frame == running.end()) return;  // entered in a step that has been forgotten
+  if (frame == running.end()) return;  // entered in a forgotten step
   for (const auto& [role, tensor] : outputs) {
     state->see(call, TensorPlace::output, tensor, role, "", nullptr);
   }

@@ -1,5 +1,5 @@
-// What a ModuleWatch has seen of a step: the tree of module calls and the tensors at their
-// boundaries, in execution order.
+// A ModuleWatch's record of a step: the tree of module calls and the tensors at their boundaries,
+// in execution order.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,19 +29,19 @@ enum class TensorPlace : std::uint8_t { input, output, grad_output, grad_input, 
 inline bool is_backward(TensorPlace place) {
   return place >= TensorPlace::grad_output;
 }
-/// Comes from the caller's code (or a sibling), not from the call's own.
+/// True if the caller's code (or a sibling) made it, not the call's own.
 inline bool is_incoming(TensorPlace place) {
   return place == TensorPlace::input || place == TensorPlace::grad_output;
 }
 
-/// One tensor, seen at one place of one call.
+/// One tensor at one place of one call.
 struct Event {
   ModuleCallId call;
   TensorPlace place;
   DeferredScans::Id scan;
   at::ScalarType type;
   c10::SmallVector<std::int64_t, 4> shape;
-  std::string role;                            // of the input or output; gradients add "grad_"
+  std::string role;                            // "input[0]", "output[0]"; gradients add "grad_"
   std::string node;                            // backward
   const c10::TensorImpl* parameter = nullptr;  // weight_gradient
   bool requires_grad = false;
@@ -57,14 +57,14 @@ struct Call {
     at::Tensor leaf;  // instead of an edge: making its accumulator now would be an effect
     std::string role;
   };
-  // Only while the call runs: where its inputs hang in autograd's graph.
+  // Its inputs' edges in autograd's graph; only while the call runs.
   std::vector<InputEdge> inputs;
-  // That its outputs were computed from; only to compare.
+  // The parameters that its outputs were computed from; only to compare.
   std::vector<const c10::TensorImpl*> parameters;
-  bool has_hidden_input = false;  // floating point, and nobody could scan it
+  bool has_hidden_input = false;  // a floating-point input that cannot be scanned
 };
 
-/// What the hooks share with the watch, which may be gone before autograd's graph is.
+/// State shared by the watch and its hooks. Autograd's graph may outlive the watch.
 struct State {
   explicit State(int threads) : scans(threads) {}
 
@@ -75,7 +75,7 @@ struct State {
   std::vector<Call> calls;
   std::vector<Event> events;
   std::map<std::thread::id, std::vector<ModuleCallId>> running;  // by thread, innermost last
-  std::unordered_map<ModulePath, ModuleCallId> latest;           // the latest call of each path
+  std::unordered_map<ModulePath, ModuleCallId> latest;           // each path's latest call
 
   void see(ModuleCallId call, TensorPlace place, const at::Tensor& tensor, const std::string& role,
            const std::string& node, const c10::TensorImpl* parameter) {

@@ -1,4 +1,4 @@
-// Where versions of Torch differ for the room `watch` (src/tensor/torch_versions.hpp).
+// Differences between Torch versions in the room `watch` (see src/tensor/torch_versions.hpp).
 #pragma once
 
 #include <torch/csrc/autograd/function_hook.h>
@@ -7,8 +7,8 @@
 
 namespace nanlocator::inline watch_room {
 
-/// A hook of autograd's nodes that compiled autograd leaves out: it calls none of ours, and need
-/// not know of them. Before 2.7 its question is not const.
+/// A hook of autograd's nodes that compiled autograd omits: it runs none of our hooks and need not
+/// know them. Before 2.7, compiled_args is not const.
 template <class Hook>
 class LeftOutOfCompiledAutograd : public Hook {
  public:

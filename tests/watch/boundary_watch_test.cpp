@@ -29,7 +29,7 @@ at::Tensor bad() {
   return at::full({2, 3}, NAN);
 }
 
-/// As a collective writes: no operator, no new version.
+/// Writes as a collective does: no operator, no new version.
 void overwrite(const at::Tensor& tensor, float value) {
   static_cast<float*>(tensor.data_ptr())[0] = value;
 }
@@ -109,13 +109,13 @@ TEST_F(BoundaryWatchTest, CountsWhatItCannotScanAsNotScannedAndNotAsFinite) {
   watch_.finish(watch_.begin_collective(tp_, "c10d::_allgather_base_", Tensors{payload}),
                 Tensors{all});
   all_reduce(at::zeros({4}, at::kLong));                              // counts of tokens
-  all_reduce(at::empty({4}, at::TensorOptions().device(at::kMeta)));  // a subclass, for one
+  all_reduce(at::empty({4}, at::TensorOptions().device(at::kMeta)));  // a subclass may look so
   all_reduce(at::empty({0}, at::kByte));
   const auto coverage = watch_.collect(7).coverage;
   ASSERT_EQ(coverage.size(), 1U);
   EXPECT_EQ(coverage[0].count, 5);
   EXPECT_EQ(coverage[0].not_scanned, RankList({1, 3}));
-  EXPECT_FALSE(coverage[0].is_unseen_by_member);  // a gather, a sum: all got the same
+  EXPECT_FALSE(coverage[0].is_unseen_by_member);  // a gather, a sum: all receive the same
   EXPECT_FALSE(coverage[0].is_whole());
 }
 
@@ -132,7 +132,7 @@ TEST_F(BoundaryWatchTest, CountsWhatCrossesBetweenPassesAndScansNoneOfIt) {
   EXPECT_EQ(seen[2].crossing, (Crossing{"pp", {0, 2, 4}, 4, 1}));
   ASSERT_EQ(coverage.size(), 2U);
   EXPECT_EQ(coverage[0].first, 1);
-  EXPECT_EQ(coverage[0].count, 2);  // not the one that crosses behind the pass
+  EXPECT_EQ(coverage[0].count, 2);  // excludes the one after the pass
   EXPECT_EQ(coverage[1].first, 1);
 }
 
@@ -171,7 +171,7 @@ TEST_F(BoundaryWatchTest, KeepsWhatEveryMemberGetsAlikeWhereARankAsks) {
   const auto finish = [&](CrossingGroup group, const char* op, const at::Tensor& out) {
     watch_.finish(watch_.begin_collective(group, op, Tensors{out}), Tensors{out});
   };
-  finish(tp_, kAllReduce, at::ones({4}));  // nobody asks
+  finish(tp_, kAllReduce, at::ones({4}));  // no rank asks
   EXPECT_TRUE(watch_.take_results().empty());
   watch_.begin_step();
   watch_.keep_results({.rank = 1, .microbatch = 0});
@@ -314,7 +314,7 @@ TEST_F(BoundaryWatchTest, PlacesWhatFollowsTheLastMicrobatchAfterTheReduction) {
 
 std::function<void()> in_backward;
 
-/// The identity, whose backward is where tensor-parallel layers sum their gradients.
+/// The identity; its backward is where tensor-parallel layers sum their gradients.
 struct ActsInBackward : torch::autograd::Function<ActsInBackward> {
   static at::Tensor forward(torch::autograd::AutogradContext* /*context*/, const at::Tensor& x) {
     return x.clone();
@@ -345,7 +345,7 @@ TEST_F(BoundaryWatchTest, PlacesABackwardCollectiveInTheModuleWhoseForwardMadeTh
   ASSERT_EQ(seen.size(), 2U);
   EXPECT_EQ(seen[0].phase, Phase::backward);
   EXPECT_EQ(seen[0].module, "decoder.b");
-  EXPECT_EQ(seen[0].microbatch, 2);  // that of the forward, where the schedule does not tell
+  EXPECT_EQ(seen[0].microbatch, 2);  // the forward's, if the schedule gives none
 }
 
 TEST_F(BoundaryWatchTest, PlacesANodeThatIsMadeBehindAModuleInItsCaller) {

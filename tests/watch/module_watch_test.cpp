@@ -77,7 +77,7 @@ TEST(ModuleWatch, BlamesNoModuleWhoseInputWasHiddenButTheCodeAroundIt) {
   ModuleWatch watch;
   watch.begin_step();
   const auto hidden =
-      at::empty({2, 3}, at::TensorOptions().device(at::kMeta));  // a subclass, to C++
+      at::empty({2, 3}, at::TensorOptions().device(at::kMeta));  // a subclass may look so to C++
   (void)call(watch, "model", at::ones({2, 3}), [&](const at::Tensor& x) {
     return call(watch, "model.block", x, [&](const at::Tensor& y) {
       (void)call(watch, "model.block.norm", y, [&](const at::Tensor&) { return hidden; });

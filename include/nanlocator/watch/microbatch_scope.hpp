@@ -1,8 +1,8 @@
-// Which microbatch and model chunk the pipeline schedule is working on: what every observer writes
-// beside a module's name.
+// The microbatch and model chunk that the pipeline schedule is working on. Every observer records
+// them beside a module's name.
 //
-// One value for the process: a schedule works on one microbatch at a time, and autograd's threads
-// work for it while it waits. Lock-free.
+// One value per process: a schedule works on one microbatch at a time, and autograd's threads work
+// for it while it waits. Lock-free.
 #pragma once
 
 #include <optional>

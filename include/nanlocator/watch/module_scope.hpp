@@ -1,9 +1,10 @@
-// Which module is running on this thread: the stack that the trace and the watch read.
+// The stack of modules running on this thread, read by the trace and the watch.
 //
-// Python's integration keeps it by wrapping nn.Module.__call__; a C++ program may keep it by hand:
+// The Python integration maintains it by wrapping nn.Module.__call__; a C++ program may do so by
+// hand:
 //     nanlocator::ModuleScope scope("decoder.layers.3");
 // Paths are interned for the life of the process. Every function works on the calling thread's own
-// stack and takes no lock but for a path that is new.
+// stack; only interning takes a lock.
 #pragma once
 
 #include <cstddef>
@@ -12,14 +13,14 @@
 
 namespace nanlocator::inline watch_room {
 
-/// An interned path; valid for the life of the process. Two equal paths have one address.
+/// An interned path; valid for the life of the process. Equal paths have the same address.
 using ModulePath = const std::string*;
 [[nodiscard]] ModulePath intern_module_path(std::string_view path);
 
-/// Pushes `path`; returns the depth before, for `leave_modules`.
+/// Pushes `path`; returns the previous depth, for `leave_modules`.
 std::size_t enter_module(ModulePath path);
 [[nodiscard]] std::size_t module_depth() noexcept;
-/// Back to `depth`, whatever was entered since (an exception may have left frames behind).
+/// Pops down to `depth` (an exception may have left frames behind).
 void leave_modules(std::size_t depth) noexcept;
 /// The innermost module; nullptr outside any.
 [[nodiscard]] ModulePath current_module() noexcept;
