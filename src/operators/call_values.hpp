@@ -1,4 +1,4 @@
-// The values of an operator's call, as at::RecordFunction shows them.
+// The values of an operator call, as at::RecordFunction shows them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,7 +22,7 @@ void for_each_tensor_at(const c10::IValue& value, const Visit& visit) {
   }
 }
 
-/// callBoxed shows observers its whole stack: the call's own values are the last ones.
+/// callBoxed shows observers its whole stack; the call's own values are at the end.
 [[nodiscard]] inline c10::ArrayRef<c10::IValue> last_values(c10::ArrayRef<c10::IValue> values,
                                                             std::size_t count) {
   return values.size() > count ? values.slice(values.size() - count) : values;

@@ -11,8 +11,9 @@ bool is_accumulate_grad(std::string_view node) {
   return node.ends_with("AccumulateGrad");
 }
 
-/// What the engine and AccumulateGrad dispatch on their own: input_buffer.cpp, accumulate_grad.h,
-/// and validate_outputs of engine.cpp, which fits a gradient to its input's shape and dtype.
+/// True for operators that the engine and AccumulateGrad dispatch themselves: input_buffer.cpp,
+/// accumulate_grad.h, and validate_outputs of engine.cpp, which fits a gradient to its input's
+/// shape and dtype.
 bool may_be_the_engines(const Frame& operation, bool in_accumulate_grad) {
   constexpr auto kFits = std::to_array<std::string_view>(
       {"aten::add", "aten::add_", "aten::to", "aten::_to_copy", "aten::sum"});
@@ -60,7 +61,7 @@ void ThreadFrames::pop() {
   Frame& frame = *frames_[--depth_];
   if (frame.kind == FrameKind::node || frame.kind == FrameKind::evaluate) --backward_depth;
   if (frame.is_captured) frame.capture = CallCapture();
-  frame.arguments.clear();  // let go of the tensors
+  frame.arguments.clear();  // release the tensors
   frame.received.clear();
   frame.unclear.clear();
   frame.is_captured = false;
@@ -73,7 +74,7 @@ ThreadFrames& this_thread_frames() {
 
 bool is_custom_node(const std::string& name) {
   // Generated nodes end in "Backward" and a digit; the others of torch/csrc/autograd/functions are
-  // in a namespace of Torch's or are named here. C++ custom functions are CppNode<...>.
+  // in one of Torch's namespaces or listed here. C++ custom functions are CppNode<...>.
   if (name.find("CppNode") != std::string::npos) return true;
   if (name.starts_with("torch::autograd::")) return false;
   constexpr auto kEngines =

@@ -18,8 +18,7 @@ Touch part_of(const Touch& touch, const ByteRange& range) {
   return {.range = range, .by = touch.by};
 }
 
-/// `range` is overwritten: what is known of its bytes is gone. A view with gaps says nothing about
-/// them.
+/// Drops the bytes in `range`, which is overwritten. A view with gaps drops none.
 template <class Piece>
 void drop_overwritten(std::vector<Piece>& pieces, const ByteRange& range) {
   if (!range.is_dense) return;
@@ -275,7 +274,7 @@ void Declarations::for_each_sharing(const at::Tensor& tensor, const Use& use) co
 }
 
 const Declarations::Declared* Declarations::find(const at::Tensor& tensor) const {
-  const Declared* first = nullptr;  // also of the names of tied weights
+  const Declared* first = nullptr;  // tied weights have several names
   for_each_sharing(tensor, [&](const Declared& declared) {
     if (declared.as == DeclaredAs::gradient) return;
     if (first == nullptr || &declared < first) first = &declared;
@@ -288,7 +287,7 @@ std::vector<const Declarations::Declared*> Declarations::find_all(const at::Tens
   for_each_sharing(tensor, [&](const Declared& declared) {
     if (declared.as != DeclaredAs::gradient) all.push_back(&declared);
   });
-  std::ranges::sort(all);  // elements of one vector
+  std::ranges::sort(all);  // pointers into one vector
   return all;
 }
 

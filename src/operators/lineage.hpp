@@ -1,9 +1,9 @@
-// Which storages hold something bad, and from which births.
+// Records which storages hold bad values, and from which births.
 //
-// A storage is known by its StorageImpl and a weak pointer, which keeps the address from being used
-// again and nothing alive that matters. A record says what the trace saw of its memory last:
-// allocated, written finite, received; and which of its bytes are bad from which births. Not
-// thread-safe: the trace holds its lock.
+// A storage is identified by its StorageImpl and a weak pointer, which prevents reuse of the
+// address but keeps no tensor memory alive. A record has the last known state of the memory
+// (allocated, written finite, received) and its bad bytes with their births. Not thread-safe: the
+// trace holds its lock.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,23 +24,25 @@
 
 namespace nanlocator::inline operators_room {
 
-/// Position in the trace's births.
+/// Index into the trace's births.
 using BirthId = std::int32_t;
-/// Sorted, without repetition.
+/// Sorted, without duplicates.
 using BirthIds = std::vector<BirthId>;
 void unite(BirthIds& ids, const BirthIds& more);
 
-/// Strided, with elements of whatever dtype: something that an operator can read or write.
+/// True for a strided tensor with elements of any dtype, which an operator can read or write.
 [[nodiscard]] bool has_bytes(const at::Tensor& tensor) noexcept;
 
-/// What a frame that computes off the dispatcher was given, as far as it was bad: what it makes bad
-/// of that, nobody but these births has to answer for.
+/// The inputs of a frame that computes off the dispatcher, and the births of their bad values. If
+/// these values explain its bad outputs, the births are passed on and the frame itself is not
+/// blamed.
 struct Given {
   BirthIds with_nan;
   BirthIds with_any;
-  /// Their identities, whose addresses nobody else gets: a compiled region lets go of its inputs.
+  /// Identities of the inputs. Weak pointers, because a compiled region releases its inputs; they
+  /// prevent reuse of the addresses.
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> inputs;
-  std::vector<std::string> parameters;  // names of the declared ones among them
+  std::vector<std::string> parameters;  // names of the declared parameters among them
 
   [[nodiscard]] bool has_input(const at::Tensor& tensor) const {
     const auto* storage = tensor.storage().unsafeGetStorageImpl();
@@ -57,23 +59,23 @@ struct NamedGroup {
   std::string name;
   std::vector<int> members;  // global ranks
 };
-/// What name_process_group was told of the group with this c10d name; null where nothing was.
+/// The group that name_process_group has named; null if there is none of this c10d name.
 [[nodiscard]] std::shared_ptr<const NamedGroup> named_group(const std::string& group);
 
-/// Something that computes without the dispatcher, or a place in the model: what an opaque birth is
-/// said to be inside of.
+/// Code that computes without the dispatcher, or a place in the model: the surroundings of an
+/// opaque birth.
 struct Place {
-  std::string frame;       // "MyFunction", "CompiledFunction", "MyFunctionBackward"; "" for none
-  std::string module;      // its module path; "" where unknown
+  std::string frame;       // "MyFunction", "CompiledFunction", "MyFunctionBackward"; "" if none
+  std::string module;      // its module path; "" if unknown
   std::string node;        // backward: the autograd node
-  std::string forward_op;  // backward: what it is the derivative of
+  std::string forward_op;  // backward: the operator whose derivative it is
   std::string custom_function;  // the custom autograd Function whose own code runs
-  /// Of the forward operator, in backward; of the frame off the dispatcher, where one runs.
+  /// In backward, of the forward operator; inside a frame off the dispatcher, of that frame.
   ProgramCode::Caller caller;
-  std::shared_ptr<const NamedGroup> group;  // of a collective, where somebody has named it
-  /// Of an allocation, where the trace fills fresh memory.
+  std::shared_ptr<const NamedGroup> group;  // of a collective, if it has been named
+  /// Of an allocation, if the trace fills fresh memory.
   ProgramCode::Caller allocated_at;
-  /// Of the frame; the trace's lock guards what it points to. Null where there is no frame.
+  /// Of the frame, null without one. The trace's lock guards the pointee.
   std::shared_ptr<Given> given;
   bool is_called_by_program = true;  // no engine between the program's code and the operator
   bool is_backward = false;
@@ -91,7 +93,7 @@ enum class StorageState : std::uint8_t {
 struct Tag {
   ByteRange range;
   BirthIds births;
-  Content content = Content::finite;  // known to be in the range; finite: not known
+  Content content = Content::finite;  // lower bound for the range; finite: unknown
 };
 
 /// The last write of some bytes, at the trace's clock.
@@ -102,7 +104,7 @@ struct RangeWrite {
   bool is_received = false;             // by a collective
 };
 
-/// A frame off the dispatcher had these bytes in hand.
+/// A frame off the dispatcher had access to these bytes.
 struct Touch {
   ByteRange range;
   std::shared_ptr<const Place> by;
@@ -114,16 +116,15 @@ struct StorageRecord {
 
   c10::weak_intrusive_ptr<c10::StorageImpl> owner;
   StorageState state = StorageState::allocated;
-  bool is_filled = false;                  // the last write was of a constant
+  bool is_filled = false;                  // the last write was a constant
   std::uint64_t last_write = 0;            // the trace's clock
-  ByteRange finite_range;                  // what was written finite, where that is one piece
+  ByteRange finite_range;                  // the last finite write, if contiguous
   const std::string* writer = nullptr;     // operator of the last write or allocation; interned
   const std::string* allocator = nullptr;  // operator that allocated it in this pass; interned
-  std::shared_ptr<const Place> place;      // allocated, received, foreign: where
-  std::vector<Touch> touches;  // of bytes that nobody has written since, the latest at the end
+  std::shared_ptr<const Place> place;  // where it was allocated, received, or first seen (foreign)
+  std::vector<Touch> touches;          // for bytes without a later write, latest last
   std::vector<Tag> tags;
-  /// Gradients of many parameters lie in one buffer: which of them has an operator written, and
-  /// when?
+  /// Last writes by range, because gradients of many parameters share a buffer.
   std::vector<RangeWrite> writes;
 };
 
@@ -133,38 +134,37 @@ class Lineage {
 
   void note_allocation(const at::Tensor& tensor, std::uint64_t clock, const std::string* writer,
                        const std::shared_ptr<const Place>& place);
-  /// A known storage has become larger: nobody has written what was added.
+  /// A known storage has grown; the added part is unwritten.
   void note_growth(const at::Tensor& tensor, const std::string* writer,
                    const std::shared_ptr<const Place>& place);
   void note_finite_write(const at::Tensor& tensor, std::uint64_t clock, const std::string* writer,
                          bool is_filler);
   void note_bad_write(const at::Tensor& tensor, std::uint64_t clock, const std::string* writer,
                       const BirthIds& births, Content content);
-  /// Marks what is there as bad without a write: a root that was found when it was read.
+  /// Marks the present content as bad without a write: a root that was found on reading.
   void note_bad_content(const at::Tensor& tensor, const BirthIds& births);
-  /// `sent`: the births of what this rank put into the collective; where what came out is bad,
-  /// it is from them.
+  /// `sent`: births in this rank's input to the collective, assigned to a bad result.
   void note_received(const at::Tensor& tensor, std::uint64_t clock, const std::string* writer,
                      const std::shared_ptr<const Place>& place, const BirthIds& sent);
-  /// The collective `writer` has put there what operators, on its behalf, seem to have written
-  /// last (gloo's reduce-scatter copies its result while it is waited for).
+  /// Attributes to the collective `writer` the last writes here, which its own operators made
+  /// (gloo's reduce-scatter copies its result during the wait).
   void note_arrival(const c10::StorageImpl* storage, const ByteRange& range, std::uint64_t clock,
                     const std::string* writer);
-  /// The frame that had any of these bytes in hand last, and that nobody has written since; or
+  /// The last frame with access to any of these bytes, if nothing has written them since; else
   /// null.
   [[nodiscard]] std::shared_ptr<const Place> last_touch_of(const at::Tensor& tensor);
-  /// A frame without schema has the tensor; nothing where the storage is not known.
+  /// A frame without schema has access to the tensor. Ignored if the storage is unknown.
   void note_touch(const at::Tensor& tensor, const std::shared_ptr<const Place>& place);
-  /// A gradient that no operator has written; nothing where the storage is known.
+  /// A gradient that no operator has written. Ignored if the storage is known.
   void note_foreign(const at::Tensor& tensor, const std::shared_ptr<const Place>& place);
 
-  /// Null where the storage is not known. Valid until the next note.
+  /// Null if the storage is unknown. Valid until the next note.
   [[nodiscard]] StorageRecord* find(const at::Tensor& tensor);
   /// Births of the bytes that `tensor` reaches.
   [[nodiscard]] BirthIds births_in(const at::Tensor& tensor);
-  /// True if what an operator wrote there last has a NaN, wherever in it that is.
+  /// True if an operator's last write there has a NaN, anywhere in it.
   [[nodiscard]] bool is_known_to_have_nan(const at::Tensor& tensor);
-  /// The last write of any of the bytes that `tensor` reaches; its clock is 0 where there is none.
+  /// The last write of any of the bytes that `tensor` reaches; its clock is 0 if there is none.
   [[nodiscard]] RangeWrite last_write_of(const at::Tensor& tensor);
 
   [[nodiscard]] std::size_t size() const noexcept { return records_.size(); }
@@ -177,7 +177,7 @@ class Lineage {
   std::size_t sweep_at_ = 4096;
 };
 
-/// What the caller has declared. Lives as long as the trace; `Lineage` only as long as a pass.
+/// The caller's declarations. They live as long as the trace, `Lineage` as long as a pass.
 class Declarations {
  public:
   struct Declared {
@@ -190,18 +190,18 @@ class Declarations {
   };
 
   void declare(const at::Tensor& tensor, DeclaredAs as, std::string name);
-  /// Finds the storages again: `parameter.data = ...` may have changed them.
+  /// Looks the storages up again: `parameter.data = ...` may have changed them.
   void refresh();
-  /// The first declared tensor that shares memory with `tensor`, gradients aside; null for none.
+  /// The first declared tensor that shares memory with `tensor`, gradients excluded; null if none.
   [[nodiscard]] const Declared* find(const at::Tensor& tensor) const;
-  /// All of them, in the order of their declaration: a flat buffer holds many parameters.
+  /// All of them, in order of declaration: a flat buffer holds many parameters.
   [[nodiscard]] std::vector<const Declared*> find_all(const at::Tensor& tensor) const;
-  /// The live gradients that share memory with `tensor`, by their parameters' names.
+  /// The live gradients that share memory with `tensor`, named after their parameters.
   [[nodiscard]] std::vector<NamedTensor> gradients_in(const at::Tensor& tensor) const;
-  /// The first `most` live parameters of this module itself, in the order of their declaration.
+  /// The first `most` live parameters of this module itself, in order of declaration.
   [[nodiscard]] std::vector<NamedTensor> parameters_of(const std::string& module,
                                                        std::size_t most) const;
-  /// The live tensor itself; undefined where it is gone.
+  /// The live tensor; undefined if it is gone.
   [[nodiscard]] static at::Tensor tensor_of(const Declared& declared);
   [[nodiscard]] bool empty() const noexcept { return declared_.empty(); }
 

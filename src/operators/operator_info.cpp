@@ -23,7 +23,7 @@ constexpr auto kAllocators = std::to_array<std::string_view>(
      "aten::resize", "aten::resize_", "aten::resize_as", "aten::resize_as_", "aten::set_",
      "aten::set_data", "aten::_resize_output_", "aten::_resize_output"});
 
-/// Fills and copies, whose self is no input though the schema says (a!).
+/// Fills and copies: self is not an input, though the schema marks it (a!).
 constexpr auto kOverwriters = std::to_array<std::string_view>(
     {"aten::copy_", "aten::_foreach_copy_", "aten::_copy_from", "aten::fill_", "aten::zero_",
      "aten::_foreach_zero_", "aten::normal_", "aten::uniform_", "aten::bernoulli_", "aten::random_",
@@ -39,7 +39,7 @@ constexpr auto kTellers =
     std::to_array<std::string_view>({"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero",
                                      "aten::equal", "aten::allclose"});
 
-/// Their scalars are bounds, orders and replacements of what is there.
+/// True if scalars are only bounds, orders or replacement values.
 bool scalars_steer_only(std::string_view name) {
   for (const std::string_view part :
        {"norm", "clamp", "clip", "hardtanh", "cdist", "pdist", "histc", "nan_to_num", "isclose",
@@ -73,7 +73,7 @@ std::unique_ptr<OperatorInfo> make_info(const c10::OperatorHandle& handle) {
                              name.find("elemt") == std::string_view::npos;
   for (const auto& argument : schema.arguments()) {
     const bool is_marked = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-    // Batch norm updates its running statistics though its schema does not say so.
+    // Batch norm updates its running statistics, though its schema does not say so.
     const bool is_statistic =
         is_batch_norm && (argument.name() == "running_mean" || argument.name() == "running_var");
     auto use = ArgumentUse::read;
@@ -93,10 +93,10 @@ std::unique_ptr<OperatorInfo> make_info(const c10::OperatorHandle& handle) {
     info->is_view = info->is_view && is_alias;
   }
   info->is_allocator = is_one_of(name, kAllocators);
-  // Its schema does not say so (native/TensorFactories.cpp, tensor_flatten.h).
+  // A view, though its schema does not say so (native/TensorFactories.cpp, tensor_flatten.h).
   if (name == "aten::unflatten_dense_tensors") info->is_view = true;
-  // as_strided_, unsqueeze_: marked as a write, but of sizes and strides only. Kernels use them on
-  // memory that they fill by themselves (max over a dimension, TensorCompare.cpp).
+  // as_strided_, unsqueeze_: marked as writes, but only of sizes and strides. Kernels use them on
+  // memory that they fill themselves (max over a dimension, TensorCompare.cpp).
   if (!info->is_allocator && handle.hasTag(at::Tag::inplace_view)) info->is_view = true;
   info->collective = collective_kind_of(name);
   info->is_filler = is_one_of(name, kFillers);
@@ -111,8 +111,8 @@ std::unique_ptr<OperatorInfo> make_info(const c10::OperatorHandle& handle) {
   info->scalars_are_values = !scalars_steer_only(name);
   info->is_composite = is_composite(handle);
   const bool draws_finite_values = name == "aten::bernoulli_" || name == "aten::random_";
-  // What is bad in a composite's output was born in an operator inside it; but a custom one may
-  // compute by itself: torch.library.custom_op registers all as CompositeExplicitAutograd.
+  // A composite's bad output was born in an operator inside it. But a custom composite may compute
+  // itself: torch.library.custom_op registers all as CompositeExplicitAutograd.
   const bool may_give_birth = !info->is_view && !info->is_allocator && !info->collective &&
                               !info->is_filler && !draws_finite_values &&
                               (!info->is_composite || info->owns_its_copy || info->is_custom);
@@ -122,7 +122,7 @@ std::unique_ptr<OperatorInfo> make_info(const c10::OperatorHandle& handle) {
   return info;
 }
 
-/// One per operator of the process, for the life of it.
+/// One per operator, for the life of the process.
 const OperatorInfo* shared_info(const c10::OperatorName& name) {
   static auto& mutex = *new std::mutex;
   static auto& infos = *new std::map<std::string, std::unique_ptr<OperatorInfo>>;
@@ -140,8 +140,8 @@ const OperatorInfo* shared_info(const c10::OperatorName& name) {
 }  // namespace
 
 const OperatorInfo* operator_info(const at::RecordFunction& call) {
-  // The name is its registered schema's own string, one per overload, and stays where it is
-  // (record_function.cpp, RecordFunction::name); a frame without schema is never in here.
+  // The name is its registered schema's own string, one per overload, at a stable address
+  // (record_function.cpp, RecordFunction::name). A frame without schema never gets here.
   thread_local std::unordered_map<const void*, const OperatorInfo*> known;
   const void* key = call.name();
   if (const auto found = known.find(key); found != known.end()) return found->second;

@@ -1,4 +1,4 @@
-// What an operator's schema says about births; looked up once per operator and thread.
+// The facts of an operator's schema that matter for births; looked up once per operator and thread.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -15,11 +15,11 @@
 
 namespace nanlocator::inline operators_room {
 
-/// How an argument takes part.
+/// How an operator uses an argument.
 enum class ArgumentUse : std::uint8_t {
   read,
   read_and_written,  // in place
-  overwritten,       // out=, self of copy_ and fill_: its values before are no input
+  overwritten,       // out=, self of copy_ and fill_: its earlier values are not an input
 };
 
 struct OperatorInfo {
@@ -28,30 +28,31 @@ struct OperatorInfo {
   std::vector<std::string> argument_names;
   std::vector<ArgumentUse> arguments;
   std::vector<bool> returns_alias;  // a view of an argument: no new values
-  /// Its memory is not written: empty, resize_, set_. What reads it before a write reads nothing.
+  /// Returns memory without writing it: empty, resize_, set_. Its content is undefined until a
+  /// write.
   bool is_allocator = false;
   bool is_view = false;                      // every return is a view
-  std::optional<CollectiveKind> collective;  // empty: it moves nothing between ranks
-  /// Its values come from a scalar, whatever was there: zeros, fill_.
+  std::optional<CollectiveKind> collective;  // empty: no transfer between ranks
+  /// Its values come from a scalar, not from earlier content: zeros, fill_.
   bool is_filler = false;
-  /// Made of other operators only, on every backend: what they wrote is what it gives.
+  /// Made of other operators only, on every backend, which write its output.
   bool is_composite = false;
-  /// copy_ inside of these is reported as theirs: the operator that a person knows.
+  /// A copy_ inside is reported as this operator, which users know.
   bool owns_its_copy = false;
   bool is_copy = false;
   bool is_fill = false;
   bool is_pointwise = false;
-  bool is_custom = false;  // not PyTorch's own: registered by a library or by the user
+  bool is_custom = false;  // defined by a library or the user, not by PyTorch
   bool is_lift_fresh = false;
-  bool tells_host = false;  // its result is a number of the program's: item
-  /// A scalar that is not finite may become a value of the output (not: a bound or an order).
+  bool tells_host = false;  // returns a number to the program: item
+  /// A non-finite scalar may become an output value (false for bounds and orders).
   bool scalars_are_values = true;
-  bool writes = false;              // any argument
-  std::optional<std::size_t> beta;  // argument 0 is not read where this argument is 0
-  /// Null where a call need not be kept: views, allocations, fills, composites, collectives.
+  bool writes = false;              // at least one argument
+  std::optional<std::size_t> beta;  // index of the factor; argument 0 is not read if it is 0
+  /// Null if calls need not be kept: views, allocations, fills, composites, collectives.
   const CallFacts* facts = nullptr;
 
-  /// Its own kernel reads and writes its arguments, not only the operators that it is made of.
+  /// True if its own kernel, not only operators inside, reads and writes its arguments.
   [[nodiscard]] bool uses_memory() const noexcept {
     return !is_composite || is_copy || owns_its_copy;
   }
@@ -61,8 +62,8 @@ struct OperatorInfo {
 /// Valid for the life of the process.
 [[nodiscard]] const OperatorInfo* operator_info(const at::RecordFunction& call);
 
-/// Whether the call computes with argument `i` of `arguments`: not with what it overwrites, and not
-/// with argument 0 where its factor `beta` is zero.
+/// True if the call computes with argument `i` of `arguments`. False for overwritten ones, and for
+/// argument 0 if its factor `beta` is zero.
 [[nodiscard]] bool is_read(const OperatorInfo& info, c10::ArrayRef<c10::IValue> arguments,
                            std::size_t i);
 

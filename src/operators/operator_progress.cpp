@@ -6,7 +6,7 @@
 namespace nanlocator::inline operators_room {
 namespace {
 
-// Of the process: a callback may still run on another thread when its owner has gone.
+// For the life of the process: a callback may still run on another thread after its owner is gone.
 struct Noted {
   std::mutex mutex;
   OperatorProgress::Latest latest;

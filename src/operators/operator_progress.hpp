@@ -1,7 +1,7 @@
-// Does this process still compute? Notes the begin of every operator that PyTorch dispatches, on
-// any thread: its time, and the name of the latest.
+// Shows whether this process still computes: records the time and name of the latest operator that
+// PyTorch dispatched, on any thread.
 //
-// One at a time per process. Costs about a microsecond per operator while it exists.
+// One per process at a time. Costs about a microsecond per operator while it lives.
 #pragma once
 
 #include <ATen/record_function.h>
@@ -13,14 +13,14 @@ namespace nanlocator::inline operators_room {
 
 class OperatorProgress {
  public:
-  /// Counts as progress itself.
+  /// Counts as progress.
   OperatorProgress();
   ~OperatorProgress();
   OperatorProgress(const OperatorProgress&) = delete;  // one callback
   OperatorProgress& operator=(const OperatorProgress&) = delete;
 
   struct Latest {
-    std::string op;  // "aten::mm", "c10d::allreduce_"; "" where none has begun yet
+    std::string op;  // "aten::mm", "c10d::allreduce_"; "" if none has begun
     std::chrono::steady_clock::time_point begun;
   };
   /// Any thread.

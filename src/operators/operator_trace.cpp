@@ -15,7 +15,7 @@ namespace nanlocator::inline operators_room {
 namespace {
 
 std::atomic<OperatorTrace::Impl*> active_trace = nullptr;
-/// Callbacks that hold `active_trace` now: other threads may run operators while a trace ends.
+/// Callbacks that now hold `active_trace`: other threads may run operators while a trace ends.
 std::atomic<int> running_callbacks = 0;
 thread_local int callbacks_of_this_thread = 0;
 
@@ -38,14 +38,14 @@ class ActiveTrace {
   OperatorTrace::Impl* trace_;
 };
 
-/// c10's errors go on with a stack after their first line.
+/// The message of a c10 error has a stack after its first line.
 void note_failure(OperatorTrace::Impl& trace, std::string_view name, const std::exception& error) {
   const std::string_view text = error.what();
   trace.note("could not scan " + std::string(name) + ": " +
              std::string(text.substr(0, text.find('\n'))));
 }
 
-/// at::RecordFunction would only warn of an exception.
+/// Catches everything: at::RecordFunction would only warn of an exception.
 template <class Work>
 void observe(OperatorTrace::Impl& trace, const at::RecordFunction& call,
              const Work& work) noexcept {
@@ -72,7 +72,7 @@ std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& call) {
       trace.get()->start(call, frames);
       is_started = true;
     });
-    if (!is_started) {  // it threw: nothing is known of this call
+    if (!is_started) {  // it threw: this call is unknown
       if (frames.depth() == depth) frames.push();
       frames.top()->is_ignored = true;
     }
@@ -89,7 +89,7 @@ void on_finish(const at::RecordFunction& call, at::ObserverContext*) {
   frames.pop();
 }
 
-/// Threads keep what they know of a pass by its number, so it is never used twice.
+/// Never reused: threads store their knowledge of a pass by its number.
 std::uint64_t next_pass() {
   static std::atomic<std::uint64_t> passes = 0;
   return ++passes;
@@ -246,8 +246,8 @@ OperatorTrace::~OperatorTrace() {
   active_trace.store(nullptr);
   const int own = callbacks_of_this_thread;
   while (running_callbacks.load() != own) std::this_thread::yield();
-  // A callback let go of the last owner (a finalizer of some tensor may): it still needs what it
-  // runs in, which is left behind.
+  // A callback released the last owner (a tensor's finalizer may). It still needs the state it runs
+  // in, which is leaked.
   if (own != 0) (void)impl_.release();
 }
 
@@ -261,7 +261,7 @@ void OperatorTrace::declare(const at::Tensor& tensor, DeclaredAs as, std::string
 void OperatorTrace::begin_pass() {
   Impl& trace = *impl_;
   count_kernel_calls_from_zero();
-  std::vector<TracedBirth> old_births;  // let go of outside the lock: tensors may call Python
+  std::vector<TracedBirth> old_births;  // destroyed without the lock: may call Python
   Lineage old_lineage;
   {
     const std::lock_guard lock(trace.mutex);

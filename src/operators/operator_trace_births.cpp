@@ -26,7 +26,7 @@ Content content_of_number(double number) {
   return std::isnan(number) ? Content::nan : std::isinf(number) ? Content::inf : Content::finite;
 }
 
-/// Of a scalar argument, or a list of them.
+/// The content of a scalar argument, or of a list of them.
 Content content_of_scalar(const c10::IValue& value) {
   Content content = Content::finite;
   const auto add = [&](double number) { content = std::max(content, content_of_number(number)); };
@@ -70,7 +70,7 @@ ForwardCall OperatorTrace::Impl::forward_call_locked(std::uint64_t thread,
                                                      std::int64_t sequence) const {
   const auto calls = forward_calls.find(thread);
   if (sequence < 0 || calls == forward_calls.end()) return {};
-  // A C++ custom function is not recorded itself: the operator before it knows the module, likely.
+  // A C++ custom function is not recorded itself. The operator before it probably has its module.
   constexpr std::int64_t kFarthest = 16;
   for (std::int64_t back = 0; back <= std::min(kFarthest, sequence); ++back) {
     const auto found = calls->second.find(sequence - back);
@@ -103,8 +103,8 @@ Place OperatorTrace::Impl::current_place(ThreadFrames& frames) {
       if (place.frame.empty() && location.node_frame->is_custom) place.frame = location.node;
     }
     if (forward.op != nullptr) place.forward_op = *forward.op;
-    // A forward that runs again inside backward (recomputation): its modules name themselves, and
-    // autograd records it, though it does not record the backward around it.
+    // Recomputation, a forward that runs again inside backward: its modules are entered, and
+    // autograd records it, though not the backward around it.
     const Frame* node = location.node_frame;
     const bool is_in_new_module = module != nullptr && node != nullptr && node->module != module;
     place.is_recomputed =
@@ -123,7 +123,7 @@ Place OperatorTrace::Impl::current_place(ThreadFrames& frames) {
     }
     return place;
   }
-  // A module that was entered inside the function computes for itself.
+  // If a module was entered inside the function, that module's code computes.
   if (location.container != nullptr && location.container->module == module) {
     place.custom_function = custom_function_of(location.container->name);
   }
@@ -136,7 +136,7 @@ Place OperatorTrace::Impl::current_place(ThreadFrames& frames) {
   return place;
 }
 
-/// Frames in which DistributedDataParallel hands out what the reduction of its buckets has left
+/// Frames in which DistributedDataParallel distributes the reduced buckets
 /// (torch/csrc/distributed/c10d/reducer.cpp).
 static bool is_of_reducer(std::string_view frame) {
   return frame.starts_with("torch.distributed.ddp.reducer::");
@@ -162,10 +162,10 @@ void OperatorTrace::Impl::locate(Birth& birth, ThreadFrames& frames) {
     birth.is_module_inferred = place.is_module_inferred;
     const bool is_outside =
         place.module.empty() && modules_are_entered.load(std::memory_order_relaxed);
-    // Between the schedule's steps gradients are handled, and nothing else.
+    // Between the schedule's steps, only gradients are handled.
     const bool is_between_steps =
         is_outside && !batch.microbatch && microbatches_are_known.load(std::memory_order_relaxed);
-    // Before its microbatch has entered a module it is the batch that is being prepared.
+    // Before its microbatch enters a module, the batch is being prepared.
     const bool is_loss = is_outside && frames.microbatch_of_modules == batch.microbatch;
     birth.sighting.phase = is_of_reducer(place.custom_function) ? Phase::grad_reduced
                            : place.is_recomputed                ? Phase::forward
@@ -225,7 +225,7 @@ void OperatorTrace::Impl::keep_call(TracedBirth& birth, const at::RecordFunction
   }
   try {
     birth.call = frame.capture.end(call);
-  } catch (const c10::Error&) {  // no memory
+  } catch (const c10::Error&) {  // out of memory
     const std::lock_guard lock(mutex);
     kept_bytes -= bytes;
     leave_out();
@@ -235,7 +235,7 @@ void OperatorTrace::Impl::keep_call(TracedBirth& birth, const at::RecordFunction
   frame.is_captured = false;
 }
 
-// ---- Roots: bad where it is read first ---------------------------------------------------------
+// ---- Roots: bad when first read -----------------------------------------------------------------
 
 BirthIds OperatorTrace::Impl::origins_of(const at::Tensor& values, ThreadFrames& frames,
                                          const std::string& reader) {
@@ -331,7 +331,7 @@ BirthIds OperatorTrace::Impl::passed_through(const Root& root, const at::Tensor&
     const Content content = content_of(values);
     if (auto before = passed_through(*root.inside, content); !before.empty()) return before;
   }
-  // A kernel that was called without a frame, or got them in a list, reads its module's weights.
+  // A kernel called without a frame, or with its tensors in a list, reads its module's weights.
   constexpr std::size_t kMost = 16;
   std::vector<NamedTensor> parameters;
   if (!root.inside->module.empty()) {
@@ -355,7 +355,7 @@ BirthIds OperatorTrace::Impl::passed_through(const Place& inside, Content conten
                                                   : inside.given->with_any);
 }
 
-/// Of the declared tensors that share memory with `values` a bad one, else the first.
+/// The first bad declared tensor that shares memory with `values`; if none is bad, the first.
 static std::optional<Declarations::Declared> declared_behind(
     const std::vector<Declarations::Declared>& sharing) {
   for (const auto& declared : sharing) {
@@ -373,15 +373,15 @@ bool OperatorTrace::Impl::is_seen_first(const at::Tensor& values) {
          declarations.find(values) == nullptr;
 }
 
-/// Whether the innermost operator is executed by another one's kernel.
+/// True if another operator's kernel executes the innermost operator.
 static bool is_inside_kernel(ThreadFrames& frames) {
   const Frame* outer = frames.above(1);
   return outer != nullptr && outer->info != nullptr && !outer->info->is_composite &&
          !outer->info->is_custom;
 }
 
-/// Whether `values` are memory of the outermost operator around the one that reads them: it was not
-/// given them, and its kernel fills such memory off the dispatcher, too (mse_loss with a mean:
+/// True if `values` are memory of the outermost operator around the reader: not among its
+/// arguments, and its kernel may also fill such memory off the dispatcher (mse_loss with a mean:
 /// aten/src/ATen/native/Loss.cpp).
 static bool is_memory_of_outer_operator(const at::Tensor& values, ThreadFrames& frames) {
   const Frame* outermost = nullptr;
@@ -400,9 +400,9 @@ static bool is_memory_of_outer_operator(const at::Tensor& values, ThreadFrames& 
   return !is_given;
 }
 
-/// `tensor * float("nan")`, `tensor[i] = float("nan")`: Python makes the tensor of a number without
-/// the dispatcher (torch/csrc/autograd/python_variable_indexing.cpp). An element of a larger tensor
-/// is none.
+/// `tensor * float("nan")`, `tensor[i] = float("nan")`: Python makes the number's tensor without
+/// the dispatcher (torch/csrc/autograd/python_variable_indexing.cpp). False for an element of a
+/// larger tensor.
 static bool is_number(const at::Tensor& values) {
   return values.dim() == 0 && values.storage().nbytes() == values.nbytes();
 }
@@ -418,26 +418,26 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
   {
     const std::lock_guard lock(mutex);
     if (const StorageRecord* record = lineage.find(values)) {
-      // A record that holds nothing but tags of other bytes says nothing of these.
+      // A record that only has tags of other bytes says nothing about these.
       if (record->last_write != 0 || record->state == StorageState::foreign) state = record->state;
       was_finite =
           record->state == StorageState::written && record->finite_range.contains(range_of(values));
       if (record->writer != nullptr) root.writer = *record->writer;
       root.place = record->place;
       if (record->allocator != nullptr) allocator = *record->allocator;
-      // Of gradients in one buffer some are written after all have been reduced.
+      // Some gradients in a shared buffer are written after the buffer was reduced.
       const RangeWrite last = lineage.last_write_of(values);
       is_left_alone = record->allocator == nullptr && last.clock == 0;
       if (state == StorageState::written && last.is_received) {
         state = StorageState::received;
         root.writer = *last.writer;
       }
-      // Scanned when that frame was entered. Many parameters' gradients lie in one storage:
-      // whoever had others in hand has not written these.
+      // Its inputs were scanned when that frame was entered. Gradients of many parameters share a
+      // storage, so only frames that had these very bytes count.
       touched_by = lineage.last_touch_of(values);
     }
     for (const auto* declared : declarations.find_all(values)) sharing.push_back(*declared);
-    // The padding between weights is written, or another of them: that says nothing of this one.
+    // A write to the padding between weights, or to another weight, says nothing about this one.
     if (is_left_alone && state == StorageState::written && !sharing.empty()) {
       state.reset();
       root.writer.clear();
@@ -467,7 +467,7 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
     root.last_seen = LastSeen::finite;
   } else if (state == StorageState::foreign && root.place) {
     born_inside(*root.place);
-  } else if (!allocator.empty() && is_fresh_memory_nan()) {  // all of it, or what is left
+  } else if (!allocator.empty() && is_fresh_memory_nan()) {  // all of it, or the rest
     root.kind = BirthKind::unwritten;
     root.writer = allocator;
     root.last_seen = LastSeen::allocated;
@@ -476,7 +476,7 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
              is_inside_kernel(frames)) {
     root.is_temporary = true;
   } else if (state == StorageState::allocated || state == StorageState::written) {
-    // Allocated around a frame that was to fill it, or inside of one.
+    // Allocated around a frame that was to fill it, or inside one.
     const bool is_filled_by_frame =
         touched_by != nullptr && (root.place == nullptr || root.place->given == nullptr);
     born_inside(is_filled_by_frame ? *touched_by
@@ -538,7 +538,7 @@ BirthId OperatorTrace::Impl::add_root(const Root& root, const at::Tensor& values
       birth.node = inside.node;
       birth.forward_op = inside.forward_op;
     }
-    if (inside.given != nullptr) {  // NaN of an Inf that somebody else made
+    if (inside.given != nullptr) {  // NaN from an Inf of another origin
       const std::lock_guard lock(mutex);
       const BirthIds parents = without_literals(inside.given->with_any);
       if (!parents.empty()) birth.parent = parents.front();
@@ -590,7 +590,7 @@ BirthId OperatorTrace::Impl::add_root(const Root& root, const at::Tensor& values
 
 namespace {
 
-/// What an operator was given, as far as it could have made its output bad.
+/// An operator's inputs that may explain its bad output.
 struct Inputs {
   Content tensors = Content::finite;
   Content literals = Content::finite;
@@ -600,7 +600,7 @@ struct Inputs {
 
 }  // namespace
 
-/// The custom function, compiled region or custom operator that the innermost operator runs in.
+/// The custom function, compiled region or custom operator around the innermost operator.
 static std::string around(const Location& location, ThreadFrames& frames) {
   for (std::size_t i = 1; const Frame* each = frames.above(i); ++i) {
     if (each->kind != FrameKind::operation) break;
@@ -609,7 +609,7 @@ static std::string around(const Location& location, ThreadFrames& frames) {
   return location.container == nullptr ? std::string() : location.container->name;
 }
 
-/// aten/src/ATen/native/LossNLL.cpp: labels that equal ignore_index do not count.
+/// aten/src/ATen/native/LossNLL.cpp: labels equal to ignore_index do not count.
 static void count_ignored_labels(Operand& labels, const OperatorInfo& info,
                                  const std::vector<c10::IValue>& arguments,
                                  const at::Tensor& tensor) {
@@ -657,7 +657,7 @@ void OperatorTrace::Impl::describe_operands(Birth& birth, const OperatorInfo& in
       operand = operand_of(name, tensor, options.threads);
       if (element >= 0) operand.element = element;
       count_ignored_labels(operand, info, arguments, tensor);
-      // Of a complex output the index has one dimension more.
+      // For a complex output, the index has one more dimension.
       if (element < 0 && first_bad.index.size() == output_shape.size() &&
           has_plain_memory(tensor)) {
         const OwnWork own_work;
@@ -695,7 +695,7 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
                                               ThreadFrames& frames, std::vector<TensorAt> outputs) {
   const OperatorInfo& info = *frame.info;
   std::vector<const TensorAt*> bad;
-  std::vector<const TensorAt*> explained;  // an operator inside this one has written them bad
+  std::vector<const TensorAt*> explained;  // written bad by an operator inside
   {
     std::vector<const TensorAt*> finite;
     for (auto& output : outputs) {
@@ -730,7 +730,7 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
       }
       if (frame.sequence >= 0) unite(bad_calls[{frame.forward_thread, frame.sequence}], ids);
     }
-    bool is_nested = true;  // operators only in between
+    bool is_nested = true;  // only operators in between
     for (std::size_t i = 1; Frame* outer = frames.above(i); ++i) {
       is_nested = is_nested && outer->kind == FrameKind::operation;
       if (is_nested) unite(outer->nested, ids);
@@ -742,7 +742,7 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
     }
   };
 
-  // Rule b: what counts as an input.
+  // Rule b: the inputs.
   Inputs inputs;
   const auto add_input = [&](Content content, const BirthIds& ids) {
     inputs.tensors = std::max(inputs.tensors, content);
@@ -780,10 +780,10 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
     made = std::max(made, output->content);
   }
 
-  // Rule c. NaN that goes in explains the output; so does Inf, but for NaN that comes out.
+  // Rule c: a NaN input explains any bad output; an Inf input explains all but NaN.
   const bool is_received = inputs.tensors != Content::finite && inputs.tensors >= made;
   if (is_explained_in_part) {
-    // A kernel that begins with a copy of one input (addmm's bias) is bad from the others, too.
+    // A kernel that first copies one input (addmm's bias) may be bad from the others, too.
     if (!is_received) return;
     BirthIds all = made == Content::nan ? inputs.with_nan : inputs.with_any;
     for (const TensorAt* output : explained) {
@@ -797,15 +797,15 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
     return pass_on(BirthIds(frame.nested));
   if (info.is_lift_fresh) inputs.literals = made;
 
-  // A kernel may have read its literal from a tensor of one element that it was given (_scaled_mm's
-  // scales on CPUs without fp8).
+  // The kernel may have read its literal from a one-element tensor argument (_scaled_mm's scales on
+  // CPUs without fp8).
   if (inputs.tensors == Content::finite && inputs.literals != Content::finite) {
     const BirthIds ids = origins_of_numbers(frames);
     if (!ids.empty()) return pass_on(ids);
   }
 
-  // A constant that a kernel writes on its own account is the kernel's result: std of one element
-  // fills with NaN. In a composite it is a mask.
+  // A constant that a kernel writes itself is the kernel's result: std of one element fills with
+  // NaN. In a composite it is a mask.
   const Frame* outer = frames.above(1);
   const bool is_kernels_constant =
       inputs.tensors == Content::finite && inputs.literals != Content::finite && outer != nullptr &&
@@ -828,7 +828,8 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
   const bool is_literal = birth.kind == BirthKind::literal;
   if (!is_literal) {
     keep_call(traced, call, frame);
-    // In-place arguments as they were: was one corrupted after its last write?
+    // Copies from before the call show whether an in-place argument was corrupted after its last
+    // write.
     if (traced.call) {
       for (auto& before : frame.before_write) {
         if (before.content != Content::finite) continue;
@@ -848,7 +849,7 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
   if (location.is_hook) birth.kind = BirthKind::user_hook;
   locate(birth, frames);
   birth.sighting.op = info.full_name;
-  if (is_literal) {  // a person wrote the outermost call: masked_fill, not the fill_ inside
+  if (is_literal) {  // the user wrote the outermost call: masked_fill, not the fill_ inside
     for (std::size_t i = 1; const Frame* each = frames.above(i); ++i) {
       if (each->kind != FrameKind::operation) break;
       birth.sighting.op = each->info->full_name;
@@ -863,7 +864,7 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
       birth.sighting.parameter = declared->name;
     }
     for (const BirthId id : inputs.with_any) {
-      // A mask's literal explains an Inf only where nothing else does.
+      // A mask's literal explains an Inf only if nothing else does.
       const bool is_quiet = births[static_cast<std::size_t>(id)].birth.kind == BirthKind::literal;
       if (!birth.parent || !is_quiet) birth.parent = id;
       if (!is_quiet) break;

@@ -7,7 +7,7 @@
 namespace nanlocator::inline operators_room {
 namespace {
 
-/// "aten::div.Tensor" is a call of "aten::div".
+/// True for "aten::div.Tensor" and "aten::div".
 bool is_call_of(const std::string& op, const std::string& name) {
   return op == name || (op.starts_with(name) && op[name.size()] == '.');
 }
@@ -53,7 +53,7 @@ void OperatorTrace::Impl::follow_roots_of_backward(ReachedByBirth& reached) {
   }
 }
 
-/// A mask's literal is the origin only where nothing else is. Holds the lock.
+/// Drops literals of masks, unless there is no other origin. The caller holds the lock.
 BirthIds OperatorTrace::Impl::without_quiet_literals(BirthIds ids) const {
   const auto is_literal = [&](BirthId id) {
     return births[static_cast<std::size_t>(id)].birth.kind == BirthKind::literal;
@@ -78,8 +78,8 @@ void OperatorTrace::Impl::weigh(Birth& birth) {
   }
 }
 
-// Where the losses are not known: a derivative at a point where the operator itself was bad is the
-// operator's fault. Else the backward of a 0/0 loss would be blamed, not the loss.
+// Used if the losses are unknown. A bad derivative at a point where the forward operator was bad is
+// attributed to that operator; else the backward of a 0/0 loss would be blamed, not the loss.
 void OperatorTrace::Impl::blame_forward(ReachedByBirth& reached) const {
   const auto is_computed = [](const Birth& birth) {
     return birth.kind == BirthKind::nan || birth.kind == BirthKind::nan_from_inf ||
@@ -106,7 +106,7 @@ void OperatorTrace::Impl::blame_forward(ReachedByBirth& reached) const {
 
 Explanation OperatorTrace::Impl::explain(std::span<const NamedTensor> losses,
                                          std::span<const NamedTensor> gradients) {
-  // Births, each with the names of the bad results that it reached, in the results' order.
+  // Births, each with the bad results that it reached, in the results' order.
   ReachedByBirth reached;
   const auto follow = [&](std::span<const NamedTensor> results, ReachedKind kind) {
     for (const NamedTensor& result : results) {
@@ -119,8 +119,8 @@ Explanation OperatorTrace::Impl::explain(std::span<const NamedTensor> losses,
       }
     }
   };
-  // What was sent to other ranks may have made them bad, and have come back from them: it counts
-  // where nothing else of this rank is an origin.
+  // Bad values sent to other ranks may have come back from them. They count if this rank has no
+  // other origin.
   const auto follow_sent = [&](const std::set<BirthId>& sent) {
     const std::lock_guard lock(mutex);
     const auto is_received = [&](const auto& entry) {
@@ -140,7 +140,7 @@ Explanation OperatorTrace::Impl::explain(std::span<const NamedTensor> losses,
 
   Explanation explanation = explanation_of(reached, losses.empty());
   for (TracedBirth& traced : explanation.births) {
-    // A sum in which both infinities meet makes NaN of an overflow.
+    // The sum of +Inf and -Inf turns an overflow into NaN.
     const BirthKind kind = traced.birth.kind;
     if (kind == BirthKind::inf || kind == BirthKind::nan) weigh(traced.birth);
   }

@@ -1,13 +1,13 @@
-// The trace's state and the steps from a finished operator to a birth; inside its room only.
+// The trace's state, and the way from a finished operator to a birth. Used only inside this room.
 //
 //   observe.cpp     callbacks of at::RecordFunction: frames in, scans outputs, the healthy path
-//   births.cpp      an output is bad: whose fault? rules b to d, roots
-//   kernels.cpp     the same of calls that the dispatcher does not see (KernelCall)
-//   transfers.cpp   operators that use memory of a transfer that nobody has waited for
+//   births.cpp      attributes a bad output: rules b to d, roots
+//   kernels.cpp     the same for calls outside the dispatcher (KernelCall)
+//   transfers.cpp   operators that use a transfer's memory before the program waits for it
 //   threads.cpp     operators that use memory which another thread of the program uses, too
-//   explain.cpp     rule e: what reached a loss or a gradient
+//   explain.cpp     rule e: the births that reached a loss or a gradient
 //
-// Thread-safe: `mutex` guards all but the atomics; it is never held while a tensor is scanned or
+// Thread-safe: `mutex` guards all but the atomics. It is never held while a tensor is scanned or
 // Python is called.
 #pragma once
 
@@ -31,26 +31,26 @@
 
 namespace nanlocator::inline operators_room {
 
-/// A tensor in a call's values: `element` counts in a list, -1 outside of one.
+/// A tensor in a call's values. `element`: index in a list, -1 outside lists.
 struct TensorAt {
   at::Tensor values;  // observable
   int index = 0;
   int element = -1;
-  Content content = Content::finite;  // of an output, once it has been scanned
+  Content content = Content::finite;  // of an output, after its scan
 };
 
-/// Where something that was bad when it was read comes from.
+/// The source of a value that was already bad when first read.
 struct Root {
   BirthKind kind = BirthKind::data;
   std::optional<Place> inside;         // opaque
-  std::shared_ptr<const Place> place;  // received: where
+  std::shared_ptr<const Place> place;  // received: the place
   std::string writer;                  // the last operator that wrote or allocated it
-  bool is_temporary = false;  // of the kernel that runs: what it fills goes into its result
+  bool is_temporary = false;           // of the running kernel, which moves it into its result
   LastSeen last_seen = LastSeen::unknown;
-  std::optional<Declarations::Declared> declared;  // the bad one of those that share the memory
+  std::optional<Declarations::Declared> declared;  // the bad one among those that share the memory
 };
 
-/// A custom node of backward that has run, and what its forward was given.
+/// A custom node of backward that has run, and its forward's parameters.
 struct CustomNode {
   std::shared_ptr<const Place> place;
   std::vector<std::string> parameters;
@@ -96,7 +96,7 @@ struct OperatorTrace::Impl {
   // ---- kernels.cpp
   void start_kernel(const std::string& name, std::int64_t number,
                     std::span<const KernelArgument> arguments, ThreadFrames& frames);
-  /// What the call has left as it was went in. Keeps what it has written.
+  /// Counts arguments that the call left unchanged as inputs; keeps the written ones.
   void settle_unclear(Frame& frame, ThreadFrames& frames);
   void finish_kernel(std::span<const KernelArgument> arguments, std::span<const at::Tensor> results,
                      ThreadFrames& frames);
@@ -106,7 +106,7 @@ struct OperatorTrace::Impl {
   // ---- transfers.cpp
   void note_unordered_accesses(const Frame& frame, ThreadFrames& frames);
   void add_unordered(UnorderedAccess access, const at::Tensor& tensor);
-  /// Whose gradient or weight lies there; "" for none. Holds the lock.
+  /// The parameter whose gradient or weight lies there; "" if none. The caller holds the lock.
   [[nodiscard]] std::string parameter_in(const at::Tensor& tensor) const;
 
   // ---- threads.cpp
@@ -122,33 +122,34 @@ struct OperatorTrace::Impl {
   // ---- births.cpp
   void explain_bad_outputs(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames,
                            std::vector<TensorAt> outputs);
-  /// The births of what is bad in `values`, a root's if nothing is known of it.
+  /// The births of the bad values in `values`; a new root's if none are known.
   BirthIds origins_of(const at::Tensor& values, ThreadFrames& frames, const std::string& reader);
-  /// Of bad tensors of one element that the operators around this one were given.
+  /// The births of bad one-element tensors among the arguments of the surrounding operators.
   BirthIds origins_of_numbers(ThreadFrames& frames);
   BirthIds roots_of(const at::Tensor& values, ThreadFrames& frames, const std::string& reader);
-  /// Of a bad gradient that a kernel off the dispatcher may have written; empty where none may.
+  /// The births of a bad gradient that a kernel off the dispatcher may have written; empty if none
+  /// may.
   BirthIds fused_origins_of(const NamedTensor& gradient, const Root& root, ThreadFrames& frames);
-  /// Custom nodes that had this parameter, or are of its module, and began after an operator had
-  /// written the gradient for the last time.
+  /// Custom nodes that used this parameter (or else are of its module) and began after the last
+  /// write of the gradient by an operator.
   [[nodiscard]] std::vector<std::shared_ptr<const Place>> fused_writers_of(
       const NamedTensor& gradient);
-  /// Neither declared nor known to the lineage, nor what autograd records.
+  /// True if neither the declarations, the lineage nor autograd knows it.
   [[nodiscard]] bool is_seen_first(const at::Tensor& values);
   [[nodiscard]] Root find_root(const at::Tensor& values, ThreadFrames& frames);
   BirthId add_root(const Root& root, const at::Tensor& values, ThreadFrames& frames,
                    const std::string& reader);
-  /// The births of what the frame that `root` was made in was given; empty where it is the origin.
+  /// The births of bad inputs of the frame that made `root`; empty if the root is the origin.
   BirthIds passed_through(const Root& root, const at::Tensor& values, ThreadFrames& frames);
-  /// What `inside` was given that explains such values; empty where it made them by itself.
+  /// The births of inputs of `inside` that explain such values; empty if it made them itself.
   [[nodiscard]] BirthIds passed_through(const Place& inside, Content content);
-  /// Without those of literals. Holds the lock.
+  /// Removes births of literals. The caller holds the lock.
   [[nodiscard]] BirthIds without_literals(BirthIds ids) const;
   BirthId add_birth(TracedBirth birth);
   void locate(Birth& birth, ThreadFrames& frames);
   [[nodiscard]] Place current_place(ThreadFrames& frames);
   void read_code(Birth& birth, const ProgramCode::Caller& caller) const;
-  /// Of the arguments in `written` nothing is known but what they are: they hold the result now.
+  /// Arguments in `written` are described without values: they now hold the result.
   void describe_operands(Birth& birth, const OperatorInfo& info,
                          const std::vector<c10::IValue>& arguments,
                          const std::vector<BeforeWrite>& written,
@@ -156,11 +157,11 @@ struct OperatorTrace::Impl {
   [[nodiscard]] ProgramCode::Caller caller_now() const;
   void describe(Sighting& sighting, const at::Tensor& values) const;
   void capture(const at::RecordFunction& call, Frame& frame);
-  /// Whether what it reads has a NaN that an operator of this pass has left there.
+  /// True if it reads a NaN that an operator of this pass wrote.
   [[nodiscard]] bool has_known_nan(const Frame& operation);
   void keep_call(TracedBirth& birth, const at::RecordFunction& call, Frame& frame);
-  /// Whether copies of calls may take so much more: of `kept_bytes`, and no more than half of what
-  /// the host has free. Holds the lock.
+  /// True if copies of calls may take `bytes` more: within `kept_bytes`, and at most half of the
+  /// host's free memory. The caller holds the lock.
   [[nodiscard]] bool has_room_for(std::uint64_t bytes) const;
   [[nodiscard]] ForwardCall forward_call_of(std::uint64_t thread, std::int64_t sequence);
   [[nodiscard]] ForwardCall forward_call_locked(std::uint64_t thread, std::int64_t sequence) const;
@@ -182,33 +183,33 @@ struct OperatorTrace::Impl {
   TraceOptions options;
   std::atomic<bool> is_paused = false;
   std::atomic<bool> modules_are_entered = false;
-  std::atomic<bool> microbatches_are_known = false;  // a schedule says which one it works on
+  std::atomic<bool> microbatches_are_known = false;  // a schedule announces its microbatch
   std::atomic<bool> is_in_optimizer = false;         // entered_phase is params_after
   std::atomic<std::int64_t> operators = 0;
   std::atomic<std::uint64_t> pass = 0;
   std::atomic<int> graph_task = -1;      // autograd's number of the latest outermost backward pass
   std::atomic<std::uint64_t> clock = 1;  // one tick per operator that wrote something
   std::atomic<bool> are_transfers_in_flight = false;
-  std::atomic<bool> has_overlap = false;  // an operator has run meanwhile
+  std::atomic<bool> has_overlap = false;  // an operator has run during a transfer
 
   std::mutex mutex;
   std::optional<Phase> entered_phase;
   Lineage lineage;
   Declarations declarations;
   std::unordered_map<std::uint64_t, std::unordered_map<std::int64_t, ForwardCall>> forward_calls;
-  /// What the outputs of forward calls were bad from, by (thread, sequence number).
+  /// Births that made outputs of forward calls bad, by (thread, sequence number).
   std::map<std::pair<std::uint64_t, std::int64_t>, BirthIds> bad_calls;
-  BirthIds roots_of_backward;  // births that made the roots of a backward pass bad: the losses
+  BirthIds roots_of_backward;  // births that made the roots of a backward pass (the losses) bad
   std::vector<CustomNode> custom_nodes;
   std::vector<TracedBirth> births;
   std::set<BirthId> sent_in_forward, sent_in_backward;  // to other ranks
   TransfersInFlight transfers;
   std::vector<UnorderedAccess> unordered;
-  ThreadAccesses threads;  // has a lock of its own
-  Turn turn;               // the same
+  ThreadAccesses threads;  // has its own lock
+  Turn turn;               // has its own lock
   std::uint64_t kept_bytes = 0;
   std::int64_t calls_not_kept = 0;
-  std::string first_not_kept;  // the operator, and what its copies would have taken
+  std::string first_not_kept;  // the operator, and the size of its copies
   std::int64_t births_not_kept = 0;
   std::set<std::string> notes;
 };

@@ -57,7 +57,7 @@ std::vector<KernelOutput> outputs_of(std::span<const KernelArgument> arguments,
   return outputs;
 }
 
-/// All their streams: a kernel may work on one of its own, and is not half done then.
+/// Waits for all streams, because a kernel may use one of its own.
 void wait_for_devices_of(const std::vector<KernelOutput>& outputs) {
   std::set<c10::DeviceIndex> devices;
   for (const auto& output : outputs) {
@@ -73,7 +73,7 @@ void OperatorTrace::Impl::settle_unclear(Frame& frame, ThreadFrames& frames) {
     BirthIds origins;
     {
       const std::lock_guard lock(mutex);
-      origins = lineage.births_in(argument.values);  // an operator inside has read it
+      origins = lineage.births_in(argument.values);  // an operator inside read it
     }
     if (origins.empty()) {
       const TensorStats now = stats_of(argument.values, options.threads);
@@ -108,7 +108,7 @@ void OperatorTrace::Impl::finish_kernel(std::span<const KernelArgument> argument
       }
       continue;
     }
-    if (!lineage.births_in(output.values).empty()) continue;  // an operator inside, or given so
+    if (!lineage.births_in(output.values).empty()) continue;  // from an operator inside, or given
     made.push_back(&output);
     worst = std::max(worst, output.content);
   }
@@ -143,7 +143,7 @@ BirthId OperatorTrace::Impl::add_kernel_birth(const Frame& frame,
   std::vector<Operand> operands;
   for (const auto& [name, tensor] : arguments) {
     if (!tensor.defined() || operands.size() >= kMostOperands) continue;
-    if (is_plainly_observable(tensor) && is_bad(tensor)) {  // made here: no value went in
+    if (is_plainly_observable(tensor) && is_bad(tensor)) {  // an output without a value before
       Operand made;
       made.name = name;
       made.dtype = dtype_name(tensor.scalar_type());

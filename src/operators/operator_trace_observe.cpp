@@ -22,8 +22,8 @@ namespace {
 constexpr std::string_view kEvaluate = "autograd::engine::evaluate_function: ";
 
 /// torch.use_deterministic_algorithms fills fresh memory with NaN, by fill_ inside the operator
-/// that asked for the memory (structured kernels; ATen/native/TensorFactories.h): no write of a
-/// value.
+/// that allocated it (structured kernels; ATen/native/TensorFactories.h). This does not count as a
+/// write of a value.
 bool is_deterministic_fill(const OperatorInfo& info, const at::RecordFunction& call,
                            const Frame* parent) {
   if (!info.is_fill || parent == nullptr || parent->info == nullptr) return false;
@@ -35,7 +35,8 @@ bool is_deterministic_fill(const OperatorInfo& info, const at::RecordFunction& c
   return inputs.size() == 2 && inputs[1].isDouble() && std::isnan(inputs[1].toDouble());
 }
 
-/// Handed to the __torch_dispatch__ of a tensor's class, with no frame inside that says so.
+/// True if the __torch_dispatch__ of a tensor's class gets the call, without a frame inside that
+/// shows it.
 bool is_silently_python(const at::RecordFunction& call) {
   bool is_python = false;
   if constexpr (!kPythonSubclassHasAFrame) {
@@ -95,7 +96,7 @@ void OperatorTrace::Impl::start(const at::RecordFunction& call, ThreadFrames& fr
 static ResizedStorage resized_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage()) return {};
   const auto bytes = tensor.storage().sym_nbytes().maybe_as_int();
-  if (!bytes) return {};  // a size that torch.compile traces
+  if (!bytes) return {};  // a symbolic size of torch.compile
   return {tensor.storage().unsafeGetStorageImpl(), static_cast<std::size_t>(*bytes)};
 }
 
@@ -152,7 +153,7 @@ bool OperatorTrace::Impl::has_known_nan(const Frame& operation) {
 }
 
 void OperatorTrace::Impl::capture(const at::RecordFunction& call, Frame& frame) {
-  if (has_known_nan(frame)) return;  // whatever comes out is of that: no birth
+  if (has_known_nan(frame)) return;  // bad outputs come from it: no birth
   std::uint64_t wanted = 0;
   frame.is_captured = frame.capture.begin(call, *frame.info->facts, [&](std::uint64_t bytes) {
     wanted = bytes;
@@ -162,7 +163,7 @@ void OperatorTrace::Impl::capture(const at::RecordFunction& call, Frame& frame) 
   if (!frame.is_captured) frame.bytes_not_captured = wanted;
 }
 
-/// Among its arguments; their number where there is none.
+/// Index of the process group among the arguments; their number if there is none.
 static std::size_t index_of_group(const Frame& collective) {
   const auto& names = collective.info->argument_names;
   const auto count = collective.arguments.size();
@@ -182,14 +183,14 @@ static std::shared_ptr<const NamedGroup> group_of(const Frame& collective) {
   if (i >= collective.arguments.size()) return nullptr;
   try {
     return named_group(collective.arguments[i].toCustomClass<c10d::ProcessGroup>()->getGroupName());
-  } catch (const std::exception&) {  // one that torch.distributed has not made has no name
+  } catch (const std::exception&) {  // a group made outside torch.distributed has no name
     return nullptr;
   }
 }
 
-/// What goes into a collective or a send: c10d's operators have it last of their tensors
-/// (torch/csrc/distributed/c10d/Ops.cpp); recv_ has none. Scanned now, because most write in
-/// place, on threads of their own.
+/// Scans the input of a collective or a send, which is the last tensor argument of c10d's operators
+/// (torch/csrc/distributed/c10d/Ops.cpp); recv_ has none. Scanned before the call, because most
+/// write in place, on their own threads.
 void OperatorTrace::Impl::scan_what_is_sent(Frame& frame, ThreadFrames& frames) {
   if (frame.info->collective == CollectiveKind::receive || frame.arguments.empty()) return;
   if (is_only_written(frame)) return;
@@ -229,7 +230,7 @@ void OperatorTrace::Impl::use_declared_module(const Frame& frame, ThreadFrames& 
   }
 }
 
-/// What a kernel is given so, the function around it has allocated for it to write.
+/// True for memory that the function around a kernel has allocated as the kernel's output.
 static bool is_unwritten(const StorageRecord* record) {
   return record != nullptr && record->state == StorageState::allocated && record->touches.empty();
 }
@@ -257,14 +258,14 @@ void OperatorTrace::Impl::scan_before_write(Frame& frame, ThreadFrames& frames) 
         const std::lock_guard lock(mutex);
         const StorageRecord* record = lineage.find(tensor);
         is_to_fill = info.is_custom && is_unwritten(record);
-        // A capture holds a copy that tells whether the memory has changed since it was written.
+        // A captured copy shows whether the memory has changed since its last write.
         is_known_finite = frame.is_captured && record != nullptr &&
                           record->state == StorageState::written && record->tags.empty() &&
                           record->finite_range.contains(range_of(tensor));
       }
       if (!is_known_finite) before.content = content_of(tensor);
       if (before.content != Content::finite) {
-        // A library's operator hands it to its kernel: what lies there afterwards says more.
+        // A library's operator passes it to its kernel as output; the content afterwards says more.
         if (is_to_fill) return;
         before.births = origins_of(tensor, frames, info.full_name);
       }
@@ -300,8 +301,8 @@ void OperatorTrace::Impl::start_container(std::string_view name, const at::Recor
   if (frame.sequence >= 0) note_forward_call(frame, frames, interned, here.caller, false);
 }
 
-/// Memory that an operator allocated around the frame, and nobody is known to have written: the
-/// frame is asked to fill it, and what lies there now is no input.
+/// True for memory that an operator allocated around the frame and that has no known write: the
+/// frame must fill it, so its present content is not an input.
 static bool is_to_be_filled(const StorageRecord* record, const Place& frame) {
   if (record == nullptr || record->state != StorageState::allocated) return false;
   if (record->place == nullptr || record->place->given != nullptr) return false;
@@ -309,8 +310,8 @@ static bool is_to_be_filled(const StorageRecord* record, const Place& frame) {
   return around.empty() || frame.module == around || frame.module.starts_with(around + ".");
 }
 
-/// What goes into a frame off the dispatcher is scanned when it is entered: nobody sees it read,
-/// and afterwards it may be overwritten.
+/// Scans the inputs of a frame off the dispatcher when it is entered: its reads are not seen, and
+/// it may overwrite them.
 void OperatorTrace::Impl::scan_given(c10::ArrayRef<const c10::IValue> inputs, const Place& place,
                                      Frame& frame, ThreadFrames& frames) {
   std::vector<at::Tensor> given, unwritten;
@@ -362,7 +363,7 @@ void OperatorTrace::Impl::scan_given(c10::ArrayRef<const c10::IValue> inputs, co
   }
 }
 
-/// Holds the lock.
+/// The caller holds the lock.
 void OperatorTrace::Impl::note_forward_call(const Frame& frame, const ThreadFrames& frames,
                                             const std::string* op,
                                             const ProgramCode::Caller& caller, bool is_view) {
@@ -376,13 +377,13 @@ void OperatorTrace::Impl::note_forward_call(const Frame& frame, const ThreadFram
       .is_view = is_view};
 }
 
-/// For programs that enter no module; where modules are entered, what runs outside is of none.
+/// For programs that enter no modules. If modules are entered, code outside them has none.
 ModulePath OperatorTrace::Impl::module_used_last(const ThreadFrames& frames) const {
   return modules_are_entered.load(std::memory_order_relaxed) ? nullptr : frames.last_module;
 }
 
-/// The tensors that backward() was called on are losses, though nobody has named them: what made
-/// them bad has reached the loss.
+/// The tensors that backward() was called on are losses, even if not declared as such: births that
+/// made them bad have reached the loss.
 void OperatorTrace::Impl::note_roots_of_backward() {
   const int task = torch::autograd::get_current_graph_task_id();
   if (graph_task.exchange(task, std::memory_order_relaxed) == task) return;
@@ -434,7 +435,7 @@ void OperatorTrace::Impl::start_node(const at::RecordFunction& call, Frame& fram
     }
   }
   if (frame.is_custom) {
-    // What its forward was given is in what that has saved.
+    // Its saved tensors may contain its forward's inputs.
     frame.given = std::make_shared<Given>();
     const ForwardCall forward = forward_call_of(frame.forward_thread, frame.sequence);
     if (forward.given != nullptr) {
@@ -466,8 +467,9 @@ void OperatorTrace::Impl::finish(const at::RecordFunction& call, ThreadFrames& f
   if (follows_threads()) finish_beside_threads(frame, frames);
 }
 
-/// Its kernels read what collectives inside brought: a part of its input that the frame gathered.
-/// When it ends, or something reads what a kernel has made of them, they have been waited for.
+/// Scans the results of collectives inside the frame, which its kernels read: it gathered a part of
+/// its input. They have been waited for when the frame ends, or when an operator reads its kernels'
+/// results.
 void OperatorTrace::Impl::scan_received(Frame& frame, ThreadFrames& frames) {
   const std::vector<at::Tensor> received = std::exchange(frame.received, {});
   for (const at::Tensor& tensor : received) {
@@ -480,8 +482,8 @@ void OperatorTrace::Impl::scan_received(Frame& frame, ThreadFrames& frames) {
   }
 }
 
-/// The innermost custom function's own frame around a collective, whose kernels may read what
-/// comes; null in what Torch itself makes as such a function, which may gather very much.
+/// The innermost custom function around a collective, whose kernels may read the result. Null for
+/// such functions of Torch's own, which may gather very much.
 static Frame* custom_frame_around(ThreadFrames& frames) {
   for (std::size_t i = 1; Frame* each = frames.above(i); ++i) {
     if (each->given != nullptr) return custom_function_of(each->name).empty() ? nullptr : each;
@@ -523,7 +525,7 @@ void OperatorTrace::Impl::finish_operation(const at::RecordFunction& call, Frame
     });
   };
   for (std::size_t i = 0; i < returned.size(); ++i) {
-    // lift_fresh ends torch.tensor(...), and returns what it has made.
+    // lift_fresh ends torch.tensor(...) and returns the new tensor.
     if (!info.returns_alias[i] || info.is_lift_fresh) add(returned[i], static_cast<int>(i));
   }
   if (outputs.empty() && returned.empty() && info.writes && frame.has_arguments) {
@@ -533,7 +535,7 @@ void OperatorTrace::Impl::finish_operation(const at::RecordFunction& call, Frame
   }
   if (outputs.empty()) return;
   if (const Frame* collective = collective_around(frames)) {
-    // A copy that the process group goes on writing to (ProcessGroupGloo::_reduce_scatter_base).
+    // A copy that the process group writes to later (ProcessGroupGloo::_reduce_scatter_base).
     const auto place = place_of_collective(*collective, frames);
     const std::lock_guard lock(mutex);
     for (const auto& output : outputs) {
@@ -551,10 +553,10 @@ void OperatorTrace::Impl::finish_operation(const at::RecordFunction& call, Frame
   scanned.clear();
   for (const auto& output : outputs) scanned.push_back(&output.values);
   if (any_is_bad(scanned)) {
-    // Its births may call Python, whose operators come back here: it needs a list of its own.
+    // Its births may call Python, whose operators re-enter this function: pass on the list itself.
     return explain_bad_outputs(call, frame, frames, std::exchange(outputs, {}));
   }
-  // Zeros that a custom function makes are there for its kernels to add to.
+  // A custom function zeroes memory for its kernels to add to.
   std::shared_ptr<const Place> adds_to_it;
   if (info.is_filler) {
     Place place = current_place(frames);
@@ -568,16 +570,17 @@ void OperatorTrace::Impl::finish_operation(const at::RecordFunction& call, Frame
   }
 }
 
-/// torch.tensor(...) fills memory that an operator has allocated: a constant of the program. What
-/// comes from torch.from_numpy(...) has no such record: it was computed somewhere else.
+/// True for torch.tensor(...), which fills memory that an operator allocated: a constant of the
+/// program. The result of torch.from_numpy(...) has no such record, because it was computed
+/// elsewhere.
 bool OperatorTrace::Impl::is_fresh_constant(const at::Tensor& values) {
   const std::lock_guard lock(mutex);
   const StorageRecord* record = lineage.find(values);
   return record != nullptr && record->state == StorageState::allocated;
 }
 
-/// torch.tensor(..., device="cuda") fills memory of the host and copies it, before lift_fresh: what
-/// that copy has just read, and nobody had written, was a constant as well.
+/// torch.tensor(..., device="cuda") fills host memory and copies it, before lift_fresh. So the
+/// unwritten memory that this copy has just read was a constant, too.
 void OperatorTrace::Impl::note_constant_of_device(const at::Tensor& values,
                                                   const OperatorInfo& info) {
   const std::lock_guard lock(mutex);
@@ -602,7 +605,7 @@ bool OperatorTrace::Impl::inner_operators_wrote(const std::vector<TensorAt>& out
   });
 }
 
-/// Versions stay as they are: for autograd nothing has happened.
+/// Keeps the version counter, so that autograd sees no change.
 void OperatorTrace::Impl::fill_fresh_memory(const at::Tensor& tensor) const {
   const at::Tensor values = values_of(tensor);
   if (!values.defined() || values.numel() == 0) return;
@@ -610,7 +613,7 @@ void OperatorTrace::Impl::fill_fresh_memory(const at::Tensor& tensor) const {
   (void)values.fill_(*options.fresh_memory);
 }
 
-/// What a resize_ has added to the storage, whole elements.
+/// Fills the elements that a resize_ has added to the storage.
 void OperatorTrace::Impl::fill_growth(const at::Tensor& tensor, std::size_t bytes_before) const {
   const std::size_t element = tensor.element_size();
   const auto begin = static_cast<std::int64_t>((bytes_before + element - 1) / element);
@@ -626,12 +629,12 @@ void OperatorTrace::Impl::note_allocation(const at::RecordFunction& call, Thread
   const Frame& frame = *frames.top();
   const OperatorInfo& info = *frame.info;
   const auto returned = last_values(call.outputs(), info.returns_alias.size());
-  // Inside another operator the kernel that asked for the memory writes it next.
+  // Inside another operator, the kernel that allocated the memory writes it next.
   const Frame* parent = frames.above(1);
   const bool is_inside_operator = parent != nullptr && parent->kind == FrameKind::operation;
   std::shared_ptr<Place> place;
   if (!is_inside_operator) place = std::make_shared<Place>(current_place(frames));
-  // resize_ and set_ leave what is there as it was.
+  // resize_ and set_ keep existing content.
   const auto has_grown = [&](const at::Tensor& tensor) {
     const auto& [storage, bytes] = frame.resized;
     return is_plainly_observable(tensor) && tensor.storage().unsafeGetStorageImpl() == storage &&
@@ -698,7 +701,7 @@ void OperatorTrace::Impl::note_received(const at::RecordFunction& call, Frame& f
   for (const auto& value : last_values(call.outputs(), info.returns_alias.size())) {
     receive_all(value);
   }
-  // recv_, reduce_, alltoall_base_, ... return their Work alone and write their first argument.
+  // recv_, reduce_, alltoall_base_, ... return only their Work and write their first argument.
   if (!is_returned && !frame.arguments.empty()) receive_all(frame.arguments[0]);
 }
 

@@ -5,12 +5,13 @@
 namespace nanlocator::inline operators_room {
 namespace {
 
-/// Composites are left to the operators that they are made of, collectives to TransfersInFlight.
+/// False for composites, whose operators are followed instead, and for collectives
+/// (TransfersInFlight).
 bool is_followed(const Frame& frame) {
   return frame.has_arguments && frame.info->uses_memory() && !frame.info->collective;
 }
 
-/// Calls `use(tensor, is_write)` for the arguments that have memory and are read or written.
+/// Calls `use(tensor, is_write)` for the arguments whose memory is read or written.
 template <class Use>
 void for_each_used(const Frame& frame, const Use& use) {
   const OperatorInfo& info = *frame.info;
@@ -23,7 +24,7 @@ void for_each_used(const Frame& frame, const Use& use) {
   }
 }
 
-/// An operator that another one is made of: what torch.full fills, nobody else has yet.
+/// True for an operator inside another one: no other thread has the memory that torch.full fills.
 bool is_inside_operator(ThreadFrames& frames) {
   const Frame* around = frames.above(1);
   return around != nullptr && around->kind == FrameKind::operation && around->info != nullptr;
@@ -49,7 +50,7 @@ ThreadOrder::Place OperatorTrace::Impl::place_among_threads(const Frame& frame,
 void OperatorTrace::Impl::start_beside_threads(const Frame& frame, ThreadFrames& frames) {
   if (!is_followed(frame)) return;
   ThreadOrder::Place place = place_among_threads(frame, frames);
-  // What a thread of a library does is not the program's to order.
+  // The program does not order the threads of libraries.
   if (!place.is_steps && options.program_code && place.line.code == nullptr) return;
   if (options.reordered) return turn.await(*options.reordered, place, used_by(frame));
   place.execution = threads.count(place);
@@ -66,7 +67,7 @@ void OperatorTrace::Impl::finish_beside_threads(const Frame& frame, ThreadFrames
   turn.give(*options.reordered, place_among_threads(frame, frames), used_by(frame));
 }
 
-/// In the words of the ledger, which tells of the step's operator.
+/// Describes the access as a ledger does, from the step's operator.
 void OperatorTrace::Impl::describe_thread_order(std::size_t order, const at::Tensor& tensor) {
   const ThreadOrder seen = threads.orders()[order];
   const auto& own = seen.first.is_steps ? seen.first : seen.second;

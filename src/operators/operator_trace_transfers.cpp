@@ -6,7 +6,7 @@
 namespace nanlocator::inline operators_room {
 namespace {
 
-/// A race is one line of the program; what follows from it would fill the ledger.
+/// A race is one line of the program; its consequences would fill the ledger.
 constexpr std::size_t kMostUnordered = 16;
 
 bool is_same_place(const UnorderedAccess& a, const UnorderedAccess& b) {
@@ -16,7 +16,7 @@ bool is_same_place(const UnorderedAccess& a, const UnorderedAccess& b) {
 
 }  // namespace
 
-/// Composites are left to the operators that they are made of.
+/// Composites are skipped; the operators inside them are not.
 void OperatorTrace::Impl::note_unordered_accesses(const Frame& frame, ThreadFrames& frames) {
   const OperatorInfo& info = *frame.info;
   if (!info.uses_memory() || collective_around(frames) != nullptr) return;
@@ -39,7 +39,7 @@ void OperatorTrace::Impl::note_unordered_accesses(const Frame& frame, ThreadFram
     }
   }
   if (first.transfer == nullptr) return;
-  Birth here;  // for its place
+  Birth here;  // only for its place
   locate(here, frames);
   UnorderedAccess access{.is_write = first.is_write,
                          .transfer = first.transfer->op,

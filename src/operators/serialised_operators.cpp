@@ -15,7 +15,7 @@ using Wait = std::function<void()>;
 
 struct Waiting {
   std::mutex mutex;
-  std::shared_ptr<const Wait> wait;  // null: nobody serialises
+  std::shared_ptr<const Wait> wait;  // null: not serialising
 };
 
 Waiting& waiting() {

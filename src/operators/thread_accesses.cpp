@@ -29,7 +29,7 @@ void ThreadAccesses::begin_pass() {
 }
 
 bool ThreadAccesses::is_of_step(std::size_t backward_depth) const {
-  if (backward_depth > 0) return true;  // the engine's threads, for which the step waits
+  if (backward_depth > 0) return true;  // the engine's threads, which the step waits for
   const std::lock_guard lock(mutex_);
   return step_thread_ == at::RecordFunction::currentThreadId();
 }
@@ -53,7 +53,7 @@ std::vector<std::size_t> ThreadAccesses::add(const at::Tensor& tensor,
   Memory& memory = found->second;
   for (const Access& before : place.is_steps ? memory.of_others : memory.of_step) {
     if (!before.range.overlaps(range)) continue;
-    if (!(place.is_steps ? before.place : place).is_write) continue;  // what a thread reads
+    if (!(place.is_steps ? before.place : place).is_write) continue;  // a thread that reads
     if (orders_.size() == kMostOrders) break;
     const bool is_new = std::ranges::none_of(orders_, [&](const ThreadOrder& order) {
       return is_same(order.first, before.place) && is_same(order.second, place) &&

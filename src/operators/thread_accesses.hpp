@@ -1,9 +1,9 @@
-// Memory that the step and other threads of the program both use in a pass: who came first.
+// Records memory that both the step and other threads of the program use in a pass, and who came
+// first.
 //
-// A trace does not see whether one thread waits for another (a lock, a queue, a join). So each
-// order that was seen is tried the other way round in a pass of its own: where the operator that
-// came first can be made to wait until the second has run, the program keeps no order between them.
-// Thread-safe.
+// A trace cannot see whether one thread waits for another (a lock, a queue, a join). So each
+// observed order is tried in reverse, in a pass of its own. If the first operator can be delayed
+// until the second has run, the program does not order them. Thread-safe.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,15 +26,14 @@ namespace nanlocator::inline operators_room {
 
 class ThreadAccesses {
  public:
-  /// The calling thread is the step's.
+  /// Call it on the step's thread.
   void begin_pass();
   [[nodiscard]] bool is_of_step(std::size_t backward_depth) const;
 
-  /// How often the place has been counted before in this pass.
+  /// The number of earlier calls for this place in this pass.
   [[nodiscard]] int count(const ThreadOrder::Place& place);
   [[nodiscard]] bool is_known(const at::Tensor& tensor) const;
-  /// `place` uses `tensor`. Returns the orders that are seen for the first time with it, as
-  /// positions in `orders`.
+  /// `place` uses `tensor`. Returns the newly observed orders, as indices into `orders`.
   std::vector<std::size_t> add(const at::Tensor& tensor, const ThreadOrder::Place& place);
   [[nodiscard]] std::vector<ThreadOrder> orders() const;
   void set_access(std::size_t order, UnorderedAccess access);
@@ -46,8 +45,8 @@ class ThreadAccesses {
   };
   using PlaceKey = std::tuple<bool, const void*, int, std::string>;
   struct Memory {
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // its address gets nobody else
-    std::vector<Access> of_step, of_others;             // of each place and range the first
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // prevents reuse of its address
+    std::vector<Access> of_step, of_others;             // the first per place and range
     std::map<std::pair<PlaceKey, bool>, std::vector<ByteRange>> known;  // by place and is_write
   };
 
@@ -60,15 +59,15 @@ class ThreadAccesses {
   std::vector<ThreadOrder> orders_;
 };
 
-/// Makes the first of two operators, in the execution that was seen to come first, wait for the
-/// second to have used its memory.
+/// Makes the first of two operators, in the execution that was seen to come first, wait until the
+/// second has used its memory.
 class Turn {
  public:
   void begin_pass();
-  /// Before `place` runs, which has `tensors` among its arguments.
+  /// Call it before `place` runs with `tensors` among its arguments.
   void await(const ThreadOrder& order, const ThreadOrder::Place& place,
              const std::vector<at::Tensor>& tensors);
-  /// After it has run.
+  /// Call it after `place` has run.
   void give(const ThreadOrder& order, const ThreadOrder::Place& place,
             const std::vector<at::Tensor>& tensors);
   [[nodiscard]] bool has_come() const;
@@ -76,7 +75,7 @@ class Turn {
  private:
   enum class State : std::uint8_t { not_come, awaited, has_come, is_over };
   struct Memory {
-    const c10::StorageImpl* storage = nullptr;  // alive: an operator with it waits
+    const c10::StorageImpl* storage = nullptr;  // alive, as an operator that uses it is waiting
     ByteRange range;
   };
 
@@ -84,7 +83,7 @@ class Turn {
   std::condition_variable changed_;
   State state_ = State::not_come;
   int executions_ = 0;          // of the first operator, in this pass
-  std::vector<Memory> memory_;  // of what is awaited
+  std::vector<Memory> memory_;  // the memory that it waits for
 };
 
 }  // namespace nanlocator::inline operators_room

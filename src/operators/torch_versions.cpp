@@ -29,7 +29,7 @@ bool is_thread_of_gloo() noexcept {
 #else
 
 bool is_thread_of_gloo() noexcept {
-  std::array<char, 16> name{};  // the longest that Linux has
+  std::array<char, 16> name{};  // Linux's maximum
   return pthread_getname_np(pthread_self(), name.data(), name.size()) == 0 &&
          std::string_view(name.data()) == "pt_gloo_runloop";
 }

@@ -13,7 +13,7 @@ void TransfersInFlight::begin(std::uint64_t number, Started transfer,
   Entry entry{.transfer = std::make_shared<const Started>(std::move(transfer)), .memory = {}};
   const auto add = [&](const std::vector<at::Tensor>& tensors, bool is_written) {
     for (const auto& tensor : tensors) {
-      if (!has_bytes(tensor)) continue;  // integers have: a race on indices is one
+      if (!has_bytes(tensor)) continue;  // includes integers: races on indices count
       entry.memory.push_back({tensor.storage().getWeakStorageImpl(), range_of(tensor), is_written});
     }
   };

@@ -1,5 +1,5 @@
-// Memory that transfers between ranks use, from their beginning until the program waits for them.
-// Not thread-safe: the trace holds its lock.
+// Memory in use by transfers between ranks, from their start until the program waits for them. Not
+// thread-safe: the trace holds its lock.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,29 +26,29 @@ class TransfersInFlight {
 
   void begin(std::uint64_t number, Started transfer, const std::vector<at::Tensor>& read,
              const std::vector<at::Tensor>& written);
-  /// Nothing gets in its way from now on.
+  /// From now on no operator conflicts with it.
   void begin_wait(std::uint64_t number);
-  /// What it has written is there now.
+  /// Its result has arrived.
   void end(std::uint64_t number, Lineage& lineage, std::uint64_t clock);
   void clear() {
     transfers_.clear();
     overlapped_.clear();
   }
-  /// An operator runs while they are under way.
+  /// An operator runs during the current transfers.
   void note_operator();
-  /// Whether one did while a transfer that uses this memory was under way; since `clear`.
+  /// True if one ran during a transfer that uses this memory, since `clear`.
   [[nodiscard]] bool has_overlapped(const at::Tensor& tensor) const;
-  /// Whether there is one that nobody waits for.
+  /// True if the program does not wait for one of them yet.
   [[nodiscard]] bool is_any_under_way() const noexcept;
 
-  /// The first transfer that an operator gets in the way of which writes `tensor`, or only reads
-  /// it; null where there is none.
+  /// The first transfer that such an access conflicts with: one that writes `tensor`, or, for a
+  /// write, one that reads it. Null if there is none.
   [[nodiscard]] std::shared_ptr<const Started> in_the_way_of(const at::Tensor& tensor,
                                                              bool is_write) const;
 
  private:
   struct Memory {
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // its address gets nobody else
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // prevents reuse of its address
     ByteRange range;
     bool is_written = false;  // by the transfer
   };
@@ -59,8 +59,8 @@ class TransfersInFlight {
     bool is_overlapped = false;
   };
 
-  std::map<std::uint64_t, Entry> transfers_;  // by number: the earliest first
-  std::vector<Memory> overlapped_;            // of all that were
+  std::map<std::uint64_t, Entry> transfers_;  // by number, earliest first
+  std::vector<Memory> overlapped_;            // of all overlapped transfers
 };
 
 }  // namespace nanlocator::inline operators_room

@@ -35,7 +35,7 @@ at::Tensor leaf(at::Tensor values) {
   return values.detach().clone().requires_grad_(true);
 }
 
-/// One training step on parameters of its own: `forward` gives the loss.
+/// One training step on its own parameters; `forward` returns the loss.
 struct Step {
   std::vector<std::pair<std::string, at::Tensor>> parameters;
   std::vector<std::pair<std::string, at::Tensor>> buffers;
@@ -64,7 +64,7 @@ struct Step {
   }
 };
 
-/// The one birth of a step; fails the test where there is another number of them.
+/// The only birth of a step; the test fails if there is not exactly one.
 Birth only_birth(const Explanation& explanation) {
   EXPECT_THAT(explanation.births, SizeIs(1));
   for (const auto& note : explanation.notes) ADD_FAILURE() << note;
@@ -79,7 +79,7 @@ struct TracedCase {
   const char* name;
   std::function<at::Tensor(const at::Tensor& x)> compute;  // within module "block.guilty"
   at::Tensor input;                                        // of the block, without gradient history
-  const char* op;  // ATen's name of the operator that makes it, without overload
+  const char* op;  // ATen's name of the operator at fault, without overload
   BirthKind kind;
   Phase phase;
   std::int64_t first_bad;
@@ -429,7 +429,7 @@ TEST(OperatorTrace, ACustomFunctionsBackwardIsNamedByNodeOperatorAndModule) {
   EXPECT_THAT(birth.reached, ElementsAre(Reached{ReachedKind::parameter, "custom.weight"}));
 }
 
-/// Computes by hand, off the dispatcher: what a kernel behind pybind does.
+/// Computes by hand, off the dispatcher, like a kernel behind pybind.
 template <bool in_backward>
 struct HandKernel : torch::autograd::Function<HandKernel<in_backward>> {
   static at::Tensor compute(const at::Tensor& x, bool is_bad) {
@@ -489,7 +489,7 @@ TEST(OperatorTrace, WhatAKernelComputesInMemoryOfItsOwnIsNoBirth) {
     at::Tensor joined = at::empty({6});
     {
       const at::NoGradGuard no_grad;
-      at::cat_out(joined, {half, half});  // to another type by memory that it lets copy_ read
+      at::cat_out(joined, {half, half});  // converts through memory that it lets copy_ read
     }
     return root.sum() + joined.sum();
   }));
@@ -654,11 +654,11 @@ TEST(OperatorTrace, ATraceThatEndsWhileOtherThreadsComputeIsSafe) {
   other.join();
 }
 
-/// Reads `memory` while another thread writes it: whoever comes first, or one after the other.
+/// Reads `memory` while another thread writes it: in any order, or joined first.
 double read_beside_a_writer(const at::Tensor& memory, bool is_joined_first) {
   std::atomic<bool> has_read = false;
   std::thread other([&] {
-    if (!is_joined_first) {  // as if by chance
+    if (!is_joined_first) {  // to imitate chance
       const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(100);
       while (!has_read && std::chrono::steady_clock::now() < end) std::this_thread::yield();
     }
@@ -742,12 +742,12 @@ TEST(OperatorTrace, WhereACopyOfWhatIsWrittenInPlaceMayNotBeTakenTheBirthIsNamed
   EXPECT_FALSE(call);
   ASSERT_THAT(birth.operands, SizeIs(1));
   EXPECT_EQ(birth.operands[0].name, "self");
-  EXPECT_FALSE(birth.operands[0].stats);  // its memory holds the result
+  EXPECT_FALSE(birth.operands[0].stats);  // its memory holds the result by now
   EXPECT_FALSE(birth.operands[0].at_first_bad);
   EXPECT_THAT(explanation.notes, ElementsAre(HasSubstr("of aten::log_ (8000 bytes) first")));
 }
 
-/// A program whose one function is `program`, at a line that the test moves.
+/// A program with the one function `program`, at a line that the test sets.
 struct PlantedCode final : ProgramCode {
   int line = 0;
   int program = 0;

@@ -18,7 +18,7 @@ TEST(SerialisedOperators, WaitsBehindEachOperatorOnWhicheverThreadItRan) {
     const at::Tensor y = x.exp();
     EXPECT_EQ(waits.exchange(0), 1);
     y.sum().backward();
-    EXPECT_GE(waits.exchange(0), 3);  // sum, and in backward expand and mul
+    EXPECT_GE(waits.exchange(0), 3);  // sum; in backward, expand and mul
     std::thread([] { (void)at::zeros({2}).cos(); }).join();
     EXPECT_GE(waits.exchange(0), 2);
   }

@@ -7,9 +7,9 @@
 //     loss.backward();
 //     for (const auto& birth : trace.explain({loss}, gradients).births) ...
 //
-// While one lives it scans values between operators (on a device: it waits), so it is armed for
-// a re-run or on request (`level="operators"`). It changes no value. Outputs are scanned always,
-// inputs only where an output is bad. The rules of a birth are in docs/causes.md.
+// A live trace scans values between operators, and waits for the device to do so; it is therefore
+// used in a re-run or on request (`level="operators"`). It changes no value. Outputs are always
+// scanned, inputs only if an output is bad. docs/causes.md has the rules of a birth.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,64 +34,64 @@ class Module;
 
 namespace nanlocator::inline operators_room {
 
-/// Two operators that used the same memory in a pass, one of the step and one of another thread of
+/// Two operators that used the same memory in a pass: one of the step, and one of another thread of
 /// the program, which wrote it.
 struct ThreadOrder {
   struct Place {
     std::string op;
     ProgramCode::Position line;
-    int execution = 0;  // of this operator at this line, in the pass
+    int execution = 0;  // index of this operator's execution at this line, in the pass
     bool is_steps = false;
     bool is_write = false;
-    std::string module;  // "" where none has been entered
+    std::string module;  // "" if no module has been entered
     Phase phase = Phase::forward;
   };
-  Place first, second;     // as they came
-  UnorderedAccess access;  // the same in the ledger's words
+  Place first, second;     // in observed order
+  UnorderedAccess access;  // the same as a ledger's record
 };
 
 struct TraceOptions {
-  /// Keep the calls of births, for bundles and replay: tensors that an operator writes are cloned
+  /// Keep the calls of births, for bundles and replay; tensors that an operator writes are cloned
   /// before it runs. Off: births have no `call`.
   bool keep_calls = true;
-  /// Host and device memory that kept calls may hold; later births are kept without their call.
+  /// Limit of host and device memory for kept calls; later births are kept without their call.
   std::uint64_t kept_bytes = std::uint64_t{4} << 30;
-  /// Gives the lines of the program that births come from. Null in C++ programs: births have none.
+  /// Source of the program lines that births come from. Null in C++ programs: births have no lines.
   std::shared_ptr<ProgramCode> program_code;
   int threads = 1;  // for scans in host memory
-  /// What tensors hold that an operator has allocated and nobody has written. NaN: births of kind
-  /// unwritten. Empty: whatever lies there.
+  /// The value to fill fresh memory with. NaN makes a read of unwritten memory a birth of kind
+  /// unwritten. Empty: memory stays as allocated.
   std::optional<double> fresh_memory;
   bool follows_threads = false;  // for thread_orders
-  /// Once in the pass the first of these waits for the second: 0.5 s at most.
+  /// Once in the pass, the first of these waits at most 0.5 s for the second.
   std::optional<ThreadOrder> reordered;
 };
 
-/// What a tensor was before the pass. A gradient (name: its parameter's) has no values of its own
-/// then: it is the memory that kernels off the dispatcher may add a parameter's gradient to.
+/// A tensor's role before the pass. A gradient (name: its parameter's) counts as memory without
+/// values, to which kernels off the dispatcher may add a parameter's gradient.
 enum class DeclaredAs : std::uint8_t { parameter, buffer, data, gradient };
 
-/// Of a weight, buffer or data, `sighting.parameter` is the declared name and the stats are the
-/// whole tensor's; of an opaque birth, `sighting.op` is the frame it was computed in; of memory,
-/// the operator that wrote it last.
+/// For a weight, buffer or data, `sighting.parameter` is the declared name and the stats cover the
+/// whole tensor; for an opaque birth, `sighting.op` is the frame that computed it; for memory, it
+/// is the operator that wrote it last.
 struct TracedBirth {
-  Birth birth;                       // sighting.iteration, bundle and replay are left to the caller
-  std::optional<OperatorCall> call;  // of an operator, where it was kept
-  c10::Backtrace cpp_stack;          // of that call; symbols are looked up when it is read
+  Birth birth;                       // the caller fills in sighting.iteration, bundle and replay
+  std::optional<OperatorCall> call;  // of an operator, if it was kept
+  c10::Backtrace cpp_stack;          // of that call; reading it looks up symbols
 };
 
 struct Explanation {
-  /// Births that reached a bad loss, or where every loss is finite a bad gradient, with their
-  /// ancestors; in execution order, Birth::parent pointing into this list.
+  /// Births that reached a bad loss, or, if every loss is finite, a bad gradient; with their
+  /// ancestors. In execution order; Birth::parent is an index into this list.
   std::vector<TracedBirth> births;
   std::int64_t masked = 0;         // births that reached neither: masks, padding
-  std::int64_t operators = 0;      // calls seen since begin_pass
-  std::vector<std::string> notes;  // what it could not see or keep
+  std::int64_t operators = 0;      // calls since begin_pass
+  std::vector<std::string> notes;  // what could not be seen or kept
 };
 
 class OperatorTrace {
  public:
-  /// Observes from now on. One at a time per process: throws UsageError for a second.
+  /// Starts observing. One per process at a time: throws UsageError for a second.
   explicit OperatorTrace(TraceOptions options = {});
   ~OperatorTrace();
   OperatorTrace(const OperatorTrace&) = delete;  // registers callbacks with its address
@@ -99,43 +99,44 @@ class OperatorTrace {
 
   struct Impl;  // src/operators
 
-  /// Names a tensor that exists before the pass. Its storage is known by it from then on; a bad one
-  /// becomes a birth of kind weight, buffer or data where it is read. A parameter "a.b.weight" also
-  /// names the module "a.b" of operators that read it where no module was entered. Keeps no tensor
-  /// alive.
+  /// Names a tensor that exists before the pass, and recognises it by its storage from then on. If
+  /// it is bad, reading it makes a birth of kind weight, buffer or data. A parameter "a.b.weight"
+  /// also assigns module "a.b" to operators that read it while no module is entered. Keeps no
+  /// tensor alive.
   void declare(const at::Tensor& tensor, DeclaredAs as, std::string name);
-  /// Every parameter and buffer of `model` by its name there.
+  /// Declares every parameter and buffer of `model` by its name there.
   void declare(const torch::nn::Module& model);
 
   /// Forgets everything but the declarations.
   void begin_pass();
 
-  /// Births are of this phase from now on, without a module: Phase::params_after while the
-  /// optimizer steps. nullopt: forward, loss or backward, as autograd and the modules show.
+  /// Gives later births this phase, without a module: Phase::params_after while the optimizer
+  /// steps. nullopt: forward, loss or backward, as autograd and the modules show.
   void enter_phase(std::optional<Phase> phase);
 
-  /// Scans `losses` and `gradients` (name: the parameter's) and follows the bad ones back. A bad
-  /// gradient that nothing explains is a birth of kind memory with the parameter's name: no
+  /// Scans `losses` and `gradients` (name: the parameter's) and traces bad ones back. A bad
+  /// gradient without an explanation is a birth of kind memory with the parameter's name: no
   /// operator of this pass wrote it bad. Call it after backward, from any thread.
   [[nodiscard]] Explanation explain(std::span<const NamedTensor> losses,
                                     std::span<const NamedTensor> gradients);
 
-  /// Operators of this pass that used memory of a transfer (see Transfer) which nobody had waited
-  /// for; the same one at the same place once, in the order of the first time.
+  /// Operators of this pass that used a transfer's memory (see Transfer) before the program waited
+  /// for it. Each operator and place appears once, in the order of first occurrence.
   [[nodiscard]] std::vector<UnorderedAccess> unordered_accesses() const;
-  /// Whether any operator of this pass ran while a transfer was under way.
+  /// True if any operator of this pass ran during a transfer.
   [[nodiscard]] bool has_overlap() const noexcept;
-  /// Whether one did while a transfer was under way that uses this tensor's memory.
+  /// True if one ran during a transfer that uses this tensor's memory.
   [[nodiscard]] bool was_in_transfer(const at::Tensor& tensor) const;
 
-  /// Operators of the step, and of other threads of the program, that used the same memory in this
-  /// pass (`follows_threads`). Whether one of them waits for the other no trace can see: see
-  /// `reordered`.
+  /// Pairs of operators, one of the step and one of another thread of the program, that used the
+  /// same memory in this pass (`follows_threads`). The trace cannot see whether one waits for the
+  /// other; see `reordered`.
   [[nodiscard]] std::vector<ThreadOrder> thread_orders() const;
-  /// Whether the two of `reordered` came in the other order: the program keeps none.
+  /// True if the two operators of `reordered` ran in the other order, so the program does not order
+  /// them.
   [[nodiscard]] bool has_reordered() const noexcept;
 
-  /// Stops and goes on observing, for work that is not training's (own scans, logging).
+  /// Suspends and resumes observation, for work outside training (own scans, logging).
   void pause() noexcept;
   void resume() noexcept;
 

@@ -1,4 +1,5 @@
-// Which lines of the program call the operators: the trace asks, the program's language answers.
+// Source of the program's lines that call operators. The trace queries it; the program's language
+// implements it.
 #pragma once
 
 #include <optional>
@@ -9,7 +10,7 @@
 
 namespace nanlocator::inline operators_room {
 
-/// Called on any thread, with no lock of the trace held.
+/// Called on any thread, without any lock of the trace.
 class ProgramCode {
  public:
   ProgramCode() = default;
@@ -17,17 +18,18 @@ class ProgramCode {
   ProgramCode(const ProgramCode&) = delete;  // its handles stay valid as long as it lives
   ProgramCode& operator=(const ProgramCode&) = delete;
 
-  /// A line as the source keeps it: read only where a birth needs it.
+  /// A line as the source stores it; read only if a birth needs it.
   struct Position {
-    const void* code = nullptr;  // the source's handle of a function; null for none
+    const void* code = nullptr;  // the source's handle of a function; null for no function
     int line = 0;
   };
   struct Caller {
     Position user;       // the innermost line of the user's own code
-    Position framework;  // the innermost one in a framework, where that is further in
+    Position framework;  // the innermost framework line, if it is further in
   };
 
-  /// Of the calling thread, now. Cheap: asked at every forward operator that autograd records.
+  /// The calling thread's current line. Must be cheap: called at every forward operator that
+  /// autograd records.
   [[nodiscard]] virtual Caller caller() = 0;
   [[nodiscard]] virtual std::optional<CodeLine> read(const Position& position) = 0;
   /// This thread's frames, innermost first: "file.py:12 in forward".

@@ -1,5 +1,5 @@
-// A pass in which nothing overlaps: while one lives, each operator is waited for where it ends, as
-// under CUDA_LAUNCH_BLOCKING, but on all streams of the device.
+// Serialises a pass: while one lives, the device is synchronised after each operator, as under
+// CUDA_LAUNCH_BLOCKING but for all streams.
 #pragma once
 
 #include <ATen/record_function.h>
@@ -8,13 +8,13 @@
 
 namespace nanlocator::inline operators_room {
 
-/// Waits for the CUDA device that is current on the thread of the operator; nothing where there is
-/// none, or where its stream is being captured into a graph.
+/// Waits for the CUDA device that is current on the operator's thread. Does nothing without one, or
+/// if its stream is being captured into a graph.
 void wait_for_current_device();
 
 class SerialisedOperators {
  public:
-  /// `wait` is called on whichever thread an operator ran, by one instance at a time.
+  /// `wait` is called on the operator's thread. Only one instance calls at a time.
   explicit SerialisedOperators(std::function<void()> wait = &wait_for_current_device);
   ~SerialisedOperators();
   SerialisedOperators(const SerialisedOperators&) = delete;  // one callback

@@ -1,5 +1,5 @@
-// A transfer between ranks (a collective, a send, a receive) from the moment it begins until the
-// program waits for it.
+// A transfer between ranks (a collective, a send, a receive), from its start until the program
+// waits for it.
 //
 //     nanlocator::Transfer transfer("c10d::allreduce_", {bucket}, {bucket});
 //     work = group->allreduce(bucket);
@@ -8,9 +8,9 @@
 //     work->wait();
 //     transfer.end();
 //
-// The trace of the process notes every operator in between that writes what the transfer reads, or
-// uses what it writes: torch.distributed promises neither of them anything. Where there is no trace
-// it does nothing. Any thread.
+// The process's trace notes every operator in between that writes memory that the transfer reads,
+// or uses memory that it writes: torch.distributed gives no guarantee for either. Does nothing
+// without a trace. Any thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,25 +27,25 @@ class Transfer {
   Transfer(const std::string& op, const std::vector<at::Tensor>& read,
            const std::vector<at::Tensor>& written);
 
-  /// The program waits for it: operators that run meanwhile are the transfer's own (gloo's
+  /// The program starts to wait. Operators that run meanwhile belong to the transfer (gloo's
   /// reduce-scatter copies its result then).
   void begin_wait();
-  /// The program has waited for it. One that it never waits for lasts until the pass ends. May be
-  /// called twice.
+  /// The program has waited. A transfer without a wait lasts until the pass ends. May be called
+  /// twice.
   void end();
 
  private:
-  std::uint64_t pass_ = 0;  // of the trace that was told; 0: nobody was
+  std::uint64_t pass_ = 0;  // of the trace that was notified; 0 if there was none
   std::uint64_t number_ = 0;
 };
 
-/// What these hold was received from other ranks (c10d::recv_) before the pass began that the trace
-/// of the process follows: what is bad in them was born there. Keeps no tensor alive.
+/// Other ranks sent the contents of these (c10d::recv_) before the traced pass began, so bad values
+/// in them were born there. Keeps no tensor alive.
 void note_received(const std::vector<at::Tensor>& tensors);
 
-/// What the user calls the process group whose c10d name (ProcessGroup::getGroupName) is `group`: a
-/// dimension of a device mesh, "dp_shard"; and its global ranks. For births in what its collectives
-/// give; of the process, until it is named again.
+/// Sets the user's name (a dimension of a device mesh, "dp_shard") and the global ranks of the
+/// process group with the c10d name `group` (ProcessGroup::getGroupName). Used for births in its
+/// collectives' results. Holds for the process, until the next call for this group.
 void name_process_group(const std::string& group, const std::string& name,
                         std::vector<int> members);
 
