@@ -1,5 +1,5 @@
-// The line of the program that an event was called from when it was recorded: while one lives, it
-// stands for the frames of this thread below the execution of the event.
+// While one lives, replaces the frames of this thread below the execution of an event with the
+// program line that the event was recorded at.
 #pragma once
 
 #include "nanlocator/operators/program_code.hpp"
@@ -15,7 +15,7 @@ class RecordedCaller {
   RecordedCaller(const RecordedCaller&) = delete;  // strictly nested
   RecordedCaller& operator=(const RecordedCaller&) = delete;
 
-  /// Null where this thread executes no recorded event.
+  /// Null if this thread executes no recorded event.
   [[nodiscard]] static const ProgramCode::Caller* current() noexcept { return current_; }
 
  private:

@@ -14,7 +14,7 @@ bool RecordedInput::is_overwritten() const {
 RecordedEvent::RecordedEvent() : data_(std::make_unique<Data>()) {}
 
 RecordedEvent::~RecordedEvent() {
-  // A long chain ends here event by event, not call in call.
+  // Destroys a long chain iteratively, not recursively.
   auto needs = std::move(data_->needs);
   data_->inputs.clear();
   data_->differentiated.clear();

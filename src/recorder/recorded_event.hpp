@@ -1,4 +1,4 @@
-// What the recorder of a step and its replay know of an event.
+// A recorded event, as the recorder and the replay of a step know it.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -23,7 +23,7 @@ using RecordedEvents = std::vector<std::shared_ptr<const RecordedEvent>>;
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 using GeneratorStates = std::vector<std::pair<at::Generator, at::Tensor>>;
 
-/// How often it has been written to.
+/// The number of writes to it.
 [[nodiscard]] inline std::uint32_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : tensor._version();
 }
@@ -54,7 +54,7 @@ struct Autocast {
   }
 };
 
-/// A tensor among the arguments of an operator: made by an event, a parameter's gradient, or kept.
+/// A tensor argument of an operator: made by an event, a parameter's gradient, or kept.
 struct RecordedInput {
   std::size_t argument = 0;
   int element = -1;
@@ -62,8 +62,8 @@ struct RecordedInput {
   at::Tensor gradient_of;  // the parameter
   at::Tensor kept;
   std::uint32_t version = 0;  // of `kept`, when it was read
-  at::Tensor sample;          // of its content then, where it is no copy
-  bool is_read = true;        // its values, and not only its memory (views)
+  at::Tensor sample;          // of its content then, unless it is a copy
+  bool is_read = true;        // its values are, not only its memory (views)
 
   [[nodiscard]] bool is_overwritten() const;
 };
@@ -78,37 +78,37 @@ struct RecordedEvent::Data {
   std::uint64_t number = 0;
   int backwards_before = 0;
   std::shared_ptr<void> payload;
-  /// Events that must come before: makers of inputs, and whoever has written to their memory.
+  /// Events that must come before: makers of inputs, and writers to the inputs' memory.
   RecordedEvents needs;
   std::vector<RecordedValue> inputs;  // read by it
-  /// Makers of those inputs through which gradients flow.
+  /// Makers of the inputs through which gradients flow.
   RecordedEvents differentiated;
   std::string problem;   // why it cannot be executed again
-  bool is_used = false;  // a backward of a step that is over has gone through it
+  bool is_used = false;  // a backward of an earlier step has gone through it
 
   // An operator:
   std::optional<c10::OperatorHandle> handle;
   std::vector<c10::IValue> arguments;  // without the tensors that have a name
   std::vector<RecordedInput> tensors;
   std::vector<RecordedOutput> outputs;  // new tensors
-  /// The same, kept where data that was read is not: they stand for it once it is overwritten.
+  /// The same, kept if it read data without keeping a copy: used once that data is overwritten.
   std::vector<at::Tensor> held;
-  /// Gradients flow through what it makes, or it writes to something: its first outputs cannot
-  /// stand for it.
+  /// Gradients flow through its outputs, or it writes to something, so its first outputs cannot
+  /// replace its execution.
   bool is_indispensable = false;
   bool grad_mode = true;
-  ModulePath module = nullptr;  // that is no call of its own: a loss
+  ModulePath module = nullptr;  // a module without a call of its own: a loss
   Autocast autocast = {};
   GeneratorStates generators;
   ProgramCode::Caller caller;
 };
 
-/// `events` and, each once, all that is reached from them through `links`.
+/// `events` and all events reachable from them through `links`, without duplicates.
 [[nodiscard]] RecordedEvents reached_from(RecordedEvents events,
                                           RecordedEvents RecordedEvent::Data::*links);
 
-/// The outputs of an operator as they were computed the first time, with their numbers; nullopt
-/// where one of them is gone or has been written to.
+/// The outputs of an operator's first execution, with their indices; nullopt if one of them is gone
+/// or has been written to.
 [[nodiscard]] std::optional<std::vector<std::pair<int, at::Tensor>>> first_outputs(
     const RecordedEvent::Data& operation);
 

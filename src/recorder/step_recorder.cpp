@@ -23,12 +23,12 @@
 namespace nanlocator::inline recorder_room {
 namespace {
 
-/// More than this many events that something still needs are no training step's.
+/// No training step has more events that are still needed.
 constexpr std::size_t kMostEvents = 20000;
-/// Copies of data in a step: more than the batches of most programs, and little beside a model.
+/// Limits for copies of data per step: more than most programs' batches, and little beside a model.
 constexpr std::uint64_t kMostCopiedOnHost = std::uint64_t{64} << 20;
 constexpr std::uint64_t kMostCopiedOnDevice = std::uint64_t{32} << 20;
-/// Of one that an operator reads: larger ones are frozen weights rather than data.
+/// Limit for one tensor that an operator reads: larger ones are frozen weights rather than data.
 constexpr std::uint64_t kMostOfAnOperator = std::uint64_t{1} << 20;
 
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
@@ -68,16 +68,16 @@ struct StepRecorder::Impl {
     int index = 0;
     bool required_grad = false;
   };
-  /// Memory that an event has made: what an operator writes there it writes again.
+  /// Memory that an event has made. An operator that writes there writes again in the replay.
   struct OwnMemory {
     WeakStorage storage;
     RecordedEvents writers;
-    std::uint32_t version = 0;  // after the last of them
+    std::uint32_t version = 0;  // after the last write
   };
 
   RecorderOptions options;
   std::vector<at::Tensor> parameters;
-  std::vector<std::uint32_t> versions;  // of the parameters, when they were noted
+  std::vector<std::uint32_t> versions;  // of the parameters, at the last `note_weights`
   int paused = 0;
   at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
   std::uint64_t next_number = 0;
@@ -87,7 +87,7 @@ struct StepRecorder::Impl {
   std::unordered_set<const c10::StorageImpl*> received;
   std::unordered_map<const c10::TensorImpl*, Known> known;
   std::unordered_map<const c10::StorageImpl*, OwnMemory> memory;
-  std::unordered_map<const c10::TensorImpl*, std::size_t> gradients;  // to the parameter
+  std::unordered_map<const c10::TensorImpl*, std::size_t> gradients;  // to the parameter's index
   bool are_gradients_new = false;
   std::size_t sweep_at = 1024;
   RecordedEvents roots;
@@ -98,7 +98,7 @@ struct StepRecorder::Impl {
   std::unordered_map<std::uint64_t, Function> functions;  // by their nodes' sequence numbers
   std::string standing_problem;
   ModulePath module = nullptr;
-  std::vector<at::Tensor> read;  // by the program, while they waited for a backward
+  std::vector<at::Tensor> read;  // by the program, before a backward
 
   Known* find(const at::Tensor& tensor) {
     if (!tensor.defined()) return nullptr;
@@ -107,8 +107,7 @@ struct StepRecorder::Impl {
     return found == known.end() ? nullptr : &found->second;
   }
 
-  /// The outputs of a custom function are first met where they are used: by the node that made
-  /// them.
+  /// Registers an output of a custom function on its first use, by the node that made it.
   void find_maker(const at::Tensor& tensor) {
     if (!tensor.requires_grad() || tensor.is_leaf()) return;
     const auto& node = tensor.grad_fn();
@@ -128,7 +127,7 @@ struct StepRecorder::Impl {
     return found == memory.end() ? nullptr : &found->second;
   }
 
-  /// The parameter whose gradient this is; undefined for none.
+  /// The parameter that has this gradient; undefined if none.
   at::Tensor parameter_of(const at::Tensor& gradient) {
     if (are_gradients_new) {
       gradients.clear();
@@ -141,8 +140,8 @@ struct StepRecorder::Impl {
     const auto found = gradients.find(gradient.unsafeGetTensorImpl());
     if (found == gradients.end()) return {};
     const at::Tensor& parameter = parameters[found->second];
-    // A program may have dropped its gradient since (FSDP1 in forward), and the address be
-    // another's.
+    // A program may have dropped its gradient since (FSDP1 in forward), and the address may be
+    // reused.
     const bool is_its_own =
         parameter.grad().unsafeGetTensorImpl() == gradient.unsafeGetTensorImpl();
     return is_its_own ? parameter : at::Tensor();
@@ -198,7 +197,7 @@ struct StepRecorder::Impl {
     return event;
   }
 
-  /// Names a value that `data` reads, with everything that has written to it.
+  /// Names a value that `data` reads, with all events that have written to it.
   void depend_on(RecordedEvent::Data& data, const RecordedValue& value, const at::Tensor& tensor) {
     data.inputs.push_back(value);
     const auto* found = find(tensor);
@@ -221,7 +220,7 @@ struct StepRecorder::Impl {
         OwnMemory{WeakStorage(storage.getWeakStorageImpl()), {}, version_of(tensor)});
   }
 
-  /// An event, which has been recorded, has written to `tensor`, of own memory.
+  /// A recorded event has written to `tensor`, in memory that an event made.
   void wrote(const std::shared_ptr<const RecordedEvent>& event, const at::Tensor& tensor) {
     auto* own = memory_of(tensor);
     own->writers.push_back(event);
@@ -234,7 +233,7 @@ struct StepRecorder::Impl {
   struct Context final : at::ObserverContext {
     const OperatorInfo* info = nullptr;  // null: a custom function
     std::vector<c10::IValue> arguments;
-    std::vector<std::uint32_t> versions;  // of the tensors, in their order
+    std::vector<std::uint32_t> versions;  // of the tensors, in order
     GeneratorStates generators;
     bool draws = false;
   };
@@ -254,9 +253,9 @@ struct StepRecorder::Impl {
 namespace {
 
 thread_local StepRecorder::Impl* recorder_of_this_thread = nullptr;
-thread_local int depth = 0;  // of frames that this thread's recorder has seen begin
+thread_local int depth = 0;  // number of running frames that this thread's recorder has seen begin
 
-/// Frames without a schema are seen through, but for functions of the program, which are calls.
+/// Frames without a schema are ignored, except the program's functions, which are calls.
 std::unique_ptr<at::ObserverContext> when_begun(const at::RecordFunction& call) {
   auto* const recorder = recorder_of_this_thread;
   try {
@@ -267,7 +266,7 @@ std::unique_ptr<at::ObserverContext> when_begun(const at::RecordFunction& call) 
     if (is_outermost && info == nullptr) context = recorder->start_function(call);
     if (info != nullptr || context != nullptr) ++depth;
     return context;
-  } catch (...) {  // no memory: what it makes has no name
+  } catch (...) {  // out of memory: its outputs get no name
     if (call.operator_name()) ++depth;
     return nullptr;
   }
@@ -315,8 +314,8 @@ std::unique_ptr<StepRecorder::Impl::Context> StepRecorder::Impl::start(
   return context;
 }
 
-/// The program learns a number: the losses that it was computed from stay until they are used or
-/// left. Numbers of a step that is over, or beside a loss that has had its backward, are none.
+/// The program reads a number: keeps the losses that it was computed from until they are used or
+/// the step ends. Ignores numbers of an earlier step, and numbers after a backward.
 void StepRecorder::Impl::note_read(const at::RecordFunction& call) {
   if (backwards > 0) return;
   std::vector<const RecordedEvent*> makers;
@@ -337,8 +336,8 @@ void StepRecorder::Impl::note_read(const at::RecordFunction& call) {
   }
 }
 
-/// The nearest events behind `event`, itself included, that gradients flow through, where all that
-/// they have come from is of a call of this step.
+/// The nearest events at or before `event` through which gradients flow. Empty if none of their
+/// origins is a call, or if one is unknown or from an earlier step.
 std::vector<const RecordedEvent*> StepRecorder::Impl::differentiable_behind(
     const std::shared_ptr<const RecordedEvent>& event) const {
   constexpr std::size_t kMost = 4096;
@@ -387,7 +386,7 @@ void StepRecorder::Impl::take_inputs(const std::shared_ptr<RecordedEvent>& event
     } else {
       note_obstacle(data, tensor);
     }
-    const auto* own = memory_of(tensor);  // where the call has written, it will again
+    const auto* own = memory_of(tensor);  // the call's writes are repeated
     if (own != nullptr && own->version != version_of(tensor)) wrote(event, tensor);
   }
 }
@@ -410,7 +409,7 @@ std::uint64_t StepRecorder::Impl::bytes_kept_for(const at::Tensor& tensor) {
   return is_weight || !tensor.has_storage() ? 0 : tensor.nbytes();
 }
 
-/// Of a tensor that no event has made.
+/// For a tensor that no event has made.
 void StepRecorder::Impl::note_obstacle(RecordedEvent::Data& data, const at::Tensor& tensor) {
   if (tensor.requires_grad() && !tensor.is_leaf()) {
     data.problem = "a tensor of " + tensor.grad_fn()->name() +
@@ -420,7 +419,7 @@ void StepRecorder::Impl::note_obstacle(RecordedEvent::Data& data, const at::Tens
   }
 }
 
-/// Without its tensors, which `Data::tensors` names or keeps.
+/// Leaves out its tensors, which `Data::tensors` names or keeps.
 static c10::IValue without_tensors(const c10::IValue& argument) {
   if (argument.isTensor()) return at::Tensor();
   if (!argument.isList()) return argument;
@@ -461,7 +460,7 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
       data.tensors.push_back(std::move(input));
     });
   }
-  // What is written to memory of others is theirs: whoever reads it reads what is there then.
+  // Writes to memory from elsewhere are not recorded: its readers keep its content at the time.
   const bool writes_own = !written.empty() || writes_gradients;
   if (writes_elsewhere || (!at::GradMode::is_enabled() && !writes_own)) return;
 
@@ -480,7 +479,7 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
     });
   }
   if (made_now.empty() && !writes_own) return;
-  // A view of data: whoever reads it keeps what is there then.
+  // A view of data is not recorded: its readers keep the content at the time.
   const bool is_of_data = std::ranges::all_of(
       data.tensors, [](const RecordedInput& each) { return each.kept.defined(); });
   if (info.is_view && !data.is_indispensable && is_of_data) return;
@@ -499,7 +498,7 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
   }
   for (RecordedInput& input : data.tensors) {
     if (!input.kept.defined() || !input.is_read) continue;
-    if (version_of(input.kept) != input.version) continue;  // by a thread, meanwhile
+    if (version_of(input.kept) != input.version) continue;  // a thread wrote it meanwhile
     if (may_copy_for_an_operator(input.kept)) {
       input.kept = steady(input.kept);
       input.version = version_of(input.kept);
@@ -610,7 +609,7 @@ void StepRecorder::forget() {
 
 void StepRecorder::begin_step() {
   auto& impl = *impl_;
-  const auto used =  // by a backward: their graphs are gone
+  const auto used =  // by a backward, so their graphs are gone
       reached_from(std::exchange(impl.roots, {}), &RecordedEvent::Data::differentiated);
   for (const auto& event : used)
     std::const_pointer_cast<RecordedEvent>(event)->data().is_used = true;
@@ -664,7 +663,7 @@ std::shared_ptr<const RecordedEvent> StepRecorder::add_call(std::shared_ptr<void
         std::ranges::any_of(inputs, [&](const auto& given) { return given.is_same(tensor); });
     if (!tensor.defined() || is_given) continue;
     const bool is_computed = tensor.requires_grad() && !tensor.is_leaf();
-    // What it only hands out (a buffer, a parameter) is not ours to be written to again.
+    // A tensor that it only passes out (a buffer, a parameter) must not be written to again.
     if (is_computed || !tensor.requires_grad()) impl.made(event, tensor, position, is_computed);
   }
   impl.forget_the_dead();
@@ -692,7 +691,7 @@ std::vector<at::Tensor> StepRecorder::take_read() noexcept {
   return std::exchange(impl_->read, {});
 }
 
-/// The calls that `tensors` were computed from; nullopt where something behind them is not known.
+/// The calls that `tensors` were computed from; nullopt if an event among their origins is unknown.
 static std::optional<std::unordered_set<const RecordedEvent*>> calls_behind(
     StepRecorder::Impl& recorder, std::span<const at::Tensor> tensors) {
   RecordedEvents makers;

@@ -51,7 +51,7 @@ struct StepReplay::Impl {
     if (last_read.contains({&event, index})) values[{&event, index}] = tensor;
   }
 
-  /// Its tensors as they were computed the first time: where something that it reads is gone.
+  /// Uses the tensors of the first execution, for an operator whose inputs are gone.
   bool take_first_outputs(const RecordedEvent& operation) {
     const auto& data = operation.data();
     if (data.is_indispensable) return false;

@@ -14,8 +14,8 @@ namespace {
 
 using testing::HasSubstr;
 
-/// Forgets gradients and executes `events` again; `root` is what the one backward among them began
-/// with, and `call` does the work of each call.
+/// Clears gradients and executes `events` again. `root` is the root of their only backward; `call`
+/// executes each call.
 void execute(
     const std::vector<std::shared_ptr<const RecordedEvent>>& events, const RecordedValue& root,
     const std::function<void(StepReplay&, const RecordedEvent&)>& call = [](auto&, auto&) {}) {
@@ -34,7 +34,7 @@ void execute(
 
 class StepRecorderTest : public testing::Test {
  protected:
-  /// What `make` makes, as data that was there before or the result of code that is not recorded.
+  /// The result of `make` as earlier data, or as the result of unrecorded code.
   at::Tensor unrecorded(const std::function<at::Tensor()>& make) {
     recorder.pause();
     at::Tensor made = make();
@@ -59,7 +59,7 @@ class StepRecorderTest : public testing::Test {
 TEST_F(StepRecorderTest, ALossIsComputedAgainThoughItsBatchHasBeenOverwritten) {
   at::Tensor batch = unrecorded([] { return at::tensor({5.0, 7.0}); });
   const auto root = differentiate((weight * batch).sum());
-  batch.fill_(100.0);  // the next one, loaded into the same memory
+  batch.fill_(100.0);  // the next batch, loaded into the same memory
   weight.mutable_grad().reset();
 
   ASSERT_EQ(recorder.problem(), "");

@@ -1,14 +1,13 @@
-// Remembers how the tensors of a step came about, so that the step can be executed again though
-// nobody has handed over a closure.
+// Records how the tensors of a step are made, so that the step can be executed again without a
+// closure from the user.
 //
-// A step is a sequence of events: a call (of a module, a custom function) and a backward, which the
-// program's language executes, and between them operators, which are executed here. This class
-// hears of the operators by itself, on the thread that has made it, and keeps for each its
-// arguments: a tensor that an event has made is kept by name, data as a copy, as programs load the
-// next batch into the same memory, and the rest, weights and what is too large, by reference.
-// Nothing is scanned, so a step without a fault costs the host some microseconds for each
-// operator that is outside of calls. What no later event needs is forgotten as soon as its tensors
-// are gone.
+// A step is a sequence of events: calls (of a module, a custom function) and backwards, which the
+// program's language executes, and operators between them, which are executed here. This class
+// observes the operators itself, on the thread that made it, and keeps their arguments: a tensor
+// made by an event by name, data as a copy (programs load the next batch into the same memory), and
+// the rest, weights and tensors that are too large, by reference. Nothing is scanned, so a healthy
+// step costs the host some microseconds per operator outside calls. An event that no later event
+// needs is forgotten as soon as its tensors are gone.
 //
 //     recorder.pause(); loss = model(batch); recorder.resume();
 //     recorder.add_call(payload, {batch}, {loss});
@@ -16,8 +15,8 @@
 //     StepReplay replay(recorder.needed());
 //     for (const auto& event : replay.events()) ...
 //
-// Not recorded, because they are kept as what they have computed: operators under no_grad and in
-// inference mode, and those that draw random numbers for something that needs no gradient.
+// Not recorded, because only their results are kept: operators under no_grad and in inference mode,
+// and random ones whose results need no gradient.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -40,14 +39,14 @@ namespace nanlocator::inline recorder_room {
 
 class RecordedEvent;
 
-/// Output `index` of an event, as a name.
+/// The name of an event's output: the event and the output's index.
 struct RecordedValue {
   std::shared_ptr<const RecordedEvent> event;
   int index = 0;
-  bool became_leaf = false;  // `requires_grad_` was called on it since
+  bool became_leaf = false;  // `requires_grad_` has been called on it since
 };
 
-/// One event; opaque but for what its executor must know.
+/// One event, opaque except for what its executor needs.
 class RecordedEvent {
  public:
   RecordedEvent();
@@ -55,11 +54,11 @@ class RecordedEvent {
   RecordedEvent(const RecordedEvent&) = delete;  // events refer to each other
   RecordedEvent& operator=(const RecordedEvent&) = delete;
 
-  /// An operator, which StepReplay::execute executes; else a call or a backward.
+  /// True for an operator, which StepReplay::execute executes; false for a call or a backward.
   [[nodiscard]] bool is_operator() const noexcept;
-  /// What `add_call` was given; null for operators.
+  /// The payload passed to `add_call`; null for operators.
   [[nodiscard]] const std::shared_ptr<void>& payload() const noexcept;
-  /// How many backwards were recorded before.
+  /// The number of backwards recorded before.
   [[nodiscard]] int backwards_before() const noexcept;
 
   struct Data;  // src/recorder
@@ -72,17 +71,17 @@ class RecordedEvent {
 
 struct RecorderOptions {
   std::shared_ptr<ProgramCode> program_code;
-  /// The call of a custom autograd function that begins on this thread, as `add_call` takes it:
-  /// payload (null where the program's language does not know it) and the tensors that it is given.
+  /// Describes the custom autograd function call that begins on this thread, as for `add_call`:
+  /// payload (null if the program's language does not know it) and input tensors.
   std::function<std::pair<std::shared_ptr<void>, std::vector<at::Tensor>>()> function_call;
-  /// Memory that is kept for operators alone (not: what modules were given, and parameters).
+  /// Limit of memory kept only for operators (excluding inputs of modules, and parameters).
   std::uint64_t most_bytes = std::uint64_t{256} << 20;
 };
 
 class StepRecorder {
  public:
-  /// Records the operators of this thread from now on; all methods belong to it. One per thread at
-  /// a time: throws UsageError for a second.
+  /// Starts to record this thread's operators; call all methods on this thread. One per thread at a
+  /// time: throws UsageError for a second.
   explicit StepRecorder(RecorderOptions options);
   ~StepRecorder();
   StepRecorder(const StepRecorder&) = delete;  // registers callbacks with its address
@@ -95,60 +94,59 @@ class StepRecorder {
   [[nodiscard]] std::vector<at::Tensor> changed_weights() const;
   void note_weights();
 
-  /// Records nothing any more, and makes room for another one.
+  /// Stops recording, and allows another recorder.
   void close() noexcept;
-  /// A number that is another one when any of their gradients has been made or written to.
+  /// A number that changes whenever a parameter's gradient is made or written to.
   [[nodiscard]] std::uint64_t state_of_gradients() const;
-  /// Stops and goes on; counted.
+  /// Pauses and resumes; calls nest.
   void pause() noexcept;
   void resume();
 
-  /// A new step: the backwards of the one before, and what they have used up, belong to it no more.
-  /// What has been computed and not been differentiated yet stays: the images of a generator, whose
-  /// discriminator is updated first.
+  /// Starts a new step: drops the previous step's backwards and the graphs that they used. Tensors
+  /// that still wait for a backward stay, such as the images of a generator whose discriminator is
+  /// updated first.
   void begin_step();
-  /// What was recorded belongs to no step.
+  /// Drops everything recorded.
   void forget();
 
-  /// Operators outside of calls are of this module from now on (a loss that has no parameters);
-  /// null: of none.
+  /// Assigns later operators outside calls to this module (a loss without parameters); null: to
+  /// none.
   void enter_module(ModulePath module) noexcept;
 
-  /// The event that has made `tensor`; nullopt for one that was there before or came from
-  /// elsewhere.
+  /// The event that made `tensor`; nullopt for a tensor from before or from elsewhere.
   [[nodiscard]] std::optional<RecordedValue> value_of(const at::Tensor& tensor);
 
-  /// For a call that is about to be given them: of each a copy that stays as it is now, of equal
-  /// ones the same; or the tensor itself where it is a weight, shares its memory with another one,
-  /// or the copies of this step would take more than 64 MiB of the host or 32 MiB of a device.
+  /// For the inputs of a call that is about to begin: a copy of each, which will not change, and
+  /// one copy if a tensor occurs twice. The tensor itself if it is a weight, if it shares memory
+  /// with another one, or if this step's copies would exceed 64 MiB on the host or 32 MiB on a
+  /// device.
   [[nodiscard]] std::vector<at::Tensor> steady(const std::vector<at::Tensor>& tensors);
 
-  /// These came from other ranks in this step: kept by reference, as a trace knows them by their
-  /// memory. The caller keeps them alive until the next step begins.
+  /// Tensors received from other ranks in this step. They are kept by reference, because a trace
+  /// recognises them by their memory. The caller keeps them alive until the next step begins.
   void note_received(std::span<const at::Tensor> tensors);
 
-  /// A call that is over. `payload` tells its executor what to call; `inputs`: the tensors that it
-  /// was given, `outputs`: those that it returned, in an order that the executor can repeat.
+  /// A call that has ended. `payload` says which call its executor repeats; `inputs` and `outputs`:
+  /// its tensors, in an order that the executor can reproduce.
   std::shared_ptr<const RecordedEvent> add_call(std::shared_ptr<void> payload,
                                                 std::span<const at::Tensor> inputs,
                                                 std::span<const at::Tensor> outputs);
-  /// The same for a backward into the leaves' gradients, which is what a step is repeated for.
+  /// The same for a backward into the leaves' gradients. A step is repeated for these gradients.
   void add_backward(std::shared_ptr<void> payload, std::span<const at::Tensor> roots);
   [[nodiscard]] int backwards() const noexcept;
 
-  /// The events that have made the gradients, in their order.
+  /// The events that made the gradients, in order.
   [[nodiscard]] std::vector<std::shared_ptr<const RecordedEvent>> needed() const;
-  /// What was computed and waits for a backward: live tensors with a gradient function that nothing
-  /// else which has one was computed from.
+  /// Live tensors that wait for a backward: they have a gradient function, and no other such tensor
+  /// was computed from them.
   [[nodiscard]] std::vector<at::Tensor> unfinished() const;
-  /// Those of them with one element that the program has read, by asking for a number that was
-  /// computed from them (`item`) or whether something is true; kept alive for it until a backward
-  /// or the next step begins.
+  /// Those with one element that the program has read, by fetching a number computed from them
+  /// (`item`) or by a truth test. Kept alive for this until a backward or the next step begins.
   [[nodiscard]] std::vector<at::Tensor> take_read() noexcept;
-  /// Whether some of both was computed from the same call; true where it is not known.
+  /// True if tensors of both lists were computed from the same call, or if this is unknown.
   [[nodiscard]] bool have_common_calls(std::span<const at::Tensor> some,
                                        std::span<const at::Tensor> others);
-  /// Why they cannot be executed again, a clause: "..., as {problem}"; empty where they can.
+  /// Why they cannot be executed again, a clause: "..., as {problem}"; empty if they can.
   [[nodiscard]] std::string problem() const;
   /// Live tensors and events, for tests.
   [[nodiscard]] std::pair<std::size_t, std::size_t> size() const;
@@ -159,7 +157,7 @@ class StepRecorder {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Executes events again, in their order; on any one thread.
+/// Executes events again, in order; on any one thread.
 class StepReplay {
  public:
   /// `events` as StepRecorder::needed gives them.
@@ -169,17 +167,17 @@ class StepReplay {
   StepReplay& operator=(const StepReplay&) = delete;
 
   [[nodiscard]] const std::vector<std::shared_ptr<const RecordedEvent>>& events() const noexcept;
-  /// What stands for `value` in this execution. Throws Error where its event has not made it.
+  /// The tensor for `value` in this execution. Throws Error if its event has not made it.
   [[nodiscard]] at::Tensor tensor(const RecordedValue& value) const;
-  /// Runs `work`, which executes `call`, as called from the line of the first time.
+  /// Runs `work`, which executes `call`, as if called from the recorded program line.
   static void run(const RecordedEvent& call, const std::function<void()>& work);
-  /// What a call has returned now, in the order of the first time; of a custom function, in that of
-  /// its node's outputs, undefined where autograd does not record one.
+  /// Sets a call's new outputs, in the recorded order; for a custom function in the order of its
+  /// node's outputs, undefined if autograd does not record one.
   void set_outputs(const RecordedEvent& call, std::span<const at::Tensor> outputs);
-  /// Executes an operator as it was called, its line of the program included. Throws what it
-  /// throws, and Error where something that it reads has been overwritten since.
+  /// Executes an operator as it was called, including its program line. Throws its errors, and
+  /// Error if one of its inputs has been overwritten since.
   void execute(const RecordedEvent& operation);
-  /// Lets go of what no later event reads.
+  /// Releases tensors that no later event reads.
   void leave(const RecordedEvent& event);
 
  private:
