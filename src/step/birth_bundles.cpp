@@ -10,8 +10,8 @@
 namespace nanlocator::inline step_room {
 namespace {
 
-/// What a kernel does to the same inputs is asked of computations only: data, weights and memory
-/// were bad before any operator ran.
+/// True for computations, which alone are replayed: data, weights and memory were bad before any
+/// operator ran.
 bool is_computed(BirthKind kind) {
   return kind == BirthKind::nan || kind == BirthKind::nan_from_inf || kind == BirthKind::inf;
 }
@@ -97,7 +97,7 @@ std::vector<Birth> keep_births(const Explanation& explanation, GradientLocator& 
     Birth birth = traced;
     birth.sighting.iteration = iteration;
     const auto& place = birth.sighting;
-    // One module in a loop may give birth a thousand times: the first call stands for all.
+    // One module in a loop may give birth a thousand times: only the first call is kept.
     const bool is_new =
         is_root(explanation, birth) &&
         kept.emplace(birth.kind, place.phase, place.module, place.op, place.parameter).second;

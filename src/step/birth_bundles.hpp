@@ -1,4 +1,4 @@
-// Births become evidence: each origin is replayed alone and kept as a bundle.
+// Turns births into evidence: each origin is replayed alone and kept as a bundle.
 #pragma once
 
 #include <vector>
@@ -8,15 +8,15 @@
 
 namespace nanlocator::inline step_room {
 
-/// The births that an operator or hook made and nothing but a mask came before: for their bundles
-/// the module calls around them are kept.
+/// Births made by an operator or hook without an earlier birth (except a mask). The module calls
+/// around them are kept for their bundles.
 [[nodiscard]] std::vector<Birth> births_with_calls(const Explanation& explanation);
-/// The same of those that a call of a kernel made, or left unwritten: that call is kept.
+/// The same for births made by a kernel call, or left unwritten by it; that call is kept.
 [[nodiscard]] std::vector<Birth> births_of_kernels(const Explanation& explanation);
 
-/// The births of `explanation`, the replay's conclusion and the bundle's folder filled in for those
-/// that nothing but a mask came before. `locator` writes the bundles when the verdict is out; one
-/// that cannot be made is a note of it.
+/// Returns the births of `explanation`. Those without an earlier birth (except a mask) get the
+/// replay's conclusion and the bundle's folder. `locator` writes the bundles after the verdict; a
+/// bundle that cannot be made becomes a note.
 [[nodiscard]] std::vector<Birth> keep_births(const Explanation& explanation,
                                              GradientLocator& locator, std::int64_t iteration,
                                              Framework& framework);

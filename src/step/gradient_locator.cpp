@@ -16,7 +16,7 @@
 namespace nanlocator::inline step_room {
 namespace {
 
-/// Of ranks whose pass has ended.
+/// Published by a rank at the end of its pass.
 constexpr auto kEarly = "early", kWhole = "whole";
 
 at::Device current_device(at::DeviceType type) {
@@ -39,7 +39,7 @@ GradientLocator::GradientLocator(ParameterMap map, LocatorOptions options,
   impl_->open_run(deadline);
   impl_->use_map(std::move(impl_->map));
   impl_->watch_ranks();
-  // NCCL makes its buffers in the first reduction: now, while there is memory.
+  // NCCL allocates its buffers in the first reduction: do it now, while memory is free.
   (void)is_true_anywhere(false);
 }
 
@@ -258,8 +258,8 @@ bool GradientLocator::is_true_anywhere(bool mine) {
     impl_->communicator->start_flag(flag);
     return impl_->finish_flag_or_conclude_alone(*this);
   }
-  // Between two passes of a re-run: a rank that is lost there would hold the others until their
-  // group's time-out. What the first pass has seen is gathered by `conclude`.
+  // Between two passes of a re-run, a lost rank would block the others until their group's
+  // time-out. `conclude` gathers the findings of the first pass.
   const auto guard = guard_rerun({});
   impl_->communicator->start_flag(flag);
   return impl_->communicator->finish_flag();
@@ -267,7 +267,7 @@ bool GradientLocator::is_true_anywhere(bool mine) {
 
 void GradientLocator::keep_first_pass() {
   impl_->first_pass = impl_->make_ledger({});
-  impl_->notes = impl_->first_pass->notes;  // those of its scans, too
+  impl_->notes = impl_->first_pass->notes;  // includes the notes of its scans
   impl_->keep_first_pass();
 }
 
@@ -281,7 +281,7 @@ std::unique_ptr<RerunGuard> GradientLocator::guard_rerun(std::function<void()> a
         communicator->abort();
       },
       [this](const std::string& why) {
-        // Ranks that have come to the end of the pass wait for this one's word on it.
+        // Ranks at the end of the pass wait for this rank's answer.
         const auto key = impl_->key_of_question();
         (void)impl_->communicator->publish(key, kEarly);
         if (impl_->rank() == 0) (void)impl_->communicator->publish(key + "/outcome", kEarly);
@@ -320,7 +320,7 @@ bool GradientLocator::has_rerun_ended_early() {
   const auto says_early = [&] {
     return std::ranges::count(answers, std::optional<std::string>(kEarly)) > 0;
   };
-  // Who answers and is still in its pass is waited for: it comes, or its guard ends it.
+  // Wait for ranks that answer and are still in their pass: they finish, or their guard ends it.
   while (!is_early && !says_early() && impl.is_waiting_for_any(answers)) {
     patience = std::min(2 * patience, impl.options.gather_deadline);
     answers = communicator.gather(key, Clock::now() + patience);
@@ -346,8 +346,8 @@ void GradientLocator::start_agreement() {
     impl_->flag = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device));
   }
   impl_->flag.copy_(impl_->scanner->flag(impl_->flag.device()), /*non_blocking=*/true);
-  // A norm that is known by now is agreed on. One that is set later counts on this rank alone: the
-  // frameworks compute the same norm on all ranks; where they do not, conclude costs a deadline.
+  // A norm that is known by now is agreed on. A later one counts on this rank only: frameworks
+  // compute the same norm on all ranks; if they do not, conclude costs a deadline.
   if (impl_->is_norm_bad()) impl_->flag.fill_(1);
   if (impl_->communicator) {
     impl_->communicator->start_flag(impl_->flag);
@@ -370,7 +370,7 @@ bool GradientLocator::finish_agreement() {
   }
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard unobserved(false);
-  impl_->state = State::scanning;  // also where the reduction throws, for conclude_alone
+  impl_->state = State::scanning;  // even if the reduction throws, for conclude_alone
   count_wait();
   bool is_bad = false;
   if (impl_->communicator) {
@@ -400,7 +400,7 @@ const Verdict& GradientLocator::conclude() {
   impl.state = State::scanning;
   if (impl.options.on_bad != Policy::stop && impl.incidents > impl.options.max_incidents) {
     impl.past_limit = Verdict{};
-    // On all ranks alike: the re-run's outcome is agreed on, and `recover` must go by it.
+    // The same on all ranks: they have agreed on the re-run's outcome, and `recover` depends on it.
     if (impl.rerun) impl.past_limit.rerun = {true, impl.rerun->reproduced, {}, {}};
     impl.past_limit.run_id = impl.run.id;
     impl.past_limit.iteration = impl.iteration;
@@ -439,7 +439,7 @@ const Verdict* GradientLocator::conclude_alone(std::string reason, Failure failu
     return is_first ? nullptr : &impl.verdicts.back();
   }
   const auto reported = std::pair(ledger.sightings.size(), lost.size());
-  if (impl.reported_alone == reported) {  // nothing new since, but for bundles
+  if (impl.reported_alone == reported) {  // nothing new, except bundles
     impl.files->add_unwritten(impl.write_bundles());
     return &impl.verdicts.back();
   }
@@ -448,7 +448,7 @@ const Verdict* GradientLocator::conclude_alone(std::string reason, Failure failu
   auto verdict = impl.judge_alone(ledger, is_finding, std::move(notes));
   verdict.status = VerdictStatus::partial;
   impl.files->write(verdict, VerdictScope::alone, kRankLost);
-  if (is_finding) impl.print(verdict);  // a loss alone is one line, of one rank
+  if (is_finding) impl.print(verdict);  // a lost rank is one line, printed by one rank
   const auto unwritten = impl.write_bundles();
   impl.files->add_unwritten(unwritten);
   leave_out(unwritten, verdict);

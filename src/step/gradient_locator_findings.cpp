@@ -13,7 +13,7 @@
 namespace nanlocator::inline step_room {
 namespace {
 
-/// gather_deadlines, for ranks that answer: a replay or a bundle may take that long.
+/// In gather_deadlines, for ranks that answer: a replay or a bundle may take that long.
 constexpr int kBusyPatience = 20;
 // torch.distributed's env:// rendezvous starts the Store in rank 0's process, unless torchrun's
 // agent hosts it (rendezvous.py, _create_c10d_store).
@@ -31,8 +31,8 @@ void GradientLocator::Impl::now_in(Activity activity) const {
   if (communicator && communicator->monitor()) communicator->monitor()->now_in(activity, iteration);
 }
 
-// After a collective has failed, once per step. Where the Store has gone with it, so has the rank
-// that hosts it.
+// Waits for news of a lost rank after a collective has failed, once per step. If the Store is gone,
+// so is the rank that hosts it.
 void GradientLocator::Impl::wait_for_loss() {
   if (!communicator || !communicator->monitor() || std::exchange(has_waited_for_loss, true)) return;
   const auto& monitor = *communicator->monitor();
@@ -44,7 +44,7 @@ void GradientLocator::Impl::wait_for_loss() {
     host.iteration = iteration;
     files->write_lost({host});
   } else if (!lost.empty()) {
-    files->write_lost(lost);  // the monitor may not have come to it
+    files->write_lost(lost);  // the monitor may not have done it yet
   }
 }
 
@@ -68,10 +68,10 @@ bool GradientLocator::Impl::is_waiting_for_any(const Gathered& texts) const {
   return false;
 }
 
-/// As long as rank 0 answers, and is busy with this finding.
+/// Waits as long as rank 0 answers and is busy with this finding.
 std::optional<std::string> GradientLocator::Impl::fetch_from_first_rank(const std::string& key) {
   for (;;) {
-    // Rank 0 may wait for silent ranks until its deadline, and locates only then.
+    // Rank 0 may wait for silent ranks until its deadline before it locates.
     auto text = communicator->fetch(key, 0, Clock::now() + options.gather_deadline * 3 / 2);
     const auto* const monitor = communicator->monitor();
     if (text || !monitor || !monitor->is_locating(0, iteration)) return text;
@@ -101,7 +101,7 @@ void GradientLocator::Impl::forget_step() {
   has_waited_for_loss = false;
 }
 
-// After a finding: a device that has failed is training's to report, not the verdict's to hide.
+// After a finding: training should report a failed device, and the verdict must not be lost to it.
 void GradientLocator::Impl::forget_step_quietly() noexcept {
   try {
     forget_step();
@@ -109,7 +109,7 @@ void GradientLocator::Impl::forget_step_quietly() noexcept {
   }
 }
 
-// What this rank saw in this step. Does not throw: a device that has failed leaves a note.
+// This rank's observations of this step. Does not throw: a failed device leaves a note.
 Ledger GradientLocator::Impl::make_ledger(std::vector<std::string> extra_notes) {
   Ledger ledger;
   ledger.run_id = run.id;
@@ -156,8 +156,8 @@ Ledger GradientLocator::Impl::make_ledger(std::vector<std::string> extra_notes) 
   return ledger;
 }
 
-/// Scans of a step that was re-run have been read before it: a device on which it has failed is not
-/// asked again.
+/// The ledger of a re-run step is the first pass's, so that a device that has failed since is not
+/// used.
 Ledger GradientLocator::Impl::ledger_of_conclusion(std::vector<std::string> extra_notes) {
   if (!first_pass) return make_ledger(std::move(extra_notes));
   auto ledger = *first_pass;
@@ -188,7 +188,7 @@ void GradientLocator::Impl::remove_first_pass_file() const {
   std::filesystem::remove(first_pass_file(), ignored);
 }
 
-/// Of ranks that are gone, or still in their re-run: what they had seen before it.
+/// Uses the first pass's ledgers of ranks that are gone or still in their re-run.
 void GradientLocator::Impl::add_first_passes(const std::string& key, Gathered& texts,
                                              std::vector<std::string>& problems) {
   if (!has_gaps(texts) || !first_pass) return;
@@ -202,8 +202,8 @@ void GradientLocator::Impl::add_first_passes(const std::string& key, Gathered& t
   }
 }
 
-// Below this key lie the ledgers and the verdict of one finding. It holds the iteration, not a
-// count of findings: a rank that concluded alone once would count differently ever after.
+// The key prefix of one finding's ledgers and verdict. It holds the iteration, not a count of
+// findings, because a rank that once concluded alone would count differently from then on.
 std::string GradientLocator::Impl::incident_key() {
   return "incident/" + std::to_string(iteration) + "." + std::to_string(concluded[iteration]);
 }
@@ -230,7 +230,7 @@ Verdict GradientLocator::Impl::judge(std::span<const Ledger> ledgers,
 Verdict GradientLocator::Impl::judge_alone(const Ledger& ledger, bool is_finding,
                                            std::vector<std::string> run_notes) const {
   if (is_finding) return judge({&ledger, 1}, std::move(run_notes));
-  Verdict verdict;  // nothing to locate: the other ranks are not silent, they were not asked
+  Verdict verdict;  // no origins; the other ranks were not asked, so none is silent
   verdict.run_id = run.id;
   verdict.iteration = iteration;
   verdict.notes = std::move(run_notes);
@@ -256,7 +256,7 @@ History GradientLocator::Impl::history() const {
   return history;
 }
 
-// After the ledger has been published: nobody waits for it.
+// Runs after the ledger has been published, so that no rank waits for it.
 void GradientLocator::Impl::keep_history_on_disk(std::vector<std::string>& problems) const {
   try {
     const auto latest = history();
@@ -284,8 +284,8 @@ void GradientLocator::Impl::read_ledgers(const Gathered& texts, const Ledger& mi
   }
 }
 
-/// When the verdict is out: large ones take a shared disk its time. Those that could not be
-/// written, which is on stderr by then.
+/// Runs after the verdict, because large bundles take a shared disk some time. Returns those that
+/// could not be written; they are on stderr by then.
 std::vector<UnwrittenBundle> GradientLocator::Impl::write_bundles() {
   std::vector<UnwrittenBundle> unwritten;
   for (const auto& [prepared, storages] : std::exchange(kept_bundles, {})) {
@@ -301,7 +301,7 @@ std::vector<UnwrittenBundle> GradientLocator::Impl::write_bundles() {
   return unwritten;
 }
 
-/// To rank 0, which reads them when all have come to the end.
+/// For rank 0, which reads them when all ranks have reached the end.
 void GradientLocator::Impl::publish_unwritten(const std::string& key,
                                               const std::vector<UnwrittenBundle>& unwritten) const {
   if (unwritten.empty()) return;
@@ -321,7 +321,7 @@ void GradientLocator::Impl::take_unwritten(const std::string& key) const {
         unwritten.push_back({folder, problem});
       }
     } catch (const nlohmann::json::exception&) {
-      // Of a Store that others write to: the rank has said it on its stderr.
+      // Not ours; the Store is shared. The rank has reported the problem on its stderr.
     }
   }
   files->add_unwritten(unwritten);
@@ -333,13 +333,13 @@ void GradientLocator::Impl::conclude_finding() {
   const int repetition = concluded[iteration]++;
   auto ledger = ledger_of_conclusion({});
   std::vector<std::string> problems;
-  keep_on_disk(ledger, problems);  // first: the Store dies with its host
+  keep_on_disk(ledger, problems);  // first, because the Store dies with its host
   for (auto& problem : problems) ledger.notes.push_back(std::move(problem));
   if (communicator && !communicator->publish(key + "/ledger", to_jsonl(ledger))) {
     ledger.notes.push_back("This rank's ledger did not reach the Store.");
   }
   keep_history_on_disk(ledger.notes);
-  if (rank() != 0) {  // its ledger is out, and nobody waits for it
+  if (rank() != 0) {  // its ledger is published, and no rank waits for it
     const auto unwritten = write_bundles();
     publish_unwritten(key, unwritten);
     verdicts.push_back(conclude_as_other_rank(ledger, key, unwritten));
@@ -349,7 +349,7 @@ void GradientLocator::Impl::conclude_finding() {
   go_on_or_stop(verdicts.back(), key);
 }
 
-/// On the guard's thread, where the training thread is stuck for good: nothing of it is touched.
+/// Runs on the guard's thread. The training thread is stuck for good; nothing of it is touched.
 void GradientLocator::Impl::conclude_for_training(GradientLocator& locator,
                                                   const std::string& why) {
   locator.rerun_has_failed("the training thread of rank " + std::to_string(rank()) +
@@ -364,7 +364,7 @@ void GradientLocator::Impl::conclude_for_training(GradientLocator& locator,
   std::_Exit(EXIT_FAILURE);
 }
 
-/// Of ranks that answer and are at this finding still, waits for longer.
+/// Waits longer for ranks that answer and are still busy with this finding.
 Gathered GradientLocator::Impl::gather_ledgers(const std::string& key) {
   const auto limit = Clock::now() + kBusyPatience * options.gather_deadline;
   for (;;) {
@@ -399,8 +399,8 @@ Verdict GradientLocator::Impl::conclude_as_first_rank(const Ledger& mine, const 
   return verdict;
 }
 
-// When the verdict is out, as nobody waits for it; of the other ranks' histories and bundles it
-// shows those that are on a shared disk by now. `nanlocator report --html` makes it again.
+// Runs after the verdict, as no rank waits for it. From other ranks' histories and bundles it shows
+// those already on a shared disk. `nanlocator report --html` makes it again.
 void GradientLocator::Impl::write_page(const Verdict& verdict, std::vector<Ledger> ledgers) const {
   const auto path = directory / "report.html";
   try {
@@ -445,16 +445,16 @@ Verdict GradientLocator::Impl::conclude_as_other_rank(
   return verdict;
 }
 
-/// What this rank knows of the step that runs now, on another thread than the training thread.
+/// This rank's findings of the current step, read on a thread other than the training thread.
 std::optional<Ledger> GradientLocator::Impl::ledger_at_end() {
   switch (files->activity()) {
-    case Activity::agreement: {  // the training thread waits, and touches no scan
+    case Activity::agreement: {  // the training thread waits, and uses no scan
       auto ledger = make_ledger({});
       std::vector<std::string> problems;
       keep_on_disk(ledger, problems);
       return ledger;
     }
-    case Activity::rerun: {  // as it is on disk
+    case Activity::rerun: {  // the ledger on disk
       auto ledgers = ledgers_from_jsonl(read_file(first_pass_file()), first_pass_file().string());
       if (!ledgers.empty()) return ledgers.back();
       return std::nullopt;
@@ -464,7 +464,7 @@ std::optional<Ledger> GradientLocator::Impl::ledger_at_end() {
   }
 }
 
-/// SIGTERM has come; see step/last_words.hpp.
+/// Runs on SIGTERM; see step/last_words.hpp.
 void GradientLocator::Impl::write_last_words() noexcept {
   try {
     const auto ledger = ledger_at_end();
@@ -474,12 +474,12 @@ void GradientLocator::Impl::write_last_words() noexcept {
     verdict.status = VerdictStatus::partial;
     files->write(verdict, VerdictScope::alone, kTerminated);
   } catch (...) {
-    // The process ends, and its ledger may be on disk.
+    // The process ends; its ledger may be on disk.
   }
 }
 
-// Before the error leaves under `stop`, every rank has its ledger, bundles and verdict on disk: the
-// first rank that ends takes connections, and under torchrun the other ranks, with it.
+// Before the error is raised under `stop`, every rank has its ledger, bundles and verdict on disk,
+// because the first rank that ends breaks connections and, under torchrun, ends the other ranks.
 void GradientLocator::Impl::go_on_or_stop(const Verdict& verdict, const std::string& key) {
   if (outcome_of(options.on_bad, verdict.rerun) != kStopped) return now_in(Activity::training);
   files->now_in(Activity::stopped, iteration);
@@ -487,7 +487,7 @@ void GradientLocator::Impl::go_on_or_stop(const Verdict& verdict, const std::str
   const auto limit = Clock::now() + kBusyPatience * options.gather_deadline;
   (void)communicator->pass_barrier(
       key + "/on_disk", verdict.silent_ranks, Clock::now() + options.gather_deadline,
-      [&](int peer) {  // a bundle may take its time
+      [&](int peer) {  // a bundle may take some time
         const auto* const monitor = communicator->monitor();
         return monitor && Clock::now() < limit && monitor->is_locating(peer, iteration);
       });

@@ -1,4 +1,4 @@
-// What GradientLocator keeps, and its parts: gradient_locator_install.cpp (how the ranks begin),
+// GradientLocator's state, and its parts: gradient_locator_install.cpp (the ranks' start),
 // gradient_locator_findings.cpp (a bad step, from this rank's ledger to the verdict), and
 // gradient_locator.cpp (the class, and the agreement of each step).
 #pragma once
@@ -31,32 +31,33 @@ namespace nanlocator::inline step_room {
 
 using Clock = std::chrono::steady_clock;
 
-/// Ranks come to the constructor minutes apart where some still read a checkpoint: with the default
-/// gather_deadline they get five minutes, c10d's own time-out for a Store.
+/// In gather_deadlines. Ranks may reach the constructor minutes apart, if some still read a
+/// checkpoint: with the default gather_deadline they get five minutes, c10d's own time-out for a
+/// Store.
 inline constexpr int kInstallPatience = 10;
-inline constexpr std::string_view kStopped = "stopped";  // of `outcome_of`
+inline constexpr std::string_view kStopped = "stopped";  // from `outcome_of`
 
 enum class State {
   before_first_step,
   scanning,
   agreeing,   // between start_agreement and finish_agreement
-  abandoned,  // the same, and nobody will call finish_agreement
+  abandoned,  // the same, but finish_agreement will not be called
   bad,        // until conclude or dismiss
 };
 
-/// Throws UsageError for what cannot work.
+/// Throws UsageError for options that cannot work.
 void check_options(const LocatorOptions& options);
 
 [[nodiscard]] inline ParameterMap with_run_id(const ParameterMap& map, const std::string& run_id) {
   return {map.coordinates(), map.parameters(), run_id};
 }
 
-/// Where the flag is made: with the gradients, where the group can reduce it there; every rank must
-/// choose alike, so this depends on the layout alone and is part of the handshake.
+/// The flag's device: the gradients' one if the group can reduce there. Every rank must choose the
+/// same, so it depends on the layout alone and is part of the handshake.
 [[nodiscard]] at::DeviceType choose_flag_device(const RankCoordinates& coordinates,
                                                 const Communicator* communicator);
 
-/// Some rank has stayed silent.
+/// True if any rank has not answered.
 [[nodiscard]] inline bool has_gaps(const Gathered& texts) {
   return !std::ranges::all_of(texts, [](const auto& text) { return text.has_value(); });
 }
@@ -80,42 +81,41 @@ struct GradientLocator::Impl {
   std::unique_ptr<VerdictFiles> files;
 
   at::DeviceType flag_type;
-  at::Tensor flag;  // int32 [1], ours: a reduction that outlives us writes to no freed memory
-  at::Tensor
-      host_flag;  // pinned copy of it, where there is no communicator and the flag is on a device
+  at::Tensor flag;       // int32 [1]; owned, so that a late reduction writes to live memory
+  at::Tensor host_flag;  // its pinned copy, without communicator and with the flag on a device
   std::optional<c10::Event> flag_is_copied;
 
   State state = State::before_first_step;
   std::int64_t iteration = 0;
   std::optional<double> gradient_norm;
-  std::optional<double> loss_scale;  // that an overflow lowers
+  std::optional<double> loss_scale;  // only if an overflow lowers it
   bool framework_skips_update = false;
   std::vector<std::string> notes;
-  std::vector<std::string> standing_notes;  // every step begins with these
+  std::vector<std::string> standing_notes;  // added to every step
   std::vector<Birth> births;
-  int questions = 0;  // of this step, whether a re-run has ended early
-  int stretches = 0;  // of its re-run, with a guard over each
+  int questions = 0;  // asked in this step: has a re-run ended early?
+  int stretches = 0;  // guarded so far in its re-run
   std::vector<Sighting> crossed;
   std::vector<CrossingCoverage> crossings;
   std::vector<Microbatch> microbatches;
   std::optional<Rerun> rerun;
-  std::optional<Ledger> first_pass;  // where the step is re-run
+  std::optional<Ledger> first_pass;  // if the step is re-run
   bool has_rerun_failed = false;     // on this rank, by an error
   std::vector<OptimizerState> optimizer_states;
-  std::optional<std::int64_t> weights_finite_after;  // of this or any earlier step
+  std::optional<std::int64_t> weights_finite_after;  // this step or an earlier one
   std::unique_ptr<BundleStore> bundles;
   struct KeptBundle {
     PreparedBundle prepared;
     std::shared_ptr<StorageCollector> storages;
   };
-  std::vector<KeptBundle> kept_bundles;  // of this step, not on disk yet
+  std::vector<KeptBundle> kept_bundles;  // of this step, not yet on disk
   std::vector<Verdict> verdicts;
   std::optional<LastWords> last_words;
-  Verdict past_limit;  // what conclude returns after max_incidents
+  Verdict past_limit;  // returned by conclude after max_incidents
   std::int64_t incidents = 0;
   std::int64_t dismissed = 0;
-  std::map<std::int64_t, int> concluded;  // how often, by iteration: a step may run again
-  // By conclude_alone in this step: how many sightings and lost ranks.
+  std::map<std::int64_t, int> concluded;  // counts by iteration: a step may run again
+  // Numbers of sightings and lost ranks at conclude_alone's report in this step.
   std::optional<std::pair<std::size_t, std::size_t>> reported_alone;
   bool has_waited_for_loss = false;
 
@@ -149,7 +149,7 @@ struct GradientLocator::Impl {
   Ledger ledger_of_conclusion(std::vector<std::string> extra_notes);
   [[nodiscard]] std::filesystem::path first_pass_file() const;
   void keep_first_pass();
-  void remove_first_pass_file() const;  // the rank has come back from its re-run
+  void remove_first_pass_file() const;  // after this rank's return from its re-run
   void add_first_passes(const std::string& key, Gathered& texts,
                         std::vector<std::string>& problems);
   std::string incident_key();

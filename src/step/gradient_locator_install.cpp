@@ -29,7 +29,7 @@ void GradientLocator::Impl::agree_on_options(Deadline deadline) {
 }
 
 void GradientLocator::Impl::open_run(Deadline deadline) {
-  // What rank 0 decides or why it could not, for every rank to act on alike.
+  // Rank 0's decision or its error, so that every rank acts alike.
   nlohmann::json opened;
   if (rank() == 0) {
     try {
@@ -51,7 +51,7 @@ void GradientLocator::Impl::open_run(Deadline deadline) {
   bundles = std::make_unique<BundleStore>(
       directory, BundleBudget{.bytes = options.bundle_bytes, .count = options.bundle_count});
 
-  // A rank that cannot write tells the others, instead of leaving them in training's first
+  // A rank that cannot write informs the others, which would otherwise hang in training's first
   // collective.
   std::string outcome = "written";
   try {
@@ -90,7 +90,7 @@ void GradientLocator::Impl::use_map(ParameterMap new_map) {
   order = std::make_unique<BackwardOrder>(map.size());
 }
 
-// The monitor's thread outlives no locator: ~GradientLocator stops it.
+// The monitor's thread must not outlive the locator: ~GradientLocator stops it.
 void GradientLocator::Impl::watch_ranks() {
   files = std::make_unique<VerdictFiles>(run, directory, map.coordinates());
   if (!communicator || world_size() == 1) return;

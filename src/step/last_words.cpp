@@ -26,7 +26,7 @@ Registered& registered() {
   return *kept;
 }
 
-// What a signal handler may touch.
+// Globals that a signal handler may use.
 sem_t is_terminated;
 pid_t process_of_handler = 0;
 
@@ -39,7 +39,7 @@ void end_by_default() {
 
 void on_sigterm(int) {
   if (getpid() != process_of_handler) {
-    end_by_default();  // a forked child, which has no thread of ours
+    end_by_default();  // a forked child, without our thread
   } else {
     sem_post(&is_terminated);
   }
@@ -59,7 +59,7 @@ void serve() {
   end_by_default();
 }
 
-/// Once per process, where SIGTERM has no handler yet.
+/// Once per process, if SIGTERM has no handler yet.
 void handle_sigterm() {
   if (process_of_handler == getpid()) return;
   struct sigaction current = {};

@@ -1,9 +1,8 @@
-// What a process still writes when SIGTERM ends it. A launcher sends it to all ranks as soon as one
-// has ended (torchrun after 0.1 s), and the training thread may be in a collective that never
-// returns.
+// Writes results when SIGTERM ends the process. A launcher sends it to all ranks as soon as one has
+// ended (torchrun after 0.1 s), and the training thread may be in a collective that never returns.
 //
-// The handler is there only where nobody else's is: SIGTERM then runs all `write`s on a thread of
-// its own, for kPatience at most, and ends the process as it would have. A forked child ends at
+// The handler is installed only if SIGTERM has none. It makes a separate thread run all `write`s,
+// for at most kPatience, and then end the process as SIGTERM would have. A forked child ends at
 // once.
 #pragma once
 
@@ -15,7 +14,7 @@ class LastWords {
  public:
   /// `write` must not throw. Any thread may construct and destroy.
   explicit LastWords(std::function<void()> write);
-  /// Returns when a `write` that runs has ended.
+  /// Waits for a running `write`.
   ~LastWords();
   LastWords(const LastWords&) = delete;  // registered once
   LastWords& operator=(const LastWords&) = delete;

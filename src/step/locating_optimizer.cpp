@@ -15,16 +15,15 @@
 namespace nanlocator::inline step_room {
 namespace {
 
-// "torch::nn::EmbeddingImpl", "torch::nn::EmbeddingBagImpl": a batch touches only some of their
-// rows.
+// "torch::nn::EmbeddingImpl", "torch::nn::EmbeddingBagImpl": a batch uses only some of their rows.
 bool is_embedding(const torch::nn::Module& module) {
   return module.name().find("Embedding") != std::string::npos;
 }
 
-/// Out of the inner optimizer's step: its update is left out.
+/// Thrown out of the inner optimizer's step to skip its update.
 struct SkippedStep {};
 
-/// What libtorch's optimizers keep of a gradient; of others nothing is known.
+/// Moments that libtorch's optimizers keep of a gradient; empty for other optimizers.
 std::vector<NamedTensor> moments_of(torch::optim::OptimizerParamState& state) {
   if (auto* adam = dynamic_cast<torch::optim::AdamParamState*>(&state)) {
     return {{"exp_avg", adam->exp_avg()}, {"exp_avg_sq", adam->exp_avg_sq()}};
@@ -156,12 +155,12 @@ class LocatingOptimizer::LibtorchFramework final : public Framework {
   struct Name {
     std::string name;
     bool is_shared = false;         // the model registers it under several names
-    bool may_be_untouched = false;  // an embedding's
+    bool may_be_untouched = false;  // of an embedding
   };
 
   std::shared_ptr<torch::optim::Optimizer> inner_;
   std::unordered_map<const at::TensorImpl*, Name>
-      names_;  // of the model, which `model_` keeps alive
+      names_;  // of the model; `model_` keeps its tensors alive
   std::vector<at::Tensor> model_;
   std::vector<NamedTensor> buffers_;    // of the model
   std::vector<std::string> by_number_;  // names, in the order of the optimizer's groups
@@ -171,10 +170,10 @@ class LocatingOptimizer::LibtorchFramework final : public Framework {
 
 namespace {
 
-/// One evaluation of a closure, over gradients that may have been there before it.
+/// One evaluation of a closure; gradients may exist before it.
 class ClosurePass final : public StepPass {
  public:
-  /// `closure` must outlive it. `loss`: where each execution puts what the closure returns.
+  /// `closure` must outlive it. Each execution stores the closure's result in `loss`.
   ClosurePass(const torch::optim::Optimizer::LossClosure& closure,
               std::vector<at::Tensor> parameters, at::Tensor& loss)
       : closure_(closure), parameters_(std::move(parameters)), loss_(loss) {
@@ -190,7 +189,7 @@ class ClosurePass final : public StepPass {
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       auto& gradient = parameters_[i].mutable_grad();
       if (!gradient.defined()) continue;
-      // The tensor of the first pass may be shared.
+      // Other code may share the first pass's tensor.
       gradient = had_gradient_[i] ? at::zeros_like(gradient) : at::Tensor();
     }
   }
@@ -230,7 +229,7 @@ LocatingOptimizer::~LocatingOptimizer() {
   stop_observing();
 }
 
-// A hook that returns nothing leaves the gradient as it is; it tells only when it was made.
+// The hook returns nothing, which leaves the gradient unchanged; it only notes that it is ready.
 void LocatingOptimizer::observe_backward() {
   const auto all = framework_->tensors();
   for (std::size_t id = 0; id < all.size(); ++id) {
@@ -247,7 +246,7 @@ void LocatingOptimizer::stop_observing() noexcept {
     try {
       hook.parameter.remove_hook(hook.position);
     } catch (...) {
-      // The parameter has been detached since, and its hooks with it.
+      // The parameter and its hooks have been detached since.
     }
   }
   hooks_.clear();

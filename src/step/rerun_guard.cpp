@@ -12,8 +12,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// Patiences without an operator, on every rank that is still in the stretch, that are a
-/// standstill: a kernel that is being compiled takes minutes.
+/// A standstill is this many patiences without an operator, on every rank still in the stretch:
+/// compiling a kernel takes minutes.
 constexpr int kStandstill = 10;
 constexpr milliseconds kShortestInterval{50};
 constexpr milliseconds kLongestInterval{1'000};
@@ -24,7 +24,7 @@ std::string failed_key(const std::string& key) {
 std::string standstill_key(const std::string& key) {
   return key + "/standstill";
 }
-/// By all ranks that stand still in the stretch or have come to its end.
+/// Published by all ranks that stand still in the stretch or have reached its end.
 std::string over_key(const std::string& key, int stretch) {
   return key + "/over/" + std::to_string(stretch);
 }
@@ -47,7 +47,7 @@ RerunGuard::~RerunGuard() {
     std::unique_lock lock(mutex_);
     is_over_ = true;
     changed_.notify_all();
-    changed_.wait(lock, [&] { return !has_concluded_; });  // for good: the process ends
+    changed_.wait(lock, [&] { return !has_concluded_; });  // forever: the process ends
   }
   thread_.join();
 }
@@ -109,7 +109,7 @@ bool RerunGuard::is_over_within(Clock::duration time) {
   return changed_.wait_for(lock, time, [&] { return is_over_; });
 }
 
-/// From now on, without an operator; false: the stretch is over.
+/// Waits for `time` without an operator, from now on; false: the stretch is over.
 bool RerunGuard::stands_still_for(Clock::duration time) {
   for (auto begun = Clock::now();;) {
     const auto left = begun + time - Clock::now();
@@ -119,7 +119,7 @@ bool RerunGuard::stands_still_for(Clock::duration time) {
   }
 }
 
-/// A sentence without a full stop; "": as far as is known it can.
+/// A sentence without a full stop; "" if it can end, as far as is known.
 std::string RerunGuard::why_it_cannot_end() {
   if (communicator_.has_any_published(failed_key(key_))) {
     const auto problems = communicator_.gather(failed_key(key_), Clock::now());

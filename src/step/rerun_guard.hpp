@@ -1,12 +1,11 @@
-// No re-run hangs: what watches over a stretch of it, a pass or an agreement between two, from a
-// thread of its own, which needs neither the device nor the training thread nor Python.
+// Prevents hangs in a re-run: guards a stretch of it (a pass, or an agreement between two passes)
+// from a separate thread, which needs neither the device, the training thread nor Python.
 //
-// A stretch cannot be completed where another rank's re-run has failed, where a rank has fallen
-// silent, or where no rank that is still in it has begun an operator for kStandstill patiences. It
-// gets one patience without an operator to end by itself, as gloo's collectives do. Then `abort`
-// ends the collectives that this process waits in: NCCL's wait for a peer that has gone without
-// end. Where the training thread stands still for another patience, `conclude` is called in its
-// place, and does not return.
+// A stretch cannot end if another rank's re-run has failed, if a rank has fallen silent, or if no
+// rank still in it has begun an operator for kStandstill patiences. It then gets one patience
+// without an operator to end by itself, as gloo's collectives do. After that, `abort` ends the
+// collectives that this process waits in: NCCL waits forever for a lost peer. If the training
+// thread stands still for another patience, `conclude` is called in its place and does not return.
 #pragma once
 
 #include <chrono>
@@ -23,28 +22,27 @@ namespace nanlocator::inline step_room {
 
 class RerunGuard {
  public:
-  /// Below `key` the ranks report standstills and failures of this re-run (see `report_failure`).
-  /// `stretch`: its number in the re-run, the same on all ranks. `communicator` is the guard's
-  /// until its destructor has returned. `abort` is called on a thread of its own, which may never
-  /// come back; `conclude` on the guard's, with a sentence.
+  /// Ranks report standstills and failures of this re-run under `key` (see `report_failure`).
+  /// `stretch`: its number in the re-run, the same on all ranks. `communicator` must stay valid
+  /// until the destructor has returned. `abort` is called on a separate thread and may never
+  /// return; `conclude` on the guard's thread, with a sentence.
   RerunGuard(Communicator& communicator, std::string key, int stretch,
              std::chrono::milliseconds patience, std::function<void()> abort,
              std::function<void(const std::string&)> conclude);
-  /// The stretch has ended. Does not return where `conclude` has been called: the process ends
-  /// there.
+  /// The stretch has ended. Does not return if `conclude` has been called: the process ends there.
   ~RerunGuard();
-  RerunGuard(const RerunGuard&) = delete;  // one thread
+  RerunGuard(const RerunGuard&) = delete;  // owns a thread
   RerunGuard& operator=(const RerunGuard&) = delete;
 
-  /// Why the collectives of this stretch were aborted; "": they were not.
+  /// Why the collectives of this stretch were aborted; "" if they were not.
   [[nodiscard]] std::string problem() const;
 
-  /// The guards of all ranks know that this rank's re-run has failed.
+  /// Reports to the guards of all ranks that this rank's re-run has failed.
   static void report_failure(Communicator& communicator, const std::string& key,
                              const std::string& problem);
-  /// This rank has come to the end of a stretch: one that stands still in it waits for nobody.
+  /// This rank has reached the end of a stretch: ranks that stand still in it do not wait for it.
   static void report_end(Communicator& communicator, const std::string& key, int stretch);
-  /// Where each rank stood that had reported a standstill: one sentence, or none.
+  /// The places of ranks that reported a standstill: one sentence, or "".
   [[nodiscard]] static std::string standstill(Communicator& communicator, const std::string& key);
 
  private:

@@ -19,7 +19,7 @@ namespace nanlocator::inline step_room {
 namespace {
 
 constexpr int kRunVersion = 1;
-constexpr mode_t kFolder = 0777;  // less the umask
+constexpr mode_t kFolder = 0777;  // before the umask
 
 std::string utc_now(const char* format) {
   const std::time_t now = std::time(nullptr);
@@ -30,8 +30,7 @@ std::string utc_now(const char* format) {
   return text.str();
 }
 
-// The system's entropy, never Torch's generators: training must draw the same numbers as without
-// us.
+// The system's entropy, never Torch's generators: training's random numbers must not change.
 std::string random_hex() {
   std::ostringstream text;
   text << std::hex << std::setw(6) << std::setfill('0') << (std::random_device{}() & 0xffffff);

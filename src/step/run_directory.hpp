@@ -14,18 +14,18 @@ struct Run {
   int attempt = 0;
 };
 
-/// Creates output_dir and in it the first a{N} that is not there yet (mkdir decides, so two jobs
+/// Creates output_dir and in it the first a{N} that does not exist (mkdir decides, so two jobs
 /// never share one). Throws IoError.
 [[nodiscard]] Run start_run(const std::filesystem::path& output_dir);
 
 [[nodiscard]] std::filesystem::path run_directory(const std::filesystem::path& output_dir,
                                                   int attempt);
 
-/// Creates the folder where it is absent: on machines that do not share rank 0's disk. Throws
+/// Creates the folder if it is missing, on machines that do not share rank 0's disk. Throws
 /// IoError.
 void ensure_directory(const std::filesystem::path& directory);
 
-/// Now, as files state it: "2025-01-31T09:30:00Z".
+/// The current time as in files: "2025-01-31T09:30:00Z".
 [[nodiscard]] std::string utc_time();
 
 /// The content of run.json (docs/formats.md). `started`: a `utc_time`.
@@ -33,7 +33,7 @@ void ensure_directory(const std::filesystem::path& directory);
                                    const LocatorOptions& options,
                                    const RankCoordinates& coordinates);
 
-/// What all ranks must agree on, as a flat JSON object.
+/// The options that all ranks must agree on, as a flat JSON object.
 [[nodiscard]] std::string agreed_options_json(const LocatorOptions& options,
                                               std::string_view flag_device);
 

@@ -18,13 +18,13 @@
 namespace nanlocator::inline step_room {
 namespace {
 
-// Groups of scans: parameters need no buckets. Weights that are scanned because
-// the gradients are bad may have been scanned before forward, too.
+// Groups of scans; parameters need no buckets. Weights scanned because of bad gradients may also
+// have been scanned before forward.
 constexpr std::uint64_t kGradients = 0, kWeights = 1, kWeightsOfABadStep = 2;
 
-/// A module that makes something bad of finite inputs may have received it, in a collective of its
-/// own: so it is in a microbatch in which the first bad thing that crossed this rank's boundary
-/// came in.
+/// Drops births that may be received values. A module that makes a bad output from finite inputs
+/// may have received it in a collective inside. This is assumed in microbatches in which the first
+/// bad tensor at this rank's boundary was received.
 void drop_receipts(std::vector<Birth>& births, const std::vector<Sighting>& crossed) {
   std::map<std::optional<int>, RoleKind> first;
   for (const auto& sighting : crossed) first.try_emplace(sighting.microbatch, sighting.role.kind());
@@ -61,12 +61,12 @@ struct StepDriver::Impl {
   bool is_closed = false;
   bool is_on_device = false;  // the parameters are
   bool has_told_of_graph = false;
-  std::int64_t completed = 0;  // steps
+  std::int64_t completed = 0;  // number of steps
   bool has_had_pass = false;   // in any step
   const Verdict* verdict = nullptr;
-  std::size_t reported = 0;  // verdicts of the locator that the framework has got
+  std::size_t reported = 0;  // number of verdicts passed to the framework
 
-  /// Of the map that the locator has got.
+  /// Adapts to the locator's current map.
   void follow_parameters() {
     gradient_phase = framework->gradient_phase();
     is_on_device = std::ranges::any_of(framework->parameters(),
@@ -74,30 +74,30 @@ struct StepDriver::Impl {
     rerun.set_framework(framework);
   }
 
-  /// All that belongs to one step: assigned anew where one ends.
+  /// State of one step; reset when a step ends.
   struct Step {
     bool is_open = false;                   // the locator's begin_step was called
-    std::optional<std::int64_t> iteration;  // as the framework counts
+    std::optional<std::int64_t> iteration;  // the framework's count
     bool is_scanned = false;                // the gradients that the update will use
     bool is_agreeing = false;               // between start_agreement and finish_agreement
-    bool is_agreed = false;                 // on what was scanned
-    bool is_judged = false;                 // a finding was reported, or dismissed
+    bool is_agreed = false;                 // on the scanned tensors
+    bool is_judged = false;                 // a finding has been reported or dismissed
     bool is_update_running = false;
     bool has_ended_pass = false;
     Decision decision = Decision::proceed;
-    std::shared_ptr<StepPass> pass;  // that can be executed again now
+    std::shared_ptr<StepPass> pass;  // can be executed again now
     std::vector<LossView> losses;
   };
   Step step;
 
-  // --- what is seen ---
+  // --- observations ---
 
   void forget_observations() {
     if (modules) modules->begin_step();
     if (boundaries) boundaries->begin_step();
   }
 
-  /// Into the ledger of this step. Waits for the devices.
+  /// Adds them to this step's ledger. Waits for the devices.
   void collect_observations() {
     const auto iteration = locator.iteration();
     std::vector<Sighting> crossed;
@@ -115,7 +115,7 @@ struct StepDriver::Impl {
     if (step.pass) locator.set_microbatches(step.pass->microbatches());
   }
 
-  /// Of weights that were bad before the step: tells whether the update before made them bad.
+  /// States of weights that were bad before the step show whether the last update made them bad.
   void keep_optimizer_states() {
     try {
       const auto bad = locator.bad_weights();
@@ -149,7 +149,7 @@ struct StepDriver::Impl {
       rerun.scan_before_change(framework->gradients());
       return;
     }
-    if (!step.pass && step.is_scanned) step = {};  // of gradients that are no longer there
+    if (!step.pass && step.is_scanned) step = {};  // those gradients no longer exist
     open({});
     locator.scan(gradient_phase, kGradients, "grad", framework->gradients());
     step.is_scanned = true;
@@ -157,8 +157,8 @@ struct StepDriver::Impl {
 
   [[nodiscard]] const LocatorOptions& options() const { return locator.options(); }
 
-  /// While a CUDA graph is captured nothing may wait or allocate, and what is enqueued runs at each
-  /// replay: training passes through.
+  /// During capture of a CUDA graph nothing may wait or allocate, and each replay repeats enqueued
+  /// work, so nothing is scanned.
   [[nodiscard]] bool is_off() {
     if (is_closed || !is_on_device || !is_captured(at::kCUDA)) return is_closed;
     if (!std::exchange(has_told_of_graph, true)) {
@@ -169,16 +169,16 @@ struct StepDriver::Impl {
     return true;
   }
 
-  // --- what is bad ---
+  // --- findings ---
 
-  /// fp16 with a dynamic loss scale looks for its scale by overflowing in backward. A loss that is
-  /// not finite is none of its doing. The same on all ranks.
+  /// fp16 with a dynamic loss scale finds its scale by overflowing in backward; this does not
+  /// explain a non-finite loss. The same on all ranks.
   bool is_routine_overflow(const std::optional<LossScale>& scale) {
     const bool is_routine = scale && scale->falls_on_overflow && are_finite(step.losses);
     return !locator.is_true_anywhere(!is_routine);
   }
 
-  /// Of gradients that the framework knows best; the same on all ranks.
+  /// Uses the framework's own loss scale; the same on all ranks.
   bool is_routine_overflow() {
     if (!framework->has_loss_scaler()) return false;
     const auto scale = framework->loss_scale();
@@ -193,8 +193,7 @@ struct StepDriver::Impl {
     std::string why_not;
   };
 
-  /// The same on all ranks but for the reason: where a pass that may meet obstacles cannot be
-  /// executed again on one of them, it is on none.
+  /// The same on all ranks except the reason: an obstacle on one rank prevents execution on all.
   Rerunnable can_rerun() {
     if (!step.pass) {
       return {step.has_ended_pass ? CanRerun::pass_has_ended : CanRerun::no_pass,
@@ -206,12 +205,12 @@ struct StepDriver::Impl {
             obstacle->empty() ? "another rank could not execute it again" : *obstacle};
   }
 
-  /// `results`: what was found to be bad, as all ranks know.
+  /// `results`: the bad tensors that all ranks have agreed on.
   Decision judge(const Rerunnable& rerunnable, std::vector<GradientView> results) {
     const auto& [can, why_not] = rerunnable;
     const bool are_gradients = can != CanRerun::weights_have_moved;
     step.is_judged = true;
-    if (are_gradients) {  // the optimizer has not touched the weights since
+    if (are_gradients) {  // the optimizer has not changed the weights since
       const auto weights = framework->weights();
       if (!weights.empty()) {
         locator.scan(Phase::params_before, kWeightsOfABadStep, "weight", weights);
@@ -266,8 +265,7 @@ struct StepDriver::Impl {
     if (partial != nullptr && locator.verdicts().size() > reported) report(partial);
   }
 
-  /// `work` is one agreement and what follows from it; a failure must not take this rank's findings
-  /// with it.
+  /// `work`: one agreement and its consequences. This rank's findings must survive its failure.
   template <typename Work>
   Decision agreed(const Work& work) {
     constexpr auto kReason = "The ranks could not agree on this step: ";
@@ -284,7 +282,7 @@ struct StepDriver::Impl {
     const auto rerun_error = rerun.take_error();
     if (decision != Decision::stop) {
       step.decision = decision;
-    } else if (rerun_error) {  // the step is over, for a reason of this rank's own
+    } else if (rerun_error) {  // the step is over, for this rank's own error
       std::rethrow_exception(rerun_error);
     }
     return decision;
@@ -299,7 +297,7 @@ struct StepDriver::Impl {
       if (is_routine()) {
         step.is_judged = true;
         locator.dismiss();
-        forget_observations();  // the scaler leaves the update out: no end_step may follow
+        forget_observations();  // the scaler skips the update: no end_step may follow
         return Decision::proceed;
       }
       return judge(can_rerun(), framework->gradients());
@@ -552,7 +550,7 @@ Decision StepDriver::end_step() {
   auto& impl = *impl_;
   if (impl.is_off()) return Decision::proceed;
   end_update();
-  // After bad gradients bad weights are no news.
+  // Bad weights after bad gradients are no new finding.
   const bool scans_weights = impl.options().check_params && !impl.step.is_judged;
   const auto decision = scans_weights ? impl.scan_updated_weights() : impl.step.decision;
   if (decision == Decision::stop) return decision;
@@ -566,7 +564,7 @@ void StepDriver::abandon() noexcept {
     impl_->locator.abandon_step();
     impl_->end();
   } catch (...) {
-    // A device that has failed is training's to report.
+    // Training reports a failed device.
   }
 }
 

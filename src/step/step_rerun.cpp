@@ -22,16 +22,16 @@ namespace {
 
 constexpr std::uint64_t kOnlyGroup = 0;
 
-/// Steps that are traced in wait of the next bad one. A fault that has not come back by then is not
+/// Limit of steps traced to catch the next bad one. A fault that has not come back by then is not
 /// worth the slower steps.
 constexpr int kMostTracedSteps = 100;
 
 struct Pass {
   std::vector<NamedTensor> losses;
   std::vector<GradientScanner::Scanned> scanned;
-  std::vector<std::int64_t> bad_parameters;  // whose local gradients are bad
+  std::vector<std::int64_t> bad_parameters;  // with bad local gradients
   bool is_bad = false;
-  std::string problem;       // what ended it early
+  std::string problem;       // error that ended it early
   std::exception_ptr error;  // the same
 };
 
@@ -42,11 +42,11 @@ struct ResetAtExit {
   std::unique_ptr<T>& owner;
 };
 
-/// On while it lives; an interrupt ends a pass, too.
+/// Switched on while it lives, even if an interrupt ends the pass.
 class Switched {
  public:
   using Set = void (Framework::*)(bool);
-  /// `framework` null: nothing is switched.
+  /// `framework` null: does nothing.
   Switched(Framework* framework, Set set) : framework_(framework), set_(set) {
     if (framework_ != nullptr) (framework_->*set_)(true);
   }
@@ -85,26 +85,26 @@ struct StepRerun::Impl {
   GradientLocator& locator;
   int threads;
   std::shared_ptr<Framework> framework;
-  std::shared_ptr<StepPass> step;             // that is executed again
-  std::shared_ptr<BoundaryWatch> boundaries;  // that it crosses; may be null
+  std::shared_ptr<StepPass> step;             // the pass to execute again
+  std::shared_ptr<BoundaryWatch> boundaries;  // for its crossings; may be null
   StepState state;
-  std::unique_ptr<GradientScanner> scanner;  // of the pass that runs now
+  std::unique_ptr<GradientScanner> scanner;  // of the current pass
   std::set<Phase> scanned_by_owner;
   bool are_gradients_changed = false;   // since they were scanned
-  bool is_failure_own = false;          // of the pass that failed: no peer's end
-  std::exception_ptr own_error;         // by which this rank's re-run has failed
-  std::optional<double> gradient_norm;  // of that pass
+  bool is_failure_own = false;          // not caused by a peer's end
+  std::exception_ptr own_error;         // the error of this rank's re-run
+  std::optional<double> gradient_norm;  // of the current pass
   std::vector<std::string> not_restored;
   std::set<std::int64_t> bad_at_first;      // ids of gradients, in the first pass
   std::unique_ptr<OperatorTrace> standing;  // traces steps that cannot be executed again
-  int traced_steps = 0;                     // since it began
+  int traced_steps = 0;                     // number since it began
 
-  /// The step once more, from where it began, then what is to be asked of its gradients. Does not
-  /// throw for what the step throws, nor for a device that fails.
+  /// Executes the step again from its start, then calls `when_bad` if its gradients are bad. Does
+  /// not throw errors of the step or of a device.
   Pass run(const std::function<std::vector<NamedTensor>(StepPass&)>& forward_backward,
            const std::function<void(const Pass&)>& when_bad = {}) {
     Pass pass;
-    const ResetAtExit<GradientScanner> is_over(scanner);  // also where an interrupt ends the pass
+    const ResetAtExit<GradientScanner> is_over(scanner);  // even if an interrupt ends the pass
     scanned_by_owner.clear();
     are_gradients_changed = false;
     gradient_norm.reset();
@@ -126,11 +126,11 @@ struct StepRerun::Impl {
       pass.error = std::current_exception();
       const auto why_aborted = guard ? guard->problem() : "";
       if (!why_aborted.empty()) pass.problem = "its collectives were aborted, as " + why_aborted;
-      // By a thread of the program: what the pass meets then is no error of the step.
+      // If a thread of the program has changed the data, the failure is not the step's error.
       const std::string changed = changed_data_after_failure();
       if (!changed.empty()) pass.problem += " (" + changed + ")";
       is_failure_own = why_aborted.empty() && changed.empty() && !is_failure_of_peers(pass.problem);
-    } catch (...) {  // an interrupt: it leaves the step, too
+    } catch (...) {  // an interrupt; it also ends the step
       guard.reset();
       locator.rerun_has_failed("it was interrupted");
       throw;
@@ -138,7 +138,7 @@ struct StepRerun::Impl {
     return pass;
   }
 
-  /// A kernel that has failed is heard of here, where its device is first waited for.
+  /// The first wait for the device, which reports a failed kernel.
   void scan_results(Pass& pass) {
     if (const Phase phase = framework->gradient_phase(); !scanned_by_owner.contains(phase)) {
       scanner->scan(phase, kOnlyGroup, "grad", framework->gradients());
@@ -170,7 +170,7 @@ struct StepRerun::Impl {
     }
   }
 
-  /// Ids, ascending. Of gradients that were reduced before anyone could scan them, those.
+  /// Ids of parameters, ascending. Uses the reduced gradients if no others could be scanned.
   std::vector<std::int64_t> bad_local_gradients() {
     const Phase phase = scanned_by_owner.contains(Phase::grad_local) ? Phase::grad_local
                                                                      : framework->gradient_phase();
@@ -183,8 +183,8 @@ struct StepRerun::Impl {
     return {bad.begin(), bad.end()};
   }
 
-  /// Who waits for a bad step with a trace armed: there is one trace per process, and a step that
-  /// is bad now comes first. Training threads only, one at a time.
+  /// The owner of an armed trace that waits for a bad step. There is one trace per process, and a
+  /// step that is bad now has priority. Training threads only, one at a time.
   static inline Impl* waiting = nullptr;
 
   ~Impl() { stop_tracing(); }
@@ -194,7 +194,7 @@ struct StepRerun::Impl {
     if (waiting == this) waiting = nullptr;
   }
 
-  /// Null, and a note, where another optimizer of this process traces all its steps.
+  /// Null, with a note, if another optimizer of this process traces all its steps.
   std::unique_ptr<OperatorTrace> make_trace(TraceOptions options = {}) {
     if (waiting != nullptr && waiting->locator.options().level != Level::operators) {
       waiting->stop_tracing();
@@ -226,12 +226,12 @@ struct StepRerun::Impl {
     Pass pass;
     std::optional<Explanation> explanation;
     std::vector<UnorderedAccess> unordered;
-    bool has_overlap = false;  // operators ran while transfers between ranks were under way
-    std::vector<Concurrent> concurrent;  // with what was bad in the first pass
+    bool has_overlap = false;            // operators ran during transfers between ranks
+    std::vector<Concurrent> concurrent;  // with bad tensors of the first pass
     std::vector<ThreadOrder> thread_orders;
   };
 
-  /// One pass under a trace of its own, explained where it is bad.
+  /// One pass under its own trace, explained if it is bad.
   Traced run_traced(std::optional<double> fresh_memory = {}) {
     Traced traced;
     TraceOptions options;
@@ -263,7 +263,7 @@ struct StepRerun::Impl {
     return traced;
   }
 
-  // Of the re-run that is being made, what is known so far.
+  // Results so far of the current re-run.
   Traced latest;
   Rerun known;
 
@@ -272,13 +272,13 @@ struct StepRerun::Impl {
     return run_traced();
   }
 
-  /// On all ranks alike.
+  /// The same on all ranks.
   bool may_be_race(bool is_seen_here) {
     return framework->can_serialise() && locator.is_true_anywhere(is_seen_here);
   }
 
-  /// Passes in which nothing is done while a transfer or a kernel runs: what is bad otherwise and
-  /// finite in all of them was a race. False where one of them has ended early.
+  /// Passes without any work during transfers or kernels. If the step is finite in all of them and
+  /// bad otherwise, it had a race. False if one of them ended early.
   bool run_serialised(Rerun& rerun) {
     constexpr int kPasses = 2;
     const Switched serialised(framework.get(), &Framework::set_serialised);
@@ -294,10 +294,9 @@ struct StepRerun::Impl {
     return true;
   }
 
-  /// One pass under PyTorch's stream sanitizer, where the run stops anyway: its hooks stay in the
-  /// process. It sees a step from Python and may be the first to fail in it: no error of the
-  /// step's.
-  /// False where it has not left finite gradients.
+  /// One pass under PyTorch's stream sanitizer, only if the run stops anyway, because its hooks
+  /// stay in the process. It observes the step from Python and may itself fail, which is no error
+  /// of the step. False if it has not left finite gradients.
   bool run_sanitised(Rerun& rerun) {
     const bool has_streams = locator.options().on_bad == Policy::stop && framework->has_streams();
     if (!locator.is_true_anywhere(has_streams)) return true;
@@ -327,8 +326,7 @@ struct StepRerun::Impl {
     bool is_bad = false;         // on any rank
   };
 
-  /// One pass in which `order`, where this rank has one, is turned round; all as it comes where
-  /// none is. Empty: it ended early.
+  /// One pass with `order` reversed, or unchanged if null. Empty if it ended early.
   std::optional<Ordered> run_ordered(const ThreadOrder* order, std::optional<double> fresh_memory) {
     TraceOptions options;
     options.keep_calls = false;
@@ -345,9 +343,9 @@ struct StepRerun::Impl {
     return Ordered{has_come_here, has_come, locator.is_true_anywhere(pass.is_bad)};
   }
 
-  /// Turns round, one after the other, the orders in which the step and other threads used the same
-  /// memory, until one is found that makes the outcome: another one each time that it is turned
-  /// round, and the re-run's own in between and afterwards. False where a pass has ended early.
+  /// Reverses one by one the orders in which the step and other threads used the same memory, until
+  /// one determines the outcome: a different outcome each time it is reversed, and the re-run's own
+  /// outcome in between and afterwards. False if a pass ended early.
   bool run_reordered(const std::vector<ThreadOrder>& orders, std::optional<double> fresh_memory,
                      Rerun& rerun) {
     constexpr std::size_t kMostOrders = 8;
@@ -375,8 +373,8 @@ struct StepRerun::Impl {
     return true;
   }
 
-  /// Off the dispatcher, of memory that nobody was seen to write, or of finite values that were too
-  /// large: memory that nobody has written may be behind it.
+  /// True for births that unwritten memory may explain: off the dispatcher, with inputs of unknown
+  /// writers, or from finite values that were too large.
   static bool may_be_of_memory(const std::optional<Explanation>& explanation) {
     return explanation && std::ranges::any_of(explanation->births, [](const auto& traced) {
              const BirthKind kind = traced.birth.kind;
@@ -394,11 +392,11 @@ struct StepRerun::Impl {
   enum class Outcome {
     ended_early,  // on some rank
     finite,
-    bad,        // for a reason that the change has nothing to do with
-    explained,  // bad because of the change: its trace is the one that counts
+    bad,        // for a reason unrelated to the change
+    explained,  // bad because of the change; its trace replaces the earlier one
   };
 
-  /// A further pass, which changes one thing; where it is `explained`, `traced` becomes it.
+  /// A further pass with one change. If the outcome is `explained`, `traced` is replaced by it.
   Outcome run_variant(RerunVariant variant, Traced& traced, Rerun& rerun) {
     std::optional<double> fresh_memory;
     if (variant == RerunVariant::constant_memory) fresh_memory = 1;
@@ -416,7 +414,7 @@ struct StepRerun::Impl {
     bool is_explained = false;
     if (variant == RerunVariant::nan_memory) {
       is_explained = locator.is_true_anywhere(has_unwritten(further.explanation));
-    } else if (variant == RerunVariant::compiled) {  // what comes and goes is not the compiler's
+    } else if (variant == RerunVariant::compiled) {  // an intermittent fault is not the compiler's
       const Pass once_more = run(&StepPass::run);
       if (has_ended_early(once_more)) {
         give_up();
@@ -433,8 +431,8 @@ struct StepRerun::Impl {
     return Outcome::explained;
   }
 
-  /// What memory held when it was handed out, and does no harm: `further`, in which it was finite,
-  /// is bad all the same, from what is left. DeepSpeed sends such padding to other ranks.
+  /// Removes harmless garbage: bad content of fresh memory. `further`, in which that content was
+  /// finite, is still bad because of the other births. DeepSpeed sends such padding to other ranks.
   void leave_out_garbage(Traced& traced, const Traced& further) {
     std::vector<bool> is_garbage;
     if (traced.explanation) {
@@ -447,7 +445,8 @@ struct StepRerun::Impl {
     if (locator.is_true_anywhere(!is_all)) leave_out(traced.explanation, is_garbage);
   }
 
-  /// One at the same place of the program, of memory of the same history.
+  /// True if there is such a birth at the same place of the program, with the same history of
+  /// memory.
   static bool has_birth(const std::optional<Explanation>& explanation, const Birth& birth) {
     return explanation && std::ranges::any_of(explanation->births, [&](const TracedBirth& each) {
              const Birth& other = each.birth;
@@ -459,7 +458,7 @@ struct StepRerun::Impl {
            });
   }
 
-  /// Births without these; those whose parent is one of them have none.
+  /// Removes these births; a birth whose parent is removed loses it.
   static void leave_out(std::optional<Explanation>& explanation, const std::vector<bool>& these) {
     if (!explanation) return;
     std::vector<std::optional<int>> places;
@@ -490,13 +489,13 @@ struct StepRerun::Impl {
     locator.rerun_has_failed(pass.problem);
     try {
       return locator.has_rerun_ended_early();
-    } catch (const AgreementError& silence) {  // the verdict names who is lost
+    } catch (const AgreementError& silence) {  // the verdict names the lost rank
       (void)locator.conclude_alone(silence.what(), Failure::of_peers);
       std::rethrow_exception(pass.error);
     }
   }
 
-  /// Half a pass's gradients are nobody's.
+  /// Gradients of an incomplete pass must not be used.
   void give_up() {
     try {
       step->clear_gradients();
@@ -506,8 +505,8 @@ struct StepRerun::Impl {
     }
   }
 
-  /// About the first birth that peers may know something of: what an operator made, whose inputs
-  /// came out of collectives, or a weight that they hold copies of.
+  /// Asks about the first birth that peers may know about: an operator's output, whose inputs came
+  /// from collectives, or a weight, which peers may hold copies of.
   void ask_peers(const Explanation& explanation) {
     for (const auto& traced : explanation.births) {
       const Birth& birth = traced.birth;
@@ -527,7 +526,7 @@ struct StepRerun::Impl {
     }
   }
 
-  /// Of a weight in shards another rank's question is about other elements.
+  /// False for a weight in shards: another rank's element index has a different meaning.
   bool is_whole(const std::string& name) const {
     const auto* const parameter = locator.map().find(name);
     return parameter == nullptr || parameter->shard_group == RankList();
@@ -563,7 +562,7 @@ struct StepRerun::Impl {
     if (!births.empty()) locator.set_births(std::move(births));
   }
 
-  /// Replays take their time: the other ranks know the births before.
+  /// Publishes the births first, because replays take time.
   void keep(const Explanation& explanation) {
     publish(explanation);
     std::vector<Birth> births;
@@ -571,7 +570,7 @@ struct StepRerun::Impl {
       births = keep_births(explanation, locator, locator.iteration(), *framework);
     } catch (const std::exception&) {
       throw;
-    } catch (...) {  // an interrupt, in a kernel that is executed again
+    } catch (...) {  // an interrupt, in a replayed kernel
       locator.rerun_has_failed("it was interrupted");
       throw;
     }
@@ -646,11 +645,11 @@ bool StepRerun::run_again() {
       if (was_tracing) trace_from_now_on();
       impl.state.go_on_from(end);
     } catch (...) {
-      // A device that has failed is training's to report.
+      // Training reports a failed device.
     }
   });
   impl.stop_tracing();  // one trace at a time
-  // Every rank takes the same way from here: a pass may hold collectives.
+  // Every rank must take the same path from here, because a pass may contain collectives.
   const bool is_eager = locator.is_true_anywhere(impl.framework->has_compiled_parts());
   Impl::Traced& traced = impl.latest = is_eager ? impl.run_eagerly() : impl.run_traced();
   rerun.changed = count_changed(first, traced.pass.scanned);
@@ -695,7 +694,7 @@ bool StepRerun::run_again() {
         rerun);
   }
 
-  /// One more pass, in which the integration keeps the calls behind these births. False: it ended
+  /// One more pass, in which the integration keeps the calls behind these births. False if it ended
   /// early.
   const auto keep_calls = [&](const std::vector<Birth>& births,
                               const std::optional<PeerQuestion>& question) {
@@ -703,7 +702,7 @@ bool StepRerun::run_again() {
     const Switched eager(is_kept_eagerly ? impl.framework.get() : nullptr, &Framework::set_eager);
     const auto kept = impl.run([&](StepPass& again) {
       if (question && impl.boundaries) {
-        // A pass of its own: what was seen in the first one is in the ledger.
+        // Counted as a new step: the ledger already has the first pass's observations.
         impl.boundaries->begin_step();
         impl.boundaries->keep_results(*question);
       }
@@ -728,7 +727,7 @@ bool StepRerun::run_again() {
         impl.give_up();
       } else {
         rerun.control_reproduced = locator.is_true_anywhere(control.is_bad);
-        rerun.not_restored = impl.not_restored;  // what moves from re-run to re-run is seen by now
+        rerun.not_restored = impl.not_restored;  // what varies by re-run is known now
         const bool has_streams = impl.framework->has_streams();
         const bool has_overlap =
             rerun.control_reproduced == true && impl.may_be_race(traced.has_overlap || has_streams);
@@ -762,7 +761,7 @@ bool StepRerun::rerun_or_trace(BadStep bad) {
   const bool is_past_limit = impl.locator.incidents() >= options.max_incidents;
   if (is_past_limit && options.on_bad != Policy::recover) return false;
   if (options.rerun != RerunPolicy::never && bad.can_rerun == CanRerun::yes) {
-    bad.results.clear();  // the first pass's gradients make room for the second's
+    bad.results.clear();  // frees the first pass's gradients before the second pass
     impl.step = std::move(bad.pass);
     impl.boundaries = std::move(bad.boundaries);
     const auto forget = c10::make_scope_exit([&] {
@@ -847,7 +846,7 @@ std::int64_t StepRerun::compare(std::shared_ptr<StepPass> pass) {
   const auto end = impl.state.end();
   Pass second;
   {
-    const auto trace = impl.standing ? nullptr : impl.make_trace();  // as a bad step is re-run
+    const auto trace = impl.standing ? nullptr : impl.make_trace();  // as in a bad step's re-run
     second = impl.run(&StepPass::run);
   }
   if (!second.problem.empty()) {

@@ -19,23 +19,24 @@
 namespace nanlocator::inline step_room {
 namespace {
 
-/// Elements up to which a buffer is copied at every save, whatever its version says: batch norm's
-/// kernels write running statistics without moving it (aten/src/ATen/native/Normalization.cpp).
+/// Buffers up to this number of elements are copied at every save: batch norm's kernels write
+/// running statistics without changing the version (aten/src/ATen/native/Normalization.cpp).
 constexpr std::int64_t kSmallBuffer = 1 << 16;
 
 constexpr const char* kCpu = "cpu";
 
 std::optional<std::uint32_t> version_of(const at::Tensor& tensor) {
-  if (tensor.is_inference()) return std::nullopt;  // they have no counter
+  if (tensor.is_inference()) return std::nullopt;  // inference tensors have no counter
   return tensor._version();
 }
 
-/// Nobody has written to a large buffer since it had `version`.
+/// True for a large buffer without a write since `version`.
 bool is_unchanged(const at::Tensor& tensor, std::optional<std::uint32_t> version) {
   return tensor.numel() > kSmallBuffer && version && version_of(tensor) == version;
 }
 
-/// Batch norm writes its statistics without a word to their version counters.
+/// Compares values of small buffers, because batch norm writes statistics without changing the
+/// version.
 bool has_moved(const at::Tensor& tensor, const at::Tensor& copy,
                std::optional<std::uint32_t> version) {
   const bool fits = copy.defined() && copy.options().type_equal(tensor.options()) &&
@@ -44,8 +45,8 @@ bool has_moved(const at::Tensor& tensor, const at::Tensor& copy,
   return !at::equal(tensor, copy);
 }
 
-/// Unseen by autograd: a graph that waits for its backward may have kept `tensor`, which will hold
-/// what it held then.
+/// Hidden from autograd: a graph that waits for its backward may have saved `tensor`, whose values
+/// will be the same again.
 void put(const at::Tensor& values, const at::Tensor& tensor) {
   tensor.variable_data().copy_(values);
 }
@@ -62,7 +63,7 @@ void StepState::set_buffers(std::function<std::vector<NamedTensor>()> buffers) {
   buffers_.clear();
 }
 
-/// The program may have put another tensor in the place of one; copies of the others stay.
+/// The program may have replaced a buffer's tensor; copies of the others stay valid.
 void StepState::find_buffers() {
   if (!buffers_now_) return;
   auto now = buffers_now_();
@@ -152,7 +153,7 @@ void StepState::go_on_from(const End& end) {
     const bool is_moved = has_moved(buffer.tensor, buffer.copy, buffer.version);
     const auto& first_end = end.buffers[i];
     if (is_moved == first_end.defined()) continue;
-    // Only one of both passes has moved it: the step did more, or less, than is executed again.
+    // Only one pass has changed it: the step did more, or less, than the repeated pass.
     put(is_moved ? buffer.copy : first_end, buffer.tensor);
     buffer.version.reset();
   }
@@ -161,7 +162,7 @@ void StepState::go_on_from(const End& end) {
 std::map<std::string, at::Tensor> StepState::generator_states() {
   std::map<std::string, at::Tensor> states;
   std::vector<std::string> devices = {kCpu};
-  // Only where CUDA is in use already: a look at it would create its context.
+  // Only if CUDA is already in use: a query would create its context.
   if (at::globalContext().hasCUDA()) {
     const auto& cuda = at::detail::getCUDAHooks();
     for (at::DeviceIndex i = 0; i < cuda.deviceCount(); ++i) {

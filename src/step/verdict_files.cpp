@@ -113,7 +113,7 @@ std::vector<LostRank> VerdictFiles::lost() const {
   return lost_;
 }
 
-// --- with the lock ---
+// --- with the lock held ---
 
 void VerdictFiles::write_files(Reported& reported) const {
   auto& [verdict, scope, state, archive] = reported;
@@ -136,8 +136,8 @@ bool VerdictFiles::is_first_living_rank() const {
   return true;
 }
 
-// Of all ranks rank 0 has concluded on this step and ended; what one rank makes of it stands
-// beside.
+// Rank 0 has concluded this step for all ranks and has ended; a single rank's verdict goes into its
+// own file.
 bool VerdictFiles::is_less_than_on_disk(VerdictScope scope) const {
   if (scope == VerdictScope::all_ranks || coordinates_.rank == 0) return false;
   std::error_code error;
@@ -145,7 +145,7 @@ bool VerdictFiles::is_less_than_on_disk(VerdictScope scope) const {
       directory_ / "verdicts" / ("step" + std::to_string(iteration_) + ".json"), error);
 }
 
-// First among the notes: people read the first three.
+// Put first, because readers look at the first three notes.
 void VerdictFiles::name_lost_ranks(Verdict& verdict, VerdictScope scope) const {
   if (lost_.empty()) return;
   std::vector<std::string> notes;
@@ -188,7 +188,7 @@ void VerdictFiles::write_status(const Verdict& verdict, std::string_view state,
         directory_ / "status.json",
         json.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n");
   } catch (const std::exception&) {
-    // The verdict, written just before, has it as a note.
+    // The verdict, written just before, has this as a note.
   }
 }
 
@@ -207,7 +207,7 @@ void VerdictFiles::write_ledger() const {
   try {
     append_ledger(directory_, ledger);
   } catch (const std::exception&) {
-    // What it says is in this rank's verdict, too.
+    // This rank's verdict has the same content.
   }
 }
 

@@ -1,9 +1,8 @@
-// The files by which a run reports its state: verdicts and status.json.
+// The files that report a run's state: verdicts and status.json.
 //
-// Two threads write them: training with what it has concluded, and the monitor of silent ranks. One
-// lock keeps them apart, and each takes up what the other has reported of the same step, so that
-// the file that is there last says both. A disk that cannot be written is a note, never an
-// exception.
+// Two threads write them: the training thread, and the monitor of silent ranks. One lock separates
+// them, and each includes the other's report on the same step, so that the last file has both. A
+// write error is a note, never an exception.
 #pragma once
 
 #include <filesystem>
@@ -20,49 +19,48 @@
 
 namespace nanlocator::inline step_room {
 
-/// The state of a run that ranks are missing from, in status.json; others are `outcome_of`'s.
+/// The state in status.json of a run with lost ranks; `outcome_of` has the others.
 inline constexpr std::string_view kRankLost = "rank_lost";
 inline constexpr std::string_view kTerminated = "terminated";  // by SIGTERM
 
-/// Whose ledgers a verdict is made of.
+/// The ledgers that a verdict is based on.
 enum class VerdictScope {
-  all_ranks,  // of all that answered: its silent_ranks are those without a ledger
-  alone,      // of this rank only: the others were not asked
+  all_ranks,  // all that answered: silent_ranks are those without a ledger
+  alone,      // this rank only: the others were not asked
 };
 
 struct UnwrittenBundle {
-  std::string folder;   // as origins name it
+  std::string folder;   // as in origins
   std::string problem;  // a sentence
 };
 
-/// Notes in `verdict`; its origins name these no more.
+/// Turns them into notes of `verdict` and removes them from its origins.
 void leave_out(const std::vector<UnwrittenBundle>& bundles, Verdict& verdict);
 
 class VerdictFiles {
  public:
-  /// Files go to `directory` (output_dir/a{attempt}), which exists.
+  /// `directory` (output_dir/a{attempt}) must exist.
   VerdictFiles(Run run, std::filesystem::path directory, RankCoordinates coordinates);
 
-  /// Where this rank stands, for what the monitor writes. What was reported of another step is
-  /// over.
+  /// This rank's activity, for the monitor's files. Drops the report of another step.
   void now_in(Activity activity, std::int64_t iteration);
   [[nodiscard]] Activity activity() const;
 
-  /// Training's verdict on the current step, which gets the lost ranks by name and what could not
-  /// be written as notes. `state` is for status.json ("stopped", ...). It is verdict.json,
-  /// verdicts/`archive` and status.json on rank 0, or on the lowest living rank where that is lost;
-  /// and verdict_rank{r}.json on the other ranks, or where it is `alone`.
+  /// Writes training's verdict on the current step and adds notes to it: the lost ranks, and write
+  /// errors. `state` is for status.json ("stopped", ...). Rank 0, or the lowest living rank if it
+  /// is lost, writes verdict.json, verdicts/`archive` and status.json. The other ranks write
+  /// verdict_rank{r}.json, as does any rank for a verdict `alone`.
   void write(Verdict& verdict, VerdictScope scope, std::string_view state,
              const std::string& archive = "");
-  /// A verdict that another rank has written.
+  /// Takes over another rank's verdict.
   void take_over(const Verdict& verdict, std::string_view state);
 
-  /// Bundles that the verdict on this step names, and that could not be written since: into the
+  /// Adds bundles that the verdict on this step names and that could not be written since to the
   /// files that `write` has written.
   void add_unwritten(const std::vector<UnwrittenBundle>& bundles);
 
-  /// The monitor's: this rank's ledger and partial verdict on disk; on the lowest living rank also
-  /// verdict.json, status.json and a line on stderr. `lost` replaces what was there before.
+  /// For the monitor: writes this rank's ledger and partial verdict; on the lowest living rank also
+  /// verdict.json, status.json and a line on stderr. `lost` replaces the earlier list.
   void write_lost(const std::vector<LostRank>& lost);
   [[nodiscard]] std::vector<LostRank> lost() const;
 
@@ -73,7 +71,7 @@ class VerdictFiles {
     std::string state;
     std::string archive;
   };
-  // The lock is held in all of these.
+  // Call all of these with the lock held.
   void write_files(Reported& reported) const;
   [[nodiscard]] bool is_first_living_rank() const;
   [[nodiscard]] bool is_less_than_on_disk(VerdictScope scope) const;
@@ -93,7 +91,7 @@ class VerdictFiles {
   Activity activity_ = Activity::training;
   std::int64_t iteration_ = 0;
   std::vector<LostRank> lost_;
-  std::optional<Reported> reported_;  // of the current step
+  std::optional<Reported> reported_;  // on the current step
 };
 
 }  // namespace nanlocator::inline step_room

@@ -1,7 +1,7 @@
-// The contract of a step, for the C++ LocatingOptimizer: the same cases, by the same names, as
-// tests/step/test_contract.py holds the Python adapters to. Left out here: routine_overflow
+// The contract of a step, for the C++ LocatingOptimizer: the same cases, under the same names, as
+// tests/step/test_contract.py checks for the Python adapters. Left out here: routine_overflow
 // (libtorch has no GradScaler), remove_in_the_middle (there is no `remove`),
-// torchs_clip_inside_the_pass (libtorch's is a template that nobody can see through).
+// torchs_clip_inside_the_pass (libtorch's is a template, which cannot be intercepted).
 #include <ATen/ops/randn.h>
 #include <ATen/ops/zeros.h>
 #include <gmock/gmock.h>
@@ -37,8 +37,8 @@ at::Tensor batch_of_eight(int number) {
   return at::randn({8, 4});
 }
 
-/// A loop of SGD steps; `fault` is called after each backward with the step (from 1) and the
-/// execution of that step (from 1).
+/// A loop of SGD steps; `fault` is called after each backward with the step (from 1) and the step's
+/// execution (from 1).
 class Loop {
  public:
   Loop(const TemporaryFolder& folder, bool with_closure, Policy policy, bool is_watched = true)
@@ -97,7 +97,7 @@ class Loop {
     model->weight.mutable_grad().mutable_data_ptr<float>()[2] =
         std::numeric_limits<float>::quiet_NaN();
   }
-  /// Is bad in these steps, the first time they are executed or each time.
+  /// Makes these steps bad, on their first execution or on each.
   void corrupt_in(std::vector<int> steps, bool each_time = true) {
     fault = [=, this](int step, int execution) {
       const bool is_due = std::ranges::find(steps, step) != steps.end();
@@ -169,7 +169,7 @@ TEST_P(Contract, policy_stop) {
   watched.corrupt_in({1, 3});
   EXPECT_THROW(watched.step(), NonFiniteGradientError);
   const auto before = watched.weights();
-  watched.step();  // a caller that goes on is in a fresh step
+  watched.step();  // a caller that continues gets a fresh step
   EXPECT_NE(watched.weights(), before);
   EXPECT_THROW(watched.step(), NonFiniteGradientError);
   EXPECT_THAT(watched.found(), ElementsAre(1, 3));
@@ -200,7 +200,7 @@ TEST_P(Contract, policy_recover) {
   auto watched = loop(Policy::recover);
   watched.corrupt_in({2}, /*each_time=*/false);
   watched.step();
-  if (!GetParam()) {  // nothing to execute again
+  if (!GetParam()) {  // no pass to execute again
     EXPECT_THROW(watched.step(), NonFiniteGradientError);
     return;
   }
@@ -230,14 +230,14 @@ TEST_P(Contract, exception_in_the_pass) {
   watched.corrupt_in({4});
   watched.step();
   EXPECT_THROW(watched.step(), NonFiniteGradientError);
-  EXPECT_THAT(watched.found(), ElementsAre(3));  // the one that raised is not counted
+  EXPECT_THAT(watched.found(), ElementsAre(3));  // not counting the one that raised
 }
 
 TEST_P(Contract, exception_in_the_pass_does_not_leave_its_closure_behind) {
   auto watched = loop();
   watched.corrupt_in({1});
   EXPECT_THROW(watched.step(), NonFiniteGradientError);
-  // Were the dead closure of step 1 still there, this bad step would be executed again by it.
+  // If step 1's destroyed closure still existed, this bad step would be executed again with it.
   watched.optimizer->zero_grad();
   watched.corrupt_in({});
   (watched.model->weight.sum() + watched.model->bias.sum()).backward();
@@ -259,7 +259,7 @@ TEST_P(Contract, options_changed) {
   const auto before = watched.weights();
   watched.step();
   EXPECT_EQ(std::isnan(watched.weights().at(0)), std::isnan(before.at(0)));
-  EXPECT_THAT(watched.found(), ElementsAre(1));  // of the new one
+  EXPECT_THAT(watched.found(), ElementsAre(1));  // of the new optimizer
 }
 
 TEST_P(Contract, two_optimizers) {
@@ -305,7 +305,7 @@ TEST_P(Contract, clip_inside_the_pass) {
   } catch (const NonFiniteGradientError& error) {
     const auto& origin = error.verdict().origins.at(0);
     EXPECT_EQ(origin.parameter, "weight");
-    EXPECT_EQ(origin.tensor.value().nan, 1);  // not what the clip has made of it
+    EXPECT_EQ(origin.tensor.value().nan, 1);  // not the value after the clip
     EXPECT_EQ(error.verdict().rerun.done, GetParam());
     if (GetParam()) EXPECT_EQ(error.verdict().rerun.reproduced, true);
   }

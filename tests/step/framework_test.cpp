@@ -1,4 +1,4 @@
-// A StepDriver over a framework that says only what it must: the defaults of the contract.
+// A StepDriver over a minimal framework: the defaults of the contract.
 #include "nanlocator/step/framework.hpp"
 
 #include <ATen/ops/full.h>
@@ -61,7 +61,7 @@ class Division final : public StepPass {
 
 class FrameworkTest : public ::testing::Test {
  protected:
-  /// One bad step; the pass has run once before it is judged.
+  /// One bad step; the pass has run once before the judgement.
   Decision judge(const std::shared_ptr<Division>& pass) {
     driver_.begin_pass(pass);
     (void)pass->run();

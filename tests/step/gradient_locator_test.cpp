@@ -201,7 +201,7 @@ TEST_F(SingleProcess, ANormThatOverflowsThoughEveryGradientIsFiniteIsAFinding) {
   const auto& verdict = locator.conclude();
   EXPECT_THAT(to_json(verdict), HasSubstr("p0"));
   EXPECT_NE(verdict.status, VerdictStatus::clean);
-  // The norm belongs to its step.
+  // The norm applies to its own step only.
   EXPECT_FALSE(run_step(locator, 2, healthy()));
 }
 
@@ -366,7 +366,7 @@ TEST_F(SingleProcess, AnOutputFolderThatCannotBeMadeIsAnIoErrorWithItsPath) {
   EXPECT_THAT(message_of<IoError>([&] { make(); }), HasSubstr("file/run"));
 }
 
-// A file-size limit of zero: write() fails as on a full disk, with EFBIG in place of ENOSPC.
+// A file-size limit of zero: write() fails as on a full disk, with EFBIG instead of ENOSPC.
 class FullDisk {
  public:
   FullDisk() {
@@ -500,7 +500,7 @@ TEST_F(SeveralRanks, ABundleThatCannotBeWrittenIsANoteOfTheVerdictOnDisk) {
       std::ofstream(locator.run_dir() / "bundles") << "in the way";
       EXPECT_NE(keep_bundle(locator), "");
     }
-    EXPECT_THAT(locator.conclude().notes, IsEmpty());  // it was out before
+    EXPECT_THAT(locator.conclude().notes, IsEmpty());  // already published before
   });
   const auto verdict = verdict_from_json(content_of(folder_ / "run/a0/verdict.json"), "verdict");
   EXPECT_EQ(verdict.origins.at(0).coordinates.value().rank, 1);
@@ -664,7 +664,7 @@ TEST_F(SeveralRanks, AFailureOfPeersThoughAllAnswerIsLeftAtTheDeadlineWithNothin
 }
 
 TEST_F(SeveralRanks, AFindingWaitsForNoRankThatIsKnownToBeLost) {
-  options_.gather_deadline = milliseconds(24'000);  // ranks look for news every two seconds
+  options_.gather_deadline = milliseconds(24'000);  // ranks check for news every two seconds
   run_ranks(3, one_hash_store(), [&](const auto& communicator) {
     auto locator = make(communicator, options_);
     ASSERT_TRUE(run_step(locator, 4, communicator->rank() == 1 ? with_bad_element() : healthy(),
@@ -699,7 +699,7 @@ TEST_F(SeveralRanks, ARankThatIsLostAfterTheVerdictIsAddedToItAndReplacesNothing
         verdict_from_json(content_of(locator.run_dir() / "verdict.json"), "verdict");
     EXPECT_THAT(verdict.notes.at(0), HasSubstr("no data"));
     EXPECT_EQ(verdict.origins.size(), locator.verdicts().at(0).origins.size());
-    EXPECT_THAT(verdict.silent_ranks, IsEmpty());  // its ledger had come
+    EXPECT_THAT(verdict.silent_ranks, IsEmpty());  // its ledger had arrived
     const auto status = status_in(locator.run_dir());
     EXPECT_EQ(status["state"], "reported");
     EXPECT_THAT(status["silent_ranks"], ElementsAre(1));
@@ -750,8 +750,7 @@ TEST_F(SeveralRanks, AnOutputFolderThatRankZeroCannotMakeFailsOnEveryRank) {
 }
 
 TEST_F(SeveralRanks, AMapThatOneRankCannotWriteFailsOnEveryRank) {
-  // Rank 1 finds a folder where its manifest belongs, as soon as rank 0 has made the attempt's
-  // folder.
+  // Rank 1 finds a folder in place of its manifest as soon as rank 0 has made the attempt's folder.
   const auto manifest = folder_ / "run/a0/param_manifest_tp0pp0dp1.json/in the way";
   class BlockingStore : public c10d::HashStore {
    public:

@@ -137,7 +137,7 @@ TEST_P(HealthyTraining, IsBitIdenticalWithAndWithoutTheWrapperAndHasNoFindings) 
                                                             auto zero_grad) {
         return [&model, zero_grad, sets_to_none] {
           zero_grad(sets_to_none);
-          auto loss = model.loss(batch(0));  // LBFGS diverges where each call is of another batch
+          auto loss = model.loss(batch(0));  // LBFGS diverges if batches differ between calls
           loss.backward();
           return loss;
         };
@@ -241,7 +241,7 @@ TEST_F(LocatingOptimizerTest, UnderReportGoesOnAndListsTheFindings) {
     backward(step);
     if (step == 1) model_->bias.mutable_grad()[2] = -kInfinity;
     (void)optimizer.clip_grad_norm(1.0);
-    if (step == 1) optimizer.zero_grad();  // the training script throws the gradients away
+    if (step == 1) optimizer.zero_grad();  // the training script drops the gradients
     optimizer.step();
   }
   const auto& verdicts = optimizer.locator().verdicts();
@@ -347,7 +347,7 @@ TEST_F(LocatingOptimizerTest, SeesWhatAClosureComputes) {
 }
 
 TEST_F(LocatingOptimizerTest, DoesNotBlameAFiniteLossForWhatTorchsClipInAClosureMadeOfOneElement) {
-  // Inline code of the caller: nobody sees it run, and the norm that is NaN makes all gradients so.
+  // Code outside the dispatcher, whose execution is not seen; the NaN norm makes all gradients NaN.
   LocatingOptimizer optimizer(sgd(), *model_, options());
   int calls = 0;
   const auto closure = [&] {
@@ -412,7 +412,7 @@ TEST_F(LocatingOptimizerTest, NamesTheRowOfASparseEmbeddingGradient) {
 
 TEST_F(LocatingOptimizerTest, ParametersWithoutGradientAreNoFinding) {
   LocatingOptimizer optimizer(sgd(), *model_, options());
-  optimizer.step();  // no backward at all
+  optimizer.step();  // without a backward
   model_->loss(batch(0)).backward();
   model_->second.mutable_grad().reset();
   optimizer.step();
@@ -481,7 +481,7 @@ TEST_F(LocatingOptimizerTest, LeavesNoHookBehind) {
     backward(0);
     optimizer.step();
   }
-  backward(1);  // would call into the destroyed locator
+  backward(1);  // must not call into the destroyed locator
   EXPECT_TRUE(model_->first.grad().defined());
 }
 
@@ -511,7 +511,7 @@ TEST_F(LocatingOptimizerTest, FindsAWeightThatTheOptimizerItselfBreaks) {
       std::make_shared<torch::optim::SGD>(model_->parameters(), torch::optim::SGDOptions(1e38));
   LocatingOptimizer optimizer(inner, *model_, with_check);
   backward(0);
-  model_->second.mutable_grad().fill_(1e3);  // finite; times the learning rate it is not
+  model_->second.mutable_grad().fill_(1e3);  // finite; overflows times the learning rate
   EXPECT_THROW(optimizer.step(), NonFiniteGradientError);
   EXPECT_EQ(optimizer.locator().verdicts().at(0).origins.at(0).phase, Phase::params_after);
 }

@@ -18,7 +18,7 @@ constexpr int kStretch = 3;
 
 using IsAborted = std::atomic<bool>;
 
-/// As a pass whose collective an abort ends.
+/// Like a pass whose collective an abort ends.
 void stand_still(milliseconds time, const IsAborted& is_aborted) {
   for (const auto end = after(time); !is_aborted && std::chrono::steady_clock::now() < end;) {
     std::this_thread::sleep_for(milliseconds(5));
@@ -37,7 +37,7 @@ struct Guarded {
   std::string problem;
 };
 
-/// Rank 0's pass under a guard, after rank 1 has reported what it reports.
+/// Rank 0's pass under a guard, after rank 1's reports.
 Guarded guard(const std::function<void(const IsAborted&)>& pass,
               const std::function<void(Communicator&)>& other_rank) {
   Guarded guarded;

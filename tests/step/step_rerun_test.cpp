@@ -1,4 +1,4 @@
-// The repeat of a bad step, through the C++ LocatingOptimizer and its LossClosure.
+// The re-run of a bad step, through the C++ LocatingOptimizer and its LossClosure.
 #include "nanlocator/step/step_rerun.hpp"
 
 #include <ATen/ops/dropout.h>
@@ -46,7 +46,7 @@ struct Model : torch::nn::Module {
   }
 
   std::shared_ptr<Encoder> encoder;
-  double gate = 1;  // 0: the root's argument is zero, and its derivative Inf times zero
+  double gate = 1;  // 0: the root's argument is zero, so its gradient is Inf times zero
 };
 
 class StepRerunTest : public ::testing::Test {
@@ -87,13 +87,13 @@ TEST_F(StepRerunTest, AClosureIsRepeatedAndTheOperatorOfTheBackwardFaultIsNamed)
     const auto& origin = verdict.origins.front();
     EXPECT_THAT(origin.op, HasSubstr("aten::div"));
     EXPECT_EQ(origin.direction, Direction::backward);
-    EXPECT_EQ(origin.module, "encoder");  // whose parameter was used last
+    EXPECT_EQ(origin.module, "encoder");  // owner of the last used parameter
     EXPECT_EQ(origin.cause, Cause::operator_undefined);
     const OpenBundle bundle(folder_.path() / "run" / "a0" / origin.bundle);
     EXPECT_EQ(bundle.bundle().operator_call->op, origin.op);
     EXPECT_TRUE(bundle.verify().empty());
   }
-  EXPECT_EQ(calls, 4);  // the good step, the bad one, its repeat, and with fresh memory filled
+  EXPECT_EQ(calls, 4);  // the good step, the bad one, its repeat, and one with filled fresh memory
 }
 
 TEST_F(StepRerunTest, AFaultOfTheFirstPassAloneIsNotReproduced) {
@@ -117,7 +117,7 @@ TEST_F(StepRerunTest, AFaultOfTheFirstPassAloneIsNotReproduced) {
     EXPECT_EQ(error.verdict().origins[0].cause, Cause::not_reproduced);
     EXPECT_EQ(error.verdict().origins[0].parameter, "encoder.weight");
   }
-  EXPECT_EQ(calls, 4);  // bad, traced, with fresh memory filled, control
+  EXPECT_EQ(calls, 4);  // bad, traced, with filled fresh memory, control
 }
 
 TEST_F(StepRerunTest, RepeatingEveryStepLeavesWeightsBuffersAndGeneratorAsTheyWouldBe) {

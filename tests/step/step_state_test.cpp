@@ -25,7 +25,7 @@ TEST(StepState, TheSameRandomNumbersComeAgain) {
   (void)at::rand({3});
   EXPECT_THAT(state.restore(), IsEmpty());
   EXPECT_TRUE(at::equal(at::rand({16}), first));
-  EXPECT_THAT(state.restore(), IsEmpty());  // as often as one likes
+  EXPECT_THAT(state.restore(), IsEmpty());  // may be repeated
   EXPECT_TRUE(at::equal(at::rand({16}), first));
 }
 
@@ -34,7 +34,7 @@ TEST(StepState, SmallBuffersComeBackThoughTheirVersionDoesNotTell) {
   StepState state;
   state.set_buffers([&] { return std::vector<NamedTensor>{{"running_mean", running_mean}}; });
   state.save();
-  running_mean.data_ptr<float>()[2] = 7;  // as a kernel writes that moves no version counter
+  running_mean.data_ptr<float>()[2] = 7;  // as a kernel writes, without a new version
   EXPECT_THAT(state.restore(), IsEmpty());
   EXPECT_TRUE(at::equal(running_mean, at::ones({4})));
 }
@@ -46,7 +46,7 @@ TEST(StepState, LargeBuffersComeBackToTheirContentsOfTheLatestSave) {
   state.set_buffers([&] { return std::vector<NamedTensor>{{"table", table}}; });
   state.save();
   table.add_(1);
-  state.save();  // a step that was good: this is the state to come back to
+  state.save();  // a good step: its end is the state to restore
   const auto after_first_step = table.clone();
   table.mul_(0);
   EXPECT_THAT(state.restore(), IsEmpty());

@@ -1,14 +1,14 @@
-// What a framework is to the engine: the contract of an integration, written once.
+// A framework as the engine sees it: the contract of an integration.
 //
-// An integration derives a Framework, which holds nothing of a step, and a StepPass for each
+// An integration derives a Framework, which holds no state of a step, and a StepPass for each
 // forward and backward that can be executed again. StepDriver and StepRerun call them; in Python
-// they are `nanlocator.driver.Adapter` and `Pass` (integrations/bindings/framework.cpp). What has a
-// default is a capability that a framework may lack: one that has it overrides it, on all ranks
+// they are `nanlocator.driver.Adapter` and `Pass` (integrations/bindings/framework.cpp). A method
+// with a default is an optional capability: a framework that has it overrides it, on all ranks
 // alike.
 //
-// Thread: the training thread, except where a method says otherwise. Streams: the current ones.
-// Errors: what a method throws ends the call of StepDriver that asked; within a pass of a re-run it
-// ends that pass, as an error of the step would, and the verdict says so.
+// Thread: the training thread, unless a method says otherwise. Streams: the current ones. Errors:
+// an exception ends the call of StepDriver that led to it; within a pass of a re-run it ends that
+// pass like an error of the step, and the verdict says so.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,21 +29,20 @@
 
 namespace nanlocator::inline step_room {
 
-/// A loss scaler that will leave this step's update out, as it has seen an overflow.
+/// A loss scaler that will skip this step's update because of an overflow.
 struct LossScale {
   double scale = 1;
-  bool falls_on_overflow =
-      false;                    // it will be lower afterwards: then the overflow was a routine one
-  bool is_in_gradients = true;  // the gradients that are scanned are multiplied by it
+  bool falls_on_overflow = false;  // it lowers the scale afterwards: a routine overflow
+  bool is_in_gradients = true;     // the scanned gradients are multiplied by it
 };
 
-/// The model as it is now, for a ModuleWatch's births and for a trace that is armed.
+/// The current model, for a ModuleWatch's births and for a new trace.
 struct ModelTensors {
   std::vector<NamedTensor> parameters;
-  std::vector<NamedTensor> buffers;  // and what modules hold as plain attributes
+  std::vector<NamedTensor> buffers;  // includes tensors that modules hold as plain attributes
 };
 
-/// What an optimizer keeps of a parameter, as it is now.
+/// Current optimizer state of a parameter.
 struct OptimizerTensor {
   std::int64_t parameter = 0;  // id
   std::string name;            // "exp_avg"; "main_param": its own copy of the weight
@@ -60,21 +59,21 @@ class Framework {
 
   // --- tensors ---
 
-  /// This rank's parameters as they are from now on; asked first, and again when they have changed
+  /// This rank's current parameters. Called first, and again after they change
   /// (StepDriver::take_parameters_again).
   [[nodiscard]] virtual ParameterMap parameter_map() = 0;
-  /// That `gradients` are of, when a pass has ended; asked once for each map.
+  /// The phase of `gradients` at the end of a pass; called once per map.
   [[nodiscard]] virtual Phase gradient_phase() { return Phase::grad_local; }
-  /// The gradients as they are now; in every step.
+  /// The current gradients; called in every step.
   [[nodiscard]] virtual std::vector<GradientView> gradients() = 0;
-  /// The weights of the same ids: none where they are no longer those that the step has used.
+  /// The weights with the same ids; empty if they are no longer the ones that the step used.
   [[nodiscard]] virtual std::vector<GradientView> weights() = 0;
-  /// As they are now; held by others.
+  /// The current parameters; the program owns them.
   [[nodiscard]] virtual std::vector<NamedTensor> parameters() = 0;
-  /// As they are now; in every step that can be executed again.
+  /// The current buffers; called in every step that can be executed again.
   [[nodiscard]] virtual std::vector<NamedTensor> buffers() { return {}; }
   [[nodiscard]] virtual ModelTensors model_tensors() { return {parameters(), buffers()}; }
-  /// Of the parameters with these ids, between updates.
+  /// State of the parameters with these ids, between updates.
   [[nodiscard]] virtual std::vector<OptimizerTensor> optimizer_state(
       const std::vector<std::int64_t>& /*ids*/) {
     return {};
@@ -82,68 +81,67 @@ class Framework {
 
   // --- a bad step ---
 
-  /// Whether gradients may be multiplied by a loss scale; `loss_scale` is nullopt where the scaler
-  /// has seen no overflow.
+  /// True if gradients may be multiplied by a loss scale. `loss_scale` is nullopt if the scaler has
+  /// seen no overflow.
   [[nodiscard]] virtual bool has_loss_scaler() { return false; }
   [[nodiscard]] virtual std::optional<LossScale> loss_scale() { return std::nullopt; }
-  /// Whether the framework itself leaves out an update whose gradients are bad.
+  /// True if the framework itself skips an update with bad gradients.
   [[nodiscard]] virtual bool skips_bad_updates() { return false; }
-  /// Of a step without a pass, a clause: "step() was called without a closure".
+  /// Why a step has no pass, a clause: "step() was called without a closure".
   [[nodiscard]] virtual std::string why_no_pass() { return {}; }
-  /// Whether a later step may be traced where one has no pass.
+  /// True if later steps may be traced when one has no pass.
   [[nodiscard]] virtual bool can_trace_later_steps() { return true; }
-  /// Each verdict as it comes, partial ones of this rank alone, too.
+  /// Called for each verdict, including partial ones of this rank alone.
   virtual void on_verdict(const Verdict& /*verdict*/) {}
 
   // --- its re-run ---
 
-  /// The lines of the program, for a trace (TraceOptions); null where they are not known.
+  /// The program's lines, for a trace (TraceOptions); null if unknown.
   [[nodiscard]] virtual std::shared_ptr<ProgramCode> program_code() { return nullptr; }
 
-  /// Whether the three below do something (C++ programs have no module calls).
+  /// True if the next three methods are implemented (C++ programs have no module calls).
   [[nodiscard]] virtual bool keeps_calls() { return false; }
-  /// Calls `run`, which executes the step once more, and keeps for each of these births, made by
-  /// operators or hooks, the call of the module around it, and the kernels' calls among them
-  /// (BirthKind::kernel, or left unwritten).
+  /// Calls `run`, which executes the step once more. Keeps the surrounding module call of each of
+  /// these births, made by operators or hooks, and the kernel calls among them (BirthKind::kernel,
+  /// or left unwritten).
   virtual void keep_calls(const std::vector<Birth>& /*births*/, const std::function<void()>& run) {
     run();
   }
-  /// Puts the kept call of a module into the birth's bundle.
+  /// Adds the kept module call to the birth's bundle.
   virtual void add_module_call(const Birth& /*birth*/, Bundle& /*bundle*/,
                                StorageCollector& /*storages*/, BundleContents& /*contents*/) {}
-  /// The kept call of a kernel.
+  /// The kept kernel call.
   [[nodiscard]] virtual std::optional<KeptKernelCall> take_kernel_call(const Birth& /*birth*/) {
     return std::nullopt;
   }
 
-  /// Whether the program has parts that torch.compile has compiled.
+  /// True if torch.compile has compiled parts of the program.
   [[nodiscard]] virtual bool has_compiled_parts() { return false; }
-  /// They are executed by their operators from now on, or no more.
+  /// Switches eager execution of the compiled parts on or off.
   virtual void set_eager(bool /*is_eager*/) {}
 
-  /// Whether `set_serialised` does something.
+  /// True if `set_serialised` is implemented.
   [[nodiscard]] virtual bool can_serialise() { return false; }
-  /// Each transfer between ranks is waited for where it begins, and each operator on a GPU where it
-  /// ends, from now on or no more.
+  /// Switches serialisation on or off: each transfer between ranks is waited for at its start, each
+  /// operator on a GPU at its end.
   virtual void set_serialised(bool /*is_serialised*/) {}
 
-  /// Whether a GPU with streams is in use, and `sanitise_streams` can watch them.
+  /// True if a GPU with streams is in use that `sanitise_streams` can watch.
   [[nodiscard]] virtual bool has_streams() { return false; }
-  /// Calls `run`, a pass, under PyTorch's stream sanitizer and gives what that has found.
+  /// Calls `run`, a pass, under PyTorch's stream sanitizer and returns its findings.
   [[nodiscard]] virtual std::vector<UnorderedAccess> sanitise_streams(
       const std::function<void()>& run) {
     run();
     return {};
   }
 
-  /// Ends the collectives in which this process waits, on whichever thread and in whichever groups,
-  /// where a re-run cannot be completed; the communicator's own group is aborted in any case.
-  /// Thread: one of its own, which may never come back. Must not throw.
+  /// Aborts the collectives in which this process waits, on any thread and in any group, if a
+  /// re-run cannot be completed. The communicator aborts its own group in any case. Thread: a
+  /// separate one, which may never return. Must not throw.
   virtual void abort_collectives() noexcept {}
 };
 
-/// Forward and backward of one step, as they can be executed again. Kept until the pass has been
-/// judged.
+/// A step's forward and backward, which can be executed again. Kept until the pass has been judged.
 class StepPass {
  public:
   StepPass() = default;
@@ -151,16 +149,16 @@ class StepPass {
   StepPass(const StepPass&) = delete;  // one step's data
   StepPass& operator=(const StepPass&) = delete;
 
-  /// From the same data; returns the losses. May throw.
+  /// Executes it on the same data; returns the losses. May throw.
   [[nodiscard]] virtual std::vector<NamedTensor> run() = 0;
-  /// Sets the gradients to what they were before the first time: undefined, or zero.
+  /// Resets the gradients to their state before the first execution: undefined, or zero.
   virtual void clear_gradients() = 0;
-  /// Sentences about its data that it has written to, so that a re-run finds them changed.
+  /// Sentences about data that the pass has written to, so that a re-run sees it changed.
   [[nodiscard]] virtual std::vector<std::string> changed_data() { return {}; }
-  /// Why it cannot be executed again, a clause ("a tensor ... was overwritten"); "" where it can.
-  /// Asked where the pass is bad; nullopt, on all ranks alike: passes of this kind always can.
+  /// Why it cannot be executed again, a clause ("a tensor ... was overwritten"); "" if it can.
+  /// Called if the pass is bad. nullopt, on all ranks alike: passes of this kind always can.
   [[nodiscard]] virtual std::optional<std::string> obstacle() { return std::nullopt; }
-  /// What the pass has drawn.
+  /// The data that the pass has drawn.
   [[nodiscard]] virtual std::vector<Microbatch> microbatches() { return {}; }
 };
 

@@ -1,4 +1,4 @@
-// Wraps any libtorch optimizer: bad gradients are found, named and reported before it steps.
+// Wraps any libtorch optimizer: finds, names and reports bad gradients before it steps.
 //
 //     auto adam = std::make_shared<torch::optim::Adam>(model->parameters(), 1e-3);
 //     nanlocator::LocatingOptimizer optimizer(adam, *model, {.on_bad = nanlocator::Policy::stop});
@@ -9,7 +9,7 @@
 //
 // With step(closure) a bad step is executed again with every operator traced (StepRerun), and the
 // verdict names the operator. Without a closure the next bad step is traced, and the verdict says
-// so. StepDriver owns the step: nothing of it is kept here.
+// so. StepDriver owns all state of the step.
 //
 // Cost: one extra read of the gradients per step and one host wait (the flag). Thread: the
 // caller's.
@@ -27,10 +27,10 @@ namespace nanlocator::inline step_room {
 
 class LocatingOptimizer {
  public:
-  /// Names come from `model.named_parameters()`; a parameter that the model lacks is called
+  /// Names come from `model.named_parameters()`; a parameter outside the model is called
   /// "group{g}.{i}". `communicator`: for data-parallel programs that reduce gradients in backward,
   /// so that they are seen after the reduction; null for a single process. `options.integration` is
-  /// "cpp". Throws UsageError where `inner` is null, and what GradientLocator's constructor throws.
+  /// "cpp". Throws UsageError if `inner` is null, and the errors of GradientLocator's constructor.
   LocatingOptimizer(std::shared_ptr<torch::optim::Optimizer> inner, const torch::nn::Module& model,
                     LocatorOptions options = {},
                     std::shared_ptr<Communicator> communicator = nullptr);
@@ -42,29 +42,29 @@ class LocatingOptimizer {
   [[nodiscard]] GradientLocator& locator() noexcept { return driver_->locator(); }
 
   /// Scans the gradients, then clips as torch::nn::utils::clip_grad_norm_ does and returns its
-  /// norm. Inside a closure that is all: they are judged when it has returned. Elsewhere throws
-  /// NonFiniteGradientError (policy stop) before anything is clipped; a norm that overflows though
-  /// every gradient is finite is known only after torch has clipped by it: then it throws with the
-  /// gradients zeroed. No weight has moved in either case.
+  /// norm. Inside a closure they are judged after it returns. Elsewhere it throws
+  /// NonFiniteGradientError (policy stop) before clipping. If every gradient is finite but the norm
+  /// overflows, this is known only after torch has clipped by it: then it throws with the gradients
+  /// zeroed. No weight has moved in either case.
   double clip_grad_norm(double max_norm, double norm_type = 2.0);
 
   /// The inner optimizer's step. Gradients not yet scanned in this step are scanned first; with a
   /// closure they and the loss are scanned after each of its calls, so every rank must make the
   /// same number of calls. Throws NonFiniteGradientError (policy stop): without a closure before a
   /// weight moves; an optimizer that evaluates its closure at trial points (LBFGS) leaves the
-  /// weights at such a point. After a bad closure it is called again, up to two times: it must
-  /// compute the same loss from the same data; what else it moves can be registered with `state`.
-  /// Policy skip: bad gradients leave the inner optimizer's update out, and an undefined loss is
-  /// returned. Policy recover: with a closure whose re-run is clean, the update and the loss are
-  /// the re-run's.
+  /// weights at such a point. A bad closure is called again, up to two times. It must compute the
+  /// same loss from the same data; register other state that it changes with `state`. Policy skip:
+  /// bad gradients skip the inner optimizer's update, and an undefined loss is returned. Policy
+  /// recover: with a closure whose re-run is clean, the update and the loss are the re-run's.
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr);
 
-  /// What a re-run of the closure finds as it was: generators and the model's buffers; add more.
+  /// State that is restored for a re-run of the closure: generators and the model's buffers; add
+  /// more.
   [[nodiscard]] StepState& state() noexcept { return driver_->state(); }
 
   void zero_grad(bool set_to_none = true);
   /// Adds the group to the inner optimizer and its parameters to the map. Call it between steps;
-  /// what was scanned before in this step is scanned again.
+  /// gradients already scanned in this step are scanned again.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
  private:

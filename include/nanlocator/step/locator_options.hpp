@@ -1,8 +1,8 @@
-// What a program can choose about a StepDriver, a field for each option.
+// The options of a StepDriver, one field each.
 //
-// kOptionFields has each field by its name; from it come run.json, what the ranks must agree on,
-// and what Python fills. In Python an option is a row of nanlocator/engine/options.py, which fills
-// the field of its name: type, variable, flag and help stand there, the default here.
+// kOptionFields lists each field by name. run.json, the ranks' agreement and the values from Python
+// come from that list. In Python an option is a row of nanlocator/engine/options.py with its type,
+// variable, flag and help, which fills the field of the same name; the default is here.
 #pragma once
 
 #include <array>
@@ -20,33 +20,33 @@
 
 namespace nanlocator::inline step_room {
 
-/// What to do on a bad step, the same on every rank.
+/// The reaction to a bad step, the same on every rank.
 enum class Policy {
-  report,   // print and write the verdict, go on
+  report,   // print and write the verdict, continue
   stop,     // raise NonFiniteGradientError on every rank, before the optimizer steps
-  skip,     // no optimizer step on any rank, go on with the next
-  recover,  // where the re-run of the step is clean, go on with its gradients; else stop
+  skip,     // skip the optimizer's step on every rank, continue with the next
+  recover,  // continue with the gradients of a clean re-run; else stop
 };
 [[nodiscard]] constexpr auto names_of(Policy) {
   return std::to_array<std::string_view>({"report", "stop", "skip", "recover"});
 }
 
-/// What is watched in every step; see docs/concepts.md.
+/// What is scanned in every step; see docs/concepts.md.
 enum class Level {
   grads,       // gradients
-  boundaries,  // and what ranks hand to each other: collectives, pipeline transfers, the loss
-  modules,     // and every module's inputs and outputs, forward and backward
-  operators,   // and every operator, synchronously
+  boundaries,  // also exchanges between ranks: collectives, pipeline transfers, the loss
+  modules,     // also every module's inputs and outputs, forward and backward
+  operators,   // also every operator, synchronously
 };
 [[nodiscard]] constexpr auto names_of(Level) {
   return std::to_array<std::string_view>({"grads", "boundaries", "modules", "operators"});
 }
 
-/// When a step whose forward and backward can be executed again is re-run, operators traced.
+/// When a step that can be executed again is re-run with operators traced.
 enum class RerunPolicy {
   never,
-  on_bad,  // where its gradients are bad
-  always,  // every step: also finds a step whose re-run has other bits
+  on_bad,  // if its gradients are bad
+  always,  // every step: also finds steps whose re-run differs in any bit
 };
 [[nodiscard]] constexpr auto names_of(RerunPolicy) {
   return std::to_array<std::string_view>({"never", "on_bad", "always"});
@@ -60,12 +60,12 @@ struct LocatorOptions {
   bool check_params = false;  // also scan parameters before and after the step
   std::chrono::milliseconds gather_deadline{30'000};  // for ranks that do not answer
   int threads = 1;                                    // for gradients in host memory
-  /// After this many findings under a policy that goes on the ranks count on, but gather no more: a
-  /// run whose weights are NaN would otherwise gather at every step.
+  /// After this many findings, under a policy that continues, the ranks only count further ones: a
+  /// run with NaN weights would otherwise gather at every step.
   int max_incidents = 16;
-  std::uint64_t bundle_bytes = BundleBudget{}.bytes;  // of this rank
-  int bundle_count = BundleBudget{}.count;            // of this rank
-  /// What a StepRecorder may keep for operators outside of modules; its owner's to pass on.
+  std::uint64_t bundle_bytes = BundleBudget{}.bytes;  // per rank
+  int bundle_count = BundleBudget{}.count;            // per rank
+  /// Limit of a StepRecorder's memory for operators outside modules; its owner passes it on.
   std::uint64_t recorded_bytes = std::uint64_t{256} << 20;
 
   std::string integration = "pytorch";  // for run.json: "pytorch", "megatron", "cpp"
@@ -77,7 +77,7 @@ template <typename Value>
 struct OptionField {
   const char* name;
   Value LocatorOptions::*field;
-  bool is_agreed;  // the same on all ranks, else nanlocator does not begin
+  bool is_agreed;  // must be the same on all ranks, or nanlocator does not start
 };
 
 inline constexpr std::tuple kOptionFields{
@@ -94,14 +94,14 @@ inline constexpr std::tuple kOptionFields{
     OptionField{"recorded_bytes", &LocatorOptions::recorded_bytes, false},
 };
 
-/// `use` of each OptionField, in the order of kOptionFields.
+/// Calls `use` for each OptionField, in the order of kOptionFields.
 template <typename Use>
 void for_each_option(const Use& use) {
   std::apply([&](const auto&... option) { (use(option), ...); }, kOptionFields);
 }
 
-/// What a finding leads to under a policy: "stopped", "reported", "skipped" or "recovered" (under
-/// `recover` where the re-run of the step was clean on all ranks; else "stopped").
+/// The consequence of a finding under a policy: "stopped", "reported", "skipped" or "recovered"
+/// (under `recover` if the re-run was clean on all ranks; else "stopped").
 [[nodiscard]] std::string_view outcome_of(Policy policy, const RerunOutcome& rerun) noexcept;
 
 }  // namespace nanlocator::inline step_room

@@ -1,21 +1,20 @@
 // One training step of any framework: scan, agree, re-run, decide. The only owner of a step's
 // state.
 //
-// In: what the framework does, in the order in which it does it, on every rank alike. Out: a
-// Decision at each point where the ranks agree. A Framework (step/framework.hpp) says what is
-// scanned and executed again; two ways through a step:
+// In: the framework's actions, in order, on every rank alike. Out: a Decision at each point where
+// the ranks agree. A Framework (step/framework.hpp) provides the tensors to scan and the pass to
+// execute again. A step takes one of two ways:
 //
 //   forward and backward can be executed again        they cannot
 //     begin_pass(pass)                                  (forward, backward)
-//       (forward, backward; scan, where the owner
-//        sees gradients earlier than at the end)
+//       (forward, backward; scan, if the owner
+//        sees gradients before the end)
 //     end_pass(losses)   -> Decision                    scan_and_agree() -> Decision
 //     begin_update, (the optimizer), end_update         the same
 //     end_step()         -> Decision                    end_step()       -> Decision
 //
-// Exceptions: whatever ends a step early destroys a Scope or calls `abandon`, and the next step is
-// a fresh one. Healthy steps cost what GradientLocator and StepState cost. Thread: the training
-// thread.
+// Exceptions: if a step ends early, destroy its Scope or call `abandon`; the next step starts anew.
+// Healthy steps cost as much as GradientLocator and StepState. Thread: the training thread.
 #pragma once
 
 #include <array>
@@ -38,11 +37,11 @@ class ModuleWatch;
 
 namespace nanlocator::inline step_room {
 
-/// What the owner of the loop does next, the same on every rank.
+/// The loop's next action, the same on every rank.
 enum class Decision {
-  proceed,    // nothing is bad, or the policy reports and goes on
-  recovered,  // go on with the gradients and losses of the clean re-run
-  skip,       // leave this step's update out
+  proceed,    // nothing is bad, or the policy only reports
+  recovered,  // continue with the gradients and losses of the clean re-run
+  skip,       // skip this step's update
   stop,       // throw NonFiniteGradientError with `verdict()`; the step is over
 };
 [[nodiscard]] constexpr auto names_of(Decision) {
@@ -51,7 +50,7 @@ enum class Decision {
 
 class StepDriver {
  public:
-  /// Throws what GradientLocator's constructor throws, and UsageError for level operators where
+  /// Throws the errors of GradientLocator's constructor, and UsageError for level operators if
   /// another optimizer of this process has it.
   StepDriver(std::shared_ptr<Framework> framework, LocatorOptions options,
              std::shared_ptr<Communicator> communicator);
@@ -61,76 +60,76 @@ class StepDriver {
 
   [[nodiscard]] GradientLocator& locator() noexcept;
   [[nodiscard]] const LocatorOptions& options() const noexcept;
-  /// What a re-run finds as it was: generators and the framework's buffers; add more.
+  /// State that is restored for a re-run: generators and the framework's buffers; add more.
   [[nodiscard]] StepState& state() noexcept;
-  /// The framework's parameters are others now; between steps.
+  /// Reads the framework's parameters again; call it between steps.
   void take_parameters_again();
-  /// What these see in a pass goes into the ledger of a bad one.
+  /// Sets the watch whose observations of a bad pass go into the ledger.
   void watch(std::shared_ptr<ModuleWatch> modules);
   void watch(std::shared_ptr<BoundaryWatch> boundaries);
-  /// Takes watches and traces off; gradients are still scanned. Also in the middle of a step.
+  /// Removes watches and traces; gradients are still scanned. May be called within a step.
   void stop_observing() noexcept;
-  /// Does nothing from now on: every Decision is `proceed`. Also in the middle of a step.
+  /// Disables everything: every Decision is `proceed` from now on. May be called within a step.
   void close() noexcept;
   [[nodiscard]] bool is_closed() const noexcept;
 
   // --- the step ---
 
-  /// Opens the step, unless it is open: whatever comes first calls it. `iteration`: as the
-  /// framework counts; without it steps are counted here, from 1.
+  /// Opens the step unless it is open; the first call of a step does so implicitly. `iteration`:
+  /// the framework's count; without it steps are counted here, from 1.
   void begin(std::optional<std::int64_t> iteration = {});
-  /// Forward begins. LBFGS has many passes in a step; each is judged on its own.
+  /// Forward begins. LBFGS has several passes per step; each is judged separately.
   void begin_pass(std::shared_ptr<StepPass> pass, std::optional<std::int64_t> iteration = {});
   [[nodiscard]] bool is_in_pass() const noexcept;
-  /// The pass has been judged, and the step is not over.
+  /// True if the pass has been judged and the step is not over.
   [[nodiscard]] bool has_ended_pass() const noexcept;
   [[nodiscard]] bool is_rerunning() const noexcept;
-  /// Of the pass that runs now: the step's own, or one of its re-run.
+  /// Scans gradients of the running pass: the step's own, or one of its re-run.
   void scan(Phase phase, std::uint64_t group, std::string_view role,
             std::span<const GradientView> views);
-  /// The framework's gradients, before something changes them (a clip). Inside a pass they are
+  /// Scans the framework's gradients before they are changed (a clip). Inside a pass they are
   /// judged at its end, and not scanned again.
   void scan_gradients();
-  /// Scanned gradients are no longer those that the update will use (zero_grad).
+  /// The update will no longer use the scanned gradients (zero_grad).
   void forget_gradients() noexcept;
-  /// What the framework's clip computes. Before the ranks agree it is agreed on; after that it must
-  /// be the same number on all ranks, and is judged now where it is not finite.
+  /// The norm from the framework's clip. Set before the agreement, it is agreed on; set later, it
+  /// must be the same on all ranks, and a non-finite one is judged at once.
   Decision set_gradient_norm(double norm);
-  /// Backward has ended: scans what the owner has not, agrees and judges.
+  /// Backward has ended: scans the gradients that the owner has not scanned, agrees and judges.
   Decision end_pass(std::span<const LossView> losses);
 
-  /// The gradients of a step without a pass: agrees on what was scanned; inside a pass nothing.
+  /// Agrees on the scanned gradients of a step without a pass; does nothing inside a pass.
   Decision agree();
-  /// The same in two halves, for frameworks that wait later.
+  /// The same in two parts, for frameworks that wait later.
   void start_agreement();
-  /// `overflow`: the framework has seen one, and will leave the update out; the same on all ranks.
+  /// `overflow`: the framework has seen one and will skip the update; the same on all ranks.
   Decision finish_agreement(const std::optional<LossScale>& overflow = {});
-  /// Between the two.
+  /// True between the two.
   [[nodiscard]] bool is_agreeing() const noexcept;
-  /// Scans and agrees where this step has not; else what was decided.
+  /// Scans and agrees if this step has not; else returns the earlier decision.
   Decision scan_and_agree();
-  /// This step's findings are reported: it needs no further agreement.
+  /// True if this step's findings are reported, so that it needs no further agreement.
   [[nodiscard]] bool is_judged() const noexcept;
-  /// The latest Decision of this step was `skip`.
+  /// True if the latest Decision of this step was `skip`.
   [[nodiscard]] bool skips_update() const noexcept;
 
-  /// The optimizer's own operators.
+  /// The optimizer's own operators begin.
   void begin_update();
   void end_update();
-  /// The update is done or left out: scans the weights on request, and counts the step.
+  /// The update is done or skipped: scans the weights if requested, and counts the step.
   Decision end_step();
-  /// The step is over, and nothing of it is left. Not counted.
+  /// Ends the step and drops its state. Not counted.
   void abandon() noexcept;
-  /// An exception is on its way through this rank alone: writes what it has seen, then goes on.
+  /// This rank alone is about to raise an exception: writes its findings.
   void conclude_alone(const std::string& reason, Failure failure);
-  /// A forward that is no step's (evaluation) has been observed.
+  /// Drops the observations of a forward outside a step (evaluation).
   void forget_observations();
 
-  /// Of the latest finding; valid until the next one.
+  /// The verdict on the latest finding; valid until the next one.
   [[nodiscard]] const Verdict& verdict() const;
   [[nodiscard]] bool is_tracing() const noexcept;
 
-  /// Abandons the step unless `complete` was called: whatever leaves the scope early.
+  /// Abandons the step on destruction, unless `complete` was called.
   class Scope {
    public:
     explicit Scope(StepDriver& driver) noexcept : driver_(&driver) {}
