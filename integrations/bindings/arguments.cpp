@@ -1,4 +1,4 @@
-// The command lines of the programs in Python, read with the tables of those in C++.
+// Command lines of the Python programs, parsed with the tables of the C++ ones.
 #include "command/arguments.hpp"
 
 #include <pybind11/stl.h>
@@ -25,7 +25,7 @@ using command::Command;
 using command::Option;
 using command::Type;
 
-/// As in sys.argv, whose words need not be UTF-8.
+/// Decodes as sys.argv does; words need not be UTF-8.
 py::str text_of(const std::string& word) {
   return py::reinterpret_steal<py::str>(
       PyUnicode_DecodeFSDefaultAndSize(word.data(), static_cast<Py_ssize_t>(word.size())));
@@ -55,7 +55,7 @@ std::string attribute_of(const Option& option) {
   throw py::error_already_set();
 }
 
-/// The values by attribute_of. --help and wrong use end the program, as with argparse.
+/// The values, keyed by attribute_of. --help and wrong use end the program, as with argparse.
 py::object parse_arguments(const Command& command,
                            const std::vector<std::filesystem::path>& words) {
   const std::string name = "nanlocator " + std::string(command.name);

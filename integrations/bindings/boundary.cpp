@@ -1,4 +1,4 @@
-// The boundary watch: what leaves and enters a rank.
+// The boundary watch: a rank's collectives, sends and receives.
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -87,7 +87,7 @@ void bind_crossings(py::class_<BoundaryWatch, std::shared_ptr<BoundaryWatch>>& w
 
 void bind_places(py::class_<BoundaryWatch, std::shared_ptr<BoundaryWatch>>& watch) {
   using Call =
-      std::pair<std::size_t, std::size_t>;  // depth of the module stack before, of the watch
+      std::pair<std::size_t, std::size_t>;  // previous depth of the module stack, and of the watch
   watch
       .def(
           "enter",

@@ -23,7 +23,8 @@ auto without_gil() {
   return [](StepDriver& driver) { return released([&] { return (driver.*method)(); }); };
 }
 
-/// The destructor waits for callbacks on other threads, and they may wait for the GIL.
+/// Releases the GIL, because the destructor waits for callbacks on other threads, which may need
+/// it.
 struct DeleteWithoutGil {
   void operator()(StepDriver* driver) const {
     const py::gil_scoped_release no_gil;
@@ -128,7 +129,7 @@ void bind_driver(py::module_& m) {
                     const py::gil_scoped_acquire gil;
                     const std::string text = py::str(error.value());
                     if (error.type().ptr() != PyExc_RuntimeError || text.empty()) throw;
-                    throw Error(text);  // what is said there, without type and traceback
+                    throw Error(text);  // its message, without type and traceback
                   }
                 });
           },

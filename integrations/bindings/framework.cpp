@@ -1,4 +1,5 @@
-// A capability of the contract is a virtual of Framework, its line here, and its method in Python.
+// A capability of the contract needs a virtual method of Framework, its line here, and its method
+// in Python.
 #include "framework.hpp"
 
 #include <pybind11/functional.h>
@@ -32,7 +33,7 @@ std::vector<GradientView> views_of(const Views& views) {
   return gradient_views(views.first, views.second, {});
 }
 
-/// Python calls it with the GIL, `run` has none. With the GIL held.
+/// Python calls it with the GIL; `run` is called without. Needs the GIL.
 py::cpp_function callable(const Run& run) {
   return py::cpp_function([&run] { released(run); });
 }
@@ -44,7 +45,7 @@ std::optional<CodeLine> code_line(const py::handle& from) {
   return CodeLine{file, line, function, text};
 }
 
-/// From a nanlocator.exchange.stream_sanitizer.StreamAccess.
+/// Converts a nanlocator.exchange.stream_sanitizer.StreamAccess.
 UnorderedAccess stream_access(const py::handle& from) {
   UnorderedAccess access;
   access.is_write = from.attr("is_write").cast<bool>();
@@ -149,7 +150,7 @@ class PythonFramework final : public Framework {
     try {
       adapter_.call<void>("abort_collectives");
     } catch (...) {
-      // What could not be aborted ends by its own time-out.
+      // A collective that could not be aborted ends by its own time-out.
     }
   }
 

@@ -1,4 +1,4 @@
-// The engine's contract with a framework (nanlocator/step/framework.hpp), for those in Python.
+// The engine's contract with a framework (nanlocator/step/framework.hpp), for Python frameworks.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -14,7 +14,7 @@
 
 namespace nanlocator {
 
-/// An object of Python that the engine may call, copy and drop without the GIL.
+/// A Python object that the engine may call, copy and drop without the GIL.
 class PythonObject {
  public:
   explicit PythonObject(pybind11::object object)
@@ -23,17 +23,17 @@ class PythonObject {
           delete dropped;
         }) {}
 
-  /// Takes the GIL. Throws Interrupted for what is no Exception, else what Python has raised.
+  /// Takes the GIL. Throws Interrupted for anything but an Exception; rethrows an Exception.
   template <typename Result, typename... Arguments>
   Result call(const char* method, const Arguments&... arguments) const {
     return with_gil([&] { return object_->attr(method)(arguments...).template cast<Result>(); });
   }
-  /// The same of an attribute.
+  /// The same for an attribute.
   template <typename Result>
   [[nodiscard]] Result get(const char* attribute) const {
     return with_gil([&] { return object_->attr(attribute).template cast<Result>(); });
   }
-  /// Whether the attribute is None.
+  /// True if the attribute is None.
   [[nodiscard]] bool lacks(const char* attribute) const {
     return with_gil([&] { return object_->attr(attribute).is_none(); });
   }
@@ -53,13 +53,13 @@ class PythonObject {
   std::shared_ptr<pybind11::object> object_;
 };
 
-/// Scale, whether it falls on overflow, whether it is in the gradients.
+/// Scale, whether it falls on overflow, whether the gradients are multiplied by it.
 using PythonScale = std::optional<std::tuple<double, bool, bool>>;
 [[nodiscard]] std::optional<LossScale> loss_scale_of(const PythonScale& scale);
 
-/// Of an object with the attributes of nanlocator.engine.driver.Adapter, which it keeps alive.
+/// For an object with the attributes of nanlocator.engine.driver.Adapter; keeps it alive.
 [[nodiscard]] std::shared_ptr<Framework> python_framework(pybind11::object adapter);
-/// Of an object with the methods of nanlocator.engine.driver.Pass.
+/// For an object with the methods of nanlocator.engine.driver.Pass.
 [[nodiscard]] std::shared_ptr<StepPass> python_pass(pybind11::object step_pass);
 
 }  // namespace nanlocator

@@ -1,5 +1,5 @@
-// KeyboardInterrupt and SystemExit on their way through the engine, which catches std::exception
-// only: they end a re-run at once.
+// Carries KeyboardInterrupt and SystemExit through the engine, which catches only std::exception,
+// so that they end a re-run at once.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -12,7 +12,7 @@ struct Interrupted {
   pybind11::error_already_set error;
 };
 
-/// `work` without the GIL.
+/// Runs `work` without the GIL.
 template <typename Work>
 auto released(const Work& work) {
   try {

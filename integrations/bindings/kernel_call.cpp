@@ -32,7 +32,7 @@ std::shared_ptr<py::object> shared(const py::object& object) {
           }};
 }
 
-/// What Python raises ends an execution with its sentence; an interrupt ends the re-run.
+/// A Python exception becomes an Error with its first line; an interrupt ends the re-run.
 Tensors call_with(const std::shared_ptr<py::object>& function, const Tensors& tensors) {
   const py::gil_scoped_acquire gil;
   try {
@@ -116,8 +116,8 @@ void add_to_bundle(const py::object& record, Bundle& bundle, StorageCollector& s
   }
 }
 
-/// Copies in host memory that share what the originals share, and where those are that were
-/// elsewhere. Throws UnsupportedError where they would take more than half of what is free.
+/// Host copies, which share memory as the originals do, and the devices of those that were
+/// elsewhere. Throws UnsupportedError if they would take more than half of the free memory.
 std::pair<Tensors, std::vector<std::pair<at::Tensor, std::string>>> copies_on_host(
     const Tensors& tensors, std::uint64_t most) {
   const auto bytes = bytes_of(tensors);

@@ -1,4 +1,4 @@
-// A kernel's call as Python holds it: on its way into a bundle, and to be executed again.
+// A kernel call as a Python object, to be written to a bundle and executed again.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -7,8 +7,8 @@
 
 namespace nanlocator {
 
-/// From an object with the attributes of nanlocator.calls.kernel_calls.KernelCallRecord. With the
-/// GIL held; the result may be used and dropped without it.
+/// Converts an object with the attributes of nanlocator.calls.kernel_calls.KernelCallRecord. Needs
+/// the GIL; the result may be used and dropped without it.
 [[nodiscard]] KeptKernelCall kept_kernel_call(const pybind11::object& record);
 
 }  // namespace nanlocator

@@ -1,5 +1,5 @@
-// The extension nanlocator._C: plain structs, the locator, the communicator. No logic of its own;
-// every call that may wait or scan releases the GIL.
+// The extension nanlocator._C: plain structs, the locator, the communicator. It has no logic of its
+// own; every call that may wait or scan releases the GIL.
 #include <torch/csrc/utils/pybind.h>
 
 #include <pybind11/chrono.h>
@@ -48,7 +48,7 @@ void bind_errors(py::module_& m) {
   static py::exception<AgreementError> agreement(m, "AgreementError", error.ptr());
   static py::exception<IoError> io(m, "IoError", error.ptr());
   static py::exception<CudaError> cuda(m, "CudaError", error.ptr());
-  // Translators run in reverse order of registration; one translator keeps the children before the
+  // Translators run in reverse order of registration; a single one keeps derived errors before the
   // base.
   py::register_exception_translator([](std::exception_ptr p) {
     try {
@@ -167,7 +167,7 @@ void bind_map(py::module_& m) {
 
 void bind_agree(py::module_& m) {
   m.def("is_failure_of_peers", &is_failure_of_peers, "error"_a);
-  // A connection of its own to what `store` connects to, in every version of Torch.
+  // A separate connection to the server of `store`, in every version of Torch.
   m.def("clone_store", &clone_of, py::arg("store").none(false), ReleaseGil());
   py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
       .def(py::init<c10::intrusive_ptr<c10d::ProcessGroup>, c10::intrusive_ptr<c10d::Store>,
@@ -194,7 +194,8 @@ void bind_agree(py::module_& m) {
       .def_property_readonly("size", &Communicator::size);
 }
 
-/// Each field by the name of its option. An enumeration is its value's name; `choices` has them.
+/// Each field under its option's name. An enumeration appears as its value's name; `choices` has
+/// them.
 void bind_options(py::module_& m) {
   py::class_<LocatorOptions> options(m, "LocatorOptions");
   options.def(py::init<>())
@@ -227,7 +228,7 @@ void bind_gradients(py::module_& m) {
            }),
            "tensor"_a, "microbatch"_a = std::nullopt, "chunk"_a = std::nullopt,
            "valid_labels"_a = std::nullopt);
-  // What lies below a StepDriver, for what belongs to no step.
+  // The layer below StepDriver, for calls outside steps.
   py::class_<GradientLocator>(m, "GradientLocator")
       .def_property_readonly("run_dir",
                              [](const GradientLocator& l) { return l.run_dir().string(); })
@@ -284,8 +285,8 @@ void bind_gradients(py::module_& m) {
 
 namespace {
 
-/// What a wrapper subclass stands for, by its own method; empty for other tensors. Callable without
-/// the GIL.
+/// Dequantizes a wrapper subclass by its own method; empty for other tensors. Callable without the
+/// GIL.
 std::function<at::Tensor()> dequantize_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python)) {
     return {};
@@ -295,7 +296,7 @@ std::function<at::Tensor()> dequantize_of(const at::Tensor& tensor) {
     try {
       return py::cast(tensor).attr("dequantize")().cast<at::Tensor>();
     } catch (py::error_already_set& error) {
-      if (!error.matches(PyExc_Exception)) PyErr_SetInterrupt();  // raised once we have returned
+      if (!error.matches(PyExc_Exception)) PyErr_SetInterrupt();  // raised after we return
       throw std::runtime_error(error.what());
     }
   };

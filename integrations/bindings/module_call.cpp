@@ -8,8 +8,8 @@ namespace nanlocator {
 namespace {
 
 constexpr const char* kPickleFile = "module.pickle";
-/// One with more is rather the model than the place of the fault, and takes the operator's own call
-/// out of the budget with it.
+/// A larger module is the model rather than the place of the fault, and would leave no budget for
+/// the operator's own call.
 constexpr std::size_t kMostWeightBytes = 512UL << 20;
 
 std::size_t bytes_of(const py::dict& weights) {

@@ -1,4 +1,4 @@
-// A module's call as Python holds it, on its way into a bundle.
+// A module call as Python objects, to be written to a bundle.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -12,8 +12,8 @@
 
 namespace nanlocator {
 
-/// Holds references to live Python objects until `add_to` turns them into a BundleModuleCall.
-/// Tensors are taken as they are then. Made and destroyed with the GIL held.
+/// Holds references to live Python objects until `add_to` turns them into a BundleModuleCall with
+/// the tensors' values at that time. Construct and destroy it with the GIL held.
 struct PythonModuleCall {
   std::string name;
   std::string class_name;
@@ -24,13 +24,13 @@ struct PythonModuleCall {
   pybind11::dict weights;         // parameters and buffers by the module's own names
   pybind11::object grad_outputs;  // sequences of tensors and None
   pybind11::object grad_inputs;
-  std::string pickle;  // the pickled module without its tensors; "" where there is none
+  std::string pickle;  // the pickled module without its tensors; "" if none
   std::string pickle_problem;
   /// Tensors in host memory and the devices that they are copied from.
   std::vector<std::pair<at::Tensor, std::string>> came_from{};
-  std::string why_left_out{};  // not "": there is nothing but the name
+  std::string why_left_out{};  // if not "", only the name is kept
 
-  /// Acquires the GIL. Tensors, numbers, texts, None, tuples, lists, dictionaries with text keys,
+  /// Takes the GIL. Tensors, numbers, texts, None, tuples, lists, dictionaries with text keys,
   /// dataclasses and ModelOutputs are kept; everything else is `unsupported`, with its repr. A call
   /// that was left out becomes a note of the bundle.
   void add_to(Bundle& bundle, StorageCollector& storages, BundleContents& contents) const;

@@ -1,4 +1,4 @@
-// The network check: the stages run in C++ without the GIL; Python hands in options and groups.
+// The network check. Its stages run in C++ without the GIL; Python passes in options and groups.
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
@@ -30,7 +30,7 @@ Injection::Kind kind_of(const std::string& name) {
   if (name == "hang") return Injection::Kind::hang;
   if (name == "stop") return Injection::Kind::stop;
   if (name == "die") return Injection::Kind::die;
-  return Injection::Kind::none;  // "skew" is in the facts that Python states
+  return Injection::Kind::none;  // Python's facts include "skew"
 }
 
 Injection::Moment moment_of(const std::string& name) {

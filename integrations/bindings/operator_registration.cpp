@@ -25,8 +25,8 @@ std::string source_file(std::size_t i) {
   return "registration" + (i == 0 ? std::string() : "-" + std::to_string(i + 1)) + ".py";
 }
 
-/// The operator's name and, of each that registered it, module, file and the source's file; None
-/// for a bundle without an operator call.
+/// The operator's name and, for each registration of it, module, file and source file; None for a
+/// bundle without an operator call.
 py::object registration_of(const std::filesystem::path& path) {
   const OpenBundle bundle(path);
   const auto& call = bundle.bundle().operator_call;
@@ -64,7 +64,7 @@ void add_registration(Bundle& bundle, BundleContents& contents) {
     const std::string text = error.what();
     bundle.notes.push_back("What registered " + call.op +
                            " was not found: " + text.substr(0, text.find('\n')));
-  } catch (const std::exception& error) {  // a path that is no UTF-8
+  } catch (const std::exception& error) {  // the path is not UTF-8
     bundle.notes.push_back("What registered " + call.op + " cannot be kept: " + error.what());
   }
 }

@@ -1,4 +1,4 @@
-// What registered a custom operator, on its way into a bundle and out of it.
+// The code that registered a custom operator, written to and read from a bundle.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -7,9 +7,8 @@
 
 namespace nanlocator {
 
-/// Asks nanlocator.calls.operator_registration what registered the operator of `bundle`, where it
-/// has the call of one that is not Torch's own. What it cannot say is a note of the bundle. Needs
-/// the GIL.
+/// Queries nanlocator.calls.operator_registration about the operator of `bundle`, if the bundle has
+/// a call of a custom operator. Missing answers become a note of the bundle. Needs the GIL.
 void add_registration(Bundle& bundle, BundleContents& contents);
 
 }  // namespace nanlocator

@@ -1,5 +1,5 @@
-// std::filesystem::path in arguments and results of bound functions. The pybind11 that Torch 2.6
-// brings lacks pybind11/stl/filesystem.h.
+// std::filesystem::path in arguments and results of bound functions. Torch 2.6's pybind11 lacks
+// pybind11/stl/filesystem.h.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -24,7 +24,7 @@ struct type_caster<std::filesystem::path> {
     return true;
   }
 
-  /// As pathlib.Path.
+  /// Converts to pathlib.Path.
   static handle cast(const std::filesystem::path& path, return_value_policy, handle) {
     const auto text = reinterpret_steal<object>(PyUnicode_DecodeFSDefaultAndSize(
         path.native().data(), static_cast<Py_ssize_t>(path.native().size())));

@@ -1,4 +1,5 @@
-// Whose line of Python calls an operator: the user's, a framework's, torch's or our own.
+// Finds the Python line that calls an operator: the user's or a framework's, not torch's or our
+// own.
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
@@ -19,19 +20,19 @@ namespace nanlocator {
 namespace {
 
 enum class Owner : std::uint8_t {
-  skipped,    // torch, nanlocator, Python's own library: no line of theirs is a fault's place
-  framework,  // an installed package, or one of kFrameworks wherever it lies
+  skipped,    // torch, nanlocator, Python's own library: never the place of a fault
+  framework,  // an installed package, or one of kFrameworks, wherever it is
   user,
-  recorded,  // nanlocator, where it executes a recorded step
+  recorded,  // nanlocator, executing a recorded step
 };
 
 constexpr auto kFrameworks =
     std::to_array<std::string_view>({"megatron", "transformers", "transformer_engine", "apex",
                                      "deepspeed", "accelerate", "lightning", "pytorch_lightning"});
 
-/// Held while the thread has a Python state; threads without one run no Python frame. No garbage is
-/// collected meanwhile: finalizers of others would run in the middle of an operator, and one that
-/// drops a trace would wait for the very callback that it runs in.
+/// Holds the GIL if the thread has a Python state; a thread without one runs no Python frame.
+/// Garbage collection is disabled meanwhile: it would run unrelated finalizers in the middle of an
+/// operator, and one that drops a trace would wait for the callback that it runs in.
 class Gil {
  public:
   Gil() : has_frames_(Py_IsInitialized() != 0 && PyGILState_GetThisThreadState() != nullptr) {
@@ -54,7 +55,7 @@ class Gil {
   PyGILState_STATE state_{};
 };
 
-/// The folder of a package that is imported, with a slash at its end, as its frames' files begin.
+/// The folder of an imported package, with a trailing slash: the prefix of its frames' file names.
 std::string folder_of(const char* package) {
   const auto file = py::module_::import(package).attr("__file__").cast<std::string>();
   return file.substr(0, file.rfind('/') + 1);
@@ -69,7 +70,7 @@ bool is_installed(std::string_view file) {
          file.find("/dist-packages/") != std::string_view::npos;
 }
 
-/// Everything but the constructor and the destructor runs under the GIL.
+/// Everything except the constructor and the destructor runs under the GIL.
 class PythonCode final : public ProgramCode {
  public:
   Caller caller() override {
@@ -86,7 +87,7 @@ class PythonCode final : public ProgramCode {
       if (caller.user.code == nullptr) caller.user = recorded->user;
       if (caller.framework.code == nullptr) caller.framework = recorded->framework;
     }
-    // A program that lies in a framework as a whole is its own user.
+    // In a program that lies entirely in a framework, the framework is the user.
     if (caller.user.code == nullptr) caller.user = std::exchange(caller.framework, {});
     return caller;
   }
@@ -95,7 +96,7 @@ class PythonCode final : public ProgramCode {
     const Gil gil;
     if (!gil.has_frames() || position.code == nullptr) return std::nullopt;
     try {
-      // The handle is a code object that known_ keeps.
+      // The handle is a code object, which known_ keeps alive.
       const py::handle code(static_cast<PyObject*>(const_cast<void*>(position.code)));
       CodeLine line;
       line.file = code.attr("co_filename").cast<std::string>();
@@ -127,11 +128,11 @@ class PythonCode final : public ProgramCode {
 
  private:
   static constexpr std::size_t kLongestText = 200;
-  /// A program that makes functions as it runs must not fill the memory.
+  /// Limits the memory for a program that creates functions at run time.
   static constexpr std::size_t kMostFunctions = 100000;
 
-  /// From the innermost outwards, until `visit` says false, or to the execution of a recorded step:
-  /// the program called what it executes from somewhere else.
+  /// Visits frames from the innermost outwards, until `visit` returns false or the execution of a
+  /// recorded step is reached: the program called that step's events from other lines.
   template <typename Visit>
   void for_each_frame(const Visit& visit) {
     PyFrameObject* frame = PyEval_GetFrame();
@@ -155,13 +156,13 @@ class PythonCode final : public ProgramCode {
     if (const auto found = known_.find(code); found != known_.end()) return found->second;
     if (known_.size() >= kMostFunctions) return Owner::skipped;
     const Owner owner = look_up_owner(frame, code);
-    Py_INCREF(code);  // its address stands for it from now on
+    Py_INCREF(code);  // keeps its address unique
     known_.emplace(code, owner);
     return owner;
   }
 
   Owner look_up_owner(PyFrameObject* frame, PyCodeObject* code) {
-    // Where the packages are, not what a folder is called: a user's own may be named so, too.
+    // Compares locations of packages, not folder names: a user's folder may have the same name.
     if (own_.empty()) {
       own_ = folder_of("nanlocator");
       torch_ = folder_of("torch");
@@ -203,7 +204,7 @@ class PythonCode final : public ProgramCode {
 }  // namespace
 
 std::shared_ptr<ProgramCode> python_code() {
-  // Never destroyed: Python may be gone before the process ends.
+  // Never destroyed: Python may be finalized before the process ends.
   static auto& code = *new std::shared_ptr<ProgramCode>(std::make_shared<PythonCode>());
   return code;
 }

@@ -10,7 +10,7 @@ namespace py = pybind11;
 namespace nanlocator {
 namespace {
 
-constexpr int kDeepestValue = 12;  // bundle.json is read up to a nesting of 32
+constexpr int kDeepestValue = 12;  // bundle.json may be nested 32 deep
 constexpr std::size_t kLongestRepr = 200;
 
 std::string type_name(const py::handle& object) {
@@ -25,13 +25,13 @@ BundleValue unsupported(const py::handle& object) {
   value.text = type_name(object);
   try {
     value.text += ": " + py::cast<std::string>(py::repr(object)).substr(0, kLongestRepr);
-  } catch (const py::error_already_set&) {  // a repr that raises: the type alone
+  } catch (const py::error_already_set&) {  // repr raises: use the type alone
   }
   return value;
 }
 
-/// The fields of a dataclass (a ModelOutput is one, and a dictionary, too), of which ModelOutput
-/// hides those that are None, and of a named tuple; None for everything else.
+/// The fields of a dataclass (a ModelOutput is both a dataclass and a dictionary that hides None
+/// fields) or of a named tuple; None for everything else.
 py::object fields_of(const py::handle& object) {
   py::dict fields;
   const auto take = [&](const py::handle& names) {

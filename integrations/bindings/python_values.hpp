@@ -1,4 +1,4 @@
-// Values of Python on their way into a bundle.
+// Conversion of Python values for a bundle.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -12,14 +12,14 @@
 namespace nanlocator {
 
 /// Keeps tensors, numbers, texts, None, tuples, lists, dictionaries with text keys, dataclasses and
-/// ModelOutputs; everything else is `unsupported`, with its repr. Tensors are taken in the order in
-/// which they are named: "argument.0", "argument.attention_mask". With the GIL held.
+/// ModelOutputs; everything else is `unsupported`, with its repr. Tensors are collected in the
+/// order of their names: "argument.0", "argument.attention_mask". Needs the GIL.
 class ValueConverter {
  public:
   explicit ValueConverter(StorageCollector& storages) : storages_(storages) {}
 
   BundleValue value(const pybind11::handle& object, const std::string& name, int depth = 0);
-  /// Of each item; of None nothing.
+  /// Converts each item; empty for None.
   std::vector<BundleValue> values(const pybind11::object& sequence, const std::string& name);
 
  private:

@@ -1,4 +1,4 @@
-// The recorder of a step, and the execution of what it has recorded.
+// The recorder of a step, and the execution of recorded events.
 #include <pybind11/stl.h>
 
 #include <memory>
@@ -19,12 +19,12 @@ namespace {
 using Event = std::shared_ptr<RecordedEvent>;
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
-/// Python's classes know no const.
+/// Python classes have no const.
 Event exposed(std::shared_ptr<const RecordedEvent> event) {
   return std::const_pointer_cast<RecordedEvent>(std::move(event));
 }
 
-/// What the engine may drop on any thread, without the GIL.
+/// An object that the engine may drop on any thread, without the GIL.
 std::shared_ptr<void> payload_of(py::object object) {
   return {new py::object(std::move(object)), [](void* dropped) {
             const py::gil_scoped_acquire gil;
@@ -36,8 +36,8 @@ py::object object_of(const RecordedEvent& event) {
   return event.payload() ? *static_cast<py::object*>(event.payload().get()) : py::none();
 }
 
-/// Of the custom function whose `apply` (torch/autograd/function.py) calls Torch now: what
-/// `describe(cls, args, kwargs)` makes of it, and its arguments' tensors.
+/// The custom function whose `apply` (torch/autograd/function.py) is calling Torch now: the result
+/// of `describe(cls, args, kwargs)`, and the arguments' tensors.
 std::pair<std::shared_ptr<void>, std::vector<at::Tensor>> function_call(
     const py::object& describe) {
   const py::gil_scoped_acquire gil;

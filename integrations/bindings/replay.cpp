@@ -24,8 +24,8 @@ ReplayReport replay_bundle(const std::filesystem::path& path, const std::string&
                 {repeats, other_devices, std::nullopt});
 }
 
-/// Values of a bundle as Python objects. `make_object(class name, fields)` and
-/// `make_unsupported(text)` stand for what has no class of its own here.
+/// Converts a bundle's values to Python objects. `make_object(class name, fields)` and
+/// `make_unsupported(text)` create replacements for values without a class here.
 class PythonValues {
  public:
   PythonValues(BundleTensors& tensors, py::object make_object, py::object make_unsupported)
@@ -155,12 +155,12 @@ py::dict kernel_call_of(const std::filesystem::path& path, const std::string& de
   return result;
 }
 
-/// Whether `path` is a bundle with the call of a kernel.
+/// True if `path` is a bundle with a kernel call.
 bool has_kernel_call(const std::filesystem::path& path) {
   return OpenBundle(path).bundle().kernel_call.has_value();
 }
 
-/// Writes a bundle that holds a module call alone.
+/// Writes a bundle with only a module call.
 std::string write_module_bundle(const PythonModuleCall& call, const std::filesystem::path& run_dir,
                                 std::int64_t iteration) {
   Bundle bundle;
@@ -197,7 +197,7 @@ void bind_replay(py::module_& m) {
   m.def("has_kernel_call", &has_kernel_call, "path"_a);
   m.def(
       "printable",
-      [](const py::str& text) {  // with what UTF-8 lacks: surrogates
+      [](const py::str& text) {  // may have surrogates, which UTF-8 lacks
         return printable(text.attr("encode")("utf-8", "backslashreplace").cast<std::string>());
       },
       "text"_a, "Safe for a terminal: a bundle's texts may hold its control characters.");

@@ -1,4 +1,4 @@
-// Scans of many tensors that are read together.
+// Batched scans of many tensors.
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 

@@ -33,7 +33,7 @@ DeclaredAs declared_as(const std::string& name) {
   throw UsageError("declare: '" + name + "' must be 'parameter', 'buffer', 'data' or 'gradient'");
 }
 
-/// Python ends an object when it likes; `close` ends the observation at once.
+/// Python destroys objects at any time; `close` ends the observation at once.
 class ClosableTrace {
  public:
   ClosableTrace(bool keep_calls, std::uint64_t kept_bytes, bool with_stacks, int threads) {
@@ -45,7 +45,7 @@ class ClosableTrace {
     trace_ = std::make_unique<OperatorTrace>(std::move(options));
   }
   ~ClosableTrace() {
-    // Waits for callbacks of other threads, which may want the GIL for a stack.
+    // Waits for callbacks of other threads, which may need the GIL for a stack.
     if (trace_ && PyGILState_Check() != 0) {
       const py::gil_scoped_release release;
       trace_.reset();
@@ -64,7 +64,7 @@ class ClosableTrace {
   std::unique_ptr<OperatorTrace> trace_;
 };
 
-/// A context manager would cost two calls of Python more.
+/// Not a context manager, which would cost two more Python calls.
 class PythonKernelCall {
  public:
   PythonKernelCall(const std::string& name, const NamedPairs& arguments) {
@@ -123,7 +123,7 @@ void bind_trace(py::module_& m) {
       .def_readonly("masked", &Explanation::masked)
       .def_readonly("operators", &Explanation::operators)
       .def_readonly("notes", &Explanation::notes);
-  // Every call may wait for an operator of another thread that wants the GIL.
+  // Every call may wait for an operator of another thread that needs the GIL.
   py::class_<ClosableTrace>(m, "OperatorTrace")
       .def(py::init<bool, std::uint64_t, bool, int>(), "keep_calls"_a = true,
            "kept_bytes"_a = std::uint64_t{4} << 30, "with_stacks"_a = true, "threads"_a = 1,

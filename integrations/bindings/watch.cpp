@@ -20,7 +20,7 @@ namespace {
 
 // ---- Tensors in Python's containers -------------------------------------------------------------
 
-constexpr int kMostNested = 8;  // also ends a container that holds itself
+constexpr int kMostNested = 8;  // also stops at a container that contains itself
 
 std::string text_of(PyObject* key) {
   return py::str(py::handle(key)).cast<std::string>();
@@ -32,7 +32,7 @@ bool is_plain_value(PyObject* object) {
 }
 
 /// Adds every tensor in `object`: in tuples and lists as "[0]", in dictionaries as "[key]", in
-/// dataclasses, named tuples and the outputs of transformers as ".name".
+/// dataclasses, named tuples and transformers' outputs as ".name".
 void collect_tensors(PyObject* object, const std::string& role, int depth,
                      std::vector<NamedTensor>& tensors) {
   if (THPVariable_Check(object)) {
@@ -73,7 +73,7 @@ void collect_tensors(PyObject* object, const std::string& role, int depth,
   if (is_dataclass) {
     const py::dict fields = py::getattr(type, "__dataclass_fields__");
     for (const auto& field : fields) {
-      // What is not there, or cannot be told without an error, holds no tensor that a call uses.
+      // A field that is missing or raises holds no tensor that a call uses.
       const auto value =
           py::reinterpret_steal<py::object>(PyObject_GetAttr(object, field.first.ptr()));
       if (!value) {
@@ -84,7 +84,8 @@ void collect_tensors(PyObject* object, const std::string& role, int depth,
     }
     return;
   }
-  // A mapping that is no dict (transformers' BatchEncoding, a UserDict) keeps its items in `data`.
+  // A mapping that is not a dict (transformers' BatchEncoding, a UserDict) keeps its items in
+  // `data`.
   if (PyMapping_Check(object) != 0 && PyObject_HasAttrString(object, "data") != 0) {
     const py::object data = py::getattr(object, "data", py::none());
     if (PyDict_Check(data.ptr())) collect_tensors(data.ptr(), role, depth + 1, tensors);
@@ -226,7 +227,7 @@ void bind_module_watch(py::module_& m) {
   py::class_<ModuleWatch, std::shared_ptr<ModuleWatch>>(m, "ModuleWatch")
       .def(py::init<int>(), "threads"_a = 1)
       .def("begin_step", &ModuleWatch::begin_step)
-      // enter and leave keep the GIL: they read Python's containers, and are short.
+      // enter and leave are short and keep the GIL, because they read Python containers.
       .def(
           "enter",
           [](ModuleWatch& watch, const PathHandle& handle, const py::tuple& arguments,

@@ -1,5 +1,5 @@
-// A custom operator in C++ that returns NaN for negative numbers, in a Python extension module,
-// which is imported or loaded by torch.ops.load_library.
+// A custom C++ operator that returns NaN for negative numbers, in a Python extension module, which
+// is imported or loaded by torch.ops.load_library.
 #include <ATen/Functions.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
