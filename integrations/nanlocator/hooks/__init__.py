@@ -1,1 +1,1 @@
-"""How is foreign code changed, and changed back?"""
+"""How is other code patched, and restored?"""

@@ -1,18 +1,18 @@
-"""How code of others is wrapped, and restored: one wrapper at each point, and those who subscribe to it.
+"""Patches other code and restores it: one wrapper at each point, with any number of subscribers.
 
     patches = Patches(__name__)
     patches.wrap(points.UNSCALE, self._unscale)                    # _unscale(original, *args, **kwargs)
-    patches.wrap(points.OPTIMIZER_STEP, self._step, of=optimizer)  # the step of this one alone
+    patches.wrap(points.OPTIMIZER_STEP, self._step, of=optimizer)  # this optimizer's step only
     patches.remove()
 
-The first subscriber installs the wrapper, and the removal of the last one restores the very object that was
-there. In between, subscribers come and go inside of it; a call that is under way ends with those that it
-began with. A call passes them in the order of the point's row in ``points``, whoever came first; of several
-from one module it passes the latest first. If someone else has wrapped our wrapper since, it stays inside
-theirs and passes calls on; a later subscriber then gets a wrapper around theirs.
+The first subscriber installs the wrapper, and removing the last one restores the very object that was there.
+In between, subscribers can come and go; a running call keeps the subscribers that it began with. A call
+passes through them in the order of the point's row in ``points``, whenever they subscribed; among several
+from one module, the latest comes first. If other code has wrapped our wrapper since, ours stays inside it and
+forwards calls; a later subscriber then gets a wrapper around theirs.
 
-Any thread may call, subscribe and remove. Nothing is pushed here that KeyboardInterrupt could leave behind: a
-subscriber that pushes something takes it off in a ``finally``.
+Any thread may call, subscribe and remove. KeyboardInterrupt can leave nothing behind here, because this
+module pushes nothing; a subscriber that does must pop it in a ``finally``.
 """
 
 import functools
@@ -29,26 +29,27 @@ import torch
 from nanlocator.hooks.points import Point
 
 _NOTHING = object()
-# A finalizer may remove subscribers in the middle of anything. Shared with those who hold a lock when they
-# subscribe: with two, each thread could wait for the other's.
+# Reentrant, because a finalizer may remove subscribers at any point. Modules that subscribe while they hold a
+# lock use this one: with two locks, two threads could deadlock.
 lock = threading.RLock()
 os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 Wrapper = Callable[..., Any]
-# Of a point that ``is_hot``: is given what it is to call, and returns what is called with the object, its
-# arguments as a tuple and as a dictionary. That spares each call of a module or collective one more packing.
+# At a point that ``is_hot``, a Maker receives the callable that it wraps and returns a Layer, which is called
+# with the object, a tuple and a dictionary of arguments. So each call of a module or collective packs its
+# arguments once.
 Layer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 Maker = Callable[[Callable[..., Any]], Layer]
 
 
 class Patches:
-    """The points to which one module of ours subscribes, until ``remove``.
+    """The points to which one module of nanlocator subscribes, until ``remove``.
 
     Args:
-        module: its ``__name__``; the rows of its points name it.
+        module: the module's ``__name__``; the rows of its points name it.
 
     Attributes:
-        lost: notes for a verdict's coverage, one for each point that this version of its owner lacks.
+        lost: notes for a verdict's coverage, one for each point that its owner's installed version lacks.
     """
 
     def __init__(self, module: str) -> None:
@@ -60,8 +61,8 @@ class Patches:
         """Subscribes ``wrapper``, which is called with the original and the call's arguments.
 
         Args:
-            of: the object whose attribute it is; by default the point's owner, which is imported.
-            name: of the attribute, where it is bound under another one.
+            of: the object that has the attribute; by default the point's owner, which is imported.
+            name: the attribute's name, if it differs from the point's.
         """
         target, name = self._place(point, of, name)
         if target is None:
@@ -73,7 +74,7 @@ class Patches:
             wrapped.add(subscriber)
 
     def put(self, point: Point, value: Any, *, of: Any = None, name: str = "") -> None:
-        """Sets the attribute to ``value``, whatever it is. For what one subscriber has for itself."""
+        """Sets the attribute to any ``value``. For points with a single subscriber."""
         target, name = self._place(point, of, name)
         if target is not None:
             self._undo.append(replace(target, name, value))
@@ -86,7 +87,7 @@ class Patches:
         self._undo.append(undo)
 
     def remove(self) -> None:
-        """Last one first. May be called twice."""
+        """Undoes all patches, the last one first. May be called twice."""
         while self._undo:
             self._undo.pop()()
 
@@ -97,7 +98,7 @@ class Patches:
         self.remove()
 
     def _place(self, point: Point, of: Any, name: str) -> tuple[Any, str]:
-        """None where there is nothing to patch."""
+        """The object and the attribute's name; the object is None if there is nothing to patch."""
         name = name or point.attribute
         target = point.find_owner() if of is None else of
         if target is not None and hasattr(target, name):
@@ -108,9 +109,11 @@ class Patches:
 
 
 def replace(target: Any, name: str, value: Any) -> Callable[[], None]:
-    """Sets ``target.name``. What it returns leaves ``target`` as it was: with the very object that it held,
-    which for a class is not what ``getattr`` gives (in torch 2.15 a method of ProcessGroup would lose its
-    self); without one where it had inherited it. Where someone has set another one since, that stays."""
+    """Sets ``target.name`` and returns a function that undoes it.
+
+    That function restores the very object that ``vars(target)`` held (for a class, ``getattr`` gives another
+    one: in torch 2.15 a method of ProcessGroup would lose its self), or deletes the attribute if it was
+    inherited. It changes nothing if other code has set the attribute since."""
     own = vars(target).get(name, _NOTHING)
     setattr(target, name, value)
 
@@ -126,8 +129,8 @@ def replace(target: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls a bound method while its owner lives, None afterwards, and does not keep it alive: for the
-    engine, whose references Python's garbage collector does not see."""
+    """Calls a bound method while its owner lives, and returns None afterwards. Does not keep the owner alive:
+    for the engine, whose references Python's garbage collector does not see."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:
@@ -138,7 +141,7 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Operator:
-    """Replaces an operator of torch in its namespace. Compilers see the operator."""
+    """Replaces an operator of torch in its namespace. Compilers see the original operator."""
 
     def __init__(self, wrapped: "_Wrapped") -> None:
         self._wrapped = wrapped
@@ -159,16 +162,16 @@ class _Subscriber:
 
     def __init__(self, wrapper: Wrapper | Maker, place: int) -> None:
         self.wrapper = wrapper
-        self.place = place  # its module's in the point's row, outermost 0
+        self.place = place  # index of its module in the point's row; 0 is outermost
         self.is_on = True
 
 
 class _Wrapped:
-    """A point of one object that is wrapped.
+    """A wrapped attribute of one object.
 
     Attributes:
-        original: what is called innermost.
-        calls: the outermost subscriber and what it is to call; every call reads both at once.
+        original: the innermost callable.
+        calls: the outermost subscriber and the callable that it wraps; a call reads both at once.
     """
 
     def __init__(self, point: Point, target: Any, name: str) -> None:
@@ -180,7 +183,7 @@ class _Wrapped:
         if point.is_hot:
             make = _traced_entry if point.is_traced else _hot_entry
             self._entry, self._set_layer = make(self.original)
-            self._entry.wrapped = self  # lives as long as it
+            self._entry.wrapped = self  # keeps it alive as long as the entry
         else:
             self._entry = _entry_of(self, point, target)
         self._undo: Callable[[], None] | None = None
@@ -205,7 +208,7 @@ class _Wrapped:
                 self._undo()
 
     def _settle(self) -> None:
-        """Calls pass those who are subscribed now. Again where a finalizer has removed one meanwhile."""
+        """Routes calls through the current subscribers. Repeats if a finalizer has removed one meanwhile."""
         while True:
             subscribers = [each for each in self._subscribers if each.is_on]
             wrappers = [each.wrapper for each in subscribers]
@@ -219,7 +222,7 @@ class _Wrapped:
                 return
 
 
-# By the id of the entry, which holds the value.
+# By the id of the entry, which keeps the value alive.
 _all: "weakref.WeakValueDictionary[int, _Wrapped]" = weakref.WeakValueDictionary()
 
 
@@ -229,7 +232,7 @@ def _wrapped_now(target: Any, name: str) -> _Wrapped | None:
 
 
 def _hot_entry(original: Callable[..., Any]) -> tuple[Any, Callable[[Layer], None]]:
-    layer = _packed(original)  # in a cell, which is read faster than an attribute
+    layer = _packed(original)  # in a cell, because reading it is faster than reading an attribute
 
     def entry(owner: Any, *args: Any, **kwargs: Any) -> Any:
         return layer(owner, args, kwargs)
@@ -259,7 +262,7 @@ def _traced_entry(original: Callable[..., Any]) -> tuple[Any, Callable[[Layer], 
 
 
 def _entry_of(wrapped: _Wrapped, point: Point, target: Any) -> Any:
-    """What is set in place of the original."""
+    """The callable that replaces the original."""
     original = wrapped.original
     if point.is_operator:
         return Operator(wrapped)
@@ -267,8 +270,8 @@ def _entry_of(wrapped: _Wrapped, point: Point, target: Any) -> Any:
         is_bound = inspect.ismethod(original)
         function: Callable[..., Any] = getattr(original, "__func__", original)
 
-        # Bound, as learning-rate schedulers expect of an optimizer's step. A copy of the object has the
-        # attribute, too, and is not followed.
+        # Bound, because learning-rate schedulers expect that of an optimizer's step. A copy of the object
+        # has this attribute too, but its calls are not wrapped.
         @functools.wraps(function)
         def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
             if owner is not target and is_bound:

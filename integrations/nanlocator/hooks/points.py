@@ -1,8 +1,9 @@
-"""Every point of other people's code that nanlocator patches, one row each. Data only: nothing is imported
-before a point is looked for.
+"""Every point of other code that nanlocator patches, one row each. Data only: a point's owner is imported
+only when the point is looked up.
 
-A version of torch or of a framework that lacks a point raises no error. What is not seen then is a note in
-each verdict's coverage (``Patches.lost``), and ``nanlocator doctor`` prints this table for what is installed.
+If a version of torch or of a framework lacks a point, no error is raised. A note in each verdict's coverage
+(``Patches.lost``) says what is not seen, and ``nanlocator doctor`` prints this table for the installed
+versions.
 """
 
 import functools
@@ -14,41 +15,41 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-# Where nanlocator's tests have run (docs/support.md).
+# The versions that nanlocator's tests have run with (docs/support.md).
 TESTED = {
     "torch": "2.6 to 2.15",
     "megatron-core": "0.12 to 0.20",
     "deepspeed": "0.19.8",
     "transformers": "4.57.6 to 5.23.0",
 }
-_DISTRIBUTIONS = {"megatron": "megatron-core"}  # of top-level packages that are called otherwise
+_DISTRIBUTIONS = {"megatron": "megatron-core"}  # of top-level packages with another name
 
 
 class State(Enum):
-    """Of a point in this environment."""
+    """The state of a point in this environment."""
 
     HOLDS = "holds"
     LOST = "lost"
-    NOT_DUE = "not of this version"  # another point does it here
+    NOT_DUE = "not of this version"  # another point serves the installed version
     NOT_INSTALLED = "not installed"
-    PER_OBJECT = "known when it is used"  # an attribute of objects; where its class is now is not known
+    PER_OBJECT = "known when it is used"  # an attribute of objects; the place of its class is not known
 
 
 @dataclass(frozen=True)
 class Point:
-    """An attribute that is replaced.
+    """An attribute that nanlocator replaces.
 
     Attributes:
-        owner: the module that has it, and after a colon the class or object in it.
+        owner: the module that has it, and after a colon the class or object in that module.
         attribute: its name.
         needed_by: the modules of nanlocator that subscribe to it, from the outermost to the innermost.
-        lost: what is not seen without it, as a verdict's coverage says it.
-        since: first version of the owner's package in which it is needed; "" from the oldest one on.
-        until: last one, as "2.12"; "" to this day.
-        on_objects: replaced on single objects; ``owner`` has their class.
+        lost: the data that is missing without it, worded for a verdict's coverage.
+        since: the first version of the owner's package that needs it; "" means the oldest.
+        until: the last such version, for example "2.12"; "" means the newest.
+        on_objects: replaced on single objects; ``owner`` is their class.
         is_hot: called for every module or collective; see ``patches.Maker``.
         is_traced: torch.compile traces through it.
-        is_optional: only some versions have it, and those that lack it need none.
+        is_optional: only some versions have it, and the others need no replacement for it.
     """
 
     owner: str
@@ -68,28 +69,28 @@ class Point:
 
     @property
     def package(self) -> str:
-        """The distribution that it belongs to; "" for Python's own."""
+        """The distribution that has it; "" for Python's standard library."""
         name = self.owner.partition(":")[0].partition(".")[0]
         return "" if name == "sys" or " " in name else _DISTRIBUTIONS.get(name, name)
 
     @property
     def is_operator(self) -> bool:
-        """Called by name through torch.ops, where compilers must find an operator."""
+        """Whether code calls it through torch.ops, where compilers must find an operator."""
         return self.owner.startswith("torch:ops.")
 
     def find_owner(self) -> Any:
-        """Imports it. None where there is none."""
+        """Imports the owner. None if that fails."""
         module, _, path = self.owner.partition(":")
         try:
             found: Any = importlib.import_module(module)
             for name in filter(None, path.split(".")):
                 found = getattr(found, name)
-        except Exception:  # what an import raises where a library of it is broken
+        except Exception:  # importing a package with a broken library can raise anything
             return None
         return found
 
     def is_due(self) -> bool:
-        """Whether the version that is installed needs it."""
+        """Whether the installed version needs it."""
         version = numbers_of(version_of(self.package))
         if self.is_optional or not version:
             return not self.is_optional
@@ -98,11 +99,11 @@ class Point:
         return is_new_enough and (not until or version[: len(until)] <= until)
 
     def note(self) -> str:
-        """For a verdict's coverage, where it is due and not there."""
+        """The note in a verdict's coverage if the point is due and missing."""
         return f"{self.lost}: this {self.package or 'Python'} does it elsewhere (it has no {self.place})"
 
     def state(self) -> State:
-        """In this environment. Imports the owner, if its package is installed."""
+        """The state in this environment. Imports the owner if its package is installed."""
         if not version_of(self.package) and self.package:
             return State.NOT_INSTALLED
         owner = self.find_owner()
@@ -115,8 +116,8 @@ class Point:
 
 @functools.cache
 def version_of(package: str) -> str:
-    """Of a distribution; "" where it is not installed. A module that is imported knows best: sources on
-    PYTHONPATH have no metadata."""
+    """A distribution's version; "" if it is not installed. An imported module's ``__version__`` comes first,
+    because sources on PYTHONPATH have no metadata."""
     names = {distribution: name for name, distribution in _DISTRIBUTIONS.items()}
     module = sys.modules.get("megatron.core" if package == "megatron-core" else names.get(package, package))
     if version := getattr(module, "__version__", ""):
@@ -144,8 +145,8 @@ def _row(owner: str, attribute: str, needed_by: str, lost: str, **rest: Any) -> 
 
 # --- torch: modules, autograd, optimizers ------------------------------------------------------------
 
-# Outermost what waits for a model: once it has attached, the call begins anew, and passes the recorder. Then
-# the recorder, so that a call is kept as the program made it; then the names of modules.
+# `attach` is outermost: it waits for a model, and once it has attached, the call begins again and passes the
+# recorder. The recorder is next, so that it keeps the call as the program made it; then the modules' names.
 MODULE_CALL = _row(
     "torch.nn:Module",
     "__call__",
@@ -208,7 +209,7 @@ UNSCALE = _row(
     "loops.watch",
     "gradients before GradScaler unscales them",
 )
-# A closure's own scan comes before the one of a watch, which has other parameters.
+# A closure's scan comes before a watch's scan, which covers other parameters.
 TOTAL_NORM = _row(
     "torch.nn.utils.clip_grad", "_get_total_norm", "loops.watch", "gradients before their norm is taken"
 )
@@ -238,7 +239,8 @@ CHECKPOINT_EARLY_STOP = _row(
 
 # --- torch: what ranks send to each other ------------------------------------------------------------
 
-# A transfer is shown to the trace outside of what only waits for it or scans what has arrived.
+# `exchange.transfers` shows a transfer to the operator trace. It is outside the subscribers that only wait
+# for the transfer or scan its result.
 _OF_GROUPS = "exchange.transfers loops.recorder exchange.boundaries"
 
 
@@ -255,7 +257,7 @@ PROCESS_GROUP = {
         "what collectives of this kind exchange",
         _TRANSFERRED,
     ),
-    # From 2.13 on torch.distributed calls others in their place (docs/adr/0004).
+    # From 2.13 on, torch.distributed calls other methods instead (docs/adr/0004).
     **_of_groups(
         "_allgather_base allgather_into_tensor_coalesced _reduce_scatter_base "
         "reduce_scatter_tensor_coalesced alltoall_base",
@@ -335,7 +337,7 @@ FSDP2_REDUCE = _row(_FSDP2, "foreach_reduce", "sharding.fsdp2", "gradients befor
 FSDP2_GATHER = _row(_FSDP2, "foreach_all_gather", "sharding.fsdp2", "whose weights fully_shard gathers")
 
 _PIPELINES = "torch.distributed.pipelining.schedules"
-_SCHEDULED = "attach loops.optimizer loops.watch"  # what attaches, as above
+_SCHEDULED = "attach loops.optimizer loops.watch"  # `attach` is outermost for the same reason as above
 SCHEDULE_STEPS = (
     _row(f"{_PIPELINES}:PipelineScheduleSingle", "step", _SCHEDULED, "steps of a pipeline's schedule"),
     _row(f"{_PIPELINES}:PipelineScheduleMulti", "step", _SCHEDULED, "steps of a pipeline's schedule"),
@@ -386,7 +388,7 @@ _MEGATRON = "megatron.locator"
 MEGATRON_OPTIMIZER = _row(
     "megatron.core.optimizer", "get_megatron_optimizer", "megatron.scripts", "models of an unedited script"
 )
-MEGATRON_SETUP = _row(  # of Megatron-LM, which is no package
+MEGATRON_SETUP = _row(  # Megatron-LM, which is not a package
     "megatron.training.training",
     "setup_model_and_optimizer",
     "megatron.scripts",
