@@ -1,1 +1,1 @@
-"""What is called, by which name, and how is it kept and executed again? Modules, kernels, bundles."""
+"""What is called, and how is it kept and executed again? Modules, kernels, custom operators, bundles."""

@@ -1,8 +1,8 @@
-"""Code that a bundle names: what of it may run (docs/security.md).
+"""Decides which code that a bundle names may run (docs/security.md).
 
-A module is imported by its name, with the import path as it is. What would come from the current folder or
-from the folder of the run is refused: both may have come with the bundle. A file runs with consent alone
-(``--trust``), and only where nobody but root and the user could have written it.
+A module is imported by its name, with the import path unchanged. Modules in the current folder or in the
+folder of the run are refused: both may have come with the bundle. A file runs only with consent
+(``--trust``), and only if root and the user alone could have written it.
 """
 
 import functools
@@ -23,39 +23,39 @@ from pathlib import Path
 
 from nanlocator import _C
 
-_MOST_LINKS = 40  # in one path, as Linux has it
+_MOST_LINKS = 40  # symbolic links in one path: Linux's limit
 
 # --- modules, by name ---
 
 
 def import_named(name: str, bundle: Path) -> types.ModuleType:
-    """Raises ModuleNotFoundError where there is none, UnsupportedError for one that may have come with
-    ``bundle``, and what its own code raises."""
+    """Imports the module ``name``. Raises ModuleNotFoundError if there is none, UnsupportedError if it may
+    have come with ``bundle``, and any error of the module's own code."""
     if name not in sys.modules:
         find_named(name, bundle)
     return importlib.import_module(name)
 
 
 def find_named(name: str, bundle: Path) -> importlib.machinery.ModuleSpec:
-    """What importing it would load. Imports the packages that it lies in, and not the module."""
+    """The spec that importing ``name`` would load. Imports the packages around the module, but not itself."""
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
         raise _C.UnsupportedError(f"{name!r} is no name of a module")
     for depth in range(len(parts)):
         named = ".".join(parts[: depth + 1])
-        spec = importlib.util.find_spec(named)  # imports what it lies in, which was looked at before
+        spec = importlib.util.find_spec(named)  # imports the package around it, which was checked before
         if spec is None:
             raise ModuleNotFoundError(f"No module named {named!r} (the current folder is left out)")
         found = spec
         for place in found.submodule_search_locations or [str(found.origin)]:
-            if os.path.isabs(place) and not _is_installed(place):  # else built in, or of no file system
+            if os.path.isabs(place) and not _is_installed(place):  # others are built in or have no file
                 _require_elsewhere(named, place, depth, bundle)
     return found
 
 
 def _require_elsewhere(name: str, place: str, depth: int, bundle: Path) -> None:
     for path in (Path(place), Path(os.path.realpath(place))):
-        folder = path.parents[depth]  # of the import path
+        folder = path.parents[depth]  # the entry of the import path
         if _came_with(path, folder, bundle):
             raise _C.UnsupportedError(
                 f"{name} is found at {path}, which may have come with the bundle: "
@@ -69,8 +69,8 @@ def _require_elsewhere(name: str, place: str, depth: int, bundle: Path) -> None:
 
 
 def _came_with(path: Path, folder: Path, bundle: Path) -> bool:
-    """In the folder of the run (nanlocator_run of nanlocator_run/a0/bundles/NAME); of a bundle that was taken
-    out of one, in the bundle or beside it."""
+    """Whether ``path`` is in the folder of the run (nanlocator_run, for nanlocator_run/a0/bundles/NAME), or,
+    if the bundle has been moved out of a run, in the bundle or beside it."""
     bundle = Path(os.path.realpath(bundle))
     if bundle.parent.name != "bundles":
         return path.is_relative_to(bundle) or folder == bundle.parent
@@ -87,12 +87,13 @@ def _folders_of_python() -> tuple[str, ...]:
 
 
 def _is_installed(place: str) -> bool:
-    """Also where the environment lies in the current folder."""
+    """Also true if the environment lies in the current folder."""
     return os.path.realpath(place).startswith(_folders_of_python())
 
 
 def _is_editable(folder: Path) -> bool:
-    """Whether `pip install -e` has made it, or what it lies in, a place to import from. It is not asked."""
+    """Whether `pip install -e` has put ``folder``, or a folder around it, on the import path. Reads only the
+    metadata of distributions outside ``folder``."""
     elsewhere = [entry for entry in sys.path if entry and Path(entry).resolve() != folder]
     for installed in importlib.metadata.distributions(path=elsewhere):
         origin = json.loads(installed.read_text("direct_url.json") or "{}")
@@ -106,8 +107,8 @@ def _is_editable(folder: Path) -> bool:
 
 
 def execute(file: Path, name: str, text: str | None = None) -> types.ModuleType:
-    """The module ``name`` that the Python in ``file`` makes, or ``text`` of it; never what lies compiled
-    beside it."""
+    """Executes the Python in ``file``, or ``text`` in its place, as the module ``name``. Never loads the
+    compiled file beside it."""
     file = Path.cwd() / file
     require_own(file)
     spec = importlib.util.spec_from_file_location(name, file)
@@ -119,14 +120,14 @@ def execute(file: Path, name: str, text: str | None = None) -> types.ModuleType:
 
 
 def require_own(file: str | Path) -> None:
-    """Raises UnsupportedError where somebody other than root and the user could have written the file, or
-    could put another in its place. In a folder with the sticky bit, as /tmp, others cannot replace what is
-    the user's: it may lie above the file's own folder."""
+    """Raises UnsupportedError if anyone but root and the user could have written the file or could replace
+    it. In a folder with the sticky bit, such as /tmp, others cannot replace the user's files; such a folder
+    may lie above the file's own folder."""
     own = os.geteuid()
     way = list(_way_to(Path.cwd() / file))
     for place in way:
         status = os.lstat(place)
-        is_link = stat.S_ISLNK(status.st_mode)  # its own bits mean nothing
+        is_link = stat.S_ISLNK(status.st_mode)  # a link's own permission bits have no effect
         is_sticky = status.st_mode & stat.S_ISVTX and place != os.path.dirname(way[-1])
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_link and not is_sticky:
             said = f"group or others can write {place}"
@@ -145,7 +146,7 @@ def require_own(file: str | Path) -> None:
 
 
 def _way_to(file: Path) -> Iterator[str]:
-    """Every folder and link that the path leads through, and the file; links are followed, step by step."""
+    """Every folder and link on the path to the file, and the file itself. Links are followed step by step."""
     waiting, place, links = list(reversed(file.parts)), "", 0
     while waiting:
         part = waiting.pop()
@@ -162,8 +163,8 @@ def _way_to(file: Path) -> Iterator[str]:
 
 
 def consent(bundle: Path, named: Sequence[tuple[str, str, str]]) -> str:
-    """What the bundle has that was not loaded, of (module, file, source), and how to have it loaded: after
-    a sentence that says what is missing."""
+    """The end of a message about a missing module: names the code that was not loaded, each as (module, file,
+    source), and how to load it."""
     roots = {module.partition(".")[0] for module, _, _ in named if not module.startswith("__")}
     missing = sorted(root for root in roots if root.isidentifier() and importlib.util.find_spec(root) is None)
     files = [file for _, file, _ in named if file and os.path.isfile(file)]
@@ -183,6 +184,6 @@ def consent(bundle: Path, named: Sequence[tuple[str, str, str]]) -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """Without the lines that follow; the type's name only where the sentence is not ours."""
+    """The error's first line; it begins with the type's name unless nanlocator raised the error."""
     line = str(error).partition("\n")[0]
     return line if isinstance(error, _C.Error) else f"{type(error).__name__}: {line}"

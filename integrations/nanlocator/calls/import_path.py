@@ -1,12 +1,12 @@
-"""The import path of a program that opens what others have sent. Imports nothing but built-in modules."""
+"""The import path of a program that opens files from others. Imports only built-in modules."""
 
 import sys
 from posix import stat
 
 
 def leave_out_current_folder() -> None:
-    """`python -m` puts it first. Kept where it comes after the installed packages: `pip install -e` has put
-    it there, and nothing of Python's own is looked for in it."""
+    """Removes the current folder, which `python -m` puts first. Keeps it after the installed packages:
+    `pip install -e` has put it there, and Python's own modules are found before it."""
     kept: list[str] = []
     for entry in sys.path:
         if any(each.endswith("-packages") for each in kept) or not _is_current_folder(entry):

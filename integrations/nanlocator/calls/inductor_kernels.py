@@ -1,5 +1,5 @@
-"""Kernels that Inductor has compiled for CPUs. Each is an extension module of its code cache, and goes by the
-name under which the module of Python has it that Inductor has generated with its source."""
+"""Kernels that Inductor has compiled for CPUs. Each is an extension module in Inductor's code cache. Its name
+is the one that it has in the Python module that Inductor generated with the kernel's source."""
 
 import ast
 import functools
@@ -10,10 +10,10 @@ from typing import Any
 
 
 def is_extension(module: Any) -> bool:
-    """As torch._inductor.codecache.CppPythonBindingsCodeCache loads them."""
+    """Whether torch._inductor.codecache.CppPythonBindingsCodeCache has loaded it."""
     if not isinstance(module, types.ModuleType):
         return False
-    own = vars(module)  # a module's __getattr__ may import others
+    own = vars(module)  # a module's __getattr__ may import other modules
     return own.get("__name__") == f"{own.get('key')}.kernel"
 
 
@@ -22,7 +22,7 @@ def is_generated(function: Any) -> bool:
 
 
 def source_of(generated: types.ModuleType, name: str) -> str:
-    """As a module of its own, which compiles it; "" where there is none."""
+    """A Python module that compiles the kernel ``name`` when imported; "" if its source is not found."""
     types_of_arguments, source = _definition(generated, name)
     if not source:
         return ""
@@ -40,13 +40,13 @@ def argument_names(generated: types.ModuleType, name: str) -> list[str]:
 
 
 def _definition(generated: types.ModuleType, name: str) -> tuple[list[str], str]:
-    """What it is compiled from: the types of its arguments, and C++; "" where that is not found."""
+    """The types of the kernel's arguments, and its C++ source; [] and "" if it is not found."""
     return _definitions(str(getattr(generated, "__file__", ""))).get(name, ([], ""))
 
 
 @functools.cache
 def _definitions(file: str) -> dict[str, tuple[list[str], str]]:
-    """Of each kernel in it."""
+    """The definitions of all kernels in ``file``, by name."""
     try:
         tree = ast.parse(Path(file).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):

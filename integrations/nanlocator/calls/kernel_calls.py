@@ -1,8 +1,8 @@
-"""Calls of kernels that PyTorch's dispatcher does not see: kept in one more pass of a bad step, brought into
-bundles, and executed again, there and in another process.
+"""Calls of kernels that PyTorch's dispatcher does not see. An extra pass of a bad step keeps them; they go
+into bundles and are executed again, in the same process and in another one.
 
-A record holds the arguments as they were before the call, in host memory, and what its tensors held after it.
-What is executed again, and what that says, is C++ (nanlocator/replay/kernel_replay.hpp).
+A record holds the arguments from before the call and the tensors' values after it, in host memory. C++
+decides what to execute again and judges the results (nanlocator/replay/kernel_replay.hpp).
 """
 
 import contextlib
@@ -27,12 +27,12 @@ from nanlocator.calls.kernel_references import references_of
 from nanlocator.calls.kernel_signatures import register_signature as register_signature
 from nanlocator.calls.kernel_source import python_function, source_of
 
-_MOST_BYTES = 4 << 30  # of copies, of all calls of a pass together
+_MOST_BYTES = 4 << 30  # of all copies in a pass
 
 
 @dataclass(frozen=True)
 class Imported:
-    """An argument that is found by its name: a dtype, a member of an enumeration."""
+    """An argument that is imported by its name: a dtype, a member of an enumeration."""
 
     module: str
     name: str
@@ -41,19 +41,19 @@ class Imported:
         return attribute(importlib.import_module(self.module), self.name)
 
 
-Imported.__module__ = "nanlocator.kernel_calls"  # bundles call it that
+Imported.__module__ = "nanlocator.kernel_calls"  # the class's name in bundles
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """Stands for one of the record's tensors."""
+    """The place of one of the record's tensors."""
 
     index: int
 
 
 @dataclass
 class KernelCallRecord:
-    """One call. Its tensors are listed apart: ``tensors[i]`` goes where ``_Slot(i)`` is."""
+    """One call. Its tensors are in a separate list: ``tensors[i]`` replaces ``_Slot(i)``."""
 
     name: str  # "planted_kernels::silu"
     launcher: str = "function"
@@ -71,13 +71,13 @@ class KernelCallRecord:
     settings: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
-    source: str = ""  # Python that defines the kernel by itself
+    source: str = ""  # self-contained Python that defines the kernel
     source_file: str = "kernel.py"
     positional: tuple[Any, ...] = ()  # with slots
     named: dict[str, Any] = field(default_factory=dict)
-    launch: list[Any] = field(default_factory=list)  # of Triton: the grid
-    role: str = ""  # of the tensor that was bad: an argument's name, "output[0]"
-    live: Any = None  # the kernel itself; None: not imported yet
+    launch: list[Any] = field(default_factory=list)  # Triton: the grid
+    role: str = ""  # of the bad tensor: an argument's name, or "output[0]"
+    live: Any = None  # the kernel itself; None if it is not imported yet
     user_references: list[tuple[str, Callable[..., Any]]] = field(default_factory=list)
 
     @property
@@ -120,16 +120,16 @@ _registered: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
 
 
 def register_reference(kernel: str, reference: Callable[..., Any], family: str = "") -> None:
-    """What ``kernel`` ("my_extension::fwd") should give: ``reference`` is called with the arguments of a
+    """Registers a ``reference`` for ``kernel`` ("my_extension::fwd"). It is called with the arguments of a
     call, floating-point tensors in float64 (and in float32), and returns the tensors that the kernel returns
-    or writes, in any order. It judges only where it agrees with the kernel's own finite elements."""
+    or writes, in any order. It judges a call only if it agrees with the kernel's own finite elements."""
     _registered.setdefault(kernel, []).append(
         (family or f"{reference.__module__}.{reference.__qualname__}", reference)
     )
 
 
 class KeptKernelCalls:
-    """Of a pass the calls that were asked for, by kernel and number."""
+    """The requested calls of a pass, by kernel and number."""
 
     def __init__(self) -> None:
         self._wanted: set[tuple[str, int]] = set()
@@ -160,7 +160,7 @@ class KeptKernelCalls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Callable[[list[torch.Tensor]], None] | None:
-        """What nanlocator.calls.kernels.Keeper says."""
+        """See nanlocator.calls.kernels.Keeper."""
         if (name, number) not in self._wanted:
             return None
         record = self._kept[name, number] = KernelCallRecord(name, entry.launcher, names=list(names))
@@ -168,7 +168,7 @@ class KeptKernelCalls:
             tensors = _describe(record, entry, args, kwargs)
             record.beside = [_C.beside_of(tensor) for tensor in tensors]
             record.before, devices = self._copies(tensors)
-        except Exception as error:  # whatever an argument's own code raises, or no memory
+        except Exception as error:  # an argument's own code can raise anything; or no memory
             record.why_not_replayed = f"its arguments could not be kept: {_line(error)}"
             record.positional, record.named, record.before = (), {}, []
             record.tensor_names, record.beside, record.after = [], [], []
@@ -201,7 +201,7 @@ def _line(error: BaseException) -> str:
 def _describe(
     record: KernelCallRecord, entry: kernels.Entry, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[torch.Tensor]:
-    """Fills what is known before the call; returns the tensors among the arguments."""
+    """Fills in the fields that are known before the call; returns the tensors among the arguments."""
     tensors: list[torch.Tensor] = []
     problems: list[str] = []
     positional = [
@@ -241,7 +241,7 @@ def _describe_launch(record: KernelCallRecord, kernel: Any) -> None:
     with contextlib.suppress(TypeError, OSError):
         record.file = inspect.getsourcefile(function) or ""
     record.source = source_of(kernel)
-    if record.launcher == "inductor":  # what it has generated is a module of its own
+    if record.launcher == "inductor":  # Inductor's generated code is a module of its own
         record.why_not_replayed = "Inductor has compiled it for this process; its source is in the bundle"
         with contextlib.suppress(OSError, UnicodeDecodeError):
             record.source = Path(record.file).read_text(encoding="utf-8")
@@ -250,7 +250,7 @@ def _describe_launch(record: KernelCallRecord, kernel: Any) -> None:
 def _kept(
     value: Any, name: str, record: KernelCallRecord, tensors: list[torch.Tensor], problems: list[str]
 ) -> Any:
-    """With slots for its tensors; what no other process can have is a problem."""
+    """``value`` with slots for its tensors. Adds a problem for a value that another process cannot have."""
     if isinstance(value, torch.Tensor):
         record.tensor_names.append(name)
         tensors.append(value)
@@ -274,13 +274,13 @@ def _kept(
 
 
 def _imported(value: Any) -> Imported | None:
-    """By where it is defined, if that gives the same."""
+    """``value`` by the place of its definition, if that place holds an equal value."""
     if isinstance(value, torch.dtype):
         return Imported("torch", str(value).removeprefix("torch."))
     kind = type(value)
     candidates = [
         (getattr(value, "__module__", None), getattr(value, "__qualname__", None)),
-        (kind.__module__, f"{kind.__qualname__}.{getattr(value, 'name', '')}"),  # of an enumeration
+        (kind.__module__, f"{kind.__qualname__}.{getattr(value, 'name', '')}"),  # a member of an enumeration
         ("triton.language", str(getattr(value, "name", ""))),  # Triton's dtypes
         (
             "triton.language",
@@ -293,7 +293,7 @@ def _imported(value: Any) -> Imported | None:
         try:
             if module in sys.modules and attribute(sys.modules[module], name) == value:
                 return Imported(module, name)
-        except Exception:  # whatever a comparison raises
+        except Exception:  # a comparison can raise anything
             continue
     return None
 
@@ -334,7 +334,7 @@ def _version(package: str) -> str:
 
 
 def _grid_of(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """Numbers, also where it is a function of the arguments."""
+    """The grid's sizes. A grid that is a function is called with the arguments."""
     if callable(grid):
         signature = inspect.signature(python_function(kernel))
         own = {name: value for name, value in kwargs.items() if name in signature.parameters}
@@ -348,8 +348,11 @@ def _grid_of(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def load_record(bundle: Path, device: str, trust: bool = False) -> KernelCallRecord:
-    """Of a bundle, with its kernel imported by name: that runs the module's code, as every import does. With
-    ``trust`` the source in the bundle runs in its place, or the file that the bundle names is loaded."""
+    """Loads a bundle's record and imports its kernel by name, which runs the module's code, as every import
+    does. With ``trust``, runs the source in the bundle instead, or loads the file that the bundle names.
+
+    Raises UnsupportedError if the kernel or an argument cannot be imported, FormatError if the tensors do not
+    match."""
     kept = _C.kernel_call_of(bundle, device, lambda class_name, fields: (class_name, fields), _NotKept)
     record = KernelCallRecord(
         kept["name"],
@@ -431,8 +434,8 @@ def _imported_in(value: Any) -> Iterator[Imported]:
 
 
 def _import_kernel(record: KernelCallRecord, bundle: Path, trust: bool, source: str = "") -> Any:
-    """A bundle may come from anywhere: what is called is a kernel, and what the bundle brings runs only with
-    ``trust``."""
+    """Imports the kernel. A bundle may come from anywhere, so this returns only kernels, and runs the
+    bundle's own code only with ``trust``."""
     for name, value in record.environment.items():
         if name == "TRITON_INTERPRET" and "triton" not in sys.modules:
             os.environ.setdefault(name, value)
@@ -442,7 +445,7 @@ def _import_kernel(record: KernelCallRecord, bundle: Path, trust: bool, source: 
         return _triton_kernel(record, found) if record.launcher == "triton" else found
     try:
         return _kernel_in(_module_by_name(record, bundle), record)
-    except (Exception, SystemExit) as error:  # whatever the module's code raises
+    except (Exception, SystemExit) as error:  # the module's code can raise anything
         problem = f"{record.entry} of {record.module} cannot be imported: {line_of(error)}"
     if record.file and not os.path.isfile(record.file):
         problem += f", and {record.file} is not here"
@@ -470,14 +473,14 @@ def _module_by_file(record: KernelCallRecord) -> types.ModuleType:
         return execute(Path(record.file), f"nanlocator_{name}" if name in sys.modules else name)
     require_own(record.file)
     spec = importlib.util.spec_from_file_location(name, record.file)
-    assert spec is not None and spec.loader is not None  # by its suffix
+    assert spec is not None and spec.loader is not None  # its suffix is an extension module's
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def _require_module_of_kernels(record: KernelCallRecord, file: str) -> None:
-    """Before anything of it runs."""
+    """Raises UnsupportedError if ``file`` is no module with kernels. Called before any of its code runs."""
     is_one = (
         file.endswith(".py") if record.launcher == "triton" else kernels.is_extension(record.module, file)
     )
@@ -495,7 +498,7 @@ def _kernel_in(module: types.ModuleType, record: KernelCallRecord) -> Any:
 
 
 def _triton_kernel(record: KernelCallRecord, found: Any) -> Any:
-    """Without the autotuners and heuristics before the kernel that was launched."""
+    """The launched kernel, without the autotuners and heuristics around it."""
     while not kernels.is_triton_kernel(found) and hasattr(found, "fn"):
         found = found.fn
     if not kernels.is_triton_kernel(found):

@@ -1,8 +1,8 @@
-"""What kernels of well-known families should give: definitions in plain PyTorch, for float64.
+"""References for kernels of well-known families: definitions in plain PyTorch, for float64.
 
-A reference never makes a verdict by matching a name. ``references_of`` offers those of a family where every
-tensor of the call has a role in it; the engine takes one as a judge only where it reproduces what the kernel
-has computed (nanlocator/replay/kernel_replay.hpp). A tensor without a role (a mask, a scale, an offset) may
+A name that matches is not enough for a verdict. ``references_of`` offers a family's references only if every
+tensor of the call has a role in it, and the engine uses a reference only if it reproduces the kernel's finite
+elements (nanlocator/replay/kernel_replay.hpp). A tensor without a role (a mask, a scale, an offset) may
 change the mathematics: then there is no reference.
 """
 
@@ -23,8 +23,9 @@ Scalars = dict[str, Any]
 Values = Callable[[Tensors, Scalars], list[torch.Tensor]]
 
 
-# What arguments are called, without "_ptr" and in small letters; pybind's unnamed ones by position. A name of
-# several roles (Liger's "Y_ptr" holds labels) takes the first that the family asks for.
+# The arguments' names of each role, in lower case and without "_ptr"; pybind11's unnamed arguments get roles
+# by position. A name with several roles (Liger's "Y_ptr" holds labels) takes the first that the family
+# requires.
 _ROLES = {
     "x": "x input inp self hidden_states in a gate logits mat1 src fwd_input input_or_output",
     "y": "b up other mat2 c_in",
@@ -38,14 +39,14 @@ _ROLES = {
     "sin": "sin",
     "labels": "labels target targets y_true y",
     "ids": "ids indices input_ids index",
-    "probabilities": "y out output probs p",  # that a softmax gave
+    "probabilities": "y out output probs p",  # a softmax's result
     "cu_seqlens": "cu_seqlens cu_seqlens_q cu_seq_lens",
     "cu_seqlens_k": "cu_seqlens_k",
-    "counts": "counts m_splits batch_sizes tokens_per_expert splits",  # rows of each expert
-    "written": "c d",  # of a product, which may be added to what was there
+    "counts": "counts m_splits batch_sizes tokens_per_expert splits",  # rows per expert
+    "written": "c d",  # a product's result, which may be added to the previous content
 }
 _ALIASES = {role: aliases.split() for role, aliases in _ROLES.items()}
-# That are written and not read, or what forward keeps for backward: a reference computes its own.
+# Arguments that a kernel only writes, or that forward saves for backward: a reference computes its own.
 _NOT_READ = re.compile(
     r"^(out|output|y|o|z|result|of_\w+|d[xwbqkv]|dgate|dup|da|db|grad_(input|weight|bias|q|k|v|x)|loss|lse|softmax_lse|"
     r"rstd|mean|mu|rsigma|invvar|ln_out|rng_state|workspace|delta|dsum)$"
@@ -56,11 +57,11 @@ _UNNAMED = re.compile(r"argument\[\d+\]$|arg\d+$")
 def references_of(
     kernel: str, names: list[str], scalars: Scalars
 ) -> list[tuple[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]]]:
-    """(family, function of the call's tensors) of what ``kernel`` may compute. ``names``: of its tensors;
-    ``scalars``: its numbers and lists of them."""
+    """Candidate references for ``kernel``: (family, function of the call's tensors). ``names``: of its
+    tensors; ``scalars``: its numbers and lists of numbers."""
     if kernel_signatures.is_known(kernel) and any(map(_UNNAMED.match, names)):
-        return []  # of a release whose arguments nobody has read
-    plain = kernel.lower()  # with its module: Apex calls its norms "forward" and "backward"
+        return []  # a release whose signature is unknown
+    plain = kernel.lower()  # includes the module: Apex calls its norms "forward" and "backward"
     return [
         (family, _bound(values, names, required, scalars))
         for pattern, family, required, values in _TABLE
@@ -76,7 +77,7 @@ def _plain(name: str) -> str:
 
 
 def _roles(names: list[str], required: tuple[str, ...]) -> dict[str, int] | None:
-    """Which tensor has which role; None where one is missing, or one has none."""
+    """Each role's tensor; None if a role has no tensor, or a tensor no role."""
     optional = [role.removesuffix("?") for role in required]
     found: dict[str, int] = {}
     left: list[int] = []
@@ -89,7 +90,7 @@ def _roles(names: list[str], required: tuple[str, ...]) -> dict[str, int] | None
             continue
         else:
             left.append(i)
-    for role in required:  # unnamed ones, in order
+    for role in required:  # unnamed arguments, in order
         if role not in found and not role.endswith("?") and left and _UNNAMED.match(names[left[0]]):
             found[role] = left.pop(0)
     is_whole = all(role in found or role.endswith("?") for role in required)
@@ -123,7 +124,7 @@ def _pointwise(function: Callable[..., torch.Tensor]) -> Values:
 
 
 def _gradients(forward: Values, *of: str) -> Values:
-    """Of what ``forward`` gives first, for the role ``grad``, by the roles ``of``, through autograd."""
+    """The gradients of ``forward``'s first result, given ``grad``, by the roles ``of``, through autograd."""
 
     def values(tensors: Tensors, scalars: Scalars) -> list[torch.Tensor]:
         with torch.enable_grad():
@@ -148,12 +149,12 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 def _swiglu(t: Tensors, s: Scalars) -> list[torch.Tensor]:
-    gate = t["x"] * _scalar(s, "gate_multiplier", default=1.0)  # Liger's
+    gate = t["x"] * _scalar(s, "gate_multiplier", default=1.0)  # Liger
     return [_silu(gate) * t["y"]]
 
 
 def _halves(function: Callable[[torch.Tensor], torch.Tensor]) -> Values:
-    """Of gate and up side by side in one tensor, as TransformerEngine has them."""
+    """For gate and up side by side in one tensor, as in TransformerEngine."""
 
     def values(t: Tensors, _: Scalars) -> list[torch.Tensor]:
         gate, up = t["x"].chunk(2, dim=-1)
@@ -168,9 +169,9 @@ def _normalized_shape(t: Tensors, s: Scalars) -> tuple[int, ...]:
 
 
 def _norm_weight(t: Tensors, s: Scalars) -> torch.Tensor | None:
-    """With what is added to it: TransformerEngine's ``zero_centered_gamma``, Gemma's ``offset``."""
+    """The weight plus its offset: TransformerEngine's ``zero_centered_gamma``, Gemma's ``offset``."""
     if _scalar(s, "memory_efficient", default=False):
-        raise NotImplementedError  # Apex then has the output in place of the input
+        raise NotImplementedError  # Apex then passes the output instead of the input
     offset = _scalar(s, "offset", default=0.0) + bool(_scalar(s, "zero_centered_gamma", default=False))
     return t["weight"] + offset if "weight" in t else None
 
@@ -207,7 +208,7 @@ def _softmax_gradient(t: Tensors, _: Scalars) -> list[torch.Tensor]:
 
 
 def _labelled(t: Tensors, s: Scalars) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Logits of (tokens, classes), labels of (tokens), the label that does not count."""
+    """Logits of shape (tokens, classes), labels of shape (tokens,), and the ignored label."""
     if any(_scalar(s, name, default=0) for name in ("label_smoothing", "lse_square_scale", "softcap")):
         raise NotImplementedError
     ignored = _scalar(s, "ignore_index", "ignored", default=-100)
@@ -231,12 +232,13 @@ def _cross_entropy_gradient(t: Tensors, s: Scalars) -> list[torch.Tensor]:
 
 
 def _products(t: Tensors, s: Scalars) -> list[torch.Tensor]:
-    """Of matrices, in the layouts and in the order that fit: cuBLAS's callers give the right one first."""
+    """The products of two matrices in all layouts and orders that fit. For cuBLAS's callers, the first is the
+    right one."""
     a, b = t["x"], t.get("y", t.get("weight"))
     assert b is not None
     if _scalar(s, "gelu", default=False) or _scalar(s, "beta", default=1.0) not in (0, 1):
         return []
-    bias = None if _scalar(s, "grad", default=False) else t.get("bias")  # there TransformerEngine writes it
+    bias = None if _scalar(s, "grad", default=False) else t.get("bias")  # grad: TransformerEngine writes it
     added = t.get("written") if _scalar(s, "accumulate", default=False) else None
     found = []
     for first, second in ((a, b), (b, a)):
@@ -261,7 +263,7 @@ def _counts(t: Tensors, s: Scalars) -> list[int]:
 
 
 def _grouped_products(t: Tensors, s: Scalars) -> list[torch.Tensor]:
-    """x of (tokens, width), weights of (experts, ., .): each expert's rows by its weight."""
+    """x (tokens, width), weights (experts, ., .): each expert's rows times its weight."""
     rows, given = t["x"].split(_counts(t, s)), t.get("weight", t.get("y"))
     assert given is not None
     if given.dim() != 3:
@@ -274,7 +276,7 @@ def _grouped_products(t: Tensors, s: Scalars) -> list[torch.Tensor]:
 
 
 def _grouped_gradients(t: Tensors, s: Scalars) -> list[torch.Tensor]:
-    """Of the weights, both operands of (tokens, .)."""
+    """Gradients of the weights. Both operands are (tokens, .)."""
     left, right = t.get("grad", t.get("y")), t["x"]
     assert left is not None
     if left.dim() != 2 or right.dim() != 2:
@@ -284,13 +286,13 @@ def _grouped_gradients(t: Tensors, s: Scalars) -> list[torch.Tensor]:
 
 
 def _rope(t: Tensors, _: Scalars) -> list[torch.Tensor]:
-    """Rotated halves and pairs, in both directions: backward rotates back. ``cos`` and ``sin`` of a whole
-    head or of half."""
+    """Rotates halves and pairs, in both directions, because backward rotates back. ``cos`` and ``sin`` cover
+    a whole head or half of it."""
     found = []
     for x in (t[role] for role in ("x", "q", "k", "grad") if role in t):
         half = x.shape[-1] // 2
         left, right = t["cos"][..., :half], t["sin"][..., :half]
-        for heads in (None, 1, 2):  # where the dimension of the heads is missing
+        for heads in (None, 1, 2):  # the position of a missing dimension of heads
             cos, sin = (
                 each if heads is None else each.unsqueeze(min(heads, each.dim())) for each in (left, right)
             )
@@ -312,13 +314,13 @@ def _embedding(t: Tensors, _: Scalars) -> list[torch.Tensor]:
 def _attention_of(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, is_causal: bool
 ) -> torch.Tensor:
-    """(batch, heads, length, width); fewer heads of k and v are shared."""
+    """Attention of tensors (batch, heads, length, width). If k and v have fewer heads, they are shared."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q @ k.mT * scale
     if not is_causal:
         return torch.softmax(scores, -1) @ v
-    # Aligned at the last row and column, as flash-attention 2.1 and later do; rows that see nothing give 0.
+    # Aligned at the last row and column, as in flash-attention since 2.1; fully masked rows are 0.
     rows, columns = scores.shape[-2:]
     is_seen = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril(columns - rows)
     sees_any = is_seen.any(-1, keepdim=True)
@@ -359,7 +361,7 @@ def _attention_gradients(layout: str) -> Values:
 
 
 def _attention_rule(t: Tensors, s: Scalars, layout: str) -> tuple[float, bool] | None:
-    """Scale, and whether it is causal; None where more is computed than that. Packed sequences are "bshd"."""
+    """The scale, and whether it is causal; None if the kernel computes more. Packed sequences are "bshd"."""
     scale = _scalar(s, "scale", "softmax_scale", "sm_scale", default=t["q"].shape[-1] ** -0.5)
     is_causal = bool(_scalar(s, "causal", "is_causal", default=False))
     left = _scalar(s, "window_size_left", default=-1)
@@ -373,8 +375,9 @@ def _attention_rule(t: Tensors, s: Scalars, layout: str) -> tuple[float, bool] |
 def _packed(
     t: Tensors, s: Scalars, of_one: Callable[..., list[torch.Tensor]], like: tuple[str, ...]
 ) -> list[torch.Tensor]:
-    """Of each sequence of (tokens, heads, width), in the shapes of ``like``. Tokens of no sequence have no
-    value; nor has anything where the lengths are not those of the tensors, which is the caller's fault."""
+    """The values of each sequence in tensors (tokens, heads, width), in the shapes of ``like``. Tokens
+    outside every sequence have no value. If the lengths do not fit the tensors, which is the caller's fault,
+    no token has one."""
     ends = {"q": t["cu_seqlens"].tolist()}
     ends["grad"] = ends["q"]
     ends["k"] = ends["v"] = t.get("cu_seqlens_k", t["cu_seqlens"]).tolist()
@@ -395,7 +398,7 @@ def _packed(
 
 
 def _table() -> Iterator[tuple[str, str, tuple[str, ...], Values]]:
-    """Pattern of the kernel's name, family, roles ("?": may be missing), values."""
+    """Pattern of the kernel's name, family, roles ("?": optional), values."""
     activations: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
         "silu": (r"silu|swish", _silu),
         "gelu": (r"gelu", F.gelu),

@@ -1,8 +1,8 @@
-"""Names of the arguments of kernels whose libraries bind them without any (``arg0, arg1, ...``).
+"""Argument names of kernels whose libraries bind them without names (``arg0, arg1, ...``).
 
-They are data, ``kernel_signatures.txt``, and what a program registers. The number of arguments identifies the
-release. A number without a row belongs to a release that the table does not have: the names stay unknown, and
-no reference judges such a call (nanlocator/calls/kernel_references.py).
+The names come from ``kernel_signatures.txt`` and from the program's registrations. The number of arguments
+identifies the release. If no row has that number, the table lacks the release: the names stay unknown, and no
+reference judges such a call (nanlocator/calls/kernel_references.py).
 """
 
 from pathlib import Path
@@ -11,8 +11,8 @@ _names: dict[str, dict[int, list[str]]] = {}  # by kernel and number of argument
 
 
 def register_signature(kernel: str, names: str) -> None:
-    """Of ``kernel`` ("my_extension::fwd") the names of the positional arguments: "q k v out softmax_scale". A
-    later signature with as many arguments replaces an earlier one."""
+    """Registers the names of the positional arguments of ``kernel`` ("my_extension::fwd"): "q k v out
+    softmax_scale". Replaces an earlier signature with as many arguments."""
     row = names.split()
     _names.setdefault(kernel, {})[len(row)] = row
 
@@ -23,7 +23,7 @@ def is_known(kernel: str) -> bool:
 
 
 def argument_names(kernel: str, count: int) -> list[str]:
-    """Of a call with ``count`` arguments; empty if no signature has as many."""
+    """The names for a call with ``count`` arguments; empty if no signature has that many."""
     return _names.get(kernel, {}).get(count, [])
 
 

@@ -1,7 +1,7 @@
-"""The source of a Triton kernel as a module of its own: what a bundle and a bug report carry.
+"""The source of a Triton kernel as a self-contained module, for bundles and bug reports.
 
-Beside the kernel it has what that refers to: other functions of Triton, modules, constants. Where a name
-cannot be written down so, there is no source.
+It includes everything that the kernel refers to: other Triton functions, modules, constants. If a name cannot
+be written this way, there is no source.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def source_of(kernel: Any) -> str:
-    """Of a kernel that is launched (JITFunction, the interpreter's, Inductor's); "" where it cannot be."""
+    """The source of a launchable kernel (JITFunction, the interpreter's, Inductor's); "" if there is none."""
     try:
         return _Module().of(kernel)
     except (_NotWritten, AttributeError, OSError, TypeError):
@@ -70,7 +70,7 @@ class _Module:
 
 
 def _launched(kernel: Any) -> Any:
-    """Without the autotuners and heuristics around it."""
+    """The kernel without the autotuners and heuristics around it."""
     while not _is_kernel(kernel) and hasattr(kernel, "fn"):
         kernel = kernel.fn
     return kernel
@@ -81,7 +81,7 @@ def _is_kernel(value: Any) -> bool:
 
 
 def python_function(kernel: Any) -> Any:
-    """What it was made of: without autotuners, heuristics and ``triton.jit``."""
+    """The kernel's Python function, without autotuners, heuristics and ``triton.jit``."""
     while hasattr(kernel, "fn"):
         kernel = kernel.fn
     return kernel

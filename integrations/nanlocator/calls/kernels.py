@@ -1,12 +1,12 @@
-"""Calls of code that PyTorch's dispatcher does not see, shown to the operator trace while one is armed.
+"""Shows calls that PyTorch's dispatcher does not see to an armed operator trace.
 
     with KernelCalls():
         model(batch)
 
-Functions of extension modules are found wherever a module has bound them, and methods of their classes;
-Inductor's kernels for CPUs in the modules that it has generated; launches of Triton's kernels, compiled by
-Inductor or run by the interpreter, where all of them pass. Each is scanned on both sides
-(nanlocator/operators/kernel_call.hpp). Nothing is replaced outside of the block.
+Covers functions of extension modules, wherever a module has bound them, and methods of their classes;
+Inductor's CPU kernels, in the modules that it generates; and Triton's launches, including kernels that
+Inductor compiles or the interpreter runs. Inputs and outputs of each call are scanned
+(nanlocator/operators/kernel_call.hpp). Everything is restored when the block ends.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ from nanlocator.calls import inductor_kernels, kernel_signatures
 from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches
 
-# Extension modules that take tensors and are not linked with Torch.
+# Extension modules that take tensors but are not linked with Torch.
 _WITHOUT_TORCH = ("cudnn", "nvfuser", "cupy_backends")
-# Torch's own, and libraries whose kernels bring what other ranks have sent: no input of the call.
+# Torch's own, and libraries whose kernels return data from other ranks, which is no input of the call.
 _LEFT_OUT = (
     "torch",
     "nanlocator",
@@ -42,21 +42,21 @@ _LEFT_OUT = (
     "nvshmem",
     "pplx_kernels",
 )
-# Of TransformerEngine: an argument of such a type makes a kernel communicate while it computes.
+# TransformerEngine: an argument of such a type makes a kernel communicate while it computes.
 _COMMUNICATOR = "CommOverlap"
 _LINKED_WITH_TORCH = (b"libc10.", b"libtorch")
 _SUFFIXES = tuple(importlib.machinery.EXTENSION_SUFFIXES)
-_UNNAMED = re.compile(r"arg\d+")  # where pybind11 was given no name
+_UNNAMED = re.compile(r"arg\d+")  # pybind11's name for an unnamed argument
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a kernel is called: what a process that executes the call again imports."""
+    """The place of a kernel, which a process imports to execute the call again."""
 
     launcher: str  # "function", "triton", "inductor"
     module: types.ModuleType | None
-    name: str  # in the module; of Triton's the function's qualified name
-    live: Any  # the function, or the kernel that is launched
+    name: str  # in the module; for Triton, the function's qualified name
+    live: Any  # the function, or the launched kernel
 
 
 class Keeper(Protocol):
@@ -65,14 +65,14 @@ class Keeper(Protocol):
     def begin(
         self, name: str, number: int, entry: Entry, names: list[str], args: tuple[Any, ...], kwargs: Any
     ) -> "Callable[[list[torch.Tensor]], None] | None":
-        """Before the call; what is returned is called after it, with the tensors of its result."""
+        """Called before the call. The returned function is called after it, with the result's tensors."""
 
 
-keeper: Keeper | None = None  # of the pass that runs now
+keeper: Keeper | None = None  # of the current pass
 
 
 class KernelCalls:
-    """Follows them from ``__enter__``, or from the beginning, until ``remove``."""
+    """Follows the calls from its construction until ``remove`` or the end of the block."""
 
     def __init__(self) -> None:
         self._patches = Patches(__name__)
@@ -108,7 +108,7 @@ class KernelCalls:
                     self._show(module, name, wrapped[id(value)])
 
     def _follow_inductor(self, modules: list[types.ModuleType]) -> None:
-        """Kernels for CPUs: in the modules that are there, and in those that come by a compilation."""
+        """Follows CPU kernels in the existing generated modules and in those of later compilations."""
         cache = getattr(sys.modules.get("torch._inductor.codecache"), "PyCodeCache", None)
         load = vars(cache).get("load_by_key_path") if cache is not None else None
         if load is None:
@@ -143,7 +143,7 @@ class KernelCalls:
         for point in points.KERNEL_LAUNCHES:
             module, _, kind = point.owner.partition(":")
             kernels = getattr(sys.modules.get(module), kind, None)
-            if kernels is not None and not hasattr(kernels.run, "is_shown"):  # by one around this
+            if kernels is not None and not hasattr(kernels.run, "is_shown"):  # else shown by an outer block
                 launcher = "inductor" if point.package == "torch" else "triton"
                 self._patches.put(point, _shown_launch(kernels.run, launcher))
 
@@ -161,7 +161,7 @@ def is_function_of_extension(found: Any, module: types.ModuleType) -> bool:
 
 
 def is_extension(name: str, file: str) -> bool:
-    """Whether the module ``name`` in ``file`` is one with kernels, as they are watched."""
+    """Whether the module ``name`` in ``file`` has kernels that are watched."""
     root = name.partition(".")[0]
     if not file.endswith(_SUFFIXES) or root in _LEFT_OUT:
         return False
@@ -174,18 +174,18 @@ def _is_extension(module: types.ModuleType) -> bool:
         name = str(module.__name__)
     except (AttributeError, TypeError):
         return False
-    if inductor_kernels.is_extension(module):  # followed where it has been generated
+    if inductor_kernels.is_extension(module):  # followed in its generated module
         return False
     return isinstance(file, str) and is_extension(name, file)
 
 
 @functools.cache
 def holds_one_of(file: str, words: tuple[bytes, ...]) -> bool:
-    """False for a file that cannot be read, too."""
+    """Whether ``file`` contains one of ``words``; also false if it cannot be read."""
     try:
         with open(file, "rb") as library, mmap.mmap(library.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return any(content.find(word) >= 0 for word in words)
-    except (OSError, ValueError):  # ValueError: it is empty
+    except (OSError, ValueError):  # ValueError: an empty file
         return False
 
 
@@ -245,7 +245,7 @@ def _shown_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Iterator[list[torch.Tensor]]:
-    """Gives a list for the results."""
+    """A context that scans the call; yields a list that takes the results."""
     results: list[torch.Tensor] = []
     call = _C.KernelCall(name, arguments)
     try:
@@ -261,7 +261,7 @@ def _shown_call(
 def named_tensors(
     args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """By the name of the argument, and by index and key where it holds several."""
+    """Tensors by the argument's name, with an index or key if the argument holds several."""
     positional = [(names[i] if i < len(names) else f"argument[{i}]", arg) for i, arg in enumerate(args)]
     for name, value in (*positional, *kwargs.items()):
         yield from _tensors_in(value, name)
@@ -284,10 +284,10 @@ def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _argument_names(entry: Entry) -> list[str]:
-    """From Inductor's source, else from the first line of the documentation that pybind11 writes."""
+    """From Inductor's source, else from the first line of pybind11's docstring."""
     if entry.module is not None and inductor_kernels.is_generated(entry.live):
         return inductor_kernels.argument_names(entry.module, entry.name)
     signature = (getattr(entry.live, "__doc__", None) or "").partition("\n")[0]
     inside = re.search(r"\((.*)\)", signature)
-    # A default may hold a colon, too: "otype: DType = <DType.kFloat32: 4>".
+    # A default may contain a colon too: "otype: DType = <DType.kFloat32: 4>".
     return re.findall(r"(?:^|, )(\w+): ", inside.group(1)) if inside else []

@@ -1,4 +1,4 @@
-"""Keeps one call of each of a few modules during one more pass of a bad step, for its origins' bundles."""
+"""Keeps one call of each wanted module during an extra pass of a bad step, for its origins' bundles."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
@@ -14,12 +14,12 @@ from nanlocator.calls.pickled_modules import pickled
 
 
 class ModuleCalls:
-    """Of each module named ``wanted`` the first call of a pass that makes something bad, in its outputs or in
-    the gradients of its inputs; where none does, the first call. Kept are arguments as they were before the
-    call, outputs, and the gradients that belong to this call alone, in host memory.
+    """Keeps, for each module named in ``wanted``, the pass's first call with a bad output or a bad gradient
+    of an input; if there is none, the first call. Keeps the arguments from before the call, the outputs, and
+    the gradients that belong to this call alone, in host memory.
 
-    Changes nothing that is computed. Scans values, so it waits for the device. Until a module's bad call
-    is known, its later calls hold their arguments and outputs by reference.
+    Does not change the computation. Scans values, so it waits for the device. Until a module's bad call is
+    known, its later calls hold their arguments and outputs by reference.
     """
 
     def __init__(self, wanted: set[str]) -> None:
@@ -35,7 +35,7 @@ class ModuleCalls:
         module = self._modules.get(name)
         return module.kept_call(name) if module is not None else None
 
-    # As an observer of ModuleHooks.
+    # A ModuleObserver's methods.
 
     def enter(self, path: _C.ModulePath, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Call | None":
         name = str(path)
@@ -55,7 +55,7 @@ class ModuleCalls:
 
 
 class KeptModuleCalls:
-    """The ModuleCalls of the latest pass that kept any."""
+    """The ModuleCalls of the latest pass that kept calls."""
 
     def __init__(self) -> None:
         self._latest = ModuleCalls(set())
@@ -72,7 +72,7 @@ class KeptModuleCalls:
 
 
 class _Module:
-    """The calls of one module: the one that is kept, and those that may still turn out to be bad."""
+    """The calls of one module: the kept call, and later calls that may still turn bad."""
 
     def __init__(self) -> None:
         self.has_bad_call = False
@@ -97,7 +97,7 @@ class _Module:
         self._pending.append(call)
 
     def is_bad(self, call: "_Call") -> None:
-        """Keeps this call, and only this one."""
+        """Keeps only this call."""
         self.has_bad_call = True
         pending, self._pending = self._pending, []
         for other in (self._kept, *pending):
@@ -134,7 +134,7 @@ class _Call:
         self._is_forgotten = False
 
     def finish(self, output: Any) -> None:
-        if self._is_forgotten:  # for a call within it of the same name: FSDP1's wrapper has its module's
+        if self._is_forgotten:  # an inner call of the same name replaced it: FSDP1's wrapper has its module's
             return
         self._outputs = _Values(output)
         differentiable = [t for t in tensors_in(output) if t.requires_grad]
@@ -154,7 +154,7 @@ class _Call:
             node.register_hook(self._see_grad_input(position, index))
 
     def forget(self) -> None:
-        """Lets go of all that it holds."""
+        """Drops all references to values."""
         self._is_forgotten = True
         self._arguments = self._outputs = _Values(None)
         self._grad_outputs, self._grad_inputs = [], []
@@ -197,8 +197,8 @@ class _Call:
         return see
 
     def _edges_to_inputs(self, outputs: list[torch.Tensor]) -> Iterator[tuple[Any, int, int]]:
-        """(node, which of its inputs' gradients, which input of the call) for the nodes that were made in
-        this call and hand their gradient to one of its inputs."""
+        """(node, index among its inputs' gradients, index of the call's input) for each node that this call
+        made and that passes its gradient to an input of the call."""
         targets = {_key(edge): index for index, edge in enumerate(self._input_edges)}
         waiting = [t.grad_fn for t in outputs if _key(get_gradient_edge(t)) not in targets]
         seen = set()
@@ -234,33 +234,33 @@ class _Call:
 
 
 class _Values:
-    """Values of a call and the tensors in them: by reference, or copied to host memory. What is no tensor and
-    no plain container stays as it is."""
+    """Values of a call, with tensors by reference or copied to host memory. Objects that are neither tensors
+    nor plain containers stay unchanged."""
 
     def __init__(self, value: Any) -> None:
         self._live = value
         self._versions = {id(tensor): _version(tensor) for tensor in tensors_in(value)}
         self._copies: Any = None
         self._is_copied = False
-        self.came_from: list[tuple[torch.Tensor, str]] = []  # copies of what was on a device
+        self.came_from: list[tuple[torch.Tensor, str]] = []  # copies of tensors that were on a device
 
     @property
     def now(self) -> Any:
         return self._copies if self._is_copied else self._live
 
     def copy(self) -> None:
-        """Tensors that were written to since they were seen become None."""
+        """Copies the tensors. Tensors that were written to since they were seen become None."""
         if not self._is_copied:
             self._copies = self._copied(self._live)
             self._is_copied = True
 
     def keep(self) -> None:
-        """Copies, and lets go of the originals."""
+        """Copies the tensors and drops the originals."""
         self.copy()
         self._live, self._versions = None, {}
 
     def refer(self) -> bool:
-        """Lets go of the copies; false where an original was written to since."""
+        """Drops the copies; false if an original has been written to since."""
         if any(self._versions[id(tensor)] != _version(tensor) for tensor in tensors_in(self._live)):
             return False
         self._copies, self._is_copied, self.came_from = None, False, []
@@ -304,8 +304,8 @@ def module_call(
     grad_outputs: tuple[torch.Tensor | None, ...] = (),
     grad_inputs: tuple[torch.Tensor | None, ...] = (),
 ) -> _C.ModuleCall:
-    """The call of ``module`` in the form that goes into a bundle: tensors by reference, the module itself
-    as a pickle without its tensors."""
+    """The call of ``module`` in its form for a bundle: tensors by reference, the module as a pickle without
+    its tensors."""
     weights = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
     content, problem = pickled(module, weights | buffers)
@@ -326,7 +326,8 @@ def module_call(
 
 
 def _kept_buffer(buffer: torch.Tensor) -> torch.Tensor:
-    """Passes move buffers before the bundle is written; those of a device are copied to the host anyway."""
+    """A copy, because passes change buffers before the bundle is written. A device's buffer is copied to the
+    host anyway."""
     return buffer.detach().clone() if buffer.device.type == "cpu" else buffer.detach()
 
 

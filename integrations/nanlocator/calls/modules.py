@@ -1,10 +1,10 @@
-"""Which module is running, and with which tensors: wraps ``torch.nn.Module.__call__`` while it is asked to.
+"""Follows the running modules and their tensors: wraps ``torch.nn.Module.__call__`` while it is needed.
 
     with nanlocator.calls.modules.ModuleHooks(model):      # the C++ module stack, for the operator trace
         model(batch)
 
-One subscriber serves the process, however many models are watched; it goes with the last ``remove()``. It
-changes no argument, no result and no random state.
+One subscriber serves the process, however many models are watched, until the last ``remove()``. It changes no
+argument, no result and no random state.
 """
 
 import functools
@@ -21,39 +21,38 @@ from nanlocator import _C
 from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches, lock
 
-# Holders that are not called themselves: their children belong to the module that holds them.
+# Shown names leave out wrappers' attributes. Containers are not called themselves: their children belong to
+# the module that holds the container.
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class ModuleObserver(Protocol):
-    """What a ``_C.ModuleWatch`` is to hooks."""
+    """The interface of a ``_C.ModuleWatch`` that hooks use."""
 
     def enter(self, path: _C.ModulePath, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call begins; returns what names it."""
+        """A call begins. The result identifies it in ``leave`` and ``abandon``."""
 
     def leave(self, call: Any, output: Any) -> None:
-        """It has returned."""
+        """The call has returned."""
 
     def abandon(self, call: Any) -> None:
-        """It has raised."""
+        """The call has raised."""
 
 
 class ModuleHooks:
-    """Keeps the C++ module stack right for calls of ``model`` and everything below it.
+    """Keeps the C++ module stack up to date for calls of ``model`` and of all modules in it.
 
-    A module is named by ``model.named_modules()``, without the ``module.`` of DistributedDataParallel and
-    with its class name where that name is empty. A shared module gets the name of the path through which
-    it was called; one that was added later, or made on the fly, the caller's path and the attribute under
-    which the caller holds it, else its class name. Modules called outside any named one (a loss) go by
-    their class.
+    A module's name is its name in ``model.named_modules()``, without DistributedDataParallel's ``module.``;
+    if that is empty, its class name. A shared module gets the path through which it was called. A module that
+    was added later, or made on the fly, gets the caller's path and the attribute under which the caller holds
+    it, else its class name. A module called outside every named one (a loss) gets its class name.
 
     Args:
         model: the model as it is called; wrapped or not.
-        watch: also hands each call's inputs and outputs to this ``_C.ModuleWatch``, or what is like it.
-        name_of: from the path in ``model.named_modules()`` to the name that is shown; "" gives the class
-            name. It names this model's modules for every hook, until the last one is removed; the latest
-            one given counts.
+        watch: also receives each call's inputs and outputs.
+        name_of: maps the path in ``model.named_modules()`` to the shown name; "" means the class name. It
+            names this model's modules for every hook, until the last one is removed; the latest one counts.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class ModuleHooks:
         self._tree = tree
 
     def remove(self) -> None:
-        """Stops. Calls that are under way end as they began. May be called twice."""
+        """Stops following. Running calls end as they began. May be called twice."""
         with lock:
             if not self._is_active:
                 return
@@ -111,15 +110,15 @@ class _Tree:
             self.named.setdefault(id(module), _Named(module)).paths.append(path)
 
     def show_as(self, name_of: Callable[[str], str]) -> None:
-        """Calls that are under way keep their names."""
+        """Changes the shown names. Running calls keep theirs."""
         self.name_of = name_of
         for named in self.named.values():
             named.frames = {}
 
 
 class _Named:
-    """One module of a tree, and its name from each caller. The weak reference tells a module from a later
-    one at the same address."""
+    """One module of a tree, and its name from each caller. The weak reference distinguishes it from a later
+    module at the same address."""
 
     __slots__ = ("frames", "is_this", "paths")
 
@@ -130,7 +129,7 @@ class _Named:
 
 
 class _Frame:
-    """A module that is running, under the name that it has in this call."""
+    """A running module, with its name in this call."""
 
     __slots__ = ("module", "path", "shown", "tree", "watches")
 
@@ -148,13 +147,13 @@ class _Thread(threading.local):
 
 
 _threads = _Thread()
-_trees: list[_Tree] = []  # replaced, never changed: other threads read it without the lock
+_trees: list[_Tree] = []  # replaced, never modified: other threads read it without the lock
 _all_watches: list[ModuleObserver] = []
 _patches = Patches(__name__)
 
 
 def running_module() -> nn.Module | None:
-    """The innermost module whose call this thread is in, as far as hooks follow it."""
+    """The innermost followed module whose call this thread is executing."""
     stack = _threads.stack
     return stack[-1].module() if stack else None
 
@@ -181,9 +180,9 @@ def _call(original: Callable[..., Any], self: nn.Module, args: Any, kwargs: Any)
     frame = _frame_of(self, stack[-1] if depth else None)
     watches = frame.tree.watches if frame.tree is not None else _all_watches
     scope = _C.module_depth()
-    calls: list[Any] = []  # as `enter` names them
-    # KeyboardInterrupt may come after any call below. Whatever was pushed by then is taken off: the
-    # Python stack first, by a statement that nothing interrupts, then the C++ stack, by one call.
+    calls: list[Any] = []  # the results of `enter`
+    # KeyboardInterrupt may come after any call below. Everything pushed by then is popped: first from the
+    # Python stack, by a statement that cannot be interrupted, then from the C++ stack, by one call.
     try:
         stack.append(frame)
         _C.enter_module(frame.shown)
@@ -207,10 +206,10 @@ def _frame_of(module: nn.Module, caller: _Frame | None) -> _Frame:
     if named is None:
         for other in _trees:
             if other is not tree and (named := _find(other, module)) is not None:
-                tree, caller = other, None  # below another watched model, or none
+                tree, caller = other, None  # the caller is in another watched model, or in none
                 break
     if named is None:
-        # Not kept: its name depends on what the caller holds now.
+        # Not cached: its name depends on the caller's current attributes.
         return _Frame(tree, module, _path_below(module, caller))
     key = caller.path if caller is not None else None
     frame = named.frames.get(key)
@@ -225,7 +224,7 @@ def _find(tree: _Tree, module: nn.Module) -> _Named | None:
 
 
 def nearest_path(paths: list[str], caller: str | None) -> str:
-    """Of several registered paths the one right below the caller's, else below it at all, else the first."""
+    """The registered path directly below the caller's, else any path below it, else the first."""
     if len(paths) > 1 and caller is not None:
         prefix = caller + "." if caller else ""
         below = [p for p in paths if p.startswith(prefix) and p != caller]
@@ -262,10 +261,10 @@ def _name_in(parent: nn.Module, module: nn.Module) -> str | None:
 
 
 def tensor_attributes(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Tensors that modules hold as plain attributes, such as rotary tables and masks: neither parameters nor
-    buffers, and state of the model all the same. By name, "decoder.rotary.cos"; in lists and dictionaries
-    one level down, "decoder.rotary.cos[0]"."""
-    # Megatron's DistributedDataParallel has a list that is called `buffers`.
+    """Tensors that modules hold as plain attributes, such as rotary tables and masks: state of the model that
+    is neither a parameter nor a buffer. Each with its name, "decoder.rotary.cos"; also tensors one level down
+    in lists and dictionaries, "decoder.rotary.cos[0]"."""
+    # Megatron's DistributedDataParallel has a list named `buffers`.
     registered = {id(t) for t in (*nn.Module.parameters(model), *nn.Module.buffers(model))}
     return [
         (f"{path}.{name}" if path else name, local_part(tensor))
@@ -292,19 +291,20 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _key(key: Any) -> str:
-    """Without dots: what stands before the last one is the module."""
+    """The key without dots, because the part of a name before its last dot is the module."""
     return str(key).replace(".", "_")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor: the tensor that it holds, which the engine may remember weakly. Of a
-    Parameter to_local() gives a view of it from torch 2.13 on. Any other tensor as it is."""
+    """This rank's part of a DTensor: the very tensor that it holds, so that the engine can keep a weak
+    reference to it (from torch 2.13 on, to_local() of a Parameter returns a view). Any other tensor is
+    returned unchanged."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def shown(path: str) -> str:
-    """Of a parameter or a module, without what wrappers put into it: DistributedDataParallel before it,
-    torch.compile, FullyShardedDataParallel and activation checkpointing anywhere."""
+    """The path of a parameter or module without wrappers' parts: DistributedDataParallel's at its start,
+    torch.compile's, FullyShardedDataParallel's and activation checkpointing's anywhere."""
     path = path.removeprefix("_orig_mod.").removeprefix("module.")
     if not any(wrapper in path for wrapper in _WRAPPERS):
         return path
@@ -312,17 +312,19 @@ def shown(path: str) -> str:
 
 
 def shown_module(path: str) -> str:
-    """Nothing for what DistributedDataParallel wraps: it goes by its class, as the model itself does."""
+    """The same for a module. "" for the module that DistributedDataParallel wraps, which is shown by its
+    class, like the model itself."""
     return "" if path.removeprefix("_orig_mod.") == "module" else shown(path)
 
 
 def class_name(module: nn.Module) -> str:
-    """Not of the wrapper that torch.compile makes."""
+    """The module's class name; for torch.compile's wrapper, that of the wrapped module."""
     return type(getattr(module, "_orig_mod", module)).__name__
 
 
 def named_by_class(models: list[nn.Module]) -> dict[str, nn.Module]:
-    """One goes without a name; of several each by its class, with a number where that is taken."""
+    """The models by name. A single model has no name; several have their class names, numbered if
+    repeated."""
     if len(models) == 1:
         return {"": models[0]}
     names: dict[str, nn.Module] = {}
@@ -333,7 +335,7 @@ def named_by_class(models: list[nn.Module]) -> dict[str, nn.Module]:
 
 
 def common_module(parameters: list[str]) -> str:
-    """The innermost that has all of them below it; "" for the model itself."""
+    """The innermost module that contains all ``parameters``; "" for the model itself."""
     paths = [name.split(".")[:-1] for name in parameters]
     return ".".join(parts[0] for parts in itertools.takewhile(_are_equal, zip(*paths, strict=False)))
 

@@ -1,9 +1,10 @@
-"""What registered a custom operator: found for its bundle, and imported or loaded where that is replayed.
+"""Finds the modules and libraries that registered a custom operator, for its bundle, and loads them for
+replay.
 
-PyTorch keeps no way from an operator back to the module or library that registered it. What it keeps is the
-place of each registration (``torch._C._dispatch_dump``): a line of C++, whose file's name is in the library
-that was compiled from it; a line of Python, where a ``torch.library.Library`` was made; or a line of
-torch.library itself. Of the last, the modules' own texts tell which of them named the operator.
+PyTorch has no link from an operator back to the module or library that registered it. It keeps the place of
+each registration (``torch._C._dispatch_dump``): a line of C++, whose file name is in the library compiled
+from it; a line of Python that made a ``torch.library.Library``; or a line of torch.library itself. For the
+last, the modules' sources show which of them names the operator.
 """
 
 import ast
@@ -29,14 +30,14 @@ _DEFINES = re.compile(r"custom_op|triton_op|define")
 _REGISTERS = re.compile(
     rf"{_DEFINES.pattern}|impl|impl_abstract|register_(?:kernel|autograd|fake|autocast|vmap|torch_dispatch)"
 )
-_PROGRAM = "nanlocator_program"  # what no module's name stands for: not "__main__", so that it does not run
+_PROGRAM = "nanlocator_program"  # for code without a module name: not "__main__", so that it does not run
 
 
 def registered_by(operator: str) -> list[tuple[str, str, str]]:
-    """Module, file and source of what registered ``operator``, in the order in which they are to be loaded.
+    """(module, file, source) of all code that registered ``operator``, in the order of loading.
 
-    Of a shared library the module is "", or the package that it lies in. The source is Python that registers
-    the operator by itself, "" where the module's statements cannot stand alone.
+    For a shared library, the module is "" or the package that contains it. The source is self-contained
+    Python that registers the operator; "" if the module's statements cannot run alone.
     """
     places = set(_PLACE.findall(torch._C._dispatch_dump(operator)))
     in_python = {place for place in places if place.endswith(".py")}
@@ -58,7 +59,7 @@ def _absolute(file: str) -> str:
 
 
 def _libraries(places: set[str]) -> list[str]:
-    """The mapped libraries, but for Torch's own, that were compiled from the files ``places``."""
+    """The mapped libraries, except Torch's own, that were compiled from the files ``places``."""
     marks = tuple(os.fsencode(place) + b"\0" for place in sorted(places))
     return [file for file in _mapped_libraries() if holds_one_of(file, marks)] if marks else []
 
@@ -67,18 +68,18 @@ def _mapped_libraries() -> list[str]:
     files = dict.fromkeys(_absolute(file) for file in torch.ops.loaded_libraries)
     try:
         lines = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
-    except OSError:  # another system
+    except OSError:  # not Linux
         lines = []
     for line in lines:
         file = line.split(maxsplit=5)[-1]
-        is_left_out = file.startswith(_TORCH) or "/nvidia/" in file  # gigabytes without operators
+        is_left_out = file.startswith(_TORCH) or "/nvidia/" in file  # gigabytes without custom operators
         if ".so" in os.path.basename(file) and not is_left_out and os.path.isfile(file):
             files[file] = None
     return list(files)
 
 
 def _module_of_library(file: str) -> str:
-    """The extension module that ``file`` is, else the innermost package that it lies in, or ""."""
+    """The extension module in ``file``, else the innermost package that contains ``file``, or ""."""
     innermost = ("", "")
     for name, module in list(sys.modules.items()):
         own = getattr(module, "__file__", None)
@@ -93,7 +94,7 @@ def _module_of_library(file: str) -> str:
 def _folders_of(module: types.ModuleType) -> list[str]:
     try:
         return [_absolute(folder) for folder in getattr(module, "__path__", ())]
-    except Exception:  # modules that stand for others answer everything
+    except Exception:  # proxies of modules can raise anything
         return []
 
 
@@ -101,12 +102,13 @@ def _folders_of(module: types.ModuleType) -> list[str]:
 
 
 def _modules(operator: str, places: set[str]) -> list[tuple[types.ModuleType, str]]:
-    """The loaded modules that registered ``operator``, with their texts; those that define it first."""
+    """The loaded modules that registered ``operator``, with their sources; modules that define it come
+    first."""
     loaded = _loaded_modules()
     wanted = {_absolute(place) for place in places if not place.startswith(_TORCH)}
     if any(place.startswith(_TORCH) for place in places):
         wanted |= {file for file in loaded if _registers(operator, _text(file))}
-    if not wanted:  # its name is made up by code: where its function is
+    if not wanted:  # code computes the operator's name: use the file of its function
         function = getattr(OPDEFS.get(operator.partition(".")[0]), "_init_fn", None)
         wanted = {_absolute(getattr(getattr(function, "__code__", None), "co_filename", ""))}
     found = [(loaded[file], _text(file)) for file in loaded if file in wanted]
@@ -114,7 +116,7 @@ def _modules(operator: str, places: set[str]) -> list[tuple[types.ModuleType, st
 
 
 def _loaded_modules() -> dict[str, types.ModuleType]:
-    """Modules of Python by file; Torch's and ours aside."""
+    """Loaded Python modules by file, except Torch's and nanlocator's."""
     own = f"{Path(__file__).parents[1]}{os.sep}"
     files: dict[str, types.ModuleType] = {}
     for module in list(sys.modules.values()):
@@ -143,12 +145,12 @@ def _registers(operator: str, text: str, by: re.Pattern[str] = _REGISTERS) -> bo
 
 
 def _short_name(operator: str) -> str:
-    """Of "mylib::scale.out": "scale"."""
+    """The name alone: "scale" for "mylib::scale.out"."""
     return operator.partition("::")[2].partition(".")[0]
 
 
 def _is_registration(node: ast.AST, operator: str, by: re.Pattern[str] = _REGISTERS) -> bool:
-    """Whether it calls a function of torch.library's, or a Library's method, with the operator's name."""
+    """Whether ``node`` calls a function of torch.library, or a Library's method, with the operator's name."""
     if not isinstance(node, ast.Call):
         return False
     function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -165,8 +167,8 @@ def _is_registration(node: ast.AST, operator: str, by: re.Pattern[str] = _REGIST
 
 
 def source_of(operator: str, text: str, package: str) -> str:
-    """Of a module's ``text`` the statements that register ``operator``, outside of functions, and what these
-    need; "" where there are none, or where they need the place of the file."""
+    """The statements in a module's ``text`` that register ``operator``, outside functions, and all statements
+    that these need. "" if there are none, or if they need ``__file__``."""
     try:
         body = [s for s in ast.parse(text).body if not _is_only_for_the_program(s)]
         kept = _needed(body, {i for i, s in enumerate(body) if _is_statement_of(s, operator)})
@@ -195,7 +197,8 @@ def _is_statement_of(statement: ast.stmt, operator: str) -> bool:
 
 
 def _needed(body: list[ast.stmt], kept: set[int]) -> set[int]:
-    """With what adds to the registration (``scale.register_autograd``), and all that they use."""
+    """``kept``, plus statements that add to the registration (``scale.register_autograd``), plus all that
+    these use."""
     bound = [_binds(statement) for statement in body]
     registering = {name for i in kept for name in bound[i]}
     for i, statement in enumerate(body):
@@ -221,7 +224,7 @@ def _goes_on(node: ast.AST, names: set[str]) -> bool:
 
 
 def _uses(statement: ast.stmt) -> set[str]:
-    """Names of the module that ``statement`` reads, its functions' included."""
+    """Names of the module that ``statement`` reads, also inside functions."""
     module = symtable.symtable(ast.unparse(statement), "", "exec")
     names = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_referenced()}
     waiting = module.get_children()
@@ -233,7 +236,7 @@ def _uses(statement: ast.stmt) -> set[str]:
 
 
 def _binds(statement: ast.stmt) -> set[str]:
-    """Names of the module that ``statement`` gives a value."""
+    """Names of the module that ``statement`` assigns."""
     names: set[str] = set()
     for node in _of_this_scope(statement):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -246,7 +249,8 @@ def _binds(statement: ast.stmt) -> set[str]:
 
 
 def _of_this_scope(node: ast.AST) -> Iterator[ast.AST]:
-    """Without the inside of functions, but for their decorators."""
+    """``node`` and its descendants, without the inside of functions and classes, but with their
+    decorators."""
     yield node
     is_scope = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda)
     children = getattr(node, "decorator_list", []) if is_scope else ast.iter_child_nodes(node)
@@ -268,8 +272,8 @@ def _written(statement: ast.stmt, lines: list[str], package: str) -> str:
 
 
 def register(bundle: Path, trust: bool = False) -> None:
-    """Imports by its name what registered the operator of ``bundle``, where it is not registered yet. With
-    ``trust`` executes the source in the bundle, or loads the file that it names."""
+    """Imports, by name, the modules that registered the operator of ``bundle``, unless it is registered
+    already. With ``trust``, executes the source in the bundle, or loads the file that the bundle names."""
     found = _C.registration_of(bundle)
     if found is None or _C.is_registered(found[0]):
         return
@@ -278,7 +282,7 @@ def register(bundle: Path, trust: bool = False) -> None:
     for module, file, source in registrations:
         try:
             problem = _load(operator, module, file, source if trust else "", Path(folder), trust)
-        except (Exception, SystemExit) as error:  # whatever the module's code raises
+        except (Exception, SystemExit) as error:  # the module's code can raise anything
             problem = line_of(error)
         if problem:
             failed.append((module, file, source))
@@ -288,12 +292,12 @@ def register(bundle: Path, trust: bool = False) -> None:
         advice = "" if trust else consent(Path(folder), failed)
         raise _C.UnsupportedError(f"{operator} is not registered here. {said}{advice}")
     for (_, file, _), problem in zip(failed, problems, strict=True):
-        if file not in _mapped_libraries():  # brought by a module
+        if file not in _mapped_libraries():  # else a module has loaded it
             warnings.warn(_C.printable(f"nanlocator.replay: of {operator}: {problem}"), stacklevel=2)
 
 
 def _load(operator: str, module: str, file: str, source: str, bundle: Path, trust: bool) -> str:
-    """Why it was not loaded, or ""."""
+    """Loads one of them. Returns the reason if that fails, else ""."""
     if source:
         execute(Path(source), _PROGRAM)
         return ""
@@ -315,7 +319,7 @@ def _load(operator: str, module: str, file: str, source: str, bundle: Path, trus
         require_own(file)
         torch.ops.load_library(file)
         return ""
-    text = source_of(operator, _text(file), "") if is_program else None  # the rest would train again
+    text = source_of(operator, _text(file), "") if is_program else None  # the whole program would train again
     if text == "":
         return f"{file} has no statements of its own for it"
     execute(Path(file), _PROGRAM, text)

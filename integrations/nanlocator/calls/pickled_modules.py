@@ -1,4 +1,4 @@
-"""A module as a pickle without its tensors, which a bundle keeps beside it."""
+"""A module as a pickle without its tensors; a bundle keeps them separately."""
 
 import io
 import pickle
@@ -10,22 +10,23 @@ _WITHOUT_TENSOR = "nanlocator: a tensor of the bundle"
 
 
 def pickled(module: torch.nn.Module, weights: dict[str, torch.Tensor]) -> tuple[bytes, str]:
-    """Without ``weights``, its parameters and buffers by name. And why there is none; "" where there is."""
+    """The pickle without ``weights``, the module's parameters and buffers by name; and the reason if it
+    cannot be pickled, else ""."""
     file = io.BytesIO()
     try:
         _ModulePickler(file, weights).dump(module)
-    except Exception as error:  # whatever a module's own __reduce__ raises
+    except Exception as error:  # a module's own __reduce__ can raise anything
         return b"", f"{type(error).__name__}: {error}"
     return file.getvalue(), ""
 
 
 def unpickled(content: bytes, weights: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """With copies of ``weights`` in their places. Runs whatever code the pickle asks for."""
+    """The module with copies of ``weights``. Runs any code that the pickle names."""
     return _ModuleUnpickler(io.BytesIO(content), weights).load()
 
 
 class _ModulePickler(pickle.Pickler):
-    """Tensors of the module become references to the bundle's weights by name."""
+    """Replaces the module's tensors by references to the bundle's weights by name."""
 
     def __init__(self, file: io.BytesIO, weights: dict[str, torch.Tensor]) -> None:
         super().__init__(file)

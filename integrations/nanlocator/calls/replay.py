@@ -1,4 +1,4 @@
-"""Bundles executed again: ``run`` for the operator call, ``load`` for the module call around it."""
+"""Executes bundles again: ``run`` for the operator call, ``load`` for the module call around it."""
 
 import argparse
 import importlib
@@ -29,13 +29,13 @@ def run(
     reference: Callable[..., Any] | None = None,
     trust: bool = False,
 ) -> dict[str, Any]:
-    """Executes the operator call of ``bundle`` again and returns the report (docs/replay.md); of a bundle
-    with a kernel's call that call. That imports the module of the kernel or custom operator, by its name.
+    """Executes the operator or kernel call of ``bundle`` again and returns the report (docs/replay.md).
+    Imports the module of the kernel or custom operator by name.
 
-    ``reference``: what the kernel should give: called with the arguments of the call, floating-point tensors
-    in float64, it returns the tensors that the kernel returns or writes, in any order. ``trust``: loads the
-    files and executes the source that the bundle names. **They can do all that you can: only where you trust
-    where the bundle is from** (docs/security.md).
+    ``reference``: computes the kernel's expected results. It is called with the arguments of the call,
+    floating-point tensors in float64, and returns the tensors that the kernel returns or writes, in any
+    order. ``trust``: loads the files and executes the source that the bundle names. **They can do all that
+    you can: use it only if you trust where the bundle comes from** (docs/security.md).
     """
     if _C.has_kernel_call(Path(bundle)):
         return _kernel_report(bundle, device, repeats, reference, trust)
@@ -70,8 +70,8 @@ def _kernel_report(
 
 
 def _environment_changes(recorded: dict[str, str]) -> list[dict[str, str | None]]:
-    """The variables by which libraries of kernels choose what they execute that are not as they were; where
-    they keep it, which Torch sets by itself, does not matter."""
+    """Changed environment variables by which kernel libraries choose their kernels. Cache folders, which
+    Torch sets by itself, do not count."""
     here = {name: value for name, value in os.environ.items() if name.startswith(_C.KERNEL_VARIABLES)}
     return [
         {"name": name, "recorded": recorded.get(name), "here": here.get(name)}
@@ -108,14 +108,14 @@ class RecordedObject(SimpleNamespace):
 
 @dataclass(frozen=True)
 class NotKept:
-    """Stands for a value that no bundle can hold."""
+    """A value that a bundle cannot hold."""
 
     description: str
 
 
 @dataclass
 class ReplayedModule:
-    """What a bound module computed."""
+    """The results of a bound module."""
 
     outputs: Any
     grad_inputs: tuple[torch.Tensor | None, ...] = ()
@@ -124,7 +124,7 @@ class ReplayedModule:
 
 @dataclass
 class RecordedModuleCall:
-    """The call of a module as it was recorded, in fresh memory."""
+    """A recorded module call, in fresh memory."""
 
     name: str
     class_name: str
@@ -147,8 +147,8 @@ class RecordedModuleCall:
         return self.arguments, self.keywords
 
     def bind(self, module: torch.nn.Module) -> Callable[[], ReplayedModule]:
-        """Copies the recorded weights and buffers into ``module`` and returns a callable that runs its
-        forward on the recorded inputs and, where gradients were recorded, its backward."""
+        """Copies the recorded weights and buffers into ``module``. Returns a callable that runs its forward
+        on the recorded inputs and, if gradients were recorded, its backward."""
         _copy_weights(self, module)
         module.train(self.is_training)
 
@@ -171,7 +171,7 @@ class RecordedModuleCall:
         return replay
 
     def __call__(self) -> ReplayedModule:
-        """The same with the module that the bundle holds as a pickle."""
+        """Binds and runs the module that the bundle holds as a pickle."""
         return self.bind(self.unpickled_module())()
 
     def unpickled_module(self) -> torch.nn.Module:
@@ -193,7 +193,7 @@ class RecordedModuleCall:
 def load(
     bundle: str | os.PathLike[str], device: str | None = None, allow_pickle: bool = False
 ) -> RecordedModuleCall:
-    """The module call of ``bundle``. Nothing is executed and nothing is unpickled here."""
+    """The module call of ``bundle``. Executes and unpickles nothing."""
     call = _C.module_call_of(
         Path(bundle),
         device or _recorded_device(bundle),
@@ -233,7 +233,7 @@ def _fresh(value: Any, leaves: list[torch.Tensor]) -> Any:
         if value.requires_grad:
             copy.requires_grad_(True)
             leaves.append(copy)
-            return copy.clone()  # a leaf cannot be written in place; what was recorded was none
+            return copy.clone()  # a leaf cannot be written in place; the recorded tensor was no leaf
         return copy
     if isinstance(value, NotKept):
         raise _C.UnsupportedError(f"an argument could not be kept in the bundle: {value.description}")
@@ -284,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
     except (_C.Error, OSError, RuntimeError, ImportError) as error:
         print(f"nanlocator.replay: {_printable(error)}", file=sys.stderr)
         return 2
-    except Exception:  # of a module that was imported, or ours: 1 is "bad again"
+    except Exception:  # in an imported module, or in nanlocator; not status 1, which means "bad again"
         print(_printable(traceback.format_exc()), file=sys.stderr)
         return 2
     content = json.loads(report.to_json())
@@ -297,7 +297,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _printable(text: object) -> str:
-    """Line by line. Further lines are indented: none passes for one of the program's own."""
+    """The text with each line made printable. All lines but the first are indented, so that none looks like
+    this program's own."""
     return "\n  ".join(map(_C.printable, str(text).split("\n")))
 
 
@@ -337,7 +338,7 @@ def _function_named(path: str) -> Callable[..., Any]:
     if not colon:
         raise _C.UsageError(f"--reference {path}: expected MODULE:FUNCTION")
     here = os.getcwd()
-    sys.path.append(here)  # the caller's own module; last, so that it replaces none of Python's
+    sys.path.append(here)  # for the caller's own module; last, so that it shadows no module of Python
     try:
         return attribute(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
