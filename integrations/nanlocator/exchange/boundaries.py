@@ -1,8 +1,8 @@
-"""What ranks hand to each other: crossings of process groups, shown to the engine before and after.
+"""Shows the crossings of process groups to the engine, each when it is sent and when it is received.
 
 The methods of ``ProcessGroup`` are wrapped on the class while a forward-backward pass is watched. That also
-covers functions which others bound when they were imported (Megatron-Core 0.16.1, tensor_parallel/layers.py
-and mappings.py). Calls of groups that are not watched pay one look-up.
+covers functions that other modules bound at import (Megatron-Core 0.16.1, tensor_parallel/layers.py and
+mappings.py). A call of an unwatched group costs one look-up.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ Arguments = tuple[Any, ...]
 
 
 class Boundaries:
-    """What leaves and enters this rank in the passes that are watched.
+    """The tensors that leave and enter this rank in watched passes.
 
         boundaries = Boundaries([("pp", group)])
         boundaries.begin_step()
@@ -34,17 +34,17 @@ class Boundaries:
             forward_backward(...)
         sightings, coverage = boundaries.collect(iteration)
 
-    Nothing waits before ``collect``; no argument and no result is changed.
+    Only ``collect`` waits; arguments and results are unchanged.
 
     Args:
-        groups: those that are watched, each under the name that ledgers give it; of one that is there twice
-            the first name counts. None: every one that this process uses, by the name of its mesh dimension
-            or its description; what they exchange outside of ``watching`` is counted, too, as members may
-            enter it at different places.
-        modules: that are named as the place of what crosses in them, by these names.
-        unwatched: names of groups whose members exchange activations without ProcessGroup, too.
-        reads_gathered: what is gathered is scanned where it arrives, too, which costs as many reads as
-            the group has members; where it is sent it always is.
+        groups: the watched groups, each with its name in ledgers; if a group is listed twice, its first name
+            counts. None means every group that this process uses, named by its mesh dimension or its
+            description; their crossings outside ``watching`` are counted too, because members may enter it at
+            different places.
+        modules: modules by name; a crossing inside one gets that name as its place.
+        unwatched: names of groups whose members also exchange activations without ProcessGroup.
+        reads_gathered: also scans a gathered tensor on arrival, which costs as many reads as the group has
+            members. The sent part is always scanned.
         threads: for the scan of a bad tensor in host memory.
     """
 
@@ -61,15 +61,15 @@ class Boundaries:
         self._follows_all = groups is None
         self._reads_gathered = reads_gathered
         self._is_scanning = False
-        self._groups: dict[int, _WatchedGroup | None] = {}  # by id, which nobody else's is meanwhile
-        self._stand_ins: dict[int, _WatchedGroup] = {}  # of messages
-        self._unwatched: list[ProcessGroup] = []  # that were found, and are kept as the others are
+        self._groups: dict[int, _WatchedGroup | None] = {}  # by id, which is unique while the group is kept
+        self._stand_ins: dict[int, _WatchedGroup] = {}  # for messages
+        self._unwatched: list[ProcessGroup] = []  # kept, so that their ids stay unique
         for name, group in groups or ():
             self.add_group(name, group)
             if name in unwatched:
                 self.has_unseen(group)
-        self._crossings = Patches(__name__)  # of the passes that are watched
-        # Where a set is given: the (group, operator) of what is seen in the passes that begin from then on.
+        self._crossings = Patches(__name__)  # during watched passes
+        # If it is a set, later passes add the (group, operator) of each crossing.
         self.exchanges: set[tuple[str, str]] | None = None
         self._is_removed = False
         self._functional: FunctionalCollectives | None = None
@@ -83,7 +83,7 @@ class Boundaries:
             broadcasts.follow_broadcasts(self._patches, self._begin_broadcast)
 
     def add_group(self, name: str, group: ProcessGroup) -> "_WatchedGroup":
-        """Unless it is watched already."""
+        """Watches ``group``, unless it is watched already."""
         watched = self._groups.get(id(group))
         if watched is None:
             watched = self._groups[id(group)] = _WatchedGroup(name, group, self.watch)
@@ -96,7 +96,7 @@ class Boundaries:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches this process's crossings inside it."""
+        """Watches this process's crossings inside the block."""
         if self._is_removed or self._is_scanning:
             yield
             return
@@ -114,8 +114,8 @@ class Boundaries:
 
     @contextlib.contextmanager
     def transferring(self, owner: str, *, reduces_gradients: bool) -> Iterator[None]:
-        """Around a framework's own collectives: weights of the module ``owner`` that are gathered, or their
-        gradients that are reduced."""
+        """A context around a framework's own collectives, which gather the weights of the module ``owner`` or
+        reduce their gradients."""
         self.watch.enter_transfer(_C.ModulePath(owner), reduces_gradients)
         try:
             yield
@@ -123,19 +123,19 @@ class Boundaries:
             self.watch.leave_transfer()
 
     def collect(self, iteration: int) -> tuple[list[_C.Sighting], list[_C.CrossingCoverage]]:
-        """What was bad since ``begin_step``, in execution order, and how much was scanned. Waits for the
+        """The bad tensors since ``begin_step``, in execution order, and the coverage. Waits for the
         devices."""
         return self.watch.collect(iteration)
 
     def remove(self) -> None:
-        """Watches no more. May be called twice, and inside ``watching``."""
+        """Stops watching. May be called twice, and inside ``watching``."""
         self._is_removed = True
         self._uninstall()
         self._patches.remove()
 
     def _named_forward(self, name: str) -> Callable[..., Any]:
-        """Names what crosses in a module's forward, and in the backward of what it computes. Only modules
-        that exchange something are followed: a wrapped call of every module costs 3 % of a small step."""
+        """Names the crossings in a module's forward and in its backward. Only modules that exchange data are
+        followed: wrapping the calls of all modules costs 3 % of a small step."""
         path, watch = _C.ModulePath(name), self.watch
 
         def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +147,7 @@ class Boundaries:
 
         return forward
 
-    # The schedule's steps, which tell whose tensors are sent and received between them.
+    # The schedule's steps show to which microbatch and chunk the messages between them belong.
 
     def begin_forward(self, microbatch: int | None, chunk: int, inputs: Tensors) -> None:
         self.watch.begin_forward(microbatch, chunk, inputs)
@@ -162,18 +162,18 @@ class Boundaries:
         self.watch.end_backward(microbatch, chunk, input_grads)
 
     def has_unseen(self, group: ProcessGroup) -> None:
-        """Its members exchange something that is not seen here, too."""
+        """Notes that the group's members also exchange tensors that are not seen here."""
         if (watched := self._watched(group)) is not None and not watched.has_unseen:
             watched.has_unseen = True
             self.watch.has_unwatched(watched.number)
 
     def missed_a_pass(self) -> None:
-        """What crossed in a step was counted only: nothing of it was scanned."""
+        """Notes that a pass's crossings were counted but not scanned."""
         for watched in self._groups.values():
             if watched is not None:
                 self.has_unseen(watched.group)
 
-    # Of collectives that do not pass through ProcessGroup's methods.
+    # Collectives that do not use ProcessGroup's methods.
 
     def _begin_broadcast(
         self, group: ProcessGroup, sent: Tensors | None, received: Tensors
@@ -209,10 +209,11 @@ class Boundaries:
         return self._stand_ins.get(id(group)) or self._watched(group)
 
     def _found(self, group: ProcessGroup) -> "_WatchedGroup | None":
-        """Under a name of its own among those of the same members, as these count together."""
+        """Watches a new group. Groups with the same members get different names, because crossings are
+        counted by name and members."""
         try:
             members = dist.get_process_group_ranks(group)
-        except (RuntimeError, KeyError, ValueError):  # torch.distributed has not made it
+        except (RuntimeError, KeyError, ValueError):  # torch.distributed has not created it
             members = []
         if len(members) < 2:
             self._groups[id(group)] = None
@@ -243,7 +244,7 @@ class Boundaries:
 
     @property
     def lost(self) -> list[str]:
-        """What is not seen with this torch, for a verdict's coverage."""
+        """Notes about crossings that are not seen with this torch, for a verdict's coverage."""
         functional = self._functional.lost if self._functional is not None else []
         methods = [
             point.note()
@@ -283,8 +284,8 @@ class Boundaries:
                 watch.skip_collective(watched.number)
                 return inner(group, *args, **kwargs)
             if len(args) <= needed:
-                # Tensors by keyword, as nobody passes them: counted like the other members do, and left
-                # unfinished, so that the coverage does not claim it.
+                # Tensors by keyword, which no known caller uses: counted as on the other members, but left
+                # unfinished, so that the coverage does not include it.
                 watch.begin_collective(watched.number, op, None)
                 return inner(group, *args, **kwargs)
             inputs, outputs = args[sent], args[received] if is_scanned_on_arrival else None
@@ -328,7 +329,7 @@ class Boundaries:
         return recv
 
     def _lost_receive(self, inner: Callable[..., Any]) -> Layer:
-        """Whose message it was is not known: the next ones of each sender cannot be numbered any more."""
+        """The sender is unknown, so later messages of every sender cannot be numbered any more."""
 
         def recv_anysource(group: ProcessGroup, args: Arguments, kwargs: Any) -> Any:
             if (watched := self._watched_by_messages(group)) is not None:
@@ -360,9 +361,8 @@ class Boundaries:
 
 
 def _stand_ins(watched: "_WatchedGroup") -> "dict[int, _WatchedGroup]":
-    """Two pipeline stages of Megatron-Core send one way through the group of all ranks, so that both ways
-    overlap (p2p_communication.py, _p2p_ops). Each pair of ranks sees one group per direction: these messages
-    count as the pipeline group's."""
+    """With two pipeline stages, Megatron-Core sends one direction through the group of all ranks, so that
+    both directions overlap (p2p_communication.py, _p2p_ops). These messages count as the pipeline group's."""
     world = dist.group.WORLD
     if watched.name != "pp" or len(watched.members) != 2 or world is None or world is watched.group:
         return {}
@@ -370,11 +370,11 @@ def _stand_ins(watched: "_WatchedGroup") -> "dict[int, _WatchedGroup]":
 
 
 class _WatchedGroup:
-    """A process group, and what the engine calls it."""
+    """A process group, with its name and number in the engine."""
 
     def __init__(self, name: str, group: ProcessGroup, watch: _C.BoundaryWatch) -> None:
         self.name = name
-        self.group = group  # keeps its id from being another's
+        self.group = group  # kept alive, so that its id stays unique
         self.watch = watch
         self.members = dist.get_process_group_ranks(group)
         self.number = watch.add_group(name, self.members)
@@ -385,14 +385,14 @@ class _WatchedGroup:
         self._rank = group.rank()
 
     def through(self, group: ProcessGroup) -> "_WatchedGroup":
-        """The same messages, where they are sent by the ranks of ``group``."""
+        """This group, for messages that are sent through ``group``."""
         other = object.__new__(_WatchedGroup)
         vars(other).update(vars(self), group=group)
         other._peers = {dist.get_group_rank(group, rank): rank for rank in self.members}
         return other
 
     def peer(self, rank_in_group: int) -> int | None:
-        """Its global rank; None for one that is no member."""
+        """The peer's global rank; None if it is not a member."""
         return self._peers.get(rank_in_group)
 
     def is_root(self, root: Any) -> bool:
@@ -402,16 +402,16 @@ class _WatchedGroup:
     def observed(self, work: Any, crossing: int, received: Any) -> Any:
         if self.coalesced is None:
             return _observed(work, [(crossing, received)], self.watch)
-        # NCCL: nothing has started yet, and only the work of _end_coalescing can be waited for.
+        # NCCL: nothing has started yet; only the work of _end_coalescing can be waited for.
         self.coalesced.append((crossing, received))
         return work
 
 
-_Crossings = list[tuple[int, Any]]  # with the tensors that are received
+_Crossings = list[tuple[int, Any]]  # crossing, received tensors
 
 
 def _observed(work: Any, crossings: _Crossings, watch: _C.BoundaryWatch) -> Any:
-    """Scans what has arrived once it has been waited for."""
+    """A work that scans the received tensors once the program has waited for it."""
     scan = functools.partial(_finish, crossings, watch)
     if work is not None:
         return FollowedWork(work, scan)

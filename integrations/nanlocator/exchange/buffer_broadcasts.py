@@ -1,5 +1,5 @@
-"""Buffers that DistributedDataParallel sends from one rank to all before a forward: C++ does it, past the
-methods of ProcessGroup that Python sees (torch/csrc/distributed/c10d/comm.cpp)."""
+"""Buffers that DistributedDataParallel broadcasts before a forward. C++ does this without the methods of
+ProcessGroup that Python sees (torch/csrc/distributed/c10d/comm.cpp)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +14,13 @@ from nanlocator.hooks.patches import Patches
 OPERATOR = "c10d::broadcast_"
 _METHOD = points.DDP_BROADCAST.attribute  # torch/nn/parallel/distributed.py
 
-# Called when a broadcast begins, with its group, what this rank sends (None: it only receives) and what it
-# receives; gives what is called when it has ended.
+# Called when a broadcast begins, with its group, the tensors that this rank sends (None: it only receives)
+# and those that it receives. Returns a function that is called when the broadcast has ended.
 Follow = Callable[[ProcessGroup, list[torch.Tensor] | None, list[torch.Tensor]], Callable[[], None]]
 
 
 def follow_broadcasts(patches: Patches, follow: Follow) -> None:
-    """Of every DistributedDataParallel."""
+    """Follows the broadcasts of every DistributedDataParallel."""
 
     def broadcast(
         original: Callable[..., Any],
@@ -39,7 +39,7 @@ def follow_broadcasts(patches: Patches, follow: Follow) -> None:
 
 
 def shows_broadcasts(module: DistributedDataParallel) -> bool:
-    """Not where the program sends its buffers by a hook of its own (``register_buffer_comm_hook``)."""
+    """False if the program sends the buffers with its own hook (``register_buffer_comm_hook``)."""
     followed = vars(DistributedDataParallel).get(_METHOD)
     is_followed = followed is not None and getattr(type(module), _METHOD) is followed
     return is_followed and not hasattr(module, "buffer_hook")

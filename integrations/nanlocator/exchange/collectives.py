@@ -1,7 +1,7 @@
-"""Where ProcessGroup's methods take their tensors, and a stand-in for the Work that they return.
+"""The positions of the tensors in calls of ProcessGroup's methods, and a substitute for their Work.
 
-Every collective and message that a framework or torch issues from Python ends in a method of
-``ProcessGroup`` (torch 2.11 to 2.15, distributed/distributed_c10d.py).
+Every collective and message that a framework or torch issues from Python calls a method of ``ProcessGroup``
+(torch 2.11 to 2.15, distributed/distributed_c10d.py).
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """Where ProcessGroup's method takes its tensors: positions of its arguments, self not counted."""
+    """Positions of the tensors among the arguments of ProcessGroup's method, without self."""
 
     op: str
     received: int
@@ -22,13 +22,13 @@ class Collective:
     root: int | None = None  # the options, or the root's rank in the group
     only_root_sends: bool = False
     only_root_receives: bool = False
-    # What arrives is what the members put in, as large as all of it together: it is scanned where it
-    # leaves, and what was bad there has arrived everywhere (src/locate/crossings.cpp). To read it on arrival
-    # took 2 % of a step of Llama-3 70B at TP4 (tools/bench plan).
+    # The result holds the inputs of all members. Each member scans its own input, and a bad input has arrived
+    # everywhere (src/locate/crossings.cpp). Scanning the result took 2 % of a step of Llama-3 70B at TP4
+    # (tools/bench plan).
     is_gather: bool = False
 
 
-COLLECTIVES = {  # those that a version of torch has not got are left out
+COLLECTIVES = {  # without those that this torch lacks
     "allreduce": Collective("c10d::allreduce_", 0, 0),
     "allreduce_coalesced": Collective("c10d::allreduce_coalesced_", 0, 0),
     "broadcast": Collective("c10d::broadcast_", 0, 0, root=1, only_root_sends=True),
@@ -47,7 +47,7 @@ COLLECTIVES = {  # those that a version of torch has not got are left out
     "gather": Collective("c10d::gather_", 0, 1, root=2, only_root_receives=True),
     "scatter": Collective("c10d::scatter_", 0, 1, root=2, only_root_sends=True),
 }
-# From torch 2.13 on torch.distributed calls these, with the same arguments, for the same operators.
+# From torch 2.13 on, torch.distributed calls these, with the same arguments, for the same operators.
 COLLECTIVES |= {
     new: COLLECTIVES[old]
     for new, old in {
@@ -62,8 +62,8 @@ COLLECTIVES["gather_single"] = Collective("c10d::gather_into_tensor_", 0, 1, roo
 
 
 def name_of(group: ProcessGroup) -> str:
-    """After the dimension of its device mesh, where it is one's (device_mesh.py: "mesh_dp_shard"), else its
-    description; "" where it has none, or torch.distributed has not made it."""
+    """The name of the group's device-mesh dimension, if it has one (device_mesh.py: "mesh_dp_shard"), else
+    its description; "" if there is none, or if torch.distributed has not created the group."""
     try:
         dist.get_process_group_ranks(group)
         description = group.group_desc.removeprefix("mesh_")
@@ -73,10 +73,10 @@ def name_of(group: ProcessGroup) -> str:
 
 
 class FollowedWork:
-    """Stands for the Work of a transfer; calls ``on_end`` once it has been waited for.
+    """Replaces the Work of a transfer; calls ``on_end`` once the program has waited for it.
 
-    ``isinstance(..., Work)`` holds. C++ does not take it for one: functions that want a Work of torch raise
-    a TypeError, and ``torch.distributed`` 2.11 hands none of these to such a function.
+    ``isinstance(..., Work)`` is true. C++ does not accept it: C++ functions that take a Work raise TypeError,
+    but ``torch.distributed`` 2.11 passes no such object to them.
     """
 
     __slots__ = ("_on_end", "_work")
@@ -85,7 +85,7 @@ class FollowedWork:
         self._work = work
         self._on_end: Callable[[], None] | None = on_end
 
-    @property  # type: ignore[misc]  # nobody sets it
+    @property  # type: ignore[misc]  # read-only
     def __class__(self) -> type:
         return type(self._work)
 

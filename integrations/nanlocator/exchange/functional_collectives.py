@@ -1,7 +1,8 @@
-"""Collectives that return a new tensor (torch/distributed/_functional_collectives.py), as DTensor's are: they
-go from torch's operators to the process group in C++, and never through a method of ``ProcessGroup``.
+"""Functional collectives, such as DTensor's, which return a new tensor
+(torch/distributed/_functional_collectives.py). Torch's operators call the process group in C++, not through a
+method of ``ProcessGroup``.
 
-The operators are wrapped in their namespaces, where Python looks them up for each call.
+The operators are wrapped in their namespaces, where Python looks them up at each call.
 """
 
 import dataclasses
@@ -23,8 +24,8 @@ class Follower(Protocol):
     def begin_collective(
         self, group: ProcessGroup, operator: str, sent: Any, *, has_unseen_backward: bool
     ) -> int | None:
-        """Called before it; returns what ``end_collective`` takes, None for one that is not followed.
-        ``has_unseen_backward``: C++ exchanges its gradients."""
+        """Called before a collective. Returns the argument for ``end_collective``; None if the collective is
+        not followed. ``has_unseen_backward``: C++ exchanges its gradients."""
 
     def end_collective(self, crossing: int, received: Any) -> None:
         """The program has waited for it."""
@@ -38,11 +39,11 @@ class _UnderWay:
 
 
 class FunctionalCollectives:
-    """Shows them to ``follower`` until ``remove``."""
+    """Shows functional collectives to ``follower`` until ``remove``."""
 
     def __init__(self, follower: Follower) -> None:
         self._follower = follower
-        self._under_way: dict[int, _UnderWay] = {}  # by address, which nobody else's is meanwhile
+        self._under_way: dict[int, _UnderWay] = {}  # by address, unique while the tensor is kept
         self._patches = Patches(__name__)
         for name, point in points.FUNCTIONAL.items():
             self._patches.wrap(point, self._waited if name == _WAIT else self._collective(name))
@@ -56,18 +57,18 @@ class FunctionalCollectives:
         self.forget()
 
     def forget(self) -> None:
-        """Those that nobody has waited for."""
+        """Forgets the collectives that the program has not waited for."""
         self._under_way.clear()
 
     def _collective(self, name: str) -> Callable[..., Any]:
-        """They take what is sent first, and the group's name last."""
+        """A wrapper. The operator's first argument is the sent tensors, its last one the group's name."""
         operator = name.replace(".", "::")
         is_of_autograd = "_autograd." in name
 
         def call(inner: Any, *args: Any, **kwargs: Any) -> Any:
             crossing = None
             if args and isinstance(args[-1], str):
-                name_of_group: Any = args[-1]  # in new versions of torch a type of its own
+                name_of_group: Any = args[-1]  # newer versions of torch have a type for it
                 crossing = self._follower.begin_collective(
                     _distributed_c10d._resolve_process_group(name_of_group),
                     operator,

@@ -1,14 +1,14 @@
-"""PyTorch's stream sanitizer (torch/cuda/_sanitizer.py) over one pass of a re-run: operators that used the
-same memory on two streams of a GPU, neither of which waited for the other.
+"""Runs PyTorch's stream sanitizer (torch/cuda/_sanitizer.py) over one pass of a re-run: finds operators that
+used the same memory on two streams of a GPU, neither of which waited for the other.
 
-It sees each operator from Python, and events, streams and allocations through callbacks that cannot be taken
-off once they are on (torch/cuda/_gpu_trace.py): each allocation then asks Python, until the process ends. So
-it is for runs that stop. By itself the sanitizer ends a program at what it finds; here the pass goes on.
+It sees each operator from Python, and events, streams and allocations through callbacks that cannot be
+removed (torch/cuda/_gpu_trace.py): each later allocation calls Python until the process ends. So it is only
+for runs that stop. The sanitizer itself ends a program at its first finding; here the pass continues.
 
-Those callbacks import a module, which fails while an exception is on its way through C++: "SystemError: ...
+Those callbacks import a module, which fails while an exception propagates through C++: "SystemError: ...
 returned NULL without setting an exception" (seen with torch 2.11 on an H100). Checkpointed regions end their
-second computation by an exception (torch/utils/checkpoint.py) that lets go of tensors,
-so from here on they are computed to their end.
+recomputation with an exception (torch/utils/checkpoint.py) that releases tensors, so from here on they are
+recomputed to their end.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from nanlocator.hooks.patches import Patches
 
 _OWN = tuple(os.path.join(folder, "") for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _PYTHONS = os.path.join(sysconfig.get_path("stdlib"), "")
-_MOST_OPERATORS = 50_000  # each keeps the stack that called it: some 100 us and 4 KB
+_MOST_OPERATORS = 50_000  # each keeps its call stack: about 100 us and 4 KB
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 Line = tuple[str, int, str, str]  # file, line, function, text
@@ -36,7 +36,7 @@ Line = tuple[str, int, str, str]  # file, line, function, text
 
 @dataclasses.dataclass(frozen=True)
 class StreamAccess:
-    """An operator that used memory which another one uses on another stream."""
+    """An operator that used memory that another operator uses on another stream."""
 
     is_write: bool
     operator: str
@@ -45,7 +45,7 @@ class StreamAccess:
     other_line: Line | None
     is_backward: bool
     address: int  # of the tensor's first element
-    parameter: str = ""  # whose weight or gradient begins there
+    parameter: str = ""  # its weight or gradient begins at ``address``
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -53,14 +53,14 @@ class StreamAccess:
 
 
 def is_available() -> bool:
-    """Whether there is a GPU in use in this process."""
+    """Whether this process uses a GPU."""
     return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 @contextlib.contextmanager
 def sanitised_streams() -> Iterator[list[StreamAccess]]:
-    """What is found until the block ends, each place of the program once. Waits for the device first: what
-    ran before is in order."""
+    """Yields the findings until the block ends, each place of the program once. Waits for the device first,
+    because earlier work is in order."""
     from torch.cuda import _gpu_trace
 
     registries = [each for each in vars(_gpu_trace).values() if hasattr(each, "callback_list")]
@@ -80,7 +80,7 @@ def sanitised_streams() -> Iterator[list[StreamAccess]]:
         for error in handle(*arguments):
             access = _access_of(error, is_backward)
             found.setdefault(access.place, access)
-        return []  # no error: the pass goes on
+        return []  # no error, so that the pass continues
 
     Patches(__name__).wrap(points.STREAM_SANITIZER, collect, of=mode.event_handler)
     accesses: list[StreamAccess] = []
@@ -107,15 +107,15 @@ def _access_of(error: Any, is_backward: bool) -> StreamAccess:
 
 
 def _name_of(schema: Any) -> str:
-    """ "aten::add.Tensor" of a schema, or of its text."""
+    """The operator's name, such as "aten::add.Tensor", from a schema or its text."""
     return str(schema).split("(", 1)[0]
 
 
 def _line_of(stack: traceback.StackSummary) -> Line | None:
-    """The innermost one of the program, else of an installed package."""
+    """The program's innermost line, else an installed package's."""
     framework = None
     for frame in reversed(stack):
-        is_installed = any(folder in frame.filename for folder in _INSTALLED)  # below Python's own, too
+        is_installed = any(folder in frame.filename for folder in _INSTALLED)  # may lie below Python's folder
         if frame.filename.startswith((*_OWN, "<") if is_installed else (*_OWN, _PYTHONS, "<")):
             continue
         line = (frame.filename, frame.lineno or 0, frame.name, (frame.line or "").strip())

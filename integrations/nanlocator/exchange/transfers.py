@@ -1,9 +1,9 @@
-"""Transfers between ranks while a step is executed again: shown to the trace, or waited for at once.
+"""Transfers between ranks during a re-run: shown to the operator trace, or waited for at once.
 
-torch.distributed lets a program compute while a collective or a message is under way, and promises nothing
+torch.distributed lets a program compute while a collective or a message is in flight, and promises nothing
 about memory that both use (torch.distributed's documentation, "Synchronous and asynchronous collective
-operations"). Of what C++ issues by itself DistributedDataParallel's buffers are followed; its buckets are
-not: it waits there, too.
+operations"). Of the transfers that C++ issues by itself, DistributedDataParallel's buffers are followed; its
+buckets are not, because it waits for them itself.
 """
 
 import functools
@@ -21,23 +21,23 @@ from nanlocator.exchange.collectives import COLLECTIVES, Collective, FollowedWor
 from nanlocator.hooks import points
 from nanlocator.hooks.patches import Layer, Maker, Patches
 
-# Seconds: a peer may begin its own transfer only after one of ours, as where messages cross.
-_LONGEST_WAIT = 3.0  # for one
-_LONGEST_IN_VAIN = 12.0  # for all that were not over then
-_MESSAGES = {  # method, operator: what is sent, what is received
+# Seconds. A wait can be in vain: if messages cross, a peer may begin its transfer only after one of ours.
+_LONGEST_WAIT = 3.0  # for one transfer
+_LONGEST_IN_VAIN = 12.0  # sum over the transfers that did not end in time
+_MESSAGES = {  # method: operator, is_sent
     "send": ("c10d::send", True),
     "recv": ("c10d::recv_", False),
 }
 
 
 class ShownTransfers:
-    """Shows them to the trace from the beginning until ``remove``."""
+    """Shows transfers to the operator trace from its construction until ``remove``."""
 
     def __init__(self) -> None:
         self._patches = Patches(__name__)
         self._coalesced: dict[int, list[_C.Transfer]] = {}  # by group, between _start_ and _end_coalescing
-        self._under_way: list[_C.Transfer] = []  # of this thread's program, ended or not
-        self._named: dict[int, ProcessGroup] = {}  # by id, which nobody else's is meanwhile
+        self._under_way: list[_C.Transfer] = []  # those of this thread's program, ended or not
+        self._named: dict[int, ProcessGroup] = {}  # by id, which is unique while the group is kept
         for name, collective in COLLECTIVES.items():
             self._wrap(name, functools.partial(self._collective, collective))
         for name, message in _MESSAGES.items():
@@ -65,7 +65,7 @@ class ShownTransfers:
         needed = max(collective.sent, collective.received)
 
         def method(group: ProcessGroup, args: Any, kwargs: Any) -> Any:
-            if len(args) <= needed:  # tensors by keyword, as nobody passes them
+            if len(args) <= needed:  # tensors by keyword, which no known caller uses
                 return inner(group, *args, **kwargs)
             self._name(group)
             transfer = _C.Transfer(
@@ -82,7 +82,7 @@ class ShownTransfers:
     ) -> Callable[[], None]:
         self._name(group)
 
-        def end() -> None:  # in between it reads and writes them itself
+        def end() -> None:  # not earlier: the broadcast itself reads and writes the buffers
             _C.Transfer(broadcasts.OPERATOR, sent or [], received if sent is None else []).end()
 
         return end
@@ -104,7 +104,7 @@ class ShownTransfers:
 
     def _followed(self, group: ProcessGroup, work: Any, transfer: _C.Transfer) -> Any:
         if (coalesced := self._coalesced.get(id(group))) is not None:
-            coalesced.append(transfer)  # only the work of _end_coalescing can be waited for
+            coalesced.append(transfer)  # a program can wait only for the work of _end_coalescing
             return work
         return self._until_waited_for(work, [transfer])
 
@@ -130,7 +130,7 @@ class ShownTransfers:
         return end
 
     def _barrier(self, inner: Callable[..., Any]) -> Layer:
-        """Programs that wait so wait for all that was under way."""
+        """A program that waits at a barrier waits for all transfers in flight."""
 
         def barrier(group: ProcessGroup, args: Any, kwargs: Any) -> Any:
             result = inner(group, *args, **kwargs)
@@ -161,7 +161,7 @@ class _ShownWork(FollowedWork):
             transfer.begin_wait()
 
     def get_future(self) -> Any:
-        """Whoever waits for it is not seen."""
+        """Counts as the end of the wait, because a wait for the future is not seen."""
         self._end()
         return self._work.get_future()
 
@@ -172,9 +172,9 @@ def _end_all(transfers: list[_C.Transfer]) -> None:
 
 
 class SerialisedTransfers:
-    """Waits for each where it begins, from the beginning until ``remove``: at most three seconds for one, and
-    without an error where it takes longer. Where four did, it waits for none any more: with the messages of a
-    pipeline that cross, a pass would take minutes."""
+    """Waits for each transfer when it begins, from construction until ``remove``: at most three seconds each,
+    without an error if it takes longer. After four such transfers it stops waiting: if a pipeline's messages
+    cross, a pass would take minutes."""
 
     def __init__(self) -> None:
         self._patches = Patches(__name__)
