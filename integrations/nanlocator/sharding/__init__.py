@@ -1,1 +1,1 @@
-"""Where are a rank's own gradients and its parts of the weights?"""
+"""Which gradients and weights are a rank's own?"""

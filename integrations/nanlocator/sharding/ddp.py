@@ -1,9 +1,9 @@
 """Each rank's own gradients, before DistributedDataParallel reduces them.
 
-A hook of a parameter runs in AccumulateGrad::apply, before the hook of DistributedDataParallel that marks
-the parameter as ready (torch/csrc/autograd/functions/accumulate_grad.cpp, reducer.cpp). What is in ``.grad``
-then is this rank's, whatever communication hook, views into buckets or static graph follow.
-DistributedDataParallel itself is left alone: a communication hook of ours would change its arithmetic.
+A parameter's hook runs in AccumulateGrad::apply, before the hook of DistributedDataParallel that marks the
+parameter as ready (torch/csrc/autograd/functions/accumulate_grad.cpp, reducer.cpp). ``.grad`` is then this
+rank's own, whether or not a communication hook, views into buckets or a static graph follow.
+DistributedDataParallel itself is unchanged: a communication hook of ours would change its arithmetic.
 """
 
 import gc
@@ -18,14 +18,14 @@ from nanlocator.calls.modules import local_part
 from nanlocator.exchange.buffer_broadcasts import shows_broadcasts
 from nanlocator.sharding.own_gradients import LocalScans
 
-# Groups of scans; others number theirs from 0.
+# Scan groups; other code numbers its groups from 0.
 _AT_THE_END = 1 << 20
 _ONE_BY_ONE = _AT_THE_END + 1
 
 
 class LocalGradients:
-    """Scans the gradient of each parameter in the first backward of a step that reduces it. From then on
-    ``.grad`` holds what other ranks have sent, and what each later backward adds to it is scanned.
+    """Scans each parameter's gradient in the first backward of a step that reduces it. After that, ``.grad``
+    contains other ranks' gradients, so later backwards are scanned by the gradient that they add.
 
     Args:
         parameters: by their ids.
@@ -34,9 +34,9 @@ class LocalGradients:
     def __init__(self, parameters: dict[int, torch.Tensor], scans: LocalScans) -> None:
         self._parameters = parameters
         self._scans = scans
-        self._modules: dict[int, Callable[[], DistributedDataParallel | None]] | None = None  # of each
-        self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # all of them
-        self._reduced: set[int] = set()  # numbers of parameters that were reduced in this step
+        self._modules: dict[int, Callable[[], DistributedDataParallel | None]] | None = None  # by parameter
+        self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # all wrappers
+        self._reduced: set[int] = set()  # ids of the parameters that were reduced in this step
         self._ready: list[tuple[int, torch.Tensor]] = []  # to be scanned when backward ends
         this = weakref.ref(self)  # autograd keeps the hooks
         self._handles = [
@@ -56,13 +56,13 @@ class LocalGradients:
             self._handles.pop().remove()
 
     def begin_step(self) -> None:
-        """The gradients are zero, or gone."""
+        """Called when the gradients are zero or None."""
         self._reduced.clear()
         self._ready.clear()
         self._say_unseen()
 
     def _is_added(self, number: int, gradient: torch.Tensor) -> None:
-        """One backward's, on its way to ``.grad``."""
+        """Called with one backward's gradient before it is added to ``.grad``."""
         if number in self._reduced:
             self._scan(_ONE_BY_ONE + number, [(number, gradient)])
 
@@ -78,12 +78,13 @@ class LocalGradients:
         if not module.require_backward_grad_sync:
             return
         self._reduced.add(number)
-        # A view into a bucket is on its way when the bucket's last one is ready; of a static graph all are
-        # reduced at the end of the first backward, before anything that is queued now.
+        # Scanned at once. A view into a bucket is reduced as soon as the bucket's last gradient is ready;
+        # with a static graph, all are reduced at the end of the first backward, before any callback queued
+        # now.
         if module.gradient_as_bucket_view or module.static_graph:
             self._scan(_ONE_BY_ONE + number, [(number, parameter.grad)])
             return
-        if not self._ready:  # before DistributedDataParallel queues what copies the sums back
+        if not self._ready:  # before DistributedDataParallel queues its callback, which copies the sums back
             torch.autograd.Variable._execution_engine.queue_callback(self._scan_ready)
         self._ready.append((number, parameter))
 
@@ -95,7 +96,7 @@ class LocalGradients:
         self._scans.scan(group, [(n, local_part(g)) for n, g in gradients if g is not None])
 
     def _module_of(self, number: int) -> DistributedDataParallel | None:
-        """The live one that reduces this parameter; the latest that was made, of several."""
+        """The live wrapper that reduces this parameter; if there are several, the latest."""
         module = self._modules[number]() if self._modules is not None else None
         if module is None and (self._modules is None or self._modules[number] is not _NONE):
             self._modules = self._find_modules()

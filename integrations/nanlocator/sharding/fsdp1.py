@@ -1,10 +1,10 @@
 """FSDP1 (``FullyShardedDataParallel``): a rank's parts of the original parameters, and its own gradients.
 
-A flat parameter holds several parameters, one behind the other; a rank keeps a stretch of it
-(torch/distributed/fsdp/_flat_param.py, FlatParamHandle). With ``use_orig_params`` the optimizer has the
-original ones, whose memory is this rank's stretch of them, else it has the flat ones. The whole gradient of
-a flat parameter is in its ``.grad`` when ``_post_backward_hook`` hands it to ``_reduce_grad``, which it looks
-up in its module (_runtime_utils.py).
+A flat parameter holds several parameters in a row; a rank keeps a contiguous part of it
+(torch/distributed/fsdp/_flat_param.py, FlatParamHandle). With ``use_orig_params``, the optimizer has the
+original parameters, whose memory is this rank's part of them; else it has the flat parameters. The whole
+gradient of a flat parameter is in its ``.grad`` when ``_post_backward_hook`` calls ``_reduce_grad``, which it
+looks up in its module (_runtime_utils.py).
 """
 
 import functools
@@ -24,18 +24,18 @@ from nanlocator.hooks.patches import Patches
 from nanlocator.sharding.own_gradients import LocalScans
 from nanlocator.sharding.shards import Part
 
-# Groups of scans; others number theirs from 0.
+# Scan groups; other code numbers its groups from 0.
 _GROUPS = 1 << 23
 
 
 def wrapper_class() -> type[Any] | None:
-    """FullyShardedDataParallel, where the program has imported it."""
+    """FullyShardedDataParallel, if the program has imported it."""
     api = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     return api.FullyShardedDataParallel if api is not None else None
 
 
 def handles_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The FlatParamHandle of each FullyShardedDataParallel in it, with the path of what it holds."""
+    """The FlatParamHandle of each FullyShardedDataParallel in ``module``, with the path of its module."""
     if (fully_sharded := wrapper_class()) is None:
         return
     for path, each in module.named_modules():
@@ -44,14 +44,15 @@ def handles_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def sharded_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
-    """What an optimizer may hold, also while ``module`` holds whole parameters in place of it."""
+    """The tensors that an optimizer may hold, even while ``module`` holds whole parameters instead."""
     for _, handle in handles_of(module):
         yield handle.flat_param
         yield from handle.flat_param._params or ()
 
 
 def parts_of(module: nn.Module) -> Iterator[Part]:
-    """Under ``use_orig_params`` one for each of the optimizer's tensors, else several for each."""
+    """The parts of ``module``'s parameters. With ``use_orig_params``, one for each of the optimizer's
+    tensors, else several for each."""
     for path, handle in handles_of(module):
         yield from _parts_of(path, handle)
 
@@ -73,8 +74,7 @@ class WholeGradients:
     """Scans each rank's gradients before FullyShardedDataParallel reduces them.
 
     Args:
-        numbers: ids of the parameters that it manages, by what the optimizer holds of each (with several in
-            one tensor, in their order).
+        numbers: ids of the managed parameters, by the optimizer's tensor (in order, if it holds several).
         modules: the models.
     """
 
@@ -90,7 +90,7 @@ class WholeGradients:
                 unknown: list[int | None] = [None] * flat._num_params
                 self._numbers[handle] = of_originals or list(numbers.get(flat, unknown))
         self._patches = Patches(__name__)
-        this = weakref.ref(self)  # a driver that is dropped without `remove` leaves the wrapper
+        this = weakref.ref(self)  # dropping a driver without `remove` leaves the wrapper installed
 
         def reduce(original: Callable[..., Any], state: Any, handle: Any) -> Any:
             found = this()
@@ -140,7 +140,7 @@ class WholeGradients:
 
 
 def _offsets_of(flat: Any) -> list[int]:
-    """Of each original parameter in the whole flat one, which has padding between them."""
+    """The offset of each original parameter in the whole flat parameter, which contains padding."""
     ends = itertools.accumulate(flat._numels_with_padding)
     begins = [end - numel for end, numel in zip(ends, flat._numels_with_padding, strict=True)]
     return [b for b, is_padding in zip(begins, flat._is_padding_mask, strict=True) if not is_padding]

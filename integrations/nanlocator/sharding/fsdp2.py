@@ -1,9 +1,9 @@
 """FSDP2 (``fully_shard``, HSDP, ``replicate``): a rank's parts of the parameters, and its own gradients.
 
-All of a group's gradients come by ``foreach_reduce(fsdp_params, unsharded_grads, ...)``, which
+All gradients of a group go through ``foreach_reduce(fsdp_params, unsharded_grads, ...)``, which
 ``FSDPParamGroup.post_backward`` looks up in its module (torch/distributed/fsdp/_fully_shard/
-_fsdp_param_group.py, 2.6 to 2.15). What is in ``unsharded_grads`` there is this rank's, whole, and the sum
-over its microbatches since the last reduction, in the data type that it is reduced from.
+_fsdp_param_group.py, 2.6 to 2.15). ``unsharded_grads`` are this rank's whole gradients, summed over its
+microbatches since the last reduction, in their data type before it.
 """
 
 import functools
@@ -23,7 +23,7 @@ from nanlocator.sharding.fsdp1 import itself
 from nanlocator.sharding.own_gradients import LocalScans
 from nanlocator.sharding.shards import Part, is_sharded_over_tp, placements_of
 
-# Groups of scans; others number theirs from 0.
+# Scan groups; other code numbers its groups from 0.
 _GROUPS = 1 << 22
 
 _OF_GROUP = (
@@ -42,12 +42,13 @@ def fsdp_params(module: nn.Module) -> Iterator[Any]:
 
 
 def sharded_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
-    """What an optimizer holds, also while ``module`` holds whole parameters in place of it."""
+    """The tensors that an optimizer holds, even while ``module`` holds whole parameters instead."""
     return (each.sharded_param for each in fsdp_params(module))
 
 
 def whole_and_sharded(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What ``module`` holds between forward and backward, where it keeps it, and what the optimizer does."""
+    """(whole parameter, sharded parameter): ``module`` holds the first between forward and backward, if it
+    keeps it; the optimizer holds the second."""
     return (
         (each._unsharded_param, each.sharded_param)
         for each in fsdp_params(module)
@@ -60,7 +61,7 @@ def parts_of(module: nn.Module) -> Iterator[Part]:
 
 
 def has_unreduced(module: nn.Module) -> bool:
-    """Whether a backward has made gradients that a later one is to reduce (set_requires_gradient_sync)."""
+    """Whether there are gradients that only a later backward reduces (set_requires_gradient_sync)."""
     return any(
         each.unsharded_accumulated_grad is not None or each._unsharded_param.grad is not None
         for each in fsdp_params(module)
@@ -72,7 +73,7 @@ def forget_unreduced(module: nn.Module) -> None:
     for each in fsdp_params(module):
         if hasattr(each, "_unsharded_param"):
             each._unsharded_param.grad = None
-            if "unsharded_accumulated_grad" in vars(each):  # torch 2.15 has the leaf's alone
+            if "unsharded_accumulated_grad" in vars(each):  # torch 2.15 has only the leaf's gradient
                 each.unsharded_accumulated_grad = None
     for group in _all_groups_of(module):
         group._partial_reduce_output = None
@@ -82,7 +83,7 @@ def switches_of(module: nn.Module) -> list[tuple[Callable[[], Any], tuple[str, .
     """See ``nanlocator.state.switches``."""
     places: list[tuple[Callable[[], Any], tuple[str, ...]]] = []
     for state in _states_of(module):
-        # The first forward gives all states of a model the same one.
+        # The first forward gives all states of a model the same context.
         places.append((functools.partial(getattr, state, "_state_ctx"), ("is_last_backward",)))
         places += [(itself(group), _OF_GROUP) for group in _groups_of(state)]
     return places
@@ -92,14 +93,14 @@ class WholeGradients:
     """Scans each rank's gradients before ``fully_shard`` reduces them.
 
     Args:
-        numbers: ids of the parameters that it manages.
+        numbers: ids of the managed parameters.
     """
 
     def __init__(self, numbers: dict[torch.Tensor, int], scans: LocalScans) -> None:
         self._numbers = numbers
         self._scans = scans
         self._patches = Patches(__name__)
-        this = weakref.ref(self)  # a driver that is dropped without `remove` leaves the wrapper
+        this = weakref.ref(self)  # dropping a driver without `remove` leaves the wrapper installed
 
         def foreach_reduce(
             original: Callable[..., Any], params: Any, gradients: Any, *args: Any, **kwargs: Any
@@ -131,7 +132,7 @@ class WholeGradients:
         pass
 
     def _exchanging(self, params: list[Any], *, reduces_gradients: bool) -> Any:
-        """The collectives of a group of parameters, some of which nobody may train."""
+        """A context around the collectives of a group of parameters, some of which may be frozen."""
         ids = (self._numbers[p.sharded_param] for p in params if p.sharded_param in self._numbers)
         return self._scans.exchanging(ids, reduces_gradients=reduces_gradients)
 
@@ -162,7 +163,7 @@ def _all_groups_of(module: nn.Module) -> Iterator[Any]:
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """One for each mesh that its parameters are on; until torch 2.11 there is one mesh."""
+    """One parameter group per mesh. Up to torch 2.11 there is one mesh."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)

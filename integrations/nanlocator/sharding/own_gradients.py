@@ -1,5 +1,5 @@
-"""What those have in common that show each rank's own gradients before a framework reduces them over its
-ranks, and the weights that it gathers: ``ddp``, ``fsdp2``, ``fsdp1``."""
+"""The common part of ``ddp``, ``fsdp2`` and ``fsdp1``, which show each rank's own gradients before a
+framework reduces them over its ranks, and the weights that it gathers."""
 
 import contextlib
 import weakref
@@ -15,7 +15,7 @@ from nanlocator.exchange.boundaries import Boundaries
 
 class OwnGradients(Protocol):
     def begin_step(self) -> None:
-        """The gradients are zero, or gone."""
+        """Called when the gradients are zero or None."""
 
     def remove(self) -> None: ...
 
@@ -25,7 +25,7 @@ class _HasParameters(Protocol):
 
 
 class ScanningDriver(Protocol):
-    """What is used of a Driver (nanlocator.engine.driver), whose room is above this one."""
+    """The part of a Driver (nanlocator.engine.driver) used here; its room is above this one."""
 
     @property
     def adapter(self) -> _HasParameters: ...
@@ -45,9 +45,9 @@ class LocalScans:
     """Scans of phase ``grad_local``.
 
     Args:
-        driver: its ``scan``, in a pass; not kept alive. Without a pass a clip may come before anybody scans
-            at the reduced gradients, and what it makes of them would be the reduction's fault.
-        on_uncovered: called with what is not seen, once for each.
+        driver: scans, in a pass; not kept alive. Without a pass, the reduced gradients may be clipped before
+            they are scanned, and the reduction would be blamed for what the clip did.
+        on_uncovered: called once with each description of unseen gradients.
     """
 
     def __init__(self, driver: ScanningDriver, on_uncovered: Callable[[str], None]) -> None:
@@ -61,7 +61,7 @@ class LocalScans:
             self._on_uncovered(uncovered)
 
     def are_on(self, framework: str) -> bool:
-        """Whether there is a pass. Without one it says that ``framework`` reduces gradients unseen."""
+        """Whether there is a pass. If not, reports that ``framework`` reduces gradients unseen."""
         driver = self._driver()
         if driver is not None and driver.is_in_pass:
             return True
@@ -69,7 +69,7 @@ class LocalScans:
         return False
 
     def scan(self, group: int, gradients: list[tuple[int, torch.Tensor]]) -> None:
-        """``gradients``: ids of their parameters, and what they are on this rank."""
+        """``gradients``: (id of the parameter, its gradient on this rank)."""
         driver = self._driver()
         if driver is not None and driver.is_in_pass and gradients:
             driver.scan("grad_local", group, "grad", [n for n, _ in gradients], [g for _, g in gradients])
@@ -77,8 +77,8 @@ class LocalScans:
     def exchanging(
         self, ids: Iterable[int], *, reduces_gradients: bool
     ) -> contextlib.AbstractContextManager[None]:
-        """A context: around the collectives that gather these parameters, or reduce their gradients. At other
-        levels than boundaries nobody asks for ``ids``."""
+        """A context around the collectives that gather these parameters or reduce their gradients. ``ids`` is
+        read only if boundaries are watched."""
         driver = self._driver()
         if driver is None or driver.boundaries is None:
             return contextlib.nullcontext()
@@ -86,7 +86,7 @@ class LocalScans:
         return driver.boundaries.transferring(common_module(names), reduces_gradients=reduces_gradients)
 
     def exchange_unseen(self, group: ProcessGroup) -> None:
-        """The members of this process group exchange something that boundaries do not see."""
+        """Reports that the members of ``group`` exchange tensors that boundaries do not see."""
         driver = self._driver()
         if driver is not None and driver.boundaries is not None:
             driver.boundaries.has_unseen(group)

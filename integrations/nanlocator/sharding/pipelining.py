@@ -1,8 +1,8 @@
-"""Pipelines of ``torch.distributed.pipelining``: a step of a schedule is a pass over this rank's stages.
+"""Pipelines of ``torch.distributed.pipelining``: a schedule's step is a pass over this rank's stages.
 
-A schedule calls its stages' modules and autograd by itself, for each microbatch, and exchanges what they
-compute between ranks (torch/distributed/pipelining/schedules.py and stage.py; the same names from torch 2.6
-to 2.15). So its step is executed again as a whole, by all ranks of the pipeline.
+A schedule itself calls its stages' modules and autograd for each microbatch, and exchanges their results
+between ranks (torch/distributed/pipelining/schedules.py and stage.py; the same names from torch 2.6 to 2.15).
+So a re-run executes the whole step again, on all ranks of the pipeline.
 """
 
 import contextlib
@@ -33,15 +33,15 @@ _OF_STAGE = (
 
 
 def follow_steps(patches: Patches, wrapper: Callable[..., Any]) -> None:
-    """``wrapper(original, schedule, ...)`` is called in place of every schedule's ``step``, where the program
-    has imported one (which takes seconds)."""
+    """Calls ``wrapper(original, schedule, ...)`` in place of every schedule's ``step``, if the program has
+    imported schedules (importing them takes seconds)."""
     if _SCHEDULES in sys.modules:
         for point in points.SCHEDULE_STEPS:
             patches.wrap(point, wrapper)
 
 
 def group_of(modules: Iterable[nn.Module]) -> "dist.ProcessGroup | None":
-    """Of the ranks that have the other stages, where one of these modules is a stage that exists already."""
+    """The process group of the pipeline, if one of these modules belongs to an existing stage."""
     stage = sys.modules.get("torch.distributed.pipelining.stage")
     if stage is None or not dist.is_initialized():
         return None
@@ -53,29 +53,30 @@ def group_of(modules: Iterable[nn.Module]) -> "dist.ProcessGroup | None":
 
 
 def stages_of(schedule: Any) -> list[Any]:
-    """This rank's."""
+    """This rank's stages."""
     return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
 
 
 def is_known(schedule: Any) -> bool:
-    """Whether it has what is followed here, most of which a release of torch may rename."""
+    """Whether ``schedule`` has all attributes that are followed here. Most are private; a release of torch
+    may rename them."""
     return all(hasattr(schedule, name) for name in _OF_SCHEDULE) and all(
         hasattr(stage, name) for stage in stages_of(schedule) for name in _OF_STAGE
     )
 
 
 class Pipeline:
-    """What this rank has of the pipeline that ``schedule`` drives.
+    """This rank's part of the pipeline that ``schedule`` drives.
 
     Attributes:
-        modules: of its stages; a microbatch's place is its number and the index of its stage here.
-        group: of the ranks that have the other stages.
-        boundaries: what it sends and receives.
-        losses: of the microbatches of the last pass, where this rank has the last stage.
+        modules: the modules of its stages; a microbatch's place is its number and its stage's index here.
+        group: the process group of the pipeline's ranks.
+        boundaries: watch its messages.
+        losses: of the last pass's microbatches, if this rank has the last stage.
     """
 
     def __init__(self, schedule: Any, boundaries: Boundaries | None = None) -> None:
-        """``boundaries``: that watch other groups, too, and outlive it."""
+        """``boundaries``: existing ones, which also watch other groups and outlive this object."""
         self.schedule = schedule
         stages = stages_of(schedule)
         self.modules: list[nn.Module] = [stage.submod for stage in stages]
@@ -103,7 +104,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """What crosses in the passes inside it is scanned."""
+        """Scans the crossings of the passes inside the block."""
         self._is_watching = True
         try:
             with self.boundaries.watching():
@@ -118,8 +119,8 @@ class Pipeline:
         kwargs: Any,
         before_first: Callable[[], None] | None = None,
     ) -> Any:
-        """A pass; ``step``: the schedule's own. ``before_first`` is called before the first forward; in a
-        schedule's first step others precede it, to learn shapes."""
+        """Runs a pass; ``step`` is the schedule's own. ``before_first`` is called before the pass's first
+        forward; in a schedule's first step, forwards that infer shapes precede it."""
         self.losses.clear()
         self._before_first = before_first
         self._is_in_pass = True
@@ -167,8 +168,8 @@ class Pipeline:
                 return original(microbatch, *args, **kwargs)
 
         def begins(begin: Callable[..., None]) -> Callable[..., Any]:
-            """A forward or backward takes what was received before anything else (from torch 2.15 on it can
-            be taken once only)."""
+            """A forward or backward first retrieves its received tensors (from torch 2.15 on, this works only
+            once)."""
 
             def retrieve(original: Callable[..., Any], microbatch: int, *args: Any, **kwargs: Any) -> Any:
                 received = original(microbatch, *args, **kwargs)

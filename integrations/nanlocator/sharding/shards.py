@@ -1,8 +1,8 @@
-"""What a rank keeps of each parameter: the whole of it, or a shard, and where that lies in it.
+"""A rank's part of each parameter: all of it, or a shard and its position.
 
-``Part`` is what the engine's parameter map says of one parameter on one rank; ``fsdp2`` and ``fsdp1`` know
-the parts of their models. A DTensor that neither of them manages (``parallelize_module``) is kept as this
-tensor-parallel rank's part, which counts as a parameter of its own shape, as Megatron's do.
+A ``Part`` describes one parameter on one rank for the engine's parameter map; ``fsdp2`` and ``fsdp1`` know
+the parts of their models. A DTensor that neither manages (``parallelize_module``) counts, like Megatron's
+parameters, as a parameter with the shape of this tensor-parallel rank's part.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from nanlocator import _C
 from nanlocator.calls.modules import local_part
 
-# Names of mesh dimensions that people use, by the engine's axis (torchtitan's parallel_dims.py, PyTorch's
-# tutorials). What else there is, is not guessed.
+# Usual names of mesh dimensions, by the engine's axis (torchtitan's parallel_dims.py, PyTorch's tutorials).
+# Other names are unknown; their axis is not guessed.
 _AXES = {
     "tp": ("tp", "tensor", "tensor_parallel"),
     "pp": ("pp", "pipeline", "pipeline_parallel"),
@@ -28,14 +28,14 @@ _AXES = {
 @dataclass(eq=False)
 class Part:
     """Attributes:
-    tensor: what the optimizer's groups hold.
-    shape: of the parameter, on this tensor-parallel rank.
-    name: where ``named_parameters()`` has none for it (one of several in a flat parameter).
+    tensor: the tensor in the optimizer's groups.
+    shape: the parameter's shape on this tensor-parallel rank.
+    name: set if ``named_parameters()`` lacks it (one of several in a flat parameter).
     shard: the elements [begin, end) of the flattened parameter that this rank keeps; None: all.
-    shard_row: of a shard of columns: ``shard`` lies in each row of so many elements.
+    shard_row: for a shard of columns: ``shard`` is a range in each row, and a row has this many elements.
     shard_group: the global ranks that keep its shards.
     is_tp_sharded: other tensor-parallel ranks have other parts of it.
-    view: from ``tensor``, its gradient, or what an optimizer keeps of it, to this parameter's part.
+    view: maps ``tensor``, its gradient or its optimizer state to this parameter's part.
     """
 
     tensor: torch.Tensor
@@ -62,7 +62,7 @@ class Part:
 
 
 def whole_part(tensor: torch.Tensor) -> Part:
-    """Of a tensor that nobody has sharded but, maybe, tensor parallelism."""
+    """The Part of a tensor that is not sharded, except maybe over tensor-parallel ranks."""
     return Part(
         tensor,
         list(local_part(tensor).shape),
@@ -95,9 +95,9 @@ def _placements(dtensor: Any) -> tuple[Any, ...]:
 def coordinates_of(
     tensors: Iterable[torch.Tensor], pipeline: "dist.ProcessGroup | None" = None
 ) -> tuple[_C.RankCoordinates, str]:
-    """Of this rank, from the mesh that the parameters are laid out on, where it covers all ranks and the
-    names of its dimensions say what they are; else every rank is a data-parallel one but for its place in
-    ``pipeline``. And a clause that says what is not known; "" where all is."""
+    """This rank's coordinates from the parameters' mesh, if it covers all ranks and its dimensions have known
+    names. Else each rank is a data-parallel rank, with its place in ``pipeline``. Also returns a clause that
+    says what is unknown, or ""."""
     rank, world = dist.get_rank(), dist.get_world_size()
     plain = _C.data_parallel_coordinates(rank, world)
     if pipeline is not None:
@@ -125,7 +125,7 @@ def coordinates_of(
 
 
 def _place_beside(stages: list[int], world: int) -> int:
-    """Of a pipeline among the others, whose ranks lie as its own do: next to each other, or as far apart."""
+    """This pipeline's index among all pipelines, which have the same stride between their ranks."""
     stride = stages[1] - stages[0] if len(stages) > 1 else 1
     return stages[0] // (stride * len(stages)) * stride + stages[0] % stride
 
@@ -140,7 +140,7 @@ def _described(mesh: Any) -> str:
 
 
 def _root_of(mesh: Any) -> Any:
-    """The mesh that it was cut from. ``_get_root_mesh`` is a method from torch 2.9 on."""
+    """The mesh that ``mesh`` was sliced from. From torch 2.9 on, ``_get_root_mesh`` is a method of it."""
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
     from torch.distributed.device_mesh import _mesh_resources
