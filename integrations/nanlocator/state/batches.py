@@ -1,4 +1,4 @@
-"""A batch that is kept by reference, so that the step that it belongs to can be executed again."""
+"""A batch that is kept by reference, so that its step can be executed again."""
 
 import copy
 from collections import UserDict
@@ -9,18 +9,18 @@ import torch
 
 
 class KeptBatch:
-    """``item`` as it came: its containers are copied, its tensors are not."""
+    """``item``, with its containers copied and its tensors by reference."""
 
     def __init__(self, item: Any) -> None:
         self.item = _containers_copied(item)
         self._versions = [(name, tensor, _version(tensor)) for name, tensor in named_tensors(self.item)]
 
     def copy(self) -> Any:
-        """For a step that may take entries out of its batch."""
+        """A copy for a step, which may remove entries from its batch."""
         return _containers_copied(self.item)
 
     def changed(self, microbatch: int | None) -> list[str]:
-        """Sentences about tensors that the step has written to."""
+        """A sentence about each tensor that the step has written to."""
         place = "" if microbatch is None else f"microbatch {microbatch}: "
         return [
             f"{place}'{name}' was written in place by the step"
@@ -49,4 +49,4 @@ def _containers_copied(item: Any) -> Any:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # nobody counts writes to inference tensors
+    return 0 if tensor.is_inference() else tensor._version  # inference tensors have no version counter

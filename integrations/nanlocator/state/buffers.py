@@ -1,4 +1,4 @@
-"""The models' buffers, which a step moves and a re-run of it must find as they were."""
+"""The models' buffers, which a step changes and its re-run needs unchanged."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,17 +10,17 @@ from nanlocator.calls.modules import local_part
 
 
 class Buffers:
-    """The engine puts back what a pass has written into one (step/step_state.hpp). This, a state of
-    ``StepDriver.add_state``, puts one back in whose place a pass has put another (``self.average = 0.9 *
-    self.average + ...``), and None where there was none yet."""
+    """A state for ``StepDriver.add_state``. The engine restores a buffer that a pass has written to
+    (step/step_state.hpp). This class restores a buffer that a pass has replaced by another tensor
+    (``self.average = 0.9 * self.average + ...``), or None if there was none yet."""
 
     def __init__(self) -> None:
-        # Shown name, where it is held, under which key.
+        # Shown name, the dictionary that holds it, its key.
         self._places: list[tuple[str, dict[str, Any], str]] = []
         self._kept: list[tuple[dict[str, Any], str, torch.Tensor | None]] = []
 
     def follow(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """``modules``: all of them, and how each is shown."""
+        """``modules``: all modules, each with its shown path."""
         self._kept = []
         self._places = [
             (f"{path}.{key}" if path else key, module._buffers, key)
@@ -44,4 +44,4 @@ class Buffers:
 
 
 def _held(held: dict[str, Any], key: str) -> Any:
-    return held[key] if key in held else None  # a ScriptModule's has no get
+    return held[key] if key in held else None  # a ScriptModule's dictionary has no get

@@ -1,4 +1,4 @@
-"""What a function draws from: an iterator gives other data when the function is called again."""
+"""Iterators that a function draws from: they yield other data when the function is called again."""
 
 import dis
 import functools
@@ -8,14 +8,15 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_DEEPEST = 4  # calls of functions that it names
+_DEEPEST = 4  # levels of functions that it names
 _COUNTERS = (itertools.count, itertools.repeat)  # no data
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 
 
 def iterators_of(function: Callable[..., Any]) -> list[str]:
-    """Names of the iterators that ``function`` uses, or functions that it names do: variables of its own,
-    global ones, attributes of both ("self.batches"). Those that it reaches in another way are not found."""
+    """Names of the iterators that ``function`` uses, directly or through functions that it names: its own
+    variables, global variables, and attributes of both ("self.batches"). Does not find iterators that it
+    reaches in another way."""
     found: dict[str, None] = {}
     seen: set[int] = set()
 
@@ -26,7 +27,7 @@ def iterators_of(function: Callable[..., Any]) -> list[str]:
                     found.setdefault(name)
             else:
                 visit(value, depth + 1)
-        except Exception:  # whatever a class of the program raises
+        except Exception:  # a class of the program can raise anything
             return
 
     def visit(value: Any, depth: int) -> None:
@@ -40,7 +41,7 @@ def iterators_of(function: Callable[..., Any]) -> list[str]:
         owner = None
         if not _is_function(value):
             owner, value = value, inspect.getattr_static(type(value), "__call__", None)
-            if str(getattr(value, "__module__", "")).partition(".")[0] == "torch":  # a module's
+            if str(getattr(value, "__module__", "")).partition(".")[0] == "torch":  # a torch module
                 return
         elif isinstance(value, types.MethodType):
             owner, value = value.__self__, value.__func__
@@ -58,7 +59,7 @@ def _is_function(value: Any) -> bool:
 
 
 def _used_by(function: types.FunctionType, owner: Any) -> Iterator[tuple[str, Any]]:
-    """Variables and their attributes, by what the code says: "self.batches"."""
+    """Variables and their attributes that the code names, such as "self.batches"."""
     variables: dict[str, Any] = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -87,12 +88,12 @@ def _loaded_by(code: types.CodeType, variables: dict[str, Any], globals: dict[st
                 value = types.MethodType(value, owner)
             chain = (f"{before}.{name}", value)
             continue
-        if chain is not None:  # it ends here
+        if chain is not None:  # the chain of attributes ends here
             yield chain
         chain = None
         if kind in ("LOAD_GLOBAL", "LOAD_NAME") and name in globals:
             chain = (name, globals[name])
         elif kind.startswith(("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FAST")):
-            last = name[-1] if isinstance(name, tuple) else name  # two at once, from Python 3.13 on
+            last = name[-1] if isinstance(name, tuple) else name  # two in one instruction since Python 3.13
             if last in variables:
                 chain = (last, variables[last])

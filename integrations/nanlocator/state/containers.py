@@ -1,4 +1,4 @@
-"""Arguments with other tensors in place of theirs. No code of a class of the program runs."""
+"""Replaces tensors in arguments. Runs no code of the program's classes."""
 
 import dataclasses
 import types
@@ -12,13 +12,13 @@ from nanlocator import _C
 
 _DEEPEST = 16
 _DEEPEST_BESIDE = 6
-_MOST_ENTRIES = 64  # of an object that is looked into, and such objects
+_MOST_ENTRIES = 64  # entries of an inspected object, and number of inspected objects
 _WITHOUT_TENSORS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 
 
 def mapped(value: Any, of: Callable[[Any], Any], depth: int = 0) -> Any:
-    """``of`` of each tensor and RecordedValue in ``value``, in copies of the lists, tuples, dictionaries,
-    dataclasses and batches of tokenizers (UserDict) around them. All else is the same object."""
+    """Replaces each tensor and RecordedValue in ``value`` by its ``of``, in copies of the lists, tuples,
+    dictionaries, dataclasses and tokenizers' batches (UserDict) around them. Other objects stay the same."""
     if isinstance(value, torch.Tensor | _C.RecordedValue):
         return of(value)
     kind = type(value)
@@ -44,7 +44,7 @@ def mapped(value: Any, of: Callable[[Any], Any], depth: int = 0) -> Any:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Those that ``mapped`` replaces, in its order."""
+    """The tensors that ``mapped`` replaces, in its order."""
     tensors: list[torch.Tensor] = []
 
     def add(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def tensors_beside(value: Any) -> list[torch.Tensor]:
-    """Some of those in objects that ``mapped`` leaves as they are: in their attributes and entries."""
+    """Some tensors in attributes and entries of objects that ``mapped`` leaves unchanged."""
     found: list[torch.Tensor] = []
     seen: set[int] = set()
 
@@ -87,10 +87,10 @@ def _parts_of(value: Any) -> Iterator[Any]:
         yield from list(dict.values(value) if isinstance(value, dict) else value)
     for kind in type(value).__mro__:
         for descriptor in vars(kind).values():
-            if type(descriptor) is types.MemberDescriptorType:  # of __slots__
+            if type(descriptor) is types.MemberDescriptorType:  # a slot
                 try:
                     yield descriptor.__get__(value)
-                except (AttributeError, TypeError):  # nothing is in it
+                except (AttributeError, TypeError):  # the slot is empty
                     continue
 
 
@@ -99,7 +99,7 @@ def _is_named_tuple(value: Any) -> bool:
 
 
 def _is_plain_dataclass(kind: type) -> bool:
-    """Its objects are their attributes; ModelOutput, for one, is a dictionary as well."""
+    """Whether the class's objects hold nothing but their attributes; ModelOutput is also a dictionary."""
     return (
         dataclasses.is_dataclass(kind)
         and kind.__new__ is object.__new__

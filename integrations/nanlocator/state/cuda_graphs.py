@@ -1,11 +1,11 @@
-"""Modules that are replayed from CUDA graphs: a replay calls no operator that could be watched, and reads and
-writes the memory of its capture. In a re-run such a module is executed by its operators.
+"""Executes modules without their CUDA graphs in a re-run: a replay calls no operator that could be watched,
+and reads and writes the memory of its capture.
 
-Known are ``torch.cuda.make_graphed_callables`` of modules and TransformerEngine's function of that name,
-which put a function in place of the module's ``forward`` (torch/cuda/graphs.py, make_graphed_forward;
+Supports ``torch.cuda.make_graphed_callables`` of modules and TransformerEngine's function of that name, which
+replace the module's ``forward`` (torch/cuda/graphs.py, make_graphed_forward;
 transformer_engine/pytorch/graph.py), and Megatron-Core's graphs of layers (core/transformer/module.py and
-cuda_graphs.py). Those of torch.compile are gone where compiled code is executed eagerly. What else
-is replayed, by the program itself or by a graphed function that is no module's, stays as it is, and is named.
+cuda_graphs.py). Eager execution of compiled code has none of torch.compile's graphs. All other replays, by
+the program itself or by graphed functions outside modules, stay, and are reported.
 """
 
 import contextlib
@@ -25,18 +25,18 @@ from nanlocator.hooks.patches import Patches
 Undo = Callable[[], None]
 
 _LOCAL = "cudagraph_manager"  # Megatron-Core 0.12 to 0.16: a layer that has one is replayed
-_BY_ENGINE = "cuda_graphs"  # the same: graphs that TransformerEngine has captured, one a microbatch
-# Whose replays are left out where their module is, or where compiled code is executed eagerly.
+_BY_ENGINE = "cuda_graphs"  # the same versions: TransformerEngine's graphs, one per microbatch
+# Files whose replays a re-run avoids, by executing the module's operators or by eager execution.
 _OF_MODULES = ("torch/cuda/graphs.py", "megatron/core/transformer/cuda_graphs.py", "pytorch/graph.py")
 _COMPILED = "/torch/_inductor/"
 _OWN = (__file__, patches.__file__)
 
-_depth = 0  # of blocks without graphs: a re-run
+_depth = 0  # of nested blocks without graphs; above 0 in a re-run
 
 
 @contextlib.contextmanager
 def without_graphs(models: Iterable[nn.Module]) -> Iterator[None]:
-    """The modules in ``models`` are executed by their operators."""
+    """Executes the modules in ``models`` by their operators."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_in_rerun())
         for module in _modules_of(models):
@@ -56,8 +56,8 @@ def _in_rerun() -> Iterator[None]:
 
 
 class OwnReplays:
-    """Names graphs that a program replays in its steps by itself, each place once, from the beginning until
-    ``remove``: ``say`` gets the sentence. A replay costs a look-up more."""
+    """Reports graphs that a program itself replays in its steps, each place once, from construction until
+    ``remove``: calls ``say`` with a sentence. Adds a look-up to each replay."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -80,7 +80,7 @@ class OwnReplays:
         place = (caller.f_code.co_filename, caller.f_lineno)
         if place in self.places or _COMPILED in place[0]:
             return
-        is_own = torch.is_grad_enabled() and not place[0].endswith(_OF_MODULES)  # no evaluation's
+        is_own = torch.is_grad_enabled() and not place[0].endswith(_OF_MODULES)  # not in evaluation
         if is_own or _depth > 0:
             self.places.add(place)
             self._say(
@@ -90,7 +90,8 @@ class OwnReplays:
 
 
 class ReplayedGraphs:
-    """What a step had that is not restored: with ``save`` and ``restore``, as the state of a step is."""
+    """A state of a step whose ``restore`` raises RuntimeError if the step replayed graphs, which a re-run
+    does not restore."""
 
     def __init__(self, models: Iterable[nn.Module], own: "OwnReplays | None" = None) -> None:
         self._models, self._own = list(models), own
@@ -114,14 +115,14 @@ def _modules_of(models: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _graphs_of(module: nn.Module) -> Iterator[Callable[[], Undo]]:
-    """For each graph that its next call in training replays: what leaves it out."""
+    """For each graph that the module's next training call replays: a function that disables it."""
     forward = _graphed_forward(module)
     if forward is not None and forward.graph_training_state.cell_contents == module.training:
         yield forward.execute
     if _LOCAL in module._modules and not _is_replayed_in_inference_only(module):
         yield functools.partial(_without_child, module, _LOCAL)
     for name, value in vars(module).items():
-        # 0.16: parts of a mixture-of-experts layer, CudaGraphManager(..., function_name=name)
+        # 0.16: parts of a mixture-of-experts layer, CudaGraphManager(..., function_name=name).
         if getattr(value, "__qualname__", "") == "CudaGraphManager.__init__.<locals>.wrapped_func":
             yield functools.partial(_without_attribute, module, name)
     if vars(module).get(_BY_ENGINE) and hasattr(type(module), _replay_by_engine(module)):
@@ -130,7 +131,7 @@ def _graphs_of(module: nn.Module) -> Iterator[Callable[[], Undo]]:
 
 @dataclasses.dataclass
 class _GraphedForward:
-    """Variables of the function that replays a graph, or calls what was the module's ``forward``."""
+    """Variables of the function that replays a graph or calls the module's original ``forward``."""
 
     graph_training_state: types.CellType
     graphed: types.CellType
@@ -168,7 +169,7 @@ def _replay_by_engine(module: nn.Module) -> str:
 
 
 def _without_graphs_of_engine(module: nn.Module) -> Undo:
-    """0.13 would take an empty list for an order to capture: there they stay."""
+    """Hides TransformerEngine's graphs, except in 0.13, where an empty list would start a capture."""
     names = type(module).__call__.__code__.co_names
     if "_should_call_te_cudagraph" in names or "is_graph_capturing" in names:
         without = Patches(__name__)
@@ -183,7 +184,7 @@ def _without_attribute(module: nn.Module, name: str) -> Undo:
 
 
 def _without_child(module: nn.Module, name: str) -> Undo:
-    children = dict(module._modules)  # in their order
+    children = dict(module._modules)  # keeps the order
     del module._modules[name]
 
     def undo() -> None:

@@ -1,8 +1,8 @@
-"""Lightning around a step that is executed again. Its strategies run ``training_step`` inside of the
-wrapper's forward, so a call that is made again runs it again, though what it logs has been logged. And Fabric
-refuses a backward that does not come through ``fabric.backward``.
+"""Lightning in a re-run. Its strategies run ``training_step`` inside the wrapper's forward, so a repeated
+call runs it again and would log a second time. And Fabric rejects a backward that does not use
+``fabric.backward``.
 
-Nothing of Lightning is imported here, and both of its packages are known.
+Imports nothing of Lightning, and supports both of its packages.
 """
 
 import contextlib
@@ -15,13 +15,13 @@ from nanlocator.hooks.patches import Patches
 
 
 def modules_that_know_of_backward() -> list[ModuleType]:
-    """Each has a variable ``_in_fabric_backward`` (fabric/wrappers.py)."""
+    """The imported modules with a variable ``_in_fabric_backward`` (fabric/wrappers.py)."""
     return _imported("lightning.fabric.wrappers", "lightning_fabric.wrappers")
 
 
 @contextlib.contextmanager
 def without_logging() -> Iterator[None]:
-    """``LightningModule.log`` does nothing."""
+    """Inside the block, ``LightningModule.log`` does nothing."""
     with Patches(__name__) as patches:
         for module, point in points.LIGHTNING_LOG.items():
             if module in sys.modules:

@@ -1,9 +1,9 @@
-"""What modules keep beside buffers and a pass moves: a counter, a temperature that falls, a flag, a cache
-that is None before the first pass, a list that grows.
+"""Attributes of modules, other than buffers, that a pass changes: a counter, a falling temperature, a flag, a
+cache that is None before the first pass, a growing list.
 
-Numbers, texts, None and tensors are put back before a re-run; what is written into a tensor stays. Nobody
-saves the others at the start of a step; but what one re-run has moved the first pass has moved, too: a fault
-that is gone then may have gone with it."""
+A re-run restores numbers, strings, None and references to tensors, but not writes into a tensor. Other values
+are not saved at the start of a step. But if a re-run changes one, the first pass has changed it too, and a
+fault that the re-run does not show may have depended on it."""
 
 import sys
 from collections import deque
@@ -30,9 +30,9 @@ _LIBRARIES = (
     "peft",
     "nanlocator",
 )
-_MOST = 64  # elements of a container that are compared, beside its length
+_MOST = 64  # compared elements of a container, besides its length
 _MOST_NAMED = 4
-_MOST_BYTES = 1 << 24  # of a tensor that is kept while a step runs: larger ones are results
+_MOST_BYTES = 1 << 24  # of a tensor that is kept during a step: larger ones are results
 _MOST_MODULES = 256
 
 _ABSENT = object()  # a module has no attribute of this name
@@ -40,13 +40,13 @@ _ABSENT = object()  # a module has no attribute of this name
 
 @dataclass
 class _Kept:
-    """An attribute of a module, and what it was when the step began."""
+    """An attribute of a module, and its value when the step began."""
 
     held: dict[str, Any]
     name: str
     path: str
     began: Any
-    left: Any = _ABSENT  # by the bad pass
+    left: Any = _ABSENT  # the bad pass's final value
 
     @property
     def now(self) -> Any:
@@ -60,29 +60,30 @@ class _Kept:
 
     @property
     def was_set_by_program(self) -> bool:
-        """After a re-run: by a statement of the loop, or on a way that only the bad pass took."""
+        """After a re-run: whether the loop set it, or a branch that only the bad pass took."""
         return _is_same(self.now, self.began) and not _is_same(self.left, self.began)
 
     @property
     def is_mode(self) -> bool:
-        """Tensors and fractions are results, and trainers keep private ones on the program's modules."""
+        """Whether it may be a setting. Tensors and floats are results; private attributes may be a
+        trainer's."""
         return not self.name.startswith("_") and all(
             value is None or isinstance(value, bool | int | str) for value in (self.began, self.left)
         )
 
 
 class ModuleAttributes:
-    """A state (nanlocator.step.StepState). ``restore`` raises where the program has set an attribute in the
-    step, where one that is not put back is moved by each re-run, or where a module's code draws from an
-    iterator. What the bad pass has left is not compared with what a re-run leaves: that may be a result."""
+    """A state (nanlocator.step.StepState). ``restore`` raises RuntimeError if the program has set an
+    attribute in the step, if each re-run changes one that is not restored, or if a module's code draws from
+    an iterator. The bad pass's final values are not compared with a re-run's, because they may be results."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._models = list(models)
         self._places: list[tuple[dict[str, Any], str, str]] = []
-        self._began: list[Any] = []  # of each place; a result is held by nobody but its module
-        # The attributes of each module of the program, and its path.
+        self._began: list[Any] = []  # of each place; without results, so that only their module holds them
+        # The attributes of each of the program's own modules, and its path.
         self._own: list[tuple[dict[str, Any], str]] = []
-        self._numbers: list[int] = []  # of attributes in each of them
+        self._numbers: list[int] = []  # of attributes of each
         self._kept: list[_Kept] = []
         self._restored = 0  # times in this step
         self._seen: dict[tuple[int, str, str], Any] = {}
@@ -90,7 +91,7 @@ class ModuleAttributes:
         self.follow()
 
     def follow(self) -> None:
-        """Attributes that there are now, and those that the next step makes."""
+        """Follows the current attributes, and those that the next step adds."""
         self._looks_left = 2
 
     def save(self) -> None:
@@ -131,7 +132,7 @@ class ModuleAttributes:
             raise RuntimeError(", ".join(list(dict.fromkeys(self._moved))[:_MOST_NAMED]))
 
     def leave(self) -> None:
-        """After the last re-run: what the program had set in the step is again as it had set it."""
+        """After the last re-run: restores the values that the program had set in the step."""
         if self._restored == 0:
             return
         self._restored = 0
@@ -141,7 +142,8 @@ class ModuleAttributes:
         self._kept = []
 
     def _look(self) -> None:
-        """Libraries keep more to themselves than what may be put back: of their modules the tensors alone."""
+        """Finds the attributes. Of libraries' modules only the tensors: their other attributes may not be
+        safe to restore."""
         self._places, self._own = [], []
         for model in self._models:
             for path, module in model.named_modules():
@@ -161,14 +163,14 @@ class ModuleAttributes:
                 yield _Kept(*place, began)
 
     def _made_places(self) -> Iterator[_Kept]:
-        """New ones are last."""
+        """Attributes that the step has added: dictionaries keep them last."""
         for (held, path), number in zip(self._own, self._numbers, strict=True):
             for name in list(held)[number:]:
                 if name not in _OF_TORCH and _is_kept(held[name]):
                     yield _Kept(held, name, path, _ABSENT)
 
     def _contents(self) -> dict[tuple[int, str, str], Any]:
-        """By number of the model, path and name."""
+        """Contents by the model's number, path and name."""
         return {
             (number, path, name): content
             for number, model in enumerate(self._models)
@@ -178,14 +180,14 @@ class ModuleAttributes:
         }
 
     def _iterators(self) -> list[str]:
-        """That the forwards of the program's own modules draw from."""
+        """Iterators that the forwards of the program's own modules draw from."""
         modules = (module for model in self._models for module in model.modules())
         own = [each for each in modules if not _is_of_library(each)]
         return [name for module in own[:_MOST_MODULES] for name in iterators_of(module.forward)]
 
 
 def _is_of_library(module: nn.Module) -> bool:
-    """Each of its classes: fully_shard makes one of its own of a program's."""
+    """Whether all its classes are a library's: fully_shard derives a class of its own from a program's."""
     packages = (each.__module__.partition(".")[0] for each in type(module).__mro__)
     return all(package in _LIBRARIES or package in sys.stdlib_module_names for package in packages)
 
@@ -199,7 +201,8 @@ def _is_kept(value: Any) -> bool:
 
 
 def _is_kept_state(value: Any) -> bool:
-    """Not a view: FullyShardedDataParallel lets modules hold views of memory that comes and goes."""
+    """Whether it is a small tensor, and not a view: with FullyShardedDataParallel, modules hold views of
+    memory that is freed and allocated again."""
     return (
         type(value) is torch.Tensor
         and not value.requires_grad
@@ -218,9 +221,9 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _content(value: Any) -> Any:
-    """What two of them are compared by; None where that is not known."""
+    """A value by which two contents are compared; None if they cannot be compared."""
     if isinstance(value, bool | int | float | str):
-        return repr(value)  # NaN is itself
+        return repr(value)  # so that NaN equals NaN
     if isinstance(value, list | tuple | deque | set | frozenset | dict):
         elements = list(value.items() if isinstance(value, dict) else value) if len(value) <= _MOST else []
         simple = [repr(each) for each in elements if _is_simple(each)]
@@ -232,7 +235,7 @@ def _content(value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _WrittenTo:
-    """A tensor whose place has another one afterwards may be a result."""
+    """A tensor's content. Equal to another tensor's, because a replaced tensor may be a result."""
 
     identity: int
     content: str

@@ -1,5 +1,5 @@
-"""What the re-run of a bad step needs of Python: the generators of Python and numpy, a loss scaler.
-The re-run itself is C++ (nanlocator/step/step_rerun.hpp)."""
+"""The Python state that the re-run of a bad step restores: Python's and numpy's generators, a loss scaler,
+TransformerEngine's scales. The re-run itself is C++ (nanlocator/step/step_rerun.hpp)."""
 
 import copy
 import operator
@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 
 
 class Stateful(Protocol):
-    """Anything with PyTorch's pair of methods: a data sampler, a scheduler, a metric."""
+    """Any object with PyTorch's two methods: a data sampler, a scheduler, a metric."""
 
     def state_dict(self) -> Any: ...
 
@@ -20,7 +20,7 @@ class Stateful(Protocol):
 
 
 class GeneratorStates:
-    """Python's ``random`` and, where it is imported, numpy's global generator."""
+    """Python's ``random`` and, if numpy is imported, its global generator."""
 
     def save(self) -> None:
         self._python = random.getstate()
@@ -47,7 +47,7 @@ class ObjectState:
 
 
 class ScalerState:
-    """A ``torch.amp.GradScaler``: its scale, and what ``unscale_`` has noted of each optimizer."""
+    """A ``torch.amp.GradScaler``: its scale, and the record that ``unscale_`` keeps of each optimizer."""
 
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler
@@ -57,7 +57,7 @@ class ScalerState:
         self._per_optimizer = dict(self._scaler._per_optimizer_states)
 
     def restore(self) -> None:
-        if self._state:  # empty where the scaler is disabled
+        if self._state:  # empty if the scaler is disabled
             self._scaler.load_state_dict(copy.deepcopy(self._state))
         self._scaler._per_optimizer_states.clear()
         for optimizer, state in self._per_optimizer.items():
@@ -65,11 +65,11 @@ class ScalerState:
 
 
 class Fp8Scales:
-    """TransformerEngine's delayed scaling: the scales and the histories of maxima, which each forward and
-    backward moves, are plain attributes of its modules, all of them listed in one place (2.x, HEAD of
-    2026-08: pytorch/quantization.py, before 2.9 pytorch/fp8.py). The other recipes keep no state.
+    """TransformerEngine's delayed scaling. Each forward and backward changes the scales and the histories of
+    maxima. They are plain attributes of its modules, and one place lists them all (2.x, HEAD of 2026-08:
+    pytorch/quantization.py, before 2.9 pytorch/fp8.py). The other recipes keep no state.
 
-    Where fp8 is not in use this costs two look-ups; else two launches for all of them at the start of a step.
+    Costs two look-ups if fp8 is not in use, else two launches for all of them at the start of a step.
     """
 
     _MODULES = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
@@ -93,7 +93,7 @@ class Fp8Scales:
             raise RuntimeError("TransformerEngine has replaced scales or histories during the step")
         if self._tensors:
             torch._foreach_copy_(self._tensors, self._copies)
-        for tensor in now:  # made in this step: as DelayedScalingRecipeState makes them
+        for tensor in now:  # a tensor made in this step gets DelayedScalingRecipeState's initial values
             if id(tensor) not in known:
                 tensor.fill_(1.0 if tensor.dim() == 1 else 0.0)
 

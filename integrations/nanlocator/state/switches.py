@@ -1,8 +1,7 @@
-"""What a program tells parallel modules beside their arguments: whether gradients are reduced in this
-backward (``no_sync``, ``set_requires_gradient_sync``), whether parameters are kept whole after it, which
-method of the module inside is to run (Lightning's strategies: ``training_step`` takes the place of
-``forward`` for a call), whether a backward is the framework's own. A step that is executed again finds them
-as they were."""
+"""Settings of parallel modules that a program changes during a step: whether this backward reduces gradients
+(``no_sync``, ``set_requires_gradient_sync``), whether parameters stay whole after it, which method of the
+inner module runs (Lightning's strategies: ``training_step`` replaces ``forward`` for a call), whether a
+backward is the framework's own. A re-run restores them."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,20 +12,21 @@ from torch.nn.parallel import DistributedDataParallel
 from nanlocator.sharding import fsdp1, fsdp2
 from nanlocator.state import lightning_steps
 
-# Whose, and the names of their attributes. A function, as some are shared only from the first forward on.
+# A function that returns the owner, and names of its attributes. A function, because some owners are shared
+# only from the first forward on.
 Places = list[tuple[Callable[[], Any], tuple[str, ...]]]
 
 _ABSENT = object()  # its owner has no attribute of this name
 
 
 class Switches:
-    """``now`` reads them, ``set`` sets them again."""
+    """Reads the switches (``now``) and sets them again (``set``)."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
 
     def add(self, owner: Any, names: tuple[str, ...]) -> None:
-        """What a framework keeps elsewhere, too."""
+        """Adds switches that a framework keeps elsewhere."""
         self._places.append((fsdp1.itself(owner), names))
 
     def now(self) -> list[Any]:
@@ -46,7 +46,7 @@ class Switches:
 
 
 def switches_of(module: nn.Module) -> Switches:
-    """Of all modules in it."""
+    """The switches of all modules in ``module``."""
     places = [(fsdp1.itself(each), ("forward",)) for each in _wrapped_by(module)]
     places += [
         (fsdp1.itself(each), ("_in_fabric_backward",))
@@ -61,7 +61,7 @@ def switches_of(module: nn.Module) -> Switches:
 
 
 def _wrapped_by(module: nn.Module) -> Iterator[nn.Module]:
-    """It, and the modules that it, and each of them, holds as the only one."""
+    """``module``, and the chain of modules that are each the only child of the one before."""
     children = [module]
     while len(children) == 1:
         yield children[0]
