@@ -19,7 +19,7 @@ VARIANTS = ("plain", *OPTIONS, "accumulation")
 
 
 def shard(net, variant):
-    """``hybrid``: on two times two ranks."""
+    """Variant ``hybrid``: two times two ranks."""
     options = {"use_orig_params": True, "device_id": torch.device("cpu"), **OPTIONS.get(variant, {})}
     if variant == "hybrid":
         options["device_mesh"] = mesh(2, 2, names=("replicate", "shard"))
@@ -29,8 +29,7 @@ def shard(net, variant):
 
 
 class Fsdp1(Training):
-    """Faults ``before`` and ``after``: a bit of the gradient of the head changes before its reduction, and
-    after it."""
+    """Faults ``before`` and ``after``: a bit of the head's gradient changes before or after its reduction."""
 
     def __init__(self, rank, variant, fault=None, culprits=(1,)):
         super().__init__(rank, shard, variant, fault, culprits)

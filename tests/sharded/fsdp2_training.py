@@ -27,7 +27,7 @@ VARIANTS = (
 
 
 def shard(net, variant):
-    """Variants that begin with hsdp: on two times two ranks."""
+    """Variants that begin with hsdp: two times two ranks."""
     options = dict(POLICIES.get(variant.removeprefix("hsdp_"), {}))
     if variant.startswith("hsdp"):
         options["mesh"] = mesh(2, 2, names=("dp_replicate", "dp_shard"))
@@ -42,8 +42,8 @@ def shard(net, variant):
 
 
 class Fsdp2(Training):
-    """Faults ``before`` and ``after``: bits of the gradient of ``parameter`` change before its reduction, and
-    after it."""
+    """Faults ``before`` and ``after``: bits of ``parameter``'s gradient change before or after its
+    reduction."""
 
     def __init__(self, rank, variant, fault=None, culprits=(1,), parameter="head.weight"):
         super().__init__(rank, shard, variant, fault, culprits)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 MICROBATCHES = 4
-# Stages of each rank; schedule.
+# Stages per rank; schedule.
 VARIANTS = {
     "gpipe": (1, schedules.ScheduleGPipe),
     "1f1b": (1, schedules.Schedule1F1B),
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Its layers, by their numbers in the whole model."""
+    """The layers with these numbers in the whole model."""
 
     def __init__(self, layers):
         super().__init__()
@@ -60,8 +60,8 @@ def masked_mean(output, mask):
 
 
 class Pipelined(Training):
-    """Two ranks, two times two, or ("tensor_fsdp") two times two times two; two layers each. Faults:
-    ``message``, a value that changes on its way to a culprit; ``memory``, of the first weight's gradient,
+    """Two ranks, two times two, or ("tensor_fsdp") two times two times two, with two layers each. Faults:
+    ``message``, a value changes on its way to a culprit; ``memory``, the first weight's gradient changes
     after the schedule's step."""
 
     def __init__(self, rank, variant, fault=None, culprits=(1,)):
@@ -88,7 +88,7 @@ class Pipelined(Training):
             stages.append(
                 PipelineStage(part, index, count, torch.device("cpu"), group=self.mesh["pp"].get_group())
             )
-            if variant == "v":  # its neighbours are on the same rank, to whom gloo does not send
+            if variant == "v":  # its neighbours are on the same rank, and gloo cannot send to itself
                 stages[-1]._get_init_p2p_neighbors_ops = list
         is_single = issubclass(schedule, schedules.PipelineScheduleSingle)
         self.schedule = schedule(stages[0] if is_single else stages, MICROBATCHES, loss_fn=masked_mean)
@@ -133,10 +133,10 @@ class Pipelined(Training):
         )
 
     def evaluate(self):
-        """Forward and backward of all microbatches; the losses, on the rank that has the last stage."""
+        """Forward and backward of all microbatches. Returns the losses on the rank with the last stage."""
         x, offset, mask = torch.randn(8, 8), torch.zeros(8, 1), torch.ones(8, 1)
         if self.plants("forward"):
-            offset[5] = -3.0  # of the third microbatch
+            offset[5] = -3.0  # in the third microbatch
         if self.plants("backward"):
             offset[5] = -1.0
         if self.plants("empty_loss"):
@@ -162,7 +162,7 @@ class Pipelined(Training):
         return losses
 
     def clip(self):
-        """As torchtitan does (distributed/utils.py, clip_grad_norm_)."""
+        """Clips like torchtitan (distributed/utils.py, clip_grad_norm_)."""
         parameters = [p for part in self.parts for p in part.parameters()]
         norm = nn.utils.get_total_norm([p.grad for p in parameters])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,4 +1,4 @@
-"""What each kind of ``Training`` is put through; ``kind(rank, variant, fault, culprits)`` makes a rank's."""
+"""Runs for each kind of ``Training``; ``kind(rank, variant, fault, culprits)`` makes one rank's training."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ DEADLINE = 2.0
 
 
 def healthy(rank, world_size, kind, variant, options=None):
-    """Every step is executed again, and comes out alike."""
+    """Every step is re-run and gives the same result."""
     alone = kind(rank, variant)
     losses = [alone.step() for _ in range(3)]
     expected = alone.state()
@@ -38,7 +38,7 @@ def watched(rank, world_size, kind, variant, fault, culprits=(1,), options=None)
 
 
 def verdict_of(training, **options):
-    """With which three steps end, or those that ``watch`` has where nothing stops them."""
+    """The verdict that stops three steps; if nothing stops them, the verdicts of ``watch``."""
     with contextlib.ExitStack() as undone:
         undone.enter_context(training.planted_below())
         watch = nanlocator.watch(training.model, training.optimizer, **options)
@@ -53,7 +53,7 @@ def verdict_of(training, **options):
 
 
 def located(ranks, kind, variant, fault, *arguments):
-    """The verdict of all ranks."""
+    """The verdict, which is the same on all ranks."""
     verdicts = run_kept_ranks(ranks, watched, kind, variant, fault, *arguments)
     assert all(verdict == verdicts[0] for verdict in verdicts), verdicts
     assert verdicts[0]["iteration"] == 2
@@ -61,7 +61,7 @@ def located(ranks, kind, variant, fault, *arguments):
 
 
 def recovered(rank, world_size, kind, variant, fault):
-    """After a fault that happens once training goes on as if it had not been; the steps of verdicts."""
+    """After a fault that happens once, training recovers the healthy result. Returns the verdicts' steps."""
     alone = kind(rank, variant)
     for _ in range(3):
         alone.step()
@@ -73,10 +73,10 @@ def recovered(rank, world_size, kind, variant, fault):
 
 
 def assert_that_a_killed_rank_is_named(ranks, kind, variant, phase):
-    """Rank 1, by the others, in time; what they had found before is not lost."""
+    """The other ranks name rank 1 in time, and keep their earlier findings."""
     first, victim, *others = run_ranks(ranks, _killed, kind, variant, phase)
     assert victim is None
-    # A rank whose training does not come back from gloo in the repeat is ended by nanlocator.
+    # In the repeat, nanlocator ends a rank whose training does not return from gloo.
     came_back = [seconds for seconds in (first, *others) if phase != "repeat" or seconds is not None]
     assert came_back and all(seconds < 10 * DEADLINE for seconds in came_back)
     verdicts = [json.loads(path.read_text()) for path in Path("nanlocator_run/a0").glob("verdict*.json")]
@@ -98,16 +98,16 @@ def _killed(rank, world_size, kind, variant, phase):
         die_in(phase, training, watch)
     began = time.monotonic()
     try:
-        for _ in range(2):  # a rank that ends in its update is missed in the step after
+        for _ in range(2):  # if a rank ends in its update, the next step misses it
             training.step()
-    except Exception:  # the transfers' own
+    except Exception:  # an error of the transfers
         seconds = time.monotonic() - began
         written = Path("nanlocator_run/a0/verdict_rank0.json")
-        while time.monotonic() < began + seconds + 2 * DEADLINE:  # the monitor's time to write
+        while time.monotonic() < began + seconds + 2 * DEADLINE:  # time for the monitor to write
             if phase != "repeat" and written.exists():
                 break
             time.sleep(0.1)
-        if rank == 0:  # a rank that waits for one that has no connection to the victim ends when it does
+        if rank == 0:  # a rank without a connection to the victim may end only when its peer ends
             excuse(*range(1, world_size))
         return seconds
 
@@ -116,7 +116,7 @@ def die_in(phase, training, watch):
     def die(*_):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if phase == "reduction":  # the others are in it, or come to it
+    if phase == "reduction":  # the others are in it, or reach it
         for method in methods_of("_reduce_scatter_base"):
             setattr(ProcessGroup, method, die)
         return

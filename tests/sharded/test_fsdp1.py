@@ -1,4 +1,4 @@
-"""``FullyShardedDataParallel``: parameters by their own names, gradients before they are reduced."""
+"""``FullyShardedDataParallel``: parameters by their own names, gradients before their reduction."""
 
 import pytest
 import sharded_runs
@@ -36,7 +36,7 @@ def test_a_gradient_that_goes_bad_once_before_the_reduction_names_its_rank(varia
 def test_a_shard_that_goes_bad_after_the_reduction_is_counted_in_the_original_parameter(variant):
     (origin,) = located(variant, "after")["origins"]
     assert (origin["phase"], origin["cause"]) == ("grad_reduced", "collective_result")
-    # 24 elements and 3 of the bias (and padding to a multiple of 4 between them): rank 1 keeps from 14 on.
+    # 24 elements, and 3 of the bias (with padding to a multiple of 4 between them): rank 1 keeps from 14 on.
     assert origin["parameter"] == "head.weight" and origin["tensor"]["shape"] == [3, 8]
     assert origin["tensor"]["first_bad"] in (15, 17)
     assert origin["candidates"] == [0, 1]
@@ -84,7 +84,7 @@ def test_a_bad_shard_of_a_weight_is_that_of_the_rank_that_keeps_it(variant):
     (origin,) = run_kept_ranks(2, bad_shard, variant)[0]["origins"]
     assert (origin["cause"], origin["parameter"]) == ("bad_weight", "middle.weight")
     assert origin["candidates"] == [1] and origin["tensor"]["shape"] == [8, 7]
-    assert origin["tensor"]["first_bad"] == 34  # of 56 and 8 elements rank 1 keeps from 32 on
+    assert origin["tensor"]["first_bad"] == 34  # of 56 + 8 elements, rank 1 keeps those from 32 on
 
 
 def test_after_a_transient_fault_training_goes_on_as_if_it_had_not_been():

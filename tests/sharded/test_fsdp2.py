@@ -1,4 +1,4 @@
-"""``fully_shard``: each rank's own gradients are seen before they are reduced; nothing changes."""
+"""``fully_shard``: each rank's own gradients are scanned before their reduction; results do not change."""
 
 import json
 from pathlib import Path
@@ -142,7 +142,7 @@ def test_a_bad_shard_of_a_weight_is_that_of_the_ranks_that_keep_it(
 
 
 def never_initialised(rank, world_size):
-    """As ``to_empty`` leaves it: rank 1 has not called reset_parameters."""
+    """Parameters as after ``to_empty``: rank 1 has not called reset_parameters."""
     training = Fsdp2(rank, "plain")
     if rank == 1:
         with torch.no_grad():
@@ -219,7 +219,7 @@ def test_the_manifest_says_which_shard_a_rank_keeps_and_who_keeps_the_others():
 
 
 def evaluated(rank, world_size):
-    """Rank 1 alone finds something: nobody is there to gather shards with it."""
+    """Only rank 1 has a finding, so no other rank gathers shards with it."""
     training = Fsdp2(rank, "plain", "forward")
     watch = nanlocator.watch(training.model, training.optimizer)
     training.number = 2

@@ -1,4 +1,4 @@
-"""Faults that every kind of sharded training has to locate alike."""
+"""Faults that nanlocator must locate in every kind of sharded training."""
 
 import json
 import subprocess
@@ -76,7 +76,7 @@ def test_the_maps_of_all_ranks_say_who_keeps_which_part(ranks, kind, variant, pa
 
 
 class Gathered(Fsdp2):
-    """Fault ``gathered``: a weight changes on a culprit once it is gathered, while its shards do not."""
+    """Fault ``gathered``: a weight changes on a culprit after its gather; its shards do not."""
 
     def planted(self):
         wait = _fsdp_param_group.FSDPParamGroup.wait_for_unshard
@@ -97,7 +97,7 @@ def test_a_weight_that_goes_bad_once_it_is_gathered_accuses_no_shard():
 
 
 class Corrupting:
-    """Fault: the method of ProcessGroup whose results change on a culprit, every time."""
+    """The fault is a method of ProcessGroup: each of its results changes on a culprit."""
 
     def planted(self):
         return damaged((self.fault,), lambda: self.plants(self.fault), corrupt)
@@ -132,8 +132,8 @@ def test_what_one_rank_alone_gets_out_of_every_gather_is_one_origin_with_the_nam
     assert facts["same_collective_elsewhere"]["count"] > 0
 
 
-# In every phase of one kind, and of the others where what the living are in is another: a group without the
-# victim, another reduction, a transfer between stages.
+# Every phase of one kind. Of the other kinds, the phases in which the surviving ranks are in a different
+# call: a group without the victim, another reduction, a transfer between stages.
 KILLED = [
     *((2, Fsdp2, "plain", phase) for phase in ("forward", "backward", "reduction", "update", "repeat")),
     (4, Fsdp2, "hsdp", "reduction"),

@@ -1,5 +1,5 @@
-"""Level boundaries on device meshes: what crosses each process group is scanned in every step, so that what
-a collective damages once is that collective's, with the group's name."""
+"""Level boundaries on device meshes: the crossings of each process group are scanned in every step, so a
+verdict blames a collective for damage that it does once, and names its group."""
 
 import contextlib
 import functools
@@ -26,7 +26,8 @@ LEVEL = {"level": "boundaries"}
 
 
 class Damaging:
-    """Fault: the method of ProcessGroup whose result changes on a culprit, once, below what is watched."""
+    """The fault is a method of ProcessGroup: its result changes once on a culprit, below nanlocator's
+    wrapper."""
 
     def planted_below(self):
         return damaged((self.fault,), lambda: self.plants(self.fault), corrupt, once=True)
@@ -76,8 +77,8 @@ def test_a_weight_that_one_rank_gathers_wrongly_once_is_its_gathers(
 def test_gradients_that_are_reduced_wrongly_once_are_their_reductions(
     ranks, kind, variant, method, group, peers, candidates
 ):
-    """Each member of an all-reduce has its own copy of the sum; of a reduce-scatter one has it, and all
-    members have worked on it. What the next reduction makes of it is no second origin."""
+    """Each member of an all-reduce has its own copy of the sum. In a reduce-scatter, one member has it, and
+    all have contributed to it. The result of the next reduction is not a second origin."""
     (origin,) = located(ranks, kind, variant, method, (1,), LEVEL)["origins"]
     assert (origin["cause"], origin["candidates"]) == ("collective_result", candidates)
     assert (origin["phase"], origin["module"], origin["parameter"]) == ("grad_reduced", "head", "head.weight")
@@ -86,7 +87,7 @@ def test_gradients_that_are_reduced_wrongly_once_are_their_reductions(
 
 
 class DamagingTensorParallel(TensorParallel):
-    """Fault: what a culprit gets out of a functional collective, once."""
+    """The fault is a functional collective: its result changes once on a culprit."""
 
     def planted_below(self):
         operators, left = torch.ops._c10d_functional, [None]
@@ -155,8 +156,8 @@ def test_a_bad_shard_accuses_no_gather():
 
 
 class OutOfStep(DamagingFsdp2):
-    """Ranks average a number at different places of the program, before the first forward and after it, and
-    then something that is part of the loss."""
+    """Ranks average a number at different places of the program, before or after the first forward, and then
+    a part of the loss."""
 
     def loss(self):
         average = functools.partial(dist.all_reduce, group=averaging())
@@ -185,7 +186,7 @@ def test_ranks_whose_passes_begin_at_different_collectives_count_alike():
 def left_as_it_was(rank, world_size):
     training = Fsdp2(rank, "plain")
     operators = torch.ops._c10d_functional
-    operators.all_reduce, operators.wait_tensor  # noqa: B018  (its namespace makes them when they are asked for)
+    operators.all_reduce, operators.wait_tensor  # noqa: B018  (the namespace creates them at first access)
     before = dict(vars(ProcessGroup)), dict(vars(operators))
     watch = nanlocator.watch(training.model, training.optimizer, **LEVEL)
     training.step()

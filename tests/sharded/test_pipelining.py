@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining: a schedule's step is executed again by all stages; nothing changes."""
+"""torch.distributed.pipelining: all stages re-run a schedule's step; results do not change."""
 
 import json
 import signal
@@ -104,14 +104,14 @@ def test_beside_other_parallelism_both_places_are_named(variant, culprit):
 
 @pytest.mark.parametrize(("variant", "candidates"), [("fsdp", [1, 3]), ("ddp", [3])])
 def test_a_gradient_that_goes_bad_after_its_reduction_is_its_stages(variant, candidates):
-    """Of a shard all have made the sum; of whole gradients another replica has a clean copy."""
+    """All ranks have contributed to a shard's sum; of whole gradients, another replica has a clean copy."""
     verdict = located(variant, "memory", (3,))
     place = of_only_origin(verdict, "cause", "candidates", "phase", "parameter")
     assert place == ("collective_result", candidates, "grad_reduced", "layers.2.linear.weight")
 
 
 def test_with_shards_and_tensor_parallelism_every_place_is_named():
-    """As torchtitan lays ranks out: pp, dp, tp."""
+    """Ranks are laid out like torchtitan's: pp, dp, tp."""
     data = located("tensor_fsdp", "forward", (6, 7))
     assert of_only_origin(data, "phase", "candidates", "operator") == ("forward", [6, 7], "aten::sqrt")
     shard = located("tensor_fsdp", "memory", (5,))  # after the reduction, over pp1 tp1
@@ -173,7 +173,7 @@ def test_a_step_without_a_backward_is_no_step():
 
 
 def by_hand(rank, world_size, fault, culprit):
-    """A loop that sends and receives by itself."""
+    """A loop that itself sends and receives."""
     torch.manual_seed(rank)
     model = Block()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -256,7 +256,7 @@ def killed(rank, world_size, port, variant):
 
 @pytest.mark.parametrize("variant", ["fsdp", pytest.param("interleaved_fsdp", marks=pytest.mark.exhaustive)])
 def test_a_rank_that_is_killed_while_its_stage_reduces_is_the_one_that_is_named(variant):
-    """Rank 3, which reduces with it, ends with gloo's error; the other stage, with nanlocator's."""
+    """Rank 3, which reduces with it, ends with gloo's error, and the other stage with nanlocator's."""
     codes = [code for code, _, _ in run_programs(4, killed, variant)]
     assert codes == [1, -signal.SIGKILL, 1, 1]
     verdicts = [json.loads(path.read_text()) for path in Path("nanlocator_run/a0").glob("verdict*.json")]

@@ -1,4 +1,5 @@
-"""A model that is sharded after nanlocator has got it is refused, or followed: never silently unwatched."""
+"""A model that is sharded after nanlocator attached to it is refused or followed, never silently
+unwatched."""
 
 import contextlib
 import dataclasses
@@ -82,7 +83,7 @@ def test_sharding_a_model_that_is_watched_is_an_error_in_its_first_step(how):
 
 
 def watched_while_whole(rank, world_size):
-    """After an evaluation the root keeps its parameters whole until the next backward."""
+    """After an evaluation, the root keeps its parameters whole until the next backward."""
     training = Fsdp2(rank, "one_group", "before")
     with torch.no_grad():
         training.loss()
@@ -95,7 +96,7 @@ def test_a_model_that_holds_whole_parameters_at_the_moment_is_followed_all_the_s
 
 
 def unedited(rank, world_size, fault):
-    """What ``python -m nanlocator`` does before it runs the script."""
+    """A script's training, attached like ``python -m nanlocator`` does."""
     with contextlib.redirect_stderr(io.StringIO()) as said:
         attach.follow_process()
         training = Fsdp2(rank, "plain", fault)
@@ -119,7 +120,7 @@ def test_an_unedited_script_that_shards_its_model_is_watched(fault, expected):
 
 
 def in_another_torch(rank, world_size, renamed):
-    """One whose private names are not those that nanlocator knows: simulated here."""
+    """Simulates a torch whose private names nanlocator does not know."""
     training = Fsdp2(rank, "plain", "forward")
     if renamed == "attribute":
         fsdp2._part_of = lambda param: param.what_it_had_before

@@ -1,4 +1,4 @@
-"""``parallelize_module`` (DTensor) alone and with ``fully_shard``: ranks stand where the mesh says."""
+"""``parallelize_module`` (DTensor), alone and with ``fully_shard``: ranks' coordinates come from the mesh."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def shard(net, variant):
 
 
 class TensorParallel(Training):
-    """Ranks of one tensor-parallel group draw the same data."""
+    """The ranks of a tensor-parallel group draw the same data."""
 
     def __init__(self, rank, variant, fault=None, culprits=(1,)):
         super().__init__(rank, shard, variant, fault, culprits, width=6)
@@ -37,10 +37,10 @@ class TensorParallel(Training):
         torch.manual_seed(0 if variant == "tp" else rank // 2)
 
     def clip(self):
-        """PyTorch has no norm over parameters of several meshes."""
+        """Does nothing: PyTorch has no norm over parameters of several meshes."""
 
     def follow_gradient(self):
-        """Of the middle's weight, as backward has made it on this rank."""
+        """The gradient of the middle's weight, as backward made it on this rank."""
 
         def follow(module, *_):
             weight = module.weight
@@ -66,7 +66,7 @@ def test_a_gradient_that_goes_bad_once_on_one_rank_is_that_ranks(variant, culpri
     assert (origin["coordinates"]["rank"], origin["parameter"]) == (culprit, "middle.weight")
     assert origin["coordinates"]["tp"] == {"rank": 1, "size": 2}
     assert origin["coordinates"]["dp"]["size"] == (1 if variant == "tp" else 2)
-    # 6 columns on two tensor-parallel ranks.
+    # 6 columns over two tensor-parallel ranks.
     assert origin["tensor"]["shape"] == [8, 3] and origin["tensor"]["first_bad_index"] == [0, 2]
     assert origin["cause"] == "not_reproduced"
 
